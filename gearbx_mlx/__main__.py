@@ -9,7 +9,7 @@ from .cli import signals
 signals.end_at_once()  # the imports below take time
 
 from .cli import terminal  # noqa: E402
-from .cli.parser import versions  # noqa: E402
+from .cli.parser import version_line  # noqa: E402
 from .errors import GearbxError  # noqa: E402
 
 COMMANDS = {
@@ -44,7 +44,7 @@ def main() -> None:
 def show_commands(name: str) -> None:
     """Raises GearbxError unless the commands are asked for, or the version."""
     if name == "--version":
-        print(versions())
+        print(version_line())
     elif name in ("-h", "--help"):
         print(USAGE)
     elif name == "figures":

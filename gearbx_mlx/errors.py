@@ -47,6 +47,11 @@ def one_line(error: BaseException, most: int = 300) -> str:
     return " ".join(str(error).split())[:most] or type(error).__name__
 
 
+def escaped(text: str) -> str:
+    """Return text that stays on one line and cannot steer a terminal: a name may contain any character."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
 def check_range(shown: str, value: float, least: float, most: float = math.inf) -> None:
     """Raises GearbxError for a number outside of its bounds. shown: what the message calls it."""
     try:

@@ -2,8 +2,8 @@
 
 SINCE = "0.1.0"
 
-ONE_GEAR = "use one gear of more bits, such as --gear 8, which is faster for the same loss"
-LEARNED = "leave it out: mode lossless learns when to draft, and --draft-length N drafts always as many tokens"
+ONE_GEAR_INSTEAD = "use one gear of more bits, such as --gear 8, which is faster for the same loss"
+DRAFTS_LEARN = "leave it out: mode lossless learns when to draft, and --draft-length N drafts always as many tokens"
 NO_SCHEDULE = "use --gear: one gear was as good"
 THRESHOLDS = "leave it out: calibrate finds thresholds of --mode route and kickdown"
 ROUTER = (
@@ -14,16 +14,16 @@ STUDIES = "run python -m research policies in a clone of the repository"
 ANSWERS = "run python -m research final-answers in a clone of the repository"
 
 GONE: dict[str, str] = {
-    "--tolerance": ONE_GEAR,
-    "--curve": LEARNED,
-    "--cost": LEARNED,
+    "--tolerance": ONE_GEAR_INSTEAD,
+    "--curve": DRAFTS_LEARN,
+    "--cost": DRAFTS_LEARN,
     "--schedule": NO_SCHEDULE,
-    "calibrate --mode lossless": LEARNED,
-    "calibrate --top": LEARNED,
-    "--target-agreement": ONE_GEAR,
-    "--target-regret": ONE_GEAR,
-    "--target-kl": ONE_GEAR,
-    "--target-bytes": ONE_GEAR,
+    "calibrate --mode lossless": DRAFTS_LEARN,
+    "calibrate --top": DRAFTS_LEARN,
+    "--target-agreement": ONE_GEAR_INSTEAD,
+    "--target-regret": ONE_GEAR_INSTEAD,
+    "--target-kl": ONE_GEAR_INSTEAD,
+    "--target-bytes": ONE_GEAR_INSTEAD,
     "--schedule-gears": NO_SCHEDULE,
     "calibrate --prompt-tokens": NO_SCHEDULE,
     "calibrate --data": THRESHOLDS,
@@ -57,7 +57,7 @@ GONE: dict[str, str] = {
     "--color": "set FORCE_COLOR=1 or NO_COLOR=1 in the environment",
     "--describe": "use --verbose all",
     "--pipeline": "set GEARBX_PIPELINE=1 in the environment of all ranks",
-    "schema 'gearbx-mlx drafting'": LEARNED,
+    "schema 'gearbx-mlx drafting'": DRAFTS_LEARN,
     "schema 'gearbx-mlx schedule'": NO_SCHEDULE,
     "a file for mode 'static'": "use --gear",
     "--small-server": ROUTER,

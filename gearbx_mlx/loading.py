@@ -8,7 +8,8 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -30,6 +31,7 @@ from .compat.classes import model_classes
 from .errors import GearbxError, about, one_line
 from .files.gguf_model import gguf_directory, is_gguf
 from .files.model_directory import (
+    AGAIN,
     COMPLETE,
     check_json,
     check_layers,
@@ -56,7 +58,7 @@ SAMPLES = (  # what tokenizers differ in: digits, spaces, line ends, capitals, o
 # transformers' name of a warning, that a text is longer than the context, which it gives unless it was given before.
 TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
 DEMO_MODEL = Path(__file__).parent / "demo_model"
-SAMPLE = 2**20  # bytes of a file's beginning and end that stand for it
+SAMPLED_BYTES = 2**20  # bytes of a file's beginning and end that stand for it
 
 
 def load(
@@ -114,7 +116,7 @@ def load(
     except GearbxError:
         raise
     except Exception as error:  # a configuration that does not fit fails in a hundred ways
-        raise unreadable(directory, error) from error
+        raise cannot_load(directory, error) from error
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
@@ -129,7 +131,7 @@ def check_longest(tokenizer: Any, file: Path) -> None:
         raise GearbxError(f"{file}: model_max_length is {shown(longest)}, not a number; download the file again")
 
 
-def unreadable(directory: Path, error: Exception) -> GearbxError:
+def cannot_load(directory: Path, error: Exception) -> GearbxError:
     """Return what a user can do about a model that mlx-lm cannot load. Raises GearbxError where a file is not JSON."""
     if "trust_remote_code" in str(error):
         return untrusted(directory)
@@ -150,27 +152,46 @@ def check_model(directory: Path, trusted: bool, change: dict) -> None:
     check_layers(config, arrays, directory / "config.json")
     check_quantization(config, directory / "config.json")
     if config.get("model_file") is None:
-        check_type(config, directory / "config.json")
+        check_fields(config, arguments_of(config, directory / "config.json"), directory / "config.json")
     elif not trusted:  # mlx-lm before 0.32 runs it without a question
         raise untrusted(directory)
 
 
-def check_type(config: dict, file: Path) -> None:
-    """Raises GearbxError for a type of model that mlx-lm has no class for, or none that can be imported here.
+def arguments_of(config: dict, file: Path) -> type:
+    """Return the class of mlx-lm that a model's configuration becomes.
 
     Args:
         file: of the configuration.
+
+    Raises:
+        GearbxError: a type of model that mlx-lm has no class for, or none that can be imported here.
     """
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said):
-            model_classes(config)
+            _, arguments = model_classes(config)
     except (Exception, SystemExit) as error:  # a class that lacks a package ends the process, with a word on stdout
         why = " ".join(said.getvalue().split()) or one_line(error).rstrip(".")
         raise GearbxError(
             f"{file}: model_type is {shown(config.get('model_type'))}, which mlx-lm cannot load ({why}); "
             "update mlx-lm, or give a model of another type"
         ) from error
+    return arguments
+
+
+def check_fields(config: dict, arguments: type, file: Path) -> None:
+    """Raises GearbxError for text where mlx-lm's class takes numbers alone, on which some layers fail much later.
+
+    Args:
+        arguments: of `arguments_of`.
+        file: of the configuration.
+    """
+    kinds = get_type_hints(arguments)
+    for name in config.keys() & kinds.keys():
+        wanted = get_args(kinds[name]) or (kinds[name],)
+        if isinstance(config[name], str) and {bool, int, float, NoneType}.issuperset(wanted):
+            what = "neither true nor false" if bool in wanted else "not a number"
+            raise GearbxError(f"{file}: {name} is {shown(config[name])}, {what}; {AGAIN}")
 
 
 def untrusted(directory: Path) -> GearbxError:
@@ -208,7 +229,7 @@ def load_base(
     return model, load_tokenizer(directory, tokenizer_config, eos_token_ids=config.get("eos_token_id")), config
 
 
-def gears_of(path_or_hf_repo: str | Path | None) -> Manifest | None:
+def checkpoint_gears(path_or_hf_repo: str | Path | None) -> Manifest | None:
     """Return what gears a model's checkpoint holds, if it is a geared one; downloads it as `load` does."""
     return None if path_or_hf_repo is None else read_manifest(find(path_or_hf_repo))
 
@@ -303,9 +324,9 @@ def fingerprint(*files: Path) -> str:
         size = file.stat().st_size
         digest.update(f"{file.name} {size} ".encode())
         with file.open("rb") as opened:
-            digest.update(opened.read(SAMPLE))
-            opened.seek(max(size - SAMPLE, 0))
-            digest.update(opened.read(SAMPLE))
+            digest.update(opened.read(SAMPLED_BYTES))
+            opened.seek(max(size - SAMPLED_BYTES, 0))
+            digest.update(opened.read(SAMPLED_BYTES))
     return digest.hexdigest()[:16]
 
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from .errors import GearbxError, check_range
 from .gone import gone
 
-UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+BYTE_UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
 def parse_bytes(text: str, shown: str) -> int:
@@ -25,7 +25,7 @@ def parse_bytes(text: str, shown: str) -> int:
     """
     found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([KMGT]?I?)B?\s*", text.upper().replace("E", "e"))
     try:
-        count = float(found[1]) * UNITS[found[2]] if found else 0.0
+        count = float(found[1]) * BYTE_UNITS[found[2]] if found else 0.0
     except (ValueError, KeyError):
         count = 0.0
     if not 1 <= count < math.inf:
@@ -76,13 +76,7 @@ def flag(
     also: tuple[str, ...] = (),
     exclusive: str = "",
     rare: bool = False,
-    least: float | None = None,
-    most: float = math.inf,
-    choices: tuple[Any, ...] = (),
-    named: bool = False,
-    parse: Callable[[str], Any] | None = None,
-    kw_only: bool = False,
-    **argparse_keywords: Any,
+    **rules: Any,
 ) -> Any:
     """Return a `setting` that is a flag.
 
@@ -93,23 +87,11 @@ def flag(
         also: further names of the flag.
         exclusive: at most one flag of those with the same word here may be given.
         rare: `--help-all` shows it, and `--help` does not.
-        least, most, choices, named, parse: of `setting`.
-        argparse_keywords: of `add_argument`: metavar, nargs, type.
+        rules: of `setting`; and of `add_argument`: metavar, nargs, const.
     """
     if default not in (MISSING, None, "") and default is not False and "Default:" not in help:
         help = f"{help} Default: {default}"
-    about_flag = {"help": help, "flag": name, "also": also, "exclusive": exclusive, "rare": rare}
-    return setting(
-        default,
-        least=least,
-        most=most,
-        choices=choices,
-        named=named,
-        parse=parse,
-        kw_only=kw_only,
-        argparse=argparse_keywords,
-        **about_flag,
-    )
+    return setting(default, help=help, flag=name, also=also, exclusive=exclusive, rare=rare, **rules)
 
 
 def flags_in(kind: Any) -> dict[str, Field]:
@@ -169,6 +151,6 @@ def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
             raise GearbxError(f"{flag_of(name)} is {one}; choose from {', '.join(map(str, choices))}")
 
 
-def given(settings: Settings, default: Settings) -> list[str]:
+def given_names(settings: Settings, default: Settings) -> list[str]:
     """Return the names of settings that differ from their defaults."""
     return [item.name for item in fields(settings) if getattr(settings, item.name) != getattr(default, item.name)]

@@ -20,7 +20,7 @@ from gearbx_mlx.evaluate.run import KLD_COLUMNS
 from gearbx_mlx.evaluation.predictions import (
     TextPrediction,
     compared,
-    joined,
+    joined_recordings,
     quality,
     read_at_once,
     read_documents,
@@ -202,7 +202,7 @@ def against_top(gearbox: Gearbox, windows: Sequence[Sequence[int]]) -> dict[str,
         return {}
     ladder = gearbox.ladder
     reads = [partial(read_window, gearbox, gear) for gear in (ladder[0], ladder.top)]
-    low, top = map(joined, zip(*(compared(gearbox, window, reads, CONTEXT // 2) for window in windows)))
+    low, top = map(joined_recordings, zip(*(compared(gearbox, window, reads, CONTEXT // 2) for window in windows)))
     return quality(low.nll, low.kl, low.kl_reverse, low.agree, top.nll)
 
 

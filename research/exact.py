@@ -17,7 +17,7 @@ from gearbx_mlx.formats.base import dense_weight
 from gearbx_mlx.gears.discovery import discover
 from gearbx_mlx.gears.ladder import Gear
 from gearbx_mlx.kernels.exact import ExactMatrix
-from gearbx_mlx.telemetry.trace import OUTSIDE, gear_color, get_pyplot, save
+from gearbx_mlx.telemetry.trace import LEGEND_OUTSIDE, gear_color, get_pyplot, save
 
 from .studies import Found, study
 
@@ -209,7 +209,7 @@ def draw_bars(axes: Any) -> None:
         axes.text(left + 0.15, place, f"{left:.1f}", va="center", fontsize=10)
     from matplotlib.patches import Patch
 
-    axes.legend([Patch(color=color) for color in PARTS.values()], list(PARTS), **OUTSIDE)
+    axes.legend([Patch(color=color) for color in PARTS.values()], list(PARTS), **LEGEND_OUTSIDE)
     axes.set_yticks(range(3), list(reversed(bars)))
     axes.set(xlabel=f"bits per weight (Gaussian rows, {DRAWN_WIDTH} wide, groups of {GROUP})", xlim=(0, 22))
     axes.spines[["top", "right", "left"]].set_visible(False)

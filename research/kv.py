@@ -15,11 +15,12 @@ from rich.progress import track
 from gearbx_mlx import Gearbox, GearbxError, load
 from gearbx_mlx.decoding.caches import put_in_gears
 from gearbx_mlx.evaluate.run import context_for, over_cache
-from gearbx_mlx.evaluation.predictions import StaticPolicy, driven, read_at_once, read_documents, record, windows_of
+from gearbx_mlx.evaluation.predictions import read_at_once, read_documents, recording_of, windows_of
 from gearbx_mlx.formats.kv_cache import KVGears, NestedKVCache
 from gearbx_mlx.kernels import dispatch
 from gearbx_mlx.loading import DEMO_MODEL
 
+from .evaluation.driving import StaticPolicy, driven
 from .evaluation.runs import noisy
 from .lossless import widened
 from .studies import TALES, Found, in_turn, ratios, spread, study
@@ -52,12 +53,12 @@ def of_context(name: str, text: Path, context: int, tokens: int) -> Iterator[lis
     top = gearbox.ladder.top
     reference = [each.logprobs for each in read_at_once(gearbox, windows, top)]
     with noisy(gearbox, 0):
-        noise = record(driven(gearbox, windows, StaticPolicy(top)), reference).kl.mean()
+        noise = recording_of(driven(gearbox, windows, StaticPolicy(top)), reference).kl.mean()
     for ladder in LADDERS:
         found = []
         for bits in (4, 8):
             reader = over_cache(gearbox, ladder, bits)
-            read = record((each for window in windows for each in reader.read(window)), reference)
+            read = recording_of((each for window in windows for each in reader.read(window)), reference)
             found += [f"{read.kl.mean():.2g}", f"{read.agree.mean():.1%}"]
         yield [Path(name).name, str(context), ",".join(map(str, ladder)), *found, f"{noise:.2g}"]
         print(f"{Path(name).name}, {context} tokens, {ladder}: {found}", flush=True)

@@ -28,7 +28,7 @@ from gearbx_mlx.benchmark.measuring import machine_name
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.files.writing import make_directory, write_text
 from gearbx_mlx.kernels import cpu
-from gearbx_mlx.telemetry.summary import as_json, finite
+from gearbx_mlx.telemetry.summary import as_json, finite_json
 
 from . import MODULES, ROOT
 
@@ -288,7 +288,7 @@ def run_python(*arguments: object, folder: Path = ROOT) -> None:
 def keep_report(out: Path, report: dict[str, Any], pictures: Mapping[str, Callable[[Path], object]]) -> None:
     """Write a report as evaluation.json, and its pictures, into a directory."""
     make_directory(out)
-    write_text(out / "evaluation.json", as_json(finite(report)))
+    write_text(out / "evaluation.json", as_json(finite_json(report)))
     for name, draw in pictures.items():
         draw(out / name)
 

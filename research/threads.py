@@ -41,7 +41,7 @@ from gearbx_mlx.formats import groupwise, rowwise
 from gearbx_mlx.formats.groupwise import GROUP, GROUP_BYTES, SCALE_SIZE
 from gearbx_mlx.kernels import cpu
 from gearbx_mlx.kernels.products import dense_product
-from gearbx_mlx.telemetry.trace import OUTSIDE, gear_color, get_pyplot, save
+from gearbx_mlx.telemetry.trace import LEGEND_OUTSIDE, gear_color, get_pyplot, save
 
 from . import ROOT
 from .conservation import compiled
@@ -297,7 +297,7 @@ def draw_w4a8(rows: Rows, path: Path) -> None:
     axes.set_xticks(sorted({row["threads"] for row in rows}))
     axes.set_ylim(bottom=0)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(**OUTSIDE)
+    axes.legend(**LEGEND_OUTSIDE)
     save(figure, path)
 
 

@@ -16,7 +16,7 @@ from pages import table
 
 from gearbx_mlx import Gearbox, Governor, load, stream_generate
 from gearbx_mlx.machine.readers import THERMAL, MachineState, Point, Scripted, Watch
-from gearbx_mlx.telemetry.trace import BLUE, GREEN, OUTSIDE, VERMILION, gear_color, get_pyplot, save
+from gearbx_mlx.telemetry.trace import BLUE, GREEN, LEGEND_OUTSIDE, VERMILION, gear_color, get_pyplot, save
 
 from .studies import Found, study
 
@@ -274,7 +274,7 @@ def draw(run: Run, bare: Run, path: Path) -> None:
     bits.set(ylabel="bits per weight")
     draw_state(state, times, run)
     for axes in (speed, caps, state):
-        axes.legend(**OUTSIDE)
+        axes.legend(**LEGEND_OUTSIDE)
     for axes in (speed, caps, bits, state):
         axes.spines[["top", "right"]].set_visible(False)
     save(figure, path, dpi=120)

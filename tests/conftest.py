@@ -427,7 +427,7 @@ def command(monkeypatch, capsys):
 
     Returns exit status, stdout, stderr without lines of progress.
     """
-    monkeypatch.setattr("gearbx_mlx.cli.terminal.SHORT", 1e6)  # otherwise a slow machine has more lines
+    monkeypatch.setattr("gearbx_mlx.cli.terminal.SHORT_SECONDS", 1e6)  # otherwise a slow machine has more lines
 
     def run(name: str, *arguments: object) -> SimpleNamespace:
         main = import_module(name if "." in name else f"gearbx_mlx.{name}").main

@@ -12,7 +12,7 @@ from ..cli.start import call, command
 from ..decoding.modes import thresholds_flag
 from ..errors import GearbxError
 from ..routing.gates import AUTO, Thresholds
-from ..settings import Settings, flag, flag_of, given
+from ..settings import Settings, flag, flag_of, given_names
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class AnalyzeSettings:
         self.server.check_named()
         if self.server.server is None:
             return
-        for name in given(self.model, ModelSettings()):
+        for name in given_names(self.model, ModelSettings()):
             raise GearbxError(f"{flag_of(name)} is for a model that is loaded here; leave it out with --server")
         if self.prompt.max_tokens == -1:
             raise GearbxError("--max-tokens is -1, and the context of a server is not known; give 1 or more")

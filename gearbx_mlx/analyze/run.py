@@ -19,7 +19,7 @@ from ..cli import terminal
 from ..cli.decide import JustGears, check_in_ladder
 from ..cli.flags import LayoutSettings, ModeFlags, output_path
 from ..cli.loaded import Geared, Loaded
-from ..cli.prompt import check_prompt, encoded, read_prompts
+from ..cli.prompt import check_prompt, encoded_prompts, read_prompts
 from ..cli.start import needing
 from ..cli.tables import server_table, summary_table
 from ..decoding.modes import TELEMETRY_ONLY, made
@@ -29,7 +29,7 @@ from ..errors import GearbxError, GearbxWarning
 from ..files.writing import write_text
 from ..gears.ladder import DEFAULT_LADDER, Ladder
 from ..routing.bounds import BoundedRouting
-from ..routing.gates import Monitor, ReadThresholds, ThresholdGate, bits_of
+from ..routing.gates import Monitor, ReadThresholds, ThresholdGate, thresholds_in_bits
 from ..serving import ASSUMED_VOCABULARY, OtherError
 from ..telemetry.summary import Tally, as_json
 from ..telemetry.trace import BOUNDS, PICTURES, UNDECIDED, IntervalTally, TraceWriter, draw_report, get_pyplot, record
@@ -191,7 +191,7 @@ def analyzed_here(settings: AnalyzeSettings, texts: Sequence[str], out: Path, dr
     flags = ModeFlags(mode=TELEMETRY_ONLY, **settings.mode.given())
     loaded = Loaded.of(JustGears(settings.model, LayoutSettings(gears=settings.ladder.gears), mode=flags))
     tokenizer, ladder = loaded.tokenizer, loaded.decision.ladder
-    tokens = encoded(texts, settings.prompt, tokenizer, loaded.config)
+    tokens = encoded_prompts(texts, settings.prompt, tokenizer, loaded.config)
     geared = loaded.in_gears()
     observer, mode = geared.gearbox, loaded.decision.mode
     assert isinstance(mode, Route)
@@ -293,7 +293,7 @@ def analyzed_there(settings: AnalyzeSettings, texts: Sequence[str], out: Path, d
     questions = [others.Question(text, not chat.ignore_chat_template, chat.system_prompt, keywords) for text in texts]
     server = others.Other(given.server, given.key, given.server_timeout)
     model, said = asyncio.run(server.model(given.server_model))
-    size, source = vocabulary_of(settings, said)
+    size, source = size_of_vocabulary(settings, said)
     found = RunThere(
         ladder=ladder,
         draws=draws,
@@ -301,7 +301,7 @@ def analyzed_there(settings: AnalyzeSettings, texts: Sequence[str], out: Path, d
         server=server,
         model=model,
         routing=routing,
-        thresholds=bits_of(routing.thresholds, [gear.bits for gear in ladder], size, str),
+        thresholds=thresholds_in_bits(routing.thresholds, [gear.bits for gear in ladder], size, str),
         vocab_size=size,
         source=source,
         tally=IntervalTally.of([gear.name for gear in ladder]),
@@ -311,7 +311,7 @@ def analyzed_there(settings: AnalyzeSettings, texts: Sequence[str], out: Path, d
     return found
 
 
-def vocabulary_of(settings: AnalyzeSettings, said: int | None) -> tuple[int, str]:
+def size_of_vocabulary(settings: AnalyzeSettings, said: int | None) -> tuple[int, str]:
     """Return the size that is given, else what the server said, else that of the thresholds, else an assumption."""
     if settings.server.vocab_size is not None:
         return settings.server.vocab_size, "--vocab-size"

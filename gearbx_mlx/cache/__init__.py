@@ -8,14 +8,13 @@ from ..cli.parser import parser_of
 from ..cli.start import command
 from ..settings import Settings, flag
 
-KINDS = {
+CACHE_KINDS = {
     "kernels": "compiled CPU kernels",
     "bases": "codes of calibrated bases",
     "models": "unpacked GGUF files",
     "times": "measured times, and what texts taught",
     "other": "anything else",
 }
-DESCRIPTION = "Show how large the user's cache is, or empty it. What is missing there is made again when it is needed."
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class EmptySettings(Settings):
     title: ClassVar[str] = "cache"
 
     empty: str | None = flag(
-        None, "Remove what is kept of one kind, or all of it.", choices=("all", *KINDS), named=True
+        None, "Remove what is kept of one kind, or all of it.", choices=("all", *CACHE_KINDS), named=True
     )
 
 
@@ -37,7 +36,8 @@ class UsersCacheSettings:
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    return parser_of(UsersCacheSettings, "cache", DESCRIPTION)
+    said = "Show how large the user's cache is, or empty it. What is missing there is made again when it is needed."
+    return parser_of(UsersCacheSettings, "cache", said)
 
 
 main = command("cache")

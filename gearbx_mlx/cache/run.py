@@ -10,14 +10,12 @@ from pathlib import Path
 from filelock import FileLock
 from rich.console import Console
 
-from ..cli.tables import columns
+from ..cli.tables import table_with_head
 from ..errors import GearbxError
 from ..files.user_cache import CacheUnusable
 from ..kernels.cpu import BUILDING, BUILDING_LOCK, NAME, open_cache
 from ..settings import human_bytes
-from . import KINDS, UsersCacheSettings
-
-DAY = 86400  # seconds
+from . import CACHE_KINDS, UsersCacheSettings
 
 
 @dataclass(frozen=True)
@@ -38,27 +36,27 @@ def run(settings: UsersCacheSettings) -> int:
         raise GearbxError(f"the cache cannot be used: {error}") from error
     wanted = settings.cache.empty
     if wanted is not None:
-        empty(directory, [wanted] if wanted in KINDS else list(KINDS))
-    found = list(entries(directory))
-    rows = [row(kind, [entry for entry in found if entry.kind == kind]) for kind in KINDS]
+        empty(directory, [wanted] if wanted in CACHE_KINDS else list(CACHE_KINDS))
+    found = list(cache_entries(directory))
+    rows = [row(kind, [entry for entry in found if entry.kind == kind]) for kind in CACHE_KINDS]
     total = human_bytes(sum(entry.size for entry in found))
     console = Console(highlight=False)
-    console.print(columns(("kind", "number", "size", "used"), [each for each in rows if each]))
+    console.print(table_with_head(("kind", "number", "size", "used"), [each for each in rows if each]))
     console.print(f"{directory}: {total}", soft_wrap=True, markup=False)
     return 0
 
 
-def entries(directory: Path) -> Iterator[Kept]:
+def cache_entries(directory: Path) -> Iterator[Kept]:
     """Find what is in the cache, except for locks, which belong to processes."""
     for path in sorted(directory.iterdir()):
-        kind = kind_of(path)
+        kind = kind_in_cache(path)
         for each in sorted(path.iterdir()) if kind == "bases" else [path]:
             if not each.name.endswith(".lock"):
                 with suppress(FileNotFoundError):  # another process removed it meanwhile
-                    yield Kept(each, kind, size_of(each), each.stat().st_mtime)
+                    yield Kept(each, kind, disk_size(each), each.stat().st_mtime)
 
 
-def kind_of(path: Path) -> str:
+def kind_in_cache(path: Path) -> str:
     """Return the kind of a file or directory right below the cache."""
     if path.name.startswith((NAME, BUILDING)):
         return "kernels"
@@ -70,7 +68,7 @@ def kind_of(path: Path) -> str:
     return "models" if is_model else "other"
 
 
-def size_of(path: Path) -> int:
+def disk_size(path: Path) -> int:
     """Return the bytes of a file, or of all files in a directory."""
     if not path.is_dir():
         return path.stat().st_size
@@ -81,15 +79,15 @@ def row(kind: str, found: list[Kept]) -> tuple[str, ...] | None:
     """Return a kind's line of the table; None where nothing of it is kept."""
     if not found:
         return None
-    days = (time.time() - max(entry.used for entry in found)) / DAY
+    days = (time.time() - max(entry.used for entry in found)) / 86400
     used = "today" if days < 1 else f"{days:.0f} days ago"
-    return f"{kind}: {KINDS[kind]}", str(len(found)), human_bytes(sum(entry.size for entry in found)), used
+    return f"{kind}: {CACHE_KINDS[kind]}", str(len(found)), human_bytes(sum(entry.size for entry in found)), used
 
 
 def empty(directory: Path, kinds: list[str]) -> None:
     """Remove what is kept of these kinds, while no process compiles. Raises GearbxError for what cannot be removed."""
     with FileLock(directory / BUILDING_LOCK, mode=0o600):
-        for entry in [entry for entry in entries(directory) if entry.kind in kinds]:
+        for entry in [entry for entry in cache_entries(directory) if entry.kind in kinds]:
             try:
                 if entry.path.is_dir() and not entry.path.is_symlink():
                     shutil.rmtree(entry.path)

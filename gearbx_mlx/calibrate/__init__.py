@@ -9,13 +9,11 @@ from ..cli.flags import GearFlags, LayerSettings, ModelSettings
 from ..cli.parser import command_settings, parser_of
 from ..cli.prompt import PromptSettings
 from ..cli.start import call, command
+from ..decoding.modes import KICKDOWN, ROUTE
 from ..errors import LARGEST_SHOWN, GearbxError, numbers
 from ..routing.calibration import check_shares
 from ..routing.gates import DEFAULT_HYSTERESIS, DEFAULT_MIN_GEAR_DURATION, DEFAULT_WINDOW, ThresholdFile
 from ..settings import Settings, as_text, flag
-
-MODES = ROUTE, KICKDOWN = "route", "kickdown"
-SHARE = "share"  # how thresholds are found, as the file says
 
 
 def parse_shares(text: str) -> tuple[float, ...]:
@@ -31,7 +29,7 @@ class CalibrationSettings(Settings):
 
     title: ClassVar[str] = "calibration"
 
-    mode: str = flag(ROUTE, "The mode of the thresholds.", choices=MODES)
+    mode: str = flag(ROUTE, "The mode of the thresholds.", choices=(ROUTE, KICKDOWN))
     shares: tuple[float, ...] | None = flag(
         None, "Parts of 1, lowest gear first, such as 0.6,0.3,0.1. Default: equal parts", parse=parse_shares
     )

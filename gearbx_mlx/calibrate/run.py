@@ -10,8 +10,9 @@ from ..cli import terminal
 from ..cli.decide import Decision, JustGears, decide
 from ..cli.flags import output_path
 from ..cli.loaded import Loaded
-from ..cli.prompt import encoded, read_prompts
+from ..cli.prompt import encoded_prompts, read_prompts
 from ..decoding.kickdown import GearedModel
+from ..decoding.modes import KICKDOWN
 from ..decoding.route import SHORT_PROMPTS
 from ..decoding.sampling import sampled
 from ..decoding.stream import stream_generate
@@ -22,7 +23,7 @@ from ..gears.discovery import vocabulary
 from ..gears.gearbox import Observer, model_fingerprint
 from ..routing import calibration
 from ..routing.gates import ThresholdFile
-from . import KICKDOWN, SHARE, CalibrateSettings, CalibrationSettings
+from . import CalibrateSettings, CalibrationSettings
 
 Prompts = Sequence[tuple[list[int], int]]  # tokens, and how many may follow
 
@@ -42,7 +43,7 @@ def prompts_of(settings: CalibrationSettings) -> list[str]:
     return found[: settings.num_prompts]
 
 
-def inputs_of(settings: CalibrateSettings, decision: Decision, prompts: Prompts) -> dict[str, Any]:
+def record_inputs(settings: CalibrateSettings, decision: Decision, prompts: Prompts) -> dict[str, Any]:
     """Return all that the records of prompts depend on."""
     return {
         "mode": settings.calibration.mode,
@@ -72,8 +73,8 @@ def calibrate_thresholds(settings: CalibrateSettings, place: Path | None) -> Cal
     loaded.check_gears()
     ladder = loaded.decision.ladder  # of a quantized model its own codes'
     shares, vocab_size = settings.calibration.shares_of(len(ladder)), vocabulary(loaded.model)
-    prompts = encoded(texts, settings.prompt, loaded.tokenizer, loaded.config)
-    inputs = inputs_of(settings, loaded.decision, prompts)
+    prompts = encoded_prompts(texts, settings.prompt, loaded.tokenizer, loaded.config)
+    inputs = record_inputs(settings, loaded.decision, prompts)
     gate: dict[str, Any]
     if settings.calibration.mode == KICKDOWN:
         gearbox, gate = loaded.gearbox(), {"window": 1, "hysteresis": 0.0, "min_gear_duration": 1, "mode": KICKDOWN}
@@ -91,7 +92,7 @@ def calibrate_thresholds(settings: CalibrateSettings, place: Path | None) -> Cal
         thresholds=list(thresholds),
         vocab_size=vocab_size,
         model=loaded.name,
-        method=SHARE,
+        method="share",
         gears=[gear.bits for gear in ladder],
         tokens=sum(map(len, entropies)),
         shares=reached,
@@ -125,7 +126,7 @@ def generated_entropies(observer: Observer, tokenizer: Any, tokens: list[int], l
 
 def run(settings: CalibrateSettings) -> int:
     out = output_path(settings.calibration.out or "thresholds.json")
-    found = written(settings, out)
+    found = calibrated_file(settings, out)
     terminal.note(found.note)
     print(f"{out}: {found.line}")
     return 0
@@ -134,11 +135,11 @@ def run(settings: CalibrateSettings) -> int:
 def as_object(settings: CalibrateSettings) -> ThresholdFile:
     """Return what is found; written to a file where --out is given."""
     out = settings.calibration.out
-    found = calibrate_thresholds(settings, None) if out is None else written(settings, output_path(out))
+    found = calibrate_thresholds(settings, None) if out is None else calibrated_file(settings, output_path(out))
     return found.file
 
 
-def written(settings: CalibrateSettings, out: Path) -> Calibration:
+def calibrated_file(settings: CalibrateSettings, out: Path) -> Calibration:
     """Return what is found, after writing it. An interrupted run leaves its records beside the file for the
     next one."""
     place = beside(out, JOURNAL)

@@ -17,20 +17,21 @@ import mlx.core as mx
 import platformdirs
 
 from ..cli import terminal
-from ..cli.parser import nearest
+from ..cli.parser import nearest_name
 from ..cli.prompt import check_unicode
 from ..cli.signals import ENDING, Interrupted, caught
 from ..compat.templates import prepare
-from ..errors import GearbxError, OutputLost
+from ..errors import GearbxError, OutputLost, escaped
 from ..files.writing import check_writable, write_text
+from ..routing.gates import AUTO
 from . import ChatSettings
 from .session import ChatModel, GearedChat, PairChat, Session
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
 
-PROMPT = ">> "
-INSTALL = "without prompt_toolkit or readline lines are not edited; install the first with pip install prompt_toolkit"
+PROMPT_SIGN = ">> "
+NO_EDITOR = "without prompt_toolkit or readline lines are not edited; install the first with pip install prompt_toolkit"
 Words = Sequence[str]
 FILES: Words = ("FILES",)  # stands for the names of files
 
@@ -49,7 +50,7 @@ class PlainLines:
             Interrupted: Ctrl-C was typed.
         """
         if self.interactive:
-            print(PROMPT, end="", file=sys.stderr, flush=True)
+            print(PROMPT_SIGN, end="", file=sys.stderr, flush=True)
         try:
             line = sys.stdin.buffer.readline()  # as bytes: one wrong line must not take the next ones with it
         except OSError as error:
@@ -93,7 +94,7 @@ class ReadlineLines:
     def read(self) -> str | None:
         try:
             with as_it_was(), unicode_errors():
-                line = input(PROMPT)
+                line = input(PROMPT_SIGN)
         except EOFError:
             print(file=sys.stderr)
             return None
@@ -159,7 +160,7 @@ def lines_of(words: Mapping[str, Words], history: bool) -> Lines:
         if sys.stdout.isatty():  # where readline writes
             with contextlib.suppress(ImportError):
                 return ReadlineLines(words, file)
-        terminal.note(INSTALL)
+        terminal.note(NO_EDITOR)
     return PlainLines(interactive)
 
 
@@ -240,7 +241,7 @@ def session(words: Mapping[str, Words], history: Path | None) -> "PromptSession[
         return (Completion(f"{word} ", -len(begun), word) for word in offered if word.startswith(begun))
 
     return PromptSession(
-        PROMPT,
+        PROMPT_SIGN,
         history=None if history is None else UserHistory(str(history)),
         completer=CommandCompleter(),
         complete_while_typing=False,
@@ -266,16 +267,13 @@ def history_file() -> Path | None:
     return path
 
 
-KEYS = "/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends the chat"
-
-
 def run(settings: ChatSettings) -> int:
     check_open()  # before a model is loaded, which takes long
     if settings.sampling.seed is not None:
         mx.random.seed(settings.sampling.seed)
     with ExitStack() as stack:
         model = open_model(settings, stack)
-        words = {name: command.words(model) for name, command in COMMANDS.items()}
+        words = {name: command.words(model) for name, command in CHAT_COMMANDS.items()}
         lines = lines_of(words, history=not settings.terminal.no_history)
         ctrl_c = stack.enter_context(caught())
         converse(Session(settings, model, ctrl_c), lines)
@@ -293,7 +291,8 @@ def open_model(settings: ChatSettings, stack: ExitStack) -> ChatModel:
 def converse(session: Session, lines: Lines) -> None:
     """Answer line after line until they end or /exit is typed. A line that cannot be answered does not end the chat."""
     if lines.interactive:
-        terminal.note(f"mode {session.model.mode}; {KEYS}")
+        keys = "/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends the chat"
+        terminal.note(f"mode {session.model.mode}; {keys}")
     while True:
         try:
             line = lines.read()
@@ -330,8 +329,7 @@ def take(session: Session, line: str) -> None:
 
 # What begins with a slash.
 
-AUTO = "auto"
-SHORT = {"q": "/exit", "r": "/reset", "h": "/help"}  # mlx_lm.chat's
+SHORT_COMMANDS = {"q": "/exit", "r": "/reset", "h": "/help"}  # mlx_lm.chat's
 
 
 class Leave(Exception):
@@ -354,15 +352,15 @@ def obey(session: Session, line: str) -> bool:
     Raises:
         GearbxError: no such command, or one that cannot be run as it is typed.
     """
-    line = SHORT.get(line, line)
+    line = SHORT_COMMANDS.get(line, line)
     if not line.startswith("/"):
         return False
     name, argument = (*line.split(maxsplit=1), "")[:2]
-    if name not in COMMANDS:
-        near = nearest(name, COMMANDS)
+    if name not in CHAT_COMMANDS:
+        near = nearest_name(name, CHAT_COMMANDS)
         hint = f"{near} is near" if near else "/help lists them"
-        raise GearbxError(f"{terminal.escaped(name)}: no such command; {hint}, and a space in front makes it a message")
-    COMMANDS[name].run(session, argument.strip())
+        raise GearbxError(f"{escaped(name)}: no such command; {hint}, and a space in front makes it a message")
+    CHAT_COMMANDS[name].run(session, argument.strip())
     return True
 
 
@@ -371,7 +369,7 @@ def gear(session: Session, argument: str) -> None:
     if not argument:
         raise GearbxError(f"/gear needs a gear; choose from {AUTO}, {', '.join(model.gears)}")
     model.hold(None if argument == AUTO else argument)
-    terminal.note(f"mode {model.mode}" if argument == AUTO else f"every token in gear {terminal.escaped(argument)}")
+    terminal.note(f"mode {model.mode}" if argument == AUTO else f"every token in gear {escaped(argument)}")
 
 
 def mode(session: Session, argument: str) -> None:
@@ -394,7 +392,7 @@ def system(session: Session, argument: str) -> None:
     terminal.note("the system prompt has changed" if argument else "there is no system prompt now")
 
 
-def save(session: Session, argument: str) -> None:
+def save_chat(session: Session, argument: str) -> None:
     if not argument:
         raise GearbxError("/save needs a file name that ends in .md, .jsonl or .safetensors")
     path = place_of(argument)
@@ -412,7 +410,7 @@ def save(session: Session, argument: str) -> None:
         raise GearbxError(f"{path}: the KV cache is empty; say something first")
     else:
         session.save_cache(path)
-    terminal.note(f"saved in {terminal.escaped(str(path))}")
+    terminal.note(f"saved in {escaped(str(path))}")
 
 
 def place_of(name: str) -> Path:
@@ -424,22 +422,22 @@ def place_of(name: str) -> Path:
 
 
 def show_help(session: Session, argument: str) -> None:
-    rows = [(f"{name} {command.takes}", command.purpose) for name, command in COMMANDS.items()]
+    rows = [(f"{name} {command.takes}", command.purpose) for name, command in CHAT_COMMANDS.items()]
     width = max(len(usage) for usage, _ in rows)
     for usage, purpose in rows:
         terminal.note(f"{usage:{width}}  {purpose}")
 
 
-def leave(session: Session, argument: str) -> None:
+def leave_chat(session: Session, argument: str) -> None:
     raise Leave
 
 
-COMMANDS = {
+CHAT_COMMANDS = {
     "/gear": Command("NAME|auto", "stay in one gear; auto: back to the mode", gear, lambda m: (AUTO, *m.gears)),
     "/mode": Command("NAME [FLAGS]", "change the mode, with its flags as for generate", mode, lambda m: m.modes),
     "/system": Command("[TEXT]", "change the system prompt; without text, remove it", system),
     "/reset": Command("", "begin a new conversation (r)", reset),
-    "/save": Command("FILE", "write it as .md or .jsonl, or the KV cache as .safetensors", save, lambda m: FILES),
+    "/save": Command("FILE", "write it as .md or .jsonl, or the KV cache as .safetensors", save_chat, lambda m: FILES),
     "/help": Command("", "show this (h)", show_help),
-    "/exit": Command("", "end the chat, as Ctrl-D does (q)", leave),
+    "/exit": Command("", "end the chat, as Ctrl-D does (q)", leave_chat),
 }

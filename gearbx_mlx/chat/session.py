@@ -12,12 +12,22 @@ from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 from ..cli import terminal
 from ..cli.decide import check_flags, check_governing, check_in_ladder
 from ..cli.loaded import BegunConversation, Loaded, generation_keywords, load_pair, save_cache
-from ..cli.prompt import QUERY, PromptSettings, check_untemplated, place_of_query, rendered, room_for
+from ..cli.prompt import QUERY, PromptSettings, check_untemplated, formatted, place_of_query, room_for
 from ..cli.signals import CtrlC, Interrupted
 from ..cli.tables import summary_line
 from ..decoding.caches import KeptCache
 from ..decoding.mode import Mode
-from ..decoding.modes import KICKDOWN, MODES, PAIR, ROUTE, STATIC, TELEMETRY_ONLY, check_draft_model, made
+from ..decoding.modes import (
+    KICKDOWN,
+    MODES,
+    PAIR,
+    ROUTE,
+    SHIFTING,
+    STATIC,
+    TELEMETRY_ONLY,
+    check_draft_model,
+    made,
+)
 from ..decoding.pair import PairedModel
 from ..decoding.response import GearResponse
 from ..decoding.stream import stream_generate
@@ -30,9 +40,6 @@ from ..routing.pair import NAMES
 from ..telemetry.summary import Tally
 from ..telemetry.trace import writer_of
 from . import ChatSettings, parse_mode
-
-IN_GEARS = " is for weights as they are, and these are in gears"
-SHIFTING = tuple(mode for mode in MODES if mode not in (PAIR, TELEMETRY_ONLY))
 
 
 @dataclass(frozen=True)
@@ -225,7 +232,8 @@ def check_mode(mode: str, possible: Collection[str]) -> None:
         raise GearbxError(f"mode '{mode}' does not exist; choose from {', '.join(possible)}")
     if mode not in possible:
         choices = ", ".join(possible)
-        why = IN_GEARS if mode == TELEMETRY_ONLY and ROUTE in possible else ""
+        geared = mode == TELEMETRY_ONLY and ROUTE in possible
+        why = " is for weights as they are, and these are in gears" if geared else ""
         raise GearbxError(f"mode '{mode}'{why}: this chat has {choices}; start another one with --mode {mode}")
 
 
@@ -279,7 +287,7 @@ class Conversation:
     def _text(self, message: str) -> str:
         messages = [*self.messages, {"role": "user", "content": message}]
         if self.templated:
-            return rendered(self._settings, self._tokenizer, messages)
+            return formatted(self._settings, self._tokenizer, messages)
         return "\n".join(said["content"] for said in messages)
 
 

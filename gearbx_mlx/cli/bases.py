@@ -40,16 +40,14 @@ from ..loading import DEMO_MODEL
 from .decide import Decision
 from .terminal import note, progress_bar
 
-READ = 10_240  # tokens at most that choose codes: twice as many take twice as long, and are worth little
-VERSION = "3"
-NAMES = ("weight", "scales", "biases")
+CHOOSING_TOKENS = 10_240  # tokens at most that choose codes: twice as many take twice as long, and are worth little
+PLANE_ARRAYS = ("weight", "scales", "biases")
 SHIPPED = Path(DEMO_MODEL) / "calibration"
-MOST = 16_384  # tokens of a text that are read
-ANSWER = 128  # tokens of an answer at most
-TOGETHER = 24  # answers that are written at a time
-TEMPERATURE = 0.7
+TEXT_TOKENS = 16_384  # tokens of a text that are read
+ANSWER_TOKENS = 128  # tokens of an answer at most
+ANSWERS_TOGETHER = 24  # answers that are written at a time
 PROBE = 1024  # rows and columns of a product that is timed
-AGAIN = "install the package again"
+REINSTALL = "install the package again"
 
 
 class ShippedAnswer(msgspec.Struct, frozen=True):
@@ -84,10 +82,10 @@ def text_of(tokenizer: Any, file: str | None) -> BaseText:
     requests = [] if file else requests_of(tokenizer)
     if not file and not requests:
         place = SHIPPED / "answers.jsonl"
-        lines = json_lines(place, read_text(place, "text", AGAIN), ShippedAnswer, AGAIN)
+        lines = json_lines(place, read_text(place, "text", REINSTALL), ShippedAnswer, REINSTALL)
         encoded += [tokenizer.encode(f"{line.prompt}\n\n{line.answer}\n") for _, line in lines]
     pieces = [list(text[i : i + LONGEST]) for text in encoded for i in range(0, len(text), LONGEST)]
-    texts, left = [], MOST
+    texts, left = [], TEXT_TOKENS
     for piece in pieces:
         if len(piece) > 1 and left > 0:
             texts.append(piece[:left])
@@ -105,7 +103,7 @@ def requests_of(tokenizer: Any) -> list[list[int]]:
     """Return the requests that ship, in the model's own chat template; none if it has no template that takes them."""
     if not getattr(tokenizer, "has_chat_template", False):
         return []
-    lines = read_text(SHIPPED / "requests.txt", "text", AGAIN).splitlines()
+    lines = read_text(SHIPPED / "requests.txt", "text", REINSTALL).splitlines()
     try:
         return [in_template(tokenizer, line)[:LONGEST] for line in lines]
     except Exception:  # templates are programs, and some want other messages
@@ -137,11 +135,11 @@ def answered(model: nn.Module, tokenizer: Any, requests: Sequence[list[int]], pr
         tokenizer,
         mode="static",
         gearbox=gearbox,
-        sampler=make_sampler(TEMPERATURE),
-        completion_batch_size=TOGETHER,
+        sampler=make_sampler(0.7),
+        completion_batch_size=ANSWERS_TOGETHER,
     )
     try:
-        lengths = [min(ANSWER, LONGEST - len(request)) for request in made]
+        lengths = [min(ANSWER_TOKENS, LONGEST - len(request)) for request in made]
         uids = generator.insert([*map(list, requests)], lengths, seeds=[*range(len(made))])
         texts, left = dict(zip(uids, made)), len(made)
         while left:
@@ -188,7 +186,7 @@ class BaseKey:
             CacheUnusable: another user could write to the folder, or the cache cannot be used.
             OSError: the folder cannot be read.
         """
-        about = f"{VERSION} {self.format} {self.ladder} {self.manage} {self.group_size}"
+        about = f"3 {self.format} {self.ladder} {self.manage} {self.group_size}"
         short = hashlib.sha256(about.encode()).hexdigest()[:8]
         name = f"{self.fingerprint[:16]}-{short}-{self.text or '*'}.safetensors"
         named = os.environ.get("GEARBX_BASES")
@@ -215,7 +213,9 @@ class BaseKey:
     def keep(self, base: Base) -> None:
         """Write a base; warn where it cannot be kept."""
         arrays = {
-            f"{path}.{name}": array for path, planes in base.layers.items() for name, array in zip(NAMES, planes.arrays)
+            f"{path}.{name}": array
+            for path, planes in base.layers.items()
+            for name, array in zip(PLANE_ARRAYS, planes.arrays)
         }
         about = {"fingerprint": self.fingerprint, "group_size": str(self.group_size), "bits": str(self.ladder[0])}
         about["rounded"] = msgspec.json.encode(base.rounded).decode()
@@ -242,7 +242,7 @@ def read_base(file: Path, key: BaseKey) -> Base | None:
         bits, group_size = int(about["bits"]), int(about["group_size"])
         layers = {}
         for path in {name.rpartition(".")[0] for name in arrays}:
-            words, scales, biases = (arrays[f"{path}.{name}"] for name in NAMES)
+            words, scales, biases = (arrays[f"{path}.{name}"] for name in PLANE_ARRAYS)
             layers[path] = Planes([words], scales, [biases], (bits,), group_size)
         return Base(layers, msgspec.json.decode(about["rounded"], type=dict[str, str]), file)
     except (RuntimeError, KeyError, ValueError):
@@ -272,7 +272,7 @@ def tell_cost(model: nn.Module, key: BaseKey, format: Format, text: BaseText, in
         GearbxError: a format or a ladder whose lowest codes are not free.
     """
     layers, _ = free_layers(discover(model, key.manage, key.group_size, format)[0], format, key.ladder, key.group_size)
-    tokens = min(READ, sum(map(len, text.texts)) + len(text.requests) * ANSWER)
+    tokens = min(CHOOSING_TOKENS, sum(map(len, text.texts)) + len(text.requests) * ANSWER_TOKENS)
     minutes = max(1, round(expected_seconds(layers, tokens) / 60))
     answers = f"the model answers {len(text.requests)} requests, and " if text.requests else ""
     note(
@@ -322,7 +322,7 @@ def make_base(model: nn.Module, key: BaseKey, format: Format, texts: Sequence[li
 
 def thinned(texts: Sequence[list[int]]) -> list[list[int]]:
     """Texts of READ tokens in all, or a little more, from everywhere in them; all of them if they have fewer."""
-    share = min(1.0, READ / max(1, sum(map(len, texts))))
+    share = min(1.0, CHOOSING_TOKENS / max(1, sum(map(len, texts))))
     return [text for i, text in enumerate(texts) if math.ceil((i + 1) * share) > math.ceil(i * share)]
 
 

@@ -46,9 +46,9 @@ from ..kernels.tuner import Times
 from ..loading import (
     DEMO_MODEL,
     adapter_contents,
+    checkpoint_gears,
     find,
     fingerprint,
-    gears_of,
     is_packed,
     model_contents,
     model_name,
@@ -68,9 +68,7 @@ from .flags import (
 )
 from .terminal import show_compiling
 
-NESTED = "planes"  # the format in which further bits take hardly more memory
 CAP_BITS = (4, 5, 6, 8)
-ROOM = 4  # times what a draft takes should be free: the texts of a run need some too
 
 
 @dataclass(frozen=True)
@@ -171,7 +169,7 @@ def decide(settings: GearedSettings, model: nn.Module | None = None, several_mod
         GearbxError: flags that exclude each other, or do not fit the files or the model.
     """
     name, gears, layout = settings.model.model, settings.gears, settings.layout
-    saved = gears_of(name)
+    saved = checkpoint_gears(name)
     layout = layout_of_thresholds(layout, settings.mode)
     mode, by, asked = choose_mode(settings, layout, saved)
     check_flags(mode, settings.mode.given(), several_modes)
@@ -381,7 +379,7 @@ def of_drafts(name: str | None, layout: LayoutSettings, flags: GearFlags, model:
     if device() != CPU:
         why = f"the weights as they are, and a draft of {sizes}"
         return StoredGears(whole, **filled | {"format": BESIDE}, why=why)
-    short = ROOM * beside > available_memory()
+    short = 4 * beside > available_memory()  # the texts of a run need some too
     if short and takes_whole(flags, model):
         seconds = seconds_as_stored(model, ACTIVATIONS[flags.kernels.activations], filled["group_size"])
         note = f"memory is short for drafts of {sizes}: format exact stores both once{cost_of_whole(seconds)}"
@@ -465,7 +463,9 @@ def widths(settings: GearedSettings, ladder: Ladder, format: str, saved: Manifes
         return ()
     if saved is not None:
         return tuple(bits for bits in saved.gears if bits < ladder.top.bits)
-    return tuple(bits for bits in CAP_BITS if bits < ladder.top.bits) if format == NESTED else ()
+    if format != DEFAULT_FORMAT:  # in which alone further bits take hardly more memory
+        return ()
+    return tuple(bits for bits in CAP_BITS if bits < ladder.top.bits)
 
 
 def base_is_taken(

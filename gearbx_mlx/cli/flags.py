@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, get_type_hints
 
-from ..decoding.modes import MODES, PAIR, SETTINGS, flags_of_mode
+from ..decoding.modes import COLDEST, MODES, PAIR, SETTINGS, flags_of_mode
 from ..errors import LARGEST_SHOWN, GearbxError, about
 from ..files.writing import check_writable
 from ..formats import (
@@ -21,6 +21,7 @@ from ..formats import (
     split_name,
 )
 from ..gears.ladder import (
+    BESIDE,
     DEFAULT_ACTIVATIONS,
     DEFAULT_GROUP_SIZE,
     DEFAULT_LADDER,
@@ -35,15 +36,13 @@ from ..gears.ladder import (
     kv_ladder,
 )
 from ..kernels import ACTIVATIONS, DEVICES, KERNELS
-from ..routing.gates import DEFAULT_POLICY
 from ..serving import DEFAULT_TIMEOUT
-from ..settings import Settings, check_choice, flag, flag_of, given, parse_bytes
+from ..settings import Settings, check_choice, flag, flag_of, given_names, parse_bytes
 
 if TYPE_CHECKING:
     from ..bit_selection.precision import PrecisionManifest
     from ..gears.manifest import Manifest
 
-COLDEST = 0.001  # divided by less, logits of half precision overflow
 DEQUANT_CACHE = "dequant-cache"  # a choice of --kernels (GEARBX 7.1)
 
 
@@ -189,17 +188,6 @@ class CalibrationTextSettings(Settings):
     )
 
 
-def batch_policy_flag() -> Any:
-    """--batch-policy, the same wherever texts share passes."""
-    return flag(
-        DEFAULT_POLICY,
-        "The gear of a step in which several texts share the weights, by the gears that they want: highest, most (the "
-        "most wanted), or quantile:Q (the lowest that is enough for a share Q of them).",
-        named=True,
-        rare=True,
-    )
-
-
 SLOWEST = 0.001  # tokens per second
 
 
@@ -250,12 +238,12 @@ class ModeName(Settings):
     mode: str | None = flag(
         None,
         "lossless: the low gear drafts, the top gear verifies; token for token the text of --mode static, with the "
-        "same --gears, --kernels and --dtype; by default bfloat16 weights draft with 4 bits of their own. "
+        "same --gears, --kernels and --dtype; by default original weights draft with 4 bits of their own. "
         "route: the entropy of past tokens shifts. kickdown: a token in doubt is "
         "computed again in a higher gear. static: one gear throughout. pair: --model and --small-model take turns. "
         "telemetry-only: nothing shifts, and a record names the gear that route would use. "
-        "Default: the mode that the other flags belong to (--thresholds: route, --gear: static, --small-model: pair), "
-        "else lossless",
+        "Default: the mode that the other flags belong to (--thresholds or --target-tps: route, --gear or --gears 16: "
+        "static, --small-model: pair), else lossless",
         choices=tuple(MODES),
     )
 
@@ -341,8 +329,9 @@ class LadderSettings(Settings):
 
     gears: Ladder | None = flag(
         None,
-        "Bits of the gears, ascending; 16: the weights as they are. Default: those of a geared checkpoint, or "
-        f"{DEFAULT_LADDER}; with format {WHOLE} {WHOLE_LADDER}",
+        "Bits of the gears, ascending; 16: the weights as they are. Default: those of a geared checkpoint; a quantized "
+        "model's own bits, with 4 below 5 or more, unless mode lossless would lose by these; of original weights "
+        f"{DEFAULT_LADDER}, and in mode lossless or with format {WHOLE} or {CODEBOOKS[0]} {WHOLE_LADDER}",
         parse=Ladder.parse,
     )
 
@@ -356,7 +345,8 @@ class FormatSettings(Settings):
     format: str | None = flag(
         None,
         f"How gears are stored: {', '.join(FORMATS)}. Codebooks have choices: codebook-library:sigma=3,cap=0.02,"
-        f"rounds=20,library=32,group=128. Default: {DEFAULT_FORMAT}",
+        f"rounds=20,library=32,group=128. Default: {DEFAULT_FORMAT}; of original weights whose gears mode lossless "
+        f"chooses, on a GPU {BESIDE}, and on a CPU {WHOLE} where they are bfloat16 and memory is short",
         parse=parse_format,
         metavar="FORMAT",
     )
@@ -610,5 +600,5 @@ class OtherServerSettings(Settings):
 
     def check_named(self) -> None:
         """Raises GearbxError for a flag of a server that is not named."""
-        for name in given(self, OtherServerSettings()) if self.server is None else ():
+        for name in given_names(self, OtherServerSettings()) if self.server is None else ():
             raise GearbxError(f"{flag_of(name)} is for a server; name it with --server")

@@ -48,9 +48,7 @@ from .flags import CacheSettings, GearedSettings, ModelSettings, SamplingSetting
 from .tables import kernels_table
 from .terminal import messages, note, show_compiling, show_encoding, spinner
 
-PIPELINE = "GEARBX_PIPELINE"  # "1": each rank has some of the layers, and not a part of every layer
-SLOW = 5.0  # seconds that gears take to be made, from which on a geared checkpoint is worth its disk
-VECTORS = (1, 2, 4, 8, 16)  # in one product: those that share a measurement with all up to 16
+SLOW_MAKING = 5.0  # seconds that gears take to be made, from which on a geared checkpoint is worth its disk
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ class Loaded:
         decision = decide(settings, None, several_modes)
         if not decision.observes:
             check_limit(decision)
-            check_memory(decision)
+            check_fits_memory(decision)
         # Codes that are split as they are read take no memory twice.
         lazy = not decision.observes and current() is None and is_packed(settings.model.model)
         model, tokenizer, config = load_model(settings.model, chat_template, lazy)
@@ -165,7 +163,7 @@ class Geared:
     def of_making(self) -> str:
         """Return what makes later starts faster, where making the gears took long; "" elsewhere."""
         gearbox, decision = self.gearbox, self.loaded.decision
-        if not isinstance(gearbox, Gearbox) or decision.saved or decision.codes or gearbox.making_seconds < SLOW:
+        if not isinstance(gearbox, Gearbox) or decision.saved or decision.codes or gearbox.making_seconds < SLOW_MAKING:
             return ""
         model = decision.settings.model.model
         flags = f"{f'--model {model} ' if model else ''}--mlx-path DIR --gears {gearbox.ladder}"
@@ -238,7 +236,7 @@ def make_gearbox(decision: Decision, model: nn.Module, base: Base | None = None)
     )
     if kernels.name == MEASURE:
         with spinner("measuring which kernels are fastest here"):
-            measure_gears(gearbox, VECTORS)
+            measure_gears(gearbox, (1, 2, 4, 8, 16))  # vectors: all up to 16 share their measurements
         show_kernels(gearbox)
     return gearbox
 
@@ -290,9 +288,6 @@ def stored_tables(decision: Decision, precision: PrecisionManifest) -> dict[str,
     return tables
 
 
-MACHINE = "GEARBX_MACHINE"  # names a file that plays the machine's state
-
-
 def own_memory(limit: int) -> OwnMemory:
     """Reads this process's memory. Raises GearbxError where the model alone takes more."""
     reader = OwnMemory(limit, mx.get_active_memory)
@@ -312,7 +307,7 @@ def make_watch(own: Sequence[Reader], machine: bool, verbose: bool) -> Watch:
         own: readers of this process, which are read in any case.
         machine: read this machine too.
     """
-    script = os.environ.get(MACHINE)
+    script = os.environ.get("GEARBX_MACHINE")
     if script:
         return Watch([Scripted.from_file(script), *own])
     if not machine:
@@ -343,7 +338,7 @@ def check_limit(decision: Decision) -> None:
         )
 
 
-def check_memory(decision: Decision) -> None:
+def check_fits_memory(decision: Decision) -> None:
     """Warn of a model that does not fit before a weight of it is read, and name what would fit.
 
     Raises:
@@ -372,9 +367,9 @@ def check_memory(decision: Decision) -> None:
     if drafts:
         remedies = without_draft(files, decision, most)
     elif not files.is_quantized:
-        remedies = fitting(files, decision, most, resident)
+        remedies = remedies_that_fit(files, decision, most, resident)
     advice = f"{' or '.join(remedies)} would fit" if remedies else "expect it to be slow"
-    warn(model_name(name), needed, most, advice)
+    warn_of_memory(model_name(name), needed, most, advice)
 
 
 def least_memory(files: ModelFiles, decision: Decision) -> int:
@@ -396,15 +391,15 @@ def without_draft(files: ModelFiles, decision: Decision, most: int) -> list[str]
 
 
 def warn_of_pair(small: str, large: str | None) -> None:
-    """Like `warn_of_memory`, of two models that are in memory together."""
+    """Like `check_fits_memory`, of two models that are in memory together."""
     most = recommended_memory()
     found = [] if most is None else [files_of(small), files_of(large)]
     needed = sum(files.total for files in found if files is not None)
     if most is not None and needed > most:
-        warn(f"the pair of {small} and {model_name(large)}", needed, most, "give quantized models")
+        warn_of_memory(f"the pair of {small} and {model_name(large)}", needed, most, "give quantized models")
 
 
-def warn(what: str, needed: int, most: int, advice: str) -> None:
+def warn_of_memory(what: str, needed: int, most: int, advice: str) -> None:
     sizes = f"needs about {human_bytes(needed)}, and this GPU should have at most {human_bytes(most)}"
     warnings.warn(f"{what} {sizes}: {advice}", GearbxWarning, stacklevel=3)
 
@@ -424,7 +419,7 @@ def memory_with(files: ModelFiles, decision: Decision, resident: bool) -> int:
     return needed_memory(files, bits, decision.format, decision.group_size, resident)
 
 
-def fitting(files: ModelFiles, decision: Decision, most: int, resident: bool) -> list[str]:
+def remedies_that_fit(files: ModelFiles, decision: Decision, most: int, resident: bool) -> list[str]:
     """Changes that make it fit: the most gears from the lowest on, and the residency that has one gear in memory."""
     found = []
     bits = [gear.bits for gear in decision.ladder]
@@ -453,7 +448,7 @@ def load_model(settings: ModelSettings, chat_template: str = "", lazy: bool = Fa
         keywords["tokenizer_config"] = {"chat_template": chat_template}
     run = current()
     if run is not None:
-        keywords |= {"group": run.group, "pipeline": os.environ.get(PIPELINE) == "1"}
+        keywords |= {"group": run.group, "pipeline": os.environ.get("GEARBX_PIPELINE") == "1"}
     model, tokenizer, config = load(settings.model, return_config=True, **keywords)
     known = tokenizer.get_vocab() if settings.extra_eos_token else {}
     for token in settings.extra_eos_token:

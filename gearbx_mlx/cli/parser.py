@@ -20,6 +20,7 @@ from ..gone import gone
 from ..settings import Settings, flag_of, flags_in
 
 T = TypeVar("T")
+OF_ARGPARSE = "metavar", "nargs", "const"  # keywords of `add_argument` that a flag may have
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -35,12 +36,14 @@ class FlagParser(argparse.ArgumentParser):
         self.rare: list[argparse.Action] = []
         self.command, self.kind = command, kind
         if command:
-            self.add_argument("--version", action=Version, help="show the versions of the packages and exit")
+            said = "show the versions of the packages and exit"
+            self.add_argument("--version", action="version", version=version_line(), help=said)
 
     def add_rare(self, actions: Sequence[argparse.Action]) -> None:
         """Let these be shown by `--help-all` alone."""
         if actions and not self.rare:
-            self.add_argument("--help-all", action=HelpAll, help=f"show {len(actions)} more flags and exit")
+            said = f"show {len(actions)} more flags and exit"
+            self.add_argument("--help-all", action=HelpAll, nargs=0, dest=argparse.SUPPRESS, help=said)
         self.rare += actions
 
     def format_help(self) -> str:
@@ -77,7 +80,7 @@ class FlagParser(argparse.ArgumentParser):
         """Exit with one line for a word that is not a flag."""
         name = word.split("=")[0]
         self.refuse_gone(name)
-        near = nearest(name, self.flags()) if name.startswith("-") else None
+        near = nearest_name(name, self.flags()) if name.startswith("-") else None
         hint = f"did you mean {near}?" if near else f"{self.prog} --help shows the flags"
         self.exit(2, f"{self.prog}: error: there is no {word}; {hint}\n")
 
@@ -100,37 +103,21 @@ class FlagParser(argparse.ArgumentParser):
                 yield from parser.flags()
 
 
-def nearest(word: str, names: Iterable[str], least: float = 0.6) -> str | None:
+def nearest_name(word: str, names: Iterable[str], least: float = 0.6) -> str | None:
     """Return the name that is most like a mistyped one. least: how like it has to be, from 0 to 1."""
     return next(iter(difflib.get_close_matches(word, names, 1, least)), None)
 
 
-class ShowAndExit(argparse.Action):
-    """A flag that prints something; it is not a setting."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, help: str, **_: Any):
-        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=help)
+class HelpAll(argparse.Action):
+    """A flag that shows all flags; it is not a setting."""
 
     def __call__(self, parser: Any, *_: Any) -> None:
-        self.show(parser)
-        parser.exit()
-
-    def show(self, parser: Any) -> None:
-        raise NotImplementedError
-
-
-class HelpAll(ShowAndExit):
-    def show(self, parser: Any) -> None:
         parser.rare = []
         parser.print_help()
+        parser.exit()
 
 
-class Version(ShowAndExit):
-    def show(self, parser: Any) -> None:
-        print(versions())
-
-
-def versions() -> str:
+def version_line() -> str:
     """gearbx-mlx 0.1.0 (mlx-lm 0.32.2, mlx 0.32.4)"""
     return "gearbx-mlx {} (mlx-lm {}, mlx {})".format(*map(version, ("gearbx-mlx", "mlx-lm", "mlx")))
 
@@ -173,14 +160,14 @@ def argparse_keywords(item: Any, annotation: Any) -> dict[str, Any]:
     """Keywords of `add_argument` for a field: its type, choices and whether it is required."""
     kind = next(part for part in get_args(annotation) or (annotation,) if part is not NoneType)
     keywords: dict[str, Any] = {"required": item.default is MISSING}
-    if kind is bool and "type" not in item.metadata["argparse"]:
+    if kind is bool:
         return {"action": "store_true", **keywords}
     if kind in (int, float) and not item.metadata["parse"]:
         keywords["type"] = partial(parsed_number, kind)
     if choices := item.metadata["choices"]:
         # argparse refuses a word; the settings refuse a number, in one line like any other number out of bounds.
         keywords |= {"choices": choices} if kind is str else {"metavar": f"{{{','.join(map(str, choices))}}}"}
-    return keywords | item.metadata["argparse"]
+    return keywords | {name: item.metadata[name] for name in OF_ARGPARSE if name in item.metadata}
 
 
 def parsed_number(kind: type, text: str) -> Any:

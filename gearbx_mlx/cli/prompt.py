@@ -90,7 +90,7 @@ def check_unicode(text: str, what: str) -> None:
         raise GearbxError(f"{what} is not UTF-8 text ({error.reason}); convert it") from error
 
 
-GIVE = "give one prompt per line, or JSON Lines"
+AS_LINES = "give one prompt per line, or JSON Lines"
 TRIVIAL = (
     "Count from one to twenty: one, two, three, four,",
     "The days of the week are Monday, Tuesday, Wednesday,",
@@ -117,9 +117,9 @@ def read_prompts(path: Path) -> list[str]:
     Raises:
         GearbxError: a file that cannot be read, has no prompt, or has a line that is not such an object.
     """
-    text = read_text(path, "text", GIVE)
+    text = read_text(path, "text", AS_LINES)
     if path.suffix in (".jsonl", ".json"):
-        prompts = [prompt_of(row, f"{path}, line {number}") for number, row in json_lines(path, text, Row, GIVE)]
+        prompts = [row_prompt(row, f"{path}, line {number}") for number, row in json_lines(path, text, Row, AS_LINES)]
     else:
         prompts = [line.strip("\r") for line in text.split("\n") if line.strip()]
     if not prompts:
@@ -127,7 +127,7 @@ def read_prompts(path: Path) -> list[str]:
     return prompts
 
 
-def prompt_of(row: Row, place: str) -> str:
+def row_prompt(row: Row, place: str) -> str:
     """Raises GearbxError for a line without text."""
     for found in (row.question, row.prompt, row.text):
         if found and found.strip():
@@ -188,7 +188,7 @@ def room_for(
     return room if max_tokens == -1 else min(max_tokens, room)
 
 
-def encoded(
+def encoded_prompts(
     texts: Iterable[str], settings: PromptSettings, tokenizer: Any, config: Mapping[str, Any]
 ) -> list[tuple[list[int], int]]:
     """Return the tokens of each prompt, and how many tokens may follow it. Raises GearbxError as `room_for`."""
@@ -225,10 +225,10 @@ def templated(settings: PromptSettings, tokenizer: Any, message: str, prefill: s
     messages.append({"role": "user", "content": message})
     if prefill is not None:
         messages.append({"role": "assistant", "content": prefill})
-    return rendered(settings, tokenizer, messages, prefill is not None)
+    return formatted(settings, tokenizer, messages, prefill is not None)
 
 
-def rendered(settings: PromptSettings, tokenizer: Any, messages: list[dict[str, str]], continued: bool = False) -> str:
+def formatted(settings: PromptSettings, tokenizer: Any, messages: list[dict[str, str]], continued: bool = False) -> str:
     """Messages in the chat template, and what it puts before the next answer.
 
     Args:

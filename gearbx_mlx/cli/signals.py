@@ -69,7 +69,7 @@ def discard(stream: TextIO | None) -> None:
 
 
 @contextlib.contextmanager
-def guarded() -> Iterator[Stderr]:
+def guarded_streams() -> Iterator[Stderr]:
     """Guard stdout and stderr while the context lasts.
 
     A stdout that fails raises OutputLost; a stderr that fails only loses messages. Characters that an encoding such as
@@ -138,10 +138,10 @@ def end_at_once() -> None:
     """
     for number in ENDING:
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
-            signal.signal(number, leave)
+            signal.signal(number, exit_at_once)
 
 
-def leave(number: int, frame: object) -> None:
+def exit_at_once(number: int, frame: object) -> None:
     os._exit(128 + number)
 
 
@@ -192,7 +192,7 @@ def handled() -> Iterator[Signals]:
         _running = outer
         sys.unraisablehook = hook
         for number, handler in before.items():
-            signal.signal(number, signal.SIG_IGN if handler is leave else handler)
+            signal.signal(number, signal.SIG_IGN if handler is exit_at_once else handler)
 
 
 class CtrlC:

@@ -25,8 +25,6 @@ from .flags import choose_device
 from .signals import Stderr
 
 TAKE_RANKS = ("generate",)
-VERBOSE = "MLX_RING_VERBOSE"
-LEFT = "its flags ended it (--help, or one that does not exist); give all ranks the same flags"
 
 
 def command(name: str, extra: str = "") -> Callable[[], None]:
@@ -105,7 +103,7 @@ def together(name: str, body: Callable[[], int | None]) -> int | None:
     if place is None:
         return body()
     if name not in TAKE_RANKS:
-        return refuse(name, place)
+        return refuse_ranks(name, place)
     try:
         channels = meet(place) if place.addresses else {}
     except MeetingRefused:
@@ -123,7 +121,7 @@ def together(name: str, body: Callable[[], int | None]) -> int | None:
     return end(watch, place, body)
 
 
-def refuse(name: str, place: Place) -> int:
+def refuse_ranks(name: str, place: Place) -> int:
     """Raises GearbxError on rank 0; the others end without a word."""
     if place.rank == 0:
         takes = " and ".join(f"gearbx_mlx.{each}" for each in TAKE_RANKS)
@@ -140,7 +138,8 @@ def end(watch: RankWatch, place: Place, body: Callable[[], int | None]) -> NoRet
             return body()
         except SystemExit as ended:  # from argparse; the others would wait for this rank
             if place.rank != 0 and not isinstance(ended.code, str):
-                watch.fail(LEFT, ended.code or 0)
+                said = "its flags ended it (--help, or one that does not exist); give all ranks the same flags"
+                watch.fail(said, ended.code or 0)
             raise
 
     try:
@@ -166,7 +165,7 @@ def own_stderr(place: Place) -> Console:
     """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     stream = os.fdopen(os.dup(2), "w", buffering=1, errors="replace")
-    if VERBOSE not in os.environ:
+    if "MLX_RING_VERBOSE" not in os.environ:
         os.dup2(nowhere, 2)
     if place.rank != 0:
         os.dup2(nowhere, 1)

@@ -20,7 +20,7 @@ BETWEEN = " · "
 ENTROPY_DECIDES = ("route", "kickdown", "pair", TELEMETRY_ONLY)
 
 
-def columns(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+def table_with_head(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     """Rows under a head: the first column has names, and the others numbers."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for place, name in enumerate(head):
@@ -41,7 +41,7 @@ def summary_line(tally: Tally, last: Any, mode: str, ending: str = "") -> Text:
     parts = [
         Text(f"{last.prompt_tokens} read, {tally.tokens} written{f' ({ending})' if ending else ''}"),
         Text(f"{speed(last.generation_tps)} tokens/s"),
-        shares(tally, mode),
+        shares_of_gears(tally, mode),
         *([Text(f"entropy {tally.mean(tally.entropy_sum):.2f} bits")] if mode in ENTROPY_DECIDES else []),
         Text(f"{human_bytes(tally.mean(tally.weight_bytes))}/token"),
     ]
@@ -53,7 +53,7 @@ def speed(tokens_per_second: float) -> str:
     return f"{tokens_per_second:.0f}" if tokens_per_second >= 100 else f"{tokens_per_second:.3g}"
 
 
-def shares(tally: Tally, mode: str) -> Text:
+def shares_of_gears(tally: Tally, mode: str) -> Text:
     """Return the share of tokens of each gear that wrote any, and of the text itself, in its colour."""
     return Text("would use " if mode == TELEMETRY_ONLY else "") + in_colors(
         {name: tally.mean(count) for name, count in tally.gear_tokens.items()}, tally.mean(tally.from_lookup), " "
@@ -82,7 +82,7 @@ def in_colors(gears: Mapping[str, float], looked_up: float, between: str) -> Tex
     return Text(between).join(Text(f"{name} {share:.0%}", style=color) for name, share, color in named if share)
 
 
-ROUNDING = "MLX's kernels (mlx, reconstruct) and ours give other last bits; ours among each other give the same."
+ROUNDING_NOTE = "MLX's kernels (mlx, reconstruct) and ours give other last bits; ours among each other give the same."
 
 
 def kernels_table(used: Mapping[str, tuple[str, Times]]) -> Table:
@@ -92,7 +92,7 @@ def kernels_table(used: Mapping[str, tuple[str, Times]]) -> Table:
     Args:
         used: product to the kernel and the seconds of all candidates (`Tuner.used`).
     """
-    caption = ROUNDING if in_both(used) else None
+    caption = ROUNDING_NOTE if in_both(used) else None
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left")
     for name in ("product", "kernel", "us", "others take"):
         table.add_column(name, justify="right" if name == "us" else "left")

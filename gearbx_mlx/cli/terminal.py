@@ -29,13 +29,12 @@ from rich.progress import (
 from rich.style import Style
 from rich.text import Text
 
-from ..errors import GearbxError, GearbxWarning, OutputLost, one_line
+from ..errors import GearbxError, GearbxWarning, OutputLost, escaped, one_line
 from ..settings import human_bytes
 from ..telemetry.trace import LOOKUP, LOOKUP_COLOR, gear_color
-from .signals import INTERRUPTED, guarded
+from .signals import INTERRUPTED, guarded_streams
 
-SHORT = 2.0  # seconds: shorter work writes no line
-BETWEEN_LINES = 10.0  # seconds
+SHORT_SECONDS = 2.0  # seconds: shorter work writes no line
 
 
 class ProgressLines(Progress):
@@ -44,7 +43,7 @@ class ProgressLines(Progress):
     def __init__(self, console: Console, in_bytes: bool, clock: Callable[[], float] = time.monotonic):
         super().__init__(console=console, auto_refresh=False, disable=True)
         self.clock, self.count = clock, human_bytes if in_bytes else "{:.0f}".format
-        self.next_line = clock() + SHORT
+        self.next_line = clock() + SHORT_SECONDS
 
     def update(self, task_id: TaskID, **changes: Any) -> None:
         super().update(task_id, **changes)
@@ -57,7 +56,7 @@ class ProgressLines(Progress):
     def write_line(self, task: Task) -> None:
         if self.clock() < self.next_line:
             return
-        self.next_line = self.clock() + BETWEEN_LINES
+        self.next_line = self.clock() + 10
         total = "" if task.total is None else f" of {self.count(task.total)}"
         self.console.print(Text(f"{task.description}: {self.count(task.completed)}{total}"), soft_wrap=True)
 
@@ -66,7 +65,7 @@ BROKEN_PIPE = 141  # as a shell reports a process that SIGPIPE ended
 USER_ERROR = 2
 TRACEBACK = "GEARBX_TRACEBACK"
 COMPILING = "compiling kernels for this CPU"
-READING = "reading the prompt"
+READING_PROMPT = "reading the prompt"
 WAITING = "another process compiles the CPU kernels: this one waits for it"
 
 messages = Console(stderr=True, highlight=False)
@@ -98,11 +97,6 @@ def print_error(text: str, status: int = USER_ERROR) -> None:
 
 def show_error(console: Console, text: str) -> None:
     console.print(Text(f"error: {escaped(text)}", style="red"), soft_wrap=True)
-
-
-def escaped(text: str) -> str:
-    """Text that stays on one line and cannot steer a terminal: a name may contain any character."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def progress_bar(in_bytes: bool = False, console: Console | None = None) -> Progress:
@@ -167,14 +161,14 @@ class PromptBar:
         else:
             rate = (read - self._before) / max(self._clock() - self._began, 1e-9)
             remark = f", {rate:.0f} tokens/s" if read > self._before else ""
-            self._progress.update(self._task, completed=read, description=READING + remark)
+            self._progress.update(self._task, completed=read, description=READING_PROMPT + remark)
 
     def _begin(self, read: int, tokens: int) -> None:
         columns = SpinnerColumn(), *columns_of(MofNCompleteColumn())
         self._progress = bar_of(columns, self._console, in_bytes=False)
-        self._task = self._progress.add_task(READING, total=tokens, completed=read)
+        self._task = self._progress.add_task(READING_PROMPT, total=tokens, completed=read)
         self._began, self._before = self._clock(), read
-        self._timer = threading.Timer(SHORT, self._show)
+        self._timer = threading.Timer(SHORT_SECONDS, self._show)
         self._timer.daemon = True
         self._timer.start()
 
@@ -198,7 +192,7 @@ def run(command: Callable[[], int | None]) -> NoReturn:
     warnings.showwarning = lambda message, *_: warn(message)
     warnings.simplefilter("ignore")
     warnings.simplefilter("once", GearbxWarning)
-    with guarded() as errors:
+    with guarded_streams() as errors:
         try:
             status = status_of(command)
             sys.stdout.flush()

@@ -14,7 +14,7 @@ from ..cli.start import call, command
 from ..errors import GearbxError, numbers
 from ..formats import OF_MLX, has_codebooks
 from ..gears.ladder import DTYPES, EMBEDDINGS, Ladder, default_ladder
-from ..settings import Settings, flag, given, parse_bytes
+from ..settings import Settings, flag, given_names, parse_bytes
 
 
 def parse_floors(text: str) -> tuple[float, ...]:
@@ -222,7 +222,7 @@ class ConvertSettings:
 
     def _check_alone(self) -> None:
         conversion, read = self.conversion, {"verify", "restore", "mlx_path", "revision", "device"}
-        others = {*given(conversion, ConversionSettings()), *given(self.layout, LayerSettings())} - read
+        others = {*given_names(conversion, ConversionSettings()), *given_names(self.layout, LayerSettings())} - read
         if conversion.verify is not None and conversion.restore is not None:
             raise GearbxError("--restore and --verify are two commands; --restore compares everything that it writes")
         if others or self.floors.wanted or self.budget.wanted:

@@ -24,7 +24,7 @@ from ..cli.bases import Base, answered, key_of, make_base, show_rounded, tell_co
 from ..cli.decide import ladder_of_codes
 from ..cli.flags import LayerSettings
 from ..cli.prompt import HARD, TRIVIAL, read_prompts
-from ..cli.terminal import counting, escaped, messages, note, progress_bar
+from ..cli.terminal import counting, messages, note, progress_bar
 from ..conversion.converter import BASE_FILE, Converter, Plan
 from ..conversion.model_card import (
     AFFINE,
@@ -49,7 +49,7 @@ from ..conversion.original import (
     write_original,
 )
 from ..decoding.route import SHORT_PROMPTS
-from ..errors import GearbxError, about, one_line
+from ..errors import GearbxError, about, escaped, one_line
 from ..files.writing import new_directory, write_text
 from ..formats import CODES, get_format
 from ..gears.activations import DTYPES
@@ -59,7 +59,7 @@ from ..gears.ladder import EMBEDDINGS
 from ..gears.manifest import GEARS_FILE, ORIGINAL_FILE, PRECISION, RESTORE, Manifest
 from ..gears.saved import SavedGears, open_gears
 from ..gears.tensor_files import header_of
-from ..loading import DEMO_MODEL, find, gears_of, load, model_name
+from ..loading import DEMO_MODEL, checkpoint_gears, find, load, model_name
 from ..settings import human_bytes
 from ..telemetry.summary import as_json
 from . import NEAREST, BudgetSettings, ConvertSettings
@@ -351,7 +351,7 @@ def filling_gears(settings: ConvertSettings, out: Path) -> Callable[[Path], None
     """Return what fills a directory with a checkpoint. Raises GearbxError for a model that cannot be converted."""
     conversion = settings.conversion
     source = find(conversion.model or DEMO_MODEL, conversion.revision)
-    if gears_of(source) is not None:
+    if checkpoint_gears(source) is not None:
         raise GearbxError(f"{source}: holds gears already; convert the original")
     origin = provenance(conversion.upload_repo or out.name, conversion.model, source)
     if not settings.writes_table:

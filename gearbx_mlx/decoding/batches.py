@@ -38,8 +38,8 @@ from .mode import Mode, check_known, turn, vocabulary_of
 from .response import BatchGearResponse, Step, seen_of, single_pass
 from .sampling import Chooser, Processor, Sampler, check_finite, reader_of, sampled_rows, sampler_beside
 
-SIZES = ("max_tokens", "completion_batch_size", "prefill_batch_size", "prefill_step_size", "max_kv_size")
-SETTINGS = frozenset(inspect.signature(MlxBatchGenerator.__init__).parameters) - {"self", "model"}
+BATCH_SIZES = ("max_tokens", "completion_batch_size", "prefill_batch_size", "prefill_step_size", "max_kv_size")
+BATCH_SETTINGS = frozenset(inspect.signature(MlxBatchGenerator.__init__).parameters) - {"self", "model"}
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class SharedMode(Mode):
         return BatchGenerator(model, tokenizer, gearbox, self, policy, **kwargs)
 
 
-def guarded(processor: Processor, owner: Chooser) -> Processor:
+def guarded_processor(processor: Processor, owner: Chooser) -> Processor:
     """Return a processor that raises nothing: where it would, the logits become NaN, which end a sequence, and `owner`
     knows why."""
 
@@ -153,7 +153,7 @@ class BatchGenerator(StagedGenerator):
         sampler: Sampler | None = None,
         **settings: Any,
     ):
-        check_settings(settings)
+        check_batch_settings(settings)
         empty = make_prompt_cache(model)
         if kind := unmergeable(empty):
             raise GearbxError(f"the model's {kind} cannot be shared by several texts; write them one at a time")
@@ -210,7 +210,7 @@ class BatchGenerator(StagedGenerator):
         for text, sampler, seed, own in zip(joined, samplers or none, seeds or none, processors):
             chooser = text.chooser = Chooser(sampler_beside(self.gearbox, sampler or self._sampler))
             chooser.random = None if seed is None else OwnRandomState(seed)
-            chooser.processors = [guarded(each, chooser) for each in own or ()]
+            chooser.processors = [guarded_processor(each, chooser) for each in own or ()]
         own = [text.chooser.processors for text in joined]
         uids = super().insert_segments(segments, max_tokens, caches, all_tokens, None, own, stop_sequences)
         self.sequences |= zip(uids, joined)
@@ -258,7 +258,7 @@ class BatchGenerator(StagedGenerator):
     def _policy_gear(self, wishes: Sequence[int]) -> Gear:
         """Raises GearbxError where the policy returns what is not a gear."""
         chosen, ladder = self.policy(wishes), self.gearbox.ladder
-        if not is_whole(chosen, 0) or chosen >= len(ladder):
+        if not is_whole_number(chosen, 0) or chosen >= len(ladder):
             raise GearbxError(f"the batch policy chose gear {chosen!r}; a policy returns 0 to {len(ladder) - 1}")
         return ladder[int(chosen)]
 
@@ -315,24 +315,24 @@ def check_sequences(
     for place, prompt in enumerate(segments):
         own = {name: given[place] for name, given in lists.items() if given is not None}
         tokens = [token for part in prompt for token in part]
-        check_prompt(f"prompts[{place}]", tokens, len(own.get("all_tokens", ())), context, vocabulary)
-        if not is_whole(own.get("max_tokens", 1), 1):
+        check_batch_prompt(f"prompts[{place}]", tokens, len(own.get("all_tokens", ())), context, vocabulary)
+        if not is_whole_number(own.get("max_tokens", 1), 1):
             raise GearbxError(f"max_tokens of prompts[{place}] is {own['max_tokens']!r}; give 1 or more")
-        if own.get("seeds") is not None and not is_whole(own["seeds"], 0):
+        if own.get("seeds") is not None and not is_whole_number(own["seeds"], 0):
             raise GearbxError(f"seeds[{place}] is {own['seeds']!r}; give a whole number from 0, or None")
         if own.get("caches") is not None:
-            check_cache(f"prompt_caches[{place}]", own["caches"], layers)
+            check_shared_cache(f"prompt_caches[{place}]", own["caches"], layers)
         processors = own.get("logits_processors")
         if processors is not None and not (isinstance(processors, Sequence) and all(map(callable, processors))):
             raise GearbxError(f"logits_processors[{place}] is {processors!r}; give a list of functions, or None")
 
 
-def is_whole(value: Any, least: int) -> bool:
+def is_whole_number(value: Any, least: int) -> bool:
     """Return whether a value is a whole number, this one or a larger one."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
-def check_prompt(name: str, tokens: Sequence[int], begun: int, context: int | None, vocabulary: int) -> None:
+def check_batch_prompt(name: str, tokens: Sequence[int], begun: int, context: int | None, vocabulary: int) -> None:
     """Raises GearbxError for a prompt that is empty, or beyond the context with the tokens before it, or that has a
     token that the model does not know."""
     if not tokens:
@@ -342,7 +342,7 @@ def check_prompt(name: str, tokens: Sequence[int], begun: int, context: int | No
     check_known(name, tokens, vocabulary)
 
 
-def check_cache(name: str, cache: Sequence[Any], layers: int) -> None:
+def check_shared_cache(name: str, cache: Sequence[Any], layers: int) -> None:
     """Raises GearbxError for a sequence's KV cache that has another number of layers, or cannot join others."""
     if len(cache) != layers:
         raise GearbxError(f"{name} has {len(cache)} layers, and the model {layers}; make it with this model")
@@ -352,14 +352,14 @@ def check_cache(name: str, cache: Sequence[Any], layers: int) -> None:
         )
 
 
-def check_settings(settings: Mapping[str, Any]) -> None:
+def check_batch_settings(settings: Mapping[str, Any]) -> None:
     """Raises GearbxError for keywords that mlx-lm's BatchGenerator does not have, and for sizes below 1."""
     for name, value in settings.items():
         if name.startswith("kv_"):
             raise GearbxError(f"{name} is for one text at a time; leave it out, or use stream_generate for each text")
-        if name not in SETTINGS:
-            raise GearbxError(f"a batch has no {name}; choose from {', '.join(sorted(SETTINGS))}")
-        if name in SIZES and not is_whole(value, 1) and not (name == "max_kv_size" and value is None):
+        if name not in BATCH_SETTINGS:
+            raise GearbxError(f"a batch has no {name}; choose from {', '.join(sorted(BATCH_SETTINGS))}")
+        if name in BATCH_SIZES and not is_whole_number(value, 1) and not (name == "max_kv_size" and value is None):
             raise GearbxError(f"{name} is {value!r}; give 1 or more")
 
 

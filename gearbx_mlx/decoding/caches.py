@@ -20,6 +20,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache, make_prompt_cache
 
@@ -57,7 +58,7 @@ def length(cache: Cache) -> int:
     return max((offset_of(part) for part in parts(cache)), default=0)
 
 
-def given(part: Any) -> int | None:
+def given_tokens(part: Any) -> int | None:
     """Return tokens that the cache of one layer has been given; None if it keeps a state alone, which does not count
     them."""
     if hasattr(part, "given"):  # of a pair's model, which has still to read some of them
@@ -65,11 +66,11 @@ def given(part: Any) -> int | None:
     return offset_of(part) if hasattr(part, "offset") else None
 
 
-def cut(cache: Cache, tokens: int) -> bool:
+def cut_to(cache: Cache, tokens: int) -> bool:
     """Return whether every layer's cache that counts its tokens could be trimmed to so many. If not, some of
     them are."""
     for part in parts(cache):
-        count = given(part)
+        count = given_tokens(part)
         last = 0 if count is None else count - tokens  # which it may have been given too few of
         if last and not (last > 0 and part.is_trimmable() and part.trim(last) == last):
             return False
@@ -80,14 +81,14 @@ APPENDING = (KVCache, QuantizedKVCache, BatchKVCache, NestedKVCache)
 ENTRIES = ("keys", "values", "planes", "beside", "gears")  # and planes, how many there are, and their ladder
 
 
-def kept(value: Any) -> Any:
+def copied(value: Any) -> Any:
     """Return the same value, in containers and arrays of its own: `a[...] = b` changes the object `a`."""
     if isinstance(value, mx.array):
         return copy.copy(value)
     if isinstance(value, list | tuple):
-        return type(value)(map(kept, value))
+        return type(value)(map(copied, value))
     if isinstance(value, dict):
-        return {key: kept(item) for key, item in value.items()}
+        return {key: copied(item) for key, item in value.items()}
     return value
 
 
@@ -101,8 +102,8 @@ class PartState:
 
     @classmethod
     def of(cls, part: Any) -> "PartState":
-        left_out = ENTRIES if type(part) in APPENDING else ()
-        return cls(part, type(part), {name: kept(value) for name, value in vars(part).items() if name not in left_out})
+        apart = ENTRIES if type(part) in APPENDING else ()
+        return cls(part, type(part), {name: copied(value) for name, value in vars(part).items() if name not in apart})
 
     @functools.cached_property
     def is_numbers(self) -> bool:
@@ -111,7 +112,7 @@ class PartState:
 
     def restore(self) -> None:
         """Put the part back."""
-        vars(self.part).update(self.attributes if self.is_numbers else kept(self.attributes))
+        vars(self.part).update(self.attributes if self.is_numbers else copied(self.attributes))
         if self.kind is NestedKVCache:
             self.part.drop_later_planes()
 
@@ -119,8 +120,8 @@ class PartState:
         """Another cache in this state."""
         made = self.kind.__new__(self.kind)
         if self.kind in APPENDING:
-            vars(made).update((name, kept(getattr(self.part, name))) for name in ENTRIES if hasattr(self.part, name))
-        vars(made).update(kept(self.attributes))
+            vars(made).update((name, copied(getattr(self.part, name))) for name in ENTRIES if hasattr(self.part, name))
+        vars(made).update(copied(self.attributes))
         if self.kind is NestedKVCache:
             made.drop_later_planes()
         return made
@@ -164,8 +165,8 @@ def _second(entry: Any, states: Iterator[PartState]) -> Any:
     return made
 
 
-SETTINGS = ("max_size", "keep", "chunk_size")  # of a cache, and the same however full it is
-AGAIN = "make it again with mlx_lm.cache_prompt and this model"
+CACHE_SETTINGS = ("max_size", "keep", "chunk_size")  # of a cache, and the same however full it is
+MAKE_CACHE = "make it again with mlx_lm.cache_prompt and this model"
 
 
 def begun_cache(model: nn.Module, max_kv_size: int | None = None) -> list[Any]:
@@ -180,20 +181,20 @@ def check_prompt_cache(cache: Cache, model: nn.Module) -> None:
     sizes = (part.max_size for part in parts(cache) if hasattr(part, "max_size"))
     own = begun_cache(model, next(sizes, None))
     if len(cache) != len(own):
-        raise GearbxError(f"holds {len(cache)} caches, and the model has {len(own)}; {AGAIN}")
+        raise GearbxError(f"holds {len(cache)} caches, and the model has {len(own)}; {MAKE_CACHE}")
     for number, (entry, needed) in enumerate(zip(cache, own)):
         there, expected = form(entry), form(as_quantized(needed, entry))
         if there != expected:
-            raise GearbxError(f"cache {number} is {there}, and the model's {expected}; {AGAIN}")
+            raise GearbxError(f"cache {number} is {there}, and the model's {expected}; {MAKE_CACHE}")
     for number, part in enumerate(parts(cache)):
-        if not is_whole(part):
-            raise GearbxError(f"cache {number} says another number of tokens than it has; {AGAIN}")
-    floating = [a for a in arrays_of(cache) if mx.issubdtype(a.dtype, mx.floating)]
+        if not is_complete(part):
+            raise GearbxError(f"cache {number} says another number of tokens than it has; {MAKE_CACHE}")
+    floating = [a for a in cache_arrays(cache) if mx.issubdtype(a.dtype, mx.floating)]
     if not all(mx.isfinite(array).all().item() for array in floating):
-        raise GearbxError(f"has values that are not finite; {AGAIN}")
+        raise GearbxError(f"has values that are not finite; {MAKE_CACHE}")
 
 
-def arrays_of(cache: Cache) -> list[mx.array]:
+def cache_arrays(cache: Cache) -> list[mx.array]:
     return [leaf for _, leaf in tree_flatten([part.state for part in parts(cache)]) if isinstance(leaf, mx.array)]
 
 
@@ -211,7 +212,7 @@ def form(entry: Any) -> str:
     """Return what does not change while a cache fills: class, settings, and the types and shapes of its arrays."""
     described = []
     for part in parts([entry]):
-        settings = [f"{name}={getattr(part, name)}" for name in SETTINGS if hasattr(part, name)]
+        settings = [f"{name}={getattr(part, name)}" for name in CACHE_SETTINGS if hasattr(part, name)]
         leaves = [leaf for _, leaf in tree_flatten(part.state) if isinstance(leaf, mx.array)]
         arrays = [array_form(leaf, hasattr(part, "keys")) for leaf in leaves]
         described.append(f"{type(part).__name__}({', '.join(settings + arrays)})")
@@ -227,11 +228,11 @@ def array_form(array: mx.array, grows: bool) -> str:
     return f"{kind} {'x'.join(shape)}"
 
 
-def is_whole(part: Any) -> bool:
+def is_complete(part: Any) -> bool:
     """Return whether a cache that counts its tokens has so many of them."""
     if not hasattr(part, "keys"):
         return True
-    entries = {array.shape[-2] for array in arrays_of([part])} or {0}
+    entries = {array.shape[-2] for array in cache_arrays([part])} or {0}
     return len(entries) == 1 and 0 <= counted(part) <= min(entries) and part.offset >= 0
 
 
@@ -244,7 +245,7 @@ def check_quantizable(model: nn.Module, bits: int, group_size: int = 64, max_kv_
         why = "a cache that rotates (--max-kv-size, or a sliding window) cannot be quantized; leave one of them out"
     if why is not None:
         raise GearbxError(f"--kv-bits is {bits}, and {why}")
-    for size in sorted({array.shape[-1] for array in arrays_of(able)}):
+    for size in sorted({array.shape[-1] for array in cache_arrays(able)}):
         if size % group_size:
             raise GearbxError(
                 f"--kv-group-size is {group_size}, and the model's heads have {size} numbers; give a group size that "
@@ -307,9 +308,9 @@ class KeptCache:
             bits: of the gear that reads prompts now. What a lower one read is read again.
         """
         precise = next((place for place, read in enumerate(self.bits) if read < bits), len(self.bits))
-        kept = min(shared(self.tokens, tokens), precise, len(tokens) - 1)
-        states = any(given(part) is None for part in parts(self.entries))
-        if not self.entries or (states and kept < len(self.tokens)) or not cut(self.entries, kept):
+        kept = min(in_common(self.tokens, tokens), precise, len(tokens) - 1)
+        states = any(given_tokens(part) is None for part in parts(self.entries))
+        if not self.entries or (states and kept < len(self.tokens)) or not cut_to(self.entries, kept):
             self.forget()
             kept = 0
         del self.tokens[kept:], self.bits[kept:]
@@ -326,7 +327,7 @@ class KeptCache:
             bits: of the lowest gear that computed any of it.
         """
         known = [*self.tokens, *read]
-        counts = [given(part) for part in parts(self.entries)]
+        counts = [given_tokens(part) for part in parts(self.entries)]
         counted = [count for count in counts if count is not None]
         if None in counts and not (whole and set(counted) <= {len(known)}):
             self.forget()
@@ -336,15 +337,17 @@ class KeptCache:
 
     def cut_to_tokens(self) -> list[Any]:
         """Return the entries, with `tokens` in them and nothing else. Raises GearbxError where they cannot be cut."""
-        if not cut(self.entries, len(self.tokens)):
+        if not cut_to(self.entries, len(self.tokens)):
             self.forget()
             raise GearbxError("the KV cache cannot be cut to what was shown; it is read again with the next message")
         return self.entries
 
 
-def shared(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return how many tokens two sequences begin with together."""
-    return next((place for place, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+def in_common(a: Sequence[int] | np.ndarray, b: Sequence[int] | np.ndarray) -> int:
+    """Return how many tokens two texts begin with together."""
+    size = min(len(a), len(b))
+    same = np.equal(a[:size], b[:size])
+    return size if same.all() else int(same.argmin())
 
 
 OTHER = "leave --kv-gears out"

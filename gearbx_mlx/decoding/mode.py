@@ -21,13 +21,12 @@ from ..gears.in_place import own_codes, without_gears
 from ..gears.ladder import DENSE, Gear, Ladder
 from ..kernels.dispatch import on_cpu
 from ..ranks.agreement import agreement_of
-from ..routing.gates import BatchPolicy, Thresholds, bits_of, highest
+from ..routing.gates import BatchPolicy, Thresholds, highest, thresholds_in_bits
 from ..telemetry.summary import Tally
 from .governor import Governor, MemoryGuard
 from .response import GearResponse
 
 SAME = "same"  # as a prompt gear: the one that begins the text
-EIGHT = 8  # bits that are enough for a prompt
 
 _warned: WeakSet[Gearbox] = WeakSet()
 _locks: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
@@ -179,7 +178,7 @@ def best_reader(gearbox: Gearbox) -> Gear:
     Native kernels multiply a prompt by 8 bits as fast as by 4, and by the original weights more slowly; texts after
     either are as close to the top gear's (`python -m research prompt-gear`).
     """
-    quantized = [gear for gear in gearbox.ladder if EIGHT <= gear.bits < DENSE]
+    quantized = [gear for gear in gearbox.ladder if 8 <= gear.bits < DENSE]
     return quantized[-1] if quantized and gearbox.kernels.native and on_cpu() else gearbox.ladder.top
 
 
@@ -220,9 +219,9 @@ def vocabulary_of(gearbox: Any) -> int:
 
 
 def thresholds_for(thresholds: Thresholds, gearbox: Any) -> tuple[float, ...]:
-    """Return thresholds in bits for a gearbox or an Observer. Raises GearbxError as `bits_of`."""
+    """Return thresholds in bits for a gearbox or an Observer. Raises GearbxError as `thresholds_in_bits`."""
     bits = [gear.bits for gear in gearbox.ladder]
-    return bits_of(thresholds, bits, vocabulary_of(gearbox), partial(model_fingerprint, gearbox.model))
+    return thresholds_in_bits(thresholds, bits, vocabulary_of(gearbox), partial(model_fingerprint, gearbox.model))
 
 
 def turn(gearbox: Any) -> AbstractContextManager:

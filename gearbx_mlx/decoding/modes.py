@@ -37,6 +37,8 @@ MODES = {
     STATIC: "gearbx_mlx.decoding.route:Static",
     TELEMETRY_ONLY: "gearbx_mlx.decoding.route:TelemetryOnly",
 }
+SHIFTING = ROUTE, KICKDOWN, LOSSLESS, STATIC  # those of one model whose layers change gear
+COLDEST = 0.001  # temperature; divided by less, logits of half precision overflow
 OF_GATE = "window", "hysteresis", "min_gear_duration"  # settings that a thresholds file has
 
 
@@ -171,7 +173,7 @@ class PairSettings(Settings):
     small_model: Any = flag(
         None,
         "Local directory or Hub repository of a smaller model with the tokenizer of --model (EAD). For it --thresholds "
-        f"is bits, 0 (large alone) to inf (small alone; default: {ead.BITS:g}, scaled to the vocabulary).",
+        f"is bits, 0 (large alone) to inf (small alone; default: {ead.EAD_BITS:g}, scaled to the vocabulary).",
         named=True,
     )
     threshold: float | None = flag(
@@ -193,7 +195,7 @@ def one_threshold(given: Any) -> float | None:
     if isinstance(given, ReadThresholds):
         given = given.content.thresholds
     if isinstance(given, str):
-        raise GearbxError(f"--thresholds {given}: with --small-model give bits, such as {ead.BITS:g}")
+        raise GearbxError(f"--thresholds {given}: with --small-model give bits, such as {ead.EAD_BITS:g}")
     if isinstance(given, list | tuple):
         if len(given) != 1:
             shown = ",".join(f"{bits:g}" for bits in given)

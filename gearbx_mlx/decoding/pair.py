@@ -25,7 +25,7 @@ from ..gears.cost import token_bytes
 from ..gears.discovery import tied_head, vocabulary
 from ..gears.gearbox import attached
 from ..routing.gates import AUTO, Gate, Monitor, Reading
-from ..routing.pair import BITS, NAMES, SMALL, first_model, pair_gate, pair_monitor, scaled
+from ..routing.pair import EAD_BITS, NAMES, SMALL, first_model, pair_gate, pair_monitor, scaled
 from ..telemetry.summary import Tally
 from .caches import length, parts
 from .governor import Governor
@@ -143,7 +143,7 @@ class PairedModel(nn.Module):
         """
         if len(tokens) != 1:
             raise GearbxError(f"two models take turns at one text, and this is a batch of {len(tokens)}")
-        check_cache(cache)
+        check_pair_cache(cache)
         model, own = (self.small, self.large)[self.engaged], cache[self.engaged]
         cache[1 - self.engaged].missed.append(tokens)
         caught_up, new = own.missing, tokens.shape[1]
@@ -160,7 +160,7 @@ class PairedModel(nn.Module):
         return logits if logits.shape[-1] == self.vocab_size else logits[..., : self.vocab_size]
 
 
-def check_cache(cache: Sequence[Any]) -> None:
+def check_pair_cache(cache: Sequence[Any]) -> None:
     """Raises GearbxError for a cache that was not made for a pair."""
     if len(cache) != len(NAMES) or not all(isinstance(entry, TrailingCache) for entry in cache):
         raise GearbxError("a pair has two models, and this prompt cache one; make it with PairedModel.make_cache()")
@@ -211,7 +211,7 @@ class Pair(PairSettings, Mode):
         pair = PairedModel(self.small_model, model, prefill_step_size)
         gate = self.gate_for(pair)
         prompt_cache = pair.make_cache(max_kv_size) if prompt_cache is None else prompt_cache
-        check_cache(prompt_cache)
+        check_pair_cache(prompt_cache)
         monitor = pair_monitor(pair.vocab_size, self.window)
         sampler = kwargs.pop("sampler", None) or make_sampler()
         kwargs |= {"prompt_cache": prompt_cache, "prefill_step_size": prefill_step_size}
@@ -228,7 +228,7 @@ class Pair(PairSettings, Mode):
     def threshold_with(self, large: nn.Module) -> float:
         """Return the threshold in bits: the one that is given, or EAD's, scaled to the vocabulary."""
         both = min(vocabulary(self.small_model), vocabulary(large))
-        return scaled(BITS, both) if self.threshold is None else self.threshold
+        return scaled(EAD_BITS, both) if self.threshold is None else self.threshold
 
     def summary(self, tally: Tally) -> dict[str, Any]:
         return {

@@ -117,7 +117,7 @@ class Rows:
             self._again(rows)
         else:
             for part in self._before.parts:
-                drop(part.part, part.kind, dropped)
+                drop_entries(part.part, part.kind, dropped)
 
     def _again(self, rows: int) -> None:
         """Compute the states after the first tokens, from what the linear layers made of them."""
@@ -127,7 +127,7 @@ class Rows:
             verifier.run(self._tokens[:, :rows], self._cache)
 
 
-def drop(part: Any, kind: type, entries: int) -> None:
+def drop_entries(part: Any, kind: type, entries: int) -> None:
     """Drop the last entries of the cache of one layer."""
     if kind is RotatingKVCache:
         cut_window(part, entries)

@@ -80,7 +80,7 @@ def stream_generate(
     if controller is not None and gearbox is None:
         gearbox = controller.gearbox
     drafted = kwargs.get("draft_model") is not None
-    chosen = choose_mode(model, gearbox, mode, controller is not None and controller.caps, drafted)
+    chosen = mode_or_default(model, gearbox, mode, controller is not None and controller.caps, drafted)
     check_draft_model(chosen.name, kwargs.get("draft_model"))
     with making:
         box = chosen.gearbox_for(model, gearbox)
@@ -118,7 +118,7 @@ def generate(model: nn.Module, tokenizer: Any, prompt: Any, verbose: bool = Fals
     return text
 
 
-def choose_mode(
+def mode_or_default(
     model: nn.Module,
     gearbox: Gearbox | Observer | None,
     mode: Mode | str | None,
@@ -207,7 +207,7 @@ def batch_generator(
             be shared.
     """
     policy = policy_named(batch_policy)
-    chosen = choose_mode(model, gearbox, mode)
+    chosen = mode_or_default(model, gearbox, mode)
     with making:
         box = chosen.gearbox_for(model, gearbox)
     if agreement_of(model).group is not None:  # nothing makes the batches of ranks alike

@@ -9,12 +9,13 @@ from typing import Any, ClassVar
 from ..cli.flags import GearFlags, LayerSettings, ModelSettings
 from ..cli.parser import command_settings, parser_of
 from ..cli.start import call, command
+from ..decoding.modes import KICKDOWN, ROUTE
 from ..errors import LARGEST_SHOWN, GearbxError
 from ..gears.ladder import KV_BITS, kv_ladder
 from ..routing.gates import Thresholds, read_thresholds
 from ..settings import Settings, flag
 
-MODES = ROUTE, KICKDOWN = "route", "kickdown"  # whose tokens are not all the top gear's
+MIXING = ROUTE, KICKDOWN  # whose tokens are not all the top gear's
 NONE = "none"
 
 
@@ -29,7 +30,7 @@ class EvaluationSettings(Settings):
     )
     out: str = flag("evaluation", "Directory for the report.", named=True)
     modes: Sequence[str] = flag(
-        MODES, "Modes that read the text besides each gear alone, or none.", choices=(*MODES, NONE), nargs="+"
+        MIXING, "Modes that read the text besides each gear alone, or none.", choices=(*MIXING, NONE), nargs="+"
     )
     thresholds: Thresholds = flag(
         None,
@@ -88,7 +89,7 @@ def evaluate(data: str | Path, **keywords: Any) -> dict[str, Any]:
     Raises:
         GearbxError: a keyword that does not exist, or settings, a model or data that cannot be evaluated.
     """
-    return call("evaluate", "content_of", command_settings(EvaluateSettings, {"data": data, **keywords}))
+    return call("evaluate", "report_of", command_settings(EvaluateSettings, {"data": data, **keywords}))
 
 
 main = command("evaluate")

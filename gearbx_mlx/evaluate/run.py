@@ -16,40 +16,32 @@ from ..cli.loaded import Loaded
 from ..compat.arrays import dtype_name
 from ..decoding.caches import cache_in_gears, check_heads
 from ..decoding.mode import thresholds_for
-from ..decoding.modes import made
-from ..decoding.route import Route
+from ..decoding.modes import KICKDOWN, ROUTE, made
 from ..errors import GearbxError
 from ..evaluation.predictions import (
-    KickdownPolicy,
-    Policy,
     Read,
     Recording,
-    RoutePolicy,
     TextPrediction,
     check_windows,
     compared,
-    driven,
-    joined,
+    joined_recordings,
     quality,
     read_at_once,
     read_documents,
+    read_in_mode,
     read_per_token,
     windows_of,
 )
 from ..files.model_directory import context_length
 from ..files.writing import make_directory, write_text
-from ..gears.discovery import vocabulary
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import KV_BITS, Gear
 from ..loading import model_name
-from ..routing.gates import Monitor
-from ..telemetry.summary import as_json, finite
+from ..telemetry.summary import as_json, finite_json
 from ..telemetry.trace import GREEN, ORANGE, SKY_BLUE, get_pyplot, save
-from . import KICKDOWN, NONE, ROUTE, EvaluateSettings
+from . import NONE, EvaluateSettings
 
-SCHEMA, VERSION = "gearbx-mlx evaluation", 2
 DATA, PICTURE = "evaluation.json", "evaluation.png"
-DEFAULT_CONTEXT, KLD_CONTEXT = 256, 512
 GEAR, KV = "gear", "kv"  # kinds of rows, besides the modes
 
 
@@ -68,27 +60,27 @@ class TextReader:
 
 def run(settings: EvaluateSettings) -> int:
     out = Path(settings.evaluation.out)
-    content = content_of(settings)
-    terminal.messages.print(table_of(content["rows"], KLD_COLUMNS if settings.evaluation.kld else COLUMNS))
+    content = report_of(settings)
+    terminal.messages.print(table_of(content["rows"], KLD_COLUMNS if settings.evaluation.kld else USUAL_COLUMNS))
     for name in (DATA, PICTURE):
         if (out / name).exists():
             print(out / name)
     gear = enough(content["rows"])
     if gear is not None:
-        terminal.note(f"of the gears that choose as the top gear does in {ENOUGH:.0%}, --gear {gear} reads least")
+        terminal.note(f"of the gears that choose as the top gear does in {AGREEING:.0%}, --gear {gear} reads least")
     return 0
 
 
-def content_of(settings: EvaluateSettings) -> dict[str, Any]:
+def report_of(settings: EvaluateSettings) -> dict[str, Any]:
     """Return the content of evaluation.json, after writing the files.
 
     Raises:
         GearbxError: a model, a text or thresholds that cannot be used, or a directory that cannot be written.
     """
     out = Path(settings.evaluation.out)
-    content = measured(settings)
+    content = measured_report(settings)
     make_directory(out)
-    write_text(out / DATA, as_json(finite(content)))
+    write_text(out / DATA, as_json(finite_json(content)))
     try:
         get_pyplot()
     except GearbxError as error:
@@ -98,7 +90,7 @@ def content_of(settings: EvaluateSettings) -> dict[str, Any]:
     return content
 
 
-def measured(settings: EvaluateSettings) -> dict[str, Any]:
+def measured_report(settings: EvaluateSettings) -> dict[str, Any]:
     """Read the text window by window: first in the top gear, and then by every reader, compared with it."""
     wanted = settings.evaluation
     documents = read_documents(Path(wanted.data))
@@ -108,8 +100,8 @@ def measured(settings: EvaluateSettings) -> dict[str, Any]:
     if len(decision.ladder) < 2 and not wanted.kv_gears:
         raise GearbxError(f"--gears {decision.ladder}: one gear has nothing to be compared with; give two or more")
     gearbox = loaded.gearbox()
-    readers = readers_of(settings, gearbox)
-    context = context_for(wanted.context, loaded.config, KLD_CONTEXT if wanted.kld else DEFAULT_CONTEXT)
+    readers = readers_of(settings, gearbox, loaded.tokenizer)
+    context = context_for(wanted.context, loaded.config, 512 if wanted.kld else 256)
     uncounted = context // 2 if wanted.kld else 0
     windows = windows_of(loaded.tokenizer, documents, context, wanted.tokens, wanted.data, uncounted)
     check_windows(windows, loaded.model, wanted.data)
@@ -117,11 +109,11 @@ def measured(settings: EvaluateSettings) -> dict[str, Any]:
     with terminal.progress_bar() as progress:
         tracked = progress.track(windows, description="windows")
         parts = [compared(gearbox, window, reads, uncounted) for window in tracked]
-    found = {reader: joined(each) for reader, each in zip(readers, zip(*parts))}
+    found = {reader: joined_recordings(each) for reader, each in zip(readers, zip(*parts))}
     reference = next(each for reader, each in found.items() if reader.used == [gearbox.ladder.top])
     return {
-        "schema": SCHEMA,
-        "version": VERSION,
+        "schema": "gearbx-mlx evaluation",
+        "version": 2,
         "model": model_name(settings.model.model),
         "data": wanted.data,
         "format": decision.format.name,
@@ -134,11 +126,11 @@ def measured(settings: EvaluateSettings) -> dict[str, Any]:
         "context": context,
         "uncounted": uncounted,
         "ladder": gearbox.ladder_report(),
-        "rows": [row_of(reader, each, reference.nll, gearbox) for reader, each in found.items()],
+        "rows": [report_row(reader, each, reference.nll, gearbox) for reader, each in found.items()],
     }
 
 
-def readers_of(settings: EvaluateSettings, gearbox: Gearbox) -> list[TextReader]:
+def readers_of(settings: EvaluateSettings, gearbox: Gearbox, tokenizer: Any) -> list[TextReader]:
     """Return every gear, the modes that shift, and the gears of the KV cache, in the order of the report.
 
     Raises:
@@ -149,21 +141,13 @@ def readers_of(settings: EvaluateSettings, gearbox: Gearbox) -> list[TextReader]
     def alone(gear: Gear, window: Sequence[int]) -> Iterable[TextPrediction]:
         return read_at_once(gearbox, [window], gear)
 
-    def shifting(policy: Policy, window: Sequence[int]) -> Iterable[TextPrediction]:
-        return driven(gearbox, [window], policy)
-
     found = [TextReader(GEAR, f"{gear.bits} bits", [gear], partial(alone, gear)) for gear in ladder]
-    modes = [mode for mode in wanted.modes if mode != NONE]
-    if modes and len(ladder) > 1:
-        route = made(ROUTE, {"thresholds": wanted.thresholds})
-        assert isinstance(route, Route)
-        bits = thresholds_for(route.thresholds, gearbox)
-        gate, monitor = route.gate_for(gearbox), Monitor(vocabulary(gearbox.model), route.window)
-        policies: dict[str, Policy] = {
-            ROUTE: RoutePolicy(ladder, gate, monitor),
-            KICKDOWN: KickdownPolicy(ladder, bits),
-        }
-        found += [TextReader(mode, mode, ladder, partial(shifting, policies[mode])) for mode in modes]
+    given = {"thresholds": wanted.thresholds, "gear": ladder[0].bits}  # which begins a text of mode route
+    for name in wanted.modes if len(ladder) > 1 else ():
+        if name != NONE:
+            thresholds_for(wanted.thresholds, gearbox)  # refuses those that a prompt would choose
+            mode = made(name, given).settled(gearbox, tokenizer, None)
+            found.append(TextReader(name, name, ladder, partial(read_in_mode, gearbox, tokenizer, mode)))
     if wanted.kv_gears:
         check_heads(gearbox.model, wanted.kv_gears)
         found += [over_cache(gearbox, wanted.kv_gears, bits) for bits in wanted.kv_gears if bits < KV_BITS[-1]]
@@ -183,7 +167,7 @@ def over_cache(gearbox: Gearbox, ladder: Sequence[int], bits: int) -> TextReader
     return TextReader(KV, f"{top.bits} bits, KV {bits}", [top], read)
 
 
-def row_of(reader: TextReader, recording: Recording, reference_nll: np.ndarray, gearbox: Gearbox) -> dict[str, Any]:
+def report_row(reader: TextReader, recording: Recording, reference_nll: np.ndarray, gearbox: Gearbox) -> dict[str, Any]:
     """Return a row of the report."""
     weight_bytes, bits = read_per_token(gearbox, reader.used, recording)
     return {
@@ -196,7 +180,7 @@ def row_of(reader: TextReader, recording: Recording, reference_nll: np.ndarray, 
     }
 
 
-def context_for(context: int | None, config: dict, default: int = DEFAULT_CONTEXT) -> int:
+def context_for(context: int | None, config: dict, default: int = 256) -> int:
     """Return the tokens in a window: as given, else the default.
 
     Raises:
@@ -210,18 +194,18 @@ def context_for(context: int | None, config: dict, default: int = DEFAULT_CONTEX
     return context
 
 
-ENOUGH = 0.98  # of the tokens are the top gear's first choice
+AGREEING = 0.98  # of the tokens are the top gear's first choice
 
 
 def enough(rows: Sequence[Mapping[str, Any]]) -> int | None:
     """Return the bits of the gear that reads least and mostly prefers the top gear's tokens; None without one."""
-    gears = [row for row in rows if row["kind"] == GEAR and row["top1_agreement"] >= ENOUGH]
+    gears = [row for row in rows if row["kind"] == GEAR and row["top1_agreement"] >= AGREEING]
     best = min(gears, key=lambda row: row["weight_bytes_per_token"], default=None)
     return None if best is None else int(best["name"].split()[0])
 
 
 Columns = Mapping[str, Callable[[Mapping[str, Any]], str]]  # header to the cell of a row
-COLUMNS: Columns = {
+USUAL_COLUMNS: Columns = {
     "": lambda row: row["name"],
     "MB/token": lambda row: f"{row['weight_bytes_per_token'] / 1e6:.2f}",
     "perplexity": lambda row: f"{row['perplexity']:.3f}",
@@ -231,12 +215,12 @@ COLUMNS: Columns = {
     "same favourite": lambda row: f"{100 * row['top1_agreement']:.1f} %",
 }
 KLD_COLUMNS: Columns = {
-    "": COLUMNS[""],
+    "": USUAL_COLUMNS[""],
     "PPL ratio": lambda row: f"{row['perplexity_ratio']:.4f} ± {row['perplexity_ratio_error']:.4f}",
     "KL mean": lambda row: f"{three_digits(row['kl_mean'])} ± {three_digits(row['kl_mean_error'])}",
-    "median": COLUMNS["median"],
+    "median": USUAL_COLUMNS["median"],
     "90 %": lambda row: three_digits(row["kl_p90"]),
-    "99 %": COLUMNS["99 %"],
+    "99 %": USUAL_COLUMNS["99 %"],
     "99.9 %": lambda row: three_digits(row["kl_p999"]),
     "max": lambda row: three_digits(row["kl_max"]),
     "same top": lambda row: f"{100 * row['top1_agreement']:.2f} ± {100 * row['top1_agreement_error']:.2f} %",
@@ -248,7 +232,7 @@ def three_digits(value: float) -> str:
     return "0" if value < 1e-9 else f"{value:.3g}"
 
 
-def table_of(rows: Sequence[Mapping[str, Any]], columns: Columns = COLUMNS) -> Table:
+def table_of(rows: Sequence[Mapping[str, Any]], columns: Columns = USUAL_COLUMNS) -> Table:
     """Return the rows for the terminal."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for header in columns:
@@ -258,8 +242,7 @@ def table_of(rows: Sequence[Mapping[str, Any]], columns: Columns = COLUMNS) -> T
     return table
 
 
-NOTHING = 1e-7  # nats: where a KL of 0 is drawn on a scale that has no 0
-NAMES = {ROUTE: ROUTE, KICKDOWN: KICKDOWN, KV: "gears of the KV cache"}
+LEGEND = {ROUTE: ROUTE, KICKDOWN: KICKDOWN, KV: "gears of the KV cache"}
 STYLES = {ROUTE: (SKY_BLUE, "s"), KICKDOWN: (GREEN, "D"), KV: (ORANGE, "*")}
 
 
@@ -281,7 +264,7 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
         points = [point_of(row) for row in report["rows"] if row["kind"] == kind]
         if points:
             axes.scatter(
-                *zip(*points), color=color, marker=marker, s=70, edgecolors="white", label=NAMES[kind], zorder=3
+                *zip(*points), color=color, marker=marker, s=70, edgecolors="white", label=LEGEND[kind], zorder=3
             )
     axes.set(
         yscale="log",
@@ -297,4 +280,4 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
 
 def point_of(row: Mapping[str, Any], field: str = "kl_mean") -> tuple[float, float]:
     """Return x and y."""
-    return row["weight_bytes_per_token"] / 1e6, max(row[field], NOTHING)
+    return row["weight_bytes_per_token"] / 1e6, max(row[field], 1e-7)  # on a scale that has no 0

@@ -8,6 +8,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,16 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from msgspec import Struct
 
-from ..decoding.caches import Snapshot
-from ..decoding.mode import check_known
+from ..decoding.mode import Mode, check_known
+from ..decoding.response import GearResponse
+from ..decoding.stream import stream_generate
 from ..errors import GearbxError
 from ..files.reading import json_lines, read_text
 from ..gears.discovery import vocabulary
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear, Ladder
-from ..routing.gates import RUN_AHEAD, Gate, Monitor
 
-GIVE = "give UTF-8 text or JSON Lines"
+GIVE_TEXT = "give UTF-8 text or JSON Lines"
 PROMPT = "Question: {question}\nAnswer:"
 
 
@@ -47,7 +48,7 @@ def read_documents(path: Path) -> list[str]:
     """
     if path.suffix in (".jsonl", ".json"):
         return [row["text"] if "text" in row else f"{PROMPT.format(**row)} {row['answer']}" for row in read_rows(path)]
-    text = read_text(path, "text", GIVE)
+    text = read_text(path, "text", GIVE_TEXT)
     if not text.strip():
         raise GearbxError(f"{path}: is empty; give a text, or JSON Lines as in GSM8K")
     return [text]
@@ -61,7 +62,7 @@ def read_rows(path: Path, fields: tuple[str, ...] | None = None) -> list[dict[st
     """
     choices = [fields] if fields else [("text",), ("question", "answer")]
     rows = []
-    for number, row in json_lines(path, read_text(path, "text", GIVE), TextRow, GIVE):
+    for number, row in json_lines(path, read_text(path, "text", GIVE_TEXT), TextRow, GIVE_TEXT):
         filled = {name for name in TextRow.__struct_fields__ if (getattr(row, name) or "").strip()}
         names = next((names for names in choices if filled.issuperset(names)), None)
         if names is None:
@@ -139,84 +140,7 @@ def stretches(tokens: list[int], context: int, begin: list[int]) -> list[list[in
     return [begin + body[start : start + size] for start in range(0, len(body), size)]
 
 
-AT_ONCE = 16  # tokens in a pass: as many as native kernels take
-
-
-class Policy:
-    """Chooses the gear of each token in turn. `place` counts predictions over the whole text, from 0.
-
-    `takes_back`: tokens may be computed again, so that the KV cache is put back.
-    """
-
-    takes_back = False
-
-    def begin(self) -> None:
-        """Start a new window, with an empty KV cache."""
-
-    def first(self, place: int) -> Gear:
-        """Return the gear that computes this token first."""
-        raise NotImplementedError
-
-    def again(self, place: int, gear: Gear, logprobs: np.ndarray) -> Gear | None:
-        """Return the higher gear that computes the token again, given its log-probabilities (V,); or None."""
-        return None
-
-    def after(self, logprobs: np.ndarray) -> None:
-        """Take the log-probabilities (V,) of the last pass."""
-
-
-@dataclass
-class StaticPolicy(Policy):
-    """Stay in one gear."""
-
-    gear: Gear
-
-    def first(self, place: int) -> Gear:
-        return self.gear
-
-
-@dataclass
-class RoutePolicy(Policy):
-    """GEARBX's gate over the entropies of past tokens, which acts two passes later, as in `decoding.route`.
-
-    Args:
-        gears: the gate numbers them from 0.
-        initial_gear: number of the gear to begin in.
-    """
-
-    gears: Sequence[Gear]
-    gate: Gate
-    monitor: Monitor
-    initial_gear: int = 0
-
-    def begin(self) -> None:
-        self.gate.reset(self.initial_gear)
-        self.monitor.reset()
-        self.coming = deque([self.gears[self.initial_gear]] * RUN_AHEAD)
-
-    def first(self, place: int) -> Gear:
-        return self.coming.popleft()
-
-    def after(self, logprobs: np.ndarray) -> None:
-        reading = self.monitor.update(float(entropy_of_logprobs(log_softmax(logprobs))))
-        self.coming.append(self.gears[self.gate.update(reading)])
-
-
-@dataclass
-class KickdownPolicy(Policy):
-    """Begin in the lowest gear, and climb while the token's entropy is above the gear's threshold in bits."""
-
-    gears: Sequence[Gear]
-    thresholds: Sequence[float]
-    takes_back = True
-
-    def first(self, place: int) -> Gear:
-        return self.gears[0]
-
-    def again(self, place: int, gear: Gear, logprobs: np.ndarray) -> Gear | None:
-        if gear == self.gears[-1] or entropy_of_logprobs(log_softmax(logprobs)) <= self.thresholds[gear.index]:
-            return None
-        return self.gears[gear.index + 1]
+PASS_TOKENS = 16  # tokens in a pass: as many as native kernels take
 
 
 @dataclass(frozen=True)
@@ -238,52 +162,52 @@ Begun = Callable[[int], Any]
 """Takes the number of a window, and returns the KV cache of what stands before it."""
 
 
-def driven(
-    gearbox: Gearbox, windows: Sequence[Sequence[int]], policy: Policy, begun: Begun | None = None
-) -> Iterator[TextPrediction]:
-    """Read the windows under a policy, and yield every prediction. begun: without it nothing stands before windows."""
-    place = itertools.count()
-    for number, window in enumerate(windows):
-        cache = make_prompt_cache(gearbox.model) if begun is None else begun(number)
-        policy.begin()
-        for token, target in itertools.pairwise(window):
-            yield TextPrediction(number, target, *computed(gearbox, policy, next(place), token, cache))
-
-
-def computed(
-    gearbox: Gearbox, policy: Policy, place: int, token: int, cache: Any
-) -> tuple[np.ndarray, Gear, Sequence[int]]:
-    """Return the prediction after a token: log-probabilities (V,), the gear that computed them, passes in each gear."""
-    passes = [0] * len(gearbox.ladder)
-    gear: Gear | None = policy.first(place)
-    before = Snapshot(cache) if policy.takes_back else None
-    while gear is not None:
-        if before is not None and any(passes):
-            before.restore()
-        gearbox.shift(gear)
-        logprobs = next_logprobs(gearbox.model, [token], cache)[0]
-        passes[gear.index] += 1
-        engaged, gear = gear, policy.again(place, gear, logprobs)
-    policy.after(logprobs)
-    return logprobs, engaged, passes
-
-
 def read_at_once(
     gearbox: Gearbox, windows: Sequence[Sequence[int]], gear: Gear, begun: Begun | None = None
 ) -> Iterator[TextPrediction]:
     """Read windows in one gear, several tokens in a pass: only the last bits differ from one token at a time.
 
     Args:
-        begun: as in `driven`.
+        begun: without it nothing stands before windows.
     """
     passes = [int(each is gear) for each in gearbox.ladder]  # of a token that is read alone
     for number, window in enumerate(windows):
         cache = make_prompt_cache(gearbox.model) if begun is None else begun(number)
         gearbox.shift(gear)
-        for start in range(0, len(window) - 1, AT_ONCE):
-            part = window[start : min(start + AT_ONCE, len(window) - 1)]
+        for start in range(0, len(window) - 1, PASS_TOKENS):
+            part = window[start : min(start + PASS_TOKENS, len(window) - 1)]
             for target, logprobs in zip(window[start + 1 :], next_logprobs(gearbox.model, part, cache)):
                 yield TextPrediction(number, target, logprobs, gear, passes)
+
+
+def read_in_mode(gearbox: Gearbox, tokenizer: Any, mode: Mode, window: Sequence[int]) -> Iterator[TextPrediction]:
+    """Read a window in a mode that shifts, which writes it token by token."""
+    logits: deque[mx.array] = deque()
+
+    def noted(tokens: mx.array, of_token: mx.array) -> mx.array:  # log-probabilities are rounded to the model's type
+        logits.append(of_token)
+        return of_token
+
+    how: dict[str, Any] = {"mode": mode, "gearbox": gearbox, "logits_processors": [noted]}
+    for response, target in zip(written_text(gearbox.model, tokenizer, window[:1], window[1:], **how), window[1:]):
+        (logprobs,) = logprobs_of(logits.popleft()[None])
+        yield TextPrediction(0, target, logprobs, gearbox.ladder.find(response.gear), response.passes)
+
+
+def written_text(
+    model: nn.Module, tokenizer: Any, before: Sequence[int], text: Sequence[int], **how: Any
+) -> Iterator[GearResponse]:
+    """Write a text of given tokens in a mode, as one of its own is written: each gear acts on single tokens.
+
+    Args:
+        before: tokens that the text follows, one or more.
+        how: keywords of `stream_generate`.
+    """
+    endless, coming = copy(tokenizer), iter(text)
+    endless.eos_token_ids = set()  # a text goes on after the token that ends one
+    return stream_generate(
+        model, endless, list(before), len(text), sampler=lambda logprobs: mx.array([next(coming, 0)]), **how
+    )
 
 
 def next_logprobs(model: Any, tokens: Sequence[int], cache: Any) -> np.ndarray:
@@ -315,7 +239,7 @@ class Recording:
     passes: np.ndarray
 
 
-def record(predictions: Iterable[TextPrediction], reference: Sequence[np.ndarray]) -> Recording:
+def recording_of(predictions: Iterable[TextPrediction], reference: Sequence[np.ndarray]) -> Recording:
     """Compare predictions with the reference's log-probabilities, (V,) for each."""
     rows = []
     for place, each in enumerate(predictions):
@@ -347,10 +271,10 @@ def compared(gearbox: Gearbox, window: Sequence[int], readers: Iterable[Read], u
     """
     top = read_at_once(gearbox, [window], gearbox.ladder.top)
     reference = [each.logprobs for each in itertools.islice(top, uncounted, None)]
-    return [record(itertools.islice(read(window), uncounted, None), reference) for read in readers]
+    return [recording_of(itertools.islice(read(window), uncounted, None), reference) for read in readers]
 
 
-def joined(parts: Sequence[Recording]) -> Recording:
+def joined_recordings(parts: Sequence[Recording]) -> Recording:
     """Return the recordings of windows as one."""
     return Recording(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(Recording)))
 

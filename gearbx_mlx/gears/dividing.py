@@ -21,7 +21,7 @@ from ..compat.classes import bare
 from ..errors import GearbxError
 from ..files.reading import unreadable
 from ..formats.holders import GatheredLinear, PlacedLinear, SummedLinear
-from ..ranks.agreement import gathered
+from ..ranks.agreement import gathered_values
 from .adapters import put_modules
 from .manifest import RESTORE
 from .saved import SavedGears
@@ -386,7 +386,7 @@ def fingerprint_of_all(model: nn.Module, group: mx.distributed.Group) -> str:
     samples = samples_of(dict(tree_flatten(model.parameters())))
     own = {name: [list(shape), values.tobytes().hex()] for name, (shape, values) in samples.items()}
     every: dict[str, list] = {}
-    for rank, arrays in enumerate(gathered(group, own)):
+    for rank, arrays in enumerate(gathered_values(group, own)):
         for name, described in arrays.items():
             if every.setdefault(name, described) != described:
                 raise GearbxError(f"rank {rank} has another {name} than the ranks before it; give all the same model")

@@ -111,11 +111,9 @@ def show_summary(result: dict[str, Any], table: Table, verbose: bool, file: Path
         write_text(file, as_json(result))
 
 
-LEAST_GAIN, OFTEN_REJECTED = 1.05, 0.15  # below which calibration is not proposed
-OWN = ("model", "trace", "summary", "verbose")  # a fingerprint says more, or rank 0 alone writes
-TEXT = ("prompt", "prefill_response")  # flags that are text, also where a file has that name
-PIECE = 1 << 20  # bytes
-ALONE = {  # flags of which one process alone can do what they ask for, and why
+UNCOMPARED = ("model", "trace", "summary", "verbose")  # a fingerprint says more, or rank 0 alone writes
+TEXT_FLAGS = ("prompt", "prefill_response")  # flags that are text, also where a file has that name
+ONE_PROCESS = {  # flags of which one process alone can do what they ask for, and why
     "small_model": "two models that take turns run in one process",
     "draft_model": "a draft model runs in one process; in mode lossless a low gear drafts without one",
     "adapter_path": "ranks cannot share adapters; fuse them first (mlx_lm.fuse)",
@@ -139,7 +137,7 @@ def on_this_rank(settings: GenerateSettings) -> GenerateSettings:
     given = values(settings)
     computing = {f"version of {name}": version for name, version in versions().items()}
     check_equal(run.group, computing | {"kind of machine": platform.machine()} | flag_facts(given))
-    for name, why in ALONE.items():
+    for name, why in ONE_PROCESS.items():
         if given.get(name) not in (None, False):
             raise GearbxError(f"{flag_of(name)} is for one process, and these are {run.place.size} ranks: {why}")
     if settings.input.prompt == "-":
@@ -149,7 +147,11 @@ def on_this_rank(settings: GenerateSettings) -> GenerateSettings:
 
 def flag_facts(given: Mapping[str, Any]) -> dict[str, str]:
     """Return what each flag asks for, by its name. A file counts by its content, wherever it lies on a machine."""
-    return {flag_of(name): str(given[name]) if name in TEXT else fact(given[name]) for name in given if name not in OWN}
+    return {
+        flag_of(name): str(given[name]) if name in TEXT_FLAGS else fact(given[name])
+        for name in given
+        if name not in UNCOMPARED
+    }
 
 
 def fact(value: Any) -> str:
@@ -167,7 +169,7 @@ def file_digest(path: str | Path) -> str:
     """Like `digest`, of a file that may be larger than the memory."""
     found = hashlib.sha256()
     with open(path, "rb") as file:
-        while piece := file.read(PIECE):
+        while piece := file.read(1 << 20):
             found.update(piece)
     return found.hexdigest()[:32]
 
@@ -235,7 +237,7 @@ def run(settings: GenerateSettings) -> int:
     )
     keywords = generation_keywords(settings.sampling, settings.cache, tokenizer, entries)
     geared = loaded.in_gears()
-    gearbox, mode = geared.gearbox, mode_for(settings, geared, prompt, tokens)
+    gearbox, mode = geared.gearbox, mode_of_prompt(settings, geared, prompt, tokens)
     first = prompt == DEFAULT_PROMPT
     if first and settings.model.model is None:
         mode = drafting_always(mode)
@@ -277,7 +279,7 @@ def tell_gain(geared: Geared, summary: Mapping[str, Any]) -> None:
     if not decision.takes_base or not isinstance(gearbox, Gearbox) or gearbox.base:
         return
     gain, rejected = gain_of_calibration(gearbox), 1 - summary["acceptance_rate"]
-    if gain is not None and gain >= LEAST_GAIN and rejected >= OFTEN_REJECTED:
+    if gain is not None and gain >= 1.05 and rejected >= 0.15:
         terminal.note(
             f"{rejected:.0%} of the drafts were rejected. By the times of this run, a calibrated base would make it "
             f"about {gain:.2f} times as fast: give --base once, which takes minutes and is kept"
@@ -300,7 +302,7 @@ def to_read(
     return cache.unread(loaded.model, tokens, settings.cache.max_kv_size, before)
 
 
-def mode_for(settings: GenerateSettings, geared: Geared, prompt: str, tokens: list[int]) -> Mode:
+def mode_of_prompt(settings: GenerateSettings, geared: Geared, prompt: str, tokens: list[int]) -> Mode:
     """Return the mode, with thresholds that are found on the prompt if the settings ask for that; a note says which."""
     mode = geared.mode(prompt).settled(geared.gearbox, geared.loaded.tokenizer, tokens)
     if settings.mode.thresholds == AUTO and settings.output.told:

@@ -5,11 +5,9 @@ So a span is written token by token, as a text is, by a sampler that chooses the
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from copy import copy
 from typing import Any
 
 import lm_eval.models  # noqa: F401 - before gearbx is registered: lm-eval loads its own only into an empty registry
-import mlx.core as mx
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
@@ -19,14 +17,14 @@ from tqdm import tqdm
 from ..cli.loaded import Loaded
 from ..cli.parser import command_settings
 from ..decoding.lossless import Lossless
-from ..decoding.response import GearResponse
 from ..decoding.route import Static
 from ..decoding.stream import stream_generate
 from ..errors import GearbxError, one_line
+from ..evaluation.predictions import written_text
 from ..generate import GenerateSettings, setup_arg_parser
-from ..settings import flag_of, given
+from ..settings import flag_of, given_names
 
-ELSEWHERE = ("input", "sampling", "cache", "controller", "output")  # groups of flags that have no meaning here
+MEANINGLESS = ("input", "sampling", "cache", "controller", "output")  # groups of flags that have no meaning here
 
 
 @register_model("gearbx")
@@ -43,23 +41,16 @@ class GearbxLM(MLXLM):
         LM.__init__(self)
         settings = settings_of(flags)
         geared = Loaded.of(settings).in_gears()
-        self._model, self.tokenizer, self.gearbox = geared.loaded.model, geared.loaded.tokenizer, geared.gearbox
-        mode = geared.mode("").settled(self.gearbox, self.tokenizer, None)
-        self.mode = Static() if isinstance(mode, Lossless) else mode  # whose texts and scores are the same
+        self._model, self.tokenizer = geared.loaded.model, geared.loaded.tokenizer
+        mode = geared.mode("").settled(geared.gearbox, self.tokenizer, None)
+        mode = Static() if isinstance(mode, Lossless) else mode  # whose texts and scores are the same
         self._max_tokens = settings.prompt.max_tokens if "max_tokens" in flags else None
         self.use_chat_template = self.tokenizer.has_chat_template and not settings.prompt.ignore_chat_template
-        self.endless = copy(self.tokenizer)  # a span goes on after the token that ends a text
-        self.endless.eos_token_ids = set()
-
-    def written(self, text: tuple, **keywords: Any) -> Iterator[GearResponse]:
-        return stream_generate(*text, mode=self.mode, gearbox=self.gearbox, **keywords)
+        self.how: dict[str, Any] = {"mode": mode, "gearbox": geared.gearbox}
 
     def scored(self, before: Sequence[int], span: Sequence[int]) -> Iterator[tuple[float, bool]]:
         """Yield the log-probability of each token of a span, and whether it is the likeliest."""
-        coming = iter(span)
-        text = self._model, self.endless, list(before), len(span)
-        chosen = self.written(text, sampler=lambda _: mx.array([next(coming, 0)]))
-        for token, response in zip(span, chosen):
+        for token, response in zip(span, written_text(self._model, self.tokenizer, before, span, **self.how)):
             logprobs = response.logprobs.reshape(-1)
             yield logprobs[token].item(), logprobs.argmax().item() == token
 
@@ -85,7 +76,7 @@ class GearbxLM(MLXLM):
     def continued(self, context: str, options: Mapping[str, Any]) -> str:
         until, text = [stop for stop in options.get("until", ()) if stop], ""
         most = self._max_tokens or options.get("max_gen_toks", DEFAULT_MAX_TOKENS)
-        for response in self.written((self._model, self.tokenizer, [*self._tokenize([context])[0]], most)):
+        for response in stream_generate(self._model, self.tokenizer, self._tokenize([context])[0], most, **self.how):
             text += response.text
             if any(stop in text for stop in until):
                 break
@@ -105,7 +96,7 @@ def settings_of(flags: Mapping[str, Any]) -> GenerateSettings:
     words = [flag_of(name) + ("" if value is True else f"={value}".replace(":", ",")) for name, value in flags.items()]
     settings: GenerateSettings = command_settings(parser.kind, vars(parser.parse_args(words)))
     for name, group in vars(settings).items():
-        for flag in given(group, type(group)()) if name in ELSEWHERE else ():
+        for flag in given_names(group, type(group)()) if name in MEANINGLESS else ():
             raise GearbxError(f"--model_args {flag} has no meaning for lm-eval; leave it out")
     if settings.mode.small_model is not None:
         raise GearbxError("--model_args small_model: lm-eval has one model; leave it out")

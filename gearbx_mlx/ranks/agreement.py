@@ -78,11 +78,11 @@ def agreement_of(model: nn.Module) -> Agreement:
     return ALONE
 
 
-LONGEST = 60  # characters of a value that a message shows
+SHOWN_CHARACTERS = 60  # characters of a value that a message shows
 MISSING = "nothing"
 
 
-def gathered(group: mx.distributed.Group, value: Any) -> list[Any]:
+def gathered_values(group: mx.distributed.Group, value: Any) -> list[Any]:
     """Return a value of every rank, by rank; it becomes JSON on the way."""
     data = np.frombuffer(json.dumps(value).encode(), np.uint8)
     with in_turn():
@@ -104,11 +104,11 @@ def check_equal(group: mx.distributed.Group, facts: Mapping[str, str]) -> None:
     Raises:
         GearbxError: on all ranks, for the first that differs from rank 0's; it names the rank.
     """
-    if problem := difference(gathered(group, dict(facts))):
+    if problem := first_difference(gathered_values(group, dict(facts))):
         raise GearbxError(problem)
 
 
-def difference(facts: Sequence[Mapping[str, str]]) -> str | None:
+def first_difference(facts: Sequence[Mapping[str, str]]) -> str | None:
     """Return what the first rank that differs from rank 0 has that is different, and what rank 0 has; None: nothing."""
     first = facts[0]
     for rank, own in enumerate(facts):
@@ -123,4 +123,4 @@ def difference(facts: Sequence[Mapping[str, str]]) -> str | None:
 
 
 def shortened(text: str) -> str:
-    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 3]}..."

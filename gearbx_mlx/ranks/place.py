@@ -12,9 +12,9 @@ from typing import Any
 
 from ..errors import GearbxError, one_line
 
-RANK, HOSTFILE, DEVICES = "MLX_RANK", "MLX_HOSTFILE", "MLX_IBV_DEVICES"
+RANK, HOSTFILE, JACCL_DEVICES = "MLX_RANK", "MLX_HOSTFILE", "MLX_IBV_DEVICES"
 MPI = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
-LAYOUT = 'MLX\'s ring takes [["HOST:PORT"], ["HOST:PORT"]], a list of addresses for each rank'
+HOSTFILE_LAYOUT = 'MLX\'s ring takes [["HOST:PORT"], ["HOST:PORT"]], a list of addresses for each rank'
 
 Address = tuple[str, int]
 
@@ -30,10 +30,10 @@ class Place:
 
     def name_of(self, rank: int) -> str:
         """Return a rank for a message, with its first address."""
-        return f"rank {rank} ({written(self.addresses[rank][0])})" if self.addresses else f"rank {rank}"
+        return f"rank {rank} ({host_port(self.addresses[rank][0])})" if self.addresses else f"rank {rank}"
 
 
-def written(address: Address) -> str:
+def host_port(address: Address) -> str:
     return f"{address[0]}:{address[1]}"
 
 
@@ -47,23 +47,23 @@ def place_here(environment: Mapping[str, str] = os.environ) -> Place | None:
         addresses = read_hostfile(Path(environment[HOSTFILE]))
         if len(addresses) < 2:
             return None  # mlx.launch -n 1
-        rank = number(environment, RANK)
+        rank = rank_number(environment, RANK)
         if rank >= len(addresses):
             raise GearbxError(
                 f"{environment[HOSTFILE]}: names {len(addresses)} ranks, and this process is rank {rank} ({RANK}); "
                 "start as many processes as the hostfile has ranks, numbered from 0"
             )
         return Place(rank, len(addresses), "ring", addresses)
-    if RANK in environment and environment.get(DEVICES):
-        devices = parsed(Path(environment[DEVICES]), "a list of devices for each rank")
-        return Place(number(environment, RANK), len(devices), "jaccl")
+    if RANK in environment and environment.get(JACCL_DEVICES):
+        devices = parsed(Path(environment[JACCL_DEVICES]), "a list of devices for each rank")
+        return Place(rank_number(environment, RANK), len(devices), "jaccl")
     for rank_name, size_name in MPI:
-        if size_name in environment and number(environment, size_name) > 1:
-            return Place(number(environment, rank_name), number(environment, size_name), "mpi")
+        if size_name in environment and rank_number(environment, size_name) > 1:
+            return Place(rank_number(environment, rank_name), rank_number(environment, size_name), "mpi")
     return None
 
 
-def number(environment: Mapping[str, str], name: str) -> int:
+def rank_number(environment: Mapping[str, str], name: str) -> int:
     """Return a variable's number. Raises GearbxError for anything else."""
     text = environment.get(name, "")
     if not (text.isascii() and text.isdigit()):
@@ -77,16 +77,16 @@ def read_hostfile(file: Path) -> tuple[tuple[Address, ...], ...]:
     Raises:
         GearbxError: no such file, no JSON, or something else than addresses in it.
     """
-    content = parsed(file, LAYOUT)
+    content = parsed(file, HOSTFILE_LAYOUT)
     ranks = [entry if isinstance(entry, list) else [None] for entry in content]
-    addresses = tuple(tuple(address_of(file, text) for text in entry) for entry in ranks)
+    addresses = tuple(tuple(parsed_address(file, text) for text in entry) for entry in ranks)
     for rank, several in enumerate(addresses):
         if not several:
-            raise GearbxError(f"{file}: rank {rank} has no address; {LAYOUT}")
+            raise GearbxError(f"{file}: rank {rank} has no address; {HOSTFILE_LAYOUT}")
     flat = [address for several in addresses for address in several]
     twice = next((address for place, address in enumerate(flat) if address in flat[:place]), None)
     if twice is not None:
-        raise GearbxError(f"{file}: {written(twice)} is there twice; give each rank a port of its own")
+        raise GearbxError(f"{file}: {host_port(twice)} is there twice; give each rank a port of its own")
     return addresses
 
 
@@ -104,11 +104,11 @@ def parsed(file: Path, layout: str) -> list:
     return content
 
 
-def address_of(file: Path, text: object) -> Address:
+def parsed_address(file: Path, text: object) -> Address:
     """Host and port. Raises GearbxError for anything else."""
     host, colon, port = text.rpartition(":") if isinstance(text, str) else ("", "", "")
     if not host or not colon or not (port.isascii() and port.isdigit()) or not 0 < int(port[:6]) < 65536:
-        raise GearbxError(f"{file}: {json.dumps(text)[:60]} is not an address; {LAYOUT}")
+        raise GearbxError(f"{file}: {json.dumps(text)[:60]} is not an address; {HOSTFILE_LAYOUT}")
     return host, int(port)
 
 

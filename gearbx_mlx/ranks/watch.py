@@ -28,9 +28,9 @@ from typing import Any
 
 from ..errors import GearbxError, one_line
 from ..files.writing import drop_unfinished
-from .place import Address, Place, written
+from .place import Address, Place, host_port
 
-LONGEST = 1 << 16  # characters of a message
+LONGEST_MESSAGE = 1 << 16  # characters of a message
 KEEPALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPALIVE": 2, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}  # macOS: KEEPALIVE for IDLE
 
 
@@ -67,7 +67,7 @@ class Channel:
                 raise
             except OSError:
                 return None
-            if not data or len(self._rest) > LONGEST:
+            if not data or len(self._rest) > LONGEST_MESSAGE:
                 return None
             self._rest += data
         line, _, self._rest = self._rest.partition(b"\n")
@@ -90,7 +90,7 @@ def listen(address: Address) -> socket.socket:
     try:
         family, kind, _, _, place = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
-        raise GearbxError(f"{written(address)}: unknown host ({one_line(error)}); correct the hostfile") from error
+        raise GearbxError(f"{host_port(address)}: unknown host ({one_line(error)}); correct the hostfile") from error
     listener = socket.socket(family, kind)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -99,7 +99,7 @@ def listen(address: Address) -> socket.socket:
     except OSError as error:
         listener.close()
         raise GearbxError(
-            f"{written(address)}: cannot be used ({error.strerror}); "
+            f"{host_port(address)}: cannot be used ({error.strerror}); "
             "give this rank an address of its own machine with a free port (mlx.launch --starting-port)"
         ) from error
     return listener
@@ -110,14 +110,14 @@ def connect(address: Address, seconds: float) -> Channel | None:
     try:
         return Channel(socket.create_connection(address, max(seconds, 0.01)))
     except (socket.gaierror, UnicodeError) as error:
-        raise GearbxError(f"{written(address)}: unknown host ({one_line(error)}); correct the hostfile") from error
+        raise GearbxError(f"{host_port(address)}: unknown host ({one_line(error)}); correct the hostfile") from error
     except OSError:
         return None
 
 
 DIED = 1  # exit status
 LOST = "[ring] connection to a peer was lost"
-ANSWER = 3.0  # seconds in which a run that is over has to end by itself
+ANSWER_SECONDS = 3.0  # seconds in which a run that is over has to end by itself
 SAME_ERROR = 0.5  # seconds in which rank 0 may find the error of another rank by itself
 
 
@@ -180,7 +180,7 @@ class RankWatch:
             return False
         if self.channels:
             self.channels[0].send(error=text, status=status)
-            time.sleep(ANSWER)  # rank 0 shows it, and ends this process meanwhile
+            time.sleep(ANSWER_SECONDS)  # rank 0 shows it, and ends this process meanwhile
         self.show(f"rank {self.place.rank}: {text}")
         return True
 
@@ -192,7 +192,7 @@ class RankWatch:
         self._finish(status)
         if self.place.rank == 0:
             if status == 0 and self.channels:
-                self._all_left.wait(ANSWER)
+                self._all_left.wait(ANSWER_SECONDS)
             self._tell_all(Verdict(status))
         elif self.channels:
             self.channels[0].send(bye=status)
@@ -234,7 +234,7 @@ class RankWatch:
             if self.place.rank != 0 and self.channels:
                 self.channels[0].send(signal=number)
             if self._last_moment is None:
-                moment = ANSWER if self.place.rank == 0 else 2 * ANSWER
+                moment = ANSWER_SECONDS if self.place.rank == 0 else 2 * ANSWER_SECONDS
                 self._last_moment = time.monotonic() + moment, number
 
     def _patience(self) -> float | None:
@@ -291,7 +291,7 @@ class RankWatch:
             self.show(verdict.text)
         if self.place.rank == 0 and not self._finished.is_set():
             os.kill(os.getpid(), signal.SIGUSR1)
-            time.sleep(ANSWER)
+            time.sleep(ANSWER_SECONDS)
         drop_unfinished()
         os._exit(verdict.status)
 
@@ -300,9 +300,6 @@ class RankWatch:
 
 
 WAIT = "GEARBX_RANKS_WAIT"
-DEFAULT_WAIT = 8.0  # seconds
-LONGER = 1.0  # seconds longer than rank 0 waits, for its answer
-RETRY = 0.05  # seconds
 
 
 class MeetingRefused(Exception):
@@ -311,7 +308,7 @@ class MeetingRefused(Exception):
 
 def patience() -> float:
     """Return seconds to wait for the other ranks. Raises GearbxError for a variable that is not a number of seconds."""
-    text = os.environ.get(WAIT, str(DEFAULT_WAIT))
+    text = os.environ.get(WAIT, "8")
     with contextlib.suppress(ValueError):
         if 0 < float(text) < 86400:
             return float(text)
@@ -403,9 +400,9 @@ def report_to_first(place: Place, until: float) -> Channel:
                 problem or f"{place.name_of(0)} did not answer within {patience():g} seconds; start it too"
             )
         if channel is None:
-            time.sleep(RETRY)
+            time.sleep(0.05)
     channel.send(rank=place.rank, size=place.size, hosts=hosts_hash(place), problem=problem)
-    channel.connection.settimeout(max(0.0, until - time.monotonic()) + LONGER)
+    channel.connection.settimeout(max(0.0, until - time.monotonic()) + 1)  # longer than rank 0 waits
     with contextlib.suppress(TimeoutError):
         answer = channel.receive()
         if answer is not None and "go" in answer:

@@ -38,11 +38,11 @@ class Rounding:
         return self.absolute + self.relative * abs(logprob)
 
 
-EXACT = Rounding()
+NO_ROUNDING = Rounding()
 
 
 def entropy_bounds(
-    logprobs: Sequence[float], vocab_size: int, rounding: Rounding = EXACT, unlisted: float | None = None
+    logprobs: Sequence[float], vocab_size: int, rounding: Rounding = NO_ROUNDING, unlisted: float | None = None
 ) -> tuple[float, float]:
     """Return the least and the largest entropy, in bits, that a distribution with these log-probabilities can have.
 
@@ -119,13 +119,13 @@ def check_logprobs(logprobs: Sequence[float], vocab_size: int, rounding: Roundin
             raise GearbxError(f"{value:g} is not a log-probability, which is 0 or less")
 
 
-def rounding_of(logprobs: Sequence[float]) -> Rounding:
+def rounding_as_written(logprobs: Sequence[float]) -> Rounding:
     """Return how exact log-probabilities can be that were written like these: in half precision, in decimals, or in
     single."""
     values = [value for value in logprobs if math.isfinite(value) and value > LEAST / 10]
     if all(map(is_bfloat16, values)):
         return Rounding(SINGLE + shared_error(values, BFLOAT16), BFLOAT16)
-    if all(fits(value, "e") for value in values):
+    if all(fits_type(value, "e") for value in values):
         return Rounding(SINGLE + shared_error(values, FLOAT16), FLOAT16)
     digits = max(map(decimals, values))
     return Rounding(SINGLE + (0.5 * 10.0**-digits if digits <= MOST_DECIMALS else 0.0), FLOAT32)
@@ -153,10 +153,10 @@ def binary_step(value: float) -> float:
 
 
 def is_bfloat16(value: float) -> bool:
-    return fits(value, "f") and struct.unpack("<I", struct.pack("<f", value))[0] & 0xFFFF == 0
+    return fits_type(value, "f") and struct.unpack("<I", struct.pack("<f", value))[0] & 0xFFFF == 0
 
 
-def fits(value: float, kind: str) -> bool:
+def fits_type(value: float, kind: str) -> bool:
     """Return whether a float16 ("e") or a float32 ("f") has this value."""
     try:
         return struct.unpack(f"<{kind}", struct.pack(f"<{kind}", value))[0] == value

@@ -17,8 +17,8 @@ from .gates import (
     DEFAULT_WINDOW,
     Monitor,
     ThresholdGate,
-    between,
     replay,
+    spread_between,
 )
 
 LOW_PERCENTILE, HIGH_PERCENTILE = 0.30, 0.60
@@ -63,13 +63,13 @@ def percentile_thresholds(entropies: Sequence[float], gears: int, vocab_size: in
     high = e[min(n - 1, math.floor(n * HIGH_PERCENTILE))]
     low, high = widen(low, high, PERCENTILE_BAND)
     ceiling = math.log2(vocab_size)
-    return between(*widen(min(low, LOW_CAP * ceiling), min(high, HIGH_CAP * ceiling), PERCENTILE_BAND), gears)
+    return spread_between(*widen(min(low, LOW_CAP * ceiling), min(high, HIGH_CAP * ceiling), PERCENTILE_BAND), gears)
 
 
 def median_thresholds(entropies: Sequence[float], gears: int) -> tuple[float, ...]:
     """Return the median and 2.5 times the median, at least 0.3 bits apart (GEARBX 4.2, the MLX backend)."""
     median = statistics.median(positive(entropies))
-    return between(*widen(median, MEDIAN_FACTOR * median, MEDIAN_BAND), gears)
+    return spread_between(*widen(median, MEDIAN_FACTOR * median, MEDIAN_BAND), gears)
 
 
 def check_shares(shares: Sequence[float]) -> None:
@@ -110,7 +110,7 @@ def share_thresholds(
 
     ceiling = math.log2(vocab_size)
     gap = ceiling * 1e-4  # keeps thresholds apart where the share of a gear is 0
-    thresholds = list(between(gap, ceiling, len(shares)))
+    thresholds = list(spread_between(gap, ceiling, len(shares)))
     for _ in range(3):  # each threshold moves the others' shares a little
         for k in range(len(thresholds)):
             below = thresholds[k - 1] + gap if k else gap

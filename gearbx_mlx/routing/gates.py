@@ -95,7 +95,7 @@ def check_thresholds(thresholds: Sequence[float], gears: int) -> None:
         raise GearbxError(f"thresholds must ascend with the gears, got {shown}")
 
 
-def between(low: float, high: float, gears: int) -> tuple[float, ...]:
+def spread_between(low: float, high: float, gears: int) -> tuple[float, ...]:
     """One threshold between any two neighbouring gears, spread evenly from `low` to `high` (two gears: `low` alone)."""
     return tuple(float(t) for t in np.linspace(low, high, max(gears - 1, 0)))
 
@@ -103,7 +103,7 @@ def between(low: float, high: float, gears: int) -> tuple[float, ...]:
 def default_thresholds(gears: int, vocab_size: int) -> tuple[float, ...]:
     """1.8 and 3.5 bits, scaled by log2 V / log2 32768 (GEARBX 3.4); longer ladders are spread between them."""
     scale = math.log2(vocab_size) / math.log2(REFERENCE_VOCABULARY)
-    return between(LOW_BITS * scale, HIGH_BITS * scale, gears)
+    return spread_between(LOW_BITS * scale, HIGH_BITS * scale, gears)
 
 
 class Gate(Protocol):
@@ -211,8 +211,7 @@ def replay(entropies: Iterable[float], monitor: Monitor, gate: Gate) -> list[int
     return [gate.update(monitor.update(value)) for value in entropies]
 
 
-ROUTE = "route"
-SCHEMA, VERSION = "gearbx-mlx thresholds", 1
+THRESHOLDS_SCHEMA, THRESHOLDS_VERSION = "gearbx-mlx thresholds", 1
 Positive = Annotated[int, Meta(ge=1, le=2**53)]
 NotNegative = Annotated[float, Meta(ge=0)]
 
@@ -240,10 +239,10 @@ class ThresholdFile(Struct, frozen=True):
     hysteresis: NotNegative | None = None
     min_gear_duration: Positive | None = None
     shares: list[float] = []
-    mode: str = ROUTE
+    mode: str = "route"
     fingerprint: str = ""
-    schema: str = SCHEMA
-    version: int = VERSION
+    schema: str = THRESHOLDS_SCHEMA
+    version: int = THRESHOLDS_VERSION
 
     def text(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"
@@ -257,9 +256,9 @@ class ReadThresholds:
     place: str
 
     def bits(self, gears: Sequence[int], vocab_size: int, fingerprint: str) -> tuple[float, ...]:
-        """Return the thresholds. Raises GearbxError as `fitting`, with the file's name."""
+        """Return the thresholds. Raises GearbxError as `thresholds_of_file`, with the file's name."""
         try:
-            return fitting(self.content, gears, vocab_size, fingerprint)
+            return thresholds_of_file(self.content, gears, vocab_size, fingerprint)
         except GearbxError as error:
             raise GearbxError(f"{self.place}: {error}; {MAKE_THRESHOLDS}") from error
 
@@ -290,7 +289,7 @@ def parse_thresholds(text: str) -> ThresholdFile:
         GearbxError: not JSON, another schema or version, a field of the wrong kind, a mode that is gone.
     """
     content = parse_json(text)
-    check_schema(content, "a thresholds file", SCHEMA, VERSION)
+    check_schema(content, "a thresholds file", THRESHOLDS_SCHEMA, THRESHOLDS_VERSION)
     found = typed(content, ThresholdFile)
     said = gone(f"a file for mode '{found.mode}'")
     if said is not None:
@@ -298,7 +297,7 @@ def parse_thresholds(text: str) -> ThresholdFile:
     return found
 
 
-def bits_of(
+def thresholds_in_bits(
     thresholds: Thresholds, gears: Sequence[int], vocab_size: int, fingerprint: Callable[[], str]
 ) -> tuple[float, ...]:
     """Return thresholds in bits.
@@ -322,7 +321,9 @@ def bits_of(
     return bits
 
 
-def fitting(content: ThresholdFile, gears: Sequence[int], vocab_size: int, fingerprint: str) -> tuple[float, ...]:
+def thresholds_of_file(
+    content: ThresholdFile, gears: Sequence[int], vocab_size: int, fingerprint: str
+) -> tuple[float, ...]:
     """Return a file's thresholds in bits, if they fit a ladder, a vocabulary and a model.
 
     Args:
@@ -342,7 +343,7 @@ def fitting(content: ThresholdFile, gears: Sequence[int], vocab_size: int, finge
     if content.gears and list(content.gears) != list(gears):
         shown, mine = (",".join(map(str, bits)) for bits in (gears, content.gears))
         others.append(f"made for gears {mine}, not {shown}")
-    if others and content.mode != ROUTE:
+    if others and content.mode != "route":
         raise GearbxError(others[0])
     check_thresholds(content.thresholds, len(gears))
     if any(bits < 0 for bits in content.thresholds):

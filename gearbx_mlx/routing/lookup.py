@@ -8,13 +8,13 @@ the text and on how long the run is; this is counted at every token, whether the
 import itertools
 from collections.abc import Sequence
 
-SHORTEST, LONGEST = 2, 8  # tokens of a run; more than the longest count as it
+SHORTEST_RUN, LONGEST_RUN = 2, 8  # tokens of a run; more than the longest count as it
 CANDIDATES = 16  # earlier places that are compared, the latest ones
 # The share of proposals that are right, by the length of the run: where nothing was counted yet. Chosen below what
 # texts of the demo model show (docs/lossless.md).
 PRIOR = {2: 0.3, 3: 0.4, 4: 0.5, 5: 0.55, 6: 0.6, 7: 0.65, 8: 0.75}
 PRIOR_WEIGHT = 4.0  # proposals that the prior counts for
-KEPT = 0.98  # of the weight of earlier proposals, at each further one
+WEIGHT_KEPT = 0.98  # of the weight of earlier proposals, at each further one
 
 
 class RunningMean:
@@ -42,16 +42,16 @@ class LookupAgreement:
     """The probability that a proposed token is right, by the length of the run before it. It learns over texts."""
 
     def __init__(self) -> None:
-        self._shares = {length: RunningMean(KEPT, share, PRIOR_WEIGHT) for length, share in PRIOR.items()}
+        self._shares = {length: RunningMean(WEIGHT_KEPT, share, PRIOR_WEIGHT) for length, share in PRIOR.items()}
 
     def add(self, run: int, right: bool) -> None:
-        self._shares[min(run, LONGEST)].add(right)
+        self._shares[min(run, LONGEST_RUN)].add(right)
 
     def probabilities(self, run: int, count: int) -> list[float]:
         """That the first, the first two, ... `count` tokens of a proposal are all right: each one prolongs the run."""
         product, found = 1.0, []
         for length in range(run, run + count):
-            product *= self._shares[min(length, LONGEST)].value
+            product *= self._shares[min(length, LONGEST_RUN)].value
             found.append(product)
         return found
 
@@ -110,11 +110,11 @@ class Lookup:
     def _find(self) -> None:
         """Set `run`, the tokens that the longest run has (0: there is none), and the place after it."""
         self.run, self._place = 0, 0
-        if self._count < SHORTEST:
+        if self._count < SHORTEST_RUN:
             return
         place = self._before[self._count - 1]
         for _ in range(CANDIDATES):
-            if place < 1 or self.run == LONGEST:
+            if place < 1 or self.run == LONGEST_RUN:
                 return
             run = self._run(place)
             if run > self.run:
@@ -123,7 +123,7 @@ class Lookup:
 
     def _run(self, place: int) -> int:
         """Return how many tokens up to this place are the last ones of the text, whose last two are."""
-        tokens, end, run = self._tokens, self._count - 1, SHORTEST
-        while run < LONGEST and run <= place and tokens[place - run] == tokens[end - run]:
+        tokens, end, run = self._tokens, self._count - 1, SHORTEST_RUN
+        while run < LONGEST_RUN and run <= place and tokens[place - run] == tokens[end - run]:
             run += 1
         return run

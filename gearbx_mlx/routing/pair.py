@@ -10,15 +10,15 @@ SMALL, LARGE = 0, 1
 NAMES = ("small", "large")
 DEFAULT_WINDOW = 5  # tokens, EAD 3.3
 DEFAULT_MIN_DURATION = 10  # tokens, EAD 3.3
-BITS = 0.25  # EAD 4 finds that 0.125 to 0.25 are best
-REFERENCE_VOCABULARY = 2**17  # EAD's models: Llama 3.2 has 128256 tokens, Qwen 2.5 151936
+EAD_BITS = 0.25  # EAD 4 finds that 0.125 to 0.25 are best
+EAD_VOCABULARY = 2**17  # EAD's models: Llama 3.2 has 128256 tokens, Qwen 2.5 151936
 BELOW_ANY_ENTROPY = -1.0
 
 
 def scaled(bits: float, vocab_size: int) -> float:
     """Return a threshold of the paper, scaled to another vocabulary by log2 V / log2 of the paper's, as in
     GEARBX 3.4."""
-    return bits * math.log2(vocab_size) / math.log2(REFERENCE_VOCABULARY)
+    return bits * math.log2(vocab_size) / math.log2(EAD_VOCABULARY)
 
 
 def check_threshold(bits: float) -> None:

@@ -21,7 +21,7 @@ from ..bit_selection.sensitivity import (
 )
 from ..cli.flags import output_path
 from ..cli.loaded import load_original
-from ..cli.tables import columns
+from ..cli.tables import table_with_head
 from ..cli.terminal import messages, note, progress_bar, show_compiling
 from ..compat.versions import versions
 from ..errors import GearbxError
@@ -137,4 +137,4 @@ def classes_table(manifest: PrecisionManifest) -> Table:
         least = sorted({layer.min_bits for layer in layers})
         kls = (sum(layer.kl.get(bits, 0.0) for layer in layers) for bits in manifest.bits)
         rows.append([kind, str(len(layers)), ", ".join(map(str, least)), *(f"{kl:.2g}" for kl in kls)])
-    return columns(["class", "layers", "least bits", *(f"KL at {bits}" for bits in manifest.bits)], rows)
+    return table_with_head(["class", "layers", "least bits", *(f"KL at {bits}" for bits in manifest.bits)], rows)

@@ -14,23 +14,22 @@ from ..cli.flags import (
     ModeFlags,
     ModelSettings,
     OtherServerSettings,
-    batch_policy_flag,
     check_pair,
 )
 from ..cli.parser import parser_of
 from ..cli.start import command
 from ..errors import GearbxError, about
 from ..files.reading import parse_json, typed
-from ..routing.gates import policy_named
-from ..settings import Settings, flag, flag_of, given, parse_bytes
+from ..routing.gates import DEFAULT_POLICY, policy_named
+from ..settings import Settings, flag, flag_of, given_names, parse_bytes
 
-UNITS = {"s": 1, "m": 60, "h": 3600}
+TIME_UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
 def parse_span(text: str) -> float:
     """Return seconds, as Ollama writes them: 90, 90s, 5m, 1h; below zero: always. Raises GearbxError for
     anything else."""
-    unit = UNITS.get(text[-1:].lower())
+    unit = TIME_UNITS.get(text[-1:].lower())
     try:
         seconds = float(text[:-1] if unit else text) * (unit or 1)
     except ValueError:
@@ -130,7 +129,13 @@ class ConcurrencySettings(Settings):
     prompt_concurrency: int = flag(
         8, "Prompts that are read at once, of answers in one gear.", least=1, most=4096, rare=True
     )
-    batch_policy: str = batch_policy_flag()
+    batch_policy: str = flag(
+        DEFAULT_POLICY,
+        "The gear of a step in which several texts share the weights, by the gears that they want: highest, most (the "
+        "most wanted), or quantile:Q (the lowest that is enough for a share Q of them).",
+        named=True,
+        rare=True,
+    )
     prompt_cache_size: int = flag(
         10, "Maximum number of distinct KV caches to hold in the prompt cache.", least=1, rare=True
     )
@@ -168,7 +173,7 @@ class ServerSettings:
     def check_routed(self) -> None:
         """Raises GearbxError for flags of a model that is served here, or fewer than two models to choose from."""
         groups = [getattr(self, item.name) for item in fields(self) if item.name not in ("listen", "others")]
-        refused = [name for group in groups for name in given(group, type(group)())]
+        refused = [name for group in groups for name in given_names(group, type(group)())]
         refused += [name for name in ("allow_models", "models", "keep_alive") if getattr(self.listen, name)]
         for name in refused:
             raise GearbxError(f"{flag_of(name)} is for models that are served here; leave it out with --server")

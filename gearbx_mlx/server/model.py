@@ -13,7 +13,7 @@ from mlx_lm.models.cache import LRUPromptCache
 from ..cli.decide import check_in_ladder, decide
 from ..cli.loaded import Geared, Loaded, LoadedPair, load_draft_model, load_pair
 from ..decoding.mode import SAME, Mode
-from ..decoding.modes import LOSSLESS, PAIR, TELEMETRY_ONLY, made
+from ..decoding.modes import KICKDOWN, LOSSLESS, PAIR, ROUTE, SHIFTING, TELEMETRY_ONLY, made
 from ..errors import GearbxError, about
 from ..files.model_directory import context_length
 from ..gears.discovery import vocabulary
@@ -27,8 +27,6 @@ from ..serving.scheduler import Scheduler, join_to_the_end
 from ..serving.web import Guard, Server
 from . import ServerSettings
 
-SHIFTING = ("route", "kickdown", "lossless", "static")
-GOVERNED = ("route", "kickdown")
 OF_OPTIONS = {"gear": "static", "thresholds": "route", "draft": "lossless"}  # modes that a request's options mean
 OF_LADDER = "gear", "draft"
 
@@ -38,13 +36,13 @@ def modes_of(geared: Geared, has_draft_model: bool, governed: bool) -> tuple[str
     if not isinstance(geared.gearbox, Gearbox):
         return (TELEMETRY_ONLY,)
     if governed:
-        return GOVERNED
+        return ROUTE, KICKDOWN
     if has_draft_model:
         return (LOSSLESS,)
     return SHIFTING
 
 
-def mode_for(geared: Geared, modes: tuple[str, ...], default: Mode, options: Options, prompt: str) -> Mode:
+def mode_of_request(geared: Geared, modes: tuple[str, ...], default: Mode, options: Options, prompt: str) -> Mode:
     """Return the mode of a request: the server's own, changed as its options say, which are settings of the mode.
 
     Raises:
@@ -102,11 +100,8 @@ def serve_pair(pair: LoadedPair, flags: Mapping[str, Any]) -> Served:
     )
 
 
-MOST_BYTES, FIVE_MINUTES = 1 << 63, 300.0
-
-
 @contextmanager
-def serving(settings: ServerSettings, guard: Guard) -> Iterator[Server]:
+def serving_model(settings: ServerSettings, guard: Guard) -> Iterator[Server]:
     """Yield a server that listens and has its model; it answers while the context lasts.
 
     Raises:
@@ -115,13 +110,13 @@ def serving(settings: ServerSettings, guard: Guard) -> Iterator[Server]:
     with Server(settings.listen.host, settings.listen.port, guard.patience) as server:
         prepare = partial(prepared, settings)
         listen = settings.listen
-        keep = listen.keep_alive if listen.keep_alive is not None else FIVE_MINUTES if listen.models else math.inf
+        keep = listen.keep_alive if listen.keep_alive is not None else 300.0 if listen.models else math.inf
         own = cli_args(settings), settings.model.model
         provider = GearedProvider(*own, prepare, listen.allow_models, listen.models, keep)
         concurrency = settings.concurrency
-        kept = LRUPromptCache(concurrency.prompt_cache_size, concurrency.prompt_cache_bytes or MOST_BYTES)
-        scheduler = Scheduler(provider, kept)
+        kept = LRUPromptCache(concurrency.prompt_cache_size, concurrency.prompt_cache_bytes or 1 << 63)
         server.serves = said_of(provider)
+        scheduler = Scheduler(provider, kept)
         try:
             server.start(server_application(guard, scheduler))
             yield server
@@ -169,7 +164,7 @@ def load_geared(settings: ServerSettings, template: str) -> Served:
         def mode(options: Options, prompt: str) -> Mode:
             if options == Options() and not hasattr(own, "initial_gear"):  # which a prompt chooses
                 return own
-            return mode_for(geared, modes, default, options, prompt)
+            return mode_of_request(geared, modes, default, options, prompt)
 
         return Served(
             model=loaded.model,

@@ -14,8 +14,6 @@ from ..serving.others import Other, RoutedModels, routed_application
 from ..serving.web import Escaping, Guard, Server, host_name
 from . import ServerSettings
 
-API_KEY = "GEARBX_API_KEY"
-
 
 def run(settings: ServerSettings) -> int:
     """Serve until a signal ends it."""
@@ -25,7 +23,7 @@ def run(settings: ServerSettings) -> int:
     for name in ("httpx", "httpcore"):  # which note requests to servers, and headers of answers, keys among them
         logging.getLogger(name).setLevel(logging.WARNING)
     with serving(settings) as server:
-        announce(settings, server)
+        announce_server(settings, server)
         try:
             server.wait()
         except KeyboardInterrupt:
@@ -44,7 +42,7 @@ def serving(settings: ServerSettings) -> AbstractContextManager[Server]:
         return serving_others(settings.others, guard, (settings.listen.host, settings.listen.port))
     from . import model  # needs mlx-lm, for which models of another server need not wait
 
-    return model.serving(settings, guard)
+    return model.serving_model(settings, guard)
 
 
 @contextmanager
@@ -65,7 +63,7 @@ def serving_others(settings: OtherServerSettings, guard: Guard, address: tuple[s
 def guard_of(settings: ServerSettings) -> Guard:
     """Return who may come in. Raises GearbxError where any page could spend keys, or have models loaded."""
     listen, others = settings.listen, settings.others
-    origins = parts(listen.allowed_origins.lower())
+    origins = listed_parts(listen.allowed_origins.lower())
     for origin in origins:
         if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/]+|null", origin):
             raise GearbxError(
@@ -75,21 +73,21 @@ def guard_of(settings: ServerSettings) -> Guard:
     if "*" in origins and (lends_key or listen.allow_models):
         what = "have any model loaded (--allow-models)" if listen.allow_models else "spend the key of the server"
         raise GearbxError(f"--allowed-origins *: every page that is opened could {what}; name the origins that may ask")
-    hosts = tuple(host_name(host) for host in parts(listen.allowed_hosts))
+    hosts = tuple(host_name(host) for host in listed_parts(listen.allowed_hosts))
     if "" in hosts:
         raise GearbxError(
             f"--allowed-hosts {listen.allowed_hosts!a} has what is not the name of a host; give example.org, say"
         )
-    key = listen.api_key or os.environ.get(API_KEY) or None
+    key = listen.api_key or os.environ.get("GEARBX_API_KEY") or None
     return Guard(key, origins, listen.max_body_bytes, listen.request_timeout, listen.host, hosts)
 
 
-def parts(listed: str) -> tuple[str, ...]:
+def listed_parts(listed: str) -> tuple[str, ...]:
     """Return what stands between commas."""
     return tuple(part.strip() for part in listed.split(",") if part.strip())
 
 
-def announce(settings: ServerSettings, server: Server) -> None:
+def announce_server(settings: ServerSettings, server: Server) -> None:
     """Print where the server listens, what it serves, and who can reach it."""
     terminal.note(f"{server.where}/v1: {server.serves}; the page is at {server.where}/")
     if not is_loopback(settings.listen.host):

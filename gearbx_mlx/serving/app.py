@@ -38,14 +38,12 @@ from .dialects import (
 from .job import Asked, Begun, Emitted, Progress
 from .requests import AnyRequest, ChatRequest, TextRequest
 from .scheduler import Scheduler
-from .web import TOLD, Guard, Refused, Stop, also, application, event_stream, front, refusal
+from .web import LOG_FIELDS, Guard, Refused, Stop, also, application, event_stream, front, refusal
 
-MESSAGES, MODELS = "/v1/messages", "/v1/models"
-PUBLIC = ("/", "/health", "/openapi.json")  # without the key
+MESSAGES_PATH, MODELS_PATH = "/v1/messages", "/v1/models"
 FIRST_TOKEN = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)  # seconds
 PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
-WINDOW = 10  # seconds over which tokens per second are counted
-KEPT = 2**18  # times of tokens, more than come in these seconds
+RATE_SECONDS = 10  # seconds over which tokens per second are counted
 MOST_NAMED, LONGEST_NAME = 20, 100  # fields of a request that are not known, and characters of each
 
 
@@ -64,7 +62,7 @@ class Metrics:
 
     def __init__(self, scheduler: Scheduler | None = None, clock: Callable[[], float] = time.monotonic):
         self.registry, self.clock = CollectorRegistry(), clock
-        self.times: deque[float] = deque(maxlen=KEPT)  # of the latest tokens
+        self.times: deque[float] = deque(maxlen=2**18)  # of the latest tokens: more than come in RATE_SECONDS
         own: dict[str, Any] = {"namespace": "gearbx", "registry": self.registry}
         if scheduler is not None:
             Gauge("requests_running", "Answers in the making", **own).set_function(lambda: scheduler.running)
@@ -90,7 +88,7 @@ class Metrics:
         self.others = Histogram(
             "time_per_token_seconds", "Seconds between two tokens of an answer", buckets=PER_TOKEN, **own
         )
-        said = f"Tokens of answers per second, over the last {WINDOW} seconds"
+        said = f"Tokens of answers per second, over the last {RATE_SECONDS} seconds"
         Gauge("tokens_per_second", said, **own).set_function(self.tokens_per_second)
         self.tally = tally = Tally(defaultdict(int), {})
         acceptance.labels("draft").set_function(lambda: tally.accepted / max(1, tally.drafted))
@@ -135,7 +133,7 @@ class Metrics:
     def tokens_per_second(self) -> float:
         """Return tokens a second of all answers together, over the last whole seconds."""
         now = int(self.clock())
-        return sum(now - WINDOW <= at < now for at in list(self.times)) / WINDOW
+        return sum(now - RATE_SECONDS <= at < now for at in list(self.times)) / RATE_SECONDS
 
     def text(self) -> bytes:
         """Everything that was counted, in Prometheus's text format."""
@@ -154,7 +152,7 @@ class Service:
 
 def service_of(request: Request) -> Service:
     """Return the service of one answer."""
-    return replace(request.app.state.service, told=request.scope[TOLD])
+    return replace(request.app.state.service, told=request.scope[LOG_FIELDS])
 
 
 Here = Annotated[Service, Depends(service_of)]
@@ -197,12 +195,14 @@ def failing(error: Any) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": error, "description": "Why there is no answer"} for status in ("4XX", "5XX")}
 
 
-EVENT = {  # of a stream; its data is JSON, or [DONE]
-    "type": "object",
-    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
-    "required": ["data"],
-}
-STREAMED = also("text/event-stream", EVENT)
+STREAM_SCHEMA = also(
+    "text/event-stream",
+    {  # an event, whose data is JSON, or [DONE]
+        "type": "object",
+        "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+        "required": ["data"],
+    },
+)
 router = APIRouter()
 keyed = APIRouter(
     dependencies=[Depends(HTTPBearer(auto_error=False)), Depends(APIKeyHeader(name="x-api-key", auto_error=False))],
@@ -213,18 +213,18 @@ theirs = APIRouter(responses=failing(dict[str, Any]), dependencies=keyed.depende
 # The routes.
 
 
-@keyed.post("/chat/completions", response_model=ChatCompletion, responses=STREAMED, summary="As with /v1")
-@keyed.post("/v1/chat/completions", response_model=ChatCompletion, responses=STREAMED)
+@keyed.post("/chat/completions", response_model=ChatCompletion, responses=STREAM_SCHEMA, summary="As with /v1")
+@keyed.post("/v1/chat/completions", response_model=ChatCompletion, responses=STREAM_SCHEMA)
 async def answer_a_chat(body: ChatRequest, here: Here) -> Response:
     return await complete(here, body, body, Dialect())
 
 
-@keyed.post("/v1/completions", response_model=TextCompletion, responses=STREAMED)
+@keyed.post("/v1/completions", response_model=TextCompletion, responses=STREAM_SCHEMA)
 async def go_on_with_a_text(body: TextRequest, here: Here) -> Response:
     return await complete(here, body, body, Dialect())
 
 
-@keyed.post("/v1/responses", response_model=dict[str, Any], responses=STREAMED)
+@keyed.post("/v1/responses", response_model=dict[str, Any], responses=STREAM_SCHEMA)
 async def respond(body: ResponsesRequest, here: Here) -> Response:
     return await complete(here, body, chat_of_response(body), ResponseDialect(body))
 
@@ -234,23 +234,23 @@ async def refuse_embeddings() -> Response:
     raise Refused(404, "no embeddings are served: models here write text; ask a server of an embedding model")
 
 
-@theirs.post(MESSAGES, response_model=dict[str, Any], responses=STREAMED)
+@theirs.post(MESSAGES_PATH, response_model=dict[str, Any], responses=STREAM_SCHEMA)
 async def answer_messages(body: MessagesRequest, here: Here) -> Response:
     return await complete(here, body, chat_of_messages(body), Messages())
 
 
-@theirs.post(f"{MESSAGES}/count_tokens", response_model=dict[str, int])
+@theirs.post(f"{MESSAGES_PATH}/count_tokens", response_model=dict[str, int])
 async def count_tokens_of_a_prompt(body: CountTokensRequest, here: Here) -> Response:
     count = await run_in_threadpool(here.scheduler.count, chat_of_messages(body))
     return JSONResponse({"input_tokens": count})
 
 
-@keyed.get(MODELS, response_model=Models)
+@keyed.get(MODELS_PATH, response_model=Models)
 async def list_models(here: Here) -> Response:
     return JSONResponse({"object": "list", "data": about_models(here)})
 
 
-@keyed.get(f"{MODELS}/{{model:path}}", response_model=Model)
+@keyed.get(f"{MODELS_PATH}/{{model:path}}", response_model=Model)
 async def describe_a_model(model: str, here: Here) -> Response:
     provider = here.scheduler.provider
     name = provider.name if model in provider.names else model
@@ -271,20 +271,20 @@ async def show_what_was_counted(here: Here) -> Response:
     return Response(here.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
-PARTS = front, router, keyed, theirs
+ROUTERS = front, router, keyed, theirs
 
 
 def server_application(guard: Guard, scheduler: Scheduler | None = None) -> FastAPI:
     """Return the server of one model; without a scheduler, what describes it."""
     routes = APIRouter()
-    for part in PARTS:
+    for part in ROUTERS:
         routes.include_router(part, responses=failing(Error))
     metrics = Metrics(scheduler)
     app = application(
         routes,
         guard,
-        PUBLIC,
-        lambda path, refused: messages_error(refused) if path.startswith(MESSAGES) else refused.body(),
+        ("/", "/health", "/openapi.json"),
+        lambda path, refused: messages_error(refused) if path.startswith(MESSAGES_PATH) else refused.body(),
         lambda path, status: metrics.answered(route_of(path), status),
         title="gearbx_mlx.server",
         version="1",
@@ -295,13 +295,13 @@ def server_application(guard: Guard, scheduler: Scheduler | None = None) -> Fast
     return app
 
 
-ROUTES = {route.path for part in PARTS for route in part.routes}  # type: ignore[attr-defined]
+ROUTES = {route.path for part in ROUTERS for route in part.routes}  # type: ignore[attr-defined]
 
 
 def route_of(path: str) -> str:
     """Return the route that a path belongs to, for counting: every model is below /v1/models."""
-    if path.startswith(f"{MODELS}/"):
-        return MODELS
+    if path.startswith(f"{MODELS_PATH}/"):
+        return MODELS_PATH
     return path if path in ROUTES or path == "/openapi.json" else "other"
 
 
@@ -338,7 +338,7 @@ async def complete(here: Service, body: BaseModel, request: AnyRequest, dialect:
     answer = Answer(request, len(texts), index, begun, ignored)
     if request.stream:
         dialect.begin(answer.usage)
-        return event_stream(stream(here, answer, came, dialect))
+        return event_stream(stream_events(here, answer, came, dialect))
     async with aclosing(came):
         return JSONResponse(dialect.whole(await answer.whole(came)))
 
@@ -381,7 +381,7 @@ async def answers(here: Service, texts: Sequence[AnyRequest]) -> AsyncGenerator[
         left.set()
 
 
-async def stream(
+async def stream_events(
     here: Service, answer: Answer, came: AsyncGenerator[Any, None], dialect: Dialect
 ) -> AsyncGenerator[str, None]:
     """Events as tokens come. An error after the first of them is an event of its own, and ends the stream."""

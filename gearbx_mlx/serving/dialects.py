@@ -34,7 +34,7 @@ from .requests import (
 from .web import Refused
 
 SHOWN: Kinds = {"text": {"text": str}, "image": {"source": dict}}
-BLOCKS: Kinds = {
+MESSAGE_BLOCKS: Kinds = {
     **SHOWN,
     "tool_use": {"id": str, "name": str, "input": dict},
     "tool_result": {"tool_use_id": str, "content": SHOWN},
@@ -43,16 +43,16 @@ BLOCKS: Kinds = {
 }
 CHOICES: Kinds = {"auto": {}, "any": {}, "none": {}, "tool": {"name": str}}  # any: one of the tools has to be called
 THINKING: Kinds = {kind: {} for kind in ("enabled", "disabled", "adaptive", "between_tools")}
-PARTS: Kinds = {kind: {"text": str} for kind in ("input_text", "output_text", "text")} | {
+CONTENT_PARTS: Kinds = {kind: {"text": str} for kind in ("input_text", "output_text", "text")} | {
     "input_image": {"image_url": str}
 }
 ITEMS: Kinds = {
-    "message": {"role": str, "content": PARTS},
+    "message": {"role": str, "content": CONTENT_PARTS},
     "function_call": {"call_id": str, "name": str, "arguments": str},
-    "function_call_output": {"call_id": str, "output": PARTS},
+    "function_call_output": {"call_id": str, "output": CONTENT_PARTS},
     "reasoning": {},  # what a model thought before; it is left out
 }
-FORMATS: Kinds = {"text": {}, "json_object": {}, "json_schema": {"schema": dict}}
+ANSWER_FORMATS: Kinds = {"text": {}, "json_object": {}, "json_schema": {"schema": dict}}
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
 
@@ -66,7 +66,7 @@ class ForeignRequest(GearRequest, frozen=True):
 
 
 class TextConfig(BaseModel):
-    format: Annotated[dict[str, Any], of_kind(FORMATS)] | None = None
+    format: Annotated[dict[str, Any], of_kind(ANSWER_FORMATS)] | None = None
 
     @property
     def response_format(self) -> dict[str, Any] | None:
@@ -85,7 +85,7 @@ class TextConfig(BaseModel):
 
 class Turn(BaseModel):
     role: Literal["user", "assistant", "system"]
-    content: str | list[Annotated[dict[str, Any], of_kind(BLOCKS)]]
+    content: str | list[Annotated[dict[str, Any], of_kind(MESSAGE_BLOCKS)]]
 
 
 class ClientTool(BaseModel):
@@ -145,7 +145,7 @@ def chat_messages(turn: Turn) -> list[dict[str, Any]]:
     """Return a message as those of a chat: what tools returned stands in messages of their own."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
-    by_kind: dict[str, list[dict[str, Any]]] = {kind: [] for kind in BLOCKS}
+    by_kind: dict[str, list[dict[str, Any]]] = {kind: [] for kind in MESSAGE_BLOCKS}
     for block in turn.content:
         by_kind["text" if block["type"] in SHOWN else block["type"]].append(block)
     results = [result_of(block) for block in by_kind["tool_result"]]
@@ -382,7 +382,7 @@ class ResponseDialect(BlockDialect):
         """Return the event that begins or ends the part of an item; a call has none."""
         if block.kind == "call":
             return []
-        return [{"type": f"response.content_part.{what}", **self.where(block), "part": part_of(block)}]
+        return [{"type": f"response.content_part.{what}", **self.where(block), "part": text_part(block)}]
 
     def where(self, block: Block) -> dict[str, Any]:
         """Return item and part to which an event belongs."""
@@ -393,13 +393,13 @@ class ResponseDialect(BlockDialect):
     def item(self, block: Block) -> dict[str, Any]:
         """Return a block as an item of the output, as far as it has come."""
         prefix, item, _ = ITEM[block.kind]
-        own: dict[str, Any] = {"content": [part_of(block)]}
+        own: dict[str, Any] = {"content": [text_part(block)]}
         if block.kind == "call":
             own = {"call_id": block.call["id"], "name": block.call["function"]["name"], "arguments": block.text}
         return {"id": f"{prefix}_{self.identity}_{block.place}", **item, **own, "status": "completed"}
 
 
-def part_of(block: Block) -> dict[str, Any]:
+def text_part(block: Block) -> dict[str, Any]:
     annotations: dict[str, Any] = {"annotations": [], "logprobs": []} if block.kind == "text" else {}
     return {"type": ITEM[block.kind][2], "text": block.text, **annotations}
 

@@ -24,14 +24,13 @@ from pydantic import Field, StrictBool
 from pydantic.dataclasses import dataclass
 
 from ..compat.classes import own_tokenizer
+from ..decoding.caches import in_common
 from ..errors import GearbxError, one_line
 from ..files.reading import check_depth
 
 LARGEST_SCHEMA = 2**16  # bytes, as compact JSON
-KEPT = 64  # grammars of one tokenizer
 WHITESPACE = r"\x20|\x0A{1,2}[\x20\x09]{0,20}"  # as llama.cpp has it: given more, a weak model writes nothing else
 FORMAT, CHOICE = "response_format", "tool_choice"
-FUEL, STATES = 100_000, 25_000  # llguidance's own limits allow seconds for a schema, and half a gigabyte
 BIAS = np.array([-np.inf, 0], np.float32)  # of a token that may not come next, and of one that may
 
 
@@ -249,7 +248,7 @@ class Constraint:
         """Return the mask of the tokens that may follow a text of the grammar."""
         if len(text) and int(text[-1]) in self._ends:  # mlx-lm asks for one token more
             return self._only_ends
-        common = shared(self._matched, text)
+        common = in_common(self._matched, text)
         if common < len(self._matched):
             self._matcher.rollback(len(self._matched) - common)
         taken = common + self._matcher.try_consume_tokens(text[common:].tolist())
@@ -266,14 +265,7 @@ class Constraint:
         return self._only_ends
 
 
-def shared(a: np.ndarray, b: np.ndarray) -> int:
-    """Return how many tokens two texts begin with in common."""
-    size = min(len(a), len(b))
-    same = a[:size] == b[:size]
-    return size if same.all() else int(same.argmin())
-
-
-def tokens_of(tokenizer: Any) -> Any:
+def grammar_tokens(tokenizer: Any) -> Any:
     """llguidance's view of a tokenizer of mlx-lm, which takes about a second to make.
 
     Raises:
@@ -287,7 +279,7 @@ def tokens_of(tokenizer: Any) -> Any:
         ) from error
 
 
-def compiled(tokens: Any, form: AnswerForm) -> Any:
+def matcher_of(tokens: Any, form: AnswerForm) -> Any:
     """Return a matcher at the beginning of a grammar.
 
     Args:
@@ -304,7 +296,8 @@ def compiled(tokens: Any, form: AnswerForm) -> Any:
             grammar = LLMatcher.grammar_from_json_schema(form.text, overrides={"whitespace_pattern": WHITESPACE})
     except ValueError as error:
         raise GearbxError(f"{form.field}: the schema cannot be read ({one_line(error)}); {remedy}") from error
-    limits = LLParserLimits(initial_lexer_fuel=FUEL, max_lexer_states=STATES, verbose_errors=False)
+    # llguidance's own limits allow seconds for a schema, and half a gigabyte.
+    limits = LLParserLimits(initial_lexer_fuel=100_000, max_lexer_states=25_000, verbose_errors=False)
     matcher = LLMatcher(tokens, grammar, log_level=0, limits=limits)
     if not matcher.is_error():
         matcher.compute_bitmask()  # what no text can fit is found here
@@ -347,7 +340,7 @@ def constraint_for(
     if form is None:
         return None
     if tokenizer not in _grammars:
-        _grammars[tokenizer] = functools.lru_cache(KEPT)(functools.partial(compiled, tokens_of(tokenizer)))
+        _grammars[tokenizer] = functools.lru_cache(64)(functools.partial(matcher_of, grammar_tokens(tokenizer)))
     matcher = _grammars[tokenizer](form).deep_copy()
     thinks = None
     if tokenizer.has_thinking:

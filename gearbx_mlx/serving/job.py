@@ -23,6 +23,7 @@ from mlx_lm.server import Vision
 from ..compat.arrays import OwnRandomState
 from ..decoding.caches import length
 from ..decoding.mode import Mode
+from ..decoding.modes import COLDEST
 from ..decoding.response import BatchGearResponse, GearResponse
 from ..decoding.sampling import GumbelSampler, sampler_for
 from ..decoding.stream import NO_LOGPROBS, as_single, stream_generate
@@ -31,9 +32,6 @@ from .grammar import constraint_for
 from .provider import Served, Spelling
 from .requests import AnyRequest
 from .web import Refused
-
-COLDEST = 0.001  # a temperature below that is greedy: logits of half precision would overflow
-IMPOSSIBLE = -9999.0  # as OpenAI writes minus infinity
 
 
 @dataclass(frozen=True)
@@ -319,7 +317,7 @@ class Job:
 def listed(token: int, logprob: float, added: bytes) -> dict[str, Any]:
     """Return a token of the vocabulary as OpenAI lists it, with what it adds to the text and its log-probability
     (natural)."""
-    number = logprob if np.isfinite(logprob) else IMPOSSIBLE
+    number = logprob if np.isfinite(logprob) else -9999.0  # as OpenAI writes minus infinity
     return {"id": token, "token": added.decode("utf-8", "replace"), "logprob": number, "bytes": list(added)}
 
 

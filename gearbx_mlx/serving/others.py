@@ -21,26 +21,25 @@ from fastapi.responses import JSONResponse
 from httpx_sse import EventSource
 from msgspec import Struct
 
-from ..errors import GearbxError, one_line
+from ..errors import GearbxError, escaped, one_line
 from ..files.reading import parse_json, parse_python_json, typed
-from ..routing.bounds import entropy_bounds, rounding_of
+from ..routing.bounds import entropy_bounds, rounding_as_written
 from ..routing.gates import first_gear
 from . import DEFAULT_TIMEOUT, SYMBOLS, OtherError, is_loopback
-from .web import Guard, Refused, Stop, application, escaped, event_stream, front
+from .web import Guard, Refused, Stop, application, event_stream, front
 
 LARGEST_ANSWER = 2**28  # bytes
-CHAT, TEXT = "/chat/completions", "/completions"
+CHAT_PATH, TEXT = "/chat/completions", "/completions"
 EVENTS, DONE = "text/event-stream", "[DONE]"
 SUCH_AS = "give one such as http://127.0.0.1:8080/v1"
-VOCABULARY = ("vocab_size", "n_vocab")
+VOCABULARY_FIELDS = ("vocab_size", "n_vocab")
 
 log = logging.getLogger("gearbx_mlx.server")
 
 
 # Tokens, with the log-probabilities that are listed of them.
 
-UNLIKELY = -1000.0  # nats: OpenAI writes -9999 where it does not say how unlikely a token was
-UNKNOWN = 0.0  # nats: any token may be as probable as this
+UNLISTED = 0.0  # nats: any token may be as probable as this
 
 
 @dataclass(frozen=True)
@@ -54,12 +53,12 @@ class ListedToken:
 
     text: str
     logprobs: tuple[float, ...]
-    unlisted: float = UNKNOWN
+    unlisted: float = UNLISTED
     number: int | None = None
 
     def entropy(self, vocab_size: int) -> tuple[float, float]:
         """Return the bounds of the entropy in bits. Raises GearbxError for what no distribution has."""
-        return entropy_bounds(self.logprobs, vocab_size, rounding_of(self.logprobs), self.unlisted)
+        return entropy_bounds(self.logprobs, vocab_size, rounding_as_written(self.logprobs), self.unlisted)
 
 
 class Listed(Struct, frozen=True):
@@ -90,14 +89,14 @@ def objects_in(found: Any) -> list[dict[str, Any]]:
     return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
 
 
-def text_of(choice: Mapping[str, Any]) -> str:
+def said_text(choice: Mapping[str, Any]) -> str:
     """Return what a choice says, thoughts first."""
     said = choice.get("delta") or choice.get("message") or {"content": choice.get("text")}
     names = ("reasoning_content", "reasoning", "content")
     return "".join(said[name] for name in names if isinstance(said, dict) and isinstance(said.get(name), str))
 
 
-def tokens_of(choice: Mapping[str, Any], asked: int) -> list[ListedToken]:
+def listed_tokens(choice: Mapping[str, Any], asked: int) -> list[ListedToken]:
     """Read the tokens of a choice, in the format of chats or of text completions.
 
     Args:
@@ -115,7 +114,7 @@ def tokens_of(choice: Mapping[str, Any], asked: int) -> list[ListedToken]:
         found = [
             ListedToken(name, descending(top.values()), unlisted_of_text(name, top, asked)) for name, top in listed
         ]
-    texts = spelled([token.text for token in found], text_of(choice))
+    texts = spelled([token.text for token in found], said_text(choice))
     return [replace(token, text=text) for token, text in zip(found, texts)]
 
 
@@ -125,13 +124,14 @@ def token_of(entry: Entry, asked: int) -> ListedToken:
     ranked = descending([one.logprob for one in top if one.logprob is not None])
     unlisted = limit(ranked, asked)
     own = entry.logprob
-    if ranked and own is not None and UNLIKELY < own < ranked[-1] and all(one.token != entry.token for one in top):
+    listed = any(one.token == entry.token for one in top)
+    if ranked and own is not None and -1000 < own < ranked[-1] and not listed:  # OpenAI's -9999 says only "unlikely"
         ranked = (*ranked, own)
-    chosen = named(entry, top)
+    chosen = chosen_token(entry, top)
     return ListedToken(chosen.token, ranked, unlisted, chosen.id)
 
 
-def named(entry: Entry, top: Sequence[Listed]) -> Listed:
+def chosen_token(entry: Entry, top: Sequence[Listed]) -> Listed:
     """Return the chosen token: mlx_lm.server names the first of an unordered list, so then it is the most likely."""
     values = [one.logprob or 0.0 for one in top]
     unordered = values != sorted(values, reverse=True)
@@ -146,13 +146,13 @@ def unlisted_of_text(name: str, top: Mapping[str, float], asked: int) -> float:
     """
     ranked = descending(top.values())
     if len(ranked) > 1 and top.get(name) == ranked[-1] and len(ranked) <= asked:
-        return UNKNOWN
+        return UNLISTED
     return limit(ranked, asked)
 
 
 def limit(ranked: Sequence[float], asked: int) -> float:
     """Return the last of the tokens asked for; what a shorter list leaves out is not known."""
-    return ranked[asked - 1] if 0 < asked <= len(ranked) else UNKNOWN
+    return ranked[asked - 1] if 0 < asked <= len(ranked) else UNLISTED
 
 
 def descending(values: Iterable[float]) -> tuple[float, ...]:
@@ -192,7 +192,7 @@ class Way:
 def ways_to_ask(path: str) -> list[Way]:
     """Return every way to ask, the best first: a text completion has a number in one field, or the fields of a chat."""
     as_chat = [Way(asked, {"logprobs": True, "top_logprobs": asked}) for asked in ASK]
-    return as_chat if path == CHAT else [Way(asked, {"logprobs": asked}) for asked in ASK] + as_chat
+    return as_chat if path == CHAT_PATH else [Way(asked, {"logprobs": asked}) for asked in ASK] + as_chat
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ class Question:
             return TEXT, {**body, "prompt": self.prompt}
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         template = {"chat_template_kwargs": self.template} if self.template else {}
-        return CHAT, {**body, **template, "messages": [*system, {"role": "user", "content": self.prompt}]}
+        return CHAT_PATH, {**body, **template, "messages": [*system, {"role": "user", "content": self.prompt}]}
 
 
 # Requests.
@@ -244,7 +244,7 @@ class Other:
         self.base, self.shown = (str(each).rstrip("/") for each in (parts, parts.copy_with(userinfo=b"")))
         self.key, self.timeout = key, timeout
         self.trust_env = not is_loopback(parts.host)
-        self.ways: dict[str, list[Way]] = {path: ways_to_ask(path) for path in (CHAT, TEXT)}
+        self.ways: dict[str, list[Way]] = {path: ways_to_ask(path) for path in (CHAT_PATH, TEXT)}
         self.asked = 0
 
     @asynccontextmanager
@@ -330,7 +330,7 @@ class Other:
 
     def refused(self, status: int, said: str) -> OtherError:
         """Return the error for a request that is refused with these words."""
-        reason, key = self.hidden(refusal(said)), "give --server-api-key"
+        reason, key = self.hidden(reason_of_refusal(said)), "give --server-api-key"
         remedies = {401: key, 403: key, 404: "check --server-model and the URL", 429: "wait, and ask for less"}
         remedy = remedies.get(status, "look at the server's log" if status >= 500 else "change what it refuses")
         return OtherError(f"{self.shown}: answers {status} ({reason}); {remedy}", status, reason)
@@ -363,7 +363,7 @@ class Other:
             raise self.failed(f"its models are {shown}", "name one with --server-model")
         name = next(iter(listed)) if name is None else name
         places = objects_in([listed.get(name), listed.get(name, {}).get("meta")])
-        sizes = [place.get(key) for place in places for key in VOCABULARY]
+        sizes = [place.get(key) for place in places for key in VOCABULARY_FIELDS]
         return name, next((size for size in sizes if type(size) is int and size > 0), None)
 
     async def answer(self, question: Question, model: str, max_tokens: int) -> list[ListedToken]:
@@ -380,8 +380,8 @@ class Other:
                 choices = objects_in((await self.whole(path, {**body, **way.fields})).get("choices"))
                 if not choices:
                     raise self.failed("answers without choices")
-                tokens = tokens_of(choices[0], way.asked)[:max_tokens]
-                if any(token.logprobs for token in tokens) or not text_of(choices[0]):
+                tokens = listed_tokens(choices[0], way.asked)[:max_tokens]
+                if any(token.logprobs for token in tokens) or not said_text(choices[0]):
                     self.asked = way.asked
                     return tokens
                 self.ways[path] = [one for one in self.ways[path] if one.fields.keys() != way.fields.keys()]
@@ -422,7 +422,7 @@ def parsed_url(url: str) -> httpx.URL:
     return parts
 
 
-def refusal(text: str) -> str:
+def reason_of_refusal(text: str) -> str:
     """Return why a server refuses a request: OpenAI's error object, mlx-lm's text, or how the body begins."""
     try:
         content = parse_json(text)
@@ -444,8 +444,7 @@ def about_logprobs(error: OtherError) -> bool:
 
 # Requests of clients, passed on to one of several models.
 
-ROUTED = "auto"  # the name of the model that a prompt chooses
-NOT_THEIRS = (401, 403, 407)  # our key is wrong, which a client cannot mend
+BY_PROMPT = "auto"  # the name of the model that a prompt chooses
 
 
 @dataclass(frozen=True)
@@ -465,8 +464,8 @@ class RoutedModels:
         name = body.get("model")
         if name in self.models:
             return str(name)
-        if name not in (None, "", ROUTED):
-            names = ", ".join((ROUTED, *self.models))
+        if name not in (None, "", BY_PROMPT):
+            names = ", ".join((BY_PROMPT, *self.models))
             raise Refused(404, f"the model {str(name)[:200]!a} is not served here; {names} are", param="model")
         return self.models[first_gear(typed_last(body), len(self.models))]
 
@@ -502,7 +501,7 @@ class RoutedModels:
         """Return an answer with the gear and the entropy of its tokens, without log-probabilities that were unasked."""
         choices = objects_in(answer.get("choices"))
         try:
-            tokens = [token for choice in choices for token in tokens_of(choice, asked) if token.logprobs]
+            tokens = [token for choice in choices for token in listed_tokens(choice, asked) if token.logprobs]
             bounds = [token.entropy(self.vocab_size) for token in tokens]
         except GearbxError as error:
             raise self.other.failed(f"gives log-probabilities that are none ({one_line(error)})") from error
@@ -534,7 +533,7 @@ def typed_last(body: Mapping[str, Any]) -> str:
 
 def in_their_words(error: OtherError) -> Refused:
     """Return what a client gets to know: of a request that is wrong all, else that the server failed."""
-    if 400 <= error.status < 500 and error.status not in NOT_THEIRS:
+    if 400 <= error.status < 500 and error.status not in (401, 403, 407):  # our key, which a client cannot mend
         return Refused(error.status, error.reason)
     log.warning("%s", escaped(one_line(error)))
     return Refused(502, f"the server of this model: {error.reason}", "server_error", code="bad_gateway")
@@ -547,19 +546,19 @@ router.include_router(front)
 @router.post("/chat/completions")
 @router.post("/v1/chat/completions")
 async def pass_on_a_chat(request: Request, body: dict[str, Any]) -> Response:
-    return await pass_on(request, CHAT, body)
+    return await pass_to_model(request, CHAT_PATH, body)
 
 
 @router.post("/v1/completions")
 async def pass_on_a_text(request: Request, body: dict[str, Any]) -> Response:
-    return await pass_on(request, TEXT, body)
+    return await pass_to_model(request, TEXT, body)
 
 
 @router.get("/v1/models")
 async def list_models_to_choose(request: Request) -> Response:
     routed: RoutedModels = request.app.state.routed
     about = {"object": "model", "created": 0, "owned_by": "gearbx-mlx"}
-    auto = {"id": ROUTED, **about, "gearbx": {"gears": routed.models}, "vocab_size": routed.vocab_size}
+    auto = {"id": BY_PROMPT, **about, "gearbx": {"gears": routed.models}, "vocab_size": routed.vocab_size}
     return JSONResponse({"object": "list", "data": [auto, *({"id": name, **about} for name in routed.models)]})
 
 
@@ -573,7 +572,7 @@ async def ask_the_server(request: Request) -> Response:
     return JSONResponse({"status": "ok"})
 
 
-async def pass_on(request: Request, path: str, body: dict[str, Any]) -> Response:
+async def pass_to_model(request: Request, path: str, body: dict[str, Any]) -> Response:
     """Answer with what the model says, as a stream or whole."""
     routed: RoutedModels = request.app.state.routed
     stop: Stop = request.app.state.stop

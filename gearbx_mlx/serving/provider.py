@@ -34,9 +34,6 @@ from . import SYMBOLS
 from .requests import DEFAULT_MODEL, Options
 from .web import Refused
 
-KEPT = 2**16  # tokens
-SPACE = "▁"  # of SentencePiece
-
 
 class Vocabulary:
     """The tokens of a vocabulary as bytes, in the midst of a text.
@@ -51,7 +48,7 @@ class Vocabulary:
         self.is_bytewise = isinstance(detokenizer, BPEStreamingDetokenizer)
         self.is_spaced = isinstance(detokenizer, SPMStreamingDetokenizer)
         self._trims = self.is_bytewise or getattr(detokenizer, "trim_space", False)
-        self.spelled = functools.lru_cache(KEPT)(self._spelled)
+        self.spelled = functools.lru_cache(2**16)(self._spelled)
 
     def first(self, token: int) -> bytes:
         """Return what a token adds to an empty text: mlx-lm takes the space away with which that begins."""
@@ -67,7 +64,7 @@ class Vocabulary:
         if not self.is_bytewise and len(piece) == 6 and piece.startswith("<0x"):
             return bytes([int(piece[3:5], 16)])
         if self.is_spaced:
-            return str(piece).replace(SPACE, " ").encode()
+            return str(piece).replace("▁", " ").encode()  # SentencePiece's space
         once = self._own.decode([token])
         if self.is_bytewise or ("\ufffd" in once and all(char in SYMBOLS for char in piece)):
             return b"".join(bytes([SYMBOLS[char]]) if char in SYMBOLS else char.encode() for char in piece)

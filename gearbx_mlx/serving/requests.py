@@ -11,7 +11,7 @@ from typing_extensions import Self
 from ..errors import GearbxError
 from ..files.reading import shown
 from .grammar import ResponseFormat, function_name
-from .web import Refused, misfit
+from .web import Refused, misfit_of_body
 
 DEFAULT_MODEL = "default_model"  # mlx-lm's name for the model that the server was started with
 MOST_LOGPROBS, MOST_CHOICES = 20, 8
@@ -31,14 +31,14 @@ Name = Annotated[str, Field(max_length=4096)]
 OnlyOne = Annotated[Whole, Field(ge=1, le=1)]
 
 
-def refuse(value: Any, field: ValidationInfo) -> Any:
+def refuse_field(value: Any, field: ValidationInfo) -> Any:
     """Raises ValueError for a field that would change the answer, and is not served."""
     if value not in (None, False):
         raise ValueError(f"{field.field_name} is not served; leave it out")
     return value
 
 
-NotServed = Annotated[Any, AfterValidator(refuse)]
+NotServed = Annotated[Any, AfterValidator(refuse_field)]
 TokenList = Annotated[list[Count], Field(min_length=1)]
 StopWord = Annotated[str, Field(min_length=1, max_length=1000)]
 ToolName = Annotated[str, Field(min_length=1, max_length=128)]
@@ -264,12 +264,12 @@ def parse(kind: type[R], body: Any) -> R:
     try:
         return kind.model_validate(body)
     except ValidationError as error:
-        raise misfit(error.errors(), body) from error
+        raise misfit_of_body(error.errors(), body) from error
 
 
 # Requests of other APIs, as chat completions.
 
-SAME = {"model", "max_tokens", "stream", "temperature", "top_p", "top_k", "mode", "gear", "gearbx"}  # as in a chat
+AS_IN_CHAT = {"model", "max_tokens", "stream", "temperature", "top_p", "top_k", "mode", "gear", "gearbx"}
 
 
 def as_chat(
@@ -289,7 +289,7 @@ def as_chat(
     Raises:
         Refused: what a chat completion cannot be.
     """
-    body = request.model_dump(include=SAME, exclude_none=True, exclude_unset=True) | {"messages": messages}
+    body = request.model_dump(include=AS_IN_CHAT, exclude_none=True, exclude_unset=True) | {"messages": messages}
     if body.get("stream"):
         body["stream_options"] = {"include_usage": True}
     if functions:

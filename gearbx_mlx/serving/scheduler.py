@@ -27,10 +27,6 @@ from .requests import AnyRequest, ChatRequest, TextRequest
 from .web import Refused, stopping
 
 RESERVED = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() - {"documents"}
-IDLE = 0.1  # seconds between two looks at whether the server is to stop
-PATIENCE = 5.0  # seconds until the system has ended a thread
-LOOK = 0.001  # seconds
-UNSEEN = 0.1  # seconds that a thread has to end where the system does not list threads as files
 
 
 class Scheduler(Computing):
@@ -131,7 +127,8 @@ class Scheduler(Computing):
         if asked is not None:
             return asked
         try:
-            return self.requests.get(timeout=None if self.running else IDLE, block=not self.running)
+            # Without requests, look ten times a second whether the server is to stop.
+            return self.requests.get(timeout=None if self.running else 0.1, block=not self.running)
         except queue.Empty:
             return None
 
@@ -305,7 +302,7 @@ def join_to_the_end(thread: threading.Thread) -> None:
     listed = task.parent.exists()
     thread.join()
     if not listed:
-        time.sleep(UNSEEN)
-    until = time.monotonic() + PATIENCE
+        time.sleep(0.1)
+    until = time.monotonic() + 5
     while task.exists() and time.monotonic() < until:
-        time.sleep(LOOK)
+        time.sleep(0.001)

@@ -39,16 +39,13 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ..errors import GearbxError, one_line
+from ..errors import GearbxError, escaped, one_line
 from ..files.reading import parse_json, shown
 from . import address_of, is_loopback
 
-LARGEST_BODY = 2**24  # bytes
 PATIENCE = 30.0  # seconds that a client has to send its request
 MOST_HEADERS, LONGEST_PATH = 100, 2**16
-METHODS = ["GET", "POST", "OPTIONS"]
-WRONG = "invalid_request_error"
-TOLD = "gearbx.told"  # of a request's scope: what a route knows of its answer, for the log
+LOG_FIELDS = "gearbx.told"  # of a request's scope: what a route knows of its answer, for the log
 PLAIN = re.compile(r"[\w.,:-]+", re.ASCII)
 INLINE = re.compile(rb"<(script|style)>(.*?)</\1>", re.DOTALL)
 
@@ -66,7 +63,7 @@ class Guard:
 
     api_key: str | None = None
     allowed_origins: tuple[str, ...] = ()
-    largest_body: int = LARGEST_BODY
+    largest_body: int = 2**24
     patience: float = PATIENCE
     host: str = "127.0.0.1"
     allowed_hosts: tuple[str, ...] = ()
@@ -116,7 +113,14 @@ class Refused(HTTPException):
         code: OpenAI's code.
     """
 
-    def __init__(self, status: int, message: str, kind: str = WRONG, param: str | None = None, code: str | None = None):
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+    ):
         super().__init__(status, message)
         self.message, self.kind, self.param, self.code = message, kind, param, code
 
@@ -130,7 +134,7 @@ def refusal(error: BaseException) -> Refused:
     if isinstance(error, Refused):
         return error
     if isinstance(error, RequestValidationError):
-        return misfit(error.errors(), error.body)
+        return misfit_of_body(error.errors(), error.body)
     if isinstance(error, HTTPException):  # of the router
         return Refused(error.status_code, f"{error.detail}: nothing is served in this way here", code="not_found")
     if isinstance(error, GearbxError):
@@ -139,15 +143,10 @@ def refusal(error: BaseException) -> Refused:
     return Refused(500, f"the server failed ({type(error).__name__}); its log says why", "server_error")
 
 
-def escaped(text: str) -> str:
-    """Text that stays on one line of a log and cannot steer a terminal."""
-    return text.encode("unicode_escape").decode() if not text.isprintable() else text
-
-
 # What is wrong with a body.
 
 
-def misfit(errors: Any, body: Any) -> Refused:
+def misfit_of_body(errors: Any, body: Any) -> Refused:
     """Return the field that is wrong, and what it has to be; `errors` are pydantic's, of this body, the
     deepest counts."""
     found = [(*field_of(error, body), error) for error in errors]
@@ -198,8 +197,9 @@ class Gatekeeper:
     ):
         self.app, self.guard, self.public = app, guard, public
         self.error_object, self.answered = error_object, answered
-        origins = guard.allowed_origins
-        self.inside = CORSMiddleware(self.answer, allow_origins=origins, allow_methods=METHODS, allow_headers=["*"])
+        self.inside = CORSMiddleware(
+            self.answer, guard.allowed_origins, allow_methods=["GET", "POST", "OPTIONS"], allow_headers=["*"]
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -220,7 +220,7 @@ class Gatekeeper:
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request that no foreign page has sent, and log it when the answer has ended."""
         status, whole, since = 0, False, time.perf_counter()
-        scope[TOLD] = told = dict[str, Any]()
+        scope[LOG_FIELDS] = told = dict[str, Any]()
 
         async def sending(message: Message) -> None:
             nonlocal status, whole
@@ -365,7 +365,7 @@ class Stop:
             wait.cancel()
 
 
-def pass_on(request: Request, error: Exception) -> Response:
+def raise_error(request: Request, error: Exception) -> Response:
     """Let `Gatekeeper` answer errors."""
     raise error
 
@@ -383,7 +383,7 @@ def application(
     app.state.stop = Stop()
     app.include_router(router)
     for kind in (HTTPException, RequestValidationError):
-        app.add_exception_handler(kind, pass_on)
+        app.add_exception_handler(kind, raise_error)
     app.add_middleware(Gatekeeper, guard=guard, public=public, error_object=error_object, answered=answered)
     return app
 
@@ -431,12 +431,8 @@ def policy(text: bytes) -> str:
 
 
 MOST_CONNECTIONS = 256
-ROOM = 16  # connections that are kept free for new ones as long as others are idle
-LONGEST_HEAD = 2**16  # bytes of a request before its body
-LINGER = 0.2  # seconds for an answer to a client that has said that it will send no more
 LAST_WORDS = 2  # seconds in which answers may end once the server stops
-LOOK = 0.005  # seconds
-SLOW = Refused(408, "the request came too slowly", "timeout")
+TOO_SLOW = Refused(408, "the request came too slowly", "timeout")
 
 
 class PatientProtocol(H11Protocol):
@@ -449,7 +445,7 @@ class PatientProtocol(H11Protocol):
         super().connection_made(transport)
         self.wait(True, self.let_go)
         self.since = self.loop.time()
-        if len(self.connections) > MOST_CONNECTIONS - ROOM:
+        if len(self.connections) > MOST_CONNECTIONS - 16:  # as long as others are idle, some are free for new ones
             close_oldest(self.connections)
 
     def data_received(self, data: bytes) -> None:
@@ -476,7 +472,7 @@ class PatientProtocol(H11Protocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Return a client that sends no more has left, as far as anything shows; it gets what can be said at once."""
-        self.loop.call_later(LINGER, self.transport.close)
+        self.loop.call_later(0.2, self.transport.close)  # seconds
         return True
 
     @property
@@ -500,7 +496,7 @@ class PatientProtocol(H11Protocol):
     def let_go(self) -> None:
         """Say that the request came too slowly, where nothing was said yet."""
         if self.is_incomplete and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            self.refuse(SLOW)
+            self.refuse(TOO_SLOW)
         self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
@@ -580,7 +576,7 @@ class Server:
             server_header=False,
             headers=[("server", "gearbx-mlx"), ("x-content-type-options", "nosniff")],
             limit_concurrency=MOST_CONNECTIONS,
-            h11_max_incomplete_event_size=LONGEST_HEAD,
+            h11_max_incomplete_event_size=2**16,  # bytes of a request before its body
             timeout_graceful_shutdown=LAST_WORDS,
         )
         self.uvicorn = server = uvicorn.Server(config)
@@ -591,9 +587,10 @@ class Server:
             finally:
                 self.ended.set()
 
-        threading.Thread(target=run, daemon=True).start()
+        self.thread = threading.Thread(target=run, daemon=True)
+        self.thread.start()
         while not (server.started or self.ended.is_set()):
-            time.sleep(LOOK)
+            time.sleep(0.005)
 
     def wait(self) -> None:
         """Return when the server has ended; a signal's exception comes through.
@@ -608,6 +605,7 @@ class Server:
             self.app.state.stop.announce()
             self.uvicorn.should_exit = True
             self.ended.wait()
+            self.thread.join()
 
 
 class Escaping(logging.Formatter):

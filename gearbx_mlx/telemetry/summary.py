@@ -168,12 +168,12 @@ def as_json(summary: Mapping[str, Any]) -> str:
     return json.dumps(summary, indent=2, ensure_ascii=False) + "\n"
 
 
-def finite(value: Any) -> Any:
+def finite_json(value: Any) -> Any:
     """Return plain values without the numbers that JSON does not have: infinity becomes "inf", NaN becomes null."""
     if isinstance(value, dict):
-        return {key: finite(part) for key, part in value.items()}
+        return {key: finite_json(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(part) for part in value]
+        return [finite_json(part) for part in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isnan(value) else str(value)
     return value

@@ -187,7 +187,7 @@ MOST_BARS = 40
 NARROWEST = 0.05  # bits: values that differ by rounding alone have no 50 bins between them
 GREY = "0.6"  # of tokens without a gear
 PICTURES = ("entropy_trace.png", "entropy_histogram.png", "gear_shares.png")
-OUTSIDE: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "frameon": False}
+LEGEND_OUTSIDE: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "frameon": False}
 
 
 def get_pyplot() -> Any:
@@ -261,7 +261,7 @@ def draw_trace(axes: Any, records: Sequence[dict], colors: dict[str, str], thres
     mark_thresholds(axes.axhline, thresholds)
     more = f" (first {len(shown)} of {len(records)} tokens)" if len(records) > len(shown) else ""
     axes.set(xlabel="token; a grey line begins a new prompt", ylabel="entropy, bits", title=f"Entropy and gear{more}")
-    axes.legend(**OUTSIDE)
+    axes.legend(**LEGEND_OUTSIDE)
 
 
 def draw_bounds(axes: Any, records: Sequence[dict], colors: dict[str, str]) -> None:
@@ -307,7 +307,7 @@ def draw_histogram(axes: Any, records: Sequence[dict], colors: dict[str, str], t
         ylabel="tokens",
         title="Where the thresholds cut (they act two tokens later)",
     )
-    axes.legend(**OUTSIDE)
+    axes.legend(**LEGEND_OUTSIDE)
 
 
 def draw_shares(axes: Any, records: Sequence[dict], colors: dict[str, str], thresholds: Sequence[float]) -> None:
@@ -328,7 +328,7 @@ def draw_shares(axes: Any, records: Sequence[dict], colors: dict[str, str], thre
         )
         bottom = [b + s for b, s in zip(bottom, shares)]
     axes.set(xlabel="prompt", ylabel="share of tokens, %", title="Gears by prompt", ylim=(0, 100))
-    axes.legend(**OUTSIDE)
+    axes.legend(**LEGEND_OUTSIDE)
 
 
 def mark_thresholds(line: Any, thresholds: Sequence[float]) -> None:

@@ -11,18 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from gearbx_mlx.evaluation.predictions import (
-    Policy,
-    Recording,
-    RoutePolicy,
-    entropy_of_logprobs,
-    kl_divergence,
-    log_softmax,
-)
+from gearbx_mlx.evaluation.predictions import Recording, entropy_of_logprobs, kl_divergence, log_softmax
 from gearbx_mlx.gears.ladder import Gear
 from gearbx_mlx.routing.calibration import share_thresholds
 from gearbx_mlx.routing.gates import Monitor, ThresholdGate
 
+from .driving import Policy, RoutePolicy
 from .replay import Reference, targets_of
 
 

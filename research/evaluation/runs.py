@@ -15,12 +15,13 @@ import mlx.nn as nn
 import numpy as np
 
 from gearbx_mlx.compat.arrays import dtype_name
-from gearbx_mlx.evaluation.predictions import Policy, Recording, StaticPolicy, TextPrediction, driven, quality, record
+from gearbx_mlx.evaluation.predictions import Recording, TextPrediction, quality, recording_of
 from gearbx_mlx.formats.base import dense_weight
 from gearbx_mlx.gears.adapters import layers_of, put_layers
 from gearbx_mlx.gears.gearbox import Gearbox
 from gearbx_mlx.gears.ladder import Gear, Ladder
 
+from .driving import Policy, StaticPolicy, driven
 from .policies import PolicyRow, Setting, make_policy
 from .replay import Reference, after_prompts, best_length, drafted, sequences_of, targets_of
 from .report import compare_with_chance, compare_with_static, quality_arguments, row_of
@@ -105,7 +106,7 @@ class Runs:
         return self._driven(StaticPolicy(self.gearbox.ladder.top), self.gearbox.ladder.top)
 
     def _recording(self, name: str, steps: Iterator[TextPrediction]) -> Recording:
-        return record(self.track(steps, len(self.targets), name), self.reference)
+        return recording_of(self.track(steps, len(self.targets), name), self.reference)
 
     def report(self, about: Mapping[str, Any]) -> dict[str, Any]:
         """The report of the recordings so far; it begins with `about`, the caller's own fields."""

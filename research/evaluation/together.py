@@ -17,7 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from gearbx_mlx.decoding.batches import BatchText
 from gearbx_mlx.decoding.caches import Snapshot
 from gearbx_mlx.decoding.sampling import Choice, reader_of
-from gearbx_mlx.evaluation.predictions import AT_ONCE
+from gearbx_mlx.evaluation.predictions import PASS_TOKENS
 from gearbx_mlx.gears.gearbox import Gearbox
 from gearbx_mlx.gears.ladder import Gear
 from gearbx_mlx.routing.gates import RUN_AHEAD
@@ -98,8 +98,8 @@ def read_prompt(gearbox: Gearbox, tokens: Sequence[int], gear: Gear, begun: Sequ
     """
     cache = Snapshot(begun).second() if begun else make_prompt_cache(gearbox.model)
     gearbox.shift(gear)
-    for start in range(0, len(tokens), AT_ONCE):
-        gearbox.model(mx.array([list(tokens[start : start + AT_ONCE])]), cache=cache)
+    for start in range(0, len(tokens), PASS_TOKENS):
+        gearbox.model(mx.array([list(tokens[start : start + PASS_TOKENS])]), cache=cache)
         mx.eval([part.state for part in cache])
     return cache
 

@@ -14,7 +14,7 @@ from gearbx_mlx.calibrate import calibrate
 from gearbx_mlx.cli.flags import SamplingSettings
 from gearbx_mlx.generate import DEFAULT_PROMPT
 from gearbx_mlx.loading import DEMO_MODEL
-from gearbx_mlx.routing.gates import ThresholdFile, fitting
+from gearbx_mlx.routing.gates import ThresholdFile, thresholds_of_file
 
 SUMMARY_FIELDS = {
     "model",
@@ -234,4 +234,4 @@ class TestThresholds:
         assert command("calibrate", "-m", 6, "--out", tmp_path / "t.json").status == 0
         written = ThresholdFile(**json.loads((tmp_path / "t.json").read_text()))
         with pytest.warns(GearbxWarning, match="made for another model"):
-            fitting(written, written.gears, written.vocab_size, "another")
+            thresholds_of_file(written, written.gears, written.vocab_size, "another")

@@ -116,7 +116,7 @@ class TestPrompts:
         assert self.told(clock, log(), (0.5, 50), (0.5, 100)) == ""
 
     def test_a_terminal_gets_a_bar_before_the_first_part_is_read(self, clock, monkeypatch):
-        monkeypatch.setattr(progress_module, "SHORT", 0.01)
+        monkeypatch.setattr(progress_module, "SHORT_SECONDS", 0.01)
         console = Console(file=Screen(), force_terminal=True, width=100, _environ={"TERM": "xterm"})
         shown = self.told(clock, console, (4, 60), (1, 100), seconds=0.3)
         assert "reading the prompt" in shown
@@ -133,7 +133,7 @@ class TestPrompts:
             assert 0 < told[1] < told[-1] == 1
 
     def test_gears_that_take_long_suggest_a_checkpoint_once(self, command, monkeypatch):
-        monkeypatch.setattr("gearbx_mlx.cli.loaded.SLOW", 0.0)
+        monkeypatch.setattr("gearbx_mlx.cli.loaded.SLOW_MAKING", 0.0)
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Tom has 3 apples.\nAnd now?\n")))
         advice = "gearbx_mlx convert --mlx-path DIR --gears 4,16 --format planes writes them once"
         for name in ("generate", "chat"):

@@ -7,7 +7,7 @@ import pytest
 from conftest import normal, tiny_model, weights_of
 
 from gearbx_mlx import Gearbox, GearbxError, GearbxWarning
-from gearbx_mlx.cli.bases import ANSWER, Base, BaseText, answered, key_of, make_base, text_of
+from gearbx_mlx.cli.bases import ANSWER_TOKENS, Base, BaseText, answered, key_of, make_base, text_of
 from gearbx_mlx.cli.terminal import progress_bar
 from gearbx_mlx.conversion.calibrated_base import blocks_of, calibrate_base, steps
 from gearbx_mlx.conversion.gptq import Factored, Grid, Hessian, calibrated, codes_of, refitted
@@ -242,5 +242,5 @@ class TestText:
         assert runs[0] == runs[1]
         for request, text in zip(requests, runs[0]):
             assert text[: len(request)] == request
-            assert len(request) < len(text) <= len(request) + ANSWER
+            assert len(request) < len(text) <= len(request) + ANSWER_TOKENS
         assert runs[0][0] != runs[0][1]  # each answer has a seed of its own

@@ -17,7 +17,7 @@ from refusals import assert_refused
 
 import gearbx_mlx
 from gearbx_mlx import Gearbox
-from gearbx_mlx.cli.terminal import escaped
+from gearbx_mlx.errors import escaped
 from gearbx_mlx.gears.manifest import ORIGINAL_FILE
 from gearbx_mlx.gears.tensor_files import header_of
 from gearbx_mlx.loading import DEMO_MODEL

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache, RotatingKVCache, load_prompt_cache, make_prompt_cache, save_prompt_cache
 
 from gearbx_mlx import GearbxError, stream_generate
-from gearbx_mlx.decoding.caches import KeptCache, length, shared
+from gearbx_mlx.decoding.caches import KeptCache, in_common, length
 from gearbx_mlx.decoding.pair import PairedModel
 from gearbx_mlx.loading import DEMO_MODEL
 
@@ -182,7 +182,7 @@ def assert_close(a: mx.array, b: mx.array) -> None:
 
 @given(TOKENS, TOKENS)
 def test_what_two_sequences_share_is_their_longest_common_beginning(a, b):
-    count = shared(a, b)
+    count = in_common(a, b)
     assert a[:count] == b[:count]
     assert a[count : count + 1] != b[count : count + 1] or count == len(a) == len(b)
 

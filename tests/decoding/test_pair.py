@@ -17,7 +17,7 @@ from gearbx_mlx.decoding.pair import PairedModel, bytes_read
 from gearbx_mlx.decoding.sampling import entropy_bits
 from gearbx_mlx.loading import check_same_tokenizer
 from gearbx_mlx.routing.gates import replay
-from gearbx_mlx.routing.pair import BITS, LARGE, SMALL, pair_gate, pair_monitor, scaled
+from gearbx_mlx.routing.pair import EAD_BITS, LARGE, SMALL, pair_gate, pair_monitor, scaled
 
 TOKENS = 4096  # of the demo model's tokenizer
 TALE = "Once upon a time there was a king who"
@@ -215,7 +215,7 @@ class TestGenerate:
     def test_without_a_threshold_it_is_the_papers(self, command, small_path, tmp_path):
         result = command("generate", "--small-model", small_path, "-m", 4, "--summary", tmp_path / "s.json")
         assert result.status == 0, result.err
-        bits = pytest.approx(scaled(BITS, 4096))
+        bits = pytest.approx(scaled(EAD_BITS, 4096))
         assert json.loads((tmp_path / "s.json").read_text())["threshold_bits"] == bits
 
     def test_summary_and_trace(self, command, small_path, small, demo, tmp_path):

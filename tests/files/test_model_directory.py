@@ -15,7 +15,7 @@ import mlx.core as mx
 import pytest
 from refusals import assert_refused
 
-from gearbx_mlx.loading import DEMO_MODEL, gears_of
+from gearbx_mlx.loading import DEMO_MODEL, checkpoint_gears
 
 UP = "model.layers.0.mlp.up_proj.weight"
 MODEL_FLAGS = ["--model", "--draft-model", "--base"]
@@ -66,7 +66,9 @@ DAMAGES = [  # a file; its content, what its JSON says instead, how many bytes a
     ("model.safetensors", None, "no model*.safetensors"),
     ("config.json", None, "config.json: missing"),
     ("config.json", b"\0", "config.json"),
-    ("config.json", {"hidden_size": "wide"}, "cannot load"),
+    ("config.json", {"hidden_size": "wide"}, 'config.json: hidden_size is "wide", not a number'),
+    ("config.json", {"rope_traditional": "x"}, 'config.json: rope_traditional is "x", neither true nor false'),
+    ("config.json", {"rope_theta": "x"}, 'config.json: rope_theta is "x", not a number'),
     ("config.json", {"num_attention_heads": 0}, "cannot load"),
     ("config.json", {"num_hidden_layers": 7}, f"Missing 9 parameters: model.layers.6. … {OTHER}"),
     ("config.json", {"num_hidden_layers": 5}, f"Received 9 parameters not in model: model.layers.5. … {OTHER}"),
@@ -206,7 +208,7 @@ class TestCode:
         assert not planted.exists()
 
     def test_is_not_run_for_a_look_at_the_gears(self, model, planted):
-        assert gears_of(model) is None
+        assert checkpoint_gears(model) is None
         assert not planted.exists()
 
     def test_is_run_with_the_flag(self, command, model, planted):

@@ -13,7 +13,7 @@ from gearbx_mlx.chat import ChatSettings
 from gearbx_mlx.chat.run import open_model
 from gearbx_mlx.chat.session import Session
 from gearbx_mlx.cli.parser import command_settings
-from gearbx_mlx.cli.prompt import PromptSettings, rendered
+from gearbx_mlx.cli.prompt import PromptSettings, formatted
 from gearbx_mlx.cli.signals import CtrlC
 from gearbx_mlx.loading import DEMO_MODEL
 
@@ -41,7 +41,7 @@ def chat(ctrl_c: CtrlC | None = None, **flags: object):
 
 def tokens_of(demo, messages: list[dict[str, str]]) -> list[int]:
     """The prompt that asks for the next answer."""
-    return demo.tokenizer.encode(rendered(PromptSettings(), demo.tokenizer, messages), add_special_tokens=False)
+    return demo.tokenizer.encode(formatted(PromptSettings(), demo.tokenizer, messages), add_special_tokens=False)
 
 
 def as_without_a_cache(demo, messages: list[dict[str, str]], max_tokens: int) -> str:

@@ -15,7 +15,7 @@ from ranks import Ranks, run_ranks
 
 from gearbx_mlx import Gearbox, Lossless, Route, Static, convert, load, stream_generate
 from gearbx_mlx.generate.run import flag_facts, mode_facts, model_facts
-from gearbx_mlx.ranks.agreement import agreement_of, difference
+from gearbx_mlx.ranks.agreement import agreement_of, first_difference
 
 pytestmark = pytest.mark.processes
 
@@ -261,13 +261,19 @@ def test_a_file_that_a_flag_names_counts_by_its_content(tmp_path):
     for name, content in zip(names, ("{}", "{}", "[]")):
         name.write_text(content)
     one, two, other = [flag_facts({"manifest": str(name), "model": str(name), "prompt": "x" * 5000}) for name in names]
-    assert difference([one, two]) is None
-    assert difference([one, two, other]).startswith("rank 2 differs from rank 0: --manifest is a file with the digest ")
-    assert difference([one, flag_facts({"manifest": "none.json", "prompt": "x" * 5000})]) is not None
+    assert first_difference([one, two]) is None
+    assert first_difference([one, two, other]).startswith(
+        "rank 2 differs from rank 0: --manifest is a file with the digest "
+    )
+    assert first_difference([one, flag_facts({"manifest": "none.json", "prompt": "x" * 5000})]) is not None
     one, two, other = [mode_facts(Lossless(draft_length=length)) for length in (3, 3, 4)]
-    assert difference([one, two]) is None
-    assert difference([one, two, other]).startswith("rank 2 differs from rank 0: draft_length of mode lossless is 4")
-    assert difference([one, mode_facts(Static())]).startswith("rank 1 differs from rank 0: the mode is static, and")
+    assert first_difference([one, two]) is None
+    assert first_difference([one, two, other]).startswith(
+        "rank 2 differs from rank 0: draft_length of mode lossless is 4"
+    )
+    assert first_difference([one, mode_facts(Static())]).startswith(
+        "rank 1 differs from rank 0: the mode is static, and"
+    )
 
 
 def test_a_prompt_is_text_where_a_file_has_its_name_too(tmp_path, monkeypatch):
@@ -287,5 +293,5 @@ def test_a_prompt_is_text_where_a_file_has_its_name_too(tmp_path, monkeypatch):
 )
 def test_gears_that_are_not_the_same_are_named(wide, keywords, named):
     first, other = (model_facts(Gearbox(load(str(wide))[0], **given)) for given in ({}, keywords))
-    assert difference([first, first]) is None
-    assert difference([first, other]).startswith(f"rank 1 differs from rank 0: {named} is ")
+    assert first_difference([first, first]) is None
+    assert first_difference([first, other]).startswith(f"rank 1 differs from rank 0: {named} is ")

@@ -8,7 +8,7 @@ import pytest
 from ranks import Ranks, run_ranks
 
 from gearbx_mlx import GearbxError
-from gearbx_mlx.ranks.agreement import difference
+from gearbx_mlx.ranks.agreement import first_difference
 from gearbx_mlx.ranks.place import place_here
 
 pytestmark = [
@@ -84,10 +84,10 @@ class TestPlace:
 
 def test_the_first_difference_names_the_rank_and_both_values():
     same = {"--seed": "1", "--temp": "0"}
-    assert difference([same, same]) is None
-    found = difference([same, same, same | {"--seed": "2"}])
+    assert first_difference([same, same]) is None
+    found = first_difference([same, same, same | {"--seed": "2"}])
     assert found.startswith("rank 2 differs from rank 0: --seed is 2, and on rank 0 1;")
-    assert "more is nothing, and on rank 0 here" in difference([same | {"more": "here"}, same])
+    assert "more is nothing, and on rank 0 here" in first_difference([same | {"more": "here"}, same])
 
 
 @pytest.mark.parametrize("command", ["chat", "server", "evaluate", "convert", "benchmark"])

@@ -11,9 +11,9 @@ from ranks import free_addresses
 
 from gearbx_mlx import GearbxError
 from gearbx_mlx.ranks import watch
-from gearbx_mlx.ranks.agreement import difference
+from gearbx_mlx.ranks.agreement import first_difference
 from gearbx_mlx.ranks.place import Place
-from gearbx_mlx.ranks.watch import LONGEST, Channel, RankWatch, connect, listen
+from gearbx_mlx.ranks.watch import LONGEST_MESSAGE, Channel, RankWatch, connect, listen
 
 # The thread of a rank that ends; it would end the process.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -47,7 +47,7 @@ def rank(monkeypatch):
 
         monkeypatch.setattr(watch.os, "_exit", end)
         monkeypatch.setattr(watch.os, "kill", lambda process, signal: seen.killed.append(process))
-        monkeypatch.setattr(watch, "ANSWER", 0.05)
+        monkeypatch.setattr(watch, "ANSWER_SECONDS", 0.05)
         monkeypatch.setattr(watch, "SAME_ERROR", 0.05)
         place = Place(number, size, "ring", ADDRESSES[:size])
 
@@ -127,7 +127,7 @@ class TestRank0:
         for far in first.far.values():
             far.send(bye=0)
         began = time.monotonic()
-        watch.ANSWER = ENOUGH  # which it does not need
+        watch.ANSWER_SECONDS = ENOUGH  # which it does not need
         first.watch.finish(0)
         assert time.monotonic() - began < ENOUGH / 2
         assert [far.receive() for far in first.far.values()] == [{"status": 0, "text": None}] * 2
@@ -182,7 +182,7 @@ class TestChannel:
         near.close()
         far.close()
 
-    @pytest.mark.parametrize("data", [b"", b"not JSON\n", b"7\n", b"x" * (LONGEST + 5000)])
+    @pytest.mark.parametrize("data", [b"", b"not JSON\n", b"7\n", b"x" * (LONGEST_MESSAGE + 5000)])
     def test_what_is_no_message_is_none(self, data):
         near, far = connected()
         threading.Thread(target=lambda: (far.connection.sendall(data), far.close())).start()
@@ -273,5 +273,5 @@ class TestMeeting:
 
 
 def test_a_long_value_is_shortened():
-    found = difference([{"--prompt": "x" * 100}, {"--prompt": "y"}])
+    found = first_difference([{"--prompt": "x" * 100}, {"--prompt": "y"}])
     assert f"--prompt is y, and on rank 0 {'x' * 57}...;" in found

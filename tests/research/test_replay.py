@@ -7,18 +7,17 @@ from conftest import tiny_model
 from mlx_lm.models.cache import make_prompt_cache
 
 from gearbx_mlx import Gearbox
-from gearbx_mlx.decoding.kickdown import GearedModel
+from gearbx_mlx.decoding.kickdown import GearedModel, Kickdown
+from gearbx_mlx.decoding.route import Route
 from gearbx_mlx.evaluation import predictions
 from gearbx_mlx.evaluation.predictions import (
-    KickdownPolicy,
     Recording,
-    RoutePolicy,
-    StaticPolicy,
-    driven,
     read_at_once,
-    record,
+    read_in_mode,
+    recording_of,
 )
 from gearbx_mlx.routing.gates import Monitor, ThresholdGate
+from research.evaluation.driving import RoutePolicy, StaticPolicy, driven
 from research.evaluation.policies import Planned, SameToken
 from research.evaluation.replay import Reference, drafted, targets_of
 
@@ -38,7 +37,7 @@ def reference(geared, tmp_path) -> Reference:
 
 
 def recorded(geared, policy, reference) -> Recording:
-    return record(driven(geared, WINDOWS, policy), reference)
+    return recording_of(driven(geared, WINDOWS, policy), reference)
 
 
 class TestReplay:
@@ -76,13 +75,13 @@ class TestReplay:
         assert result.gear.tolist() == [0, 0] + [2] * 9 + [0, 0] + [2] * 3
 
     def test_several_tokens_in_a_pass_say_the_same(self, geared, reference):
-        at_once = record(read_at_once(geared, WINDOWS, geared.ladder.top), reference)
+        at_once = recording_of(read_at_once(geared, WINDOWS, geared.ladder.top), reference)
         assert at_once.kl.max() < 1e-9
         assert at_once.window.tolist() == [0] * 11 + [1] * 5
 
     def test_lossless_is_the_top_gear_and_counts_its_passes(self, geared, reference):
         low, top = geared.ladder[1], geared.ladder.top
-        result = record(drafted(geared, WINDOWS, low, top, 3), reference)
+        result = recording_of(drafted(geared, WINDOWS, low, top, 3), reference)
         assert result.kl.max() < 1e-9
         assert result.agree.all()
         assert (result.gear == 2).all()
@@ -90,8 +89,8 @@ class TestReplay:
         assert TOKENS / 4 <= checks < TOKENS
         assert checks <= drafts <= 3 * checks
 
-    def test_kickdown_is_what_ships(self):
-        """GearedModel and its policy give the same figures, and that of two gears is the policy of the studies."""
+    def test_modes_are_what_ships(self, demo):
+        """A window in mode kickdown is GearedModel's, and with two gears that of the studies' policy; so is route's."""
 
         def entropy(place: int, q: np.ndarray) -> float:
             return float(predictions.entropy_of_logprobs(predictions.log_softmax(q)))
@@ -99,7 +98,7 @@ class TestReplay:
         box = Gearbox(tiny_model(), "2,4,16", group_size=32, kernels="mlx")
         found = [entropy(0, s.logprobs) for s in driven(box, WINDOWS[:1], StaticPolicy(box.ladder[0]))]
         thresholds = [float(np.quantile(found, share)) for share in (0.45, 0.75)]  # between two tokens
-        steps = list(driven(box, WINDOWS[:1], KickdownPolicy(box.ladder, thresholds)))
+        steps = list(read_in_mode(box, demo.tokenizer, Kickdown(thresholds), WINDOWS[0]))
         model = GearedModel(box, thresholds)
         cache = make_prompt_cache(model)
         for token, step in zip(WINDOWS[0], steps):
@@ -108,11 +107,17 @@ class TestReplay:
             np.testing.assert_allclose(predictions.log_softmax(logits), step.logprobs, atol=1e-6)
         assert 0 < sum(step.passes[1] for step in steps) < len(steps)
         pair = Gearbox(tiny_model(), "2,16", group_size=32, kernels="mlx")
-        one, other = (
-            [step.passes for step in driven(pair, WINDOWS[:1], policy)]
-            for policy in (KickdownPolicy(pair.ladder, thresholds[:1]), SameToken(*pair.ladder, entropy, thresholds[0]))
-        )
-        assert one == other
+        gate, monitor = ThresholdGate(thresholds[:1], hysteresis=0, min_gear_duration=1), Monitor(128, 1)
+        for mode, policy in (
+            (Kickdown(thresholds[:1]), SameToken(*pair.ladder, entropy, thresholds[0])),
+            (Route(thresholds[:1], 1, 0, 1, "low"), RoutePolicy(pair.ladder, gate, monitor)),
+        ):
+            one = list(read_in_mode(pair, demo.tokenizer, mode, WINDOWS[0]))
+            other = list(driven(pair, WINDOWS[:1], policy))
+            assert [tuple(step.passes) for step in one] == [tuple(step.passes) for step in other]
+            assert [step.target for step in one] == WINDOWS[0][1:]
+            for mine, theirs in zip(one, other):
+                np.testing.assert_allclose(mine.logprobs, theirs.logprobs, atol=1e-6)
 
 
 class TestWindows:

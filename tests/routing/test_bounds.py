@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from gearbx_mlx import GearbxError
-from gearbx_mlx.routing.bounds import BoundedRouting, Rounding, bits, entropy_bounds, rounding_of
+from gearbx_mlx.routing.bounds import BoundedRouting, Rounding, bits, entropy_bounds, rounding_as_written
 from gearbx_mlx.routing.gates import RUN_AHEAD, Monitor, ThresholdGate, replay
 
 ROUNDED = 1e-9  # of sums of float64, on either side
@@ -98,7 +98,7 @@ def test_what_a_server_computes_in_any_type_brackets_the_entropy(dtype, shift, s
         probabilities = np.exp(exact - exact.max())
         probabilities /= probabilities.sum()
         given = sorted((logits - mx.logsumexp(logits, keepdims=True)).astype(mx.float32).tolist(), reverse=True)[:11]
-        low, high = entropy_bounds(given, 512, rounding_of(given))
+        low, high = entropy_bounds(given, 512, rounding_as_written(given))
         assert low <= entropy(probabilities) <= high
 
 

@@ -10,6 +10,9 @@ import mlx.core as mx
 import pytest
 from servers import our_process
 
+from gearbx_mlx.cli.parser import command_settings
+from gearbx_mlx.server import ServerSettings
+from gearbx_mlx.server.run import serving
 from gearbx_mlx.serving.scheduler import join_to_the_end
 
 pytestmark = pytest.mark.processes
@@ -30,6 +33,20 @@ def test_a_thread_that_computed_is_gone_when_it_is_joined():
         native = thread.native_id
         join_to_the_end(thread)
         assert not (TASKS / str(native)).exists()
+
+
+def test_no_thread_is_left_when_a_server_has_ended():
+    """Neither the one that computes, which has an answer in the making, nor the one that listens."""
+    before, said = threading.enumerate(), []
+    with serving(command_settings(ServerSettings, {"gears": "4,16", "port": 0, "kernels": "mlx"})) as server:
+        body = {"prompt": "Tom has 3 apples. He", "max_tokens": 400, "stream": True}
+        with httpx.stream("POST", server.where + "/v1/completions", json=body, trust_env=False, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            threading.Thread(target=lambda: said.extend(lines)).start()
+            server.stop()
+    assert "the server is stopping" in "".join(said)
+    assert [each for each in threading.enumerate() if each not in before] == []
 
 
 @pytest.mark.parametrize("mode", ["static", "route"])

@@ -21,10 +21,10 @@ from gearbx_mlx.serving.grammar import (
     JsonObject,
     Thinking,
     allow,
-    compiled,
     constraint_for,
+    grammar_tokens,
     mask_of,
-    tokens_of,
+    matcher_of,
 )
 
 END = 0  # the demo model's end of text
@@ -175,7 +175,7 @@ def test_a_grammar_begins_after_the_thinking_part(demo):
 
 
 def constraint_of(demo, thinking):
-    matcher = compiled(tokens_of(demo.tokenizer), AnswerForm("response_format", json.dumps(CHOICE)))
+    matcher = matcher_of(grammar_tokens(demo.tokenizer), AnswerForm("response_format", json.dumps(CHOICE)))
     constraint = Constraint(matcher, frozenset([END]), thinking)
     constraint(mx.array([9]), mx.zeros((1, 4096)))
     return constraint
