@@ -138,9 +138,7 @@ def new_directory(path: Path, mode: int | None = None) -> Iterator[Path]:
     try:
         if remove_parts(path.parent, re.escape(name_of(path))):
             raise GearbxError(f"{path}: another process writes it; wait for it, or end it")
-        handle, beside = open_directory(path)
-        _unfinished.add(beside)
-        try:
+        with work_directory(path) as beside:
             yield beside
             for place in (*beside.rglob("*"), beside):
                 sync(place)
@@ -149,23 +147,31 @@ def new_directory(path: Path, mode: int | None = None) -> Iterator[Path]:
             os.chmod(beside, 0o777 & ~umask() if mode is None else mode)
             os.replace(beside, path)
             sync(path.parent)
-        finally:
-            os.close(handle)
-            shutil.rmtree(beside, ignore_errors=True)
-            _unfinished.discard(beside)
     except OSError as error:
         raise unwritable(path, error) from error
 
 
-def open_directory(path: Path) -> tuple[int, Path]:
-    """Make a directory beside `path`; return the descriptor that locks it while this process lives, and its path."""
+@contextlib.contextmanager
+def work_directory(path: Path) -> Iterator[Path]:
+    """Make a directory beside `path` that is locked, and removed when the block ends.
+
+    Raises:
+        OSError: there can be none.
+    """
     while True:
         beside = Path(tempfile.mkdtemp(prefix=f".{name_of(path)}.", suffix=PART, dir=path.parent))
         with contextlib.suppress(FileNotFoundError):  # another process took it for a stale one, before it was locked
             handle = os.open(beside, os.O_RDONLY)
             if lock(handle) is not False and beside.exists():
-                return handle, beside
+                break
             os.close(handle)
+    _unfinished.add(beside)
+    try:
+        yield beside
+    finally:
+        os.close(handle)
+        shutil.rmtree(beside, ignore_errors=True)
+        _unfinished.discard(beside)
 
 
 def sync(path: Path) -> None:

@@ -11,7 +11,6 @@ again.
 import functools
 import hashlib
 import platform
-import warnings
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -21,15 +20,10 @@ import mlx.core as mx
 import msgspec
 
 from ..compat.arrays import dtype_name
-from ..errors import GearbxError, GearbxWarning
-from ..files.reading import read_json
-from ..files.user_cache import CacheUnusable, cache_entry, warn_of
-from ..files.writing import write_text
+from .measured_file import MeasuredFile, become_newest
 from .metal import source_text
 
-FILE = "proven.json"
 MARGIN = 1.05  # ours has to be faster than MLX's by more than this
-MOST_MACHINES = 16  # a new version of MLX makes another one
 
 MATVEC, EXACT, DENSE, ATTENTION, ROPE = TEXTS = ("matvec", "exact", "dense", "attention", "rope")
 PARTS = {  # a text's files of metal/
@@ -62,6 +56,15 @@ class ProvenFile(msgspec.Struct):
     """The file: by machine."""
 
     machines: dict[str, Entries] = {}
+
+
+PROOFS = MeasuredFile(
+    "proven.json",
+    ProvenFile,
+    "proofs of kernels",
+    "run gearbx_mlx benchmark mac --own-kernels again",
+    "MLX's kernels stay in use",
+)
 
 
 def product_key(form: str, shape: Sequence[int], dtype: mx.Dtype, vectors: int, candidate: str) -> str:
@@ -110,15 +113,6 @@ def any_won() -> bool:
     return any(each.won for name in map(text_name, TEXTS) for each in entries().get(name, {}).values())
 
 
-def file() -> Path | None:
-    """Return the user's file of proofs; None, said once, where another user could have written it."""
-    try:
-        return cache_entry(FILE)
-    except CacheUnusable as error:
-        warn_of(error)
-        return None
-
-
 @functools.cache
 def machine() -> str:
     """Name the chip, macOS and MLX."""
@@ -139,42 +133,24 @@ def text_name(text: str) -> str:
 
 def entries() -> Entries:
     """Return what was proven on this machine."""
-    return entries_in(file())
+    return entries_in(PROOFS.place())
 
 
 @functools.cache
-def entries_in(file: Path | None) -> Entries:
-    """Return the entries of this machine in a file, which is read once."""
-    return stored(file).machines.get(machine(), {})
+def entries_in(place: Path | None) -> Entries:
+    """Return the entries of this machine in the file at a place, which is read once."""
+    return PROOFS.read().machines.get(machine(), {})
 
 
 def change(text: str, key: str, proof: Proof | None) -> None:
-    """Write or remove a proof, beside what other processes wrote."""
-    place = file()
-    if place is None:
-        return
-    content = stored(place)
-    mine = content.machines.pop(machine(), {})
-    of_text = mine.setdefault(text_name(text), {})
-    of_text.pop(key, None)
-    if proof is not None:
-        of_text[key] = proof
-    content.machines[machine()] = mine
-    content.machines = dict([*content.machines.items()][-MOST_MACHINES:])
-    try:
-        write_text(place, msgspec.json.format(msgspec.json.encode(content), indent=1).decode())
-        place.chmod(0o600)  # with any umask: what others may write to is never used
-    except (GearbxError, OSError) as error:
-        warnings.warn(f"{error}; MLX's kernels stay in use", GearbxWarning, stacklevel=3)
+    """Write or remove a proof."""
+
+    def write(content: ProvenFile) -> None:
+        of_text = content.machines.get(machine(), {}).get(text_name(text), {})
+        of_text.pop(key, None)
+        if proof is not None:
+            of_text[key] = proof
+        become_newest(content.machines, machine(), {text_name(text): of_text})
+
+    PROOFS.change(write)
     entries_in.cache_clear()
-
-
-def stored(file: Path | None) -> ProvenFile:
-    """Return the file's content; nothing, where there is none or it is not what `keep` wrote."""
-    if file is None or not file.is_file():
-        return ProvenFile()
-    try:
-        return read_json(file, ProvenFile, "proofs of kernels", "run gearbx_mlx benchmark mac --own-kernels again")
-    except GearbxError as error:
-        warnings.warn(str(error), GearbxWarning, stacklevel=3)
-        return ProvenFile()

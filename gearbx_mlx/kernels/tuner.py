@@ -22,7 +22,6 @@ import os
 import platform
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
@@ -33,10 +32,7 @@ import mlx.core as mx
 import msgspec
 
 from ..compat.arrays import dtype_name
-from ..errors import GearbxError, GearbxWarning
-from ..files.reading import read_json
-from ..files.user_cache import CacheUnusable, cache_entry, warn_of
-from ..files.writing import write_text
+from ..errors import GearbxError
 from .compiler import SOURCES, processor_key
 from .dispatch import (
     BFLOAT16_BITS,
@@ -51,6 +47,7 @@ from .dispatch import (
     is_tuning,
     size_class,
 )
+from .measured_file import MeasuredFile, become_newest
 from .metal import MAX_VECTORS, metal_folder
 
 Key = TypeVar("Key")
@@ -60,9 +57,7 @@ Make = Callable[[], Sequence[mx.array]]
 LEAST_SECONDS = 0.004  # of an evaluation: twenty times what waiting for a GPU costs
 MOST_CALLS = 4096
 
-FILE = "tuning.json"
 SAVED_EVERY = 1.0  # seconds at least between two files of what texts teach
-MOST_MACHINES = 16  # a new version of MLX makes another one
 
 Times = dict[str, float]
 """Name of a candidate to seconds of a product."""
@@ -102,30 +97,22 @@ class TuningCache:
     """
 
     def __init__(self, file: Path | None = None):
-        self._given = file
+        remedy, unwritten = "it is written again", "kernels will be measured again at the next start"
+        self._file = MeasuredFile(file or "tuning.json", Stored, "measurements of kernels", remedy, unwritten)
         self.machine = machine()
         self._fresh: dict[str, Times] = {}
         self._fresh_differences: dict[str, Differences] = {}
         self._saved = -math.inf
 
     @functools.cached_property
-    def file(self) -> Path | None:
-        """The file; None, with a warning, where another user could have written it or the cache cannot be used."""
-        try:
-            return self._given or cache_entry(FILE)
-        except CacheUnusable as error:
-            warn_of(error)
-            return None
-
-    @functools.cached_property
     def times(self) -> dict[str, Times]:
         """By the name of a kind of product."""
-        return dict(self._read().machines.get(self.machine, {}))
+        return self._file.read().machines.get(self.machine, {})
 
     @functools.cached_property
     def differences(self) -> dict[str, Differences]:
         """By the name of a kind of product, its shape and number of vectors."""
-        return dict(self._read(quietly=True).differences.get(self.machine, {}))
+        return self._file.read(quietly=True).differences.get(self.machine, {})
 
     def keep(self, name: str, times: Times) -> None:
         """Take what was measured for a kind of product; `save` writes it."""
@@ -137,20 +124,14 @@ class TuningCache:
 
     def save(self) -> None:
         """Write what was measured since, beside what other processes wrote meanwhile."""
-        if self.file is None or not (self._fresh or self._fresh_differences):
-            return
-        self._saved = time.monotonic()
-        stored = self._read(quietly=True)
-        times = newest(stored.machines, self.machine, self._fresh)
-        differences = newest(stored.differences, self.machine, self._fresh_differences)
-        self._fresh, self._fresh_differences = {}, {}
-        try:
-            self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            text = msgspec.json.encode(Stored(times, differences))
-            write_text(self.file, msgspec.json.format(text, indent=1).decode())
-            self.file.chmod(0o600)  # with any umask: what others may write to is never used
-        except (GearbxError, OSError) as error:
-            say(f"{error}; kernels will be measured again at the next start")
+        if self._fresh or self._fresh_differences:
+            self._saved = time.monotonic()
+            self._file.change(self._write)
+            self._fresh, self._fresh_differences = {}, {}
+
+    def _write(self, stored: Stored) -> None:
+        become_newest(stored.machines, self.machine, self._fresh)
+        become_newest(stored.differences, self.machine, self._fresh_differences)
 
     def save_soon(self) -> None:
         """Write at most once in SAVED_EVERY seconds, since a file takes as long as some tokens; the rest at the end."""
@@ -159,28 +140,6 @@ class TuningCache:
         else:
             atexit.unregister(self.save)
             atexit.register(self.save)
-
-    def _read(self, quietly: bool = False) -> Stored:
-        """Return the file's content; nothing, where there is none or it is not what `save` wrote."""
-        if self.file is None or not self.file.is_file():
-            return Stored()
-        try:
-            return read_json(self.file, Stored, "measurements of kernels", "it is written again")
-        except GearbxError as error:
-            if not quietly:
-                say(str(error))
-            return Stored()
-
-
-def newest(stored: dict[str, dict[str, Key]], machine: str, fresh: dict[str, Key]) -> dict[str, dict[str, Key]]:
-    """Return what is stored, with what is new of one machine, which becomes the last; the oldest machines are
-    left out."""
-    mine = stored.pop(machine, {}) | fresh
-    return dict([*stored.items(), *([(machine, mine)] if mine else [])][-MOST_MACHINES:])
-
-
-def say(text: str) -> None:
-    warnings.warn(text, GearbxWarning, stacklevel=4)
 
 
 @functools.cache
