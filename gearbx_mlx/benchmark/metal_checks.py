@@ -23,8 +23,8 @@ from ..formats.planes import Planes, split
 from ..kernels.bit_planes import split_affine
 from ..kernels.dispatch import RECONSTRUCT, always
 from ..kernels.exact import decode
-from ..kernels.metal import DTYPES, VARIANTS, fitting_variants
-from ..kernels.metal_attention import TILE, attention, nested_attention, rope_launch
+from ..kernels.metal import METAL_DTYPES, VARIANTS, fitting_variants
+from ..kernels.metal_attention import TILE_KEYS, attention, nested_attention, rope_launch
 from ..kernels.metal_exact import decode_launch
 from ..kernels.products import (
     SymmetricCodes,
@@ -215,7 +215,7 @@ def random_matrix(rows: int, columns: int, dtype: mx.Dtype) -> mx.array:
 
 def product_checks(kernel: MetalProduct, vectors: Sequence[int]) -> Iterator[Check]:
     """Yield every shape, type, number of vectors and variant of a product."""
-    for (rows, columns), dtype in itertools.product(CHECKED, DTYPES):
+    for (rows, columns), dtype in itertools.product(CHECKED, METAL_DTYPES):
         if columns % kernel.multiple:
             continue
         packed = kernel.pack(random_matrix(rows, columns, dtype))
@@ -257,7 +257,7 @@ def mixture_checks(kernels: Iterable[MetalProduct], vectors: Sequence[int]) -> d
 
 def experts_checks(kernel: MetalProduct, vectors: Sequence[int]) -> Iterator[Check]:
     """Yield every shape, type, number of vectors and variant of a product with experts."""
-    for (rows, columns), dtype in itertools.product(CHECKED, DTYPES):
+    for (rows, columns), dtype in itertools.product(CHECKED, METAL_DTYPES):
         if columns % kernel.multiple:
             continue
         each = [kernel.pack(random_matrix(rows, columns, dtype)) for _ in range(EXPERTS)]
@@ -343,7 +343,7 @@ def operation_checks(vectors: Sequence[int]) -> dict[str, Iterator[Check]]:
 
 def attention_checks(vectors: Sequence[int]) -> Iterator[Check]:
     """Four heads that share two of keys and values: each type, width, number of keys and of queries, and mask."""
-    for dtype, width, keys, count in itertools.product(DTYPES, WIDTHS, KEYS, vectors):
+    for dtype, width, keys, count in itertools.product(METAL_DTYPES, WIDTHS, KEYS, vectors):
         queries = random_entries(4, count, width, dtype)
         cached_keys, values = (random_entries(2, keys, width, dtype) for _ in range(2))
         sees = mx.random.uniform(shape=(count, keys)) < 0.7
@@ -374,10 +374,10 @@ def attention_error(queries: mx.array, keys: mx.array, values: mx.array, mask: m
 
 def nested_checks(vectors: Sequence[int]) -> Iterator[Check]:
     """Four heads that share two of keys and values in planes: each type, width, gear and number of queries."""
-    for dtype, width, keys, bits, count in itertools.product(DTYPES, WIDTHS, KEYS, GEARS, vectors):
+    for dtype, width, keys, bits, count in itertools.product(METAL_DTYPES, WIDTHS, KEYS, GEARS, vectors):
         queries = random_entries(4, count, width, dtype)
         k, v = (random_entries(2, keys, width, dtype) for _ in range(2))
-        packed = keys // TILE * TILE  # of further positions entries are read
+        packed = keys // TILE_KEYS * TILE_KEYS  # of further positions entries are read
         text = f"{keys} keys of {bits} bits, heads of {width}, {count} queries, {dtype_name(dtype)}"
         nested = Nested((k, v), (planes_of(k, bits), planes_of(v, bits)), packed)
         yield Check(text, TOLERANCE[dtype], partial(nested_error, queries, nested))
@@ -399,7 +399,7 @@ def attention_company_error(queries: mx.array, keys: mx.array, values: mx.array)
 
 def rope_checks(vectors: Sequence[int]) -> Iterator[Check]:
     """Four heads, all or half of their values turned: each type, order of pairs and number of tokens."""
-    for dtype, traditional, dims, count in itertools.product(DTYPES, (False, True), WIDTHS, vectors):
+    for dtype, traditional, dims, count in itertools.product(METAL_DTYPES, (False, True), WIDTHS, vectors):
         x = mx.random.normal((1, 4, count, max(WIDTHS))).astype(dtype)
         text = f"{dims} of {max(WIDTHS)} values, {count} tokens, {dtype_name(dtype)}"
         text += ", neighbours" if traditional else ", halves"

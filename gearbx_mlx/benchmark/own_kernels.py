@@ -30,7 +30,7 @@ Rows = list[dict[str, Any]]
 CHECKED_VECTORS = (1, 2, 4, 8)
 VECTORS = (1, 2, 3, 4, 5, 8, 16)  # of a verification of up to four drafted tokens, and of text that is looked up
 MOST_WEIGHTS = 2**26  # of a shape, from several layers: more than caches hold, and encoded in some seconds
-TEXT_OF = {"weights as they are": proven.DENSE, "4 bits": proven.MATVEC, WHOLE: proven.EXACT}
+TEXT_OF = {"weights as they are": proven.DENSE_TEXT, "4 bits": proven.MATVEC_TEXT, WHOLE: proven.EXACT_TEXT}
 
 
 class Layers(NamedTuple):

@@ -13,7 +13,7 @@ from rich.console import Console
 from ..cli.tables import columns
 from ..errors import GearbxError
 from ..files.user_cache import CacheUnusable, open_cache
-from ..kernels.cpu import BUILDING_LOCK, NAME
+from ..kernels.cpu import BUILDING_LOCK, MODULE_NAME
 from ..settings import human_bytes
 from . import KINDS, UsersCacheSettings
 
@@ -60,7 +60,7 @@ def entries(directory: Path) -> Iterator[Kept]:
 
 def kind_of(path: Path) -> str:
     """Return the kind of a file or directory right below the cache."""
-    if path.name.lstrip(".").startswith(NAME):
+    if path.name.lstrip(".").startswith(MODULE_NAME):
         return "kernels"
     if path.name == "bases" and path.is_dir():
         return "bases"

@@ -28,7 +28,7 @@ from ..formats.tied import linear_of
 from ..gears.adapters import layers_of
 from ..gears.discovery import Layer, block_number, stored_widths
 from ..kernels.bit_planes import Planes
-from ..kernels.dispatch import ATTENTION
+from ..kernels.dispatch import FUSED_ATTENTION
 from .gptq import Factored, Hessian, calibrated
 
 LONGEST = 512  # tokens of a text that are read
@@ -460,7 +460,7 @@ class Walk:
         if mx.default_device() == mx.cpu and number < len(self.blocks):  # whose own attention takes most of the time
             for module in self.blocks[number].modules():
                 stock: Any = type(module)
-                native = native_class(stock, (ATTENTION,))
+                native = native_class(stock, (FUSED_ATTENTION,))
                 changes += [] if native is None else [(module, native)]
         for place, block in enumerate(self.blocks[: number + 1]):
             call = current if place == number else before if place == number - 1 else past

@@ -23,7 +23,7 @@ from ..kernels.bit_planes import PanelPlanes, Planes
 from ..kernels.dispatch import NATIVE, Kind, bits_beside_bfloat16, cpu_kernels
 from ..kernels.exact import (
     CODE_BITS,
-    WINDOW,
+    FIRST_NEIGHBOUR,
     ExactMatrix,
     PanelExactMatrix,
     as_floats,
@@ -33,7 +33,7 @@ from ..kernels.exact import (
     weight_bits,
 )
 from ..kernels.products import decoded, exact_experts, exact_product, exact_rows, panel_rows
-from ..kernels.proven import EXACT, decoder_key
+from ..kernels.proven import EXACT_TEXT, decoder_key
 from .base import DENSE, Arrays, Bits, Format, Gears, PackedExperts, Shape, StoredArray, StoredArrays, row_blocks
 from .native import Native, NativeMultiLinear, native_rounding, stored_planes, takes_panels, with_expert_bias
 from .planes import NestedPlanes, planes_module
@@ -107,7 +107,7 @@ def in_window(weight: np.ndarray, value: np.ndarray, scale: np.ndarray) -> tuple
     All are float32; the weights are bfloat16 numbers.
     """
     zero = ~(np.abs(value) > np.abs(scale) * np.float32(0.5))
-    first = (value.view(np.uint32) >> 16).astype(np.uint16) - np.uint16(WINDOW)
+    first = (value.view(np.uint32) >> 16).astype(np.uint16) - np.uint16(FIRST_NEIGHBOUR)
     return zero | ((weight.view(np.uint32) >> 16).astype(np.uint16) - first < 256), zero
 
 
@@ -231,7 +231,7 @@ class NativeExactLinear(Native, ExactLinear):
             stock=False,
             variants=(NATIVE,),
             most_bits=bits_beside_bfloat16(),
-            text=EXACT,
+            text=EXACT_TEXT,
             decoding=decoder_key(self.group_size),
         )
 

@@ -33,7 +33,7 @@ from ..kernels.products import (
     stack_experts,
     stack_product,
 )
-from ..kernels.proven import DENSE
+from ..kernels.proven import DENSE_TEXT
 from .block import coded_class
 from .fused import BY_PRIVATE_NAMES, FUSED, native_class
 
@@ -186,7 +186,7 @@ def dense_kind(weight: mx.array) -> Kind:
     """Return the kind of products with a weight (O, I) as it is."""
     bits = bits_beside_bfloat16() if weight.dtype == mx.bfloat16 else 0
     form = f"weights of {8 * weight.dtype.size} bits"
-    return Kind(form, weight.shape, stock=True, variants=(OURS,), most_bits=bits, text=DENSE)
+    return Kind(form, weight.shape, stock=True, variants=(OURS,), most_bits=bits, text=DENSE_TEXT)
 
 
 def affine_planes(module: nn.Module) -> Planes:

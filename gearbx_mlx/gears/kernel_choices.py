@@ -21,9 +21,9 @@ from ..formats.tied import TiedEmbedding
 from ..kernels import ACTIVATIONS, KERNELS, MEASURE
 from ..kernels.dispatch import (
     CPU,
+    LEAST_WEIGHTS,
     NATIVE,
     RECONSTRUCT,
-    SMALLEST,
     ChosenKernels,
     KernelChoice,
     Kind,
@@ -164,7 +164,7 @@ def seconds_as_stored(model: nn.Module, x_bits: int, group_size: int) -> Times:
     matrices = [array for _, array in tree_flatten(model.parameters()) if array.ndim == 2]
     fitting = [array for array in matrices if array.dtype == mx.bfloat16 and not array.shape[1] % group_size]
     weight = max(fitting, key=lambda array: array.size, default=None)
-    if weight is None or weight.size < SMALLEST or not is_tuning():
+    if weight is None or weight.size < LEAST_WEIGHTS or not is_tuning():
         return {}
     weight = weight[: max(1, SAMPLE // weight.shape[1])]
     cache, name = TuningCache(), f"stored otherwise, {weight.shape}, groups of {group_size}, {x_bits} bits"

@@ -29,7 +29,7 @@ import mlx.core as mx
 from ..errors import GearbxError
 
 CPU_VARIABLE = "GEARBX_CPU"
-NATIVE, AVX2, PORTABLE = "native", "avx2", "portable"
+NATIVE_CPU, AVX2, PORTABLE = "native", "avx2", "portable"
 X86_64_V3 = {"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"}  # as Linux names what -march=x86-64-v3 may use
 X86_64 = ("x86_64", "amd64", "AMD64")
 ARM = ("arm64", "aarch64")
@@ -45,7 +45,7 @@ COLD = ("-Os",)  # for the bindings
 # MLX's own bindings use this domain of nanobind; within one domain, extensions can pass arrays to each other.
 DEFINES = ("-DNB_DOMAIN=mlx", "-DNB_COMPACT_ASSERTIONS")
 PLACEHOLDERS = Path("/usr/bin")  # where macOS has them
-SECONDS = 300  # for the compiler
+MOST_SECONDS_TO_COMPILE = 300  # for the compiler
 
 
 class Unavailable(Exception):
@@ -63,7 +63,7 @@ class CompileTarget:
     system: str
     machine: str
     mlx: Path
-    instructions: str = NATIVE
+    instructions: str = NATIVE_CPU
 
     @property
     def is_mac(self) -> bool:
@@ -81,7 +81,7 @@ class CompileTarget:
         own = (PORTABLE_DEFINE,) if self.instructions == PORTABLE else ()
         if self.is_arm and self.is_mac:
             return (f"-mcpu={OLDEST_MAC}", *own)
-        if self.instructions == NATIVE:
+        if self.instructions == NATIVE_CPU:
             return ("-mcpu=native" if self.is_arm else "-march=native",)
         oldest = "-march=armv8-a" if self.is_arm else "-march=x86-64"
         return (oldest, *own) if self.is_arm or self.machine in X86_64 else own
@@ -103,9 +103,9 @@ def instructions() -> str:
     Raises:
         GearbxError: no such name, or this processor lacks these instructions.
     """
-    asked = os.environ.get(CPU_VARIABLE) or NATIVE
+    asked = os.environ.get(CPU_VARIABLE) or NATIVE_CPU
     lacking = lacking_for_avx2()
-    works = [NATIVE, *([] if lacking else [AVX2]), PORTABLE]
+    works = [NATIVE_CPU, *([] if lacking else [AVX2]), PORTABLE]
     if asked in works:
         return asked
     why = f"this processor has no {', '.join(lacking)}" if asked == AVX2 else "that name is unknown"
@@ -141,7 +141,7 @@ def vector_instructions() -> str:
     if asked == PORTABLE or platform.machine() in ARM:
         return "no vector instructions" if asked == PORTABLE else "NEON"
     flags = next((line.split() for line in cpuinfo() if line.startswith("flags")), [])
-    if asked == NATIVE and "avx512f" in flags:
+    if asked == NATIVE_CPU and "avx512f" in flags:
         return "AVX-512"
     return "AVX2" if "avx2" in flags else "SSE"
 
@@ -338,10 +338,12 @@ class Compilers:
         name = Path(command[0]).name
         with self.start(command) as process:
             try:
-                _, said = process.communicate(timeout=SECONDS)
+                _, said = process.communicate(timeout=MOST_SECONDS_TO_COMPILE)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
-                raise Unavailable(f"{name} did not compile the CPU kernels within {SECONDS} s") from None
+                raise Unavailable(
+                    f"{name} did not compile the CPU kernels within {MOST_SECONDS_TO_COMPILE} s"
+                ) from None
             except KeyboardInterrupt:
                 self.end()
                 raise

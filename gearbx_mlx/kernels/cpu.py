@@ -169,8 +169,8 @@ def replace(source: Path, target: Path) -> None:
     os.replace(source, target)
 
 
-NAME = "_gearbx_cpu"
-SUFFIX = sysconfig.get_config_var("EXT_SUFFIX") or ".so"
+MODULE_NAME = "_gearbx_cpu"
+LIBRARY_SUFFIX = sysconfig.get_config_var("EXT_SUFFIX") or ".so"
 
 
 def while_compiling(files: int, kept: bool) -> AbstractContextManager[Callable[[], None]]:
@@ -228,7 +228,7 @@ def _get_kernels() -> ModuleType:
 
 
 def library_name(recipe: Recipe) -> str:
-    return f"{NAME}-{hash_recipe(recipe)}-{hash_compiler(recipe)}{SUFFIX}"
+    return f"{MODULE_NAME}-{hash_recipe(recipe)}-{hash_compiler(recipe)}{LIBRARY_SUFFIX}"
 
 
 def _load_kept(reason: str) -> ModuleType:
@@ -241,7 +241,7 @@ def _load_kept(reason: str) -> ModuleType:
         Unavailable: with that reason, if there are none.
     """
     try:
-        entries = find_entries(f"{NAME}-{hash_recipe(make_recipe([]))}-*{SUFFIX}")
+        entries = find_entries(f"{MODULE_NAME}-{hash_recipe(make_recipe([]))}-*{LIBRARY_SUFFIX}")
     except (CacheUnusable, OSError) as error:
         raise Unavailable(f"{reason}; the cache cannot be used: {why(error)}") from None
     for entry in entries:
@@ -289,8 +289,8 @@ def _compile(recipe: Recipe, library: Path, kept: bool) -> None:
 
 def _load(library: Path) -> ModuleType:
     """Import a compiled library. Raises Unavailable if the system cannot load it."""
-    loader = importlib.machinery.ExtensionFileLoader(NAME, str(library))
-    spec = importlib.util.spec_from_loader(NAME, loader)
+    loader = importlib.machinery.ExtensionFileLoader(MODULE_NAME, str(library))
+    spec = importlib.util.spec_from_loader(MODULE_NAME, loader)
     assert spec is not None
     try:
         module = importlib.util.module_from_spec(spec)

@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from ..errors import GearbxError, GearbxWarning, one_line
 
-CODES = 16  # codes that a lane reads at a time
+CODES_OF_A_LANE = 16  # codes that a lane reads at a time
 TYPES = {mx.float16: "float16_t", mx.bfloat16: "bfloat16_t", mx.float32: "float"}  # MLX's names for them in a text
 UNROLL = '_Pragma("clang loop unroll(full)")'  # arrays that a lane indexes in a loop stay in registers only then
 UNREAD = re.compile(r"[ \t]*//[^\n]*|[ \t]+(?=\\\n)")  # comments, and spaces before the end of a macro's line
@@ -111,14 +111,14 @@ class PackedLayout:
     bits: int
     arrays: tuple[str, ...]
     macros: tuple[tuple[str, object], ...]
-    codes: int = CODES
+    codes: int = CODES_OF_A_LANE
     tables: object = 0
 
 
 LANES = 32  # of a SIMD group
 MAX_VECTORS = 16
 MOST_IN_REGISTERS = 8  # vectors whose activations fit a lane's registers
-DTYPES = tuple(TYPES)
+METAL_DTYPES = tuple(TYPES)
 
 # GEARBX 8.1: the largest activations that are staged in threadgroup memory.
 STAGED_COLUMNS = 6144
@@ -354,4 +354,4 @@ def places_of_few(inputs: Sequence[mx.array]) -> tuple[int, ...]:
 
 def takes(x: mx.array, columns: int) -> bool:
     """Return whether a kernel takes activations (..., columns): their number and their type."""
-    return x.ndim > 0 and 0 < x.size <= MAX_VECTORS * columns and x.dtype in DTYPES
+    return x.ndim > 0 and 0 < x.size <= MAX_VECTORS * columns and x.dtype in METAL_DTYPES

@@ -16,9 +16,9 @@ from .exact import CODE_BITS, ExactMatrix
 from .metal import Launch, PackedLayout, Prepared, Variant, options, places_of_few, source_text
 from .metal_products import GROUP_SIZES, Spec, check_product, named, product_launch, threads
 
-TILE = 2**22  # weights that are decoded at a time
+TILE_WEIGHTS = 2**22  # weights that are decoded at a time
 MOST_BYTES = 2**31 - 1  # of `high`; kernels get numbers of 32 bits
-CODES = 8  # that a lane reads at a time: a word
+CODES_OF_A_WORD = 8  # that a lane reads at a time: a word
 # Two rows of a SIMD group share activations, and a sum over its lanes; four would take twice the registers.
 PRODUCT, DECODER = Variant("registers", 2, 2), Variant("registers", 2, 1)
 
@@ -30,7 +30,7 @@ def exact_layout(group_size: int) -> PackedLayout:
         name=f"exact_g{group_size}",
         bits=CODE_BITS + 8,
         arrays=("codes", "scales", "biases", "low", "high", "offsets"),
-        codes=CODES,
+        codes=CODES_OF_A_WORD,
         macros=named(SIGN_BITS=0, GROUP_SIZE=group_size, CODE_BITS=CODE_BITS),
     )
 
@@ -105,7 +105,7 @@ def decode_launch(matrix: ExactMatrix, chosen: mx.array | None = None) -> Launch
     return Launch(Prepared(spec, how, (sizes,), places_of_few(inputs), mx.bfloat16), inputs)
 
 
-def exact_matmul_tiles(x: mx.array, matrix: ExactMatrix, tile: int = TILE) -> mx.array | None:
+def exact_matmul_tiles(x: mx.array, matrix: ExactMatrix, tile: int = TILE_WEIGHTS) -> mx.array | None:
     """x (..., I) @ W^T over exact weights for any number of vectors, (..., O) of x's type, in MLX's matrix products.
 
     None where the kernel that decodes cannot run.

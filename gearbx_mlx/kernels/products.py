@@ -180,7 +180,7 @@ def decoded(matrix: ExactMatrix) -> mx.array:
 
 def decoded_on_metal(matrix: ExactMatrix, chosen: mx.array | None = None) -> mx.array | None:
     """`decode_launch` where this machine has proven that it is right and faster than `decode`; else None."""
-    if not metal.available() or not proven.won(proven.EXACT, proven.decoder_key(matrix.group_size)):
+    if not metal.available() or not proven.won(proven.EXACT_TEXT, proven.decoder_key(matrix.group_size)):
         return None
     return decode_launch(matrix, chosen).attempt()
 

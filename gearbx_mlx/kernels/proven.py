@@ -23,15 +23,21 @@ from ..compat.arrays import dtype_name
 from .measured_file import MeasuredFile, become_newest
 from .metal import source_text
 
-MARGIN = 1.05  # ours has to be faster than MLX's by more than this
+LEAD = 1.05  # ours has to be faster than MLX's by more than this
 
-MATVEC, EXACT, DENSE, ATTENTION, ROPE = TEXTS = ("matvec", "exact", "dense", "attention", "rope")
-PARTS = {  # a text's files of metal/
-    MATVEC: ("matvec", "codes"),
-    EXACT: ("exact", "exact_weights", "codes", "loads"),
-    DENSE: ("dense", "loads"),
-    ATTENTION: ("attention", "attention_join", "kv_planes", "loads"),
-    ROPE: ("rope",),
+MATVEC_TEXT, EXACT_TEXT, DENSE_TEXT, ATTENTION_TEXT, ROPE_TEXT = TEXTS = (
+    "matvec",
+    "exact",
+    "dense",
+    "attention",
+    "rope",
+)
+FILES_OF_TEXT = {  # a text's files of metal/
+    MATVEC_TEXT: ("matvec", "codes"),
+    EXACT_TEXT: ("exact", "exact_weights", "codes", "loads"),
+    DENSE_TEXT: ("dense", "loads"),
+    ATTENTION_TEXT: ("attention", "attention_join", "kv_planes", "loads"),
+    ROPE_TEXT: ("rope",),
 }
 
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
@@ -45,7 +51,7 @@ class Proof(msgspec.Struct, frozen=True):
 
     @property
     def won(self) -> bool:
-        return self.ours * MARGIN < self.mlx
+        return self.ours * LEAD < self.mlx
 
 
 Entries = dict[str, dict[str, Proof]]
@@ -124,7 +130,7 @@ def machine() -> str:
 def text_name(text: str) -> str:
     """Name a text with 12 hexadecimal digits of all that Apple's compiler is given, and of what writes its macros."""
     digest = hashlib.sha256()
-    for part in PARTS[text]:
+    for part in FILES_OF_TEXT[text]:
         digest.update(source_text(part).encode() + b"\0")
     for path in sorted(Path(__file__).parent.glob("metal*.py")):
         digest.update(path.read_bytes() + b"\0")

@@ -37,9 +37,9 @@ from .compiler import SOURCES, processor_key
 from .dispatch import (
     BFLOAT16_BITS,
     CPU,
+    LEAST_WEIGHTS,
     METAL,
     MLX,
-    SMALLEST,
     STOCK,
     CannotMeasure,
     Kind,
@@ -62,9 +62,9 @@ SAVED_EVERY = 1.0  # seconds at least between two files of what texts teach
 Times = dict[str, float]
 """Name of a candidate to seconds of a product."""
 
-MARGIN = 1.05  # what is used without measuring stays, unless something else is faster by more than this
+LEAD_OVER_FIRST = 1.05  # what is used without measuring stays, unless something else is faster by more than this
 GIVE_UP = 1.5  # a candidate that takes so many times as long as the fastest is not timed again
-TRIALS = 5
+TUNING_TRIALS = 5
 TRIAL_SECONDS = 0.002  # of a trial
 LARGEST_SIZE = 2**13  # rows or columns: larger weights are streamed alike
 
@@ -303,7 +303,7 @@ class Tuner:
 
 def is_worth_it(kind: Kind) -> bool:
     """Return whether the candidates of a kind are to be timed: not small ones, and not with GEARBX_TUNE=0."""
-    return is_tuning() and math.prod(kind.shape) >= SMALLEST
+    return is_tuning() and math.prod(kind.shape) >= LEAST_WEIGHTS
 
 
 def differences(products: Mapping[str, Sequence[Product]], x: mx.array) -> Differences:
@@ -371,7 +371,7 @@ def measure(products: Mapping[str, Sequence[Product]], x: mx.array) -> Times:
     hopeful = [name for name, seconds in found.items() if seconds <= HOPELESS * min(found.values())]
     if len(hopeful) > 1:
         makes = {name: partial(built, products[name], x) for name in hopeful}
-        times = compare(makes, TRIALS, TRIAL_SECONDS, GIVE_UP)
+        times = compare(makes, TUNING_TRIALS, TRIAL_SECONDS, GIVE_UP)
         found |= {name: statistics.median(each) / len(products[name]) for name, each in times.items()}
     return found
 
@@ -399,7 +399,7 @@ def fastest(times: Times, candidates: Sequence[str]) -> str:
         return candidates[0]
     best = min(known, key=lambda name: known[name])
     first = known.get(candidates[0])
-    return candidates[0] if first is not None and first <= MARGIN * known[best] else best
+    return candidates[0] if first is not None and first <= LEAD_OVER_FIRST * known[best] else best
 
 
 def seconds_of(make: Make, calls: int = 1) -> float:

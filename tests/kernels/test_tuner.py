@@ -19,6 +19,7 @@ from gearbx_mlx.errors import GearbxWarning
 from gearbx_mlx.gears.kernel_choices import measure_gears
 from gearbx_mlx.kernels import dispatch, tuner
 from gearbx_mlx.kernels.dispatch import GPU, METAL, MLX, NATIVE, RECONSTRUCT, CannotMeasure, Kind
+from gearbx_mlx.kernels.measured_file import MOST_MACHINES
 from gearbx_mlx.kernels.tuner import (
     FAILED,
     MOST_CALLS,

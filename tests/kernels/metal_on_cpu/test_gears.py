@@ -175,7 +175,7 @@ def bfloat16_model():
 @pytest.mark.clang
 @pytest.mark.slow
 def test_auto_replaces_products_alone_on_metal(launches):
-    proven.keep(proven.EXACT, proven.decoder_key(64), 1.0, 2.0)  # so that it makes the gears
+    proven.keep(proven.EXACT_TEXT, proven.decoder_key(64), 1.0, 2.0)  # so that it makes the gears
     gearbox = Gearbox(bfloat16_model(), "4,16", format="exact", kernels="auto")
     assert gearbox.kernels.native
     assert {launch.spec.text for launch in launches} == {"exact"}

@@ -107,7 +107,7 @@ def test_what_is_right_is_kept_for_each_way_to_store(short, model):
     kept = {name.split()[0]: proofs for name, proofs in proven.entries().items()}
     assert {name: len(proofs) for name, proofs in kept.items()} == {"dense": 1, "matvec": 3, "exact": 2}
     for row in rows:
-        assert row["won"] == (row["seconds"] * proven.MARGIN < row["seconds_of_mlx"])
+        assert row["won"] == (row["seconds"] * proven.LEAD < row["seconds_of_mlx"])
     assert proven.proof("exact", proven.decoder_key(64)) is not None
 
 
