@@ -36,7 +36,6 @@ from .measuring import (
     timed,
 )
 
-SLOW_TOKENS = 2  # in a trial of MLX's own kernels on a CPU
 PROMPT = [1, 2, 3]
 VOCABULARY = 32000
 COLUMNS = (
@@ -100,7 +99,7 @@ def time_cases(cases: Sequence[GearCase], settings: DecodeBenchmark, read_bandwi
             bandwidths.append(read_bandwidth())
             shift = case.gearbox.shift(case.gear)
             mx.reset_peak_memory()
-            tokens = SLOW_TOKENS if case.path == MLX and on_cpu() else settings.tokens
+            tokens = 2 if case.path == MLX and on_cpu() else settings.tokens  # MLX's own kernels are slow on a CPU
             spent = decode_seconds(case.gearbox.model, tokens, settings.context)
             case.peak_memory = mx.get_peak_memory()
             if trial:

@@ -63,7 +63,6 @@ ONE_GEAR = {bits: f"one gear of {bits} bits" for bits in (4, 6, 8)}
 ORDER = (ALONE, *BY_DRAFT_MODEL.values(), *FIXED.values(), AS_TYPED, *ONE_GEAR.values())
 
 WARM_UP = 24  # tokens of each way that do not count: its kernels are compiled, and the policy sees some rounds
-SHARE_OF_MEMORY = 0.9  # that weights may take of what there is; the rest is for KV caches and what is computed
 GAIN, LOSS = 1.05, 0.97  # times mlx-lm's speed: what is between them is neither
 
 
@@ -210,7 +209,8 @@ def load_original(name: str | None) -> Loaded:
 
 def most_memory() -> int:
     """Return the bytes that weights may take here."""
-    return int(SHARE_OF_MEMORY * (recommended_memory() or available_memory() + mx.get_active_memory()))
+    # The rest is for KV caches and what is computed.
+    return int(0.9 * (recommended_memory() or available_memory() + mx.get_active_memory()))
 
 
 def check_fits(name: str, size: int) -> None:

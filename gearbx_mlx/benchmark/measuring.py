@@ -38,7 +38,6 @@ SUMMED_BY = {"mlx cpu": "MLX's sum on the CPU", "mlx gpu": "MLX's sum on the GPU
 # Names of paths. int16, int8: activations that are rounded, which only kernels of a CPU do.
 NATIVE, INT16, INT8, METAL, MLX = "native", "native int16", "native int8", "metal", "mlx"
 ON_CPU = ((NATIVE, "native", "float"), (INT16, "native", "int16"), (INT8, "native", "int8"))
-ON_METAL = ((METAL, "native", "float"),)
 BY_MLX = ((MLX, "mlx", "float"),)
 
 
@@ -124,7 +123,7 @@ def cpu_module() -> Any:
 def paths_here() -> tuple[tuple[str, str, str], ...]:
     """Return the paths of a gearbox on this machine: name, `kernels` and `activations`; the last one is MLX's."""
     if metal.available():
-        return ON_METAL + BY_MLX
+        return ((METAL, "native", "float"), *BY_MLX)
     return BY_MLX if cpu_module() is None else ON_CPU + BY_MLX
 
 

@@ -322,7 +322,6 @@ WIDTHS = (64, 128)  # of the heads that are checked
 KEYS = (37, 300)  # that are checked: less than a block, and several blocks
 OFFSET, BASE = 1000, 10000.0
 
-NESTED = "attention over planes"
 GEARS, PLANES, GROUP = (4, 8), (4, 4), 32  # of keys and values in planes
 
 
@@ -338,7 +337,11 @@ def planes_of(entries: mx.array, bits: int) -> list[mx.array]:
 
 def operation_checks(vectors: Sequence[int]) -> dict[str, Iterator[Check]]:
     """Return the checks of each operation, for these numbers of tokens."""
-    return {"attention": attention_checks(vectors), NESTED: nested_checks(vectors), "rope": rope_checks(vectors)}
+    return {
+        "attention": attention_checks(vectors),
+        "attention over planes": nested_checks(vectors),
+        "rope": rope_checks(vectors),
+    }
 
 
 def attention_checks(vectors: Sequence[int]) -> Iterator[Check]:

@@ -29,7 +29,6 @@ Rows = list[dict[str, Any]]
 
 CHECKED_VECTORS = (1, 2, 4, 8)
 VECTORS = (1, 2, 3, 4, 5, 8, 16)  # of a verification of up to four drafted tokens, and of text that is looked up
-MOST_WEIGHTS = 2**26  # of a shape, from several layers: more than caches hold, and encoded in some seconds
 TEXT_OF = {"weights as they are": proven.DENSE_TEXT, "4 bits": proven.MATVEC_TEXT, WHOLE: proven.EXACT_TEXT}
 
 
@@ -82,7 +81,8 @@ def layers_of_shapes(model: nn.Module) -> Iterator[Layers]:
         if isinstance(module, nn.Linear | nn.Embedding) and module.weight.shape[-1] % DEFAULT_GROUP_SIZE == 0:
             alike.setdefault((module.weight.shape, module.weight.dtype), []).append(module.weight)
     for (shape, dtype), weights in alike.items():
-        some = weights[: max(1, MOST_WEIGHTS // (shape[0] * shape[1]))]
+        # From several layers, more weights than caches hold, and encoded in some seconds.
+        some = weights[: max(1, 2**26 // (shape[0] * shape[1]))]
         dense = [native_linear(weight) for weight in some]
         yield Layers("weights as they are", dense, dtype)
         yield Layers("4 bits", [stored_as("planes", layer, 4, Ladder((4,)), dtype) for layer in dense], dtype)

@@ -139,14 +139,13 @@ def qualities(format: CodebookFormat, weight: mx.array) -> Iterator[Quality]:
 
 # The quality of layers
 
-ROUTED = "routed"
 HEADS = {"lm_head", "embed_out", "output", "ff_out", "head"}  # what model classes call their output head
 
 
 def kind_of(path: str, module: nn.Module) -> str:
     """Return the class of component that decides the floor: routed, shared, attention, head or mlp."""
     if isinstance(module, SwitchLinear):
-        return ROUTED
+        return "routed"
     if "shared" in path:
         return "shared"
     if path.split(".")[-1] in HEADS or isinstance(module, nn.Embedding):  # a tied one

@@ -37,7 +37,6 @@ from . import Floors
 from .codebook_selection import LayerQualities, Selection, measure, select
 
 KL_BOUND = 0.5  # nats per token: the measured models write broken text well below it
-GENERATED = 64  # tokens of each text
 LONGEST_PERIOD, LEAST_REPEATS, LEAST_TOKENS = 8, 4, 16
 
 
@@ -101,7 +100,7 @@ class GarbageCheck:
         model: nn.Module,
         texts: Sequence[Sequence[int]],
         kl_bound: float = KL_BOUND,
-        written: int = GENERATED,
+        written: int = 64,  # tokens of each text
         ends: Collection[int] = (),
     ):
         self.texts = [list(text) for text in texts if len(text) > 1]
@@ -133,7 +132,6 @@ class GarbageCheck:
 
 
 CONTEXT = 8192  # tokens, where the model's context is longer: few texts are
-PREFILL = 2048  # tokens that mlx-lm reads in one pass
 STEP = 256  # tokens by which mlx-lm's caches grow; one and two steps are read to measure
 
 
@@ -175,12 +173,12 @@ def measure_reserve(model: nn.Module) -> Reserve:
         return Reserve(*cache_bytes(model, context), context)
     (start, _), (end, activations) = cache_bytes(model, STEP), cache_bytes(model, 2 * STEP)
     steps = math.ceil(context / STEP)
-    return Reserve(end + (end - start) * (steps - 2), round(activations * min(PREFILL, context) / (2 * STEP)), context)
+    pass_tokens = min(2048, context)  # mlx-lm reads at most so many in one pass
+    return Reserve(end + (end - start) * (steps - 2), round(activations * pass_tokens / (2 * STEP)), context)
 
 
 STRICT_FLOORS = (0.90, 0.93, 0.96, 0.98, 0.99, 0.995)
 LAZY_FLOORS = (0.80, 0.88, 0.92, 0.93, 0.935, 0.94, 0.96, 0.98, 0.99)
-MOST_POINTS = 8
 FITS, OVER = "fits", "over budget"
 
 
@@ -268,7 +266,7 @@ def operating_points(
     unmanaged: int,
     spike: int,
     grid: Iterable[tuple[float, float]] | None = None,
-    most: int = MOST_POINTS,
+    most: int = 8,
     reserve: int = 0,
 ) -> list[OperatingPoint]:
     """Points of a grid of floors with different bits for the layers, by bytes ascending.

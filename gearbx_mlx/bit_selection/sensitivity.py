@@ -409,8 +409,6 @@ def layer_precision(
 
 
 LOW = 4  # bits of mlx_lm.dynamic_quant
-MILLION = 1e6
-FOLD = 4.0  # by which the KL falls with every bit: the error halves, and the KL goes with its square
 
 
 def first_order(
@@ -451,5 +449,6 @@ def estimate_kls(
     missing = [layer.path for layer in layers if layer.path not in found]
     if missing:
         raise GearbxError(f"mlx-lm estimates no sensitivity of {missing[0]}; measure it without --fast")
-    saved = {layer.path: max(found[layer.path], 0.0) * layer.module.weight.size / MILLION for layer in layers}
-    return {path: {width: kl * FOLD ** (low - width) for width in bits} for path, kl in saved.items()}
+    saved = {layer.path: max(found[layer.path], 0.0) * layer.module.weight.size / 1e6 for layer in layers}
+    # With every bit the error halves, and the KL goes with its square.
+    return {path: {width: kl * 4.0 ** (low - width) for width in bits} for path, kl in saved.items()}

@@ -149,7 +149,6 @@ def own_tokenizer(tokenizer: Any) -> Any:
 
 # Methods that run before or beside generation.
 ELSEWHERE = {"__init__", "_extra_repr", "sanitize", "shard", "fuse", "from_base", "to_quantized", "to_lora"}
-ADAPTERS = "mlx_lm.tuner"  # whose layers are parts of adapters
 
 
 def readers(model: nn.Module) -> dict[str, str]:
@@ -170,7 +169,7 @@ def readers(model: nn.Module) -> dict[str, str]:
 
 def weights_read_by(kind: type[nn.Module]) -> set[str]:
     """Return paths, below a module, of the modules whose weights the code of its class reads."""
-    if kind.__module__.startswith(ADAPTERS):
+    if kind.__module__.startswith("mlx_lm.tuner"):  # whose layers are parts of adapters
         return set()
     functions = inspect.getmembers(kind, inspect.isfunction)
     return {chain for name, function in functions if name not in ELSEWHERE for chain in chains(function)}

@@ -24,12 +24,9 @@ import numpy as np
 from ..formats.base import Window
 from ..kernels.bit_planes import Planes, pack_mlx_codes
 
-TAKEN_BACK = 0.5  # of the drift of outputs: all of it fits the text that calibrates, and others less
 DAMPING = 0.01  # of the mean of the Hessian's diagonal, which is added to it
 DAMPINGS = (DAMPING, 10 * DAMPING, 100 * DAMPING)  # tried in turn: a few tokens leave a Hessian singular
-RANGES = (1.0, 0.95, 0.9, 0.85, 0.8)  # parts of a group's range that its codes may span
 SMALLEST = 1e-7  # scale, as of mx.quantize
-RIDGE = 1e-3  # of the diagonal of the least squares for scales, which is added to it
 BLOCK = 64  # columns of which the errors are taken back together
 NUMBERS = 2**24  # in the largest array for rows that are fitted at a time
 
@@ -82,7 +79,8 @@ class Hessian:
             except np.linalg.LinAlgError:
                 continue
             if np.isfinite(upper).all():
-                correction = TAKEN_BACK * self.drift @ inverse.astype(np.float32)
+                # All of the drift of outputs fits the text that calibrates, and others less.
+                correction = 0.5 * self.drift @ inverse.astype(np.float32)
                 return Factored(damped.astype(np.float32), order, upper.astype(np.float32), correction)
         return None
 
@@ -172,7 +170,7 @@ def searched(weight: np.ndarray, grid: Grid, hessian: Factored, window: Window |
         return ((weight - values) ** 2 * cost).sum(1) + lost(weight, values, grid, window)
 
     least = error(grid)
-    for part in RANGES:
+    for part in (1.0, 0.95, 0.9, 0.85, 0.8):  # parts of a group's range that its codes may span
         scales = grid.rounded(np.maximum(part * (high - low) / (2**grid.bits - 1), SMALLEST))
         other = grid._replace(scales=scales, biases=grid.rounded(part * low))
         found = error(other)
@@ -247,7 +245,7 @@ def refitted(
         normal[:, :groups, group] = (centered * of_group).sum(1).T
         normal[:, groups:, group] = normal[:, group, groups:] = of_group.sum(1).T
     diagonal = np.einsum("oii->oi", normal)
-    diagonal *= 1 + RIDGE
+    diagonal *= 1 + 1e-3  # or the least squares may have no solution
     diagonal += np.finfo(np.float32).tiny
     steps = np.linalg.solve(normal.astype(np.float64), sides[..., None].astype(np.float64))[..., 0].T
     scales = grid.rounded((grid.scales + steps[:groups]).astype(np.float32))

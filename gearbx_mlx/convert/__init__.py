@@ -118,7 +118,6 @@ class BudgetSettings(Settings):
         return round(reserved)
 
 
-NEAREST = "none"  # as --calibrate
 DESCRIPTION = (
     "Write a checkpoint that holds several gears. mlx-lm reads it as a 4-bit model if the format is planes or affine. "
     "To continue an interrupted run, give the same command again."
@@ -185,7 +184,7 @@ class ConversionSettings(Settings):
     @property
     def asks_text(self) -> bool:
         """True if codes are to be chosen by a text, also where that is not the default."""
-        return self.calibrate not in (None, NEAREST)
+        return self.calibrate not in (None, "none")  # as --calibrate
 
 
 @dataclass(frozen=True)

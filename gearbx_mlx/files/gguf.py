@@ -26,7 +26,6 @@ from .reading import shown, unreadable
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 ALIGNMENT = 32  # bytes, unless general.alignment says otherwise
-MOST_DIMENSIONS = 4
 MOST_THINGS, MOST_WORDS = 2**16, 2**21  # tensors or entries, and words of all lists: each becomes an object in memory
 AGAIN = "download it again"
 
@@ -154,7 +153,7 @@ class Gguf:
     def _info(self) -> tuple[str, tuple[int, ...], int, int]:
         """Read the name, shape, type and offset of a tensor."""
         name, count = self._text(), self._number("<u4")
-        if count > MOST_DIMENSIONS:
+        if count > 4:
             raise self._damaged(f"{shown(name)} has {count} dimensions")
         shape = tuple(self._number("<u8") for _ in range(count))[::-1]  # ggml counts from the innermost
         return name, shape, self._number("<u4"), self._number("<u8")

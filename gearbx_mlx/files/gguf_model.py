@@ -33,7 +33,6 @@ from .model_directory import MOST_LAYERS
 from .reading import shown, unreadable
 from .unpacked import contents, unpacked
 
-SUFFIX = ".gguf"
 WIDENED = "gguf_unpacked"  # a field of config.json that is ours: what takes more memory than in the file
 BLOCKS_OF_27B = {"gemma2": 46, "gemma3_text": 62}  # of Gemma 2 and 3: it scales queries by the mean width of a head
 ROPE_THETA = 10000.0  # where the file has none
@@ -128,7 +127,7 @@ OF_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_posi
 
 def is_gguf(file: Path) -> bool:
     """Return whether a file's name or its first bytes say that it is a GGUF. Raises GearbxError if it is unreadable."""
-    if file.suffix == SUFFIX:
+    if file.suffix == ".gguf":
         return True
     try:
         with open(file, "rb") as opened:  # Ollama's files have no suffix

@@ -23,7 +23,6 @@ from .writing import FULL, new_directory, remove
 
 FORM = 3  # of what is written; another one has other names
 RECORD = "unpacked.json"
-LOCK = ".unpacking.lock"  # one process unpacks at a time
 HEADER, PLACES, SAMPLE = 2**24, 1024, 2**12  # bytes, places behind them, bytes there
 CHUNK = 2**24
 
@@ -63,7 +62,7 @@ def unpacked(stem: str, source: str, write: Callable[[Path], None]) -> Path:
         directory = open_cache() / name
         if is_whole(directory, source):
             return directory
-        with FileLock(directory.parent / LOCK, mode=0o600):
+        with FileLock(directory.parent / ".unpacking.lock", mode=0o600):  # one process unpacks at a time
             if not is_whole(directory, source):  # else another process has been quicker
                 remove_damaged(directory)
                 make(directory, source, write)

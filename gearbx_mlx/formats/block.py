@@ -37,11 +37,9 @@ from .fused import (
 )
 from .kv_cache import NestedKVCache, has_room, planes_of, read_before, takes_cache, takes_in_place
 
-MOST = 8  # programs of a layer: one for each gear, and for what a mode puts into it for a while
 FEW = 16  # tokens that go through a block at once; of more, the KV cache can be had without the rest of the block
 PROGRAMS = "_gearbx_programs"
 ONE_TOKEN = mx.zeros((1, 1), mx.uint32)
-
 
 # Norms of a block: before attention and its MLP; behind them, if there are some.
 BLOCKS: dict[Code, tuple[Sequence[str], Sequence[str]]] = {
@@ -64,7 +62,6 @@ MLP: dict[Code, Sequence[str]] = {  # what makes gate and up
     code_of(phi3.MLP): ("gate_up_proj",),
     GELU: ("gate_proj", "up_proj"),
 }
-
 
 LAYERS = {code_of(kind) for kind in (llama.LlamaModel, qwen2.Qwen2Model, qwen3.Qwen3Model, phi3.Phi3Model)}
 """Classes that run embedding, blocks and norm, and nothing else where there is one rank and no window."""
@@ -94,7 +91,8 @@ class Programs:
             return None
         mx.eval(module.parameters())
         program = (make or program_of)(module, kernels)
-        self._made = [(kernels.watched(module), program), *self._made[: MOST - 1]]
+        # Eight: one for each gear, and for what a mode puts into a layer for a while.
+        self._made = [(kernels.watched(module), program), *self._made[:7]]
         return program
 
     def forget(self) -> None:

@@ -39,7 +39,6 @@ from .native import Native, NativeMultiLinear, native_rounding, stored_planes, t
 from .planes import NestedPlanes, planes_module
 
 LADDER = (CODE_BITS, DENSE)
-NEAR_ZERO = 0.123  # share of Gaussian weights that have a byte beside the others
 
 
 def encode(weight: mx.array, group_size: int, base: Planes | None = None) -> ExactMatrix:
@@ -336,7 +335,8 @@ class Exact(Format):
             return PLANES.bytes_read(shape, bits, ladder[:-1], group_size, scale_size)
         weights = math.prod(shape)
         per_group = 2 * 2 * weights // group_size
-        return round(weights * (CODE_BITS + 8 + 8 * NEAR_ZERO) / 8) + per_group + 4 * math.prod(shape[:-1])
+        near_zero = 0.123  # share of Gaussian weights that have a byte beside the others
+        return round(weights * (CODE_BITS + 8 + 8 * near_zero) / 8) + per_group + 4 * math.prod(shape[:-1])
 
 
 PLANES = NestedPlanes()

@@ -17,7 +17,6 @@ from .rowwise import SymmetricFormat, pack_symmetric_codes, unpack_symmetric_cod
 BITS, Q_MAX, GROUP = 4, 7, 32
 GROUP_BYTES = GROUP * BITS // 8
 SCALE_SIZE = 4  # bytes: always float32
-SCALE_FLOOR = 1e-8  # as for per-channel float32 scales: AION names none, and a group of zeros needs one
 
 
 def quantize(weight: mx.array) -> tuple[mx.array, mx.array]:
@@ -30,7 +29,8 @@ def quantize(weight: mx.array) -> tuple[mx.array, mx.array]:
     missing = -weight.shape[-1] % GROUP
     w = mx.pad(weight.astype(mx.float32), [(0, 0)] * (weight.ndim - 1) + [(0, missing)])
     w = w.reshape(*weight.shape[:-1], -1, GROUP)
-    scales = mx.maximum(mx.abs(w).max(axis=-1) / Q_MAX, SCALE_FLOOR)
+    # AION names no smallest scale, and a group of zeros needs one: that of per-channel float32 scales.
+    scales = mx.maximum(mx.abs(w).max(axis=-1) / Q_MAX, 1e-8)
     codes = mx.clip(mx.round(w / scales[..., None]), -Q_MAX, Q_MAX).astype(mx.int8)
     return codes.reshape(*weight.shape[:-1], -1), scales
 

@@ -38,7 +38,6 @@ from ..kernels.bit_planes import fit
 from ..kernels.metal_attention import NestedEntries
 
 WORD = 32
-GROUPS = (32, 16, 8)  # numbers that share a scale, the preferred size first (docs/kv_gears.md)
 
 WIDTH = 4  # bits of each plane
 EXACT = 16  # bits of the gear that reads the entries as they are
@@ -47,7 +46,7 @@ TOGETHER = 64  # positions that are packed at once beside entries; native attent
 
 def group_for(dims: int) -> int | None:
     """Return the group size for heads of so many numbers; None if none divides them."""
-    return next((size for size in GROUPS if dims % size == 0), None)
+    return next((size for size in (32, 16, 8) if dims % size == 0), None)  # the best first (docs/kv_gears.md)
 
 
 def pack(vectors: mx.array, widths: Sequence[int], group_size: int) -> tuple[list[mx.array], mx.array, mx.array]:

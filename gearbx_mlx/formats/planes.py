@@ -50,7 +50,6 @@ from .native import (
     with_expert_bias,
 )
 
-LANES = 16  # of a sum
 BLOCK = 2**23  # weights that are split at a time: the temporary memory is several times their size
 
 
@@ -171,7 +170,7 @@ def error_of(grouped: mx.array, codes: mx.array, step: mx.array, offset: mx.arra
 
 def sums(grouped: mx.array) -> mx.array:
     """Sums (..., G) over groups (..., G, g), added up in the order of the native kernel, for the same bits."""
-    lanes = grouped.reshape(*grouped.shape[:-1], -1, LANES).sum(axis=-2)
+    lanes = grouped.reshape(*grouped.shape[:-1], -1, 16).sum(axis=-2)
     return mx.contiguous(mx.moveaxis(lanes, -1, 0)).sum(axis=0)
 
 

@@ -270,7 +270,6 @@ CHOSEN = (  # names for the number of experts that a router chooses
     "moe_top_k",
     "moe_k",
 )
-SETTINGS = ("args", "config")  # attributes of modules that name such numbers too
 
 
 def used_share(path: str, modules: Mapping[str, nn.Module], positions: int = 1) -> float:
@@ -313,7 +312,7 @@ def places(block: nn.Module) -> Iterator[Any]:
     """Yield where a block may name the number: itself, its router, and the settings that it was made from."""
     yield vars(block)
     yield from (vars(child) for child in block.children().values() if isinstance(child, nn.Module))
-    yield from (getattr(block, name) for name in SETTINGS if hasattr(block, name))
+    yield from (getattr(block, name) for name in ("args", "config") if hasattr(block, name))
 
 
 def warn_of_unknown_routing(model: nn.Module) -> None:

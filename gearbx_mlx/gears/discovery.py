@@ -362,7 +362,6 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 # Bits by which a layer is more sensitive than attention in the middle of the stack.
 MIDDLE_ATTENTION, MIDDLE_MLP, OUTER_BLOCK, OUTSIDE = 0, 1, 2, 4
-OUTER = 4  # the first and the last block in four count as outer ones
 
 
 def default_sensitivity(modules: Mapping[str, nn.Module]) -> Callable[[str, int], float]:
@@ -377,7 +376,7 @@ def default_sensitivity(modules: Mapping[str, nn.Module]) -> Callable[[str, int]
         modules: path to module, of the layers to be ordered.
     """
     count = block_count(modules)
-    quarter = max(1, count // OUTER)
+    quarter = max(1, count // 4)  # the first and the last block in four count as outer ones
     extra = {}
     for path, module in modules.items():
         number = block_number(path)

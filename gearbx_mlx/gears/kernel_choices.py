@@ -36,7 +36,6 @@ from ..kernels.tuner import Times, Tuner, TuningCache, measure
 
 MOST_LAYERS = 32  # that a trial streams through; so many matrices do not stay in a cache
 MOST_BYTES = 2**28
-DENSE_SIZE = 4  # bytes, at most, of a weight that is reconstructed
 
 
 def choose_kernels(
@@ -141,12 +140,12 @@ def products(kind: Kind, members: Sequence[weakref.ref], candidate: str) -> list
             trial = as_class(layer, type(layer))  # the layer itself may be in use
             trial.chosen = always(candidate)
             found.append(trial.product)
-            size += DENSE_SIZE * prod(kind.shape) if candidate == RECONSTRUCT else sum(sizes)
+            reconstructed = 4 * prod(kind.shape)  # bytes at most
+            size += reconstructed if candidate == RECONSTRUCT else sum(sizes)
     return found
 
 
 AS_IT_IS, EXACT, QUANTIZED = "as it is", "exact", "8 bits"
-SAMPLE = 2**24  # weights: more than caches hold, encoded in a second
 
 
 def seconds_as_stored(model: nn.Module, x_bits: int, group_size: int) -> Times:
@@ -166,7 +165,7 @@ def seconds_as_stored(model: nn.Module, x_bits: int, group_size: int) -> Times:
     weight = max(fitting, key=lambda array: array.size, default=None)
     if weight is None or weight.size < LEAST_WEIGHTS or not is_tuning():
         return {}
-    weight = weight[: max(1, SAMPLE // weight.shape[1])]
+    weight = weight[: max(1, 2**24 // weight.shape[1])]  # weights: more than caches hold, encoded in a second
     cache, name = TuningCache(), f"stored otherwise, {weight.shape}, groups of {group_size}, {x_bits} bits"
     if name not in cache.times:
         cache.keep(name, measure_stored(weight, x_bits, group_size))

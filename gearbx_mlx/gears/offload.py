@@ -27,7 +27,6 @@ from .saved import SavedGears
 
 SYSTEM = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 PAGE = 2 << 20  # bytes
-ADVICE = 14  # MADV_HUGEPAGE
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # of mallopt
 NEVER, MOST_MAPPED = (1 << 31) - 1, 65536
 # Bytes from which an array is beside the heap: as far as glibc raises that by itself, once such arrays are freed.
@@ -76,7 +75,7 @@ def large_pages(size: int) -> Iterator[None]:
         place = library.malloc(size + 2 * PAGE)  # none under a limit of the process
         if place:
             first = -(-place // PAGE) * PAGE
-            library.madvise(first, size, ADVICE)
+            library.madvise(first, size, 14)  # MADV_HUGEPAGE
             library.free(place)
         yield
     finally:

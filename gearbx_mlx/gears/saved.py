@@ -38,7 +38,6 @@ KINDS: dict[str, tuple[type[nn.Module], type[nn.Module]]] = {  # dense, and as m
 }
 ATTACHED = "saved_gears"  # attribute of a model that was loaded from a geared checkpoint
 ALONE = "the base of these gears runs with gearbx-mlx alone; save the original instead"
-BY_ROW = ("low", "high", "offsets")  # parameters of format exact that are never in panels
 HEAD, ROWS = "projection.", "table."  # of a tied embedding: formats/tied.py
 
 
@@ -176,7 +175,8 @@ class SavedGears:
         format, first = self.manifest.format_of(path), name.split(".")[0]
         widened = first in format.scales or (bits == DENSE and DENSE not in self.manifest.stored(path))
         read_as = mx.uint16 if first in format.viewed else dtype if widened else None
-        rows = panel_rows() if self._in_panels.get((path, bits)) and first not in BY_ROW else 1
+        by_row = first in ("low", "high", "offsets")  # parameters of format exact that are never in panels
+        rows = panel_rows() if self._in_panels.get((path, bits)) and not by_row else 1
         return self._array(self.manifest.changing[path].gears[bits][name], read_as, rows)
 
     def widths(self, layer: Layer) -> tuple[int, ...]:

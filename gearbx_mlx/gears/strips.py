@@ -126,8 +126,6 @@ def with_blocks(
 
 
 SHARE = 8  # one byte in so many is in memory: the disk reads them while the low gear drafts
-LARGER = 1.25  # times the size of a strip that its memory may have
-IN_USE = 2  # strips that are being computed with
 FEWEST = 4  # strips for which there is memory in any model, however large they are
 KEPT = 0.99  # of the weight that the reads so far have in the speed, at each further read
 
@@ -180,8 +178,7 @@ class StripReader:
         return StripReader(self.hashes, self.keeps_cache)
 
     def over(self, strips: Sequence[Strip], compute: Callable[[Strip, mx.array], mx.array]) -> list[mx.array]:
-        """Return what is computed with each strip. Computing has begun, and at most as many strips as IN_USE wait for
-        it.
+        """Return what is computed with each strip. Computing has begun, and at most two strips wait for it.
 
         Args:
             compute: makes an array of a strip and the memory that it is in.
@@ -302,7 +299,7 @@ class StripReader:
 
     def _take(self, size: int) -> mx.array:
         """Memory of at least `size` bytes: the smallest that is free, or new, for which what is free may go."""
-        fitting = [(free.size, place) for place, free in enumerate(self._free) if size <= free.size <= LARGER * size]
+        fitting = [(free.size, place) for place, free in enumerate(self._free) if size <= free.size <= 1.25 * size]
         if fitting:
             return self._free.pop(min(fitting)[1])
         self._shrink(self._room - size)
@@ -329,7 +326,7 @@ class StripReader:
         """Take memory back once what is made of it is computed; wait for that if too much is in use."""
         with self._lock:
             self._in_use.append((made, memory))
-            waiting = [self._in_use.popleft() for _ in range(len(self._in_use) - IN_USE)]
+            waiting = [self._in_use.popleft() for _ in range(len(self._in_use) - 2)]
         mx.eval([made for made, _ in waiting])  # without the lock: other threads take strips meanwhile
         with self._lock:
             while waiting:

@@ -117,7 +117,6 @@ def header_of(path: Path) -> FileHeader:
 
 
 K = TypeVar("K")
-AT_ONCE = 2**22  # bytes that are read and hashed at a time
 
 
 def hash_bytes(data: Any) -> str:
@@ -131,7 +130,7 @@ def hash_place(place: ArrayPlace) -> str:
     with open(place.file, "rb", buffering=0) as file:
         file.seek(place.begin)
         left = place.size
-        while left and (part := file.read(min(left, AT_ONCE))):
+        while left and (part := file.read(min(left, 2**22))):
             digest.update(part)
             left -= len(part)
     return digest.hexdigest()

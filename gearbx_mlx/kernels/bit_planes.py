@@ -12,7 +12,6 @@ from typing import NamedTuple
 import mlx.core as mx
 
 CODES_TOGETHER = 32
-WORDS_SPLIT_AT_ONCE = 2**19  # words of codes that are split at a time
 # Widths of stacks whose rows native kernels of a CPU take side by side.
 IN_PANELS = ((4,), (8,), (4, 4), (4, 2), (4, 1))
 AS_PLANES: dict[tuple[int, ...], tuple[int, ...]] = {(5,): (4, 1), (6,): (4, 2)}  # codes that they take so as planes
@@ -215,9 +214,7 @@ def split_codes(words: mx.array, bits: int, widths: Sequence[int]) -> list[mx.ar
     """Packed codes (..., n * bits / 32) as packed planes of these widths."""
     if tuple(widths) == (bits,):
         return [words]
-    if (
-        words.ndim > 1 and words.size > WORDS_SPLIT_AT_ONCE and len(words) > 1
-    ):  # unpacked, codes take several times their size
+    if words.ndim > 1 and words.size > 2**19 and len(words) > 1:  # unpacked, codes take several times their size
         half = len(words) // 2
         parts = [split_codes(rows, bits, widths) for rows in (words[:half], words[half:])]
         mx.eval(parts)

@@ -35,7 +35,6 @@ X86_64 = ("x86_64", "amd64", "AMD64")
 ARM = ("arm64", "aarch64")
 OLDEST_MAC = "apple-m1"  # as compilers name its processor; GCC does from version 15 on
 CPUINFO = Path("/proc/cpuinfo")  # Linux
-PORTABLE_DEFINE = "-DGEARBX_PORTABLE"  # simd.h: vectors of GCC and Clang, which work on every processor
 
 SOURCES = Path(__file__).with_name("cpu")
 COMPILERS = ("c++", "g++", "clang++")
@@ -78,7 +77,8 @@ class CompileTarget:
         """The compiler's flags for the processor. A Mac's cache may move to another Mac, so there it is the oldest."""
         if self.instructions == AVX2:
             return ("-march=x86-64-v3",)
-        own = (PORTABLE_DEFINE,) if self.instructions == PORTABLE else ()
+        # Then simd.h has the vectors of GCC and Clang, which work on every processor.
+        own = ("-DGEARBX_PORTABLE",) if self.instructions == PORTABLE else ()
         if self.is_arm and self.is_mac:
             return (f"-mcpu={OLDEST_MAC}", *own)
         if self.instructions == NATIVE_CPU:

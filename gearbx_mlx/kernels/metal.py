@@ -17,7 +17,6 @@ import mlx.core as mx
 
 from ..errors import GearbxError, GearbxWarning, one_line
 
-CODES_OF_A_LANE = 16  # codes that a lane reads at a time
 TYPES = {mx.float16: "float16_t", mx.bfloat16: "bfloat16_t", mx.float32: "float"}  # MLX's names for them in a text
 UNROLL = '_Pragma("clang loop unroll(full)")'  # arrays that a lane indexes in a loop stay in registers only then
 UNREAD = re.compile(r"[ \t]*//[^\n]*|[ \t]+(?=\\\n)")  # comments, and spaces before the end of a macro's line
@@ -111,13 +110,12 @@ class PackedLayout:
     bits: int
     arrays: tuple[str, ...]
     macros: tuple[tuple[str, object], ...]
-    codes: int = CODES_OF_A_LANE
+    codes: int = 16
     tables: object = 0
 
 
 LANES = 32  # of a SIMD group
 MAX_VECTORS = 16
-MOST_IN_REGISTERS = 8  # vectors whose activations fit a lane's registers
 METAL_DTYPES = tuple(TYPES)
 
 # GEARBX 8.1: the largest activations that are staged in threadgroup memory.
@@ -177,7 +175,7 @@ def expected_variant(vectors: int) -> str:
 
     The two fastest published kernels are like `registers`, and more than 8 vectors do not fit there.
     """
-    return "registers" if vectors <= MOST_IN_REGISTERS else "device"
+    return "registers" if vectors <= 8 else "device"
 
 
 def fits_threadgroup(columns: int, vectors: int, dtype: mx.Dtype) -> bool:

@@ -20,16 +20,12 @@ import mlx.core as mx
 from ..errors import GearbxError
 from .metal import LANES, LEAST_ELEMENTS, MAX_VECTORS, METAL_DTYPES, Launch, Prepared, TextKernel, options
 
-ROPE_THREADS = 64
-
 BLOCK_KEYS = 128  # keys of a threadgroup: predicted to be enough work for one, and few enough to use many
 ATTENTION_SIMD_GROUPS = 8
 # Numbers that a lane keeps of its SIMD group's queries: of each its sums, and best, total and weight. A thread has 128
 # registers on Apple's cores, and addresses, keys and queries need as many again (metal/README.md).
 MOST_KEPT = 48
 TILE_KEYS, TILE_BYTES = 32, 32 * 1024  # keys in threadgroup memory at a time, and its size
-JOIN_THREADS = 64
-CONTEXTS = 1024  # lengths of the KV cache, in blocks, for which launches are kept
 
 WORD_BITS = 32  # bits
 KNOWN_WIDTHS = (2, 4, 8)  # of the planes that lanes read, in bits
@@ -118,7 +114,7 @@ def entries_launch(
     return Launch(prepared, (queries, *arrays, *masks))
 
 
-@functools.lru_cache(CONTEXTS)
+@functools.lru_cache(1024)  # lengths of the KV cache, in blocks
 def _parts_prepared(
     shape: tuple[int, ...],
     dtype: mx.Dtype,
@@ -190,7 +186,7 @@ def _join_prepared(shape: tuple[int, ...], dtype: mx.Dtype) -> Prepared:
     """For a result of this shape and type."""
     kernel = TextKernel("attention_join", dtype, ("parts",), (("DIMS", shape[3]),))
     threads = math.prod(shape)
-    return Prepared(kernel, options(threads, min(threads, JOIN_THREADS), shape, dtype))
+    return Prepared(kernel, options(threads, min(threads, 64), shape, dtype))
 
 
 @dataclass(frozen=True)
@@ -364,7 +360,7 @@ def _rope_prepared(shape: tuple[int, ...], dtype: mx.Dtype, dims: int, tradition
     names = ("x", "frequencies", "offset", "scale")
     kernel = TextKernel("rope", dtype, names, tuple(macros.items()), strided=True, read_once=("x",))
     threads = math.prod(shape[:3]) * (shape[3] - dims // 2)
-    return Prepared(kernel, options(threads, min(threads, ROPE_THREADS), shape, dtype), (mx.array(scale),))
+    return Prepared(kernel, options(threads, min(threads, 64), shape, dtype), (mx.array(scale),))
 
 
 def are_attention(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str | None) -> bool:

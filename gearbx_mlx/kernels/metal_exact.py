@@ -18,7 +18,6 @@ from .metal_products import GROUP_SIZES, Spec, check_product, named, product_lau
 
 TILE_WEIGHTS = 2**22  # weights that are decoded at a time
 MOST_BYTES = 2**31 - 1  # of `high`; kernels get numbers of 32 bits
-CODES_OF_A_WORD = 8  # that a lane reads at a time: a word
 # Two rows of a SIMD group share activations, and a sum over its lanes; four would take twice the registers.
 PRODUCT, DECODER = Variant("registers", 2, 2), Variant("registers", 2, 1)
 
@@ -30,7 +29,7 @@ def exact_layout(group_size: int) -> PackedLayout:
         name=f"exact_g{group_size}",
         bits=CODE_BITS + 8,
         arrays=("codes", "scales", "biases", "low", "high", "offsets"),
-        codes=CODES_OF_A_WORD,
+        codes=8,  # a word
         macros=named(SIGN_BITS=0, GROUP_SIZE=group_size, CODE_BITS=CODE_BITS),
     )
 

@@ -46,7 +46,6 @@ ROW_ALIGNMENT = 16  # bytes; of a row
 
 ROW_CODES = {2: 16, 3: 10, 4: 8, 5: 6, 6: 5}  # bits to codes in two words of 16 bits, with one codebook per row
 LIBRARY_SIZE, LIBRARY_GROUP = 32, 128
-LIBRARY_BITS = (2, 3, 4)
 OUTLIERS = ("outliers", "outlier_columns", "outlier_offsets")
 OF_GROUPS = {"entries": mx.uint8, "scales": mx.float16, "midpoints": mx.float16}
 INPUTS_OF_CODEBOOK = ("weight", "codebook", *OUTLIERS)
@@ -529,7 +528,7 @@ def _sizes_of_library(
     x: mx.array, arrays: Mapping[str, mx.array], bits: int, experts: tuple[int, ...]
 ) -> tuple[int, int, int]:
     """Return the same for a library."""
-    if bits not in LIBRARY_BITS:
+    if bits not in (2, 3, 4):
         raise GearbxError(f"libraries of {bits} bits are none of 2, 3, 4")
     width, rows = x.shape[-1] if x.ndim else 0, arrays["weight"].shape[-2]
     groups = -(-width // LIBRARY_GROUP)

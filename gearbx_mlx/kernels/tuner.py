@@ -57,25 +57,14 @@ Make = Callable[[], Sequence[mx.array]]
 LEAST_SECONDS = 0.004  # of an evaluation: twenty times what waiting for a GPU costs
 MOST_CALLS = 4096
 
-SAVED_EVERY = 1.0  # seconds at least between two files of what texts teach
-
 Times = dict[str, float]
 """Name of a candidate to seconds of a product."""
 
-LEAD_OVER_FIRST = 1.05  # what is used without measuring stays, unless something else is faster by more than this
-GIVE_UP = 1.5  # a candidate that takes so many times as long as the fastest is not timed again
-TUNING_TRIALS = 5
-TRIAL_SECONDS = 0.002  # of a trial
-LARGEST_SIZE = 2**13  # rows or columns: larger weights are streamed alike
-
-HOPELESS = 3.0  # a candidate that takes so many times as long for a single product is not timed over many
 FAILED = 1e9  # seconds of a candidate that cannot be compiled: JSON has no infinity
 REFUSED = ("metal library", "kernel")  # in what MLX says if Metal's compiler refuses a text
 
 Differences = dict[str, float]
 """Name of a candidate to the largest difference of its product from MLX's, in root mean squares of that."""
-
-ROUNDINGS = 8  # that a right product may differ by, each as large as that of a number as large as the root mean square
 
 Product = Callable[[mx.array], mx.array]
 Products = Callable[[str], Sequence[Product]]
@@ -134,8 +123,8 @@ class TuningCache:
         become_newest(stored.differences, self.machine, self._fresh_differences)
 
     def save_soon(self) -> None:
-        """Write at most once in SAVED_EVERY seconds, since a file takes as long as some tokens; the rest at the end."""
-        if time.monotonic() - self._saved >= SAVED_EVERY:
+        """Write at most once in a second, since a file takes as long as some tokens; the rest at the end."""
+        if time.monotonic() - self._saved >= 1.0:
             self.save()
         else:
             atexit.unregister(self.save)
@@ -292,7 +281,8 @@ class Tuner:
 
         exactly: they do not.
         """
-        sizes = kind.shape if exactly else [min(size_class(size), LARGEST_SIZE) for size in kind.shape]
+        # Weights with more rows or columns than 2^13 are streamed alike.
+        sizes = kind.shape if exactly else [min(size_class(size), 2**13) for size in kind.shape]
         bits = kind.rounding(self.x_bits)
         what = "bfloat16" if kind.most_bits == BFLOAT16_BITS else f"{bits} bits"
         rounded = f", activations of {what}" if bits else ""
@@ -355,7 +345,8 @@ def tolerance(dtype: mx.Dtype, columns: int, x_bits: int) -> float:
     """
     of_sums = math.sqrt(columns) * mx.finfo(mx.float32).eps
     of_activations = 2.0 ** (1 - x_bits) if x_bits else 0.0
-    return ROUNDINGS * float(mx.finfo(dtype).eps + of_sums + of_activations)
+    # So many roundings of a number as large as the root mean square a right product may differ by.
+    return 8 * float(mx.finfo(dtype).eps + of_sums + of_activations)
 
 
 def measure(products: Mapping[str, Sequence[Product]], x: mx.array) -> Times:
@@ -368,10 +359,11 @@ def measure(products: Mapping[str, Sequence[Product]], x: mx.array) -> Times:
     if not all(products.values()):
         return {}
     found = {name: seconds_of_one(each[0], x) for name, each in products.items()}
-    hopeful = [name for name, seconds in found.items() if seconds <= HOPELESS * min(found.values())]
+    # A candidate that takes three times as long for a single product is not timed over many.
+    hopeful = [name for name, seconds in found.items() if seconds <= 3.0 * min(found.values())]
     if len(hopeful) > 1:
         makes = {name: partial(built, products[name], x) for name in hopeful}
-        times = compare(makes, TUNING_TRIALS, TRIAL_SECONDS, GIVE_UP)
+        times = compare(makes, least=0.002, give_up=1.5)
         found |= {name: statistics.median(each) / len(products[name]) for name, each in times.items()}
     return found
 
@@ -399,7 +391,7 @@ def fastest(times: Times, candidates: Sequence[str]) -> str:
         return candidates[0]
     best = min(known, key=lambda name: known[name])
     first = known.get(candidates[0])
-    return candidates[0] if first is not None and first <= LEAD_OVER_FIRST * known[best] else best
+    return candidates[0] if first is not None and first <= 1.05 * known[best] else best
 
 
 def seconds_of(make: Make, calls: int = 1) -> float:

@@ -158,8 +158,6 @@ class PID:
 
 
 THERMAL_SHARES = dict(zip(THERMAL, (1.0, 2 / 3, 1 / 3, 0.0)))
-ENOUGH_CHARGE = 0.5
-LITTLE_CHARGE = 0.1
 MEMORY_FREE, MEMORY_FULL = 0.85, 0.95
 SMALLEST = 0.02  # change of the budget, except to 0 and to 1
 
@@ -179,7 +177,7 @@ def shares(state: MachineState) -> dict[str, float]:
     if state.thermal is not None:
         found["thermal"] = THERMAL_SHARES[state.thermal]
     if state.battery is not None and not state.charging:
-        found["battery"] = between(state.battery, LITTLE_CHARGE, ENOUGH_CHARGE)
+        found["battery"] = between(state.battery, 0.1, 0.5)
     if state.memory is not None:
         found["memory"] = 1.0 - between(state.memory, MEMORY_FREE, MEMORY_FULL)
     return found
@@ -222,9 +220,6 @@ EVERY = 10  # tokens between decisions
 DEAD_BAND = 0.05  # an error up to this share of the target is ignored
 LAG = 2  # tokens that mlx-lm has computed ahead when caps change, with the caps from before
 MEMORY = 60  # the most tokens under the same caps that are averaged
-ENOUGH = 5  # the fewest tokens whose spread means something
-SURE = 3.0  # standard errors that may be chance
-PAUSE = 3.0  # a token that took this many times the median for its bytes is left out
 
 
 @dataclass(frozen=True)
@@ -400,13 +395,14 @@ class Controller:
         seconds = np.array([taken for taken, _ in tokens])
         read = np.array([self.schedule.read(passes)[self.position] for _, passes in tokens])
         pace = seconds / read
-        usual = pace <= PAUSE * np.median(pace) if tokens else []
+        # A token that took three times the median for its bytes is left out.
+        usual = pace <= 3.0 * np.median(pace) if tokens else []
         return seconds[usual], pace[usual]
 
     def _notice_spread(self) -> None:
         """Note how much tokens differ beyond what their gears explain."""
         _, pace = self._latest(self._new)
-        if len(pace) >= ENOUGH:
+        if len(pace) >= 5:  # the fewest tokens whose spread means something
             self._spreads.append(float(np.std(pace, ddof=1) / np.mean(pace)))
 
     def _measured(self, count: int) -> Measured | None:
@@ -418,7 +414,7 @@ class Controller:
         error = -math.log(mean * self.target) if self.target else 0.0
         # A jump shows in one or two of them only.
         spread = float(np.median(self._spreads)) if self._spreads else math.inf
-        return Measured(1 / mean, error, SURE * spread / math.sqrt(len(seconds)))
+        return Measured(1 / mean, error, 3.0 * spread / math.sqrt(len(seconds)))  # three errors may be chance
 
     def _decided(self, before: dict[str, int], position: int, reason: str, measured: Measured | None) -> CapDecision:
         self.position = position

@@ -260,15 +260,12 @@ def this_machine() -> tuple[list[Reader], dict[str, str]]:
     found: list[Reader] = []
     absent = {}
     for kind in (thermal, Battery, Memory):
-        made = within(MAKING, kind)
+        made = within(2.0, kind)  # seconds that making one reader may take
         if isinstance(made, Exception):
             absent[kind.name] = str(made)
         else:
             found.append(made)
     return found, absent
-
-
-MAKING = 2.0  # seconds that making one reader may take
 
 
 def within(seconds: float, make: Callable[[], Reader]) -> Reader | Exception:
@@ -381,7 +378,6 @@ class Watch:
             self._problems.append(f"{poll.reader.name} cannot be read ({problem}); going on without it")
 
 
-TIMES = ("seconds", "tokens")
 GIVE = 'give lines such as {"seconds": 30, "thermal": "serious"}'
 
 if TYPE_CHECKING:  # where type checkers see str, msgspec sees the values that are allowed
@@ -440,7 +436,7 @@ class Scripted:
         unit = None
         for place, entry in read_entries(Path(path)):
             with about(f"{path}, {place}"):
-                times = [name for name in TIMES if getattr(entry, name) is not None]
+                times = [name for name in ("seconds", "tokens") if getattr(entry, name) is not None]
                 if len(times) != 1:
                     raise GearbxError("give either seconds or tokens")
                 if unit not in (None, times[0]):
