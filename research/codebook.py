@@ -39,7 +39,7 @@ from gearbx_mlx.cli.terminal import progress_bar
 from gearbx_mlx.decoding.route import SHORT_PROMPTS
 from gearbx_mlx.formats import CodebookOptions, codebook, codebook_library, get_format
 from gearbx_mlx.formats.base import Format
-from gearbx_mlx.formats.codebook import DEFAULTS, OUTLIER_SIZE, Codebook, Outliers, nbytes
+from gearbx_mlx.formats.codebook import DEFAULT_OPTIONS, OUTLIER_SIZE, Codebook, Outliers, nbytes
 from gearbx_mlx.formats.native import with_kernels
 from gearbx_mlx.gears.discovery import discover
 from gearbx_mlx.loading import model_name
@@ -198,7 +198,7 @@ def component_row(name: str, found: list[dict[str, float]]) -> dict[str, Any]:
 
 def break_even(bits_low: float, bits_high: float, outlier: int) -> float:
     """The share of outliers at which fewer bits are as large as more bits with a share of 2 % (XFP 7.2)."""
-    return DEFAULTS.cap + (bits_high - bits_low) / (8 * outlier)
+    return DEFAULT_OPTIONS.cap + (bits_high - bits_low) / (8 * outlier)
 
 
 def break_even_rows(weights: Iterable[mx.array]) -> list[dict[str, Any]]:
@@ -211,7 +211,7 @@ def break_even_rows(weights: Iterable[mx.array]) -> list[dict[str, Any]]:
         module: Any = get_format(format)
         low, high = (sizes[3], sizes[4]) if format == "codebook" else (3.0, 4.0)
         share = break_even(low, high, OUTLIER_SIZE)
-        for bits, options in ((4, DEFAULTS), (3, DEFAULTS), (3, CodebookOptions(sigma=1.0, cap=share))):
+        for bits, options in ((4, DEFAULT_OPTIONS), (3, DEFAULT_OPTIONS), (3, CodebookOptions(sigma=1.0, cap=share))):
             rows.append(whole_row(type(module)(options=options), bits, weights))
     return rows
 
@@ -396,7 +396,7 @@ def grouped_error(weight: mx.array, bits: int) -> tuple[float, float]:
 def row_curve(weight: mx.array) -> dict[float, float]:
     """Effective bits to squared error of a codebook per row."""
     curve = {}
-    for bits in codebook.LAYOUT:
+    for bits in codebook.WORDS:
         arrays = codebook.encode(weight, bits)
         curve[8 * nbytes(arrays) / weight.size] = squared_error(codebook.decode(arrays, bits, weight.shape[1]), weight)
     return curve

@@ -93,10 +93,10 @@ def known(name: str) -> str:
 def gguf_of(model: str) -> Path:
     """Return the GGUF of a model by its name, or by its directory as `known` has it."""
     name = Path(model).name
-    if name == smollm2.NAME:
+    if name == smollm2.SMOLLM2:
         return smollm2.installed()
     if name not in MODELS:
-        raise GearbxError(f"{model}: has no GGUF here; choose from {', '.join((smollm2.NAME, *MODELS))}")
+        raise GearbxError(f"{model}: has no GGUF here; choose from {', '.join((smollm2.SMOLLM2, *MODELS))}")
     file = folder() / f"{name}.gguf"
     if not file.is_file():
         raise GearbxError(f"{name}: is not here yet; run python -m research real-models {name}")

@@ -21,7 +21,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from gearbx_mlx.benchmark.decode import PROMPT, fill_cache
+from gearbx_mlx.benchmark.decode import FIRST_TOKENS, fill_cache
 from gearbx_mlx.benchmark.decode import trials as counted
 from gearbx_mlx.benchmark.measuring import BandwidthMeter, Rows, spread_of, timed
 from gearbx_mlx.compat.classes import of_classes
@@ -110,7 +110,7 @@ def token_parts(gearbox: Gearbox, cache: list[Any]) -> TokenParts:
     calls: dict[str, list[Call]] = {part: [] for part in TIMED}
     with single_operations():
         with recording(gearbox, calls):
-            mx.eval(gearbox.model(mx.array([PROMPT[:1]]), cache=cache), [layer.state for layer in cache])
+            mx.eval(gearbox.model(mx.array([FIRST_TOKENS[:1]]), cache=cache), [layer.state for layer in cache])
         operations = operations_per_layer(gearbox.model, cache)
     return TokenParts(calls, operations, operations_per_layer(gearbox.model, cache))
 
@@ -142,7 +142,7 @@ def add_token(spent: dict[str, float], model: nn.Module, cache: list[Any], graph
 
 def next_token(model: nn.Module, cache: list[Any]) -> mx.array:
     """(1,) the token that follows, greedily; not evaluated."""
-    return model(mx.array([PROMPT[:1]]), cache=cache)[:, -1].argmax(-1)
+    return model(mx.array([FIRST_TOKENS[:1]]), cache=cache)[:, -1].argmax(-1)
 
 
 def operations_per_layer(model: nn.Module, cache: list[Any]) -> float:

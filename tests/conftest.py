@@ -378,7 +378,7 @@ def smollm2_model():
     try:
         smollm2.installed()
     except GearbxError:
-        pytest.skip(f"SMOLLM2 WAS NOT CHECKED: {smollm2.INSTALL}")
+        pytest.skip(f"SMOLLM2 WAS NOT CHECKED: {smollm2.INSTALL_IT}")
     return load("smollm2")
 
 

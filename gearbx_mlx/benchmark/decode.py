@@ -20,13 +20,13 @@ from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear, Ladder
 from ..kernels.dispatch import on_cpu
 from ..loading import load
-from . import HEAD, DecodeBenchmark, ModelBenchmark
+from . import HEAD_WIDTH, DecodeBenchmark, ModelBenchmark
 from .measuring import (
     GIBIBYTE,
     GIGABYTE,
     INT8,
     INT16,
-    MLX,
+    MLX_PATH,
     BandwidthMeter,
     Rows,
     check_memory,
@@ -36,16 +36,16 @@ from .measuring import (
     timed,
 )
 
-PROMPT = [1, 2, 3]
-VOCABULARY = 32000
-COLUMNS = (
+FIRST_TOKENS = [1, 2, 3]
+DECODED_TOKENS = 32000
+DECODE_COLUMNS = (
     *("gear", "bits", "path", "tokens_per_second", "ratio", "spread", "weight_bytes_per_token"),
     *("speedup", "predicted_speedup", "roofline_share", "break_even_tokens"),
 )
 
 
 def run(settings: DecodeBenchmark) -> int:
-    measured_rows(settings, COLUMNS, benchmark_decode)
+    measured_rows(settings, DECODE_COLUMNS, benchmark_decode)
     return 0
 
 
@@ -99,7 +99,7 @@ def time_cases(cases: Sequence[GearCase], settings: DecodeBenchmark, read_bandwi
             bandwidths.append(read_bandwidth())
             shift = case.gearbox.shift(case.gear)
             mx.reset_peak_memory()
-            tokens = 2 if case.path == MLX and on_cpu() else settings.tokens  # MLX's own kernels are slow on a CPU
+            tokens = 2 if case.path == MLX_PATH and on_cpu() else settings.tokens  # MLX's own kernels are slow on a CPU
             spent = decode_seconds(case.gearbox.model, tokens, settings.context)
             case.peak_memory = mx.get_peak_memory()
             if trial:
@@ -121,7 +121,7 @@ def row_of(case: GearCase, cases: Sequence[GearCase], top: Gear, bandwidth: floa
     bandwidth: in GB/s.
     """
     tops = {other.path: other.seconds_per_token for other in cases if other.gear == top}
-    base, seconds = tops[MLX], case.seconds_per_token
+    base, seconds = tops[MLX_PATH], case.seconds_per_token
     in_top = tops[INT16 if case.path == INT8 else case.path]
     read = case.gearbox.weight_bytes_per_token(case.gear)
     return {
@@ -166,14 +166,14 @@ def llama_bytes(shape: tuple[int, int], ladder: Ladder, copies: int, context: in
     Weights have half precision, and those of the largest gear are beside them; keys and values are float32.
     """
     width, layers = shape
-    weights = layers * (3 + 3 * 11 / 4) * width**2 + 2 * VOCABULARY * width
-    cached = 2 * mx.float32.size * context * layers * key_heads(width) * HEAD
+    weights = layers * (3 + 3 * 11 / 4) * width**2 + 2 * DECODED_TOKENS * width
+    cached = 2 * mx.float32.size * context * layers * key_heads(width) * HEAD_WIDTH
     return copies * weights * (2 + max(ladder.quantized_bits, default=0) / 8) + cached + GIBIBYTE
 
 
 def key_heads(width: int) -> int:
     """Heads of keys and values of the random Llama: half as many as of queries."""
-    return width // (2 * HEAD)
+    return width // (2 * HEAD_WIDTH)
 
 
 def random_llama(shape: tuple[int, int]) -> nn.Module:
@@ -184,10 +184,10 @@ def random_llama(shape: tuple[int, int]) -> nn.Module:
         "hidden_size": width,
         "num_hidden_layers": layers,
         "intermediate_size": width * 11 // 4,
-        "num_attention_heads": width // HEAD,
+        "num_attention_heads": width // HEAD_WIDTH,
         "num_key_value_heads": key_heads(width),
         "rms_norm_eps": 1e-5,
-        "vocab_size": VOCABULARY,
+        "vocab_size": DECODED_TOKENS,
         "tie_word_embeddings": False,
     }
     return random_model(sizes)
@@ -215,14 +215,14 @@ def decode_seconds(model: nn.Module, tokens: int, context: int = 0) -> float:
     cache = make_prompt_cache(model)
     if context:
         fill_cache(model, cache, context)
-    steps = generate_step(mx.array(PROMPT), model, max_tokens=tokens + 1, prompt_cache=cache)
+    steps = generate_step(mx.array(FIRST_TOKENS), model, max_tokens=tokens + 1, prompt_cache=cache)
     next(steps)
     return timed(lambda: [token for token, _ in steps]) / tokens
 
 
 def fill_cache(model: nn.Module, cache: Sequence[Any], context: int) -> None:
     """Put random keys and values of further tokens into a KV cache."""
-    model(mx.array([PROMPT]), cache=cache)  # gives keys and values their shapes
+    model(mx.array([FIRST_TOKENS]), cache=cache)  # gives keys and values their shapes
     needed = 0
     for layer in cache:
         if not isinstance(layer, KVCache):

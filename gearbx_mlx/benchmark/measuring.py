@@ -32,13 +32,13 @@ from ..telemetry.summary import as_json
 Rows = list[dict[str, Any]]
 
 GIGABYTE, GIBIBYTE = 1e9, 2**30
-READ = GIBIBYTE  # in a measurement of the read bandwidth
-SUMS = 4  # of an evaluation, so that waiting for a GPU counts little
+READ_BYTES = GIBIBYTE  # in a measurement of the read bandwidth
+SUMS_AT_ONCE = 4  # of an evaluation, so that waiting for a GPU counts little
 SUMMED_BY = {"mlx cpu": "MLX's sum on the CPU", "mlx gpu": "MLX's sum on the GPU"}
 # Names of paths. int16, int8: activations that are rounded, which only kernels of a CPU do.
-NATIVE, INT16, INT8, METAL, MLX = "native", "native int16", "native int8", "metal", "mlx"
-ON_CPU = ((NATIVE, "native", "float"), (INT16, "native", "int16"), (INT8, "native", "int8"))
-BY_MLX = ((MLX, "mlx", "float"),)
+NATIVE_PATH, INT16, INT8, METAL_PATH, MLX_PATH = "native", "native int16", "native int8", "metal", "mlx"
+ON_CPU = ((NATIVE_PATH, "native", "float"), (INT16, "native", "int16"), (INT8, "native", "int8"))
+BY_MLX = ((MLX_PATH, "mlx", "float"),)
 
 
 class BandwidthMeter:
@@ -53,7 +53,9 @@ class BandwidthMeter:
 
     def __init__(self, size: int | None = None):
         module = self._module = cpu_module()
-        self._words = mx.ones(((READ if size is None else size) // 4,), mx.float32 if module is None else mx.uint32)
+        self._words = mx.ones(
+            ((READ_BYTES if size is None else size) // 4,), mx.float32 if module is None else mx.uint32
+        )
         mx.eval(self._words)
         source = "native" if module is not None else "mlx cpu" if on_cpu() else "mlx gpu"
         self.row: dict[str, Any] = {"read_by": source, "threads": None if module is None else module.threads()}
@@ -62,7 +64,7 @@ class BandwidthMeter:
     def __call__(self) -> float:
         if self._module is not None:
             return self._words.nbytes / timed(lambda: self._module.read_sum(self._words)) / GIGABYTE
-        return SUMS * self._words.nbytes / seconds_of(lambda: [self._words.sum()], SUMS) / GIGABYTE
+        return SUMS_AT_ONCE * self._words.nbytes / seconds_of(lambda: [self._words.sum()], SUMS_AT_ONCE) / GIGABYTE
 
 
 def timed(work: Callable[[], Any]) -> float:
@@ -81,7 +83,7 @@ class Reads:
     nested: bool = False
 
 
-READING = ("item", "tolist", "__array__", "__bool__", "__float__", "__int__", "__index__")
+READERS = ("item", "tolist", "__array__", "__bool__", "__float__", "__int__", "__index__")
 
 
 @contextlib.contextmanager
@@ -104,7 +106,7 @@ def counting_reads() -> Iterator[Reads]:
         return call
 
     with contextlib.ExitStack() as stack:
-        for owner, names in ((np, ("array", "asarray")), (mx.array, READING), (mx, ("eval", "synchronize"))):
+        for owner, names in ((np, ("array", "asarray")), (mx.array, READERS), (mx, ("eval", "synchronize"))):
             for name in names:
                 if hasattr(owner, name):
                     stack.callback(setattr, owner, name, getattr(owner, name))
@@ -123,7 +125,7 @@ def cpu_module() -> Any:
 def paths_here() -> tuple[tuple[str, str, str], ...]:
     """Return the paths of a gearbox on this machine: name, `kernels` and `activations`; the last one is MLX's."""
     if metal.available():
-        return ((METAL, "native", "float"), *BY_MLX)
+        return ((METAL_PATH, "native", "float"), *BY_MLX)
     return BY_MLX if cpu_module() is None else ON_CPU + BY_MLX
 
 

@@ -16,7 +16,7 @@ from mlx.utils import tree_map
 from ..compat.arrays import dtype_name
 from ..errors import GearbxError, one_line
 from ..formats import codebook, codebook_library, groupwise, rowwise
-from ..formats.codebook import LAYOUT
+from ..formats.codebook import WORDS
 from ..formats.exact import encode
 from ..formats.kv_cache import Nested, pack
 from ..formats.planes import Planes, split
@@ -37,9 +37,9 @@ from ..kernels.products import (
     symmetric_experts,
     symmetric_product,
 )
-from .measuring import METAL
+from .measuring import METAL_PATH
 
-AFFINE = (2, 3, 4, 5, 6, 8)
+AFFINE_BITS = (2, 3, 4, 5, 6, 8)
 STACKS = ((4, 4), (4, 1, 1, 2))
 IN_PLACE = ((4, 8), (5, 8), (4, 6))
 
@@ -103,7 +103,7 @@ def symmetric_kernel(bits: int, grouped: bool = False) -> MetalProduct:
         return codes_of(*made, bits, weight.shape[1])
 
     def dense(packed: SymmetricCodes, columns: int) -> mx.array:
-        padded = packed.scales.shape[1] * groupwise.GROUP if grouped else columns
+        padded = packed.scales.shape[1] * groupwise.GROUP_INPUTS if grouped else columns
         codes = rowwise.unpack_symmetric_codes(packed.weight, bits, padded)
         if grouped:
             return groupwise.dequantize(codes, packed.scales, columns)
@@ -144,13 +144,13 @@ def exact_kernel(group_size: int) -> MetalProduct:
 def all_kernels(group_size: int) -> list[MetalProduct]:
     """Return every kernel; the last one is our product with the weight as it is."""
     return [
-        *(stack_kernel(f"affine {bits}", mlx_weights, group_size, bits=bits) for bits in AFFINE),
+        *(stack_kernel(f"affine {bits}", mlx_weights, group_size, bits=bits) for bits in AFFINE_BITS),
         *(stack_kernel(f"planes {'+'.join(map(str, each))}", split, group_size, widths=each) for each in STACKS),
         *(stack_kernel(f"in place {b} of {of}", first_bits, group_size, bits=b, of=of) for b, of in IN_PLACE),
         *map(symmetric_kernel, rowwise.Q_MAX),
-        symmetric_kernel(groupwise.BITS, grouped=True),
-        *(codebook_kernel("codebook", codebook.encode, bits) for bits in LAYOUT),
-        *(codebook_kernel("codebook-library", codebook_library.encode, bits) for bits in codebook_library.BITS),
+        symmetric_kernel(groupwise.GROUP_BITS, grouped=True),
+        *(codebook_kernel("codebook", codebook.encode, bits) for bits in WORDS),
+        *(codebook_kernel("codebook-library", codebook_library.encode, bits) for bits in codebook_library.LIBRARY_BITS),
         exact_kernel(group_size),
         MetalProduct("dense 16", lambda weight: weight, lambda weight, columns: weight, dense_product, variants=("",)),
     ]
@@ -206,7 +206,7 @@ def difference(result: mx.array | None, expected: mx.array | None) -> float:
 
 
 def path_of(variant: str) -> str:
-    return f"{METAL} {variant}".rstrip()
+    return f"{METAL_PATH} {variant}".rstrip()
 
 
 def random_matrix(rows: int, columns: int, dtype: mx.Dtype) -> mx.array:
@@ -247,7 +247,7 @@ def widened(kernel: MetalProduct, packed: Any, columns: int) -> mx.array:
     return kernel.dense(tree_map(wide, packed), columns)
 
 
-EXPERTS, CHOSEN = 3, 2  # that are checked, and of these for each vector
+EXPERTS, EXPERTS_CHOSEN = 3, 2  # that are checked, and of these for each vector
 
 
 def mixture_checks(kernels: Iterable[MetalProduct], vectors: Sequence[int]) -> dict[str, Iterator[Check]]:
@@ -263,7 +263,7 @@ def experts_checks(kernel: MetalProduct, vectors: Sequence[int]) -> Iterator[Che
         each = [kernel.pack(random_matrix(rows, columns, dtype)) for _ in range(EXPERTS)]
         for count in vectors:
             x = mx.random.normal((count, 1, 1, columns)).astype(dtype)
-            indices = mx.random.randint(0, EXPERTS, (count, CHOSEN)).astype(mx.uint32)
+            indices = mx.random.randint(0, EXPERTS, (count, EXPERTS_CHOSEN)).astype(mx.uint32)
             for variant in fitting_variants(kernel.variants, columns, 1, dtype):
                 text = f"{rows}x{columns}, {count} vectors, {dtype_name(dtype)}, {path_of(variant)}"
                 yield Check(text, TOLERANCE[dtype], partial(experts_error, kernel, each, x, indices, variant))
@@ -318,11 +318,11 @@ def decoding_error(kernel: MetalProduct, packed: Any, columns: int) -> float:
 
 # Attention and rotary positions
 
-WIDTHS = (64, 128)  # of the heads that are checked
-KEYS = (37, 300)  # that are checked: less than a block, and several blocks
+HEAD_WIDTHS = (64, 128)  # of the heads that are checked
+KEY_COUNTS = (37, 300)  # that are checked: less than a block, and several blocks
 OFFSET, BASE = 1000, 10000.0
 
-GEARS, PLANES, GROUP = (4, 8), (4, 4), 32  # of keys and values in planes
+GEARS, KV_PLANES, KV_GROUP = (4, 8), (4, 4), 32  # of keys and values in planes
 
 
 def random_entries(heads: int, keys: int, width: int, dtype: mx.Dtype) -> mx.array:
@@ -331,8 +331,8 @@ def random_entries(heads: int, keys: int, width: int, dtype: mx.Dtype) -> mx.arr
 
 def planes_of(entries: mx.array, bits: int) -> list[mx.array]:
     """Return the planes that the gear with `bits` reads of entries (1, heads, keys, width), scales and offsets."""
-    planes, scales, offsets = pack(entries, PLANES, GROUP)
-    return [*planes[: bits // PLANES[0]], scales, offsets]
+    planes, scales, offsets = pack(entries, KV_PLANES, KV_GROUP)
+    return [*planes[: bits // KV_PLANES[0]], scales, offsets]
 
 
 def operation_checks(vectors: Sequence[int]) -> dict[str, Iterator[Check]]:
@@ -346,7 +346,7 @@ def operation_checks(vectors: Sequence[int]) -> dict[str, Iterator[Check]]:
 
 def attention_checks(vectors: Sequence[int]) -> Iterator[Check]:
     """Four heads that share two of keys and values: each type, width, number of keys and of queries, and mask."""
-    for dtype, width, keys, count in itertools.product(METAL_DTYPES, WIDTHS, KEYS, vectors):
+    for dtype, width, keys, count in itertools.product(METAL_DTYPES, HEAD_WIDTHS, KEY_COUNTS, vectors):
         queries = random_entries(4, count, width, dtype)
         cached_keys, values = (random_entries(2, keys, width, dtype) for _ in range(2))
         sees = mx.random.uniform(shape=(count, keys)) < 0.7
@@ -377,7 +377,7 @@ def attention_error(queries: mx.array, keys: mx.array, values: mx.array, mask: m
 
 def nested_checks(vectors: Sequence[int]) -> Iterator[Check]:
     """Four heads that share two of keys and values in planes: each type, width, gear and number of queries."""
-    for dtype, width, keys, bits, count in itertools.product(METAL_DTYPES, WIDTHS, KEYS, GEARS, vectors):
+    for dtype, width, keys, bits, count in itertools.product(METAL_DTYPES, HEAD_WIDTHS, KEY_COUNTS, GEARS, vectors):
         queries = random_entries(4, count, width, dtype)
         k, v = (random_entries(2, keys, width, dtype) for _ in range(2))
         packed = keys // TILE_KEYS * TILE_KEYS  # of further positions entries are read
@@ -402,9 +402,9 @@ def attention_company_error(queries: mx.array, keys: mx.array, values: mx.array)
 
 def rope_checks(vectors: Sequence[int]) -> Iterator[Check]:
     """Four heads, all or half of their values turned: each type, order of pairs and number of tokens."""
-    for dtype, traditional, dims, count in itertools.product(METAL_DTYPES, (False, True), WIDTHS, vectors):
-        x = mx.random.normal((1, 4, count, max(WIDTHS))).astype(dtype)
-        text = f"{dims} of {max(WIDTHS)} values, {count} tokens, {dtype_name(dtype)}"
+    for dtype, traditional, dims, count in itertools.product(METAL_DTYPES, (False, True), HEAD_WIDTHS, vectors):
+        x = mx.random.normal((1, 4, count, max(HEAD_WIDTHS))).astype(dtype)
+        text = f"{dims} of {max(HEAD_WIDTHS)} values, {count} tokens, {dtype_name(dtype)}"
         text += ", neighbours" if traditional else ", halves"
         yield Check(text, TOLERANCE[dtype], partial(rope_error, x, dims, traditional))
 

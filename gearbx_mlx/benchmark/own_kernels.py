@@ -17,7 +17,7 @@ from ..errors import one_line
 from ..formats import get_format
 from ..formats.native import Native, with_kernels
 from ..gears.kernel_choices import products
-from ..gears.ladder import DEFAULT_GROUP_SIZE, DENSE, WHOLE, WHOLE_LADDER, Ladder
+from ..gears.ladder import DEFAULT_GROUP_SIZE, DENSE, EXACT_FORMAT, EXACT_LADDER, Ladder
 from ..kernels import proven
 from ..kernels.dispatch import MLX, STOCK, Kind
 from ..kernels.exact import decode
@@ -28,8 +28,8 @@ from .metal_checks import all_kernels, examine, mixture_checks, operation_checks
 Rows = list[dict[str, Any]]
 
 CHECKED_VECTORS = (1, 2, 4, 8)
-VECTORS = (1, 2, 3, 4, 5, 8, 16)  # of a verification of up to four drafted tokens, and of text that is looked up
-TEXT_OF = {"weights as they are": proven.DENSE_TEXT, "4 bits": proven.MATVEC_TEXT, WHOLE: proven.EXACT_TEXT}
+PROVEN_VECTORS = (1, 2, 3, 4, 5, 8, 16)  # of a verification of up to four drafted tokens, and of text that is looked up
+TEXT_OF = {"weights as they are": proven.DENSE_TEXT, "4 bits": proven.MATVEC_TEXT, EXACT_FORMAT: proven.EXACT_TEXT}
 
 
 class Layers(NamedTuple):
@@ -61,15 +61,15 @@ def check_all() -> Iterator[dict[str, Any]]:
 
 def prove_all(model: nn.Module) -> Iterator[dict[str, Any]]:
     """Yield a row for each product of the model's shapes, and keep what is right on this machine."""
-    proven.drop(TEXT_OF[WHOLE], proven.decoder_key(DEFAULT_GROUP_SIZE))  # so that MLX's operations encode
+    proven.drop(TEXT_OF[EXACT_FORMAT], proven.decoder_key(DEFAULT_GROUP_SIZE))  # so that MLX's operations encode
     decodes = True
     with counting("kernels timed", None) as advance:
         for layers in layers_of_shapes(model):
-            if layers.stored == WHOLE and decodes:
+            if layers.stored == EXACT_FORMAT and decodes:
                 row = prove_decoding(layers)
                 decodes = not row["wrong"]  # one proof is for all shapes
                 yield row
-            for vectors in VECTORS:
+            for vectors in PROVEN_VECTORS:
                 yield from prove_products(layers, vectors)
                 advance()
 
@@ -88,7 +88,9 @@ def layers_of_shapes(model: nn.Module) -> Iterator[Layers]:
         yield Layers("4 bits", [stored_as("planes", layer, 4, Ladder((4,)), dtype) for layer in dense], dtype)
         if dtype == mx.bfloat16:
             yield Layers(
-                WHOLE, [stored_as(WHOLE, layer, DENSE, Ladder.parse(WHOLE_LADDER), dtype) for layer in dense], dtype
+                EXACT_FORMAT,
+                [stored_as(EXACT_FORMAT, layer, DENSE, Ladder.parse(EXACT_LADDER), dtype) for layer in dense],
+                dtype,
             )
 
 

@@ -132,7 +132,7 @@ class GarbageCheck:
 
 
 CONTEXT = 8192  # tokens, where the model's context is longer: few texts are
-STEP = 256  # tokens by which mlx-lm's caches grow; one and two steps are read to measure
+CACHE_STEP = 256  # tokens by which mlx-lm's caches grow; one and two steps are read to measure
 
 
 @dataclass(frozen=True)
@@ -169,12 +169,12 @@ def measure_reserve(model: nn.Module) -> Reserve:
     """
     made_for = context_length(vars(model.args)) if hasattr(model, "args") else None
     context = min(made_for or CONTEXT, CONTEXT)
-    if context <= 2 * STEP:
+    if context <= 2 * CACHE_STEP:
         return Reserve(*cache_bytes(model, context), context)
-    (start, _), (end, activations) = cache_bytes(model, STEP), cache_bytes(model, 2 * STEP)
-    steps = math.ceil(context / STEP)
+    (start, _), (end, activations) = cache_bytes(model, CACHE_STEP), cache_bytes(model, 2 * CACHE_STEP)
+    steps = math.ceil(context / CACHE_STEP)
     pass_tokens = min(2048, context)  # mlx-lm reads at most so many in one pass
-    return Reserve(end + (end - start) * (steps - 2), round(activations * pass_tokens / (2 * STEP)), context)
+    return Reserve(end + (end - start) * (steps - 2), round(activations * pass_tokens / (2 * CACHE_STEP)), context)
 
 
 STRICT_FLOORS = (0.90, 0.93, 0.96, 0.98, 0.99, 0.995)

@@ -408,7 +408,7 @@ def layer_precision(
     )
 
 
-LOW = 4  # bits of mlx_lm.dynamic_quant
+LOW_BITS = 4  # bits of mlx_lm.dynamic_quant
 
 
 def first_order(
@@ -443,7 +443,7 @@ def estimate_kls(
     layers: Sequence[Layer], model: nn.Module, windows: Sequence[Sequence[int]], bits: Sequence[int], group_size: int
 ) -> dict[str, dict[int, float]]:
     """Return a proxy for the KL (nats, at least 0) of every layer at every width, by path, from one backward pass."""
-    low = LOW if LOW in bits else bits[0]
+    low = LOW_BITS if LOW_BITS in bits else bits[0]
     high = next((width for width in bits if width > low), 8)
     found = first_order(model, windows, low, high, group_size)
     missing = [layer.path for layer in layers if layer.path not in found]

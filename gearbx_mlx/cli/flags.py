@@ -24,17 +24,16 @@ from ..gears.ladder import (
     DEFAULT_ACTIVATIONS,
     DEFAULT_GROUP_SIZE,
     DEFAULT_LADDER,
-    DTYPES,
-    GROUP_SIZES,
+    DTYPE_NAMES,
+    EXACT_FORMAT,
+    EXACT_LADDER,
     MANAGE,
     RESIDENCIES,
-    WHOLE,
-    WHOLE_LADDER,
     Ladder,
     check_kv_gears,
     kv_ladder,
 )
-from ..kernels import ACTIVATIONS, DEVICES, KERNELS
+from ..kernels import ACTIVATIONS, DEVICES, GROUP_SIZES, KERNELS
 from ..routing.gates import DEFAULT_POLICY
 from ..serving import DEFAULT_TIMEOUT
 from ..settings import Settings, check_choice, flag, flag_of, given, parse_bytes
@@ -307,7 +306,7 @@ class ModelSettings(Settings):
     dtype: str = flag(
         "auto",
         "Type to compute in. auto: the checkpoint's, but float32 where a CPU runs quantized gears.",
-        choices=("auto", *DTYPES),
+        choices=("auto", *DTYPE_NAMES),
         rare=True,
     )
     device: str | None = device_flag()
@@ -342,7 +341,7 @@ class LadderSettings(Settings):
     gears: Ladder | None = flag(
         None,
         "Bits of the gears, ascending; 16: the weights as they are. Default: those of a geared checkpoint, or "
-        f"{DEFAULT_LADDER}; with format {WHOLE} {WHOLE_LADDER}",
+        f"{DEFAULT_LADDER}; with format {EXACT_FORMAT} {EXACT_LADDER}",
         parse=Ladder.parse,
     )
 

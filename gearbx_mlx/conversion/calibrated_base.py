@@ -31,9 +31,9 @@ from ..kernels.bit_planes import Planes
 from ..kernels.dispatch import FUSED_ATTENTION
 from .gptq import Factored, Hessian, calibrated
 
-LONGEST = 512  # tokens of a text that are read
-TOGETHER = 2048  # tokens that are read at a time, in texts of similar lengths
-FEWEST = 32  # inputs of an expert that say which codes it needs
+LONGEST_TEXT = 512  # tokens of a text that are read
+TOKENS_AT_ONCE = 2048  # tokens that are read at a time, in texts of similar lengths
+FEWEST_INPUTS = 32  # inputs of an expert that say which codes it needs
 
 
 @dataclass
@@ -70,13 +70,13 @@ def calibrate_base(
         GearbxError: a format or a ladder whose lowest codes are not free, no text of two tokens, or a model whose
             blocks cannot be read one by one.
     """
-    read = [list(text[:LONGEST]) for text in texts if len(text) > 1]
+    read = [list(text[:LONGEST_TEXT]) for text in texts if len(text) > 1]
     if not read:
         raise GearbxError("no text of two tokens or more to calibrate with; give one")
     fit, rounded = free_layers(layers, format, ladder, group_size)
     found = CalibratedBase(rounded=rounded)
     # The places of filled-up tokens are lost where a mixture sorts tokens by their experts.
-    walk = Walk(model, batches(read, 0 if any(has_experts(layer) for layer in fit) else TOGETHER))
+    walk = Walk(model, batches(read, 0 if any(has_experts(layer) for layer in fit) else TOKENS_AT_ONCE))
     for number in range(len(walk.blocks) + 1):
         block = number if number < len(walk.blocks) else None
         of_block = [layer for layer in fit if block_number(layer.path) == block]
@@ -125,7 +125,7 @@ class TextBatch:
         return (np.arange(self.tokens.shape[1]) < np.array(self.lengths)[:, None]).flatten()
 
 
-def batches(texts: Sequence[Sequence[int]], together: int = TOGETHER) -> list[TextBatch]:
+def batches(texts: Sequence[Sequence[int]], together: int = TOKENS_AT_ONCE) -> list[TextBatch]:
     """Texts, the longest first, in batches of at most so many tokens, or of one text."""
     made: list[list[Sequence[int]]] = []
     for text in sorted(texts, key=len, reverse=True):
@@ -310,14 +310,14 @@ class BlockCodes:
         made: dict[str, list[tuple[Planes, bool]]] = {path: [] for path in layers}
         for expert in inputs.layers[0].matrices:
             hessian = inputs.hessian(expert, counts)
-            factored = hessian.factored() if expert is None or hessian.rows >= FEWEST else None
+            factored = hessian.factored() if expert is None or hessian.rows >= FEWEST_INPUTS else None
             for path, watched in layers.items():
                 made[path].append(self._codes(watched, expert, factored))
         for path, codes in made.items():
             planes, chosen = zip(*codes)
             of_experts = layers[path].weight.ndim > 2
             if not all(chosen):
-                some = f"; or fewer than {FEWEST} reach some of its experts" if of_experts else ""
+                some = f"; or fewer than {FEWEST_INPUTS} reach some of its experts" if of_experts else ""
                 self.found.rounded[path] = f"its inputs, or its weights, are not finite, or all 0{some}"
             if any(chosen):
                 known[path] = stacked(planes) if of_experts else planes[0]

@@ -32,13 +32,13 @@ from ..gears.activations import stored_dtype
 from ..gears.discovery import Layer, Predicate, discover, none_managed, stored_widths, tables_to_pack, with_bits
 from ..gears.in_place import alike_layers, own_codes, stock_quantization
 from ..gears.ladder import DENSE, EMBEDDINGS, Ladder
-from ..gears.manifest import AFFINE, GEARS_FILE, MANIFEST, RESTORE, Manifest, OriginalModel, SavedLayer, Tensor, View
+from ..gears.manifest import GEARS_FILE, MANIFEST, RESTORE, Manifest, OriginalModel, SavedLayer, Tensor, View
 from ..gears.offload import EMPTY, put
-from ..gears.saved import KINDS
+from ..gears.saved import LAYER_KINDS
 from ..gears.sources import made_over
 from ..gears.tensor_files import (
     LENGTH,
-    NAMES,
+    TYPE_NAMES,
     ArrayPlace,
     FileHeader,
     TensorEntry,
@@ -51,7 +51,7 @@ from ..kernels.bit_planes import Planes
 
 UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}  # by bytes of a number
 COUNTS = (2, 3, 4, 8, 16, 32, 64, 128)  # of equal pieces that classes cut tensors into: gate and up, experts
-CUTS = [(axis, count, False) for axis in (-2, -1) for count in COUNTS] + [(axis, 2, True) for axis in (-2, -1)]
+TENSOR_CUTS = [(axis, count, False) for axis in (-2, -1) for count in COUNTS] + [(axis, 2, True) for axis in (-2, -1)]
 
 
 def bits_of(array: mx.array) -> np.ndarray:
@@ -101,7 +101,7 @@ def find(tensor: np.ndarray, hash: str, views: Mapping[str, View]) -> Tensor:
     """
     if hash in views:
         return Tensor(hash, (views[hash],))
-    for axis, count, interleaved in CUTS:
+    for axis, count, interleaved in TENSOR_CUTS:
         found = (views.get(hash_bits(piece)) for piece in cut(tensor, axis, count, interleaved))
         pieces = tuple(piece for piece in itertools.takewhile(lambda piece: piece is not None, found) if piece)
         if len(pieces) == count:
@@ -149,7 +149,7 @@ def assembled(tensor: Tensor, parts: list[np.ndarray], shape: tuple[int, ...]) -
     return np.ascontiguousarray(whole)  # numpy keeps the order of transposed parts
 
 
-STOCK = tuple(quantized for _, quantized in KINDS.values())
+STOCK_KINDS = tuple(quantized for _, quantized in LAYER_KINDS.values())
 
 Arrays = dict[str, mx.array]
 
@@ -189,7 +189,9 @@ class TensorFile:
 
     def append(self, arrays: Iterable[tuple[str, mx.array]]) -> dict[str, str]:
         """Write evaluated arrays, and return their hashes."""
-        return {name: self.append_data(name, NAMES[array.dtype], array.shape, bits_of(array)) for name, array in arrays}
+        return {
+            name: self.append_data(name, TYPE_NAMES[array.dtype], array.shape, bits_of(array)) for name, array in arrays
+        }
 
     def append_data(self, name: str, dtype: str, shape: tuple[int, ...], data: np.ndarray) -> str:
         """Write an array from its bits in memory, row after row, and return its hash."""
@@ -260,7 +262,7 @@ def pack_layer(
     reason = too_large(made[DENSE]) if DENSE in made else None
     if reason:
         return Packed({f"{path}.weight": original}, larger=reason)
-    stock = bool(stored) and type(made[stored[0]]) in STOCK
+    stock = bool(stored) and type(made[stored[0]]) in STOCK_KINDS
     tied = isinstance(layer.module, nn.Embedding)
     packs_rows = stock and ((tied and pack_rows) or layer.is_table)
     packed = replace(packed_gears(layer, made, format, group_size, stock), rows=stored[0] if packs_rows else DENSE)
@@ -320,13 +322,13 @@ def pack_table(table: Layer, widths: Iterable[int], format: Format, group_size: 
     bits = max(min(widths), table.lowest_bits)
     one_gear = Layer(table.path, table.module, bits, is_table=True)
     gears = {bits, *([DENSE] if max(widths) > bits else [])}
-    return pack_layer(one_gear, gears, get_format(AFFINE), group_size, True)
+    return pack_layer(one_gear, gears, get_format("affine"), group_size, True)
 
 
 def possible_names(layer: Layer, widths: Iterable[int], format: Format, group_size: int) -> list[str]:
     """Return the names of all arrays that a layer or a table may get; one file has no longer ones and no more
     of them."""
-    own = get_format(AFFINE) if layer.is_table and not format.ladders else format
+    own = get_format("affine") if layer.is_table and not format.ladders else format
     stored = stored_bits(own, stored_widths(layer, own, widths))
     shape, dtype = layer.module.weight.shape, layer.module.weight.dtype
     arrays = {(a.bits, a.name) for b in stored for a in own.stored_arrays(shape, b, stored, group_size, dtype).values()}
@@ -349,7 +351,7 @@ class Written:
 
 
 BASE_FILE = "model.safetensors"
-ROOM = 144  # bytes of a header for the entry of one array, without its name
+GEARED_ROOM = 144  # bytes of a header for the entry of one array, without its name
 
 
 class Converter:
@@ -393,7 +395,7 @@ class Converter:
         self.rest = [name for name, _ in parameters if name not in self.changing]
         own = (possible_names(layer, plan.gears, self.format, plan.group_size) for layer in self.changing.values())
         names = [*self.rest, *itertools.chain.from_iterable(own)]
-        room = ROOM + sum(ROOM + len(msgspec.json.encode(name)) for name in names)
+        room = GEARED_ROOM + sum(GEARED_ROOM + len(msgspec.json.encode(name)) for name in names)
         self.files = {"base": TensorFile(work / BASE_FILE, room), "gears": TensorFile(work / GEARS_FILE, room)}
 
     def __iter__(self) -> Iterator[int]:
@@ -516,7 +518,7 @@ class Converter:
     def _saved(self, layer: Layer) -> SavedLayer:
         name = f"{layer.path}.weight"
         packed = self.done[name].packed
-        kind = next(name for name, (dense, *_) in KINDS.items() if isinstance(layer.module, dense))
+        kind = next(name for name, (dense, *_) in LAYER_KINDS.items() if isinstance(layer.module, dense))
         kind = "table" if layer.is_table else kind
         stays_dense = bool(self.format.ladders) and {*packed.names} == {DENSE}
         lowest = DENSE if stays_dense else layer.lowest_bits

@@ -26,9 +26,9 @@ from ..kernels.bit_planes import Planes, pack_mlx_codes
 
 DAMPING = 0.01  # of the mean of the Hessian's diagonal, which is added to it
 DAMPINGS = (DAMPING, 10 * DAMPING, 100 * DAMPING)  # tried in turn: a few tokens leave a Hessian singular
-SMALLEST = 1e-7  # scale, as of mx.quantize
-BLOCK = 64  # columns of which the errors are taken back together
-NUMBERS = 2**24  # in the largest array for rows that are fitted at a time
+SMALLEST_STEP = 1e-7  # scale, as of mx.quantize
+BLOCK_COLUMNS = 64  # columns of which the errors are taken back together
+MOST_NUMBERS = 2**24  # in the largest array for rows that are fitted at a time
 
 
 class Factored(NamedTuple):
@@ -121,7 +121,7 @@ def calibrated(weight: np.ndarray, nearest: Planes, hessian: Factored, window: W
         window: which codes may be used; None: all.
     """
     groups = nearest.scales.shape[-1]
-    step = max(1, min(NUMBERS // (2 * groups) ** 2, NUMBERS // weight.shape[1]))
+    step = max(1, min(MOST_NUMBERS // (2 * groups) ** 2, MOST_NUMBERS // weight.shape[1]))
     parts = []
     for first in range(0, len(weight), step):
         rows = slice(first, first + step)
@@ -171,7 +171,7 @@ def searched(weight: np.ndarray, grid: Grid, hessian: Factored, window: Window |
 
     least = error(grid)
     for part in (1.0, 0.95, 0.9, 0.85, 0.8):  # parts of a group's range that its codes may span
-        scales = grid.rounded(np.maximum(part * (high - low) / (2**grid.bits - 1), SMALLEST))
+        scales = grid.rounded(np.maximum(part * (high - low) / (2**grid.bits - 1), SMALLEST_STEP))
         other = grid._replace(scales=scales, biases=grid.rounded(part * low))
         found = error(other)
         grid, least = grid.where(found < least, other), np.minimum(found, least)
@@ -193,8 +193,8 @@ def codes_of(
     groups, size, rows = weight.shape
     original, near = weight.reshape(-1, rows), grid.nearest(weight).reshape(-1, rows)
     left, codes = wanted.reshape(-1, rows)[hessian.order], np.empty_like(original)
-    for start in range(0, len(left), BLOCK):
-        end = start + BLOCK
+    for start in range(0, len(left), BLOCK_COLUMNS):
+        end = start + BLOCK_COLUMNS
         block, errors = left[start:end].copy(), np.empty_like(left[start:end])
         for place, column in enumerate(hessian.order[start:end]):
             scale, bias = grid.scales[column // size], grid.biases[column // size]

@@ -40,8 +40,17 @@ from ..gears.manifest import (
     is_plain,
     tensor_key,
 )
-from ..gears.saved import KINDS, SavedGears, opened
-from ..gears.tensor_files import LENGTH, SIZES, ArrayPlace, FileHeader, TensorEntry, hash_bytes, hash_places, header_of
+from ..gears.saved import LAYER_KINDS, SavedGears, opened
+from ..gears.tensor_files import (
+    LENGTH,
+    TYPE_SIZES,
+    ArrayPlace,
+    FileHeader,
+    TensorEntry,
+    hash_bytes,
+    hash_places,
+    header_of,
+)
 from ..kernels.exact import ExactMatrix
 from ..kernels.products import decoded
 from ..loading import read_config
@@ -50,14 +59,14 @@ from .model_card import CARD
 
 REPORT = "selection.json"  # which bits every layer got, and why
 # What a conversion writes itself.
-OWN = {"config.json", BASE_FILE, GEARS_FILE, ORIGINAL_FILE, MANIFEST, REPORT, PRECISION, CARD}
+OWN_FILES = {"config.json", BASE_FILE, GEARS_FILE, ORIGINAL_FILE, MANIFEST, REPORT, PRECISION, CARD}
 
 
 def is_copied(name: str) -> bool:
     """Return whether a file of the original is copied: the tokenizer and code, and not what a conversion
     writes itself."""
     weights = name.endswith((".safetensors", ".safetensors.index.json"))
-    return name not in OWN and not weights and any(fnmatch(name, pattern) for pattern in DEFAULT_ALLOW_PATTERNS)
+    return name not in OWN_FILES and not weights and any(fnmatch(name, pattern) for pattern in DEFAULT_ALLOW_PATTERNS)
 
 
 def copy_companions(source: Path, work: Path) -> None:
@@ -86,7 +95,7 @@ def write_config(source: Path, work: Path, quantization: dict[str, Any] | None) 
 # What comes back
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "*.npz")
-ROOM = 128  # bytes of a header for the entry of one array, without its name
+ORIGINAL_ROOM = 128  # bytes of a header for the entry of one array, without its name
 Key = tuple[str, str]  # a shard's name and a tensor's
 
 
@@ -165,7 +174,7 @@ class OriginalFiles:
         kept = [file for file in others if not is_copied(file.name)]
         keys = [*map(header_key, self.shards), *(file_key(file.name) for file in kept)]
         keys += [tensor_key(*key) for key in self.places]
-        out = TensorFile(work / ORIGINAL_FILE, sum(ROOM + 6 * len(key) for key in keys) + ROOM)
+        out = TensorFile(work / ORIGINAL_FILE, sum(ORIGINAL_ROOM + 6 * len(key) for key in keys) + ORIGINAL_ROOM)
         try:
             headers = {name: store(out, header_key(name), header.data) for name, header in self.shards.items()}
             for file in kept:
@@ -187,7 +196,7 @@ class OriginalFiles:
         if hash in views:  # without reading it
             return Tensor(hash, (views[hash],))
         entry, data = self.shards[shard].entries[name], read_place(self.places[shard, name])
-        size = SIZES.get(entry.dtype, 1)
+        size = TYPE_SIZES.get(entry.dtype, 1)
         shape = entry.shape if size * np.prod(entry.shape, dtype=int) == len(data) else (len(data) // size,)
         tensor = find(np.frombuffer(data, f"u{size}").reshape(shape), hash, views)
         if not tensor.pieces:
@@ -319,17 +328,17 @@ class Restorer:
         if path != name and path in self.saved.manifest.changing:
             return self._weight(path)
         file, entry = self.directory / MANIFEST, self._base.get(name)
-        if entry is None or entry.dtype not in SIZES:
+        if entry is None or entry.dtype not in TYPE_SIZES:
             raise GearbxError(f"{file}: original names {shown(name)}, which is not a parameter of the model; {RESTORE}")
         self.saved.hashes.verify([name], RESTORE)
         data = read_place(self.saved.hashes.places[name])
-        return np.frombuffer(data, f"u{SIZES[entry.dtype]}").reshape(entry.shape)
+        return np.frombuffer(data, f"u{TYPE_SIZES[entry.dtype]}").reshape(entry.shape)
 
     def _weight(self, path: str) -> np.ndarray:
         """Return the bits of the weight of a layer or a table in the gear of 16 bits."""
         layer = self.saved.manifest.changing[path]
         dtype = self.saved.storage(path)
-        blank = bare(KINDS[layer.kind][0])
+        blank = bare(LAYER_KINDS[layer.kind][0])
         blank.weight = mx.zeros(layer.shape, dtype)  # never evaluated
         module = self.saved.module(Layer(path, blank, layer.lowest_bits), DENSE, dtype, dtype)
         self.saved.read(module.parameters())

@@ -27,7 +27,6 @@ from ..cli.prompt import HARD, TRIVIAL, read_prompts
 from ..cli.terminal import counting, escaped, messages, note, progress_bar
 from ..conversion.converter import BASE_FILE, Converter, Plan
 from ..conversion.model_card import (
-    AFFINE,
     CARD,
     Provenance,
     gear_sizes,
@@ -51,7 +50,7 @@ from ..conversion.original import (
 from ..decoding.route import SHORT_PROMPTS
 from ..errors import GearbxError, about, one_line
 from ..files.writing import new_directory, write_text
-from ..formats import CODES, get_format
+from ..formats import SPLIT_CODES, get_format
 from ..gears.activations import DTYPES
 from ..gears.discovery import Layer, is_quantized
 from ..gears.in_place import OwnCodes, own_codes
@@ -62,7 +61,7 @@ from ..gears.tensor_files import header_of
 from ..loading import DEMO_MODEL, find, gears_of, load, model_name
 from ..settings import human_bytes
 from ..telemetry.summary import as_json
-from . import NEAREST, BudgetSettings, ConvertSettings
+from . import BudgetSettings, ConvertSettings
 
 Loads = Callable[..., tuple[nn.Module, Any]]
 """Loads a copy of the model that is converted, and its tokenizer. lazy: as of `load`."""
@@ -86,7 +85,7 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
     plan = plan_of(settings, precision)
     if codes is not None:
         gears = tuple(gear.bits for gear in codes.chosen(settings.layout.gears))
-        plan = replace(plan, format=CODES, gears=gears, group_size=codes.group_size, embeddings=EMBEDDINGS[1])
+        plan = replace(plan, format=SPLIT_CODES, gears=gears, group_size=codes.group_size, embeddings=EMBEDDINGS[1])
     if settings.quality is not None:
         original = partial(load_cast, source, conversion.dtype, trusted)
         plan = replace(plan, bits=bits_for(settings.quality, original, plan, work))
@@ -151,7 +150,7 @@ def calibrated(file: str, original: Loads, model: nn.Module, tokenizer: Any, pla
     key = key_of(model, format, plan.gears, plan.manage, plan.group_size, text)
     base = key.find()
     if base is None:
-        tell_cost(model, key, format, text, f"--calibrate {NEAREST} takes the nearest codes, at once")
+        tell_cost(model, key, format, text, "--calibrate none takes the nearest codes, at once")
         with progress_bar() as progress:
             texts = list(text.texts)
             if text.requests:
@@ -433,7 +432,7 @@ def write_manifest_table(
     if is_quantized(model):
         raise GearbxError(f"{source}: is quantized already, and --manifest has bits for original weights; leave it out")
     with about(file):
-        manifest, layers, missing = fit(manifest, model, get_format(AFFINE))
+        manifest, layers, missing = fit(manifest, model, get_format("affine"))
     for path in missing:
         note(f"{file}: has no {path}, which stays as it is")
     bits = manifest.gears[gear].bits
@@ -450,7 +449,7 @@ def choose_table(file: Path, layout: LayerSettings) -> tuple[PrecisionManifest, 
         GearbxError: a manifest that cannot be read or lacks the table, or flags that contradict it.
     """
     manifest = read_precision(file)
-    if layout.format not in (None, AFFINE):
+    if layout.format not in (None, "affine"):
         raise GearbxError(f"--format {layout.format}: a checkpoint with the bits of a manifest is mlx-lm's own, affine")
     if layout.q_group_size not in (None, manifest.group_size):
         raise GearbxError(
@@ -464,7 +463,7 @@ def choose_table(file: Path, layout: LayerSettings) -> tuple[PrecisionManifest, 
         raise GearbxError(f"{file}: has tables for gears {tables}; choose one with --gears")
     if len(wanted) > 1 or wanted[0] not in manifest.gears:
         raise GearbxError(f"{file}: has no table for gears {layout.gears}; choose one of {tables}")
-    if manifest.format != AFFINE:
+    if manifest.format != "affine":
         note(f"{file}: was measured with {manifest.format}; mlx-lm's affine layers differ a little from it")
     return manifest, wanted[0]
 

@@ -28,7 +28,7 @@ from mlx_lm.utils import load_model
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from ..errors import GearbxError, GearbxWarning, one_line
-from .gguf import AGAIN, CODED, GROUP, MAGIC, Gguf, GgufTensor, codes_of
+from .gguf import AGAIN, CODED, GGUF_GROUP, MAGIC, Gguf, GgufTensor, codes_of
 from .model_directory import MOST_LAYERS
 from .reading import shown, unreadable
 from .unpacked import contents, unpacked
@@ -37,10 +37,10 @@ WIDENED = "gguf_unpacked"  # a field of config.json that is ours: what takes mor
 BLOCKS_OF_27B = {"gemma2": 46, "gemma3_text": 62}  # of Gemma 2 and 3: it scales queries by the mean width of a head
 ROPE_THETA = 10000.0  # where the file has none
 # F32 is for norms and biases, and becomes the type of the others.
-DENSE = {"F16": mx.float16, "BF16": mx.bfloat16}
+AS_THEY_ARE = {"F16": mx.float16, "BF16": mx.bfloat16}
 
 # A part of a tensor's name in GGUF to its name in mlx-lm.
-PARTS = {
+LLAMA_NAMES = {
     **{"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"},
     **{"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj"},
     **{"attn_output": "self_attn.o_proj", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"},
@@ -111,14 +111,16 @@ def scaled_by(of: Mapping[str, Any], head: int, model_type: str) -> int:
 
 
 ARCHITECTURES = {  # Mistral's models call themselves llama
-    "llama": Architecture("LlamaForCausalLM", "llama", PARTS, in_pairs=True),
-    "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", PARTS),
-    "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", PARTS),
-    "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", PARTS, in_pairs=True),
-    "granite": Architecture("GraniteForCausalLM", "granite", PARTS, in_pairs=True, fields=fields_of_granite),
-    "phi3": Architecture("Phi3ForCausalLM", "phi3", PARTS | JOINED, fields=fields_of_phi3),
-    "gemma2": Architecture("Gemma2ForCausalLM", "gemma2", PARTS | AROUND, plus_one=True, fields=fields_of_gemma2),
-    "gemma3": Architecture("Gemma3ForCausalLM", "gemma3_text", PARTS | AROUND, plus_one=True, fields=fields_of_gemma3),
+    "llama": Architecture("LlamaForCausalLM", "llama", LLAMA_NAMES, in_pairs=True),
+    "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", LLAMA_NAMES),
+    "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", LLAMA_NAMES),
+    "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", LLAMA_NAMES, in_pairs=True),
+    "granite": Architecture("GraniteForCausalLM", "granite", LLAMA_NAMES, in_pairs=True, fields=fields_of_granite),
+    "phi3": Architecture("Phi3ForCausalLM", "phi3", LLAMA_NAMES | JOINED, fields=fields_of_phi3),
+    "gemma2": Architecture("Gemma2ForCausalLM", "gemma2", LLAMA_NAMES | AROUND, plus_one=True, fields=fields_of_gemma2),
+    "gemma3": Architecture(
+        "Gemma3ForCausalLM", "gemma3_text", LLAMA_NAMES | AROUND, plus_one=True, fields=fields_of_gemma3
+    ),
 }
 FREQUENCIES = "rope_freqs.weight"  # how much positions are stretched, by their frequency
 STRETCHED = (FREQUENCIES, "rope_factors_long.weight", "rope_factors_short.weight")
@@ -207,7 +209,7 @@ def check(gguf: Gguf) -> None:
     of, path = gguf.metadata, gguf.path
     known: list[tuple[str, Any]] = [("general.architecture", ARCHITECTURES), ("tokenizer.ggml.model", (BPE, PIECES))]
     if of.get("tokenizer.ggml.model") == BPE:
-        known.append(("tokenizer.ggml.pre", CUTS))
+        known.append(("tokenizer.ggml.pre", WORD_CUTS))
     for key, choices in known:
         if not isinstance(of.get(key), str) or of[key] not in choices:
             raise GearbxError(
@@ -278,7 +280,7 @@ def arrays_of(gguf: Gguf, tensor: GgufTensor, dtype: mx.Dtype | None, one: int =
         arrays = dict(zip(("weight", "scales", "biases"), map(mx.array, codes[1:])))
     else:
         wide = mx.array(gguf.weights(tensor)) - one
-        arrays = {"": wide.astype(dtype or DENSE.get(tensor.kind.name, mx.float16))}
+        arrays = {"": wide.astype(dtype or AS_THEY_ARE.get(tensor.kind.name, mx.float16))}
     for name, array in arrays.items():
         if name != "weight" and not mx.all(mx.isfinite(array)).item():
             kind = name_of_type(array.dtype)
@@ -288,7 +290,7 @@ def arrays_of(gguf: Gguf, tensor: GgufTensor, dtype: mx.Dtype | None, one: int =
     yield from arrays.items()
 
 
-def name_of(tensor: str, parts: Mapping[str, str] = PARTS) -> str | None:
+def name_of(tensor: str, parts: Mapping[str, str] = LLAMA_NAMES) -> str | None:
     """Return the name in mlx-lm of a tensor: blk.3.attn_q.weight is model.layers.3.self_attn.q_proj.weight.
 
     Args:
@@ -399,8 +401,8 @@ def quantization_of(gguf: Gguf, kind: Architecture) -> dict[str, Any]:
     if not bits:
         return {}
     ((most, _),) = collections.Counter(bits.values()).most_common(1)
-    others = {path: {"group_size": GROUP, "bits": own} for path, own in bits.items() if own != most}
-    return {"quantization": {"group_size": GROUP, "bits": most, "mode": "affine", **others}}
+    others = {path: {"group_size": GGUF_GROUP, "bits": own} for path, own in bits.items() if own != most}
+    return {"quantization": {"group_size": GGUF_GROUP, "bits": most, "mode": "affine", **others}}
 
 
 def widened_by(gguf: Gguf) -> dict[str, list[int]]:
@@ -415,8 +417,8 @@ def widened_by(gguf: Gguf) -> dict[str, list[int]]:
 
 
 BPE, PIECES = "gpt2", "llama"
-UNKNOWN, SPECIAL, OF_USER = 2, 3, 4  # types of tokens: the last are tokens that no text is cut in
-SPACE = "▁"  # of SentencePiece
+UNKNOWN_KIND, SPECIAL, OF_USER = 2, 3, 4  # types of tokens: the last are tokens that no text is cut in
+PIECE_SPACE = "▁"  # of SentencePiece
 
 # How texts are cut before byte-level BPE, by tokenizer.ggml.pre: digits one by one, or this expression.
 CONTRACTED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -427,13 +429,16 @@ BY_CASE = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*%s"
     rf"|\p{{N}}%s| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{REST}"
 )
-CUTS = {
+WORD_CUTS = {
     **dict.fromkeys(("smollm", "starcoder", "refact"), None),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), WORDS % ""),
     **dict.fromkeys(("llama-bpe", "dbrx", "smaug-bpe"), WORDS % "{1,3}"),
     **{"gpt-4o": BY_CASE % (CONTRACTED + "?", CONTRACTED + "?", "{1,3}"), "tekken": BY_CASE % ("", "", "")},
 }
-WHOLE = ("llama-bpe", "tekken")  # which look a word up before they cut it, and begin a text with the token for that
+WHOLE_WORDS = (
+    "llama-bpe",
+    "tekken",
+)  # which look a word up before they cut it, and begin a text with the token for that
 ENDS_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 
 
@@ -449,13 +454,13 @@ def write_tokenizer(of: Mapping[str, Any], directory: Path) -> None:
     pieces = of["tokenizer.ggml.model"] == PIECES
     tokenizer = of_pieces(of) if pieces else of_bytes(of)
     tokens, kinds = of["tokenizer.ggml.tokens"], of["tokenizer.ggml.token_type"]
-    for chosen, special in (((SPECIAL, *([UNKNOWN] if pieces else [])), True), ((OF_USER,), False)):
+    for chosen, special in (((SPECIAL, *([UNKNOWN_KIND] if pieces else [])), True), ((OF_USER,), False)):
         whole = [token for token, own in zip(tokens, kinds, strict=True) if own in chosen]
         added = [AddedToken(token, special=special, normalized=pieces and not special) for token in whole]
         (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
     named = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     ids = {ours: of.get(f"tokenizer.ggml.{theirs}_token_id") for ours, theirs in named.items()}
-    begins = of.get("tokenizer.ggml.add_bos_token", pieces or of.get("tokenizer.ggml.pre") in WHOLE)
+    begins = of.get("tokenizer.ggml.add_bos_token", pieces or of.get("tokenizer.ggml.pre") in WHOLE_WORDS)
     if begins and ids["bos"] is not None:
         bos = tokens[ids["bos"]]
         tokenizer.post_processor = processors.TemplateProcessing(
@@ -485,7 +490,7 @@ def of_bytes(of: Mapping[str, Any]) -> Tokenizer:
     tokens, pre = of["tokenizer.ggml.tokens"], of["tokenizer.ggml.pre"]
     merges = [tuple(merge.split(" ")) for merge in of["tokenizer.ggml.merges"]]
     places = {token: place for place, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=places, merges=merges, ignore_merges=pre in WHOLE))
+    tokenizer = Tokenizer(models.BPE(vocab=places, merges=merges, ignore_merges=pre in WHOLE_WORDS))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(cutting(pre))
     if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
@@ -495,7 +500,7 @@ def of_bytes(of: Mapping[str, Any]) -> Tokenizer:
 
 def cutting(pre: str) -> list[Any]:
     """Return how a text is cut before its parts are merged."""
-    expression = CUTS[pre]
+    expression = WORD_CUTS[pre]
     if expression is None:
         return [
             pre_tokenizers.Digits(individual_digits=True),
@@ -513,9 +518,9 @@ def of_pieces(of: Mapping[str, Any]) -> Tokenizer:
     merges = merges_of(places, of["tokenizer.ggml.scores"], of["tokenizer.ggml.token_type"])
     model = models.BPE(vocab=places, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     tokenizer = Tokenizer(model)
-    spaces = normalizers.Replace(" ", SPACE)
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if spaced else spaces
-    back = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    spaces = normalizers.Replace(" ", PIECE_SPACE)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(PIECE_SPACE), spaces]) if spaced else spaces
+    back = [decoders.Replace(PIECE_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*back, decoders.Strip(" ", 1, 0)] if spaced else back)
     return tokenizer
 
@@ -524,7 +529,7 @@ def merges_of(places: Mapping[str, int], scores: list[float], kinds: list[int]) 
     """Return the pairs that make a piece, best first."""
     found = []
     for piece, place in places.items():
-        if kinds[place] in (UNKNOWN, SPECIAL):
+        if kinds[place] in (UNKNOWN_KIND, SPECIAL):
             continue
         for end in range(1, len(piece)):
             left, right = places.get(piece[:end]), places.get(piece[end:])

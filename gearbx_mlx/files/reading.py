@@ -17,8 +17,8 @@ import msgspec
 from ..errors import GearbxError, one_line
 from ..gone import gone
 
-LONGEST = 60  # characters of a value that a message shows
-NAMES = {
+LONGEST_SHOWN = 60  # characters of a value that a message shows
+TYPE_WORDS = {
     "int": "a whole number",
     "float": "a number",
     "str": "text",
@@ -36,7 +36,7 @@ Step = str | int
 def shown(value: Any) -> str:
     """Return a value of a JSON file for a message: one line, shortened."""
     text = json.dumps(value)
-    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+    return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 3]}..."
 
 
 def malformed(error: Exception, text: str | bytes) -> str:
@@ -118,7 +118,7 @@ def members(kind: Any) -> list[Any]:
 
 def where(place: Sequence[Step]) -> str:
     """Return a place in a JSON value as JavaScript writes it: layers["a.b"].shape[1]."""
-    plain = [isinstance(step, str) and step.isidentifier() and len(step) < LONGEST for step in place]
+    plain = [isinstance(step, str) and step.isidentifier() and len(step) < LONGEST_SHOWN for step in place]
     parts = [f".{step}" if is_name else f"[{shown(step)}]" for step, is_name in zip(place, plain)]
     return "".join(parts).removeprefix(".") or "it"
 
@@ -133,7 +133,7 @@ def expectation(message: str, kind: Any) -> str:
     found = re.fullmatch(r"Expected `([^`]+)`(.*?)(, got .*)?", message, re.DOTALL)
     if not found:
         return ""
-    name = " or ".join(NAMES.get(part, part) for part in found[1].split(" | "))
+    name = " or ".join(TYPE_WORDS.get(part, part) for part in found[1].split(" | "))
     return f"not {name}{found[2].replace(' matching regex', ' that matches')}"
 
 

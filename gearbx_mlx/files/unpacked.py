@@ -23,8 +23,8 @@ from .writing import FULL, new_directory, remove
 
 FORM = 3  # of what is written; another one has other names
 RECORD = "unpacked.json"
-HEADER, PLACES, SAMPLE = 2**24, 1024, 2**12  # bytes, places behind them, bytes there
-CHUNK = 2**24
+HEADER, PLACES, HASHED_BLOCK = 2**24, 1024, 2**12  # bytes, places behind them, bytes there
+SUMMED_BYTES = 2**24
 
 _seen: dict[Path, list[Any]] = {}  # entries that this process found whole: a command looks several times
 
@@ -36,10 +36,10 @@ def contents(file: Path) -> str:
         with open(file, "rb") as opened:
             size = os.fstat(opened.fileno()).st_size
             digest.update(f"{size} ".encode() + opened.read(HEADER))
-            for place in range(HEADER, size, max((size - HEADER) // PLACES, SAMPLE)):
+            for place in range(HEADER, size, max((size - HEADER) // PLACES, HASHED_BLOCK)):
                 opened.seek(place)
-                digest.update(opened.read(SAMPLE))
-            opened.seek(max(size - SAMPLE, 0))
+                digest.update(opened.read(HASHED_BLOCK))
+            opened.seek(max(size - HASHED_BLOCK, 0))
             digest.update(opened.read())
     except OSError as error:
         raise unreadable(file, error) from error
@@ -139,7 +139,7 @@ def sum_of(file: Path) -> int:
     """
     total = 0
     with open(file, "rb") as opened:
-        while block := opened.read(CHUNK):
+        while block := opened.read(SUMMED_BYTES):
             words = np.frombuffer(block + bytes(-len(block) % 8), "<u8")
             total += int(words.sum(dtype=np.uint64))
     return total % 2**64

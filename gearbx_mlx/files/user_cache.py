@@ -15,7 +15,7 @@ import platformdirs
 from ..errors import GearbxWarning, one_line
 from .writing import FULL, remove_parts
 
-NAME = "gearbx-mlx"
+CACHE_NAME = "gearbx-mlx"
 
 
 class CacheUnusable(Exception):
@@ -60,7 +60,7 @@ def open_cache() -> Path:
 
 def opened() -> Path:
     """Return the cache as `open_cache` does. Raises OSError where the system refuses something."""
-    directory = platformdirs.user_cache_path(NAME, appauthor=False)
+    directory = platformdirs.user_cache_path(CACHE_NAME, appauthor=False)
     if not directory.is_absolute():  # platformdirs leaves ~ as it is where there is no home directory
         raise CacheUnusable(f"there is no home directory for {directory}; set XDG_CACHE_HOME to a directory")
     directory = Path(os.path.realpath(directory.parent)) / directory.name

@@ -15,6 +15,7 @@ from mlx_lm.models.mla import MultiLinear
 from ..errors import GearbxError
 from ..gone import gone
 from ..kernels.bit_planes import Planes
+from . import DENSE
 from .native import FLOATING, Native
 
 Arrays = Mapping[str, mx.array]
@@ -23,8 +24,7 @@ Shape = Sequence[int]
 Gears = dict[int, nn.Module]  # by their bits
 K = TypeVar("K")
 
-DENSE = 16  # bits of the weights as they are
-BLOCK = 2**22  # weights in a block of rows: the temporary memory of an encoder is several times their size
+BLOCK_WEIGHTS = 2**22  # weights in a block of rows: the temporary memory of an encoder is several times their size
 
 
 class StoredArray(NamedTuple):
@@ -179,7 +179,7 @@ def whole_groups(width: int, group_size: int) -> str | None:
 
 def row_blocks(rows: int, width: int) -> list[slice]:
     """Slices of a few rows each, so that an encoder's temporary memory does not grow with the matrix."""
-    height = max(1, BLOCK // width)
+    height = max(1, BLOCK_WEIGHTS // width)
     return [slice(first, first + height) for first in range(0, rows, height)]
 
 

@@ -37,23 +37,25 @@ from .fused import (
 )
 from .kv_cache import NestedKVCache, has_room, planes_of, read_before, takes_cache, takes_in_place
 
-FEW = 16  # tokens that go through a block at once; of more, the KV cache can be had without the rest of the block
+FEW_TOKENS = (
+    16  # tokens that go through a block at once; of more, the KV cache can be had without the rest of the block
+)
 PROGRAMS = "_gearbx_programs"
 ONE_TOKEN = mx.zeros((1, 1), mx.uint32)
 
 # Norms of a block: before attention and its MLP; behind them, if there are some.
-BLOCKS: dict[Code, tuple[Sequence[str], Sequence[str]]] = {
+BLOCK_NORMS: dict[Code, tuple[Sequence[str], Sequence[str]]] = {
     code_of(llama.TransformerBlock): (("input_layernorm", "post_attention_layernorm"), ()),
     code_of(gemma3_text.TransformerBlock): (
         ("input_layernorm", "pre_feedforward_layernorm"),
         ("post_attention_layernorm", "post_feedforward_layernorm"),
     ),
 }
-THREE, OF_HEADS = ("q_proj", "k_proj", "v_proj"), ("q_norm", "k_norm")
-ATTENTION: dict[Code, tuple[Sequence[str], Sequence[str]]] = {  # projections, and norms of heads
-    code_of(llama.Attention): (THREE, ()),
-    code_of(qwen3.Attention): (THREE, OF_HEADS),
-    code_of(gemma3_text.Attention): (THREE, OF_HEADS),
+PROJECTIONS, HEAD_NORMS = ("q_proj", "k_proj", "v_proj"), ("q_norm", "k_norm")
+ATTENTION_PARTS: dict[Code, tuple[Sequence[str], Sequence[str]]] = {  # projections, and norms of heads
+    code_of(llama.Attention): (PROJECTIONS, ()),
+    code_of(qwen3.Attention): (PROJECTIONS, HEAD_NORMS),
+    code_of(gemma3_text.Attention): (PROJECTIONS, HEAD_NORMS),
     code_of(phi3.Attention): (("qkv_proj",), ()),
 }
 GELU = code_of(gemma3_text.MLP)
@@ -63,9 +65,9 @@ MLP: dict[Code, Sequence[str]] = {  # what makes gate and up
     GELU: ("gate_proj", "up_proj"),
 }
 
-LAYERS = {code_of(kind) for kind in (llama.LlamaModel, qwen2.Qwen2Model, qwen3.Qwen3Model, phi3.Phi3Model)}
+LAYERED = {code_of(kind) for kind in (llama.LlamaModel, qwen2.Qwen2Model, qwen3.Qwen3Model, phi3.Phi3Model)}
 """Classes that run embedding, blocks and norm, and nothing else where there is one rank and no window."""
-MODELS = {code_of(kind) for kind in (llama.Model, qwen2.Model, qwen3.Model, phi3.Model)}
+WHOLE_MODELS = {code_of(kind) for kind in (llama.Model, qwen2.Model, qwen3.Model, phi3.Model)}
 """Classes that run one of these and the head, which is the embedding's where `args.tie_word_embeddings` says so."""
 
 
@@ -128,8 +130,8 @@ class NativeLayers(nn.Module):
 
 
 ADDED: dict[Code, type] = {  # code of a class to what makes it native
-    **dict.fromkeys(BLOCKS, NativeBlock),
-    **dict.fromkeys(LAYERS, NativeLayers),
+    **dict.fromkeys(BLOCK_NORMS, NativeBlock),
+    **dict.fromkeys(LAYERED, NativeLayers),
     code_of(gemma3_text.RMSNorm): NativeShiftedNorm,
     GELU: NativeGeGLU,
 }
@@ -172,7 +174,7 @@ def run(layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array | None
     if program is None:
         return None
     seen = None if causal else mask
-    if takes_in_place(cache) and x.shape[1] <= FEW and has_room(cache, x):
+    if takes_in_place(cache) and x.shape[1] <= FEW_TOKENS and has_room(cache, x):
         before, padding, nested = entries(cache), left_padding(cache), read_before(cache)
         kept, planes = ([cache.keys], [cache.values]), planes_of(nested)
         y = kernels.run_blocks(program.chain, x, *kept, before, causal, seen, padding, *planes)
@@ -213,7 +215,7 @@ def runs_in_turn(model: nn.Module, cache: Any, tokens: mx.array) -> bool:
     Of more tokens than a few the keys and values are wanted now and then, and nothing else.
     """
     first: Any = cache[0] if cache else None
-    if type(first) not in (KVCache, BatchKVCache) or len(cache) != len(model.layers) or tokens.shape[1] > FEW:
+    if type(first) not in (KVCache, BatchKVCache) or len(cache) != len(model.layers) or tokens.shape[1] > FEW_TOKENS:
         return False
     if getattr(model, "swa_idx", None) is not None or getattr(model, "pipeline_size", 1) != 1:
         return False
@@ -271,7 +273,7 @@ def pass_parts(model: nn.Module, second: nn.Module | None = None) -> PassParts |
         second: the head of a better gear, a linear layer or a tied embedding.
     """
     kernels = block_kernels(1)
-    layers = model.get("model") if stock_code(model) in MODELS else None
+    layers = model.get("model") if stock_code(model) in WHOLE_MODELS else None
     if kernels is None or _single_operations or not isinstance(layers, NativeLayers):
         return None
     chain, embedding = programs_of(layers).find(layers, kernels, chain_of), layers.embed_tokens
@@ -474,11 +476,11 @@ def known_program(layer: nn.Module, kernels: ModuleType) -> Any:
         ValueError: arrays that native kernels do not read in place.
     """
     attention, mlp = layer.get("self_attn"), layer.get("mlp")
-    known, gates = ATTENTION.get(stock_code(attention)), MLP.get(stock_code(mlp))
+    known, gates = ATTENTION_PARTS.get(stock_code(attention)), MLP.get(stock_code(mlp))
     if known is None or gates is None:
         return None
     native = next(kind for kind in type(layer).__mro__ if ORIGIN in vars(kind))  # a timer may have derived a class
-    (before, after), (projections, of_heads) = BLOCKS[code_of(vars(native)[ORIGIN])], known
+    (before, after), (projections, of_heads) = BLOCK_NORMS[code_of(vars(native)[ORIGIN])], known
     linears = [*(attention[name] for name in (*projections, "o_proj")), *(mlp[name] for name in (*gates, "down_proj"))]
     parts = [part_of(module, kernels) for module in linears]
     modules = *(layer[name] for name in (*before, *after)), *(attention[name] for name in of_heads)

@@ -22,7 +22,7 @@ from ..kernels.bit_planes import pack_mlx_codes
 from . import CodebookOptions
 from .base import Arrays, Bits, Shape, StoredArray, StoredArrays, row_blocks
 from .codebook import (
-    DEFAULTS,
+    DEFAULT_OPTIONS,
     ENTRY_SIZE,
     CodebookFormat,
     Outliers,
@@ -34,13 +34,13 @@ from .codebook import (
     take_out,
 )
 
-BITS = (2, 3, 4)
-LIBRARY, GROUP = DEFAULTS.library, DEFAULTS.group  # those of the kernels
+LIBRARY_BITS = (2, 3, 4)
+KERNEL_LIBRARY, KERNEL_GROUP = DEFAULT_OPTIONS.library, DEFAULT_OPTIONS.group  # those of the kernels
 GROUP_SIZE = 1 + 2 + 2  # bytes per group: number of its codebook, scale, mid-point
 REFITS = 2
 REFINEMENTS, WEIGHTS_REFINED = 8, 2**20  # rounds, and weights of a matrix that they read
 BINS, REACH = 256, 4.0  # of the histogram of a group's weights, in deviations, by which its codebook is chosen
-SMALLEST = 2.0**-24  # the scale of a group of equal weights: the smallest number of fp16
+LEAST_SCALE = 2.0**-24  # the scale of a group of equal weights: the smallest number of fp16
 
 
 def moments(rows: mx.array, outlying: mx.array) -> tuple[mx.array, mx.array]:
@@ -48,7 +48,7 @@ def moments(rows: mx.array, outlying: mx.array) -> tuple[mx.array, mx.array]:
     count = mx.maximum((~outlying).sum(axis=-1, keepdims=True), 1)
     mean = mx.where(outlying, 0, rows).sum(axis=-1, keepdims=True) / count
     square = mx.where(outlying, 0, mx.square(rows - mean)).sum(axis=-1, keepdims=True) / count
-    return mean, mx.maximum(mx.sqrt(square), SMALLEST)
+    return mean, mx.maximum(mx.sqrt(square), LEAST_SCALE)
 
 
 def condense(codebooks: mx.array, size: int, rounds: int) -> mx.array:
@@ -66,7 +66,7 @@ def condense(codebooks: mx.array, size: int, rounds: int) -> mx.array:
     return mx.sort(library, axis=-1)
 
 
-def learn(matrix: mx.array, outlying: mx.array, bits: int, options: CodebookOptions = DEFAULTS) -> mx.array:
+def learn(matrix: mx.array, outlying: mx.array, bits: int, options: CodebookOptions = DEFAULT_OPTIONS) -> mx.array:
     """Learn the library of a matrix (O, I): (L, 2^bits) float16, with L of the options."""
     shapes = []
     for block in row_blocks(*matrix.shape):
@@ -114,7 +114,7 @@ def fit(groups: mx.array, outlying: mx.array, library: mx.array) -> tuple[mx.arr
     count = mx.maximum(counted.sum(axis=-1, keepdims=True), 1)
     for i in range(REFITS + 1):
         scale, middle = scale.astype(mx.float16), middle.astype(mx.float16)
-        codes = nearest((groups - middle) / mx.maximum(scale.astype(mx.float32), SMALLEST), codebook)
+        codes = nearest((groups - middle) / mx.maximum(scale.astype(mx.float32), LEAST_SCALE), codebook)
         if i == REFITS:
             break
         # The scale and mid-point with the least squared error for these codes.
@@ -148,7 +148,7 @@ def refine(groups: mx.array, outlying: mx.array, library: mx.array) -> mx.array:
     return mx.sort(moved, axis=-1).astype(mx.float16)
 
 
-def grouped(rows: mx.array, outlying: mx.array, group: int = GROUP) -> tuple[mx.array, mx.array]:
+def grouped(rows: mx.array, outlying: mx.array, group: int = KERNEL_GROUP) -> tuple[mx.array, mx.array]:
     """Rows (R, I) in groups, float32; the padding of a partial last group counts as outliers."""
     missing = [(0, 0), (0, -rows.shape[-1] % group)]
     filled = mx.pad(rows.astype(mx.float32), missing), mx.pad(outlying, missing, constant_values=True)
@@ -156,7 +156,7 @@ def grouped(rows: mx.array, outlying: mx.array, group: int = GROUP) -> tuple[mx.
 
 
 def encode(
-    weight: mx.array, bits: int, options: CodebookOptions = DEFAULTS, mask: np.ndarray | None = None
+    weight: mx.array, bits: int, options: CodebookOptions = DEFAULT_OPTIONS, mask: np.ndarray | None = None
 ) -> dict[str, mx.array]:
     """Quantize a matrix (O, I), or experts (E, O, I), to the arrays of a layer with a library.
 
@@ -194,11 +194,11 @@ class CodebookLibrary(CodebookFormat):
     """32 codebooks for a matrix instead of one for each row: a kernel keeps them in less memory."""
 
     name = "codebook-library"
-    layer_bits = BITS
+    layer_bits = LIBRARY_BITS
 
-    def __init__(self, cache: bool = False, options: CodebookOptions = DEFAULTS):
+    def __init__(self, cache: bool = False, options: CodebookOptions = DEFAULT_OPTIONS):
         super().__init__(cache, options)
-        self.native = self.native_experts = (options.library, options.group) == (LIBRARY, GROUP)
+        self.native = self.native_experts = (options.library, options.group) == (KERNEL_LIBRARY, KERNEL_GROUP)
 
     def encode(self, weight: mx.array, bits: int) -> dict[str, mx.array]:
         return encode(weight, bits, self.options)

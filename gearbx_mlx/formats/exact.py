@@ -34,7 +34,8 @@ from ..kernels.exact import (
 )
 from ..kernels.products import decoded, exact_experts, exact_product, exact_rows, panel_rows
 from ..kernels.proven import EXACT_TEXT, decoder_key
-from .base import DENSE, Arrays, Bits, Format, Gears, PackedExperts, Shape, StoredArray, StoredArrays, row_blocks
+from . import DENSE
+from .base import Arrays, Bits, Format, Gears, PackedExperts, Shape, StoredArray, StoredArrays, row_blocks
 from .native import Native, NativeMultiLinear, native_rounding, stored_planes, takes_panels, with_expert_bias
 from .planes import NestedPlanes, planes_module
 
@@ -306,7 +307,7 @@ class Exact(Format):
 
     def module(self, dense: nn.Module, bits: int, arrays: Arrays, ladder: Bits, group_size: int) -> nn.Module:
         if bits != DENSE:
-            return PLANES.module(dense, bits, arrays, ladder[:-1], group_size)
+            return LOW_PLANES.module(dense, bits, arrays, ladder[:-1], group_size)
         check_offsets(arrays["offsets"], arrays["high"].size)
         packed = Planes(
             [arrays["codes.0"]], arrays["group_scales"], [arrays["group_biases.0"]], (CODE_BITS,), group_size
@@ -317,7 +318,7 @@ class Exact(Format):
         return exact_module(dense, kind(plane.weights[0], plane.scales, plane.biases[0], *beside, group_size))
 
     def stored_arrays(self, shape: Shape, bits: int, ladder: Bits, group_size: int, dtype: mx.Dtype) -> StoredArrays:
-        low_gear = PLANES.stored_arrays(shape, CODE_BITS, ladder[:-1], group_size, dtype)
+        low_gear = LOW_PLANES.stored_arrays(shape, CODE_BITS, ladder[:-1], group_size, dtype)
         if bits != DENSE:
             return low_gear
         return {
@@ -332,14 +333,14 @@ class Exact(Format):
     def bytes_read(self, shape: Shape, bits: int, ladder: Bits, group_size: int, scale_size: int) -> int:
         """Return an estimate at 16 bits, for Gaussian weights; a module knows its own."""
         if bits != DENSE:
-            return PLANES.bytes_read(shape, bits, ladder[:-1], group_size, scale_size)
+            return LOW_PLANES.bytes_read(shape, bits, ladder[:-1], group_size, scale_size)
         weights = math.prod(shape)
         per_group = 2 * 2 * weights // group_size
         near_zero = 0.123  # share of Gaussian weights that have a byte beside the others
         return round(weights * (CODE_BITS + 8 + 8 * near_zero) / 8) + per_group + 4 * math.prod(shape[:-1])
 
 
-PLANES = NestedPlanes()
+LOW_PLANES = NestedPlanes()
 
 
 def check_offsets(offsets: mx.array, stored: int) -> None:

@@ -21,8 +21,8 @@ from ..compat.classes import as_class
 from ..errors import GearbxError
 from .base import dense_weight
 
-OWN = ("lora_a", "lora_b", "m")  # an adapter's own arrays, as mlx-lm saves them
-NORMS = "row_norms"  # attribute of a linear layer under DoRA
+OWN_ARRAYS = ("lora_a", "lora_b", "m")  # an adapter's own arrays, as mlx-lm saves them
+ROW_NORMS = "row_norms"  # attribute of a linear layer under DoRA
 
 
 class GearedAdapter:
@@ -88,13 +88,13 @@ def row_norms(adapter: nn.Module, linear: nn.Module, delta: Callable[[], mx.arra
         linear: the layer inside, in the engaged gear.
         delta: computes what the adapter adds, (O, I).
     """
-    kept = vars(linear).get(NORMS)
+    kept = vars(linear).get(ROW_NORMS)
     if kept is not None and all(kept[name] is adapter[name] for name in ("lora_a", "lora_b")):
         return kept["norms"]
     norms = mx.stop_gradient(mx.linalg.norm(dense_weight(linear) + delta(), axis=1))
     if not adapter.training:
         mx.eval(norms)
-        vars(linear)[NORMS] = {"lora_a": adapter.lora_a, "lora_b": adapter.lora_b, "norms": norms}
+        vars(linear)[ROW_NORMS] = {"lora_a": adapter.lora_a, "lora_b": adapter.lora_b, "norms": norms}
     return norms
 
 

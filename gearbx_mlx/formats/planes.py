@@ -35,7 +35,7 @@ from ..kernels.bit_planes import (
 )
 from ..kernels.dispatch import Kind, cpu_kernels
 from ..kernels.products import stack_experts, stack_product
-from . import CODES
+from . import SPLIT_CODES
 from .base import Arrays, Bits, Format, Gears, PackedExperts, Shape, StoredArray, StoredArrays, kind_for
 from .native import (
     Native,
@@ -50,7 +50,7 @@ from .native import (
     with_expert_bias,
 )
 
-BLOCK = 2**23  # weights that are split at a time: the temporary memory is several times their size
+SPLIT_WEIGHTS = 2**23  # weights that are split at a time: the temporary memory is several times their size
 
 
 def plane_widths(ladder: Sequence[int]) -> tuple[int, ...]:
@@ -82,7 +82,7 @@ def split(
     """
     if sum(widths) > 8:
         raise GearbxError(f"planes of {'+'.join(map(str, widths))} bits are more than 8 together")
-    blocks = min(weight.shape[-2], math.ceil(weight.size / BLOCK))
+    blocks = min(weight.shape[-2], math.ceil(weight.size / SPLIT_WEIGHTS))
     if blocks < 2:
         return _split(weight, widths, group_size, dtype or weight.dtype, kernels)
     parts = []
@@ -387,7 +387,7 @@ class SplitCodes(NestedPlanes):
     The lowest is the first plane with a bias of its own, as mlx-lm reads it. The others share the bias of the codes.
     """
 
-    name = CODES
+    name = SPLIT_CODES
 
     def of_codes(self, dense: nn.Module, affine: Planes, ladder: Bits) -> Gears:
         """Return all gears of a layer that is quantized to the highest bits of a ladder."""

@@ -30,19 +30,19 @@ from .base import (
 from .native import Native, NativeExperts, experts_kind, with_expert_bias
 
 Q_MAX = {8: 127, 6: 31, 4: 7, 2: 1}
-OFFSET = {6: 32, 4: 8, 2: 2}
+CODE_OFFSET = {6: 32, 4: 8, 2: 2}
 UNIT = {8: (1, 1), 6: (4, 3), 4: (2, 1), 2: (4, 1)}  # bits to codes that share bytes, and to these bytes
-ALIGNMENT = 16  # bytes
+ROW_BYTES = 16  # bytes
 
 # GEARBX gives a floor for fp16, where smaller scales would be subnormal, and one for fp32. bfloat16 has the exponents
 # of fp32, and therefore its floor.
-SCALE_FLOOR = {mx.float16: 1e-4, mx.bfloat16: 1e-8, mx.float32: 1e-8}
+LEAST_SCALES = {mx.float16: 1e-4, mx.bfloat16: 1e-8, mx.float32: 1e-8}
 
 
 def row_bytes(width: int, bits: int) -> int:
     """Return bytes of one packed row of `width` codes, padding included."""
     codes, size = UNIT[bits]
-    return math.ceil(math.ceil(width / codes) * size / ALIGNMENT) * ALIGNMENT
+    return math.ceil(math.ceil(width / codes) * size / ROW_BYTES) * ROW_BYTES
 
 
 def pack_symmetric_codes(codes: mx.array, bits: int) -> mx.array:
@@ -63,7 +63,7 @@ def pack_symmetric_codes(codes: mx.array, bits: int) -> mx.array:
     codes = mx.pad(codes.astype(mx.int32), [(0, 0)] * (codes.ndim - 1) + [(0, missing)])
     if bits == 8:
         return codes.astype(mx.int8)
-    units = (codes + OFFSET[bits]).astype(mx.uint32).reshape(*codes.shape[:-1], -1, count)
+    units = (codes + CODE_OFFSET[bits]).astype(mx.uint32).reshape(*codes.shape[:-1], -1, count)
     word = units[..., 0]
     for i in range(1, count):
         word = word | (units[..., i] << (i * bits))
@@ -82,7 +82,7 @@ def unpack_symmetric_codes(rows: mx.array, bits: int, width: int) -> mx.array:
     for i in range(1, size):
         word = word | (units[..., i] << (8 * i))
     codes = mx.stack([(word >> (i * bits)) & (2**bits - 1) for i in range(count)], axis=-1)
-    return (codes.astype(mx.int32) - OFFSET[bits]).astype(mx.int8).reshape(*rows.shape[:-1], -1)[..., :width]
+    return (codes.astype(mx.int32) - CODE_OFFSET[bits]).astype(mx.int8).reshape(*rows.shape[:-1], -1)[..., :width]
 
 
 def quantize(weight: mx.array, bits: int) -> tuple[mx.array, mx.array]:
@@ -96,7 +96,7 @@ def quantize(weight: mx.array, bits: int) -> tuple[mx.array, mx.array]:
         finite.
     """
     w = weight.astype(mx.float32)
-    scales = mx.maximum(mx.abs(w).max(axis=-1) / Q_MAX[bits], SCALE_FLOOR[weight.dtype]).astype(weight.dtype)
+    scales = mx.maximum(mx.abs(w).max(axis=-1) / Q_MAX[bits], LEAST_SCALES[weight.dtype]).astype(weight.dtype)
     codes = mx.round(w / scales.astype(mx.float32)[..., None])
     return mx.clip(codes, -Q_MAX[bits], Q_MAX[bits]).astype(mx.int8), scales
 

@@ -20,7 +20,7 @@ from msgspec import to_builtins
 from ..compat.arrays import dtype_name
 from ..errors import GearbxError, about, one_line
 from ..files.model_directory import ARRAYS, Adapter
-from ..formats.holders import OWN, held_name, inner_name
+from ..formats.holders import OWN_ARRAYS, held_name, inner_name
 
 Modules = Mapping[str, nn.Module]
 
@@ -92,7 +92,7 @@ def put_layers(model: nn.Module, modules: Modules) -> None:
 
 def own_arrays(adapter: nn.Module) -> dict[str, mx.array]:
     """Name to array of what an adapter adds to its layer."""
-    return {name: adapter[name] for name in OWN if name in adapter}
+    return {name: adapter[name] for name in OWN_ARRAYS if name in adapter}
 
 
 def adapter_arrays(model: nn.Module) -> dict[str, mx.array]:

@@ -29,7 +29,7 @@ from .adapters import holders_of, layers_of, own_arrays
 from .discovery import at_least, in_tower, is_table
 from .ladder import DENSE
 from .manifest import GEARS_FILE, Manifest, read_manifest
-from .tensor_files import SIZES, TensorEntry, header_of
+from .tensor_files import TYPE_SIZES, TensorEntry, header_of
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def matrix_bytes(entry: TensorEntry, gears: Sequence[int], format: Format, group
 
 def size_of(entry: TensorEntry) -> int:
     """Return bytes of an array."""
-    return SIZES.get(entry.dtype, 0) * math.prod(entry.shape)
+    return TYPE_SIZES.get(entry.dtype, 0) * math.prod(entry.shape)
 
 
 def token_bytes(
@@ -261,7 +261,7 @@ def break_even_tokens(shift_seconds: float, seconds_before: float, seconds_after
     return shift_seconds / saved if saved > 0 else None
 
 
-CHOSEN = (  # names for the number of experts that a router chooses
+CHOSEN_FIELDS = (  # names for the number of experts that a router chooses
     "num_experts_per_tok",
     "num_experts_per_token",
     "top_k",
@@ -301,7 +301,7 @@ def chosen_experts(path: str, modules: Mapping[str, nn.Module]) -> int | None:
     for end in range(len(parts) - 1, -1, -1):  # the block that routes is an ancestor of the experts
         block = modules.get(".".join(parts[:end]))
         for place in places(block) if block is not None else ():
-            for name in CHOSEN:
+            for name in CHOSEN_FIELDS:
                 chosen = place.get(name) if isinstance(place, dict) else getattr(place, name, None)
                 if isinstance(chosen, int) and chosen > 0:
                     return chosen

@@ -23,7 +23,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from ..compat.arrays import dtype_name
 from ..compat.classes import readers
 from ..errors import GearbxError
-from ..formats import DEFAULT_FORMAT, OF_MLX, get_format
+from ..formats import DEFAULT_FORMAT, LIKE_MLX, get_format
 from ..formats.base import Format, Reconstructed, whole_groups
 from ..formats.exact import ExactLinear, ExactMultiLinear, ExactSwitchLinear
 from ..formats.native import NativeDense, NativeEmbedding, NativeMultiLinear, NativeSwitchLinear
@@ -171,12 +171,12 @@ def get_predicate(manage: str | Predicate) -> Predicate:
     """Return the predicate of this name, or `manage` itself. Raises GearbxError for a name that does not exist."""
     if callable(manage):
         return manage
-    if manage not in MANAGE:
-        raise GearbxError(f"manage '{manage}' does not exist; choose from {', '.join(MANAGE)}, or give a predicate")
-    return MANAGE[manage]
+    if manage not in PREDICATES:
+        raise GearbxError(f"manage '{manage}' does not exist; choose from {', '.join(PREDICATES)}, or give a predicate")
+    return PREDICATES[manage]
 
 
-MANAGE: dict[str, Predicate] = {
+PREDICATES: dict[str, Predicate] = {
     "all": lambda path, module: not in_tower(path),
     "attention": lambda path, module: is_attention(path, module) and not in_tower(path),
     "mlp": lambda path, module: is_mlp(path, module) and not in_tower(path),
@@ -237,7 +237,7 @@ def tables_to_pack(
     None where the base is the original: its format is not one of mlx-lm's, and the ladder has the original weights.
     """
     lowest, *_ = sorted(widths)
-    if lowest == DENSE or (DENSE in widths and format.name not in OF_MLX):
+    if lowest == DENSE or (DENSE in widths and format.name not in LIKE_MLX):
         return []
     predicate, own, head, found = get_predicate(manage), own_predicate(model), tied_head(model), []
     for path, module in model.named_modules():
@@ -255,7 +255,7 @@ def tables_to_pack(
 
 only_shapes: ContextVar[bool] = ContextVar("only_shapes", default=False)
 """Whether a model runs for the shapes of its outputs: layers that need values do without them."""
-TOKEN = mx.zeros((1, 1), mx.int32)
+ONE_TOKEN = mx.zeros((1, 1), mx.int32)
 
 
 def vocabulary(model: nn.Module) -> int:
@@ -341,7 +341,7 @@ def logits_length(model: nn.Module) -> int:
     with unchanged(model):
         before = only_shapes.set(True)
         try:
-            mx.compile(trace)(TOKEN)
+            mx.compile(trace)(ONE_TOKEN)
         finally:
             only_shapes.reset(before)
     return lengths[0]
@@ -361,7 +361,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 
 # Bits by which a layer is more sensitive than attention in the middle of the stack.
-MIDDLE_ATTENTION, MIDDLE_MLP, OUTER_BLOCK, OUTSIDE = 0, 1, 2, 4
+MIDDLE_ATTENTION, MIDDLE_MLP, OUTER_BLOCK, NO_BLOCK = 0, 1, 2, 4
 
 
 def default_sensitivity(modules: Mapping[str, nn.Module]) -> Callable[[str, int], float]:
@@ -381,7 +381,7 @@ def default_sensitivity(modules: Mapping[str, nn.Module]) -> Callable[[str, int]
     for path, module in modules.items():
         number = block_number(path)
         if number is None:
-            extra[path] = float(OUTSIDE)
+            extra[path] = float(NO_BLOCK)
             continue
         inner = quarter <= number < count - quarter
         kind = OUTER_BLOCK if not inner else MIDDLE_ATTENTION if is_attention(path, module) else MIDDLE_MLP

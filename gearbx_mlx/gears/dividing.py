@@ -28,7 +28,7 @@ from .saved import SavedGears
 from .sharding import DENSE_CLASSES, SHARDED, Sharding, WeightPart, blank, misfit, parts_of, shard
 from .tensor_files import ArrayPlace, Samples, fingerprint_of, sample, samples_of
 
-SUMS = ("gather", "sum")  # what ranks do about layers whose inputs are divided
+SHARD_SUMS = ("gather", "sum")  # what ranks do about layers whose inputs are divided
 SUMMING = (nn.ShardedToAllLinear, nn.QuantizedShardedToAllLinear)  # after other kinds cut by columns, the block sums
 
 
@@ -50,8 +50,8 @@ def ranks_of(group: mx.distributed.Group | None, sums: str, adapter: object, key
     Raises:
         GearbxError: other sums, or an adapter, which is not divided.
     """
-    if sums not in SUMS:
-        raise GearbxError(f"shard_sums '{sums}' does not exist; choose from {', '.join(SUMS)}")
+    if sums not in SHARD_SUMS:
+        raise GearbxError(f"shard_sums '{sums}' does not exist; choose from {', '.join(SHARD_SUMS)}")
     if group is None or group.size() == 1:
         return None
     if adapter is not None:

@@ -34,8 +34,8 @@ from ..kernels.dispatch import (
 )
 from ..kernels.tuner import Times, Tuner, TuningCache, measure
 
-MOST_LAYERS = 32  # that a trial streams through; so many matrices do not stay in a cache
-MOST_BYTES = 2**28
+TRIAL_LAYERS = 32  # that a trial streams through; so many matrices do not stay in a cache
+TRIAL_BYTES = 2**28
 
 
 def choose_kernels(
@@ -133,7 +133,7 @@ def products(kind: Kind, members: Sequence[weakref.ref], candidate: str) -> list
     found: list[Callable[[mx.array], mx.array]] = []
     size = 0
     for layer in filter(None, (member() for member in members)):
-        if found and (size > MOST_BYTES or len(found) == MOST_LAYERS):
+        if found and (size > TRIAL_BYTES or len(found) == TRIAL_LAYERS):
             break
         sizes = [array.nbytes for _, array in tree_flatten(layer.parameters())]
         if all(sizes) and layer.kind() == kind:  # else its weights were given up for a while
@@ -145,7 +145,7 @@ def products(kind: Kind, members: Sequence[weakref.ref], candidate: str) -> list
     return found
 
 
-AS_IT_IS, EXACT, QUANTIZED = "as it is", "exact", "8 bits"
+AS_IT_IS, AS_EXACT, AS_8_BITS = "as it is", "exact", "8 bits"
 
 
 def seconds_as_stored(model: nn.Module, x_bits: int, group_size: int) -> Times:
@@ -182,8 +182,8 @@ def measure_stored(weight: mx.array, x_bits: int, group_size: int) -> Times:
     dense.x_bits = x_bits
     layers = {
         AS_IT_IS: dense,
-        EXACT: get_format("exact").modules(dense, 16, (4, 16), group_size, mx.float32)[16],
-        QUANTIZED: get_format("planes").modules(dense, 8, (8,), group_size, mx.float32)[8],
+        AS_EXACT: get_format("exact").modules(dense, 16, (4, 16), group_size, mx.float32)[16],
+        AS_8_BITS: get_format("planes").modules(dense, 8, (8,), group_size, mx.float32)[8],
     }
     for layer in layers.values():
         layer.x_bits, layer.chosen = x_bits, always(NATIVE)

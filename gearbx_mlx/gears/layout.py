@@ -9,10 +9,11 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from ..errors import GearbxError
-from ..formats import CODES, DEFAULT_FORMAT, get_format
+from ..formats import DEFAULT_FORMAT, SPLIT_CODES, get_format
 from ..formats.base import Format, check_ladder
 from ..formats.holders import over_gears
 from ..formats.native import Native, NativeEmbedding, with_kernels
+from ..kernels import GROUP_SIZES
 from ..kernels.dispatch import KernelChoice, native_operations
 from .activations import compute_in, stored_dtype
 from .adapters import adapters_of, layers_of, places_of, put_layers, put_modules
@@ -22,10 +23,9 @@ from .ladder import (
     DEFAULT_GROUP_SIZE,
     DEFAULT_LADDER,
     DENSE,
-    GROUP_SIZES,
+    EXACT_FORMAT,
+    EXACT_LADDER,
     SUPPORTED,
-    WHOLE,
-    WHOLE_LADDER,
     WIDTHS,
     Ladder,
 )
@@ -79,7 +79,7 @@ class Layout:
     @property
     def of_codes(self) -> bool:
         """True if the top gear is what a quantized checkpoint has: loaded from it, or converted."""
-        return self.codes is not None or self.format.name == CODES
+        return self.codes is not None or self.format.name == SPLIT_CODES
 
 
 def layout_of(
@@ -113,7 +113,7 @@ def layout_of(
         raise GearbxError(f"group size {group_size} is not supported; choose from {', '.join(map(str, GROUP_SIZES))}")
     chosen = get_format(DEFAULT_FORMAT if format is None else format)
     if ladder is None or isinstance(ladder, str):
-        ladder = Ladder.parse(ladder or (WHOLE_LADDER if chosen.name == WHOLE else DEFAULT_LADDER))
+        ladder = Ladder.parse(ladder or (EXACT_LADDER if chosen.name == EXACT_FORMAT else DEFAULT_LADDER))
     return Layout(ladder, chosen, group_size)
 
 

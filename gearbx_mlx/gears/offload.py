@@ -30,7 +30,7 @@ PAGE = 2 << 20  # bytes
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # of mallopt
 NEVER, MOST_MAPPED = (1 << 31) - 1, 65536
 # Bytes from which an array is beside the heap: as far as glibc raises that by itself, once such arrays are freed.
-LARGE = 32 << 20
+LARGE_BYTES = 32 << 20
 
 
 @functools.cache
@@ -80,8 +80,8 @@ def large_pages(size: int) -> Iterator[None]:
         yield
     finally:
         library.mallopt(M_MMAP_MAX, MOST_MAPPED)
-        library.mallopt(M_MMAP_THRESHOLD, LARGE)
-        library.mallopt(M_TRIM_THRESHOLD, 2 * LARGE)
+        library.mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
+        library.mallopt(M_TRIM_THRESHOLD, 2 * LARGE_BYTES)
         library.malloc_trim(0)
 
 

@@ -29,21 +29,21 @@ from .ladder import DENSE
 from .manifest import GEARS_FILE, MANIFEST, RESTORE, Manifest, SavedLayer, read_manifest
 from .ownership import own
 from .sharding import QUANTIZED_AS, blank, dense_shape
-from .tensor_files import NAMES, ArrayHashes, FileHeader, TensorEntry, header_of
+from .tensor_files import TYPE_NAMES, ArrayHashes, FileHeader, TensorEntry, header_of
 
-KINDS: dict[str, tuple[type[nn.Module], type[nn.Module]]] = {  # dense, and as mlx-lm quantizes it
+LAYER_KINDS: dict[str, tuple[type[nn.Module], type[nn.Module]]] = {  # dense, and as mlx-lm quantizes it
     **dict(zip(("linear", "switch", "multi"), QUANTIZED_AS.items())),
     "embedding": (nn.Embedding, nn.QuantizedEmbedding),
     "table": (nn.Embedding, nn.QuantizedEmbedding),
 }
-ATTACHED = "saved_gears"  # attribute of a model that was loaded from a geared checkpoint
-ALONE = "the base of these gears runs with gearbx-mlx alone; save the original instead"
-HEAD, ROWS = "projection.", "table."  # of a tied embedding: formats/tied.py
+SAVED = "saved_gears"  # attribute of a model that was loaded from a geared checkpoint
+OURS_ALONE = "the base of these gears runs with gearbx-mlx alone; save the original instead"
+PROJECTION, ROWS = "projection.", "table."  # of a tied embedding: formats/tied.py
 
 
 def saved_gears(model: nn.Module) -> "SavedGears | None":
     """Return the gears in the checkpoint of a model, if it is a geared one."""
-    return getattr(model, ATTACHED, None)
+    return getattr(model, SAVED, None)
 
 
 class SavedGears:
@@ -74,7 +74,7 @@ class SavedGears:
         modules = layers_of(model)
         for path, layer in self.manifest.changing.items():
             module = modules.get(path)
-            if not isinstance(module, KINDS[layer.kind]):
+            if not isinstance(module, LAYER_KINDS[layer.kind]):
                 found = "no module" if module is None else f"a {type(module).__name__}"
                 field = "tables" if path in self.manifest.tables else "layers"
                 problem = f"{field} has the key {shown(path)}, and the model has {found} there"
@@ -92,14 +92,14 @@ class SavedGears:
             GearbxError: layers of the manifest that the model does not have.
         """
         self.check(model)
-        setattr(model, ATTACHED, self)
+        setattr(model, SAVED, self)
         if not self.manifest.stock:
             lowest = {}
             for layer in self.layers(model):
                 dtype = self.storage(layer.path)
                 lowest[layer.path] = self.module(layer, self.widths(layer)[0], dtype, dtype)
             put_layers(model, lowest)
-        own(model, self.manifest.layers, lambda: None if self.manifest.stock else ALONE, gearbox=False)
+        own(model, self.manifest.layers, lambda: None if self.manifest.stock else OURS_ALONE, gearbox=False)
 
     def storage(self, path: str) -> mx.Dtype:
         """Return the type of a layer in the original."""
@@ -166,9 +166,9 @@ class SavedGears:
     def parameter(self, path: str, bits: int, name: str, dtype: mx.Dtype) -> mx.array:
         """Return a parameter of such a module by its flat name, unread unless another module has it."""
         layer = self.manifest.changing[path]
-        if layer.kind == "embedding" and not name.startswith(HEAD):
+        if layer.kind == "embedding" and not name.startswith(PROJECTION):
             bits = layer.rows_at(bits)
-        return self._parameter(path, bits, name.removeprefix(HEAD).removeprefix(ROWS), dtype)
+        return self._parameter(path, bits, name.removeprefix(PROJECTION).removeprefix(ROWS), dtype)
 
     def _parameter(self, path: str, bits: int, name: str, dtype: mx.Dtype) -> mx.array:
         """Return an array of a layer, by its name in gears.json."""
@@ -209,7 +209,7 @@ class SavedGears:
         blanks = []
         for path, one in wanted.items():
             weight = mx.zeros(one.shape, self.storage(path))
-            blanks.append(Layer(path, blank(KINDS[one.kind][0], weight, modules[path]), one.lowest_bits))
+            blanks.append(Layer(path, blank(LAYER_KINDS[one.kind][0], weight, modules[path]), one.lowest_bits))
         return blanks
 
     def _array(self, name: str, dtype: mx.Dtype | None = None, rows: int = 1) -> mx.array:
@@ -353,9 +353,9 @@ def check_gear(
             length == known or (known is None and length > 0) for length, known in zip(entry.shape, array.shape)
         )
         free |= {*lengths}
-        if entry.dtype != NAMES[array.dtype] or not fits or len(free) > 1:
+        if entry.dtype != TYPE_NAMES[array.dtype] or not fits or len(free) > 1:
             wanted = ["any" if length is None else length for length in array.shape]
             raise GearbxError(
                 f"{GEARS_FILE}: {shown(name)} is {entry.dtype} of {list(entry.shape)}, and {MANIFEST} needs "
-                f"{NAMES[array.dtype]} of {wanted}"
+                f"{TYPE_NAMES[array.dtype]} of {wanted}"
             )

@@ -33,7 +33,7 @@ from ..kernels.bit_planes import Planes
 from .activations import layer_bytes, stored_dtype
 from .adapters import layers_of
 from .discovery import Layer, is_quantized, none_managed, stored_widths
-from .in_place import AFFINE, OwnCodes, widths_in
+from .in_place import OwnCodes, widths_in
 from .kernel_choices import KernelChoices
 from .ladder import DENSE, Ladder
 from .layout import Bits, Layout
@@ -43,7 +43,7 @@ from .sharding import QUANTIZED_AS, dense_shape
 from .tensor_files import Samples, samples_of
 
 Gears = dict[int, nn.Module]  # by their bits
-FITTED = ("scales", "codebook", "library", "outliers")  # parameters that show weights which are not finite
+FITTED_ARRAYS = ("scales", "codebook", "library", "outliers")  # parameters that show weights which are not finite
 
 
 class Source(ABC):
@@ -139,7 +139,7 @@ class FromWeights(Source):
         for path, modules in made.items():  # one by one, so that temporary memory is freed before the next
             # All that was made together: an array that is not yet computed keeps the original weight in memory.
             mx.eval([module.parameters() for module in modules])
-            fitted = [linear_of(module).get(name) for module in modules for name in FITTED]
+            fitted = [linear_of(module).get(name) for module in modules for name in FITTED_ARRAYS]
             check_quantized(path, originals[path], (array for array in fitted if array is not None))
 
 
@@ -360,7 +360,7 @@ def external_low_gear(model: nn.Module, layers: Iterable[Layer], others: Source,
 
 def in_gear(module: nn.Module, layer: Layer, dtype: mx.Dtype) -> nn.Module:
     """Return a layer of the quantized model as it runs here: with native kernels, or converted to `dtype`."""
-    affine = getattr(module, "mode", None) == AFFINE
+    affine = getattr(module, "mode", None) == "affine"
     if affine and any(isinstance(module, kind) for kind in QUANTIZED_AS.values()):
         made = quantized_module(layer.module, for_kernels(layer.module, affine_planes(module)))
         if "bias" in module:

@@ -125,9 +125,9 @@ def with_blocks(
     )
 
 
-SHARE = 8  # one byte in so many is in memory: the disk reads them while the low gear drafts
-FEWEST = 4  # strips for which there is memory in any model, however large they are
-KEPT = 0.99  # of the weight that the reads so far have in the speed, at each further read
+IN_MEMORY = 8  # one byte in so many is in memory: the disk reads them while the low gear drafts
+FEWEST_STRIPS = 4  # strips for which there is memory in any model, however large they are
+OLDER_SHARE = 0.99  # of the weight that the reads so far have in the speed, at each further read
 
 
 class Bandwidth:
@@ -137,7 +137,7 @@ class Bandwidth:
         self._bytes = self._seconds = 0.0
 
     def add(self, size: int, seconds: float) -> None:
-        self._bytes, self._seconds = self._bytes * KEPT + size, self._seconds * KEPT + seconds
+        self._bytes, self._seconds = self._bytes * OLDER_SHARE + size, self._seconds * OLDER_SHARE + seconds
 
     @property
     def bytes_per_second(self) -> float | None:
@@ -288,7 +288,7 @@ class StripReader:
     def _room(self) -> int:
         """Bytes of memory for further strips."""
         memories = itertools.chain((memory for memory, _ in self._reading.values()), (free for _, free in self._in_use))
-        return max(FEWEST * self._largest, self._size // SHARE) - sum(memory.size for memory in memories)
+        return max(FEWEST_STRIPS * self._largest, self._size // IN_MEMORY) - sum(memory.size for memory in memories)
 
     def _begin(self, strip: Strip) -> None:
         self._largest = max(self._largest, strip.size)

@@ -27,7 +27,7 @@ from ..errors import GearbxError, one_line
 from ..files.reading import Count, parse_json, typed
 from .adapters import adapter_arrays
 
-NAMES = {
+TYPE_NAMES = {
     mx.float32: "F32",
     mx.float16: "F16",
     mx.bfloat16: "BF16",
@@ -38,9 +38,9 @@ NAMES = {
     mx.int16: "I16",
     mx.int8: "I8",
 }
-SIZES = {name: dtype.size for dtype, name in NAMES.items()}  # bytes of a number
+TYPE_SIZES = {name: dtype.size for dtype, name in TYPE_NAMES.items()}  # bytes of a number
 LENGTH = struct.Struct("<Q")  # of the header, which comes first
-SAMPLE = 4096  # bytes in the middle of an array that are looked at
+HASHED_BYTES = 4096  # bytes in the middle of an array that are looked at
 
 
 class TensorEntry(Struct, frozen=True):
@@ -94,8 +94,8 @@ class FileHeader(NamedTuple):
         with open(self.path, "rb") as file:
             for entry in sorted(self.entries.values(), key=lambda entry: entry.data_offsets):
                 begin, end = entry.data_offsets
-                file.seek(self.start + max(begin, (begin + end - SAMPLE) // 2))
-                digest.update(file.read(min(SAMPLE, end - begin)))
+                file.seek(self.start + max(begin, (begin + end - HASHED_BYTES) // 2))
+                digest.update(file.read(min(HASHED_BYTES, end - begin)))
         return digest.hexdigest()
 
 

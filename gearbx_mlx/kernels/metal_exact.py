@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..errors import GearbxError
+from . import GROUP_SIZES
 from .exact import CODE_BITS, ExactMatrix
 from .metal import Launch, PackedLayout, Prepared, Variant, options, places_of_few, source_text
-from .metal_products import GROUP_SIZES, Spec, check_product, named, product_launch, threads
+from .metal_products import Spec, check_product, named, product_launch, threads
 
 TILE_WEIGHTS = 2**22  # weights that are decoded at a time
 MOST_BYTES = 2**31 - 1  # of `high`; kernels get numbers of 32 bits

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..errors import GearbxError
+from . import GROUP_SIZES
 from .bit_planes import Planes, middle_of, plane_shifts
 from .metal import (
     LANES,
@@ -39,7 +40,6 @@ from .metal import (
 DENSE_COLUMNS = 8  # columns of a dense weight that a lane reads at a time
 DENSE_SIMD_GROUPS = 2  # of a dense product's threadgroup
 
-GROUP_SIZES = (32, 64, 128)  # of planes
 SYMMETRIC_OFFSET = {8: 128, 6: 32, 4: 8, 2: 2}  # codes of 8 bits are stored signed, and read as unsigned plus it
 GROUPWISE_SIZE = 32
 ROW_ALIGNMENT = 16  # bytes; of a row

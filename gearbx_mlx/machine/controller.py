@@ -159,7 +159,7 @@ class PID:
 
 THERMAL_SHARES = dict(zip(THERMAL, (1.0, 2 / 3, 1 / 3, 0.0)))
 MEMORY_FREE, MEMORY_FULL = 0.85, 0.95
-SMALLEST = 0.02  # change of the budget, except to 0 and to 1
+LEAST_CHANGE = 0.02  # change of the budget, except to 0 and to 1
 
 
 def between(value: float, least: float, most: float) -> float:
@@ -204,22 +204,22 @@ class SteadyBudget:
         share = budget(state)
         if share <= self.share:
             self._higher.clear()
-            if share <= self.share - SMALLEST or share == 0.0:
+            if share <= self.share - LEAST_CHANGE or share == 0.0:
                 self.share = share
             return self.share
         self._higher.append(share)
         if len(self._higher) >= self.patience:
             lowest = min(self._higher)
-            if lowest >= self.share + SMALLEST or lowest == 1.0:
+            if lowest >= self.share + LEAST_CHANGE or lowest == 1.0:
                 self.share = lowest
             self._higher.clear()
         return self.share
 
 
-EVERY = 10  # tokens between decisions
+DECIDE_EVERY = 10  # tokens between decisions
 DEAD_BAND = 0.05  # an error up to this share of the target is ignored
 LAG = 2  # tokens that mlx-lm has computed ahead when caps change, with the caps from before
-MEMORY = 60  # the most tokens under the same caps that are averaged
+REMEMBERED = 60  # the most tokens under the same caps that are averaged
 
 
 @dataclass(frozen=True)
@@ -286,7 +286,7 @@ class Controller:
         self._share = 1.0
         self._settled = False
         self._skip = 0
-        self._seen: deque[tuple[float, tuple[float, ...]]] = deque(maxlen=MEMORY)
+        self._seen: deque[tuple[float, tuple[float, ...]]] = deque(maxlen=REMEMBERED)
         self._new = 0  # the number of these that came since the last decision
         self._spreads: deque[float] = deque(maxlen=9)  # relative deviation of token times between decisions
 
@@ -298,7 +298,7 @@ class Controller:
     @property
     def due(self) -> bool:
         """True if a decision follows the next token."""
-        return (self.tokens + 1) % EVERY == 0
+        return (self.tokens + 1) % DECIDE_EVERY == 0
 
     def token(self, seconds: float | None, passes: Sequence[float], share: float = 1.0) -> CapDecision | None:
         """Take one token. Returns a decision every few tokens.
@@ -313,14 +313,14 @@ class Controller:
             self._skip -= 1
         elif seconds is not None and seconds > 0:
             self._seen.append((seconds, tuple(passes)))
-            self._new = min(self._new + 1, MEMORY)
-        return None if self.tokens % EVERY else self._decide(share)
+            self._new = min(self._new + 1, REMEMBERED)
+        return None if self.tokens % DECIDE_EVERY else self._decide(share)
 
     def _decide(self, share: float) -> CapDecision:
         before, limit = self.caps, self.schedule.within(share)
         self._share = share
         self._notice_spread()
-        measured, recent = self._measured(MEMORY), self._measured(self._new)
+        measured, recent = self._measured(REMEMBERED), self._measured(self._new)
         if recent is not None and abs(recent.error) > self._tolerated(recent):
             measured = recent
         self._new = 0

@@ -62,7 +62,7 @@ class MachineState:
         return ", ".join(parts) or "nothing known"
 
 
-NAMES = tuple(field.name for field in fields(MachineState))
+READINGS = tuple(field.name for field in fields(MachineState))
 
 
 def merged(states: Iterable[MachineState]) -> MachineState:
@@ -378,7 +378,7 @@ class Watch:
             self._problems.append(f"{poll.reader.name} cannot be read ({problem}); going on without it")
 
 
-GIVE = 'give lines such as {"seconds": 30, "thermal": "serious"}'
+GIVE_LINES = 'give lines such as {"seconds": 30, "thermal": "serious"}'
 
 if TYPE_CHECKING:  # where type checkers see str, msgspec sees the values that are allowed
     Thermal = str
@@ -444,9 +444,9 @@ class Scripted:
                 unit, at = times[0], getattr(entry, times[0])
                 if points and at < points[-1].at:
                     raise GearbxError(f"{unit} is {at:g}, before the line above; put them in order")
-                points.append(Point(at, MachineState(**{name: getattr(entry, name) for name in NAMES})))
+                points.append(Point(at, MachineState(**{name: getattr(entry, name) for name in READINGS})))
         if unit is None:
-            raise GearbxError(f"{path}: no states in it; {GIVE}")
+            raise GearbxError(f"{path}: no states in it; {GIVE_LINES}")
         return cls(points, unit)
 
     def read(self) -> MachineState:
@@ -461,9 +461,9 @@ class Scripted:
 def read_entries(path: Path) -> Iterator[tuple[str, ScriptEntry]]:
     """Yield each entry of a script, and where it is: "line 3", or of an array "entry 3". Raises GearbxError for a bad
     one."""
-    text = read_text(path, "a script of machine states", GIVE)
+    text = read_text(path, "a script of machine states", GIVE_LINES)
     if not text.lstrip().startswith("["):
-        for number, entry in json_lines(path, text, ScriptEntry, GIVE):
+        for number, entry in json_lines(path, text, ScriptEntry, GIVE_LINES):
             yield f"line {number}", entry
         return
     with about(path):

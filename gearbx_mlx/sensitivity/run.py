@@ -7,7 +7,7 @@ from typing import Any
 import mlx.nn as nn
 from rich.table import Table
 
-from ..bit_selection.precision import EXACT, FIRST_ORDER, PrecisionManifest, least_bits
+from ..bit_selection.precision import EXACT_KL, FIRST_ORDER, PrecisionManifest, least_bits
 from ..bit_selection.sensitivity import (
     MeasuredLayer,
     calibration_windows,
@@ -104,7 +104,7 @@ def measured(settings: SensitivitySettings, model: nn.Module, windows: Windows, 
         f"{cost['multiplications']:.3f} of the multiplications of {len(layers)} x {len(bits)} full passes"
     )
     inputs["accuracy_threshold"] = threshold
-    return PrecisionManifest(method=EXACT, perplexity=exact.perplexity, layers=layers, cost=cost, **inputs)
+    return PrecisionManifest(method=EXACT_KL, perplexity=exact.perplexity, layers=layers, cost=cost, **inputs)
 
 
 def estimated(settings: SensitivitySettings, model: nn.Module, windows: Windows) -> PrecisionManifest:

@@ -70,7 +70,7 @@ class TestVersions:
 
     def test_the_pins_are_those_that_are_tested(self):
         project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-        for name, tested in versions.TESTED.items():
+        for name, tested in versions.TESTED_VERSIONS.items():
             major, minor = map(int, tested.split("."))
             pins = re.findall(rf'"{name}(?:\[\w+\])?>=([\d.]+),<([\d.]+)[;"]', project)
             assert pins
@@ -253,8 +253,8 @@ class TestLayersOfAModel:
             x = layer(x, "causal", None)
         head = model.model.embed_tokens.as_linear if model.args.tie_word_embeddings else model.lm_head
         assert mx.array_equal(head(model.model.norm(x)), model(PROMPT))
-        assert classes.code_of(type(model.model)) in block.LAYERS
-        assert classes.code_of(type(model)) in block.MODELS
+        assert classes.code_of(type(model.model)) in block.LAYERED
+        assert classes.code_of(type(model)) in block.WHOLE_MODELS
 
 
 class TestLatentAttention:

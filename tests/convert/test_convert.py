@@ -28,7 +28,7 @@ from gearbx_mlx.convert import convert as convert_model
 from gearbx_mlx.formats import FORMATS as ALL_FORMATS
 from gearbx_mlx.formats import get_format
 from gearbx_mlx.gears.ladder import Ladder
-from gearbx_mlx.gears.manifest import VERSION
+from gearbx_mlx.gears.manifest import GEARS_VERSION
 
 CALIBRATES = ConvertSettings.calibrates  # which conftest.py replaces
 FORMATS = {"planes": "4,5,8,16", "affine": "3,8,16", "rowwise": "2,6,16", "groupwise": "4,16"}
@@ -428,9 +428,8 @@ class TestLoading:
         self.refused(broken, "gears.json: missing beside gears.safetensors")
 
     def test_a_newer_version(self, broken):
-        change_manifest(broken, version=VERSION + 1)
-        words = f"gears.json: of version {VERSION + 1}, and this gearbx-mlx reads up to {VERSION}; upgrade gearbx-mlx"
-        self.refused(broken, words)
+        change_manifest(broken, version=GEARS_VERSION + 1)
+        self.refused(broken, f"gears.json: of version {GEARS_VERSION + 1}, and this gearbx-mlx reads up to")
 
     @pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 1}', '{"version": "1"}', "\x00"])
     def test_a_damaged_manifest(self, broken, text):

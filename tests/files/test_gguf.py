@@ -175,7 +175,7 @@ class TestSmolLM2:
     @pytest.fixture
     def package(self, tmp_path, monkeypatch):
         """The path at which the installed package's file would be; the cache is empty."""
-        file = tmp_path / smollm2.FILE
+        file = tmp_path / smollm2.PACKAGE_FILE
         file.parent.mkdir()
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         monkeypatch.setattr(metadata, "distribution", lambda _: metadata.PathDistribution(tmp_path / "dist-info"))

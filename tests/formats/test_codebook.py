@@ -14,10 +14,10 @@ from mlx.utils import tree_flatten
 from gearbx_mlx import Gearbox, GearbxError, Lossless
 from gearbx_mlx.formats import CodebookOptions, codebook, codebook_library, get_format
 from gearbx_mlx.formats.codebook import (
-    DEFAULTS,
-    LAYOUT,
+    DEFAULT_OPTIONS,
+    LLOYD_STEP,
     ROUNDS,
-    STEP,
+    WORDS,
     Codebook,
     Outliers,
     SortedRows,
@@ -32,10 +32,10 @@ from gearbx_mlx.formats.codebook import (
     take_out,
     unpack_codebook_codes,
 )
-from gearbx_mlx.formats.codebook_library import LIBRARY, CodebookLibrary
+from gearbx_mlx.formats.codebook_library import KERNEL_LIBRARY, CodebookLibrary
 
 MODULES = {"codebook": codebook, "codebook-library": codebook_library}
-CASES = [("codebook", bits) for bits in LAYOUT] + [("codebook-library", bits) for bits in codebook_library.BITS]
+CASES = [("codebook", bits) for bits in WORDS] + [("codebook-library", bits) for bits in codebook_library.LIBRARY_BITS]
 seeds = st.integers(0, 2**32 - 1)
 widths = st.one_of(st.integers(1, 9), st.integers(10, 300))
 
@@ -56,11 +56,11 @@ def error(made: mx.array, weight: mx.array) -> float:
 
 class TestPacking:
     @settings(deadline=None)
-    @given(st.sampled_from(list(LAYOUT)), st.integers(1, 4), widths, seeds)
+    @given(st.sampled_from(list(WORDS)), st.integers(1, 4), widths, seeds)
     def test_round_trip_is_exact(self, bits, rows, width, seed):
         codes = np.random.default_rng(seed).integers(0, 2**bits, (rows, width)).astype(np.uint8)
         words = pack_codebook_codes(mx.array(codes), bits)
-        assert words.dtype == LAYOUT[bits][1]
+        assert words.dtype == WORDS[bits][1]
         assert words.shape[-1] * words.dtype.size == row_bytes(width, bits)
         assert np.array_equal(np.array(unpack_codebook_codes(words, bits, width)), codes)
 
@@ -70,7 +70,7 @@ class TestPacking:
         word = np.array(pack_codebook_codes(mx.array(codes), bits))[0]
         assert word.nbytes * 8 == size
         assert int(word) == sum(code << i * bits for i, code in enumerate(codes))
-        assert LAYOUT[bits][0] == held
+        assert WORDS[bits][0] == held
 
 
 class TestOutliers:
@@ -80,7 +80,7 @@ class TestOutliers:
         values = np.random.default_rng(seed).standard_t(freedom, (rows, width)).astype(np.float32)
         mask = find(mx.array(values))
         distance = np.abs(values.astype(np.float64) - values.mean(dtype=np.float64))
-        assert mask.sum() <= DEFAULTS.cap * values.size
+        assert mask.sum() <= DEFAULT_OPTIONS.cap * values.size
         if mask.any():
             assert distance[mask].min() > 3 * values.std(dtype=np.float64) * (1 - 1e-4)
             assert distance[mask].min() >= np.sort(distance.ravel())[-mask.sum()] * (1 - 1e-5)
@@ -138,7 +138,7 @@ class TestLloyd:
             table = np.array(entries).astype(np.float64)
             now = np.square(values[..., None] - table[:, None]).min(axis=-1).sum()
             assert now <= last * (1 + 1e-5) + 1e-9
-            entries, last = lloyd_round(rows, entries, 1.0 if plain else STEP), now
+            entries, last = lloyd_round(rows, entries, 1.0 if plain else LLOYD_STEP), now
 
     def test_a_round_is_lloyds(self):
         values = np.random.default_rng(0).standard_normal((4, 100)).astype(np.float32)
@@ -211,7 +211,7 @@ class TestCodebooks:
         affine = math.exp(np.interp(effective, points, [math.log(curve[p]) for p in points]))
         assert error(codebook.decode(arrays, bits, 4096), weight) < (1 - below) * affine
 
-    @pytest.mark.parametrize("bits", codebook_library.BITS)
+    @pytest.mark.parametrize("bits", codebook_library.LIBRARY_BITS)
     def test_a_library_is_no_worse_than_a_codebook_a_row(self, bits):
         weight = heavy(256, 1024)
         made = {name: error(codebook.decode(m.encode(weight, bits), bits, 1024), weight) for name, m in MODULES.items()}
@@ -219,7 +219,7 @@ class TestCodebooks:
 
     def test_a_group_of_a_library_costs_0_31_bits_a_weight(self):
         arrays = codebook_library.encode(gaussian(64, 1024), 4)
-        assert arrays["library"].shape == (LIBRARY, 16)
+        assert arrays["library"].shape == (KERNEL_LIBRARY, 16)
         beside = sum(arrays[name].nbytes for name in ("entries", "scales", "midpoints"))
         assert 8 * beside / (64 * 1024) == 0.3125
         assert 8 * arrays["weight"].nbytes / (64 * 1024) == 4

@@ -17,10 +17,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.clang]
 def short(launches, monkeypatch):
     """One type to check, few keys, one number of vectors; gives the launches."""
     monkeypatch.setattr(metal_checks, "DTYPES", (mx.float32,))
-    monkeypatch.setattr(metal_checks, "WIDTHS", (32, 64))
-    monkeypatch.setattr(metal_checks, "KEYS", (37,))
+    monkeypatch.setattr(metal_checks, "HEAD_WIDTHS", (32, 64))
+    monkeypatch.setattr(metal_checks, "KEY_COUNTS", (37,))
     monkeypatch.setattr(subject, "CHECKED_VECTORS", (1,))
-    monkeypatch.setattr(subject, "VECTORS", (2,))
+    monkeypatch.setattr(subject, "PROVEN_VECTORS", (2,))
     monkeypatch.setattr(subject, "tolerance", lambda *_: 0.2)  # MLX's products on a CPU add up in bfloat16
     monkeypatch.setattr(tuner, "MOST_CALLS", 1)  # the harness computes while a graph is built, and its clock is 0
     return launches
