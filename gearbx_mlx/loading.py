@@ -40,8 +40,7 @@ from .files.model_directory import (
     read_adapter,
 )
 from .files.reading import read_as, shown
-from .files.smollm2 import SMOLLM2 as SMOLLM2
-from .files.smollm2 import smollm2_directory
+from .files.smollm2 import SMOLLM2, smollm2_directory
 from .gears.adapters import add_adapter
 from .gears.dividing import Ranks, cut_into_stages, divide, divide_saved, ranks_of, stage_of
 from .gears.manifest import GEARS_FILE, Manifest, read_manifest

@@ -19,7 +19,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from pages import table
 
 from gearbx_mlx import Gearbox, load
-from gearbx_mlx.bit_selection.codebook_selection import Quality, compare, kind_of, qualities
+from gearbx_mlx.bit_selection.codebook_selection import Quality, component_kind, match_of, qualities
 from gearbx_mlx.bit_selection.h_process import (
     KL_BOUND,
     OVER,
@@ -226,7 +226,7 @@ def whole_row(format: Any, bits: int, weights: list[mx.array]) -> dict[str, Any]
         whole = weight.astype(mx.float32)
         size, off = size + nbytes(arrays), off + number(mx.square(made - whole).sum())
         square += number(mx.square(whole).sum())
-        cosines.append(compare(whole, made).cosine())
+        cosines.append(match_of(whole, made).cosine())
     found = {"effective_bits": 8 * size / counted, "squared_error": off / square}
     return {"format": format.name, "bits": bits} | found | {"cosine": float(np.median(cosines))}
 
@@ -236,7 +236,9 @@ def measure_tables(name: str | None) -> dict[str, Any]:
     parts: dict[str, list[dict[str, float]]] = defaultdict(list)
     layers, _ = discover(model, format=Codebook())
     for layer in layers:
-        parts[f"{kind_of(layer.path, layer.module)} {layer.path.split('.')[-1]}"].append(measured(layer.module.weight))
+        parts[f"{component_kind(layer.path, layer.module)} {layer.path.split('.')[-1]}"].append(
+            measured(layer.module.weight)
+        )
     components = [component_row(part, found) for part, found in parts.items()]
     return {
         "components": sorted(components, key=lambda row: -row["gain_mean"]),

@@ -19,11 +19,11 @@ from gearbx_mlx.benchmark.measuring import (
     MLX_PATH,
     NATIVE_PATH,
     BandwidthMeter,
-    check_memory,
+    check_room,
     paths_here,
     spread_of,
 )
-from gearbx_mlx.benchmark.metal_checks import codes_of
+from gearbx_mlx.benchmark.metal_checks import planes_kernel_codes
 from gearbx_mlx.cli.terminal import counting
 from gearbx_mlx.compat.arrays import dtype_name
 from gearbx_mlx.errors import GearbxError
@@ -92,7 +92,7 @@ def kernels(
     """
     sizes = MatrixSizes(trials, rows, cols, megabytes)
     total, matrix = sizes.megabytes * 2**20, 4 * rows * cols
-    check_memory(2 * matrix + max(total, matrix) + 4 * vectors * (rows + cols) + GIBIBYTE, "a matrix of this size")
+    check_room(2 * matrix + max(total, matrix) + 4 * vectors * (rows + cols) + GIBIBYTE, "a matrix of this size")
     dtype = mx.float32 if on_cpu() else mx.bfloat16  # in which a model computes there
     paths = product_paths(cols, vectors, dtype, native_only)
     weight = mx.random.normal((rows, cols), key=mx.random.key(0)) * 0.02
@@ -180,7 +180,7 @@ def cases_of_stack(
 def symmetric_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Iterator[ProductCase]:
     """Rowwise and groupwise codes, which MLX has no kernels for."""
     for bits in sorted(rowwise.Q_MAX):
-        matrix = codes_of(*rowwise.quantize(weight.astype(mx.bfloat16), bits), bits, weight.shape[1])
+        matrix = planes_kernel_codes(*rowwise.quantize(weight.astype(mx.bfloat16), bits), bits, weight.shape[1])
         products = rounded(symmetric_product) | variants_of(symmetric_product)
         yield from cases_of("rowwise", bits, matrix, total, products, paths)
     yield from groupwise_cases(weight, total, paths)
@@ -188,7 +188,7 @@ def symmetric_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Itera
 
 def groupwise_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Iterator[ProductCase]:
     """Codes of 4 bits with a scale for 32 inputs."""
-    matrix = codes_of(*groupwise.quantize(weight), groupwise.GROUP_BITS, weight.shape[1])
+    matrix = planes_kernel_codes(*groupwise.quantize(weight), groupwise.GROUP_BITS, weight.shape[1])
     products = rounded(symmetric_product) | variants_of(symmetric_product)
     yield from cases_of("groupwise", groupwise.GROUP_BITS, matrix, total, products, paths)
 

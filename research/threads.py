@@ -31,7 +31,7 @@ from gearbx_mlx.benchmark.measuring import (
     NATIVE_PATH,
     BandwidthMeter,
     Rows,
-    check_memory,
+    check_room,
     cpu_module,
     spread_of,
     timed,
@@ -91,7 +91,7 @@ def trials_on_threads(what: str, sizes: MatrixSizes, most: int | None) -> dict[i
     """
     mx.set_default_device(mx.cpu)
     matrix = 4 * sizes.rows * sizes.cols
-    check_memory(2 * matrix + 2 * max(sizes.megabytes * 2**20, matrix) + GIBIBYTE, "a matrix of this size")
+    check_room(2 * matrix + 2 * max(sizes.megabytes * 2**20, matrix) + GIBIBYTE, "a matrix of this size")
     native_module()  # compiled before anything is timed
     trials: dict[int, list[Any]] = {threads: [] for threads in counts(most or os.cpu_count() or 1)}
     for _ in track(range(sizes.trials), "trials"):

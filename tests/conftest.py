@@ -376,7 +376,7 @@ def nearest_codes():
 def smollm2_model():
     """A real language model and its tokenizer, where its package is installed."""
     try:
-        smollm2.installed()
+        smollm2.installed_file()
     except GearbxError:
         pytest.skip(f"SMOLLM2 WAS NOT CHECKED: {smollm2.INSTALL_IT}")
     return load("smollm2")

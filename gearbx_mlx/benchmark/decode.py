@@ -29,7 +29,7 @@ from .measuring import (
     MLX_PATH,
     BandwidthMeter,
     Rows,
-    check_memory,
+    check_room,
     measured_rows,
     paths_here,
     spread_of,
@@ -75,7 +75,7 @@ def benchmark_decode(settings: DecodeBenchmark) -> Rows:
     Raises:
         GearbxError: a model that cannot be loaded, or more than memory allows.
     """
-    check_ladder(settings, len(paths_here()), settings.context)
+    check_gears(settings, len(paths_here()), settings.context)
     read_bandwidth, cases = BandwidthMeter(), list[GearCase]()
     for path, kernels, activations in paths_here():  # each path has a model of its own
         gearbox = Gearbox(model_of(settings), settings.gears, kernels=kernels, activations=activations)
@@ -88,7 +88,7 @@ def benchmark_decode(settings: DecodeBenchmark) -> Rows:
         "read_bandwidth_gigabytes_per_second": bandwidth,
         "trials": settings.trials,
     } | read_bandwidth.row
-    return [row_of(case, cases, gearbox.ladder.top, bandwidth) | shared for case in cases]
+    return [case_row(case, cases, gearbox.ladder.top, bandwidth) | shared for case in cases]
 
 
 def time_cases(cases: Sequence[GearCase], settings: DecodeBenchmark, read_bandwidth: BandwidthMeter) -> list[float]:
@@ -114,7 +114,7 @@ def trials(count: int) -> Iterator[int]:
         yield from progress.track(range(count + 1), description="trials")
 
 
-def row_of(case: GearCase, cases: Sequence[GearCase], top: Gear, bandwidth: float) -> dict[str, Any]:
+def case_row(case: GearCase, cases: Sequence[GearCase], top: Gear, bandwidth: float) -> dict[str, Any]:
     """Return the row of a case, apart from what all rows share.
 
     Ratios are to MLX's own top gear, speedups to the top gear of the same path, or of the one that rounds as it does.
@@ -141,12 +141,12 @@ def row_of(case: GearCase, cases: Sequence[GearCase], top: Gear, bandwidth: floa
     }
 
 
-def check_ladder(settings: ModelBenchmark, copies: int = 1, context: int = 0) -> None:
+def check_gears(settings: ModelBenchmark, copies: int = 1, context: int = 0) -> None:
     """Raises GearbxError for wrong gears, or where copies of the random Llama and a KV cache do not fit."""
     ladder = decide(JustGears(ModelSettings(settings.model), LayoutSettings(gears=settings.gears))).ladder
     if settings.model is None:
         what = "--shape {}x{}".format(*settings.shape) + (f" --context {context}" if context else "")
-        check_memory(llama_bytes(settings.shape, ladder, copies, context), what)
+        check_room(llama_bytes(settings.shape, ladder, copies, context), what)
 
 
 def model_of(settings: ModelBenchmark) -> nn.Module:
@@ -156,7 +156,7 @@ def model_of(settings: ModelBenchmark) -> nn.Module:
 
 def gearbox_of(settings: ModelBenchmark, context: int = 0) -> Gearbox:
     """Return a gearbox of the model, with our kernels where there are some."""
-    check_ladder(settings, context=context)
+    check_gears(settings, context=context)
     return Gearbox(model_of(settings), settings.gears, kernels=paths_here()[0][1])
 
 
@@ -228,7 +228,7 @@ def fill_cache(model: nn.Module, cache: Sequence[Any], context: int) -> None:
         if not isinstance(layer, KVCache):
             raise GearbxError(f"--context {context}: the model has a {type(layer).__name__}; leave it out")
         needed += sum(array.nbytes // array.shape[2] for array in (layer.keys, layer.values)) * context
-    check_memory(needed, f"--context {context}")
+    check_room(needed, f"--context {context}")
     for layer in cache:
         shapes = ((*array.shape[:2], context, array.shape[3]) for array in (layer.keys, layer.values))
         layer.update_and_fetch(*(mx.random.normal(shape, layer.keys.dtype, key=mx.random.key(0)) for shape in shapes))

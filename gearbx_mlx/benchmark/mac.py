@@ -155,7 +155,7 @@ def run(settings: MacBenchmark) -> int:
         metal.check_available()
     if on_cpu():
         note("MLX computes on the CPU here: these figures say nothing of a GPU")
-    loaded = load_original(settings.model)
+    loaded = load_as_mlx_lm(settings.model)
     report = resumed(out, new_report(settings, loaded))
     try:
         with make_watch([], True, False) as watch:
@@ -166,7 +166,7 @@ def run(settings: MacBenchmark) -> int:
     finally:
         if report.texts or report.checks:
             summarise(report)
-            save(out, report)
+            save_report(out, report)
             show_page(report, out)
     return 1 if report.failed or any(row["wrong"] for row in [*report.checks, *report.kernels]) else 0
 
@@ -189,7 +189,7 @@ def as_typed(model: str | None, gears: Ladder | None = None, **mode: Any) -> Jus
     return JustGears(ModelSettings(model), LayoutSettings(gears=gears), mode=ModeFlags(**mode))
 
 
-def load_original(name: str | None) -> Loaded:
+def load_as_mlx_lm(name: str | None) -> Loaded:
     """Return the model as loaded.
 
     Raises:
@@ -336,7 +336,7 @@ def write_series(
                 most = room_for(loaded.config, len(prompt), settings.tokens)
                 for _ in () if (series, name) in written else write_turn(ways, series, name, prompt, most, report):
                     progress.advance(task)
-                save(out, report)
+                save_report(out, report)
         report.state.append(str(watch.state()))
         now = time.perf_counter()
         if now - begun + now - began > 60 * settings.minutes:
@@ -458,7 +458,7 @@ def resumed(file: Path, report: MacReport) -> MacReport:
     return report
 
 
-def save(file: Path, report: MacReport) -> None:
+def save_report(file: Path, report: MacReport) -> None:
     """Write the file. Raises GearbxError where it cannot be written."""
     write_text(file, msgspec.json.format(msgspec.json.encode(report), indent=1).decode() + "\n")
 

@@ -137,7 +137,7 @@ def machine_name() -> str:
     return name if on_cpu() else f"{mx.device_info()['device_name']}, {name}"
 
 
-def check_memory(needed: float, what: str) -> None:
+def check_room(needed: float, what: str) -> None:
     """Raises GearbxError where something needs more bytes than there are."""
     available = available_memory()
     if needed > available:

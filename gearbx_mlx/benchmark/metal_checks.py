@@ -90,7 +90,7 @@ def first_bits(weight: mx.array, bits: int, of: int, group_size: int) -> Planes:
     return split_affine(mlx_weights(weight, of, group_size), (bits, of - bits)).prefix(bits)
 
 
-def codes_of(codes: mx.array, scales: mx.array, bits: int, width: int) -> SymmetricCodes:
+def planes_kernel_codes(codes: mx.array, scales: mx.array, bits: int, width: int) -> SymmetricCodes:
     """Quantized codes, packed."""
     return SymmetricCodes(rowwise.pack_symmetric_codes(codes, bits), scales, bits, width)
 
@@ -100,7 +100,7 @@ def symmetric_kernel(bits: int, grouped: bool = False) -> MetalProduct:
 
     def pack(weight: mx.array) -> SymmetricCodes:
         made = groupwise.quantize(weight) if grouped else rowwise.quantize(weight, bits)
-        return codes_of(*made, bits, weight.shape[1])
+        return planes_kernel_codes(*made, bits, weight.shape[1])
 
     def dense(packed: SymmetricCodes, columns: int) -> mx.array:
         padded = packed.scales.shape[1] * groupwise.GROUP_INPUTS if grouped else columns
@@ -195,7 +195,7 @@ def examine(name: str, checks: Iterable[Check]) -> dict[str, Any]:
     return {"what": name, "checked": checked, "largest_error": largest, "wrong": wrong}
 
 
-def difference(result: mx.array | None, expected: mx.array | None) -> float:
+def error_between(result: mx.array | None, expected: mx.array | None) -> float:
     """Return the largest difference, relative to the largest value that is expected."""
     if result is None or expected is None:
         raise GearbxError("there is no kernel for it")
@@ -234,7 +234,7 @@ def product_error(kernel: MetalProduct, packed: Any, x: mx.array, variant: str) 
     """Return how far a product is from one in float32, on the CPU: a GPU may round what it multiplies."""
     with mx.stream(mx.cpu):
         expected = x.astype(mx.float32) @ widened(kernel, packed, x.shape[-1]).T
-    return difference(kernel.multiply(x, packed, variant), expected)
+    return error_between(kernel.multiply(x, packed, variant), expected)
 
 
 def widened(kernel: MetalProduct, packed: Any, columns: int) -> mx.array:
@@ -270,7 +270,7 @@ def experts_checks(kernel: MetalProduct, vectors: Sequence[int]) -> Iterator[Che
                 yield Check(f"{text}, one alone", 0.0, partial(expert_alone_error, kernel, each, x, indices, variant))
 
 
-def stacked(*same: Any) -> Any:
+def as_experts(*same: Any) -> Any:
     """Return an array of each expert as one of a mixture; lists of outliers are padded to the longest."""
     if not isinstance(same[0], mx.array):  # of a record
         return same[0]
@@ -283,7 +283,7 @@ def product_of_experts(
 ) -> mx.array:
     """x (V, 1, 1, I) times the experts that indices (V, n) name, (V, n, 1, O)."""
     assert kernel.experts is not None
-    return kernel.experts(x, tree_map(stacked, *each), indices, chosen=always(variant))
+    return kernel.experts(x, tree_map(as_experts, *each), indices, chosen=always(variant))
 
 
 def experts_error(kernel: MetalProduct, each: Sequence[Any], x: mx.array, indices: mx.array, variant: str) -> float:
@@ -291,7 +291,7 @@ def experts_error(kernel: MetalProduct, each: Sequence[Any], x: mx.array, indice
     with mx.stream(mx.cpu):
         weights = mx.stack([widened(kernel, packed, x.shape[-1]) for packed in each])
         expected = x.astype(mx.float32) @ weights[indices].swapaxes(-1, -2)
-    return difference(product_of_experts(kernel, each, x, indices, variant), expected)
+    return error_between(product_of_experts(kernel, each, x, indices, variant), expected)
 
 
 def expert_alone_error(
@@ -300,12 +300,12 @@ def expert_alone_error(
     """Return how far the last pair's product is from the product with that expert's matrix."""
     among = product_of_experts(kernel, each, x, indices, variant)[-1, -1]
     expert = each[int(np.asarray(indices[-1, -1]))]
-    return difference(among, kernel.multiply(x[-1, 0], expert, variant))
+    return error_between(among, kernel.multiply(x[-1, 0], expert, variant))
 
 
 def company_error(kernel: MetalProduct, packed: Any, x: mx.array, variant: str) -> float:
     """Return how far the first vector's product alone is from the same among others."""
-    return difference(kernel.multiply(x, packed, variant)[:1], kernel.multiply(x[:1], packed, variant))
+    return error_between(kernel.multiply(x, packed, variant)[:1], kernel.multiply(x[:1], packed, variant))
 
 
 def decoding_error(kernel: MetalProduct, packed: Any, columns: int) -> float:
@@ -313,7 +313,7 @@ def decoding_error(kernel: MetalProduct, packed: Any, columns: int) -> float:
     assert kernel.decoded is not None
     with mx.stream(mx.cpu):
         expected = kernel.dense(packed, columns)
-    return difference(kernel.decoded(packed), expected)
+    return error_between(kernel.decoded(packed), expected)
 
 
 # Attention and rotary positions
@@ -372,7 +372,7 @@ def attention_error(queries: mx.array, keys: mx.array, values: mx.array, mask: m
         if mask is not None:
             scores = mx.where(mask, scores, -mx.inf)
         expected = mx.softmax(scores, axis=-1) @ v
-    return difference(attention(queries, keys, values, width**-0.5, mask), expected)
+    return error_between(attention(queries, keys, values, width**-0.5, mask), expected)
 
 
 def nested_checks(vectors: Sequence[int]) -> Iterator[Check]:
@@ -391,13 +391,13 @@ def nested_error(queries: mx.array, nested: Nested) -> float:
     with mx.stream(mx.cpu):
         keys, values = nested.unpacked()
     how = queries.shape[3] ** -0.5, "causal"
-    return difference(nested_attention(queries, nested, *how), attention(queries, keys, values, *how))
+    return error_between(nested_attention(queries, nested, *how), attention(queries, keys, values, *how))
 
 
 def attention_company_error(queries: mx.array, keys: mx.array, values: mx.array) -> float:
     """Return how far the last query's result alone is from the same among others."""
     among, alone = (attention(some, keys, values, 1.0, "causal") for some in (queries, queries[:, :, -1:]))
-    return difference(among if among is None else among[:, :, -1:], alone)
+    return error_between(among if among is None else among[:, :, -1:], alone)
 
 
 def rope_checks(vectors: Sequence[int]) -> Iterator[Check]:
@@ -421,4 +421,4 @@ def rope_error(x: mx.array, dims: int, traditional: bool) -> float:
         a, b = (mx.take(pairs, place, axis=axis) for place in (0, 1))
         both = mx.stack([a * cosine - b * sine, a * sine + b * cosine], axis=axis).reshape(turned.shape)
         expected = mx.concatenate([both, x[..., dims:].astype(mx.float32)], axis=-1)
-    return difference(rope_launch(x, frequencies, OFFSET, traditional, 1.0).run(), expected)
+    return error_between(rope_launch(x, frequencies, OFFSET, traditional, 1.0).run(), expected)

@@ -22,7 +22,7 @@ from ..kernels import proven
 from ..kernels.dispatch import MLX, STOCK, Kind
 from ..kernels.exact import decode
 from ..kernels.metal_exact import decode_launch
-from ..kernels.tuner import FAILED, Product, compare, differences, measure, tolerance
+from ..kernels.tuner import FAILED, Product, product_errors, timed_in_turn, times_of, tolerance
 from .metal_checks import all_kernels, examine, mixture_checks, operation_checks, product_checks
 
 Rows = list[dict[str, Any]]
@@ -61,7 +61,7 @@ def check_all() -> Iterator[dict[str, Any]]:
 
 def prove_all(model: nn.Module) -> Iterator[dict[str, Any]]:
     """Yield a row for each product of the model's shapes, and keep what is right on this machine."""
-    proven.drop(TEXT_OF[EXACT_FORMAT], proven.decoder_key(DEFAULT_GROUP_SIZE))  # so that MLX's operations encode
+    proven.forget(TEXT_OF[EXACT_FORMAT], proven.decoder_key(DEFAULT_GROUP_SIZE))  # so that MLX's operations encode
     decodes = True
     with counting("kernels timed", None) as advance:
         for layers in layers_of_shapes(model):
@@ -120,9 +120,9 @@ def prove_products(layers: Layers, vectors: int) -> Iterator[dict[str, Any]]:
             key = proven.product_key(kind.form, kind.shape, dtype, vectors, candidate)
             found = {MLX: by_mlx, candidate: products(kind, members, candidate)}
             wrong = product_fault(found, candidate, x)
-            times = {} if wrong else measure(found, x)
+            times = {} if wrong else times_of(found, x)
             seconds = [times.get(name, FAILED) for name in (candidate, MLX)]
-            yield kept(layers, key, vectors, candidate, wrong or not_timed(seconds), *seconds)
+            yield keep_proofs(layers, key, vectors, candidate, wrong or not_timed(seconds), *seconds)
 
 
 def not_timed(seconds: Sequence[float]) -> str:
@@ -131,7 +131,7 @@ def not_timed(seconds: Sequence[float]) -> str:
 
 def product_fault(found: Mapping[str, Sequence[Product]], candidate: str, x: mx.array) -> str:
     """Return what is wrong with our products; "" where they are MLX's, and a row has the same bits alone."""
-    apart = differences(found, x).get(candidate, FAILED)
+    apart = product_errors(found, x).get(candidate, FAILED)
     if apart == FAILED:
         return "does not run, or is no number"
     if apart > tolerance(x.dtype, x.shape[-1], 0):
@@ -152,22 +152,22 @@ def prove_decoding(layers: Layers) -> dict[str, Any]:
     try:
         if mx.array_equal(decode_launch(matrix).run(), decode(matrix)).item():
             makes = {"ours": lambda: [decode_launch(matrix).run()], MLX: lambda: [decode(matrix)]}
-            times = compare(makes)
+            times = timed_in_turn(makes)
             ours, by_mlx = (statistics.median(times[name]) for name in makes)
         else:
             wrong = "a weight has other bits"
     except RuntimeError as error:
         wrong = one_line(error)
-    return kept(layers, proven.decoder_key(DEFAULT_GROUP_SIZE), 0, "decoding", wrong, ours, by_mlx)
+    return keep_proofs(layers, proven.decoder_key(DEFAULT_GROUP_SIZE), 0, "decoding", wrong, ours, by_mlx)
 
 
-def kept(
+def keep_proofs(
     layers: Layers, key: str, vectors: int, candidate: str, wrong: str, ours: float, by_mlx: float
 ) -> dict[str, Any]:
     """Keep what was found of a kernel for this machine, and return it as a row."""
     text = TEXT_OF[layers.stored]
     if wrong:
-        proven.drop(text, key)
+        proven.forget(text, key)
     else:
         proven.keep(text, key, ours, by_mlx)
     return {
@@ -185,7 +185,7 @@ def kept(
 def in_short(rows: Rows) -> list[dict[str, str]]:
     """Return a line for each way to store weights and number of vectors: how often ours won, and by how much."""
     found = []
-    for (stored, vectors), some in grouped(rows).items():
+    for (stored, vectors), some in by_shape(rows).items():
         shapes: dict[tuple[int, ...], list[float]] = {}
         for row in some:
             ratio = 0.0 if row["wrong"] else row["seconds_of_mlx"] / row["seconds"]
@@ -203,7 +203,7 @@ def in_short(rows: Rows) -> list[dict[str, str]]:
     return found
 
 
-def grouped(rows: Rows) -> dict[tuple[str, int], Rows]:
+def by_shape(rows: Rows) -> dict[tuple[str, int], Rows]:
     """Return rows by how weights are stored, and by the number of vectors."""
     found: dict[tuple[str, int], Rows] = {}
     for row in sorted(rows, key=lambda row: (row["stored"], row["vectors"])):

@@ -34,7 +34,7 @@ from ..gears.discovery import Layer, Predicate, discover
 from ..gears.gearbox import Gearbox
 from ..kernels.dispatch import choose
 from . import Floors
-from .codebook_selection import LayerQualities, Selection, measure, select
+from .codebook_selection import LayerQualities, Selection, measure_qualities, select
 
 KL_BOUND = 0.5  # nats per token: the measured models write broken text well below it
 LONGEST_PERIOD, LEAST_REPEATS, LEAST_TOKENS = 8, 4, 16
@@ -409,7 +409,7 @@ def fit_budget(
     rest = layer_bytes(model, storage) - storage.size * sum(layer.module.weight.size for layer in layers)
     fast_gearbox(model, format, manage)
     check = GarbageCheck(model, texts, kl_bound, ends=ends)
-    measured = measure(layers, format, Floors(STRICT_FLOORS[-1], LAZY_FLOORS[-1]), judged)
+    measured = measure_qualities(layers, format, Floors(STRICT_FLOORS[-1], LAZY_FLOORS[-1]), judged)
 
     def judge(selection: Selection) -> Sense:
         gearbox = fast_gearbox(model, format, selection.predicate)

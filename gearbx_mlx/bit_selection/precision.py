@@ -178,7 +178,7 @@ def least_bits(
     return next(good, widths[-1])
 
 
-def fit(
+def fitted_to(
     manifest: PrecisionManifest, model: nn.Module, format: Format | None = None
 ) -> tuple[PrecisionManifest, list[Layer], list[str]]:
     """Return the manifest for a model, the layers whose bits it says, and the paths of those that it does not know.

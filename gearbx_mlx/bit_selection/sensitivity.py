@@ -33,7 +33,7 @@ from ..gears.ladder import DENSE, Ladder
 from ..kernels.dispatch import on_cpu
 from ..loading import DEMO_MODEL
 from . import ACCURACY_THRESHOLD
-from .codebook_selection import kind_of
+from .codebook_selection import component_kind
 from .precision import LayerPrecision, least_bits
 
 Call = tuple[tuple[Any, ...], Mapping[str, Any]]
@@ -399,7 +399,7 @@ def layer_precision(
         threshold: percent that a layer at its fewest bits may add to the perplexity.
     """
     return LayerPrecision(
-        kind=kind_of(layer.path, layer.module),
+        kind=component_kind(layer.path, layer.module),
         weights=layer.module.weight.size,
         min_bits=max(least_bits(kl, perplexity_change, threshold), layer.lowest_bits),
         max_bits=DENSE,

@@ -14,7 +14,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..bit_selection.precision import PrecisionManifest, read_precision
-from ..compat.versions import versions
+from ..compat.versions import program_versions
 from ..decoding.caches import check_kv_mode
 from ..decoding.mode import SAME, Mode
 from ..decoding.modes import (
@@ -141,7 +141,7 @@ class Decision:
             "device": device_in_use(),
             "adapter_path": model.adapter_path,
             "adapter contents": adapter_contents(model.adapter_path),
-            **versions(),
+            **program_versions(),
             "gears": str(self.ladder),
             "format": self.format.name,
             "manage": self.manage,

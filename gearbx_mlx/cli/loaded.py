@@ -13,7 +13,7 @@ import mlx.nn as nn
 import msgspec
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 
-from ..bit_selection.precision import PrecisionManifest, fit
+from ..bit_selection.precision import PrecisionManifest, fitted_to
 from ..compat.templates import confine
 from ..decoding.caches import KeptCache, check_heads, check_prompt_cache, plain_cache
 from ..decoding.governor import Governor, MemoryGuard
@@ -265,7 +265,7 @@ def layers_of_manifest(decision: Decision, precision: PrecisionManifest, model: 
     """
     file = decision.settings.gears.manifest
     with about(file):
-        manifest, _, missing = fit(precision, model)
+        manifest, _, missing = fitted_to(precision, model)
     for path in missing:
         note(f"{file}: has no {path}, which stays at full precision in the tables")
     tables = manifest.tables(decision.ladder)

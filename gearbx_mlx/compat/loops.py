@@ -166,7 +166,7 @@ class StagedGenerator(BatchGenerator):
         return self.seen(super()._next)
 
 
-def entries(cache: Any) -> int:
+def positions_in(cache: Any) -> int:
     """Return how many tokens have been through a cache, padding included."""
     count: int = 0 if cache is None else cache._idx if type(cache) is BatchKVCache else cache.offset
     return count

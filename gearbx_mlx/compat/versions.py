@@ -13,14 +13,14 @@ _said: set[str] = set()
 
 
 @functools.cache
-def installed() -> dict[str, str]:
+def installed_version() -> dict[str, str]:
     """Return the versions that are in use, by the names of TESTED."""
     return {name: metadata.version(name) for name in TESTED_VERSIONS}
 
 
 def untested() -> str:
     """Return the first version in use that is not tested, in words, with the remedy; "" where all of them are."""
-    for name, version in installed().items():
+    for name, version in installed_version().items():
         tested = TESTED_VERSIONS[name]
         if version.split(".")[:2] != tested.split("."):
             return f"{name} is {version}, and gearbx-mlx is tested with {tested}; pip install '{name}=={tested}.*'"
@@ -32,7 +32,7 @@ def is_tested() -> bool:
     return not untested()
 
 
-def versions() -> dict[str, str]:
+def program_versions() -> dict[str, str]:
     """Return the versions of the programs that compute."""
     return {name: metadata.version(name.replace("_", "-")) for name in ("gearbx_mlx", "mlx", "mlx_lm")}
 

@@ -29,7 +29,7 @@ from ..gears.adapters import layers_of
 from ..gears.discovery import Layer, block_number, stored_widths
 from ..kernels.bit_planes import Planes
 from ..kernels.dispatch import FUSED_ATTENTION
-from .gptq import Factored, Hessian, calibrated
+from .gptq import Factored, Hessian, with_codes
 
 LONGEST_TEXT = 512  # tokens of a text that are read
 TOKENS_AT_ONCE = 2048  # tokens that are read at a time, in texts of similar lengths
@@ -337,7 +337,7 @@ class BlockCodes:
         weight = np.asarray(watched.weight) if expert is None else floats(dense)
         if factored is None or not np.isfinite(weight).all():
             return nearest, False
-        return calibrated(weight, nearest, factored, self.format.window), True
+        return with_codes(weight, nearest, factored, self.format.window), True
 
     def _inputs(self, x: mx.array, indices: mx.array | None) -> Inputs:
         """Layers that share their inputs have them once."""
@@ -431,8 +431,8 @@ class Walk:
                 except WasRead:
                     continue
                 except Exception as error:
-                    raise unreadable(self.model, one_line(error)) from error
-            raise unreadable(self.model, "it does not call them in order")
+                    raise not_block_by_block(self.model, one_line(error)) from error
+            raise not_block_by_block(self.model, "it does not call them in order")
         return made
 
     @contextmanager
@@ -481,5 +481,5 @@ def watching(watched: Watched, product: Callable[..., mx.array]) -> type[nn.Modu
     return type(kind.__name__, (kind,), {name: called})
 
 
-def unreadable(model: nn.Module, why: str) -> GearbxError:
+def not_block_by_block(model: nn.Module, why: str) -> GearbxError:
     return GearbxError(f"{type(model).__name__}: its blocks cannot be read one by one ({why}), so it is not calibrated")

@@ -23,7 +23,7 @@ from mlx.utils import tree_flatten
 from ..compat.arrays import dtype_name
 from ..errors import GearbxError
 from ..formats import get_format
-from ..formats.base import Format, check_ladder, check_quantized, is_finite, stored_bits
+from ..formats.base import Format, check_quantized, check_supported, is_finite, stored_bits
 from ..formats.exact import too_large
 from ..formats.native import affine_planes
 from ..formats.planes import SplitCodes
@@ -33,7 +33,7 @@ from ..gears.discovery import Layer, Predicate, discover, none_managed, stored_w
 from ..gears.in_place import alike_layers, own_codes, stock_quantization
 from ..gears.ladder import DENSE, EMBEDDINGS, Ladder
 from ..gears.manifest import GEARS_FILE, MANIFEST, RESTORE, Manifest, OriginalModel, SavedLayer, Tensor, View
-from ..gears.offload import EMPTY, put
+from ..gears.offload import EMPTY, put_parameters
 from ..gears.saved import LAYER_KINDS
 from ..gears.sources import made_over
 from ..gears.tensor_files import (
@@ -42,10 +42,10 @@ from ..gears.tensor_files import (
     ArrayPlace,
     FileHeader,
     TensorEntry,
+    few_values,
     fingerprint_of,
     hash_bytes,
     header_of,
-    sample,
 )
 from ..kernels.bit_planes import Planes
 
@@ -54,7 +54,7 @@ COUNTS = (2, 3, 4, 8, 16, 32, 64, 128)  # of equal pieces that classes cut tenso
 TENSOR_CUTS = [(axis, count, False) for axis in (-2, -1) for count in COUNTS] + [(axis, 2, True) for axis in (-2, -1)]
 
 
-def bits_of(array: mx.array) -> np.ndarray:
+def bits_in(array: mx.array) -> np.ndarray:
     """Return the bits of an evaluated array, of its shape."""
     return np.array(array.reshape(-1).view(UNSIGNED[array.dtype.size]), copy=False).reshape(array.shape)
 
@@ -93,7 +93,7 @@ def matrices(array: np.ndarray) -> np.ndarray:
     return array.reshape(-1, *array.shape[-2:])
 
 
-def find(tensor: np.ndarray, hash: str, views: Mapping[str, View]) -> Tensor:
+def tensor_of(tensor: np.ndarray, hash: str, views: Mapping[str, View]) -> Tensor:
     """Return an original tensor by its pieces; without pieces where `views` (by hash) do not have it.
 
     Args:
@@ -102,14 +102,14 @@ def find(tensor: np.ndarray, hash: str, views: Mapping[str, View]) -> Tensor:
     if hash in views:
         return Tensor(hash, (views[hash],))
     for axis, count, interleaved in TENSOR_CUTS:
-        found = (views.get(hash_bits(piece)) for piece in cut(tensor, axis, count, interleaved))
+        found = (views.get(hash_bits(piece)) for piece in pieces_of(tensor, axis, count, interleaved))
         pieces = tuple(piece for piece in itertools.takewhile(lambda piece: piece is not None, found) if piece)
         if len(pieces) == count:
             return Tensor(hash, pieces, axis, interleaved)
     return Tensor(hash)
 
 
-def cut(array: np.ndarray, axis: int, count: int, interleaved: bool) -> Iterator[np.ndarray]:
+def pieces_of(array: np.ndarray, axis: int, count: int, interleaved: bool) -> Iterator[np.ndarray]:
     """Equal pieces of an array, side by side along an axis or taking turns there; none where they are not equal."""
     if array.ndim < -axis or array.shape[axis] % count or not array.size:
         return
@@ -190,7 +190,7 @@ class TensorFile:
     def append(self, arrays: Iterable[tuple[str, mx.array]]) -> dict[str, str]:
         """Write evaluated arrays, and return their hashes."""
         return {
-            name: self.append_data(name, TYPE_NAMES[array.dtype], array.shape, bits_of(array)) for name, array in arrays
+            name: self.append_data(name, TYPE_NAMES[array.dtype], array.shape, bits_in(array)) for name, array in arrays
         }
 
     def append_data(self, name: str, dtype: str, shape: tuple[int, ...], data: np.ndarray) -> str:
@@ -375,7 +375,7 @@ class Converter:
         self.wanted: set[str] = set()
         self.model, self.plan, self.work = model, plan, work
         self.ladder, self.format = Ladder(plan.gears), get_format(plan.format)
-        check_ladder(self.format, plan.gears)
+        check_supported(self.format, plan.gears)
         self.codes = own_codes(model)
         if self.codes is None:
             self.layers, self.unmanaged = discover(model, plan.managed, plan.group_size, self.format)
@@ -405,7 +405,7 @@ class Converter:
             weight = now.pop(name)
             size = weight.nbytes
             self._write(name, weight, self._pack(layer))
-            put(self.model, {name: EMPTY})
+            put_parameters(self.model, {name: EMPTY})
             del weight
             mx.clear_cache()
             yield size
@@ -416,7 +416,7 @@ class Converter:
             mx.eval(array)
             self._write(name, array, Packed() if self._is_of_codes(name) else Packed({name: array}))
             yield array.nbytes
-            put(self.model, {name: EMPTY})
+            put_parameters(self.model, {name: EMPTY})
 
     def finish(self, original: OriginalModel | None = None) -> Manifest:
         """Close the files and write gears.json.
@@ -509,10 +509,10 @@ class Converter:
         hashes = self.files["base"].append(packed.base.items()) | self.files["gears"].append(packed.gears.items())
         self.done[name] = Written(
             shape=original.shape,
-            sample=np.array(sample(original)),
+            sample=np.array(few_values(original)),
             hashes=hashes,
             packed=replace(packed, base={}, gears={}),
-            views=views_of(name, bits_of(original), self.wanted) if self.wanted else {},
+            views=views_of(name, bits_in(original), self.wanted) if self.wanted else {},
         )
 
     def _saved(self, layer: Layer) -> SavedLayer:

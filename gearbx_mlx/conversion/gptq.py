@@ -112,7 +112,7 @@ class Grid(NamedTuple):
         return self._replace(scales=scales, biases=biases)
 
 
-def calibrated(weight: np.ndarray, nearest: Planes, hessian: Factored, window: Window | None) -> Planes:
+def with_codes(weight: np.ndarray, nearest: Planes, hessian: Factored, window: Window | None) -> Planes:
     """Return a matrix in codes for these inputs.
 
     Args:
@@ -125,33 +125,33 @@ def calibrated(weight: np.ndarray, nearest: Planes, hessian: Factored, window: W
     parts = []
     for first in range(0, len(weight), step):
         rows = slice(first, first + step)
-        parts.append(calibrated_rows(weight[rows], nearest.each(itemgetter(rows)), hessian, window))
+        parts.append(rows_with_codes(weight[rows], nearest.each(itemgetter(rows)), hessian, window))
         mx.eval(parts[-1].arrays)
     words, scales, biases = (mx.concatenate([*arrays]) for arrays in zip(*(part.arrays for part in parts)))
     return nearest._replace(weights=[words], scales=scales, biases=[biases])
 
 
-def calibrated_rows(weight: np.ndarray, nearest: Planes, hessian: Factored, window: Window | None) -> Planes:
+def rows_with_codes(weight: np.ndarray, nearest: Planes, hessian: Factored, window: Window | None) -> Planes:
     """`calibrated` for rows that are not too many."""
     (bits,), dtype = nearest.widths, nearest.scales.dtype
 
     def rounded(numbers: np.ndarray) -> np.ndarray:
         return np.array(mx.array(numbers).astype(dtype).astype(mx.float32))
 
-    grid = Grid(columns(nearest.scales), columns(nearest.biases[0]), bits, rounded)
+    grid = Grid(by_columns(nearest.scales), by_columns(nearest.biases[0]), bits, rounded)
     wanted = weight + weight @ hessian.correction
     grouped, wanted = (
         np.ascontiguousarray(array.T).reshape(len(grid.scales), nearest.group_size, -1) for array in (weight, wanted)
     )
     grid = searched(grouped, grid, hessian, window)
-    codes = codes_of(grouped, wanted, grid, hessian, window)
+    codes = gptq_codes(grouped, wanted, grid, hessian, window)
     grid = refitted(grouped, wanted, codes, grid, hessian, window)
     words = pack_mlx_codes(mx.array(np.ascontiguousarray(codes.reshape(-1, len(weight)).T, np.uint8)), bits)
     scales, biases = (mx.array(np.ascontiguousarray(array.T)).astype(dtype) for array in grid[:2])
     return nearest._replace(weights=[words], scales=scales, biases=[biases])
 
 
-def columns(array: mx.array) -> np.ndarray:
+def by_columns(array: mx.array) -> np.ndarray:
     """(O, K) as (K, O) float32."""
     return np.ascontiguousarray(np.array(array.astype(mx.float32)).T)
 
@@ -186,7 +186,7 @@ def lost(weight: np.ndarray, values: np.ndarray, grid: Grid, window: Window | No
     return np.where(usable.all(1), 0.0, np.inf)
 
 
-def codes_of(
+def gptq_codes(
     weight: np.ndarray, wanted: np.ndarray, grid: Grid, hessian: Factored, window: Window | None
 ) -> np.ndarray:
     """GPTQ's codes (G, g, O) for a weight of that shape, and what its codes are to come near to."""
@@ -200,7 +200,7 @@ def codes_of(
             scale, bias = grid.scales[column // size], grid.biases[column // size]
             code = np.clip(np.rint((block[place] - bias) / scale), 0, 2**grid.bits - 1)
             if window is not None:
-                code = within(window, original[column], code, near[column], scale, bias)
+                code = usable_code(window, original[column], code, near[column], scale, bias)
             codes[column] = code
             upper = hessian.upper[start + place]
             errors[place] = (block[place] - (code * scale + bias)) / upper[start + place]
@@ -209,7 +209,7 @@ def codes_of(
     return codes.reshape(groups, size, rows)
 
 
-def within(
+def usable_code(
     window: Window, weight: np.ndarray, code: np.ndarray, nearest: np.ndarray, scale: np.ndarray, bias: np.ndarray
 ) -> np.ndarray:
     """Return the code, or the nearest one where that can be used and this cannot, or costs more bytes than

@@ -18,7 +18,7 @@ from mlx_lm.utils import quantize_model, save
 
 from .. import __version__
 from ..errors import one_line
-from ..files.smollm2 import SMOLLM2 as SMOLLM2
+from ..files.smollm2 import SMOLLM2
 from ..formats import LIKE_MLX, SPLIT_CODES
 from ..gears.discovery import at_least
 from ..gears.ladder import DENSE, Ladder
@@ -193,11 +193,11 @@ def three_in_one(gears: Sequence[GearSize], size: int, original: int) -> str:
     return (
         f"It is three models in one: a {bits}-bit model that mlx-lm runs; the lossless pair, in which that model "
         "drafts and the original decides; and the bfloat16 original, bit for bit. "
-        f"Together they take {megabytes(size)}: {share(size, original)}."
+        f"Together they take {megabytes(size)}: {share_text(size, original)}."
     )
 
 
-def share(size: int, original: int) -> str:
+def share_text(size: int, original: int) -> str:
     """Return how a size compares with that of the original's weights, both in bytes."""
     return f"{size / original:.2f} of the original's {megabytes(original)}"
 

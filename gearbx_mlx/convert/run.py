@@ -18,8 +18,7 @@ from mlx.utils import tree_map_with_path
 from ..bit_selection import Floors
 from ..bit_selection.codebook_selection import select_bits, selection_as_dict, selection_lines
 from ..bit_selection.h_process import Limits, fit_floors, measure_reserve, point_rows, points_table
-from ..bit_selection.precision import PrecisionManifest, fit, read_precision
-from ..bit_selection.precision import fit as fit_precision
+from ..bit_selection.precision import PrecisionManifest, fitted_to, read_precision
 from ..cli.bases import Base, answered, key_of, make_base, show_rounded, tell_cost, text_of
 from ..cli.decide import ladder_of_codes
 from ..cli.flags import LayerSettings
@@ -32,7 +31,7 @@ from ..conversion.model_card import (
     gear_sizes,
     geared_card,
     provenance,
-    share,
+    share_text,
     table_card,
     write_table,
 )
@@ -93,7 +92,7 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
     if codes is None and settings.calibrates:
         original = partial(load_cast, source, conversion.dtype, trusted)
         try:
-            base = calibrated(conversion.calibrate or "", original, model, tokenizer, plan)
+            base = calibrated_base(conversion.calibrate or "", original, model, tokenizer, plan)
         except GearbxError as error:
             if conversion.asks_text:
                 raise
@@ -137,7 +136,7 @@ def codes_to_keep(model: nn.Module, settings: ConvertSettings) -> OwnCodes | Non
     return codes
 
 
-def calibrated(file: str, original: Loads, model: nn.Module, tokenizer: Any, plan: Plan) -> Base:
+def calibrated_base(file: str, original: Loads, model: nn.Module, tokenizer: Any, plan: Plan) -> Base:
     """Return the base: as an earlier run made and kept it, or made now.
 
     Args:
@@ -179,7 +178,7 @@ def precision_of(settings: ConvertSettings, file: str, model: nn.Module) -> Prec
     manifest = read_precision(Path(file))
     settings.layout.filled(manifest, f"{file} was measured with")
     with about(file):
-        _, _, missing = fit_precision(manifest, model)
+        _, _, missing = fitted_to(manifest, model)
     for path in missing:
         note(f"{file}: has no {path}, which is capped last")
     if manifest.gears:
@@ -265,7 +264,7 @@ def write_geared_card(
         note(f"{path}: stays dense, since it {reason}")
     if original is not None:
         total = sum(files.values())
-        note(f"original: {kept[0]} beside its parameters; together {human_bytes(total)}, {share(total, original)}")
+        note(f"original: {kept[0]} beside its parameters; together {human_bytes(total)}, {share_text(total, original)}")
 
 
 def find_gears(path_or_hf_repo: str, revision: str | None) -> SavedGears:
@@ -285,13 +284,11 @@ def verify(path_or_hf_repo: str, revision: str | None) -> str:
     """Return a line that says what was compared.
 
     Raises:
-        GearbxError: a directory without gears, gears without hashes, or arrays that are damaged: the message names the
-            first one, and says how many there are.
+        GearbxError: a directory without gears, or arrays that are damaged: the message names the first one, and says
+            how many there are.
     """
     saved = find_gears(path_or_hf_repo, revision)
     directory = saved.directory
-    if not saved.manifest.hashes:
-        raise GearbxError(f"{directory}: was written before checkpoints had hashes; convert the original again")
     sizes = {name: place.size for name, place in saved.hashes.places.items()}
     damaged = []
     with counting("comparing", sum(sizes.values()), in_bytes=True) as advance:
@@ -432,7 +429,7 @@ def write_manifest_table(
     if is_quantized(model):
         raise GearbxError(f"{source}: is quantized already, and --manifest has bits for original weights; leave it out")
     with about(file):
-        manifest, layers, missing = fit(manifest, model, get_format("affine"))
+        manifest, layers, missing = fitted_to(manifest, model, get_format("affine"))
     for path in missing:
         note(f"{file}: has no {path}, which stays as it is")
     bits = manifest.gears[gear].bits

@@ -239,7 +239,7 @@ class Codes(NamedTuple):
     biases: np.ndarray
 
 
-def codes_of(gguf: Gguf, tensor: GgufTensor) -> Codes | None:
+def affine_codes(gguf: Gguf, tensor: GgufTensor) -> Codes | None:
     """Return the codes of a matrix; None for types that have none, or with other groups, as Q6_K."""
     bits, blocks = CODED.get(tensor.kind.name), gguf.blocks(tensor)
     if bits is None:
@@ -256,7 +256,7 @@ def codes_of(gguf: Gguf, tensor: GgufTensor) -> Codes | None:
 def packed(blocks: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the codes of blocks as a stream of bits, in words, and their scales and biases in float16."""
     bits, k_quant = CODED[name], name.endswith("_K")
-    codes, scales, biases = parts_of_k(blocks, bits) if k_quant else parts_of(blocks, bits, name.endswith("_1"))
+    codes, scales, biases = parts_of_k(blocks, bits) if k_quant else parts_of_32(blocks, bits, name.endswith("_1"))
     shifts = np.arange(8, dtype=np.uint64) * np.uint64(bits)
     eights = np.bitwise_or.reduce(codes.reshape(-1, 8).astype("<u8") << shifts, axis=1)
     stream = np.ascontiguousarray(eights.view(np.uint8).reshape(-1, 8)[:, :bits])
@@ -268,7 +268,7 @@ def halves(blocks: np.ndarray, start: int) -> np.ndarray:
     return blocks[:, start : start + 2].copy().view(np.float16).astype(np.float32)
 
 
-def parts_of(blocks: np.ndarray, bits: int, with_least: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def parts_of_32(blocks: np.ndarray, bits: int, with_least: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the codes of blocks of 32 weights, (blocks, 32) uint8, and a scale and bias of each, (blocks, 1).
 
     Args:

@@ -28,7 +28,7 @@ from mlx_lm.utils import load_model
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from ..errors import GearbxError, GearbxWarning, one_line
-from .gguf import AGAIN, CODED, GGUF_GROUP, MAGIC, Gguf, GgufTensor, codes_of
+from .gguf import AGAIN, CODED, GGUF_GROUP, MAGIC, Gguf, GgufTensor, affine_codes
 from .model_directory import MOST_LAYERS
 from .reading import shown, unreadable
 from .unpacked import contents, unpacked
@@ -145,13 +145,13 @@ def gguf_directory(file: Path) -> Path:
         GearbxError: no GGUF, a damaged one, an architecture, tokenizer or type that is not known; a cache that cannot
             be written, or that others may write to.
     """
-    directory = unpacked(file.stem, contents(file), lambda place: unpack(file, place))
-    announce(file, directory)
+    directory = unpacked(file.stem, contents(file), lambda place: write_model(file, place))
+    warn_of_widened(file, directory)
     return directory
 
 
 @functools.cache  # once, though a command looks several times for the directory
-def announce(file: Path, directory: Path) -> None:
+def warn_of_widened(file: Path, directory: Path) -> None:
     """Warn of weights that take more memory than in the file."""
     try:
         widened = json.loads((directory / "config.json").read_bytes()).get(WIDENED, {})
@@ -167,7 +167,7 @@ def announce(file: Path, directory: Path) -> None:
         )
 
 
-def unpack(file: Path, directory: Path, dtype: mx.Dtype | None = None) -> None:
+def write_model(file: Path, directory: Path, dtype: mx.Dtype | None = None) -> None:
     """Write a GGUF into an empty directory, as a model that mlx-lm loads.
 
     Args:
@@ -177,7 +177,7 @@ def unpack(file: Path, directory: Path, dtype: mx.Dtype | None = None) -> None:
         GearbxError: as `gguf_directory`.
     """
     gguf = Gguf(file)
-    check(gguf)
+    check_metadata(gguf)
     try:
         config, weights = config_of(gguf, dtype), weights_of(gguf, dtype)
         write_tokenizer(gguf.metadata, directory)
@@ -185,9 +185,9 @@ def unpack(file: Path, directory: Path, dtype: mx.Dtype | None = None) -> None:
     except (GearbxError, OSError):
         raise
     except KeyError as error:
-        raise misfit(gguf, f"{error} is missing, or a list") from error
+        raise not_fitting(gguf, f"{error} is missing, or a list") from error
     except Exception as error:  # numbers that are beyond what there is fail in a hundred ways
-        raise misfit(gguf, f"a number of heads, a token or another field: {one_line(error)}") from error
+        raise not_fitting(gguf, f"a number of heads, a token or another field: {one_line(error)}") from error
     try:
         mx.save_safetensors(str(directory / "model.safetensors"), weights, metadata={"format": "mlx"})
     except RuntimeError as error:  # MLX's, of a disk that is full for instance
@@ -195,7 +195,7 @@ def unpack(file: Path, directory: Path, dtype: mx.Dtype | None = None) -> None:
     check_loads(gguf, directory)
 
 
-def misfit(gguf: Gguf, reason: str) -> GearbxError:
+def not_fitting(gguf: Gguf, reason: str) -> GearbxError:
     return GearbxError(f"{gguf.path}: its metadata do not fit its tensors ({reason}); {AGAIN}")
 
 
@@ -204,7 +204,7 @@ def said(value: Any) -> str:
     return shown(value) if value is None or isinstance(value, str | int | float) else "a list"
 
 
-def check(gguf: Gguf) -> None:
+def check_metadata(gguf: Gguf) -> None:
     """Raises GearbxError for an architecture, a tokenizer or a tensor that is not known, or that is missing."""
     of, path = gguf.metadata, gguf.path
     known: list[tuple[str, Any]] = [("general.architecture", ARCHITECTURES), ("tokenizer.ggml.model", (BPE, PIECES))]
@@ -221,7 +221,7 @@ def check(gguf: Gguf) -> None:
         raise GearbxError(f"{path}: is one of {pieces} files of a model; join them with llama-gguf-split --merge")
     architecture = of["general.architecture"]
     for name in gguf.tensors:
-        if name_of(name, ARCHITECTURES[architecture].parts) is None and name not in STRETCHED:
+        if mlx_name(name, ARCHITECTURES[architecture].parts) is None and name not in STRETCHED:
             raise GearbxError(
                 f"{path}: has a tensor {shown(name)}, which no {architecture} of mlx-lm has; give the model as "
                 "safetensors"
@@ -248,7 +248,7 @@ def check_loads(gguf: Gguf, directory: Path) -> None:
     try:
         load_model(directory, lazy=True)
     except Exception as error:  # a configuration that does not fit fails in a hundred ways
-        raise misfit(gguf, one_line(error).partition(",")[0]) from error
+        raise not_fitting(gguf, one_line(error).partition(",")[0]) from error
 
 
 def weights_of(gguf: Gguf, dtype: mx.Dtype | None) -> dict[str, mx.array]:
@@ -257,25 +257,25 @@ def weights_of(gguf: Gguf, dtype: mx.Dtype | None) -> dict[str, mx.array]:
     heads = {"attn_q": heads_of(gguf)[0], "attn_k": heads_of(gguf)[1]} if kind.in_pairs else {}
     weights: dict[str, mx.array] = {}
     for tensor in gguf.tensors.values():
-        name = name_of(tensor.name, kind.parts)
+        name = mlx_name(tensor.name, kind.parts)
         if name is None:  # how positions are stretched: config.json has it
             continue
         own = heads.get(tensor.name.split(".")[-2])
-        for part, array in arrays_of(gguf, tensor, dtype, int(kind.plus_one and "norm" in name)):
-            stored = array if own is None else in_halves(array, own)
+        for part, array in arrays_in(gguf, tensor, dtype, int(kind.plus_one and "norm" in name)):
+            stored = array if own is None else heads_in_halves(array, own)
             mx.eval(stored)  # or what it was made of stays in memory
             weights[f"{name.rpartition('.')[0]}.{part}" if part else name] = stored
     return weights
 
 
-def arrays_of(gguf: Gguf, tensor: GgufTensor, dtype: mx.Dtype | None, one: int = 0) -> Iterator[tuple[str, mx.array]]:
+def arrays_in(gguf: Gguf, tensor: GgufTensor, dtype: mx.Dtype | None, one: int = 0) -> Iterator[tuple[str, mx.array]]:
     """Yield what a tensor is in MLX: its codes, scales and biases by their names; or, with the name "", its weights.
 
     Args:
         dtype: of weights that are not to stay codes.
         one: what is subtracted from weights.
     """
-    codes = codes_of(gguf, tensor) if dtype is None else None
+    codes = affine_codes(gguf, tensor) if dtype is None else None
     if codes is not None:
         arrays = dict(zip(("weight", "scales", "biases"), map(mx.array, codes[1:])))
     else:
@@ -290,7 +290,7 @@ def arrays_of(gguf: Gguf, tensor: GgufTensor, dtype: mx.Dtype | None, one: int =
     yield from arrays.items()
 
 
-def name_of(tensor: str, parts: Mapping[str, str] = LLAMA_NAMES) -> str | None:
+def mlx_name(tensor: str, parts: Mapping[str, str] = LLAMA_NAMES) -> str | None:
     """Return the name in mlx-lm of a tensor: blk.3.attn_q.weight is model.layers.3.self_attn.q_proj.weight.
 
     Args:
@@ -308,7 +308,7 @@ def name_of_type(dtype: mx.Dtype) -> str:
     return str(dtype).rpartition(".")[2]
 
 
-def in_halves(weight: mx.array, heads: int) -> mx.array:
+def heads_in_halves(weight: mx.array, heads: int) -> mx.array:
     """Return rows of q or k as mlx-lm rotates them, in halves of a head; llama.cpp keeps those of a Llama in pairs."""
     return weight.reshape(heads, -1, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
@@ -394,7 +394,7 @@ def factors_of_llama3(theta: float, head: int, factor: float) -> np.ndarray:
 def quantization_of(gguf: Gguf, kind: Architecture) -> dict[str, Any]:
     """Return the field of config.json: what most layers have, and by path what others have; none without codes."""
     bits = {
-        (name_of(tensor.name, kind.parts) or "").rpartition(".")[0]: CODED[tensor.kind.name]
+        (mlx_name(tensor.name, kind.parts) or "").rpartition(".")[0]: CODED[tensor.kind.name]
         for tensor in gguf.tensors.values()
         if tensor.kind.name in CODED
     }

@@ -98,7 +98,7 @@ class Journal:
         self.end += len(data)
 
 
-def beside(out: Path, ending: str) -> Path | None:
+def place_beside(out: Path, ending: str) -> Path | None:
     """Return where the parts of an output are kept until it is complete; None for a device or a pipe, which keeps
     nothing.
 

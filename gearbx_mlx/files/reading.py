@@ -56,17 +56,17 @@ def malformed(error: Exception, text: str | bytes) -> str:
     return f"not JSON: {reason} at line {line}, column {column}"
 
 
-def misfit(error: msgspec.ValidationError, content: Any, kind: Any, place: Sequence[Step] = ()) -> str:
+def why_unfit(error: msgspec.ValidationError, content: Any, kind: Any, place: Sequence[Step] = ()) -> str:
     """Say why a value does not fit a type: its first part that does not fit by itself, and what that is not.
 
     Args:
         place: of the value, in a larger one.
     """
-    for step, part, wanted in parts_of(content, kind):
+    for step, part, wanted in typed_parts(content, kind):
         try:
             msgspec.convert(part, wanted, str_keys=True)
         except msgspec.ValidationError as inner:
-            return misfit(inner, part, wanted, [*place, step])
+            return why_unfit(inner, part, wanted, [*place, step])
     with_keys = [each for each in members(kind) if isinstance(content, dict) and get_origin(each) in (dict, Mapping)]
     for key, mapping in ((key, mapping) for mapping in with_keys for key in content):
         try:
@@ -87,7 +87,7 @@ def misfit(error: msgspec.ValidationError, content: Any, kind: Any, place: Seque
     return f"{where(place)}: {message}" if place else message  # from a check of our own
 
 
-def parts_of(content: Any, kind: Any) -> Iterator[tuple[Step, Any, Any]]:
+def typed_parts(content: Any, kind: Any) -> Iterator[tuple[Step, Any, Any]]:
     """Yield the parts of a JSON value, each with its name or number and the type that it is to have."""
     for member in members(kind):
         origin, types = get_origin(member), get_args(member)
@@ -236,7 +236,7 @@ def typed(content: Any, kind: type[T]) -> T:
     try:
         return msgspec.convert(content, kind, str_keys=True)
     except msgspec.ValidationError as error:
-        raise GearbxError(misfit(error, content, kind)) from error
+        raise GearbxError(why_unfit(error, content, kind)) from error
 
 
 def check_schema(content: Any, what: str, schema: str, version: int) -> None:

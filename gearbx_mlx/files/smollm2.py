@@ -11,7 +11,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from ..errors import GearbxError
-from .gguf_model import unpack
+from .gguf_model import write_model
 from .reading import unreadable
 from .unpacked import unpacked
 
@@ -28,10 +28,10 @@ def smollm2_directory() -> Path:
     Raises:
         GearbxError: the package is not installed or has another file, or the directory cannot be written.
     """
-    return unpacked(SMOLLM2, SHA256, lambda place: unpack(checked(installed()), place, mx.bfloat16))
+    return unpacked(SMOLLM2, SHA256, lambda place: write_model(known_file(installed_file()), place, mx.bfloat16))
 
 
-def installed() -> Path:
+def installed_file() -> Path:
     """Return the GGUF of the installed package. Raises GearbxError where it is not installed."""
     try:
         file = Path(str(metadata.distribution(PACKAGE).locate_file(PACKAGE_FILE)))
@@ -42,7 +42,7 @@ def installed() -> Path:
     return file
 
 
-def checked(file: Path) -> Path:
+def known_file(file: Path) -> Path:
     """Return the file itself. Raises GearbxError for another one than that of the version whose hash is known."""
     try:
         found = hashlib.sha256(file.read_bytes()).hexdigest()

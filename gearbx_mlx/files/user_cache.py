@@ -53,12 +53,12 @@ def open_cache() -> Path:
         CacheUnusable: another user could have written to the cache, or it cannot be created or read.
     """
     try:
-        return opened()
+        return open_checked()
     except OSError as error:
         raise unusable(error) from error
 
 
-def opened() -> Path:
+def open_checked() -> Path:
     """Return the cache as `open_cache` does. Raises OSError where the system refuses something."""
     directory = platformdirs.user_cache_path(CACHE_NAME, appauthor=False)
     if not directory.is_absolute():  # platformdirs leaves ~ as it is where there is no home directory

@@ -129,7 +129,7 @@ def stored_bits(format: Format, widths: Sequence[int]) -> tuple[int, ...]:
     return tuple(widths) if tuple(widths) in format.ladders else tuple(bits for bits in widths if bits != DENSE)
 
 
-def check_ladder(format: Format, ladder: Sequence[int], others: Iterable[int] = ()) -> None:
+def check_supported(format: Format, ladder: Sequence[int], others: Iterable[int] = ()) -> None:
     """Raises GearbxError unless a format has gears of these bits, and `others` beside them."""
     shown = ",".join(map(str, ladder))
     if refusal := gone(f"format {format.name} with gears {shown}"):

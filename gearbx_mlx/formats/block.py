@@ -24,7 +24,7 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from ..compat.classes import ORIGIN, Code, code_of, standing_for
-from ..compat.loops import entries, set_entries
+from ..compat.loops import positions_in, set_entries
 from ..kernels.dispatch import NATIVE, WHOLE_BLOCKS, block_kernels
 from .fused import (
     NativeGeGLU,
@@ -35,7 +35,7 @@ from .fused import (
     inverse_frequencies,
     left_padding,
 )
-from .kv_cache import NestedKVCache, has_room, planes_of, read_before, takes_cache, takes_in_place
+from .kv_cache import NestedKVCache, block_planes, has_room, read_before, takes_cache, takes_in_place
 
 FEW_TOKENS = (
     16  # tokens that go through a block at once; of more, the KV cache can be had without the rest of the block
@@ -108,7 +108,7 @@ class NativeBlock(nn.Module):
     operation = WHOLE_BLOCKS
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        y = run(self, x, mask, cache)
+        y = run_block(self, x, mask, cache)
         return super().__call__(x, mask, cache) if y is None else y
 
 
@@ -158,7 +158,7 @@ def single_operations() -> Iterator[None]:
         _single_operations = before
 
 
-def run(layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array | None:
+def run_block(layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array | None:
     """Return the result of a block (B, L, D) float32, with its keys and values in the cache; None if it must run as it
     did."""
     if _single_operations:
@@ -175,15 +175,15 @@ def run(layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array | None
         return None
     seen = None if causal else mask
     if takes_in_place(cache) and x.shape[1] <= FEW_TOKENS and has_room(cache, x):
-        before, padding, nested = entries(cache), left_padding(cache), read_before(cache)
-        kept, planes = ([cache.keys], [cache.values]), planes_of(nested)
+        before, padding, nested = positions_in(cache), left_padding(cache), read_before(cache)
+        kept, planes = ([cache.keys], [cache.values]), block_planes(nested)
         y = kernels.run_blocks(program.chain, x, *kept, before, causal, seen, padding, *planes)
         if y is not None:
             set_entries(cache, before + x.shape[1])
         if y is not None and type(cache) is NestedKVCache:
             cache.count(nested, x.shape[1])
-        return given(layer, y)
-    return in_halves(layer, program.block, kernels, x, causal, seen, cache)
+        return kept_result(layer, y)
+    return in_two_parts(layer, program.block, kernels, x, causal, seen, cache)
 
 
 def run_layers(model: nn.Module, x: mx.array, cache: Any, kernels: ModuleType) -> mx.array | None:
@@ -197,13 +197,13 @@ def run_layers(model: nn.Module, x: mx.array, cache: Any, kernels: ModuleType) -
     chain = programs_of(model).find(model, kernels, chain_of)
     if chain is None:
         return None
-    mask, before, padding = create_attention_mask(x, cache[0]), entries(cache[0]), left_padding(cache[0])
+    mask, before, padding = create_attention_mask(x, cache[0]), positions_in(cache[0]), left_padding(cache[0])
     causal = isinstance(mask, str)
     seen = None if causal else mask
     arrays = [part.keys for part in cache], [part.values for part in cache]
     y = kernels.run_blocks(chain, x, *arrays, before, causal, seen, padding)
     if y is None:
-        return given(model, None)
+        return kept_result(model, None)
     for part in cache:
         set_entries(part, before + x.shape[1])
     return y
@@ -219,9 +219,9 @@ def runs_in_turn(model: nn.Module, cache: Any, tokens: mx.array) -> bool:
         return False
     if getattr(model, "swa_idx", None) is not None or getattr(model, "pipeline_size", 1) != 1:
         return False
-    kind, count = type(first), entries(first)
+    kind, count = type(first), positions_in(first)
     return all(
-        type(part) is kind and entries(part) == count and has_room(part, tokens) and part.keys.dtype == mx.float32
+        type(part) is kind and positions_in(part) == count and has_room(part, tokens) and part.keys.dtype == mx.float32
         for part in cache
     )
 
@@ -328,7 +328,7 @@ def part_of_head(head: nn.Module, kernels: ModuleType) -> Any:
         return None
 
 
-def begun(parts: PassParts, cache: Any, tokens: mx.array) -> Any:
+def begin_pass(parts: PassParts, cache: Any, tokens: mx.array) -> Any:
     """Passes behind what is in a cache, with room for tokens (1, L); None for other caches, or without the memory."""
     if type(cache[0]) is not KVCache or not runs_in_turn(parts.layers, cache, tokens):
         return None
@@ -338,10 +338,10 @@ def begun(parts: PassParts, cache: Any, tokens: mx.array) -> Any:
 
 def pass_logits(parts: PassParts, tokens: mx.array, cache: Any) -> mx.array | None:
     """Logits (1, L, V) after each of the tokens (1, L), which are added to the cache; None if the model must run."""
-    passes = begun(parts, cache, tokens) if cache and tokens.shape[0] == 1 else None
+    passes = begin_pass(parts, cache, tokens) if cache and tokens.shape[0] == 1 else None
     if passes is None:
         return None
-    before = entries(cache[0])
+    before = positions_in(cache[0])
     logits: mx.array = parts.kernels.pass_logits(passes, *parts.rows(np.array(tokens[0]).tolist()), before)
     for part in cache:
         set_entries(part, before + tokens.shape[1])
@@ -394,10 +394,10 @@ class NativeDraft:
 
 def begin_draft(parts: PassParts, cache: Any) -> NativeDraft | None:
     """Return a draft after what is in the cache; None for other caches, or if memory of the gear was given up."""
-    passes = begun(parts, cache, ONE_TOKEN)
+    passes = begin_pass(parts, cache, ONE_TOKEN)
     if passes is None:
         return None
-    before = entries(cache[0])
+    before = positions_in(cache[0])
     return NativeDraft(parts, passes, cache, before, cache[0].keys.shape[2] - before)
 
 
@@ -409,20 +409,20 @@ def is_plain_table(embedding: nn.Module) -> bool:
     return bool(getattr(embedding, "dtype", weight.dtype) == mx.float32)
 
 
-def in_halves(
+def in_two_parts(
     layer: nn.Module, program: Any, kernels: ModuleType, x: mx.array, causal: bool, mask: mx.array | None, cache: Any
 ) -> mx.array | None:
     """Like `run`, in two operations: the cache takes the keys and values in its own way in between."""
     padding = left_padding(cache)
-    first = kernels.run_block_heads(program, x, entries(cache), padding)
+    first = kernels.run_block_heads(program, x, positions_in(cache), padding)
     if first is None:
-        return given(layer, None)
+        return kept_result(layer, None)
     heads, kept = first
     shared = layer.self_attn.n_kv_heads
     keys, values = heads[:, -2 * shared : -shared], heads[:, -shared:]
     if type(cache) is NestedKVCache and (nested := cache.update(keys, values)) is not None:
         return kernels.run_block_rest(
-            program, kept, x, heads, *nested.entries, causal, mask, padding, *planes_of(nested)
+            program, kept, x, heads, *nested.entries, causal, mask, padding, *block_planes(nested)
         )
     if type(cache) is NestedKVCache:
         keys, values = cache.keys_and_values()
@@ -431,7 +431,7 @@ def in_halves(
     return kernels.run_block_rest(program, kept, x, heads, keys, values, causal, mask, padding)
 
 
-def given(layer: nn.Module, y: mx.array | None) -> mx.array | None:
+def kept_result(layer: nn.Module, y: mx.array | None) -> mx.array | None:
     """Return the result; if there is none, since memory of the program was given up, programs are made again."""
     if y is None:
         programs_of(layer).forget()

@@ -77,7 +77,7 @@ def learn(matrix: mx.array, outlying: mx.array, bits: int, options: CodebookOpti
     library = condense(mx.concatenate(shapes), options.library, options.rounds).astype(mx.float16)
     height = max(1, min(len(matrix), WEIGHTS_REFINED // matrix.shape[-1]))
     some = mx.arange(height) * len(matrix) // height
-    groups, left_out = grouped(matrix[some], outlying[some], options.group)
+    groups, left_out = in_groups(matrix[some], outlying[some], options.group)
     for _ in range(REFINEMENTS):
         library = refine(groups, left_out, library)
         mx.eval(library)
@@ -148,7 +148,7 @@ def refine(groups: mx.array, outlying: mx.array, library: mx.array) -> mx.array:
     return mx.sort(moved, axis=-1).astype(mx.float16)
 
 
-def grouped(rows: mx.array, outlying: mx.array, group: int = KERNEL_GROUP) -> tuple[mx.array, mx.array]:
+def in_groups(rows: mx.array, outlying: mx.array, group: int = KERNEL_GROUP) -> tuple[mx.array, mx.array]:
     """Rows (R, I) in groups, float32; the padding of a partial last group counts as outliers."""
     missing = [(0, 0), (0, -rows.shape[-1] % group)]
     filled = mx.pad(rows.astype(mx.float32), missing), mx.pad(outlying, missing, constant_values=True)
@@ -175,7 +175,7 @@ def encode(
     for matrix, outlying in zip(weight.reshape(-1, *weight.shape[-2:]), mx.array(mask).reshape(-1, *weight.shape[-2:])):
         libraries.append(learn(matrix, outlying, bits, options))
         for block in row_blocks(*matrix.shape):
-            codes, *rest = fit(*grouped(matrix[block], outlying[block], options.group), libraries[-1])
+            codes, *rest = fit(*in_groups(matrix[block], outlying[block], options.group), libraries[-1])
             parts.append((pack_mlx_codes(codes, bits), *rest))
             mx.eval(parts[-1])
     words, entries, scales, midpoints = (mx.concatenate(list(p)) for p in zip(*parts))

@@ -68,7 +68,7 @@ def encode_block(weight: mx.array, group_size: int, base: Planes | None = None) 
     def rest() -> tuple[mx.array, mx.array, mx.array, mx.array]:
         mx.eval(values, plane.arrays)
         packed = plane.weights[0], plane.scales, plane.biases[0], group_size
-        return kernels.exact_encode(values, *packed) if kernels else beside(values, plane)
+        return kernels.exact_encode(values, *packed) if kernels else bytes_beside(values, plane)
 
     kept, low, high, offsets = rest()
     if base is not None and not kept.all().item():
@@ -111,7 +111,7 @@ def in_window(weight: np.ndarray, value: np.ndarray, scale: np.ndarray) -> tuple
     return zero | ((weight.view(np.uint32) >> 16).astype(np.uint16) - first < 256), zero
 
 
-def beside(values: mx.array, plane: Planes) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+def bytes_beside(values: mx.array, plane: Planes) -> tuple[mx.array, mx.array, mx.array, mx.array]:
     """Return what is stored beside the codes: as the native `exact_encode`, with MLX's own operations.
 
     Args:
@@ -125,7 +125,7 @@ def beside(values: mx.array, plane: Planes) -> tuple[mx.array, mx.array, mx.arra
     bits = values.reshape(found.near.shape)
     largest = as_floats(plane.scales) * (2**CODE_BITS - 1)
     bounded = mx.isfinite(largest)  # else a fused product would differ
-    usable = bounded & finite(plane.scales) & finite(plane.biases[0])
+    usable = bounded & are_finite(plane.scales) & are_finite(plane.biases[0])
     kept = usable & (weight_bits(bits & 255, bits >> 8, found) == bits).all(-1)
     near = found.near | ~kept[..., None]
     counts = near.reshape(len(values), -1).sum(-1)
@@ -135,7 +135,7 @@ def beside(values: mx.array, plane: Planes) -> tuple[mx.array, mx.array, mx.arra
     return kept, (values & 255).astype(mx.uint8), mx.array(high if len(high) else np.zeros(1, np.uint8)), offsets
 
 
-def finite(halves: mx.array) -> mx.array:
+def are_finite(halves: mx.array) -> mx.array:
     """Return which of the bfloat16 numbers with these bits are finite."""
     return (halves & 0x7F80) != 0x7F80
 

@@ -151,7 +151,7 @@ class GatheredLinear(RankPart):
     """
 
     def __call__(self, x: mx.array) -> mx.array:
-        return gathered(self.linear(gathered(x, self.group)), self.group)
+        return of_all_ranks(self.linear(of_all_ranks(x, self.group)), self.group)
 
 
 class PlacedLinear(RankPart):
@@ -162,13 +162,13 @@ class PlacedLinear(RankPart):
 
     def __call__(self, x: mx.array, *chosen: mx.array, sorted_indices: bool = False) -> mx.array:
         sorting = {"sorted_indices": True} if sorted_indices else {}
-        y = self.linear(gathered(x, self.group), *chosen, **sorting)
+        y = self.linear(of_all_ranks(x, self.group), *chosen, **sorting)
         before = y.shape[-1] * self.group.rank()
         after = y.shape[-1] * self.group.size() - before - y.shape[-1]
         return mx.pad(y, [(0, 0)] * (y.ndim - 1) + [(before, after)])
 
 
-def gathered(x: mx.array, group: mx.distributed.Group) -> mx.array:
+def of_all_ranks(x: mx.array, group: mx.distributed.Group) -> mx.array:
     """Return the ranks' x (..., K) side by side in the order of the ranks, (..., N K)."""
     every = mx.distributed.all_gather(x[None], group=group)
     return mx.moveaxis(every, 0, -2).reshape(*x.shape[:-1], -1)

@@ -31,10 +31,10 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache, RotatingKVCache
 
-from ..compat.loops import entries
+from ..compat.loops import positions_in
 from ..errors import GearbxError
 from ..kernels import dispatch
-from ..kernels.bit_planes import fit
+from ..kernels.bit_planes import scale_and_bias
 from ..kernels.metal_attention import NestedEntries
 
 BITS_OF_WORD = 32
@@ -63,7 +63,7 @@ def pack(vectors: mx.array, widths: Sequence[int], group_size: int) -> tuple[lis
     check(vectors.shape[-1], widths, group_size)
     bits = sum(widths)
     grouped = vectors.astype(mx.float32).reshape(*vectors.shape[:-1], -1, group_size)
-    scales, offsets = fit(grouped.min(axis=-1), grouped.max(axis=-1), widths, vectors.dtype)
+    scales, offsets = scale_and_bias(grouped.min(axis=-1), grouped.max(axis=-1), widths, vectors.dtype)
     step, least = finest(scales, offsets, widths)
     codes = mx.clip(mx.round((grouped - least[..., None]) / step[..., None]), 0, 2**bits - 1).astype(mx.uint32)
     planes, unread = [], bits
@@ -329,7 +329,7 @@ class NestedKVCache(KVCache):
 
     def _pack(self, keys: mx.array, values: mx.array, first: int) -> None:
         new = [self._packed(vectors) for vectors in (keys, values)]
-        self.planes = [put(old, added, first, self.step) for old, added in zip(self.planes or [[], []], new)]
+        self.planes = [put_positions(old, added, first, self.step) for old, added in zip(self.planes or [[], []], new)]
 
     def _packed(self, vectors: mx.array) -> list[mx.array]:
         widths, group_size = self.gears.widths, group_for(vectors.shape[-1]) or 0
@@ -358,7 +358,7 @@ def none_of(arrays: list[mx.array]) -> mx.array:
     return mx.zeros((*coarse.shape[:2], 1, coarse.shape[3] * 8), scales.dtype)
 
 
-def put(arrays: list[mx.array], new: list[mx.array], first: int, step: int) -> list[mx.array]:
+def put_positions(arrays: list[mx.array], new: list[mx.array], first: int, step: int) -> list[mx.array]:
     """Arrays (B, H, capacity, ...) with new positions from `first` on; capacity grows in steps."""
     end = first + new[0].shape[2]
     if not arrays or end > arrays[0].shape[2]:
@@ -389,7 +389,7 @@ def read_before(cache: Any) -> Nested | None:
     return cache.read(0) if type(cache) is NestedKVCache else None
 
 
-def planes_of(nested: Nested | None) -> tuple[Any, ...]:
+def block_planes(nested: Nested | None) -> tuple[Any, ...]:
     """Planes as the last arguments of a native block: of keys, of values, positions in them, the size of groups."""
     return () if nested is None else (*nested.planes, nested.packed, nested.group_size)
 
@@ -397,4 +397,4 @@ def planes_of(nested: Nested | None) -> tuple[Any, ...]:
 def has_room(cache: Any, x: mx.array) -> bool:
     """Return whether the arrays of a cache have room for the keys and values of x, which has as many sequences."""
     keys = cache.keys
-    return keys is not None and entries(cache) + x.shape[1] <= keys.shape[2] and keys.shape[0] == x.shape[0]
+    return keys is not None and positions_in(cache) + x.shape[1] <= keys.shape[2] and keys.shape[0] == x.shape[0]

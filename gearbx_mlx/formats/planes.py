@@ -25,12 +25,12 @@ from ..errors import GearbxError
 from ..kernels.bit_planes import (
     SCALE_FLOOR,
     Planes,
-    fit,
     pack_mlx_codes,
     plane_shifts,
     planes_gather_matmul,
     planes_matmul,
     rounded,
+    scale_and_bias,
     split_affine,
 )
 from ..kernels.dispatch import Kind, cpu_kernels
@@ -104,7 +104,7 @@ def _split(
         weight = mx.contiguous(weight)
         mx.eval(weight)
         ends = kernels.group_ends(weight, group_size)
-    scale, first = fit(*ends, widths, own)
+    scale, first = scale_and_bias(*ends, widths, own)
     # Planes of one width share a bias.
     others = {width: rounded(-scale * (2**width - 1) / 2, own) for width in widths[1:]}
     offset = first

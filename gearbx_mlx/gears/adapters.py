@@ -134,7 +134,7 @@ def add_adapter(model: nn.Module, adapter: Adapter, directory: Path, dense: Modu
         except RuntimeError as error:
             raise GearbxError(f"{ARRAYS} cannot be read ({one_line(error)}); download it again") from error
         assert isinstance(weights, dict)
-        check_arrays(weights, expected, () if whole else expected)
+        check_adapter(weights, expected, () if whole else expected)
     model.load_weights(list(weights.items()), strict=False)
     model.eval()
 
@@ -157,7 +157,7 @@ def wrap_layers(model: nn.Module, adapter: Adapter, dense: Modules) -> None:
     put_layers(model, base)
 
 
-def check_arrays(weights: Mapping[str, mx.array], expected: Mapping[str, mx.array], needed: Collection[str]) -> None:
+def check_adapter(weights: Mapping[str, mx.array], expected: Mapping[str, mx.array], needed: Collection[str]) -> None:
     """Compare the arrays of an adapter with those that its settings give the model.
 
     Args:

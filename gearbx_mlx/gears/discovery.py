@@ -32,7 +32,7 @@ from ..formats.tied import TiedEmbedding, linear_with
 from .activations import STORED
 from .adapters import adapters_of, layers_of, own_arrays, places_of, put_modules
 from .ladder import DENSE
-from .sharding import misfit, sharding_of
+from .sharding import part_misfit, sharding_of
 
 # As in `nn.quantize`: no, yes, or yes with {"bits": the fewest bits of this layer in any gear}.
 Predicate = Callable[[str, nn.Module], bool | dict]
@@ -103,7 +103,7 @@ def discover(
             unmanaged[path] = f"output heads of class {type(module).__name__} are not known"
             continue
         choice, objection = predicate(path, module), own(path, module)
-        unfit = misfit(parts.get(path), known, group_size) or known.fits(module.weight.shape[-1], group_size)
+        unfit = part_misfit(parts.get(path), known, group_size) or known.fits(module.weight.shape[-1], group_size)
         if not choice:
             unmanaged[path] = OF_TOWER if in_tower(path) else "not selected by manage"
         elif objection is False:

@@ -32,7 +32,7 @@ from ..kernels.dispatch import (
     device,
     is_tuning,
 )
-from ..kernels.tuner import Times, Tuner, TuningCache, measure
+from ..kernels.tuner import Times, Tuner, TuningCache, times_of
 
 TRIAL_LAYERS = 32  # that a trial streams through; so many matrices do not stay in a cache
 TRIAL_BYTES = 2**28
@@ -189,7 +189,7 @@ def measure_stored(weight: mx.array, x_bits: int, group_size: int) -> Times:
         layer.x_bits, layer.chosen = x_bits, always(NATIVE)
     mx.eval([layer.parameters() for layer in layers.values()])
     x = mx.random.normal((1, weight.shape[1]), key=mx.random.key(0))
-    return measure({name: [layer.product] for name, layer in layers.items()}, x)
+    return times_of({name: [layer.product] for name, layer in layers.items()}, x)
 
 
 def measure_gears(gearbox: Any, vectors: Sequence[int] = (1,)) -> None:

@@ -140,11 +140,11 @@ def kv_ladder(bits: str | Sequence[int]) -> tuple[int, ...]:
     except (TypeError, ValueError):
         ladder = ()
     if not ladder or any(each not in KV_BITS for each in ladder) or list(ladder) != sorted(set(ladder)):
-        raise GearbxError(f"--kv-gears is {shown(bits)}; give ascending bits of 4, 8 and 16, such as 4,16")
+        raise GearbxError(f"--kv-gears is {bits_text(bits)}; give ascending bits of 4, 8 and 16, such as 4,16")
     return ladder
 
 
-def shown(bits: str | Sequence[int]) -> str:
+def bits_text(bits: str | Sequence[int]) -> str:
     """Return the ladder as its flag has it."""
     return bits if isinstance(bits, str) else ",".join(map(str, bits))
 
@@ -164,7 +164,7 @@ def check_kv_gears(
         return
     ladder = kv_ladder(bits)
     if fixed is not None and fixed not in ladder:
-        raise GearbxError(f"--kv-gear is {fixed}, and --kv-gears {shown(ladder)}; choose one of them")
+        raise GearbxError(f"--kv-gear is {fixed}, and --kv-gears {bits_text(ladder)}; choose one of them")
     for flag, given in (("--kv-bits", kv_bits), ("--draft-model", draft_model)):
         if given is not None:
             raise GearbxError(f"--kv-gears and {flag} are two ways to treat one KV cache; leave one of them out")

@@ -10,7 +10,7 @@ from mlx.utils import tree_unflatten
 
 from ..errors import GearbxError
 from ..formats import DEFAULT_FORMAT, SPLIT_CODES, get_format
-from ..formats.base import Format, check_ladder
+from ..formats.base import Format, check_supported
 from ..formats.holders import over_gears
 from ..formats.native import Native, NativeEmbedding, with_kernels
 from ..kernels import GROUP_SIZES
@@ -36,7 +36,7 @@ Bits = Mapping[str, int]
 """Path of a layer to its bits."""
 
 
-def check_settings(manifest: Manifest, **settings: Any) -> None:
+def check_as_saved(manifest: Manifest, **settings: Any) -> None:
     """Raises GearbxError for a setting of a Gearbox that differs from the checkpoint's."""
     for name, value in settings.items():
         own, value = getattr(manifest, name), getattr(value, "name", value)
@@ -98,7 +98,7 @@ def layout_of(
     saved = saved_gears(model)
     if saved is not None:
         manifest = saved.manifest
-        check_settings(manifest, format=format, manage=manage, group_size=group_size)
+        check_as_saved(manifest, format=format, manage=manage, group_size=group_size)
         return Layout(manifest.chosen(ladder), saved.format, manifest.group_size, saved)
     if is_quantized(model):
         codes = own_codes(model)
@@ -153,7 +153,7 @@ def has_quantized(layout: Layout, tables: Mapping[int, Bits], widths: Sequence[i
         return bool(layout.ladder.quantized_bits)
     others = {*widths, *(bits for table in tables.values() for bits in table.values())}
     stored = layout.saved.manifest.gears if layout.saved else tuple(gear.bits for gear in layout.ladder)
-    check_ladder(layout.format, stored, others)
+    check_supported(layout.format, stored, others)
     return bool({*layout.ladder.quantized_bits, *others} - {DENSE})
 
 

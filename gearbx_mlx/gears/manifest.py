@@ -17,7 +17,7 @@ from msgspec import Meta, Struct
 from ..errors import GearbxError
 from ..files.reading import Count, parse_json, read_as, read_json, shown, typed
 from ..formats import LIKE_MLX, SPLIT_CODES, get_format
-from ..formats.base import Format, check_ladder, stored_bits
+from ..formats.base import Format, check_supported, stored_bits
 from ..gone import gone
 from ..kernels import GROUP_SIZES
 from .discovery import PREDICATES, at_least
@@ -111,7 +111,7 @@ def file_key(name: str) -> str:
     return f"file/{name}"
 
 
-GEARS_VERSION = 4  # 1 had no hashes, 2 no packed rows of embeddings, 3 no original to restore
+GEARS_VERSION = 4
 GEARS_FILE, MANIFEST = "gears.safetensors", "gears.json"
 PRECISION = "precision.json"  # a precision manifest: which layers to cap first, and how far
 WHAT = "a manifest of gears"
@@ -166,8 +166,8 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     original is in. fingerprint: of the original model. stock: whether mlx-lm can run the base.
     base: hash of every file of the base. layers: by path. tables: embeddings with packed rows that are not layers, by
     path; they have affine arrays in every format. unmanaged: path to reason. hashes: SHA-256 of every array in
-    the files, by name. gears_hash: of gears.safetensors, as in `base`. Version 1 lacks the last two, version 2
-    `tables`, version 3 `original`, which format `exact` has: the files that the model was converted from.
+    the files, by name. gears_hash: of gears.safetensors, as in `base`. original: the files that the model was
+    converted from, in format `exact`.
     """
 
     format: str
@@ -179,10 +179,10 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     stock: bool
     base: Annotated[Mapping[FileName, Hash], Meta(min_length=1)]
     layers: Annotated[Mapping[str, SavedLayer], Meta(min_length=1)]
+    hashes: Mapping[str, Hash]
+    gears_hash: Hash
     tables: Mapping[str, SavedLayer] = {}
     unmanaged: Mapping[str, str] = {}
-    hashes: Mapping[str, Hash] = {}
-    gears_hash: Hash | None = None
     original: OriginalModel | None = None
     version: int = GEARS_VERSION
 
@@ -228,7 +228,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
 
     def check(self) -> None:
         """Raises GearbxError for fields that contradict each other."""
-        check_ladder(get_format(self.format), self.gears)
+        check_supported(get_format(self.format), self.gears)
         if self.manage not in PREDICATES:
             raise GearbxError(f"manage '{self.manage}' is not one of {', '.join(PREDICATES)}")
         for field, found in {"layers": self.layers, "tables": self.tables}.items():
@@ -278,7 +278,7 @@ def read_manifest(directory: Path) -> Manifest | None:
     """gears.json of a directory; None where there are no gears.
 
     Raises:
-        GearbxError: it is missing beside gears.safetensors, of a newer version or of gears that are gone, or not what
+        GearbxError: it is missing beside gears.safetensors, of another version or of gears that are gone, or not what
             it should be.
     """
     file = directory / MANIFEST
@@ -287,10 +287,9 @@ def read_manifest(directory: Path) -> Manifest | None:
             raise GearbxError(f"{file}: missing beside {GEARS_FILE}; {RESTORE}")
         return None
     kind = read_json(file, ManifestKind, WHAT, RESTORE)
-    if kind.version > GEARS_VERSION:
-        raise GearbxError(
-            f"{file}: of version {kind.version}, and this gearbx-mlx reads up to {GEARS_VERSION}; upgrade gearbx-mlx"
-        )
+    if kind.version != GEARS_VERSION:
+        remedy = "upgrade gearbx-mlx" if kind.version > GEARS_VERSION else "convert the original again"
+        raise GearbxError(f"{file}: of version {kind.version}, and this gearbx-mlx reads {GEARS_VERSION}; {remedy}")
     if refusal := gone(f"format {kind.format} with gears {','.join(map(str, kind.gears))}"):
         raise GearbxError(f"{directory}: {refusal}")
 

@@ -141,14 +141,14 @@ class Disk(Residency):
         dropped = {key: names for key, module in idle.items() if (names := [*idle_parameters(module, in_use)])}
         for key, names in dropped.items():
             self._dropped.setdefault(key, []).extend(names)
-            put(idle[key], dict.fromkeys(names, EMPTY))
+            put_parameters(idle[key], dict.fromkeys(names, EMPTY))
         if dropped:
             hand_back()
 
     def enter(self, needed: Mapping[Key, nn.Module]) -> None:
         missing = {key: self._dropped[key] for key in needed if key in self._dropped}
         for key, arrays in (self.read(missing) if missing else {}).items():
-            put(needed[key], arrays)
+            put_parameters(needed[key], arrays)
             del self._dropped[key]
 
 
@@ -244,7 +244,7 @@ def idle_parameters(module: nn.Module, in_use: set[int]) -> dict[str, mx.array]:
     return {name: a for name, a in tree_flatten(module.parameters()) if a.size and id(a) not in in_use}
 
 
-def put(module: nn.Module, arrays: Mapping[str, mx.array]) -> None:
+def put_parameters(module: nn.Module, arrays: Mapping[str, mx.array]) -> None:
     """Set parameters by their flat names, such as weights.1. (`Module.update` cannot set a part of a list.)"""
     for name, array in arrays.items():
         holder: Any = module

@@ -254,12 +254,12 @@ def open_gears(directory: Path) -> "SavedGears | None":
     manifest = read_manifest(directory)
     if manifest is None:
         return None
-    gears = opened(directory / GEARS_FILE, f"missing beside {MANIFEST}")
-    if manifest.gears_hash not in (None, gears.hash):
+    gears = open_header(directory / GEARS_FILE, f"missing beside {MANIFEST}")
+    if manifest.gears_hash != gears.hash:
         raise GearbxError(f"{directory / GEARS_FILE}: is not the one that {MANIFEST} was written with; {RESTORE}")
     base, places = dict[str, TensorEntry](), gears.places
     for name, expected in manifest.base.items():
-        file = opened(directory / name, "missing, and the gears beside it need it")
+        file = open_header(directory / name, "missing, and the gears beside it need it")
         if file.hash != expected:
             raise GearbxError(
                 f"{directory / name}: changed since the gears beside it were made, which do not fit it now; {RESTORE}"
@@ -267,13 +267,13 @@ def open_gears(directory: Path) -> "SavedGears | None":
         base |= file.entries
         places |= file.places
     try:
-        check_arrays(manifest, gears.entries, base)
+        check_files(manifest, gears.entries, base)
     except GearbxError as error:
         raise GearbxError(f"{directory}/{error}; {RESTORE}") from error
     return SavedGears(directory, manifest, ArrayHashes(places, manifest.hashes))
 
 
-def opened(file: Path, missing: str) -> FileHeader:
+def open_header(file: Path, missing: str) -> FileHeader:
     """Return the header of a file.
 
     Raises:
@@ -289,7 +289,7 @@ def opened(file: Path, missing: str) -> FileHeader:
         raise GearbxError(f"{error}; {RESTORE}") from error
 
 
-def check_arrays(manifest: Manifest, gears: Mapping[str, TensorEntry], base: Mapping[str, TensorEntry]) -> None:
+def check_files(manifest: Manifest, gears: Mapping[str, TensorEntry], base: Mapping[str, TensorEntry]) -> None:
     """Compare a manifest with the arrays that the files contain.
 
     Args:
@@ -312,9 +312,7 @@ def check_arrays(manifest: Manifest, gears: Mapping[str, TensorEntry], base: Map
     unused = (gears.keys() | (managed & base.keys())) - used
     if unused:
         raise GearbxError(f"{MANIFEST}: does not name {shown(min(unused))}, which is in the files")
-    if manifest.version > 1 and manifest.gears_hash is None:
-        raise GearbxError(f"{MANIFEST}: has no field 'gears_hash'")
-    if manifest.version > 1 and manifest.hashes.keys() != entries.keys():
+    if manifest.hashes.keys() != entries.keys():
         differing = min(manifest.hashes.keys() ^ entries.keys())
         raise GearbxError(f"{MANIFEST}: hashes and the files do not have the same arrays: {shown(differing)}")
     if manifest.stock != all(f"{path}.weight" in base for path in manifest.layers):

@@ -545,7 +545,7 @@ def make_all(layers: Sequence[Layer], source: FromWeights) -> tuple[dict[str, Ge
     with giving_back(layers, made):
         with while_encoding(size) as advance:
             for layer in layers:
-                gears, reason = gears_of(layer, source)
+                gears, reason = all_gears(layer, source)
                 if reason:
                     larger[layer.path] = reason
                 else:
@@ -570,7 +570,7 @@ def giving_back(layers: Sequence[Layer], made: Mapping[str, Gears] | None) -> It
         raise
 
 
-def gears_of(layer: Layer, source: FromWeights) -> tuple[Gears, str | None]:
+def all_gears(layer: Layer, source: FromWeights) -> tuple[Gears, str | None]:
     """Return all gears of a layer, evaluated; or none, and the reason why it stays as it is."""
     lowest, *others = source.widths(layer)
     if not others:

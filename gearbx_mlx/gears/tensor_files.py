@@ -216,12 +216,12 @@ Samples = dict[str, tuple[tuple[int, ...], np.ndarray]]
 
 def samples_of(arrays: Mapping[str, mx.array]) -> Samples:
     """Return the shape of each array and a few of its values, by name."""
-    few = {name: sample(array) for name, array in arrays.items()}
+    few = {name: few_values(array) for name, array in arrays.items()}
     mx.eval(few)
     return {name: (array.shape, np.array(few[name])) for name, array in arrays.items()}
 
 
-def sample(array: mx.array) -> mx.array:
+def few_values(array: mx.array) -> mx.array:
     """Return a few values of a parameter, in float32."""
     return array.reshape(-1)[:: max(1, array.size // SAMPLED)][:SAMPLED].astype(mx.float32)
 

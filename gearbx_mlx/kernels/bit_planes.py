@@ -245,7 +245,7 @@ def joined_codes(weights: Sequence[mx.array], widths: Sequence[int]) -> mx.array
     return pack_mlx_codes(codes, sum(widths))
 
 
-def fit(low: mx.array, high: mx.array, widths: Sequence[int], dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+def scale_and_bias(low: mx.array, high: mx.array, widths: Sequence[int], dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
     """Scale and bias of the first plane for groups of numbers with these ends, (..., groups) float32.
 
     Returns:

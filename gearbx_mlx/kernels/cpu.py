@@ -132,17 +132,17 @@ class CachedLibrary:
 
 def open_entry(name: str) -> CachedLibrary:
     """Return the entry for a library with this name. Raises CacheUnusable as `open_cache`."""
-    return checked(CachedLibrary(open_cache() / name))
+    return owned(CachedLibrary(open_cache() / name))
 
 
 def find_entries(pattern: str) -> list[CachedLibrary]:
     """Return the entries of libraries whose names match, newest first. Raises CacheUnusable and OSError as
     `open_cache`."""
     libraries = sorted(open_cache().glob(pattern), key=lambda path: path.lstat().st_mtime, reverse=True)
-    return [checked(CachedLibrary(library)) for library in libraries]
+    return [owned(CachedLibrary(library)) for library in libraries]
 
 
-def checked(entry: CachedLibrary) -> CachedLibrary:
+def owned(entry: CachedLibrary) -> CachedLibrary:
     for file in (entry.library, entry.hash_file, entry.failure_file):
         check_owner(file)
     return entry

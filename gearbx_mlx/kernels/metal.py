@@ -316,7 +316,7 @@ class Launch:
         except ValueError:  # inside of mx.compile nothing can be evaluated, so that nothing shows
             return None
         except RuntimeError as error:
-            refuse(self.spec, error)
+            do_without(self.spec, error)
             return None
         TAKEN[self.spec] = True
         return result
@@ -326,7 +326,7 @@ TAKEN: dict[MetalKernel, bool] = {}
 """Whether Apple's compiler took a kernel in this process."""
 
 
-def refuse(spec: MetalKernel, error: Exception) -> None:
+def do_without(spec: MetalKernel, error: Exception) -> None:
     """Do without a kernel from now on; say so once for its text."""
     told = any(kernel.text == spec.text for kernel, taken in TAKEN.items() if not taken)
     TAKEN[spec] = False

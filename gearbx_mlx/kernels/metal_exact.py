@@ -15,7 +15,7 @@ from ..errors import GearbxError
 from . import GROUP_SIZES
 from .exact import CODE_BITS, ExactMatrix
 from .metal import Launch, PackedLayout, Prepared, Variant, options, places_of_few, source_text
-from .metal_products import Spec, check_product, named, product_launch, threads
+from .metal_products import Spec, check_product, macros_with, product_launch, threads
 
 TILE_WEIGHTS = 2**22  # weights that are decoded at a time
 MOST_BYTES = 2**31 - 1  # of `high`; kernels get numbers of 32 bits
@@ -31,7 +31,7 @@ def exact_layout(group_size: int) -> PackedLayout:
         bits=CODE_BITS + 8,
         arrays=("codes", "scales", "biases", "low", "high", "offsets"),
         codes=8,  # a word
-        macros=named(SIGN_BITS=0, GROUP_SIZE=group_size, CODE_BITS=CODE_BITS),
+        macros=macros_with(SIGN_BITS=0, GROUP_SIZE=group_size, CODE_BITS=CODE_BITS),
     )
 
 

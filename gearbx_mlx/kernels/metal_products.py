@@ -120,7 +120,7 @@ class Spec:
         return definitions(macros | dict(self.layout.macros), self.dtype) + source_text("codes")
 
 
-def prepare(
+def prepare_product(
     x: mx.array,
     layout: PackedLayout,
     arrays: Sequence[mx.array],
@@ -216,7 +216,7 @@ def product_launch(spec: Spec, inputs: Sequence[mx.array], sizes: list[int], ind
     return Launch(Prepared(spec, how, (mx.array(sizes, mx.int32),), places_of_few(inputs)), tuple(inputs))
 
 
-def named(**macros: object) -> tuple[tuple[str, object], ...]:
+def macros_with(**macros: object) -> tuple[tuple[str, object], ...]:
     """Macros of metal/matvec.metal, as names and values; a name includes the parameter, if the macro has one."""
     parameters = {
         "PLANES": "(DO)",
@@ -241,7 +241,7 @@ def planes_layout(widths: tuple[int, ...], group_size: int, biases: int, rest: i
         name=f"planes_{'_'.join(map(str, widths))}_g{group_size}_b{biases}_r{rest}",
         bits=sum(widths),
         arrays=(*(f"w{i}" for i in planes), "scales", *(f"b{i}" for i in range(biases))),
-        macros=named(
+        macros=macros_with(
             PLANES=" ".join(f"DO(w{i}, {widths[i]}, {shifts[i]})" for i in planes),
             ROW_WORDS="(row_words * WIDTH)",
             SIGN_BITS=0,
@@ -292,7 +292,7 @@ def planes_launch(
         if bias_of_plane.shape != scales.shape:
             raise GearbxError(f"biases of plane {i} are {bias_of_plane.shape}, scales {scales.shape}")
     layout = planes_layout(tuple(widths), group_size, len(biases), rest)
-    return prepare(x, layout, planes.arrays, rows, columns, columns // 16, bias, variant, indices)
+    return prepare_product(x, layout, planes.arrays, rows, columns, columns // 16, bias, variant, indices)
 
 
 def dimensions(indices: mx.array | None) -> int:
@@ -315,7 +315,7 @@ def symmetric_layout(bits: int, grouped: bool) -> PackedLayout:
         name="groupwise" if grouped else f"rowwise_{bits}",
         bits=bits,
         arrays=("w0", "scales"),
-        macros=named(
+        macros=macros_with(
             PLANES=f"DO(w0, {bits}, 0)", ROW_WORDS="row_words", SIGN_BITS="0x8080" if bits == 8 else 0, **of_scales
         ),
     )
@@ -355,7 +355,7 @@ def symmetric_launch(
         of_groups = f" of {groups} groups" if grouped else ""
         raise GearbxError(f"scales of shape {scales.shape} do not fit {rows} rows{of_groups}")
     layout = symmetric_layout(bits, grouped)
-    return prepare(x, layout, [weight, scales], rows, width, row_bytes // 2, bias, variant, indices)
+    return prepare_product(x, layout, [weight, scales], rows, width, row_bytes // 2, bias, variant, indices)
 
 
 def _check_rows(weight: mx.array, dtype: mx.Dtype, bits: int, width: int, ndim: int) -> None:
@@ -421,7 +421,7 @@ def codebook_layout(bits: int) -> PackedLayout:
         arrays=("w0", "codebook", *OUTLIERS),
         codes=ROW_CODES[bits],
         tables="(SIMD_GROUPS * ROWS)",
-        macros=named(
+        macros=macros_with(
             PLANES="DO(w0, 2, 0)",
             STEP_WORDS=2,
             SCALE_ARRAYS="",
@@ -450,7 +450,7 @@ def library_layout(bits: int) -> PackedLayout:
         bits=bits,
         arrays=("w0", "codebook", *OUTLIERS, *OF_GROUPS),
         tables=LIBRARY_SIZE,
-        macros=named(
+        macros=macros_with(
             PLANES=f"DO(w0, {bits}, 0)",
             STEP_WORDS=bits,
             SCALE_ARRAYS=" ".join(f"DO({name}, rows * groups)" for name in OF_GROUPS),
@@ -471,7 +471,7 @@ def library_layout(bits: int) -> PackedLayout:
     )
 
 
-def inputs_of(arrays: Mapping[str, mx.array]) -> list[mx.array]:
+def codebook_inputs(arrays: Mapping[str, mx.array]) -> list[mx.array]:
     """Return the arrays in the order in which a kernel takes them, after the activations."""
     return [arrays[name] for name in (INPUTS_OF_LIBRARY if "library" in arrays else INPUTS_OF_CODEBOOK)]
 
@@ -505,7 +505,7 @@ def codebook_launch(
     else:
         sizes, layout_of = _sizes_of_codebook(x, arrays, bits, experts), codebook_layout
     most_outliers = arrays["outliers"].shape[-1]
-    return prepare(x, layout_of(bits), inputs_of(arrays), *sizes, bias, variant, indices, most_outliers)
+    return prepare_product(x, layout_of(bits), codebook_inputs(arrays), *sizes, bias, variant, indices, most_outliers)
 
 
 def _sizes_of_codebook(

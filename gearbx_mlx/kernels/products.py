@@ -16,9 +16,9 @@ from .dispatch import MLX, NATIVE, RECONSTRUCT, STOCK, ChosenKernels, block_kern
 from .exact import ExactMatrix, decode, decoded_by_tiles, product_by_tiles
 from .metal_exact import decode_launch, exact_launch, exact_matmul_tiles
 from .metal_products import (
+    codebook_inputs,
     codebook_launch,
     dense_launch,
-    inputs_of,
     planes_launch,
     symmetric_launch,
     takes_dense,
@@ -66,7 +66,7 @@ def stack_product(
         return add_bias(planes_matmul(x, planes).astype(x.dtype), bias)  # scales may be wider
     if kernel == RECONSTRUCT:
         return add_bias(x @ planes_dense(planes).astype(x.dtype).T, bias)
-    return add_bias(compiled().stack_matvec(x, *planes, x_bits).astype(x.dtype), bias)
+    return add_bias(native_kernels().stack_matvec(x, *planes, x_bits).astype(x.dtype), bias)
 
 
 def symmetric_product(
@@ -88,7 +88,7 @@ def symmetric_product(
         return None
     if is_metal(x):
         return launched(symmetric_launch(x, *codes, bias, variant_of(kernel)), bias, chosen)
-    return add_bias(compiled().symmetric_matvec(x, *codes[:3], x_bits).astype(x.dtype), bias)
+    return add_bias(native_kernels().symmetric_matvec(x, *codes[:3], x_bits).astype(x.dtype), bias)
 
 
 def dense_product(
@@ -111,7 +111,7 @@ def dense_product(
     if kernel in STOCK:
         columns = weight.astype(x.dtype).T
         return x @ columns if bias is None else mx.addmm(bias.astype(x.dtype), x, columns)  # as mlx.nn.Linear
-    return add_bias(compiled().dense_matvec(x, weight, x_bits).astype(x.dtype), bias)
+    return add_bias(native_kernels().dense_matvec(x, weight, x_bits).astype(x.dtype), bias)
 
 
 def codebook_product(
@@ -128,7 +128,7 @@ def codebook_product(
         arrays: by their names in the format; with a `library`, or else with a `codebook`.
         dense: makes W (O, I) of x's type, for MLX's kernels.
     """
-    y = again(x, inputs_of(arrays), bias, chosen)
+    y = again(x, codebook_inputs(arrays), bias, chosen)
     if y is not None:
         return y
     kernel = kernel_for(x, chosen)
@@ -139,7 +139,7 @@ def codebook_product(
         kernel = MLX
     if kernel in STOCK:
         return add_bias(x @ dense().T, bias)
-    product = compiled().library_matvec if "library" in arrays else compiled().codebook_matvec
+    product = native_kernels().library_matvec if "library" in arrays else native_kernels().codebook_matvec
     return add_bias(product(x, **arrays, bits=bits).astype(x.dtype), bias)
 
 
@@ -166,7 +166,7 @@ def exact_product(
             return add_bias(y, bias)
     if kernel in STOCK:
         return add_bias(product_by_tiles(x, matrix), bias)
-    return add_bias(compiled().exact_matvec(x, *matrix, x_bits).astype(x.dtype), bias)
+    return add_bias(native_kernels().exact_matvec(x, *matrix, x_bits).astype(x.dtype), bias)
 
 
 def decoded(matrix: ExactMatrix) -> mx.array:
@@ -214,7 +214,7 @@ def stack_experts(
         kernel = MLX
     if kernel in STOCK:
         return planes_gather_matmul(x, planes, indices, sorted_indices=uses_order(indices, sorted_indices))
-    return compiled().stack_experts(x, *planes, indices, x_bits).astype(x.dtype)
+    return native_kernels().stack_experts(x, *planes, indices, x_bits).astype(x.dtype)
 
 
 def symmetric_experts(
@@ -249,7 +249,7 @@ def codebook_experts(
 ) -> mx.array | None:
     """Multiply as `codebook_product`, for stacked experts, each with its own tables and outliers; None if
     there is no kernel."""
-    y = again(x, inputs_of(arrays), indices, chosen)
+    y = again(x, codebook_inputs(arrays), indices, chosen)
     if y is not None:
         return y
     kernel = kernel_for_experts(x, indices, chosen)
@@ -257,7 +257,7 @@ def codebook_experts(
         return None
     if metal.available():
         return launched(codebook_launch(x, arrays, bits, None, variant_of(kernel), indices), indices, chosen)
-    product = compiled().library_experts if "library" in arrays else compiled().codebook_experts
+    product = native_kernels().library_experts if "library" in arrays else native_kernels().codebook_experts
     return product(x, **arrays, indices=indices, bits=bits).astype(x.dtype)
 
 
@@ -311,7 +311,7 @@ def kernel_for_experts(x: mx.array, indices: mx.array, chosen: ChosenKernels | N
     return MLX if chosen is None else chosen(1)
 
 
-def compiled() -> ModuleType:
+def native_kernels() -> ModuleType:
     """Return the native CPU kernels, where `kernel_for` names them."""
     module = cpu.native()
     assert module is not None
@@ -320,7 +320,7 @@ def compiled() -> ModuleType:
 
 def panel_rows() -> int:
     """Return how many rows of a matrix the native CPU kernels multiply side by side."""
-    rows: int = compiled().panel_rows()
+    rows: int = native_kernels().panel_rows()
     return rows
 
 

@@ -94,7 +94,7 @@ def keep(text: str, key: str, ours: float, mlx: float) -> None:
     change(text, key, Proof(ours, mlx))
 
 
-def drop(text: str, key: str) -> None:
+def forget(text: str, key: str) -> None:
     """Forget a proof, where the kernel does not compile any more or is wrong."""
     change(text, key, None)
 
@@ -120,7 +120,7 @@ def any_won() -> bool:
 
 
 @functools.cache
-def machine() -> str:
+def metal_machine() -> str:
     """Name the chip, macOS and MLX."""
     system = f"macOS {platform.mac_ver()[0]}" if platform.system() == "Darwin" else platform.platform(terse=True)
     return f"{mx.device_info().get('device_name', platform.machine())}, {system}, mlx {version('mlx')}"
@@ -145,18 +145,18 @@ def entries() -> Entries:
 @functools.cache
 def entries_in(place: Path | None) -> Entries:
     """Return the entries of this machine in the file at a place, which is read once."""
-    return PROOFS.read().machines.get(machine(), {})
+    return PROOFS.read().machines.get(metal_machine(), {})
 
 
 def change(text: str, key: str, proof: Proof | None) -> None:
     """Write or remove a proof."""
 
     def write(content: ProvenFile) -> None:
-        of_text = content.machines.get(machine(), {}).get(text_name(text), {})
+        of_text = content.machines.get(metal_machine(), {}).get(text_name(text), {})
         of_text.pop(key, None)
         if proof is not None:
             of_text[key] = proof
-        become_newest(content.machines, machine(), {text_name(text): of_text})
+        become_newest(content.machines, metal_machine(), {text_name(text): of_text})
 
     PROOFS.change(write)
     entries_in.cache_clear()

@@ -231,7 +231,7 @@ class Tuner:
         missing = [each for each in candidates if each not in {MLX, *settled}]
         if missing and compare_now:
             x = mx.random.normal((vectors, kind.shape[-1]), self.dtype, key=mx.random.key(1))
-            found = differences({each: products(each) for each in [MLX, *missing]}, x)
+            found = product_errors({each: products(each) for each in [MLX, *missing]}, x)
             if not found:
                 raise CannotMeasure(candidates[0] if device() == CPU else MLX)
             known = known | found
@@ -264,7 +264,7 @@ class Tuner:
         begun = time.perf_counter()
         x = mx.random.normal((vectors, kind.shape[-1]), self.dtype, key=mx.random.key(0))
         try:
-            found = measure({each: products(each) for each in candidates}, x)
+            found = times_of({each: products(each) for each in candidates}, x)
         except GearbxError:
             raise
         except (ValueError, RuntimeError):  # inside of mx.compile; without memory for it
@@ -296,7 +296,7 @@ def is_worth_it(kind: Kind) -> bool:
     return is_tuning() and math.prod(kind.shape) >= LEAST_WEIGHTS
 
 
-def differences(products: Mapping[str, Sequence[Product]], x: mx.array) -> Differences:
+def product_errors(products: Mapping[str, Sequence[Product]], x: mx.array) -> Differences:
     """Return how far the products by each candidate are from MLX's, with every layer at hand; on a CPU with the first.
 
     Empty where nothing can be evaluated (inside of mx.compile, without memory), or no weights are at hand.
@@ -312,13 +312,13 @@ def differences(products: Mapping[str, Sequence[Product]], x: mx.array) -> Diffe
             mx.eval(wanted)
             for name in found:
                 for product in products[name][number : number + 1]:
-                    found[name] = max(found[name], difference(product, x, wanted))
+                    found[name] = max(found[name], product_error(product, x, wanted))
     except (ValueError, RuntimeError):
         return {}
     return found
 
 
-def difference(product: Product, x: mx.array, wanted: mx.array) -> float:
+def product_error(product: Product, x: mx.array, wanted: mx.array) -> float:
     """Return the largest one from what is wanted, in root mean squares of that; FAILED if it is not a number."""
     try:
         y = product(x).astype(mx.float32)
@@ -349,7 +349,7 @@ def tolerance(dtype: mx.Dtype, columns: int, x_bits: int) -> float:
     return 8 * float(mx.finfo(dtype).eps + of_sums + of_activations)
 
 
-def measure(products: Mapping[str, Sequence[Product]], x: mx.array) -> Times:
+def times_of(products: Mapping[str, Sequence[Product]], x: mx.array) -> Times:
     """Return seconds of one product by each candidate, medians; FAILED for one that Metal cannot compile; or nothing at
     all.
 
@@ -363,7 +363,7 @@ def measure(products: Mapping[str, Sequence[Product]], x: mx.array) -> Times:
     hopeful = [name for name, seconds in found.items() if seconds <= 3.0 * min(found.values())]
     if len(hopeful) > 1:
         makes = {name: partial(built, products[name], x) for name in hopeful}
-        times = compare(makes, least=0.002, give_up=1.5)
+        times = timed_in_turn(makes, least=0.002, give_up=1.5)
         found |= {name: statistics.median(each) / len(products[name]) for name, each in times.items()}
     return found
 
@@ -415,7 +415,7 @@ def enough_calls(make: Make, least: float = LEAST_SECONDS) -> int:
     return calls
 
 
-def compare(
+def timed_in_turn(
     candidates: Mapping[Key, Make], trials: int = 5, least: float = LEAST_SECONDS, give_up: float = math.inf
 ) -> dict[Key, list[float]]:
     """Return seconds of one call of each candidate, trial by trial; a trial goes through all of them in turn.

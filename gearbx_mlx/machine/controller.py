@@ -162,12 +162,12 @@ MEMORY_FREE, MEMORY_FULL = 0.85, 0.95
 LEAST_CHANGE = 0.02  # change of the budget, except to 0 and to 1
 
 
-def between(value: float, least: float, most: float) -> float:
+def place_between(value: float, least: float, most: float) -> float:
     """Return the place of a value between two others: 0 up to the first, 1 from the second on."""
     return min(1.0, max(0.0, (value - least) / (most - least)))
 
 
-def shares(state: MachineState) -> dict[str, float]:
+def shares_of_state(state: MachineState) -> dict[str, float]:
     """Return the share that each known part of the state allows.
 
     The charge counts unless the machine is on a charger. Memory counts because weights that are not read may be paged
@@ -177,15 +177,15 @@ def shares(state: MachineState) -> dict[str, float]:
     if state.thermal is not None:
         found["thermal"] = THERMAL_SHARES[state.thermal]
     if state.battery is not None and not state.charging:
-        found["battery"] = between(state.battery, 0.1, 0.5)
+        found["battery"] = place_between(state.battery, 0.1, 0.5)
     if state.memory is not None:
-        found["memory"] = 1.0 - between(state.memory, MEMORY_FREE, MEMORY_FULL)
+        found["memory"] = 1.0 - place_between(state.memory, MEMORY_FREE, MEMORY_FULL)
     return found
 
 
 def budget(state: MachineState) -> float:
     """Return the smallest share; 1 where nothing is known."""
-    return min(shares(state).values(), default=1.0)
+    return min(shares_of_state(state).values(), default=1.0)
 
 
 class SteadyBudget:

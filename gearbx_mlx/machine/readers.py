@@ -150,7 +150,7 @@ class LinuxThermal:
     def _states(self) -> Iterator[str]:
         for zone in sorted(self.zones.glob("thermal_zone*")):
             try:
-                temperature = number(zone / "temp")
+                temperature = number_in(zone / "temp")
                 trips = trip_points(zone)
             except (OSError, ValueError):  # a sensor that sleeps, or is gone
                 continue
@@ -158,7 +158,7 @@ class LinuxThermal:
                 yield thermal_state(temperature, trips)
 
 
-def number(file: Path) -> int:
+def number_in(file: Path) -> int:
     """Return the integer that a file of sysfs contains."""
     return int(file.read_text().strip())
 
@@ -168,7 +168,7 @@ def trip_points(zone: Path) -> dict[str, int]:
     found: dict[str, int] = {}
     for file in sorted(zone.glob("trip_point_*_type")):
         kind = file.read_text().strip()
-        at = number(file.with_name(file.name.replace("_type", "_temp")))
+        at = number_in(file.with_name(file.name.replace("_type", "_temp")))
         if kind in ("passive", "hot", "critical") and at > 0:
             found[kind] = min(at, found.get(kind, at))
     return found
@@ -186,7 +186,7 @@ def thermal_state(temperature: int, trips: dict[str, int]) -> str:
     return "serious" if temperature >= slower else "fair" if temperature >= slower - CLOSE else "nominal"
 
 
-def share(percent: float) -> float:
+def charge_of(percent: float) -> float:
     """Percent as a number from 0 to 1."""
     return round(min(100.0, max(0.0, percent)) / 100, 4)
 
@@ -210,7 +210,7 @@ class Battery:
         if battery is None:
             raise GearbxError("the battery is gone")
         plugged = battery.power_plugged  # None where psutil does not know
-        return MachineState(battery=share(battery.percent), charging=None if plugged is None else bool(plugged))
+        return MachineState(battery=charge_of(battery.percent), charging=None if plugged is None else bool(plugged))
 
 
 class Memory:
@@ -226,7 +226,7 @@ class Memory:
         self._psutil = optional("psutil", "psutil")
 
     def read(self) -> MachineState:
-        return MachineState(memory=share(self._psutil.virtual_memory().percent))
+        return MachineState(memory=charge_of(self._psutil.virtual_memory().percent))
 
 
 class OwnMemory:
@@ -251,7 +251,7 @@ class OwnMemory:
         return max(int(self._process.memory_info().rss), self._held())
 
     def read(self) -> MachineState:
-        return MachineState(memory=share(100 * self.bytes() / self.limit))
+        return MachineState(memory=charge_of(100 * self.bytes() / self.limit))
 
 
 def this_machine() -> tuple[list[Reader], dict[str, str]]:
@@ -260,7 +260,7 @@ def this_machine() -> tuple[list[Reader], dict[str, str]]:
     found: list[Reader] = []
     absent = {}
     for kind in (thermal, Battery, Memory):
-        made = within(2.0, kind)  # seconds that making one reader may take
+        made = in_time(2.0, kind)  # seconds that making one reader may take
         if isinstance(made, Exception):
             absent[kind.name] = str(made)
         else:
@@ -268,7 +268,7 @@ def this_machine() -> tuple[list[Reader], dict[str, str]]:
     return found, absent
 
 
-def within(seconds: float, make: Callable[[], Reader]) -> Reader | Exception:
+def in_time(seconds: float, make: Callable[[], Reader]) -> Reader | Exception:
     """Return the reader that `make` returns, or an exception: what a library raised, or that it took too long."""
     outcome: list[Reader | Exception] = []
 

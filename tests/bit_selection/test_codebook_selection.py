@@ -14,8 +14,8 @@ from gearbx_mlx.bit_selection import codebook_selection as report
 from gearbx_mlx.bit_selection.codebook_selection import (
     LayerQualities,
     Quality,
-    kind_of,
-    measure,
+    component_kind,
+    measure_qualities,
     qualities,
     select,
     some_experts,
@@ -110,7 +110,7 @@ class TestSelection:
     def test_measured_on_a_model_and_engaged(self):
         model = tiny_model("qwen3_moe", num_experts=8)
         layers, _ = discover(model, format=get_format("codebook"))
-        measured = measure(layers, get_format("codebook"), Floors(0.98, 0.9))
+        measured = measure_qualities(layers, get_format("codebook"), Floors(0.98, 0.9))
         assert all(len(one.qualities) <= 2 for one in measured if one.kind == "routed")
         selection = select(measured, Floors(0.98, 0.9))
         gearbox = Gearbox(model, "2,16", format="codebook", manage=selection.predicate)
@@ -131,11 +131,11 @@ class TestSelection:
 
     def test_kinds(self):
         one = nn.Linear(4, 4)
-        assert kind_of("model.layers.0.self_attn.q_proj", one) == "attention"
-        assert kind_of("model.layers.0.mlp.up_proj", one) == "mlp"
-        assert kind_of("model.layers.0.mlp.shared_expert.up_proj", one) == "shared"
-        assert kind_of("model.layers.0.mlp.switch_mlp.up_proj", SwitchLinear(4, 4, 2)) == "routed"
-        assert kind_of("lm_head", one) == "head"
+        assert component_kind("model.layers.0.self_attn.q_proj", one) == "attention"
+        assert component_kind("model.layers.0.mlp.up_proj", one) == "mlp"
+        assert component_kind("model.layers.0.mlp.shared_expert.up_proj", one) == "shared"
+        assert component_kind("model.layers.0.mlp.switch_mlp.up_proj", SwitchLinear(4, 4, 2)) == "routed"
+        assert component_kind("lm_head", one) == "head"
 
     @pytest.mark.parametrize("floor", [0.0, 1.0, -0.5, 1.5, float("nan")])
     def test_floors_outside_0_and_1(self, floor):

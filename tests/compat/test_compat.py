@@ -46,7 +46,7 @@ NEWER = {"mlx": "0.33.1", "mlx-lm": "0.33.0"}
 @pytest.fixture
 def newer(monkeypatch):
     """MLX and mlx-lm of an untested version."""
-    monkeypatch.setattr(versions, "installed", lambda: NEWER)
+    monkeypatch.setattr(versions, "installed_version", lambda: NEWER)
     monkeypatch.setattr(versions, "_said", set())
     yield
     for made in (loops.stream_generate, loops.batch_step, loops.first_step):
@@ -168,7 +168,7 @@ class TestCaches:
     def test_the_entries_of_a_batch_are_counted_by_idx(self):
         cache = BatchKVCache([1, 0])
         cache.update_and_fetch(mx.zeros((2, 1, 3, 4)), mx.zeros((2, 1, 3, 4)))
-        assert loops.entries(cache) == cache._idx == 3
+        assert loops.positions_in(cache) == cache._idx == 3
         assert loops.counted(cache) == 3
         loops.set_entries(cache, 2)
         assert cache.offset.tolist() == [1, 2]

@@ -62,12 +62,12 @@ class TestTheFile:
         assert proven.proof(proven.EXACT_TEXT, proven.decoder_key(64)) is not None
         assert not proven.won(proven.EXACT_TEXT, proven.decoder_key(64))
         assert proven.proof(proven.DENSE_TEXT, KEY) is None
-        proven.drop(proven.EXACT_TEXT, KEY)
+        proven.forget(proven.EXACT_TEXT, KEY)
         assert proven.proof(proven.EXACT_TEXT, KEY) is None
         assert not proven.any_won()
 
     def test_names_chip_system_mlx_and_text(self, own_cache):
-        proven.machine.cache_clear()
+        proven.metal_machine.cache_clear()
         proven.keep(proven.EXACT_TEXT, KEY, 1.0, 2.0)
         ((machine, texts),) = json.loads((own_cache / "proven.json").read_text())["machines"].items()
         assert machine.startswith(str(mx.device_info()["device_name"]))
@@ -87,7 +87,7 @@ class TestTheFile:
 
     def test_of_another_machine_stays_and_is_not_used(self, own_cache, monkeypatch):
         proven.keep(proven.EXACT_TEXT, KEY, 1.0, 2.0)
-        monkeypatch.setattr(proven, "machine", lambda: "Apple M9, macOS 30.0, mlx 0.32.1")
+        monkeypatch.setattr(proven, "metal_machine", lambda: "Apple M9, macOS 30.0, mlx 0.32.1")
         proven.entries_in.cache_clear()
         assert not proven.any_won()
         proven.keep(proven.DENSE_TEXT, KEY, 1.0, 2.0)

@@ -25,11 +25,11 @@ from gearbx_mlx.kernels.tuner import (
     MOST_CALLS,
     Tuner,
     TuningCache,
-    compare,
     enough_calls,
     fastest,
-    measure,
     seconds_of,
+    timed_in_turn,
+    times_of,
 )
 
 WIDTH = 512  # so that a layer is worth measuring
@@ -384,7 +384,7 @@ class TestCandidates:
         def refused(x: mx.array) -> mx.array:
             raise RuntimeError("[metal::Device] Unable to build metal library from source")
 
-        times = measure({"a": [refused], "b": [lambda x: x + 1]}, mx.ones(8))
+        times = times_of({"a": [refused], "b": [lambda x: x + 1]}, mx.ones(8))
         assert times["a"] == FAILED
         assert fastest(times, ["a", "b"]) == "b"
 
@@ -432,5 +432,5 @@ def test_small_launches_are_many_and_large_ones_few():
 
 
 def test_a_candidate_that_is_too_slow_is_given_up():
-    times = compare({"slow": product(SLOW), "fast": product(FAST)}, trials=4, least=0.001, give_up=3)
+    times = timed_in_turn({"slow": product(SLOW), "fast": product(FAST)}, trials=4, least=0.001, give_up=3)
     assert (len(times["slow"]), len(times["fast"])) == (1, 4)
