@@ -29,7 +29,6 @@ FORMATS = {  # name to module and class
     "codebook-library": "gearbx_mlx.formats.codebook_library:CodebookLibrary",
 }
 DEFAULT_FORMAT = "planes"
-DENSE = 16  # bits of the weights as they are, in the type of the checkpoint
 RECONSTRUCTED = ("rowwise", "groupwise", "codebook", "codebook-library")  # whose weights MLX cannot multiply packed
 CODEBOOKS = ("codebook", "codebook-library")  # their names may have choices
 GROUPS = (32, 64, 128, 256)  # of a library of codebooks: whole words of packed codes

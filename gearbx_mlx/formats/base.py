@@ -14,8 +14,8 @@ from mlx_lm.models.mla import MultiLinear
 
 from ..errors import GearbxError
 from ..gone import gone
+from ..kernels import DENSE
 from ..kernels.bit_planes import Planes
-from . import DENSE
 from .native import FLOATING, Native
 
 Arrays = Mapping[str, mx.array]

@@ -19,6 +19,7 @@ import numpy as np
 from mlx_lm.models.mla import MultiLinear
 
 from ..errors import GearbxError
+from ..kernels import DENSE
 from ..kernels.bit_planes import PanelPlanes, Planes
 from ..kernels.dispatch import NATIVE, Kind, bits_beside_bfloat16, cpu_kernels
 from ..kernels.exact import (
@@ -34,7 +35,6 @@ from ..kernels.exact import (
 )
 from ..kernels.products import decoded, exact_experts, exact_product, exact_rows, panel_rows
 from ..kernels.proven import EXACT_TEXT, decoder_key
-from . import DENSE
 from .base import Arrays, Bits, Format, Gears, PackedExperts, Shape, StoredArray, StoredArrays, row_blocks
 from .native import Native, NativeMultiLinear, native_rounding, stored_planes, takes_panels, with_expert_bias
 from .planes import NestedPlanes, planes_module

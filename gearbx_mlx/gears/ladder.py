@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..errors import GearbxError, numbers
-from ..formats import DENSE, has_codebooks
+from ..formats import has_codebooks
+from ..kernels import DENSE
 
 QUANTIZED_BITS = (2, 3, 4, 5, 6, 8)  # the widths that MLX's affine kernels support
 WIDTHS = (*QUANTIZED_BITS, DENSE)
