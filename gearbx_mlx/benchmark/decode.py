@@ -16,7 +16,7 @@ from ..cli.flags import LayoutSettings, ModelSettings
 from ..cli.terminal import progress_bar
 from ..errors import GearbxError
 from ..gears.cost import break_even_tokens
-from ..gears.gearbox import Gearbox
+from ..gears.gearbox import Gearbox, predicted_speedup
 from ..gears.ladder import Gear, Ladder
 from ..kernels.dispatch import on_cpu
 from ..loading import load
@@ -133,7 +133,7 @@ def case_row(case: GearCase, cases: Sequence[GearCase], top: Gear, bandwidth: fl
         "spread": spread_of([base / each for each in case.seconds]),
         "weight_bytes_per_token": read,
         "speedup": in_top / seconds,
-        "predicted_speedup": case.gearbox.predicted_speedup(case.gear),
+        "predicted_speedup": predicted_speedup(case.gearbox, case.gear),
         "shift_seconds": case.shift_seconds,
         "roofline_share": read / (bandwidth * GIGABYTE) / seconds,
         "break_even_tokens": break_even_tokens(case.shift_seconds, in_top, seconds),

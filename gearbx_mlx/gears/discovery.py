@@ -32,7 +32,7 @@ from ..formats.tied import TiedEmbedding, linear_with
 from .activations import STORED
 from .adapters import adapters_of, layers_of, own_arrays, places_of, put_modules
 from .ladder import DENSE
-from .sharding import part_misfit, sharding_of
+from .sharding import divided_parts, part_misfit
 
 # As in `nn.quantize`: no, yes, or yes with {"bits": the fewest bits of this layer in any gear}.
 Predicate = Callable[[str, nn.Module], bool | dict]
@@ -91,7 +91,7 @@ def discover(
     managed, unmanaged = list[Layer](), dict[str, str]()
     head, read_by, known = tied_head(model), readers(model), get_format(format)
     stored, places = getattr(model, STORED, {}), places_of(model)
-    parts = sharding.parts if (sharding := sharding_of(model)) else {}
+    parts = divided_parts(model)
     for path, module in sorted(layers_of(model).items(), key=lambda item: natural_order(item[0])):
         if isinstance(module, TABLES) and path != head:
             continue

@@ -146,6 +146,12 @@ def sharding_of(model: nn.Module) -> Sharding | None:
     return getattr(model, SHARDED, None)
 
 
+def divided_parts(model: nn.Module) -> Mapping[str, WeightPart]:
+    """Path of each layer that ranks have divided to what this rank has of it."""
+    sharding = sharding_of(model)
+    return {} if sharding is None else sharding.parts
+
+
 def sharded_parts(model: nn.Module, group: mx.distributed.Group) -> dict[str, WeightPart]:
     """Path to this rank's part of each layer that `model.shard` divides.
 

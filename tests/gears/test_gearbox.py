@@ -9,6 +9,7 @@ from conftest import PROMPT, on_disk, same_weights, tiny_model, weights_of
 from gearbx_mlx import Gearbox, GearbxError, Ladder
 from gearbx_mlx.formats.planes import Affine
 from gearbx_mlx.gears import gearbox as gearbox_module
+from gearbx_mlx.gears.gearbox import costed_in
 from gearbx_mlx.gears.offload import idle_parameters
 from gearbx_mlx.loading import DEMO_MODEL
 
@@ -279,7 +280,7 @@ class TestTables:
     def test_a_gear_of_another_ladder_costs_what_its_own_table_says(self, format):
         gearbox = Gearbox(tiny_model(), "4,8,16", format=format, tables={"mid": {UP: 5}})
         pair = Gearbox(tiny_model(), "8,16", format=format, tables={"low": {UP: 5}})
-        costed = gearbox.costed_in(pair.ladder)
+        costed = costed_in(gearbox, pair.ladder)
         assert costed.weight_bytes_per_token(pair.ladder[0]) == pair.weight_bytes_per_token(pair.ladder[0])
 
 
