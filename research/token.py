@@ -10,7 +10,7 @@ import io
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from gearbx_mlx.benchmark.decode import FIRST_TOKENS, fill_cache
 from gearbx_mlx.benchmark.decode import trials as counted
 from gearbx_mlx.benchmark.measuring import BandwidthMeter, Rows, spread_of, timed
 from gearbx_mlx.compat.classes import of_classes
-from gearbx_mlx.formats.block import single_operations
+from gearbx_mlx.formats import block
 from gearbx_mlx.gears.gearbox import Gearbox
 from gearbx_mlx.kernels import dispatch
 from gearbx_mlx.telemetry.trace import BLACK, SERIES, get_pyplot, save
@@ -103,6 +103,11 @@ def parts_of(found: TokenParts) -> tuple[str, ...]:
     """The parts that there are here: MLX's own fused operations count as the rest, and blocks are for the CPU."""
     timed_parts = (part for part in TIMED if found.calls[part])
     return (*timed_parts, GRAPH, REST, *(WITH_BLOCKS if dispatch.block_kernels(1) else ()))
+
+
+def single_operations() -> AbstractContextManager[Any]:
+    """In the block, no transformer block runs as one operation."""
+    return patch.object(block, "block_kernels", lambda vectors: None)
 
 
 def token_parts(gearbox: Gearbox, cache: list[Any]) -> TokenParts:

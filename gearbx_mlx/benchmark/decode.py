@@ -12,14 +12,16 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from ..cli.decide import JustGears, decide
-from ..cli.flags import LayoutSettings, ModelSettings
+from ..cli.flags import LayoutSettings, ModelSettings, output_path
 from ..cli.terminal import progress_bar
 from ..errors import GearbxError
+from ..files.writing import write_text
 from ..gears.cost import break_even_tokens
 from ..gears.gearbox import Gearbox, predicted_speedup
 from ..gears.ladder import Gear, Ladder
 from ..kernels.dispatch import on_cpu
 from ..loading import load
+from ..telemetry.summary import as_json
 from . import HEAD_WIDTH, DecodeBenchmark, ModelBenchmark
 from .measuring import (
     GIBIBYTE,
@@ -30,12 +32,14 @@ from .measuring import (
     BandwidthMeter,
     Rows,
     check_room,
-    measured_rows,
+    machine_name,
     paths_here,
+    print_table,
     spread_of,
     timed,
 )
 
+BANDWIDTH = "read_bandwidth_gigabytes_per_second"
 FIRST_TOKENS = [1, 2, 3]
 DECODED_TOKENS = 32000
 DECODE_COLUMNS = (
@@ -45,7 +49,16 @@ DECODE_COLUMNS = (
 
 
 def run(settings: DecodeBenchmark) -> int:
-    measured_rows(settings, DECODE_COLUMNS, benchmark_decode)
+    """Print the rows as a table, and write them to a file if one is named."""
+    out = None if settings.json is None else output_path(settings.json)
+    machine = machine_name()
+    rows = [row | {"machine": machine} for row in benchmark_decode(settings)]
+    print_table(rows, DECODE_COLUMNS)
+    bandwidth, source, threads = (rows[0][name] for name in (BANDWIDTH, "read_by", "threads"))
+    read_by = f"{threads} threads" if threads else f"MLX's sum on the {source.removeprefix('mlx ').upper()}"
+    print(f"read bandwidth {bandwidth:.1f} GB/s, {read_by}, {machine}")
+    if out is not None:
+        write_text(out, as_json({"rows": rows}))
     return 0
 
 
@@ -85,7 +98,7 @@ def benchmark_decode(settings: DecodeBenchmark) -> Rows:
     bandwidth = statistics.median(time_cases(cases, settings, read_bandwidth))
     shared = {
         "context": settings.context,
-        "read_bandwidth_gigabytes_per_second": bandwidth,
+        BANDWIDTH: bandwidth,
         "trials": settings.trials,
     } | read_bandwidth.row
     return [case_row(case, cases, gearbox.ladder.top, bandwidth) | shared for case in cases]
@@ -152,12 +165,6 @@ def check_gears(settings: ModelBenchmark, copies: int = 1, context: int = 0) -> 
 def model_of(settings: ModelBenchmark) -> nn.Module:
     """Return the model that is named, or a random Llama."""
     return random_llama(settings.shape) if settings.model is None else load(settings.model)[0]
-
-
-def gearbox_of(settings: ModelBenchmark, context: int = 0) -> Gearbox:
-    """Return a gearbox of the model, with our kernels where there are some."""
-    check_gears(settings, context=context)
-    return Gearbox(model_of(settings), settings.gears, kernels=paths_here()[0][1])
 
 
 def llama_bytes(shape: tuple[int, int], ladder: Ladder, copies: int, context: int) -> float:

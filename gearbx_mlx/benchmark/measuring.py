@@ -6,7 +6,6 @@ On a GPU nothing asks for the CPU's kernels, which would need a C++ compiler.
 import contextlib
 import os
 import platform
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,23 +17,19 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..cli.flags import output_path
 from ..cli.terminal import show_compiling
 from ..errors import GearbxError
-from ..files.writing import write_text
 from ..kernels import compiler, cpu, metal
 from ..kernels.device import available_memory
 from ..kernels.dispatch import on_cpu
 from ..kernels.tuner import seconds_of
 from ..settings import human_bytes
-from ..telemetry.summary import as_json
 
 Rows = list[dict[str, Any]]
 
 GIGABYTE, GIBIBYTE = 1e9, 2**30
 READ_BYTES = GIBIBYTE  # in a measurement of the read bandwidth
 SUMS_AT_ONCE = 4  # of an evaluation, so that waiting for a GPU counts little
-SUMMED_BY = {"mlx cpu": "MLX's sum on the CPU", "mlx gpu": "MLX's sum on the GPU"}
 # Names of paths. int16, int8: activations that are rounded, which only kernels of a CPU do.
 NATIVE_PATH, INT16, INT8, METAL_PATH, MLX_PATH = "native", "native int16", "native int8", "metal", "mlx"
 ON_CPU = ((NATIVE_PATH, "native", "float"), (INT16, "native", "int16"), (INT8, "native", "int8"))
@@ -150,25 +145,6 @@ def check_room(needed: float, what: str) -> None:
 def spread_of(ratios: Sequence[float]) -> list[float]:
     """Return the least and the greatest."""
     return [min(ratios), max(ratios)]
-
-
-def measured_rows(settings: Any, columns: Sequence[str], measure: Callable[[Any], Rows]) -> Rows:
-    """Rows of a benchmark with the machine's name, which are printed as a table and written to `settings.json`.
-
-    Raises:
-        GearbxError: a file that cannot be written, or as `measure`.
-    """
-    out = None if settings.json is None else output_path(settings.json)
-    machine = machine_name()
-    rows = [row | {"machine": machine} for row in measure(settings)]
-    print_table(rows, columns)
-    threads = max((row["threads"] for row in rows if row["threads"] is not None), default=None)
-    bandwidths = (row["read_bandwidth_gigabytes_per_second"] for row in rows if row["threads"] == threads)
-    read_by = SUMMED_BY[rows[0]["read_by"]] if threads is None else f"{threads} threads"
-    print(f"read bandwidth {statistics.median(bandwidths):.1f} GB/s, {read_by}, {machine}")
-    if out is not None:
-        write_text(out, as_json({"rows": rows}))
-    return rows
 
 
 def print_table(rows: Rows, columns: Sequence[str]) -> None:

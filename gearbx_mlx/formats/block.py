@@ -9,9 +9,8 @@ What lossless mode runs goes further: a pass over a few tokens of one text is on
 are there (`pass_logits`), or, of a draft, the next token and its entropy, or its logits (`begin_draft`).
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
@@ -119,7 +118,7 @@ class NativeLayers(nn.Module):
 
     def __call__(self, inputs: mx.array, cache: Any = None, input_embeddings: mx.array | None = None) -> mx.array:
         tokens = inputs if input_embeddings is None else input_embeddings
-        kernels = None if _single_operations else block_kernels(tokens.shape[0] * tokens.shape[1])
+        kernels = block_kernels(tokens.shape[0] * tokens.shape[1])
         if kernels is not None and runs_in_turn(self, cache, tokens):
             x = self.embed_tokens(inputs) if input_embeddings is None else input_embeddings
             y = run_layers(self, x, cache, kernels)
@@ -144,25 +143,9 @@ def coded_class(kind: Any) -> type[nn.Module] | None:
     return None if added is None else standing_for(kind, {}, added)
 
 
-_single_operations = False
-
-
-@contextlib.contextmanager
-def single_operations() -> Iterator[None]:
-    """In the block, no transformer block runs as one operation."""
-    global _single_operations
-    before, _single_operations = _single_operations, True
-    try:
-        yield
-    finally:
-        _single_operations = before
-
-
 def run_block(layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array | None:
     """Return the result of a block (B, L, D) float32, with its keys and values in the cache; None if it must run as it
     did."""
-    if _single_operations:
-        return None
     causal = isinstance(mask, str) and mask == "causal"
     plain = causal or mask is None or (isinstance(mask, mx.array) and mask.dtype == mx.bool_)
     if x.dtype != mx.float32 or x.ndim != 3 or not plain:
@@ -274,7 +257,7 @@ def pass_parts(model: nn.Module, second: nn.Module | None = None) -> PassParts |
     """
     kernels = block_kernels(1)
     layers = model.get("model") if stock_code(model) in WHOLE_MODELS else None
-    if kernels is None or _single_operations or not isinstance(layers, NativeLayers):
+    if kernels is None or not isinstance(layers, NativeLayers):
         return None
     chain, embedding = programs_of(layers).find(layers, kernels, chain_of), layers.embed_tokens
     part = part_of_head(embedding if model.args.tie_word_embeddings else model.lm_head, kernels)

@@ -33,18 +33,6 @@ class GearedAdapter:
         raise GearbxError("an adapter cannot be fused into gears; fuse it into the original (mlx_lm.fuse), then shift")
 
 
-class GearedLoRALinear(GearedAdapter, LoRALinear):
-    """A LoRALinear over a linear layer in any gear."""
-
-
-class GearedLoRASwitchLinear(GearedAdapter, LoRASwitchLinear):
-    """A LoRASwitchLinear over experts in any gear."""
-
-
-class GearedLoRAEmbedding(GearedAdapter, LoRAEmbedding):
-    """A LoRAEmbedding over a tied embedding whose head is in any gear."""
-
-
 class GearedDoRALinear(GearedAdapter, DoRALinear):
     """A DoRALinear over a linear layer (..., I) -> (..., O) in any gear: m * (x W + scale x A B) / norms + bias.
 
@@ -71,9 +59,10 @@ class GearedDoRAEmbedding(GearedAdapter, DoRAEmbedding):
 
 
 GEARED: dict[type[nn.Module], type[nn.Module]] = {  # mlx-lm's adapters, and their forms over gears
-    LoRALinear: GearedLoRALinear,
-    LoRASwitchLinear: GearedLoRASwitchLinear,
-    LoRAEmbedding: GearedLoRAEmbedding,
+    **{
+        kind: type(f"Geared{kind.__name__}", (GearedAdapter, kind), {})
+        for kind in (LoRALinear, LoRASwitchLinear, LoRAEmbedding)
+    },
     DoRALinear: GearedDoRALinear,
     DoRAEmbedding: GearedDoRAEmbedding,
 }
