@@ -346,7 +346,7 @@ def again(
 def on_metal(
     kernel: str, last: mx.array | None, chosen: ChosenKernels | None, prepare: Callable[[str | None], metal.Launch]
 ) -> tuple[str, mx.array | None]:
-    """Return what computes the rest, and the product by a Metal kernel; None where the candidate is none, or cannot run.
+    """Return what computes otherwise, and the product by a Metal kernel; None where none is chosen, or it cannot run.
 
     The launch is kept for the layer. A trial of one candidate, of which somebody wants to know whether it runs, raises
     what MLX raises.
