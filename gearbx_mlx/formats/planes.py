@@ -25,7 +25,7 @@ from ..errors import GearbxError
 from ..kernels.bit_planes import (
     SCALE_FLOOR,
     Planes,
-    pack_mlx_codes,
+    packed_planes,
     plane_shifts,
     planes_gather_matmul,
     planes_matmul,
@@ -140,11 +140,7 @@ def quantize(
         better = error_of(grouped, others, other_step, other_offset) < error_of(grouped, codes, step, offset)
         step, offset = mx.where(better, other_step, step), mx.where(better, other_offset, offset)
         codes = mx.where(better[..., None], others, codes)
-    codes, unread, planes = codes.astype(mx.uint32).reshape(weight.shape), bits, []
-    for width in widths:
-        unread -= width
-        planes.append(pack_mlx_codes((codes >> unread) & (2**width - 1), width))
-    return planes, step, offset
+    return packed_planes(codes.astype(mx.uint32).reshape(weight.shape), widths), step, offset
 
 
 def nearest_codes(grouped: mx.array, step: mx.array, offset: mx.array, bits: int) -> mx.array:

@@ -13,6 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import GearbxError
+from ..kernels.bit_planes import CODES_TOGETHER, pack_mlx_codes
 from ..kernels.dispatch import Kind
 from ..kernels.products import SymmetricCodes, symmetric_experts, symmetric_product
 from .base import (
@@ -57,19 +58,12 @@ def pack_symmetric_codes(codes: mx.array, bits: int) -> mx.array:
     Returns:
         (..., row_bytes(I, bits)): int8 for 8 bits, else uint8.
     """
-    count, size = UNIT[bits]
-    total = row_bytes(codes.shape[-1], bits)
-    missing = math.ceil(total / size) * count - codes.shape[-1]
-    codes = mx.pad(codes.astype(mx.int32), [(0, 0)] * (codes.ndim - 1) + [(0, missing)])
+    width, total = codes.shape[-1], row_bytes(codes.shape[-1], bits)
+    filled = -(-total * 8 // bits // CODES_TOGETHER) * CODES_TOGETHER  # of which a row may cut the last ones
+    codes = mx.pad(codes.astype(mx.int32), [(0, 0)] * (codes.ndim - 1) + [(0, filled - width)])
     if bits == 8:
-        return codes.astype(mx.int8)
-    units = (codes + CODE_OFFSET[bits]).astype(mx.uint32).reshape(*codes.shape[:-1], -1, count)
-    word = units[..., 0]
-    for i in range(1, count):
-        word = word | (units[..., i] << (i * bits))
-    parts = [((word >> (8 * i)) & 255).astype(mx.uint8) for i in range(size)]
-    # 16 is not a multiple of 3, so the last unit of a row of 6-bit codes, which is padding, may be cut.
-    return mx.stack(parts, axis=-1).reshape(*codes.shape[:-1], -1)[..., :total]
+        return codes[..., :total].astype(mx.int8)
+    return pack_mlx_codes(codes + CODE_OFFSET[bits], bits).view(mx.uint8)[..., :total]
 
 
 def unpack_symmetric_codes(rows: mx.array, bits: int, width: int) -> mx.array:

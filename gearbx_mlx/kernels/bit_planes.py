@@ -224,7 +224,12 @@ def split_codes(words: mx.array, bits: int, widths: Sequence[int]) -> list[mx.ar
         high, low = pairs >> 4, pairs
         halves = (((each & 0x0F) | ((each >> 4) & 0xF0)).astype(mx.uint8) for each in (high, low))
         return [half.view(mx.uint32) for half in halves]
-    codes, planes, unread = unpack_mlx_codes(words, bits), [], bits
+    return packed_planes(unpack_mlx_codes(words, bits), widths)
+
+
+def packed_planes(codes: mx.array, widths: Sequence[int]) -> list[mx.array]:
+    """Return codes (..., n) as packed planes of these widths, most significant first."""
+    planes, unread = [], sum(widths)
     for width in widths:
         unread -= width
         planes.append(pack_mlx_codes((codes >> unread) & (2**width - 1), width))
