@@ -23,7 +23,6 @@ from gearbx_mlx.bit_selection.codebook_selection import Quality, component_kind,
 from gearbx_mlx.bit_selection.h_process import (
     KL_BOUND,
     OVER,
-    WRITTEN,
     GarbageCheck,
     Limits,
     continuation,
@@ -336,7 +335,7 @@ def mixture_points(name: str, strict: float, grid: Iterable[float]) -> list[dict
     mixture = original if has_experts(original) else as_mixture(original)
     starts = [tokenizer.encode(prompt) for prompt in (SHORT_PROMPTS + TRIVIAL + HARD)[:H_PROMPTS]]
     ends = tokenizer.eos_token_ids
-    texts = [start + continuation(original, start, WRITTEN, ends) for start in starts]
+    texts = [start + continuation(original, start, 48, ends) for start in starts]
     del original
     fast_gearbox(mixture, Codebook(), "all")  # from here on the mixture computes in its type
     limits = Limits(reserve=measure_reserve(mixture).bytes)

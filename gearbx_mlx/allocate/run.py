@@ -20,7 +20,7 @@ from ..gears.gearbox import Gearbox
 from ..settings import human_bytes
 from . import AllocateSettings, Target
 
-TRIALS, TOKENS = 3, 48  # timings of a gear, and tokens of each
+TOKENS = 48  # of a timing
 
 
 def run(settings: AllocateSettings) -> int:
@@ -93,7 +93,7 @@ def token_seconds(gearbox: Gearbox) -> float:
             pass
         return (time.perf_counter() - start) / TOKENS
 
-    return statistics.median(once() for _ in range(TRIALS))
+    return statistics.median(once() for _ in range(3))
 
 
 def bytes_for(gearbox: Gearbox, tokens_per_second: float) -> float:

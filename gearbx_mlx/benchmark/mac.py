@@ -63,7 +63,6 @@ ONE_GEAR_WAYS = {bits: f"one gear of {bits} bits" for bits in (4, 6, 8)}
 ORDER = (MLX_LM, *BY_DRAFT_MODEL.values(), *FIXED.values(), AS_TYPED, *ONE_GEAR_WAYS.values())
 
 WARM_UP = 24  # tokens of each way that do not count: its kernels are compiled, and the policy sees some rounds
-GAIN, LOSS = 1.05, 0.97  # times mlx-lm's speed: what is between them is neither
 
 
 @dataclass(frozen=True)
@@ -554,7 +553,7 @@ def verdict(report: MacReport, rows: Rows) -> list[str]:
     if AS_TYPED in rows:
         row, alone = rows[AS_TYPED], rows[MLX_LM]
         ratio, (least, greatest) = row["ratio"], row["spread"]
-        word = "gains" if ratio > GAIN else "loses" if ratio < LOSS else "neither gains nor loses"
+        word = "gains" if ratio > 1.05 else "loses" if ratio < 0.97 else "neither gains nor loses"
         found.append(
             f"As typed, {report.facts.model} {word}: {ratio:.2f} ({least:.2f} to {greatest:.2f}) times mlx-lm's "
             f"{alone['tokens_per_second']:.3g} tokens/s, with mlx-lm's text in {row['same']} of {row['texts']}."

@@ -37,7 +37,6 @@ from . import Floors
 from .codebook_selection import LayerQualities, Selection, measure_qualities, select
 
 KL_BOUND = 0.5  # nats per token: the measured models write broken text well below it
-LONGEST_PERIOD, LEAST_REPEATS, LEAST_TOKENS = 8, 4, 16
 
 
 @dataclass(frozen=True)
@@ -66,8 +65,8 @@ def log_probabilities(model: nn.Module, tokens: Sequence[int]) -> mx.array:
 def loops(tokens: Sequence[int]) -> bool:
     """Return whether a text ends in a stretch of up to 8 tokens that repeats: at least 4 times, and over 16 tokens or
     more."""
-    for period in range(1, LONGEST_PERIOD + 1):
-        repeats = max(LEAST_REPEATS, -(-LEAST_TOKENS // period))
+    for period in range(1, 9):
+        repeats = max(4, math.ceil(16 / period))
         tail = list(tokens[-period * repeats :])
         if len(tail) == period * repeats and tail == tail[-period:] * repeats:
             return True
@@ -341,9 +340,6 @@ def described(point: OperatingPoint) -> str:
     )
 
 
-MOST_PROMPTS, WRITTEN = 16, 48  # calibration texts, and tokens that the original model writes after each prompt
-
-
 def fit_floors(
     model: nn.Module,
     tokenizer: Any,
@@ -357,10 +353,10 @@ def fit_floors(
     codebooks = get_format(format)
     assert isinstance(codebooks, CodebookFormat)
     ends = tokenizer.eos_token_ids
-    starts = [tokenizer.encode(prompt) for prompt in prompts[:MOST_PROMPTS]]
+    starts = [tokenizer.encode(prompt) for prompt in prompts[:16]]
     fast_gearbox(model, codebooks, manage)
     texts = [
-        start + continuation(model, start, WRITTEN, ends)
+        start + continuation(model, start, 48, ends)
         for start in progress.track(starts, description="writing calibration text")
     ]
     judging, trying = progress.add_task("judging codebooks", total=None), progress.add_task("trying", total=None)

@@ -26,7 +26,7 @@ MANIFEST_SCHEMA, MANIFEST_VERSION = "gearbx-mlx precision", 1
 SCHEMA_FILE = Path(__file__).parent / "precision.schema.json"
 EXACT_KL, FIRST_ORDER = "exact", "first order"
 MAKE = "make a new one with python -m gearbx_mlx.sensitivity"
-SAFE, CAREFUL = 0.02, 0.05  # nats: by the KL at 4 bits, 4, 6 or 8 are wanted
+SAFE = 0.02  # nats
 
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def least_bits(
     """
     widths = sorted(kl)
     at_four = kl[next((bits for bits in widths if bits >= 4), widths[-1])]
-    floor = 0 if at_four < SAFE else 6 if at_four <= CAREFUL else 8
+    floor = 0 if at_four < SAFE else 6 if at_four <= 0.05 else 8
     good = (
         bits
         for bits in widths

@@ -25,8 +25,6 @@ from ..formats.base import Window
 from ..kernels.bit_planes import Planes, pack_mlx_codes
 
 DAMPING = 0.01  # of the mean of the Hessian's diagonal, which is added to it
-DAMPINGS = (DAMPING, 10 * DAMPING, 100 * DAMPING)  # tried in turn: a few tokens leave a Hessian singular
-SMALLEST_STEP = 1e-7  # scale, as of mx.quantize
 BLOCK_COLUMNS = 64  # columns of which the errors are taken back together
 MOST_NUMBERS = 2**24  # in the largest array for rows that are fitted at a time
 
@@ -70,7 +68,7 @@ class Hessian:
         if not np.isfinite(self.sum).all() or mean <= 0:
             return None
         order = np.argsort(-diagonal, kind="stable")
-        for damping in DAMPINGS:
+        for damping in (DAMPING, 10 * DAMPING, 100 * DAMPING):  # a few tokens leave a Hessian singular
             damped = self.sum.astype(np.float64)
             damped[np.diag_indices_from(damped)] += damping * mean + (diagonal == 0) * mean
             try:
@@ -171,7 +169,7 @@ def searched(weight: np.ndarray, grid: Grid, hessian: Factored, window: Window |
 
     least = error(grid)
     for part in (1.0, 0.95, 0.9, 0.85, 0.8):  # parts of a group's range that its codes may span
-        scales = grid.rounded(np.maximum(part * (high - low) / (2**grid.bits - 1), SMALLEST_STEP))
+        scales = grid.rounded(np.maximum(part * (high - low) / (2**grid.bits - 1), 1e-7))  # as mx.quantize
         other = grid._replace(scales=scales, biases=grid.rounded(part * low))
         found = error(other)
         grid, least = grid.where(found < least, other), np.minimum(found, least)

@@ -63,7 +63,6 @@ def write_table(
 
 
 CARD = "README.md"
-TAGS = ("mlx", "gearbx-mlx")
 KEPT_METADATA = ("license", "license_name", "license_link", "language", "pipeline_tag")  # of the original's metadata
 
 
@@ -266,7 +265,7 @@ def run_with_gearbx(name: str, note: str) -> list[str]:
 
 def card_text(paragraphs: Iterable[str], origin: Provenance) -> str:
     """Return a model card with its metadata for the Hub."""
-    tags = dict.fromkeys([*origin.metadata.get("tags", []), *TAGS])
+    tags = dict.fromkeys([*origin.metadata.get("tags", []), "mlx", "gearbx-mlx"])
     kept = {key: value for key, value in origin.metadata.items() if key != "tags"}
     relation = {"base_model": origin.base_model, "base_model_relation": "quantized"} if origin.base_model else {}
     data = ModelCardData(

@@ -25,7 +25,6 @@ from .reading import shown, unreadable
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-GGUF_ALIGNMENT = 32  # bytes, unless general.alignment says otherwise
 MOST_THINGS, MOST_WORDS = 2**16, 2**21  # tensors or entries, and words of all lists: each becomes an object in memory
 AGAIN = "download it again"
 
@@ -94,7 +93,7 @@ class Gguf:
         tensors, entries = self._count(MOST_THINGS), self._count(MOST_THINGS)
         self.metadata: Mapping[str, Any] = self._unique(self._entry() for _ in range(entries))
         infos = [self._info() for _ in range(tensors)]
-        alignment = self.metadata.get("general.alignment", GGUF_ALIGNMENT)
+        alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise self._damaged(f"general.alignment is {alignment}, not a power of two")
         start = -(-self._at // alignment) * alignment

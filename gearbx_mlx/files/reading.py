@@ -140,11 +140,11 @@ def expectation(message: str, kind: Any) -> str:
 T = TypeVar("T")
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # as far as every reader of JSON counts exactly
 
-LARGEST_JSON, LARGEST_TEXT = 2**26, 2**30  # characters
+LARGEST_JSON = 2**26  # characters
 DEEPEST = 64  # levels of objects and lists inside each other
 
 
-def read_text(path: Path, what: str, remedy: str, largest: int = LARGEST_TEXT) -> str:
+def read_text(path: Path, what: str, remedy: str, largest: int = 2**30) -> str:
     """Return the text of a UTF-8 file.
 
     Args:

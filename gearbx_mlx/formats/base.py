@@ -24,8 +24,6 @@ Shape = Sequence[int]
 Gears = dict[int, nn.Module]  # by their bits
 K = TypeVar("K")
 
-BLOCK_WEIGHTS = 2**22  # weights in a block of rows: the temporary memory of an encoder is several times their size
-
 
 class StoredArray(NamedTuple):
     """An array of a gear, as a file contains it.
@@ -179,7 +177,7 @@ def whole_groups(width: int, group_size: int) -> str | None:
 
 def row_blocks(rows: int, width: int) -> list[slice]:
     """Slices of a few rows each, so that an encoder's temporary memory does not grow with the matrix."""
-    height = max(1, BLOCK_WEIGHTS // width)
+    height = max(1, 2**22 // width)  # the temporary memory of an encoder is several times their size
     return [slice(first, first + height) for first in range(0, rows, height)]
 
 

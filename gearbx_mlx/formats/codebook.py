@@ -21,7 +21,7 @@ the weights nearest to it. In a sorted row that is one interval, and its sum is 
 are sorted once, and a round costs O(2^bits log I) per row.
 
 A round moves every entry towards the mean of its cell. XFP moves it onto the mean. From quantiles, whose tails begin
-far from their place, that converges slowly. Here it moves `STEP` = 1.9 times as far, and in the last two rounds onto
+far from their place, that converges slowly. Here it moves 1.9 times as far, and in the last two rounds onto
 the mean. The error of a cell is a parabola in its entry, lowest at the mean, and any step between 0 and 2 lowers it. So
 the error falls in every round, as in Lloyd's own iteration, and in 20 rounds much further. Nothing is random: two runs
 give the same bits. A matrix has the values of its outliers in fp16 and their columns in 16 bits, row after row, and the
@@ -59,7 +59,7 @@ from .base import (
 from .native import Native, NativeExperts, experts_kind, with_expert_bias
 
 ROUNDS = 20
-LLOYD_STEP, PLAIN_ROUNDS = 1.9, 2
+LLOYD_STEP = 1.9
 
 DEFAULT_OPTIONS = CodebookOptions()
 WIDEST = 2**16  # columns that 16 bits can store
@@ -129,7 +129,7 @@ def lloyd(rows: SortedRows, bits: int, rounds: int = ROUNDS) -> mx.array:
     """Fit a codebook to every row: (R, 2^bits) float32, ascending."""
     codebook = rows.quantiles(2**bits)
     for i in range(rounds):
-        codebook = lloyd_round(rows, codebook, LLOYD_STEP if i < rounds - PLAIN_ROUNDS else 1.0)
+        codebook = lloyd_round(rows, codebook, LLOYD_STEP if i < rounds - 2 else 1.0)
     return codebook
 
 

@@ -38,7 +38,6 @@ LIBRARY_BITS = (2, 3, 4)
 KERNEL_LIBRARY, KERNEL_GROUP = DEFAULT_OPTIONS.library, DEFAULT_OPTIONS.group  # those of the kernels
 GROUP_SIZE = 1 + 2 + 2  # bytes per group: number of its codebook, scale, mid-point
 REFITS = 2
-REFINEMENTS, WEIGHTS_REFINED = 8, 2**20  # rounds, and weights of a matrix that they read
 BINS, REACH = 256, 4.0  # of the histogram of a group's weights, in deviations, by which its codebook is chosen
 LEAST_SCALE = 2.0**-24  # the scale of a group of equal weights: the smallest number of fp16
 
@@ -75,10 +74,10 @@ def learn(matrix: mx.array, outlying: mx.array, bits: int, options: CodebookOpti
         shapes.append((lloyd(SortedRows.of(rows, left_out), bits, options.rounds) - mean) / deviation)
         mx.eval(shapes[-1])
     library = condense(mx.concatenate(shapes), options.library, options.rounds).astype(mx.float16)
-    height = max(1, min(len(matrix), WEIGHTS_REFINED // matrix.shape[-1]))
+    height = max(1, min(len(matrix), 2**20 // matrix.shape[-1]))
     some = mx.arange(height) * len(matrix) // height
     groups, left_out = in_groups(matrix[some], outlying[some], options.group)
-    for _ in range(REFINEMENTS):
+    for _ in range(8):
         library = refine(groups, left_out, library)
         mx.eval(library)
     return library

@@ -360,10 +360,6 @@ def unchanged(model: nn.Module) -> Iterator[None]:
                 dict.update(now, then)  # a module's own `update` takes parameters
 
 
-# Bits by which a layer is more sensitive than attention in the middle of the stack.
-MIDDLE_ATTENTION, MIDDLE_MLP, OUTER_BLOCK, NO_BLOCK = 0, 1, 2, 4
-
-
 def default_sensitivity(modules: Mapping[str, nn.Module]) -> Callable[[str, int], float]:
     """Return the cost of a layer at some bits, as a function of its path and the bits; only the order means something.
 
@@ -377,14 +373,14 @@ def default_sensitivity(modules: Mapping[str, nn.Module]) -> Callable[[str, int]
     """
     count = block_count(modules)
     quarter = max(1, count // 4)  # the first and the last block in four count as outer ones
-    extra = {}
+    extra = {}  # bits by which a layer is more sensitive than attention in the middle of the stack
     for path, module in modules.items():
         number = block_number(path)
         if number is None:
-            extra[path] = float(NO_BLOCK)
+            extra[path] = 4.0
             continue
         inner = quarter <= number < count - quarter
-        kind = OUTER_BLOCK if not inner else MIDDLE_ATTENTION if is_attention(path, module) else MIDDLE_MLP
+        kind = 2 if not inner else 0 if is_attention(path, module) else 1
         from_middle = abs(2 * number + 1 - count) / count  # 0 to 1
         extra[path] = kind + from_middle / 2
     return lambda path, bits: 4.0 ** (extra[path] - bits)

@@ -29,7 +29,6 @@ from .sharding import DENSE_CLASSES, SHARDED, Sharding, WeightPart, blank, part_
 from .tensor_files import ArrayPlace, Samples, few_values, fingerprint_of, samples_of
 
 SHARD_SUMS = ("gather", "sum")  # what ranks do about layers whose inputs are divided
-SUMMING = (nn.ShardedToAllLinear, nn.QuantizedShardedToAllLinear)  # after other kinds cut by columns, the block sums
 
 
 class Ranks(NamedTuple):
@@ -154,7 +153,7 @@ def around(own: nn.Module, sharded: nn.Module, part: WeightPart, group: mx.distr
         sharded: what `model.shard` makes of the whole layer.
         part: the rank's.
     """
-    block_sums = not isinstance(sharded, SUMMING)
+    block_sums = not isinstance(sharded, nn.ShardedToAllLinear | nn.QuantizedShardedToAllLinear)
     if part.columns is None:
         return (PlacedLinear if block_sums else GatheredLinear)(own, group)
     if block_sums:

@@ -26,8 +26,6 @@ SPLIT = (*QUANTIZED_AS.values(), nn.QuantizedEmbedding)  # as mlx-lm loads them
 LOWER_BITS = 4  # bits of the lower gear by default, where codes have more
 OF_SCALES = 0.5  # bits a weight of scales and biases in groups of 64
 AGREEMENT = 0.78  # the share of tokens that 4 bits of 6 or 8 choose alike: docs/formats.md, measured on SmolLM2
-DRAFT_GAIN = 1.1  # in bytes; drafts have costs besides
-FOR_MORE = "for more, give the original, and this model as its --base"
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ class OwnCodes:
         for 1 + AGREEMENT tokens.
         """
         share = (LOWER_BITS + OF_SCALES) / (self.bits + OF_SCALES)
-        pays = (1 + AGREEMENT) / (1 + share) >= DRAFT_GAIN
+        pays = (1 + AGREEMENT) / (1 + share) >= 1.1  # in bytes; drafts have costs besides
         return self.chosen(None) if pays else Ladder([self.bits])
 
     def told(self, ladder: Ladder | None = None) -> str:
@@ -75,8 +73,9 @@ class OwnCodes:
         ladder, bits = self.chosen(ladder), " and ".join(map(str, self.widths))
         if len(ladder) > 1:
             return f"{bits} bits: gears {ladder} in place"
-        deep = self.widths[-1] > LOWER_BITS and bool(self.modules)
-        more = f"gears {LOWER_BITS},{self.widths[-1]} in place draft too" if deep else FOR_MORE
+        more = "for more, give the original, and this model as its --base"
+        if self.widths[-1] > LOWER_BITS and self.modules:
+            more = f"gears {LOWER_BITS},{self.widths[-1]} in place draft too"
         return f"{bits} bits: drafts come by lookup; {more}"
 
     def chosen(self, ladder: Ladder | str | None) -> Ladder:

@@ -28,7 +28,6 @@ from .saved import SavedGears
 SYSTEM = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 PAGE = 2 << 20  # bytes
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # of mallopt
-NEVER, MOST_MAPPED = (1 << 31) - 1, 65536
 # Bytes from which an array is beside the heap: as far as glibc raises that by itself, once such arrays are freed.
 LARGE_BYTES = 32 << 20
 
@@ -70,7 +69,7 @@ def large_pages(size: int) -> Iterator[None]:
         yield
         return
     library.mallopt(M_MMAP_MAX, 0)  # everything comes from the heap
-    library.mallopt(M_TRIM_THRESHOLD, NEVER)  # which would shrink at once
+    library.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)  # which would shrink at once
     try:
         place = library.malloc(size + 2 * PAGE)  # none under a limit of the process
         if place:
@@ -79,7 +78,7 @@ def large_pages(size: int) -> Iterator[None]:
             library.free(place)
         yield
     finally:
-        library.mallopt(M_MMAP_MAX, MOST_MAPPED)
+        library.mallopt(M_MMAP_MAX, 2**16)
         library.mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
         library.mallopt(M_TRIM_THRESHOLD, 2 * LARGE_BYTES)
         library.malloc_trim(0)

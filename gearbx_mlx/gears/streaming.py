@@ -31,7 +31,6 @@ from .strips import Piece, Remainder, Strip, StripReader, strips_of, with_blocks
 
 STREAM = "stream"
 CONVERT_EXACT = "convert the original with python -m gearbx_mlx.convert --format exact"
-EXACT_LAYERS = (ExactLinear, ExactSwitchLinear, ExactMultiLinear)
 
 
 class Streamed(nn.Module):
@@ -198,7 +197,7 @@ class StreamedFiles(FromFiles):
     def modules(self, layer: Layer, bits: int) -> dict[int, nn.Module]:
         made = super().modules(layer, bits)
         for module in made[bits].modules():
-            if isinstance(module, EXACT_LAYERS):
+            if isinstance(module, ExactLinear | ExactSwitchLinear | ExactMultiLinear):
                 stream(module, remainder_of(self.saved, layer.path), self.reader)
         return made
 

@@ -125,8 +125,6 @@ def with_blocks(
     )
 
 
-IN_MEMORY = 8  # one byte in so many is in memory: the disk reads them while the low gear drafts
-FEWEST_STRIPS = 4  # strips for which there is memory in any model, however large they are
 OLDER_SHARE = 0.99  # of the weight that the reads so far have in the speed, at each further read
 
 
@@ -288,7 +286,8 @@ class StripReader:
     def _room(self) -> int:
         """Bytes of memory for further strips."""
         memories = itertools.chain((memory for memory, _ in self._reading.values()), (free for _, free in self._in_use))
-        return max(FEWEST_STRIPS * self._largest, self._size // IN_MEMORY) - sum(memory.size for memory in memories)
+        most = max(4 * self._largest, self._size // 8)  # the disk reads an eighth while the low gear drafts
+        return most - sum(memory.size for memory in memories)
 
     def _begin(self, strip: Strip) -> None:
         self._largest = max(self._largest, strip.size)

@@ -41,8 +41,6 @@ COMPILERS = ("c++", "g++", "clang++")
 # No contraction: a vector must get the same bits from each of the loops that the compiler makes of one template.
 FLAGS = ("-std=c++20", "-O3", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing")
 COLD = ("-Os",)  # for the bindings
-# MLX's own bindings use this domain of nanobind; within one domain, extensions can pass arrays to each other.
-DEFINES = ("-DNB_DOMAIN=mlx", "-DNB_COMPACT_ASSERTIONS")
 PLACEHOLDERS = Path("/usr/bin")  # where macOS has them
 MOST_SECONDS_TO_COMPILE = 300  # for the compiler
 
@@ -249,7 +247,9 @@ def make_recipe(compiler: list[str], target: CompileTarget | None = None) -> Rec
         sysconfig.get_path("include"),
     ]
     threads = [] if target.is_mac else ["-pthread"]
-    flags = [*FLAGS, *target.processor_flags, *threads, *DEFINES, *(f"-I{p}" for p in include)]
+    # MLX's own bindings use this domain of nanobind; within one domain, extensions can pass arrays to each other.
+    defines = ("-DNB_DOMAIN=mlx", "-DNB_COMPACT_ASSERTIONS")
+    flags = [*FLAGS, *target.processor_flags, *threads, *defines, *(f"-I{p}" for p in include)]
     link = [f"-L{target.mlx / 'lib'}", "-lmlx", f"-Wl,-rpath,{target.mlx / 'lib'}"]
     if target.is_mac:  # Python's functions are in the process; Linux needs no flag for that
         link += ["-undefined", "dynamic_lookup"]

@@ -25,11 +25,9 @@ ATTENTION_SIMD_GROUPS = 8
 # Numbers that a lane keeps of its SIMD group's queries: of each its sums, and best, total and weight. A thread has 128
 # registers on Apple's cores, and addresses, keys and queries need as many again (metal/README.md).
 MOST_KEPT = 48
-TILE_KEYS, TILE_BYTES = 32, 32 * 1024  # keys in threadgroup memory at a time, and its size
+TILE_KEYS = 32  # keys in threadgroup memory at a time
 
 WORD_BITS = 32  # bits
-KNOWN_WIDTHS = (2, 4, 8)  # of the planes that lanes read, in bits
-MOST_PLANES = 2
 
 Arrays = Sequence[mx.array]  # of keys, or of values: one plane or two, scales, offsets (formats/kv_cache.py)
 
@@ -70,7 +68,7 @@ def takes_attention(queries: mx.array, keys: mx.array, values: mx.array, mask: m
 
 def fits_tile(width: int, dtype: mx.Dtype) -> bool:
     """Return whether a tile of heads of this width, taken four numbers at a time, fits threadgroup memory."""
-    return width % 4 == 0 and TILE_KEYS * (width + padding(dtype)) * dtype.size <= TILE_BYTES
+    return width % 4 == 0 and TILE_KEYS * (width + padding(dtype)) * dtype.size <= 32 * 1024
 
 
 def padding(dtype: mx.Dtype) -> int:
@@ -228,7 +226,7 @@ class Form(NamedTuple):
     def runs(self) -> bool:
         """Return whether there is a kernel: known planes, a group's lanes in one SIMD group, each tile of one kind."""
         chunk = chunk_of(self.widths)
-        known = len(self.widths) <= MOST_PLANES and all(width in KNOWN_WIDTHS for width in self.widths)
+        known = len(self.widths) <= 2 and all(width in (2, 4, 8) for width in self.widths)
         whole = self.packed % TILE_KEYS == 0 or not self.entries
         return whole and known and self.group_size % chunk == 0 and LANES % (self.group_size // chunk) == 0
 

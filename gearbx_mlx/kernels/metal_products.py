@@ -48,8 +48,6 @@ ROW_CODES = {2: 16, 3: 10, 4: 8, 5: 6, 6: 5}  # bits to codes in two words of 16
 LIBRARY_SIZE, LIBRARY_GROUP = 32, 128
 OUTLIERS = ("outliers", "outlier_columns", "outlier_offsets")
 OF_GROUPS = {"entries": mx.uint8, "scales": mx.float16, "midpoints": mx.float16}
-INPUTS_OF_CODEBOOK = ("weight", "codebook", *OUTLIERS)
-INPUTS_OF_LIBRARY = ("weight", "library", *OUTLIERS, *OF_GROUPS)
 
 
 @dataclass(frozen=True)
@@ -473,7 +471,8 @@ def library_layout(bits: int) -> PackedLayout:
 
 def codebook_inputs(arrays: Mapping[str, mx.array]) -> list[mx.array]:
     """Return the arrays in the order in which a kernel takes them, after the activations."""
-    return [arrays[name] for name in (INPUTS_OF_LIBRARY if "library" in arrays else INPUTS_OF_CODEBOOK)]
+    names = ("library", *OUTLIERS, *OF_GROUPS) if "library" in arrays else ("codebook", *OUTLIERS)
+    return [arrays[name] for name in ("weight", *names)]
 
 
 def codebook_launch(

@@ -158,7 +158,7 @@ class PID:
 
 
 THERMAL_SHARES = dict(zip(THERMAL, (1.0, 2 / 3, 1 / 3, 0.0)))
-MEMORY_FREE, MEMORY_FULL = 0.85, 0.95
+MEMORY_FULL = 0.95
 LEAST_CHANGE = 0.02  # change of the budget, except to 0 and to 1
 
 
@@ -179,7 +179,7 @@ def shares_of_state(state: MachineState) -> dict[str, float]:
     if state.battery is not None and not state.charging:
         found["battery"] = place_between(state.battery, 0.1, 0.5)
     if state.memory is not None:
-        found["memory"] = 1.0 - place_between(state.memory, MEMORY_FREE, MEMORY_FULL)
+        found["memory"] = 1.0 - place_between(state.memory, 0.85, MEMORY_FULL)
     return found
 
 

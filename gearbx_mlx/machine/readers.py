@@ -284,10 +284,6 @@ def in_time(seconds: float, make: Callable[[], Reader]) -> Reader | Exception:
     return outcome[0] if outcome else GearbxError(f"no answer for {seconds:g} s")
 
 
-INTERVAL = 1.0  # seconds between readings
-TIMEOUT = 5.0  # seconds that a reading may take
-
-
 class Poll(threading.Thread):
     """A thread that reads one reader again and again.
 
@@ -327,7 +323,7 @@ class Watch:
         timeout: seconds that a reading may take.
     """
 
-    def __init__(self, readers: Sequence[Reader], interval: float = INTERVAL, timeout: float = TIMEOUT):
+    def __init__(self, readers: Sequence[Reader], interval: float = 1.0, timeout: float = 5.0):
         self.timeout = timeout
         self.scripts = [reader for reader in readers if isinstance(reader, Scripted)]
         self.polls = [Poll(reader, interval) for reader in readers if not isinstance(reader, Scripted)]
