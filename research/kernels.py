@@ -28,7 +28,7 @@ from gearbx_mlx.cli.terminal import counting
 from gearbx_mlx.compat.arrays import dtype_name
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.formats import CodebookOptions, codebook, codebook_library, groupwise, rowwise
-from gearbx_mlx.formats.codebook import WORDS
+from gearbx_mlx.formats.codebook import CODES_IN_WORD
 from gearbx_mlx.formats.codebook_library import LIBRARY_BITS as LIBRARY
 from gearbx_mlx.formats.exact import encode
 from gearbx_mlx.formats.planes import split
@@ -196,7 +196,10 @@ def groupwise_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Itera
 def codebook_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Iterator[ProductCase]:
     """Codebooks of each row, and a library of them, hardly fitted: how long a product takes does not depend on that."""
     quick = CodebookOptions(rounds=1)
-    for name, module, widths in (("codebook", codebook, WORDS), ("codebook-library", codebook_library, LIBRARY)):
+    for name, module, widths in (
+        ("codebook", codebook, CODES_IN_WORD),
+        ("codebook-library", codebook_library, LIBRARY),
+    ):
         for bits in widths:
             products = variants_of(functools.partial(packed_product, bits=bits))
             yield from cases_of(name, bits, dict(module.encode(weight, bits, quick)), total, products, paths)

@@ -408,9 +408,6 @@ def layer_precision(
     )
 
 
-LOW_BITS = 4  # bits of mlx_lm.dynamic_quant
-
-
 def first_order(
     model: nn.Module, windows: Sequence[Sequence[int]], low: int, high: int, group_size: int
 ) -> dict[str, float]:
@@ -443,7 +440,7 @@ def estimate_kls(
     layers: Sequence[Layer], model: nn.Module, windows: Sequence[Sequence[int]], bits: Sequence[int], group_size: int
 ) -> dict[str, dict[int, float]]:
     """Return a proxy for the KL (nats, at least 0) of every layer at every width, by path, from one backward pass."""
-    low = LOW_BITS if LOW_BITS in bits else bits[0]
+    low = 4 if 4 in bits else bits[0]  # 4, as mlx_lm.dynamic_quant, where there are some
     high = next((width for width in bits if width > low), 8)
     found = first_order(model, windows, low, high, group_size)
     missing = [layer.path for layer in layers if layer.path not in found]

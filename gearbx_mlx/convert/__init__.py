@@ -119,8 +119,7 @@ class BudgetSettings(Settings):
 
 
 DESCRIPTION = (
-    "Write a checkpoint that holds several gears. mlx-lm reads it as a 4-bit model if the format is planes or affine. "
-    "To continue an interrupted run, give the same command again."
+    "Write a checkpoint that holds several gears. mlx-lm reads it as a 4-bit model if the format is planes or affine."
 )
 
 
@@ -291,8 +290,7 @@ MLX_LMS = {"quantize", "q_bits", "q_mode", "quant_predicate", "dequantize"}  # k
 def convert(hf_path: str | Path | None = None, mlx_path: str | Path = "mlx_model", **keywords: Any) -> Path:
     """Return the directory of a new checkpoint that holds several gears of a model, as the command `convert` writes it.
 
-    An interrupted conversion is continued when the function is called again with the same arguments. Progress and
-    notes go to stderr.
+    Progress and notes go to stderr.
 
     Args:
         hf_path: a local directory or a Hub repository, as in `mlx_lm.convert`; None: the demo model.

@@ -21,12 +21,12 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from ..errors import GearbxError
+from .model_directory import FETCH_AGAIN
 from .reading import shown, unreadable
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MOST_THINGS, MOST_WORDS = 2**16, 2**21  # tensors or entries, and words of all lists: each becomes an object in memory
-AGAIN = "download it again"
 
 # Types of values in the metadata, by their number. 8 is a string, 9 an array.
 NUMBER_TYPES = {
@@ -216,7 +216,7 @@ class Gguf:
         self._at += size
 
     def _damaged(self, what: str) -> GearbxError:
-        return GearbxError(f"{self.path}: damaged or truncated ({what}); {AGAIN}")
+        return GearbxError(f"{self.path}: damaged or truncated ({what}); {FETCH_AGAIN}")
 
 
 # Affine codes, which stay packed

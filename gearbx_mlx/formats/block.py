@@ -40,7 +40,7 @@ FEW_TOKENS = (
     16  # tokens that go through a block at once; of more, the KV cache can be had without the rest of the block
 )
 PROGRAMS = "_gearbx_programs"
-ONE_TOKEN = mx.zeros((1, 1), mx.uint32)
+ANY_TOKEN = mx.zeros((1, 1), mx.uint32)
 
 # Norms of a block: before attention and its MLP; behind them, if there are some.
 BLOCK_NORMS: dict[Code, tuple[Sequence[str], Sequence[str]]] = {
@@ -377,7 +377,7 @@ class NativeDraft:
 
 def begin_draft(parts: PassParts, cache: Any) -> NativeDraft | None:
     """Return a draft after what is in the cache; None for other caches, or if memory of the gear was given up."""
-    passes = begin_pass(parts, cache, ONE_TOKEN)
+    passes = begin_pass(parts, cache, ANY_TOKEN)
     if passes is None:
         return None
     before = positions_in(cache[0])
