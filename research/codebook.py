@@ -397,7 +397,7 @@ def grouped_error(weight: mx.array, bits: int) -> tuple[float, float]:
 def row_curve(weight: mx.array) -> dict[float, float]:
     """Effective bits to squared error of a codebook per row."""
     curve = {}
-    for bits in codebook.CODES_IN_WORD:
+    for bits in codebook.WORD_CODES:
         arrays = codebook.encode(weight, bits)
         curve[8 * nbytes(arrays) / weight.size] = squared_error(codebook.decode(arrays, bits, weight.shape[1]), weight)
     return curve

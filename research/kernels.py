@@ -28,7 +28,7 @@ from gearbx_mlx.cli.terminal import counting
 from gearbx_mlx.compat.arrays import dtype_name
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.formats import CodebookOptions, codebook, codebook_library, groupwise, rowwise
-from gearbx_mlx.formats.codebook import CODES_IN_WORD
+from gearbx_mlx.formats.codebook import WORD_CODES
 from gearbx_mlx.formats.codebook_library import LIBRARY_BITS as LIBRARY
 from gearbx_mlx.formats.exact import encode
 from gearbx_mlx.formats.planes import split
@@ -197,7 +197,7 @@ def codebook_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Iterat
     """Codebooks of each row, and a library of them, hardly fitted: how long a product takes does not depend on that."""
     quick = CodebookOptions(rounds=1)
     for name, module, widths in (
-        ("codebook", codebook, CODES_IN_WORD),
+        ("codebook", codebook, WORD_CODES),
         ("codebook-library", codebook_library, LIBRARY),
     ):
         for bits in widths:

@@ -16,7 +16,7 @@ from mlx.utils import tree_map
 from ..compat.arrays import dtype_name
 from ..errors import GearbxError, one_line
 from ..formats import codebook, codebook_library, groupwise, rowwise
-from ..formats.codebook import CODES_IN_WORD
+from ..formats.codebook import WORD_CODES
 from ..formats.exact import encode
 from ..formats.kv_cache import Nested, pack
 from ..formats.planes import Planes, split
@@ -149,7 +149,7 @@ def all_kernels(group_size: int) -> list[MetalProduct]:
         *(stack_kernel(f"in place {b} of {of}", first_bits, group_size, bits=b, of=of) for b, of in IN_PLACE),
         *map(symmetric_kernel, rowwise.Q_MAX),
         symmetric_kernel(groupwise.GROUP_BITS, grouped=True),
-        *(codebook_kernel("codebook", codebook.encode, bits) for bits in CODES_IN_WORD),
+        *(codebook_kernel("codebook", codebook.encode, bits) for bits in WORD_CODES),
         *(codebook_kernel("codebook-library", codebook_library.encode, bits) for bits in codebook_library.LIBRARY_BITS),
         exact_kernel(group_size),
         MetalProduct("dense 16", lambda weight: weight, lambda weight, columns: weight, dense_product, variants=("",)),

@@ -21,7 +21,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from ..errors import GearbxError
-from .model_directory import FETCH_AGAIN
+from .model_directory import REFETCH
 from .reading import shown, unreadable
 
 MAGIC = b"GGUF"
@@ -216,7 +216,7 @@ class Gguf:
         self._at += size
 
     def _damaged(self, what: str) -> GearbxError:
-        return GearbxError(f"{self.path}: damaged or truncated ({what}); {FETCH_AGAIN}")
+        return GearbxError(f"{self.path}: damaged or truncated ({what}); {REFETCH}")
 
 
 # Affine codes, which stay packed

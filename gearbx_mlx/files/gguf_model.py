@@ -29,7 +29,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from ..errors import GearbxError, GearbxWarning, one_line
 from .gguf import CODED, GGUF_GROUP, MAGIC, Gguf, GgufTensor, affine_codes
-from .model_directory import FETCH_AGAIN, MOST_LAYERS
+from .model_directory import MOST_LAYERS, REFETCH
 from .reading import shown, unreadable
 from .unpacked import contents, unpacked
 
@@ -196,7 +196,7 @@ def write_model(file: Path, directory: Path, dtype: mx.Dtype | None = None) -> N
 
 
 def not_fitting(gguf: Gguf, reason: str) -> GearbxError:
-    return GearbxError(f"{gguf.path}: its metadata do not fit its tensors ({reason}); {FETCH_AGAIN}")
+    return GearbxError(f"{gguf.path}: its metadata do not fit its tensors ({reason}); {REFETCH}")
 
 
 def said(value: Any) -> str:
@@ -230,16 +230,16 @@ def check_metadata(gguf: Gguf) -> None:
     blocks = len({name.split(".")[1] for name in gguf.tensors if name.startswith("blk.")})
     if not isinstance(count, int) or count != blocks:
         raise GearbxError(
-            f"{path}: {architecture}.block_count is {said(count)}, and there are tensors of {blocks} blocks; {FETCH_AGAIN}"
+            f"{path}: {architecture}.block_count is {said(count)}, and there are tensors of {blocks} blocks; {REFETCH}"
         )
     if blocks > MOST_LAYERS:
-        raise GearbxError(f"{path}: has {blocks} blocks, and no model has more than {MOST_LAYERS}; {FETCH_AGAIN}")
+        raise GearbxError(f"{path}: has {blocks} blocks, and no model has more than {MOST_LAYERS}; {REFETCH}")
     embedding, tokens = gguf.tensors.get("token_embd.weight"), of.get("tokenizer.ggml.tokens")
     if embedding is None or len(embedding.shape) != 2 or not isinstance(tokens, list):
-        raise GearbxError(f"{path}: has no token_embd.weight, or no tokenizer.ggml.tokens; {FETCH_AGAIN}")
+        raise GearbxError(f"{path}: has no token_embd.weight, or no tokenizer.ggml.tokens; {REFETCH}")
     if len(tokens) > embedding.shape[0]:
         raise GearbxError(
-            f"{path}: has {len(tokens)} tokens and {embedding.shape[0]} rows of token_embd.weight; {FETCH_AGAIN}"
+            f"{path}: has {len(tokens)} tokens and {embedding.shape[0]} rows of token_embd.weight; {REFETCH}"
         )
 
 
@@ -285,7 +285,7 @@ def arrays_in(gguf: Gguf, tensor: GgufTensor, dtype: mx.Dtype | None, one: int =
         if name != "weight" and not mx.all(mx.isfinite(array)).item():
             kind = name_of_type(array.dtype)
             raise GearbxError(
-                f"{gguf.path}: {shown(tensor.name)} has weights that are no finite numbers in {kind}; {FETCH_AGAIN}"
+                f"{gguf.path}: {shown(tensor.name)} has weights that are no finite numbers in {kind}; {REFETCH}"
             )
     yield from arrays.items()
 

@@ -27,7 +27,7 @@ def context_length(config: Mapping[str, Any]) -> int | None:
 
 
 COMPLETE = "give the directory of a complete model"
-FETCH_AGAIN = "download it again"
+REFETCH = "download it again"
 
 JSON_FILES = (
     *("config.json", "generation_config.json", "hf_quant_config.json", "tokenizer.json", "tokenizer_config.json"),
@@ -66,7 +66,7 @@ def count_arrays(directory: Path, names: str = "model*.safetensors") -> int:
         except OSError as error:
             raise unreadable(file, error) from error
         except SafetensorError as error:
-            raise GearbxError(f"{file}: damaged or truncated ({one_line(error)}); {FETCH_AGAIN}") from error
+            raise GearbxError(f"{file}: damaged or truncated ({one_line(error)}); {REFETCH}") from error
     return count
 
 
@@ -87,7 +87,7 @@ def check_layers(config: dict[str, Any], arrays: int, file: Path) -> None:
             if isinstance(claimed, int | float) and claimed > most:
                 few = f"the weights are {arrays} arrays, too few for it"
                 why = few if claimed > arrays + SPARE else f"no model has more than {MOST_LAYERS}"
-                raise GearbxError(f"{file}: {name} is {shown(value)}, and {why}; {FETCH_AGAIN}")
+                raise GearbxError(f"{file}: {name} is {shown(value)}, and {why}; {REFETCH}")
 
 
 def check_quantization(config: Mapping[str, Any], file: Path) -> None:
@@ -101,7 +101,7 @@ def check_quantization(config: Mapping[str, Any], file: Path) -> None:
         for name in ("group_size", "bits"):
             for value in (level.get(name) for level in levels if isinstance(level, dict)):
                 if isinstance(value, int | float) and value < 1:
-                    raise GearbxError(f"{file}: {name} of its quantization is {shown(value)}, below 1; {FETCH_AGAIN}")
+                    raise GearbxError(f"{file}: {name} of its quantization is {shown(value)}, below 1; {REFETCH}")
 
 
 def check_regular(directory: Path) -> None:
@@ -130,7 +130,7 @@ def check_json(directory: Path) -> None:
     """
     for path in (directory / name for name in JSON_FILES):
         if path.exists():
-            read_as(path, parse_object, "the JSON of a model", FETCH_AGAIN)
+            read_as(path, parse_object, "the JSON of a model", REFETCH)
 
 
 def parse_object(text: str) -> dict[str, Any]:

@@ -257,19 +257,19 @@ def take_out(weight: mx.array, mask: np.ndarray) -> Outliers:
     )
 
 
-CODES_IN_WORD = {2: (16, mx.uint32), 3: (10, mx.uint32), 4: (8, mx.uint32), 5: (3, mx.uint16), 6: (5, mx.uint32)}
+WORD_CODES = {2: (16, mx.uint32), 3: (10, mx.uint32), 4: (8, mx.uint32), 5: (3, mx.uint16), 6: (5, mx.uint32)}
 WORD_BYTES = 4  # bytes: words of 5-bit codes come in pairs
 
 
 def row_bytes(width: int, bits: int) -> int:
     """Return bytes of one packed row of `width` codes, padding included."""
-    count, word = CODES_IN_WORD[bits]
+    count, word = WORD_CODES[bits]
     return math.ceil(math.ceil(width / count) * word.size / WORD_BYTES) * WORD_BYTES
 
 
 def pack_codebook_codes(codes: mx.array, bits: int) -> mx.array:
     """Unsigned codes (..., I), below 2^bits, packed into words (..., row_bytes(I, bits) / size of a word)."""
-    count, word = CODES_IN_WORD[bits]
+    count, word = WORD_CODES[bits]
     words = row_bytes(codes.shape[-1], bits) // word.size
     missing = words * count - codes.shape[-1]
     codes = mx.pad(codes.astype(word), [(0, 0)] * (codes.ndim - 1) + [(0, missing)])
@@ -282,7 +282,7 @@ def pack_codebook_codes(codes: mx.array, bits: int) -> mx.array:
 
 def unpack_codebook_codes(words: mx.array, bits: int, width: int) -> mx.array:
     """Return the inverse of `pack_codebook_codes`: words to (..., width) uint8 codes."""
-    count = CODES_IN_WORD[bits][0]
+    count = WORD_CODES[bits][0]
     codes = mx.stack([((words >> (i * bits)) & (2**bits - 1)).astype(mx.uint8) for i in range(count)], axis=-1)
     return codes.reshape(*words.shape[:-1], -1)[..., :width]
 
@@ -471,7 +471,7 @@ class Codebook(CodebookFormat):
     """A codebook for each row, fitted to the weights alone."""
 
     name = "codebook"
-    layer_bits = tuple(CODES_IN_WORD)
+    layer_bits = tuple(WORD_CODES)
 
     def __init__(self, cache: bool = False, options: CodebookOptions = DEFAULT_OPTIONS):
         if (options.library, options.group) != (DEFAULT_OPTIONS.library, DEFAULT_OPTIONS.group):
@@ -489,7 +489,7 @@ class Codebook(CodebookFormat):
         return rows * (row_bytes(shape[-1], bits) + ENTRY_SIZE * 2**bits) + self.outlier_bytes(shape, outlier_share)
 
     def stored_arrays(self, shape: Shape, bits: int, ladder: Bits, group_size: int, dtype: mx.Dtype) -> StoredArrays:
-        rows, word = tuple(shape[:-1]), CODES_IN_WORD[bits][1]
+        rows, word = tuple(shape[:-1]), WORD_CODES[bits][1]
         weight = StoredArray(word, (*rows, row_bytes(shape[-1], bits) // word.size), bits, "weight")
         codebook = StoredArray(mx.float16, (*rows, 2**bits), bits, "codebook")
         return {"weight": weight, "codebook": codebook} | Outliers.stored_arrays(shape, bits)

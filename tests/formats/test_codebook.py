@@ -14,10 +14,10 @@ from mlx.utils import tree_flatten
 from gearbx_mlx import Gearbox, GearbxError, Lossless
 from gearbx_mlx.formats import CodebookOptions, codebook, codebook_library, get_format
 from gearbx_mlx.formats.codebook import (
-    CODES_IN_WORD,
     DEFAULT_OPTIONS,
     LLOYD_STEP,
     ROUNDS,
+    WORD_CODES,
     Codebook,
     Outliers,
     SortedRows,
@@ -35,7 +35,7 @@ from gearbx_mlx.formats.codebook import (
 from gearbx_mlx.formats.codebook_library import KERNEL_LIBRARY, CodebookLibrary
 
 MODULES = {"codebook": codebook, "codebook-library": codebook_library}
-CASES = [("codebook", bits) for bits in CODES_IN_WORD] + [
+CASES = [("codebook", bits) for bits in WORD_CODES] + [
     ("codebook-library", bits) for bits in codebook_library.LIBRARY_BITS
 ]
 seeds = st.integers(0, 2**32 - 1)
@@ -58,11 +58,11 @@ def error(made: mx.array, weight: mx.array) -> float:
 
 class TestPacking:
     @settings(deadline=None)
-    @given(st.sampled_from(list(CODES_IN_WORD)), st.integers(1, 4), widths, seeds)
+    @given(st.sampled_from(list(WORD_CODES)), st.integers(1, 4), widths, seeds)
     def test_round_trip_is_exact(self, bits, rows, width, seed):
         codes = np.random.default_rng(seed).integers(0, 2**bits, (rows, width)).astype(np.uint8)
         words = pack_codebook_codes(mx.array(codes), bits)
-        assert words.dtype == CODES_IN_WORD[bits][1]
+        assert words.dtype == WORD_CODES[bits][1]
         assert words.shape[-1] * words.dtype.size == row_bytes(width, bits)
         assert np.array_equal(np.array(unpack_codebook_codes(words, bits, width)), codes)
 
@@ -72,7 +72,7 @@ class TestPacking:
         word = np.array(pack_codebook_codes(mx.array(codes), bits))[0]
         assert word.nbytes * 8 == size
         assert int(word) == sum(code << i * bits for i, code in enumerate(codes))
-        assert CODES_IN_WORD[bits][0] == held
+        assert WORD_CODES[bits][0] == held
 
 
 class TestOutliers:
