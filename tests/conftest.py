@@ -320,7 +320,7 @@ def on_disk(model, directory: Path) -> dict:
 
 def mlx_lm_loop(gearbox):
     """mlx-lm's `stream_generate`, which makes log-probabilities as a model with this gearbox does."""
-    return loops.stream_generate(reader_of(gearbox).logsumexp)
+    return loops.streaming_with(reader_of(gearbox).logsumexp)
 
 
 def stream_pair(small, large, tokenizer, prompt, max_tokens=256, **keywords):

@@ -18,7 +18,7 @@ from rich.progress import Progress
 
 from ..errors import GearbxError
 from ..formats import codebook, codebook_library, get_format
-from ..formats.codebook import Codebook, CodebookFormat, SortedRows, find_all, lloyd
+from ..formats.codebook import Codebook, CodebookFormat, SortedRows, all_outliers, lloyd
 from ..gears.discovery import Layer, Predicate, discover, is_attention, with_bits
 from ..gears.ladder import DENSE
 from ..gears.offload import EMPTY
@@ -129,7 +129,7 @@ def qualities(format: CodebookFormat, weight: mx.array) -> Iterator[Quality]:
     """Yield the quality of a matrix (O, I), or of some experts of (E, O, I), at each of the format's bits,
     ascending."""
     judged = some_experts(weight)
-    mask = find_all(judged, format.options)
+    mask = all_outliers(judged, format.options)
     share = float(mask.mean())
     match = match_rows if isinstance(format, Codebook) else match_library
     for bits, kept, alone in match(format, judged, mask):

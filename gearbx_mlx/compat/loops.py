@@ -38,7 +38,7 @@ class StandIn:
 
 
 @functools.cache
-def stream_generate(logsumexp: LogSumExp | None) -> Callable[..., Iterator[GenerationResponse]]:
+def streaming_with(logsumexp: LogSumExp | None) -> Callable[..., Iterator[GenerationResponse]]:
     """mlx-lm's `stream_generate`, with this function; its own without one, or with versions that are not tested."""
     if logsumexp is None or not is_tested():
         return mlx_stream_generate

@@ -41,7 +41,7 @@ def load_compiler():
     return _compile_jinja_template
 
 
-def rendered(compiler, template: str, values: dict) -> dict[str, str]:
+def render(compiler, template: str, values: dict) -> dict[str, str]:
     """Return the text that a template makes of values, or its error."""
     signal.setitimer(signal.ITIMER_PROF, SECONDS)  # whose signal ends the process
     try:
@@ -68,7 +68,7 @@ def main() -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         template = asked.get("template", template)
-        sys.stdout.write(json.dumps(rendered(compiler, template, asked["values"])) + "\n")
+        sys.stdout.write(json.dumps(render(compiler, template, asked["values"])) + "\n")
         sys.stdout.flush()
 
 

@@ -60,10 +60,10 @@ def unpacked(stem: str, source: str, write: Callable[[Path], None]) -> Path:
     name = f"{stem[:100]}-{hashlib.sha256(f'{FORM} {source}'.encode()).hexdigest()[:16]}"
     try:
         directory = open_cache() / name
-        if is_whole(directory, source):
+        if is_as_written(directory, source):
             return directory
         with FileLock(directory.parent / ".unpacking.lock", mode=0o600):  # one process unpacks at a time
-            if not is_whole(directory, source):  # else another process has been quicker
+            if not is_as_written(directory, source):  # else another process has been quicker
                 remove_damaged(directory)
                 make(directory, source, write)
     except CacheUnusable as error:
@@ -95,7 +95,7 @@ def remove_damaged(directory: Path) -> None:
         remove(directory)
 
 
-def is_whole(directory: Path, source: str) -> bool:
+def is_as_written(directory: Path, source: str) -> bool:
     """Return whether an entry is there, made of this source, and as it was written.
 
     Raises:

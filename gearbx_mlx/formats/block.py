@@ -305,7 +305,7 @@ def part_of_head(head: nn.Module, kernels: ModuleType) -> Any:
     linear = head.get("projection", head)
     try:
         if not isinstance(linear, nn.Embedding):
-            return part_of(linear, kernels)
+            return native_part(linear, kernels)
         return kernels.dense_part(linear.weight, None, getattr(linear, "x_bits", 0))
     except ValueError:  # weights of another type, or that are not contiguous
         return None
@@ -465,7 +465,7 @@ def known_program(layer: nn.Module, kernels: ModuleType) -> Any:
     native = next(kind for kind in type(layer).__mro__ if ORIGIN in vars(kind))  # a timer may have derived a class
     (before, after), (projections, of_heads) = BLOCK_NORMS[code_of(vars(native)[ORIGIN])], known
     linears = [*(attention[name] for name in (*projections, "o_proj")), *(mlp[name] for name in (*gates, "down_proj"))]
-    parts = [part_of(module, kernels) for module in linears]
+    parts = [native_part(module, kernels) for module in linears]
     modules = *(layer[name] for name in (*before, *after)), *(attention[name] for name in of_heads)
     norms = [norm_of(module, kernels) for module in modules]
     rotation = rotation_of(attention["rope"])
@@ -498,7 +498,7 @@ def stock_code(module: Any) -> Code:
     return code_of(vars(type(module)).get(ORIGIN, type(module)))
 
 
-def part_of(module: nn.Module, kernels: ModuleType) -> Any:
+def native_part(module: nn.Module, kernels: ModuleType) -> Any:
     """Return a linear layer as a part of a block; None if its class does not say how (a class derived from it need
     not).
 

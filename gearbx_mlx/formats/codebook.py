@@ -133,7 +133,7 @@ def lloyd(rows: SortedRows, bits: int, rounds: int = ROUNDS) -> mx.array:
     return codebook
 
 
-def nearest(rows: mx.array, codebook: mx.array) -> mx.array:
+def nearest_entries(rows: mx.array, codebook: mx.array) -> mx.array:
     """Return the codes (R, I) uint8 of the entries in codebooks (R, K) nearest to values (R, I); of two, the
     lower one."""
     bounds = boundaries(codebook)
@@ -208,7 +208,7 @@ class Outliers:
         return flat.reshape(weight.shape)
 
 
-def find(matrix: mx.array, options: CodebookOptions = DEFAULT_OPTIONS) -> np.ndarray:
+def outliers_of(matrix: mx.array, options: CodebookOptions = DEFAULT_OPTIONS) -> np.ndarray:
     """Find the outliers of a matrix (O, I): |w - mean| > 3 sigma, but at most the furthest 2 %; or as options say.
 
     Mean and sigma are those of the matrix. Among equally distant weights the first ones count. If mean or sigma is not
@@ -234,10 +234,10 @@ def find(matrix: mx.array, options: CodebookOptions = DEFAULT_OPTIONS) -> np.nda
     return mask
 
 
-def find_all(weight: mx.array, options: CodebookOptions = DEFAULT_OPTIONS) -> np.ndarray:
+def all_outliers(weight: mx.array, options: CodebookOptions = DEFAULT_OPTIONS) -> np.ndarray:
     """Find the outliers of every matrix of (..., O, I): (..., O, I) bool."""
     matrices = weight.reshape(-1, *weight.shape[-2:])
-    return np.stack([find(matrix, options) for matrix in matrices]).reshape(weight.shape)
+    return np.stack([outliers_of(matrix, options) for matrix in matrices]).reshape(weight.shape)
 
 
 def take_out(weight: mx.array, mask: np.ndarray) -> Outliers:
@@ -310,7 +310,7 @@ def fit(rows: mx.array, outlying: mx.array, bits: int, rounds: int = ROUNDS) -> 
     rows = rows.astype(mx.float32)
     codebook = lloyd(SortedRows.of(rows, outlying), bits, rounds)
     codebook = mx.where(mx.isfinite(rows).all(axis=-1, keepdims=True), codebook, mx.nan).astype(mx.float16)
-    return codebook, nearest(bulk(rows, outlying), codebook.astype(mx.float32))
+    return codebook, nearest_entries(bulk(rows, outlying), codebook.astype(mx.float32))
 
 
 def encode(
@@ -325,7 +325,7 @@ def encode(
         weight: packed codes (..., O, words). codebook: (..., O, 2^bits) float16, not finite in rows that are not.
         outliers, outlier_columns, outlier_offsets: see `Outliers`. All are evaluated, since their number must be known.
     """
-    mask = find_all(weight, options) if mask is None else mask
+    mask = all_outliers(weight, options) if mask is None else mask
     rows, outlying = weight.reshape(-1, weight.shape[-1]), mask.reshape(-1, weight.shape[-1])
     parts = []
     for block in row_blocks(*rows.shape):

@@ -27,10 +27,10 @@ from .codebook import (
     CodebookFormat,
     Outliers,
     SortedRows,
+    all_outliers,
     bulk,
-    find_all,
     lloyd,
-    nearest,
+    nearest_entries,
     take_out,
 )
 
@@ -113,7 +113,7 @@ def fit(groups: mx.array, outlying: mx.array, library: mx.array) -> tuple[mx.arr
     count = mx.maximum(counted.sum(axis=-1, keepdims=True), 1)
     for i in range(REFITS + 1):
         scale, middle = scale.astype(mx.float16), middle.astype(mx.float16)
-        codes = nearest((groups - middle) / mx.maximum(scale.astype(mx.float32), LEAST_SCALE), codebook)
+        codes = nearest_entries((groups - middle) / mx.maximum(scale.astype(mx.float32), LEAST_SCALE), codebook)
         if i == REFITS:
             break
         # The scale and mid-point with the least squared error for these codes.
@@ -168,7 +168,7 @@ def encode(
         scales, midpoints: (..., O, G) float16, not finite in groups that are not.
         outliers, outlier_columns, outlier_offsets: see `Outliers`. All evaluated.
     """
-    mask = find_all(weight, options) if mask is None else mask
+    mask = all_outliers(weight, options) if mask is None else mask
     shape = (*weight.shape[:-1], math.ceil(weight.shape[-1] / options.group))
     libraries, parts = [], []
     for matrix, outlying in zip(weight.reshape(-1, *weight.shape[-2:]), mx.array(mask).reshape(-1, *weight.shape[-2:])):

@@ -54,7 +54,7 @@ def attention(
 
     Sums are in float32. A query that sees no key gets zeros. Arguments as for `parts_launch`.
     """
-    return joined(parts_launch(queries, keys, values, scale, mask), queries.dtype)
+    return join_blocks(parts_launch(queries, keys, values, scale, mask), queries.dtype)
 
 
 def takes_attention(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str | None) -> bool:
@@ -168,7 +168,7 @@ def queries_of_a_group(width: int) -> int:
     return 2 ** int(math.log2(MOST_KEPT // (math.ceil(width / LANES) + 3)))
 
 
-def joined(parts: Launch | None, dtype: mx.Dtype) -> mx.array | None:
+def join_blocks(parts: Launch | None, dtype: mx.Dtype) -> mx.array | None:
     """Attention (B, H, L, D) from the launch of its blocks; None where there is none, or a kernel cannot run."""
     sums = None if parts is None else parts.attempt()
     return None if sums is None else join_launch(sums, dtype).attempt()
@@ -285,7 +285,7 @@ def nested_attention(
     Sums are in float32, and numbers that planes stand for are rounded to that type. A query that sees no key gets
     zeros. Arguments as for `nested_launch`.
     """
-    return joined(nested_launch(queries, nested, scale, mask), queries.dtype)
+    return join_blocks(nested_launch(queries, nested, scale, mask), queries.dtype)
 
 
 def nested_launch(queries: mx.array, nested: NestedEntries, scale: float, mask: mx.array | str | None) -> Launch | None:

@@ -105,7 +105,7 @@ def proof(text: str, key: str) -> Proof | None:
     Args:
         text: of TEXTS. key: of `product_key` or `decoder_key`.
     """
-    return entries().get(text_name(text), {}).get(key)
+    return proofs_here().get(text_name(text), {}).get(key)
 
 
 def won(text: str, key: str) -> bool:
@@ -116,7 +116,7 @@ def won(text: str, key: str) -> bool:
 
 def any_won() -> bool:
     """Return whether any kernel of ours was proven faster on this machine."""
-    return any(each.won for name in map(text_name, TEXTS) for each in entries().get(name, {}).values())
+    return any(each.won for name in map(text_name, TEXTS) for each in proofs_here().get(name, {}).values())
 
 
 @functools.cache
@@ -137,13 +137,13 @@ def text_name(text: str) -> str:
     return f"{text} {digest.hexdigest()[:12]}"
 
 
-def entries() -> Entries:
+def proofs_here() -> Entries:
     """Return what was proven on this machine."""
-    return entries_in(PROOFS.place())
+    return proofs_in(PROOFS.place())
 
 
 @functools.cache
-def entries_in(place: Path | None) -> Entries:
+def proofs_in(place: Path | None) -> Entries:
     """Return the entries of this machine in the file at a place, which is read once."""
     return PROOFS.read().machines.get(metal_machine(), {})
 
@@ -159,4 +159,4 @@ def change(text: str, key: str, proof: Proof | None) -> None:
         become_newest(content.machines, metal_machine(), {text_name(text): of_text})
 
     PROOFS.change(write)
-    entries_in.cache_clear()
+    proofs_in.cache_clear()

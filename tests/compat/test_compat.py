@@ -32,7 +32,7 @@ from mlx_lm.server import ResponseGenerator
 from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Lossless, Route, Static, load, stream_generate
 from gearbx_mlx.compat import arrays, classes, latent_attention, loops, versions
 from gearbx_mlx.compat.classes import COMPILED, CompiledSteps
-from gearbx_mlx.compat.loops import stream_generate as stream_of
+from gearbx_mlx.compat.loops import streaming_with as stream_of
 from gearbx_mlx.compat.server import Computing
 from gearbx_mlx.decoding.rows import Rows, Verifier
 from gearbx_mlx.formats import block
@@ -49,7 +49,7 @@ def newer(monkeypatch):
     monkeypatch.setattr(versions, "installed_version", lambda: NEWER)
     monkeypatch.setattr(versions, "_said", set())
     yield
-    for made in (loops.stream_generate, loops.batch_step, loops.first_step):
+    for made in (loops.streaming_with, loops.batch_step, loops.first_step):
         made.cache_clear()
 
 

@@ -21,12 +21,12 @@ from gearbx_mlx.formats.codebook import (
     Codebook,
     Outliers,
     SortedRows,
-    find,
-    find_all,
+    all_outliers,
     lloyd,
     lloyd_round,
     nbytes,
-    nearest,
+    nearest_entries,
+    outliers_of,
     pack_codebook_codes,
     row_bytes,
     take_out,
@@ -80,7 +80,7 @@ class TestOutliers:
     @given(st.integers(1, 12), widths, st.sampled_from([1.0, 1.5, 4.0]), seeds)
     def test_at_most_two_percent_and_the_furthest(self, rows, width, freedom, seed):
         values = np.random.default_rng(seed).standard_t(freedom, (rows, width)).astype(np.float32)
-        mask = find(mx.array(values))
+        mask = outliers_of(mx.array(values))
         distance = np.abs(values.astype(np.float64) - values.mean(dtype=np.float64))
         assert mask.sum() <= DEFAULT_OPTIONS.cap * values.size
         if mask.any():
@@ -90,7 +90,7 @@ class TestOutliers:
     def test_without_the_bound_they_are_those_beyond_three_sigma(self):
         values = np.array(gaussian(64, 512))
         expected = np.abs(values - values.mean()) > 3 * values.std()
-        assert np.array_equal(find(mx.array(values)), expected)
+        assert np.array_equal(outliers_of(mx.array(values)), expected)
         assert 0.002 < expected.mean() < 0.0035
 
     @settings(deadline=None)
@@ -107,7 +107,7 @@ class TestOutliers:
     @pytest.mark.parametrize("name", MODULES)
     def test_an_outlier_of_a_half_precision_checkpoint_is_exact(self, name):
         weight = heavy(32, 256).astype(mx.float16)
-        mask = find_all(weight)
+        mask = all_outliers(weight)
         assert mask.any()
         made = codebook.decode(MODULES[name].encode(weight, 2), 2, 256)
         assert np.array_equal(np.array(made)[mask], np.array(weight.astype(mx.float32))[mask])
@@ -116,7 +116,7 @@ class TestOutliers:
     def test_all_outliers_of_a_row_have_one_code(self):
         """A kernel takes back one value for all of them."""
         weight = heavy(64, 300)
-        mask = find_all(weight)
+        mask = all_outliers(weight)
         codes = np.array(unpack_codebook_codes(codebook.encode(weight, 4)["weight"], 4, 300))
         assert (mask.sum(axis=1) > 1).any()
         for row, outlying in zip(codes, mask):
@@ -164,13 +164,13 @@ class TestLloyd:
         random = np.random.default_rng(seed)
         table = np.sort(random.standard_normal((2, 2**bits)).astype(np.float32), axis=1)
         values = random.standard_normal((2, width)).astype(np.float32)
-        codes = np.array(nearest(mx.array(values), mx.array(table)))
+        codes = np.array(nearest_entries(mx.array(values), mx.array(table)))
         chosen = np.abs(values - np.take_along_axis(table, codes.astype(int), axis=1))
         assert np.allclose(chosen, np.abs(values[..., None] - table[:, None]).min(axis=-1), atol=1e-6)
 
     def test_longer_steps_get_further_in_as_many_rounds(self):
         weight = heavy(64, 4096)
-        rows = SortedRows.of(weight, mx.array(find(weight)))
+        rows = SortedRows.of(weight, mx.array(outliers_of(weight)))
         plain = rows.quantiles(16)
         for _ in range(ROUNDS):
             plain = lloyd_round(rows, plain)
@@ -180,7 +180,7 @@ class TestLloyd:
             return (counts * mx.square(entries) - 2 * sums * entries).sum().item()
 
         best = off(lloyd(rows, 4, 300))
-        squares = mx.where(mx.array(find(weight)), 0, mx.square(weight)).sum().item()
+        squares = mx.where(mx.array(outliers_of(weight)), 0, mx.square(weight)).sum().item()
         assert squares + off(lloyd(rows, 4)) < 0.93 * (squares + off(plain))
         assert squares + off(lloyd(rows, 4)) < 1.08 * (squares + best)
 
@@ -254,7 +254,7 @@ class TestModules:
     def test_bytes_read_are_those_of_the_arrays(self, name, bits):
         module = get_format(name).modules(linear(heavy(64, 384), bias=False), bits, (bits,), 64, mx.float32)[bits]
         assert module.bytes_read == sum(a.nbytes for _, a in tree_flatten(module.parameters()))
-        share = int(find(heavy(64, 384)).sum()) / (64 * 384)
+        share = int(outliers_of(heavy(64, 384)).sum()) / (64 * 384)
         assert get_format(name).stored_bytes((64, 384), bits, share) == module.bytes_read
 
     def test_what_fills_up_lists_of_outliers_is_not_read(self):
@@ -297,7 +297,7 @@ class TestOptions:
     )
     def test_sigma_and_cap_decide_the_outliers(self, sigma, cap, share):
         options = CodebookOptions(sigma=sigma, cap=cap)
-        found = find(mx.array(np.random.default_rng(1).standard_normal((256, 1024)).astype(np.float32)), options)
+        found = outliers_of(mx.array(np.random.default_rng(1).standard_normal((256, 1024)).astype(np.float32)), options)
         assert found.mean() == pytest.approx(share, abs=5e-4)
         assert options.gaussian_share == pytest.approx(share, abs=5e-5)
 
@@ -307,7 +307,7 @@ class TestOptions:
         arrays = format.encode(weight, 3)
         assert arrays["library"].shape == (library, 8)
         assert arrays["scales"].shape == (40, -(-384 // group))
-        assert format.stored_bytes(weight.shape, 3, find_all(weight).mean()) == codebook.nbytes(arrays)
+        assert format.stored_bytes(weight.shape, 3, all_outliers(weight).mean()) == codebook.nbytes(arrays)
         stored = format.stored_arrays(weight.shape, 3, (3,), 64, mx.float16)
         assert all(len(a.shape) == arrays[n].ndim for n, a in stored.items())
         made = codebook.decode(arrays, 3, 384)

@@ -77,22 +77,22 @@ class TestTheFile:
     def test_that_others_may_write_to_is_neither_read_nor_written(self, own_cache):
         proven.keep(proven.EXACT_TEXT, KEY, 1.0, 2.0)
         (own_cache / "proven.json").chmod(0o666)
-        proven.entries_in.cache_clear()
+        proven.proofs_in.cache_clear()
         before = (own_cache / "proven.json").read_text()
         with pytest.warns(GearbxWarning, match="others may write to"):
             assert proven.proof(proven.EXACT_TEXT, KEY) is None
         proven.keep(proven.DENSE_TEXT, KEY, 1.0, 2.0)
         assert (own_cache / "proven.json").read_text() == before
-        proven.entries_in.cache_clear()
+        proven.proofs_in.cache_clear()
 
     def test_of_another_machine_stays_and_is_not_used(self, own_cache, monkeypatch):
         proven.keep(proven.EXACT_TEXT, KEY, 1.0, 2.0)
         monkeypatch.setattr(proven, "metal_machine", lambda: "Apple M9, macOS 30.0, mlx 0.32.1")
-        proven.entries_in.cache_clear()
+        proven.proofs_in.cache_clear()
         assert not proven.any_won()
         proven.keep(proven.DENSE_TEXT, KEY, 1.0, 2.0)
         assert len(json.loads((own_cache / "proven.json").read_text())["machines"]) == 2
-        proven.entries_in.cache_clear()
+        proven.proofs_in.cache_clear()
 
     @pytest.mark.parametrize("changed", ["exact_weights", "codes"])
     def test_of_another_text_is_not_used(self, own_cache, monkeypatch, changed):

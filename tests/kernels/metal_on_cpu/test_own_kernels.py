@@ -104,7 +104,7 @@ def test_what_is_right_is_kept_for_each_way_to_store(short, model):
         ("exact", 2),
     }
     assert [row["wrong"] for row in rows if row["wrong"]] == []
-    kept = {name.split()[0]: proofs for name, proofs in proven.entries().items()}
+    kept = {name.split()[0]: proofs for name, proofs in proven.proofs_here().items()}
     assert {name: len(proofs) for name, proofs in kept.items()} == {"dense": 1, "matvec": 3, "exact": 2}
     for row in rows:
         assert row["won"] == (row["seconds"] * proven.LEAD < row["seconds_of_mlx"])
@@ -117,7 +117,7 @@ def test_what_is_wrong_is_not_kept_any_more(short, model, monkeypatch):
     monkeypatch.setattr(Prepared, "__call__", lambda self, *inputs: right(self, *inputs) * 1.5)
     rows = list(subject.prove_all(model))
     assert all(row["wrong"] and not row["won"] for row in rows)
-    assert {name: proofs for name, proofs in proven.entries().items() if proofs} == {}
+    assert {name: proofs for name, proofs in proven.proofs_here().items() if proofs} == {}
 
 
 def test_what_a_compiler_refuses_is_named(short, model, monkeypatch):
@@ -127,7 +127,7 @@ def test_what_a_compiler_refuses_is_named(short, model, monkeypatch):
     monkeypatch.setattr(Prepared, "__call__", refused)
     rows = list(subject.prove_all(model))
     assert all(row["wrong"] for row in rows)
-    assert proven.entries() == {} or not any(proven.entries().values())
+    assert proven.proofs_here() == {} or not any(proven.proofs_here().values())
 
 
 def test_the_shapes_are_those_of_a_model():
