@@ -169,7 +169,7 @@ class TestNoKernelThatWasNotChecked:
 
     @pytest.mark.parametrize("wrong", ["registers", "device", "threadgroup"])
     def test_one_that_is_wrong_never_wins(self, on_metal, monkeypatch, wrong):
-        monkeypatch.setattr(tuner, "SMALLEST", 0)
+        monkeypatch.setattr(tuner, "LEAST_WEIGHTS", 0)
         made = Tuner(mx.float32, again=True)
         times = {each: 1e-6 if each == wrong else 1e-3 for each in self.STOCK_KIND.candidates(1, mx.float32)}
         made.measured[made.name(self.STOCK_KIND, 1)] = times
@@ -241,7 +241,7 @@ class TestNoKernelThatWasNotChecked:
     @pytest.mark.usefixtures("native")
     def test_on_a_cpu_when_a_kind_is_measured(self, cache, monkeypatch):
         kind = Kind("weights of 32 bits", (256, 384), stock=True, variants=(NATIVE,), most_bits=0)
-        monkeypatch.setattr(tuner, "SMALLEST", 0)
+        monkeypatch.setattr(tuner, "LEAST_WEIGHTS", 0)
         first = Tuner(mx.float32)
         assert first.choose(kind, 1, wrong_where(NATIVE)) == MLX
         first.cache.save()

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.clang]
 @pytest.fixture
 def short(launches, monkeypatch):
     """One type to check, few keys, one number of vectors; gives the launches."""
-    monkeypatch.setattr(metal_checks, "DTYPES", (mx.float32,))
+    monkeypatch.setattr(metal_checks, "METAL_DTYPES", (mx.float32,))
     monkeypatch.setattr(metal_checks, "HEAD_WIDTHS", (32, 64))
     monkeypatch.setattr(metal_checks, "KEY_COUNTS", (37,))
     monkeypatch.setattr(subject, "CHECKED_VECTORS", (1,))
