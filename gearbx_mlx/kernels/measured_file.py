@@ -69,7 +69,7 @@ class MeasuredFile(Generic[T]):
                 change(content)
                 write_text(place, msgspec.json.format(msgspec.json.encode(content), indent=1).decode())
                 place.chmod(0o600)  # with any umask: what others may write to is never used
-        except (GearbxError, OSError) as error:
+        except (GearbxError, OSError, NotImplementedError) as error:  # the last one where files cannot be locked
             warnings.warn(f"{error}; {self.unwritten}", GearbxWarning, stacklevel=4)
 
 
