@@ -31,8 +31,8 @@ from .compat.classes import model_classes
 from .errors import GearbxError, about, one_line
 from .files.gguf_model import gguf_directory, is_gguf
 from .files.model_directory import (
-    AGAIN,
     COMPLETE,
+    REFETCH,
     check_json,
     check_layers,
     check_quantization,
@@ -42,8 +42,7 @@ from .files.model_directory import (
     read_adapter,
 )
 from .files.reading import read_as, shown
-from .files.smollm2 import NAME as SMOLLM2
-from .files.smollm2 import smollm2_directory
+from .files.smollm2 import SMOLLM2, smollm2_directory
 from .gears.adapters import add_adapter
 from .gears.dividing import Ranks, cut_into_stages, divide, divide_saved, ranks_of, stage_of
 from .gears.manifest import GEARS_FILE, Manifest, read_manifest
@@ -191,7 +190,7 @@ def check_fields(config: dict, arguments: type, file: Path) -> None:
         wanted = get_args(kinds[name]) or (kinds[name],)
         if isinstance(config[name], str) and {bool, int, float, NoneType}.issuperset(wanted):
             what = "neither true nor false" if bool in wanted else "not a number"
-            raise GearbxError(f"{file}: {name} is {shown(config[name])}, {what}; {AGAIN}")
+            raise GearbxError(f"{file}: {name} is {shown(config[name])}, {what}; {REFETCH}")
 
 
 def untrusted(directory: Path) -> GearbxError:

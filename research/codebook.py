@@ -19,11 +19,10 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from pages import table
 
 from gearbx_mlx import Gearbox, load
-from gearbx_mlx.bit_selection.codebook_selection import Quality, compare, kind_of, qualities
+from gearbx_mlx.bit_selection.codebook_selection import Quality, component_kind, match_of, qualities
 from gearbx_mlx.bit_selection.h_process import (
     KL_BOUND,
     OVER,
-    WRITTEN,
     GarbageCheck,
     Limits,
     continuation,
@@ -39,7 +38,7 @@ from gearbx_mlx.cli.terminal import progress_bar
 from gearbx_mlx.decoding.route import SHORT_PROMPTS
 from gearbx_mlx.formats import CodebookOptions, codebook, codebook_library, get_format
 from gearbx_mlx.formats.base import Format
-from gearbx_mlx.formats.codebook import DEFAULTS, OUTLIER_SIZE, Codebook, Outliers, nbytes
+from gearbx_mlx.formats.codebook import DEFAULT_OPTIONS, OUTLIER_SIZE, Codebook, Outliers, nbytes
 from gearbx_mlx.formats.native import with_kernels
 from gearbx_mlx.gears.discovery import discover
 from gearbx_mlx.loading import model_name
@@ -198,7 +197,7 @@ def component_row(name: str, found: list[dict[str, float]]) -> dict[str, Any]:
 
 def break_even(bits_low: float, bits_high: float, outlier: int) -> float:
     """The share of outliers at which fewer bits are as large as more bits with a share of 2 % (XFP 7.2)."""
-    return DEFAULTS.cap + (bits_high - bits_low) / (8 * outlier)
+    return DEFAULT_OPTIONS.cap + (bits_high - bits_low) / (8 * outlier)
 
 
 def break_even_rows(weights: Iterable[mx.array]) -> list[dict[str, Any]]:
@@ -211,7 +210,7 @@ def break_even_rows(weights: Iterable[mx.array]) -> list[dict[str, Any]]:
         module: Any = get_format(format)
         low, high = (sizes[3], sizes[4]) if format == "codebook" else (3.0, 4.0)
         share = break_even(low, high, OUTLIER_SIZE)
-        for bits, options in ((4, DEFAULTS), (3, DEFAULTS), (3, CodebookOptions(sigma=1.0, cap=share))):
+        for bits, options in ((4, DEFAULT_OPTIONS), (3, DEFAULT_OPTIONS), (3, CodebookOptions(sigma=1.0, cap=share))):
             rows.append(whole_row(type(module)(options=options), bits, weights))
     return rows
 
@@ -226,7 +225,7 @@ def whole_row(format: Any, bits: int, weights: list[mx.array]) -> dict[str, Any]
         whole = weight.astype(mx.float32)
         size, off = size + nbytes(arrays), off + number(mx.square(made - whole).sum())
         square += number(mx.square(whole).sum())
-        cosines.append(compare(whole, made).cosine())
+        cosines.append(match_of(whole, made).cosine())
     found = {"effective_bits": 8 * size / counted, "squared_error": off / square}
     return {"format": format.name, "bits": bits} | found | {"cosine": float(np.median(cosines))}
 
@@ -236,7 +235,9 @@ def measure_tables(name: str | None) -> dict[str, Any]:
     parts: dict[str, list[dict[str, float]]] = defaultdict(list)
     layers, _ = discover(model, format=Codebook())
     for layer in layers:
-        parts[f"{kind_of(layer.path, layer.module)} {layer.path.split('.')[-1]}"].append(measured(layer.module.weight))
+        parts[f"{component_kind(layer.path, layer.module)} {layer.path.split('.')[-1]}"].append(
+            measured(layer.module.weight)
+        )
     components = [component_row(part, found) for part, found in parts.items()]
     return {
         "components": sorted(components, key=lambda row: -row["gain_mean"]),
@@ -334,7 +335,7 @@ def mixture_points(name: str, strict: float, grid: Iterable[float]) -> list[dict
     mixture = original if has_experts(original) else as_mixture(original)
     starts = [tokenizer.encode(prompt) for prompt in (SHORT_PROMPTS + TRIVIAL + HARD)[:H_PROMPTS]]
     ends = tokenizer.eos_token_ids
-    texts = [start + continuation(original, start, WRITTEN, ends) for start in starts]
+    texts = [start + continuation(original, start, 48, ends) for start in starts]
     del original
     fast_gearbox(mixture, Codebook(), "all")  # from here on the mixture computes in its type
     limits = Limits(reserve=measure_reserve(mixture).bytes)
@@ -396,7 +397,7 @@ def grouped_error(weight: mx.array, bits: int) -> tuple[float, float]:
 def row_curve(weight: mx.array) -> dict[float, float]:
     """Effective bits to squared error of a codebook per row."""
     curve = {}
-    for bits in codebook.LAYOUT:
+    for bits in codebook.WORD_CODES:
         arrays = codebook.encode(weight, bits)
         curve[8 * nbytes(arrays) / weight.size] = squared_error(codebook.decode(arrays, bits, weight.shape[1]), weight)
     return curve

@@ -22,8 +22,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from rich.progress import track
 
 from gearbx_mlx.benchmark import ModelBenchmark, parse_shape
-from gearbx_mlx.benchmark.decode import PROMPT, gearbox_of
-from gearbx_mlx.benchmark.measuring import BandwidthMeter, Rows, cell, spread_of, timed
+from gearbx_mlx.benchmark.decode import FIRST_TOKENS, check_gears, model_of
+from gearbx_mlx.benchmark.measuring import BandwidthMeter, Rows, cell, paths_here, spread_of, timed
 from gearbx_mlx.calibrate import parse_shares
 from gearbx_mlx.decoding.route import Route, Static
 from gearbx_mlx.decoding.stream import batch_generate, stream_generate
@@ -40,7 +40,9 @@ from .studies import Found, in_turn, ratios, results_in_turn, study, table_here
 def engaged(model: str | None, shape: str, gears: str | None, context: int = 0) -> Gearbox:
     """A gearbox of the model, or of a random Llama. context: tokens of a KV cache that memory has to have room for."""
     ladder = None if gears is None else Ladder.parse(gears)
-    return gearbox_of(ModelBenchmark(model=model, shape=parse_shape(shape), gears=ladder), context)
+    settings = ModelBenchmark(model=model, shape=parse_shape(shape), gears=ladder)
+    check_gears(settings, context=context)
+    return Gearbox(model_of(settings), ladder, kernels=paths_here()[0][1])
 
 
 def as_table(columns: Sequence[str], rows: Rows) -> str:
@@ -96,13 +98,13 @@ def routing(
     rows = []
 
     def plain() -> float:
-        steps = mlx_lm.stream_generate(gearbox.model, tokenizer, PROMPT, max_tokens=tokens + 1)
+        steps = mlx_lm.stream_generate(gearbox.model, tokenizer, FIRST_TOKENS, max_tokens=tokens + 1)
         return seconds_per_token(steps, tokens)
 
     def routed() -> float:
         gate = Stay(tuple(map(float, range(1, len(gearbox.ladder)))))
         mode = Route(gate=gate, initial_gear=gearbox.gear.name)
-        steps = stream_generate(gearbox.model, tokenizer, PROMPT, tokens + 1, mode=mode, gearbox=gearbox)
+        steps = stream_generate(gearbox.model, tokenizer, FIRST_TOKENS, tokens + 1, mode=mode, gearbox=gearbox)
         return seconds_per_token(steps, tokens)
 
     for gear in track(gearbox.ladder, "gears"):
@@ -179,7 +181,7 @@ def seconds_of(gearbox: Gearbox, plan: Sequence[Gear]) -> tuple[float, float]:
     """Seconds per token of a plan, and seconds of all its shifts, which are in it."""
     cache, shifting = make_prompt_cache(gearbox.model), 0.0
     gearbox.shift(plan[0])
-    token = gearbox.model(mx.array([PROMPT]), cache=cache)[:, -1].argmax(-1)
+    token = gearbox.model(mx.array([FIRST_TOKENS]), cache=cache)[:, -1].argmax(-1)
     mx.eval(token)
     start = time.perf_counter()
     for gear in plan:

@@ -17,7 +17,7 @@ import mlx.core as mx
 from mlx_lm.utils import save_model
 
 from gearbx_mlx import Gearbox, load, stream_generate
-from gearbx_mlx.benchmark.decode import VOCABULARY, decode_seconds, random_model
+from gearbx_mlx.benchmark.decode import DECODED_TOKENS, decode_seconds, random_model
 from gearbx_mlx.convert import convert
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.loading import DEMO_MODEL, find
@@ -43,7 +43,7 @@ def random_checkpoint(path: Path, hidden: int, layers: int) -> None:
         "num_attention_heads": hidden // 64,
         "num_key_value_heads": hidden // 256,
         "rms_norm_eps": 1e-5,
-        "vocab_size": VOCABULARY,
+        "vocab_size": DECODED_TOKENS,
         "tie_word_embeddings": False,
     }
     save_model(path, random_model(sizes))
@@ -204,7 +204,7 @@ def checkpoint(
         base, rest = out / "model.safetensors", out / "gears.safetensors"
         size = sum(file.stat().st_size for file in (base, rest)) / 1e9
         print(f"conversion: peak {peak:.2f} GB, {idle:.2f} GB for the demo model; output {size:.2f} GB, ", end="")
-        print(f"head {VOCABULARY * hidden * 2 / 1e9:.2f} GB")
+        print(f"head {DECODED_TOKENS * hidden * 2 / 1e9:.2f} GB")
         middle = ["mid"] if gears.count(",") > 1 else []
         for cold in (False, True):
             report(out, [base], ["low"], cold, trials)

@@ -15,21 +15,21 @@ from gearbx_mlx.benchmark.measuring import (
     GIGABYTE,
     INT8,
     INT16,
-    METAL,
-    MLX,
-    NATIVE,
+    METAL_PATH,
+    MLX_PATH,
+    NATIVE_PATH,
     BandwidthMeter,
-    check_memory,
+    check_room,
     paths_here,
     spread_of,
 )
-from gearbx_mlx.benchmark.metal_checks import codes_of
+from gearbx_mlx.benchmark.metal_checks import planes_kernel_codes
 from gearbx_mlx.cli.terminal import counting
 from gearbx_mlx.compat.arrays import dtype_name
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.formats import CodebookOptions, codebook, codebook_library, groupwise, rowwise
-from gearbx_mlx.formats.codebook import LAYOUT
-from gearbx_mlx.formats.codebook_library import BITS as LIBRARY
+from gearbx_mlx.formats.codebook import WORD_CODES
+from gearbx_mlx.formats.codebook_library import LIBRARY_BITS as LIBRARY
 from gearbx_mlx.formats.exact import encode
 from gearbx_mlx.formats.planes import split
 from gearbx_mlx.kernels import metal
@@ -92,7 +92,7 @@ def kernels(
     """
     sizes = MatrixSizes(trials, rows, cols, megabytes)
     total, matrix = sizes.megabytes * 2**20, 4 * rows * cols
-    check_memory(2 * matrix + max(total, matrix) + 4 * vectors * (rows + cols) + GIBIBYTE, "a matrix of this size")
+    check_room(2 * matrix + max(total, matrix) + 4 * vectors * (rows + cols) + GIBIBYTE, "a matrix of this size")
     dtype = mx.float32 if on_cpu() else mx.bfloat16  # in which a model computes there
     paths = product_paths(cols, vectors, dtype, native_only)
     weight = mx.random.normal((rows, cols), key=mx.random.key(0)) * 0.02
@@ -104,7 +104,7 @@ def kernels(
     found = []
     with counting("kernels timed", None) as advance:
         for case in chain.from_iterable(make(weight, total, paths) for make in makers):
-            slow = case.row["path"] == MLX and on_cpu()
+            slow = case.row["path"] == MLX_PATH and on_cpu()
             found.append(time_case(case, x, min(trials, SLOW_TRIALS) if slow else trials, read_bandwidth) | shape)
             advance()
     return Found({"kernels": as_table(COLUMNS, found)}, found)
@@ -154,11 +154,11 @@ def copied(part: Any) -> Any:
 def dense_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Iterator[ProductCase]:
     """Weights as they are. On a CPU MLX widens half-precision ones whole at every use, which is nothing to compare."""
     for dtype in (mx.bfloat16, mx.float16, mx.float32):
-        products: dict[str, Product] = {NATIVE: dense_product, METAL: on_metal(dense_product)}
+        products: dict[str, Product] = {NATIVE_PATH: dense_product, METAL_PATH: on_metal(dense_product)}
         if dtype == mx.bfloat16:
             products |= rounded(dense_product)
         if dtype == mx.float32 or not on_cpu():
-            products[MLX] = lambda x, w: x.astype(w.dtype) @ w.T
+            products[MLX_PATH] = lambda x, w: x.astype(w.dtype) @ w.T
         yield from cases_of(f"dense {dtype_name(dtype)}", 8 * dtype.size, weight.astype(dtype), total, products, paths)
 
 
@@ -173,14 +173,14 @@ def cases_of_stack(
 ) -> Iterator[ProductCase]:
     """A stack of planes of these widths."""
     name = "affine" if len(widths) == 1 else "planes " + "+".join(map(str, widths))
-    products = rounded(stack_product) | variants_of(stack_product) | {MLX: planes_matmul}
+    products = rounded(stack_product) | variants_of(stack_product) | {MLX_PATH: planes_matmul}
     yield from cases_of(name, sum(widths), split(weight.astype(mx.bfloat16), widths, GROUP), total, products, paths)
 
 
 def symmetric_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Iterator[ProductCase]:
     """Rowwise and groupwise codes, which MLX has no kernels for."""
     for bits in sorted(rowwise.Q_MAX):
-        matrix = codes_of(*rowwise.quantize(weight.astype(mx.bfloat16), bits), bits, weight.shape[1])
+        matrix = planes_kernel_codes(*rowwise.quantize(weight.astype(mx.bfloat16), bits), bits, weight.shape[1])
         products = rounded(symmetric_product) | variants_of(symmetric_product)
         yield from cases_of("rowwise", bits, matrix, total, products, paths)
     yield from groupwise_cases(weight, total, paths)
@@ -188,15 +188,18 @@ def symmetric_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Itera
 
 def groupwise_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Iterator[ProductCase]:
     """Codes of 4 bits with a scale for 32 inputs."""
-    matrix = codes_of(*groupwise.quantize(weight), groupwise.BITS, weight.shape[1])
+    matrix = planes_kernel_codes(*groupwise.quantize(weight), groupwise.GROUP_BITS, weight.shape[1])
     products = rounded(symmetric_product) | variants_of(symmetric_product)
-    yield from cases_of("groupwise", groupwise.BITS, matrix, total, products, paths)
+    yield from cases_of("groupwise", groupwise.GROUP_BITS, matrix, total, products, paths)
 
 
 def codebook_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Iterator[ProductCase]:
     """Codebooks of each row, and a library of them, hardly fitted: how long a product takes does not depend on that."""
     quick = CodebookOptions(rounds=1)
-    for name, module, widths in (("codebook", codebook, LAYOUT), ("codebook-library", codebook_library, LIBRARY)):
+    for name, module, widths in (
+        ("codebook", codebook, WORD_CODES),
+        ("codebook-library", codebook_library, LIBRARY),
+    ):
         for bits in widths:
             products = variants_of(functools.partial(packed_product, bits=bits))
             yield from cases_of(name, bits, dict(module.encode(weight, bits, quick)), total, products, paths)
@@ -209,7 +212,7 @@ def packed_product(x: mx.array, arrays: dict[str, mx.array], bits: int, **how: A
 
 def exact_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Iterator[ProductCase]:
     """bfloat16 weights that contain their low gear."""
-    ours: dict[str, Product] = {NATIVE: exact_product, METAL: on_metal(exact_product)}
+    ours: dict[str, Product] = {NATIVE_PATH: exact_product, METAL_PATH: on_metal(exact_product)}
     products = ours | rounded(exact_product)
     matrix = encode(weight.astype(mx.bfloat16), GROUP)
     yield from cases_of("exact", 16, matrix, total, products, paths)
@@ -217,8 +220,8 @@ def exact_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Iterator[
 
 def variants_of(product: Product) -> dict[str, Product]:
     """The paths of a product of x and a matrix: on a CPU, and each variant with Metal."""
-    variants = {f"{METAL} {name}": functools.partial(product, chosen=always(name)) for name in metal.VARIANTS}
-    return {NATIVE: product, **variants}
+    variants = {f"{METAL_PATH} {name}": functools.partial(product, chosen=always(name)) for name in metal.VARIANTS}
+    return {NATIVE_PATH: product, **variants}
 
 
 def on_metal(product: Product) -> Product:
@@ -257,11 +260,11 @@ def product_paths(cols: int, vectors: int, dtype: mx.Dtype, ours_alone: bool) ->
         GearbxError: ours_alone, and there are no kernels of ours for this many vectors.
     """
     names = [name for name, *_ in paths_here()]
-    if METAL in names:
-        variants = [f"{METAL} {name}" for name in metal.fitting_variants(metal.VARIANTS, cols, vectors, dtype)]
-        names = [METAL, *variants, MLX] if vectors <= metal.MAX_VECTORS else [MLX]
+    if METAL_PATH in names:
+        variants = [f"{METAL_PATH} {name}" for name in metal.fitting_variants(metal.VARIANTS, cols, vectors, dtype)]
+        names = [METAL_PATH, *variants, MLX_PATH] if vectors <= metal.MAX_VECTORS else [MLX_PATH]
     if ours_alone:
-        names.remove(MLX)
+        names.remove(MLX_PATH)
     if not names:
         raise GearbxError("there are no native kernels for these products here; leave --native-only out")
     return names

@@ -29,7 +29,7 @@ from rich.progress import track
 
 from gearbx_mlx import Gearbox, Lossless
 from gearbx_mlx.benchmark import parse_shape
-from gearbx_mlx.benchmark.decode import PROMPT, decode_seconds, random_llama
+from gearbx_mlx.benchmark.decode import FIRST_TOKENS, decode_seconds, random_llama
 from gearbx_mlx.benchmark.measuring import BandwidthMeter, spread_of, timed
 from gearbx_mlx.cli.prompt import read_prompts
 from gearbx_mlx.errors import GearbxError
@@ -303,9 +303,9 @@ class RandomModels:
 def decode_rows(models: RandomModels, contexts: Sequence[int], tokens: int) -> Rows:
     """Greedy tokens after each context. Our keys and values of a context are random, which does not change the time."""
     rows: Rows = []
-    text, kept = models.tokens(max(contexts) + len(PROMPT)), 0
+    text, kept = models.tokens(max(contexts) + len(FIRST_TOKENS)), 0
     for context in sorted(contexts):
-        read = text[: context + len(PROMPT)]  # decode_seconds puts its prompt after the context
+        read = text[: context + len(FIRST_TOKENS)]  # decode_seconds puts its prompt after the context
         ours = partial(decode_seconds, tokens=tokens, context=context)
         for bits, peer in track(models.peers.items(), f"context {context}"):
             read_again(peer, read[kept:], kept)
@@ -413,7 +413,7 @@ def compare_llama_cpp(
         if value < least:
             raise GearbxError(f"--{name} {value}: is too few; give {least} or more")
     threads, found = native_kernels().threads(), {}
-    room = max(*contexts, *prompts) + tokens + len(PROMPT)
+    room = max(*contexts, *prompts) + tokens + len(FIRST_TOKENS)
     with tempfile.TemporaryDirectory() as folder:
         models = RandomModels(size, activations, room, trials, Path(folder), threads)
         if "decode" in subjects:
@@ -532,7 +532,7 @@ def here(writer: Writer, way: Callable[[list[int], int], tuple[list[int], float]
 def same_file(
     prompts: list[Path] = [HELD_OUT, ASSISTANT],  # noqa: B006 - nothing changes it
     num_prompts: list[int] = [4, 8],  # noqa: B006
-    model: str = smollm2.NAME,
+    model: str = smollm2.SMOLLM2,
     max_tokens: int = 100,
     pairs: int = 3,
 ) -> Found:
@@ -547,7 +547,7 @@ def same_file(
         num_prompts: Of each file.
         pairs: Trials of a prompt.
     """
-    file, packed = gguf_of(model), f"llama.cpp, {'Q4_1' if model == smollm2.NAME else 'Q4_K_M'}"
+    file, packed = gguf_of(model), f"llama.cpp, {'Q4_1' if model == smollm2.SMOLLM2 else 'Q4_K_M'}"
     plain = Writer(model, "4,16", "planes", Lossless())
     drafted = Writer(model, "4,16", "planes", Lossless(), calibrated=True)
     sixteen = read_config(find(model))["torch_dtype"]
@@ -584,7 +584,7 @@ def same_file(
 
 
 @study(writes="tests/data/llama_cpp_MODEL.json", minutes=2)
-def llama_cpp_reference(model: str = smollm2.NAME, others: int = 44) -> None:
+def llama_cpp_reference(model: str = smollm2.SMOLLM2, others: int = 44) -> None:
     """What llama.cpp makes of texts in a GGUF: tokens, log-probabilities and greedy texts, for a test.
 
     Args:

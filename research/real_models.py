@@ -20,7 +20,7 @@ import mlx.core as mx
 
 from gearbx_mlx.errors import GearbxError, one_line
 from gearbx_mlx.files import smollm2
-from gearbx_mlx.files.gguf_model import unpack
+from gearbx_mlx.files.gguf_model import write_model
 from gearbx_mlx.files.user_cache import CacheUnusable, open_cache
 from gearbx_mlx.files.writing import make_directory, new_directory, replacing
 
@@ -93,10 +93,10 @@ def known(name: str) -> str:
 def gguf_of(model: str) -> Path:
     """Return the GGUF of a model by its name, or by its directory as `known` has it."""
     name = Path(model).name
-    if name == smollm2.NAME:
-        return smollm2.installed()
+    if name == smollm2.SMOLLM2:
+        return smollm2.installed_file()
     if name not in MODELS:
-        raise GearbxError(f"{model}: has no GGUF here; choose from {', '.join((smollm2.NAME, *MODELS))}")
+        raise GearbxError(f"{model}: has no GGUF here; choose from {', '.join((smollm2.SMOLLM2, *MODELS))}")
     file = folder() / f"{name}.gguf"
     if not file.is_file():
         raise GearbxError(f"{name}: is not here yet; run python -m research real-models {name}")
@@ -207,5 +207,5 @@ def real_models(
         shutil.rmtree(directory)
     if not directory.is_dir():
         with new_directory(directory) as work:
-            unpack(file, work, getattr(mx, type))
+            write_model(file, work, getattr(mx, type))
     print(f"{name}: {model.title}, {type}: {directory}")

@@ -17,7 +17,7 @@ from rich.progress import track
 
 from gearbx_mlx import Gearbox, Lossless, Static, load, stream_generate
 from gearbx_mlx.cli.prompt import read_prompts
-from gearbx_mlx.kernels.compiler import AVX2, CPU_VARIABLE, NATIVE, vector_instructions
+from gearbx_mlx.kernels.compiler import AVX2, CPU_VARIABLE, NATIVE_CPU, vector_instructions
 
 from . import ROOT
 from .lossless import ASSISTANT, encode
@@ -26,7 +26,7 @@ from .studies import Found, spread, study, table_here
 
 CACHE = "gearbx-mlx"
 DEFAULT = "planes 4,16"  # of gears and formats
-COLUMNS = {NATIVE: f"times as fast, {vector_instructions()}", AVX2: "with kernels for AVX2"}
+COLUMNS = {NATIVE_CPU: f"times as fast, {vector_instructions()}", AVX2: "with kernels for AVX2"}
 TITLES = {"smollm2": "SmolLM2 135M, bfloat16, once Q4_1"} | {name: model.title for name, model in MODELS.items()}
 WARM = 24  # tokens
 
@@ -138,7 +138,7 @@ def lossless_models(
 
 def kinds_of_kernels() -> list[str]:
     """Return what GEARBX_CPU is to be: as the processor has it, and AVX2 where that is less."""
-    return [NATIVE, AVX2] if vector_instructions() == "AVX-512" else [NATIVE]
+    return [NATIVE_CPU, AVX2] if vector_instructions() == "AVX-512" else [NATIVE_CPU]
 
 
 if __name__ == "__main__":

@@ -28,17 +28,17 @@ from gearbx_mlx.benchmark.measuring import (
     GIBIBYTE,
     INT8,
     INT16,
-    NATIVE,
+    NATIVE_PATH,
     BandwidthMeter,
     Rows,
-    check_memory,
+    check_room,
     cpu_module,
     spread_of,
     timed,
 )
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.formats import groupwise, rowwise
-from gearbx_mlx.formats.groupwise import GROUP, GROUP_BYTES, SCALE_SIZE
+from gearbx_mlx.formats.groupwise import GROUP_BYTES, GROUP_INPUTS, SCALE_SIZE
 from gearbx_mlx.kernels import cpu
 from gearbx_mlx.kernels.products import dense_product
 from gearbx_mlx.telemetry.trace import LEGEND_OUTSIDE, gear_color, get_pyplot, save
@@ -91,7 +91,7 @@ def trials_on_threads(what: str, sizes: MatrixSizes, most: int | None) -> dict[i
     """
     mx.set_default_device(mx.cpu)
     matrix = 4 * sizes.rows * sizes.cols
-    check_memory(2 * matrix + 2 * max(sizes.megabytes * 2**20, matrix) + GIBIBYTE, "a matrix of this size")
+    check_room(2 * matrix + 2 * max(sizes.megabytes * 2**20, matrix) + GIBIBYTE, "a matrix of this size")
     native_module()  # compiled before anything is timed
     trials: dict[int, list[Any]] = {threads: [] for threads in counts(most or os.cpu_count() or 1)}
     for _ in track(range(sizes.trials), "trials"):
@@ -162,7 +162,7 @@ def measure_threads(rows: int, cols: int, megabytes: int) -> Rows:
     for make in (
         lambda: cases_of_stack(weight, (4,), total, [INT16]),
         lambda: cases_of_stack(weight, (8,), total, [INT16]),
-        lambda: dense_cases(weight, total, [NATIVE]),  # bfloat16 first
+        lambda: dense_cases(weight, total, [NATIVE_PATH]),  # bfloat16 first
     ):
         row = time_case(next(make()), x, 1, read_bandwidth)
         found.append({name: row[name] for name in FIELDS} | {"threads": module.threads()})
@@ -174,7 +174,7 @@ def measure_threads(rows: int, cols: int, megabytes: int) -> Rows:
 FLOAT32, WEIGHT_ONLY, W4A16, W4A8 = "float32", "4 bits, weight-only", "W4A16", "W4A8"
 EMULATED, SCALAR = "4 bits, numpy", "4 bits, scalar"  # on one thread alone
 SCALAR_SOURCE = Path(__file__).with_name("scalar.cpp")
-NAMES = {NATIVE: WEIGHT_ONLY, INT16: W4A16, INT8: W4A8}
+NAMES = {NATIVE_PATH: WEIGHT_ONLY, INT16: W4A16, INT8: W4A8}
 REPEATS = 3  # of products from memory
 W4A8_LINES = {FLOAT32: "o", WEIGHT_ONLY: "s", W4A16: "^", W4A8: "D"}  # of the picture, with their markers
 
@@ -207,7 +207,7 @@ def w4a8_rows(trials: dict[int, list[Trial]], sizes: MatrixSizes) -> Rows:
     `times_float32`: over float32 on as many threads, in the same trial, with its `spread`. `bytes`: of the matrix.
     """
     bytes_of = {FLOAT32: 4 * sizes.rows * sizes.cols}
-    packed = sizes.rows * -(-sizes.cols // GROUP) * (GROUP_BYTES + SCALE_SIZE)
+    packed = sizes.rows * -(-sizes.cols // GROUP_INPUTS) * (GROUP_BYTES + SCALE_SIZE)
     names = [EMULATED, SCALAR, *(name for name in trials[1][0]["seconds"] if name not in (EMULATED, SCALAR))]
     rows = []
     for name in names:
@@ -236,7 +236,7 @@ def measure_w4a8(rows: int, cols: int, megabytes: int) -> dict[str, Any]:
     module, total = native_module(), megabytes * 2**20
     (weight, x), read_bandwidth = random_product(rows, cols), BandwidthMeter(total)
     seconds, bandwidths = {}, []
-    dense = cases_of(FLOAT32, 32, weight, total, {NATIVE: dense_product}, [NATIVE])
+    dense = cases_of(FLOAT32, 32, weight, total, {NATIVE_PATH: dense_product}, [NATIVE_PATH])
     for case in chain(dense, groupwise_cases(weight, total, list(NAMES))):
         row = time_case(case, x, REPEATS, read_bandwidth)
         seconds[FLOAT32 if row["bits"] == 32 else NAMES[row["path"]]] = row["seconds"]
@@ -250,7 +250,7 @@ def measure_w4a8(rows: int, cols: int, megabytes: int) -> dict[str, Any]:
 def baselines(weight: mx.array, x: mx.array) -> dict[str, float]:
     """Seconds of a product by one weight after the other, and by numpy, which makes all weights float32 first."""
     codes, scales = groupwise.quantize(weight)
-    packed = rowwise.pack_symmetric_codes(codes, groupwise.BITS)
+    packed = rowwise.pack_symmetric_codes(codes, groupwise.GROUP_BITS)
     vector = mx.pad(x[0], (0, codes.shape[1] - x.shape[1]))
     mx.eval(packed, scales, vector)
     arrays = [np.array(packed), np.array(scales), np.array(vector)]
@@ -273,7 +273,7 @@ def scalar(library: Any, packed: np.ndarray, scales: np.ndarray, x: np.ndarray) 
 
 def emulated(packed: np.ndarray, scales: np.ndarray, x: np.ndarray) -> np.ndarray:
     """The product (O,) of groupwise codes (O, I / 2) and x (I,), as array operations on whole matrices."""
-    codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*scales.shape, groupwise.GROUP)
+    codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*scales.shape, groupwise.GROUP_INPUTS)
     weights = (codes.astype(np.float32) - 8) * scales[..., None]
     return weights.reshape(len(packed), -1) @ x
 

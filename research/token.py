@@ -10,7 +10,7 @@ import io
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,11 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from gearbx_mlx.benchmark.decode import PROMPT, fill_cache
+from gearbx_mlx.benchmark.decode import FIRST_TOKENS, fill_cache
 from gearbx_mlx.benchmark.decode import trials as counted
 from gearbx_mlx.benchmark.measuring import BandwidthMeter, Rows, spread_of, timed
 from gearbx_mlx.compat.classes import of_classes
-from gearbx_mlx.formats.block import single_operations
+from gearbx_mlx.formats import block
 from gearbx_mlx.gears.gearbox import Gearbox
 from gearbx_mlx.kernels import dispatch
 from gearbx_mlx.telemetry.trace import BLACK, SERIES, get_pyplot, save
@@ -105,12 +105,17 @@ def parts_of(found: TokenParts) -> tuple[str, ...]:
     return (*timed_parts, GRAPH, REST, *(WITH_BLOCKS if dispatch.block_kernels(1) else ()))
 
 
+def single_operations() -> AbstractContextManager[Any]:
+    """In the block, no transformer block runs as one operation."""
+    return patch.object(block, "block_kernels", lambda vectors: None)
+
+
 def token_parts(gearbox: Gearbox, cache: list[Any]) -> TokenParts:
     """What is the same in all trials, of the gear that is engaged."""
     calls: dict[str, list[Call]] = {part: [] for part in TIMED}
     with single_operations():
         with recording(gearbox, calls):
-            mx.eval(gearbox.model(mx.array([PROMPT[:1]]), cache=cache), [layer.state for layer in cache])
+            mx.eval(gearbox.model(mx.array([FIRST_TOKENS[:1]]), cache=cache), [layer.state for layer in cache])
         operations = operations_per_layer(gearbox.model, cache)
     return TokenParts(calls, operations, operations_per_layer(gearbox.model, cache))
 
@@ -142,7 +147,7 @@ def add_token(spent: dict[str, float], model: nn.Module, cache: list[Any], graph
 
 def next_token(model: nn.Module, cache: list[Any]) -> mx.array:
     """(1,) the token that follows, greedily; not evaluated."""
-    return model(mx.array([PROMPT[:1]]), cache=cache)[:, -1].argmax(-1)
+    return model(mx.array([FIRST_TOKENS[:1]]), cache=cache)[:, -1].argmax(-1)
 
 
 def operations_per_layer(model: nn.Module, cache: list[Any]) -> float:

@@ -316,7 +316,7 @@ def on_disk(model, directory: Path) -> dict:
 
 def mlx_lm_loop(gearbox):
     """mlx-lm's `stream_generate`, which makes log-probabilities as a model with this gearbox does."""
-    return loops.stream_generate(reader_of(gearbox).logsumexp)
+    return loops.streaming_with(reader_of(gearbox).logsumexp)
 
 
 def stream_pair(small, large, tokenizer, prompt, max_tokens=256, **keywords):
@@ -401,9 +401,9 @@ def nearest_codes():
 def smollm2_model():
     """A real language model and its tokenizer, where its package is installed."""
     try:
-        smollm2.installed()
+        smollm2.installed_file()
     except GearbxError:
-        pytest.skip(f"SMOLLM2 WAS NOT CHECKED: {smollm2.INSTALL}")
+        pytest.skip(f"SMOLLM2 WAS NOT CHECKED: {smollm2.INSTALL_IT}")
     return load("smollm2")
 
 

@@ -14,7 +14,12 @@ from ..errors import GearbxError, numbers
 from ..gears.ladder import DEFAULT_LADDER, Ladder
 from ..settings import Settings, as_text, flag, flag_of, parse_bytes
 
-UNITS = {"bpw": "bits per weight", "bytes": "bytes", "kl": "nats", "tps": "tokens/s"}  # kind of target to its unit
+TARGET_UNITS = {
+    "bpw": "bits per weight",
+    "bytes": "bytes",
+    "kl": "nats",
+    "tps": "tokens/s",
+}  # kind of target to its unit
 DESCRIPTION = (
     "Find bits for every layer: give a byte more to the layer where it saves the most KL. Measure the tables that come "
     "of it, and store them in the manifest as the tables of gears."
@@ -29,7 +34,7 @@ class Target:
     value: float
 
     def __str__(self) -> str:
-        return f"{self.value:g} {UNITS[self.kind]}"
+        return f"{self.value:g} {TARGET_UNITS[self.kind]}"
 
 
 def parse_targets(kind: str, text: str) -> tuple[float, ...]:
@@ -91,7 +96,7 @@ class AllocationSettings(Settings):
         Raises:
             GearbxError: too few or too many targets, or targets of two kinds.
         """
-        wanted = {kind: values for kind in UNITS if (values := getattr(self, f"target_{kind}")) is not None}
+        wanted = {kind: values for kind in TARGET_UNITS if (values := getattr(self, f"target_{kind}")) is not None}
         if not wanted:
             return [None] * len(self.bits)
         if len(wanted) > 1:

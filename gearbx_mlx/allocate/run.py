@@ -9,7 +9,7 @@ from mlx_lm.generate import generate_step
 from msgspec import structs
 
 from ..bit_selection.allocation import Allocator, MeasuredTable, gear_table
-from ..bit_selection.precision import GearTable, fit, read_precision
+from ..bit_selection.precision import GearTable, fitted_to, read_precision
 from ..bit_selection.sensitivity import calibration_windows, exact_of, single_layer_gearbox
 from ..cli.flags import output_path
 from ..cli.loaded import load_original
@@ -20,7 +20,7 @@ from ..gears.gearbox import Gearbox
 from ..settings import human_bytes
 from . import AllocateSettings, Target
 
-TRIALS, TOKENS = 3, 48  # timings of a gear, and tokens of each
+TOKENS = 48  # of a timing
 
 
 def run(settings: AllocateSettings) -> int:
@@ -37,7 +37,7 @@ def run(settings: AllocateSettings) -> int:
     windows = calibration_windows(model, tokenizer, config, text.data, text.num_samples, text.sequence_length)
     show_compiling()
     with about(file):
-        manifest, _, missing = fit(manifest, model)
+        manifest, _, missing = fitted_to(manifest, model)
         bits = {*manifest.bits, *wanted.bits}
         layout = manifest.format, manifest.group_size, manifest.manage
         gearbox = single_layer_gearbox(model, bits, *layout, settings.model.dtype, text.kernels)
@@ -77,12 +77,12 @@ def find_table(allocator: Allocator, target: Target) -> MeasuredTable:
         note(f"no table meets {target}; the nearest has {nearest}")
     if kind == "tps":
         gearbox.cap(found.bits)
-        note(f"measured: {1 / seconds_of(gearbox):.1f} tokens/s in this table")
+        note(f"measured: {1 / token_seconds(gearbox):.1f} tokens/s in this table")
         gearbox.cap({})
     return found
 
 
-def seconds_of(gearbox: Gearbox) -> float:
+def token_seconds(gearbox: Gearbox) -> float:
     """Per token of greedy decoding after the first one, median."""
 
     def once() -> float:
@@ -93,7 +93,7 @@ def seconds_of(gearbox: Gearbox) -> float:
             pass
         return (time.perf_counter() - start) / TOKENS
 
-    return statistics.median(once() for _ in range(TRIALS))
+    return statistics.median(once() for _ in range(3))
 
 
 def bytes_for(gearbox: Gearbox, tokens_per_second: float) -> float:
@@ -108,7 +108,7 @@ def bytes_for(gearbox: Gearbox, tokens_per_second: float) -> float:
     points = []
     for gear in (gearbox.ladder[0], gearbox.ladder[-2]):
         gearbox.cap({layer.path: gear.bits for layer in gearbox.layers})
-        points.append((uniform_bytes(gearbox, gear.bits), seconds_of(gearbox)))
+        points.append((uniform_bytes(gearbox, gear.bits), token_seconds(gearbox)))
     gearbox.cap({})
     (few, fast), (many, slow) = points
     if slow <= fast:

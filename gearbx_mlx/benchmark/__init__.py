@@ -18,8 +18,8 @@ from ..errors import GearbxError
 from ..gears.ladder import Ladder
 from ..settings import Settings, flag
 
-MOST = 100_000  # trials or tokens: more take days
-HEAD = 64  # width of an attention head of the random Llama
+MOST_TRIALS = 100_000  # trials or tokens: more take days
+HEAD_WIDTH = 64  # width of an attention head of the random Llama
 
 
 def parse_shape(text: str) -> tuple[int, int]:
@@ -32,8 +32,8 @@ def parse_shape(text: str) -> tuple[int, int]:
         width, layers = (int(part) for part in text.split("x"))
     except ValueError as error:
         raise GearbxError(f"--shape '{text}' is not WIDTHxLAYERS, such as 1024x24") from error
-    if width % (4 * HEAD) or width < 4 * HEAD or layers < 1:
-        raise GearbxError(f"--shape '{text}': give a width that is a multiple of {4 * HEAD}, and 1 layer or more")
+    if width % (4 * HEAD_WIDTH) or width < 4 * HEAD_WIDTH or layers < 1:
+        raise GearbxError(f"--shape '{text}': give a width that is a multiple of {4 * HEAD_WIDTH}, and 1 layer or more")
     return width, layers
 
 
@@ -41,7 +41,7 @@ def parse_shape(text: str) -> tuple[int, int]:
 class ModelBenchmark(Settings):
     """Says what is decoded. model: None means a random Llama of `shape`; gears: None means its own, or 4,8,16."""
 
-    trials: int = flag(5, "Counted trials.", least=1, most=MOST)
+    trials: int = flag(5, "Counted trials.", least=1, most=MOST_TRIALS)
     json: str | None = flag(None, "Write all rows as JSON.", metavar="FILE", named=True)
     device: str | None = device_flag()
     model: str | None = flag(None, "Local directory or Hub repository. Default: a random Llama of --shape", named=True)
@@ -49,7 +49,7 @@ class ModelBenchmark(Settings):
     gears: Ladder | None = flag(
         None, "Bits of the gears. Default: those of a geared checkpoint, or 4,8,16", parse=Ladder.parse
     )
-    tokens: int = flag(16, "Tokens in a trial.", least=1, most=MOST)
+    tokens: int = flag(16, "Tokens in a trial.", least=1, most=MOST_TRIALS)
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class MacBenchmark(Settings):
         "An original model of bfloat16 or float16, local directory or Hub repository. Default: the demo model",
         named=True,
     )
-    tokens: int = flag(200, "Most tokens of a text.", least=2, most=MOST)
+    tokens: int = flag(200, "Most tokens of a text.", least=2, most=MOST_TRIALS)
     minutes: float = flag(
         10, "Write no further round of texts that would end later; the first one is written at any speed.", least=0
     )
@@ -86,7 +86,7 @@ class MacBenchmark(Settings):
 
 
 Benchmark = DecodeBenchmark | MacBenchmark
-KINDS: dict[str, type[Benchmark]] = {kind.what: kind for kind in get_args(Benchmark)}
+BENCHMARKS: dict[str, type[Benchmark]] = {kind.what: kind for kind in get_args(Benchmark)}
 
 
 def main() -> None:
@@ -103,10 +103,10 @@ class BenchmarkParser(FlagParser):
 
     def settings(self) -> Benchmark:
         flags = vars(self.parse_args())
-        return KINDS[flags.pop("what")](**flags)
+        return BENCHMARKS[flags.pop("what")](**flags)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.dest == "what" and value not in KINDS:
+        if action.dest == "what" and value not in BENCHMARKS:
             self.refuse_gone(f"benchmark {value}")
         super()._check_value(action, value)
 
@@ -114,7 +114,7 @@ class BenchmarkParser(FlagParser):
 def setup_arg_parser() -> FlagParser:
     parser = BenchmarkParser("benchmark", Benchmark, description="Time the gears of a model on this machine.")
     commands = parser.add_subparsers(dest="what", required=True)
-    for what, kind in KINDS.items():
+    for what, kind in BENCHMARKS.items():
         subparser = commands.add_parser(what, help=kind.__doc__, argument_default=argparse.SUPPRESS)
         subparser.add_rare(add_flags(subparser, kind))
     return parser

@@ -12,41 +12,53 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from ..cli.decide import JustGears, decide
-from ..cli.flags import LayoutSettings, ModelSettings
+from ..cli.flags import LayoutSettings, ModelSettings, output_path
 from ..cli.terminal import progress_bar
 from ..errors import GearbxError
+from ..files.writing import write_text
 from ..gears.cost import break_even_tokens
-from ..gears.gearbox import Gearbox
+from ..gears.gearbox import Gearbox, predicted_speedup
 from ..gears.ladder import Gear, Ladder
 from ..kernels.dispatch import on_cpu
 from ..loading import load
-from . import HEAD, DecodeBenchmark, ModelBenchmark
+from ..telemetry.summary import as_json
+from . import HEAD_WIDTH, DecodeBenchmark, ModelBenchmark
 from .measuring import (
     GIBIBYTE,
     GIGABYTE,
     INT8,
     INT16,
-    MLX,
+    MLX_PATH,
     BandwidthMeter,
     Rows,
-    check_memory,
-    measured_rows,
+    check_room,
+    machine_name,
     paths_here,
+    print_table,
     spread_of,
     timed,
 )
 
-SLOW_TOKENS = 2  # in a trial of MLX's own kernels on a CPU
-PROMPT = [1, 2, 3]
-VOCABULARY = 32000
-COLUMNS = (
+BANDWIDTH = "read_bandwidth_gigabytes_per_second"
+FIRST_TOKENS = [1, 2, 3]
+DECODED_TOKENS = 32000
+DECODE_COLUMNS = (
     *("gear", "bits", "path", "tokens_per_second", "ratio", "spread", "weight_bytes_per_token"),
     *("speedup", "predicted_speedup", "roofline_share", "break_even_tokens"),
 )
 
 
 def run(settings: DecodeBenchmark) -> int:
-    measured_rows(settings, COLUMNS, benchmark_decode)
+    """Print the rows as a table, and write them to a file if one is named."""
+    out = None if settings.json is None else output_path(settings.json)
+    machine = machine_name()
+    rows = [row | {"machine": machine} for row in benchmark_decode(settings)]
+    print_table(rows, DECODE_COLUMNS)
+    bandwidth, source, threads = (rows[0][name] for name in (BANDWIDTH, "read_by", "threads"))
+    read_by = f"{threads} threads" if threads else f"MLX's sum on the {source.removeprefix('mlx ').upper()}"
+    print(f"read bandwidth {bandwidth:.1f} GB/s, {read_by}, {machine}")
+    if out is not None:
+        write_text(out, as_json({"rows": rows}))
     return 0
 
 
@@ -76,7 +88,7 @@ def benchmark_decode(settings: DecodeBenchmark) -> Rows:
     Raises:
         GearbxError: a model that cannot be loaded, or more than memory allows.
     """
-    check_ladder(settings, len(paths_here()), settings.context)
+    check_gears(settings, len(paths_here()), settings.context)
     read_bandwidth, cases = BandwidthMeter(), list[GearCase]()
     for path, kernels, activations in paths_here():  # each path has a model of its own
         gearbox = Gearbox(model_of(settings), settings.gears, kernels=kernels, activations=activations)
@@ -86,10 +98,10 @@ def benchmark_decode(settings: DecodeBenchmark) -> Rows:
     bandwidth = statistics.median(time_cases(cases, settings, read_bandwidth))
     shared = {
         "context": settings.context,
-        "read_bandwidth_gigabytes_per_second": bandwidth,
+        BANDWIDTH: bandwidth,
         "trials": settings.trials,
     } | read_bandwidth.row
-    return [row_of(case, cases, gearbox.ladder.top, bandwidth) | shared for case in cases]
+    return [case_row(case, cases, gearbox.ladder.top, bandwidth) | shared for case in cases]
 
 
 def time_cases(cases: Sequence[GearCase], settings: DecodeBenchmark, read_bandwidth: BandwidthMeter) -> list[float]:
@@ -100,7 +112,7 @@ def time_cases(cases: Sequence[GearCase], settings: DecodeBenchmark, read_bandwi
             bandwidths.append(read_bandwidth())
             shift = case.gearbox.shift(case.gear)
             mx.reset_peak_memory()
-            tokens = SLOW_TOKENS if case.path == MLX and on_cpu() else settings.tokens
+            tokens = 2 if case.path == MLX_PATH and on_cpu() else settings.tokens  # MLX's own kernels are slow on a CPU
             spent = decode_seconds(case.gearbox.model, tokens, settings.context)
             case.peak_memory = mx.get_peak_memory()
             if trial:
@@ -115,14 +127,14 @@ def trials(count: int) -> Iterator[int]:
         yield from progress.track(range(count + 1), description="trials")
 
 
-def row_of(case: GearCase, cases: Sequence[GearCase], top: Gear, bandwidth: float) -> dict[str, Any]:
+def case_row(case: GearCase, cases: Sequence[GearCase], top: Gear, bandwidth: float) -> dict[str, Any]:
     """Return the row of a case, apart from what all rows share.
 
     Ratios are to MLX's own top gear, speedups to the top gear of the same path, or of the one that rounds as it does.
     bandwidth: in GB/s.
     """
     tops = {other.path: other.seconds_per_token for other in cases if other.gear == top}
-    base, seconds = tops[MLX], case.seconds_per_token
+    base, seconds = tops[MLX_PATH], case.seconds_per_token
     in_top = tops[INT16 if case.path == INT8 else case.path]
     read = case.gearbox.weight_bytes_per_token(case.gear)
     return {
@@ -134,7 +146,7 @@ def row_of(case: GearCase, cases: Sequence[GearCase], top: Gear, bandwidth: floa
         "spread": spread_of([base / each for each in case.seconds]),
         "weight_bytes_per_token": read,
         "speedup": in_top / seconds,
-        "predicted_speedup": case.gearbox.predicted_speedup(case.gear),
+        "predicted_speedup": predicted_speedup(case.gearbox, case.gear),
         "shift_seconds": case.shift_seconds,
         "roofline_share": read / (bandwidth * GIGABYTE) / seconds,
         "break_even_tokens": break_even_tokens(case.shift_seconds, in_top, seconds),
@@ -142,23 +154,17 @@ def row_of(case: GearCase, cases: Sequence[GearCase], top: Gear, bandwidth: floa
     }
 
 
-def check_ladder(settings: ModelBenchmark, copies: int = 1, context: int = 0) -> None:
+def check_gears(settings: ModelBenchmark, copies: int = 1, context: int = 0) -> None:
     """Raises GearbxError for wrong gears, or where copies of the random Llama and a KV cache do not fit."""
     ladder = decide(JustGears(ModelSettings(settings.model), LayoutSettings(gears=settings.gears))).ladder
     if settings.model is None:
         what = "--shape {}x{}".format(*settings.shape) + (f" --context {context}" if context else "")
-        check_memory(llama_bytes(settings.shape, ladder, copies, context), what)
+        check_room(llama_bytes(settings.shape, ladder, copies, context), what)
 
 
 def model_of(settings: ModelBenchmark) -> nn.Module:
     """Return the model that is named, or a random Llama."""
     return random_llama(settings.shape) if settings.model is None else load(settings.model)[0]
-
-
-def gearbox_of(settings: ModelBenchmark, context: int = 0) -> Gearbox:
-    """Return a gearbox of the model, with our kernels where there are some."""
-    check_ladder(settings, context=context)
-    return Gearbox(model_of(settings), settings.gears, kernels=paths_here()[0][1])
 
 
 def llama_bytes(shape: tuple[int, int], ladder: Ladder, copies: int, context: int) -> float:
@@ -167,14 +173,14 @@ def llama_bytes(shape: tuple[int, int], ladder: Ladder, copies: int, context: in
     Weights have half precision, and those of the largest gear are beside them; keys and values are float32.
     """
     width, layers = shape
-    weights = layers * (3 + 3 * 11 / 4) * width**2 + 2 * VOCABULARY * width
-    cached = 2 * mx.float32.size * context * layers * key_heads(width) * HEAD
+    weights = layers * (3 + 3 * 11 / 4) * width**2 + 2 * DECODED_TOKENS * width
+    cached = 2 * mx.float32.size * context * layers * key_heads(width) * HEAD_WIDTH
     return copies * weights * (2 + max(ladder.quantized_bits, default=0) / 8) + cached + GIBIBYTE
 
 
 def key_heads(width: int) -> int:
     """Heads of keys and values of the random Llama: half as many as of queries."""
-    return width // (2 * HEAD)
+    return width // (2 * HEAD_WIDTH)
 
 
 def random_llama(shape: tuple[int, int]) -> nn.Module:
@@ -185,10 +191,10 @@ def random_llama(shape: tuple[int, int]) -> nn.Module:
         "hidden_size": width,
         "num_hidden_layers": layers,
         "intermediate_size": width * 11 // 4,
-        "num_attention_heads": width // HEAD,
+        "num_attention_heads": width // HEAD_WIDTH,
         "num_key_value_heads": key_heads(width),
         "rms_norm_eps": 1e-5,
-        "vocab_size": VOCABULARY,
+        "vocab_size": DECODED_TOKENS,
         "tie_word_embeddings": False,
     }
     return random_model(sizes)
@@ -216,20 +222,20 @@ def decode_seconds(model: nn.Module, tokens: int, context: int = 0) -> float:
     cache = make_prompt_cache(model)
     if context:
         fill_cache(model, cache, context)
-    steps = generate_step(mx.array(PROMPT), model, max_tokens=tokens + 1, prompt_cache=cache)
+    steps = generate_step(mx.array(FIRST_TOKENS), model, max_tokens=tokens + 1, prompt_cache=cache)
     next(steps)
     return timed(lambda: [token for token, _ in steps]) / tokens
 
 
 def fill_cache(model: nn.Module, cache: Sequence[Any], context: int) -> None:
     """Put random keys and values of further tokens into a KV cache."""
-    model(mx.array([PROMPT]), cache=cache)  # gives keys and values their shapes
+    model(mx.array([FIRST_TOKENS]), cache=cache)  # gives keys and values their shapes
     needed = 0
     for layer in cache:
         if not isinstance(layer, KVCache):
             raise GearbxError(f"--context {context}: the model has a {type(layer).__name__}; leave it out")
         needed += sum(array.nbytes // array.shape[2] for array in (layer.keys, layer.values)) * context
-    check_memory(needed, f"--context {context}")
+    check_room(needed, f"--context {context}")
     for layer in cache:
         shapes = ((*array.shape[:2], context, array.shape[3]) for array in (layer.keys, layer.values))
         layer.update_and_fetch(*(mx.random.normal(shape, layer.keys.dtype, key=mx.random.key(0)) for shape in shapes))

@@ -55,16 +55,14 @@ PROMPTS = {
     "answer": "How many days lie between 3 March and 17 August? Explain each step, and how to check the result.",
 }
 DRAFT_BITS = 4
-ALONE = "mlx-lm"
+MLX_LM = "mlx-lm"
 BY_DRAFT_MODEL = {tokens: f"mlx-lm, {DRAFT_BITS}-bit drafts of {tokens}" for tokens in (2, 3, 4)}
 FIXED = {tokens: f"ours, drafts of {tokens}" for tokens in (1, 2, 3, 4)}
 AS_TYPED = "ours, as typed"
-ONE_GEAR = {bits: f"one gear of {bits} bits" for bits in (4, 6, 8)}
-ORDER = (ALONE, *BY_DRAFT_MODEL.values(), *FIXED.values(), AS_TYPED, *ONE_GEAR.values())
+ONE_GEAR_WAYS = {bits: f"one gear of {bits} bits" for bits in (4, 6, 8)}
+ORDER = (MLX_LM, *BY_DRAFT_MODEL.values(), *FIXED.values(), AS_TYPED, *ONE_GEAR_WAYS.values())
 
 WARM_UP = 24  # tokens of each way that do not count: its kernels are compiled, and the policy sees some rounds
-SHARE_OF_MEMORY = 0.9  # that weights may take of what there is; the rest is for KV caches and what is computed
-GAIN, LOSS = 1.05, 0.97  # times mlx-lm's speed: what is between them is neither
 
 
 @dataclass(frozen=True)
@@ -156,7 +154,7 @@ def run(settings: MacBenchmark) -> int:
         metal.check_available()
     if on_cpu():
         note("MLX computes on the CPU here: these figures say nothing of a GPU")
-    loaded = load_original(settings.model)
+    loaded = load_as_mlx_lm(settings.model)
     report = resumed(out, new_report(settings, loaded))
     try:
         with make_watch([], True, False) as watch:
@@ -167,7 +165,7 @@ def run(settings: MacBenchmark) -> int:
     finally:
         if report.texts or report.checks:
             summarise(report)
-            save(out, report)
+            save_report(out, report)
             show_page(report, out)
     return 1 if report.failed or any(row["wrong"] for row in [*report.checks, *report.kernels]) else 0
 
@@ -190,7 +188,7 @@ def as_typed(model: str | None, gears: Ladder | None = None, **mode: Any) -> Jus
     return JustGears(ModelSettings(model), LayoutSettings(gears=gears), mode=ModeFlags(**mode))
 
 
-def load_original(name: str | None) -> Loaded:
+def load_as_mlx_lm(name: str | None) -> Loaded:
     """Return the model as loaded.
 
     Raises:
@@ -210,7 +208,8 @@ def load_original(name: str | None) -> Loaded:
 
 def most_memory() -> int:
     """Return the bytes that weights may take here."""
-    return int(SHARE_OF_MEMORY * (recommended_memory() or available_memory() + mx.get_active_memory()))
+    # The rest is for KV caches and what is computed.
+    return int(0.9 * (recommended_memory() or available_memory() + mx.get_active_memory()))
 
 
 def check_fits(name: str, size: int) -> None:
@@ -243,7 +242,7 @@ def make_ways(loaded: Loaded, report: MacReport) -> list[TimedWay]:
             report.left_out[name] = f"it needs {human_bytes(needed)}, {human_bytes(over)} more than there is"
         return over <= 0
 
-    add(ALONE, partial(by_mlx_lm, base, tokenizer), whole)
+    add(MLX_LM, partial(by_mlx_lm, base, tokenizer), whole)
     typed = in_gears(loaded, as_typed(loaded.decision.settings.model.model), twin(base))
     weights = held_in_gears(typed.gearbox)
     add(AS_TYPED, partial(ours, typed, None), weights)
@@ -257,7 +256,7 @@ def make_ways(loaded: Loaded, report: MacReport) -> list[TimedWay]:
         for tokens, name in BY_DRAFT_MODEL.items():
             how = {"draft_model": draft, "num_draft_tokens": tokens}
             add(name, partial(by_mlx_lm, base, tokenizer, **how), held([base, draft]))
-    for bits, name in reversed(ONE_GEAR.items()):  # the largest first, which most people would take
+    for bits, name in reversed(ONE_GEAR_WAYS.items()):  # the largest first, which most people would take
         if fits(bits, name):
             settings = as_typed(loaded.decision.settings.model.model, Ladder((bits,)), mode="static")
             geared = in_gears(loaded, settings, twin(base))
@@ -336,7 +335,7 @@ def write_series(
                 most = room_for(loaded.config, len(prompt), settings.tokens)
                 for _ in () if (series, name) in written else write_turn(ways, series, name, prompt, most, report):
                     progress.advance(task)
-                save(out, report)
+                save_report(out, report)
         report.state.append(str(watch.state()))
         now = time.perf_counter()
         if now - begun + now - began > 60 * settings.minutes:
@@ -385,7 +384,7 @@ def noting_failure(report: MacReport, name: str) -> Iterator[None]:
     try:
         yield
     except (GearbxError, RuntimeError, ValueError, NotImplementedError) as error:
-        if name == ALONE:
+        if name == MLX_LM:
             raise GearbxError(f"{report.facts.model}: mlx-lm cannot write with it here ({one_line(error)})") from error
         report.failed[name] = one_line(error)
 
@@ -458,7 +457,7 @@ def resumed(file: Path, report: MacReport) -> MacReport:
     return report
 
 
-def save(file: Path, report: MacReport) -> None:
+def save_report(file: Path, report: MacReport) -> None:
     """Write the file. Raises GearbxError where it cannot be written."""
     write_text(file, msgspec.json.format(msgspec.json.encode(report), indent=1).decode() + "\n")
 
@@ -466,7 +465,7 @@ def save(file: Path, report: MacReport) -> None:
 def summarise(report: MacReport) -> None:
     """Fill in what follows from the texts: a row for each way, the verdict, and the line for an issue."""
     timed = [text for text in report.texts if text.tokens > 1]
-    alone = {(text.series, text.prompt): text for text in timed if text.way == ALONE}
+    alone = {(text.series, text.prompt): text for text in timed if text.way == MLX_LM}
     report.ways = []
     for name in ORDER:
         texts = [text for text in timed if text.way == name and (text.series, text.prompt) in alone]
@@ -552,9 +551,9 @@ def verdict(report: MacReport, rows: Rows) -> list[str]:
     """Return what the figures say, in three sentences; less where ways were not written."""
     found = []
     if AS_TYPED in rows:
-        row, alone = rows[AS_TYPED], rows[ALONE]
+        row, alone = rows[AS_TYPED], rows[MLX_LM]
         ratio, (least, greatest) = row["ratio"], row["spread"]
-        word = "gains" if ratio > GAIN else "loses" if ratio < LOSS else "neither gains nor loses"
+        word = "gains" if ratio > 1.05 else "loses" if ratio < 0.97 else "neither gains nor loses"
         found.append(
             f"As typed, {report.facts.model} {word}: {ratio:.2f} ({least:.2f} to {greatest:.2f}) times mlx-lm's "
             f"{alone['tokens_per_second']:.3g} tokens/s, with mlx-lm's text in {row['same']} of {row['texts']}."
@@ -563,7 +562,7 @@ def verdict(report: MacReport, rows: Rows) -> list[str]:
     told = [f"{what} {row['ratio']:.2f} with {tokens}" for what, (tokens, row) in drafts.items() if row]
     if told:
         found.append(f"Of drafts of a fixed number of tokens, the best are {' and '.join(told)}.")
-    gears = [f"{bits} bits {rows[name]['ratio']:.2f}" for bits, name in ONE_GEAR.items() if name in rows]
+    gears = [f"{bits} bits {rows[name]['ratio']:.2f}" for bits, name in ONE_GEAR_WAYS.items() if name in rows]
     if gears:
         found.append(f"One gear, with a text of its own, has {', '.join(gears)} times mlx-lm's speed.")
     return found
@@ -590,11 +589,11 @@ def line(report: MacReport, rows: Rows) -> str:
         f"{facts.machine}, {human_bytes(report.memory_bytes)}",
         versions_of(facts),
         f"{facts.model} {report.dtype}",
-        f"mlx-lm {rows[ALONE]['tokens_per_second']:.3g} tokens/s" if ALONE in rows else "no texts",
+        f"mlx-lm {rows[MLX_LM]['tokens_per_second']:.3g} tokens/s" if MLX_LM in rows else "no texts",
         told("as typed", {"": AS_TYPED}),
         told("drafts", numbered(FIXED)),
         told("draft model", numbered(BY_DRAFT_MODEL)),
-        told("bits", numbered(ONE_GEAR)),
+        told("bits", numbered(ONE_GEAR_WAYS)),
         f"same text {rows.get(AS_TYPED, {}).get('same', 0)}/{rows.get(AS_TYPED, {}).get('texts', 0)}",
         f"{report.state[-1] if report.state else 'state not read'}",
         f"{len(report.failed)} failed, {len(report.left_out)} left out" + ("" if report.complete else ", interrupted"),

@@ -6,7 +6,6 @@ On a GPU nothing asks for the CPU's kernels, which would need a C++ compiler.
 import contextlib
 import os
 import platform
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,28 +17,23 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..cli.flags import output_path
 from ..cli.terminal import show_compiling
 from ..errors import GearbxError
-from ..files.writing import write_text
 from ..kernels import compiler, cpu, metal
 from ..kernels.device import available_memory
 from ..kernels.dispatch import on_cpu
 from ..kernels.tuner import seconds_of
 from ..settings import human_bytes
-from ..telemetry.summary import as_json
 
 Rows = list[dict[str, Any]]
 
 GIGABYTE, GIBIBYTE = 1e9, 2**30
-READ = GIBIBYTE  # in a measurement of the read bandwidth
-SUMS = 4  # of an evaluation, so that waiting for a GPU counts little
-SUMMED_BY = {"mlx cpu": "MLX's sum on the CPU", "mlx gpu": "MLX's sum on the GPU"}
+READ_BYTES = GIBIBYTE  # in a measurement of the read bandwidth
+SUMS_AT_ONCE = 4  # of an evaluation, so that waiting for a GPU counts little
 # Names of paths. int16, int8: activations that are rounded, which only kernels of a CPU do.
-NATIVE, INT16, INT8, METAL, MLX = "native", "native int16", "native int8", "metal", "mlx"
-ON_CPU = ((NATIVE, "native", "float"), (INT16, "native", "int16"), (INT8, "native", "int8"))
-ON_METAL = ((METAL, "native", "float"),)
-BY_MLX = ((MLX, "mlx", "float"),)
+NATIVE_PATH, INT16, INT8, METAL_PATH, MLX_PATH = "native", "native int16", "native int8", "metal", "mlx"
+ON_CPU = ((NATIVE_PATH, "native", "float"), (INT16, "native", "int16"), (INT8, "native", "int8"))
+BY_MLX = ((MLX_PATH, "mlx", "float"),)
 
 
 class BandwidthMeter:
@@ -54,7 +48,9 @@ class BandwidthMeter:
 
     def __init__(self, size: int | None = None):
         module = self._module = cpu_module()
-        self._words = mx.ones(((READ if size is None else size) // 4,), mx.float32 if module is None else mx.uint32)
+        self._words = mx.ones(
+            ((READ_BYTES if size is None else size) // 4,), mx.float32 if module is None else mx.uint32
+        )
         mx.eval(self._words)
         source = "native" if module is not None else "mlx cpu" if on_cpu() else "mlx gpu"
         self.row: dict[str, Any] = {"read_by": source, "threads": None if module is None else module.threads()}
@@ -63,7 +59,7 @@ class BandwidthMeter:
     def __call__(self) -> float:
         if self._module is not None:
             return self._words.nbytes / timed(lambda: self._module.read_sum(self._words)) / GIGABYTE
-        return SUMS * self._words.nbytes / seconds_of(lambda: [self._words.sum()], SUMS) / GIGABYTE
+        return SUMS_AT_ONCE * self._words.nbytes / seconds_of(lambda: [self._words.sum()], SUMS_AT_ONCE) / GIGABYTE
 
 
 def timed(work: Callable[[], Any]) -> float:
@@ -82,7 +78,7 @@ class Reads:
     nested: bool = False
 
 
-READING = ("item", "tolist", "__array__", "__bool__", "__float__", "__int__", "__index__")
+READERS = ("item", "tolist", "__array__", "__bool__", "__float__", "__int__", "__index__")
 
 
 @contextlib.contextmanager
@@ -105,7 +101,7 @@ def counting_reads() -> Iterator[Reads]:
         return call
 
     with contextlib.ExitStack() as stack:
-        for owner, names in ((np, ("array", "asarray")), (mx.array, READING), (mx, ("eval", "synchronize"))):
+        for owner, names in ((np, ("array", "asarray")), (mx.array, READERS), (mx, ("eval", "synchronize"))):
             for name in names:
                 if hasattr(owner, name):
                     stack.callback(setattr, owner, name, getattr(owner, name))
@@ -124,7 +120,7 @@ def cpu_module() -> Any:
 def paths_here() -> tuple[tuple[str, str, str], ...]:
     """Return the paths of a gearbox on this machine: name, `kernels` and `activations`; the last one is MLX's."""
     if metal.available():
-        return ON_METAL + BY_MLX
+        return ((METAL_PATH, "native", "float"), *BY_MLX)
     return BY_MLX if cpu_module() is None else ON_CPU + BY_MLX
 
 
@@ -136,7 +132,7 @@ def machine_name() -> str:
     return name if on_cpu() else f"{mx.device_info()['device_name']}, {name}"
 
 
-def check_memory(needed: float, what: str) -> None:
+def check_room(needed: float, what: str) -> None:
     """Raises GearbxError where something needs more bytes than there are."""
     available = available_memory()
     if needed > available:
@@ -149,25 +145,6 @@ def check_memory(needed: float, what: str) -> None:
 def spread_of(ratios: Sequence[float]) -> list[float]:
     """Return the least and the greatest."""
     return [min(ratios), max(ratios)]
-
-
-def measured_rows(settings: Any, columns: Sequence[str], measure: Callable[[Any], Rows]) -> Rows:
-    """Rows of a benchmark with the machine's name, which are printed as a table and written to `settings.json`.
-
-    Raises:
-        GearbxError: a file that cannot be written, or as `measure`.
-    """
-    out = None if settings.json is None else output_path(settings.json)
-    machine = machine_name()
-    rows = [row | {"machine": machine} for row in measure(settings)]
-    print_table(rows, columns)
-    threads = max((row["threads"] for row in rows if row["threads"] is not None), default=None)
-    bandwidths = (row["read_bandwidth_gigabytes_per_second"] for row in rows if row["threads"] == threads)
-    read_by = SUMMED_BY[rows[0]["read_by"]] if threads is None else f"{threads} threads"
-    print(f"read bandwidth {statistics.median(bandwidths):.1f} GB/s, {read_by}, {machine}")
-    if out is not None:
-        write_text(out, as_json({"rows": rows}))
-    return rows
 
 
 def print_table(rows: Rows, columns: Sequence[str]) -> None:

@@ -16,15 +16,15 @@ from mlx.utils import tree_map
 from ..compat.arrays import dtype_name
 from ..errors import GearbxError, one_line
 from ..formats import codebook, codebook_library, groupwise, rowwise
-from ..formats.codebook import LAYOUT
+from ..formats.codebook import WORD_CODES
 from ..formats.exact import encode
 from ..formats.kv_cache import Nested, pack
 from ..formats.planes import Planes, split
 from ..kernels.bit_planes import split_affine
 from ..kernels.dispatch import RECONSTRUCT, always
 from ..kernels.exact import decode
-from ..kernels.metal import DTYPES, VARIANTS, fitting_variants
-from ..kernels.metal_attention import TILE, attention, nested_attention, rope_launch
+from ..kernels.metal import METAL_DTYPES, VARIANTS, fitting_variants
+from ..kernels.metal_attention import TILE_KEYS, attention, nested_attention, rope_launch
 from ..kernels.metal_exact import decode_launch
 from ..kernels.products import (
     SymmetricCodes,
@@ -37,9 +37,9 @@ from ..kernels.products import (
     symmetric_experts,
     symmetric_product,
 )
-from .measuring import METAL
+from .measuring import METAL_PATH
 
-AFFINE = (2, 3, 4, 5, 6, 8)
+AFFINE_BITS = (2, 3, 4, 5, 6, 8)
 STACKS = ((4, 4), (4, 1, 1, 2))
 IN_PLACE = ((4, 8), (5, 8), (4, 6))
 
@@ -90,7 +90,7 @@ def first_bits(weight: mx.array, bits: int, of: int, group_size: int) -> Planes:
     return split_affine(mlx_weights(weight, of, group_size), (bits, of - bits)).prefix(bits)
 
 
-def codes_of(codes: mx.array, scales: mx.array, bits: int, width: int) -> SymmetricCodes:
+def planes_kernel_codes(codes: mx.array, scales: mx.array, bits: int, width: int) -> SymmetricCodes:
     """Quantized codes, packed."""
     return SymmetricCodes(rowwise.pack_symmetric_codes(codes, bits), scales, bits, width)
 
@@ -100,10 +100,10 @@ def symmetric_kernel(bits: int, grouped: bool = False) -> MetalProduct:
 
     def pack(weight: mx.array) -> SymmetricCodes:
         made = groupwise.quantize(weight) if grouped else rowwise.quantize(weight, bits)
-        return codes_of(*made, bits, weight.shape[1])
+        return planes_kernel_codes(*made, bits, weight.shape[1])
 
     def dense(packed: SymmetricCodes, columns: int) -> mx.array:
-        padded = packed.scales.shape[1] * groupwise.GROUP if grouped else columns
+        padded = packed.scales.shape[1] * groupwise.GROUP_INPUTS if grouped else columns
         codes = rowwise.unpack_symmetric_codes(packed.weight, bits, padded)
         if grouped:
             return groupwise.dequantize(codes, packed.scales, columns)
@@ -144,13 +144,13 @@ def exact_kernel(group_size: int) -> MetalProduct:
 def all_kernels(group_size: int) -> list[MetalProduct]:
     """Return every kernel; the last one is our product with the weight as it is."""
     return [
-        *(stack_kernel(f"affine {bits}", mlx_weights, group_size, bits=bits) for bits in AFFINE),
+        *(stack_kernel(f"affine {bits}", mlx_weights, group_size, bits=bits) for bits in AFFINE_BITS),
         *(stack_kernel(f"planes {'+'.join(map(str, each))}", split, group_size, widths=each) for each in STACKS),
         *(stack_kernel(f"in place {b} of {of}", first_bits, group_size, bits=b, of=of) for b, of in IN_PLACE),
         *map(symmetric_kernel, rowwise.Q_MAX),
-        symmetric_kernel(groupwise.BITS, grouped=True),
-        *(codebook_kernel("codebook", codebook.encode, bits) for bits in LAYOUT),
-        *(codebook_kernel("codebook-library", codebook_library.encode, bits) for bits in codebook_library.BITS),
+        symmetric_kernel(groupwise.GROUP_BITS, grouped=True),
+        *(codebook_kernel("codebook", codebook.encode, bits) for bits in WORD_CODES),
+        *(codebook_kernel("codebook-library", codebook_library.encode, bits) for bits in codebook_library.LIBRARY_BITS),
         exact_kernel(group_size),
         MetalProduct("dense 16", lambda weight: weight, lambda weight, columns: weight, dense_product, variants=("",)),
     ]
@@ -195,7 +195,7 @@ def examine(name: str, checks: Iterable[Check]) -> dict[str, Any]:
     return {"what": name, "checked": checked, "largest_error": largest, "wrong": wrong}
 
 
-def difference(result: mx.array | None, expected: mx.array | None) -> float:
+def error_between(result: mx.array | None, expected: mx.array | None) -> float:
     """Return the largest difference, relative to the largest value that is expected."""
     if result is None or expected is None:
         raise GearbxError("there is no kernel for it")
@@ -206,7 +206,7 @@ def difference(result: mx.array | None, expected: mx.array | None) -> float:
 
 
 def path_of(variant: str) -> str:
-    return f"{METAL} {variant}".rstrip()
+    return f"{METAL_PATH} {variant}".rstrip()
 
 
 def random_matrix(rows: int, columns: int, dtype: mx.Dtype) -> mx.array:
@@ -215,7 +215,7 @@ def random_matrix(rows: int, columns: int, dtype: mx.Dtype) -> mx.array:
 
 def product_checks(kernel: MetalProduct, vectors: Sequence[int]) -> Iterator[Check]:
     """Yield every shape, type, number of vectors and variant of a product."""
-    for (rows, columns), dtype in itertools.product(CHECKED, DTYPES):
+    for (rows, columns), dtype in itertools.product(CHECKED, METAL_DTYPES):
         if columns % kernel.multiple:
             continue
         packed = kernel.pack(random_matrix(rows, columns, dtype))
@@ -234,7 +234,7 @@ def product_error(kernel: MetalProduct, packed: Any, x: mx.array, variant: str) 
     """Return how far a product is from one in float32, on the CPU: a GPU may round what it multiplies."""
     with mx.stream(mx.cpu):
         expected = x.astype(mx.float32) @ widened(kernel, packed, x.shape[-1]).T
-    return difference(kernel.multiply(x, packed, variant), expected)
+    return error_between(kernel.multiply(x, packed, variant), expected)
 
 
 def widened(kernel: MetalProduct, packed: Any, columns: int) -> mx.array:
@@ -247,7 +247,7 @@ def widened(kernel: MetalProduct, packed: Any, columns: int) -> mx.array:
     return kernel.dense(tree_map(wide, packed), columns)
 
 
-EXPERTS, CHOSEN = 3, 2  # that are checked, and of these for each vector
+EXPERTS, EXPERTS_CHOSEN = 3, 2  # that are checked, and of these for each vector
 
 
 def mixture_checks(kernels: Iterable[MetalProduct], vectors: Sequence[int]) -> dict[str, Iterator[Check]]:
@@ -257,20 +257,20 @@ def mixture_checks(kernels: Iterable[MetalProduct], vectors: Sequence[int]) -> d
 
 def experts_checks(kernel: MetalProduct, vectors: Sequence[int]) -> Iterator[Check]:
     """Yield every shape, type, number of vectors and variant of a product with experts."""
-    for (rows, columns), dtype in itertools.product(CHECKED, DTYPES):
+    for (rows, columns), dtype in itertools.product(CHECKED, METAL_DTYPES):
         if columns % kernel.multiple:
             continue
         each = [kernel.pack(random_matrix(rows, columns, dtype)) for _ in range(EXPERTS)]
         for count in vectors:
             x = mx.random.normal((count, 1, 1, columns)).astype(dtype)
-            indices = mx.random.randint(0, EXPERTS, (count, CHOSEN)).astype(mx.uint32)
+            indices = mx.random.randint(0, EXPERTS, (count, EXPERTS_CHOSEN)).astype(mx.uint32)
             for variant in fitting_variants(kernel.variants, columns, 1, dtype):
                 text = f"{rows}x{columns}, {count} vectors, {dtype_name(dtype)}, {path_of(variant)}"
                 yield Check(text, TOLERANCE[dtype], partial(experts_error, kernel, each, x, indices, variant))
                 yield Check(f"{text}, one alone", 0.0, partial(expert_alone_error, kernel, each, x, indices, variant))
 
 
-def stacked(*same: Any) -> Any:
+def as_experts(*same: Any) -> Any:
     """Return an array of each expert as one of a mixture; lists of outliers are padded to the longest."""
     if not isinstance(same[0], mx.array):  # of a record
         return same[0]
@@ -283,7 +283,7 @@ def product_of_experts(
 ) -> mx.array:
     """x (V, 1, 1, I) times the experts that indices (V, n) name, (V, n, 1, O)."""
     assert kernel.experts is not None
-    return kernel.experts(x, tree_map(stacked, *each), indices, chosen=always(variant))
+    return kernel.experts(x, tree_map(as_experts, *each), indices, chosen=always(variant))
 
 
 def experts_error(kernel: MetalProduct, each: Sequence[Any], x: mx.array, indices: mx.array, variant: str) -> float:
@@ -291,7 +291,7 @@ def experts_error(kernel: MetalProduct, each: Sequence[Any], x: mx.array, indice
     with mx.stream(mx.cpu):
         weights = mx.stack([widened(kernel, packed, x.shape[-1]) for packed in each])
         expected = x.astype(mx.float32) @ weights[indices].swapaxes(-1, -2)
-    return difference(product_of_experts(kernel, each, x, indices, variant), expected)
+    return error_between(product_of_experts(kernel, each, x, indices, variant), expected)
 
 
 def expert_alone_error(
@@ -300,12 +300,12 @@ def expert_alone_error(
     """Return how far the last pair's product is from the product with that expert's matrix."""
     among = product_of_experts(kernel, each, x, indices, variant)[-1, -1]
     expert = each[int(np.asarray(indices[-1, -1]))]
-    return difference(among, kernel.multiply(x[-1, 0], expert, variant))
+    return error_between(among, kernel.multiply(x[-1, 0], expert, variant))
 
 
 def company_error(kernel: MetalProduct, packed: Any, x: mx.array, variant: str) -> float:
     """Return how far the first vector's product alone is from the same among others."""
-    return difference(kernel.multiply(x, packed, variant)[:1], kernel.multiply(x[:1], packed, variant))
+    return error_between(kernel.multiply(x, packed, variant)[:1], kernel.multiply(x[:1], packed, variant))
 
 
 def decoding_error(kernel: MetalProduct, packed: Any, columns: int) -> float:
@@ -313,17 +313,16 @@ def decoding_error(kernel: MetalProduct, packed: Any, columns: int) -> float:
     assert kernel.decoded is not None
     with mx.stream(mx.cpu):
         expected = kernel.dense(packed, columns)
-    return difference(kernel.decoded(packed), expected)
+    return error_between(kernel.decoded(packed), expected)
 
 
 # Attention and rotary positions
 
-WIDTHS = (64, 128)  # of the heads that are checked
-KEYS = (37, 300)  # that are checked: less than a block, and several blocks
+HEAD_WIDTHS = (64, 128)  # of the heads that are checked
+KEY_COUNTS = (37, 300)  # that are checked: less than a block, and several blocks
 OFFSET, BASE = 1000, 10000.0
 
-NESTED = "attention over planes"
-GEARS, PLANES, GROUP = (4, 8), (4, 4), 32  # of keys and values in planes
+GEARS, KV_PLANES, KV_GROUP = (4, 8), (4, 4), 32  # of keys and values in planes
 
 
 def random_entries(heads: int, keys: int, width: int, dtype: mx.Dtype) -> mx.array:
@@ -332,18 +331,22 @@ def random_entries(heads: int, keys: int, width: int, dtype: mx.Dtype) -> mx.arr
 
 def planes_of(entries: mx.array, bits: int) -> list[mx.array]:
     """Return the planes that the gear with `bits` reads of entries (1, heads, keys, width), scales and offsets."""
-    planes, scales, offsets = pack(entries, PLANES, GROUP)
-    return [*planes[: bits // PLANES[0]], scales, offsets]
+    planes, scales, offsets = pack(entries, KV_PLANES, KV_GROUP)
+    return [*planes[: bits // KV_PLANES[0]], scales, offsets]
 
 
 def operation_checks(vectors: Sequence[int]) -> dict[str, Iterator[Check]]:
     """Return the checks of each operation, for these numbers of tokens."""
-    return {"attention": attention_checks(vectors), NESTED: nested_checks(vectors), "rope": rope_checks(vectors)}
+    return {
+        "attention": attention_checks(vectors),
+        "attention over planes": nested_checks(vectors),
+        "rope": rope_checks(vectors),
+    }
 
 
 def attention_checks(vectors: Sequence[int]) -> Iterator[Check]:
     """Four heads that share two of keys and values: each type, width, number of keys and of queries, and mask."""
-    for dtype, width, keys, count in itertools.product(DTYPES, WIDTHS, KEYS, vectors):
+    for dtype, width, keys, count in itertools.product(METAL_DTYPES, HEAD_WIDTHS, KEY_COUNTS, vectors):
         queries = random_entries(4, count, width, dtype)
         cached_keys, values = (random_entries(2, keys, width, dtype) for _ in range(2))
         sees = mx.random.uniform(shape=(count, keys)) < 0.7
@@ -369,15 +372,15 @@ def attention_error(queries: mx.array, keys: mx.array, values: mx.array, mask: m
         if mask is not None:
             scores = mx.where(mask, scores, -mx.inf)
         expected = mx.softmax(scores, axis=-1) @ v
-    return difference(attention(queries, keys, values, width**-0.5, mask), expected)
+    return error_between(attention(queries, keys, values, width**-0.5, mask), expected)
 
 
 def nested_checks(vectors: Sequence[int]) -> Iterator[Check]:
     """Four heads that share two of keys and values in planes: each type, width, gear and number of queries."""
-    for dtype, width, keys, bits, count in itertools.product(DTYPES, WIDTHS, KEYS, GEARS, vectors):
+    for dtype, width, keys, bits, count in itertools.product(METAL_DTYPES, HEAD_WIDTHS, KEY_COUNTS, GEARS, vectors):
         queries = random_entries(4, count, width, dtype)
         k, v = (random_entries(2, keys, width, dtype) for _ in range(2))
-        packed = keys // TILE * TILE  # of further positions entries are read
+        packed = keys // TILE_KEYS * TILE_KEYS  # of further positions entries are read
         text = f"{keys} keys of {bits} bits, heads of {width}, {count} queries, {dtype_name(dtype)}"
         nested = Nested((k, v), (planes_of(k, bits), planes_of(v, bits)), packed)
         yield Check(text, TOLERANCE[dtype], partial(nested_error, queries, nested))
@@ -388,20 +391,20 @@ def nested_error(queries: mx.array, nested: Nested) -> float:
     with mx.stream(mx.cpu):
         keys, values = nested.unpacked()
     how = queries.shape[3] ** -0.5, "causal"
-    return difference(nested_attention(queries, nested, *how), attention(queries, keys, values, *how))
+    return error_between(nested_attention(queries, nested, *how), attention(queries, keys, values, *how))
 
 
 def attention_company_error(queries: mx.array, keys: mx.array, values: mx.array) -> float:
     """Return how far the last query's result alone is from the same among others."""
     among, alone = (attention(some, keys, values, 1.0, "causal") for some in (queries, queries[:, :, -1:]))
-    return difference(among if among is None else among[:, :, -1:], alone)
+    return error_between(among if among is None else among[:, :, -1:], alone)
 
 
 def rope_checks(vectors: Sequence[int]) -> Iterator[Check]:
     """Four heads, all or half of their values turned: each type, order of pairs and number of tokens."""
-    for dtype, traditional, dims, count in itertools.product(DTYPES, (False, True), WIDTHS, vectors):
-        x = mx.random.normal((1, 4, count, max(WIDTHS))).astype(dtype)
-        text = f"{dims} of {max(WIDTHS)} values, {count} tokens, {dtype_name(dtype)}"
+    for dtype, traditional, dims, count in itertools.product(METAL_DTYPES, (False, True), HEAD_WIDTHS, vectors):
+        x = mx.random.normal((1, 4, count, max(HEAD_WIDTHS))).astype(dtype)
+        text = f"{dims} of {max(HEAD_WIDTHS)} values, {count} tokens, {dtype_name(dtype)}"
         text += ", neighbours" if traditional else ", halves"
         yield Check(text, TOLERANCE[dtype], partial(rope_error, x, dims, traditional))
 
@@ -418,4 +421,4 @@ def rope_error(x: mx.array, dims: int, traditional: bool) -> float:
         a, b = (mx.take(pairs, place, axis=axis) for place in (0, 1))
         both = mx.stack([a * cosine - b * sine, a * sine + b * cosine], axis=axis).reshape(turned.shape)
         expected = mx.concatenate([both, x[..., dims:].astype(mx.float32)], axis=-1)
-    return difference(rope_launch(x, frequencies, OFFSET, traditional, 1.0).run(), expected)
+    return error_between(rope_launch(x, frequencies, OFFSET, traditional, 1.0).run(), expected)

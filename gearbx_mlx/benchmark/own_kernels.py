@@ -17,20 +17,19 @@ from ..errors import one_line
 from ..formats import get_format
 from ..formats.native import Native, with_kernels
 from ..gears.kernel_choices import products
-from ..gears.ladder import DEFAULT_GROUP_SIZE, DENSE, WHOLE, WHOLE_LADDER, Ladder
+from ..gears.ladder import DEFAULT_GROUP_SIZE, DENSE, EXACT_FORMAT, EXACT_LADDER, Ladder
 from ..kernels import proven
 from ..kernels.dispatch import MLX, STOCK, Kind
 from ..kernels.exact import decode
 from ..kernels.metal_exact import decode_launch
-from ..kernels.tuner import FAILED, Product, compare, differences, measure, tolerance
+from ..kernels.tuner import FAILED, Product, product_errors, timed_in_turn, times_of, tolerance
 from .metal_checks import all_kernels, examine, mixture_checks, operation_checks, product_checks
 
 Rows = list[dict[str, Any]]
 
 CHECKED_VECTORS = (1, 2, 4, 8)
-VECTORS = (1, 2, 3, 4, 5, 8, 16)  # of a verification of up to four drafted tokens, and of text that is looked up
-MOST_WEIGHTS = 2**26  # of a shape, from several layers: more than caches hold, and encoded in some seconds
-TEXT_OF = {"weights as they are": proven.DENSE, "4 bits": proven.MATVEC, WHOLE: proven.EXACT}
+PROVEN_VECTORS = (1, 2, 3, 4, 5, 8, 16)  # of a verification of up to four drafted tokens, and of text that is looked up
+TEXT_OF = {"weights as they are": proven.DENSE_TEXT, "4 bits": proven.MATVEC_TEXT, EXACT_FORMAT: proven.EXACT_TEXT}
 
 
 class Layers(NamedTuple):
@@ -62,15 +61,15 @@ def check_all() -> Iterator[dict[str, Any]]:
 
 def prove_all(model: nn.Module) -> Iterator[dict[str, Any]]:
     """Yield a row for each product of the model's shapes, and keep what is right on this machine."""
-    proven.drop(TEXT_OF[WHOLE], proven.decoder_key(DEFAULT_GROUP_SIZE))  # so that MLX's operations encode
+    proven.forget(TEXT_OF[EXACT_FORMAT], proven.decoder_key(DEFAULT_GROUP_SIZE))  # so that MLX's operations encode
     decodes = True
     with counting("kernels timed", None) as advance:
         for layers in layers_of_shapes(model):
-            if layers.stored == WHOLE and decodes:
+            if layers.stored == EXACT_FORMAT and decodes:
                 row = prove_decoding(layers)
                 decodes = not row["wrong"]  # one proof is for all shapes
                 yield row
-            for vectors in VECTORS:
+            for vectors in PROVEN_VECTORS:
                 yield from prove_products(layers, vectors)
                 advance()
 
@@ -82,13 +81,16 @@ def layers_of_shapes(model: nn.Module) -> Iterator[Layers]:
         if isinstance(module, nn.Linear | nn.Embedding) and module.weight.shape[-1] % DEFAULT_GROUP_SIZE == 0:
             alike.setdefault((module.weight.shape, module.weight.dtype), []).append(module.weight)
     for (shape, dtype), weights in alike.items():
-        some = weights[: max(1, MOST_WEIGHTS // (shape[0] * shape[1]))]
+        # From several layers, more weights than caches hold, and encoded in some seconds.
+        some = weights[: max(1, 2**26 // (shape[0] * shape[1]))]
         dense = [native_linear(weight) for weight in some]
         yield Layers("weights as they are", dense, dtype)
         yield Layers("4 bits", [stored_as("planes", layer, 4, Ladder((4,)), dtype) for layer in dense], dtype)
         if dtype == mx.bfloat16:
             yield Layers(
-                WHOLE, [stored_as(WHOLE, layer, DENSE, Ladder.parse(WHOLE_LADDER), dtype) for layer in dense], dtype
+                EXACT_FORMAT,
+                [stored_as(EXACT_FORMAT, layer, DENSE, Ladder.parse(EXACT_LADDER), dtype) for layer in dense],
+                dtype,
             )
 
 
@@ -118,9 +120,9 @@ def prove_products(layers: Layers, vectors: int) -> Iterator[dict[str, Any]]:
             key = proven.product_key(kind.form, kind.shape, dtype, vectors, candidate)
             found = {MLX: by_mlx, candidate: products(kind, members, candidate)}
             wrong = product_fault(found, candidate, x)
-            times = {} if wrong else measure(found, x)
+            times = {} if wrong else times_of(found, x)
             seconds = [times.get(name, FAILED) for name in (candidate, MLX)]
-            yield kept(layers, key, vectors, candidate, wrong or not_timed(seconds), *seconds)
+            yield keep_proofs(layers, key, vectors, candidate, wrong or not_timed(seconds), *seconds)
 
 
 def not_timed(seconds: Sequence[float]) -> str:
@@ -129,7 +131,7 @@ def not_timed(seconds: Sequence[float]) -> str:
 
 def product_fault(found: Mapping[str, Sequence[Product]], candidate: str, x: mx.array) -> str:
     """Return what is wrong with our products; "" where they are MLX's, and a row has the same bits alone."""
-    apart = differences(found, x).get(candidate, FAILED)
+    apart = product_errors(found, x).get(candidate, FAILED)
     if apart == FAILED:
         return "does not run, or is no number"
     if apart > tolerance(x.dtype, x.shape[-1], 0):
@@ -150,22 +152,22 @@ def prove_decoding(layers: Layers) -> dict[str, Any]:
     try:
         if mx.array_equal(decode_launch(matrix).run(), decode(matrix)).item():
             makes = {"ours": lambda: [decode_launch(matrix).run()], MLX: lambda: [decode(matrix)]}
-            times = compare(makes)
+            times = timed_in_turn(makes)
             ours, by_mlx = (statistics.median(times[name]) for name in makes)
         else:
             wrong = "a weight has other bits"
     except RuntimeError as error:
         wrong = one_line(error)
-    return kept(layers, proven.decoder_key(DEFAULT_GROUP_SIZE), 0, "decoding", wrong, ours, by_mlx)
+    return keep_proofs(layers, proven.decoder_key(DEFAULT_GROUP_SIZE), 0, "decoding", wrong, ours, by_mlx)
 
 
-def kept(
+def keep_proofs(
     layers: Layers, key: str, vectors: int, candidate: str, wrong: str, ours: float, by_mlx: float
 ) -> dict[str, Any]:
     """Keep what was found of a kernel for this machine, and return it as a row."""
     text = TEXT_OF[layers.stored]
     if wrong:
-        proven.drop(text, key)
+        proven.forget(text, key)
     else:
         proven.keep(text, key, ours, by_mlx)
     return {
@@ -183,7 +185,7 @@ def kept(
 def in_short(rows: Rows) -> list[dict[str, str]]:
     """Return a line for each way to store weights and number of vectors: how often ours won, and by how much."""
     found = []
-    for (stored, vectors), some in grouped(rows).items():
+    for (stored, vectors), some in by_shape(rows).items():
         shapes: dict[tuple[int, ...], list[float]] = {}
         for row in some:
             ratio = 0.0 if row["wrong"] else row["seconds_of_mlx"] / row["seconds"]
@@ -201,7 +203,7 @@ def in_short(rows: Rows) -> list[dict[str, str]]:
     return found
 
 
-def grouped(rows: Rows) -> dict[tuple[str, int], Rows]:
+def by_shape(rows: Rows) -> dict[tuple[str, int], Rows]:
     """Return rows by how weights are stored, and by the number of vectors."""
     found: dict[tuple[str, int], Rows] = {}
     for row in sorted(rows, key=lambda row: (row["stored"], row["vectors"])):

@@ -18,7 +18,7 @@ from .precision import GearTable, PrecisionManifest
 from .sensitivity import Distance, ExactSensitivity
 
 Bits = dict[str, int]
-ROUNDING = 1e-6  # bytes by which a computed budget may be off
+KL_ROUNDING = 1e-6  # bytes by which a computed budget may be off
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def within_bytes(options: Mapping[str, Sequence[Option]], budget: float) -> Path
     Below the fewest bytes that layers can have, the table of the fewest.
     """
     points = greedy_path(options)
-    budget = math.floor(budget + ROUNDING)
+    budget = math.floor(budget + KL_ROUNDING)
     best = points[max(bisect.bisect_right([point.bytes for point in points], budget) - 1, 0)]
     table, total, kl = dict(best.table), best.bytes, best.kl
     now = chosen(options, table)
@@ -213,7 +213,7 @@ class Allocator:
         """Return the table of the most bits within a budget that are the same in every layer; none if there is none."""
         widths = set.intersection(*({option.bits for option in choices} for choices in self.options.values()))
         tables = [dict.fromkeys(self.options, bits) for bits in sorted(widths)]
-        return [table for table in tables if self.bytes_of(table) <= budget + ROUNDING][-1:]
+        return [table for table in tables if self.bytes_of(table) <= budget + KL_ROUNDING][-1:]
 
     def for_kl(self, kl: float) -> MeasuredTable:
         """Return the table of the fewest bytes with at most this measured KL; where none has it, that of the most

@@ -18,7 +18,7 @@ from rich.progress import Progress
 
 from ..errors import GearbxError
 from ..formats import codebook, codebook_library, get_format
-from ..formats.codebook import Codebook, CodebookFormat, SortedRows, find_all, lloyd
+from ..formats.codebook import Codebook, CodebookFormat, SortedRows, all_outliers, lloyd
 from ..gears.discovery import Layer, Predicate, discover, is_attention, with_bits
 from ..gears.ladder import DENSE
 from ..gears.offload import EMPTY
@@ -68,7 +68,7 @@ class Match:
         return float(np.array(off / mx.maximum(self.own.sum(), 1e-38)))
 
 
-def compare(rows: mx.array, made: mx.array) -> Match:
+def match_of(rows: mx.array, made: mx.array) -> Match:
     """Compare rows (R, I) with their reconstruction."""
     return Match(mx.square(rows).sum(-1), mx.square(made).sum(-1), (rows * made).sum(-1))
 
@@ -84,7 +84,7 @@ def compare_cells(rows: SortedRows, own: mx.array, kept: mx.array, codebook: mx.
     return Match(own, (counts * mx.square(codebook)).sum(-1) + kept, (sums * codebook).sum(-1) + kept)
 
 
-def sample(weight: mx.array, mask: np.ndarray) -> tuple[mx.array, mx.array]:
+def judged_rows(weight: mx.array, mask: np.ndarray) -> tuple[mx.array, mx.array]:
     """Evenly spaced rows of a weight (..., O, I) and of its mask, at most WEIGHTS_JUDGED weights: float32 and bool."""
     width = weight.shape[-1]
     rows, outlying = weight.reshape(-1, width), mask.reshape(-1, width)
@@ -102,7 +102,7 @@ def some_experts(weight: mx.array) -> mx.array:
 
 def match_rows(format: CodebookFormat, weight: mx.array, mask: np.ndarray) -> Iterator[tuple[int, Match, Match]]:
     """Bits, and the match of one codebook per row with outliers apart, and without."""
-    rows, outlying = sample(weight, mask)
+    rows, outlying = judged_rows(weight, mask)
     own = mx.square(rows).sum(-1)
     kept = mx.where(outlying, mx.square(rows), 0).sum(-1)
     split, whole = SortedRows.of(rows, outlying), SortedRows.of(rows, mx.zeros_like(outlying))
@@ -116,12 +116,12 @@ def match_rows(format: CodebookFormat, weight: mx.array, mask: np.ndarray) -> It
 
 def match_library(format: CodebookFormat, weight: mx.array, mask: np.ndarray) -> Iterator[tuple[int, Match, Match]]:
     """Bits, and the match of a library with outliers apart, and without."""
-    rows, outlying = sample(weight, mask)
+    rows, outlying = judged_rows(weight, mask)
     for bits in format.layer_bits:
         made = []
         for left_out in (np.array(outlying), np.zeros(outlying.shape, bool)):
             arrays = codebook_library.encode(rows, bits, format.options, left_out)
-            made.append(compare(rows, codebook.decode(arrays, bits, rows.shape[-1])))
+            made.append(match_of(rows, codebook.decode(arrays, bits, rows.shape[-1])))
         yield bits, made[0], made[1]
 
 
@@ -129,7 +129,7 @@ def qualities(format: CodebookFormat, weight: mx.array) -> Iterator[Quality]:
     """Yield the quality of a matrix (O, I), or of some experts of (E, O, I), at each of the format's bits,
     ascending."""
     judged = some_experts(weight)
-    mask = find_all(judged, format.options)
+    mask = all_outliers(judged, format.options)
     share = float(mask.mean())
     match = match_rows if isinstance(format, Codebook) else match_library
     for bits, kept, alone in match(format, judged, mask):
@@ -139,14 +139,13 @@ def qualities(format: CodebookFormat, weight: mx.array) -> Iterator[Quality]:
 
 # The quality of layers
 
-ROUTED = "routed"
 HEADS = {"lm_head", "embed_out", "output", "ff_out", "head"}  # what model classes call their output head
 
 
-def kind_of(path: str, module: nn.Module) -> str:
+def component_kind(path: str, module: nn.Module) -> str:
     """Return the class of component that decides the floor: routed, shared, attention, head or mlp."""
     if isinstance(module, SwitchLinear):
-        return ROUTED
+        return "routed"
     if "shared" in path:
         return "shared"
     if path.split(".")[-1] in HEADS or isinstance(module, nn.Embedding):  # a tied one
@@ -165,7 +164,7 @@ class LayerQualities:
     qualities: tuple[Quality, ...]
 
 
-def measure(
+def measure_qualities(
     layers: Iterable[Layer],
     format: CodebookFormat,
     enough: Floors,
@@ -178,7 +177,7 @@ def measure(
     """
     measured = []
     for layer in layers:
-        kind = kind_of(layer.path, layer.module)
+        kind = component_kind(layer.path, layer.module)
         found: list[Quality] = []
         weight = layer.module.weight
         if not mx.isfinite(weight).all().item():
@@ -318,7 +317,7 @@ def select_bits(
     layers, _ = discover(model, manage, format=codebooks)
     task = progress.add_task("judging codebooks", total=len(layers))
     judged = dropping_weights(layers) if give_up else layers
-    return select(measure(judged, codebooks, floors, lambda path: progress.advance(task)), floors)
+    return select(measure_qualities(judged, codebooks, floors, lambda path: progress.advance(task)), floors)
 
 
 def dropping_weights(layers: Iterable[Layer]) -> Iterator[Layer]:

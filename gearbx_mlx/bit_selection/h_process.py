@@ -34,11 +34,9 @@ from ..gears.discovery import Layer, Predicate, discover
 from ..gears.gearbox import Gearbox
 from ..kernels.dispatch import choose
 from . import Floors
-from .codebook_selection import LayerQualities, Selection, measure, select
+from .codebook_selection import LayerQualities, Selection, measure_qualities, select
 
 KL_BOUND = 0.5  # nats per token: the measured models write broken text well below it
-GENERATED = 64  # tokens of each text
-LONGEST_PERIOD, LEAST_REPEATS, LEAST_TOKENS = 8, 4, 16
 
 
 @dataclass(frozen=True)
@@ -67,8 +65,8 @@ def log_probabilities(model: nn.Module, tokens: Sequence[int]) -> mx.array:
 def loops(tokens: Sequence[int]) -> bool:
     """Return whether a text ends in a stretch of up to 8 tokens that repeats: at least 4 times, and over 16 tokens or
     more."""
-    for period in range(1, LONGEST_PERIOD + 1):
-        repeats = max(LEAST_REPEATS, -(-LEAST_TOKENS // period))
+    for period in range(1, 9):
+        repeats = max(4, math.ceil(16 / period))
         tail = list(tokens[-period * repeats :])
         if len(tail) == period * repeats and tail == tail[-period:] * repeats:
             return True
@@ -101,7 +99,7 @@ class GarbageCheck:
         model: nn.Module,
         texts: Sequence[Sequence[int]],
         kl_bound: float = KL_BOUND,
-        written: int = GENERATED,
+        written: int = 64,  # tokens of each text
         ends: Collection[int] = (),
     ):
         self.texts = [list(text) for text in texts if len(text) > 1]
@@ -133,8 +131,7 @@ class GarbageCheck:
 
 
 CONTEXT = 8192  # tokens, where the model's context is longer: few texts are
-PREFILL = 2048  # tokens that mlx-lm reads in one pass
-STEP = 256  # tokens by which mlx-lm's caches grow; one and two steps are read to measure
+CACHE_STEP = 256  # tokens by which mlx-lm's caches grow; one and two steps are read to measure
 
 
 @dataclass(frozen=True)
@@ -171,16 +168,16 @@ def measure_reserve(model: nn.Module) -> Reserve:
     """
     made_for = context_length(vars(model.args)) if hasattr(model, "args") else None
     context = min(made_for or CONTEXT, CONTEXT)
-    if context <= 2 * STEP:
+    if context <= 2 * CACHE_STEP:
         return Reserve(*cache_bytes(model, context), context)
-    (start, _), (end, activations) = cache_bytes(model, STEP), cache_bytes(model, 2 * STEP)
-    steps = math.ceil(context / STEP)
-    return Reserve(end + (end - start) * (steps - 2), round(activations * min(PREFILL, context) / (2 * STEP)), context)
+    (start, _), (end, activations) = cache_bytes(model, CACHE_STEP), cache_bytes(model, 2 * CACHE_STEP)
+    steps = math.ceil(context / CACHE_STEP)
+    pass_tokens = min(2048, context)  # mlx-lm reads at most so many in one pass
+    return Reserve(end + (end - start) * (steps - 2), round(activations * pass_tokens / (2 * CACHE_STEP)), context)
 
 
 STRICT_FLOORS = (0.90, 0.93, 0.96, 0.98, 0.99, 0.995)
 LAZY_FLOORS = (0.80, 0.88, 0.92, 0.93, 0.935, 0.94, 0.96, 0.98, 0.99)
-MOST_POINTS = 8
 FITS, OVER = "fits", "over budget"
 
 
@@ -268,7 +265,7 @@ def operating_points(
     unmanaged: int,
     spike: int,
     grid: Iterable[tuple[float, float]] | None = None,
-    most: int = MOST_POINTS,
+    most: int = 8,
     reserve: int = 0,
 ) -> list[OperatingPoint]:
     """Points of a grid of floors with different bits for the layers, by bytes ascending.
@@ -343,9 +340,6 @@ def described(point: OperatingPoint) -> str:
     )
 
 
-MOST_PROMPTS, WRITTEN = 16, 48  # calibration texts, and tokens that the original model writes after each prompt
-
-
 def fit_floors(
     model: nn.Module,
     tokenizer: Any,
@@ -359,10 +353,10 @@ def fit_floors(
     codebooks = get_format(format)
     assert isinstance(codebooks, CodebookFormat)
     ends = tokenizer.eos_token_ids
-    starts = [tokenizer.encode(prompt) for prompt in prompts[:MOST_PROMPTS]]
+    starts = [tokenizer.encode(prompt) for prompt in prompts[:16]]
     fast_gearbox(model, codebooks, manage)
     texts = [
-        start + continuation(model, start, WRITTEN, ends)
+        start + continuation(model, start, 48, ends)
         for start in progress.track(starts, description="writing calibration text")
     ]
     judging, trying = progress.add_task("judging codebooks", total=None), progress.add_task("trying", total=None)
@@ -411,7 +405,7 @@ def fit_budget(
     rest = layer_bytes(model, storage) - storage.size * sum(layer.module.weight.size for layer in layers)
     fast_gearbox(model, format, manage)
     check = GarbageCheck(model, texts, kl_bound, ends=ends)
-    measured = measure(layers, format, Floors(STRICT_FLOORS[-1], LAZY_FLOORS[-1]), judged)
+    measured = measure_qualities(layers, format, Floors(STRICT_FLOORS[-1], LAZY_FLOORS[-1]), judged)
 
     def judge(selection: Selection) -> Sense:
         gearbox = fast_gearbox(model, format, selection.predicate)

@@ -22,17 +22,17 @@ from ..gears.ladder import DENSE, Ladder
 from ..gears.manifest import Fingerprint, GroupSize, Length, Width
 from . import ACCURACY_THRESHOLD
 
-SCHEMA, VERSION = "gearbx-mlx precision", 1
+MANIFEST_SCHEMA, MANIFEST_VERSION = "gearbx-mlx precision", 1
 SCHEMA_FILE = Path(__file__).parent / "precision.schema.json"
-EXACT, FIRST_ORDER = "exact", "first order"
+EXACT_KL, FIRST_ORDER = "exact", "first order"
 MAKE = "make a new one with python -m gearbx_mlx.sensitivity"
-SAFE, CAREFUL = 0.02, 0.05  # nats: by the KL at 4 bits, 4, 6 or 8 are wanted
+SAFE = 0.02  # nats
 
 
 if TYPE_CHECKING:
     Method = str
 else:
-    Method = Literal[EXACT, FIRST_ORDER]
+    Method = Literal[EXACT_KL, FIRST_ORDER]
 PerWidth = Mapping[Width, float]
 Nats = Annotated[float, Meta(ge=0, le=1e100)]
 
@@ -95,8 +95,8 @@ class PrecisionManifest(Struct, frozen=True):
     gears: Mapping[Width, GearTable] = field(default_factory=dict)
     cost: Mapping[str, Any] = field(default_factory=dict)
     accuracy_threshold: Annotated[float, Meta(gt=0)] = ACCURACY_THRESHOLD
-    schema: str = SCHEMA
-    version: int = VERSION
+    schema: str = MANIFEST_SCHEMA
+    version: int = MANIFEST_VERSION
 
     def check_tables(self) -> None:
         """Raises GearbxError for a table that has a layer which is not among the layers."""
@@ -169,7 +169,7 @@ def least_bits(
     """
     widths = sorted(kl)
     at_four = kl[next((bits for bits in widths if bits >= 4), widths[-1])]
-    floor = 0 if at_four < SAFE else 6 if at_four <= CAREFUL else 8
+    floor = 0 if at_four < SAFE else 6 if at_four <= 0.05 else 8
     good = (
         bits
         for bits in widths
@@ -178,7 +178,7 @@ def least_bits(
     return next(good, widths[-1])
 
 
-def fit(
+def fitted_to(
     manifest: PrecisionManifest, model: nn.Module, format: Format | None = None
 ) -> tuple[PrecisionManifest, list[Layer], list[str]]:
     """Return the manifest for a model, the layers whose bits it says, and the paths of those that it does not know.
@@ -210,7 +210,7 @@ def parse_precision(content: Any) -> PrecisionManifest:
     Raises:
         GearbxError: another schema or version, or a field that is missing or cannot be.
     """
-    check_schema(content, "a precision manifest", SCHEMA, VERSION)
+    check_schema(content, "a precision manifest", MANIFEST_SCHEMA, MANIFEST_VERSION)
     made = typed(content, PrecisionManifest)
     made.check_tables()
     return made

@@ -33,7 +33,7 @@ from ..gears.ladder import DENSE, Ladder
 from ..kernels.dispatch import on_cpu
 from ..loading import DEMO_MODEL
 from . import ACCURACY_THRESHOLD
-from .codebook_selection import kind_of
+from .codebook_selection import component_kind
 from .precision import LayerPrecision, least_bits
 
 Call = tuple[tuple[Any, ...], Mapping[str, Any]]
@@ -399,18 +399,13 @@ def layer_precision(
         threshold: percent that a layer at its fewest bits may add to the perplexity.
     """
     return LayerPrecision(
-        kind=kind_of(layer.path, layer.module),
+        kind=component_kind(layer.path, layer.module),
         weights=layer.module.weight.size,
         min_bits=max(least_bits(kl, perplexity_change, threshold), layer.lowest_bits),
         max_bits=DENSE,
         kl=kl,
         perplexity_change=perplexity_change,
     )
-
-
-LOW = 4  # bits of mlx_lm.dynamic_quant
-MILLION = 1e6
-FOLD = 4.0  # by which the KL falls with every bit: the error halves, and the KL goes with its square
 
 
 def first_order(
@@ -445,11 +440,12 @@ def estimate_kls(
     layers: Sequence[Layer], model: nn.Module, windows: Sequence[Sequence[int]], bits: Sequence[int], group_size: int
 ) -> dict[str, dict[int, float]]:
     """Return a proxy for the KL (nats, at least 0) of every layer at every width, by path, from one backward pass."""
-    low = LOW if LOW in bits else bits[0]
+    low = 4 if 4 in bits else bits[0]  # 4, as mlx_lm.dynamic_quant, where there are some
     high = next((width for width in bits if width > low), 8)
     found = first_order(model, windows, low, high, group_size)
     missing = [layer.path for layer in layers if layer.path not in found]
     if missing:
         raise GearbxError(f"mlx-lm estimates no sensitivity of {missing[0]}; measure it without --fast")
-    saved = {layer.path: max(found[layer.path], 0.0) * layer.module.weight.size / MILLION for layer in layers}
-    return {path: {width: kl * FOLD ** (low - width) for width in bits} for path, kl in saved.items()}
+    saved = {layer.path: max(found[layer.path], 0.0) * layer.module.weight.size / 1e6 for layer in layers}
+    # With every bit the error halves, and the KL goes with its square.
+    return {path: {width: kl * 4.0 ** (low - width) for width in bits} for path, kl in saved.items()}

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from ..cli.tables import table_with_head
 from ..errors import GearbxError
-from ..files.user_cache import CacheUnusable
-from ..kernels.cpu import BUILDING, BUILDING_LOCK, NAME, open_cache
+from ..files.user_cache import CacheUnusable, open_cache
+from ..kernels.cpu import BUILDING_LOCK, MODULE_NAME
 from ..settings import human_bytes
 from . import CACHE_KINDS, UsersCacheSettings
 
@@ -58,7 +58,7 @@ def cache_entries(directory: Path) -> Iterator[Kept]:
 
 def kind_in_cache(path: Path) -> str:
     """Return the kind of a file or directory right below the cache."""
-    if path.name.startswith((NAME, BUILDING)):
+    if path.name.lstrip(".").startswith(MODULE_NAME):
         return "kernels"
     if path.name == "bases" and path.is_dir():
         return "bases"

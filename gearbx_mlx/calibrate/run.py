@@ -17,7 +17,7 @@ from ..decoding.route import SHORT_PROMPTS
 from ..decoding.sampling import sampled
 from ..decoding.stream import stream_generate
 from ..errors import GearbxError
-from ..files.journal import JOURNAL, Journal, beside, hash_of_tokens
+from ..files.journal import JOURNAL, Journal, hash_of_tokens, place_beside
 from ..files.writing import write_text
 from ..gears.discovery import vocabulary
 from ..gears.gearbox import Observer, model_fingerprint
@@ -142,7 +142,7 @@ def as_object(settings: CalibrateSettings) -> ThresholdFile:
 def calibrated_file(settings: CalibrateSettings, out: Path) -> Calibration:
     """Return what is found, after writing it. An interrupted run leaves its records beside the file for the
     next one."""
-    place = beside(out, JOURNAL)
+    place = place_beside(out, JOURNAL)
     found = calibrate_thresholds(settings, place)
     write_text(out, found.file.text())
     if place is not None:

@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 from mlx_lm.sample_utils import make_sampler
 
-from ..conversion.calibrated_base import LONGEST, calibrate_base, free_layers, steps
+from ..conversion.calibrated_base import LONGEST_TEXT, calibrate_base, free_layers, steps
 from ..decoding.stream import batch_generator
 from ..errors import GearbxError, GearbxWarning
 from ..files.reading import json_lines, read_text
@@ -84,7 +84,7 @@ def text_of(tokenizer: Any, file: str | None) -> BaseText:
         place = SHIPPED / "answers.jsonl"
         lines = json_lines(place, read_text(place, "text", REINSTALL), ShippedAnswer, REINSTALL)
         encoded += [tokenizer.encode(f"{line.prompt}\n\n{line.answer}\n") for _, line in lines]
-    pieces = [list(text[i : i + LONGEST]) for text in encoded for i in range(0, len(text), LONGEST)]
+    pieces = [list(text[i : i + LONGEST_TEXT]) for text in encoded for i in range(0, len(text), LONGEST_TEXT)]
     texts, left = [], TEXT_TOKENS
     for piece in pieces:
         if len(piece) > 1 and left > 0:
@@ -93,7 +93,7 @@ def text_of(tokenizer: Any, file: str | None) -> BaseText:
     if not texts:
         raise GearbxError(f"{file}: has no two tokens to calibrate with; give more text")
     tokens = sum(map(len, texts))
-    if tokens < LONGEST:
+    if tokens < LONGEST_TEXT:
         said = f"{file}: has {tokens} tokens; drafts agree more often after thousands: give more text"
         warnings.warn(said, GearbxWarning, stacklevel=2)
     return BaseText(texts, requests)
@@ -105,7 +105,7 @@ def requests_of(tokenizer: Any) -> list[list[int]]:
         return []
     lines = read_text(SHIPPED / "requests.txt", "text", REINSTALL).splitlines()
     try:
-        return [in_template(tokenizer, line)[:LONGEST] for line in lines]
+        return [in_template(tokenizer, line)[:LONGEST_TEXT] for line in lines]
     except Exception:  # templates are programs, and some want other messages
         return []
 
@@ -139,7 +139,7 @@ def answered(model: nn.Module, tokenizer: Any, requests: Sequence[list[int]], pr
         completion_batch_size=ANSWERS_TOGETHER,
     )
     try:
-        lengths = [min(ANSWER_TOKENS, LONGEST - len(request)) for request in made]
+        lengths = [min(ANSWER_TOKENS, LONGEST_TEXT - len(request)) for request in made]
         uids = generator.insert([*map(list, requests)], lengths, seeds=[*range(len(made))])
         texts, left = dict(zip(uids, made)), len(made)
         while left:

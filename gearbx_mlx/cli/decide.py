@@ -14,7 +14,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..bit_selection.precision import PrecisionManifest, read_precision
-from ..compat.versions import versions
+from ..compat.versions import program_versions
 from ..decoding.caches import check_kv_mode
 from ..decoding.mode import SAME, Mode
 from ..decoding.modes import (
@@ -36,8 +36,8 @@ from ..formats.base import Format
 from ..gears.activations import stored_dtype
 from ..gears.discovery import is_quantized
 from ..gears.in_place import OwnCodes, own_codes, without_gears
-from ..gears.kernel_choices import AS_IT_IS, EXACT, QUANTIZED, choose_kernels, seconds_as_stored
-from ..gears.ladder import BESIDE, DENSE, WHOLE, WHOLE_LADDER, Ladder, default_ladder
+from ..gears.kernel_choices import AS_8_BITS, AS_EXACT, AS_IT_IS, choose_kernels, seconds_as_stored
+from ..gears.ladder import DENSE, DRAFT_FORMAT, EXACT_FORMAT, EXACT_LADDER, Ladder, default_ladder
 from ..gears.manifest import PRECISION, Manifest
 from ..kernels import ACTIVATIONS
 from ..kernels.device import available_memory, device_in_use
@@ -128,7 +128,7 @@ class Decision:
 
     def with_draft(self) -> "Decision":
         """Return the same with the weights as they are and a draft beside them, as `of_drafts` decides on a GPU."""
-        return replace(self, format=get_format(BESIDE), ladder=Ladder.parse(WHOLE_LADDER))
+        return replace(self, format=get_format(DRAFT_FORMAT), ladder=Ladder.parse(EXACT_LADDER))
 
     def inputs(self) -> dict[str, Any]:
         """Return all that every result of the model in these gears depends on."""
@@ -139,7 +139,7 @@ class Decision:
             "device": device_in_use(),
             "adapter_path": model.adapter_path,
             "adapter contents": adapter_contents(model.adapter_path),
-            **versions(),
+            **program_versions(),
             "gears": str(self.ladder),
             "format": self.format.name,
             "manage": self.manage,
@@ -372,19 +372,19 @@ def of_drafts(name: str | None, layout: LayoutSettings, flags: GearFlags, model:
     On a GPU both are MLX's own, so that the top gear is mlx-lm's bit for bit, and MLX makes the draft in one pass over
     the weights. On a CPU, format exact stores both once where memory is short; decoding takes time there.
     """
-    filled, whole = layout.filled(None, ""), Ladder.parse(WHOLE_LADDER)
+    filled, whole = layout.filled(None, ""), Ladder.parse(EXACT_LADDER)
     weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
     beside = weights * whole[0].bits // DENSE
     sizes = f"{human_bytes(beside)} beside the {human_bytes(weights)} of the checkpoint"
     if device() != CPU:
         why = f"the weights as they are, and a draft of {sizes}"
-        return StoredGears(whole, **filled | {"format": BESIDE}, why=why)
+        return StoredGears(whole, **filled | {"format": DRAFT_FORMAT}, why=why)
     short = 4 * beside > available_memory()  # the texts of a run need some too
     if short and takes_whole(flags, model):
         seconds = seconds_as_stored(model, ACTIVATIONS[flags.kernels.activations], filled["group_size"])
         note = f"memory is short for drafts of {sizes}: format exact stores both once{cost_of_whole(seconds)}"
         why = "one exact copy of the weights with its draft inside, since memory is short"
-        return StoredGears(whole, **filled | {"format": WHOLE}, why=why, note=note)
+        return StoredGears(whole, **filled | {"format": EXACT_FORMAT}, why=why, note=note)
     note = ""
     if short:
         note = f"memory is short for drafts of {sizes}; one gear of 8 bits takes half of it: --mode static --gears 8"
@@ -410,7 +410,7 @@ def cost_of_whole(seconds: Times) -> str:
     """
     if not seconds:
         return ""
-    exact, quantized = (f"{seconds[name] / seconds[AS_IT_IS]:.2f}" for name in (EXACT, QUANTIZED))
+    exact, quantized = (f"{seconds[name] / seconds[AS_IT_IS]:.2f}" for name in (AS_EXACT, AS_8_BITS))
     return (
         f". Its products take {exact} times as long as with the weights as they are, and those of one gear of 8 bits "
         f"{quantized} times, for less memory and a small loss: --mode static --gears 8"
@@ -459,7 +459,7 @@ def manifest_of(settings: GearedSettings, saved: Manifest | None, mode: str) -> 
 
 def widths(settings: GearedSettings, ladder: Ladder, format: str, saved: Manifest | None) -> tuple[int, ...]:
     """Return further bits to which a controller can cap layers: those of the checkpoint, or that are made now."""
-    if format == WHOLE:  # whose layers have the widths of its ladder alone
+    if format == EXACT_FORMAT:  # whose layers have the widths of its ladder alone
         return ()
     if saved is not None:
         return tuple(bits for bits in saved.gears if bits < ladder.top.bits)

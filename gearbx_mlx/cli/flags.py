@@ -21,21 +21,20 @@ from ..formats import (
     split_name,
 )
 from ..gears.ladder import (
-    BESIDE,
     DEFAULT_ACTIVATIONS,
     DEFAULT_GROUP_SIZE,
     DEFAULT_LADDER,
-    DTYPES,
-    GROUP_SIZES,
+    DRAFT_FORMAT,
+    DTYPE_NAMES,
+    EXACT_FORMAT,
+    EXACT_LADDER,
     MANAGE,
     RESIDENCIES,
-    WHOLE,
-    WHOLE_LADDER,
     Ladder,
     check_kv_gears,
     kv_ladder,
 )
-from ..kernels import ACTIVATIONS, DEVICES, KERNELS
+from ..kernels import ACTIVATIONS, DEVICES, GROUP_SIZES, KERNELS
 from ..serving import DEFAULT_TIMEOUT
 from ..settings import Settings, check_choice, flag, flag_of, given_names, parse_bytes
 
@@ -295,7 +294,7 @@ class ModelSettings(Settings):
     dtype: str = flag(
         "auto",
         "Type to compute in. auto: the checkpoint's, but float32 where a CPU runs quantized gears.",
-        choices=("auto", *DTYPES),
+        choices=("auto", *DTYPE_NAMES),
         rare=True,
     )
     device: str | None = device_flag()
@@ -331,7 +330,7 @@ class LadderSettings(Settings):
         None,
         "Bits of the gears, ascending; 16: the weights as they are. Default: those of a geared checkpoint; a quantized "
         "model's own bits, with 4 below 5 or more, unless mode lossless would lose by these; of original weights "
-        f"{DEFAULT_LADDER}, and in mode lossless or with format {WHOLE} or {CODEBOOKS[0]} {WHOLE_LADDER}",
+        f"{DEFAULT_LADDER}, and in mode lossless or with format {EXACT_FORMAT} or {CODEBOOKS[0]} {EXACT_LADDER}",
         parse=Ladder.parse,
     )
 
@@ -346,7 +345,7 @@ class FormatSettings(Settings):
         None,
         f"How gears are stored: {', '.join(FORMATS)}. Codebooks have choices: codebook-library:sigma=3,cap=0.02,"
         f"rounds=20,library=32,group=128. Default: {DEFAULT_FORMAT}; of original weights whose gears mode lossless "
-        f"chooses, on a GPU {BESIDE}, and on a CPU {WHOLE} where they are bfloat16 and memory is short",
+        f"chooses, on a GPU {DRAFT_FORMAT}, and on a CPU {EXACT_FORMAT} where they are bfloat16 and memory is short",
         parse=parse_format,
         metavar="FORMAT",
     )

@@ -13,7 +13,7 @@ import mlx.nn as nn
 import msgspec
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 
-from ..bit_selection.precision import PrecisionManifest, fit
+from ..bit_selection.precision import PrecisionManifest, fitted_to
 from ..compat.templates import confine
 from ..decoding.caches import KeptCache, check_heads, check_prompt_cache, plain_cache
 from ..decoding.governor import Governor, MemoryGuard
@@ -32,7 +32,7 @@ from ..gears.discovery import is_quantized, vocabulary
 from ..gears.gearbox import Gearbox, Observer, in_one_gear, model_fingerprint
 from ..gears.in_place import own_codes, without_gears
 from ..gears.kernel_choices import measure_gears
-from ..gears.ladder import DENSE, WHOLE, WHOLE_LADDER, Ladder
+from ..gears.ladder import DENSE, EXACT_FORMAT, EXACT_LADDER, Ladder
 from ..gears.saved import saved_gears
 from ..kernels import MEASURE, metal
 from ..kernels.device import recommended_memory, whole_memory
@@ -263,7 +263,7 @@ def layers_of_manifest(decision: Decision, precision: PrecisionManifest, model: 
     """
     file = decision.settings.gears.manifest
     with about(file):
-        manifest, _, missing = fit(precision, model)
+        manifest, _, missing = fitted_to(precision, model)
     for path in missing:
         note(f"{file}: has no {path}, which stays at full precision in the tables")
     tables = manifest.tables(decision.ladder)
@@ -381,7 +381,7 @@ def without_draft(files: ModelFiles, decision: Decision, most: int) -> list[str]
     """Other ways to run a model that a draft beside it would make too large, and what each takes."""
     ways = {"--gears 16": ("planes", "16"), "--mode static --gears 8": ("planes", "8")}
     if all(entry.dtype == "BF16" for entry in files.matrices.values()):
-        ways["--format exact"] = (WHOLE, WHOLE_LADDER)
+        ways["--format exact"] = (EXACT_FORMAT, EXACT_LADDER)
     ways["a checkpoint in 4 bits"] = ("planes", "4")
     needed = {
         what: memory_with(files, replace(decision, format=get_format(format), ladder=Ladder.parse(gears)), True)

@@ -268,10 +268,10 @@ def dtype_line(computed: str, stored: str) -> str:
 def layers_table(ladder: "Ladder", layers: "Sequence[LayerPath]") -> Group:
     """Return a table for each kind of kernels and the reason for them; one row for the layers of all blocks that are
     alike."""
-    from ..gears.cost import grouped  # imports mlx, which --help does not wait for
+    from ..gears.cost import alike_paths  # imports mlx, which --help does not wait for
 
     tables: dict[str, Table] = {}
-    for path, layer, count in grouped(layers):
+    for path, layer, count in alike_paths(layers):
         why = layer.why if layer.fixed is None else f"{layer.why}; changes no gear: {layer.fixed}"
         table = tables.setdefault(f"{layer.kernels} kernels: {why}", bits_table(ladder))
         table.add_row(*map(str, layer.bits), Text(path), f"x {count}" if count > 1 else "")

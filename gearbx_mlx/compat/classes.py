@@ -148,8 +148,7 @@ def own_tokenizer(tokenizer: Any) -> Any:
 
 
 # Methods that run before or beside generation.
-ELSEWHERE = {"__init__", "_extra_repr", "sanitize", "shard", "fuse", "from_base", "to_quantized", "to_lora"}
-ADAPTERS = "mlx_lm.tuner"  # whose layers are parts of adapters
+NO_PRODUCTS = {"__init__", "_extra_repr", "sanitize", "shard", "fuse", "from_base", "to_quantized", "to_lora"}
 
 
 def readers(model: nn.Module) -> dict[str, str]:
@@ -170,10 +169,10 @@ def readers(model: nn.Module) -> dict[str, str]:
 
 def weights_read_by(kind: type[nn.Module]) -> set[str]:
     """Return paths, below a module, of the modules whose weights the code of its class reads."""
-    if kind.__module__.startswith(ADAPTERS):
+    if kind.__module__.startswith("mlx_lm.tuner"):  # whose layers are parts of adapters
         return set()
     functions = inspect.getmembers(kind, inspect.isfunction)
-    return {chain for name, function in functions if name not in ELSEWHERE for chain in chains(function)}
+    return {chain for name, function in functions if name not in NO_PRODUCTS for chain in chains(function)}
 
 
 def chains(function: FunctionType) -> Iterator[str]:
@@ -199,7 +198,7 @@ def names_in(code: CodeType) -> set[str]:
     return {*code.co_names}.union(*within)
 
 
-STEP = "_step"  # where mlx-lm's classes keep them: kimi_k3, on Metal
+STEP_NAME = "_step"  # where mlx-lm's classes keep them: kimi_k3, on Metal
 COMPILED = type(mx.compile(lambda: None))
 
 
@@ -208,7 +207,7 @@ class CompiledSteps:
 
     def __init__(self, model: nn.Module):
         self._model = model
-        self._modules = [module for module in model.modules() if STEP in vars(module)]
+        self._modules = [module for module in model.modules() if STEP_NAME in vars(module)]
         self._steps: dict[Hashable, list[Any]] = {}
 
     def change(self, before: Hashable, gear: Hashable) -> None:
@@ -219,15 +218,15 @@ class CompiledSteps:
         """
         for path, module in self._model.named_modules() if untested() else ():
             for name, value in vars(module).items():
-                if isinstance(value, COMPILED) and name != STEP:
+                if isinstance(value, COMPILED) and name != STEP_NAME:
                     raise GearbxError(f"{path} keeps a compiled step of one gear as {name}: {untested()}")
-        self._steps[before] = [getattr(module, STEP) for module in self._modules]
+        self._steps[before] = [getattr(module, STEP_NAME) for module in self._modules]
         self._put(self._steps.get(gear, [None] * len(self._modules)))
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         """In the block there are none, and what is compiled in it is forgotten."""
-        steps = [getattr(module, STEP) for module in self._modules]
+        steps = [getattr(module, STEP_NAME) for module in self._modules]
         try:
             self._put([None] * len(steps))
             yield
@@ -241,4 +240,4 @@ class CompiledSteps:
 
     def _put(self, steps: list[Any]) -> None:
         for module, step in zip(self._modules, steps):
-            setattr(module, STEP, step)
+            setattr(module, STEP_NAME, step)

@@ -38,7 +38,7 @@ class StandIn:
 
 
 @functools.cache
-def stream_generate(logsumexp: LogSumExp | None) -> Callable[..., Iterator[GenerationResponse]]:
+def streaming_with(logsumexp: LogSumExp | None) -> Callable[..., Iterator[GenerationResponse]]:
     """mlx-lm's `stream_generate`, with this function; its own without one, or with versions that are not tested."""
     if logsumexp is None or not is_tested():
         return mlx_stream_generate
@@ -166,7 +166,7 @@ class StagedGenerator(BatchGenerator):
         return self.seen(super()._next)
 
 
-def entries(cache: Any) -> int:
+def positions_in(cache: Any) -> int:
     """Return how many tokens have been through a cache, padding included."""
     count: int = 0 if cache is None else cache._idx if type(cache) is BatchKVCache else cache.offset
     return count

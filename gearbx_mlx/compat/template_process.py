@@ -14,8 +14,8 @@ import sys
 import types
 
 SECONDS = 1.5  # of the processor, for one text
-MEMORY = 2**30  # bytes, the interpreter's own among them
-LONGEST = 2**26  # characters of a text
+MOST_MEMORY = 2**30  # bytes, the interpreter's own among them
+LONGEST_LINE = 2**26  # characters of a text
 PACKAGES = {"transformers": "", "transformers.utils": "/utils"}
 
 
@@ -41,16 +41,16 @@ def load_compiler():
     return _compile_jinja_template
 
 
-def rendered(compiler, template: str, values: dict) -> dict[str, str]:
+def render(compiler, template: str, values: dict) -> dict[str, str]:
     """Return the text that a template makes of values, or its error."""
     signal.setitimer(signal.ITIMER_PROF, SECONDS)  # whose signal ends the process
     try:
         text = compiler(template).render(**values)
-        if len(text) > LONGEST:
-            raise ValueError(f"it makes {len(text)} characters, and {LONGEST} are read")
+        if len(text) > LONGEST_LINE:
+            raise ValueError(f"it makes {len(text)} characters, and {LONGEST_LINE} are read")
         return {"text": text}
     except MemoryError:
-        return {"error": "MemoryError", "words": f"it takes more than {MEMORY >> 30} GB"}
+        return {"error": "MemoryError", "words": f"it takes more than {MOST_MEMORY >> 30} GB"}
     except Exception as error:
         return {"error": type(error).__name__, "words": str(error)[:1000]}
     finally:
@@ -63,12 +63,12 @@ def main() -> None:
     compiler = load_compiler()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(ValueError, OSError):  # a system without this limit, or with a lower one
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+        resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
     template = ""
     for line in sys.stdin:
         asked = json.loads(line)
         template = asked.get("template", template)
-        sys.stdout.write(json.dumps(rendered(compiler, template, asked["values"])) + "\n")
+        sys.stdout.write(json.dumps(render(compiler, template, asked["values"])) + "\n")
         sys.stdout.flush()
 
 

@@ -25,7 +25,6 @@ from .template_process import SECONDS
 
 SCRIPT = Path(template_process.__file__)
 COMPILER, TESTED = "_compile_jinja_template", "transformers 5.24"
-KEPT = 4  # processes, of as many templates
 ENDINGS: dict[int, str] = {
     signal.SIGPROF: f"it takes more than {SECONDS:g} s",
     signal.SIGKILL: "it takes too much memory",
@@ -119,7 +118,7 @@ def prepare() -> None:
             _spare.append(Renderer())
 
 
-@functools.lru_cache(KEPT)
+@functools.lru_cache(4)  # processes
 def confined(template: str) -> ConfinedTemplate:
     return ConfinedTemplate(template)
 

@@ -6,22 +6,22 @@ from importlib import metadata
 
 from ..errors import GearbxError, GearbxWarning
 
-TESTED = {"mlx": "0.32", "mlx-lm": "0.32"}
+TESTED_VERSIONS = {"mlx": "0.32", "mlx-lm": "0.32"}
 OFF = "blocks as one operation, some fused operations and latent attention over several tokens"
 
 _said: set[str] = set()
 
 
 @functools.cache
-def installed() -> dict[str, str]:
+def installed_version() -> dict[str, str]:
     """Return the versions that are in use, by the names of TESTED."""
-    return {name: metadata.version(name) for name in TESTED}
+    return {name: metadata.version(name) for name in TESTED_VERSIONS}
 
 
 def untested() -> str:
     """Return the first version in use that is not tested, in words, with the remedy; "" where all of them are."""
-    for name, version in installed().items():
-        tested = TESTED[name]
+    for name, version in installed_version().items():
+        tested = TESTED_VERSIONS[name]
         if version.split(".")[:2] != tested.split("."):
             return f"{name} is {version}, and gearbx-mlx is tested with {tested}; pip install '{name}=={tested}.*'"
     return ""
@@ -32,7 +32,7 @@ def is_tested() -> bool:
     return not untested()
 
 
-def versions() -> dict[str, str]:
+def program_versions() -> dict[str, str]:
     """Return the versions of the programs that compute."""
     return {name: metadata.version(name.replace("_", "-")) for name in ("gearbx_mlx", "mlx", "mlx_lm")}
 

@@ -28,12 +28,12 @@ from ..formats.tied import linear_of
 from ..gears.adapters import layers_of
 from ..gears.discovery import Layer, block_number, stored_widths
 from ..kernels.bit_planes import Planes
-from ..kernels.dispatch import ATTENTION
-from .gptq import Factored, Hessian, calibrated
+from ..kernels.dispatch import FUSED_ATTENTION
+from .gptq import Factored, Hessian, with_codes
 
-LONGEST = 512  # tokens of a text that are read
-TOGETHER = 2048  # tokens that are read at a time, in texts of similar lengths
-FEWEST = 32  # inputs of an expert that say which codes it needs
+LONGEST_TEXT = 512  # tokens of a text that are read
+TOKENS_AT_ONCE = 2048  # tokens that are read at a time, in texts of similar lengths
+FEWEST_INPUTS = 32  # inputs of an expert that say which codes it needs
 
 
 @dataclass
@@ -70,13 +70,13 @@ def calibrate_base(
         GearbxError: a format or a ladder whose lowest codes are not free, no text of two tokens, or a model whose
             blocks cannot be read one by one.
     """
-    read = [list(text[:LONGEST]) for text in texts if len(text) > 1]
+    read = [list(text[:LONGEST_TEXT]) for text in texts if len(text) > 1]
     if not read:
         raise GearbxError("no text of two tokens or more to calibrate with; give one")
     fit, rounded = free_layers(layers, format, ladder, group_size)
     found = CalibratedBase(rounded=rounded)
     # The places of filled-up tokens are lost where a mixture sorts tokens by their experts.
-    walk = Walk(model, batches(read, 0 if any(has_experts(layer) for layer in fit) else TOGETHER))
+    walk = Walk(model, batches(read, 0 if any(has_experts(layer) for layer in fit) else TOKENS_AT_ONCE))
     for number in range(len(walk.blocks) + 1):
         block = number if number < len(walk.blocks) else None
         of_block = [layer for layer in fit if block_number(layer.path) == block]
@@ -125,7 +125,7 @@ class TextBatch:
         return (np.arange(self.tokens.shape[1]) < np.array(self.lengths)[:, None]).flatten()
 
 
-def batches(texts: Sequence[Sequence[int]], together: int = TOGETHER) -> list[TextBatch]:
+def batches(texts: Sequence[Sequence[int]], together: int = TOKENS_AT_ONCE) -> list[TextBatch]:
     """Texts, the longest first, in batches of at most so many tokens, or of one text."""
     made: list[list[Sequence[int]]] = []
     for text in sorted(texts, key=len, reverse=True):
@@ -310,14 +310,14 @@ class BlockCodes:
         made: dict[str, list[tuple[Planes, bool]]] = {path: [] for path in layers}
         for expert in inputs.layers[0].matrices:
             hessian = inputs.hessian(expert, counts)
-            factored = hessian.factored() if expert is None or hessian.rows >= FEWEST else None
+            factored = hessian.factored() if expert is None or hessian.rows >= FEWEST_INPUTS else None
             for path, watched in layers.items():
                 made[path].append(self._codes(watched, expert, factored))
         for path, codes in made.items():
             planes, chosen = zip(*codes)
             of_experts = layers[path].weight.ndim > 2
             if not all(chosen):
-                some = f"; or fewer than {FEWEST} reach some of its experts" if of_experts else ""
+                some = f"; or fewer than {FEWEST_INPUTS} reach some of its experts" if of_experts else ""
                 self.found.rounded[path] = f"its inputs, or its weights, are not finite, or all 0{some}"
             if any(chosen):
                 known[path] = stacked(planes) if of_experts else planes[0]
@@ -337,7 +337,7 @@ class BlockCodes:
         weight = np.asarray(watched.weight) if expert is None else floats(dense)
         if factored is None or not np.isfinite(weight).all():
             return nearest, False
-        return calibrated(weight, nearest, factored, self.format.window), True
+        return with_codes(weight, nearest, factored, self.format.window), True
 
     def _inputs(self, x: mx.array, indices: mx.array | None) -> Inputs:
         """Layers that share their inputs have them once."""
@@ -431,8 +431,8 @@ class Walk:
                 except WasRead:
                     continue
                 except Exception as error:
-                    raise unreadable(self.model, one_line(error)) from error
-            raise unreadable(self.model, "it does not call them in order")
+                    raise not_block_by_block(self.model, one_line(error)) from error
+            raise not_block_by_block(self.model, "it does not call them in order")
         return made
 
     @contextmanager
@@ -460,7 +460,7 @@ class Walk:
         if mx.default_device() == mx.cpu and number < len(self.blocks):  # whose own attention takes most of the time
             for module in self.blocks[number].modules():
                 stock: Any = type(module)
-                native = native_class(stock, (ATTENTION,))
+                native = native_class(stock, (FUSED_ATTENTION,))
                 changes += [] if native is None else [(module, native)]
         for place, block in enumerate(self.blocks[: number + 1]):
             call = current if place == number else before if place == number - 1 else past
@@ -481,5 +481,5 @@ def watching(watched: Watched, product: Callable[..., mx.array]) -> type[nn.Modu
     return type(kind.__name__, (kind,), {name: called})
 
 
-def unreadable(model: nn.Module, why: str) -> GearbxError:
+def not_block_by_block(model: nn.Module, why: str) -> GearbxError:
     return GearbxError(f"{type(model).__name__}: its blocks cannot be read one by one ({why}), so it is not calibrated")

@@ -23,7 +23,7 @@ from mlx.utils import tree_flatten
 from ..compat.arrays import dtype_name
 from ..errors import GearbxError
 from ..formats import get_format
-from ..formats.base import Format, check_ladder, check_quantized, is_finite, stored_bits
+from ..formats.base import Format, check_quantized, check_supported, is_finite, stored_bits
 from ..formats.exact import too_large
 from ..formats.native import affine_planes
 from ..formats.planes import SplitCodes
@@ -32,29 +32,29 @@ from ..gears.activations import stored_dtype
 from ..gears.discovery import Layer, Predicate, discover, none_managed, stored_widths, tables_to_pack, with_bits
 from ..gears.in_place import alike_layers, own_codes, stock_quantization
 from ..gears.ladder import DENSE, EMBEDDINGS, Ladder
-from ..gears.manifest import AFFINE, GEARS_FILE, MANIFEST, RESTORE, Manifest, OriginalModel, SavedLayer, Tensor, View
-from ..gears.offload import EMPTY, put
-from ..gears.saved import KINDS
+from ..gears.manifest import GEARS_FILE, MANIFEST, RESTORE, Manifest, OriginalModel, SavedLayer, Tensor, View
+from ..gears.offload import EMPTY, put_parameters
+from ..gears.saved import LAYER_KINDS
 from ..gears.sources import made_over
 from ..gears.tensor_files import (
     LENGTH,
-    NAMES,
+    TYPE_NAMES,
     ArrayPlace,
     FileHeader,
     TensorEntry,
+    few_values,
     fingerprint_of,
     hash_bytes,
     header_of,
-    sample,
 )
 from ..kernels.bit_planes import Planes
 
 UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}  # by bytes of a number
 COUNTS = (2, 3, 4, 8, 16, 32, 64, 128)  # of equal pieces that classes cut tensors into: gate and up, experts
-CUTS = [(axis, count, False) for axis in (-2, -1) for count in COUNTS] + [(axis, 2, True) for axis in (-2, -1)]
+TENSOR_CUTS = [(axis, count, False) for axis in (-2, -1) for count in COUNTS] + [(axis, 2, True) for axis in (-2, -1)]
 
 
-def bits_of(array: mx.array) -> np.ndarray:
+def bits_in(array: mx.array) -> np.ndarray:
     """Return the bits of an evaluated array, of its shape."""
     return np.array(array.reshape(-1).view(UNSIGNED[array.dtype.size]), copy=False).reshape(array.shape)
 
@@ -93,7 +93,7 @@ def matrices(array: np.ndarray) -> np.ndarray:
     return array.reshape(-1, *array.shape[-2:])
 
 
-def find(tensor: np.ndarray, hash: str, views: Mapping[str, View]) -> Tensor:
+def tensor_of(tensor: np.ndarray, hash: str, views: Mapping[str, View]) -> Tensor:
     """Return an original tensor by its pieces; without pieces where `views` (by hash) do not have it.
 
     Args:
@@ -101,15 +101,15 @@ def find(tensor: np.ndarray, hash: str, views: Mapping[str, View]) -> Tensor:
     """
     if hash in views:
         return Tensor(hash, (views[hash],))
-    for axis, count, interleaved in CUTS:
-        found = (views.get(hash_bits(piece)) for piece in cut(tensor, axis, count, interleaved))
+    for axis, count, interleaved in TENSOR_CUTS:
+        found = (views.get(hash_bits(piece)) for piece in pieces_of(tensor, axis, count, interleaved))
         pieces = tuple(piece for piece in itertools.takewhile(lambda piece: piece is not None, found) if piece)
         if len(pieces) == count:
             return Tensor(hash, pieces, axis, interleaved)
     return Tensor(hash)
 
 
-def cut(array: np.ndarray, axis: int, count: int, interleaved: bool) -> Iterator[np.ndarray]:
+def pieces_of(array: np.ndarray, axis: int, count: int, interleaved: bool) -> Iterator[np.ndarray]:
     """Equal pieces of an array, side by side along an axis or taking turns there; none where they are not equal."""
     if array.ndim < -axis or array.shape[axis] % count or not array.size:
         return
@@ -149,7 +149,7 @@ def assembled(tensor: Tensor, parts: list[np.ndarray], shape: tuple[int, ...]) -
     return np.ascontiguousarray(whole)  # numpy keeps the order of transposed parts
 
 
-STOCK = tuple(quantized for _, quantized in KINDS.values())
+STOCK_KINDS = tuple(quantized for _, quantized in LAYER_KINDS.values())
 
 Arrays = dict[str, mx.array]
 
@@ -189,7 +189,9 @@ class TensorFile:
 
     def append(self, arrays: Iterable[tuple[str, mx.array]]) -> dict[str, str]:
         """Write evaluated arrays, and return their hashes."""
-        return {name: self.append_data(name, NAMES[array.dtype], array.shape, bits_of(array)) for name, array in arrays}
+        return {
+            name: self.append_data(name, TYPE_NAMES[array.dtype], array.shape, bits_in(array)) for name, array in arrays
+        }
 
     def append_data(self, name: str, dtype: str, shape: tuple[int, ...], data: np.ndarray) -> str:
         """Write an array from its bits in memory, row after row, and return its hash."""
@@ -260,7 +262,7 @@ def pack_layer(
     reason = too_large(made[DENSE]) if DENSE in made else None
     if reason:
         return Packed({f"{path}.weight": original}, larger=reason)
-    stock = bool(stored) and type(made[stored[0]]) in STOCK
+    stock = bool(stored) and type(made[stored[0]]) in STOCK_KINDS
     tied = isinstance(layer.module, nn.Embedding)
     packs_rows = stock and ((tied and pack_rows) or layer.is_table)
     packed = replace(packed_gears(layer, made, format, group_size, stock), rows=stored[0] if packs_rows else DENSE)
@@ -320,13 +322,13 @@ def pack_table(table: Layer, widths: Iterable[int], format: Format, group_size: 
     bits = max(min(widths), table.lowest_bits)
     one_gear = Layer(table.path, table.module, bits, is_table=True)
     gears = {bits, *([DENSE] if max(widths) > bits else [])}
-    return pack_layer(one_gear, gears, get_format(AFFINE), group_size, True)
+    return pack_layer(one_gear, gears, get_format("affine"), group_size, True)
 
 
 def possible_names(layer: Layer, widths: Iterable[int], format: Format, group_size: int) -> list[str]:
     """Return the names of all arrays that a layer or a table may get; one file has no longer ones and no more
     of them."""
-    own = get_format(AFFINE) if layer.is_table and not format.ladders else format
+    own = get_format("affine") if layer.is_table and not format.ladders else format
     stored = stored_bits(own, stored_widths(layer, own, widths))
     shape, dtype = layer.module.weight.shape, layer.module.weight.dtype
     arrays = {(a.bits, a.name) for b in stored for a in own.stored_arrays(shape, b, stored, group_size, dtype).values()}
@@ -349,7 +351,7 @@ class Written:
 
 
 BASE_FILE = "model.safetensors"
-ROOM = 144  # bytes of a header for the entry of one array, without its name
+GEARED_ROOM = 144  # bytes of a header for the entry of one array, without its name
 
 
 class Converter:
@@ -373,7 +375,7 @@ class Converter:
         self.wanted: set[str] = set()
         self.model, self.plan, self.work = model, plan, work
         self.ladder, self.format = Ladder(plan.gears), get_format(plan.format)
-        check_ladder(self.format, plan.gears)
+        check_supported(self.format, plan.gears)
         self.codes = own_codes(model)
         if self.codes is None:
             self.layers, self.unmanaged = discover(model, plan.managed, plan.group_size, self.format)
@@ -393,7 +395,7 @@ class Converter:
         self.rest = [name for name, _ in parameters if name not in self.changing]
         own = (possible_names(layer, plan.gears, self.format, plan.group_size) for layer in self.changing.values())
         names = [*self.rest, *itertools.chain.from_iterable(own)]
-        room = ROOM + sum(ROOM + len(msgspec.json.encode(name)) for name in names)
+        room = GEARED_ROOM + sum(GEARED_ROOM + len(msgspec.json.encode(name)) for name in names)
         self.files = {"base": TensorFile(work / BASE_FILE, room), "gears": TensorFile(work / GEARS_FILE, room)}
 
     def __iter__(self) -> Iterator[int]:
@@ -403,7 +405,7 @@ class Converter:
             weight = now.pop(name)
             size = weight.nbytes
             self._write(name, weight, self._pack(layer))
-            put(self.model, {name: EMPTY})
+            put_parameters(self.model, {name: EMPTY})
             del weight
             mx.clear_cache()
             yield size
@@ -414,7 +416,7 @@ class Converter:
             mx.eval(array)
             self._write(name, array, Packed() if self._is_of_codes(name) else Packed({name: array}))
             yield array.nbytes
-            put(self.model, {name: EMPTY})
+            put_parameters(self.model, {name: EMPTY})
 
     def finish(self, original: OriginalModel | None = None) -> Manifest:
         """Close the files and write gears.json.
@@ -507,16 +509,16 @@ class Converter:
         hashes = self.files["base"].append(packed.base.items()) | self.files["gears"].append(packed.gears.items())
         self.done[name] = Written(
             shape=original.shape,
-            sample=np.array(sample(original)),
+            sample=np.array(few_values(original)),
             hashes=hashes,
             packed=replace(packed, base={}, gears={}),
-            views=views_of(name, bits_of(original), self.wanted) if self.wanted else {},
+            views=views_of(name, bits_in(original), self.wanted) if self.wanted else {},
         )
 
     def _saved(self, layer: Layer) -> SavedLayer:
         name = f"{layer.path}.weight"
         packed = self.done[name].packed
-        kind = next(name for name, (dense, *_) in KINDS.items() if isinstance(layer.module, dense))
+        kind = next(name for name, (dense, *_) in LAYER_KINDS.items() if isinstance(layer.module, dense))
         kind = "table" if layer.is_table else kind
         stays_dense = bool(self.format.ladders) and {*packed.names} == {DENSE}
         lowest = DENSE if stays_dense else layer.lowest_bits

@@ -24,14 +24,9 @@ import numpy as np
 from ..formats.base import Window
 from ..kernels.bit_planes import Planes, pack_mlx_codes
 
-TAKEN_BACK = 0.5  # of the drift of outputs: all of it fits the text that calibrates, and others less
 DAMPING = 0.01  # of the mean of the Hessian's diagonal, which is added to it
-DAMPINGS = (DAMPING, 10 * DAMPING, 100 * DAMPING)  # tried in turn: a few tokens leave a Hessian singular
-RANGES = (1.0, 0.95, 0.9, 0.85, 0.8)  # parts of a group's range that its codes may span
-SMALLEST = 1e-7  # scale, as of mx.quantize
-RIDGE = 1e-3  # of the diagonal of the least squares for scales, which is added to it
-BLOCK = 64  # columns of which the errors are taken back together
-NUMBERS = 2**24  # in the largest array for rows that are fitted at a time
+BLOCK_COLUMNS = 64  # columns of which the errors are taken back together
+MOST_NUMBERS = 2**24  # in the largest array for rows that are fitted at a time
 
 
 class Factored(NamedTuple):
@@ -73,7 +68,7 @@ class Hessian:
         if not np.isfinite(self.sum).all() or mean <= 0:
             return None
         order = np.argsort(-diagonal, kind="stable")
-        for damping in DAMPINGS:
+        for damping in (DAMPING, 10 * DAMPING, 100 * DAMPING):  # a few tokens leave a Hessian singular
             damped = self.sum.astype(np.float64)
             damped[np.diag_indices_from(damped)] += damping * mean + (diagonal == 0) * mean
             try:
@@ -82,7 +77,8 @@ class Hessian:
             except np.linalg.LinAlgError:
                 continue
             if np.isfinite(upper).all():
-                correction = TAKEN_BACK * self.drift @ inverse.astype(np.float32)
+                # All of the drift of outputs fits the text that calibrates, and others less.
+                correction = 0.5 * self.drift @ inverse.astype(np.float32)
                 return Factored(damped.astype(np.float32), order, upper.astype(np.float32), correction)
         return None
 
@@ -114,7 +110,7 @@ class Grid(NamedTuple):
         return self._replace(scales=scales, biases=biases)
 
 
-def calibrated(weight: np.ndarray, nearest: Planes, hessian: Factored, window: Window | None) -> Planes:
+def with_codes(weight: np.ndarray, nearest: Planes, hessian: Factored, window: Window | None) -> Planes:
     """Return a matrix in codes for these inputs.
 
     Args:
@@ -123,37 +119,37 @@ def calibrated(weight: np.ndarray, nearest: Planes, hessian: Factored, window: W
         window: which codes may be used; None: all.
     """
     groups = nearest.scales.shape[-1]
-    step = max(1, min(NUMBERS // (2 * groups) ** 2, NUMBERS // weight.shape[1]))
+    step = max(1, min(MOST_NUMBERS // (2 * groups) ** 2, MOST_NUMBERS // weight.shape[1]))
     parts = []
     for first in range(0, len(weight), step):
         rows = slice(first, first + step)
-        parts.append(calibrated_rows(weight[rows], nearest.each(itemgetter(rows)), hessian, window))
+        parts.append(rows_with_codes(weight[rows], nearest.each(itemgetter(rows)), hessian, window))
         mx.eval(parts[-1].arrays)
     words, scales, biases = (mx.concatenate([*arrays]) for arrays in zip(*(part.arrays for part in parts)))
     return nearest._replace(weights=[words], scales=scales, biases=[biases])
 
 
-def calibrated_rows(weight: np.ndarray, nearest: Planes, hessian: Factored, window: Window | None) -> Planes:
+def rows_with_codes(weight: np.ndarray, nearest: Planes, hessian: Factored, window: Window | None) -> Planes:
     """`calibrated` for rows that are not too many."""
     (bits,), dtype = nearest.widths, nearest.scales.dtype
 
     def rounded(numbers: np.ndarray) -> np.ndarray:
         return np.array(mx.array(numbers).astype(dtype).astype(mx.float32))
 
-    grid = Grid(columns(nearest.scales), columns(nearest.biases[0]), bits, rounded)
+    grid = Grid(by_columns(nearest.scales), by_columns(nearest.biases[0]), bits, rounded)
     wanted = weight + weight @ hessian.correction
     grouped, wanted = (
         np.ascontiguousarray(array.T).reshape(len(grid.scales), nearest.group_size, -1) for array in (weight, wanted)
     )
     grid = searched(grouped, grid, hessian, window)
-    codes = codes_of(grouped, wanted, grid, hessian, window)
+    codes = gptq_codes(grouped, wanted, grid, hessian, window)
     grid = refitted(grouped, wanted, codes, grid, hessian, window)
     words = pack_mlx_codes(mx.array(np.ascontiguousarray(codes.reshape(-1, len(weight)).T, np.uint8)), bits)
     scales, biases = (mx.array(np.ascontiguousarray(array.T)).astype(dtype) for array in grid[:2])
     return nearest._replace(weights=[words], scales=scales, biases=[biases])
 
 
-def columns(array: mx.array) -> np.ndarray:
+def by_columns(array: mx.array) -> np.ndarray:
     """(O, K) as (K, O) float32."""
     return np.ascontiguousarray(np.array(array.astype(mx.float32)).T)
 
@@ -172,8 +168,8 @@ def searched(weight: np.ndarray, grid: Grid, hessian: Factored, window: Window |
         return ((weight - values) ** 2 * cost).sum(1) + lost(weight, values, grid, window)
 
     least = error(grid)
-    for part in RANGES:
-        scales = grid.rounded(np.maximum(part * (high - low) / (2**grid.bits - 1), SMALLEST))
+    for part in (1.0, 0.95, 0.9, 0.85, 0.8):  # parts of a group's range that its codes may span
+        scales = grid.rounded(np.maximum(part * (high - low) / (2**grid.bits - 1), 1e-7))  # as mx.quantize
         other = grid._replace(scales=scales, biases=grid.rounded(part * low))
         found = error(other)
         grid, least = grid.where(found < least, other), np.minimum(found, least)
@@ -188,21 +184,21 @@ def lost(weight: np.ndarray, values: np.ndarray, grid: Grid, window: Window | No
     return np.where(usable.all(1), 0.0, np.inf)
 
 
-def codes_of(
+def gptq_codes(
     weight: np.ndarray, wanted: np.ndarray, grid: Grid, hessian: Factored, window: Window | None
 ) -> np.ndarray:
     """GPTQ's codes (G, g, O) for a weight of that shape, and what its codes are to come near to."""
     groups, size, rows = weight.shape
     original, near = weight.reshape(-1, rows), grid.nearest(weight).reshape(-1, rows)
     left, codes = wanted.reshape(-1, rows)[hessian.order], np.empty_like(original)
-    for start in range(0, len(left), BLOCK):
-        end = start + BLOCK
+    for start in range(0, len(left), BLOCK_COLUMNS):
+        end = start + BLOCK_COLUMNS
         block, errors = left[start:end].copy(), np.empty_like(left[start:end])
         for place, column in enumerate(hessian.order[start:end]):
             scale, bias = grid.scales[column // size], grid.biases[column // size]
             code = np.clip(np.rint((block[place] - bias) / scale), 0, 2**grid.bits - 1)
             if window is not None:
-                code = within(window, original[column], code, near[column], scale, bias)
+                code = usable_code(window, original[column], code, near[column], scale, bias)
             codes[column] = code
             upper = hessian.upper[start + place]
             errors[place] = (block[place] - (code * scale + bias)) / upper[start + place]
@@ -211,7 +207,7 @@ def codes_of(
     return codes.reshape(groups, size, rows)
 
 
-def within(
+def usable_code(
     window: Window, weight: np.ndarray, code: np.ndarray, nearest: np.ndarray, scale: np.ndarray, bias: np.ndarray
 ) -> np.ndarray:
     """Return the code, or the nearest one where that can be used and this cannot, or costs more bytes than
@@ -247,7 +243,7 @@ def refitted(
         normal[:, :groups, group] = (centered * of_group).sum(1).T
         normal[:, groups:, group] = normal[:, group, groups:] = of_group.sum(1).T
     diagonal = np.einsum("oii->oi", normal)
-    diagonal *= 1 + RIDGE
+    diagonal *= 1 + 1e-3  # or the least squares may have no solution
     diagonal += np.finfo(np.float32).tiny
     steps = np.linalg.solve(normal.astype(np.float64), sides[..., None].astype(np.float64))[..., 0].T
     scales = grid.rounded((grid.scales + steps[:groups]).astype(np.float32))

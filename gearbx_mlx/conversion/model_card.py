@@ -18,13 +18,11 @@ from mlx_lm.utils import quantize_model, save
 
 from .. import __version__
 from ..errors import one_line
-from ..files.smollm2 import NAME as SMOLLM2
-from ..formats import CODES, OF_MLX
+from ..files.smollm2 import SMOLLM2
+from ..formats import LIKE_MLX, SPLIT_CODES
 from ..gears.discovery import at_least
 from ..gears.ladder import DENSE, Ladder
 from ..gears.manifest import ORIGINAL_FILE, Manifest
-
-AFFINE = "affine"  # the format of mlx-lm's own quantized layers
 
 
 def write_table(
@@ -49,7 +47,7 @@ def write_table(
 
     def bits_of(path: str, module: nn.Module) -> bool | dict[str, Any]:
         width = bits.get(path, DENSE)
-        return {"bits": width, "group_size": group_size, "mode": AFFINE} if width != DENSE else False
+        return {"bits": width, "group_size": group_size, "mode": "affine"} if width != DENSE else False
 
     with contextlib.redirect_stdout(sys.stderr):  # where mlx-lm prints the bits per weight
         model, config = quantize_model(model, config, group_size, min(bits.values()), quant_predicate=bits_of)
@@ -65,8 +63,7 @@ def write_table(
 
 
 CARD = "README.md"
-TAGS = ("mlx", "gearbx-mlx")
-KEPT = ("license", "license_name", "license_link", "language", "pipeline_tag")  # of the original's metadata
+KEPT_METADATA = ("license", "license_name", "license_link", "language", "pipeline_tag")  # of the original's metadata
 
 
 @dataclass(frozen=True)
@@ -118,7 +115,7 @@ def read_metadata(card: str | Path) -> dict[str, Any]:
         data = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
     except Exception:  # no network, no card, or metadata that the Hub itself would refuse: the card does without
         return {}
-    found = {key: data[key] for key in (*KEPT, "tags") if data.get(key)}
+    found = {key: data[key] for key in (*KEPT_METADATA, "tags") if data.get(key)}
     if not isinstance(found.get("tags", []), list):
         del found["tags"]
     return found
@@ -159,10 +156,10 @@ def geared_card(
     sizes = [(f"`{name}`", megabytes(size)) for name, size in files.items()]
     sizes += [] if original is None else [("together", megabytes(sum(files.values())))]
     bits = ", ".join(str(gear.bits) for gear in gears)
-    group = f", groups of {manifest.group_size}" if manifest.format in OF_MLX else ""
+    group = f", groups of {manifest.group_size}" if manifest.format in LIKE_MLX else ""
     weights = sum(math.prod(layer.shape) for layer in manifest.layers.values())
     original_weights = "A gear of 16 bits has the original weights."
-    if manifest.format == CODES:
+    if manifest.format == SPLIT_CODES:
         original_weights = (
             "The highest gear has the codes, scales and biases of the original; a lower one reads their first bits."
         )
@@ -195,11 +192,11 @@ def three_in_one(gears: Sequence[GearSize], size: int, original: int) -> str:
     return (
         f"It is three models in one: a {bits}-bit model that mlx-lm runs; the lossless pair, in which that model "
         "drafts and the original decides; and the bfloat16 original, bit for bit. "
-        f"Together they take {megabytes(size)}: {share(size, original)}."
+        f"Together they take {megabytes(size)}: {share_text(size, original)}."
     )
 
 
-def share(size: int, original: int) -> str:
+def share_text(size: int, original: int) -> str:
     """Return how a size compares with that of the original's weights, both in bytes."""
     return f"{size / original:.2f} of the original's {megabytes(original)}"
 
@@ -229,7 +226,7 @@ def mlx_lm_text(manifest: Manifest, gears: Sequence[GearSize]) -> str:
     """Return what stock mlx-lm makes of the checkpoint."""
     if not manifest.stock:
         return f"mlx-lm does not run this checkpoint: it does not know the format `{manifest.format}`."
-    if manifest.format in OF_MLX:
+    if manifest.format in LIKE_MLX:
         return f"mlx-lm runs the base, which is the gear `{gears[0].name}`, as a {gears[0].bits}-bit model:"
     return "mlx-lm runs the base, which is the original:"
 
@@ -268,7 +265,7 @@ def run_with_gearbx(name: str, note: str) -> list[str]:
 
 def card_text(paragraphs: Iterable[str], origin: Provenance) -> str:
     """Return a model card with its metadata for the Hub."""
-    tags = dict.fromkeys([*origin.metadata.get("tags", []), *TAGS])
+    tags = dict.fromkeys([*origin.metadata.get("tags", []), "mlx", "gearbx-mlx"])
     kept = {key: value for key, value in origin.metadata.items() if key != "tags"}
     relation = {"base_model": origin.base_model, "base_model_relation": "quantized"} if origin.base_model else {}
     data = ModelCardData(

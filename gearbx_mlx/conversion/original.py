@@ -40,34 +40,43 @@ from ..gears.manifest import (
     is_plain,
     tensor_key,
 )
-from ..gears.saved import KINDS, SavedGears, opened
-from ..gears.tensor_files import LENGTH, SIZES, ArrayPlace, FileHeader, TensorEntry, hash_bytes, hash_places, header_of
+from ..gears.saved import LAYER_KINDS, SavedGears, open_header
+from ..gears.tensor_files import (
+    LENGTH,
+    TYPE_SIZES,
+    ArrayPlace,
+    FileHeader,
+    TensorEntry,
+    hash_bytes,
+    hash_places,
+    header_of,
+)
 from ..kernels.exact import ExactMatrix
 from ..kernels.products import decoded
 from ..loading import read_config
-from .converter import BASE_FILE, TensorFile, assembled, bits_of, find, seen
+from .converter import BASE_FILE, TensorFile, assembled, bits_in, seen, tensor_of
 from .model_card import CARD
 
 REPORT = "selection.json"  # which bits every layer got, and why
 # What a conversion writes itself.
-OWN = {"config.json", BASE_FILE, GEARS_FILE, ORIGINAL_FILE, MANIFEST, REPORT, PRECISION, CARD}
+OWN_FILES = {"config.json", BASE_FILE, GEARS_FILE, ORIGINAL_FILE, MANIFEST, REPORT, PRECISION, CARD}
 
 
 def is_copied(name: str) -> bool:
     """Return whether a file of the original is copied: the tokenizer and code, and not what a conversion
     writes itself."""
     weights = name.endswith((".safetensors", ".safetensors.index.json"))
-    return name not in OWN and not weights and any(fnmatch(name, pattern) for pattern in DEFAULT_ALLOW_PATTERNS)
+    return name not in OWN_FILES and not weights and any(fnmatch(name, pattern) for pattern in DEFAULT_ALLOW_PATTERNS)
 
 
 def copy_companions(source: Path, work: Path) -> None:
     """Tokenizer and code as they are."""
     for file in source.iterdir():
         if is_copied(file.name):
-            (work / file.name).write_bytes(content_of(file))
+            (work / file.name).write_bytes(original_bytes(file))
 
 
-def content_of(file: Path) -> bytes:
+def original_bytes(file: Path) -> bytes:
     """Raises GearbxError where a file of the original cannot be read."""
     try:
         return file.read_bytes()
@@ -86,7 +95,7 @@ def write_config(source: Path, work: Path, quantization: dict[str, Any] | None) 
 # What comes back
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "*.npz")
-ROOM = 128  # bytes of a header for the entry of one array, without its name
+ORIGINAL_ROOM = 128  # bytes of a header for the entry of one array, without its name
 Key = tuple[str, str]  # a shard's name and a tensor's
 
 
@@ -165,11 +174,11 @@ class OriginalFiles:
         kept = [file for file in others if not is_copied(file.name)]
         keys = [*map(header_key, self.shards), *(file_key(file.name) for file in kept)]
         keys += [tensor_key(*key) for key in self.places]
-        out = TensorFile(work / ORIGINAL_FILE, sum(ROOM + 6 * len(key) for key in keys) + ROOM)
+        out = TensorFile(work / ORIGINAL_FILE, sum(ORIGINAL_ROOM + 6 * len(key) for key in keys) + ORIGINAL_ROOM)
         try:
             headers = {name: store(out, header_key(name), header.data) for name, header in self.shards.items()}
             for file in kept:
-                store(out, file_key(file.name), content_of(file))
+                store(out, file_key(file.name), original_bytes(file))
             tensors: dict[str, dict[str, Tensor]] = {name: {} for name in self.shards}
             for (shard, name), hash in self.hashes.items():
                 tensors[shard][name] = self._kept(shard, name, hash, views, out)
@@ -178,7 +187,7 @@ class OriginalFiles:
             out.close()
         return OriginalModel(
             shards={name: OriginalShard(headers[name], tensors[name]) for name in self.shards},
-            files={file.name: hash_bytes(content_of(file)) for file in others},
+            files={file.name: hash_bytes(original_bytes(file)) for file in others},
             kept=tuple(file.name for file in kept),
         )
 
@@ -187,9 +196,9 @@ class OriginalFiles:
         if hash in views:  # without reading it
             return Tensor(hash, (views[hash],))
         entry, data = self.shards[shard].entries[name], read_place(self.places[shard, name])
-        size = SIZES.get(entry.dtype, 1)
+        size = TYPE_SIZES.get(entry.dtype, 1)
         shape = entry.shape if size * np.prod(entry.shape, dtype=int) == len(data) else (len(data) // size,)
-        tensor = find(np.frombuffer(data, f"u{size}").reshape(shape), hash, views)
+        tensor = tensor_of(np.frombuffer(data, f"u{size}").reshape(shape), hash, views)
         if not tensor.pieces:
             store(out, tensor_key(shard, name), data)
         return tensor
@@ -253,10 +262,10 @@ class Restorer:
     def __init__(self, saved: SavedGears):
         self.saved, self.directory = saved, saved.directory
         self.original = original_of(saved)
-        self._kept = opened(self.directory / ORIGINAL_FILE, f"missing, and {MANIFEST} needs it").places
+        self._kept = open_header(self.directory / ORIGINAL_FILE, f"missing, and {MANIFEST} needs it").places
         self._base: dict[str, TensorEntry] = {}
         for name in saved.manifest.base:
-            self._base |= opened(self.directory / name, "missing, and the gears beside it need it").entries
+            self._base |= open_header(self.directory / name, "missing, and the gears beside it need it").entries
         self.headers = {name: self._header(name) for name in self.original.shards}
 
     @property
@@ -289,7 +298,7 @@ class Restorer:
             if name in self.original.kept:
                 yield name, self._bytes(file_key(name), hash)
             else:
-                data = content_of(self.directory / name)
+                data = original_bytes(self.directory / name)
                 check_hash(self.directory / name, "it", data, hash)
                 yield name, data
 
@@ -319,21 +328,21 @@ class Restorer:
         if path != name and path in self.saved.manifest.changing:
             return self._weight(path)
         file, entry = self.directory / MANIFEST, self._base.get(name)
-        if entry is None or entry.dtype not in SIZES:
+        if entry is None or entry.dtype not in TYPE_SIZES:
             raise GearbxError(f"{file}: original names {shown(name)}, which is not a parameter of the model; {RESTORE}")
         self.saved.hashes.verify([name], RESTORE)
         data = read_place(self.saved.hashes.places[name])
-        return np.frombuffer(data, f"u{SIZES[entry.dtype]}").reshape(entry.shape)
+        return np.frombuffer(data, f"u{TYPE_SIZES[entry.dtype]}").reshape(entry.shape)
 
     def _weight(self, path: str) -> np.ndarray:
         """Return the bits of the weight of a layer or a table in the gear of 16 bits."""
         layer = self.saved.manifest.changing[path]
         dtype = self.saved.storage(path)
-        blank = bare(KINDS[layer.kind][0])
+        blank = bare(LAYER_KINDS[layer.kind][0])
         blank.weight = mx.zeros(layer.shape, dtype)  # never evaluated
         module = self.saved.module(Layer(path, blank, layer.lowest_bits), DENSE, dtype, dtype)
         self.saved.read(module.parameters())
-        return weight_bits(linear_of(module))
+        return bits_of_weight(linear_of(module))
 
     def _header(self, shard: str) -> Header:
         """Raises GearbxError for a header that does not fit gears.json."""
@@ -380,13 +389,13 @@ def original_of(saved: SavedGears) -> OriginalModel:
     )
 
 
-def weight_bits(linear: nn.Module) -> np.ndarray:
+def bits_of_weight(linear: nn.Module) -> np.ndarray:
     """Return the bits of the weight (..., O, I) of a linear layer; a native kernel decodes exact ones, if
     there is one."""
     matrix = getattr(linear, "matrix", None)
     weight = decoded(matrix) if isinstance(matrix, ExactMatrix) else dense_weight(linear)
     mx.eval(weight)
-    return bits_of(weight)
+    return bits_in(weight)
 
 
 def write_original(restorer: Restorer, work: Path, progress: Callable[[int], None]) -> None:
@@ -399,10 +408,12 @@ def write_original(restorer: Restorer, work: Path, progress: Callable[[int], Non
         GearbxError: a disk without room, or a damaged checkpoint.
         OSError: the directory cannot be written.
     """
-    check_room(restorer, work)
+    check_disk(restorer, work)
     places = places_in(restorer.headers, work)
     with contextlib.ExitStack() as stack:
-        files = {name: stack.enter_context(begun(work / name, header)) for name, header in restorer.headers.items()}
+        files = {
+            name: stack.enter_context(begun_file(work / name, header)) for name, header in restorer.headers.items()
+        }
         for parameters, keys in restorer.groups:
             for key, data in restorer.tensors(parameters, keys):
                 files[key[0]].seek(places[key].begin)
@@ -412,7 +423,7 @@ def write_original(restorer: Restorer, work: Path, progress: Callable[[int], Non
         (work / name).write_bytes(content)
 
 
-def check_room(restorer: Restorer, work: Path) -> None:
+def check_disk(restorer: Restorer, work: Path) -> None:
     """Raises GearbxError for a disk without room for the files with weights; before the work, not after it."""
     needed = sum(header.size for header in restorer.headers.values())
     free = shutil.disk_usage(work).free
@@ -422,7 +433,7 @@ def check_room(restorer: Restorer, work: Path) -> None:
 
 
 @contextlib.contextmanager
-def begun(path: Path, header: Header) -> Iterator[IO[bytes]]:
+def begun_file(path: Path, header: Header) -> Iterator[IO[bytes]]:
     """Make a file of the original's size with its header, to write tensors to."""
     with open(path, "wb") as file:
         file.truncate(header.size)

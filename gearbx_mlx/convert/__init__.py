@@ -12,8 +12,8 @@ from ..cli.flags import LayerSettings, device_flag
 from ..cli.parser import command_settings, parser_of
 from ..cli.start import call, command
 from ..errors import GearbxError, numbers
-from ..formats import OF_MLX, has_codebooks
-from ..gears.ladder import DTYPES, EMBEDDINGS, Ladder, default_ladder
+from ..formats import LIKE_MLX, has_codebooks
+from ..gears.ladder import DTYPE_NAMES, EMBEDDINGS, Ladder, default_ladder
 from ..settings import Settings, flag, given_names, parse_bytes
 
 
@@ -118,10 +118,8 @@ class BudgetSettings(Settings):
         return round(reserved)
 
 
-NEAREST = "none"  # as --calibrate
 DESCRIPTION = (
-    "Write a checkpoint that holds several gears. mlx-lm reads it as a 4-bit model if the format is planes or affine. "
-    "To continue an interrupted run, give the same command again."
+    "Write a checkpoint that holds several gears. mlx-lm reads it as a 4-bit model if the format is planes or affine."
 )
 
 
@@ -141,7 +139,7 @@ class ConversionSettings(Settings):
     mlx_path: str = flag("mlx_model", "Path to save the MLX model.", named=True)
     revision: str | None = flag(None, "A branch, a tag or a commit of a Hub repository.", named=True)
     trust_remote_code: bool = flag(False, "Enable trusting remote code for tokenizer")
-    dtype: str | None = flag(None, "Type to save the original weights in. Default: theirs", choices=DTYPES)
+    dtype: str | None = flag(None, "Type to save the original weights in. Default: theirs", choices=DTYPE_NAMES)
     device: str | None = device_flag()
     calibrate: str | None = flag(
         None,
@@ -185,7 +183,7 @@ class ConversionSettings(Settings):
     @property
     def asks_text(self) -> bool:
         """True if codes are to be chosen by a text, also where that is not the default."""
-        return self.calibrate not in (None, NEAREST)
+        return self.calibrate not in (None, "none")
 
 
 @dataclass(frozen=True)
@@ -253,7 +251,7 @@ class ConvertSettings:
         """True if a text chooses the lowest gear's codes: as asked, and by default where they are free."""
         conversion = self.conversion
         others = self.floors.wanted or self.budget.wanted or conversion.manifest is not None
-        by_default = conversion.calibrate is None and not others and self.layout.chosen_format in OF_MLX
+        by_default = conversion.calibrate is None and not others and self.layout.chosen_format in LIKE_MLX
         return conversion.asks_text or by_default
 
     @property
@@ -292,8 +290,7 @@ MLX_LMS = {"quantize", "q_bits", "q_mode", "quant_predicate", "dequantize"}  # k
 def convert(hf_path: str | Path | None = None, mlx_path: str | Path = "mlx_model", **keywords: Any) -> Path:
     """Return the directory of a new checkpoint that holds several gears of a model, as the command `convert` writes it.
 
-    An interrupted conversion is continued when the function is called again with the same arguments. Progress and
-    notes go to stderr.
+    Progress and notes go to stderr.
 
     Args:
         hf_path: a local directory or a Hub repository, as in `mlx_lm.convert`; None: the demo model.

@@ -18,8 +18,7 @@ from mlx.utils import tree_map_with_path
 from ..bit_selection import Floors
 from ..bit_selection.codebook_selection import select_bits, selection_as_dict, selection_lines
 from ..bit_selection.h_process import Limits, fit_floors, measure_reserve, point_rows, points_table
-from ..bit_selection.precision import PrecisionManifest, fit, read_precision
-from ..bit_selection.precision import fit as fit_precision
+from ..bit_selection.precision import PrecisionManifest, fitted_to, read_precision
 from ..cli.bases import Base, answered, key_of, make_base, show_rounded, tell_cost, text_of
 from ..cli.decide import ladder_of_codes
 from ..cli.flags import LayerSettings
@@ -27,13 +26,12 @@ from ..cli.prompt import HARD, TRIVIAL, read_prompts
 from ..cli.terminal import counting, messages, note, progress_bar
 from ..conversion.converter import BASE_FILE, Converter, Plan
 from ..conversion.model_card import (
-    AFFINE,
     CARD,
     Provenance,
     gear_sizes,
     geared_card,
     provenance,
-    share,
+    share_text,
     table_card,
     write_table,
 )
@@ -51,7 +49,7 @@ from ..conversion.original import (
 from ..decoding.route import SHORT_PROMPTS
 from ..errors import GearbxError, about, escaped, one_line
 from ..files.writing import new_directory, write_text
-from ..formats import CODES, get_format
+from ..formats import SPLIT_CODES, get_format
 from ..gears.activations import DTYPES
 from ..gears.discovery import Layer, is_quantized
 from ..gears.in_place import OwnCodes, own_codes
@@ -62,7 +60,7 @@ from ..gears.tensor_files import header_of
 from ..loading import DEMO_MODEL, checkpoint_gears, find, load, model_name
 from ..settings import human_bytes
 from ..telemetry.summary import as_json
-from . import NEAREST, BudgetSettings, ConvertSettings
+from . import BudgetSettings, ConvertSettings
 
 Loads = Callable[..., tuple[nn.Module, Any]]
 """Loads a copy of the model that is converted, and its tokenizer. lazy: as of `load`."""
@@ -86,7 +84,7 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
     plan = plan_of(settings, precision)
     if codes is not None:
         gears = tuple(gear.bits for gear in codes.chosen(settings.layout.gears))
-        plan = replace(plan, format=CODES, gears=gears, group_size=codes.group_size, embeddings=EMBEDDINGS[1])
+        plan = replace(plan, format=SPLIT_CODES, gears=gears, group_size=codes.group_size, embeddings=EMBEDDINGS[1])
     if settings.quality is not None:
         original = partial(load_cast, source, conversion.dtype, trusted)
         plan = replace(plan, bits=bits_for(settings.quality, original, plan, work))
@@ -94,7 +92,7 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
     if codes is None and settings.calibrates:
         original = partial(load_cast, source, conversion.dtype, trusted)
         try:
-            base = calibrated(conversion.calibrate or "", original, model, tokenizer, plan)
+            base = calibrated_base(conversion.calibrate or "", original, model, tokenizer, plan)
         except GearbxError as error:
             if conversion.asks_text:
                 raise
@@ -138,7 +136,7 @@ def codes_to_keep(model: nn.Module, settings: ConvertSettings) -> OwnCodes | Non
     return codes
 
 
-def calibrated(file: str, original: Loads, model: nn.Module, tokenizer: Any, plan: Plan) -> Base:
+def calibrated_base(file: str, original: Loads, model: nn.Module, tokenizer: Any, plan: Plan) -> Base:
     """Return the base: as an earlier run made and kept it, or made now.
 
     Args:
@@ -151,7 +149,7 @@ def calibrated(file: str, original: Loads, model: nn.Module, tokenizer: Any, pla
     key = key_of(model, format, plan.gears, plan.manage, plan.group_size, text)
     base = key.find()
     if base is None:
-        tell_cost(model, key, format, text, f"--calibrate {NEAREST} takes the nearest codes, at once")
+        tell_cost(model, key, format, text, "--calibrate none takes the nearest codes, at once")
         with progress_bar() as progress:
             texts = list(text.texts)
             if text.requests:
@@ -180,7 +178,7 @@ def precision_of(settings: ConvertSettings, file: str, model: nn.Module) -> Prec
     manifest = read_precision(Path(file))
     settings.layout.filled(manifest, f"{file} was measured with")
     with about(file):
-        _, _, missing = fit_precision(manifest, model)
+        _, _, missing = fitted_to(manifest, model)
     for path in missing:
         note(f"{file}: has no {path}, which is capped last")
     if manifest.gears:
@@ -266,7 +264,7 @@ def write_geared_card(
         note(f"{path}: stays dense, since it {reason}")
     if original is not None:
         total = sum(files.values())
-        note(f"original: {kept[0]} beside its parameters; together {human_bytes(total)}, {share(total, original)}")
+        note(f"original: {kept[0]} beside its parameters; together {human_bytes(total)}, {share_text(total, original)}")
 
 
 def find_gears(path_or_hf_repo: str, revision: str | None) -> SavedGears:
@@ -286,13 +284,11 @@ def verify(path_or_hf_repo: str, revision: str | None) -> str:
     """Return a line that says what was compared.
 
     Raises:
-        GearbxError: a directory without gears, gears without hashes, or arrays that are damaged: the message names the
-            first one, and says how many there are.
+        GearbxError: a directory without gears, or arrays that are damaged: the message names the first one, and says
+            how many there are.
     """
     saved = find_gears(path_or_hf_repo, revision)
     directory = saved.directory
-    if not saved.manifest.hashes:
-        raise GearbxError(f"{directory}: was written before checkpoints had hashes; convert the original again")
     sizes = {name: place.size for name, place in saved.hashes.places.items()}
     damaged = []
     with counting("comparing", sum(sizes.values()), in_bytes=True) as advance:
@@ -433,7 +429,7 @@ def write_manifest_table(
     if is_quantized(model):
         raise GearbxError(f"{source}: is quantized already, and --manifest has bits for original weights; leave it out")
     with about(file):
-        manifest, layers, missing = fit(manifest, model, get_format(AFFINE))
+        manifest, layers, missing = fitted_to(manifest, model, get_format("affine"))
     for path in missing:
         note(f"{file}: has no {path}, which stays as it is")
     bits = manifest.gears[gear].bits
@@ -450,7 +446,7 @@ def choose_table(file: Path, layout: LayerSettings) -> tuple[PrecisionManifest, 
         GearbxError: a manifest that cannot be read or lacks the table, or flags that contradict it.
     """
     manifest = read_precision(file)
-    if layout.format not in (None, AFFINE):
+    if layout.format not in (None, "affine"):
         raise GearbxError(f"--format {layout.format}: a checkpoint with the bits of a manifest is mlx-lm's own, affine")
     if layout.q_group_size not in (None, manifest.group_size):
         raise GearbxError(
@@ -464,7 +460,7 @@ def choose_table(file: Path, layout: LayerSettings) -> tuple[PrecisionManifest, 
         raise GearbxError(f"{file}: has tables for gears {tables}; choose one with --gears")
     if len(wanted) > 1 or wanted[0] not in manifest.gears:
         raise GearbxError(f"{file}: has no table for gears {layout.gears}; choose one of {tables}")
-    if manifest.format != AFFINE:
+    if manifest.format != "affine":
         note(f"{file}: was measured with {manifest.format}; mlx-lm's affine layers differ a little from it")
     return manifest, wanted[0]
 

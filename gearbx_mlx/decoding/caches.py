@@ -28,7 +28,7 @@ from ..compat.loops import counted, offset_of
 from ..errors import GearbxError
 from ..formats.kv_cache import KVGears, NestedKVCache, group_for
 from ..gears.gearbox import Gearbox, Observer
-from ..gears.ladder import kv_ladder, shown
+from ..gears.ladder import bits_text, kv_ladder
 
 Cache = Sequence[Any]
 
@@ -393,13 +393,13 @@ def check_part(part: Any, gears: KVGears) -> None:
     """Raises GearbxError unless the cache of a layer can have these gears."""
     why = None
     if type(part) is NestedKVCache and part.gears.ladder != gears.ladder:
-        why = f"the prompt cache has {shown(part.gears.ladder)}; give these, or read the text again"
+        why = f"the prompt cache has {bits_text(part.gears.ladder)}; give these, or read the text again"
     elif hasattr(part, "max_size"):
         why = "a cache that rotates (--max-kv-size, or a sliding window) has no gears; leave one of them out"
     elif type(part) not in (KVCache, NestedKVCache):
         why = f"{type(part).__name__} has no gears; {OTHER}"
     if why is not None:
-        raise GearbxError(f"--kv-gears is {shown(gears.ladder)}, and {why}")
+        raise GearbxError(f"--kv-gears is {bits_text(gears.ladder)}, and {why}")
 
 
 def check_heads(model: nn.Module, ladder: tuple[int, ...]) -> None:
@@ -410,8 +410,8 @@ def check_heads(model: nn.Module, ladder: tuple[int, ...]) -> None:
     for dims in sorted({vectors.shape[-1] for part in cache for vectors in (part.keys, part.values)}):
         if group_for(dims) is None:
             raise GearbxError(
-                f"--kv-gears is {shown(ladder)}, and the model's heads have {dims} numbers, which groups of 8 do not "
-                f"divide; {OTHER}"
+                f"--kv-gears is {bits_text(ladder)}, and the model's heads have {dims} numbers, which groups of 8 do "
+                f"not divide; {OTHER}"
             )
 
 

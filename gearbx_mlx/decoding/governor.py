@@ -18,7 +18,7 @@ from ..gears.gearbox import Gearbox
 from ..gears.ladder import DENSE
 from ..gears.offload import hand_back
 from ..machine.controller import (
-    EVERY,
+    DECIDE_EVERY,
     MEMORY_FULL,
     CapDecision,
     CapSchedule,
@@ -150,7 +150,7 @@ class MemoryGuard:
     def after(self, step: Step, seconds: float | None) -> None:
         """Take a token. Raises GearbxError where the limit is passed, and nothing is left to be handed back."""
         self.tokens += 1
-        if self.tokens % EVERY or self.reader.bytes() < MEMORY_FULL * self.reader.limit:
+        if self.tokens % DECIDE_EVERY or self.reader.bytes() < MEMORY_FULL * self.reader.limit:
             return
         hand_back()
         limit, used = human_bytes(self.reader.limit), self.reader.bytes()
@@ -161,7 +161,7 @@ class MemoryGuard:
             )
         if not self._told:
             self._told = True
-            said = f"memory is near the limit of {limit}: MLX's spare memory is handed back every {EVERY} tokens"
+            said = f"memory is near the limit of {limit}: MLX's spare memory is handed back every {DECIDE_EVERY} tokens"
             warnings.warn(f"{said}, which costs speed; the text stays the same", GearbxWarning, stacklevel=2)
 
 

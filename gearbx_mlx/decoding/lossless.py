@@ -27,7 +27,7 @@ from ..compat.classes import generation_stream
 from ..errors import GearbxError, GearbxWarning
 from ..gears.gearbox import Gearbox, Observer, attached
 from ..gears.in_place import own_codes, without_gears
-from ..gears.ladder import BESIDE, WHOLE_LADDER, Gear, Ladder
+from ..gears.ladder import DRAFT_FORMAT, EXACT_LADDER, Gear, Ladder
 from ..gears.saved import saved_gears
 from ..kernels.compiler import vectors_at_once
 from ..kernels.device import recommended_memory
@@ -293,7 +293,7 @@ def gearbox_of_mlx(model: nn.Module) -> Gearbox:
     codes = own_codes(model)
     if codes is not None:
         return Gearbox(model, Ladder([codes.bits]))
-    return Gearbox(model) if saved_gears(model) is not None else Gearbox(model, WHOLE_LADDER, format=BESIDE)
+    return Gearbox(model) if saved_gears(model) is not None else Gearbox(model, EXACT_LADDER, format=DRAFT_FORMAT)
 
 
 def drafting_gear(gearbox: Gearbox, draft: Gear | str | int | None) -> Gear:

@@ -431,7 +431,7 @@ def sampled(
         tokens.append(SampledToken(entropy, latest))
         return token
 
-    responses = loops.stream_generate(reader.logsumexp)(model, tokenizer, prompt, sampler=sample, **kwargs)
+    responses = loops.streaming_with(reader.logsumexp)(model, tokenizer, prompt, sampler=sample, **kwargs)
     return ((response, tokens.popleft()) for response in responses)
 
 

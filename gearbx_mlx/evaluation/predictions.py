@@ -25,7 +25,7 @@ from ..decoding.stream import stream_generate
 from ..errors import GearbxError
 from ..files.reading import json_lines, read_text
 from ..gears.discovery import vocabulary
-from ..gears.gearbox import Gearbox
+from ..gears.gearbox import Gearbox, costed_in
 from ..gears.ladder import Gear, Ladder
 
 GIVE_TEXT = "give UTF-8 text or JSON Lines"
@@ -289,7 +289,7 @@ def read_per_token(gearbox: Gearbox, used: Sequence[Gear], recording: Recording)
         used: the gears that the recording has passes in.
     """
     ladder = Ladder([gear.bits for gear in used])
-    alone = gearbox.costed_in(ladder)
+    alone = costed_in(gearbox, ladder)
     costs = {gear.bits: (alone.weight_bytes_per_token(gear), alone.bits_per_weight(gear)) for gear in ladder}
     of_gears = np.array([costs.get(gear.bits, (0, 0)) for gear in gearbox.ladder]).T
     weight_bytes, bits = (float((recording.passes @ each).mean()) for each in of_gears)

@@ -21,17 +21,27 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from ..errors import GearbxError
+from .model_directory import REFETCH
 from .reading import shown, unreadable
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-ALIGNMENT = 32  # bytes, unless general.alignment says otherwise
-MOST_DIMENSIONS = 4
 MOST_THINGS, MOST_WORDS = 2**16, 2**21  # tensors or entries, and words of all lists: each becomes an object in memory
-AGAIN = "download it again"
 
 # Types of values in the metadata, by their number. 8 is a string, 9 an array.
-NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
+NUMBER_TYPES = {
+    0: "u1",
+    1: "i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    7: "?",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
 STRING, ARRAY = 8, 9
 
 
@@ -83,7 +93,7 @@ class Gguf:
         tensors, entries = self._count(MOST_THINGS), self._count(MOST_THINGS)
         self.metadata: Mapping[str, Any] = self._unique(self._entry() for _ in range(entries))
         infos = [self._info() for _ in range(tensors)]
-        alignment = self.metadata.get("general.alignment", ALIGNMENT)
+        alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise self._damaged(f"general.alignment is {alignment}, not a power of two")
         start = -(-self._at // alignment) * alignment
@@ -154,7 +164,7 @@ class Gguf:
     def _info(self) -> tuple[str, tuple[int, ...], int, int]:
         """Read the name, shape, type and offset of a tensor."""
         name, count = self._text(), self._number("<u4")
-        if count > MOST_DIMENSIONS:
+        if count > 4:
             raise self._damaged(f"{shown(name)} has {count} dimensions")
         shape = tuple(self._number("<u8") for _ in range(count))[::-1]  # ggml counts from the innermost
         return name, shape, self._number("<u4"), self._number("<u8")
@@ -165,15 +175,15 @@ class Gguf:
     def _value(self, kind: int) -> Any:
         if kind == STRING:
             return self._text()
-        if kind in NUMBERS:
-            return self._number(NUMBERS[kind])
+        if kind in NUMBER_TYPES:
+            return self._number(NUMBER_TYPES[kind])
         element = self._number("<u4") if kind == ARRAY else kind
         if kind == ARRAY and element == STRING:
             count = self._count(MOST_WORDS - self._words)
             self._words += count
             return [self._text() for _ in range(count)]
-        if kind == ARRAY and element in NUMBERS:
-            return self._numbers(NUMBERS[element], self._count())
+        if kind == ARRAY and element in NUMBER_TYPES:
+            return self._numbers(NUMBER_TYPES[element], self._count())
         raise self._damaged(f"{'an array' if kind == ARRAY else 'a value'} of type {element} at byte {self._at}")
 
     def _text(self) -> str:
@@ -206,14 +216,14 @@ class Gguf:
         self._at += size
 
     def _damaged(self, what: str) -> GearbxError:
-        return GearbxError(f"{self.path}: damaged or truncated ({what}); {AGAIN}")
+        return GearbxError(f"{self.path}: damaged or truncated ({what}); {REFETCH}")
 
 
 # Affine codes, which stay packed
 
-GROUP = 32  # weights that share a scale
+GGUF_GROUP = 32  # weights that share a scale
 CODED = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q8_0": 8, "Q4_K": 4, "Q5_K": 5}  # bits of codes in such groups
-AT_ONCE = 2**14  # blocks that are packed at a time: a code takes 8 bytes meanwhile
+BLOCKS_AT_ONCE = 2**14  # blocks that are packed at a time: a code takes 8 bytes meanwhile
 
 
 class Codes(NamedTuple):
@@ -228,21 +238,24 @@ class Codes(NamedTuple):
     biases: np.ndarray
 
 
-def codes_of(gguf: Gguf, tensor: GgufTensor) -> Codes | None:
+def affine_codes(gguf: Gguf, tensor: GgufTensor) -> Codes | None:
     """Return the codes of a matrix; None for types that have none, or with other groups, as Q6_K."""
     bits, blocks = CODED.get(tensor.kind.name), gguf.blocks(tensor)
     if bits is None:
         return None
-    parts = [packed(blocks[start : start + AT_ONCE], tensor.kind.name) for start in range(0, len(blocks), AT_ONCE)]
+    parts = [
+        packed(blocks[start : start + BLOCKS_AT_ONCE], tensor.kind.name)
+        for start in range(0, len(blocks), BLOCKS_AT_ONCE)
+    ]
     words, scales, biases = (np.concatenate(arrays) for arrays in zip(*parts))
-    groups = (*tensor.shape[:-1], tensor.shape[-1] // GROUP)
+    groups = (*tensor.shape[:-1], tensor.shape[-1] // GGUF_GROUP)
     return Codes(bits, words.reshape(*tensor.shape[:-1], -1), scales.reshape(groups), biases.reshape(groups))
 
 
 def packed(blocks: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the codes of blocks as a stream of bits, in words, and their scales and biases in float16."""
     bits, k_quant = CODED[name], name.endswith("_K")
-    codes, scales, biases = parts_of_k(blocks, bits) if k_quant else parts_of(blocks, bits, name.endswith("_1"))
+    codes, scales, biases = parts_of_k(blocks, bits) if k_quant else parts_of_32(blocks, bits, name.endswith("_1"))
     shifts = np.arange(8, dtype=np.uint64) * np.uint64(bits)
     eights = np.bitwise_or.reduce(codes.reshape(-1, 8).astype("<u8") << shifts, axis=1)
     stream = np.ascontiguousarray(eights.view(np.uint8).reshape(-1, 8)[:, :bits])
@@ -254,7 +267,7 @@ def halves(blocks: np.ndarray, start: int) -> np.ndarray:
     return blocks[:, start : start + 2].copy().view(np.float16).astype(np.float32)
 
 
-def parts_of(blocks: np.ndarray, bits: int, with_least: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def parts_of_32(blocks: np.ndarray, bits: int, with_least: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the codes of blocks of 32 weights, (blocks, 32) uint8, and a scale and bias of each, (blocks, 1).
 
     Args:

@@ -28,20 +28,19 @@ from mlx_lm.utils import load_model
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from ..errors import GearbxError, GearbxWarning, one_line
-from .gguf import AGAIN, CODED, GROUP, MAGIC, Gguf, GgufTensor, codes_of
-from .model_directory import MOST_LAYERS
+from .gguf import CODED, GGUF_GROUP, MAGIC, Gguf, GgufTensor, affine_codes
+from .model_directory import MOST_LAYERS, REFETCH
 from .reading import shown, unreadable
 from .unpacked import contents, unpacked
 
-SUFFIX = ".gguf"
 WIDENED = "gguf_unpacked"  # a field of config.json that is ours: what takes more memory than in the file
 BLOCKS_OF_27B = {"gemma2": 46, "gemma3_text": 62}  # of Gemma 2 and 3: it scales queries by the mean width of a head
 ROPE_THETA = 10000.0  # where the file has none
 # F32 is for norms and biases, and becomes the type of the others.
-DENSE = {"F16": mx.float16, "BF16": mx.bfloat16}
+AS_THEY_ARE = {"F16": mx.float16, "BF16": mx.bfloat16}
 
 # A part of a tensor's name in GGUF to its name in mlx-lm.
-PARTS = {
+LLAMA_NAMES = {
     **{"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"},
     **{"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj"},
     **{"attn_output": "self_attn.o_proj", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"},
@@ -112,14 +111,16 @@ def scaled_by(of: Mapping[str, Any], head: int, model_type: str) -> int:
 
 
 ARCHITECTURES = {  # Mistral's models call themselves llama
-    "llama": Architecture("LlamaForCausalLM", "llama", PARTS, in_pairs=True),
-    "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", PARTS),
-    "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", PARTS),
-    "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", PARTS, in_pairs=True),
-    "granite": Architecture("GraniteForCausalLM", "granite", PARTS, in_pairs=True, fields=fields_of_granite),
-    "phi3": Architecture("Phi3ForCausalLM", "phi3", PARTS | JOINED, fields=fields_of_phi3),
-    "gemma2": Architecture("Gemma2ForCausalLM", "gemma2", PARTS | AROUND, plus_one=True, fields=fields_of_gemma2),
-    "gemma3": Architecture("Gemma3ForCausalLM", "gemma3_text", PARTS | AROUND, plus_one=True, fields=fields_of_gemma3),
+    "llama": Architecture("LlamaForCausalLM", "llama", LLAMA_NAMES, in_pairs=True),
+    "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", LLAMA_NAMES),
+    "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", LLAMA_NAMES),
+    "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", LLAMA_NAMES, in_pairs=True),
+    "granite": Architecture("GraniteForCausalLM", "granite", LLAMA_NAMES, in_pairs=True, fields=fields_of_granite),
+    "phi3": Architecture("Phi3ForCausalLM", "phi3", LLAMA_NAMES | JOINED, fields=fields_of_phi3),
+    "gemma2": Architecture("Gemma2ForCausalLM", "gemma2", LLAMA_NAMES | AROUND, plus_one=True, fields=fields_of_gemma2),
+    "gemma3": Architecture(
+        "Gemma3ForCausalLM", "gemma3_text", LLAMA_NAMES | AROUND, plus_one=True, fields=fields_of_gemma3
+    ),
 }
 FREQUENCIES = "rope_freqs.weight"  # how much positions are stretched, by their frequency
 STRETCHED = (FREQUENCIES, "rope_factors_long.weight", "rope_factors_short.weight")
@@ -128,7 +129,7 @@ OF_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_posi
 
 def is_gguf(file: Path) -> bool:
     """Return whether a file's name or its first bytes say that it is a GGUF. Raises GearbxError if it is unreadable."""
-    if file.suffix == SUFFIX:
+    if file.suffix == ".gguf":
         return True
     try:
         with open(file, "rb") as opened:  # Ollama's files have no suffix
@@ -144,13 +145,13 @@ def gguf_directory(file: Path) -> Path:
         GearbxError: no GGUF, a damaged one, an architecture, tokenizer or type that is not known; a cache that cannot
             be written, or that others may write to.
     """
-    directory = unpacked(file.stem, contents(file), lambda place: unpack(file, place))
-    announce(file, directory)
+    directory = unpacked(file.stem, contents(file), lambda place: write_model(file, place))
+    warn_of_widened(file, directory)
     return directory
 
 
 @functools.cache  # once, though a command looks several times for the directory
-def announce(file: Path, directory: Path) -> None:
+def warn_of_widened(file: Path, directory: Path) -> None:
     """Warn of weights that take more memory than in the file."""
     try:
         widened = json.loads((directory / "config.json").read_bytes()).get(WIDENED, {})
@@ -166,7 +167,7 @@ def announce(file: Path, directory: Path) -> None:
         )
 
 
-def unpack(file: Path, directory: Path, dtype: mx.Dtype | None = None) -> None:
+def write_model(file: Path, directory: Path, dtype: mx.Dtype | None = None) -> None:
     """Write a GGUF into an empty directory, as a model that mlx-lm loads.
 
     Args:
@@ -176,7 +177,7 @@ def unpack(file: Path, directory: Path, dtype: mx.Dtype | None = None) -> None:
         GearbxError: as `gguf_directory`.
     """
     gguf = Gguf(file)
-    check(gguf)
+    check_metadata(gguf)
     try:
         config, weights = config_of(gguf, dtype), weights_of(gguf, dtype)
         write_tokenizer(gguf.metadata, directory)
@@ -184,9 +185,9 @@ def unpack(file: Path, directory: Path, dtype: mx.Dtype | None = None) -> None:
     except (GearbxError, OSError):
         raise
     except KeyError as error:
-        raise misfit(gguf, f"{error} is missing, or a list") from error
+        raise not_fitting(gguf, f"{error} is missing, or a list") from error
     except Exception as error:  # numbers that are beyond what there is fail in a hundred ways
-        raise misfit(gguf, f"a number of heads, a token or another field: {one_line(error)}") from error
+        raise not_fitting(gguf, f"a number of heads, a token or another field: {one_line(error)}") from error
     try:
         mx.save_safetensors(str(directory / "model.safetensors"), weights, metadata={"format": "mlx"})
     except RuntimeError as error:  # MLX's, of a disk that is full for instance
@@ -194,8 +195,8 @@ def unpack(file: Path, directory: Path, dtype: mx.Dtype | None = None) -> None:
     check_loads(gguf, directory)
 
 
-def misfit(gguf: Gguf, reason: str) -> GearbxError:
-    return GearbxError(f"{gguf.path}: its metadata do not fit its tensors ({reason}); {AGAIN}")
+def not_fitting(gguf: Gguf, reason: str) -> GearbxError:
+    return GearbxError(f"{gguf.path}: its metadata do not fit its tensors ({reason}); {REFETCH}")
 
 
 def said(value: Any) -> str:
@@ -203,12 +204,12 @@ def said(value: Any) -> str:
     return shown(value) if value is None or isinstance(value, str | int | float) else "a list"
 
 
-def check(gguf: Gguf) -> None:
+def check_metadata(gguf: Gguf) -> None:
     """Raises GearbxError for an architecture, a tokenizer or a tensor that is not known, or that is missing."""
     of, path = gguf.metadata, gguf.path
     known: list[tuple[str, Any]] = [("general.architecture", ARCHITECTURES), ("tokenizer.ggml.model", (BPE, PIECES))]
     if of.get("tokenizer.ggml.model") == BPE:
-        known.append(("tokenizer.ggml.pre", CUTS))
+        known.append(("tokenizer.ggml.pre", WORD_CUTS))
     for key, choices in known:
         if not isinstance(of.get(key), str) or of[key] not in choices:
             raise GearbxError(
@@ -220,7 +221,7 @@ def check(gguf: Gguf) -> None:
         raise GearbxError(f"{path}: is one of {pieces} files of a model; join them with llama-gguf-split --merge")
     architecture = of["general.architecture"]
     for name in gguf.tensors:
-        if name_of(name, ARCHITECTURES[architecture].parts) is None and name not in STRETCHED:
+        if mlx_name(name, ARCHITECTURES[architecture].parts) is None and name not in STRETCHED:
             raise GearbxError(
                 f"{path}: has a tensor {shown(name)}, which no {architecture} of mlx-lm has; give the model as "
                 "safetensors"
@@ -229,16 +230,16 @@ def check(gguf: Gguf) -> None:
     blocks = len({name.split(".")[1] for name in gguf.tensors if name.startswith("blk.")})
     if not isinstance(count, int) or count != blocks:
         raise GearbxError(
-            f"{path}: {architecture}.block_count is {said(count)}, and there are tensors of {blocks} blocks; {AGAIN}"
+            f"{path}: {architecture}.block_count is {said(count)}, and there are tensors of {blocks} blocks; {REFETCH}"
         )
     if blocks > MOST_LAYERS:
-        raise GearbxError(f"{path}: has {blocks} blocks, and no model has more than {MOST_LAYERS}; {AGAIN}")
+        raise GearbxError(f"{path}: has {blocks} blocks, and no model has more than {MOST_LAYERS}; {REFETCH}")
     embedding, tokens = gguf.tensors.get("token_embd.weight"), of.get("tokenizer.ggml.tokens")
     if embedding is None or len(embedding.shape) != 2 or not isinstance(tokens, list):
-        raise GearbxError(f"{path}: has no token_embd.weight, or no tokenizer.ggml.tokens; {AGAIN}")
+        raise GearbxError(f"{path}: has no token_embd.weight, or no tokenizer.ggml.tokens; {REFETCH}")
     if len(tokens) > embedding.shape[0]:
         raise GearbxError(
-            f"{path}: has {len(tokens)} tokens and {embedding.shape[0]} rows of token_embd.weight; {AGAIN}"
+            f"{path}: has {len(tokens)} tokens and {embedding.shape[0]} rows of token_embd.weight; {REFETCH}"
         )
 
 
@@ -247,7 +248,7 @@ def check_loads(gguf: Gguf, directory: Path) -> None:
     try:
         load_model(directory, lazy=True)
     except Exception as error:  # a configuration that does not fit fails in a hundred ways
-        raise misfit(gguf, one_line(error).partition(",")[0]) from error
+        raise not_fitting(gguf, one_line(error).partition(",")[0]) from error
 
 
 def weights_of(gguf: Gguf, dtype: mx.Dtype | None) -> dict[str, mx.array]:
@@ -256,40 +257,40 @@ def weights_of(gguf: Gguf, dtype: mx.Dtype | None) -> dict[str, mx.array]:
     heads = {"attn_q": heads_of(gguf)[0], "attn_k": heads_of(gguf)[1]} if kind.in_pairs else {}
     weights: dict[str, mx.array] = {}
     for tensor in gguf.tensors.values():
-        name = name_of(tensor.name, kind.parts)
+        name = mlx_name(tensor.name, kind.parts)
         if name is None:  # how positions are stretched: config.json has it
             continue
         own = heads.get(tensor.name.split(".")[-2])
-        for part, array in arrays_of(gguf, tensor, dtype, int(kind.plus_one and "norm" in name)):
-            stored = array if own is None else in_halves(array, own)
+        for part, array in arrays_in(gguf, tensor, dtype, int(kind.plus_one and "norm" in name)):
+            stored = array if own is None else heads_in_halves(array, own)
             mx.eval(stored)  # or what it was made of stays in memory
             weights[f"{name.rpartition('.')[0]}.{part}" if part else name] = stored
     return weights
 
 
-def arrays_of(gguf: Gguf, tensor: GgufTensor, dtype: mx.Dtype | None, one: int = 0) -> Iterator[tuple[str, mx.array]]:
+def arrays_in(gguf: Gguf, tensor: GgufTensor, dtype: mx.Dtype | None, one: int = 0) -> Iterator[tuple[str, mx.array]]:
     """Yield what a tensor is in MLX: its codes, scales and biases by their names; or, with the name "", its weights.
 
     Args:
         dtype: of weights that are not to stay codes.
         one: what is subtracted from weights.
     """
-    codes = codes_of(gguf, tensor) if dtype is None else None
+    codes = affine_codes(gguf, tensor) if dtype is None else None
     if codes is not None:
         arrays = dict(zip(("weight", "scales", "biases"), map(mx.array, codes[1:])))
     else:
         wide = mx.array(gguf.weights(tensor)) - one
-        arrays = {"": wide.astype(dtype or DENSE.get(tensor.kind.name, mx.float16))}
+        arrays = {"": wide.astype(dtype or AS_THEY_ARE.get(tensor.kind.name, mx.float16))}
     for name, array in arrays.items():
         if name != "weight" and not mx.all(mx.isfinite(array)).item():
             kind = name_of_type(array.dtype)
             raise GearbxError(
-                f"{gguf.path}: {shown(tensor.name)} has weights that are no finite numbers in {kind}; {AGAIN}"
+                f"{gguf.path}: {shown(tensor.name)} has weights that are no finite numbers in {kind}; {REFETCH}"
             )
     yield from arrays.items()
 
 
-def name_of(tensor: str, parts: Mapping[str, str] = PARTS) -> str | None:
+def mlx_name(tensor: str, parts: Mapping[str, str] = LLAMA_NAMES) -> str | None:
     """Return the name in mlx-lm of a tensor: blk.3.attn_q.weight is model.layers.3.self_attn.q_proj.weight.
 
     Args:
@@ -307,7 +308,7 @@ def name_of_type(dtype: mx.Dtype) -> str:
     return str(dtype).rpartition(".")[2]
 
 
-def in_halves(weight: mx.array, heads: int) -> mx.array:
+def heads_in_halves(weight: mx.array, heads: int) -> mx.array:
     """Return rows of q or k as mlx-lm rotates them, in halves of a head; llama.cpp keeps those of a Llama in pairs."""
     return weight.reshape(heads, -1, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
@@ -393,15 +394,15 @@ def factors_of_llama3(theta: float, head: int, factor: float) -> np.ndarray:
 def quantization_of(gguf: Gguf, kind: Architecture) -> dict[str, Any]:
     """Return the field of config.json: what most layers have, and by path what others have; none without codes."""
     bits = {
-        (name_of(tensor.name, kind.parts) or "").rpartition(".")[0]: CODED[tensor.kind.name]
+        (mlx_name(tensor.name, kind.parts) or "").rpartition(".")[0]: CODED[tensor.kind.name]
         for tensor in gguf.tensors.values()
         if tensor.kind.name in CODED
     }
     if not bits:
         return {}
     ((most, _),) = collections.Counter(bits.values()).most_common(1)
-    others = {path: {"group_size": GROUP, "bits": own} for path, own in bits.items() if own != most}
-    return {"quantization": {"group_size": GROUP, "bits": most, "mode": "affine", **others}}
+    others = {path: {"group_size": GGUF_GROUP, "bits": own} for path, own in bits.items() if own != most}
+    return {"quantization": {"group_size": GGUF_GROUP, "bits": most, "mode": "affine", **others}}
 
 
 def widened_by(gguf: Gguf) -> dict[str, list[int]]:
@@ -416,8 +417,8 @@ def widened_by(gguf: Gguf) -> dict[str, list[int]]:
 
 
 BPE, PIECES = "gpt2", "llama"
-UNKNOWN, SPECIAL, OF_USER = 2, 3, 4  # types of tokens: the last are tokens that no text is cut in
-SPACE = "▁"  # of SentencePiece
+UNKNOWN_KIND, SPECIAL, OF_USER = 2, 3, 4  # types of tokens: the last are tokens that no text is cut in
+PIECE_SPACE = "▁"  # of SentencePiece
 
 # How texts are cut before byte-level BPE, by tokenizer.ggml.pre: digits one by one, or this expression.
 CONTRACTED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -428,13 +429,16 @@ BY_CASE = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*%s"
     rf"|\p{{N}}%s| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{REST}"
 )
-CUTS = {
+WORD_CUTS = {
     **dict.fromkeys(("smollm", "starcoder", "refact"), None),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), WORDS % ""),
     **dict.fromkeys(("llama-bpe", "dbrx", "smaug-bpe"), WORDS % "{1,3}"),
     **{"gpt-4o": BY_CASE % (CONTRACTED + "?", CONTRACTED + "?", "{1,3}"), "tekken": BY_CASE % ("", "", "")},
 }
-WHOLE = ("llama-bpe", "tekken")  # which look a word up before they cut it, and begin a text with the token for that
+WHOLE_WORDS = (
+    "llama-bpe",
+    "tekken",
+)  # which look a word up before they cut it, and begin a text with the token for that
 ENDS_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 
 
@@ -450,13 +454,13 @@ def write_tokenizer(of: Mapping[str, Any], directory: Path) -> None:
     pieces = of["tokenizer.ggml.model"] == PIECES
     tokenizer = of_pieces(of) if pieces else of_bytes(of)
     tokens, kinds = of["tokenizer.ggml.tokens"], of["tokenizer.ggml.token_type"]
-    for chosen, special in (((SPECIAL, *([UNKNOWN] if pieces else [])), True), ((OF_USER,), False)):
+    for chosen, special in (((SPECIAL, *([UNKNOWN_KIND] if pieces else [])), True), ((OF_USER,), False)):
         whole = [token for token, own in zip(tokens, kinds, strict=True) if own in chosen]
         added = [AddedToken(token, special=special, normalized=pieces and not special) for token in whole]
         (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
     named = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     ids = {ours: of.get(f"tokenizer.ggml.{theirs}_token_id") for ours, theirs in named.items()}
-    begins = of.get("tokenizer.ggml.add_bos_token", pieces or of.get("tokenizer.ggml.pre") in WHOLE)
+    begins = of.get("tokenizer.ggml.add_bos_token", pieces or of.get("tokenizer.ggml.pre") in WHOLE_WORDS)
     if begins and ids["bos"] is not None:
         bos = tokens[ids["bos"]]
         tokenizer.post_processor = processors.TemplateProcessing(
@@ -486,7 +490,7 @@ def of_bytes(of: Mapping[str, Any]) -> Tokenizer:
     tokens, pre = of["tokenizer.ggml.tokens"], of["tokenizer.ggml.pre"]
     merges = [tuple(merge.split(" ")) for merge in of["tokenizer.ggml.merges"]]
     places = {token: place for place, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=places, merges=merges, ignore_merges=pre in WHOLE))
+    tokenizer = Tokenizer(models.BPE(vocab=places, merges=merges, ignore_merges=pre in WHOLE_WORDS))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(cutting(pre))
     if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
@@ -496,7 +500,7 @@ def of_bytes(of: Mapping[str, Any]) -> Tokenizer:
 
 def cutting(pre: str) -> list[Any]:
     """Return how a text is cut before its parts are merged."""
-    expression = CUTS[pre]
+    expression = WORD_CUTS[pre]
     if expression is None:
         return [
             pre_tokenizers.Digits(individual_digits=True),
@@ -514,9 +518,9 @@ def of_pieces(of: Mapping[str, Any]) -> Tokenizer:
     merges = merges_of(places, of["tokenizer.ggml.scores"], of["tokenizer.ggml.token_type"])
     model = models.BPE(vocab=places, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     tokenizer = Tokenizer(model)
-    spaces = normalizers.Replace(" ", SPACE)
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if spaced else spaces
-    back = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    spaces = normalizers.Replace(" ", PIECE_SPACE)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(PIECE_SPACE), spaces]) if spaced else spaces
+    back = [decoders.Replace(PIECE_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*back, decoders.Strip(" ", 1, 0)] if spaced else back)
     return tokenizer
 
@@ -525,7 +529,7 @@ def merges_of(places: Mapping[str, int], scores: list[float], kinds: list[int]) 
     """Return the pairs that make a piece, best first."""
     found = []
     for piece, place in places.items():
-        if kinds[place] in (UNKNOWN, SPECIAL):
+        if kinds[place] in (UNKNOWN_KIND, SPECIAL):
             continue
         for end in range(1, len(piece)):
             left, right = places.get(piece[:end]), places.get(piece[end:])

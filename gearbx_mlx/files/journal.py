@@ -21,7 +21,6 @@ from .writing import check_writable, lock_for_good
 F = TypeVar("F")
 JOURNAL = ".journal"  # behind the name of an output that is not complete yet
 REMOVE = "remove it, and the same command starts again"
-REMOVE_LINE = "remove this line, and the same command goes on"
 
 
 class JournalPart(Struct, Generic[F], frozen=True):
@@ -54,7 +53,8 @@ class Journal:
         head, _, rest = complete.partition("\n")
         for _, before in json_lines(file, head, dict[str, Any], REMOVE):
             check_inputs(before, inputs, file)
-        for _, part in json_lines(file, rest, JournalPart[found], REMOVE_LINE, first=2):
+        remedy = "remove this line, and the same command goes on"
+        for _, part in json_lines(file, rest, JournalPart[found], remedy, first=2):
             self.parts[part.part] = part.found
         self.end = len(complete.encode())
         try:
@@ -98,7 +98,7 @@ class Journal:
         self.end += len(data)
 
 
-def beside(out: Path, ending: str) -> Path | None:
+def place_beside(out: Path, ending: str) -> Path | None:
     """Return where the parts of an output are kept until it is complete; None for a device or a pipe, which keeps
     nothing.
 

@@ -27,20 +27,20 @@ def context_length(config: Mapping[str, Any]) -> int | None:
 
 
 COMPLETE = "give the directory of a complete model"
-AGAIN = "download it again"
+REFETCH = "download it again"
 
 JSON_FILES = (
     *("config.json", "generation_config.json", "hf_quant_config.json", "tokenizer.json", "tokenizer_config.json"),
     *("vocab.json", "added_tokens.json", "special_tokens_map.json", "adapter_config.json"),
 )
-READ = (  # what a model, a geared checkpoint or an adapter is read from
+PATTERNS = (  # what a model, a geared checkpoint or an adapter is read from
     *JSON_FILES,
     *("gears.json", "chat_template.json", "*processor_config.json", "*.safetensors.index.json"),
     *("*.safetensors", "*.gguf", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "*.py"),
 )
 
 # Fields from which mlx-lm takes how many layers to build, as a number, or as a list or a string with one item for each.
-LAYERS = (
+LAYER_FIELDS = (
     *("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_transformer_layers", "num_kv_reuse_layers"),
     *("num_loops", "altup_num_inputs"),
     *("layer_types", "layers_block_type", "block_types", "block_configs", "hybrid_override_pattern"),
@@ -66,7 +66,7 @@ def count_arrays(directory: Path, names: str = "model*.safetensors") -> int:
         except OSError as error:
             raise unreadable(file, error) from error
         except SafetensorError as error:
-            raise GearbxError(f"{file}: damaged or truncated ({one_line(error)}); {AGAIN}") from error
+            raise GearbxError(f"{file}: damaged or truncated ({one_line(error)}); {REFETCH}") from error
     return count
 
 
@@ -81,13 +81,13 @@ def check_layers(config: dict[str, Any], arrays: int, file: Path) -> None:
     """
     most = min(MOST_LAYERS, arrays + SPARE)
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
-        for name in LAYERS:
+        for name in LAYER_FIELDS:
             value = part.get(name)
             claimed = len(value) if isinstance(value, list | str) else value
             if isinstance(claimed, int | float) and claimed > most:
                 few = f"the weights are {arrays} arrays, too few for it"
                 why = few if claimed > arrays + SPARE else f"no model has more than {MOST_LAYERS}"
-                raise GearbxError(f"{file}: {name} is {shown(value)}, and {why}; {AGAIN}")
+                raise GearbxError(f"{file}: {name} is {shown(value)}, and {why}; {REFETCH}")
 
 
 def check_quantization(config: Mapping[str, Any], file: Path) -> None:
@@ -101,14 +101,14 @@ def check_quantization(config: Mapping[str, Any], file: Path) -> None:
         for name in ("group_size", "bits"):
             for value in (level.get(name) for level in levels if isinstance(level, dict)):
                 if isinstance(value, int | float) and value < 1:
-                    raise GearbxError(f"{file}: {name} of its quantization is {shown(value)}, below 1; {AGAIN}")
+                    raise GearbxError(f"{file}: {name} of its quantization is {shown(value)}, below 1; {REFETCH}")
 
 
 def check_regular(directory: Path) -> None:
     """Raises GearbxError for a pipe or a device in the place of a file of a model, which would be waited for."""
     try:
         for place in directory.iterdir():
-            ours = any(fnmatch(place.name, pattern) for pattern in READ)
+            ours = any(fnmatch(place.name, pattern) for pattern in PATTERNS)
             if ours and place.exists() and not (place.is_file() or place.is_dir()):
                 raise GearbxError(f"{place}: is a pipe or a device, not a file; {COMPLETE}")
     except OSError as error:
@@ -118,7 +118,7 @@ def check_regular(directory: Path) -> None:
 def check_no_file_of_model(path: Path) -> None:
     """Raises GearbxError for a place that belongs to a model or an adapter, also one behind a link."""
     for place in (path, Path(os.path.realpath(path))):
-        own = any(fnmatch(place.name, pattern) for pattern in READ)
+        own = any(fnmatch(place.name, pattern) for pattern in PATTERNS)
         if own and any((place.parent / name).exists() for name in ("config.json", "adapter_config.json")):
             raise GearbxError(f"{path}: is a file of the model in {place.parent}; choose another place")
 
@@ -130,7 +130,7 @@ def check_json(directory: Path) -> None:
     """
     for path in (directory / name for name in JSON_FILES):
         if path.exists():
-            read_as(path, parse_object, "the JSON of a model", AGAIN)
+            read_as(path, parse_object, "the JSON of a model", REFETCH)
 
 
 def parse_object(text: str) -> dict[str, Any]:
@@ -138,8 +138,8 @@ def parse_object(text: str) -> dict[str, Any]:
     return typed(parse_python_json(text), dict[str, Any])
 
 
-ARRAYS, SETTINGS = "adapters.safetensors", "adapter_config.json"
-REMEDY = "give the directory that mlx_lm.lora wrote"
+ARRAYS, ADAPTER_FILE = "adapters.safetensors", "adapter_config.json"
+GIVE_ADAPTER = "give the directory that mlx_lm.lora wrote"
 if TYPE_CHECKING:
     Kind = str
 else:
@@ -176,13 +176,13 @@ def read_adapter(directory: Path) -> Adapter:
     try:
         if not directory.is_dir():
             what = "is a file" if directory.exists() else "the adapter path does not exist"
-            raise GearbxError(f"{directory}: {what}; {REMEDY}")
+            raise GearbxError(f"{directory}: {what}; {GIVE_ADAPTER}")
         check_regular(directory)
-        for name in (ARRAYS, SETTINGS):
+        for name in (ARRAYS, ADAPTER_FILE):
             if not os.path.lexists(directory / name):
-                raise GearbxError(f"{directory}: no {name} there; {REMEDY}")
+                raise GearbxError(f"{directory}: no {name} there; {GIVE_ADAPTER}")
         count_arrays(directory, ARRAYS)
     except OSError as error:
         raise unreadable(directory, error) from error
     what = "the settings of an adapter"
-    return read_as(directory / SETTINGS, lambda text: typed(parse_json(text), Adapter), what, REMEDY)
+    return read_as(directory / ADAPTER_FILE, lambda text: typed(parse_json(text), Adapter), what, GIVE_ADAPTER)

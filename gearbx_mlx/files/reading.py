@@ -17,8 +17,8 @@ import msgspec
 from ..errors import GearbxError, one_line
 from ..gone import gone
 
-LONGEST = 60  # characters of a value that a message shows
-NAMES = {
+LONGEST_SHOWN = 60  # characters of a value that a message shows
+TYPE_WORDS = {
     "int": "a whole number",
     "float": "a number",
     "str": "text",
@@ -36,7 +36,7 @@ Step = str | int
 def shown(value: Any) -> str:
     """Return a value of a JSON file for a message: one line, shortened."""
     text = json.dumps(value)
-    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+    return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 3]}..."
 
 
 def malformed(error: Exception, text: str | bytes) -> str:
@@ -56,17 +56,17 @@ def malformed(error: Exception, text: str | bytes) -> str:
     return f"not JSON: {reason} at line {line}, column {column}"
 
 
-def misfit(error: msgspec.ValidationError, content: Any, kind: Any, place: Sequence[Step] = ()) -> str:
+def why_unfit(error: msgspec.ValidationError, content: Any, kind: Any, place: Sequence[Step] = ()) -> str:
     """Say why a value does not fit a type: its first part that does not fit by itself, and what that is not.
 
     Args:
         place: of the value, in a larger one.
     """
-    for step, part, wanted in parts_of(content, kind):
+    for step, part, wanted in typed_parts(content, kind):
         try:
             msgspec.convert(part, wanted, str_keys=True)
         except msgspec.ValidationError as inner:
-            return misfit(inner, part, wanted, [*place, step])
+            return why_unfit(inner, part, wanted, [*place, step])
     with_keys = [each for each in members(kind) if isinstance(content, dict) and get_origin(each) in (dict, Mapping)]
     for key, mapping in ((key, mapping) for mapping in with_keys for key in content):
         try:
@@ -87,7 +87,7 @@ def misfit(error: msgspec.ValidationError, content: Any, kind: Any, place: Seque
     return f"{where(place)}: {message}" if place else message  # from a check of our own
 
 
-def parts_of(content: Any, kind: Any) -> Iterator[tuple[Step, Any, Any]]:
+def typed_parts(content: Any, kind: Any) -> Iterator[tuple[Step, Any, Any]]:
     """Yield the parts of a JSON value, each with its name or number and the type that it is to have."""
     for member in members(kind):
         origin, types = get_origin(member), get_args(member)
@@ -118,7 +118,7 @@ def members(kind: Any) -> list[Any]:
 
 def where(place: Sequence[Step]) -> str:
     """Return a place in a JSON value as JavaScript writes it: layers["a.b"].shape[1]."""
-    plain = [isinstance(step, str) and step.isidentifier() and len(step) < LONGEST for step in place]
+    plain = [isinstance(step, str) and step.isidentifier() and len(step) < LONGEST_SHOWN for step in place]
     parts = [f".{step}" if is_name else f"[{shown(step)}]" for step, is_name in zip(place, plain)]
     return "".join(parts).removeprefix(".") or "it"
 
@@ -133,18 +133,18 @@ def expectation(message: str, kind: Any) -> str:
     found = re.fullmatch(r"Expected `([^`]+)`(.*?)(, got .*)?", message, re.DOTALL)
     if not found:
         return ""
-    name = " or ".join(NAMES.get(part, part) for part in found[1].split(" | "))
+    name = " or ".join(TYPE_WORDS.get(part, part) for part in found[1].split(" | "))
     return f"not {name}{found[2].replace(' matching regex', ' that matches')}"
 
 
 T = TypeVar("T")
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # as far as every reader of JSON counts exactly
 
-LARGEST_JSON, LARGEST_TEXT = 2**26, 2**30  # characters
+LARGEST_JSON = 2**26  # characters
 DEEPEST = 64  # levels of objects and lists inside each other
 
 
-def read_text(path: Path, what: str, remedy: str, largest: int = LARGEST_TEXT) -> str:
+def read_text(path: Path, what: str, remedy: str, largest: int = 2**30) -> str:
     """Return the text of a UTF-8 file.
 
     Args:
@@ -236,7 +236,7 @@ def typed(content: Any, kind: type[T]) -> T:
     try:
         return msgspec.convert(content, kind, str_keys=True)
     except msgspec.ValidationError as error:
-        raise GearbxError(misfit(error, content, kind)) from error
+        raise GearbxError(why_unfit(error, content, kind)) from error
 
 
 def check_schema(content: Any, what: str, schema: str, version: int) -> None:

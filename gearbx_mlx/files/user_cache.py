@@ -15,7 +15,7 @@ import platformdirs
 from ..errors import GearbxWarning, one_line
 from .writing import FULL, remove_parts
 
-NAME = "gearbx-mlx"
+CACHE_NAME = "gearbx-mlx"
 
 
 class CacheUnusable(Exception):
@@ -53,14 +53,14 @@ def open_cache() -> Path:
         CacheUnusable: another user could have written to the cache, or it cannot be created or read.
     """
     try:
-        return opened()
+        return open_checked()
     except OSError as error:
         raise unusable(error) from error
 
 
-def opened() -> Path:
+def open_checked() -> Path:
     """Return the cache as `open_cache` does. Raises OSError where the system refuses something."""
-    directory = platformdirs.user_cache_path(NAME, appauthor=False)
+    directory = platformdirs.user_cache_path(CACHE_NAME, appauthor=False)
     if not directory.is_absolute():  # platformdirs leaves ~ as it is where there is no home directory
         raise CacheUnusable(f"there is no home directory for {directory}; set XDG_CACHE_HOME to a directory")
     directory = Path(os.path.realpath(directory.parent)) / directory.name

@@ -91,7 +91,7 @@ def replacing(path: Path) -> Iterator[Path]:
         if path.exists() and not path.is_file():
             yield path
             return
-        remove_parts(target.parent, re.escape(name_of(target)))
+        remove_parts(target.parent, re.escape(part_name(target)))
         handle, beside = open_part(target)
         _unfinished.add(beside)
         try:
@@ -136,11 +136,9 @@ def new_directory(path: Path, mode: int | None = None) -> Iterator[Path]:
         GearbxError: the directory cannot be written, is there already, or another process writes it.
     """
     try:
-        if remove_parts(path.parent, re.escape(name_of(path))):
+        if remove_parts(path.parent, re.escape(part_name(path))):
             raise GearbxError(f"{path}: another process writes it; wait for it, or end it")
-        handle, beside = open_directory(path)
-        _unfinished.add(beside)
-        try:
+        with work_directory(path) as beside:
             yield beside
             for place in (*beside.rglob("*"), beside):
                 sync(place)
@@ -149,23 +147,31 @@ def new_directory(path: Path, mode: int | None = None) -> Iterator[Path]:
             os.chmod(beside, 0o777 & ~umask() if mode is None else mode)
             os.replace(beside, path)
             sync(path.parent)
-        finally:
-            os.close(handle)
-            shutil.rmtree(beside, ignore_errors=True)
-            _unfinished.discard(beside)
     except OSError as error:
         raise unwritable(path, error) from error
 
 
-def open_directory(path: Path) -> tuple[int, Path]:
-    """Make a directory beside `path`; return the descriptor that locks it while this process lives, and its path."""
+@contextlib.contextmanager
+def work_directory(path: Path) -> Iterator[Path]:
+    """Make a directory beside `path` that is locked, and removed when the block ends.
+
+    Raises:
+        OSError: there can be none.
+    """
     while True:
-        beside = Path(tempfile.mkdtemp(prefix=f".{name_of(path)}.", suffix=PART, dir=path.parent))
+        beside = Path(tempfile.mkdtemp(prefix=f".{part_name(path)}.", suffix=PART, dir=path.parent))
         with contextlib.suppress(FileNotFoundError):  # another process took it for a stale one, before it was locked
             handle = os.open(beside, os.O_RDONLY)
             if lock(handle) is not False and beside.exists():
-                return handle, beside
+                break
             os.close(handle)
+    _unfinished.add(beside)
+    try:
+        yield beside
+    finally:
+        os.close(handle)
+        shutil.rmtree(beside, ignore_errors=True)
+        _unfinished.discard(beside)
 
 
 def sync(path: Path) -> None:
@@ -198,7 +204,7 @@ def is_about(error: OSError, *paths: Path | None) -> bool:
 def open_part(target: Path) -> tuple[int, Path]:
     """Return a new file beside the target, and the descriptor that locks it for as long as this process writes it."""
     while True:
-        handle, name = tempfile.mkstemp(prefix=f".{name_of(target)}.", suffix=PART, dir=target.parent)
+        handle, name = tempfile.mkstemp(prefix=f".{part_name(target)}.", suffix=PART, dir=target.parent)
         lock(handle)
         if os.fstat(handle).st_nlink:  # else another process took it for a stale one, before it was locked
             return handle, Path(name)
@@ -225,7 +231,7 @@ def remove_parts(directory: Path, names: str = ".*") -> list[Path]:
     return in_work
 
 
-def name_of(target: Path) -> str:
+def part_name(target: Path) -> str:
     """Return how the part of an output is named: short enough for every file system."""
     return target.name[:100]
 

@@ -32,8 +32,8 @@ DEFAULT_FORMAT = "planes"
 RECONSTRUCTED = ("rowwise", "groupwise", "codebook", "codebook-library")  # whose weights MLX cannot multiply packed
 CODEBOOKS = ("codebook", "codebook-library")  # their names may have choices
 GROUPS = (32, 64, 128, 256)  # of a library of codebooks: whole words of packed codes
-CODES = "codes"  # what `convert` makes of a quantized checkpoint; it cannot be asked for
-OF_MLX = ("planes", "exact", "affine", CODES)  # whose lowest gear is what mlx-lm quantizes to
+SPLIT_CODES = "codes"  # what `convert` makes of a quantized checkpoint; it cannot be asked for
+LIKE_MLX = ("planes", "exact", "affine", SPLIT_CODES)  # whose lowest gear is what mlx-lm quantizes to
 
 
 def get_format(name: "str | Format") -> "Format":
@@ -45,7 +45,7 @@ def get_format(name: "str | Format") -> "Format":
 @functools.cache
 def _load_format(name: str) -> "Format":
     base, text = split_name(name)
-    known = FORMATS | {CODES: "gearbx_mlx.formats.planes:SplitCodes"}
+    known = FORMATS | {SPLIT_CODES: "gearbx_mlx.formats.planes:SplitCodes"}
     if base not in known or (text and base not in CODEBOOKS):
         raise GearbxError(f"format '{name}' does not exist; choose from {', '.join(FORMATS)}")
     kind = pkgutil.resolve_name(known[base])

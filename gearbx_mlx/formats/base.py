@@ -14,6 +14,7 @@ from mlx_lm.models.mla import MultiLinear
 
 from ..errors import GearbxError
 from ..gone import gone
+from ..kernels import DENSE
 from ..kernels.bit_planes import Planes
 from .native import FLOATING, Native
 
@@ -22,9 +23,6 @@ Bits = Sequence[int]  # of several gears, ascending, or of planes
 Shape = Sequence[int]
 Gears = dict[int, nn.Module]  # by their bits
 K = TypeVar("K")
-
-DENSE = 16  # bits of the weights as they are
-BLOCK = 2**22  # weights in a block of rows: the temporary memory of an encoder is several times their size
 
 
 class StoredArray(NamedTuple):
@@ -129,7 +127,7 @@ def stored_bits(format: Format, widths: Sequence[int]) -> tuple[int, ...]:
     return tuple(widths) if tuple(widths) in format.ladders else tuple(bits for bits in widths if bits != DENSE)
 
 
-def check_ladder(format: Format, ladder: Sequence[int], others: Iterable[int] = ()) -> None:
+def check_supported(format: Format, ladder: Sequence[int], others: Iterable[int] = ()) -> None:
     """Raises GearbxError unless a format has gears of these bits, and `others` beside them."""
     shown = ",".join(map(str, ladder))
     if refusal := gone(f"format {format.name} with gears {shown}"):
@@ -179,7 +177,7 @@ def whole_groups(width: int, group_size: int) -> str | None:
 
 def row_blocks(rows: int, width: int) -> list[slice]:
     """Slices of a few rows each, so that an encoder's temporary memory does not grow with the matrix."""
-    height = max(1, BLOCK // width)
+    height = max(1, 2**22 // width)  # the temporary memory of an encoder is several times their size
     return [slice(first, first + height) for first in range(0, rows, height)]
 
 

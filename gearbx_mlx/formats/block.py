@@ -9,9 +9,8 @@ What lossless mode runs goes further: a pass over a few tokens of one text is on
 are there (`pass_logits`), or, of a draft, the next token and its entropy, or its logits (`begin_draft`).
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
@@ -24,7 +23,7 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from ..compat.classes import ORIGIN, Code, code_of, standing_for
-from ..compat.loops import entries, set_entries
+from ..compat.loops import positions_in, set_entries
 from ..kernels.dispatch import NATIVE, WHOLE_BLOCKS, block_kernels
 from .fused import (
     NativeGeGLU,
@@ -35,27 +34,27 @@ from .fused import (
     inverse_frequencies,
     left_padding,
 )
-from .kv_cache import NestedKVCache, has_room, planes_of, read_before, takes_cache, takes_in_place
+from .kv_cache import NestedKVCache, block_planes, has_room, read_before, takes_cache, takes_in_place
 
-MOST = 8  # programs of a layer: one for each gear, and for what a mode puts into it for a while
-FEW = 16  # tokens that go through a block at once; of more, the KV cache can be had without the rest of the block
+FEW_TOKENS = (
+    16  # tokens that go through a block at once; of more, the KV cache can be had without the rest of the block
+)
 PROGRAMS = "_gearbx_programs"
-ONE_TOKEN = mx.zeros((1, 1), mx.uint32)
-
+ANY_TOKEN = mx.zeros((1, 1), mx.uint32)
 
 # Norms of a block: before attention and its MLP; behind them, if there are some.
-BLOCKS: dict[Code, tuple[Sequence[str], Sequence[str]]] = {
+BLOCK_NORMS: dict[Code, tuple[Sequence[str], Sequence[str]]] = {
     code_of(llama.TransformerBlock): (("input_layernorm", "post_attention_layernorm"), ()),
     code_of(gemma3_text.TransformerBlock): (
         ("input_layernorm", "pre_feedforward_layernorm"),
         ("post_attention_layernorm", "post_feedforward_layernorm"),
     ),
 }
-THREE, OF_HEADS = ("q_proj", "k_proj", "v_proj"), ("q_norm", "k_norm")
-ATTENTION: dict[Code, tuple[Sequence[str], Sequence[str]]] = {  # projections, and norms of heads
-    code_of(llama.Attention): (THREE, ()),
-    code_of(qwen3.Attention): (THREE, OF_HEADS),
-    code_of(gemma3_text.Attention): (THREE, OF_HEADS),
+PROJECTIONS, HEAD_NORMS = ("q_proj", "k_proj", "v_proj"), ("q_norm", "k_norm")
+ATTENTION_PARTS: dict[Code, tuple[Sequence[str], Sequence[str]]] = {  # projections, and norms of heads
+    code_of(llama.Attention): (PROJECTIONS, ()),
+    code_of(qwen3.Attention): (PROJECTIONS, HEAD_NORMS),
+    code_of(gemma3_text.Attention): (PROJECTIONS, HEAD_NORMS),
     code_of(phi3.Attention): (("qkv_proj",), ()),
 }
 GELU = code_of(gemma3_text.MLP)
@@ -65,10 +64,9 @@ MLP: dict[Code, Sequence[str]] = {  # what makes gate and up
     GELU: ("gate_proj", "up_proj"),
 }
 
-
-LAYERS = {code_of(kind) for kind in (llama.LlamaModel, qwen2.Qwen2Model, qwen3.Qwen3Model, phi3.Phi3Model)}
+LAYERED = {code_of(kind) for kind in (llama.LlamaModel, qwen2.Qwen2Model, qwen3.Qwen3Model, phi3.Phi3Model)}
 """Classes that run embedding, blocks and norm, and nothing else where there is one rank and no window."""
-MODELS = {code_of(kind) for kind in (llama.Model, qwen2.Model, qwen3.Model, phi3.Model)}
+WHOLE_MODELS = {code_of(kind) for kind in (llama.Model, qwen2.Model, qwen3.Model, phi3.Model)}
 """Classes that run one of these and the head, which is the embedding's where `args.tie_word_embeddings` says so."""
 
 
@@ -94,7 +92,8 @@ class Programs:
             return None
         mx.eval(module.parameters())
         program = (make or program_of)(module, kernels)
-        self._made = [(kernels.watched(module), program), *self._made[: MOST - 1]]
+        # Eight: one for each gear, and for what a mode puts into a layer for a while.
+        self._made = [(kernels.watched(module), program), *self._made[:7]]
         return program
 
     def forget(self) -> None:
@@ -108,7 +107,7 @@ class NativeBlock(nn.Module):
     operation = WHOLE_BLOCKS
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        y = run(self, x, mask, cache)
+        y = run_block(self, x, mask, cache)
         return super().__call__(x, mask, cache) if y is None else y
 
 
@@ -119,7 +118,7 @@ class NativeLayers(nn.Module):
 
     def __call__(self, inputs: mx.array, cache: Any = None, input_embeddings: mx.array | None = None) -> mx.array:
         tokens = inputs if input_embeddings is None else input_embeddings
-        kernels = None if _single_operations else block_kernels(tokens.shape[0] * tokens.shape[1])
+        kernels = block_kernels(tokens.shape[0] * tokens.shape[1])
         if kernels is not None and runs_in_turn(self, cache, tokens):
             x = self.embed_tokens(inputs) if input_embeddings is None else input_embeddings
             y = run_layers(self, x, cache, kernels)
@@ -130,8 +129,8 @@ class NativeLayers(nn.Module):
 
 
 ADDED: dict[Code, type] = {  # code of a class to what makes it native
-    **dict.fromkeys(BLOCKS, NativeBlock),
-    **dict.fromkeys(LAYERS, NativeLayers),
+    **dict.fromkeys(BLOCK_NORMS, NativeBlock),
+    **dict.fromkeys(LAYERED, NativeLayers),
     code_of(gemma3_text.RMSNorm): NativeShiftedNorm,
     GELU: NativeGeGLU,
 }
@@ -144,25 +143,9 @@ def coded_class(kind: Any) -> type[nn.Module] | None:
     return None if added is None else standing_for(kind, {}, added)
 
 
-_single_operations = False
-
-
-@contextlib.contextmanager
-def single_operations() -> Iterator[None]:
-    """In the block, no transformer block runs as one operation."""
-    global _single_operations
-    before, _single_operations = _single_operations, True
-    try:
-        yield
-    finally:
-        _single_operations = before
-
-
-def run(layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array | None:
+def run_block(layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array | None:
     """Return the result of a block (B, L, D) float32, with its keys and values in the cache; None if it must run as it
     did."""
-    if _single_operations:
-        return None
     causal = isinstance(mask, str) and mask == "causal"
     plain = causal or mask is None or (isinstance(mask, mx.array) and mask.dtype == mx.bool_)
     if x.dtype != mx.float32 or x.ndim != 3 or not plain:
@@ -174,16 +157,16 @@ def run(layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array | None
     if program is None:
         return None
     seen = None if causal else mask
-    if takes_in_place(cache) and x.shape[1] <= FEW and has_room(cache, x):
-        before, padding, nested = entries(cache), left_padding(cache), read_before(cache)
-        kept, planes = ([cache.keys], [cache.values]), planes_of(nested)
+    if takes_in_place(cache) and x.shape[1] <= FEW_TOKENS and has_room(cache, x):
+        before, padding, nested = positions_in(cache), left_padding(cache), read_before(cache)
+        kept, planes = ([cache.keys], [cache.values]), block_planes(nested)
         y = kernels.run_blocks(program.chain, x, *kept, before, causal, seen, padding, *planes)
         if y is not None:
             set_entries(cache, before + x.shape[1])
         if y is not None and type(cache) is NestedKVCache:
             cache.count(nested, x.shape[1])
-        return given(layer, y)
-    return in_halves(layer, program.block, kernels, x, causal, seen, cache)
+        return kept_result(layer, y)
+    return in_two_parts(layer, program.block, kernels, x, causal, seen, cache)
 
 
 def run_layers(model: nn.Module, x: mx.array, cache: Any, kernels: ModuleType) -> mx.array | None:
@@ -197,13 +180,13 @@ def run_layers(model: nn.Module, x: mx.array, cache: Any, kernels: ModuleType) -
     chain = programs_of(model).find(model, kernels, chain_of)
     if chain is None:
         return None
-    mask, before, padding = create_attention_mask(x, cache[0]), entries(cache[0]), left_padding(cache[0])
+    mask, before, padding = create_attention_mask(x, cache[0]), positions_in(cache[0]), left_padding(cache[0])
     causal = isinstance(mask, str)
     seen = None if causal else mask
     arrays = [part.keys for part in cache], [part.values for part in cache]
     y = kernels.run_blocks(chain, x, *arrays, before, causal, seen, padding)
     if y is None:
-        return given(model, None)
+        return kept_result(model, None)
     for part in cache:
         set_entries(part, before + x.shape[1])
     return y
@@ -215,13 +198,13 @@ def runs_in_turn(model: nn.Module, cache: Any, tokens: mx.array) -> bool:
     Of more tokens than a few the keys and values are wanted now and then, and nothing else.
     """
     first: Any = cache[0] if cache else None
-    if type(first) not in (KVCache, BatchKVCache) or len(cache) != len(model.layers) or tokens.shape[1] > FEW:
+    if type(first) not in (KVCache, BatchKVCache) or len(cache) != len(model.layers) or tokens.shape[1] > FEW_TOKENS:
         return False
     if getattr(model, "swa_idx", None) is not None or getattr(model, "pipeline_size", 1) != 1:
         return False
-    kind, count = type(first), entries(first)
+    kind, count = type(first), positions_in(first)
     return all(
-        type(part) is kind and entries(part) == count and has_room(part, tokens) and part.keys.dtype == mx.float32
+        type(part) is kind and positions_in(part) == count and has_room(part, tokens) and part.keys.dtype == mx.float32
         for part in cache
     )
 
@@ -273,8 +256,8 @@ def pass_parts(model: nn.Module, second: nn.Module | None = None) -> PassParts |
         second: the head of a better gear, a linear layer or a tied embedding.
     """
     kernels = block_kernels(1)
-    layers = model.get("model") if stock_code(model) in MODELS else None
-    if kernels is None or _single_operations or not isinstance(layers, NativeLayers):
+    layers = model.get("model") if stock_code(model) in WHOLE_MODELS else None
+    if kernels is None or not isinstance(layers, NativeLayers):
         return None
     chain, embedding = programs_of(layers).find(layers, kernels, chain_of), layers.embed_tokens
     part = part_of_head(embedding if model.args.tie_word_embeddings else model.lm_head, kernels)
@@ -322,13 +305,13 @@ def part_of_head(head: nn.Module, kernels: ModuleType) -> Any:
     linear = head.get("projection", head)
     try:
         if not isinstance(linear, nn.Embedding):
-            return part_of(linear, kernels)
+            return native_part(linear, kernels)
         return kernels.dense_part(linear.weight, None, getattr(linear, "x_bits", 0))
     except ValueError:  # weights of another type, or that are not contiguous
         return None
 
 
-def begun(parts: PassParts, cache: Any, tokens: mx.array) -> Any:
+def begin_pass(parts: PassParts, cache: Any, tokens: mx.array) -> Any:
     """Passes behind what is in a cache, with room for tokens (1, L); None for other caches, or without the memory."""
     if type(cache[0]) is not KVCache or not runs_in_turn(parts.layers, cache, tokens):
         return None
@@ -338,10 +321,10 @@ def begun(parts: PassParts, cache: Any, tokens: mx.array) -> Any:
 
 def pass_logits(parts: PassParts, tokens: mx.array, cache: Any) -> mx.array | None:
     """Logits (1, L, V) after each of the tokens (1, L), which are added to the cache; None if the model must run."""
-    passes = begun(parts, cache, tokens) if cache and tokens.shape[0] == 1 else None
+    passes = begin_pass(parts, cache, tokens) if cache and tokens.shape[0] == 1 else None
     if passes is None:
         return None
-    before = entries(cache[0])
+    before = positions_in(cache[0])
     logits: mx.array = parts.kernels.pass_logits(passes, *parts.rows(np.array(tokens[0]).tolist()), before)
     for part in cache:
         set_entries(part, before + tokens.shape[1])
@@ -394,10 +377,10 @@ class NativeDraft:
 
 def begin_draft(parts: PassParts, cache: Any) -> NativeDraft | None:
     """Return a draft after what is in the cache; None for other caches, or if memory of the gear was given up."""
-    passes = begun(parts, cache, ONE_TOKEN)
+    passes = begin_pass(parts, cache, ANY_TOKEN)
     if passes is None:
         return None
-    before = entries(cache[0])
+    before = positions_in(cache[0])
     return NativeDraft(parts, passes, cache, before, cache[0].keys.shape[2] - before)
 
 
@@ -409,20 +392,20 @@ def is_plain_table(embedding: nn.Module) -> bool:
     return bool(getattr(embedding, "dtype", weight.dtype) == mx.float32)
 
 
-def in_halves(
+def in_two_parts(
     layer: nn.Module, program: Any, kernels: ModuleType, x: mx.array, causal: bool, mask: mx.array | None, cache: Any
 ) -> mx.array | None:
     """Like `run`, in two operations: the cache takes the keys and values in its own way in between."""
     padding = left_padding(cache)
-    first = kernels.run_block_heads(program, x, entries(cache), padding)
+    first = kernels.run_block_heads(program, x, positions_in(cache), padding)
     if first is None:
-        return given(layer, None)
+        return kept_result(layer, None)
     heads, kept = first
     shared = layer.self_attn.n_kv_heads
     keys, values = heads[:, -2 * shared : -shared], heads[:, -shared:]
     if type(cache) is NestedKVCache and (nested := cache.update(keys, values)) is not None:
         return kernels.run_block_rest(
-            program, kept, x, heads, *nested.entries, causal, mask, padding, *planes_of(nested)
+            program, kept, x, heads, *nested.entries, causal, mask, padding, *block_planes(nested)
         )
     if type(cache) is NestedKVCache:
         keys, values = cache.keys_and_values()
@@ -431,7 +414,7 @@ def in_halves(
     return kernels.run_block_rest(program, kept, x, heads, keys, values, causal, mask, padding)
 
 
-def given(layer: nn.Module, y: mx.array | None) -> mx.array | None:
+def kept_result(layer: nn.Module, y: mx.array | None) -> mx.array | None:
     """Return the result; if there is none, since memory of the program was given up, programs are made again."""
     if y is None:
         programs_of(layer).forget()
@@ -476,13 +459,13 @@ def known_program(layer: nn.Module, kernels: ModuleType) -> Any:
         ValueError: arrays that native kernels do not read in place.
     """
     attention, mlp = layer.get("self_attn"), layer.get("mlp")
-    known, gates = ATTENTION.get(stock_code(attention)), MLP.get(stock_code(mlp))
+    known, gates = ATTENTION_PARTS.get(stock_code(attention)), MLP.get(stock_code(mlp))
     if known is None or gates is None:
         return None
     native = next(kind for kind in type(layer).__mro__ if ORIGIN in vars(kind))  # a timer may have derived a class
-    (before, after), (projections, of_heads) = BLOCKS[code_of(vars(native)[ORIGIN])], known
+    (before, after), (projections, of_heads) = BLOCK_NORMS[code_of(vars(native)[ORIGIN])], known
     linears = [*(attention[name] for name in (*projections, "o_proj")), *(mlp[name] for name in (*gates, "down_proj"))]
-    parts = [part_of(module, kernels) for module in linears]
+    parts = [native_part(module, kernels) for module in linears]
     modules = *(layer[name] for name in (*before, *after)), *(attention[name] for name in of_heads)
     norms = [norm_of(module, kernels) for module in modules]
     rotation = rotation_of(attention["rope"])
@@ -515,7 +498,7 @@ def stock_code(module: Any) -> Code:
     return code_of(vars(type(module)).get(ORIGIN, type(module)))
 
 
-def part_of(module: nn.Module, kernels: ModuleType) -> Any:
+def native_part(module: nn.Module, kernels: ModuleType) -> Any:
     """Return a linear layer as a part of a block; None if its class does not say how (a class derived from it need
     not).
 

@@ -21,7 +21,7 @@ the weights nearest to it. In a sorted row that is one interval, and its sum is 
 are sorted once, and a round costs O(2^bits log I) per row.
 
 A round moves every entry towards the mean of its cell. XFP moves it onto the mean. From quantiles, whose tails begin
-far from their place, that converges slowly. Here it moves `STEP` = 1.9 times as far, and in the last two rounds onto
+far from their place, that converges slowly. Here it moves 1.9 times as far, and in the last two rounds onto
 the mean. The error of a cell is a parabola in its entry, lowest at the mean, and any step between 0 and 2 lowers it. So
 the error falls in every round, as in Lloyd's own iteration, and in 20 rounds much further. Nothing is random: two runs
 give the same bits. A matrix has the values of its outliers in fp16 and their columns in 16 bits, row after row, and the
@@ -59,9 +59,9 @@ from .base import (
 from .native import Native, NativeExperts, experts_kind, with_expert_bias
 
 ROUNDS = 20
-STEP, PLAIN_ROUNDS = 1.9, 2
+LLOYD_STEP = 1.9
 
-DEFAULTS = CodebookOptions()
+DEFAULT_OPTIONS = CodebookOptions()
 WIDEST = 2**16  # columns that 16 bits can store
 OUTLIER_SIZE, OFFSET_SIZE = 4, 4  # bytes
 
@@ -129,11 +129,11 @@ def lloyd(rows: SortedRows, bits: int, rounds: int = ROUNDS) -> mx.array:
     """Fit a codebook to every row: (R, 2^bits) float32, ascending."""
     codebook = rows.quantiles(2**bits)
     for i in range(rounds):
-        codebook = lloyd_round(rows, codebook, STEP if i < rounds - PLAIN_ROUNDS else 1.0)
+        codebook = lloyd_round(rows, codebook, LLOYD_STEP if i < rounds - 2 else 1.0)
     return codebook
 
 
-def nearest(rows: mx.array, codebook: mx.array) -> mx.array:
+def nearest_entries(rows: mx.array, codebook: mx.array) -> mx.array:
     """Return the codes (R, I) uint8 of the entries in codebooks (R, K) nearest to values (R, I); of two, the
     lower one."""
     bounds = boundaries(codebook)
@@ -208,7 +208,7 @@ class Outliers:
         return flat.reshape(weight.shape)
 
 
-def find(matrix: mx.array, options: CodebookOptions = DEFAULTS) -> np.ndarray:
+def outliers_of(matrix: mx.array, options: CodebookOptions = DEFAULT_OPTIONS) -> np.ndarray:
     """Find the outliers of a matrix (O, I): |w - mean| > 3 sigma, but at most the furthest 2 %; or as options say.
 
     Mean and sigma are those of the matrix. Among equally distant weights the first ones count. If mean or sigma is not
@@ -234,10 +234,10 @@ def find(matrix: mx.array, options: CodebookOptions = DEFAULTS) -> np.ndarray:
     return mask
 
 
-def find_all(weight: mx.array, options: CodebookOptions = DEFAULTS) -> np.ndarray:
+def all_outliers(weight: mx.array, options: CodebookOptions = DEFAULT_OPTIONS) -> np.ndarray:
     """Find the outliers of every matrix of (..., O, I): (..., O, I) bool."""
     matrices = weight.reshape(-1, *weight.shape[-2:])
-    return np.stack([find(matrix, options) for matrix in matrices]).reshape(weight.shape)
+    return np.stack([outliers_of(matrix, options) for matrix in matrices]).reshape(weight.shape)
 
 
 def take_out(weight: mx.array, mask: np.ndarray) -> Outliers:
@@ -257,19 +257,19 @@ def take_out(weight: mx.array, mask: np.ndarray) -> Outliers:
     )
 
 
-LAYOUT = {2: (16, mx.uint32), 3: (10, mx.uint32), 4: (8, mx.uint32), 5: (3, mx.uint16), 6: (5, mx.uint32)}
-ALIGNMENT = 4  # bytes: words of 5-bit codes come in pairs
+WORD_CODES = {2: (16, mx.uint32), 3: (10, mx.uint32), 4: (8, mx.uint32), 5: (3, mx.uint16), 6: (5, mx.uint32)}
+WORD_BYTES = 4  # bytes: words of 5-bit codes come in pairs
 
 
 def row_bytes(width: int, bits: int) -> int:
     """Return bytes of one packed row of `width` codes, padding included."""
-    count, word = LAYOUT[bits]
-    return math.ceil(math.ceil(width / count) * word.size / ALIGNMENT) * ALIGNMENT
+    count, word = WORD_CODES[bits]
+    return math.ceil(math.ceil(width / count) * word.size / WORD_BYTES) * WORD_BYTES
 
 
 def pack_codebook_codes(codes: mx.array, bits: int) -> mx.array:
     """Unsigned codes (..., I), below 2^bits, packed into words (..., row_bytes(I, bits) / size of a word)."""
-    count, word = LAYOUT[bits]
+    count, word = WORD_CODES[bits]
     words = row_bytes(codes.shape[-1], bits) // word.size
     missing = words * count - codes.shape[-1]
     codes = mx.pad(codes.astype(word), [(0, 0)] * (codes.ndim - 1) + [(0, missing)])
@@ -282,7 +282,7 @@ def pack_codebook_codes(codes: mx.array, bits: int) -> mx.array:
 
 def unpack_codebook_codes(words: mx.array, bits: int, width: int) -> mx.array:
     """Return the inverse of `pack_codebook_codes`: words to (..., width) uint8 codes."""
-    count = LAYOUT[bits][0]
+    count = WORD_CODES[bits][0]
     codes = mx.stack([((words >> (i * bits)) & (2**bits - 1)).astype(mx.uint8) for i in range(count)], axis=-1)
     return codes.reshape(*words.shape[:-1], -1)[..., :width]
 
@@ -310,11 +310,11 @@ def fit(rows: mx.array, outlying: mx.array, bits: int, rounds: int = ROUNDS) -> 
     rows = rows.astype(mx.float32)
     codebook = lloyd(SortedRows.of(rows, outlying), bits, rounds)
     codebook = mx.where(mx.isfinite(rows).all(axis=-1, keepdims=True), codebook, mx.nan).astype(mx.float16)
-    return codebook, nearest(bulk(rows, outlying), codebook.astype(mx.float32))
+    return codebook, nearest_entries(bulk(rows, outlying), codebook.astype(mx.float32))
 
 
 def encode(
-    weight: mx.array, bits: int, options: CodebookOptions = DEFAULTS, mask: np.ndarray | None = None
+    weight: mx.array, bits: int, options: CodebookOptions = DEFAULT_OPTIONS, mask: np.ndarray | None = None
 ) -> dict[str, mx.array]:
     """Quantize a matrix (O, I), or experts (E, O, I), to the arrays of a codebook layer.
 
@@ -325,7 +325,7 @@ def encode(
         weight: packed codes (..., O, words). codebook: (..., O, 2^bits) float16, not finite in rows that are not.
         outliers, outlier_columns, outlier_offsets: see `Outliers`. All are evaluated, since their number must be known.
     """
-    mask = find_all(weight, options) if mask is None else mask
+    mask = all_outliers(weight, options) if mask is None else mask
     rows, outlying = weight.reshape(-1, weight.shape[-1]), mask.reshape(-1, weight.shape[-1])
     parts = []
     for block in row_blocks(*rows.shape):
@@ -414,7 +414,7 @@ class CodebookFormat(ReconstructedFormat, abc.ABC):
     scales: frozenset[str] = frozenset()  # always float16
     by_rows = False  # what counts as an outlier depends on the whole matrix
 
-    def __init__(self, cache: bool = False, options: CodebookOptions = DEFAULTS):
+    def __init__(self, cache: bool = False, options: CodebookOptions = DEFAULT_OPTIONS):
         super().__init__(cache)
         self.options = options
         self.name = name_with(type(self).name, options)
@@ -471,10 +471,10 @@ class Codebook(CodebookFormat):
     """A codebook for each row, fitted to the weights alone."""
 
     name = "codebook"
-    layer_bits = tuple(LAYOUT)
+    layer_bits = tuple(WORD_CODES)
 
-    def __init__(self, cache: bool = False, options: CodebookOptions = DEFAULTS):
-        if (options.library, options.group) != (DEFAULTS.library, DEFAULTS.group):
+    def __init__(self, cache: bool = False, options: CodebookOptions = DEFAULT_OPTIONS):
+        if (options.library, options.group) != (DEFAULT_OPTIONS.library, DEFAULT_OPTIONS.group):
             raise GearbxError(
                 f"format {self.name} has a table for each row and no library or group ({options}); "
                 "leave them out, or take format codebook-library"
@@ -489,7 +489,7 @@ class Codebook(CodebookFormat):
         return rows * (row_bytes(shape[-1], bits) + ENTRY_SIZE * 2**bits) + self.outlier_bytes(shape, outlier_share)
 
     def stored_arrays(self, shape: Shape, bits: int, ladder: Bits, group_size: int, dtype: mx.Dtype) -> StoredArrays:
-        rows, word = tuple(shape[:-1]), LAYOUT[bits][1]
+        rows, word = tuple(shape[:-1]), WORD_CODES[bits][1]
         weight = StoredArray(word, (*rows, row_bytes(shape[-1], bits) // word.size), bits, "weight")
         codebook = StoredArray(mx.float16, (*rows, 2**bits), bits, "codebook")
         return {"weight": weight, "codebook": codebook} | Outliers.stored_arrays(shape, bits)

@@ -22,25 +22,24 @@ from ..kernels.bit_planes import pack_mlx_codes
 from . import CodebookOptions
 from .base import Arrays, Bits, Shape, StoredArray, StoredArrays, row_blocks
 from .codebook import (
-    DEFAULTS,
+    DEFAULT_OPTIONS,
     ENTRY_SIZE,
     CodebookFormat,
     Outliers,
     SortedRows,
+    all_outliers,
     bulk,
-    find_all,
     lloyd,
-    nearest,
+    nearest_entries,
     take_out,
 )
 
-BITS = (2, 3, 4)
-LIBRARY, GROUP = DEFAULTS.library, DEFAULTS.group  # those of the kernels
+LIBRARY_BITS = (2, 3, 4)
+KERNEL_LIBRARY, KERNEL_GROUP = DEFAULT_OPTIONS.library, DEFAULT_OPTIONS.group  # those of the kernels
 GROUP_SIZE = 1 + 2 + 2  # bytes per group: number of its codebook, scale, mid-point
 REFITS = 2
-REFINEMENTS, WEIGHTS_REFINED = 8, 2**20  # rounds, and weights of a matrix that they read
 BINS, REACH = 256, 4.0  # of the histogram of a group's weights, in deviations, by which its codebook is chosen
-SMALLEST = 2.0**-24  # the scale of a group of equal weights: the smallest number of fp16
+LEAST_SCALE = 2.0**-24  # the scale of a group of equal weights: the smallest number of fp16
 
 
 def moments(rows: mx.array, outlying: mx.array) -> tuple[mx.array, mx.array]:
@@ -48,7 +47,7 @@ def moments(rows: mx.array, outlying: mx.array) -> tuple[mx.array, mx.array]:
     count = mx.maximum((~outlying).sum(axis=-1, keepdims=True), 1)
     mean = mx.where(outlying, 0, rows).sum(axis=-1, keepdims=True) / count
     square = mx.where(outlying, 0, mx.square(rows - mean)).sum(axis=-1, keepdims=True) / count
-    return mean, mx.maximum(mx.sqrt(square), SMALLEST)
+    return mean, mx.maximum(mx.sqrt(square), LEAST_SCALE)
 
 
 def condense(codebooks: mx.array, size: int, rounds: int) -> mx.array:
@@ -66,7 +65,7 @@ def condense(codebooks: mx.array, size: int, rounds: int) -> mx.array:
     return mx.sort(library, axis=-1)
 
 
-def learn(matrix: mx.array, outlying: mx.array, bits: int, options: CodebookOptions = DEFAULTS) -> mx.array:
+def learn(matrix: mx.array, outlying: mx.array, bits: int, options: CodebookOptions = DEFAULT_OPTIONS) -> mx.array:
     """Learn the library of a matrix (O, I): (L, 2^bits) float16, with L of the options."""
     shapes = []
     for block in row_blocks(*matrix.shape):
@@ -75,10 +74,10 @@ def learn(matrix: mx.array, outlying: mx.array, bits: int, options: CodebookOpti
         shapes.append((lloyd(SortedRows.of(rows, left_out), bits, options.rounds) - mean) / deviation)
         mx.eval(shapes[-1])
     library = condense(mx.concatenate(shapes), options.library, options.rounds).astype(mx.float16)
-    height = max(1, min(len(matrix), WEIGHTS_REFINED // matrix.shape[-1]))
+    height = max(1, min(len(matrix), 2**20 // matrix.shape[-1]))
     some = mx.arange(height) * len(matrix) // height
-    groups, left_out = grouped(matrix[some], outlying[some], options.group)
-    for _ in range(REFINEMENTS):
+    groups, left_out = in_groups(matrix[some], outlying[some], options.group)
+    for _ in range(8):
         library = refine(groups, left_out, library)
         mx.eval(library)
     return library
@@ -114,7 +113,7 @@ def fit(groups: mx.array, outlying: mx.array, library: mx.array) -> tuple[mx.arr
     count = mx.maximum(counted.sum(axis=-1, keepdims=True), 1)
     for i in range(REFITS + 1):
         scale, middle = scale.astype(mx.float16), middle.astype(mx.float16)
-        codes = nearest((groups - middle) / mx.maximum(scale.astype(mx.float32), SMALLEST), codebook)
+        codes = nearest_entries((groups - middle) / mx.maximum(scale.astype(mx.float32), LEAST_SCALE), codebook)
         if i == REFITS:
             break
         # The scale and mid-point with the least squared error for these codes.
@@ -148,7 +147,7 @@ def refine(groups: mx.array, outlying: mx.array, library: mx.array) -> mx.array:
     return mx.sort(moved, axis=-1).astype(mx.float16)
 
 
-def grouped(rows: mx.array, outlying: mx.array, group: int = GROUP) -> tuple[mx.array, mx.array]:
+def in_groups(rows: mx.array, outlying: mx.array, group: int = KERNEL_GROUP) -> tuple[mx.array, mx.array]:
     """Rows (R, I) in groups, float32; the padding of a partial last group counts as outliers."""
     missing = [(0, 0), (0, -rows.shape[-1] % group)]
     filled = mx.pad(rows.astype(mx.float32), missing), mx.pad(outlying, missing, constant_values=True)
@@ -156,7 +155,7 @@ def grouped(rows: mx.array, outlying: mx.array, group: int = GROUP) -> tuple[mx.
 
 
 def encode(
-    weight: mx.array, bits: int, options: CodebookOptions = DEFAULTS, mask: np.ndarray | None = None
+    weight: mx.array, bits: int, options: CodebookOptions = DEFAULT_OPTIONS, mask: np.ndarray | None = None
 ) -> dict[str, mx.array]:
     """Quantize a matrix (O, I), or experts (E, O, I), to the arrays of a layer with a library.
 
@@ -169,13 +168,13 @@ def encode(
         scales, midpoints: (..., O, G) float16, not finite in groups that are not.
         outliers, outlier_columns, outlier_offsets: see `Outliers`. All evaluated.
     """
-    mask = find_all(weight, options) if mask is None else mask
+    mask = all_outliers(weight, options) if mask is None else mask
     shape = (*weight.shape[:-1], math.ceil(weight.shape[-1] / options.group))
     libraries, parts = [], []
     for matrix, outlying in zip(weight.reshape(-1, *weight.shape[-2:]), mx.array(mask).reshape(-1, *weight.shape[-2:])):
         libraries.append(learn(matrix, outlying, bits, options))
         for block in row_blocks(*matrix.shape):
-            codes, *rest = fit(*grouped(matrix[block], outlying[block], options.group), libraries[-1])
+            codes, *rest = fit(*in_groups(matrix[block], outlying[block], options.group), libraries[-1])
             parts.append((pack_mlx_codes(codes, bits), *rest))
             mx.eval(parts[-1])
     words, entries, scales, midpoints = (mx.concatenate(list(p)) for p in zip(*parts))
@@ -194,11 +193,11 @@ class CodebookLibrary(CodebookFormat):
     """32 codebooks for a matrix instead of one for each row: a kernel keeps them in less memory."""
 
     name = "codebook-library"
-    layer_bits = BITS
+    layer_bits = LIBRARY_BITS
 
-    def __init__(self, cache: bool = False, options: CodebookOptions = DEFAULTS):
+    def __init__(self, cache: bool = False, options: CodebookOptions = DEFAULT_OPTIONS):
         super().__init__(cache, options)
-        self.native = self.native_experts = (options.library, options.group) == (LIBRARY, GROUP)
+        self.native = self.native_experts = (options.library, options.group) == (KERNEL_LIBRARY, KERNEL_GROUP)
 
     def encode(self, weight: mx.array, bits: int) -> dict[str, mx.array]:
         return encode(weight, bits, self.options)

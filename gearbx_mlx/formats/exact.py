@@ -19,11 +19,12 @@ import numpy as np
 from mlx_lm.models.mla import MultiLinear
 
 from ..errors import GearbxError
+from ..kernels import DENSE
 from ..kernels.bit_planes import PanelPlanes, Planes
 from ..kernels.dispatch import NATIVE, Kind, bits_beside_bfloat16, cpu_kernels
 from ..kernels.exact import (
     CODE_BITS,
-    WINDOW,
+    FIRST_NEIGHBOUR,
     ExactMatrix,
     PanelExactMatrix,
     as_floats,
@@ -33,13 +34,12 @@ from ..kernels.exact import (
     weight_bits,
 )
 from ..kernels.products import decoded, exact_experts, exact_product, exact_rows, panel_rows
-from ..kernels.proven import EXACT, decoder_key
-from .base import DENSE, Arrays, Bits, Format, Gears, PackedExperts, Shape, StoredArray, StoredArrays, row_blocks
+from ..kernels.proven import EXACT_TEXT, decoder_key
+from .base import Arrays, Bits, Format, Gears, PackedExperts, Shape, StoredArray, StoredArrays, row_blocks
 from .native import Native, NativeMultiLinear, native_rounding, stored_planes, takes_panels, with_expert_bias
 from .planes import NestedPlanes, planes_module
 
 LADDER = (CODE_BITS, DENSE)
-NEAR_ZERO = 0.123  # share of Gaussian weights that have a byte beside the others
 
 
 def encode(weight: mx.array, group_size: int, base: Planes | None = None) -> ExactMatrix:
@@ -68,7 +68,7 @@ def encode_block(weight: mx.array, group_size: int, base: Planes | None = None) 
     def rest() -> tuple[mx.array, mx.array, mx.array, mx.array]:
         mx.eval(values, plane.arrays)
         packed = plane.weights[0], plane.scales, plane.biases[0], group_size
-        return kernels.exact_encode(values, *packed) if kernels else beside(values, plane)
+        return kernels.exact_encode(values, *packed) if kernels else bytes_beside(values, plane)
 
     kept, low, high, offsets = rest()
     if base is not None and not kept.all().item():
@@ -107,11 +107,11 @@ def in_window(weight: np.ndarray, value: np.ndarray, scale: np.ndarray) -> tuple
     All are float32; the weights are bfloat16 numbers.
     """
     zero = ~(np.abs(value) > np.abs(scale) * np.float32(0.5))
-    first = (value.view(np.uint32) >> 16).astype(np.uint16) - np.uint16(WINDOW)
+    first = (value.view(np.uint32) >> 16).astype(np.uint16) - np.uint16(FIRST_NEIGHBOUR)
     return zero | ((weight.view(np.uint32) >> 16).astype(np.uint16) - first < 256), zero
 
 
-def beside(values: mx.array, plane: Planes) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+def bytes_beside(values: mx.array, plane: Planes) -> tuple[mx.array, mx.array, mx.array, mx.array]:
     """Return what is stored beside the codes: as the native `exact_encode`, with MLX's own operations.
 
     Args:
@@ -125,7 +125,7 @@ def beside(values: mx.array, plane: Planes) -> tuple[mx.array, mx.array, mx.arra
     bits = values.reshape(found.near.shape)
     largest = as_floats(plane.scales) * (2**CODE_BITS - 1)
     bounded = mx.isfinite(largest)  # else a fused product would differ
-    usable = bounded & finite(plane.scales) & finite(plane.biases[0])
+    usable = bounded & are_finite(plane.scales) & are_finite(plane.biases[0])
     kept = usable & (weight_bits(bits & 255, bits >> 8, found) == bits).all(-1)
     near = found.near | ~kept[..., None]
     counts = near.reshape(len(values), -1).sum(-1)
@@ -135,7 +135,7 @@ def beside(values: mx.array, plane: Planes) -> tuple[mx.array, mx.array, mx.arra
     return kept, (values & 255).astype(mx.uint8), mx.array(high if len(high) else np.zeros(1, np.uint8)), offsets
 
 
-def finite(halves: mx.array) -> mx.array:
+def are_finite(halves: mx.array) -> mx.array:
     """Return which of the bfloat16 numbers with these bits are finite."""
     return (halves & 0x7F80) != 0x7F80
 
@@ -231,7 +231,7 @@ class NativeExactLinear(Native, ExactLinear):
             stock=False,
             variants=(NATIVE,),
             most_bits=bits_beside_bfloat16(),
-            text=EXACT,
+            text=EXACT_TEXT,
             decoding=decoder_key(self.group_size),
         )
 
@@ -307,7 +307,7 @@ class Exact(Format):
 
     def module(self, dense: nn.Module, bits: int, arrays: Arrays, ladder: Bits, group_size: int) -> nn.Module:
         if bits != DENSE:
-            return PLANES.module(dense, bits, arrays, ladder[:-1], group_size)
+            return LOW_PLANES.module(dense, bits, arrays, ladder[:-1], group_size)
         check_offsets(arrays["offsets"], arrays["high"].size)
         packed = Planes(
             [arrays["codes.0"]], arrays["group_scales"], [arrays["group_biases.0"]], (CODE_BITS,), group_size
@@ -318,7 +318,7 @@ class Exact(Format):
         return exact_module(dense, kind(plane.weights[0], plane.scales, plane.biases[0], *beside, group_size))
 
     def stored_arrays(self, shape: Shape, bits: int, ladder: Bits, group_size: int, dtype: mx.Dtype) -> StoredArrays:
-        low_gear = PLANES.stored_arrays(shape, CODE_BITS, ladder[:-1], group_size, dtype)
+        low_gear = LOW_PLANES.stored_arrays(shape, CODE_BITS, ladder[:-1], group_size, dtype)
         if bits != DENSE:
             return low_gear
         return {
@@ -333,13 +333,14 @@ class Exact(Format):
     def bytes_read(self, shape: Shape, bits: int, ladder: Bits, group_size: int, scale_size: int) -> int:
         """Return an estimate at 16 bits, for Gaussian weights; a module knows its own."""
         if bits != DENSE:
-            return PLANES.bytes_read(shape, bits, ladder[:-1], group_size, scale_size)
+            return LOW_PLANES.bytes_read(shape, bits, ladder[:-1], group_size, scale_size)
         weights = math.prod(shape)
         per_group = 2 * 2 * weights // group_size
-        return round(weights * (CODE_BITS + 8 + 8 * NEAR_ZERO) / 8) + per_group + 4 * math.prod(shape[:-1])
+        near_zero = 0.123  # share of Gaussian weights that have a byte beside the others
+        return round(weights * (CODE_BITS + 8 + 8 * near_zero) / 8) + per_group + 4 * math.prod(shape[:-1])
 
 
-PLANES = NestedPlanes()
+LOW_PLANES = NestedPlanes()
 
 
 def check_offsets(offsets: mx.array, stored: int) -> None:

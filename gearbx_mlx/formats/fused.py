@@ -16,7 +16,7 @@ from mlx_lm.models.switch_layers import SwiGLU
 
 from ..compat.classes import calling, frequencies_of
 from ..kernels import dispatch
-from ..kernels.dispatch import ATTENTION, GATES, NORMS, OPERATIONS, POSITIONS
+from ..kernels.dispatch import FUSED_ATTENTION, GATES, NORMS, OPERATIONS, POSITIONS
 from .kv_cache import NestedKVCache
 
 
@@ -149,7 +149,7 @@ def attended(
 # Names by which mlx-lm's models call a function: the operation, mlx-lm's function, and ours in its place.
 FUNCTIONS = {
     "swiglu": (GATES, activations.swiglu, swiglu),
-    "scaled_dot_product_attention": (ATTENTION, base.scaled_dot_product_attention, attention),
+    "scaled_dot_product_attention": (FUSED_ATTENTION, base.scaled_dot_product_attention, attention),
 }
 
 

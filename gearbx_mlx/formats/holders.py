@@ -21,8 +21,8 @@ from ..compat.classes import as_class
 from ..errors import GearbxError
 from .base import dense_weight
 
-OWN = ("lora_a", "lora_b", "m")  # an adapter's own arrays, as mlx-lm saves them
-NORMS = "row_norms"  # attribute of a linear layer under DoRA
+OWN_ARRAYS = ("lora_a", "lora_b", "m")  # an adapter's own arrays, as mlx-lm saves them
+ROW_NORMS = "row_norms"  # attribute of a linear layer under DoRA
 
 
 class GearedAdapter:
@@ -31,18 +31,6 @@ class GearedAdapter:
     def fuse(self, dequantize: bool = False) -> nn.Module:
         """Raises GearbxError: the adapter would be in one gear, and not in the others."""
         raise GearbxError("an adapter cannot be fused into gears; fuse it into the original (mlx_lm.fuse), then shift")
-
-
-class GearedLoRALinear(GearedAdapter, LoRALinear):
-    """A LoRALinear over a linear layer in any gear."""
-
-
-class GearedLoRASwitchLinear(GearedAdapter, LoRASwitchLinear):
-    """A LoRASwitchLinear over experts in any gear."""
-
-
-class GearedLoRAEmbedding(GearedAdapter, LoRAEmbedding):
-    """A LoRAEmbedding over a tied embedding whose head is in any gear."""
 
 
 class GearedDoRALinear(GearedAdapter, DoRALinear):
@@ -71,9 +59,10 @@ class GearedDoRAEmbedding(GearedAdapter, DoRAEmbedding):
 
 
 GEARED: dict[type[nn.Module], type[nn.Module]] = {  # mlx-lm's adapters, and their forms over gears
-    LoRALinear: GearedLoRALinear,
-    LoRASwitchLinear: GearedLoRASwitchLinear,
-    LoRAEmbedding: GearedLoRAEmbedding,
+    **{
+        kind: type(f"Geared{kind.__name__}", (GearedAdapter, kind), {})
+        for kind in (LoRALinear, LoRASwitchLinear, LoRAEmbedding)
+    },
     DoRALinear: GearedDoRALinear,
     DoRAEmbedding: GearedDoRAEmbedding,
 }
@@ -88,13 +77,13 @@ def row_norms(adapter: nn.Module, linear: nn.Module, delta: Callable[[], mx.arra
         linear: the layer inside, in the engaged gear.
         delta: computes what the adapter adds, (O, I).
     """
-    kept = vars(linear).get(NORMS)
+    kept = vars(linear).get(ROW_NORMS)
     if kept is not None and all(kept[name] is adapter[name] for name in ("lora_a", "lora_b")):
         return kept["norms"]
     norms = mx.stop_gradient(mx.linalg.norm(dense_weight(linear) + delta(), axis=1))
     if not adapter.training:
         mx.eval(norms)
-        vars(linear)[NORMS] = {"lora_a": adapter.lora_a, "lora_b": adapter.lora_b, "norms": norms}
+        vars(linear)[ROW_NORMS] = {"lora_a": adapter.lora_a, "lora_b": adapter.lora_b, "norms": norms}
     return norms
 
 
@@ -151,7 +140,7 @@ class GatheredLinear(RankPart):
     """
 
     def __call__(self, x: mx.array) -> mx.array:
-        return gathered(self.linear(gathered(x, self.group)), self.group)
+        return of_all_ranks(self.linear(of_all_ranks(x, self.group)), self.group)
 
 
 class PlacedLinear(RankPart):
@@ -162,13 +151,13 @@ class PlacedLinear(RankPart):
 
     def __call__(self, x: mx.array, *chosen: mx.array, sorted_indices: bool = False) -> mx.array:
         sorting = {"sorted_indices": True} if sorted_indices else {}
-        y = self.linear(gathered(x, self.group), *chosen, **sorting)
+        y = self.linear(of_all_ranks(x, self.group), *chosen, **sorting)
         before = y.shape[-1] * self.group.rank()
         after = y.shape[-1] * self.group.size() - before - y.shape[-1]
         return mx.pad(y, [(0, 0)] * (y.ndim - 1) + [(before, after)])
 
 
-def gathered(x: mx.array, group: mx.distributed.Group) -> mx.array:
+def of_all_ranks(x: mx.array, group: mx.distributed.Group) -> mx.array:
     """Return the ranks' x (..., K) side by side in the order of the ranks, (..., N K)."""
     every = mx.distributed.all_gather(x[None], group=group)
     return mx.moveaxis(every, 0, -2).reshape(*x.shape[:-1], -1)

@@ -31,23 +31,22 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache, RotatingKVCache
 
-from ..compat.loops import entries
+from ..compat.loops import positions_in
 from ..errors import GearbxError
 from ..kernels import dispatch
-from ..kernels.bit_planes import fit
+from ..kernels.bit_planes import scale_and_bias
 from ..kernels.metal_attention import NestedEntries
 
-WORD = 32
-GROUPS = (32, 16, 8)  # numbers that share a scale, the preferred size first (docs/kv_gears.md)
+BITS_OF_WORD = 32
 
-WIDTH = 4  # bits of each plane
-EXACT = 16  # bits of the gear that reads the entries as they are
-TOGETHER = 64  # positions that are packed at once beside entries; native attention reads planes of 16 at a time
+PLANE_BITS = 4  # bits of each plane
+ENTRY_BITS = 16  # bits of the gear that reads the entries as they are
+PACKED_AT_ONCE = 64  # positions that are packed at once beside entries; native attention reads planes of 16 at a time
 
 
 def group_for(dims: int) -> int | None:
     """Return the group size for heads of so many numbers; None if none divides them."""
-    return next((size for size in GROUPS if dims % size == 0), None)
+    return next((size for size in (32, 16, 8) if dims % size == 0), None)  # the best first (docs/kv_gears.md)
 
 
 def pack(vectors: mx.array, widths: Sequence[int], group_size: int) -> tuple[list[mx.array], mx.array, mx.array]:
@@ -64,14 +63,14 @@ def pack(vectors: mx.array, widths: Sequence[int], group_size: int) -> tuple[lis
     check(vectors.shape[-1], widths, group_size)
     bits = sum(widths)
     grouped = vectors.astype(mx.float32).reshape(*vectors.shape[:-1], -1, group_size)
-    scales, offsets = fit(grouped.min(axis=-1), grouped.max(axis=-1), widths, vectors.dtype)
+    scales, offsets = scale_and_bias(grouped.min(axis=-1), grouped.max(axis=-1), widths, vectors.dtype)
     step, least = finest(scales, offsets, widths)
     codes = mx.clip(mx.round((grouped - least[..., None]) / step[..., None]), 0, 2**bits - 1).astype(mx.uint32)
     planes, unread = [], bits
     for width in widths:
         unread -= width
-        plane = ((codes >> unread) & (2**width - 1)).reshape(*vectors.shape[:-1], -1, WORD // width)
-        planes.append((plane << mx.arange(0, WORD, width, dtype=mx.uint32)).sum(axis=-1))
+        plane = ((codes >> unread) & (2**width - 1)).reshape(*vectors.shape[:-1], -1, BITS_OF_WORD // width)
+        planes.append((plane << mx.arange(0, BITS_OF_WORD, width, dtype=mx.uint32)).sum(axis=-1))
     return planes, scales.astype(vectors.dtype), offsets.astype(vectors.dtype)
 
 
@@ -79,13 +78,13 @@ def unpack(
     planes: Sequence[mx.array], scales: mx.array, offsets: mx.array, widths: Sequence[int], bits: int
 ) -> mx.array:
     """Return the vectors (..., D), of the scales' type, that the gear with `bits` reads: the first few planes."""
-    codes = mx.zeros((*planes[0].shape[:-1], planes[0].shape[-1] * WORD // widths[0]), mx.uint32)
+    codes = mx.zeros((*planes[0].shape[:-1], planes[0].shape[-1] * BITS_OF_WORD // widths[0]), mx.uint32)
     read: list[int] = []
     for plane, width in zip(planes, widths):
         if sum(read) == bits:
             break
         read.append(width)
-        places = mx.arange(0, WORD, width, dtype=mx.uint32)
+        places = mx.arange(0, BITS_OF_WORD, width, dtype=mx.uint32)
         further = (plane[..., None] >> places) & (2**width - 1)
         codes = (codes << width) | further.reshape(codes.shape)
     step, least = finest(scales.astype(mx.float32), offsets.astype(mx.float32), read)
@@ -103,7 +102,7 @@ def check(dims: int, widths: Sequence[int], group_size: int) -> None:
     """Raises GearbxError for planes that cannot be made of vectors of `dims` numbers."""
     if not widths or any(width not in (1, 2, 4, 8) for width in widths) or sum(widths) > 8:
         raise GearbxError(f"planes of {'+'.join(map(str, widths))} bits: give 1, 2, 4 or 8 bits each, 8 together")
-    if group_size % 8 or dims % group_size or any(dims * width % WORD for width in widths):
+    if group_size % 8 or dims % group_size or any(dims * width % BITS_OF_WORD for width in widths):
         raise GearbxError(f"groups of {group_size} numbers do not fit vectors of {dims}; give one that divides them")
 
 
@@ -143,8 +142,8 @@ class KVGears:
         self.native = native
         self.ladder = ladder
         self.engaged = engaged or (lambda: ladder[-1])
-        self.widths = (WIDTH,) * (2 if 8 in ladder else 1)
-        self.exact = ladder[-1] == EXACT
+        self.widths = (PLANE_BITS,) * (2 if 8 in ladder else 1)
+        self.exact = ladder[-1] == ENTRY_BITS
         self.meter = KVMeter()
         self.in_prompt = False
 
@@ -172,7 +171,7 @@ class Nested(NestedEntries):
 
     def _whole(self, entries: mx.array, arrays: list[mx.array]) -> mx.array:
         *planes, scales, offsets = (array[..., : self.packed, :] for array in arrays)
-        widths = (WIDTH,) * len(planes)
+        widths = (PLANE_BITS,) * len(planes)
         made = unpack(planes, scales, offsets, widths, sum(widths))
         return mx.concatenate([made, entries[..., self.packed :, :]], axis=2)
 
@@ -244,7 +243,7 @@ class NestedKVCache(KVCache):
     @property
     def reads_entries(self) -> bool:
         """True if a pass reads the entries, in the gear that is engaged, and leaves them entries."""
-        reads = self.gears.in_prompt or (self.gears.exact and self.gears.engaged() == EXACT)
+        reads = self.gears.in_prompt or (self.gears.exact and self.gears.engaged() == ENTRY_BITS)
         return self.keys is not None and reads
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -268,10 +267,10 @@ class NestedKVCache(KVCache):
         if self.reads_entries:
             return None
         if self.keys is not None:
-            self._pack_beside((self.offset - new) // TOGETHER * TOGETHER)
+            self._pack_beside((self.offset - new) // PACKED_AT_ONCE * PACKED_AT_ONCE)
             if not self.packed:
                 return None
-        return self._nested(min(self.gears.engaged() // WIDTH, len(self.gears.widths)))
+        return self._nested(min(self.gears.engaged() // PLANE_BITS, len(self.gears.widths)))
 
     def count(self, read: Nested | None, new: int = 0) -> None:
         """Note on the meter what a pass reads, and so many entries that came since; nothing of a prompt."""
@@ -290,7 +289,7 @@ class NestedKVCache(KVCache):
 
     def drop_later_planes(self) -> None:
         """Once the cache is shorter: positions behind its end are not packed; others stay so."""
-        self.beside = min(self.beside, self.offset // TOGETHER * TOGETHER)
+        self.beside = min(self.beside, self.offset // PACKED_AT_ONCE * PACKED_AT_ONCE)
 
     @property
     def state(self) -> Any:
@@ -330,7 +329,7 @@ class NestedKVCache(KVCache):
 
     def _pack(self, keys: mx.array, values: mx.array, first: int) -> None:
         new = [self._packed(vectors) for vectors in (keys, values)]
-        self.planes = [put(old, added, first, self.step) for old, added in zip(self.planes or [[], []], new)]
+        self.planes = [put_positions(old, added, first, self.step) for old, added in zip(self.planes or [[], []], new)]
 
     def _packed(self, vectors: mx.array) -> list[mx.array]:
         widths, group_size = self.gears.widths, group_for(vectors.shape[-1]) or 0
@@ -359,7 +358,7 @@ def none_of(arrays: list[mx.array]) -> mx.array:
     return mx.zeros((*coarse.shape[:2], 1, coarse.shape[3] * 8), scales.dtype)
 
 
-def put(arrays: list[mx.array], new: list[mx.array], first: int, step: int) -> list[mx.array]:
+def put_positions(arrays: list[mx.array], new: list[mx.array], first: int, step: int) -> list[mx.array]:
     """Arrays (B, H, capacity, ...) with new positions from `first` on; capacity grows in steps."""
     end = first + new[0].shape[2]
     if not arrays or end > arrays[0].shape[2]:
@@ -390,7 +389,7 @@ def read_before(cache: Any) -> Nested | None:
     return cache.read(0) if type(cache) is NestedKVCache else None
 
 
-def planes_of(nested: Nested | None) -> tuple[Any, ...]:
+def block_planes(nested: Nested | None) -> tuple[Any, ...]:
     """Planes as the last arguments of a native block: of keys, of values, positions in them, the size of groups."""
     return () if nested is None else (*nested.planes, nested.packed, nested.group_size)
 
@@ -398,4 +397,4 @@ def planes_of(nested: Nested | None) -> tuple[Any, ...]:
 def has_room(cache: Any, x: mx.array) -> bool:
     """Return whether the arrays of a cache have room for the keys and values of x, which has as many sequences."""
     keys = cache.keys
-    return keys is not None and entries(cache) + x.shape[1] <= keys.shape[2] and keys.shape[0] == x.shape[0]
+    return keys is not None and positions_in(cache) + x.shape[1] <= keys.shape[2] and keys.shape[0] == x.shape[0]

@@ -33,7 +33,7 @@ from ..kernels.products import (
     stack_experts,
     stack_product,
 )
-from ..kernels.proven import DENSE
+from ..kernels.proven import DENSE_TEXT
 from .block import coded_class
 from .fused import BY_PRIVATE_NAMES, FUSED, native_class
 
@@ -171,14 +171,14 @@ class NativeEmbedding(Native, nn.Embedding):
         return self.as_linear(x)
 
 
-NATIVE: dict[type[nn.Module], type[nn.Module]] = {
+NATIVE_OF: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: NativeDense,
     SwitchLinear: NativeSwitchLinear,
     MultiLinear: NativeMultiLinear,
     nn.Embedding: NativeEmbedding,
     **FUSED,
 }
-STOCK = {native: stock for stock, native in NATIVE.items()}
+STOCK_OF = {native: stock for stock, native in NATIVE_OF.items()}
 FLOATING = (mx.float32, mx.bfloat16, mx.float16)
 
 
@@ -186,7 +186,7 @@ def dense_kind(weight: mx.array) -> Kind:
     """Return the kind of products with a weight (O, I) as it is."""
     bits = bits_beside_bfloat16() if weight.dtype == mx.bfloat16 else 0
     form = f"weights of {8 * weight.dtype.size} bits"
-    return Kind(form, weight.shape, stock=True, variants=(OURS,), most_bits=bits, text=DENSE)
+    return Kind(form, weight.shape, stock=True, variants=(OURS,), most_bits=bits, text=DENSE_TEXT)
 
 
 def affine_planes(module: nn.Module) -> Planes:
@@ -265,7 +265,7 @@ def with_kernels(module: nn.Module, native: bool, operations: tuple[str, ...] = 
     if native kernels do not read the type of its weights.
     """
     own: Any = type(module)
-    stock = STOCK.get(own) or stock_class(own) or own
+    stock = STOCK_OF.get(own) or stock_class(own) or own
     kind = native_form(stock, operations) if native else stock
     if kind is own or ("weight" in module and module["weight"].dtype not in FLOATING):
         return module
@@ -278,7 +278,7 @@ def native_form(stock: Any, operations: tuple[str, ...]) -> Any:
     With versions of mlx-lm that are not tested, classes known by their code or by private names stay as they are.
     """
     trusted = is_tested()
-    kind = NATIVE.get(stock) or (coded_class(stock) if trusted else None)
+    kind = NATIVE_OF.get(stock) or (coded_class(stock) if trusted else None)
     if kind is None:
         return (native_class(stock, operations) if trusted else None) or stock
     if stock in BY_PRIVATE_NAMES and not trusted:

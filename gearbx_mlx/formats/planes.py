@@ -25,17 +25,17 @@ from ..errors import GearbxError
 from ..kernels.bit_planes import (
     SCALE_FLOOR,
     Planes,
-    fit,
-    pack_mlx_codes,
+    packed_planes,
     plane_shifts,
     planes_gather_matmul,
     planes_matmul,
     rounded,
+    scale_and_bias,
     split_affine,
 )
 from ..kernels.dispatch import Kind, cpu_kernels
 from ..kernels.products import stack_experts, stack_product
-from . import CODES
+from . import SPLIT_CODES
 from .base import Arrays, Bits, Format, Gears, PackedExperts, Shape, StoredArray, StoredArrays, kind_for
 from .native import (
     Native,
@@ -50,8 +50,7 @@ from .native import (
     with_expert_bias,
 )
 
-LANES = 16  # of a sum
-BLOCK = 2**23  # weights that are split at a time: the temporary memory is several times their size
+SPLIT_WEIGHTS = 2**23  # weights that are split at a time: the temporary memory is several times their size
 
 
 def plane_widths(ladder: Sequence[int]) -> tuple[int, ...]:
@@ -83,7 +82,7 @@ def split(
     """
     if sum(widths) > 8:
         raise GearbxError(f"planes of {'+'.join(map(str, widths))} bits are more than 8 together")
-    blocks = min(weight.shape[-2], math.ceil(weight.size / BLOCK))
+    blocks = min(weight.shape[-2], math.ceil(weight.size / SPLIT_WEIGHTS))
     if blocks < 2:
         return _split(weight, widths, group_size, dtype or weight.dtype, kernels)
     parts = []
@@ -105,7 +104,7 @@ def _split(
         weight = mx.contiguous(weight)
         mx.eval(weight)
         ends = kernels.group_ends(weight, group_size)
-    scale, first = fit(*ends, widths, own)
+    scale, first = scale_and_bias(*ends, widths, own)
     # Planes of one width share a bias.
     others = {width: rounded(-scale * (2**width - 1) / 2, own) for width in widths[1:]}
     offset = first
@@ -141,11 +140,7 @@ def quantize(
         better = error_of(grouped, others, other_step, other_offset) < error_of(grouped, codes, step, offset)
         step, offset = mx.where(better, other_step, step), mx.where(better, other_offset, offset)
         codes = mx.where(better[..., None], others, codes)
-    codes, unread, planes = codes.astype(mx.uint32).reshape(weight.shape), bits, []
-    for width in widths:
-        unread -= width
-        planes.append(pack_mlx_codes((codes >> unread) & (2**width - 1), width))
-    return planes, step, offset
+    return packed_planes(codes.astype(mx.uint32).reshape(weight.shape), widths), step, offset
 
 
 def nearest_codes(grouped: mx.array, step: mx.array, offset: mx.array, bits: int) -> mx.array:
@@ -171,7 +166,7 @@ def error_of(grouped: mx.array, codes: mx.array, step: mx.array, offset: mx.arra
 
 def sums(grouped: mx.array) -> mx.array:
     """Sums (..., G) over groups (..., G, g), added up in the order of the native kernel, for the same bits."""
-    lanes = grouped.reshape(*grouped.shape[:-1], -1, LANES).sum(axis=-2)
+    lanes = grouped.reshape(*grouped.shape[:-1], -1, 16).sum(axis=-2)
     return mx.contiguous(mx.moveaxis(lanes, -1, 0)).sum(axis=0)
 
 
@@ -388,7 +383,7 @@ class SplitCodes(NestedPlanes):
     The lowest is the first plane with a bias of its own, as mlx-lm reads it. The others share the bias of the codes.
     """
 
-    name = CODES
+    name = SPLIT_CODES
 
     def of_codes(self, dense: nn.Module, affine: Planes, ladder: Bits) -> Gears:
         """Return all gears of a layer that is quantized to the highest bits of a ladder."""

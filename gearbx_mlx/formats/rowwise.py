@@ -13,6 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import GearbxError
+from ..kernels.bit_planes import CODES_TOGETHER, pack_mlx_codes
 from ..kernels.dispatch import Kind
 from ..kernels.products import SymmetricCodes, symmetric_experts, symmetric_product
 from .base import (
@@ -30,19 +31,19 @@ from .base import (
 from .native import Native, NativeExperts, experts_kind, with_expert_bias
 
 Q_MAX = {8: 127, 6: 31, 4: 7, 2: 1}
-OFFSET = {6: 32, 4: 8, 2: 2}
+CODE_OFFSET = {6: 32, 4: 8, 2: 2}
 UNIT = {8: (1, 1), 6: (4, 3), 4: (2, 1), 2: (4, 1)}  # bits to codes that share bytes, and to these bytes
-ALIGNMENT = 16  # bytes
+ROW_BYTES = 16  # bytes
 
 # GEARBX gives a floor for fp16, where smaller scales would be subnormal, and one for fp32. bfloat16 has the exponents
 # of fp32, and therefore its floor.
-SCALE_FLOOR = {mx.float16: 1e-4, mx.bfloat16: 1e-8, mx.float32: 1e-8}
+LEAST_SCALES = {mx.float16: 1e-4, mx.bfloat16: 1e-8, mx.float32: 1e-8}
 
 
 def row_bytes(width: int, bits: int) -> int:
     """Return bytes of one packed row of `width` codes, padding included."""
     codes, size = UNIT[bits]
-    return math.ceil(math.ceil(width / codes) * size / ALIGNMENT) * ALIGNMENT
+    return math.ceil(math.ceil(width / codes) * size / ROW_BYTES) * ROW_BYTES
 
 
 def pack_symmetric_codes(codes: mx.array, bits: int) -> mx.array:
@@ -57,19 +58,12 @@ def pack_symmetric_codes(codes: mx.array, bits: int) -> mx.array:
     Returns:
         (..., row_bytes(I, bits)): int8 for 8 bits, else uint8.
     """
-    count, size = UNIT[bits]
-    total = row_bytes(codes.shape[-1], bits)
-    missing = math.ceil(total / size) * count - codes.shape[-1]
-    codes = mx.pad(codes.astype(mx.int32), [(0, 0)] * (codes.ndim - 1) + [(0, missing)])
+    width, total = codes.shape[-1], row_bytes(codes.shape[-1], bits)
+    filled = -(-total * 8 // bits // CODES_TOGETHER) * CODES_TOGETHER  # of which a row may cut the last ones
+    codes = mx.pad(codes.astype(mx.int32), [(0, 0)] * (codes.ndim - 1) + [(0, filled - width)])
     if bits == 8:
-        return codes.astype(mx.int8)
-    units = (codes + OFFSET[bits]).astype(mx.uint32).reshape(*codes.shape[:-1], -1, count)
-    word = units[..., 0]
-    for i in range(1, count):
-        word = word | (units[..., i] << (i * bits))
-    parts = [((word >> (8 * i)) & 255).astype(mx.uint8) for i in range(size)]
-    # 16 is not a multiple of 3, so the last unit of a row of 6-bit codes, which is padding, may be cut.
-    return mx.stack(parts, axis=-1).reshape(*codes.shape[:-1], -1)[..., :total]
+        return codes[..., :total].astype(mx.int8)
+    return pack_mlx_codes(codes + CODE_OFFSET[bits], bits).view(mx.uint8)[..., :total]
 
 
 def unpack_symmetric_codes(rows: mx.array, bits: int, width: int) -> mx.array:
@@ -82,7 +76,7 @@ def unpack_symmetric_codes(rows: mx.array, bits: int, width: int) -> mx.array:
     for i in range(1, size):
         word = word | (units[..., i] << (8 * i))
     codes = mx.stack([(word >> (i * bits)) & (2**bits - 1) for i in range(count)], axis=-1)
-    return (codes.astype(mx.int32) - OFFSET[bits]).astype(mx.int8).reshape(*rows.shape[:-1], -1)[..., :width]
+    return (codes.astype(mx.int32) - CODE_OFFSET[bits]).astype(mx.int8).reshape(*rows.shape[:-1], -1)[..., :width]
 
 
 def quantize(weight: mx.array, bits: int) -> tuple[mx.array, mx.array]:
@@ -96,7 +90,7 @@ def quantize(weight: mx.array, bits: int) -> tuple[mx.array, mx.array]:
         finite.
     """
     w = weight.astype(mx.float32)
-    scales = mx.maximum(mx.abs(w).max(axis=-1) / Q_MAX[bits], SCALE_FLOOR[weight.dtype]).astype(weight.dtype)
+    scales = mx.maximum(mx.abs(w).max(axis=-1) / Q_MAX[bits], LEAST_SCALES[weight.dtype]).astype(weight.dtype)
     codes = mx.round(w / scales.astype(mx.float32)[..., None])
     return mx.clip(codes, -Q_MAX[bits], Q_MAX[bits]).astype(mx.int8), scales
 

@@ -21,7 +21,7 @@ from ..formats.native import Native, NativeEmbedding
 from ..formats.tied import QuantizedTable, TiedEmbedding, linear_of
 from ..kernels.dispatch import on_cpu
 from .adapters import adapters_of, own_arrays
-from .ladder import DTYPES as DTYPE_NAMES
+from .ladder import DTYPE_NAMES
 
 STORED = "stored_dtypes"  # attribute of a model that was converted to another type
 DTYPES = {name: getattr(mx, name) for name in DTYPE_NAMES}

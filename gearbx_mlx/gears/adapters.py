@@ -20,7 +20,7 @@ from msgspec import to_builtins
 from ..compat.arrays import dtype_name
 from ..errors import GearbxError, about, one_line
 from ..files.model_directory import ARRAYS, Adapter
-from ..formats.holders import OWN, held_name, inner_name
+from ..formats.holders import OWN_ARRAYS, held_name, inner_name
 
 Modules = Mapping[str, nn.Module]
 
@@ -92,7 +92,7 @@ def put_layers(model: nn.Module, modules: Modules) -> None:
 
 def own_arrays(adapter: nn.Module) -> dict[str, mx.array]:
     """Name to array of what an adapter adds to its layer."""
-    return {name: adapter[name] for name in OWN if name in adapter}
+    return {name: adapter[name] for name in OWN_ARRAYS if name in adapter}
 
 
 def adapter_arrays(model: nn.Module) -> dict[str, mx.array]:
@@ -134,7 +134,7 @@ def add_adapter(model: nn.Module, adapter: Adapter, directory: Path, dense: Modu
         except RuntimeError as error:
             raise GearbxError(f"{ARRAYS} cannot be read ({one_line(error)}); download it again") from error
         assert isinstance(weights, dict)
-        check_arrays(weights, expected, () if whole else expected)
+        check_adapter(weights, expected, () if whole else expected)
     model.load_weights(list(weights.items()), strict=False)
     model.eval()
 
@@ -157,7 +157,7 @@ def wrap_layers(model: nn.Module, adapter: Adapter, dense: Modules) -> None:
     put_layers(model, base)
 
 
-def check_arrays(weights: Mapping[str, mx.array], expected: Mapping[str, mx.array], needed: Collection[str]) -> None:
+def check_adapter(weights: Mapping[str, mx.array], expected: Mapping[str, mx.array], needed: Collection[str]) -> None:
     """Compare the arrays of an adapter with those that its settings give the model.
 
     Args:

@@ -29,7 +29,7 @@ from .adapters import holders_of, layers_of, own_arrays
 from .discovery import at_least, in_tower, is_table
 from .ladder import DENSE
 from .manifest import GEARS_FILE, Manifest, read_manifest
-from .tensor_files import SIZES, TensorEntry, header_of
+from .tensor_files import TYPE_SIZES, TensorEntry, header_of
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def kernels_of(module: nn.Module, choice: KernelChoice, format: Format | None) -
     return "native", choice.why(format is None or format.rounds)
 
 
-def grouped(layers: Iterable[LayerPath]) -> Iterator[tuple[str, LayerPath, int]]:
+def alike_paths(layers: Iterable[LayerPath]) -> Iterator[tuple[str, LayerPath, int]]:
     """Groups of layers that differ only in the numbers in their paths, in the order of their first layers.
 
     Yields:
@@ -83,11 +83,11 @@ def grouped(layers: Iterable[LayerPath]) -> Iterator[tuple[str, LayerPath, int]]
         groups.setdefault((words, layer.bits, layer.kernels, layer.why, layer.fixed), []).append(layer)
     for (words, *_), members in groups.items():
         columns = zip(*(layer.path.split(".") for layer in members))
-        path = ".".join(numbers(map(int, set(c))) if word == "#" else word for word, c in zip(words, columns))
+        path = ".".join(as_runs(map(int, set(c))) if word == "#" else word for word, c in zip(words, columns))
         yield path, members[0], len(members)
 
 
-def numbers(values: Iterable[int]) -> str:
+def as_runs(values: Iterable[int]) -> str:
     """Numbers as text: 0, 1, 2, 5 -> "0-2,5"."""
     runs = []
     for _, run in itertools.groupby(enumerate(sorted(values)), key=lambda item: item[1] - item[0]):
@@ -114,7 +114,7 @@ class ModelFiles:
     @property
     def total(self) -> int:
         """Bytes of all arrays."""
-        return sum(map(size_of, self.arrays.values()))
+        return sum(map(entry_bytes, self.arrays.values()))
 
     @property
     def matrices(self) -> dict[str, TensorEntry]:
@@ -149,7 +149,7 @@ def needed_memory(files: ModelFiles, gears: Sequence[int], format: Format, group
         return saved_bytes(files, files.manifest, gears)
     matrices = files.matrices
     packed = sum(matrix_bytes(entry, gears, format, group_size) for entry in matrices.values())
-    return files.total - sum(map(size_of, matrices.values())) + packed
+    return files.total - sum(map(entry_bytes, matrices.values())) + packed
 
 
 def saved_bytes(files: ModelFiles, manifest: Manifest, gears: Iterable[int]) -> int:
@@ -160,15 +160,15 @@ def saved_bytes(files: ModelFiles, manifest: Manifest, gears: Iterable[int]) -> 
         of_gears.update(name for arrays in layer.gears.values() for name in arrays.values())
         stored = sorted(layer.gears)
         wanted.update(name for bits in gears for name in layer.gears.get(at_least(stored, bits), {}).values())
-    return sum(size_of(entry) for name, entry in files.arrays.items() if name in wanted or name not in of_gears)
+    return sum(entry_bytes(entry) for name, entry in files.arrays.items() if name in wanted or name not in of_gears)
 
 
 def matrix_bytes(entry: TensorEntry, gears: Sequence[int], format: Format, group_size: int) -> int:
     """Return bytes of the gears of a matrix that is not packed yet; gears share arrays in some formats."""
     stored = stored_bits(format, gears)
-    dense = size_of(entry) if DENSE in gears and DENSE not in stored else 0
+    dense = entry_bytes(entry) if DENSE in gears and DENSE not in stored else 0
     if not stored or entry.shape[-1] % group_size:
-        return max(dense, size_of(entry))
+        return max(dense, entry_bytes(entry))
     dtype = DENSE_TYPES[entry.dtype]
     gears_arrays = [format.stored_arrays(entry.shape, bits, stored, group_size, dtype).values() for bits in stored]
     arrays = {(array.bits, array.name): array for made in gears_arrays for array in made}.values()
@@ -180,9 +180,9 @@ def matrix_bytes(entry: TensorEntry, gears: Sequence[int], format: Format, group
     return dense + sum(format.bytes_read(entry.shape, bits, stored, group_size, dtype.size) for bits in counted)
 
 
-def size_of(entry: TensorEntry) -> int:
+def entry_bytes(entry: TensorEntry) -> int:
     """Return bytes of an array."""
-    return SIZES.get(entry.dtype, 0) * math.prod(entry.shape)
+    return TYPE_SIZES.get(entry.dtype, 0) * math.prod(entry.shape)
 
 
 def token_bytes(
@@ -261,7 +261,7 @@ def break_even_tokens(shift_seconds: float, seconds_before: float, seconds_after
     return shift_seconds / saved if saved > 0 else None
 
 
-CHOSEN = (  # names for the number of experts that a router chooses
+CHOSEN_FIELDS = (  # names for the number of experts that a router chooses
     "num_experts_per_tok",
     "num_experts_per_token",
     "top_k",
@@ -270,7 +270,6 @@ CHOSEN = (  # names for the number of experts that a router chooses
     "moe_top_k",
     "moe_k",
 )
-SETTINGS = ("args", "config")  # attributes of modules that name such numbers too
 
 
 def used_share(path: str, modules: Mapping[str, nn.Module], positions: int = 1) -> float:
@@ -302,7 +301,7 @@ def chosen_experts(path: str, modules: Mapping[str, nn.Module]) -> int | None:
     for end in range(len(parts) - 1, -1, -1):  # the block that routes is an ancestor of the experts
         block = modules.get(".".join(parts[:end]))
         for place in places(block) if block is not None else ():
-            for name in CHOSEN:
+            for name in CHOSEN_FIELDS:
                 chosen = place.get(name) if isinstance(place, dict) else getattr(place, name, None)
                 if isinstance(chosen, int) and chosen > 0:
                     return chosen
@@ -313,7 +312,7 @@ def places(block: nn.Module) -> Iterator[Any]:
     """Yield where a block may name the number: itself, its router, and the settings that it was made from."""
     yield vars(block)
     yield from (vars(child) for child in block.children().values() if isinstance(child, nn.Module))
-    yield from (getattr(block, name) for name in SETTINGS if hasattr(block, name))
+    yield from (getattr(block, name) for name in ("args", "config") if hasattr(block, name))
 
 
 def warn_of_unknown_routing(model: nn.Module) -> None:

@@ -23,7 +23,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from ..compat.arrays import dtype_name
 from ..compat.classes import readers
 from ..errors import GearbxError
-from ..formats import DEFAULT_FORMAT, OF_MLX, get_format
+from ..formats import DEFAULT_FORMAT, LIKE_MLX, get_format
 from ..formats.base import Format, Reconstructed, whole_groups
 from ..formats.exact import ExactLinear, ExactMultiLinear, ExactSwitchLinear
 from ..formats.native import NativeDense, NativeEmbedding, NativeMultiLinear, NativeSwitchLinear
@@ -32,7 +32,7 @@ from ..formats.tied import TiedEmbedding, linear_with
 from .activations import STORED
 from .adapters import adapters_of, layers_of, own_arrays, places_of, put_modules
 from .ladder import DENSE
-from .sharding import misfit, sharding_of
+from .sharding import divided_parts, part_misfit
 
 # As in `nn.quantize`: no, yes, or yes with {"bits": the fewest bits of this layer in any gear}.
 Predicate = Callable[[str, nn.Module], bool | dict]
@@ -91,7 +91,7 @@ def discover(
     managed, unmanaged = list[Layer](), dict[str, str]()
     head, read_by, known = tied_head(model), readers(model), get_format(format)
     stored, places = getattr(model, STORED, {}), places_of(model)
-    parts = sharding.parts if (sharding := sharding_of(model)) else {}
+    parts = divided_parts(model)
     for path, module in sorted(layers_of(model).items(), key=lambda item: natural_order(item[0])):
         if isinstance(module, TABLES) and path != head:
             continue
@@ -103,7 +103,7 @@ def discover(
             unmanaged[path] = f"output heads of class {type(module).__name__} are not known"
             continue
         choice, objection = predicate(path, module), own(path, module)
-        unfit = misfit(parts.get(path), known, group_size) or known.fits(module.weight.shape[-1], group_size)
+        unfit = part_misfit(parts.get(path), known, group_size) or known.fits(module.weight.shape[-1], group_size)
         if not choice:
             unmanaged[path] = OF_TOWER if in_tower(path) else "not selected by manage"
         elif objection is False:
@@ -171,12 +171,12 @@ def get_predicate(manage: str | Predicate) -> Predicate:
     """Return the predicate of this name, or `manage` itself. Raises GearbxError for a name that does not exist."""
     if callable(manage):
         return manage
-    if manage not in MANAGE:
-        raise GearbxError(f"manage '{manage}' does not exist; choose from {', '.join(MANAGE)}, or give a predicate")
-    return MANAGE[manage]
+    if manage not in PREDICATES:
+        raise GearbxError(f"manage '{manage}' does not exist; choose from {', '.join(PREDICATES)}, or give a predicate")
+    return PREDICATES[manage]
 
 
-MANAGE: dict[str, Predicate] = {
+PREDICATES: dict[str, Predicate] = {
     "all": lambda path, module: not in_tower(path),
     "attention": lambda path, module: is_attention(path, module) and not in_tower(path),
     "mlp": lambda path, module: is_mlp(path, module) and not in_tower(path),
@@ -237,7 +237,7 @@ def tables_to_pack(
     None where the base is the original: its format is not one of mlx-lm's, and the ladder has the original weights.
     """
     lowest, *_ = sorted(widths)
-    if lowest == DENSE or (DENSE in widths and format.name not in OF_MLX):
+    if lowest == DENSE or (DENSE in widths and format.name not in LIKE_MLX):
         return []
     predicate, own, head, found = get_predicate(manage), own_predicate(model), tied_head(model), []
     for path, module in model.named_modules():
@@ -255,7 +255,7 @@ def tables_to_pack(
 
 only_shapes: ContextVar[bool] = ContextVar("only_shapes", default=False)
 """Whether a model runs for the shapes of its outputs: layers that need values do without them."""
-TOKEN = mx.zeros((1, 1), mx.int32)
+ONE_TOKEN = mx.zeros((1, 1), mx.int32)
 
 
 def vocabulary(model: nn.Module) -> int:
@@ -341,7 +341,7 @@ def logits_length(model: nn.Module) -> int:
     with unchanged(model):
         before = only_shapes.set(True)
         try:
-            mx.compile(trace)(TOKEN)
+            mx.compile(trace)(ONE_TOKEN)
         finally:
             only_shapes.reset(before)
     return lengths[0]
@@ -360,11 +360,6 @@ def unchanged(model: nn.Module) -> Iterator[None]:
                 dict.update(now, then)  # a module's own `update` takes parameters
 
 
-# Bits by which a layer is more sensitive than attention in the middle of the stack.
-MIDDLE_ATTENTION, MIDDLE_MLP, OUTER_BLOCK, OUTSIDE = 0, 1, 2, 4
-OUTER = 4  # the first and the last block in four count as outer ones
-
-
 def default_sensitivity(modules: Mapping[str, nn.Module]) -> Callable[[str, int], float]:
     """Return the cost of a layer at some bits, as a function of its path and the bits; only the order means something.
 
@@ -377,15 +372,15 @@ def default_sensitivity(modules: Mapping[str, nn.Module]) -> Callable[[str, int]
         modules: path to module, of the layers to be ordered.
     """
     count = block_count(modules)
-    quarter = max(1, count // OUTER)
-    extra = {}
+    quarter = max(1, count // 4)  # the first and the last block in four count as outer ones
+    extra = {}  # bits by which a layer is more sensitive than attention in the middle of the stack
     for path, module in modules.items():
         number = block_number(path)
         if number is None:
-            extra[path] = float(OUTSIDE)
+            extra[path] = 4.0
             continue
         inner = quarter <= number < count - quarter
-        kind = OUTER_BLOCK if not inner else MIDDLE_ATTENTION if is_attention(path, module) else MIDDLE_MLP
+        kind = 2 if not inner else 0 if is_attention(path, module) else 1
         from_middle = abs(2 * number + 1 - count) / count  # 0 to 1
         extra[path] = kind + from_middle / 2
     return lambda path, bits: 4.0 ** (extra[path] - bits)

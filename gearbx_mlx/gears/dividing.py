@@ -25,11 +25,10 @@ from ..ranks.agreement import gathered_values
 from .adapters import put_modules
 from .manifest import RESTORE
 from .saved import SavedGears
-from .sharding import DENSE_CLASSES, SHARDED, Sharding, WeightPart, blank, misfit, parts_of, shard
-from .tensor_files import ArrayPlace, Samples, fingerprint_of, sample, samples_of
+from .sharding import DENSE_CLASSES, SHARDED, Sharding, WeightPart, blank, part_misfit, shard, sharded_parts
+from .tensor_files import ArrayPlace, Samples, few_values, fingerprint_of, samples_of
 
-SUMS = ("gather", "sum")  # what ranks do about layers whose inputs are divided
-SUMMING = (nn.ShardedToAllLinear, nn.QuantizedShardedToAllLinear)  # after other kinds cut by columns, the block sums
+SHARD_SUMS = ("gather", "sum")  # what ranks do about layers whose inputs are divided
 
 
 class Ranks(NamedTuple):
@@ -50,8 +49,8 @@ def ranks_of(group: mx.distributed.Group | None, sums: str, adapter: object, key
     Raises:
         GearbxError: other sums, or an adapter, which is not divided.
     """
-    if sums not in SUMS:
-        raise GearbxError(f"shard_sums '{sums}' does not exist; choose from {', '.join(SUMS)}")
+    if sums not in SHARD_SUMS:
+        raise GearbxError(f"shard_sums '{sums}' does not exist; choose from {', '.join(SHARD_SUMS)}")
     if group is None or group.size() == 1:
         return None
     if adapter is not None:
@@ -75,7 +74,7 @@ def divide(model: nn.Module, ranks: Ranks) -> None:
     samples: Samples = {}
 
     def take(path: str, name: str, array: mx.array, part: WeightPart) -> mx.array:
-        own, few = part.of(array, name), sample(array)
+        own, few = part.of(array, name), few_values(array)
         mx.eval(own, few)  # together: the whole array is then freed
         samples[f"{path}.{name}"] = array.shape, np.array(few)
         return own
@@ -96,7 +95,7 @@ def parts_of_ranks(
     Args:
         gathers: whether ranks gather inputs instead of summing products: they have rows in the place of columns.
     """
-    parts = parts_of(model, group)
+    parts = sharded_parts(model, group)
     rows = {path: by_rows(part, group) for path, part in parts.items() if part.columns and gathers(path, part)}
     return parts, parts | rows
 
@@ -154,7 +153,7 @@ def around(own: nn.Module, sharded: nn.Module, part: WeightPart, group: mx.distr
         sharded: what `model.shard` makes of the whole layer.
         part: the rank's.
     """
-    block_sums = not isinstance(sharded, SUMMING)
+    block_sums = not isinstance(sharded, nn.ShardedToAllLinear | nn.QuantizedShardedToAllLinear)
     if part.columns is None:
         return (PlacedLinear if block_sums else GatheredLinear)(own, group)
     if block_sums:
@@ -322,17 +321,17 @@ def divide_saved(model: nn.Module, saved: SavedGears, ranks: Ranks) -> SavedPart
     """
     saved.check(model)
     group = ranks.group
-    parts, own = parts_of_ranks(model, group, lambda path, part: ranks.gather or not fits(saved, path, part))
+    parts, own = parts_of_ranks(model, group, lambda path, part: ranks.gather or not can_be_cut(saved, path, part))
     part = SavedPart(saved, own)
     take_parts(model, group, parts, own, part.take)
     setattr(model, SHARDED, Sharding(group, own, saved.manifest.fingerprint))
     return part
 
 
-def fits(saved: SavedGears, path: str, part: WeightPart) -> bool:
+def can_be_cut(saved: SavedGears, path: str, part: WeightPart) -> bool:
     """Return whether the gears of a layer can be cut between the columns of a part."""
     managed = path in saved.manifest.changing
-    return not managed or misfit(part, saved.manifest.format_of(path), saved.manifest.group_size) is None
+    return not managed or part_misfit(part, saved.manifest.format_of(path), saved.manifest.group_size) is None
 
 
 def cut_into_stages(model: nn.Module, group: mx.distributed.Group) -> None:
@@ -343,7 +342,7 @@ def cut_into_stages(model: nn.Module, group: mx.distributed.Group) -> None:
     Raises:
         GearbxError: as `cut`.
     """
-    cut(model, group)
+    into_stages(model, group)
     mx.eval(model.parameters())
     setattr(model, SHARDED, Sharding(group, {}, fingerprint_of_all(model, group)))
 
@@ -355,14 +354,14 @@ def stage_of(model: nn.Module, saved: SavedGears, group: mx.distributed.Group) -
         GearbxError: as `cut`; layers of the manifest that the model does not have.
     """
     saved.check(model)
-    cut(model, group)
+    into_stages(model, group)
     setattr(model, SHARDED, Sharding(group, {}, saved.manifest.fingerprint))
     own = dict(model.named_modules())
     layers = {path: layer for path, layer in saved.manifest.layers.items() if path in own}
     return SavedGears(saved.directory, replace(saved.manifest, layers=layers), saved.hashes)
 
 
-def cut(model: nn.Module, group: mx.distributed.Group) -> None:
+def into_stages(model: nn.Module, group: mx.distributed.Group) -> None:
     """Leave a rank its layers; the last rank has the first ones.
 
     Raises:

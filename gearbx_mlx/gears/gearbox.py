@@ -51,7 +51,7 @@ from .layout import (
 from .offload import Resident, large_pages
 from .ownership import ATTACHED, own, why_unsaveable
 from .saved import saved_gears
-from .sharding import WeightPart, dense_shape, sharding_of
+from .sharding import dense_shape, divided_parts, sharding_of
 from .sources import (
     FromCodes,
     FromFiles,
@@ -286,17 +286,13 @@ class Gearbox:
         layer = next((layer for layer in self._changing if layer.path == path), None)
         return None if layer is None else self._modules.made[path].get(self.bits_of(layer, gear))
 
-    def has_made(self, gear: Gear) -> bool:
-        """Return whether a gear's modules were made."""
-        return gear in self._trees
-
     def make(self, gear: Gear) -> bool:
         """Make a gear's modules before they are needed; the one that is engaged stays. Returns whether there were none.
 
         Raises:
             GearbxError: weights that cannot be quantized or read back.
         """
-        if self.has_made(gear):
+        if gear in self._trees:
             return False
         self._complete(gear)
         self._give_up_idle()
@@ -420,22 +416,11 @@ class Gearbox:
             self._token_bytes[key] = read
         return read
 
-    def undivided_bytes_per_token(self, gear: Gear) -> int:
-        """Return the part of `weight_bytes_per_token` that every rank reads: layers that the ranks have not divided."""
-        divided = dict.fromkeys(self._parts, 0.0)
-        return token_bytes(self.model, self._managed_bytes(gear, 1) | divided, self.storage, self.head)
-
     @cached_property
     def _has_experts(self) -> bool:
         """True if what a token reads depends on what the others read."""
         modules = layers_of(self.model)
         return any(experts_of(path, modules) for path in modules)
-
-    @property
-    def _parts(self) -> Mapping[str, WeightPart]:
-        """Path of a layer to what this rank has of it, where ranks have divided it."""
-        sharding = sharding_of(self.model)
-        return {} if sharding is None else sharding.parts
 
     def _managed_bytes(self, gear: Gear, positions: int) -> dict[str, float]:
         """Path of everything that changes with the gear to the bytes that a pass over so many tokens reads of it."""
@@ -470,14 +455,6 @@ class Gearbox:
         """Return bytes of a number of a layer, as the checkpoint stores it."""
         return self.storage[layer.path].size
 
-    def predicted_speedup(self, gear: Gear) -> float:
-        """Decoding speed in a gear against the ladder's top gear, if time is bytes of weights (GEARBX 15)."""
-        if not self.layers:
-            return 1.0
-        unmanaged = token_bytes(self.model, {layer.path: 0 for layer in self._changing}, self.storage, self.head)
-        top, here = (self.weight_bytes_per_token(g) for g in (self.ladder.top, gear))
-        return whole_model_speedup((top - unmanaged) / top, (top - unmanaged) / (here - unmanaged))
-
     def layer_paths(self) -> list[LayerPath]:
         """Return what every layer runs on and why: those that change gear, the other linear layers, and a tied output
         head."""
@@ -495,7 +472,7 @@ class Gearbox:
             kernels = kernels_of(modules[holder], self.kernels, None)
             own = getattr(modules[holder], "bits", DENSE)
             found.append(LayerPath(path, (own,) * len(self.ladder), *kernels, fixed=reason))
-        parts = {path: f"; this rank has {part}" for path, part in self._parts.items()}
+        parts = {path: f"; this rank has {part}" for path, part in divided_parts(self.model).items()}
         return [dataclasses.replace(row, why=row.why + parts.get(row.path, "")) for row in found]
 
     def describe(self) -> str:
@@ -504,16 +481,33 @@ class Gearbox:
         Of a model that ranks have divided, a last line says how much of it every rank reads.
         """
         lines, top = [*map(str, self.layer_paths())], self.ladder.top
-        if self._parts:
-            whole, total = self.undivided_bytes_per_token(top), self.weight_bytes_per_token(top)
+        if divided_parts(self.model):
+            whole, total = undivided_bytes_per_token(self, top), self.weight_bytes_per_token(top)
             lines.append(f"every rank reads the others, norms and a tied head whole: {whole} of {total} bytes a token")
         return "\n".join(lines)
 
-    def costed_in(self, ladder: Ladder) -> "Gearbox":
-        """Return the same costs for another ladder; the result cannot shift."""
-        other = copy.copy(self)
-        other.ladder, other._token_bytes, other.source = ladder, {}, self.source.for_ladder(ladder)
-        return other
+
+def undivided_bytes_per_token(gearbox: Gearbox, gear: Gear) -> int:
+    """Return the part of `weight_bytes_per_token` that every rank reads: layers that the ranks have not divided."""
+    managed = gearbox._managed_bytes(gear, 1) | dict.fromkeys(divided_parts(gearbox.model), 0.0)
+    return token_bytes(gearbox.model, managed, gearbox.storage, gearbox.head)
+
+
+def predicted_speedup(gearbox: Gearbox, gear: Gear) -> float:
+    """Decoding speed in a gear against the ladder's top gear, if time is bytes of weights (GEARBX 15)."""
+    if not gearbox.layers:
+        return 1.0
+    fixed = dict.fromkeys((layer.path for layer in gearbox._changing), 0.0)
+    unmanaged = token_bytes(gearbox.model, fixed, gearbox.storage, gearbox.head)
+    top, here = (gearbox.weight_bytes_per_token(g) for g in (gearbox.ladder.top, gear))
+    return whole_model_speedup((top - unmanaged) / top, (top - unmanaged) / (here - unmanaged))
+
+
+def costed_in(gearbox: Gearbox, ladder: Ladder) -> Gearbox:
+    """Return the same costs for another ladder; the result cannot shift."""
+    other = copy.copy(gearbox)
+    other.ladder, other._token_bytes, other.source = ladder, {}, gearbox.source.for_ladder(ladder)
+    return other
 
 
 def attached(model: nn.Module) -> Any:

@@ -17,18 +17,15 @@ from ..compat.classes import readers
 from ..errors import GearbxError
 from .adapters import layers_of
 from .discovery import Layer, Predicate, discover, get_predicate, is_quantized, natural_order, tied_head
-from .ladder import DENSE, QUANTIZED, Ladder
+from .ladder import DENSE, QUANTIZED_BITS, Ladder
 from .ownership import ATTACHED
 from .saved import saved_gears
 from .sharding import DENSE_CLASSES, QUANTIZED_AS, blank, dense_shape, sharding_of
 
 SPLIT = (*QUANTIZED_AS.values(), nn.QuantizedEmbedding)  # as mlx-lm loads them
-LOW = 4  # bits of the lower gear by default, where codes have more
-AFFINE = "affine"
+LOWER_BITS = 4  # bits of the lower gear by default, where codes have more
 OF_SCALES = 0.5  # bits a weight of scales and biases in groups of 64
 AGREEMENT = 0.78  # the share of tokens that 4 bits of 6 or 8 choose alike: docs/formats.md, measured on SmolLM2
-LEAST_GAIN = 1.1  # in bytes; drafts have costs besides
-FOR_MORE = "for more, give the original, and this model as its --base"
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ class OwnCodes:
     @property
     def splits(self) -> bool:
         """True if there is a lower gear by default."""
-        return self.bits > LOW and bool(self.modules)
+        return self.bits > LOWER_BITS and bool(self.modules)
 
     def watched(self, default: Ladder) -> Ladder:
         """Return the gears that a record names where none is engaged: its own, if there are several."""
@@ -67,8 +64,8 @@ class OwnCodes:
         One drafted token and its verification read (1 + c) times the top gear's bytes, c being the lower gear's share,
         for 1 + AGREEMENT tokens.
         """
-        share = (LOW + OF_SCALES) / (self.bits + OF_SCALES)
-        pays = (1 + AGREEMENT) / (1 + share) >= LEAST_GAIN
+        share = (LOWER_BITS + OF_SCALES) / (self.bits + OF_SCALES)
+        pays = (1 + AGREEMENT) / (1 + share) >= 1.1  # in bytes; drafts have costs besides
         return self.chosen(None) if pays else Ladder([self.bits])
 
     def told(self, ladder: Ladder | None = None) -> str:
@@ -76,8 +73,9 @@ class OwnCodes:
         ladder, bits = self.chosen(ladder), " and ".join(map(str, self.widths))
         if len(ladder) > 1:
             return f"{bits} bits: gears {ladder} in place"
-        deep = self.widths[-1] > LOW and bool(self.modules)
-        more = f"gears {LOW},{self.widths[-1]} in place draft too" if deep else FOR_MORE
+        more = "for more, give the original, and this model as its --base"
+        if self.widths[-1] > LOWER_BITS and self.modules:
+            more = f"gears {LOWER_BITS},{self.widths[-1]} in place draft too"
         return f"{bits} bits: drafts come by lookup; {more}"
 
     def chosen(self, ladder: Ladder | str | None) -> Ladder:
@@ -90,11 +88,11 @@ class OwnCodes:
             GearbxError: one whose top gear is not the checkpoint, with the ladders that there are.
         """
         if ladder is None or ladder == "":
-            return Ladder([LOW, self.bits] if self.splits else [self.bits])
+            return Ladder([LOWER_BITS, self.bits] if self.splits else [self.bits])
         ladder = ladder if isinstance(ladder, Ladder) else Ladder.parse(ladder)
         tops = sorted({self.bits, self.widths[-1]}, reverse=True)
         if ladder.top.bits not in tops or (len(ladder) > 1 and not self.modules):
-            pairs = [f"{b},{top}" for top in tops for b in reversed(QUANTIZED) if b < top] if self.modules else []
+            pairs = [f"{b},{top}" for top in tops for b in reversed(QUANTIZED_BITS) if b < top] if self.modules else []
             shown = " and ".join(map(str, self.widths))
             reason = (
                 "of which a gear has the first ones" if self.modules else "in codes that have no coarser ones inside"
@@ -122,7 +120,7 @@ def own_codes(model: nn.Module) -> OwnCodes | None:
     for module in found.values():
         weights[module.bits] += module.weight.size * 32 // module.bits
     read_by = readers(model)
-    affine = {path: one for path, one in found.items() if one.mode == AFFINE and path not in read_by}
+    affine = {path: one for path, one in found.items() if one.mode == "affine" and path not in read_by}
     counted = weights if not affine else {one.bits: weights[one.bits] for one in affine.values()}
     return OwnCodes(affine, max(counted, key=lambda bits: counted[bits]))
 

@@ -21,9 +21,9 @@ from ..formats.tied import TiedEmbedding
 from ..kernels import ACTIVATIONS, KERNELS, MEASURE
 from ..kernels.dispatch import (
     CPU,
+    LEAST_WEIGHTS,
     NATIVE,
     RECONSTRUCT,
-    SMALLEST,
     ChosenKernels,
     KernelChoice,
     Kind,
@@ -32,11 +32,10 @@ from ..kernels.dispatch import (
     device,
     is_tuning,
 )
-from ..kernels.tuner import Times, Tuner, TuningCache, measure
+from ..kernels.tuner import Times, Tuner, TuningCache, times_of
 
-MOST_LAYERS = 32  # that a trial streams through; so many matrices do not stay in a cache
-MOST_BYTES = 2**28
-DENSE_SIZE = 4  # bytes, at most, of a weight that is reconstructed
+TRIAL_LAYERS = 32  # that a trial streams through; so many matrices do not stay in a cache
+TRIAL_BYTES = 2**28
 
 
 def choose_kernels(
@@ -134,19 +133,19 @@ def products(kind: Kind, members: Sequence[weakref.ref], candidate: str) -> list
     found: list[Callable[[mx.array], mx.array]] = []
     size = 0
     for layer in filter(None, (member() for member in members)):
-        if found and (size > MOST_BYTES or len(found) == MOST_LAYERS):
+        if found and (size > TRIAL_BYTES or len(found) == TRIAL_LAYERS):
             break
         sizes = [array.nbytes for _, array in tree_flatten(layer.parameters())]
         if all(sizes) and layer.kind() == kind:  # else its weights were given up for a while
             trial = as_class(layer, type(layer))  # the layer itself may be in use
             trial.chosen = always(candidate)
             found.append(trial.product)
-            size += DENSE_SIZE * prod(kind.shape) if candidate == RECONSTRUCT else sum(sizes)
+            reconstructed = 4 * prod(kind.shape)  # bytes at most
+            size += reconstructed if candidate == RECONSTRUCT else sum(sizes)
     return found
 
 
-AS_IT_IS, EXACT, QUANTIZED = "as it is", "exact", "8 bits"
-SAMPLE = 2**24  # weights: more than caches hold, encoded in a second
+AS_IT_IS, AS_EXACT, AS_8_BITS = "as it is", "exact", "8 bits"
 
 
 def seconds_as_stored(model: nn.Module, x_bits: int, group_size: int) -> Times:
@@ -164,9 +163,9 @@ def seconds_as_stored(model: nn.Module, x_bits: int, group_size: int) -> Times:
     matrices = [array for _, array in tree_flatten(model.parameters()) if array.ndim == 2]
     fitting = [array for array in matrices if array.dtype == mx.bfloat16 and not array.shape[1] % group_size]
     weight = max(fitting, key=lambda array: array.size, default=None)
-    if weight is None or weight.size < SMALLEST or not is_tuning():
+    if weight is None or weight.size < LEAST_WEIGHTS or not is_tuning():
         return {}
-    weight = weight[: max(1, SAMPLE // weight.shape[1])]
+    weight = weight[: max(1, 2**24 // weight.shape[1])]  # weights: more than caches hold, encoded in a second
     cache, name = TuningCache(), f"stored otherwise, {weight.shape}, groups of {group_size}, {x_bits} bits"
     if name not in cache.times:
         cache.keep(name, measure_stored(weight, x_bits, group_size))
@@ -183,14 +182,14 @@ def measure_stored(weight: mx.array, x_bits: int, group_size: int) -> Times:
     dense.x_bits = x_bits
     layers = {
         AS_IT_IS: dense,
-        EXACT: get_format("exact").modules(dense, 16, (4, 16), group_size, mx.float32)[16],
-        QUANTIZED: get_format("planes").modules(dense, 8, (8,), group_size, mx.float32)[8],
+        AS_EXACT: get_format("exact").modules(dense, 16, (4, 16), group_size, mx.float32)[16],
+        AS_8_BITS: get_format("planes").modules(dense, 8, (8,), group_size, mx.float32)[8],
     }
     for layer in layers.values():
         layer.x_bits, layer.chosen = x_bits, always(NATIVE)
     mx.eval([layer.parameters() for layer in layers.values()])
     x = mx.random.normal((1, weight.shape[1]), key=mx.random.key(0))
-    return measure({name: [layer.product] for name, layer in layers.items()}, x)
+    return times_of({name: [layer.product] for name, layer in layers.items()}, x)
 
 
 def measure_gears(gearbox: Any, vectors: Sequence[int] = (1,)) -> None:

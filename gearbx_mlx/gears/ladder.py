@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from ..errors import GearbxError, numbers
 from ..formats import has_codebooks
+from ..kernels import DENSE
 
-QUANTIZED = (2, 3, 4, 5, 6, 8)  # the widths that MLX's affine kernels support
-DENSE = 16  # the weights as they are, in the type of the checkpoint
-WIDTHS = (*QUANTIZED, DENSE)
+QUANTIZED_BITS = (2, 3, 4, 5, 6, 8)  # the widths that MLX's affine kernels support
+WIDTHS = (*QUANTIZED_BITS, DENSE)
 SUPPORTED = ", ".join(map(str, WIDTHS))
 
 
@@ -105,22 +105,23 @@ class Ladder(Sequence[Gear]):
 
 
 DEFAULT_LADDER = "4,8,16"
-WHOLE, WHOLE_LADDER = "exact", "4,16"  # format and gears of bfloat16 weights in mode lossless
-BESIDE = "affine"  # of a draft on a GPU: MLX makes it fast, and it drafts no worse than fitted codes (docs/tried.md)
+EXACT_FORMAT, EXACT_LADDER = "exact", "4,16"  # format and gears of bfloat16 weights in mode lossless
+DRAFT_FORMAT = (
+    "affine"  # of a draft on a GPU: MLX makes it fast, and it drafts no worse than fitted codes (docs/tried.md)
+)
 DEFAULT_KERNELS = "auto"
 DEFAULT_ACTIVATIONS = "int16"
 DEFAULT_GROUP_SIZE = 64
-GROUP_SIZES = (32, 64, 128)
 EMBEDDINGS = ("quantize", "keep")  # in a geared checkpoint
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPE_NAMES = ("float32", "bfloat16", "float16")
 MANAGE = ("all", "attention", "mlp", "everything")
 RESIDENCIES = ("resident", "disk", "stream")
 
 
 def default_ladder(format: str, by_quality: bool = False) -> Ladder:
     """Return the default ladder of a format: codebooks have no 8 bits, and quality floors begin at 2."""
-    if format == WHOLE:
-        return Ladder.parse(WHOLE_LADDER)
+    if format == EXACT_FORMAT:
+        return Ladder.parse(EXACT_LADDER)
     if not has_codebooks(format):
         return Ladder.parse(DEFAULT_LADDER)
     return Ladder((2, 16) if by_quality else (4, 16))
@@ -140,11 +141,11 @@ def kv_ladder(bits: str | Sequence[int]) -> tuple[int, ...]:
     except (TypeError, ValueError):
         ladder = ()
     if not ladder or any(each not in KV_BITS for each in ladder) or list(ladder) != sorted(set(ladder)):
-        raise GearbxError(f"--kv-gears is {shown(bits)}; give ascending bits of 4, 8 and 16, such as 4,16")
+        raise GearbxError(f"--kv-gears is {bits_text(bits)}; give ascending bits of 4, 8 and 16, such as 4,16")
     return ladder
 
 
-def shown(bits: str | Sequence[int]) -> str:
+def bits_text(bits: str | Sequence[int]) -> str:
     """Return the ladder as its flag has it."""
     return bits if isinstance(bits, str) else ",".join(map(str, bits))
 
@@ -164,7 +165,7 @@ def check_kv_gears(
         return
     ladder = kv_ladder(bits)
     if fixed is not None and fixed not in ladder:
-        raise GearbxError(f"--kv-gear is {fixed}, and --kv-gears {shown(ladder)}; choose one of them")
+        raise GearbxError(f"--kv-gear is {fixed}, and --kv-gears {bits_text(ladder)}; choose one of them")
     for flag, given in (("--kv-bits", kv_bits), ("--draft-model", draft_model)):
         if given is not None:
             raise GearbxError(f"--kv-gears and {flag} are two ways to treat one KV cache; leave one of them out")

@@ -9,10 +9,11 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from ..errors import GearbxError
-from ..formats import CODES, DEFAULT_FORMAT, get_format
-from ..formats.base import Format, check_ladder
+from ..formats import DEFAULT_FORMAT, SPLIT_CODES, get_format
+from ..formats.base import Format, check_supported
 from ..formats.holders import over_gears
 from ..formats.native import Native, NativeEmbedding, with_kernels
+from ..kernels import GROUP_SIZES
 from ..kernels.dispatch import KernelChoice, native_operations
 from .activations import compute_in, stored_dtype
 from .adapters import adapters_of, layers_of, places_of, put_layers, put_modules
@@ -22,10 +23,9 @@ from .ladder import (
     DEFAULT_GROUP_SIZE,
     DEFAULT_LADDER,
     DENSE,
-    GROUP_SIZES,
+    EXACT_FORMAT,
+    EXACT_LADDER,
     SUPPORTED,
-    WHOLE,
-    WHOLE_LADDER,
     WIDTHS,
     Ladder,
 )
@@ -36,7 +36,7 @@ Bits = Mapping[str, int]
 """Path of a layer to its bits."""
 
 
-def check_settings(manifest: Manifest, **settings: Any) -> None:
+def check_as_saved(manifest: Manifest, **settings: Any) -> None:
     """Raises GearbxError for a setting of a Gearbox that differs from the checkpoint's."""
     for name, value in settings.items():
         own, value = getattr(manifest, name), getattr(value, "name", value)
@@ -79,7 +79,7 @@ class Layout:
     @property
     def of_codes(self) -> bool:
         """True if the top gear is what a quantized checkpoint has: loaded from it, or converted."""
-        return self.codes is not None or self.format.name == CODES
+        return self.codes is not None or self.format.name == SPLIT_CODES
 
 
 def layout_of(
@@ -98,7 +98,7 @@ def layout_of(
     saved = saved_gears(model)
     if saved is not None:
         manifest = saved.manifest
-        check_settings(manifest, format=format, manage=manage, group_size=group_size)
+        check_as_saved(manifest, format=format, manage=manage, group_size=group_size)
         return Layout(manifest.chosen(ladder), saved.format, manifest.group_size, saved)
     if is_quantized(model):
         codes = own_codes(model)
@@ -113,7 +113,7 @@ def layout_of(
         raise GearbxError(f"group size {group_size} is not supported; choose from {', '.join(map(str, GROUP_SIZES))}")
     chosen = get_format(DEFAULT_FORMAT if format is None else format)
     if ladder is None or isinstance(ladder, str):
-        ladder = Ladder.parse(ladder or (WHOLE_LADDER if chosen.name == WHOLE else DEFAULT_LADDER))
+        ladder = Ladder.parse(ladder or (EXACT_LADDER if chosen.name == EXACT_FORMAT else DEFAULT_LADDER))
     return Layout(ladder, chosen, group_size)
 
 
@@ -153,7 +153,7 @@ def has_quantized(layout: Layout, tables: Mapping[int, Bits], widths: Sequence[i
         return bool(layout.ladder.quantized_bits)
     others = {*widths, *(bits for table in tables.values() for bits in table.values())}
     stored = layout.saved.manifest.gears if layout.saved else tuple(gear.bits for gear in layout.ladder)
-    check_ladder(layout.format, stored, others)
+    check_supported(layout.format, stored, others)
     return bool({*layout.ladder.quantized_bits, *others} - {DENSE})
 
 

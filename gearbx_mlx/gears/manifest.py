@@ -16,11 +16,12 @@ from msgspec import Meta, Struct
 
 from ..errors import GearbxError
 from ..files.reading import Count, parse_json, read_as, read_json, shown, typed
-from ..formats import CODES, OF_MLX, get_format
-from ..formats.base import Format, check_ladder, stored_bits
+from ..formats import LIKE_MLX, SPLIT_CODES, get_format
+from ..formats.base import Format, check_supported, stored_bits
 from ..gone import gone
-from .discovery import MANAGE, at_least
-from .ladder import DENSE, DTYPES, GROUP_SIZES, WIDTHS, Ladder
+from ..kernels import GROUP_SIZES
+from .discovery import PREDICATES, at_least
+from .ladder import DENSE, DTYPE_NAMES, WIDTHS, Ladder
 
 Length = Annotated[int, Meta(ge=1, le=2**53)]
 Shape = Annotated[tuple[Length, ...], Meta(min_length=2, max_length=3)]  # (O, I) of a matrix, (E, O, I) of experts
@@ -35,16 +36,16 @@ if TYPE_CHECKING:
     DtypeName = str
     Kind = str
 else:
-    Width, GroupSize, DtypeName, Axis = Literal[WIDTHS], Literal[GROUP_SIZES], Literal[DTYPES], Literal[-1, -2]
+    Width, GroupSize, DtypeName, Axis = Literal[WIDTHS], Literal[GROUP_SIZES], Literal[DTYPE_NAMES], Literal[-1, -2]
     Kind = Literal["linear", "switch", "multi", "embedding", "table"]
 
 
 ORIGINAL_FILE = "original.safetensors"  # of the original, what the model's parameters do not contain
 
 # Of a file inside a directory: not hidden, and without slashes, control characters and bytes that are not UTF-8.
-NAME = r"[^/\\\x00-\x1f\ud800-\udfff.][^/\\\x00-\x1f\ud800-\udfff]*"
-PlainName = Annotated[str, Meta(pattern=rf"^{NAME}\Z", max_length=255)]
-ShardName = Annotated[str, Meta(pattern=rf"^{NAME}\.safetensors\Z", max_length=255)]
+NAME_PATTERN = r"[^/\\\x00-\x1f\ud800-\udfff.][^/\\\x00-\x1f\ud800-\udfff]*"
+PlainName = Annotated[str, Meta(pattern=rf"^{NAME_PATTERN}\Z", max_length=255)]
+ShardName = Annotated[str, Meta(pattern=rf"^{NAME_PATTERN}\.safetensors\Z", max_length=255)]
 
 
 class View(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -92,7 +93,7 @@ class OriginalModel(Struct, frozen=True, forbid_unknown_fields=True):
 
 def is_plain(name: str) -> bool:
     """Return whether a file of this name can come back."""
-    return re.fullmatch(NAME, name) is not None
+    return re.fullmatch(NAME_PATTERN, name) is not None
 
 
 def header_key(shard: str) -> str:
@@ -110,8 +111,7 @@ def file_key(name: str) -> str:
     return f"file/{name}"
 
 
-VERSION = 4  # 1 had no hashes, 2 no packed rows of embeddings, 3 no original to restore
-AFFINE = "affine"  # the format of tables
+GEARS_VERSION = 4
 GEARS_FILE, MANIFEST = "gears.safetensors", "gears.json"
 PRECISION = "precision.json"  # a precision manifest: which layers to cap first, and how far
 WHAT = "a manifest of gears"
@@ -166,8 +166,8 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     original is in. fingerprint: of the original model. stock: whether mlx-lm can run the base.
     base: hash of every file of the base. layers: by path. tables: embeddings with packed rows that are not layers, by
     path; they have affine arrays in every format. unmanaged: path to reason. hashes: SHA-256 of every array in
-    the files, by name. gears_hash: of gears.safetensors, as in `base`. Version 1 lacks the last two, version 2
-    `tables`, version 3 `original`, which format `exact` has: the files that the model was converted from.
+    the files, by name. gears_hash: of gears.safetensors, as in `base`. original: the files that the model was
+    converted from, in format `exact`.
     """
 
     format: str
@@ -179,12 +179,12 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     stock: bool
     base: Annotated[Mapping[FileName, Hash], Meta(min_length=1)]
     layers: Annotated[Mapping[str, SavedLayer], Meta(min_length=1)]
+    hashes: Mapping[str, Hash]
+    gears_hash: Hash
     tables: Mapping[str, SavedLayer] = {}
     unmanaged: Mapping[str, str] = {}
-    hashes: Mapping[str, Hash] = {}
-    gears_hash: Hash | None = None
     original: OriginalModel | None = None
-    version: int = VERSION
+    version: int = GEARS_VERSION
 
     @property
     def ladder(self) -> Ladder:
@@ -202,7 +202,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     def format_of(self, path: str) -> Format:
         """Return how a layer or a table is stored."""
         own = get_format(self.format)
-        return get_format(AFFINE) if path in self.tables and not own.ladders else own
+        return get_format("affine") if path in self.tables and not own.ladders else own
 
     def stored(self, path: str) -> tuple[int, ...]:
         """Bits of a layer or table that its format stores, ascending; others are the weights themselves."""
@@ -228,9 +228,9 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
 
     def check(self) -> None:
         """Raises GearbxError for fields that contradict each other."""
-        check_ladder(get_format(self.format), self.gears)
-        if self.manage not in MANAGE:
-            raise GearbxError(f"manage '{self.manage}' is not one of {', '.join(MANAGE)}")
+        check_supported(get_format(self.format), self.gears)
+        if self.manage not in PREDICATES:
+            raise GearbxError(f"manage '{self.manage}' is not one of {', '.join(PREDICATES)}")
         for field, found in {"layers": self.layers, "tables": self.tables}.items():
             for path, layer in found.items():
                 if (layer.kind == "table") != (field == "tables"):
@@ -242,11 +242,11 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
             misfit = format.fits(layer.shape[-1], self.group_size) if quantized else None
             if misfit:
                 raise GearbxError(f"{place}.shape is {list(layer.shape)}: {misfit}")
-            if layer.rows != DENSE and format.name not in OF_MLX:
+            if layer.rows != DENSE and format.name not in LIKE_MLX:
                 raise GearbxError(f"{place}.rows is {layer.rows}, and format {format.name} looks no packed rows up")
             for bits in quantized:
                 format.check(bits)
-            if format.name != CODES and layer.looked_up - {layer.rows, DENSE}:
+            if format.name != SPLIT_CODES and layer.looked_up - {layer.rows, DENSE}:
                 raise GearbxError(f"{place}.gears has no key {DENSE}, which an embedding needs")
             check_widths(place, layer, self.ladder)
 
@@ -278,7 +278,7 @@ def read_manifest(directory: Path) -> Manifest | None:
     """gears.json of a directory; None where there are no gears.
 
     Raises:
-        GearbxError: it is missing beside gears.safetensors, of a newer version or of gears that are gone, or not what
+        GearbxError: it is missing beside gears.safetensors, of another version or of gears that are gone, or not what
             it should be.
     """
     file = directory / MANIFEST
@@ -287,10 +287,9 @@ def read_manifest(directory: Path) -> Manifest | None:
             raise GearbxError(f"{file}: missing beside {GEARS_FILE}; {RESTORE}")
         return None
     kind = read_json(file, ManifestKind, WHAT, RESTORE)
-    if kind.version > VERSION:
-        raise GearbxError(
-            f"{file}: of version {kind.version}, and this gearbx-mlx reads up to {VERSION}; upgrade gearbx-mlx"
-        )
+    if kind.version != GEARS_VERSION:
+        remedy = "upgrade gearbx-mlx" if kind.version > GEARS_VERSION else "convert the original again"
+        raise GearbxError(f"{file}: of version {kind.version}, and this gearbx-mlx reads {GEARS_VERSION}; {remedy}")
     if refusal := gone(f"format {kind.format} with gears {','.join(map(str, kind.gears))}"):
         raise GearbxError(f"{directory}: {refusal}")
 

@@ -27,11 +27,9 @@ from .saved import SavedGears
 
 SYSTEM = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 PAGE = 2 << 20  # bytes
-ADVICE = 14  # MADV_HUGEPAGE
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # of mallopt
-NEVER, MOST_MAPPED = (1 << 31) - 1, 65536
 # Bytes from which an array is beside the heap: as far as glibc raises that by itself, once such arrays are freed.
-LARGE = 32 << 20
+LARGE_BYTES = 32 << 20
 
 
 @functools.cache
@@ -71,18 +69,18 @@ def large_pages(size: int) -> Iterator[None]:
         yield
         return
     library.mallopt(M_MMAP_MAX, 0)  # everything comes from the heap
-    library.mallopt(M_TRIM_THRESHOLD, NEVER)  # which would shrink at once
+    library.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)  # which would shrink at once
     try:
         place = library.malloc(size + 2 * PAGE)  # none under a limit of the process
         if place:
             first = -(-place // PAGE) * PAGE
-            library.madvise(first, size, ADVICE)
+            library.madvise(first, size, 14)  # MADV_HUGEPAGE
             library.free(place)
         yield
     finally:
-        library.mallopt(M_MMAP_MAX, MOST_MAPPED)
-        library.mallopt(M_MMAP_THRESHOLD, LARGE)
-        library.mallopt(M_TRIM_THRESHOLD, 2 * LARGE)
+        library.mallopt(M_MMAP_MAX, 2**16)
+        library.mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
+        library.mallopt(M_TRIM_THRESHOLD, 2 * LARGE_BYTES)
         library.malloc_trim(0)
 
 
@@ -142,14 +140,14 @@ class Disk(Residency):
         dropped = {key: names for key, module in idle.items() if (names := [*idle_parameters(module, in_use)])}
         for key, names in dropped.items():
             self._dropped.setdefault(key, []).extend(names)
-            put(idle[key], dict.fromkeys(names, EMPTY))
+            put_parameters(idle[key], dict.fromkeys(names, EMPTY))
         if dropped:
             hand_back()
 
     def enter(self, needed: Mapping[Key, nn.Module]) -> None:
         missing = {key: self._dropped[key] for key in needed if key in self._dropped}
         for key, arrays in (self.read(missing) if missing else {}).items():
-            put(needed[key], arrays)
+            put_parameters(needed[key], arrays)
             del self._dropped[key]
 
 
@@ -245,7 +243,7 @@ def idle_parameters(module: nn.Module, in_use: set[int]) -> dict[str, mx.array]:
     return {name: a for name, a in tree_flatten(module.parameters()) if a.size and id(a) not in in_use}
 
 
-def put(module: nn.Module, arrays: Mapping[str, mx.array]) -> None:
+def put_parameters(module: nn.Module, arrays: Mapping[str, mx.array]) -> None:
     """Set parameters by their flat names, such as weights.1. (`Module.update` cannot set a part of a list.)"""
     for name, array in arrays.items():
         holder: Any = module

@@ -29,22 +29,21 @@ from .ladder import DENSE
 from .manifest import GEARS_FILE, MANIFEST, RESTORE, Manifest, SavedLayer, read_manifest
 from .ownership import own
 from .sharding import QUANTIZED_AS, blank, dense_shape
-from .tensor_files import NAMES, ArrayHashes, FileHeader, TensorEntry, header_of
+from .tensor_files import TYPE_NAMES, ArrayHashes, FileHeader, TensorEntry, header_of
 
-KINDS: dict[str, tuple[type[nn.Module], type[nn.Module]]] = {  # dense, and as mlx-lm quantizes it
+LAYER_KINDS: dict[str, tuple[type[nn.Module], type[nn.Module]]] = {  # dense, and as mlx-lm quantizes it
     **dict(zip(("linear", "switch", "multi"), QUANTIZED_AS.items())),
     "embedding": (nn.Embedding, nn.QuantizedEmbedding),
     "table": (nn.Embedding, nn.QuantizedEmbedding),
 }
-ATTACHED = "saved_gears"  # attribute of a model that was loaded from a geared checkpoint
-ALONE = "the base of these gears runs with gearbx-mlx alone; save the original instead"
-BY_ROW = ("low", "high", "offsets")  # parameters of format exact that are never in panels
-HEAD, ROWS = "projection.", "table."  # of a tied embedding: formats/tied.py
+SAVED = "saved_gears"  # attribute of a model that was loaded from a geared checkpoint
+OURS_ALONE = "the base of these gears runs with gearbx-mlx alone; save the original instead"
+PROJECTION, ROWS = "projection.", "table."  # of a tied embedding: formats/tied.py
 
 
 def saved_gears(model: nn.Module) -> "SavedGears | None":
     """Return the gears in the checkpoint of a model, if it is a geared one."""
-    return getattr(model, ATTACHED, None)
+    return getattr(model, SAVED, None)
 
 
 class SavedGears:
@@ -75,7 +74,7 @@ class SavedGears:
         modules = layers_of(model)
         for path, layer in self.manifest.changing.items():
             module = modules.get(path)
-            if not isinstance(module, KINDS[layer.kind]):
+            if not isinstance(module, LAYER_KINDS[layer.kind]):
                 found = "no module" if module is None else f"a {type(module).__name__}"
                 field = "tables" if path in self.manifest.tables else "layers"
                 problem = f"{field} has the key {shown(path)}, and the model has {found} there"
@@ -93,14 +92,14 @@ class SavedGears:
             GearbxError: layers of the manifest that the model does not have.
         """
         self.check(model)
-        setattr(model, ATTACHED, self)
+        setattr(model, SAVED, self)
         if not self.manifest.stock:
             lowest = {}
             for layer in self.layers(model):
                 dtype = self.storage(layer.path)
                 lowest[layer.path] = self.module(layer, self.widths(layer)[0], dtype, dtype)
             put_layers(model, lowest)
-        own(model, self.manifest.layers, lambda: None if self.manifest.stock else ALONE, gearbox=False)
+        own(model, self.manifest.layers, lambda: None if self.manifest.stock else OURS_ALONE, gearbox=False)
 
     def storage(self, path: str) -> mx.Dtype:
         """Return the type of a layer in the original."""
@@ -167,16 +166,17 @@ class SavedGears:
     def parameter(self, path: str, bits: int, name: str, dtype: mx.Dtype) -> mx.array:
         """Return a parameter of such a module by its flat name, unread unless another module has it."""
         layer = self.manifest.changing[path]
-        if layer.kind == "embedding" and not name.startswith(HEAD):
+        if layer.kind == "embedding" and not name.startswith(PROJECTION):
             bits = layer.rows_at(bits)
-        return self._parameter(path, bits, name.removeprefix(HEAD).removeprefix(ROWS), dtype)
+        return self._parameter(path, bits, name.removeprefix(PROJECTION).removeprefix(ROWS), dtype)
 
     def _parameter(self, path: str, bits: int, name: str, dtype: mx.Dtype) -> mx.array:
         """Return an array of a layer, by its name in gears.json."""
         format, first = self.manifest.format_of(path), name.split(".")[0]
         widened = first in format.scales or (bits == DENSE and DENSE not in self.manifest.stored(path))
         read_as = mx.uint16 if first in format.viewed else dtype if widened else None
-        rows = panel_rows() if self._in_panels.get((path, bits)) and first not in BY_ROW else 1
+        by_row = first in ("low", "high", "offsets")  # parameters of format exact that are never in panels
+        rows = panel_rows() if self._in_panels.get((path, bits)) and not by_row else 1
         return self._array(self.manifest.changing[path].gears[bits][name], read_as, rows)
 
     def widths(self, layer: Layer) -> tuple[int, ...]:
@@ -209,7 +209,7 @@ class SavedGears:
         blanks = []
         for path, one in wanted.items():
             weight = mx.zeros(one.shape, self.storage(path))
-            blanks.append(Layer(path, blank(KINDS[one.kind][0], weight, modules[path]), one.lowest_bits))
+            blanks.append(Layer(path, blank(LAYER_KINDS[one.kind][0], weight, modules[path]), one.lowest_bits))
         return blanks
 
     def _array(self, name: str, dtype: mx.Dtype | None = None, rows: int = 1) -> mx.array:
@@ -254,12 +254,12 @@ def open_gears(directory: Path) -> "SavedGears | None":
     manifest = read_manifest(directory)
     if manifest is None:
         return None
-    gears = opened(directory / GEARS_FILE, f"missing beside {MANIFEST}")
-    if manifest.gears_hash not in (None, gears.hash):
+    gears = open_header(directory / GEARS_FILE, f"missing beside {MANIFEST}")
+    if manifest.gears_hash != gears.hash:
         raise GearbxError(f"{directory / GEARS_FILE}: is not the one that {MANIFEST} was written with; {RESTORE}")
     base, places = dict[str, TensorEntry](), gears.places
     for name, expected in manifest.base.items():
-        file = opened(directory / name, "missing, and the gears beside it need it")
+        file = open_header(directory / name, "missing, and the gears beside it need it")
         if file.hash != expected:
             raise GearbxError(
                 f"{directory / name}: changed since the gears beside it were made, which do not fit it now; {RESTORE}"
@@ -267,13 +267,13 @@ def open_gears(directory: Path) -> "SavedGears | None":
         base |= file.entries
         places |= file.places
     try:
-        check_arrays(manifest, gears.entries, base)
+        check_files(manifest, gears.entries, base)
     except GearbxError as error:
         raise GearbxError(f"{directory}/{error}; {RESTORE}") from error
     return SavedGears(directory, manifest, ArrayHashes(places, manifest.hashes))
 
 
-def opened(file: Path, missing: str) -> FileHeader:
+def open_header(file: Path, missing: str) -> FileHeader:
     """Return the header of a file.
 
     Raises:
@@ -289,7 +289,7 @@ def opened(file: Path, missing: str) -> FileHeader:
         raise GearbxError(f"{error}; {RESTORE}") from error
 
 
-def check_arrays(manifest: Manifest, gears: Mapping[str, TensorEntry], base: Mapping[str, TensorEntry]) -> None:
+def check_files(manifest: Manifest, gears: Mapping[str, TensorEntry], base: Mapping[str, TensorEntry]) -> None:
     """Compare a manifest with the arrays that the files contain.
 
     Args:
@@ -312,9 +312,7 @@ def check_arrays(manifest: Manifest, gears: Mapping[str, TensorEntry], base: Map
     unused = (gears.keys() | (managed & base.keys())) - used
     if unused:
         raise GearbxError(f"{MANIFEST}: does not name {shown(min(unused))}, which is in the files")
-    if manifest.version > 1 and manifest.gears_hash is None:
-        raise GearbxError(f"{MANIFEST}: has no field 'gears_hash'")
-    if manifest.version > 1 and manifest.hashes.keys() != entries.keys():
+    if manifest.hashes.keys() != entries.keys():
         differing = min(manifest.hashes.keys() ^ entries.keys())
         raise GearbxError(f"{MANIFEST}: hashes and the files do not have the same arrays: {shown(differing)}")
     if manifest.stock != all(f"{path}.weight" in base for path in manifest.layers):
@@ -353,9 +351,9 @@ def check_gear(
             length == known or (known is None and length > 0) for length, known in zip(entry.shape, array.shape)
         )
         free |= {*lengths}
-        if entry.dtype != NAMES[array.dtype] or not fits or len(free) > 1:
+        if entry.dtype != TYPE_NAMES[array.dtype] or not fits or len(free) > 1:
             wanted = ["any" if length is None else length for length in array.shape]
             raise GearbxError(
                 f"{GEARS_FILE}: {shown(name)} is {entry.dtype} of {list(entry.shape)}, and {MANIFEST} needs "
-                f"{NAMES[array.dtype]} of {wanted}"
+                f"{TYPE_NAMES[array.dtype]} of {wanted}"
             )

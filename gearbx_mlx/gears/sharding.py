@@ -93,7 +93,7 @@ class WeightPart:
         )
 
 
-def misfit(part: WeightPart | None, format: Format, group_size: int) -> str | None:
+def part_misfit(part: WeightPart | None, format: Format, group_size: int) -> str | None:
     """Say why a part of a weight is not stored as the whole one is; None: it is, or it is whole."""
     if part is None:
         return None
@@ -146,7 +146,13 @@ def sharding_of(model: nn.Module) -> Sharding | None:
     return getattr(model, SHARDED, None)
 
 
-def parts_of(model: nn.Module, group: mx.distributed.Group) -> dict[str, WeightPart]:
+def divided_parts(model: nn.Module) -> Mapping[str, WeightPart]:
+    """Path of each layer that ranks have divided to what this rank has of it."""
+    sharding = sharding_of(model)
+    return {} if sharding is None else sharding.parts
+
+
+def sharded_parts(model: nn.Module, group: mx.distributed.Group) -> dict[str, WeightPart]:
     """Path to this rank's part of each layer that `model.shard` divides.
 
     It is run on copies of the model whose weights are the numbers of their rows and columns. The model's own weights

@@ -33,7 +33,7 @@ from ..kernels.bit_planes import Planes
 from .activations import layer_bytes, stored_dtype
 from .adapters import layers_of
 from .discovery import Layer, is_quantized, none_managed, stored_widths
-from .in_place import AFFINE, OwnCodes, widths_in
+from .in_place import OwnCodes, widths_in
 from .kernel_choices import KernelChoices
 from .ladder import DENSE, Ladder
 from .layout import Bits, Layout
@@ -43,7 +43,6 @@ from .sharding import QUANTIZED_AS, dense_shape
 from .tensor_files import Samples, samples_of
 
 Gears = dict[int, nn.Module]  # by their bits
-FITTED = ("scales", "codebook", "library", "outliers")  # parameters that show weights which are not finite
 
 
 class Source(ABC):
@@ -139,7 +138,8 @@ class FromWeights(Source):
         for path, modules in made.items():  # one by one, so that temporary memory is freed before the next
             # All that was made together: an array that is not yet computed keeps the original weight in memory.
             mx.eval([module.parameters() for module in modules])
-            fitted = [linear_of(module).get(name) for module in modules for name in FITTED]
+            shown = ("scales", "codebook", "library", "outliers")  # which show weights that are not finite
+            fitted = [linear_of(module).get(name) for module in modules for name in shown]
             check_quantized(path, originals[path], (array for array in fitted if array is not None))
 
 
@@ -360,7 +360,7 @@ def external_low_gear(model: nn.Module, layers: Iterable[Layer], others: Source,
 
 def in_gear(module: nn.Module, layer: Layer, dtype: mx.Dtype) -> nn.Module:
     """Return a layer of the quantized model as it runs here: with native kernels, or converted to `dtype`."""
-    affine = getattr(module, "mode", None) == AFFINE
+    affine = getattr(module, "mode", None) == "affine"
     if affine and any(isinstance(module, kind) for kind in QUANTIZED_AS.values()):
         made = quantized_module(layer.module, for_kernels(layer.module, affine_planes(module)))
         if "bias" in module:
@@ -545,7 +545,7 @@ def make_all(layers: Sequence[Layer], source: FromWeights) -> tuple[dict[str, Ge
     with giving_back(layers, made):
         with while_encoding(size) as advance:
             for layer in layers:
-                gears, reason = gears_of(layer, source)
+                gears, reason = all_gears(layer, source)
                 if reason:
                     larger[layer.path] = reason
                 else:
@@ -570,7 +570,7 @@ def giving_back(layers: Sequence[Layer], made: Mapping[str, Gears] | None) -> It
         raise
 
 
-def gears_of(layer: Layer, source: FromWeights) -> tuple[Gears, str | None]:
+def all_gears(layer: Layer, source: FromWeights) -> tuple[Gears, str | None]:
     """Return all gears of a layer, evaluated; or none, and the reason why it stays as it is."""
     lowest, *others = source.widths(layer)
     if not others:
@@ -581,12 +581,6 @@ def gears_of(layer: Layer, source: FromWeights) -> tuple[Gears, str | None]:
     return ({}, reason) if reason else (gears, None)
 
 
-SAMPLED_LAYERS, SAMPLED_ROWS = 8, 8
-GROUP = 32  # the smallest group in use: a group of 4-bit codes has 16 values at most
-FEW_IN_GROUP = 16
-FEW_IN_ROW, LONG_ROW = 256, 1024  # a row with one 8-bit scale has 256 values at most
-
-
 def looks_quantized(weights: Sequence[mx.array]) -> bool:
     """Return whether weights have so few different values that they must have been quantized.
 
@@ -594,19 +588,20 @@ def looks_quantized(weights: Sequence[mx.array]) -> bool:
         weights: dense matrices (..., O, I); a few rows of some of them are read.
 
     Returns:
-        True if the median group of 32 has at most 16 values, or the median row of 1024 or more at most 256.
+        True if the median group of 32 (the smallest in use) has at most 16 values, as many as 4-bit codes have; or the
+        median row of 1024 or more at most 256, as many as with one 8-bit scale.
     """
     in_group: list[int] = []
     in_row: list[int] = []
-    for weight in weights[:: max(1, len(weights) // SAMPLED_LAYERS)]:
+    for weight in weights[:: max(1, len(weights) // 8)]:
         rows = weight.reshape(-1, weight.shape[-1])
-        sample = np.array(rows[:: max(1, rows.shape[0] // SAMPLED_ROWS)][:SAMPLED_ROWS].astype(mx.float32))
+        sample = np.array(rows[:: max(1, rows.shape[0] // 8)][:8].astype(mx.float32))
         for row in sample:
-            in_group += [len(np.unique(group)) for group in row[: len(row) // GROUP * GROUP].reshape(-1, GROUP)]
-            if len(row) >= LONG_ROW:
+            in_group += [len(np.unique(group)) for group in row[: len(row) // 32 * 32].reshape(-1, 32)]
+            if len(row) >= 1024:
                 in_row.append(len(np.unique(row)))
-    few_in_groups = bool(in_group) and statistics.median(in_group) <= FEW_IN_GROUP
-    return few_in_groups or (bool(in_row) and statistics.median(in_row) <= FEW_IN_ROW)
+    few_in_groups = bool(in_group) and statistics.median(in_group) <= 16
+    return few_in_groups or (bool(in_row) and statistics.median(in_row) <= 256)
 
 
 def warn_if_quantized(weights: Sequence[mx.array]) -> None:

@@ -30,8 +30,7 @@ from .sources import FromFiles
 from .strips import Piece, Remainder, Strip, StripReader, strips_of, with_blocks, with_strip
 
 STREAM = "stream"
-REMEDY = "convert the original with python -m gearbx_mlx.convert --format exact"
-EXACT = (ExactLinear, ExactSwitchLinear, ExactMultiLinear)
+CONVERT_EXACT = "convert the original with python -m gearbx_mlx.convert --format exact"
 
 
 class Streamed(nn.Module):
@@ -132,13 +131,13 @@ class StreamedSwitchLinear(Streamed):
         return y
 
 
-STREAMED: dict[Any, type[Streamed]] = {ExactLinear: StreamedLinear, ExactSwitchLinear: StreamedSwitchLinear}
+STREAMED_KINDS: dict[Any, type[Streamed]] = {ExactLinear: StreamedLinear, ExactSwitchLinear: StreamedSwitchLinear}
 
 
 @functools.cache
 def streamed(kind: Any) -> type[nn.Module]:
     """Return the class of streamed layers in the place of a class of exact layers, native or not."""
-    own = next((made for exact, made in STREAMED.items() if issubclass(kind, exact)), Streamed)
+    own = next((made for exact, made in STREAMED_KINDS.items() if issubclass(kind, exact)), Streamed)
     return type(f"Streamed{kind.__name__}", (own, kind), {})
 
 
@@ -170,7 +169,8 @@ class Stream(Resident):
     def __init__(self, saved: SavedGears):
         if saved.format.name != "exact":
             raise GearbxError(
-                f"{saved.directory}: residency stream is for gears of format exact, not {saved.format.name}; {REMEDY}"
+                f"{saved.directory}: residency stream is for gears of format exact, not {saved.format.name}; "
+                f"{CONVERT_EXACT}"
             )
         self.reader = StripReader(saved.hashes, keeps_cache=fits_in_memory(saved))
 
@@ -197,7 +197,7 @@ class StreamedFiles(FromFiles):
     def modules(self, layer: Layer, bits: int) -> dict[int, nn.Module]:
         made = super().modules(layer, bits)
         for module in made[bits].modules():
-            if isinstance(module, EXACT):
+            if isinstance(module, ExactLinear | ExactSwitchLinear | ExactMultiLinear):
                 stream(module, remainder_of(self.saved, layer.path), self.reader)
         return made
 
@@ -229,7 +229,7 @@ def residency_of(
     if sharding_of(model) is not None and (name == STREAM or (name == "disk" and saved is None)):
         raise GearbxError(f"residency {name} reads whole layers, and ranks have parts of them; use resident")
     if name == STREAM and saved is None:
-        raise GearbxError(f"residency stream reads a geared checkpoint, and this model is from none; {REMEDY}")
+        raise GearbxError(f"residency stream reads a geared checkpoint, and this model is from none; {CONVERT_EXACT}")
     if name == "disk":
         return OriginalDisk(model, checkpoint, dtypes) if saved is None else SavedDisk(saved, dtypes)
     return Stream(saved) if saved is not None and name == STREAM else Resident()

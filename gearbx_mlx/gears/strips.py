@@ -125,11 +125,7 @@ def with_blocks(
     )
 
 
-SHARE = 8  # one byte in so many is in memory: the disk reads them while the low gear drafts
-LARGER = 1.25  # times the size of a strip that its memory may have
-IN_USE = 2  # strips that are being computed with
-FEWEST = 4  # strips for which there is memory in any model, however large they are
-KEPT = 0.99  # of the weight that the reads so far have in the speed, at each further read
+OLDER_SHARE = 0.99  # of the weight that the reads so far have in the speed, at each further read
 
 
 class Bandwidth:
@@ -139,7 +135,7 @@ class Bandwidth:
         self._bytes = self._seconds = 0.0
 
     def add(self, size: int, seconds: float) -> None:
-        self._bytes, self._seconds = self._bytes * KEPT + size, self._seconds * KEPT + seconds
+        self._bytes, self._seconds = self._bytes * OLDER_SHARE + size, self._seconds * OLDER_SHARE + seconds
 
     @property
     def bytes_per_second(self) -> float | None:
@@ -180,8 +176,7 @@ class StripReader:
         return StripReader(self.hashes, self.keeps_cache)
 
     def over(self, strips: Sequence[Strip], compute: Callable[[Strip, mx.array], mx.array]) -> list[mx.array]:
-        """Return what is computed with each strip. Computing has begun, and at most as many strips as IN_USE wait for
-        it.
+        """Return what is computed with each strip. Computing has begun, and at most two strips wait for it.
 
         Args:
             compute: makes an array of a strip and the memory that it is in.
@@ -291,7 +286,8 @@ class StripReader:
     def _room(self) -> int:
         """Bytes of memory for further strips."""
         memories = itertools.chain((memory for memory, _ in self._reading.values()), (free for _, free in self._in_use))
-        return max(FEWEST * self._largest, self._size // SHARE) - sum(memory.size for memory in memories)
+        most = max(4 * self._largest, self._size // 8)  # the disk reads an eighth while the low gear drafts
+        return most - sum(memory.size for memory in memories)
 
     def _begin(self, strip: Strip) -> None:
         self._largest = max(self._largest, strip.size)
@@ -302,7 +298,7 @@ class StripReader:
 
     def _take(self, size: int) -> mx.array:
         """Memory of at least `size` bytes: the smallest that is free, or new, for which what is free may go."""
-        fitting = [(free.size, place) for place, free in enumerate(self._free) if size <= free.size <= LARGER * size]
+        fitting = [(free.size, place) for place, free in enumerate(self._free) if size <= free.size <= 1.25 * size]
         if fitting:
             return self._free.pop(min(fitting)[1])
         self._shrink(self._room - size)
@@ -329,7 +325,7 @@ class StripReader:
         """Take memory back once what is made of it is computed; wait for that if too much is in use."""
         with self._lock:
             self._in_use.append((made, memory))
-            waiting = [self._in_use.popleft() for _ in range(len(self._in_use) - IN_USE)]
+            waiting = [self._in_use.popleft() for _ in range(len(self._in_use) - 2)]
         mx.eval([made for made, _ in waiting])  # without the lock: other threads take strips meanwhile
         with self._lock:
             while waiting:

@@ -27,7 +27,7 @@ from ..errors import GearbxError, one_line
 from ..files.reading import Count, parse_json, typed
 from .adapters import adapter_arrays
 
-NAMES = {
+TYPE_NAMES = {
     mx.float32: "F32",
     mx.float16: "F16",
     mx.bfloat16: "BF16",
@@ -38,9 +38,9 @@ NAMES = {
     mx.int16: "I16",
     mx.int8: "I8",
 }
-SIZES = {name: dtype.size for dtype, name in NAMES.items()}  # bytes of a number
+TYPE_SIZES = {name: dtype.size for dtype, name in TYPE_NAMES.items()}  # bytes of a number
 LENGTH = struct.Struct("<Q")  # of the header, which comes first
-SAMPLE = 4096  # bytes in the middle of an array that are looked at
+HASHED_BYTES = 4096  # bytes in the middle of an array that are looked at
 
 
 class TensorEntry(Struct, frozen=True):
@@ -94,8 +94,8 @@ class FileHeader(NamedTuple):
         with open(self.path, "rb") as file:
             for entry in sorted(self.entries.values(), key=lambda entry: entry.data_offsets):
                 begin, end = entry.data_offsets
-                file.seek(self.start + max(begin, (begin + end - SAMPLE) // 2))
-                digest.update(file.read(min(SAMPLE, end - begin)))
+                file.seek(self.start + max(begin, (begin + end - HASHED_BYTES) // 2))
+                digest.update(file.read(min(HASHED_BYTES, end - begin)))
         return digest.hexdigest()
 
 
@@ -117,7 +117,6 @@ def header_of(path: Path) -> FileHeader:
 
 
 K = TypeVar("K")
-AT_ONCE = 2**22  # bytes that are read and hashed at a time
 
 
 def hash_bytes(data: Any) -> str:
@@ -131,7 +130,7 @@ def hash_place(place: ArrayPlace) -> str:
     with open(place.file, "rb", buffering=0) as file:
         file.seek(place.begin)
         left = place.size
-        while left and (part := file.read(min(left, AT_ONCE))):
+        while left and (part := file.read(min(left, 2**22))):
             digest.update(part)
             left -= len(part)
     return digest.hexdigest()
@@ -217,12 +216,12 @@ Samples = dict[str, tuple[tuple[int, ...], np.ndarray]]
 
 def samples_of(arrays: Mapping[str, mx.array]) -> Samples:
     """Return the shape of each array and a few of its values, by name."""
-    few = {name: sample(array) for name, array in arrays.items()}
+    few = {name: few_values(array) for name, array in arrays.items()}
     mx.eval(few)
     return {name: (array.shape, np.array(few[name])) for name, array in arrays.items()}
 
 
-def sample(array: mx.array) -> mx.array:
+def few_values(array: mx.array) -> mx.array:
     """Return a few values of a parameter, in float32."""
     return array.reshape(-1)[:: max(1, array.size // SAMPLED)][:SAMPLED].astype(mx.float32)
 

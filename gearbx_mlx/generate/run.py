@@ -26,7 +26,7 @@ from ..cli.loaded import (
 from ..cli.prompt import encode_prompt, read_prompt, room_for
 from ..cli.tables import colors_line, layers_table, pair_table, summary_table
 from ..compat.templates import prepare
-from ..compat.versions import versions
+from ..compat.versions import program_versions
 from ..decoding.caches import length
 from ..decoding.lossless import Lossless, gain_of_calibration
 from ..decoding.mode import Mode
@@ -135,7 +135,7 @@ def on_this_rank(settings: GenerateSettings) -> GenerateSettings:
     if run is None:
         return settings
     given = values(settings)
-    computing = {f"version of {name}": version for name, version in versions().items()}
+    computing = {f"version of {name}": version for name, version in program_versions().items()}
     check_equal(run.group, computing | {"kind of machine": platform.machine()} | flag_facts(given))
     for name, why in ONE_PROCESS.items():
         if given.get(name) not in (None, False):

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-CODES = 32
-BLOCK = 2**19  # words of codes that are split at a time
+CODES_TOGETHER = 32
 # Widths of stacks whose rows native kernels of a CPU take side by side.
 IN_PANELS = ((4,), (8,), (4, 4), (4, 2), (4, 1))
 AS_PLANES: dict[tuple[int, ...], tuple[int, ...]] = {(5,): (4, 1), (6,): (4, 2)}  # codes that they take so as planes
@@ -215,7 +214,7 @@ def split_codes(words: mx.array, bits: int, widths: Sequence[int]) -> list[mx.ar
     """Packed codes (..., n * bits / 32) as packed planes of these widths."""
     if tuple(widths) == (bits,):
         return [words]
-    if words.ndim > 1 and words.size > BLOCK and len(words) > 1:  # unpacked, codes take several times their size
+    if words.ndim > 1 and words.size > 2**19 and len(words) > 1:  # unpacked, codes take several times their size
         half = len(words) // 2
         parts = [split_codes(rows, bits, widths) for rows in (words[:half], words[half:])]
         mx.eval(parts)
@@ -225,7 +224,12 @@ def split_codes(words: mx.array, bits: int, widths: Sequence[int]) -> list[mx.ar
         high, low = pairs >> 4, pairs
         halves = (((each & 0x0F) | ((each >> 4) & 0xF0)).astype(mx.uint8) for each in (high, low))
         return [half.view(mx.uint32) for half in halves]
-    codes, planes, unread = unpack_mlx_codes(words, bits), [], bits
+    return packed_planes(unpack_mlx_codes(words, bits), widths)
+
+
+def packed_planes(codes: mx.array, widths: Sequence[int]) -> list[mx.array]:
+    """Return codes (..., n) as packed planes of these widths, most significant first."""
+    planes, unread = [], sum(widths)
     for width in widths:
         unread -= width
         planes.append(pack_mlx_codes((codes >> unread) & (2**width - 1), width))
@@ -246,7 +250,7 @@ def joined_codes(weights: Sequence[mx.array], widths: Sequence[int]) -> mx.array
     return pack_mlx_codes(codes, sum(widths))
 
 
-def fit(low: mx.array, high: mx.array, widths: Sequence[int], dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+def scale_and_bias(low: mx.array, high: mx.array, widths: Sequence[int], dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
     """Scale and bias of the first plane for groups of numbers with these ends, (..., groups) float32.
 
     Returns:
@@ -264,14 +268,14 @@ def rounded(values: mx.array, dtype: mx.Dtype) -> mx.array:
 
 def pack_mlx_codes(codes: mx.array, bits: int) -> mx.array:
     """Unsigned codes (..., n), below 2^bits, packed into (..., n * bits / 32) uint32; n is a multiple of 32."""
-    groups = codes.astype(mx.uint32).reshape(*codes.shape[:-1], -1, CODES)
+    groups = codes.astype(mx.uint32).reshape(*codes.shape[:-1], -1, CODES_TOGETHER)
     words: list[mx.array | None] = [None] * bits
 
     def put(index: int, value: mx.array) -> None:
         word = words[index]
         words[index] = value if word is None else word | value
 
-    for i in range(CODES):
+    for i in range(CODES_TOGETHER):
         index, shift = divmod(i * bits, 32)
         put(index, groups[..., i] << shift)
         if shift + bits > 32:  # the code spans two words
@@ -284,7 +288,7 @@ def unpack_mlx_codes(words: mx.array, bits: int) -> mx.array:
     groups = words.reshape(*words.shape[:-1], -1, bits)
     mask = (1 << bits) - 1
     codes = []
-    for i in range(CODES):
+    for i in range(CODES_TOGETHER):
         index, shift = divmod(i * bits, 32)
         code = groups[..., index] >> shift
         if shift + bits > 32:

@@ -29,23 +29,20 @@ import mlx.core as mx
 from ..errors import GearbxError
 
 CPU_VARIABLE = "GEARBX_CPU"
-NATIVE, AVX2, PORTABLE = "native", "avx2", "portable"
+NATIVE_CPU, AVX2, PORTABLE = "native", "avx2", "portable"
 X86_64_V3 = {"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"}  # as Linux names what -march=x86-64-v3 may use
 X86_64 = ("x86_64", "amd64", "AMD64")
 ARM = ("arm64", "aarch64")
 OLDEST_MAC = "apple-m1"  # as compilers name its processor; GCC does from version 15 on
 CPUINFO = Path("/proc/cpuinfo")  # Linux
-PORTABLE_DEFINE = "-DGEARBX_PORTABLE"  # simd.h: vectors of GCC and Clang, which work on every processor
 
 SOURCES = Path(__file__).with_name("cpu")
 COMPILERS = ("c++", "g++", "clang++")
 # No contraction: a vector must get the same bits from each of the loops that the compiler makes of one template.
 FLAGS = ("-std=c++20", "-O3", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing")
 COLD = ("-Os",)  # for the bindings
-# MLX's own bindings use this domain of nanobind; within one domain, extensions can pass arrays to each other.
-DEFINES = ("-DNB_DOMAIN=mlx", "-DNB_COMPACT_ASSERTIONS")
 PLACEHOLDERS = Path("/usr/bin")  # where macOS has them
-SECONDS = 300  # for the compiler
+MOST_SECONDS_TO_COMPILE = 300  # for the compiler
 
 
 class Unavailable(Exception):
@@ -63,7 +60,7 @@ class CompileTarget:
     system: str
     machine: str
     mlx: Path
-    instructions: str = NATIVE
+    instructions: str = NATIVE_CPU
 
     @property
     def is_mac(self) -> bool:
@@ -78,10 +75,11 @@ class CompileTarget:
         """The compiler's flags for the processor. A Mac's cache may move to another Mac, so there it is the oldest."""
         if self.instructions == AVX2:
             return ("-march=x86-64-v3",)
-        own = (PORTABLE_DEFINE,) if self.instructions == PORTABLE else ()
+        # Then simd.h has the vectors of GCC and Clang, which work on every processor.
+        own = ("-DGEARBX_PORTABLE",) if self.instructions == PORTABLE else ()
         if self.is_arm and self.is_mac:
             return (f"-mcpu={OLDEST_MAC}", *own)
-        if self.instructions == NATIVE:
+        if self.instructions == NATIVE_CPU:
             return ("-mcpu=native" if self.is_arm else "-march=native",)
         oldest = "-march=armv8-a" if self.is_arm else "-march=x86-64"
         return (oldest, *own) if self.is_arm or self.machine in X86_64 else own
@@ -103,9 +101,9 @@ def instructions() -> str:
     Raises:
         GearbxError: no such name, or this processor lacks these instructions.
     """
-    asked = os.environ.get(CPU_VARIABLE) or NATIVE
+    asked = os.environ.get(CPU_VARIABLE) or NATIVE_CPU
     lacking = lacking_for_avx2()
-    works = [NATIVE, *([] if lacking else [AVX2]), PORTABLE]
+    works = [NATIVE_CPU, *([] if lacking else [AVX2]), PORTABLE]
     if asked in works:
         return asked
     why = f"this processor has no {', '.join(lacking)}" if asked == AVX2 else "that name is unknown"
@@ -141,7 +139,7 @@ def vector_instructions() -> str:
     if asked == PORTABLE or platform.machine() in ARM:
         return "no vector instructions" if asked == PORTABLE else "NEON"
     flags = next((line.split() for line in cpuinfo() if line.startswith("flags")), [])
-    if asked == NATIVE and "avx512f" in flags:
+    if asked == NATIVE_CPU and "avx512f" in flags:
         return "AVX-512"
     return "AVX2" if "avx2" in flags else "SSE"
 
@@ -254,7 +252,9 @@ def make_recipe(compiler: list[str], target: CompileTarget | None = None) -> Rec
         sysconfig.get_path("include"),
     ]
     threads = [] if target.is_mac else ["-pthread"]
-    flags = [*FLAGS, *target.processor_flags, *threads, *DEFINES, *(f"-I{p}" for p in include)]
+    # MLX's own bindings use this domain of nanobind; within one domain, extensions can pass arrays to each other.
+    defines = ("-DNB_DOMAIN=mlx", "-DNB_COMPACT_ASSERTIONS")
+    flags = [*FLAGS, *target.processor_flags, *threads, *defines, *(f"-I{p}" for p in include)]
     link = [f"-L{target.mlx / 'lib'}", "-lmlx", f"-Wl,-rpath,{target.mlx / 'lib'}"]
     if target.is_mac:  # Python's functions are in the process; Linux needs no flag for that
         link += ["-undefined", "dynamic_lookup"]
@@ -343,10 +343,12 @@ class Compilers:
         name = Path(command[0]).name
         with self.start(command) as process:
             try:
-                _, said = process.communicate(timeout=SECONDS)
+                _, said = process.communicate(timeout=MOST_SECONDS_TO_COMPILE)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
-                raise Unavailable(f"{name} did not compile the CPU kernels within {SECONDS} s") from None
+                raise Unavailable(
+                    f"{name} did not compile the CPU kernels within {MOST_SECONDS_TO_COMPILE} s"
+                ) from None
             except KeyboardInterrupt:
                 self.end()
                 raise

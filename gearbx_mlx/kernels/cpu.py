@@ -10,9 +10,8 @@ to this user or to root, and no other user may write to it, nor to a directory a
 a file between the moment when it is checked and the one when it is loaded, and it can be loaded by its name. A SHA-256
 beside each library shows that it is whole: a truncated one may crash the process that maps it.
 
-A process compiles in a directory of its own, which is removed when it ends, or by a later process if it was killed. The
-process locks its directory. The system gives the lock up with the process, however that ends, in any container and on
-any machine that shares the directory.
+A process compiles in a directory of its own, which is removed when it ends, or by a later process if it was killed
+(`files/writing.py`).
 """
 
 import atexit
@@ -21,8 +20,6 @@ import hashlib
 import importlib.machinery
 import importlib.util
 import os
-import re
-import shutil
 import sysconfig
 import tempfile
 import time
@@ -38,9 +35,8 @@ import mlx.core as mx
 from filelock import FileLock, Timeout
 
 from ..errors import GearbxWarning
-from ..files import user_cache
-from ..files.user_cache import CacheUnusable, check_owner, why
-from ..files.writing import lock
+from ..files.user_cache import CacheUnusable, check_owner, open_cache, why
+from ..files.writing import work_directory
 from .compiler import (
     Recipe,
     Unavailable,
@@ -52,7 +48,6 @@ from .compiler import (
 )
 from .exact import ExactMatrix
 
-BUILDING, PRIVATE = ".building-", f"{user_cache.NAME}-kernels-"  # how the names of a process's directories begin
 BUILDING_LOCK = ".lock"
 UNUSED = 30 * 86400  # seconds without a use after which a library goes
 
@@ -102,7 +97,7 @@ class CachedLibrary:
             waiting()
             lock.acquire()
         try:
-            with process_directory(self.library.parent, BUILDING) as directory:
+            with work_directory(self.library) as directory:
                 yield directory / self.library.name
         finally:
             lock.release()
@@ -137,41 +132,28 @@ class CachedLibrary:
 
 def open_entry(name: str) -> CachedLibrary:
     """Return the entry for a library with this name. Raises CacheUnusable as `open_cache`."""
-    return checked(CachedLibrary(open_cache() / name))
+    return owned(CachedLibrary(open_cache() / name))
 
 
 def find_entries(pattern: str) -> list[CachedLibrary]:
     """Return the entries of libraries whose names match, newest first. Raises CacheUnusable and OSError as
     `open_cache`."""
     libraries = sorted(open_cache().glob(pattern), key=lambda path: path.lstat().st_mtime, reverse=True)
-    return [checked(CachedLibrary(library)) for library in libraries]
+    return [owned(CachedLibrary(library)) for library in libraries]
 
 
-def checked(entry: CachedLibrary) -> CachedLibrary:
+def owned(entry: CachedLibrary) -> CachedLibrary:
     for file in (entry.library, entry.hash_file, entry.failure_file):
         check_owner(file)
     return entry
 
 
-def open_cache() -> Path:
-    """Return the user's cache, without what killed compilations left. Raises what `user_cache.open_cache` does."""
-    directory = user_cache.open_cache()
-    remove_abandoned(directory, BUILDING)
-    return directory
-
-
 @functools.cache
 def private_directory() -> Path:
     """Return a directory for this process alone, removed when the process ends. Raises OSError if there can be none."""
-    directory = process_directory(Path(tempfile.gettempdir()), PRIVATE)
-    atexit.register(directory.__exit__, None, None, None)
-    return directory.__enter__()
-
-
-def remove_abandoned_private() -> None:
-    """Remove the private directories of this user's processes that were killed."""
-    with suppress(OSError):  # no directory for temporary files
-        remove_abandoned(Path(tempfile.gettempdir()), PRIVATE)
+    directory = tempfile.TemporaryDirectory(prefix="gearbx-mlx-kernels-")
+    atexit.register(directory.cleanup)
+    return Path(directory.name)
 
 
 def hash_file(file: Path) -> bytes:
@@ -187,45 +169,8 @@ def replace(source: Path, target: Path) -> None:
     os.replace(source, target)
 
 
-@contextmanager
-def process_directory(parent: Path, prefix: str) -> Iterator[Path]:
-    """Yield a new directory that no other user may read, removed afterwards. Raises OSError if there can be none."""
-    while True:
-        path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-        with suppress(FileNotFoundError):
-            handle = os.open(path, os.O_RDONLY)
-            if lock(handle) is not False and path.exists():
-                break
-            os.close(handle)  # another process found it before it was locked, and removes it
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-        os.close(handle)
-
-
-def remove_abandoned(parent: Path, prefix: str) -> None:
-    """Remove this user's directories from `process_directory` whose processes are dead."""
-    made = re.compile(re.escape(prefix) + "[a-z0-9_]{8}")  # as tempfile names them
-    with suppress(OSError), os.scandir(parent) as entries:
-        for path in [entry.path for entry in entries if made.fullmatch(entry.name)]:
-            with suppress(OSError):
-                remove_if_abandoned(path)
-
-
-def remove_if_abandoned(path: str) -> None:
-    """Remove a directory unless it is locked, is a link, or could be another user's. Raises OSError for these."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        status = os.fstat(handle)
-        if status.st_uid == os.geteuid() and status.st_mode & 0o777 == 0o700 and lock(handle):
-            shutil.rmtree(path, ignore_errors=True)
-    finally:
-        os.close(handle)
-
-
-NAME = "_gearbx_cpu"
-SUFFIX = sysconfig.get_config_var("EXT_SUFFIX") or ".so"
+MODULE_NAME = "_gearbx_cpu"
+LIBRARY_SUFFIX = sysconfig.get_config_var("EXT_SUFFIX") or ".so"
 
 
 def while_compiling(files: int, kept: bool) -> AbstractContextManager[Callable[[], None]]:
@@ -262,7 +207,6 @@ def _kernels_or_reason() -> tuple[ModuleType | None, str | None]:
 def _get_kernels() -> ModuleType:
     """Return the kernels from the cache, or compiled into it; where the cache cannot be used, compiled for this
     process."""
-    remove_abandoned_private()
     try:
         recipe = make_recipe(find_compiler())
     except Unavailable as reason:
@@ -284,7 +228,7 @@ def _get_kernels() -> ModuleType:
 
 
 def library_name(recipe: Recipe) -> str:
-    return f"{NAME}-{hash_recipe(recipe)}-{hash_compiler(recipe)}{SUFFIX}"
+    return f"{MODULE_NAME}-{hash_recipe(recipe)}-{hash_compiler(recipe)}{LIBRARY_SUFFIX}"
 
 
 def _load_kept(reason: str) -> ModuleType:
@@ -297,7 +241,7 @@ def _load_kept(reason: str) -> ModuleType:
         Unavailable: with that reason, if there are none.
     """
     try:
-        entries = find_entries(f"{NAME}-{hash_recipe(make_recipe([]))}-*{SUFFIX}")
+        entries = find_entries(f"{MODULE_NAME}-{hash_recipe(make_recipe([]))}-*{LIBRARY_SUFFIX}")
     except (CacheUnusable, OSError) as error:
         raise Unavailable(f"{reason}; the cache cannot be used: {why(error)}") from None
     for entry in entries:
@@ -345,8 +289,8 @@ def _compile(recipe: Recipe, library: Path, kept: bool) -> None:
 
 def _load(library: Path) -> ModuleType:
     """Import a compiled library. Raises Unavailable if the system cannot load it."""
-    loader = importlib.machinery.ExtensionFileLoader(NAME, str(library))
-    spec = importlib.util.spec_from_loader(NAME, loader)
+    loader = importlib.machinery.ExtensionFileLoader(MODULE_NAME, str(library))
+    spec = importlib.util.spec_from_loader(MODULE_NAME, loader)
     assert spec is not None
     try:
         module = importlib.util.module_from_spec(spec)

@@ -31,10 +31,10 @@ def use_device(name: str) -> None:
 
 def device_in_use() -> str:
     """Return the device on which MLX computes now, as `name_of`."""
-    return name_of(mx.default_device())
+    return device_name(mx.default_device())
 
 
-def name_of(device: mx.Device) -> str:
+def device_name(device: mx.Device) -> str:
     """cpu, gpu, or Device(gpu, 1) where there are several."""
     return device.type.name if device == mx.Device(device.type) else str(device)
 
@@ -56,7 +56,7 @@ def check_device(name: str) -> None:
 def check_generation(name: str) -> None:
     """Raise GearbxError if mlx-lm was imported while MLX computed on another device."""
     stream = generation_stream()
-    pinned = name if stream is None else name_of(stream.device)
+    pinned = name if stream is None else device_name(stream.device)
     if pinned != name:
         raise GearbxError(
             f"mlx-lm generates on {pinned} since it was imported, and not on {name}; "

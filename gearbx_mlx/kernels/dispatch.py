@@ -40,11 +40,11 @@ from .proven import product_key
 
 MLX, RECONSTRUCT, NATIVE = "mlx", "reconstruct", "native"
 STOCK = (MLX, RECONSTRUCT)  # what is not ours
-SMALLEST = 2**18  # weights: of fewer, a launch takes longer than the product
+LEAST_WEIGHTS = 2**18  # weights: of fewer, a launch takes longer than the product
 
 CPU, METAL, GPU = "cpu", "metal", "gpu"  # GPU: one that is not Apple's
 
-OPERATIONS = NORMS, GATES, POSITIONS, ATTENTION, WHOLE_BLOCKS = (
+OPERATIONS = NORMS, GATES, POSITIONS, FUSED_ATTENTION, WHOLE_BLOCKS = (
     "norms",
     "gates",
     "positions",
@@ -52,8 +52,8 @@ OPERATIONS = NORMS, GATES, POSITIONS, ATTENTION, WHOLE_BLOCKS = (
     "whole blocks",
 )
 
-CHUNK = 16  # vectors for which native CPU kernels read the weights once
-MOST_VECTORS = CHUNK if sys.platform == "darwin" else None
+NATIVE_VECTORS = 16  # vectors for which native CPU kernels read the weights once
+MOST_VECTORS = NATIVE_VECTORS if sys.platform == "darwin" else None
 UNPROVEN = "none of ours was proven faster on this Mac; gearbx_mlx benchmark mac --own-kernels tries them"
 BFLOAT16_BITS = 8  # of a significand, with the first one, which is not stored
 
@@ -104,7 +104,9 @@ def choose(kernels: str, activations: str = "int16") -> KernelChoice:
     reason = cpu.why_not()
     if reason is not None:
         return KernelChoice(False, reason)
-    how_many = f"{CHUNK} vectors at a time" if MOST_VECTORS is None else f"up to {MOST_VECTORS} vectors, MLX beyond"
+    how_many = (
+        f"{NATIVE_VECTORS} vectors at a time" if MOST_VECTORS is None else f"up to {MOST_VECTORS} vectors, MLX beyond"
+    )
     return KernelChoice(True, how_many, ACTIVATIONS[activations], **how)
 
 
@@ -153,7 +155,7 @@ class Kind:
     stock: bool
     variants: tuple[str, ...] = metal.VARIANTS
     most_bits: int = 16
-    text: str = proven.MATVEC
+    text: str = proven.MATVEC_TEXT
     decoding: str = ""
 
     def candidates(self, vectors: int, dtype: mx.Dtype, ours_alone: bool = False) -> tuple[str, ...]:
@@ -262,7 +264,7 @@ def native_operations(ours_alone: bool) -> tuple[str, ...]:
     on = device()
     if on == CPU:
         return OPERATIONS
-    return (POSITIONS, ATTENTION) if on == METAL and ours_alone else ()
+    return (POSITIONS, FUSED_ATTENTION) if on == METAL and ours_alone else ()
 
 
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:

@@ -13,8 +13,8 @@ import mlx.core as mx
 from .bit_planes import PanelPlanes, Planes, unpack_mlx_codes
 
 CODE_BITS = 4
-WINDOW = 144  # neighbours of a value: from 144 below its upper 16 bits on, 256 of them
-TILE = 2**20  # weights that are decoded at a time for a product with many vectors
+FIRST_NEIGHBOUR = 144  # neighbours of a value: from 144 below its upper 16 bits on, 256 of them
+WEIGHTS_DECODED_AT_ONCE = 2**20  # weights that are decoded at a time for a product with many vectors
 
 
 class ExactMatrix(NamedTuple):
@@ -129,7 +129,7 @@ def predict(plane: Planes) -> Prediction:
     scale, bias = (as_floats(array)[..., None] for array in (plane.scales, plane.biases[0]))
     value = scale * codes + bias
     near = ~(mx.abs(value) > mx.abs(scale) * 0.5)  # true for NaN as well
-    return Prediction(upper_bits(value) - WINDOW, near)
+    return Prediction(upper_bits(value) - FIRST_NEIGHBOUR, near)
 
 
 def decode(matrix: ExactMatrix) -> mx.array:
@@ -165,7 +165,7 @@ def upper_bits(values: mx.array) -> mx.array:
 def tile_ends(matrix: ExactMatrix) -> Iterator[tuple[int, int]]:
     """First row and end of each part of a matrix (O, I) that is decoded at a time: at most TILE weights, or a row."""
     rows, width = matrix.shape
-    height = max(1, TILE // width)
+    height = max(1, WEIGHTS_DECODED_AT_ONCE // width)
     for first in range(0, rows, height):
         yield first, min(first + height, rows)
 

@@ -17,7 +17,6 @@ import mlx.core as mx
 
 from ..errors import GearbxError, GearbxWarning, one_line
 
-CODES = 16  # codes that a lane reads at a time
 TYPES = {mx.float16: "float16_t", mx.bfloat16: "bfloat16_t", mx.float32: "float"}  # MLX's names for them in a text
 UNROLL = '_Pragma("clang loop unroll(full)")'  # arrays that a lane indexes in a loop stay in registers only then
 UNREAD = re.compile(r"[ \t]*//[^\n]*|[ \t]+(?=\\\n)")  # comments, and spaces before the end of a macro's line
@@ -111,14 +110,13 @@ class PackedLayout:
     bits: int
     arrays: tuple[str, ...]
     macros: tuple[tuple[str, object], ...]
-    codes: int = CODES
+    codes: int = 16
     tables: object = 0
 
 
 LANES = 32  # of a SIMD group
 MAX_VECTORS = 16
-MOST_IN_REGISTERS = 8  # vectors whose activations fit a lane's registers
-DTYPES = tuple(TYPES)
+METAL_DTYPES = tuple(TYPES)
 
 # GEARBX 8.1: the largest activations that are staged in threadgroup memory.
 STAGED_COLUMNS = 6144
@@ -177,7 +175,7 @@ def expected_variant(vectors: int) -> str:
 
     The two fastest published kernels are like `registers`, and more than 8 vectors do not fit there.
     """
-    return "registers" if vectors <= MOST_IN_REGISTERS else "device"
+    return "registers" if vectors <= 8 else "device"
 
 
 def fits_threadgroup(columns: int, vectors: int, dtype: mx.Dtype) -> bool:
@@ -318,7 +316,7 @@ class Launch:
         except ValueError:  # inside of mx.compile nothing can be evaluated, so that nothing shows
             return None
         except RuntimeError as error:
-            refuse(self.spec, error)
+            do_without(self.spec, error)
             return None
         TAKEN[self.spec] = True
         return result
@@ -328,7 +326,7 @@ TAKEN: dict[MetalKernel, bool] = {}
 """Whether Apple's compiler took a kernel in this process."""
 
 
-def refuse(spec: MetalKernel, error: Exception) -> None:
+def do_without(spec: MetalKernel, error: Exception) -> None:
     """Do without a kernel from now on; say so once for its text."""
     told = any(kernel.text == spec.text for kernel, taken in TAKEN.items() if not taken)
     TAKEN[spec] = False
@@ -354,4 +352,4 @@ def places_of_few(inputs: Sequence[mx.array]) -> tuple[int, ...]:
 
 def takes(x: mx.array, columns: int) -> bool:
     """Return whether a kernel takes activations (..., columns): their number and their type."""
-    return x.ndim > 0 and 0 < x.size <= MAX_VECTORS * columns and x.dtype in DTYPES
+    return x.ndim > 0 and 0 < x.size <= MAX_VECTORS * columns and x.dtype in METAL_DTYPES

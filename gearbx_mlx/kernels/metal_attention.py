@@ -18,22 +18,16 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..errors import GearbxError
-from .metal import DTYPES, LANES, LEAST_ELEMENTS, MAX_VECTORS, Launch, Prepared, TextKernel, options
+from .metal import LANES, LEAST_ELEMENTS, MAX_VECTORS, METAL_DTYPES, Launch, Prepared, TextKernel, options
 
-ROPE_THREADS = 64
-
-BLOCK = 128  # keys of a threadgroup: predicted to be enough work for one, and few enough to use many
-SIMD_GROUPS = 8
+BLOCK_KEYS = 128  # keys of a threadgroup: predicted to be enough work for one, and few enough to use many
+ATTENTION_SIMD_GROUPS = 8
 # Numbers that a lane keeps of its SIMD group's queries: of each its sums, and best, total and weight. A thread has 128
 # registers on Apple's cores, and addresses, keys and queries need as many again (metal/README.md).
 MOST_KEPT = 48
-TILE, TILE_BYTES = 32, 32 * 1024  # keys in threadgroup memory at a time, and its size
-JOIN_THREADS = 64
-CONTEXTS = 1024  # lengths of the KV cache, in blocks, for which launches are kept
+TILE_KEYS = 32  # keys in threadgroup memory at a time
 
-WORD = 32  # bits
-WIDTHS = (2, 4, 8)  # of the planes that lanes read, in bits
-MOST_PLANES = 2
+WORD_BITS = 32  # bits
 
 Arrays = Sequence[mx.array]  # of keys, or of values: one plane or two, scales, offsets (formats/kv_cache.py)
 
@@ -50,7 +44,7 @@ class Entries:
     libraries: tuple[str, ...] = ("loads",)
 
 
-DENSE = Entries()
+PLAIN_ENTRIES = Entries()
 
 
 def attention(
@@ -60,21 +54,21 @@ def attention(
 
     Sums are in float32. A query that sees no key gets zeros. Arguments as for `parts_launch`.
     """
-    return joined(parts_launch(queries, keys, values, scale, mask), queries.dtype)
+    return join_blocks(parts_launch(queries, keys, values, scale, mask), queries.dtype)
 
 
 def takes_attention(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str | None) -> bool:
     """Return whether `attention` takes these arguments: shapes, types, 1 to 16 queries, keys that fit threadgroup
     memory."""
     dtype = queries.dtype
-    if dtype not in DTYPES or not are_attention(queries, keys, values, mask):
+    if dtype not in METAL_DTYPES or not are_attention(queries, keys, values, mask):
         return False
     return queries.shape[2] <= MAX_VECTORS and fits_tile(queries.shape[3], dtype)
 
 
 def fits_tile(width: int, dtype: mx.Dtype) -> bool:
     """Return whether a tile of heads of this width, taken four numbers at a time, fits threadgroup memory."""
-    return width % 4 == 0 and TILE * (width + padding(dtype)) * dtype.size <= TILE_BYTES
+    return width % 4 == 0 and TILE_KEYS * (width + padding(dtype)) * dtype.size <= 32 * 1024
 
 
 def padding(dtype: mx.Dtype) -> int:
@@ -98,7 +92,7 @@ def parts_launch(
     """
     if not takes_attention(queries, keys, values, mask):
         return None
-    return entries_launch(queries, keys.shape[1], keys.shape[2], (keys, values), DENSE, scale, mask)
+    return entries_launch(queries, keys.shape[1], keys.shape[2], (keys, values), PLAIN_ENTRIES, scale, mask)
 
 
 def entries_launch(
@@ -113,12 +107,12 @@ def entries_launch(
     """`parts_launch` for keys and values that lie in arrays as `entries` says, and are known to fit the queries."""
     masked = isinstance(mask, mx.array)
     masks = [mx.broadcast_to(mask, (*queries.shape[:3], key_count))] if isinstance(mask, mx.array) else []
-    blocks, hides = math.ceil(key_count / BLOCK), "some" if masked else mask
+    blocks, hides = math.ceil(key_count / BLOCK_KEYS), "some" if masked else mask
     prepared = _parts_prepared(queries.shape, queries.dtype, kv_heads, blocks, hides, float(scale), entries)
     return Launch(prepared, (queries, *arrays, *masks))
 
 
-@functools.lru_cache(CONTEXTS)
+@functools.lru_cache(1024)  # lengths of the KV cache, in blocks
 def _parts_prepared(
     shape: tuple[int, ...],
     dtype: mx.Dtype,
@@ -135,14 +129,14 @@ def _parts_prepared(
     macros = {
         "DIMS": width,
         "HEADS": own_heads,
-        "BLOCK": BLOCK,
-        "QUERIES": 2 ** math.ceil(math.log2(math.ceil(own_heads * length / SIMD_GROUPS))),
-        "SIMD_GROUPS": SIMD_GROUPS,
+        "BLOCK": BLOCK_KEYS,
+        "QUERIES": 2 ** math.ceil(math.log2(math.ceil(own_heads * length / ATTENTION_SIMD_GROUPS))),
+        "SIMD_GROUPS": ATTENTION_SIMD_GROUPS,
         "CAUSAL": int(hides == "causal"),
         "MASKED": int(masked),
         "PADDING": padding(dtype),
-        "TILE": TILE,
-        "THREADS": SIMD_GROUPS * LANES,
+        "TILE": TILE_KEYS,
+        "THREADS": ATTENTION_SIMD_GROUPS * LANES,
     }
     names = ("queries", *entries.arrays, *(["mask"] if masked else []), "scale")
     once = entries.arrays if own_heads == heads // kv_heads else ()
@@ -155,7 +149,7 @@ def _parts_prepared(
         read_once=once,
         libraries=entries.libraries,
     )
-    threadgroups, threadgroup = batch * heads // own_heads * blocks, SIMD_GROUPS * LANES
+    threadgroups, threadgroup = batch * heads // own_heads * blocks, ATTENTION_SIMD_GROUPS * LANES
     sums = (batch, heads, length, blocks, width + 2)
     return Prepared(kernel, options(threadgroups * threadgroup, threadgroup, sums, mx.float32), (mx.array(scale),))
 
@@ -165,7 +159,7 @@ def heads_together(heads: int, length: int, width: int) -> int:
 
     Else keys and values are read by several threadgroups, and all but the first find most of them in a cache.
     """
-    most = queries_of_a_group(width) * SIMD_GROUPS
+    most = queries_of_a_group(width) * ATTENTION_SIMD_GROUPS
     return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * length <= most))
 
 
@@ -174,7 +168,7 @@ def queries_of_a_group(width: int) -> int:
     return 2 ** int(math.log2(MOST_KEPT // (math.ceil(width / LANES) + 3)))
 
 
-def joined(parts: Launch | None, dtype: mx.Dtype) -> mx.array | None:
+def join_blocks(parts: Launch | None, dtype: mx.Dtype) -> mx.array | None:
     """Attention (B, H, L, D) from the launch of its blocks; None where there is none, or a kernel cannot run."""
     sums = None if parts is None else parts.attempt()
     return None if sums is None else join_launch(sums, dtype).attempt()
@@ -190,7 +184,7 @@ def _join_prepared(shape: tuple[int, ...], dtype: mx.Dtype) -> Prepared:
     """For a result of this shape and type."""
     kernel = TextKernel("attention_join", dtype, ("parts",), (("DIMS", shape[3]),))
     threads = math.prod(shape)
-    return Prepared(kernel, options(threads, min(threads, JOIN_THREADS), shape, dtype))
+    return Prepared(kernel, options(threads, min(threads, 64), shape, dtype))
 
 
 @dataclass(frozen=True)
@@ -232,13 +226,13 @@ class Form(NamedTuple):
     def runs(self) -> bool:
         """Return whether there is a kernel: known planes, a group's lanes in one SIMD group, each tile of one kind."""
         chunk = chunk_of(self.widths)
-        known = len(self.widths) <= MOST_PLANES and all(width in WIDTHS for width in self.widths)
-        whole = self.packed % TILE == 0 or not self.entries
+        known = len(self.widths) <= 2 and all(width in (2, 4, 8) for width in self.widths)
+        whole = self.packed % TILE_KEYS == 0 or not self.entries
         return whole and known and self.group_size % chunk == 0 and LANES % (self.group_size // chunk) == 0
 
     def describes(self, arrays: Arrays, batch: int, heads: int, dtype: mx.Dtype) -> bool:
         """Return whether planes of so many heads have this form, with scales of this type."""
-        elements = [*(self.dims * width // WORD for width in self.widths), *[self.dims // self.group_size] * 2]
+        elements = [*(self.dims * width // WORD_BITS for width in self.widths), *[self.dims // self.group_size] * 2]
         types = [mx.uint32] * len(self.widths) + [dtype] * 2
         return (
             [array.dtype for array in arrays] == types
@@ -250,7 +244,7 @@ class Form(NamedTuple):
 
 def chunk_of(widths: Sequence[int]) -> int:
     """Numbers that a lane takes: whole words of each plane."""
-    return WORD // min(widths)
+    return WORD_BITS // min(widths)
 
 
 def form_of(nested: NestedEntries, dims: int) -> Form | None:
@@ -259,7 +253,7 @@ def form_of(nested: NestedEntries, dims: int) -> Form | None:
     entries, arrays, packed = nested.entries, nested.planes[0], nested.packed
     if len(arrays) < 3 or packed < 1 or any(array.ndim != 4 or array.size == 0 for array in (*entries, *arrays)):
         return None
-    widths, groups = tuple(plane.shape[3] * WORD // dims for plane in arrays[:-2]), arrays[-2].shape[3]
+    widths, groups = tuple(plane.shape[3] * WORD_BITS // dims for plane in arrays[:-2]), arrays[-2].shape[3]
     form = Form(dims, widths, dims // groups, packed, entries[0].shape[2] > packed)
     return form if dims % groups == 0 and 0 not in widths and form.runs() else None
 
@@ -267,7 +261,7 @@ def form_of(nested: NestedEntries, dims: int) -> Form | None:
 def takes_nested(queries: mx.array, nested: NestedEntries, mask: mx.array | str | None) -> Form | None:
     """Return the form of planes that `nested_attention` takes: shapes, types, widths, 1 to 16 queries, the
     tile's size."""
-    if queries.ndim != 4 or queries.size == 0 or queries.dtype not in DTYPES or queries.shape[2] > MAX_VECTORS:
+    if queries.ndim != 4 or queries.size == 0 or queries.dtype not in METAL_DTYPES or queries.shape[2] > MAX_VECTORS:
         return None
     dims, dtype = queries.shape[3], queries.dtype
     form = form_of(nested, dims)
@@ -291,7 +285,7 @@ def nested_attention(
     Sums are in float32, and numbers that planes stand for are rounded to that type. A query that sees no key gets
     zeros. Arguments as for `nested_launch`.
     """
-    return joined(nested_launch(queries, nested, scale, mask), queries.dtype)
+    return join_blocks(nested_launch(queries, nested, scale, mask), queries.dtype)
 
 
 def nested_launch(queries: mx.array, nested: NestedEntries, scale: float, mask: mx.array | str | None) -> Launch | None:
@@ -336,7 +330,7 @@ def entries_of(widths: tuple[int, ...], group_size: int, entries: bool) -> Entri
 
 def takes_rope(x: mx.array) -> bool:
     """Return whether `rope_launch` takes x (B, H, L, D): 1 to 16 tokens, and their type."""
-    return x.ndim == 4 and x.size > 0 and x.shape[2] <= MAX_VECTORS and x.dtype in DTYPES
+    return x.ndim == 4 and x.size > 0 and x.shape[2] <= MAX_VECTORS and x.dtype in METAL_DTYPES
 
 
 def rope_launch(x: mx.array, frequencies: mx.array, offset: int, traditional: bool, scale: float) -> Launch:
@@ -364,7 +358,7 @@ def _rope_prepared(shape: tuple[int, ...], dtype: mx.Dtype, dims: int, tradition
     names = ("x", "frequencies", "offset", "scale")
     kernel = TextKernel("rope", dtype, names, tuple(macros.items()), strided=True, read_once=("x",))
     threads = math.prod(shape[:3]) * (shape[3] - dims // 2)
-    return Prepared(kernel, options(threads, min(threads, ROPE_THREADS), shape, dtype), (mx.array(scale),))
+    return Prepared(kernel, options(threads, min(threads, 64), shape, dtype), (mx.array(scale),))
 
 
 def are_attention(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str | None) -> bool:

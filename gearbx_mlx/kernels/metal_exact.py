@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..errors import GearbxError
+from . import GROUP_SIZES
 from .exact import CODE_BITS, ExactMatrix
 from .metal import Launch, PackedLayout, Prepared, Variant, options, places_of_few, source_text
-from .metal_products import GROUP_SIZES, Spec, check_product, named, product_launch, threads
+from .metal_products import Spec, check_product, macros_with, product_launch, threads
 
-TILE = 2**22  # weights that are decoded at a time
-MOST_BYTES = 2**31 - 1  # of `high`; kernels get numbers of 32 bits
-CODES = 8  # that a lane reads at a time: a word
+TILE_WEIGHTS = 2**22  # weights that are decoded at a time
+MOST_HIGH_BYTES = 2**31 - 1  # of `high`; kernels get numbers of 32 bits
 # Two rows of a SIMD group share activations, and a sum over its lanes; four would take twice the registers.
 PRODUCT, DECODER = Variant("registers", 2, 2), Variant("registers", 2, 1)
 
@@ -30,8 +30,8 @@ def exact_layout(group_size: int) -> PackedLayout:
         name=f"exact_g{group_size}",
         bits=CODE_BITS + 8,
         arrays=("codes", "scales", "biases", "low", "high", "offsets"),
-        codes=CODES,
-        macros=named(SIGN_BITS=0, GROUP_SIZE=group_size, CODE_BITS=CODE_BITS),
+        codes=8,  # a word
+        macros=macros_with(SIGN_BITS=0, GROUP_SIZE=group_size, CODE_BITS=CODE_BITS),
     )
 
 
@@ -105,7 +105,7 @@ def decode_launch(matrix: ExactMatrix, chosen: mx.array | None = None) -> Launch
     return Launch(Prepared(spec, how, (sizes,), places_of_few(inputs), mx.bfloat16), inputs)
 
 
-def exact_matmul_tiles(x: mx.array, matrix: ExactMatrix, tile: int = TILE) -> mx.array | None:
+def exact_matmul_tiles(x: mx.array, matrix: ExactMatrix, tile: int = TILE_WEIGHTS) -> mx.array | None:
     """x (..., I) @ W^T over exact weights for any number of vectors, (..., O) of x's type, in MLX's matrix products.
 
     None where the kernel that decodes cannot run.
@@ -161,6 +161,6 @@ def _checked_layout(matrix: ExactMatrix) -> PackedLayout:
     for name, array, (dtype, shape) in zip(layout.arrays, matrix.arrays, wanted):
         if (array.dtype, array.shape) != (dtype, shape):
             raise GearbxError(f"{name} of exact weights is {array.shape} {array.dtype}, not {shape} {dtype}")
-    if not 0 < high.size <= MOST_BYTES:
-        raise GearbxError(f"high of exact weights is {high.size} bytes, not 1 to {MOST_BYTES}")
+    if not 0 < high.size <= MOST_HIGH_BYTES:
+        raise GearbxError(f"high of exact weights is {high.size} bytes, not 1 to {MOST_HIGH_BYTES}")
     return layout

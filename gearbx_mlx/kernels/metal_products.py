@@ -16,11 +16,12 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..errors import GearbxError
+from . import GROUP_SIZES
 from .bit_planes import Planes, middle_of, plane_shifts
 from .metal import (
-    DTYPES,
     LANES,
     MAX_VECTORS,
+    METAL_DTYPES,
     TYPES,
     VARIANTS,
     Launch,
@@ -36,21 +37,17 @@ from .metal import (
     takes,
 )
 
-CHUNK = 8  # columns of a dense weight that a lane reads at a time
-SIMD_GROUPS = 2  # of a dense product's threadgroup
+DENSE_COLUMNS = 8  # columns of a dense weight that a lane reads at a time
+DENSE_SIMD_GROUPS = 2  # of a dense product's threadgroup
 
-GROUP_SIZES = (32, 64, 128)  # of planes
 SYMMETRIC_OFFSET = {8: 128, 6: 32, 4: 8, 2: 2}  # codes of 8 bits are stored signed, and read as unsigned plus it
 GROUPWISE_SIZE = 32
-ALIGNMENT = 16  # bytes; of a row
+ROW_ALIGNMENT = 16  # bytes; of a row
 
 ROW_CODES = {2: 16, 3: 10, 4: 8, 5: 6, 6: 5}  # bits to codes in two words of 16 bits, with one codebook per row
-LIBRARY, GROUP = 32, 128
-LIBRARY_BITS = (2, 3, 4)
+LIBRARY_SIZE, LIBRARY_GROUP = 32, 128
 OUTLIERS = ("outliers", "outlier_columns", "outlier_offsets")
 OF_GROUPS = {"entries": mx.uint8, "scales": mx.float16, "midpoints": mx.float16}
-INPUTS_OF_CODEBOOK = ("weight", "codebook", *OUTLIERS)
-INPUTS_OF_LIBRARY = ("weight", "library", *OUTLIERS, *OF_GROUPS)
 
 
 @dataclass(frozen=True)
@@ -121,7 +118,7 @@ class Spec:
         return definitions(macros | dict(self.layout.macros), self.dtype) + source_text("codes")
 
 
-def prepare(
+def prepare_product(
     x: mx.array,
     layout: PackedLayout,
     arrays: Sequence[mx.array],
@@ -172,7 +169,7 @@ def prepare(
 
 def takes_experts(x: mx.array, indices: mx.array) -> bool:
     """Return whether kernels take these activations and indices of experts: how they lie, and the type."""
-    return x.dtype in DTYPES and pairs_of_a_vector(x, indices) is not None
+    return x.dtype in METAL_DTYPES and pairs_of_a_vector(x, indices) is not None
 
 
 def pairs_of_a_vector(x: mx.array, indices: mx.array) -> int | None:
@@ -187,7 +184,7 @@ def pairs_of_a_vector(x: mx.array, indices: mx.array) -> int | None:
 
 def check_product(x: mx.array, rows: int, columns: int, bias: mx.array | None) -> None:
     """Raise GearbxError unless weights (rows, columns) take these activations and this output bias."""
-    if x.dtype not in DTYPES:
+    if x.dtype not in METAL_DTYPES:
         raise GearbxError(f"activations of {x.dtype} are none of float16, bfloat16, float32")
     if x.ndim == 0 or x.shape[-1] != columns:
         raise GearbxError(f"activations of shape {x.shape} do not fit weights of {columns} columns")
@@ -217,7 +214,7 @@ def product_launch(spec: Spec, inputs: Sequence[mx.array], sizes: list[int], ind
     return Launch(Prepared(spec, how, (mx.array(sizes, mx.int32),), places_of_few(inputs)), tuple(inputs))
 
 
-def named(**macros: object) -> tuple[tuple[str, object], ...]:
+def macros_with(**macros: object) -> tuple[tuple[str, object], ...]:
     """Macros of metal/matvec.metal, as names and values; a name includes the parameter, if the macro has one."""
     parameters = {
         "PLANES": "(DO)",
@@ -242,7 +239,7 @@ def planes_layout(widths: tuple[int, ...], group_size: int, biases: int, rest: i
         name=f"planes_{'_'.join(map(str, widths))}_g{group_size}_b{biases}_r{rest}",
         bits=sum(widths),
         arrays=(*(f"w{i}" for i in planes), "scales", *(f"b{i}" for i in range(biases))),
-        macros=named(
+        macros=macros_with(
             PLANES=" ".join(f"DO(w{i}, {widths[i]}, {shifts[i]})" for i in planes),
             ROW_WORDS="(row_words * WIDTH)",
             SIGN_BITS=0,
@@ -293,7 +290,7 @@ def planes_launch(
         if bias_of_plane.shape != scales.shape:
             raise GearbxError(f"biases of plane {i} are {bias_of_plane.shape}, scales {scales.shape}")
     layout = planes_layout(tuple(widths), group_size, len(biases), rest)
-    return prepare(x, layout, planes.arrays, rows, columns, columns // 16, bias, variant, indices)
+    return prepare_product(x, layout, planes.arrays, rows, columns, columns // 16, bias, variant, indices)
 
 
 def dimensions(indices: mx.array | None) -> int:
@@ -316,7 +313,7 @@ def symmetric_layout(bits: int, grouped: bool) -> PackedLayout:
         name="groupwise" if grouped else f"rowwise_{bits}",
         bits=bits,
         arrays=("w0", "scales"),
-        macros=named(
+        macros=macros_with(
             PLANES=f"DO(w0, {bits}, 0)", ROW_WORDS="row_words", SIGN_BITS="0x8080" if bits == 8 else 0, **of_scales
         ),
     )
@@ -356,19 +353,19 @@ def symmetric_launch(
         of_groups = f" of {groups} groups" if grouped else ""
         raise GearbxError(f"scales of shape {scales.shape} do not fit {rows} rows{of_groups}")
     layout = symmetric_layout(bits, grouped)
-    return prepare(x, layout, [weight, scales], rows, width, row_bytes // 2, bias, variant, indices)
+    return prepare_product(x, layout, [weight, scales], rows, width, row_bytes // 2, bias, variant, indices)
 
 
 def _check_rows(weight: mx.array, dtype: mx.Dtype, bits: int, width: int, ndim: int) -> None:
     """Raise GearbxError unless rows are aligned, and have room for `width` codes and little padding."""
-    fits = weight.ndim == ndim and weight.dtype == dtype and weight.shape[-1] % ALIGNMENT == 0
-    if not (fits and width > 0 and 0 <= weight.shape[-1] * 8 - width * bits < 8 * 2 * ALIGNMENT):
+    fits = weight.ndim == ndim and weight.dtype == dtype and weight.shape[-1] % ROW_ALIGNMENT == 0
+    if not (fits and width > 0 and 0 <= weight.shape[-1] * 8 - width * bits < 8 * 2 * ROW_ALIGNMENT):
         raise GearbxError(f"weights {weight.shape} {weight.dtype} are not rows of {width} {bits}-bit codes")
 
 
 def takes_dense(x: mx.array, weight: mx.array) -> bool:
     """Return whether `dense_launch` takes activations (..., I) and a weight (O, I): their number and types."""
-    return takes(x, x.shape[-1]) and weight.dtype in DTYPES
+    return takes(x, x.shape[-1]) and weight.dtype in METAL_DTYPES
 
 
 def dense_launch(x: mx.array, weight: mx.array) -> Launch:
@@ -401,14 +398,14 @@ def _dense_prepared(shape: tuple[int, ...], dtype: mx.Dtype, rows: int, few: tup
     macros = {
         "VECTORS": vectors,
         "ROWS": rows_each,
-        "SIMD_GROUPS": SIMD_GROUPS,
-        "CHUNK": CHUNK,
-        "RAGGED": int(columns % CHUNK != 0),
+        "SIMD_GROUPS": DENSE_SIMD_GROUPS,
+        "CHUNK": DENSE_COLUMNS,
+        "RAGGED": int(columns % DENSE_COLUMNS != 0),
     }
     names = ("x", "weight", "sizes")
     kernel = TextKernel("dense", dtype, names, tuple(macros.items()), read_once=("weight",), libraries=("loads",))
-    threadgroup = SIMD_GROUPS * LANES
-    threadgroups = math.ceil(rows / (SIMD_GROUPS * rows_each))
+    threadgroup = DENSE_SIMD_GROUPS * LANES
+    threadgroups = math.ceil(rows / (DENSE_SIMD_GROUPS * rows_each))
     how = options(threadgroups * threadgroup, threadgroup, (*shape[:-1], rows), dtype)
     return Prepared(kernel, how, (mx.array([rows, columns], mx.int32),), few)
 
@@ -422,7 +419,7 @@ def codebook_layout(bits: int) -> PackedLayout:
         arrays=("w0", "codebook", *OUTLIERS),
         codes=ROW_CODES[bits],
         tables="(SIMD_GROUPS * ROWS)",
-        macros=named(
+        macros=macros_with(
             PLANES="DO(w0, 2, 0)",
             STEP_WORDS=2,
             SCALE_ARRAYS="",
@@ -450,8 +447,8 @@ def library_layout(bits: int) -> PackedLayout:
         name=f"library_{bits}",
         bits=bits,
         arrays=("w0", "codebook", *OUTLIERS, *OF_GROUPS),
-        tables=LIBRARY,
-        macros=named(
+        tables=LIBRARY_SIZE,
+        macros=macros_with(
             PLANES=f"DO(w0, {bits}, 0)",
             STEP_WORDS=bits,
             SCALE_ARRAYS=" ".join(f"DO({name}, rows * groups)" for name in OF_GROUPS),
@@ -460,11 +457,11 @@ def library_layout(bits: int) -> PackedLayout:
             BITS=bits,
             PLACE=f"((i) * {bits})",
             ENTRIES=2**bits,
-            ALL_TABLES=LIBRARY,
+            ALL_TABLES=LIBRARY_SIZE,
             FIRST_TABLE=0,
-            TABLE=f"(table + entries[group] % {LIBRARY} * ENTRIES)",
+            TABLE=f"(table + entries[group] % {LIBRARY_SIZE} * ENTRIES)",
             OWN_CODE=1,
-            GROUP_SIZE=GROUP,
+            GROUP_SIZE=LIBRARY_GROUP,
             GROUP_SCALE="float(scales[group])",
             GROUP_OFFSET="float(midpoints[group])",
             ROW_SCALE="1.0f",
@@ -472,9 +469,10 @@ def library_layout(bits: int) -> PackedLayout:
     )
 
 
-def inputs_of(arrays: Mapping[str, mx.array]) -> list[mx.array]:
+def codebook_inputs(arrays: Mapping[str, mx.array]) -> list[mx.array]:
     """Return the arrays in the order in which a kernel takes them, after the activations."""
-    return [arrays[name] for name in (INPUTS_OF_LIBRARY if "library" in arrays else INPUTS_OF_CODEBOOK)]
+    names = ("library", *OUTLIERS, *OF_GROUPS) if "library" in arrays else ("codebook", *OUTLIERS)
+    return [arrays[name] for name in ("weight", *names)]
 
 
 def codebook_launch(
@@ -506,7 +504,7 @@ def codebook_launch(
     else:
         sizes, layout_of = _sizes_of_codebook(x, arrays, bits, experts), codebook_layout
     most_outliers = arrays["outliers"].shape[-1]
-    return prepare(x, layout_of(bits), inputs_of(arrays), *sizes, bias, variant, indices, most_outliers)
+    return prepare_product(x, layout_of(bits), codebook_inputs(arrays), *sizes, bias, variant, indices, most_outliers)
 
 
 def _sizes_of_codebook(
@@ -529,16 +527,16 @@ def _sizes_of_library(
     x: mx.array, arrays: Mapping[str, mx.array], bits: int, experts: tuple[int, ...]
 ) -> tuple[int, int, int]:
     """Return the same for a library."""
-    if bits not in LIBRARY_BITS:
+    if bits not in (2, 3, 4):
         raise GearbxError(f"libraries of {bits} bits are none of 2, 3, 4")
     width, rows = x.shape[-1] if x.ndim else 0, arrays["weight"].shape[-2]
-    groups = -(-width // GROUP)
+    groups = -(-width // LIBRARY_GROUP)
     wanted = {
-        "weight": (mx.uint32, (rows, groups * GROUP // 32 * bits)),
-        "library": (mx.float16, (LIBRARY, 2**bits)),
+        "weight": (mx.uint32, (rows, groups * LIBRARY_GROUP // 32 * bits)),
+        "library": (mx.float16, (LIBRARY_SIZE, 2**bits)),
     } | {name: (dtype, (rows, groups)) for name, dtype in OF_GROUPS.items()}
     _check(arrays, wanted, rows, experts)
-    return rows, width, groups * GROUP // 16 * bits
+    return rows, width, groups * LIBRARY_GROUP // 16 * bits
 
 
 def _check(

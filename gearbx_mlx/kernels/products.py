@@ -5,6 +5,7 @@ For experts, `indices` names one for each vector (..., 1, I), and a weight has a
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import ModuleType
 from typing import NamedTuple
 
@@ -16,9 +17,9 @@ from .dispatch import MLX, NATIVE, RECONSTRUCT, STOCK, ChosenKernels, block_kern
 from .exact import ExactMatrix, decode, decoded_by_tiles, product_by_tiles
 from .metal_exact import decode_launch, exact_launch, exact_matmul_tiles
 from .metal_products import (
+    codebook_inputs,
     codebook_launch,
     dense_launch,
-    inputs_of,
     planes_launch,
     symmetric_launch,
     takes_dense,
@@ -54,19 +55,16 @@ def stack_product(
     y = again(x, planes.arrays, bias, chosen)
     if y is not None:
         return y
-    kernel = kernel_for(x, chosen)
-    if kernel not in STOCK and is_metal(x):
-        y = launched(planes_launch(x, planes, bias, variant_of(kernel)), bias, chosen)
-        if y is not None:
-            return y
-        kernel = MLX
+    kernel, y = on_metal(kernel_for(x, chosen), bias, chosen, partial(planes_launch, x, planes, bias))
+    if y is not None:
+        return y
     if kernel in STOCK:  # ours do not round the bias of a gear of longer codes
         planes = planes.by_row().with_biases(mx.float32)
     if kernel == MLX:
         return add_bias(planes_matmul(x, planes).astype(x.dtype), bias)  # scales may be wider
     if kernel == RECONSTRUCT:
         return add_bias(x @ planes_dense(planes).astype(x.dtype).T, bias)
-    return add_bias(compiled().stack_matvec(x, *planes, x_bits).astype(x.dtype), bias)
+    return add_bias(native_kernels().stack_matvec(x, *planes, x_bits).astype(x.dtype), bias)
 
 
 def symmetric_product(
@@ -83,12 +81,10 @@ def symmetric_product(
     y = again(x, codes[:2], bias, chosen)
     if y is not None:
         return y
-    kernel = kernel_for(x, chosen)
+    kernel, y = on_metal(kernel_for(x, chosen), bias, chosen, partial(symmetric_launch, x, *codes, bias))
     if kernel in STOCK:
-        return None
-    if is_metal(x):
-        return launched(symmetric_launch(x, *codes, bias, variant_of(kernel)), bias, chosen)
-    return add_bias(compiled().symmetric_matvec(x, *codes[:3], x_bits).astype(x.dtype), bias)
+        return y
+    return add_bias(native_kernels().symmetric_matvec(x, *codes[:3], x_bits).astype(x.dtype), bias)
 
 
 def dense_product(
@@ -102,16 +98,14 @@ def dense_product(
     y = again(x, (weight,), None, chosen)
     if y is not None:
         return add_bias(y, bias)
-    kernel = kernel_for(x, chosen)
-    if kernel not in STOCK and metal.available():
-        y = launched(dense_launch(x, weight), None, chosen) if takes_dense(x, weight) else None
-        if y is not None:
-            return add_bias(y, bias)
-        kernel = MLX
+    kernel = kernel_for(x, chosen) if on_cpu() or takes_dense(x, weight) else MLX
+    kernel, y = on_metal(kernel, None, chosen, lambda variant: dense_launch(x, weight))
+    if y is not None:
+        return add_bias(y, bias)
     if kernel in STOCK:
         columns = weight.astype(x.dtype).T
         return x @ columns if bias is None else mx.addmm(bias.astype(x.dtype), x, columns)  # as mlx.nn.Linear
-    return add_bias(compiled().dense_matvec(x, weight, x_bits).astype(x.dtype), bias)
+    return add_bias(native_kernels().dense_matvec(x, weight, x_bits).astype(x.dtype), bias)
 
 
 def codebook_product(
@@ -128,18 +122,15 @@ def codebook_product(
         arrays: by their names in the format; with a `library`, or else with a `codebook`.
         dense: makes W (O, I) of x's type, for MLX's kernels.
     """
-    y = again(x, inputs_of(arrays), bias, chosen)
+    y = again(x, codebook_inputs(arrays), bias, chosen)
     if y is not None:
         return y
-    kernel = kernel_for(x, chosen)
-    if kernel not in STOCK and is_metal(x):
-        y = launched(codebook_launch(x, arrays, bits, bias, variant_of(kernel)), bias, chosen)
-        if y is not None:
-            return y
-        kernel = MLX
+    kernel, y = on_metal(kernel_for(x, chosen), bias, chosen, partial(codebook_launch, x, arrays, bits, bias))
+    if y is not None:
+        return y
     if kernel in STOCK:
         return add_bias(x @ dense().T, bias)
-    product = compiled().library_matvec if "library" in arrays else compiled().codebook_matvec
+    product = native_kernels().library_matvec if "library" in arrays else native_kernels().codebook_matvec
     return add_bias(product(x, **arrays, bits=bits).astype(x.dtype), bias)
 
 
@@ -154,19 +145,16 @@ def exact_product(
     y = again(x, matrix.arrays, bias, chosen)
     if y is not None:
         return y
-    kernel = kernel_for(x, chosen)
-    if kernel not in STOCK and metal.available():
-        y = launched(exact_launch(x, matrix, bias), bias, chosen)
-        if y is not None:
-            return y
-        kernel = MLX
+    kernel, y = on_metal(kernel_for(x, chosen), bias, chosen, lambda variant: exact_launch(x, matrix, bias))
+    if y is not None:
+        return y
     if kernel == RECONSTRUCT and metal.available():
         y = exact_matmul_tiles(x, matrix)
         if y is not None:
             return add_bias(y, bias)
     if kernel in STOCK:
         return add_bias(product_by_tiles(x, matrix), bias)
-    return add_bias(compiled().exact_matvec(x, *matrix, x_bits).astype(x.dtype), bias)
+    return add_bias(native_kernels().exact_matvec(x, *matrix, x_bits).astype(x.dtype), bias)
 
 
 def decoded(matrix: ExactMatrix) -> mx.array:
@@ -180,7 +168,7 @@ def decoded(matrix: ExactMatrix) -> mx.array:
 
 def decoded_on_metal(matrix: ExactMatrix, chosen: mx.array | None = None) -> mx.array | None:
     """`decode_launch` where this machine has proven that it is right and faster than `decode`; else None."""
-    if not metal.available() or not proven.won(proven.EXACT, proven.decoder_key(matrix.group_size)):
+    if not metal.available() or not proven.won(proven.EXACT_TEXT, proven.decoder_key(matrix.group_size)):
         return None
     return decode_launch(matrix, chosen).attempt()
 
@@ -206,15 +194,13 @@ def stack_experts(
     y = again(x, planes.arrays, indices, chosen)
     if y is not None:
         return y
-    kernel = kernel_for_experts(x, indices, chosen)
-    if kernel not in STOCK and metal.available():
-        y = launched(planes_launch(x, planes, None, variant_of(kernel), indices), indices, chosen)
-        if y is not None:
-            return y
-        kernel = MLX
+    launch = partial(planes_launch, x, planes, None, indices=indices)
+    kernel, y = on_metal(kernel_for_experts(x, indices, chosen), indices, chosen, launch)
+    if y is not None:
+        return y
     if kernel in STOCK:
         return planes_gather_matmul(x, planes, indices, sorted_indices=uses_order(indices, sorted_indices))
-    return compiled().stack_experts(x, *planes, indices, x_bits).astype(x.dtype)
+    return native_kernels().stack_experts(x, *planes, indices, x_bits).astype(x.dtype)
 
 
 def symmetric_experts(
@@ -224,10 +210,8 @@ def symmetric_experts(
     y = again(x, codes[:2], indices, chosen)
     if y is not None:
         return y
-    kernel = kernel_for_experts(x, indices, chosen) if metal.available() else MLX
-    if kernel in STOCK:
-        return None
-    return launched(symmetric_launch(x, *codes, None, variant_of(kernel), indices), indices, chosen)
+    launch = partial(symmetric_launch, x, *codes, None, indices=indices)
+    return on_metal(kernel_for_experts(x, indices, chosen), indices, chosen, launch)[1]
 
 
 def dense_experts(
@@ -249,15 +233,14 @@ def codebook_experts(
 ) -> mx.array | None:
     """Multiply as `codebook_product`, for stacked experts, each with its own tables and outliers; None if
     there is no kernel."""
-    y = again(x, inputs_of(arrays), indices, chosen)
+    y = again(x, codebook_inputs(arrays), indices, chosen)
     if y is not None:
         return y
-    kernel = kernel_for_experts(x, indices, chosen)
+    launch = partial(codebook_launch, x, arrays, bits, None, indices=indices)
+    kernel, y = on_metal(kernel_for_experts(x, indices, chosen), indices, chosen, launch)
     if kernel in STOCK:
-        return None
-    if metal.available():
-        return launched(codebook_launch(x, arrays, bits, None, variant_of(kernel), indices), indices, chosen)
-    product = compiled().library_experts if "library" in arrays else compiled().codebook_experts
+        return y
+    product = native_kernels().library_experts if "library" in arrays else native_kernels().codebook_experts
     return product(x, **arrays, indices=indices, bits=bits).astype(x.dtype)
 
 
@@ -311,7 +294,7 @@ def kernel_for_experts(x: mx.array, indices: mx.array, chosen: ChosenKernels | N
     return MLX if chosen is None else chosen(1)
 
 
-def compiled() -> ModuleType:
+def native_kernels() -> ModuleType:
     """Return the native CPU kernels, where `kernel_for` names them."""
     module = cpu.native()
     assert module is not None
@@ -320,7 +303,7 @@ def compiled() -> ModuleType:
 
 def panel_rows() -> int:
     """Return how many rows of a matrix the native CPU kernels multiply side by side."""
-    rows: int = compiled().panel_rows()
+    rows: int = native_kernels().panel_rows()
     return rows
 
 
@@ -345,7 +328,7 @@ def uses_order(indices: mx.array, sorted_indices: bool) -> bool:
 def again(
     x: mx.array, inputs: Sequence[mx.array], last: mx.array | None, chosen: ChosenKernels | None
 ) -> mx.array | None:
-    """Return the product by the Metal kernel that `launched` prepared for such activations; None if there was none.
+    """Return the product by the Metal kernel that `on_metal` prepared for such activations; None if there was none.
 
     This is the way of every token on a Mac, where each microsecond counts.
 
@@ -360,21 +343,25 @@ def again(
     return prepared(x, *inputs) if last is None else prepared(x, *inputs, last)
 
 
-def launched(launch: metal.Launch, last: mx.array | None, chosen: ChosenKernels | None) -> mx.array | None:
-    """Return the product by a Metal kernel, whose launch is kept for the layer; None where it cannot run.
+def on_metal(
+    kernel: str, last: mx.array | None, chosen: ChosenKernels | None, prepare: Callable[[str | None], metal.Launch]
+) -> tuple[str, mx.array | None]:
+    """Return what computes otherwise, and the product by a Metal kernel; None where none is chosen, or it cannot run.
 
-    A trial of one candidate, of which somebody wants to know whether it runs, raises what MLX raises.
+    The launch is kept for the layer. A trial of one candidate, of which somebody wants to know whether it runs, raises
+    what MLX raises.
+
+    Args:
+        kernel: the candidate. last: as of `again`. prepare: gives the launch of a variant; None: the expected one.
     """
+    if kernel in STOCK or not metal.available():
+        return kernel, None
+    launch = prepare(None if kernel == NATIVE else kernel)
     y = launch.run() if chosen is not None and chosen.is_trial else launch.attempt()
     if y is not None and chosen is not None:
         x, shape = launch.inputs[0], last if last is None else last.shape
         chosen.prepared[x.shape, x.dtype, shape, mx.default_device().type] = launch.prepared
-    return y
-
-
-def variant_of(kernel: str) -> str | None:
-    """Return the variant of a Metal kernel that a candidate names; None: the expected one."""
-    return None if kernel == NATIVE else kernel
+    return MLX, y
 
 
 def add_bias(y: mx.array, bias: mx.array | None) -> mx.array:

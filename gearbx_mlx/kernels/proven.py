@@ -11,7 +11,6 @@ again.
 import functools
 import hashlib
 import platform
-import warnings
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -21,23 +20,24 @@ import mlx.core as mx
 import msgspec
 
 from ..compat.arrays import dtype_name
-from ..errors import GearbxError, GearbxWarning
-from ..files.reading import read_json
-from ..files.user_cache import CacheUnusable, cache_entry, warn_of
-from ..files.writing import write_text
+from .measured_file import MeasuredFile, become_newest
 from .metal import source_text
 
-FILE = "proven.json"
-MARGIN = 1.05  # ours has to be faster than MLX's by more than this
-MOST_MACHINES = 16  # a new version of MLX makes another one
+LEAD = 1.05  # ours has to be faster than MLX's by more than this
 
-MATVEC, EXACT, DENSE, ATTENTION, ROPE = TEXTS = ("matvec", "exact", "dense", "attention", "rope")
-PARTS = {  # a text's files of metal/
-    MATVEC: ("matvec", "codes"),
-    EXACT: ("exact", "exact_weights", "codes", "loads"),
-    DENSE: ("dense", "loads"),
-    ATTENTION: ("attention", "attention_join", "kv_planes", "loads"),
-    ROPE: ("rope",),
+MATVEC_TEXT, EXACT_TEXT, DENSE_TEXT, ATTENTION_TEXT, ROPE_TEXT = TEXTS = (
+    "matvec",
+    "exact",
+    "dense",
+    "attention",
+    "rope",
+)
+FILES_OF_TEXT = {  # a text's files of metal/
+    MATVEC_TEXT: ("matvec", "codes"),
+    EXACT_TEXT: ("exact", "exact_weights", "codes", "loads"),
+    DENSE_TEXT: ("dense", "loads"),
+    ATTENTION_TEXT: ("attention", "attention_join", "kv_planes", "loads"),
+    ROPE_TEXT: ("rope",),
 }
 
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
@@ -51,7 +51,7 @@ class Proof(msgspec.Struct, frozen=True):
 
     @property
     def won(self) -> bool:
-        return self.ours * MARGIN < self.mlx
+        return self.ours * LEAD < self.mlx
 
 
 Entries = dict[str, dict[str, Proof]]
@@ -62,6 +62,15 @@ class ProvenFile(msgspec.Struct):
     """The file: by machine."""
 
     machines: dict[str, Entries] = {}
+
+
+PROOFS = MeasuredFile(
+    "proven.json",
+    ProvenFile,
+    "proofs of kernels",
+    "run gearbx_mlx benchmark mac --own-kernels again",
+    "MLX's kernels stay in use",
+)
 
 
 def product_key(form: str, shape: Sequence[int], dtype: mx.Dtype, vectors: int, candidate: str) -> str:
@@ -85,7 +94,7 @@ def keep(text: str, key: str, ours: float, mlx: float) -> None:
     change(text, key, Proof(ours, mlx))
 
 
-def drop(text: str, key: str) -> None:
+def forget(text: str, key: str) -> None:
     """Forget a proof, where the kernel does not compile any more or is wrong."""
     change(text, key, None)
 
@@ -96,7 +105,7 @@ def proof(text: str, key: str) -> Proof | None:
     Args:
         text: of TEXTS. key: of `product_key` or `decoder_key`.
     """
-    return entries().get(text_name(text), {}).get(key)
+    return proofs_here().get(text_name(text), {}).get(key)
 
 
 def won(text: str, key: str) -> bool:
@@ -107,20 +116,11 @@ def won(text: str, key: str) -> bool:
 
 def any_won() -> bool:
     """Return whether any kernel of ours was proven faster on this machine."""
-    return any(each.won for name in map(text_name, TEXTS) for each in entries().get(name, {}).values())
-
-
-def file() -> Path | None:
-    """Return the user's file of proofs; None, said once, where another user could have written it."""
-    try:
-        return cache_entry(FILE)
-    except CacheUnusable as error:
-        warn_of(error)
-        return None
+    return any(each.won for name in map(text_name, TEXTS) for each in proofs_here().get(name, {}).values())
 
 
 @functools.cache
-def machine() -> str:
+def metal_machine() -> str:
     """Name the chip, macOS and MLX."""
     system = f"macOS {platform.mac_ver()[0]}" if platform.system() == "Darwin" else platform.platform(terse=True)
     return f"{mx.device_info().get('device_name', platform.machine())}, {system}, mlx {version('mlx')}"
@@ -130,51 +130,33 @@ def machine() -> str:
 def text_name(text: str) -> str:
     """Name a text with 12 hexadecimal digits of all that Apple's compiler is given, and of what writes its macros."""
     digest = hashlib.sha256()
-    for part in PARTS[text]:
+    for part in FILES_OF_TEXT[text]:
         digest.update(source_text(part).encode() + b"\0")
     for path in sorted(Path(__file__).parent.glob("metal*.py")):
         digest.update(path.read_bytes() + b"\0")
     return f"{text} {digest.hexdigest()[:12]}"
 
 
-def entries() -> Entries:
+def proofs_here() -> Entries:
     """Return what was proven on this machine."""
-    return entries_in(file())
+    return proofs_in(PROOFS.place())
 
 
 @functools.cache
-def entries_in(file: Path | None) -> Entries:
-    """Return the entries of this machine in a file, which is read once."""
-    return stored(file).machines.get(machine(), {})
+def proofs_in(place: Path | None) -> Entries:
+    """Return the entries of this machine in the file at a place, which is read once."""
+    return PROOFS.read().machines.get(metal_machine(), {})
 
 
 def change(text: str, key: str, proof: Proof | None) -> None:
-    """Write or remove a proof, beside what other processes wrote."""
-    place = file()
-    if place is None:
-        return
-    content = stored(place)
-    mine = content.machines.pop(machine(), {})
-    of_text = mine.setdefault(text_name(text), {})
-    of_text.pop(key, None)
-    if proof is not None:
-        of_text[key] = proof
-    content.machines[machine()] = mine
-    content.machines = dict([*content.machines.items()][-MOST_MACHINES:])
-    try:
-        write_text(place, msgspec.json.format(msgspec.json.encode(content), indent=1).decode())
-        place.chmod(0o600)  # with any umask: what others may write to is never used
-    except (GearbxError, OSError) as error:
-        warnings.warn(f"{error}; MLX's kernels stay in use", GearbxWarning, stacklevel=3)
-    entries_in.cache_clear()
+    """Write or remove a proof."""
 
+    def write(content: ProvenFile) -> None:
+        of_text = content.machines.get(metal_machine(), {}).get(text_name(text), {})
+        of_text.pop(key, None)
+        if proof is not None:
+            of_text[key] = proof
+        become_newest(content.machines, metal_machine(), {text_name(text): of_text})
 
-def stored(file: Path | None) -> ProvenFile:
-    """Return the file's content; nothing, where there is none or it is not what `keep` wrote."""
-    if file is None or not file.is_file():
-        return ProvenFile()
-    try:
-        return read_json(file, ProvenFile, "proofs of kernels", "run gearbx_mlx benchmark mac --own-kernels again")
-    except GearbxError as error:
-        warnings.warn(str(error), GearbxWarning, stacklevel=3)
-        return ProvenFile()
+    PROOFS.change(write)
+    proofs_in.cache_clear()

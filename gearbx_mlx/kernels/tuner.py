@@ -22,7 +22,6 @@ import os
 import platform
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
@@ -33,17 +32,14 @@ import mlx.core as mx
 import msgspec
 
 from ..compat.arrays import dtype_name
-from ..errors import GearbxError, GearbxWarning
-from ..files.reading import read_json
-from ..files.user_cache import CacheUnusable, cache_entry, warn_of
-from ..files.writing import write_text
+from ..errors import GearbxError
 from .compiler import SOURCES, processor_key
 from .dispatch import (
     BFLOAT16_BITS,
     CPU,
+    LEAST_WEIGHTS,
     METAL,
     MLX,
-    SMALLEST,
     STOCK,
     CannotMeasure,
     Kind,
@@ -51,6 +47,7 @@ from .dispatch import (
     is_tuning,
     size_class,
 )
+from .measured_file import MeasuredFile, become_newest
 from .metal import MAX_VECTORS, metal_folder
 
 Key = TypeVar("Key")
@@ -60,27 +57,14 @@ Make = Callable[[], Sequence[mx.array]]
 LEAST_SECONDS = 0.004  # of an evaluation: twenty times what waiting for a GPU costs
 MOST_CALLS = 4096
 
-FILE = "tuning.json"
-SAVED_EVERY = 1.0  # seconds at least between two files of what texts teach
-MOST_MACHINES = 16  # a new version of MLX makes another one
-
 Times = dict[str, float]
 """Name of a candidate to seconds of a product."""
 
-MARGIN = 1.05  # what is used without measuring stays, unless something else is faster by more than this
-GIVE_UP = 1.5  # a candidate that takes so many times as long as the fastest is not timed again
-TRIALS = 5
-TRIAL_SECONDS = 0.002  # of a trial
-LARGEST_SIZE = 2**13  # rows or columns: larger weights are streamed alike
-
-HOPELESS = 3.0  # a candidate that takes so many times as long for a single product is not timed over many
 FAILED = 1e9  # seconds of a candidate that cannot be compiled: JSON has no infinity
 REFUSED = ("metal library", "kernel")  # in what MLX says if Metal's compiler refuses a text
 
 Differences = dict[str, float]
 """Name of a candidate to the largest difference of its product from MLX's, in root mean squares of that."""
-
-ROUNDINGS = 8  # that a right product may differ by, each as large as that of a number as large as the root mean square
 
 Product = Callable[[mx.array], mx.array]
 Products = Callable[[str], Sequence[Product]]
@@ -102,30 +86,22 @@ class TuningCache:
     """
 
     def __init__(self, file: Path | None = None):
-        self._given = file
+        remedy, unwritten = "it is written again", "kernels will be measured again at the next start"
+        self._file = MeasuredFile(file or "tuning.json", Stored, "measurements of kernels", remedy, unwritten)
         self.machine = machine()
         self._fresh: dict[str, Times] = {}
         self._fresh_differences: dict[str, Differences] = {}
         self._saved = -math.inf
 
     @functools.cached_property
-    def file(self) -> Path | None:
-        """The file; None, with a warning, where another user could have written it or the cache cannot be used."""
-        try:
-            return self._given or cache_entry(FILE)
-        except CacheUnusable as error:
-            warn_of(error)
-            return None
-
-    @functools.cached_property
     def times(self) -> dict[str, Times]:
         """By the name of a kind of product."""
-        return dict(self._read().machines.get(self.machine, {}))
+        return self._file.read().machines.get(self.machine, {})
 
     @functools.cached_property
     def differences(self) -> dict[str, Differences]:
         """By the name of a kind of product, its shape and number of vectors."""
-        return dict(self._read(quietly=True).differences.get(self.machine, {}))
+        return self._file.read(quietly=True).differences.get(self.machine, {})
 
     def keep(self, name: str, times: Times) -> None:
         """Take what was measured for a kind of product; `save` writes it."""
@@ -137,50 +113,22 @@ class TuningCache:
 
     def save(self) -> None:
         """Write what was measured since, beside what other processes wrote meanwhile."""
-        if self.file is None or not (self._fresh or self._fresh_differences):
-            return
-        self._saved = time.monotonic()
-        stored = self._read(quietly=True)
-        times = newest(stored.machines, self.machine, self._fresh)
-        differences = newest(stored.differences, self.machine, self._fresh_differences)
-        self._fresh, self._fresh_differences = {}, {}
-        try:
-            self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            text = msgspec.json.encode(Stored(times, differences))
-            write_text(self.file, msgspec.json.format(text, indent=1).decode())
-            self.file.chmod(0o600)  # with any umask: what others may write to is never used
-        except (GearbxError, OSError) as error:
-            say(f"{error}; kernels will be measured again at the next start")
+        if self._fresh or self._fresh_differences:
+            self._saved = time.monotonic()
+            self._file.change(self._write)
+            self._fresh, self._fresh_differences = {}, {}
+
+    def _write(self, stored: Stored) -> None:
+        become_newest(stored.machines, self.machine, self._fresh)
+        become_newest(stored.differences, self.machine, self._fresh_differences)
 
     def save_soon(self) -> None:
-        """Write at most once in SAVED_EVERY seconds, since a file takes as long as some tokens; the rest at the end."""
-        if time.monotonic() - self._saved >= SAVED_EVERY:
+        """Write at most once in a second, since a file takes as long as some tokens; the rest at the end."""
+        if time.monotonic() - self._saved >= 1.0:
             self.save()
         else:
             atexit.unregister(self.save)
             atexit.register(self.save)
-
-    def _read(self, quietly: bool = False) -> Stored:
-        """Return the file's content; nothing, where there is none or it is not what `save` wrote."""
-        if self.file is None or not self.file.is_file():
-            return Stored()
-        try:
-            return read_json(self.file, Stored, "measurements of kernels", "it is written again")
-        except GearbxError as error:
-            if not quietly:
-                say(str(error))
-            return Stored()
-
-
-def newest(stored: dict[str, dict[str, Key]], machine: str, fresh: dict[str, Key]) -> dict[str, dict[str, Key]]:
-    """Return what is stored, with what is new of one machine, which becomes the last; the oldest machines are
-    left out."""
-    mine = stored.pop(machine, {}) | fresh
-    return dict([*stored.items(), *([(machine, mine)] if mine else [])][-MOST_MACHINES:])
-
-
-def say(text: str) -> None:
-    warnings.warn(text, GearbxWarning, stacklevel=4)
 
 
 @functools.cache
@@ -283,7 +231,7 @@ class Tuner:
         missing = [each for each in candidates if each not in {MLX, *settled}]
         if missing and compare_now:
             x = mx.random.normal((vectors, kind.shape[-1]), self.dtype, key=mx.random.key(1))
-            found = differences({each: products(each) for each in [MLX, *missing]}, x)
+            found = product_errors({each: products(each) for each in [MLX, *missing]}, x)
             if not found:
                 raise CannotMeasure(candidates[0] if device() == CPU else MLX)
             known = known | found
@@ -316,7 +264,7 @@ class Tuner:
         begun = time.perf_counter()
         x = mx.random.normal((vectors, kind.shape[-1]), self.dtype, key=mx.random.key(0))
         try:
-            found = measure({each: products(each) for each in candidates}, x)
+            found = times_of({each: products(each) for each in candidates}, x)
         except GearbxError:
             raise
         except (ValueError, RuntimeError):  # inside of mx.compile; without memory for it
@@ -333,7 +281,8 @@ class Tuner:
 
         exactly: they do not.
         """
-        sizes = kind.shape if exactly else [min(size_class(size), LARGEST_SIZE) for size in kind.shape]
+        # Weights with more rows or columns than 2^13 are streamed alike.
+        sizes = kind.shape if exactly else [min(size_class(size), 2**13) for size in kind.shape]
         bits = kind.rounding(self.x_bits)
         what = "bfloat16" if kind.most_bits == BFLOAT16_BITS else f"{bits} bits"
         rounded = f", activations of {what}" if bits else ""
@@ -344,10 +293,10 @@ class Tuner:
 
 def is_worth_it(kind: Kind) -> bool:
     """Return whether the candidates of a kind are to be timed: not small ones, and not with GEARBX_TUNE=0."""
-    return is_tuning() and math.prod(kind.shape) >= SMALLEST
+    return is_tuning() and math.prod(kind.shape) >= LEAST_WEIGHTS
 
 
-def differences(products: Mapping[str, Sequence[Product]], x: mx.array) -> Differences:
+def product_errors(products: Mapping[str, Sequence[Product]], x: mx.array) -> Differences:
     """Return how far the products by each candidate are from MLX's, with every layer at hand; on a CPU with the first.
 
     Empty where nothing can be evaluated (inside of mx.compile, without memory), or no weights are at hand.
@@ -363,13 +312,13 @@ def differences(products: Mapping[str, Sequence[Product]], x: mx.array) -> Diffe
             mx.eval(wanted)
             for name in found:
                 for product in products[name][number : number + 1]:
-                    found[name] = max(found[name], difference(product, x, wanted))
+                    found[name] = max(found[name], product_error(product, x, wanted))
     except (ValueError, RuntimeError):
         return {}
     return found
 
 
-def difference(product: Product, x: mx.array, wanted: mx.array) -> float:
+def product_error(product: Product, x: mx.array, wanted: mx.array) -> float:
     """Return the largest one from what is wanted, in root mean squares of that; FAILED if it is not a number."""
     try:
         y = product(x).astype(mx.float32)
@@ -396,10 +345,11 @@ def tolerance(dtype: mx.Dtype, columns: int, x_bits: int) -> float:
     """
     of_sums = math.sqrt(columns) * mx.finfo(mx.float32).eps
     of_activations = 2.0 ** (1 - x_bits) if x_bits else 0.0
-    return ROUNDINGS * float(mx.finfo(dtype).eps + of_sums + of_activations)
+    # So many roundings of a number as large as the root mean square a right product may differ by.
+    return 8 * float(mx.finfo(dtype).eps + of_sums + of_activations)
 
 
-def measure(products: Mapping[str, Sequence[Product]], x: mx.array) -> Times:
+def times_of(products: Mapping[str, Sequence[Product]], x: mx.array) -> Times:
     """Return seconds of one product by each candidate, medians; FAILED for one that Metal cannot compile; or nothing at
     all.
 
@@ -409,10 +359,11 @@ def measure(products: Mapping[str, Sequence[Product]], x: mx.array) -> Times:
     if not all(products.values()):
         return {}
     found = {name: seconds_of_one(each[0], x) for name, each in products.items()}
-    hopeful = [name for name, seconds in found.items() if seconds <= HOPELESS * min(found.values())]
+    # A candidate that takes three times as long for a single product is not timed over many.
+    hopeful = [name for name, seconds in found.items() if seconds <= 3.0 * min(found.values())]
     if len(hopeful) > 1:
         makes = {name: partial(built, products[name], x) for name in hopeful}
-        times = compare(makes, TRIALS, TRIAL_SECONDS, GIVE_UP)
+        times = timed_in_turn(makes, least=0.002, give_up=1.5)
         found |= {name: statistics.median(each) / len(products[name]) for name, each in times.items()}
     return found
 
@@ -440,7 +391,7 @@ def fastest(times: Times, candidates: Sequence[str]) -> str:
         return candidates[0]
     best = min(known, key=lambda name: known[name])
     first = known.get(candidates[0])
-    return candidates[0] if first is not None and first <= MARGIN * known[best] else best
+    return candidates[0] if first is not None and first <= 1.05 * known[best] else best
 
 
 def seconds_of(make: Make, calls: int = 1) -> float:
@@ -464,7 +415,7 @@ def enough_calls(make: Make, least: float = LEAST_SECONDS) -> int:
     return calls
 
 
-def compare(
+def timed_in_turn(
     candidates: Mapping[Key, Make], trials: int = 5, least: float = LEAST_SECONDS, give_up: float = math.inf
 ) -> dict[Key, list[float]]:
     """Return seconds of one call of each candidate, trial by trial; a trial goes through all of them in turn.

@@ -158,18 +158,16 @@ class PID:
 
 
 THERMAL_SHARES = dict(zip(THERMAL, (1.0, 2 / 3, 1 / 3, 0.0)))
-ENOUGH_CHARGE = 0.5
-LITTLE_CHARGE = 0.1
-MEMORY_FREE, MEMORY_FULL = 0.85, 0.95
-SMALLEST = 0.02  # change of the budget, except to 0 and to 1
+MEMORY_FULL = 0.95
+LEAST_CHANGE = 0.02  # change of the budget, except to 0 and to 1
 
 
-def between(value: float, least: float, most: float) -> float:
+def place_between(value: float, least: float, most: float) -> float:
     """Return the place of a value between two others: 0 up to the first, 1 from the second on."""
     return min(1.0, max(0.0, (value - least) / (most - least)))
 
 
-def shares(state: MachineState) -> dict[str, float]:
+def shares_of_state(state: MachineState) -> dict[str, float]:
     """Return the share that each known part of the state allows.
 
     The charge counts unless the machine is on a charger. Memory counts because weights that are not read may be paged
@@ -179,15 +177,15 @@ def shares(state: MachineState) -> dict[str, float]:
     if state.thermal is not None:
         found["thermal"] = THERMAL_SHARES[state.thermal]
     if state.battery is not None and not state.charging:
-        found["battery"] = between(state.battery, LITTLE_CHARGE, ENOUGH_CHARGE)
+        found["battery"] = place_between(state.battery, 0.1, 0.5)
     if state.memory is not None:
-        found["memory"] = 1.0 - between(state.memory, MEMORY_FREE, MEMORY_FULL)
+        found["memory"] = 1.0 - place_between(state.memory, 0.85, MEMORY_FULL)
     return found
 
 
 def budget(state: MachineState) -> float:
     """Return the smallest share; 1 where nothing is known."""
-    return min(shares(state).values(), default=1.0)
+    return min(shares_of_state(state).values(), default=1.0)
 
 
 class SteadyBudget:
@@ -206,25 +204,22 @@ class SteadyBudget:
         share = budget(state)
         if share <= self.share:
             self._higher.clear()
-            if share <= self.share - SMALLEST or share == 0.0:
+            if share <= self.share - LEAST_CHANGE or share == 0.0:
                 self.share = share
             return self.share
         self._higher.append(share)
         if len(self._higher) >= self.patience:
             lowest = min(self._higher)
-            if lowest >= self.share + SMALLEST or lowest == 1.0:
+            if lowest >= self.share + LEAST_CHANGE or lowest == 1.0:
                 self.share = lowest
             self._higher.clear()
         return self.share
 
 
-EVERY = 10  # tokens between decisions
+DECIDE_EVERY = 10  # tokens between decisions
 DEAD_BAND = 0.05  # an error up to this share of the target is ignored
 LAG = 2  # tokens that mlx-lm has computed ahead when caps change, with the caps from before
-MEMORY = 60  # the most tokens under the same caps that are averaged
-ENOUGH = 5  # the fewest tokens whose spread means something
-SURE = 3.0  # standard errors that may be chance
-PAUSE = 3.0  # a token that took this many times the median for its bytes is left out
+REMEMBERED = 60  # the most tokens under the same caps that are averaged
 
 
 @dataclass(frozen=True)
@@ -291,7 +286,7 @@ class Controller:
         self._share = 1.0
         self._settled = False
         self._skip = 0
-        self._seen: deque[tuple[float, tuple[float, ...]]] = deque(maxlen=MEMORY)
+        self._seen: deque[tuple[float, tuple[float, ...]]] = deque(maxlen=REMEMBERED)
         self._new = 0  # the number of these that came since the last decision
         self._spreads: deque[float] = deque(maxlen=9)  # relative deviation of token times between decisions
 
@@ -303,7 +298,7 @@ class Controller:
     @property
     def due(self) -> bool:
         """True if a decision follows the next token."""
-        return (self.tokens + 1) % EVERY == 0
+        return (self.tokens + 1) % DECIDE_EVERY == 0
 
     def token(self, seconds: float | None, passes: Sequence[float], share: float = 1.0) -> CapDecision | None:
         """Take one token. Returns a decision every few tokens.
@@ -318,14 +313,14 @@ class Controller:
             self._skip -= 1
         elif seconds is not None and seconds > 0:
             self._seen.append((seconds, tuple(passes)))
-            self._new = min(self._new + 1, MEMORY)
-        return None if self.tokens % EVERY else self._decide(share)
+            self._new = min(self._new + 1, REMEMBERED)
+        return None if self.tokens % DECIDE_EVERY else self._decide(share)
 
     def _decide(self, share: float) -> CapDecision:
         before, limit = self.caps, self.schedule.within(share)
         self._share = share
         self._notice_spread()
-        measured, recent = self._measured(MEMORY), self._measured(self._new)
+        measured, recent = self._measured(REMEMBERED), self._measured(self._new)
         if recent is not None and abs(recent.error) > self._tolerated(recent):
             measured = recent
         self._new = 0
@@ -400,13 +395,14 @@ class Controller:
         seconds = np.array([taken for taken, _ in tokens])
         read = np.array([self.schedule.read(passes)[self.position] for _, passes in tokens])
         pace = seconds / read
-        usual = pace <= PAUSE * np.median(pace) if tokens else []
+        # A token that took three times the median for its bytes is left out.
+        usual = pace <= 3.0 * np.median(pace) if tokens else []
         return seconds[usual], pace[usual]
 
     def _notice_spread(self) -> None:
         """Note how much tokens differ beyond what their gears explain."""
         _, pace = self._latest(self._new)
-        if len(pace) >= ENOUGH:
+        if len(pace) >= 5:  # the fewest tokens whose spread means something
             self._spreads.append(float(np.std(pace, ddof=1) / np.mean(pace)))
 
     def _measured(self, count: int) -> Measured | None:
@@ -418,7 +414,7 @@ class Controller:
         error = -math.log(mean * self.target) if self.target else 0.0
         # A jump shows in one or two of them only.
         spread = float(np.median(self._spreads)) if self._spreads else math.inf
-        return Measured(1 / mean, error, SURE * spread / math.sqrt(len(seconds)))
+        return Measured(1 / mean, error, 3.0 * spread / math.sqrt(len(seconds)))  # three errors may be chance
 
     def _decided(self, before: dict[str, int], position: int, reason: str, measured: Measured | None) -> CapDecision:
         self.position = position

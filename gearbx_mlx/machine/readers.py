@@ -62,7 +62,7 @@ class MachineState:
         return ", ".join(parts) or "nothing known"
 
 
-NAMES = tuple(field.name for field in fields(MachineState))
+READINGS = tuple(field.name for field in fields(MachineState))
 
 
 def merged(states: Iterable[MachineState]) -> MachineState:
@@ -150,7 +150,7 @@ class LinuxThermal:
     def _states(self) -> Iterator[str]:
         for zone in sorted(self.zones.glob("thermal_zone*")):
             try:
-                temperature = number(zone / "temp")
+                temperature = number_in(zone / "temp")
                 trips = trip_points(zone)
             except (OSError, ValueError):  # a sensor that sleeps, or is gone
                 continue
@@ -158,7 +158,7 @@ class LinuxThermal:
                 yield thermal_state(temperature, trips)
 
 
-def number(file: Path) -> int:
+def number_in(file: Path) -> int:
     """Return the integer that a file of sysfs contains."""
     return int(file.read_text().strip())
 
@@ -168,7 +168,7 @@ def trip_points(zone: Path) -> dict[str, int]:
     found: dict[str, int] = {}
     for file in sorted(zone.glob("trip_point_*_type")):
         kind = file.read_text().strip()
-        at = number(file.with_name(file.name.replace("_type", "_temp")))
+        at = number_in(file.with_name(file.name.replace("_type", "_temp")))
         if kind in ("passive", "hot", "critical") and at > 0:
             found[kind] = min(at, found.get(kind, at))
     return found
@@ -186,7 +186,7 @@ def thermal_state(temperature: int, trips: dict[str, int]) -> str:
     return "serious" if temperature >= slower else "fair" if temperature >= slower - CLOSE else "nominal"
 
 
-def share(percent: float) -> float:
+def charge_of(percent: float) -> float:
     """Percent as a number from 0 to 1."""
     return round(min(100.0, max(0.0, percent)) / 100, 4)
 
@@ -210,7 +210,7 @@ class Battery:
         if battery is None:
             raise GearbxError("the battery is gone")
         plugged = battery.power_plugged  # None where psutil does not know
-        return MachineState(battery=share(battery.percent), charging=None if plugged is None else bool(plugged))
+        return MachineState(battery=charge_of(battery.percent), charging=None if plugged is None else bool(plugged))
 
 
 class Memory:
@@ -226,7 +226,7 @@ class Memory:
         self._psutil = optional("psutil", "psutil")
 
     def read(self) -> MachineState:
-        return MachineState(memory=share(self._psutil.virtual_memory().percent))
+        return MachineState(memory=charge_of(self._psutil.virtual_memory().percent))
 
 
 class OwnMemory:
@@ -251,7 +251,7 @@ class OwnMemory:
         return max(int(self._process.memory_info().rss), self._held())
 
     def read(self) -> MachineState:
-        return MachineState(memory=share(100 * self.bytes() / self.limit))
+        return MachineState(memory=charge_of(100 * self.bytes() / self.limit))
 
 
 def this_machine() -> tuple[list[Reader], dict[str, str]]:
@@ -260,7 +260,7 @@ def this_machine() -> tuple[list[Reader], dict[str, str]]:
     found: list[Reader] = []
     absent = {}
     for kind in (thermal, Battery, Memory):
-        made = within(MAKING, kind)
+        made = in_time(2.0, kind)  # seconds that making one reader may take
         if isinstance(made, Exception):
             absent[kind.name] = str(made)
         else:
@@ -268,10 +268,7 @@ def this_machine() -> tuple[list[Reader], dict[str, str]]:
     return found, absent
 
 
-MAKING = 2.0  # seconds that making one reader may take
-
-
-def within(seconds: float, make: Callable[[], Reader]) -> Reader | Exception:
+def in_time(seconds: float, make: Callable[[], Reader]) -> Reader | Exception:
     """Return the reader that `make` returns, or an exception: what a library raised, or that it took too long."""
     outcome: list[Reader | Exception] = []
 
@@ -285,10 +282,6 @@ def within(seconds: float, make: Callable[[], Reader]) -> Reader | Exception:
     thread.start()
     thread.join(seconds)
     return outcome[0] if outcome else GearbxError(f"no answer for {seconds:g} s")
-
-
-INTERVAL = 1.0  # seconds between readings
-TIMEOUT = 5.0  # seconds that a reading may take
 
 
 class Poll(threading.Thread):
@@ -330,7 +323,7 @@ class Watch:
         timeout: seconds that a reading may take.
     """
 
-    def __init__(self, readers: Sequence[Reader], interval: float = INTERVAL, timeout: float = TIMEOUT):
+    def __init__(self, readers: Sequence[Reader], interval: float = 1.0, timeout: float = 5.0):
         self.timeout = timeout
         self.scripts = [reader for reader in readers if isinstance(reader, Scripted)]
         self.polls = [Poll(reader, interval) for reader in readers if not isinstance(reader, Scripted)]
@@ -381,8 +374,7 @@ class Watch:
             self._problems.append(f"{poll.reader.name} cannot be read ({problem}); going on without it")
 
 
-TIMES = ("seconds", "tokens")
-GIVE = 'give lines such as {"seconds": 30, "thermal": "serious"}'
+GIVE_LINES = 'give lines such as {"seconds": 30, "thermal": "serious"}'
 
 if TYPE_CHECKING:  # where type checkers see str, msgspec sees the values that are allowed
     Thermal = str
@@ -440,7 +432,7 @@ class Scripted:
         unit = None
         for place, entry in read_entries(Path(path)):
             with about(f"{path}, {place}"):
-                times = [name for name in TIMES if getattr(entry, name) is not None]
+                times = [name for name in ("seconds", "tokens") if getattr(entry, name) is not None]
                 if len(times) != 1:
                     raise GearbxError("give either seconds or tokens")
                 if unit not in (None, times[0]):
@@ -448,9 +440,9 @@ class Scripted:
                 unit, at = times[0], getattr(entry, times[0])
                 if points and at < points[-1].at:
                     raise GearbxError(f"{unit} is {at:g}, before the line above; put them in order")
-                points.append(Point(at, MachineState(**{name: getattr(entry, name) for name in NAMES})))
+                points.append(Point(at, MachineState(**{name: getattr(entry, name) for name in READINGS})))
         if unit is None:
-            raise GearbxError(f"{path}: no states in it; {GIVE}")
+            raise GearbxError(f"{path}: no states in it; {GIVE_LINES}")
         return cls(points, unit)
 
     def read(self) -> MachineState:
@@ -465,9 +457,9 @@ class Scripted:
 def read_entries(path: Path) -> Iterator[tuple[str, ScriptEntry]]:
     """Yield each entry of a script, and where it is: "line 3", or of an array "entry 3". Raises GearbxError for a bad
     one."""
-    text = read_text(path, "a script of machine states", GIVE)
+    text = read_text(path, "a script of machine states", GIVE_LINES)
     if not text.lstrip().startswith("["):
-        for number, entry in json_lines(path, text, ScriptEntry, GIVE):
+        for number, entry in json_lines(path, text, ScriptEntry, GIVE_LINES):
             yield f"line {number}", entry
         return
     with about(path):

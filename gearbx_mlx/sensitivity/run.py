@@ -7,7 +7,7 @@ from typing import Any
 import mlx.nn as nn
 from rich.table import Table
 
-from ..bit_selection.precision import EXACT, FIRST_ORDER, PrecisionManifest, least_bits
+from ..bit_selection.precision import EXACT_KL, FIRST_ORDER, PrecisionManifest, least_bits
 from ..bit_selection.sensitivity import (
     MeasuredLayer,
     calibration_windows,
@@ -23,9 +23,9 @@ from ..cli.flags import output_path
 from ..cli.loaded import load_original
 from ..cli.tables import table_with_head
 from ..cli.terminal import messages, note, progress_bar, show_compiling
-from ..compat.versions import versions
+from ..compat.versions import program_versions
 from ..errors import GearbxError
-from ..files.journal import JOURNAL, Journal, beside, hash_of_tokens
+from ..files.journal import JOURNAL, Journal, hash_of_tokens, place_beside
 from ..files.writing import write_text
 from ..formats import get_format
 from ..gears.discovery import Layer, discover
@@ -40,10 +40,12 @@ def run(settings: SensitivitySettings) -> int:
     wanted, text = settings.measurement, settings.text
     check_format(settings.layout.filled(None, "")["format"])
     out = output_path(wanted.out)
-    journal = beside(out, JOURNAL)
+    journal = place_beside(out, JOURNAL)
     model, tokenizer, config = load_original(settings.model)
     windows = calibration_windows(model, tokenizer, config, text.data, text.num_samples, text.sequence_length)
-    manifest = estimated(settings, model, windows) if wanted.fast else measured(settings, model, windows, journal)
+    manifest = (
+        estimated(settings, model, windows) if wanted.fast else measured_layers(settings, model, windows, journal)
+    )
     write_text(out, manifest.as_json())
     if journal is not None:
         journal.unlink(missing_ok=True)
@@ -67,7 +69,7 @@ def check_format(name: str) -> None:
         )
 
 
-def inputs_of(settings: SensitivitySettings, model: nn.Module, windows: Windows) -> dict[str, Any]:
+def inputs_of_journal(settings: SensitivitySettings, model: nn.Module, windows: Windows) -> dict[str, Any]:
     """Everything that the results depend on; the manifest says it beside its layers."""
     return {
         "model": model_name(settings.model.model),
@@ -79,20 +81,22 @@ def inputs_of(settings: SensitivitySettings, model: nn.Module, windows: Windows)
     }
 
 
-def measured(settings: SensitivitySettings, model: nn.Module, windows: Windows, file: Path | None) -> PrecisionManifest:
+def measured_layers(
+    settings: SensitivitySettings, model: nn.Module, windows: Windows, file: Path | None
+) -> PrecisionManifest:
     """Return the manifest of a model whose layers are reduced one at a time.
 
     Args:
         file: the journal, which an interrupted run is continued from, if there is one.
     """
-    inputs, bits = inputs_of(settings, model, windows), settings.measurement.bits
+    inputs, bits = inputs_of_journal(settings, model, windows), settings.measurement.bits
     dtype, threshold = settings.model.dtype, settings.measurement.accuracy_threshold
     show_compiling()
     gearbox = single_layer_gearbox(
         model, bits, **settings.layout.filled(None, ""), dtype=dtype, kernels=settings.text.kernels
     )
     check_floors(gearbox.layers, bits)
-    depends_on = {**inputs, "native": gearbox.kernels.native, "dtype": dtype, **versions()}
+    depends_on = {**inputs, "native": gearbox.kernels.native, "dtype": dtype, **program_versions()}
     journal = Journal(file, depends_on, MeasuredLayer)
     with progress_bar() as progress:
         exact = exact_of(gearbox, windows, progress)
@@ -104,12 +108,12 @@ def measured(settings: SensitivitySettings, model: nn.Module, windows: Windows, 
         f"{cost['multiplications']:.3f} of the multiplications of {len(layers)} x {len(bits)} full passes"
     )
     inputs["accuracy_threshold"] = threshold
-    return PrecisionManifest(method=EXACT, perplexity=exact.perplexity, layers=layers, cost=cost, **inputs)
+    return PrecisionManifest(method=EXACT_KL, perplexity=exact.perplexity, layers=layers, cost=cost, **inputs)
 
 
 def estimated(settings: SensitivitySettings, model: nn.Module, windows: Windows) -> PrecisionManifest:
     """Return the manifest to first order."""
-    inputs, bits = inputs_of(settings, model, windows), settings.measurement.bits
+    inputs, bits = inputs_of_journal(settings, model, windows), settings.measurement.bits
     layout = settings.layout.filled(None, "")
     layers, _ = discover(model, layout["manage"], layout["group_size"], get_format(layout["format"]))
     check_floors(layers, bits)

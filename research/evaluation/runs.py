@@ -18,7 +18,7 @@ from gearbx_mlx.compat.arrays import dtype_name
 from gearbx_mlx.evaluation.predictions import Recording, TextPrediction, quality, recording_of
 from gearbx_mlx.formats.base import dense_weight
 from gearbx_mlx.gears.adapters import layers_of, put_layers
-from gearbx_mlx.gears.gearbox import Gearbox
+from gearbx_mlx.gears.gearbox import Gearbox, costed_in
 from gearbx_mlx.gears.ladder import Gear, Ladder
 
 from .driving import Policy, StaticPolicy, driven
@@ -97,7 +97,7 @@ class Runs:
         """Lossless with drafts of the fixed length that reads the fewest bytes, and this length."""
         low, top = self.between[0], self.gearbox.ladder.top
         pair = Ladder([low.bits, top.bits])
-        costs = [self.gearbox.costed_in(pair).weight_bytes_per_token(gear) for gear in pair]
+        costs = [costed_in(self.gearbox, pair).weight_bytes_per_token(gear) for gear in pair]
         length = best_length(sequences_of(recorded), *costs)
         begun = after_prompts(self.gearbox, self.prompts, top)
         return drafted(self.gearbox, self.windows, low, top, length, begun), length

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("compiled")
 @pytest.fixture(autouse=True)
 def small_sums(monkeypatch):
     """The read bandwidth of a cache: quick, and still a number."""
-    monkeypatch.setattr(measuring, "READ", 2**20)
+    monkeypatch.setattr(measuring, "READ_BYTES", 2**20)
 
 
 def test_routing():

@@ -18,7 +18,7 @@ MODEL = "--model", DEMO_MODEL, "--gears", "4,16", "--tokens", 2, "--trials", 1
 
 @pytest.fixture(autouse=True)
 def small_sums(monkeypatch):
-    monkeypatch.setattr(measuring, "READ", 2**20)
+    monkeypatch.setattr(measuring, "READ_BYTES", 2**20)
 
 
 @pytest.fixture

@@ -48,7 +48,7 @@ def test_one_page_and_one_file(bench, tiny_directory):
     assert [row["way"] for row in report["ways"]] == WAYS
     assert {(text["series"], text["prompt"]) for text in report["texts"]} == {(0, name) for name in subject.PROMPTS}
     rows = {row["way"]: row for row in report["ways"]}
-    alone = rows[subject.ALONE]
+    alone = rows[subject.MLX_LM]
     assert (alone["ratio"], alone["spread"], alone["tokens_a_round"]) == (1.0, [1.0, 1.0], 1.0)
     assert alone["reads_a_round"] == 1.0
     assert (alone["same"], alone["agreed"]) == (3, 6)
@@ -59,7 +59,7 @@ def test_one_page_and_one_file(bench, tiny_directory):
         assert row["first_seconds"] > 0
     own = sum(array.nbytes for array in mx.load(str(tiny_directory / "model.safetensors")).values())
     assert own <= alone["memory_bytes"] < rows[subject.BY_DRAFT_MODEL[2]]["memory_bytes"]
-    assert rows[subject.ONE_GEAR[4]]["memory_bytes"] < rows[subject.ONE_GEAR[8]]["memory_bytes"]
+    assert rows[subject.ONE_GEAR_WAYS[4]]["memory_bytes"] < rows[subject.ONE_GEAR_WAYS[8]]["memory_bytes"]
     lines = done.out.splitlines()
     assert [way for way in WAYS if f"| {way} " not in done.out] == []
     assert report["facts"]["machine"] in lines[0]
@@ -82,8 +82,11 @@ def report_of(*texts: subject.MacText) -> subject.MacReport:
 
 
 def test_a_way_is_compared_with_the_text_of_the_same_turn():
-    texts = [text(subject.ALONE, 1.0), text(subject.AS_TYPED, 0.5, rounds=4, reads=5, waited=0.1, same=True, agreed=11)]
-    texts += [text(subject.ALONE, 4.0, 1), text(subject.AS_TYPED, 2.5, 1, rounds=6, reads=6, waited=0.2, agreed=3)]
+    texts = [
+        text(subject.MLX_LM, 1.0),
+        text(subject.AS_TYPED, 0.5, rounds=4, reads=5, waited=0.1, same=True, agreed=11),
+    ]
+    texts += [text(subject.MLX_LM, 4.0, 1), text(subject.AS_TYPED, 2.5, 1, rounds=6, reads=6, waited=0.2, agreed=3)]
     alone, row = report_of(*texts).ways
     assert row["spread"] == [1.6, 2.0]
     assert row["ratio"] == pytest.approx(1.8)
@@ -98,12 +101,12 @@ def test_a_way_is_compared_with_the_text_of_the_same_turn():
 @pytest.mark.parametrize(("seconds", "word"), [(0.8, "gains"), (1.0, "neither gains nor loses"), (1.1, "loses")])
 def test_the_verdict_follows_from_the_figures(seconds, word):
     report = report_of(
-        text(subject.ALONE, 1.0),
+        text(subject.MLX_LM, 1.0),
         text(subject.AS_TYPED, seconds, same=True),
         text(subject.FIXED[1], 0.9),
         text(subject.FIXED[3], 0.7),
         text(subject.BY_DRAFT_MODEL[2], 1.25),
-        text(subject.ONE_GEAR[8], 0.625),
+        text(subject.ONE_GEAR_WAYS[8], 0.625),
     )
     first, second, third = report.verdict
     assert f"a model {word}: {1 / seconds:.2f}" in first
@@ -151,7 +154,7 @@ class TestInterrupted:
         assert not report["complete"]
         assert len(report["texts"]) == len(WAYS) + 2
         assert [row["texts"] for row in report["ways"]] == [2, 2] + [1] * (len(WAYS) - 2)
-        assert f"| {subject.ALONE} " in interrupted.out
+        assert f"| {subject.MLX_LM} " in interrupted.out
         assert "interrupted" in report["line"]
 
     def test_it_goes_on_with_turns_that_are_whole(self, interrupted, bench):
@@ -187,6 +190,16 @@ def test_a_way_that_fails_is_named_and_the_others_go_on(bench, monkeypatch):
     name = subject.BY_DRAFT_MODEL[2]
     assert f"failed: {name}: Speculative decoding requires a trimmable prompt cache" in done.out
     assert [row["way"] for row in written()["ways"]] == [way for way in WAYS if way not in written()["failed"]]
+
+
+@pytest.mark.slow
+def test_what_memory_has_no_room_for_is_left_out(bench, monkeypatch, tiny_directory):
+    size = sum(array.nbytes for array in mx.load(str(tiny_directory / "model.safetensors")).values())
+    monkeypatch.setattr(subject, "most_memory", lambda: size)
+    done = bench()
+    assert done.status == 0, done.err
+    assert {*written()["left_out"]} == {*subject.BY_DRAFT_MODEL.values(), *subject.ONE_GEAR_WAYS.values()}
+    assert "left out: one gear of 8 bits: it needs" in done.out
 
 
 class TestRefused:

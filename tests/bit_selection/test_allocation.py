@@ -209,7 +209,7 @@ class TestCommand:
     def test_tokens_per_second(self, command, manifest, tmp_path, monkeypatch):
         """The speed if a byte takes a nanosecond, and the rest of a token a millisecond."""
         monkeypatch.setattr(
-            "gearbx_mlx.allocate.run.seconds_of",
+            "gearbx_mlx.allocate.run.token_seconds",
             lambda gearbox: 1e-3 + 1e-9 * sum(gearbox.layer_bytes(e, gearbox.gear) for e in gearbox.layers),
         )
         weights = sum(layer.weights for layer in read_precision(manifest).layers.values())

@@ -14,7 +14,7 @@ from gearbx_mlx.bit_selection import codebook_selection as report
 from gearbx_mlx.bit_selection.codebook_selection import (
     LayerQualities,
     Quality,
-    kind_of,
+    component_kind,
     qualities,
     select,
     some_experts,
@@ -107,11 +107,11 @@ class TestSelection:
 
     def test_kinds(self):
         one = nn.Linear(4, 4)
-        assert kind_of("model.layers.0.self_attn.q_proj", one) == "attention"
-        assert kind_of("model.layers.0.mlp.up_proj", one) == "mlp"
-        assert kind_of("model.layers.0.mlp.shared_expert.up_proj", one) == "shared"
-        assert kind_of("model.layers.0.mlp.switch_mlp.up_proj", SwitchLinear(4, 4, 2)) == "routed"
-        assert kind_of("lm_head", one) == "head"
+        assert component_kind("model.layers.0.self_attn.q_proj", one) == "attention"
+        assert component_kind("model.layers.0.mlp.up_proj", one) == "mlp"
+        assert component_kind("model.layers.0.mlp.shared_expert.up_proj", one) == "shared"
+        assert component_kind("model.layers.0.mlp.switch_mlp.up_proj", SwitchLinear(4, 4, 2)) == "routed"
+        assert component_kind("lm_head", one) == "head"
 
     @pytest.mark.parametrize("floor", [0.0, 1.0, -0.5, 1.5, float("nan")])
     def test_floors_outside_0_and_1(self, floor):

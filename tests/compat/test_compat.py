@@ -32,7 +32,7 @@ from mlx_lm.server import ResponseGenerator
 from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Lossless, Route, Static, load, stream_generate
 from gearbx_mlx.compat import arrays, classes, latent_attention, loops, versions
 from gearbx_mlx.compat.classes import COMPILED, CompiledSteps
-from gearbx_mlx.compat.loops import stream_generate as stream_of
+from gearbx_mlx.compat.loops import streaming_with as stream_of
 from gearbx_mlx.compat.server import Computing
 from gearbx_mlx.decoding.rows import Rows, Verifier
 from gearbx_mlx.formats import block
@@ -46,10 +46,10 @@ NEWER = {"mlx": "0.33.1", "mlx-lm": "0.33.0"}
 @pytest.fixture
 def newer(monkeypatch):
     """MLX and mlx-lm of an untested version."""
-    monkeypatch.setattr(versions, "installed", lambda: NEWER)
+    monkeypatch.setattr(versions, "installed_version", lambda: NEWER)
     monkeypatch.setattr(versions, "_said", set())
     yield
-    for made in (loops.stream_generate, loops.batch_step, loops.first_step):
+    for made in (loops.streaming_with, loops.batch_step, loops.first_step):
         made.cache_clear()
 
 
@@ -70,7 +70,7 @@ class TestVersions:
 
     def test_the_pins_are_those_that_are_tested(self):
         project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-        for name, tested in versions.TESTED.items():
+        for name, tested in versions.TESTED_VERSIONS.items():
             major, minor = map(int, tested.split("."))
             pins = re.findall(rf'"{name}(?:\[\w+\])?>=([\d.]+),<([\d.]+)[;"]', project)
             assert pins
@@ -168,7 +168,7 @@ class TestCaches:
     def test_the_entries_of_a_batch_are_counted_by_idx(self):
         cache = BatchKVCache([1, 0])
         cache.update_and_fetch(mx.zeros((2, 1, 3, 4)), mx.zeros((2, 1, 3, 4)))
-        assert loops.entries(cache) == cache._idx == 3
+        assert loops.positions_in(cache) == cache._idx == 3
         assert loops.counted(cache) == 3
         loops.set_entries(cache, 2)
         assert cache.offset.tolist() == [1, 2]
@@ -252,8 +252,8 @@ def test_layers_run_one_after_the_other_over_one_mask_and_are_normed(module):
         x = layer(x, "causal", None)
     head = model.model.embed_tokens.as_linear if model.args.tie_word_embeddings else model.lm_head
     assert mx.array_equal(head(model.model.norm(x)), model(PROMPT))
-    assert classes.code_of(type(model.model)) in block.LAYERS
-    assert classes.code_of(type(model)) in block.MODELS
+    assert classes.code_of(type(model.model)) in block.LAYERED
+    assert classes.code_of(type(model)) in block.WHOLE_MODELS
 
 
 class TestLatentAttention:

@@ -10,7 +10,7 @@ from gearbx_mlx import Gearbox, GearbxError, GearbxWarning
 from gearbx_mlx.cli.bases import ANSWER_TOKENS, Base, BaseText, answered, key_of, make_base, text_of
 from gearbx_mlx.cli.terminal import progress_bar
 from gearbx_mlx.conversion.calibrated_base import blocks_of, calibrate_base, steps
-from gearbx_mlx.conversion.gptq import Factored, Grid, Hessian, calibrated, codes_of, refitted
+from gearbx_mlx.conversion.gptq import Factored, Grid, Hessian, gptq_codes, refitted, with_codes
 from gearbx_mlx.formats import get_format
 from gearbx_mlx.formats.base import dense_weight
 from gearbx_mlx.gears.discovery import discover
@@ -50,7 +50,7 @@ def output_errors(format: str, seed: int = 0) -> tuple[float, float]:
     factored = hessian.factored()
     assert factored is not None
     errors = []
-    for planes in (nearest, calibrated(dense, nearest, factored, made.window)):
+    for planes in (nearest, with_codes(dense, nearest, factored, made.window)):
         errors.append(float((((np.array(planes.dequantize()) - dense) @ inputs.T) ** 2).sum()))
     return errors[0], errors[1]
 
@@ -65,7 +65,7 @@ def fitted_grid() -> tuple[Grid, np.ndarray, np.ndarray, Factored]:
     weight = np.array(normal(4, 32, 48, seed=4))
     low, high = weight.min(1), weight.max(1)
     grid = Grid((high - low) / 15, low, 4, lambda numbers: numbers)
-    codes = codes_of(weight, weight, grid, factored, None)
+    codes = gptq_codes(weight, weight, grid, factored, None)
     return refitted(weight, weight, codes, grid, factored, None), weight, codes, factored
 
 
@@ -127,7 +127,7 @@ def test_codes_take_back_what_the_layers_before_did():
     for seen in (inputs, original.astype(np.float32)):
         hessian = Hessian(64)
         hessian.add(inputs, seen)
-        found = calibrated(dense, nearest, hessian.factored(), None)
+        found = with_codes(dense, nearest, hessian.factored(), None)
         errors.append(((inputs @ np.array(found.dequantize()).T - original @ dense.T) ** 2).sum())
     assert errors[1] < 0.5 * errors[0]
 

@@ -211,12 +211,3 @@ def test_a_checkpoint_of_gears_that_are_gone_says_what_to_convert_again(geared, 
     done = command("generate", "--model", geared, "-m", 1)
     shown = ",".join(map(str, gears))
     refused(done, f"{geared}: format exact with gears {shown} is gone since", "make gears 4,16 of the original")
-
-
-def test_a_checkpoint_of_an_earlier_version_loads(tmp_path):
-    save_model(tiny_model(dtype=mx.bfloat16), tmp_path / "original")
-    geared = gearbx_mlx.convert(tmp_path / "original", tmp_path / "geared", gears="4,16", q_group_size=32)
-    content = json.loads((geared / MANIFEST).read_text())
-    assert content.pop("original") is None
-    (geared / MANIFEST).write_text(json.dumps(content | {"version": 3}))
-    assert str(Gearbox(gearbx_mlx.load(geared)[0]).ladder) == "4,16"

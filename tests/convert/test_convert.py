@@ -26,7 +26,7 @@ from gearbx_mlx.convert import ConvertSettings
 from gearbx_mlx.formats import FORMATS as ALL_FORMATS
 from gearbx_mlx.formats import get_format
 from gearbx_mlx.gears.ladder import Ladder
-from gearbx_mlx.gears.manifest import VERSION
+from gearbx_mlx.gears.manifest import GEARS_VERSION
 
 CALIBRATES = ConvertSettings.calibrates  # which conftest.py replaces
 FORMATS = {"planes": "4,5,8,16", "affine": "3,8,16", "rowwise": "2,6,16", "groupwise": "4,16"}
@@ -342,12 +342,13 @@ class TestLoading:
         (broken / "gears.json").unlink()
         self.refused(broken, "gears.json: missing beside gears.safetensors")
 
-    def test_a_newer_version(self, broken):
-        change_manifest(broken, version=VERSION + 1)
-        words = f"gears.json: of version {VERSION + 1}, and this gearbx-mlx reads up to {VERSION}; upgrade gearbx-mlx"
+    @pytest.mark.parametrize(("away", "remedy"), [(1, "upgrade gearbx-mlx"), (-1, "convert the original again")])
+    def test_another_version(self, broken, away, remedy):
+        change_manifest(broken, version=GEARS_VERSION + away)
+        words = f"gears.json: of version {GEARS_VERSION + away}, and this gearbx-mlx reads {GEARS_VERSION}; {remedy}"
         self.refused(broken, words)
 
-    @pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 1}', '{"version": "1"}', "\x00"])
+    @pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 4}', '{"version": "1"}', "\x00"])
     def test_a_damaged_manifest(self, broken, text):
         (broken / "gears.json").write_text(text)
         self.refused(broken, "gears.json: cannot be read as a manifest of gears")

@@ -161,17 +161,6 @@ class TestKeep:
             made.shift(gear)
             assert mx.array_equal(saved.model(PROMPT), made.model(PROMPT)).item()
 
-    def test_is_what_version_2_wrote_and_still_loads(self, convert):
-        source, out = convert("tied", embeddings="keep")
-        content = json.loads((out / "gears.json").read_text())
-        del content["tables"]
-        for layer in content["layers"].values():
-            del layer["rows"]
-        (out / "gears.json").write_text(json.dumps(content | {"version": 2}))
-        saved, made = gearbox_of(out), gearbox_of(source, "4,8,16", group_size=GROUP)
-        made.shift("low")
-        assert mx.array_equal(saved.model(PROMPT), made.model(PROMPT)).item()
-
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize(

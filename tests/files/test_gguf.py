@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from gearbx_mlx import GearbxError, generate, load
 from gearbx_mlx.files import smollm2
-from gearbx_mlx.files.gguf import CODED, Gguf, codes_of
+from gearbx_mlx.files.gguf import CODED, Gguf, affine_codes
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_codes_stand_for_the_same_weights(opened, kind):
     blocks = random_blocks(kind, 12)
     file = opened(gguf([("a.weight", (3, 4 * block), kind, blocks.tobytes())]))
     tensor = file.tensors["a.weight"]
-    bits, *arrays = codes_of(file, tensor)
+    bits, *arrays = affine_codes(file, tensor)
     words, scales, biases = map(mx.array, arrays)
     assert bits == CODED[kind.name]
     found = mx.dequantize(words, scales.astype(mx.float32), biases.astype(mx.float32), 32, bits)
@@ -47,7 +47,7 @@ def test_codes_stand_for_the_same_weights(opened, kind):
 
 def test_a_type_without_codes_in_groups_of_32_has_none(opened):
     file = opened(gguf([("a.weight", (1, 256), Q6_K, random_blocks(Q6_K, 1).tobytes())]))
-    assert codes_of(file, file.tensors["a.weight"]) is None
+    assert affine_codes(file, file.tensors["a.weight"]) is None
 
 
 def test_all_types_of_models_are_known():
@@ -175,7 +175,7 @@ class TestSmolLM2:
     @pytest.fixture
     def package(self, tmp_path, monkeypatch):
         """The path at which the installed package's file would be; the cache is empty."""
-        file = tmp_path / smollm2.FILE
+        file = tmp_path / smollm2.PACKAGE_FILE
         file.parent.mkdir()
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         monkeypatch.setattr(metadata, "distribution", lambda _: metadata.PathDistribution(tmp_path / "dist-info"))

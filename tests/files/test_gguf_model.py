@@ -100,7 +100,7 @@ def test_what_takes_more_memory_than_in_the_file_is_announced(tmp_path):
     before, after = sum(each.nbytes for each in stored) / 1e6, sum(2 * math.prod(each.shape) for each in stored) / 1e6
     words = f"{file.path}: weights of Q6_K become float16, {after:.0f} MB in place of {before:.0f} MB"
     for _ in range(2):  # the second time from the cache, as in another process
-        gguf_model.announce.cache_clear()
+        gguf_model.warn_of_widened.cache_clear()
         with pytest.warns(GearbxWarning, match=re.escape(words)):
             gearbx_mlx.load(file.path)
 

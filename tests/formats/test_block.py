@@ -42,7 +42,7 @@ def boxed(
 @pytest.fixture
 def calls(monkeypatch) -> SimpleNamespace:
     """Counts blocks that ran as one operation, alone or in chains; with `enabled` false there are none."""
-    count, run, run_layers = SimpleNamespace(native=0, enabled=True, together=0), block.run, block.run_layers
+    count, run, run_layers = SimpleNamespace(native=0, enabled=True, together=0), block.run_block, block.run_layers
 
     def counted(*arguments):
         y = run(*arguments) if count.enabled else None
@@ -56,7 +56,7 @@ def calls(monkeypatch) -> SimpleNamespace:
             count.together += 1
         return y
 
-    monkeypatch.setattr(block, "run", counted)
+    monkeypatch.setattr(block, "run_block", counted)
     monkeypatch.setattr(block, "run_layers", counted_together)
     return count
 

@@ -13,26 +13,30 @@ from mlx.utils import tree_flatten
 from gearbx_mlx import Gearbox, Lossless
 from gearbx_mlx.formats import CodebookOptions, codebook, codebook_library, get_format
 from gearbx_mlx.formats.codebook import (
-    DEFAULTS,
-    LAYOUT,
-    STEP,
+    DEFAULT_OPTIONS,
+    LLOYD_STEP,
+    ROUNDS,
+    WORD_CODES,
     Codebook,
     Outliers,
     SortedRows,
-    find,
-    find_all,
+    all_outliers,
+    lloyd,
     lloyd_round,
     nbytes,
-    nearest,
+    nearest_entries,
+    outliers_of,
     pack_codebook_codes,
     row_bytes,
     take_out,
     unpack_codebook_codes,
 )
-from gearbx_mlx.formats.codebook_library import LIBRARY, CodebookLibrary
+from gearbx_mlx.formats.codebook_library import KERNEL_LIBRARY, CodebookLibrary
 
 MODULES = {"codebook": codebook, "codebook-library": codebook_library}
-CASES = [("codebook", bits) for bits in LAYOUT] + [("codebook-library", bits) for bits in codebook_library.BITS]
+CASES = [("codebook", bits) for bits in WORD_CODES] + [
+    ("codebook-library", bits) for bits in codebook_library.LIBRARY_BITS
+]
 seeds = st.integers(0, 2**32 - 1)
 widths = st.one_of(st.integers(1, 9), st.integers(10, 300))
 
@@ -53,11 +57,11 @@ def error(made: mx.array, weight: mx.array) -> float:
 
 class TestPacking:
     @settings(deadline=None)
-    @given(st.sampled_from(list(LAYOUT)), st.integers(1, 4), widths, seeds)
+    @given(st.sampled_from(list(WORD_CODES)), st.integers(1, 4), widths, seeds)
     def test_round_trip_is_exact(self, bits, rows, width, seed):
         codes = np.random.default_rng(seed).integers(0, 2**bits, (rows, width)).astype(np.uint8)
         words = pack_codebook_codes(mx.array(codes), bits)
-        assert words.dtype == LAYOUT[bits][1]
+        assert words.dtype == WORD_CODES[bits][1]
         assert words.shape[-1] * words.dtype.size == row_bytes(width, bits)
         assert np.array_equal(np.array(unpack_codebook_codes(words, bits, width)), codes)
 
@@ -67,7 +71,7 @@ class TestPacking:
         word = np.array(pack_codebook_codes(mx.array(codes), bits))[0]
         assert word.nbytes * 8 == size
         assert int(word) == sum(code << i * bits for i, code in enumerate(codes))
-        assert LAYOUT[bits][0] == held
+        assert WORD_CODES[bits][0] == held
 
 
 class TestOutliers:
@@ -75,12 +79,18 @@ class TestOutliers:
     @given(st.integers(1, 12), widths, st.sampled_from([1.0, 1.5, 4.0]), seeds)
     def test_at_most_two_percent_and_the_furthest(self, rows, width, freedom, seed):
         values = np.random.default_rng(seed).standard_t(freedom, (rows, width)).astype(np.float32)
-        mask = find(mx.array(values))
+        mask = outliers_of(mx.array(values))
         distance = np.abs(values.astype(np.float64) - values.mean(dtype=np.float64))
-        assert mask.sum() <= DEFAULTS.cap * values.size
+        assert mask.sum() <= DEFAULT_OPTIONS.cap * values.size
         if mask.any():
             assert distance[mask].min() > 3 * values.std(dtype=np.float64) * (1 - 1e-4)
             assert distance[mask].min() >= np.sort(distance.ravel())[-mask.sum()] * (1 - 1e-5)
+
+    def test_without_the_bound_they_are_those_beyond_three_sigma(self):
+        values = np.array(gaussian(64, 512))
+        expected = np.abs(values - values.mean()) > 3 * values.std()
+        assert np.array_equal(outliers_of(mx.array(values)), expected)
+        assert 0.002 < expected.mean() < 0.0035
 
     @settings(deadline=None)
     @given(st.sampled_from([(5, 33), (1, 1), (3, 4, 40), (2, 3, 8)]), st.floats(0, 1), seeds)
@@ -96,7 +106,7 @@ class TestOutliers:
     @pytest.mark.parametrize("name", MODULES)
     def test_an_outlier_of_a_half_precision_checkpoint_is_exact(self, name):
         weight = heavy(32, 256).astype(mx.float16)
-        mask = find_all(weight)
+        mask = all_outliers(weight)
         assert mask.any()
         made = codebook.decode(MODULES[name].encode(weight, 2), 2, 256)
         assert np.array_equal(np.array(made)[mask], np.array(weight.astype(mx.float32))[mask])
@@ -105,7 +115,7 @@ class TestOutliers:
     def test_all_outliers_of_a_row_have_one_code(self):
         """A kernel takes back one value for all of them."""
         weight = heavy(64, 300)
-        mask = find_all(weight)
+        mask = all_outliers(weight)
         codes = np.array(unpack_codebook_codes(codebook.encode(weight, 4)["weight"], 4, 300))
         assert (mask.sum(axis=1) > 1).any()
         for row, outlying in zip(codes, mask):
@@ -129,7 +139,7 @@ class TestLloyd:
             table = np.array(entries).astype(np.float64)
             now = np.square(values[..., None] - table[:, None]).min(axis=-1).sum()
             assert now <= last * (1 + 1e-5) + 1e-9
-            entries, last = lloyd_round(rows, entries, 1.0 if plain else STEP), now
+            entries, last = lloyd_round(rows, entries, 1.0 if plain else LLOYD_STEP), now
 
     def test_a_round_is_lloyds(self):
         values = np.random.default_rng(0).standard_normal((4, 100)).astype(np.float32)
@@ -153,9 +163,25 @@ class TestLloyd:
         random = np.random.default_rng(seed)
         table = np.sort(random.standard_normal((2, 2**bits)).astype(np.float32), axis=1)
         values = random.standard_normal((2, width)).astype(np.float32)
-        codes = np.array(nearest(mx.array(values), mx.array(table)))
+        codes = np.array(nearest_entries(mx.array(values), mx.array(table)))
         chosen = np.abs(values - np.take_along_axis(table, codes.astype(int), axis=1))
         assert np.allclose(chosen, np.abs(values[..., None] - table[:, None]).min(axis=-1), atol=1e-6)
+
+    def test_longer_steps_get_further_in_as_many_rounds(self):
+        weight = heavy(64, 4096)
+        rows = SortedRows.of(weight, mx.array(outliers_of(weight)))
+        plain = rows.quantiles(16)
+        for _ in range(ROUNDS):
+            plain = lloyd_round(rows, plain)
+
+        def off(entries: mx.array) -> float:
+            counts, sums = rows.cells(entries)
+            return (counts * mx.square(entries) - 2 * sums * entries).sum().item()
+
+        best = off(lloyd(rows, 4, 300))
+        squares = mx.where(mx.array(outliers_of(weight)), 0, mx.square(weight)).sum().item()
+        assert squares + off(lloyd(rows, 4)) < 0.93 * (squares + off(plain))
+        assert squares + off(lloyd(rows, 4)) < 1.08 * (squares + best)
 
 
 class TestCodebooks:
@@ -186,7 +212,7 @@ class TestCodebooks:
         affine = math.exp(np.interp(effective, points, [math.log(curve[p]) for p in points]))
         assert error(codebook.decode(arrays, bits, 4096), weight) < (1 - below) * affine
 
-    @pytest.mark.parametrize("bits", codebook_library.BITS)
+    @pytest.mark.parametrize("bits", codebook_library.LIBRARY_BITS)
     def test_a_library_is_no_worse_than_a_codebook_a_row(self, bits):
         weight = heavy(256, 1024)
         made = {name: error(codebook.decode(m.encode(weight, bits), bits, 1024), weight) for name, m in MODULES.items()}
@@ -194,7 +220,7 @@ class TestCodebooks:
 
     def test_a_group_of_a_library_costs_0_31_bits_a_weight(self):
         arrays = codebook_library.encode(gaussian(64, 1024), 4)
-        assert arrays["library"].shape == (LIBRARY, 16)
+        assert arrays["library"].shape == (KERNEL_LIBRARY, 16)
         beside = sum(arrays[name].nbytes for name in ("entries", "scales", "midpoints"))
         assert 8 * beside / (64 * 1024) == 0.3125
         assert 8 * arrays["weight"].nbytes / (64 * 1024) == 4
@@ -227,7 +253,7 @@ class TestModules:
     def test_bytes_read_are_those_of_the_arrays(self, name, bits):
         module = get_format(name).modules(linear(heavy(64, 384), bias=False), bits, (bits,), 64, mx.float32)[bits]
         assert module.bytes_read == sum(a.nbytes for _, a in tree_flatten(module.parameters()))
-        share = int(find(heavy(64, 384)).sum()) / (64 * 384)
+        share = int(outliers_of(heavy(64, 384)).sum()) / (64 * 384)
         assert get_format(name).stored_bytes((64, 384), bits, share) == module.bytes_read
 
     def test_what_fills_up_lists_of_outliers_is_not_read(self):
@@ -252,7 +278,7 @@ class TestOptions:
     )
     def test_sigma_and_cap_decide_the_outliers(self, sigma, cap, share):
         options = CodebookOptions(sigma=sigma, cap=cap)
-        found = find(mx.array(np.random.default_rng(1).standard_normal((256, 1024)).astype(np.float32)), options)
+        found = outliers_of(mx.array(np.random.default_rng(1).standard_normal((256, 1024)).astype(np.float32)), options)
         assert found.mean() == pytest.approx(share, abs=5e-4)
         assert options.gaussian_share == pytest.approx(share, abs=5e-5)
 
@@ -262,7 +288,7 @@ class TestOptions:
         arrays = format.encode(weight, 3)
         assert arrays["library"].shape == (library, 8)
         assert arrays["scales"].shape == (40, -(-384 // group))
-        assert format.stored_bytes(weight.shape, 3, find_all(weight).mean()) == codebook.nbytes(arrays)
+        assert format.stored_bytes(weight.shape, 3, all_outliers(weight).mean()) == codebook.nbytes(arrays)
         stored = format.stored_arrays(weight.shape, 3, (3,), 64, mx.float16)
         assert all(len(a.shape) == arrays[n].ndim for n, a in stored.items())
         made = codebook.decode(arrays, 3, 384)

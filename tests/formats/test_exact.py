@@ -137,7 +137,7 @@ class TestTheLowGear:
 @pytest.mark.some(1)
 def test_many_vectors_never_decode_a_whole_matrix_at_once(monkeypatch):
     """MLX's own operations need some twenty times a weight's memory on the way; the number of tiles must not matter."""
-    monkeypatch.setattr(kernels_exact, "TILE", 2**14)
+    monkeypatch.setattr(kernels_exact, "WEIGHTS_DECODED_AT_ONCE", 2**14)
 
     def peak(rows: int) -> int:
         module = gears(linear((normal(rows, 256) * 0.02).astype(mx.bfloat16)))[16]

@@ -10,7 +10,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from gearbx_mlx import Gearbox, GearbxError
 from gearbx_mlx.formats.native import Native, NativeEmbedding, with_kernels
 from gearbx_mlx.formats.planes import split
-from gearbx_mlx.gears.cost import LayerPath, grouped
+from gearbx_mlx.gears.cost import LayerPath, alike_paths
 from gearbx_mlx.kernels import dispatch
 from gearbx_mlx.kernels import products as kernel_products
 
@@ -206,7 +206,7 @@ class TestDescription:
         layers = [LayerPath(f"layers.{i}.mlp.{name}", (4, 16), "native", "") for i in (0, 1, 2, 10) for name in "ab"]
         layers.append(LayerPath("layers.5.mlp.a", (8, 16), "native", ""))
         layers.append(LayerPath("lm_head", (4, 16), "native", ""))
-        assert [(path, count) for path, _, count in grouped(layers)] == [
+        assert [(path, count) for path, _, count in alike_paths(layers)] == [
             ("layers.0-2,10.mlp.a", 4),
             ("layers.0-2,10.mlp.b", 4),
             ("layers.5.mlp.a", 1),

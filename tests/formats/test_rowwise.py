@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
 from gearbx_mlx.formats.rowwise import (
-    OFFSET,
+    CODE_OFFSET,
+    LEAST_SCALES,
     Q_MAX,
-    SCALE_FLOOR,
     Rowwise,
     dequantize,
     pack_symmetric_codes,
@@ -57,7 +57,7 @@ class TestPacking:
         codes = np.random.default_rng(0).integers(-Q_MAX[bits], Q_MAX[bits] + 1, 37)
         packed = np.array(pack_symmetric_codes(mx.array(codes), bits)).tobytes()
         stream = int.from_bytes(packed, "little")
-        read = [((stream >> (i * bits)) & (2**bits - 1)) - OFFSET[bits] for i in range(len(packed) * 8 // bits)]
+        read = [((stream >> (i * bits)) & (2**bits - 1)) - CODE_OFFSET[bits] for i in range(len(packed) * 8 // bits)]
         assert read[:37] == codes.tolist()
         assert set(read[37:]) <= {0}  # padding decodes to 0
 
@@ -100,7 +100,7 @@ class TestQuantization:
         codes, scales = quantize(weight, bits)
         largest = mx.abs(weight.astype(mx.float32)).max(axis=-1)[:4]
         assert mx.array_equal(scales[:4], (largest / Q_MAX[bits]).astype(dtype)).item()
-        assert scales[4].item() == mx.array(SCALE_FLOOR[dtype]).astype(dtype).item()
+        assert scales[4].item() == mx.array(LEAST_SCALES[dtype]).astype(dtype).item()
         assert not codes[4].any().item()
 
     def test_error_grows_as_the_paper_says(self):

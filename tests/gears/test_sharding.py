@@ -21,7 +21,7 @@ from gearbx_mlx.formats.tied import linear_of
 from gearbx_mlx.gears.adapters import layers_of
 from gearbx_mlx.gears.dividing import Ranks, WholeArray, divide
 from gearbx_mlx.gears.gearbox import model_fingerprint
-from gearbx_mlx.gears.sharding import WeightPart, parts_of, ranges_of, sharding_of
+from gearbx_mlx.gears.sharding import WeightPart, ranges_of, sharded_parts, sharding_of
 
 LADDERS = {"planes": "4,8,16", "affine": "4,8,16", "rowwise": "4,6,8,16", "groupwise": "4,16", "exact": "4,16"}
 SAVED = LADDERS | {"codebook": "3,16", "codebook-library": "2,16"}
@@ -107,7 +107,7 @@ def test_a_rank_has_of_every_layer_what_the_models_class_gives_it(name):
         pytest.skip("mlx-lm cannot shard it")
     before, group = dict(model.named_modules()), rank(1)
     weights = {path: module.weight for path, module in before.items() if "weight" in module}
-    parts = parts_of(model, group)
+    parts = sharded_parts(model, group)
     model.shard(group)
     after = {path: module.weight for path, module in model.named_modules() if "weight" in module}
     cut = {path for path, weight in after.items() if weight.shape != weights[path].shape}

@@ -121,7 +121,7 @@ class TestTheSameAsResident:
             assert mx.array_equal(streamed, kept).item()
 
     def test_layers_of_several_strips(self, checkpoint, monkeypatch):
-        monkeypatch.setattr("gearbx_mlx.kernels.exact.TILE", 2**10)
+        monkeypatch.setattr("gearbx_mlx.kernels.exact.WEIGHTS_DECODED_AT_ONCE", 2**10)
         path = checkpoint("tied")
         streamed, kept = gearbox_of(path), gearbox_of(path, "resident")
         for _ in range(3):

@@ -90,11 +90,11 @@ def test_a_compiler_that_writes_something_else_is_run_once(script, tmp_path):
     for _ in range(2):
         cpu._kernels_or_reason.cache_clear()
         assert cpu.why_not().startswith("the compiled CPU kernels cannot be loaded: ")
-    assert sum(line.endswith(cpu.SUFFIX) for line in log.read_text().splitlines()) == 1
+    assert sum(line.endswith(cpu.LIBRARY_SUFFIX) for line in log.read_text().splitlines()) == 1
 
 
 def test_a_compiler_that_takes_too_long(afresh, script):
-    afresh.setattr(compiler, "SECONDS", 0.2)
+    afresh.setattr(compiler, "MOST_SECONDS_TO_COMPILE", 0.2)
     script("#!/bin/sh\nexec sleep 60\n")
     assert cpu.why_not() == "own-compiler did not compile the CPU kernels within 0.2 s"
 

@@ -392,7 +392,9 @@ class TestSymmetricCodes:
                 native.symmetric_matvec(*arguments)
 
 
-CASES = [(codebook, bits) for bits in range(2, 7)] + [(codebook_library, bits) for bits in codebook_library.BITS]
+CASES = [(codebook, bits) for bits in range(2, 7)] + [
+    (codebook_library, bits) for bits in codebook_library.LIBRARY_BITS
+]
 
 
 def kernel(native, module):

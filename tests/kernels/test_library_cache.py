@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from gearbx_mlx import GearbxWarning
+from gearbx_mlx.files.user_cache import open_cache
 from gearbx_mlx.kernels import compiler, cpu
-from gearbx_mlx.kernels.cpu import BUILDING_LOCK, remove_abandoned
+from gearbx_mlx.kernels.cpu import BUILDING_LOCK
 
 NO_BODY = 65534  # a user that owns nothing here
 
@@ -215,13 +216,12 @@ class TestNeverLoaded:
         assert cpu.why_not() == "there is no directory to put the compiled CPU kernels in; set XDG_CACHE_HOME to one"
 
 
-PREFIX = "gearbx-mlx-kernels-"
 USE_ONE = """
 import sys
 from pathlib import Path
-from gearbx_mlx.kernels.cpu import process_directory
+from gearbx_mlx.files.writing import work_directory
 
-with process_directory(Path(sys.argv[1]), sys.argv[2]) as directory:
+with work_directory(Path(sys.argv[1]) / "_gearbx_cpu-aa-bb.so") as directory:
     (directory / "kernels.o").touch()
     print(directory, flush=True)
     sys.stdin.read()
@@ -229,13 +229,14 @@ with process_directory(Path(sys.argv[1]), sys.argv[2]) as directory:
 
 
 @pytest.fixture
-def start(tmp_path):
-    """Start a process that uses a directory until its stdin is closed: the process, and the directory."""
+def start(tmp_path, monkeypatch):
+    """Start a process that compiles in the cache until its stdin is closed: the process, and its directory."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     processes = []
 
-    def run(parent: Path = tmp_path, prefix: str = PREFIX) -> tuple[subprocess.Popen, Path]:
+    def run() -> tuple[subprocess.Popen, Path]:
         process = subprocess.Popen(
-            [sys.executable, "-c", USE_ONE, str(parent), prefix],
+            [sys.executable, "-c", USE_ONE, str(open_cache())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -249,11 +250,6 @@ def start(tmp_path):
         process.communicate()
 
 
-def killed(process: subprocess.Popen) -> None:
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-
-
 def test_a_process_that_ends_removes_its_own(start):
     process, directory = start()
     assert [path.name for path in directory.iterdir()] == ["kernels.o"]
@@ -261,23 +257,11 @@ def test_a_process_that_ends_removes_its_own(start):
     assert not directory.exists()
 
 
-def test_those_of_killed_processes_are_removed_and_those_of_living_ones_stay(start, tmp_path):
+def test_those_of_killed_processes_are_removed_and_those_of_living_ones_stay(start):
     (dead, abandoned), (_, in_use) = start(), start()
-    remove_abandoned(tmp_path, PREFIX)
+    assert set(open_cache().iterdir()) == {abandoned, in_use}
+    dead.send_signal(signal.SIGKILL)
+    dead.wait()
     assert abandoned.is_dir()
-    killed(dead)
-    assert abandoned.is_dir()
-    remove_abandoned(tmp_path, PREFIX)
-    assert set(tmp_path.iterdir()) == {in_use}
+    assert set(open_cache().iterdir()) == {in_use}
     assert (in_use / "kernels.o").exists()
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
-def test_those_of_other_users_stay(tmp_path):
-    (directory := tmp_path / f"{PREFIX}abcdefgh").mkdir(mode=0o700)
-    os.chown(directory, NO_BODY, -1)
-    remove_abandoned(tmp_path, PREFIX)
-    assert directory.is_dir()
-    os.chown(directory, os.geteuid(), -1)
-    remove_abandoned(tmp_path, PREFIX)
-    assert not directory.exists()

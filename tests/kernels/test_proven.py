@@ -19,7 +19,12 @@ from gearbx_mlx.kernels.tuner import Tuner
 KEY = proven.product_key("exact, group 64", (512, 256), mx.bfloat16, 1, NATIVE)
 PLANES = Kind("planes 4+4, group 64", (512, 256), stock=True)
 EXACT = Kind(
-    "exact, group 64", (512, 256), stock=False, variants=(NATIVE,), text=proven.EXACT, decoding=proven.decoder_key(64)
+    "exact, group 64",
+    (512, 256),
+    stock=False,
+    variants=(NATIVE,),
+    text=proven.EXACT_TEXT,
+    decoding=proven.decoder_key(64),
 )
 
 
@@ -49,47 +54,55 @@ def prove(kind: Kind, vectors: int, **seconds: tuple[float, float]) -> None:
 
 class TestTheFile:
     def test_keeps_what_was_proven(self, own_cache):
-        assert proven.proof(proven.EXACT, KEY) is None
-        proven.keep(proven.EXACT, KEY, 1.0, 2.0)
-        proven.keep(proven.EXACT, proven.decoder_key(64), 2.0, 1.0)
-        assert proven.proof(proven.EXACT, KEY) == proven.Proof(1.0, 2.0)
-        assert proven.won(proven.EXACT, KEY)
-        assert proven.proof(proven.EXACT, proven.decoder_key(64)) is not None
-        assert not proven.won(proven.EXACT, proven.decoder_key(64))
-        assert proven.proof(proven.DENSE, KEY) is None
-        proven.drop(proven.EXACT, KEY)
-        assert proven.proof(proven.EXACT, KEY) is None
+        assert proven.proof(proven.EXACT_TEXT, KEY) is None
+        proven.keep(proven.EXACT_TEXT, KEY, 1.0, 2.0)
+        proven.keep(proven.EXACT_TEXT, proven.decoder_key(64), 2.0, 1.0)
+        assert proven.proof(proven.EXACT_TEXT, KEY) == proven.Proof(1.0, 2.0)
+        assert proven.won(proven.EXACT_TEXT, KEY)
+        assert proven.proof(proven.EXACT_TEXT, proven.decoder_key(64)) is not None
+        assert not proven.won(proven.EXACT_TEXT, proven.decoder_key(64))
+        assert proven.proof(proven.DENSE_TEXT, KEY) is None
+        proven.forget(proven.EXACT_TEXT, KEY)
+        assert proven.proof(proven.EXACT_TEXT, KEY) is None
         assert not proven.any_won()
+
+    def test_names_chip_system_mlx_and_text(self, own_cache):
+        proven.metal_machine.cache_clear()
+        proven.keep(proven.EXACT_TEXT, KEY, 1.0, 2.0)
+        ((machine, texts),) = json.loads((own_cache / "proven.json").read_text())["machines"].items()
+        assert machine.startswith(str(mx.device_info()["device_name"]))
+        assert ", mlx " in machine
+        assert [name.partition(" ")[0] for name in texts] == ["exact"]
 
     def test_that_others_may_write_to_is_neither_read_nor_written(self, own_cache):
-        proven.keep(proven.EXACT, KEY, 1.0, 2.0)
+        proven.keep(proven.EXACT_TEXT, KEY, 1.0, 2.0)
         (own_cache / "proven.json").chmod(0o666)
-        proven.entries_in.cache_clear()
+        proven.proofs_in.cache_clear()
         before = (own_cache / "proven.json").read_text()
         with pytest.warns(GearbxWarning, match="others may write to"):
-            assert proven.proof(proven.EXACT, KEY) is None
-        proven.keep(proven.DENSE, KEY, 1.0, 2.0)
+            assert proven.proof(proven.EXACT_TEXT, KEY) is None
+        proven.keep(proven.DENSE_TEXT, KEY, 1.0, 2.0)
         assert (own_cache / "proven.json").read_text() == before
-        proven.entries_in.cache_clear()
+        proven.proofs_in.cache_clear()
 
     def test_of_another_machine_stays_and_is_not_used(self, own_cache, monkeypatch):
-        proven.keep(proven.EXACT, KEY, 1.0, 2.0)
-        monkeypatch.setattr(proven, "machine", lambda: "Apple M9, macOS 30.0, mlx 0.32.1")
-        proven.entries_in.cache_clear()
+        proven.keep(proven.EXACT_TEXT, KEY, 1.0, 2.0)
+        monkeypatch.setattr(proven, "metal_machine", lambda: "Apple M9, macOS 30.0, mlx 0.32.1")
+        proven.proofs_in.cache_clear()
         assert not proven.any_won()
-        proven.keep(proven.DENSE, KEY, 1.0, 2.0)
+        proven.keep(proven.DENSE_TEXT, KEY, 1.0, 2.0)
         assert len(json.loads((own_cache / "proven.json").read_text())["machines"]) == 2
-        proven.entries_in.cache_clear()
+        proven.proofs_in.cache_clear()
 
     @pytest.mark.parametrize("changed", ["exact_weights", "codes"])
     def test_of_another_text_is_not_used(self, own_cache, monkeypatch, changed):
-        proven.keep(proven.EXACT, KEY, 1.0, 2.0)
-        proven.keep(proven.DENSE, KEY, 1.0, 2.0)
+        proven.keep(proven.EXACT_TEXT, KEY, 1.0, 2.0)
+        proven.keep(proven.DENSE_TEXT, KEY, 1.0, 2.0)
         read = proven.source_text
         monkeypatch.setattr(proven, "source_text", lambda name: read(name) + "//" * (name == changed))
         proven.text_name.cache_clear()
-        assert proven.proof(proven.EXACT, KEY) is None
-        assert proven.proof(proven.DENSE, KEY) is not None
+        assert proven.proof(proven.EXACT_TEXT, KEY) is None
+        assert proven.proof(proven.DENSE_TEXT, KEY) is not None
         monkeypatch.undo()
         proven.text_name.cache_clear()
 
@@ -98,12 +111,11 @@ class TestTheFile:
         (own_cache / "proven.json").write_bytes(content)
         with pytest.warns(GearbxWarning, match=r"proven\.json: .*benchmark mac"):
             assert not proven.any_won()
-        with pytest.warns(GearbxWarning):
-            proven.keep(proven.EXACT, KEY, 1.0, 2.0)
-        assert proven.won(proven.EXACT, KEY)
+        proven.keep(proven.EXACT_TEXT, KEY, 1.0, 2.0)
+        assert proven.won(proven.EXACT_TEXT, KEY)
 
     def test_every_text_of_the_folder_has_a_name(self):
-        parts = {part for parts in proven.PARTS.values() for part in parts}
+        parts = {part for parts in proven.FILES_OF_TEXT.values() for part in parts}
         assert parts == {file.stem for file in metal.metal_folder().glob("*.metal")}
 
 
@@ -132,7 +144,7 @@ class TestUnasked:
         assert Tuner(mx.float16).choose(PLANES, 1, lambda candidate: []) == MLX
 
     def test_a_proven_decoder_serves_prompts(self):
-        proven.keep(proven.EXACT, EXACT.decoding, 1.0, 9.0)
+        proven.keep(proven.EXACT_TEXT, EXACT.decoding, 1.0, 9.0)
         assert [self.chosen(EXACT, vectors) for vectors in (1, 2, 600)] == [MLX, RECONSTRUCT, RECONSTRUCT]
 
     def test_no_layer_has_our_kernels_before_any_was_proven(self):
@@ -167,7 +179,7 @@ class TestATextThatDoesNotCompile:
 
     @pytest.mark.filterwarnings("ignore::gearbx_mlx.errors.GearbxWarning")
     def test_leaves_the_weights_of_format_exact_to_mlx(self, on_metal):
-        proven.keep(proven.EXACT, proven.decoder_key(64), 1.0, 9.0)
+        proven.keep(proven.EXACT_TEXT, proven.decoder_key(64), 1.0, 9.0)
         weight = normal(32, 128).astype(mx.bfloat16)
         matrix = encode(weight, 64)  # which decodes it
         chosen = mx.array([[3, 1]])

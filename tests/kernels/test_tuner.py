@@ -1,6 +1,8 @@
 """Kernels are chosen by measurements on this machine; a small file in the user's cache keeps them."""
 
 import json
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -14,15 +16,16 @@ from gearbx_mlx.errors import GearbxWarning
 from gearbx_mlx.gears.kernel_choices import measure_gears
 from gearbx_mlx.kernels import dispatch, tuner
 from gearbx_mlx.kernels.dispatch import GPU, METAL, MLX, NATIVE, RECONSTRUCT, CannotMeasure, Kind
+from gearbx_mlx.kernels.measured_file import MOST_MACHINES
 from gearbx_mlx.kernels.tuner import (
     FAILED,
     MOST_CALLS,
     Tuner,
     TuningCache,
-    compare,
     enough_calls,
     fastest,
-    measure,
+    timed_in_turn,
+    times_of,
 )
 
 WIDTH = 512  # so that a layer is worth measuring
@@ -130,7 +133,7 @@ class TestNoKernelThatWasNotChecked:
 
     @pytest.mark.parametrize("wrong", ["registers", "device", "threadgroup"])
     def test_one_that_is_wrong_never_wins(self, on_metal, monkeypatch, wrong):
-        monkeypatch.setattr(tuner, "SMALLEST", 0)
+        monkeypatch.setattr(tuner, "LEAST_WEIGHTS", 0)
         made = Tuner(mx.float32, again=True)
         times = {each: 1e-6 if each == wrong else 1e-3 for each in self.STOCK_KIND.candidates(1, mx.float32)}
         made.measured[made.name(self.STOCK_KIND, 1)] = times
@@ -202,7 +205,7 @@ class TestNoKernelThatWasNotChecked:
     @pytest.mark.usefixtures("native")
     def test_on_a_cpu_when_a_kind_is_measured(self, cache, monkeypatch):
         kind = Kind("weights of 32 bits", (256, 384), stock=True, variants=(NATIVE,), most_bits=0)
-        monkeypatch.setattr(tuner, "SMALLEST", 0)
+        monkeypatch.setattr(tuner, "LEAST_WEIGHTS", 0)
         first = Tuner(mx.float32)
         assert first.choose(kind, 1, wrong_where(NATIVE)) == MLX
         first.cache.save()
@@ -272,13 +275,28 @@ class TestCache:
         second.save()
         assert TuningCache().times == {"a": {"mlx": 2.0}, "b": {"mlx": 2.0}}
 
+    def test_of_two_processes_at_once_is_whole(self, tmp_path):
+        text = (
+            "import sys; from pathlib import Path; from gearbx_mlx.kernels.tuner import TuningCache\n"
+            "for i in range(40):\n"
+            "    kept = TuningCache(Path(sys.argv[1]))\n"
+            "    kept.times; kept.keep(f'{sys.argv[2]} {i}', {'mlx': 1.0}); kept.save()\n"
+        )
+        file = tmp_path / "tuning.json"
+        commands = [[sys.executable, "-W", "error", "-c", text, str(file), name] for name in "ab"]
+        processes = [subprocess.Popen(command) for command in commands]
+        assert [process.wait() for process in processes] == [0, 0]
+        found = TuningCache(file).times
+        assert found.keys() == {f"{name} {i}" for name in "ab" for i in range(40)}
+        assert {path.name for path in tmp_path.iterdir()} == {"tuning.json", ".tuning.json.lock"}
+
     def test_keeps_the_newest_machines(self, cache):
         cache.write_text(json.dumps({"machines": {f"old {i}": {} for i in range(40)}}))
         kept = TuningCache()
         kept.keep(AFFINE, {"mlx": 2.0})
         kept.save()
         assert list(json.loads(cache.read_text())["machines"])[-2:] == ["old 39", tuner.machine()]
-        assert len(json.loads(cache.read_text())["machines"]) == tuner.MOST_MACHINES
+        assert len(json.loads(cache.read_text())["machines"]) == MOST_MACHINES
 
 
 class TestCandidates:
@@ -320,7 +338,7 @@ class TestCandidates:
         def refused(x: mx.array) -> mx.array:
             raise RuntimeError("[metal::Device] Unable to build metal library from source")
 
-        times = measure({"a": [refused], "b": [lambda x: x + 1]}, mx.ones(8))
+        times = times_of({"a": [refused], "b": [lambda x: x + 1]}, mx.ones(8))
         assert times["a"] == FAILED
         assert fastest(times, ["a", "b"]) == "b"
 
@@ -360,5 +378,5 @@ def test_small_launches_are_many_and_large_ones_few():
 
 
 def test_a_candidate_that_is_too_slow_is_given_up():
-    times = compare({"slow": product(SLOW), "fast": product(FAST)}, trials=4, least=0.001, give_up=3)
+    times = timed_in_turn({"slow": product(SLOW), "fast": product(FAST)}, trials=4, least=0.001, give_up=3)
     assert (len(times["slow"]), len(times["fast"])) == (1, 4)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gearbx_mlx import GearbxError
-from gearbx_mlx.machine.controller import EVERY, LAG, PID, CapSchedule, Controller, Gains, Range
+from gearbx_mlx.machine.controller import DECIDE_EVERY, LAG, PID, CapSchedule, Controller, Gains, Range
 
 WIDTHS = (4, 5, 6, 8)
 
@@ -150,7 +150,7 @@ class TestController:
     def test_the_budget_goes_before_the_target(self):
         controller = Controller(schedule(), 0.5)
         plant = Plant(controller)
-        plant.run(EVERY, share=0.5)
+        plant.run(DECIDE_EVERY, share=0.5)
         assert controller.position == controller.schedule.within(0.5)
         plant.run(100, share=0.5)
         assert controller.position == controller.schedule.within(0.5)
@@ -162,7 +162,7 @@ class TestController:
         controller = Controller(schedule())
         plant = Plant(controller)
         for share in (1.0, 0.3, 0.0, 0.6):
-            plant.run(EVERY, share=share)
+            plant.run(DECIDE_EVERY, share=share)
             assert controller.position == controller.schedule.within(share)
 
     def test_gears_that_do_not_feel_a_cap_move_none(self):
@@ -175,10 +175,10 @@ class TestController:
     def test_a_decision_tells_what_and_why(self):
         controller = Controller(schedule(), 2.0)
         plant = Plant(controller)
-        plant.run(EVERY)
+        plant.run(DECIDE_EVERY)
         (decision,) = plant.decisions
         record = decision.record()
-        assert record["token"] == EVERY
+        assert record["token"] == DECIDE_EVERY
         assert record["tokens_per_second"] == pytest.approx(1.0)
         assert record["reason"] == "1 tokens/s for a target of 2"
         assert record["position"] == controller.position > 0

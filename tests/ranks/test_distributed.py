@@ -14,6 +14,7 @@ from conftest import PATHS, save_model, tiny_model
 from ranks import Ranks, run_ranks
 
 from gearbx_mlx import Gearbox, Lossless, Route, Static, convert, load, stream_generate
+from gearbx_mlx.gears.gearbox import undivided_bytes_per_token
 from gearbx_mlx.generate.run import flag_facts, mode_facts, model_facts
 from gearbx_mlx.ranks.agreement import agreement_of, first_difference
 
@@ -192,7 +193,7 @@ def facts(model, group=None, sums="gather", keywords=None):
         # mlx-lm still computes a token behind the text, which must not disturb what the ranks agree on next.
         numbers.append(agreement_of(found).numbers([7, 1 << 40, *range(20)]))
     bytes_read = {gear.name: gearbox.weight_bytes_per_token(gear) for gear in gearbox.ladder}
-    shared = {gear.name: gearbox.undivided_bytes_per_token(gear) for gear in gearbox.ladder}
+    shared = {gear.name: undivided_bytes_per_token(gearbox, gear) for gear in gearbox.ladder}
     said = gearbox.describe().splitlines()
     return {
         "texts": texts,

@@ -16,7 +16,7 @@ def product():
     weight = mx.random.normal((24, 96), key=mx.random.key(0))
     x = mx.random.normal((96,), key=mx.random.key(1))
     codes, scales = groupwise.quantize(weight)
-    packed = pack_symmetric_codes(codes, groupwise.BITS)
+    packed = pack_symmetric_codes(codes, groupwise.GROUP_BITS)
     mx.eval(x, packed, scales)
     dense = np.array(groupwise.dequantize(codes, scales, 96), dtype=np.float64)
     return packed, scales, x, dense @ np.array(x, dtype=np.float64)

@@ -64,8 +64,8 @@ def weights(case: Case, p: Problem) -> tuple[np.ndarray, np.ndarray]:
             SYMMETRIC_OFFSET[case.bits],
         )
     else:
-        padded = p.arrays["scales"].shape[1] * groupwise.GROUP
-        codes, offset = rowwise.unpack_symmetric_codes(p.arrays["w0"], case.bits, padded), rowwise.OFFSET[4]
+        padded = p.arrays["scales"].shape[1] * groupwise.GROUP_INPUTS
+        codes, offset = rowwise.unpack_symmetric_codes(p.arrays["w0"], case.bits, padded), rowwise.CODE_OFFSET[4]
     grouped = np.array(codes).astype(np.float64).reshape(*scales.shape[:-1], -1)
     weight, size = scales * grouped, np.abs(scales) * (grouped + 2 * offset)
     return weight.reshape(case.rows, -1)[:, : case.columns], size.reshape(case.rows, -1)[:, : case.columns]
@@ -79,7 +79,7 @@ def codebook_weights(case: Case, p: Problem) -> tuple[np.ndarray, np.ndarray]:
     outlying = outlier_mask(case, p)
     size = np.abs(coded)
     if case.format == "codebook-library":  # scale * entry + mid-point, which may cancel each other
-        middle = np.abs(exact(p.arrays["midpoints"])).repeat(codebook_library.GROUP, axis=1)[:, : case.columns]
+        middle = np.abs(exact(p.arrays["midpoints"])).repeat(codebook_library.KERNEL_GROUP, axis=1)[:, : case.columns]
         size = size + 2 * middle
     return weight, size + outlying * (size + np.abs(weight))
 
@@ -129,7 +129,7 @@ def expected_reads(case: Case, p: Problem) -> dict[str, np.ndarray]:
         reads["scales"] = each(p.arrays["scales"], case.vectors)  # at the end, by one lane for each vector
     else:  # once by each lane that has columns of the group
         groups = p.arrays["scales"].shape[1]
-        size = case.group_size if case.format == "planes" else groupwise.GROUP
+        size = case.group_size if case.format == "planes" else groupwise.GROUP_INPUTS
         lanes = np.bincount(np.arange(steps) * CODES // size, minlength=groups)
         reads |= {name: each(array, lanes) for name, array in p.arrays.items() if name not in reads}
     if p.bias is not None:
@@ -157,7 +157,7 @@ def codebook_reads(case: Case, p: Problem) -> dict[str, np.ndarray]:
     weight[:, : steps * words] = 1
     column_reads = np.zeros(len(columns), int)
     column_reads[: offsets[-1]] = 1
-    lanes = np.bincount(np.arange(steps) * CODES // codebook_library.GROUP)
+    lanes = np.bincount(np.arange(steps) * CODES // codebook_library.KERNEL_GROUP)
     groups = np.tile(lanes, (case.rows, 1))
     for row in rows:
         found = columns[offsets[row] : offsets[row + 1]]
@@ -171,7 +171,7 @@ def codebook_reads(case: Case, p: Problem) -> dict[str, np.ndarray]:
             at = column // codes * words + place // 16
             weight[row, at : at + (2 if place % 16 + case.bits > 16 else 1)] += 1
             if not row_wise:
-                groups[row, column // codebook_library.GROUP] += 1
+                groups[row, column // codebook_library.KERNEL_GROUP] += 1
     begins = np.bincount(np.concatenate([rows, np.arange(case.rows) + 1]), minlength=case.rows + 1) * 32
     variant = variant_named(case.variant, case.bits, case.vectors)
     threadgroups = -(-case.rows // (variant.simd_groups * variant.rows))

@@ -3,6 +3,7 @@
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from conftest import tiny_model
 
 from gearbx_mlx.benchmark import metal_checks
 from gearbx_mlx.benchmark import own_kernels as subject
@@ -15,11 +16,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.clang]
 @pytest.fixture
 def short(launches, monkeypatch):
     """One type to check, few keys, one number of vectors; gives the launches."""
-    monkeypatch.setattr(metal_checks, "DTYPES", (mx.float32,))
-    monkeypatch.setattr(metal_checks, "WIDTHS", (32, 64))
-    monkeypatch.setattr(metal_checks, "KEYS", (37,))
+    monkeypatch.setattr(metal_checks, "METAL_DTYPES", (mx.float32,))
+    monkeypatch.setattr(metal_checks, "HEAD_WIDTHS", (32, 64))
+    monkeypatch.setattr(metal_checks, "KEY_COUNTS", (37,))
     monkeypatch.setattr(subject, "CHECKED_VECTORS", (1,))
-    monkeypatch.setattr(subject, "VECTORS", (2,))
+    monkeypatch.setattr(subject, "PROVEN_VECTORS", (2,))
     monkeypatch.setattr(subject, "tolerance", lambda *_: 0.2)  # MLX's products on a CPU add up in bfloat16
     monkeypatch.setattr(tuner, "MOST_CALLS", 1)  # the harness computes while a graph is built, and its clock is 0
     return launches
@@ -103,8 +104,52 @@ def test_what_is_right_is_kept_for_each_way_to_store(short, model):
         ("exact", 2),
     }
     assert [row["wrong"] for row in rows if row["wrong"]] == []
-    kept = {name.split()[0]: proofs for name, proofs in proven.entries().items()}
+    kept = {name.split()[0]: proofs for name, proofs in proven.proofs_here().items()}
     assert {name: len(proofs) for name, proofs in kept.items()} == {"dense": 1, "matvec": 3, "exact": 2}
     for row in rows:
-        assert row["won"] == (row["seconds"] * proven.MARGIN < row["seconds_of_mlx"])
+        assert row["won"] == (row["seconds"] * proven.LEAD < row["seconds_of_mlx"])
     assert proven.proof("exact", proven.decoder_key(64)) is not None
+
+
+def test_what_is_wrong_is_not_kept_any_more(short, model, monkeypatch):
+    list(subject.prove_all(model))
+    right = Prepared.__call__
+    monkeypatch.setattr(Prepared, "__call__", lambda self, *inputs: right(self, *inputs) * 1.5)
+    rows = list(subject.prove_all(model))
+    assert all(row["wrong"] and not row["won"] for row in rows)
+    assert {name: proofs for name, proofs in proven.proofs_here().items() if proofs} == {}
+
+
+def test_what_a_compiler_refuses_is_named(short, model, monkeypatch):
+    def refused(self: Prepared, *inputs: mx.array) -> mx.array:
+        raise RuntimeError("[metal::Device] Unable to build metal library from source")
+
+    monkeypatch.setattr(Prepared, "__call__", refused)
+    rows = list(subject.prove_all(model))
+    assert all(row["wrong"] for row in rows)
+    assert proven.proofs_here() == {} or not any(proven.proofs_here().values())
+
+
+def test_the_shapes_are_those_of_a_model():
+    model = tiny_model(dtype=mx.bfloat16)
+    shapes = {tuple(layers.kind.shape) for layers in subject.layers_of_shapes(model)}
+    linear = {tuple(module.weight.shape) for module in model.modules() if isinstance(module, nn.Linear)}
+    assert linear <= shapes | {shape for shape in linear if shape[1] % 64}
+
+
+def test_a_line_says_how_often_ours_won():
+    plain = {"stored": "4 bits", "vectors": 2, "kernel": "registers", "wrong": "", "won": False}
+    rows = [
+        {**plain, "shape": [8, 64], "seconds": 2.0, "seconds_of_mlx": 1.0},
+        {**plain, "shape": [8, 64], "seconds": 0.5, "seconds_of_mlx": 1.0, "kernel": "device", "won": True},
+        {**plain, "shape": [16, 64], "seconds": 1.0, "seconds_of_mlx": 1.0, "wrong": "does not run"},
+    ]
+    (line,) = subject.in_short(rows)
+    assert line == {
+        "own kernels": "4 bits",
+        "vectors": "2",
+        "of MLX's speed": "1.00 (0.00-2.00)",
+        "shapes won": "1",
+        "of": "2",
+        "wrong": "1",
+    }
