@@ -26,7 +26,7 @@ SPLIT = (*QUANTIZED_AS.values(), nn.QuantizedEmbedding)  # as mlx-lm loads them
 LOW = 4  # bits of the lower gear by default, where codes have more
 AFFINE = "affine"
 OF_SCALES = 0.5  # bits a weight of scales and biases in groups of 64
-AGREEMENT = 0.78  # the share of tokens that 4 bits of 6 or 8 choose alike: docs/formats.md, measured on SmolLM2
+AGREEMENT = 0.78  # the share of tokens that 4 bits of 6 or 8 choose alike: research/tables.md, on SmolLM2
 LEAST_GAIN = 1.1  # in bytes; drafts have costs besides
 FOR_MORE = "for more, give the original, and this model as its --base"
 
