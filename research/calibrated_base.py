@@ -64,7 +64,7 @@ LENGTH = 48  # tokens of an answer
 CONTEXT = 512  # tokens of a window of text, of which the second half counts: as llama.cpp measures KL
 
 
-@study("docs/convert.md", "docs/evaluate.md", minutes=20)
+@study("docs/convert.md", "docs/evaluate.md", "research/tables.md", minutes=20)
 def calibrated_base(
     model: str = "smollm2",
     prompts: int = 12,

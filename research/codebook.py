@@ -351,7 +351,7 @@ def mixture_points(name: str, strict: float, grid: Iterable[float]) -> list[dict
         )
 
 
-@study("docs/codebook.md", minutes=10)
+@study("research/tables.md", minutes=10)
 def h_process(
     model: str = CUT,
     megabytes: float | None = None,
@@ -412,7 +412,7 @@ def wide_matrices(name: str | None) -> list[mx.array]:
     return [weight[: 2**21 // weight.shape[1]] for weight in some]
 
 
-@study("docs/codebook.md", minutes=5)
+@study("research/tables.md", minutes=5)
 def codebook_groups(models: list[str] = ["smollm2"]) -> Found:  # noqa: B006
     """Codebooks of groups of 128 weights beside codebooks of rows (V2), at equal effective bits.
 
@@ -477,7 +477,7 @@ def bytes_row(library: Any, matrices: list[dict[str, mx.array]], vectors: int, t
     return [vectors, spread(ratios(floats, quick), quartiles=True), f"{error:.2%}"]
 
 
-@study("docs/codebook.md", minutes=1)
+@study("research/tables.md", minutes=1)
 def codebook_bytes(trials: int = 15) -> Found:
     """What activations of 8 bits would gain for codebooks of 4 bits: entries of int8, beside the kernel of floats.
 
@@ -519,7 +519,7 @@ def expert_ratios(format: str, bits: int, trials: int) -> list[list[float]]:
     return found
 
 
-@study("docs/codebook.md", minutes=10)
+@study("docs/codebook.md", "research/tables.md", minutes=10)
 def codebook_formats(
     what: list[Literal["error", "kl", "points"]] = [],  # noqa: B006 - nothing changes it
     rows: int = 1024,

@@ -325,7 +325,7 @@ def predicted_ratio(counted: Mapping[str, tuple[float, float]]) -> str:
     return f"{counted['int4_floats'][1] / counted['w4a8'][1]:.2f}" if counted else ""
 
 
-@study("docs/performance.md", "research/tables.md", minutes=1)
+@study("research/tables.md", minutes=1)
 def conservation(columns: int = 2048, megabytes: int = 256, rounds: int = 61) -> Found:
     """AION's law: the terms of its cost model, each alone, and how well they predict products of 4, 8 and 16 bits.
 

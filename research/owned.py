@@ -41,7 +41,7 @@ def converted(folder: Path) -> Checkpoints:
     return {bits: str(path) for bits, path in made.items()}
 
 
-@study("docs/formats.md", minutes=20)
+@study("docs/formats.md", "research/tables.md", minutes=20)
 def owned(
     parts: list[Part] = [*PARTS],  # noqa: B006 - nothing changes it
     num_prompts: list[int] = [4, 8],  # noqa: B006

@@ -112,7 +112,7 @@ def written(percentiles: list[float]) -> str:
     return f"{middle:.2f} ms ({low:.2f}-{high:.2f})"
 
 
-@study("docs/performance.md", minutes=1)
+@study("research/tables.md", minutes=1)
 def startup(trials: int = 11) -> Found:
     """How long commands take to start: `--help`, and the first token of the demo model, beside mlx-lm's import.
 

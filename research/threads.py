@@ -53,7 +53,7 @@ Trial = dict[str, Any]
 # On 1, 2, ... threads
 
 
-@study("docs/performance.md", minutes=4)
+@study("research/tables.md", minutes=4)
 def threads(
     rows: int = 4096, cols: int = 4096, megabytes: int = 256, trials: int = 7, most: int | None = None
 ) -> Found:

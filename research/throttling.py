@@ -309,7 +309,7 @@ def draw_state(axes: Any, times: list[float], run: Run) -> None:
     axes.set(ylabel="machine", xlabel="seconds", ylim=(-0.05, 1.05))
 
 
-@study("docs/machine.md", writes="images/throttling.png", minutes=4)
+@study("research/tables.md", writes="images/throttling.png", minutes=4)
 def throttling(real_time: bool = False, seeds: int = 3) -> Found:
     """A simulated machine that is throttled, and how soon the controller settles.
 

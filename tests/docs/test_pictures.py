@@ -38,12 +38,6 @@ def test_the_answer_in_the_readme_is_the_real_models(smollm2_model):
     assert "\n".join(answer) in pictures.terminal_text(flags_of(shown)).plain
 
 
-def test_the_row_of_the_summary_in_the_readme_is_the_pictures():
-    quoted = re.findall(r"^```\n(.*\n)```$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert len(quoted) == 1
-    assert quoted[0] in (IMAGES / "smollm2.txt").read_text(encoding="utf-8")
-
-
 @pytest.mark.slow
 def test_the_chat_in_the_docs_is_what_chat_writes():
     shown = (IMAGES / "chat.txt").read_text(encoding="utf-8")
