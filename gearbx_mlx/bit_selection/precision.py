@@ -25,7 +25,7 @@ from . import ACCURACY_THRESHOLD
 SCHEMA, VERSION = "gearbx-mlx precision", 1
 SCHEMA_FILE = Path(__file__).parent / "precision.schema.json"
 EXACT, FIRST_ORDER = "exact", "first order"
-MAKE = "make a new one with python -m gearbx_mlx.sensitivity"
+MAKE = "make a new one with gearbx_mlx sensitivity"
 SAFE, CAREFUL = 0.02, 0.05  # nats: by the KL at 4 bits, 4, 6 or 8 are wanted
 
 

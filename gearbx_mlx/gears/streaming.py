@@ -30,7 +30,7 @@ from .sources import FromFiles
 from .strips import Piece, Remainder, Strip, StripReader, strips_of, with_blocks, with_strip
 
 STREAM = "stream"
-REMEDY = "convert the original with python -m gearbx_mlx.convert --format exact"
+REMEDY = "convert the original with gearbx_mlx convert --format exact"
 EXACT = (ExactLinear, ExactSwitchLinear, ExactMultiLinear)
 
 
