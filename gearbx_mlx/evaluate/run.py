@@ -37,7 +37,7 @@ from ..evaluation.predictions import (
     windows_of,
 )
 from ..files.model_directory import context_length
-from ..files.writing import make_directory, write_text
+from ..files.writing import check_directory, make_directory, write_text
 from ..gears.discovery import vocabulary
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import KV_BITS, Gear
@@ -86,6 +86,7 @@ def content_of(settings: EvaluateSettings) -> dict[str, Any]:
         GearbxError: a model, a text or thresholds that cannot be used, or a directory that cannot be written.
     """
     out = Path(settings.evaluation.out)
+    check_directory(out)
     content = measured(settings)
     make_directory(out)
     write_text(out / DATA, as_json(finite(content)))

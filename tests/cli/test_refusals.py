@@ -123,6 +123,8 @@ REFUSED = [
     ("generate --adapter-path LONG", "LONG"),
     ("analyze --prompts LONG", "LONG"),
     ("analyze --prompts DATA --out LONG", "LONG"),
+    ("analyze --prompts DATA --out /dev/null/out", "/dev/null/out: cannot be made (Not a directory)"),
+    ("evaluate --data DATA --out /dev/null/out", "/dev/null/out: cannot be made (Not a directory)"),
     *((f"calibrate --{flag} LONG", "LONG") for flag in ("out", "prompts")),
     *((f"convert --{flag} LONG", "LONG") for flag in ("mlx-path", "model", "manifest")),
     *((f"sensitivity --{flag} LONG", "LONG") for flag in ("out", "data")),
