@@ -290,6 +290,8 @@ def find(path_or_hf_repo: str | Path, revision: str | None = None, also: Sequenc
         return gguf_directory(path)
     if is_there:
         raise GearbxError(f"{name}: is a file; give the model's directory, or a GGUF file")
+    if name.endswith(".gguf"):
+        raise GearbxError(f"{name}: no such file; check the path")
     if name == SMOLLM2:
         return smollm2_directory()
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith(("./", "../", "~")):

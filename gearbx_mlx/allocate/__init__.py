@@ -59,7 +59,7 @@ class AllocationSettings(Settings):
 
     title: ClassVar[str] = "allocation"
 
-    manifest: str = flag("manifest.json", "From gearbx_mlx.sensitivity.", named=True)
+    manifest: str = flag("manifest.json", "From gearbx_mlx sensitivity.", named=True)
     out: str | None = flag(None, "File to write. Default: the manifest itself", named=True)
     gears: Ladder = flag(Ladder.parse(DEFAULT_LADDER), "A table for each but 16.", parse=Ladder.parse)
     target_bpw: tuple[float, ...] | None = target_flag(

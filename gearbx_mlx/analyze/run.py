@@ -26,7 +26,7 @@ from ..decoding.modes import TELEMETRY_ONLY, made
 from ..decoding.route import Route
 from ..decoding.stream import RunSpeed, stream_generate, summary_of
 from ..errors import GearbxError, GearbxWarning
-from ..files.writing import write_text
+from ..files.writing import check_directory, write_text
 from ..gears.ladder import DEFAULT_LADDER, Ladder
 from ..routing.bounds import BoundedRouting
 from ..routing.gates import Monitor, ReadThresholds, ThresholdGate, thresholds_in_bits
@@ -70,9 +70,8 @@ def analysis_of(settings: AnalyzeSettings) -> "AnalyzedRun":
 
 def check_output(out: Path) -> None:
     """Raises GearbxError for a directory that the report cannot be written to."""
+    check_directory(out)
     with directory_errors(out):
-        if out.exists() and not out.is_dir():
-            raise GearbxError(f"{out}: is a file; --out names a directory")
         if out.is_dir():
             for name in (TRACE, SUMMARY, *PICTURES):
                 output_path(out / name)

@@ -25,7 +25,7 @@ from . import ACCURACY_THRESHOLD
 MANIFEST_SCHEMA, MANIFEST_VERSION = "gearbx-mlx precision", 1
 SCHEMA_FILE = Path(__file__).parent / "precision.schema.json"
 EXACT_KL, FIRST_ORDER = "exact", "first order"
-MAKE = "make a new one with python -m gearbx_mlx.sensitivity"
+MAKE = "make a new one with gearbx_mlx sensitivity"
 SAFE = 0.02  # nats
 
 

@@ -253,7 +253,11 @@ def session(words: Mapping[str, Words], history: Path | None) -> "PromptSession[
 
 def history_file() -> Path | None:
     """Return the user's file of lines that were typed, which no other user can read; None where there cannot be one."""
-    path = platformdirs.user_state_path("gearbx-mlx", appauthor=False) / "chat_history"
+    try:
+        path = platformdirs.user_state_path("gearbx-mlx", appauthor=False) / "chat_history"
+    except RuntimeError:
+        terminal.note("this user has no home directory; lines are not remembered, until XDG_STATE_HOME names one")
+        return None
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)

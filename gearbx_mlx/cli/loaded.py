@@ -269,7 +269,7 @@ def layers_of_manifest(decision: Decision, precision: PrecisionManifest, model: 
     tables = manifest.tables(decision.ladder)
     uniform = [gear.name for gear in decision.ladder if gear.name not in tables and not gear.dense]
     if uniform:
-        note(f"{file}: has no table for {', '.join(uniform)}: all layers alike; gearbx_mlx.allocate makes one")
+        note(f"{file}: has no table for {', '.join(uniform)}: all layers alike; gearbx_mlx allocate makes one")
     return {"manage": decision.manage, "tables": tables, "widths": sorted({*manifest.bits, *decision.cap_bits})}
 
 

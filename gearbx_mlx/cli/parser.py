@@ -105,7 +105,9 @@ class FlagParser(argparse.ArgumentParser):
 
 def nearest_name(word: str, names: Iterable[str], least: float = 0.6) -> str | None:
     """Return the name that is most like a mistyped one. least: how like it has to be, from 0 to 1."""
-    return next(iter(difflib.get_close_matches(word, names, 1, least)), None)
+    likely = difflib.get_close_matches(word, names, 3, least)
+    swapped = [name for name in likely if sorted(name) == sorted(word)]  # --modle is --model rather than --mode
+    return next(iter(swapped + likely), None)
 
 
 class HelpAll(argparse.Action):

@@ -205,9 +205,9 @@ def lossless_text(name: str) -> list[str]:
     """Return how to write the original's text with fewer bytes read, and how to have its files again."""
     return [
         "The original's own text, from drafts of the lowest gear:",
-        shell(f"gearbx_mlx.generate --model {name} --mode lossless --prompt 'Once upon a time'"),
+        shell(f"gearbx_mlx generate --model {name} --mode lossless --prompt 'Once upon a time'"),
         "## The original",
-        shell(f"gearbx_mlx.convert --restore {name} --mlx-path original"),
+        shell(f"gearbx_mlx convert --restore {name} --mlx-path original"),
         "This writes every file that mlx-lm reads of the original, byte for byte; `gears.json` has the SHA-256 of each "
         f"tensor. `{ORIGINAL_FILE}` holds what no parameter of the model contains, and is needed for this alone.",
     ]
@@ -259,7 +259,7 @@ def table_card(bits: Mapping[str, int], size: int, weights: int, files: Mapping[
 
 
 def run_with_gearbx(name: str, note: str) -> list[str]:
-    command = f"gearbx_mlx.generate --model {name} --prompt 'Once upon a time'"
+    command = f"gearbx_mlx generate --model {name} --prompt 'Once upon a time'"
     return ["## Use with gearbx-mlx", shell(command), note]
 
 

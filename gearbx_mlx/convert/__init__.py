@@ -159,7 +159,7 @@ class ConversionSettings(Settings):
     upload_repo: str | None = flag(None, "The Hugging Face repo to upload the model to.", named=True)
     manifest: str | None = flag(
         None,
-        "From gearbx_mlx.sensitivity or allocate. With several gears it lies in the checkpoint, and says which layers "
+        "From gearbx_mlx sensitivity or allocate. With several gears it lies in the checkpoint, and says which layers "
         "a controller caps first, and how far. With one (--gears 4) its table is written, not gears, as a checkpoint "
         "for mlx-lm with every layer at its own bits.",
         metavar="FILE",

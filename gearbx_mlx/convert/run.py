@@ -276,7 +276,7 @@ def find_gears(path_or_hf_repo: str, revision: str | None) -> SavedGears:
     directory = find(path_or_hf_repo, revision, also=(ORIGINAL_FILE,))
     saved = open_gears(directory)
     if saved is None:
-        raise GearbxError(f"{directory}: holds no gears; give what gearbx_mlx.convert wrote")
+        raise GearbxError(f"{directory}: holds no gears; give what gearbx_mlx convert wrote")
     return saved
 
 
@@ -454,7 +454,7 @@ def choose_table(file: Path, layout: LayerSettings) -> tuple[PrecisionManifest, 
         )
     tables = ", ".join(map(str, manifest.gears))
     if not tables:
-        raise GearbxError(f"{file}: has no tables; make some with python -m gearbx_mlx.allocate --manifest {file}")
+        raise GearbxError(f"{file}: has no tables; make some with gearbx_mlx allocate --manifest {file}")
     wanted = [*manifest.gears] if layout.gears is None else [gear.bits for gear in layout.gears]
     if layout.gears is None and len(wanted) > 1:
         raise GearbxError(f"{file}: has tables for gears {tables}; choose one with --gears")

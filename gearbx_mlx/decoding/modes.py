@@ -46,7 +46,7 @@ def thresholds_flag() -> Any:
     return flag(
         None,
         "For --mode route, which it implies: bits such as 1.8,3.5, auto (found on the first prompt), or a file from "
-        "gearbx_mlx.calibrate, which may have window, hysteresis and duration of the gate too. Default: the paper's",
+        "gearbx_mlx calibrate, which may have window, hysteresis and duration of the gate too. Default: the paper's",
         name="thresholds",
         metavar="FILE|BITS|auto",
         named=True,

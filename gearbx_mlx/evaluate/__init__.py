@@ -34,7 +34,7 @@ class EvaluationSettings(Settings):
     )
     thresholds: Thresholds = flag(
         None,
-        "Of these modes: a file from gearbx_mlx.calibrate, or bits such as 1.8,3.5. Default: the paper's",
+        "Of these modes: a file from gearbx_mlx calibrate, or bits such as 1.8,3.5. Default: the paper's",
         metavar="FILE|BITS",
         named=True,
         parse=read_thresholds,

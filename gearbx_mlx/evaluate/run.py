@@ -33,7 +33,7 @@ from ..evaluation.predictions import (
     windows_of,
 )
 from ..files.model_directory import context_length
-from ..files.writing import make_directory, write_text
+from ..files.writing import check_directory, make_directory, write_text
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import KV_BITS, Gear
 from ..loading import model_name
@@ -78,6 +78,7 @@ def report_of(settings: EvaluateSettings) -> dict[str, Any]:
         GearbxError: a model, a text or thresholds that cannot be used, or a directory that cannot be written.
     """
     out = Path(settings.evaluation.out)
+    check_directory(out)
     content = measured_report(settings)
     make_directory(out)
     write_text(out / DATA, as_json(finite_json(content)))

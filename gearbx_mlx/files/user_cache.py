@@ -60,8 +60,11 @@ def open_cache() -> Path:
 
 def open_checked() -> Path:
     """Return the cache as `open_cache` does. Raises OSError where the system refuses something."""
-    directory = platformdirs.user_cache_path(CACHE_NAME, appauthor=False)
-    if not directory.is_absolute():  # platformdirs leaves ~ as it is where there is no home directory
+    try:
+        directory = platformdirs.user_cache_path(CACHE_NAME, appauthor=False)
+    except RuntimeError as error:
+        raise CacheUnusable("this user has no home directory; set XDG_CACHE_HOME to a directory") from error
+    if not directory.is_absolute():  # an earlier platformdirs leaves ~ as it is where there is no home directory
         raise CacheUnusable(f"there is no home directory for {directory}; set XDG_CACHE_HOME to a directory")
     directory = Path(os.path.realpath(directory.parent)) / directory.name
     for each in reversed(directory.parents):

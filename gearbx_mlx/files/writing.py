@@ -269,7 +269,11 @@ def check_writable(path: Path) -> None:
 def check_directory(path: Path) -> None:
     """Raises GearbxError for a path that cannot be a directory; before the work, not after it."""
     try:
-        if path.exists() and not path.is_dir():
+        if not path.exists():
+            above = next(each for each in path.absolute().parents if each.exists())
+            with tempfile.TemporaryDirectory(dir=above):
+                pass
+        elif not path.is_dir():
             raise GearbxError(f"{path}: is a file; give the name of a directory")
     except OSError as error:
         raise GearbxError(f"{path}: cannot be made ({error.strerror}); choose another directory") from error

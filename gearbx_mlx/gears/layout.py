@@ -105,7 +105,7 @@ def layout_of(
         if codes is None:
             raise GearbxError(
                 "the model is quantized already, by another gearbox or in parts of several ranks: run it with "
-                "telemetry only, or load the original, or what gearbx_mlx.convert makes of it, which ranks can divide"
+                "telemetry only, or load the original, or what gearbx_mlx convert makes of it, which ranks can divide"
             )
         return Layout(codes.chosen(ladder), get_format(DEFAULT_FORMAT), codes.group_size, codes=codes)
     group_size = DEFAULT_GROUP_SIZE if group_size is None else group_size

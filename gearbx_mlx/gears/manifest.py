@@ -115,7 +115,7 @@ GEARS_VERSION = 4
 GEARS_FILE, MANIFEST = "gears.safetensors", "gears.json"
 PRECISION = "precision.json"  # a precision manifest: which layers to cap first, and how far
 WHAT = "a manifest of gears"
-RESTORE = "download it again, or make it again with python -m gearbx_mlx.convert"
+RESTORE = "download it again, or make it again with gearbx_mlx convert"
 
 
 class SavedLayer(Struct, frozen=True):

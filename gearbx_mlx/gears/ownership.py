@@ -127,6 +127,6 @@ def why_unsaveable(gearbox: Any) -> str | None:
         in_panels = getattr(linear_of(modules[layer.path]), "record", Planes) is not Planes  # for a CPU's kernels
         if (bits != DENSE or is_whole) and (in_panels or not in_base):
             first = "" if is_whole else "shift to a gear of 16 bits first, or "
-            then = f"copy {gearbox.saved.directory}" if in_base else "write the gears with gearbx_mlx.convert"
+            then = f"copy {gearbox.saved.directory}" if in_base else "write the gears with gearbx_mlx convert"
             return f"mlx-lm would not load {layer.path} as it is in gear '{gearbox.gear.name}'; {first}{then}"
     return None

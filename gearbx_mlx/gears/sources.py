@@ -518,7 +518,7 @@ def refuse_other_codes(
         raise GearbxError(f"format {name} is one copy of the weights, and its low gear cannot be another model's")
     if residency == "disk" and layout.saved is None:
         raise GearbxError(
-            f"format {name} has no originals to read again from disk; write its gears there with gearbx_mlx.convert, "
+            f"format {name} has no originals to read again from disk; write its gears there with gearbx_mlx convert, "
             "or leave out residency 'disk'"
         )
     shared = collections.Counter(id(layer.module) for layer in layers)

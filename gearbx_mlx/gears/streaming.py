@@ -30,7 +30,7 @@ from .sources import FromFiles
 from .strips import Piece, Remainder, Strip, StripReader, strips_of, with_blocks, with_strip
 
 STREAM = "stream"
-CONVERT_EXACT = "convert the original with python -m gearbx_mlx.convert --format exact"
+CONVERT_EXACT = "convert the original with gearbx_mlx convert --format exact"
 
 
 class Streamed(nn.Module):

@@ -92,7 +92,7 @@ def check_thresholds(thresholds: Sequence[float], gears: int) -> None:
     if not all(math.isfinite(t) for t in thresholds):
         raise GearbxError(f"thresholds must be finite numbers of bits, got {shown}")
     if any(a >= b for a, b in itertools.pairwise(thresholds)):
-        raise GearbxError(f"thresholds must ascend with the gears, got {shown}")
+        raise GearbxError(f"thresholds must ascend with the gears, got {shown}; give the lower one first")
 
 
 def spread_between(low: float, high: float, gears: int) -> tuple[float, ...]:
@@ -217,7 +217,7 @@ NotNegative = Annotated[float, Meta(ge=0)]
 
 
 AUTO: Literal["auto"] = "auto"
-MAKE_THRESHOLDS = "write a new one with python -m gearbx_mlx.calibrate"
+MAKE_THRESHOLDS = "write a new one with gearbx_mlx calibrate"
 
 
 class ThresholdFile(Struct, frozen=True):
@@ -312,7 +312,7 @@ def thresholds_in_bits(
     if isinstance(thresholds, str):
         raise GearbxError(
             f"thresholds are '{thresholds}', which is for mode route of generate, chat, server and analyze; "
-            "give bits, or a file from python -m gearbx_mlx.calibrate"
+            "give bits, or a file from gearbx_mlx calibrate"
         )
     if isinstance(thresholds, ReadThresholds):
         return thresholds.bits(gears, vocab_size, fingerprint())

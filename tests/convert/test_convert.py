@@ -253,7 +253,7 @@ class TestModelCard:
         for name in ("model.safetensors", "gears.safetensors"):
             assert rows[f"`{name}`"] == [f"{(out / name).stat().st_size / 1e6:,.2f} MB"]
         assert (card.data.library_name, card.data.tags) == ("mlx", ["mlx", "gearbx-mlx"])
-        assert f"gearbx_mlx.generate --model {out.name}" in card.text
+        assert f"gearbx_mlx generate --model {out.name}" in card.text
         assert f"mlx_lm.generate --model {out.name}" in card.text
 
     @pytest.mark.parametrize("given", ["smollm2", "tales.gguf"])

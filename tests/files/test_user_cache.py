@@ -1,11 +1,13 @@
 """The user's cache where it cannot be used: one line that says why, and what to do."""
 
 import errno
+import pwd
 import re
 
 import platformdirs
 import pytest
 
+from gearbx_mlx.chat.run import history_file
 from gearbx_mlx.files.user_cache import CacheUnusable, cache_entry, open_cache, why
 
 
@@ -27,6 +29,15 @@ def test_a_file_in_its_place_is_named(own_cache, monkeypatch):
     monkeypatch.setattr(platformdirs, "user_cache_path", lambda *_, **__: own_cache / "file" / "gearbx-mlx")
     with pytest.raises(CacheUnusable, match=r"/file.*; set XDG_CACHE_HOME to another directory$"):
         open_cache()
+
+
+def test_a_user_without_a_home_is_told_of_the_variable(monkeypatch):
+    for variable in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # as a container's user that /etc/passwd does not have
+    with pytest.raises(CacheUnusable, match=r"home directory.*; set XDG_CACHE_HOME to a directory$"):
+        open_cache()
+    assert history_file() is None
 
 
 def test_an_entry_is_of_this_user_alone(own_cache):
