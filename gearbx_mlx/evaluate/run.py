@@ -15,7 +15,7 @@ from ..cli.decide import JustGears
 from ..cli.loaded import Loaded
 from ..compat.arrays import dtype_name
 from ..decoding.caches import cache_in_gears, check_heads
-from ..decoding.mode import thresholds_for
+from ..decoding.mode import SAME, thresholds_for
 from ..decoding.modes import KICKDOWN, ROUTE, made
 from ..errors import GearbxError
 from ..evaluation.predictions import (
@@ -143,7 +143,8 @@ def readers_of(settings: EvaluateSettings, gearbox: Gearbox, tokenizer: Any) -> 
         return read_at_once(gearbox, [window], gear)
 
     found = [TextReader(GEAR, f"{gear.bits} bits", [gear], partial(alone, gear)) for gear in ladder]
-    given = {"thresholds": wanted.thresholds, "gear": ladder[0].bits}  # which begins a text of mode route
+    # A window has no prompt, and begins in the lowest gear.
+    given = {"thresholds": wanted.thresholds, "gear": ladder[0].bits, "prompt_gear": SAME}
     for name in wanted.modes if len(ladder) > 1 else ():
         if name != NONE:
             thresholds_for(wanted.thresholds, gearbox)  # refuses those that a prompt would choose

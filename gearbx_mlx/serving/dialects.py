@@ -74,10 +74,8 @@ class TextConfig(BaseModel):
         wanted = self.format
         if wanted is None or wanted["type"] != "json_schema":
             return wanted
-        return {
-            "type": "json_schema",
-            "json_schema": {"name": wanted.get("name", "answer"), "schema": wanted["schema"]},
-        }
+        schema = {"name": wanted.get("name", "answer"), "schema": wanted["schema"]}
+        return {"type": "json_schema", "json_schema": schema}
 
 
 # Requests of Anthropic's clients.
@@ -180,12 +178,6 @@ def checked_item(item: dict[str, Any]) -> dict[str, Any]:
 Function = Annotated[dict[str, Any], of_kind({"function": {"name": str}})]
 
 
-class ReasoningConfig(BaseModel):
-    """Says whether a model that can think does so: with every effort but "none"."""
-
-    effort: str | None = None
-
-
 class ResponsesRequest(ForeignRequest, frozen=True):
     """Body of `/v1/responses`."""
 
@@ -195,7 +187,7 @@ class ResponsesRequest(ForeignRequest, frozen=True):
     tools: list[Function] | None = None
     tool_choice: Literal["none", "auto", "required"] | Function | None = None
     text: TextConfig = TextConfig()
-    reasoning: ReasoningConfig = ReasoningConfig()
+    reasoning: dict[str, Any] | None = None  # a model that can think does so with every effort but "none"
     previous_response_id: NotServed = None
     conversation: NotServed = None
     background: NotServed = None
@@ -209,7 +201,7 @@ def chat_of_response(request: ResponsesRequest) -> ChatRequest:
     said = request.input
     for item in [{"type": "message", "role": "user", "content": said}] if isinstance(said, str) else said:
         add_item(messages, item)
-    choice, effort = request.tool_choice, request.reasoning.effort
+    choice, effort = request.tool_choice, (request.reasoning or {}).get("effort")
     fields = ("name", "description", "parameters")
     return as_chat(
         request,
