@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,7 +20,7 @@ FEW = 8  # rows that are looked at one by one: experts; an embedding has more
 class Slot:
     """Where a module keeps an array, and how many rows of it can be read one without another."""
 
-    node: dict | list
+    node: Any  # a dictionary or a list
     key: str | int
     rows: int
 
@@ -82,7 +83,7 @@ def slots(model: nn.Module) -> Iterator[Slot]:
                 yield Slot(node, key, len(array) if divides else 1)
 
 
-def own_places(node: dict | list) -> Iterator[tuple[dict | list, str | int]]:
+def own_places(node: dict | list) -> Iterator[tuple[Any, str | int]]:
     """Where a module has arrays of its own, also in lists."""
     for key, value in list(node.items() if isinstance(node, dict) else enumerate(node)):
         if isinstance(value, mx.array) and not str(key).startswith("_"):
