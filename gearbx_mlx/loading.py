@@ -57,6 +57,7 @@ SAMPLES = (  # what tokenizers differ in: digits, spaces, line ends, capitals, o
 # transformers' name of a warning, that a text is longer than the context, which it gives unless it was given before.
 TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
 DEMO_MODEL = Path(__file__).parent / "demo_model"
+TOKENIZERS = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*")  # files, of which a model has one at least
 SAMPLED_BYTES = 2**20  # bytes of a file's beginning and end that stand for it
 
 
@@ -135,6 +136,8 @@ def cannot_load(directory: Path, error: Exception) -> GearbxError:
     if "trust_remote_code" in str(error):
         return untrusted(directory)
     check_json(directory)
+    if not any(any(directory.glob(pattern)) for pattern in TOKENIZERS):
+        return GearbxError(f"{directory}: no tokenizer there, such as {TOKENIZERS[0]}; {COMPLETE}")
     other = re.match("Missing|Received|Expected shape", str(error))
     remedy = "; config.json is not that of these weights, download both again" if other else ""
     return GearbxError(f"{directory}: mlx-lm cannot load this model: {one_line(error)}{remedy}")
@@ -289,7 +292,8 @@ def find(path_or_hf_repo: str | Path, revision: str | None = None, also: Sequenc
     if is_file and is_gguf(path):
         return gguf_directory(path)
     if is_there:
-        raise GearbxError(f"{name}: is a file; give the model's directory, or a GGUF file")
+        what = "a file" if is_file else "a pipe or a device"
+        raise GearbxError(f"{name}: is {what}; give the model's directory, or a GGUF file")
     if name.endswith(".gguf"):
         raise GearbxError(f"{name}: no such file; check the path")
     if name == SMOLLM2:

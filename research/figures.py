@@ -261,7 +261,10 @@ def draw_routing_trace(data: Mapping[str, Any], figure: Any) -> None:
     for place in itertools.accumulate(data["lengths"][:-1]):
         axes.axvline(place - 0.5, color=BLACK, linestyle=":")
     axes.set(xlabel="token (easy, hard, easy again)", ylabel="entropy, bits", xlim=(-0.5, len(gears) - 0.5))
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    handles, labels = axes.get_legend_handles_labels()
+    shown = dict(zip(labels, handles))
+    order = sorted(shown, key=(*NAMES, *labels).index)  # gears first, from the lowest
+    axes.legend([shown[name] for name in order], order, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 def table_routing_trace(data: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:

@@ -21,6 +21,18 @@ def copied(tmp_path) -> Path:
     return Path(shutil.copytree(DEMO_MODEL, tmp_path / "copied"))
 
 
+def test_a_model_without_a_tokenizer(command, copied):
+    (copied / "tokenizer.json").unlink()
+    assert_refused(
+        command("generate", "--model", copied), f"{copied}: no tokenizer there, such as tokenizer.json; give"
+    )
+
+
+def test_a_pipe_is_no_model(command, tmp_path):
+    os.mkfifo(tmp_path / "model.gguf")
+    assert_refused(command("generate", "--model", tmp_path / "model.gguf"), "model.gguf: is a pipe or a device; give")
+
+
 def test_a_hub_name_without_a_network(command, monkeypatch):
     import huggingface_hub
 
