@@ -2,6 +2,7 @@
 
 import contextlib
 import resource
+import signal
 import subprocess
 import sys
 
@@ -117,3 +118,18 @@ class TestAFullDisk:
                 Journal(file, {"model": "a"})
             process.communicate()
         Journal(file, {"model": "a"})
+
+
+@pytest.mark.processes
+def test_a_killed_command_goes_on_to_the_same_result(command, flags, tmp_path):
+    name, *more = flags["route"]
+    once, out = tmp_path / "once", tmp_path / "out"
+    assert command(name, *more, "--out", once).status == 0
+    code = "import itertools, os, signal; from gearbx_mlx.calibrate import main; "
+    code += "fsync, count = os.fsync, itertools.count(); "
+    code += "os.fsync = lambda file: next(count) == 2 and os.kill(os.getpid(), signal.SIGKILL) or fsync(file); "
+    code += "main()"
+    killed = subprocess.run([sys.executable, "-c", code, *map(str, more), "--device", "cpu", "--out", out])
+    assert killed.returncode == -signal.SIGKILL
+    assert command(name, *more, "--out", out).status == 0
+    assert out.read_bytes() == once.read_bytes()

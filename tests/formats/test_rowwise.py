@@ -115,3 +115,10 @@ def test_bytes_per_weight_of_modules_are_those_of_table_5(bits, bytes_per_weight
     dense = linear(256, 2048, mx.float16, bias=False)
     arrays = tree_flatten(gear(dense, bits, dtype=mx.float16).parameters())
     assert sum(a.nbytes for _, a in arrays) / dense.weight.size == bytes_per_weight + 2 / 2048
+
+
+@pytest.mark.parametrize(("bits", "bytes_per_weight"), [(8, 1.0), (6, 0.75), (4, 0.5), (2, 0.25)])
+def test_bytes_per_weight_are_those_of_table_5(bits, bytes_per_weight):
+    dense = linear(256, 2048, mx.float16, bias=False)
+    arrays = tree_flatten(gear(dense, bits, dtype=mx.float16).parameters())
+    assert sum(a.nbytes for _, a in arrays) / dense.weight.size == bytes_per_weight + 2 / 2048

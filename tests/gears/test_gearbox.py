@@ -1,5 +1,8 @@
+import random
+
 import mlx.core as mx
 import mlx.nn as nn
+import mlx_lm
 import pytest
 from conftest import PROMPT, on_disk, same_weights, tiny_model, weights_of
 
@@ -7,6 +10,7 @@ from gearbx_mlx import Gearbox, GearbxError, Ladder
 from gearbx_mlx.formats.planes import Affine
 from gearbx_mlx.gears import gearbox as gearbox_module
 from gearbx_mlx.gears.offload import idle_parameters
+from gearbx_mlx.loading import DEMO_MODEL
 
 
 class TestLadder:
@@ -214,6 +218,29 @@ class TestShift:
             Gearbox(tiny)
         first.shift("high")
         Gearbox(tiny)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("residency", ["resident", "disk"])
+    @pytest.mark.parametrize(
+        ("format", "ladder"),
+        [("planes", "3,4,8,16"), ("affine", "3,4,8,16"), ("rowwise", "2,4,6,16"), ("groupwise", "4,16")],
+    )
+    def test_two_hundred_random_shifts_end_bit_exact(self, residency, format, ladder):
+        model, _ = mlx_lm.load(str(DEMO_MODEL))
+        before = weights_of(model)
+        gearbox = Gearbox(model, ladder, format=format, residency=residency, checkpoint=DEMO_MODEL)
+        lows = {}
+        draw = random.Random(0)
+        for _ in range(200):
+            gear = draw.choice(gearbox.ladder)
+            gearbox.shift(gear)
+            assert gearbox.gear is gear
+            if gear.name not in lows:
+                lows[gear.name] = weights_of(model)
+            elif draw.random() < 0.1:
+                assert same_weights(weights_of(model), lows[gear.name])
+        gearbox.shift("high")
+        assert same_weights(weights_of(model), before)
 
 
 UP, DOWN = "model.layers.0.mlp.up_proj", "model.layers.1.mlp.down_proj"

@@ -428,3 +428,15 @@ def test_of_arms_cores_the_smallest_of_three_kinds_are_left_out(fast, tmp_path):
     assert fast(0) == 0  # a process that knows no core of its own
     (tmp_path / "system" / "cpu" / "cpu7" / "cpu_capacity").write_text("much\n")
     assert fast(8) == 3
+
+
+def test_a_compilation_that_is_interrupted_leaves_nothing(afresh, script, tmp_path):
+    script("#!/bin/sh\nexit 1\n")
+
+    def interrupt(files: int, kept: bool) -> None:
+        raise KeyboardInterrupt
+
+    afresh.setattr(cpu, "while_compiling", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        cpu.why_not()
+    assert [file.name for file in (tmp_path / "cache" / "gearbx-mlx").iterdir()] == [BUILDING_LOCK]

@@ -173,6 +173,20 @@ class TestNumbers:
         with pytest.raises(ValueError, match="differ in width"):
             native.dense_matvec(one, mx.ones((8, 63)))
 
+    def test_a_vector_has_the_same_bits_whatever_else_is_in_the_call(self, native):
+        x = mx.random.normal((16, 512))
+        planes = split(mx.random.normal((300, 512)), (4, 1, 1, 2), 64)
+        dense = mx.random.normal((300, 512)).astype(mx.bfloat16)
+        products = [lambda x: native.dense_matvec(x, dense), lambda x: native.dense_matvec(x, dense, 16)]
+        for n in range(1, 5):
+            stack = planes.gear(sum(planes.widths[:n]))
+            products.append(lambda x, stack=stack: native.stack_matvec(x, *stack))
+        for product in products:
+            alone = [product(x[i : i + 1]) for i in range(16)]
+            for vectors in range(1, 17):
+                together = product(x[16 - vectors :])
+                assert mx.array_equal(together, mx.concatenate(alone[16 - vectors :])).item()
+
 
 class TestModel:
     @pytest.mark.some(2)

@@ -215,6 +215,32 @@ class TestNeverLoaded:
             assert cpu.native() is None
         assert cpu.why_not() == "there is no directory to put the compiled CPU kernels in; set XDG_CACHE_HOME to one"
 
+    def test_from_where_the_process_happens_to_run(self, cache, afresh, tmp_path):
+        afresh.setenv("XDG_CACHE_HOME", "relative")
+        afresh.setenv("HOME", str(tmp_path / "own"))
+        afresh.chdir(tmp_path)
+        assert cache.load().is_relative_to(tmp_path / "own")
+        assert not (tmp_path / "relative").exists()
+
+    @pytest.mark.parametrize("change", ["mode", "owner"])
+    def test_where_a_directory_far_above_is_open_to_others(self, cache, afresh, tmp_path, change):
+        if change == "owner" and os.geteuid():
+            pytest.skip("only root can give a directory away")
+        far = tmp_path / "far"
+        afresh.setenv("XDG_CACHE_HOME", str(far / "from" / "here"))
+        cache.load()
+        far.chmod(0o777) if change == "mode" else os.chown(far, NO_BODY, -1)
+        reason = f"others may write to {far}" if change == "mode" else f"{far} belongs to another user"
+        with pytest.warns(GearbxWarning, match=reason):
+            assert not cache.load().is_relative_to(far)
+
+    @pytest.mark.parametrize("suffix", ["", ".sha256"])
+    def test_where_a_file_has_a_second_name(self, cache, suffix):
+        file = cache.load()
+        named = file.with_name(file.name + suffix)
+        os.link(named, cache.directory / "elsewhere")
+        self.assert_private(cache, f"{named} has a second name elsewhere, a hard link; remove it")
+
 
 USE_ONE = """
 import sys

@@ -4,9 +4,11 @@ import math
 
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from gearbx_mlx import GearbxError
-from gearbx_mlx.machine.controller import DECIDE_EVERY, LAG, PID, CapSchedule, Controller, Gains, Range
+from gearbx_mlx.machine.controller import DEAD_BAND, DECIDE_EVERY, LAG, PID, CapSchedule, Controller, Gains, Range
 
 WIDTHS = (4, 5, 6, 8)
 
@@ -190,3 +192,25 @@ class TestController:
     def test_a_target_that_cannot_be(self, target):
         with pytest.raises(GearbxError, match="give more than 0"):
             Controller(schedule(), target)
+
+    @pytest.mark.slow
+    @given(
+        target=st.floats(0.3, 4.0),
+        slower=st.floats(0.5, 3.0),
+        overhead=st.floats(0.0, 0.6),
+        widths=st.sampled_from([(4, 8), WIDTHS, (3, 4, 5, 6, 8), (2, 8)]),
+        layers=st.integers(12, 60),
+    )
+    @example(target=0.8828125, slower=2.046875, overhead=0.34375, widths=(2, 8), layers=46)  # a late correction
+    def test_settles_on_any_machine_and_stays(self, target, slower, overhead, widths, layers):
+        controller = Controller(schedule(layers, widths), target)
+        plant = Plant(controller, overhead)
+        plant.run(95)
+        speeds = plant.run(160, slower)
+        goal, nearest = plant.goal(slower), plant.speeds(slower)
+        step = np.max(np.abs(np.diff(np.log(nearest))))  # of the schedule
+        late = np.abs(np.log(speeds[60:] / goal))
+        assert np.all(late <= max(DEAD_BAND, step) + 1e-9)
+        changes = np.diff(plant.positions[-100:])
+        assert np.all(changes >= 0) or np.all(changes <= 0)  # last corrections, never there and back
+        assert len({*plant.positions[-60:]}) == 1  # and then none at all

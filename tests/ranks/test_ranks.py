@@ -2,10 +2,11 @@
 
 import json
 import signal
+import socket
 import sys
 
 import pytest
-from ranks import Ranks, run_ranks
+from ranks import Ranks, free_addresses, run_ranks
 
 from gearbx_mlx import GearbxError
 from gearbx_mlx.ranks.agreement import first_difference
@@ -175,3 +176,17 @@ class TestEnds:
             ended = ranks.wait(sent + 3 * SOON)
         assert [each.status for each in ended] == [status, status]
         assert "error" not in "".join(each.stderr for each in ended)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_port_in_use(rank):
+    hosts = free_addresses(2)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", int(hosts[rank][0].rpartition(":")[2])))
+        other.listen()
+        ended = run_ranks(2, GENERATE, hosts=hosts, environment={"GEARBX_RANKS_WAIT": "2"})
+    assert [each.status for each in ended] == [2, 2]
+    assert max(each.seconds for each in ended) < SOON
+    (line,) = errors(ended)[0]
+    assert f"{hosts[rank][0]}: cannot be used (Address already in use)" in line
+    assert ("rank 1: " in line) == (rank == 1)

@@ -165,3 +165,10 @@ def test_a_known_entropy_has_one_gear_which_is_that_of_mode_route(settings, wind
     for value, gear in zip(entropies, delayed(replay(entropies, monitor, gate), first)):
         seen = bounded.update((value, value))
         assert (seen.gears, seen.possible) == ((gear, gear), {gear})
+
+
+@given(distributions(), st.integers(2, 6))
+def test_decimals_bracket_the_entropy(probabilities, digits):
+    given = [round(max(value, -700), digits) for value in logs(probabilities[:5])]
+    low, high = entropy_bounds(given, len(probabilities), rounding_as_written(given))
+    assert low - ROUNDED <= entropy(probabilities) <= high + ROUNDED

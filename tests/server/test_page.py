@@ -323,3 +323,18 @@ def test_hostile_text_is_text(page, scripted):
     assert page.text(".answer") == HOSTILE + HOSTILE
     assert page.all("img") == []
     assert page.run("return window.hacked ?? null") is None
+
+
+@pytest.mark.browser
+def test_even_a_script_in_the_page_would_not_run(page):
+    page.run(
+        """const script = document.createElement("script");
+        script.textContent = "window.hacked = 1";
+        document.body.append(script);
+        document.body.insertAdjacentHTML("beforeend", arguments[0]);""",
+        HOSTILE,
+    )
+    time.sleep(0.1)
+    assert page.run("return window.hacked ?? null") is None
+    refused = [entry["message"] for entry in page.driver.get_log("browser")]
+    assert any("Content Security Policy" in message for message in refused)

@@ -11,6 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from gearbx_mlx import Gearbox
 from gearbx_mlx.formats.fused import inverse_frequencies
+from gearbx_mlx.kernels import metal
 from gearbx_mlx.kernels.metal import Launch, Prepared
 from gearbx_mlx.kernels.metal_attention import join_launch, parts_launch, rope_launch
 from gearbx_mlx.kernels.metal_products import dense_launch
@@ -19,6 +20,28 @@ from .cases import Case, launch, problem, run_launch
 from .checks import SMALLEST, UNIT, attended, exact
 from .launch import Report
 from .test_mutations import changer
+
+ORDER_BY_ROWS = {
+    "dense": (
+        "high",
+        "dense",
+        "sums[r][v] = fma(weights[r][i], held[i], sums[r][v]);",
+        "sums[r][v] = VECTORS > 1 ? weights[r][i] * held[i] + sums[r][v] : fma(weights[r][i], held[i], sums[r][v]);",
+    ),
+    "packed": (
+        "mid",
+        "matvec",
+        "fma(scale, dots[v], fma(offset, x_sums[v], sums[r][v]))",
+        "(VECTORS > 1 ? fma(offset, x_sums[v], fma(scale, dots[v], sums[r][v]))"
+        " : fma(scale, dots[v], fma(offset, x_sums[v], sums[r][v])))",
+    ),
+    "attention": (
+        "high",
+        "attention",
+        "weights[q] = fma(held[i], key[i], weights[q]);",
+        "weights[q] = fma(held[i ^ CAUSAL], key[i ^ CAUSAL], weights[q]);",
+    ),
+}
 
 pytestmark = pytest.mark.clang
 
@@ -233,3 +256,16 @@ class TestWholeBlocks:
     def test_a_row_has_the_same_bits_in_any_company(self, gear, dtype, launches):
         assert all(self.passes(gear, launches, (2, 3, 8, 16), dtype))
         assert {launch.spec.dtype for launch in launches if launch.spec.text == "attention"} == {getattr(mx, dtype)}
+
+    @pytest.mark.metal_mutations
+    @pytest.mark.parametrize("name", ORDER_BY_ROWS)
+    def test_a_kernel_whose_order_depends_on_the_rows_is_noticed(self, name, launches, monkeypatch):
+        gear, text, sound, dependent = ORDER_BY_ROWS[name]
+        read = metal.source_text
+        change = changer(sound, dependent)
+        monkeypatch.setattr(metal, "source_text", lambda name: change(read(name)) if name == text else read(name))
+        metal.build.cache_clear()
+        try:
+            assert self.passes(gear, launches, (3,)) == [False]
+        finally:
+            metal.build.cache_clear()
