@@ -409,7 +409,7 @@ def percentile(values: list[float], share: float) -> float:
     return float(np.quantile(values, share, method="higher"))
 
 
-@study(minutes=10)
+@study("research/tables.md", minutes=5)
 def policy_regret(count: int = 1000) -> Found:
     """What the policy of drafts loses against the best fixed way, on recorded passes and margins.
 

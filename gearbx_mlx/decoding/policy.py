@@ -29,6 +29,9 @@ better way has written for x / 0.005 seconds, at least 32 and at most 1,024 toke
 the time. Until a start has made three comparisons they are due after 256 tokens. Before the first one of all, rounds
 run unless they are expected to lose much. A wrong comparison is outvoted by the next two, and by the usual ratio, which
 counts as much as two of the latest five.
+
+**Expected regret.** Half a per cent of the time, and what the first rounds cost until their times are known. On recorded
+passes, with another process beside them, it is what research/tables.md shows (`python -m research policy-regret`).
 """
 
 import bisect
