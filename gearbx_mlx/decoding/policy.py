@@ -30,8 +30,8 @@ the time. Until a start has made three comparisons they are due after 256 tokens
 run unless they are expected to lose much. A wrong comparison is outvoted by the next two, and by the usual ratio, which
 counts as much as two of the latest five.
 
-**Expected regret.** Half a per cent of the time, and what the first rounds cost until their times are known. On recorded
-passes, with another process beside them, it is what research/tables.md shows (`python -m research policy-regret`).
+**Expected regret.** Half a per cent of the time, and what the first rounds cost until their times are known. What it is
+on recorded passes, with another process beside them, is in research/tables.md (`python -m research policy-regret`).
 """
 
 import bisect
