@@ -41,7 +41,6 @@ import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import NormalDist
-from typing import Protocol
 
 from ..errors import GearbxError
 from ..routing.lookup import RunningMean
@@ -105,63 +104,8 @@ def pool_adjacent_violators(values: Sequence[float], weights: Sequence[float]) -
     return [mean for mean, _, count in blocks for _ in range(int(count))]
 
 
-class DraftPolicy(Protocol):
-    """What the loop asks, and what it tells."""
-
-    @property
-    def state(self) -> Mapping[str, float]:
-        """What the next start may begin with."""
-
-    @property
-    def alone_seconds(self) -> float | None:
-        """A token alone as measured in this run, within some per cent; None where too few were."""
-
-    @property
-    def round_seconds(self) -> float | None:
-        """A token in rounds, likewise."""
-
-    def gain(self, mended: float) -> float | None:
-        """Return how many times as fast a token would be with this share of the rejected drafts accepted, likewise."""
-
-    def length(self, room: int, early: bool = False) -> int:
-        """Return the most tokens of the next draft; 0: the top gear writes a token alone. Ask once for each.
-
-        Args:
-            early: whether `goes_on` is asked after each token of this draft; else the length alone ends it.
-        """
-
-    def goes_on(self, margins: Sequence[float]) -> bool:
-        """Return whether one more token pays after those with these margins, where they are read one by one."""
-
-    def looked_up(self, probabilities: Sequence[float], room: int) -> int:
-        """Return how many tokens of a proposal to verify, if the first, the first two, ... are right with these."""
-
-    def add_round(
-        self,
-        *,
-        drafted: int,
-        accepted: int,
-        rows: int,
-        seconds: float,
-        draft_seconds: float | None = None,
-        margins: Sequence[float] = (),
-    ) -> None:
-        """Take a round.
-
-        Args:
-            drafted: tokens of the low gear; 0 where the text proposed.
-            accepted: of those that were verified. rows: of the verification.
-            seconds: of all of it, without what a reader of the tokens took.
-            draft_seconds: of these, until the last drafted token was read; None where it was not.
-            margins: of the drafted tokens, if their sampler tells them.
-        """
-
-    def add_alone(self, seconds: float) -> None:
-        """Take a token of the top gear alone."""
-
-
 class FixedPolicy:
-    """Drafts of always the same length, for which nothing is measured.
+    """Drafts of always the same length, for which nothing is measured. Its methods are those of LearnedPolicy.
 
     Raises:
         GearbxError: a length that a verification cannot take.
@@ -440,6 +384,11 @@ class LearnedPolicy:
         self._tokens = 0
 
     def length(self, room: int, early: bool = False) -> int:
+        """Return the most tokens of the next draft; 0: the top gear writes a token alone. Ask once for each.
+
+        Args:
+            early: whether `goes_on` is asked after each token of this draft; else the length alone ends it.
+        """
         self._early = early
         most = min(room, self._most)
         if most < 1 or not self._has_drafter:
@@ -503,6 +452,7 @@ class LearnedPolicy:
         return max(1, best + (1 if self._rounds % (2 * NEIGHBOUR) else -1))
 
     def goes_on(self, margins: Sequence[float]) -> bool:
+        """Return whether one more token pays after those with these margins, where they are read one by one."""
         drafted, saved = len(margins), min(self._in_rounds(), self._alone.value)
         for margin in margins:
             saved *= self._acceptance.of_margin(margin)
@@ -515,6 +465,7 @@ class LearnedPolicy:
         return False
 
     def looked_up(self, probabilities: Sequence[float], room: int) -> int:
+        """Return how many tokens of a proposal to verify, if the first, the first two, ... are right with these."""
         token = min(self._in_rounds(), self._alone.value)
         best, most, written = 0, 0.0, token
         for count, probability in enumerate(probabilities[: max(0, min(room, MOST_DRAFTED))], 1):
@@ -533,6 +484,16 @@ class LearnedPolicy:
         draft_seconds: float | None = None,
         margins: Sequence[float] = (),
     ) -> None:
+        """Take a round.
+
+        Args:
+            drafted: tokens of the low gear; 0 where the text proposed.
+            accepted: of those that were verified.
+            rows: of the verification.
+            seconds: of all of it, without what a reader of the tokens took.
+            draft_seconds: of these, until the last drafted token was read; None where it was not.
+            margins: of the drafted tokens, if their sampler tells them.
+        """
         if drafted:
             self._alone.is_apart = draft_seconds is not None
         curve = self._verification if self._alone.is_apart or not drafted else self._whole_round
@@ -557,6 +518,7 @@ class LearnedPolicy:
         self._tokens += accepted + 1
 
     def add_alone(self, seconds: float) -> None:
+        """Take a token of the top gear alone."""
         self._alone.add_alone(seconds)
         self._since[False] = 0
         self._since[not self._drafts] += 1
@@ -597,3 +559,6 @@ class LearnedPolicy:
     def _least(self, mended: float) -> float:
         """Return what a token takes in drafts of the best length, if this share of the rejected ones were accepted."""
         return min(self._round(k) / self._expected(k, mended) for k in range(1, self._most + 1))
+
+
+DraftPolicy = FixedPolicy | LearnedPolicy
