@@ -443,7 +443,7 @@ def lossless_time(
     return Found({block: table_here(head, rows)}, {"faster": faster, "same": same})
 
 
-@study("docs/results.md", "README.md", minutes=2)
+@study("docs/results.md", minutes=2)
 def beside_mlx_lm(
     prompts: list[Path] = [ASSISTANT],  # noqa: B006 - nothing changes it
     num_prompts: list[int] = [3],  # noqa: B006
