@@ -11,19 +11,20 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from rich.progress import track
 
 from gearbx_mlx import Gearbox, load
+from gearbx_mlx.compat.classes import generation_stream
 from gearbx_mlx.decoding.drafters import LowGear, TextSoFar
+from gearbx_mlx.decoding.loop import Loop
 from gearbx_mlx.decoding.policy import Acceptance, FixedPolicy, LearnedPolicy, draft_share
 from gearbx_mlx.decoding.rows import Rows, Verifier
 from gearbx_mlx.decoding.sampling import GREEDY, reader_of
@@ -35,13 +36,14 @@ from .studies import DATA, HELD_OUT, Found, study, table_here
 
 RECORDED = DATA / "rounds"
 MOST = 15  # drafted tokens: with the one before them as many rows as a verification takes
-LENGTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 11, 15)  # of drafts in a recording; others take what lies between
+LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 11, 15)  # of drafts in a recording; others take what lies between
 QUIET, NOISY, AVX2 = "-quiet", "-noisy", "-avx2"  # what the names of recordings end with
 SETTLED = 32  # events at the beginning of a recording that are left out
 AROUND = 3  # rounds of a length before and after one, whose mean is what such a round takes
 FIRST_PASS = 3.0  # times as long as usual, as the policy sees it: kernels are compiled, caches filled
 CHAIN = 4  # starts, each of which begins with what the one before kept
 TEXTS = 2  # of a start
+TOKENS = 112  # of a text
 ALONE = 5  # tokens alone between two rounds that count, after one with which running ahead begins
 OWN_TEXTS = DATA / "own_texts.jsonl"
 
@@ -78,11 +80,14 @@ class Machine:
         rows.keep(1)
         return chosen
 
-    def alone(self, token: int, cache: list[Any], count: int) -> Iterator[int]:
-        """Write tokens as mlx-lm does, which runs ahead."""
-        self.gearbox.shift(self.top)
-        for found, _ in generate_step(mx.array([token]), self.gearbox.model, max_tokens=count, prompt_cache=cache):
-            yield int(found)
+    def write(self, prompt: list[int], policy: "Recorder", tokens: int) -> None:
+        """Write a text as mode lossless does, by a policy."""
+        text = TextSoFar(list(prompt), frozenset(self.tokenizer.eos_token_ids), tokens)
+        kept = make_prompt_cache(self.gearbox.model)
+        reader, stream = reader_of(self.gearbox), generation_stream()
+        loop = Loop(self.gearbox, kept, text, GREEDY, policy, reader, self.drafter, stream=stream)
+        for _ in loop.write():
+            pass
 
 
 def recorded_text(machine: Machine, prompt: list[int], count: int) -> dict[str, list[Any]]:
@@ -114,28 +119,59 @@ def agreeing(proposed: list[int], text: list[int]) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(proposed, text)))
 
 
-def recorded_times(machine: Machine, prompt: list[int], seconds: float, seed: int) -> dict[str, list[Any]]:
-    """Return rounds of all lengths and tokens alone, in turn: [length, microseconds of draft, and of the rest]."""
-    rng, events, begun = random.Random(seed), [], time.perf_counter()
-    cache = machine.begin(prompt)
-    entries = cache[0].offset
-    while time.perf_counter() - begun < seconds:
-        for length in rng.sample(LENGTHS, len(LENGTHS)):
-            start = time.perf_counter()
-            draft = machine.draft(prompt[-1], cache, length)[0] if length else []
-            drafted = time.perf_counter()
-            machine.verify([prompt[-1], *draft], cache)
-            end = time.perf_counter()
-            events.append([length, *(round(1e6 * each) for each in (start - begun, drafted - start, end - drafted))])
-        at = time.perf_counter()
-        for place, _ in enumerate(machine.alone(prompt[-1], cache, ALONE + 1)):
-            end = time.perf_counter()
-            if place:
-                events.append([-1, round(1e6 * (at - begun)), 0, round(1e6 * (end - at))])
-            at = end
-        for part in cache:
-            part.trim(cache[0].offset - entries)
-    return {"events": events}
+class Recorder(FixedPolicy):
+    """A policy that drafts all lengths in turn, with tokens alone in between, and notes what each took.
+
+    Attributes:
+        events: [length, microseconds since the beginning, of the draft, and of the rest]; length -1: a token alone.
+    """
+
+    def __init__(self, seed: int):
+        super().__init__()
+        self.events: list[list[int]] = []
+        self._rng, self._begun = random.Random(seed), time.perf_counter()
+        self._next = self._in_turn()
+        self._length = 0
+        self._is_ahead = False
+
+    def _in_turn(self) -> Iterator[int]:
+        while True:
+            yield from self._rng.sample(LENGTHS, len(LENGTHS))
+            yield from [0] * (ALONE + 1)
+
+    def length(self, room: int, early: bool = False) -> int:
+        self._length = next(self._next)
+        return min(self._length, room)
+
+    def goes_on(self, margins: Sequence[float]) -> bool:
+        return len(margins) < self._length
+
+    def looked_up(self, probabilities: Sequence[float], room: int) -> int:
+        return 0
+
+    def add_round(self, **found: Any) -> None:
+        draft = found["draft_seconds"] or 0.0
+        self._note(found["drafted"], draft, found["seconds"] - draft)
+        self._is_ahead = False
+
+    def add_alone(self, seconds: float) -> None:
+        if self._is_ahead:  # the first one has to begin
+            self._note(-1, 0.0, seconds)
+        self._is_ahead = True
+
+    def _note(self, length: int, draft: float, rest: float) -> None:
+        now = time.perf_counter() - self._begun
+        self.events.append([length, *(round(1e6 * each) for each in (now, draft, rest))])
+
+
+def recorded_times(machine: Machine, prompts: list[list[int]], seconds: float, seed: int) -> dict[str, list[Any]]:
+    """Return what rounds of all lengths and tokens alone took, in turn, while texts were written."""
+    recorder, end = Recorder(seed), time.perf_counter() + seconds
+    for prompt in itertools.cycle(prompts):
+        machine.write(prompt, recorder, TOKENS)
+        if time.perf_counter() > end:
+            return {"events": recorder.events}
+    return {}
 
 
 @study(writes="research/data/rounds", minutes=2)
@@ -146,7 +182,7 @@ def record_rounds(
     gears: str = "4,16",
     prompts: list[Path] = [HELD_OUT, ASSISTANT, OWN_TEXTS],  # noqa: B006 - nothing changes it
     num_prompts: list[int] = [6, 6, 2],  # noqa: B006
-    tokens: int = 112,
+    tokens: int = TOKENS,
     seconds: float = 45.0,
     seed: int = 0,
 ) -> Found:
@@ -165,7 +201,7 @@ def record_rounds(
     if what == "texts":
         found = {"texts": [recorded_text(machine, prompt, tokens) for prompt in track(asked, "texts")]}
     else:
-        found = recorded_times(machine, asked[0], seconds, seed)
+        found = recorded_times(machine, asked, seconds, seed)
     RECORDED.mkdir(exist_ok=True)
     write_text(RECORDED / f"{name}.json", json.dumps(found, separators=(",", ":")) + "\n")
     return Found()
@@ -333,12 +369,14 @@ def fixed_ways(texts: list[dict[str, list[Any]]], early: bool) -> dict[str, Any]
     return ways
 
 
-def seconds_of_policy(starts: list[Start], quiet: Series, noisy: Series, early: bool, share: float) -> list[float]:
+def seconds_of_policy(
+    starts: list[Start], quiet: Series, noisy: Series, early: bool, share: float, tile: int
+) -> list[float]:
     """Return the seconds of a token of each start, which begins with what the one before it kept."""
     found: list[float] = []
     kept: dict[str, float] = {}
     for start in starts:
-        policy = LearnedPolicy({} if start.first else kept, share)
+        policy = LearnedPolicy({} if start.first else kept, share, tile=tile)
         found.append(start.seconds(policy, quiet, noisy, early))
         kept = policy.state
     return found
@@ -394,7 +432,8 @@ def policy_regret(count: int = 1000) -> Found:
                 for way, policy in fixed_ways(texts, early).items()
             }
             best = min(ways, key=lambda way: statistics.mean(ways[way]))
-            policy = seconds_of_policy(starts, quiet, noisy, early, draft_share(gears[0], gears[-1]))
+            share, tile = draft_share(gears[0], gears[-1]), 4 if name.endswith(AVX2) else 8
+            policy = seconds_of_policy(starts, quiet, noisy, early, share, tile)
             lost = [own / other - 1 for own, other in zip(policy, ways[best])]
             faster = [other / own for own, other in zip(policy, ways["0"])]
             mean = statistics.mean(policy) / statistics.mean(ways[best]) - 1

@@ -29,6 +29,7 @@ from ..gears.gearbox import Gearbox, Observer, attached
 from ..gears.in_place import own_codes, without_gears
 from ..gears.ladder import DRAFT_FORMAT, EXACT_LADDER, Gear, Ladder
 from ..gears.saved import saved_gears
+from ..kernels.compiler import vectors_at_once
 from ..kernels.device import recommended_memory
 from ..kernels.dispatch import CPU, device, is_tuning
 from ..ranks.agreement import agreement_of
@@ -43,7 +44,16 @@ from .loop import UNLIMITED, Loop
 from .mode import encoded, vocabulary_of
 from .modes import LosslessSettings
 from .pair import bytes_read
-from .policy import MOST_DRAFTED, MOST_ON_GPU, USUAL_LENGTH, DraftPolicy, FixedPolicy, LearnedPolicy, draft_share
+from .policy import (
+    MOST_DRAFTED,
+    MOST_ON_GPU,
+    MOST_ROWS,
+    USUAL_LENGTH,
+    DraftPolicy,
+    FixedPolicy,
+    LearnedPolicy,
+    draft_share,
+)
 from .response import GearResponse
 from .rows import warn_of_other_paths
 from .sampling import Chooser, Processor, Sampled, Sampler, geared_responses, reader_of
@@ -225,7 +235,8 @@ def learned(gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> Lear
             cache.save_soon()
 
         most = MOST_DRAFTED if device() == CPU else MOST_ON_GPU
-        known[name] = Learned(LearnedPolicy(kept, share, most), LookupAgreement(), keep)
+        tile = vectors_at_once() if gearbox.kernels.native else MOST_ROWS
+        known[name] = Learned(LearnedPolicy(kept, share, most, tile), LookupAgreement(), keep)
     return known[name]
 
 

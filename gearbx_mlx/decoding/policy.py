@@ -26,9 +26,9 @@ from them.
 
 **What trials cost.** Each way is tried while the other one writes. A trial expected to lose x seconds is due when the
 better way has written for x / 0.005 seconds, at least 32 and at most 1,024 tokens: so trials lose half a per cent of
-the time. Until three comparisons are known they are due after 64 tokens, or after 256 where the parts of a round are
-known, so that s is near to C(0); and the first 16 rounds of a model run unless they are expected to lose much. A wrong
-comparison is outvoted by the next two, and by the usual ratio, which counts as much as one of the latest five, or two.
+the time. Until a start has made three comparisons they are due after 256 tokens. Before the first one of all, rounds
+run unless they are expected to lose much. A wrong comparison is outvoted by the next two, and by the usual ratio, which
+counts as much as two of the latest five.
 """
 
 import bisect
@@ -50,6 +50,7 @@ USUAL_LENGTH = 3  # of drafts where nothing may be measured: not the best anywhe
 
 ALONE = 0.95  # a token alone over a round that drafts nothing, and what a row more takes of it, before they are
 ROW = 0.05  # measured: on processors; on a GPU less, so that longer drafts are tried there too (docs/performance.md)
+STEP = 0.25  # what a further pass over the weights adds, where a kernel needs one for more rows
 FIXED_SHARE = 0.15  # of a pass does not depend on the bits of the gear: attention, norms, the host
 
 MARGINS = (0.15, 0.3, 0.45, 0.6, 0.8, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0)  # between the bins of a(m)
@@ -57,23 +58,26 @@ MIDDLES = [(low + high) / 2 for low, high in itertools.pairwise((0.0, *MARGINS, 
 USUAL_ERROR = NormalDist(0.0, 0.8)  # of the difference between two logits in a low gear; SmolLM2's of 4 bits has 0.65
 USUAL_SHARES = (0.7, 0.75, 0.8)  # accepted at the first, second and any later place: what follows an easy token is easy
 KEPT, PRIOR_TOKENS = 0.997, 8.0  # of the weight of earlier tokens at each further one; tokens that a guess counts for
-KEPT_ROUNDS, PRIOR_ROUNDS = 0.99, 8.0  # the same of rounds
+KEPT_ROUNDS, PRIOR_ROUNDS = 0.98, 12.0  # the same of rounds
 USUAL_ROUND = 3.0, 2.6  # tokens drafted and written in a round, where margins end it
 LEAST_SHARE = 1e-6
 PASS, TOKEN_ALONE, ROUND = "seconds of a pass", "seconds alone", "seconds of a round"  # in what is kept
 
 EVERY = 4  # rounds, of which one is enough to learn anew, once there were some: it takes a tenth of a millisecond
-LATEST, PRIOR_RATIOS = 32, 4  # ratios whose median counts, and as many as an earlier start's or a guess counts for
-FITTED, PRIOR_ROUND = 64, 0.5  # rounds that a curve is fitted to, and as many as each point of the usual one counts for
+LATEST, PRIOR_RATIOS = 64, 4  # ratios whose median counts, and as many as an earlier start's or a guess counts for
+FITTED, PRIOR_ROUND = (
+    128,
+    1.0,
+)  # rounds that a curve is fitted to, and as many as each point of the usual one counts for
 OUTSIDE = 1.5  # times the curve, and a part of it: what is further away counts as this
 MOST_ROUND = 30.0  # passes: what takes longer was a pause of the machine
 MOST_RATIO = 4.0  # of a token or a row to a pass: nothing is drafted by what is slower than that
 NEAR, PACED = 48, 4  # tokens, and rounds, around tokens alone that these are compared with
 COMPARED, KEPT_COMPARED = 5, 3  # comparisons whose median counts; as many as an earlier start's counts for
-PRIOR_COMPARED = 1, 2  # as many as the usual ratio counts for; more where times of drafts are known apart
+PRIOR_COMPARED = 2  # as many as the usual ratio counts for
 BURST, TRIAL = 8, 3  # tokens alone of a trial, of which the first begins to run ahead and does not count; rounds of one
-KNOWN, EARLY = 3, (64, 256)  # comparisons before which trials are due after so many tokens; where drafts are apart
-FIRST, DOUBT = 16, 1.3  # rounds of a model that was never measured, which run if the guess is no worse than this
+KNOWN, EARLY = 3, 256  # comparisons of a start before which trials are due after so many tokens
+GUESS, DOUBT = 1.3, 1.05  # times a token alone, below which rounds run before any comparison, and before so many
 TRIALS_SHARE = 0.005  # of the time that trials may lose
 SHORTEST, LONGEST = 32, 1024  # tokens between two trials
 AHEAD = 4  # tokens that are looked ahead: a token that does not pay alone may lead to some that do
@@ -107,7 +111,7 @@ class DraftPolicy(Protocol):
 
     @property
     def alone_seconds(self) -> float | None:
-        """A token alone as measured in this run; None where too few were."""
+        """A token alone as measured in this run, within some per cent; None where too few were."""
 
     @property
     def round_seconds(self) -> float | None:
@@ -215,13 +219,14 @@ class Curve:
 
     Args:
         kept: `state` of an earlier start. name: of the times there.
-        slope: of a line, before anything is measured.
+        slope, tile: of the usual curve: a line, with a step after so many rows.
     """
 
-    def __init__(self, kept: Mapping[str, float], name: str, slope: float):
+    def __init__(self, kept: Mapping[str, float], name: str, slope: float, tile: int = MOST_ROWS):
         self._names = [f"seconds of {name} {n}" for n in range(MOST_ROWS)]
         known = {*self._names, PASS} <= kept.keys()
-        self._usual = [kept[each] / kept[PASS] if known else 1 + slope * n for n, each in enumerate(self._names)]
+        usual = [1 + slope * n + STEP * (n // tile) for n in range(MOST_ROWS)]
+        self._usual = [kept[name] / kept[PASS] for name in self._names] if known else usual
         self._found: deque[tuple[int, float]] = deque(maxlen=FITTED)
         self._seen = 0
         self.values = self._usual
@@ -246,7 +251,7 @@ class Curve:
             self._fit(is_unit)
 
     def _fit(self, is_unit: bool) -> None:
-        """Isotonic regression, where each point of the usual curve counts as half a round at the height of all."""
+        """Isotonic regression, where each point of the usual curve counts as a round at the height of all."""
         height = statistics.median_low(found / self._usual[n] for n, found in self._found)
         sums = [PRIOR_ROUND * height * usual for usual in self._usual]
         weights = [PRIOR_ROUND] * MOST_ROWS
@@ -276,14 +281,26 @@ class Comparisons:
         self._after = 0  # rounds since tokens alone
         self._token = 0
         self.is_apart = True
-        """True if what a draft takes is known apart from its verification, whose unit is then near to s."""
+        """True if what a draft takes is known apart from its verification."""
         self.seen = 0
         """Comparisons in this start."""
 
     @property
     def value(self) -> float:
         """s, which is taken to be as usual before it is compared."""
-        return statistics.median([*self._found, *[ALONE] * PRIOR_COMPARED[self.is_apart]])
+        return statistics.median([*self._found, *[ALONE] * PRIOR_COMPARED])
+
+    @property
+    def measured(self) -> float:
+        """The same by what this start compared alone, once it has compared something."""
+        return statistics.median([*self._found][-self.seen :])
+
+    @property
+    def doubt(self) -> float:
+        """How many times a token alone one in rounds may seem to take, and rounds still run."""
+        if not self._found:
+            return GUESS
+        return DOUBT if self.seen < KNOWN else 1.0
 
     @property
     def of_rounds(self) -> float | None:
@@ -390,19 +407,23 @@ class LearnedPolicy:
         draft_share: of a token alone that a drafted one takes, before anything is measured (`draft_share`); None:
             nothing drafts, and the text alone proposes tokens.
         most: of the tokens of a draft.
+        tile: rows that kernels multiply in one pass over the weights.
     """
 
     def __init__(
-        self, kept: Mapping[str, float] | None = None, draft_share: float | None = 0.36, most: int = MOST_DRAFTED
+        self,
+        kept: Mapping[str, float] | None = None,
+        draft_share: float | None = 0.36,
+        most: int = MOST_DRAFTED,
+        tile: int = MOST_ROWS,
     ):
         kept = kept or {}
         self._most = most
         self._has_drafter = draft_share is not None
         share = (draft_share or 0.0) * ALONE
         self._drafted_token = Ratio(kept, "seconds of a drafted token", share)
-        self._verification = Curve(kept, "verifying", ROW)  # w
-        self._whole_round = Curve(kept, "drafting and verifying", ROW + share)
-        self._unknown = 0 if PASS in kept else FIRST  # rounds that run because too little is known
+        self._verification = Curve(kept, "verifying", ROW, tile)  # w
+        self._whole_round = Curve(kept, "drafting and verifying", ROW + share, tile)
         self._alone = Comparisons(kept)
         self._acceptance = Acceptance(kept)
         usual = kept[ROUND] / kept[PASS] if {ROUND, PASS} <= kept.keys() else self._round(USUAL_ROUND[0])
@@ -430,8 +451,7 @@ class LearnedPolicy:
         if self._stays > 0:
             self._stays -= 1
             return
-        guessed = DOUBT if self._unknown > 0 else 1.0
-        pays = self._in_rounds() < self._alone.value * guessed
+        pays = self._in_rounds() < self._alone.value * self._alone.doubt
         self._drafts = pays
         if self._since[not pays] >= self._wait(pays):
             self._drafts = not pays
@@ -441,7 +461,7 @@ class LearnedPolicy:
         """Return tokens until the other way is tried: as many as make what that loses a small share."""
         rounds, alone = self._in_rounds(), self._alone.value
         lost = BURST * (alone / rounds - 1) if pays else TRIAL * self._in_a_round() * (rounds / alone - 1)
-        most = LONGEST if self._alone.seen >= KNOWN else EARLY[self._alone.is_apart]
+        most = LONGEST if self._alone.seen >= KNOWN else EARLY
         return min(max(lost / TRIALS_SHARE, SHORTEST), most)
 
     def _round(self, drafted: float) -> float:
@@ -523,7 +543,6 @@ class LearnedPolicy:
         if draft_seconds is not None:
             self._drafted_token.add(draft_seconds / drafted / pace)
         if drafted:
-            self._unknown -= 1
             self._acceptance.add(drafted, accepted, margins)
             self._taken.add(min(seconds / (now or pace), MOST_ROUND))
             self._written.add(accepted + 1)
@@ -556,7 +575,7 @@ class LearnedPolicy:
         """A token alone as compared in this run with rounds around it, at their mean pace; None: too few were."""
         if self._alone.seen < KNOWN or self.round_seconds is None:
             return None
-        return self._alone.value * self._spent / self._units
+        return self._alone.measured * self._spent / self._units
 
     @property
     def round_seconds(self) -> float | None:

@@ -144,6 +144,11 @@ def vector_instructions() -> str:
     return "AVX2" if "avx2" in flags else "SSE"
 
 
+def vectors_at_once() -> int:
+    """Return how many vectors the kernels multiply in one pass over the weights (TILE_VECTORS in cpu/tile.h)."""
+    return 8 if vector_instructions() == "AVX-512" else 4
+
+
 def processor_features() -> str:
     """This processor's model and, on Linux, its instruction sets, on which -march=native depends."""
     lines = cpuinfo()
