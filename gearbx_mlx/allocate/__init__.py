@@ -14,12 +14,7 @@ from ..errors import GearbxError, numbers
 from ..gears.ladder import DEFAULT_LADDER, Ladder
 from ..settings import Settings, as_text, flag, flag_of, parse_bytes
 
-TARGET_UNITS = {
-    "bpw": "bits per weight",
-    "bytes": "bytes",
-    "kl": "nats",
-    "tps": "tokens/s",
-}  # kind of target to its unit
+TARGET_UNITS = {"bpw": "bits per weight", "bytes": "bytes", "kl": "nats", "tps": "tokens/s"}
 DESCRIPTION = (
     "Find bits for every layer: give a byte more to the layer where it saves the most KL. Measure the tables that come "
     "of it, and store them in the manifest as the tables of gears."

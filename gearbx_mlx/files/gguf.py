@@ -29,19 +29,7 @@ VERSIONS = (2, 3)
 MOST_THINGS, MOST_WORDS = 2**16, 2**21  # tensors or entries, and words of all lists: each becomes an object in memory
 
 # Types of values in the metadata, by their number. 8 is a string, 9 an array.
-NUMBER_TYPES = {
-    0: "u1",
-    1: "i1",
-    2: "<u2",
-    3: "<i2",
-    4: "<u4",
-    5: "<i4",
-    6: "<f4",
-    7: "?",
-    10: "<u8",
-    11: "<i8",
-    12: "<f8",
-}
+SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
 STRING, ARRAY = 8, 9
 
 
@@ -175,15 +163,15 @@ class Gguf:
     def _value(self, kind: int) -> Any:
         if kind == STRING:
             return self._text()
-        if kind in NUMBER_TYPES:
-            return self._number(NUMBER_TYPES[kind])
+        if kind in SCALARS:
+            return self._number(SCALARS[kind])
         element = self._number("<u4") if kind == ARRAY else kind
         if kind == ARRAY and element == STRING:
             count = self._count(MOST_WORDS - self._words)
             self._words += count
             return [self._text() for _ in range(count)]
-        if kind == ARRAY and element in NUMBER_TYPES:
-            return self._numbers(NUMBER_TYPES[element], self._count())
+        if kind == ARRAY and element in SCALARS:
+            return self._numbers(SCALARS[element], self._count())
         raise self._damaged(f"{'an array' if kind == ARRAY else 'a value'} of type {element} at byte {self._at}")
 
     def _text(self) -> str:

@@ -435,10 +435,7 @@ WORD_CUTS = {
     **dict.fromkeys(("llama-bpe", "dbrx", "smaug-bpe"), WORDS % "{1,3}"),
     **{"gpt-4o": BY_CASE % (CONTRACTED + "?", CONTRACTED + "?", "{1,3}"), "tekken": BY_CASE % ("", "", "")},
 }
-WHOLE_WORDS = (
-    "llama-bpe",
-    "tekken",
-)  # which look a word up before they cut it, and begin a text with the token for that
+WHOLE_WORDS = ("llama-bpe", "tekken")  # look a word up before they cut it, and begin a text with its token
 ENDS_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 
 

@@ -36,9 +36,7 @@ from .fused import (
 )
 from .kv_cache import NestedKVCache, block_planes, has_room, read_before, takes_cache, takes_in_place
 
-FEW_TOKENS = (
-    16  # tokens that go through a block at once; of more, the KV cache can be had without the rest of the block
-)
+FEW_TOKENS = 16  # that go through a block at once; of more, the KV cache can be had without the rest of the block
 PROGRAMS = "_gearbx_programs"
 ANY_TOKEN = mx.zeros((1, 1), mx.uint32)
 

@@ -106,9 +106,7 @@ class Ladder(Sequence[Gear]):
 
 DEFAULT_LADDER = "4,8,16"
 EXACT_FORMAT, EXACT_LADDER = "exact", "4,16"  # format and gears of bfloat16 weights in mode lossless
-DRAFT_FORMAT = (
-    "affine"  # of a draft on a GPU: MLX makes it fast, and it drafts no worse than fitted codes (docs/tried.md)
-)
+DRAFT_FORMAT = "affine"  # on a GPU: MLX makes it fast, and it drafts no worse than fitted codes (docs/tried.md)
 DEFAULT_KERNELS = "auto"
 DEFAULT_ACTIVATIONS = "int16"
 DEFAULT_GROUP_SIZE = 64

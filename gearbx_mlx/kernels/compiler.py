@@ -42,7 +42,7 @@ COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++20", "-O3", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing")
 COLD = ("-Os",)  # for the bindings
 PLACEHOLDERS = Path("/usr/bin")  # where macOS has them
-MOST_SECONDS_TO_COMPILE = 300  # for the compiler
+MOST_SECONDS_TO_COMPILE = 300
 
 
 class Unavailable(Exception):

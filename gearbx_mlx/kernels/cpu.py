@@ -151,7 +151,7 @@ def owned(entry: CachedLibrary) -> CachedLibrary:
 @functools.cache
 def private_directory() -> Path:
     """Return a directory for this process alone, removed when the process ends. Raises OSError if there can be none."""
-    directory = tempfile.TemporaryDirectory(prefix="gearbx-mlx-kernels-")
+    directory = tempfile.TemporaryDirectory(prefix="gearbx-cpu-")
     atexit.register(directory.cleanup)
     return Path(directory.name)
 
