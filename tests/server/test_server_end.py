@@ -43,8 +43,10 @@ def test_no_thread_is_left_when_a_server_has_ended():
         with httpx.stream("POST", server.where + "/v1/completions", json=body, trust_env=False, timeout=60) as answer:
             lines = answer.iter_lines()
             next(lines)
-            threading.Thread(target=lambda: said.extend(lines)).start()
+            reader = threading.Thread(target=lambda: said.extend(lines))
+            reader.start()
             server.stop()
+            reader.join()
     assert "the server is stopping" in "".join(said)
     assert [each for each in threading.enumerate() if each not in before] == []
 
