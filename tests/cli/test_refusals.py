@@ -158,7 +158,6 @@ REFUSED = [
     ("convert --mlx-path unmade --format codebook:rounds=two", "rounds of codebooks is 'two'; give a number"),
     ("convert --mlx-path unmade --format codebook:sigma=nan", "give 1 to 100"),
     ("convert --mlx-path unmade --format codebook:depth=3", "no choice 'depth=3'"),
-    ("convert --mlx-path unmade --format codebook:group=64", "no library or group (group=64)"),
     ("convert --mlx-path unmade --format codebook:rounds=0", "--format: rounds of codebooks is 0; give 1 to 1000"),
     ("convert --mlx-path unmade --format codebook-library:library=300", "library of codebooks is 300; give 1 to 256"),
     ("convert --mlx-path unmade --format codebook-library:group=48", "is 48; choose from 32, 64, 128, 256"),
