@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lossless_texts import assert_written, written
 from mlx.utils import tree_flatten
 
-from gearbx_mlx import Gearbox, Lossless
+from gearbx_mlx import Gearbox, GearbxError, Lossless
 from gearbx_mlx.formats import CodebookOptions, codebook, codebook_library, get_format
 from gearbx_mlx.formats.codebook import (
     DEFAULT_OPTIONS,
@@ -334,3 +334,8 @@ def test_drafts_in_lossless_mode(format, kernels):
     assert_written(written(gearbox, prompt, mode=Lossless(draft_length=3)), written(gearbox, prompt))
     gearbox.shift("low")
     assert not mx.array_equal(gearbox.model(PROMPT), tiny_model()(PROMPT)).item()
+
+
+def test_a_table_for_each_row_has_no_group():
+    with pytest.raises(GearbxError, match=r"no library or group \(group=64\)"):
+        get_format("codebook:group=64")
