@@ -27,7 +27,9 @@ def test_missing_model_directory(command, tmp_path):
 
 def test_a_model_without_a_tokenizer(command, copied):
     (copied / "tokenizer.json").unlink()
-    assert_refused(command("generate", "--model", copied), f"{copied}: no tokenizer there, such as tokenizer.json; give")
+    assert_refused(
+        command("generate", "--model", copied), f"{copied}: no tokenizer there, such as tokenizer.json; give"
+    )
 
 
 def test_a_pipe_is_no_model(command, tmp_path):
