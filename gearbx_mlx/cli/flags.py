@@ -345,8 +345,8 @@ class LadderSettings(Settings):
 
     gears: Ladder | None = flag(
         None,
-        "Bits of the gears, ascending; 16: the weights as they are. Default: those of a geared or quantized checkpoint; "
-        f"of other models {WHOLE_LADDER} in mode lossless and in format {WHOLE}, else {DEFAULT_LADDER}",
+        "Bits of the gears, ascending; 16: the weights as they are. Default: those of a geared or quantized "
+        f"checkpoint; of others {WHOLE_LADDER} in mode lossless and in format {WHOLE}, else {DEFAULT_LADDER}",
         parse=Ladder.parse,
     )
 
