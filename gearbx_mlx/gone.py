@@ -83,6 +83,7 @@ GONE: dict[str, str] = {
     "--task": ANSWERS,
     "--num-problems": ANSWERS,
     "--num-shots": ANSWERS,
+    "evaluate --system-prompt": ANSWERS,
     "evaluate --max-tokens": ANSWERS,
     "evaluate -m": ANSWERS,
     "evaluate --small-model": "run python -m research pair-sweep in a clone of the repository",

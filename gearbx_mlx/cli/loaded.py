@@ -492,7 +492,9 @@ def load_draft_model(path: str | None, tokenizer: Any) -> Any:
     show_compiling()
     model, own = load(path)
     if own.vocab_size != tokenizer.vocab_size:
-        raise GearbxError(f"--draft-model {path}: its vocabulary is not that of the model")
+        raise GearbxError(
+            f"--draft-model {path}: its vocabulary is not that of the model; give one with the same tokenizer"
+        )
     in_one_gear(model)
     return model
 
