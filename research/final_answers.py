@@ -273,7 +273,7 @@ def found_in(out: Path, task: answers.Task, rows: Problems, ways: Sequence[str],
     return Found(tables, {"policies": scored}, {"final_answers.png": partial(draw, scored)})
 
 
-STYLES = {"route": (SKY_BLUE, "s"), "kickdown": (GREEN, "D"), "static": (ORANGE, "*")}
+STYLES = {"route": (SKY_BLUE, "sv^"), "kickdown": (GREEN, "Dp"), "static": (ORANGE, "*PX")}
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
@@ -281,21 +281,24 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     figure, axes = get_pyplot().subplots(figsize=(8, 5), layout="constrained")
     line = sorted(point_of(row) for row in rows if row["policy"].isdigit())
     axes.errorbar(*zip(*line), color="0.1", marker="|", capsize=3, linewidth=1.2, label="one gear, nearest codes")
+    markers = {mode: iter(shapes) for mode, (_, shapes) in STYLES.items()}
     for row in rows:
         way = WAYS[row["policy"]]
         x, y, error = point_of(row)
-        if not row["policy"].isdigit():
-            color, marker = STYLES[way.mode.name]
-            axes.errorbar(x, y, error, color=color, marker=marker, markersize=9, capsize=3, linestyle="")
-        axes.annotate(way.label, (x, y), (6, 5), textcoords="offset points", fontsize=8)
+        if row["policy"].isdigit():
+            axes.annotate(row["policy"], (x, y), (5, 5), textcoords="offset points")
+            continue
+        color, marker = STYLES[way.mode.name][0], next(markers[way.mode.name])
+        axes.errorbar(x, y, error, color=color, alpha=0.4, linestyle="")
+        axes.plot(x, y, color=color, marker=marker, markersize=9, linestyle="", label=way.label)
     axes.set(
         xlabel="weight bytes per token, MB",
         ylabel="right answers, %, and standard error",
         title=f"{rows[0]['problems']} problems",
     )
-    axes.set_xlim(0, 1.3 * line[-1][0])  # room for labels
+    axes.set_xlim(0)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="upper right")
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     save(figure, path)
 
 
