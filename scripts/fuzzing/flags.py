@@ -130,11 +130,11 @@ def flags_of(group: type) -> Iterator[Flag]:
 
 def flag_for(item: Field, kind: type) -> Flag:
     """A flag from its field of the settings. A length whose default takes long is always given."""
-    keywords = item.metadata["argparse"]
-    least, most = item.metadata.get("bounds", (None, math.inf))
+    rules = item.metadata
+    least, most = rules.get("bounds", (None, math.inf))
     always = item.default is MISSING or item.name == "model"
-    takes = TAKES[keywords.get("nargs")] if "type" in keywords or kind is not bool else "none"
-    if choices := item.metadata["choices"]:
+    takes = TAKES[rules.get("nargs")] if rules["parse"] or kind is not bool else "none"
+    if choices := rules["choices"]:
         good = st.sampled_from([str(choice) for choice in choices])
     elif kind is int:
         low = 1 if least is None else int(least)
