@@ -345,7 +345,7 @@ class Script:
 
 
 def written(responses) -> list[tuple]:
-    """What two texts are compared by: token, log-probabilities, text and reason of the end, for each response."""
+    """Return what two texts are compared by: token, log-probabilities, text and reason of the end, of each."""
     return [(r.token, np.array(r.logprobs.astype(mx.float32)), r.text, r.finish_reason) for r in responses]
 
 

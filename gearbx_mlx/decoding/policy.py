@@ -67,10 +67,7 @@ PASS, TOKEN_ALONE, ROUND = "seconds of a pass", "seconds alone", "seconds of a r
 
 EVERY = 4  # rounds, of which one is enough to learn anew, once there were some: it takes a tenth of a millisecond
 LATEST, PRIOR_RATIOS = 64, 4  # ratios whose median counts, and as many as an earlier start's or a guess counts for
-FITTED, PRIOR_ROUND = (
-    128,
-    1.0,
-)  # rounds that a curve is fitted to, and as many as each point of the usual one counts for
+FITTED, PRIOR_ROUND = 128, 1.0  # rounds that a curve is fitted to; as many as a point of the usual one counts for
 OUTSIDE = 1.5  # times the curve, and a part of it: what is further away counts as this
 MOST_ROUND = 30.0  # passes: what takes longer was a pause of the machine
 MOST_RATIO = 4.0  # of a token or a row to a pass: nothing is drafted by what is slower than that
@@ -135,7 +132,7 @@ class FixedPolicy:
 
 
 class Ratio:
-    """What something takes, in rounds that draft nothing: the median of the latest measurements.
+    """Say what something takes, in rounds that draft nothing: the median of the latest measurements.
 
     Args:
         kept: `state` of an earlier start. name: of the time there.
@@ -227,8 +224,6 @@ class Comparisons:
         self._is_compared = True  # these tokens alone
         self._after = 0  # rounds since tokens alone
         self._token = 0
-        self.is_apart = True
-        """True if what a draft takes is known apart from its verification."""
         self.seen = 0
         """Comparisons in this start."""
 
@@ -244,7 +239,7 @@ class Comparisons:
 
     @property
     def doubt(self) -> float:
-        """How many times a token alone one in rounds may seem to take, and rounds still run."""
+        """Return how many times a token alone one in rounds may seem to take, and rounds still run."""
         if not self._found:
             return GUESS
         return DOUBT if self.seen < KNOWN else 1.0
@@ -371,6 +366,7 @@ class LearnedPolicy:
         self._drafted_token = Ratio(kept, "seconds of a drafted token", share)
         self._verification = Curve(kept, "verifying", ROW, tile)  # w
         self._whole_round = Curve(kept, "drafting and verifying", ROW + share, tile)
+        self._is_apart = True  # what a draft takes is known apart from its verification
         self._alone = Comparisons(kept)
         self._acceptance = Acceptance(kept)
         usual = kept[ROUND] / kept[PASS] if {ROUND, PASS} <= kept.keys() else self._round(USUAL_ROUND[0])
@@ -418,7 +414,7 @@ class LearnedPolicy:
 
     def _round(self, drafted: float) -> float:
         """C(k)."""
-        if self._alone.is_apart:
+        if self._is_apart:
             return self._verification(drafted) + self._drafted_token.value * drafted
         return self._whole_round(drafted)
 
@@ -495,14 +491,14 @@ class LearnedPolicy:
             margins: of the drafted tokens, if their sampler tells them.
         """
         if drafted:
-            self._alone.is_apart = draft_seconds is not None
-        curve = self._verification if self._alone.is_apart or not drafted else self._whole_round
+            self._is_apart = draft_seconds is not None
+        curve = self._verification if self._is_apart or not drafted else self._whole_round
         passes = seconds - (draft_seconds or 0.0)
         pace = passes / curve(rows - 1)
         kind = drafted > 0, rows
         now = self._alone.pace
         if now is not None and kind in self._begun:
-            curve.add(rows - 1, passes / now, is_unit=self._has_drafter and (self._alone.is_apart or drafted > 0))
+            curve.add(rows - 1, passes / now, is_unit=self._has_drafter and (self._is_apart or drafted > 0))
         self._begun.add(kind)
         if draft_seconds is not None:
             self._drafted_token.add(draft_seconds / drafted / pace)

@@ -144,9 +144,13 @@ def vector_instructions() -> str:
     return "AVX2" if "avx2" in flags else "SSE"
 
 
-def vectors_at_once() -> int:
-    """Return how many vectors the kernels multiply in one pass over the weights (TILE_VECTORS in cpu/tile.h)."""
-    return 8 if vector_instructions() == "AVX-512" else 4
+def vectors_at_once(instructions: str) -> int:
+    """Return how many vectors kernels multiply in one pass over the weights (TILE_VECTORS in cpu/tile.h).
+
+    Args:
+        instructions: of the kernels, as `vector_instructions` names them.
+    """
+    return 8 if instructions == "AVX-512" else 4
 
 
 def processor_features() -> str:

@@ -147,7 +147,7 @@ def directories(tmp_path_factory, demo):
 
 @pytest.fixture
 def summary(command, directories, tmp_path):
-    """What `generate` with these flags reports about its run."""
+    """Return what `generate` with these flags reports about its run."""
 
     def run(model: str, *flags: object) -> dict:
         file = tmp_path / "summary.json"

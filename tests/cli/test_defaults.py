@@ -1,4 +1,4 @@
-"""What help texts and docs/generate.md say of defaults is what `decide` decides."""
+"""Help texts and docs/generate.md say of defaults what `decide` decides."""
 
 import re
 from pathlib import Path

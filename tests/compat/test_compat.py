@@ -245,7 +245,7 @@ class TestLoops:
 
 @pytest.mark.parametrize("module", [llama, qwen2, qwen3, phi3])
 def test_layers_run_one_after_the_other_over_one_mask_and_are_normed(module):
-    """What a chain of blocks replaces; and only the head follows it."""
+    """A chain of blocks replaces them; and only the head follows it."""
     model = tiny_model(module.__name__.rpartition(".")[2])
     x = model.model.embed_tokens(PROMPT)
     for layer in model.layers:
