@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from rich.progress import track
 
-from gearbx_mlx import Gearbox
 from gearbx_mlx.cli.flags import ModelSettings
 from gearbx_mlx.cli.loaded import LoadedPair, load_pair
 from gearbx_mlx.compat.arrays import dtype_name
@@ -56,8 +55,8 @@ def pair_sweep(
     num_problems: int = 50,
     num_shots: int = 0,
     max_tokens: int = 256,
+    no_coin: bool = False,
     seed: int = 0,
-    kernels: str = "auto",
 ) -> Found:
     """EAD's Table 1 and Figure 1: two models in turns, at every threshold, with random controls.
 
@@ -79,8 +78,8 @@ def pair_sweep(
         num_problems: Problems to solve.
         num_shots: First problems, to show as examples.
         max_tokens: Of an answer.
+        no_coin: Where they write, toss no coin beside the thresholds, which halves the time.
         seed: Of the coin.
-        kernels: Where they write: mlx, native or auto.
     """
     turns = PairSettings(window=window, min_gear_duration=min_duration)
     limits = None if thresholds is None else limits_of(thresholds)
@@ -93,9 +92,7 @@ def pair_sweep(
         examples, problems = problems_of(data, task, num_shots, num_problems)
         prompts = prompts_of(max_tokens, task, models.tokenizer, models.config, examples, problems)
         make_directory(out)
-        for each in (models.small, models.large):
-            Gearbox(each, "16", kernels=kernels)
-        rows = grouped(problems, writing(models, task, prompts, turns, limits, seed, out))
+        rows = grouped(problems, writing(models, task, prompts, turns, limits, not no_coin, seed, out))
         found, columns = {"policies": rows}, pair.ANSWER_COLUMNS
     report: dict[str, Any] = {
         "model": model_name(model),
@@ -176,6 +173,7 @@ def writing(
     prompts: Sequence[pair.Prompt],
     turns: PairSettings,
     limits: Sequence[float],
+    tosses: bool,
     seed: int,
     out: Path,
 ) -> list[dict[str, Any]]:
@@ -198,7 +196,7 @@ def writing(
     coins: dict[str, Callable[[int], pair.PairAttempt]] = {}
     for name, threshold in list(thresholds.items()):
         share = pair.share_of(attempts[name])
-        if 0 < share < 1:
+        if tosses and 0 < share < 1:
             coin = f"random-{threshold:g}"
             coins[coin] = partial(solve, pair.by_chance(share, turns.min_gear_duration, seed))
             thresholds[coin] = threshold

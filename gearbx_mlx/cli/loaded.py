@@ -26,7 +26,6 @@ from ..errors import GearbxError, GearbxWarning, about, one_line
 from ..files.reading import parse_json, shown, typed
 from ..files.writing import replacing_arrays
 from ..formats import get_format
-from ..gears.activations import compute_in
 from ..gears.cost import ModelFiles, needed_memory, read_files
 from ..gears.discovery import is_quantized, vocabulary
 from ..gears.gearbox import Gearbox, Observer, in_one_gear, model_fingerprint
@@ -638,7 +637,7 @@ class LoadedPair:
 
 
 def load_pair(settings: ModelSettings, small_model: str, chat_template: str = "") -> LoadedPair:
-    """Return both models as loaded, in the type that --dtype asks for.
+    """Return both models, in the type that --dtype asks for, on the kernels that are fastest here.
 
     Raises:
         GearbxError: a model that cannot be loaded, or another tokenizer.
@@ -647,5 +646,5 @@ def load_pair(settings: ModelSettings, small_model: str, chat_template: str = ""
     large, tokenizer, config = load_model(settings, chat_template)
     small = load_small(small_model, tokenizer, trust_remote_code=settings.trust_remote_code)
     for model in (small, large):
-        compute_in(model, settings.dtype, is_quantized(model))
+        in_one_gear(model, settings.dtype)
     return LoadedPair(small, large, tokenizer, config)

@@ -8,6 +8,8 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -487,8 +489,10 @@ def summary_of(
 
 
 def parameters_of(models: tuple[nn.Module, nn.Module]) -> tuple[int, int]:
-    """Numbers of parameters; quantized ones count as the weights that they stand for."""
-    small, large = (int(get_total_parameters(model)) for model in models)
+    """Return numbers of parameters; quantized ones count as the weights that they stand for."""
+    # Past a gearbox, which keeps mlx-lm from saving what it could not load: here its leaf modules are counted alone.
+    leaves = (SimpleNamespace(leaf_modules=partial(type(model).leaf_modules, model)) for model in models)
+    small, large = (int(get_total_parameters(each)) for each in leaves)
     return small, large
 
 

@@ -37,12 +37,14 @@ def model_dtype(model: nn.Module) -> mx.Dtype:
 
 
 def stored_dtype(model: nn.Module, path: str = "") -> mx.Dtype:
-    """Return the type of a parameter in the checkpoint, or ("") of most of the model; it may compute in another."""
+    """Return the floating type of a parameter in the checkpoint; of most of the model for "", or where it has codes."""
     stored: Mapping[str, mx.Dtype] = getattr(model, STORED, {})
     if path in stored:
         return stored[path]
     found = dict(tree_flatten(model.parameters())).get(path)
-    return found.dtype if found is not None else model_dtype(model)
+    if found is not None and mx.issubdtype(found.dtype, mx.floating):
+        return found.dtype
+    return stored[""] if stored else model_dtype(model)
 
 
 def stored_bytes(array: mx.array, storage: mx.Dtype) -> int:
@@ -83,19 +85,20 @@ def compute_in(model: nn.Module, dtype: str, quantized: bool, kept: Iterable[nn.
     else:
         raise GearbxError(f"dtype '{dtype}' does not exist; choose from auto, {', '.join(DTYPES)}")
     if target != own or hasattr(model, STORED):  # converted before, and perhaps not all of it
+        now = [
+            (path, array) for path, array in tree_flatten(model.parameters()) if mx.issubdtype(array.dtype, mx.floating)
+        ]
         if not hasattr(model, STORED):
-            stored = {path: array.dtype for path, array in tree_flatten(model.parameters())}
+            stored = {path: array.dtype for path, array in now}
             setattr(model, STORED, UserDict(stored | {"": own}))  # no dict, which would be a parameter
         unchanged = [
             (module, name, value) for module in kept for name, value in module.items() if isinstance(value, mx.array)
         ]
         unchanged += [(a, name, value) for a in adapters_of(model).values() for name, value in own_arrays(a).items()]
-        now = tree_flatten(model.parameters())
         if target == checkpoint:  # back to the type of every single parameter
             converted = [(path, array.astype(stored_dtype(model, path))) for path, array in now]
         else:
-            floating = [(path, array) for path, array in now if mx.issubdtype(array.dtype, mx.floating)]
-            converted = [(path, array.astype(target)) for path, array in floating]
+            converted = [(path, array.astype(target)) for path, array in now]
         # Of the model's class, as in `put_modules`: of all gears the engaged one is converted alone.
         type(model).update(model, tree_unflatten(converted))
         for module, name, value in unchanged:

@@ -14,6 +14,7 @@ import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxError, Lossless, Static
 from gearbx_mlx.formats.base import dense_weight
 from gearbx_mlx.formats.tied import linear_of
+from gearbx_mlx.gears.activations import compute_in
 from gearbx_mlx.kernels.bit_planes import Planes, split_affine
 from gearbx_mlx.loading import DEMO_MODEL
 
@@ -262,6 +263,18 @@ def test_thresholds_and_gears_are_those_of_the_codes(command, eight_bits):
         assert done.status == 2
         assert words in done.err
         assert done.err.count("\n") == 1
+
+
+def test_a_converted_model_keeps_its_biases(native):
+    """The biases of layers, in a model that computes in another type before it has gears."""
+    model, as_loaded = (
+        quantized(dtype=mx.float16, architecture="qwen2"),
+        quantized(architecture="qwen2", dtype=mx.float16),
+    )
+    compute_in(model, "float32", quantized=True)
+    for each in (model, as_loaded):
+        Gearbox(each, "4,8", dtype="float32", kernels="native")
+    assert mx.array_equal(model(PROMPT), as_loaded(PROMPT))
 
 
 def test_without_a_lower_gear_the_text_itself_proposes():
