@@ -26,9 +26,11 @@ from them.
 
 **What trials cost.** Each way is tried while the other one writes. A trial expected to lose x seconds is due when the
 better way has written for x / 0.005 seconds, at least 32 and at most 1,024 tokens: so trials lose half a per cent of
-the time. Until a start has made three comparisons they are due after 256 tokens. Before the first one of all, rounds
-run unless they are expected to lose much. A wrong comparison is outvoted by the next two, and by the usual ratio, which
-counts as much as two of the latest five.
+the time. The first ones of a start come sooner, since nothing is known of this moment: drafts are tried after 32 tokens
+alone, then after 64, 128, and so on; and the top gear alone after 256 in rounds each, until there were three
+comparisons. Before the first one of all, rounds run unless they are expected to lose much. A wrong comparison is
+outvoted by the next two, and by the usual ratio, which counts as much as two of the latest five. These five are kept,
+and not what follows from them.
 
 **Expected regret.** Half a per cent of the time, and what the first rounds cost until their times are known. What it is
 on recorded passes, with another process beside them, is in research/tables.md (`python -m research policy-regret`).
@@ -63,7 +65,7 @@ KEPT, PRIOR_TOKENS = 0.997, 8.0  # of the weight of earlier tokens at each furth
 KEPT_ROUNDS, PRIOR_ROUNDS = 0.98, 12.0  # the same of rounds
 USUAL_ROUND = 3.0, 2.6  # tokens drafted and written in a round, where margins end it
 LEAST_SHARE = 1e-6
-PASS, TOKEN_ALONE, ROUND = "seconds of a pass", "seconds alone", "seconds of a round"  # in what is kept
+PASS, ROUND = "seconds of a pass", "seconds of a round"  # in what is kept
 
 EVERY = 4  # rounds, of which one is enough to learn anew, once there were some: it takes a tenth of a millisecond
 LATEST, PRIOR_RATIOS = 64, 4  # ratios whose median counts, and as many as an earlier start's or a guess counts for
@@ -72,13 +74,13 @@ OUTSIDE = 1.5  # times the curve, and a part of it: what is further away counts 
 MOST_ROUND = 30.0  # passes: what takes longer was a pause of the machine
 MOST_RATIO = 4.0  # of a token or a row to a pass: nothing is drafted by what is slower than that
 NEAR, PACED = 48, 4  # tokens, and rounds, around tokens alone that these are compared with
-COMPARED, KEPT_COMPARED = 5, 3  # comparisons whose median counts; as many as an earlier start's counts for
-PRIOR_COMPARED = 2  # as many as the usual ratio counts for
+COMPARED, PRIOR_COMPARED = 5, 2  # comparisons whose median counts, with those of earlier starts; as many is a guess
+KEPT_ALONE = [f"comparison {n}" for n in range(COMPARED)]
 BURST, TRIAL = 8, 3  # tokens alone of a trial, of which the first begins to run ahead and does not count; rounds of one
-KNOWN, EARLY = 3, 256  # comparisons of a start before which trials are due after so many tokens
 GUESS, DOUBT = 1.3, 1.05  # times a token alone, below which rounds run before any comparison, and before so many
 TRIALS_SHARE = 0.005  # of the time that trials may lose
 SHORTEST, LONGEST = 32, 1024  # tokens between two trials
+KNOWN, EARLY = 3, 256  # comparisons of a start before which trials are due sooner: after so many tokens in rounds
 AHEAD = 4  # tokens that are looked ahead: a token that does not pay alone may lead to some that do
 NEIGHBOUR = 8  # rounds between two that draft one token more or less, where margins come too late
 
@@ -217,8 +219,7 @@ class Comparisons:
     """
 
     def __init__(self, kept: Mapping[str, float]):
-        before = [kept[TOKEN_ALONE] / kept[PASS]] * KEPT_COMPARED if {TOKEN_ALONE, PASS} <= kept.keys() else []
-        self._found: deque[float] = deque(before, maxlen=COMPARED)
+        self._found: deque[float] = deque((kept[name] for name in KEPT_ALONE if name in kept), maxlen=COMPARED)
         self._rounds: deque[tuple[int, float]] = deque(maxlen=PACED)  # when, and the pace
         self._alone: deque[float] = deque(maxlen=2 * BURST)
         self._is_compared = True  # these tokens alone
@@ -256,6 +257,10 @@ class Comparisons:
         if self.of_rounds is not None or not self._alone:
             return self.of_rounds
         return statistics.mean(self._alone) / self.value
+
+    @property
+    def state(self) -> dict[str, float]:
+        return dict(zip(KEPT_ALONE, self._found))
 
     def add_round(self, tokens: int, pace: float) -> None:
         self._token += tokens
@@ -373,9 +378,10 @@ class LearnedPolicy:
         self._taken = RunningMean(KEPT_ROUNDS, min(usual, MOST_ROUND), PRIOR_ROUNDS)
         self._written = RunningMean(KEPT_ROUNDS, kept.get("written in a round", USUAL_ROUND[1]), PRIOR_ROUNDS)
         self._since = {True: 0, False: 0}  # tokens since there were rounds, and since the top gear wrote alone
+        self._trials = 0  # of drafts
         self._stays = 0  # tokens alone, or rounds, that are to come before the next choice
         self._drafts, self._early, self._rounds = True, False, 0
-        self._begun = set[tuple[bool, int]]()  # kinds of rounds, whose first one compiles kernels and fills caches
+        self._begun = set[tuple[bool, int]]()  # kinds of rounds that there were
         self._spent = self._units = 0.0  # seconds of rounds, and what their line says
         self._tokens = 0
 
@@ -403,13 +409,16 @@ class LearnedPolicy:
         self._drafts = pays
         if self._since[not pays] >= self._wait(pays):
             self._drafts = not pays
+            self._trials += self._drafts
             self._stays = (TRIAL if self._drafts else BURST) - 1
 
     def _wait(self, pays: bool) -> float:
         """Return tokens until the other way is tried: as many as make what that loses a small share."""
         rounds, alone = self._in_rounds(), self._alone.value
-        lost = BURST * (alone / rounds - 1) if pays else TRIAL * self._in_a_round() * (rounds / alone - 1)
-        most = LONGEST if self._alone.seen >= KNOWN else EARLY
+        if pays:
+            lost, most = BURST * (alone / rounds - 1), EARLY if self._alone.seen < KNOWN else LONGEST
+        else:
+            lost, most = TRIAL * self._in_a_round() * (rounds / alone - 1), min(SHORTEST * 2**self._trials, LONGEST)
         return min(max(lost / TRIALS_SHARE, SHORTEST), most)
 
     def _round(self, drafted: float) -> float:
@@ -480,7 +489,7 @@ class LearnedPolicy:
         draft_seconds: float | None = None,
         margins: Sequence[float] = (),
     ) -> None:
-        """Take a round.
+        """Take a round. The first one of a kind compiles kernels and fills caches, so its time does not count.
 
         Args:
             drafted: tokens of the low gear; 0 where the text proposed.
@@ -492,23 +501,23 @@ class LearnedPolicy:
         """
         if drafted:
             self._is_apart = draft_seconds is not None
+            self._acceptance.add(drafted, accepted, margins)
+            self._since[True] = 0
+        self._since[not self._drafts] += accepted + 1
+        if (kind := (drafted > 0, rows)) not in self._begun:
+            self._begun.add(kind)
+            return
         curve = self._verification if self._is_apart or not drafted else self._whole_round
         passes = seconds - (draft_seconds or 0.0)
-        pace = passes / curve(rows - 1)
-        kind = drafted > 0, rows
-        now = self._alone.pace
-        if now is not None and kind in self._begun:
+        pace, now = passes / curve(rows - 1), self._alone.pace
+        if now is not None:
             curve.add(rows - 1, passes / now, is_unit=self._has_drafter and (self._is_apart or drafted > 0))
-        self._begun.add(kind)
         if draft_seconds is not None:
             self._drafted_token.add(draft_seconds / drafted / pace)
         if drafted:
-            self._acceptance.add(drafted, accepted, margins)
             self._taken.add(min(seconds / (now or pace), MOST_ROUND))
             self._written.add(accepted + 1)
             self._alone.add_round(accepted + 1, pace)
-            self._since[True] = 0
-        self._since[not self._drafts] += accepted + 1
         self._spent += seconds
         self._units += seconds / pace
         self._tokens += accepted + 1
@@ -526,7 +535,7 @@ class LearnedPolicy:
         found |= {"written in a round": self._written.value}
         pace = self._alone.pace
         if pace is not None:
-            found |= {PASS: pace, TOKEN_ALONE: self._alone.value * pace, ROUND: self._taken.value * pace}
+            found |= {PASS: pace, ROUND: self._taken.value * pace} | self._alone.state
             for ratio in (self._drafted_token, self._verification, self._whole_round):
                 found |= ratio.state(pace)
         return found

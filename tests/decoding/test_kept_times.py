@@ -63,7 +63,7 @@ def test_times_and_shares_are_kept_and_no_choice(file):
     kept = [times for machine in stored["machines"].values() for name, times in machine.items() if "drafts by" in name]
     assert kept == [first.policy.state]
     assert all(
-        name.startswith(("seconds", "drafting", "verifying", "share", "count", "drafted", "written"))
+        name.startswith(("seconds", "drafting", "verifying", "share", "count", "drafted", "written", "comparison"))
         for name in kept[0]
     )
 
