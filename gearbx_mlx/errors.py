@@ -42,8 +42,7 @@ def about(thing: object) -> Iterator[None]:
 
 
 def one_line(error: BaseException, most: int = 300) -> str:
-    """Return an error's message on one line, at most so many characters of it; the error's kind where there is no
-    message."""
+    """Return an error's message on one line, at most so many characters; its kind where there is no message."""
     return " ".join(str(error).split())[:most] or type(error).__name__
 
 
@@ -66,12 +65,7 @@ def check_range(shown: str, value: float, least: float, most: float = math.inf) 
 
 
 def numbers(shown: str, text: str, kind: Callable[[str], Number], example: str) -> tuple[Number, ...]:
-    """Numbers from text with commas between. Raises GearbxError for other text.
-
-    Args:
-        shown: what the message calls it, such as a flag.
-        kind: int or float.
-    """
+    """Return numbers of text with commas between. Raises GearbxError for other text. shown: what a message calls it."""
     try:
         return tuple(map(kind, text.split(",")))
     except ValueError as error:

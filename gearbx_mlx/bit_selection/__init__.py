@@ -33,8 +33,7 @@ class Floors:
 
     @classmethod
     def chosen(cls, strict: float | None = None, lazy: float | None = None) -> "Floors":
-        """Return the floors as given, else as the environment says (XFP_MIN_COS_STRICT, XFP_MIN_COS_LAZY),
-        else the defaults."""
+        """Return floors as given, else as XFP_MIN_COS_STRICT and XFP_MIN_COS_LAZY say, else the defaults."""
         given = {"strict": strict, "lazy": lazy}
         return cls(**{name: from_environment(name) if value is None else value for name, value in given.items()})
 

@@ -63,8 +63,7 @@ def log_probabilities(model: nn.Module, tokens: Sequence[int]) -> mx.array:
 
 
 def loops(tokens: Sequence[int]) -> bool:
-    """Return whether a text ends in a stretch of up to 8 tokens that repeats: at least 4 times, and over 16 tokens or
-    more."""
+    """Return whether a text ends in a stretch of up to 8 tokens, at least 4 times and over 16 tokens or more."""
     for period in range(1, 9):
         repeats = max(4, math.ceil(16 / period))
         tail = list(tokens[-period * repeats :])
@@ -148,10 +147,7 @@ class Reserve:
 
 
 def cache_bytes(model: nn.Module, tokens: int) -> tuple[int, int]:
-    """Return bytes of the cache after so many tokens, and of the activations of the pass that read them.
-
-    Resets MLX's peak memory.
-    """
+    """Return bytes of the cache after so many tokens, and of that pass's activations. Resets MLX's peak memory."""
     caches = make_prompt_cache(model)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
@@ -245,10 +241,7 @@ class FloorSearch:
 
 
 def encoding_spike(layers: Sequence[Layer], format: CodebookFormat, bits: int) -> int:
-    """Return bytes at the peak of encoding the largest layer, the layer itself included; measured by encoding it.
-
-    Resets MLX's peak memory.
-    """
+    """Return bytes at the measured peak of encoding the largest layer, itself included. Resets MLX's peak memory."""
     largest = max(layers, key=lambda layer: layer.module.weight.size).module
     mx.eval(largest.weight)
     before = mx.get_active_memory()
@@ -421,8 +414,7 @@ def fit_budget(
 
 
 def fast_gearbox(model: nn.Module, format: CodebookFormat, manage: str | Predicate) -> Gearbox:
-    """Return a gearbox in its top gear whose low gear is fast here: native kernels, or weights that are reconstructed
-    once."""
+    """Return a gearbox in its top gear, whose low gear has native kernels, or weights that are reconstructed once."""
     native = choose("native", "float").native and format.native
     fast = format if native else type(format)(cache=True, options=format.options)
     kernels = "native" if native else "mlx"

@@ -48,11 +48,7 @@ class FloorSettings(Settings):
         return self.auto_bits is not None
 
     def floors(self, format: str | None) -> Floors | None:
-        """Return the floors for a format; None where none are asked for.
-
-        Raises:
-            GearbxError: a floor outside (0, 1), or a format that has no codebooks.
-        """
+        """Return the floors for a format, if some are asked for. Raises GearbxError for a format without codebooks."""
         if self.auto_bits is None:
             return None
         floors = Floors.chosen(*self.auto_bits, *[None] * (2 - len(self.auto_bits)))
@@ -99,11 +95,7 @@ class BudgetSettings(Settings):
         return self.memory_budget is not None or self.target_bpw is not None
 
     def reserved(self) -> int | None:
-        """Return bytes of the memory budget that are for generation; None: as measured.
-
-        Raises:
-            GearbxError: no such size or share, or no budget that it is a part of.
-        """
+        """Return bytes of the budget for generation; None: as measured. Raises GearbxError for no such share."""
         if self.reserve is None:
             return None
         if self.memory_budget is None:

@@ -139,12 +139,7 @@ def is_gguf(file: Path) -> bool:
 
 
 def gguf_directory(file: Path) -> Path:
-    """Return the directory that a file becomes at its first use; the same contents are not written twice.
-
-    Raises:
-        GearbxError: no GGUF, a damaged one, an architecture, tokenizer or type that is not known; a cache that cannot
-            be written, or that others may write to.
-    """
+    """Return the directory that a file becomes at its first use. Raises GearbxError for a file that cannot be read."""
     directory = unpacked(file.stem, contents(file), lambda place: write_model(file, place))
     warn_of_widened(file, directory)
     return directory
@@ -168,14 +163,7 @@ def warn_of_widened(file: Path, directory: Path) -> None:
 
 
 def write_model(file: Path, directory: Path, dtype: mx.Dtype | None = None) -> None:
-    """Write a GGUF into an empty directory, as a model that mlx-lm loads.
-
-    Args:
-        dtype: of all weights; None: codes stay codes.
-
-    Raises:
-        GearbxError: as `gguf_directory`.
-    """
+    """Write a GGUF into an empty directory, as mlx-lm loads it. dtype: of all weights; None: codes stay codes."""
     gguf = Gguf(file)
     check_metadata(gguf)
     try:
@@ -271,9 +259,7 @@ def weights_of(gguf: Gguf, dtype: mx.Dtype | None) -> dict[str, mx.array]:
 def arrays_in(gguf: Gguf, tensor: GgufTensor, dtype: mx.Dtype | None, one: int = 0) -> Iterator[tuple[str, mx.array]]:
     """Yield what a tensor is in MLX: its codes, scales and biases by their names; or, with the name "", its weights.
 
-    Args:
-        dtype: of weights that are not to stay codes.
-        one: what is subtracted from weights.
+    dtype: of weights that are not to stay codes. one: what is subtracted from weights.
     """
     codes = affine_codes(gguf, tensor) if dtype is None else None
     if codes is not None:
@@ -291,11 +277,7 @@ def arrays_in(gguf: Gguf, tensor: GgufTensor, dtype: mx.Dtype | None, one: int =
 
 
 def mlx_name(tensor: str, parts: Mapping[str, str] = LLAMA_NAMES) -> str | None:
-    """Return the name in mlx-lm of a tensor: blk.3.attn_q.weight is model.layers.3.self_attn.q_proj.weight.
-
-    Args:
-        parts: of the architecture.
-    """
+    """Return a tensor's name in mlx-lm, or None: model.layers.3.self_attn.q_proj.weight of blk.3.attn_q.weight."""
     stem, _, kind = tensor.rpartition(".")
     block = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
     part = parts.get(block[2] if block else stem)
@@ -440,14 +422,7 @@ ENDS_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 
 
 def write_tokenizer(of: Mapping[str, Any], directory: Path) -> None:
-    """Write tokenizer.json, and its settings with the chat template.
-
-    Args:
-        of: the metadata of a GGUF.
-
-    Raises:
-        KeyError, ValueError, IndexError, TypeError: metadata that do not fit each other.
-    """
+    """Write tokenizer.json and its settings from a GGUF's metadata. Raises any error where these do not fit."""
     pieces = of["tokenizer.ggml.model"] == PIECES
     tokenizer = of_pieces(of) if pieces else of_bytes(of)
     tokens, kinds = of["tokenizer.ggml.tokens"], of["tokenizer.ggml.token_type"]

@@ -99,11 +99,9 @@ class Journal:
 
 
 def place_beside(out: Path, ending: str) -> Path | None:
-    """Return where the parts of an output are kept until it is complete; None for a device or a pipe, which keeps
-    nothing.
+    """Return where the parts of an output are kept until it is complete; None: nowhere, for a device or a pipe.
 
-    Raises:
-        GearbxError: a place that cannot be written to.
+    Raises GearbxError for a place that cannot be written to.
     """
     if out.exists() and not out.is_file():
         return None
@@ -114,13 +112,7 @@ def place_beside(out: Path, ending: str) -> Path | None:
 
 
 def check_inputs(before: Mapping[str, Any], inputs: Mapping[str, Any], file: Path) -> None:
-    """Raises GearbxError if measurements were made from other inputs; the message names the first one that changed.
-
-    Args:
-        before: as read from JSON.
-        inputs: of now, as JSON can express them: a tuple is the same as a list.
-        file: that has the measurements.
-    """
+    """Raises GearbxError that names the first input of measurements in a file that is another one now."""
     now = json.loads(json.dumps(inputs))
     for name in {**before, **now}:
         if before.get(name) != now.get(name):

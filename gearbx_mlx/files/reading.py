@@ -57,11 +57,7 @@ def malformed(error: Exception, text: str | bytes) -> str:
 
 
 def why_unfit(error: msgspec.ValidationError, content: Any, kind: Any, place: Sequence[Step] = ()) -> str:
-    """Say why a value does not fit a type: its first part that does not fit by itself, and what that is not.
-
-    Args:
-        place: of the value, in a larger one.
-    """
+    """Say why a value, which has this place in a larger one, does not fit a type: its first part that does not."""
     for step, part, wanted in typed_parts(content, kind):
         try:
             msgspec.convert(part, wanted, str_keys=True)
@@ -192,12 +188,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_python_json(text: str) -> Any:
-    """Return what a JSON text contains that may have NaN and Infinity, as Python's json writes them: some models'
-    config.json.
-
-    Raises:
-        GearbxError: as parse_json, except for NaN and Infinity.
-    """
+    """Return what a JSON text contains that may have NaN and Infinity, as a config.json. Errors of `parse_json`."""
     try:
         content = json.loads(text)
         check_depth(content)
@@ -226,12 +217,9 @@ def check_depth(content: Any) -> None:
 
 
 def typed(content: Any, kind: type[T]) -> T:
-    """Return what `parse_json` returned as a value of a type: a msgspec Struct, a dataclass, or a type such as
-    list[str].
+    """Return what `parse_json` returned as a value of a type, such as a msgspec Struct, a dataclass or list[str].
 
-    Raises:
-        GearbxError: it does not fit the type. The message names the field and its value, but neither a file nor a
-            remedy.
+    Raises GearbxError that names the field that does not fit, and its value, but neither a file nor a remedy.
     """
     try:
         return msgspec.convert(content, kind, str_keys=True)
@@ -240,11 +228,7 @@ def typed(content: Any, kind: type[T]) -> T:
 
 
 def check_schema(content: Any, what: str, schema: str, version: int) -> None:
-    """Raises GearbxError unless a JSON object has this schema and version.
-
-    Args:
-        what: it is to be, with its article, such as "a drafting file".
-    """
+    """Raises GearbxError unless a JSON object has this schema and version. what: it is to be: "a drafting file"."""
     found = content.get("schema") if isinstance(content, dict) else None
     said = gone(f"schema '{found}'") if found != schema else None
     if said is not None:

@@ -96,12 +96,7 @@ def remove_damaged(directory: Path) -> None:
 
 
 def is_as_written(directory: Path, source: str) -> bool:
-    """Return whether an entry is there, made of this source, and as it was written.
-
-    Raises:
-        CacheUnusable: another user could have written it.
-        OSError: it cannot be read.
-    """
+    """Return whether an entry is there as it was written. Raises CacheUnusable if another user could write it."""
     check_owner(directory)
     if not directory.is_dir():
         return False

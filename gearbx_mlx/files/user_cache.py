@@ -78,11 +78,7 @@ def open_checked() -> Path:
 
 
 def cache_entry(name: str) -> Path:
-    """Return the place of a file or directory of the cache that no other user can have written; it may be missing.
-
-    Raises:
-        CacheUnusable: another user could have written it, or the cache cannot be used.
-    """
+    """Return a place in the cache, which may be missing. Raises CacheUnusable if another user could have written it."""
     place = open_cache() / name
     try:
         check_owner(place)

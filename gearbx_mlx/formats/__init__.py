@@ -37,8 +37,7 @@ LIKE_MLX = ("planes", "exact", "affine", SPLIT_CODES)  # whose lowest gear is wh
 
 
 def get_format(name: "str | Format") -> "Format":
-    """Return the format with this name; a format itself is returned as it is. Raises GearbxError for an
-    unknown name."""
+    """Return the format with this name, or the format itself. Raises GearbxError for an unknown name."""
     return _load_format(name) if isinstance(name, str) else name
 
 

@@ -51,10 +51,7 @@ def moments(rows: mx.array, outlying: mx.array) -> tuple[mx.array, mx.array]:
 
 
 def condense(codebooks: mx.array, size: int, rounds: int) -> mx.array:
-    """Condense codebooks (R, K) to a library (size, K), by Lloyd's iteration over vectors.
-
-    The iteration begins with the codebooks at quantiles of the largest entry.
-    """
+    """Condense codebooks (R, K) to a library (size, K), by Lloyd's iteration, from quantiles of the largest entry."""
     order = mx.argsort(mx.abs(codebooks).max(axis=-1))
     library = codebooks[order[(2 * mx.arange(size) + 1) * len(codebooks) // (2 * size)]]
     for _ in range(rounds):

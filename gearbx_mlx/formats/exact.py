@@ -43,13 +43,10 @@ LADDER = (CODE_BITS, DENSE)
 
 
 def encode(weight: mx.array, group_size: int, base: Planes | None = None) -> ExactMatrix:
-    """Return a matrix (..., O, I) of bfloat16 in format `exact`.
+    """Return a matrix (..., O, I) of bfloat16, of any bit patterns, in format `exact`.
 
-    Args:
-        weight: any bit patterns. I is a multiple of group_size.
-        group_size: 32, 64 or 128.
-        base: codes (..., O, I) of the low gear in the place of the nearest ones. Groups that could not come back from
-            them get the nearest.
+    base: codes (..., O, I) of the low gear in the place of the nearest ones. Groups that could not come back from them
+    get the nearest.
     """
     rows, parts = weight.reshape(-1, weight.shape[-1]), []
     base = base and base.each(lambda array: array.reshape(-1, array.shape[-1]))
@@ -344,12 +341,9 @@ LOW_PLANES = NestedPlanes()
 
 
 def check_offsets(offsets: mx.array, stored: int) -> None:
-    """Raises GearbxError unless the bytes of each row begin where those of the row before end: kernels index with them.
+    """Raises GearbxError unless rows' bytes follow each other through all `stored` ones: kernels index with them.
 
     The array may come from a file whose content was not checked. It is read.
-
-    Args:
-        stored: how many bytes there are; one where none is used.
     """
     found = np.array(offsets).astype(np.int64)
     if found[0] or (np.diff(found) < 0).any() or max(found[-1], 1) != stored:
@@ -357,8 +351,7 @@ def check_offsets(offsets: mx.array, stored: int) -> None:
 
 
 def exact_module(dense: nn.Module, matrix: ExactMatrix) -> nn.Module:
-    """Return the module of the gear of 16 bits in the place of a Linear, SwitchLinear or MultiLinear; it shares the
-    bias."""
+    """Return the module of 16 bits in the place of a Linear, SwitchLinear or MultiLinear; it shares the bias."""
     native = isinstance(dense, Native)
     if isinstance(dense, MultiLinear):
         return (NativeExactMultiLinear if isinstance(dense, NativeMultiLinear) else ExactMultiLinear)(matrix, dense)

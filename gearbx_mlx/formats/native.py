@@ -109,8 +109,7 @@ class NativeExperts(Native):
     """What packed experts (E, O, I) with native kernels share: on Metal their kernels are chosen (`Native.kind`)."""
 
     def product(self, x: mx.array) -> mx.array:
-        """Return the product (V, n, 1, O) of vectors x (V, I) with the first n experts: all, or as many as a kernel
-        takes."""
+        """Return the product (V, n, 1, O) of vectors x (V, I) with the first n experts, as many as a kernel takes."""
         layer: Any = self
         indices = mx.arange(min(layer.num_experts, MOST_PAIRS // len(x)), dtype=mx.uint32)
         y: mx.array = layer(x[:, None, None], mx.broadcast_to(indices, (len(x), len(indices))))

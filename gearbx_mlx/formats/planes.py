@@ -144,8 +144,7 @@ def quantize(
 
 
 def nearest_codes(grouped: mx.array, step: mx.array, offset: mx.array, bits: int) -> mx.array:
-    """Return the codes (..., G, g) of weights in steps of their group (..., G) from an offset, as whole float32
-    numbers."""
+    """Return the codes (..., G, g), whole float32 numbers, of weights in steps of their group from its offset."""
     return mx.round(mx.clip((grouped - offset[..., None]) / step[..., None], 0, 2**bits - 1))
 
 

@@ -197,8 +197,7 @@ class Gearbox:
         return FromWeights(*settings, self._tables, widths, self.base)
 
     def _made(self) -> dict[str, dict[int, nn.Module]] | None:
-        """Return the gears that exist from the start: of formats that drop the originals all of them. None: the
-        originals."""
+        """Return the gears that exist from the start, which is all where originals are dropped; None: the originals."""
         if isinstance(self.source, FromCodes):
             return self.source.make_all(self._changing)
         if self.saved is not None or not self.format.ladders:
@@ -241,8 +240,7 @@ class Gearbox:
         return tuple(bits for bits in widths if bits in wanted)
 
     def bits_of(self, layer: Layer, gear: Gear) -> int:
-        """Return the bits of a layer in a gear: its table's or its own, or the next that the layer is stored at;
-        capped."""
+        """Return the bits of a layer in a gear, by its table and cap: the next at which the layer is stored."""
         widths = self.source.widths(layer)
         bits = at_least(widths, self._tables.get(gear.bits, {}).get(layer.path, gear.bits))
         bits = min(bits, widths[-1])  # a layer of a quantized checkpoint may have fewer bits than the top gear
@@ -382,8 +380,7 @@ class Gearbox:
         return [*self.layers, *self._embeddings]
 
     def layer_bytes(self, layer: Layer, at: Gear | int) -> int:
-        """Return bytes that one use of a layer reads in a gear or at a width, scales and bias included; of experts, of
-        all."""
+        """Return bytes that one use of a layer, of all experts, reads in a gear or at a width, scales and bias too."""
         bits = at if isinstance(at, int) else self.bits_of(layer, at)
         if getattr(self.format, "cache", False) and not self.kernels.native:
             read = math.prod(self._shapes[layer.path]) * self._size(layer)  # of the weight that was unpacked
@@ -403,8 +400,7 @@ class Gearbox:
         return [{"name": g.name, "bits": g.bits, "bytes_per_weight": self.bits_per_weight(g) / 8} for g in self.ladder]
 
     def weight_bytes_per_token(self, gear: Gear, positions: int = 1) -> int:
-        """Return bytes of weights that one token reads from the whole model in a gear; or one pass over several
-        positions."""
+        """Return bytes of weights that one token, or a pass over several positions, reads of the model in a gear."""
         key = gear, positions
         if key in self._token_bytes:
             return self._token_bytes[key]
@@ -456,8 +452,7 @@ class Gearbox:
         return self.storage[layer.path].size
 
     def layer_paths(self) -> list[LayerPath]:
-        """Return what every layer runs on and why: those that change gear, the other linear layers, and a tied output
-        head."""
+        """Return what every layer runs on and why: those that change gear, other linear layers, a tied head."""
         found = []
         for layer in self.layers:
             bits = tuple(self.bits_of(layer, gear) for gear in self.ladder)

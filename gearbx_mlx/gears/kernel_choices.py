@@ -174,8 +174,7 @@ def seconds_as_stored(model: nn.Module, x_bits: int, group_size: int) -> Times:
 
 
 def measure_stored(weight: mx.array, x_bits: int, group_size: int) -> Times:
-    """Return seconds of a native product with a matrix (O, I) by how it is stored, medians of trials that take
-    turns."""
+    """Return seconds, by how a matrix (O, I) is stored, of a native product with it; medians of trials in turns."""
     dense = nn.Linear(1, 1, bias=False)
     dense.weight = weight
     dense = with_kernels(dense, native=True)

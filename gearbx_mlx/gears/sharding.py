@@ -192,8 +192,7 @@ def dense_shape(module: nn.Module) -> tuple[int, ...]:
 
 
 def blank(kind: type[nn.Module], weight: mx.array, now: nn.Module) -> nn.Module:
-    """Return a layer of a dense class, with a weight that is never computed with and the bias of the module in its
-    place."""
+    """Return a layer of a dense class, with a weight that is never read and the bias of the module in its place."""
     made = bare(kind)
     made.weight = weight
     if "bias" in now:
@@ -223,11 +222,7 @@ def numbers_in(array: mx.array) -> list[int]:
 def sharded_layers(
     model: nn.Module, group: mx.distributed.Group, weights: Mapping[str, mx.array]
 ) -> dict[str, nn.Module]:
-    """Path to what `model.shard` makes of layers with these weights, on a copy of the model.
-
-    Raises:
-        GearbxError: the class cannot divide this model by the number of ranks.
-    """
+    """Return path to what `model.shard` makes of layers with these weights, on a copy of the model."""
     arrays = [value for module in model.modules() for value in module.values() if isinstance(value, mx.array)]
     # Arrays of its own that are not computed: some classes change a bias in its place.
     other = copy.deepcopy(model, {id(array): array[...] for array in arrays})

@@ -218,11 +218,7 @@ def fits_in_memory(saved: SavedGears) -> bool:
 def residency_of(
     name: str, saved: SavedGears | None, model: nn.Module, checkpoint: str | Path | None, dtypes: Mapping[str, mx.Dtype]
 ) -> Residency:
-    """Return the residency of this name, for a model with saved gears or without.
-
-    Raises:
-        GearbxError: it does not exist, or not for this model.
-    """
+    """Return the residency of this name. Raises GearbxError if it does not exist, or not for this model."""
     if name not in RESIDENCIES:
         unknown = f"residency '{name}' does not exist; choose from {', '.join(RESIDENCIES)}"
         raise GearbxError(gone(f"--residency {name}") or unknown)

@@ -89,12 +89,7 @@ def strips_of(remainder: Remainder, matrix: ExactMatrix, offsets: np.ndarray) ->
 
 
 def with_strip(matrix: ExactMatrix, strip: Strip, memory: mx.array) -> ExactMatrix:
-    """Return the rows of a strip, complete.
-
-    Args:
-        matrix: (O, I), without low and high.
-        memory: uint8, in which the strip was read.
-    """
+    """Return the rows of a strip, read into memory (uint8), of a matrix (O, I) without low and high; complete."""
     rows = matrix.rows(strip.first, strip.end)
     return rows._replace(
         low=memory[: strip.low.size].reshape(strip.end - strip.first, -1),
@@ -106,14 +101,9 @@ def with_strip(matrix: ExactMatrix, strip: Strip, memory: mx.array) -> ExactMatr
 def with_blocks(
     matrix: ExactMatrix, chosen: np.ndarray, height: int, strips: Sequence[Strip], low: mx.array, high: mx.array
 ) -> ExactMatrix:
-    """Return some blocks of rows, one after the other, complete.
+    """Return blocks of rows, by number, of a matrix (O, I) without low and high, one after the other, complete.
 
-    Args:
-        matrix: (O, I), without low and high.
-        chosen: numbers of blocks.
-        height: rows of a block.
-        strips: what was read of each block.
-        low, high: the pieces of the strips, one after the other.
+    strips: what was read of each block. low, high: the pieces of the strips, one after the other.
     """
     rows = mx.array((chosen[:, None] * height + np.arange(height)).reshape(-1))
     lengths = mx.concatenate([matrix.offsets[strip.first + 1 : strip.end + 1] for strip in strips])
