@@ -41,7 +41,6 @@ from ..conversion.original import (
     Restorer,
     check_names,
     copy_companions,
-    original_of,
     weights_in,
     write_config,
     write_original,
@@ -68,8 +67,9 @@ Loads = Callable[..., tuple[nn.Module, Any]]
 
 def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Provenance) -> None:
     """Fill the directory `work`. Raises GearbxError for a model that cannot be converted, OSError for a full disk."""
-    conversion, trusted = settings.conversion, settings.conversion.trust_remote_code
-    model, tokenizer = load_cast(source, conversion.dtype, trusted, lazy=True)
+    conversion = settings.conversion
+    original = partial(load_cast, source, conversion.dtype, conversion.trust_remote_code)
+    model, tokenizer = original(lazy=True)
     with about(model_name(conversion.model)):
         codes = codes_to_keep(model, settings)
     if get_format(settings.layout.chosen_format).ladders:
@@ -81,11 +81,9 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
         gears = tuple(gear.bits for gear in codes.chosen(settings.layout.gears))
         plan = replace(plan, format=SPLIT_CODES, gears=gears, group_size=codes.group_size, embeddings=EMBEDDINGS[1])
     if settings.quality is not None:
-        original = partial(load_cast, source, conversion.dtype, trusted)
         plan = replace(plan, bits=bits_for(settings.quality, original, plan, work))
     base = None
     if codes is None and settings.calibrates:
-        original = partial(load_cast, source, conversion.dtype, trusted)
         try:
             base = calibrated_base(conversion.calibrate or "", original, model, tokenizer, plan)
         except GearbxError as error:
@@ -298,41 +296,26 @@ def uploaded_checkpoint(settings: ConvertSettings) -> Path:
     conversion = settings.conversion
     out = destination(conversion.mlx_path)
     check_repository(conversion.upload_repo)
-    if conversion.restore is None:
-        fill = filling_gears(settings, out)
-    else:
-        fill = filling_original(conversion.restore, conversion.revision)
     with new_directory(out) as work:
-        fill(work)
+        if conversion.restore is None:
+            write_checkpoint(settings, work, conversion.upload_repo or out.name)
+        else:
+            restorer = Restorer(find_gears(conversion.restore, conversion.revision))
+            with counting("restoring", restorer.size, in_bytes=True) as advance:
+                write_original(restorer, work, advance)
     if conversion.upload_repo is not None:
         upload(out, conversion.upload_repo)
     return out
 
 
-def filling_gears(settings: ConvertSettings, out: Path) -> Callable[[Path], None]:
-    """Return what fills a directory with a checkpoint. Raises GearbxError for a model that cannot be converted."""
+def write_checkpoint(settings: ConvertSettings, work: Path, name: str) -> None:
+    """Fill a directory with a checkpoint of this name. Raises GearbxError for a model that cannot be converted."""
     conversion = settings.conversion
     source = find(conversion.model or DEMO_MODEL, conversion.revision)
     if checkpoint_gears(source) is not None:
         raise GearbxError(f"{source}: holds gears already; convert the original")
-    origin = provenance(conversion.upload_repo or out.name, conversion.model, source)
-    if not settings.writes_table:
-        return lambda work: write_gears(settings, source, work, origin)
-    file, trusted = str(conversion.manifest), conversion.trust_remote_code
-    return lambda work: write_manifest_table(file, settings.layout, trusted, source, work, origin)
-
-
-def filling_original(path_or_hf_repo: str, revision: str | None) -> Callable[[Path], None]:
-    """Return what fills a directory with the original of a checkpoint. Raises GearbxError where it has none."""
-    saved = find_gears(path_or_hf_repo, revision)
-    original_of(saved)
-
-    def fill(work: Path) -> None:
-        restorer = Restorer(saved)
-        with counting("restoring", restorer.size, in_bytes=True) as advance:
-            write_original(restorer, work, advance)
-
-    return fill
+    write = write_manifest_table if settings.writes_table else write_gears
+    write(settings, source, work, provenance(name, conversion.model, source))
 
 
 def destination(mlx_path: str | Path) -> Path:
@@ -376,12 +359,11 @@ def upload(out: Path, repo: str) -> None:
 # One table of a precision manifest, as a checkpoint of stock mlx-lm
 
 
-def write_manifest_table(
-    file: str | Path, layout: LayerSettings, trust_remote_code: bool, source: Path, work: Path, origin: Provenance
-) -> None:
+def write_manifest_table(settings: ConvertSettings, source: Path, work: Path, origin: Provenance) -> None:
     """Fill the directory `work`. Raises GearbxError as `choose_table`, or for a model that the table is not for."""
-    manifest, gear = choose_table(Path(file), layout)
-    model, tokenizer, config = load(source, return_config=True, lazy=True, trust_remote_code=trust_remote_code)
+    file, trusted = str(settings.conversion.manifest), settings.conversion.trust_remote_code
+    manifest, gear = choose_table(Path(file), settings.layout)
+    model, tokenizer, config = load(source, return_config=True, lazy=True, trust_remote_code=trusted)
     if is_quantized(model):
         raise GearbxError(f"{source}: is quantized already, and --manifest has bits for original weights; leave it out")
     with about(file):

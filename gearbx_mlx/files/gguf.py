@@ -79,7 +79,7 @@ class Gguf:
             raise GearbxError(f"{path}: is not a GGUF file; give the file of a model for llama.cpp")
         self._check_version(self._number("<u4"))
         tensors, entries = self._count(MOST_THINGS), self._count(MOST_THINGS)
-        self.metadata: Mapping[str, Any] = self._unique(self._entry() for _ in range(entries))
+        self.metadata: Mapping[str, Any] = self._unique((self._text(), self._value()) for _ in range(entries))
         infos = [self._info() for _ in range(tensors)]
         alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
@@ -157,10 +157,8 @@ class Gguf:
         shape = tuple(self._number("<u8") for _ in range(count))[::-1]  # ggml counts from the innermost
         return name, shape, self._number("<u4"), self._number("<u8")
 
-    def _entry(self) -> tuple[str, Any]:
-        return self._text(), self._value(self._number("<u4"))
-
-    def _value(self, kind: int) -> Any:
+    def _value(self) -> Any:
+        kind = self._number("<u4")
         if kind == STRING:
             return self._text()
         if kind in SCALARS:

@@ -269,14 +269,12 @@ def arrays_in(gguf: Gguf, tensor: GgufTensor, dtype: mx.Dtype | None, one: int =
         arrays = {"": wide.astype(dtype or AS_THEY_ARE.get(tensor.kind.name, mx.float16))}
     for name, array in arrays.items():
         if name != "weight" and not mx.all(mx.isfinite(array)).item():
-            kind = name_of_type(array.dtype)
-            raise GearbxError(
-                f"{gguf.path}: {shown(tensor.name)} has weights that are no finite numbers in {kind}; {REFETCH}"
-            )
+            what = f"weights that are no finite numbers in {name_of_type(array.dtype)}"
+            raise GearbxError(f"{gguf.path}: {shown(tensor.name)} has {what}; {REFETCH}")
     yield from arrays.items()
 
 
-def mlx_name(tensor: str, parts: Mapping[str, str] = LLAMA_NAMES) -> str | None:
+def mlx_name(tensor: str, parts: Mapping[str, str]) -> str | None:
     """Return a tensor's name in mlx-lm, or None: model.layers.3.self_attn.q_proj.weight of blk.3.attn_q.weight."""
     stem, _, kind = tensor.rpartition(".")
     block = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)

@@ -48,7 +48,7 @@ from .layout import (
     managed_layers,
     use_kernels,
 )
-from .offload import Resident, large_pages
+from .offload import Disk, large_pages
 from .ownership import ATTACHED, own, why_unsaveable
 from .saved import saved_gears
 from .sharding import dense_shape, divided_parts, sharding_of
@@ -155,7 +155,7 @@ class Gearbox:
         self._shapes = {layer.path: layer.module.weight.shape for layer in self.layers}
         self._biases = {layer.path: layer.module.bias.size if "bias" in layer.module else 0 for layer in self.layers}
         self.residency = residency_of(residency, layout.saved, model, checkpoint, scales)
-        self.keeps_all = isinstance(self.residency, Resident)  # gears stay in memory while another one is engaged
+        self.keeps_all = not isinstance(self.residency, Disk)  # gears stay in memory while another one is engaged
         self._widths = tuple(widths)
         self.base = base or {}
         self.source = self._source(layout, scales, widths)

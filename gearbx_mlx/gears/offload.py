@@ -100,21 +100,15 @@ def hand_back() -> None:
 
 
 class Residency:
-    """Gives up arrays of idle gears, and brings them back before their gear is engaged."""
+    """Gives up arrays of idle gears, and brings them back before their gear is engaged; this one keeps them all."""
 
-    name: str
+    name = "resident"
 
     def leave(self, idle: Mapping[Key, nn.Module], model: nn.Module) -> None:
         """Give up the arrays of idle modules, except those that the model uses."""
 
     def enter(self, needed: Mapping[Key, nn.Module]) -> None:
         """Bring back everything that `leave` took from these modules; if that fails, nothing."""
-
-
-class Resident(Residency):
-    """Keeps every gear that was made in memory."""
-
-    name = "resident"
 
 
 class Disk(Residency):

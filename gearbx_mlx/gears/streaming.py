@@ -23,7 +23,7 @@ from ..kernels.exact import ExactMatrix, decode, product_by_tiles
 from ..kernels.products import decoded, exact_experts, exact_product
 from .discovery import Layer, only_shapes
 from .ladder import DENSE, RESIDENCIES
-from .offload import OriginalDisk, Residency, Resident, SavedDisk
+from .offload import OriginalDisk, Residency, SavedDisk
 from .saved import SavedGears
 from .sharding import sharding_of
 from .sources import FromFiles
@@ -152,7 +152,7 @@ def stream(module: nn.Module, remainder: Remainder, reader: StripReader) -> None
         object.__setattr__(module, name, value)  # not into the dictionary of parameters
 
 
-class Stream(Resident):
+class Stream(Residency):
     """Keeps every gear in memory, except for what is streamed.
 
     Args:
@@ -228,4 +228,4 @@ def residency_of(
         raise GearbxError(f"residency stream reads a geared checkpoint, and this model is from none; {CONVERT_EXACT}")
     if name == "disk":
         return OriginalDisk(model, checkpoint, dtypes) if saved is None else SavedDisk(saved, dtypes)
-    return Stream(saved) if saved is not None and name == STREAM else Resident()
+    return Stream(saved) if saved is not None and name == STREAM else Residency()
