@@ -20,11 +20,8 @@ class GearbxWarning(UserWarning):
 class OutputLost(Exception):
     """Standard output cannot be written. The run ends, and the files that it wrote so far are kept.
 
-    It is not an OSError, so that no file is blamed for it.
-
-    Attributes:
-        reason: the system's words, such as "No space left on device".
-        closed_pipe: the reader has gone, as with `| head`.
+    It is not an OSError, so that no file is blamed for it. reason: the system's words, such as "No space left on
+    device". closed_pipe: the reader has gone, as with `| head`.
     """
 
     def __init__(self, reason: str, closed_pipe: bool = False):

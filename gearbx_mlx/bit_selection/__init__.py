@@ -17,11 +17,7 @@ EXCHANGES = 16  # tables with an exchange of bits between two layers that are me
 
 @dataclass(frozen=True)
 class Floors:
-    """Least median cosines, each between 0 and 1.
-
-    Raises:
-        GearbxError: outside (0, 1).
-    """
+    """Least median cosines. Raises GearbxError for one that is not between 0 and 1."""
 
     strict: float = STRICT
     lazy: float = LAZY

@@ -79,18 +79,11 @@ def continuation(model: nn.Module, tokens: Sequence[int], length: int, ends: Col
 
 
 class GarbageCheck:
-    """Compares models with the original, whose distributions and texts it keeps.
+    """Compares models with the original, in its top gear, whose distributions and texts it keeps.
 
-    Args:
-        model: in its top gear.
-        texts: tokens of calibration texts. Distributions are compared over the whole text; what the models write is
-            compared after its first half.
-        kl_bound: the most nats per token that pass.
-        written: tokens to generate for each text.
-        ends: tokens that end a text, such as a tokenizer's `eos_token_ids`.
-
-    Raises:
-        GearbxError: no text of two tokens or more.
+    texts: tokens; distributions are compared over the whole text, and what the models write after its first half.
+    kl_bound: the most nats per token that pass. written: tokens to generate for each text, up to one of `ends`. Raises
+    GearbxError for no text of two tokens or more.
     """
 
     def __init__(
@@ -379,12 +372,9 @@ def fit_budget(
 ) -> FloorSearch:
     """Return the last point of a grid of floors that meets the budget and passes the garbage check.
 
-    The model is left in its top gear.
+    The model, which is not quantized, is left in its top gear.
 
     Args:
-        model: not quantized.
-        texts: tokens of calibration texts.
-        ends: tokens that end a text.
         judged, progress: called with the path of each layer that has been measured, and with each point tried.
         grid: pairs of strict and lazy floors, if not all of them.
 

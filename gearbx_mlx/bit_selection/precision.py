@@ -38,14 +38,11 @@ Nats = Annotated[float, Meta(ge=0, le=1e100)]
 
 
 class LayerPrecision(Struct, frozen=True):
-    """One managed layer.
+    """One managed layer. Raises GearbxError for an empty range.
 
     kind: its class (attention, mlp, shared, routed, head). weights: how many. min_bits, max_bits: its range; 16 is
     the weight as it is. kl: bits to KL of the model in which it alone has them, nats per token. perplexity_change: in
     percent, likewise; empty where it was not measured.
-
-    Raises:
-        GearbxError: a range that is empty.
     """
 
     kind: str = field(name="class")

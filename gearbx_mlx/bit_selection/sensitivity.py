@@ -119,13 +119,10 @@ class _Window:
 
 
 class ExactSensitivity:
-    """Reads windows with one layer reduced, or with any caps of the gearbox.
+    """Reads windows of tokens, without cache, with one layer reduced, or with any caps of the gearbox.
 
-    Args:
-        gearbox: with a top gear of 16 bits, and the widths to measure. Its model must not be called from elsewhere
-            meanwhile.
-        windows: tokens, each read with no cache.
-        progress: called after every window of the first pass.
+    gearbox: with a top gear of 16 bits, and the widths to measure. Its model must not be called from elsewhere
+    meanwhile. progress: called after every window of the first pass.
     """
 
     def __init__(self, gearbox: Gearbox, windows: Sequence[Sequence[int]], progress: Callable[[], None] = lambda: None):

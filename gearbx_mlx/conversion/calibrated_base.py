@@ -57,10 +57,9 @@ def calibrate_base(
     texts: Sequence[Sequence[int]],
     advance: Callable[[], object] = lambda: None,
 ) -> CalibratedBase:
-    """Return the lowest gear of a model, calibrated.
+    """Return the lowest gear, calibrated, of a model that is not quantized and has no gears; it stays as it is.
 
     Args:
-        model: not quantized, without gears. It stays as it is.
         layers: those that change gear (`discover`).
         ladder: bits of all gears, ascending.
         texts: tokens; at most 512 of each are read.
@@ -236,11 +235,8 @@ class SharedInputs:
 class BlockCodes:
     """The layers of a block while texts are read, and their codes. Their products are numpy's.
 
-    Args:
-        layers: of the block. found: gets their codes. is_head: no block follows, and no product is wanted.
-
-    Attributes:
-        inputs: of the layers, in the order in which the block multiplies them.
+    found: gets the codes. is_head: no block follows, and no product is wanted. inputs: of the layers, in the order in
+    which the block multiplies them.
     """
 
     def __init__(
@@ -373,13 +369,7 @@ class Walk:
     """Reads texts block by block, in the original and in its draft: with the codes of the blocks before.
 
     The model's own code calls its blocks. Those before the current one hand out what they made before, and the current
-    one ends the pass.
-
-    Args:
-        batches: of texts.
-
-    Attributes:
-        original, draft: what the last block made of each batch.
+    one ends the pass. original, draft: what the last block made of each batch.
     """
 
     def __init__(self, model: nn.Module, batches: Sequence[TextBatch]):

@@ -166,11 +166,7 @@ class Plan:
 
 
 class TensorFile:
-    """Write a new safetensors file: arrays one after the other, after room for the header, which is known last.
-
-    Args:
-        room: bytes for the header, which spaces fill up.
-    """
+    """Write a new safetensors file: arrays one after the other, after `room` for the header, which is known last."""
 
     def __init__(self, path: Path, room: int):
         self.path, self.room, self.end = path, room, 0
@@ -331,18 +327,13 @@ GEARED_ROOM = 144  # bytes of a header for the entry of one array, without its n
 
 
 class Converter:
-    """Writes a geared checkpoint of a model into a directory of its own.
+    """Writes a geared checkpoint of a model into a directory of its own, which is empty.
 
-    Args:
-        model: not quantized, or with codes that have gears in place (gears/in_place.py). Weights that are not read yet
-            are read when they are needed; all are dropped once written.
-        work: the directory, which is empty.
-        planes: path to the lowest gear's plane of a layer whose codes are calibrated.
+    model: not quantized, or with codes that have gears in place (gears/in_place.py). Weights that are not read yet are
+    read when they are needed; all are dropped once written. planes: path to the lowest gear's plane of a layer whose
+    codes are calibrated. wanted: hashes of tensors that are to be found among the parameters.
 
-    `wanted` are hashes of tensors that are to be found among the parameters.
-
-    Raises:
-        GearbxError: a model that has no layer to manage, or bits that the format does not support.
+    Raises GearbxError for a model that has no layer to manage, or bits that the format does not support.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, work: Path, planes: Mapping[str, Planes] | None = None):

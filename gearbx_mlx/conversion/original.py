@@ -121,14 +121,9 @@ def places_in(headers: Mapping[str, Header], directory: Path) -> dict[Key, Array
 
 
 class OriginalFiles:
-    """The files of a model that is converted; they are read and never changed.
+    """The files of a model that is converted, which are never changed. Raises GearbxError for damaged ones.
 
-    Args:
-        directory: of the model.
-        progress: called with the bytes of each tensor that was hashed.
-
-    Raises:
-        GearbxError: a file that is damaged or cannot be read.
+    progress: called with the bytes of each tensor that was hashed.
     """
 
     def __init__(self, directory: Path, progress: Callable[[int], None] = lambda size: None):
@@ -244,12 +239,8 @@ def store(file: TensorFile, key: str, data: bytes) -> str:
 class Restorer:
     """Makes the files of the original again, each with the SHA-256 that gears.json has of it.
 
-    Args:
-        saved: of the checkpoint.
-
-    Raises:
-        GearbxError: a checkpoint that does not have its original, or in which what is kept of it is missing, damaged,
-            or not what gears.json says.
+    Raises GearbxError for a checkpoint that does not have its original, or in which what is kept of it is missing,
+    damaged, or not what gears.json says.
     """
 
     def __init__(self, saved: SavedGears):

@@ -180,11 +180,7 @@ class ConversionSettings(Settings):
 
 @dataclass(frozen=True)
 class ConvertSettings:
-    """Everything that `convert` runs with.
-
-    Raises:
-        GearbxError: flags that exclude each other, or a ladder that has nothing to quantize.
-    """
+    """Everything that `convert` runs with. Raises GearbxError for flags that exclude each other."""
 
     conversion: ConversionSettings
     layout: LayerSettings

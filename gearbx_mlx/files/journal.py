@@ -33,14 +33,10 @@ class JournalPart(Struct, Generic[F], frozen=True):
 class Journal:
     """Keeps what was measured, so that a rerun with the same inputs does not measure it again.
 
-    Args:
-        file: the journal continues where it ends; a line that is not complete is cut off. None: nothing is kept.
-        inputs: all that the parts depend on, as JSON can express it.
-        found: the type of the value of a part: a dataclass, or what JSON can express.
+    file: the journal continues where it ends; a line that is not complete is cut off. None: nothing is kept. inputs:
+    all that the parts depend on, as JSON can express it. found: the type of the value of a part.
 
-    Raises:
-        GearbxError: the file cannot be read or written, has a damaged line, or belongs to other inputs: the message
-            names the first one that changed.
+    Raises GearbxError for a file that cannot be read or written, has a damaged line, or belongs to other inputs.
     """
 
     def __init__(self, file: Path | None, inputs: Mapping[str, Any], found: Any = Any):

@@ -173,9 +173,8 @@ def unreadable(path: Path, error: OSError) -> GearbxError:
 def parse_json(text: str | bytes) -> Any:
     """Return what a JSON text contains.
 
-    Raises:
-        GearbxError: it is not JSON, or nested too deeply; NaN, Infinity and unpaired surrogates are not JSON. The
-            message names neither a file nor a remedy.
+    Raises GearbxError, which names neither a file nor a remedy, for what is not JSON, or nested too deeply; NaN,
+    Infinity and unpaired surrogates are not JSON.
     """
     try:
         content = msgspec.json.decode(text)
@@ -242,12 +241,8 @@ def check_schema(content: Any, what: str, schema: str, version: int) -> None:
 def read_as(path: Path, parse: Callable[[str], T], what: str, remedy: str) -> T:
     """Return what a function makes of the text of a JSON file.
 
-    Args:
-        parse: raises GearbxError without naming the file.
-        what, remedy: as in `read_text`.
-
-    Raises:
-        GearbxError: the file cannot be read, or `parse` raised one; the message names the file and the remedy.
+    parse: raises GearbxError without naming the file. what, remedy: as in `read_text`. Raises GearbxError, naming
+    the file and the remedy, where it cannot be read, or `parse` raised one.
     """
     text = read_text(path, what, remedy, LARGEST_JSON)
     try:

@@ -49,13 +49,8 @@ def contents(file: Path) -> str:
 def unpacked(stem: str, source: str, write: Callable[[Path], None]) -> Path:
     """Return a directory of the cache, which is written if it is not there, or is damaged.
 
-    Args:
-        stem: how its name begins.
-        source: a hash of what it is made of.
-        write: fills an empty directory.
-
-    Raises:
-        GearbxError: a cache that cannot be written, or that others may write to. Errors of `write` pass.
+    stem: how its name begins. source: a hash of what it is made of. write: fills an empty directory; its errors pass.
+    Raises GearbxError for a cache that cannot be written, or that others may write to.
     """
     name = f"{stem[:100]}-{hashlib.sha256(f'{FORM} {source}'.encode()).hexdigest()[:16]}"
     try:

@@ -72,10 +72,8 @@ def replacing(path: Path) -> Iterator[Path]:
     """Yield a path to write to: it is renamed to `path` when the block ends, and removed if the block raises.
 
     A symbolic link stays and its target is replaced; to a device or a pipe the block writes directly. What processes
-    left that were killed while they wrote the same file is removed.
-
-    Raises:
-        GearbxError: the file cannot be written. Errors of other files pass.
+    left that were killed while they wrote the same file is removed. Raises GearbxError for a file that cannot be
+    written. Errors of other files pass.
     """
     target = Path(os.path.realpath(path))
     beside: Path | None = None
@@ -119,13 +117,8 @@ def new_directory(path: Path, mode: int | None = None) -> Iterator[Path]:
     """Make a directory to fill: it gets the name `path` when the block ends, and is removed if the block raises.
 
     All of its files are on the disk before it has its name. What processes left that were killed while they wrote the
-    same directory is removed.
-
-    Args:
-        mode: its permissions; None: those of any new directory.
-
-    Raises:
-        GearbxError: the directory cannot be written, is there already, or another process writes it.
+    same directory is removed. mode: its permissions; None: those of any new directory. Raises GearbxError for one that
+    cannot be written, is there already, or is written by another process.
     """
     try:
         if remove_parts(path.parent, re.escape(part_name(path))):

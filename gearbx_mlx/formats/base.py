@@ -296,8 +296,7 @@ class ReconstructedMultiLinear(Reconstructed):
 class ReconstructedFormat(Format):
     """What formats share whose modules reconstruct the dense weight, where no native kernel reads the packed one.
 
-    Args:
-        cache: keep reconstructed weights until the gear is left.
+    cache: keep reconstructed weights until the gear is left.
     """
 
     native_kinds: tuple[type[Reconstructed], type[Reconstructed]]  # of linear layers, of experts

@@ -262,8 +262,7 @@ Used = TypeVar("Used")
 class KeptParts:
     """The parts of a gear's passes, found once: to look for them takes as long as a norm of every layer.
 
-    Args:
-        find: engages the gear, and returns its parts; None where there can be none.
+    find: engages the gear, and returns its parts; None where there can be none.
     """
 
     def __init__(self, find: Callable[[], PassParts | None]):

@@ -384,12 +384,7 @@ class NativeCodebookSwitchLinear(NativeExperts, ReconstructedSwitchLinear):
 
 
 class CodebookFormat(ReconstructedFormat, abc.ABC):
-    """Formats of learned codebooks: every gear has its own codes and tables.
-
-    Args:
-        cache: keep reconstructed weights until the gear is left.
-        options: outliers, rounds and library; they are a part of the format's name.
-    """
+    """Formats of learned codebooks: every gear has its own codes and tables. The options are a part of the name."""
 
     native = native_experts = True
     native_kinds = NativeCodebookLinear, NativeCodebookSwitchLinear

@@ -106,12 +106,7 @@ def held_name(module: nn.Module) -> str | None:
 
 
 class RankPart(nn.Module):
-    """A rank's part of a layer whose inputs are divided among the ranks.
-
-    Args:
-        linear: the part, a layer of its own; it changes gear.
-        group: the ranks.
-    """
+    """A rank's part, a layer of its own that changes gear, of a layer whose inputs are divided among the ranks."""
 
     def __init__(self, linear: nn.Module, group: mx.distributed.Group):
         super().__init__()

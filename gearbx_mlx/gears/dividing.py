@@ -187,13 +187,8 @@ def padded(array: mx.array, size: int) -> mx.array:
 class SavedPart(SavedGears):
     """Makes a rank's modules of any gear. The manifest has the shapes of the rank's parts.
 
-    No hash says whether a part is whole: those of arrays that are read in parts are not compared.
-
-    Args:
-        saved: the whole checkpoint.
-        parts: path to what the rank has of a layer.
-
-    `bytes_read`: of divided layers, so far.
+    No hash says whether a part is whole: those of arrays that are read in parts are not compared. parts: path to what
+    the rank has of a layer. bytes_read: of divided layers, so far.
     """
 
     def __init__(self, saved: SavedGears, parts: dict[str, WeightPart]):

@@ -537,17 +537,10 @@ def model_fingerprint(model: nn.Module) -> str:
 def in_one_gear(
     model: nn.Module, dtype: str = "auto", kernels: str = DEFAULT_KERNELS, activations: str = DEFAULT_ACTIVATIONS
 ) -> Gearbox | None:
-    """Put a model whose precision stays as it is on the kernels that are fastest here.
+    """Put a model whose precision stays as it is on the kernels that are fastest here; arguments as of `Gearbox`.
 
-    On a CPU with "auto" these are ours, whose text is mlx-lm's but for rounding; on a GPU they are MLX's.
-
-    Args:
-        dtype, kernels, activations: as of `Gearbox`.
-
-    Returns the gearbox that holds its one gear, or that it has already; None for a model that mlx-lm computes.
-
-    Raises:
-        GearbxError: as `Gearbox`.
+    On a CPU with "auto" these are ours, whose text is mlx-lm's but for rounding; on a GPU they are MLX's. Returns the
+    gearbox that holds its one gear, or that it has already; None for a model that mlx-lm computes.
     """
     if attached(model) is not None:
         return attached(model)

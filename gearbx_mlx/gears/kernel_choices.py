@@ -72,13 +72,7 @@ def choose_kernels(
 
 
 class KernelChoices:
-    """Chooses the kernels of a model's layers.
-
-    Args:
-        model: whose layers are taken as they are now.
-        choice: whether it has native layers, and among what to choose.
-        dtype: of the activations.
-    """
+    """Chooses the kernels of a model's layers as they are now, for activations of a type."""
 
     def __init__(self, model: nn.Module, choice: KernelChoice, dtype: mx.Dtype):
         self.choice = choice
@@ -151,14 +145,9 @@ AS_IT_IS, AS_EXACT, AS_8_BITS = "as it is", "exact", "8 bits"
 def seconds_as_stored(model: nn.Module, x_bits: int, group_size: int) -> Times:
     """Time a native product of one vector with weights of a model as they are, in format exact, and in 8 bits.
 
-    The weights are rows of its largest matrix that have whole groups. What was measured is kept beside the times of
-    kernels.
-
-    Args:
-        model: of bfloat16. x_bits: bits to which kernels round activations.
-
-    Returns seconds by `AS_IT_IS`, `EXACT` and `QUANTIZED`; nothing where nothing is to be measured (GEARBX_TUNE=0),
-    or no matrix is large enough for it.
+    The weights are rows of its largest matrix of bfloat16 with whole groups. What was measured is kept beside the times
+    of kernels. Returns seconds by `AS_IT_IS`, `AS_EXACT` and `AS_8_BITS`; nothing where nothing is to be measured
+    (GEARBX_TUNE=0), or no matrix is large enough for it.
     """
     matrices = [array for _, array in tree_flatten(model.parameters()) if array.ndim == 2]
     fitting = [array for array in matrices if array.dtype == mx.bfloat16 and not array.shape[1] % group_size]

@@ -104,16 +104,13 @@ RESTORE = "download it again, or make it again with gearbx_mlx convert"
 
 
 class SavedLayer(Struct, frozen=True):
-    """One managed layer.
+    """One managed layer. Raises GearbxError for fields that contradict each other.
 
     kind: embedding: one that is the output head too; table: one that is not. shape, dtype: of the original weight.
     lowest_bits: its floor. gears: bits to the arrays of that gear's module: the names of its parameters, its bias
     aside, to their names in the files. rows: of an embedding: where the gear of so many bits runs, its packed rows are
     looked up, and else those of the highest gear, which are the original ones or of quantized checkpoints all codes;
     16: always these.
-
-    Raises:
-        GearbxError: fields that contradict each other.
     """
 
     kind: Kind

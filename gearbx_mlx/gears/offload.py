@@ -148,8 +148,7 @@ class Disk(Residency):
 class SavedDisk(Disk):
     """Reads all gears from the files of a geared checkpoint.
 
-    Args:
-        dtypes: path to the type that the scales of a layer, and its weight at 16 bits, are put in.
+    dtypes: path to the type that the scales of a layer, and its weight at 16 bits, are put in.
     """
 
     def __init__(self, saved: SavedGears, dtypes: Mapping[str, mx.Dtype]):
@@ -168,13 +167,8 @@ class SavedDisk(Disk):
 class OriginalDisk(Disk):
     """Reads the dense originals from the checkpoint of a model without gears; others stay in memory.
 
-    Args:
-        model: its class has the `sanitize` that maps the names in the files to the names of the model.
-        checkpoint: the directory that the model was loaded from.
-        dtypes: path to the type of each layer's weights in memory.
-
-    Raises:
-        GearbxError: no directory, or its safetensors do not have the weights of these layers.
+    model: its class has the `sanitize` that maps the names in the files to the names of the model. dtypes: path to the
+    type of each layer's weights in memory. Raises GearbxError for files that do not have these weights.
     """
 
     def __init__(self, model: nn.Module, checkpoint: str | Path | None, dtypes: Mapping[str, mx.Dtype]):

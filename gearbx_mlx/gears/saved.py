@@ -47,12 +47,7 @@ def saved_gears(model: nn.Module) -> "SavedGears | None":
 
 
 class SavedGears:
-    """Makes the modules of any gear, over arrays that are still in the files.
-
-    Args:
-        directory, manifest: of the checkpoint.
-        hashes: of its arrays.
-    """
+    """Makes the modules of any gear of a checkpoint, over arrays that are still in the files."""
 
     partial: frozenset[str] = frozenset()  # arrays of which a part is read, which no hash confirms
 
@@ -116,11 +111,8 @@ class SavedGears:
     def module(self, layer: Layer, bits: int, dtype: mx.Dtype, activations: mx.Dtype, panels: bool = True) -> nn.Module:
         """Return the module that takes a layer's place in a gear, unread.
 
-        Args:
-            layer: with the dense module, native or not, that `layers` or `tables` gave.
-            dtype: the type of scales, and of the weight at 16 bits.
-            activations: the type of the rows that an embedding looks up.
-            panels: whether codes stand in panels where kernels take that.
+        layer: with the dense module that `layers` or `tables` gave. dtype: of scales, and of the weight at 16 bits.
+        activations: of the rows that an embedding looks up. panels: whether codes stand in some if kernels take that.
         """
         saved, group_size = self.manifest.changing[layer.path], self.manifest.group_size
         stored = self.manifest.stored(layer.path)

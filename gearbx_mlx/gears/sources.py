@@ -397,14 +397,9 @@ def differing(
 
 
 class GearModules:
-    """Makes, keeps and gives up modules.
+    """Makes, keeps and gives up modules of the managed layers.
 
-    Args:
-        layers: the managed layers.
-        source: makes modules, or reads them.
-        residency: of modules that are not engaged.
-        made: path to the gears of a layer that exist already; None: a layer has its original alone.
-        kernels: chooses them for native layers.
+    made: path to the gears of a layer that exist already; None: a layer has its original alone.
     """
 
     def __init__(

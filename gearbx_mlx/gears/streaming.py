@@ -153,15 +153,9 @@ def stream(module: nn.Module, remainder: Remainder, reader: StripReader) -> None
 
 
 class Stream(Residency):
-    """Keeps every gear in memory, except for what is streamed.
+    """Keeps every gear of a checkpoint of format `exact` in memory, except for what `reader` reads, and measures.
 
-    Args:
-        saved: the gears of a checkpoint of format `exact`.
-
-    `reader` reads, and measures the disk.
-
-    Raises:
-        GearbxError: a checkpoint of another format.
+    Raises GearbxError for a checkpoint of another format.
     """
 
     name = STREAM

@@ -140,11 +140,8 @@ class StripReader:
     error nothing is read ahead, and the thread ends; the next strip that is wanted starts again. Threads may share a
     reader, and a copy of a model gets one of its own.
 
-    Args:
-        hashes: of the arrays, and their places.
-        keeps_cache: whether the system may keep what was read in memory of its own, for the next pass.
-
-    `speed` is that of the disk, and `bytes_read` are all bytes that were read.
+    keeps_cache: whether the system may keep what was read in memory of its own, for the next pass. speed: of the disk.
+    bytes_read: all that were read.
     """
 
     def __init__(self, hashes: ArrayHashes, keeps_cache: bool):
@@ -168,11 +165,8 @@ class StripReader:
     def over(self, strips: Sequence[Strip], compute: Callable[[Strip, mx.array], mx.array]) -> list[mx.array]:
         """Return what is computed with each strip. Computing has begun, and at most two strips wait for it.
 
-        Args:
-            compute: makes an array of a strip and the memory that it is in.
-
-        Raises:
-            GearbxError: a file that cannot be read any more, or is not what was written.
+        compute: makes an array of a strip and the memory that it is in. Raises GearbxError for a file that cannot be
+        read any more, or is not what was written.
         """
         with self._lock:
             for before, after in itertools.pairwise(strips):

@@ -82,13 +82,10 @@ class FileHeader(NamedTuple):
 
     @property
     def hash(self) -> str:
-        """64 hexadecimal digits of names, types, shapes, and of the middle of every array.
+        """64 hexadecimal digits of names, types, shapes, and of the middle of every array. Raises OSError.
 
         A model that was trained on, quantized again or merged with another differs in all of its arrays. To read the
         whole file would take longer than everything else that loading does.
-
-        Raises:
-            OSError: the file cannot be read.
         """
         digest = hashlib.sha256(json.dumps(msgspec.to_builtins(self.entries), sort_keys=True).encode())
         with open(self.path, "rb") as file:
@@ -151,11 +148,7 @@ def hash_places(places: Mapping[K, ArrayPlace], remedy: str = "restore it") -> I
 class ArrayHashes:
     """Compares arrays with their hashes, each once. Threads may share it.
 
-    Args:
-        places: name of an array to its place.
-        expected: name to hash; arrays without one are not compared.
-
-    `pending` are the names that were not compared yet.
+    expected: name to hash; arrays without one are not compared. pending: the names that were not compared yet.
     """
 
     def __init__(self, places: Mapping[str, ArrayPlace], expected: Mapping[str, str]):
