@@ -17,7 +17,7 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ import numpy as np
 from mlx_lm.utils import load_model
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from ..errors import GearbxError, GearbxWarning, one_line
+from ..errors import GearbxError, GearbxWarning, about, one_line
 from .gguf import CODED, GGUF_GROUP, MAGIC, Gguf, GgufTensor, affine_codes
 from .model_directory import MOST_LAYERS, REFETCH
 from .reading import shown, unreadable
@@ -165,7 +165,8 @@ def warn_of_widened(file: Path, directory: Path) -> None:
 def write_model(file: Path, directory: Path, dtype: mx.Dtype | None = None) -> None:
     """Write a GGUF into an empty directory, as mlx-lm loads it. dtype: of all weights; None: codes stay codes."""
     gguf = Gguf(file)
-    check_metadata(gguf)
+    with about(file):
+        check_metadata(gguf)
     try:
         config, weights = config_of(gguf, dtype), weights_of(gguf, dtype)
         write_tokenizer(gguf.metadata, directory)
@@ -194,41 +195,34 @@ def said(value: Any) -> str:
 
 def check_metadata(gguf: Gguf) -> None:
     """Raises GearbxError for an architecture, a tokenizer or a tensor that is not known, or that is missing."""
-    of, path = gguf.metadata, gguf.path
-    known: list[tuple[str, Any]] = [("general.architecture", ARCHITECTURES), ("tokenizer.ggml.model", (BPE, PIECES))]
+    of = gguf.metadata
+    known: dict[str, Collection[str]] = {"general.architecture": ARCHITECTURES, "tokenizer.ggml.model": (BPE, PIECES)}
     if of.get("tokenizer.ggml.model") == BPE:
-        known.append(("tokenizer.ggml.pre", WORD_CUTS))
-    for key, choices in known:
+        known["tokenizer.ggml.pre"] = WORD_CUTS
+    for key, choices in known.items():
         if not isinstance(of.get(key), str) or of[key] not in choices:
-            raise GearbxError(
-                f"{path}: {key} is {said(of.get(key))}; what can be read has {' or '.join(choices)}; give the model "
-                "as safetensors"
-            )
+            found = f"{key} is {said(of.get(key))}; what can be read has {' or '.join(choices)}"
+            raise GearbxError(f"{found}; give the model as safetensors")
     pieces = of.get("split.count", 1)
     if isinstance(pieces, int) and pieces > 1:
-        raise GearbxError(f"{path}: is one of {pieces} files of a model; join them with llama-gguf-split --merge")
+        raise GearbxError(f"is one of {pieces} files of a model; join them with llama-gguf-split --merge")
     architecture = of["general.architecture"]
     for name in gguf.tensors:
         if mlx_name(name, ARCHITECTURES[architecture].parts) is None and name not in STRETCHED:
-            raise GearbxError(
-                f"{path}: has a tensor {shown(name)}, which no {architecture} of mlx-lm has; give the model as "
-                "safetensors"
-            )
+            found = f"has a tensor {shown(name)}, which no {architecture} of mlx-lm has"
+            raise GearbxError(f"{found}; give the model as safetensors")
     count = of.get(f"{architecture}.block_count")
     blocks = len({name.split(".")[1] for name in gguf.tensors if name.startswith("blk.")})
     if not isinstance(count, int) or count != blocks:
-        raise GearbxError(
-            f"{path}: {architecture}.block_count is {said(count)}, and there are tensors of {blocks} blocks; {REFETCH}"
-        )
+        found = f"{architecture}.block_count is {said(count)}, and there are tensors of {blocks} blocks"
+        raise GearbxError(f"{found}; {REFETCH}")
     if blocks > MOST_LAYERS:
-        raise GearbxError(f"{path}: has {blocks} blocks, and no model has more than {MOST_LAYERS}; {REFETCH}")
+        raise GearbxError(f"has {blocks} blocks, and no model has more than {MOST_LAYERS}; {REFETCH}")
     embedding, tokens = gguf.tensors.get("token_embd.weight"), of.get("tokenizer.ggml.tokens")
     if embedding is None or len(embedding.shape) != 2 or not isinstance(tokens, list):
-        raise GearbxError(f"{path}: has no token_embd.weight, or no tokenizer.ggml.tokens; {REFETCH}")
+        raise GearbxError(f"has no token_embd.weight, or no tokenizer.ggml.tokens; {REFETCH}")
     if len(tokens) > embedding.shape[0]:
-        raise GearbxError(
-            f"{path}: has {len(tokens)} tokens and {embedding.shape[0]} rows of token_embd.weight; {REFETCH}"
-        )
+        raise GearbxError(f"has {len(tokens)} tokens and {embedding.shape[0]} rows of token_embd.weight; {REFETCH}")
 
 
 def check_loads(gguf: Gguf, directory: Path) -> None:
