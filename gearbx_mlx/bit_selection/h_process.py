@@ -254,17 +254,11 @@ def operating_points(
     most: int = 8,
     reserve: int = 0,
 ) -> list[OperatingPoint]:
-    """Points of a grid of floors with different bits for the layers, by bytes ascending.
+    """Return points of a grid of floors with different bits for the layers, by bytes ascending.
 
     The strict floor is never below the lazy one. Pairs of floors that give the same bits are one point, named by the
-    highest of them. More points than `most` are thinned out evenly.
-
-    Args:
-        measured: layers, each measured up to the first bits that reach the highest floors.
-        unmanaged: bytes of the rest of the model.
-        spike: see `encoding_spike`.
-        grid: pairs of strict and lazy floors.
-        reserve: bytes that generation needs beside the model.
+    highest of them. More points than `most` are thinned out evenly. measured: layers, each up to the first bits that
+    reach the highest floors. unmanaged: bytes of the rest of the model. reserve: what generation needs beside it.
     """
     pairs = itertools.product(STRICT_FLOORS, LAZY_FLOORS) if grid is None else grid
     different: dict[tuple, Selection] = {}
@@ -287,13 +281,8 @@ def search(
     """Try points from aggressive to conservative, and take the last that fits and passes the check.
 
     The first point beyond the budget ends the search, because more conservative points are larger. It is not made.
-
-    Args:
-        points: ascending in bytes.
-        judge: makes the model of a selection and checks it end to end.
-
-    Raises:
-        GearbxError: no point meets the budget, or none of those passes the check; the message names the closest.
+    points: ascending in bytes. judge: makes the model of a selection and checks it end to end. Raises GearbxError,
+    which names the closest point, if none meets the budget, or none of those passes the check.
     """
     tried: list[OperatingPoint] = []
     for point in points:

@@ -284,11 +284,8 @@ def calibration_windows(
 ) -> list[list[int]]:
     """Return at most `num_samples` windows of a calibration text, as tokens.
 
-    Args:
-        data: a text or JSON Lines; None: the text that ships.
-
-    Raises:
-        GearbxError: no such text, windows longer than the model's context, tokens that the model does not know.
+    data: a text or JSON Lines; None: the text that ships. Raises GearbxError for no such text, windows longer than the
+    model's context, or tokens that the model does not know.
     """
     longest = context_length(config)
     if longest and sequence_length > longest:

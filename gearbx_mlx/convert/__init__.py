@@ -253,11 +253,7 @@ class ConvertSettings:
 
     @property
     def quality(self) -> Floors | BudgetSettings | None:
-        """What the bits of every layer follow from: floors, a budget, or nothing but the gears.
-
-        Raises:
-            GearbxError: a format that has no codebooks, floors beside the budget.
-        """
+        """Floors, a budget, or None: what the bits of every layer follow from. Raises GearbxError for both of them."""
         format = self.layout.chosen_format
         if not self.budget.wanted:
             return self.floors.floors(format)

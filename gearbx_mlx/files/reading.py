@@ -141,15 +141,10 @@ DEEPEST = 64  # levels of objects and lists inside each other
 
 
 def read_text(path: Path, what: str, remedy: str, largest: int = 2**30) -> str:
-    """Return the text of a UTF-8 file.
+    """Return the text of a UTF-8 file of at most so many characters.
 
-    Args:
-        what: the file is to be, with its article, such as "a precision manifest".
-        remedy: for a file that is something else.
-        largest: size, in characters.
-
-    Raises:
-        GearbxError: it cannot be opened, is not UTF-8 text, or is too large.
+    what: the file is to be, with its article, such as "a precision manifest". remedy: for a file of another kind.
+    Raises GearbxError for one that cannot be opened, is not UTF-8 text, or is too large.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -257,16 +252,10 @@ def read_json(path: Path, kind: type[T], what: str, remedy: str) -> T:
 
 
 def json_lines(path: Path, text: str, kind: type[T], remedy: str, first: int = 1) -> Iterator[tuple[int, T]]:
-    """The number of each line of JSON Lines and its value; empty lines are skipped.
+    """Yield the number and value of each line of JSON Lines, from `first` on; empty lines are skipped.
 
-    Only "\\n" ends a line: splitlines() would also split at separators inside a string.
-
-    Args:
-        path: for the error.
-        first: number of the first line.
-
-    Raises:
-        GearbxError: a line does not fit the type; the message names file, line and remedy.
+    Only "\\n" ends a line: splitlines() would also split at separators inside a string. Raises GearbxError for a line
+    that does not fit the type; the message names file, line and remedy.
     """
     for number, line in enumerate(text.split("\n"), first):
         if line.strip():

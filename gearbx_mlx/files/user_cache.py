@@ -47,10 +47,8 @@ def say_once(text: str) -> None:
 def open_cache() -> Path:
     """Return the user's cache, which is created if it is missing, without what killed processes left there.
 
-    It is `gearbx-mlx` in $XDG_CACHE_HOME, ~/.cache or ~/Library/Caches.
-
-    Raises:
-        CacheUnusable: another user could have written to the cache, or it cannot be created or read.
+    It is `gearbx-mlx` in $XDG_CACHE_HOME, ~/.cache or ~/Library/Caches. Raises CacheUnusable for one that another user
+    could have written to, or that cannot be created or read.
     """
     try:
         return open_checked()
@@ -90,12 +88,9 @@ def cache_entry(name: str) -> Path:
 def check_owner(path: Path, shared: bool = False) -> None:
     """Make sure that only this user and root can have written a file or directory; a missing one passes.
 
-    Args:
-        shared: others may write to the directory if they cannot replace what is not theirs, as in /tmp.
-
-    Raises:
-        CacheUnusable: it belongs to another user, others may write to it, it is neither file nor directory, or it is a
-            file with a second name, in a place that was not checked.
+    shared: others may write to the directory if they cannot replace what is not theirs, as in /tmp. Raises
+    CacheUnusable for what belongs to another user, or others may write to, for neither file nor directory, and for a
+    file with a second name, in a place that was not checked.
     """
     try:
         status = path.lstat()

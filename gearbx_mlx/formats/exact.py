@@ -109,14 +109,10 @@ def in_window(weight: np.ndarray, value: np.ndarray, scale: np.ndarray) -> tuple
 
 
 def bytes_beside(values: mx.array, plane: Planes) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-    """Return what is stored beside the codes: as the native `exact_encode`, with MLX's own operations.
+    """Return what is stored beside the codes (`quantize`) of weights with these bits (O, I), as native `exact_encode`.
 
-    Args:
-        values: (O, I), the bits of the weights. plane: as `quantize` makes it.
-
-    Returns:
-        kept (O, G): whether a group comes back from its codes; low, high and offsets of an `ExactMatrix`, for which a
-        group that is not kept has codes, scale and biases of 0.
+    kept (O, G): whether a group comes back from its codes; low, high and offsets of an `ExactMatrix`, for which a group
+    that is not kept has codes, scale and biases of 0. With MLX's own operations.
     """
     found = predict(plane)
     bits = values.reshape(found.near.shape)

@@ -72,9 +72,7 @@ def put_modules(model: nn.Module, tree: Any) -> None:
     """Put a tree of modules into a model, as `update_modules` of a model without a gearbox would.
 
     A round of mode lossless shifts twice, and MLX's own function takes 0.3 ms for 30 layers; this one a tenth of it.
-
-    Raises:
-        KeyError, IndexError: a place that the model does not have.
+    Raises KeyError or IndexError for a place that the model does not have.
     """
     for place, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
         if not isinstance(value, nn.Module):

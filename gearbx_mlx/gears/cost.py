@@ -179,17 +179,13 @@ def token_bytes(
 ) -> int:
     """Return the bytes of weights of the whole model that decoding one token reads.
 
-    Args:
-        model: an mlx-lm model.
-        managed: path to bytes of the layers that change gear; the others count as they are.
-        storage: path to the type in which a layer's floating values are stored; "" for the rest of the model.
-        head: the path of the embedding that is the output head too; None where no embedding is.
-        positions: tokens computed in one pass.
+    managed: path to bytes of the layers that change gear; the others count as they are. storage: path to the type in
+    which a layer's floating values are stored; "" for the rest of the model. head: the path of the embedding that is
+    the output head too. positions: tokens computed in one pass.
 
-    Returns:
-        bytes: every parameter once, except in towers for images or sound. A mixture of experts counts only those that
-        a token uses (for several positions, as if no two used the same), and an embedding one row, unless it is the
-        output head too. Adapters count in their own type.
+    Every parameter counts once, except in towers for images or sound: of a mixture of experts only those that a token
+    uses (for several positions, as if no two used the same), and of an embedding one row, unless it is the output head
+    too. Adapters count in their own type.
     """
     modules = layers_of(model)
     containers = {path[:dot] for path in modules for dot, char in enumerate(path) if char == "."} | {""}

@@ -79,13 +79,11 @@ def discover(
 ) -> tuple[list[Layer], dict[str, str]]:
     """Divide all linear layers, with a tied output head, into managed ones and others.
 
-    The others include matrices that a class of the model multiplies by itself, such as routers.
+    The others include matrices that a class of the model multiplies by itself, such as routers. A layer is managed if
+    the predicate takes it, the model class does not object (with its `quant_predicate`, which may also ask for more
+    bits, as for the routers of some mixtures of experts), and the format can store its input width.
 
-    A layer is managed if the predicate takes it, the model class does not object (with its `quant_predicate`, which may
-    also ask for more bits, as for the routers of some mixtures of experts), and the format can store its input width.
-
-    Returns:
-        the managed layers in the order of the model, and path to reason of the other linear layers.
+    Returns the managed layers in the order of the model, and path to reason of the other linear layers.
     """
     predicate, own = get_predicate(manage), own_predicate(model)
     managed, unmanaged = list[Layer](), dict[str, str]()

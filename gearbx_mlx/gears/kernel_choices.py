@@ -43,15 +43,10 @@ def choose_kernels(
 ) -> KernelChoice:
     """Return the kernels that a Gearbox runs on; warns where native ones were asked for and cannot be used.
 
-    Args:
-        kernels, activations: names of KERNELS and ACTIVATIONS. With "auto" a ladder without quantized gears stays on
-            MLX's kernels, so that the model is mlx-lm bit for bit, where MLX has a kernel for the top gear.
-        quantized: whether the ladder has quantized gears.
-        ours_alone: whether MLX has no kernel for the top gear.
-        rounds: whether kernels of the format may round activations.
-
-    Raises:
-        GearbxError: a name that does not exist.
+    With "auto" a ladder without quantized gears stays on MLX's kernels, so that the model is mlx-lm bit for bit, where
+    MLX has a kernel for the top gear. quantized: whether the ladder has quantized gears. ours_alone: whether MLX has no
+    kernel for the top gear. rounds: whether kernels of the format may round activations. Raises GearbxError for a name
+    that is not one of KERNELS, or of ACTIVATIONS.
     """
     if kernels not in KERNELS:
         raise GearbxError(f"kernels '{kernels}' do not exist; choose from {', '.join(KERNELS)}")

@@ -111,8 +111,7 @@ def layout_of(
 def managed_layers(
     model: nn.Module, layout: Layout, manage: str | Predicate | None
 ) -> tuple[list[Layer], list[Layer], dict[str, str]]:
-    """Return the layers that change gear, the embeddings that change with it, and path to reason of the other linear
-    layers.
+    """Return layers that change gear, embeddings that change with it, and path to reason of the other linear layers.
 
     Those of a checkpoint with gears or codes take their places in the model as dense ones without weights. Only there,
     and in formats that drop the originals, are the rows of embeddings packed. Adapters get the form that works over any

@@ -66,11 +66,7 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, made: Mapping[str, Iterable[nn.Module]], originals: Mapping[str, mx.array]) -> None:
-        """Evaluate modules: path to those that were made together, and to the weight that they were made of, if any.
-
-        Raises:
-            GearbxError: weights that are not finite, or damaged.
-        """
+        """Evaluate modules that were made together of an original, if any. Raises GearbxError for damaged weights."""
 
     def disk_bytes(self, layer: Layer, bits: int) -> int:
         """Return the part of `bytes_read` that every use reads from the disk."""
@@ -379,8 +375,7 @@ def differing(
 ) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
     """Return the other modules that the quantizer changed: norms, into which AWQ puts scales, and embeddings.
 
-    Returns:
-        path to module in `model`, and path to module in `other`, whose parameters are converted to `dtype`.
+    By path, those of `model`, and those of `other`, whose parameters are converted to `dtype`.
     """
     before, after = layers_of(model), dict(other.named_modules())
     parents = {path.rpartition(".")[0] for path in before}

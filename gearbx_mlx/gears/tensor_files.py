@@ -97,11 +97,9 @@ class FileHeader(NamedTuple):
 
 
 def header_of(path: Path) -> FileHeader:
-    """Return the header of a safetensors file.
+    """Return the header of a safetensors file. Raises OSError for one that cannot be read.
 
-    Raises:
-        OSError: there is no file, or it cannot be read.
-        GearbxError: it is something else, or incomplete; the message names the file, but no remedy.
+    Raises GearbxError for something else, or an incomplete file; the message names the file, but no remedy.
     """
     try:
         with safe_open(path, framework="np"), open(path, "rb") as file:  # the library checks sizes and places
