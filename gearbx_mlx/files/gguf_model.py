@@ -257,7 +257,7 @@ def arrays_in(gguf: Gguf, tensor: GgufTensor, dtype: mx.Dtype | None, one: int =
     """
     codes = affine_codes(gguf, tensor) if dtype is None else None
     if codes is not None:
-        arrays = dict(zip(("weight", "scales", "biases"), map(mx.array, codes[1:])))
+        arrays = dict(zip(("weight", "scales", "biases"), map(mx.array, codes)))
     else:
         wide = mx.array(gguf.weights(tensor)) - one
         arrays = {"": wide.astype(dtype or AS_THEY_ARE.get(tensor.kind.name, mx.float16))}

@@ -51,27 +51,21 @@ def open_cache() -> Path:
     could have written to, or that cannot be created or read.
     """
     try:
-        return open_checked()
-    except OSError as error:
-        raise unusable(error) from error
-
-
-def open_checked() -> Path:
-    """Return the cache as `open_cache` does. Raises OSError where the system refuses something."""
-    try:
         directory = platformdirs.user_cache_path(CACHE_NAME, appauthor=False)
+        if not directory.is_absolute():  # an earlier platformdirs leaves ~ as it is where there is no home directory
+            raise CacheUnusable(f"there is no home directory for {directory}; set XDG_CACHE_HOME to a directory")
+        directory = Path(os.path.realpath(directory.parent)) / directory.name
+        for each in reversed(directory.parents):
+            each.mkdir(mode=0o700, exist_ok=True)
+            if each != each.parent:  # the root is root's, who has another number in some containers
+                check_owner(each, shared=True)
+        directory.mkdir(mode=0o700, exist_ok=True)
+        check_owner(directory)
+        remove_parts(directory)
     except RuntimeError as error:
         raise CacheUnusable("this user has no home directory; set XDG_CACHE_HOME to a directory") from error
-    if not directory.is_absolute():  # an earlier platformdirs leaves ~ as it is where there is no home directory
-        raise CacheUnusable(f"there is no home directory for {directory}; set XDG_CACHE_HOME to a directory")
-    directory = Path(os.path.realpath(directory.parent)) / directory.name
-    for each in reversed(directory.parents):
-        each.mkdir(mode=0o700, exist_ok=True)
-        if each != each.parent:  # the root is root's, who has another number in some containers
-            check_owner(each, shared=True)
-    directory.mkdir(mode=0o700, exist_ok=True)
-    check_owner(directory)
-    remove_parts(directory)
+    except OSError as error:
+        raise unusable(error) from error
     return directory
 
 
