@@ -93,8 +93,7 @@ def fields_of_gemma2(of: Mapping[str, Any], head: int) -> dict[str, Any]:
 
 
 def fields_of_gemma3(of: Mapping[str, Any], head: int) -> dict[str, Any]:
-    """Return every sixth layer attends to the whole text, and its positions alone may be stretched."""
-    scaling = {"rope_type": "linear", "factor": of.get("rope.scaling.factor", 1.0)}
+    scaling = {"rope_type": "linear", "factor": of.get("rope.scaling.factor", 1.0)}  # of layers that see the whole text
     return {
         "query_pre_attn_scalar": scaled_by(of, head, "gemma3_text"),
         "sliding_window": of["attention.sliding_window"],

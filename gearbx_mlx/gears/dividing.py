@@ -147,7 +147,7 @@ def around(own: nn.Module, sharded: nn.Module, part: WeightPart, group: mx.distr
 
 
 NUMPY = {1: np.uint8, 2: np.uint16, 4: np.uint32}  # integers of so many bytes; numpy has no bfloat16
-# Arrays of one list for each row, and the array that says where the lists begin: exact.py, codebook_outliers.py.
+# Arrays of one list for each row, and the array that says where the lists begin: exact.py, codebook.py.
 LISTS = {"high": "offsets", "outliers": "outlier_offsets", "outlier_columns": "outlier_offsets"}
 
 

@@ -101,7 +101,6 @@ class FromWeights(Source):
         return stored_widths(layer, self.format, {*in_gears, *self.further})
 
     def for_ladder(self, ladder: Ladder) -> "FromWeights":
-        """Return a gear that stands alone has fewer planes to read than one of the same bits among others."""
         return dataclasses.replace(self, ladder=ladder)
 
     def stored(self, layer: Layer) -> tuple[int, ...]:
