@@ -125,7 +125,7 @@ def read_files(directory: Path) -> ModelFiles:
 
 
 def needed_memory(files: ModelFiles, gears: Sequence[int], format: Format, group_size: int, resident: bool) -> int:
-    """Return about the bytes of a model in gears, without KV cache; if not `resident`, with the largest gear alone."""
+    """Estimate the bytes of a model in gears, without KV cache; if not `resident`, with the largest gear alone."""
     if not resident:
         return max(needed_memory(files, [bits], format, group_size, True) for bits in gears)
     if files.is_quantized:

@@ -129,7 +129,7 @@ KV_BITS = (4, 8, 16)  # 16: keys and values as they are
 
 
 def kv_ladder(bits: str | Sequence[int]) -> tuple[int, ...]:
-    """Return a KV cache's ladder, from text such as "4,16" or numbers. Raises GearbxError for others, not ascending."""
+    """Return a KV cache's ladder, from text such as "4,16" or numbers. Raises GearbxError unless 4, 8, 16 ascend."""
     try:
         ladder = tuple(int(each) for each in (bits.split(",") if isinstance(bits, str) else bits))
     except (TypeError, ValueError):
