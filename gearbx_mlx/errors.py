@@ -20,11 +20,8 @@ class GearbxWarning(UserWarning):
 class OutputLost(Exception):
     """Standard output cannot be written. The run ends, and the files that it wrote so far are kept.
 
-    It is not an OSError, so that no file is blamed for it.
-
-    Attributes:
-        reason: the system's words, such as "No space left on device".
-        closed_pipe: the reader has gone, as with `| head`.
+    It is not an OSError, so that no file is blamed for it. reason: the system's words, such as "No space left on
+    device". closed_pipe: the reader has gone, as with `| head`.
     """
 
     def __init__(self, reason: str, closed_pipe: bool = False):
@@ -42,8 +39,7 @@ def about(thing: object) -> Iterator[None]:
 
 
 def one_line(error: BaseException, most: int = 300) -> str:
-    """Return an error's message on one line, at most so many characters of it; the error's kind where there is no
-    message."""
+    """Return an error's message on one line, at most so many characters; its kind where there is no message."""
     return " ".join(str(error).split())[:most] or type(error).__name__
 
 
@@ -66,12 +62,7 @@ def check_range(shown: str, value: float, least: float, most: float = math.inf) 
 
 
 def numbers(shown: str, text: str, kind: Callable[[str], Number], example: str) -> tuple[Number, ...]:
-    """Numbers from text with commas between. Raises GearbxError for other text.
-
-    Args:
-        shown: what the message calls it, such as a flag.
-        kind: int or float.
-    """
+    """Return numbers of text with commas between. Raises GearbxError for other text. shown: what a message calls it."""
     try:
         return tuple(map(kind, text.split(",")))
     except ValueError as error:

@@ -121,11 +121,7 @@ def load(
 
 
 def check_longest(tokenizer: Any, file: Path) -> None:
-    """Raises GearbxError for a longest text that is not a number: transformers compares every text with it.
-
-    Args:
-        file: of the tokenizer's configuration.
-    """
+    """Raises GearbxError for a longest text that is not a number: transformers compares every text with it."""
     longest = getattr(tokenizer, "model_max_length", 0)
     if not isinstance(longest, int | float):
         raise GearbxError(f"{file}: model_max_length is {shown(longest)}, not a number; download the file again")
@@ -144,11 +140,7 @@ def cannot_load(directory: Path, error: Exception) -> GearbxError:
 
 
 def check_model(directory: Path, trusted: bool, change: dict) -> None:
-    """Raises GearbxError for a directory that mlx-lm had better not see: damaged, too large to be built, untrusted.
-
-    Args:
-        change: fields that replace those of config.json.
-    """
+    """Raises GearbxError for a directory that is damaged, too large or untrusted. change: fields of config.json."""
     arrays = count_arrays(directory)
     config = read_config(directory) | change
     check_layers(config, arrays, directory / "config.json")
@@ -160,14 +152,7 @@ def check_model(directory: Path, trusted: bool, change: dict) -> None:
 
 
 def arguments_of(config: dict, file: Path) -> type:
-    """Return the class of mlx-lm that a model's configuration becomes.
-
-    Args:
-        file: of the configuration.
-
-    Raises:
-        GearbxError: a type of model that mlx-lm has no class for, or none that can be imported here.
-    """
+    """Return mlx-lm's class for a configuration. Raises GearbxError for a type of model that cannot be loaded here."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said):
@@ -182,12 +167,7 @@ def arguments_of(config: dict, file: Path) -> type:
 
 
 def check_fields(config: dict, arguments: type, file: Path) -> None:
-    """Raises GearbxError for text where mlx-lm's class takes numbers alone, on which some layers fail much later.
-
-    Args:
-        arguments: of `arguments_of`.
-        file: of the configuration.
-    """
+    """Raises GearbxError for text where mlx-lm's class takes numbers alone, on which some layers fail much later."""
     kinds = get_type_hints(arguments)
     for name in config.keys() & kinds.keys():
         wanted = get_args(kinds[name]) or (kinds[name],)
@@ -254,12 +234,7 @@ def load_small(path_or_hf_repo: str | Path, tokenizer: Any, **kwargs: Any) -> nn
 
 
 def check_same_tokenizer(small: Any, large: Any, name: str) -> None:
-    """Raises GearbxError unless both make the same tokens of the same text.
-
-    Args:
-        small, large: tokenizers.
-        name: of the small model.
-    """
+    """Raises GearbxError unless both tokenizers make the same tokens of the same text. name: of the small model."""
     ours, theirs = small.get_vocab(), large.get_vocab()
     remedy = "a pair needs models of one tokenizer; choose a smaller model of the same family"
     if ours != theirs:
@@ -274,11 +249,9 @@ def check_same_tokenizer(small: Any, large: Any, name: str) -> None:
 
 
 def find(path_or_hf_repo: str | Path, revision: str | None = None, also: Sequence[str] = ()) -> Path:
-    """Return the local directory of a model, downloaded if it is a Hub repository that is not here yet; `smollm2` is
-    unpacked.
+    """Return the local directory of a model, which is downloaded or unpacked if it is not here yet.
 
-    Args:
-        also: files to download beside those that a model runs with.
+    also: files to download beside those that a model runs with.
     """
     name = str(path_or_hf_repo)
     try:
@@ -322,8 +295,7 @@ def find(path_or_hf_repo: str | Path, revision: str | None = None, also: Sequenc
 
 
 def fingerprint(*files: Path) -> str:
-    """Return a hash of contents: names, sizes, the first and the last MiB of each. Weights are too large to be read
-    twice."""
+    """Return a hash of names, sizes, and the first and last MiB of each file: weights are too large to read twice."""
     digest = hashlib.sha256()
     for file in sorted(files):
         size = file.stat().st_size
@@ -347,11 +319,7 @@ def adapter_contents(directory: str | None) -> str | None:
 
 
 def read_config(directory: Path) -> dict:
-    """config.json of a model.
-
-    Raises:
-        GearbxError: it is missing, cannot be read, or is not a JSON object.
-    """
+    """Return config.json of a model. Raises GearbxError if it is missing, cannot be read, or is not a JSON object."""
     file = directory / "config.json"
     if not os.path.lexists(file):
         raise GearbxError(f"{file}: missing; {COMPLETE}")

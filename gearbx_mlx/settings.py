@@ -18,11 +18,7 @@ BYTE_UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI":
 
 
 def parse_bytes(text: str, shown: str) -> int:
-    """Return the bytes of "3GB", "3 GiB", "500M" or "1e9". shown: what the message calls it, such as a flag.
-
-    Raises:
-        GearbxError: anything else, or less than one byte.
-    """
+    """Return the bytes of "3GB", "3 GiB", "500M" or "1e9". Raises GearbxError, about `shown`, for anything else."""
     found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([KMGT]?I?)B?\s*", text.upper().replace("E", "e"))
     try:
         count = float(found[1]) * BYTE_UNITS[found[2]] if found else 0.0

@@ -17,11 +17,7 @@ EXCHANGES = 16  # tables with an exchange of bits between two layers that are me
 
 @dataclass(frozen=True)
 class Floors:
-    """Least median cosines, each between 0 and 1.
-
-    Raises:
-        GearbxError: outside (0, 1).
-    """
+    """Least median cosines. Raises GearbxError for one that is not between 0 and 1."""
 
     strict: float = STRICT
     lazy: float = LAZY
@@ -33,8 +29,7 @@ class Floors:
 
     @classmethod
     def chosen(cls, strict: float | None = None, lazy: float | None = None) -> "Floors":
-        """Return the floors as given, else as the environment says (XFP_MIN_COS_STRICT, XFP_MIN_COS_LAZY),
-        else the defaults."""
+        """Return floors as given, else as XFP_MIN_COS_STRICT and XFP_MIN_COS_LAZY say, else the defaults."""
         given = {"strict": strict, "lazy": lazy}
         return cls(**{name: from_environment(name) if value is None else value for name, value in given.items()})
 

@@ -111,21 +111,13 @@ def within_bytes(options: Mapping[str, Sequence[Option]], budget: float) -> Path
 
 
 def least_bytes(points: Sequence[PathPoint], measured: Callable[[Bits], float], kl: float) -> PathPoint | None:
-    """Return the first point of a path with at most this KL, found by bisection; None where the last point has more.
-
-    Args:
-        measured: the measured KL of a table.
-    """
+    """Return the first point of a path with at most this measured KL, by bisection; None where the last has more."""
     found = bisect.bisect_left(range(len(points)), True, key=lambda place: measured(points[place].table) <= kl)
     return points[found] if found < len(points) else None
 
 
 def moves(options: Mapping[str, Sequence[Option]], table: Mapping[str, int], room: float) -> list[Bits]:
-    """Tables in which one layer has its next width and another one its previous width; the least sum of KLs first.
-
-    Args:
-        room: the most bytes that a table may have more than the given one.
-    """
+    """Return tables with one layer a width up and another one down, at most `room` bytes larger; the best sum first."""
     now = chosen(options, table)
 
     def neighbour(path: str, step: int) -> Option | None:
@@ -174,7 +166,7 @@ class Allocator:
         trials: int = EXCHANGES,
         progress: Callable[[], None] = lambda: None,
     ):
-        self.exact, self.manifest, self.ranges, self.trials, self.progress = exact, manifest, ranges, trials, progress
+        self.exact, self.manifest, self.trials, self.progress = exact, manifest, trials, progress
         gearbox = exact.gearbox
         self.weights = sum(layer.weights for layer in manifest.layers.values())
         self.options: dict[str, list[Option]] = {}
@@ -216,8 +208,7 @@ class Allocator:
         return [table for table in tables if self.bytes_of(table) <= budget + KL_ROUNDING][-1:]
 
     def for_kl(self, kl: float) -> MeasuredTable:
-        """Return the table of the fewest bytes with at most this measured KL; where none has it, that of the most
-        bytes."""
+        """Return the table of the fewest bytes that measures at most this KL; where none does, that of the most."""
         points = greedy_path(self.options)
         point = least_bytes(points, lambda table: self._measured(table).distance.kl, kl) or points[-1]
         return self._measured(point.table)

@@ -76,8 +76,7 @@ def match_of(rows: mx.array, made: mx.array) -> Match:
 def compare_cells(rows: SortedRows, own: mx.array, kept: mx.array, codebook: mx.array) -> Match:
     """Compare rows with their reconstruction by a codebook (R, K), from the sums of its cells alone.
 
-    Args:
-        own: (R,) sums of the squares of the rows. kept: of their outliers, whose reconstruction is exact.
+    own, kept: (R,) sums of the squares of the rows, and of their outliers, whose reconstruction is exact.
     """
     codebook = codebook.astype(mx.float16).astype(mx.float32)
     counts, sums = rows.cells(codebook)
@@ -126,8 +125,7 @@ def match_library(format: CodebookFormat, weight: mx.array, mask: np.ndarray) ->
 
 
 def qualities(format: CodebookFormat, weight: mx.array) -> Iterator[Quality]:
-    """Yield the quality of a matrix (O, I), or of some experts of (E, O, I), at each of the format's bits,
-    ascending."""
+    """Yield the quality of a matrix (O, I), or of some experts of (E, O, I), at ascending bits of the format."""
     judged = some_experts(weight)
     mask = all_outliers(judged, format.options)
     share = float(mask.mean())
@@ -170,11 +168,7 @@ def measure_qualities(
     enough: Floors,
     progress: Callable[[str], None] = lambda path: None,
 ) -> list[LayerQualities]:
-    """Return the quality of every layer at ascending bits, up to the first that reaches `enough`.
-
-    Raises:
-        GearbxError: weights that are not finite.
-    """
+    """Return layers' qualities at ascending bits, up to `enough`. Raises GearbxError for NaN and infinities."""
     measured = []
     for layer in layers:
         kind = component_kind(layer.path, layer.module)
@@ -308,9 +302,7 @@ def select_bits(
 ) -> Selection:
     """Return the fewest bits of every managed layer that reach its floor.
 
-    Args:
-        give_up: drop the weights of a layer once it is judged: of a lazily read model, one layer is in memory at a
-            time.
+    give_up: drop a layer's weights once it is judged: of a lazily read model, one layer is in memory at a time.
     """
     codebooks = get_format(format)
     assert isinstance(codebooks, CodebookFormat)

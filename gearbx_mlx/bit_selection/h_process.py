@@ -63,8 +63,7 @@ def log_probabilities(model: nn.Module, tokens: Sequence[int]) -> mx.array:
 
 
 def loops(tokens: Sequence[int]) -> bool:
-    """Return whether a text ends in a stretch of up to 8 tokens that repeats: at least 4 times, and over 16 tokens or
-    more."""
+    """Return whether a text ends in a stretch of up to 8 tokens, at least 4 times and over 16 tokens or more."""
     for period in range(1, 9):
         repeats = max(4, math.ceil(16 / period))
         tail = list(tokens[-period * repeats :])
@@ -80,18 +79,11 @@ def continuation(model: nn.Module, tokens: Sequence[int], length: int, ends: Col
 
 
 class GarbageCheck:
-    """Compares models with the original, whose distributions and texts it keeps.
+    """Compares models with the original, in its top gear, whose distributions and texts it keeps.
 
-    Args:
-        model: in its top gear.
-        texts: tokens of calibration texts. Distributions are compared over the whole text; what the models write is
-            compared after its first half.
-        kl_bound: the most nats per token that pass.
-        written: tokens to generate for each text.
-        ends: tokens that end a text, such as a tokenizer's `eos_token_ids`.
-
-    Raises:
-        GearbxError: no text of two tokens or more.
+    texts: tokens; distributions are compared over the whole text, and what the models write after its first half.
+    kl_bound: the most nats per token that pass. written: tokens to generate for each text, up to one of `ends`. Raises
+    GearbxError for no text of two tokens or more.
     """
 
     def __init__(
@@ -148,10 +140,7 @@ class Reserve:
 
 
 def cache_bytes(model: nn.Module, tokens: int) -> tuple[int, int]:
-    """Return bytes of the cache after so many tokens, and of the activations of the pass that read them.
-
-    Resets MLX's peak memory.
-    """
+    """Return bytes of the cache after so many tokens, and of that pass's activations. Resets MLX's peak memory."""
     caches = make_prompt_cache(model)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
@@ -245,10 +234,7 @@ class FloorSearch:
 
 
 def encoding_spike(layers: Sequence[Layer], format: CodebookFormat, bits: int) -> int:
-    """Return bytes at the peak of encoding the largest layer, the layer itself included; measured by encoding it.
-
-    Resets MLX's peak memory.
-    """
+    """Return bytes at the measured peak of encoding the largest layer, itself included. Resets MLX's peak memory."""
     largest = max(layers, key=lambda layer: layer.module.weight.size).module
     mx.eval(largest.weight)
     before = mx.get_active_memory()
@@ -268,17 +254,11 @@ def operating_points(
     most: int = 8,
     reserve: int = 0,
 ) -> list[OperatingPoint]:
-    """Points of a grid of floors with different bits for the layers, by bytes ascending.
+    """Return points of a grid of floors with different bits for the layers, by bytes ascending.
 
     The strict floor is never below the lazy one. Pairs of floors that give the same bits are one point, named by the
-    highest of them. More points than `most` are thinned out evenly.
-
-    Args:
-        measured: layers, each measured up to the first bits that reach the highest floors.
-        unmanaged: bytes of the rest of the model.
-        spike: see `encoding_spike`.
-        grid: pairs of strict and lazy floors.
-        reserve: bytes that generation needs beside the model.
+    highest of them. More points than `most` are thinned out evenly. measured: layers, each up to the first bits that
+    reach the highest floors. unmanaged: bytes of the rest of the model. reserve: what generation needs beside it.
     """
     pairs = itertools.product(STRICT_FLOORS, LAZY_FLOORS) if grid is None else grid
     different: dict[tuple, Selection] = {}
@@ -301,13 +281,8 @@ def search(
     """Try points from aggressive to conservative, and take the last that fits and passes the check.
 
     The first point beyond the budget ends the search, because more conservative points are larger. It is not made.
-
-    Args:
-        points: ascending in bytes.
-        judge: makes the model of a selection and checks it end to end.
-
-    Raises:
-        GearbxError: no point meets the budget, or none of those passes the check; the message names the closest.
+    points: ascending in bytes. judge: makes the model of a selection and checks it end to end. Raises GearbxError,
+    which names the closest point, if none meets the budget, or none of those passes the check.
     """
     tried: list[OperatingPoint] = []
     for point in points:
@@ -386,12 +361,9 @@ def fit_budget(
 ) -> FloorSearch:
     """Return the last point of a grid of floors that meets the budget and passes the garbage check.
 
-    The model is left in its top gear.
+    The model, which is not quantized, is left in its top gear.
 
     Args:
-        model: not quantized.
-        texts: tokens of calibration texts.
-        ends: tokens that end a text.
         judged, progress: called with the path of each layer that has been measured, and with each point tried.
         grid: pairs of strict and lazy floors, if not all of them.
 
@@ -421,8 +393,7 @@ def fit_budget(
 
 
 def fast_gearbox(model: nn.Module, format: CodebookFormat, manage: str | Predicate) -> Gearbox:
-    """Return a gearbox in its top gear whose low gear is fast here: native kernels, or weights that are reconstructed
-    once."""
+    """Return a gearbox in its top gear, whose low gear has native kernels, or weights that are reconstructed once."""
     native = choose("native", "float").native and format.native
     fast = format if native else type(format)(cache=True, options=format.options)
     kernels = "native" if native else "mlx"

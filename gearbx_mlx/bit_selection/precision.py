@@ -38,14 +38,11 @@ Nats = Annotated[float, Meta(ge=0, le=1e100)]
 
 
 class LayerPrecision(Struct, frozen=True):
-    """One managed layer.
+    """One managed layer. Raises GearbxError for an empty range.
 
     kind: its class (attention, mlp, shared, routed, head). weights: how many. min_bits, max_bits: its range; 16 is
     the weight as it is. kl: bits to KL of the model in which it alone has them, nats per token. perplexity_change: in
     percent, likewise; empty where it was not measured.
-
-    Raises:
-        GearbxError: a range that is empty.
     """
 
     kind: str = field(name="class")
@@ -138,10 +135,8 @@ class PrecisionManifest(Struct, frozen=True):
     def fitted(self, paths: Iterable[str]) -> tuple["PrecisionManifest", list[str]]:
         """Return the manifest for a model with these managed layers, and those of them that it does not know.
 
-        A missing layer stays at the top: its full precision in every gear.
-
-        Raises:
-            GearbxError: it has a layer that the model does not have, or that does not change gear.
+        A missing layer stays at the top: its full precision in every gear. Raises GearbxError for a layer that the
+        model does not have, or that does not change gear.
         """
         paths = list(paths)
         unknown = sorted(self.layers.keys() - {*paths})
@@ -156,16 +151,11 @@ class PrecisionManifest(Struct, frozen=True):
 def least_bits(
     kl: Mapping[int, float], perplexity_change: Mapping[int, float], threshold: float = ACCURACY_THRESHOLD
 ) -> int:
-    """min_bits of a layer.
+    """Return min_bits of a layer, from KL (nats) and change of perplexity (percent) by its bits.
 
     The lowest width whose perplexity rises by less than the threshold, but not below what the KL at 4 bits (or the
     first measured width above) says: under 0.02 nats 4 are safe, up to 0.05 it wants 6, above that it stays at 8. Below
     4 bits the KL has to be under 0.02 as well. Where no width is good enough, the highest that was measured.
-
-    Args:
-        kl: bits to nats.
-        perplexity_change: bits to percent.
-        threshold: percent.
     """
     widths = sorted(kl)
     at_four = kl[next((bits for bits in widths if bits >= 4), widths[-1])]
@@ -183,11 +173,7 @@ def fitted_to(
 ) -> tuple[PrecisionManifest, list[Layer], list[str]]:
     """Return the manifest for a model, the layers whose bits it says, and the paths of those that it does not know.
 
-    Args:
-        format: what the layers are to be stored in. Default: the manifest's.
-
-    Raises:
-        GearbxError: it is another model's, or has a layer that this one does not have.
+    format: of the layers; None: the manifest's. Raises GearbxError for another model, or one without its layers.
     """
     manifest.check_model(model_fingerprint(model))
     layers, _ = discover(model, manifest.manage, manifest.group_size, format or get_format(manifest.format))
@@ -196,20 +182,12 @@ def fitted_to(
 
 
 def read_precision(file: Path) -> PrecisionManifest:
-    """Return a precision manifest.
-
-    Raises:
-        GearbxError: it cannot be read, has another schema or version, or has a field that is missing or cannot be.
-    """
+    """Return a precision manifest. Raises GearbxError for a file that cannot be read, or a field that cannot be."""
     return read_as(file, lambda text: parse_precision(parse_json(text)), "a precision manifest", MAKE)
 
 
 def parse_precision(content: Any) -> PrecisionManifest:
-    """Return a precision manifest from the content of its JSON.
-
-    Raises:
-        GearbxError: another schema or version, or a field that is missing or cannot be.
-    """
+    """Return a precision manifest from the content of its JSON. Raises GearbxError as `read_precision`."""
     check_schema(content, "a precision manifest", MANIFEST_SCHEMA, MANIFEST_VERSION)
     made = typed(content, PrecisionManifest)
     made.check_tables()

@@ -119,13 +119,10 @@ class _Window:
 
 
 class ExactSensitivity:
-    """Reads windows with one layer reduced, or with any caps of the gearbox.
+    """Reads windows of tokens, without cache, with one layer reduced, or with any caps of the gearbox.
 
-    Args:
-        gearbox: with a top gear of 16 bits, and the widths to measure. Its model must not be called from elsewhere
-            meanwhile.
-        windows: tokens, each read with no cache.
-        progress: called after every window of the first pass.
+    gearbox: with a top gear of 16 bits, and the widths to measure. Its model must not be called from elsewhere
+    meanwhile. progress: called after every window of the first pass.
     """
 
     def __init__(self, gearbox: Gearbox, windows: Sequence[Sequence[int]], progress: Callable[[], None] = lambda: None):
@@ -285,17 +282,10 @@ CALIBRATION = DEMO_MODEL / "calibration" / "text.jsonl"
 def calibration_windows(
     model: nn.Module, tokenizer: Any, config: dict, data: str | Path | None, num_samples: int, sequence_length: int
 ) -> list[list[int]]:
-    """Return the windows of a calibration text, as tokens.
+    """Return at most `num_samples` windows of a calibration text, as tokens.
 
-    Args:
-        model: which has to know all of the tokens.
-        config: of the model, which bounds the length.
-        data: a text or JSON Lines; None: the text that ships.
-        num_samples: the most windows.
-        sequence_length: the most tokens of a window.
-
-    Raises:
-        GearbxError: no such text, windows longer than the model's context, tokens that the model does not know.
+    data: a text or JSON Lines; None: the text that ships. Raises GearbxError for no such text, windows longer than the
+    model's context, or tokens that the model does not know.
     """
     longest = context_length(config)
     if longest and sequence_length > longest:
@@ -318,11 +308,7 @@ def single_layer_gearbox(
     dtype: str = "auto",
     kernels: str = "auto",
 ) -> Gearbox:
-    """Return a gearbox at full precision that can give any one layer each of these bits.
-
-    Args:
-        format, group_size, manage, dtype, kernels: as `Gearbox` takes them.
-    """
+    """Return a gearbox at full precision that can give any one layer each of these bits; settings as of `Gearbox`."""
     return Gearbox(
         model,
         Ladder([*sorted({*bits} - {DENSE}), DENSE]),
@@ -389,14 +375,9 @@ def layer_precision(
     perplexity_change: Mapping[int, float],
     threshold: float = ACCURACY_THRESHOLD,
 ) -> LayerPrecision:
-    """Return what the manifest says of a layer, from the KL (nats) and the change of perplexity (percent) at its
-    widths.
+    """Return what the manifest says of a layer, from KL (nats) and change of perplexity (percent) by its widths.
 
-    An estimate knows no change of perplexity.
-
-    Args:
-        layer: with its dense module.
-        threshold: percent that a layer at its fewest bits may add to the perplexity.
+    An estimate knows no such change. threshold: percent that a layer at its fewest bits may add to the perplexity.
     """
     return LayerPrecision(
         kind=component_kind(layer.path, layer.module),
@@ -414,14 +395,8 @@ def first_order(
     """Return the sensitivity of each layer (nats per million weights), by path, as mlx_lm.dynamic_quant estimates it.
 
     It is the gradient of the KL at a model of `low` bits, in the direction of the model of `high` bits: the first-order
-    estimate of what is saved when one layer gets the high bits.
-
-    Args:
-        model: as loaded, without a gearbox.
-        windows: tokens; they are cut into rows of one length.
-
-    Raises:
-        GearbxError: a layer that mlx-lm cannot quantize.
+    estimate of what is saved when one layer gets the high bits. The model is as loaded, without a gearbox. Raises
+    GearbxError for a layer that mlx-lm cannot quantize.
     """
     if on_cpu():  # where half precision is slow. A copy: the gears follow from the type that the model was loaded in
         model = copy.deepcopy(model)

@@ -57,10 +57,9 @@ def calibrate_base(
     texts: Sequence[Sequence[int]],
     advance: Callable[[], object] = lambda: None,
 ) -> CalibratedBase:
-    """Return the lowest gear of a model, calibrated.
+    """Return the lowest gear, calibrated, of a model that is not quantized and has no gears; it stays as it is.
 
     Args:
-        model: not quantized, without gears. It stays as it is.
         layers: those that change gear (`discover`).
         ladder: bits of all gears, ascending.
         texts: tokens; at most 512 of each are read.
@@ -89,11 +88,7 @@ def calibrate_base(
 def free_layers(
     layers: Sequence[Layer], format: Format, ladder: Sequence[int], group_size: int
 ) -> tuple[list[Layer], dict[str, str]]:
-    """Return the layers whose lowest gear may have other codes than the nearest ones; path to reason of the others.
-
-    Raises:
-        GearbxError: a format or a ladder whose lowest codes are not free.
-    """
+    """Return layers whose lowest codes may be others, and path to reason of the rest. Raises GearbxError for none."""
     if not format.takes_base:
         raise GearbxError(f"format {format.name} has no codes to calibrate; give --format planes, affine or exact")
     free, rounded = list[Layer](), dict[str, str]()
@@ -174,8 +169,7 @@ class Inputs(NamedTuple):
 
     @classmethod
     def of(cls, x: mx.array, indices: mx.array | None) -> "Inputs":
-        """Return the inputs of a linear layer, x (..., I); or of experts, x (..., 1, I), and one or several
-        experts for each row."""
+        """Return the inputs of a linear layer, x (..., I); or of experts, x (..., 1, I), one or several for each."""
         width = x.shape[-1]
         if indices is None:
             return cls(floats(x).reshape(-1, width))
@@ -226,9 +220,7 @@ class SharedInputs:
         """Return the sums over what a layer, or one of its experts, sees in the draft.
 
         The draft may send a token to other experts than the original does: what an expert sees has no counterpart.
-
-        Args:
-            counts: of each batch, which of its tokens count, all of them for experts.
+        counts: of each batch, which of its tokens count; all of them for experts.
         """
         made = Hessian(self.draft[0].rows.shape[1])
         for draft, original, tokens in zip(self.draft, self.original, counts):
@@ -243,11 +235,8 @@ class SharedInputs:
 class BlockCodes:
     """The layers of a block while texts are read, and their codes. Their products are numpy's.
 
-    Args:
-        layers: of the block. found: gets their codes. is_head: no block follows, and no product is wanted.
-
-    Attributes:
-        inputs: of the layers, in the order in which the block multiplies them.
+    found: gets the codes. is_head: no block follows, and no product is wanted. inputs: of the layers, in the order in
+    which the block multiplies them.
     """
 
     def __init__(
@@ -266,11 +255,7 @@ class BlockCodes:
         self._last: tuple[Any, Any] = (None, None)
 
     def original(self, watched: Watched, x: mx.array, indices: mx.array | None = None, *, batch: int) -> mx.array:
-        """Return the original's product. Inputs are kept, and layers that share theirs are found.
-
-        Args:
-            indices: of experts. batch: its number.
-        """
+        """Return the original's product with a batch. Inputs are kept, and layers that share theirs are found."""
         shared = x is self._last[0]
         seen = self._inputs(x, indices)
         place = next((inputs for inputs in self.inputs if watched in inputs.layers), None)
@@ -300,11 +285,7 @@ class BlockCodes:
         return shaped(watched.outputs[batch], watched, x, indices)
 
     def choose(self, inputs: SharedInputs, counts: Sequence[np.ndarray]) -> None:
-        """Choose the codes of the layers with these inputs.
-
-        Args:
-            counts: of each batch, which of its tokens count.
-        """
+        """Choose the codes of the layers with these inputs. counts: of each batch, which of its tokens count."""
         known = self.found.layers
         layers = {each.layer.path: each for each in inputs.layers}
         made: dict[str, list[tuple[Planes, bool]]] = {path: [] for path in layers}
@@ -388,13 +369,7 @@ class Walk:
     """Reads texts block by block, in the original and in its draft: with the codes of the blocks before.
 
     The model's own code calls its blocks. Those before the current one hand out what they made before, and the current
-    one ends the pass.
-
-    Args:
-        batches: of texts.
-
-    Attributes:
-        original, draft: what the last block made of each batch.
+    one ends the pass. original, draft: what the last block made of each batch.
     """
 
     def __init__(self, model: nn.Module, batches: Sequence[TextBatch]):
@@ -414,14 +389,9 @@ class Walk:
     def _pass(
         self, number: int, states: Sequence[Any], codes: BlockCodes, product: Callable[..., mx.array]
     ) -> list[Any]:
-        """Read every batch up to block `number`, or until a product ends it.
+        """Read every batch up to block `number`, or until a product ends it, and return what that block makes of each.
 
-        Args:
-            states: what the block before made of each batch.
-            product: of a watched layer.
-
-        Returns:
-            What the block makes of each batch.
+        states: what the block before made of each batch. product: of a watched layer.
         """
         made: list[Any] = []
         for index, batch in enumerate(self.batches):

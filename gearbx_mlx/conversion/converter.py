@@ -94,11 +94,7 @@ def matrices(array: np.ndarray) -> np.ndarray:
 
 
 def tensor_of(tensor: np.ndarray, hash: str, views: Mapping[str, View]) -> Tensor:
-    """Return an original tensor by its pieces; without pieces where `views` (by hash) do not have it.
-
-    Args:
-        hash: of the tensor.
-    """
+    """Return an original tensor with this hash by its pieces; without pieces where `views` (by hash) do not have it."""
     if hash in views:
         return Tensor(hash, (views[hash],))
     for axis, count, interleaved in TENSOR_CUTS:
@@ -130,12 +126,7 @@ def seen(array: np.ndarray, view: View) -> np.ndarray:
 
 
 def assembled(tensor: Tensor, parts: list[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-    """Return an original tensor from what its views show, as far as it fits together; its hash says whether it is
-    right.
-
-    Raises:
-        GearbxError: parts that are not equal pieces of this shape.
-    """
+    """Return an original tensor from what its views show. Raises GearbxError for parts that are no equal pieces."""
     if len(parts) == 1:
         return np.ascontiguousarray(parts[0])
     if len(shape) < -tensor.axis or shape[tensor.axis] % len(parts) or len({part.dtype for part in parts}) > 1:
@@ -175,11 +166,7 @@ class Plan:
 
 
 class TensorFile:
-    """Write a new safetensors file: arrays one after the other, after room for the header, which is known last.
-
-    Args:
-        room: bytes for the header, which spaces fill up.
-    """
+    """Write a new safetensors file: arrays one after the other, after `room` for the header, which is known last."""
 
     def __init__(self, path: Path, room: int):
         self.path, self.room, self.end = path, room, 0
@@ -242,15 +229,10 @@ def pack_layer(
     pack_rows: bool,
     base: Planes | None = None,
 ) -> Packed:
-    """Return the arrays of a layer at all bits of a ladder.
+    """Return the arrays of a layer at all bits of a ladder. Raises GearbxError for weights that are not finite.
 
-    Args:
-        widths: of the ladder.
-        pack_rows: whether the lowest gear of a tied embedding looks up packed rows, as mlx-lm does.
-        base: the plane of the lowest gear, if it is calibrated.
-
-    Raises:
-        GearbxError: weights that are not finite.
+    pack_rows: whether the lowest gear of a tied embedding looks up packed rows, as mlx-lm does. base: the plane of the
+    lowest gear, if it is calibrated.
     """
     path, original, dense = layer.path, layer.module.weight, linear_of(layer.module)
     wanted = stored_widths(layer, format, widths)
@@ -293,14 +275,9 @@ def packed_gears(layer: Layer, made: Mapping[int, nn.Module], format: Format, gr
 
 
 def pack_codes(layer: Layer, quantized: nn.Module, widths: Sequence[int]) -> Packed:
-    """Return the arrays of a layer that is quantized already, at all bits of a ladder; the highest are those that it
-    has.
+    """Return the arrays of a layer that is quantized already at all bits of a ladder, the highest of which it has.
 
-    Args:
-        layer: the dense one that it stands for.
-
-    Raises:
-        GearbxError: scales that are not finite.
+    layer: the dense one that it stands for. Raises GearbxError for scales that are not finite.
     """
     format = SplitCodes()
     made = format.of_codes(linear_of(layer.module), affine_planes(quantized), widths)
@@ -312,11 +289,7 @@ def pack_codes(layer: Layer, quantized: nn.Module, widths: Sequence[int]) -> Pac
 
 
 def pack_table(table: Layer, widths: Iterable[int], format: Format, group_size: int) -> Packed:
-    """Return the arrays of an embedding that is not a layer: packed ones for the lowest gear, and its rows as they are.
-
-    Raises:
-        GearbxError: weights that are not finite.
-    """
+    """Return the arrays of an embedding that is not a layer: packed for the lowest gear, and its rows as they are."""
     if format.ladders:
         return pack_layer(table, widths, format, group_size, True)
     bits = max(min(widths), table.lowest_bits)
@@ -326,8 +299,7 @@ def pack_table(table: Layer, widths: Iterable[int], format: Format, group_size: 
 
 
 def possible_names(layer: Layer, widths: Iterable[int], format: Format, group_size: int) -> list[str]:
-    """Return the names of all arrays that a layer or a table may get; one file has no longer ones and no more
-    of them."""
+    """Return the names of all arrays that a layer or a table may get: no file has more, or longer ones."""
     own = get_format("affine") if layer.is_table and not format.ladders else format
     stored = stored_bits(own, stored_widths(layer, own, widths))
     shape, dtype = layer.module.weight.shape, layer.module.weight.dtype
@@ -355,18 +327,13 @@ GEARED_ROOM = 144  # bytes of a header for the entry of one array, without its n
 
 
 class Converter:
-    """Writes a geared checkpoint of a model into a directory of its own.
+    """Writes a geared checkpoint of a model into a directory of its own, which is empty.
 
-    Args:
-        model: not quantized, or with codes that have gears in place (gears/in_place.py). Weights that are not read yet
-            are read when they are needed; all are dropped once written.
-        work: the directory, which is empty.
-        planes: path to the lowest gear's plane of a layer whose codes are calibrated.
+    model: not quantized, or with codes that have gears in place (gears/in_place.py). Weights that are not read yet are
+    read when they are needed; all are dropped once written. planes: path to the lowest gear's plane of a layer whose
+    codes are calibrated. wanted: hashes of tensors that are to be found among the parameters.
 
-    `wanted` are hashes of tensors that are to be found among the parameters.
-
-    Raises:
-        GearbxError: a model that has no layer to manage, or bits that the format does not support.
+    Raises GearbxError for a model that has no layer to manage, or bits that the format does not support.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, work: Path, planes: Mapping[str, Planes] | None = None):
@@ -419,14 +386,7 @@ class Converter:
             put_parameters(self.model, {name: EMPTY})
 
     def finish(self, original: OriginalModel | None = None) -> Manifest:
-        """Close the files and write gears.json.
-
-        Args:
-            original: what it says of the files that were converted.
-
-        Raises:
-            GearbxError: every layer would become larger.
-        """
+        """Close the files and write gears.json. Raises GearbxError if every layer would become larger."""
         for file in self.files.values():
             file.finish()
         larger = self.larger
@@ -454,8 +414,7 @@ class Converter:
         return manifest
 
     def quantization(self) -> dict[str, Any] | None:
-        """Return the quantization of the base by layer, as mlx-lm reads it in config.json; None if the base is
-        dense."""
+        """Return what config.json says of the base's quantization, by layer; None if the base is dense."""
         known = {} if self.codes is None else stock_quantization(self.model)
         for name, layer in self.changing.items():
             found = self.done[name].packed.stock_bits

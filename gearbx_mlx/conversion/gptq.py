@@ -111,12 +111,9 @@ class Grid(NamedTuple):
 
 
 def with_codes(weight: np.ndarray, nearest: Planes, hessian: Factored, window: Window | None) -> Planes:
-    """Return a matrix in codes for these inputs.
+    """Return a matrix (O, I) float32 in codes for these inputs.
 
-    Args:
-        weight: (O, I) float32.
-        nearest: the plane of its nearest codes, with floating scales.
-        window: which codes may be used; None: all.
+    nearest: the plane of its nearest codes, with floating scales. window: which codes may be used; None: all.
     """
     groups = nearest.scales.shape[-1]
     step = max(1, min(MOST_NUMBERS // (2 * groups) ** 2, MOST_NUMBERS // weight.shape[1]))
@@ -155,11 +152,7 @@ def by_columns(array: mx.array) -> np.ndarray:
 
 
 def searched(weight: np.ndarray, grid: Grid, hessian: Factored, window: Window | None) -> Grid:
-    """Return the grid itself, or one over a part of the range in the groups where that costs less.
-
-    Args:
-        weight: (G, g, O).
-    """
+    """Return the grid, or one over a part of the range in the groups of a weight (G, g, O) where that costs less."""
     cost = np.diag(hessian.damped).reshape(*weight.shape[:2], 1)
     low, high = weight.min(1), weight.max(1)
 
@@ -210,8 +203,7 @@ def gptq_codes(
 def usable_code(
     window: Window, weight: np.ndarray, code: np.ndarray, nearest: np.ndarray, scale: np.ndarray, bias: np.ndarray
 ) -> np.ndarray:
-    """Return the code, or the nearest one where that can be used and this cannot, or costs more bytes than
-    that; (O,)."""
+    """Return the codes (O,), and the nearest ones where those alone can be used, or take fewer bytes."""
     usable, dear = window(weight, code * scale + bias, scale)
     if usable.all() and not dear.any():
         return code

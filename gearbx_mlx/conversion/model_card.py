@@ -33,16 +33,12 @@ def write_table(
     work: Path,
     bits: Mapping[str, int],
     group_size: int,
-) -> dict[str, Any]:
-    """Quantize a model and write it into a directory; what is in the directory before is removed.
+) -> None:
+    """Quantize a model and write it into the directory `work`; what is in the directory before is removed.
 
     Args:
         source: directory of the original, for the files beside the weights.
-        work: the directory to write.
         bits: path to the bits of a layer; layers that are missing keep their weights.
-
-    Returns:
-        mlx-lm's configuration of the checkpoint.
     """
 
     def bits_of(path: str, module: nn.Module) -> bool | dict[str, Any]:
@@ -59,7 +55,6 @@ def write_table(
             if not isinstance(error, OSError | RuntimeError) and type(error) is not Exception:
                 raise
             raise OSError(getattr(error, "errno", None), one_line(error)) from error
-    return config
 
 
 CARD = "README.md"
@@ -91,13 +86,7 @@ class Provenance:
 
 
 def provenance(name: str, model: str | None, directory: Path) -> Provenance:
-    """Return the provenance of a checkpoint.
-
-    Args:
-        name: how a user names the checkpoint.
-        model: the original as the user gave it; None: the demo model.
-        directory: where its files are.
-    """
+    """Return the provenance of the checkpoint `name`. model: as the user gave it; directory: where its files are."""
     if model is None:
         return Provenance(name, None, "The demo model of gearbx-mlx", {})
     path = Path(model).expanduser()
@@ -122,11 +111,7 @@ def read_metadata(card: str | Path) -> dict[str, Any]:
 
 
 def gear_sizes(manifest: Manifest, sizes: Mapping[str, int]) -> list[GearSize]:
-    """Return the size of every gear of a geared checkpoint.
-
-    Args:
-        sizes: bytes of every array in its files, by name.
-    """
+    """Return the size of every gear of a geared checkpoint. sizes: bytes of every array in its files, by name."""
     weights = sum(math.prod(layer.shape) for layer in manifest.layers.values())
     found = []
     for gear in Ladder(manifest.gears):
@@ -143,13 +128,11 @@ def geared_card(
     gears: Sequence[GearSize],
     files: Mapping[str, int],
     origin: Provenance,
-    original: int | None = None,
+    original: int | None,
 ) -> str:
     """Return the model card of a checkpoint with gears.
 
-    Args:
-        files: name to bytes of the files with weights; the base first.
-        original: bytes of the original's weights, if they can come back.
+    files: name to bytes of the files with weights, the base first. original: bytes of its weights, if they can return.
     """
     base, others, *_ = files
     rows = [(gear.name, str(gear.bits), f"{gear.bits_per_weight:.2f}", megabytes(gear.bytes)) for gear in gears]
@@ -234,11 +217,7 @@ def mlx_lm_text(manifest: Manifest, gears: Sequence[GearSize]) -> str:
 def table_card(bits: Mapping[str, int], size: int, weights: int, files: Mapping[str, int], origin: Provenance) -> str:
     """Return the model card of one table of a precision manifest, written for mlx-lm.
 
-    Args:
-        bits: path to the bits of a layer.
-        size: bytes of these layers.
-        weights: how many they have.
-        files: name to bytes of the files with weights.
+    bits: by path of a layer. size, weights: bytes of these layers, and their number of weights. files: name to bytes.
     """
     counts = [(f"{width}", str(sum(value == width for value in bits.values()))) for width in sorted({*bits.values()})]
     text = [

@@ -3,7 +3,6 @@
 `Restorer` makes the original again, from the parameters of a geared checkpoint and what is kept beside them.
 """
 
-import contextlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -35,10 +34,7 @@ from ..gears.manifest import (
     OriginalShard,
     Tensor,
     View,
-    file_key,
-    header_key,
     is_plain,
-    tensor_key,
 )
 from ..gears.saved import LAYER_KINDS, SavedGears, open_header
 from ..gears.tensor_files import (
@@ -63,14 +59,13 @@ OWN_FILES = {"config.json", BASE_FILE, GEARS_FILE, ORIGINAL_FILE, MANIFEST, REPO
 
 
 def is_copied(name: str) -> bool:
-    """Return whether a file of the original is copied: the tokenizer and code, and not what a conversion
-    writes itself."""
+    """Return whether a file of the original is copied: the tokenizer and code, but for what a conversion writes."""
     weights = name.endswith((".safetensors", ".safetensors.index.json"))
     return name not in OWN_FILES and not weights and any(fnmatch(name, pattern) for pattern in DEFAULT_ALLOW_PATTERNS)
 
 
 def copy_companions(source: Path, work: Path) -> None:
-    """Tokenizer and code as they are."""
+    """Copy tokenizer and code as they are."""
     for file in source.iterdir():
         if is_copied(file.name):
             (work / file.name).write_bytes(original_bytes(file))
@@ -97,6 +92,8 @@ def write_config(source: Path, work: Path, quantization: dict[str, Any] | None) 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "*.npz")
 ORIGINAL_ROOM = 128  # bytes of a header for the entry of one array, without its name
 Key = tuple[str, str]  # a shard's name and a tensor's
+# Names in `original.safetensors` of a shard's header, of a tensor and of another file.
+header_key, tensor_key, file_key = "header/{}".format, "tensor/{}/{}".format, "file/{}".format
 
 
 @dataclass(frozen=True)
@@ -124,14 +121,9 @@ def places_in(headers: Mapping[str, Header], directory: Path) -> dict[Key, Array
 
 
 class OriginalFiles:
-    """The files of a model that is converted; they are read and never changed.
+    """The files of a model that is converted, which are never changed. Raises GearbxError for damaged ones.
 
-    Args:
-        directory: of the model.
-        progress: called with the bytes of each tensor that was hashed.
-
-    Raises:
-        GearbxError: a file that is damaged or cannot be read.
+    progress: called with the bytes of each tensor that was hashed.
     """
 
     def __init__(self, directory: Path, progress: Callable[[int], None] = lambda size: None):
@@ -163,12 +155,8 @@ class OriginalFiles:
     def keep(self, views: Mapping[str, View], work: Path) -> OriginalModel:
         """Write what the parameters do not contain into `original.safetensors` of a directory.
 
-        Args:
-            views: hash to what it shows of a parameter.
-
-        Raises:
-            GearbxError: a file of the original cannot be read.
-            OSError: the directory cannot be written.
+        views: hash to what it shows of a parameter. Raises GearbxError for a file of the original that cannot be
+        read, OSError for a directory that cannot be written.
         """
         others, _ = self.others
         kept = [file for file in others if not is_copied(file.name)]
@@ -251,12 +239,8 @@ def store(file: TensorFile, key: str, data: bytes) -> str:
 class Restorer:
     """Makes the files of the original again, each with the SHA-256 that gears.json has of it.
 
-    Args:
-        saved: of the checkpoint.
-
-    Raises:
-        GearbxError: a checkpoint that does not have its original, or in which what is kept of it is missing, damaged,
-            or not what gears.json says.
+    Raises GearbxError for a checkpoint that does not have its original, or in which what is kept of it is missing,
+    damaged, or not what gears.json says.
     """
 
     def __init__(self, saved: SavedGears):
@@ -390,8 +374,7 @@ def original_of(saved: SavedGears) -> OriginalModel:
 
 
 def bits_of_weight(linear: nn.Module) -> np.ndarray:
-    """Return the bits of the weight (..., O, I) of a linear layer; a native kernel decodes exact ones, if
-    there is one."""
+    """Return the bits of the weight (..., O, I) of a linear layer."""
     matrix = getattr(linear, "matrix", None)
     weight = decoded(matrix) if isinstance(matrix, ExactMatrix) else dense_weight(linear)
     mx.eval(weight)
@@ -399,26 +382,22 @@ def bits_of_weight(linear: nn.Module) -> np.ndarray:
 
 
 def write_original(restorer: Restorer, work: Path, progress: Callable[[int], None]) -> None:
-    """Fill the directory `work` with the files of an original.
+    """Fill the directory `work` with the files of an original. progress: called with the bytes of every tensor.
 
-    Args:
-        progress: called with the bytes of every tensor that is written.
-
-    Raises:
-        GearbxError: a disk without room, or a damaged checkpoint.
-        OSError: the directory cannot be written.
+    Raises GearbxError for a disk without room or a damaged checkpoint, OSError where nothing can be written.
     """
     check_disk(restorer, work)
+    for name, header in restorer.headers.items():
+        with open(work / name, "wb") as file:
+            file.truncate(header.size)
+            file.write(LENGTH.pack(len(header.data)) + header.data)
     places = places_in(restorer.headers, work)
-    with contextlib.ExitStack() as stack:
-        files = {
-            name: stack.enter_context(begun_file(work / name, header)) for name, header in restorer.headers.items()
-        }
-        for parameters, keys in restorer.groups:
-            for key, data in restorer.tensors(parameters, keys):
-                files[key[0]].seek(places[key].begin)
-                files[key[0]].write(data)
-                progress(places[key].size)
+    for parameters, keys in restorer.groups:
+        for key, data in restorer.tensors(parameters, keys):
+            with open(places[key].file, "r+b") as file:
+                file.seek(places[key].begin)
+                file.write(data)
+            progress(places[key].size)
     for name, content in restorer.files():
         (work / name).write_bytes(content)
 
@@ -430,12 +409,3 @@ def check_disk(restorer: Restorer, work: Path) -> None:
     if needed > free:
         place = work.parent
         raise GearbxError(f"{place}: needs {needed} bytes, and the disk has {free} left; make room, or choose another")
-
-
-@contextlib.contextmanager
-def begun_file(path: Path, header: Header) -> Iterator[IO[bytes]]:
-    """Make a file of the original's size with its header, to write tensors to."""
-    with open(path, "wb") as file:
-        file.truncate(header.size)
-        file.write(LENGTH.pack(len(header.data)) + header.data)
-        yield file

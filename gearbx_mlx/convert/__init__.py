@@ -48,11 +48,7 @@ class FloorSettings(Settings):
         return self.auto_bits is not None
 
     def floors(self, format: str | None) -> Floors | None:
-        """Return the floors for a format; None where none are asked for.
-
-        Raises:
-            GearbxError: a floor outside (0, 1), or a format that has no codebooks.
-        """
+        """Return the floors for a format, if some are asked for. Raises GearbxError for a format without codebooks."""
         if self.auto_bits is None:
             return None
         floors = Floors.chosen(*self.auto_bits, *[None] * (2 - len(self.auto_bits)))
@@ -99,11 +95,7 @@ class BudgetSettings(Settings):
         return self.memory_budget is not None or self.target_bpw is not None
 
     def reserved(self) -> int | None:
-        """Return bytes of the memory budget that are for generation; None: as measured.
-
-        Raises:
-            GearbxError: no such size or share, or no budget that it is a part of.
-        """
+        """Return bytes of the budget for generation; None: as measured. Raises GearbxError for no such share."""
         if self.reserve is None:
             return None
         if self.memory_budget is None:
@@ -188,11 +180,7 @@ class ConversionSettings(Settings):
 
 @dataclass(frozen=True)
 class ConvertSettings:
-    """Everything that `convert` runs with.
-
-    Raises:
-        GearbxError: flags that exclude each other, or a ladder that has nothing to quantize.
-    """
+    """Everything that `convert` runs with. Raises GearbxError for flags that exclude each other."""
 
     conversion: ConversionSettings
     layout: LayerSettings
@@ -265,11 +253,7 @@ class ConvertSettings:
 
     @property
     def quality(self) -> Floors | BudgetSettings | None:
-        """What the bits of every layer follow from: floors, a budget, or nothing but the gears.
-
-        Raises:
-            GearbxError: a format that has no codebooks, floors beside the budget.
-        """
+        """Floors, a budget, or None: what the bits of every layer follow from. Raises GearbxError for both of them."""
         format = self.layout.chosen_format
         if not self.budget.wanted:
             return self.floors.floors(format)

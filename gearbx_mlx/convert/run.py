@@ -41,7 +41,6 @@ from ..conversion.original import (
     Restorer,
     check_names,
     copy_companions,
-    original_of,
     weights_in,
     write_config,
     write_original,
@@ -67,14 +66,10 @@ Loads = Callable[..., tuple[nn.Module, Any]]
 
 
 def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Provenance) -> None:
-    """Fill the directory `work`.
-
-    Raises:
-        GearbxError: a model that cannot be read or cannot come back, or whose codes have one gear.
-        OSError: the directory cannot be written.
-    """
-    conversion, trusted = settings.conversion, settings.conversion.trust_remote_code
-    model, tokenizer = load_cast(source, conversion.dtype, trusted, lazy=True)
+    """Fill the directory `work`. Raises GearbxError for a model that cannot be converted, OSError for a full disk."""
+    conversion = settings.conversion
+    original = partial(load_cast, source, conversion.dtype, conversion.trust_remote_code)
+    model, tokenizer = original(lazy=True)
     with about(model_name(conversion.model)):
         codes = codes_to_keep(model, settings)
     if get_format(settings.layout.chosen_format).ladders:
@@ -86,11 +81,9 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
         gears = tuple(gear.bits for gear in codes.chosen(settings.layout.gears))
         plan = replace(plan, format=SPLIT_CODES, gears=gears, group_size=codes.group_size, embeddings=EMBEDDINGS[1])
     if settings.quality is not None:
-        original = partial(load_cast, source, conversion.dtype, trusted)
         plan = replace(plan, bits=bits_for(settings.quality, original, plan, work))
     base = None
     if codes is None and settings.calibrates:
-        original = partial(load_cast, source, conversion.dtype, trusted)
         try:
             base = calibrated_base(conversion.calibrate or "", original, model, tokenizer, plan)
         except GearbxError as error:
@@ -116,11 +109,7 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
 
 
 def codes_to_keep(model: nn.Module, settings: ConvertSettings) -> OwnCodes | None:
-    """Return the codes of a model that is quantized already, which its top gear keeps; None for another model.
-
-    Raises:
-        GearbxError: a flag for what is made of original weights; codes of which there is no lower gear.
-    """
+    """Return the codes of a quantized model, which its top gear keeps. Raises GearbxError if none is below it."""
     codes, conversion = own_codes(model), settings.conversion
     if codes is None:
         return None
@@ -137,13 +126,9 @@ def codes_to_keep(model: nn.Module, settings: ConvertSettings) -> OwnCodes | Non
 
 
 def calibrated_base(file: str, original: Loads, model: nn.Module, tokenizer: Any, plan: Plan) -> Base:
-    """Return the base: as an earlier run made and kept it, or made now.
+    """Return the base, which an earlier run kept, or made now. Raises GearbxError where the layout leaves no choice.
 
-    Args:
-        file: of the text; "": what ships, with answers that a copy of the model writes.
-
-    Raises:
-        GearbxError: no text, or a layout whose lowest gear leaves no choice.
+    file: of the text; "": what ships, with answers that a copy of the model writes.
     """
     text, format = text_of(tokenizer, file), get_format(plan.format)
     key = key_of(model, format, plan.gears, plan.manage, plan.group_size, text)
@@ -170,11 +155,7 @@ def open_original(source: Path) -> OriginalFiles:
 
 
 def precision_of(settings: ConvertSettings, file: str, model: nn.Module) -> PrecisionManifest:
-    """Return the precision manifest that is to lie beside the gears.
-
-    Raises:
-        GearbxError: it cannot be read, is another model's, or was measured with another format or group size.
-    """
+    """Return the precision manifest that is to lie beside the gears. Raises GearbxError if it is not for this model."""
     manifest = read_precision(Path(file))
     settings.layout.filled(manifest, f"{file} was measured with")
     with about(file):
@@ -247,11 +228,7 @@ def load_cast(source: Path, dtype: str | None, trusted: bool, lazy: bool) -> tup
 def write_geared_card(
     converter: Converter, manifest: Manifest, work: Path, origin: Provenance, original: int | None
 ) -> None:
-    """Write the model card, and print the sizes of the files.
-
-    Args:
-        original: bytes of the original's weights, if they can come back.
-    """
+    """Write the model card, and print the sizes of the files. original: bytes of its weights, if they can come back."""
     sizes = {name: place.size for file in converter.files.values() for name, place in file.places.items()}
     gears = gear_sizes(manifest, sizes)
     names = [BASE_FILE, GEARS_FILE] if original is None else [BASE_FILE, GEARS_FILE, ORIGINAL_FILE]
@@ -268,11 +245,7 @@ def write_geared_card(
 
 
 def find_gears(path_or_hf_repo: str, revision: str | None) -> SavedGears:
-    """Return the gears of a checkpoint with what is kept of its original.
-
-    Raises:
-        GearbxError: no such directory or repository, or one without gears.
-    """
+    """Return the gears of a checkpoint with what is kept of its original. Raises GearbxError where there are none."""
     directory = find(path_or_hf_repo, revision, also=(ORIGINAL_FILE,))
     saved = open_gears(directory)
     if saved is None:
@@ -281,12 +254,7 @@ def find_gears(path_or_hf_repo: str, revision: str | None) -> SavedGears:
 
 
 def verify(path_or_hf_repo: str, revision: str | None) -> str:
-    """Return a line that says what was compared.
-
-    Raises:
-        GearbxError: a directory without gears, or arrays that are damaged: the message names the first one, and says
-            how many there are.
-    """
+    """Compare every array with its hash, and return a line that says so. Raises GearbxError for damaged ones."""
     saved = find_gears(path_or_hf_repo, revision)
     directory = saved.directory
     sizes = {name: place.size for name, place in saved.hashes.places.items()}
@@ -303,11 +271,7 @@ def verify(path_or_hf_repo: str, revision: str | None) -> str:
 
 
 def verify_original(saved: SavedGears) -> str:
-    """Make every file of the original again, and compare it with its hash. Returns a line that says so.
-
-    Raises:
-        GearbxError: something that does not come back.
-    """
+    """Make every file of the original again, compare it with its hash, and return a line that says so."""
     restorer, tensors = Restorer(saved), 0
     with counting("decoding", restorer.size, in_bytes=True) as advance:
         for parameters, keys in restorer.groups:
@@ -332,50 +296,30 @@ def uploaded_checkpoint(settings: ConvertSettings) -> Path:
     conversion = settings.conversion
     out = destination(conversion.mlx_path)
     check_repository(conversion.upload_repo)
-    if conversion.restore is None:
-        fill = filling_gears(settings, out)
-    else:
-        fill = filling_original(conversion.restore, conversion.revision)
     with new_directory(out) as work:
-        fill(work)
+        if conversion.restore is None:
+            write_checkpoint(settings, work, conversion.upload_repo or out.name)
+        else:
+            restorer = Restorer(find_gears(conversion.restore, conversion.revision))
+            with counting("restoring", restorer.size, in_bytes=True) as advance:
+                write_original(restorer, work, advance)
     if conversion.upload_repo is not None:
         upload(out, conversion.upload_repo)
     return out
 
 
-def filling_gears(settings: ConvertSettings, out: Path) -> Callable[[Path], None]:
-    """Return what fills a directory with a checkpoint. Raises GearbxError for a model that cannot be converted."""
+def write_checkpoint(settings: ConvertSettings, work: Path, name: str) -> None:
+    """Fill a directory with a checkpoint of this name. Raises GearbxError for a model that cannot be converted."""
     conversion = settings.conversion
     source = find(conversion.model or DEMO_MODEL, conversion.revision)
     if checkpoint_gears(source) is not None:
         raise GearbxError(f"{source}: holds gears already; convert the original")
-    origin = provenance(conversion.upload_repo or out.name, conversion.model, source)
-    if not settings.writes_table:
-        return lambda work: write_gears(settings, source, work, origin)
-    file, trusted = str(conversion.manifest), conversion.trust_remote_code
-    return lambda work: write_manifest_table(file, settings.layout, trusted, source, work, origin)
-
-
-def filling_original(path_or_hf_repo: str, revision: str | None) -> Callable[[Path], None]:
-    """Return what fills a directory with the original of a checkpoint. Raises GearbxError for one that does not have
-    it."""
-    saved = find_gears(path_or_hf_repo, revision)
-    original_of(saved)
-
-    def fill(work: Path) -> None:
-        restorer = Restorer(saved)
-        with counting("restoring", restorer.size, in_bytes=True) as advance:
-            write_original(restorer, work, advance)
-
-    return fill
+    write = write_manifest_table if settings.writes_table else write_gears
+    write(settings, source, work, provenance(name, conversion.model, source))
 
 
 def destination(mlx_path: str | Path) -> Path:
-    """Return the directory to write.
-
-    Raises:
-        GearbxError: the directory exists, its parent does not, or the file system refuses the name.
-    """
+    """Return the directory to write. Raises GearbxError if it exists, or the system refuses the name."""
     try:
         out = Path(mlx_path).expanduser()
         exists, has_parent = os.path.lexists(out), out.parent.is_dir()
@@ -415,17 +359,11 @@ def upload(out: Path, repo: str) -> None:
 # One table of a precision manifest, as a checkpoint of stock mlx-lm
 
 
-def write_manifest_table(
-    file: str | Path, layout: LayerSettings, trust_remote_code: bool, source: Path, work: Path, origin: Provenance
-) -> None:
-    """Fill the directory `work`.
-
-    Raises:
-        GearbxError: as `choose_table`; a quantized model, another model, or a layer that it does not have.
-        OSError: the directory cannot be written.
-    """
-    manifest, gear = choose_table(Path(file), layout)
-    model, tokenizer, config = load(source, return_config=True, lazy=True, trust_remote_code=trust_remote_code)
+def write_manifest_table(settings: ConvertSettings, source: Path, work: Path, origin: Provenance) -> None:
+    """Fill the directory `work`. Raises GearbxError as `choose_table`, or for a model that the table is not for."""
+    file, trusted = str(settings.conversion.manifest), settings.conversion.trust_remote_code
+    manifest, gear = choose_table(Path(file), settings.layout)
+    model, tokenizer, config = load(source, return_config=True, lazy=True, trust_remote_code=trusted)
     if is_quantized(model):
         raise GearbxError(f"{source}: is quantized already, and --manifest has bits for original weights; leave it out")
     with about(file):
@@ -440,11 +378,7 @@ def write_manifest_table(
 
 
 def choose_table(file: Path, layout: LayerSettings) -> tuple[PrecisionManifest, int]:
-    """Return the manifest, and the gear whose table is written.
-
-    Raises:
-        GearbxError: a manifest that cannot be read or lacks the table, or flags that contradict it.
-    """
+    """Return the manifest, and the gear whose table is written. Raises GearbxError where the flags contradict it."""
     manifest = read_precision(file)
     if layout.format not in (None, "affine"):
         raise GearbxError(f"--format {layout.format}: a checkpoint with the bits of a manifest is mlx-lm's own, affine")

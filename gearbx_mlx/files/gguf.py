@@ -14,7 +14,7 @@ import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -75,11 +75,11 @@ class Gguf:
         except ValueError as error:  # an empty file cannot be mapped
             raise self._damaged("is empty") from error
         self._at = self._words = 0
-        if self._take(len(MAGIC)) != MAGIC:
+        if self._numbers("u1", len(MAGIC)).tobytes() != MAGIC:
             raise GearbxError(f"{path}: is not a GGUF file; give the file of a model for llama.cpp")
         self._check_version(self._number("<u4"))
         tensors, entries = self._count(MOST_THINGS), self._count(MOST_THINGS)
-        self.metadata: Mapping[str, Any] = self._unique(self._entry() for _ in range(entries))
+        self.metadata: Mapping[str, Any] = self._unique((self._text(), self._value()) for _ in range(entries))
         infos = [self._info() for _ in range(tensors)]
         alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
@@ -157,10 +157,8 @@ class Gguf:
         shape = tuple(self._number("<u8") for _ in range(count))[::-1]  # ggml counts from the innermost
         return name, shape, self._number("<u4"), self._number("<u8")
 
-    def _entry(self) -> tuple[str, Any]:
-        return self._text(), self._value(self._number("<u4"))
-
-    def _value(self, kind: int) -> Any:
+    def _value(self) -> Any:
+        kind = self._number("<u4")
         if kind == STRING:
             return self._text()
         if kind in SCALARS:
@@ -175,7 +173,7 @@ class Gguf:
         raise self._damaged(f"{'an array' if kind == ARRAY else 'a value'} of type {element} at byte {self._at}")
 
     def _text(self) -> str:
-        return self._take(self._count()).decode("utf-8", "replace")
+        return self._numbers("u1", self._count()).tobytes().decode("utf-8", "replace")
 
     def _count(self, most: int | None = None) -> int:
         """Read a number of things that follow, of which each takes a byte at least."""
@@ -191,17 +189,10 @@ class Gguf:
     def _numbers(self, format: str, count: int) -> np.ndarray:
         """Read numbers, which are mapped and not copied."""
         start, size = self._at, count * np.dtype(format).itemsize
-        self._skip(size)
-        return np.frombuffer(self._bytes, format, count, start)
-
-    def _take(self, size: int) -> bytes:
-        self._skip(size)
-        return self._bytes[self._at - size : self._at]
-
-    def _skip(self, size: int) -> None:
-        if size > len(self._bytes) - self._at:
+        if size > len(self._bytes) - start:
             raise self._damaged(f"ends at byte {len(self._bytes)}, in the middle of its header")
         self._at += size
+        return np.frombuffer(self._bytes, format, count, start)
 
     def _damaged(self, what: str) -> GearbxError:
         return GearbxError(f"{self.path}: damaged or truncated ({what}); {REFETCH}")
@@ -214,30 +205,21 @@ CODED = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q8_0": 8, "Q4_K": 4, "Q5_K
 BLOCKS_AT_ONCE = 2**14  # blocks that are packed at a time: a code takes 8 bytes meanwhile
 
 
-class Codes(NamedTuple):
-    """A matrix of affine codes as MLX packs them, in groups of 32.
+def affine_codes(gguf: Gguf, tensor: GgufTensor) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+    """Return the codes of a matrix as MLX packs them; None for types that have none in groups of 32, as Q6_K.
 
-    words: (..., I * bits / 32) uint32. scales, biases: (..., I / 32) float16.
+    These are words (..., I * bits / 32) uint32, and scales and biases (..., I / 32) float16.
     """
-
-    bits: int
-    words: np.ndarray
-    scales: np.ndarray
-    biases: np.ndarray
-
-
-def affine_codes(gguf: Gguf, tensor: GgufTensor) -> Codes | None:
-    """Return the codes of a matrix; None for types that have none, or with other groups, as Q6_K."""
-    bits, blocks = CODED.get(tensor.kind.name), gguf.blocks(tensor)
-    if bits is None:
+    if tensor.kind.name not in CODED:
         return None
+    blocks = gguf.blocks(tensor)
     parts = [
         packed(blocks[start : start + BLOCKS_AT_ONCE], tensor.kind.name)
         for start in range(0, len(blocks), BLOCKS_AT_ONCE)
     ]
     words, scales, biases = (np.concatenate(arrays) for arrays in zip(*parts))
     groups = (*tensor.shape[:-1], tensor.shape[-1] // GGUF_GROUP)
-    return Codes(bits, words.reshape(*tensor.shape[:-1], -1), scales.reshape(groups), biases.reshape(groups))
+    return words.reshape(*tensor.shape[:-1], -1), scales.reshape(groups), biases.reshape(groups)
 
 
 def packed(blocks: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -17,7 +17,7 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ import numpy as np
 from mlx_lm.utils import load_model
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from ..errors import GearbxError, GearbxWarning, one_line
+from ..errors import GearbxError, GearbxWarning, about, one_line
 from .gguf import CODED, GGUF_GROUP, MAGIC, Gguf, GgufTensor, affine_codes
 from .model_directory import MOST_LAYERS, REFETCH
 from .reading import shown, unreadable
@@ -93,8 +93,7 @@ def fields_of_gemma2(of: Mapping[str, Any], head: int) -> dict[str, Any]:
 
 
 def fields_of_gemma3(of: Mapping[str, Any], head: int) -> dict[str, Any]:
-    """Return every sixth layer attends to the whole text, and its positions alone may be stretched."""
-    scaling = {"rope_type": "linear", "factor": of.get("rope.scaling.factor", 1.0)}
+    scaling = {"rope_type": "linear", "factor": of.get("rope.scaling.factor", 1.0)}  # of layers that see the whole text
     return {
         "query_pre_attn_scalar": scaled_by(of, head, "gemma3_text"),
         "sliding_window": of["attention.sliding_window"],
@@ -139,12 +138,7 @@ def is_gguf(file: Path) -> bool:
 
 
 def gguf_directory(file: Path) -> Path:
-    """Return the directory that a file becomes at its first use; the same contents are not written twice.
-
-    Raises:
-        GearbxError: no GGUF, a damaged one, an architecture, tokenizer or type that is not known; a cache that cannot
-            be written, or that others may write to.
-    """
+    """Return the directory that a file becomes at its first use. Raises GearbxError for a file that cannot be read."""
     directory = unpacked(file.stem, contents(file), lambda place: write_model(file, place))
     warn_of_widened(file, directory)
     return directory
@@ -168,16 +162,10 @@ def warn_of_widened(file: Path, directory: Path) -> None:
 
 
 def write_model(file: Path, directory: Path, dtype: mx.Dtype | None = None) -> None:
-    """Write a GGUF into an empty directory, as a model that mlx-lm loads.
-
-    Args:
-        dtype: of all weights; None: codes stay codes.
-
-    Raises:
-        GearbxError: as `gguf_directory`.
-    """
+    """Write a GGUF into an empty directory, as mlx-lm loads it. dtype: of all weights; None: codes stay codes."""
     gguf = Gguf(file)
-    check_metadata(gguf)
+    with about(file):
+        check_metadata(gguf)
     try:
         config, weights = config_of(gguf, dtype), weights_of(gguf, dtype)
         write_tokenizer(gguf.metadata, directory)
@@ -206,41 +194,34 @@ def said(value: Any) -> str:
 
 def check_metadata(gguf: Gguf) -> None:
     """Raises GearbxError for an architecture, a tokenizer or a tensor that is not known, or that is missing."""
-    of, path = gguf.metadata, gguf.path
-    known: list[tuple[str, Any]] = [("general.architecture", ARCHITECTURES), ("tokenizer.ggml.model", (BPE, PIECES))]
+    of = gguf.metadata
+    known: dict[str, Collection[str]] = {"general.architecture": ARCHITECTURES, "tokenizer.ggml.model": (BPE, PIECES)}
     if of.get("tokenizer.ggml.model") == BPE:
-        known.append(("tokenizer.ggml.pre", WORD_CUTS))
-    for key, choices in known:
+        known["tokenizer.ggml.pre"] = WORD_CUTS
+    for key, choices in known.items():
         if not isinstance(of.get(key), str) or of[key] not in choices:
-            raise GearbxError(
-                f"{path}: {key} is {said(of.get(key))}; what can be read has {' or '.join(choices)}; give the model "
-                "as safetensors"
-            )
+            found = f"{key} is {said(of.get(key))}; what can be read has {' or '.join(choices)}"
+            raise GearbxError(f"{found}; give the model as safetensors")
     pieces = of.get("split.count", 1)
     if isinstance(pieces, int) and pieces > 1:
-        raise GearbxError(f"{path}: is one of {pieces} files of a model; join them with llama-gguf-split --merge")
+        raise GearbxError(f"is one of {pieces} files of a model; join them with llama-gguf-split --merge")
     architecture = of["general.architecture"]
     for name in gguf.tensors:
         if mlx_name(name, ARCHITECTURES[architecture].parts) is None and name not in STRETCHED:
-            raise GearbxError(
-                f"{path}: has a tensor {shown(name)}, which no {architecture} of mlx-lm has; give the model as "
-                "safetensors"
-            )
+            found = f"has a tensor {shown(name)}, which no {architecture} of mlx-lm has"
+            raise GearbxError(f"{found}; give the model as safetensors")
     count = of.get(f"{architecture}.block_count")
     blocks = len({name.split(".")[1] for name in gguf.tensors if name.startswith("blk.")})
     if not isinstance(count, int) or count != blocks:
-        raise GearbxError(
-            f"{path}: {architecture}.block_count is {said(count)}, and there are tensors of {blocks} blocks; {REFETCH}"
-        )
+        found = f"{architecture}.block_count is {said(count)}, and there are tensors of {blocks} blocks"
+        raise GearbxError(f"{found}; {REFETCH}")
     if blocks > MOST_LAYERS:
-        raise GearbxError(f"{path}: has {blocks} blocks, and no model has more than {MOST_LAYERS}; {REFETCH}")
+        raise GearbxError(f"has {blocks} blocks, and no model has more than {MOST_LAYERS}; {REFETCH}")
     embedding, tokens = gguf.tensors.get("token_embd.weight"), of.get("tokenizer.ggml.tokens")
     if embedding is None or len(embedding.shape) != 2 or not isinstance(tokens, list):
-        raise GearbxError(f"{path}: has no token_embd.weight, or no tokenizer.ggml.tokens; {REFETCH}")
+        raise GearbxError(f"has no token_embd.weight, or no tokenizer.ggml.tokens; {REFETCH}")
     if len(tokens) > embedding.shape[0]:
-        raise GearbxError(
-            f"{path}: has {len(tokens)} tokens and {embedding.shape[0]} rows of token_embd.weight; {REFETCH}"
-        )
+        raise GearbxError(f"has {len(tokens)} tokens and {embedding.shape[0]} rows of token_embd.weight; {REFETCH}")
 
 
 def check_loads(gguf: Gguf, directory: Path) -> None:
@@ -271,31 +252,23 @@ def weights_of(gguf: Gguf, dtype: mx.Dtype | None) -> dict[str, mx.array]:
 def arrays_in(gguf: Gguf, tensor: GgufTensor, dtype: mx.Dtype | None, one: int = 0) -> Iterator[tuple[str, mx.array]]:
     """Yield what a tensor is in MLX: its codes, scales and biases by their names; or, with the name "", its weights.
 
-    Args:
-        dtype: of weights that are not to stay codes.
-        one: what is subtracted from weights.
+    dtype: of weights that are not to stay codes. one: what is subtracted from weights.
     """
     codes = affine_codes(gguf, tensor) if dtype is None else None
     if codes is not None:
-        arrays = dict(zip(("weight", "scales", "biases"), map(mx.array, codes[1:])))
+        arrays = dict(zip(("weight", "scales", "biases"), map(mx.array, codes)))
     else:
         wide = mx.array(gguf.weights(tensor)) - one
         arrays = {"": wide.astype(dtype or AS_THEY_ARE.get(tensor.kind.name, mx.float16))}
     for name, array in arrays.items():
         if name != "weight" and not mx.all(mx.isfinite(array)).item():
-            kind = name_of_type(array.dtype)
-            raise GearbxError(
-                f"{gguf.path}: {shown(tensor.name)} has weights that are no finite numbers in {kind}; {REFETCH}"
-            )
+            what = f"weights that are no finite numbers in {name_of_type(array.dtype)}"
+            raise GearbxError(f"{gguf.path}: {shown(tensor.name)} has {what}; {REFETCH}")
     yield from arrays.items()
 
 
-def mlx_name(tensor: str, parts: Mapping[str, str] = LLAMA_NAMES) -> str | None:
-    """Return the name in mlx-lm of a tensor: blk.3.attn_q.weight is model.layers.3.self_attn.q_proj.weight.
-
-    Args:
-        parts: of the architecture.
-    """
+def mlx_name(tensor: str, parts: Mapping[str, str]) -> str | None:
+    """Return a tensor's name in mlx-lm, or None: model.layers.3.self_attn.q_proj.weight of blk.3.attn_q.weight."""
     stem, _, kind = tensor.rpartition(".")
     block = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
     part = parts.get(block[2] if block else stem)
@@ -440,14 +413,7 @@ ENDS_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 
 
 def write_tokenizer(of: Mapping[str, Any], directory: Path) -> None:
-    """Write tokenizer.json, and its settings with the chat template.
-
-    Args:
-        of: the metadata of a GGUF.
-
-    Raises:
-        KeyError, ValueError, IndexError, TypeError: metadata that do not fit each other.
-    """
+    """Write tokenizer.json and its settings from a GGUF's metadata. Raises any error where these do not fit."""
     pieces = of["tokenizer.ggml.model"] == PIECES
     tokenizer = of_pieces(of) if pieces else of_bytes(of)
     tokens, kinds = of["tokenizer.ggml.tokens"], of["tokenizer.ggml.token_type"]

@@ -33,14 +33,10 @@ class JournalPart(Struct, Generic[F], frozen=True):
 class Journal:
     """Keeps what was measured, so that a rerun with the same inputs does not measure it again.
 
-    Args:
-        file: the journal continues where it ends; a line that is not complete is cut off. None: nothing is kept.
-        inputs: all that the parts depend on, as JSON can express it.
-        found: the type of the value of a part: a dataclass, or what JSON can express.
+    file: the journal continues where it ends; a line that is not complete is cut off. None: nothing is kept. inputs:
+    all that the parts depend on, as JSON can express it. found: the type of the value of a part.
 
-    Raises:
-        GearbxError: the file cannot be read or written, has a damaged line, or belongs to other inputs: the message
-            names the first one that changed.
+    Raises GearbxError for a file that cannot be read or written, has a damaged line, or belongs to other inputs.
     """
 
     def __init__(self, file: Path | None, inputs: Mapping[str, Any], found: Any = Any):
@@ -99,11 +95,9 @@ class Journal:
 
 
 def place_beside(out: Path, ending: str) -> Path | None:
-    """Return where the parts of an output are kept until it is complete; None for a device or a pipe, which keeps
-    nothing.
+    """Return where the parts of an output are kept until it is complete; None: nowhere, for a device or a pipe.
 
-    Raises:
-        GearbxError: a place that cannot be written to.
+    Raises GearbxError for a place that cannot be written to.
     """
     if out.exists() and not out.is_file():
         return None
@@ -114,13 +108,7 @@ def place_beside(out: Path, ending: str) -> Path | None:
 
 
 def check_inputs(before: Mapping[str, Any], inputs: Mapping[str, Any], file: Path) -> None:
-    """Raises GearbxError if measurements were made from other inputs; the message names the first one that changed.
-
-    Args:
-        before: as read from JSON.
-        inputs: of now, as JSON can express them: a tuple is the same as a list.
-        file: that has the measurements.
-    """
+    """Raises GearbxError that names the first input of measurements in a file that is another one now."""
     now = json.loads(json.dumps(inputs))
     for name in {**before, **now}:
         if before.get(name) != now.get(name):

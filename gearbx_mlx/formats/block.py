@@ -80,8 +80,7 @@ class Programs:
     def find(
         self, module: nn.Module, kernels: ModuleType, make: Callable[[nn.Module, ModuleType], Any] | None = None
     ) -> Any:
-        """Return the program for the modules, settings and arrays that the module has now; `make` makes it, of
-        a block."""
+        """Return the program for what the module has now: modules, settings, arrays. make: `program_of` of a block."""
         for i, (watched, program) in enumerate(self._made):
             if kernels.is_same(watched, module):
                 self._made.insert(0, self._made.pop(i))
@@ -142,8 +141,7 @@ def coded_class(kind: Any) -> type[nn.Module] | None:
 
 
 def run_block(layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array | None:
-    """Return the result of a block (B, L, D) float32, with its keys and values in the cache; None if it must run as it
-    did."""
+    """Return the result of a block (B, L, D) float32, its keys and values in the cache; None if mlx-lm has to run."""
     causal = isinstance(mask, str) and mask == "causal"
     plain = causal or mask is None or (isinstance(mask, mx.array) and mask.dtype == mx.bool_)
     if x.dtype != mx.float32 or x.ndim != 3 or not plain:
@@ -168,11 +166,7 @@ def run_block(layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array 
 
 
 def run_layers(model: nn.Module, x: mx.array, cache: Any, kernels: ModuleType) -> mx.array | None:
-    """Return the normed result of all blocks (B, L, D) float32, with keys and values in the caches; None if there is
-    none.
-
-    `runs_in_turn` has to hold.
-    """
+    """Return the normed result of all blocks (B, L, D) float32, caches filled, if `runs_in_turn`; None for none."""
     if x.dtype != mx.float32:
         return None
     chain = programs_of(model).find(model, kernels, chain_of)
@@ -248,11 +242,7 @@ class PassParts(NamedTuple):
 
 
 def pass_parts(model: nn.Module, second: nn.Module | None = None) -> PassParts | None:
-    """Return the parts of passes in the gear that is engaged; None if something in it is not native.
-
-    Args:
-        second: the head of a better gear, a linear layer or a tied embedding.
-    """
+    """Return the parts of passes in the engaged gear; None if one is not native. second: the head of a better gear."""
     kernels = block_kernels(1)
     layers = model.get("model") if stock_code(model) in WHOLE_MODELS else None
     if kernels is None or not isinstance(layers, NativeLayers):
@@ -272,8 +262,7 @@ Used = TypeVar("Used")
 class KeptParts:
     """The parts of a gear's passes, found once: to look for them takes as long as a norm of every layer.
 
-    Args:
-        find: engages the gear, and returns its parts; None where there can be none.
+    find: engages the gear, and returns its parts; None where there can be none.
     """
 
     def __init__(self, find: Callable[[], PassParts | None]):
@@ -344,10 +333,7 @@ class NativeDraft:
     room: int
 
     def best(self, token: int, place: int) -> tuple[int, float, float]:
-        """Return the best token after this one, the entropy of all in bits, and by how much its logit is the largest.
-
-        place: of the token in the draft, from 0.
-        """
+        """Return the best token after that at a place of a draft, the entropy of all in bits, and its logit's lead."""
         table, (row,) = self.parts.rows([token])
         following: tuple[int, float, float] = self.parts.kernels.best_token(
             self.passes, table, row, self.entries + place
@@ -451,11 +437,7 @@ def program_of(layer: nn.Module, kernels: ModuleType) -> Program | None:
 
 
 def known_program(layer: nn.Module, kernels: ModuleType) -> Any:
-    """Like `program_of`.
-
-    Raises:
-        ValueError: arrays that native kernels do not read in place.
-    """
+    """Like `program_of`. Raises ValueError for arrays that native kernels do not read in place."""
     attention, mlp = layer.get("self_attn"), layer.get("mlp")
     known, gates = ATTENTION_PARTS.get(stock_code(attention)), MLP.get(stock_code(mlp))
     if known is None or gates is None:
@@ -497,11 +479,7 @@ def stock_code(module: Any) -> Code:
 
 
 def native_part(module: nn.Module, kernels: ModuleType) -> Any:
-    """Return a linear layer as a part of a block; None if its class does not say how (a class derived from it need
-    not).
-
-    Nor where another kernel than ours was chosen for it.
-    """
+    """Return a linear layer as a part of a block; None if its very class has none, or other kernels were chosen."""
     part = vars(type(module)).get("part")
     if part is None or (module.chosen is not None and module.chosen(1) != NATIVE):
         return None

@@ -106,8 +106,7 @@ class SortedRows:
         return edges[:, 1:] - edges[:, :-1], sums[:, 1:] - sums[:, :-1]
 
     def quantiles(self, count: int) -> mx.array:
-        """Return the values (R, count) at quantiles (k + 1/2) / count of each row; 0 for a row where no value
-        counts."""
+        """Return the values (R, count) at quantiles (k + 1/2) / count of each row; 0 where no value counts."""
         middle = (2 * mx.arange(count) + 1) * self.counts // (2 * count)
         found = mx.take_along_axis(self.values, middle, axis=-1)
         return mx.where(self.counts > 0, found, 0)
@@ -134,8 +133,7 @@ def lloyd(rows: SortedRows, bits: int, rounds: int = ROUNDS) -> mx.array:
 
 
 def nearest_entries(rows: mx.array, codebook: mx.array) -> mx.array:
-    """Return the codes (R, I) uint8 of the entries in codebooks (R, K) nearest to values (R, I); of two, the
-    lower one."""
+    """Return the codes (R, I) uint8 of the entries in codebooks (R, K) nearest to values (R, I); the lower of two."""
     bounds = boundaries(codebook)
     codes = mx.zeros(rows.shape, mx.uint8)
     for k in range(bounds.shape[-1]):
@@ -209,13 +207,10 @@ class Outliers:
 
 
 def outliers_of(matrix: mx.array, options: CodebookOptions = DEFAULT_OPTIONS) -> np.ndarray:
-    """Find the outliers of a matrix (O, I): |w - mean| > 3 sigma, but at most the furthest 2 %; or as options say.
+    """Find the outliers of a matrix (O, I) bool: |w - mean| > 3 sigma, but at most the furthest 2 %; or as options say.
 
     Mean and sigma are those of the matrix. Among equally distant weights the first ones count. If mean or sigma is not
     finite, there are no outliers.
-
-    Returns:
-        (O, I) bool.
     """
     rows, width = matrix.shape
     blocks = row_blocks(rows, width)
@@ -298,14 +293,9 @@ def bulk(rows: mx.array, outlying: mx.array) -> mx.array:
 
 
 def fit(rows: mx.array, outlying: mx.array, bits: int, rounds: int = ROUNDS) -> tuple[mx.array, mx.array]:
-    """Fit a codebook to each row, and codes to the codebooks.
+    """Fit a codebook to each row (R, I), without its outliers (R, I) bool, and codes to the codebooks.
 
-    Args:
-        rows: (R, I), floating.
-        outlying: (R, I) bool, the outliers, which are left out.
-
-    Returns:
-        codebooks (R, 2^bits) float16, ascending, not finite for a row that is not; and codes (R, I) uint8.
+    Returns codebooks (R, 2^bits) float16, ascending, not finite for a row that is not; and codes (R, I) uint8.
     """
     rows = rows.astype(mx.float32)
     codebook = lloyd(SortedRows.of(rows, outlying), bits, rounds)
@@ -339,11 +329,7 @@ def encode(
 
 
 def look_up(arrays: Arrays, bits: int, width: int) -> mx.array:
-    """Return the weights (..., O, width) float32, with a codebook entry in the place of each outlier.
-
-    Args:
-        arrays: as `encode` makes them, here or in codebook_library.py.
-    """
+    """Return weights (..., O, width) float32 of arrays from an `encode`, with an entry in the place of each outlier."""
     if "library" not in arrays:
         codes = unpack_codebook_codes(arrays["weight"], bits, width).astype(mx.uint32)
         return mx.take_along_axis(arrays["codebook"].astype(mx.float32), codes, axis=-1)
@@ -362,10 +348,7 @@ def decode(arrays: Arrays, bits: int, width: int, dtype: mx.Dtype = mx.float32) 
 
 
 def nbytes(arrays: Arrays) -> int:
-    """Return the bytes that a product with the matrix, or with all experts, reads.
-
-    Padding of the experts' lists of outliers is not read.
-    """
+    """Return the bytes that a product with the matrix, or all experts, reads: without the padding of their lists."""
     if arrays["outliers"].ndim == 1:  # no padding, and nothing has to be read from a file that holds the offsets
         return sum(array.nbytes for array in arrays.values())
     others = sum(array.nbytes for name, array in arrays.items() if name not in ("outliers", "outlier_columns"))
@@ -401,12 +384,7 @@ class NativeCodebookSwitchLinear(NativeExperts, ReconstructedSwitchLinear):
 
 
 class CodebookFormat(ReconstructedFormat, abc.ABC):
-    """Formats of learned codebooks: every gear has its own codes and tables.
-
-    Args:
-        cache: keep reconstructed weights until the gear is left.
-        options: outliers, rounds and library; they are a part of the format's name.
-    """
+    """Formats of learned codebooks: every gear has its own codes and tables. The options are a part of the name."""
 
     native = native_experts = True
     native_kinds = NativeCodebookLinear, NativeCodebookSwitchLinear
@@ -425,10 +403,7 @@ class CodebookFormat(ReconstructedFormat, abc.ABC):
 
     @abc.abstractmethod
     def stored_bytes(self, shape: Sequence[int], bits: int, outlier_share: float | None = None) -> int:
-        """Return the bytes that a weight (..., O, I) takes, if `outlier_share` of its weights are outliers.
-
-        None: as many as a Gaussian has.
-        """
+        """Return the bytes of a weight (..., O, I) with this share of outliers; None: as many as a Gaussian has."""
 
     def outlier_bytes(self, shape: Shape, share: float | None) -> int:
         """Return the bytes of a weight's outliers; arguments are those of `stored_bytes`."""

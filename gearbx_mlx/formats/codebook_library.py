@@ -51,10 +51,7 @@ def moments(rows: mx.array, outlying: mx.array) -> tuple[mx.array, mx.array]:
 
 
 def condense(codebooks: mx.array, size: int, rounds: int) -> mx.array:
-    """Condense codebooks (R, K) to a library (size, K), by Lloyd's iteration over vectors.
-
-    The iteration begins with the codebooks at quantiles of the largest entry.
-    """
+    """Condense codebooks (R, K) to a library (size, K), by Lloyd's iteration, from quantiles of the largest entry."""
     order = mx.argsort(mx.abs(codebooks).max(axis=-1))
     library = codebooks[order[(2 * mx.arange(size) + 1) * len(codebooks) // (2 * size)]]
     for _ in range(rounds):
@@ -87,10 +84,8 @@ def choose_entries(z: mx.array, outlying: mx.array, library: mx.array) -> mx.arr
     """Return the number (G,) of the codebook in a library (L, K) with the least error for each group.
 
     The squared error of a codebook is a sum over the bins of a group's histogram: the weights in the bin, times the
-    squared distance from the bin to the nearest entry. For all groups that is one matrix product.
-
-    Args:
-        z: groups (G, 128) with mean 0 and deviation 1.
+    squared distance from the bin to the nearest entry. For all groups that is one matrix product. z: groups (G, 128)
+    with mean 0 and deviation 1.
     """
     centres = ((mx.arange(BINS) + 0.5) / BINS * 2 - 1) * REACH
     off = mx.abs(centres[:, None, None] - library.astype(mx.float32)).min(axis=-1)
@@ -127,8 +122,7 @@ def fit(groups: mx.array, outlying: mx.array, library: mx.array) -> tuple[mx.arr
 
 
 def refine(groups: mx.array, outlying: mx.array, library: mx.array) -> mx.array:
-    """Return a round of Lloyd's iteration over groups (G, 128): each entry moves to the mean of the weights with its
-    code.
+    """Return a round of Lloyd's iteration over groups (G, 128): entries move to the mean of weights with their code.
 
     A weight counts with the square of its group's scale, as its error does. The sums are matrix products, because they
     add in the same order in every run; scattered additions on a GPU do not.

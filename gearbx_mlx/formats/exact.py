@@ -43,13 +43,10 @@ LADDER = (CODE_BITS, DENSE)
 
 
 def encode(weight: mx.array, group_size: int, base: Planes | None = None) -> ExactMatrix:
-    """Return a matrix (..., O, I) of bfloat16 in format `exact`.
+    """Return a matrix (..., O, I) of bfloat16, of any bit patterns, in format `exact`.
 
-    Args:
-        weight: any bit patterns. I is a multiple of group_size.
-        group_size: 32, 64 or 128.
-        base: codes (..., O, I) of the low gear in the place of the nearest ones. Groups that could not come back from
-            them get the nearest.
+    base: codes (..., O, I) of the low gear in the place of the nearest ones. Groups that could not come back from them
+    get the nearest.
     """
     rows, parts = weight.reshape(-1, weight.shape[-1]), []
     base = base and base.each(lambda array: array.reshape(-1, array.shape[-1]))
@@ -112,14 +109,10 @@ def in_window(weight: np.ndarray, value: np.ndarray, scale: np.ndarray) -> tuple
 
 
 def bytes_beside(values: mx.array, plane: Planes) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-    """Return what is stored beside the codes: as the native `exact_encode`, with MLX's own operations.
+    """Return what is stored beside the codes (`quantize`) of weights with these bits (O, I), as native `exact_encode`.
 
-    Args:
-        values: (O, I), the bits of the weights. plane: as `quantize` makes it.
-
-    Returns:
-        kept (O, G): whether a group comes back from its codes; low, high and offsets of an `ExactMatrix`, for which a
-        group that is not kept has codes, scale and biases of 0.
+    kept (O, G): whether a group comes back from its codes; low, high and offsets of an `ExactMatrix`, for which a group
+    that is not kept has codes, scale and biases of 0. With MLX's own operations.
     """
     found = predict(plane)
     bits = values.reshape(found.near.shape)
@@ -344,12 +337,9 @@ LOW_PLANES = NestedPlanes()
 
 
 def check_offsets(offsets: mx.array, stored: int) -> None:
-    """Raises GearbxError unless the bytes of each row begin where those of the row before end: kernels index with them.
+    """Raises GearbxError unless rows' bytes follow each other through all `stored` ones: kernels index with them.
 
     The array may come from a file whose content was not checked. It is read.
-
-    Args:
-        stored: how many bytes there are; one where none is used.
     """
     found = np.array(offsets).astype(np.int64)
     if found[0] or (np.diff(found) < 0).any() or max(found[-1], 1) != stored:
@@ -357,8 +347,7 @@ def check_offsets(offsets: mx.array, stored: int) -> None:
 
 
 def exact_module(dense: nn.Module, matrix: ExactMatrix) -> nn.Module:
-    """Return the module of the gear of 16 bits in the place of a Linear, SwitchLinear or MultiLinear; it shares the
-    bias."""
+    """Return the module of 16 bits in the place of a Linear, SwitchLinear or MultiLinear; it shares the bias."""
     native = isinstance(dense, Native)
     if isinstance(dense, MultiLinear):
         return (NativeExactMultiLinear if isinstance(dense, NativeMultiLinear) else ExactMultiLinear)(matrix, dense)

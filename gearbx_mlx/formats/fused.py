@@ -155,10 +155,6 @@ FUNCTIONS = {
 
 @functools.cache
 def native_class(kind: Any, operations: tuple[str, ...] = OPERATIONS) -> type[nn.Module] | None:
-    """Return a subclass of mlx-lm's class `kind` whose `__call__` calls our FUNCTIONS; None if it calls none of them.
-
-    Args:
-        operations: those for which ours are called.
-    """
+    """Return a subclass of mlx-lm's class that calls our FUNCTIONS of these operations; None if it calls none."""
     wanted = {name: (theirs, ours) for name, (operation, theirs, ours) in FUNCTIONS.items() if operation in operations}
     return calling(kind, wanted)

@@ -69,13 +69,9 @@ GEARED: dict[type[nn.Module], type[nn.Module]] = {  # mlx-lm's adapters, and the
 
 
 def row_norms(adapter: nn.Module, linear: nn.Module, delta: Callable[[], mx.array]) -> mx.array:
-    """Return the norm of each row of a layer's weight plus what the adapter adds to it, (O,).
+    """Return the norm of each row of a layer's weight plus what the adapter adds to it, `delta` (O, I): (O,).
 
     They stay with the layer for as long as the adapter has these arrays: a gear's layer is another module.
-
-    Args:
-        linear: the layer inside, in the engaged gear.
-        delta: computes what the adapter adds, (O, I).
     """
     kept = vars(linear).get(ROW_NORMS)
     if kept is not None and all(kept[name] is adapter[name] for name in ("lora_a", "lora_b")):
@@ -110,12 +106,7 @@ def held_name(module: nn.Module) -> str | None:
 
 
 class RankPart(nn.Module):
-    """A rank's part of a layer whose inputs are divided among the ranks.
-
-    Args:
-        linear: the part, a layer of its own; it changes gear.
-        group: the ranks.
-    """
+    """A rank's part, a layer of its own that changes gear, of a layer whose inputs are divided among the ranks."""
 
     def __init__(self, linear: nn.Module, group: mx.distributed.Group):
         super().__init__()

@@ -50,15 +50,10 @@ def group_for(dims: int) -> int | None:
 
 
 def pack(vectors: mx.array, widths: Sequence[int], group_size: int) -> tuple[list[mx.array], mx.array, mx.array]:
-    """Return the planes, scales and offsets of vectors (..., D); the layout stands above.
+    """Return the planes, scales and offsets of vectors (..., D), floating; the layout stands above.
 
-    Args:
-        vectors: floating.
-        widths: bits of each plane, most significant first: powers of two, 8 at most together.
-        group_size: divides D; a multiple of 8.
-
-    Raises:
-        GearbxError: widths or a group size that do not fit.
+    widths: bits of each plane, most significant first: powers of two, 8 at most together. group_size: divides D; a
+    multiple of 8. Raises GearbxError for those that do not fit.
     """
     check(vectors.shape[-1], widths, group_size)
     bits = sum(widths)
@@ -130,12 +125,8 @@ class KVMeter:
 class KVGears:
     """The ladder of the caches of a model's layers, which is the same object for all of them and for their copies.
 
-    Args:
-        ladder: bits in ascending order, of 4, 8 and 16.
-        engaged: returns the bits of the gear that a pass reads now.
-        native: pack with our kernel where there is one.
-
-    `in_prompt` says that passes read a prompt now.
+    ladder: bits in ascending order, of 4, 8 and 16. engaged: returns the bits of the gear that a pass reads now.
+    native: pack with our kernel where there is one. in_prompt: passes read a prompt now.
     """
 
     def __init__(self, ladder: tuple[int, ...], engaged: Callable[[], int] | None = None, native: bool = False):
@@ -188,10 +179,7 @@ def position_bytes(array: mx.array) -> int:
 
 
 class NestedKVCache(KVCache):
-    """The cache of one layer.
-
-    Args:
-        gears: shared by the caches of all layers.
+    """The cache of one layer, whose gears it shares with those of the others.
 
     `keys` and `values` are the entries, as in KVCache; None where there are planes alone.
     """

@@ -109,8 +109,7 @@ class NativeExperts(Native):
     """What packed experts (E, O, I) with native kernels share: on Metal their kernels are chosen (`Native.kind`)."""
 
     def product(self, x: mx.array) -> mx.array:
-        """Return the product (V, n, 1, O) of vectors x (V, I) with the first n experts: all, or as many as a kernel
-        takes."""
+        """Return the product (V, n, 1, O) of vectors x (V, I) with the first n experts, as many as a kernel takes."""
         layer: Any = self
         indices = mx.arange(min(layer.num_experts, MOST_PAIRS // len(x)), dtype=mx.uint32)
         y: mx.array = layer(x[:, None, None], mx.broadcast_to(indices, (len(x), len(indices))))
@@ -258,11 +257,9 @@ def with_expert_bias(module: nn.Module, y: mx.array, indices: mx.array) -> mx.ar
 def with_kernels(module: nn.Module, native: bool, operations: tuple[str, ...] = OPERATIONS) -> nn.Module:
     """Return the native form of a layer or fused operation, or MLX's form, over the same arrays.
 
-    Args:
-        operations: beside products, those that have their native form (`kernels.operations.native_operations`).
-
-    Returns the module itself if it has that form already, if its class is unknown and may compute something else, or
-    if native kernels do not read the type of its weights.
+    operations: beside products, those that have their native form (`kernels.operations.native_operations`). Returns the
+    module itself if it has that form already, if its class is unknown and may compute something else, or if native
+    kernels do not read the type of its weights.
     """
     own: Any = type(module)
     stock = STOCK_OF.get(own) or stock_class(own) or own

@@ -65,20 +65,13 @@ def split(
     dtype: mx.Dtype | None = None,
     kernels: ModuleType | None = None,
 ) -> Planes:
-    """Quantize a matrix (..., O, I) into planes.
+    """Quantize a matrix (..., O, I), floating, into planes; I is a multiple of group_size: 32, 64 or 128.
 
     Scale and bias of the first plane are rounded to the weight's own type before codes are fitted to them. So the top
     gear loses nothing to the rounding. Those of a single plane are also fitted to the codes, by least squares.
 
-    Args:
-        weight: floating; I is a multiple of group_size.
-        widths: bits of each plane, most significant first, 8 at most together.
-        group_size: 32, 64 or 128.
-        dtype: of scales and biases; the weight's own type if not given.
-        kernels: native ones, which make the same planes faster.
-
-    Raises:
-        GearbxError: the widths add up to more than 8 bits.
+    widths: bits of each plane, most significant first; GearbxError for more than 8 together. dtype: of scales and
+    biases; the weight's own type if not given. kernels: native ones, which make the same planes faster.
     """
     if sum(widths) > 8:
         raise GearbxError(f"planes of {'+'.join(map(str, widths))} bits are more than 8 together")
@@ -144,8 +137,7 @@ def quantize(
 
 
 def nearest_codes(grouped: mx.array, step: mx.array, offset: mx.array, bits: int) -> mx.array:
-    """Return the codes (..., G, g) of weights in steps of their group (..., G) from an offset, as whole float32
-    numbers."""
+    """Return the codes (..., G, g), whole float32 numbers, of weights in steps of their group from its offset."""
     return mx.round(mx.clip((grouped - offset[..., None]) / step[..., None], 0, 2**bits - 1))
 
 

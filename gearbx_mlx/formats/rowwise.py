@@ -47,16 +47,9 @@ def row_bytes(width: int, bits: int) -> int:
 
 
 def pack_symmetric_codes(codes: mx.array, bits: int) -> mx.array:
-    """Pack signed codes into rows of bytes.
+    """Pack signed codes (..., I) into rows (..., row_bytes(I, bits)): int8 for 8 bits, else uint8.
 
     The first of the codes that share bytes is in the lowest bits of the first byte.
-
-    Args:
-        codes: (..., I) integers from -Q_MAX[bits] to Q_MAX[bits].
-        bits: 8, 6, 4 or 2.
-
-    Returns:
-        (..., row_bytes(I, bits)): int8 for 8 bits, else uint8.
     """
     width, total = codes.shape[-1], row_bytes(codes.shape[-1], bits)
     filled = -(-total * 8 // bits // CODES_TOGETHER) * CODES_TOGETHER  # of which a row may cut the last ones
@@ -80,14 +73,10 @@ def unpack_symmetric_codes(rows: mx.array, bits: int, width: int) -> mx.array:
 
 
 def quantize(weight: mx.array, bits: int) -> tuple[mx.array, mx.array]:
-    """Quantize a matrix (..., O, I).
+    """Quantize a matrix (..., O, I): codes int8, of its shape, and scales (..., O), of its type.
 
     Each scale is rounded to the weight's own type before codes are fitted to it, so that every code is right for the
-    stored scale: no element is off by more than half a scale.
-
-    Returns:
-        codes (..., O, I) int8, and scales (..., O) in the weight's type. The scale of a row with NaN or infinity is not
-        finite.
+    stored scale: no element is off by more than half a scale. That of a row with NaN or infinity is not finite.
     """
     w = weight.astype(mx.float32)
     scales = mx.maximum(mx.abs(w).max(axis=-1) / Q_MAX[bits], LEAST_SCALES[weight.dtype]).astype(weight.dtype)

@@ -16,10 +16,8 @@ class TiedEmbedding(nn.Embedding):
     An input token reads one row of the original weight. Quantizing that row would save no time: the head reads every
     row. In a file it saves most of the matrix (`QuantizedTied`).
 
-    Args:
-        weight: (V, D).
-        projection: the head, a linear layer (..., D) -> (..., V) over the same matrix, in any precision.
-        dtype: of the rows that are looked up; the weight's own type if not given, or once the weight gets another.
+    weight: (V, D). projection: the head, a linear layer (..., D) -> (..., V) over the same matrix, in any precision.
+    dtype: of the rows that are looked up; the weight's own type if not given, or once the weight gets another.
     """
 
     def __init__(self, weight: mx.array, projection: nn.Module, dtype: mx.Dtype | None = None):
@@ -42,12 +40,7 @@ class TiedEmbedding(nn.Embedding):
 
 
 class QuantizedTied(TiedEmbedding):
-    """A tied embedding whose input tokens read their rows of the head's own packed matrix, as in stock mlx-lm.
-
-    Args:
-        projection: the head, an affine linear layer.
-        dtype: of the rows that are looked up.
-    """
+    """A tied embedding whose input tokens read rows, in `dtype`, of the affine head's own matrix, as in mlx-lm."""
 
     def __init__(self, projection: nn.Module, dtype: mx.Dtype):
         nn.Module.__init__(self)
@@ -61,10 +54,8 @@ class QuantizedTied(TiedEmbedding):
 class ExactTied(TiedEmbedding):
     """A tied embedding whose input tokens read their rows of exact weights; or a table that is not an output head.
 
-    Args:
-        projection: the head, a linear layer of any precision.
-        rows: the exact linear layer whose rows are looked up; it may be the head itself.
-        dtype: of the rows that are looked up. It follows a model that gets another type.
+    rows: the exact linear layer whose rows are looked up; it may be the head itself. dtype: of these rows. It follows a
+    model that gets another type.
     """
 
     def __init__(self, projection: nn.Module, rows: nn.Module, dtype: mx.Dtype):

@@ -58,17 +58,13 @@ def layer_bytes(module: nn.Module, storage: mx.Dtype) -> int:
 
 
 def compute_in(model: nn.Module, dtype: str, quantized: bool, kept: Iterable[nn.Module] = ()) -> mx.Dtype:
-    """Convert the model's floating parameters to the type that it computes in.
+    """Convert the model's floating parameters, in place, to the type that it computes in, and return that type.
 
     Args:
-        model: changed in place, unless it has that type already.
         dtype: "auto" (the type that is fast on this device and changes no value), or a name of DTYPES.
         quantized: whether any quantized layer will run.
         kept: modules whose own parameters keep their type, and stay unread if they are: native kernels widen them as
             they read. Adapters always keep theirs.
-
-    Returns:
-        the type that the model computes in.
 
     Raises:
         GearbxError: a name that does not exist, or a type in which MLX cannot multiply the model's experts.
@@ -109,12 +105,7 @@ def compute_in(model: nn.Module, dtype: str, quantized: bool, kept: Iterable[nn.
 
 
 class Typed:
-    """The type that a model is in now, by a parameter that no gear changes.
-
-    Args:
-        managed: the modules that are in gears.
-        dtype: of the model as it is.
-    """
+    """The type that a model is in now, by a parameter that no gear changes. managed: the modules that are in gears."""
 
     def __init__(self, model: nn.Module, managed: Iterable[nn.Module], dtype: mx.Dtype):
         of_gears = {*map(id, managed)}

@@ -52,13 +52,7 @@ class LayerPath:
 
 
 def kernels_of(module: nn.Module, choice: KernelChoice, format: Format | None) -> tuple[str, str]:
-    """Return the kernels that a layer runs on, and the reason.
-
-    Args:
-        module: the layer's module in the top gear.
-        choice: the kernels that were chosen for the model.
-        format: of the layer's quantized gears; None without such gears.
-    """
+    """Return the kernels of a layer's module in the top gear, and why. format: of its quantized gears, if any."""
     if not choice.native:
         return "mlx", choice.reason
     if not isinstance(module, Native):
@@ -72,11 +66,7 @@ def kernels_of(module: nn.Module, choice: KernelChoice, format: Format | None) -
 
 
 def alike_paths(layers: Iterable[LayerPath]) -> Iterator[tuple[str, LayerPath, int]]:
-    """Groups of layers that differ only in the numbers in their paths, in the order of their first layers.
-
-    Yields:
-        a path such as "layers.0-23.mlp.up_proj", the first layer, and the number of layers.
-    """
+    """Yield layers that differ by numbers alone: a path like "layers.0-23.mlp.up_proj", the first, their count."""
     groups: dict[tuple, list[LayerPath]] = {}
     for layer in layers:
         words = tuple("#" if part.isdigit() else part for part in layer.path.split("."))
@@ -135,12 +125,7 @@ def read_files(directory: Path) -> ModelFiles:
 
 
 def needed_memory(files: ModelFiles, gears: Sequence[int], format: Format, group_size: int, resident: bool) -> int:
-    """About how many bytes a model in gears needs, without its KV cache.
-
-    Args:
-        gears: bits, ascending.
-        resident: whether idle gears stay in memory; else it is what the largest gear alone needs.
-    """
+    """Estimate the bytes of a model in gears, without KV cache; if not `resident`, with the largest gear alone."""
     if not resident:
         return max(needed_memory(files, [bits], format, group_size, True) for bits in gears)
     if files.is_quantized:
@@ -194,17 +179,13 @@ def token_bytes(
 ) -> int:
     """Return the bytes of weights of the whole model that decoding one token reads.
 
-    Args:
-        model: an mlx-lm model.
-        managed: path to bytes of the layers that change gear; the others count as they are.
-        storage: path to the type in which a layer's floating values are stored; "" for the rest of the model.
-        head: the path of the embedding that is the output head too; None where no embedding is.
-        positions: tokens computed in one pass.
+    managed: path to bytes of the layers that change gear; the others count as they are. storage: path to the type in
+    which a layer's floating values are stored; "" for the rest of the model. head: the path of the embedding that is
+    the output head too. positions: tokens computed in one pass.
 
-    Returns:
-        bytes: every parameter once, except in towers for images or sound. A mixture of experts counts only those that
-        a token uses (for several positions, as if no two used the same), and an embedding one row, unless it is the
-        output head too. Adapters count in their own type.
+    Every parameter counts once, except in towers for images or sound: of a mixture of experts only those that a token
+    uses (for several positions, as if no two used the same), and of an embedding one row, unless it is the output head
+    too. Adapters count in their own type.
     """
     modules = layers_of(model)
     containers = {path[:dot] for path in modules for dot, char in enumerate(path) if char == "."} | {""}
@@ -230,12 +211,7 @@ def token_bytes(
 
 
 def adapter_bytes(adapter: nn.Module, storage: mx.Dtype, rows: int | None) -> float:
-    """Return bytes of an adapter that a token reads, without the layer under it.
-
-    Args:
-        storage: the type of the bias, which DoRA and a sum over ranks take from their layer.
-        rows: of an embedding's adapter, how many are looked up; None: all are read.
-    """
+    """Return bytes of an adapter that a token reads, without its layer. rows: of an embedding's; None: all."""
     total = float(stored_bytes(adapter["bias"], storage)) if "bias" in adapter else 0.0
     for name, array in own_arrays(adapter).items():
         total += array.nbytes * (1 if rows is None or name == "lora_b" else rows / len(array))
@@ -253,10 +229,7 @@ def whole_model_speedup(managed_share: float, reduction: float) -> float:
 
 
 def break_even_tokens(shift_seconds: float, seconds_before: float, seconds_after: float) -> float | None:
-    """Return tokens after which a faster gear has made up for the shift into it (GEARBX 9).
-
-    None where the new gear is not faster.
-    """
+    """Return tokens after which a faster gear has made up for the shift into it (GEARBX 9); None: it is not faster."""
     saved = seconds_before - seconds_after
     return shift_seconds / saved if saved > 0 else None
 
@@ -273,13 +246,9 @@ CHOSEN_FIELDS = (  # names for the number of experts that a router chooses
 
 
 def used_share(path: str, modules: Mapping[str, nn.Module], positions: int = 1) -> float:
-    """Return the share of a layer's weights that tokens use: all, the chosen experts of a mixture, or nothing of a
-    tower.
+    """Return the share of a layer's weights that tokens use: all, the chosen experts of a mixture, nothing of a tower.
 
-    Args:
-        path: of the layer.
-        modules: of the whole model, by path.
-        positions: tokens computed in one pass, as if no two of them used the same expert.
+    positions: tokens computed in one pass, as if no two of them used the same expert.
     """
     if in_tower(path):
         return 0.0

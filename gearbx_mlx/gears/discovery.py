@@ -79,13 +79,11 @@ def discover(
 ) -> tuple[list[Layer], dict[str, str]]:
     """Divide all linear layers, with a tied output head, into managed ones and others.
 
-    The others include matrices that a class of the model multiplies by itself, such as routers.
+    The others include matrices that a class of the model multiplies by itself, such as routers. A layer is managed if
+    the predicate takes it, the model class does not object (with its `quant_predicate`, which may also ask for more
+    bits, as for the routers of some mixtures of experts), and the format can store its input width.
 
-    A layer is managed if the predicate takes it, the model class does not object (with its `quant_predicate`, which may
-    also ask for more bits, as for the routers of some mixtures of experts), and the format can store its input width.
-
-    Returns:
-        the managed layers in the order of the model, and path to reason of the other linear layers.
+    Returns the managed layers in the order of the model, and path to reason of the other linear layers.
     """
     predicate, own = get_predicate(manage), own_predicate(model)
     managed, unmanaged = list[Layer](), dict[str, str]()
@@ -123,14 +121,7 @@ def discover(
 
 
 def own_matrices(path: str, module: nn.Module) -> dict[str, str]:
-    """Path to reason of the matrices that a module has and no gear changes.
-
-    Args:
-        module: of a class that is not a linear layer that a gearbox knows.
-
-    Returns:
-        the path of the module for its `weight`, and those of other parameters of two axes, except biases.
-    """
+    """Return path to reason of the matrices of a module that no gear changes: its weight, or others but biases."""
     kind = type(module).__name__
     names = [name for name, value in module.items() if name[0] != "_" and "bias" not in name and is_matrix(value)]
     if "weight" in names:
@@ -205,8 +196,7 @@ def in_tower(path: str) -> bool:
 
 
 def stored_widths(layer: Layer, format: Format, gears: Iterable[int]) -> tuple[int, ...]:
-    """Return the bits, ascending, at which a format stores a layer for gears of these bits; none is below the layer's
-    floor.
+    """Return the bits, ascending, at which a format stores a layer for these gears; none is below its floor.
 
     Instead of bits below its floor it has the fewest of the gears or the format that reach it, or else 16. Where a
     format has certain ladders alone, other layers have 16 bits alone.
@@ -259,11 +249,7 @@ ONE_TOKEN = mx.zeros((1, 1), mx.int32)
 
 
 def vocabulary(model: nn.Module) -> int:
-    """V, the length of the logits.
-
-    Raises:
-        GearbxError: a model that turns no token into logits.
-    """
+    """Return V, the length of the logits. Raises GearbxError for a model that turns no token into logits."""
     try:
         return logits_length(model)
     except Exception as error:  # a class that looks at values while it runs, or that is not a language model
@@ -274,8 +260,7 @@ def vocabulary(model: nn.Module) -> int:
 
 
 def tied_head(model: nn.Module) -> str | None:
-    """Return the path of the embedding table that is also the output head, or None where the head is a layer of its
-    own.
+    """Return the path of the embedding table that is also the output head; None where the head is another layer.
 
     It is the table of whose rows the logits are: where it has one row, there is one logit.
     """
@@ -304,13 +289,9 @@ def cut_to_one_row(module: dict[str, Any], arrays: Mapping[str, Any], rows: int)
 
 
 def multiplies_by_method(model: nn.Module, head: str) -> bool:
-    """Return whether a model multiplies by its tied head with `as_linear`, so that a `TiedEmbedding` can take its
-    place.
+    """Return whether a model multiplies by its tied head with `as_linear`: a `TiedEmbedding` can take its place.
 
     A few of mlx-lm's classes multiply by the embedding's weight themselves, which no module can replace.
-
-    Args:
-        head: the path of the embedding.
     """
     table = layers_of(model)[head]
     row = mx.zeros((1, table.weight.shape[-1]), table.weight.dtype)
@@ -329,8 +310,7 @@ def is_table(module: nn.Module) -> bool:
 
 
 def logits_length(model: nn.Module) -> int:
-    """Return the length of the logits after one token. Raises whatever a model raises that cannot run without
-    values."""
+    """Return the length of the logits after one token. Raises what a model raises that cannot run without values."""
     lengths: list[int] = []
 
     def trace(token: mx.array) -> mx.array:
@@ -367,9 +347,6 @@ def default_sensitivity(modules: Mapping[str, nn.Module]) -> Callable[[str, int]
     blocks, then the head. Within these classes, blocks near an end of the stack are more sensitive. The squared error
     of a weight of b bits goes with 4^-b, so a layer that is one bit more sensitive costs as much as another layer at
     one bit less.
-
-    Args:
-        modules: path to module, of the layers to be ordered.
     """
     count = block_count(modules)
     quarter = max(1, count // 4)  # the first and the last block in four count as outer ones

@@ -39,15 +39,9 @@ class Ranks(NamedTuple):
 
 
 def ranks_of(group: mx.distributed.Group | None, sums: str, adapter: object, keywords: dict[str, Any]) -> Ranks | None:
-    """Return who shares a model; None: it is not shared.
+    """Return who shares a model; None: nobody. Raises GearbxError for other sums than SHARD_SUMS, or an adapter.
 
-    Args:
-        sums: one of SUMS.
-        adapter: of `load`; None: there is none.
-        keywords: of `load`; what is loaded for several ranks becomes lazy, since each keeps a part.
-
-    Raises:
-        GearbxError: other sums, or an adapter, which is not divided.
+    keywords: of `load`; what is loaded for several ranks becomes lazy, since each keeps a part.
     """
     if sums not in SHARD_SUMS:
         raise GearbxError(f"shard_sums '{sums}' does not exist; choose from {', '.join(SHARD_SUMS)}")
@@ -64,11 +58,7 @@ Take = Callable[[str, str, mx.array, WeightPart], mx.array]
 
 
 def divide(model: nn.Module, ranks: Ranks) -> None:
-    """Leave a rank its part of a model that no gearbox has, in memory. The model's weights may be unread.
-
-    Raises:
-        GearbxError: as `parts_of`.
-    """
+    """Leave a rank its part of a model that no gearbox has, in memory. The model's weights may be unread."""
     group = ranks.group
     parts, own = parts_of_ranks(model, group, lambda path, part: ranks.gather)
     samples: Samples = {}
@@ -90,10 +80,9 @@ def divide(model: nn.Module, ranks: Ranks) -> None:
 def parts_of_ranks(
     model: nn.Module, group: mx.distributed.Group, gathers: Callable[[str, WeightPart], bool]
 ) -> tuple[dict[str, WeightPart], dict[str, WeightPart]]:
-    """Path to this rank's part of each layer as `model.shard` divides it, and path to the part that the rank takes.
+    """Return path to this rank's part of each layer as `model.shard` divides it, and path to the part that it takes.
 
-    Args:
-        gathers: whether ranks gather inputs instead of summing products: they have rows in the place of columns.
+    gathers: whether ranks gather inputs instead of summing products: they have rows in the place of columns.
     """
     parts = sharded_parts(model, group)
     rows = {path: by_rows(part, group) for path, part in parts.items() if part.columns and gathers(path, part)}
@@ -117,13 +106,10 @@ def take_parts(
     own: Mapping[str, WeightPart],
     take: Take,
 ) -> None:
-    """Leave a rank its part of each divided layer.
+    """Leave a rank its part of each divided layer, from `parts_of_ranks`.
 
     They are then mlx-lm's own classes over fewer rows or columns, which a gearbox manages as any others. What the ranks
     tell each other is in a module around those whose inputs are divided (formats/holders.py).
-
-    Args:
-        parts, own: from `parts_of_ranks`.
     """
     modules = dict(model.named_modules())
     whole = {path: copy.copy(modules[path]) for path in parts}
@@ -146,13 +132,7 @@ def take_parts(
 
 
 def around(own: nn.Module, sharded: nn.Module, part: WeightPart, group: mx.distributed.Group) -> nn.Module:
-    """Return what takes the place of a layer whose inputs are divided.
-
-    Args:
-        own: the rank's part of the layer.
-        sharded: what `model.shard` makes of the whole layer.
-        part: the rank's.
-    """
+    """Return what takes the place of a layer with divided inputs: what `sharded` does, around a rank's own part."""
     block_sums = not isinstance(sharded, nn.ShardedToAllLinear | nn.QuantizedShardedToAllLinear)
     if part.columns is None:
         return (PlacedLinear if block_sums else GatheredLinear)(own, group)
@@ -167,7 +147,7 @@ def around(own: nn.Module, sharded: nn.Module, part: WeightPart, group: mx.distr
 
 
 NUMPY = {1: np.uint8, 2: np.uint16, 4: np.uint32}  # integers of so many bytes; numpy has no bfloat16
-# Arrays of one list for each row, and the array that says where the lists begin: exact.py, codebook_outliers.py.
+# Arrays of one list for each row, and the array that says where the lists begin: exact.py, codebook.py.
 LISTS = {"high": "offsets", "outliers": "outlier_offsets", "outlier_columns": "outlier_offsets"}
 
 
@@ -207,13 +187,8 @@ def padded(array: mx.array, size: int) -> mx.array:
 class SavedPart(SavedGears):
     """Makes a rank's modules of any gear. The manifest has the shapes of the rank's parts.
 
-    No hash says whether a part is whole: those of arrays that are read in parts are not compared.
-
-    Args:
-        saved: the whole checkpoint.
-        parts: path to what the rank has of a layer.
-
-    `bytes_read`: of divided layers, so far.
+    No hash says whether a part is whole: those of arrays that are read in parts are not compared. parts: path to what
+    the rank has of a layer. bytes_read: of divided layers, so far.
     """
 
     def __init__(self, saved: SavedGears, parts: dict[str, WeightPart]):
@@ -290,8 +265,7 @@ class SavedPart(SavedGears):
         ]
 
     def _lists(self, part: WeightPart, starts: list[list[np.ndarray]], stored: WholeArray) -> mx.array:
-        """Return the lists of the rank's rows, one after the other; of each matrix, if the array has an axis
-        of them."""
+        """Return the lists of the rank's rows, one after the other; of each matrix, if the array has that axis."""
         own, by_matrix, size, whole = [], len(stored.shape) == 2, stored.shape[-1], stored.values
         for number, ranges in zip(matrices_of(part), starts):
             values, found = whole[number] if by_matrix else whole, []
@@ -315,9 +289,6 @@ def divide_saved(model: nn.Module, saved: SavedGears, ranks: Ranks) -> SavedPart
     """Leave a rank its part of the base of a geared checkpoint, and return its part of the gears.
 
     A layer whose format stores whole rows, or whose groups a part would cut, always gathers.
-
-    Raises:
-        GearbxError: layers of the manifest that the model does not have; a model that cannot be divided.
     """
     saved.check(model)
     group = ranks.group
@@ -338,9 +309,6 @@ def cut_into_stages(model: nn.Module, group: mx.distributed.Group) -> None:
     """Leave a rank its layers of a model whose weights may be unread, in memory.
 
     Nothing of other ranks' layers is read. What mlx-lm gives to every stage, such as the head, every rank has.
-
-    Raises:
-        GearbxError: as `cut`.
     """
     into_stages(model, group)
     mx.eval(model.parameters())
@@ -348,11 +316,7 @@ def cut_into_stages(model: nn.Module, group: mx.distributed.Group) -> None:
 
 
 def stage_of(model: nn.Module, saved: SavedGears, group: mx.distributed.Group) -> SavedGears:
-    """Leave a rank its layers of the base of a geared checkpoint, unread, and return their gears.
-
-    Raises:
-        GearbxError: as `cut`; layers of the manifest that the model does not have.
-    """
+    """Leave a rank its layers of the base of a geared checkpoint, unread, and return their gears."""
     saved.check(model)
     into_stages(model, group)
     setattr(model, SHARDED, Sharding(group, {}, saved.manifest.fingerprint))
@@ -362,11 +326,7 @@ def stage_of(model: nn.Module, saved: SavedGears, group: mx.distributed.Group) -
 
 
 def into_stages(model: nn.Module, group: mx.distributed.Group) -> None:
-    """Leave a rank its layers; the last rank has the first ones.
-
-    Raises:
-        GearbxError: the class has no pipeline, or fewer layers than there are ranks.
-    """
+    """Leave a rank its layers; the last has the first. Raises GearbxError for no pipeline, or too many ranks."""
     inner = getattr(model, "model", None)
     if not isinstance(inner, PipelineMixin):
         name = type(model).__module__.rpartition(".")[2]
@@ -377,11 +337,7 @@ def into_stages(model: nn.Module, group: mx.distributed.Group) -> None:
 
 
 def fingerprint_of_all(model: nn.Module, group: mx.distributed.Group) -> str:
-    """Return the fingerprint of the whole model, from the arrays of all ranks.
-
-    Raises:
-        GearbxError: an array of several ranks that they do not have in common.
-    """
+    """Return the fingerprint of the model of all ranks. Raises GearbxError for an array that differs between them."""
     samples = samples_of(dict(tree_flatten(model.parameters())))
     own = {name: [list(shape), values.tobytes().hex()] for name, (shape, values) in samples.items()}
     every: dict[str, list] = {}

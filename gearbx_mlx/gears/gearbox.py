@@ -48,7 +48,7 @@ from .layout import (
     managed_layers,
     use_kernels,
 )
-from .offload import Resident, large_pages
+from .offload import Disk, large_pages
 from .ownership import ATTACHED, own, why_unsaveable
 from .saved import saved_gears
 from .sharding import dense_shape, divided_parts, sharding_of
@@ -155,7 +155,7 @@ class Gearbox:
         self._shapes = {layer.path: layer.module.weight.shape for layer in self.layers}
         self._biases = {layer.path: layer.module.bias.size if "bias" in layer.module else 0 for layer in self.layers}
         self.residency = residency_of(residency, layout.saved, model, checkpoint, scales)
-        self.keeps_all = isinstance(self.residency, Resident)  # gears stay in memory while another one is engaged
+        self.keeps_all = not isinstance(self.residency, Disk)  # gears stay in memory while another one is engaged
         self._widths = tuple(widths)
         self.base = base or {}
         self.source = self._source(layout, scales, widths)
@@ -197,8 +197,7 @@ class Gearbox:
         return FromWeights(*settings, self._tables, widths, self.base)
 
     def _made(self) -> dict[str, dict[int, nn.Module]] | None:
-        """Return the gears that exist from the start: of formats that drop the originals all of them. None: the
-        originals."""
+        """Return the gears that exist from the start, which is all where originals are dropped; None: the originals."""
         if isinstance(self.source, FromCodes):
             return self.source.make_all(self._changing)
         if self.saved is not None or not self.format.ladders:
@@ -241,8 +240,7 @@ class Gearbox:
         return tuple(bits for bits in widths if bits in wanted)
 
     def bits_of(self, layer: Layer, gear: Gear) -> int:
-        """Return the bits of a layer in a gear: its table's or its own, or the next that the layer is stored at;
-        capped."""
+        """Return the bits of a layer in a gear, by its table and cap: the next at which the layer is stored."""
         widths = self.source.widths(layer)
         bits = at_least(widths, self._tables.get(gear.bits, {}).get(layer.path, gear.bits))
         bits = min(bits, widths[-1])  # a layer of a quantized checkpoint may have fewer bits than the top gear
@@ -382,8 +380,7 @@ class Gearbox:
         return [*self.layers, *self._embeddings]
 
     def layer_bytes(self, layer: Layer, at: Gear | int) -> int:
-        """Return bytes that one use of a layer reads in a gear or at a width, scales and bias included; of experts, of
-        all."""
+        """Return bytes that one use of a layer, of all experts, reads in a gear or at a width, scales and bias too."""
         bits = at if isinstance(at, int) else self.bits_of(layer, at)
         if getattr(self.format, "cache", False) and not self.kernels.native:
             read = math.prod(self._shapes[layer.path]) * self._size(layer)  # of the weight that was unpacked
@@ -403,8 +400,7 @@ class Gearbox:
         return [{"name": g.name, "bits": g.bits, "bytes_per_weight": self.bits_per_weight(g) / 8} for g in self.ladder]
 
     def weight_bytes_per_token(self, gear: Gear, positions: int = 1) -> int:
-        """Return bytes of weights that one token reads from the whole model in a gear; or one pass over several
-        positions."""
+        """Return bytes of weights that one token, or a pass over several positions, reads of the model in a gear."""
         key = gear, positions
         if key in self._token_bytes:
             return self._token_bytes[key]
@@ -456,8 +452,7 @@ class Gearbox:
         return self.storage[layer.path].size
 
     def layer_paths(self) -> list[LayerPath]:
-        """Return what every layer runs on and why: those that change gear, the other linear layers, and a tied output
-        head."""
+        """Return what every layer runs on and why: those that change gear, other linear layers, a tied head."""
         found = []
         for layer in self.layers:
             bits = tuple(self.bits_of(layer, gear) for gear in self.ladder)
@@ -542,17 +537,10 @@ def model_fingerprint(model: nn.Module) -> str:
 def in_one_gear(
     model: nn.Module, dtype: str = "auto", kernels: str = DEFAULT_KERNELS, activations: str = DEFAULT_ACTIVATIONS
 ) -> Gearbox | None:
-    """Put a model whose precision stays as it is on the kernels that are fastest here.
+    """Put a model whose precision stays as it is on the kernels that are fastest here; arguments as of `Gearbox`.
 
-    On a CPU with "auto" these are ours, whose text is mlx-lm's but for rounding; on a GPU they are MLX's.
-
-    Args:
-        dtype, kernels, activations: as of `Gearbox`.
-
-    Returns the gearbox that holds its one gear, or that it has already; None for a model that mlx-lm computes.
-
-    Raises:
-        GearbxError: as `Gearbox`.
+    On a CPU with "auto" these are ours, whose text is mlx-lm's but for rounding; on a GPU they are MLX's. Returns the
+    gearbox that holds its one gear, or that it has already; None for a model that mlx-lm computes.
     """
     if attached(model) is not None:
         return attached(model)

@@ -79,13 +79,10 @@ class OwnCodes:
         return f"{bits} bits: drafts come by lookup; {more}"
 
     def chosen(self, ladder: Ladder | str | None) -> Ladder:
-        """Return the ladder that is asked for, else by default: 4 bits below codes of more, and the codes alone below
-        that.
+        """Return the ladder that is asked for; else 4 bits below codes of more, and the codes alone below that.
 
-        The top gear of a mixed recipe has the bits of most layers, or the most bits of any.
-
-        Raises:
-            GearbxError: one whose top gear is not the checkpoint, with the ladders that there are.
+        The top gear of a mixed recipe has the bits of most layers, or the most bits of any. Raises GearbxError for
+        a ladder whose top gear is not the checkpoint, naming those that there are.
         """
         if ladder is None or ladder == "":
             return Ladder([LOWER_BITS, self.bits] if self.splits else [self.bits])
@@ -176,7 +173,6 @@ def alike_layers(
 
 
 def widths_in(layer: Layer, bits: int, ladder: Sequence[int]) -> tuple[int, ...]:
-    """Return the bits, ascending, that a layer with codes of `bits` has in gears of this ladder; the top one has its
-    codes."""
+    """Return the bits, ascending, that a layer with codes of `bits` has in gears of a ladder; the top one has all."""
     lower = (max(gear, layer.lowest_bits) for gear in ladder[:-1])
     return (bits,) if layer.is_table else tuple(sorted({*(min(gear, bits) for gear in lower), bits}))

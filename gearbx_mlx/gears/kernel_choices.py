@@ -43,15 +43,10 @@ def choose_kernels(
 ) -> KernelChoice:
     """Return the kernels that a Gearbox runs on; warns where native ones were asked for and cannot be used.
 
-    Args:
-        kernels, activations: names of KERNELS and ACTIVATIONS. With "auto" a ladder without quantized gears stays on
-            MLX's kernels, so that the model is mlx-lm bit for bit, where MLX has a kernel for the top gear.
-        quantized: whether the ladder has quantized gears.
-        ours_alone: whether MLX has no kernel for the top gear.
-        rounds: whether kernels of the format may round activations.
-
-    Raises:
-        GearbxError: a name that does not exist.
+    With "auto" a ladder without quantized gears stays on MLX's kernels, so that the model is mlx-lm bit for bit, where
+    MLX has a kernel for the top gear. quantized: whether the ladder has quantized gears. ours_alone: whether MLX has no
+    kernel for the top gear. rounds: whether kernels of the format may round activations. Raises GearbxError for a name
+    that is not one of KERNELS, or of ACTIVATIONS.
     """
     if kernels not in KERNELS:
         raise GearbxError(f"kernels '{kernels}' do not exist; choose from {', '.join(KERNELS)}")
@@ -72,13 +67,7 @@ def choose_kernels(
 
 
 class KernelChoices:
-    """Chooses the kernels of a model's layers.
-
-    Args:
-        model: whose layers are taken as they are now.
-        choice: whether it has native layers, and among what to choose.
-        dtype: of the activations.
-    """
+    """Chooses the kernels of a model's layers as they are now, for activations of a type."""
 
     def __init__(self, model: nn.Module, choice: KernelChoice, dtype: mx.Dtype):
         self.choice = choice
@@ -151,14 +140,9 @@ AS_IT_IS, AS_EXACT, AS_8_BITS = "as it is", "exact", "8 bits"
 def seconds_as_stored(model: nn.Module, x_bits: int, group_size: int) -> Times:
     """Time a native product of one vector with weights of a model as they are, in format exact, and in 8 bits.
 
-    The weights are rows of its largest matrix that have whole groups. What was measured is kept beside the times of
-    kernels.
-
-    Args:
-        model: of bfloat16. x_bits: bits to which kernels round activations.
-
-    Returns seconds by `AS_IT_IS`, `EXACT` and `QUANTIZED`; nothing where nothing is to be measured (GEARBX_TUNE=0),
-    or no matrix is large enough for it.
+    The weights are rows of its largest matrix of bfloat16 with whole groups. What was measured is kept beside the times
+    of kernels. Returns seconds by `AS_IT_IS`, `AS_EXACT` and `AS_8_BITS`; nothing where nothing is to be measured
+    (GEARBX_TUNE=0), or no matrix is large enough for it.
     """
     matrices = [array for _, array in tree_flatten(model.parameters()) if array.ndim == 2]
     fitting = [array for array in matrices if array.dtype == mx.bfloat16 and not array.shape[1] % group_size]
@@ -174,8 +158,7 @@ def seconds_as_stored(model: nn.Module, x_bits: int, group_size: int) -> Times:
 
 
 def measure_stored(weight: mx.array, x_bits: int, group_size: int) -> Times:
-    """Return seconds of a native product with a matrix (O, I) by how it is stored, medians of trials that take
-    turns."""
+    """Return seconds, by how a matrix (O, I) is stored, of a native product with it; medians of trials in turns."""
     dense = nn.Linear(1, 1, bias=False)
     dense.weight = weight
     dense = with_kernels(dense, native=True)

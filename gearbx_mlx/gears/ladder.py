@@ -129,11 +129,7 @@ KV_BITS = (4, 8, 16)  # 16: keys and values as they are
 
 
 def kv_ladder(bits: str | Sequence[int]) -> tuple[int, ...]:
-    """Return a ladder of the KV cache, ascending bits, from text such as "4,16" or from numbers.
-
-    Raises:
-        GearbxError: other bits than 4, 8 and 16, or not ascending.
-    """
+    """Return a KV cache's ladder, from text such as "4,16" or numbers. Raises GearbxError unless 4, 8, 16 ascend."""
     try:
         ladder = tuple(int(each) for each in (bits.split(",") if isinstance(bits, str) else bits))
     except (TypeError, ValueError):
@@ -151,12 +147,7 @@ def bits_text(bits: str | Sequence[int]) -> str:
 def check_kv_gears(
     bits: str | Sequence[int] | None, fixed: int | None, kv_bits: object = None, draft_model: object = None
 ) -> None:
-    """Raises GearbxError for gears of the KV cache that do not go together, or with other ways to treat the cache.
-
-    Args:
-        bits: of the ladder. fixed: the gear that all passes read, if one is asked for.
-        kv_bits, draft_model: mlx-lm's; None without.
-    """
+    """Raises GearbxError for gears of the KV cache that do not go together, or with mlx-lm's kv_bits, draft_model."""
     if bits is None and fixed is not None:
         raise GearbxError(f"--kv-gear is {fixed}, and there are no --kv-gears; give these too")
     if bits is None:

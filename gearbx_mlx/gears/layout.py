@@ -46,11 +46,7 @@ def check_as_saved(manifest: Manifest, **settings: Any) -> None:
 
 
 def check_tables(tables: Mapping[str, Bits], ladder: Ladder, layers: Sequence[Layer]) -> dict[int, Bits]:
-    """Return the tables by the bits of their gears.
-
-    Raises:
-        GearbxError: a gear, a layer or a width that does not exist.
-    """
+    """Return the tables by their gears' bits. Raises GearbxError for a gear, a layer or a width that does not exist."""
     paths = {layer.path for layer in layers}
     for name, table in tables.items():
         if table.keys() - paths:
@@ -89,12 +85,7 @@ def layout_of(
     manage: str | Predicate | None,
     group_size: int | None,
 ) -> Layout:
-    """Return the layout as asked for, else by default; of a geared checkpoint its own, of which the ladder may be a
-    part.
-
-    Raises:
-        GearbxError: settings that do not exist or differ from the checkpoint's; a model that is quantized already.
-    """
+    """Return the layout as asked for, else by default. Raises GearbxError for another than a checkpoint's own."""
     saved = saved_gears(model)
     if saved is not None:
         manifest = saved.manifest
@@ -120,8 +111,7 @@ def layout_of(
 def managed_layers(
     model: nn.Module, layout: Layout, manage: str | Predicate | None
 ) -> tuple[list[Layer], list[Layer], dict[str, str]]:
-    """Return the layers that change gear, the embeddings that change with it, and path to reason of the other linear
-    layers.
+    """Return layers that change gear, embeddings that change with it, and path to reason of the other linear layers.
 
     Those of a checkpoint with gears or codes take their places in the model as dense ones without weights. Only there,
     and in formats that drop the originals, are the rows of embeddings packed. Adapters get the form that works over any
@@ -144,11 +134,7 @@ def managed_layers(
 
 
 def has_quantized(layout: Layout, tables: Mapping[int, Bits], widths: Sequence[int]) -> bool:
-    """Return whether any layer is stored at fewer than 16 bits.
-
-    Raises:
-        GearbxError: bits that the format does not support.
-    """
+    """Return whether any layer is stored at fewer than 16 bits. Raises GearbxError for bits that the format lacks."""
     if layout.codes is not None:
         return bool(layout.ladder.quantized_bits)
     others = {*widths, *(bits for table in tables.values() for bits in table.values())}

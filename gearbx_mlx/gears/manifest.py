@@ -96,21 +96,6 @@ def is_plain(name: str) -> bool:
     return re.fullmatch(NAME_PATTERN, name) is not None
 
 
-def header_key(shard: str) -> str:
-    """Return the name in `original.safetensors` of a shard's header."""
-    return f"header/{shard}"
-
-
-def tensor_key(shard: str, tensor: str) -> str:
-    """Return the name in `original.safetensors` of a tensor."""
-    return f"tensor/{shard}/{tensor}"
-
-
-def file_key(name: str) -> str:
-    """Return the name in `original.safetensors` of another file."""
-    return f"file/{name}"
-
-
 GEARS_VERSION = 4
 GEARS_FILE, MANIFEST = "gears.safetensors", "gears.json"
 PRECISION = "precision.json"  # a precision manifest: which layers to cap first, and how far
@@ -119,16 +104,13 @@ RESTORE = "download it again, or make it again with gearbx_mlx convert"
 
 
 class SavedLayer(Struct, frozen=True):
-    """One managed layer.
+    """One managed layer. Raises GearbxError for fields that contradict each other.
 
     kind: embedding: one that is the output head too; table: one that is not. shape, dtype: of the original weight.
     lowest_bits: its floor. gears: bits to the arrays of that gear's module: the names of its parameters, its bias
     aside, to their names in the files. rows: of an embedding: where the gear of so many bits runs, its packed rows are
     looked up, and else those of the highest gear, which are the original ones or of quantized checkpoints all codes;
     16: always these.
-
-    Raises:
-        GearbxError: fields that contradict each other.
     """
 
     kind: Kind
@@ -209,11 +191,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
         return stored_bits(self.format_of(path), sorted(self.changing[path].gears))
 
     def chosen(self, gears: str | Ladder | None) -> Ladder:
-        """Return some of the gears, or all.
-
-        Raises:
-            GearbxError: one that the checkpoint does not have.
-        """
+        """Return some of the gears, or all. Raises GearbxError for one that the checkpoint does not have."""
         if gears is None:
             return self.ladder
         ladder = gears if isinstance(gears, Ladder) else Ladder.parse(gears)
@@ -275,12 +253,7 @@ class ManifestKind(Struct, frozen=True):
 
 
 def read_manifest(directory: Path) -> Manifest | None:
-    """gears.json of a directory; None where there are no gears.
-
-    Raises:
-        GearbxError: it is missing beside gears.safetensors, of another version or of gears that are gone, or not what
-            it should be.
-    """
+    """Return gears.json of a directory; None without gears. Raises GearbxError if it is missing or damaged."""
     file = directory / MANIFEST
     if not os.path.lexists(file):
         if os.path.lexists(directory / GEARS_FILE):

@@ -100,21 +100,15 @@ def hand_back() -> None:
 
 
 class Residency:
-    """Gives up arrays of idle gears, and brings them back before their gear is engaged."""
+    """Gives up arrays of idle gears, and brings them back before their gear is engaged; this one keeps them all."""
 
-    name: str
+    name = "resident"
 
     def leave(self, idle: Mapping[Key, nn.Module], model: nn.Module) -> None:
         """Give up the arrays of idle modules, except those that the model uses."""
 
     def enter(self, needed: Mapping[Key, nn.Module]) -> None:
         """Bring back everything that `leave` took from these modules; if that fails, nothing."""
-
-
-class Resident(Residency):
-    """Keeps every gear that was made in memory."""
-
-    name = "resident"
 
 
 class Disk(Residency):
@@ -154,8 +148,7 @@ class Disk(Residency):
 class SavedDisk(Disk):
     """Reads all gears from the files of a geared checkpoint.
 
-    Args:
-        dtypes: path to the type that the scales of a layer, and its weight at 16 bits, are put in.
+    dtypes: path to the type that the scales of a layer, and its weight at 16 bits, are put in.
     """
 
     def __init__(self, saved: SavedGears, dtypes: Mapping[str, mx.Dtype]):
@@ -174,13 +167,8 @@ class SavedDisk(Disk):
 class OriginalDisk(Disk):
     """Reads the dense originals from the checkpoint of a model without gears; others stay in memory.
 
-    Args:
-        model: its class has the `sanitize` that maps the names in the files to the names of the model.
-        checkpoint: the directory that the model was loaded from.
-        dtypes: path to the type of each layer's weights in memory.
-
-    Raises:
-        GearbxError: no directory, or its safetensors do not have the weights of these layers.
+    model: its class has the `sanitize` that maps the names in the files to the names of the model. dtypes: path to the
+    type of each layer's weights in memory. Raises GearbxError for files that do not have these weights.
     """
 
     def __init__(self, model: nn.Module, checkpoint: str | Path | None, dtypes: Mapping[str, mx.Dtype]):

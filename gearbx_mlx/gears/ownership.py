@@ -24,12 +24,9 @@ BEFORE = "do that before the model gets a gearbox"
 
 
 class Owned:
-    """The methods that a model with gears has in place of its class's.
+    """The methods that a model with gears has in place of its class's. paths: of the layers that change gear.
 
-    Args:
-        model: the model.
-        paths: of the layers that change gear.
-        unsaveable: why mlx-lm could not load the model as it is now, with the remedy; None: it could.
+    unsaveable: why mlx-lm could not load the model as it is now, with the remedy; None: it could.
     """
 
     def __init__(self, model: nn.Module, paths: Collection[str], unsaveable: Callable[[], str | None]):

@@ -47,12 +47,7 @@ def saved_gears(model: nn.Module) -> "SavedGears | None":
 
 
 class SavedGears:
-    """Makes the modules of any gear, over arrays that are still in the files.
-
-    Args:
-        directory, manifest: of the checkpoint.
-        hashes: of its arrays.
-    """
+    """Makes the modules of any gear of a checkpoint, over arrays that are still in the files."""
 
     partial: frozenset[str] = frozenset()  # arrays of which a part is read, which no hash confirms
 
@@ -86,11 +81,7 @@ class SavedGears:
             raise GearbxError(f"{self.directory / MANIFEST}: {problem}; {RESTORE}")
 
     def attach(self, model: nn.Module) -> None:
-        """Let a `Gearbox` of this model find its gears; a base that mlx-lm cannot run gets the lowest gear.
-
-        Raises:
-            GearbxError: layers of the manifest that the model does not have.
-        """
+        """Let a `Gearbox` of this model find its gears; a base that mlx-lm cannot run gets the lowest gear."""
         self.check(model)
         setattr(model, SAVED, self)
         if not self.manifest.stock:
@@ -106,8 +97,7 @@ class SavedGears:
         return DTYPES[self.manifest.changing[path].dtype]
 
     def layers(self, model: nn.Module) -> list[Layer]:
-        """Return the managed layers of a model as dense ones: the shape, type and bias of the original without its
-        weight."""
+        """Return the managed layers of a model as dense ones, without the numbers of their weights."""
         return self._blanks(model, self.manifest.layers)
 
     def tables(self, model: nn.Module) -> list[Layer]:
@@ -121,11 +111,8 @@ class SavedGears:
     def module(self, layer: Layer, bits: int, dtype: mx.Dtype, activations: mx.Dtype, panels: bool = True) -> nn.Module:
         """Return the module that takes a layer's place in a gear, unread.
 
-        Args:
-            layer: with the dense module, native or not, that `layers` or `tables` gave.
-            dtype: the type of scales, and of the weight at 16 bits.
-            activations: the type of the rows that an embedding looks up.
-            panels: whether codes stand in panels where kernels take that.
+        layer: with the dense module that `layers` or `tables` gave. dtype: of scales, and of the weight at 16 bits.
+        activations: of the rows that an embedding looks up. panels: whether codes stand in some if kernels take that.
         """
         saved, group_size = self.manifest.changing[layer.path], self.manifest.group_size
         stored = self.manifest.stored(layer.path)
@@ -213,8 +200,7 @@ class SavedGears:
         return blanks
 
     def _array(self, name: str, dtype: mx.Dtype | None = None, rows: int = 1) -> mx.array:
-        """Return an array of the files, as it is or in another type (uint16: the bits of halves), and in panels of
-        `rows`."""
+        """Return an array of the files, in panels of `rows`, in its type or another (uint16: the bits of halves)."""
         found = self._live.get((name, dtype, rows))
         if found is None:
             found = self._live.get((name, None, 1))
@@ -246,11 +232,7 @@ class SavedGears:
 
 
 def open_gears(directory: Path) -> "SavedGears | None":
-    """Return the gears of a directory, checked and unread; None where it has none.
-
-    Raises:
-        GearbxError: files that are missing, damaged, of a newer version, or not of this base.
-    """
+    """Return a directory's gears, checked and unread, or None. Raises GearbxError for files that do not fit."""
     manifest = read_manifest(directory)
     if manifest is None:
         return None
@@ -274,11 +256,7 @@ def open_gears(directory: Path) -> "SavedGears | None":
 
 
 def open_header(file: Path, missing: str) -> FileHeader:
-    """Return the header of a file.
-
-    Raises:
-        GearbxError: there is no file, for which `missing` stands in the message, or it is damaged.
-    """
+    """Return the header of a file. Raises GearbxError for a damaged one, or with `missing` where there is none."""
     try:
         return header_of(file)
     except FileNotFoundError as error:
@@ -290,14 +268,7 @@ def open_header(file: Path, missing: str) -> FileHeader:
 
 
 def check_files(manifest: Manifest, gears: Mapping[str, TensorEntry], base: Mapping[str, TensorEntry]) -> None:
-    """Compare a manifest with the arrays that the files contain.
-
-    Args:
-        gears, base: entries of gears.safetensors and of the files of the base, by name.
-
-    Raises:
-        GearbxError: an array that is missing, of another layer, parameter, dtype or shape, or that no gear uses.
-    """
+    """Raises GearbxError unless a manifest fits the entries of gears.safetensors and of the base's files, by name."""
     entries = {**base, **gears}
     used = set()
     for path, layer in manifest.changing.items():

@@ -51,12 +51,8 @@ class WeightPart:
     def cuts(self, shape: tuple[int, ...], name: str = "weight") -> list[tuple[int, Ranges]]:
         """Axis and ranges of what a rank has of an array that belongs to the weight.
 
-        Args:
-            shape: of the whole array: (..., O, K) with K in proportion to I, or (..., O).
-            name: of the parameter; a `bias` is (..., O), and a library belongs to a matrix.
-
-        Raises:
-            GearbxError: the columns end inside of what one number of the array stands for.
+        shape: of the whole array: (..., O, K) with K in proportion to I, or (..., O). name: of the parameter; a bias
+        is (..., O), and a library belongs to a matrix. Raises GearbxError for columns that end inside of a number.
         """
         lead = len(self.whole) - 2
         found = [(0, self.matrices)] if lead else []
@@ -153,13 +149,10 @@ def divided_parts(model: nn.Module) -> Mapping[str, WeightPart]:
 
 
 def sharded_parts(model: nn.Module, group: mx.distributed.Group) -> dict[str, WeightPart]:
-    """Path to this rank's part of each layer that `model.shard` divides.
+    """Path to this rank's part of each layer that `model.shard` divides. Raises GearbxError where it cannot divide.
 
     It is run on copies of the model whose weights are the numbers of their rows and columns. The model's own weights
     stay unread.
-
-    Raises:
-        GearbxError: the class has no `shard`, or cannot divide this model by the number of ranks.
     """
     if not hasattr(model, "shard"):
         name = type(model).__module__.rpartition(".")[2]
@@ -192,8 +185,7 @@ def dense_shape(module: nn.Module) -> tuple[int, ...]:
 
 
 def blank(kind: type[nn.Module], weight: mx.array, now: nn.Module) -> nn.Module:
-    """Return a layer of a dense class, with a weight that is never computed with and the bias of the module in its
-    place."""
+    """Return a layer of a dense class, with a weight that is never read and the bias of the module in its place."""
     made = bare(kind)
     made.weight = weight
     if "bias" in now:
@@ -223,11 +215,7 @@ def numbers_in(array: mx.array) -> list[int]:
 def sharded_layers(
     model: nn.Module, group: mx.distributed.Group, weights: Mapping[str, mx.array]
 ) -> dict[str, nn.Module]:
-    """Path to what `model.shard` makes of layers with these weights, on a copy of the model.
-
-    Raises:
-        GearbxError: the class cannot divide this model by the number of ranks.
-    """
+    """Return path to what `model.shard` makes of layers with these weights, on a copy of the model."""
     arrays = [value for module in model.modules() for value in module.values() if isinstance(value, mx.array)]
     # Arrays of its own that are not computed: some classes change a bias in its place.
     other = copy.deepcopy(model, {id(array): array[...] for array in arrays})

@@ -54,8 +54,7 @@ class Source(ABC):
 
     @abstractmethod
     def bytes_read(self, layer: Layer, bits: int, made: nn.Module | None) -> int:
-        """Return the bytes that one use of a layer reads, without its bias; all experts count. made: its module, if
-        made."""
+        """Return bytes that one use of a layer reads, without its bias, of all experts. made: its module, or None."""
 
     @abstractmethod
     def rows_at(self, layer: Layer, bits: int) -> int:
@@ -67,11 +66,7 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, made: Mapping[str, Iterable[nn.Module]], originals: Mapping[str, mx.array]) -> None:
-        """Evaluate modules: path to those that were made together, and to the weight that they were made of, if any.
-
-        Raises:
-            GearbxError: weights that are not finite, or damaged.
-        """
+        """Evaluate modules that were made together of an original, if any. Raises GearbxError for damaged weights."""
 
     def disk_bytes(self, layer: Layer, bits: int) -> int:
         """Return the part of `bytes_read` that every use reads from the disk."""
@@ -106,7 +101,6 @@ class FromWeights(Source):
         return stored_widths(layer, self.format, {*in_gears, *self.further})
 
     def for_ladder(self, ladder: Ladder) -> "FromWeights":
-        """Return a gear that stands alone has fewer planes to read than one of the same bits among others."""
         return dataclasses.replace(self, ladder=ladder)
 
     def stored(self, layer: Layer) -> tuple[int, ...]:
@@ -176,11 +170,9 @@ def bytes_of(
 
 
 def whole_embedding(made: Mapping[int, nn.Module], is_table: bool, dtype: mx.Dtype) -> dict[int, nn.Module]:
-    """Bits to embedding, from two linear layers of which the one of 16 bits is exact.
+    """Return bits to embedding, with rows of `dtype`, from two linear layers of which the one of 16 bits is exact.
 
-    Args:
-        is_table: whether rows are looked up and nothing else; else the linear layers are the output head too.
-        dtype: of the rows.
+    is_table: whether rows are looked up and nothing else; else the linear layers are the output head too.
     """
     low = min(made)
     exact = made[DENSE]
@@ -325,14 +317,9 @@ class ExternalLowGear(Source):
 def external_low_gear(model: nn.Module, layers: Iterable[Layer], others: Source, residency: str) -> ExternalLowGear:
     """Return the source of a gearbox whose lowest gear is a quantized model.
 
-    A layer has native kernels if it has them in the other gears. What the quantizer left dense stays dense.
-
-    Args:
-        model: of the same architecture, as mlx-lm's DWQ, AWQ, GPTQ and dynamic quantization write it.
-        others: makes the other gears.
-
-    Raises:
-        GearbxError: a model that is not quantized, or has other layers; a residency other than resident.
+    A layer has native kernels if it has them in the other gears. What the quantizer left dense stays dense. The model
+    is of the same architecture, as mlx-lm's DWQ, AWQ, GPTQ and dynamic quantization write it. Raises GearbxError for a
+    model that is not quantized, or has other layers; a residency other than resident.
     """
     if not isinstance(others, FromWeights):
         raise GearbxError("a geared checkpoint has its low gear; give a model for it beside the original")
@@ -387,8 +374,7 @@ def differing(
 ) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
     """Return the other modules that the quantizer changed: norms, into which AWQ puts scales, and embeddings.
 
-    Returns:
-        path to module in `model`, and path to module in `other`, whose parameters are converted to `dtype`.
+    By path, those of `model`, and those of `other`, whose parameters are converted to `dtype`.
     """
     before, after = layers_of(model), dict(other.named_modules())
     parents = {path.rpartition(".")[0] for path in before}
@@ -405,14 +391,9 @@ def differing(
 
 
 class GearModules:
-    """Makes, keeps and gives up modules.
+    """Makes, keeps and gives up modules of the managed layers.
 
-    Args:
-        layers: the managed layers.
-        source: makes modules, or reads them.
-        residency: of modules that are not engaged.
-        made: path to the gears of a layer that exist already; None: a layer has its original alone.
-        kernels: chooses them for native layers.
+    made: path to the gears of a layer that exist already; None: a layer has its original alone.
     """
 
     def __init__(
@@ -528,16 +509,10 @@ def refuse_other_codes(
 
 
 def make_all(layers: Sequence[Layer], source: FromWeights) -> tuple[dict[str, Gears], dict[str, str]]:
-    """Make all gears of all layers, and drop each original once its gears are there.
+    """Make all gears of all layers, and drop each original once its gears are there; if this fails, none is dropped.
 
-    If this fails, the layers have their weights again.
-
-    Returns:
-        path to the gears of a layer; path to reason of layers that stay as they are: they would become larger, or have
-        floors.
-
-    Raises:
-        GearbxError: all of them do.
+    Returns path to the gears of a layer, and path to reason of layers that stay as they are: they would become larger,
+    or have floors. Raises GearbxError if all do.
     """
     made: dict[str, Gears] = {}
     larger: dict[str, str] = {}
@@ -582,14 +557,10 @@ def all_gears(layer: Layer, source: FromWeights) -> tuple[Gears, str | None]:
 
 
 def looks_quantized(weights: Sequence[mx.array]) -> bool:
-    """Return whether weights have so few different values that they must have been quantized.
+    """Return whether dense matrices (..., O, I) have so few different values that they must have been quantized.
 
-    Args:
-        weights: dense matrices (..., O, I); a few rows of some of them are read.
-
-    Returns:
-        True if the median group of 32 (the smallest in use) has at most 16 values, as many as 4-bit codes have; or the
-        median row of 1024 or more at most 256, as many as with one 8-bit scale.
+    In a few rows of some of them, the median group of 32 (the smallest in use) has at most 16 values, as many as 4-bit
+    codes have; or the median row of 1024 or more at most 256, as many as with one 8-bit scale.
     """
     in_group: list[int] = []
     in_row: list[int] = []

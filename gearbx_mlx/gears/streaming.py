@@ -23,7 +23,7 @@ from ..kernels.exact import ExactMatrix, decode, product_by_tiles
 from ..kernels.products import decoded, exact_experts, exact_product
 from .discovery import Layer, only_shapes
 from .ladder import DENSE, RESIDENCIES
-from .offload import OriginalDisk, Residency, Resident, SavedDisk
+from .offload import OriginalDisk, Residency, SavedDisk
 from .saved import SavedGears
 from .sharding import sharding_of
 from .sources import FromFiles
@@ -152,16 +152,10 @@ def stream(module: nn.Module, remainder: Remainder, reader: StripReader) -> None
         object.__setattr__(module, name, value)  # not into the dictionary of parameters
 
 
-class Stream(Resident):
-    """Keeps every gear in memory, except for what is streamed.
+class Stream(Residency):
+    """Keeps every gear of a checkpoint of format `exact` in memory, except for what `reader` reads, and measures.
 
-    Args:
-        saved: the gears of a checkpoint of format `exact`.
-
-    `reader` reads, and measures the disk.
-
-    Raises:
-        GearbxError: a checkpoint of another format.
+    Raises GearbxError for a checkpoint of another format.
     """
 
     name = STREAM
@@ -218,11 +212,7 @@ def fits_in_memory(saved: SavedGears) -> bool:
 def residency_of(
     name: str, saved: SavedGears | None, model: nn.Module, checkpoint: str | Path | None, dtypes: Mapping[str, mx.Dtype]
 ) -> Residency:
-    """Return the residency of this name, for a model with saved gears or without.
-
-    Raises:
-        GearbxError: it does not exist, or not for this model.
-    """
+    """Return the residency of this name. Raises GearbxError if it does not exist, or not for this model."""
     if name not in RESIDENCIES:
         unknown = f"residency '{name}' does not exist; choose from {', '.join(RESIDENCIES)}"
         raise GearbxError(gone(f"--residency {name}") or unknown)
@@ -232,4 +222,4 @@ def residency_of(
         raise GearbxError(f"residency stream reads a geared checkpoint, and this model is from none; {CONVERT_EXACT}")
     if name == "disk":
         return OriginalDisk(model, checkpoint, dtypes) if saved is None else SavedDisk(saved, dtypes)
-    return Stream(saved) if saved is not None and name == STREAM else Resident()
+    return Stream(saved) if saved is not None and name == STREAM else Residency()

@@ -89,12 +89,7 @@ def strips_of(remainder: Remainder, matrix: ExactMatrix, offsets: np.ndarray) ->
 
 
 def with_strip(matrix: ExactMatrix, strip: Strip, memory: mx.array) -> ExactMatrix:
-    """Return the rows of a strip, complete.
-
-    Args:
-        matrix: (O, I), without low and high.
-        memory: uint8, in which the strip was read.
-    """
+    """Return the rows of a strip, read into memory (uint8), of a matrix (O, I) without low and high; complete."""
     rows = matrix.rows(strip.first, strip.end)
     return rows._replace(
         low=memory[: strip.low.size].reshape(strip.end - strip.first, -1),
@@ -106,14 +101,9 @@ def with_strip(matrix: ExactMatrix, strip: Strip, memory: mx.array) -> ExactMatr
 def with_blocks(
     matrix: ExactMatrix, chosen: np.ndarray, height: int, strips: Sequence[Strip], low: mx.array, high: mx.array
 ) -> ExactMatrix:
-    """Return some blocks of rows, one after the other, complete.
+    """Return blocks of rows, by number, of a matrix (O, I) without low and high, one after the other, complete.
 
-    Args:
-        matrix: (O, I), without low and high.
-        chosen: numbers of blocks.
-        height: rows of a block.
-        strips: what was read of each block.
-        low, high: the pieces of the strips, one after the other.
+    strips: what was read of each block. low, high: the pieces of the strips, one after the other.
     """
     rows = mx.array((chosen[:, None] * height + np.arange(height)).reshape(-1))
     lengths = mx.concatenate([matrix.offsets[strip.first + 1 : strip.end + 1] for strip in strips])
@@ -150,11 +140,8 @@ class StripReader:
     error nothing is read ahead, and the thread ends; the next strip that is wanted starts again. Threads may share a
     reader, and a copy of a model gets one of its own.
 
-    Args:
-        hashes: of the arrays, and their places.
-        keeps_cache: whether the system may keep what was read in memory of its own, for the next pass.
-
-    `speed` is that of the disk, and `bytes_read` are all bytes that were read.
+    keeps_cache: whether the system may keep what was read in memory of its own, for the next pass. speed: of the disk.
+    bytes_read: all that were read.
     """
 
     def __init__(self, hashes: ArrayHashes, keeps_cache: bool):
@@ -178,11 +165,8 @@ class StripReader:
     def over(self, strips: Sequence[Strip], compute: Callable[[Strip, mx.array], mx.array]) -> list[mx.array]:
         """Return what is computed with each strip. Computing has begun, and at most two strips wait for it.
 
-        Args:
-            compute: makes an array of a strip and the memory that it is in.
-
-        Raises:
-            GearbxError: a file that cannot be read any more, or is not what was written.
+        compute: makes an array of a strip and the memory that it is in. Raises GearbxError for a file that cannot be
+        read any more, or is not what was written.
         """
         with self._lock:
             for before, after in itertools.pairwise(strips):

@@ -82,13 +82,10 @@ class FileHeader(NamedTuple):
 
     @property
     def hash(self) -> str:
-        """64 hexadecimal digits of names, types, shapes, and of the middle of every array.
+        """64 hexadecimal digits of names, types, shapes, and of the middle of every array. Raises OSError.
 
         A model that was trained on, quantized again or merged with another differs in all of its arrays. To read the
         whole file would take longer than everything else that loading does.
-
-        Raises:
-            OSError: the file cannot be read.
         """
         digest = hashlib.sha256(json.dumps(msgspec.to_builtins(self.entries), sort_keys=True).encode())
         with open(self.path, "rb") as file:
@@ -100,11 +97,9 @@ class FileHeader(NamedTuple):
 
 
 def header_of(path: Path) -> FileHeader:
-    """Return the header of a safetensors file.
+    """Return the header of a safetensors file. Raises OSError for one that cannot be read.
 
-    Raises:
-        OSError: there is no file, or it cannot be read.
-        GearbxError: it is something else, or incomplete; the message names the file, but no remedy.
+    Raises GearbxError for something else, or an incomplete file; the message names the file, but no remedy.
     """
     try:
         with safe_open(path, framework="np"), open(path, "rb") as file:  # the library checks sizes and places
@@ -137,11 +132,7 @@ def hash_place(place: ArrayPlace) -> str:
 
 
 def hash_places(places: Mapping[K, ArrayPlace], remedy: str = "restore it") -> Iterator[tuple[K, str]]:
-    """Yield each key and the hash of its place; on all cores, since hashing is slower than reading.
-
-    Raises:
-        GearbxError: a file cannot be read; the message ends with `remedy`.
-    """
+    """Yield each key and its place's hash; on all cores, since hashing is slow. Raises GearbxError with `remedy`."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         try:
             yield from zip(places, pool.map(hash_place, places.values()))
@@ -155,11 +146,7 @@ def hash_places(places: Mapping[K, ArrayPlace], remedy: str = "restore it") -> I
 class ArrayHashes:
     """Compares arrays with their hashes, each once. Threads may share it.
 
-    Args:
-        places: name of an array to its place.
-        expected: name to hash; arrays without one are not compared.
-
-    `pending` are the names that were not compared yet.
+    expected: name to hash; arrays without one are not compared. pending: the names that were not compared yet.
     """
 
     def __init__(self, places: Mapping[str, ArrayPlace], expected: Mapping[str, str]):
@@ -168,11 +155,7 @@ class ArrayHashes:
         self._lock = threading.Lock()
 
     def verify(self, names: Iterable[str], remedy: str) -> None:
-        """Compare those arrays that were not compared before.
-
-        Raises:
-            GearbxError: an array that cannot be read or has another hash; the message ends with `remedy`.
-        """
+        """Compare arrays that were not compared before. Raises GearbxError, with `remedy`, for another hash."""
         with self._lock:
             wanted = sorted(self.pending.intersection(names))
             for name, is_whole in self.compare(wanted, remedy):
@@ -192,11 +175,7 @@ class ArrayHashes:
         return GearbxError(f"{self.places[name].file}: {name} is damaged, or of another model; {remedy}")
 
     def compare(self, names: Iterable[str], remedy: str) -> Iterator[tuple[str, bool]]:
-        """Yield each array, and whether its hash is the expected one.
-
-        Raises:
-            GearbxError: a file cannot be read; the message ends with `remedy`.
-        """
+        """Yield each array, and whether its hash is the expected one. Raises GearbxError as `hash_places`."""
         for name, found in hash_places({name: self.places[name] for name in names}, remedy):
             yield name, found == self.expected[name]
 
@@ -227,11 +206,7 @@ def few_values(array: mx.array) -> mx.array:
 
 
 def fingerprint_of(samples: Mapping[str, tuple[Sequence[int], np.ndarray]]) -> str:
-    """Return the fingerprint of a model, 32 hexadecimal digits, from the shape and the sample of every parameter, by
-    name.
-
-    It is the same in every type.
-    """
+    """Return 32 hexadecimal digits of every parameter's shape and sample, by name; the same in every type."""
     digest = hashlib.sha256()
     for name, (shape, values) in sorted(samples.items(), key=lambda item: item[0]):
         digest.update(f"{name} {tuple(shape)} ".encode() + values.tobytes())

@@ -73,19 +73,8 @@ def test_tables_of_a_manifest_run_on_a_checkpoint_that_stores_their_bits(files, 
     table = {"wish": "bpw 5", "bits": layers, "bits_per_weight": 5.0, "kl": 0.1}
     table |= {"perplexity_change": 1.0, "sum_of_parts": 0.1}
     manifest = tmp_path / "m.json"
-    flags = [
-        "--manifest",
-        manifest,
-        "--mode",
-        "static",
-        "--gear",
-        "4",
-        "-m",
-        12,
-        "--ignore-chat-template",
-        "--verbose",
-        "all",
-    ]
+    settings = "--mode static --gear 4 -m 12 --ignore-chat-template --verbose all"
+    flags = ["--manifest", manifest, *settings.split()]
     manifest.write_text(json.dumps(content | {"gears": {"4": table}}))
     stored = command("generate", "--model", files.checkpoint, "--gears", "4,8", *flags)
     original = command("generate", "--gears", "4,8", *flags)

@@ -10,7 +10,7 @@ from mlx.utils import tree_flatten
 
 from gearbx_mlx import GearbxError
 from gearbx_mlx.formats import get_format
-from gearbx_mlx.formats.planes import PlanesLinear, plane_widths, split
+from gearbx_mlx.formats.planes import PlanesLinear, split
 from gearbx_mlx.kernels import cpu
 from gearbx_mlx.kernels.bit_planes import pack_mlx_codes, unpack_mlx_codes
 
@@ -38,12 +38,6 @@ def test_packing_is_mlx_own_layout_and_reversible(bits, groups, rows, random):
     ones = mx.ones((rows, groups))
     unpacked = mx.dequantize(words, ones, mx.zeros_like(ones), group_size=32, bits=bits)
     assert np.array_equal(np.array(unpacked), codes)
-
-
-def test_widths_follow_the_ladder():
-    assert plane_widths((4, 8)) == (4, 4)
-    assert plane_widths((4, 5, 6, 8)) == (4, 1, 1, 2)
-    assert plane_widths((6,)) == (6,)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -198,8 +192,6 @@ def test_gears_of_four_and_eight_bits_share_their_arrays():
     assert 8 * sum(arrays.values()) / dense.weight.size == 8 + 3 * 16 / GROUP
 
 
-def test_what_does_not_exist_is_refused():
-    with pytest.raises(GearbxError, match="format 'q4' does not exist; choose from planes, affine"):
-        get_format("q4")
+def test_planes_of_more_than_a_byte_are_refused():
     with pytest.raises(GearbxError, match="8 together"):
         split(matrix(4, 64), (4, 4, 4), GROUP)
