@@ -105,15 +105,11 @@ def requests_of(tokenizer: Any) -> list[list[int]]:
         return []
     lines = read_text(SHIPPED / "requests.txt", "text", REINSTALL).splitlines()
     try:
-        return [in_template(tokenizer, line)[:LONGEST_TEXT] for line in lines]
+        messages = [[{"role": "user", "content": line}] for line in lines]
+        made = [tokenizer.apply_chat_template(m, add_generation_prompt=True, return_dict=False) for m in messages]
+        return [list(tokens)[:LONGEST_TEXT] for tokens in made]
     except Exception:  # templates are programs, and some want other messages
         return []
-
-
-def in_template(tokenizer: Any, request: str) -> list[int]:
-    """Return the tokens of a request, up to where the answer begins."""
-    message = [{"role": "user", "content": request}]
-    return list(tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False))
 
 
 def answered(model: nn.Module, tokenizer: Any, requests: Sequence[list[int]], progress: Any) -> list[list[int]]:
@@ -321,7 +317,7 @@ def make_base(model: nn.Module, key: BaseKey, format: Format, texts: Sequence[li
 
 
 def thinned(texts: Sequence[list[int]]) -> list[list[int]]:
-    """Texts of READ tokens in all, or a little more, from everywhere in them; all of them if they have fewer."""
+    """Return texts of CHOOSING_TOKENS in all, or a little more, from everywhere in them; all if they have fewer."""
     share = min(1.0, CHOOSING_TOKENS / max(1, sum(map(len, texts))))
     return [text for i, text in enumerate(texts) if math.ceil((i + 1) * share) > math.ceil(i * share)]
 

@@ -198,7 +198,7 @@ def decide(settings: GearedSettings, model: nn.Module | None = None, several_mod
     if saved or codes is not None or layout.gears or not is_packed(name):  # whose codes say later which gears it has
         check_in_ladder(settings.mode, stored.ladder)
     format = format_with(gears, stored.format, None if saved is None else name)
-    cap_bits = widths(settings, stored.ladder, stored.format, saved) if governed(settings, mode) else ()
+    cap_bits = widths(stored.ladder, stored.format, saved) if governed(settings, mode) else ()
     plain = not (saved or gears.low_model or gears.manifest or cap_bits or observes or current())
     return Decision(
         settings=settings,
@@ -457,7 +457,7 @@ def manifest_of(settings: GearedSettings, saved: Manifest | None, mode: str) -> 
     return precision
 
 
-def widths(settings: GearedSettings, ladder: Ladder, format: str, saved: Manifest | None) -> tuple[int, ...]:
+def widths(ladder: Ladder, format: str, saved: Manifest | None) -> tuple[int, ...]:
     """Return further bits to which a controller can cap layers: those of the checkpoint, or that are made now."""
     if format == EXACT_FORMAT:  # whose layers have the widths of its ladder alone
         return ()

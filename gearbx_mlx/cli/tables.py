@@ -92,7 +92,8 @@ def kernels_table(used: Mapping[str, tuple[str, Times]]) -> Table:
     Args:
         used: product to the kernel and the seconds of all candidates (`Tuner.used`).
     """
-    caption = ROUNDING_NOTE if in_both(used) else None
+    last_bits_differ = any({name in STOCK for name in times} == {True, False} for _, times in used.values())
+    caption = ROUNDING_NOTE if last_bits_differ else None
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left")
     for name in ("product", "kernel", "us", "others take"):
         table.add_column(name, justify="right" if name == "us" else "left")
@@ -104,11 +105,6 @@ def kernels_table(used: Mapping[str, tuple[str, Times]]) -> Table:
 
 def ratio(times: Times, name: str, chosen: str) -> str:
     return "does not run" if times[name] == FAILED else f"{times[name] / times[chosen]:.2f} times"
-
-
-def in_both(used: Mapping[str, tuple[str, Times]]) -> bool:
-    """Return whether candidates differ in the last bits."""
-    return any({name in STOCK for name in times} == {True, False} for _, times in used.values())
 
 
 if TYPE_CHECKING:
@@ -238,7 +234,7 @@ def weights_line(summary: dict[str, Any], reference: str) -> str:
     if reference and "weight_bytes_per_token_original" in summary:
         compared[f"original in {summary['storage_dtype']}"] = summary["weight_bytes_per_token_original"]
     others = [f", the {name} {human_bytes(most)} ({most / read:.2f} times as much)" for name, most in compared.items()]
-    return f"{human_bytes(read)} per token" + "".join(others if read else [])
+    return f"{human_bytes(read)} per token" + "".join(others)
 
 
 def disk_line(read: dict[str, Any] | None) -> str:

@@ -158,26 +158,21 @@ class TextPrediction:
     passes: Sequence[int]
 
 
-Begun = Callable[[int], Any]
-"""Takes the number of a window, and returns the KV cache of what stands before it."""
-
-
 def read_at_once(
-    gearbox: Gearbox, windows: Sequence[Sequence[int]], gear: Gear, begun: Begun | None = None
+    gearbox: Gearbox, window: Sequence[int], gear: Gear, cache: Sequence[Any] = ()
 ) -> Iterator[TextPrediction]:
-    """Read windows in one gear, several tokens in a pass: only the last bits differ from one token at a time.
+    """Read a window in one gear, several tokens in a pass: only the last bits differ from one token at a time.
 
     Args:
-        begun: without it nothing stands before windows.
+        cache: KV caches without entries; new ones if none are given.
     """
     passes = [int(each is gear) for each in gearbox.ladder]  # of a token that is read alone
-    for number, window in enumerate(windows):
-        cache = make_prompt_cache(gearbox.model) if begun is None else begun(number)
-        gearbox.shift(gear)
-        for start in range(0, len(window) - 1, PASS_TOKENS):
-            part = window[start : min(start + PASS_TOKENS, len(window) - 1)]
-            for target, logprobs in zip(window[start + 1 :], next_logprobs(gearbox.model, part, cache)):
-                yield TextPrediction(number, target, logprobs, gear, passes)
+    cache = cache or make_prompt_cache(gearbox.model)
+    gearbox.shift(gear)
+    for start in range(0, len(window) - 1, PASS_TOKENS):
+        part = window[start : min(start + PASS_TOKENS, len(window) - 1)]
+        for target, logprobs in zip(window[start + 1 :], next_logprobs(gearbox.model, part, cache)):
+            yield TextPrediction(0, target, logprobs, gear, passes)
 
 
 def read_in_mode(gearbox: Gearbox, tokenizer: Any, mode: Mode, window: Sequence[int]) -> Iterator[TextPrediction]:
@@ -269,7 +264,7 @@ def compared(gearbox: Gearbox, window: Sequence[int], readers: Iterable[Read], u
     Args:
         uncounted: predictions at the beginning that are left out.
     """
-    top = read_at_once(gearbox, [window], gearbox.ladder.top)
+    top = read_at_once(gearbox, window, gearbox.ladder.top)
     reference = [each.logprobs for each in itertools.islice(top, uncounted, None)]
     return [recording_of(itertools.islice(read(window), uncounted, None), reference) for read in readers]
 
@@ -351,12 +346,6 @@ def error_of_mean(values: np.ndarray) -> float:
 
 def spread(name: str, values: np.ndarray) -> dict[str, float]:
     """Mean, median, 90th, 99th and 99.9th percentile, maximum."""
-    median, p90, p99, p999 = np.quantile(values, (0.5, 0.9, 0.99, 0.999))
-    return {
-        f"{name}_mean": float(values.mean()),
-        f"{name}_median": float(median),
-        f"{name}_p90": float(p90),
-        f"{name}_p99": float(p99),
-        f"{name}_p999": float(p999),
-        f"{name}_max": float(values.max()),
-    }
+    shares = {"median": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
+    found = {"mean": values.mean(), **{of: np.quantile(values, share) for of, share in shares.items()}}
+    return {f"{name}_{of}": float(value) for of, value in {**found, "max": values.max()}.items()}

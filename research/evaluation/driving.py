@@ -2,7 +2,7 @@
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +10,13 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from gearbx_mlx.decoding.caches import Snapshot
-from gearbx_mlx.evaluation.predictions import Begun, TextPrediction, entropy_of_logprobs, log_softmax, next_logprobs
+from gearbx_mlx.evaluation.predictions import TextPrediction, entropy_of_logprobs, log_softmax, next_logprobs
 from gearbx_mlx.gears.gearbox import Gearbox
 from gearbx_mlx.gears.ladder import Gear
 from gearbx_mlx.routing.gates import RUN_AHEAD, Gate, Monitor
+
+Begun = Callable[[int], Any]
+"""Takes the number of a window, and returns the KV cache of what stands before it."""
 
 
 class Policy:
