@@ -85,11 +85,6 @@ def affine_curve(weight: mx.array) -> dict[float, float]:
     return curve
 
 
-def median_cosine(made: mx.array, weight: mx.array) -> float:
-    norms = mx.sqrt(mx.square(made).sum(-1) * mx.square(weight).sum(-1))
-    return float(np.median(np.array((made * weight).sum(-1) / norms)))
-
-
 def random_matrices(rows: int) -> dict[str, np.ndarray]:
     """Rows of WIDTH numbers without outliers, and with heavy tails."""
     random = np.random.default_rng(0)
@@ -112,7 +107,7 @@ def measure_error(rows: int) -> str:
                 share = Outliers.of(arrays).count() / weight.size
                 lower = below(error, curve, effective), below(error**0.5, roots, effective)
                 size = f"{effective:.3f}", f"{share:.2%}"
-                quality = f"{median_cosine(made, weight):.4f}", f"{error:.5f}"
+                quality = f"{match_of(weight, made).cosine():.4f}", f"{error:.5f}"
                 found.append([name, format, bits, *size, *quality, *lower, f"{seconds:.1f}"])
     head = ["matrix", "format", "bits", "effective bits", "outliers", "cosine"]
     return table([*head, "squared error", "below affine", "its root below", "seconds"], found)

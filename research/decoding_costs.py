@@ -173,10 +173,6 @@ def plan_of(ladder: Ladder, shares: Sequence[float], tokens: int, run: int) -> l
     return plan
 
 
-def shifts_of(plan: Sequence[Gear]) -> int:
-    return sum(one != other for one, other in pairwise(plan))
-
-
 def seconds_of(gearbox: Gearbox, plan: Sequence[Gear]) -> tuple[float, float]:
     """Seconds per token of a plan, and seconds of all its shifts, which are in it."""
     cache, shifting = make_prompt_cache(gearbox.model), 0.0
@@ -210,7 +206,7 @@ def mixture_row(
     gearbox: Gearbox, plan: Sequence[Gear], measured: Mapping[str, Sequence[tuple[float, float]]]
 ) -> dict[str, Any]:
     """Medians over the trials. predicted_speedup: GEARBX 9; of_bytes: as if bytes alone took time, and shifts none."""
-    top, shifts = gearbox.ladder.top.name, shifts_of(plan)
+    top, shifts = gearbox.ladder.top.name, sum(one != other for one, other in pairwise(plan))
     counts = {gear.name: sum(each == gear for each in plan) for gear in gearbox.ladder}
     seconds = {name: [spent for spent, _ in trials] for name, trials in measured.items()}
     shifting = [spent for _, spent in measured[MIXED]]

@@ -32,6 +32,7 @@ from gearbx_mlx.benchmark import parse_shape
 from gearbx_mlx.benchmark.decode import FIRST_TOKENS, decode_seconds, random_llama
 from gearbx_mlx.benchmark.measuring import BandwidthMeter, spread_of, timed
 from gearbx_mlx.cli.prompt import read_prompts
+from gearbx_mlx.cli.tables import speed
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.files import smollm2
 from gearbx_mlx.files.writing import write_text
@@ -183,11 +184,6 @@ def favourite(model: Any) -> int:
     return int(np.ctypeslib.as_array(logits, (model.n_vocab(),)).argmax())
 
 
-def first_after(model: Any, prompt: Sequence[int]) -> int:
-    read_again(model, prompt)
-    return favourite(model)
-
-
 def read_again(model: Any, tokens: Sequence[int], keep: int = 0) -> None:
     """Compute the tokens that follow the first `keep` ones of the KV cache; forget what followed them before."""
     model.n_tokens = keep
@@ -334,7 +330,12 @@ def prompt_rows(models: RandomModels, lengths: Sequence[int]) -> Rows:
 
 def reading_seconds(peer: Any, prompt: list[int]) -> float:
     """Seconds per token of a prompt, until llama.cpp knows the first token after it."""
-    return timed(lambda: first_after(peer, prompt)) / len(prompt)
+
+    def first_after() -> int:
+        read_again(peer, prompt)
+        return favourite(peer)
+
+    return timed(first_after) / len(prompt)
 
 
 def first_token_seconds(model: Any, prompt: list[int]) -> float:
@@ -347,18 +348,13 @@ LENGTHS = {"decode": "context", "prompt": "prompt_tokens"}  # of a row of each s
 HEAD = ["bits", "llama.cpp's type", "activations", "ours, tokens/s", "llama.cpp, tokens/s", "ratio", "spread"]
 
 
-def significant(number: float) -> str:
-    """Three digits, without an exponent."""
-    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
-
-
 def table_of(subject: str, rows: Rows) -> str:
     """The rows of a subject: decode or prompt."""
     length = LENGTHS[subject]
     cells = [
         [
             *(row[length], row["bits"], row["llama_cpp_type"], row["activations"]),
-            *(significant(row["tokens_per_second"]), significant(row["llama_cpp_tokens_per_second"])),
+            *(speed(row["tokens_per_second"]), speed(row["llama_cpp_tokens_per_second"])),
             *(f"{row['ratio']:.2f}", "-".join(f"{number:.2f}" for number in row["spread"])),
             f"{row['read_bandwidth_gigabytes_per_second']:.1f}",
         ]

@@ -37,22 +37,8 @@ def test_a_mixture_of_the_papers_shares_has_its_bound():
 
 @pytest.mark.slow
 def test_decode(command, tmp_path):
-    result = command(
-        "benchmark",
-        "decode",
-        "--model",
-        DEMO_MODEL,
-        "--gears",
-        "4,16",
-        "--tokens",
-        3,
-        "--trials",
-        1,
-        "--context",
-        40,
-        "--json",
-        tmp_path / "d",
-    )
+    sizes = "--tokens", 3, "--trials", 1, "--context", 40
+    result = command("benchmark", "decode", "--model", DEMO_MODEL, "--gears", "4,16", *sizes, "--json", tmp_path / "d")
     assert result.status == 0
     rows = json.loads((tmp_path / "d").read_text())["rows"]
     assert [(row["path"], row["gear"], row["bits"]) for row in rows] == [
