@@ -403,7 +403,7 @@ def wide_matrices(name: str | None) -> list[mx.array]:
     layers, _ = discover(load(name)[0] if name else load()[0], format=Codebook())
     weights = [layer.module.weight for layer in layers]
     weights = [each for each in weights if each.shape[-1] > CODEBOOK_GROUP and each.shape[-1] % CODEBOOK_GROUP == 0]
-    some = [weights[i].astype(mx.float32) for i in evenly(len(weights), MOST_MATRICES)]
+    some = [weights[i].astype(mx.float32) for i in evenly(len(weights))]
     return [weight[: 2**21 // weight.shape[1]] for weight in some]
 
 
@@ -428,9 +428,9 @@ def codebook_groups(models: list[str] = ["smollm2"]) -> Found:  # noqa: B006
     return Found({"codebook_groups": table(head, rows)}, rows)
 
 
-def evenly(count: int, most: int) -> list[int]:
-    """At most so many items of a list, spread evenly."""
-    return sorted({round(i * (count - 1) / max(1, most - 1)) for i in range(most)})
+def evenly(count: int) -> list[int]:
+    """MOST_MATRICES items of a list at most, spread evenly."""
+    return sorted({round(i * (count - 1) / (MOST_MATRICES - 1)) for i in range(MOST_MATRICES)})
 
 
 # Activations of 8 bits

@@ -188,17 +188,16 @@ def seconds_of(gearbox: Gearbox, plan: Sequence[Gear]) -> tuple[float, float]:
 
 
 def dynamic_speedup(
-    gear_tokens: Mapping[str, int], gear_seconds: Mapping[str, float], top: str, shifts: int, shift_seconds: float
+    gear_tokens: Mapping[str, int], gear_seconds: Mapping[str, float], top: str, shifting: float
 ) -> float:
     """Speed of a run that changes gear relative to one in the top gear (GEARBX 9): N t_top / T_dynamic.
 
     Args:
         gear_tokens: tokens computed in each gear.
         gear_seconds: seconds per token of each gear, `top` among them.
-        shifts: number of shifts.
-        shift_seconds: of one shift.
+        shifting: seconds of all shifts.
     """
-    spent = shifts * shift_seconds + sum(count * gear_seconds[gear] for gear, count in gear_tokens.items())
+    spent = shifting + sum(count * gear_seconds[gear] for gear, count in gear_tokens.items())
     return sum(gear_tokens.values()) * gear_seconds[top] / spent
 
 
@@ -212,7 +211,7 @@ def mixture_row(
     shifting = [spent for _, spent in measured[MIXED]]
     speedups = ratios(seconds[top], seconds[MIXED])
     predicted = [
-        dynamic_speedup(counts, {name: seconds[name][trial] for name in counts}, top, 1, spent)
+        dynamic_speedup(counts, {name: seconds[name][trial] for name in counts}, top, spent)
         for trial, spent in enumerate(shifting)
     ]
     read = {gear.name: gearbox.weight_bytes_per_token(gear) for gear in gearbox.ladder}

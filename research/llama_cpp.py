@@ -97,13 +97,14 @@ def in_their_order(path: str, weight: np.ndarray, args: Any) -> np.ndarray:
     return weight
 
 
-def write_gguf(model: Any, file: Path, kind: str, context: int, tokenizer: Path | None = None) -> None:
+def write_gguf(model: Any, file: Path, kind: str, context: int) -> None:
     """Write every matrix in a type of llama.cpp, and norms in float32. A tied head is the embeddings there too.
+
+    There is no tokenizer: llama.cpp takes and gives token ids alone.
 
     Args:
         kind: Q4_0, Q8_0, F16 or F32.
         context: tokens that the model is said to be for.
-        tokenizer: the demo model's tokenizer.json; without one, llama.cpp takes and gives token ids alone.
     """
     args, target = model.args, gguf.GGMLQuantizationType[kind]
     writer = gguf.GGUFWriter(file, "llama")
@@ -117,10 +118,7 @@ def write_gguf(model: Any, file: Path, kind: str, context: int, tokenizer: Path 
     writer.add_rope_dimension_count(args.hidden_size // args.num_attention_heads)
     writer.add_rope_freq_base(args.rope_theta)
     writer.add_vocab_size(args.vocab_size)
-    if tokenizer is None:
-        writer.add_tokenizer_model("no_vocab")
-    else:
-        add_vocabulary(writer, json.loads(tokenizer.read_text(encoding="utf-8")))
+    writer.add_tokenizer_model("no_vocab")
     for path, array in tree_flatten(model.parameters()):
         weight = in_their_order(path, np.array(array.astype(mx.float32)), args)
         if weight.ndim == 1:
@@ -135,22 +133,6 @@ def write_out(writer: Any) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def add_vocabulary(writer: Any, content: dict[str, Any]) -> None:
-    """A byte-level BPE with single digits, as in the demo model's tokenizer.json: one token begins and ends texts."""
-    numbers = content["model"]["vocab"]
-    special = {token["id"]: token["content"] for token in content["added_tokens"] if token["special"]}
-    names = sorted(numbers, key=numbers.__getitem__)
-    control, normal = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")  # single digits, then the words of GPT-2
-    writer.add_token_list(names)
-    writer.add_token_types([control if number in special else normal for number in range(len(names))])
-    writer.add_token_merges([" ".join(merge) for merge in content["model"]["merges"]])
-    writer.add_bos_token_id(min(special))
-    writer.add_eos_token_id(min(special))
-    writer.add_add_bos_token(True)
 
 
 BATCH = 512  # llama.cpp's default
