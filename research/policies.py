@@ -19,14 +19,11 @@ from gearbx_mlx.evaluate.run import context_for
 from gearbx_mlx.evaluation.predictions import check_windows, read_documents, windows_of
 from gearbx_mlx.gears.ladder import Gear, Ladder
 from gearbx_mlx.loading import model_name
-from gearbx_mlx.routing.gates import DEFAULT_HYSTERESIS, DEFAULT_MIN_GEAR_DURATION, DEFAULT_WINDOW
 
 from .evaluation.policies import COUNTED, entries
 from .evaluation.report import COLUMNS, draw, markdown_table
 from .evaluation.runs import Runs
 from .studies import Found, keep_report, study
-
-GATE = {"window": DEFAULT_WINDOW, "hysteresis": DEFAULT_HYSTERESIS, "min_gear_duration": DEFAULT_MIN_GEAR_DURATION}
 
 
 @study(minutes=30)
@@ -90,7 +87,6 @@ def policies(
             gearbox,
             [each[prompt_tokens:] for each in whole],
             pair,
-            GATE,
             seed,
             [each[:prompt_tokens] for each in whole] if prompt_tokens else [],
             of_prompt,

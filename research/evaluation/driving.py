@@ -56,20 +56,17 @@ class StaticPolicy(Policy):
 class RoutePolicy(Policy):
     """GEARBX's gate over the entropies of past tokens, which acts two passes later, as in `decoding.route`.
 
-    Args:
-        gears: the gate numbers them from 0.
-        initial_gear: number of the gear to begin in.
+    gears: the gate numbers them from 0, in which a window begins.
     """
 
     gears: Sequence[Gear]
     gate: Gate
     monitor: Monitor
-    initial_gear: int = 0
 
     def begin(self) -> None:
-        self.gate.reset(self.initial_gear)
+        self.gate.reset(0)
         self.monitor.reset()
-        self.coming = deque([self.gears[self.initial_gear]] * RUN_AHEAD)
+        self.coming = deque([self.gears[0]] * RUN_AHEAD)
 
     def first(self, place: int) -> Gear:
         return self.coming.popleft()
