@@ -115,9 +115,7 @@ def requests_of(tokenizer: Any) -> list[list[int]]:
 def answered(model: nn.Module, tokenizer: Any, requests: Sequence[list[int]], progress: Any) -> list[list[int]]:
     """Return the requests with the answers that the model writes to them: the same at every run on this machine.
 
-    Args:
-        model: not quantized; a gearbox is put on it, if there are requests.
-        progress: a bar (`progress_bar`).
+    A gearbox is put on the model, if there are requests.
     """
     if not requests:
         return []
@@ -259,10 +257,7 @@ def key_of(
 
 
 def tell_cost(model: nn.Module, key: BaseKey, format: Format, text: BaseText, instead: str) -> None:
-    """Say what a calibration does, and for about how long, before it begins.
-
-    Args:
-        instead: what takes less.
+    """Say what a calibration does, for about how long, and what takes less (`instead`), before it begins.
 
     Raises:
         GearbxError: a format or a ladder whose lowest codes are not free.
@@ -297,12 +292,7 @@ def expected_seconds(layers: Sequence[Layer], tokens: int) -> float:
 
 
 def make_base(model: nn.Module, key: BaseKey, format: Format, texts: Sequence[list[int]], progress: Any) -> Base:
-    """Calibrate a base, and keep it where the cache can be written.
-
-    Args:
-        model: not quantized, without gears.
-        texts: tokens.
-        progress: a bar (`progress_bar`).
+    """Calibrate the base of a model without gears, and keep it where the cache can be written.
 
     Raises:
         GearbxError: as `calibrate_base`.

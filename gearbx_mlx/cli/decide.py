@@ -403,11 +403,7 @@ def takes_whole(flags: GearFlags, model: nn.Module) -> bool:
 
 
 def cost_of_whole(seconds: Times) -> str:
-    """Say what products in format exact cost here, and those of the gear that takes less memory still.
-
-    Args:
-        seconds: of `seconds_as_stored`; "" where there are none.
-    """
+    """Say what products in format exact cost here, and those of one gear of 8 bits; "" where nothing was timed."""
     if not seconds:
         return ""
     exact, quantized = (f"{seconds[name] / seconds[AS_IT_IS]:.2f}" for name in (AS_EXACT, AS_8_BITS))

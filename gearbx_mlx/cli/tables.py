@@ -33,10 +33,7 @@ def table_with_head(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table
 def summary_line(tally: Tally, last: Any, mode: str, ending: str = "") -> Text:
     """Return tokens read and written, tokens/s, who wrote them, the entropy where it decided that, bytes per token.
 
-    Args:
-        tally: of the answer.
-        last: its last response.
-        ending: why it ended, where it did not end by itself.
+    ending: why the answer ended, where it did not end by itself.
     """
     parts = [
         Text(f"{last.prompt_tokens} read, {tally.tokens} written{f' ({ending})' if ending else ''}"),
@@ -72,11 +69,7 @@ def colors_line(ladder: "Ladder", has_draft_model: bool) -> Text:
 
 
 def in_colors(gears: Mapping[str, float], looked_up: float, between: str) -> Text:
-    """Return names with their shares, each in its colour; those without a share are left out.
-
-    Args:
-        gears: name to share, the lowest gear first.
-    """
+    """Return names of gears, the lowest first, with their shares in their colours, except those without a share."""
     named = [(name, share, gear_color(place, len(gears))) for place, (name, share) in enumerate(gears.items())]
     named.append(("looked up", looked_up, LOOKUP_COLOR))
     return Text(between).join(Text(f"{name} {share:.0%}", style=color) for name, share, color in named if share)
@@ -86,12 +79,7 @@ ROUNDING_NOTE = "MLX's kernels (mlx, reconstruct) and ours give other last bits;
 
 
 def kernels_table(used: Mapping[str, tuple[str, Times]]) -> Table:
-    """Return a row for each product: the kernel that was chosen, its microseconds, and how many times as long others
-    take.
-
-    Args:
-        used: product to the kernel and the seconds of all candidates (`Tuner.used`).
-    """
+    """Return a row for each product of `Tuner.used`: the chosen kernel, its microseconds, and what others take."""
     last_bits_differ = any({name in STOCK for name in times} == {True, False} for _, times in used.values())
     caption = ROUNDING_NOTE if last_bits_differ else None
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left")

@@ -244,12 +244,7 @@ STYLES = {ROUTE: (SKY_BLUE, "s"), KICKDOWN: (GREEN, "D"), KV: (ORANGE, "*")}
 
 
 def draw(report: Mapping[str, Any], path: Path) -> None:
-    """Draw mean KL over bytes: a line through the gears with their 99th percentile, and a marker for each other row.
-
-    Args:
-        report: the content of evaluation.json.
-        path: a png or svg file, which is replaced.
-    """
+    """Draw mean KL over bytes: a line through the gears with their 99th percentile, and a marker for each other row."""
     figure, axes = get_pyplot().subplots(figsize=(8, 5), layout="constrained")
     gears = [row for row in report["rows"] if row["kind"] == GEAR]
     for field, style, label in (("kl_mean", "-", "gears, mean"), ("kl_p99", ":", "gears, 99 %")):

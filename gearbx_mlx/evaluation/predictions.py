@@ -114,11 +114,7 @@ def windows_of(
 
 
 def check_windows(windows: Iterable[Sequence[int]], model: nn.Module, name: str) -> None:
-    """Raises GearbxError for a token that the model does not know: its tokenizer is not the model's.
-
-    Args:
-        name: of the text.
-    """
+    """Raises GearbxError for a token of a text that the model does not know: its tokenizer is not the model's."""
     check_known(name, [token for window in windows for token in window], vocabulary(model))
 
 
@@ -259,11 +255,7 @@ Read = Callable[[Sequence[int]], Iterable[TextPrediction]]
 
 
 def compared(gearbox: Gearbox, window: Sequence[int], readers: Iterable[Read], uncounted: int = 0) -> list[Recording]:
-    """Return what each reader predicts in a window, compared with the top gear.
-
-    Args:
-        uncounted: predictions at the beginning that are left out.
-    """
+    """Return what each reader predicts in a window, after `uncounted` first ones, compared with the top gear."""
     top = read_at_once(gearbox, window, gearbox.ladder.top)
     reference = [each.logprobs for each in itertools.islice(top, uncounted, None)]
     return [recording_of(itertools.islice(read(window), uncounted, None), reference) for read in readers]
@@ -279,9 +271,6 @@ def read_per_token(gearbox: Gearbox, used: Sequence[Gear], recording: Recording)
 
     Each pass costs what it would read in a ladder of the used gears alone: a model that stays in one gear need not
     store it in planes that other gears share. A token that is computed twice reads twice.
-
-    Args:
-        used: the gears that the recording has passes in.
     """
     ladder = Ladder([gear.bits for gear in used])
     alone = costed_in(gearbox, ladder)
