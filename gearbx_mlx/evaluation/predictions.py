@@ -255,7 +255,7 @@ Read = Callable[[Sequence[int]], Iterable[TextPrediction]]
 
 
 def compared(gearbox: Gearbox, window: Sequence[int], readers: Iterable[Read], uncounted: int = 0) -> list[Recording]:
-    """Return what each reader predicts in a window, after `uncounted` first ones, compared with the top gear."""
+    """Compare each reader's predictions in a window with the top gear's, but for the first `uncounted` ones."""
     top = read_at_once(gearbox, window, gearbox.ladder.top)
     reference = [each.logprobs for each in itertools.islice(top, uncounted, None)]
     return [recording_of(itertools.islice(read(window), uncounted, None), reference) for read in readers]
