@@ -59,20 +59,14 @@ def test_what_runs_and_why(places, model, groups, ladder, format, why):
 
 
 @pytest.mark.parametrize(("free", "note"), [(1e12, "drafts take about"), (1000, "memory is short")])
-def test_drafts_of_float16_have_the_gears_of_bfloat16(places, native, monkeypatch, free, note):
+@pytest.mark.parametrize(("model", "short"), [("float16", "planes"), ("bfloat16", "exact")])
+def test_drafts_take_what_memory_has_room_for(places, native, monkeypatch, model, short, free, note):
     monkeypatch.setattr(module, "available_memory", lambda: free)
-    found = decided(places / "float16", mode=LOSSLESS)
-    assert (str(found.ladder), found.format.name) == ("4,16", "planes")
+    found = decided(places / model, mode=LOSSLESS)
+    assert (str(found.ladder), found.format.name) == ("4,16", short if free < 1e6 else "planes")
     assert found.note.startswith(note)
-    assert "exact" not in found.note  # which is for bfloat16
-
-
-@pytest.mark.parametrize(("free", "format"), [(1e12, "planes"), (1000, "exact")])
-def test_drafts_of_bfloat16_take_what_memory_has_room_for(places, native, monkeypatch, free, format):
-    monkeypatch.setattr(module, "available_memory", lambda: free)
-    found = decided(places / "bfloat16", mode=LOSSLESS)
-    assert (str(found.ladder), found.format.name) == ("4,16", format)
-    assert found.takes_base is (format == "planes" or found.ladder.top.dense)
+    assert ("exact" in found.note) == (model == "bfloat16")  # which alone can have it
+    assert found.takes_base
 
 
 def test_the_first_answer_needs_no_model(places):
