@@ -173,17 +173,16 @@ def by_head(layer: nn.Linear, heads: int, quantize: Quantizer | None = None) -> 
     return weight.reshape(weight.shape[0], heads, -1).transpose(1, 2, 0)
 
 
-def relative_entropy(probabilities: mx.array, seen: mx.array | None = None) -> mx.array:
+def relative_entropy(probabilities: mx.array, seen: mx.array) -> mx.array:
     """The entropy of each row of attention (H, S, T), over that of equal shares of the positions in view.
 
     Args:
-        seen: (H, S) how many positions a query sees; as in causal attention if not given.
+        seen: (H, S) how many positions a query sees.
 
     Returns (H, S): 0 (one position) to 1 (all alike); 1 where only one is in view.
     """
     logs = mx.where(probabilities > 0, mx.log(mx.maximum(probabilities, 1e-38)), 0.0)
-    count = mx.arange(1, probabilities.shape[-1] + 1) if seen is None else seen
-    most = mx.log(mx.maximum(count, 1).astype(mx.float32))
+    most = mx.log(mx.maximum(seen, 1).astype(mx.float32))
     entropy = -(probabilities * logs).sum(axis=-1)
     return mx.where(most > 0, entropy / mx.maximum(most, 1e-6), 1.0)
 

@@ -1,6 +1,6 @@
 """What a calibrated base gains: drafts that agree, the base alone as a 4-bit model, and what it costs."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +18,6 @@ from gearbx_mlx.cli.bases import answered, text_of
 from gearbx_mlx.cli.terminal import progress_bar
 from gearbx_mlx.evaluate.run import KLD_COLUMNS
 from gearbx_mlx.evaluation.predictions import (
-    TextPrediction,
     compared,
     joined_recordings,
     quality,
@@ -28,7 +27,7 @@ from gearbx_mlx.evaluation.predictions import (
     windows_of,
 )
 from gearbx_mlx.formats import get_format
-from gearbx_mlx.gears.ladder import DEFAULT_GROUP_SIZE, Gear
+from gearbx_mlx.gears.ladder import DEFAULT_GROUP_SIZE
 from gearbx_mlx.loading import find
 
 from .evaluation.report import markdown_table
@@ -201,10 +200,6 @@ def against_top(gearbox: Gearbox, windows: Sequence[Sequence[int]]) -> dict[str,
     if not windows:
         return {}
     ladder = gearbox.ladder
-    reads = [partial(read_window, gearbox, gear) for gear in (ladder[0], ladder.top)]
+    reads = [partial(read_at_once, gearbox, gear=gear) for gear in (ladder[0], ladder.top)]
     low, top = map(joined_recordings, zip(*(compared(gearbox, window, reads, CONTEXT // 2) for window in windows)))
     return quality(low.nll, low.kl, low.kl_reverse, low.agree, top.nll)
-
-
-def read_window(gearbox: Gearbox, gear: Gear, window: Sequence[int]) -> Iterable[TextPrediction]:
-    return read_at_once(gearbox, [window], gear)

@@ -85,11 +85,6 @@ def affine_curve(weight: mx.array) -> dict[float, float]:
     return curve
 
 
-def median_cosine(made: mx.array, weight: mx.array) -> float:
-    norms = mx.sqrt(mx.square(made).sum(-1) * mx.square(weight).sum(-1))
-    return float(np.median(np.array((made * weight).sum(-1) / norms)))
-
-
 def random_matrices(rows: int) -> dict[str, np.ndarray]:
     """Rows of WIDTH numbers without outliers, and with heavy tails."""
     random = np.random.default_rng(0)
@@ -112,7 +107,7 @@ def measure_error(rows: int) -> str:
                 share = Outliers.of(arrays).count() / weight.size
                 lower = below(error, curve, effective), below(error**0.5, roots, effective)
                 size = f"{effective:.3f}", f"{share:.2%}"
-                quality = f"{median_cosine(made, weight):.4f}", f"{error:.5f}"
+                quality = f"{match_of(weight, made).cosine():.4f}", f"{error:.5f}"
                 found.append([name, format, bits, *size, *quality, *lower, f"{seconds:.1f}"])
     head = ["matrix", "format", "bits", "effective bits", "outliers", "cosine"]
     return table([*head, "squared error", "below affine", "its root below", "seconds"], found)
@@ -408,7 +403,7 @@ def wide_matrices(name: str | None) -> list[mx.array]:
     layers, _ = discover(load(name)[0] if name else load()[0], format=Codebook())
     weights = [layer.module.weight for layer in layers]
     weights = [each for each in weights if each.shape[-1] > CODEBOOK_GROUP and each.shape[-1] % CODEBOOK_GROUP == 0]
-    some = [weights[i].astype(mx.float32) for i in evenly(len(weights), MOST_MATRICES)]
+    some = [weights[i].astype(mx.float32) for i in evenly(len(weights))]
     return [weight[: 2**21 // weight.shape[1]] for weight in some]
 
 
@@ -433,9 +428,9 @@ def codebook_groups(models: list[str] = ["smollm2"]) -> Found:  # noqa: B006
     return Found({"codebook_groups": table(head, rows)}, rows)
 
 
-def evenly(count: int, most: int) -> list[int]:
-    """At most so many items of a list, spread evenly."""
-    return sorted({round(i * (count - 1) / max(1, most - 1)) for i in range(most)})
+def evenly(count: int) -> list[int]:
+    """MOST_MATRICES items of a list at most, spread evenly."""
+    return sorted({round(i * (count - 1) / (MOST_MATRICES - 1)) for i in range(MOST_MATRICES)})
 
 
 # Activations of 8 bits

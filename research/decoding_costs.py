@@ -173,10 +173,6 @@ def plan_of(ladder: Ladder, shares: Sequence[float], tokens: int, run: int) -> l
     return plan
 
 
-def shifts_of(plan: Sequence[Gear]) -> int:
-    return sum(one != other for one, other in pairwise(plan))
-
-
 def seconds_of(gearbox: Gearbox, plan: Sequence[Gear]) -> tuple[float, float]:
     """Seconds per token of a plan, and seconds of all its shifts, which are in it."""
     cache, shifting = make_prompt_cache(gearbox.model), 0.0
@@ -192,17 +188,16 @@ def seconds_of(gearbox: Gearbox, plan: Sequence[Gear]) -> tuple[float, float]:
 
 
 def dynamic_speedup(
-    gear_tokens: Mapping[str, int], gear_seconds: Mapping[str, float], top: str, shifts: int, shift_seconds: float
+    gear_tokens: Mapping[str, int], gear_seconds: Mapping[str, float], top: str, shifting: float
 ) -> float:
     """Speed of a run that changes gear relative to one in the top gear (GEARBX 9): N t_top / T_dynamic.
 
     Args:
         gear_tokens: tokens computed in each gear.
         gear_seconds: seconds per token of each gear, `top` among them.
-        shifts: number of shifts.
-        shift_seconds: of one shift.
+        shifting: seconds of all shifts.
     """
-    spent = shifts * shift_seconds + sum(count * gear_seconds[gear] for gear, count in gear_tokens.items())
+    spent = shifting + sum(count * gear_seconds[gear] for gear, count in gear_tokens.items())
     return sum(gear_tokens.values()) * gear_seconds[top] / spent
 
 
@@ -210,13 +205,13 @@ def mixture_row(
     gearbox: Gearbox, plan: Sequence[Gear], measured: Mapping[str, Sequence[tuple[float, float]]]
 ) -> dict[str, Any]:
     """Medians over the trials. predicted_speedup: GEARBX 9; of_bytes: as if bytes alone took time, and shifts none."""
-    top, shifts = gearbox.ladder.top.name, shifts_of(plan)
+    top, shifts = gearbox.ladder.top.name, sum(one != other for one, other in pairwise(plan))
     counts = {gear.name: sum(each == gear for each in plan) for gear in gearbox.ladder}
     seconds = {name: [spent for spent, _ in trials] for name, trials in measured.items()}
     shifting = [spent for _, spent in measured[MIXED]]
     speedups = ratios(seconds[top], seconds[MIXED])
     predicted = [
-        dynamic_speedup(counts, {name: seconds[name][trial] for name in counts}, top, 1, spent)
+        dynamic_speedup(counts, {name: seconds[name][trial] for name in counts}, top, spent)
         for trial, spent in enumerate(shifting)
     ]
     read = {gear.name: gearbox.weight_bytes_per_token(gear) for gear in gearbox.ladder}

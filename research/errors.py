@@ -55,7 +55,7 @@ def error_of(weight: mx.array, bits: int) -> tuple[float, float]:
     return mean_square(error), mean_square(scales) / 12
 
 
-def layer_errors(model: nn.Module, bits: Sequence[int] = BITS) -> list[dict[str, Any]]:
+def layer_errors(model: nn.Module) -> list[dict[str, Any]]:
     """The errors of a model's blocks, matrices weighted by their sizes.
 
     Returns:
@@ -67,10 +67,10 @@ def layer_errors(model: nn.Module, bits: Sequence[int] = BITS) -> list[dict[str,
         weights = [layer.weight for layer in linear_layers(block)]
         sizes = [weight.size for weight in weights]
         means = {}
-        for each in sorted({*bits, 8}):
+        for each in BITS:
             found = [error_of(weight, each) for weight in weights]
             means[each] = np.average(found, axis=0, weights=sizes).tolist()
-        for each in bits:
+        for each in BITS:
             mse, estimate = means[each]
             found_row = {"layer": number, "bits": each, "mse": mse, "estimate": estimate}
             rows.append(found_row | {"quotient": mse / estimate, "ratio": mse / means[8][0]})
@@ -104,7 +104,7 @@ WAYS: Mapping[str, Quantizer] = {
 }
 
 
-def twice_in_all_ways(model: nn.Module, ways: Mapping[str, Quantizer] = WAYS) -> list[dict[str, Any]]:
+def twice_in_all_ways(model: nn.Module) -> list[dict[str, Any]]:
     """`twice` for each pair of ways, as means over the matrices of a model's blocks.
 
     Returns:
@@ -114,9 +114,9 @@ def twice_in_all_ways(model: nn.Module, ways: Mapping[str, Quantizer] = WAYS) ->
     weights = [layer.weight.astype(mx.float32) for block in model.layers for layer in linear_layers(block)]
     total = sum(weight.size for weight in weights)
     rows = []
-    for first, widen in ways.items():
+    for first, widen in WAYS.items():
         flagged = looks_quantized([widen(weight).astype(mx.float16) for weight in weights])
-        for then, quantizer in ways.items():
+        for then, quantizer in WAYS.items():
             found = [twice(weight, widen, quantizer) for weight in weights]
             means = {k: sum(f[k] * w.size for f, w in zip(found, weights)) / total for k in found[0]}
             rows.append({"first": first, "then": then, "flagged": flagged} | means)

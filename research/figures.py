@@ -555,7 +555,7 @@ def speedups(data: Mapping[str, Any], place: int) -> dict[str, Any]:
     predicted, found = [], []
     for trial in data["trials"]:
         times = {name: trial[where][0] for name, where in alone.items()}
-        predicted.append(dynamic_speedup(counts, times, "high", 1, trial[place][1]))
+        predicted.append(dynamic_speedup(counts, times, "high", trial[place][1]))
         found.append(times["high"] / trial[place][0])
     of_bytes = len(plan) * read["high"] / sum(count * read[name] for name, count in counts.items())
     return {"of_bytes": of_bytes, "predicted": predicted, "measured": found}

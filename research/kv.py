@@ -51,7 +51,7 @@ def of_context(name: str, text: Path, context: int, tokens: int) -> Iterator[lis
         return
     gearbox = Gearbox(model, "16", kernels="mlx")
     top = gearbox.ladder.top
-    reference = [each.logprobs for each in read_at_once(gearbox, windows, top)]
+    reference = [each.logprobs for window in windows for each in read_at_once(gearbox, window, top)]
     with noisy(gearbox, 0):
         noise = recording_of(driven(gearbox, windows, StaticPolicy(top)), reference).kl.mean()
     for ladder in LADDERS:

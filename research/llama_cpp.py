@@ -32,6 +32,7 @@ from gearbx_mlx.benchmark import parse_shape
 from gearbx_mlx.benchmark.decode import FIRST_TOKENS, decode_seconds, random_llama
 from gearbx_mlx.benchmark.measuring import BandwidthMeter, spread_of, timed
 from gearbx_mlx.cli.prompt import read_prompts
+from gearbx_mlx.cli.tables import speed
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.files import smollm2
 from gearbx_mlx.files.writing import write_text
@@ -96,13 +97,14 @@ def in_their_order(path: str, weight: np.ndarray, args: Any) -> np.ndarray:
     return weight
 
 
-def write_gguf(model: Any, file: Path, kind: str, context: int, tokenizer: Path | None = None) -> None:
+def write_gguf(model: Any, file: Path, kind: str, context: int) -> None:
     """Write every matrix in a type of llama.cpp, and norms in float32. A tied head is the embeddings there too.
+
+    There is no tokenizer: llama.cpp takes and gives token ids alone.
 
     Args:
         kind: Q4_0, Q8_0, F16 or F32.
         context: tokens that the model is said to be for.
-        tokenizer: the demo model's tokenizer.json; without one, llama.cpp takes and gives token ids alone.
     """
     args, target = model.args, gguf.GGMLQuantizationType[kind]
     writer = gguf.GGUFWriter(file, "llama")
@@ -116,10 +118,7 @@ def write_gguf(model: Any, file: Path, kind: str, context: int, tokenizer: Path 
     writer.add_rope_dimension_count(args.hidden_size // args.num_attention_heads)
     writer.add_rope_freq_base(args.rope_theta)
     writer.add_vocab_size(args.vocab_size)
-    if tokenizer is None:
-        writer.add_tokenizer_model("no_vocab")
-    else:
-        add_vocabulary(writer, json.loads(tokenizer.read_text(encoding="utf-8")))
+    writer.add_tokenizer_model("no_vocab")
     for path, array in tree_flatten(model.parameters()):
         weight = in_their_order(path, np.array(array.astype(mx.float32)), args)
         if weight.ndim == 1:
@@ -134,22 +133,6 @@ def write_out(writer: Any) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def add_vocabulary(writer: Any, content: dict[str, Any]) -> None:
-    """A byte-level BPE with single digits, as in the demo model's tokenizer.json: one token begins and ends texts."""
-    numbers = content["model"]["vocab"]
-    special = {token["id"]: token["content"] for token in content["added_tokens"] if token["special"]}
-    names = sorted(numbers, key=numbers.__getitem__)
-    control, normal = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")  # single digits, then the words of GPT-2
-    writer.add_token_list(names)
-    writer.add_token_types([control if number in special else normal for number in range(len(names))])
-    writer.add_token_merges([" ".join(merge) for merge in content["model"]["merges"]])
-    writer.add_bos_token_id(min(special))
-    writer.add_eos_token_id(min(special))
-    writer.add_add_bos_token(True)
 
 
 BATCH = 512  # llama.cpp's default
@@ -181,11 +164,6 @@ def favourite(model: Any) -> int:
 
     logits = llama_cpp.llama_get_logits_ith(model.ctx, -1)
     return int(np.ctypeslib.as_array(logits, (model.n_vocab(),)).argmax())
-
-
-def first_after(model: Any, prompt: Sequence[int]) -> int:
-    read_again(model, prompt)
-    return favourite(model)
 
 
 def read_again(model: Any, tokens: Sequence[int], keep: int = 0) -> None:
@@ -334,7 +312,12 @@ def prompt_rows(models: RandomModels, lengths: Sequence[int]) -> Rows:
 
 def reading_seconds(peer: Any, prompt: list[int]) -> float:
     """Seconds per token of a prompt, until llama.cpp knows the first token after it."""
-    return timed(lambda: first_after(peer, prompt)) / len(prompt)
+
+    def first_after() -> int:
+        read_again(peer, prompt)
+        return favourite(peer)
+
+    return timed(first_after) / len(prompt)
 
 
 def first_token_seconds(model: Any, prompt: list[int]) -> float:
@@ -347,18 +330,13 @@ LENGTHS = {"decode": "context", "prompt": "prompt_tokens"}  # of a row of each s
 HEAD = ["bits", "llama.cpp's type", "activations", "ours, tokens/s", "llama.cpp, tokens/s", "ratio", "spread"]
 
 
-def significant(number: float) -> str:
-    """Three digits, without an exponent."""
-    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
-
-
 def table_of(subject: str, rows: Rows) -> str:
     """The rows of a subject: decode or prompt."""
     length = LENGTHS[subject]
     cells = [
         [
             *(row[length], row["bits"], row["llama_cpp_type"], row["activations"]),
-            *(significant(row["tokens_per_second"]), significant(row["llama_cpp_tokens_per_second"])),
+            *(speed(row["tokens_per_second"]), speed(row["llama_cpp_tokens_per_second"])),
             *(f"{row['ratio']:.2f}", "-".join(f"{number:.2f}" for number in row["spread"])),
             f"{row['read_bandwidth_gigabytes_per_second']:.1f}",
         ]

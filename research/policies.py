@@ -10,6 +10,8 @@ from pathlib import Path
 
 from rich.progress import track
 
+from gearbx_mlx.cli.decide import JustGears
+from gearbx_mlx.cli.flags import GearFlags, LayerSettings, ModelSettings
 from gearbx_mlx.cli.loaded import Loaded
 from gearbx_mlx.decoding.mode import SAME
 from gearbx_mlx.errors import GearbxError, about, numbers
@@ -17,15 +19,11 @@ from gearbx_mlx.evaluate.run import context_for
 from gearbx_mlx.evaluation.predictions import check_windows, read_documents, windows_of
 from gearbx_mlx.gears.ladder import Gear, Ladder
 from gearbx_mlx.loading import model_name
-from gearbx_mlx.routing.gates import DEFAULT_HYSTERESIS, DEFAULT_MIN_GEAR_DURATION, DEFAULT_WINDOW
 
-from .evaluation.model import Model, settings_of
 from .evaluation.policies import COUNTED, entries
 from .evaluation.report import COLUMNS, draw, markdown_table
 from .evaluation.runs import Runs
 from .studies import Found, keep_report, study
-
-GATE = {"window": DEFAULT_WINDOW, "hysteresis": DEFAULT_HYSTERESIS, "min_gear_duration": DEFAULT_MIN_GEAR_DURATION}
 
 
 @study(minutes=30)
@@ -71,9 +69,11 @@ def policies(
     for name in policy:
         if name not in COUNTED:
             raise GearbxError(f"--policy {name}: there is none; choose from {', '.join(COUNTED)}")
-    asked = Model(model, gears, format, group_size, manage, kernels, activations)
+    ladder = None if gears is None else Ladder.parse(gears)
+    layout = LayerSettings(gears=ladder, format=format, manage=manage, q_group_size=group_size)
+    settings = JustGears(ModelSettings(model), layout, GearFlags(kernels=f"{kernels}:{activations}"))
     documents = read_documents(data)
-    loaded = Loaded.of(settings_of(asked))
+    loaded = Loaded.of(settings)
     loaded.check_gears()
     gearbox, ladder = loaded.gearbox(), loaded.decision.ladder
     pair, window = parse_between(between, ladder), context_for(context, loaded.config)
@@ -87,11 +87,6 @@ def policies(
             gearbox,
             [each[prompt_tokens:] for each in whole],
             pair,
-            {
-                "window": DEFAULT_WINDOW,
-                "hysteresis": DEFAULT_HYSTERESIS,
-                "min_gear_duration": DEFAULT_MIN_GEAR_DURATION,
-            },
             seed,
             [each[:prompt_tokens] for each in whole] if prompt_tokens else [],
             of_prompt,

@@ -23,6 +23,7 @@ from gearbx_mlx.files import smollm2
 from gearbx_mlx.files.gguf_model import write_model
 from gearbx_mlx.files.user_cache import CacheUnusable, open_cache
 from gearbx_mlx.files.writing import make_directory, new_directory, replacing
+from gearbx_mlx.gears.tensor_files import ArrayPlace, hash_place
 
 from .studies import study
 
@@ -170,11 +171,7 @@ def is_there(model: RealModel, file: Path) -> bool:
     """Return whether a model's file is here. Raises GearbxError for another file in its place."""
     if not file.is_file():
         return False
-    digest = hashlib.sha256()
-    with open(file, "rb") as opened:
-        while block := opened.read(CHUNK):
-            digest.update(block)
-    check_hash(model, file, digest.hexdigest())
+    check_hash(model, file, hash_place(ArrayPlace(file, 0, file.stat().st_size)))
     return True
 
 

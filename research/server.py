@@ -99,12 +99,7 @@ def server(
 def measured(
     model: tuple[str, str], gears: str, kernels: str, tokens: int, trials: int, words: Sequence[str]
 ) -> dict[str, list[Pair]]:
-    """The answers of both servers by part, a pair for each trial.
-
-    Args:
-        model: the flag.
-        words: of the prompts.
-    """
+    """The answers of both servers by part, a pair for each trial. model: the flag. words: of the prompts."""
     found: dict[str, list[Pair]] = {part: [] for part in PARTS}
     texts = prompts(words, [RATE_WORDS] * (trials + 1) * len(PARTS))
     ours = started(OURS, *model, "--gears", gears, "--mode", "static", "--kernels", kernels)

@@ -164,17 +164,14 @@ def publish(chosen: Study, found: Found, write: bool, kept: Path | None = None) 
     print(*(f"{name}\n{text}" for name, text in found.tables.items() if isinstance(text, str)), sep="\n")
     if kept:
         about = {"date": time.strftime("%Y-%m-%d"), "machine": machine_name()}
-        write_text(kept, json.dumps(about | as_dict(found.data), indent=2) + "\n")
+        data = found.data if isinstance(found.data, dict) else {"rows": found.data}
+        write_text(kept, json.dumps(about | data, indent=2) + "\n")
     if write:
         makers = {name: as_maker(text) for name, text in found.tables.items()}
         for page in chosen.pages:
             fill(ROOT / page, makers)
         for file, draw in found.pictures.items():
             draw(IMAGES / file)
-
-
-def as_dict(data: Any) -> dict[str, Any]:
-    return data if isinstance(data, dict) else {"rows": data}
 
 
 def as_maker(text: str | Callable[..., str]) -> Callable[..., str]:

@@ -279,12 +279,7 @@ def emulated(packed: np.ndarray, scales: np.ndarray, x: np.ndarray) -> np.ndarra
 
 
 def draw_w4a8(rows: Rows, path: Path) -> None:
-    """AION's Figure 2: products per second over threads, and how many the read bandwidth allows, dashed.
-
-    Args:
-        rows: of the study, each with the `bytes` of its matrix.
-        path: a png or svg file, which is replaced.
-    """
+    """AION's Figure 2: products per second over threads, and how many the read bandwidth allows, dashed."""
     figure, axes = get_pyplot().subplots(figsize=(6.5, 4.4), layout="constrained")
     for index, (name, marker) in enumerate(W4A8_LINES.items()):
         some = [row for row in rows if row["implementation"] == name]

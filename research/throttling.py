@@ -256,13 +256,7 @@ WINDOW = 10  # tokens: speeds are means over them
 
 
 def draw(run: Run, bare: Run, path: Path) -> None:
-    """Draw speed, caps, bits and the machine over time.
-
-    Args:
-        run: with the controller.
-        bare: the same scenario without it.
-        path: of a PNG, which is replaced.
-    """
+    """Draw speed, caps, bits and the machine over time. bare: the same scenario without the controller."""
     pyplot = get_pyplot()
     figure, (speed, caps, bits, state) = pyplot.subplots(
         4, 1, figsize=(10, 9), sharex=True, layout="constrained", height_ratios=(3, 2, 1.3, 1.7)

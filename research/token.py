@@ -205,10 +205,6 @@ def draw_token(rows: Rows, path: Path) -> None:
     """A bar for each gear, of the milliseconds of each part of a token, with a line where it ends with blocks.
 
     A part that is negative is shown as 0.
-
-    Args:
-        rows: of the study.
-        path: a png or svg file, which is replaced.
     """
     pyplot = get_pyplot()
     gears = list(dict.fromkeys(row["gear"] for row in rows))

@@ -25,7 +25,7 @@ from rich.progress import Progress
 
 from gearbx_mlx.__main__ import COMMANDS
 
-OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_TOKEN": "", "TQDM_DISABLE": "1"}
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_TOKEN": "", "TQDM_DISABLE": "1"}
 
 
 def fuzz(args: argparse.Namespace, place: Place) -> Results:

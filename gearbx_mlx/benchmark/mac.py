@@ -48,6 +48,7 @@ from ..machine.readers import Watch
 from ..settings import human_bytes
 from . import MacBenchmark
 from .measuring import counting_reads, machine_name, print_table, spread_of
+from .own_kernels import check_all, in_short, prove_all
 
 PROMPTS = {
     "prose": "Write the first page of a story about a lighthouse keeper who finds a letter in the sand.",
@@ -172,8 +173,6 @@ def run(settings: MacBenchmark) -> int:
 
 def try_own_kernels(report: MacReport, loaded: Loaded) -> None:
     """Fill in what own kernels are worth here; what is right is kept for this machine."""
-    from .own_kernels import check_all, prove_all
-
     for row in check_all():
         report.checks.append(row)
     for row in prove_all(loaded.model):
@@ -505,8 +504,6 @@ def show_page(report: MacReport, file: Path) -> None:
     print(f"{facts.model}, {report.dtype}: {len(PROMPTS)} prompts, {facts.tokens} tokens, {series} series\n")
     tables = [[shown_row(row) for row in report.ways]]
     if report.kernels:
-        from .own_kernels import in_short
-
         tables.append(in_short(report.kernels))
     for table in filter(None, tables):
         print_table(table, [*table[0]])

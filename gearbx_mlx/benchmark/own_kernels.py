@@ -7,6 +7,8 @@ unasked. metal_checks.py has the checks that need no model.
 import statistics
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -122,11 +124,8 @@ def prove_products(layers: Layers, vectors: int) -> Iterator[dict[str, Any]]:
             wrong = product_fault(found, candidate, x)
             times = {} if wrong else times_of(found, x)
             seconds = [times.get(name, FAILED) for name in (candidate, MLX)]
-            yield keep_proofs(layers, key, vectors, candidate, wrong or not_timed(seconds), *seconds)
-
-
-def not_timed(seconds: Sequence[float]) -> str:
-    return "cannot be timed" if FAILED in seconds else ""
+            untimed = "cannot be timed" if FAILED in seconds else ""
+            yield keep_proofs(layers, key, vectors, candidate, wrong or untimed, *seconds)
 
 
 def product_fault(found: Mapping[str, Sequence[Product]], candidate: str, x: mx.array) -> str:
@@ -184,28 +183,22 @@ def keep_proofs(
 
 def in_short(rows: Rows) -> list[dict[str, str]]:
     """Return a line for each way to store weights and number of vectors: how often ours won, and by how much."""
-    found = []
-    for (stored, vectors), some in by_shape(rows).items():
-        shapes: dict[tuple[int, ...], list[float]] = {}
+    found, key = [], itemgetter("stored", "vectors")
+    for (stored, vectors), some in groupby(sorted(rows, key=key), key):
+        shapes: dict[tuple[int, ...], Rows] = {}
         for row in some:
-            ratio = 0.0 if row["wrong"] else row["seconds_of_mlx"] / row["seconds"]
-            shapes.setdefault(tuple(row["shape"]), []).append(ratio)
-        best = [max(ratios) for ratios in shapes.values()]
+            shapes.setdefault(tuple(row["shape"]), []).append(row)
+        best = [
+            max(0.0 if row["wrong"] else row["seconds_of_mlx"] / row["seconds"] for row in each)
+            for each in shapes.values()
+        ]
         line = {
             "own kernels": stored,
             "vectors": str(vectors) if vectors else "decoding",
             "of MLX's speed": f"{statistics.median(best):.2f} ({min(best):.2f}-{max(best):.2f})",
-            "shapes won": f"{sum(any(row['won'] for row in some if tuple(row['shape']) == shape) for shape in shapes)}",
+            "shapes won": str(sum(any(row["won"] for row in each) for each in shapes.values())),
             "of": str(len(shapes)),
-            "wrong": str(sum(bool(row["wrong"]) for row in some)),
+            "wrong": str(sum(bool(row["wrong"]) for each in shapes.values() for row in each)),
         }
         found.append(line)
-    return found
-
-
-def by_shape(rows: Rows) -> dict[tuple[str, int], Rows]:
-    """Return rows by how weights are stored, and by the number of vectors."""
-    found: dict[tuple[str, int], Rows] = {}
-    for row in sorted(rows, key=lambda row: (row["stored"], row["vectors"])):
-        found.setdefault((row["stored"], row["vectors"]), []).append(row)
     return found

@@ -1,7 +1,6 @@
 """Find when a model should change gear, and write it to a file for generate."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,20 +20,12 @@ from ..files.journal import JOURNAL, Journal, hash_of_tokens, place_beside
 from ..files.writing import write_text
 from ..gears.discovery import vocabulary
 from ..gears.gearbox import Observer, model_fingerprint
+from ..gears.ladder import Ladder
 from ..routing import calibration
 from ..routing.gates import ThresholdFile
 from . import CalibrateSettings, CalibrationSettings
 
 Prompts = Sequence[tuple[list[int], int]]  # tokens, and how many may follow
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """Holds what was found: the file to be written, and a line and a note that say it in a few words."""
-
-    file: ThresholdFile
-    line: str
-    note: str
 
 
 def prompts_of(settings: CalibrationSettings) -> list[str]:
@@ -54,7 +45,7 @@ def record_inputs(settings: CalibrateSettings, decision: Decision, prompts: Prom
     }
 
 
-def calibrate_thresholds(settings: CalibrateSettings, place: Path | None) -> Calibration:
+def calibrate_thresholds(settings: CalibrateSettings, place: Path | None) -> ThresholdFile:
     """Thresholds from entropies along what the model writes: for kickdown of every gear on the way to the top one, for
     route of a model that does not change gear.
 
@@ -88,7 +79,7 @@ def calibrate_thresholds(settings: CalibrateSettings, place: Path | None) -> Cal
         journal = Journal(place, inputs | {"native": observer.kernels.native}, list[float])
         entropies = recorded(journal, prompts, partial(generated_entropies, observer, loaded.tokenizer))
         thresholds, reached = calibration.share_thresholds(entropies, shares, vocab_size, **gate)
-    file = ThresholdFile(
+    return ThresholdFile(
         thresholds=list(thresholds),
         vocab_size=vocab_size,
         model=loaded.name,
@@ -99,10 +90,6 @@ def calibrate_thresholds(settings: CalibrateSettings, place: Path | None) -> Cal
         fingerprint=model_fingerprint(loaded.model),
         **gate,
     )
-    line = f"{', '.join(f'{threshold:.3f}' for threshold in thresholds)} bits"
-    put = ", ".join(f"{gear.name} {share:.0%}" for gear, share in zip(ladder, reached))
-    note = f"{file.tokens} tokens; with these thresholds the gate puts {put} of them in each gear"
-    return Calibration(file, line, note)
 
 
 def recorded(journal: Journal, prompts: Prompts, record: Callable[..., Sequence[Any]]) -> list[Any]:
@@ -127,24 +114,24 @@ def generated_entropies(observer: Observer, tokenizer: Any, tokens: list[int], l
 def run(settings: CalibrateSettings) -> int:
     out = output_path(settings.calibration.out or "thresholds.json")
     found = calibrated_file(settings, out)
-    terminal.note(found.note)
-    print(f"{out}: {found.line}")
+    put = ", ".join(f"{gear.name} {share:.0%}" for gear, share in zip(Ladder(found.gears), found.shares))
+    terminal.note(f"{found.tokens} tokens; with these thresholds the gate puts {put} of them in each gear")
+    print(f"{out}: {', '.join(f'{threshold:.3f}' for threshold in found.thresholds or ())} bits")
     return 0
 
 
 def as_object(settings: CalibrateSettings) -> ThresholdFile:
     """Return what is found; written to a file where --out is given."""
     out = settings.calibration.out
-    found = calibrate_thresholds(settings, None) if out is None else calibrated_file(settings, output_path(out))
-    return found.file
+    return calibrate_thresholds(settings, None) if out is None else calibrated_file(settings, output_path(out))
 
 
-def calibrated_file(settings: CalibrateSettings, out: Path) -> Calibration:
+def calibrated_file(settings: CalibrateSettings, out: Path) -> ThresholdFile:
     """Return what is found, after writing it. An interrupted run leaves its records beside the file for the
     next one."""
     place = place_beside(out, JOURNAL)
     found = calibrate_thresholds(settings, place)
-    write_text(out, found.file.text())
+    write_text(out, found.text())
     if place is not None:
         place.unlink(missing_ok=True)
     return found

@@ -105,23 +105,17 @@ def requests_of(tokenizer: Any) -> list[list[int]]:
         return []
     lines = read_text(SHIPPED / "requests.txt", "text", REINSTALL).splitlines()
     try:
-        return [in_template(tokenizer, line)[:LONGEST_TEXT] for line in lines]
+        messages = [[{"role": "user", "content": line}] for line in lines]
+        made = [tokenizer.apply_chat_template(m, add_generation_prompt=True, return_dict=False) for m in messages]
+        return [list(tokens)[:LONGEST_TEXT] for tokens in made]
     except Exception:  # templates are programs, and some want other messages
         return []
-
-
-def in_template(tokenizer: Any, request: str) -> list[int]:
-    """Return the tokens of a request, up to where the answer begins."""
-    message = [{"role": "user", "content": request}]
-    return list(tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False))
 
 
 def answered(model: nn.Module, tokenizer: Any, requests: Sequence[list[int]], progress: Any) -> list[list[int]]:
     """Return the requests with the answers that the model writes to them: the same at every run on this machine.
 
-    Args:
-        model: not quantized; a gearbox is put on it, if there are requests.
-        progress: a bar (`progress_bar`).
+    A gearbox is put on the model, if there are requests.
     """
     if not requests:
         return []
@@ -263,10 +257,7 @@ def key_of(
 
 
 def tell_cost(model: nn.Module, key: BaseKey, format: Format, text: BaseText, instead: str) -> None:
-    """Say what a calibration does, and for about how long, before it begins.
-
-    Args:
-        instead: what takes less.
+    """Say what a calibration does, for about how long, and what takes less (`instead`), before it begins.
 
     Raises:
         GearbxError: a format or a ladder whose lowest codes are not free.
@@ -301,12 +292,7 @@ def expected_seconds(layers: Sequence[Layer], tokens: int) -> float:
 
 
 def make_base(model: nn.Module, key: BaseKey, format: Format, texts: Sequence[list[int]], progress: Any) -> Base:
-    """Calibrate a base, and keep it where the cache can be written.
-
-    Args:
-        model: not quantized, without gears.
-        texts: tokens.
-        progress: a bar (`progress_bar`).
+    """Calibrate the base of a model without gears, and keep it where the cache can be written.
 
     Raises:
         GearbxError: as `calibrate_base`.
@@ -321,7 +307,7 @@ def make_base(model: nn.Module, key: BaseKey, format: Format, texts: Sequence[li
 
 
 def thinned(texts: Sequence[list[int]]) -> list[list[int]]:
-    """Texts of READ tokens in all, or a little more, from everywhere in them; all of them if they have fewer."""
+    """Return texts of CHOOSING_TOKENS in all, or a little more, from everywhere in them; all if they have fewer."""
     share = min(1.0, CHOOSING_TOKENS / max(1, sum(map(len, texts))))
     return [text for i, text in enumerate(texts) if math.ceil((i + 1) * share) > math.ceil(i * share)]
 

@@ -198,7 +198,7 @@ def decide(settings: GearedSettings, model: nn.Module | None = None, several_mod
     if saved or codes is not None or layout.gears or not is_packed(name):  # whose codes say later which gears it has
         check_in_ladder(settings.mode, stored.ladder)
     format = format_with(gears, stored.format, None if saved is None else name)
-    cap_bits = widths(settings, stored.ladder, stored.format, saved) if governed(settings, mode) else ()
+    cap_bits = widths(stored.ladder, stored.format, saved) if governed(settings, mode) else ()
     plain = not (saved or gears.low_model or gears.manifest or cap_bits or observes or current())
     return Decision(
         settings=settings,
@@ -403,11 +403,7 @@ def takes_whole(flags: GearFlags, model: nn.Module) -> bool:
 
 
 def cost_of_whole(seconds: Times) -> str:
-    """Say what products in format exact cost here, and those of the gear that takes less memory still.
-
-    Args:
-        seconds: of `seconds_as_stored`; "" where there are none.
-    """
+    """Say what products in format exact cost here, and those of one gear of 8 bits; "" where nothing was timed."""
     if not seconds:
         return ""
     exact, quantized = (f"{seconds[name] / seconds[AS_IT_IS]:.2f}" for name in (AS_EXACT, AS_8_BITS))
@@ -457,7 +453,7 @@ def manifest_of(settings: GearedSettings, saved: Manifest | None, mode: str) -> 
     return precision
 
 
-def widths(settings: GearedSettings, ladder: Ladder, format: str, saved: Manifest | None) -> tuple[int, ...]:
+def widths(ladder: Ladder, format: str, saved: Manifest | None) -> tuple[int, ...]:
     """Return further bits to which a controller can cap layers: those of the checkpoint, or that are made now."""
     if format == EXACT_FORMAT:  # whose layers have the widths of its ladder alone
         return ()

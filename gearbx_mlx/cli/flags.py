@@ -304,9 +304,6 @@ class ModelSettings(Settings):
     device: str | None = device_flag()
 
 
-OF_LIBRARY = ("library", "group")
-
-
 def parse_format(text: str) -> str:
     """--format as the name of a format. Raises GearbxError for one that does not exist, or has not these choices."""
     base, choices = split_name(text)
@@ -318,7 +315,7 @@ def parse_format(text: str) -> str:
         raise GearbxError(f"--format is {text}, and only codebooks have choices; give --format {base}")
     with about("--format"):
         chosen = CodebookOptions.parse(choices)
-    for name in OF_LIBRARY:
+    for name in ("library", "group"):
         if base != CODEBOOKS[1] and f"{name}=" in choices:
             raise GearbxError(f"--format is {text}, and {name} belongs to format {CODEBOOKS[1]}; give that one")
     return name_with(base, chosen)

@@ -347,7 +347,9 @@ def check_fits_memory(decision: Decision) -> None:
     files = None if residency == "stream" else files_of(name)
     if files is None:
         return
-    least, whole, most = least_memory(files, decision), whole_memory(), recommended_memory()
+    # Of an original or quantized checkpoint all is read.
+    least = files.total if files.manifest is None else memory_with(files, decision, False)
+    whole, most = whole_memory(), recommended_memory()
     if least > whole:
         sizes = f"has {human_bytes(least)} of weights, and this machine {human_bytes(whole)} of memory"
         if metal.available():
@@ -369,11 +371,6 @@ def check_fits_memory(decision: Decision) -> None:
         remedies = remedies_that_fit(files, decision, most, resident)
     advice = f"{' or '.join(remedies)} would fit" if remedies else "expect it to be slow"
     warn_of_memory(model_name(name), needed, most, advice)
-
-
-def least_memory(files: ModelFiles, decision: Decision) -> int:
-    """Return bytes that are read at least, of an original or quantized checkpoint all."""
-    return files.total if files.manifest is None else memory_with(files, decision, False)
 
 
 def without_draft(files: ModelFiles, decision: Decision, most: int) -> list[str]:
@@ -614,17 +611,13 @@ class LoadedPair:
     config: dict
 
     @property
-    def models(self) -> tuple[nn.Module, nn.Module]:
-        return self.small, self.large
-
-    @property
     def vocab_size(self) -> int:
-        return min(vocabulary(model) for model in self.models)
+        return min(vocabulary(self.small), vocabulary(self.large))
 
     @property
     def parameters(self) -> tuple[int, int]:
         """Numbers of parameters; quantized ones count as the weights that they stand for."""
-        return parameters_of(self.models)
+        return parameters_of((self.small, self.large))
 
     @property
     def weight_bytes(self) -> tuple[int, int]:

@@ -103,9 +103,9 @@ class FlagParser(argparse.ArgumentParser):
                 yield from parser.flags()
 
 
-def nearest_name(word: str, names: Iterable[str], least: float = 0.6) -> str | None:
-    """Return the name that is most like a mistyped one. least: how like it has to be, from 0 to 1."""
-    likely = difflib.get_close_matches(word, names, 3, least)
+def nearest_name(word: str, names: Iterable[str]) -> str | None:
+    """Return the name that is most like a mistyped one."""
+    likely = difflib.get_close_matches(word, names)
     swapped = [name for name in likely if sorted(name) == sorted(word)]  # --modle is --model rather than --mode
     return next(iter(swapped + likely), None)
 

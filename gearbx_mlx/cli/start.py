@@ -46,11 +46,7 @@ def command(name: str, extra: str = "") -> Callable[[], None]:
 
 @contextlib.contextmanager
 def needing(extra: str, what: str) -> Iterator[None]:
-    """Import inside what an extra of the package brings. Raises GearbxError with what installs it where it is missing.
-
-    Args:
-        what: needs it.
-    """
+    """Import inside what an extra brings. Raises GearbxError with what installs it, where it is missing."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -61,12 +57,7 @@ def needing(extra: str, what: str) -> Iterator[None]:
 
 
 def start(name: str, parse: Callable[[], Any], body_of: Callable[[Any], Callable[[Any], int | None]]) -> None:
-    """Run a command with its errors, signals and exit status.
-
-    Args:
-        parse: makes settings of the command line.
-        body_of: imports what runs with these settings.
-    """
+    """Run a command with its errors, signals and exit status; `body_of` imports what runs with the settings."""
 
     def run() -> int | None:
         settings = parse()

@@ -33,10 +33,7 @@ def table_with_head(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table
 def summary_line(tally: Tally, last: Any, mode: str, ending: str = "") -> Text:
     """Return tokens read and written, tokens/s, who wrote them, the entropy where it decided that, bytes per token.
 
-    Args:
-        tally: of the answer.
-        last: its last response.
-        ending: why it ended, where it did not end by itself.
+    ending: why the answer ended, where it did not end by itself.
     """
     parts = [
         Text(f"{last.prompt_tokens} read, {tally.tokens} written{f' ({ending})' if ending else ''}"),
@@ -72,11 +69,7 @@ def colors_line(ladder: "Ladder", has_draft_model: bool) -> Text:
 
 
 def in_colors(gears: Mapping[str, float], looked_up: float, between: str) -> Text:
-    """Return names with their shares, each in its colour; those without a share are left out.
-
-    Args:
-        gears: name to share, the lowest gear first.
-    """
+    """Return names of gears, the lowest first, with their shares in their colours, except those without a share."""
     named = [(name, share, gear_color(place, len(gears))) for place, (name, share) in enumerate(gears.items())]
     named.append(("looked up", looked_up, LOOKUP_COLOR))
     return Text(between).join(Text(f"{name} {share:.0%}", style=color) for name, share, color in named if share)
@@ -86,13 +79,9 @@ ROUNDING_NOTE = "MLX's kernels (mlx, reconstruct) and ours give other last bits;
 
 
 def kernels_table(used: Mapping[str, tuple[str, Times]]) -> Table:
-    """Return a row for each product: the kernel that was chosen, its microseconds, and how many times as long others
-    take.
-
-    Args:
-        used: product to the kernel and the seconds of all candidates (`Tuner.used`).
-    """
-    caption = ROUNDING_NOTE if in_both(used) else None
+    """Return a row for each product of `Tuner.used`: the chosen kernel, its microseconds, and what others take."""
+    last_bits_differ = any({name in STOCK for name in times} == {True, False} for _, times in used.values())
+    caption = ROUNDING_NOTE if last_bits_differ else None
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left")
     for name in ("product", "kernel", "us", "others take"):
         table.add_column(name, justify="right" if name == "us" else "left")
@@ -104,11 +93,6 @@ def kernels_table(used: Mapping[str, tuple[str, Times]]) -> Table:
 
 def ratio(times: Times, name: str, chosen: str) -> str:
     return "does not run" if times[name] == FAILED else f"{times[name] / times[chosen]:.2f} times"
-
-
-def in_both(used: Mapping[str, tuple[str, Times]]) -> bool:
-    """Return whether candidates differ in the last bits."""
-    return any({name in STOCK for name in times} == {True, False} for _, times in used.values())
 
 
 if TYPE_CHECKING:
@@ -238,7 +222,7 @@ def weights_line(summary: dict[str, Any], reference: str) -> str:
     if reference and "weight_bytes_per_token_original" in summary:
         compared[f"original in {summary['storage_dtype']}"] = summary["weight_bytes_per_token_original"]
     others = [f", the {name} {human_bytes(most)} ({most / read:.2f} times as much)" for name, most in compared.items()]
-    return f"{human_bytes(read)} per token" + "".join(others if read else [])
+    return f"{human_bytes(read)} per token" + "".join(others)
 
 
 def disk_line(read: dict[str, Any] | None) -> str:

@@ -138,11 +138,9 @@ def readers_of(settings: EvaluateSettings, gearbox: Gearbox, tokenizer: Any) -> 
         GearbxError: thresholds that do not fit the ladder or the model, or a KV cache that has no gears.
     """
     wanted, ladder = settings.evaluation, gearbox.ladder
-
-    def alone(gear: Gear, window: Sequence[int]) -> Iterable[TextPrediction]:
-        return read_at_once(gearbox, [window], gear)
-
-    found = [TextReader(GEAR, f"{gear.bits} bits", [gear], partial(alone, gear)) for gear in ladder]
+    found = [
+        TextReader(GEAR, f"{gear.bits} bits", [gear], partial(read_at_once, gearbox, gear=gear)) for gear in ladder
+    ]
     # A window has no prompt, and begins in the lowest gear.
     given = {"thresholds": wanted.thresholds, "gear": ladder[0].bits, "prompt_gear": SAME}
     for name in wanted.modes if len(ladder) > 1 else ():
@@ -160,11 +158,8 @@ def over_cache(gearbox: Gearbox, ladder: Sequence[int], bits: int) -> TextReader
     """Return the top gear over a KV cache whose gear has `bits`."""
     top = gearbox.ladder.top
 
-    def begun(number: int) -> list[Any]:
-        return cache_in_gears(gearbox.model, gearbox, ladder, bits)
-
     def read(window: Sequence[int]) -> Iterable[TextPrediction]:
-        return read_at_once(gearbox, [window], top, begun)
+        return read_at_once(gearbox, window, top, cache_in_gears(gearbox.model, gearbox, ladder, bits))
 
     return TextReader(KV, f"{top.bits} bits, KV {bits}", [top], read)
 
@@ -249,12 +244,7 @@ STYLES = {ROUTE: (SKY_BLUE, "s"), KICKDOWN: (GREEN, "D"), KV: (ORANGE, "*")}
 
 
 def draw(report: Mapping[str, Any], path: Path) -> None:
-    """Draw mean KL over bytes: a line through the gears with their 99th percentile, and a marker for each other row.
-
-    Args:
-        report: the content of evaluation.json.
-        path: a png or svg file, which is replaced.
-    """
+    """Draw mean KL over bytes: a line through the gears with their 99th percentile, and a marker for each other row."""
     figure, axes = get_pyplot().subplots(figsize=(8, 5), layout="constrained")
     gears = [row for row in report["rows"] if row["kind"] == GEAR]
     for field, style, label in (("kl_mean", "-", "gears, mean"), ("kl_p99", ":", "gears, 99 %")):

@@ -114,11 +114,7 @@ def windows_of(
 
 
 def check_windows(windows: Iterable[Sequence[int]], model: nn.Module, name: str) -> None:
-    """Raises GearbxError for a token that the model does not know: its tokenizer is not the model's.
-
-    Args:
-        name: of the text.
-    """
+    """Raises GearbxError for a token of a text that the model does not know: its tokenizer is not the model's."""
     check_known(name, [token for window in windows for token in window], vocabulary(model))
 
 
@@ -158,26 +154,21 @@ class TextPrediction:
     passes: Sequence[int]
 
 
-Begun = Callable[[int], Any]
-"""Takes the number of a window, and returns the KV cache of what stands before it."""
-
-
 def read_at_once(
-    gearbox: Gearbox, windows: Sequence[Sequence[int]], gear: Gear, begun: Begun | None = None
+    gearbox: Gearbox, window: Sequence[int], gear: Gear, cache: Sequence[Any] = ()
 ) -> Iterator[TextPrediction]:
-    """Read windows in one gear, several tokens in a pass: only the last bits differ from one token at a time.
+    """Read a window in one gear, several tokens in a pass: only the last bits differ from one token at a time.
 
     Args:
-        begun: without it nothing stands before windows.
+        cache: KV caches without entries; new ones if none are given.
     """
     passes = [int(each is gear) for each in gearbox.ladder]  # of a token that is read alone
-    for number, window in enumerate(windows):
-        cache = make_prompt_cache(gearbox.model) if begun is None else begun(number)
-        gearbox.shift(gear)
-        for start in range(0, len(window) - 1, PASS_TOKENS):
-            part = window[start : min(start + PASS_TOKENS, len(window) - 1)]
-            for target, logprobs in zip(window[start + 1 :], next_logprobs(gearbox.model, part, cache)):
-                yield TextPrediction(number, target, logprobs, gear, passes)
+    cache = cache or make_prompt_cache(gearbox.model)
+    gearbox.shift(gear)
+    for start in range(0, len(window) - 1, PASS_TOKENS):
+        part = window[start : min(start + PASS_TOKENS, len(window) - 1)]
+        for target, logprobs in zip(window[start + 1 :], next_logprobs(gearbox.model, part, cache)):
+            yield TextPrediction(0, target, logprobs, gear, passes)
 
 
 def read_in_mode(gearbox: Gearbox, tokenizer: Any, mode: Mode, window: Sequence[int]) -> Iterator[TextPrediction]:
@@ -264,12 +255,8 @@ Read = Callable[[Sequence[int]], Iterable[TextPrediction]]
 
 
 def compared(gearbox: Gearbox, window: Sequence[int], readers: Iterable[Read], uncounted: int = 0) -> list[Recording]:
-    """Return what each reader predicts in a window, compared with the top gear.
-
-    Args:
-        uncounted: predictions at the beginning that are left out.
-    """
-    top = read_at_once(gearbox, [window], gearbox.ladder.top)
+    """Compare each reader's predictions in a window with the top gear's, but for the first `uncounted` ones."""
+    top = read_at_once(gearbox, window, gearbox.ladder.top)
     reference = [each.logprobs for each in itertools.islice(top, uncounted, None)]
     return [recording_of(itertools.islice(read(window), uncounted, None), reference) for read in readers]
 
@@ -284,9 +271,6 @@ def read_per_token(gearbox: Gearbox, used: Sequence[Gear], recording: Recording)
 
     Each pass costs what it would read in a ladder of the used gears alone: a model that stays in one gear need not
     store it in planes that other gears share. A token that is computed twice reads twice.
-
-    Args:
-        used: the gears that the recording has passes in.
     """
     ladder = Ladder([gear.bits for gear in used])
     alone = costed_in(gearbox, ladder)
@@ -351,12 +335,6 @@ def error_of_mean(values: np.ndarray) -> float:
 
 def spread(name: str, values: np.ndarray) -> dict[str, float]:
     """Mean, median, 90th, 99th and 99.9th percentile, maximum."""
-    median, p90, p99, p999 = np.quantile(values, (0.5, 0.9, 0.99, 0.999))
-    return {
-        f"{name}_mean": float(values.mean()),
-        f"{name}_median": float(median),
-        f"{name}_p90": float(p90),
-        f"{name}_p99": float(p99),
-        f"{name}_p999": float(p999),
-        f"{name}_max": float(values.max()),
-    }
+    shares = {"median": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
+    found = {"mean": values.mean(), **{of: np.quantile(values, share) for of, share in shares.items()}}
+    return {f"{name}_{of}": float(value) for of, value in {**found, "max": values.max()}.items()}

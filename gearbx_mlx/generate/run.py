@@ -1,6 +1,5 @@
 """Write a text with one model in gears."""
 
-import hashlib
 import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,6 +37,7 @@ from ..errors import GearbxError, OutputLost
 from ..files.writing import write_text
 from ..gears.gearbox import Gearbox, Observer, model_fingerprint
 from ..gears.ladder import Ladder
+from ..gears.tensor_files import ArrayPlace, hash_bytes, hash_place
 from ..loading import model_name
 from ..ranks.agreement import check_equal
 from ..ranks.place import current
@@ -160,18 +160,10 @@ def fact(value: Any) -> str:
     if not isinstance(value, str | Path) or not os.path.isfile(value):
         return str(value)
     try:
-        return f"a file with the digest {file_digest(value)}"
+        whole = ArrayPlace(Path(value), 0, os.path.getsize(value))
+        return f"a file with the digest {hash_place(whole)[:32]}"
     except OSError:
         return str(value)  # who needs the file says why it cannot be read
-
-
-def file_digest(path: str | Path) -> str:
-    """Like `digest`, of a file that may be larger than the memory."""
-    found = hashlib.sha256()
-    with open(path, "rb") as file:
-        while piece := file.read(1 << 20):
-            found.update(piece)
-    return found.hexdigest()[:32]
 
 
 def check_together(gearbox: Gearbox | Observer, mode: Mode, tokens: Sequence[int]) -> None:
@@ -183,7 +175,7 @@ def check_together(gearbox: Gearbox | Observer, mode: Mode, tokens: Sequence[int
     run = current()
     if run is None:
         return
-    text = mode_facts(mode) | {"the prompt": digest(repr(list(tokens)).encode())}
+    text = mode_facts(mode) | {"the prompt": hash_bytes(repr(list(tokens)).encode())[:32]}
     check_equal(run.group, model_facts(gearbox) | text)
 
 
@@ -195,19 +187,16 @@ def mode_facts(mode: Mode) -> dict[str, str]:
 
 def model_facts(gearbox: Gearbox | Observer) -> dict[str, str]:
     """Return the model, and what every gear makes of its layers."""
+    layers = [(each.path, each.bits) for each in gearbox.layer_paths()]
     facts = {
         "the model's fingerprint": model_fingerprint(gearbox.model),
         "the ladder": str(gearbox.ladder),
-        "the bits of the layers": digest(repr([(each.path, each.bits) for each in gearbox.layer_paths()]).encode()),
+        "the bits of the layers": hash_bytes(repr(layers).encode())[:32],
     }
     if isinstance(gearbox, Gearbox):
         facts |= {"the format": gearbox.format.name, "the group size": str(gearbox.group_size)}
         facts["the type of the activations"] = str(gearbox.compute_dtype)
     return facts
-
-
-def digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:32]
 
 
 def values(settings: Any) -> Mapping[str, Any]:

@@ -84,11 +84,7 @@ def inputs_of_journal(settings: SensitivitySettings, model: nn.Module, windows: 
 def measured_layers(
     settings: SensitivitySettings, model: nn.Module, windows: Windows, file: Path | None
 ) -> PrecisionManifest:
-    """Return the manifest of a model whose layers are reduced one at a time.
-
-    Args:
-        file: the journal, which an interrupted run is continued from, if there is one.
-    """
+    """Return the manifest of a model whose layers are reduced one at a time. file: of the journal, if there is one."""
     inputs, bits = inputs_of_journal(settings, model, windows), settings.measurement.bits
     dtype, threshold = settings.model.dtype, settings.measurement.accuracy_threshold
     show_compiling()

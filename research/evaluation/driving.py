@@ -2,7 +2,7 @@
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +10,13 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from gearbx_mlx.decoding.caches import Snapshot
-from gearbx_mlx.evaluation.predictions import Begun, TextPrediction, entropy_of_logprobs, log_softmax, next_logprobs
+from gearbx_mlx.evaluation.predictions import TextPrediction, entropy_of_logprobs, log_softmax, next_logprobs
 from gearbx_mlx.gears.gearbox import Gearbox
 from gearbx_mlx.gears.ladder import Gear
 from gearbx_mlx.routing.gates import RUN_AHEAD, Gate, Monitor
+
+Begun = Callable[[int], Any]
+"""Takes the number of a window, and returns the KV cache of what stands before it."""
 
 
 class Policy:
@@ -53,20 +56,17 @@ class StaticPolicy(Policy):
 class RoutePolicy(Policy):
     """GEARBX's gate over the entropies of past tokens, which acts two passes later, as in `decoding.route`.
 
-    Args:
-        gears: the gate numbers them from 0.
-        initial_gear: number of the gear to begin in.
+    gears: the gate numbers them from 0, in which a window begins.
     """
 
     gears: Sequence[Gear]
     gate: Gate
     monitor: Monitor
-    initial_gear: int = 0
 
     def begin(self) -> None:
-        self.gate.reset(self.initial_gear)
+        self.gate.reset(0)
         self.monitor.reset()
-        self.coming = deque([self.gears[self.initial_gear]] * RUN_AHEAD)
+        self.coming = deque([self.gears[0]] * RUN_AHEAD)
 
     def first(self, place: int) -> Gear:
         return self.coming.popleft()

@@ -5,9 +5,8 @@ in `low` first and then, perhaps, again in `high`: both passes are counted. A re
 controls, each with the threshold that gives the share of tokens.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -79,17 +78,13 @@ class PolicyRow:
 
 @dataclass
 class Setting:
-    """What the policies are made from.
-
-    recorded: the low gear alone. gate: window, hysteresis and min_gear_duration of route.
-    """
+    """What the policies are made from. recorded: the low gear alone."""
 
     windows: Sequence[Sequence[int]]
     low: Gear
     high: Gear
     reference: Reference
     recorded: Recording
-    gate: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
 
 
@@ -139,10 +134,9 @@ def signals(setting: Setting) -> dict[str, tuple[Callable[[int, np.ndarray], flo
 
 
 def route_policy(setting: Setting, share: float) -> tuple[RoutePolicy, float]:
-    """The gate of mode route, with the threshold that `calibrate --method share` would find."""
+    """The gate of mode route, with the threshold that `calibrate` would find."""
     recorded, vocabulary = setting.recorded, setting.reference.vocab_size
     sequences = [recorded.entropy[recorded.window == w].tolist() for w in np.unique(recorded.window)]
-    thresholds, _ = share_thresholds(sequences, (1 - share, share), vocabulary, **setting.gate)
-    gate = {key: value for key, value in setting.gate.items() if key != "window"}
-    monitor = Monitor(vocabulary, **({"window": setting.gate["window"]} if "window" in setting.gate else {}))
-    return RoutePolicy((setting.low, setting.high), ThresholdGate(thresholds, **gate), monitor), thresholds[0]
+    thresholds, _ = share_thresholds(sequences, (1 - share, share), vocabulary)
+    gears = setting.low, setting.high
+    return RoutePolicy(gears, ThresholdGate(thresholds), Monitor(vocabulary)), thresholds[0]

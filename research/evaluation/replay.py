@@ -18,9 +18,11 @@ from mlx_lm.models.cache import make_prompt_cache
 from gearbx_mlx.decoding.caches import Snapshot
 from gearbx_mlx.decoding.policy import MOST_DRAFTED
 from gearbx_mlx.decoding.rows import Rows, Verifier
-from gearbx_mlx.evaluation.predictions import Begun, Recording, TextPrediction, log_softmax, logprobs_of, next_logprobs
+from gearbx_mlx.evaluation.predictions import Recording, TextPrediction, log_softmax, logprobs_of, next_logprobs
 from gearbx_mlx.gears.gearbox import Gearbox
 from gearbx_mlx.gears.ladder import Gear
+
+from .driving import Begun
 
 
 def after_prompts(gearbox: Gearbox, prompts: Sequence[Sequence[int]], gear: Gear) -> Begun:

@@ -128,11 +128,7 @@ def against_chance(recording: Recording, chance: Callable[[str], np.ndarray]) ->
 def compare_with_chance(
     rows: Sequence[dict[str, Any]], recordings: Mapping[str, Recording], low: int, high: int
 ) -> None:
-    """Add to every row that shifts a comparison with the random gate, at its share and at its bytes per token.
-
-    Args:
-        low, high: bits of the two gears.
-    """
+    """Add to every row that shifts a comparison with the random gate, at its share and at its bytes per token."""
     points = [row for row in rows if row["policy"] == "random" or row["name"] in (f"static-{low}", f"static-{high}")]
     share = {f"static-{low}": 0.0, f"static-{high}": 1.0}
     runs = [recordings[row["name"]] for row in points]
@@ -192,12 +188,7 @@ STYLES = {
 
 
 def draw(report: Mapping[str, Any], path: Path) -> None:
-    """A marker for each policy and share, a line through the static gears, the noise floor as a dashed line.
-
-    Args:
-        report: the content of evaluation.json.
-        path: a png or svg file, which is replaced.
-    """
+    """A marker for each policy and share, a line through the static gears, the noise floor as a dashed line."""
     pyplot = get_pyplot()
     figure, axes = pyplot.subplots(figsize=(9, 5.5), layout="constrained")
     draw_static(axes, [row for row in report["policies"] if row["policy"] == "static"])

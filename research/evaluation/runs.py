@@ -20,6 +20,7 @@ from gearbx_mlx.formats.base import dense_weight
 from gearbx_mlx.gears.adapters import layers_of, put_layers
 from gearbx_mlx.gears.gearbox import Gearbox, costed_in
 from gearbx_mlx.gears.ladder import Gear, Ladder
+from gearbx_mlx.routing.gates import DEFAULT_HYSTERESIS, DEFAULT_MIN_GEAR_DURATION, DEFAULT_WINDOW
 
 from .driving import Policy, StaticPolicy, driven
 from .policies import PolicyRow, Setting, make_policy
@@ -27,6 +28,7 @@ from .replay import Reference, after_prompts, best_length, drafted, sequences_of
 from .report import compare_with_chance, compare_with_static, quality_arguments, row_of
 from .statistics import by_bucket
 
+GATE = {"window": DEFAULT_WINDOW, "hysteresis": DEFAULT_HYSTERESIS, "min_gear_duration": DEFAULT_MIN_GEAR_DURATION}
 Track = Callable[[Iterable[TextPrediction], int, str], Iterable[TextPrediction]]
 
 
@@ -40,7 +42,6 @@ class Runs:
         prompts: what stands before each window, and is not predicted; none where no window has one.
         prompt_gear: reads them; None: the gear that begins the window.
         between: the two gears that policies shift between.
-        gate: window, hysteresis and min_gear_duration of routing.
         seed: of the random gate and the noise.
         track: shows the progress: gets steps, their number, and the name of the recording.
     """
@@ -49,7 +50,6 @@ class Runs:
     gearbox: Gearbox
     windows: Sequence[Sequence[int]]
     between: tuple[Gear, Gear]
-    gate: Mapping[str, Any]
     seed: int = 0
     prompts: Sequence[Sequence[int]] = ()
     prompt_gear: Gear | None = None
@@ -85,7 +85,7 @@ class Runs:
         recorded = self.recordings[PolicyRow("static", bits=low.bits)]
         if entry.policy == "lossless":
             return self._drafts(recorded)
-        setting = Setting(self.windows, low, high, self.reference, recorded, self.gate, self.seed)
+        setting = Setting(self.windows, low, high, self.reference, recorded, self.seed)
         policy, threshold = make_policy(entry, setting)
         return self._driven(policy, self.prompt_gear or low), threshold
 
@@ -127,7 +127,7 @@ class Runs:
             "prompt_tokens": max(map(len, self.prompts), default=0),
             "prompt_gear": None if self.prompt_gear is None else self.prompt_gear.bits,
             "between": [low.bits, high.bits],
-            "gate": dict(self.gate),
+            "gate": GATE,
             "seed": self.seed,
             "compute_dtype": dtype_name(self.gearbox.compute_dtype),
             "reference": self._about_reference(rows),

@@ -11,8 +11,7 @@ from mutations import damaged
 
 STRANGE = ("a_directory", "a_loop", "a_link_to_nothing", "unreadable", "empty")
 ALWAYS = ("manifest.json",)  # what a command reads without a flag
-# What else a name on the command line stands for: the rest of an interrupted run, the data of a task.
-WITH = {"begun.json": "begun.json.journal", "tasks": "gsm8k.jsonl"}
+BEGUN, REST = "begun.json", "begun.json.journal"  # what an interrupted run was to write, and what it left
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Case:
         """Fill an empty directory with everything that the arguments name: copies of inputs, and strange files."""
         text = " ".join(self.arguments)
         for path in inputs.iterdir():
-            if path.name in (*ALWAYS, *self.files) or path.name in text or path.name in named_by(text):
+            if path.name in (*ALWAYS, *self.files) or path.name in text or (path.name == REST and BEGUN in text):
                 copy = shutil.copytree if path.is_dir() else shutil.copy
                 copy(path, directory / path.name)
         for name in STRANGE:
@@ -44,10 +43,6 @@ class Case:
                 (directory / name).write_bytes(content)
             else:
                 make_strange(directory / name, content)
-
-
-def named_by(text: str) -> list[str]:
-    return [left for name, left in WITH.items() if name in text]
 
 
 def remove(path: Path) -> None:

@@ -53,16 +53,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 QUESTIONS: list[dict] = [{"question": "Tom has 2 apples and buys 3. How many?", "answer": "2 + 3 = 5\n#### 5"}] * 3
 TEXT = "Once upon a time there was a king who had three sons, and the youngest was the wisest of them all. " * 8
-TASK = """
-task: tiny
-dataset_path: json
-dataset_kwargs: {data_files: {test: gsm8k.jsonl}}
-test_split: test
-output_type: generate_until
-doc_to_text: "{{question}}"
-doc_to_target: "{{answer}}"
-generation_kwargs: {until: ["."], max_gen_toks: 2}
-"""
 LORA: dict[str, Any] = {
     "num_layers": 1,
     "lora_parameters": {"rank": 2, "scale": 1.0, "dropout": 0.0},
@@ -143,14 +133,9 @@ def make_inputs(directory: Path) -> Iterator[str]:
             save_cache(directory / "cache.safetensors", model, name)
             save_adapter(directory / "adapter", model)
     texts = {"prompts.txt": "Once upon\nHow many?\n", "prompts.jsonl": lines([{"prompt": "Once"}, {"text": "Why?"}])}
-    texts |= {
-        "text.txt": TEXT,
-        "gsm8k.jsonl": lines(QUESTIONS),
-    }
+    texts |= {"text.txt": TEXT, "gsm8k.jsonl": lines(QUESTIONS)}
     for name, text in texts.items():
         (directory / name).write_text(text)
-    (directory / "tasks").mkdir()
-    (directory / "tasks" / "tiny.yaml").write_text(TASK)
     for step in COMMANDS:
         yield step.name
         outcome = running.run(step.name, step.line.split(), directory, 300, step.stop)

@@ -110,11 +110,7 @@ def kinds_of(names: list[str], inputs: Path) -> list[tuple[str, st.SearchStrateg
 
 
 def play(kind: str, cases: st.SearchStrategy[Case], number: str, results: Results, place: Place) -> None:
-    """A round: some commands of one kind, and the search for the shortest that has the first new problem.
-
-    Args:
-        number: seed of the round.
-    """
+    """A round: some commands of one kind, and the search for the shortest that has the first new problem."""
     wanted: str | None = None
     left, end = SHRINKING, time.monotonic() + LONGEST
 

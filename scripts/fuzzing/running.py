@@ -28,7 +28,6 @@ LARGEST_FILE = 2**30
 PATIENCE = 20  # seconds in which an interrupted command ends
 IDLE, IDLE_SECONDS = 0.02, 4  # of a processor, and how long: a command that uses less waits for something
 REST = (".part", ".incomplete")  # ends of names that are not whole yet
-GOES_ON = "the same command goes on"  # says that what is left can be used
 OUT, ERR = ".stdout", ".stderr"
 ERROR = re.compile(r"(gearbx_mlx\S*: )?error: ")  # a flag's error begins with the command's name
 
@@ -67,7 +66,7 @@ class Outcome:
             return f"Traceback: {generic(lines[-1])}"
         if self.status not in STATUSES:
             return f"status {self.status}"
-        if self.left and self.status != INTERRUPTED and GOES_ON not in self.err:
+        if self.left and self.status != INTERRUPTED:
             return f"left behind: {generic(' '.join(self.left))}"
         if self.status == USER_ERROR:
             return problem_of_refusal(lines)

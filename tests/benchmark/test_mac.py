@@ -236,14 +236,3 @@ class TestRefused:
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
         said = self.refused(command("benchmark", "mac", "--model", "mlx-community/no-such-model"))
         assert "mlx-community/no-such-model" in said
-
-    @pytest.mark.parametrize(
-        ("flags", "said"),
-        [
-            (["--tokens", "1"], "--tokens is 1"),
-            (["--minutes", "-1"], "--minutes is -1"),
-            (["--json", "/nowhere/x"], "/nowhere"),
-        ],
-    )
-    def test_flags(self, bench, flags, said):
-        assert said in self.refused(bench(*flags))

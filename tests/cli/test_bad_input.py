@@ -201,8 +201,6 @@ def test_a_summary_that_was_there_survives_a_failed_run(command, tmp_path):
 
 
 def test_a_prompt_cache_of_another_model(command, tmp_path, demo):
-    from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
-
     file = tmp_path / "cache.safetensors"
     cache = make_prompt_cache(demo.model)
     demo.model(mx.array([[1, 2, 3]]), cache=cache)

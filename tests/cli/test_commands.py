@@ -72,17 +72,8 @@ def flags_in(text: str) -> set[str]:
 
 class TestGenerate:
     def test_writes_a_worked_text_trace_and_summary(self, command, tmp_path):
-        result = command(
-            "generate",
-            "--mode",
-            "route",
-            "--max-tokens",
-            60,
-            "--summary",
-            tmp_path / "s.json",
-            "--trace",
-            tmp_path / "t.jsonl",
-        )
+        files = "--summary", tmp_path / "s.json", "--trace", tmp_path / "t.jsonl"
+        result = command("generate", "--mode", "route", "--max-tokens", 60, *files)
         assert result.status == 0
         summary, trace = read_json(tmp_path / "s.json"), read_trace(tmp_path / "t.jsonl")
         assert summary.keys() >= SUMMARY_FIELDS
@@ -129,20 +120,8 @@ class TestGenerate:
         assert piped == command("generate", "-m", 8, "-p", "Once upon a time").out
 
     def test_minus_one_ends_at_the_context(self, command, tmp_path):
-        command(
-            "generate",
-            "--ignore-chat-template",
-            "-p",
-            "KING:\n" * 120,
-            "-m",
-            -1,
-            "--temp",
-            1,
-            "--seed",
-            0,
-            "--summary",
-            tmp_path / "s.json",
-        )
+        sampled = "--temp", 1, "--seed", 0, "--ignore-chat-template"
+        command("generate", "-p", "KING:\n" * 120, "-m", -1, *sampled, "--summary", tmp_path / "s.json")
         summary = read_json(tmp_path / "s.json")
         assert summary["prompt_tokens"] + summary["tokens"] <= 512
 

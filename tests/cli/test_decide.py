@@ -26,13 +26,15 @@ LOSSLESS = ModeFlags(mode="lossless")
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory):
-    """Directories of a tiny model: in bfloat16 and float16, quantized by mlx-lm, and with gears."""
+def places(tmp_path_factory, demo):
+    """Directories of a tiny model: in bfloat16 and float16, quantized by mlx-lm, and with gears in planes and exact."""
     folder = tmp_path_factory.mktemp("models")
-    for name, dtype in (("bfloat16", mx.bfloat16), ("float16", mx.float16)):
-        save_model(tiny_model(vocab_size=4096, dtype=dtype), folder / name)
+    for name in ("bfloat16", "float16"):
+        save_model(tiny_model(vocab_size=demo.tokenizer.vocab_size, dtype=getattr(mx, name)), folder / name)
     mlx_lm.convert(str(folder / "float16"), str(folder / "codes"), quantize=True, q_bits=8)
     convert(str(folder / "float16"), folder / "geared", gears="4,8")
+    for format in ("exact", "planes"):
+        convert(str(folder / "bfloat16"), folder / format, gears="4,16", format=format)
     return folder
 
 
@@ -57,20 +59,14 @@ def test_what_runs_and_why(places, model, groups, ladder, format, why):
 
 
 @pytest.mark.parametrize(("free", "note"), [(1e12, "drafts take about"), (1000, "memory is short")])
-def test_drafts_of_float16_have_the_gears_of_bfloat16(places, native, monkeypatch, free, note):
+@pytest.mark.parametrize(("model", "short"), [("float16", "planes"), ("bfloat16", "exact")])
+def test_drafts_take_what_memory_has_room_for(places, native, monkeypatch, model, short, free, note):
     monkeypatch.setattr(module, "available_memory", lambda: free)
-    found = decided(places / "float16", mode=LOSSLESS)
-    assert (str(found.ladder), found.format.name) == ("4,16", "planes")
+    found = decided(places / model, mode=LOSSLESS)
+    assert (str(found.ladder), found.format.name) == ("4,16", short if free < 1e6 else "planes")
     assert found.note.startswith(note)
-    assert "exact" not in found.note  # which is for bfloat16
-
-
-@pytest.mark.parametrize(("free", "format"), [(1e12, "planes"), (1000, "exact")])
-def test_drafts_of_bfloat16_take_what_memory_has_room_for(places, native, monkeypatch, free, format):
-    monkeypatch.setattr(module, "available_memory", lambda: free)
-    found = decided(places / "bfloat16", mode=LOSSLESS)
-    assert (str(found.ladder), found.format.name) == ("4,16", format)
-    assert found.takes_base is (format == "planes" or found.ladder.top.dense)
+    assert ("exact" in found.note) == (model == "bfloat16")  # which alone can have it
+    assert found.takes_base
 
 
 def test_the_first_answer_needs_no_model(places):
@@ -132,26 +128,13 @@ def test_a_file_of_a_gate_alone(command, tmp_path):
 GENERATE = ("-m", 4, "--ignore-chat-template")
 
 
-@pytest.fixture(scope="module")
-def directories(tmp_path_factory, demo):
-    """Directories of tiny models: of two types, and two geared checkpoints."""
-    folder = tmp_path_factory.mktemp("models")
-    for dtype in (mx.bfloat16, mx.float16):
-        model = tiny_model(vocab_size=demo.tokenizer.vocab_size, tie_word_embeddings=True, dtype=dtype)
-        save_model(model, folder / str(dtype).rpartition(".")[2])
-    common = {"model": str(folder / "bfloat16")}
-    for format in ("exact", "planes"):
-        convert(**common, mlx_path=str(folder / format), format=format, gears="4,16")
-    return folder
-
-
 @pytest.fixture
-def summary(command, directories, tmp_path):
+def summary(command, places, tmp_path):
     """Return what `generate` with these flags reports about its run."""
 
     def run(model: str, *flags: object) -> dict:
         file = tmp_path / "summary.json"
-        done = command("generate", "--model", directories / model, *GENERATE, *flags, "--summary", file)
+        done = command("generate", "--model", places / model, *GENERATE, *flags, "--summary", file)
         assert done.status == 0, done.err
         return json.loads(file.read_text())
 
@@ -189,17 +172,17 @@ class TestModeLossless:
             (1000, "gears 4,16 in format exact, native kernels: one exact copy of the weights with its draft inside"),
         ],
     )
-    def test_describe_says_why(self, command, directories, native, monkeypatch, free, said):
+    def test_describe_says_why(self, command, places, native, monkeypatch, free, said):
         monkeypatch.setattr(module, "available_memory", lambda: free)
-        done = command("generate", "--model", directories / "bfloat16", *GENERATE, "--verbose", "all")
+        done = command("generate", "--model", places / "bfloat16", *GENERATE, "--verbose", "all")
         assert said in " ".join(done.err.split())
 
     def test_says_what_exact_and_one_gear_of_8_bits_cost_where_memory_is_short(
-        self, command, directories, native, monkeypatch
+        self, command, places, native, monkeypatch
     ):
         monkeypatch.setattr(module, "available_memory", lambda: 1000)
         monkeypatch.setenv("GEARBX_TUNE", "1")
-        flags = "--model", directories / "bfloat16", *GENERATE
+        flags = "--model", places / "bfloat16", *GENERATE
         said = [" ".join(command("generate", *flags).err.split()) for _ in range(2)]
         found = [
             re.search(r"take (\S+) times as long .* 8 bits (\S+) times, .*--mode static --gears 8", text)
@@ -228,9 +211,9 @@ class TestModeLossless:
         assert "weight_bytes_per_token_original" not in run
 
     @pytest.mark.parametrize(("model", "gears"), [("float16", "4,16"), ("exact", "5,16"), ("bfloat16", "4,8,16")])
-    def test_what_the_format_cannot_store_is_refused_in_one_line(self, command, directories, model, gears):
+    def test_what_the_format_cannot_store_is_refused_in_one_line(self, command, places, model, gears):
         flags = "--format", "exact", "--gears", gears
-        done = command("generate", "--model", directories / model, *GENERATE, *flags)
+        done = command("generate", "--model", places / model, *GENERATE, *flags)
         assert done.status == 2
         assert len(done.err.strip().splitlines()) == 1
         remedies = {

@@ -153,6 +153,9 @@ REFUSED = [
     (f"benchmark decode --trials {10**30}", "give 1 to 100000"),
     ("benchmark decode --shape 65536x100000", "--shape 65536x100000 needs at least"),
     (f"benchmark decode --model DEMO --gears 4,16 --context {10**15}", "needs at least"),
+    ("benchmark mac --tokens 1", "--tokens is 1"),
+    ("benchmark mac --minutes=-1", "--minutes is -1"),
+    ("benchmark mac --json /nowhere/x", "/nowhere"),
     *(
         (f"benchmark {name}", f"benchmark {name} is gone since gearbx-mlx {SINCE}")
         for name in ("kernels", "metal", "server")

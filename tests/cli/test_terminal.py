@@ -55,8 +55,7 @@ class TestProgress:
         assert self.lines(clock, 0.1, 19) == []
 
     def test_on_a_terminal_stdout_keeps_what_is_printed_beside_a_bar(self, capsys):
-        terminal = io.StringIO()
-        terminal.isatty = lambda: True
+        terminal = Screen()
         with progress_bar(console=Console(file=terminal, force_terminal=True, force_interactive=True)) as progress:
             for _ in progress.track(range(3), description="layers"):
                 print("a row")
@@ -73,11 +72,7 @@ class TestProgress:
         assert console.file.getvalue() == "converting: 1.5 MB of 4 GB\n"
 
     def test_a_terminal_gets_a_bar_that_vanishes(self):
-        class Tty(io.StringIO):
-            def isatty(self) -> bool:
-                return True
-
-        console = Console(file=Tty(), force_terminal=True, width=80, _environ={"TERM": "xterm"})
+        console = Console(file=Screen(), force_terminal=True, width=80, _environ={"TERM": "xterm"})
         with progress_module.progress_bar(console=console) as progress:
             for _ in progress.track(range(3), description="layers"):
                 pass

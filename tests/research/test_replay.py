@@ -75,9 +75,10 @@ class TestReplay:
         assert result.gear.tolist() == [0, 0] + [2] * 9 + [0, 0] + [2] * 3
 
     def test_several_tokens_in_a_pass_say_the_same(self, geared, reference):
-        at_once = recording_of(read_at_once(geared, WINDOWS, geared.ladder.top), reference)
+        read = (each for window in WINDOWS for each in read_at_once(geared, window, geared.ladder.top))
+        at_once = recording_of(read, reference)
         assert at_once.kl.max() < 1e-9
-        assert at_once.window.tolist() == [0] * 11 + [1] * 5
+        assert len(at_once.kl) == TOKENS
 
     def test_lossless_is_the_top_gear_and_counts_its_passes(self, geared, reference):
         low, top = geared.ladder[1], geared.ladder.top
