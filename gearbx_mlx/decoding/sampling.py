@@ -404,6 +404,7 @@ def sampled(
     prompt: Any,
     step: Callable[[], Step],
     reader: LogitsReader = MLX_READER,
+    reading: Callable[[int, int], None] = lambda read, tokens: None,
     **kwargs: Any,
 ) -> Sampled:
     """mlx-lm's responses, and the entropy and the step of each pass, noted where its token is sampled.
@@ -413,6 +414,7 @@ def sampled(
 
     Args:
         step: returns how the latest logits came about.
+        reading: like `prompt_progress_callback`, which may be given beside it.
         kwargs: of mlx-lm's stream_generate. The prompt that a KV cache in gears reads ends with the first token.
     """
     gears = gears_of(kwargs.get("prompt_cache"))
@@ -420,6 +422,12 @@ def sampled(
         gears.begin_prompt()
     sampler, agreement = kwargs.pop("sampler", None) or greedy_sampler, agreement_of(model)
     tokens: deque[SampledToken] = deque()
+    told = kwargs.pop("prompt_progress_callback", None)
+
+    def progress(read: int, of: int) -> None:
+        reading(read, of)
+        if told is not None:
+            told(read, of)
 
     def sample(logprobs: mx.array) -> mx.array:
         latest = step()
@@ -431,7 +439,8 @@ def sampled(
         tokens.append(SampledToken(entropy, latest))
         return token
 
-    responses = loops.streaming_with(reader.logsumexp)(model, tokenizer, prompt, sampler=sample, **kwargs)
+    kwargs |= {"sampler": sample, "prompt_progress_callback": progress}
+    responses = loops.streaming_with(reader.logsumexp)(model, tokenizer, prompt, **kwargs)
     return ((response, tokens.popleft()) for response in responses)
 
 
