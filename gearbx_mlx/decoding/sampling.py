@@ -49,9 +49,6 @@ Processor = Callable[[mx.array, mx.array], mx.array]
 
 NOISE = 4  # units in the last place of the largest logit: less than that between two logits is a near-tie
 
-# GEARBX 10.1: half-precision logits may not be finite, and checking that first would cost a synchronisation.
-NAN, POSITIVE_INFINITY, NEGATIVE_INFINITY = 0.0, 1e4, -1e4
-
 
 def entropy_bits(logprobs: mx.array) -> mx.array:
     """H = -sum p log2 p over the last axis, in bits.
@@ -65,7 +62,8 @@ def entropy_bits(logprobs: mx.array) -> mx.array:
         shape (...), float32, from 0 (all mass on one token) to log2 V (uniform); both ends are exact. The array is not
         evaluated: the caller decides when to wait for it (GEARBX 3.6).
     """
-    z = mx.nan_to_num(logprobs.astype(mx.float32), NAN, POSITIVE_INFINITY, NEGATIVE_INFINITY)
+    # GEARBX 10.1: half-precision logits may not be finite, and checking that first would cost a synchronisation.
+    z = mx.nan_to_num(logprobs.astype(mx.float32), nan=0.0, posinf=1e4, neginf=-1e4)
     z = z - z.max(axis=-1, keepdims=True)
     weight = mx.exp(z)
     total = weight.sum(axis=-1)
