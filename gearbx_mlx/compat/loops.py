@@ -16,8 +16,9 @@ from mlx_lm.generate import BatchGenerator, GenerationBatch, GenerationResponse,
 from mlx_lm.generate import stream_generate as mlx_stream_generate
 from mlx_lm.models.cache import BatchKVCache, RotatingKVCache
 
+from ..errors import GearbxError
 from .classes import with_globals
-from .versions import check_tested, is_tested
+from .versions import is_tested, untested
 
 LogSumExp = Callable[[mx.array], mx.array]
 """Over the last axis of logits (..., V), which it keeps: (..., 1)."""
@@ -136,14 +137,13 @@ class StagedGenerator(BatchGenerator):
     _old_wired_limit: Any = None  # mlx-lm looks at it at the end, and it may never come to be set
 
     def __init__(self, model: nn.Module, **settings: Any):
-        check_tested("a batch of texts")
+        if not is_tested():
+            raise GearbxError(f"a batch of texts needs tested versions: {untested()}")
         super().__init__(model, **settings)
 
-    def use(self, tokens: GearedTokens, prompts: GearedPrompts | None = None) -> None:
+    def use(self, tokens: GearedTokens, prompts: GearedPrompts) -> None:
         """Have these stages, both without sequences, in the place of those before."""
-        self._generation_batch = tokens
-        if prompts is not None:
-            self._prompt_batch = prompts
+        self._generation_batch, self._prompt_batch = tokens, prompts
 
     def readable(self, waiting: Sequence[int], reading: Sequence[int], most: int) -> int:
         """Return how many prompts are read next.

@@ -118,9 +118,7 @@ def prepare() -> None:
             _spare.append(Renderer())
 
 
-@functools.lru_cache(4)  # processes
-def confined(template: str) -> ConfinedTemplate:
-    return ConfinedTemplate(template)
+confined = functools.lru_cache(4)(ConfinedTemplate)  # processes
 
 
 @functools.cache

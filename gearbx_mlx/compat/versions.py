@@ -4,7 +4,7 @@ import functools
 import warnings
 from importlib import metadata
 
-from ..errors import GearbxError, GearbxWarning
+from ..errors import GearbxWarning
 
 TESTED_VERSIONS = {"mlx": "0.32", "mlx-lm": "0.32"}
 OFF = "blocks as one operation, some fused operations and latent attention over several tokens"
@@ -43,10 +43,3 @@ def warn_if_untested() -> None:
     if found and found not in _said:
         _said.add(found)
         warnings.warn(f"{OFF} are off: {found}", GearbxWarning, stacklevel=2)
-
-
-def check_tested(what: str) -> None:
-    """Raises GearbxError for what cannot do without the insides of the versions that are tested."""
-    found = untested()
-    if found:
-        raise GearbxError(f"{what} needs tested versions: {found}")

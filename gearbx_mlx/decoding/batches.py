@@ -13,7 +13,7 @@ What callers can get wrong about the sequences of a batch is found before any of
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from numbers import Integral
@@ -167,8 +167,9 @@ class BatchGenerator(StagedGenerator):
         super().__init__(model, **{"stop_tokens": stops, **settings}, sampler=rows)
         reading = partial(self._pass, lambda texts: texts[0].prompt_gear)  # which they have in common
         beginning = partial(self._pass, lambda texts: texts[0].first)
+        writing = partial(self._pass, lambda texts: self._policy_gear([each.wish.index for each in texts]))
         prompts = GearedPrompts.of(model, rows, self.prefill_step_size, (reading, beginning), rows.reader.logsumexp)
-        self.use(GearedTokens.of(model, rows, self._writing, rows.reader.logsumexp), prompts)
+        self.use(GearedTokens.of(model, rows, writing, rows.reader.logsumexp), prompts)
 
     def insert_segments(
         self,
@@ -251,10 +252,6 @@ class BatchGenerator(StagedGenerator):
         finally:
             self._rows.texts = before
 
-    def _writing(self, uids: Sequence[int]) -> AbstractContextManager[None]:
-        """Return a pass of all texts, in the gear of the policy."""
-        return self._pass(lambda texts: self._policy_gear([each.wish.index for each in texts]), uids)
-
     def _policy_gear(self, wishes: Sequence[int]) -> Gear:
         """Raises GearbxError where the policy returns what is not a gear."""
         chosen, ladder = self.policy(wishes), self.gearbox.ladder
@@ -315,7 +312,12 @@ def check_sequences(
     for place, prompt in enumerate(segments):
         own = {name: given[place] for name, given in lists.items() if given is not None}
         tokens = [token for part in prompt for token in part]
-        check_batch_prompt(f"prompts[{place}]", tokens, len(own.get("all_tokens", ())), context, vocabulary)
+        if not tokens:
+            raise GearbxError(f"prompts[{place}] is empty; give one token or more")
+        count = len(own.get("all_tokens", ())) + len(tokens)
+        if context is not None and count >= context:
+            raise GearbxError(f"prompts[{place}] has {count} tokens, and the model's context {context}; shorten it")
+        check_known(f"prompts[{place}]", tokens, vocabulary)
         if not is_whole_number(own.get("max_tokens", 1), 1):
             raise GearbxError(f"max_tokens of prompts[{place}] is {own['max_tokens']!r}; give 1 or more")
         if own.get("seeds") is not None and not is_whole_number(own["seeds"], 0):
@@ -330,16 +332,6 @@ def check_sequences(
 def is_whole_number(value: Any, least: int) -> bool:
     """Return whether a value is a whole number, this one or a larger one."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
-
-
-def check_batch_prompt(name: str, tokens: Sequence[int], begun: int, context: int | None, vocabulary: int) -> None:
-    """Raises GearbxError for a prompt that is empty, or beyond the context with the tokens before it, or that has a
-    token that the model does not know."""
-    if not tokens:
-        raise GearbxError(f"{name} is empty; give one token or more")
-    if context is not None and begun + len(tokens) >= context:
-        raise GearbxError(f"{name} has {begun + len(tokens)} tokens, and the model's context {context}; shorten it")
-    check_known(name, tokens, vocabulary)
 
 
 def check_shared_cache(name: str, cache: Sequence[Any], layers: int) -> None:

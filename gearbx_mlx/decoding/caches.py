@@ -116,16 +116,6 @@ class PartState:
         if self.kind is NestedKVCache:
             self.part.drop_later_planes()
 
-    def second(self) -> Any:
-        """Another cache in this state."""
-        made = self.kind.__new__(self.kind)
-        if self.kind in APPENDING:
-            vars(made).update((name, copied(getattr(self.part, name))) for name in ENTRIES if hasattr(self.part, name))
-        vars(made).update(copied(self.attributes))
-        if self.kind is NestedKVCache:
-            made.drop_later_planes()
-        return made
-
 
 class Snapshot:
     """The state of a cache.
@@ -135,7 +125,6 @@ class Snapshot:
     """
 
     def __init__(self, cache: Cache):
-        self._cache = list(cache)
         self.parts = [PartState.of(part) for part in parts(cache)]
 
     def restore(self) -> None:
@@ -150,19 +139,6 @@ class Snapshot:
             yield
         finally:
             self.restore()
-
-    def second(self) -> list[Any]:
-        """Another cache in this state. It shares the arrays, and writes into none of them."""
-        states = iter(self.parts)
-        return [_second(entry, states) for entry in self._cache]
-
-
-def _second(entry: Any, states: Iterator[PartState]) -> Any:
-    if not hasattr(entry, "caches"):
-        return next(states).second()
-    made = copy.copy(entry)
-    made.caches = tuple(_second(part, states) for part in entry.caches)
-    return made
 
 
 CACHE_SETTINGS = ("max_size", "keep", "chunk_size")  # of a cache, and the same however full it is

@@ -1,8 +1,8 @@
 """Who proposes: the low gear of the same model, or another model. The text itself does it too (routing/lookup.py).
 
 A drafter writes a few tokens that may follow a text; the loop (loop.py) verifies them. A new one, such as heads that
-predict several tokens, is a class with the two methods of `Drafter`. A draft leaves no trace: neither in the text's KV
-cache, nor in the random numbers. A token is drafted with the random numbers that will choose at its place.
+predict several tokens, is a class with the method `propose`. A draft leaves no trace: neither in the text's KV cache,
+nor in the random numbers. A token is drafted with the random numbers that will choose at its place.
 
 Where MLX computes, the steps of a draft are queued one behind the other, and nobody waits for them: each takes the
 token before it as an array that is still computed. The native kernels of a CPU return a token as soon as it is there.
@@ -19,7 +19,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -106,8 +106,7 @@ class Proposal:
         tokens: (k,), which the device may still compute.
         margins: (k,), by how much each token's logit won; None where that is not known.
         gear: of the ladder, that drafted them, if one did.
-        steps: passes of the drafter.
-        weight_bytes: what they read.
+        weight_bytes: what the passes of the drafter read, one for each token.
         is_read: True if each token was read when it was drafted, so that the draft is over.
     """
 
@@ -115,7 +114,6 @@ class Proposal:
     tokens: mx.array
     margins: mx.array | None = None
     gear: Gear | None = None
-    steps: int = 0
     weight_bytes: int = 0
     is_read: bool = False
 
@@ -124,14 +122,19 @@ class Proposal:
         return self.tokens.size
 
 
-class Drafter(Protocol):
+class Drafter:
     """Proposes tokens that may follow a text."""
+
+    chooser: Chooser
+    reader: LogitsReader
+    agreement: Agreement
 
     def read(self, tokens: mx.array) -> None:
         """Read a part (n,) of the prompt. Its last token is never read."""
 
     def reads_early(self, cache: Cache) -> bool:
         """True if margins are known one by one, so that they may end a draft."""
+        return False
 
     def propose(self, text: TextSoFar, cache: Cache, most: int, goes_on: GoesOn) -> Proposal:
         """Draft up to `most` tokens, one at least. The text's KV cache is afterwards as it was.
@@ -139,44 +142,36 @@ class Drafter(Protocol):
         Args:
             goes_on: to be asked after each token, where its margin is known at once.
         """
+        raise NotImplementedError
 
     def settle(self, text: TextSoFar) -> None:
         """Take note that a proposal, of whomever, was verified, and that what was accepted of it is in the text."""
 
+    def queued(
+        self, model: nn.Module, cache: Cache, text: TextSoFar, unread: Sequence[int], most: int
+    ) -> tuple[mx.array, mx.array | None]:
+        """Queue the steps of a draft, without waiting: tokens (k,), and their margins (k,) if the chooser knows them.
 
-def queued_draft(
-    chooser: Chooser,
-    reader: LogitsReader,
-    agreement: Agreement,
-    logits_after: Callable[[mx.array], mx.array],
-    text: TextSoFar,
-    first: mx.array,
-    most: int,
-) -> tuple[mx.array, mx.array | None]:
-    """Queue the steps of a draft, without waiting: tokens (k,), and their margins (k,) if the chooser knows them.
-
-    Args:
-        logits_after: tokens (1, n) to the logits (1, V) after the last of them.
-        first: tokens (n,) that are read to draft the first one.
-    """
-    context = text.array() if chooser.processors else None
-    inputs, tokens, margins = first, list[mx.array](), list[mx.array]()
-    for _ in range(most):
-        logits = chooser.processed(context, logits_after(inputs[None]))
-        token, margin = chooser.drafted(logits, reader)
-        (token,) = agreement.arrays(token.reshape(1).astype(mx.uint32))
-        mx.async_eval(token)
-        tokens.append(token)
-        if margin is not None:
-            margins.append(margin.reshape(1))
-        inputs = token
-        context = None if context is None else mx.concatenate([context, token])
-    return mx.concatenate(tokens), mx.concatenate(margins) if margins else None
+        Args:
+            unread: tokens of the text that the model is to read first, the last one among them.
+        """
+        context = text.array() if self.chooser.processors else None
+        inputs, tokens, margins = mx.array(unread, mx.uint32), list[mx.array](), list[mx.array]()
+        for _ in range(most):
+            logits = self.chooser.processed(context, model(inputs[None], cache=cache)[:, -1])
+            token, margin = self.chooser.drafted(logits, self.reader)
+            (inputs,) = self.agreement.arrays(token.reshape(1).astype(mx.uint32))
+            mx.async_eval(inputs)
+            tokens.append(inputs)
+            if margin is not None:
+                margins.append(margin.reshape(1))
+            context = None if context is None else mx.concatenate([context, inputs])
+        return mx.concatenate(tokens), mx.concatenate(margins) if margins else None
 
 
 @dataclass
-class LowGear:
-    """Drafts in a low gear of the model, whose KV cache it borrows.
+class LowGear(Drafter):
+    """Drafts in a low gear of the model, whose KV cache it borrows, and so has nothing to read and to settle.
 
     Args:
         gear: that drafts; it may be engaged after a draft.
@@ -192,25 +187,15 @@ class LowGear:
     def __post_init__(self) -> None:
         self._parts = KeptParts(self._find)  # they run beside the gear that verifies
 
-    def read(self, tokens: mx.array) -> None:
-        """Do nothing: the low gear uses the KV cache of the text, which the top gear fills."""
-
     def propose(self, text: TextSoFar, cache: Cache, most: int, goes_on: GoesOn) -> Proposal:
         with rewound(self.chooser):
             native = self._parts.use(cache, lambda parts: begin_draft(parts, cache))
             if native is not None:
                 return self._natively(native, text, most, goes_on)
-            with contextlib.ExitStack() as drafting:
-                self.gearbox.shift(self.gear)
-                drafting.enter_context(Snapshot(cache).borrowed())
-                drafting.enter_context(looking(self.second))
-                first = mx.array([text.last], mx.uint32)
-                steps = self.chooser, self.reader, self.agreement, lambda x: self.gearbox.model(x, cache=cache)[:, -1]
-                tokens, margins = queued_draft(*steps, text, first, most)
+            self.gearbox.shift(self.gear)
+            with Snapshot(cache).borrowed(), looking(self.second):
+                tokens, margins = self.queued(self.gearbox.model, cache, text, [text.last], most)
         return self._proposal(tokens, margins)
-
-    def settle(self, text: TextSoFar) -> None:
-        """Do nothing: the low gear has nothing of its own that follows the text."""
 
     def reads_early(self, cache: Cache) -> bool:
         return self.chooser.tells_margins and self._parts.take(cache)
@@ -224,7 +209,7 @@ class LowGear:
 
     def _proposal(self, tokens: mx.array, margins: mx.array | None) -> Proposal:
         read = tokens.size * self.gearbox.weight_bytes_per_token(self.gear)
-        return Proposal(DRAFT, tokens, margins, self.gear, tokens.size, read)
+        return Proposal(DRAFT, tokens, margins, self.gear, read)
 
     def _natively(self, native: NativeDraft, text: TextSoFar, most: int, goes_on: GoesOn) -> Proposal:
         """Draft until a token ends the text, or one more does not pay."""
@@ -246,15 +231,12 @@ class LowGear:
 
 
 @dataclass
-class OtherModel:
+class OtherModel(Drafter):
     """Drafts with another, smaller model of the same tokenizer, which has a KV cache of its own.
 
     Args:
         cache: of the draft model; like the text's, all but the last token are in it.
         weight_bytes: that one of its passes reads.
-
-    Raises:
-        GearbxError: a cache that drafts cannot be taken back from.
     """
 
     model: nn.Module
@@ -273,16 +255,11 @@ class OtherModel:
         mx.eval([part.state for part in self.cache])
         self.known += tokens.size
 
-    def reads_early(self, cache: Cache) -> bool:
-        return False
-
     def propose(self, text: TextSoFar, cache: Cache, most: int, goes_on: GoesOn) -> Proposal:
-        unread = text.tokens[self.known :]
         with rewound(self.chooser):
-            steps = self.chooser, self.reader, self.agreement, lambda x: self.model(x, cache=self.cache)[:, -1]
-            tokens, margins = queued_draft(*steps, text, mx.array(unread, mx.uint32), most)
+            tokens, margins = self.queued(self.model, self.cache, text, text.tokens[self.known :], most)
         self.known = len(text.tokens) + most - 1  # the last drafted token was not read
-        return Proposal(DRAFT, tokens, margins, None, most, most * self.weight_bytes)
+        return Proposal(DRAFT, tokens, margins, weight_bytes=most * self.weight_bytes)
 
     def settle(self, text: TextSoFar) -> None:
         """Take back what it read beyond the text."""
@@ -313,13 +290,11 @@ def natively(draft: NativeDraft, chooser: Chooser, text: TextSoFar, reader: Logi
     return following
 
 
-@contextlib.contextmanager
-def rewound(chooser: Chooser) -> Iterator[None]:
+def rewound(chooser: Chooser) -> contextlib.AbstractContextManager[None]:
     """Random numbers that a text draws in the block will be drawn again after it."""
     # A greedy text draws nothing; to put numbers back for each of its drafts would only make MLX's graph longer.
     draws = not chooser.greedy or chooser.processors
-    with same_random_numbers() if draws else contextlib.nullcontext():
-        yield
+    return same_random_numbers() if draws else contextlib.nullcontext()
 
 
 @dataclass

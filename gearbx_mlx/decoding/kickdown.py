@@ -127,15 +127,11 @@ class Kickdown(KickdownSettings, Mode):
         prefill, _ = self.gears_of_text(gearbox)
         bits = None if self.rule is not None else thresholds_for(self.thresholds, gearbox)
         geared = GearedModel(gearbox, bits, rule=self.rule, prefill=prefill, share_entropy=share)
-        told = kwargs.pop("prompt_progress_callback", None)
 
-        def progress(read: int, tokens: int) -> None:
+        def reading(read: int, tokens: int) -> None:
             geared.in_prompt = read < tokens - 1  # the last part of a prompt may be one token
-            if told is not None:
-                told(read, tokens)
 
-        kwargs["prompt_progress_callback"] = progress
-        source = sampled(geared, tokenizer, prompt, lambda: geared.step, geared.reader, **kwargs)
+        source = sampled(geared, tokenizer, prompt, lambda: geared.step, geared.reader, reading, **kwargs)
         return geared_responses(source, gearbox, Monitor(vocabulary(model), self.window), controller)
 
     def summary(self, tally: Tally) -> dict[str, Any]:

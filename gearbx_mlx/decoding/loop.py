@@ -19,7 +19,7 @@ from logits that went through the same processors (GEARBX 10.1).
 import contextlib
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from ..errors import GearbxError, GearbxWarning, one_line
 from ..gears.gearbox import Gearbox
 from ..ranks.agreement import ALONE, Agreement
 from ..routing.lookup import Lookup
-from .caches import gears_of, length
+from .caches import gears_of, in_common, length
 from .drafters import Drafter, Proposal, TextSoFar
 from .mode import turn
 from .policy import MOST_DRAFTED, DraftPolicy
@@ -149,9 +149,173 @@ class Loop:
                 self.shown += 1
                 yield token
 
+    # A round: draft, verify, accept.
+
+    def _propose(self) -> Proposal | None:
+        """Return what may follow the text: what stands further up, or what the drafter writes; None where
+        neither pays."""
+        room = self._room
+        if room < 1:
+            return None
+        taken = self._looked_up(room)
+        if taken:
+            return Proposal(LOOKUP, mx.array(taken, mx.uint32))
+        most = min(self._next_length(room), room)
+        return self._drafted(most) if most > 0 else None
+
+    def _verified(self, proposal: Proposal, start: float) -> Iterator[WrittenToken]:
+        """Yield the tokens of a round that began at `start`."""
+        drafted_at = self._now()
+        with self._stream():
+            last = mx.array([self.text.last], mx.uint32)
+            self.rows = Rows(self._verifier, mx.concatenate([last, proposal.tokens])[None], self.cache)
+            self.shown = 0
+            try:
+                written, margins = self._accept(proposal, self.rows)
+            except BaseException:  # of a sampler or a logits processor, or an interrupt
+                self.rows.keep(0)
+                raise
+            self.rows.keep(len(written))
+            self.quantize(self.cache)
+            if self.drafter is not None:
+                self.drafter.settle(self.text)
+            self._unread = True
+        self.policy.add_round(
+            drafted=proposal.count if proposal.source == DRAFT else 0,
+            accepted=len(written) - 1,
+            rows=proposal.count + 1,
+            seconds=self._now() - start,
+            draft_seconds=drafted_at - start if proposal.is_read else None,
+            margins=margins,
+        )
+        yield from written
+
+    def _accept(self, proposal: Proposal, rows: Rows) -> tuple[list[WrittenToken], list[float]]:
+        """Choose the tokens after each row, as far as the ones before them were proposed, and add them to the text.
+
+        Returns them, and the margins of what was proposed, if they are known.
+        """
+        logits = rows.logits[0]
+        logprobs, chosen, states = self._chosen(logits, proposal)
+        seen = self.reader.choices(logprobs if states else logits)
+        margins = mx.zeros(0) if proposal.margins is None else proposal.margins
+        magnitude = mx.abs(logits).max() if states else mx.zeros(0)
+        found, tokens, proposed, won, largest = self._read(seen, chosen, proposal.tokens, margins, magnitude)
+        if not states:
+            tokens, largest = found[:, Choice.TOKEN].astype(int), found[:, Choice.MAGNITUDE]
+        near = found[:, Choice.BEST] - found[:, Choice.NEXT] <= rounding_of(largest.max(), logits.dtype)
+        accepted = in_common(tokens, proposed)
+        written = []
+        for place, step in enumerate(self._steps(proposal, accepted)):
+            token, bits = int(tokens[place]), float(found[place, Choice.ENTROPY])
+            written.append(WrittenToken(token, logprobs[place], SampledToken(bits, step, bool(near[place]))))
+            self.text.add(token)
+            if not self.text.goes_on:
+                break
+        if states:
+            set_random_state(states[len(written) - 1])
+        return written, won.tolist()
+
+    # What a round needs.
+
     def _now(self) -> float:
         """Return seconds, those of readers left out."""
         return self.clock() - self._away
+
+    @property
+    def _room(self) -> int:
+        """The most tokens that may be proposed: the top gear adds one, and a KV cache is quantized between passes."""
+        until_quantized = self.quantized_from - length(self.cache) - 1
+        if until_quantized < 0:
+            until_quantized = UNLIMITED
+        return int(min(self.text.room - 1, until_quantized))
+
+    def _next_length(self, room: int) -> int:
+        """Return the most tokens of the next draft. The policy is asked once for each."""
+        asked, self._asked = self._asked, None
+        if asked is not None:
+            return asked
+        if self.drafter is None:
+            return 0
+        return self.policy.length(min(room, self.most_drafted), self.drafter.reads_early(self.cache))
+
+    def _looked_up(self, room: int) -> list[int]:
+        """Return the tokens that the text itself proposes, as far as they are worth a verification."""
+        if self.lookup is None:
+            return []
+        self.lookup.follow(self.text.tokens, self.text.prompt)
+        room = min(room, self.most_looked_up)
+        found = self.lookup.proposed(room)
+        if not found:
+            return []
+        right = self.lookup.agreement.probabilities(self.lookup.run, len(found))
+        return self.text.until_end(found[: self.policy.looked_up(right, room)])
+
+    def _drafted(self, most: int) -> Proposal | None:
+        assert self.drafter is not None
+        try:
+            with self._stream():
+                proposal = self.drafter.propose(self.text, self.cache, most, self.policy.goes_on)
+        except GearbxError:
+            raise
+        except Exception as error:  # a text must not end where only a draft has failed
+            self.drafter = None
+            said = f"mode 'lossless' cannot draft for this model ({one_line(error)}); the top gear goes on alone"
+            warnings.warn(said, GearbxWarning, stacklevel=6)
+            return None
+        return proposal if proposal.count else None
+
+    def _chosen(self, logits: mx.array, proposal: Proposal) -> tuple[mx.array, mx.array, list[mx.array]]:
+        """Choose a token from each row of logits (K, V), one after the other.
+
+        Returns their log-probabilities (K, V), the tokens (K,), and MLX's random state after each. With processors
+        there are rows up to the first token that was not proposed: a processor sees nothing but what is text. Greedily,
+        the reader of the logits finds the tokens, and no random numbers are drawn.
+        """
+        chooser = self.chooser
+        if chooser.greedy and not chooser.processors:
+            return self.reader.normalized(logits), mx.zeros(0, mx.uint32), []
+        context = self._context()
+        found, tokens, states = list[mx.array](), list[mx.array](), list[mx.array]()
+        for row in range(len(logits)):
+            logprobs = self.reader.normalized(chooser.processed(context, logits[row : row + 1]))
+            tokens += self.agreement.arrays(chooser.sample(logprobs).reshape(1).astype(mx.uint32))
+            found.append(logprobs)
+            states.append(random_state())
+            if context is None or row == proposal.count:
+                continue
+            proposed = proposal.tokens[row : row + 1]
+            if np.array(tokens[-1] != proposed).item():
+                break
+            context = mx.concatenate([context, proposed])
+        return mx.concatenate(found), mx.concatenate(tokens), states
+
+    def _read(self, *arrays: mx.array) -> list[np.ndarray]:
+        """Read arrays of 32-bit numbers, those of rank 0 on all ranks, in one wait for the device."""
+        arrays = self.agreement.arrays(*arrays)
+        flat = np.array(mx.concatenate([each.reshape(-1).view(mx.uint32) for each in arrays]))
+        numbers, begin = list[np.ndarray](), 0
+        for each in arrays:
+            part, begin = flat[begin : begin + each.size].reshape(each.shape), begin + each.size
+            numbers.append(part.view(np.float32) if each.dtype == mx.float32 else part)
+        return numbers
+
+    def _steps(self, proposal: Proposal, accepted: int) -> Iterator[Step]:
+        """Yield how each token of a round came about. The round's passes stand with the first one."""
+        gearbox, top = self.gearbox, self.gearbox.ladder.top
+        ran = {top: 1} | ({proposal.gear: proposal.count} if proposal.gear is not None else {})
+        of_round: dict[str, Any] = {
+            "passes": tuple(ran.get(gear, 0) for gear in gearbox.ladder),
+            "weight_bytes": gearbox.weight_bytes_per_token(top, proposal.count + 1) + proposal.weight_bytes,
+            "drafted": proposal.count if proposal.source == DRAFT else 0,
+            "looked_up": proposal.count if proposal.source == LOOKUP else 0,
+            **kv_read(gears_of(self.cache)),
+        }
+        nothing = {"passes": (0,) * len(gearbox.ladder)}
+        for place in range(accepted + 1):
+            by = proposal.source if place < accepted else MODEL
+            gear = proposal.gear if by == DRAFT and proposal.gear is not None else top
+            yield Step(gear, source=by, **(nothing if place else of_round))
 
     # Prefill.
 
@@ -185,171 +349,6 @@ class Loop:
         first = self._taken(self._queue(inputs, self._context(), **self._embedded(last, last + 1)))
         self.told(self.text.prompt, self.text.prompt)
         return first
-
-    # Propose.
-
-    def _propose(self) -> Proposal | None:
-        """Return what may follow the text: what stands further up, or what the drafter writes; None where
-        neither pays."""
-        room = self._room
-        if room < 1:
-            return None
-        taken = self._looked_up(room)
-        if taken:
-            return Proposal(LOOKUP, mx.array(taken, mx.uint32))
-        most = min(self._next_length(room), room)
-        if self.drafter is None or most < 1:
-            return None
-        try:
-            with self._stream():
-                proposal = self.drafter.propose(self.text, self.cache, most, self.policy.goes_on)
-        except GearbxError:
-            raise
-        except Exception as error:  # a text must not end where only a draft has failed
-            self.drafter = None
-            said = f"mode 'lossless' cannot draft for this model ({one_line(error)}); the top gear goes on alone"
-            warnings.warn(said, GearbxWarning, stacklevel=5)
-            return None
-        return proposal if proposal.count else None
-
-    @property
-    def _room(self) -> int:
-        """The most tokens that may be proposed: the top gear adds one, and a KV cache is quantized between passes."""
-        until_quantized = self.quantized_from - length(self.cache) - 1
-        if until_quantized < 0:
-            until_quantized = UNLIMITED
-        return int(min(self.text.room - 1, until_quantized))
-
-    def _next_length(self, room: int) -> int:
-        """Return the most tokens of the next draft. The policy is asked once for each."""
-        asked, self._asked = self._asked, None
-        if asked is not None:
-            return asked
-        if self.drafter is None:
-            return 0
-        return self.policy.length(min(room, self.most_drafted), self.drafter.reads_early(self.cache))
-
-    def _looked_up(self, room: int) -> list[int]:
-        """Return the tokens that the text itself proposes, as far as they are worth a verification."""
-        if self.lookup is None:
-            return []
-        self.lookup.follow(self.text.tokens, self.text.prompt)
-        room = min(room, self.most_looked_up)
-        found = self.lookup.proposed(room)
-        if not found:
-            return []
-        right = self.lookup.agreement.probabilities(self.lookup.run, len(found))
-        return self.text.until_end(found[: self.policy.looked_up(right, room)])
-
-    # Verify.
-
-    def _verified(self, proposal: Proposal, start: float) -> Iterator[WrittenToken]:
-        """Yield the tokens of a round that began at `start`."""
-        drafted_at = self._now()
-        with self._stream():
-            last = mx.array([self.text.last], mx.uint32)
-            self.rows = Rows(self._verifier, mx.concatenate([last, proposal.tokens])[None], self.cache)
-            self.shown = 0
-            try:
-                written, margins = self._accept(proposal, self.rows)
-            except BaseException:  # of a sampler or a logits processor, or an interrupt
-                self.rows.keep(0)
-                raise
-            self.rows.keep(len(written))
-            self.quantize(self.cache)
-            if self.drafter is not None:
-                self.drafter.settle(self.text)
-            self._unread = True
-        self.policy.add_round(
-            drafted=proposal.count if proposal.source == DRAFT else 0,
-            accepted=len(written) - 1,
-            rows=proposal.count + 1,
-            seconds=self._now() - start,
-            draft_seconds=drafted_at - start if proposal.is_read else None,
-            margins=margins,
-        )
-        yield from written
-
-    # Accept.
-
-    def _accept(self, proposal: Proposal, rows: Rows) -> tuple[list[WrittenToken], list[float]]:
-        """Choose the tokens after each row, as far as the ones before them were proposed, and add them to the text.
-
-        Returns them, and the margins of what was proposed, if they are known.
-        """
-        logits = rows.logits[0]
-        logprobs, chosen, states = self._chosen(logits, proposal)
-        seen = self.reader.choices(logprobs if states else logits)
-        margins = mx.zeros(0) if proposal.margins is None else proposal.margins
-        magnitude = mx.abs(logits).max() if states else mx.zeros(0)
-        found, tokens, proposed, won, largest = self._read(seen, chosen, proposal.tokens, margins, magnitude)
-        if not states:
-            tokens, largest = found[:, Choice.TOKEN].astype(int), found[:, Choice.MAGNITUDE]
-        near = found[:, Choice.BEST] - found[:, Choice.NEXT] <= rounding_of(largest.max(), logits.dtype)
-        accepted = agreeing(tokens.tolist(), proposed.tolist())
-        written = []
-        for place, step in enumerate(self._steps(proposal, accepted)):
-            token, bits = int(tokens[place]), float(found[place, Choice.ENTROPY])
-            written.append(WrittenToken(token, logprobs[place], SampledToken(bits, step, bool(near[place]))))
-            self.text.add(token)
-            if not self.text.goes_on:
-                break
-        if states:
-            set_random_state(states[len(written) - 1])
-        return written, won.tolist()
-
-    def _chosen(self, logits: mx.array, proposal: Proposal) -> tuple[mx.array, mx.array, list[mx.array]]:
-        """Choose a token from each row of logits (K, V), one after the other.
-
-        Returns their log-probabilities (K, V), the tokens (K,), and MLX's random state after each. With processors
-        there are rows up to the first token that was not proposed: a processor sees nothing but what is text. Greedily,
-        the reader of the logits finds the tokens, and no random numbers are drawn.
-        """
-        chooser = self.chooser
-        if chooser.greedy and not chooser.processors:
-            return self.reader.normalized(logits), mx.zeros(0, mx.uint32), []
-        context = self._context()
-        found, tokens, states = list[mx.array](), list[mx.array](), list[mx.array]()
-        for row in range(len(logits)):
-            logprobs = self.reader.normalized(chooser.processed(context, logits[row : row + 1]))
-            tokens += self.agreement.arrays(chooser.sample(logprobs).reshape(1).astype(mx.uint32))
-            found.append(logprobs)
-            states.append(random_state())
-            if context is None or row == proposal.count:
-                continue
-            proposed = proposal.tokens[row : row + 1]
-            if np.array(tokens[-1] != proposed).item():
-                break
-            context = mx.concatenate([context, proposed])
-        return mx.concatenate(found), mx.concatenate(tokens), states
-
-    def _read(self, *arrays: mx.array) -> list[np.ndarray]:
-        """Read arrays of 32-bit numbers, those of rank 0 on all ranks, in one wait for the device."""
-        arrays = self.agreement.arrays(*arrays)
-        flat, numbers, begin = np.array(in_one(*arrays)), list[np.ndarray](), 0
-        for each in arrays:
-            part, begin = flat[begin : begin + each.size].reshape(each.shape), begin + each.size
-            numbers.append(part.view(np.float32) if each.dtype == mx.float32 else part)
-        return numbers
-
-    def _steps(self, proposal: Proposal, accepted: int) -> Iterator[Step]:
-        """Yield how each token of a round came about. The round's passes stand with the first one."""
-        gearbox, top = self.gearbox, self.gearbox.ladder.top
-        rows = proposal.count + 1
-        ran = {top: 1} | ({proposal.gear: proposal.steps} if proposal.gear is not None else {})
-        read = gearbox.weight_bytes_per_token(top, rows) + proposal.weight_bytes
-        of_round: dict[str, Any] = {
-            "passes": tuple(ran.get(gear, 0) for gear in gearbox.ladder),
-            "weight_bytes": read,
-            "drafted": proposal.count if proposal.source == DRAFT else 0,
-            "looked_up": proposal.count if proposal.source == LOOKUP else 0,
-            **kv_read(gears_of(self.cache)),
-        }
-        nothing = {"passes": (0,) * len(gearbox.ladder)}
-        for place in range(accepted + 1):
-            by = proposal.source if place < accepted else MODEL
-            gear = proposal.gear if by == DRAFT and proposal.gear is not None else top
-            yield Step(gear, source=by, **(nothing if place else of_round))
 
     # The top gear alone.
 
@@ -423,14 +422,3 @@ class Loop:
             if self._unread:
                 self._queue(mx.array([self.text.last], mx.uint32), self._context())
             self.gearbox.shift(engaged)
-
-
-def in_one(*arrays: mx.array) -> mx.array:
-    """Return the bits of arrays of 32-bit numbers in one array, so that they are read at once."""
-    return mx.concatenate([each.reshape(-1).view(mx.uint32) for each in arrays])
-
-
-def agreeing(tokens: Sequence[int], proposed: Sequence[int]) -> int:
-    """Return how many tokens at the beginning were proposed."""
-    same = [token == other for token, other in zip(tokens, proposed)]
-    return [*same, False].index(False)

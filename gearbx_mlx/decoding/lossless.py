@@ -27,7 +27,7 @@ from ..compat.classes import generation_stream
 from ..errors import GearbxError, GearbxWarning
 from ..gears.gearbox import Gearbox, Observer, attached
 from ..gears.in_place import own_codes, without_gears
-from ..gears.ladder import DRAFT_FORMAT, EXACT_LADDER, Gear, Ladder
+from ..gears.ladder import DRAFT_FORMAT, EXACT_LADDER, Ladder
 from ..gears.saved import saved_gears
 from ..kernels.compiler import vector_instructions, vectors_at_once
 from ..kernels.device import recommended_memory
@@ -35,7 +35,7 @@ from ..kernels.dispatch import CPU, device, is_tuning
 from ..ranks.agreement import agreement_of
 from ..routing.gates import BatchPolicy, Monitor, OneGear, highest
 from ..routing.lookup import Lookup, LookupAgreement
-from ..telemetry.summary import Tally, draft_rows, draft_summary, lookup_summary
+from ..telemetry.summary import Tally, draft_rows, draft_summary
 from .batches import BatchGenerator, BatchText, SharedMode
 from .caches import check_draftable
 from .drafters import Drafter, LowGear, OtherModel, TextSoFar
@@ -43,7 +43,7 @@ from .governor import Governor
 from .loop import UNLIMITED, Loop
 from .mode import encoded, vocabulary_of
 from .modes import LosslessSettings
-from .pair import bytes_read
+from .pair import PREFILL_STEP_SIZE, bytes_read
 from .policy import (
     MOST_DRAFTED,
     MOST_ON_GPU,
@@ -58,7 +58,6 @@ from .response import GearResponse
 from .rows import warn_of_other_paths
 from .sampling import Chooser, Processor, Sampled, Sampler, geared_responses, reader_of
 
-PREFILL_STEP = 2048  # tokens of a prompt at once, as in mlx-lm
 OTHERS_SHARE = 0.25  # of a token of the model that one of a draft model takes, before either is measured
 MENDED = 0.4  # of the rejected drafts, that a calibrated base has accepted: 0.38 to 0.54 of them in docs/convert.md
 MUCH_WRITTEN = 32  # tokens: what fewer of them show is not written to the cache
@@ -129,20 +128,20 @@ class Lossless(LosslessSettings, SharedMode):
         top = gearbox.ladder.top
         return BatchText(OneGear(top.index), Monitor(vocabulary_of(gearbox), self.window), top, top)
 
-    def drafter(self, gearbox: Gearbox, chooser: Chooser, beside: "Beside | None" = None) -> Drafter | None:
-        """Return who drafts: a draft model if there is one, else a low gear; None where there is one gear alone.
+    def drafter(self, gearbox: Gearbox, chooser: Chooser) -> LowGear | None:
+        """Return the low gear that drafts, the lowest if none is named; None where there is one gear alone.
 
         Raises:
             GearbxError: the top gear of several.
         """
-        reader, agreement = reader_of(gearbox), agreement_of(gearbox.model)
-        if beside is not None and beside.drafts():
-            return OtherModel(beside.model, beside.cache, chooser, reader, bytes_read(beside.model), agreement)
-        gear = drafting_gear(gearbox, self.draft)
-        if gear == gearbox.ladder.top:
+        ladder = gearbox.ladder
+        gear = ladder[0] if self.draft is None else ladder.find(self.draft)
+        if gear == ladder.top and len(ladder) > 1:
+            raise GearbxError(f"gears {ladder}: the top gear cannot draft for itself; give a lower one too")
+        if gear == ladder.top:
             return None
         gearbox.make(gear)  # and not in the middle of the text
-        return LowGear(gearbox, gear, chooser, reader, agreement)
+        return LowGear(gearbox, gear, chooser, reader_of(gearbox), agreement_of(gearbox.model))
 
     def learned(self, gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> "Learned":
         """Return what decides how much to propose with a gearbox.
@@ -162,33 +161,10 @@ class Lossless(LosslessSettings, SharedMode):
         return f"lossless: {drafts}; lookup proposes {looked_up}"
 
     def summary(self, tally: Tally) -> dict[str, Any]:
-        verifications = list(tally.passes.values())[-1]  # by the top gear
-        return draft_summary(tally, verifications) | lookup_summary(tally) | {"near_ties": tally.near_ties}
+        return draft_summary(tally, verifications=list(tally.passes.values())[-1])  # by the top gear
 
     def rows(self, summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         return draft_rows(summary) + speed_rows(summary)
-
-
-@dataclass
-class Beside:
-    """A draft model, and its KV cache.
-
-    Attributes:
-        longest: tokens of prompt, text and a draft together.
-    """
-
-    model: nn.Module
-    cache: list[Any]
-    longest: float
-
-    def drafts(self) -> bool:
-        """Return whether drafts can be taken back from the cache throughout a text; say so where they cannot."""
-        try:
-            check_draftable(self.cache, self.longest)
-        except GearbxError as error:
-            warnings.warn(f"{error}; it drafts nothing", GearbxWarning, stacklevel=5)
-            return False
-        return True
 
 
 @dataclass
@@ -296,17 +272,18 @@ def gearbox_of_mlx(model: nn.Module) -> Gearbox:
     return Gearbox(model) if saved_gears(model) is not None else Gearbox(model, EXACT_LADDER, format=DRAFT_FORMAT)
 
 
-def drafting_gear(gearbox: Gearbox, draft: Gear | str | int | None) -> Gear:
-    """Return the gear that drafts, the lowest if none is named; of one gear that one, and then the text alone proposes
-    tokens.
+def can_draft(cache: list[Any], longest: float) -> bool:
+    """Return whether drafts can be taken back from a draft model's cache throughout a text; say so where they cannot.
 
-    Raises:
-        GearbxError: the top one of several.
+    Args:
+        longest: tokens of prompt, text and a draft together.
     """
-    gear = gearbox.ladder[0] if draft is None else gearbox.ladder.find(draft)
-    if gear == gearbox.ladder.top and len(gearbox.ladder) > 1:
-        raise GearbxError(f"gears {gearbox.ladder}: the top gear cannot draft for itself; give a lower one too")
-    return gear
+    try:
+        check_draftable(cache, longest)
+    except GearbxError as error:
+        warnings.warn(f"{error}; it drafts nothing", GearbxWarning, stacklevel=5)
+        return False
+    return True
 
 
 def responses(
@@ -320,7 +297,7 @@ def responses(
     logits_processors: Sequence[Processor] | None = None,
     prompt_cache: list[Any] | None = None,
     max_kv_size: int | None = None,
-    prefill_step_size: int = PREFILL_STEP,
+    prefill_step_size: int = PREFILL_STEP_SIZE,
     kv_bits: int | None = None,
     kv_group_size: int = 64,
     quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START,
@@ -342,11 +319,14 @@ def responses(
     layers, text = len(gearbox.model.layers), begun(prompt, tokenizer, max_tokens, input_embeddings)
     given = make_prompt_cache(gearbox.model, max_kv_size) if prompt_cache is None else prompt_cache
     chooser = Chooser(sampler or greedy_sampler, tuple(logits_processors or ()))
-    cache, beside = given, None
+    reader, agreement = reader_of(gearbox), agreement_of(gearbox.model)
+    cache = given
+    drafter: Drafter | None = None
     if draft_model is not None:
         cache, own = given[:layers], given[layers:] or make_prompt_cache(draft_model)
-        beside = Beside(draft_model, own, text.prompt + text.room + MOST_DRAFTED)
-    drafter = mode.drafter(gearbox, chooser, beside)
+        if can_draft(own, text.prompt + text.room + MOST_DRAFTED):
+            drafter = OtherModel(draft_model, own, chooser, reader, bytes_read(draft_model), agreement)
+    drafter = drafter or mode.drafter(gearbox, chooser)
     known = mode.learned(gearbox, drafter, chooser)
     loop = Loop(
         gearbox,
@@ -354,13 +334,18 @@ def responses(
         text,
         chooser,
         known.policy,
-        reader_of(gearbox),
+        reader,
         drafter,
         Lookup(known.lookup) if mode.most_looked_up else None,
         mode.most_looked_up,
-        agreement_of(gearbox.model),
+        agreement,
         MOST_DRAFTED if draft_model is None else min(num_draft_tokens or MOST_DRAFTED, MOST_DRAFTED),
-        quantize=in_fewer_bits(kv_bits, kv_group_size, quantized_kv_start),
+        quantize=partial(
+            maybe_quantize_kv_cache,
+            quantized_kv_start=quantized_kv_start,
+            kv_group_size=kv_group_size,
+            kv_bits=kv_bits,
+        ),
         quantized_from=UNLIMITED if kv_bits is None else quantized_kv_start,
         keeps_cache=prompt_cache is not None,
         stream=generation_stream(),
@@ -369,11 +354,6 @@ def responses(
         embeddings=input_embeddings,
     )
     return spoken(loop, tokenizer, known)
-
-
-def in_fewer_bits(bits: int | None, group_size: int, start: int) -> Callable[[list[Any]], None]:
-    """Return what quantizes a KV cache in place once it has so many entries, as mlx-lm does; nothing without bits."""
-    return partial(maybe_quantize_kv_cache, quantized_kv_start=start, kv_group_size=group_size, kv_bits=bits)
 
 
 def begun(prompt: list[int], tokenizer: TokenizerWrapper, max_tokens: int, embeddings: mx.array | None) -> TextSoFar:

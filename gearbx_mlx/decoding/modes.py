@@ -64,14 +64,14 @@ def gear_flag(default: str | None = None) -> Any:
     )
 
 
-def prompt_gear_flag(kw_only: bool = False) -> Any:
+def prompt_gear_flag() -> Any:
     return flag(
         None,
         "The gear that reads the prompt, for --mode route, kickdown and static: name, bits, or same (the one that "
         "begins the text). Default: the top gear, on a CPU 8 bits where the ladder has them",
         named=True,
         rare=True,
-        kw_only=kw_only,
+        kw_only=True,
     )
 
 
@@ -96,7 +96,7 @@ class RouteSettings(Settings):
     hysteresis: float = setting(DEFAULT_HYSTERESIS, least=0)
     min_gear_duration: int = setting(DEFAULT_MIN_GEAR_DURATION, least=1)
     initial_gear: str | int = gear_flag(AUTO)
-    prompt_gear: str | int | None = prompt_gear_flag(kw_only=True)
+    prompt_gear: str | int | None = prompt_gear_flag()
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class KickdownSettings(Settings):
 
     thresholds: Thresholds = thresholds_flag()
     window: int = setting(DEFAULT_WINDOW, least=1)
-    prompt_gear: str | int | None = prompt_gear_flag(kw_only=True)
+    prompt_gear: str | int | None = prompt_gear_flag()
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class StaticSettings(Settings):
 
     gear: str | int | None = gear_flag()
     window: int = setting(DEFAULT_WINDOW, least=1)
-    prompt_gear: str | int | None = prompt_gear_flag(kw_only=True)
+    prompt_gear: str | int | None = prompt_gear_flag()
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from .modes import PairSettings
 from .response import GearResponse
 from .sampling import has_nan, not_finite, reader_of
 
-PREFILL_STEP_SIZE = 2048  # mlx-lm's
+PREFILL_STEP_SIZE = 2048  # tokens of a prompt at once, as in mlx-lm
 
 
 class TrailingCache:

@@ -50,16 +50,12 @@ class InEngagedGear(SharedMode):
         text = self.text(gearbox, tokenizer, prompt)
         gearbox.shift(text.first)  # so that it is made, and not in the middle of the text
         gearbox.shift(text.prompt_gear)
-        told = kwargs.pop("prompt_progress_callback", None)
 
-        def progress(read: int, tokens: int) -> None:
-            if told is not None:
-                told(read, tokens)
+        def reading(read: int, tokens: int) -> None:
             if read == tokens - 1:
                 gearbox.shift(text.first)
 
-        kwargs["prompt_progress_callback"] = progress
-        how = (lambda: single_pass(gearbox, gearbox.gear)), reader_of(gearbox)
+        how = (lambda: single_pass(gearbox, gearbox.gear)), reader_of(gearbox), reading
         source = sampled(model, tokenizer, prompt, *how, **kwargs)
         return geared_responses(source, gearbox, text.monitor, controller, text.gate, text.prompt_gear)
 

@@ -18,7 +18,6 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -54,10 +53,9 @@ class Verifier:
         logits = self._parts.use(cache, lambda parts: pass_logits(parts, tokens, cache))
         if logits is not None:
             return logits
-        with ExitStack() as stack:
-            if tokens.shape[1] > 1:
-                stack.enter_context(windows_of_single_tokens(cache))
-                stack.enter_context(of_classes(self._short_path))
+        if tokens.shape[1] == 1:
+            return self.gearbox.model(tokens, cache=cache)
+        with windows_of_single_tokens(cache), of_classes(self._short_path):
             return self.gearbox.model(tokens, cache=cache)
 
     def _find(self) -> PassParts | None:
@@ -97,9 +95,7 @@ class Rows:
         has_states = any(not loses_entries(part.kind) for part in self._before.parts)
         self._outputs = LayerOutputs(verifier.linear_layers, self.count) if has_states and self.count > 1 else None
         try:
-            with ExitStack() as stack:
-                if self._outputs is not None:
-                    stack.enter_context(self._outputs.noted_by(recording))
+            with contextlib.nullcontext() if self._outputs is None else self._outputs.noted_by(recording):
                 self.logits = verifier.run(tokens, cache)
         except BaseException:
             self._before.restore()
@@ -117,7 +113,10 @@ class Rows:
             self._again(rows)
         else:
             for part in self._before.parts:
-                drop_entries(part.part, part.kind, dropped)
+                if part.kind is RotatingKVCache:
+                    cut_window(part.part, dropped)
+                else:
+                    part.part.trim(dropped)
 
     def _again(self, rows: int) -> None:
         """Compute the states after the first tokens, from what the linear layers made of them."""
@@ -125,14 +124,6 @@ class Rows:
         verifier = self._verifier
         with verifier.gearbox.compiled.aside(), self._outputs.noted_by(recalling):
             verifier.run(self._tokens[:, :rows], self._cache)
-
-
-def drop_entries(part: Any, kind: type, entries: int) -> None:
-    """Drop the last entries of the cache of one layer."""
-    if kind is RotatingKVCache:
-        cut_window(part, entries)
-    else:
-        part.trim(entries)
 
 
 def latent_attention(model: nn.Module) -> list[nn.Module]:
@@ -213,8 +204,8 @@ class LayerOutputs:
         self._outputs: list[list[mx.array | None]] = [[] for _ in layers]
 
     def _usable(self, outputs: list[mx.array | None]) -> Iterator[mx.array | None]:
-        """Yield a layer that was given single vectors was given the tokens one by one if it had as many calls as
-        tokens."""
+        """Yield the outputs of a layer, None for those of which nobody knows the token: a layer that was given single
+        vectors was given the tokens one by one if it had as many calls as tokens."""
         alone = len(outputs) == self.count
         return iter([y if y is not None and (y.ndim == 3 or alone) else None for y in outputs])
 

@@ -49,9 +49,6 @@ Processor = Callable[[mx.array, mx.array], mx.array]
 
 NOISE = 4  # units in the last place of the largest logit: less than that between two logits is a near-tie
 
-# GEARBX 10.1: half-precision logits may not be finite, and checking that first would cost a synchronisation.
-NAN, POSITIVE_INFINITY, NEGATIVE_INFINITY = 0.0, 1e4, -1e4
-
 
 def entropy_bits(logprobs: mx.array) -> mx.array:
     """H = -sum p log2 p over the last axis, in bits.
@@ -65,7 +62,8 @@ def entropy_bits(logprobs: mx.array) -> mx.array:
         shape (...), float32, from 0 (all mass on one token) to log2 V (uniform); both ends are exact. The array is not
         evaluated: the caller decides when to wait for it (GEARBX 3.6).
     """
-    z = mx.nan_to_num(logprobs.astype(mx.float32), NAN, POSITIVE_INFINITY, NEGATIVE_INFINITY)
+    # GEARBX 10.1: half-precision logits may not be finite, and checking that first would cost a synchronisation.
+    z = mx.nan_to_num(logprobs.astype(mx.float32), nan=0.0, posinf=1e4, neginf=-1e4)
     z = z - z.max(axis=-1, keepdims=True)
     weight = mx.exp(z)
     total = weight.sum(axis=-1)
@@ -404,6 +402,7 @@ def sampled(
     prompt: Any,
     step: Callable[[], Step],
     reader: LogitsReader = MLX_READER,
+    reading: Callable[[int, int], None] = lambda read, tokens: None,
     **kwargs: Any,
 ) -> Sampled:
     """mlx-lm's responses, and the entropy and the step of each pass, noted where its token is sampled.
@@ -413,6 +412,7 @@ def sampled(
 
     Args:
         step: returns how the latest logits came about.
+        reading: like `prompt_progress_callback`, which may be given beside it.
         kwargs: of mlx-lm's stream_generate. The prompt that a KV cache in gears reads ends with the first token.
     """
     gears = gears_of(kwargs.get("prompt_cache"))
@@ -420,6 +420,12 @@ def sampled(
         gears.begin_prompt()
     sampler, agreement = kwargs.pop("sampler", None) or greedy_sampler, agreement_of(model)
     tokens: deque[SampledToken] = deque()
+    told = kwargs.pop("prompt_progress_callback", None)
+
+    def progress(read: int, of: int) -> None:
+        reading(read, of)
+        if told is not None:
+            told(read, of)
 
     def sample(logprobs: mx.array) -> mx.array:
         latest = step()
@@ -431,7 +437,8 @@ def sampled(
         tokens.append(SampledToken(entropy, latest))
         return token
 
-    responses = loops.streaming_with(reader.logsumexp)(model, tokenizer, prompt, sampler=sample, **kwargs)
+    kwargs |= {"sampler": sample, "prompt_progress_callback": progress}
+    responses = loops.streaming_with(reader.logsumexp)(model, tokenizer, prompt, **kwargs)
     return ((response, tokens.popleft()) for response in responses)
 
 

@@ -16,7 +16,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -115,13 +115,7 @@ class CapSchedule:
         return [*itertools.accumulate(change, initial=most)]
 
 
-@dataclass(frozen=True)
-class Gains:
-    """Factors of the error (proportional), of its sum (integral) and of its change (derivative)."""
-
-    proportional: float = 0.1
-    integral: float = 0.85
-    derivative: float = 0.05
+PROPORTIONAL, INTEGRAL, DERIVATIVE = 0.1, 0.85, 0.05  # factors of the error, of its sum and of its change
 
 
 class PID:
@@ -133,15 +127,14 @@ class PID:
     time of one sample.)
     """
 
-    def __init__(self, gains: Gains = Gains()):
-        self.gains = gains
+    def __init__(self) -> None:
         self.integral = 0.0
         self._error = self._slope = 0.0
 
     def update(self, error: float) -> float:
         """Return the position that the actuator should take."""
         self._slope, self._error = error - self._error, error
-        self.integral += self.gains.integral * error
+        self.integral += INTEGRAL * error
         return self.integral + self._immediate()
 
     def track(self, actual: float) -> None:
@@ -154,49 +147,35 @@ class PID:
         self.integral = actual
 
     def _immediate(self) -> float:
-        return self.gains.proportional * self._error + self.gains.derivative * self._slope
+        return PROPORTIONAL * self._error + DERIVATIVE * self._slope
 
 
 THERMAL_SHARES = dict(zip(THERMAL, (1.0, 2 / 3, 1 / 3, 0.0)))
 MEMORY_FULL = 0.95
 LEAST_CHANGE = 0.02  # change of the budget, except to 0 and to 1
+PATIENCE = 5  # readings in a row that have to be higher; their lowest is then the budget
 
 
-def place_between(value: float, least: float, most: float) -> float:
-    """Return the place of a value between two others: 0 up to the first, 1 from the second on."""
-    return min(1.0, max(0.0, (value - least) / (most - least)))
-
-
-def shares_of_state(state: MachineState) -> dict[str, float]:
-    """Return the share that each known part of the state allows.
+def budget(state: MachineState) -> float:
+    """Return the smallest share that a known part of the state allows; 1 where nothing is known.
 
     The charge counts unless the machine is on a charger. Memory counts because weights that are not read may be paged
     out: fewer planes are a smaller working set.
     """
-    found = {}
+    shares = [1.0]
     if state.thermal is not None:
-        found["thermal"] = THERMAL_SHARES[state.thermal]
+        shares.append(THERMAL_SHARES[state.thermal])
     if state.battery is not None and not state.charging:
-        found["battery"] = place_between(state.battery, 0.1, 0.5)
+        shares.append(float(np.interp(state.battery, (0.1, 0.5), (0.0, 1.0))))
     if state.memory is not None:
-        found["memory"] = 1.0 - place_between(state.memory, 0.85, MEMORY_FULL)
-    return found
-
-
-def budget(state: MachineState) -> float:
-    """Return the smallest share; 1 where nothing is known."""
-    return min(shares_of_state(state).values(), default=1.0)
+        shares.append(float(np.interp(state.memory, (0.85, MEMORY_FULL), (1.0, 0.0))))
+    return min(shares)
 
 
 class SteadyBudget:
-    """A budget that falls at once, and rises only after a while: caps must not follow a reading up and down.
+    """A budget that falls at once, and rises only after a while: caps must not follow a reading up and down."""
 
-    Args:
-        patience: readings in a row that have to be higher; their lowest is then the budget.
-    """
-
-    def __init__(self, patience: int = 5):
-        self.patience = patience
+    def __init__(self) -> None:
         self.share = 1.0
         self._higher: list[float] = []
 
@@ -208,7 +187,7 @@ class SteadyBudget:
                 self.share = share
             return self.share
         self._higher.append(share)
-        if len(self._higher) >= self.patience:
+        if len(self._higher) >= PATIENCE:
             lowest = min(self._higher)
             if lowest >= self.share + LEAST_CHANGE or lowest == 1.0:
                 self.share = lowest
@@ -240,10 +219,6 @@ class CapDecision:
     machine: Mapping[str, Any]
     bits_per_weight: float
     moved: tuple[CapStep, ...]
-
-    def record(self) -> dict[str, Any]:
-        """Return the decision as a trace shows it."""
-        return {**asdict(self), "moved": [asdict(step) for step in self.moved]}
 
 
 @dataclass(frozen=True)
@@ -283,7 +258,6 @@ class Controller:
         self.top = np.eye(schedule.gears)[-1]  # one pass in the top gear
         self.out_of_reach: str | None = None
         """Why the target cannot be met, once this is known."""
-        self._share = 1.0
         self._settled = False
         self._skip = 0
         self._seen: deque[tuple[float, tuple[float, ...]]] = deque(maxlen=REMEMBERED)
@@ -318,7 +292,6 @@ class Controller:
 
     def _decide(self, share: float) -> CapDecision:
         before, limit = self.caps, self.schedule.within(share)
-        self._share = share
         self._notice_spread()
         measured, recent = self._measured(REMEMBERED), self._measured(self._new)
         if recent is not None and abs(recent.error) > self._tolerated(recent):
@@ -334,7 +307,15 @@ class Controller:
             goal, reason = self.position, "no token has been timed yet under these caps"
         else:
             goal, reason = self._regulate(measured, limit)
-        return self._decided(before, goal, reason, measured)
+        self.position = goal
+        after = self.caps
+        moved = tuple(CapStep(path, before[path], after[path]) for path in after if before[path] != after[path])
+        if moved:
+            self._skip = LAG
+            self._seen.clear()
+        speed = None if measured is None else measured.tokens_per_second
+        bits = self.schedule.bits(self.schedule.read(self.top)[goal], 1)
+        return CapDecision(self.tokens, reason, goal, speed, self.target, share, {}, bits, moved)
 
     def _regulate(self, measured: Measured, limit: int) -> tuple[int, str]:
         """Return the position nearest to what the PID asks for that the schedule and the budget allow, and the
@@ -415,14 +396,3 @@ class Controller:
         # A jump shows in one or two of them only.
         spread = float(np.median(self._spreads)) if self._spreads else math.inf
         return Measured(1 / mean, error, 3.0 * spread / math.sqrt(len(seconds)))  # three errors may be chance
-
-    def _decided(self, before: dict[str, int], position: int, reason: str, measured: Measured | None) -> CapDecision:
-        self.position = position
-        after = self.caps
-        moved = tuple(CapStep(path, before[path], after[path]) for path in after if before[path] != after[path])
-        if moved:
-            self._skip, self._new = LAG, 0
-            self._seen.clear()
-        speed = None if measured is None else measured.tokens_per_second
-        bits = self.schedule.bits(self.schedule.read(self.top)[position], 1)
-        return CapDecision(self.tokens, reason, position, speed, self.target, self._share, {}, bits, moved)

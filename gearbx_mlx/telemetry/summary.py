@@ -67,12 +67,16 @@ class Tally:
 
 
 def draft_summary(tally: Tally, verifications: int) -> dict[str, Any]:
-    """Fields of a summary: tokens drafted and accepted, and the passes that verified them."""
+    """Fields of a summary: tokens that were drafted, or that the text itself proposed; those of them that were
+    accepted, and the passes that verified them."""
     return {
         "drafted": tally.drafted,
         "accepted": tally.accepted,
         "acceptance_rate": tally.accepted / tally.drafted if tally.drafted else 0.0,
         "verifications": verifications,
+        "looked_up": tally.looked_up,
+        "lookup_accepted": tally.from_lookup,
+        "near_ties": tally.near_ties,
     }
 
 
@@ -98,11 +102,6 @@ def kv_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     top = list(read.values())[-1] if read else 0
     each = (f"{bits} bits: {count / 1e6:.3g} MB a pass ({count / top:.2f})" for bits, count in read.items())
     return [("KV cache read", ", ".join(each))] if top else []
-
-
-def lookup_summary(tally: Tally) -> dict[str, Any]:
-    """Fields of a summary: tokens that the text itself proposed, and those of them that were accepted."""
-    return {"looked_up": tally.looked_up, "lookup_accepted": tally.from_lookup}
 
 
 def draft_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:

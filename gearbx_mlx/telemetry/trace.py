@@ -12,7 +12,7 @@ import contextlib
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -96,7 +96,7 @@ def record(
         fields: further fields of the response, which the mode adds.
     """
     entry = {**(extra or {}), "index": index, **{name: getattr(response, name) for name in (*FIELDS, *fields)}}
-    return entry if response.decision is None else entry | {"decision": response.decision.record()}
+    return entry if response.decision is None else entry | {"decision": asdict(response.decision)}
 
 
 class TraceWriter:

@@ -7,6 +7,7 @@ text has the same bits in any company.
 
 from collections import deque
 from collections.abc import Collection, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,6 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from gearbx_mlx.decoding.batches import BatchText
-from gearbx_mlx.decoding.caches import Snapshot
 from gearbx_mlx.decoding.sampling import Choice, reader_of
 from gearbx_mlx.evaluation.predictions import PASS_TOKENS
 from gearbx_mlx.gears.gearbox import Gearbox
@@ -96,7 +96,7 @@ def read_prompt(gearbox: Gearbox, tokens: Sequence[int], gear: Gear, begun: Sequ
     Args:
         begun: the cache of what stands before them, which stays as it is.
     """
-    cache = Snapshot(begun).second() if begun else make_prompt_cache(gearbox.model)
+    cache = deepcopy(list(begun)) if begun else make_prompt_cache(gearbox.model)
     gearbox.shift(gear)
     for start in range(0, len(tokens), PASS_TOKENS):
         gearbox.model(mx.array([list(tokens[start : start + PASS_TOKENS])]), cache=cache)

@@ -53,6 +53,15 @@ def alone(gearbox, tokenizer):
     return write
 
 
+def until_the_end(generator, uids):
+    """The responses of each sequence."""
+    seen = {uid: [] for uid in uids}
+    while responses := generator.next_generated():
+        for response in responses:
+            seen[response.uid].append(response)
+    return [seen[uid] for uid in uids]
+
+
 def text_of(responses):
     return "".join(response.text for response in responses)
 
@@ -86,15 +95,10 @@ def test_the_gear_of_a_step_is_the_policys(gearbox, tokenizer, policy, expected)
     generator = batch_generator(gearbox.model, tokenizer, mode="route", gearbox=gearbox, batch_policy=policy)
     modes = [Route(thresholds=each, min_gear_duration=1, initial_gear="low") for each in (NEVER, ALWAYS, NEVER)]
     uids = generator.insert([tokenizer.encode(prompt) for prompt in PROMPTS[:3]], [8, 8, 8], modes=modes)
-    seen = {uid: [] for uid in uids}
-    while responses := generator.next_generated():
-        for response in responses:
-            seen[response.uid].append(response)
-    for place, uid in enumerate(uids):
-        wishes = [response.wish for response in seen[uid]]
-        assert wishes == ["low", "low", *(["high"] * 6 if place == 1 else ["low"] * 6)]
-        assert [response.gear for response in seen[uid]][:2] == ["low", "low"]
-        assert {response.gear for response in seen[uid][2:]} == expected
+    for place, text in enumerate(until_the_end(generator, uids)):
+        assert [response.wish for response in text] == ["low"] * 2 + (["high"] if place == 1 else ["low"]) * 6
+        assert [response.gear for response in text][:2] == ["low", "low"]
+        assert {response.gear for response in text[2:]} == expected
 
 
 def test_the_sequences_of_a_pass_share_its_bytes(written, gearbox):
@@ -132,15 +136,12 @@ def test_a_newcomers_prompt_and_first_token_have_its_own_first_gear(gearbox, tok
     generator = batch_generator(gearbox.model, tokenizer, mode="route", gearbox=gearbox)
     tokens = [tokenizer.encode(prompt) for prompt in PROMPTS[:2]]
     uids = generator.insert(tokens, [12, 6], modes=modes)
-    seen = {uid: [] for uid in uids}
-    while responses := generator.next_generated():
-        for response in responses:
-            seen[response.uid].append(response)
-    gears = [[response.gear for response in seen[uid]] for uid in uids]
+    texts = until_the_end(generator, uids)
+    gears = [[response.gear for response in text] for text in texts]
     assert gears[1][0] == "low"
     assert set(gears[0]) | set(gears[1][1:]) == {"high"}
     (first, *_) = alone(PROMPTS[1], 1, mode=Static("low"))
-    assert seen[uids[1]][0].entropy == first.entropy  # the prompt was not read in the others' gear
+    assert texts[1][0].entropy == first.entropy  # the prompt was not read in the others' gear
 
 
 def test_a_cache_of_the_first_tokens_and_the_cache_at_the_end(written, gearbox, tokenizer):
@@ -228,16 +229,12 @@ class TestBadInput:
 
         generator = batch_generator(gearbox.model, tokenizer, mode=Static("high"), gearbox=gearbox)
         tokens = [tokenizer.encode(prompt) for prompt in PROMPTS[:2]]
-        good, bad = generator.insert(tokens, [6, 6], logits_processors=[None, [broken]])
-        found = {good: [], bad: []}
-        while responses := generator.next_generated():
-            for response in responses:
-                found[response.uid].append(response)
-        assert [response.token for response in found[good]] == [
-            each.token for each in alone(PROMPTS[0], 6, mode=Static("high"))
-        ]
-        assert len(found[bad]) == 1
-        assert "the logits are not finite" in str(found[bad][0].error)
+        uids = generator.insert(tokens, [6, 6], logits_processors=[None, [broken]])
+        good, bad = until_the_end(generator, uids)
+        expected = alone(PROMPTS[0], 6, mode=Static("high"))
+        assert [response.token for response in good] == [each.token for each in expected]
+        assert len(bad) == 1
+        assert "the logits are not finite" in str(bad[0].error)
 
 
 LENGTHS = [(1, 5), (2, 12), (9, 3), (30, 7), (270, 9), (3, 1), (17, 8), (40, 4)]  # tokens of prompts and texts

@@ -9,11 +9,7 @@ import numpy as np
 import pytest
 from conftest import ARCHITECTURES, PROMPT, mlx_lm_loop, same_weights, tiny_model, weights_of
 from lossless_texts import assert_written, endless, written
-from mlx_lm.models.cache import (
-    QuantizedKVCache,
-    RotatingKVCache,
-    make_prompt_cache,
-)
+from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import gearbx_mlx
@@ -39,6 +35,21 @@ SAMPLERS = {
     "ours, xtc": gearbx_mlx.make_sampler(0.8, xtc_probability=0.5),
 }
 
+PENALTIES = make_logits_processors({5: -2.0}, presence_penalty=0.5, frequency_penalty=0.4)
+KEYWORDS = {
+    "repetition": {"logits_processors": make_logits_processors(repetition_penalty=1.3)},
+    "penalties, sampled": {"logits_processors": PENALTIES, "sampler": SAMPLERS["top-p"]},
+    "quantized cache": {"kv_bits": 8, "quantized_kv_start": 0},
+    "quantized on the way": {"kv_bits": 4, "quantized_kv_start": 45, "kv_group_size": 32},
+    "rotating cache": {"prompt_cache": [RotatingKVCache(256, 4) for _ in range(6)]},
+    "quantized cache of one's own": {"prompt_cache": [QuantizedKVCache(64, 8) for _ in range(6)]},
+    "small prefill": {"prefill_step_size": 4},
+    "token by token": {"prefill_step_size": 1},
+    "one token": {"max_tokens": 1},
+    "two tokens": {"max_tokens": 2},
+    "seven": {"max_tokens": 7},
+}
+
 
 @pytest.fixture(params=["mlx", "native"])
 def kernels(request) -> str:
@@ -48,6 +59,11 @@ def kernels(request) -> str:
     elif sys.platform == "darwin":
         pytest.skip("MLX's kernels on a Mac do not promise that a row has the same bits in any company")
     return request.param
+
+
+def run_of(gearbox, tokenizer, prompt, tokens, mode="lossless", **keywords):
+    """The run of so many tokens after a prompt."""
+    return stream_generate(gearbox.model, tokenizer, prompt, tokens, gearbox=gearbox, mode=mode, **keywords)
 
 
 def told(responses):
@@ -158,55 +174,17 @@ class TestIsTheTopGear:
     @pytest.mark.parametrize("sampler", SAMPLERS)
     @pytest.mark.parametrize("prompt", [QUESTION, TALE])
     def test_with_the_same_seed_it_draws_the_same_tokens(self, geared_demo, demo, sampler, prompt):
-        (theirs, after), (ours, after_ours) = both(
-            geared_demo,
-            demo.tokenizer,
-            prompt,
-            max_tokens=50,
-            sampler=SAMPLERS[sampler],
-            mode=Lossless(lookup_tokens=0),
-        )
+        given = {"max_tokens": 50, "sampler": SAMPLERS[sampler], "mode": Lossless(lookup_tokens=0)}
+        (theirs, after), (ours, after_ours) = both(geared_demo, demo.tokenizer, prompt, **given)
         assert_same(told(ours), told(theirs))
         assert after == after_ours  # so the next draws are the same too
         assert any(r.from_draft for r in ours)
 
     @pytest.mark.some(2)
-    @pytest.mark.parametrize(
-        "keywords",
-        [
-            {"logits_processors": make_logits_processors(repetition_penalty=1.3)},
-            {
-                "logits_processors": make_logits_processors({5: -2.0}, presence_penalty=0.5, frequency_penalty=0.4),
-                "sampler": SAMPLERS["top-p"],
-            },
-            {"kv_bits": 8, "quantized_kv_start": 0},
-            {"kv_bits": 4, "quantized_kv_start": 45, "kv_group_size": 32},  # begins in the middle of the text
-            {"prompt_cache": [RotatingKVCache(256, 4) for _ in range(6)]},
-            {"prompt_cache": [QuantizedKVCache(64, 8) for _ in range(6)]},
-            {"prefill_step_size": 4},
-            {"prefill_step_size": 1},
-            {"max_tokens": 1},
-            {"max_tokens": 2},
-            {"max_tokens": 7},
-        ],
-        ids=[
-            "repetition",
-            "penalties, sampled",
-            "quantized cache",
-            "quantized on the way",
-            "rotating cache",
-            "quantized cache of one's own",
-            "small prefill",
-            "token by token",
-            "one token",
-            "two tokens",
-            "seven",
-        ],
-    )
+    @pytest.mark.parametrize("keywords", KEYWORDS.values(), ids=KEYWORDS)
     def test_with_every_keyword_of_mlx_lm(self, geared_demo, demo, keywords):
-        (theirs, after), (ours, after_ours) = both(
-            geared_demo, demo.tokenizer, QUESTION, **{"max_tokens": 45} | keywords
-        )
+        given = {"max_tokens": 45} | keywords
+        (theirs, after), (ours, after_ours) = both(geared_demo, demo.tokenizer, QUESTION, **given)
         assert_same(told(ours), told(theirs))
         assert after == after_ours
 
@@ -218,18 +196,7 @@ class TestIsTheTopGear:
             return logits
 
         prompt = demo.tokenizer.encode(QUESTION)
-        responses = list(
-            stream_generate(
-                geared_demo.model,
-                demo.tokenizer,
-                prompt,
-                30,
-                gearbox=geared_demo,
-                mode="lossless",
-                logits_processors=[processor],
-            )
-        )
-        made = [r.token for r in responses]
+        made = [r.token for r in run_of(geared_demo, demo.tokenizer, prompt, 30, logits_processors=[processor])]
         checks = [prompt + made[:i] for i in range(len(made) + 1)]
         drafts = seen.copy()
         for tokens in checks:
@@ -256,7 +223,7 @@ class TestIsTheTopGear:
     def test_the_model_is_left_in_the_top_gear_as_it_was(self, fresh_demo):
         gearbox = Gearbox(fresh_demo.model, "3,16", kernels="auto")
         before = weights_of(fresh_demo.model)
-        list(stream_generate(fresh_demo.model, fresh_demo.tokenizer, TALE, 12, gearbox=gearbox, mode="lossless"))
+        list(run_of(gearbox, fresh_demo.tokenizer, TALE, 12))
         assert gearbox.gear.name == "high"
         assert same_weights(before, weights_of(fresh_demo.model))
 
@@ -276,9 +243,7 @@ class TestCache:
             if mode is None:
                 run = mlx_lm.stream_generate(demo.model, tokenizer, QUESTION, 30, prompt_cache=cache)
             else:
-                run = stream_generate(
-                    demo.model, tokenizer, QUESTION, 30, gearbox=geared_demo, mode=mode, prompt_cache=cache
-                )
+                run = run_of(geared_demo, tokenizer, QUESTION, 30, prompt_cache=cache)
             taken = list(itertools.islice(run, 12)) if ends == "closed" else list(run)
             assert taken
             run.close()
@@ -297,9 +262,7 @@ class TestCache:
                 if mode is None:
                     run = mlx_lm.stream_generate(demo.model, demo.tokenizer, turn, 12, prompt_cache=cache)
                 else:
-                    run = stream_generate(
-                        demo.model, demo.tokenizer, turn, 12, gearbox=geared_demo, mode=mode, prompt_cache=cache
-                    )
+                    run = run_of(geared_demo, demo.tokenizer, turn, 12, prompt_cache=cache)
                 made.append([r.token for r in run])
             texts.append(made)
         assert texts[0] == texts[1]
@@ -332,16 +295,8 @@ class TestCache:
             return logits
 
         cache, made = make_prompt_cache(demo.model), []
-        run = stream_generate(
-            demo.model,
-            demo.tokenizer,
-            prompt,
-            30,
-            gearbox=geared_demo,
-            mode=Lossless(draft_length=4),
-            prompt_cache=cache,
-            logits_processors=[interrupted],
-        )
+        given = {"prompt_cache": cache, "logits_processors": [interrupted]}
+        run = run_of(geared_demo, demo.tokenizer, prompt, 30, Lossless(draft_length=4), **given)
         with pytest.raises(KeyboardInterrupt):
             made.extend(r.token for r in run)
         geared_demo.shift("high")
@@ -355,11 +310,7 @@ class TestCache:
 
 class TestWhatIsCounted:
     def test_tokens_drafts_checks_and_bytes(self, geared_demo, demo):
-        responses = list(
-            stream_generate(
-                demo.model, demo.tokenizer, QUESTION, 40, gearbox=geared_demo, mode=Lossless(draft_length=4)
-            )
-        )
+        responses = list(run_of(geared_demo, demo.tokenizer, QUESTION, 40, Lossless(draft_length=4)))
         low, high = (geared_demo.weight_bytes_per_token(gear) for gear in geared_demo.ladder)
         drafted, checks = sum(r.drafted for r in responses), sum(r.passes[1] for r in responses)
         accepted = sum(r.from_draft for r in responses)
@@ -385,16 +336,11 @@ class TestWhatIsCounted:
         # Two tokens with equal logits: rounding may decide between them in either way.
         model.lm_head.weight = mx.concatenate([model.lm_head.weight[:64]] * 2)
         gearbox = Gearbox(model, "6,16")
-        tokenizer = load()[1]
-        responses = list(
-            stream_generate(model, tokenizer, [1, 5, 9], 12, gearbox=gearbox, mode=Lossless(draft_length=3))
-        )
-        checked = [r.near_tie for r in responses]
+        checked = [r.near_tie for r in run_of(gearbox, load()[1], [1, 5, 9], 12, Lossless(draft_length=3))]
         assert sum(checked) >= len(checked) - 1
 
     def test_text_without_near_ties_has_none(self, geared_demo, demo):
-        run = stream_generate(demo.model, demo.tokenizer, QUESTION, 30, gearbox=geared_demo, mode="lossless")
-        assert not any(r.near_tie for r in run)
+        assert not any(r.near_tie for r in run_of(geared_demo, demo.tokenizer, QUESTION, 30))
 
 
 class TestReads:
@@ -410,7 +356,7 @@ class TestReads:
     def test_once_a_round_with_the_kernels_of_mlx(self, reads, sampler):
         gearbox = Gearbox(tiny_model(), "6,16", kernels="mlx")
         mode, given = Lossless(draft_length=3, lookup_tokens=0), {"sampler": SAMPLERS.get(sampler)}
-        run = stream_generate(gearbox.model, endless(), [1, 5, 9], 40, gearbox=gearbox, mode=mode, **given)
+        run = run_of(gearbox, endless(), [1, 5, 9], 40, mode, **given)
         next(run)
         reads.count = 0
         rounds = sum(response.passes[1] for response in run)
@@ -419,8 +365,7 @@ class TestReads:
 
     def test_once_a_token_where_the_top_gear_writes_alone(self, reads):
         gearbox = Gearbox(tiny_model(), "16", kernels="mlx")
-        mode = Lossless(draft_length=3, lookup_tokens=0)
-        run = stream_generate(gearbox.model, endless(), [1, 5, 9], 40, gearbox=gearbox, mode=mode)
+        run = run_of(gearbox, endless(), [1, 5, 9], 40, Lossless(draft_length=3, lookup_tokens=0))
         next(run)
         reads.count = 0
         assert len(list(run)) == 39

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache, make_pro
 
 from gearbx_mlx import Gearbox, entropy_bits, make_sampler
 from gearbx_mlx.decoding.drafters import SEEN_TWICE, SecondHead, TextSoFar, largest, looking, natively, second_head
-from gearbx_mlx.decoding.sampling import MLX_READER, Chooser
+from gearbx_mlx.decoding.sampling import MLX_READER, Chooser, reader_of
 from gearbx_mlx.formats.block import begin_draft, pass_logits, pass_parts
 from gearbx_mlx.formats.tied import IN_DRAFTS, QuantizedTied, linear_of
 
@@ -21,8 +21,7 @@ pytestmark = pytest.mark.usefixtures("native")
 
 
 def boxed(architecture="llama", format="planes", ladder="4,16", activations="int16", **change) -> Gearbox:
-    model = tiny_model(architecture, **change)
-    model.set_dtype(mx.bfloat16)
+    model = tiny_model(architecture, dtype=mx.bfloat16, **change)
     return Gearbox(model, ladder, format=format, kernels="native", activations=activations)
 
 
@@ -138,8 +137,7 @@ def test_follows_a_shift_and_a_weight_that_changes():
 
 
 def test_goes_on_beside_another_gear_and_is_over_when_its_weights_are_given_up(tmp_path):
-    model = tiny_model()
-    model.set_dtype(mx.bfloat16)
+    model = tiny_model(dtype=mx.bfloat16)
     box = Gearbox(model, "4,16", kernels="native", **on_disk(model, tmp_path))
     cache = begun(box, 16)
     parts = pass_parts(box.model)
@@ -200,8 +198,6 @@ def test_a_layer_that_is_not_known_is_run_by_mlx():
 
 @pytest.mark.parametrize("values", [normal(3, 5000), normal(2, 49152, seed=1), normal(4, 17, seed=2), normal(1, 1)])
 def test_what_is_read_off_logits(values):
-    from gearbx_mlx.decoding.sampling import MLX_READER, reader_of
-
     reader = reader_of(boxed())
     x = 7 * values
     assert np.allclose(np.array(reader.normalized(x)), np.array(MLX_READER.normalized(x)), atol=2e-5)
@@ -222,8 +218,6 @@ def test_what_is_read_off_logits(values):
 
 
 def test_logits_that_are_masked_or_no_numbers():
-    from gearbx_mlx.decoding.sampling import reader_of
-
     reader = reader_of(boxed())
     rows = np.array(normal(5, 300))
     rows[0, 5:] = -np.inf
@@ -328,8 +322,7 @@ def test_the_largest_logits_are_found(size, count, seed):
 
 
 def test_no_head_looks_twice_where_gears_share_it_or_are_given_up(tmp_path):
-    model = tiny_model()
-    model.set_dtype(mx.bfloat16)
+    model = tiny_model(dtype=mx.bfloat16)
     idle = Gearbox(model, "4,16", kernels="native", **on_disk(model, tmp_path))
     assert second_head(idle, idle.ladder[0]) is None
     box = boxed(ladder="4,16")

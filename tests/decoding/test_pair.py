@@ -193,10 +193,6 @@ class TestOneWayIn:
         # The paper's defaults: the mean over five, ten tokens of the small model, a threshold far below either model's.
         assert [r.gear for r in responses] == ["small"] * 10 + ["large"] * 5
 
-    def test_without_a_small_model(self, demo):
-        with pytest.raises(GearbxError, match="mode 'pair' needs a small model"):
-            stream_generate(demo.model, demo.tokenizer, TALE, mode="pair")
-
     def test_a_gearbox_of_one_model(self, fresh_demo, small):
         gearbox = Gearbox(fresh_demo.model, "4,16")
         with pytest.raises(GearbxError, match="leave the gearbox out"):

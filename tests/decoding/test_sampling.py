@@ -120,13 +120,13 @@ def natively(logits: mx.array) -> mx.array:
 
 
 # Both must keep every promise: MLX's operations, and the native kernel.
-
+EITHER = pytest.mark.parametrize(
+    "entropy_bits", [pytest.param(gearbx_mlx.entropy_bits, id="mlx"), pytest.param(natively, id="native")]
+)
 logits = arrays(np.float32, st.tuples(st.integers(1, 4), st.integers(2, 300)), elements=st.floats(-60, 60, width=32))
 
 
-@pytest.mark.parametrize(
-    "entropy_bits", [pytest.param(gearbx_mlx.entropy_bits, id="mlx"), pytest.param(natively, id="native")]
-)
+@EITHER
 @given(logits)
 def test_lies_between_zero_and_log2_of_the_vocabulary(entropy_bits, values):
     bits = np.array(entropy_bits(mx.array(values)))
@@ -135,9 +135,7 @@ def test_lies_between_zero_and_log2_of_the_vocabulary(entropy_bits, values):
     assert (bits <= np.float32(math.log2(values.shape[1]))).all()
 
 
-@pytest.mark.parametrize(
-    "entropy_bits", [pytest.param(gearbx_mlx.entropy_bits, id="mlx"), pytest.param(natively, id="native")]
-)
+@EITHER
 @given(logits)
 def test_agrees_with_float64(entropy_bits, values):
     p = np.exp(values.astype(np.float64) - values.max(axis=1, keepdims=True))
@@ -146,35 +144,27 @@ def test_agrees_with_float64(entropy_bits, values):
     assert np.allclose(np.array(entropy_bits(mx.array(values))), expected, atol=2e-5)
 
 
-@pytest.mark.parametrize(
-    "entropy_bits", [pytest.param(gearbx_mlx.entropy_bits, id="mlx"), pytest.param(natively, id="native")]
-)
+@EITHER
 @pytest.mark.parametrize("vocab_size", [2, 105, 4096, 32768, 151936])
 def test_uniform_is_log2_of_the_vocabulary(entropy_bits, vocab_size):
     uniform = mx.full((vocab_size,), -math.log(vocab_size))
     assert entropy_bits(uniform).item() == np.float32(math.log2(vocab_size))
 
 
-@pytest.mark.parametrize(
-    "entropy_bits", [pytest.param(gearbx_mlx.entropy_bits, id="mlx"), pytest.param(natively, id="native")]
-)
+@EITHER
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 def test_one_hot_is_exactly_zero_and_minus_infinity_adds_nothing(entropy_bits, dtype):
     one_hot = mx.array([0.0] + [-math.inf] * 99).astype(dtype)
     assert entropy_bits(one_hot).item() == 0.0
 
 
-@pytest.mark.parametrize(
-    "entropy_bits", [pytest.param(gearbx_mlx.entropy_bits, id="mlx"), pytest.param(natively, id="native")]
-)
+@EITHER
 def test_not_a_number_is_uniform_and_infinity_is_certain(entropy_bits):
     assert entropy_bits(mx.full((4096,), math.nan)).item() == 12.0
     assert entropy_bits(mx.array([math.inf, 3.0, 2.0])).item() == 0.0
 
 
-@pytest.mark.parametrize(
-    "entropy_bits", [pytest.param(gearbx_mlx.entropy_bits, id="mlx"), pytest.param(natively, id="native")]
-)
+@EITHER
 def test_half_precision_is_summed_in_single(entropy_bits):
     values = mx.random.normal((32000,), key=mx.random.key(0)).astype(mx.bfloat16)
     exact = entropy_bits(values.astype(mx.float32))

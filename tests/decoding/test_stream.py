@@ -29,6 +29,11 @@ QUESTION = "Question: Tom has 5 apples and buys 7 more. How many apples does he 
 TALE = "Once upon a time there was a king who"
 
 
+def told(demo, gearbox, tokens, mode):
+    """The responses of so many tokens after the tale."""
+    return list(stream_generate(demo.model, demo.tokenizer, TALE, tokens, gearbox=gearbox, mode=mode))
+
+
 class TestHeldInOneGear:
     @pytest.mark.slow
     @pytest.mark.parametrize(
@@ -73,16 +78,7 @@ class TestRouting:
     def test_a_shift_acts_two_tokens_later(self, fresh_demo):
         script = [0, 1, 2, 2, 0, 0, 1, 1, 1, 0]
         gearbox = Gearbox(fresh_demo.model, "4,8,16")
-        responses = list(
-            stream_generate(
-                fresh_demo.model,
-                fresh_demo.tokenizer,
-                TALE,
-                10,
-                gearbox=gearbox,
-                mode=Route(gate=Script(script), initial_gear="high"),
-            )
-        )
+        responses = told(fresh_demo, gearbox, 10, Route(gate=Script(script), initial_gear="high"))
         names = ["low", "mid", "high"]
         assert [r.gear for r in responses] == ["high", "high", *(names[gear] for gear in script[:8])]
         gears = [r.gear for r in responses]
@@ -90,21 +86,12 @@ class TestRouting:
 
     @pytest.mark.slow
     def test_every_token_was_computed_by_the_gear_it_names(self, fresh_demo):
-        model, tokenizer = fresh_demo.model, fresh_demo.tokenizer
+        model, gate = fresh_demo.model, Script([1, 0, 1, 1, 0, 0, 1, 0, 1, 0, 1, 0])
         gearbox = Gearbox(model, "4,16")
-        responses = list(
-            stream_generate(
-                model,
-                tokenizer,
-                TALE,
-                12,
-                gearbox=gearbox,
-                mode=Route(initial_gear="low", gate=Script([1, 0, 1, 1, 0, 0, 1, 0, 1, 0, 1, 0]), prompt_gear="same"),
-            )
-        )
+        responses = told(fresh_demo, gearbox, 12, Route(initial_gear="low", gate=gate, prompt_gear="same"))
         cache = mlx_lm.models.cache.make_prompt_cache(model)
         gearbox.shift("low")
-        prompt = tokenizer.encode(TALE)
+        prompt = fresh_demo.tokenizer.encode(TALE)
         model(mx.array(prompt[:-1])[None], cache=cache)
         last = prompt[-1]
         for response in responses:
@@ -117,16 +104,7 @@ class TestRouting:
     def test_entropies_and_gears_are_those_of_the_gate(self, fresh_demo):
         gearbox = Gearbox(fresh_demo.model, kernels="mlx")
         thresholds = (1.0, 2.0)
-        responses = list(
-            stream_generate(
-                fresh_demo.model,
-                fresh_demo.tokenizer,
-                TALE,
-                60,
-                gearbox=gearbox,
-                mode=Route(thresholds, initial_gear="low", min_gear_duration=2),
-            )
-        )
+        responses = told(fresh_demo, gearbox, 60, Route(thresholds, initial_gear="low", min_gear_duration=2))
         for i, response in enumerate(responses):
             assert response.entropy == pytest.approx(entropy_bits(response.logprobs).item(), abs=1e-6)
             window = [r.entropy for r in responses[max(0, i - 2) : i + 1]]
@@ -142,17 +120,7 @@ class TestRouting:
                 return 1
 
         gearbox = Gearbox(fresh_demo.model, "4,8,16", format="affine", kernels="mlx")
-        gate = Foreseeing([0] * 8)
-        list(
-            stream_generate(
-                fresh_demo.model,
-                fresh_demo.tokenizer,
-                TALE,
-                8,
-                gearbox=gearbox,
-                mode=Route(gate=gate, initial_gear="low"),
-            )
-        )
+        told(fresh_demo, gearbox, 8, Route(gate=Foreseeing([0] * 8), initial_gear="low"))
         made = mx.get_active_memory()
         gearbox.shift("mid")
         assert gearbox.gear.name == "mid"
@@ -161,25 +129,15 @@ class TestRouting:
 
 def test_telemetry_only_names_the_gears_that_routing_on_the_same_tokens_would_use(demo):
     observer = Observer(demo.model, "4,8,16", dtype="bfloat16")
-    responses = list(
-        stream_generate(
-            demo.model,
-            demo.tokenizer,
-            TALE,
-            40,
-            gearbox=observer,
-            mode=TelemetryOnly((1.0, 2.0), initial_gear="low"),
-        )
-    )
+    responses = told(demo, observer, 40, TelemetryOnly((1.0, 2.0), initial_gear="low"))
     chosen = replay([r.entropy for r in responses], Monitor(4096), ThresholdGate((1.0, 2.0)))
     assert [r.gear for r in responses] == ["low", "low", *(observer.ladder[g].name for g in chosen[:-2])]
 
 
 class TestArguments:
     def test_without_a_gearbox_the_one_on_the_model_is_used_again(self, fresh_demo):
-        model, tokenizer = fresh_demo.model, fresh_demo.tokenizer
-        low = list(stream_generate(model, tokenizer, TALE, 6, mode=Route((11.0, 11.5), initial_gear="low")))
-        high = list(stream_generate(model, tokenizer, TALE, 6, mode=Route((11.0, 11.5), initial_gear="high")))
+        model = fresh_demo.model
+        low, high = (told(fresh_demo, None, 6, Route((11.0, 11.5), initial_gear=gear)) for gear in ("low", "high"))
         assert low[-1].gear == "low"
         assert high[0].gear == "high"
         assert isinstance(model.model.layers[0].mlp.up_proj, nn.QuantizedLinear)  # back to low after four tokens
