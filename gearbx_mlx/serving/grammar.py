@@ -118,13 +118,13 @@ class AnswerForm:
     text: str
 
 
-def schema_form(response_format: ResponseFormat) -> AnswerForm | None:
+def schema_form(response_format: ResponseFormat | None) -> AnswerForm | None:
     """Return the schema that an answer has to fit; None for text.
 
     Raises:
         GearbxError: a schema that is too large or nested too deeply.
     """
-    if isinstance(response_format, Text):
+    if response_format is None or isinstance(response_format, Text):
         return None
     if isinstance(response_format, JsonObject):
         return AnswerForm(FORMAT, '{"type":"object"}')
@@ -334,9 +334,7 @@ def constraint_for(
     Raises:
         GearbxError: the schema cannot be kept, no tool can be called, or llguidance cannot read the tokenizer.
     """
-    form = call_form(tokenizer, calls) if calls is not None else None
-    if calls is None and response_format is not None:
-        form = schema_form(response_format)
+    form = schema_form(response_format) if calls is None else call_form(tokenizer, calls)
     if form is None:
         return None
     if tokenizer not in _grammars:

@@ -165,13 +165,8 @@ class Job:
         self.detokenizer: Any = None  # of an answer in a batch
         self.unread: list[str] = []  # kinds of the prompt's parts that a batch has still to read, the next one last
         self.error: Exception | None = None
-        thinking = prompt.state == "reasoning"
-        request, tokenizer = asked.request, self.served.tokenizer
-        self.constraint = (
-            constraint_for(tokenizer, request.response_format, thinking, request.must_call)
-            if request.is_constrained
-            else None
-        )
+        thinking, request = prompt.state == "reasoning", asked.request
+        self.constraint = constraint_for(self.served.tokenizer, request.response_format, thinking, request.must_call)
 
     def fetch(self) -> list[Any] | None:
         """Return the longest KV cache that the text may go on from, and of those the most precise; notes what it has.

@@ -543,17 +543,6 @@ router = APIRouter()
 router.include_router(front)
 
 
-@router.post("/chat/completions")
-@router.post("/v1/chat/completions")
-async def pass_on_a_chat(request: Request, body: dict[str, Any]) -> Response:
-    return await pass_to_model(request, CHAT_PATH, body)
-
-
-@router.post("/v1/completions")
-async def pass_on_a_text(request: Request, body: dict[str, Any]) -> Response:
-    return await pass_to_model(request, TEXT, body)
-
-
 @router.get("/v1/models")
 async def list_models_to_choose(request: Request) -> Response:
     routed: RoutedModels = request.app.state.routed
@@ -572,13 +561,15 @@ async def ask_the_server(request: Request) -> Response:
     return JSONResponse({"status": "ok"})
 
 
-async def pass_to_model(request: Request, path: str, body: dict[str, Any]) -> Response:
-    """Answer with what the model says, as a stream or whole."""
+@router.post(CHAT_PATH)
+@router.post(f"/v1{CHAT_PATH}")
+@router.post(f"/v1{TEXT}")
+async def pass_on(request: Request, body: dict[str, Any]) -> Response:
     routed: RoutedModels = request.app.state.routed
     stop: Stop = request.app.state.stop
     if not isinstance(body.get("stream"), bool | None):
         raise Refused(400, "stream is neither true nor false", param="stream")
-    parts = routed.answer(path, body)
+    parts = routed.answer(request.url.path.removeprefix("/v1"), body)
     try:
         with stop.heeded():
             first = await anext(parts, None)

@@ -123,11 +123,6 @@ class BaseRequest(GearRequest, frozen=True):
         return None
 
     @property
-    def is_constrained(self) -> bool:
-        """True if a grammar says which tokens may come next."""
-        return self.response_format is not None or self.must_call is not None
-
-    @property
     def stop_words(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 

@@ -57,8 +57,7 @@ class Scheduler(Computing):
         asked.key = self.provider.key_of(request.model, request.adapters)
         served = self.provider.current(asked.key)
         if served is not None:  # here, so that the answers in the making need not wait for it
-            if request.is_constrained:
-                constraint_for(served.tokenizer, request.response_format, calls=request.must_call)
+            constraint_for(served.tokenizer, request.response_format, calls=request.must_call)
             asked.prompt = prompt_of(self, request, served)
         self.requests.put(asked)
         if self.closed or not self.generation_available():

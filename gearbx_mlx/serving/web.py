@@ -202,9 +202,6 @@ class Gatekeeper:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
         answer: ASGIApp = self.inside
         try:
             self.guard.check_page(scope["headers"])
@@ -446,7 +443,8 @@ class PatientProtocol(H11Protocol):
         self.wait(True, self.let_go)
         self.since = self.loop.time()
         if len(self.connections) > MOST_CONNECTIONS - 16:  # as long as others are idle, some are free for new ones
-            close_oldest(self.connections)
+            idle = [each for each in self.connections if isinstance(each, PatientProtocol) and each.is_idle]
+            min(idle, key=lambda each: each.since).transport.close()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -471,7 +469,7 @@ class PatientProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Return a client that sends no more has left, as far as anything shows; it gets what can be said at once."""
+        """Let a client go that sends no more, as far as anything shows; it gets what can be said at once."""
         self.loop.call_later(0.2, self.transport.close)  # seconds
         return True
 
@@ -515,12 +513,6 @@ class PatientProtocol(H11Protocol):
         body = json.dumps(refused.body()).encode()
         headers = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close"
         self.transport.write(f"HTTP/1.1 {refused.status_code} \r\n{headers}\r\n\r\n".encode() + body)
-
-
-def close_oldest(connections: Iterable[Any]) -> None:
-    """Close the connection that has been idle for the longest time."""
-    idle = [each for each in connections if isinstance(each, PatientProtocol) and each.is_idle]
-    min(idle, key=lambda each: each.since).transport.close()
 
 
 class Server:
@@ -568,7 +560,7 @@ class Server:
             app,
             http=type("Protocol", (PatientProtocol,), {"patience": self.patience}),
             ws="none",
-            lifespan="auto",
+            lifespan="off",
             loop="asyncio",
             log_config=None,
             log_level="critical",  # Gatekeeper logs requests and errors
@@ -618,12 +610,6 @@ class Escaping(logging.Formatter):
         record.message = escaped(record.message)
         return super().formatMessage(record)
 
-    def formatException(self, ei: Any) -> str:
-        return indented(super().formatException(ei))
-
-    def formatStack(self, stack_info: str) -> str:
-        return indented(super().formatStack(stack_info))
-
-
-def indented(text: str) -> str:
-    return "\n".join(f"  {escaped(line)}" for line in text.split("\n"))
+    def format(self, record: logging.LogRecord) -> str:
+        first, *traceback = super().format(record).split("\n")
+        return "\n".join([first, *(f"  {escaped(line)}" for line in traceback)])
