@@ -279,8 +279,7 @@ class Conversation:
         return tokens
 
     def before_message(self) -> str:
-        """Return all that stands before the next message, as text. Raises GearbxError as `tokens`, or if none
-        is shown."""
+        """Return the text before the next message. Raises GearbxError as `tokens`, or if none is shown."""
         text = self._text(QUERY)
         return text[: place_of_query(text)]
 

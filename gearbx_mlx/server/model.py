@@ -136,8 +136,7 @@ def said_of(provider: GearedProvider) -> str:
 
 
 def prepared(settings: ServerSettings, path: str | None, adapter: str | None) -> Callable[[], Served]:
-    """Return what loads a model with its gears, or a pair. Raises GearbxError where there is none, or flags do not fit
-    it."""
+    """Return what loads a model with its gears, or a pair. Raises GearbxError for none, or flags that do not fit."""
     model, template = replace(settings.model, model=path, adapter_path=adapter), settings.answers.chat_template
     find(path or DEMO_MODEL)
     small = settings.mode.small_model

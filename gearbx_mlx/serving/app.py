@@ -95,12 +95,7 @@ class Metrics:
         acceptance.labels("lookup").set_function(lambda: tally.from_lookup / max(1, tally.looked_up))
 
     def answered(self, route: str, status: int) -> None:
-        """Count an answered request.
-
-        Args:
-            route: a path that the server has; what a client made up is counted under one name.
-            status: of HTTP.
-        """
+        """Count an answered request. route: a path that the server has, or one name for all that it has not."""
         self.requests.labels(route, str(status)).inc()
 
     def prompt(self, tokens: int, cached: int) -> None:

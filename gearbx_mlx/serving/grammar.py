@@ -119,11 +119,7 @@ class AnswerForm:
 
 
 def schema_form(response_format: ResponseFormat | None) -> AnswerForm | None:
-    """Return the schema that an answer has to fit; None for text.
-
-    Raises:
-        GearbxError: a schema that is too large or nested too deeply.
-    """
+    """Return the schema that an answer has to fit; None for text. Raises GearbxError as `checked_schema`."""
     if response_format is None or isinstance(response_format, Text):
         return None
     if isinstance(response_format, JsonObject):
@@ -266,11 +262,7 @@ class Constraint:
 
 
 def grammar_tokens(tokenizer: Any) -> Any:
-    """llguidance's view of a tokenizer of mlx-lm, which takes about a second to make.
-
-    Raises:
-        GearbxError: llguidance cannot read the tokenizer.
-    """
+    """Return llguidance's view of a tokenizer, which takes about a second. Raises GearbxError if it cannot read it."""
     try:
         return from_tokenizer(own_tokenizer(tokenizer), eos_token=sorted(tokenizer.eos_token_ids))
     except Exception as error:

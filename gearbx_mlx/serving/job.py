@@ -310,8 +310,7 @@ class Job:
 
 
 def listed(token: int, logprob: float, added: bytes) -> dict[str, Any]:
-    """Return a token of the vocabulary as OpenAI lists it, with what it adds to the text and its log-probability
-    (natural)."""
+    """Return a token as OpenAI lists it, with its log-probability (natural) and what it adds to the text."""
     number = logprob if np.isfinite(logprob) else -9999.0  # as OpenAI writes minus infinity
     return {"id": token, "token": added.decode("utf-8", "replace"), "logprob": number, "bytes": list(added)}
 

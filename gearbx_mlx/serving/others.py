@@ -456,10 +456,9 @@ class RoutedModels:
     vocab_size: int
 
     def chosen(self, body: Mapping[str, Any]) -> str:
-        """Return the model for a request: the one that it names, else the one that its prompt chooses (GEARBX 11).
+        """Return the model that a request names, else the one that its prompt chooses (GEARBX 11).
 
-        Raises:
-            Refused: a name that is not served here.
+        Raises Refused for a name that is not served here.
         """
         name = body.get("model")
         if name in self.models:

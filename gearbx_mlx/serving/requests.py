@@ -254,8 +254,7 @@ R = TypeVar("R", bound=BaseModel)
 
 
 def parse(kind: type[R], body: Any) -> R:
-    """Return a request's body as a typed request. Raises Refused for a field that is missing, or is not what it should
-    be."""
+    """Return a body as a typed request. Raises Refused for a field that is missing, or not what it should be."""
     try:
         return kind.model_validate(body)
     except ValidationError as error:

@@ -87,8 +87,7 @@ class Guard:
                 raise Refused(403, why, code="origin_not_allowed")
 
     def is_reached_by(self, name: str) -> bool:
-        """Return whether a request may name the server so. Beyond loopback any address may, since rebinding needs a
-        name."""
+        """Return whether a request may name the server so; beyond loopback by any address: rebinding needs a name."""
         if is_loopback(name) or name in (self.host.lower(), *self.allowed_hosts):
             return True
         return address_of(name) is not None and not is_loopback(self.host)
@@ -147,8 +146,7 @@ def refusal(error: BaseException) -> Refused:
 
 
 def misfit_of_body(errors: Any, body: Any) -> Refused:
-    """Return the field that is wrong, and what it has to be; `errors` are pydantic's, of this body, the
-    deepest counts."""
+    """Return the field that is wrong, and what it has to be: of pydantic's errors in this body the deepest."""
     found = [(*field_of(error, body), error) for error in errors]
     field, value, error = max(found, key=lambda one: one[0].count("[") + one[0].count("."))
     whys = dict.fromkeys(other["msg"][:1].lower() + other["msg"][1:300] for name, _, other in found if name == field)
@@ -164,8 +162,7 @@ def misfit_of_body(errors: Any, body: Any) -> Refused:
 
 
 def field_of(error: Any, body: Any) -> tuple[str, Any]:
-    """Return where an error is, such as messages[0].content, and the value there. Names of pydantic's own are
-    left out."""
+    """Return where an error is, such as messages[0].content, without names of pydantic's own; and the value there."""
     field, value = "", body
     for part in error["loc"]:
         if isinstance(value, list) and isinstance(part, int):
@@ -242,8 +239,7 @@ class Gatekeeper:
             log_answer(scope, status, {"seconds": seconds, **told, **({} if whole else {"left": "early"})})
 
     async def read(self, scope: Scope, receive: Receive) -> bytes:
-        """Return the body of a request that may come in. Raises Refused for one that may not, or has too much
-        to say."""
+        """Return the body of a request. Raises Refused for one that may not come in, or has too much to say."""
         headers = dict(scope["headers"])
         if len(scope["headers"]) > MOST_HEADERS:
             raise Refused(431, f"the request has more than {MOST_HEADERS} headers")
@@ -416,8 +412,7 @@ def page() -> Response:
 
 
 def policy(text: bytes) -> str:
-    """Return the Content-Security-Policy of a page: its own scripts and styles by their hashes, pictures inside it,
-    requests to its server."""
+    """Return the policy of a page: its own scripts and styles, by their hashes; pictures in it; its own server."""
     found: dict[bytes, list[str]] = {b"script": [], b"style": []}
     for kind, inside in INLINE.findall(text):
         found[kind].append(f"'sha256-{b64encode(hashlib.sha256(inside).digest()).decode()}'")
