@@ -60,20 +60,15 @@ def analysis_of(settings: AnalyzeSettings) -> "AnalyzedRun":
     """Run the prompts, and write trace, summary and pictures: as far as they came, where something ended them early."""
     texts = read_prompts(Path(settings.analysis.prompts))[: settings.analysis.num_prompts]
     out = Path(settings.analysis.out)
-    check_output(out)
+    check_directory(out)
+    if out.is_dir():
+        for name in (TRACE, SUMMARY, *PICTURES):
+            output_path(out / name)
     draws = can_draw()
     return (analyzed_here if settings.server.server is None else analyzed_there)(settings, texts, out, draws)
 
 
 # The files.
-
-
-def check_output(out: Path) -> None:
-    """Raises GearbxError for a directory that the report cannot be written to."""
-    check_directory(out)
-    if out.is_dir():
-        for name in (TRACE, SUMMARY, *PICTURES):
-            output_path(out / name)
 
 
 def can_draw() -> bool:

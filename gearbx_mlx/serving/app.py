@@ -106,12 +106,7 @@ class Metrics:
         self.cache_hits.inc(cached > 0)
 
     def token(self, response: Token, seconds: float, first: bool = False) -> None:
-        """Count a token of an answer.
-
-        Args:
-            response: the token's GearResponse.
-            seconds: since the token before; since the request, for the first one.
-        """
+        """Count a token of an answer. seconds: since the token before; since the request, for the first one."""
         self.tally.add(response)
         self.tokens.labels(writer_of(response)).inc()
         for gear, count in (*self.tally.gear_tokens.items(), (LOOKUP, self.tally.from_lookup)):
@@ -339,11 +334,9 @@ async def complete(here: Service, body: BaseModel, request: AnyRequest, dialect:
 
 
 async def answers(here: Service, texts: Sequence[AnyRequest]) -> AsyncGenerator[tuple[int, Any], None]:
-    """Yield what comes of requests for a text each, with their places and every token counted; closed, it ends the
-    work.
+    """Yield what comes of requests for a text each, with their places, and count it; closed, it ends the work.
 
-    Raises:
-        Exception: what the computation failed with.
+    Raises what the computation failed with.
     """
     came: asyncio.Queue[Any] = asyncio.Queue()
     left, open_texts = threading.Event(), len(texts)

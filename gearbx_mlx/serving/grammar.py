@@ -63,11 +63,7 @@ class Thinking:
     opened: bool
 
     def over(self, text: np.ndarray) -> int | None:
-        """Return how many of a text's first tokens belong to the thinking part, 0 without one; None while it goes on.
-
-        Args:
-            text: tokens after the prompt, (n,).
-        """
+        """Return how many of a text's first tokens (n,) are the thinking part, 0 without one; None while it goes on."""
         if not self.opened and not (len(text) and text[0] == self.start[0]):
             return 0
         size = len(self.end)
@@ -147,13 +143,9 @@ def function_name(tool: dict[str, Any]) -> Any:
 
 
 def call_form(tokenizer: Any, tools: Sequence[Any]) -> AnswerForm:
-    """Return a call of one of these tools, as the model writes calls; its arguments fit the tool's schema.
+    """Return a call of one of OpenAI's tools, as the model writes calls; its arguments fit the tool's schema.
 
-    Args:
-        tools: OpenAI's objects.
-
-    Raises:
-        GearbxError: tools without a name, or a model that has no way to call, or one in which arguments are not JSON.
+    Raises GearbxError for tools without a name, or a model without a way to call in which arguments are JSON.
     """
     calls = []
     for tool in tools:
@@ -218,12 +210,7 @@ class Constraint:
         self._starts = mask_of(thinking.start[:1] if thinking is not None else (), size)
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        """Logits (1, V), minus infinity for tokens that may not come next.
-
-        Args:
-            tokens: of the prompt and the text, (n,).
-            logits: (1, V).
-        """
+        """Return logits (1, V), minus infinity for what may not come after the tokens (n,) of prompt and text."""
         mx.async_eval(logits)  # the device computes them while the mask is made
         known = np.array(tokens, copy=False)
         if self._first is None:
@@ -272,13 +259,9 @@ def grammar_tokens(tokenizer: Any) -> Any:
 
 
 def matcher_of(tokens: Any, form: AnswerForm) -> Any:
-    """Return a matcher at the beginning of a grammar.
+    """Return a matcher at the beginning of a grammar. tokens: of `grammar_tokens`.
 
-    Args:
-        tokens: llguidance's view of a tokenizer.
-
-    Raises:
-        GearbxError: a schema that cannot be kept, or asks for too much time or memory.
+    Raises GearbxError for a schema that cannot be kept, or asks for too much time or memory.
     """
     remedy = "give another schema"
     try:
@@ -313,10 +296,7 @@ def constraint_for(
     thinking: bool = False,
     calls: Sequence[Any] | None = None,
 ) -> Constraint | None:
-    """Return a logits processor for one answer that has to fit a response_format, or to call a tool; None for plain
-    text.
-
-    It has to be the last of the logits processors.
+    """Return the last logits processor of an answer that has to fit a format or to call a tool; None for plain text.
 
     Args:
         tokenizer: of mlx-lm.

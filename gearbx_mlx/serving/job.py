@@ -211,11 +211,7 @@ class Job:
         return secrets.randbits(63) if asked is None else asked
 
     def emit(self, response: GearResponse, text: str, finish_reason: str | None) -> bool:
-        """Send a token on; returns whether the answer has ended. `text` is what the token adds to it.
-
-        Raises:
-            Exception: what failed while it was chosen.
-        """
+        """Send a token on that adds `text`; return whether the answer has ended. Raises what failed in its choice."""
         if self.error is not None:
             raise self.error
         self.tokens.append(response.token)
@@ -285,11 +281,7 @@ class Job:
         return [self.safely(processor, lambda tokens, logits: logits) for processor in processors]
 
     def safely(self, function: Callable[..., mx.array], instead: Callable[..., mx.array]) -> Callable[..., mx.array]:
-        """Return the function, whose errors end this answer alone: others may share the pass in which it is called.
-
-        Args:
-            instead: computes what the pass goes on with.
-        """
+        """Return the function, whose errors end this answer alone; a pass that others share goes on with `instead`."""
 
         def call(*arguments: mx.array) -> mx.array:
             try:
@@ -403,9 +395,7 @@ def keywords_of(job: Job, settings: Any) -> dict[str, Any]:
 class Batch:
     """The answers that one batch generator writes.
 
-    Args:
-        mode: of the first of them; each brings its own.
-        settings: mlx-lm's flags, and the batch's policy.
+    mode: of the first of them; each brings its own. settings: mlx-lm's flags, and the batch's policy.
     """
 
     def __init__(self, served: Served, mode: Mode, settings: Any):

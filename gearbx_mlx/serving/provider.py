@@ -36,11 +36,7 @@ from .web import Refused
 
 
 class Vocabulary:
-    """The tokens of a vocabulary as bytes, in the midst of a text.
-
-    Args:
-        tokenizer: of mlx-lm.
-    """
+    """The tokens of the vocabulary of mlx-lm's tokenizer as bytes, in the midst of a text."""
 
     def __init__(self, tokenizer: Any):
         self._own = own_tokenizer(tokenizer)
@@ -253,11 +249,7 @@ class GearedProvider(ModelProvider):
         return names
 
     def key_of(self, model: str | None, adapters: str | None) -> tuple[str | None, str | None]:
-        """Path and adapter of the model that a request names.
-
-        Raises:
-            Refused: a model or an adapter that the server was not started with.
-        """
+        """Return path and adapter of the model that a request names. Raises Refused for those that are not served."""
         own, catalogue = not model or model in self.names, self.catalogue
         if model in catalogue and adapters is None:
             return catalogue[model]

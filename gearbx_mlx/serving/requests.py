@@ -308,11 +308,7 @@ Kinds = Mapping[str, Mapping[str, Any]]
 
 
 def check_block(block: Any, kinds: Kinds) -> dict[str, Any]:
-    """Return a block of a request if it has what its `type` needs; where blocks may be in it, text may be, too.
-
-    Raises:
-        ValueError: it has not.
-    """
+    """Return a block that has what its `type` needs; text may stand for blocks in it. Raises ValueError for another."""
     kind = block.get("type") if isinstance(block, dict) else None
     if not isinstance(kind, str) or kind not in kinds:
         raise ValueError(f"a block has the type {shown(kind)}; choose from {', '.join(kinds)}")

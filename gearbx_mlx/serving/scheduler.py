@@ -32,9 +32,7 @@ RESERVED = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parame
 class Scheduler(Computing):
     """mlx-lm's thread of computation, with gears.
 
-    Args:
-        provider: of the models.
-        prompt_cache: keeps the KV caches of finished texts for those that go on from them.
+    prompt_cache: keeps the KV caches of finished texts for those that go on from them.
     """
 
     def __init__(self, provider: GearedProvider, prompt_cache: LRUPromptCache):
@@ -132,11 +130,7 @@ class Scheduler(Computing):
             return None
 
     def begin(self, asked: Asked) -> bool:
-        """Begin an answer, unless it needs another model while the loaded one is in use.
-
-        Raises:
-            Refused, GearbxError: a request that this server cannot answer.
-        """
+        """Begin an answer, unless it needs another model while one is in use. Raises Refused, or GearbxError."""
         request, served = asked.request, self.provider.current(asked.key)
         if served is None:
             if self.running:
@@ -162,8 +156,7 @@ class Scheduler(Computing):
     def job(self, asked: Asked, served: Served, mode: Mode) -> Job:
         """Return a request's answer, with how many tokens it may have.
 
-        Raises:
-            Refused: a prompt without tokens or longer than the context, tokens that the vocabulary does not have.
+        Raises Refused for a prompt without tokens or longer than the context, or tokens beyond the vocabulary.
         """
         request, prompt = asked.request, asked.prompt
         if prompt is None or prompt.served is not served:
@@ -242,9 +235,8 @@ class Scheduler(Computing):
 def prompt_of(computing: Computing, request: AnyRequest, served: Served) -> Prompt:
     """Return the tokens of a prompt, by mlx-lm's templates.
 
-    Raises:
-        Refused: messages that the chat template does not take, or that are far longer than the context; arguments that
-            are not the template's own, but tell transformers what to do with it.
+    Raises Refused for messages that the chat template does not take, or far longer than the context; and for arguments
+    that are not the template's own, but tell transformers what to do with it.
     """
     arguments: dict[str, Any] | None = None
     if isinstance(request, ChatRequest):

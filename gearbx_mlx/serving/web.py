@@ -104,12 +104,7 @@ def host_name(host: str) -> str:
 class Refused(HTTPException):
     """A request that is answered with an error object.
 
-    Args:
-        status: of HTTP.
-        message: one line.
-        kind: OpenAI's type of the error.
-        param: the field that is wrong.
-        code: OpenAI's code.
+    status: of HTTP. message: one line. kind, code: OpenAI's type and code of the error. param: the field that is wrong.
     """
 
     def __init__(
@@ -175,27 +170,23 @@ def field_of(error: Any, body: Any) -> tuple[str, Any]:
 # From the socket to the routes.
 
 
+@dataclass
 class Gatekeeper:
     """An application behind its guard.
 
-    Args:
-        public: paths that need no key.
-        error_object: the body of an error, by the request's path.
-        answered: called with the path and the status of every answer.
+    public: paths that need no key. error_object: the body of an error, by the request's path. answered: called with the
+    path and the status of every answer.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        guard: Guard,
-        public: Collection[str],
-        error_object: Callable[[str, Refused], Mapping[str, Any]],
-        answered: Callable[[str, int], None],
-    ):
-        self.app, self.guard, self.public = app, guard, public
-        self.error_object, self.answered = error_object, answered
+    app: ASGIApp
+    guard: Guard
+    public: Collection[str]
+    error_object: Callable[[str, Refused], Mapping[str, Any]]
+    answered: Callable[[str, int], None]
+
+    def __post_init__(self) -> None:
         self.inside = CORSMiddleware(
-            self.answer, guard.allowed_origins, allow_methods=["GET", "POST", "OPTIONS"], allow_headers=["*"]
+            self.answer, self.guard.allowed_origins, allow_methods=["GET", "POST", "OPTIONS"], allow_headers=["*"]
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
