@@ -174,17 +174,22 @@ class Scheduler(Computing):
             most = min(most, served.context - size)
         return Job(asked, prompt, mode, most, self.prompt_cache, (asked.key, served.fingerprint))
 
-    def shared(self, job: Job) -> Any:
-        """Return what the answer has in common with those in the making with which it shares its passes; None: it is
-        alone.
+    def shared(self, job: Job) -> tuple[str, str] | None:
+        """Return what answers have in common that share passes, a mode and perhaps a gear; None: this one is alone.
 
-        In mode lossless the first of them is, since drafts gain for one text.
+        The first in mode lossless is, since drafts gain for one text; later ones are written as the top gear does. One
+        with a seed is in mode route, where its gears would depend on the others.
         """
-        if job.mode.name == "lossless" and not self.running:
-            return None
+        served, mode = job.served, job.mode.name
         cache = self.cli_args.kv_bits is None and self.cli_args.kv_gears is None
-        plain = cache and job.served.controller is None and job.prompt.vision is None and self.provider.is_batchable
-        return job.served.shared(job.mode, job.asked.request.seed is not None) if plain else None
+        plain = cache and served.controller is None and job.prompt.vision is None and self.provider.is_batchable
+        if served.gearbox is None or not plain or (mode == "lossless" and not self.running):
+            return None
+        if mode in ("lossless", "static"):
+            gear, ladder = getattr(job.mode, "gear", None), served.gearbox.ladder
+            return "static", ladder.top.name if gear is None else ladder.find(gear).name
+        seeded = job.asked.request.seed is not None
+        return (mode, "") if mode == "telemetry-only" or (mode == "route" and not seeded) else None
 
     def step_all(self) -> None:
         """One token for every answer, but for those that are being computed further down the stack."""
