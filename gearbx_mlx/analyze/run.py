@@ -7,8 +7,8 @@ import asyncio
 import contextlib
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ import mlx.core as mx
 from ..cli import terminal
 from ..cli.decide import JustGears, check_in_ladder
 from ..cli.flags import LayoutSettings, ModeFlags, output_path
-from ..cli.loaded import Geared, Loaded
+from ..cli.loaded import Loaded
 from ..cli.prompt import check_prompt, encoded_prompts, read_prompts
 from ..cli.start import needing
 from ..cli.tables import server_table, summary_table
@@ -26,7 +26,7 @@ from ..decoding.modes import TELEMETRY_ONLY, made
 from ..decoding.route import Route
 from ..decoding.stream import RunSpeed, stream_generate, summary_of
 from ..errors import GearbxError, GearbxWarning
-from ..files.writing import check_directory, write_text
+from ..files.writing import check_directory, make_directory, write_text
 from ..gears.ladder import DEFAULT_LADDER, Ladder
 from ..routing.bounds import BoundedRouting
 from ..routing.gates import Monitor, ReadThresholds, ThresholdGate, thresholds_in_bits
@@ -60,21 +60,15 @@ def analysis_of(settings: AnalyzeSettings) -> "AnalyzedRun":
     """Run the prompts, and write trace, summary and pictures: as far as they came, where something ended them early."""
     texts = read_prompts(Path(settings.analysis.prompts))[: settings.analysis.num_prompts]
     out = Path(settings.analysis.out)
-    check_output(out)
+    check_directory(out)
+    if out.is_dir():
+        for name in (TRACE, SUMMARY, *PICTURES):
+            output_path(out / name)
     draws = can_draw()
     return (analyzed_here if settings.server.server is None else analyzed_there)(settings, texts, out, draws)
 
 
 # The files.
-
-
-def check_output(out: Path) -> None:
-    """Raises GearbxError for a directory that the report cannot be written to."""
-    check_directory(out)
-    with directory_errors(out):
-        if out.is_dir():
-            for name in (TRACE, SUMMARY, *PICTURES):
-                output_path(out / name)
 
 
 def can_draw() -> bool:
@@ -87,15 +81,6 @@ def can_draw() -> bool:
     return True
 
 
-@contextlib.contextmanager
-def directory_errors(out: Path) -> Iterator[None]:
-    """Turns what the system says of a directory into a GearbxError."""
-    try:
-        yield
-    except OSError as error:
-        raise GearbxError(f"{out}: cannot be made ({error.strerror}); choose another directory") from error
-
-
 @dataclass(kw_only=True)
 class AnalyzedRun:
     """Holds what was recorded, of every prompt so far, and what was written of it; `error` ended it early.
@@ -104,23 +89,23 @@ class AnalyzedRun:
     """
 
     ladder: Ladder
-    draws: bool = True
+    draws: bool
     records: list[dict[str, Any]] = field(default_factory=list)
     complete: bool = False
     error: OtherError | None = None
     summary: dict[str, Any] = field(default_factory=dict)
     files: Sequence[Path] = ()
 
-    def entries(self, number: int, prompt: Any) -> Iterator[dict[str, Any]]:
-        """Yield the records of the tokens after a prompt, as they come; prompts are numbered from 0."""
-        raise NotImplementedError
+    def record(
+        self, out: Path, prompts: Sequence[Any], entries: Callable[[int, Any], Iterator[dict[str, Any]]]
+    ) -> None:
+        """Write the trace as it comes, into a directory that has no pictures of an earlier run.
 
-    def record(self, out: Path, prompts: Sequence[Any]) -> None:
-        """Write the trace as it comes, into a directory that has no pictures of an earlier run."""
-        with directory_errors(out):
-            out.mkdir(parents=True, exist_ok=True)
-            for name in PICTURES:
-                (out / name).unlink(missing_ok=True)
+        entries: yields the records of the tokens after a prompt, as they come; prompts are numbered from 0.
+        """
+        make_directory(out)
+        for name in PICTURES:
+            (out / name).unlink(missing_ok=True)
         with (
             contextlib.suppress(KeyboardInterrupt),
             TraceWriter(output_path(out / TRACE)) as writer,
@@ -128,7 +113,7 @@ class AnalyzedRun:
         ):
             try:
                 for number, prompt in enumerate(progress.track(prompts, description="prompts")):
-                    for entry in self.entries(number, prompt):
+                    for entry in entries(number, prompt):
                         self.records.append(entry)
                         writer.write(entry)
                 self.complete = True
@@ -155,53 +140,30 @@ class AnalyzedRun:
 # Of a model that is loaded here.
 
 
-@dataclass(frozen=True)
-class AnalyzedPrompt:
-    """A prompt as tokens, how many may follow it, and the gear that it begins in."""
-
-    tokens: list[int]
-    length: int
-    gear: str | int
-
-
-@dataclass(kw_only=True)
-class RunHere(AnalyzedRun):
-    """What the model wrote, and how fast."""
-
-    geared: Geared
-    mode: Route
-    tally: Tally
-    speed: RunSpeed = field(default_factory=RunSpeed)
-
-    def entries(self, number: int, prompt: AnalyzedPrompt) -> Iterator[dict[str, Any]]:
-        loaded, gearbox = self.geared.loaded, self.geared.gearbox
-        mode = replace(self.mode, initial_gear=prompt.gear)
-        responses = stream_generate(
-            loaded.model, loaded.tokenizer, prompt.tokens, prompt.length, mode=mode, gearbox=gearbox
-        )
-        for index, response in enumerate(responses):
-            self.tally.add(response)
-            yield record(index, response, {"prompt": number})
-        self.speed.add(responses)
-
-
-def analyzed_here(settings: AnalyzeSettings, texts: Sequence[str], out: Path, draws: bool) -> RunHere:
+def analyzed_here(settings: AnalyzeSettings, texts: Sequence[str], out: Path, draws: bool) -> AnalyzedRun:
     """Raises GearbxError for a model, flags or prompts that cannot be analyzed."""
     flags = ModeFlags(mode=TELEMETRY_ONLY, **settings.mode.given())
     loaded = Loaded.of(JustGears(settings.model, LayoutSettings(gears=settings.ladder.gears), mode=flags))
     tokenizer, ladder = loaded.tokenizer, loaded.decision.ladder
-    tokens = encoded_prompts(texts, settings.prompt, tokenizer, loaded.config)
-    geared = loaded.in_gears()
-    observer, mode = geared.gearbox, loaded.decision.mode
-    assert isinstance(mode, Route)
-    prompts = [AnalyzedPrompt(*prompt, mode.begun(text, ladder).initial_gear) for prompt, text in zip(tokens, texts)]
-    mode = mode.settled(observer, tokenizer, prompts[0].tokens)
+    prompts = encoded_prompts(texts, settings.prompt, tokenizer, loaded.config)
+    observer, routing = loaded.in_gears().gearbox, loaded.decision.mode
+    assert isinstance(routing, Route)
+    mode = routing.settled(observer, tokenizer, prompts[0][0])
     thresholds = mode.bits(observer)
-    tally = Tally.of([gear.name for gear in ladder])
-    found = RunHere(ladder=ladder, draws=draws, geared=geared, mode=mode, tally=tally)
+    tally, speed = Tally.of([gear.name for gear in ladder]), RunSpeed()
+
+    def entries(number: int, prompt: tuple[list[int], int]) -> Iterator[dict[str, Any]]:
+        begun = mode.begun(texts[number], ladder)
+        responses = stream_generate(loaded.model, tokenizer, *prompt, mode=begun, gearbox=observer)
+        for index, response in enumerate(responses):
+            tally.add(response)
+            yield record(index, response, {"prompt": number})
+        speed.add(responses)
+
+    found = AnalyzedRun(ladder=ladder, draws=draws)
     mx.reset_peak_memory()
-    found.record(out, prompts)
-    result = summary_of(loaded.name, observer, mode, tally, found.speed)
+    found.record(out, prompts, entries)
+    result = summary_of(loaded.name, observer, mode, tally, speed)
     begun = len({entry["prompt"] for entry in found.records})
     found.write(out, result | {"prompts": begun, "thresholds": list(thresholds)}, thresholds)
     return found
@@ -305,7 +267,7 @@ def analyzed_there(settings: AnalyzeSettings, texts: Sequence[str], out: Path, d
         source=source,
         tally=IntervalTally.of([gear.name for gear in ladder]),
     )
-    found.record(out, questions)
+    found.record(out, questions, found.entries)
     found.write(out, found.summed_up(), found.thresholds)
     return found
 

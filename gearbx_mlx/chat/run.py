@@ -139,18 +139,10 @@ class EditedLines:
 Lines = PlainLines | EditedLines | ReadlineLines
 
 
-def check_open() -> None:
-    """Raises GearbxError where no line can come."""
-    if sys.stdin is None:
-        raise GearbxError("standard input is closed; type into a terminal, or pipe lines into the chat")
-
-
 def lines_of(words: Mapping[str, Words], history: bool) -> Lines:
-    """Standard input, which is open.
+    """Return the lines of standard input, which is open.
 
-    Args:
-        words: what Tab completes: a word at the beginning of the line, and those that may follow it.
-        history: remember lines in a file of the user's.
+    words: what Tab completes: a word that begins a line, and those that may follow. history: remember lines in a file.
     """
     interactive = sys.stdin.isatty() and (sys.stdout.isatty() or sys.stderr.isatty())
     if interactive:
@@ -272,7 +264,8 @@ def history_file() -> Path | None:
 
 
 def run(settings: ChatSettings) -> int:
-    check_open()  # before a model is loaded, which takes long
+    if sys.stdin is None:  # before a model is loaded, which takes long
+        raise GearbxError("standard input is closed; type into a terminal, or pipe lines into the chat")
     if settings.sampling.seed is not None:
         mx.random.seed(settings.sampling.seed)
     with ExitStack() as stack:
@@ -351,11 +344,7 @@ class Command:
 
 
 def obey(session: Session, line: str) -> bool:
-    """Return whether a line is a command, which was then run.
-
-    Raises:
-        GearbxError: no such command, or one that cannot be run as it is typed.
-    """
+    """Return whether a line is a command, which was then run. Raises GearbxError for one that cannot be run."""
     line = SHORT_COMMANDS.get(line, line)
     if not line.startswith("/"):
         return False
@@ -399,7 +388,10 @@ def system(session: Session, argument: str) -> None:
 def save_chat(session: Session, argument: str) -> None:
     if not argument:
         raise GearbxError("/save needs a file name that ends in .md, .jsonl or .safetensors")
-    path = place_of(argument)
+    try:
+        path = Path(argument).expanduser()
+    except RuntimeError as error:
+        raise GearbxError(f"{argument}: there is no such home directory; write the path in full") from error
     messages = session.conversation.messages
     texts = {
         ".md": "\n".join(f"## {said['role']}\n\n{said['content']}\n" for said in messages),
@@ -415,14 +407,6 @@ def save_chat(session: Session, argument: str) -> None:
     else:
         session.save_cache(path)
     terminal.note(f"saved in {escaped(str(path))}")
-
-
-def place_of(name: str) -> Path:
-    """Return the path that a user typed, `~` understood. Raises GearbxError for the home of an unknown user."""
-    try:
-        return Path(name).expanduser()
-    except RuntimeError as error:
-        raise GearbxError(f"{name}: there is no such home directory; write the path in full") from error
 
 
 def show_help(session: Session, argument: str) -> None:

@@ -174,11 +174,7 @@ class GearedChat:
 
 
 class PairChat:
-    """A small and a large model that take turns, to be used as a `GearedChat` is.
-
-    Raises:
-        GearbxError: as `generate` for the same settings.
-    """
+    """A small and a large model that take turns, to be used as a `GearedChat` is, with the same errors."""
 
     def __init__(self, settings: ChatSettings, small_model: str):
         self._settings = settings
@@ -270,8 +266,7 @@ class Conversation:
     def tokens(self, message: str) -> list[int]:
         """Return all that was said, and a message that is to be answered. Without a template, every turn is a line.
 
-        Raises:
-            GearbxError: messages that the template refuses, no tokens.
+        Raises GearbxError for messages that the template refuses, and for no tokens.
         """
         tokens = self._tokenizer.encode(self._text(message), add_special_tokens=not self.templated)
         if not tokens:
@@ -279,8 +274,7 @@ class Conversation:
         return tokens
 
     def before_message(self) -> str:
-        """Return all that stands before the next message, as text. Raises GearbxError as `tokens`, or if none
-        is shown."""
+        """Return the text before the next message. Raises GearbxError as `tokens`, or if none is shown."""
         text = self._text(QUERY)
         return text[: place_of_query(text)]
 

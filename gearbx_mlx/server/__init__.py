@@ -27,8 +27,7 @@ TIME_UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
 def parse_span(text: str) -> float:
-    """Return seconds, as Ollama writes them: 90, 90s, 5m, 1h; below zero: always. Raises GearbxError for
-    anything else."""
+    """Return seconds, as Ollama writes them: 90, 90s, 5m, 1h; below zero: always. Raises GearbxError for no time."""
     unit = TIME_UNITS.get(text[-1:].lower())
     try:
         seconds = float(text[:-1] if unit else text) * (unit or 1)

@@ -45,8 +45,7 @@ def modes_of(geared: Geared, has_draft_model: bool, governed: bool) -> tuple[str
 def mode_of_request(geared: Geared, modes: tuple[str, ...], default: Mode, options: Options, prompt: str) -> Mode:
     """Return the mode of a request: the server's own, changed as its options say, which are settings of the mode.
 
-    Raises:
-        GearbxError: a mode or a gear that the server was not started for, options of another mode.
+    Raises GearbxError for a mode or a gear that the server was not started for, and options of another mode.
     """
     flags = geared.loaded.decision.settings.mode
     given = {name: value for name, value in options if name != "mode" and value is not None}
@@ -102,11 +101,7 @@ def serve_pair(pair: LoadedPair, flags: Mapping[str, Any]) -> Served:
 
 @contextmanager
 def serving_model(settings: ServerSettings, guard: Guard) -> Iterator[Server]:
-    """Yield a server that listens and has its model; it answers while the context lasts.
-
-    Raises:
-        GearbxError: an address that is taken, a model that cannot be loaded.
-    """
+    """Yield a server of a model, which answers while the context lasts. Raises GearbxError as `serving`."""
     with Server(settings.listen.host, settings.listen.port, guard.patience) as server:
         prepare = partial(prepared, settings)
         listen = settings.listen
@@ -136,8 +131,7 @@ def said_of(provider: GearedProvider) -> str:
 
 
 def prepared(settings: ServerSettings, path: str | None, adapter: str | None) -> Callable[[], Served]:
-    """Return what loads a model with its gears, or a pair. Raises GearbxError where there is none, or flags do not fit
-    it."""
+    """Return what loads a model with its gears, or a pair. Raises GearbxError for none, or flags that do not fit."""
     model, template = replace(settings.model, model=path, adapter_path=adapter), settings.answers.chat_template
     find(path or DEMO_MODEL)
     small = settings.mode.small_model

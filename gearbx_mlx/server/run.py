@@ -47,11 +47,7 @@ def serving(settings: ServerSettings) -> AbstractContextManager[Server]:
 
 @contextmanager
 def serving_others(settings: OtherServerSettings, guard: Guard, address: tuple[str, int]) -> Iterator[Server]:
-    """Pass requests on to one of several models of another server while the context lasts.
-
-    Raises:
-        GearbxError: an address that is taken, what is not a URL or a key.
-    """
+    """Pass requests on to one of several models of another server while the context lasts. Raises as `serving`."""
     other = Other(settings.server or "", settings.key, settings.server_timeout)
     routed = RoutedModels(other, settings.models, settings.vocab_size or ASSUMED_VOCABULARY)
     with Server(*address, guard.patience) as server:

@@ -311,8 +311,7 @@ class Answer:
 
 
 def token_reports(emitted: Sequence[Emitted]) -> list[dict[str, Any]]:
-    """Return the `gearbx.tokens` of a chunk: gear, who proposed it, entropy and its rolling mean (bits) of
-    each token."""
+    """Return the `gearbx.tokens` of a chunk: of each its gear, who proposed it, entropy and rolling mean (bits)."""
     return [
         {
             "gear": one.seen.gear,
@@ -325,8 +324,7 @@ def token_reports(emitted: Sequence[Emitted]) -> list[dict[str, Any]]:
 
 
 def text_logprobs(known: Sequence[dict[str, Any]], offset: int) -> dict[str, Any]:
-    """Return tokens that are listed as in chats, as text completions have them; `offset` characters came
-    before them."""
+    """Return tokens of a chat's list as text completions have them; `offset` characters came before them."""
     return {
         "tokens": [own["token"] for own in known],
         "token_logprobs": [own["logprob"] for own in known],

@@ -95,12 +95,7 @@ class Metrics:
         acceptance.labels("lookup").set_function(lambda: tally.from_lookup / max(1, tally.looked_up))
 
     def answered(self, route: str, status: int) -> None:
-        """Count an answered request.
-
-        Args:
-            route: a path that the server has; what a client made up is counted under one name.
-            status: of HTTP.
-        """
+        """Count an answered request. route: a path that the server has, or one name for all that it has not."""
         self.requests.labels(route, str(status)).inc()
 
     def prompt(self, tokens: int, cached: int) -> None:
@@ -111,12 +106,7 @@ class Metrics:
         self.cache_hits.inc(cached > 0)
 
     def token(self, response: Token, seconds: float, first: bool = False) -> None:
-        """Count a token of an answer.
-
-        Args:
-            response: the token's GearResponse.
-            seconds: since the token before; since the request, for the first one.
-        """
+        """Count a token of an answer. seconds: since the token before; since the request, for the first one."""
         self.tally.add(response)
         self.tokens.labels(writer_of(response)).inc()
         for gear, count in (*self.tally.gear_tokens.items(), (LOOKUP, self.tally.from_lookup)):
@@ -344,11 +334,9 @@ async def complete(here: Service, body: BaseModel, request: AnyRequest, dialect:
 
 
 async def answers(here: Service, texts: Sequence[AnyRequest]) -> AsyncGenerator[tuple[int, Any], None]:
-    """Yield what comes of requests for a text each, with their places and every token counted; closed, it ends the
-    work.
+    """Yield what comes of requests for a text each, with their places, and count it; closed, it ends the work.
 
-    Raises:
-        Exception: what the computation failed with.
+    Raises what the computation failed with.
     """
     came: asyncio.Queue[Any] = asyncio.Queue()
     left, open_texts = threading.Event(), len(texts)

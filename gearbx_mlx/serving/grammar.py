@@ -63,11 +63,7 @@ class Thinking:
     opened: bool
 
     def over(self, text: np.ndarray) -> int | None:
-        """Return how many of a text's first tokens belong to the thinking part, 0 without one; None while it goes on.
-
-        Args:
-            text: tokens after the prompt, (n,).
-        """
+        """Return how many of a text's first tokens (n,) are the thinking part, 0 without one; None while it goes on."""
         if not self.opened and not (len(text) and text[0] == self.start[0]):
             return 0
         size = len(self.end)
@@ -118,13 +114,9 @@ class AnswerForm:
     text: str
 
 
-def schema_form(response_format: ResponseFormat) -> AnswerForm | None:
-    """Return the schema that an answer has to fit; None for text.
-
-    Raises:
-        GearbxError: a schema that is too large or nested too deeply.
-    """
-    if isinstance(response_format, Text):
+def schema_form(response_format: ResponseFormat | None) -> AnswerForm | None:
+    """Return the schema that an answer has to fit; None for text. Raises GearbxError as `checked_schema`."""
+    if response_format is None or isinstance(response_format, Text):
         return None
     if isinstance(response_format, JsonObject):
         return AnswerForm(FORMAT, '{"type":"object"}')
@@ -151,13 +143,9 @@ def function_name(tool: dict[str, Any]) -> Any:
 
 
 def call_form(tokenizer: Any, tools: Sequence[Any]) -> AnswerForm:
-    """Return a call of one of these tools, as the model writes calls; its arguments fit the tool's schema.
+    """Return a call of one of OpenAI's tools, as the model writes calls; its arguments fit the tool's schema.
 
-    Args:
-        tools: OpenAI's objects.
-
-    Raises:
-        GearbxError: tools without a name, or a model that has no way to call, or one in which arguments are not JSON.
+    Raises GearbxError for tools without a name, or a model without a way to call in which arguments are JSON.
     """
     calls = []
     for tool in tools:
@@ -222,12 +210,7 @@ class Constraint:
         self._starts = mask_of(thinking.start[:1] if thinking is not None else (), size)
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        """Logits (1, V), minus infinity for tokens that may not come next.
-
-        Args:
-            tokens: of the prompt and the text, (n,).
-            logits: (1, V).
-        """
+        """Return logits (1, V), minus infinity for what may not come after the tokens (n,) of prompt and text."""
         mx.async_eval(logits)  # the device computes them while the mask is made
         known = np.array(tokens, copy=False)
         if self._first is None:
@@ -266,11 +249,7 @@ class Constraint:
 
 
 def grammar_tokens(tokenizer: Any) -> Any:
-    """llguidance's view of a tokenizer of mlx-lm, which takes about a second to make.
-
-    Raises:
-        GearbxError: llguidance cannot read the tokenizer.
-    """
+    """Return llguidance's view of a tokenizer, which takes about a second. Raises GearbxError if it cannot read it."""
     try:
         return from_tokenizer(own_tokenizer(tokenizer), eos_token=sorted(tokenizer.eos_token_ids))
     except Exception as error:
@@ -280,13 +259,9 @@ def grammar_tokens(tokenizer: Any) -> Any:
 
 
 def matcher_of(tokens: Any, form: AnswerForm) -> Any:
-    """Return a matcher at the beginning of a grammar.
+    """Return a matcher at the beginning of a grammar. tokens: of `grammar_tokens`.
 
-    Args:
-        tokens: llguidance's view of a tokenizer.
-
-    Raises:
-        GearbxError: a schema that cannot be kept, or asks for too much time or memory.
+    Raises GearbxError for a schema that cannot be kept, or asks for too much time or memory.
     """
     remedy = "give another schema"
     try:
@@ -321,10 +296,7 @@ def constraint_for(
     thinking: bool = False,
     calls: Sequence[Any] | None = None,
 ) -> Constraint | None:
-    """Return a logits processor for one answer that has to fit a response_format, or to call a tool; None for plain
-    text.
-
-    It has to be the last of the logits processors.
+    """Return the last logits processor of an answer that has to fit a format or to call a tool; None for plain text.
 
     Args:
         tokenizer: of mlx-lm.
@@ -334,9 +306,7 @@ def constraint_for(
     Raises:
         GearbxError: the schema cannot be kept, no tool can be called, or llguidance cannot read the tokenizer.
     """
-    form = call_form(tokenizer, calls) if calls is not None else None
-    if calls is None and response_format is not None:
-        form = schema_form(response_format)
+    form = schema_form(response_format) if calls is None else call_form(tokenizer, calls)
     if form is None:
         return None
     if tokenizer not in _grammars:

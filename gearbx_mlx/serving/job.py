@@ -165,13 +165,8 @@ class Job:
         self.detokenizer: Any = None  # of an answer in a batch
         self.unread: list[str] = []  # kinds of the prompt's parts that a batch has still to read, the next one last
         self.error: Exception | None = None
-        thinking = prompt.state == "reasoning"
-        request, tokenizer = asked.request, self.served.tokenizer
-        self.constraint = (
-            constraint_for(tokenizer, request.response_format, thinking, request.must_call)
-            if request.is_constrained
-            else None
-        )
+        thinking, request = prompt.state == "reasoning", asked.request
+        self.constraint = constraint_for(self.served.tokenizer, request.response_format, thinking, request.must_call)
 
     def fetch(self) -> list[Any] | None:
         """Return the longest KV cache that the text may go on from, and of those the most precise; notes what it has.
@@ -216,11 +211,7 @@ class Job:
         return secrets.randbits(63) if asked is None else asked
 
     def emit(self, response: GearResponse, text: str, finish_reason: str | None) -> bool:
-        """Send a token on; returns whether the answer has ended. `text` is what the token adds to it.
-
-        Raises:
-            Exception: what failed while it was chosen.
-        """
+        """Send a token on that adds `text`; return whether the answer has ended. Raises what failed in its choice."""
         if self.error is not None:
             raise self.error
         self.tokens.append(response.token)
@@ -290,11 +281,7 @@ class Job:
         return [self.safely(processor, lambda tokens, logits: logits) for processor in processors]
 
     def safely(self, function: Callable[..., mx.array], instead: Callable[..., mx.array]) -> Callable[..., mx.array]:
-        """Return the function, whose errors end this answer alone: others may share the pass in which it is called.
-
-        Args:
-            instead: computes what the pass goes on with.
-        """
+        """Return the function, whose errors end this answer alone; a pass that others share goes on with `instead`."""
 
         def call(*arguments: mx.array) -> mx.array:
             try:
@@ -315,8 +302,7 @@ class Job:
 
 
 def listed(token: int, logprob: float, added: bytes) -> dict[str, Any]:
-    """Return a token of the vocabulary as OpenAI lists it, with what it adds to the text and its log-probability
-    (natural)."""
+    """Return a token as OpenAI lists it, with its log-probability (natural) and what it adds to the text."""
     number = logprob if np.isfinite(logprob) else -9999.0  # as OpenAI writes minus infinity
     return {"id": token, "token": added.decode("utf-8", "replace"), "logprob": number, "bytes": list(added)}
 
@@ -409,9 +395,7 @@ def keywords_of(job: Job, settings: Any) -> dict[str, Any]:
 class Batch:
     """The answers that one batch generator writes.
 
-    Args:
-        mode: of the first of them; each brings its own.
-        settings: mlx-lm's flags, and the batch's policy.
+    mode: of the first of them; each brings its own. settings: mlx-lm's flags, and the batch's policy.
     """
 
     def __init__(self, served: Served, mode: Mode, settings: Any):

@@ -97,13 +97,9 @@ def said_text(choice: Mapping[str, Any]) -> str:
 
 
 def listed_tokens(choice: Mapping[str, Any], asked: int) -> list[ListedToken]:
-    """Read the tokens of a choice, in the format of chats or of text completions.
+    """Read the tokens of a choice, in the format of chats or of text completions. Raises GearbxError for neither.
 
-    Args:
-        asked: how many log-probabilities of each token were asked for.
-
-    Raises:
-        GearbxError: they are in neither format.
+    asked: how many log-probabilities of each token were asked for.
     """
     logprobs = typed(choice.get("logprobs") or {}, Logprobs)
     if logprobs.content is not None:
@@ -251,21 +247,16 @@ class Other:
     async def opened(self, path: str, body: Mapping[str, Any] | None = None) -> AsyncIterator[httpx.Response]:
         """Open the answer to a request: POST with a JSON body, or GET without one.
 
-        Raises:
-            OtherError: no answer, one that ends early, also while it is read inside, or a status of 300 or more.
+        Raises OtherError for no answer, one that ends early, also while it is read inside, or a status of 300 or more.
         """
         headers = {"Accept-Encoding": "identity", "User-Agent": "gearbx-mlx", "Content-Type": "application/json"}
         headers |= {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        method = "GET" if body is None else "POST"
         content = None if body is None else json.dumps(body)  # as ASCII: a text may contain half of a surrogate pair
-        request: dict[str, Any] = {
-            "method": "GET" if body is None else "POST",
-            "url": self.base + path,
-            "headers": headers,
-        }
         try:
             async with (
                 httpx.AsyncClient(timeout=self.timeout, verify=certificates(), trust_env=self.trust_env) as client,
-                client.stream(**request, content=content) as response,
+                client.stream(method, self.base + path, headers=headers, content=content) as response,
             ):
                 if response.status_code >= 300:
                     raise self.refused(response.status_code, await self.text(response))
@@ -349,8 +340,7 @@ class Other:
     async def model(self, name: str | None) -> tuple[str, int | None]:
         """Return the model of this name, or the only one, and the length of its logits, which some servers say.
 
-        Raises:
-            OtherError: the server has no list, or several models and none is named.
+        Raises OtherError where none is named and the server has no list, or several models.
         """
         try:
             listed = await self.models()
@@ -369,8 +359,7 @@ class Other:
     async def answer(self, question: Question, model: str, max_tokens: int) -> list[ListedToken]:
         """Return the tokens of the greedy answer, `max_tokens` at most, asked for in the first way that works.
 
-        Raises:
-            OtherError: the server fails, or gives no log-probabilities.
+        Raises OtherError for a server that fails, or gives no log-probabilities.
         """
         path, body = question.request(model, max_tokens)
         words = ""
@@ -402,11 +391,7 @@ def certificates() -> Any:
 
 
 def parsed_url(url: str) -> httpx.URL:
-    """Return a server's URL, which has a host and a path alone.
-
-    Raises:
-        GearbxError: no such URL; without what may be a password.
-    """
+    """Return a server's URL, of a host and a path. Raises GearbxError for none; without what may be a password."""
     url = url.strip()
     shown = "--server" if set("@?#") & set(url) else f"--server {url[:100]!a}"
     try:
@@ -456,10 +441,9 @@ class RoutedModels:
     vocab_size: int
 
     def chosen(self, body: Mapping[str, Any]) -> str:
-        """Return the model for a request: the one that it names, else the one that its prompt chooses (GEARBX 11).
+        """Return the model that a request names, else the one that its prompt chooses (GEARBX 11).
 
-        Raises:
-            Refused: a name that is not served here.
+        Raises Refused for a name that is not served here.
         """
         name = body.get("model")
         if name in self.models:
@@ -470,11 +454,7 @@ class RoutedModels:
         return self.models[first_gear(typed_last(body), len(self.models))]
 
     async def answer(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the objects of a stream, or the one whole answer, each with its `gearbx`.
-
-        Raises:
-            OtherError: the server fails, or refuses the request.
-        """
+        """Yield the objects of a stream, or the one whole answer, each with its `gearbx`. Raises OtherError."""
         model, own, left = self.chosen(body), own_way(body), list(self.other.ways[path])
         while True:
             way, begun = own or next(iter(left), Way()), False
@@ -543,17 +523,6 @@ router = APIRouter()
 router.include_router(front)
 
 
-@router.post("/chat/completions")
-@router.post("/v1/chat/completions")
-async def pass_on_a_chat(request: Request, body: dict[str, Any]) -> Response:
-    return await pass_to_model(request, CHAT_PATH, body)
-
-
-@router.post("/v1/completions")
-async def pass_on_a_text(request: Request, body: dict[str, Any]) -> Response:
-    return await pass_to_model(request, TEXT, body)
-
-
 @router.get("/v1/models")
 async def list_models_to_choose(request: Request) -> Response:
     routed: RoutedModels = request.app.state.routed
@@ -572,13 +541,15 @@ async def ask_the_server(request: Request) -> Response:
     return JSONResponse({"status": "ok"})
 
 
-async def pass_to_model(request: Request, path: str, body: dict[str, Any]) -> Response:
-    """Answer with what the model says, as a stream or whole."""
+@router.post(CHAT_PATH)
+@router.post(f"/v1{CHAT_PATH}")
+@router.post(f"/v1{TEXT}")
+async def pass_on(request: Request, body: dict[str, Any]) -> Response:
     routed: RoutedModels = request.app.state.routed
     stop: Stop = request.app.state.stop
     if not isinstance(body.get("stream"), bool | None):
         raise Refused(400, "stream is neither true nor false", param="stream")
-    parts = routed.answer(path, body)
+    parts = routed.answer(request.url.path.removeprefix("/v1"), body)
     try:
         with stop.heeded():
             first = await anext(parts, None)

@@ -36,11 +36,7 @@ from .web import Refused
 
 
 class Vocabulary:
-    """The tokens of a vocabulary as bytes, in the midst of a text.
-
-    Args:
-        tokenizer: of mlx-lm.
-    """
+    """The tokens of the vocabulary of mlx-lm's tokenizer as bytes, in the midst of a text."""
 
     def __init__(self, tokenizer: Any):
         self._own = own_tokenizer(tokenizer)
@@ -176,21 +172,6 @@ class Served:
             found = default_thresholds(len(self.gears), self.vocabulary)
         return tuple(each for each in found if each is not None and math.isfinite(each))
 
-    def shared(self, mode: Mode, seeded: bool) -> tuple[str, str] | None:
-        """Return what texts have in common that share passes; None: they are not shared.
-
-        Mode and gear, or a mode alone; mode lossless writes as the top gear does. With a seed a text is shared where
-        that changes none: in mode route its gears would depend on the others.
-        """
-        if self.gearbox is None or mode.name not in ("lossless", "static", "telemetry-only", "route"):
-            return None
-        if seeded and mode.name == "route":
-            return None
-        if mode.name in ("lossless", "static"):
-            gear, ladder = getattr(mode, "gear", None), self.gearbox.ladder
-            return "static", ladder.top.name if gear is None else ladder.find(gear).name
-        return mode.name, ""
-
 
 class GearedProvider(ModelProvider):
     """Loads what is served, on demand, and keeps one model.
@@ -253,11 +234,7 @@ class GearedProvider(ModelProvider):
         return names
 
     def key_of(self, model: str | None, adapters: str | None) -> tuple[str | None, str | None]:
-        """Path and adapter of the model that a request names.
-
-        Raises:
-            Refused: a model or an adapter that the server was not started with.
-        """
+        """Return path and adapter of the model that a request names. Raises Refused for those that are not served."""
         own, catalogue = not model or model in self.names, self.catalogue
         if model in catalogue and adapters is None:
             return catalogue[model]

@@ -123,11 +123,6 @@ class BaseRequest(GearRequest, frozen=True):
         return None
 
     @property
-    def is_constrained(self) -> bool:
-        """True if a grammar says which tokens may come next."""
-        return self.response_format is not None or self.must_call is not None
-
-    @property
     def stop_words(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
@@ -259,8 +254,7 @@ R = TypeVar("R", bound=BaseModel)
 
 
 def parse(kind: type[R], body: Any) -> R:
-    """Return a request's body as a typed request. Raises Refused for a field that is missing, or is not what it should
-    be."""
+    """Return a body as a typed request. Raises Refused for a field that is missing, or not what it should be."""
     try:
         return kind.model_validate(body)
     except ValidationError as error:
@@ -314,11 +308,7 @@ Kinds = Mapping[str, Mapping[str, Any]]
 
 
 def check_block(block: Any, kinds: Kinds) -> dict[str, Any]:
-    """Return a block of a request if it has what its `type` needs; where blocks may be in it, text may be, too.
-
-    Raises:
-        ValueError: it has not.
-    """
+    """Return a block that has what its `type` needs; text may stand for blocks in it. Raises ValueError for another."""
     kind = block.get("type") if isinstance(block, dict) else None
     if not isinstance(kind, str) or kind not in kinds:
         raise ValueError(f"a block has the type {shown(kind)}; choose from {', '.join(kinds)}")

@@ -32,9 +32,7 @@ RESERVED = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parame
 class Scheduler(Computing):
     """mlx-lm's thread of computation, with gears.
 
-    Args:
-        provider: of the models.
-        prompt_cache: keeps the KV caches of finished texts for those that go on from them.
+    prompt_cache: keeps the KV caches of finished texts for those that go on from them.
     """
 
     def __init__(self, provider: GearedProvider, prompt_cache: LRUPromptCache):
@@ -57,8 +55,7 @@ class Scheduler(Computing):
         asked.key = self.provider.key_of(request.model, request.adapters)
         served = self.provider.current(asked.key)
         if served is not None:  # here, so that the answers in the making need not wait for it
-            if request.is_constrained:
-                constraint_for(served.tokenizer, request.response_format, calls=request.must_call)
+            constraint_for(served.tokenizer, request.response_format, calls=request.must_call)
             asked.prompt = prompt_of(self, request, served)
         self.requests.put(asked)
         if self.closed or not self.generation_available():
@@ -133,11 +130,7 @@ class Scheduler(Computing):
             return None
 
     def begin(self, asked: Asked) -> bool:
-        """Begin an answer, unless it needs another model while the loaded one is in use.
-
-        Raises:
-            Refused, GearbxError: a request that this server cannot answer.
-        """
+        """Begin an answer, unless it needs another model while one is in use. Raises Refused, or GearbxError."""
         request, served = asked.request, self.provider.current(asked.key)
         if served is None:
             if self.running:
@@ -163,8 +156,7 @@ class Scheduler(Computing):
     def job(self, asked: Asked, served: Served, mode: Mode) -> Job:
         """Return a request's answer, with how many tokens it may have.
 
-        Raises:
-            Refused: a prompt without tokens or longer than the context, tokens that the vocabulary does not have.
+        Raises Refused for a prompt without tokens or longer than the context, or tokens beyond the vocabulary.
         """
         request, prompt = asked.request, asked.prompt
         if prompt is None or prompt.served is not served:
@@ -182,17 +174,22 @@ class Scheduler(Computing):
             most = min(most, served.context - size)
         return Job(asked, prompt, mode, most, self.prompt_cache, (asked.key, served.fingerprint))
 
-    def shared(self, job: Job) -> Any:
-        """Return what the answer has in common with those in the making with which it shares its passes; None: it is
-        alone.
+    def shared(self, job: Job) -> tuple[str, str] | None:
+        """Return what answers have in common that share passes, a mode and perhaps a gear; None: this one is alone.
 
-        In mode lossless the first of them is, since drafts gain for one text.
+        The first in mode lossless is, since drafts gain for one text; later ones are written as the top gear does. One
+        with a seed is in mode route, where its gears would depend on the others.
         """
-        if job.mode.name == "lossless" and not self.running:
-            return None
+        served, mode = job.served, job.mode.name
         cache = self.cli_args.kv_bits is None and self.cli_args.kv_gears is None
-        plain = cache and job.served.controller is None and job.prompt.vision is None and self.provider.is_batchable
-        return job.served.shared(job.mode, job.asked.request.seed is not None) if plain else None
+        plain = cache and served.controller is None and job.prompt.vision is None and self.provider.is_batchable
+        if served.gearbox is None or not plain or (mode == "lossless" and not self.running):
+            return None
+        if mode in ("lossless", "static"):
+            gear, ladder = getattr(job.mode, "gear", None), served.gearbox.ladder
+            return "static", ladder.top.name if gear is None else ladder.find(gear).name
+        seeded = job.asked.request.seed is not None
+        return (mode, "") if mode == "telemetry-only" or (mode == "route" and not seeded) else None
 
     def step_all(self) -> None:
         """One token for every answer, but for those that are being computed further down the stack."""
@@ -243,9 +240,8 @@ class Scheduler(Computing):
 def prompt_of(computing: Computing, request: AnyRequest, served: Served) -> Prompt:
     """Return the tokens of a prompt, by mlx-lm's templates.
 
-    Raises:
-        Refused: messages that the chat template does not take, or that are far longer than the context; arguments that
-            are not the template's own, but tell transformers what to do with it.
+    Raises Refused for messages that the chat template does not take, or far longer than the context; and for arguments
+    that are not the template's own, but tell transformers what to do with it.
     """
     arguments: dict[str, Any] | None = None
     if isinstance(request, ChatRequest):

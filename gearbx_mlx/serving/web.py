@@ -87,8 +87,7 @@ class Guard:
                 raise Refused(403, why, code="origin_not_allowed")
 
     def is_reached_by(self, name: str) -> bool:
-        """Return whether a request may name the server so. Beyond loopback any address may, since rebinding needs a
-        name."""
+        """Return whether a request may name the server so; beyond loopback by any address: rebinding needs a name."""
         if is_loopback(name) or name in (self.host.lower(), *self.allowed_hosts):
             return True
         return address_of(name) is not None and not is_loopback(self.host)
@@ -105,12 +104,7 @@ def host_name(host: str) -> str:
 class Refused(HTTPException):
     """A request that is answered with an error object.
 
-    Args:
-        status: of HTTP.
-        message: one line.
-        kind: OpenAI's type of the error.
-        param: the field that is wrong.
-        code: OpenAI's code.
+    status: of HTTP. message: one line. kind, code: OpenAI's type and code of the error. param: the field that is wrong.
     """
 
     def __init__(
@@ -147,8 +141,7 @@ def refusal(error: BaseException) -> Refused:
 
 
 def misfit_of_body(errors: Any, body: Any) -> Refused:
-    """Return the field that is wrong, and what it has to be; `errors` are pydantic's, of this body, the
-    deepest counts."""
+    """Return the field that is wrong, and what it has to be: of pydantic's errors in this body the deepest."""
     found = [(*field_of(error, body), error) for error in errors]
     field, value, error = max(found, key=lambda one: one[0].count("[") + one[0].count("."))
     whys = dict.fromkeys(other["msg"][:1].lower() + other["msg"][1:300] for name, _, other in found if name == field)
@@ -164,8 +157,7 @@ def misfit_of_body(errors: Any, body: Any) -> Refused:
 
 
 def field_of(error: Any, body: Any) -> tuple[str, Any]:
-    """Return where an error is, such as messages[0].content, and the value there. Names of pydantic's own are
-    left out."""
+    """Return where an error is, such as messages[0].content, without names of pydantic's own; and the value there."""
     field, value = "", body
     for part in error["loc"]:
         if isinstance(value, list) and isinstance(part, int):
@@ -178,33 +170,26 @@ def field_of(error: Any, body: Any) -> tuple[str, Any]:
 # From the socket to the routes.
 
 
+@dataclass
 class Gatekeeper:
     """An application behind its guard.
 
-    Args:
-        public: paths that need no key.
-        error_object: the body of an error, by the request's path.
-        answered: called with the path and the status of every answer.
+    public: paths that need no key. error_object: the body of an error, by the request's path. answered: called with the
+    path and the status of every answer.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        guard: Guard,
-        public: Collection[str],
-        error_object: Callable[[str, Refused], Mapping[str, Any]],
-        answered: Callable[[str, int], None],
-    ):
-        self.app, self.guard, self.public = app, guard, public
-        self.error_object, self.answered = error_object, answered
+    app: ASGIApp
+    guard: Guard
+    public: Collection[str]
+    error_object: Callable[[str, Refused], Mapping[str, Any]]
+    answered: Callable[[str, int], None]
+
+    def __post_init__(self) -> None:
         self.inside = CORSMiddleware(
-            self.answer, guard.allowed_origins, allow_methods=["GET", "POST", "OPTIONS"], allow_headers=["*"]
+            self.answer, self.guard.allowed_origins, allow_methods=["GET", "POST", "OPTIONS"], allow_headers=["*"]
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
         answer: ASGIApp = self.inside
         try:
             self.guard.check_page(scope["headers"])
@@ -245,8 +230,7 @@ class Gatekeeper:
             log_answer(scope, status, {"seconds": seconds, **told, **({} if whole else {"left": "early"})})
 
     async def read(self, scope: Scope, receive: Receive) -> bytes:
-        """Return the body of a request that may come in. Raises Refused for one that may not, or has too much
-        to say."""
+        """Return the body of a request. Raises Refused for one that may not come in, or has too much to say."""
         headers = dict(scope["headers"])
         if len(scope["headers"]) > MOST_HEADERS:
             raise Refused(431, f"the request has more than {MOST_HEADERS} headers")
@@ -419,8 +403,7 @@ def page() -> Response:
 
 
 def policy(text: bytes) -> str:
-    """Return the Content-Security-Policy of a page: its own scripts and styles by their hashes, pictures inside it,
-    requests to its server."""
+    """Return the policy of a page: its own scripts and styles, by their hashes; pictures in it; its own server."""
     found: dict[bytes, list[str]] = {b"script": [], b"style": []}
     for kind, inside in INLINE.findall(text):
         found[kind].append(f"'sha256-{b64encode(hashlib.sha256(inside).digest()).decode()}'")
@@ -446,7 +429,8 @@ class PatientProtocol(H11Protocol):
         self.wait(True, self.let_go)
         self.since = self.loop.time()
         if len(self.connections) > MOST_CONNECTIONS - 16:  # as long as others are idle, some are free for new ones
-            close_oldest(self.connections)
+            idle = [each for each in self.connections if isinstance(each, PatientProtocol) and each.is_idle]
+            min(idle, key=lambda each: each.since).transport.close()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -471,7 +455,7 @@ class PatientProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Return a client that sends no more has left, as far as anything shows; it gets what can be said at once."""
+        """Let a client go that sends no more, as far as anything shows; it gets what can be said at once."""
         self.loop.call_later(0.2, self.transport.close)  # seconds
         return True
 
@@ -515,12 +499,6 @@ class PatientProtocol(H11Protocol):
         body = json.dumps(refused.body()).encode()
         headers = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close"
         self.transport.write(f"HTTP/1.1 {refused.status_code} \r\n{headers}\r\n\r\n".encode() + body)
-
-
-def close_oldest(connections: Iterable[Any]) -> None:
-    """Close the connection that has been idle for the longest time."""
-    idle = [each for each in connections if isinstance(each, PatientProtocol) and each.is_idle]
-    min(idle, key=lambda each: each.since).transport.close()
 
 
 class Server:
@@ -568,7 +546,7 @@ class Server:
             app,
             http=type("Protocol", (PatientProtocol,), {"patience": self.patience}),
             ws="none",
-            lifespan="auto",
+            lifespan="off",
             loop="asyncio",
             log_config=None,
             log_level="critical",  # Gatekeeper logs requests and errors
@@ -618,12 +596,6 @@ class Escaping(logging.Formatter):
         record.message = escaped(record.message)
         return super().formatMessage(record)
 
-    def formatException(self, ei: Any) -> str:
-        return indented(super().formatException(ei))
-
-    def formatStack(self, stack_info: str) -> str:
-        return indented(super().formatStack(stack_info))
-
-
-def indented(text: str) -> str:
-    return "\n".join(f"  {escaped(line)}" for line in text.split("\n"))
+    def format(self, record: logging.LogRecord) -> str:
+        first, *traceback = super().format(record).split("\n")
+        return "\n".join([first, *(f"  {escaped(line)}" for line in traceback)])

@@ -90,9 +90,7 @@ def test_where_the_bounds_choose_different_gears_the_gear_is_undecided(asked, tm
         (lambda: answer(whole([chat_entry(PAIR), {"token": "b"}])), "token 2: there are no log-probabilities", 2),
         (lambda: answer(whole([], "bare")), "gives no log-probabilities for m", 1),
         (lambda: Answer([b'{"choices": [{']), "not JSON", 1),
-        (lambda: answer({"error": {"message": "out of memory"}}), "reports an error: out of memory", 1),
         (lambda: answer({"choices": [{"logprobs": {"content": 3}}]}), "content is 3, not a list", 1),
-        (lambda: Answer([b"{"], length=1000), "cut its answer short", 1),
         (lambda: refused("overloaded", 503), "answers 503 (overloaded); look at the server's log", 1),
     ],
 )
@@ -109,23 +107,11 @@ def test_a_server_that_lies_or_stops_is_one_line_and_the_files_have_what_came(as
     assert result.files == sorted(["trace.jsonl", "summary.json", *PICTURES])
 
 
-@pytest.mark.parametrize(
-    ("reply", "words"),
-    [
-        (lambda body: refused("kaput", 500), "answers 500 (kaput); look at the server's log"),
-        (lambda body: Answer([b"<html>gone</html>"], 502, HTML), "answers 502 (no reason given)"),
-        (lambda body: Answer([b"<html>hello</html>"], 200, HTML), "answers what is not of this API"),
-        (lambda body: Answer([], 302), "answers 302"),
-        (lambda body: answer({"choices": 3}), "answers without choices"),
-        (lambda body: answer([1]), "is [1], not an object"),
-        (lambda body: None, "answers 404"),
-    ],
-)
-def test_a_server_that_cannot_answer_is_one_line_and_no_picture(asked, reply, words):
-    with fake_server(chatting(reply)) as fake:
+def test_a_server_that_cannot_answer_is_one_line_and_no_picture(asked):
+    with fake_server(chatting(lambda body: Answer([b"<html>gone</html>"], 502, HTML))) as fake:
         result = asked(fake.url + "/v1")
     assert result.status == 2
-    assert words in errors(result)[0]
+    assert "answers 502 (no reason given)" in errors(result)[0]
     assert fake.url in errors(result)[0]
     assert (result.files, result.records) == (["summary.json", "trace.jsonl"], [])
 

@@ -72,6 +72,12 @@ def answers_of(session, *messages: str) -> list[str]:
     return [said["content"] for said in session.conversation.turns[1::2]][-len(messages) :]
 
 
+def type_into(session, *lines: str) -> None:
+    """Run commands and answer messages."""
+    for line in lines:
+        obey(session, line) or session.answer(line)
+
+
 def test_a_cut_answer_says_once_what_makes_it_longer(capsys):
     """What a chat says beside its answers."""
     with chat(max_tokens=3) as session:
@@ -220,8 +226,7 @@ class TestPipes:
 class TestCommands:
     def test_gear_holds_one_gear_and_auto_returns_to_the_mode(self, capsys):
         with chat(gears="4,16", mode="route", max_tokens=12) as session:
-            for line in ("/gear 4", ASKED, "/gear auto", "/gear high", ASKED, "/gear auto", ASKED):
-                obey(session, line) or session.answer(line)
+            type_into(session, "/gear 4", ASKED, "/gear auto", "/gear high", ASKED, "/gear auto", ASKED)
         lines = said(capsys)
         assert lines[:1] == ["every token in gear 4"]
         assert "low 100%" in lines[1]
@@ -231,15 +236,8 @@ class TestCommands:
 
     def test_mode_changes_the_next_answers_and_its_flags_count(self, capsys):
         with chat(gears="3,16", mode="static", max_tokens=12) as session:
-            for line in (
-                "/mode static --gear low",
-                ASKED,
-                "/mode lossless --draft-length 2",
-                ASKED,
-                "/mode static",
-                ASKED,
-            ):
-                obey(session, line) or session.answer(line)
+            for line in ("/mode static --gear low", "/mode lossless --draft-length 2", "/mode static"):
+                type_into(session, line, ASKED)
         lines = said(capsys)
         assert "low 100%" in lines[1]
         assert re.search(r"low \d+% high \d+%", lines[3])  # drafted, and verified
@@ -255,15 +253,13 @@ class TestCommands:
 
     def test_reset_begins_a_new_conversation(self, whole, capsys):
         with chat(gears="16") as session:
-            for line in (ASKED, "r", MORE):
-                obey(session, line) or session.answer(line)
+            type_into(session, ASKED, "r", MORE)
         asked, answered = session.conversation.turns
         assert answered["content"] == as_without_a_cache(whole, [asked], 24)
 
     def test_what_was_said_is_saved(self, tmp_path, capsys):
         with chat(gears="16") as session:
-            for line in (ASKED, f"/save {tmp_path / 'a b.jsonl'}", f"/save {tmp_path / 'a.md'}"):
-                obey(session, line) or session.answer(line)
+            type_into(session, ASKED, f"/save {tmp_path / 'a b.jsonl'}", f"/save {tmp_path / 'a.md'}")
         said = capsys.readouterr().out.strip()
         lines = (tmp_path / "a b.jsonl").read_text().splitlines()
         messages = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": said}]
@@ -274,8 +270,7 @@ class TestCommands:
     def test_a_saved_cache_is_one_that_generate_goes_on_from(self, tmp_path, command, demo, draft):
         file = tmp_path / "cache.safetensors"
         with chat(gears="16", draft_model=draft) as session:
-            session.answer(ASKED)
-            obey(session, f"/save {file}")
+            type_into(session, ASKED, f"/save {file}")
         cache, metadata = load_prompt_cache(str(file), return_metadata=True)
         assert length(cache) == len(session.cache.tokens)
         assert metadata["model"] == str(DEMO_MODEL)
@@ -290,8 +285,7 @@ class TestCommands:
         """It also reads what the template puts between an answer and the next message."""
         file = tmp_path / "cache.safetensors"
         with chat(gears="16", **flags) as session:
-            session.answer(ASKED)
-            obey(session, f"/save {file}")
+            type_into(session, ASKED, f"/save {file}")
             conversation = session.conversation.tokens(MORE)
             unread = session.cache.unread(conversation)
             held = list(session.cache.tokens)

@@ -57,14 +57,25 @@ def opened(state: dict[str, str], *flags: str) -> PseudoTerminal:
     return terminal
 
 
+def say(terminal: PseudoTerminal, keys: str, reply: str) -> None:
+    """Type something, and wait for its reply and for the next prompt."""
+    terminal.type(keys)
+    terminal.expect(reply)
+    terminal.expect(">>")
+
+
+def leave(terminal: PseudoTerminal) -> None:
+    terminal.type("\x04")
+    assert terminal.ends() == 0
+    assert terminal.is_cooked()
+
+
 def test_an_answer_is_tinted_and_its_summary_is_one_dim_line(state):
     with opened(state, "--gears", "4,16", "--mode", "static", "--gear", "low") as terminal:
         terminal.type("Tom has 3 apples.\r")
         line = terminal.expect(DONE)[0]
         terminal.expect(">>")
-        terminal.type("\x04")
-        assert terminal.ends() == 0
-        assert terminal.is_cooked()
+        leave(terminal)
     assert len(line) < 80
     assert "low 100%" in line
     assert "\x1b[38;2;90;100;211m" in terminal.shown  # the low gear's colour
@@ -74,12 +85,8 @@ def test_an_answer_is_tinted_and_its_summary_is_one_dim_line(state):
 
 def test_a_pasted_text_of_several_lines_is_one_message(state, tmp_path):
     with opened(state) as terminal:
-        terminal.type("\x1b[200~one é漢🙂\ntwo\tthree\x1b[201~\r")
-        terminal.expect(DONE)
-        terminal.expect(">>")
-        terminal.type(f"/save {tmp_path / 'said.jsonl'}\r")
-        terminal.expect("saved in")
-        terminal.expect(">>")
+        say(terminal, "\x1b[200~one é漢🙂\ntwo\tthree\x1b[201~\r", DONE)
+        say(terminal, f"/save {tmp_path / 'said.jsonl'}\r", "saved in")
         terminal.type("/exit\r")
         assert terminal.ends() == 0
     asked = json.loads((tmp_path / "said.jsonl").read_text().splitlines()[0])
@@ -97,9 +104,7 @@ def test_an_empty_line_does_nothing_and_ctrl_c_forgets_what_was_typed(state):
         terminal.interrupt()
         terminal.expect("Ctrl-D or /exit ends the chat\n")
         terminal.expect(">>")
-        terminal.type("\x04")
-        assert terminal.ends() == 0
-        assert terminal.is_cooked()
+        leave(terminal)
     assert "read, " not in terminal.text
     assert not history(state).exists()
 
@@ -112,9 +117,7 @@ def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(state, endless):
             terminal.interrupt()
             assert int(terminal.expect(STOPPED)[1]) > 0
             terminal.expect(">>")
-        terminal.type("\x04")
-        assert terminal.ends() == 0
-        assert terminal.is_cooked()
+        leave(terminal)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -135,11 +138,8 @@ def test_other_signals_end_the_chat_and_leave_the_terminal_as_it_was(state, endl
 class TestHistory:
     def test_lines_come_back_in_the_next_chat_and_nobody_else_reads_them(self, state):
         with opened(state) as terminal:
-            terminal.type("Tom has 3 apples.\r")
-            terminal.expect(DONE)
-            terminal.expect(">>")
-            terminal.type("\x04")
-            assert terminal.ends() == 0
+            say(terminal, "Tom has 3 apples.\r", DONE)
+            leave(terminal)
         assert "+Tom has 3 apples.\n" in history(state).read_text()
         assert stat.S_IMODE(history(state).stat().st_mode) == 0o600
         with opened(state) as terminal:
@@ -147,8 +147,7 @@ class TestHistory:
             terminal.expect("Tom has 3 apples")
             terminal.expect(DONE)
             terminal.expect(">>")
-            terminal.type("\x04")
-            assert terminal.ends() == 0
+            leave(terminal)
 
     def test_a_file_that_others_can_read_is_closed_to_them(self, state, monkeypatch):
         history(state).parent.mkdir(parents=True)
@@ -180,18 +179,14 @@ class TestWithoutPromptToolkit:
             terminal.expect("Tom has 3 apples")
             terminal.expect(DONE)
             terminal.expect(">>")
-            terminal.type("/ge\tlo\t\r")
-            terminal.expect("every token in gear low\n")
-            terminal.expect(">>")
+            say(terminal, "/ge\tlo\t\r", "every token in gear low\n")
             terminal.type("nobody reads this")
             terminal.expect("nobody reads this")
             time.sleep(0.1)  # Python's readline waits for keys without a look at signals that came just before
             terminal.interrupt()
             terminal.expect("Ctrl-D or /exit ends the chat\n")
             terminal.expect(">>")
-            terminal.type("\x04")
-            assert terminal.ends() == 0
-            assert terminal.is_cooked()
+            leave(terminal)
         assert [*FileHistory(str(history(state))).load_history_strings()] == ["/gear low ", *["Tom has 3 apples."] * 2]
         assert stat.S_IMODE(history(state).stat().st_mode) == 0o600
 
@@ -206,5 +201,4 @@ class TestWithoutPromptToolkit:
             time.sleep(0.1)
             terminal.interrupt()
             terminal.expect("Ctrl-D or /exit ends the chat\n")
-            terminal.type("\x04")
-            assert terminal.ends() == 0
+            leave(terminal)

@@ -5,7 +5,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -20,16 +20,12 @@ EVENTS, JSON, HTML = "text/event-stream", "application/json", "text/html"
 
 @dataclass
 class Answer:
-    """What is sent, in parts. length: announced; None: the end of the connection ends it.
-
-    further: headers in addition to those for its kind and length.
-    """
+    """What is sent, in parts. length: announced; None: the end of the connection ends it."""
 
     parts: Iterable[bytes] = ()
     status: int = 200
     kind: str = JSON
     length: int | None = None
-    further: dict[str, str] = field(default_factory=dict)
 
 
 Answers = Callable[[str, Any], Answer | None]
@@ -39,10 +35,10 @@ def answer(content: Any, status: int = 200) -> Answer:
     return Answer([json.dumps(content).encode()], status)
 
 
-def events(*contents: Any, end: bool = True) -> Answer:
+def events(*contents: Any) -> Answer:
     """A stream of server-sent events, with OpenAI's last one."""
-    data = [content if isinstance(content, str) else json.dumps(content) for content in contents]
-    return Answer([f"data: {item}\n\n".encode() for item in [*data, *(["[DONE]"] if end else [])]], kind=EVENTS)
+    data = [*map(json.dumps, contents), "[DONE]"]
+    return Answer([f"data: {item}\n\n".encode() for item in data], kind=EVENTS)
 
 
 def refused(message: str, status: int = 400) -> Answer:
@@ -81,11 +77,6 @@ def text_answer(names: list[str], tops: list[dict | None]) -> Answer:
     return answer({"choices": [{"index": 0, "text": "".join(names), "logprobs": logprobs, "finish_reason": "stop"}]})
 
 
-def chat_stream(*lists: Sequence[float]) -> Answer:
-    """A stream of chat with these log-probabilities, one list for each token."""
-    return events(*(chat_event(chat_entry(values)) for values in lists), chat_event(None, finish="stop"))
-
-
 def slowly(parts: Iterable[bytes], seconds: float) -> Iterator[bytes]:
     for part in parts:
         yield part
@@ -93,15 +84,11 @@ def slowly(parts: Iterable[bytes], seconds: float) -> Iterator[bytes]:
 
 
 class Fake:
-    """A running server: its `url`, the `requests` that came (path, body), and their `headers`.
-
-    software: what it calls itself.
-    """
+    """A running server: its `url`, the `requests` that came (path, body), and their `headers`."""
 
     def __init__(self, answers: Answers):
         self.requests: list[tuple[str, Any]] = []
         self.headers: list[dict[str, str]] = []
-        self.software = "fake"
         fake = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -110,9 +97,6 @@ class Fake:
 
             def do_POST(self) -> None:
                 fake.reply(self, json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-
-            def version_string(self) -> str:
-                return fake.software
 
             def log_message(self, *_: object) -> None:
                 pass
@@ -130,8 +114,6 @@ class Fake:
             handler.send_header("Content-Type", found.kind)
             if found.length is not None:
                 handler.send_header("Content-Length", str(found.length))
-            for name, value in found.further.items():
-                handler.send_header(name, value)
             handler.end_headers()
             for part in found.parts:
                 handler.wfile.write(part)

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 
@@ -59,6 +60,12 @@ def chat(client, content=WORD_PROBLEM, **body):
     answer = client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 24, **body})
     assert answer.status_code == 200, answer.text
     return answer.json()
+
+
+def at_once(ask, items):
+    """What a function returns for each item; it is called for all of them at the same time."""
+    with ThreadPoolExecutor(len(items)) as pool:
+        return list(pool.map(ask, items))
 
 
 def events(client, path, **body):

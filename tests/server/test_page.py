@@ -325,7 +325,6 @@ def test_hostile_text_is_text(page, scripted):
     assert page.run("return window.hacked ?? null") is None
 
 
-@pytest.mark.browser
 def test_even_a_script_in_the_page_would_not_run(page):
     page.run(
         """const script = document.createElement("script");

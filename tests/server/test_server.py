@@ -6,7 +6,7 @@ import time
 
 import httpx
 import pytest
-from http_server import WORD_PROBLEM, chat, complete, events, in_the_making, served, text_of
+from http_server import WORD_PROBLEM, at_once, chat, complete, events, in_the_making, served, text_of
 
 from gearbx_mlx import Static, generate, load
 
@@ -72,23 +72,7 @@ def test_thresholds_may_be_chosen(client):
 def test_answers_in_company_are_those_given_alone(client, gearbx):
     seed = 3 if gearbx == {"mode": "route"} else None  # without one, all requests of a batch share the gear of its step
     alone = [text_of(client, prompt, gearbx=gearbx, seed=seed) for prompt in PROMPTS]
-    answers = all_at_once(client, gearbx=gearbx, seed=seed)
-    assert [answer["choices"][0]["text"] for answer in answers] == alone
-
-
-def all_at_once(client, **body):
-    """The answers to all prompts, asked for at the same time."""
-    together = [{}] * len(PROMPTS)
-
-    def ask(place):
-        together[place] = complete(client, PROMPTS[place], **body)
-
-    threads = [threading.Thread(target=ask, args=(place,)) for place in range(len(PROMPTS))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return together
+    assert at_once(lambda prompt: text_of(client, prompt, gearbx=gearbx, seed=seed), PROMPTS) == alone
 
 
 @pytest.mark.processes
@@ -97,17 +81,12 @@ def test_answers_of_mode_route_share_passes_whose_gear_is_the_policys(policy):
     """One of two requests wants the top gear as soon as its gate may shift; the other never does."""
     wishes = [[0.0, 0.001], [60.0, 61.0]]
     with served(gears="4,8,16", log_level="ERROR", batch_policy=policy, mode="route", gear="low") as client:
-        found = [None, None]
 
-        def ask(place):
-            options = {"mode": "route", "thresholds": wishes[place]}
-            found[place] = complete(client, max_tokens=400, gearbx=options)["gearbx"]
+        def ask(thresholds):
+            options = {"mode": "route", "thresholds": thresholds}
+            return complete(client, max_tokens=400, gearbx=options)["gearbx"]
 
-        threads = [threading.Thread(target=ask, args=(place,)) for place in (0, 1)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        found = at_once(ask, wishes)
         if policy == "highest":
             assert found[1]["gear_tokens"]["high"] > 0  # the second one follows
             assert found[0]["gear_tokens"]["low"] == 5  # before a gate may shift
@@ -142,14 +121,6 @@ def test_logprobs_of_a_text_are_openais_and_streams_have_them_too(client):
     chunks = events(client, "/v1/completions", prompt=WORD_PROBLEM, logprobs=2, max_tokens=5, gearbx={"gear": "high"})
     streamed = [value for chunk in chunks for value in chunk["choices"][0]["logprobs"]["token_logprobs"]]
     assert streamed == pytest.approx(found["token_logprobs"], abs=1e-6)
-
-
-def test_modes_share_what_was_read_of_a_prompt(client):
-    prompt = "A miller had three sons, a mill, a donkey and a cat"
-    complete(client, prompt=prompt, max_tokens=4, gearbx={"gear": "low"})
-    for gearbx in ({"mode": "route"}, {"mode": "kickdown"}, {"gear": "low"}):
-        again = complete(client, prompt=prompt, max_tokens=4, gearbx=gearbx)
-        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
 def test_models_and_health(client):

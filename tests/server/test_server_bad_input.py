@@ -135,15 +135,6 @@ def raw(client, *parts, pause=0.0):
         return found
 
 
-def test_a_schema_that_is_too_much_is_named_as_the_reason(client):
-    properties = {f"property{number}": {"type": "string"} for number in range(900)}
-    schema = {"json_schema": {"schema": {"type": "object", "properties": properties}}, "type": "json_schema"}
-    body = {"prompt": "x", "max_tokens": 12, "response_format": schema}
-    message = error_of(client.post("/v1/completions", json=body))
-    assert "processor" not in message
-    assert "give a smaller schema" in message
-
-
 def test_connections_without_a_request_keep_nobody_out(client):
     with contextlib.ExitStack() as stack:
         for _ in range(300):

@@ -4,11 +4,10 @@ import gc
 import threading
 import time
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from conftest import active_memory, save_model, tiny_model
-from http_server import WORD_PROBLEM, complete, error_of, in_the_making, served, text_of
+from http_server import WORD_PROBLEM, at_once, complete, error_of, in_the_making, served, text_of
 
 from gearbx_mlx.serving import job
 
@@ -150,8 +149,7 @@ def test_the_kv_cache_of_a_prompt_is_used_by_the_next_one(keeping, mode):
 def test_a_kept_kv_cache_does_not_hold_the_whole_batch(keeping):
     prompts = [f"{number}. {WORD_PROBLEM * 6}" for number in range(8)]
     before, had = active_memory(), keeping.scheduler.prompt_cache.nbytes
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda prompt: complete(keeping, prompt, max_tokens=8, gearbx={"gear": "high"}), prompts))
+    at_once(lambda prompt: complete(keeping, prompt, max_tokens=8, gearbx={"gear": "high"}), prompts)
     kept = keeping.scheduler.prompt_cache.nbytes - had
     assert kept > 0
     assert active_memory() - before < 1.5 * kept

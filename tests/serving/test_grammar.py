@@ -16,15 +16,10 @@ from gearbx_mlx import GearbxError, Lossless, stream_generate
 from gearbx_mlx.loading import DEMO_MODEL
 from gearbx_mlx.serving.grammar import (
     LARGEST_SCHEMA,
-    AnswerForm,
-    Constraint,
     JsonObject,
-    Thinking,
     allow,
     constraint_for,
-    grammar_tokens,
     mask_of,
-    matcher_of,
 )
 
 END = 0  # the demo model's end of text
@@ -159,53 +154,27 @@ def test_logits_of_other_tokens_are_minus_infinity(dtype, size):
     assert mx.array_equal(left, mx.where(mx.array([kept]), logits, -mx.inf)).item()
 
 
-def test_a_grammar_begins_after_the_thinking_part(demo):
-    start, end, word = 300, 301, 400
-    begun = set(left_of(constraint_of(demo, None), demo.tokenizer.encode('"', add_special_tokens=False)))
-    assert {demo.tokenizer.decode([token])[0] for token in begun} == {"y", "n", "p"}
-    for opened, before in ((True, [word, end]), (False, [start, word, word, end]), (False, [])):
-        constraint = constraint_of(demo, Thinking((start,), (end,), opened))
-        quoted = [*before, *demo.tokenizer.encode('"', add_special_tokens=False)]
-        assert set(left_of(constraint, quoted)) == begun
-        assert END not in left_of(constraint, before)
-    constraint = constraint_of(demo, Thinking((start,), (end,), False))
-    assert start in left_of(constraint, [])
-    assert len(left_of(constraint, [start, word])) == 4095  # everything except the end of the text
-    assert start not in left_of(constraint, [start, word, end])
-
-
-def constraint_of(demo, thinking):
-    matcher = matcher_of(grammar_tokens(demo.tokenizer), AnswerForm("response_format", json.dumps(CHOICE)))
-    constraint = Constraint(matcher, frozenset([END]), thinking)
-    constraint(mx.array([9]), mx.zeros((1, 4096)))
-    return constraint
-
-
-def left_of(constraint, text):
-    left = constraint(mx.array([9, *text]), mx.zeros((1, 4096)))
-    return np.flatnonzero(np.isfinite(np.array(left[0]))).tolist()
-
-
 @pytest.mark.parametrize("opened", [True, False])
-def test_a_model_that_thinks_is_known_by_its_tokenizer(demo, opened):
+def test_a_grammar_begins_after_the_thinking_part_which_the_tokenizer_knows(demo, opened):
     """The tokenizer's vocabulary is larger than the logits of the demo model here, since vocabularies are padded."""
     tokens = AutoTokenizer.from_pretrained(DEMO_MODEL)
     tokens.add_tokens(["<think>", "</think>"])
     tokenizer = TokenizerWrapper(tokens)
-    constraint = constraint_for(tokenizer, format_of(CHOICE), thinking=opened)
     prompt, word = tokenizer.encode("So"), tokenizer.encode(" why", add_special_tokens=False)
-    text = [*([] if opened else [tokenizer.think_start_id]), *word]
-    left = []
-    for said in ([], text, [*text, tokenizer.think_end_id]):
+
+    def left(constraint, *said):
         logits = constraint(mx.array([*prompt, *said]), mx.zeros((1, 4100)))
-        left.append(set(np.flatnonzero(np.isfinite(np.array(logits[0]))).tolist()))
-    quote = demo.tokenizer.encode('"', add_special_tokens=False)[0]
-    assert quote in left[2]
-    assert not {END, *word, tokenizer.think_start_id} & left[2]
-    assert {*word, quote} < left[1]
-    assert END not in left[1]
-    assert (set(word) < left[0]) == opened
-    assert (tokenizer.think_start_id in left[0]) or opened
+        return set(np.flatnonzero(np.isfinite(np.array(logits[0]))).tolist())
+
+    start, end = tokenizer.think_start_id, tokenizer.think_end_id
+    thought = [*word, *word] if opened else [start, *word, *word]
+    grammar = left(constraint_for(demo.tokenizer, format_of(CHOICE)))
+    constraint = constraint_for(tokenizer, format_of(CHOICE), thinking=opened)
+    everything = set(range(len(tokens))) - {END}
+    assert left(constraint) == (everything if opened else grammar | {start})
+    assert left(constraint, *thought) == everything
+    assert left(constraint, *thought, end) == grammar
+    assert not {END, *word, start} & grammar
 
 
 def test_a_text_ends_where_its_grammar_takes_too_long(demo):

@@ -21,7 +21,6 @@ from fake_server import (
     chat_answer,
     chat_entry,
     chat_event,
-    chat_stream,
     chatting,
     chunks,
     events,
@@ -387,7 +386,7 @@ class TestFailures:
         ],
     )
     def test_in_the_midst_the_last_event_has_the_reason_and_there_is_no_end(self, rest, words):
-        (first,) = list(chat_stream(PAIR).parts)[:1]
+        first, _ = events(chat_event(chat_entry(PAIR))).parts
         parts = itertools.chain([first], rest)
         with (
             fake_server(chatting(lambda body: Answer(parts, kind=EVENTS))) as fake,

@@ -138,17 +138,21 @@ def test_a_request_that_is_wrong_is_refused(fields, words):
 
 
 @pytest.mark.parametrize(
-    ("item", "words"),
+    ("fields", "words"),
     [
-        ({"role": "robot", "content": ""}, 'the role of a message is "robot"; choose from user'),
-        ({"type": "function_call", "call_id": "x"}, "name of what has the type function_call is null"),
-        ({"type": "item_reference", "id": "x"}, 'a block has the type "item_reference"'),
-        ({"role": "user", "content": [{"type": "input_file"}]}, 'a block has the type "input_file"'),
+        ({"input": []}, "input is []"),
+        ({"input": [{"role": "robot", "content": ""}]}, 'the role of a message is "robot"; choose from user'),
+        ({"input": [{"type": "function_call", "call_id": "x"}]}, "name of what has the type function_call is null"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, 'a block has the type "item_reference"'),
+        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, 'a block has the type "input_file"'),
+        ({"tools": [{"type": "web_search"}]}, 'tools[0]: a block has the type "web_search"'),
+        ({"previous_response_id": "resp_1"}, "previous_response_id is not served"),
+        ({"background": True}, "background is not served"),
     ],
 )
-def test_an_item_that_is_wrong_is_refused(item, words):
+def test_a_response_that_is_wrong_is_refused(fields, words):
     with pytest.raises(Refused) as error:
-        parse(ResponsesRequest, {"input": [item]})
+        parse(ResponsesRequest, {"input": "x"} | fields)
     assert words in error.value.message
 
 

@@ -3,8 +3,8 @@
 import json
 import logging
 import re
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -111,22 +111,19 @@ class TestChoiceBesideGearbx:
 
 @pytest.mark.parametrize("flags", [{"mode": "static"}, {"mode": "kickdown"}, {"mode": "lossless"}], ids=str)
 def test_all_clients_of_a_server_that_stops_hear_of_it(flags):
-    ended = []
     with served(gears="4,16", log_level="ERROR", decode_concurrency=2, **flags) as client:
 
-        def ask(number: int, stream: bool) -> None:
-            body = {"prompt": f"Tom has {number} apples.", "max_tokens": 4000, "stream": stream}
-            with httpx.stream("POST", f"{client.server.where}/v1/completions", json=body, trust_env=False) as answer:
-                ended.append((answer.status_code, "the server is stopping" in answer.read().decode()))
+        def ask(number: int) -> tuple[int, bool]:
+            body = {"prompt": f"Tom has {number} apples.", "max_tokens": 4000, "stream": number % 2 == 0}
+            answer = httpx.post(f"{client.server.where}/v1/completions", json=body, trust_env=False, timeout=60)
+            return answer.status_code, "the server is stopping" in answer.text
 
-        clients = [threading.Thread(target=ask, args=(n, n % 2 == 0)) for n in range(6)]
-        for one in clients:
-            one.start()
-        while in_the_making(client, waiting=True) < len(clients):
-            time.sleep(0.01)
-        client.server.stop()
-        for one in clients:
-            one.join()
-    assert [said for _, said in ended] == [True] * len(clients)
+        with ThreadPoolExecutor(6) as pool:
+            ended = pool.map(ask, range(6))
+            while in_the_making(client, waiting=True) < 6:
+                time.sleep(0.01)
+            client.server.stop()
+        ended = list(ended)
+    assert [said for _, said in ended] == [True] * 6
     assert {status for status, _ in ended} <= {200, 503}
     assert [status for status, _ in ended].count(503) >= 3
