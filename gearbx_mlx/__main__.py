@@ -18,7 +18,7 @@ COMMANDS = {
     "convert": "write a geared checkpoint, which stock mlx-lm reads too",
     "calibrate": "find when a model should change gear",
     "analyze": "see which gears prompts would use, without changing the model",
-    "evaluate": "measure what shifting buys, against chance and the static gears",
+    "evaluate": "measure what gears and modes cost on a text: KL, perplexity, the same favourite",
     "sensitivity": "measure what the precision of each layer costs",
     "allocate": "find bits for every layer from these measurements",
     "benchmark": "time gears on this machine, and beside mlx-lm on a Mac",

@@ -156,7 +156,7 @@ class Drafter:
             unread: tokens of the text that the model is to read first, the last one among them.
         """
         context = text.array() if self.chooser.processors else None
-        inputs, tokens, margins = mx.array(unread, mx.uint32), list[mx.array](), list[mx.array]()
+        inputs, tokens, margins = mx.array([*unread], mx.uint32), list[mx.array](), list[mx.array]()
         for _ in range(most):
             logits = self.chooser.processed(context, model(inputs[None], cache=cache)[:, -1])
             token, margin = self.chooser.drafted(logits, self.reader)
