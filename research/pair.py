@@ -39,7 +39,7 @@ SWEEP = (
 )  # bits, EAD's Table 1; its 99 is more than any vocabulary has
 
 
-@study(minutes=30)
+@study("research/evidence.md", minutes=90)
 def pair_sweep(
     small_model: str,
     data: Path,
@@ -105,7 +105,8 @@ def pair_sweep(
         "seed": seed,
     } | found
     keep_report(out, report, {f"evaluation.{kind}": partial(pair.draw_pair, report) for kind in ("png", "svg")})
-    tables = {"pair": markdown_table(columns, report["policies"]), "table_1": pair.table_1(report)}
+    of_all = "pair_read" if task == "text" else "pair_answers"
+    tables = {of_all: markdown_table(columns, report["policies"]), "table_1": pair.table_1(report)}
     return Found(tables | group_tables(report["policies"]), report)
 
 

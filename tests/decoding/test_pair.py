@@ -13,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from gearbx_mlx import Gearbox, GearbxError, Pair, stream_generate
-from gearbx_mlx.decoding.pair import PairedModel, bytes_read
+from gearbx_mlx.decoding.pair import PairedModel, TrailingCache, bytes_read
 from gearbx_mlx.decoding.sampling import entropy_bits
 from gearbx_mlx.loading import check_same_tokenizer
 from gearbx_mlx.routing.gates import replay
@@ -245,3 +245,14 @@ class TestGenerate:
 
 def parameters(model) -> int:
     return sum(array.size for array in weights_of(model).values())
+
+
+def test_a_trailing_cache_forgets_unread_tokens_first():
+    model = tiny_model("llama")
+    cache = TrailingCache(make_prompt_cache(model))
+    model(mx.array([[1, 2, 3]]), cache=cache.entries)
+    cache.missed = [mx.array([[4, 5]])]
+    assert cache.trim(1) == 1
+    assert (cache.given, cache.missing, cache.offset) == (4, 1, 3)
+    assert cache.trim(2) == 2
+    assert (cache.given, cache.missing, cache.offset) == (2, 0, 2)

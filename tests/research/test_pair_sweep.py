@@ -90,7 +90,7 @@ class TestStudy:
         assert [row["share_top"] for row in rows][::2] == [0.0, 1.0]
         assert 0 < rows[1]["share_top"] < 1
         assert report["gate"] == {"window": 5, "min_duration": 10}
-        assert "| inf | 0.0 % |" in found.tables["pair"]
+        assert "| inf | 0.0 % |" in found.tables["pair_read"]
         assert "| entropy threshold, bits | large model usage |" in found.tables["table_1"]
         assert (tmp_path / "out" / "evaluation.png").read_bytes().startswith(b"\x89PNG")
         assert b"<svg" in (tmp_path / "out" / "evaluation.svg").read_bytes()
