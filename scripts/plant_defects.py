@@ -202,7 +202,9 @@ def outcome_of(
         return NO_PROGRAM if "could not compile" in reason else FOUND, reason
     if tests == []:
         return SURVIVED, ""
-    which = ["-n", "logical", "--dist", "worksteal"] if tests is None else tests
+    which = ["-n", "logical", "--dist", "worksteal"]
+    if tests is not None:
+        which = [test.replace(str(ROOT), str(checkout)) for test in tests]  # a parameter may be a path
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "--tb=no", *which]
     try:
         done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=seconds)
@@ -210,6 +212,8 @@ def outcome_of(
         return LATE, ""
     if done.returncode in (0, 5):
         return SURVIVED, ""
+    if "ERROR: not found" in done.stderr:
+        raise RuntimeError(done.stderr)  # else a name that changed since the coverage would count as a test that fails
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
     return FOUND, failed[1] if failed else "collection"
 

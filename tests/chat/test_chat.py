@@ -266,7 +266,7 @@ class TestCommands:
         assert [json.loads(line) for line in lines] == messages
         assert (tmp_path / "a.md").read_text() == f"## user\n\n{ASKED}\n\n## assistant\n\n{said}\n"
 
-    @pytest.mark.parametrize("draft", [None, str(DEMO_MODEL)])
+    @pytest.mark.parametrize("draft", [None, str(DEMO_MODEL)], ids=["alone", "with a draft model"])
     def test_a_saved_cache_is_one_that_generate_goes_on_from(self, tmp_path, command, demo, draft):
         file = tmp_path / "cache.safetensors"
         with chat(gears="16", draft_model=draft) as session:
