@@ -32,7 +32,7 @@ from ..gears.saved import saved_gears
 from ..kernels.compiler import vector_instructions, vectors_at_once
 from ..kernels.device import recommended_memory
 from ..kernels.dispatch import CPU, device, is_tuning
-from ..ranks.agreement import agreement_of
+from ..ranks.agreement import Agreement, agreement_of
 from ..routing.gates import BatchPolicy, Monitor, OneGear, highest
 from ..routing.lookup import Lookup, LookupAgreement
 from ..telemetry.summary import Tally, draft_rows, draft_summary
@@ -56,7 +56,7 @@ from .policy import (
 )
 from .response import GearResponse
 from .rows import warn_of_other_paths
-from .sampling import Chooser, Processor, Sampled, Sampler, geared_responses, reader_of
+from .sampling import Chooser, LogitsReader, Processor, Sampled, Sampler, geared_responses, reader_of
 
 OTHERS_SHARE = 0.25  # of a token of the model that one of a draft model takes, before either is measured
 MENDED = 0.4  # of the rejected drafts, that a calibrated base has accepted: 0.38 to 0.54 of them in docs/convert.md
@@ -272,20 +272,6 @@ def gearbox_of_mlx(model: nn.Module) -> Gearbox:
     return Gearbox(model) if saved_gears(model) is not None else Gearbox(model, EXACT_LADDER, format=DRAFT_FORMAT)
 
 
-def can_draft(cache: list[Any], longest: float) -> bool:
-    """Return whether drafts can be taken back from a draft model's cache throughout a text; say so where they cannot.
-
-    Args:
-        longest: tokens of prompt, text and a draft together.
-    """
-    try:
-        check_draftable(cache, longest)
-    except GearbxError as error:
-        warnings.warn(f"{error}; it drafts nothing", GearbxWarning, stacklevel=5)
-        return False
-    return True
-
-
 def responses(
     mode: Lossless,
     gearbox: Gearbox,
@@ -316,18 +302,15 @@ def responses(
         GearbxError: a gear that cannot draft; a draft model whose KV cache cannot be cut.
     """
     tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
-    layers, text = len(gearbox.model.layers), begun(prompt, tokenizer, max_tokens, input_embeddings)
+    text, layers = begun(prompt, tokenizer, max_tokens, input_embeddings), len(gearbox.model.layers)
     given = make_prompt_cache(gearbox.model, max_kv_size) if prompt_cache is None else prompt_cache
     chooser = Chooser(sampler or greedy_sampler, tuple(logits_processors or ()))
     reader, agreement = reader_of(gearbox), agreement_of(gearbox.model)
-    cache = given
-    drafter: Drafter | None = None
-    if draft_model is not None:
-        cache, own = given[:layers], given[layers:] or make_prompt_cache(draft_model)
-        if can_draft(own, text.prompt + text.room + MOST_DRAFTED):
-            drafter = OtherModel(draft_model, own, chooser, reader, bytes_read(draft_model), agreement)
-    drafter = drafter or mode.drafter(gearbox, chooser)
+    cache = given if draft_model is None else given[:layers]
+    other = other_model(draft_model, given[layers:], text, chooser, reader, agreement)
+    drafter = other or mode.drafter(gearbox, chooser)
     known = mode.learned(gearbox, drafter, chooser)
+    quantized = {"quantized_kv_start": quantized_kv_start, "kv_group_size": kv_group_size, "kv_bits": kv_bits}
     loop = Loop(
         gearbox,
         cache,
@@ -340,12 +323,7 @@ def responses(
         mode.most_looked_up,
         agreement,
         MOST_DRAFTED if draft_model is None else min(num_draft_tokens or MOST_DRAFTED, MOST_DRAFTED),
-        quantize=partial(
-            maybe_quantize_kv_cache,
-            quantized_kv_start=quantized_kv_start,
-            kv_group_size=kv_group_size,
-            kv_bits=kv_bits,
-        ),
+        quantize=partial(maybe_quantize_kv_cache, **quantized),
         quantized_from=UNLIMITED if kv_bits is None else quantized_kv_start,
         keeps_cache=prompt_cache is not None,
         stream=generation_stream(),
@@ -354,6 +332,26 @@ def responses(
         embeddings=input_embeddings,
     )
     return spoken(loop, tokenizer, known)
+
+
+def other_model(
+    model: nn.Module | None,
+    cache: list[Any],
+    text: TextSoFar,
+    chooser: Chooser,
+    reader: LogitsReader,
+    agreement: Agreement,
+) -> Drafter | None:
+    """Return a draft model, if there is one, with its KV cache; None, with a warning, where that cannot be cut."""
+    if model is None:
+        return None
+    cache = cache or make_prompt_cache(model)
+    try:
+        check_draftable(cache, text.prompt + text.room + MOST_DRAFTED)
+    except GearbxError as error:
+        warnings.warn(f"{error}; it drafts nothing", GearbxWarning, stacklevel=5)
+        return None
+    return OtherModel(model, cache, chooser, reader, bytes_read(model), agreement)
 
 
 def begun(prompt: list[int], tokenizer: TokenizerWrapper, max_tokens: int, embeddings: mx.array | None) -> TextSoFar:
