@@ -489,7 +489,7 @@ class LearnedPolicy:
         draft_seconds: float | None = None,
         margins: Sequence[float] = (),
     ) -> None:
-        """Take a round. The first one of a kind compiles kernels and fills caches, so its time does not count.
+        """Take a round. The first one of a kind may compile kernels and fill caches: then its time does not count.
 
         Args:
             drafted: tokens of the low gear; 0 where the text proposed.
@@ -504,12 +504,13 @@ class LearnedPolicy:
             self._acceptance.add(drafted, accepted, margins)
             self._since[True] = 0
         self._since[not self._drafts] += accepted + 1
-        if (kind := (drafted > 0, rows)) not in self._begun:
-            self._begun.add(kind)
-            return
         curve = self._verification if self._is_apart or not drafted else self._whole_round
-        passes = seconds - (draft_seconds or 0.0)
-        pace, now = passes / curve(rows - 1), self._alone.pace
+        passes, now = seconds - (draft_seconds or 0.0), self._alone.pace
+        pace, kind = passes / curve(rows - 1), (drafted > 0, rows)
+        is_first = kind not in self._begun
+        self._begun.add(kind)
+        if is_first and (now is None or pace > OUTSIDE * now):
+            return
         if now is not None:
             curve.add(rows - 1, passes / now, is_unit=self._has_drafter and (self._is_apart or drafted > 0))
         if draft_seconds is not None:
