@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +11,7 @@ import mlx.nn as nn
 
 from gearbx_mlx import Gearbox, Kickdown, Ladder, Route, Static, load
 from gearbx_mlx.cli.prompt import room_for
+from gearbx_mlx.decoding.caches import in_common
 from gearbx_mlx.decoding.mode import thresholds_for
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.files.journal import Journal, JournalPart, hash_of_tokens
@@ -133,7 +133,8 @@ class Solver:
         self.out, self.model, self.most = out, model, max_tokens
         _, self.tokenizer, config = load(model, lazy=True, return_config=True)
         self.prompts = prompts_of(max_tokens, task, self.tokenizer, config, examples, rows)
-        self.beginning = shared_beginning([tokens[:-1] for tokens, _, _ in self.prompts])
+        unread = [tokens[:-1] for tokens, _, _ in self.prompts]
+        self.beginning = unread[0][: min(in_common(unread[0], each) for each in unread)]
         self.gearbox = cache(partial(gearbox_of, model))
         self.begun = cache(self.read_beginning)
 
@@ -352,9 +353,3 @@ def in_turns(tokenizer: Any, rows: Problems, instruction: str) -> list[int]:
         messages += [{"role": "user", "content": row["question"] + instruction}]
         messages += [{"role": "assistant", "content": re.sub("<<.*?>>", "", row["answer"])}]
     return list(tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=False))
-
-
-def shared_beginning(sequences: Sequence[Sequence[int]]) -> list[int]:
-    """Return the tokens that all sequences begin with."""
-    alike = takewhile(lambda column: len(set(column)) == 1, zip(*sequences))
-    return [column[0] for column in alike]

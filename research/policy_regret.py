@@ -24,6 +24,7 @@ from rich.progress import track
 
 from gearbx_mlx import Gearbox, load
 from gearbx_mlx.compat.classes import generation_stream
+from gearbx_mlx.decoding.caches import in_common
 from gearbx_mlx.decoding.drafters import LowGear, TextSoFar
 from gearbx_mlx.decoding.loop import Loop
 from gearbx_mlx.decoding.policy import Acceptance, FixedPolicy, LearnedPolicy, draft_share
@@ -109,16 +110,11 @@ def recorded_text(machine: Machine, prompt: list[int], count: int) -> dict[str, 
         following = tokens[len(prompt) + place :]
         lookup.follow(seen, len(prompt))
         found["margins"].append([round(margin, 2) for margin in margins])
-        found["accepted"].append(agreeing(drafted, following))
+        found["accepted"].append(in_common(drafted, following))
         found["run"].append(lookup.run)
-        found["repeated"].append(agreeing(lookup.proposed(MOST), following))
+        found["repeated"].append(in_common(lookup.proposed(MOST), following))
         seen.append(following[0])
     return found
-
-
-def agreeing(proposed: list[int], text: list[int]) -> int:
-    """Count the tokens of a proposal up to the first wrong one."""
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(proposed, text)))
 
 
 class Recorder(FixedPolicy):

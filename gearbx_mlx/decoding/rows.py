@@ -204,8 +204,10 @@ class LayerOutputs:
         self._outputs: list[list[mx.array | None]] = [[] for _ in layers]
 
     def _usable(self, outputs: list[mx.array | None]) -> Iterator[mx.array | None]:
-        """Yield the outputs of a layer, None for those of which nobody knows the token: a layer that was given single
-        vectors was given the tokens one by one if it had as many calls as tokens."""
+        """Yield the outputs of a layer, with None where it is not known to which token an output belongs.
+
+        A layer that was given single vectors had the tokens one by one, if it had as many calls as there are tokens.
+        """
         alone = len(outputs) == self.count
         return iter([y if y is not None and (y.ndim == 3 or alone) else None for y in outputs])
 

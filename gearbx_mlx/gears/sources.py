@@ -317,9 +317,10 @@ class ExternalLowGear(Source):
 def external_low_gear(model: nn.Module, layers: Iterable[Layer], others: Source, residency: str) -> ExternalLowGear:
     """Return the source of a gearbox whose lowest gear is a quantized model.
 
-    A layer has native kernels if it has them in the other gears. What the quantizer left dense stays dense. The model
-    is of the same architecture, as mlx-lm's DWQ, AWQ, GPTQ and dynamic quantization write it. Raises GearbxError for a
-    model that is not quantized, or has other layers; a residency other than resident.
+    The model has the same architecture; mlx-lm's DWQ, AWQ, GPTQ and dynamic quantization write such ones. A layer has
+    native kernels if it has them in the other gears. What the quantizer left dense stays dense.
+
+    Raises GearbxError for a model that is not quantized, or has other layers; a residency other than resident.
     """
     if not isinstance(others, FromWeights):
         raise GearbxError("a geared checkpoint has its low gear; give a model for it beside the original")

@@ -95,7 +95,7 @@ class Metrics:
         acceptance.labels("lookup").set_function(lambda: tally.from_lookup / max(1, tally.looked_up))
 
     def answered(self, route: str, status: int) -> None:
-        """Count an answered request. route: a path that the server has, or one name for all that it has not."""
+        """Count an answered request. route: a path of the server; one name stands for all other paths."""
         self.requests.labels(route, str(status)).inc()
 
     def prompt(self, tokens: int, cached: int) -> None:

@@ -78,7 +78,7 @@ class PolicyRow:
 
 @dataclass
 class Setting:
-    """What the policies are made from. recorded: the low gear alone."""
+    """Holds what the policies are made from. recorded: the low gear alone."""
 
     windows: Sequence[Sequence[int]]
     low: Gear

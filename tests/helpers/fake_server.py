@@ -20,7 +20,7 @@ EVENTS, JSON, HTML = "text/event-stream", "application/json", "text/html"
 
 @dataclass
 class Answer:
-    """What is sent, in parts. length: announced; None: the end of the connection ends it."""
+    """Holds what is sent, in parts. length: announced; None: the end of the connection ends it."""
 
     parts: Iterable[bytes] = ()
     status: int = 200

@@ -63,7 +63,7 @@ def chat(client, content=WORD_PROBLEM, **body):
 
 
 def at_once(ask, items):
-    """What a function returns for each item; it is called for all of them at the same time."""
+    """Call a function for all items at the same time; return what it returns for each."""
     with ThreadPoolExecutor(len(items)) as pool:
         return list(pool.map(ask, items))
 
