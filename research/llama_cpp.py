@@ -36,13 +36,23 @@ from gearbx_mlx.cli.tables import speed
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.files import smollm2
 from gearbx_mlx.files.writing import write_text
-from gearbx_mlx.kernels.products import panel_rows
 from gearbx_mlx.loading import find, read_config
 
 from . import ROOT
 from .lossless import ASSISTANT, Writer, first_prompts, written_in_turn
 from .real_models import gguf_of
-from .studies import HELD_OUT, Found, named, native_kernels, ratios, results_in_turn, spread, study, table_here
+from .studies import (
+    HELD_OUT,
+    Found,
+    by_kernels,
+    named,
+    native_kernels,
+    ratios,
+    results_in_turn,
+    spread,
+    study,
+    table_here,
+)
 
 BEST, GREEDY_TOKENS = 5, 16
 ODD_TEXTS = (
@@ -405,7 +415,6 @@ def compare_llama_cpp(
 # A real model from the same file
 
 CONTEXT = 2048
-AVX2_ROWS = 8  # that kernels with AVX2 multiply side by side
 server: Any = None  # of llama.cpp, in a child
 Write = Callable[[list[int], int], tuple[str, float]]
 """A text after the tokens of a prompt, and the milliseconds of a token."""
@@ -557,8 +566,7 @@ def same_file(
     ]
     title = f"{named(model)}, {len(asked)} prompts, {max_tokens} tokens"
     head = [title, "ms a token: median (range)", "times as fast", "texts"]
-    name = "same_file" if panel_rows() > AVX2_ROWS else "same_file_avx2"
-    return Found({name: table_here(head, rows)}, found)
+    return Found({by_kernels("same_file"): table_here(head, rows)}, found)
 
 
 @study(writes="tests/data/llama_cpp_MODEL.json", minutes=2)

@@ -35,7 +35,7 @@ from gearbx_mlx.formats import get_format
 from gearbx_mlx.formats.base import Format
 from gearbx_mlx.gears.ladder import DEFAULT_GROUP_SIZE, Gear
 
-from .studies import DATA, HELD_OUT, Found, named, ratios, spread, study, table_here
+from .studies import DATA, HELD_OUT, Found, by_kernels, named, ratios, spread, study, table_here
 
 ASSISTANT = DATA / "assistant.txt"  # a dozen questions of a chat, and a dozen for code
 EXPECTED_LEAST = 5  # expected draws in a cell of the chi-square test; rarer outcomes share one cell
@@ -440,7 +440,7 @@ def lossless_time(
         "texts identical",
     ]
     block = "lossless_time" if lookup_tokens else "lossless_time_without_lookup"
-    return Found({block: table_here(head, rows)}, {"faster": faster, "same": same})
+    return Found({by_kernels(block): table_here(head, rows)}, {"faster": faster, "same": same})
 
 
 @study("docs/results.md", minutes=2)

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -28,6 +28,7 @@ from gearbx_mlx.benchmark.measuring import machine_name
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.files.writing import make_directory, write_text
 from gearbx_mlx.kernels import cpu
+from gearbx_mlx.kernels.compiler import vector_instructions
 from gearbx_mlx.telemetry.summary import as_json, finite_json
 
 from . import MODULES, ROOT
@@ -36,6 +37,7 @@ DATA = ROOT / "research" / "data"
 HELD_OUT = ROOT / "tests" / "data" / "gsm8k_held_out.jsonl"
 TALES, OTHER_TALES = DATA / "tales.txt", DATA / "tales_calibrate.txt"
 IMAGES = ROOT / "docs" / "images"
+OTHER_MODELS = "research/real_models.md"  # the page of what studies find on other models than their own
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,11 @@ class Found:
     tables: Mapping[str, str | Callable[..., str]] = field(default_factory=dict)
     data: Any = None
     pictures: Mapping[str, Callable[[Path], object]] = field(default_factory=dict)
+
+    def of_model(self, name: str) -> "Found":
+        """Return what was found of another model than the study's own: tables with its name, and no pictures."""
+        tables = {each.removesuffix(f"_{name}") + f"_{name}": text for each, text in self.tables.items()}
+        return Found(tables, self.data)
 
 
 @dataclass(frozen=True)
@@ -138,6 +145,9 @@ def start(name: str, arguments: Sequence[str]) -> None:
     flags = with_real_models(vars(parser_of(chosen).parse_args(arguments)))
     write, kept = flags.pop("write"), flags.pop("json")
     found = chosen.measure(**flags) or Found()
+    model = inspect.signature(chosen.measure).parameters.get("model")
+    if model is not None and isinstance(model.default, str) and flags["model"] != model.default:
+        chosen, found = replace(chosen, pages=(*chosen.pages, OTHER_MODELS)), found.of_model(named(flags["model"]))
     publish(chosen, found, write, kept)
 
 
@@ -264,6 +274,11 @@ def spread(values: Iterable[float], digits: int = 2, quartiles: bool = False) ->
 def table_here(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
     """A table, and where and when its figures were measured."""
     return f"{table(head, rows)}\n{machine_name()}, {time.strftime('%Y-%m-%d')}\n"
+
+
+def by_kernels(name: str) -> str:
+    """Return the name of a table, which has one of its own for kernels with AVX2 alone."""
+    return f"{name}_avx2" if vector_instructions() == "AVX2" else name
 
 
 def native_kernels() -> Any:

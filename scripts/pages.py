@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-BLOCK = re.compile(r"(<!-- (\w+)([^>]*) -->\n)(?:(?!<!-- ).)*(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- ([\w.-]+)([^>]*) -->\n)(?:(?!<!-- ).)*(<!-- end -->)", re.DOTALL)
 
 
 def table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:

@@ -125,6 +125,27 @@ def test_tables_go_into_the_page_and_figures_into_the_file(tmp_path, monkeypatch
     assert some in capsys.readouterr().out
 
 
+def test_tables_of_another_model_have_its_name_and_leave_the_usual_ones(tmp_path, monkeypatch):
+    page = tmp_path / "x.md"
+    page.write_text("<!-- some -->\nold\n<!-- end -->\n")
+    other = tmp_path / studies.OTHER_MODELS
+    other.parent.mkdir()
+    other.write_text("<!-- some_tiny-0.5b -->\nold\n<!-- end -->\n")
+
+    def measure(model: str = "usual") -> Found:
+        return Found({"some": f"{model}!\n"}, pictures={"p.png": lambda path: path.write_text(model)})
+
+    monkeypatch.setattr(studies, "ROOT", tmp_path)
+    monkeypatch.setattr(studies, "IMAGES", tmp_path)
+    monkeypatch.setattr(studies, "load", lambda name: Study(measure, ("x.md",), 1, ""))
+    start("measure", ["--model", "models/tiny-0.5b", "--write"])
+    assert page.read_text() == "<!-- some -->\nold\n<!-- end -->\n"
+    assert other.read_text() == "<!-- some_tiny-0.5b -->\nmodels/tiny-0.5b!\n<!-- end -->\n"
+    start("measure", ["--write"])
+    assert page.read_text() == "<!-- some -->\nusual!\n<!-- end -->\n"
+    assert (tmp_path / "p.png").read_text() == "usual"
+
+
 def test_a_block_without_figures_stays(tmp_path, capsys):
     def missing() -> str:
         raise FileNotFoundError(2, "none", "report.json")
