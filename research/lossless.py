@@ -274,7 +274,7 @@ SETTINGS = {
     "planes 4,8": ("4,8", "planes"),
 }
 CALIBRATED = "calibrated"
-ALONE = "bfloat16 alone"
+ALONE = "16 bits alone"
 
 
 def shipped_base(model: Any, tokenizer: Any, format: Format, ladder: Sequence[int]) -> Base:
@@ -410,10 +410,10 @@ def lossless_time(
     pairs: int = 5,
     lookup_tokens: int = MOST_DRAFTED,
 ) -> Found:
-    """What mode lossless saves in time on a real language model, beside plain bfloat16.
+    """What mode lossless saves in time on a real language model, beside its 16 bits alone.
 
-    For every prompt, plain bfloat16 alone and lossless mode in each setting write the text in turn. Plain bfloat16
-    does so twice, which shows how much the machine itself strays. The time of the prompt does not count.
+    For every prompt, the 16 bits alone and lossless mode in each setting write the text in turn. The 16 bits do so
+    twice, which shows how much the machine itself strays. The time of the prompt does not count.
 
     Args:
         prompts: Files: one per line, or JSON Lines as in GSM8K.
@@ -517,7 +517,7 @@ def draft_model(
         how = {"draft_model": copy.model, "num_draft_tokens": count}
         return generated(mlx_lm.stream_generate(original.model, writer.tokenizer, prompt, most, **how))
 
-    ways: dict[str, Callable[..., Any]] = {"bfloat16 alone": writer.alone, "mode lossless": writer.lossless}
+    ways: dict[str, Callable[..., Any]] = {ALONE: writer.alone, "mode lossless": writer.lossless}
     ways |= {f"--draft-model, {count} tokens": partial(speculative, count) for count in num_draft_tokens}
     found = written_in_turn(ways, first_prompts(writer.tokenizer, prompts, num_prompts), max_tokens, pairs)
     first = next(iter(found.values()))

@@ -199,6 +199,8 @@ def outcome_of(
 ) -> tuple[str, str]:
     """Whether a planted defect is found, and by which test."""
     if defect.file.startswith(CORE) and (reason := why_no_kernels(checkout, environment)):
+        if "did not compile" in reason:
+            raise RuntimeError(reason)  # in time: the machine is too busy to say what the tests find
         return NO_PROGRAM if "could not compile" in reason else FOUND, reason
     if tests == []:
         return SURVIVED, ""
