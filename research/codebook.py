@@ -143,6 +143,35 @@ def points_table(rows: list[dict[str, Any]]) -> str:
     return table(head, [point_cells(row) for row in rows])
 
 
+@study("docs/codebook.md", "research/tables.md", minutes=10)
+def codebook_formats(
+    what: list[Literal["error", "kl", "points"]] = [],  # noqa: B006 - nothing changes it
+    rows: int = 1024,
+    model: str = "smollm2",
+    problems: int = 16,
+    target_bpw: float = 6.0,
+) -> Found:
+    """Error, KL and points of a budget of the codebook formats.
+
+    Errors are compared with MLX's affine quantization at the same effective bits: with a curve through its widths and
+    group sizes, on which the logarithm of the error is interpolated.
+
+    Args:
+        what: error (4096-wide matrices, Gaussian and Student t), kl (a model on held-out problems of GSM8K), points
+            (the H-Process on the demo model: XFP's table 10); all if not given.
+        rows: For error: rows of the matrices.
+        model: For kl.
+        problems: For kl.
+        target_bpw: For points.
+    """
+    measures: dict[str, Callable[[], str]] = {
+        "error": lambda: measure_error(rows),
+        "kl": lambda: measure_kl(model, problems),
+        "points": lambda: measure_points(target_bpw),
+    }
+    return Found({name: measures[name]() for name in what or measures})
+
+
 # The H-Process on a mixture of experts
 
 CUT, PARTS_OF_AN_MLP = "smollm2", 4
@@ -242,32 +271,3 @@ def h_process(
     words = f"A budget of {budget / 1e6:.3g} MB.\n\n"
     name = "mixture" if model == CUT else "trained"
     return Found({f"points_{name}": words + points_table(bounded(rows, budget))}, rows)
-
-
-@study("docs/codebook.md", "research/tables.md", minutes=10)
-def codebook_formats(
-    what: list[Literal["error", "kl", "points"]] = [],  # noqa: B006 - nothing changes it
-    rows: int = 1024,
-    model: str = "smollm2",
-    problems: int = 16,
-    target_bpw: float = 6.0,
-) -> Found:
-    """Error, KL and points of a budget of the codebook formats.
-
-    Errors are compared with MLX's affine quantization at the same effective bits: with a curve through its widths and
-    group sizes, on which the logarithm of the error is interpolated.
-
-    Args:
-        what: error (4096-wide matrices, Gaussian and Student t), kl (a model on held-out problems of GSM8K), points
-            (the H-Process on the demo model: XFP's table 10); all if not given.
-        rows: For error: rows of the matrices.
-        model: For kl.
-        problems: For kl.
-        target_bpw: For points.
-    """
-    measures: dict[str, Callable[[], str]] = {
-        "error": lambda: measure_error(rows),
-        "kl": lambda: measure_kl(model, problems),
-        "points": lambda: measure_points(target_bpw),
-    }
-    return Found({name: measures[name]() for name in what or measures})
