@@ -8,10 +8,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = (
-    *("figures", "attention", "errors", "exact", "calibrated_base", "codebook", "precision", "kv", "throttling"),
-    *("lossless", "shapes", "experts", "batches", "decoding_costs", "hybrids", "disk", "products", "threads"),
-    *("conservation", "processes", "llama_cpp", "owned", "pictures", "evidence", "fidelity", "launches"),
-    *("energy", "kernels", "token", "server", "policies", "policy_regret", "final_answers", "pair", "starts"),
-    *("real_models", "mac", "metal_texts"),
+    *("figures", "attention", "errors", "exact", "calibrated_base", "codebook", "precision", "kv"),
+    *("lossless", "shapes", "decoding_costs", "disk", "products", "processes", "llama_cpp", "pictures"),
+    *("evidence", "fidelity", "energy", "kernels", "token", "server", "policies", "policy_regret"),
+    *("final_answers", "pair", "starts", "real_models", "mac", "metal_texts"),
 )
 sys.path.append(str(ROOT / "scripts"))  # pages, which the tools of the project use too

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import mlx.core as mx
@@ -31,7 +30,6 @@ from gearbx_mlx.gears.ladder import DEFAULT_GROUP_SIZE
 from gearbx_mlx.loading import find
 
 from .evaluation.report import markdown_table
-from .experts import upcycled
 from .lossless import shipped_base
 from .studies import HELD_OUT, Found, named, study
 
@@ -63,7 +61,7 @@ LENGTH = 48  # tokens of an answer
 CONTEXT = 512  # tokens of a window of text, of which the second half counts: as llama.cpp measures KL
 
 
-@study("docs/convert.md", "docs/evaluate.md", "research/tables.md", minutes=20)
+@study("docs/convert.md", "docs/evaluate.md", minutes=20)
 def calibrated_base(
     model: str = "smollm2",
     prompts: int = 12,
@@ -71,7 +69,6 @@ def calibrated_base(
     others: list[Path] = [],  # noqa: B006
     data: Path | None = None,
     tokens: int = 4096,
-    experts: int = 0,
 ) -> Found:
     """How often 4-bit drafts choose the original's token, rounded to the nearest codes and calibrated.
 
@@ -82,13 +79,7 @@ def calibrated_base(
         others: 4-bit checkpoints of the model by other quantizers, such as what `gptq` makes, as the lowest gear.
         data: a text on which the base alone is read, such as WikiText-2's test set.
         tokens: of that text.
-        experts: make SmolLM2 a mixture of so many copies of its MLPs first, as `lossless-experts` does.
     """
-    if experts:
-        with TemporaryDirectory() as directory:
-            upcycled(experts, Path(directory))
-            found = calibrated_base(directory, prompts, formats, others, data, tokens)
-        return Found({f"calibrated_base_{experts}_experts": table for table in found.tables.values()}, found.data)
     name = None if model == "demo" else model
     original, tokenizer = load(name)
     answers = written(original, tokenizer, prompts)

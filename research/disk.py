@@ -1,10 +1,7 @@
-"""Weights from files: checkpoints that are converted and loaded, the top gear streamed, and what residencies take."""
+"""Weights from files: the top gear streamed, and what residencies take."""
 
 import json
-import os
 import resource
-import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -14,71 +11,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import mlx.core as mx
-from mlx_lm.utils import save_model
 
 from gearbx_mlx import Gearbox, load, stream_generate
-from gearbx_mlx.benchmark.decode import DECODED_TOKENS, decode_seconds, random_model
+from gearbx_mlx.benchmark.decode import decode_seconds
 from gearbx_mlx.convert import convert
 from gearbx_mlx.errors import GearbxError
-from gearbx_mlx.loading import DEMO_MODEL, find
+from gearbx_mlx.loading import find
 
 from . import ROOT
-from .studies import Found, in_turn, named, ratios, spread, study, table_here
-
-BLOCK = 1 << 24
-PEAK = """
-import atexit, runpy
-atexit.register(lambda: print(*(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))))
-runpy.run_module("gearbx_mlx.convert", run_name="__main__")
-"""
-
-
-def random_checkpoint(path: Path, hidden: int, layers: int) -> None:
-    """Write a Llama of random bfloat16 weights, whose largest layer is the head, with the demo model's tokenizer."""
-    sizes = {
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "intermediate_size": 4 * hidden,
-        "num_attention_heads": hidden // 64,
-        "num_key_value_heads": hidden // 256,
-        "rms_norm_eps": 1e-5,
-        "vocab_size": DECODED_TOKENS,
-        "tie_word_embeddings": False,
-    }
-    save_model(path, random_model(sizes))
-    (path / "config.json").write_text(json.dumps(sizes))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO_MODEL / name, path)
-
-
-def read(files: list[Path]) -> None:
-    block = bytearray(BLOCK)
-    for file in files:
-        with open(file, "rb", buffering=0) as opened:
-            while opened.readinto(block):
-                pass
-
-
-def load_geared(path: Path, gears: list[str]) -> None:
-    model, _ = load(path)
-    gearbox = Gearbox(model, kernels="native")
-    for gear in gears:
-        gearbox.shift(gear)
-    mx.eval(model.parameters())
-
-
-def fill_arrays(files: list[Path]) -> None:
-    """Have MLX read all arrays and do nothing else."""
-    mx.eval([mx.load(str(file)) for file in files])
-
-
-def forget(file: Path) -> None:
-    """Remove a file from the system's memory."""
-    with open(file, "rb") as opened:
-        os.fsync(opened.fileno())
-        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
+from .studies import Found, named, spread, study, table_here
 
 LIMIT_STEP, MOST_LIMIT = 8 << 20, 1 << 30
 PROMPT = "Once upon a time there was a"
@@ -176,64 +117,6 @@ def streaming(
     ]
     head = [f"{named(model)}, {max_tokens} tokens", "peak of the process, MB", "least limit, MB", "the same text"]
     return Found({"memory_limit": table_here(head, rows)}, {"free": free, "least": least})
-
-
-@study(minutes=5)
-def checkpoint(
-    hidden: int = 2048, layers: int = 6, trials: int = 5, gears: str = "4,8,16", folder: Path | None = None
-) -> None:
-    """The peak memory of converting a random model, and how fast gears are loaded (Linux).
-
-    The peak is compared with the sizes of the output and of the largest layer. The speed of loading gears is compared
-    with that of reading the same files from beginning to end, from the page cache and from the disk.
-
-    Args:
-        hidden: Width of the model.
-        folder: Where to write some gigabytes; the system's temporary directory if not given.
-    """
-    with tempfile.TemporaryDirectory(dir=folder) as name:
-        place = Path(name)
-        source, out = place / "original", place / "geared"
-        random_checkpoint(source, hidden, layers)
-        shipped: list[Any] = [sys.executable, "-c", PEAK, "--mlx-path", place / "small"]
-        command: list[Any] = [sys.executable, "-c", PEAK, "--model", source, "--mlx-path", out, "--embeddings", "keep"]
-        idle, peak = (
-            int(subprocess.run(c, check=True, stdout=subprocess.PIPE, text=True).stdout.split()[-1]) * 1024 / 1e9
-            for c in (shipped, [*command, "--gears", gears])
-        )
-        base, rest = out / "model.safetensors", out / "gears.safetensors"
-        size = sum(file.stat().st_size for file in (base, rest)) / 1e9
-        print(f"conversion: peak {peak:.2f} GB, {idle:.2f} GB for the demo model; output {size:.2f} GB, ", end="")
-        print(f"head {DECODED_TOKENS * hidden * 2 / 1e9:.2f} GB")
-        middle = ["mid"] if gears.count(",") > 1 else []
-        for cold in (False, True):
-            report(out, [base], ["low"], cold, trials)
-            report(out, [base, rest], ["low", *middle, "high"], cold, trials)
-
-
-def report(path: Path, files: list[Path], gears: list[str], cold: bool, trials: int) -> None:
-    works = {
-        "read": lambda: read(files),
-        "fill": lambda: fill_arrays(files),
-        "load": lambda: load_geared(path, gears),
-    }
-
-    def prepare() -> None:
-        mx.clear_cache()
-        for file in files:
-            forget(file)
-        if not cold:
-            read(files)
-
-    seconds = in_turn(works, trials, before=prepare)
-    size = sum(file.stat().st_size for file in files) / 1e9
-    rates = {name: size / statistics.median(spent) for name, spent in seconds.items()}
-    place = "disk" if cold else "page cache"
-    lines = [f"{' and '.join(gears)}, {place}: {size:.2f} GB loaded at {rates['load']:.2f} GB/s"]
-    for name, meaning in (("read", "over one buffer"), ("fill", "them with mx.load")):
-        share = spread(ratios(seconds[name], seconds["load"]))
-        lines.append(f"{share} of reading {meaning}, {rates[name]:.2f} GB/s")
-    print("; ".join(lines))
 
 
 # Where idle gears are

@@ -14,16 +14,14 @@ from pages import table
 
 from gearbx_mlx import Gearbox, load
 from gearbx_mlx.decoding.rows import linear_layers
-from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.evaluation.predictions import kl_divergence, next_logprobs, read_documents
 from gearbx_mlx.formats import rowwise
 from gearbx_mlx.gears.ladder import Gear
 from gearbx_mlx.gears.sources import looks_quantized
-from gearbx_mlx.loading import model_name
 from gearbx_mlx.telemetry.trace import gear_color, gear_marker, get_pyplot, save
 
 from .attention import PARTS, Quantizer, attention_errors
-from .studies import HELD_OUT, OTHER_TALES, TALES, Found, read_report, study
+from .studies import OTHER_TALES, Found, read_report, study
 
 BITS = (8, 6, 4, 2)
 IDEAL = {bits: (rowwise.Q_MAX[8] / rowwise.Q_MAX[bits]) ** 2 for bits in BITS}  # s^2 over that of 8 bits (13.1)
@@ -177,8 +175,7 @@ def kv_errors(
 
     Returns:
         a row for each length and gear: `length`, `gear`, `positions` that the gear wrote, `keys` and `values` (squared
-        error over squared size of these positions' entries), `kl` (mean, bits, of all predictions of this length) and
-        `kl_of_texts` (of each text).
+        error over squared size of these positions' entries), and `kl` (mean, bits, of all predictions of this length).
     """
     top = gearbox.ladder[-1]
     exact = [written(gearbox, text, [(0, len(text), top)]) for text in texts]
@@ -197,8 +194,7 @@ def kv_errors(
         for gear, sums, count in zip(gears, *found):
             row: dict[str, Any] = {"length": length, "gear": gear.name, "positions": int(count)}
             errors = {"keys": float(sums[0] / sums[2]), "values": float(sums[1] / sums[3])} if sums[2:].all() else {}
-            of_texts = [float(each.mean()) for each in kl]
-            rows.append(row | errors | {"kl": float(np.concatenate(kl).mean()), "kl_of_texts": of_texts})
+            rows.append(row | errors | {"kl": float(np.concatenate(kl).mean())})
     return rows
 
 
@@ -322,45 +318,3 @@ def errors(model: str | None = None, texts: int = 1, redraw: Path | None = None)
     report = read_report(redraw) if redraw else measured(model, texts)
     tables = {name: made(report) for name, made in TABLES.items()}
     return Found(tables, report, {"error_analysis.png": partial(draw, report)})
-
-
-RUNS = (1, 4, 16, 64)
-
-
-def texts_of(tokenizer: Any, count: int) -> list[list[int]]:
-    """So many texts of CONTEXT tokens. Raises GearbxError where there is less text."""
-    tokens = [
-        t for file in (OTHER_TALES, TALES, HELD_OUT) for text in read_documents(file) for t in tokenizer.encode(text)
-    ]
-    if len(tokens) < count * CONTEXT:
-        raise GearbxError(f"--texts {count}: there are {len(tokens) // CONTEXT} of {CONTEXT} tokens; give fewer")
-    return [tokens[i * CONTEXT : (i + 1) * CONTEXT] for i in range(count)]
-
-
-def mean_and_error(values: Sequence[float]) -> str:
-    """The mean, and its standard error."""
-    return f"{np.mean(values):.4f} ± {np.std(values, ddof=1) / len(values) ** 0.5:.4f}"
-
-
-@study("docs/error_analysis.md", minutes=5)
-def kv_runs(models: list[str] = ["smollm2"], texts: int = 16) -> Found:  # noqa: B006
-    """Whether longer runs of one gear make predictions better (GEARBX 10.2, 13.2), on several texts of real models.
-
-    Args:
-        models: Beside the one that ships: directories or Hub repositories of originals.
-        texts: Of 256 tokens, 2 or more.
-    """
-    rows = []
-    for name in [None, *models]:
-        model, tokenizer = load(name) if name else load()
-        model.set_dtype(mx.float32)
-        gearbox = Gearbox(model, "4,16")
-        low, top = gearbox.ladder
-        found = kv_errors(gearbox, texts_of(tokenizer, texts), [low, top], RUNS)
-        by_length = {row["length"]: row["kl_of_texts"] for row in found}  # both gears have the same
-        for length, kl in by_length.items():
-            more = [a - b for a, b in zip(kl, by_length[RUNS[0]])]
-            compared = mean_and_error(more) if length != RUNS[0] else ""
-            rows.append([model_name(name), texts, length, mean_and_error(kl), compared])
-    head = ["model", "texts", "tokens of a run", "KL, bits", "more than with runs of 1"]
-    return Found({"kv_runs": table(head, rows)}, rows)

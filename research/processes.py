@@ -1,46 +1,25 @@
-"""Processes: how long the commands take to start, and what agreeing costs several ranks."""
+"""Ranks: what agreeing on each token costs them."""
 
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
-from pages import table
 
 from gearbx_mlx import Gearbox, Static, load, stream_generate
-from gearbx_mlx.__main__ import COMMANDS
 from gearbx_mlx.decoding import sampling
 from gearbx_mlx.ranks.agreement import ALONE, Agreement
 from gearbx_mlx.ranks.place import begin, current
 from gearbx_mlx.ranks.watch import meet
 
 from . import ROOT
-from .studies import Found, in_turn, ratios, results_in_turn, spread, study, table_here
-
-IMPORT = "import mlx_lm"
-GENERATE = ("-m", "gearbx_mlx.generate", "--max-tokens", "20")
-HELP = [name for name in COMMANDS if name != "lm_eval"]  # whose parser is lm-eval's
-
-
-def seconds(arguments: Sequence[str], until: int | None = None) -> float:
-    """Seconds of a Python program, or until it has written the first `until` bytes."""
-    start = time.perf_counter()
-    with subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
-        assert process.stdout is not None
-        process.stdout.read(-1 if until is None else until)
-        if until is None:
-            process.wait()
-        spent = time.perf_counter() - start
-        process.stdout.read()
-    return spent
-
+from .studies import Found, results_in_turn, study, table_here
 
 TEXTS = 8  # of each kind
 TOKENS = 16
@@ -110,19 +89,6 @@ def row(count: int, found: dict) -> list:
 def written(percentiles: list[float]) -> str:
     low, middle, high = percentiles
     return f"{middle:.2f} ms ({low:.2f}-{high:.2f})"
-
-
-@study("research/tables.md", minutes=1)
-def startup(trials: int = 11) -> Found:
-    """How long commands take to start: `--help`, and the first token of the demo model, beside mlx-lm's import.
-
-    A package that is installed has compiled Python files; an editable one may not.
-    """
-    works = {IMPORT: partial(seconds, ["-c", IMPORT]), "`generate`, first token": partial(seconds, GENERATE, 1)}
-    works |= {f"`{name} --help`": partial(seconds, ["-m", f"gearbx_mlx.{name}", "--help"]) for name in HELP}
-    spent = in_turn(works, trials)
-    rows = [[name, spread(found), spread(ratios(found, spent[IMPORT]))] for name, found in spent.items()]
-    return Found({"startup": table(["program", "seconds", "times mlx-lm's import"], rows)})
 
 
 @study("docs/distributed.md", minutes=3)

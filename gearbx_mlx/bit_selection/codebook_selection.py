@@ -36,7 +36,7 @@ class Quality:
     """The quality of one matrix at `bits`.
 
     cosine: median over channels. bulk_cosine: without outliers apart, when codebooks are fitted to all weights.
-    error, bulk_error: squared error over the sum of the squared weights. outlier_share: of the weights.
+    error: squared error over the sum of the squared weights. outlier_share: of the weights.
     effective_bits: per weight, with everything that is stored.
     """
 
@@ -44,7 +44,6 @@ class Quality:
     cosine: float
     bulk_cosine: float
     error: float
-    bulk_error: float
     outlier_share: float
     effective_bits: float
 
@@ -132,7 +131,7 @@ def qualities(format: CodebookFormat, weight: mx.array) -> Iterator[Quality]:
     match = match_rows if isinstance(format, Codebook) else match_library
     for bits, kept, alone in match(format, judged, mask):
         effective = 8 * format.stored_bytes(weight.shape, bits, share) / weight.size
-        yield Quality(bits, kept.cosine(), alone.cosine(), kept.error(), alone.error(), share, effective)
+        yield Quality(bits, kept.cosine(), alone.cosine(), kept.error(), share, effective)
 
 
 # The quality of layers

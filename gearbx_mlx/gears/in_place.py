@@ -25,7 +25,7 @@ from .sharding import DENSE_CLASSES, QUANTIZED_AS, blank, dense_shape, sharding_
 SPLIT = (*QUANTIZED_AS.values(), nn.QuantizedEmbedding)  # as mlx-lm loads them
 LOWER_BITS = 4  # bits of the lower gear by default, where codes have more
 OF_SCALES = 0.5  # bits a weight of scales and biases in groups of 64
-AGREEMENT = 0.78  # the share of tokens that 4 bits of 6 or 8 choose alike: research/tables.md, on SmolLM2
+AGREEMENT = 0.78  # the share of tokens that 4 bits of 6 or 8 choose alike: docs/tried.md, on SmolLM2
 
 
 @dataclass(frozen=True)

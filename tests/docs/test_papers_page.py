@@ -29,8 +29,7 @@ def rows(text: str) -> list[list[str]]:
 
 def is_defined(path: str, name: str) -> bool:
     """Return whether a file of C++ defines a function."""
-    file = ROOT / path if path.startswith("research/") else ROOT / "gearbx_mlx" / path
-    text = file.read_text(encoding="utf-8")
+    text = (ROOT / "gearbx_mlx" / path).read_text(encoding="utf-8")
     return re.search(rf"^[^/;=\n]*\b{name}\([^;]*?\)\s*\{{", text, re.MULTILINE) is not None
 
 

@@ -51,7 +51,7 @@ def test_every_picture_of_the_docs_is_there_and_every_picture_is_shown():
 
 
 def test_every_picture_and_every_measured_table_has_a_name_in_the_script():
-    listed = "\n".join(studies.listed())
+    listed = "\n".join([*studies.listed(), studies.OTHER_MODELS])
     for picture in IMAGES.glob("*.png"):
         assert picture.name in listed
     for folder in ("docs", "research"):
