@@ -25,7 +25,9 @@ def asked(command, tmp_path):
     file.write_text(PROMPTS, encoding="utf-8")
 
     def run(url: str, *flags: object):
+        begun = time.perf_counter()
         result = command("analyze", "--server", url, "--prompts", file, "--out", out, "--max-tokens", 8, *flags)
+        result.seconds = time.perf_counter() - begun
         trace, summary = out / "trace.jsonl", out / "summary.json"
         result.records = [json.loads(line) for line in trace.read_text().splitlines()] if trace.exists() else None
         result.summary = json.loads(summary.read_text()) if summary.exists() else None
@@ -49,6 +51,7 @@ def test_it_writes_trace_summary_and_pictures(asked):
     low, high = result.records[0]["entropy_low"], result.records[0]["entropy_high"]
     assert low == pytest.approx(2 * bits(0.05) + bits(0.9), abs=5e-3)
     assert high == pytest.approx(bits(0.05) + bits(0.9) + 0.05 * math.log2(62 / 0.05), abs=5e-3)
+    assert result.summary["tokens_per_second"] > len(result.records) / result.seconds
     assert result.summary["mean_entropy_low_bits"] == pytest.approx(low)
     assert result.summary["mean_entropy_high_bits"] == pytest.approx(high)
     assert (result.summary["vocab_size"], result.summary["vocab_size_source"]) == (64, "the server")

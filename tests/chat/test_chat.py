@@ -234,6 +234,14 @@ class TestCommands:
         assert "high 100%" in lines[4]
         assert lines[5] == "mode route"
 
+    def test_gear_of_a_pair_holds_one_model(self, capsys):
+        with chat(small_model=str(DEMO_MODEL), thresholds="1.5", max_tokens=40) as session:
+            type_into(session, "/gear small", ASKED, "/gear large", ASKED, "/gear auto", ASKED)
+        _, small, _, large, _, both = said(capsys)
+        assert "small 100%" in small
+        assert "large 100%" in large
+        assert re.search(r"small \d\d% large \d\d%", both)
+
     def test_mode_changes_the_next_answers_and_its_flags_count(self, capsys):
         with chat(gears="3,16", mode="static", max_tokens=12) as session:
             for line in ("/mode static --gear low", "/mode lossless --draft-length 2", "/mode static"):
