@@ -108,10 +108,12 @@ template <class X>
 struct Register {
   typedef Lanes type;
   static constexpr int64_t COUNT = LANES;
-  static constexpr int LOADS = 1;
+  static constexpr int LOADS = PARTS * LANES < 16 ? 2 : 1;  // a step is a whole number of prefetches
 };
 
-inline void pack(const float* from, float* to) { std::memcpy(to, from, LANES * sizeof(float)); }
+inline void pack(const float* from, float* to) {
+  std::memcpy(to, from, Register<float>::LOADS * Register<float>::COUNT * sizeof(float));
+}
 
 #if defined(GEARBX_AVX2) && !defined(GEARBX_AVX512)
 // Float32 for weights of bf16: of sixteen columns the even ones, then the odd ones. One operation each makes floats of the
@@ -120,13 +122,6 @@ struct Split {
   float value;
 };
 typedef Split ForBf16;
-
-template <>
-struct Register<Split> {
-  typedef F8 type;
-  static constexpr int64_t COUNT = LANES;
-  static constexpr int LOADS = 2;
-};
 
 inline void pack(const float* from, Split* to) {
   const F8 some = load8(from), others = load8(from + 8);
