@@ -265,6 +265,7 @@ struct Prefetch {
   // `count` times 16 numbers of type T.
   template <int count, class T>
   GEARBX_INLINE void ask() {
+    static_assert(count > 0);
     if (next >= end) return;
     constexpr int BYTES = count * 16 * sizeof(T);
     for (int i = 0; i < BYTES; i += 64) __builtin_prefetch(next + i, 0, 2);
