@@ -32,6 +32,7 @@ from architectures import VOCABULARY as VOCABULARY
 from hypothesis import settings
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from gearbx_mlx import Gearbox, GearbxError, Pair, load, stream_generate
 from gearbx_mlx.cli import signals
@@ -105,6 +106,16 @@ def up_to(vectors: int) -> int:
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "gemma3", "phi3", "mixtral", "gpt_neox")
 
 
+# Keywords of mlx-lm's `stream_generate`, which every mode takes.
+KEYWORDS = {
+    "greedy": {},
+    "one token": {"max_tokens": 1},
+    "sampled": {"sampler": make_sampler(0.8, top_p=0.9)},
+    "penalty": {"logits_processors": make_logits_processors(repetition_penalty=1.3)},
+    "rotating cache": {"max_kv_size": 12},
+    "quantized cache": {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 4},
+    "small prefill": {"prefill_step_size": 4},
+}
 WIDE = {"sliding_window": 64}  # which short texts do not fill
 CHANGES = {
     "gemma3_text": WIDE,
@@ -253,7 +264,7 @@ def pytest_ignore_collect(collection_path, config):
 
 
 # Files with the longest tests. If one of these began last, one core would work while the others wait.
-LONGEST = ("test_native_cores.py", "test_build.py", "test_documents.py", "test_scripts.py", "test_bench.py")
+LONGEST = ("test_native_cores.py", "test_build.py", "test_documents.py", "test_scripts.py")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -438,6 +449,21 @@ def command(monkeypatch, capsys):
         captured = capsys.readouterr()
         code = stopped.value.code
         return SimpleNamespace(status=code if isinstance(code, int) else 0, out=captured.out, err=captured.err)
+
+    return run
+
+
+@pytest.fixture
+def generated(command, tmp_path):
+    """Run `generate`, which must not fail; as `command`, and its `summary` and `trace`."""
+
+    def run(*flags: object) -> SimpleNamespace:
+        summary, trace = tmp_path / "summary.json", tmp_path / "trace.jsonl"
+        done = command("generate", *flags, "--summary", summary, "--trace", trace)
+        assert done.status == 0, done.err
+        done.summary = json.loads(summary.read_text())
+        done.trace = [json.loads(line) for line in trace.read_text().splitlines()]
+        return done
 
     return run
 

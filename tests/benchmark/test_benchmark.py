@@ -1,15 +1,17 @@
 """The benchmark command and the studies' timing, at sizes that say nothing of speed: what they write and refuse."""
 
 import json
+from types import SimpleNamespace
 
+import mlx.core as mx
 import pytest
 
 from gearbx_mlx import Ladder
 from gearbx_mlx.benchmark import measuring
+from gearbx_mlx.kernels import cpu, device
 from gearbx_mlx.loading import DEMO_MODEL
 from research.decoding_costs import dynamic_speedup, plan_of, routing
-
-pytestmark = pytest.mark.usefixtures("compiled")
+from research.kernels import kernels
 
 
 @pytest.fixture(autouse=True)
@@ -18,6 +20,7 @@ def small_sums(monkeypatch):
     monkeypatch.setattr(measuring, "READ_BYTES", 2**20)
 
 
+@pytest.mark.usefixtures("compiled")
 def test_routing():
     rows = routing(model=DEMO_MODEL, gears="4,8,16", tokens=3, trials=2).data
     assert [(row["gear"], row["bits"]) for row in rows] == [("low", 4), ("mid", 8), ("high", 16)]
@@ -36,20 +39,15 @@ def test_a_mixture_of_the_papers_shares_has_its_bound():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiled")
 def test_decode(command, tmp_path):
     sizes = "--tokens", 3, "--trials", 1, "--context", 40
     result = command("benchmark", "decode", "--model", DEMO_MODEL, "--gears", "4,16", *sizes, "--json", tmp_path / "d")
     assert result.status == 0
     rows = json.loads((tmp_path / "d").read_text())["rows"]
-    assert [(row["path"], row["gear"], row["bits"]) for row in rows] == [
-        ("native", "low", 4),
-        ("native", "high", 16),
-        ("native int16", "low", 4),
-        ("native int16", "high", 16),
-        ("native int8", "low", 4),
-        ("mlx", "low", 4),
-        ("mlx", "high", 16),
-    ]
+    native = [("native", "low", 4), ("native", "high", 16), ("native int16", "low", 4), ("native int16", "high", 16)]
+    others = [("native int8", "low", 4), ("mlx", "low", 4), ("mlx", "high", 16)]
+    assert [(row["path"], row["gear"], row["bits"]) for row in rows] == native + others
     for row in rows:
         assert row["context"] == 40
         assert row["tokens_per_second"] > 0
@@ -61,3 +59,31 @@ def test_decode(command, tmp_path):
     assert low["predicted_speedup"] == pytest.approx(top["weight_bytes_per_token"] / low["weight_bytes_per_token"])
     assert low["break_even_tokens"] is None or low["break_even_tokens"] > 0
     assert top["roofline_share"] > 0
+
+
+def test_half_precision_of_mlx_is_timed_on_a_gpu(monkeypatch):
+    """MLX's default device claims to be a GPU without Metal, and nothing is compiled."""
+
+    def compiled() -> None:
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr(cpu, "native", compiled)
+    monkeypatch.setattr(mx, "default_device", lambda: SimpleNamespace(type=mx.DeviceType.gpu))
+    monkeypatch.setattr(device, "check_generation", lambda name: None)  # mlx-lm was imported on the CPU
+    rows = kernels(rows=64, cols=128, megabytes=1, trials=1).data
+    assert {row.get("path", "mlx") for row in rows} == {"mlx"}
+    assert {(row["read_by"], row["threads"]) for row in rows} == {("mlx gpu", None)}
+    assert all(row["read_bandwidth_gigabytes_per_second"] > 0 for row in rows)
+    dense = [row["format"] for row in rows if row["format"].startswith("dense")]
+    assert dense == ["dense bfloat16", "dense float16", "dense float32"]
+
+
+def test_without_a_compiler_mlx_sums_on_the_cpu(command, tmp_path, monkeypatch):
+    monkeypatch.setattr(cpu, "_kernels_or_reason", lambda: (None, "no C++ compiler was found"))
+    flags = "--model", DEMO_MODEL, "--gears", "4,16", "--tokens", 2, "--trials", 1
+    result = command("benchmark", "decode", *flags, "--json", tmp_path / "b.json")
+    assert result.status == 0, result.err
+    rows = json.loads((tmp_path / "b.json").read_text())["rows"]
+    assert {(row["path"], row["read_by"]) for row in rows} == {("mlx", "mlx cpu")}
+    assert [row["gear"] for row in rows] == ["low", "high"]
+    assert "GB/s, MLX's sum on the CPU, " in result.out

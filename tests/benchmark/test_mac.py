@@ -1,6 +1,7 @@
 """benchmark mac with a tiny random model on a CPU: what it writes, compares, refuses and keeps. Nothing of speed."""
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -82,10 +83,8 @@ def report_of(*texts: subject.MacText) -> subject.MacReport:
 
 
 def test_a_way_is_compared_with_the_text_of_the_same_turn():
-    texts = [
-        text(subject.MLX_LM, 1.0),
-        text(subject.AS_TYPED, 0.5, rounds=4, reads=5, waited=0.1, same=True, agreed=11),
-    ]
+    texts = [text(subject.MLX_LM, 1.0)]
+    texts += [text(subject.AS_TYPED, 0.5, rounds=4, reads=5, waited=0.1, same=True, agreed=11)]
     texts += [text(subject.MLX_LM, 4.0, 1), text(subject.AS_TYPED, 2.5, 1, rounds=6, reads=6, waited=0.2, agreed=3)]
     alone, row = report_of(*texts).ways
     assert row["spread"] == [1.6, 2.0]
@@ -221,18 +220,15 @@ class TestRefused:
 
     def test_a_model_that_is_too_large(self, bench, monkeypatch):
         monkeypatch.setattr(subject, "most_memory", lambda: 1000)
-        said = self.refused(bench())
-        assert "needs about" in said
-        assert "at most 1 kB here" in said
+        assert re.search("needs about .* at most 1 kB here", self.refused(bench()))
 
     def test_a_quantized_model(self, bench, command, tmp_path):
         converted = command("convert", "--mlx-path", tmp_path / "geared", "--gears", "4,8")
         assert converted.status == 0, converted.err
-        said = self.refused(command("benchmark", "mac", "--model", tmp_path / "geared"))
-        assert "give the original" in said
+        assert "give the original" in self.refused(command("benchmark", "mac", "--model", tmp_path / "geared"))
 
     def test_a_hub_name_without_a_network(self, command, monkeypatch, tmp_path):
         monkeypatch.chdir(tmp_path)
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-        said = self.refused(command("benchmark", "mac", "--model", "mlx-community/no-such-model"))
-        assert "mlx-community/no-such-model" in said
+        name = "mlx-community/no-such-model"
+        assert name in self.refused(command("benchmark", "mac", "--model", name))

@@ -12,27 +12,15 @@ from mlx_lm.generate import setup_arg_parser as mlx_lm_flags
 from gearbx_mlx import GearbxError, GearbxWarning
 from gearbx_mlx.calibrate import calibrate
 from gearbx_mlx.cli.flags import SamplingSettings
+from gearbx_mlx.cli.terminal import TintedText
 from gearbx_mlx.generate import DEFAULT_PROMPT
 from gearbx_mlx.loading import DEMO_MODEL
 from gearbx_mlx.routing.gates import ThresholdFile, thresholds_of_file
 
 SUMMARY_FIELDS = {
-    "model",
-    "mode",
-    "ladder",
-    "tokens",
-    "tokens_per_second",
-    "gear_tokens",
-    "shifts",
-    "shift_seconds",
-    "making_seconds",
-    "mean_entropy_bits",
-    "effective_bits_per_weight",
-    "weight_bytes_per_token",
-    "weight_bytes_per_token_top",
-    "peak_memory_bytes",
-    "managed_layers",
-    "unmanaged_layers",
+    *("model", "mode", "ladder", "tokens", "tokens_per_second", "gear_tokens", "shifts", "shift_seconds"),
+    *("making_seconds", "mean_entropy_bits", "effective_bits_per_weight", "weight_bytes_per_token"),
+    *("weight_bytes_per_token_top", "peak_memory_bytes", "managed_layers", "unmanaged_layers"),
 }
 TRACE_FIELDS = ["index", "token", "text", "entropy", "mean_entropy", "gear", "shifted"]
 
@@ -71,11 +59,9 @@ def flags_in(text: str) -> set[str]:
 
 
 class TestGenerate:
-    def test_writes_a_worked_text_trace_and_summary(self, command, tmp_path):
-        files = "--summary", tmp_path / "s.json", "--trace", tmp_path / "t.jsonl"
-        result = command("generate", "--mode", "route", "--max-tokens", 60, *files)
-        assert result.status == 0
-        summary, trace = read_json(tmp_path / "s.json"), read_trace(tmp_path / "t.jsonl")
+    def test_writes_a_worked_text_trace_and_summary(self, generated, tmp_path):
+        result = generated("--mode", "route", "--max-tokens", 60)
+        summary, trace = result.summary, result.trace
         assert summary.keys() >= SUMMARY_FIELDS
         assert (summary["model"], summary["mode"]) == ("demo", "route")
         assert [g["bits"] for g in summary["ladder"]] == [4, 8, 16]
@@ -95,16 +81,16 @@ class TestGenerate:
         assert summary["managed_layers"] == 43
         for words in ("tokens/s", "s to the first token", "shifts", "weights read", "memory"):
             assert words in result.err
-        assert {path.name for path in tmp_path.iterdir()} == {"s.json", "t.jsonl"}
+        assert {path.name for path in tmp_path.iterdir()} == {"summary.json", "trace.jsonl"}
 
-    def test_the_first_command_shows_what_the_project_is(self, command, tmp_path):
+    def test_the_first_command_shows_what_the_project_is(self, command, generated):
         """Its question, what the colours say, and drafts."""
-        done = command("generate", "--gears", "4,16", "-m", 60, "--summary", tmp_path / "s.json")
+        done = generated("--gears", "4,16", "-m", 60)
         question, colors, *_ = done.err.splitlines()
         assert question == DEFAULT_PROMPT
         drafted = "drafted by 4 bits, accepted by 16"
         assert colors == f"tokens: {drafted} · looked up in the text, accepted · written by 16 bits"
-        summary = json.loads((tmp_path / "s.json").read_text())
+        summary = done.summary
         assert summary["accepted"] > 0
         assert summary["accepted"] + summary["lookup_accepted"] + summary["gear_tokens"]["high"] == summary["tokens"]
         assert done.out == command("generate", "--gears", "4,16", "-m", 60, "--mode", "static").out
@@ -119,10 +105,9 @@ class TestGenerate:
         piped = command("generate", "-m", 8, "-p", "-").out
         assert piped == command("generate", "-m", 8, "-p", "Once upon a time").out
 
-    def test_minus_one_ends_at_the_context(self, command, tmp_path):
+    def test_minus_one_ends_at_the_context(self, generated):
         sampled = "--temp", 1, "--seed", 0, "--ignore-chat-template"
-        command("generate", "-p", "KING:\n" * 120, "-m", -1, *sampled, "--summary", tmp_path / "s.json")
-        summary = read_json(tmp_path / "s.json")
+        summary = generated("-p", "KING:\n" * 120, "-m", -1, *sampled).summary
         assert summary["prompt_tokens"] + summary["tokens"] <= 512
 
     def test_a_link_is_written_through_and_a_pipe_is_written_to(self, command, tmp_path):
@@ -133,9 +118,7 @@ class TestGenerate:
         assert read_json(tmp_path / "target.json")["tokens"] == 3
         assert Path("/dev/null").is_char_device()
 
-    def test_tinted_text_is_the_text(self, command, monkeypatch):
-        from gearbx_mlx.cli.terminal import TintedText
-
+    def test_tinted_text_is_the_text(self, monkeypatch):
         written = io.StringIO()
         monkeypatch.setattr(sys, "stdout", written)
         monkeypatch.setenv("FORCE_COLOR", "1")
@@ -149,17 +132,18 @@ def test_analyze_writes_trace_summary_and_pictures(command, four_bit, tmp_path):
     prompts.write_text("Once upon a time\n\nTom has 3 apples.\n")
     result = command("analyze", "--model", four_bit, "--prompts", prompts, "--out", tmp_path / "out", "-m", 20)
     assert result.status == 0
-    summary, trace = read_json(tmp_path / "out" / "summary.json"), read_trace(tmp_path / "out" / "trace.jsonl")
+    out = tmp_path / "out"
+    summary, trace = read_json(out / "summary.json"), read_trace(out / "trace.jsonl")
     assert summary.keys() >= SUMMARY_FIELDS
     assert (summary["mode"], summary["prompts"]) == ("telemetry-only", 2)
     assert summary["unmanaged_layers"] == 43  # as generate counts them, the tied output head among them
     assert {entry["prompt"] for entry in trace} == {0, 1}
     assert len(trace) == summary["tokens"]
     for name in ("entropy_trace", "entropy_histogram", "gear_shares"):
-        picture = (tmp_path / "out" / f"{name}.png").read_bytes()
+        picture = (out / f"{name}.png").read_bytes()
         assert picture.startswith(b"\x89PNG")
         assert len(picture) > 5000
-        assert str(tmp_path / "out" / f"{name}.png") in result.out
+        assert str(out / f"{name}.png") in result.out
 
 
 @pytest.mark.parametrize(
@@ -179,21 +163,6 @@ def test_mistakes_of_a_program(keywords, words):
         calibrate(**keywords)
 
 
-@pytest.fixture
-def thresholds(tmp_path):
-    """Writes a thresholds file for the demo model, with changes; its path."""
-
-    def write(**changes):
-        content = {"thresholds": [1.0, 2.0], "vocab_size": 4096, "model": "other", "method": "x", "gears": [4, 8, 16]}
-        content |= {"tokens": 1, "window": 3, "hysteresis": 0.1, "min_gear_duration": 4}
-        content |= {"schema": "gearbx-mlx thresholds", "version": 1}
-        path = tmp_path / "t.json"
-        path.write_text(json.dumps(content | changes))
-        return path
-
-    return write
-
-
 class TestThresholds:
     @pytest.mark.parametrize(
         ("changes", "word"),
@@ -203,8 +172,12 @@ class TestThresholds:
             ({"gears": [3, 8, 16]}, "made for gears 3,8,16, not 4,8,16"),
         ],
     )
-    def test_of_another_model_or_ladder_are_taken_with_a_word(self, command, thresholds, changes, word):
-        done = command("generate", "-m", 3, "--thresholds", thresholds(**changes))
+    def test_of_another_model_or_ladder_are_taken_with_a_word(self, command, tmp_path, changes, word):
+        content = {"schema": "gearbx-mlx thresholds", "version": 1, "thresholds": [1.0, 2.0], "vocab_size": 4096}
+        content |= {"model": "other", "method": "x", "gears": [4, 8, 16], "tokens": 1}
+        content |= {"window": 3, "hysteresis": 0.1, "min_gear_duration": 4}
+        (tmp_path / "t.json").write_text(json.dumps(content | changes))
+        done = command("generate", "-m", 3, "--thresholds", tmp_path / "t.json")
         assert done.status == 0
         assert ("warning: thresholds" in done.err) == bool(word)
         assert word in done.err

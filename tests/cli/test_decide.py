@@ -1,21 +1,29 @@
-"""One function decides format, ladder, kernels, base and mode, from flags, files and the model."""
+"""One function decides format, ladder, kernels, base and mode, from flags, files and the model.
+
+Help texts and docs/generate.md say the same of defaults.
+"""
 
 import json
 import re
+from pathlib import Path
 
 import mlx.core as mx
 import mlx_lm
 import pytest
 from conftest import save_model, tiny_model
+from gguf_files import F16, Q4_0, Q8_0, tiny_as, write
+from refusals import assert_refused
 
 from gearbx_mlx import GearbxError, convert
 from gearbx_mlx.chat import ChatSettings
 from gearbx_mlx.cli import decide as module
 from gearbx_mlx.cli.decide import JustGears, decide
 from gearbx_mlx.cli.flags import GearFlags, LayoutSettings, ModeFlags, ModelSettings
+from gearbx_mlx.cli.loaded import load_model
 from gearbx_mlx.cli.parser import command_settings
 from gearbx_mlx.decoding.modes import SETTINGS, flags_of_mode
 from gearbx_mlx.generate import GenerateSettings, setup_arg_parser
+from gearbx_mlx.kernels.dispatch import CPU, GPU
 from gearbx_mlx.loading import load
 from gearbx_mlx.routing.gates import DEFAULT_WINDOW
 from gearbx_mlx.server import setup_arg_parser as server_parser
@@ -23,15 +31,23 @@ from gearbx_mlx.serving.requests import Options
 from gearbx_mlx.settings import flag_of, flags_in
 
 LOSSLESS = ModeFlags(mode="lossless")
+PAGE = (Path(__file__).parents[2] / "docs" / "generate.md").read_text()
+HELP = {action.dest: action.help or "" for action in setup_arg_parser()._actions}
+ORIGINAL = "bfloat16", "float16", "16 bits.gguf"
+CODES = {"8 bits": 8, "6 bits": 6, "4 bits": 4, "8 bits.gguf": 8, "4 bits.gguf": 4}
+MODES = "lossless", "route", "static", "kickdown"
 
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory, demo):
-    """Directories of a tiny model: in bfloat16 and float16, quantized by mlx-lm, and with gears in planes and exact."""
+    """A tiny model in one folder: original weights, codes of mlx-lm, GGUF, and checkpoints with gears."""
     folder = tmp_path_factory.mktemp("models")
     for name in ("bfloat16", "float16"):
         save_model(tiny_model(vocab_size=demo.tokenizer.vocab_size, dtype=getattr(mx, name)), folder / name)
-    mlx_lm.convert(str(folder / "float16"), str(folder / "codes"), quantize=True, q_bits=8)
+    for name in ("8 bits", "6 bits", "4 bits"):
+        mlx_lm.convert(str(folder / "float16"), str(folder / name), quantize=True, q_bits=CODES[name])
+    for name, kind in (("16 bits", F16), ("8 bits", Q8_0), ("4 bits", Q4_0)):
+        write(folder / f"{name}.gguf", tiny_as("llama"), kind)
     convert(str(folder / "float16"), folder / "geared", gears="4,8")
     for format in ("exact", "planes"):
         convert(str(folder / "bfloat16"), folder / format, gears="4,16", format=format)
@@ -50,7 +66,7 @@ def decided(place, **groups):
         ("float16", {"layout": LayoutSettings(gears="3,16")}, "3,16", "planes", "the gears that were asked for"),
         ("float16", {"layout": LayoutSettings(format="codebook")}, "4,16", "codebook", "the defaults"),
         ("geared", {}, "4,8", "planes", "gears of the checkpoint"),
-        ("codes", {}, "4,8", "planes", "the checkpoint's own codes"),
+        ("8 bits", {}, "4,8", "planes", "the checkpoint's own codes"),
     ],
 )
 def test_what_runs_and_why(places, model, groups, ladder, format, why):
@@ -80,13 +96,89 @@ def test_the_first_answer_needs_no_model(places):
     ("model", "flags", "says"),
     [
         ("geared", GearFlags(base=""), "has its codes; leave out --base"),
-        ("codes", GearFlags(base=""), "is quantized already, .* leave out --base"),
-        ("codes", GearFlags(residency="disk"), "leave out --residency disk"),
+        ("8 bits", GearFlags(base=""), "is quantized already, .* leave out --base"),
+        ("8 bits", GearFlags(residency="disk"), "leave out --residency disk"),
     ],
 )
 def test_what_does_not_fit_the_model_is_refused(places, model, flags, says):
     with pytest.raises(GearbxError, match=says):
         decided(places / model, gears=flags)
+
+
+@pytest.fixture
+def by_flags(places, own_cache, monkeypatch):
+    """Return the decision for a model on a device, with flags as a user gives them."""
+
+    def found(model: str, device: str = CPU, memory: float = 1e12, **flags: object):
+        monkeypatch.setattr(module, "device", lambda: device)
+        monkeypatch.setattr(module, "available_memory", lambda: memory)
+        settings = command_settings(GenerateSettings, {"model": str(places / model), **flags})
+        return decide(settings, load_model(settings.model, lazy=True)[0])
+
+    return found
+
+
+def stated(flag: str, words: str) -> tuple[str, ...]:
+    """Return what a help text says where `words` has groups."""
+    said = re.search(words, HELP[flag])
+    assert said, f"the help of {flag} says something else now: {HELP[flag]}"
+    return said.groups()
+
+
+@pytest.mark.parametrize("mode", [None, *MODES])
+@pytest.mark.parametrize("device", [CPU, GPU])
+@pytest.mark.parametrize("model", ORIGINAL)
+def test_original_weights(by_flags, model, device, mode):
+    others, drafting = stated("gears", r"of original weights ([\d,]+), and in mode lossless or .* ([\d,]+)$")
+    words = r"Default: (\w+); of original weights whose gears mode lossless .* on a GPU (\w+),"
+    usual, on_gpu = stated("format", words)
+    found = by_flags(model, device, mode=mode)
+    drafts = found.mode.name == "lossless"
+    assert str(found.ladder) == (drafting if drafts else others)
+    assert found.format.name == (on_gpu if drafts and device == GPU else usual)
+
+
+@pytest.mark.parametrize("model", ORIGINAL)
+def test_original_weights_where_memory_is_short(by_flags, native, model):
+    (usual,), (format, kind) = stated("format", r"Default: (\w+)"), stated("format", r"CPU (\w+) where they are (\w+)")
+    assert by_flags(model, memory=1000).format.name == (format if model == kind else usual)
+    assert by_flags(model, memory=1000, gears="4,16").format.name == usual
+
+
+def test_formats_without_a_gear_of_8_bits(by_flags):
+    one, other, gears = stated("gears", r"with format (\w+) or (\w+) ([\d,]+)$")
+    for format in (one, other):
+        assert str(by_flags("bfloat16", mode="route", format=format).ladder) == gears
+
+
+def looks_up_alone(bits: int, device: str) -> bool:
+    """Return whether the page's table says that mode lossless takes no gear of a model in so many bits."""
+    rows = re.findall(r"^\| affine, ([\d or]+) bits.*?\|.*?\|(.*)\|$", PAGE, re.MULTILINE)
+    (said,) = (row for codes, row in rows if str(bits) in codes)
+    here, _, on_gpu = said.partition("on a GPU")
+    return "lookup" in (on_gpu if on_gpu and device == GPU else here)
+
+
+@pytest.mark.parametrize("mode", [None, *MODES])
+@pytest.mark.parametrize("device", [CPU, GPU])
+@pytest.mark.parametrize("model", CODES)
+def test_a_quantized_model(by_flags, model, device, mode):
+    low, least = map(int, stated("gears", r"a quantized model's own bits, with (\d) below (\d) or more"))
+    bits, found = CODES[model], by_flags(model, device, mode=mode)
+    alone = bits < least or (found.mode.name == "lossless" and looks_up_alone(bits, device))
+    assert str(found.ladder) == (str(bits) if alone else f"{low},{bits}")
+
+
+def test_the_mode_that_other_flags_belong_to(by_flags):
+    said, otherwise = stated("mode", r"the other flags belong to \((.*)\), else (\w+)$")
+    pairs = re.findall(r"(--.*?): (\w+)", said)
+    of_help = {flag: mode for flags, mode in pairs for flag in re.findall("--[a-z-]+", flags)}
+    table = PAGE.partition("Without `--mode`")[2].partition("With `--mode`")[0]
+    assert of_help == dict(re.findall(r"^\| `(--[a-z-]+).*?\| `([a-z-]+)`", table, re.MULTILINE))
+    assert of_help.pop("--small-model") == "pair"  # which runs without a decision
+    given = {"thresholds": "1,2", "target_tps": 1.0, "gear": "high", "gears": "16"}
+    assert {flag_of(name): by_flags("bfloat16", **{name: given[name]}).mode.name for name in given} == of_help
+    assert by_flags("bfloat16").mode.name == otherwise
 
 
 def test_both_flags_that_choose_codes():
@@ -96,8 +188,7 @@ def test_both_flags_that_choose_codes():
 
 @pytest.mark.parametrize(("parser", "most"), [(setup_arg_parser, 45), (server_parser, 55)], ids=["generate", "server"])
 def test_there_are_so_many_flags_at_most(parser, most):
-    made = parser()
-    printing = {"--help", "-h", "--help-all", "--version"}
+    made, printing = parser(), {"--help", "-h", "--help-all", "--version"}
     flags = [action for action in made._actions if not printing & {*action.option_strings}]
     assert len(flags) <= most
     assert len([action for action in flags if action not in made.rare]) <= 25
@@ -116,78 +207,41 @@ def test_what_a_request_may_choose_are_fields_of_modes():
     assert {*Options.model_fields} - {"mode"} <= fields
 
 
-def test_a_file_of_a_gate_alone(command, tmp_path):
+def test_a_file_of_a_gate_alone(generated, tmp_path):
     """Thresholds are the paper's where a file has none, and what it does not have is the default."""
-    file, summary = tmp_path / "gate.json", tmp_path / "s.json"
+    file = tmp_path / "gate.json"
     file.write_text(json.dumps({"schema": "gearbx-mlx thresholds", "version": 1, "window": DEFAULT_WINDOW + 1}))
-    done = command("generate", "-m", 4, "--thresholds", file, "--summary", summary)
-    assert done.status == 0, done.err
-    assert json.loads(summary.read_text())["mode_chosen_by"] == "--thresholds"
+    assert generated("-m", 4, "--thresholds", file).summary["mode_chosen_by"] == "--thresholds"
 
 
 GENERATE = ("-m", 4, "--ignore-chat-template")
 
 
-@pytest.fixture
-def summary(command, places, tmp_path):
-    """Return what `generate` with these flags reports about its run."""
-
-    def run(model: str, *flags: object) -> dict:
-        file = tmp_path / "summary.json"
-        done = command("generate", "--model", places / model, *GENERATE, *flags, "--summary", file)
-        assert done.status == 0, done.err
-        return json.loads(file.read_text())
-
-    return run
-
-
-def bits(summary: dict) -> list[int]:
-    return [gear["bits"] for gear in summary["ladder"]]
-
-
-@pytest.mark.some(2)
-@pytest.mark.parametrize(
-    ("flags", "mode"),
-    [
-        (["--mode", "route"], "route"),
-        (["--mode", "static", "--gear", "low"], "static"),
-        (["--mode", "telemetry-only"], "telemetry-only"),
-        (["--draft-length", "2"], "lossless"),
-        (["--thresholds", "1.5"], "route"),
-        (["--gear", "low"], "static"),
-        (["--gears", "4"], "lossless"),
-        (["--target-tps", "1"], "route"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else value,
-)
-def test_a_geared_checkpoint_starts_in_the_mode_that_flags_ask_for(summary, flags, mode):
-    assert summary("exact", *flags)["mode"] == mode
+@pytest.mark.parametrize("flags", [("--draft-length", 2), ("--gears", 4)], ids=str)
+def test_a_geared_checkpoint_drafts_where_flags_ask_for_no_other_mode(generated, places, flags):
+    assert generated("--model", places / "exact", *GENERATE, *flags).summary["mode"] == "lossless"
 
 
 class TestModeLossless:
     @pytest.mark.parametrize(
         ("free", "said"),
         [
-            (1e12, "gears 4,16 in format planes, native kernels: a draft beside the weights as they are"),
-            (1000, "gears 4,16 in format exact, native kernels: one exact copy of the weights with its draft inside"),
+            (1e12, "planes, native kernels: a draft beside the weights as they are"),
+            (1000, "exact, native kernels: one exact copy of the weights with its draft inside"),
         ],
     )
     def test_describe_says_why(self, command, places, native, monkeypatch, free, said):
         monkeypatch.setattr(module, "available_memory", lambda: free)
         done = command("generate", "--model", places / "bfloat16", *GENERATE, "--verbose", "all")
-        assert said in " ".join(done.err.split())
+        assert f"gears 4,16 in format {said}" in " ".join(done.err.split())
 
-    def test_says_what_exact_and_one_gear_of_8_bits_cost_where_memory_is_short(
-        self, command, places, native, monkeypatch
-    ):
+    def test_says_what_else_costs_where_memory_is_short(self, command, places, native, monkeypatch):
         monkeypatch.setattr(module, "available_memory", lambda: 1000)
         monkeypatch.setenv("GEARBX_TUNE", "1")
         flags = "--model", places / "bfloat16", *GENERATE
         said = [" ".join(command("generate", *flags).err.split()) for _ in range(2)]
-        found = [
-            re.search(r"take (\S+) times as long .* 8 bits (\S+) times, .*--mode static --gears 8", text)
-            for text in said
-        ]
+        words = r"take (\S+) times as long .* 8 bits (\S+) times, .*--mode static --gears 8"
+        found = [re.search(words, text) for text in said]
         assert all(found), said
         assert found[0].groups() == found[1].groups()  # measured once
         assert all(float(times) > 0 for times in found[0].groups())
@@ -203,22 +257,20 @@ class TestModeLossless:
             ("bfloat16", ["--kernels", "mlx"], [4, 16]),
             ("planes", [], [4, 16]),
         ],
-        ids=["another type", "gears", "format", "residency", "kernels", "a checkpoint that has gears"],
     )
-    def test_stores_other_weights_as_is_asked_for(self, summary, model, flags, ladder):
-        run = summary(model, "--mode", "lossless", *flags)
-        assert bits(run) == ladder
+    def test_stores_other_weights_as_is_asked_for(self, generated, places, model, flags, ladder):
+        run = generated("--model", places / model, *GENERATE, "--mode", "lossless", *flags).summary
+        assert [gear["bits"] for gear in run["ladder"]] == ladder
         assert "weight_bytes_per_token_original" not in run
 
-    @pytest.mark.parametrize(("model", "gears"), [("float16", "4,16"), ("exact", "5,16"), ("bfloat16", "4,8,16")])
-    def test_what_the_format_cannot_store_is_refused_in_one_line(self, command, places, model, gears):
-        flags = "--format", "exact", "--gears", gears
-        done = command("generate", "--model", places / model, *GENERATE, *flags)
-        assert done.status == 2
-        assert len(done.err.strip().splitlines()) == 1
-        remedies = {
-            "float16": "choose format planes or affine, or make the model bfloat16",
-            "exact": "choose from 4, 16",
-            "bfloat16": "make gears 4,16 of the original, or give --format planes",
-        }
-        assert remedies[model] in done.err
+    @pytest.mark.parametrize(
+        ("model", "gears", "remedy"),
+        [
+            ("float16", "4,16", "choose format planes or affine, or make the model bfloat16"),
+            ("exact", "5,16", "choose from 4, 16"),
+            ("bfloat16", "4,8,16", "make gears 4,16 of the original, or give --format planes"),
+        ],
+    )
+    def test_what_the_format_cannot_store_is_refused_in_one_line(self, command, places, model, gears, remedy):
+        flags = "--model", places / model, *GENERATE, "--format", "exact", "--gears", gears
+        assert_refused(command("generate", *flags), remedy)

@@ -57,9 +57,8 @@ def decided(model, mode: str | None = None, **flags: object) -> Loaded:
 def test_the_top_gear_is_mlx_lm_bit_for_bit(models, texts, name, others):
     """Computed in the type of the checkpoint, as a GPU does and a CPU here would not."""
     if others:
-        proven.keep(
-            proven.DENSE_TEXT, proven.product_key("weights of 16 bits", (8, 8), mx.bfloat16, 1, "native"), 1.0, 2.0
-        )
+        key = proven.product_key("weights of 16 bits", (8, 8), mx.bfloat16, 1, "native")
+        proven.keep(proven.DENSE_TEXT, key, 1.0, 2.0)
     gearbox = decided(models / name, dtype=name).gearbox()
     assert (str(gearbox.ladder), gearbox.format.name, gearbox.kernels.native) == ("4,16", "affine", others)
     plain, _ = mlx_lm.load(str(models / name))
@@ -116,12 +115,9 @@ def test_a_program_has_the_same_gears(models, texts, tmp_path):
 def test_drafts_have_four_tokens_at_most(models, texts, monkeypatch):
     monkeypatch.setenv("GEARBX_TUNE", "1")
     loaded = decided(models / "bfloat16")
-    gearbox, prompt = loaded.gearbox(), list(range(3, 20))
-    mode = Lossless(lookup_tokens=0)
-    drafted = [
-        r.drafted for r in stream_generate(gearbox.model, loaded.tokenizer, prompt, 60, mode=mode, gearbox=gearbox)
-    ]
-    assert 1 <= max(drafted) <= MOST_ON_GPU
+    how = {"mode": Lossless(lookup_tokens=0), "gearbox": loaded.gearbox()}
+    run = stream_generate(how["gearbox"].model, loaded.tokenizer, list(range(3, 20)), 60, **how)
+    assert 1 <= max(r.drafted for r in run) <= MOST_ON_GPU
 
 
 @pytest.mark.parametrize("kernels", ["auto", "native", "measure"])

@@ -93,6 +93,7 @@ REFUSED = [
     ("generate --target-tps 1e-300", "--target-tps is 1e-300; give tokens per second, 0.001 or more"),
     ("generate --target-tps nan", "--target-tps is nan"),
     ("generate --target-tps 5 --mode lossless", "--mode lossless writes the top gear's text"),
+    ("generate --residency disk:2MB", "--residency disk:2 MB: demo takes about 11 MB in its largest gear alone; "),
     ("generate --target-tps 5 --mode telemetry-only", "--mode telemetry-only changes no gear"),
     # two models
     ("generate --mode pair", "--mode pair needs --small-model"),

@@ -29,10 +29,14 @@ NEEDS_FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="this sys
 NO_SPACE = "error: standard output cannot be written (No space left on device); redirect it to another place"
 
 
-def run_in_shell(redirection: str, *flags: object, environment: dict[str, str] | None = None):
+def run_in_shell(redirection: str, *flags: object):
     """A short text, with stdin, stdout or stderr redirected as by a shell."""
-    line = ["sh", "-c", f'exec "$0" "$@" {redirection}', *GENERATE, *map(str, flags)]
-    return subprocess.run(line, capture_output=True, text=True, timeout=300, env=os.environ | (environment or {}))
+    line = ["bash", "-c", f'exec "$0" "$@" {redirection}', *GENERATE, *map(str, flags)]
+    return subprocess.run(line, capture_output=True, text=True, timeout=300)
+
+
+def run_python(*arguments: str, **how: object):
+    return subprocess.run([sys.executable, *arguments], **{"capture_output": True, "text": True, "timeout": 60} | how)
 
 
 def assert_quiet(err: str) -> None:
@@ -81,10 +85,8 @@ class TestClosedAndFull:
     def test_a_full_file_is_named(self, flag):
         done = run_in_shell("", flag, "/dev/full")
         assert done.returncode == 2
-        assert (
-            "error: /dev/full: cannot be written (No space left on device); make room or choose another place"
-            in done.stderr
-        )
+        said = "error: /dev/full: cannot be written (No space left on device); make room or choose another place"
+        assert said in done.stderr
         assert done.stderr.count("error") == 1
         assert_quiet(done.stderr)
 
@@ -103,12 +105,7 @@ class TestPipes:
 
     @pytest.mark.processes
     def test_a_trace_whose_reader_goes_is_named(self):
-        done = subprocess.run(
-            ["bash", "-c", '"$0" "$@" --trace >(head -c1 >/dev/null)', *GENERATE[:3], "-m", "100"],
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        done = run_in_shell("--trace >(head -c1 >/dev/null)", "-m", 100)
         assert done.returncode == 2
         assert "error: /dev/fd/" in done.stderr
         assert "cannot be written (Broken pipe)" in done.stderr
@@ -119,7 +116,7 @@ class TestPipes:
 def test_characters_that_an_encoding_lacks_are_question_marks(encoding, shown):
     program = "from gearbx_mlx.cli import terminal; terminal.run(lambda: print('café ─語'))"
     environment = os.environ | {"PYTHONIOENCODING": encoding}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, env=environment, timeout=60)
+    done = run_python("-c", program, env=environment, text=False)
     assert (done.returncode, done.stderr) == (0, b"")
     assert done.stdout.decode(encoding) == shown + "\n"
 
@@ -147,9 +144,7 @@ class TestSignals:
     @pytest.mark.some(4)
     @pytest.mark.parametrize("flags", MODES.values(), ids=MODES)
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-    def test_a_signal_while_the_prompt_is_read_leaves_a_summary_too(
-        self, number, flags, command, monkeypatch, tmp_path
-    ):
+    def test_a_signal_while_the_prompt_is_read(self, number, flags, command, monkeypatch, tmp_path):
         computed = llama.Model.__call__
 
         def stop(*arguments, **keywords):
@@ -181,7 +176,7 @@ def body():
     time.sleep(20)
 sys.exit(run_to_end(body))
 """
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+        done = run_python("-c", code)
         assert (done.returncode, done.stderr) == (143, "")
 
     def test_a_program_that_imports_the_package_keeps_its_own_signals(self, tmp_path):
@@ -194,10 +189,7 @@ sys.exit(run_to_end(body))
         subprocess.run([sys.executable, "-m", "mine"], preexec_fn=default, env=environment, check=True)
 
     def test_an_interrupt_of_the_first_moments_has_no_traceback(self):
-        """The package's imports are watched, so that the interrupt comes during them.
-
-        A program that imports the package is not concerned.
-        """
+        """The package's imports are watched, so that the interrupt comes during them."""
         default = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
         watched = [sys.executable, "-X", "importtime"]
         whole, alone = [*watched, "-m", "gearbx_mlx", "generate"], [*watched, *GENERATE[1:]]
@@ -215,7 +207,7 @@ sys.exit(run_to_end(body))
 
 class TestCommands:
     def test_without_a_command_they_are_listed(self):
-        done = subprocess.run([sys.executable, "-m", "gearbx_mlx"], capture_output=True, text=True, timeout=60)
+        done = run_python("-m", "gearbx_mlx")
         assert (done.returncode, done.stderr) == (0, "")
         names = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("  ")]
         modules = {file.stem for file in DEMO_MODEL.parent.glob("*.py") if "__main__" in file.read_text()}
@@ -223,7 +215,7 @@ class TestCommands:
         assert set(names) == modules - {"__main__"} | packages
 
     def test_an_unknown_command_is_one_line(self):
-        done = subprocess.run([sys.executable, "-m", "gearbx_mlx", "fly"], capture_output=True, text=True, timeout=60)
+        done = run_python("-m", "gearbx_mlx", "fly")
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr.startswith("error: fly: no such command; choose from generate, ")
         assert done.stderr.count("\n") == 1

@@ -83,7 +83,6 @@ def test_weights_that_only_float16_cannot_hold_are_not_blamed_on_the_checkpoint(
 def test_a_batch_names_the_weight(demo):
     for mode in (Route(), Lossless(draft_length=2)):
         model = with_value(float("nan"))
+        how = {"gearbox": Gearbox(model, "4,16"), "mode": mode, "max_tokens": 5}
         with pytest.raises(GearbxError, match=NORM):
-            batch_generate(
-                model, demo.tokenizer, [PROMPT, PROMPT], max_tokens=5, gearbox=Gearbox(model, "4,16"), mode=mode
-            )
+            batch_generate(model, demo.tokenizer, [PROMPT, PROMPT], **how)

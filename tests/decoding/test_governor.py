@@ -1,6 +1,5 @@
 """The controller on a model: what it sets, what it reports, and the simulated machine from end to end."""
 
-import json
 from contextlib import nullcontext
 
 import pytest
@@ -47,12 +46,9 @@ class TestGoverned:
     @pytest.mark.parametrize("mode", [Route(initial_gear="high"), Kickdown()], ids=["route", "kickdown"])
     def test_caps_are_in_the_model_while_it_generates_and_not_afterwards(self, geared, mode):
         gearbox, tokenizer = geared
-        script = Scripted([Point(0, MachineState("critical"))])
-        governor = Governor(gearbox, watch=Watch([script]))
-        seen = []
-        for response in stream_generate(
-            gearbox.model, tokenizer, PROMPT, 40, gearbox=gearbox, mode=mode, controller=governor
-        ):
+        governor = Governor(gearbox, watch=Watch([Scripted([Point(0, MachineState("critical"))])]))
+        how, seen = {"gearbox": gearbox, "mode": mode, "controller": governor}, []
+        for response in stream_generate(gearbox.model, tokenizer, PROMPT, 40, **how):
             seen.append({*bits_in(gearbox).values()})
             if response.decision:
                 assert response.decision.machine == {"thermal": "critical"}
@@ -91,47 +87,36 @@ class TestGoverned:
 
 
 class TestCommand:
-    def test_a_scripted_machine(self, command, tmp_path, monkeypatch):
-        script, trace, summary = (tmp_path / name for name in ("machine.jsonl", "trace.jsonl", "summary.json"))
+    def test_a_scripted_machine(self, generated, tmp_path, monkeypatch):
+        script = tmp_path / "machine.jsonl"
         script.write_text('{"tokens": 0, "thermal": "nominal"}\n{"tokens": 15, "thermal": "critical"}\n')
         monkeypatch.setenv("GEARBX_MACHINE", str(script))
-        files = "--trace", trace, "--summary", summary
-        ran = command("generate", "--gears", "4,8", "--target-tps", 0, "-m", 30, *files)
-        assert ran.status == 0
-        assert "the machine's state; caps moved 1 times, the top gear now 4.50 bits per weight; thermal critical" in (
-            " ".join(ran.err.split())
-        )
-        records = [json.loads(line) for line in trace.read_text().splitlines()]
-        decided = {record["index"]: record["decision"] for record in records if "decision" in record}
+        ran = generated("--gears", "4,8", "--target-tps", 0, "-m", 30)
+        said = "the machine's state; caps moved 1 times, the top gear now 4.50 bits per weight; thermal critical"
+        assert said in " ".join(ran.err.split())
+        decided = {record["index"]: record["decision"] for record in ran.trace if "decision" in record}
         assert list(decided) == [9, 19, 29]
         assert [len(decision["moved"]) > 0 for decision in decided.values()] == [False, True, False]
         assert decided[19]["reason"] == "the machine allows 0%"
         assert decided[19]["machine"] == {"thermal": "critical"}
-        result = json.loads(summary.read_text())
-        assert result["controller"]["cap_changes"] == 1
-        assert result["effective_bits_per_weight"] > 4.5
+        assert ran.summary["controller"]["cap_changes"] == 1
+        assert ran.summary["effective_bits_per_weight"] > 4.5
 
-    def test_a_script_that_is_not_there(self, command, monkeypatch):
+    def test_what_cannot_be_governed(self, command, monkeypatch):
+        ran = command("generate", "--target-tps", "5", "--gears", "16", "--format", "affine")
+        assert ran.status == 2
+        assert "nothing to cap" in ran.err.splitlines()[-1]
         monkeypatch.setenv("GEARBX_MACHINE", "nowhere.jsonl")
         ran = command("generate", "--target-tps", 0, "-m", 4)
         assert ran.status == 2
         assert "nowhere.jsonl: cannot be read" in ran.err
 
-    def test_a_process_near_its_limit_is_capped(self, command, monkeypatch, tmp_path):
-        trace = tmp_path / "trace.jsonl"
+    def test_a_process_near_its_limit_is_capped(self, generated, monkeypatch):
         monkeypatch.setattr(OwnMemory, "bytes", lambda reader: int(0.96 * reader.limit))
         flags = "--gears", "4,8", "--mode", "route", "--residency", "disk:8GB"
-        ran = command("generate", *flags, "-m", 24, "--trace", trace)
-        assert ran.status == 0, ran.err
+        ran = generated(*flags, "-m", 24)
         assert "the machine's state; caps moved 1 times, the top gear now 4.50 bits" in " ".join(ran.err.split())
-        decisions = [json.loads(line).get("decision") for line in trace.read_text().splitlines()]
-        assert decisions[9]["machine"] == {"memory": 0.96}
-
-    def test_a_model_beyond_the_limit_is_refused(self, command):
-        ran = command("generate", "--residency", "disk:2MB", "-m", 4)
-        assert ran.status == 2
-        assert ran.err.startswith("error: --residency disk:2 MB: demo takes about 11 MB in its largest gear alone; ")
-        assert ran.err.count("\n") == 1
+        assert ran.trace[9]["decision"]["machine"] == {"memory": 0.96}
 
     @pytest.mark.parametrize("mode", ["lossless", "static"])
     def test_a_limit_changes_no_text_of_a_mode_that_is_not_capped(self, command, monkeypatch, mode):
@@ -156,8 +141,3 @@ class TestCommand:
             "error: --residency disk:8 GB: this process has 10 GB after 10 tokens; give more, or a shorter text, "
             "or use --mode route, which caps layers"
         )
-
-    def test_one_gear_cannot_be_capped(self, command):
-        ran = command("generate", "--target-tps", "5", "--gears", "16", "--format", "affine")
-        assert ran.status == 2
-        assert "nothing to cap" in " ".join(ran.err.split())

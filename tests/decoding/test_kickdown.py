@@ -1,14 +1,11 @@
-import copy
-
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 import numpy as np
 import pytest
-from conftest import ARCHITECTURES, PROMPT, same_weights, tiny_model, weights_of
+from conftest import ARCHITECTURES, KEYWORDS, PROMPT, assert_same_text, same_weights, tiny_model, weights_of, written
 from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
-from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from mlx_lm.models.cache import make_prompt_cache
 
 from gearbx_mlx import Gearbox, GearbxError, Kickdown, entropy_bits, stream_generate
 from gearbx_mlx.decoding.kickdown import GearedModel
@@ -19,18 +16,6 @@ TALE = "Once upon a time there was a king who"
 def climb_to(gear):
     """A decision that stops at a gear, for any entropy."""
     return lambda entropy, position, at: at < gear
-
-
-class Every:
-    """Compute every n-th token again, up to the top."""
-
-    def __init__(self, n):
-        self.n = n
-        self.seen = []
-
-    def __call__(self, entropy, position, gear):
-        self.seen.append((entropy, position, gear))
-        return position % self.n == 0
 
 
 def by_hand(model, gearbox, prompt, tokens, thresholds):
@@ -84,15 +69,17 @@ class TestGearedModel:
 
     def test_a_decision_of_ones_own_sees_entropy_position_and_gear(self, fresh_demo):
         gearbox = Gearbox(fresh_demo.model, "4,8,16")
-        decision = Every(3)
-        responses = list(
-            stream_generate(
-                fresh_demo.model, fresh_demo.tokenizer, TALE, 9, gearbox=gearbox, mode=Kickdown(rule=decision)
-            )
-        )
+        seen = []
+
+        def every_third(entropy, position, gear):
+            seen.append((entropy, position, gear))
+            return position % 3 == 0
+
+        how = {"gearbox": gearbox, "mode": Kickdown(rule=every_third)}
+        responses = list(stream_generate(fresh_demo.model, fresh_demo.tokenizer, TALE, 9, **how))
         assert [r.gear for r in responses] == ["high", "low", "low"] * 3
-        assert [(position, gear) for _, position, gear in decision.seen[:5]] == [(0, 0), (0, 1), (1, 0), (2, 0), (3, 0)]
-        entropies = [entropy for entropy, position, _ in decision.seen if position % 3]
+        assert [(position, gear) for _, position, gear in seen[:5]] == [(0, 0), (0, 1), (1, 0), (2, 0), (3, 0)]
+        entropies = [entropy for entropy, position, _ in seen if position % 3]
         assert entropies[:6] == pytest.approx([r.entropy for r in responses if r.gear == "low"], abs=1e-5)
 
     def test_a_batch_and_a_prompt_are_computed_in_the_prefill_gear(self, tiny):
@@ -131,38 +118,22 @@ class TestDropIn:
             _ = geared.no_such_thing
 
     @pytest.mark.some(1)
-    @pytest.mark.parametrize(
-        "keywords",
-        [
-            {"sampler": make_sampler(0.8, top_p=0.9)},
-            {"logits_processors": make_logits_processors(repetition_penalty=1.3)},
-            {"kv_bits": 8, "quantized_kv_start": 4},
-            {"prompt_cache": [RotatingKVCache(128, 4) for _ in range(6)]},
-            {"prefill_step_size": 3},
-        ],
-        ids=["sampled", "penalty", "quantized cache", "rotating cache", "small prefill"],
-    )
+    @pytest.mark.parametrize("keywords", KEYWORDS.values(), ids=KEYWORDS)
     def test_in_the_top_gear_it_is_mlx_lm_with_every_keyword(self, demo, keywords):
         gearbox = Gearbox(demo.model, "4,16")
         runs = []
         for model in (demo.model, GearedModel(gearbox, rule=climb_to(1))):
             gearbox.shift("high")
             mx.random.seed(4)
-            run = mlx_lm.stream_generate(model, demo.tokenizer, TALE, 25, **copy.deepcopy(keywords))
-            runs.append([(r.token, np.array(r.logprobs), r.finish_reason) for r in run])
+            runs.append(written(mlx_lm.stream_generate(model, demo.tokenizer, TALE, **{"max_tokens": 25} | keywords)))
         gearbox.shift("high")
-        for mine, other in zip(*runs, strict=True):
-            assert (mine[0], mine[2]) == (other[0], other[2])
-            assert np.array_equal(mine[1], other[1])
+        assert_same_text(*runs)
 
     def test_a_prompt_is_read_in_its_gear_however_it_is_cut(self, demo):
         gearbox, prompt, found = Gearbox(demo.model, "4,16"), demo.tokenizer.encode(TALE), []
         for step in (2048, len(prompt) - 2, 3, 1):
-            mode = Kickdown([99.0], prompt_gear="high")
-            text = stream_generate(
-                demo.model, demo.tokenizer, prompt, 1, mode=mode, gearbox=gearbox, prefill_step_size=step
-            )
-            found.append(np.array(next(text).logprobs))
+            how = {"mode": Kickdown([99.0], prompt_gear="high"), "gearbox": gearbox, "prefill_step_size": step}
+            found.append(np.array(next(stream_generate(demo.model, demo.tokenizer, prompt, 1, **how)).logprobs))
         for logprobs in found[1:]:
             np.testing.assert_allclose(logprobs, found[0], atol=1e-3)
 

@@ -4,17 +4,14 @@ import json
 import math
 
 import mlx.core as mx
-import numpy as np
 import pytest
-from conftest import mlx_lm_loop
+from conftest import assert_same_text, mlx_lm_loop, written
 
 from gearbx_mlx import (
     Gearbox,
     GearbxError,
-    Governor,
     Kickdown,
     Lossless,
-    Observer,
     Pair,
     Route,
     Static,
@@ -23,6 +20,8 @@ from gearbx_mlx import (
     stream_generate,
 )
 from gearbx_mlx.decoding import modes
+from gearbx_mlx.decoding.governor import Governor
+from gearbx_mlx.gears.gearbox import Observer
 from gearbx_mlx.loading import DEMO_MODEL, load
 from gearbx_mlx.routing.gates import read_thresholds
 
@@ -71,10 +70,8 @@ class TestWithoutAMode:
         ],
         ids=str,
     )
-    def test_the_command_drafts_or_takes_the_mode_that_a_flag_is_of(self, command, tmp_path, flags, mode, by):
-        done = command("generate", "-m", 3, *flags, "--summary", tmp_path / "s.json")
-        assert done.status == 0, done.err
-        summary = json.loads((tmp_path / "s.json").read_text())
+    def test_the_command_drafts_or_takes_the_mode_that_a_flag_is_of(self, generated, flags, mode, by):
+        summary = generated("-m", 3, *flags).summary
         assert (summary["mode"], summary.get("mode_chosen_by")) == (mode, by)
 
     def test_a_program_drafts_where_a_model_can(self, demo, fresh_demo):
@@ -99,15 +96,14 @@ class TestWithoutAMode:
         assert responses.summary()["mode"] == "lossless"
 
 
-@pytest.mark.parametrize("flags", [("--mode", "route"), ("--mode", "lossless")], ids=str)
-def test_the_summary_of_a_program_is_the_commands(command, demo, tmp_path, flags):
+@pytest.mark.parametrize("mode", ["route", "lossless"])
+def test_the_summary_of_a_program_is_the_commands(generated, demo, mode):
     """The summary for the same gears, without what depends on the clock."""
     prompt = ("--prompt", TALE, "--ignore-chat-template", "-m", 30, "--gears", "4,8,16", "--format", "planes")
-    done = command("generate", *flags, *prompt, "--summary", tmp_path / "s.json")
-    assert done.status == 0, done.err
-    theirs = json.loads((tmp_path / "s.json").read_text())
+    done = generated("--mode", mode, *prompt)
+    theirs = done.summary
     model, tokenizer = load()
-    responses = stream_generate(model, tokenizer, TALE, 30, mode=flags[1])
+    responses = stream_generate(model, tokenizer, TALE, 30, mode=mode)
     assert responses.summary()["tokens"] == 0
     text = "".join(response.text for response in responses)
     ours = responses.summary("demo")
@@ -116,45 +112,31 @@ def test_the_summary_of_a_program_is_the_commands(command, demo, tmp_path, flags
     for name in ("model", "ladder", "tokens", "weight_bytes_per_token_top", "managed_layers", "compute_dtype"):
         assert ours[name] == theirs[name], name
     assert ours["tokens_per_second"] > 0
-    if flags[1] == "route":
+    if mode == "route":
         assert all(ours[name] == theirs[name] for name in ("gear_tokens", "shifts", "weight_bytes_per_token"))
 
 
 class TestStatic:
-    def test_it_stays_in_its_gear(self, command, tmp_path):
-        result = command("generate", "--mode", "static", "--gear", 8, "-m", 20, "--summary", tmp_path / "s.json")
-        assert result.status == 0
-        summary = json.loads((tmp_path / "s.json").read_text())
+    def test_it_stays_in_its_gear(self, generated):
+        summary = generated("--mode", "static", "--gear", 8, "-m", 20).summary
         assert (summary["mode"], summary["gear_tokens"]) == ("static", {"low": 0, "mid": 20, "high": 0})
         assert summary["passes"] == {"low": 0, "mid": 20, "high": 0}
         assert summary["effective_bits_per_weight"] == pytest.approx(9.0)
 
     def test_each_gear_is_that_gear(self, geared_demo, demo):
         for gear in geared_demo.ladder:
-            ours = list(
-                stream_generate(
-                    demo.model,
-                    demo.tokenizer,
-                    TALE,
-                    15,
-                    mode=Static(gear.bits, prompt_gear="same"),
-                    gearbox=geared_demo,
-                )
-            )
+            how = {"mode": Static(gear.bits, prompt_gear="same"), "gearbox": geared_demo}
+            ours = list(stream_generate(demo.model, demo.tokenizer, TALE, 15, **how))
             geared_demo.shift(gear)
-            theirs = list(mlx_lm_loop(geared_demo)(demo.model, demo.tokenizer, TALE, 15))
-            assert [r.token for r in ours] == [r.token for r in theirs]
+            theirs = written(mlx_lm_loop(geared_demo)(demo.model, demo.tokenizer, TALE, 15))
             assert {r.gear for r in ours} == {gear.name}
-            for mine, other in zip(ours, theirs):
-                assert np.array_equal(np.array(mine.logprobs), np.array(other.logprobs))
+            assert_same_text(written(ours), theirs)
 
 
 class TestEntropy:
     """Every mode reports the entropy of the distribution from which a token is taken."""
 
-    @pytest.mark.parametrize(
-        "mode", [Route(), Static(), Kickdown(), Lossless(draft_length=3)], ids=lambda mode: mode.name
-    )
+    @pytest.mark.parametrize("mode", [Route(), Static(), Kickdown(), Lossless(draft_length=3)], ids=lambda m: m.name)
     def test_of_each_token(self, geared_demo, demo, mode):
         responses = list(stream_generate(demo.model, demo.tokenizer, TALE, 25, mode=mode, gearbox=geared_demo))
         expected = [float(entropy_bits(response.logprobs)) for response in responses]

@@ -8,9 +8,8 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
-from conftest import Script, assert_same_text, save_model, stream_pair, tiny_model, weights_of, written
+from conftest import KEYWORDS, Script, assert_same_text, save_model, stream_pair, tiny_model, weights_of, written
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from gearbx_mlx import Gearbox, GearbxError, Pair, stream_generate
 from gearbx_mlx.decoding.pair import PairedModel, TrailingCache, bytes_read
@@ -35,19 +34,7 @@ def large():
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize(("threshold", "alone"), [(0.0, "large"), (math.inf, "small"), (99.0, "small")])
-@pytest.mark.parametrize(
-    "keywords",
-    [
-        {},
-        {"sampler": make_sampler(0.8, top_p=0.9)},
-        {"logits_processors": make_logits_processors(repetition_penalty=1.3)},
-        {"max_kv_size": 12},
-        {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 4},
-        {"prefill_step_size": 4},
-        {"max_tokens": 1},
-    ],
-    ids=["greedy", "sampled", "penalty", "rotating cache", "quantized cache", "small prefill", "one token"],
-)
+@pytest.mark.parametrize("keywords", KEYWORDS.values(), ids=KEYWORDS)
 def test_one_model_alone_writes_what_mlx_lm_writes(demo, small, large, threshold, alone, keywords):
     keywords = {"max_tokens": 25} | keywords
     mx.random.seed(3)
@@ -66,9 +53,8 @@ class TestCachesInStep:
     @pytest.mark.parametrize("keywords", [{}, {"prefill_step_size": 3}], ids=["one pass", "in pieces"])
     @pytest.mark.parametrize("initial", ["small", "large"])
     def test_every_token_is_of_a_model_that_saw_all_before_it(self, demo, small, large, initial, keywords):
-        responses = list(
-            stream_pair(small, large, demo.tokenizer, TALE, 16, gate=Script(self.SCRIPT), initial=initial, **keywords)
-        )
+        how = {"gate": Script(self.SCRIPT), "initial": initial} | keywords
+        responses = list(stream_pair(small, large, demo.tokenizer, TALE, 16, **how))
         models, text = {"small": small, "large": large}, demo.tokenizer.encode(TALE)
         assert [r.gear for r in responses] == [initial, *(["small", "large"][g] for g in self.SCRIPT[:15])]
         for response in responses:
@@ -135,9 +121,8 @@ class TestTheGate:
         assert min(runs[:-1]) == 7
 
     def test_gears_and_means_are_those_of_the_gate(self, demo, small):
-        responses = list(
-            stream_pair(small, demo.model, demo.tokenizer, TALE, 80, threshold=5.0, window=3, min_duration=4)
-        )
+        how = {"threshold": 5.0, "window": 3, "min_duration": 4}
+        responses = list(stream_pair(small, demo.model, demo.tokenizer, TALE, 80, **how))
         entropies = [r.entropy for r in responses]
         gears = replay(entropies, pair_monitor(TOKENS, 3), pair_gate(5.0, 4))
         assert [r.gear for r in responses] == ["small", *(["small", "large"][g] for g in gears[:-1])]
@@ -162,15 +147,17 @@ class TestWherePrecautionsAreNeeded:
             stream_pair(tiny_model(), large, demo.tokenizer, TALE)
 
     @pytest.mark.parametrize(
-        ("name", "complaint"), [("draft_model", "draft model"), ("input_embeddings", "no input_emb")]
+        ("name", "complaint"),
+        [
+            ("draft_model", "draft model"),
+            ("input_embeddings", "no input_emb"),
+            ("prompt_cache", r"make it with PairedModel.make_cache\(\)"),
+        ],
     )
     def test_what_a_pair_has_not(self, demo, small, large, name, complaint):
+        given = make_prompt_cache(large) if name == "prompt_cache" else small
         with pytest.raises(GearbxError, match=complaint):
-            stream_pair(small, large, demo.tokenizer, TALE, **{name: small})
-
-    def test_a_cache_of_one_model(self, demo, small, large):
-        with pytest.raises(GearbxError, match=r"make it with PairedModel.make_cache\(\)"):
-            stream_pair(small, large, demo.tokenizer, TALE, prompt_cache=make_prompt_cache(large))
+            stream_pair(small, large, demo.tokenizer, TALE, **{name: given})
 
     def test_another_tokenizer(self, demo):
         class Other:
@@ -186,8 +173,6 @@ class TestWherePrecautionsAreNeeded:
 
 
 class TestOneWayIn:
-    """stream_generate(mode="pair")."""
-
     def test_a_small_model_means_a_pair(self, demo, small):
         responses = list(stream_generate(demo.model, demo.tokenizer, TALE, 15, mode=Pair(small)))
         # The paper's defaults: the mean over five, ten tokens of the small model, a threshold far below either model's.
@@ -199,32 +184,22 @@ class TestOneWayIn:
             stream_generate(fresh_demo.model, fresh_demo.tokenizer, TALE, mode=Pair(small), gearbox=gearbox)
 
 
-@pytest.fixture(scope="module")
-def small_path(small, tmp_path_factory):
-    """The small model as a directory, with the demo model's tokenizer."""
-    path = tmp_path_factory.mktemp("pair") / "small"
-    save_model(small, path)
-    return path
-
-
 class TestGenerate:
-    def test_without_a_threshold_it_is_the_papers(self, command, small_path, tmp_path):
-        result = command("generate", "--small-model", small_path, "-m", 4, "--summary", tmp_path / "s.json")
-        assert result.status == 0, result.err
-        bits = pytest.approx(scaled(EAD_BITS, 4096))
-        assert json.loads((tmp_path / "s.json").read_text())["threshold_bits"] == bits
+    @pytest.fixture
+    def small_path(self, small, tmp_path):
+        save_model(small, tmp_path / "small")
+        return tmp_path / "small"
 
-    def test_summary_and_trace(self, command, small_path, small, demo, tmp_path):
-        trace, summary = tmp_path / "t.jsonl", tmp_path / "s.json"
+    def test_without_a_threshold_it_is_the_papers(self, generated, small_path):
+        bits = pytest.approx(scaled(EAD_BITS, 4096))
+        assert generated("--small-model", small_path, "-m", 4).summary["threshold_bits"] == bits
+
+    def test_summary_and_trace(self, generated, small_path, small, demo, tmp_path):
         gate = {"thresholds": [5.0], "window": 3, "min_gear_duration": 4}
         (tmp_path / "gate.json").write_text(json.dumps({"schema": "gearbx-mlx thresholds", "version": 1, **gate}))
-        flags = ["--thresholds", tmp_path / "gate.json", "-m", 40]
-        result = command(
-            "generate", "--mode", "pair", "--small-model", small_path, "--trace", trace, "--summary", summary, *flags
-        )
-        assert result.status == 0, result.err
-        rows = [json.loads(line) for line in trace.read_text().splitlines()]
-        told = json.loads(summary.read_text())
+        flags = "--thresholds", tmp_path / "gate.json", "-m", 40
+        result = generated("--mode", "pair", "--small-model", small_path, *flags)
+        rows, told = result.trace, result.summary
         assert result.out.rstrip("\n") == "".join(row["text"] for row in rows).rstrip("\n")
         assert [row["gear"] for row in rows[:4]] == ["small"] * 4
         count = {name: sum(row["gear"] == name for row in rows) for name in ("small", "large")}

@@ -6,22 +6,10 @@ import mlx.nn as nn
 import mlx_lm
 import numpy as np
 import pytest
-from conftest import Script, assert_same_text, written
-from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from conftest import KEYWORDS, Script, assert_same_text, written
 
 import gearbx_mlx
-from gearbx_mlx import (
-    Gearbox,
-    GearbxError,
-    Ladder,
-    Monitor,
-    Observer,
-    Route,
-    Static,
-    TelemetryOnly,
-    ThresholdGate,
-    entropy_bits,
-)
+from gearbx_mlx import Gearbox, GearbxError, Monitor, Route, Static, ThresholdGate, entropy_bits
 from gearbx_mlx.decoding.stream import stream_generate
 from gearbx_mlx.routing.gates import replay
 
@@ -36,24 +24,12 @@ def told(demo, gearbox, tokens, mode):
 
 class TestHeldInOneGear:
     @pytest.mark.slow
-    @pytest.mark.parametrize(
-        "keywords",
-        [
-            {},
-            {"max_tokens": 1},
-            {"sampler": make_sampler(0.8, top_p=0.9)},
-            {"logits_processors": make_logits_processors(repetition_penalty=1.3)},
-            {"max_kv_size": 24},
-            {"kv_bits": 8, "quantized_kv_start": 4},
-            {"prefill_step_size": 4},
-        ],
-        ids=["greedy", "one token", "sampled", "penalty", "rotating cache", "quantized cache", "small prefill"],
-    )
+    @pytest.mark.parametrize("keywords", KEYWORDS.values(), ids=KEYWORDS)
     def test_tokens_and_logprobs_are_mlx_lms_own(self, demo, keywords):
         keywords = {"max_tokens": 40} | keywords
         mx.random.seed(3)
         theirs = written(mlx_lm.stream_generate(demo.model, demo.tokenizer, QUESTION, **keywords))
-        gearbox = Gearbox(demo.model, Ladder.parse("16"))
+        gearbox = Gearbox(demo.model, "16")
         mx.random.seed(3)
         ours = written(stream_generate(demo.model, demo.tokenizer, QUESTION, gearbox=gearbox, **keywords))
         assert_same_text(ours, theirs)
@@ -64,13 +40,9 @@ class TestHeldInOneGear:
         theirs = written(mlx_lm.stream_generate(fresh_demo.model, demo.tokenizer, TALE, 20))
         other, _ = gearbx_mlx.load()
         other.set_dtype(mx.float32)
-        gearbox = Gearbox(
-            other, "4,16", format="affine", manage=lambda path, m: isinstance(m, nn.Linear), kernels="mlx"
-        )
-        ours = written(
-            stream_generate(other, demo.tokenizer, TALE, 20, gearbox=gearbox, mode=Static("low", prompt_gear="same"))
-        )
-        assert_same_text(ours, theirs)
+        gearbox = Gearbox(other, "4,16", format="affine", manage=lambda _, m: isinstance(m, nn.Linear), kernels="mlx")
+        how = {"gearbox": gearbox, "mode": Static("low", prompt_gear="same")}
+        assert_same_text(written(stream_generate(other, demo.tokenizer, TALE, 20, **how)), theirs)
 
 
 class TestRouting:
@@ -128,8 +100,8 @@ class TestRouting:
 
 
 def test_telemetry_only_names_the_gears_that_routing_on_the_same_tokens_would_use(demo):
-    observer = Observer(demo.model, "4,8,16", dtype="bfloat16")
-    responses = told(demo, observer, 40, TelemetryOnly((1.0, 2.0), initial_gear="low"))
+    observer = gearbx_mlx.Observer(demo.model, "4,8,16", dtype="bfloat16")
+    responses = told(demo, observer, 40, gearbx_mlx.TelemetryOnly((1.0, 2.0), initial_gear="low"))
     chosen = replay([r.entropy for r in responses], Monitor(4096), ThresholdGate((1.0, 2.0)))
     assert [r.gear for r in responses] == ["low", "low", *(observer.ladder[g].name for g in chosen[:-2])]
 
@@ -144,10 +116,8 @@ class TestArguments:
         assert not np.array_equal(np.array(low[0].logprobs), np.array(high[0].logprobs))
 
     def test_generate_returns_the_text(self, fresh_demo, capsys):
-        gearbox = Gearbox(fresh_demo.model, "16")
-        text = gearbx_mlx.generate(
-            fresh_demo.model, fresh_demo.tokenizer, TALE, verbose=True, gearbox=gearbox, max_tokens=20
-        )
+        how = {"gearbox": Gearbox(fresh_demo.model, "16"), "max_tokens": 20, "verbose": True}
+        text = gearbx_mlx.generate(fresh_demo.model, fresh_demo.tokenizer, TALE, **how)
         assert text == mlx_lm.generate(fresh_demo.model, fresh_demo.tokenizer, TALE, max_tokens=20)
         printed, _, figures = capsys.readouterr().out.partition("\nPrompt: ")
         assert printed == text

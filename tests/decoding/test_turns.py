@@ -28,10 +28,8 @@ def modes():
 
 
 def begun(model, tokenizer, gearbox, chosen):
-    return [
-        stream_generate(model, tokenizer, prompt, 16, mode=mode, gearbox=gearbox)
-        for prompt, mode in zip(PROMPTS, chosen)
-    ]
+    each = zip(PROMPTS, chosen)
+    return [stream_generate(model, tokenizer, prompt, 16, mode=mode, gearbox=gearbox) for prompt, mode in each]
 
 
 def seen(response):

@@ -10,16 +10,9 @@ pytest.importorskip("mlx_vlm", reason="MODELS OF MLX-VLM WERE NOT CHECKED: pip i
 pytestmark = pytest.mark.slow  # where CI installs it
 
 IMAGE, START = 120, 121  # tokens
-LANGUAGE = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "intermediate_size": 128,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "rms_norm_eps": 1e-5,
-    "vocab_size": 128,
-    "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]},
-}
+LANGUAGE = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "num_attention_heads": 2}
+LANGUAGE |= {"num_key_value_heads": 1, "rms_norm_eps": 1e-5, "vocab_size": 128}
+LANGUAGE |= {"rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}}
 
 
 def seeing_model():
@@ -59,15 +52,8 @@ def test_the_top_gear_writes_what_mlx_vlm_writes(tokenizer):
     from mlx_vlm.generate import generate_step
 
     model, given = seeing_model(), inputs()
-    steps = generate_step(
-        given["input_ids"],
-        model,
-        given["pixel_values"],
-        given["attention_mask"],
-        image_grid_thw=given["image_grid_thw"],
-        max_tokens=12,
-        temperature=0.0,
-    )
+    ids, pixels, mask = (given.pop(name) for name in ("input_ids", "pixel_values", "attention_mask"))
+    steps = generate_step(ids, model, pixels, mask, **given, max_tokens=12, temperature=0.0)
     expected = [int(token) for token, _ in steps]
     text = TextModel(model)
     gearbox = Gearbox(text, "4,16")

@@ -12,10 +12,10 @@ import shlex
 import sys
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-from documents import OTHER, PAGES, PARSED, ROOT, RUN, Directory, blocks, command_of, parts
+from architectures import installed
+from documents import OTHER, PAGES, PARSED, ROOT, RUN, Directory, command_of, parts
 
 from gearbx_mlx.__main__ import COMMANDS
 from gearbx_mlx.loading import DEMO_MODEL
@@ -24,15 +24,8 @@ from research.studies import load as load_study
 
 REPOSITORY = "https://github.com/gearbx/gearbx-mlx"
 LINKED = {**PAGES, "gearbx_mlx/demo_model/README.md": DEMO_MODEL / "README.md"}
-OTHERS_FLAGS = {
-    "--logits_all",
-    "--force-reinstall",
-    "--no-deps",
-    "--tasks",
-    "--model_args",
-    "--install",
-    "--modelfile",
-}  # llama.cpp, Ollama, pip, ...
+OTHERS_FLAGS = {"--logits_all", "--modelfile", "--install"}  # of llama.cpp, Ollama, ...
+OTHERS_FLAGS |= {"--force-reinstall", "--no-deps", "--tasks", "--model_args"}  # of pip and lm-eval
 
 
 @pytest.mark.docs
@@ -63,12 +56,11 @@ def test_a_line_that_is_not_run_parses(line, tmp_path, monkeypatch):
             check_lm_eval(arguments)
             continue
         monkeypatch.setattr(sys, "argv", [name, *shlex.split(arguments)])
-        with_flags(name).setup_arg_parser().settings()
+        parser_of_command(name).settings()
 
 
-def with_flags(name: str) -> ModuleType:
-    """The module that parses the flags of a command."""
-    return import_module(f"gearbx_mlx.{name}")
+def parser_of_command(name: str) -> argparse.ArgumentParser:
+    return import_module(f"gearbx_mlx.{name}").setup_arg_parser()
 
 
 def check_lm_eval(arguments: str) -> None:
@@ -76,7 +68,7 @@ def check_lm_eval(arguments: str) -> None:
     assert "--model gearbx " in arguments
     (given,) = re.findall(r"--model_args (\S+)", arguments) or [""]
     words = [f"--{pair}".replace(":", ",") for pair in given.split(",") if pair]
-    with_flags("generate").setup_arg_parser().parse_args(words)
+    parser_of_command("generate").parse_args(words)
 
 
 @pytest.mark.parametrize("line", OTHER, ids=str)
@@ -122,26 +114,20 @@ def test_every_module_and_study_that_a_page_starts_exists(name):
         assert study in modules_of_studies(), study
 
 
-def test_both_marked_commands_are_where_ci_looks_for_them():
-    marked = [block for block in blocks("README.md") if block.marked]
-    assert len(marked) == 2
-    for block in marked:
-        assert block.text.startswith("python3 -m venv .venv && .venv/bin/pip install -q ")
-    text = PAGES["README.md"].read_text(encoding="utf-8")
-    assert "\n<!-- command: main -->\n```" in text
-    assert "\n<!-- command: test -->\n```" in text
+def prose(page: Path) -> str:
+    """The text of a page without its blocks of code."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
 
 
 @functools.cache
 def anchors(page: Path) -> set[str]:
     """The anchors that GitHub makes of a page's headings."""
-    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def links(page: Path) -> list[str]:
-    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    text = prose(page)
     return re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"^\[[^\]]+\]: (\S+)$", text, re.MULTILINE)
 
 
@@ -169,7 +155,7 @@ def known_flags() -> set[str]:
     studies = [parser_of(each) for each in STUDIES.values()]
     found = {option for parser in studies for action in parser._actions for option in action.option_strings}
     for command in {*COMMANDS} - {"lm_eval"}:
-        parsers = [with_flags(command).setup_arg_parser()]
+        parsers = [parser_of_command(command)]
         while parsers:
             for action in parsers.pop()._actions:
                 found.update(action.option_strings)
@@ -180,9 +166,23 @@ def known_flags() -> set[str]:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_every_flag_that_a_page_names_exists(name):
-    text = re.sub(r"^```.*?^```$", "", PAGES[name].read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    codes = [code for code in re.findall(r"`([^`]+)`", text) if not code.startswith("python scripts/")]
+    codes = [code for code in re.findall(r"`([^`]+)`", prose(PAGES[name])) if not code.startswith("python scripts/")]
     named = {flag for code in codes for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", code)}
     families = {flag.rstrip("-") for flag in named if flag.endswith("-")}  # --xtc-*
     unknown = {flag for flag in named - known_flags() - OTHERS_FLAGS if flag.rstrip("-") not in families}
     assert not unknown
+
+
+@pytest.mark.slow
+def test_a_few_rows_of_the_models_page_are_what_the_script_finds(monkeypatch):
+    """An instance of each class takes too long here."""
+    monkeypatch.setattr(sys, "argv", ["describe_models.py", "--check", "llama", "phi3small", "nemotron_h", "olmo"])
+    with pytest.raises(SystemExit) as stopped:
+        import_module("describe_models").main()
+    assert stopped.value.code == 0
+
+
+def test_every_class_of_mlx_lm_has_a_row_of_the_models_page():
+    rows = [line.split("`")[1] for line in PAGES["docs/models.md"].read_text().splitlines() if line.startswith("| `")]
+    assert rows == sorted(rows, key=str.lower)
+    assert set(installed()) <= set(rows)

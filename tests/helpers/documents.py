@@ -23,19 +23,9 @@ FOLDERS = ("docs", "research")
 FOUND = (ROOT / "README.md", *(page for folder in FOLDERS for page in sorted((ROOT / folder).glob("*.md"))))
 PAGES = {page.relative_to(ROOT).as_posix(): page for page in FOUND}
 INLINE = "inline"
-TASKS = "lm-eval downloads its tasks"
-SERVES = "a server serves until it is stopped"
-DOWNLOADS = "mlx-vlm's model has to be downloaded"
-MENTIONED = "a sentence mentions it, and files that it reads may be missing"
-PARSED_ONLY = {  # pages that say how their figures were measured
-    "docs/codebook.md": "models and texts that do not ship",
-    "docs/evidence.md": "models and texts that do not ship, and hours",
-    "docs/chat.md": "a chat waits for what is typed",
-    "docs/mac.md": "ten minutes on a Mac",
-    "docs/performance.md": "minutes of timing",
-    "docs/server.md": SERVES,
-    "research/evidence.md": "models and texts that do not ship, and hours",
-}
+# Pages whose lines are only parsed: they need what does not ship, a Mac, hours, or somebody who types.
+PARSED_ONLY = {"docs/codebook.md", "docs/evidence.md", "docs/chat.md", "docs/mac.md", "docs/performance.md"}
+PARSED_ONLY |= {"docs/server.md", "research/evidence.md"}
 # The demo model replaces what has to be downloaded.
 STANDS_FOR_DEMO = (
     "mlx-community/Llama-3.2-1B-Instruct-bf16",
@@ -114,20 +104,20 @@ def blocks(page: str) -> tuple[Block, ...]:
     fenced = re.compile(r"(<!-- command: \w+ -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
     indented = re.compile(r"(?<=\n\n)((?: {4}.*\n)+)")
     inline = re.compile(r"`((?:gearbx_mlx |python -m gearbx_mlx\.)[a-z][^`]* -[^`]*)`")
-    found = [
-        Block(page, text.count("\n", 0, match.start(3)) + 1, match[2], match[3], match[1] is not None)
-        for match in fenced.finditer(text)
-    ]
-    outside = fenced.sub(lambda match: "\n" * match[0].count("\n"), text)
-    found += [
-        Block(page, outside.count("\n", 0, match.start()) + 1, "bash", textwrap.dedent(match[0]))
-        for match in indented.finditer(outside)
-        if re.match(r" +(python|gearbx_mlx|\w+=)", match[0])
-    ]
-    found += [
-        Block(page, outside.count("\n", 0, match.start()) + 1, INLINE, match[1].replace("\n", " "))
-        for match in inline.finditer(indented.sub(lambda match: "\n" * match[0].count("\n"), outside))
-    ]
+
+    def block(place: int, *rest: Any) -> Block:
+        return Block(page, text.count("\n", 0, place) + 1, *rest)
+
+    def blank(match: re.Match[str]) -> str:
+        """Another text of the same length and lines, so that places stay what they are."""
+        return re.sub(r"[^\n]", "~", match[0])
+
+    found = [block(m.start(3), m[2], m[3], m[1] is not None) for m in fenced.finditer(text)]
+    outside = fenced.sub(blank, text)
+    typed = [m for m in indented.finditer(outside) if re.match(r" +(python|gearbx_mlx|\w+=)", m[0])]
+    found += [block(m.start(), "bash", textwrap.dedent(m[0])) for m in typed]
+    mentioned = inline.finditer(indented.sub(blank, outside))
+    found += [block(m.start(), INLINE, m[1].replace("\n", " ")) for m in mentioned]
     return tuple(sorted(found, key=lambda block: block.number))
 
 
@@ -158,20 +148,11 @@ def command_of(part: str) -> tuple[str, str] | None:
     return None if match is None else (match[1], match[2])
 
 
-def why_not_run(line: Line) -> str | None:
-    """The reason why a line is parsed and not run; None for one that is run."""
-    if line.inline:
-        return MENTIONED
-    if line.page in PARSED_ONLY:
-        return PARSED_ONLY[line.page]
-    if "from mlx_vlm import" in line.text:
-        return DOWNLOADS
+def only_parsed(line: Line) -> bool:
+    """Return whether a line is not run: it may lack files, downloads something, or serves until it is stopped."""
     commands = {(command_of(part) or ("",))[0] for part in parts(line)}
-    if "lm_eval" in commands:
-        return TASKS
-    if "server" in commands:
-        return SERVES
-    return None
+    needs = "from mlx_vlm import" in line.text or {"lm_eval", "server"} & commands
+    return line.inline or line.page in PARSED_ONLY or bool(needs)
 
 
 def on_the_demo_model(text: str) -> str:
@@ -222,19 +203,10 @@ class Directory:
         return done.status, done.err
 
     def _typed(self, line: str) -> tuple[int, str]:
-        environment = os.environ | {
-            "PATH": f"{self.path / 'bin'}{os.pathsep}{os.environ['PATH']}",
-            "HF_HUB_OFFLINE": "1",
-        }
-        done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", line],
-            cwd=self.path,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        path = f"{self.path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        how = {"cwd": self.path, "env": os.environ | {"PATH": path, "HF_HUB_OFFLINE": "1"}, "timeout": 300}
+        shell = ["bash", "-euo", "pipefail", "-c", line]
+        done = subprocess.run(shell, **how, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         return done.returncode, done.stderr
 
 
@@ -242,6 +214,6 @@ def is_run(line: Line) -> bool:
     return line.python or any(command_of(part) or part.startswith("mlx_lm.") for part in parts(line))
 
 
-RUN = [line for line in ALL if is_run(line) and why_not_run(line) is None]
-PARSED = [line for line in ALL if is_run(line) and why_not_run(line) is not None]
+RUN = [line for line in ALL if is_run(line) and not only_parsed(line)]
+PARSED = [line for line in ALL if is_run(line) and only_parsed(line)]
 OTHER = [line for line in ALL if not is_run(line)]

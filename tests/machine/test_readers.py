@@ -11,17 +11,7 @@ import pytest
 from gearbx_mlx import GearbxError
 from gearbx_mlx.machine import readers
 from gearbx_mlx.machine.controller import PATIENCE, SteadyBudget, budget
-from gearbx_mlx.machine.readers import (
-    Battery,
-    LinuxThermal,
-    MachineState,
-    MacThermal,
-    Memory,
-    Scripted,
-    Watch,
-    merged,
-    this_machine,
-)
+from gearbx_mlx.machine.readers import LinuxThermal, MachineState, Scripted, Watch, merged
 
 
 class Told:
@@ -111,27 +101,26 @@ class TestReaders:
         info = SimpleNamespace(thermalState=lambda: 2)
         process = SimpleNamespace(processInfo=lambda: info)
         monkeypatch.setitem(sys.modules, "Foundation", SimpleNamespace(NSProcessInfo=process))
-        assert MacThermal().read() == MachineState(thermal="serious")
+        assert readers.MacThermal().read() == MachineState(thermal="serious")
         monkeypatch.setitem(sys.modules, "Foundation", None)
         with pytest.raises(GearbxError, match="pip install pyobjc"):
-            MacThermal()
+            readers.MacThermal()
 
     def test_battery_and_memory(self, monkeypatch):
         battery = SimpleNamespace(percent=42.0, power_plugged=None)
-        stand_in = SimpleNamespace(
-            sensors_battery=lambda: battery, virtual_memory=lambda: SimpleNamespace(percent=63.0)
-        )
+        memory = SimpleNamespace(percent=63.0)
+        stand_in = SimpleNamespace(sensors_battery=lambda: battery, virtual_memory=lambda: memory)
         monkeypatch.setitem(sys.modules, "psutil", stand_in)
-        assert Battery().read() == MachineState(battery=0.42)
+        assert readers.Battery().read() == MachineState(battery=0.42)
         battery.power_plugged = True
-        assert Battery().read() == MachineState(battery=0.42, charging=True)
-        assert Memory().read() == MachineState(memory=0.63)
+        assert readers.Battery().read() == MachineState(battery=0.42, charging=True)
+        assert readers.Memory().read() == MachineState(memory=0.63)
 
     def test_what_a_machine_has_not_is_told(self, monkeypatch, tmp_path):
         monkeypatch.setitem(sys.modules, "psutil", None)
         monkeypatch.setattr(readers.platform, "system", lambda: "Linux")
         monkeypatch.setattr(LinuxThermal.__init__, "__defaults__", (tmp_path,))
-        found, absent = this_machine()
+        found, absent = readers.this_machine()
         assert not found
         assert absent["heat"].startswith("no thermal zone")
         missing = "psutil is not installed; install it with: pip install psutil"

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gearbx_mlx import GearbxError, calibrate
+from gearbx_mlx import GearbxError
 from gearbx_mlx.__main__ import COMMANDS
 from gearbx_mlx.gone import GONE, SINCE, gone
 from gearbx_mlx.routing.gates import read_thresholds
@@ -32,11 +32,6 @@ def test_a_file(name, tmp_path):
         read_thresholds(str(file))
     assert str(file) in str(refused.value)
     assert gone(name) in str(refused.value)
-
-
-def test_a_keyword_of_a_program():
-    with pytest.raises(GearbxError, match="--target-kl is gone since"):
-        calibrate(target_kl=0.1)
 
 
 def test_what_is_not_gone_is_not_refused():

@@ -6,16 +6,14 @@ from pathlib import Path
 
 import platformdirs
 import pytest
+from fuzzing.running import Outcome
+from run_mlx_lm_tests import get_tests
 
 from gearbx_mlx import GearbxError
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 FUZZ = [sys.executable, str(SCRIPTS / "fuzz_commands.py")]
 RUN = [sys.executable, str(SCRIPTS / "run_mlx_lm_tests.py")]
-sys.path.append(str(SCRIPTS))
-
-from fuzzing.running import Outcome  # noqa: E402
-from run_mlx_lm_tests import get_tests  # noqa: E402
 
 
 @pytest.mark.fuzz
@@ -24,6 +22,9 @@ def test_half_a_minute_of_wrong_flags_and_damaged_files_shows_no_failure():
     done = subprocess.run([*FUZZ, "--minutes", "0.5", "--jobs", "2"], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert ", 0 failures" in done.stdout
+
+
+UNFORESEEN = "unforeseen error: KeyError: PATH (GEARBX_TRACEBACK=N shows where)"
 
 
 @pytest.mark.parametrize(
@@ -45,10 +46,7 @@ def test_half_a_minute_of_wrong_flags_and_damaged_files_shows_no_failure():
         (Outcome(-9, "", 1, late=True), "ended by SIGKILL, late"),
         (Outcome(0, "", 1, waiting=True), "waits for ever"),
         (Outcome(1, "Traceback (most recent call last):\nKeyError: 7\n", 1), "Traceback: KeyError: N"),
-        (
-            Outcome(1, "error: KeyError: 'a/b' (GEARBX_TRACEBACK=1 shows where)\n", 1),
-            "unforeseen error: KeyError: PATH (GEARBX_TRACEBACK=N shows where)",
-        ),
+        (Outcome(1, "error: KeyError: 'a/b' (GEARBX_TRACEBACK=1 shows where)\n", 1), UNFORESEEN),
     ],
 )
 def test_what_is_a_failure(outcome, problem):
@@ -64,14 +62,12 @@ def tests() -> Path:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("file", "expression"), [("prompt_cache", "quant or save_load"), ("generate", "test_stream_generate_max_tokens")]
-)
-def test_mlx_lms_tests_pass_with_our_models(tests, file, expression):
-    command = [*RUN, "--tests", str(tests), "--only", file, "-k", expression, "--wrapper", "low gear"]
-    done = subprocess.run(
-        [*command, "--wrapper", "mid gear", "--wrapper", "GearedModel"], capture_output=True, text=True
-    )
+@pytest.mark.parametrize("file", ["prompt_cache", "generate"])
+def test_mlx_lms_tests_pass_with_our_models(tests, file):
+    expression = {"prompt_cache": "quant or save_load", "generate": "test_stream_generate_max_tokens"}[file]
+    wrappers = ["--wrapper", "low gear", "--wrapper", "mid gear", "--wrapper", "GearedModel"]
+    command = [*RUN, "--tests", str(tests), "--only", file, "-k", expression, *wrappers]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     row = next(line for line in done.stdout.splitlines() if line.startswith(f"| test_{file} "))
     plain, *wrapped = [int(cell) for cell in row.split("|")[2:6]]

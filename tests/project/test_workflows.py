@@ -59,10 +59,8 @@ def test_a_step_fails_where_the_readme_has_lost_its_command(tmp_path):
 def test_the_macs_workflow_uploads_what_it_measured():
     files = re.findall(r"--json (\S+)", commands(MACOS))
     assert {"mac.json", "mac_own_kernels.json"} <= {*files}
-    uploads = [
-        step for step in yaml.safe_load(MACOS.read_text(encoding="utf-8"))["jobs"]["macos"]["steps"] if "with" in step
-    ]
-    assert uploads[-1]["with"]["path"] == "*.json"
+    job = yaml.safe_load(MACOS.read_text(encoding="utf-8"))["jobs"]["macos"]
+    assert [step["with"] for step in job["steps"] if "with" in step][-1]["path"] == "*.json"
     assert all(Path(file).match("*.json") and Path(file).parent == Path() for file in files)
 
 

@@ -30,6 +30,13 @@ def connected():
     return Channel(near), Channel(far)
 
 
+def until(condition):
+    """Wait until a condition holds, or long enough."""
+    ending = time.monotonic() + ENOUGH
+    while not condition() and time.monotonic() < ending:
+        time.sleep(0.01)
+
+
 @pytest.fixture
 def rank(monkeypatch):
     """Makes a rank: its watch, the far ends of its channels, its messages, and how it ends."""
@@ -68,9 +75,7 @@ def rank(monkeypatch):
     for seen in ranks:  # whose threads would end this process, once the patches are gone
         for far in seen.far.values():
             far.close()
-        until = time.monotonic() + ENOUGH
-        while seen.watch.channels and not seen.ended.is_set() and time.monotonic() < until:
-            time.sleep(0.01)
+        until(lambda seen=seen: not seen.watch.channels or seen.ended.is_set())
 
 
 class TestRank0:
@@ -84,27 +89,21 @@ class TestRank0:
         assert first.far[2].receive() == {"status": shown, "text": None}
         assert first.killed == [os.getpid()]  # its own work removes files that are half written
 
-    def test_says_which_rank_is_gone(self, rank):
+    @pytest.mark.parametrize("end", [Channel.close, lambda far: far.connection.sendall(b"[1]\n")])
+    def test_says_which_rank_is_gone(self, rank, end):
+        """A message that is none is as good as gone."""
         first = rank(0)
-        first.far[2].close()
+        end(first.far[2])
         assert first.ended.wait(ENOUGH)
         assert first.status == [1]
         (line,) = first.shown
         assert line.startswith("rank 2 (127.0.0.1:5002) is gone")
         assert first.far[1].receive() == {"status": 1, "text": line}
 
-    def test_a_message_that_is_none_is_as_good_as_gone(self, rank):
-        first = rank(0)
-        first.far[1].connection.sendall(b"[1]\n")
-        assert first.ended.wait(ENOUGH)
-        assert "rank 1 (127.0.0.1:5001) is gone" in first.shown[0]
-
     def test_a_signal_of_another_rank_is_its_own(self, rank):
         first = rank(0)
         first.far[1].send(signal=15)
-        until = time.monotonic() + ENOUGH
-        while not first.interrupted and time.monotonic() < until:
-            time.sleep(0.01)
+        until(lambda: first.interrupted)
         assert first.interrupted == [15]
         assert first.status == []
 
@@ -172,38 +171,38 @@ class TestTheOthers:
 
 
 class TestChannel:
-    def test_messages_that_come_together_are_two(self):
+    @pytest.fixture
+    def ends(self):
         near, far = connected()
+        yield near, far
+        near.close()
+        far.close()
+
+    def test_messages_that_come_together_are_two(self, ends):
+        near, far = ends
         far.connection.sendall(b'{"a": 1}\n{"b": 2}\n')
         assert near.receive() == {"a": 1}
         assert near.waiting()
         assert near.receive() == {"b": 2}
         assert not near.waiting()
-        near.close()
-        far.close()
 
     @pytest.mark.parametrize("data", [b"", b"not JSON\n", b"7\n", b"x" * (LONGEST_MESSAGE + 5000)])
-    def test_what_is_no_message_is_none(self, data):
-        near, far = connected()
+    def test_what_is_no_message_is_none(self, ends, data):
+        near, far = ends
         threading.Thread(target=lambda: (far.connection.sendall(data), far.close())).start()
         assert near.receive() is None
-        near.close()
 
-    def test_a_time_limit(self):
-        near, far = connected()
-        near.connection.settimeout(0.01)
+    def test_a_time_limit(self, ends):
+        ends[0].connection.settimeout(0.01)
         with pytest.raises(TimeoutError):
-            near.receive()
-        near.close()
-        far.close()
+            ends[0].receive()
 
-    def test_the_other_end_may_be_gone(self):
-        near, far = connected()
+    def test_the_other_end_may_be_gone(self, ends):
+        near, far = ends
         far.close()
         for _ in range(3):
             near.send(still=1)
         assert near.receive() is None
-        near.close()
 
 
 class TestMeeting:
@@ -237,15 +236,12 @@ class TestMeeting:
         assert [*found[0]] == [1]
         assert [*found[1]] == [0]
 
-    def test_one_does_not_come(self, monkeypatch):
+    @pytest.mark.parametrize("comes", [0, 1])
+    def test_the_other_does_not_come(self, monkeypatch, comes):
         monkeypatch.setenv("GEARBX_RANKS_WAIT", "0.2")
-        found = self.meet(self.place(0))
-        assert "rank 1 (127.0.0.1:" in str(found[0])
-        assert "did not come within 0.2 seconds" in str(found[0])
-
-    def test_rank_0_does_not_come(self, monkeypatch):
-        monkeypatch.setenv("GEARBX_RANKS_WAIT", "0.2")
-        assert "did not answer within 0.2 seconds" in str(self.meet(self.place(1))[1])
+        said = str(self.meet(self.place(comes))[comes])
+        assert f"did not {('come', 'answer')[comes]} within 0.2 seconds" in said
+        assert f"rank {1 - comes} (127.0.0.1:" in said
 
     def test_another_hostfile(self):
         first = self.place(0)

@@ -1,14 +1,12 @@
 """The page at /, in a headless Chromium."""
 
-import json
 import re
 import time
 from types import SimpleNamespace
 
 import chromium
-import httpx
 import pytest
-from http_server import in_the_making, served
+from http_server import events, in_the_making, served
 
 from gearbx_mlx.serving import app
 from gearbx_mlx.serving.answers import event_text
@@ -134,8 +132,8 @@ def scripted(monkeypatch):
     def answer_with(*said, ended=True):
         async def complete(here, body, request, dialect):
             asked.append(request.model_dump(exclude_unset=True))
-            events = [event_text((None, one)) for one in ((*said, "[DONE]") if ended else said)]
-            return event_stream(iter(events))
+            sent = [event_text((None, one)) for one in ((*said, "[DONE]") if ended else said)]
+            return event_stream(iter(sent))
 
         monkeypatch.setattr(app, "complete", complete)
         return asked
@@ -153,9 +151,8 @@ def test_tokens_appear_in_the_colour_of_their_gear_with_a_point_each(page):
         gear, entropy = span["title"].split("; ")[-1].split(", ")
         assert span["color"] == colors[gear]
         assert any(f"{point['entropy']:.2f} bits" == entropy for point in answer["points"] if point["gear"] == gear)
-    marks = page.run(
-        "return [...document.querySelectorAll('.point')].map((mark) => [mark.dataset.gear, mark.getAttribute('fill')])"
-    )
+    of_each = "(mark) => [mark.dataset.gear, mark.getAttribute('fill')]"
+    marks = page.run(f"return [...document.querySelectorAll('.point')].map({of_each})")
     assert marks == [[point["gear"], colors[point["gear"]]] for point in answer["points"]]
     assert len(page.run("return [...document.querySelector('#trace .mean').points]")) == 40
     assert len(page.all("#trace .threshold")) == 2
@@ -255,11 +252,8 @@ def test_the_page_is_one_file_that_no_browser_keeps(client):
 
 
 def test_thresholds_and_rolling_means_are_the_modes_own(client):
-    body = {"messages": [{"role": "user", "content": QUESTION}], "stream": True, "max_tokens": 8}
-    asked = {"mode": "route", "thresholds": [0.5, 2.5]}
-    with httpx.Client(base_url=client.server.where, timeout=60) as http:
-        lines = http.post("/v1/chat/completions", json={**body, "gearbx": asked}).text.splitlines()
-    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    body = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 8}
+    chunks = events(client, "/v1/chat/completions", **body, gearbx={"mode": "route", "thresholds": [0.5, 2.5]})
     assert chunks[0]["gearbx"]["thresholds"] == [0.5, 2.5]
     tokens = [token for one in chunks for token in one["gearbx"]["tokens"]]
     assert tokens[0]["mean_entropy"] == tokens[0]["entropy"]
@@ -269,16 +263,9 @@ def test_thresholds_and_rolling_means_are_the_modes_own(client):
 HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>&lt;b&gt;'
 
 
-def ask_for_a_key(monkeypatch):
-    """The server asks for the key `sesame` from now on."""
-    check = Gatekeeper.check_key
-    monkeypatch.setattr(
-        Gatekeeper, "check_key", lambda _, headers: check(SimpleNamespace(guard=Guard("sesame")), headers)
-    )
-
-
 def test_the_key_is_asked_for_and_kept_for_the_tab(page, monkeypatch):
-    ask_for_a_key(monkeypatch)
+    check, sesame = Gatekeeper.check_key, SimpleNamespace(guard=Guard("sesame"))
+    monkeypatch.setattr(Gatekeeper, "check_key", lambda _, headers: check(sesame, headers))
     page.driver.refresh()  # the list of models needs it too
     for key, why in (("wrong", "asks for a key"), ("sesame", "does not take this key")):
         page.wait(lambda why=why: why in page.text("#ask-why") and page.find("#ask").is_displayed())

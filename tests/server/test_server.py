@@ -87,12 +87,9 @@ def test_answers_of_mode_route_share_passes_whose_gear_is_the_policys(policy):
             return complete(client, max_tokens=400, gearbx=options)["gearbx"]
 
         found = at_once(ask, wishes)
-        if policy == "highest":
-            assert found[1]["gear_tokens"]["high"] > 0  # the second one follows
-            assert found[0]["gear_tokens"]["low"] == 5  # before a gate may shift
-        else:
-            assert found[1]["gear_tokens"]["high"] == 0
-            assert found[0]["gear_tokens"]["low"] > 5  # the first one follows
+        first, second = (each["gear_tokens"] for each in found)
+        assert (second["high"] > 0) == (policy == "highest")
+        assert (first["low"] == 5) == (policy == "highest")  # before a gate may shift
 
 
 @pytest.mark.parametrize("gearbx", [{"mode": "route"}, {"mode": "lossless"}, {"gear": "high"}], ids=str)
@@ -133,11 +130,11 @@ def test_models_and_health(client):
     assert client.get("/health").json() == {"status": "ok"}
 
 
-@pytest.mark.some(2)
-@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.some(3)
+@pytest.mark.parametrize(("stream", "texts"), [(True, 1), (False, 1), (True, 4)])
 @pytest.mark.parametrize("gearbx", MODES, ids=str)
-def test_work_stops_when_the_client_goes_away(client, gearbx, stream):
-    body = {"prompt": WORD_PROBLEM, "max_tokens": 400, "gearbx": gearbx, "stream": stream}
+def test_work_stops_when_the_client_goes_away(client, gearbx, stream, texts):
+    body = {"prompt": WORD_PROBLEM, "n": texts, "max_tokens": 400, "gearbx": gearbx, "stream": stream}
     body["logit_bias"] = {str(token): -100 for token in (0, 1, 2)}  # so the text does not end by itself
     patience = 60 if stream else 0.5
     with (
@@ -146,6 +143,6 @@ def test_work_stops_when_the_client_goes_away(client, gearbx, stream):
     ):
         next(answer.iter_lines())
     deadline = time.monotonic() + 2
-    while in_the_making(client) and time.monotonic() < deadline:
+    while in_the_making(client, waiting=True) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert in_the_making(client) == 0
+    assert in_the_making(client, waiting=True) == 0

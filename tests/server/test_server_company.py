@@ -4,6 +4,7 @@ import gc
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from conftest import active_memory, save_model, tiny_model
@@ -23,14 +24,12 @@ def client():
 
 def beside(client, others, **body):
     """The text of an answer, while a function makes other requests."""
-    found = []
-    thread = threading.Thread(target=lambda: found.append(text_of(client, max_tokens=120, **body)))
-    thread.start()
-    while not in_the_making(client) and thread.is_alive():
-        pass
-    others()
-    thread.join()
-    return found[0]
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(text_of, client, max_tokens=120, **body)
+        while not in_the_making(client) and not found.done():
+            pass
+        others()
+        return found.result()
 
 
 @pytest.mark.slow
@@ -47,10 +46,8 @@ def test_a_sampler_that_fails_ends_its_own_answer_alone(client, monkeypatch):
 
     def others():
         for _ in range(3):
-            error_of(
-                client.post("/v1/completions", json={"prompt": "x", "temperature": 0.5, "gearbx": {"gear": "high"}}),
-                500,
-            )
+            body = {"prompt": "x", "temperature": 0.5, "gearbx": {"gear": "high"}}
+            error_of(client.post("/v1/completions", json=body), 500)
 
     assert beside(client, others, gearbx={"gear": "high"}) == alone
     assert len({text_of(client, temperature=1.0, gearbx={"gear": "high"}) for _ in range(3)}) > 1
@@ -77,12 +74,7 @@ def test_tokens_come_while_a_long_prompt_is_read(client):
     assert sum(begun < moment < ended for moment in times["first"]) > 3
 
 
-RESERVED = (
-    {"chat_template": "x"},
-    {"tokenize": False},
-    {"return_tensors": "np"},
-    {"truncation": True, "max_length": 3},
-)
+RESERVED = {"chat_template": "x"}, {"tokenize": False}, {"return_tensors": "np"}, {"truncation": True, "max_length": 3}
 
 
 @pytest.mark.parametrize("arguments", RESERVED, ids=str)

@@ -18,28 +18,13 @@ def bytewise(*parts):
 REPLACE = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
 LLAMA = [REPLACE, {"type": "ByteFallback"}, {"type": "Fuse"}]
 STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
-BYTES = [
-    "<0xC3>",
-    "<0xBC>",
-    "\u00dfe",
-    "\u2581",
-    "<0xF0>",
-    "<0x9F>",
-    "<0x99>",
-    "<0x82>",
-    "\u2581!",
-    "\n",
-    "\u2581\u2581x",
-]
+STRIPPED = {"type": "Sequence", "decoders": [*LLAMA, STRIP]}
+BYTES = ["<0xC3>", "<0xBC>", "ße", "▁", "<0xF0>", "<0x9F>", "<0x99>", "<0x82>", "▁!", "\n", "▁▁x"]
 SMILE = " Gr\u00fc\u00dfe \U0001f642 !\n  x"
 KINDS = {
-    "sentencepiece": (["\u2581Gr", *BYTES], {"type": "Sequence", "decoders": [*LLAMA, STRIP]}, SMILE[1:]),
+    "sentencepiece": (["\u2581Gr", *BYTES], STRIPPED, SMILE[1:]),
     "sentencepiece that keeps the first space": (["\u2581Gr", *BYTES], {"type": "Sequence", "decoders": LLAMA}, SMILE),
-    "first spaces": (
-        ["\u2581", "\u2581Gr", "\u2581ab", "cd"],
-        {"type": "Sequence", "decoders": [*LLAMA, STRIP]},
-        "Gr abcd",
-    ),
+    "first spaces": (["\u2581", "\u2581Gr", "\u2581ab", "cd"], STRIPPED, "Gr abcd"),
     "byte pairs": (
         bytewise(b" Gr", b"\xc3", b"\xbc", b"\xc3\x9fe", b" ", b"\xf0\x9f", b"\x99\x82", b" !", b"\n", b"  x"),
         {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
@@ -50,7 +35,7 @@ KINDS = {
         {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True},
         "Hello world !",
     ),
-    "cut within a character": (["\u2581a", "<0xC3>"], {"type": "Sequence", "decoders": [*LLAMA, STRIP]}, "a\ufffd"),
+    "cut within a character": (["\u2581a", "<0xC3>"], STRIPPED, "a\ufffd"),
 }
 
 

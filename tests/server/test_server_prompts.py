@@ -6,13 +6,8 @@ import pytest
 from http_server import complete, served, text_of
 
 TALE = "A miller had three sons, a mill, a donkey and a cat. One day he"
-LOSSLESS, LOW, TOP, ROUTE, KICKDOWN = (
-    {"mode": "lossless"},
-    {"gear": 4},
-    {"gear": 16},
-    {"mode": "route"},
-    {"mode": "kickdown"},
-)
+LOSSLESS, ROUTE, KICKDOWN = ({"mode": mode} for mode in ("lossless", "route", "kickdown"))
+LOW, TOP = {"gear": 4}, {"gear": 16}
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +39,9 @@ def forget(client) -> None:
     client.scheduler.prompt_cache.trim_to(n_sequences=0)
 
 
-def unread(client, options: dict, prompt: str = TALE) -> int:
+def unread(client, options: dict, prompt: str = TALE, **further) -> int:
     """How many tokens of a prompt a request had to read."""
-    usage = complete(client, prompt, max_tokens=4, gearbx=options)["usage"]
+    usage = complete(client, prompt, max_tokens=4, gearbx=options, **further)["usage"]
     return usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
 
 
@@ -81,12 +76,10 @@ def test_a_beginning_of_the_top_gear_and_an_end_of_a_lower_one_are_not_the_top_g
     assert 1 < unread(in_eight_bits, LOW, longer) < begun  # reads the rest in 8 bits
     assert unread(in_eight_bits, ROUTE, longer) == 1
     assert unread(in_eight_bits, LOSSLESS, longer) > 1
-    text = text_of(in_eight_bits, longer, gearbx=LOSSLESS)
-    assert text == fresh(in_eight_bits, longer)
+    assert text_of(in_eight_bits, longer, gearbx=LOSSLESS) == fresh(in_eight_bits, longer)
 
 
 def test_a_text_with_a_seed_depends_on_no_request_before_it(in_eight_bits):
     forget(in_eight_bits)
     whole = unread(in_eight_bits, LOSSLESS)
-    usage = complete(in_eight_bits, TALE, max_tokens=4, gearbx=LOW, seed=1)["usage"]
-    assert usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"] == whole
+    assert unread(in_eight_bits, LOW, seed=1) == whole

@@ -14,13 +14,7 @@ from transformers import AutoTokenizer
 
 from gearbx_mlx import GearbxError, Lossless, stream_generate
 from gearbx_mlx.loading import DEMO_MODEL
-from gearbx_mlx.serving.grammar import (
-    LARGEST_SCHEMA,
-    JsonObject,
-    allow,
-    constraint_for,
-    mask_of,
-)
+from gearbx_mlx.serving.grammar import LARGEST_SCHEMA, JsonObject, allow, constraint_for, mask_of
 
 END = 0  # the demo model's end of text
 
@@ -52,15 +46,11 @@ def test_an_answer_fits_its_schema(demo, geared_demo, mode, schema):
 @pytest.mark.parametrize("mode", [Lossless(draft_length=4), Lossless(lookup_tokens=15)])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_a_lossless_answer_is_the_top_gears(demo, geared_demo, mode, temperature):
-    runs = []
+    runs, how = [], {"gearbox": geared_demo, "sampler": make_sampler(temperature), "max_tokens": 120}
     for each in ("static", mode):
         geared_demo.shift("high")
         mx.random.seed(7)
-        sampler = make_sampler(temperature)
-        responses, _ = written(
-            demo.model, demo.tokenizer, PERSON, mode=each, gearbox=geared_demo, sampler=sampler, max_tokens=120
-        )
-        runs.append(responses)
+        runs.append(written(demo.model, demo.tokenizer, PERSON, mode=each, **how)[0])
     static, lossless = runs
     assert [r.token for r in static] == [r.token for r in lossless]
     check(lossless, PERSON)
@@ -74,19 +64,13 @@ def test_texts_of_a_batch_have_schemas_of_their_own(demo):
     caches = [mlx_lm.models.cache.make_prompt_cache(demo.model) for _ in prompts]
     demo.model(mx.array([prompts[1][:-2]]), cache=caches[1])
     generator = BatchGenerator(demo.model, stop_tokens=[[END]], max_tokens=90)
-    uids = generator.insert(
-        [prompts[0], prompts[1][-2:]],
-        caches=caches,
-        all_tokens=[[], prompts[1][:-2]],
-        logits_processors=[[constraint_for(demo.tokenizer, format_of(schema))] for schema in schemas],
-    )
+    how = {"caches": caches, "all_tokens": [[], prompts[1][:-2]]}
+    how["logits_processors"] = [[constraint_for(demo.tokenizer, format_of(schema))] for schema in schemas]
+    uids = generator.insert([prompts[0], prompts[1][-2:]], **how)
     tokens = {uid: [] for uid in uids}
-    running = set(uids)
-    while running:
-        for response in generator.next_generated():
+    while responses := generator.next_generated():
+        for response in responses:
             tokens[response.uid].append(response.token)
-            if response.finish_reason is not None:
-                running.discard(response.uid)
     for uid, schema in zip(uids, schemas):
         assert tokens[uid].pop() == END
         jsonschema.validate(json.loads(demo.tokenizer.decode(tokens[uid])), schema)
@@ -116,12 +100,7 @@ def test_a_text_may_end_where_its_grammar_is_complete(demo):
 def test_what_may_follow_depends_on_the_tokens_alone(demo):
     """Calls in any order, as when drafts are dropped or texts continue from another place."""
     random = np.random.default_rng(3)
-    texts = [
-        '{"name": "Tom", "age": 8, "likes": ["tea"]}',
-        '{"name": "Tim", "age": 81,',
-        '{ "name":\n"',
-        '{"name": "\\"',
-    ]
+    texts = '{"name": "Tom", "age": 8, "likes": ["tea"]}', '{"name": "Tim", "age": 81,', '{ "name":\n"', '{"name": "\\"'
     texts = [demo.tokenizer.encode(text, add_special_tokens=False) for text in texts]
     constraint = constraint_for(demo.tokenizer, format_of(PERSON))
     constraint(mx.array([9]), mx.zeros((1, 4096)))
@@ -138,9 +117,8 @@ def test_a_token_that_does_not_fit_ends_the_text_and_may_be_taken_back(demo):
     constraint = constraint_for(demo.tokenizer, format_of(PERSON))
     assert allowed(demo, constraint, '{"name": "Tom", "age": 8, "likes": [] and') == {None}
     assert "another logits processor" in constraint.error
-    assert allowed(demo, constraint, '{"name": "Tom"') == allowed(
-        demo, constraint_for(demo.tokenizer, format_of(PERSON)), '{"name": "Tom"'
-    )
+    fresh = constraint_for(demo.tokenizer, format_of(PERSON))
+    assert allowed(demo, constraint, '{"name": "Tom"') == allowed(demo, fresh, '{"name": "Tom"')
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])

@@ -60,15 +60,9 @@ class TestQuestions:
             tokens, server = ask(fake, question, tokens=7)
         assert known(tokens) == [("t0", tuple(PAIR)), ("t0", (-0.2, -3.0))]
         (body,) = [body for _, body in fake.requests]
-        assert body == {
-            "model": "m",
-            "max_tokens": 7,
-            "temperature": 0.0,
-            "chat_template_kwargs": {"thinking": False},
-            "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}],
-            "logprobs": True,
-            "top_logprobs": 20,
-        }
+        messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+        expected = {"model": "m", "max_tokens": 7, "temperature": 0.0, "logprobs": True, "top_logprobs": 20}
+        assert body == expected | {"chat_template_kwargs": {"thinking": False}, "messages": messages}
         assert server.asked == 20
 
     def test_a_text_completion_has_lists_and_objects_and_may_lack_some(self):
@@ -121,17 +115,16 @@ class TestQuestions:
 
 
 class TestAddresses:
-    @pytest.mark.parametrize(
-        "url",
-        [
-            "",
-            "nonsense",
-            "ftp://me:secret@host/v1",
-            "http://",
-            "http://me:secret@host:99999/v1",
-            "http://h/v1?a=secret",
-        ],
+    WRONG = (
+        "",
+        "nonsense",
+        "ftp://me:secret@host/v1",
+        "http://",
+        "http://me:secret@host:99999/v1",
+        "http://h/v1?a=secret",
     )
+
+    @pytest.mark.parametrize("url", WRONG)
     def test_a_url_that_is_none_is_refused_without_its_password(self, url):
         with pytest.raises(GearbxError, match=r"--server.*; give one such as http://") as refusal:
             Other(url)
@@ -319,11 +312,8 @@ class TestRouting:
             return text_answer([body["model"]], [{"a": PAIR[0], "b": PAIR[1]}]) if path == TEXT else None
 
         with fake_server(answers) as fake, routed(fake.url, models="a,b,c") as client:
-            for prompt, model in {
-                "Good morning!": "a",
-                "Prove it step by step.": "b",
-                "Prove that x = y + 2.": "c",
-            }.items():
+            prompts = {"a": "Good morning!", "b": "Prove it step by step.", "c": "Prove that x = y + 2."}
+            for model, prompt in prompts.items():
                 got = client.post(TEXT, json={"prompt": prompt}).json()
                 assert (got["choices"][0]["text"], got["gearbx"]["gear"]) == (model, model)
                 assert len(got["gearbx"]["tokens"]) == 1
@@ -337,12 +327,10 @@ class TestRouting:
         with fake_server(lambda path, body: refused("busy", 503)) as fake, routed(fake.url) as sick:
             assert (sick.get("/health").status_code, sick.get("/health").json()["reason"]) == (503, "busy")
 
-    @pytest.mark.parametrize(
-        ("body", "status", "param"), [({"stream": "yes"}, 400, "stream"), ({"model": "gpt"}, 404, "model")]
-    )
-    def test_what_cannot_be_passed_on_is_refused(self, client, body, status, param):
-        got = client.post(CHAT, json=EASY | body)
-        assert (got.status_code, got.json()["error"]["param"]) == (status, param)
+    @pytest.mark.parametrize(("field", "value", "status"), [("stream", "yes", 400), ("model", "gpt", 404)])
+    def test_what_cannot_be_passed_on_is_refused(self, client, field, value, status):
+        got = client.post(CHAT, json=EASY | {field: value})
+        assert (got.status_code, got.json()["error"]["param"]) == (status, field)
 
     def test_a_key_is_asked_for(self, other):
         with routed(other.url, Guard(api_key="secret")) as client:
@@ -366,10 +354,8 @@ class TestFailures:
         ],
     )
     def test_before_the_answer_the_client_gets_a_status(self, reply, status, words, stream):
-        with (
-            fake_server(chatting(lambda body: reply())) as fake,
-            routed(fake.url, server_api_key="sk-secret", server_timeout=0.5) as client,
-        ):
+        how = {"server_api_key": "sk-secret", "server_timeout": 0.5}
+        with fake_server(chatting(lambda body: reply())) as fake, routed(fake.url, **how) as client:
             got = client.post(CHAT, json=EASY | {"stream": stream})
         assert got.status_code == status
         assert words in got.json()["error"]["message"]
@@ -388,10 +374,8 @@ class TestFailures:
     def test_in_the_midst_the_last_event_has_the_reason_and_there_is_no_end(self, rest, words):
         first, _ = events(chat_event(chat_entry(PAIR))).parts
         parts = itertools.chain([first], rest)
-        with (
-            fake_server(chatting(lambda body: Answer(parts, kind=EVENTS))) as fake,
-            routed(fake.url, server_timeout=0.5) as client,
-        ):
+        reply = chatting(lambda body: Answer(parts, kind=EVENTS))
+        with fake_server(reply) as fake, routed(fake.url, server_timeout=0.5) as client:
             text = client.post(CHAT, json=EASY | {"stream": True}).text
         first, last = chunks(text)
         assert first["choices"][0]["delta"]["content"] == "t0"
