@@ -14,7 +14,7 @@ import ssl
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from itertools import cycle
 from pathlib import Path
@@ -159,6 +159,14 @@ def assert_products_close(y: mx.array, x: mx.array, weights: np.ndarray, sizes: 
     exact = float64(x) @ weights.T
     bound = (weights.shape[1] / 8 + 16) * 2.0**-24 * (np.abs(float64(x)) @ sizes.T)
     assert np.all(np.abs(float64(y) - exact) <= bound)
+
+
+def every_gear(*boxes: Gearbox, gears: Iterable = ()) -> Iterator:
+    """Shift gearboxes to each gear of the first one in turn, or to each of `gears`, and yield it."""
+    for gear in gears or boxes[0].ladder:
+        for box in boxes:
+            box.shift(gear)
+        yield gear
 
 
 @pytest.fixture

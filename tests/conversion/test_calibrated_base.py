@@ -4,7 +4,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from conftest import normal, tiny_model, weights_of
+from conftest import every_gear, normal, tiny_model, weights_of
 
 from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, convert
 from gearbx_mlx.cli.bases import ANSWER_TOKENS, Base, BaseText, answered, key_of, make_base, text_of
@@ -157,8 +157,7 @@ class TestWalk:
             """Of the draft's logits from the original's."""
             geared = tiny_model("mixtral", dtype=mx.bfloat16)
             gearbox, found = Gearbox(geared, "4,16", format=format, group_size=GROUP, base=layers), []
-            for gear in gearbox.ladder:
-                gearbox.shift(gear)
+            for _ in every_gear(gearbox):
                 found.append(np.concatenate([np.array(geared(mx.array([text])))[0] for text in TEXTS]))
             return float(np.abs(found[0] - found[1]).mean())
 

@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 import pytest
-from conftest import PROMPT, active_memory, save_model, tiny_model, weights_of
+from conftest import PROMPT, active_memory, every_gear, save_model, tiny_model, weights_of
 from huggingface_hub import HfApi, ModelCard
 
 import gearbx_mlx
@@ -122,9 +122,7 @@ class TestGearsFromDisk:
         made = Gearbox(original, FORMATS[format], format=format, kernels=kernels)
         assert saved.gear == saved.ladder[0]
         assert str(saved.ladder) == FORMATS[format]
-        for gear in (*saved.ladder, saved.ladder[0]):
-            saved.shift(gear)
-            made.shift(gear)
+        for gear in every_gear(saved, made, gears=(*saved.ladder, saved.ladder[0])):
             assert same_model(model, original)
             assert mx.array_equal(model(PROMPT), original(PROMPT)).item()
             assert saved.weight_bytes_per_token(gear) == made.weight_bytes_per_token(gear)
@@ -137,9 +135,7 @@ class TestGearsFromDisk:
         source, out = convert("tied", "--embeddings", "keep")
         model, original = gearbx_mlx.load(out)[0], gearbx_mlx.load(source)[0]
         saved, made = Gearbox(model, residency=residency), Gearbox(original, "4,8,16")
-        for gear in ("high", "low", "mid", "high", "mid", "low"):
-            saved.shift(gear)
-            made.shift(gear)
+        for _ in every_gear(saved, made, gears=("high", "low", "mid", "high", "mid", "low")):
             assert same_model(model, original)
 
     def test_some_of_them_may_be_chosen(self, convert):

@@ -3,7 +3,7 @@
 import mlx.core as mx
 import mlx_lm
 import pytest
-from conftest import PROMPT, save_model, tiny_model
+from conftest import PROMPT, every_gear, save_model, tiny_model
 from gguf_files import Q8_0, tiny_as, write
 from mlx_lm.utils import quantize_model, save_config
 
@@ -54,9 +54,7 @@ def test_gears_are_those_in_place(convert, tmp_path, architecture, bits, ladder)
     assert str(gearbox.ladder) == ladder
     assert gearbox.gear == gearbox.ladder[0]
     assert gearbox.fingerprint == expected.fingerprint
-    for gear in (*gearbox.ladder, *reversed(gearbox.ladder)):
-        gearbox.shift(gear)
-        expected.shift(gear)
+    for _ in every_gear(gearbox, expected, gears=(*gearbox.ladder, *reversed(gearbox.ladder))):
         assert mx.array_equal(gearbox.model(PROMPT), expected.model(PROMPT))
     gearbox.shift(gearbox.ladder.top)
     assert mx.array_equal(gearbox.model(PROMPT), stock(PROMPT))

@@ -7,7 +7,7 @@ import mlx.nn as nn
 import mlx_lm
 import pytest
 from architectures import as_initialised
-from conftest import PROMPT, save_model, tiny_model
+from conftest import PROMPT, every_gear, save_model, tiny_model
 from mlx_lm.models import llama
 
 import gearbx_mlx
@@ -156,9 +156,7 @@ class TestKeep:
         quantization = json.loads((out / "config.json").read_text())["quantization"]
         assert not any(quantization[path] for path in TABLES[name])
         saved, made = gearbox_of(out), gearbox_of(source, "4,8,16", group_size=GROUP)
-        for gear in ("low", "mid", "high"):
-            saved.shift(gear)
-            made.shift(gear)
+        for _ in every_gear(saved, made, gears=("low", "mid", "high")):
             assert mx.array_equal(saved.model(PROMPT), made.model(PROMPT)).item()
 
 

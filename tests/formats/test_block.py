@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from conftest import MANY_VECTORS, PROMPT, active_memory, normal, on_disk, tiny_model
+from conftest import MANY_VECTORS, PROMPT, active_memory, every_gear, normal, on_disk, tiny_model
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from gearbx_mlx import Gearbox
@@ -79,8 +79,7 @@ def same(first: list[mx.array], second: list[mx.array]) -> bool:
 
 def check_every_gear(box: Gearbox, calls: SimpleNamespace) -> None:
     """All blocks run as one operation, with the bits of their operations."""
-    for gear in box.ladder:
-        box.shift(gear)
+    for _ in every_gear(box):
         calls.native, calls.enabled = 0, True
         as_blocks = text(box.model)
         assert calls.native == 8 * len(box.model.layers)
@@ -243,8 +242,7 @@ class TestModules:
         model = tiny_model("llama", hidden_size=256, intermediate_size=1024)
         model.set_dtype(mx.bfloat16)
         box = Gearbox(model, "4,16", kernels="native", **on_disk(model, tmp_path))
-        for gear in (16, 4, 16, 4):
-            box.shift(gear)
+        for _ in every_gear(box, gears=(16, 4, 16, 4)):
             mx.eval(box.model(PROMPT))
         low = active_memory()
         box.shift(16)

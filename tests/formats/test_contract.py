@@ -9,7 +9,7 @@ import sys
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from conftest import ARCHITECTURES, PROMPT, on_disk, same_weights, tiny_model, weights_of
+from conftest import ARCHITECTURES, PROMPT, every_gear, on_disk, same_weights, tiny_model, weights_of
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 
@@ -215,8 +215,7 @@ class TestGearbox:
         before, logits = weights_of(model), model(PROMPT)
         gearbox = Gearbox(model, LADDERS.get(name, "4,8,16"), format=name, kernels="mlx")
         errors = []
-        for gear in gearbox.ladder:
-            gearbox.shift(gear)
+        for _ in every_gear(gearbox):
             errors.append(mx.abs(model(PROMPT) - logits).max().item())
         assert errors == sorted(errors, reverse=True)
         assert errors[0] > errors[-1] == 0

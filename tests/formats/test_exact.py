@@ -7,7 +7,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from architectures import GROUP, tiny
-from conftest import PROMPT, active_memory, normal, weights_of
+from conftest import PROMPT, active_memory, every_gear, normal, weights_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
@@ -212,15 +212,13 @@ class TestMemory:
         gearbox = boxed(model=model)
         assert "would take" in gearbox.unmanaged[LINEAR]
         assert LINEAR not in [layer.path for layer in gearbox.layers]
-        for gear in ("low", "high"):
-            gearbox.shift(gear)
+        for _ in every_gear(gearbox):
             np.testing.assert_array_equal(bits_of(layer_in(gearbox, LINEAR).weight.astype(mx.bfloat16)), before)
 
     def test_counts_of_bytes_are_those_of_the_arrays(self):
         gearbox = boxed("4,16")
         layer = next(layer for layer in gearbox.layers if layer.path == LINEAR)
-        for gear in ("low", "high"):
-            gearbox.shift(gear)
+        for _ in every_gear(gearbox):
             arrays = [a for _, a in tree_flatten(layer_in(gearbox, LINEAR).parameters())]
             sizes = [a.size * (2 if a.dtype == mx.float32 else a.dtype.size) for a in arrays]
             assert gearbox.layer_bytes(layer, gearbox.gear) == sum(sizes)

@@ -4,7 +4,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from conftest import PROMPT, assert_products_close, float64, tiny_model
+from conftest import PROMPT, assert_products_close, every_gear, float64, tiny_model
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from gearbx_mlx import Gearbox, GearbxError
@@ -133,9 +133,7 @@ class TestExperts:
             Gearbox(tiny_model(architecture, dtype=dtype), format=format, group_size=32, kernels=k, activations="float")
             for k in ("mlx", "native")
         )
-        for gear in stock.ladder:
-            stock.shift(gear)
-            fast.shift(gear)
+        for _ in every_gear(stock, fast):
             for prompt in (PROMPT[:, :1], PROMPT, mx.arange(50)[None]):  # the last is sorted by expert
                 assert mx.allclose(fast.model(prompt), stock.model(prompt), rtol=1e-4, atol=1e-5).item()
             experts = [m for m in fast.model.modules() if "Switch" in type(m).__name__ and "Linear" in type(m).__name__]
@@ -189,9 +187,7 @@ def test_a_tied_head_runs_natively_and_keeps_its_two_bytes():
 def test_layers_that_change_no_gear_run_natively_too():
     stock, fast = (Gearbox(tiny_model(), manage="attention", kernels=k, activations="float") for k in ("mlx", "native"))
     assert isinstance(fast.model.layers[0].mlp.up_proj, Native)
-    for gear in stock.ladder:
-        stock.shift(gear)
-        fast.shift(gear)
+    for _ in every_gear(stock, fast):
         assert mx.allclose(fast.model(PROMPT), stock.model(PROMPT), rtol=1e-4, atol=1e-5).item()
 
 

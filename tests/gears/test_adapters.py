@@ -8,7 +8,7 @@ import mlx.nn as nn
 import mlx_lm
 import pytest
 from adapters import save_adapter
-from conftest import PROMPT, normal, save_model, tiny_model, weights_of
+from conftest import PROMPT, every_gear, normal, save_model, tiny_model, weights_of
 from mlx_lm.utils import load_tokenizer
 
 import gearbx_mlx
@@ -97,8 +97,7 @@ def test_every_gear_is_mlx_lms_adapter_over_the_gears_weights(adapted, kind, for
     source, adapter = adapted(kind)
     reference, model = mlx_lms(source, adapter), loaded(source, adapter)
     gearbox = Gearbox(model, LADDERS[format], format=format, kernels=kernels, activations="float")
-    for gear in gearbox.ladder:
-        gearbox.shift(gear)
+    for _ in every_gear(gearbox):
         assert far(model(PROMPT), over_weights_of(gearbox, reference)) < 5e-6
 
 
@@ -178,8 +177,7 @@ def test_the_norms_follow_another_adapter(adapted, tmp_path):
     other = save_adapter(adapted_model(seed=1), tmp_path / "other", "dora")
     model = loaded(source, adapter)
     gearbox = Gearbox(model, "4,16")
-    for gear in ("low", "high"):
-        gearbox.shift(gear)
+    for _ in every_gear(gearbox, gears=("low", "high")):
         model(PROMPT)
     model.load_weights(str(other / "adapters.safetensors"), strict=False)
     expected = loaded(source, other)

@@ -12,6 +12,7 @@ from conftest import (
     ARCHITECTURES,
     PROMPT,
     active_memory,
+    every_gear,
     linear_layers,
     on_disk,
     same_weights,
@@ -119,8 +120,7 @@ model = llama.Model(llama.ModelArgs(model_type="llama", rms_norm_eps=1e-5, vocab
 directory = Path(sys.argv[1])
 mx.save_safetensors(str(directory / "model.safetensors"), dict(tree_flatten(model.parameters())))
 gearbox = Gearbox(model, "4,16", residency="disk", checkpoint=directory, kernels="mlx")
-for gear in ("low", "high") * 2:
-    gearbox.shift(gear)
+for _ in every_gear(gearbox, gears=("low", "high") * 2):
     mx.eval(model.parameters())
     status = Path("/proc/self/status").read_text()
     print(next(line.split()[1] for line in status.splitlines() if line.startswith("VmRSS")))
@@ -238,8 +238,7 @@ def directory(tmp_path_factory):
 def bytes_in(gearbox: Gearbox) -> int:
     """The bytes of all arrays of all gears of a model."""
     found: dict[int, mx.array] = {}
-    for gear in gearbox.ladder:
-        gearbox.shift(gear)
+    for _ in every_gear(gearbox):
         found |= {id(array): array for array in weights_of(gearbox.model).values()}
     return sum(array.nbytes for array in found.values())
 

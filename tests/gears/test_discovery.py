@@ -7,7 +7,7 @@ import mlx.nn as nn
 import pytest
 from architectures import CONFIGS, VOCABULARY, as_initialised, tiny, why_not
 from architectures.reading import bytes_read
-from conftest import PROMPT, tiny_model, weights_of
+from conftest import PROMPT, every_gear, tiny_model, weights_of
 from mlx_lm.models.cache import make_prompt_cache
 
 from gearbx_mlx import Gearbox, GearbxError
@@ -41,8 +41,7 @@ class TestHeads:
         path, layer = "model.layers.0.self_attn.embed_q", model.model.layers[0].self_attn
         weight = layer.embed_q.weight
         assert path in {layer.path for layer in gearbox.layers}
-        for gear in gearbox.ladder:
-            gearbox.shift(gear)
+        for gear in every_gear(gearbox):
             rows = stacked(layer.embed_q, weight.shape[1], transpose=False)
             columns = stacked(layer.embed_q, weight.shape[2], transpose=True)
             assert mx.allclose(rows, columns.swapaxes(-1, -2), atol=1e-6).item()

@@ -4,7 +4,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 import pytest
-from conftest import PROMPT, on_disk, same_weights, tiny_model, weights_of
+from conftest import PROMPT, every_gear, on_disk, same_weights, tiny_model, weights_of
 
 from gearbx_mlx import Gearbox, GearbxError, Ladder
 from gearbx_mlx.formats.planes import Affine
@@ -307,8 +307,7 @@ class TestCaps:
 
     def test_a_cap_holds_in_every_gear(self, gearbox):
         gearbox.cap({UP: 5})
-        for gear in gearbox.ladder:
-            gearbox.shift(gear)
+        for gear in every_gear(gearbox):
             assert bits_in(gearbox)[UP] == min(gear.bits, 5)
             assert bits_in(gearbox)[DOWN] == gear.bits
 

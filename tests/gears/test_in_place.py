@@ -6,7 +6,7 @@ import mlx.core as mx
 import mlx.optimizers as optim
 import mlx_lm
 import pytest
-from conftest import active_memory, save_model, tiny_model
+from conftest import active_memory, every_gear, save_model, tiny_model
 from mlx_lm.quant import awq, dwq, dynamic_quant, gptq
 from mlx_lm.utils import quantize_model
 
@@ -103,8 +103,7 @@ def test_no_kernel_is_refused_for_a_lower_gear(native, own_cache, monkeypatch):
     monkeypatch.setenv("GEARBX_TUNE", "1")
     shape = {"hidden_size": 512, "intermediate_size": 512, "head_dim": 128}
     gearbox = Gearbox(quantized(8, 64, **shape), "4,8")
-    for gear in gearbox.ladder:
-        gearbox.shift(gear)
+    for _ in every_gear(gearbox):
         mx.eval(gearbox.model(PROMPT[:, :1]))
     compared = json.loads((own_cache / "tuning.json").read_text())["differences"].values()
     assert {name.split(",")[0] for products in compared for name in products} == {"affine 4", "planes 4+4"}
@@ -354,8 +353,7 @@ def test_it_is_the_low_gear(made, name):
     original, tokenizer = gearbx_mlx.load(made / "original")
     alone, above = run(quantized), run(original)
     gearbox = gearbx_mlx.Gearbox(original, "4,8,16", low_model=gearbx_mlx.load(made / name)[0], kernels="mlx")
-    for gear in ("low", "high", "low", "mid", "high"):
-        gearbox.shift(gear)
+    for gear in every_gear(gearbox, gears=("low", "high", "low", "mid", "high")):
         assert mx.array_equal(run(original), alone).item() == (gear == "low")
         assert mx.array_equal(run(original), above).item() == (gear == "high")
     stored = sum(array.nbytes for layer in gearbox.layers for array in layer_of(quantized, layer.path).values())

@@ -10,7 +10,7 @@ import mlx.nn as nn
 import mlx_lm
 import mlx_lm.utils
 import pytest
-from conftest import PROMPT, on_disk, same_weights, save_model, tiny_model, weights_of
+from conftest import PROMPT, every_gear, on_disk, same_weights, save_model, tiny_model, weights_of
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
@@ -61,8 +61,7 @@ class TestEveryGear:
     @pytest.mark.some(2)
     def test_reading(self, make, kind):
         model, gearbox = make(kind)
-        for gear in gearbox.ladder:
-            gearbox.shift(gear)
+        for gear in every_gear(gearbox):
             found = dict(tree_flatten(model.parameters()))
             assert same_weights(found, weights_of(gearbox.model))
             assert (f"{PATH}.weight" in found) == (gear.bits in (4, 16))
@@ -101,8 +100,7 @@ class TestEveryGear:
         model, gearbox = make(kind)
         source = directory / ("checkpoint" if kind == "checkpoint" else "original")
         stock = kind == "checkpoint" and make.kernels == "mlx"  # a CPU's own kernels may have rows side by side
-        for gear in gearbox.ladder:
-            gearbox.shift(gear)
+        for gear in every_gear(gearbox):
             out = tmp_path / gear.name
             if gear.name == "mid" or (gear.name == "low" and not stock):
                 with pytest.raises(GearbxError, match="shift to a gear of 16 bits first"):
@@ -218,6 +216,5 @@ def test_logits_and_cache_have_the_type_that_the_model_is_given_later(kernels, t
         assert wrapped(PROMPT, cache=cache).dtype == dtype
         assert wrapped(mx.array([[3]]), cache=cache).dtype == dtype
         assert {part.keys.dtype for part in cache} == {dtype}
-        for gear in ("low", "mid", "high"):
-            wrapped.gearbox.shift(gear)
+        for _ in every_gear(wrapped.gearbox, gears=("low", "mid", "high")):
             assert model(PROMPT).dtype == dtype

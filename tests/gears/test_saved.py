@@ -7,7 +7,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from conftest import PROMPT, save_model, tiny_model, weights_of
+from conftest import PROMPT, every_gear, save_model, tiny_model, weights_of
 from msgspec import structs
 from mutations import sign_arrays
 
@@ -58,8 +58,7 @@ def arrays_of(directory: Path) -> list[dict[str, mx.array]]:
     open_gears(directory).attach(model)
     gearbox = Gearbox(model)
     found = []
-    for gear in gearbox.ladder:
-        gearbox.shift(gear)
+    for _ in every_gear(gearbox):
         mx.eval(model(PROMPT))
         found.append(weights_of(model))
     return found

@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from conftest import assert_products_close, float64, stack_weights, tiny_model, up_to
+from conftest import assert_products_close, every_gear, float64, stack_weights, tiny_model, up_to
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -197,9 +197,7 @@ class TestModel:
             Gearbox(tiny_model(dtype=dtype), format=format, group_size=32, kernels=k, activations="float")
             for k in ("mlx", "native")
         )
-        for gear in ("low", "mid", "high"):
-            stock.shift(gear)
-            fast.shift(gear)
+        for _ in every_gear(stock, fast, gears=("low", "mid", "high")):
             expected, found = stock.model(PROMPT), fast.model(PROMPT)
             assert found.dtype == expected.dtype
             assert mx.allclose(found, expected, rtol=1e-4, atol=1e-5).item()
@@ -332,9 +330,7 @@ class TestRoundedActivations:
     def test_a_gearbox_that_rounds(self, activations, error):
         exact, fast = (Gearbox(tiny_model(), "4,8,16", kernels="native", activations=a) for a in ("float", activations))
         assert f"activations of {activations[3:]} bits" in fast.describe()
-        for gear in exact.ladder:
-            exact.shift(gear)
-            fast.shift(gear)
+        for gear in every_gear(exact, fast):
             wanted, logits = exact.model(PROMPT), fast.model(PROMPT)
             assert mx.array_equal(wanted, logits).item() is gear.dense
             assert mx.abs(wanted - logits).max().item() < error * mx.abs(wanted).max().item()

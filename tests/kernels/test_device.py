@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import same_weights, tiny_model, weights_of
+from conftest import every_gear, same_weights, tiny_model, weights_of
 
 from gearbx_mlx import Gearbox, GearbxError, stream_generate, use_device
 from gearbx_mlx.compat.classes import generation_stream
@@ -102,8 +102,7 @@ def logits_in_gears(format: str, kernels: str) -> list[np.ndarray]:
     """The logits of a bfloat16 model in its low and its top gear."""
     gearbox = Gearbox(tiny_model(dtype=mx.bfloat16), "4,16", format=format, dtype="float32", kernels=kernels)
     made = []
-    for gear in gearbox.ladder:
-        gearbox.shift(gear)
+    for _ in every_gear(gearbox):
         made.append(np.array(gearbox.model(TOKENS)))
     return made
 

@@ -5,7 +5,7 @@ import warnings
 
 import mlx.core as mx
 import pytest
-from conftest import normal, tiny_model
+from conftest import every_gear, normal, tiny_model
 
 from gearbx_mlx import Gearbox
 from gearbx_mlx.errors import GearbxWarning
@@ -198,9 +198,7 @@ class TestATextThatDoesNotCompile:
         stock = Gearbox(tiny_model("qwen2"), "4,16", format=format, kernels="mlx")
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            for gear in ours.ladder:
-                stock.shift(gear)
-                ours.shift(gear)
+            for _ in every_gear(ours, stock):
                 wanted, found = stock.model(tokens), ours.model(tokens)
                 assert mx.allclose(found, wanted, rtol=1e-4, atol=1e-4).item()
         assert len([each for each in said if "does not run here" in str(each.message)]) == 2  # packed and dense

@@ -6,7 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from conftest import tiny_model
+from conftest import every_gear, tiny_model
 
 from gearbx_mlx import Gearbox
 from gearbx_mlx.kernels import dispatch, metal, proven
@@ -42,9 +42,7 @@ def test_a_model_decodes_in_every_gear(format, launches):
 
     native = Gearbox(model(), GEARS[format], format=format, kernels="native")
     stock = Gearbox(model(), GEARS[format], format=format, kernels="mlx")
-    for gear in native.ladder:
-        native.shift(gear)
-        stock.shift(gear)
+    for gear in every_gear(native, stock):
         native.model(TOKEN)  # compares each kernel with MLX's first
         launches.clear()
         wanted = exact(stock.model(TOKEN))
@@ -65,8 +63,7 @@ def test_a_model_decodes_in_every_gear(format, launches):
 def test_auto_launches_what_was_proven_on_this_machine_and_nothing_else(format, launches, monkeypatch):
     def texts(gearbox: Gearbox) -> list[str]:
         launches.clear()
-        for gear in gearbox.ladder:
-            gearbox.shift(gear)
+        for _ in every_gear(gearbox):
             gearbox.model(TOKEN)
         return [launch.spec.text for launch in launches]
 
