@@ -16,6 +16,7 @@ import mlx_lm
 import pytest
 from conftest import PROMPT, active_memory, every_gear, save_model, tiny_model, weights_of
 from huggingface_hub import HfApi, ModelCard
+from refusals import assert_refused, refuses
 
 import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxError
@@ -96,8 +97,7 @@ class TestChosenCodes:
         assert done.status == 0
         assert f"base: the nearest codes, since {why}" in done.err
         done = command(*given, tmp_path / "asked", "--calibrate")
-        assert done.status == 2
-        assert why in done.err
+        assert (done.status, why in done.err) == (2, True)
 
 
 def same_model(a: nn.Module, b: nn.Module) -> bool:
@@ -193,10 +193,8 @@ class TestTheBase:
         for layer in made.layers:
             name = layer.path if f"{layer.path}.scales" in theirs else f"{layer.path}.projection"
             for part in ("weight", "scales", "biases"):
-                same = ours[f"{layer.path}.{part}"] == theirs[f"{name}.{part}"].astype(
-                    ours[f"{layer.path}.{part}"].dtype
-                )
-                assert same.all().item()
+                own = ours[f"{layer.path}.{part}"]
+                assert mx.array_equal(own, theirs[f"{name}.{part}"].astype(own.dtype)).item()
         assert isinstance(text, str)
 
     def test_names_every_layer_in_its_configuration(self, convert):
@@ -209,22 +207,12 @@ class TestTheBase:
         model = tiny_model("qwen3_moe")
         assert {path for path, m in model.named_modules() if hasattr(m, "to_quantized")} <= quantization.keys()
 
-    def test_is_the_original_where_the_format_is_not_mlx_lms(self, convert):
-        source, out = convert("llama", "--format", "rowwise", "--gears", "4,16")
-        assert same_model(mlx_lm.load(str(out))[0], mlx_lm.load(str(source))[0])
-
-    def test_runs_in_the_lowest_gear_where_mlx_lm_cannot_run_it(self, convert):
+    def test_has_the_lowest_gear_where_mlx_lm_cannot_run_it(self, convert):
         source, out = convert("llama", "--format", "rowwise", "--gears", "4,8", "--embeddings", "keep")
-        model = gearbx_mlx.load(out)[0]
+        saved = Gearbox(gearbx_mlx.load(out)[0])
         made = Gearbox(gearbx_mlx.load(source)[0], "4,8", format="rowwise")
-        made.shift("low")
-        expected = made.model(PROMPT).astype(mx.float32)
-        assert mx.allclose(model(PROMPT).astype(mx.float32), expected, atol=0.05).item()
-        saved = Gearbox(model)
-        assert same_model(model, made.model)
-        saved.shift(8)
-        made.shift(8)
-        assert same_model(model, made.model)
+        for _ in every_gear(made, saved):
+            assert same_model(saved.model, made.model)
 
 
 def rows_of(card: str) -> dict[str, list[str]]:
@@ -262,11 +250,11 @@ class TestModelCard:
     def test_is_what_is_uploaded(self, command, tmp_path, monkeypatch):
         uploaded = {}
         monkeypatch.setattr(HfApi, "create_repo", lambda self, repo_id, exist_ok: uploaded.update(repo=repo_id))
-        monkeypatch.setattr(
-            HfApi,
-            "upload_folder",
-            lambda self, repo_id, folder_path, repo_type: uploaded.update(card=(folder_path / "README.md").read_text()),
-        )
+
+        def upload(self, repo_id, folder_path, repo_type):
+            uploaded["card"] = (folder_path / "README.md").read_text()
+
+        monkeypatch.setattr(HfApi, "upload_folder", upload)
         source = tmp_path / "original"
         save_model(tiny_model(dtype=mx.bfloat16), source)
         monkeypatch.setattr(import_module("gearbx_mlx.convert.run"), "find", lambda name, revision: source)
@@ -319,10 +307,8 @@ def change_manifest(directory, **change):
 
 class TestLoading:
     def refused(self, directory, words):
-        with pytest.raises(GearbxError, match=words) as error:
+        with refuses(directory, words):
             gearbx_mlx.load(directory)
-        assert str(error.value).count("\n") == 0
-        assert str(directory) in str(error.value)
 
     @pytest.mark.parametrize("part", [0.5, 0.001, 0])
     def test_truncated_gears(self, broken, part):
@@ -400,18 +386,12 @@ class TestConverting:
             (["--mlx-path", tmp_path / "no" / "where"], "there is no directory"),
             (["--mlx-path", tmp_path / "a", "--gears", "16"], "nothing to convert; give a gear of fewer bits"),
             (["--mlx-path", tmp_path / "a", "--model", whole], "holds gears already; convert the original"),
-            (
-                ["--mlx-path", tmp_path / "a", "--model", quantized],
-                "there is no lower gear to write; without conversion 4 bits",
-            ),
+            (["--mlx-path", tmp_path / "a", "--model", quantized], "there is no lower gear to write; without conv"),
             (["--mlx-path", tmp_path / "a", "--model", "b/" + "c" * 300], "b/ccc"),
             (["--mlx-path", tmp_path / "a", "--upload-repo", "b" * 300], "--upload-repo bbb"),
             (["--mlx-path", "."], "is there already"),
             (["--mlx-path", "~no-such-user/a"], "no directory can have this name"),
             (["--mlx-path", tmp_path / ("a" * 300)], "no directory can have this name (File name too long)"),
         ):
-            done = command("convert", *flags)
-            assert done.status == 2
-            assert words in done.err
-            assert done.err.strip().count("\n") == 0
+            assert_refused(command("convert", *flags), words)
             assert {path.name for path in tmp_path.iterdir()} == {"there", "link", "quantized"}

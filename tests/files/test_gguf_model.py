@@ -29,6 +29,7 @@ from gguf_files import (
     write,
 )
 from mlx_lm.utils import load_model
+from refusals import refuses
 
 import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Lossless
@@ -204,20 +205,17 @@ def test_a_text_ends_where_a_turn_ends(tmp_path):
     ],
 )
 def test_metadata_that_are_unknown_or_lie(tmp_path, changes, words):
-    with pytest.raises(GearbxError) as caught:
+    with refuses(words):
         gearbx_mlx.load(write(tmp_path / "model.gguf", tiny_as("llama"), **changes))
-    assert words.replace("'", '"') in str(caught.value).replace("'", '"')
-    assert "\n" not in str(caught.value)
 
 
 def test_weights_that_are_no_numbers(tmp_path):
     for name, array in (("infinite", np.full(64, 1e30)), ("nan", np.full(64, np.nan))):
         model = tiny_as("llama")
         model.model.norm.weight = mx.array(array)
-        with pytest.raises(GearbxError) as caught:
-            gearbx_mlx.load(write(tmp_path / f"{name}.gguf", model))
         words = f'{name}.gguf: "output_norm.weight" has weights that are no finite numbers in float16; download it'
-        assert words in str(caught.value)
+        with refuses(words):
+            gearbx_mlx.load(write(tmp_path / f"{name}.gguf", model))
 
 
 def test_tensors_of_another_architecture(tmp_path):

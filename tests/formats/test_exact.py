@@ -309,9 +309,8 @@ def test_a_model_has_its_weights_again_if_encoding_is_stopped(stop, monkeypatch)
 def test_what_the_format_does_not_have_is_refused(dtype, keywords, complaint):
     model = tiny("llama", dtype)
     before = weights_of(model)
-    with pytest.raises(GearbxError, match=complaint) as refused:
+    with pytest.raises(GearbxError, match=rf"^.*{complaint}.*$"):  # one line
         boxed(**({"ladder": "4,16", "model": model} | keywords))
-    assert "\n" not in str(refused.value)
     assert {name: array.dtype for name, array in weights_of(model).items()} == {n: a.dtype for n, a in before.items()}
 
 

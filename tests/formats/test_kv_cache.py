@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from conftest import normal, tiny_model
 from mlx_lm.models.cache import BatchKVCache, KVCache, make_prompt_cache, save_prompt_cache
+from refusals import refuses
 
 from gearbx_mlx import Gearbox, GearbxError, Kickdown, Lossless, Route, Static, stream_generate
 from gearbx_mlx.decoding.caches import Snapshot, cache_in_gears, plain_cache, put_in_gears
@@ -429,9 +430,8 @@ def test_text_goes_on_from_a_cache_that_is_kept(demo, gearbox, long):
 )
 def test_gears_that_cannot_be_are_refused_in_one_line(demo, architecture, keywords, complaint):
     model = tiny_model(architecture)
-    with pytest.raises(GearbxError, match=complaint) as refused:
+    with refuses(complaint):
         stream_generate(model, demo.tokenizer, [1, 5, 9], 5, **keywords)
-    assert "\n" not in str(refused.value)
 
 
 def test_another_ladder_than_that_of_the_cache_is_refused(demo):

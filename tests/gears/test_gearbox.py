@@ -156,7 +156,7 @@ class TestShift:
     @pytest.mark.parametrize(
         ("arguments", "complaint"),
         [
-            ({"format": "nf4"}, "format 'nf4' does not exist"),
+            ({"format": "nf4"}, "format 'nf4' does not exist; choose from planes, affine"),
             ({"manage": "nothing"}, "manage 'nothing' does not exist"),
             ({"residency": "cloud"}, "residency 'cloud' does not exist"),
             ({"residency": "host"}, "--residency host is gone since gearbx-mlx .*; it freed next to nothing; use"),
