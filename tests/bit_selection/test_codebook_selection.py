@@ -4,7 +4,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from conftest import heavy, tiny_model
+from conftest import heavy, layer_with, tiny_model
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import SwitchLinear
 from refusals import assert_refused
@@ -57,7 +57,7 @@ class TestQuality:
     def test_it_is_that_of_the_reconstruction(self, name):
         weight, format = heavy(48, 384), get_format(name)
         for quality in qualities(format, weight):
-            module = format.modules(nn_linear(weight), quality.bits, (quality.bits,), 64, mx.float32)[quality.bits]
+            module = format.modules(layer_with(weight), quality.bits, (quality.bits,), 64, mx.float32)[quality.bits]
             made = module.dense_weight(mx.float32)
             assert quality.cosine == pytest.approx(cosine(made, weight), abs=2e-5)
             off = (mx.square(made - weight).sum() / mx.square(weight).sum()).item()
@@ -85,12 +85,6 @@ class TestQuality:
         spoiled = mx.array(experts)
         spoiled[5] = 7.0
         assert next(qualities(get_format("codebook"), spoiled)) == next(qualities(get_format("codebook"), experts))
-
-
-def nn_linear(weight: mx.array) -> nn.Linear:
-    dense = nn.Linear(1, 1, bias=False)
-    dense.weight = weight
-    return dense
 
 
 class TestSelection:

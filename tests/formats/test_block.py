@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from conftest import MANY_VECTORS, PROMPT, active_memory, every_gear, normal, on_disk, tiny_model
+from conftest import MANY_VECTORS, PROMPT, active_memory, every_gear, normal, on_disk, same_arrays, tiny_model
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from gearbx_mlx import Gearbox
@@ -73,10 +73,6 @@ def text(model: nn.Module, caches=None) -> list[mx.array]:
     return [*found, model(PROMPT)]
 
 
-def same(first: list[mx.array], second: list[mx.array]) -> bool:
-    return all(mx.array_equal(a, b).item() for a, b in zip(first, second, strict=True))
-
-
 def check_every_gear(box: Gearbox, calls: SimpleNamespace) -> None:
     """All blocks run as one operation, with the bits of their operations."""
     for _ in every_gear(box):
@@ -86,7 +82,7 @@ def check_every_gear(box: Gearbox, calls: SimpleNamespace) -> None:
         in_one = isinstance(box.model.model, block.NativeLayers)
         assert calls.together == 6 * in_one  # all but a prompt, and a pass without a cache
         calls.enabled, calls.together = False, 0
-        assert same(as_blocks, text(box.model))
+        assert same_arrays(as_blocks, text(box.model))
 
 
 class TestBits:
@@ -110,7 +106,7 @@ class TestBits:
         native = logits()
         assert calls.native == 13 * len(box.model.layers)
         calls.enabled = False
-        assert same(native, logits())
+        assert same_arrays(native, logits())
 
     @MANY_VECTORS
     def test_of_a_long_prompt_that_threads_share(self, calls):
@@ -147,7 +143,7 @@ class TestCache:
         values = [mx.array(keys.tolist()) for keys in kept]
         mx.eval(box.model(mx.array([[1]]), cache=cache))
         assert calls.native == 2 * len(cache)
-        assert same(kept, values)
+        assert same_arrays(kept, values)
         assert not mx.array_equal(cache[0].keys, values[0]).item()
 
     def test_passes_that_are_evaluated_at_last_see_their_own_entries(self, calls):
@@ -166,7 +162,7 @@ class TestCache:
         native = logits()
         assert calls.native == 4 * len(box.model.layers)
         calls.enabled = False
-        assert same(native, logits())
+        assert same_arrays(native, logits())
 
 
 class TestModules:

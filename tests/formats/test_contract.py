@@ -9,7 +9,7 @@ import sys
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from conftest import ARCHITECTURES, PROMPT, every_gear, on_disk, same_weights, tiny_model, weights_of
+from conftest import ARCHITECTURES, PROMPT, every_gear, normal, on_disk, same_weights, tiny_model, weights_of
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 from refusals import assert_refused
@@ -19,6 +19,7 @@ from gearbx_mlx.formats import FORMATS, RECONSTRUCTED, get_format, with_cache
 from gearbx_mlx.formats.base import dense_weight
 from gearbx_mlx.formats.planes import PlanesLinear
 
+LIBRARY = "codebook-library"
 GEARS = {  # of each format, those that it stores together
     "planes": (2, 4, 5, 6, 8),
     "affine": (2, 3, 4, 5, 6, 8),
@@ -26,17 +27,17 @@ GEARS = {  # of each format, those that it stores together
     "rowwise": (2, 4, 6, 8),
     "groupwise": (4,),
     "codebook": (2, 3, 4, 5, 6),
-    "codebook-library": (2, 3, 4),
+    LIBRARY: (2, 3, 4),
 }
 CASES = [(name, bits) for name, ladder in GEARS.items() for bits in ladder]
 OF_ANY_WIDTH = [case for case in CASES if case[0] in RECONSTRUCTED]
 MADE_ONE_BY_ONE = [name for name in FORMATS if name != "exact"]
-LADDERS = {"groupwise": "4,16", "codebook": "2,4,16", "codebook-library": "2,4,16"}  # of a gearbox; else 4,8,16
+LADDERS = {"groupwise": "4,16", "codebook": "2,4,16", LIBRARY: "2,4,16"}  # of a gearbox; else 4,8,16
 GROUP = 64
 
 
 def matrix(*shape: int, scale: float = 0.02, seed: int = 0) -> mx.array:
-    return mx.random.normal(shape, key=mx.random.key(seed)) * scale
+    return normal(*shape, seed=seed) * scale
 
 
 def layer_of(name: str, weight: mx.array, bias: bool = False) -> nn.Module:
@@ -231,9 +232,7 @@ class TestGearbox:
             gearbox.shift("low")
         assert gearbox.gear.name == "high"
 
-    @pytest.mark.parametrize(
-        ("name", "bits"), {"rowwise": 3, "groupwise": 8, "codebook": 8, "codebook-library": 5}.items()
-    )
+    @pytest.mark.parametrize(("name", "bits"), [("rowwise", 3), ("groupwise", 8), ("codebook", 8), (LIBRARY, 5)])
     def test_bits_that_a_format_has_not_are_refused(self, tiny, name, bits):
         choices = ", ".join(map(str, [*GEARS[name], 16]))
         with pytest.raises(GearbxError, match=f"format '{name}' has no gear of {bits} bits; choose from {choices}$"):

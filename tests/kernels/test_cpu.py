@@ -11,7 +11,17 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from conftest import PROMPT, assert_products_close, every_gear, float64, heavy, stack_weights, tiny_model, up_to
+from conftest import (
+    PROMPT,
+    assert_products_close,
+    every_gear,
+    float64,
+    heavy,
+    layer_with,
+    stack_weights,
+    tiny_model,
+    up_to,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -436,8 +446,7 @@ def test_arguments_that_do_not_go_together(native):
 
 def test_without_native_kernels_the_weight_is_reconstructed(monkeypatch):
     weight = heavy(6, 90)
-    dense = nn.Linear(90, 6)
-    dense.weight = weight
+    dense = layer_with(weight, bias=True)
     module = NativeCodebookLinear(dense, 4, codebook.encode(weight, 4), codebook.Codebook())
     monkeypatch.setattr(cpu, "native", lambda: None)
     x = mx.ones((2, 90))

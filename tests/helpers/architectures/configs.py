@@ -36,7 +36,7 @@ COMMON: dict[str, Any] = {
     "n_shared_experts": 1, "num_shared_experts": 1, "moe_num_shared_experts": 1, "num_shared_expert": 1,
     "shared_expert_intermediate_size": 64, "moe_shared_expert_intermediate_size": 64, "shared_intermediate_size": 64,
     "share_expert_dim": 64, "first_k_dense_replace": 1, "num_dense_layers": 1, "moe_layer_start_index": 1,
-    "moe_layers_enum": "1", "is_moe_layer": [False, True], "mlp_layer_types": ["dense", "sparse"],
+    "moe_layers_enum": "1", "is_moe_layer": [False, True],
     "decoder_sparse_step": 1, "mlp_only_layers": [], "use_mixed_mlp_moe": True, "use_cla": True, "cla_share_factor": 2,
     # attention over latent vectors
     "kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32,
@@ -294,7 +294,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         COMMON
         | {
             "dense_intermediate_size": 128, "rotary_dim": 16, "layer_types": [FULL, "minimax_m3_sparse"],
-            "index_n_heads": 1, "index_head_dim": 32, "index_block_size": 2, "index_topk_blocks": 2,
+            "mlp_layer_types": ["dense", "sparse"], "index_n_heads": 1, "index_head_dim": 32, "index_block_size": 2, "index_topk_blocks": 2,
         },
     ),
     "mistral3": text("ministral3", MINISTRAL),
@@ -304,8 +304,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         | WINDOWED
         | {
             "num_hidden_layers": 3,  # the first and the last one stay dense
-            "layer_types": [SLIDING, SLIDING, FULL], "mlp_layer_types": None, "num_shared_experts": 0,
-            "post_norm_eps": 1e-8,
+            "layer_types": [SLIDING, SLIDING, FULL], "num_shared_experts": 0, "post_norm_eps": 1e-8,
             "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
             "layer_rope_theta": [10000.0, 10000.0, 0], "final_logit_softcapping": 20.0, "output_multiplier": 0.7,
             "moe_hidden_size": 64,
