@@ -294,7 +294,8 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         COMMON
         | {
             "dense_intermediate_size": 128, "rotary_dim": 16, "layer_types": [FULL, "minimax_m3_sparse"],
-            "mlp_layer_types": ["dense", "sparse"], "index_n_heads": 1, "index_head_dim": 32, "index_block_size": 2, "index_topk_blocks": 2,
+            "mlp_layer_types": ["dense", "sparse"], "index_n_heads": 1, "index_head_dim": 32, "index_block_size": 2,
+            "index_topk_blocks": 2,
         },
     ),
     "mistral3": text("ministral3", MINISTRAL),
