@@ -28,15 +28,13 @@ MODELS = [
 FORMATS = ["planes", "affine", "rowwise", "groupwise", "exact"]
 
 
-def boxed(
-    architecture="llama", change=(), format="planes", ladder="4,16", activations="int16", dtype=mx.bfloat16
-) -> Gearbox:
+def boxed(architecture="llama", change=(), format="planes", activations="int16") -> Gearbox:
     model = tiny_model(architecture, **dict(change))
     for i, (path, module) in enumerate(model.named_modules()):
         if "norm" in path:
             module.weight = 0.3 * normal(*module.weight.shape, seed=i)
-    model.set_dtype(dtype)
-    return Gearbox(model, ladder, format=format, kernels="native", activations=activations)
+    model.set_dtype(mx.bfloat16)
+    return Gearbox(model, "4,16", format=format, kernels="native", activations=activations)
 
 
 @pytest.fixture
@@ -61,9 +59,9 @@ def calls(monkeypatch) -> SimpleNamespace:
     return count
 
 
-def text(model: nn.Module, caches=None) -> list[mx.array]:
+def text(model: nn.Module) -> list[mx.array]:
     """Logits of a prompt, tokens one by one and in groups, after cutting the cache, and without a cache."""
-    cache = caches or make_prompt_cache(model)
+    cache = make_prompt_cache(model)
     passes = [PROMPT, [[3]], [[5]], [[1, 2, 3]], [[7]]]
     found = [model(mx.array(tokens), cache=cache) for tokens in passes]
     mx.eval(found)
@@ -85,6 +83,14 @@ def check_every_gear(box: Gearbox, calls: SimpleNamespace) -> None:
         assert same_arrays(as_blocks, text(box.model))
 
 
+def check_once(logits, calls: SimpleNamespace, blocks: int) -> None:
+    """So many blocks run as one operation, with the bits of their operations."""
+    native = logits()
+    assert calls.native == blocks
+    calls.enabled = False
+    assert same_arrays(native, logits())
+
+
 class TestBits:
     @pytest.mark.parametrize(("architecture", "change"), MODELS)
     def test_are_those_of_the_operations(self, architecture, change, calls):
@@ -103,19 +109,13 @@ class TestBits:
             cache = [RotatingKVCache(max_size=8) for _ in box.model.layers]
             return [box.model(PROMPT, cache=cache), *(box.model(mx.array([[t]]), cache=cache) for t in range(12))]
 
-        native = logits()
-        assert calls.native == 13 * len(box.model.layers)
-        calls.enabled = False
-        assert same_arrays(native, logits())
+        check_once(logits, calls, 13 * len(box.model.layers))
 
     @MANY_VECTORS
     def test_of_a_long_prompt_that_threads_share(self, calls):
         box = boxed()
         tokens = mx.arange(700)[None] % 50
-        native = box.model(tokens)
-        assert calls.native
-        calls.enabled = False
-        assert mx.array_equal(native, box.model(tokens)).item()
+        check_once(lambda: [box.model(tokens)], calls, len(box.model.layers))
 
 
 class TestCache:
@@ -159,10 +159,7 @@ class TestCache:
             mx.eval(found[::-1])
             return found
 
-        native = logits()
-        assert calls.native == 4 * len(box.model.layers)
-        calls.enabled = False
-        assert same_arrays(native, logits())
+        check_once(logits, calls, 4 * len(box.model.layers))
 
 
 class TestModules:
@@ -215,13 +212,9 @@ class TestModules:
         assert mx.array_equal(box.model(PROMPT), expected).item()
 
     def test_other_modules_run_as_they_did(self, calls):
-        class Twice(nn.Module):
-            def __init__(self, inner):
-                super().__init__()
-                self.inner = inner
-
+        class Twice(nn.Sequential):
             def __call__(self, x):
-                return 2 * self.inner(x)
+                return 2 * super().__call__(x)
 
         box = boxed()
         before = box.model(PROMPT)
