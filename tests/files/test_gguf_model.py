@@ -127,9 +127,8 @@ def test_stretched_positions_of_llama_3(tmp_path):
     assert stretched.max() == pytest.approx(32)
     file = write(tmp_path / "model.gguf", model, F16, more=[("rope_freqs.weight", stretched)])
     loaded, _ = gearbx_mlx.load(file)
-    assert np.allclose(
-        np.array(loaded.layers[0].self_attn.rope._freqs), np.array(model.layers[0].self_attn.rope._freqs)
-    )
+    frequencies = (np.array(each.layers[0].self_attn.rope._freqs) for each in (loaded, model))
+    assert np.allclose(*frequencies)
     other = write(tmp_path / "other.gguf", model, F16, more=[("rope_freqs.weight", stretched**0.9)])
     with pytest.raises(GearbxError, match=r"other\.gguf: stretches rotary positions"):
         gearbx_mlx.load(other)

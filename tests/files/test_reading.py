@@ -164,16 +164,13 @@ THRESHOLDS = {
 }
 STATES = [{"seconds": 0, "thermal": "fair"}, {"seconds": 30.5, "battery": 0.5, "charging": True, "memory": 0.1}]
 ROW = {"question": "1 + 1?", "answer": "#### 2"}
-
+CONFIG = json.loads((DEMO_MODEL / "config.json").read_text())
 
 READERS = {
     "manifest.json": (MANIFEST, read_precision),
     "thresholds.json": (THRESHOLDS, lambda file: read_thresholds(str(file))),
     "states.json": (STATES, Scripted.from_file),
-    "config.json": (
-        json.loads((DEMO_MODEL / "config.json").read_text()),
-        lambda file: context_length(read_config(file.parent)),
-    ),
+    "config.json": (CONFIG, lambda file: context_length(read_config(file.parent))),
 }
 LINES = {
     "states.jsonl": (STATES, Scripted.from_file),
