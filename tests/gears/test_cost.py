@@ -121,7 +121,8 @@ model = llama.Model(llama.ModelArgs(model_type="llama", rms_norm_eps=1e-5, vocab
 directory = Path(sys.argv[1])
 mx.save_safetensors(str(directory / "model.safetensors"), dict(tree_flatten(model.parameters())))
 gearbox = Gearbox(model, "4,16", residency="disk", checkpoint=directory, kernels="mlx")
-for _ in every_gear(gearbox, gears=("low", "high") * 2):
+for gear in ("low", "high") * 2:
+    gearbox.shift(gear)
     mx.eval(model.parameters())
     status = Path("/proc/self/status").read_text()
     print(next(line.split()[1] for line in status.splitlines() if line.startswith("VmRSS")))
