@@ -82,7 +82,7 @@ class TestQuality:
 
 class TestSelection:
     def test_the_first_bits_that_reach_the_floor(self):
-        """What no codebook brings to its floor stays as it is."""
+        """Layers that no codebook brings to their floor stay as they are."""
         assert select(LAYERS, Floors(0.98, 0.93)).bits == {"a.q_proj": 3, "a.experts": 2}
         assert select(LAYERS, Floors(0.93, 0.93)).bits == {"a.q_proj": 2, "a.experts": 2}
         assert select(LAYERS, Floors(0.99, 0.94)).bits == {"a.q_proj": 4, "a.experts": 3}
