@@ -186,11 +186,11 @@ def test_a_text_ends_where_a_turn_ends(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"general.architecture": "mamba"}, "general.architecture is 'mamba'"),
-        ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model is 'bert'"),
+        ({"general.architecture": "mamba"}, 'general.architecture is "mamba"'),
+        ({"tokenizer.ggml.model": "bert"}, 'tokenizer.ggml.model is "bert"'),
         ({"tokenizer.ggml.model": "llama"}, "do not fit"),
         ({"llama.rope.scaling.type": "yarn"}, "stretches rotary positions"),
-        ({"tokenizer.ggml.pre": "viking"}, "tokenizer.ggml.pre is 'viking'"),
+        ({"tokenizer.ggml.pre": "viking"}, 'tokenizer.ggml.pre is "viking"'),
         ({"llama.attention.head_count": (UNSIGNED, struct.pack("<I", 2**32 - 1))}, "do not fit"),
         ({"llama.attention.head_count": (ARRAY, struct.pack("<IQII", 4, 2, 4, 4))}, "is missing, or a list"),
         ({"general.architecture": (ARRAY, struct.pack("<IQ", STRING, 0))}, "is a list; what can be read has llama or"),
