@@ -14,7 +14,7 @@ import ssl
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from itertools import cycle
 from pathlib import Path
@@ -138,12 +138,23 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {path: m for path, m in model.named_modules() if isinstance(m, nn.Linear | SwitchLinear)}
 
 
+def layer_with(weight: mx.array, bias: bool = False) -> nn.Linear:
+    """A linear layer with this weight."""
+    layer = nn.Linear(1, len(weight), bias)
+    layer.weight = weight
+    return layer
+
+
 def weights_of(model: nn.Module) -> dict[str, mx.array]:
     return dict(tree_flatten(model.parameters()))
 
 
 def same_weights(a: dict[str, mx.array], b: dict[str, mx.array]) -> bool:
     return a.keys() == b.keys() and all(mx.array_equal(a[name], b[name]).item() for name in a)
+
+
+def same_arrays(ours: Iterable[mx.array], theirs: Iterable[mx.array]) -> bool:
+    return all(mx.array_equal(a, b).item() for a, b in zip(ours, theirs, strict=True))
 
 
 def normal(*shape: int, seed: int = 0) -> mx.array:
@@ -170,6 +181,14 @@ def assert_products_close(y: mx.array, x: mx.array, weights: np.ndarray, sizes: 
     exact = float64(x) @ weights.T
     bound = (weights.shape[1] / 8 + 16) * 2.0**-24 * (np.abs(float64(x)) @ sizes.T)
     assert np.all(np.abs(float64(y) - exact) <= bound)
+
+
+def every_gear(*boxes: Gearbox, gears: Iterable = ()) -> Iterator:
+    """Shift gearboxes to each gear of the first one in turn, or to each of `gears`, and yield it."""
+    for gear in gears or boxes[0].ladder:
+        for box in boxes:
+            box.shift(gear)
+        yield gear
 
 
 @pytest.fixture
@@ -311,9 +330,9 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def save_model(model, path: Path) -> None:
-    """A model as a directory that mlx-lm loads, with the demo model's tokenizer."""
+    """Write a model as a directory that mlx-lm loads, with the demo model's tokenizer."""
     path.mkdir()
-    mx.save_safetensors(str(path / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    on_disk(model, path)
     (path / "config.json").write_text(json.dumps(vars(model.args)))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO_MODEL / name, path)
@@ -321,7 +340,7 @@ def save_model(model, path: Path) -> None:
 
 def on_disk(model, directory: Path) -> dict:
     """Arguments of a gearbox whose top gear is read again from the model's weights, which are saved in a directory."""
-    mx.save_safetensors(str(directory / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    mx.save_safetensors(str(directory / "model.safetensors"), weights_of(model))
     return {"residency": "disk", "checkpoint": directory}
 
 
@@ -392,11 +411,15 @@ def tiny() -> nn.Module:
     return tiny_model()
 
 
+def loaded_demo() -> SimpleNamespace:
+    model, tokenizer = mlx_lm.load(str(DEMO_MODEL))
+    return SimpleNamespace(model=model, tokenizer=tokenizer, path=DEMO_MODEL)
+
+
 @pytest.fixture(scope="module")
 def demo():
     """The model that ships and its tokenizer, one for each file of tests, which leave it in the top gear."""
-    model, tokenizer = mlx_lm.load(str(DEMO_MODEL))
-    return SimpleNamespace(model=model, tokenizer=tokenizer, path=DEMO_MODEL)
+    return loaded_demo()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -428,8 +451,7 @@ def geared_demo(demo):
 
 @pytest.fixture
 def fresh_demo():
-    model, tokenizer = mlx_lm.load(str(DEMO_MODEL))
-    return SimpleNamespace(model=model, tokenizer=tokenizer, path=DEMO_MODEL)
+    return loaded_demo()
 
 
 @pytest.fixture

@@ -56,12 +56,7 @@ class TestGreedy:
 
     def test_the_path_begins_with_the_steepest_step(self):
         points = greedy_path(LAYERS)
-        assert [point.table for point in points] == [
-            {"a": 3, "b": 3},
-            {"a": 3, "b": 4},
-            {"a": 8, "b": 4},
-            {"a": 8, "b": 8},
-        ]
+        assert [(point.table["a"], point.table["b"]) for point in points] == [(3, 3), (3, 4), (8, 4), (8, 8)]
         assert [point.bytes for point in points] == [60, 70, 120, 160]
         assert [point.kl for point in points] == pytest.approx([5.0, 2.0, 1.0, 0.5])
 
@@ -169,12 +164,10 @@ def manifest(tmp_path_factory):
     """A manifest of the demo model, with invented KLs."""
     model, _ = load()
     layers, _ = discover(model, "attention", 64)
-    held = {
-        e.path: LayerPrecision("attention", e.module.weight.size, 3, 16, {3: 0.01, 4: 0.002, 8: 0.0}) for e in layers
-    }
-    made = PrecisionManifest(
-        "exact", "demo", model_fingerprint(model), "", 0, "affine", 64, "attention", BITS, 1.0, held
-    )
+    kl = {3: 0.01, 4: 0.002, 8: 0.0}
+    held = {each.path: LayerPrecision("attention", each.module.weight.size, 3, 16, kl) for each in layers}
+    text = "exact", "demo", model_fingerprint(model), "", 0
+    made = PrecisionManifest(*text, "affine", 64, "attention", BITS, 1.0, held)
     file = tmp_path_factory.mktemp("manifest") / "m.json"
     file.write_text(made.as_json())
     return file
@@ -208,10 +201,11 @@ class TestCommand:
 
     def test_tokens_per_second(self, command, manifest, tmp_path, monkeypatch):
         """The speed if a byte takes a nanosecond, and the rest of a token a millisecond."""
-        monkeypatch.setattr(
-            "gearbx_mlx.allocate.run.token_seconds",
-            lambda gearbox: 1e-3 + 1e-9 * sum(gearbox.layer_bytes(e, gearbox.gear) for e in gearbox.layers),
-        )
+
+        def seconds(gearbox):
+            return 1e-3 + 1e-9 * sum(gearbox.layer_bytes(each, gearbox.gear) for each in gearbox.layers)
+
+        monkeypatch.setattr("gearbx_mlx.allocate.run.token_seconds", seconds)
         weights = sum(layer.weights for layer in read_precision(manifest).layers.values())
         speed = 1 / (1e-3 + 1e-9 * 5 * weights / 8)
         result = self.run(command, manifest, tmp_path, "--gears", "4,16", "--target-tps", speed, "--exchanges", 0)

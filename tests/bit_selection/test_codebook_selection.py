@@ -4,21 +4,15 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from conftest import heavy, tiny_model
+from conftest import heavy, layer_with, tiny_model
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import SwitchLinear
+from refusals import assert_refused
 
 from gearbx_mlx import GearbxError
 from gearbx_mlx.bit_selection import Floors
 from gearbx_mlx.bit_selection import codebook_selection as report
-from gearbx_mlx.bit_selection.codebook_selection import (
-    LayerQualities,
-    Quality,
-    component_kind,
-    qualities,
-    select,
-    some_experts,
-)
+from gearbx_mlx.bit_selection.codebook_selection import LayerQualities, Quality, qualities, select, some_experts
 from gearbx_mlx.bit_selection.h_process import (
     GarbageCheck,
     Limits,
@@ -56,7 +50,7 @@ class TestQuality:
     def test_it_is_that_of_the_reconstruction(self, name):
         weight, format = heavy(48, 384), get_format(name)
         for quality in qualities(format, weight):
-            module = format.modules(nn_linear(weight), quality.bits, (quality.bits,), 64, mx.float32)[quality.bits]
+            module = format.modules(layer_with(weight), quality.bits, (quality.bits,), 64, mx.float32)[quality.bits]
             made = module.dense_weight(mx.float32)
             assert quality.cosine == pytest.approx(cosine(made, weight), abs=2e-5)
             off = (mx.square(made - weight).sum() / mx.square(weight).sum()).item()
@@ -86,31 +80,24 @@ class TestQuality:
         assert next(qualities(get_format("codebook"), spoiled)) == next(qualities(get_format("codebook"), experts))
 
 
-def nn_linear(weight: mx.array) -> nn.Linear:
-    dense = nn.Linear(1, 1, bias=False)
-    dense.weight = weight
-    return dense
-
-
 class TestSelection:
     def test_the_first_bits_that_reach_the_floor(self):
+        """Layers that no codebook brings to their floor stay as they are."""
         assert select(LAYERS, Floors(0.98, 0.93)).bits == {"a.q_proj": 3, "a.experts": 2}
         assert select(LAYERS, Floors(0.93, 0.93)).bits == {"a.q_proj": 2, "a.experts": 2}
         assert select(LAYERS, Floors(0.99, 0.94)).bits == {"a.q_proj": 4, "a.experts": 3}
         assert select(LAYERS, Floors(0.98, 0.93)).effective_bits == pytest.approx((3.5 * 1000 + 2.5 * 8000) / 9000)
-
-    def test_what_no_codebook_brings_to_its_floor_stays_as_it_is(self):
         selection = select(LAYERS, Floors(0.999, 0.93))
         assert selection.bits["a.q_proj"] == 16
         assert selection.choices[0].effective_bits == 16
 
     def test_kinds(self):
         one = nn.Linear(4, 4)
-        assert component_kind("model.layers.0.self_attn.q_proj", one) == "attention"
-        assert component_kind("model.layers.0.mlp.up_proj", one) == "mlp"
-        assert component_kind("model.layers.0.mlp.shared_expert.up_proj", one) == "shared"
-        assert component_kind("model.layers.0.mlp.switch_mlp.up_proj", SwitchLinear(4, 4, 2)) == "routed"
-        assert component_kind("lm_head", one) == "head"
+        assert report.component_kind("model.layers.0.self_attn.q_proj", one) == "attention"
+        assert report.component_kind("model.layers.0.mlp.up_proj", one) == "mlp"
+        assert report.component_kind("model.layers.0.mlp.shared_expert.up_proj", one) == "shared"
+        assert report.component_kind("model.layers.0.mlp.switch_mlp.up_proj", SwitchLinear(4, 4, 2)) == "routed"
+        assert report.component_kind("lm_head", one) == "head"
 
     @pytest.mark.parametrize("floor", [0.0, 1.0, -0.5, 1.5, float("nan")])
     def test_floors_outside_0_and_1(self, floor):
@@ -142,10 +129,7 @@ class TestReport:
         ]
         assert (rows[2]["component"], rows[2]["selected"]) == ("total", "1×xfp2, 1×xfp3")
         assert "1×dense" in report.class_rows(select(LAYERS, Floors(0.999, 0.93)))[0]["selected"]
-
-    def test_a_row_for_each_layer(self):
-        layers = report.layer_rows(select(LAYERS, Floors(0.98, 0.93)))
-        assert [r["bits"] for r in layers] == [3, 2]
+        assert [row["bits"] for row in report.layer_rows(select(LAYERS, Floors(0.98, 0.93)))] == [3, 2]
 
 
 def says(kl: float, reason: str = "") -> Sense:
@@ -292,8 +276,5 @@ class TestFlags:
     def test_floors_that_there_are_not(self, command, tmp_path):
         flags = "--mlx-path", tmp_path / "out", "--auto-bits"
         done = command("convert", "--format", "codebook", "--gears", "2,16", *flags, "0.98,1.2")
-        assert done.status != 0
-        assert "the lazy floor is 1.2; give a cosine between 0 and 1" in done.err
-        done = command("convert", *flags)
-        assert done.status != 0
-        assert "the format is planes; give --format codebook" in done.err
+        assert_refused(done, "the lazy floor is 1.2; give a cosine between 0 and 1")
+        assert_refused(command("convert", *flags), "the format is planes; give --format codebook")

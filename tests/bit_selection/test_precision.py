@@ -1,11 +1,12 @@
 """The precision manifest: its rules, its file, and every possible mistake in it."""
 
-import copy
 import json
 
 import jsonschema
 import mlx_lm
 import pytest
+from msgspec.structs import replace
+from mutations import replaced
 from refusals import assert_refused
 
 from gearbx_mlx import GearbxError, Ladder, load
@@ -31,21 +32,8 @@ def manifest(**change) -> PrecisionManifest:
         DOWN: LayerPrecision("mlp", 300, 4, 8, KL),
     }
     gears = {4: GearTable({UP: 3, DOWN: 4}, "4.5 bits per weight", 4.25, 0.0125, 0.3, 0.0125)}
-    content = {
-        "method": "exact",
-        "model": "demo",
-        "fingerprint": "0" * 32,
-        "calibration": "ab",
-        "tokens": 7,
-        "format": "affine",
-        "group_size": 64,
-        "manage": "all",
-        "bits": (3, 4, 8),
-        "perplexity": 9.5,
-        "layers": layers,
-        "gears": gears,
-    }
-    return PrecisionManifest(**{**content, **change})
+    text = "exact", "demo", "0" * 32, "ab", 7
+    return replace(PrecisionManifest(*text, "affine", 64, "all", (3, 4, 8), 9.5, layers, gears), **change)
 
 
 def content_of(made: PrecisionManifest) -> dict:
@@ -59,10 +47,8 @@ def for_demo() -> dict:
     layers, _ = discover(model, "all", 64)
     held = {e.path: LayerPrecision("mlp", e.module.weight.size, 3, 16, KL) for e in layers}
     bits = {path: 3 + place % 2 for place, path in enumerate(held)}
-    made = manifest(
-        layers=held, fingerprint=model_fingerprint(model), gears={4: GearTable(bits, "", 4.0, 0.1, 0.1, 0.1)}
-    )
-    return content_of(made)
+    gears = {4: GearTable(bits, "", 4.0, 0.1, 0.1, 0.1)}
+    return content_of(manifest(layers=held, fingerprint=model_fingerprint(model), gears=gears))
 
 
 @pytest.mark.parametrize(
@@ -113,11 +99,7 @@ class TestFile:
         ],
     )
     def test_what_the_schema_refuses_is_refused(self, place, value):
-        content = content_of(manifest())
-        inner = content
-        for key in place[:-1]:
-            inner = inner[key]
-        inner[place[-1]] = value
+        content = replaced(content_of(manifest()), place, value)
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(content, json.loads(SCHEMA_FILE.read_text()))
         with pytest.raises(GearbxError):
@@ -166,12 +148,8 @@ class TestGenerate:
         ],
     )
     def test_bad_manifests_are_told_in_one_line(self, command, tmp_path, for_demo, place, value, told):
-        content = copy.deepcopy(for_demo)
-        content["layers"][UP]["max_bits"] = 8
-        inner = content
-        for key in place[:-1]:
-            inner = inner[key]
-        inner[place[-1]] = content["layers"][UP] if value is None else value
+        narrow = replaced(for_demo, ("layers", UP, "max_bits"), 8)
+        content = replaced(narrow, place, narrow["layers"][UP] if value is None else value)
         assert_refused(self.run(command, tmp_path, content), tmp_path / "m.json", told)
 
     def test_flags_that_say_otherwise(self, command, tmp_path, for_demo):
@@ -183,8 +161,7 @@ class TestGenerate:
 class TestConvert:
     def test_writes_what_mlx_lm_loads(self, command, tmp_path, for_demo):
         file, out = tmp_path / "m.json", tmp_path / "mixed"
-        content = copy.deepcopy(for_demo)
-        content["gears"]["4"]["bits"][DOWN] = 16
+        content = replaced(for_demo, ("gears", "4", "bits", DOWN), 16)
         file.write_text(json.dumps(content))
         result = command("convert", "--manifest", file, "--mlx-path", out)
         assert result.status == 0, result.err

@@ -4,6 +4,7 @@ import os
 import time
 
 import pytest
+from refusals import assert_refused
 
 from gearbx_mlx.kernels.cpu import UNUSED, CachedLibrary
 
@@ -31,13 +32,9 @@ def shown(result) -> dict[str, list[str]]:
 
 def test_each_kind_has_its_number_and_size(command, kept):
     result = command("cache")
-    assert shown(result) == {
-        "kernels": ["2", "2", "kB"],
-        "bases": ["1", "1", "kB"],
-        "models": ["1", "2", "kB"],
-        "times": ["1", "1", "kB"],
-        "other": ["1", "1", "kB"],
-    }
+    one = ["1", "1", "kB"]
+    several = {"kernels": ["2", "2", "kB"], "models": ["1", "2", "kB"]}
+    assert shown(result) == {"bases": one, "times": one, "other": one} | several
     assert result.out.splitlines()[-1].endswith("gearbx-mlx: 7 kB")
 
 
@@ -50,9 +47,7 @@ def test_one_kind_is_removed_or_all(command, kept):
 
 def test_a_cache_that_others_may_write_to_is_refused(command, kept):
     kept.chmod(0o777)
-    result = command("cache", "--empty", "all")
-    assert result.status == 2
-    assert str(kept) in result.err
+    assert_refused(command("cache", "--empty", "all"), kept)
     assert (kept / LIBRARY).exists()
 
 

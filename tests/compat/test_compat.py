@@ -40,6 +40,7 @@ from gearbx_mlx.formats.block import NativeBlock
 
 ROOT = Path(__file__).parents[2]
 MODELS = Path(next(iter(mlx_lm.models.__path__)))
+QUIETLY = pytest.mark.filterwarnings("ignore::gearbx_mlx.GearbxWarning")
 NEWER = {"mlx": "0.33.1", "mlx-lm": "0.33.0"}
 
 
@@ -358,7 +359,7 @@ class TestNewerVersions:
             warnings.simplefilter("error")
             Gearbox(tiny_model(), "16")
 
-    @pytest.mark.filterwarnings("ignore::gearbx_mlx.GearbxWarning")
+    @QUIETLY
     @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
     def test_blocks_and_functions_stay_those_of_mlx_lm(self, newer, native, name):
         model = tiny_model(name)
@@ -369,7 +370,7 @@ class TestNewerVersions:
         logits, stock = model(mx.array([[1, 5, 9]])), tiny_model(name)(mx.array([[1, 5, 9]]))
         assert np.allclose(np.array(logits), np.array(stock), atol=1e-4)
 
-    @pytest.mark.filterwarnings("ignore::gearbx_mlx.GearbxWarning")
+    @QUIETLY
     def test_drafts_over_a_sliding_window_leave_the_text_as_it_is(self, newer, demo):
         gearbox = Gearbox(tiny_model("gemma3_text", sliding_window=8), "4,16")
         prompt = [1, 5, 9, 2, 7]
@@ -385,13 +386,13 @@ class TestNewerVersions:
         with pytest.warns(GearbxWarning, match="DeepseekV3Attention computes several tokens in another way than one"):
             stream_generate(gearbox.model, demo.tokenizer, [1, 5, 9], mode=Lossless(), gearbox=gearbox)
 
-    @pytest.mark.filterwarnings("ignore::gearbx_mlx.GearbxWarning")
+    @QUIETLY
     def test_batches_are_refused(self, newer, demo):
         gearbox = Gearbox(demo.model, "16")
         with pytest.raises(GearbxError, match=r"a batch of texts needs tested versions: mlx is 0\.33\.1"):
             Route().batch_generator(demo.model, demo.tokenizer, gearbox=gearbox)
 
-    @pytest.mark.filterwarnings("ignore::gearbx_mlx.GearbxWarning")
+    @QUIETLY
     def test_a_step_that_is_kept_elsewhere_is_refused(self, newer):
         model = tiny_model()
         steps = CompiledSteps(model)
@@ -401,39 +402,26 @@ class TestNewerVersions:
             steps.change("high", "low")
 
 
-@pytest.fixture
-def compiling(monkeypatch):
-    """Kimi K3, whose delta attention compiles a step if there is Metal; the step itself runs anywhere."""
+def test_a_cap_compiles_steps_again(monkeypatch):
+    """Kimi K3's delta attention compiles a step if there is Metal; the step itself runs anywhere."""
     model = tiny("kimi_k3")
     model.eval()
     gearbox = Gearbox(model, "4,8,16", group_size=32, kernels="mlx")
 
-    def logits(gear):
-        gearbox.shift(gear)
+    def logits():
         cache = make_prompt_cache(model)
         model(mx.arange(6)[None], cache=cache)
         computed = model(mx.array([[3]]), cache=cache)
         mx.eval(computed)
         return computed
 
-    def compiled():
-        monkeypatch.setattr(mx.metal, "is_available", lambda: True)
-
-    return gearbox, logits, compiled
-
-
-def test_a_cap_compiles_them_again(compiling):
-    gearbox, logits, compiled = compiling
     gearbox.cap({layer.path: 4 for layer in gearbox.layers})
-    expected = logits("high")
+    expected = logits()
     gearbox.cap({})
-    compiled()
-    assert not mx.allclose(logits("high"), expected, atol=1e-3)
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    assert not mx.allclose(logits(), expected, atol=1e-3)
     gearbox.cap({layer.path: 4 for layer in gearbox.layers})
-    assert mx.allclose(logits("high"), expected, atol=1e-5)
-
-
-LATENT_ATTENTION_PROMPT = [1, 5, 9, 2, 7]
+    assert mx.allclose(logits(), expected, atol=1e-5)
 
 
 def test_several_tokens_have_the_bits_of_single_ones():
@@ -451,4 +439,4 @@ def test_several_tokens_have_the_bits_of_single_ones():
 def test_a_class_that_lets_tokens_see_later_ones_is_named_before_the_text(demo):
     gearbox = Gearbox(tiny("phi3small"), "4,16", group_size=32)
     with pytest.warns(GearbxWarning, match="mlx_lm.models.phi3small computes several tokens in another way than one"):
-        stream_generate(gearbox.model, demo.tokenizer, LATENT_ATTENTION_PROMPT, mode=Lossless(), gearbox=gearbox)
+        stream_generate(gearbox.model, demo.tokenizer, PROMPT[0].tolist(), mode=Lossless(), gearbox=gearbox)

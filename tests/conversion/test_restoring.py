@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from conftest import normal, save_model, tiny_model, weights_of
@@ -23,6 +24,7 @@ from gearbx_mlx.gears.tensor_files import header_of
 from gearbx_mlx.loading import DEMO_MODEL
 
 Weights = dict[str, mx.array]
+INV_FREQ = "self_attn.rotary_emb.inv_freq"
 
 
 def unstacked(weights: Weights, stacked: str, single: str) -> Weights:
@@ -60,8 +62,7 @@ def qwen3_vl_moe(weights: Weights) -> Weights:
     """Rows of gate and up are columns side by side; mlx-lm does not read the vision tower."""
 
     def join(path: str, gate: mx.array, up: mx.array) -> tuple[str, mx.array]:
-        both = mx.concatenate([gate.swapaxes(-1, -2), up.swapaxes(-1, -2)], axis=-1)
-        return f"{path}.experts.gate_up_proj", both
+        return f"{path}.experts.gate_up_proj", mx.concatenate([gate, up], axis=-2).swapaxes(-1, -2)
 
     found = joined(weights, r"(.*\.mlp)\.switch_mlp\.gate_proj\.weight", join)
     for name in list(found):
@@ -75,14 +76,10 @@ def gpt_oss(weights: Weights) -> Weights:
     """Rows of gate and up alternate."""
 
     def join(path: str, gate: mx.array, up: mx.array) -> tuple[str, mx.array]:
-        both = mx.stack([gate, up], axis=2).reshape(len(gate), -1, gate.shape[-1])
-        return f"{path}.gate_up_proj.weight", both
+        name = "gate_up_proj.weight" if gate.ndim == 3 else "gate_up_proj_bias"
+        return f"{path}.{name}", mx.stack([gate, up], axis=2).reshape(len(gate), -1, *gate.shape[2:])
 
-    def biases(path: str, gate: mx.array, up: mx.array) -> tuple[str, mx.array]:
-        return f"{path}.gate_up_proj_bias", mx.stack([gate, up], axis=2).reshape(len(gate), -1)
-
-    found = joined(weights, r"(.*\.experts)\.gate_proj\.weight", join)
-    found = joined(found, r"(.*\.experts)\.gate_proj\.bias", biases)
+    found = joined(weights, r"(.*\.experts)\.gate_proj\.(?:weight|bias)", join)
     return {name.replace("down_proj.bias", "down_proj_bias"): array for name, array in found.items()}
 
 
@@ -111,7 +108,7 @@ def llama(weights: Weights) -> Weights:
     """A head that repeats the embedding, and values that every start computes again."""
     return weights | {
         "lm_head.weight": weights["model.embed_tokens.weight"],
-        "model.layers.0.self_attn.rotary_emb.inv_freq": normal(16),
+        f"model.layers.0.{INV_FREQ}": normal(16),
     }
 
 
@@ -155,29 +152,28 @@ def publish(directory: Path, weights: Weights, shards: int = 1) -> None:
     (directory / "LICENSE").write_text("Do what you like.\n")
 
 
-def exact(directory: Path, **keywords) -> Path:
-    """A checkpoint of a directory, beside it."""
-    return gearbx_mlx.convert(
-        directory, directory.with_name("geared"), gears="4,16", format="exact", q_group_size=32, **keywords
-    )
+def exact(folder: Path, model: nn.Module, weights: Weights, shards: int = 1) -> Path:
+    """Publish these weights of a model as `original` in a folder, and convert them to `geared` there."""
+    save_model(model, folder / "original")
+    publish(folder / "original", weights, shards)
+    how = {"gears": "4,16", "format": "exact", "q_group_size": 32}
+    return gearbx_mlx.convert(folder / "original", folder / "geared", **how)
 
 
-def restored(geared: Path) -> Path:
-    return gearbx_mlx.convert(restore=geared, mlx_path=geared.with_name("restored"))
+def assert_restored(geared: Path) -> None:
+    restored = gearbx_mlx.convert(restore=geared, mlx_path=geared.with_name("restored"))
+    assert contents(restored) == contents(geared.with_name("original"))
 
 
 @pytest.mark.some(3)
 @pytest.mark.parametrize("architecture", PUBLISHED)
 def test_every_file_comes_back(architecture, tmp_path):
     change, fields, as_they_were = PUBLISHED[architecture]
-    original = tmp_path / "original"
     model = tiny_model(architecture, dtype=mx.bfloat16, **fields)
-    save_model(model, original)
-    publish(original, change(weights_of(model)), shards=2)
-    geared = exact(original)
+    geared = exact(tmp_path, model, change(weights_of(model)), shards=2)
     assert {name for name in kept(geared) if not re.fullmatch(as_they_were, name)} == set()
     assert bool(kept(geared)) == bool(as_they_were)
-    assert contents(restored(geared)) == contents(original)
+    assert_restored(geared)
 
 
 def test_the_demo_model_comes_back_through_the_command(tmp_path, command):
@@ -201,14 +197,9 @@ def odd_weights(model) -> Weights:
 
 
 def test_weights_that_are_not_numbers_come_back_and_are_zero_in_the_low_gear(tmp_path):
-    original = tmp_path / "original"
     model = tiny_model(dtype=mx.bfloat16)
-    save_model(model, original)
-    weights = odd_weights(model)
-    weights["model.norm.weight"] = mx.ones(64, mx.bfloat16)
-    publish(original, weights)
-    geared = exact(original)
-    assert contents(restored(geared)) == contents(original)
+    geared = exact(tmp_path, model, odd_weights(model) | {"model.norm.weight": mx.ones(64, mx.bfloat16)})
+    assert_restored(geared)
     model, _ = gearbx_mlx.load(geared)
     gearbox = Gearbox(model, kernels="mlx")
     layer = model.model.layers[0].mlp.up_proj
@@ -222,30 +213,17 @@ def test_weights_that_are_not_numbers_come_back_and_are_zero_in_the_low_gear(tmp
 
 def test_tensors_of_every_type_and_size_come_back(tmp_path):
     """Tensors that mlx-lm drops may hold anything, and a norm may have NaN."""
-    original = tmp_path / "original"
     model = tiny_model(dtype=mx.bfloat16, tie_word_embeddings=True)
-    save_model(model, original)
     types = [mx.bool_, mx.int64, mx.float32, mx.float16, mx.uint8, mx.complex64]
-    others = {f"layers.{i}.rotary_emb.inv_freq": mx.ones((3, i + 1), dtype) for i, dtype in enumerate(types)}
-    others = {f"model.{name}".replace("rotary_emb", "self_attn.rotary_emb"): array for name, array in others.items()}
-    publish(original, odd_weights(model) | others | {"model.self_attn.rotary_emb.inv_freq": mx.array(2.0)})
-    geared = exact(original)
-    assert contents(restored(geared)) == contents(original)
+    others = {f"model.layers.{i}.{INV_FREQ}": mx.ones((3, i + 1), dtype) for i, dtype in enumerate(types)}
+    assert_restored(exact(tmp_path, model, odd_weights(model) | others | {f"model.{INV_FREQ}": mx.array(2.0)}))
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
     """A checkpoint of a small mixture with a vision tower; its original beside it."""
-    folder = tmp_path_factory.mktemp("whole")
     model = tiny_model("qwen3_vl_moe", dtype=mx.bfloat16)
-    save_model(model, folder / "original")
-    publish(folder / "original", qwen3_vl_moe(weights_of(model)), shards=3)
-    return exact(folder / "original")
-
-
-@pytest.fixture
-def geared(checkpoint, tmp_path) -> Path:
-    return Path(shutil.copytree(checkpoint, tmp_path / "geared"))
+    return exact(tmp_path_factory.mktemp("whole"), model, qwen3_vl_moe(weights_of(model)), shards=3)
 
 
 KILLED = """
@@ -295,11 +273,8 @@ def test_a_kill_of_a_conversion(checkpoint, tmp_path, command, function, call):
 @pytest.fixture(scope="module")
 def two_shards(tmp_path_factory) -> Path:
     """A checkpoint of a tiny model; its original in two shards beside it."""
-    folder = tmp_path_factory.mktemp("whole")
     model = tiny_model(dtype=mx.bfloat16)
-    save_model(model, folder / "original")
-    publish(folder / "original", weights_of(model), shards=2)
-    return exact(folder / "original")
+    return exact(tmp_path_factory.mktemp("whole"), model, weights_of(model), shards=2)
 
 
 @pytest.mark.parametrize("restores", [False, True])
@@ -336,9 +311,7 @@ class TestOddNames:
     def test_a_shard_that_could_not_come_back(self, two_shards, tmp_path, command, shard):
         original = Path(shutil.copytree(two_shards.with_name("original"), tmp_path / "original"))
         (original / "model-00002-of-00002.safetensors").rename(original / shard)
-        done = command(
-            "convert", "--model", original, "--format", "exact", "--gears", "4,16", "--mlx-path", tmp_path / "out"
-        )
+        done = command("convert", "--model", original, "--format", "exact", "--mlx-path", tmp_path / "out")
         assert_refused(done, original, escaped(shard), "rename it")
         assert [file.name for file in tmp_path.iterdir()] == ["original"]
 

@@ -29,6 +29,7 @@ from gguf_files import (
     write,
 )
 from mlx_lm.utils import load_model
+from refusals import refuses
 
 import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Lossless
@@ -126,9 +127,8 @@ def test_stretched_positions_of_llama_3(tmp_path):
     assert stretched.max() == pytest.approx(32)
     file = write(tmp_path / "model.gguf", model, F16, more=[("rope_freqs.weight", stretched)])
     loaded, _ = gearbx_mlx.load(file)
-    assert np.allclose(
-        np.array(loaded.layers[0].self_attn.rope._freqs), np.array(model.layers[0].self_attn.rope._freqs)
-    )
+    frequencies = (np.array(each.layers[0].self_attn.rope._freqs) for each in (loaded, model))
+    assert np.allclose(*frequencies)
     other = write(tmp_path / "other.gguf", model, F16, more=[("rope_freqs.weight", stretched**0.9)])
     with pytest.raises(GearbxError, match=r"other\.gguf: stretches rotary positions"):
         gearbx_mlx.load(other)
@@ -186,11 +186,11 @@ def test_a_text_ends_where_a_turn_ends(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"general.architecture": "mamba"}, "general.architecture is 'mamba'"),
-        ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model is 'bert'"),
+        ({"general.architecture": "mamba"}, 'general.architecture is "mamba"'),
+        ({"tokenizer.ggml.model": "bert"}, 'tokenizer.ggml.model is "bert"'),
         ({"tokenizer.ggml.model": "llama"}, "do not fit"),
         ({"llama.rope.scaling.type": "yarn"}, "stretches rotary positions"),
-        ({"tokenizer.ggml.pre": "viking"}, "tokenizer.ggml.pre is 'viking'"),
+        ({"tokenizer.ggml.pre": "viking"}, 'tokenizer.ggml.pre is "viking"'),
         ({"llama.attention.head_count": (UNSIGNED, struct.pack("<I", 2**32 - 1))}, "do not fit"),
         ({"llama.attention.head_count": (ARRAY, struct.pack("<IQII", 4, 2, 4, 4))}, "is missing, or a list"),
         ({"general.architecture": (ARRAY, struct.pack("<IQ", STRING, 0))}, "is a list; what can be read has llama or"),
@@ -204,20 +204,17 @@ def test_a_text_ends_where_a_turn_ends(tmp_path):
     ],
 )
 def test_metadata_that_are_unknown_or_lie(tmp_path, changes, words):
-    with pytest.raises(GearbxError) as caught:
+    with refuses(words):
         gearbx_mlx.load(write(tmp_path / "model.gguf", tiny_as("llama"), **changes))
-    assert words.replace("'", '"') in str(caught.value).replace("'", '"')
-    assert "\n" not in str(caught.value)
 
 
 def test_weights_that_are_no_numbers(tmp_path):
     for name, array in (("infinite", np.full(64, 1e30)), ("nan", np.full(64, np.nan))):
         model = tiny_as("llama")
         model.model.norm.weight = mx.array(array)
-        with pytest.raises(GearbxError) as caught:
-            gearbx_mlx.load(write(tmp_path / f"{name}.gguf", model))
         words = f'{name}.gguf: "output_norm.weight" has weights that are no finite numbers in float16; download it'
-        assert words in str(caught.value)
+        with refuses(words):
+            gearbx_mlx.load(write(tmp_path / f"{name}.gguf", model))
 
 
 def test_tensors_of_another_architecture(tmp_path):

@@ -19,9 +19,7 @@ GEARS = (*MODEL, "--q-group-size", 32, "--gears", "4,16")
 COMMANDS = {
     "route": ("calibrate", *MODEL, "-m", 8),
     "kickdown": ("calibrate", *GEARS, "--mode", "kickdown", "-m", 8),
-    "sensitivity": (
-        *("sensitivity", *MODEL, "--num-samples", 1, "--sequence-length", 16, "--bits", "4,8", "--q-group-size", 32),
-    ),
+    "sensitivity": ("sensitivity", *GEARS[:-2], "--num-samples", 1, "--sequence-length", 16, "--bits", "4,8"),
 }
 
 
@@ -38,17 +36,14 @@ def parts_added(monkeypatch, most: float = float("inf")):
     """The names of the parts that are kept; an interrupt keeps their number within the limit."""
     add, added = Journal.add, []
 
-    def count(name):
+    def counted(self, part, found):
         if len(added) == most:
             raise KeyboardInterrupt
-        added.append(name)
-
-    def counted_part(self, part, found):
-        count(part)
+        added.append(part)
         add(self, part, found)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Journal, "add", counted_part)
+        patch.setattr(Journal, "add", counted)
         yield added
 
 

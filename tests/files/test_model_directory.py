@@ -109,17 +109,17 @@ def test_damage_is_told_in_one_line(command, model, tmp_path, name, content, wor
     assert not (tmp_path / "summary.json").exists()
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "gears.json", "tokenizer.json"])
-def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(command, model, name):
+@pytest.mark.parametrize(
+    ("flag", "name"),
+    [
+        *(("--model", name) for name in ("model.safetensors", "config.json", "gears.json", "tokenizer.json")),
+        *(("--adapter-path", name) for name in ("adapters.safetensors", "adapter_config.json")),
+    ],
+)
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(command, model, flag, name):
     (model / name).unlink(missing_ok=True)
     os.mkfifo(model / name)
-    assert_refused(command("generate", "--model", model), f"{model / name}: is a pipe or a device, not a file")
-
-
-@pytest.mark.parametrize("name", ["adapters.safetensors", "adapter_config.json"])
-def test_a_pipe_in_an_adapter_is_not_waited_for(command, tmp_path, name):
-    os.mkfifo(tmp_path / name)
-    assert_refused(command("generate", "--adapter-path", tmp_path), f"{tmp_path / name}: is a pipe or a device")
+    assert_refused(command("generate", flag, model), f"{model / name}: is a pipe or a device, not a file")
 
 
 @pytest.mark.some(8)
@@ -192,11 +192,8 @@ class TestCode:
         if request.param == "model_file":
             edit(model / "config.json", model_file="own.py", auto_map={"AutoConfig": "own.Tokens"})
         else:
-            edit(
-                model / "tokenizer_config.json",
-                tokenizer_class="Tokens",
-                auto_map={"AutoTokenizer": [None, "own.Tokens"]},
-            )
+            own = {"AutoTokenizer": [None, "own.Tokens"]}
+            edit(model / "tokenizer_config.json", tokenizer_class="Tokens", auto_map=own)
         monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))
         monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
         return mark

@@ -1,6 +1,7 @@
 """Typed JSON: the message names the place, the value and the mistake; and files that are too large."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import Meta, Struct, field
 from mutations import DEEP, damaged
+from refusals import refuses
 
 from gearbx_mlx import GearbxError
 from gearbx_mlx.bit_selection.precision import read_precision
@@ -69,9 +71,9 @@ class TestTyped:
     def test_names_the_place_and_the_value(self, change, message, place):
         layers = {f"model.layers.{i}": RIGHT for i in range(LAYERS)}
         layers[f"model.layers.{place}"] = RIGHT | change
-        with pytest.raises(GearbxError) as raised:
+        told = f'layers["model.layers.{place}"]{message}'
+        with pytest.raises(GearbxError, match=f"^{re.escape(told)}"):
             typed({"layers": layers}, Model)
-        assert str(raised.value).startswith(f'layers["model.layers.{place}"]{message}')
 
     def test_names_fields_that_are_missing_or_unknown(self):
         for content, message in (
@@ -79,14 +81,10 @@ class TestTyped:
             ({"layers": {"a": {}}}, "layers.a has no field 'shape'"),
             ({"layers": {}, "extra": 1}, "extra is not known; choose from layers, name"),
             ([], "it is [], not an object"),
-            (
-                {"layers": {}, "a - at `$.layers[...]": 1},
-                '["a - at `$.layers[...]"] is not known; choose from layers, name',
-            ),
+            ({"layers": {}, "at `$.layers[...]": 1}, '["at `$.layers[...]"] is not known; choose from layers, name'),
         ):
-            with pytest.raises(GearbxError) as raised:
+            with pytest.raises(GearbxError, match=f"^{re.escape(message)}$"):
                 typed(content, Model)
-            assert str(raised.value) == message
 
 
 class TestParse:
@@ -103,10 +101,8 @@ class TestParse:
         ],
     )
     def test_says_why_a_text_is_not_json(self, text, message):
-        with pytest.raises(GearbxError) as raised:
+        with refuses(message):
             parse_json(text)
-        assert message in str(raised.value)
-        assert "\n" not in str(raised.value)
 
     def test_takes_what_is_deep_enough(self):
         content = parse_json("[" * 64 + "]" * 64)
@@ -121,9 +117,7 @@ class TestRead:
         file.write_text(f'["{"x" * 100}"]')
         assert read_json(file, list[str], "a list", "remedy") == ["x" * 100]
         monkeypatch.setattr(reading, "LARGEST_JSON", 100)
-        with pytest.raises(
-            GearbxError, match=r"long\.json: cannot be read as a list \(longer than 100 characters\); mend"
-        ):
+        with refuses("long.json: cannot be read as a list (longer than 100 characters); mend it"):
             read_json(file, list[str], "a list", "mend it")
 
     def test_a_file_without_an_end(self):
@@ -170,16 +164,13 @@ THRESHOLDS = {
 }
 STATES = [{"seconds": 0, "thermal": "fair"}, {"seconds": 30.5, "battery": 0.5, "charging": True, "memory": 0.1}]
 ROW = {"question": "1 + 1?", "answer": "#### 2"}
-
+CONFIG = json.loads((DEMO_MODEL / "config.json").read_text())
 
 READERS = {
     "manifest.json": (MANIFEST, read_precision),
     "thresholds.json": (THRESHOLDS, lambda file: read_thresholds(str(file))),
     "states.json": (STATES, Scripted.from_file),
-    "config.json": (
-        json.loads((DEMO_MODEL / "config.json").read_text()),
-        lambda file: context_length(read_config(file.parent)),
-    ),
+    "config.json": (CONFIG, lambda file: context_length(read_config(file.parent))),
 }
 LINES = {
     "states.jsonl": (STATES, Scripted.from_file),
@@ -247,9 +238,8 @@ class TestLines:
     def test_something_else_is_named_with_its_line(self, tmp_path, name, text):
         content, read = LINES[name]
         (tmp_path / name).write_text(json.dumps(content[0]) + "\n" + text + "\n")
-        with pytest.raises(GearbxError, match=f"{name}, line 2: ") as raised:
+        with refuses(f"{name}, line 2: "):
             read(tmp_path / name)
-        assert "\n" not in str(raised.value)
 
 
 def test_a_configuration_may_have_infinity(tmp_path):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from conftest import MANY_VECTORS, PROMPT, active_memory, normal, on_disk, tiny_model
+from conftest import MANY_VECTORS, PROMPT, active_memory, every_gear, normal, on_disk, same_arrays, tiny_model
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from gearbx_mlx import Gearbox
@@ -28,15 +28,13 @@ MODELS = [
 FORMATS = ["planes", "affine", "rowwise", "groupwise", "exact"]
 
 
-def boxed(
-    architecture="llama", change=(), format="planes", ladder="4,16", activations="int16", dtype=mx.bfloat16
-) -> Gearbox:
+def boxed(architecture="llama", change=(), format="planes", activations="int16") -> Gearbox:
     model = tiny_model(architecture, **dict(change))
     for i, (path, module) in enumerate(model.named_modules()):
         if "norm" in path:
             module.weight = 0.3 * normal(*module.weight.shape, seed=i)
-    model.set_dtype(dtype)
-    return Gearbox(model, ladder, format=format, kernels="native", activations=activations)
+    model.set_dtype(mx.bfloat16)
+    return Gearbox(model, "4,16", format=format, kernels="native", activations=activations)
 
 
 @pytest.fixture
@@ -61,9 +59,9 @@ def calls(monkeypatch) -> SimpleNamespace:
     return count
 
 
-def text(model: nn.Module, caches=None) -> list[mx.array]:
+def text(model: nn.Module) -> list[mx.array]:
     """Logits of a prompt, tokens one by one and in groups, after cutting the cache, and without a cache."""
-    cache = caches or make_prompt_cache(model)
+    cache = make_prompt_cache(model)
     passes = [PROMPT, [[3]], [[5]], [[1, 2, 3]], [[7]]]
     found = [model(mx.array(tokens), cache=cache) for tokens in passes]
     mx.eval(found)
@@ -73,21 +71,24 @@ def text(model: nn.Module, caches=None) -> list[mx.array]:
     return [*found, model(PROMPT)]
 
 
-def same(first: list[mx.array], second: list[mx.array]) -> bool:
-    return all(mx.array_equal(a, b).item() for a, b in zip(first, second, strict=True))
-
-
 def check_every_gear(box: Gearbox, calls: SimpleNamespace) -> None:
     """All blocks run as one operation, with the bits of their operations."""
-    for gear in box.ladder:
-        box.shift(gear)
+    for _ in every_gear(box):
         calls.native, calls.enabled = 0, True
         as_blocks = text(box.model)
         assert calls.native == 8 * len(box.model.layers)
         in_one = isinstance(box.model.model, block.NativeLayers)
         assert calls.together == 6 * in_one  # all but a prompt, and a pass without a cache
         calls.enabled, calls.together = False, 0
-        assert same(as_blocks, text(box.model))
+        assert same_arrays(as_blocks, text(box.model))
+
+
+def check_once(logits, calls: SimpleNamespace, blocks: int) -> None:
+    """So many blocks run as one operation, with the bits of their operations."""
+    native = logits()
+    assert calls.native == blocks
+    calls.enabled = False
+    assert same_arrays(native, logits())
 
 
 class TestBits:
@@ -108,19 +109,13 @@ class TestBits:
             cache = [RotatingKVCache(max_size=8) for _ in box.model.layers]
             return [box.model(PROMPT, cache=cache), *(box.model(mx.array([[t]]), cache=cache) for t in range(12))]
 
-        native = logits()
-        assert calls.native == 13 * len(box.model.layers)
-        calls.enabled = False
-        assert same(native, logits())
+        check_once(logits, calls, 13 * len(box.model.layers))
 
     @MANY_VECTORS
     def test_of_a_long_prompt_that_threads_share(self, calls):
         box = boxed()
         tokens = mx.arange(700)[None] % 50
-        native = box.model(tokens)
-        assert calls.native
-        calls.enabled = False
-        assert mx.array_equal(native, box.model(tokens)).item()
+        check_once(lambda: [box.model(tokens)], calls, len(box.model.layers))
 
 
 class TestCache:
@@ -148,7 +143,7 @@ class TestCache:
         values = [mx.array(keys.tolist()) for keys in kept]
         mx.eval(box.model(mx.array([[1]]), cache=cache))
         assert calls.native == 2 * len(cache)
-        assert same(kept, values)
+        assert same_arrays(kept, values)
         assert not mx.array_equal(cache[0].keys, values[0]).item()
 
     def test_passes_that_are_evaluated_at_last_see_their_own_entries(self, calls):
@@ -164,10 +159,7 @@ class TestCache:
             mx.eval(found[::-1])
             return found
 
-        native = logits()
-        assert calls.native == 4 * len(box.model.layers)
-        calls.enabled = False
-        assert same(native, logits())
+        check_once(logits, calls, 4 * len(box.model.layers))
 
 
 class TestModules:
@@ -220,13 +212,9 @@ class TestModules:
         assert mx.array_equal(box.model(PROMPT), expected).item()
 
     def test_other_modules_run_as_they_did(self, calls):
-        class Twice(nn.Module):
-            def __init__(self, inner):
-                super().__init__()
-                self.inner = inner
-
+        class Twice(nn.Sequential):
             def __call__(self, x):
-                return 2 * self.inner(x)
+                return 2 * super().__call__(x)
 
         box = boxed()
         before = box.model(PROMPT)
@@ -243,8 +231,7 @@ class TestModules:
         model = tiny_model("llama", hidden_size=256, intermediate_size=1024)
         model.set_dtype(mx.bfloat16)
         box = Gearbox(model, "4,16", kernels="native", **on_disk(model, tmp_path))
-        for gear in (16, 4, 16, 4):
-            box.shift(gear)
+        for _ in every_gear(box, gears=(16, 4, 16, 4)):
             mx.eval(box.model(PROMPT))
         low = active_memory()
         box.shift(16)

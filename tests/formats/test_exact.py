@@ -7,7 +7,8 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from architectures import GROUP, tiny
-from conftest import PROMPT, active_memory, normal, weights_of
+from conftest import PROMPT, active_memory, every_gear, layer_with, normal, same_weights, weights_of
+from exact_reference import as_bf16, bits_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
@@ -23,27 +24,13 @@ from gearbx_mlx.kernels import exact as kernels_exact
 LINEAR = "model.layers.0.mlp.up_proj"
 
 
-def bits_of(array: mx.array) -> np.ndarray:
-    return np.array(array.view(mx.uint16))
-
-
-def from_bits(bits: np.ndarray) -> mx.array:
-    return mx.array(bits.astype(np.uint16)).view(mx.bfloat16)
-
-
-def linear(weight: mx.array) -> nn.Linear:
-    layer = nn.Linear(1, 1, bias=False)
-    layer.weight = weight
-    return layer
-
-
 def gears(dense: nn.Module, group_size: int = 64) -> dict[int, nn.Module]:
     """Both gears of one layer, by bits."""
     return get_format("exact").modules(dense, 4, (4, 16), group_size, mx.bfloat16)
 
 
 def comes_back(weight: mx.array, group_size: int) -> bool:
-    made = gears(linear(weight), group_size)[16]
+    made = gears(layer_with(weight), group_size)[16]
     return np.array_equal(bits_of(made.dense_weight()), bits_of(weight))
 
 
@@ -67,12 +54,6 @@ def linear_weights(model: nn.Module) -> dict[str, np.ndarray]:
     return {name: bits_of(array) for name, array in weights_of(model).items() if array.ndim > 1}
 
 
-def assert_same(weights: dict[str, np.ndarray], before: dict[str, np.ndarray]) -> None:
-    assert weights.keys() == before.keys()
-    for name, weight in weights.items():
-        np.testing.assert_array_equal(weight, before[name], err_msg=name)
-
-
 class TestEveryBitComesBack:
     @settings(max_examples=40)
     @given(
@@ -90,19 +71,17 @@ class TestEveryBitComesBack:
         random = np.random.default_rng(seed)
         shape = rows, groups * group_size
         values = random.standard_t(2, shape) if heavy else random.standard_normal(shape)
-        bits = bits_of(
-            mx.array(np.clip(np.ldexp(values, exponent), -3e38, 3e38).astype(np.float32)).astype(mx.bfloat16)
-        )
-        bits = bits.copy()
+        values = np.clip(np.ldexp(values, exponent), -3e38, 3e38).astype(np.float32)
+        bits = bits_of(mx.array(values).astype(mx.bfloat16)).copy()
         bits[random.integers(0, shape[0], len(special)), random.integers(0, shape[1], len(special))] = special
-        assert comes_back(from_bits(bits), group_size)
+        assert comes_back(as_bf16(bits), group_size)
 
     @pytest.mark.parametrize("pattern", [0x0000, 0x8000, 0x0001, 0x807F, 0x3F80, 0x7F80, 0xFF80, 0x7FC1, 0xFFFF])
     def test_of_groups_of_one_value(self, pattern):
         """Zeros of both signs, subnormals, one, infinities, NaN with any payload; alone and beside ordinary groups."""
         bits = bits_of((normal(3, 128) * 0.02).astype(mx.bfloat16)).copy()
         bits[1], bits[2, :64] = pattern, pattern
-        assert comes_back(from_bits(bits), 64)
+        assert comes_back(as_bf16(bits), 64)
 
     @pytest.mark.parametrize("kind", ["experts", "heads"])
     def test_of_stacked_matrices(self, kind):
@@ -115,19 +94,19 @@ class TestEveryBitComesBack:
     def test_of_any_rows_by_themselves(self):
         weight = (normal(40, 128) * 0.02).astype(mx.bfloat16)
         chosen = mx.array([[39, 0, 7], [7, 12, 39]])
-        rows = gears(linear(weight))[16].rows(chosen)
+        rows = gears(layer_with(weight))[16].rows(chosen)
         np.testing.assert_array_equal(bits_of(rows), bits_of(weight[chosen]))
 
 
 class TestTheLowGear:
     def test_has_the_codes_of_mlx(self):
-        dense = linear((normal(64, 128) * 0.02).astype(mx.bfloat16))
+        dense = layer_with((normal(64, 128) * 0.02).astype(mx.bfloat16))
         theirs = get_format("affine").modules(dense, 4, (4,), 64, mx.bfloat16)[4]
-        assert same_arrays(gears(dense)[4], theirs)
+        assert same_weights(weights_of(gears(dense)[4]), weights_of(theirs))
 
     def test_takes_little_less_than_the_weights_alone(self):
         """Gaussian rows 4096 wide; the figure is that of docs/exact.md."""
-        made = gears(linear((normal(64, 4096) * 0.02).astype(mx.bfloat16)))[16]
+        made = gears(layer_with((normal(64, 4096) * 0.02).astype(mx.bfloat16)))[16]
         arrays = sum(array.nbytes for _, array in tree_flatten(made.parameters()))
         assert made.bytes_read == arrays
         assert 8 * arrays / (64 * 4096) <= 13.55
@@ -140,7 +119,7 @@ def test_many_vectors_never_decode_a_whole_matrix_at_once(monkeypatch):
     monkeypatch.setattr(kernels_exact, "WEIGHTS_DECODED_AT_ONCE", 2**14)
 
     def peak(rows: int) -> int:
-        module = gears(linear((normal(rows, 256) * 0.02).astype(mx.bfloat16)))[16]
+        module = gears(layer_with((normal(rows, 256) * 0.02).astype(mx.bfloat16)))[16]
         x = normal(32, 256)
         mx.eval(x, module.parameters())
         before = active_memory()
@@ -165,7 +144,8 @@ def test_a_model_has_every_weight_and_the_low_gear_of_mlx(architecture, change):
     ours = boxed(model=model_of(architecture, **change))
     theirs = boxed(model=model_of(architecture, **change), format="affine")
     assert ours.layers
-    assert {layer.path for layer in ours.layers} | floors(ours) == {layer.path for layer in theirs.layers}
+    floors = {path for path, reason in ours.unmanaged.items() if "has a floor of 8 bits" in reason}
+    assert {layer.path for layer in ours.layers} | floors == {layer.path for layer in theirs.layers}
     np.testing.assert_array_equal(logits(ours, "high"), logits(theirs, "high"))
     for layer in ours.layers:
         weight = dense_weight(layer_in(ours, layer.path)).astype(mx.bfloat16)
@@ -173,23 +153,14 @@ def test_a_model_has_every_weight_and_the_low_gear_of_mlx(architecture, change):
     assert np.isfinite(logits(ours, "low")).all()
     theirs.shift("low")
     for layer in ours.layers:
-        assert same_arrays(layer_in(ours, layer.path), layer_in(theirs, layer.path)), layer.path
-
-
-def floors(gearbox: Gearbox) -> set[str]:
-    """Layers that stay dense because their class wants more bits than the low gear has."""
-    return {path for path, reason in gearbox.unmanaged.items() if "has a floor of 8 bits" in reason}
+        low, expected = (weights_of(layer_in(box, layer.path)) for box in (ours, theirs))
+        assert same_weights(low, expected), layer.path
 
 
 def layer_in(gearbox: Gearbox, path: str) -> nn.Module:
     """The linear layer that is engaged; of a tied embedding, its head."""
     module = dict(gearbox.model.named_modules())[path]
     return getattr(module, "projection", module)
-
-
-def same_arrays(ours: nn.Module, theirs: nn.Module) -> bool:
-    a, b = (dict(tree_flatten(module.parameters())) for module in (ours, theirs))
-    return a.keys() == b.keys() and all(mx.array_equal(a[name], b[name]).item() for name in a)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
@@ -207,20 +178,18 @@ class TestMemory:
         model = model_of()
         noise = np.random.default_rng(0).integers(0, 65536, (128, 64))
         layer = model.model.layers[0].mlp.up_proj
-        layer.weight = from_bits(np.where((noise & 0x7F80) == 0x7F80, 0, noise))
+        layer.weight = as_bf16(np.where((noise & 0x7F80) == 0x7F80, 0, noise))
         before = bits_of(layer.weight)
         gearbox = boxed(model=model)
         assert "would take" in gearbox.unmanaged[LINEAR]
         assert LINEAR not in [layer.path for layer in gearbox.layers]
-        for gear in ("low", "high"):
-            gearbox.shift(gear)
+        for _ in every_gear(gearbox):
             np.testing.assert_array_equal(bits_of(layer_in(gearbox, LINEAR).weight.astype(mx.bfloat16)), before)
 
     def test_counts_of_bytes_are_those_of_the_arrays(self):
         gearbox = boxed("4,16")
         layer = next(layer for layer in gearbox.layers if layer.path == LINEAR)
-        for gear in ("low", "high"):
-            gearbox.shift(gear)
+        for _ in every_gear(gearbox):
             arrays = [a for _, a in tree_flatten(layer_in(gearbox, LINEAR).parameters())]
             sizes = [a.size * (2 if a.dtype == mx.float32 else a.dtype.size) for a in arrays]
             assert gearbox.layer_bytes(layer, gearbox.gear) == sum(sizes)
@@ -234,7 +203,7 @@ class TestALayer:
         before = linear_weights(model)
         with pytest.raises(GearbxError, match="no layer can change gear: has a floor of 8 bits"):
             boxed(model=model, manage=lambda path, module: {"bits": 8})
-        assert_same(linear_weights(model), before)
+        np.testing.assert_equal(linear_weights(model), before)
 
     def test_in_two_places_is_refused(self):
         model = model_of()
@@ -288,7 +257,7 @@ def test_a_model_has_its_weights_again_if_encoding_is_stopped(stop, monkeypatch)
     with pytest.raises(stop):
         boxed(model=model, dtype="bfloat16")
     assert len(done) == 5
-    assert_same(linear_weights(model), before)
+    np.testing.assert_equal(linear_weights(model), before)
 
 
 @pytest.mark.some(6)
@@ -311,9 +280,8 @@ def test_a_model_has_its_weights_again_if_encoding_is_stopped(stop, monkeypatch)
 def test_what_the_format_does_not_have_is_refused(dtype, keywords, complaint):
     model = tiny("llama", dtype)
     before = weights_of(model)
-    with pytest.raises(GearbxError, match=complaint) as refused:
+    with pytest.raises(GearbxError, match=rf"^.*{complaint}.*$"):  # one line
         boxed(**({"ladder": "4,16", "model": model} | keywords))
-    assert "\n" not in str(refused.value)
     assert {name: array.dtype for name, array in weights_of(model).items()} == {n: a.dtype for n, a in before.items()}
 
 

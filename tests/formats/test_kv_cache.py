@@ -8,8 +8,9 @@ from unittest.mock import patch
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import normal, tiny_model
+from conftest import normal, same_arrays, tiny_model
 from mlx_lm.models.cache import BatchKVCache, KVCache, make_prompt_cache, save_prompt_cache
+from refusals import refuses
 
 from gearbx_mlx import Gearbox, GearbxError, Kickdown, Lossless, Route, Static, stream_generate
 from gearbx_mlx.decoding.caches import Snapshot, cache_in_gears, plain_cache, put_in_gears
@@ -37,8 +38,7 @@ def filled(cache: NestedKVCache, positions: int, dims: int = 32, at_once: int = 
 def test_top_gear_reads_the_entries_themselves(ladder):
     cache = cache_of(ladder, 16)
     keys, values = filled(cache, 150)
-    for got, given in zip(cache.read(1) or cache.keys_and_values(), (keys, values)):
-        assert mx.array_equal(got, given)
+    assert same_arrays(cache.read(1) or cache.keys_and_values(), (keys, values))
 
 
 @pytest.mark.parametrize(("ladder", "bits"), [((4, 16), 4), ((4, 8, 16), 8)])
@@ -94,8 +94,7 @@ def test_positions_that_are_trimmed_and_written_again_read_as_if_written_once(la
     cache.trim(5)
     for at in range(70, 140):
         cache.update_and_fetch(keys[:, :, at : at + 1], values[:, :, at : at + 1])
-    for got, expected in zip(cache.read(1).unpacked(), straight.read(1).unpacked()):
-        assert mx.array_equal(got, expected)
+    assert same_arrays(cache.read(1).unpacked(), straight.read(1).unpacked())
 
 
 def test_draft_that_is_undone_leaves_the_planes_of_what_was_before_it():
@@ -112,8 +111,7 @@ def test_draft_that_is_undone_leaves_the_planes_of_what_was_before_it():
     assert cache.offset == 100
     assert cache.packed == PACKED_AT_ONCE
     cache.update_and_fetch(*(a[:, :, 100:] for a in (keys, values)))
-    for got, expected in zip(cache.read(1).unpacked(), straight.read(1).unpacked()):
-        assert mx.array_equal(got, expected)
+    assert same_arrays(cache.read(1).unpacked(), straight.read(1).unpacked())
 
 
 def test_copy_is_a_cache_of_its_own():
@@ -123,7 +121,7 @@ def test_copy_is_a_cache_of_its_own():
     before = [mx.array(a) for a in cache.read(1).unpacked()]
     second.trim(5)
     second.update_and_fetch(normal(1, 2, 5, 32, seed=7), normal(1, 2, 5, 32, seed=8))
-    assert all(mx.array_equal(a, b) for a, b in zip(cache.read(1).unpacked(), before))
+    assert same_arrays(cache.read(1).unpacked(), before)
 
 
 @pytest.mark.parametrize("ladder", [(4, 16), (4, 8)])
@@ -134,7 +132,7 @@ def test_plain_cache_is_what_the_top_gear_reads(ladder):
     assert type(plain) is KVCache
     read = cache.read(1)
     expected = cache.keys_and_values() if read is None else read.unpacked()
-    assert all(mx.array_equal(a, b) for a, b in zip(plain.keys_and_values(), expected))
+    assert same_arrays(plain.keys_and_values(), expected)
 
 
 def test_quantized_cache_has_what_the_top_gear_reads():
@@ -142,8 +140,7 @@ def test_quantized_cache_has_what_the_top_gear_reads():
     filled(cache, 40)
     made, expected = cache.to_quantized(32, 8), cache.plain().to_quantized(32, 8)
     assert made.offset == 40
-    for got, given in zip((*made.keys, *made.values), (*expected.keys, *expected.values), strict=True):
-        assert mx.array_equal(got, given)
+    assert same_arrays((*made.keys, *made.values), (*expected.keys, *expected.values))
 
 
 def test_merged_caches_have_what_the_top_gears_read():
@@ -152,8 +149,7 @@ def test_merged_caches_have_what_the_top_gears_read():
     filled(caches[1], 30)
     made, expected = caches[0].merge(caches), BatchKVCache.merge([cache.plain() for cache in caches])
     assert made.left_padding.tolist() == [10, 0, 30]
-    assert mx.array_equal(made.keys, expected.keys)
-    assert mx.array_equal(made.values, expected.values)
+    assert same_arrays((made.keys, made.values), (expected.keys, expected.values))
 
 
 def test_file_that_could_not_be_read_again_is_not_written(tmp_path):
@@ -183,14 +179,11 @@ def test_each_gear_is_off_by_half_a_step_at_most(dims, group_size):
         assert (off <= steps(vectors, bits, group_size) * 0.5001 + 1e-6).all()
 
 
-def test_arrays_have_the_documented_shapes_and_types():
+def test_position_is_packed_by_itself_into_arrays_of_the_documented_shapes_and_types():
     planes, scales, offsets = pack(normal(1, 2, 3, 64).astype(mx.bfloat16), WIDTHS, 32)
     assert [(p.shape, p.dtype) for p in planes] == [((1, 2, 3, 8), mx.uint32)] * 2
     assert scales.shape == offsets.shape == (1, 2, 3, 2)
     assert scales.dtype == offsets.dtype == mx.bfloat16
-
-
-def test_position_is_packed_by_itself():
     vectors = normal(1, 2, 6, 64)
     whole, alone = pack(vectors, WIDTHS, 64), pack(vectors[:, :, 3:4], WIDTHS, 64)
     for bits in (4, 8):
@@ -227,7 +220,7 @@ def test_native_packing_has_the_bits_of_mlx(compiled, planes, dims):
     group = min(dims, 16)
     expected, scales, offsets = pack(vectors, (4,) * planes, group)
     made = dispatch.pack_kv(vectors, planes, group)
-    assert all(mx.array_equal(a, b) for a, b in zip(made, [*expected, scales, offsets], strict=True))
+    assert same_arrays(made, [*expected, scales, offsets])
 
 
 @pytest.mark.parametrize("place", [0, 5, 31])
@@ -292,19 +285,16 @@ def test_block_over_planes_is_one_operation_or_many_with_the_same_bits(demo, com
                 for first, count in ((3, 1), (7, 5), (2, 1), (60, 16), (9, 16), (4, 1))
             ] + [mx.array(list(gears.meter.take()[0].values()))]
 
-    whole, single = (
-        logits(contextlib.nullcontext),
-        logits(partial(patch.object, block, "block_kernels", lambda vectors: None)),
-    )
-    assert all(mx.array_equal(a, b) for a, b in zip(whole, single, strict=True))
+    single = logits(partial(patch.object, block, "block_kernels", lambda vectors: None))
+    assert same_arrays(logits(contextlib.nullcontext), single)
 
 
-PROMPT = [1 + i % 50 for i in range(90)]
+SHORT = [1 + i % 50 for i in range(150)]
 
 
 def logprobs(model, tokenizer, kernels: str, **keywords) -> np.ndarray:
     gearbox = Gearbox(model, "4,16", kernels=kernels, activations="float")
-    responses = stream_generate(model, tokenizer, PROMPT, 3, gearbox=gearbox, mode=Static(), **keywords)
+    responses = stream_generate(model, tokenizer, SHORT, 3, gearbox=gearbox, mode=Static(), **keywords)
     return np.array([np.array(response.logprobs) for response in responses])
 
 
@@ -317,9 +307,6 @@ def test_values_may_be_narrower_than_keys(demo, compiled, architecture, ladder):
     )
     np.testing.assert_allclose(native, mlx, atol=1e-3)
     assert np.abs(native - logprobs(tiny_model(architecture), demo.tokenizer, "native")).max() > 1e-3
-
-
-SHORT = [1 + i % 50 for i in range(150)]
 
 
 @pytest.fixture(scope="module", params=["mlx", "native"])
@@ -365,18 +352,15 @@ def test_drafts_read_a_third_of_what_the_top_gear_reads_at_most(demo, dtype):
 
 
 @pytest.mark.parametrize(
-    ("ladder", "expected"), [("4,16", {"low": 4, "mid": 4, "high": 16}), ("4,8,16", {"low": 4, "mid": 8, "high": 16})]
+    ("gears", "ladder", "expected"),
+    [
+        ("4,8,16", "4,8,16", {"low": 4, "mid": 8, "high": 16}),
+        ("4,8,16", "4,16", {"low": 4, "mid": 4, "high": 16}),  # ladders of unlike length go together by their ends
+        ("4,16", "4,8,16", {"low": 4, "high": 16}),
+        ("16", "4,8", {"high": 8}),
+    ],
 )
-def test_gear_of_the_cache_follows_that_of_the_weights(demo, tiny, ladder, expected):
-    for name, bits in expected.items():
-        responses = text(tiny, demo.tokenizer, SHORT, Static(gear=name), 3, kv_gears=ladder)
-        assert set().union(*(r.kv_bytes for r in responses)) == {bits}
-
-
-@pytest.mark.parametrize(
-    ("gears", "ladder", "expected"), [("4,16", "4,8,16", {"low": 4, "high": 16}), ("16", "4,8", {"high": 8})]
-)
-def test_ladders_of_unlike_length_go_together_by_their_ends(demo, gears, ladder, expected):
+def test_gear_of_the_cache_follows_that_of_the_weights(demo, gears, ladder, expected):
     gearbox = Gearbox(tiny_model(), gears)
     for name, bits in expected.items():
         responses = text(gearbox, demo.tokenizer, SHORT, Static(gear=name), 3, kv_gears=ladder)
@@ -429,9 +413,8 @@ def test_text_goes_on_from_a_cache_that_is_kept(demo, gearbox, long):
 )
 def test_gears_that_cannot_be_are_refused_in_one_line(demo, architecture, keywords, complaint):
     model = tiny_model(architecture)
-    with pytest.raises(GearbxError, match=complaint) as refused:
+    with refuses(complaint):
         stream_generate(model, demo.tokenizer, [1, 5, 9], 5, **keywords)
-    assert "\n" not in str(refused.value)
 
 
 def test_another_ladder_than_that_of_the_cache_is_refused(demo):

@@ -4,7 +4,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from conftest import PROMPT, assert_products_close, float64, tiny_model
+from conftest import PROMPT, assert_products_close, every_gear, float64, tiny_model
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from gearbx_mlx import Gearbox, GearbxError
@@ -60,25 +60,16 @@ class TestManyVectors:
 
 class TestExperts:
     @pytest.mark.parametrize("dtype", TYPES, ids=str)
-    def test_dense(self, native, dtype):
+    def test_products(self, native, dtype):
+        """Dense, and of stacks of planes, in which scale * code and bias cancel each other."""
+        x, chosen = random_pairs(40)
         weight = mx.random.normal((EXPERTS, ROWS, COLUMNS)).astype(dtype)
-        x, chosen = random_pairs(40)
-        y = native.dense_experts(x, weight, chosen)
-        for p in range(40):
-            matrix = float64(weight[chosen[p].item()])
-            assert_products_close(y[p], x[p], matrix, np.abs(matrix))
-
-    @pytest.mark.parametrize("dtype", TYPES, ids=str)
-    def test_stacks(self, native, dtype):
-        planes = split(mx.random.normal((EXPERTS, ROWS, COLUMNS)).astype(dtype), (3, 1, 4), 32)
-        x, chosen = random_pairs(40)
-        for bits in (3, 4, 8):
-            stack = planes.gear(bits)
-            y = native.stack_experts(x, *stack, chosen)
-            weight = stack.dequantize()
+        stacks = [split(weight, (3, 1, 4), 32).gear(bits) for bits in (3, 4, 8)]
+        found = [(stack.dequantize(), native.stack_experts(x, *stack, chosen), 8) for stack in stacks]
+        for matrices, y, cancelling in [(weight, native.dense_experts(x, weight, chosen), 0), *found]:
             for p in range(40):
-                matrix = float64(weight[chosen[p].item()])
-                assert_products_close(y[p], x[p], matrix, np.abs(matrix) + 8)  # scale * code and bias cancel
+                matrix = float64(matrices[chosen[p].item()])
+                assert_products_close(y[p], x[p], matrix, np.abs(matrix) + cancelling)
 
     def test_a_pair_has_the_same_bits_whatever_else_is_in_the_call(self, native):
         x, chosen = random_pairs(70)
@@ -129,13 +120,9 @@ class TestExperts:
     @pytest.mark.parametrize("format", ["planes", "affine"])
     @pytest.mark.parametrize("dtype", TYPES, ids=str)
     def test_a_mixture_differs_from_mlx_in_last_bits_only(self, architecture, format, dtype):
-        stock, fast = (
-            Gearbox(tiny_model(architecture, dtype=dtype), format=format, group_size=32, kernels=k, activations="float")
-            for k in ("mlx", "native")
-        )
-        for gear in stock.ladder:
-            stock.shift(gear)
-            fast.shift(gear)
+        how = {"format": format, "group_size": 32, "activations": "float"}
+        stock, fast = (Gearbox(tiny_model(architecture, dtype=dtype), kernels=k, **how) for k in ("mlx", "native"))
+        for _ in every_gear(stock, fast):
             for prompt in (PROMPT[:, :1], PROMPT, mx.arange(50)[None]):  # the last is sorted by expert
                 assert mx.allclose(fast.model(prompt), stock.model(prompt), rtol=1e-4, atol=1e-5).item()
             experts = [m for m in fast.model.modules() if "Switch" in type(m).__name__ and "Linear" in type(m).__name__]
@@ -189,9 +176,7 @@ def test_a_tied_head_runs_natively_and_keeps_its_two_bytes():
 def test_layers_that_change_no_gear_run_natively_too():
     stock, fast = (Gearbox(tiny_model(), manage="attention", kernels=k, activations="float") for k in ("mlx", "native"))
     assert isinstance(fast.model.layers[0].mlp.up_proj, Native)
-    for gear in stock.ladder:
-        stock.shift(gear)
-        fast.shift(gear)
+    for _ in every_gear(stock, fast):
         assert mx.allclose(fast.model(PROMPT), stock.model(PROMPT), rtol=1e-4, atol=1e-5).item()
 
 
@@ -206,9 +191,6 @@ class TestDescription:
         layers = [LayerPath(f"layers.{i}.mlp.{name}", (4, 16), "native", "") for i in (0, 1, 2, 10) for name in "ab"]
         layers.append(LayerPath("layers.5.mlp.a", (8, 16), "native", ""))
         layers.append(LayerPath("lm_head", (4, 16), "native", ""))
-        assert [(path, count) for path, _, count in alike_paths(layers)] == [
-            ("layers.0-2,10.mlp.a", 4),
-            ("layers.0-2,10.mlp.b", 4),
-            ("layers.5.mlp.a", 1),
-            ("lm_head", 1),
-        ]
+        lines = [(path, count) for path, _, count in alike_paths(layers)]
+        assert lines[:2] == [("layers.0-2,10.mlp.a", 4), ("layers.0-2,10.mlp.b", 4)]
+        assert lines[2:] == [("layers.5.mlp.a", 1), ("lm_head", 1)]

@@ -3,6 +3,7 @@
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from conftest import layer_with, normal, same_arrays
 
 from gearbx_mlx import Gearbox
 from gearbx_mlx.formats.exact import encode
@@ -17,7 +18,7 @@ VECTORS = [1, 2, 3, 8, 9, 40]
 
 
 def weight(shape, dtype=mx.bfloat16):
-    return (mx.random.normal(shape, key=mx.random.key(sum(shape))) * 0.05).astype(dtype)
+    return (normal(*shape, seed=sum(shape)) * 0.05).astype(dtype)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -31,7 +32,7 @@ def test_a_stack_of_planes(native, shape, widths, x_bits, dtype):
     assert isinstance(panels, PanelPlanes)
     assert panels.shape == planes.shape
     for vectors in VECTORS:
-        x = mx.random.normal((vectors, shape[1]), key=mx.random.key(vectors))
+        x = normal(vectors, shape[1], seed=vectors)
         assert mx.array_equal(native.stack_matvec(x, *panels, x_bits), native.stack_matvec(x, *planes, x_bits))
 
 
@@ -44,7 +45,7 @@ def test_exact_weights(native, shape, group_size):
     assert mx.array_equal(native.exact_decode(*panels), weight(shape))
     assert mx.array_equal(decoded_by_tiles(panels), weight(shape))
     for vectors in VECTORS:
-        x = mx.random.normal((vectors, shape[1]), key=mx.random.key(vectors))
+        x = normal(vectors, shape[1], seed=vectors)
         for bits in (0, 16):
             assert mx.array_equal(native.exact_matvec(x, *panels, bits), native.exact_matvec(x, *matrix, bits))
 
@@ -60,7 +61,7 @@ def test_rows_that_are_looked_up(native):
 def test_the_way_back(native, widths):
     planes = split(weight((96, 576)), widths, 64)
     panels = planes.in_panels(native.panel_rows())
-    assert all(mx.array_equal(*pair) for pair in zip(panels.by_row().arrays, planes.arrays))
+    assert same_arrays(panels.by_row().arrays, planes.arrays)
     assert mx.array_equal(panels.dequantize(), planes.dequantize())
     assert panels.in_panels(native.panel_rows()) is panels
     assert panels.gear(widths[0]).shape == planes.shape
@@ -89,14 +90,12 @@ def test_what_the_kernels_refuse(native):
 @pytest.mark.parametrize("format", ["planes", "affine", "exact"])
 def test_a_gearbox_has_them_where_activations_are_rounded(native, format):
     def linear(activations):
-        model = nn.Sequential(nn.Linear(128, 96, bias=False))
-        model.layers[0].weight = weight((96, 128))
-        model.set_dtype(mx.bfloat16)
+        model = nn.Sequential(layer_with(weight((96, 128))))
         box = Gearbox(model, "4,16", format=format, kernels="native", activations=activations)
         box.shift("low")
         return model.layers[0]
 
-    x = mx.random.normal((3, 128), key=mx.random.key(1)).astype(mx.bfloat16)
+    x = normal(3, 128, seed=1).astype(mx.bfloat16)
     rounded, as_they_are = linear("int16"), linear("float")
     assert rounded.weight.ndim == 3
     assert str(rounded) == str(as_they_are)

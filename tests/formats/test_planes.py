@@ -2,7 +2,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from conftest import float64
+from conftest import float64, layer_with, normal, same_arrays
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -19,8 +19,8 @@ WIDTHS = [(4, 4), (4, 1, 1, 2), (3, 5), (2, 1, 1, 1, 1, 2), (5, 3), (6, 2), (4, 
 GROUP = 64
 
 
-def matrix(*shape: int, dtype: mx.Dtype = mx.float32, scale: float = 0.02, seed: int = 0) -> mx.array:
-    return (mx.random.normal(shape, key=mx.random.key(seed)) * scale).astype(dtype)
+def matrix(*shape: int, dtype: mx.Dtype = mx.float32, scale: float = 0.02) -> mx.array:
+    return (normal(*shape) * scale).astype(dtype)
 
 
 def error(approximation: mx.array, exact: mx.array) -> float:
@@ -43,12 +43,11 @@ def test_packing_is_mlx_own_layout_and_reversible(bits, groups, rows, random):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("widths", WIDTHS)
 def test_every_prefix_computes_with_its_own_dequantization(widths, dtype):
-    dense = nn.Linear(256, 48)
-    dense.weight = matrix(48, 256, dtype=dtype)
+    dense = layer_with(matrix(48, 256, dtype=dtype), bias=True)
     ladder = tuple(np.cumsum(widths).tolist())
     planes = split(dense.weight, widths, GROUP, mx.float32)
     modules = get_format("planes").modules(dense, ladder[0], ladder, GROUP, mx.float32)
-    x = matrix(3, 256, scale=1.0, seed=1)
+    x = normal(3, 256, seed=1)
     for bits in ladder:
         expected = x @ planes.gear(bits).dequantize().T + dense.bias
         assert mx.allclose(modules[bits](x), expected, atol=1e-5).item()
@@ -83,9 +82,8 @@ def test_error_is_no_worse_than_stock_quantization(dtype, scale):
     planes = split(weight, (4, 4), GROUP)
     for bits in (4, 8):
         stock = mx.dequantize(*mx.quantize(weight, GROUP, bits), GROUP, bits).astype(mx.float32)
-        assert error(planes.gear(bits).dequantize(), weight) <= error(stock, weight) * (
-            0.8 if dtype == mx.bfloat16 and bits == 8 else 1.02
-        )
+        most = 0.8 if dtype == mx.bfloat16 and bits == 8 else 1.02
+        assert error(planes.gear(bits).dequantize(), weight) <= most * error(stock, weight)
 
 
 def plain_errors(weight: mx.array, bits: int) -> np.ndarray:
@@ -135,7 +133,7 @@ def test_a_single_plane_leaves_less_than_the_nearest_codes_between_its_ends(dtyp
 def test_native_kernels_make_planes_of_the_same_bits(values, widths, group, dtype, scale):
     weight = (mx.array(values) * scale).astype(dtype)
     ours, mlxs = (split(weight, widths, group, kernels=kernels) for kernels in (cpu.native(), None))
-    assert all(mx.array_equal(a, b).item() for a, b in zip(ours.arrays, mlxs.arrays, strict=True))
+    assert same_arrays(ours.arrays, mlxs.arrays)
 
 
 @settings(deadline=None, max_examples=60)
@@ -184,8 +182,7 @@ def test_low_gear_is_a_stock_module_on_the_first_plane():
 
 
 def test_gears_of_four_and_eight_bits_share_their_arrays():
-    dense = nn.Linear(512, 256, bias=False)
-    dense.weight = matrix(256, 512, dtype=mx.float16)
+    dense = layer_with(matrix(256, 512, dtype=mx.float16))
     modules = get_format("planes").modules(dense, 4, (4, 8), GROUP, mx.float16)
     arrays = {id(a): a.nbytes for m in modules.values() for _, a in tree_flatten(m.parameters())}
     # 8 bits of codes, and per group of 64 one scale and two biases of 16 bits: 8.75, where two copies take 13.

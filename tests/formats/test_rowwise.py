@@ -1,7 +1,7 @@
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
+from conftest import layer_with, normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
@@ -20,16 +20,13 @@ from gearbx_mlx.formats.rowwise import (
 
 DTYPES = [mx.float16, mx.bfloat16, mx.float32]
 BITS = list(Q_MAX)
+seeds = st.integers(0, 2**32 - 1)
 widths = st.one_of(st.integers(1, 9), st.integers(10, 200))
-
-
-def matrix(*shape: int, dtype: mx.Dtype) -> mx.array:
-    return mx.random.normal(shape, key=mx.random.key(0)).astype(dtype)
 
 
 class TestPacking:
     @settings(deadline=None)
-    @given(st.sampled_from(BITS), st.integers(1, 4), widths, st.integers(0, 2**32 - 1))
+    @given(st.sampled_from(BITS), st.integers(1, 4), widths, seeds)
     def test_round_trip_is_exact(self, bits, rows, width, seed):
         codes = np.random.default_rng(seed).integers(-Q_MAX[bits], Q_MAX[bits] + 1, (rows, width)).astype(np.int8)
         packed = pack_symmetric_codes(mx.array(codes), bits)
@@ -59,14 +56,7 @@ class TestPacking:
 
 class TestQuantization:
     @settings(deadline=None, max_examples=200)
-    @given(
-        st.sampled_from(BITS),
-        st.sampled_from(DTYPES),
-        st.integers(1, 5),
-        widths,
-        st.floats(-6, 2),
-        st.integers(0, 2**32 - 1),
-    )
+    @given(st.sampled_from(BITS), st.sampled_from(DTYPES), st.integers(1, 5), widths, st.floats(-6, 2), seeds)
     def test_no_element_is_off_by_more_than_half_a_scale(self, bits, dtype, rows, width, magnitude, seed):
         values = np.random.default_rng(seed).standard_normal((rows, width)) * 10.0**magnitude
         weight = mx.array(values.astype(np.float32)).astype(dtype)
@@ -80,7 +70,7 @@ class TestQuantization:
     @pytest.mark.parametrize("bits", BITS)
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_scales_are_those_of_the_paper_and_have_its_floor(self, bits, dtype):
-        weight = mx.concatenate([matrix(4, 50, dtype=dtype), mx.zeros((1, 50), dtype)])
+        weight = mx.concatenate([normal(4, 50).astype(dtype), mx.zeros((1, 50), dtype)])
         codes, scales = quantize(weight, bits)
         largest = mx.abs(weight.astype(mx.float32)).max(axis=-1)[:4]
         assert mx.array_equal(scales[:4], (largest / Q_MAX[bits]).astype(dtype)).item()
@@ -96,7 +86,6 @@ class TestQuantization:
 
 @pytest.mark.parametrize(("bits", "bytes_per_weight"), [(8, 1.0), (6, 0.75), (4, 0.5), (2, 0.25)])
 def test_bytes_per_weight_are_those_of_table_5(bits, bytes_per_weight):
-    dense = nn.Linear(2048, 256, bias=False)
-    dense.weight = matrix(256, 2048, dtype=mx.float16)
+    dense = layer_with(normal(256, 2048).astype(mx.float16))
     arrays = tree_flatten(Rowwise().modules(dense, bits, (bits,), 64, mx.float16)[bits].parameters())
     assert sum(a.nbytes for _, a in arrays) / dense.weight.size == bytes_per_weight + 2 / 2048

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from architectures import EXPECTED, GROUP, installed, tiny, why_not
 from architectures.reading import bytes_read, matrices
+from conftest import every_gear
 
 from gearbx_mlx import Gearbox, Lossless, Route, stream_generate
 
@@ -82,8 +83,7 @@ def test_every_matrix_changes_gear_or_is_reported(built, request):
 
 def test_the_top_gear_is_the_model_bit_for_bit(built):
     assert built.gearbox.layers
-    for gear in ("high", "low", "mid", "high", "low", "high"):
-        built.gearbox.shift(gear)
+    for gear in every_gear(built.gearbox, gears=("high", "low", "mid", "high", "low", "high")):
         same = np.array_equal(logits(built.model), built.plain)
         assert same == (gear == "high"), gear
 
@@ -109,7 +109,6 @@ def test_lossless_writes_the_text_of_the_top_gear(built, request):
 
 def test_the_bytes_counted_are_those_of_the_weights_that_a_step_reads(built, request):
     expect(request, "bytes", built.name)
-    for gear in ("high", "low"):
-        built.gearbox.shift(gear)
+    for gear in every_gear(built.gearbox, gears=("high", "low")):
         counted = built.gearbox.weight_bytes_per_token(built.gearbox.gear)
         assert counted == bytes_read(built.model, LONGER), gear

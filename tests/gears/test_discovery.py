@@ -7,7 +7,7 @@ import mlx.nn as nn
 import pytest
 from architectures import CONFIGS, VOCABULARY, as_initialised, tiny, why_not
 from architectures.reading import bytes_read
-from conftest import PROMPT, tiny_model, weights_of
+from conftest import PROMPT, every_gear, tiny_model, weights_of
 from mlx_lm.models.cache import make_prompt_cache
 
 from gearbx_mlx import Gearbox, GearbxError
@@ -18,6 +18,7 @@ from gearbx_mlx.gears.cost import chosen_experts, experts_of
 from gearbx_mlx.gears.discovery import is_attention, tied_head, vocabulary
 
 STEP = [1, 5, 9, 2, 7, 3, 11]
+RG_LRU = "model.layers.0.temporal_block.rg_lru"
 LADDERS = {"groupwise": "4,16", "codebook": "4,6,16", "codebook-library": "4,16"}
 
 
@@ -41,8 +42,7 @@ class TestHeads:
         path, layer = "model.layers.0.self_attn.embed_q", model.model.layers[0].self_attn
         weight = layer.embed_q.weight
         assert path in {layer.path for layer in gearbox.layers}
-        for gear in gearbox.ladder:
-            gearbox.shift(gear)
+        for gear in every_gear(gearbox):
             rows = stacked(layer.embed_q, weight.shape[1], transpose=False)
             columns = stacked(layer.embed_q, weight.shape[2], transpose=True)
             assert mx.allclose(rows, columns.swapaxes(-1, -2), atol=1e-6).item()
@@ -78,11 +78,7 @@ class TestOthers:
             ("talkie", "lm_head", "a matrix that class Model multiplies by itself"),
             ("iquestloopcoder", "model.gate_projections.0", "layers of class LoopGateProjection are not known"),
             ("lfm2", "model.layers.0.conv.conv", "a convolution"),
-            (
-                "recurrent_gemma",
-                "model.layers.0.temporal_block.rg_lru.input_gate_weight",
-                "a matrix that class RGLRU multiplies by itself",
-            ),
+            ("recurrent_gemma", f"{RG_LRU}.input_gate_weight", "a matrix that class RGLRU multiplies by itself"),
         ],
     )
     def test_matrices_that_a_class_multiplies_by_itself_are_reported(self, architecture, path, reason):
@@ -124,10 +120,8 @@ class TestTowers:
 
     def test_changes_gear_if_asked_for(self):
         plain, seeing = Gearbox(tiny_model()), Gearbox(self.seeing(), manage="everything")
-        assert {layer.path for layer in seeing.layers} - {layer.path for layer in plain.layers} == {
-            "vision_tower.layers.0",
-            "vision_tower.head",
-        }
+        more = {layer.path for layer in seeing.layers} - {layer.path for layer in plain.layers}
+        assert more == {"vision_tower.layers.0", "vision_tower.head"}
         schedules = [cap_schedule_of(gearbox, None, {}) for gearbox in (plain, seeing)]
         assert schedules[0].read([0, 0, 1])[0] == schedules[1].read([0, 0, 1])[0]
         seeing.shift("low")

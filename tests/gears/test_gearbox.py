@@ -1,10 +1,11 @@
+import itertools
 import random
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 import pytest
-from conftest import PROMPT, on_disk, same_weights, tiny_model, weights_of
+from conftest import PROMPT, every_gear, on_disk, same_weights, tiny_model, weights_of
 
 from gearbx_mlx import Gearbox, GearbxError, Ladder
 from gearbx_mlx.formats.planes import Affine
@@ -12,16 +13,28 @@ from gearbx_mlx.gears import gearbox as gearbox_module
 from gearbx_mlx.gears.offload import idle_parameters
 from gearbx_mlx.loading import DEMO_MODEL
 
+UP, DOWN = "model.layers.0.mlp.up_proj", "model.layers.1.mlp.down_proj"
+
+
+def failing(function, at: int, error: BaseException):
+    """The function, which fails at its n-th call."""
+    calls = itertools.count(1)
+
+    def call(*arguments):
+        if next(calls) == at:
+            raise error
+        return function(*arguments)
+
+    return call
+
 
 class TestLadder:
-    def test_names(self):
-        assert [g.name for g in Ladder.parse("4,8,16")] == ["low", "mid", "high"]
+    def test_gears_have_names(self):
         assert [g.name for g in Ladder.parse("4,16")] == ["low", "high"]
         assert [g.name for g in Ladder.parse("16")] == ["high"]
         assert [g.name for g in Ladder.parse("3,4,6,16")] == ["low", "mid1", "mid2", "high"]
-
-    def test_gears_by_name_and_bits(self):
         ladder = Ladder.parse("4, 8, 16")
+        assert [g.name for g in ladder] == ["low", "mid", "high"]
         assert ladder.find("mid") is ladder.find("8") is ladder[1]
         assert str(ladder) == "4,8,16"
 
@@ -69,9 +82,7 @@ class TestDiscovery:
         model = tiny_model()
         model.model.layers[1].mlp.down_proj = nn.Linear(100, 64, bias=False)
         gearbox = Gearbox(model)
-        assert gearbox.unmanaged == {
-            "model.layers.1.mlp.down_proj": "input width 100 is not a multiple of the group size 64"
-        }
+        assert gearbox.unmanaged == {DOWN: "input width 100 is not a multiple of the group size 64"}
         assert "down_proj: dense (input width 100" in gearbox.describe()
 
     def test_classes_of_their_own_stay_as_they_are_and_are_reported(self, tiny):
@@ -114,15 +125,7 @@ class TestShift:
         gearbox = Gearbox(tiny, "4,8,16", format="affine", **(on_disk(tiny, tmp_path) if is_dropped else {}))
         gearbox.shift(start)
         before, modules = weights_of(tiny), dict(tiny.named_modules())
-        make, calls = Affine.modules, []
-
-        def failing(*arguments):
-            calls.append(1)
-            if len(calls) == 5:
-                raise MemoryError("injected")
-            return make(*arguments)
-
-        monkeypatch.setattr(Affine, "modules", failing)
+        monkeypatch.setattr(Affine, "modules", failing(Affine.modules, 5, MemoryError("injected")))
         with pytest.raises(MemoryError, match="injected"):
             gearbox.shift("mid")
         assert gearbox.gear.name == start
@@ -156,7 +159,7 @@ class TestShift:
     @pytest.mark.parametrize(
         ("arguments", "complaint"),
         [
-            ({"format": "nf4"}, "format 'nf4' does not exist"),
+            ({"format": "nf4"}, "format 'nf4' does not exist; choose from planes, affine"),
             ({"manage": "nothing"}, "manage 'nothing' does not exist"),
             ({"residency": "cloud"}, "residency 'cloud' does not exist"),
             ({"residency": "host"}, "--residency host is gone since gearbx-mlx .*; it freed next to nothing; use"),
@@ -175,15 +178,7 @@ class TestShift:
     def test_a_shift_that_fails_in_giving_up_idle_gears_changes_nothing(self, tiny, monkeypatch, tmp_path):
         gearbox = Gearbox(tiny, "4,8,16", **on_disk(tiny, tmp_path))
         before = weights_of(tiny)
-        calls = []
-
-        def failing(*arguments):
-            calls.append(1)
-            if len(calls) == 3:
-                raise MemoryError("injected")
-            return idle_parameters(*arguments)
-
-        monkeypatch.setattr("gearbx_mlx.gears.offload.idle_parameters", failing)
+        monkeypatch.setattr("gearbx_mlx.gears.offload.idle_parameters", failing(idle_parameters, 3, MemoryError()))
         with pytest.raises(MemoryError):
             gearbox.shift("low")
         assert (gearbox.gear.name, gearbox.shifts) == ("high", 0)
@@ -205,18 +200,14 @@ class TestShift:
             with pytest.raises(GearbxError, match="no gear"):
                 gearbox.shift(wanted)
 
-    def test_a_gearbox_that_another_took_the_place_of_is_refused(self, tiny):
+    def test_a_second_gearbox_takes_the_place_of_the_first_unless_gears_are_shifted(self, tiny):
         first, second = Gearbox(tiny), Gearbox(tiny)
         with pytest.raises(GearbxError, match="another gearbox"):
             first.shift("low")
         second.shift("low")
-
-    def test_a_second_gearbox_on_shifted_gears_is_refused(self, tiny):
-        first = Gearbox(tiny)
-        first.shift("low")
         with pytest.raises(GearbxError, match="quantized already"):
             Gearbox(tiny)
-        first.shift("high")
+        second.shift("high")
         Gearbox(tiny)
 
     @pytest.mark.slow
@@ -241,9 +232,6 @@ class TestShift:
                 assert same_weights(weights_of(model), lows[gear.name])
         gearbox.shift("high")
         assert same_weights(weights_of(model), before)
-
-
-UP, DOWN = "model.layers.0.mlp.up_proj", "model.layers.1.mlp.down_proj"
 
 
 def bits_in(gearbox: Gearbox) -> dict[str, int]:
@@ -307,8 +295,7 @@ class TestCaps:
 
     def test_a_cap_holds_in_every_gear(self, gearbox):
         gearbox.cap({UP: 5})
-        for gear in gearbox.ladder:
-            gearbox.shift(gear)
+        for gear in every_gear(gearbox):
             assert bits_in(gearbox)[UP] == min(gear.bits, 5)
             assert bits_in(gearbox)[DOWN] == gear.bits
 
@@ -330,15 +317,8 @@ class TestCaps:
     def test_a_cap_that_fails_changes_nothing(self, gearbox, monkeypatch):
         gearbox.cap({DOWN: 4})
         before = bits_in(gearbox)
-        put, calls = gearbox_module.put_modules, []
-
-        def failing(model, tree):
-            calls.append(1)
-            if len(calls) == 1:
-                raise KeyboardInterrupt
-            put(model, tree)
-
-        monkeypatch.setattr(gearbox_module, "put_modules", failing)
+        put = failing(gearbox_module.put_modules, 1, KeyboardInterrupt())
+        monkeypatch.setattr(gearbox_module, "put_modules", put)
         with pytest.raises(KeyboardInterrupt):
             gearbox.cap({UP: 4})
         assert bits_in(gearbox) == before

@@ -10,10 +10,11 @@ import mlx.nn as nn
 import mlx_lm
 import mlx_lm.utils
 import pytest
-from conftest import PROMPT, on_disk, same_weights, save_model, tiny_model, weights_of
+from conftest import PROMPT, every_gear, on_disk, same_weights, save_model, tiny_model, weights_of
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
+from refusals import refuses
 
 import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxError, GearedModel, Kickdown, Lossless, Route, Static, TelemetryOnly, convert
@@ -43,17 +44,14 @@ def make(directory, request):
     def made(kind: str) -> tuple[nn.Module, Gearbox]:
         model, _ = gearbx_mlx.load(directory / ("checkpoint" if kind == "checkpoint" else "original"))
         gearbox = Gearbox(model, "4,8,16", kernels=request.param)
-        wrapper = {"kickdown": GearedModel}.get(kind)
-        return (wrapper(gearbox) if wrapper else model), gearbox
+        return (GearedModel(gearbox) if kind == "kickdown" else model), gearbox
 
     made.kernels = request.param
     return made
 
 
-def one_line(raised: pytest.ExceptionInfo) -> str:
-    text = str(raised.value)
-    assert "\n" not in text
-    return text
+def in_the_first_layer(q_proj) -> dict:
+    return {"model": {"layers": [{"self_attn": {"q_proj": q_proj}}]}}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -61,8 +59,7 @@ class TestEveryGear:
     @pytest.mark.some(2)
     def test_reading(self, make, kind):
         model, gearbox = make(kind)
-        for gear in gearbox.ladder:
-            gearbox.shift(gear)
+        for gear in every_gear(gearbox):
             found = dict(tree_flatten(model.parameters()))
             assert same_weights(found, weights_of(gearbox.model))
             assert (f"{PATH}.weight" in found) == (gear.bits in (4, 16))
@@ -75,20 +72,17 @@ class TestEveryGear:
     def test_a_change_that_one_gear_alone_would_have_is_refused(self, make, kind):
         model, gearbox = make(kind)
         changes = [
-            lambda: model.update({"model": {"layers": [{"self_attn": {"q_proj": {"weight": mx.zeros((64, 64))}}}]}}),
+            lambda: model.update(in_the_first_layer({"weight": mx.zeros((64, 64))})),
             lambda: model.apply(lambda array: array + 1),
             lambda: model.load_weights(list(weights_of(tiny_model(seed=1)).items())),
-            lambda: model.update_modules(
-                {"model": {"layers": [{"self_attn": {"q_proj": nn.Linear(64, 64, bias=False)}}]}}
-            ),
+            lambda: model.update_modules(in_the_first_layer(nn.Linear(64, 64, bias=False))),
         ]
         for gear in reversed(list(gearbox.ladder)):
             gearbox.shift(gear)
             before = gearbox.model(PROMPT)
             for change in changes:
-                with pytest.raises(GearbxError) as raised:
+                with refuses():
                     change()
-                one_line(raised)
             assert mx.array_equal(gearbox.model(PROMPT), before)
 
     def test_a_block_around_layers_that_change_gear_is_not_replaced(self, make, kind):
@@ -101,8 +95,7 @@ class TestEveryGear:
         model, gearbox = make(kind)
         source = directory / ("checkpoint" if kind == "checkpoint" else "original")
         stock = kind == "checkpoint" and make.kernels == "mlx"  # a CPU's own kernels may have rows side by side
-        for gear in gearbox.ladder:
-            gearbox.shift(gear)
+        for gear in every_gear(gearbox):
             out = tmp_path / gear.name
             if gear.name == "mid" or (gear.name == "low" and not stock):
                 with pytest.raises(GearbxError, match="shift to a gear of 16 bits first"):
@@ -148,18 +141,15 @@ class TestACheckpointWithoutAGearbox:
         assert mx.array_equal(model(PROMPT), before)
 
 
-def test_an_adapter_comes_before_the_gearbox():
-    model = tiny_model()
+def test_an_adapter_comes_before_the_gearbox_and_a_model_with_one_is_not_saved_in_any_gear(tmp_path):
+    model, rank = tiny_model(), {"rank": 2, "scale": 1.0, "dropout": 0.0}
     Gearbox(model, "4,16")
     before = model(PROMPT)
     with pytest.raises(GearbxError, match="do that before the model gets a gearbox"):
-        linear_to_lora_layers(model, 2, {"rank": 2, "scale": 1.0, "dropout": 0.0})
+        linear_to_lora_layers(model, 2, rank)
     assert mx.array_equal(model(PROMPT), before)
-
-
-def test_a_model_with_an_adapter_is_not_saved_in_any_gear(tmp_path):
     model = tiny_model()
-    linear_to_lora_layers(model, 2, {"rank": 2, "scale": 1.0, "dropout": 0.0})
+    linear_to_lora_layers(model, 2, rank)
     Gearbox(model, "4,16")
     with pytest.raises(GearbxError, match=r"fuse them into the original \(mlx_lm.fuse\)"):
         mlx_lm.utils.save_model(tmp_path / "saved", model)
@@ -218,6 +208,5 @@ def test_logits_and_cache_have_the_type_that_the_model_is_given_later(kernels, t
         assert wrapped(PROMPT, cache=cache).dtype == dtype
         assert wrapped(mx.array([[3]]), cache=cache).dtype == dtype
         assert {part.keys.dtype for part in cache} == {dtype}
-        for gear in ("low", "mid", "high"):
-            wrapped.gearbox.shift(gear)
+        for _ in every_gear(wrapped.gearbox, gears=("low", "mid", "high")):
             assert model(PROMPT).dtype == dtype

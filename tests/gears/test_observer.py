@@ -42,10 +42,10 @@ class TestOneGear:
         assert mx.array_equal(model(PROMPT), make()(PROMPT)).item()
 
     def test_it_counts_the_same_bits_and_bytes(self, make):
-        observers = [Observer(make(), kernels=kernels) for kernels in ("auto", "mlx")]
-        bits, read = ([f(each) for each in observers] for f in (bits_of, bytes_of))
-        assert bits[0] == bits[1]
-        assert read[0] == read[1] == bytes_read(observers[0].model)
+        own, mlx = (Observer(make(), kernels=kernels) for kernels in ("auto", "mlx"))
+        assert own.bits_per_weight(own.gear) == mlx.bits_per_weight(mlx.gear)
+        read = own.weight_bytes_per_token(own.gear)
+        assert read == mlx.weight_bytes_per_token(mlx.gear) == bytes_read(own.model)
 
     def test_a_gpu_keeps_the_kernels_of_mlx(self, make, monkeypatch):
         monkeypatch.setattr(module, "on_cpu", lambda: False)
@@ -60,24 +60,11 @@ class TestOneGear:
         assert Observer(model).kernels is gearbox.kernels
 
 
-def bits_of(observer: Observer) -> float:
-    return observer.bits_per_weight(observer.gear)
-
-
-def bytes_of(observer: Observer) -> int:
-    return observer.weight_bytes_per_token(observer.gear)
-
-
 def test_telemetry_writes_the_text_of_one_gear(demo):
     texts = []
     for mode in ("telemetry-only", "static"):
-        model = quantized_demo()
+        model, _ = load()
+        nn.quantize(model, group_size=64, bits=8)
         run = stream_generate(model, demo.tokenizer, "Once upon a time", 12, mode=mode)
         texts.append([response.token for response in run])
     assert texts[0] == texts[1]
-
-
-def quantized_demo() -> nn.Module:
-    model, _ = load()
-    nn.quantize(model, group_size=64, bits=8)
-    return model

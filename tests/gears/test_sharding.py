@@ -10,7 +10,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from architectures import CONFIGS, tiny, why_not
-from conftest import save_model, tiny_model
+from conftest import every_gear, save_model, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
@@ -82,13 +82,15 @@ def check_part(own: nn.Module, whole: nn.Module, part: WeightPart) -> None:
             assert np.array_equal(found, taken(theirs[name], part, name.split(".")[0])), name
 
 
+def boxed(model: nn.Module, format: str) -> Gearbox:
+    return Gearbox(model, LADDERS[format], format=format, group_size=32, kernels="mlx")
+
+
 def check_gears(own: Gearbox, whole: Gearbox) -> int:
     """Check all gears of all divided layers; returns the number of layers."""
     parts = sharding_of(own.model).parts
     managed = parts.keys() & {layer.path for layer in own.layers}
-    for gear in whole.ladder:
-        own.shift(gear.name)
-        whole.shift(gear.name)
+    for _ in every_gear(whole, own):
         ours, theirs = layers_of(own.model), layers_of(whole.model)
         for path in managed:
             check_part(ours[path], theirs[path], parts[path])
@@ -123,10 +125,7 @@ def test_a_gear_of_a_part_is_the_part_of_the_gear(format, number):
     model = divisible("qwen3_moe", dtype=mx.bfloat16)
     other = copy.deepcopy(model)
     divide(model, Ranks(rank(number)))
-    own, whole = (
-        Gearbox(each, LADDERS[format], format=format, group_size=32, kernels="mlx") for each in (model, other)
-    )
-    assert check_gears(own, whole) == 14
+    assert check_gears(*(boxed(each, format) for each in (model, other))) == 14
     assert model_fingerprint(model) == model_fingerprint(other)
 
 
@@ -135,10 +134,7 @@ def test_columns_are_cut_between_groups(format):
     model = divisible()
     other = copy.deepcopy(model)
     divide(model, Ranks(rank(1), gather=False))
-    own, whole = (
-        Gearbox(each, LADDERS[format], format=format, group_size=32, kernels="mlx") for each in (model, other)
-    )
-    assert check_gears(own, whole) == 14
+    assert check_gears(*(boxed(each, format) for each in (model, other))) == 14
     assert sharding_of(model).parts["model.layers.0.mlp.down_proj"].columns == ((64, 128),)
 
 
@@ -224,10 +220,7 @@ def quantized(**sizes: int) -> nn.Module:
     [
         (lambda: divide(divisible(num_key_value_heads=1), Ranks(rank(0))), "self_attn.n_kv_heads is 1"),
         (lambda: divide(tiny_model("gemma3_text"), Ranks(rank(0))), "class 'gemma3_text' cannot be sharded"),
-        (
-            lambda: divide(quantized(intermediate_size=192), Ranks(rank(0), gather=False)),
-            "columns end at 96 of 192, inside",
-        ),
+        (lambda: divide(quantized(intermediate_size=192), Ranks(rank(0), False)), "columns end at 96 of 192, inside"),
         (lambda: load(group=rank(0, 4)), "cannot be divided among 4 ranks"),
         (lambda: load(group=rank(0), shard_sums="max"), "shard_sums 'max' does not exist; choose from gather, sum"),
         (lambda: load(group=rank(0), adapter_path="here"), "ranks cannot share a model with an adapter"),

@@ -11,7 +11,7 @@ import time
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import PROMPT, active_memory, save_model, tiny_model
+from conftest import PROMPT, active_memory, every_gear, save_model, tiny_model
 from mlx_lm.models.cache import make_prompt_cache
 from mutations import sign_arrays
 
@@ -22,6 +22,7 @@ from gearbx_mlx.gears.adapters import layers_of
 from gearbx_mlx.gears.cost import used_share
 from gearbx_mlx.gears.gearbox import attached
 from gearbx_mlx.gears.manifest import MANIFEST
+from gearbx_mlx.gears.saved import open_gears
 from gearbx_mlx.gears.strips import Piece, Strip, StripReader
 from gearbx_mlx.gears.tensor_files import ArrayHashes, ArrayPlace, hash_place
 
@@ -58,8 +59,8 @@ def copied(checkpoint, tmp_path):
     return shutil.copytree(checkpoint(), tmp_path / "copied")
 
 
-def gearbox_of(path, residency="stream", **keywords):
-    return Gearbox(gearbx_mlx.load(path)[0], residency=residency, kernels="auto", **keywords)
+def gearbox_of(path, residency="stream", kernels="auto"):
+    return Gearbox(gearbx_mlx.load(path)[0], residency=residency, kernels=kernels)
 
 
 def logits(gearbox, tokens=PROMPT):
@@ -69,9 +70,9 @@ def logits(gearbox, tokens=PROMPT):
     return found
 
 
-def text(path, gearbox, tokens=12, mode="lossless", **keywords):
+def text(path, gearbox, mode):
     tokenizer = gearbx_mlx.load(path)[1]
-    responses = stream_generate(gearbox.model, tokenizer, [1, 5, 9, 2], tokens, gearbox=gearbox, mode=mode, **keywords)
+    responses = stream_generate(gearbox.model, tokenizer, [1, 5, 9, 2], 12, gearbox=gearbox, mode=mode)
     return [response.token for response in responses]
 
 
@@ -99,13 +100,9 @@ class TestTheSameAsResident:
     @pytest.mark.parametrize("kernels", ["mlx", "native"])
     def test_logits_in_every_gear(self, checkpoint, kernels):
         path = checkpoint("tied")
-        streamed, kept = (
-            Gearbox(gearbx_mlx.load(path)[0], residency=name, kernels=kernels) for name in ("stream", "resident")
-        )
-        for gear in (*streamed.ladder, streamed.ladder[0], streamed.ladder.top):
+        streamed, kept = (gearbox_of(path, name, kernels) for name in ("stream", "resident"))
+        for _ in every_gear(streamed, kept, gears=(*streamed.ladder, *streamed.ladder)):
             for tokens in (PROMPT, PROMPT[:, :1]):
-                streamed.shift(gear)
-                kept.shift(gear)
                 assert mx.array_equal(streamed.model(tokens), kept.model(tokens)).item()
 
     @pytest.mark.some(2)
@@ -131,7 +128,7 @@ class TestTheSameAsResident:
     @pytest.mark.parametrize("mode", ["static", "route", "kickdown", "lossless"])
     def test_texts(self, checkpoint, mode):
         path = checkpoint()
-        assert text(path, gearbox_of(path), mode=mode) == text(path, gearbox_of(path, "resident"), mode=mode)
+        assert text(path, gearbox_of(path), mode) == text(path, gearbox_of(path, "resident"), mode)
 
 
 class TestMemory:
@@ -185,22 +182,28 @@ class TestMemory:
         assert read == pytest.approx(remainder_of(box), rel=0.05)
 
 
+def names_of(path, layer):
+    """The names of a layer's arrays in the top gear."""
+    return json.loads((path / MANIFEST).read_text())["layers"][f"model.layers.{layer}"]["gears"]["16"]
+
+
+def place_of(path, name):
+    return open_gears(path).hashes.places[name]
+
+
 class TestFilesThatFail:
     def spoil(self, path, name, at=-1):
         """Change one byte of an array."""
-        array = gearbx_mlx.gears.saved.open_gears(path).hashes.places[name]
-        place = array.end - 1 if at < 0 else array.begin + at
-        with open(array.file, "r+b") as file:
-            file.seek(place)
-            byte = file.read(1)[0]
-            file.seek(place)
-            file.write(bytes([byte ^ 16]))
+        array = place_of(path, name)
+        content = bytearray(array.file.read_bytes())
+        content[array.end - 1 if at < 0 else array.begin + at] ^= 16
+        array.file.write_bytes(content)
 
     @pytest.mark.parametrize("array", ["low", "high"])
     def test_a_changed_byte(self, copied, array):
         box = gearbox_of(copied)
         box.shift("high")
-        names = json.loads((copied / MANIFEST).read_text())["layers"]["model.layers.3.mlp.down_proj"]["gears"]["16"]
+        names = names_of(copied, "3.mlp.down_proj")
         self.spoil(copied, names[array], 4500 if array == "low" else -1)
         with pytest.raises(GearbxError, match=rf"{names[array]} is damaged, or of another model; download it again"):
             box.model(PROMPT)
@@ -212,18 +215,15 @@ class TestFilesThatFail:
             layer.mlp.up_proj.weight = mx.ones_like(layer.mlp.up_proj.weight)  # nothing near zero
         save_model(model, tmp_path / "original")
         convert(tmp_path / "original", tmp_path / "geared", gears="4,16", format="exact", q_group_size=32)
-        manifest = json.loads((tmp_path / "geared" / MANIFEST).read_text())
-        name = manifest["layers"]["model.layers.0.mlp.up_proj"]["gears"]["16"]["high"]
-        assert gearbx_mlx.gears.saved.open_gears(tmp_path / "geared").hashes.places[name].size == 1
+        name = names_of(tmp_path / "geared", "0.mlp.up_proj")["high"]
+        assert place_of(tmp_path / "geared", name).size == 1
         box = gearbox_of(tmp_path / "geared")
         self.spoil(tmp_path / "geared", name)
         with pytest.raises(GearbxError, match=rf"{name} is damaged, or of another model; download it again"):
             logits(box)
 
     def test_offsets_of_another_layer(self, copied):
-        manifest = json.loads((copied / MANIFEST).read_text())
-        names = manifest["layers"]["model.layers.2.mlp.up_proj"]["gears"]["16"]
-        place = gearbx_mlx.gears.saved.open_gears(copied).hashes.places[names["offsets"]]
+        place = place_of(copied, names_of(copied, "2.mlp.up_proj")["offsets"])
         for first in (0, 2**31):
             with open(place.file, "r+b") as file:
                 file.seek(place.begin + 8)
@@ -258,11 +258,11 @@ def layer(tmp_path):
         file.write_bytes(np.random.default_rng(0).bytes(2 * strips * size))
         places = {"low": ArrayPlace(file, 0, strips * size), "high": ArrayPlace(file, strips * size, 2 * strips * size)}
         hashes = {name: hash_place(place) for name, place in places.items()}
-        cuts = [
-            [Piece(name, place.begin + n * size, place.begin + (n + 1) * size) for name, place in places.items()]
-            for n in range(strips)
-        ]
-        return StripReader(ArrayHashes(places, hashes), True), [Strip(n, n + 1, *cut) for n, cut in enumerate(cuts)]
+
+        def cut(n):
+            return [Piece(name, place.begin + n * size, place.begin + (n + 1) * size) for name, place in places.items()]
+
+        return StripReader(ArrayHashes(places, hashes), True), [Strip(n, n + 1, *cut(n)) for n in range(strips)]
 
     return of
 

@@ -50,12 +50,9 @@ CHANGES = {
     "granite": {"logits_scaling": 8.0, "embedding_multiplier": 12.0, "residual_multiplier": 0.25},
 }
 SCALES = {  # keys of llama.cpp to fields of mlx-lm
-    "logit_scale": "logits_scaling",
-    "attention.scale": "attention_multiplier",
-    "embedding_scale": "embedding_multiplier",
-    "residual_scale": "residual_multiplier",
-    "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping",
+    **{"logit_scale": "logits_scaling", "attention.scale": "attention_multiplier"},
+    **{"embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier"},
+    **{name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")},
 }
 
 
@@ -132,10 +129,7 @@ def tiny_as(architecture, **change):
         model.args.query_pre_attn_scalar = model.args.head_dim
         for layer in model.layers:
             layer.self_attn.scale = model.args.head_dim**-0.5
-        norms = {
-            name: (mx.random.normal(a.shape) / 4).astype(a.dtype)
-            for name, a in weights_of(model).items()
-            if "norm" in name
-        }
-        model.load_weights([*norms.items()], strict=False)
+        norms = {name: array for name, array in weights_of(model).items() if "norm" in name}
+        changed = [(name, (mx.random.normal(array.shape) / 4).astype(array.dtype)) for name, array in norms.items()]
+        model.load_weights(changed, strict=False)
     return model

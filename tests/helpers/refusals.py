@@ -1,4 +1,21 @@
-"""What a refusal of a command looks like."""
+"""What a refusal looks like: of a command, and of a function."""
+
+from contextlib import contextmanager
+
+import pytest
+
+from gearbx_mlx import GearbxError
+
+
+@contextmanager
+def refuses(*words):
+    """Expect a GearbxError of one line that has these words."""
+    with pytest.raises(GearbxError) as error:
+        yield
+    message = str(error.value)
+    assert "\n" not in message
+    for word in words:
+        assert str(word) in message
 
 
 def assert_refused(result, *words, folder=None):

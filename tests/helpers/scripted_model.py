@@ -5,9 +5,8 @@ import json
 from pathlib import Path
 
 import mlx.core as mx
-from conftest import save_model
-from mlx.utils import tree_flatten, tree_unflatten
-from mlx_lm.models import llama
+from conftest import save_model, tiny_model, weights_of
+from mlx.utils import tree_unflatten
 
 from gearbx_mlx import load
 
@@ -38,16 +37,9 @@ def add_tokens(path: Path, texts: list[str], first: int) -> None:
 
 def save_chain(path: Path, chain: list[int], vocabulary: int) -> None:
     """Write a model that writes these tokens, each after the one before, and the demo model's tokenizer."""
-    sizes = {"hidden_size": WIDTH, "num_hidden_layers": 1, "intermediate_size": WIDTH, "num_attention_heads": 1}
-    args = {
-        "model_type": "llama",
-        "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-5,
-        "vocab_size": vocabulary,
-        **sizes,
-    }
-    model = llama.Model(llama.ModelArgs.from_dict(args | {"tie_word_embeddings": False}))
-    weights = {name: mx.zeros_like(array) for name, array in tree_flatten(model.parameters())}
+    sizes = {"num_hidden_layers": 1, "intermediate_size": WIDTH, "num_attention_heads": 1, "head_dim": WIDTH}
+    model = tiny_model(**sizes, max_position_embeddings=512, vocab_size=vocabulary)
+    weights = {name: mx.zeros_like(array) for name, array in weights_of(model).items()}
     weights["model.norm.weight"] = mx.ones(WIDTH)
     for place, (token, following) in enumerate(itertools.pairwise(chain)):
         weights["model.embed_tokens.weight"][token, place] = 1.0

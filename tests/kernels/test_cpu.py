@@ -11,7 +11,17 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from conftest import assert_products_close, float64, stack_weights, tiny_model, up_to
+from conftest import (
+    PROMPT,
+    assert_products_close,
+    every_gear,
+    float64,
+    heavy,
+    layer_with,
+    stack_weights,
+    tiny_model,
+    up_to,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,7 +36,6 @@ from gearbx_mlx.kernels.products import SymmetricCodes, symmetric_product
 
 TYPES = [mx.float32, mx.bfloat16, mx.float16]
 ROWS = [1, 3, 17]
-PROMPT = mx.array([[1, 5, 9, 2, 7]])
 
 PRODUCTS = """
 import zlib
@@ -71,29 +80,11 @@ class TestNumbers:
             x = x.astype(mx.bfloat16).astype(mx.float32)  # which rounding to bfloat16 leaves as it is
             assert_products_close(native.dense_matvec(x, weight, 16), x, float64(weight), np.abs(float64(weight)))
 
-    @settings(max_examples=60)
-    @given(
-        bits=st.sampled_from([2, 3, 4, 5, 6, 8]),
-        group_size=st.sampled_from([32, 64, 128]),
-        dtype=st.sampled_from(TYPES),
-        rows=st.integers(1, 70),
-        groups=st.integers(1, 70),
-        vectors=st.integers(1, 16),
-        seed=st.integers(0, 1 << 30),
-    )
-    def test_affine_weights_of_any_shape(self, bits, group_size, dtype, rows, groups, vectors, seed):
-        key, columns = mx.random.key(seed), groups * group_size
-        weight, scales, biases = mx.quantize(mx.random.normal((rows, columns), key=key), group_size, bits)
-        scales, biases = scales.astype(dtype), biases.astype(dtype)
-        x = mx.random.normal((vectors, columns), key=key)
-        y = products.stack_product(x, Planes([weight], scales, [biases], [bits], group_size))
-        assert_products_close(y, x, *stack_weights([weight], scales, [biases], [bits], group_size))
-
     @settings(max_examples=40)
     @given(
         dtype=st.sampled_from(TYPES),
         x_bits=st.sampled_from([0, 16]),
-        rows=st.integers(1, 80),
+        rows=st.integers(1, 80) | st.just(300),
         columns=st.integers(1, 1200),
         vectors=st.integers(2, up_to(17)) | st.sampled_from([up_to(100), up_to(512), up_to(513)]),
         changes=st.lists(st.tuples(st.integers(0, 2**20), st.sampled_from([np.nan, np.inf, -np.inf])), max_size=3),
@@ -173,20 +164,6 @@ class TestNumbers:
         with pytest.raises(ValueError, match="differ in width"):
             native.dense_matvec(one, mx.ones((8, 63)))
 
-    def test_a_vector_has_the_same_bits_whatever_else_is_in_the_call(self, native):
-        x = mx.random.normal((16, 512))
-        planes = split(mx.random.normal((300, 512)), (4, 1, 1, 2), 64)
-        dense = mx.random.normal((300, 512)).astype(mx.bfloat16)
-        products = [lambda x: native.dense_matvec(x, dense), lambda x: native.dense_matvec(x, dense, 16)]
-        for n in range(1, 5):
-            stack = planes.gear(sum(planes.widths[:n]))
-            products.append(lambda x, stack=stack: native.stack_matvec(x, *stack))
-        for product in products:
-            alone = [product(x[i : i + 1]) for i in range(16)]
-            for vectors in range(1, 17):
-                together = product(x[16 - vectors :])
-                assert mx.array_equal(together, mx.concatenate(alone[16 - vectors :])).item()
-
 
 class TestModel:
     @pytest.mark.some(2)
@@ -197,9 +174,7 @@ class TestModel:
             Gearbox(tiny_model(dtype=dtype), format=format, group_size=32, kernels=k, activations="float")
             for k in ("mlx", "native")
         )
-        for gear in ("low", "mid", "high"):
-            stock.shift(gear)
-            fast.shift(gear)
+        for _ in every_gear(stock, fast, gears=("low", "mid", "high")):
             expected, found = stock.model(PROMPT), fast.model(PROMPT)
             assert found.dtype == expected.dtype
             assert mx.allclose(found, expected, rtol=1e-4, atol=1e-5).item()
@@ -272,45 +247,44 @@ STEPS = {8: 127, 16: 32384}  # of the largest activation of a group
 
 @pytest.mark.usefixtures("compiled")
 class TestRoundedActivations:
-    @settings(max_examples=40)
+    @settings(max_examples=100)
     @given(
         bits=st.sampled_from([2, 3, 4, 5, 6, 8]),
-        x_bits=st.sampled_from([8, 16]),
+        x_bits=st.sampled_from([0, 8, 16]),
         group_size=st.sampled_from([32, 64, 128]),
-        rows=st.integers(1, 40),
-        groups=st.integers(1, 9),
+        dtype=st.sampled_from(TYPES),
+        rows=st.integers(1, 70),
+        groups=st.integers(1, 70),
         vectors=st.integers(1, up_to(20)),
         seed=st.integers(0, 1 << 30),
     )
-    def test_the_product_of_rounded_activations(self, bits, x_bits, group_size, rows, groups, vectors, seed):
-        keys = mx.random.split(mx.random.key(seed))
-        weight, scales, biases = mx.quantize(
-            mx.random.normal((rows, groups * group_size), key=keys[0]), group_size, bits
-        )
-        x = mx.random.normal((vectors, groups * group_size), key=keys[1])
-        y = products.stack_product(x, Planes([weight], scales, [biases], [bits], group_size), x_bits=x_bits)
-        stack = stack_weights([weight], scales, [biases], [bits], group_size)
-        assert_products_close(y, rounded(x, group_size, x_bits), *stack)
+    def test_affine_weights_of_any_shape(self, bits, x_bits, group_size, dtype, rows, groups, vectors, seed):
+        keys, columns = mx.random.split(mx.random.key(seed)), groups * group_size
+        weight, scales, biases = mx.quantize(mx.random.normal((rows, columns), key=keys[0]), group_size, bits)
+        planes = Planes([weight], scales.astype(dtype), [biases.astype(dtype)], [bits], group_size)
+        x = mx.random.normal((vectors, columns), key=keys[1])
+        y = products.stack_product(x, planes, x_bits=x_bits)
+        assert_products_close(y, rounded(x, group_size, x_bits) if x_bits else x, *stack_weights(*planes))
 
-    @settings(max_examples=20)
+    @settings(max_examples=40)
     @given(
         widths=st.sampled_from([(2,), (3,), (4,), (6,), (8,), (4, 4), (2, 2, 4), (4, 1, 1, 2)]),
         x_bits=st.sampled_from([0, 8, 16]),
         group_size=st.sampled_from([32, 64, 128]),
-        rows=st.integers(1, 50),
+        rows=st.integers(1, 50) | st.just(300),
         groups=st.integers(1, 20),
-        vectors=st.sampled_from([2, 7, 16, up_to(17), up_to(100)]),
+        vectors=st.integers(2, up_to(17)) | st.just(up_to(100)),
         seed=st.integers(0, 1 << 30),
     )
     def test_same_bits_among_any_number_of_vectors(self, widths, x_bits, group_size, rows, groups, vectors, seed):
         keys = mx.random.split(mx.random.key(seed))
         planes = split(mx.random.normal((rows, groups * group_size), key=keys[0]), widths, group_size)
+        planes = planes.gear(sum(widths[: 1 + seed % len(widths)]))
         x = mx.random.normal((vectors, groups * group_size), key=keys[1])
         together = products.stack_product(x, planes, x_bits=x_bits)
         for v in (0, vectors // 2, vectors - 1):
-            assert mx.array_equal(
-                together[v : v + 1], products.stack_product(x[v : v + 1], planes, x_bits=x_bits)
-            ).item()
+            alone = products.stack_product(x[v : v + 1], planes, x_bits=x_bits)
+            assert mx.array_equal(together[v : v + 1], alone).item()
 
     @pytest.mark.parametrize("x_bits", [0, *STEPS])
     @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -332,9 +306,7 @@ class TestRoundedActivations:
     def test_a_gearbox_that_rounds(self, activations, error):
         exact, fast = (Gearbox(tiny_model(), "4,8,16", kernels="native", activations=a) for a in ("float", activations))
         assert f"activations of {activations[3:]} bits" in fast.describe()
-        for gear in exact.ladder:
-            exact.shift(gear)
-            fast.shift(gear)
+        for gear in every_gear(exact, fast):
             wanted, logits = exact.model(PROMPT), fast.model(PROMPT)
             assert mx.array_equal(wanted, logits).item() is gear.dense
             assert mx.abs(wanted - logits).max().item() < error * mx.abs(wanted).max().item()
@@ -406,34 +378,25 @@ class TestSymmetricCodes:
                 native.symmetric_matvec(*arguments)
 
 
-CASES = [(codebook, bits) for bits in range(2, 7)] + [
-    (codebook_library, bits) for bits in codebook_library.LIBRARY_BITS
-]
+NAMES = {codebook: "codebook", codebook_library: "library"}
+CASES = [(codebook, bits) for bits in range(2, 7)] + [(codebook_library, bits) for bits in (2, 3, 4)]
 
 
-def kernel(native, module):
-    return native.codebook_matvec if module is codebook else native.library_matvec
-
-
-def heavy(*shape: int, seed: int = 0) -> np.ndarray:
-    return (np.random.default_rng(seed).standard_t(4, shape) * 0.02).astype(np.float32)
-
-
-def experts_kernel(native, module):
-    return native.codebook_experts if module is codebook else native.library_experts
+def kernel(native, module, kind="matvec"):
+    return getattr(native, f"{NAMES[module]}_{kind}")
 
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize(("module", "bits"), CASES)
 def test_experts_are_products_with_each_one_s_own_tables_and_outliers(native, module, bits):
-    values = heavy(4, 9, 300)
+    values = np.array(heavy(4, 9, 300))
     values[1] = 0.5 * np.random.default_rng(1).standard_normal((9, 300))  # other tables, and fewer outliers
     values[2, 3, ::20] = 2.0
     arrays = module.encode(mx.array(values), bits)
     weight = np.array(codebook.decode(arrays, bits, 300)).astype(np.float64)
     x = mx.random.normal((40, 1, 300))
     chosen = mx.random.randint(0, 4, (40, 2)).astype(mx.uint32)
-    y = experts_kernel(native, module)(x[:, None], **arrays, indices=chosen, bits=bits)
+    y = kernel(native, module, "experts")(x[:, None], **arrays, indices=chosen, bits=bits)
     assert y.shape == (40, 2, 1, 9)
     for token in range(40):
         for k in range(2):
@@ -445,22 +408,21 @@ def test_experts_are_products_with_each_one_s_own_tables_and_outliers(native, mo
 
 
 def test_an_expert_that_does_not_exist_gives_nan_and_arrays_that_do_not_fit_are_refused(native):
-    arrays = codebook.encode(mx.array(heavy(2, 4, 100)), 3)
+    arrays = codebook.encode(heavy(2, 4, 100), 3)
     y = native.codebook_experts(mx.ones((1, 1, 100)), **arrays, indices=mx.array([[1, 2]]), bits=3)
     assert mx.isfinite(y[0, 0]).all().item()
     assert mx.isnan(y[0, 1]).all().item()
     short = arrays | {"outlier_offsets": arrays["outlier_offsets"][:1]}
     with pytest.raises(ValueError, match="an outlier offset for each row"):
         native.codebook_experts(mx.ones((1, 1, 100)), **short, indices=mx.array([[1]]), bits=3)
+    one = codebook.encode(heavy(4, 100), 3)
     with pytest.raises(ValueError, match="a matrix for each expert"):
-        native.codebook_experts(
-            mx.ones((1, 1, 100)), **codebook.encode(mx.array(heavy(4, 100)), 3), indices=mx.array([[0]]), bits=3
-        )
+        native.codebook_experts(mx.ones((1, 1, 100)), **one, indices=mx.array([[0]]), bits=3)
 
 
 @pytest.mark.parametrize(("module", "bits"), CASES)
 def test_many_outliers_at_their_places(native, module, bits):
-    values = heavy(8, 1000) * 0.01
+    values = np.array(heavy(8, 1000)) * 0.01
     values[3, ::60], values[5, 999], values[0, 0] = 1.0, -2.0, 3.0
     arrays = module.encode(mx.array(values), bits)
     for column in (0, 60, 999, 500):
@@ -471,22 +433,20 @@ def test_many_outliers_at_their_places(native, module, bits):
 
 
 def test_arguments_that_do_not_go_together(native):
-    arrays = codebook.encode(mx.array(heavy(4, 100)), 3)
-    with pytest.raises(ValueError, match="do not fit the width of x"):
-        native.codebook_matvec(mx.ones((1, 200)), **arrays, bits=3)
-    with pytest.raises(ValueError, match="do not fit the width of x"):
-        native.codebook_matvec(mx.ones((1, 100)), **arrays, bits=4)
-    short = arrays | {"outlier_offsets": arrays["outlier_offsets"][:-1]}
-    with pytest.raises(ValueError, match="an outlier offset for each row"):
-        native.codebook_matvec(mx.ones((1, 100)), **short, bits=3)
-    with pytest.raises(ValueError, match="codes of 2 to 6 bits"):
-        native.codebook_matvec(mx.ones((1, 100)), **arrays, bits=7)
+    arrays = codebook.encode(heavy(4, 100), 3)
+    for width, bits, change, said in (
+        (200, 3, {}, "do not fit the width of x"),
+        (100, 4, {}, "do not fit the width of x"),
+        (100, 3, {"outlier_offsets": arrays["outlier_offsets"][:-1]}, "an outlier offset for each row"),
+        (100, 7, {}, "codes of 2 to 6 bits"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            native.codebook_matvec(mx.ones((1, width)), **arrays | change, bits=bits)
 
 
 def test_without_native_kernels_the_weight_is_reconstructed(monkeypatch):
-    weight = mx.array(heavy(6, 90))
-    dense = nn.Linear(90, 6)
-    dense.weight = weight
+    weight = heavy(6, 90)
+    dense = layer_with(weight, bias=True)
     module = NativeCodebookLinear(dense, 4, codebook.encode(weight, 4), codebook.Codebook())
     monkeypatch.setattr(cpu, "native", lambda: None)
     x = mx.ones((2, 90))

@@ -3,6 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from conftest import normal
 from exact_reference import as_bf16, bits_of, encode
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,10 +21,6 @@ def native():
 def gaussian(*shape: int, seed: int = 0) -> np.ndarray:
     weights = np.random.default_rng(seed).standard_normal(shape) * 0.02
     return bits_of(mx.array(weights.astype(np.float32)).astype(mx.bfloat16))
-
-
-def vectors(count: int, width: int, seed: int = 0) -> mx.array:
-    return mx.array(np.random.default_rng(seed).standard_normal((count, width)).astype(np.float32))
 
 
 def same(a: mx.array, b: mx.array) -> bool:
@@ -66,7 +63,7 @@ def test_weights_and_products_to_the_last_bit(native, group, rows, groups, count
         bits.flat[place % bits.size] = value
     arrays = encode(bits, group)
     assert (bits_of(native.exact_decode(**arrays)) == bits).all()
-    x = vectors(count, groups * group, seed)
+    x = normal(count, groups * group, seed=seed)
     for x_bits in (0, 16):
         y = native.exact_matvec(x, **arrays, x_bits=x_bits)
         assert same(y, native.dense_matvec(x, as_bf16(bits), x_bits))
@@ -86,7 +83,7 @@ def test_all_patterns(native, group, shuffled):
 @pytest.mark.parametrize("count", [*range(1, 18), 40, 300])
 def test_any_number_of_vectors_gives_the_dense_results(native, count):
     bits = gaussian(70, 320, seed=count)
-    arrays, x = encode(bits, 64), vectors(count, 320)
+    arrays, x = encode(bits, 64), normal(count, 320)
     for x_bits in (0, 16):
         y = native.exact_matvec(x, **arrays, x_bits=x_bits)
         assert same(y, native.dense_matvec(x, as_bf16(bits), x_bits))
@@ -97,7 +94,7 @@ def test_experts(native, tokens):
     bits = gaussian(4, 6, 128)
     arrays = encode(bits, 32)
     assert (bits_of(native.exact_decode(**arrays)) == bits).all()
-    x, chosen = vectors(tokens, 128)[:, None, None], mx.random.randint(0, 3, (tokens, 2))
+    x, chosen = normal(tokens, 128)[:, None, None], mx.random.randint(0, 3, (tokens, 2))
     for x_bits in (0, 16):
         y = native.exact_experts(x, **arrays, indices=chosen, x_bits=x_bits)
         assert y.shape == (tokens, 2, 1, 6)
@@ -106,45 +103,33 @@ def test_experts(native, tokens):
     assert np.isnan(np.array(absent)).all()
 
 
-class TestHostileOffsets:
-    """Only the rows with wrong offsets become NaN."""
+HOSTILE = {  # the place of an offset, what it becomes, the rows that are wrong then
+    "descending": (6, lambda offsets: offsets[5] - 1, [5]),
+    "beyond": (12, lambda offsets: offsets[12] + 1, [11]),
+    "too few": (7, lambda offsets: offsets[7] - 1, [6]),
+    "huge": (3, lambda offsets: 2**32 - 1, [2, 3]),
+}
 
-    def spoiled(self, change):
-        bits = gaussian(12, 192)
-        arrays = encode(bits, 64)
-        offsets = np.array(arrays["offsets"]).astype(np.int64)
-        wrong = change(offsets)
-        return arrays | {"offsets": mx.array((offsets % 2**32).astype(np.uint32))}, bits, wrong
 
-    @pytest.mark.parametrize("count", [1, 5, 20])
-    @pytest.mark.parametrize("case", ["descending", "beyond", "too few", "huge"])
-    def test_products_and_weights(self, native, case, count):
-        def change(offsets):
-            if case == "descending":
-                offsets[6] = offsets[5] - 1
-                return [5]
-            if case == "beyond":
-                offsets[12] += 1
-                return [11]
-            if case == "too few":
-                offsets[7] -= 1
-                return [6]
-            offsets[3] = 2**32 - 1
-            return [2, 3]
-
-        arrays, bits, wrong = self.spoiled(change)
-        x = vectors(count, 192)
-        y = np.array(native.exact_matvec(x, **arrays))
-        assert np.isnan(y[:, wrong]).all()
-        found = bits_of(native.exact_decode(**arrays))
-        assert np.isnan(np.array(native.exact_decode(**arrays).astype(mx.float32))[wrong]).all()
-        others = [row for row in range(12) if row not in wrong and row - 1 not in wrong]
-        assert (found[others] == bits[others]).all()
-        assert same(mx.array(y[:, others]), native.dense_matvec(x, as_bf16(bits))[:, mx.array(others)])
+@pytest.mark.parametrize("count", [1, 5, 20])
+@pytest.mark.parametrize(("place", "lie", "wrong"), HOSTILE.values(), ids=HOSTILE)
+def test_only_rows_with_hostile_offsets_become_nan(native, place, lie, wrong, count):
+    bits, x = gaussian(12, 192), normal(count, 192)
+    arrays = encode(bits, 64)
+    offsets = np.array(arrays["offsets"]).astype(np.int64)
+    offsets[place] = lie(offsets)
+    arrays["offsets"] = mx.array((offsets % 2**32).astype(np.uint32))
+    y = np.array(native.exact_matvec(x, **arrays))
+    assert np.isnan(y[:, wrong]).all()
+    found = bits_of(native.exact_decode(**arrays))
+    assert np.isnan(np.array(native.exact_decode(**arrays).astype(mx.float32))[wrong]).all()
+    others = [row for row in range(12) if row not in wrong and row - 1 not in wrong]
+    assert (found[others] == bits[others]).all()
+    assert same(mx.array(y[:, others]), native.dense_matvec(x, as_bf16(bits))[:, mx.array(others)])
 
 
 def test_arguments_that_do_not_go_together(native):
-    arrays, x = encode(gaussian(4, 128), 64), vectors(1, 128)
+    arrays, x = encode(gaussian(4, 128), 64), normal(1, 128)
     for wrong, message in (
         ({"codes": arrays["codes"][:, :8]}, "shapes that do not fit"),
         ({"group": 48}, "32, 64 or 128"),
@@ -159,13 +144,13 @@ def test_arguments_that_do_not_go_together(native):
         with pytest.raises(ValueError, match=message):
             native.exact_matvec(x, **(arrays | wrong))
     with pytest.raises(ValueError, match="differ in width"):
-        native.exact_matvec(vectors(1, 64), **arrays)
+        native.exact_matvec(normal(1, 64), **arrays)
 
 
 def test_shapes_types_and_strides_of_activations(native):
     bits = gaussian(6, 128)
     arrays, weight = encode(bits, 64), as_bf16(bits)
-    x = vectors(12, 256)[::2, ::2].reshape(2, 3, 128)
+    x = normal(12, 256)[::2, ::2].reshape(2, 3, 128)
     y = native.exact_matvec(x, **arrays)
     assert y.shape == (2, 3, 6)
     assert same(y, native.dense_matvec(x, weight))

@@ -18,7 +18,7 @@ from gearbx_mlx.formats import CodebookOptions, codebook, codebook_library, grou
 from gearbx_mlx.kernels import metal
 from gearbx_mlx.kernels.bit_planes import Planes, planes_matmul
 from gearbx_mlx.kernels.exact import ExactMatrix
-from gearbx_mlx.kernels.metal import Launch, available, choose_variant
+from gearbx_mlx.kernels.metal import Launch, choose_variant
 from gearbx_mlx.kernels.metal_attention import heads_together, parts_launch, rope_launch, takes_attention, takes_rope
 from gearbx_mlx.kernels.metal_exact import decode_launch, exact_launch, exact_matmul_tiles
 from gearbx_mlx.kernels.metal_products import (
@@ -31,41 +31,27 @@ from gearbx_mlx.kernels.metal_products import (
 from gearbx_mlx.kernels.products import uses_order
 
 ROOT = Path(__file__).parents[2]
-needs_metal = pytest.mark.usefixtures("on_metal")
 
 
 def arguments(rows=8, columns=128, bits=4, dtype=mx.float16, vectors=1):
     weight = mx.random.normal((rows, columns)).astype(dtype)
     words, scales, biases = mx.quantize(weight, group_size=64, bits=bits)
-    return {
-        "x": mx.random.normal((vectors, columns)).astype(dtype),
-        "weights": [words],
-        "scales": scales,
-        "biases": [biases],
-        "widths": (bits,),
-        "group_size": 64,
-    }
+    x = mx.random.normal((vectors, columns)).astype(dtype)
+    return {"x": x} | Planes([words], scales, [biases], (bits,), 64)._asdict()
 
 
 def launch_planes(x, bias=None, variant=None, **planes):
     return planes_launch(x, Planes(**planes), bias, variant)
 
 
-def rowwise_arguments(rows=8, width=21, bits=6):
-    codes, scales = rowwise.quantize(mx.random.normal((rows, width)), bits)
+def rowwise_arguments(rows=8, width=21, bits=6, quantize=rowwise.quantize):
+    codes, scales = quantize(mx.random.normal((rows, width)), bits)
     weight = rowwise.pack_symmetric_codes(codes, bits)
     return {"x": mx.random.normal((1, width)), "weight": weight, "scales": scales, "bits": bits, "width": width}
 
 
-def groupwise_arguments(rows=8, width=70):
-    codes, scales = groupwise.quantize(mx.random.normal((rows, width)))
-    return {
-        "x": mx.random.normal((1, width)),
-        "weight": rowwise.pack_symmetric_codes(codes, 4),
-        "scales": scales,
-        "bits": 4,
-        "width": width,
-    }
+def groupwise_arguments(width=70):
+    return rowwise_arguments(width=width, bits=4, quantize=lambda weight, bits: groupwise.quantize(weight))
 
 
 CODEBOOKS = {"codebook": codebook, "library": codebook_library}
@@ -77,7 +63,7 @@ def codebook_arguments(kind="codebook", rows=8, width=70, bits=4):
 
 
 def test_without_metal_one_line_says_why():
-    assert not available()
+    assert not metal.available()
     with pytest.raises(GearbxError, match=r"^Metal.*$"):
         launch_planes(**arguments()).run()
 
@@ -87,13 +73,13 @@ def test_nothing_is_built_at_import():
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 
 
-@needs_metal
+@pytest.mark.usefixtures("on_metal")
 @pytest.mark.parametrize("variant", metal.VARIANTS)
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 def test_on_metal_itself(bits, variant):
     given = arguments(bits=bits, rows=37, columns=576, dtype=mx.float32, vectors=3)
     y = launch_planes(**given, variant=variant).run()
-    assert mx.allclose(y, planes_matmul(given["x"], Planes(*(given[name] for name in Planes._fields))), atol=1e-3)
+    assert mx.allclose(y, planes_matmul(given.pop("x"), Planes(**given)), atol=1e-3)
 
 
 def test_selection():
@@ -360,13 +346,10 @@ def test_dense_products_take_each_type_and_up_to_16_vectors():
     assert not takes_dense(mx.zeros((4, 5, 8)), weight)
 
 
-@pytest.mark.parametrize("dims", [0, 20])
-def test_rotary_positions_refuse_frequencies_that_do_not_fit(dims):
-    with pytest.raises(GearbxError, match=f"rotary positions of {dims} values do not fit"):
-        rope_launch(mx.zeros((1, 2, 1, 16)), mx.zeros((dims // 2,)), 0, False, 1.0)
-
-
-def test_rotary_positions_take_up_to_16_tokens():
+def test_rotary_positions_take_up_to_16_tokens_and_frequencies_that_fit():
+    for dims in (0, 20):
+        with pytest.raises(GearbxError, match=f"rotary positions of {dims} values do not fit"):
+            rope_launch(mx.zeros((1, 2, 1, 16)), mx.zeros((dims // 2,)), 0, False, 1.0)
     assert takes_rope(mx.zeros((3, 2, 16, 8)))
     assert not takes_rope(mx.zeros((3, 2, 17, 8)))
     assert not takes_rope(mx.zeros((2, 16, 8)))
@@ -404,9 +387,6 @@ def test_a_threadgroup_has_no_more_queries_than_it_has_room_for(heads, length, w
 def test_experts_of_a_verification_are_multiplied_one_by_one_on_metal(monkeypatch):
     few, many = mx.zeros((16 * 10,), mx.uint32), mx.zeros((512 * 8,), mx.uint32)
     monkeypatch.setattr(metal, "available", lambda: False)
-    assert uses_order(few, True)
-    assert not uses_order(few, False)
+    assert [uses_order(few, is_sorted) for is_sorted in (True, False)] == [True, False]
     monkeypatch.setattr(metal, "available", lambda: True)
-    assert not uses_order(few, True)
-    assert uses_order(many, True)
-    assert not uses_order(many, False)
+    assert [uses_order(few, True), uses_order(many, True), uses_order(many, False)] == [False, True, False]

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import mlx.core as mx
@@ -17,16 +16,7 @@ from gearbx_mlx.gears.kernel_choices import measure_gears
 from gearbx_mlx.kernels import dispatch, tuner
 from gearbx_mlx.kernels.dispatch import GPU, METAL, MLX, NATIVE, RECONSTRUCT, CannotMeasure, Kind
 from gearbx_mlx.kernels.measured_file import MOST_MACHINES
-from gearbx_mlx.kernels.tuner import (
-    FAILED,
-    MOST_CALLS,
-    Tuner,
-    TuningCache,
-    enough_calls,
-    fastest,
-    timed_in_turn,
-    times_of,
-)
+from gearbx_mlx.kernels.tuner import Tuner, TuningCache, enough_calls, fastest, timed_in_turn, times_of
 
 WIDTH = 512  # so that a layer is worth measuring
 AFFINE = "affine 4, group 64, 512 x 512, float32, activations of 16 bits, 1 vector"
@@ -89,16 +79,15 @@ class TestGearbox:
         assert max(times.values()) < 1
         assert chosen == fastest(times, [NATIVE, MLX])
 
-    def test_native_leaves_mlx_out(self, cache):
+    def test_measures_nothing_if_told_so_and_native_leaves_mlx_out(self, cache, monkeypatch):
+        with monkeypatch.context() as patch:
+            patch.setenv("GEARBX_TUNE", "0")
+            measure_gears(boxed())
+        assert not cache.exists()
         plant(cache, AFFINE, native=2.0, mlx=1.0)
         box = boxed(kernels="native")
         box.shift("low")
         assert box.kernel_choices.tuner.used == {}
-
-    def test_measures_nothing_if_told_so(self, cache, monkeypatch):
-        monkeypatch.setenv("GEARBX_TUNE", "0")
-        measure_gears(boxed())
-        assert not cache.exists()
 
     def test_works_inside_of_compile(self, cache):
         box = boxed()
@@ -247,9 +236,7 @@ class TestCache:
             assert kept.times == {}
         kept.keep(AFFINE, {"mlx": 2.0})
         kept.save()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert TuningCache().times == {AFFINE: {"mlx": 2.0}}
+        assert TuningCache().times == {AFFINE: {"mlx": 2.0}}  # a warning would be an error
 
     @pytest.mark.parametrize("place", ["file", "folder"])
     def test_that_others_may_write_to_is_neither_read_nor_written(self, cache, place):
@@ -260,10 +247,8 @@ class TestCache:
         kept = TuningCache()
         with pytest.warns(GearbxWarning, match=f"^others may write to {path}; run chmod go-w on it; until then"):
             assert kept.times == {}
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            kept.keep(AFFINE, {"mlx": 3.0})
-            kept.save()
+        kept.keep(AFFINE, {"mlx": 3.0})
+        kept.save()
         assert cache.read_bytes() == before
 
     def test_keeps_what_others_wrote_meanwhile(self, cache):
@@ -339,7 +324,7 @@ class TestCandidates:
             raise RuntimeError("[metal::Device] Unable to build metal library from source")
 
         times = times_of({"a": [refused], "b": [lambda x: x + 1]}, mx.ones(8))
-        assert times["a"] == FAILED
+        assert times["a"] == tuner.FAILED
         assert fastest(times, ["a", "b"]) == "b"
 
     def test_no_memory_is_no_measurement(self, cache, monkeypatch):
@@ -370,11 +355,10 @@ def product(matrix: mx.array):
 
 
 def test_small_launches_are_many_and_large_ones_few():
-    least = 0.002
-    calls = enough_calls(product(FAST), least)
-    assert 1 < calls <= MOST_CALLS
+    calls = enough_calls(product(FAST), least=0.002)
+    assert 1 < calls <= tuner.MOST_CALLS
     assert enough_calls(product(SLOW), least=0.0) == 1
-    assert enough_calls(product(mx.ones((2, 2))), least=60) == MOST_CALLS
+    assert enough_calls(product(mx.ones((2, 2))), least=60) == tuner.MOST_CALLS
 
 
 def test_a_candidate_that_is_too_slow_is_given_up():

@@ -77,13 +77,12 @@ def test_what_heads_add_is_the_output_of_attention(architecture, model):
 
 def test_an_error_in_one_projection_is_that_of_its_own_output(model):
     rows = attention_errors(model, [TOKENS], lambda weight: 1.1 * weight, first=0)
-    by_part = {part: [row for row in rows if row["part"] == part] for part in PARTS}
+    by_part = {part: [row for row in rows if row["part"] == part and row["samples"]] for part in PARTS}
     for part in ("V", "output"):  # outputs are linear in both: a tenth more
-        assert [row["error"] for row in by_part[part] if row["samples"]] == pytest.approx(
-            [0.01] * sum(row["samples"] > 0 for row in by_part[part]), rel=1e-3
-        )
-        shared = sum(row["shared"] * row["samples"] for row in by_part[part] if row["samples"])
-        assert shared / sum(row["samples"] for row in by_part[part]) == pytest.approx(0.01, rel=1e-3)
+        found = by_part[part]
+        assert [row["error"] for row in found] == pytest.approx([0.01] * len(found), rel=1e-3)
+        shared = np.average([row["shared"] for row in found], weights=[row["samples"] for row in found])
+        assert shared == pytest.approx(0.01, rel=1e-3)
     heads = model.layers[0].self_attn.n_heads
     assert sum(row["samples"] for row in by_part["Q and K"]) == heads * len(model.layers) * len(TOKENS)
 

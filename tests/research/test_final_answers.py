@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from refusals import refuses
 
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.kernels import cpu
@@ -121,16 +122,12 @@ class TestReading:
     def test_a_bad_line_is_named(self, tmp_path, line, words):
         file = tmp_path / "math.jsonl"
         file.write_text(json.dumps(GOOD) + "\n" + line + "\n")
-        with pytest.raises(GearbxError) as error:
+        with refuses(f"{file}, line 2: ", words):
             read_problems(file)
-        assert str(error.value).startswith(f"{file}, line 2: ")
-        assert words in str(error.value)
 
 
 HELD_OUT = Path(__file__).parents[1] / "data" / "gsm8k_held_out.jsonl"
 WAYS = ["16", "4", "route"]
-
-
 HOW = {"task": "math", "ways": WAYS, "num_problems": 2, "num_shots": 1, "max_tokens": 12}
 
 

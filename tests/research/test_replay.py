@@ -10,12 +10,7 @@ from gearbx_mlx import Gearbox
 from gearbx_mlx.decoding.kickdown import GearedModel, Kickdown
 from gearbx_mlx.decoding.route import Route
 from gearbx_mlx.evaluation import predictions
-from gearbx_mlx.evaluation.predictions import (
-    Recording,
-    read_at_once,
-    read_in_mode,
-    recording_of,
-)
+from gearbx_mlx.evaluation.predictions import Recording, read_at_once, read_in_mode, recording_of
 from gearbx_mlx.routing.gates import Monitor, ThresholdGate
 from research.evaluation.driving import RoutePolicy, StaticPolicy, driven
 from research.evaluation.policies import Planned, SameToken
@@ -129,10 +124,9 @@ class TestWindows:
             return [0, *map(ord, document)]
 
     def test_a_text_is_cut_and_every_window_begins_like_a_text(self):
+        """Documents are windows of their own."""
         windows = predictions.windows_of(self.Tokenizer(), ["abcdefg"], 4, 100, "t")
         assert windows == [[0, *b"abc"], [0, *b"def"], [0, *b"g"]]
-
-    def test_documents_are_windows_of_their_own(self):
         assert predictions.windows_of(self.Tokenizer(), ["abcdefg", "x"], 4, 100, "t") == [[0, *b"abc"], [0, *b"x"]]
 
     @pytest.mark.parametrize("tokens", [1, 3, 4, 7])

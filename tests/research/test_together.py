@@ -15,25 +15,11 @@ TOKENS = 24
 
 @pytest.fixture(scope="module")
 def loaded():
+    """A gearbox, the tokenizer and the prompts."""
     if cpu.why_not() is not None:
         pytest.skip(cpu.why_not())
     model, tokenizer = load()
-    return Gearbox(model, "4,8,16", kernels="native"), tokenizer
-
-
-@pytest.fixture
-def gearbox(loaded):
-    return loaded[0]
-
-
-@pytest.fixture
-def tokenizer(loaded):
-    return loaded[1]
-
-
-@pytest.fixture
-def prompts(tokenizer):
-    return [tokenizer.encode(prompt) for prompt in PROMPTS]
+    return Gearbox(model, "4,8,16", kernels="native"), tokenizer, [tokenizer.encode(prompt) for prompt in PROMPTS]
 
 
 def alone(gearbox, tokenizer, prompt, mode):
@@ -42,15 +28,16 @@ def alone(gearbox, tokenizer, prompt, mode):
     return [each.token for each in responses], [sum(column) for column in zip(*(each.passes for each in responses))]
 
 
-def together(gearbox, prompts, reads, choosers, ends=()):
+def together(gearbox, prompts, reads, choosers):
     assert len({tuple(prompt[:SHARED]) for prompt in prompts}) == 1
     begun = {gear: read_prompt(gearbox, prompts[0][:SHARED], gear) for gear in reads}
     caches = [read_prompt(gearbox, prompt[SHARED:-1], gear, begun[gear]) for prompt, gear in zip(prompts, reads)]
-    return write_together(gearbox, prompts, caches, choosers, TOKENS, ends)
+    return write_together(gearbox, prompts, caches, choosers, TOKENS, ())
 
 
 @pytest.mark.parametrize("mode", [Static("low", prompt_gear="same"), Route(thresholds=THRESHOLDS)])
-def test_texts_of_gates(gearbox, tokenizer, prompts, mode):
+def test_texts_of_gates(loaded, mode):
+    gearbox, tokenizer, prompts = loaded
     states = [mode.text(gearbox, tokenizer, prompt) for prompt in prompts]
     choosers = [Shifting(gearbox, state) for state in states]
     texts = together(gearbox, prompts, [state.prompt_gear for state in states], choosers)
@@ -59,7 +46,8 @@ def test_texts_of_gates(gearbox, tokenizer, prompts, mode):
         assert all(len(bits) == 1 for bits in text.entropies)
 
 
-def test_texts_that_climb(gearbox, tokenizer, prompts):
+def test_texts_that_climb(loaded):
+    gearbox, tokenizer, prompts = loaded
     choosers = [Climbing(gearbox, THRESHOLDS) for _ in prompts]
     texts = together(gearbox, prompts, [gearbox.ladder.top] * len(prompts), choosers)
     for prompt, text in zip(prompts, texts):

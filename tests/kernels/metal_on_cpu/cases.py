@@ -68,13 +68,9 @@ def _planes(case: Case, weight: mx.array) -> dict[str, mx.array]:
     return weights | {"scales": made.scales} | {f"b{i}": bias for i, bias in enumerate(made.biases)}
 
 
-def _rowwise(case: Case, weight: mx.array) -> dict[str, mx.array]:
-    codes, scales = rowwise.quantize(weight, case.bits)
-    return {"w0": rowwise.pack_symmetric_codes(codes, case.bits), "scales": scales}
-
-
-def _groupwise(case: Case, weight: mx.array) -> dict[str, mx.array]:
-    codes, scales = groupwise.quantize(weight)
+def _symmetric(case: Case, weight: mx.array) -> dict[str, mx.array]:
+    by_rows = case.format == "rowwise"
+    codes, scales = rowwise.quantize(weight, case.bits) if by_rows else groupwise.quantize(weight)
     return {"w0": rowwise.pack_symmetric_codes(codes, case.bits), "scales": scales}
 
 
@@ -91,8 +87,8 @@ def _codebook(case: Case, weight: mx.array) -> dict[str, mx.array]:
 
 PACKED: dict[str, Callable[[Case, mx.array], dict[str, mx.array]]] = {
     "planes": _planes,
-    "rowwise": _rowwise,
-    "groupwise": _groupwise,
+    "rowwise": _symmetric,
+    "groupwise": _symmetric,
     "codebook": _codebook,
     "codebook-library": _codebook,
 }

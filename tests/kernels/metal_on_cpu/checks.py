@@ -51,21 +51,16 @@ def weights(case: Case, p: Problem) -> tuple[np.ndarray, np.ndarray]:
     if case.format == "planes":
         weight, size = np.zeros(1), np.zeros(1)
         for words, bias, width, shift in zip(p.planes("w"), p.planes("b"), case.bits, plane_shifts(case.bits)):
-            codes = (
-                np.array(bit_planes.unpack_mlx_codes(words, width)).reshape(*scales.shape[:2], -1).astype(np.float64)
-            )
+            codes = np.array(bit_planes.unpack_mlx_codes(words, width), float).reshape(*scales.shape[:2], -1)
             offset = exact(bias)[..., None]
             weight = weight + (scales * codes + offset) * 2.0**-shift
             size = size + (np.abs(scales) * codes + np.abs(offset)) * 2.0**-shift
         return weight.reshape(case.rows, -1), size.reshape(case.rows, -1)
     if case.format == "rowwise":
-        codes, offset = (
-            rowwise.unpack_symmetric_codes(p.arrays["w0"], case.bits, case.columns),
-            SYMMETRIC_OFFSET[case.bits],
-        )
+        width, offset = case.columns, SYMMETRIC_OFFSET[case.bits]
     else:
-        padded = p.arrays["scales"].shape[1] * groupwise.GROUP_INPUTS
-        codes, offset = rowwise.unpack_symmetric_codes(p.arrays["w0"], case.bits, padded), rowwise.CODE_OFFSET[4]
+        width, offset = scales.shape[1] * groupwise.GROUP_INPUTS, rowwise.CODE_OFFSET[4]
+    codes = rowwise.unpack_symmetric_codes(p.arrays["w0"], case.bits, width)
     grouped = np.array(codes).astype(np.float64).reshape(*scales.shape[:-1], -1)
     weight, size = scales * grouped, np.abs(scales) * (grouped + 2 * offset)
     return weight.reshape(case.rows, -1)[:, : case.columns], size.reshape(case.rows, -1)[:, : case.columns]

@@ -1,6 +1,6 @@
 """Matrices in the format `exact`, encoded in numpy, and what must hold for the launches over them."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import exact_reference
 import mlx.core as mx
@@ -45,15 +45,8 @@ class Packed:
 
     def arguments(self) -> dict:
         """The fields of an `ExactMatrix`."""
-        return {
-            "codes": mx.array(self.codes),
-            "scales": mx.array(self.scales),
-            "biases": mx.array(self.biases),
-            "low": mx.array(self.low),
-            "high": mx.array(self.high),
-            "offsets": mx.array(self.offsets),
-            "group_size": self.group,
-        }
+        arrays = {name: mx.array(value) for name, value in vars(self).items() if name != "group"}
+        return {**arrays, "group_size": self.group}
 
 
 def encode(bits: np.ndarray, group: int = 64) -> Packed:
@@ -76,9 +69,6 @@ class ExactCase:
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("mlx.core.")
         return f"{self.rows}x{self.columns}-g{self.group}-v{self.vectors}-{kind}{'-bias' * self.bias}"
-
-    def of(self, vectors: int) -> "ExactCase":
-        return replace(self, vectors=vectors)
 
 
 @dataclass

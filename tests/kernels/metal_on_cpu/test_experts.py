@@ -14,6 +14,7 @@ from gearbx_mlx.kernels.metal_products import pairs_of_a_vector
 
 from .cases import Case, Problem, launch, problem, run_launch
 from .checks import exact
+from .test_mutations import changer
 
 CASES = [
     *(Case(bits, 13, 85, format="codebook") for bits in range(2, 7)),
@@ -100,13 +101,7 @@ MUTATIONS = {
     "case", [Case((4, 4), 13, 640), Case(6, 13, 85, format="rowwise"), Case(4, 13, 85, format="groupwise")], ids=str
 )
 def test_a_mistake_is_caught(case, name):
-    old, new = MUTATIONS[name]
-
-    def change(text: str) -> str:
-        assert old in text
-        return text.replace(old, new)
-
-    assert fault_of_experts(case, False, change) != ""
+    assert fault_of_experts(case, False, changer(*MUTATIONS[name])) != ""
 
 
 @pytest.mark.parametrize(

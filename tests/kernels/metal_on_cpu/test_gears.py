@@ -6,7 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from conftest import tiny_model
+from conftest import every_gear, layer_with, tiny_model
 
 from gearbx_mlx import Gearbox
 from gearbx_mlx.kernels import dispatch, metal, proven
@@ -36,15 +36,11 @@ def test_a_model_decodes_in_every_gear(format, launches):
     def odd(mlp: nn.Module) -> nn.Linear:
         """Rows that end in the middle of 16 codes: the MLP's inner width is cut."""
         mlp.gate_proj.weight, mlp.up_proj.weight = (p.weight[:107] for p in (mlp.gate_proj, mlp.up_proj))
-        down = nn.Linear(107, 64, bias=False)
-        down.weight = mlp.down_proj.weight[:, :107]
-        return down
+        return layer_with(mlp.down_proj.weight[:, :107])
 
     native = Gearbox(model(), GEARS[format], format=format, kernels="native")
     stock = Gearbox(model(), GEARS[format], format=format, kernels="mlx")
-    for gear in native.ladder:
-        native.shift(gear)
-        stock.shift(gear)
+    for gear in every_gear(native, stock):
         native.model(TOKEN)  # compares each kernel with MLX's first
         launches.clear()
         wanted = exact(stock.model(TOKEN))
@@ -65,8 +61,7 @@ def test_a_model_decodes_in_every_gear(format, launches):
 def test_auto_launches_what_was_proven_on_this_machine_and_nothing_else(format, launches, monkeypatch):
     def texts(gearbox: Gearbox) -> list[str]:
         launches.clear()
-        for gear in gearbox.ladder:
-            gearbox.shift(gear)
+        for _ in every_gear(gearbox):
             gearbox.model(TOKEN)
         return [launch.spec.text for launch in launches]
 
@@ -142,11 +137,6 @@ def test_a_wrong_kernel_is_found_on_the_models_own_weights_and_not_used(launches
 STOCK = {"rope": "RoPE", "attention": "Attention", "norm": "RMSNorm", "mlp": "MLP", "block": "TransformerBlock"}
 
 
-@pytest.fixture
-def on_metal(monkeypatch):
-    monkeypatch.setattr(metal, "available", lambda: True)
-
-
 def classes(model) -> dict[str, str]:
     """What rotates, attends, normalizes and gates in the first block, and the block itself, as class names."""
     block = model.layers[0]
@@ -154,27 +144,14 @@ def classes(model) -> dict[str, str]:
     return dict(zip(STOCK, (type(part).__name__ for part in parts)))
 
 
-def test_native_replaces_what_would_depend_on_other_rows_on_metal(on_metal):
-    gearbox = Gearbox(tiny_model(), "4,16", kernels="native")
-    assert classes(gearbox.model) == STOCK | {"rope": "NativeRoPE", "attention": "NativeAttention"}
-
-
-def test_everything_is_replaced_on_a_cpu(native):
-    gearbox = Gearbox(tiny_model(), "4,16", kernels="native")
-    assert classes(gearbox.model) == {part: f"Native{name}" for part, name in STOCK.items()}
-
-
-def test_a_second_gearbox_gives_back_what_it_does_not_replace(on_metal):
+def test_everything_is_replaced_on_a_cpu_and_on_metal_what_would_depend_on_other_rows(native, monkeypatch):
+    """Another gearbox gives back what it does not replace."""
     model = tiny_model()
     Gearbox(model, "16", kernels="native")
-    assert classes(model)["rope"] == "NativeRoPE"
+    assert classes(model) == {part: f"Native{name}" for part, name in STOCK.items()}
+    monkeypatch.setattr(metal, "available", lambda: True)
+    for made in (model, tiny_model()):
+        Gearbox(made, "16", kernels="native")
+        assert classes(made) == STOCK | {"rope": "NativeRoPE", "attention": "NativeAttention"}
     Gearbox(model, "16", kernels="mlx")
     assert classes(model) == STOCK
-
-
-def test_a_model_from_the_cpu_gives_its_norms_back_on_metal(native, monkeypatch):
-    model = tiny_model()
-    Gearbox(model, "16", kernels="native")
-    monkeypatch.setattr(metal, "available", lambda: True)
-    Gearbox(model, "16", kernels="native")
-    assert classes(model) == STOCK | {"rope": "NativeRoPE", "attention": "NativeAttention"}

@@ -16,7 +16,7 @@ from .compiler import unroll
 from .launch import Report
 from .test_harness import text_of
 from .test_mutations import changer
-from .test_rows import DTYPES, ORDERS, ran, random, same_bits
+from .test_rows import DTYPES, ORDERS, masked, ran, random, same_bits
 
 SCALE = 0.3
 WIDTHS = (4, 4)
@@ -104,11 +104,7 @@ class TestValuesAndAccesses:
         length, keys = 3, 135  # more than a block, and no whole tile
         q = vectors(2, length, 4, width, dtype=dtype).swapaxes(1, 2)
         cache = cached(keys, packed, bits, width, group_size, dtype, batch=2)
-        seen = np.arange(keys) <= keys - length + np.arange(length)[:, None]
-        if kind != "causal":
-            seen = np.random.default_rng(3).random((length, keys)) < (0.4 if kind == "some" else 2)
-            seen[:, 0] = True
-        mask = {"causal": "causal", "some": mx.array(seen), "all": None}[kind]
+        seen, mask = masked(kind, length, keys)
         wanted, bound = attended(exact(q), *map(exact, cache.unpacked()), seen, SCALE, dtype)
         for order, schedule in ORDERS:
             y, report = attend(q, cache, mask, order, schedule)
@@ -192,6 +188,7 @@ def with_keys(*arrays: mx.array) -> Nested:
 
 
 COARSE, FINER, SCALES, OFFSETS = SOUND.planes[0]
+NARROW = mx.zeros((1, 2, 40, 32), HALF)
 REFUSED = {
     "scales of another type": (QUERIES.astype(mx.float32), SOUND, None),
     "many queries": (mx.zeros((1, 4, 17, 64), HALF), SOUND, None),
@@ -207,11 +204,7 @@ REFUSED = {
     "signed words": (QUERIES, with_keys(COARSE.astype(mx.int32), FINER, SCALES, OFFSETS), None),
     "a tile of two kinds": (QUERIES, dataclasses.replace(SOUND, packed=31), None),
     "nothing packed": (QUERIES, dataclasses.replace(SOUND, packed=0), None),
-    "entries of another width": (
-        QUERIES,
-        dataclasses.replace(SOUND, entries=(mx.zeros((1, 2, 40, 32), HALF),) * 2),
-        None,
-    ),
+    "entries of another width": (QUERIES, dataclasses.replace(SOUND, entries=(NARROW, NARROW)), None),
     "an unknown mask": (QUERIES, SOUND, "sliding"),
     "a mask that is added": (QUERIES, SOUND, mx.zeros((2, 40))),
     "groups that lanes do not share": (mx.zeros((1, 4, 2, 24), HALF), cached(9, 9, 8, 24, 24, HALF), None),
