@@ -81,6 +81,7 @@ def calibrate_base(
         of_block = [layer for layer in fit if block_number(layer.path) == block]
         if of_block or block is not None:
             walk.read(number, BlockCodes(of_block, format, ladder, group_size, found, block is None))
+            mx.clear_cache()  # or MLX would keep arrays of every size that a batch has
         advance()
     return found
 
