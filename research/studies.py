@@ -262,13 +262,10 @@ def ratios(times: Sequence[float], others: Sequence[float]) -> list[float]:
     return [a / b for a, b in zip(times, others, strict=True)]
 
 
-def spread(values: Iterable[float], digits: int = 2, quartiles: bool = False) -> str:
-    """The median, and the least and the most of some values, or their quartiles."""
+def spread(values: Iterable[float], digits: int = 2) -> str:
+    """The median, and the least and the most of some values."""
     ordered = sorted(values)
-    low, high = ordered[0], ordered[-1]
-    if quartiles and len(ordered) > 1:
-        low, _, high = statistics.quantiles(ordered, n=4)
-    return f"{statistics.median(ordered):.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+    return f"{statistics.median(ordered):.{digits}f} ({ordered[0]:.{digits}f} to {ordered[-1]:.{digits}f})"
 
 
 def table_here(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
