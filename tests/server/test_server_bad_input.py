@@ -141,7 +141,7 @@ IMPROPER = [
     (b"411", POST + LAST),
     *((b"400", POST + b"Content-Length: " + length) for length in (b"-5\r\n", b"1e3\r\n", b"9" * 20 + b"\r\n")),
     (b"400", POST + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}"),
-    (b"411", POST + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n"),
+    (b"411", POST + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}"),
     (b"400", b"nonsense\r\n"),
     (b"405", b"DELETE /v1/models" + HEAD + LAST),
     (b"414", b"GET /" + b"x" * 70_000 + HEAD + LAST),
