@@ -410,7 +410,7 @@ def lossless_time(
     pairs: int = 5,
     lookup_tokens: int = MOST_DRAFTED,
 ) -> Found:
-    """What mode lossless saves in time on a real language model, beside its 16 bits alone.
+    """Time mode lossless on a real language model, beside its 16 bits alone.
 
     For every prompt, the 16 bits alone and lossless mode in each setting write the text in turn. The 16 bits do so
     twice, which shows how much the machine itself strays. The time of the prompt does not count.

@@ -218,7 +218,12 @@ WITHOUT_A = {"normalizer": {"type": "Replace", "pattern": {"String": "a"}, "cont
 @pytest.mark.parametrize(
     ("template", "tokenizer", "flags", "complaint"),
     [
-        ("{% if false %}{% endif %}", {}, (), f"{NO_TOKEN}the chat template may leave it out; use --ignore-chat-tem"),
+        (
+            "{% if false %}{% endif %}",
+            {},
+            (),
+            f"{NO_TOKEN}the chat template may leave it out; use --ignore-chat-template",
+        ),
         (None, WITHOUT_A, ("-p", "aaa"), f"{NO_TOKEN}change --prompt"),
         *(
             (None, {}, (flag, value), f"{flag} goes into the chat template, and the model has none; leave {flag} out")

@@ -217,9 +217,23 @@ def test_a_file_of_a_gate_alone(generated, tmp_path):
 GENERATE = ("-m", 4, "--ignore-chat-template")
 
 
-@pytest.mark.parametrize("flags", [("--draft-length", 2), ("--gears", 4)], ids=str)
-def test_a_geared_checkpoint_drafts_where_flags_ask_for_no_other_mode(generated, places, flags):
-    assert generated("--model", places / "exact", *GENERATE, *flags).summary["mode"] == "lossless"
+@pytest.mark.some(2)
+@pytest.mark.parametrize(
+    ("flags", "mode"),
+    [
+        (("--mode", "route"), "route"),
+        (("--mode", "static", "--gear", "low"), "static"),
+        (("--mode", "telemetry-only"), "telemetry-only"),
+        (("--draft-length", 2), "lossless"),
+        (("--thresholds", 1.5), "route"),
+        (("--gear", "low"), "static"),
+        (("--gears", 4), "lossless"),
+        (("--target-tps", 1), "route"),
+    ],
+    ids=str,
+)
+def test_a_geared_checkpoint_starts_in_the_mode_that_flags_ask_for(generated, places, flags, mode):
+    assert generated("--model", places / "exact", *GENERATE, *flags).summary["mode"] == mode
 
 
 class TestModeLossless:

@@ -70,7 +70,7 @@ def test_a_wide_gaussian_model_takes_at_most_085_of_its_weights(tmp_path):
 
 
 def convert(command, folder: Path, model: nn.Module):
-    """What the command says of a model in a folder."""
+    """Convert a model that is written into a folder first, to format exact, and return what the command said."""
     save_model(model, folder / "original")
     flags = "--model", folder / "original", "--mlx-path", folder / "geared", "--q-group-size", 32
     return command("convert", *flags, "--format", "exact", "--gears", "4,16")

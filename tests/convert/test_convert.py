@@ -380,7 +380,10 @@ class TestConverting:
             (["--mlx-path", tmp_path / "no" / "where"], "there is no directory"),
             (["--mlx-path", tmp_path / "a", "--gears", "16"], "nothing to convert; give a gear of fewer bits"),
             (["--mlx-path", tmp_path / "a", "--model", whole], "holds gears already; convert the original"),
-            (["--mlx-path", tmp_path / "a", "--model", quantized], "there is no lower gear to write; without conv"),
+            (
+                ["--mlx-path", tmp_path / "a", "--model", quantized],
+                "there is no lower gear to write; without conversion 4 bits",
+            ),
             (["--mlx-path", tmp_path / "a", "--model", "b/" + "c" * 300], "b/ccc"),
             (["--mlx-path", tmp_path / "a", "--upload-repo", "b" * 300], "--upload-repo bbb"),
             (["--mlx-path", "."], "is there already"),

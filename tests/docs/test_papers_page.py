@@ -56,3 +56,9 @@ def test_every_section_that_is_built_names_a_function(document):
         named = PYTHON.search(where) or NATIVE.search(where)
         assert built == "no" or named, f"{document} {section}, {what}: which function?"
         assert not NATIVE.sub("", PYTHON.sub("", where)).strip(" ,"), f"{document} {section}: {where}"
+
+
+def test_names_that_do_not_exist_are_found():
+    with pytest.raises(AttributeError):
+        resolve_name("gearbx_mlx.routing.gates.ThresholdGate.updated")
+    assert not is_defined("kernels/cpu/pool.cpp", "spin")

@@ -81,7 +81,10 @@ class TestTyped:
             ({"layers": {"a": {}}}, "layers.a has no field 'shape'"),
             ({"layers": {}, "extra": 1}, "extra is not known; choose from layers, name"),
             ([], "it is [], not an object"),
-            ({"layers": {}, "at `$.layers[...]": 1}, '["at `$.layers[...]"] is not known; choose from layers, name'),
+            (
+                {"layers": {}, "a - at `$.layers[...]": 1},
+                '["a - at `$.layers[...]"] is not known; choose from layers, name',
+            ),
         ):
             with pytest.raises(GearbxError, match=f"^{re.escape(message)}$"):
                 typed(content, Model)

@@ -23,7 +23,7 @@ FOLDERS = ("docs", "research")
 FOUND = (ROOT / "README.md", *(page for folder in FOLDERS for page in sorted((ROOT / folder).glob("*.md"))))
 PAGES = {page.relative_to(ROOT).as_posix(): page for page in FOUND}
 INLINE = "inline"
-# Pages whose lines are only parsed: they need what does not ship, a Mac, hours, or somebody who types.
+# The tests only parse the lines of these pages. To run, they need files that do not ship, a Mac, hours, or a person.
 PARSED_ONLY = {"docs/codebook.md", "docs/evidence.md", "docs/chat.md", "docs/mac.md", "docs/performance.md"}
 PARSED_ONLY |= {"docs/server.md", "research/evidence.md"}
 # The demo model replaces what has to be downloaded.

@@ -1,4 +1,4 @@
-"""What a refusal looks like: of a command, and of a function."""
+"""Check that a command, or a function, refuses in one line that has the words it must have."""
 
 from contextlib import contextmanager
 

@@ -70,6 +70,13 @@ def test_every_gear_can_be_read_on_light_and_dark(background):
     assert min(contrast(color, background) for color in (*ladder(9), LOOKUP_COLOR)) >= 3
 
 
+def test_green_and_red_would_fail():
+    """The measure itself: for deuteranopes red and green are much closer than for others."""
+    red_and_green = ["#2e9e6b", "#d0453b"]
+    assert least_distance(red_and_green, BLINDNESS["deuteranopia"]) < 30
+    assert least_distance(red_and_green, BLINDNESS["none"]) > 90
+
+
 def test_markers_of_gears_differ_in_shape_too():
     figure, axes = get_pyplot().subplots()
     entry = {"prompt": 0, "mean_entropy": 1.0, "entropy": 1.0}

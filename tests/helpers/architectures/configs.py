@@ -9,7 +9,7 @@ GROUP = 32  # a group size that divides all widths
 WINDOW = 16  # a prompt of a dozen tokens and a short text fill it
 SLIDING, FULL = "sliding_attention", "full_attention"
 
-# A class takes the fields that it knows, so that those of one class may stand beside those of others.
+# Sizes of all classes stand together: each class takes the fields that it knows, and leaves the others.
 COMMON: dict[str, Any] = {
     "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "num_attention_heads": 2,
     "num_key_value_heads": 1, "rms_norm_eps": 1e-5, "vocab_size": VOCABULARY, "rope_theta": 10000.0,

@@ -1,12 +1,13 @@
-"""The harness itself: it sees each kind of fault in small kernels."""
+"""The harness itself: it computes correctly, and sees each kind of fault in small kernels."""
 
 import re
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
-from gearbx_mlx.kernels.metal import Launch, build, options
+from gearbx_mlx.kernels.metal import Launch, build
 from gearbx_mlx.kernels.metal_attention import join_launch, parts_launch, rope_launch
 from gearbx_mlx.kernels.metal_products import dense_launch
 
@@ -22,32 +23,99 @@ KERNELS, ROOT = Path(__file__).parents[1], Path(__file__).parents[3]
 GRID = "const int i = thread_position_in_grid.x;\n"
 SHARED = "const int t = thread_index_in_threadgroup;\nthreadgroup float shared[64];\n"
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n"
-LONE_SUM = "out[i] = simd_sum(x[i]);"
 
 
-def run(source: str) -> Report:
+def run(
+    source: str, x: mx.array, threads: int = 64, group: int = 64, order: int = 0, schedule: int = 0, header: str = ""
+) -> Report:
     """One input x, and one output of the same type with one element per thread."""
-    kernel = mx.fast.metal_kernel(name="small", input_names=["x"], output_names=["out"], source=source)
-    return run_call(kernel, ["x"], [mx.arange(64).astype(mx.float32)], options(64, 64, (64,), mx.float32))
+    kernel = mx.fast.metal_kernel(name="small", input_names=["x"], output_names=["out"], source=source, header=header)
+    options = {
+        "grid": (threads, 1, 1),
+        "threadgroup": (group, 1, 1),
+        "output_shapes": [(threads,)],
+        "output_dtypes": [x.dtype],
+    }
+    return run_call(kernel, ["x"], [x], options, order, schedule)
+
+
+def ramp(dtype: mx.Dtype = mx.float32) -> mx.array:
+    return mx.arange(64).astype(dtype)
+
+
+@pytest.mark.clang
+class TestWhatItComputes:
+    def test_copies_count_each_byte(self):
+        report = run(GRID + "out[i] = x[i];", ramp())
+        assert report.error == ""
+        assert (report.out[0] == np.arange(64)).all()
+        assert (report.reads["x"] == 1).all()
+        assert (report.writes["out"] == 1).all()
+
+    def test_lanes_exchange_within_their_simd_group(self):
+        values = np.arange(64).reshape(2, 32)
+        for operation, per_group in (
+            ("simd_sum(x[i])", values.sum(1)),
+            ("simd_max(x[i])", values.max(1)),
+            ("simd_broadcast(x[i], ushort(5))", values[:, 5]),
+        ):
+            report = run(GRID + f"out[i] = {operation};", ramp())
+            assert (report.out[0] == np.repeat(per_group, 32)).all()
+            assert report.simd_operations == 2
+
+    def test_a_prefix_sum_has_the_lanes_before(self):
+        report = run(GRID + "out[i] = simd_prefix_exclusive_sum(uint(x[i]));", ramp())
+        ends = np.arange(64).reshape(2, 32).cumsum(1)
+        assert (report.out[0] == (ends - np.arange(64).reshape(2, 32)).ravel()).all()
+        assert report.simd_operations == 2
+
+    def test_bits_and_numbers(self):
+        """A fused multiplication rounds once: (1 + 2^-12)^2 leaves 2^-24, which a separate product loses."""
+        for value, wanted in (
+            ("as_type<uint>(x[i]) >> 23", np.arange(64, dtype=np.float32).view(np.uint32) >> 23),
+            ("as_type<float>(uint(x[i]) << 16)", (np.arange(64, dtype=np.uint32) << 16).view(np.float32)),
+            ("popcount(uint(x[i]))", [i.bit_count() for i in range(64)]),
+            ("min(uint(x[i]), uint(9))", np.minimum(np.arange(64), 9)),
+            ("fma(1.000244140625f, 1.000244140625f, -1.00048828125f) * 16777216.0f", np.ones(64)),
+            ("fabs(x[i] - 40.0f)", np.abs(np.arange(64) - 40)),
+        ):
+            assert (run(GRID + f"out[i] = {value};", ramp()).out[0] == wanted).all(), value
+
+    @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+    def test_each_operation_in_half_precision_is_rounded(self, dtype):
+        x = mx.random.normal((64,)).astype(dtype)
+        report = run(GRID + "auto a = x[i]; out[i] = a * a + a / decltype(a)(7.0f);", x)
+        wanted = x * x + x / mx.array(7.0, dtype)
+        assert (report.out[0] == np.array(wanted.astype(mx.float32))).all()
+
+    @pytest.mark.parametrize("schedule", range(4))
+    def test_barrier_orders_threadgroup_memory(self, schedule):
+        report = run(SHARED + "shared[t] = x[t];\n" + BARRIER + "out[t] = shared[63 - t];", ramp(), schedule=schedule)
+        assert report.error == ""
+        assert (report.out[0] == np.arange(64)[::-1]).all()
+        assert (report.barriers, report.threadgroup_bytes) == (1, 256)
 
 
 FAULTS = {
     "no barrier": (SHARED + "shared[t] = x[t]; out[t] = shared[63 - t];", "race|nobody wrote"),
     "two writers": (SHARED + "shared[t / 2] = x[t]; out[t] = 0;", "race"),
-    "write after a read": (
+    "write after another's read": (
         SHARED + "shared[t] = x[t];\n" + BARRIER + "out[t] = shared[63 - t]; shared[t] = 0;",
         "race",
     ),
     "uninitialized threadgroup memory": (SHARED + BARRIER + "out[t] = shared[t];", "nobody wrote"),
     "outside of threadgroup memory": (SHARED + "int far = 64 + t; (&shared[0])[far] = x[t]; out[t] = 0;", "outside"),
     "too much threadgroup memory": (
-        SHARED.replace("[64]", "[9000]") + "shared[t] = x[t]; out[t] = 0;",
+        "const int t = thread_index_in_threadgroup;\nthreadgroup float shared[9000];\nshared[t] = x[t]; out[t] = 0;",
         "more than 32768",
     ),
     "barrier for some": (SHARED + "if (t < 32) {\n" + BARRIER + "}\nout[t] = shared[t] = x[t];", "divergence"),
     "barriers in different places": (SHARED + "if (t < 32) {\n" + BARRIER + "} else {\n" + BARRIER + "}", "divergence"),
-    "SIMD operation for some lanes": (GRID + "if (i % 2) " + LONE_SUM, "divergence"),
-    "SIMD operations in two places": (GRID + "if (i % 2)\n" + LONE_SUM + "\nelse\n" + LONE_SUM, "divergence"),
+    "SIMD operation for some lanes": (GRID + "if (i % 2) out[i] = simd_sum(x[i]);", "divergence"),
+    "SIMD operations in different places": (
+        GRID + "if (i % 2)\nout[i] = simd_sum(x[i]);\nelse\nout[i] = simd_sum(x[i]);",
+        "divergence",
+    ),
     "read before the buffer": (GRID + "out[i] = x[i - 1];", "out-of-bounds read of 4 bytes at byte -4"),
     "read after the buffer": (GRID + "out[i] = x[i + 1];", "out-of-bounds read of 4 bytes at byte 256"),
     "write after the buffer": (GRID + "out[i + 1] = x[i];", "out-of-bounds write"),
@@ -63,7 +131,7 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault_is_seen(name):
     source, said = FAULTS[name]
-    error = run(source).error
+    error = run(source, ramp()).error
     assert any(words in error for words in said.split("|")), error or "not seen"
 
 

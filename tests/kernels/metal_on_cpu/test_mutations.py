@@ -21,6 +21,7 @@ MANY = Case((4, 4), 13, 640, 64, vectors=3)
 STAGED = Case((4,), 13, 1056, 32, variant="threadgroup")
 BYTES = Case((8,), 13, 640, 64, dtype=mx.float32)
 
+# What the checks report of a mistake: a pattern for each kind.
 OUT = "bound off|out-of-bounds"
 LOST, OUTSIDE = "divergence|nobody wrote", "outside threadgroup memory|out_of_bounds"
 SWAPPED_NIBBLES = "((words[i / per_word] & 0x0f0f) << 4 | (words[i / per_word] >> 4 & 0x0f0f)) & mask"

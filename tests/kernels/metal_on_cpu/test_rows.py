@@ -56,7 +56,7 @@ def same_bits(a: mx.array, b: mx.array) -> bool:
 
 
 def masked(kind: str, length: int, keys: int) -> tuple[np.ndarray, mx.array | str | None]:
-    """Which keys queries see, (L, S), and the mask that says so: causal, some or all."""
+    """Return which keys queries see, (L, S), and the mask that says so: causal, some or all."""
     seen = np.arange(keys) <= keys - length + np.arange(length)[:, None]
     if kind != "causal":
         seen = np.random.default_rng(3).random((length, keys)) < (0.4 if kind == "some" else 2)
