@@ -442,11 +442,16 @@ def smollm2_model():
 
 
 @pytest.fixture(scope="module")
-def geared_demo(demo):
-    """The demo model with a gearbox that all tests of a file share, and leave in the top gear."""
-    gearbox = Gearbox(demo.model, "3,16", kernels="auto")
-    yield gearbox
-    gearbox.shift("high")
+def demo_gearbox(demo):
+    return Gearbox(demo.model, "3,16", kernels="auto")
+
+
+@pytest.fixture
+def geared_demo(demo_gearbox):
+    """The demo model with a gearbox that all tests of a file share: each begins and ends in the top gear."""
+    demo_gearbox.shift("high")
+    yield demo_gearbox
+    demo_gearbox.shift("high")
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from gearbx_mlx.generate.run import to_read
 from gearbx_mlx.loading import DEMO_MODEL
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def whole(demo, geared_demo):
     return in_gears(demo, geared_demo)
 
