@@ -119,20 +119,18 @@ class TestDropIn:
 
     @pytest.mark.some(1)
     @pytest.mark.parametrize("keywords", KEYWORDS.values(), ids=KEYWORDS)
-    def test_in_the_top_gear_it_is_mlx_lm_with_every_keyword(self, demo, keywords):
-        gearbox = Gearbox(demo.model, "4,16")
+    def test_in_the_top_gear_it_is_mlx_lm_with_every_keyword(self, demo, geared_demo, keywords):
         runs = []
-        for model in (demo.model, GearedModel(gearbox, rule=climb_to(1))):
-            gearbox.shift("high")
+        for model in (demo.model, GearedModel(geared_demo, rule=climb_to(1))):
+            geared_demo.shift("high")
             mx.random.seed(4)
             runs.append(written(mlx_lm.stream_generate(model, demo.tokenizer, TALE, **{"max_tokens": 25} | keywords)))
-        gearbox.shift("high")
         assert_same_text(*runs)
 
-    def test_a_prompt_is_read_in_its_gear_however_it_is_cut(self, demo):
-        gearbox, prompt, found = Gearbox(demo.model, "4,16"), demo.tokenizer.encode(TALE), []
+    def test_a_prompt_is_read_in_its_gear_however_it_is_cut(self, demo, geared_demo):
+        prompt, found = demo.tokenizer.encode(TALE), []
         for step in (2048, len(prompt) - 2, 3, 1):
-            how = {"mode": Kickdown([99.0], prompt_gear="high"), "gearbox": gearbox, "prefill_step_size": step}
+            how = {"mode": Kickdown([99.0], prompt_gear="high"), "gearbox": geared_demo, "prefill_step_size": step}
             found.append(np.array(next(stream_generate(demo.model, demo.tokenizer, prompt, 1, **how)).logprobs))
         for logprobs in found[1:]:
             np.testing.assert_allclose(logprobs, found[0], atol=1e-3)
