@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -211,6 +212,15 @@ class TestLength:
         write(policy, machine, 600, share)
         seconds, _ = write(policy, machine, 3000, share, seed=1)
         assert seconds / 3000 < 1.06 * best_length(machine, share)[1]
+
+    def test_a_token_more_and_a_token_less_are_measured_alike(self):
+        policy = LearnedPolicy()
+        write(policy, Machine(), 2000)
+        _, lengths = write(policy, Machine(), 6000, seed=1)
+        counts = Counter(length for length in lengths if length)
+        best = max(counts, key=counts.get)
+        assert 0.5 < counts[best + 1] / counts[best - 1] < 2
+        assert counts[best] > 0.8 * counts.total()
 
     def test_drafts_from_the_first_token_on(self):
         for early in (True, False):

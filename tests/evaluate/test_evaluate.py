@@ -7,7 +7,7 @@ import pytest
 from refusals import assert_refused
 
 from gearbx_mlx.evaluate import evaluate as run_evaluation
-from gearbx_mlx.evaluate.run import STYLES, enough
+from gearbx_mlx.evaluate.run import STYLES, enough, three_digits
 
 HELD_OUT = Path(__file__).parents[1] / "data" / "gsm8k_held_out.jsonl"
 
@@ -78,6 +78,10 @@ def test_the_gear_that_is_enough_reads_least_of_those_that_agree():
     ]
     assert enough(rows) == 6
     assert enough(rows[:1]) is None
+
+
+def test_a_divergence_has_three_digits_and_none_below_what_float32_resolves():
+    assert [three_digits(value) for value in (0.0, 3e-10, 2e-9, 0.123456, 2.0)] == ["0", "0", "2e-09", "0.123", "2"]
 
 
 def test_mistakes_in_texts(command, tmp_path):
