@@ -29,7 +29,7 @@ from ..gears.adapters import layers_of
 from ..gears.discovery import Layer, block_number, stored_widths
 from ..kernels.bit_planes import Planes
 from ..kernels.dispatch import FUSED_ATTENTION
-from .gptq import Factored, Hessian, with_codes
+from .gptq import Factored, factored, with_codes
 
 LONGEST_TEXT = 512  # tokens of a text that are read
 TOKENS_AT_ONCE = 2048  # tokens that are read at a time, in texts of similar lengths
@@ -217,20 +217,20 @@ class SharedInputs:
     original: list[Inputs] = field(default_factory=list)
     draft: list[Inputs] = field(default_factory=list)
 
-    def hessian(self, expert: int | None, counts: Sequence[np.ndarray]) -> Hessian:
-        """Return the sums over what a layer, or one of its experts, sees in the draft.
+    def factored(self, expert: int | None, counts: Sequence[np.ndarray]) -> Factored | None:
+        """Return the Hessian of what a layer, or one of its experts, sees in the draft; None where that says nothing.
 
         The draft may send a token to other experts than the original does: what an expert sees has no counterpart.
         counts: of each batch, which of its tokens count; all of them for experts.
         """
-        made = Hessian(self.draft[0].rows.shape[1])
-        for draft, original, tokens in zip(self.draft, self.original, counts):
-            if expert is None:
-                made.add(draft.rows[tokens], original.rows[tokens])
-            else:
-                own = draft.rows[draft.experts == expert]
-                made.add(own, own)
-        return made
+        if expert is not None:
+            seen = np.concatenate([draft.rows[draft.experts == expert] for draft in self.draft])
+            return factored(seen) if len(seen) >= FEWEST_INPUTS else None
+        seen, own = (
+            np.concatenate([each.rows[tokens] for each, tokens in zip(of_each, counts)])
+            for of_each in (self.draft, self.original)
+        )
+        return factored(seen, np.subtract(own, seen, out=own))
 
 
 class BlockCodes:
@@ -291,10 +291,9 @@ class BlockCodes:
         layers = {each.layer.path: each for each in inputs.layers}
         made: dict[str, list[tuple[Planes, bool]]] = {path: [] for path in layers}
         for expert in inputs.layers[0].matrices:
-            hessian = inputs.hessian(expert, counts)
-            factored = hessian.factored() if expert is None or hessian.rows >= FEWEST_INPUTS else None
+            hessian = inputs.factored(expert, counts)
             for path, watched in layers.items():
-                made[path].append(self._codes(watched, expert, factored))
+                made[path].append(self._codes(watched, expert, hessian))
         for path, codes in made.items():
             planes, chosen = zip(*codes)
             of_experts = layers[path].weight.ndim > 2
@@ -310,16 +309,16 @@ class BlockCodes:
                 watched.outputs = [draft.times(weight) for draft in inputs.draft]
         inputs.original, inputs.draft = [], []
 
-    def _codes(self, watched: Watched, expert: int | None, factored: Factored | None) -> tuple[Planes, bool]:
+    def _codes(self, watched: Watched, expert: int | None, hessian: Factored | None) -> tuple[Planes, bool]:
         """Codes of a layer, or of one of its experts, and whether they are chosen for its inputs, or the nearest."""
         dense = linear_of(watched.layer.module).weight
         dense = dense if expert is None else dense[expert]
         nearest = self.format.nearest(dense, ladder_of(watched.layer, self.format, self.ladder), self.group_size)
         assert nearest is not None  # or it is `unfit`
         weight = np.asarray(watched.weight) if expert is None else floats(dense)
-        if factored is None or not np.isfinite(weight).all():
+        if hessian is None or not np.isfinite(weight).all():
             return nearest, False
-        return with_codes(weight, nearest, factored, self.format.window), True
+        return with_codes(weight, nearest, hessian, self.format.window), True
 
     def _inputs(self, x: mx.array, indices: mx.array | None) -> Inputs:
         """Layers that share their inputs have them once."""

@@ -25,62 +25,67 @@ from ..formats.base import Window
 from ..kernels.bit_planes import Planes, pack_mlx_codes
 
 DAMPING = 0.01  # of the mean of the Hessian's diagonal, which is added to it
+TAKEN_BACK = 0.5  # of the drift of outputs: all of it fits the text that calibrates, and others less
 BLOCK_COLUMNS = 64  # columns of which the errors are taken back together
+WIDEST_SOLVED = 128  # columns of a triangular matrix that NumPy inverts, as if it were any matrix
 MOST_NUMBERS = 2**24  # in the largest array for rows that are fitted at a time
 
 
 class Factored(NamedTuple):
-    """A Hessian, ready to use.
+    """The Hessian of the inputs X that a layer saw, ready to use.
 
     damped: (I, I) float32. order: of its columns (I,), those with the largest inputs first. upper: the upper Cholesky
-    factor of its inverse in this order, (I, I) float32. correction: (I, I) float32, so that a weight (O, I) times it is
-    what takes a part of the drift back.
+    factor U of its inverse U^T U in this order, (I, I) float32. inputs: X, (n, I) float32. drift: Y - X, of the same
+    shape, where Y are the original's inputs; None: it is not known.
     """
 
     damped: np.ndarray
     order: np.ndarray
     upper: np.ndarray
-    correction: np.ndarray
+    inputs: np.ndarray
+    drift: np.ndarray | None
+
+    def corrected(self, weight: np.ndarray) -> np.ndarray:
+        """Return a weight (O, I) that takes a part of the drift back."""
+        if self.drift is None:
+            return weight
+        found, moved = weight.copy(), np.linalg.multi_dot([weight, self.drift.T, self.inputs])
+        found[:, self.order] += TAKEN_BACK * np.linalg.multi_dot([moved[:, self.order], self.upper.T, self.upper])
+        return found
 
 
-class Hessian:
-    """X^T X of all inputs that a layer saw, (I, I) float32. It may have NaN or infinities, which the inputs had.
-
-    drift: (Y - X)^T X, where Y are the original's inputs. rows: how many inputs there were.
-    """
-
-    rows = 0
-
-    def __init__(self, width: int):
-        self.sum, self.drift = np.zeros((width, width), np.float32), np.zeros((width, width), np.float32)
-
-    def add(self, inputs: np.ndarray, original: np.ndarray) -> None:
-        """inputs: (tokens, I) float32. original: what the layer sees in the original model, of the same shape."""
-        with np.errstate(invalid="ignore"):  # infinities are found in the sums
-            self.sum += inputs.T @ inputs
-            self.drift += (original - inputs).T @ inputs
-        self.rows += len(inputs)
-
-    def factored(self) -> Factored | None:
-        """None where the inputs say nothing."""
-        diagonal = np.diag(self.sum).astype(np.float64)
-        mean = diagonal.mean()
-        if not np.isfinite(self.sum).all() or mean <= 0:
-            return None
-        order = np.argsort(-diagonal, kind="stable")
-        for damping in (DAMPING, 10 * DAMPING, 100 * DAMPING):  # a few tokens leave a Hessian singular
-            damped = self.sum.astype(np.float64)
-            damped[np.diag_indices_from(damped)] += damping * mean + (diagonal == 0) * mean
-            try:
-                inverse = np.linalg.inv(damped)
-                upper = np.linalg.cholesky(inverse[np.ix_(order, order)]).T
-            except np.linalg.LinAlgError:
-                continue
-            if np.isfinite(upper).all():
-                # All of the drift of outputs fits the text that calibrates, and others less.
-                correction = 0.5 * self.drift @ inverse.astype(np.float32)
-                return Factored(damped.astype(np.float32), order, upper.astype(np.float32), correction)
+def factored(inputs: np.ndarray, drift: np.ndarray | None = None) -> Factored | None:
+    """Factor the Hessian of inputs (n, I) float32, which may be NaN or infinite: None where they say nothing."""
+    with np.errstate(invalid="ignore"):
+        hessian = (inputs.T @ inputs).astype(np.float64)
+    diagonal = np.diag(hessian).copy()
+    mean = diagonal.mean()
+    if not np.isfinite(hessian).all() or mean <= 0:
         return None
+    order = np.argsort(-diagonal, kind="stable")
+    backwards = np.ix_(order[::-1], order[::-1])
+    for damping in (DAMPING, 10 * DAMPING, 100 * DAMPING):  # a few tokens leave a Hessian singular
+        np.fill_diagonal(hessian, diagonal + damping * mean + (diagonal == 0) * mean)
+        try:
+            # Backwards H is L L^T, so that H^-1 is L^-T L^-1; and L^-1 is upper once its columns are in order again.
+            upper = inverse_of_lower(np.linalg.cholesky(hessian[backwards]))[::-1, ::-1]
+        except np.linalg.LinAlgError:
+            continue
+        if np.isfinite(upper).all():
+            return Factored(hessian.astype(np.float32), order, upper.astype(np.float32), inputs, drift)
+    return None
+
+
+def inverse_of_lower(matrix: np.ndarray) -> np.ndarray:
+    """Return the inverse of a lower triangular matrix (I, I), by halves: three times as fast as one of any matrix."""
+    if len(matrix) <= WIDEST_SOLVED:
+        return np.tril(np.linalg.inv(matrix))
+    half = len(matrix) // 2
+    first, last = inverse_of_lower(matrix[:half, :half]), inverse_of_lower(matrix[half:, half:])
+    found = np.zeros_like(matrix)
+    found[:half, :half], found[half:, half:] = first, last
+    found[half:, :half] = -last @ (matrix[half:, :half] @ first)
+    return found
 
 
 class Grid(NamedTuple):
@@ -117,24 +122,25 @@ def with_codes(weight: np.ndarray, nearest: Planes, hessian: Factored, window: W
     """
     groups = nearest.scales.shape[-1]
     step = max(1, min(MOST_NUMBERS // (2 * groups) ** 2, MOST_NUMBERS // weight.shape[1]))
-    parts = []
+    wanted, parts = hessian.corrected(weight), []
     for first in range(0, len(weight), step):
         rows = slice(first, first + step)
-        parts.append(rows_with_codes(weight[rows], nearest.each(itemgetter(rows)), hessian, window))
+        parts.append(rows_with_codes(weight[rows], wanted[rows], nearest.each(itemgetter(rows)), hessian, window))
         mx.eval(parts[-1].arrays)
     words, scales, biases = (mx.concatenate([*arrays]) for arrays in zip(*(part.arrays for part in parts)))
     return nearest._replace(weights=[words], scales=scales, biases=[biases])
 
 
-def rows_with_codes(weight: np.ndarray, nearest: Planes, hessian: Factored, window: Window | None) -> Planes:
-    """`calibrated` for rows that are not too many."""
+def rows_with_codes(
+    weight: np.ndarray, wanted: np.ndarray, nearest: Planes, hessian: Factored, window: Window | None
+) -> Planes:
+    """`with_codes` for rows that are not too many. wanted: what the codes are to come near to, (O, I)."""
     (bits,), dtype = nearest.widths, nearest.scales.dtype
 
     def rounded(numbers: np.ndarray) -> np.ndarray:
         return np.array(mx.array(numbers).astype(dtype).astype(mx.float32))
 
     grid = Grid(by_columns(nearest.scales), by_columns(nearest.biases[0]), bits, rounded)
-    wanted = weight + weight @ hessian.correction
     grouped, wanted = (
         np.ascontiguousarray(array.T).reshape(len(grid.scales), nearest.group_size, -1) for array in (weight, wanted)
     )

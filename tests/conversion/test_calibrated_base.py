@@ -12,7 +12,7 @@ from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, convert
 from gearbx_mlx.cli.bases import ANSWER_TOKENS, Base, BaseText, answered, key_of, make_base, text_of
 from gearbx_mlx.cli.terminal import progress_bar
 from gearbx_mlx.conversion.calibrated_base import blocks_of, calibrate_base, steps
-from gearbx_mlx.conversion.gptq import Factored, Grid, Hessian, gptq_codes, refitted, with_codes
+from gearbx_mlx.conversion.gptq import Factored, Grid, factored, gptq_codes, refitted, with_codes
 from gearbx_mlx.formats import get_format
 from gearbx_mlx.formats.base import dense_weight
 from gearbx_mlx.gears.discovery import discover
@@ -43,33 +43,31 @@ def cache(tmp_path, monkeypatch):
 def correlated(scale: float = 1.0) -> tuple[np.ndarray, Factored]:
     """Correlated inputs, and their Hessian."""
     inputs = np.array(normal(400, 24, seed=1) @ normal(24, 128, seed=2)) + 0.1 * np.array(normal(400, 128, seed=3))
-    hessian = Hessian(128)
-    hessian.add(*[scale * inputs.astype(np.float32)] * 2)
-    factored = hessian.factored()
-    assert factored is not None
-    return inputs, factored
+    hessian = factored(scale * inputs.astype(np.float32))
+    assert hessian is not None
+    return inputs, hessian
 
 
 def output_errors(format: str) -> tuple[float, float]:
     """Squared errors of outputs with the nearest and with calibrated codes, for correlated inputs."""
     weight, made = normal(48, 128).astype(mx.bfloat16), get_format(format)
-    inputs, factored = correlated()
+    inputs, hessian = correlated()
     dense = np.array(weight.astype(mx.float32))
     nearest = made.nearest(weight, (4, 16) if made.ladders else (4,), GROUP)
     errors = []
-    for planes in (nearest, with_codes(dense, nearest, factored, made.window)):
+    for planes in (nearest, with_codes(dense, nearest, hessian, made.window)):
         errors.append(float((((np.array(planes.dequantize()) - dense) @ inputs.T) ** 2).sum()))
     return errors[0], errors[1]
 
 
 def fitted_grid() -> tuple[Grid, np.ndarray, np.ndarray, Factored]:
     """A grid fitted to codes, with a weight (G, g, O), the codes, and the Hessian."""
-    _, factored = correlated(scale=1 / 20)
+    _, hessian = correlated(scale=1 / 20)
     weight = np.array(normal(4, 32, 48, seed=4))
     low, high = weight.min(1), weight.max(1)
     grid = Grid((high - low) / 15, low, 4, lambda numbers: numbers)
-    codes = gptq_codes(weight, weight, grid, factored, None)
-    return refitted(weight, weight, codes, grid, factored, None), weight, codes, factored
+    codes = gptq_codes(weight, weight, grid, hessian, None)
+    return refitted(weight, weight, codes, grid, hessian, None), weight, codes, hessian
 
 
 class TestCodes:
@@ -95,9 +93,7 @@ class TestCodes:
 
     @pytest.mark.parametrize("value", [np.nan, np.inf, 0.0])
     def test_inputs_that_say_nothing_are_not_factored(self, value):
-        hessian = Hessian(8)
-        hessian.add(*[np.full((4, 8), value, np.float32)] * 2)
-        assert hessian.factored() is None
+        assert factored(np.full((4, 8), value, np.float32)) is None
 
 
 class TestExactWeights:
@@ -128,9 +124,7 @@ def test_codes_take_back_what_the_layers_before_did():
     dense, nearest = np.array(weight.astype(mx.float32)), get_format("planes").nearest(weight, (4,), GROUP)
     errors = []
     for seen in (inputs, original.astype(np.float32)):
-        hessian = Hessian(64)
-        hessian.add(inputs, seen)
-        found = with_codes(dense, nearest, hessian.factored(), None)
+        found = with_codes(dense, nearest, factored(inputs, seen - inputs), None)
         errors.append(((inputs @ np.array(found.dequantize()).T - original @ dense.T) ** 2).sum())
     assert errors[1] < 0.5 * errors[0]
 
