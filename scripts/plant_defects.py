@@ -36,6 +36,7 @@ CORE = "gearbx_mlx/kernels/cpu/"
 CALLS_KERNELS = "gearbx_mlx/kernels/products.py"
 MOST = 300  # tests that run for a defect, before the whole suite does
 NOT_HERE = ("neon", "primitive")  # code of another processor; bindings, which a wrong name keeps from compiling
+INSTRUCTIONS = ("native", "avx2", "portable")  # of GEARBX_CPU: the first for which a line is compiled
 OTHER = {
     **{"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "is": "is not", "is not": "is"},
     **{"in": "not in", "not in": "in", "and": "or", "or": "and", "&&": "||", "||": "&&"},
@@ -43,7 +44,9 @@ OTHER = {
     **{"+=": "-=", "-=": "+="},
 }
 SYMBOLS = "|".join(sorted(map(re.escape, OTHER), key=len, reverse=True))
-FOUND, SURVIVED, LATE, NO_PROGRAM = "found", "survived", "too slow", "does not compile"
+FOUND, SURVIVED, LATE = "found", "survived", "too slow"
+NO_PROGRAM, ELSEWHERE = "does not compile", "code of another processor"
+UNCOUNTED = NO_PROGRAM, ELSEWHERE
 
 
 @dataclass(frozen=True)
@@ -185,6 +188,8 @@ def try_one(defect: Defect, tests: list[str] | None, checkout: Path, seconds: fl
         if defect.file.startswith(CORE):
             environment["XDG_CACHE_HOME"] = cache
         try:
+            if defect.file.startswith(CORE):
+                environment["GEARBX_CPU"] = compiled_for(defect, file, checkout, environment)
             file.write_text(defect.planted(whole), encoding="utf-8")
             outcome, by = outcome_of(defect, tests, checkout, environment, seconds)
         finally:
@@ -197,7 +202,9 @@ def try_one(defect: Defect, tests: list[str] | None, checkout: Path, seconds: fl
 def outcome_of(
     defect: Defect, tests: list[str] | None, checkout: Path, environment: dict[str, str], seconds: float
 ) -> tuple[str, str]:
-    """Whether a planted defect is found, and by which test."""
+    """Whether a planted defect is found, and by which test, or why it says nothing."""
+    if defect.file.startswith(CORE) and not environment["GEARBX_CPU"]:
+        return ELSEWHERE, ""
     if defect.file.startswith(CORE) and (reason := why_no_kernels(checkout, environment)):
         if "did not compile" in reason:
             raise RuntimeError(reason)  # in time: the machine is too busy to say what the tests find
@@ -220,6 +227,16 @@ def outcome_of(
     return FOUND, failed[1] if failed else "collection"
 
 
+def compiled_for(defect: Defect, file: Path, checkout: Path, environment: dict[str, str]) -> str:
+    """The instructions for which this machine compiles a defect's line; empty if none: an error there goes unseen."""
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    file.write_text("".join([*lines[: defect.line - 1], "#error here\n", *lines[defect.line - 1 :]]), encoding="utf-8")
+    for instructions in INSTRUCTIONS:
+        if "could not compile" in why_no_kernels(checkout, environment | {"GEARBX_CPU": instructions}):
+            return instructions
+    return ""
+
+
 def why_no_kernels(checkout: Path, environment: dict[str, str]) -> str:
     """What the kernels' own test reports once they are compiled; empty if nothing."""
     program = "from gearbx_mlx.kernels import cpu; print(cpu.why_not() or '')"
@@ -233,7 +250,7 @@ def report(records: Iterable[dict]) -> str:
     """A table by folder: defects, and those that were found."""
     rows: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for record in records:
-        if record["outcome"] == NO_PROGRAM:
+        if record["outcome"] in UNCOUNTED:
             continue
         parts = record["file"].split("/")
         folder = CORE.rstrip("/") if record["file"].startswith(CORE) else "/".join(parts[: min(2, len(parts) - 1)])
