@@ -43,7 +43,9 @@ def four_bit(tmp_path_factory) -> Path:
 
 class TestFlags:
     def test_help_shows_what_most_need_and_help_all_every_flag(self, command):
-        few, every = (flags_in(command("generate", flag).out) for flag in ("--help", "--help-all"))
+        shown = [command("generate", flag) for flag in ("--help", "--help-all")]
+        assert [each.status for each in shown] == [0, 0]
+        few, every = (flags_in(each.out) for each in shown)
         assert len(few) <= 28  # 25, and those that print
         assert {"--model", "--prompt", "--max-tokens", "--gears", "--mode"} <= few < every
         assert {"--xtc-probability", "--draft-length"} <= every - few

@@ -143,6 +143,11 @@ class TestWalk:
         assert "model.layers.1.self_attn.q_proj" in base.rounded
         assert "model.layers.0.self_attn.q_proj" in base.layers
 
+    def test_a_text_needs_two_tokens(self, model):
+        assert base_of(model, texts=[[5], [5, 6]]).layers
+        with pytest.raises(GearbxError, match="no text of two tokens"):
+            base_of(model, texts=[[5], []])
+
     @pytest.mark.parametrize("format", ["planes", "exact"])
     def test_experts_have_codes_for_their_own_tokens(self, format):
         model = tiny_model("mixtral", dtype=mx.bfloat16)
