@@ -20,6 +20,7 @@ from gearbx_mlx.decoding.modes import KICKDOWN, MODES, PAIR, ROUTE, mode_class
 from gearbx_mlx.errors import GearbxError, OutputLost
 from gearbx_mlx.routing.pair import NAMES
 from gearbx_mlx.settings import human_bytes
+from gearbx_mlx.telemetry.summary import draft_rows
 
 
 class Clock:
@@ -253,6 +254,19 @@ class TestTables:
         figures += ", high (16 bits) 25%, looked up 25%, 18 drafted, 5 MB, 10 MB, 2.00, 30 MB, 43 change gear"
         for figure in (*figures.split(", "), "1: its [odd] width"):
             assert figure in lines
+
+    def test_says_what_was_proposed_and_what_of_it_accepted(self):
+        found = {"drafted": 8, "accepted": 6, "looked_up": 4, "lookup_accepted": 1, "near_ties": 2}
+        [(_, line)] = draft_rows(found)
+        assert line == (
+            "8 drafted, 6 accepted (75%); 4 looked up in the text, 1 accepted (25%); 2 near-ties, where rounding decides"
+        )
+        assert draft_rows(dict.fromkeys(found, 0)) == [("drafts", "none: the top gear wrote alone")]
+        assert draft_rows({}) == []
+
+    def test_one_gear_changes_no_layer(self):
+        lines = "\n".join(shown(summary_table(SUMMARY | {"ladder": SUMMARY["ladder"][:1]}, [])))
+        assert "43 have the bits of the gear, 1 are as loaded" in lines
 
     @pytest.mark.parametrize("mode", [*MODES])
     def test_has_twelve_rows_at_most(self, mode):
