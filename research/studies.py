@@ -263,7 +263,7 @@ def ratios(times: Sequence[float], others: Sequence[float]) -> list[float]:
 
 
 def spread(values: Iterable[float], digits: int = 2) -> str:
-    """The median, and the least and the most of some values."""
+    """Return the median, and the least and the most of some values."""
     ordered = sorted(values)
     return f"{statistics.median(ordered):.{digits}f} ({ordered[0]:.{digits}f} to {ordered[-1]:.{digits}f})"
 

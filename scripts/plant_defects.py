@@ -31,12 +31,14 @@ from typing import Any
 import coverage
 from pages import table
 
+from gearbx_mlx.kernels.compiler import AVX2, NATIVE_CPU, PORTABLE
+
 ROOT = Path(__file__).resolve().parents[1]
 CORE = "gearbx_mlx/kernels/cpu/"
 CALLS_KERNELS = "gearbx_mlx/kernels/products.py"
 MOST = 300  # tests that run for a defect, before the whole suite does
 NOT_HERE = ("neon", "primitive")  # code of another processor; bindings, which a wrong name keeps from compiling
-INSTRUCTIONS = ("native", "avx2", "portable")  # of GEARBX_CPU: the first for which a line is compiled
+INSTRUCTIONS = (NATIVE_CPU, AVX2, PORTABLE)  # of GEARBX_CPU: the first for which a line is compiled
 OTHER = {
     **{"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "is": "is not", "is not": "is"},
     **{"in": "not in", "not in": "in", "and": "or", "or": "and", "&&": "||", "||": "&&"},
@@ -185,10 +187,9 @@ def try_one(defect: Defect, tests: list[str] | None, checkout: Path, seconds: fl
     whole, began = file.read_text(encoding="utf-8"), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="defect_") as cache:
         environment = os.environ | {"PYTHONPATH": str(checkout), "HYPOTHESIS_STORAGE_DIRECTORY": cache}
-        if defect.file.startswith(CORE):
-            environment["XDG_CACHE_HOME"] = cache
         try:
             if defect.file.startswith(CORE):
+                environment["XDG_CACHE_HOME"] = cache
                 environment["GEARBX_CPU"] = compiled_for(defect, file, checkout, environment)
             file.write_text(defect.planted(whole), encoding="utf-8")
             outcome, by = outcome_of(defect, tests, checkout, environment, seconds)
@@ -202,13 +203,12 @@ def try_one(defect: Defect, tests: list[str] | None, checkout: Path, seconds: fl
 def outcome_of(
     defect: Defect, tests: list[str] | None, checkout: Path, environment: dict[str, str], seconds: float
 ) -> tuple[str, str]:
-    """Whether a planted defect is found, and by which test, or why it says nothing."""
-    if defect.file.startswith(CORE) and not environment["GEARBX_CPU"]:
-        return ELSEWHERE, ""
-    if defect.file.startswith(CORE) and (reason := why_no_kernels(checkout, environment)):
-        if "did not compile" in reason:
-            raise RuntimeError(reason)  # in time: the machine is too busy to say what the tests find
-        return NO_PROGRAM if "could not compile" in reason else FOUND, reason
+    """Return whether a planted defect is found, and by which test, or why it says nothing."""
+    if defect.file.startswith(CORE):
+        if not environment["GEARBX_CPU"]:
+            return ELSEWHERE, ""
+        if reason := why_no_kernels(checkout, environment):
+            return NO_PROGRAM if "could not compile" in reason else FOUND, reason
     if tests == []:
         return SURVIVED, ""
     which = ["-n", "logical", "--dist", "worksteal"]
@@ -228,7 +228,7 @@ def outcome_of(
 
 
 def compiled_for(defect: Defect, file: Path, checkout: Path, environment: dict[str, str]) -> str:
-    """The instructions for which this machine compiles a defect's line; empty if none: an error there goes unseen."""
+    """Return the instructions for which this machine compiles a defect's line; empty if an error there goes unseen."""
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
     file.write_text("".join([*lines[: defect.line - 1], "#error here\n", *lines[defect.line - 1 :]]), encoding="utf-8")
     for instructions in INSTRUCTIONS:
@@ -238,12 +238,18 @@ def compiled_for(defect: Defect, file: Path, checkout: Path, environment: dict[s
 
 
 def why_no_kernels(checkout: Path, environment: dict[str, str]) -> str:
-    """What the kernels' own test reports once they are compiled; empty if nothing."""
+    """Return what the kernels' own test reports once they are compiled; empty if nothing.
+
+    Raises RuntimeError where they did not compile in time: the machine is too busy to say what the tests find.
+    """
     program = "from gearbx_mlx.kernels import cpu; print(cpu.why_not() or '')"
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=checkout, env=environment, capture_output=True, text=True
     )
-    return done.stdout.strip() if done.returncode == 0 else "it crashes"
+    reason = done.stdout.strip() if done.returncode == 0 else "it crashes"
+    if "did not compile" in reason:
+        raise RuntimeError(reason)
+    return reason
 
 
 def report(records: Iterable[dict]) -> str:

@@ -448,8 +448,7 @@ def demo_gearbox(demo):
 
 @pytest.fixture
 def geared_demo(demo_gearbox):
-    """The demo model with a gearbox that all tests of a file share: each begins and ends in the top gear."""
-    demo_gearbox.shift("high")
+    """The demo model with a gearbox that all tests of a file share, and that each leaves in the top gear."""
     yield demo_gearbox
     demo_gearbox.shift("high")
 

@@ -224,13 +224,13 @@ class SharedInputs:
         counts: of each batch, which of its tokens count; all of them for experts.
         """
         if expert is not None:
-            seen = np.concatenate([draft.rows[draft.experts == expert] for draft in self.draft])
-            return factored(seen) if len(seen) >= FEWEST_INPUTS else None
-        seen, own = (
-            np.concatenate([each.rows[tokens] for each, tokens in zip(of_each, counts)])
-            for of_each in (self.draft, self.original)
-        )
-        return factored(seen, np.subtract(own, seen, out=own))
+            reached = np.concatenate([draft.rows[draft.experts == expert] for draft in self.draft])
+            return factored(reached) if len(reached) >= FEWEST_INPUTS else None
+        seen = [draft.rows[tokens] for draft, tokens in zip(self.draft, counts)]
+        own = [original.rows[tokens] for original, tokens in zip(self.original, counts)]
+        with np.errstate(invalid="ignore"):  # infinities are found in the Hessian
+            drift = np.concatenate([*map(np.subtract, own, seen)])
+        return factored(np.concatenate(seen), drift)
 
 
 class BlockCodes:

@@ -11,7 +11,7 @@ from conftest import every_gear, normal, tiny_model, weights_of
 from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, convert
 from gearbx_mlx.cli.bases import ANSWER_TOKENS, Base, BaseText, answered, key_of, make_base, text_of
 from gearbx_mlx.cli.terminal import progress_bar
-from gearbx_mlx.conversion.calibrated_base import blocks_of, calibrate_base, steps
+from gearbx_mlx.conversion.calibrated_base import Inputs, SharedInputs, blocks_of, calibrate_base, steps
 from gearbx_mlx.conversion.gptq import Factored, Grid, factored, gptq_codes, refitted, with_codes
 from gearbx_mlx.formats import get_format
 from gearbx_mlx.formats.base import dense_weight
@@ -91,9 +91,12 @@ class TestCodes:
                 moved[1, 3] += step
                 assert error(grid._replace(**{name: moved})) > least
 
+    @pytest.mark.filterwarnings("error")
     @pytest.mark.parametrize("value", [np.nan, np.inf, 0.0])
     def test_inputs_that_say_nothing_are_not_factored(self, value):
-        assert factored(np.full((4, 8), value, np.float32)) is None
+        rows = np.full((4, 8), value, np.float32)
+        assert factored(rows) is None
+        assert SharedInputs([], [Inputs(rows)], [Inputs(rows)]).factored(None, [np.ones(4, bool)]) is None
 
 
 class TestExactWeights:
