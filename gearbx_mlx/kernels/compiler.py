@@ -365,9 +365,14 @@ class Compilers:
             raise Unavailable(f"{name} could not compile the CPU kernels: {first}{remedy}")
 
     def end(self) -> None:
-        """End the commands that run, with the processes that they started; no other one starts."""
+        """End the commands that run, with the processes that they started, and wait for them; no other one starts.
+
+        Waits here too, since an executor joins no thread that an interrupt found at its start.
+        """
         with self._lock:
-            self._ended = True
-            for process in list(self._running):
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGTERM)
+            self._ended, running = True, list(self._running)
+        for process in running:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+        for process in running:
+            process.wait()

@@ -117,6 +117,24 @@ def test_a_compiler_ends_with_the_command_that_is_interrupted(afresh, script, tm
     assert [file.name for file in cache.iterdir()] == [BUILDING_LOCK]
 
 
+def test_an_interrupt_while_a_thread_starts_waits_for_the_compiler(afresh, script, tmp_path):
+    log = tmp_path / "log"
+    script(f"#!/bin/sh\ntrap 'sleep 0.3; exit 1' TERM\necho $$ >> {log}\nwhile :; do sleep 0.05; done\n")
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        while not log.exists() or not log.read_text():
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    afresh.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        cpu.why_not()
+    with pytest.raises(ProcessLookupError):
+        os.killpg(int(log.read_text().split()[0]), 0)
+
+
 NO_TOOLS = "the developer tools of macOS are not installed; run xcode-select --install"
 SYSCTL = """#include <cstdlib>
 #include <cstring>
