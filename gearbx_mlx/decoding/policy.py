@@ -16,24 +16,23 @@ A proposal of n tokens that costs no draft is worth g (1 + p_1 + ... + p_n) > w(
 probability p_i, and w(n) are the seconds of a round that verifies them.
 
 **What is learned.** A machine is slower at one moment than at the next, by more than drafts gain. But what moves passes
-moves them alike, so only times of one moment are compared, as ratios. The unit is what a round takes that drafts
-nothing. Where drafted tokens are read at once, C(k) = w(k) + d k: d is the median of the latest ratios of two parts of
-one round, a drafted token and the verification after it. w(n), or C(k) where the whole round alone is known, never
-falls, and has a step where a kernel reads the weights once more; so it is fitted to the latest rounds by isotonic
-regression, each over the pace of its neighbours. s is the ratio of a few tokens alone to the rounds around them. a(m)
-and a_i are shares of the latest tokens. What is kept for the next start is these numbers, and no choice that followed
-from them.
+moves them alike, so only times of one moment are compared, as ratios. The unit is what a round takes that proposes
+nothing. A round of n proposed tokens takes w(n) = 1 + r n, and a step more for each further pass over the weights that
+a kernel needs; r is the slope of a line through the latest rounds (least squares), each over the pace of its
+neighbours. C(k) = w(k) + d k, where d is what a drafted token takes: the mean of the latest ratios of two parts of one
+round, where drafted tokens are read at once, and else a guess, for which r makes up. s is the ratio of a few tokens
+alone to the rounds around them. a(m) and a_i are shares of the latest tokens. What is kept for the next start is these
+numbers, and no choice that followed from them.
 
-**What trials cost.** Each way is tried while the other one writes. A trial expected to lose x seconds is due when the
-better way has written for x / 0.005 seconds, at least 32 and at most 1,024 tokens: so trials lose half a per cent of
-the time. The first ones of a start come sooner, since nothing is known of this moment: drafts are tried after 32 tokens
-alone, then after 64, 128, and so on; and the top gear alone after 256 in rounds each, until there were three
-comparisons. Before the first one of all, rounds run unless they are expected to lose much. A wrong comparison is
-outvoted by the next two, and by the usual ratio, which counts as much as two of the latest five. These five are kept,
-and not what follows from them.
+**What trials cost.** Each way is tried while the other one writes: 8 tokens alone, or three rounds, within 1,024 tokens
+of the better way, so that trials lose less than a per cent of the time. The first ones of a start come sooner, since
+nothing is known of this moment: drafts are tried after 32 tokens alone, then after 64, 128, and so on; and the top gear
+alone after 256 in rounds each, until there were three comparisons. Before the first one of all, rounds run unless they
+are expected to lose much. A wrong comparison is outvoted by the next two, and by the usual ratio, which counts as much
+as two of the latest five. These five are kept, and not what follows from them.
 
-**Expected regret.** Half a per cent of the time, and what the first rounds cost until their times are known. What it is
-on recorded passes, with another process beside them, is in research/tables.md (`python -m research policy-regret`).
+**Expected regret.** A per cent of the time, and what the first rounds cost until their times are known. What it is on
+recorded passes, with another process beside them, is in research/tables.md (`python -m research policy-regret`).
 """
 
 import bisect
@@ -61,28 +60,31 @@ MARGINS = (0.15, 0.3, 0.45, 0.6, 0.8, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0)  
 MIDDLES = [(low + high) / 2 for low, high in itertools.pairwise((0.0, *MARGINS, 10.0))]
 USUAL_ERROR = NormalDist(0.0, 0.8)  # of the difference between two logits in a low gear; SmolLM2's of 4 bits has 0.65
 USUAL_SHARES = (0.7, 0.75, 0.8)  # accepted at the first, second and any later place: what follows an easy token is easy
-KEPT, PRIOR_TOKENS = 0.997, 8.0  # of the weight of earlier tokens at each further one; tokens that a guess counts for
-KEPT_ROUNDS, PRIOR_ROUNDS = 0.98, 12.0  # the same of rounds
-USUAL_ROUND = 3.0, 2.6  # tokens drafted and written in a round, where margins end it
-LEAST_SHARE = 1e-6
-PASS, ROUND = "seconds of a pass", "seconds of a round"  # in what is kept
+USUAL_ROUND = 3, 2.6  # tokens drafted and written in a round, where margins end it
 
-EVERY = 4  # rounds, of which one is enough to learn anew, once there were some: it takes a tenth of a millisecond
-LATEST, PRIOR_RATIOS = 64, 4  # ratios whose median counts, and as many as an earlier start's or a guess counts for
-FITTED, PRIOR_ROUND = 128, 1.0  # rounds that a curve is fitted to; as many as a point of the usual one counts for
-OUTSIDE = 1.5  # times the curve, and a part of it: what is further away counts as this
+# Of the weight of earlier values at each further one; and values that an earlier start's or a guess counts for.
+SHARES_KEPT, PRIOR_TOKENS = 0.997, 8.0
+ROUNDS_KEPT, PRIOR_ROUNDS = 0.98, 12.0
+DRAFTS_KEPT, PRIOR_DRAFTS = 0.98, 8.0
+LINE_KEPT, PRIOR_LINE = 0.995, 16.0
+PRIOR_POINTS = (0, 4, 8, 12)  # proposed tokens of the rounds that an earlier start's line stands for
+LEAST_SHARE = 1e-6
+
+PASS, ROUND = "seconds of a pass", "seconds of a round"  # in what is kept
+DRAFTED, PROPOSED = "seconds of a drafted token", "seconds of a proposed token"  # d, and r
+OUTSIDE = 1.5  # times what is expected, and a part of it: what is further away counts as this
 MOST_ROUND = 30.0  # passes: what takes longer was a pause of the machine
 MOST_RATIO = 4.0  # of a token or a row to a pass: nothing is drafted by what is slower than that
+
 NEAR, PACED = 48, 4  # tokens, and rounds, around tokens alone that these are compared with
 COMPARED, PRIOR_COMPARED = 5, 2  # comparisons whose median counts, with those of earlier starts; as many is a guess
 KEPT_ALONE = [f"comparison {n}" for n in range(COMPARED)]
 BURST, TRIAL = 8, 3  # tokens alone of a trial, of which the first begins to run ahead and does not count; rounds of one
 GUESS, DOUBT = 1.3, 1.05  # times a token alone, below which rounds run before any comparison, and before so many
-TRIALS_SHARE = 0.005  # of the time that trials may lose
 SHORTEST, LONGEST = 32, 1024  # tokens between two trials
 KNOWN, EARLY = 3, 256  # comparisons of a start before which trials are due sooner: after so many tokens in rounds
-AHEAD = 4  # tokens that are looked ahead: a token that does not pay alone may lead to some that do
 NEIGHBOUR = 8  # rounds between two that draft one token more or less, where margins come too late
+AHEAD = 4  # tokens that are looked ahead: a token that does not pay alone may lead to some that do
 
 
 def draft_share(draft_bits: float, top_bits: float) -> float:
@@ -133,86 +135,53 @@ class FixedPolicy:
     def add_alone(self, seconds: float) -> None: ...
 
 
-class Ratio:
-    """Say what something takes, in rounds that draft nothing: the median of the latest measurements.
+def kept_ratio(kept: Mapping[str, float], name: str, usual: float, most: float = MOST_RATIO) -> float:
+    """Return a time that an earlier start kept, over its pass; `usual` where it kept none."""
+    return min(kept[name] / kept[PASS] if {name, PASS} <= kept.keys() else usual, most)
+
+
+def within(value: float, expected: float) -> float:
+    """Return a ratio, or the limit where it is far from what is expected: the machine paused."""
+    return min(max(value, expected / OUTSIDE), expected * OUTSIDE)
+
+
+class Line:
+    """w(n) = 1 + r n + steps: what a round takes that proposes n tokens, in rounds that propose nothing.
 
     Args:
-        kept: `state` of an earlier start. name: of the time there.
-        usual: before anything is measured.
+        row: r, before anything is measured.
+        tile: rows that a kernel multiplies in one pass over the weights.
     """
 
-    def __init__(self, kept: Mapping[str, float], name: str, usual: float):
-        self._name = name
-        known = kept[name] / kept[PASS] if {name, PASS} <= kept.keys() else usual
-        self.value = min(known, MOST_RATIO)
-        self._prior = [self.value] * PRIOR_RATIOS
-        self._found: deque[float] = deque(maxlen=LATEST)
-        self._seen = 0
+    def __init__(self, row: float, tile: int = MOST_ROWS):
+        self.row, self._tile = row, tile
+        points = zip(*(self._products(n, 1 + row * n) for n in PRIOR_POINTS))
+        self._usual = [PRIOR_LINE * statistics.mean(values) for values in points]
+        self._found = [0.0] * len(self._usual)
 
-    def add(self, ratio: float) -> None:
-        self._found.append(min(max(ratio, LEAST_SHARE), MOST_RATIO))
-        self._seen += 1
-        if self._seen <= LATEST or self._seen % EVERY == 0:
-            self.value = statistics.median_low([*self._found, *self._prior])
+    def __call__(self, proposed: int) -> float:
+        return 1 + self.row * proposed + self._steps(proposed)
 
-    def state(self, pace: float) -> dict[str, float]:
-        return {self._name: self.value * pace}
+    def _steps(self, proposed: int) -> float:
+        return STEP * (proposed // self._tile)
 
+    @staticmethod
+    def _products(n: float, time: float) -> tuple[float, float, float, float, float]:
+        return 1.0, n, n * n, time, n * time
 
-class Curve:
-    """What a round takes that proposes n tokens, in rounds that propose nothing: a step where a kernel needs a further
-    pass over the weights, so no formula but this: it never falls. Fitted to the latest rounds at the pace of each.
-
-    Args:
-        kept: `state` of an earlier start. name: of the times there.
-        slope, tile: of the usual curve: a line, with a step after so many rows.
-    """
-
-    def __init__(self, kept: Mapping[str, float], name: str, slope: float, tile: int = MOST_ROWS):
-        self._names = [f"seconds of {name} {n}" for n in range(MOST_ROWS)]
-        known = {*self._names, PASS} <= kept.keys()
-        usual = [1 + slope * n + STEP * (n // tile) for n in range(MOST_ROWS)]
-        self._usual = [kept[name] / kept[PASS] for name in self._names] if known else usual
-        self._found: deque[tuple[int, float]] = deque(maxlen=FITTED)
-        self._seen = 0
-        self.values = self._usual
-
-    def __call__(self, tokens: float) -> float:
-        """Return C(n), also between two numbers."""
-        low = min(int(tokens), MOST_DRAFTED)
-        high = min(low + 1, MOST_DRAFTED)
-        return self.values[low] + (tokens - low) * (self.values[high] - self.values[low])
-
-    def add(self, tokens: int, ratio: float, is_unit: bool = True) -> None:
-        """Take what a round took over the pace.
-
-        Args:
-            is_unit: whether the pace is that of such rounds. Then the curve stays as high as usual, in the median of
-                the rounds: else the unit would drift.
-        """
-        expected = self.values[tokens]
-        self._found.append((tokens, min(max(ratio, expected / OUTSIDE), expected * OUTSIDE)))
-        self._seen += 1
-        if self._seen <= LATEST or self._seen % EVERY == 0:
-            self._fit(is_unit)
-
-    def _fit(self, is_unit: bool) -> None:
-        """Isotonic regression, where each point of the usual curve counts as a round at the height of all."""
-        height = statistics.median_low(found / self._usual[n] for n, found in self._found)
-        sums = [PRIOR_ROUND * height * usual for usual in self._usual]
-        weights = [PRIOR_ROUND] * MOST_ROWS
-        for n, found in self._found:
-            sums[n] += found
-            weights[n] += 1
-        means = [total / weight / (height if is_unit else 1.0) for total, weight in zip(sums, weights)]
-        self.values = pool_adjacent_violators(means[::-1], weights[::-1])[::-1]
-
-    def state(self, pace: float) -> dict[str, float]:
-        return {name: value * pace for name, value in zip(self._names, self.values)}
+    def add(self, proposed: int, ratio: float) -> None:
+        """Take what a round took over the pace. Only r is learned: how high the line is depends on the unit alone."""
+        time = within(ratio, self(proposed)) - self._steps(proposed)
+        self._found = [LINE_KEPT * before + new for before, new in zip(self._found, self._products(proposed, time))]
+        count, n, nn, y, ny = map(float.__add__, self._usual, self._found)
+        slope = (count * ny - n * y) / (count * nn - n * n)
+        height = (y - slope * n) / count
+        if height > 0:
+            self.row = min(max(slope / height, LEAST_SHARE), MOST_RATIO)
 
 
 class Comparisons:
-    """s, from tokens alone and the rounds around them; and the pace: seconds of a round that drafts nothing, now.
+    """s, from tokens alone and the rounds around them; and the pace: seconds of a round that proposes nothing, now.
 
     Args:
         kept: `state` of an earlier start.
@@ -300,7 +269,7 @@ class Acceptance:
     """
 
     def __init__(self, kept: Mapping[str, float]):
-        self._kept, self._drafts = kept, 0
+        self._kept = kept
         names = [*(f"below {margin:g}" for margin in MARGINS), "beyond"]
         self._bins = {name: self._mean(name, USUAL_ERROR.cdf(middle)) for name, middle in zip(names, MIDDLES)}
         self._places = {
@@ -310,7 +279,7 @@ class Acceptance:
 
     def _mean(self, name: str, share: float) -> RunningMean:
         share = min(self._kept.get(f"share {name}", share), 1.0)
-        return RunningMean(KEPT, share, self._kept.get(f"count {name}", PRIOR_TOKENS))
+        return RunningMean(SHARES_KEPT, share, self._kept.get(f"count {name}", PRIOR_TOKENS))
 
     def of_margin(self, margin: float) -> float:
         return self._by_margin[bisect.bisect_right(MARGINS, margin)]
@@ -326,9 +295,7 @@ class Acceptance:
         means = [*self._places.values()]
         for place, right in enumerate(self._seen(drafted, accepted)):
             means[min(place, len(means) - 1)].add(right)
-        self._drafts += 1
-        if self._drafts <= LATEST or self._drafts % EVERY == 0:
-            self._update()
+        self._update()
 
     @staticmethod
     def _seen(drafted: int, accepted: int) -> list[bool]:
@@ -367,20 +334,18 @@ class LearnedPolicy:
         kept = kept or {}
         self._most = most
         self._has_drafter = draft_share is not None
-        share = (draft_share or 0.0) * ALONE
-        self._drafted_token = Ratio(kept, "seconds of a drafted token", share)
-        self._verification = Curve(kept, "verifying", ROW, tile)  # w
-        self._whole_round = Curve(kept, "drafting and verifying", ROW + share, tile)
-        self._is_apart = True  # what a draft takes is known apart from its verification
+        share = (draft_share or LEAST_SHARE) * ALONE
+        self._drafted_token = RunningMean(DRAFTS_KEPT, kept_ratio(kept, DRAFTED, share), PRIOR_DRAFTS)  # d
+        self._verification = Line(kept_ratio(kept, PROPOSED, ROW), tile)  # w
         self._alone = Comparisons(kept)
         self._acceptance = Acceptance(kept)
-        usual = kept[ROUND] / kept[PASS] if {ROUND, PASS} <= kept.keys() else self._round(USUAL_ROUND[0])
-        self._taken = RunningMean(KEPT_ROUNDS, min(usual, MOST_ROUND), PRIOR_ROUNDS)
-        self._written = RunningMean(KEPT_ROUNDS, kept.get("written in a round", USUAL_ROUND[1]), PRIOR_ROUNDS)
+        drafted, written = USUAL_ROUND
+        self._taken = RunningMean(ROUNDS_KEPT, kept_ratio(kept, ROUND, self._round(drafted), MOST_ROUND), PRIOR_ROUNDS)
+        self._written = RunningMean(ROUNDS_KEPT, kept.get("written in a round", written), PRIOR_ROUNDS)
         self._since = {True: 0, False: 0}  # tokens since there were rounds, and since the top gear wrote alone
         self._trials = 0  # of drafts
         self._stays = 0  # tokens alone, or rounds, that are to come before the next choice
-        self._drafts, self._early, self._rounds = True, False, 0
+        self._drafts, self._rounds = True, 0
         self._begun = set[tuple[bool, int]]()  # kinds of rounds that there were
         self._spent = self._units = 0.0  # seconds of rounds, and what their line says
         self._tokens = 0
@@ -391,7 +356,6 @@ class LearnedPolicy:
         Args:
             early: whether `goes_on` is asked after each token of this draft; else the length alone ends it.
         """
-        self._early = early
         most = min(room, self._most)
         if most < 1 or not self._has_drafter:
             return 0
@@ -412,33 +376,19 @@ class LearnedPolicy:
             self._trials += self._drafts
             self._stays = (TRIAL if self._drafts else BURST) - 1
 
-    def _wait(self, pays: bool) -> float:
-        """Return tokens until the other way is tried: as many as make what that loses a small share."""
-        rounds, alone = self._in_rounds(), self._alone.value
+    def _wait(self, pays: bool) -> int:
+        """Return tokens until the other way is tried, next to which a trial is short."""
         if pays:
-            lost, most = BURST * (alone / rounds - 1), EARLY if self._alone.seen < KNOWN else LONGEST
-        else:
-            lost, most = TRIAL * self._in_a_round() * (rounds / alone - 1), min(SHORTEST * 2**self._trials, LONGEST)
-        return min(max(lost / TRIALS_SHARE, SHORTEST), most)
+            return EARLY if self._alone.seen < KNOWN else LONGEST
+        return min(SHORTEST * 2**self._trials, LONGEST)
 
-    def _round(self, drafted: float) -> float:
+    def _round(self, drafted: int) -> float:
         """C(k)."""
-        if self._is_apart:
-            return self._verification(drafted) + self._drafted_token.value * drafted
-        return self._whole_round(drafted)
-
-    def _in_a_round(self) -> float:
-        """Return tokens that a round writes."""
-        return self._written.value if self._early else self._expected(self._best())
+        return self._verification(drafted) + self._drafted_token.value * drafted
 
     def _in_rounds(self) -> float:
         """Return what a token takes in rounds."""
-        if not self._has_drafter:
-            return math.inf
-        if self._early:
-            return self._taken.value / self._written.value
-        best = self._best()
-        return self._round(best) / self._expected(best)
+        return self._taken.value / self._written.value if self._has_drafter else math.inf
 
     def _expected(self, length: int, mended: float = 0.0) -> float:
         """Return T(k). mended: the share of rejected tokens that would be accepted."""
@@ -449,12 +399,11 @@ class LearnedPolicy:
         return min(range(1, self._most + 1), key=lambda k: self._round(k) / self._expected(k))
 
     def _length(self) -> int:
-        """Return the best length, and now and then its neighbours, which are measured that way."""
+        """Return the best length, and now and then its neighbours, without which w(n) would stay a guess."""
         self._rounds += 1
-        best = self._best()
         if self._rounds % NEIGHBOUR:
-            return best
-        return max(1, best + (1 if self._rounds % (2 * NEIGHBOUR) else -1))
+            return self._best()
+        return max(1, self._best() + (1 if self._rounds % (2 * NEIGHBOUR) else -1))
 
     def goes_on(self, margins: Sequence[float]) -> bool:
         """Return whether one more token pays after those with these margins, where they are read one by one."""
@@ -500,24 +449,30 @@ class LearnedPolicy:
             margins: of the drafted tokens, if their sampler tells them.
         """
         if drafted:
-            self._is_apart = draft_seconds is not None
             self._acceptance.add(drafted, accepted, margins)
             self._since[True] = 0
         self._since[not self._drafts] += accepted + 1
-        curve = self._verification if self._is_apart or not drafted else self._whole_round
-        passes, now = seconds - (draft_seconds or 0.0), self._alone.pace
-        pace, kind = passes / curve(rows - 1), (drafted > 0, rows)
+        proposed, now = rows - 1, self._alone.pace
+        usual = self._verification(proposed)
+        if draft_seconds is None:
+            pace = seconds / (usual + self._drafted_token.value * drafted)
+            passes = seconds - self._drafted_token.value * drafted * (now or pace)
+        else:
+            passes = seconds - draft_seconds
+            pace = passes / usual
+        kind = drafted > 0, rows
         is_first = kind not in self._begun
         self._begun.add(kind)
         if is_first and (now is None or pace > OUTSIDE * now):
             return
         if now is not None:
-            curve.add(rows - 1, passes / now, is_unit=self._has_drafter and (self._is_apart or drafted > 0))
+            self._verification.add(proposed, passes / now)
         if draft_seconds is not None:
-            self._drafted_token.add(draft_seconds / drafted / pace)
+            self._drafted_token.add(within(draft_seconds / drafted / pace, self._drafted_token.value))
         if drafted:
             self._taken.add(min(seconds / (now or pace), MOST_ROUND))
             self._written.add(accepted + 1)
+        if drafted or not self._has_drafter:
             self._alone.add_round(accepted + 1, pace)
         self._spent += seconds
         self._units += seconds / pace
@@ -537,8 +492,7 @@ class LearnedPolicy:
         pace = self._alone.pace
         if pace is not None:
             found |= {PASS: pace, ROUND: self._taken.value * pace} | self._alone.state
-            for ratio in (self._drafted_token, self._verification, self._whole_round):
-                found |= ratio.state(pace)
+            found |= {DRAFTED: self._drafted_token.value * pace, PROPOSED: self._verification.row * pace}
         return found
 
     @property

@@ -15,11 +15,11 @@ from gearbx_mlx import GearbxError
 from gearbx_mlx.decoding.policy import (
     BURST,
     MOST_DRAFTED,
+    STEP,
     Acceptance,
-    Curve,
     FixedPolicy,
     LearnedPolicy,
-    Ratio,
+    Line,
     draft_share,
     pool_adjacent_violators,
 )
@@ -117,52 +117,39 @@ class TestIsotonicRegression:
         assert sum((a - b) ** 2 for a, b in zip(smooth, y)) <= sum((a - b) ** 2 for a, b in zip(falling, y)) + 1e-9
 
 
-class TestRatio:
+class TestLine:
     def test_begins_with_the_usual_one(self):
-        assert Ratio({}, "seconds of a drafted token", 0.3).value == 0.3
+        assert [Line(0.5, tile=4)(proposed) for proposed in (0, 1, 3, 4)] == [1.0, 1.5, 2.5, 3.0 + STEP]
 
-    def test_is_the_median_of_what_was_measured(self):
-        ratio = Ratio({}, "seconds of a drafted token", 0.3)
-        for value in [*[0.5] * 20, *[9.0] * 9]:
-            ratio.add(value)
-        assert ratio.value == 0.5
-
-    def test_an_earlier_start_is_outvoted(self):
-        kept = {"seconds of a pass": 0.01, "seconds of a drafted token": 0.03}
-        ratio = Ratio(kept, "seconds of a drafted token", 0.3)
-        assert ratio.value == pytest.approx(3.0)
-        for _ in range(8):
-            ratio.add(0.4)
-        assert ratio.value == 0.4
-
-
-class TestCurve:
-    def test_begins_with_the_usual_one(self):
-        curve = Curve({}, "verifying", 0.5)
-        assert [curve(tokens) for tokens in (0, 1, 1.5, 2)] == [1.0, 1.5, 1.75, 2.0]
-
-    def test_comes_to_the_steps_of_a_kernel(self):
+    @pytest.mark.parametrize("height", [0.9, 1.1])
+    def test_comes_to_what_a_row_takes(self, height):
         """What counts is how much more a round takes than another; the unit is that of usual rounds."""
-        curve = Curve({}, "verifying", 0.08)
-        for tokens in list(range(8)) * 40:
-            curve.add(tokens, 1.0 if tokens < 4 else 1.5)
-        assert curve(4) / curve(3) == pytest.approx(1.5, rel=0.05)
-        assert curve(3) / curve(1) == pytest.approx(1.0, rel=0.05)
+        line, rng = Line(0.05), random.Random(0)
+        for _ in range(400):
+            proposed = rng.randrange(12)
+            line.add(proposed, height * (1 + 0.12 * proposed) * rng.uniform(0.9, 1.1))
+        assert line.row == pytest.approx(0.12, rel=0.15)
+
+    def test_rounds_of_one_length_say_nothing(self):
+        line = Line(0.05)
+        for _ in range(2000):
+            line.add(3, 1.15)
+        assert line.row == pytest.approx(0.05, abs=0.001)
 
     @given(st.lists(st.tuples(st.integers(0, 15), st.floats(1e-5, 10)), max_size=60))
     def test_is_positive_and_never_falls(self, times):
-        curve = Curve({}, "verifying", 0.08)
-        for tokens, ratio in times:
-            curve.add(tokens, ratio)
-        values = [curve(tokens / 2) for tokens in range(31)]
-        assert values[0] > 0
-        assert all(low <= high * (1 + 1e-9) for low, high in itertools.pairwise(values))
+        line = Line(0.08, tile=4)
+        for proposed, ratio in times:
+            line.add(proposed, ratio)
+        values = [line(proposed) for proposed in range(16)]
+        assert values[0] == 1.0
+        assert values == sorted(values)
 
     def test_one_pause_hardly_counts(self):
-        curve = Curve({}, "verifying", 0.08)
-        for ratio in [*[1.2] * 8, 90.0, *[1.2] * 8]:
-            curve.add(2, ratio)
-        assert curve(2) / curve(1) < 1.2
+        line = Line(0.08)
+        for ratio in [*[1.16] * 8, 90.0, *[1.16] * 8]:
+            line.add(2, ratio)
+        assert line.row < 0.09
 
 
 class TestAcceptance:
