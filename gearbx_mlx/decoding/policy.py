@@ -52,8 +52,8 @@ MOST_ON_GPU = 4  # with the token before them 5 rows, which MLX multiplies in on
 USUAL_LENGTH = 3  # of drafts where nothing may be measured: not the best anywhere, and seldom far from it
 
 ALONE = 0.95  # a token alone over a round that drafts nothing, and what a row more takes of it, before they are
-ROW = 0.05  # measured: on processors; on a GPU less, so that longer drafts are tried there too (docs/performance.md)
-STEP = 0.25  # what a further pass over the weights adds, where a kernel needs one for more rows
+ROW = 0.07  # measured: on processors; on a GPU less, so that longer drafts are tried there too (docs/performance.md)
+STEP = 0.35  # what a further pass over the weights adds, where a kernel needs one for more rows
 FIXED_SHARE = 0.15  # of a pass does not depend on the bits of the gear: attention, norms, the host
 
 MARGINS = (0.15, 0.3, 0.45, 0.6, 0.8, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0)  # between the bins of a(m)
@@ -80,7 +80,7 @@ NEAR, PACED = 48, 4  # tokens, and rounds, around tokens alone that these are co
 COMPARED, PRIOR_COMPARED = 5, 2  # comparisons whose median counts, with those of earlier starts; as many is a guess
 KEPT_ALONE = [f"comparison {n}" for n in range(COMPARED)]
 BURST, TRIAL = 8, 3  # tokens alone of a trial, of which the first begins to run ahead and does not count; rounds of one
-GUESS, DOUBT = 1.3, 1.05  # times a token alone, below which rounds run before any comparison, and before so many
+GUESS = 1.3  # times a token alone, below which rounds run before any comparison
 SHORTEST, LONGEST = 32, 1024  # tokens between two trials
 KNOWN, EARLY = 3, 256  # comparisons of a start before which trials are due sooner: after so many tokens in rounds
 NEIGHBOUR = 8  # rounds between two that draft one token more or less, where margins come too late
@@ -210,9 +210,7 @@ class Comparisons:
     @property
     def doubt(self) -> float:
         """Return how many times a token alone one in rounds may seem to take, and rounds still run."""
-        if not self._found:
-            return GUESS
-        return DOUBT if self.seen < KNOWN else 1.0
+        return 1.0 if self._found else GUESS
 
     @property
     def of_rounds(self) -> float | None:
