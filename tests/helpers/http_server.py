@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -42,6 +43,14 @@ def in_the_making(client, waiting=False):
     lines = client.get("/metrics").text.splitlines()
     names = ["gearbx_requests_running", *(["gearbx_requests_waiting"] if waiting else [])]
     return sum(float(line.split()[1]) for line in lines if line.split()[0] in names)
+
+
+def is_idle(client, seconds=2.0):
+    """Return whether, within some seconds, nothing is computed and nothing waits."""
+    deadline = time.monotonic() + seconds
+    while in_the_making(client, waiting=True) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return in_the_making(client, waiting=True) == 0
 
 
 def complete(client, prompt=WORD_PROBLEM, **body):
