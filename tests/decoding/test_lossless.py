@@ -7,8 +7,9 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
-from conftest import ARCHITECTURES, PROMPT, mlx_lm_loop, same_weights, tiny_model, weights_of
-from lossless_texts import assert_written, endless, written
+from conftest import ARCHITECTURES, PROMPT, assert_same_text, mlx_lm_loop, same_weights, tiny_model, weights_of
+from conftest import written as told
+from lossless_texts import QUESTION, TWICE, assert_written, endless, written
 from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
@@ -21,7 +22,6 @@ from gearbx_mlx.decoding.policy import FixedPolicy
 from gearbx_mlx.routing.lookup import LookupAgreement
 
 PROCESSORS = {"plain": (), "repetition": tuple(make_logits_processors(repetition_penalty=1.3))}
-QUESTION = "Question: Tom has 5 apples and buys 7 more. How many apples does he have?\nAnswer:"
 TALE = "Once upon a time there was a king who"
 SAMPLERS = {
     "greedy": None,
@@ -64,16 +64,6 @@ def kernels(request) -> str:
 def run_of(gearbox, tokenizer, prompt, tokens, mode="lossless", **keywords):
     """The run of so many tokens after a prompt."""
     return stream_generate(gearbox.model, tokenizer, prompt, tokens, gearbox=gearbox, mode=mode, **keywords)
-
-
-def told(responses):
-    return [(r.token, r.text, r.finish_reason, np.array(r.logprobs)) for r in responses]
-
-
-def assert_same(ours, theirs):
-    assert [one[:3] for one in ours] == [one[:3] for one in theirs]
-    for mine, other in zip(ours, theirs):
-        assert np.array_equal(mine[3], other[3])
 
 
 class InTurn(FixedPolicy):
@@ -176,16 +166,17 @@ class TestIsTheTopGear:
     def test_with_the_same_seed_it_draws_the_same_tokens(self, geared_demo, demo, sampler, prompt):
         given = {"max_tokens": 50, "sampler": SAMPLERS[sampler], "mode": Lossless(lookup_tokens=0)}
         (theirs, after), (ours, after_ours) = both(geared_demo, demo.tokenizer, prompt, **given)
-        assert_same(told(ours), told(theirs))
+        assert_same_text(told(ours), told(theirs))
         assert after == after_ours  # so the next draws are the same too
         assert any(r.from_draft for r in ours)
 
-    @pytest.mark.some(2)
+    @pytest.mark.some(4)
+    @pytest.mark.parametrize("prompt", [QUESTION, TWICE], ids=["drafted", "looked up too"])
     @pytest.mark.parametrize("keywords", KEYWORDS.values(), ids=KEYWORDS)
-    def test_with_every_keyword_of_mlx_lm(self, geared_demo, demo, keywords):
+    def test_with_every_keyword_of_mlx_lm(self, geared_demo, demo, keywords, prompt):
         given = {"max_tokens": 45} | keywords
-        (theirs, after), (ours, after_ours) = both(geared_demo, demo.tokenizer, QUESTION, **given)
-        assert_same(told(ours), told(theirs))
+        (theirs, after), (ours, after_ours) = both(geared_demo, demo.tokenizer, prompt, **given)
+        assert_same_text(told(ours), told(theirs))
         assert after == after_ours
 
     def test_processors_are_given_the_tokens_before_each_place(self, geared_demo, demo):
@@ -209,14 +200,14 @@ class TestIsTheTopGear:
         gearbox = Gearbox(model, "3,8", kernels="auto")
         for prompt in (QUESTION, TALE):
             (theirs, _), (ours, _) = both(gearbox, tokenizer, prompt, max_tokens=40)
-            assert_same(told(ours), told(theirs))
+            assert_same_text(told(ours), told(theirs))
 
     def test_stop_tokens_inside_a_draft_end_the_text(self, geared_demo, demo):
         tokenizer = copy.deepcopy(demo.tokenizer)
         (theirs, _), _ = both(geared_demo, tokenizer, QUESTION, max_tokens=40)
         tokenizer.eos_token_ids = {theirs[20].token}
         (theirs, _), (ours, _) = both(geared_demo, tokenizer, QUESTION, max_tokens=40, mode=Lossless(draft_length=15))
-        assert_same(told(ours), told(theirs))
+        assert_same_text(told(ours), told(theirs))
         assert ours[-1].finish_reason == "stop"
         assert len(ours) <= 21
 
