@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+from conftest import read_trace
 from fake_server import HTML, Answer, answer, chat_answer, chat_entry, chatting, fake_server, refused, slowly, whole
 from servers import free_port, mlx_lm_server
 
@@ -29,7 +30,7 @@ def asked(command, tmp_path):
         result = command("analyze", "--server", url, "--prompts", file, "--out", out, "--max-tokens", 8, *flags)
         result.seconds = time.perf_counter() - begun
         trace, summary = out / "trace.jsonl", out / "summary.json"
-        result.records = [json.loads(line) for line in trace.read_text().splitlines()] if trace.exists() else None
+        result.records = read_trace(trace) if trace.exists() else None
         result.summary = json.loads(summary.read_text()) if summary.exists() else None
         result.files = sorted(path.name for path in out.iterdir()) if out.exists() else []
         return result
@@ -179,7 +180,7 @@ def test_bounds_bracket_the_entropies_of_the_same_text(asked, command, mlx_lm_ur
     assert remote.status == 0, remote.err
     prompts, out = tmp_path / "prompts.txt", tmp_path / "local"
     assert command("analyze", "--prompts", prompts, "--out", out, *flags, "--gears", "4,8,16").status == 0
-    local = [json.loads(line) for line in (out / "trace.jsonl").read_text().splitlines()]
+    local = read_trace(out / "trace.jsonl")
     same = list(itertools.takewhile(lambda pair: pair[0]["token"] == pair[1]["token"], zip(remote.records, local)))
     assert len(same) >= 40
     for seen, known in same:

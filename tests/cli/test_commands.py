@@ -7,6 +7,7 @@ from pathlib import Path
 import mlx_lm
 import numpy as np
 import pytest
+from conftest import read_trace
 from mlx_lm.generate import setup_arg_parser as mlx_lm_flags
 
 from gearbx_mlx import GearbxError, GearbxWarning
@@ -27,10 +28,6 @@ TRACE_FIELDS = ["index", "token", "text", "entropy", "mean_entropy", "gear", "sh
 
 def read_json(path: Path) -> dict:
     return json.loads(path.read_text())
-
-
-def read_trace(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")

@@ -2,17 +2,16 @@
 
 import shlex
 from importlib import import_module
-from pathlib import Path
 
 import pytest
+from conftest import HELD_OUT
 from refusals import assert_refused
 
 from gearbx_mlx.__main__ import COMMANDS
 from gearbx_mlx.gone import SINCE
 from gearbx_mlx.loading import DEMO_MODEL
 
-DATA = Path(__file__).parents[1] / "data" / "gsm8k_held_out.jsonl"
-NAMES = {"DEMO": str(DEMO_MODEL), "DATA": str(DATA), "LONG": "x" * 5000, "WIDE": "w" * 300, "NEAR": "n" * 250}
+NAMES = {"DEMO": str(DEMO_MODEL), "DATA": str(HELD_OUT), "LONG": "x" * 5000, "WIDE": "w" * 300, "NEAR": "n" * 250}
 
 REFUSED = [
     # what is written and read

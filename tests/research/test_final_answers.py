@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from conftest import HELD_OUT
 from refusals import refuses
 
 from gearbx_mlx.errors import GearbxError
@@ -126,7 +127,6 @@ class TestReading:
             read_problems(file)
 
 
-HELD_OUT = Path(__file__).parents[1] / "data" / "gsm8k_held_out.jsonl"
 WAYS = ["16", "4", "route"]
 HOW = {"task": "math", "ways": WAYS, "num_problems": 2, "num_shots": 1, "max_tokens": 12}
 
