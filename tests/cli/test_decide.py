@@ -181,11 +181,6 @@ def test_the_mode_that_other_flags_belong_to(by_flags):
     assert by_flags("bfloat16").mode.name == otherwise
 
 
-def test_both_flags_that_choose_codes():
-    with pytest.raises(GearbxError, match="--base and --manifest both choose codes"):
-        GearFlags(base="", manifest="m.json")
-
-
 @pytest.mark.parametrize(("parser", "most"), [(setup_arg_parser, 45), (server_parser, 55)], ids=["generate", "server"])
 def test_there_are_so_many_flags_at_most(parser, most):
     made, printing = parser(), {"--help", "-h", "--help-all", "--version"}
@@ -215,25 +210,6 @@ def test_a_file_of_a_gate_alone(generated, tmp_path):
 
 
 GENERATE = ("-m", 4, "--ignore-chat-template")
-
-
-@pytest.mark.some(2)
-@pytest.mark.parametrize(
-    ("flags", "mode"),
-    [
-        (("--mode", "route"), "route"),
-        (("--mode", "static", "--gear", "low"), "static"),
-        (("--mode", "telemetry-only"), "telemetry-only"),
-        (("--draft-length", 2), "lossless"),
-        (("--thresholds", 1.5), "route"),
-        (("--gear", "low"), "static"),
-        (("--gears", 4), "lossless"),
-        (("--target-tps", 1), "route"),
-    ],
-    ids=str,
-)
-def test_a_geared_checkpoint_starts_in_the_mode_that_flags_ask_for(generated, places, flags, mode):
-    assert generated("--model", places / "exact", *GENERATE, *flags).summary["mode"] == mode
 
 
 class TestModeLossless:
