@@ -359,6 +359,15 @@ def stream_pair(small, large, tokenizer, prompt, max_tokens=256, **keywords):
     return stream_generate(large, tokenizer, prompt, max_tokens, mode=mode, **settings)
 
 
+class Clock:
+    """A clock that a test moves on."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 class Script:
     """A gate that follows a list of gears, again and again."""
 
@@ -421,6 +430,11 @@ def loaded_demo() -> SimpleNamespace:
 def demo():
     """The model that ships and its tokenizer, one for each file of tests, which leave it in the top gear."""
     return loaded_demo()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(demo):
+    return demo.tokenizer
 
 
 @pytest.fixture(scope="session", autouse=True)

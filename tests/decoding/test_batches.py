@@ -22,11 +22,6 @@ def gearbox():
     return Gearbox(load()[0], "4,16")
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load()[1]
-
-
 @pytest.fixture
 def written(gearbox, tokenizer):
     def write(prompts=PROMPTS, **keywords):
