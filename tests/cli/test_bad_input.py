@@ -233,17 +233,16 @@ WITHOUT_A = {"normalizer": {"type": "Replace", "pattern": {"String": "a"}, "cont
                 ("--chat-template-config", '{"thinking": true}'),
             )
         ),
+        (
+            "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
+            {},
+            ("--prefill-response", "It is"),
+            "error: the chat template refuses this (",
+        ),
     ],
 )
 def test_what_a_template_has_no_room_for(command, with_template, template, tokenizer, flags, complaint):
     assert_refused(command("generate", "--model", with_template(template, **tokenizer), *flags), complaint)
-
-
-def test_a_template_that_does_not_go_on_with_an_answer_is_refused(command, with_template):
-    model = with_template("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
-    result = command("generate", "--model", model, "--prefill-response", "It is")
-    assert result.status == 2
-    assert result.err.startswith("error: the chat template refuses this (")
 
 
 def test_a_template_that_hides_the_message_is_refused_after_a_prompt_cache(command, with_template, tmp_path):

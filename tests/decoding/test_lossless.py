@@ -244,20 +244,6 @@ class TestCache:
             for a, b in zip(mine.keys_and_values(), other.keys_and_values()):
                 assert mx.array_equal(a, b)
 
-    def test_goes_on_over_turns_as_the_top_gear_does(self, geared_demo, demo):
-        texts = []
-        for mode in (None, "lossless"):
-            cache, made = make_prompt_cache(demo.model), []
-            for turn in ("Tom has 5 apples.", " He buys 7 more.", " How many has he now?"):
-                geared_demo.shift("high")
-                if mode is None:
-                    run = mlx_lm.stream_generate(demo.model, demo.tokenizer, turn, 12, prompt_cache=cache)
-                else:
-                    run = run_of(geared_demo, demo.tokenizer, turn, 12, prompt_cache=cache)
-                made.append([r.token for r in run])
-            texts.append(made)
-        assert texts[0] == texts[1]
-
     def test_where_drafts_fail_the_top_gear_goes_on_alone(self, tiny):
         class OneAtATime(RotatingKVCache):
             low = False
@@ -343,21 +329,13 @@ class TestReads:
         with counting_reads() as reads:
             yield reads
 
-    @pytest.mark.parametrize("sampler", [None, "ours", "top-p"])
-    def test_once_a_round_with_the_kernels_of_mlx(self, reads, sampler):
-        gearbox = Gearbox(tiny_model(), "6,16", kernels="mlx")
+    @pytest.mark.parametrize(("ladder", "sampler"), [("6,16", None), ("6,16", "ours"), ("6,16", "top-p"), ("16", None)])
+    def test_once_a_round_with_the_kernels_of_mlx(self, reads, ladder, sampler):
+        gearbox = Gearbox(tiny_model(), ladder, kernels="mlx")
         mode, given = Lossless(draft_length=3, lookup_tokens=0), {"sampler": SAMPLERS.get(sampler)}
         run = run_of(gearbox, endless(), [1, 5, 9], 40, mode, **given)
         next(run)
         reads.count = 0
-        rounds = sum(response.passes[1] for response in run)
-        assert 40 // 4 <= rounds < 40
+        rounds = sum(response.passes[-1] for response in run)
+        assert (40 // 4 <= rounds < 39) if "," in ladder else rounds == 39
         assert reads.count <= rounds
-
-    def test_once_a_token_where_the_top_gear_writes_alone(self, reads):
-        gearbox = Gearbox(tiny_model(), "16", kernels="mlx")
-        run = run_of(gearbox, endless(), [1, 5, 9], 40, Lossless(draft_length=3, lookup_tokens=0))
-        next(run)
-        reads.count = 0
-        assert len(list(run)) == 39
-        assert reads.count <= 39

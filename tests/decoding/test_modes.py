@@ -101,9 +101,8 @@ class TestWithoutAMode:
         observed, _ = load()
         assert mode_of(observed, gearbox=Observer(observed)) == "telemetry-only"
 
-    def test_a_geared_checkpoint_drafts_in_a_program(self, tmp_path):
-        convert(mlx_path=str(tmp_path / "geared"), format="exact", gears="4,16")
-        model, tokenizer = load(tmp_path / "geared")
+    def test_a_geared_checkpoint_drafts_in_a_program(self, geared):
+        model, tokenizer = load(geared)
         responses = stream_generate(model, tokenizer, TALE, 12)
         assert any(response.source == "draft" for response in responses)
         assert responses.summary()["mode"] == "lossless"

@@ -9,7 +9,6 @@ import pytest
 from ranks import Ranks, free_addresses, run_ranks
 from refusals import refuses
 
-from gearbx_mlx.ranks.agreement import first_difference
 from gearbx_mlx.ranks.place import place_here
 
 pytestmark = [
@@ -70,14 +69,6 @@ class TestPlace:
     def test_what_is_no_place_in_a_hostfile_is_refused(self, tmp_path, content, variables, said):
         with refuses(*said.split(" … ")):
             place_here(hostfile(tmp_path, content) | variables)
-
-
-def test_the_first_difference_names_the_rank_and_both_values():
-    same = {"--seed": "1", "--temp": "0"}
-    assert first_difference([same, same]) is None
-    found = first_difference([same, same, same | {"--seed": "2"}])
-    assert found.startswith("rank 2 differs from rank 0: --seed is 2, and on rank 0 1;")
-    assert "more is nothing, and on rank 0 here" in first_difference([same | {"more": "here"}, same])
 
 
 @pytest.mark.parametrize("command", ["chat", "server", "evaluate", "convert", "benchmark"])
