@@ -223,14 +223,20 @@ class TestCache:
     @pytest.mark.parametrize("ends", ["length", "stop", "closed"])
     def test_holds_what_the_top_gear_alone_would_have_put_there(self, geared_demo, demo, ends):
         tokenizer = copy.deepcopy(demo.tokenizer)
-        geared_demo.shift("high")
-        if ends == "stop":
-            made = [r.token for r in mlx_lm.stream_generate(demo.model, tokenizer, QUESTION, 30)]
-            tokenizer.eos_token_ids = {made[17]}
-        caches = []
-        for mode in (None, "lossless"):
+
+        def begun():
+            """Return the cache of an earlier turn."""
             cache = make_prompt_cache(demo.model)
             geared_demo.shift("high")
+            demo.model(mx.array([tokenizer.encode(TALE)]), cache=cache)
+            return cache
+
+        if ends == "stop":
+            run = mlx_lm.stream_generate(demo.model, tokenizer, QUESTION, 30, prompt_cache=begun())
+            tokenizer.eos_token_ids = {[r.token for r in run][17]}
+        caches = []
+        for mode in (None, "lossless"):
+            cache = begun()
             if mode is None:
                 run = mlx_lm.stream_generate(demo.model, tokenizer, QUESTION, 30, prompt_cache=cache)
             else:
