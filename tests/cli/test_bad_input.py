@@ -180,14 +180,6 @@ def test_a_summary_that_was_there_survives_a_failed_run(command, tmp_path):
     assert (tmp_path / "s.json").read_text() == "before"
 
 
-def test_a_prompt_cache_of_another_model(command, tmp_path, demo):
-    file = tmp_path / "cache.safetensors"
-    cache = make_prompt_cache(demo.model)
-    demo.model(mx.array([[1, 2, 3]]), cache=cache)
-    save_prompt_cache(str(file), cache, {"model": "somebody/else", "tokenizer_config": "{}"})
-    assert_refused(command("generate", "--model", DEMO_MODEL, "--prompt-cache-file", file), file, "somebody/else")
-
-
 def test_what_was_not_foreseen_is_one_line_too(command, monkeypatch):
     def broken(*_, **__):
         raise ZeroDivisionError("a bug")

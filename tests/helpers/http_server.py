@@ -86,6 +86,20 @@ def events(client, path, **body):
     return [json.loads(text) for text in data[:-1]]
 
 
+def hears_of_the_end(url, number, stream):
+    """Return the status of a long answer, and whether it says that the server stops."""
+    body = {"prompt": f"Tom has {number} apples. He", "max_tokens": 4000, "stream": stream}
+    answer = httpx.post(f"{url}/v1/completions", json=body, trust_env=False, timeout=60)
+    return answer.status_code, "the server is stopping" in answer.text
+
+
+def by_openai(client):
+    """OpenAI's client of a server."""
+    import openai  # takes a second
+
+    return openai.OpenAI(base_url=f"{client.server.where}/v1", api_key="none", max_retries=0)
+
+
 def error_of(answer, status=400):
     """The message of an error object."""
     assert answer.status_code == status, answer.text

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 import anthropic
 import httpx
 import jsonschema
-import openai
 import pytest
 import schemathesis
 from http_server import (
@@ -19,6 +18,7 @@ from http_server import (
     TOOL,
     WORD_PROBLEM,
     at_once,
+    by_openai,
     chat,
     complete,
     error_of,
@@ -27,6 +27,7 @@ from http_server import (
     text_of,
 )
 from hypothesis import HealthCheck, settings
+from schemas import CHOICE, PERSON, TOO_MUCH
 from schemathesis import checks
 from scripted_model import save_scripted
 
@@ -36,18 +37,7 @@ from gearbx_mlx.serving.web import Guard
 
 pytestmark = pytest.mark.processes
 
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 12},
-        "apples": {"type": "integer", "minimum": 0, "maximum": 100},
-        "likes": {"enum": ["tea", "milk"]},
-    },
-    "required": ["name", "apples", "likes"],
-    "additionalProperties": False,
-}
-FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
-TOO_MUCH = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1000)}}  # compiles, but no more
+FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
 MODES = ({"gear": "high"}, {"gear": "low"}, {"mode": "lossless"}, {"mode": "route"}, {"mode": "kickdown"})
 ASKED = {"model": "default_model", "max_tokens": 16, "messages": MESSAGES}
 
@@ -56,10 +46,6 @@ ASKED = {"model": "default_model", "max_tokens": 16, "messages": MESSAGES}
 def client():
     with served(gears="4,16", log_level="ERROR") as client:
         yield client
-
-
-def by_openai(client):
-    return openai.OpenAI(base_url=f"{client.server.where}/v1", api_key="none", max_retries=0)
 
 
 @pytest.fixture(scope="module")
@@ -173,20 +159,20 @@ class TestForcedCalls:
 class TestSchemas:
     @pytest.mark.parametrize("gearbx", MODES, ids=str)
     def test_an_answer_fits_its_schema_in_every_mode(self, ours, gearbx):
-        asked = ASKED | {"max_tokens": 80, "response_format": FORMAT, "extra_body": {"gearbx": gearbx}}
+        asked = ASKED | {"max_tokens": 200, "response_format": FORMAT, "extra_body": {"gearbx": gearbx}}
         whole = ours.chat.completions.create(**asked).choices[0]
         assert whole.finish_reason == "stop"
-        jsonschema.validate(json.loads(whole.message.content), SCHEMA)
+        jsonschema.validate(json.loads(whole.message.content), PERSON)
         chunks = ours.chat.completions.create(**asked, stream=True)
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.message.content
 
     def test_answers_at_once_have_schemas_of_their_own(self, client):
-        schemas = [SCHEMA, {"enum": ["yes", "no"]}, {"type": "integer", "minimum": 0, "maximum": 9}, None] * 2
+        schemas = [PERSON, CHOICE, {"type": "integer", "minimum": 0, "maximum": 9}, None] * 2
         formats = [s and {"type": "json_schema", "json_schema": {"schema": s}} for s in schemas]
         gears = [{"gear": "high"}] * 4 + [{"mode": "lossless"}] * 4
 
         def ask(place):
-            body = {"max_tokens": 80, "response_format": formats[place], "gearbx": gears[place]}
+            body = {"max_tokens": 200, "response_format": formats[place], "gearbx": gears[place]}
             return complete(client, **body)["choices"][0]["text"]
 
         alone = [ask(place) for place in range(8)]
