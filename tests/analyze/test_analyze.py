@@ -132,17 +132,12 @@ def test_no_more_tokens_are_read_than_were_asked_for(asked):
     assert (result.status, len(result.records)) == (0, 16)
 
 
-@pytest.fixture(scope="module")
-def mlx_lm_url():
-    with mlx_lm_server() as url:
-        yield url
-
-
 @pytest.mark.slow
-def test_bounds_bracket_the_entropies_of_the_same_text(asked, command, mlx_lm_url, tmp_path):
+def test_bounds_bracket_the_entropies_of_the_same_text(asked, command, tmp_path):
     """The demo model, which lists 11 log-probabilities in bfloat16."""
     flags = "--ignore-chat-template", "--max-tokens", 40, "--gear", "low"
-    remote = asked(mlx_lm_url + "/v1", *flags, "--vocab-size", 4096)
+    with mlx_lm_server() as url:
+        remote = asked(url + "/v1", *flags, "--vocab-size", 4096)
     assert remote.status == 0, remote.err
     prompts, out = tmp_path / "prompts.txt", tmp_path / "local"
     assert command("analyze", "--prompts", prompts, "--out", out, *flags, "--gears", "4,8,16").status == 0
@@ -156,12 +151,8 @@ def test_bounds_bracket_the_entropies_of_the_same_text(asked, command, mlx_lm_ur
     assert "Answer: He has 5 apples" in "".join(record["text"] for record in remote.records)
 
 
-@pytest.fixture
-def without_matplotlib(monkeypatch):
+def test_trace_and_summary_are_written_and_a_line_says_what_pictures_need(command, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-
-
-def test_trace_and_summary_are_written_and_a_line_says_what_pictures_need(command, tmp_path, without_matplotlib):
     (tmp_path / "prompts.txt").write_text("Tom has 3 apples.\n")
     out = tmp_path / "report"
     done = command("analyze", "--prompts", tmp_path / "prompts.txt", "--out", out, "-m", 4)

@@ -30,14 +30,6 @@ def read_json(path: Path) -> dict:
     return json.loads(path.read_text())
 
 
-@pytest.fixture(scope="module")
-def four_bit(tmp_path_factory) -> Path:
-    """The demo model as `mlx_lm.convert -q` makes it."""
-    path = tmp_path_factory.mktemp("converted") / "demo-4bit"
-    mlx_lm.convert(str(DEMO_MODEL), str(path), quantize=True, q_bits=4, q_group_size=64)
-    return path
-
-
 class TestFlags:
     def test_help_shows_what_most_need_and_help_all_every_flag(self, command):
         shown = [command("generate", flag) for flag in ("--help", "--help-all")]
@@ -126,8 +118,9 @@ class TestGenerate:
 
 
 @pytest.mark.slow
-def test_analyze_writes_trace_summary_and_pictures(command, four_bit, tmp_path):
-    prompts = tmp_path / "prompts.txt"
+def test_analyze_writes_trace_summary_and_pictures(command, tmp_path):
+    prompts, four_bit = tmp_path / "prompts.txt", tmp_path / "demo-4bit"
+    mlx_lm.convert(str(DEMO_MODEL), str(four_bit), quantize=True, q_bits=4, q_group_size=64)
     prompts.write_text("Once upon a time\n\nTom has 3 apples.\n")
     result = command("analyze", "--model", four_bit, "--prompts", prompts, "--out", tmp_path / "out", "-m", 20)
     assert result.status == 0

@@ -47,17 +47,13 @@ def until_the_end(generator, uids):
     return [[response for response in seen if response.uid == uid] for uid in uids]
 
 
-def text_of(responses):
-    return "".join(response.text for response in responses)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("gear", ["low", "high"])
 def test_in_one_gear_each_text_and_its_trace_are_those_of_the_prompt_alone(written, alone, gear):
     batch = written(mode=Static(gear), max_tokens=ROOM, return_token_ids=True)
     for text, trace, tokens, prompt, room in zip(batch.texts, batch.traces, batch.token_ids, PROMPTS, ROOM):
         single = alone(prompt, room, mode=Static(gear))
-        assert text == text_of(single)
+        assert text == "".join(response.text for response in single)
         assert tokens == [response.token for response in single]
         for field in ("text", "token", "gear", "entropy", "mean_entropy", "shifted", "finish_reason", "prompt_tokens"):
             assert [getattr(each, field) for each in trace] == [getattr(each, field) for each in single], field

@@ -326,22 +326,14 @@ class TestWhatIsCounted:
         assert not any(r.near_tie for r in run_of(geared_demo, demo.tokenizer, QUESTION, 30))
 
 
-class TestReads:
-    """Where MLX computes, a round waits for the device once."""
-
-    @pytest.fixture
-    def reads(self):
-        """Counts how often an array becomes Python's or numpy's, by whatever way."""
-        with counting_reads() as reads:
-            yield reads
-
-    @pytest.mark.parametrize(("ladder", "sampler"), [("6,16", None), ("6,16", "ours"), ("6,16", "top-p"), ("16", None)])
-    def test_once_a_round_with_the_kernels_of_mlx(self, reads, ladder, sampler):
-        gearbox = Gearbox(tiny_model(), ladder, kernels="mlx")
-        mode, given = Lossless(draft_length=3, lookup_tokens=0), {"sampler": SAMPLERS.get(sampler)}
-        run = run_of(gearbox, endless(), [1, 5, 9], 40, mode, **given)
+@pytest.mark.parametrize(("ladder", "sampler"), [("6,16", None), ("6,16", "ours"), ("6,16", "top-p"), ("16", None)])
+def test_where_mlx_computes_a_round_waits_for_the_device_once(ladder, sampler):
+    gearbox = Gearbox(tiny_model(), ladder, kernels="mlx")
+    mode, given = Lossless(draft_length=3, lookup_tokens=0), {"sampler": SAMPLERS.get(sampler)}
+    run = run_of(gearbox, endless(), [1, 5, 9], 40, mode, **given)
+    with counting_reads() as reads:  # how often an array becomes Python's or numpy's
         next(run)
         reads.count = 0
         rounds = sum(response.passes[-1] for response in run)
-        assert (40 // 4 <= rounds < 39) if "," in ladder else rounds == 39
-        assert reads.count <= rounds
+    assert (40 // 4 <= rounds < 39) if "," in ladder else rounds == 39
+    assert reads.count <= rounds

@@ -15,10 +15,6 @@ LOW_TEXTS = [(Static("low", prompt_gear=asked), reads) for asked, reads in READ_
 LOW_TEXTS += [(Kickdown([1e3]), "high"), (Route([1e3], initial_gear="low"), "high")]
 
 
-def written(demo, gearbox, mode, count=12, **keywords):
-    return list(stream_generate(demo.model, demo.tokenizer, TALE, count, mode=mode, gearbox=gearbox, **keywords))
-
-
 def by_hand(demo, gearbox, reads, writes, count):
     """Greedy tokens: one gear reads the prompt except its last token, another gear computes everything after."""
     tokens, cache = demo.tokenizer.encode(TALE), make_prompt_cache(demo.model)
@@ -35,7 +31,7 @@ def by_hand(demo, gearbox, reads, writes, count):
 class TestWhoReads:
     @pytest.mark.parametrize(("mode", "reads"), LOW_TEXTS, ids=str)
     def test_the_text_is_that_of_a_prompt_in_this_gear(self, demo, geared_demo, mode, reads):
-        found = written(demo, geared_demo, mode)
+        found = list(stream_generate(demo.model, demo.tokenizer, TALE, 12, mode=mode, gearbox=geared_demo))
         assert [response.token for response in found] == by_hand(demo, geared_demo, reads, "low", 12)
         assert {response.gear for response in found} == {"low"}
 

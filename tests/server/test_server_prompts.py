@@ -25,11 +25,6 @@ def in_eight_bits():
         yield client
 
 
-@pytest.fixture(scope="module")
-def expected(kept):
-    return fresh(kept, TALE, LOSSLESS)
-
-
 def fresh(client, prompt: str, options: dict) -> str:
     """The text from a server without earlier requests."""
     forget(client)
@@ -61,7 +56,8 @@ def test_the_top_gear_reads_again_what_a_lower_gear_read(in_eight_bits):
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize("before", list(itertools.permutations([LOSSLESS, LOW, ROUTE])), ids=str)
-def test_a_lossless_text_depends_on_no_request_before_it(in_eight_bits, expected, before):
+def test_a_lossless_text_depends_on_no_request_before_it(in_eight_bits, kept, before):
+    expected = fresh(kept, TALE, LOSSLESS)
     forget(in_eight_bits)
     for options in before:
         complete(in_eight_bits, TALE, gearbx=options)
