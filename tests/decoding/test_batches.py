@@ -209,21 +209,21 @@ class TestBadInput:
 
     @pytest.mark.parametrize("mode", [Static("high"), Lossless(lookup_tokens=0)], ids=lambda mode: mode.name)
     @pytest.mark.parametrize(
-        ("broken", "words"),
-        [(lambda logits: logits * float("nan"), "the logits are not finite"), (lambda logits: 1 / 0, "by zero")],
+        ("whole", "broken", "words"),
+        [(0, lambda logits: logits * float("nan"), "the logits are not finite"), (3, lambda logits: 1 / 0, "by zero")],
     )
-    def test_of_one_row_alone_ends_its_sequence_alone(self, gearbox, tokenizer, alone, mode, broken, words):
+    def test_of_one_row_alone_ends_its_sequence_alone(self, gearbox, tokenizer, alone, mode, whole, broken, words):
         tokens = [tokenizer.encode(prompt) for prompt in PROMPTS[:2]]
 
         def fails(before, logits):
-            return logits if len(before) < len(tokens[1]) + 3 else broken(logits)
+            return logits if len(before) < len(tokens[1]) + whole else broken(logits)
 
         generator = batch_generator(gearbox.model, tokenizer, mode=mode, gearbox=gearbox)
         uids = generator.insert(tokens, [6, 6], logits_processors=[None, [fails]])
         good, bad = until_the_end(generator, uids)
         expected = alone(PROMPTS[0], 6, mode=Static("high"))
         assert [response.token for response in good] == [each.token for each in expected]
-        assert [response.error for response in bad[:-1]] == [None] * 3
+        assert [response.error for response in bad[:-1]] == [None] * whole
         assert words in str(bad[-1].error)
 
 
