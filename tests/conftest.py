@@ -48,6 +48,7 @@ from gearbx_mlx.loading import DEMO_MODEL
 # Where programs that a test starts find what tests share. The folders here have the names of packages, such as lm_eval,
 # and must not be taken for one that is not installed.
 TESTS = Path(__file__).parent
+HELD_OUT = TESTS / "data" / "gsm8k_held_out.jsonl"
 PATHS = [str(TESTS), str(TESTS / "helpers")]
 sys.path.remove(PATHS[0])
 
@@ -358,6 +359,15 @@ def stream_pair(small, large, tokenizer, prompt, max_tokens=256, **keywords):
     return stream_generate(large, tokenizer, prompt, max_tokens, mode=mode, **settings)
 
 
+class Clock:
+    """A clock that a test moves on."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 class Script:
     """A gate that follows a list of gears, again and again."""
 
@@ -422,6 +432,11 @@ def demo():
     return loaded_demo()
 
 
+@pytest.fixture(scope="module")
+def tokenizer(demo):
+    return demo.tokenizer
+
+
 @pytest.fixture(scope="session", autouse=True)
 def nearest_codes():
     """Conversions choose no codes by a text unless a test asks for it: that takes a minute."""
@@ -479,6 +494,10 @@ def command(monkeypatch, capsys):
     return run
 
 
+def read_trace(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
 @pytest.fixture
 def generated(command, tmp_path):
     """Run `generate`, which must not fail; as `command`, and its `summary` and `trace`."""
@@ -488,7 +507,7 @@ def generated(command, tmp_path):
         done = command("generate", *flags, "--summary", summary, "--trace", trace)
         assert done.status == 0, done.err
         done.summary = json.loads(summary.read_text())
-        done.trace = [json.loads(line) for line in trace.read_text().splitlines()]
+        done.trace = read_trace(trace)
         return done
 
     return run
@@ -497,5 +516,4 @@ def generated(command, tmp_path):
 @pytest.fixture(scope="session")
 def held_out() -> list[dict]:
     """Problems of the GSM8K test set (MIT), which the demo model never saw."""
-    file = TESTS / "data" / "gsm8k_held_out.jsonl"
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return read_trace(HELD_OUT)

@@ -7,8 +7,9 @@ import sys
 import time
 
 import pytest
+from conftest import read_trace
 from fake_server import HTML, Answer, answer, chat_answer, chat_entry, chatting, fake_server, refused, slowly, whole
-from servers import free_port, mlx_lm_server
+from servers import mlx_lm_server
 
 from gearbx_mlx.routing.bounds import bits
 from gearbx_mlx.telemetry.trace import PICTURES
@@ -29,7 +30,7 @@ def asked(command, tmp_path):
         result = command("analyze", "--server", url, "--prompts", file, "--out", out, "--max-tokens", 8, *flags)
         result.seconds = time.perf_counter() - begun
         trace, summary = out / "trace.jsonl", out / "summary.json"
-        result.records = [json.loads(line) for line in trace.read_text().splitlines()] if trace.exists() else None
+        result.records = read_trace(trace) if trace.exists() else None
         result.summary = json.loads(summary.read_text()) if summary.exists() else None
         result.files = sorted(path.name for path in out.iterdir()) if out.exists() else []
         return result
@@ -80,8 +81,11 @@ def test_where_the_bounds_choose_different_gears_the_gear_is_undecided(asked, tm
     assert wide.summary["undecided_share"] == 0
 
 
+LATE = "no token for 1 s; give it more time with --server-timeout"
+
+
 @pytest.mark.slow
-@pytest.mark.some(2)
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("reply", "words", "came"),
     [
@@ -95,12 +99,13 @@ def test_where_the_bounds_choose_different_gears_the_gear_is_undecided(asked, tm
         (lambda: Answer([b'{"choices": [{']), "not JSON", 1),
         (lambda: answer({"choices": [{"logprobs": {"content": 3}}]}), "content is 3, not a list", 1),
         (lambda: refused("overloaded", 503), "answers 503 (overloaded); look at the server's log", 1),
+        *((lambda sent=sent: Answer(slowly(itertools.repeat(sent), 0.02)), LATE, 1) for sent in (b"", b"x")),
     ],
 )
 def test_a_server_that_lies_or_stops_is_one_line_and_the_files_have_what_came(asked, reply, words, came):
     replies = itertools.chain([chat_answer(PAIR)], iter(reply, None))
     with fake_server(chatting(lambda body: next(replies), VOCABULARY)) as fake:
-        result = asked(fake.url + "/v1")
+        result = asked(fake.url + "/v1", "--server-timeout", 1)
     (line,) = errors(result)
     assert result.status == 2
     assert words in line
@@ -110,34 +115,15 @@ def test_a_server_that_lies_or_stops_is_one_line_and_the_files_have_what_came(as
     assert result.files == sorted(["trace.jsonl", "summary.json", *PICTURES])
 
 
-def test_a_server_that_cannot_answer_is_one_line_and_no_picture(asked):
+def test_a_server_that_cannot_answer_or_is_down_is_one_line_and_no_picture(asked):
     with fake_server(chatting(lambda body: Answer([b"<html>gone</html>"], 502, HTML))) as fake:
-        result = asked(fake.url + "/v1")
-    assert result.status == 2
-    assert "answers 502 (no reason given)" in errors(result)[0]
-    assert fake.url in errors(result)[0]
-    assert (result.files, result.records) == (["summary.json", "trace.jsonl"], [])
-
-
-def test_a_server_that_is_down(asked):
-    url = f"http://127.0.0.1:{free_port()}/v1"
-    result = asked(url, "--server-model", "m")
-    assert result.status == 2
-    assert f"error: {url}: no connection (" in errors(result)[0]
-    assert "start the server, or check --server" in errors(result)[0]
-
-
-@pytest.mark.some(1)
-@pytest.mark.parametrize("noise", [b"", b"x"])
-def test_a_server_that_never_ends_its_answer(asked, noise):
-    endless = Answer(slowly(itertools.repeat(noise), 0.02))
-    replies = iter([chat_answer(PAIR), endless])
-    with fake_server(chatting(lambda body: next(replies), VOCABULARY)) as fake:
-        started = time.monotonic()
-        result = asked(fake.url + "/v1", "--server-timeout", 0.5)
-    assert (result.status, len(result.records)) == (2, 1)
-    assert "no token for 0.5 s; give it more time with --server-timeout" in errors(result)[0]
-    assert time.monotonic() - started < 30
+        cannot = asked(fake.url + "/v1")
+    down = asked(fake.url + "/v1", "--server-model", "m")
+    for result, words in ((cannot, "answers 502 (no reason given)"), (down, "no connection (")):
+        assert result.status == 2
+        assert f"{fake.url}/v1: {words}" in errors(result)[0]
+        assert (result.files, result.records) == (["summary.json", "trace.jsonl"], [])
+    assert "start the server, or check --server" in errors(down)[0]
 
 
 def test_no_more_tokens_are_read_than_were_asked_for(asked):
@@ -146,40 +132,16 @@ def test_no_more_tokens_are_read_than_were_asked_for(asked):
     assert (result.status, len(result.records)) == (0, 16)
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (("--model", "x"), "--model is for a model that is loaded here"),
-        (("--dtype", "float32"), "--dtype is for a model that is loaded here"),
-        (("--max-tokens", "-1"), "--max-tokens is -1"),
-        (("--ignore-chat-template", "--system-prompt", "x"), "--system-prompt goes into the chat template"),
-        (("--server-timeout", "nan"), "--server-timeout is nan"),
-        (("--vocab-size", "1"), "--vocab-size is 1"),
-        (("--thresholds", "1,2,3"), "3 gears need 2 thresholds"),
-        (("--gears", "5,4"), "gears must ascend"),
-    ],
-)
-def test_flags_that_do_not_go_with_a_server(asked, flags, words):
-    result = asked("http://127.0.0.1:9/v1", *flags)
-    assert result.status == 2
-    assert words in errors(result)[0]
-
-
-@pytest.fixture(scope="module")
-def mlx_lm_url():
-    with mlx_lm_server() as url:
-        yield url
-
-
 @pytest.mark.slow
-def test_bounds_bracket_the_entropies_of_the_same_text(asked, command, mlx_lm_url, tmp_path):
+def test_bounds_bracket_the_entropies_of_the_same_text(asked, command, tmp_path):
     """The demo model, which lists 11 log-probabilities in bfloat16."""
     flags = "--ignore-chat-template", "--max-tokens", 40, "--gear", "low"
-    remote = asked(mlx_lm_url + "/v1", *flags, "--vocab-size", 4096)
+    with mlx_lm_server() as url:
+        remote = asked(url + "/v1", *flags, "--vocab-size", 4096)
     assert remote.status == 0, remote.err
     prompts, out = tmp_path / "prompts.txt", tmp_path / "local"
     assert command("analyze", "--prompts", prompts, "--out", out, *flags, "--gears", "4,8,16").status == 0
-    local = [json.loads(line) for line in (out / "trace.jsonl").read_text().splitlines()]
+    local = read_trace(out / "trace.jsonl")
     same = list(itertools.takewhile(lambda pair: pair[0]["token"] == pair[1]["token"], zip(remote.records, local)))
     assert len(same) >= 40
     for seen, known in same:
@@ -189,12 +151,8 @@ def test_bounds_bracket_the_entropies_of_the_same_text(asked, command, mlx_lm_ur
     assert "Answer: He has 5 apples" in "".join(record["text"] for record in remote.records)
 
 
-@pytest.fixture
-def without_matplotlib(monkeypatch):
+def test_trace_and_summary_are_written_and_a_line_says_what_pictures_need(command, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-
-
-def test_trace_and_summary_are_written_and_a_line_says_what_pictures_need(command, tmp_path, without_matplotlib):
     (tmp_path / "prompts.txt").write_text("Tom has 3 apples.\n")
     out = tmp_path / "report"
     done = command("analyze", "--prompts", tmp_path / "prompts.txt", "--out", out, "-m", 4)

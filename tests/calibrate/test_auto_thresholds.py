@@ -12,11 +12,6 @@ from gearbx_mlx.decoding.route import auto_thresholds
 PROMPT = "Tom has 5 apples. He buys 3 more and gives 4 away. How many does he have?"
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load()[1]
-
-
 def new_gearbox():
     return Gearbox(load()[0], "4,8,16")
 

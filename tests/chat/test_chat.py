@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 from chats import ASKED, MODES, MORE, as_without_a_cache, chat, in_gears, tokens_of, with_roles
 from conftest import save_model, tiny_model
-from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
+from mlx_lm.models.cache import load_prompt_cache
 
 from gearbx_mlx import GearbxError
 from gearbx_mlx.chat.run import converse, obey
@@ -305,12 +305,3 @@ class TestCommands:
         assert tokens == unread
         assert length(entries) == len(held)
         assert held + tokens == conversation
-
-    @pytest.mark.parametrize("said", ["[]", "{", '{"before": 1, "templated": true, "tokens": []}'])
-    def test_a_saved_conversation_that_is_none_is_refused(self, tmp_path, command, demo, said):
-        file = tmp_path / "cache.safetensors"
-        metadata = {"model": str(DEMO_MODEL), "tokenizer_config": "{}", "conversation": said}
-        save_prompt_cache(str(file), make_prompt_cache(demo.model), metadata)
-        done = command("generate", "--prompt-cache-file", file, "-m", 2)
-        assert (done.status, done.out) == (2, "")
-        assert f"{file}: not a prompt cache (" in done.err

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import stat
 import sys
@@ -13,9 +12,9 @@ from pathlib import Path
 import pytest
 from prompt_toolkit.history import FileHistory
 from pseudo_terminal import PseudoTerminal
+from scripted_model import save_endless
 
 from gearbx_mlx.chat.run import history_file
-from gearbx_mlx.loading import DEMO_MODEL
 
 pytestmark = pytest.mark.processes
 
@@ -29,14 +28,7 @@ ENDLESS = "100000"  # tokens
 def endless(tmp_path_factory) -> Path:
     """A model whose answers never end by themselves."""
     model = tmp_path_factory.mktemp("models") / "endless"
-    shutil.copytree(DEMO_MODEL, model)
-    (model / "generation_config.json").unlink()
-    content = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(content | {"eos_token_id": 4095, "max_position_embeddings": 10**6}))
-    content = json.loads((model / "tokenizer_config.json").read_text())
-    words = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
-    never = next(word for word, token in words.items() if token == 4095)
-    (model / "tokenizer_config.json").write_text(json.dumps(content | {"eos_token": never}))
+    save_endless(model)
     return model
 
 

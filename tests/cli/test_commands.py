@@ -7,6 +7,7 @@ from pathlib import Path
 import mlx_lm
 import numpy as np
 import pytest
+from conftest import read_trace
 from mlx_lm.generate import setup_arg_parser as mlx_lm_flags
 
 from gearbx_mlx import GearbxError, GearbxWarning
@@ -27,18 +28,6 @@ TRACE_FIELDS = ["index", "token", "text", "entropy", "mean_entropy", "gear", "sh
 
 def read_json(path: Path) -> dict:
     return json.loads(path.read_text())
-
-
-def read_trace(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-@pytest.fixture(scope="module")
-def four_bit(tmp_path_factory) -> Path:
-    """The demo model as `mlx_lm.convert -q` makes it."""
-    path = tmp_path_factory.mktemp("converted") / "demo-4bit"
-    mlx_lm.convert(str(DEMO_MODEL), str(path), quantize=True, q_bits=4, q_group_size=64)
-    return path
 
 
 class TestFlags:
@@ -129,8 +118,9 @@ class TestGenerate:
 
 
 @pytest.mark.slow
-def test_analyze_writes_trace_summary_and_pictures(command, four_bit, tmp_path):
-    prompts = tmp_path / "prompts.txt"
+def test_analyze_writes_trace_summary_and_pictures(command, tmp_path):
+    prompts, four_bit = tmp_path / "prompts.txt", tmp_path / "demo-4bit"
+    mlx_lm.convert(str(DEMO_MODEL), str(four_bit), quantize=True, q_bits=4, q_group_size=64)
     prompts.write_text("Once upon a time\n\nTom has 3 apples.\n")
     result = command("analyze", "--model", four_bit, "--prompts", prompts, "--out", tmp_path / "out", "-m", 20)
     assert result.status == 0

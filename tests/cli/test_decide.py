@@ -59,21 +59,6 @@ def decided(place, **groups):
     return decide(settings, load(place, lazy=True)[0])
 
 
-@pytest.mark.parametrize(
-    ("model", "groups", "ladder", "format", "why"),
-    [
-        ("float16", {}, "4,8,16", "planes", "the defaults"),
-        ("float16", {"layout": LayoutSettings(gears="3,16")}, "3,16", "planes", "the gears that were asked for"),
-        ("float16", {"layout": LayoutSettings(format="codebook")}, "4,16", "codebook", "the defaults"),
-        ("geared", {}, "4,8", "planes", "gears of the checkpoint"),
-        ("8 bits", {}, "4,8", "planes", "the checkpoint's own codes"),
-    ],
-)
-def test_what_runs_and_why(places, model, groups, ladder, format, why):
-    found = decided(places / model, **groups)
-    assert (str(found.ladder), found.format.name, found.why) == (ladder, format, why)
-
-
 @pytest.mark.parametrize(("free", "note"), [(1e12, "drafts take about"), (1000, "memory is short")])
 @pytest.mark.parametrize(("model", "short"), [("float16", "planes"), ("bfloat16", "exact")])
 def test_drafts_take_what_memory_has_room_for(places, native, monkeypatch, model, short, free, note):
@@ -181,11 +166,6 @@ def test_the_mode_that_other_flags_belong_to(by_flags):
     assert by_flags("bfloat16").mode.name == otherwise
 
 
-def test_both_flags_that_choose_codes():
-    with pytest.raises(GearbxError, match="--base and --manifest both choose codes"):
-        GearFlags(base="", manifest="m.json")
-
-
 @pytest.mark.parametrize(("parser", "most"), [(setup_arg_parser, 45), (server_parser, 55)], ids=["generate", "server"])
 def test_there_are_so_many_flags_at_most(parser, most):
     made, printing = parser(), {"--help", "-h", "--help-all", "--version"}
@@ -215,25 +195,6 @@ def test_a_file_of_a_gate_alone(generated, tmp_path):
 
 
 GENERATE = ("-m", 4, "--ignore-chat-template")
-
-
-@pytest.mark.some(2)
-@pytest.mark.parametrize(
-    ("flags", "mode"),
-    [
-        (("--mode", "route"), "route"),
-        (("--mode", "static", "--gear", "low"), "static"),
-        (("--mode", "telemetry-only"), "telemetry-only"),
-        (("--draft-length", 2), "lossless"),
-        (("--thresholds", 1.5), "route"),
-        (("--gear", "low"), "static"),
-        (("--gears", 4), "lossless"),
-        (("--target-tps", 1), "route"),
-    ],
-    ids=str,
-)
-def test_a_geared_checkpoint_starts_in_the_mode_that_flags_ask_for(generated, places, flags, mode):
-    assert generated("--model", places / "exact", *GENERATE, *flags).summary["mode"] == mode
 
 
 class TestModeLossless:

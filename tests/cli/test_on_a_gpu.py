@@ -27,6 +27,7 @@ def models(tmp_path_factory, demo):
     for name in TYPES:
         made = tiny_model("qwen2", vocab_size=demo.tokenizer.vocab_size, dtype=getattr(mx, name))
         save_model(made, folder / name)
+    mlx_lm.convert(str(folder / "bfloat16"), str(folder / "8bit"), quantize=True, q_bits=8)
     return folder
 
 
@@ -100,13 +101,9 @@ def test_no_pass_runs_before_the_first_token_but_those_of_the_prompt(models, tex
     assert gearbox.kernel_choices.tuner.seconds == 0
 
 
-def test_a_program_has_the_same_gears(models, texts, tmp_path):
+def test_a_program_has_the_same_gears(models, texts):
     for name, gears in (("float16", "4,16"), ("8bit", "8")):
-        path = models / name
-        if name == "8bit":
-            path = tmp_path / name
-            mlx_lm.convert(str(models / "bfloat16"), str(path), quantize=True, q_bits=8)
-        model, tokenizer = load(path)
+        model, tokenizer = load(models / name)
         next(stream_generate(model, tokenizer, [3, 5, 7], 2))
         assert str(attached(model).ladder) == gears
         assert type(model.lm_head).__name__ in ("Linear", "QuantizedLinear")
@@ -159,9 +156,8 @@ def test_another_gpu_has_the_same(models, monkeypatch):
     assert (str(gearbox.ladder), gearbox.format.name, gearbox.kernels.native) == ("4,16", "affine", False)
 
 
-def test_a_quantized_checkpoint_keeps_its_codes_whole(models, texts, tmp_path):
-    mlx_lm.convert(str(models / "bfloat16"), str(tmp_path / "8bit"), quantize=True, q_bits=8)
-    gearbox = decided(tmp_path / "8bit", dtype="bfloat16").in_gears().gearbox
-    plain, _ = mlx_lm.load(str(tmp_path / "8bit"))
+def test_a_quantized_checkpoint_keeps_its_codes_whole(models, texts):
+    gearbox = decided(models / "8bit", dtype="bfloat16").in_gears().gearbox
+    plain, _ = mlx_lm.load(str(models / "8bit"))
     assert str(gearbox.ladder) == "8"
     assert mx.array_equal(gearbox.model(mx.array([[3, 5]])), plain(mx.array([[3, 5]]))).item()

@@ -2,17 +2,16 @@
 
 import shlex
 from importlib import import_module
-from pathlib import Path
 
 import pytest
+from conftest import HELD_OUT
 from refusals import assert_refused
 
 from gearbx_mlx.__main__ import COMMANDS
 from gearbx_mlx.gone import SINCE
 from gearbx_mlx.loading import DEMO_MODEL
 
-DATA = Path(__file__).parents[1] / "data" / "gsm8k_held_out.jsonl"
-NAMES = {"DEMO": str(DEMO_MODEL), "DATA": str(DATA), "LONG": "x" * 5000, "WIDE": "w" * 300, "NEAR": "n" * 250}
+NAMES = {"DEMO": str(DEMO_MODEL), "DATA": str(HELD_OUT), "LONG": "x" * 5000, "WIDE": "w" * 300, "NEAR": "n" * 250}
 
 REFUSED = [
     # what is written and read
@@ -84,6 +83,7 @@ REFUSED = [
     ("generate --residency nowhere", "--residency is nowhere; choose from resident, disk, stream"),
     ("generate --residency stream:3GB", "--residency stream:3GB: a limit frees memory with idle gears on disk alone"),
     ("generate --residency disk:much", "--residency disk:much: 'much' is not a size; give bytes such as 3GB"),
+    ("generate --base DATA --manifest DATA", "--base and --manifest both choose codes"),
     ("generate --kernels auto:int4", "--kernels auto:int4: activations are int16, int8, float"),
     ("generate --mode kickdown --draft-model DEMO", "takes no draft model"),
     ("chat --mode kickdown --draft-model DEMO", "takes no draft model"),
@@ -186,6 +186,19 @@ REFUSED = [
             ("--vocab-size 1", "--vocab-size is 1"),
             ("--port 70000", "--port is 70000"),
             ("--allowed-origins https://example.org/page", "is not the origin of a page"),
+        )
+    ),
+    *(
+        (f"analyze --prompts DATA --out unmade --server http://127.0.0.1:9/v1 {flags}", words)
+        for flags, words in (
+            ("--model x", "--model is for a model that is loaded here"),
+            ("--dtype float32", "--dtype is for a model that is loaded here"),
+            ("--max-tokens=-1", "--max-tokens is -1"),
+            ("--ignore-chat-template --system-prompt x", "--system-prompt goes into the chat template"),
+            ("--server-timeout nan", "--server-timeout is nan"),
+            ("--vocab-size 1", "--vocab-size is 1"),
+            ("--thresholds 1,2,3", "3 gears need 2 thresholds"),
+            ("--gears 5,4", "gears must ascend"),
         )
     ),
     ("server --server x --server-model a,b", "--server 'x' is not an http or https URL"),

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +9,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from conftest import read_trace
 from mlx_lm.models import llama
+from scripted_model import save_endless
 
 from gearbx_mlx.gears.discovery import only_shapes
 from gearbx_mlx.loading import DEMO_MODEL
@@ -48,16 +49,9 @@ def assert_quiet(err: str) -> None:
 def endless(tmp_path_factory) -> list[str]:
     """The command for a text that does not end by itself."""
     model = tmp_path_factory.mktemp("models") / "endless"
-    shutil.copytree(DEMO_MODEL, model)
-    (model / "generation_config.json").unlink()
-    for name, end in (("config.json", {"eos_token_id": 4096}), ("tokenizer_config.json", {"eos_token": "<|never|>"})):
-        (model / name).write_text(json.dumps(json.loads((model / name).read_text()) | end))
+    save_endless(model)
     flags = ["--ignore-chat-template", "-p", "KING:", "-m", "100000", "--max-kv-size", "256", "--temp", "1.5"]
     return [*GENERATE[:3], "--model", str(model), *flags, "--seed", "1"]
-
-
-def read_trace(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 class TestClosedAndFull:

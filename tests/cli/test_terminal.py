@@ -7,6 +7,7 @@ import time
 from functools import partialmethod
 
 import pytest
+from conftest import Clock
 from hypothesis import given
 from hypothesis import strategies as st
 from refusals import assert_refused
@@ -21,13 +22,6 @@ from gearbx_mlx.errors import GearbxError, OutputLost
 from gearbx_mlx.routing.pair import NAMES
 from gearbx_mlx.settings import human_bytes
 from gearbx_mlx.telemetry.summary import draft_rows
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -7,7 +7,8 @@ from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache
 from mlx_lm.sample_utils import make_sampler
 
-from gearbx_mlx import Gearbox, GearbxError, Kickdown, Route, Static, batch_generate, batch_generator, stream_generate
+from gearbx_mlx import Gearbox, GearbxError, Kickdown, Lossless, Route, Static, batch_generate, stream_generate
+from gearbx_mlx.decoding.stream import batch_generator
 from gearbx_mlx.formats import block
 from gearbx_mlx.loading import load
 
@@ -19,11 +20,6 @@ NEVER, ALWAYS = (60.0,), (-1.0,)
 @pytest.fixture(scope="module")
 def gearbox():
     return Gearbox(load()[0], "4,16")
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load()[1]
 
 
 @pytest.fixture
@@ -51,17 +47,13 @@ def until_the_end(generator, uids):
     return [[response for response in seen if response.uid == uid] for uid in uids]
 
 
-def text_of(responses):
-    return "".join(response.text for response in responses)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("gear", ["low", "high"])
 def test_in_one_gear_each_text_and_its_trace_are_those_of_the_prompt_alone(written, alone, gear):
     batch = written(mode=Static(gear), max_tokens=ROOM, return_token_ids=True)
     for text, trace, tokens, prompt, room in zip(batch.texts, batch.traces, batch.token_ids, PROMPTS, ROOM):
         single = alone(prompt, room, mode=Static(gear))
-        assert text == text_of(single)
+        assert text == "".join(response.text for response in single)
         assert tokens == [response.token for response in single]
         for field in ("text", "token", "gear", "entropy", "mean_entropy", "shifted", "finish_reason", "prompt_tokens"):
             assert [getattr(each, field) for each in trace] == [getattr(each, field) for each in single], field
@@ -147,11 +139,18 @@ def test_log_probabilities_are_those_of_the_tokens(written, alone):
         assert logprobs == [each.logprobs[each.token].item() for each in alone(prompt, 5, mode=Static("high"))]
 
 
-@pytest.mark.parametrize("architecture", ["gemma3_text", "qwen3_moe", "mamba", "jamba"])
-def test_other_caches_and_layers(architecture, tokenizer):
+@pytest.mark.parametrize(
+    ("architecture", "mode"),
+    [
+        *((name, Static("low")) for name in ("gemma3_text", "qwen3_moe", "mamba", "jamba")),
+        *((name, Lossless(draft_length=3)) for name in ("gemma3_text", "qwen3_moe", "mamba2")),
+    ],
+    ids=str,
+)
+def test_other_caches_and_layers(architecture, mode, tokenizer):
     """Windows that slide, experts, states."""
     model = tiny_model(architecture)
-    gearbox, mode = Gearbox(model, "4,16"), Static("low")
+    gearbox = Gearbox(model, "4,16")
     prompts = [[1, 5, 9, 2, 7], [3, 4], [8] * 9]
     batch = batch_generate(model, tokenizer, prompts, mode=mode, gearbox=gearbox, max_tokens=5, return_token_ids=True)
     for prompt, tokens in zip(prompts, batch.token_ids):
@@ -208,18 +207,24 @@ class TestBadInput:
         assert tokens == [each.token for each in alone(PROMPTS[0], 6, mode=Static("high"))]
         assert uid not in generator.sequences
 
-    def test_of_one_row_alone_ends_its_sequence_alone(self, gearbox, tokenizer, alone):
-        def broken(tokens, logits):
-            return logits * float("nan")
-
-        generator = batch_generator(gearbox.model, tokenizer, mode=Static("high"), gearbox=gearbox)
+    @pytest.mark.parametrize("mode", [Static("high"), Lossless(lookup_tokens=0)], ids=lambda mode: mode.name)
+    @pytest.mark.parametrize(
+        ("whole", "broken", "words"),
+        [(0, lambda logits: logits * float("nan"), "the logits are not finite"), (3, lambda logits: 1 / 0, "by zero")],
+    )
+    def test_of_one_row_alone_ends_its_sequence_alone(self, gearbox, tokenizer, alone, mode, whole, broken, words):
         tokens = [tokenizer.encode(prompt) for prompt in PROMPTS[:2]]
-        uids = generator.insert(tokens, [6, 6], logits_processors=[None, [broken]])
+
+        def fails(before, logits):
+            return logits if len(before) < len(tokens[1]) + whole else broken(logits)
+
+        generator = batch_generator(gearbox.model, tokenizer, mode=mode, gearbox=gearbox)
+        uids = generator.insert(tokens, [6, 6], logits_processors=[None, [fails]])
         good, bad = until_the_end(generator, uids)
         expected = alone(PROMPTS[0], 6, mode=Static("high"))
         assert [response.token for response in good] == [each.token for each in expected]
-        assert len(bad) == 1
-        assert "the logits are not finite" in str(bad[0].error)
+        assert [response.error for response in bad[:-1]] == [None] * whole
+        assert words in str(bad[-1].error)
 
 
 LENGTHS = [(1, 5), (2, 12), (9, 3), (30, 7), (270, 9), (3, 1), (17, 8), (40, 4)]  # tokens of prompts and texts

@@ -27,9 +27,9 @@ def read_by(model, max_kv_size=None):
     return cache
 
 
-def saved(cache, path, model=DEMO_MODEL):
+def saved(cache, path, model=DEMO_MODEL, **metadata):
     file = path / "cache.safetensors"
-    save_prompt_cache(str(file), cache, {"model": str(model), "tokenizer_config": "{}"})
+    save_prompt_cache(str(file), cache, {"model": str(model), "tokenizer_config": "{}", **metadata})
     return file
 
 
@@ -83,6 +83,21 @@ def test_a_prompt_cache_that_does_not_suit_the_model_is_refused(command, demo, t
     assert result.err.startswith(f"error: {file}: ")
     assert complaint in result.err
     assert "make it again" in result.err or "make one" in result.err
+
+
+NO_CONVERSATIONS = "[]", "{", '{"before": 1, "templated": true, "tokens": []}'
+
+
+@pytest.mark.parametrize(
+    ("metadata", "said"),
+    [
+        ({"model": "somebody/else"}, "somebody/else"),
+        *(({"conversation": told}, "not a prompt cache (") for told in NO_CONVERSATIONS),
+    ],
+)
+def test_a_prompt_cache_that_says_something_wrong_of_itself_is_refused(command, demo, tmp_path, metadata, said):
+    file = saved(read_by(demo.model), tmp_path, **metadata)
+    assert_refused(command("generate", "--model", DEMO_MODEL, "--prompt-cache-file", file), f"{file}: ", said)
 
 
 def test_a_truncated_prompt_cache_is_refused(command, demo, tmp_path):

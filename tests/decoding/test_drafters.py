@@ -121,16 +121,6 @@ class TestAnotherModel:
         assert sum(r.weight_bytes for r in responses) == drafted * (one + two - one) + passes * one
         assert run.summary()["draft_model"]["passes"] == drafted
 
-    def test_a_conversation_goes_on_with_both_caches(self):
-        model, other = tiny_model(), tiny_model(seed=1)
-        gearbox, texts = Gearbox(model, "16"), []
-        for draft in (None, other):
-            cache = [*make_prompt_cache(model), *(make_prompt_cache(other) if draft else [])]
-            how = {"draft_model": draft, "prompt_cache": cache}
-            texts.append([written(gearbox, turn, 9, Lossless(draft_length=3), **how)[0] for turn in (TOKENS, [7, 3])])
-        tokens = [[[token for token, _ in turn] for turn in text] for text in texts]
-        assert tokens[0] == tokens[1]
-
     def test_one_whose_cache_cannot_be_cut_drafts_nothing(self):
         gearbox = Gearbox(tiny_model(), "16")
         theirs = written(gearbox, TOKENS, 20)

@@ -3,17 +3,15 @@
 from collections import Counter
 
 import pytest
-from conftest import ARCHITECTURES, tiny_model
-from lossless_texts import assert_written, written
-from mlx_lm.sample_utils import make_logits_processors
-from test_lossless import QUESTION, SAMPLERS, assert_same, both, told
+from conftest import ARCHITECTURES, assert_same_text, tiny_model
+from conftest import written as told
+from lossless_texts import TWICE, assert_written, written
+from test_lossless import SAMPLERS, both
 
 from gearbx_mlx import Gearbox, GearbxError, Lossless, stream_generate
 from gearbx_mlx.decoding.lossless import Learned
 from gearbx_mlx.decoding.policy import FixedPolicy
 from gearbx_mlx.routing.lookup import LookupAgreement
-
-TWICE = f"{QUESTION} 5 + 7 = 12.\n{QUESTION} 5 + 7"  # which the second answer repeats
 
 
 class Certain(FixedPolicy):
@@ -42,24 +40,9 @@ class TestLookup:
     def test_with_the_same_seed_it_draws_the_same_tokens(self, geared_demo, demo, sampler):
         how = {"max_tokens": 50, "sampler": SAMPLERS[sampler], "mode": Trusting()}
         (theirs, after), (ours, after_ours) = both(geared_demo, demo.tokenizer, TWICE, **how)
-        assert_same(told(ours), told(theirs))
+        assert_same_text(told(ours), told(theirs))
         assert after == after_ours
         assert any(r.looked_up for r in ours)
-
-    @pytest.mark.some(2)
-    @pytest.mark.parametrize(
-        "keywords",
-        [
-            {"logits_processors": make_logits_processors(repetition_penalty=1.3)},
-            {"kv_bits": 4, "quantized_kv_start": 45, "kv_group_size": 32},
-            {"prefill_step_size": 4},
-            {"max_tokens": 2},
-        ],
-    )
-    def test_with_keywords_of_mlx_lm(self, geared_demo, demo, keywords):
-        (theirs, after), (ours, after_ours) = both(geared_demo, demo.tokenizer, TWICE, **{"max_tokens": 40} | keywords)
-        assert_same(told(ours), told(theirs))
-        assert after == after_ours
 
     def test_every_token_has_one_source_and_what_is_looked_up_reads_no_weights(self, geared_demo, demo):
         mode = Lossless()

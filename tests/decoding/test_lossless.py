@@ -7,8 +7,9 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
-from conftest import ARCHITECTURES, PROMPT, mlx_lm_loop, same_weights, tiny_model, weights_of
-from lossless_texts import assert_written, endless, written
+from conftest import ARCHITECTURES, PROMPT, assert_same_text, mlx_lm_loop, same_weights, tiny_model, weights_of
+from conftest import written as told
+from lossless_texts import QUESTION, TWICE, assert_written, endless, written
 from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
@@ -21,7 +22,6 @@ from gearbx_mlx.decoding.policy import FixedPolicy
 from gearbx_mlx.routing.lookup import LookupAgreement
 
 PROCESSORS = {"plain": (), "repetition": tuple(make_logits_processors(repetition_penalty=1.3))}
-QUESTION = "Question: Tom has 5 apples and buys 7 more. How many apples does he have?\nAnswer:"
 TALE = "Once upon a time there was a king who"
 SAMPLERS = {
     "greedy": None,
@@ -64,16 +64,6 @@ def kernels(request) -> str:
 def run_of(gearbox, tokenizer, prompt, tokens, mode="lossless", **keywords):
     """The run of so many tokens after a prompt."""
     return stream_generate(gearbox.model, tokenizer, prompt, tokens, gearbox=gearbox, mode=mode, **keywords)
-
-
-def told(responses):
-    return [(r.token, r.text, r.finish_reason, np.array(r.logprobs)) for r in responses]
-
-
-def assert_same(ours, theirs):
-    assert [one[:3] for one in ours] == [one[:3] for one in theirs]
-    for mine, other in zip(ours, theirs):
-        assert np.array_equal(mine[3], other[3])
 
 
 class InTurn(FixedPolicy):
@@ -176,16 +166,17 @@ class TestIsTheTopGear:
     def test_with_the_same_seed_it_draws_the_same_tokens(self, geared_demo, demo, sampler, prompt):
         given = {"max_tokens": 50, "sampler": SAMPLERS[sampler], "mode": Lossless(lookup_tokens=0)}
         (theirs, after), (ours, after_ours) = both(geared_demo, demo.tokenizer, prompt, **given)
-        assert_same(told(ours), told(theirs))
+        assert_same_text(told(ours), told(theirs))
         assert after == after_ours  # so the next draws are the same too
         assert any(r.from_draft for r in ours)
 
-    @pytest.mark.some(2)
+    @pytest.mark.some(4)
+    @pytest.mark.parametrize("prompt", [QUESTION, TWICE], ids=["drafted", "looked up too"])
     @pytest.mark.parametrize("keywords", KEYWORDS.values(), ids=KEYWORDS)
-    def test_with_every_keyword_of_mlx_lm(self, geared_demo, demo, keywords):
+    def test_with_every_keyword_of_mlx_lm(self, geared_demo, demo, keywords, prompt):
         given = {"max_tokens": 45} | keywords
-        (theirs, after), (ours, after_ours) = both(geared_demo, demo.tokenizer, QUESTION, **given)
-        assert_same(told(ours), told(theirs))
+        (theirs, after), (ours, after_ours) = both(geared_demo, demo.tokenizer, prompt, **given)
+        assert_same_text(told(ours), told(theirs))
         assert after == after_ours
 
     def test_processors_are_given_the_tokens_before_each_place(self, geared_demo, demo):
@@ -209,14 +200,14 @@ class TestIsTheTopGear:
         gearbox = Gearbox(model, "3,8", kernels="auto")
         for prompt in (QUESTION, TALE):
             (theirs, _), (ours, _) = both(gearbox, tokenizer, prompt, max_tokens=40)
-            assert_same(told(ours), told(theirs))
+            assert_same_text(told(ours), told(theirs))
 
     def test_stop_tokens_inside_a_draft_end_the_text(self, geared_demo, demo):
         tokenizer = copy.deepcopy(demo.tokenizer)
         (theirs, _), _ = both(geared_demo, tokenizer, QUESTION, max_tokens=40)
         tokenizer.eos_token_ids = {theirs[20].token}
         (theirs, _), (ours, _) = both(geared_demo, tokenizer, QUESTION, max_tokens=40, mode=Lossless(draft_length=15))
-        assert_same(told(ours), told(theirs))
+        assert_same_text(told(ours), told(theirs))
         assert ours[-1].finish_reason == "stop"
         assert len(ours) <= 21
 
@@ -232,14 +223,20 @@ class TestCache:
     @pytest.mark.parametrize("ends", ["length", "stop", "closed"])
     def test_holds_what_the_top_gear_alone_would_have_put_there(self, geared_demo, demo, ends):
         tokenizer = copy.deepcopy(demo.tokenizer)
-        geared_demo.shift("high")
-        if ends == "stop":
-            made = [r.token for r in mlx_lm.stream_generate(demo.model, tokenizer, QUESTION, 30)]
-            tokenizer.eos_token_ids = {made[17]}
-        caches = []
-        for mode in (None, "lossless"):
+
+        def begun():
+            """Return the cache of an earlier turn."""
             cache = make_prompt_cache(demo.model)
             geared_demo.shift("high")
+            demo.model(mx.array([tokenizer.encode(TALE)]), cache=cache)
+            return cache
+
+        if ends == "stop":
+            run = mlx_lm.stream_generate(demo.model, tokenizer, QUESTION, 30, prompt_cache=begun())
+            tokenizer.eos_token_ids = {[r.token for r in run][17]}
+        caches = []
+        for mode in (None, "lossless"):
+            cache = begun()
             if mode is None:
                 run = mlx_lm.stream_generate(demo.model, tokenizer, QUESTION, 30, prompt_cache=cache)
             else:
@@ -252,20 +249,6 @@ class TestCache:
             assert mine.offset == other.offset
             for a, b in zip(mine.keys_and_values(), other.keys_and_values()):
                 assert mx.array_equal(a, b)
-
-    def test_goes_on_over_turns_as_the_top_gear_does(self, geared_demo, demo):
-        texts = []
-        for mode in (None, "lossless"):
-            cache, made = make_prompt_cache(demo.model), []
-            for turn in ("Tom has 5 apples.", " He buys 7 more.", " How many has he now?"):
-                geared_demo.shift("high")
-                if mode is None:
-                    run = mlx_lm.stream_generate(demo.model, demo.tokenizer, turn, 12, prompt_cache=cache)
-                else:
-                    run = run_of(geared_demo, demo.tokenizer, turn, 12, prompt_cache=cache)
-                made.append([r.token for r in run])
-            texts.append(made)
-        assert texts[0] == texts[1]
 
     def test_where_drafts_fail_the_top_gear_goes_on_alone(self, tiny):
         class OneAtATime(RotatingKVCache):
@@ -343,30 +326,14 @@ class TestWhatIsCounted:
         assert not any(r.near_tie for r in run_of(geared_demo, demo.tokenizer, QUESTION, 30))
 
 
-class TestReads:
-    """Where MLX computes, a round waits for the device once."""
-
-    @pytest.fixture
-    def reads(self):
-        """Counts how often an array becomes Python's or numpy's, by whatever way."""
-        with counting_reads() as reads:
-            yield reads
-
-    @pytest.mark.parametrize("sampler", [None, "ours", "top-p"])
-    def test_once_a_round_with_the_kernels_of_mlx(self, reads, sampler):
-        gearbox = Gearbox(tiny_model(), "6,16", kernels="mlx")
-        mode, given = Lossless(draft_length=3, lookup_tokens=0), {"sampler": SAMPLERS.get(sampler)}
-        run = run_of(gearbox, endless(), [1, 5, 9], 40, mode, **given)
+@pytest.mark.parametrize(("ladder", "sampler"), [("6,16", None), ("6,16", "ours"), ("6,16", "top-p"), ("16", None)])
+def test_where_mlx_computes_a_round_waits_for_the_device_once(ladder, sampler):
+    gearbox = Gearbox(tiny_model(), ladder, kernels="mlx")
+    mode, given = Lossless(draft_length=3, lookup_tokens=0), {"sampler": SAMPLERS.get(sampler)}
+    run = run_of(gearbox, endless(), [1, 5, 9], 40, mode, **given)
+    with counting_reads() as reads:  # how often an array becomes Python's or numpy's
         next(run)
         reads.count = 0
-        rounds = sum(response.passes[1] for response in run)
-        assert 40 // 4 <= rounds < 40
-        assert reads.count <= rounds
-
-    def test_once_a_token_where_the_top_gear_writes_alone(self, reads):
-        gearbox = Gearbox(tiny_model(), "16", kernels="mlx")
-        run = run_of(gearbox, endless(), [1, 5, 9], 40, Lossless(draft_length=3, lookup_tokens=0))
-        next(run)
-        reads.count = 0
-        assert len(list(run)) == 39
-        assert reads.count <= 39
+        rounds = sum(response.passes[-1] for response in run)
+    assert (40 // 4 <= rounds < 39) if "," in ladder else rounds == 39
+    assert reads.count <= rounds

@@ -1,14 +1,9 @@
 """Mode lossless in batches: the top gear writes each text, as it writes it alone."""
 
 import mlx.core as mx
-import pytest
-from conftest import tiny_model
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
-from schemas import CHOICE, PERSON, PROMPT, format_of
 
-from gearbx_mlx import Gearbox, Lossless, Static, batch_generate, stream_generate
-from gearbx_mlx.decoding.stream import batch_generator
-from gearbx_mlx.serving.grammar import constraint_for
+from gearbx_mlx import Lossless, batch_generate, stream_generate
 
 PROMPTS = [
     "Question: Tom has 5 apples and buys 7 more. How many apples does he have?\nAnswer:",
@@ -63,42 +58,3 @@ def test_with_logits_processors_of_their_own(demo, geared_demo):
         alone(geared_demo, demo.tokenizer, prompt, logits_processors=own) for prompt, own in zip(PROMPTS, processors)
     ]
     assert tokens_of(together(geared_demo, demo.tokenizer, logits_processors=processors)) == expected
-
-
-def test_answers_in_company_fit_their_schemas(demo, geared_demo):
-    def constraints():
-        return [constraint_for(demo.tokenizer, format_of(schema)) for schema in (CHOICE, PERSON)]
-
-    expected = [alone(geared_demo, demo.tokenizer, PROMPT, 90, logits_processors=[one]) for one in constraints()]
-    own = constraints()
-    done = together(geared_demo, demo.tokenizer, [PROMPT, PROMPT], 90, logits_processors=[[one] for one in own])
-    assert [constraint.error for constraint in own] == [None, None]
-    assert tokens_of(done) == expected
-
-
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "mamba2", "gemma3_text"])
-def test_of_other_architectures(architecture, demo):
-    gearbox = Gearbox(tiny_model(architecture), "6,16")
-    prompts = [[1, 5, 9, 2, 7], [3, 1], [8, 8, 8, 2]]
-    expected = [alone(gearbox, demo.tokenizer, prompt, 12) for prompt in prompts]
-    assert tokens_of(together(gearbox, demo.tokenizer, prompts, 12)) == expected
-
-
-@pytest.mark.parametrize("mode", [Lossless(), Static()])
-def test_a_processor_that_fails_ends_its_own_text(mode, demo, geared_demo):
-    prompts = [demo.tokenizer.encode(prompt) for prompt in PROMPTS[:2]]
-
-    def fails(tokens, logits):
-        if len(tokens) >= len(prompts[0]) + 3:
-            raise ValueError("three are enough")
-        return logits
-
-    generator = batch_generator(geared_demo.model, demo.tokenizer, mode=mode, gearbox=geared_demo)
-    first, second = generator.insert(prompts, [12, 12], logits_processors=[[fails], []])
-    given = [response for step in iter(generator.next_generated, []) for response in step]
-    generator.close()
-    errors = [response.error for response in given if response.uid == first]
-    assert errors[:-1] == [None] * 3
-    assert "three are enough" in str(errors[-1])
-    other = [response.token for response in given if response.uid == second]
-    assert other == alone(geared_demo, demo.tokenizer, PROMPTS[1], 12)

@@ -1,6 +1,5 @@
 """Mode lossless as a command: what its summary and trace say, and what it refuses."""
 
-import json
 from importlib import import_module
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -16,12 +15,9 @@ run = import_module("gearbx_mlx.generate.run")
 
 
 @pytest.mark.slow
-def test_the_summary_adds_up_the_trace(command, tmp_path):
-    summary, trace = tmp_path / "s.json", tmp_path / "t.jsonl"
-    done = command("generate", "--gears", "3,5,16", "-m", 30, "--summary", summary, "--trace", trace)
-    assert done.status == 0
-    told = json.loads(summary.read_text())
-    rows = [json.loads(line) for line in trace.read_text().splitlines()]
+def test_the_summary_adds_up_the_trace(generated):
+    done = generated("--gears", "3,5,16", "-m", 30)
+    told, rows = done.summary, done.trace
     assert told["mode"] == "lossless"
     assert [gear["bits"] for gear in told["ladder"]] == [3, 5, 16]
     assert told["drafted"] == sum(row["drafted"] for row in rows)

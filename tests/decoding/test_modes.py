@@ -53,25 +53,38 @@ class TestRegistry:
             stream_generate(fresh_demo.model, fresh_demo.tokenizer, TALE, mode=mode, gearbox=observer)
 
 
+@pytest.fixture(scope="module")
+def geared(tmp_path_factory):
+    """A checkpoint with three gears."""
+    path = tmp_path_factory.mktemp("models") / "geared"
+    convert(mlx_path=str(path), gears="4,8,16")
+    return path
+
+
 class TestWithoutAMode:
-    @pytest.mark.some(4)
+    @pytest.mark.some(5)
+    @pytest.mark.parametrize("model", ["original", "geared"])
     @pytest.mark.parametrize(
         ("flags", "mode", "by"),
         [
             ((), "lossless", None),
             (("--gears", "16"), "static", None),
+            (("--gears", "4"), "lossless", None),
             (("--gear", "low"), "static", "--gear"),
+            (("--draft-length", 2), "lossless", None),
             (("--draft-model", DEMO_MODEL, "--gears", 16), "lossless", None),
             (("--thresholds", "1,2"), "route", "--thresholds"),
             (("--thresholds", "1,2", "--gear", "low"), "route", "--thresholds"),
             (("--residency", "disk:9GB"), "lossless", None),
             (("--target-tps", "1"), "route", "--target-tps"),
             (("--mode", "telemetry-only"), "telemetry-only", None),
+            (("--mode", "route"), "route", None),
+            (("--mode", "static", "--gear", "low"), "static", None),
         ],
         ids=str,
     )
-    def test_the_command_drafts_or_takes_the_mode_that_a_flag_is_of(self, generated, flags, mode, by):
-        summary = generated("-m", 3, *flags).summary
+    def test_the_command_drafts_or_takes_the_mode_that_a_flag_is_of(self, generated, geared, model, flags, mode, by):
+        summary = generated("-m", 3, "--model", geared if model == "geared" else DEMO_MODEL, *flags).summary
         assert (summary["mode"], summary.get("mode_chosen_by")) == (mode, by)
 
     def test_a_program_drafts_where_a_model_can(self, demo, fresh_demo):
@@ -88,9 +101,8 @@ class TestWithoutAMode:
         observed, _ = load()
         assert mode_of(observed, gearbox=Observer(observed)) == "telemetry-only"
 
-    def test_a_geared_checkpoint_drafts_in_a_program(self, tmp_path):
-        convert(mlx_path=str(tmp_path / "geared"), format="exact", gears="4,16")
-        model, tokenizer = load(tmp_path / "geared")
+    def test_a_geared_checkpoint_drafts_in_a_program(self, geared):
+        model, tokenizer = load(geared)
         responses = stream_generate(model, tokenizer, TALE, 12)
         assert any(response.source == "draft" for response in responses)
         assert responses.summary()["mode"] == "lossless"

@@ -3,7 +3,7 @@
 import mlx.core as mx
 import pytest
 
-from gearbx_mlx import Gearbox, Kickdown, Lossless, Route, Static, TextModel, load, stream_generate
+from gearbx_mlx import Gearbox, Kickdown, Lossless, Route, Static, TextModel, stream_generate
 
 pytest.importorskip("mlx_vlm", reason="MODELS OF MLX-VLM WERE NOT CHECKED: pip install '.[vlm]'")
 
@@ -34,11 +34,6 @@ def inputs(seed: int = 0) -> dict[str, mx.array]:
     ids = mx.array([[1, 5, START, *[IMAGE] * 4, 9, 2, 7]])
     grid = mx.array([[1, 4, 4]])
     return {"input_ids": ids, "pixel_values": pixels, "attention_mask": mx.ones_like(ids), "image_grid_thw": grid}
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load()[1]
 
 
 def written(text, tokenizer, mode, seed: int = 0, **keywords) -> list[int]:

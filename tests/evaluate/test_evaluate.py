@@ -4,12 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+from conftest import HELD_OUT
 from refusals import assert_refused
 
 from gearbx_mlx.evaluate import evaluate as run_evaluation
 from gearbx_mlx.evaluate.run import STYLES, enough, three_digits
-
-HELD_OUT = Path(__file__).parents[1] / "data" / "gsm8k_held_out.jsonl"
 
 
 def evaluate(command, out: Path, *more: object, data: Path = HELD_OUT):

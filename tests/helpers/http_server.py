@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -44,6 +45,14 @@ def in_the_making(client, waiting=False):
     return sum(float(line.split()[1]) for line in lines if line.split()[0] in names)
 
 
+def is_idle(client, seconds=2.0):
+    """Return whether, within some seconds, nothing is computed and nothing waits."""
+    deadline = time.monotonic() + seconds
+    while in_the_making(client, waiting=True) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return in_the_making(client, waiting=True) == 0
+
+
 def complete(client, prompt=WORD_PROBLEM, **body):
     """A text completion's JSON; a status other than 200 is a failure."""
     answer = client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 24, **body})
@@ -75,6 +84,20 @@ def events(client, path, **body):
         data = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
     assert data[-1] == "[DONE]"
     return [json.loads(text) for text in data[:-1]]
+
+
+def hears_of_the_end(url, number, stream):
+    """Return the status of a long answer, and whether it says that the server stops."""
+    body = {"prompt": f"Tom has {number} apples. He", "max_tokens": 4000, "stream": stream}
+    answer = httpx.post(f"{url}/v1/completions", json=body, trust_env=False, timeout=60)
+    return answer.status_code, "the server is stopping" in answer.text
+
+
+def by_openai(client):
+    """OpenAI's client of a server."""
+    import openai  # takes a second
+
+    return openai.OpenAI(base_url=f"{client.server.where}/v1", api_key="none", max_retries=0)
 
 
 def error_of(answer, status=400):

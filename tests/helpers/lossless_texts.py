@@ -9,6 +9,9 @@ from conftest import mlx_lm_loop
 
 from gearbx_mlx import load, stream_generate
 
+QUESTION = "Question: Tom has 5 apples and buys 7 more. How many apples does he have?\nAnswer:"
+TWICE = f"{QUESTION} 5 + 7 = 12.\n{QUESTION} 5 + 7"  # which the second answer repeats
+
 
 @functools.cache
 def endless():

@@ -14,6 +14,7 @@ PERSON = {
     "additionalProperties": False,
 }
 CHOICE = {"enum": ["yes", "no", "perhaps"]}
+TOO_MUCH = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1000)}}  # compiles, but no more
 
 
 def format_of(schema):

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 from pathlib import Path
 
 import mlx.core as mx
@@ -9,6 +10,7 @@ from conftest import save_model, tiny_model, weights_of
 from mlx.utils import tree_unflatten
 
 from gearbx_mlx import load
+from gearbx_mlx.loading import DEMO_MODEL
 
 WIDTH = 64
 
@@ -25,6 +27,17 @@ def save_scripted(path: Path, texts: list[str], template: str) -> None:
     add_tokens(path, texts, vocabulary)
     config = json.loads((path / "tokenizer_config.json").read_text())
     (path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
+
+
+def save_endless(path: Path) -> None:
+    """Write the demo model with room for a long text, which a word ends that it hardly ever writes: the last one."""
+    shutil.copytree(DEMO_MODEL, path)
+    (path / "generation_config.json").unlink()
+    words = json.loads((path / "tokenizer.json").read_text())["model"]["vocab"]
+    never, last = max(words.items(), key=lambda pair: pair[1])
+    of_model = {"eos_token_id": last, "max_position_embeddings": 10**6}
+    for name, change in (("config.json", of_model), ("tokenizer_config.json", {"eos_token": never})):
+        (path / name).write_text(json.dumps(json.loads((path / name).read_text()) | change))
 
 
 def add_tokens(path: Path, texts: list[str], first: int) -> None:

@@ -7,9 +7,8 @@ import sys
 
 import pytest
 from ranks import Ranks, free_addresses, run_ranks
+from refusals import refuses
 
-from gearbx_mlx import GearbxError
-from gearbx_mlx.ranks.agreement import first_difference
 from gearbx_mlx.ranks.place import place_here
 
 pytestmark = [
@@ -50,45 +49,26 @@ class TestPlace:
         assert (place.rank, place.size, place.backend, place.addresses) == (2, 4, "mpi", ())
 
     @pytest.mark.parametrize(
-        ("content", "said"),
+        ("content", "variables", "said"),
         [
-            ("[[", "not JSON"),
-            ('{"hosts": []}', "no list"),
-            ([["a:1"], "b:2"], "null is not an address"),
-            ([["a:1"], []], "rank 1 has no address"),
-            ([["a:1"], ["b"]], '"b" is not an address'),
-            ([["a:1"], ["b:0"]], '"b:0" is not an address'),
-            ([["a:1"], ["b:65536"]], '"b:65536" is not an address'),
-            ([["a:1"], ["b:-1"]], '"b:-1" is not an address'),
-            ([["a:1"], [7]], "7 is not an address"),
-            ([["a:1"], ["a:1"]], "a:1 is there twice"),
+            ("[[", {}, "hosts.json … not JSON"),
+            ('{"hosts": []}', {}, "hosts.json … no list"),
+            ([["a:1"], "b:2"], {}, "hosts.json … null is not an address"),
+            ([["a:1"], []], {}, "hosts.json … rank 1 has no address"),
+            ([["a:1"], ["b"]], {}, 'hosts.json … "b" is not an address'),
+            ([["a:1"], ["b:0"]], {}, 'hosts.json … "b:0" is not an address'),
+            ([["a:1"], ["b:65536"]], {}, 'hosts.json … "b:65536" is not an address'),
+            ([["a:1"], ["b:-1"]], {}, 'hosts.json … "b:-1" is not an address'),
+            ([["a:1"], [7]], {}, "hosts.json … 7 is not an address"),
+            ([["a:1"], ["a:1"]], {}, "hosts.json … a:1 is there twice"),
+            *(([["a:1"], ["b:2"]], {"MLX_RANK": rank}, "MLX_RANK") for rank in ("", "x", "-1", "²")),
+            ([["a:1"], ["b:2"]], {"MLX_RANK": "2"}, "names 2 ranks, and this process is rank 2"),
+            ([], {"MLX_HOSTFILE": "none.json"}, "none.json: cannot be read (No such file"),
         ],
     )
-    def test_what_is_no_hostfile_is_refused(self, tmp_path, content, said):
-        with pytest.raises(GearbxError, match=r"hosts\.json") as refused:
-            place_here(hostfile(tmp_path, content))
-        assert said in str(refused.value)
-
-    @pytest.mark.parametrize("rank", ["", "x", "-1", "²"])
-    def test_a_rank_is_a_number(self, tmp_path, rank):
-        with pytest.raises(GearbxError, match="MLX_RANK"):
-            place_here(hostfile(tmp_path, [["a:1"], ["b:2"]]) | {"MLX_RANK": rank})
-
-    def test_a_rank_that_the_hostfile_does_not_have_is_refused(self, tmp_path):
-        with pytest.raises(GearbxError, match="names 2 ranks, and this process is rank 2"):
-            place_here(hostfile(tmp_path, [["a:1"], ["b:2"]]) | {"MLX_RANK": "2"})
-
-    def test_a_hostfile_that_is_not_there_is_refused(self, tmp_path):
-        with pytest.raises(GearbxError, match=r"none.json: cannot be read \(No such file"):
-            place_here({"MLX_RANK": "0", "MLX_HOSTFILE": str(tmp_path / "none.json")})
-
-
-def test_the_first_difference_names_the_rank_and_both_values():
-    same = {"--seed": "1", "--temp": "0"}
-    assert first_difference([same, same]) is None
-    found = first_difference([same, same, same | {"--seed": "2"}])
-    assert found.startswith("rank 2 differs from rank 0: --seed is 2, and on rank 0 1;")
-    assert "more is nothing, and on rank 0 here" in first_difference([same | {"more": "here"}, same])
+    def test_what_is_no_place_in_a_hostfile_is_refused(self, tmp_path, content, variables, said):
+        with refuses(*said.split(" … ")):
+            place_here(hostfile(tmp_path, content) | variables)
 
 
 @pytest.mark.parametrize("command", ["chat", "server", "evaluate", "convert", "benchmark"])

@@ -268,6 +268,11 @@ class TestMeeting:
         assert connect(self.place(0).addresses[0][0], 1.0) is None
 
 
-def test_a_long_value_is_shortened():
+def test_the_first_difference_names_the_rank_and_both_values():
+    same = {"--seed": "1", "--temp": "0"}
+    assert first_difference([same, same]) is None
+    found = first_difference([same, same, same | {"--seed": "2"}])
+    assert found.startswith("rank 2 differs from rank 0: --seed is 2, and on rank 0 1;")
+    assert "more is nothing, and on rank 0 here" in first_difference([same | {"more": "here"}, same])
     found = first_difference([{"--prompt": "x" * 100}, {"--prompt": "y"}])
     assert f"--prompt is y, and on rank 0 {'x' * 57}...;" in found

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+from conftest import HELD_OUT
 from refusals import refuses
 
 from gearbx_mlx.errors import GearbxError
-from gearbx_mlx.kernels import cpu
 from research.evaluation.answers import (
     Attempt,
     box_finished,
@@ -126,25 +126,16 @@ class TestReading:
             read_problems(file)
 
 
-HELD_OUT = Path(__file__).parents[1] / "data" / "gsm8k_held_out.jsonl"
 WAYS = ["16", "4", "route"]
 HOW = {"task": "math", "ways": WAYS, "num_problems": 2, "num_shots": 1, "max_tokens": 12}
 
 
-@pytest.fixture(scope="module")
-def solved(tmp_path_factory):
-    if cpu.why_not() is not None:
-        pytest.skip(cpu.why_not())
-    out = tmp_path_factory.mktemp("answers")
-    return out, final_answers(SAMPLE, out, **HOW)
-
-
 @pytest.mark.slow
 class TestStudy:
-    def test_goes_on_where_it_ended_and_makes_the_table_again(self, solved, tmp_path):
-        out, found = solved
+    def test_goes_on_where_it_ended_and_makes_the_table_again(self, compiled, tmp_path):
+        out, copy = tmp_path / "answers", tmp_path / "copy"
+        found = final_answers(SAMPLE, out, **HOW)
         before = {way: (out / f"{way}.jsonl").read_text() for way in WAYS}
-        copy = tmp_path / "copy"
         copy.mkdir()
         for way in WAYS:
             lines = before[way].splitlines(keepends=True)

@@ -21,20 +21,6 @@ def small():
     return tiny_model(seed=1, vocab_size=TOKENS)
 
 
-@pytest.fixture(scope="module")
-def recording(small, demo):
-    rng = np.random.default_rng(0)
-    windows = [(rng.integers(1, TOKENS, size).tolist(), 0) for size in (60, 41, 20)]
-    return record_pair(small, demo.model, windows, TOKENS)
-
-
-@pytest.fixture(scope="module")
-def path(small, tmp_path_factory):
-    path = tmp_path_factory.mktemp("pair") / "small"
-    save_model(small, path)
-    return path
-
-
 class TestReplay:
     @pytest.mark.slow
     def test_it_takes_the_turns_that_generation_took(self, small, demo):
@@ -59,7 +45,10 @@ class TestReplay:
 
 
 class TestSweep:
-    def test_between_them(self, recording):
+    def test_between_them(self, small, demo):
+        rng = np.random.default_rng(0)
+        windows = [(rng.integers(1, TOKENS, size).tolist(), 0) for size in (60, 41, 20)]
+        recording = record_pair(small, demo.model, windows, TOKENS)
         (row,) = sweep(recording, (7.0,), 3, 4, (1, 4), (100, 700))
         gears = turns(recording, 7.0, 3, 4)
         share = row["share_top"]
@@ -75,14 +64,11 @@ class TestSweep:
 
 
 class TestStudy:
-    @pytest.fixture
-    def data(self, held_out, tmp_path):
-        file = tmp_path / "gsm8k.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in held_out[:3]))
-        return file
-
     @pytest.mark.slow
-    def test_along_a_text(self, path, data, tmp_path):
+    def test_along_a_text(self, small, held_out, tmp_path):
+        path, data = tmp_path / "small", tmp_path / "gsm8k.jsonl"
+        save_model(small, path)
+        data.write_text("".join(json.dumps(row) + "\n" for row in held_out[:3]))
         found = pair_sweep(str(path), data, tmp_path / "out", thresholds="inf,5,0", answers_only=True)
         report = json.loads((tmp_path / "out" / "evaluation.json").read_text())
         rows = report["policies"]

@@ -1,13 +1,10 @@
 """The study of policies: every policy beside its controls, and the numbers of their order."""
 
-from pathlib import Path
-
 import pytest
+from conftest import HELD_OUT
 
 from gearbx_mlx import GearbxError
 from research.policies import policies
-
-HELD_OUT = Path(__file__).parents[1] / "data" / "gsm8k_held_out.jsonl"
 
 
 @pytest.fixture(scope="module")

@@ -44,6 +44,10 @@ BODIES = {
     "logprobs": (-1, 99),
     "model": (5, "gpt-4", "/etc/passwd", "../../secret", "x" * 5000),
     "adapters": ("another/adapter", ""),
+    "response_format": (
+        *({"type": "yaml"}, {"type": "json_schema"}),
+        {"type": "json_schema", "json_schema": {"schema": {"enum": ["x" * 70_000]}}},
+    ),
     "gearbx": (
         *(5, {"mode": "fast"}, {"mode": "pair"}, {"gear": "turbo"}, {"gear": 5}, {"draft": 5}, {"wheels": 4}),
         *({"thresholds": wrong} for wrong in ([1.0, 2.0], [-1.0], ["x"])),

@@ -1,4 +1,4 @@
-"""One request does not change the answers to others, not even many at once and what they leave in the cache."""
+"""One request does not change the answers to others, not even many at once."""
 
 import gc
 import threading
@@ -7,8 +7,8 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import active_memory, save_model, tiny_model
-from http_server import WORD_PROBLEM, at_once, complete, error_of, in_the_making, served, text_of
+from conftest import save_model, tiny_model
+from http_server import WORD_PROBLEM, complete, error_of, in_the_making, served, text_of
 
 from gearbx_mlx.serving import job
 
@@ -100,48 +100,3 @@ def test_a_model_that_was_replaced_is_given_up(tmp_path):
         complete(client, WORD_PROBLEM, max_tokens=2)
         gc.collect()
         assert first() is None
-
-
-@pytest.fixture(scope="module")
-def keeping():
-    with served(gears="4,8,16", log_level="ERROR", prompt_cache_size=16) as keeping:
-        yield keeping
-
-
-def alone(keeping, prompt, **body):
-    """The text from a server without earlier requests."""
-    keeping.scheduler.prompt_cache.trim_to(n_sequences=0)
-    return text_of(keeping, prompt, **body)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("mode", ["route", "kickdown"])
-@pytest.mark.parametrize("end", ["!", " me", " There are 36 roses and 44 tulips."])
-def test_a_text_does_not_depend_on_what_was_asked_before(keeping, mode, end):
-    """Not even if it continues an answer of several gears. All requests have one prompt gear here."""
-    begin, body = "Of the king and his daughter", {"gearbx": {"mode": mode}}
-    text = alone(keeping, begin + end, **body)
-    alone(keeping, begin + ", who said to the old man: how many apples are 5 + 7 * 12?", **body)
-    assert text_of(keeping, begin + end, **body) == text
-    following = begin + end + text + " And"
-    assert text_of(keeping, following, **body) == alone(keeping, following, **body)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("mode", ["route", "kickdown"])
-def test_the_kv_cache_of_a_prompt_is_used_by_the_next_one(keeping, mode):
-    body = {"gearbx": {"mode": mode}, "max_tokens": 4}
-    first = complete(keeping, WORD_PROBLEM + f" In mode {mode},", **body)
-    second = complete(keeping, WORD_PROBLEM + f" In mode {mode}, how many are left?", **body)
-    cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
-    assert first["usage"]["prompt_tokens"] - 1 <= cached <= first["usage"]["prompt_tokens"]
-
-
-@pytest.mark.processes
-def test_a_kept_kv_cache_does_not_hold_the_whole_batch(keeping):
-    prompts = [f"{number}. {WORD_PROBLEM * 6}" for number in range(8)]
-    before, had = active_memory(), keeping.scheduler.prompt_cache.nbytes
-    at_once(lambda prompt: complete(keeping, prompt, max_tokens=8, gearbx={"gear": "high"}), prompts)
-    kept = keeping.scheduler.prompt_cache.nbytes - had
-    assert kept > 0
-    assert active_memory() - before < 1.5 * kept

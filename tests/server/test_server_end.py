@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 import mlx.core as mx
 import pytest
+from http_server import hears_of_the_end
 from servers import our_process
 
 from gearbx_mlx.cli.parser import command_settings
@@ -57,14 +58,8 @@ def test_no_thread_is_left_when_a_server_has_ended():
 def test_every_client_hears_of_a_signal(number, stream):
     """On a busy machine a text may be whole by then: it has many tokens."""
     with our_process("--gears", "4,16", "--kernels", "mlx", "--log-level", "WARNING") as server:
-
-        def ask(place: int) -> tuple[int, bool]:
-            body = {"prompt": f"Tom has {place} apples. He", "max_tokens": 4000, "stream": stream}
-            answer = httpx.post(server.url + "/v1/completions", json=body, trust_env=False, timeout=60)
-            return answer.status_code, "the server is stopping" in answer.text
-
         with ThreadPoolExecutor(4) as pool:
-            ended = pool.map(ask, range(4))
+            ended = pool.map(lambda number: hears_of_the_end(server.url, number, stream), range(4))
             time.sleep(1)
             server.process.send_signal(number)
         ended = list(ended)

@@ -60,11 +60,10 @@ def test_tokens_give_the_text_and_bytes_its_bytes(tmp_path, kind):
         parts = [chunk["choices"][0] for chunk in chunks]
         whole = client.post("/v1/completions", json=body | {"prompt": [0], "logprobs": 1}).json()["choices"][0]
         assert "".join(part["text"] for part in parts) == whole["text"] == text
-        for found in (whole["logprobs"], joined([part["logprobs"] for part in parts])):
-            assert "".join(found["tokens"]) == text
-            places = accumulate(map(len, found["tokens"]), initial=0)
-            assert found["text_offset"] == list(places)[:-1]
-
-
-def joined(parts):
-    return {name: [one for part in parts for one in part[name]] for name in ("tokens", "text_offset")}
+        found = whole["logprobs"]
+        streamed = {name: [one for part in parts for one in part["logprobs"][name]] for name in found}
+        assert streamed.pop("token_logprobs") == pytest.approx(found["token_logprobs"], abs=1e-6)
+        assert [streamed[name] for name in ("tokens", "text_offset")] == [found["tokens"], found["text_offset"]]
+        assert {len(values) for values in found.values()} == {len(streamed["top_logprobs"])}
+        assert "".join(found["tokens"]) == text
+        assert found["text_offset"] == [*accumulate(map(len, found["tokens"]), initial=0)][:-1]

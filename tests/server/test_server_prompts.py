@@ -3,7 +3,8 @@
 import itertools
 
 import pytest
-from http_server import complete, served, text_of
+from conftest import active_memory
+from http_server import WORD_PROBLEM, at_once, complete, served, text_of
 
 TALE = "A miller had three sons, a mill, a donkey and a cat. One day he"
 LOSSLESS, ROUTE, KICKDOWN = ({"mode": mode} for mode in ("lossless", "route", "kickdown"))
@@ -24,15 +25,10 @@ def in_eight_bits():
         yield client
 
 
-@pytest.fixture(scope="module")
-def expected(kept):
-    """The lossless text from a server without earlier requests."""
-    return fresh(kept, TALE)
-
-
-def fresh(client, prompt: str) -> str:
+def fresh(client, prompt: str, options: dict) -> str:
+    """The text from a server without earlier requests."""
     forget(client)
-    return text_of(client, prompt, gearbx=LOSSLESS)
+    return text_of(client, prompt, gearbx=options)
 
 
 def forget(client) -> None:
@@ -60,7 +56,8 @@ def test_the_top_gear_reads_again_what_a_lower_gear_read(in_eight_bits):
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize("before", list(itertools.permutations([LOSSLESS, LOW, ROUTE])), ids=str)
-def test_a_lossless_text_depends_on_no_request_before_it(in_eight_bits, expected, before):
+def test_a_lossless_text_depends_on_no_request_before_it(in_eight_bits, kept, before):
+    expected = fresh(kept, TALE, LOSSLESS)
     forget(in_eight_bits)
     for options in before:
         complete(in_eight_bits, TALE, gearbx=options)
@@ -76,10 +73,40 @@ def test_a_beginning_of_the_top_gear_and_an_end_of_a_lower_one_are_not_the_top_g
     assert 1 < unread(in_eight_bits, LOW, longer) < begun  # reads the rest in 8 bits
     assert unread(in_eight_bits, ROUTE, longer) == 1
     assert unread(in_eight_bits, LOSSLESS, longer) > 1
-    assert text_of(in_eight_bits, longer, gearbx=LOSSLESS) == fresh(in_eight_bits, longer)
+    assert text_of(in_eight_bits, longer, gearbx=LOSSLESS) == fresh(in_eight_bits, longer, LOSSLESS)
 
 
 def test_a_text_with_a_seed_depends_on_no_request_before_it(in_eight_bits):
     forget(in_eight_bits)
     whole = unread(in_eight_bits, LOSSLESS)
     assert unread(in_eight_bits, LOW, seed=1) == whole
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("mode", [ROUTE, KICKDOWN], ids=str)
+@pytest.mark.parametrize("end", ["!", " me", " There are 36 roses and 44 tulips."])
+def test_a_text_does_not_depend_on_what_was_asked_before(kept, mode, end):
+    """Not even if it continues an answer of several gears. All requests have one prompt gear here."""
+    begin = "Of the king and his daughter"
+    text = fresh(kept, begin + end, mode)
+    fresh(kept, begin + ", who said to the old man: how many apples are 5 + 7 * 12?", mode)
+    assert text_of(kept, begin + end, gearbx=mode) == text
+    following = begin + end + text + " And"
+    assert text_of(kept, following, gearbx=mode) == fresh(kept, following, mode)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("mode", [ROUTE, KICKDOWN], ids=str)
+def test_the_kv_cache_of_a_prompt_is_used_by_the_next_one(kept, mode):
+    forget(kept)
+    first, second = (complete(kept, TALE + end, gearbx=mode, max_tokens=4)["usage"] for end in ("", " met a wolf."))
+    cached = second["prompt_tokens_details"]["cached_tokens"]
+    assert first["prompt_tokens"] - 1 <= cached <= first["prompt_tokens"]
+
+
+@pytest.mark.processes
+def test_a_kept_kv_cache_does_not_hold_the_whole_batch(kept):
+    forget(kept)
+    prompts, before = [f"{number}. {WORD_PROBLEM * 6}" for number in range(8)], active_memory()
+    at_once(lambda prompt: complete(kept, prompt, max_tokens=8, gearbx=TOP), prompts)
+    assert active_memory() - before < 1.5 * kept.scheduler.prompt_cache.nbytes

@@ -12,6 +12,7 @@ from http_server import (
     TEMPLATE,
     TOOL,
     WORD_PROBLEM,
+    by_openai,
     chat,
     complete,
     error_of,
@@ -217,9 +218,7 @@ def test_a_model_is_found_by_the_name_that_is_listed(tmp_path, monkeypatch, name
     (tmp_path / "owner").mkdir()
     save_model(tiny_model(vocab_size=4096), tmp_path / "owner" / "name")
     with served(model=name or str(tmp_path / "owner" / "name"), gears="16", log_level="ERROR") as client:
-        import openai  # takes a second
-
-        ours = openai.OpenAI(base_url=f"{client.server.where}/v1", api_key="none", max_retries=0)
+        ours = by_openai(client)
         listed = ours.models.list().data[0]
         assert "/" in listed.id
         assert ours.models.retrieve(listed.id) == listed

@@ -9,7 +9,7 @@ import pytest
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from schemas import CHOICE, PERSON, PROMPT, format_of
+from schemas import CHOICE, PERSON, PROMPT, TOO_MUCH, format_of
 from transformers import AutoTokenizer
 
 from gearbx_mlx import GearbxError, Lossless, stream_generate
@@ -156,8 +156,7 @@ def test_a_grammar_begins_after_the_thinking_part_which_the_tokenizer_knows(demo
 
 
 def test_a_text_ends_where_its_grammar_takes_too_long(demo):
-    schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1000)}}
-    responses, constraint = written(demo.model, demo.tokenizer, schema, mode="telemetry-only")
+    responses, constraint = written(demo.model, demo.tokenizer, TOO_MUCH, mode="telemetry-only")
     assert responses[-1].finish_reason == "stop"
     assert constraint.error.startswith("response_format: the answer cannot be finished (")
     assert "\n" not in constraint.error

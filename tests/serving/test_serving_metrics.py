@@ -2,6 +2,7 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
+from conftest import Clock
 from prometheus_client.parser import text_string_to_metric_families
 
 from gearbx_mlx.decoding.response import GearResponse
@@ -18,13 +19,6 @@ def read(metrics):
     """Every sample by its name and its labels' values."""
     families = text_string_to_metric_families(metrics.text().decode())
     return {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 def test_tokens_gears_and_drafts():

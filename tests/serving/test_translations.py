@@ -145,10 +145,11 @@ def test_items_become_messages():
         {"type": "function_call_output", "call_id": "call_1", "output": "rain"},
         {"role": "user", "content": [{"type": "input_image", "image_url": "data:,x"}]},
     ]
-    asked = parse(ResponsesRequest, {"input": items, "reasoning": {"effort": "none"}})
+    asked = parse(ResponsesRequest, {"input": items, "instructions": "Count.", "reasoning": {"effort": "none"}})
     found = dialects.chat_of_response(asked).model_dump(exclude_unset=True)
     assert found["chat_template_kwargs"] == {"enable_thinking": False}
     assert found["messages"] == [
+        {"role": "system", "content": "Count."},
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Look."},
         {"role": "assistant", "content": "", "tool_calls": [CALL]},

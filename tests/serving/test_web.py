@@ -6,9 +6,8 @@ import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import pytest
-from http_server import chat, complete, error_of, events, in_the_making, served
+from http_server import chat, complete, error_of, events, hears_of_the_end, in_the_making, served
 
 from gearbx_mlx.serving.app import LONGEST_NAME
 from gearbx_mlx.serving.web import quoted
@@ -36,9 +35,12 @@ def logged(caplog, path: str) -> dict[str, str]:
 
 
 class TestAccessLog:
+    @pytest.fixture(autouse=True)
+    def informed(self, caplog):
+        caplog.set_level(logging.INFO)
+
     @pytest.mark.parametrize("stream", [False, True])
     def test_tokens_seconds_and_mode_of_an_answer(self, client, caplog, stream):
-        caplog.set_level(logging.INFO)
         asked = {"prompt": ["Tom has", "Ann"], "gearbx": {"gear": "low"}, "max_tokens": 5}
         if stream:
             events(client, "/v1/completions", **asked)
@@ -52,7 +54,6 @@ class TestAccessLog:
             assert int(told["cached"]) == usage["prompt_tokens_details"]["cached_tokens"]
 
     def test_fields_that_are_not_known_are_named_on_one_line(self, client, caplog):
-        caplog.set_level(logging.INFO)
         answer = chat(client, temprature=1, user="x")
         assert logged(caplog, "/v1/chat/completions")["ignored"] == "temprature,user"
         assert answer["gearbx"]["ignored"] == ["temprature", "user"]
@@ -66,13 +67,11 @@ class TestAccessLog:
         assert line == name[: len(line)] or json.loads(line) == name
 
     def test_a_client_that_leaves_early(self, client, caplog):
-        caplog.set_level(logging.INFO)
         with client.stream("POST", "/v1/completions", json={"prompt": "x", "max_tokens": 4000, "stream": True}) as one:
             next(one.iter_lines())
         assert logged(caplog, "/v1/completions")["left"] == "early"
 
     def test_what_is_refused(self, client, caplog):
-        caplog.set_level(logging.INFO)
         client.get("/v1/models", headers={"Host": "elsewhere.example"})
         assert logged(caplog, "/v1/models")["status"] == "403"
 
@@ -108,14 +107,8 @@ class TestChoiceBesideGearbx:
 @pytest.mark.parametrize("flags", [{"mode": "static"}, {"mode": "kickdown"}, {"mode": "lossless"}], ids=str)
 def test_all_clients_of_a_server_that_stops_hear_of_it(flags):
     with served(gears="4,16", log_level="ERROR", decode_concurrency=2, **flags) as client:
-
-        def ask(number: int) -> tuple[int, bool]:
-            body = {"prompt": f"Tom has {number} apples.", "max_tokens": 4000, "stream": number % 2 == 0}
-            answer = httpx.post(f"{client.server.where}/v1/completions", json=body, trust_env=False, timeout=60)
-            return answer.status_code, "the server is stopping" in answer.text
-
         with ThreadPoolExecutor(6) as pool:
-            ended = pool.map(ask, range(6))
+            ended = pool.map(lambda number: hears_of_the_end(client.server.where, number, number % 2 == 0), range(6))
             while in_the_making(client, waiting=True) < 6:
                 time.sleep(0.01)
             client.server.stop()
