@@ -25,7 +25,7 @@ alone to the rounds around them. a(m) and a_i are shares of the latest tokens. W
 numbers, and no choice that followed from them.
 
 **What trials cost.** Each way is tried while the other one writes: 8 tokens alone, or three rounds, within 1,024 tokens
-of the better way, so that trials lose less than a per cent of the time. The first ones of a start come sooner, since
+of the better way, so that trials lose a per cent of the time or less. The first ones of a start come sooner, since
 nothing is known of this moment: drafts are tried after 32 tokens alone, then after 64, 128, and so on; and the top gear
 alone after 256 in rounds each, until there were three comparisons. Before the first one of all, rounds run unless they
 are expected to lose much. A wrong comparison is outvoted by the next two, and by the usual ratio, which counts as much
