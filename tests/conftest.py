@@ -239,7 +239,7 @@ def own_cache(monkeypatch, tmp_path) -> Path:
     return tmp_path
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def native():
     """The compiled kernels. Without a compiler, a test that needs them is skipped; if it fails, so does the test."""
     if reason := cpu.why_not():
