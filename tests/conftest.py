@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import ssl
+import subprocess
 import sys
 import tempfile
 from collections import defaultdict
@@ -492,6 +493,34 @@ def generated(command, tmp_path):
         return done
 
     return run
+
+
+HOLDING = """
+import sys, pathlib
+from gearbx_mlx.files.journal import Journal
+from gearbx_mlx.files.writing import new_directory, replacing, work_directory
+path = pathlib.Path(sys.argv[1])
+{begin}
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def holding():
+    """Start a process that begins a block over a path, and stays inside of it until its stdin is closed; return it."""
+    started = []
+
+    def start(begin: str, path: Path) -> subprocess.Popen:
+        command = [sys.executable, "-c", HOLDING.format(begin=begin), str(path)]
+        started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+        assert started[-1].stdout.read(5) == b"ready"
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
 
 
 @pytest.fixture(scope="session")

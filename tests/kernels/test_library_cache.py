@@ -1,7 +1,6 @@
 """The cache of compiled kernels: what is compiled once, what is compiled again, what is never loaded."""
 
 import os
-import signal
 import stat
 import subprocess
 import sys
@@ -11,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 
 from gearbx_mlx import GearbxWarning
-from gearbx_mlx.files.user_cache import open_cache
 from gearbx_mlx.kernels import compiler, cpu
 from gearbx_mlx.kernels.cpu import BUILDING_LOCK
 
@@ -234,51 +232,3 @@ class TestNeverLoaded:
         named = file.with_name(file.name + suffix)
         os.link(named, cache.directory / "elsewhere")
         self.assert_private(cache, f"{named} has a second name elsewhere, a hard link; remove it")
-
-
-USE_ONE = """
-import sys
-from pathlib import Path
-from gearbx_mlx.files.writing import work_directory
-
-with work_directory(Path(sys.argv[1]) / "_gearbx_cpu-aa-bb.so") as directory:
-    (directory / "kernels.o").touch()
-    print(directory, flush=True)
-    sys.stdin.read()
-"""
-
-
-@pytest.fixture
-def start(tmp_path, monkeypatch):
-    """Start a process that compiles in the cache until its stdin is closed: the process, and its directory."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    processes = []
-
-    def run() -> tuple[subprocess.Popen, Path]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", USE_ONE, str(open_cache())], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        processes.append(process)
-        return process, Path(process.stdout.readline().strip())
-
-    yield run
-    for process in processes:
-        process.kill()
-        process.communicate()
-
-
-def test_a_process_that_ends_removes_its_own(start):
-    process, directory = start()
-    assert [path.name for path in directory.iterdir()] == ["kernels.o"]
-    process.communicate("")
-    assert not directory.exists()
-
-
-def test_those_of_killed_processes_are_removed_and_those_of_living_ones_stay(start):
-    (dead, abandoned), (_, in_use) = start(), start()
-    assert set(open_cache().iterdir()) == {abandoned, in_use}
-    dead.send_signal(signal.SIGKILL)
-    dead.wait()
-    assert abandoned.is_dir()
-    assert set(open_cache().iterdir()) == {in_use}
-    assert (in_use / "kernels.o").exists()
