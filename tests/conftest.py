@@ -339,6 +339,11 @@ def save_model(model, path: Path) -> None:
         shutil.copy(DEMO_MODEL / name, path)
 
 
+def contents(directory: Path) -> dict[str, bytes]:
+    """Return what is in the files of a directory, by name."""
+    return {file.name: file.read_bytes() for file in directory.iterdir() if file.is_file()}
+
+
 def on_disk(model, directory: Path) -> dict:
     """Arguments of a gearbox whose top gear is read again from the model's weights, which are saved in a directory."""
     mx.save_safetensors(str(directory / "model.safetensors"), weights_of(model))

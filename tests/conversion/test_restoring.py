@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from conftest import normal, save_model, tiny_model, weights_of
+from conftest import contents, normal, save_model, tiny_model, weights_of
 from refusals import assert_refused
 
 import gearbx_mlx
@@ -125,10 +125,6 @@ PUBLISHED = {
     "phi3": (lambda weights: weights, {}, ""),
     "falcon_h1": (mamba, {}, r".*(_proj|lm_head|embed_tokens)\.weight"),  # its class multiplies them by numbers
 }
-
-
-def contents(directory: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in directory.iterdir() if file.is_file()}
 
 
 def kept(directory: Path) -> set[str]:

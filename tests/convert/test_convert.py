@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 import pytest
-from conftest import PROMPT, active_memory, every_gear, same_weights, save_model, tiny_model, weights_of
+from conftest import PROMPT, active_memory, contents, every_gear, same_weights, save_model, tiny_model, weights_of
 from huggingface_hub import HfApi, ModelCard
 from refusals import assert_refused, refuses
 
@@ -291,10 +291,6 @@ def whole(tmp_path_factory):
 @pytest.fixture
 def broken(whole, tmp_path):
     return shutil.copytree(whole, tmp_path / "broken")
-
-
-def contents(directory):
-    return {file.name: file.read_bytes() for file in directory.iterdir() if file.is_file()}
 
 
 def change_manifest(directory, **change):
