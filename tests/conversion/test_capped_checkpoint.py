@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from mutations import edit
 from refusals import assert_refused
 
 from gearbx_mlx import convert
@@ -26,9 +27,7 @@ def files(tmp_path_factory):
     small = "--num-samples", "1", "--sequence-length", "16", "--bits", "4,5,6,8", "--manage", "attention"
     measure = [sys.executable, "-m", "gearbx_mlx.sensitivity", *small, "--out", str(made.manifest)]
     subprocess.run(measure, check=True, capture_output=True)
-    content = json.loads(made.manifest.read_text())
-    content["layers"]["model.layers.2.self_attn.q_proj"]["min_bits"] = 8
-    made.manifest.write_text(json.dumps(content))
+    edit(made.manifest, lambda content: content["layers"]["model.layers.2.self_attn.q_proj"].update(min_bits=8))
     convert(manifest=made.manifest, gears="4,5,6,8", mlx_path=made.checkpoint)
     return made
 

@@ -10,13 +10,12 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from conftest import PROMPT, normal, save_model, tiny_model, weights_of
-from mutations import sign_arrays, sign_files
+from mutations import change_array, edit, flip, sign_arrays, sign_files, value_at
 from refusals import assert_refused, refuses
 
 import gearbx_mlx
 from gearbx_mlx import Gearbox
 from gearbx_mlx.gears.manifest import GEARS_FILE, MANIFEST, ORIGINAL_FILE
-from gearbx_mlx.gears.tensor_files import header_of
 
 UP = "model.layers.1.mlp.up_proj"
 
@@ -42,20 +41,6 @@ def sparse(*shape: int) -> mx.array:
     """Weights most of which are tiny beside the largest of their group, so that they take a byte more."""
     spikes = (mx.arange(shape[-1]) % 32 == 0).astype(mx.float32)
     return (normal(*shape) * 0.001 + spikes).astype(mx.bfloat16)
-
-
-def change_array(directory: Path, name: str, change) -> None:
-    """Change the bytes of an array in gears.safetensors in place."""
-    file = directory / GEARS_FILE
-    _, entries, start = header_of(file)
-    content = bytearray(file.read_bytes())
-    begin, end = (start + offset for offset in entries[name].data_offsets)
-    content[begin:end] = change(bytes(content[begin:end]))
-    file.write_bytes(content)
-
-
-def flip(data: bytes) -> bytes:
-    return bytes([data[0] ^ 1]) + data[1:]
 
 
 def test_a_wide_gaussian_model_takes_at_most_085_of_its_weights(tmp_path):
@@ -123,7 +108,7 @@ def restore(command, geared: Path):
 class TestDamage:
     @pytest.mark.parametrize("array", ["low", "high", "offsets"])
     def test_a_flipped_bit_is_found_when_the_layer_is_read_and_by_verify(self, geared, command, array):
-        change_array(geared, f"{UP}@16.{array}", flip)
+        change_array(geared / GEARS_FILE, f"{UP}@16.{array}", flip)
         sign_files(geared)
         model, _ = gearbx_mlx.load(geared)
         gearbox = Gearbox(model, kernels="mlx")
@@ -155,7 +140,7 @@ class TestDamage:
             offsets[: len(lie)] = lie
             return offsets.tobytes()
 
-        change_array(geared, f"{UP}@16.offsets", change)
+        change_array(geared / GEARS_FILE, f"{UP}@16.offsets", change)
         sign_arrays(geared)
         model, _ = gearbx_mlx.load(geared)
         gearbox = Gearbox(model, kernels="mlx")
@@ -165,7 +150,7 @@ class TestDamage:
 
     def test_low_bytes_that_lie_with_the_right_hashes(self, geared, command):
         """Only the hash of the original's tensor shows it."""
-        change_array(geared, f"{UP}@16.low", flip)
+        change_array(geared / GEARS_FILE, f"{UP}@16.low", flip)
         sign_arrays(geared)
         assert_refused(command("convert", "--verify", geared), f"{UP}.weight is not what the original had")
         done = restore(command, geared)
@@ -176,11 +161,9 @@ class TestDamage:
         [{"parameter": "no.such"}, {"parameter": f"{UP}.weight", "matrix": 5}, {"parameter": "model.norm.weight"}],
     )
     def test_pieces_that_lie(self, geared, command, piece):
-        content = json.loads((geared / MANIFEST).read_text())
-        content["original"]["shards"]["model.safetensors"]["tensors"][f"{UP}.weight"]["pieces"] = [piece]
-        (geared / MANIFEST).write_text(json.dumps(content))
-        done = restore(command, geared)
-        assert_refused(done, MANIFEST, "download it again")
+        place = "original", "shards", "model.safetensors", "tensors", f"{UP}.weight"
+        edit(geared / MANIFEST, lambda content: value_at(content, place).update(pieces=[piece]))
+        assert_refused(restore(command, geared), MANIFEST, "download it again")
 
     def test_verify_says_that_the_original_comes_back(self, checkpoint, command):
         done = command("convert", "--verify", checkpoint)
@@ -205,8 +188,7 @@ class TestRestoringWhatCannotBe:
 
 @pytest.mark.parametrize("gears", [[3, 16], [4, 8, 16]])
 def test_a_checkpoint_of_gears_that_are_gone_says_what_to_convert_again(geared, command, gears):
-    content = json.loads((geared / MANIFEST).read_text())
-    (geared / MANIFEST).write_text(json.dumps(content | {"gears": gears}))
+    edit(geared / MANIFEST, gears=gears)
     done = command("generate", "--model", geared, "-m", 1)
     shown = ",".join(map(str, gears))
     assert_refused(done, f"{geared}: format exact with gears {shown} is gone since", "make gears 4,16 of the original")

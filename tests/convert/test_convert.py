@@ -16,6 +16,7 @@ import mlx_lm
 import pytest
 from conftest import PROMPT, active_memory, contents, every_gear, same_weights, save_model, tiny_model, weights_of
 from huggingface_hub import HfApi, ModelCard
+from mutations import edit
 from refusals import assert_refused, refuses
 
 import gearbx_mlx
@@ -293,11 +294,6 @@ def broken(whole, tmp_path):
     return shutil.copytree(whole, tmp_path / "broken")
 
 
-def change_manifest(directory, **change):
-    file = directory / "gears.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | change))
-
-
 class TestLoading:
     def refused(self, directory, words):
         with refuses(directory, words):
@@ -316,7 +312,7 @@ class TestLoading:
 
     @pytest.mark.parametrize(("away", "remedy"), [(1, "upgrade gearbx-mlx"), (-1, "convert the original again")])
     def test_another_version(self, broken, away, remedy):
-        change_manifest(broken, version=GEARS_VERSION + away)
+        edit(broken / "gears.json", version=GEARS_VERSION + away)
         words = f"gears.json: of version {GEARS_VERSION + away}, and this gearbx-mlx reads {GEARS_VERSION}; {remedy}"
         self.refused(broken, words)
 

@@ -9,6 +9,7 @@ import pytest
 from architectures import as_initialised
 from conftest import PROMPT, every_gear, save_model, tiny_model
 from mlx_lm.models import llama
+from mutations import edit
 from refusals import refuses
 
 import gearbx_mlx
@@ -178,8 +179,6 @@ class TestGears:
 )
 def test_damage_of_gears_json_is_refused_in_one_line(convert, change, words):
     _, out = convert("untied")
-    content = json.loads((out / "gears.json").read_text())
-    change(content)
-    (out / "gears.json").write_text(json.dumps(content))
+    edit(out / "gears.json", change)
     with refuses(words):
         gearbx_mlx.load(out)

@@ -8,6 +8,7 @@ import mlx.core as mx
 import pytest
 from conftest import contents, weights_of
 from gguf_files import tiny_as, write
+from mutations import edit, flip
 from refusals import refuses
 
 import gearbx_mlx
@@ -26,10 +27,8 @@ def loaded_weights(file):
     return weights_of(gearbx_mlx.load(file)[0])
 
 
-def flip(file, place):
-    content = bytearray(file.read_bytes())
-    content[place] ^= 1
-    file.write_bytes(content)
+def flip_bit(file, place):
+    file.write_bytes(flip(file.read_bytes(), place))
 
 
 def test_a_replaced_file_of_the_same_size_and_time_is_another_one(file):
@@ -56,7 +55,7 @@ def test_what_lies_behind_the_header_is_sampled(tmp_path, monkeypatch):
     file.write_bytes(bytes(2**16))
     found = {unpacked.contents(file)}
     for place in (0, 2**10, 2**15, 2**16 - 1):
-        flip(file, place)
+        flip_bit(file, place)
         found.add(unpacked.contents(file))
     assert len(found) == 5
 
@@ -64,7 +63,7 @@ def test_what_lies_behind_the_header_is_sampled(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda directory: flip(directory / "model.safetensors", -1000),
+        lambda directory: flip_bit(directory / "model.safetensors", -1000),
         lambda directory: os.truncate(directory / "model.safetensors", 5000),
         lambda directory: (directory / "config.json").unlink(),
         lambda directory: (directory / "unpacked.json").write_text("{"),
@@ -84,7 +83,7 @@ def test_a_damaged_one_is_made_again(file, damage):
 def test_one_of_another_source_is_not_taken(file):
     directory = find(file)
     record = json.loads((directory / "unpacked.json").read_bytes())
-    (directory / "unpacked.json").write_text(json.dumps(record | {"source": "0" * 64}))
+    edit(directory / "unpacked.json", source="0" * 64)
     with pytest.warns(GearbxWarning, match="is made again"):
         find(file)
     assert json.loads((directory / "unpacked.json").read_bytes()) == record

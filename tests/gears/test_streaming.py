@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from conftest import PROMPT, active_memory, every_gear, save_model, tiny_model
 from mlx_lm.models.cache import make_prompt_cache
-from mutations import sign_arrays
+from mutations import change_array, flip, sign_arrays
 
 import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxError, stream_generate
@@ -194,10 +194,7 @@ def place_of(path, name):
 class TestFilesThatFail:
     def spoil(self, path, name, at=-1):
         """Change one byte of an array."""
-        array = place_of(path, name)
-        content = bytearray(array.file.read_bytes())
-        content[array.end - 1 if at < 0 else array.begin + at] ^= 16
-        array.file.write_bytes(content)
+        change_array(place_of(path, name).file, name, lambda data: flip(data, at))
 
     @pytest.mark.parametrize("array", ["low", "high"])
     def test_a_changed_byte(self, copied, array):

@@ -1,19 +1,17 @@
 """Every array of a geared checkpoint has a hash: a damaged one is refused when it is first read."""
 
-import json
 import shutil
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
 from conftest import PROMPT, save_model, tiny_model
-from mutations import sign_files
+from mutations import change_array, edit, flip, sign_files
 from refusals import assert_refused
 
 import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxError
 from gearbx_mlx.gears.manifest import GEARS_FILE, MANIFEST
-from gearbx_mlx.gears.tensor_files import header_of
 from gearbx_mlx.loading import DEMO_MODEL
 
 UP = "model.layers.1.mlp.up_proj"
@@ -33,10 +31,7 @@ def geared(checkpoint, tmp_path) -> Path:
 
 def flip_bit(file: Path, array: str) -> None:
     """Change the first byte of an array, and let the hashes of whole files agree with it."""
-    _, entries, start = header_of(file)
-    content = bytearray(file.read_bytes())
-    content[start + entries[array].data_offsets[0]] ^= 1
-    file.write_bytes(content)
+    change_array(file, array, flip)
     sign_files(file.parent)
 
 
@@ -85,9 +80,7 @@ def test_verify_names_the_first_and_counts_all(geared, command):
 
 @pytest.mark.parametrize("missing", ["hashes", "gears_hash"])
 def test_a_manifest_without_hashes_is_refused(geared, missing):
-    content = json.loads((geared / MANIFEST).read_text())
-    del content[missing]
-    (geared / MANIFEST).write_text(json.dumps(content))
+    edit(geared / MANIFEST, lambda content: content.pop(missing))
     with pytest.raises(GearbxError, match=missing):
         gearbx_mlx.load(geared)
 
