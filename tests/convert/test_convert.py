@@ -5,8 +5,6 @@ import json
 import math
 import os
 import shutil
-import subprocess
-import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -148,13 +146,17 @@ class TestGearsFromDisk:
         with pytest.raises(GearbxError, match="no gear of 3 bits; choose from 4, 5, 6, 8, 16"):
             Gearbox(gearbx_mlx.load(out)[0], "3,16")
 
-    def test_without_a_dense_gear(self, convert):
-        source, out = convert("tied", "--gears", "4,8", "--manage", "mlp", "--embeddings", "keep")
-        model = gearbx_mlx.load(out)[0]
-        made = Gearbox(gearbx_mlx.load(source)[0], "4,8", manage="mlp")
-        saved = Gearbox(model)
-        saved.shift("high")
-        assert same_model(model, made.model)
+    @pytest.mark.parametrize(("format", "manage"), [("planes", "mlp"), ("rowwise", "all")])
+    def test_without_a_dense_gear(self, convert, format, manage):
+        flags = "--gears", "4,8", "--format", format, "--manage", manage, "--embeddings", "keep"
+        source, out = convert("tied" if format == "planes" else "llama", *flags)
+        saved = Gearbox(gearbx_mlx.load(out)[0])
+        made = Gearbox(gearbx_mlx.load(source)[0], "4,8", format=format, manage=manage)
+        for _ in every_gear(made, saved):
+            assert same_model(saved.model, made.model)
+
+    def test_of_other_layers_than_asked_for_are_refused(self, convert):
+        _, out = convert("llama", "--manage", "mlp")
         with pytest.raises(GearbxError, match="manage mlp, not all"):
             Gearbox(gearbx_mlx.load(out)[0], manage="all")
 
@@ -204,13 +206,6 @@ class TestTheBase:
         assert quantization["model.embed_tokens"] == {"group_size": 64, "bits": 4, "mode": "affine"}
         model = tiny_model("qwen3_moe")
         assert {path for path, m in model.named_modules() if hasattr(m, "to_quantized")} <= quantization.keys()
-
-    def test_has_the_lowest_gear_where_mlx_lm_cannot_run_it(self, convert):
-        source, out = convert("llama", "--format", "rowwise", "--gears", "4,8", "--embeddings", "keep")
-        saved = Gearbox(gearbx_mlx.load(out)[0])
-        made = Gearbox(gearbx_mlx.load(source)[0], "4,8", format="rowwise")
-        for _ in every_gear(made, saved):
-            assert same_model(saved.model, made.model)
 
 
 def rows_of(card: str) -> dict[str, list[str]]:
@@ -283,10 +278,7 @@ def test_a_budget_finds_the_floors(command, tmp_path):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A broken checkpoint of the demo model."""
-    out = tmp_path_factory.mktemp("whole") / "broken"
-    arguments = ["--device", "cpu", "--mlx-path", out, "--calibrate", "none"]
-    subprocess.run([sys.executable, "-m", "gearbx_mlx.convert", *arguments], check=True, capture_output=True)
-    return out
+    return gearbx_mlx.convert(mlx_path=tmp_path_factory.mktemp("whole") / "broken", calibrate="none")
 
 
 @pytest.fixture
