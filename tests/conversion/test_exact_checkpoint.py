@@ -132,6 +132,9 @@ class TestDamage:
         done = restore(command, geared)
         words = "is not the one that" if file == GEARS_FILE else "config.json is not what the original had"
         assert_refused(done, f"{geared / file}: ", words, "download it again")
+        if file == GEARS_FILE:
+            with refuses(f"{geared / file}: {words}"):
+                gearbx_mlx.load(geared)
 
     @pytest.mark.parametrize("lie", [[1], [0, 2**31], [0, 7, 3]], ids=["begin", "end", "descend"])
     def test_offsets_that_lie_with_the_right_hashes(self, geared, lie):
