@@ -486,13 +486,24 @@ def command(monkeypatch, capsys):
 
 
 @pytest.fixture
-def generated(command, tmp_path):
+def succeeds(command):
+    """Run a command that must not fail; as `command`."""
+
+    def run(*arguments: object) -> SimpleNamespace:
+        done = command(*arguments)
+        assert done.status == 0, done.err
+        return done
+
+    return run
+
+
+@pytest.fixture
+def generated(succeeds, tmp_path):
     """Run `generate`, which must not fail; as `command`, and its `summary` and `trace`."""
 
     def run(*flags: object) -> SimpleNamespace:
         summary, trace = tmp_path / "summary.json", tmp_path / "trace.jsonl"
-        done = command("generate", *flags, "--summary", summary, "--trace", trace)
-        assert done.status == 0, done.err
+        done = succeeds("generate", *flags, "--summary", summary, "--trace", trace)
         done.summary = json.loads(summary.read_text())
         done.trace = [json.loads(line) for line in trace.read_text().splitlines()]
         return done

@@ -40,15 +40,14 @@ MODELS = {
 
 
 @pytest.fixture
-def convert(command, tmp_path):
+def convert(succeeds, tmp_path):
     """A tiny model, converted: (architecture, flags) -> the original's directory and the checkpoint's."""
 
     def run(architecture="llama", *flags, dtype=mx.bfloat16):
         source, out = tmp_path / "original", tmp_path / "geared"
         name = "llama" if architecture == "tied" else architecture
         save_model(tiny_model(name, dtype=dtype, **MODELS[architecture]), source)
-        done = command("convert", "--model", source, "--mlx-path", out, *flags)
-        assert done.status == 0, done.err
+        succeeds("convert", "--model", source, "--mlx-path", out, *flags)
         return source, out
 
     return run
@@ -87,13 +86,12 @@ class TestChosenCodes:
         ],
     )
     def test_what_cannot_be_calibrated_has_the_nearest_unless_it_was_asked_for(
-        self, convert, command, monkeypatch, tmp_path, gears, why
+        self, convert, command, succeeds, monkeypatch, tmp_path, gears, why
     ):
         source, _ = convert("llama", "--gears", "4,16")
         monkeypatch.setattr(ConvertSettings, "calibrates", CALIBRATES)
         given = "convert", "--model", source, "--gears", gears, "--mlx-path"
-        done = command(*given, tmp_path / "default")
-        assert done.status == 0
+        done = succeeds(*given, tmp_path / "default")
         assert f"base: the nearest codes, since {why}" in done.err
         done = command(*given, tmp_path / "asked", "--calibrate")
         assert done.status == 2
@@ -240,7 +238,7 @@ class TestModelCard:
         Path("tales.gguf").touch()
         assert provenance("geared", given, tmp_path) == Provenance("geared", None, given, {})
 
-    def test_is_what_is_uploaded(self, command, tmp_path, monkeypatch):
+    def test_is_what_is_uploaded(self, succeeds, tmp_path, monkeypatch):
         uploaded = {}
         monkeypatch.setattr(HfApi, "create_repo", lambda self, repo_id, exist_ok: uploaded.update(repo=repo_id))
 
@@ -253,8 +251,7 @@ class TestModelCard:
         monkeypatch.setattr(import_module("gearbx_mlx.convert.run"), "find", lambda name, revision: source)
         monkeypatch.setattr("gearbx_mlx.conversion.model_card.read_metadata", lambda name: {"license": "mit"})
         flags = ["--model", "somebody/tales", "--mlx-path", tmp_path / "geared", "--upload-repo", "me/tales-geared"]
-        done = command("convert", *flags)
-        assert done.status == 0, done.err
+        succeeds("convert", *flags)
         assert uploaded["repo"] == "me/tales-geared"
         card = ModelCard(uploaded["card"])
         assert (card.data.base_model, card.data.license) == ("somebody/tales", "mit")
@@ -263,11 +260,10 @@ class TestModelCard:
 
 
 @pytest.mark.slow
-def test_a_budget_finds_the_floors(command, tmp_path):
+def test_a_budget_finds_the_floors(succeeds, tmp_path):
     (tmp_path / "prompts.txt").write_text("Once upon a time there was a king\n")
     flags = ["--format", "codebook", "--manage", "attention", "--target-bpw", "7", "--mlx-path", tmp_path / "out"]
-    done = command("convert", *flags, "--prompts", tmp_path / "prompts.txt")
-    assert done.status == 0, done.err
+    done = succeeds("convert", *flags, "--prompts", tmp_path / "prompts.txt")
     assert "Points tried" in done.err
     gearbox = Gearbox(gearbx_mlx.load(tmp_path / "out")[0])
     assert gearbox.bits_per_weight(gearbox.ladder[0]) < 7

@@ -28,13 +28,12 @@ def save_quantized(path, architecture="llama", bits=8, group_size=32, predicate=
 
 
 @pytest.fixture
-def convert(command, tmp_path):
+def convert(succeeds, tmp_path):
     """A quantized model, converted: (source, flags) -> the checkpoint's directory."""
 
     def run(source, *flags):
         out = tmp_path / "geared"
-        done = command("convert", "--model", source, "--mlx-path", out, *flags)
-        assert done.status == 0, done.err
+        succeeds("convert", "--model", source, "--mlx-path", out, *flags)
         return out
 
     return run

@@ -68,9 +68,8 @@ def test_a_flipped_bit_of_the_base_is_found_at_once(geared):
         Gearbox(model)
 
 
-def test_verify_names_the_first_and_counts_all(geared, command):
-    done = command("convert", "--verify", geared)
-    assert done.status == 0
+def test_verify_names_the_first_and_counts_all(geared, command, succeeds):
+    done = succeeds("convert", "--verify", geared)
     assert done.out.endswith("are what was written\n")
     flip_bit(geared / GEARS_FILE, f"{UP}@8.weights.1")
     flip_bit(geared / GEARS_FILE, f"{UP}@16.weight")

@@ -47,10 +47,15 @@ def test_a_command_chooses_before_mlx_lm_is_imported():
 
 
 @WITHOUT_GPU
-@pytest.mark.parametrize("name", ["generate", "analyze", "calibrate", "convert", "evaluate", "sensitivity", "allocate"])
-def test_a_gpu_that_is_not_here_is_one_line(command, name, tmp_path):
-    required = {"analyze": ["--prompts", "none"], "evaluate": ["--data", "none"]}.get(name, [])
-    done = command(name, "--device", "gpu", *required)
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("generate", "calibrate", "convert", "sensitivity", "allocate", "benchmark mac"),
+        *("analyze --prompts none", "evaluate --data none"),
+    ],
+)
+def test_a_gpu_that_is_not_here_is_one_line(command, line):
+    done = command(*line.split(), "--device", "gpu")
     assert (done.status, done.out) == (2, "")
     assert done.err == "error: device gpu: MLX has no such device here; leave it out, and MLX's own choice is used\n"
 
