@@ -19,7 +19,7 @@ def test_tables_of_a_manifest_run_on_a_checkpoint_of_its_model_that_stores_their
     table = {"wish": "bpw 5", "bits": layers, "bits_per_weight": 5.0, "kl": 0.1}
     table |= {"perplexity_change": 1.0, "sum_of_parts": 0.1}
     edit(manifest, gears={"4": table})
-    flags = "--mode static --gear 4 -m 12 --ignore-chat-template --verbose all".split()
+    flags = ["--mode", "static", "--gear", "4", "-m", "12", "--ignore-chat-template", "--verbose", "all"]
     stored = succeeds("generate", "--model", checkpoint, "--gears", "4,8", "--manifest", manifest, *flags)
     original = succeeds("generate", "--gears", "4,8", "--manifest", manifest, *flags)
     assert stored.out == original.out
