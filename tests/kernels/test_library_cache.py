@@ -29,7 +29,6 @@ def cache(native, afresh, tmp_path):
     )
     script.chmod(0o755)
     directory = tmp_path / "far" / "above" / "home" / "gearbx-mlx"
-    directory.parent.parent.mkdir(parents=True)
     environment = {"CXX": str(script), "XDG_CACHE_HOME": str(directory.parent), "GEARBX_CPU": "native"}
     for name, value in environment.items():
         afresh.setenv(name, value)
@@ -196,14 +195,15 @@ class TestNeverLoaded:
         self.assert_private(cache, f"{file} is neither a file nor a directory; remove it")
 
     def test_where_nothing_can_be_written(self, cache):
-        cache.directory.parent.write_text("in the way", encoding="utf-8")
-        self.assert_private(cache, f"{cache.directory.parent}.*; set XDG_CACHE_HOME to another directory")
+        far = cache.directory.parents[2]
+        far.write_text("in the way", encoding="utf-8")
+        self.assert_private(cache, f"{far}.*; set XDG_CACHE_HOME to another directory")
 
     def test_nowhere_to_write_at_all(self, cache, afresh, tmp_path):
         def refuse() -> None:
             raise PermissionError
 
-        cache.directory.parent.write_text("in the way", encoding="utf-8")
+        cache.directory.parents[2].write_text("in the way", encoding="utf-8")
         afresh.setattr(cpu, "private_directory", refuse)
         with pytest.warns(GearbxWarning, match="for this process alone"):
             assert cpu.native() is None
