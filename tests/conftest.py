@@ -158,8 +158,11 @@ def same_arrays(ours: Iterable[mx.array], theirs: Iterable[mx.array]) -> bool:
     return all(mx.array_equal(a, b).item() for a, b in zip(ours, theirs, strict=True))
 
 
-def normal(*shape: int, seed: int = 0) -> mx.array:
-    return mx.random.normal(shape, key=mx.random.key(seed))
+def normal(*shape: int, seed: int = 0, scale: float = 1.0, dtype: mx.Dtype = mx.float32) -> mx.array:
+    return (scale * mx.random.normal(shape, key=mx.random.key(seed))).astype(dtype)
+
+
+matrix = functools.partial(normal, scale=0.02)  # of weights
 
 
 def float64(array: mx.array) -> np.ndarray:
