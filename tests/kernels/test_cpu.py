@@ -127,6 +127,8 @@ class TestNumbers:
         weight = mx.random.normal((5, 64)).astype(mx.bfloat16)
         for shape in [(64,), (1, 64), (2, 1, 4, 64)]:
             assert native.dense_matvec(mx.ones(shape), weight).shape == (*shape[:-1], 5)
+        for shape in [(0, 64), (2, 0, 64)]:  # no vector at all
+            assert products.dense_product(mx.ones(shape), weight).shape == (*shape[:-1], 5)
         assert products.dense_product(mx.ones((1, 64), mx.float16), weight).dtype == mx.float16
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -194,10 +196,6 @@ def test_integer_products_compile_for_newer_processors(tmp_path, flags):
 
 
 class TestShapes:
-    def test_no_vector_at_all(self, native):
-        assert products.dense_product(mx.ones((0, 64)), mx.ones((5, 64))).shape == (0, 5)
-        assert products.dense_product(mx.ones((2, 0, 64)), mx.ones((5, 64))).shape == (2, 0, 5)
-
     @pytest.mark.parametrize("vectors", [3, 40])
     def test_activations_and_indices_that_are_not_in_rows(self, native, vectors):
         weight = mx.random.normal((4, 9, 64)).astype(mx.float16)
