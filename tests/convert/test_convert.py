@@ -10,7 +10,6 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
-import mlx_lm
 import pytest
 from conftest import PROMPT, active_memory, contents, every_gear, same_weights, save_model, tiny_model, weights_of
 from huggingface_hub import HfApi, ModelCard
@@ -176,25 +175,6 @@ class TestGearsFromDisk:
 
 
 class TestTheBase:
-    @pytest.mark.some(2)
-    @pytest.mark.parametrize("architecture", MODELS)
-    @pytest.mark.parametrize("format", ["planes", "affine"])
-    def test_is_a_4_bit_model_for_mlx_lm(self, convert, architecture, format):
-        source, out = convert(architecture, "--format", format)
-        model, tokenizer = mlx_lm.load(str(out))
-        text = mlx_lm.generate(model, tokenizer, "a b c", max_tokens=8)
-        kinds = {type(module) for module in model.modules()}
-        assert nn.QuantizedLinear in kinds
-        made = Gearbox(gearbx_mlx.load(source)[0], "4,8,16", format=format, kernels="mlx")
-        made.shift("low")
-        ours, theirs = weights_of(model), weights_of(made.model)
-        for layer in made.layers:
-            name = layer.path if f"{layer.path}.scales" in theirs else f"{layer.path}.projection"
-            for part in ("weight", "scales", "biases"):
-                own = ours[f"{layer.path}.{part}"]
-                assert mx.array_equal(own, theirs[f"{name}.{part}"].astype(own.dtype)).item()
-        assert isinstance(text, str)
-
     def test_names_every_layer_in_its_configuration(self, convert):
         _, out = convert("qwen3_moe")
         quantization = json.loads((out / "config.json").read_text())["quantization"]
