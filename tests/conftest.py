@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import ssl
+import subprocess
 import sys
 import tempfile
 from collections import defaultdict
@@ -158,8 +159,11 @@ def same_arrays(ours: Iterable[mx.array], theirs: Iterable[mx.array]) -> bool:
     return all(mx.array_equal(a, b).item() for a, b in zip(ours, theirs, strict=True))
 
 
-def normal(*shape: int, seed: int = 0) -> mx.array:
-    return mx.random.normal(shape, key=mx.random.key(seed))
+def normal(*shape: int, seed: int = 0, scale: float = 1.0, dtype: mx.Dtype = mx.float32) -> mx.array:
+    return (scale * mx.random.normal(shape, key=mx.random.key(seed))).astype(dtype)
+
+
+matrix = functools.partial(normal, scale=0.02)  # of weights
 
 
 def float64(array: mx.array) -> np.ndarray:
@@ -240,7 +244,7 @@ def own_cache(monkeypatch, tmp_path) -> Path:
     return tmp_path
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def native():
     """The compiled kernels. Without a compiler, a test that needs them is skipped; if it fails, so does the test."""
     if reason := cpu.why_not():
@@ -337,6 +341,11 @@ def save_model(model, path: Path) -> None:
     (path / "config.json").write_text(json.dumps(vars(model.args)))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO_MODEL / name, path)
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """Return what is in the files of a directory, by name."""
+    return {file.name: file.read_bytes() for file in directory.iterdir() if file.is_file()}
 
 
 def on_disk(model, directory: Path) -> dict:
@@ -499,18 +508,57 @@ def read_trace(path: Path) -> list[dict]:
 
 
 @pytest.fixture
-def generated(command, tmp_path):
+def succeeds(command):
+    """Run a command that must not fail; as `command`."""
+
+    def run(*arguments: object) -> SimpleNamespace:
+        done = command(*arguments)
+        assert done.status == 0, done.err
+        return done
+
+    return run
+
+
+@pytest.fixture
+def generated(succeeds, tmp_path):
     """Run `generate`, which must not fail; as `command`, and its `summary` and `trace`."""
 
     def run(*flags: object) -> SimpleNamespace:
         summary, trace = tmp_path / "summary.json", tmp_path / "trace.jsonl"
-        done = command("generate", *flags, "--summary", summary, "--trace", trace)
-        assert done.status == 0, done.err
+        done = succeeds("generate", *flags, "--summary", summary, "--trace", trace)
         done.summary = json.loads(summary.read_text())
         done.trace = read_trace(trace)
         return done
 
     return run
+
+
+HOLDING = """
+import sys, pathlib
+from gearbx_mlx.files.journal import Journal
+from gearbx_mlx.files.writing import new_directory, replacing, work_directory
+path = pathlib.Path(sys.argv[1])
+{begin}
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def holding():
+    """Start a process that begins a block over a path, and stays inside of it until its stdin is closed; return it."""
+    started = []
+
+    def start(begin: str, path: Path) -> subprocess.Popen:
+        command = [sys.executable, "-c", HOLDING.format(begin=begin), str(path)]
+        started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+        assert started[-1].stdout.read(5) == b"ready"
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
 
 
 @pytest.fixture(scope="session")

@@ -40,10 +40,9 @@ def test_a_mixture_of_the_papers_shares_has_its_bound():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiled")
-def test_decode(command, tmp_path):
+def test_decode(succeeds, tmp_path):
     sizes = "--tokens", 3, "--trials", 1, "--context", 40
-    result = command("benchmark", "decode", "--model", DEMO_MODEL, "--gears", "4,16", *sizes, "--json", tmp_path / "d")
-    assert result.status == 0
+    succeeds("benchmark", "decode", "--model", DEMO_MODEL, "--gears", "4,16", *sizes, "--json", tmp_path / "d")
     rows = json.loads((tmp_path / "d").read_text())["rows"]
     native = [("native", "low", 4), ("native", "high", 16), ("native int16", "low", 4), ("native int16", "high", 16)]
     others = [("native int8", "low", 4), ("mlx", "low", 4), ("mlx", "high", 16)]
@@ -78,11 +77,10 @@ def test_half_precision_of_mlx_is_timed_on_a_gpu(monkeypatch):
     assert dense == ["dense bfloat16", "dense float16", "dense float32"]
 
 
-def test_without_a_compiler_mlx_sums_on_the_cpu(command, tmp_path, monkeypatch):
+def test_without_a_compiler_mlx_sums_on_the_cpu(succeeds, tmp_path, monkeypatch):
     monkeypatch.setattr(cpu, "_kernels_or_reason", lambda: (None, "no C++ compiler was found"))
     flags = "--model", DEMO_MODEL, "--gears", "4,16", "--tokens", 2, "--trials", 1
-    result = command("benchmark", "decode", *flags, "--json", tmp_path / "b.json")
-    assert result.status == 0, result.err
+    result = succeeds("benchmark", "decode", *flags, "--json", tmp_path / "b.json")
     rows = json.loads((tmp_path / "b.json").read_text())["rows"]
     assert {(row["path"], row["read_by"]) for row in rows} == {("mlx", "mlx cpu")}
     assert [row["gear"] for row in rows] == ["low", "high"]

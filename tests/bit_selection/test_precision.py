@@ -124,11 +124,10 @@ class TestGenerate:
         file.write_text(json.dumps(content))
         return command("generate", "--manifest", file, "-m", 8, *arguments)
 
-    def test_shifts_tables(self, command, tmp_path, for_demo):
+    def test_shifts_tables(self, succeeds, tmp_path, for_demo):
         trace, summary = tmp_path / "t.jsonl", tmp_path / "s.json"
         arguments = ("--gears", "4,16", "--gear", "low", "--thresholds", "11", "--summary", summary)
-        result = self.run(command, tmp_path, for_demo, *arguments, "--trace", trace)
-        assert result.status == 0, result.err
+        self.run(succeeds, tmp_path, for_demo, *arguments, "--trace", trace)
         weights = {path: layer["weights"] for path, layer in for_demo["layers"].items()}
         bits = for_demo["gears"]["4"]["bits"]
         read = sum(weights[path] * (bits[path] + 0.5) for path in bits) / sum(weights.values())
@@ -159,12 +158,11 @@ class TestGenerate:
 
 
 class TestConvert:
-    def test_writes_what_mlx_lm_loads(self, command, tmp_path, for_demo):
+    def test_writes_what_mlx_lm_loads(self, succeeds, tmp_path, for_demo):
         file, out = tmp_path / "m.json", tmp_path / "mixed"
         content = replaced(for_demo, ("gears", "4", "bits", DOWN), 16)
         file.write_text(json.dumps(content))
-        result = command("convert", "--manifest", file, "--mlx-path", out)
-        assert result.status == 0, result.err
+        result = succeeds("convert", "--manifest", file, "--mlx-path", out)
         assert result.out == f"{out}\n"
         model, tokenizer = mlx_lm.load(str(out))
         modules = dict(model.named_modules())

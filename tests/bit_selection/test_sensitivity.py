@@ -90,10 +90,9 @@ SMALL = ("--num-samples", 2, "--sequence-length", 24, "--bits", "4,5,8", "--mana
 
 
 @pytest.mark.slow
-def test_the_command_writes_a_manifest(command, tmp_path):
+def test_the_command_writes_a_manifest(succeeds, tmp_path):
     out = tmp_path / "m.json"
-    result = command("sensitivity", *SMALL, "--out", out)
-    assert result.status == 0, result.err
+    result = succeeds("sensitivity", *SMALL, "--out", out)
     assert result.out.split() == [str(out)]
     content = json.loads(out.read_text())
     assert len(content["layers"]) == 24

@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from conftest import normal, save_model, tiny_model, weights_of
+from conftest import contents, normal, save_model, tiny_model, weights_of
 from refusals import assert_refused
 
 import gearbx_mlx
@@ -127,10 +127,6 @@ PUBLISHED = {
 }
 
 
-def contents(directory: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in directory.iterdir() if file.is_file()}
-
-
 def kept(directory: Path) -> set[str]:
     """The tensors that a checkpoint stores as they were."""
     names = header_of(directory / ORIGINAL_FILE).entries
@@ -176,11 +172,10 @@ def test_every_file_comes_back(architecture, tmp_path):
     assert_restored(geared)
 
 
-def test_the_demo_model_comes_back_through_the_command(tmp_path, command):
-    made = command("convert", "--format", "exact", "--gears", "4,16", "--mlx-path", tmp_path / "geared")
-    assert made.status == 0, made.err
-    done = command("convert", "--restore", tmp_path / "geared", "--mlx-path", tmp_path / "restored")
-    assert (done.status, done.out) == (0, f"{tmp_path / 'restored'}\n")
+def test_the_demo_model_comes_back_through_the_command(tmp_path, succeeds):
+    succeeds("convert", "--format", "exact", "--gears", "4,16", "--mlx-path", tmp_path / "geared")
+    done = succeeds("convert", "--restore", tmp_path / "geared", "--mlx-path", tmp_path / "restored")
+    assert done.out == f"{tmp_path / 'restored'}\n"
     assert contents(tmp_path / "restored") == contents(DEMO_MODEL)
 
 
@@ -291,7 +286,7 @@ def test_every_file_is_on_the_disk_before_the_directory_has_its_name(two_shards,
 
 class TestOddNames:
     @pytest.mark.parametrize("shard", ["model (1).safetensors", "model é+&%.safetensors"])
-    def test_a_shard_and_a_note(self, two_shards, tmp_path, command, shard):
+    def test_a_shard_and_a_note(self, two_shards, tmp_path, succeeds, shard):
         """A file whose name cannot be in gears.json does not come back; the others do."""
         original = Path(shutil.copytree(two_shards.with_name("original"), tmp_path / "original"))
         (original / "model-00002-of-00002.safetensors").rename(original / shard)
@@ -300,12 +295,11 @@ class TestOddNames:
         (original / "odd\x07.txt").write_text("odd")
         (original / "back\\slash.md").write_text("odd")
         flags = "--model", original, "--format", "exact", "--gears", "4,16", "--q-group-size", 32
-        done = command("convert", *flags, "--mlx-path", tmp_path / "geared")
-        assert done.status == 0
+        done = succeeds("convert", *flags, "--mlx-path", tmp_path / "geared")
         assert r"--restore will not bring back back\slash.md, odd\x07.txt" in done.err.replace("\n", " ")
         assert str(original) not in done.err
-        done = command("convert", "--restore", tmp_path / "geared", "--mlx-path", tmp_path / "restored")
-        assert (done.status, contents(tmp_path / "restored")) == (0, wanted)
+        succeeds("convert", "--restore", tmp_path / "geared", "--mlx-path", tmp_path / "restored")
+        assert contents(tmp_path / "restored") == wanted
 
     @pytest.mark.parametrize("shard", ["model\x07.safetensors", "model\\1.safetensors"])
     def test_a_shard_that_could_not_come_back(self, two_shards, tmp_path, command, shard):

@@ -103,16 +103,12 @@ class TestAFullDisk:
         journal.add("second", [2.0] * 10)
         assert Journal(file, {"model": "a"}).parts == {"first": [1.0] * 10, "second": [2.0] * 10}
 
-    def test_a_journal_that_another_process_writes_is_refused(self, tmp_path):
-        code = "import sys, pathlib; from gearbx_mlx.files.journal import Journal; "
-        code += "Journal(pathlib.Path(sys.argv[1]), {'model': 'a'}); print('ready', flush=True); sys.stdin.read()"
-        command, file = [sys.executable, "-c", code], tmp_path / "journal"
-        with subprocess.Popen([*command, file], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-            process.stdout.read(5)
-            with pytest.raises(GearbxError, match="journal: another process writes it; wait for it, or end it"):
-                Journal(file, {"model": "a"})
-            process.communicate()
-        Journal(file, {"model": "a"})
+    def test_a_journal_that_another_process_writes_is_refused(self, tmp_path, holding):
+        process = holding("if Journal(path, {'model': 'a'}):", tmp_path / "journal")
+        with pytest.raises(GearbxError, match="journal: another process writes it; wait for it, or end it"):
+            Journal(tmp_path / "journal", {"model": "a"})
+        process.communicate()
+        Journal(tmp_path / "journal", {"model": "a"})
 
 
 @pytest.mark.processes

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from mutations import edit
 from refusals import assert_refused
 
 from gearbx_mlx.loading import DEMO_MODEL, checkpoint_gears
@@ -36,10 +37,6 @@ def _no_test_hangs():
 @pytest.fixture
 def model(tmp_path) -> Path:
     return Path(shutil.copytree(DEMO_MODEL, tmp_path / "model"))
-
-
-def edit(file: Path, **change: object) -> None:
-    file.write_text(json.dumps(json.loads(file.read_text()) | change))
 
 
 def run_of(name: str, model: Path, place: Path) -> tuple:

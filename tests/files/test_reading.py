@@ -170,10 +170,10 @@ ROW = {"question": "1 + 1?", "answer": "#### 2"}
 CONFIG = json.loads((DEMO_MODEL / "config.json").read_text())
 
 READERS = {
-    "manifest.json": (MANIFEST, read_precision),
-    "thresholds.json": (THRESHOLDS, lambda file: read_thresholds(str(file))),
-    "states.json": (STATES, Scripted.from_file),
-    "config.json": (CONFIG, lambda file: context_length(read_config(file.parent))),
+    "manifest.json": ([MANIFEST], read_precision),
+    "thresholds.json": ([THRESHOLDS], lambda file: read_thresholds(str(file))),
+    "states.json": ([STATES], Scripted.from_file),
+    "config.json": ([CONFIG], lambda file: context_length(read_config(file.parent))),
 }
 LINES = {
     "states.jsonl": (STATES, Scripted.from_file),
@@ -200,49 +200,37 @@ def loads_or_is_refused(file: Path, text: str, read) -> bool:
     return False
 
 
-@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("name", READERS | LINES)
 class TestFiles:
     def test_is_read_as_it_was_written(self, tmp_path, name):
-        content, read = READERS[name]
-        assert loads_or_is_refused(tmp_path / name, json.dumps(content), read)
-
-    @pytest.mark.some(3)
-    @SEARCH
-    @given(data=st.data())
-    def test_damage_is_refused_or_does_nothing(self, tmp_path, name, data):
-        content, read = READERS[name]
-        loads_or_is_refused(tmp_path / name, data.draw(damaged(content)), read)
-
-    @pytest.mark.parametrize(
-        "text", ["", "[1", DEEP, '{"a": ' * 10000, "9" * 5000, '"\\ud800"', "\ud800", "NaN", "nul"]
-    )
-    def test_something_else_is_refused(self, tmp_path, name, text):
-        assert not loads_or_is_refused(tmp_path / name, text, READERS[name][1])
-
-
-@pytest.mark.parametrize("name", LINES)
-class TestLines:
-    def test_is_read_as_it_was_written(self, tmp_path, name):
-        content, read = LINES[name]
+        content, read = (READERS | LINES)[name]
         assert loads_or_is_refused(tmp_path / name, "\n".join(map(json.dumps, content)) + "\n", read)
 
-    @pytest.mark.some(3)
+    @pytest.mark.some(6)
     @SEARCH
     @given(data=st.data())
     def test_damage_is_refused_or_does_nothing(self, tmp_path, name, data):
-        content, read = LINES[name]
+        content, read = (READERS | LINES)[name]
         line = data.draw(st.integers(0, len(content) - 1))
         lines = [data.draw(damaged(row)) if i == line else json.dumps(row) for i, row in enumerate(content)]
         loads_or_is_refused(tmp_path / name, "\n".join(lines) + "\n", read)
 
-    @pytest.mark.parametrize(
-        "text", ["[1", DEEP, "9" * 5000, '{"prompt": "\\ud800"}', "3", '{"text": 3}', '{"question": 3, "answer": 4}']
-    )
-    def test_something_else_is_named_with_its_line(self, tmp_path, name, text):
-        content, read = LINES[name]
-        (tmp_path / name).write_text(json.dumps(content[0]) + "\n" + text + "\n")
-        with refuses(f"{name}, line 2: "):
-            read(tmp_path / name)
+
+@pytest.mark.parametrize("text", ["", "[1", DEEP, '{"a": ' * 10000, "9" * 5000, '"\\ud800"', "\ud800", "NaN", "nul"])
+@pytest.mark.parametrize("name", READERS)
+def test_another_content_is_refused(tmp_path, name, text):
+    assert not loads_or_is_refused(tmp_path / name, text, READERS[name][1])
+
+
+@pytest.mark.parametrize(
+    "text", ["[1", DEEP, "9" * 5000, '{"prompt": "\\ud800"}', "3", '{"text": 3}', '{"question": 3, "answer": 4}']
+)
+@pytest.mark.parametrize("name", LINES)
+def test_another_line_is_named(tmp_path, name, text):
+    content, read = LINES[name]
+    (tmp_path / name).write_text(json.dumps(content[0]) + "\n" + text + "\n")
+    with refuses(f"{name}, line 2: "):
+        read(tmp_path / name)
 
 
 def test_a_configuration_may_have_infinity(tmp_path):

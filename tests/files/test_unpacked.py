@@ -6,8 +6,9 @@ import shutil
 
 import mlx.core as mx
 import pytest
-from conftest import weights_of
-from gguf_files import F16, Q8_0, tiny_as, write
+from conftest import contents, weights_of
+from gguf_files import tiny_as, write
+from mutations import edit, flip
 from refusals import refuses
 
 import gearbx_mlx
@@ -17,18 +18,20 @@ from gearbx_mlx.files.writing import new_directory
 from gearbx_mlx.loading import find
 
 
+@pytest.fixture
+def file(tmp_path, own_cache):
+    return write(tmp_path / "model.gguf", tiny_as("llama"))
+
+
 def loaded_weights(file):
     return weights_of(gearbx_mlx.load(file)[0])
 
 
-def flip(file, place):
-    content = bytearray(file.read_bytes())
-    content[place] ^= 1
-    file.write_bytes(content)
+def flip_bit(file, place):
+    file.write_bytes(flip(file.read_bytes(), place))
 
 
-def test_a_replaced_file_of_the_same_size_and_time_is_another_one(tmp_path, own_cache):
-    file = write(tmp_path / "model.gguf", tiny_as("llama"))
+def test_a_replaced_file_of_the_same_size_and_time_is_another_one(file):
     first, before = loaded_weights(file), file.stat()
     write(file, tiny_as("llama", seed=1))
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -38,8 +41,7 @@ def test_a_replaced_file_of_the_same_size_and_time_is_another_one(tmp_path, own_
     assert not mx.array_equal(first[name], second[name])
 
 
-def test_the_same_contents_are_unpacked_once(tmp_path, own_cache, monkeypatch):
-    file = write(tmp_path / "model.gguf", tiny_as("llama"))
+def test_the_same_contents_are_unpacked_once(file, tmp_path, monkeypatch):
     directory = find(file)
     (tmp_path / "elsewhere").mkdir()
     copy = shutil.copyfile(file, tmp_path / "elsewhere" / "model.gguf")
@@ -53,7 +55,7 @@ def test_what_lies_behind_the_header_is_sampled(tmp_path, monkeypatch):
     file.write_bytes(bytes(2**16))
     found = {unpacked.contents(file)}
     for place in (0, 2**10, 2**15, 2**16 - 1):
-        flip(file, place)
+        flip_bit(file, place)
         found.add(unpacked.contents(file))
     assert len(found) == 5
 
@@ -61,7 +63,7 @@ def test_what_lies_behind_the_header_is_sampled(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda directory: flip(directory / "model.safetensors", -1000),
+        lambda directory: flip_bit(directory / "model.safetensors", -1000),
         lambda directory: os.truncate(directory / "model.safetensors", 5000),
         lambda directory: (directory / "config.json").unlink(),
         lambda directory: (directory / "unpacked.json").write_text("{"),
@@ -69,57 +71,53 @@ def test_what_lies_behind_the_header_is_sampled(tmp_path, monkeypatch):
     ],
     ids=["a bit", "the end", "no config", "no record", "another file"],
 )
-def test_a_damaged_one_is_made_again(tmp_path, own_cache, damage):
-    file = write(tmp_path / "model.gguf", tiny_as("llama"), Q8_0)
+def test_a_damaged_one_is_made_again(file, damage):
     directory = find(file)
-    whole = {each.name: each.read_bytes() for each in directory.iterdir()}
+    whole = contents(directory)
     damage(directory)
     with pytest.warns(GearbxWarning, match="is damaged, or not what was written there; it is made again"):
         assert find(file) == directory
-    assert {each.name: each.read_bytes() for each in directory.iterdir()} == whole
+    assert contents(directory) == whole
 
 
-def test_one_of_another_source_is_not_taken(tmp_path, own_cache):
-    file = write(tmp_path / "model.gguf", tiny_as("llama"))
+def test_one_of_another_source_is_not_taken(file):
     directory = find(file)
     record = json.loads((directory / "unpacked.json").read_bytes())
-    (directory / "unpacked.json").write_text(json.dumps(record | {"source": "0" * 64}))
+    edit(directory / "unpacked.json", source="0" * 64)
     with pytest.warns(GearbxWarning, match="is made again"):
         find(file)
     assert json.loads((directory / "unpacked.json").read_bytes()) == record
 
 
 @pytest.mark.parametrize("name", ["", "model.safetensors", "config.json"])
-def test_one_that_others_may_write_to_is_refused(tmp_path, own_cache, name):
-    file = write(tmp_path / "model.gguf", tiny_as("llama"))
+def test_one_that_others_may_write_to_is_refused(file, name):
     place = find(file) / name
     place.chmod(place.stat().st_mode | 0o020)
     with pytest.raises(GearbxError, match=r"model: .*others may write to .*; run chmod go-w on it$"):
         find(file)
 
 
-def test_with_any_umask_it_is_taken_the_next_time(tmp_path, own_cache, monkeypatch):
+def test_with_any_umask_it_is_taken_the_next_time(file, monkeypatch):
     before = os.umask(0)
     try:
-        directory = find(write(tmp_path / "model.gguf", tiny_as("llama")))
+        directory = find(file)
     finally:
         os.umask(before)
     monkeypatch.setattr(unpacked, "make", lambda *_: pytest.fail("unpacked again"))
-    assert find(tmp_path / "model.gguf") == directory
+    assert find(file) == directory
 
 
-def test_what_a_killed_process_left_is_removed_at_the_next_start(tmp_path, own_cache):
+def test_what_a_killed_process_left_is_removed_at_the_next_start(file, own_cache):
     left = own_cache / ".other-0123456789abcdef.ab_cd123.part"
     left.mkdir()
     (left / "model.safetensors").write_bytes(bytes(99))
     with new_directory(own_cache / "in-work") as in_work:
-        find(write(tmp_path / "model.gguf", tiny_as("llama")))
+        find(file)
         assert not left.exists()
         assert in_work.is_dir()
 
 
-def test_a_full_disk_is_told_of_the_cache(tmp_path, own_cache, monkeypatch):
-    file = write(tmp_path / "model.gguf", tiny_as("llama"))
+def test_a_full_disk_is_told_of_the_cache(file, own_cache, monkeypatch):
 
     def full(*_, **__):
         raise RuntimeError("[write] Unable to write 100 bytes to file.")
@@ -131,8 +129,7 @@ def test_a_full_disk_is_told_of_the_cache(tmp_path, own_cache, monkeypatch):
     assert not [*own_cache.glob("model-*"), *own_cache.glob(".*.part")]
 
 
-def test_a_bad_file_leaves_nothing(tmp_path, own_cache):
-    file = write(tmp_path / "model.gguf", tiny_as("llama"), F16)
+def test_a_bad_file_leaves_nothing(file, own_cache):
     os.truncate(file, 3000)
     with pytest.raises(GearbxError, match=r"model\.gguf: damaged or truncated"):
         find(file)

@@ -8,7 +8,7 @@ import platformdirs
 import pytest
 
 from gearbx_mlx.chat.run import history_file
-from gearbx_mlx.files.user_cache import CacheUnusable, cache_entry, open_cache, why
+from gearbx_mlx.files.user_cache import CacheUnusable, open_cache, why
 
 
 @pytest.mark.parametrize(
@@ -40,10 +40,17 @@ def test_a_user_without_a_home_is_told_of_the_variable(monkeypatch):
     assert history_file() is None
 
 
-def test_an_entry_is_of_this_user_alone(own_cache):
-    assert cache_entry("new") == own_cache / "new"
-    (own_cache / "new").mkdir(mode=0o700)
-    assert cache_entry("new") == own_cache / "new"
-    (own_cache / "new").chmod(0o720)
-    with pytest.raises(CacheUnusable, match=f"others may write to {own_cache / 'new'}; run chmod go-w on it"):
-        cache_entry("new")
+def test_what_a_killed_process_compiled_in_is_removed_and_what_a_living_one_uses_stays(own_cache, holding):
+    compiling = "with work_directory(path) as place:\n    (place / 'kernels.o').touch()"
+    dead = holding(compiling, own_cache / "kernels.so")
+    (abandoned,) = own_cache.iterdir()
+    alive = holding(compiling, own_cache / "kernels.so")
+    assert len([*open_cache().iterdir()]) == 2
+    dead.kill()
+    dead.wait()
+    assert abandoned.is_dir()
+    (in_use,) = open_cache().iterdir()
+    assert in_use != abandoned
+    assert [path.name for path in in_use.iterdir()] == ["kernels.o"]
+    alive.communicate()
+    assert not in_use.exists()

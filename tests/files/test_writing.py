@@ -3,8 +3,6 @@
 import errno
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,32 +12,6 @@ import gearbx_mlx
 from gearbx_mlx import GearbxError
 from gearbx_mlx.files.writing import new_directory, replacing, write_text
 
-HOLDING = """
-import sys, pathlib
-from gearbx_mlx.files.writing import new_directory, replacing
-path = pathlib.Path(sys.argv[1])
-with {holding} as place:
-    print("ready", flush=True)
-    sys.stdin.read()
-"""
-
-
-@pytest.fixture
-def holding():
-    """Starts a process that stays inside a context, and returns it."""
-    started = []
-
-    def start(context: str, path: Path) -> subprocess.Popen:
-        command = [sys.executable, "-c", HOLDING.format(holding=context), str(path)]
-        started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
-        assert started[-1].stdout.read(5) == b"ready"
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
-
 
 def names(directory: Path) -> set[str]:
     return {path.name for path in directory.iterdir()}
@@ -48,7 +20,7 @@ def names(directory: Path) -> set[str]:
 class TestReplacing:
     def test_what_a_killed_process_left_is_removed(self, tmp_path, holding):
         file = tmp_path / "a[1]*.json"
-        process = holding("replacing(path)", file)
+        process = holding("with replacing(path):", file)
         assert len(names(tmp_path)) == 1
         write_text(file, "ours")  # while the other process lives
         assert len(names(tmp_path)) == 2
@@ -62,7 +34,7 @@ class TestReplacing:
 
     def test_two_processes_write_one_file(self, tmp_path, holding):
         file = tmp_path / "a"
-        process = holding("replacing(path)", file)
+        process = holding("with replacing(path):", file)
         write_text(file, "ours")
         process.communicate(b"go on")
         assert process.returncode == 0
@@ -88,7 +60,7 @@ class TestANewDirectory:
     def test_is_one_process_at_a_time(self, tmp_path, holding, command):
         """What a killed process left is removed."""
         out = tmp_path / "geared"
-        process = holding("new_directory(path)", out)
+        process = holding("with new_directory(path):", out)
         left = names(tmp_path)
         done = command("convert", "--mlx-path", out)
         assert done.status == 2

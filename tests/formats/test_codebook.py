@@ -3,7 +3,7 @@ import math
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import PROMPT, heavy, layer_with, linear_layers, normal, tiny_model
+from conftest import PROMPT, heavy, layer_with, linear_layers, matrix, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lossless_texts import assert_written, written
@@ -36,10 +36,6 @@ MODULES = {"codebook": codebook, "codebook-library": codebook_library}
 CASES = [("codebook", bits) for bits in WORD_CODES] + [("codebook-library", bits) for bits in (2, 3, 4)]
 seeds = st.integers(0, 2**32 - 1)
 widths = st.one_of(st.integers(1, 9), st.integers(10, 300))
-
-
-def gaussian(*shape: int) -> mx.array:
-    return normal(*shape) * 0.02
 
 
 def error(made: mx.array, weight: mx.array) -> float:
@@ -78,7 +74,7 @@ class TestOutliers:
             assert distance[mask].min() >= np.sort(distance.ravel())[-mask.sum()] * (1 - 1e-5)
 
     def test_without_the_bound_they_are_those_beyond_three_sigma(self):
-        values = np.array(gaussian(64, 512))
+        values = np.array(matrix(64, 512))
         expected = np.abs(values - values.mean()) > 3 * values.std()
         assert np.array_equal(outliers_of(mx.array(values)), expected)
         assert 0.002 < expected.mean() < 0.0035
@@ -178,7 +174,7 @@ class TestLloyd:
 class TestCodebooks:
     @pytest.mark.parametrize(("bits", "cosine"), [(2, 0.939), (3, 0.983), (4, 0.995)])
     def test_cosines_of_a_gaussian_are_those_of_theory(self, bits, cosine):
-        weight = gaussian(128, 4096)
+        weight = matrix(128, 4096)
         arrays = codebook.encode(weight, bits)
         alone = codebook.fit(weight, mx.zeros(weight.shape, mx.bool_), bits)
         without = mx.take_along_axis(alone[0].astype(mx.float32), alone[1].astype(mx.uint32), axis=-1)
@@ -187,7 +183,7 @@ class TestCodebooks:
             assert float(np.median(np.array(products))) == pytest.approx(cosine, abs=tolerance)
 
     @pytest.mark.some(2)
-    @pytest.mark.parametrize(("matrix", "below"), [(gaussian, 0.20), (heavy, 0.40)])
+    @pytest.mark.parametrize(("matrix", "below"), [(matrix, 0.20), (heavy, 0.40)])
     @pytest.mark.parametrize("bits", [3, 4])
     def test_error_is_far_below_that_of_affine_at_the_same_effective_bits(self, matrix, below, bits):
         weight = matrix(256, 4096)
@@ -210,7 +206,7 @@ class TestCodebooks:
         assert made["codebook-library"] < made["codebook"]
 
     def test_a_group_of_a_library_costs_0_31_bits_a_weight(self):
-        arrays = codebook_library.encode(gaussian(64, 1024), 4)
+        arrays = codebook_library.encode(matrix(64, 1024), 4)
         assert arrays["library"].shape == (KERNEL_LIBRARY, 16)
         beside = sum(arrays[name].nbytes for name in ("entries", "scales", "midpoints"))
         assert 8 * beside / (64 * 1024) == 0.3125
@@ -244,7 +240,7 @@ class TestModules:
         assert get_format(name).stored_bytes((64, 384), bits, share) == module.bytes_read
 
     def test_what_fills_up_lists_of_outliers_is_not_read(self):
-        weight = gaussian(4, 16, 64)
+        weight = matrix(4, 16, 64)
         weight[2, 3, :10] = 5.0
         arrays = codebook.encode(weight, 2)
         length, count = arrays["outliers"].shape[-1], Outliers.of(arrays).count()

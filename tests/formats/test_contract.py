@@ -9,7 +9,7 @@ import sys
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from conftest import ARCHITECTURES, PROMPT, every_gear, normal, on_disk, same_weights, tiny_model, weights_of
+from conftest import ARCHITECTURES, PROMPT, every_gear, matrix, on_disk, same_weights, tiny_model, weights_of
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 from refusals import assert_refused
@@ -34,10 +34,6 @@ OF_ANY_WIDTH = [case for case in CASES if case[0] in RECONSTRUCTED]
 MADE_ONE_BY_ONE = [name for name in FORMATS if name != "exact"]
 LADDERS = {"groupwise": "4,16", "codebook": "2,4,16", LIBRARY: "2,4,16"}  # of a gearbox; else 4,8,16
 GROUP = 64
-
-
-def matrix(*shape: int, scale: float = 0.02, seed: int = 0) -> mx.array:
-    return normal(*shape, seed=seed) * scale
 
 
 def layer_of(name: str, weight: mx.array, bias: bool = False) -> nn.Module:

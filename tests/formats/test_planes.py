@@ -2,7 +2,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from conftest import float64, layer_with, normal, same_arrays
+from conftest import float64, layer_with, matrix, normal, same_arrays
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -17,10 +17,6 @@ from gearbx_mlx.kernels.bit_planes import pack_mlx_codes, unpack_mlx_codes
 DTYPES = [mx.float16, mx.bfloat16, mx.float32]
 WIDTHS = [(4, 4), (4, 1, 1, 2), (3, 5), (2, 1, 1, 1, 1, 2), (5, 3), (6, 2), (4, 2), (8,), (4,)]
 GROUP = 64
-
-
-def matrix(*shape: int, dtype: mx.Dtype = mx.float32, scale: float = 0.02) -> mx.array:
-    return (normal(*shape) * scale).astype(dtype)
 
 
 def error(approximation: mx.array, exact: mx.array) -> float:

@@ -1,6 +1,5 @@
 """Adapters (LoRA, DoRA) on top of gears: in every format, from every source of gears, in every mode."""
 
-import json
 from pathlib import Path
 
 import mlx.core as mx
@@ -10,6 +9,7 @@ import pytest
 from adapters import save_adapter
 from conftest import PROMPT, every_gear, normal, save_model, tiny_model, weights_of
 from mlx_lm.utils import load_tokenizer
+from mutations import edit
 from refusals import assert_refused
 
 import gearbx_mlx
@@ -145,8 +145,7 @@ def test_experts_take_lora_in_every_gear_and_no_dora(adapted, tmp_path):
     assert floors == {layer.path: layer.lowest_bits for layer in gearbox.layers}
     assert floors["model.layers.0.mlp.gate"] == 8  # mlx-lm's class asks for it by its path
     assert mx.array_equal(model(PROMPT), (original.attached_gearbox.shift("low"), original(PROMPT))[1])
-    settings = json.loads((adapter / "adapter_config.json").read_text())
-    (adapter / "adapter_config.json").write_text(json.dumps(settings | {"fine_tune_type": "dora"}))
+    edit(adapter / "adapter_config.json", fine_tune_type="dora")
     with pytest.raises(GearbxError, match=r"cannot be put on this model: .*SwitchLinear doesn't support DoRA"):
         loaded(source, adapter)
 
@@ -259,8 +258,7 @@ class TestRefused:
         ],
     )
     def test_settings(self, command, source, adapter, change, words):
-        file = adapter / "adapter_config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | change))
+        edit(adapter / "adapter_config.json", **change)
         self.refused(command, source, adapter, words, "trained on this model" if "model" in words else "mlx_lm.lora")
 
     @pytest.mark.parametrize("name", ["adapter_config.json", "adapters.safetensors"])

@@ -9,30 +9,13 @@ import numpy as np
 import pytest
 from architectures import EXPECTED, GROUP, installed, tiny, why_not
 from architectures.reading import bytes_read, matrices
-from conftest import every_gear
+from conftest import Script, every_gear
 
 from gearbx_mlx import Gearbox, Lossless, Route, stream_generate
 
 PROMPT = [1, 5, 9, 2, 7, 3, 8, 1, 60, 70, 100, 12]
 LONGER = [*PROMPT, 30, 31, 32, 33]  # more than an indexer selects
 LENGTH = 24  # tokens that fill a window together with the prompt
-
-
-class TakeTurns:
-    """A gate that shifts at every token."""
-
-    def __init__(self, gears: int):
-        self.gears, self.gear = gears, 0
-
-    def update(self, reading: object) -> int:
-        self.gear = (self.gear + 1) % self.gears
-        return self.gear
-
-    def peek(self, level: float) -> int:
-        return self.gear
-
-    def reset(self, gear: int) -> None:
-        self.gear = gear
 
 
 def logits(model: nn.Module) -> np.ndarray:
@@ -89,7 +72,7 @@ def test_the_top_gear_is_the_model_bit_for_bit(built):
 
 
 def test_a_text_is_written_while_it_shifts(built):
-    responses = text(built, Route(gate=TakeTurns(3), initial_gear="low"))
+    responses = text(built, Route(gate=Script([1, 2, 0]), initial_gear="low"))
     assert len(responses) == LENGTH
     assert {r.gear for r in responses} == {"low", "mid", "high"}
     assert all(np.isfinite(r.entropy) for r in responses)

@@ -20,7 +20,6 @@ from conftest import (
     tiny_model,
     weights_of,
 )
-from mlx_lm.models.switch_layers import SwitchLinear
 from refusals import assert_refused
 
 from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Observer, convert, load
@@ -163,20 +162,6 @@ class TestDoubleQuantization:
 
 
 class TestCost:
-    def test_every_parameter_once_in_the_top_gear(self, tiny):
-        gearbox = Gearbox(tiny)
-        embedding = tiny.model.embed_tokens.weight
-        expected = sum(a.nbytes for a in weights_of(tiny).values()) - embedding.nbytes + embedding[0].nbytes
-        assert gearbox.weight_bytes_per_token(gearbox.ladder.top) == expected
-
-    def test_of_a_mixture_only_the_experts_that_are_used(self):
-        model = tiny_model("mixtral")  # 2 experts of 4
-        experts = sum(m.weight.nbytes for m in linear_layers(model).values() if isinstance(m, SwitchLinear))
-        embedding = model.model.embed_tokens.weight
-        every = sum(a.nbytes for a in weights_of(model).values()) - embedding.nbytes + embedding[0].nbytes
-        gearbox = Gearbox(model)
-        assert gearbox.weight_bytes_per_token(gearbox.ladder.top) == every - experts // 2
-
     def test_a_tied_embedding_is_read_as_the_head(self, fresh_demo):
         gearbox = Gearbox(fresh_demo.model)
         expected = sum(a.size * 2 for a in weights_of(fresh_demo.model).values())  # stored in bfloat16
@@ -262,18 +247,17 @@ def test_the_gears_of_a_checkpoint_are_counted_in_its_files(directory, tmp_path)
         assert needed == pytest.approx(bytes_in(Gearbox(load(out)[0], gears, kernels="mlx")), rel=0.02)
 
 
-def test_a_model_that_does_not_fit_is_named_with_gears_that_would(command, room):
+def test_a_model_that_does_not_fit_is_named_with_gears_that_would(succeeds, room):
     files, planes = read_files(DEMO_MODEL), get_format("planes")
     all_gears, low = (needed_memory(files, bits, planes, 64, resident=True) for bits in ([4, 8, 16], [4, 8]))
     room(low + 1)
-    done = command("generate", "--mode", "route", "--max-tokens", 1, "--verbose", "False")
-    assert done.status == 0
+    done = succeeds("generate", "--mode", "route", "--max-tokens", 1, "--verbose", "False")
     most = f"and this GPU should have at most {low / 1e6:.3g} MB"
     remedies = f"--gears 4,8 ({low / 1e6:.3g} MB) would fit"  # and with --residency disk the original alone would not
     assert f"warning: demo needs about {all_gears / 1e6:.3g} MB, {most}: {remedies}\n" in done.err
 
 
-def test_a_draft_that_does_not_fit_is_named_with_what_does(command, room, monkeypatch):
+def test_a_draft_that_does_not_fit_is_named_with_what_does(succeeds, room, monkeypatch):
     files = read_files(DEMO_MODEL)
     whole, exact = [needed_memory(files, [4, 16], get_format(name), 64, True) for name in ("affine", "exact")]
     eight, four = (needed_memory(files, [bits], get_format("planes"), 64, True) for bits in (8, 4))
@@ -284,8 +268,7 @@ def test_a_draft_that_does_not_fit_is_named_with_what_does(command, room, monkey
         (four, ("a checkpoint in 4 bits",)),
     ):
         room(most)
-        done = command("generate", "--max-tokens", 1, "--verbose", "False")
-        assert done.status == 0
+        done = succeeds("generate", "--max-tokens", 1, "--verbose", "False")
         sizes = dict(zip(("--gears 16", "--mode static --gears 8", "--format exact"), (files.total, eight, exact)))
         remedies = " or ".join(f"{way} ({human_bytes(sizes.get(way, four))})" for way in ways)
         said = f"about {human_bytes(whole)}, and this GPU should have at most {human_bytes(most)}: {remedies}"

@@ -138,15 +138,6 @@ class TestMixtures:
         found = {path for path, module in modules.items() if "weight" in module and experts_of(path, modules)}
         assert {chosen_experts(path, modules) for path in found} <= {1, 2}
 
-    @pytest.mark.some(2)
-    @pytest.mark.parametrize(
-        "architecture", ["dbrx", "deepseek", "granitemoe", "kimi_linear", "laguna", "ernie4_5_moe"]
-    )
-    def test_experts_are_counted_by_the_share_that_a_token_uses(self, architecture):
-        model = tiny(architecture)
-        gearbox = Gearbox(model, group_size=32, kernels="mlx")
-        assert gearbox.weight_bytes_per_token(gearbox.ladder.top) == bytes_read(model, STEP)
-
     def test_one_that_does_not_say_is_counted_whole_with_a_warning(self):
         model = tiny_model("mixtral")
         for layer in model.layers:

@@ -10,6 +10,7 @@ import pytest
 from conftest import PROMPT, active_memory, every_gear, save_model, tiny_model
 from mlx_lm.quant import awq, dwq, dynamic_quant, gptq
 from mlx_lm.utils import quantize_model
+from mutations import edit
 from refusals import assert_refused, refuses
 
 import gearbx_mlx
@@ -174,8 +175,7 @@ def test_a_mixed_recipe_has_the_gears_of_its_widest_codes():
 def test_codes_that_are_not_read_yet_take_no_memory_twice(tmp_path, native):
     folder = tmp_path / "model"
     save_model(quantized(8, 64, hidden_size=512, intermediate_size=1024, num_hidden_layers=6), folder)
-    config = json.loads((folder / "config.json").read_text()) | {"quantization": {"group_size": 64, "bits": 8}}
-    (folder / "config.json").write_text(json.dumps(config))
+    edit(folder / "config.json", quantization={"group_size": 64, "bits": 8})
     size = (folder / "model.safetensors").stat().st_size
     model, _ = gearbx_mlx.load(folder, lazy=True)
     before = active_memory()
@@ -322,8 +322,7 @@ def made(tmp_path_factory):
         model, config = maker(original_model())
         model.args = original_model().args
         save_model(model, folder / name)
-        file = folder / name / "config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | config))
+        edit(folder / name / "config.json", **config)
     return folder
 
 

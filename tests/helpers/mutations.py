@@ -1,7 +1,8 @@
-"""Small damage to JSON: what a wrong edit, a broken download or malice may leave of a file."""
+"""Small damage to JSON and arrays: what a wrong edit, a broken download or malice may leave of a file."""
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,28 @@ def damaged(draw: st.DrawFn, content: Any) -> str:
             swapped = replaced(content, place, value_at(content, other))
             return json.dumps(replaced(swapped, other, value_at(content, place)))
     return json.dumps(replaced(content, place, draw(st.sampled_from(ODD))))
+
+
+def edit(file: Path, change: Callable[[Any], object] = lambda content: None, **fields: Any) -> None:
+    """Change the JSON object in a file by a function, or give some of its fields other values."""
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content | fields))
+
+
+def change_array(file: Path, name: str, change: Callable[[bytes], bytes]) -> None:
+    """Change the bytes of an array in a safetensors file, in place."""
+    place = header_of(file).places[name]
+    content = bytearray(file.read_bytes())
+    content[place.begin : place.end] = change(bytes(content[place.begin : place.end]))
+    file.write_bytes(content)
+
+
+def flip(data: bytes, at: int = 0) -> bytes:
+    """Return bytes of which one has another lowest bit."""
+    changed = bytearray(data)
+    changed[at] ^= 1
+    return bytes(changed)
 
 
 def sign_files(directory: Path) -> None:

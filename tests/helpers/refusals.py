@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from gearbx_mlx import GearbxError
+from gearbx_mlx import GearbxError, load
 
 
 @contextmanager
@@ -16,6 +16,12 @@ def refuses(*words):
     assert "\n" not in message
     for word in words:
         assert str(word) in message
+
+
+def assert_not_loaded(directory, *words):
+    """The directory is refused as a model in one line that names it and has these words."""
+    with refuses(directory, *words):
+        load(directory)
 
 
 def assert_refused(result, *words, folder=None):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import every_gear, same_weights, tiny_model, weights_of
+from conftest import PROMPT, every_gear, same_weights, tiny_model, weights_of
 
 from gearbx_mlx import Gearbox, GearbxError, stream_generate, use_device
 from gearbx_mlx.compat.classes import generation_stream
@@ -47,10 +47,15 @@ def test_a_command_chooses_before_mlx_lm_is_imported():
 
 
 @WITHOUT_GPU
-@pytest.mark.parametrize("name", ["generate", "analyze", "calibrate", "convert", "evaluate", "sensitivity", "allocate"])
-def test_a_gpu_that_is_not_here_is_one_line(command, name, tmp_path):
-    required = {"analyze": ["--prompts", "none"], "evaluate": ["--data", "none"]}.get(name, [])
-    done = command(name, "--device", "gpu", *required)
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("generate", "calibrate", "convert", "sensitivity", "allocate", "benchmark mac"),
+        *("analyze --prompts none", "evaluate --data none"),
+    ],
+)
+def test_a_gpu_that_is_not_here_is_one_line(command, line):
+    done = command(*line.split(), "--device", "gpu")
     assert (done.status, done.out) == (2, "")
     assert done.err == "error: device gpu: MLX has no such device here; leave it out, and MLX's own choice is used\n"
 
@@ -93,7 +98,6 @@ def test_a_gearbox_writes_no_text_on_another_device(fresh_demo, generating_elsew
         next(stream_generate(fresh_demo.model, fresh_demo.tokenizer, "x", 2, gearbox=gearbox))
 
 
-TOKENS = mx.array([[1, 5, 9, 2, 7]])
 MODES = ("route", "kickdown", "lossless", "static", "telemetry-only")
 WITH_GPU = pytest.mark.skipif(not mx.is_available(mx.Device(mx.gpu)), reason="MLX has no GPU here")
 
@@ -103,7 +107,7 @@ def logits_in_gears(format: str, kernels: str) -> list[np.ndarray]:
     gearbox = Gearbox(tiny_model(dtype=mx.bfloat16), "4,16", format=format, dtype="float32", kernels=kernels)
     made = []
     for _ in every_gear(gearbox):
-        made.append(np.array(gearbox.model(TOKENS)))
+        made.append(np.array(gearbox.model(PROMPT)))
     return made
 
 

@@ -9,13 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gearbx_mlx.formats import exact
-from gearbx_mlx.kernels import cpu
-
-
-@pytest.fixture(scope="module")
-def native():
-    assert cpu.why_not() is None, cpu.why_not()
-    return cpu.native()
 
 
 def gaussian(*shape: int, seed: int = 0) -> np.ndarray:

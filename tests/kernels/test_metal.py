@@ -62,6 +62,19 @@ def codebook_arguments(kind="codebook", rows=8, width=70, bits=4):
     return {"x": mx.random.normal((1, width)), "arrays": arrays, "bits": bits}
 
 
+def exact_arguments(rows=8, columns=128, group=64, vectors=1) -> dict:
+    weight = rounded(np.random.default_rng(0).standard_normal((rows, columns)) * 0.1)
+    return {"x": mx.zeros((vectors, columns), mx.bfloat16)} | encode(weight, group).arguments()
+
+
+def launch_exact(x, bias=None, **matrix) -> Launch:
+    return exact_launch(x, ExactMatrix(**matrix), bias)
+
+
+def decode_exact(chosen=None, x=None, **matrix) -> Launch:
+    return decode_launch(ExactMatrix(**matrix), chosen)
+
+
 def test_without_metal_one_line_says_why():
     assert not metal.available()
     with pytest.raises(GearbxError, match=r"^Metal.*$"):
@@ -105,7 +118,33 @@ OF_ROWS = (symmetric_launch, rowwise_arguments)
 OF_GROUPS = (symmetric_launch, groupwise_arguments)
 OF_CODEBOOK = (launch_codebook, codebook_arguments)
 OF_LIBRARY = (launch_codebook, partial(codebook_arguments, "library"))
+OF_DENSE = (dense_launch, lambda: {"x": mx.zeros((1, 8)), "weight": mx.zeros((3, 8))})
+OF_EXACT = (launch_exact, exact_arguments)
+OF_DECODED = (decode_exact, exact_arguments)
+WRONG_PACKED = [
+    ("group_size", 48, "group size 48 is none of 32, 64, 128"),
+    ("codes", mx.zeros((8, 12), mx.uint32), "codes of exact weights"),
+    ("codes", mx.zeros((8, 16), mx.int32), "codes of exact weights"),
+    ("scales", mx.zeros((8,), mx.uint16), "no rows"),
+    ("scales", mx.zeros((8, 2), mx.bfloat16), "scales of exact weights is .*bfloat16, not .*uint16"),
+    ("biases", mx.zeros((8, 3), mx.uint16), "biases of exact weights"),
+    ("low", mx.zeros((8, 20), mx.uint32), "low of exact weights"),
+    ("high", mx.zeros((0,), mx.uint8), "high of exact weights is 0 bytes"),
+    ("high", mx.zeros((3, 3), mx.uint8), "high of exact weights"),
+    ("offsets", mx.zeros((8,), mx.uint32), "offsets of exact weights"),
+    ("offsets", mx.zeros((9,), mx.int64), "offsets of exact weights"),
+]
 DO_NOT_FIT = [
+    *((kind, *wrong) for kind in (OF_EXACT, OF_DECODED) for wrong in WRONG_PACKED),
+    (OF_EXACT, "x", mx.zeros((1, 128), mx.int32), "activations of mlx.core.int32"),
+    (OF_EXACT, "x", mx.zeros((1, 64)), "do not fit weights of 128 columns"),
+    (OF_EXACT, "bias", mx.zeros((7,)), "output bias"),
+    (OF_DENSE, "x", mx.zeros((17, 8)), "not 1 to 16 vectors"),
+    (OF_DENSE, "x", mx.zeros((0, 8)), "not 1 to 16 vectors"),
+    (OF_DENSE, "x", mx.zeros((1, 8), mx.int32), "not 1 to 16 vectors"),
+    (OF_DENSE, "weight", mx.zeros((3, 9)), "do not fit a weight"),
+    (OF_DENSE, "weight", mx.zeros((8,)), "do not fit a weight"),
+    (OF_DENSE, "weight", mx.zeros((3, 8), mx.int8), "not 1 to 16 vectors"),
     (OF_PLANES, "x", mx.zeros((1, 128), mx.int32), "activations of"),
     (OF_PLANES, "x", mx.zeros((1, 64), mx.float16), "do not fit weights of 128 columns"),
     (OF_PLANES, "x", mx.zeros((17, 128), mx.float16), "not 1 to 16 vectors"),
@@ -118,7 +157,6 @@ DO_NOT_FIT = [
     (OF_PLANES, "biases", [mx.zeros((8, 3), mx.float16)], "biases of plane 0"),
     (OF_PLANES, "bias", mx.zeros((7,), mx.float16), "output bias"),
     (OF_ROWS, "x", mx.zeros((1, 20)), "do not fit weights of 21 columns"),
-    (OF_ROWS, "x", mx.zeros((17, 21)), "not 1 to 16 vectors"),
     (OF_ROWS, "bits", 5, "5 bits are none of 8, 6, 4, 2"),
     (OF_ROWS, "bits", 8, "not rows of 21 8-bit codes"),
     (OF_ROWS, "width", 0, "not rows of 0"),
@@ -135,7 +173,6 @@ DO_NOT_FIT = [
     (OF_GROUPS, "weight", mx.zeros((8, 48), mx.int8), "not rows of 70"),
     (OF_GROUPS, "scales", mx.zeros((8, 2)), "do not fit 8 rows of 3 groups"),
     (OF_CODEBOOK, "x", mx.zeros((1, 80)), "weight is"),
-    (OF_CODEBOOK, "x", mx.zeros((17, 70)), "not 1 to 16 vectors"),
     (OF_CODEBOOK, "bits", 7, "7 bits are none of 2 to 6"),
     (OF_CODEBOOK, "bits", 3, "weight is"),
     (OF_CODEBOOK, "codebook", mx.zeros((8, 8), mx.float16), "codebook is"),
@@ -187,8 +224,15 @@ def test_names_are_unique():
         for bits in (2, 3, 4)
         for width in (48, 53)
     ]
-    texts = {launch.spec.name: launch.spec.header for launch in launches}
-    assert len(texts) == len(set(texts.values())) == (27 + 9) + 24 + 2 + 11  # 9: staged activations of other widths
+    launches += [decode_exact(**exact_arguments(group=group)) for group in (32, 64, 128)]
+    launches += [
+        launch_exact(**exact_arguments(group=group, vectors=vectors), bias=bias)
+        for group in (32, 64, 128)
+        for vectors in (1, 2, 16)
+        for bias in (None, mx.zeros((8,)))
+    ]
+    texts = {(launch.spec.header, *launch.spec.input_names): launch.spec.name for launch in launches}
+    assert len(texts) == len(set(texts.values())) == (27 + 9) + 24 + 2 + 11 + 3 + 18  # 9: staged, of other widths
 
 
 @pytest.mark.processes
@@ -234,109 +278,36 @@ def test_a_small_array_is_padded_and_no_other():
     assert complete[2].tolist()[:3] == launch.inputs[2].tolist()
 
 
-def exact_arguments(rows=8, columns=128, group=64, vectors=1) -> dict:
-    weight = rounded(np.random.default_rng(0).standard_normal((rows, columns)) * 0.1)
-    return {"x": mx.zeros((vectors, columns), mx.bfloat16)} | encode(weight, group).arguments()
-
-
-def decoding(given: dict) -> ExactMatrix:
-    return ExactMatrix(*(given[name] for name in ExactMatrix._fields))
-
-
-def multiplying(given: dict) -> Launch:
-    return exact_launch(given["x"], decoding(given), given.get("bias"))
-
-
 @pytest.mark.usefixtures("on_metal")
 def test_exact_weights_on_metal_itself():
     given = exact_arguments(rows=37, columns=1152, vectors=16)
     given["x"] = mx.random.normal((16, 1152))
-    weight = decode_launch(decoding(given)).run()
+    weight = decode_exact(**given).run()
     original = rounded(np.random.default_rng(0).standard_normal((37, 1152)) * 0.1)
     assert (np.array(weight.view(mx.uint16)) == original).all()
-    y = multiplying(given).run()
+    y = launch_exact(**given).run()
     assert mx.allclose(y, given["x"] @ weight.T.astype(mx.float32), atol=1e-3)
     for first, count in ((0, 1), (15, 1), (3, 2), (5, 8)):
-        some = multiplying(given | {"x": given["x"][first : first + count]}).run()
+        some = launch_exact(**given | {"x": given["x"][first : first + count]}).run()
         assert mx.array_equal(some, y[first : first + count])
-
-
-WRONG_PACKED = [
-    ("group_size", 48, "group size 48 is none of 32, 64, 128"),
-    ("codes", mx.zeros((8, 12), mx.uint32), "codes of exact weights"),
-    ("codes", mx.zeros((8, 16), mx.int32), "codes of exact weights"),
-    ("scales", mx.zeros((8,), mx.uint16), "no rows"),
-    ("scales", mx.zeros((8, 2), mx.bfloat16), "scales of exact weights is .*bfloat16, not .*uint16"),
-    ("biases", mx.zeros((8, 3), mx.uint16), "biases of exact weights"),
-    ("low", mx.zeros((8, 20), mx.uint32), "low of exact weights"),
-    ("high", mx.zeros((0,), mx.uint8), "high of exact weights is 0 bytes"),
-    ("high", mx.zeros((3, 3), mx.uint8), "high of exact weights"),
-    ("offsets", mx.zeros((8,), mx.uint32), "offsets of exact weights"),
-    ("offsets", mx.zeros((9,), mx.int64), "offsets of exact weights"),
-]
-WRONG_VECTORS = [
-    ("x", mx.zeros((1, 128), mx.int32), "activations of mlx.core.int32"),
-    ("x", mx.zeros((1, 64)), "do not fit weights of 128 columns"),
-    ("x", mx.zeros((17, 128)), "not 1 to 16 vectors"),
-    ("x", mx.zeros((0, 128)), "not 1 to 16 vectors"),
-    ("bias", mx.zeros((7,)), "output bias"),
-]
-
-
-@pytest.mark.parametrize(("name", "value", "said"), WRONG_PACKED + WRONG_VECTORS)
-def test_exact_arrays_that_do_not_fit_are_refused(name, value, said):
-    given = exact_arguments() | {name: value}
-    with pytest.raises(GearbxError, match=said):
-        multiplying(given)
-    if name not in ("x", "bias"):
-        with pytest.raises(GearbxError, match=said):
-            decode_launch(decoding(given))
 
 
 def test_stacked_experts_are_decoded_and_not_multiplied():
     given = exact_arguments()
     for name in ("codes", "scales", "biases", "low"):
         given[name] = given[name].reshape(2, 4, -1)
-    assert decode_launch(decoding(given)).shape == (2, 4, 128)
-    assert decode_launch(decoding(given), mx.array([4, 1])).shape == (2, 128)
+    assert decode_exact(**given).shape == (2, 4, 128)
+    assert decode_exact(mx.array([4, 1]), **given).shape == (2, 128)
+    x = given.pop("x")
     for product in (exact_launch, exact_matmul_tiles):
         with pytest.raises(GearbxError, match="one matrix"):
-            product(given["x"], decoding(given))
-
-
-def test_names_over_exact_weights_are_unique():
-    """MLX keeps compiled kernels by name: it would confuse two texts of one name."""
-    launches = [decode_launch(decoding(exact_arguments(group=group))) for group in (32, 64, 128)]
-    launches += [
-        multiplying(exact_arguments(group=group, vectors=vectors) | bias)
-        for group in (32, 64, 128)
-        for vectors in (1, 2, 16)
-        for bias in ({}, {"bias": mx.zeros((8,))})
-    ]
-    specs = {(launch.spec.name, launch.spec.header, *launch.spec.input_names) for launch in launches}
-    assert len(specs) == len({name for name, *_ in specs}) == 3 + 18
+            product(x, ExactMatrix(**given))
 
 
 def attention(heads=4, kv_heads=2, length=2, keys=9, width=16, dtype=mx.float16, mask="causal", **change) -> dict:
     k = mx.zeros((1, kv_heads, keys, width), dtype)
     given = {"queries": mx.zeros((1, heads, length, width), dtype), "keys": k, "values": k, "mask": mask}
     return given | change
-
-
-@pytest.mark.parametrize(
-    ("x", "weight", "said"),
-    [
-        (mx.zeros((1, 8)), mx.zeros((3, 9)), "do not fit a weight"),
-        (mx.zeros((1, 8)), mx.zeros((8,)), "do not fit a weight"),
-        (mx.zeros((17, 8)), mx.zeros((3, 8)), "not 1 to 16 vectors"),
-        (mx.zeros((0, 8)), mx.zeros((3, 8)), "not 1 to 16 vectors"),
-        (mx.zeros((1, 8), mx.int32), mx.zeros((3, 8)), "not 1 to 16 vectors"),
-        (mx.zeros((1, 8)), mx.zeros((3, 8), mx.int8), "not 1 to 16 vectors"),
-    ],
-)
-def test_dense_products_refuse_what_does_not_fit(x, weight, said):
-    with pytest.raises(GearbxError, match=said):
-        dense_launch(x, weight)
 
 
 def test_dense_products_take_each_type_and_up_to_16_vectors():

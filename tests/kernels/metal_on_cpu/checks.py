@@ -185,15 +185,21 @@ def codebook_reads(case: Case, p: Problem) -> dict[str, np.ndarray]:
 
 def fault(case: Case, p: Problem, report: Report) -> str:
     """What is wrong with a launch; "" if nothing is."""
-    if report.error:
-        return report.error
-    y, bound = expected(case, p)
-    off = np.abs(report.out[0] - y) / bound
-    if not (off <= 1).all():
-        return f"result is {np.nanmax(off):.3g} times the rounding bound off"
+    return value_fault(report, *expected(case, p)) or access_fault(report, expected_reads(case, p))
+
+
+def value_fault(report: Report, y: np.ndarray, bound: np.ndarray) -> str:
+    """What is wrong with a result that may be so far from y; "" if nothing is."""
+    off = np.nan_to_num(np.abs(report.out[0] - y) / bound, nan=np.inf)
+    wrong = "" if (off <= 1).all() else f"result is {off.max():.3g} times the rounding bound off"
+    return report.error or wrong
+
+
+def access_fault(report: Report, reads: dict[str, np.ndarray]) -> str:
+    """Whether each byte is read as often as it should be, and each output written once; "" if so."""
     if not (report.writes["out"] == 1).all():
         return "outputs are not written exactly once"
-    for name, wanted in expected_reads(case, p).items():
+    for name, wanted in reads.items():
         counts = report.reads[name]  # small buffers are padded, and the padding must not be read
         if not (counts[: wanted.size] == wanted.ravel()).all() or counts[wanted.size :].any():
             return f"bytes of {name} are not read exactly as often as they should be"

@@ -14,7 +14,8 @@ from gearbx_mlx.kernels import proven
 from gearbx_mlx.kernels.metal_exact import decode_launch, exact_matmul_tiles
 
 from .cases import run_launch
-from .exact_cases import ExactCase, Product, access_fault, encode, fault, product, rounded
+from .checks import access_fault
+from .exact_cases import ExactCase, Product, encode, expected_reads, fault, product, rounded
 from .launch import Report
 
 pytestmark = pytest.mark.clang
@@ -43,7 +44,7 @@ def test_all_patterns_of_bf16_come_back(order):
     report = run_launch(p.decoder())
     assert report.error == ""
     assert (report.out[0] == p.bits).all()
-    assert access_fault(p, report) == ""
+    assert access_fault(report, expected_reads(p)) == ""
 
 
 def cases():

@@ -66,22 +66,15 @@ def test_any_row_count(format, variant):
         assert fault(case, p, run(case, p)) == "", rows
 
 
-@pytest.mark.some(1)
+@pytest.mark.some(3)
 @pytest.mark.parametrize(("format", "bits"), WITHOUT_GROUPS)
-@pytest.mark.parametrize("variant", ["registers", "device"])
+@pytest.mark.parametrize("variant", ["registers", "device", "threadgroup"])
 def test_any_width_at_all(format, bits, variant):
     """Every remainder of a row's 16 bytes, and of the 512 columns of a step; one vector and more."""
-    for columns in [*range(1, 70), 509, 511, 512, 513, 517, 533, 1000, 1025]:
-        case = Case(bits, 3, columns, vectors=1 + columns % 2, variant=variant, format=format)
-        p = problem(case, seed=columns)
-        assert fault(case, p, run(case, p)) == "", columns
-
-
-@pytest.mark.some(1)
-@pytest.mark.parametrize(("format", "bits"), WITHOUT_GROUPS)
-def test_any_width_staged(format, bits):
-    for columns, vectors in ((1, 1), (17, 2), (21, 1), (37, 3), (531, 1), (6143, 1)):
-        case = Case(bits, 3, columns, vectors=vectors, variant="threadgroup", format=format)
+    many = [(columns, 1 + columns % 2) for columns in (*range(1, 70), 509, 511, 512, 513, 517, 533, 1000, 1025)]
+    staged = (1, 1), (17, 2), (21, 1), (37, 3), (531, 1), (6143, 1)
+    for columns, vectors in staged if variant == "threadgroup" else many:
+        case = Case(bits, 3, columns, vectors=vectors, variant=variant, format=format)
         p = problem(case, seed=columns)
         assert fault(case, p, run(case, p)) == "", columns
 

@@ -5,6 +5,7 @@ import dataclasses
 import mlx.core as mx
 import numpy as np
 import pytest
+from conftest import normal
 
 from gearbx_mlx.formats.kv_cache import Nested, pack
 from gearbx_mlx.kernels.metal import Launch
@@ -16,7 +17,7 @@ from .compiler import unroll
 from .launch import Report
 from .test_harness import text_of
 from .test_mutations import changer
-from .test_rows import DTYPES, ORDERS, masked, ran, random, same_bits
+from .test_rows import DTYPES, ORDERS, masked, ran, same_bits
 
 SCALE = 0.3
 WIDTHS = (4, 4)
@@ -51,7 +52,7 @@ MIXED = {  # where further positions are read as they are
 
 def vectors(*shape: int, dtype: mx.Dtype = mx.float32, seed: int = 0) -> mx.array:
     """Normal numbers with a mean that is not 0, so that offsets matter."""
-    return random(*shape, dtype=dtype, seed=seed) + mx.array(0.5, dtype)
+    return normal(*shape, dtype=dtype, seed=seed) + mx.array(0.5, dtype)
 
 
 def cached(

@@ -6,7 +6,7 @@ import dataclasses
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import tiny_model
+from conftest import normal, tiny_model
 from mlx_lm.models.cache import make_prompt_cache
 
 from gearbx_mlx import Gearbox
@@ -64,10 +64,6 @@ def masked(kind: str, length: int, keys: int) -> tuple[np.ndarray, mx.array | st
     return seen, {"causal": "causal", "some": mx.array(seen), "all": None}[kind]
 
 
-def random(*shape: int, dtype: mx.Dtype = mx.float32, seed: int = 0) -> mx.array:
-    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
-
-
 TO_SCORES = "\n    UNROLL for (int q = 0; q < QUERIES; q++) {\n        weights[q] = 0.0f;"
 TO_VALUES = "\n    COPY(values"
 TO_SUMS = "\n    for (int key"
@@ -92,7 +88,7 @@ class TestDenseProducts:
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize(("rows", "columns"), [(13, 70), (8, 512), (1, 3)])
     def test_are_those_of_exact_arithmetic_and_read_the_weight_once(self, rows, columns, dtype):
-        x, weight = random(3, columns, dtype=dtype), random(rows, columns, dtype=mx.bfloat16, seed=1)
+        x, weight = normal(3, columns, dtype=dtype), normal(rows, columns, dtype=mx.bfloat16, seed=1)
         wanted, sizes = exact(x) @ exact(weight).T, np.abs(exact(x)) @ np.abs(exact(weight)).T
         bound = (columns / 32 + 8 + 5) * 2.0**-24 * sizes + UNIT[dtype] * np.abs(wanted) + SMALLEST[dtype]
         for order, schedule in ORDERS:
@@ -104,7 +100,7 @@ class TestDenseProducts:
     @pytest.mark.parametrize("vectors", [2, 9, 16])
     @pytest.mark.parametrize("columns", [70, 512])
     def test_a_vector_has_the_same_bits_in_any_company(self, columns, vectors):
-        x, weight = random(1, vectors, columns), random(13, columns, dtype=mx.float16, seed=1)
+        x, weight = normal(1, vectors, columns), normal(13, columns, dtype=mx.float16, seed=1)
         y, _ = ran(dense_launch(x, weight))
         assert all(same_bits(ran(dense_launch(x[0, v], weight))[0], y[0, v]) for v in range(vectors))
 
@@ -126,7 +122,7 @@ class TestDenseProducts:
 )
 @pytest.mark.parametrize("vectors", [3, 16])
 def test_a_vector_has_the_same_bits_in_any_company(case, vectors):
-    packed, x = problem(case), random(vectors, case.columns, dtype=case.dtype, seed=2)
+    packed, x = problem(case), normal(vectors, case.columns, dtype=case.dtype, seed=2)
     best = dataclasses.replace(case, variant=None)
 
     def product(x: mx.array) -> mx.array:
@@ -139,7 +135,7 @@ def test_a_vector_has_the_same_bits_in_any_company(case, vectors):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("traditional", [False, True])
 def test_rotary_positions_are_exact_and_the_same_in_any_company(traditional, dtype):
-    x = random(2, 5, 3, 20, dtype=dtype).swapaxes(1, 2)  # with the strides of a projection
+    x = normal(2, 5, 3, 20, dtype=dtype).swapaxes(1, 2)  # with the strides of a projection
     frequencies = inverse_frequencies(16, 100.0)
     y, report = ran(rope_launch(x, frequencies, 30, traditional, 0.5))
     angles = (30 + np.arange(5))[:, None] * 0.5 * exact(frequencies)
@@ -173,8 +169,8 @@ class TestAttention:
     def test_is_that_of_exact_arithmetic_and_reads_keys_and_values_once(
         self, heads, kv_heads, length, keys, width, kind, dtype
     ):
-        q = random(2, length, heads, width, dtype=dtype).swapaxes(1, 2)
-        room = [random(2, kv_heads, keys + 9, width, dtype=dtype, seed=seed) for seed in (1, 2)]  # like a cache
+        q = normal(2, length, heads, width, dtype=dtype).swapaxes(1, 2)
+        room = [normal(2, kv_heads, keys + 9, width, dtype=dtype, seed=seed) for seed in (1, 2)]  # like a cache
         k, v = (a[:, :, :keys] for a in room)
         seen, mask = masked(kind, length, keys)
         wanted, bound = attended(exact(q), exact(k), exact(v), seen, 0.3, dtype)
@@ -189,8 +185,8 @@ class TestAttention:
     def test_a_query_has_the_same_bits_in_any_company(self, heads, rows):
         """For any keys after those that it sees, even NaN, and for every way of hiding them."""
         keys, width = 128 + (rows + 1) // 2, 16  # some of the queries see a second block
-        q = random(1, heads, rows, width)
-        k, v = (random(1, 2, keys, width, seed=seed) for seed in (1, 2))
+        q = normal(1, heads, rows, width)
+        k, v = (normal(1, 2, keys, width, seed=seed) for seed in (1, 2))
         causal, _ = self.attend(q, k, v, "causal")
         seen = mx.arange(keys) <= mx.arange(keys - rows, keys)[:, None]
         masked, _ = self.attend(q, k, v, seen)
@@ -207,7 +203,7 @@ class TestAttention:
     @pytest.mark.metal_mutations
     @pytest.mark.parametrize("name", ATTENTION)
     def test_a_mistake_is_noticed(self, name):
-        q, k, v = random(1, 4, 4, 16), random(1, 2, 70, 16, seed=1), random(1, 2, 70, 16, seed=2)
+        q, k, v = normal(1, 4, 4, 16), normal(1, 2, 70, 16, seed=1), normal(1, 2, 70, 16, seed=2)
         v = mx.concatenate([v[:, :, :69], mx.full((1, 2, 1, 16), mx.nan)], 2)  # only the last query sees it
         made = parts_launch(q, k, v, 0.3, "causal")
         sound, broken = run_launch(made), run_launch(made, change=changer(*ATTENTION[name]))
@@ -215,7 +211,7 @@ class TestAttention:
         assert broken.error or not written or not np.array_equal(sound.out[0], broken.out[0], equal_nan=True)
 
     def test_a_query_that_sees_nothing_gets_zeros(self):
-        q, k = random(1, 1, 2, 16), random(1, 1, 140, 16)
+        q, k = normal(1, 1, 2, 16), normal(1, 1, 140, 16)
         y, _ = self.attend(q, k, k, mx.array([[False] * 140, [True] * 140]))
         assert (y[:, :, 0] == 0).all().item()
         assert (y[:, :, 1] != 0).all().item()
