@@ -333,6 +333,13 @@ class TestKept:
             "comparison",
         }
 
+    def test_without_a_drafter_all_of_it_is_positive_too(self):
+        policy = LearnedPolicy(draft_share=None)
+        policy.add_round(drafted=0, accepted=2, rows=3, seconds=0.02)
+        policy.add_round(drafted=0, accepted=2, rows=3, seconds=0.02)
+        assert "seconds of a drafted token" in policy.state
+        assert min(policy.state.values()) > 0
+
     @pytest.mark.parametrize("early", [True, False])
     def test_another_start_begins_with_it(self, early):
         machine = Machine(drafted=0.03)

@@ -32,8 +32,9 @@ def hostfile(directory, content):
 
 
 class TestPlace:
-    def test_without_variables_a_process_runs_alone(self):
-        assert place_here({}) is None
+    @pytest.mark.parametrize("variables", [{}, {"MLX_RANK": "0"}, {"MLX_RANK": "0", "MLX_HOSTFILE": ""}])
+    def test_without_a_file_of_ranks_a_process_runs_alone(self, variables):
+        assert place_here(variables) is None
 
     @pytest.mark.parametrize("content", ["", "[]", [["127.0.0.1:5000"]]])
     def test_one_rank_runs_alone(self, tmp_path, content):

@@ -2,6 +2,7 @@ import itertools
 import math
 import statistics
 
+import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -162,6 +163,15 @@ class TestThresholds:
         assert reached == pytest.approx(shares, abs=0.06)
         gears = [gear for text in recorded for gear in replay(text, Monitor(VOCABULARY), ThresholdGate(thresholds))]
         assert reached == [gears.count(gear) / len(gears) for gear in range(len(shares))]
+
+    @pytest.mark.parametrize("shares", [(0.5, 0.3, 0.2), (0.8, 0.2), (0.0, 0.5, 0.5), (1.0, 0.0, 0.0)])
+    def test_kickdown_leaves_its_share_to_each_gear(self, shares):
+        recorded = np.random.default_rng(0).exponential(2.0, (2000, len(shares) - 1))
+        thresholds, reached = calibration.kickdown_thresholds(recorded, shares)
+        assert reached == pytest.approx(shares, abs=0.001)
+        assert [*thresholds] == sorted({*thresholds})
+        stays = np.column_stack([recorded <= thresholds, np.ones(len(recorded), bool)]).argmax(axis=1)
+        assert reached == [np.mean(stays == gear) for gear in range(len(shares))]
 
     @pytest.mark.parametrize("shares", [(0.5, 0.1, 0.1), (1.5, -0.5), (math.nan, 0.5)])
     def test_shares_that_are_no_parts_of_one_are_refused(self, shares):
