@@ -51,8 +51,9 @@ MOST_ROWS = MOST_DRAFTED + 1
 MOST_ON_GPU = 4  # with the token before them 5 rows, which MLX multiplies in one tile on an M3 and later (qmv_wide)
 USUAL_LENGTH = 3  # of drafts where nothing may be measured: not the best anywhere, and seldom far from it
 
-ALONE = 0.95  # a token alone over a round that drafts nothing, and what a row more takes of it, before they are
-ROW = 0.07  # measured: on processors; on a GPU less, so that longer drafts are tried there too (docs/performance.md)
+# Before they are measured, in rounds that propose nothing, as on processors: a token alone, and what a row more takes.
+# On a GPU it takes less, so that longer drafts are tried there too (docs/performance.md).
+ALONE, ROW = 0.95, 0.07
 STEP = 0.35  # what a further pass over the weights adds, where a kernel needs one for more rows
 FIXED_SHARE = 0.15  # of a pass does not depend on the bits of the gear: attention, norms, the host
 
@@ -117,7 +118,7 @@ class FixedPolicy:
     def __init__(self, length: int = USUAL_LENGTH):
         if not 1 <= length <= MOST_DRAFTED:
             raise GearbxError(f"draft length is {length}; give 1 to {MOST_DRAFTED} tokens")
-        self._length = length
+        self._length, self._usual = length, LearnedPolicy()
         self.state: dict[str, float] = {}
 
     def length(self, room: int, early: bool = False) -> int:
@@ -128,7 +129,7 @@ class FixedPolicy:
 
     def looked_up(self, probabilities: Sequence[float], room: int) -> int:
         """Return how many are worth a verification at usual costs."""
-        return LearnedPolicy().looked_up(probabilities, room)
+        return self._usual.looked_up(probabilities, room)
 
     def gain(self, mended: float) -> None: ...
     def add_round(self, **round: object) -> None: ...
@@ -484,7 +485,7 @@ class LearnedPolicy:
 
     @property
     def state(self) -> dict[str, float]:
-        """What the next start may begin with: times and shares, all positive."""
+        """Return what the next start may begin with: times and shares, all positive."""
         found = self._acceptance.state
         found |= {"written in a round": self._written.value}
         pace = self._alone.pace
