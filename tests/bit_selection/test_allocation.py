@@ -17,6 +17,7 @@ from gearbx_mlx.bit_selection.allocation import (
     Option,
     greedy_path,
     least_bytes,
+    lower_hull,
     moves,
     within_bytes,
 )
@@ -49,6 +50,10 @@ def some_layers(draw):
 
 
 class TestGreedy:
+    def test_goes_past_a_width_that_saves_little(self):
+        assert [option.bits for option in lower_hull(LAYERS["a"])] == [3, 8]
+        assert [option.bits for option in lower_hull(LAYERS["b"])] == [3, 4, 8]
+
     def test_the_path_begins_with_the_steepest_step(self):
         points = greedy_path(LAYERS)
         assert [(point.table["a"], point.table["b"]) for point in points] == [(3, 3), (3, 4), (8, 4), (8, 8)]

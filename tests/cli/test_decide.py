@@ -59,6 +59,21 @@ def decided(place, **groups):
     return decide(settings, load(place, lazy=True)[0])
 
 
+@pytest.mark.parametrize(
+    ("model", "groups", "ladder", "format", "why"),
+    [
+        ("float16", {}, "4,8,16", "planes", "the defaults"),
+        ("float16", {"layout": LayoutSettings(gears="3,16")}, "3,16", "planes", "the gears that were asked for"),
+        ("float16", {"layout": LayoutSettings(format="codebook")}, "4,16", "codebook", "the defaults"),
+        ("geared", {}, "4,8", "planes", "gears of the checkpoint"),
+        ("8 bits", {}, "4,8", "planes", "the checkpoint's own codes"),
+    ],
+)
+def test_what_runs_and_why(places, model, groups, ladder, format, why):
+    found = decided(places / model, **groups)
+    assert (str(found.ladder), found.format.name, found.why) == (ladder, format, why)
+
+
 @pytest.mark.parametrize(("free", "note"), [(1e12, "drafts take about"), (1000, "memory is short")])
 @pytest.mark.parametrize(("model", "short"), [("float16", "planes"), ("bfloat16", "exact")])
 def test_drafts_take_what_memory_has_room_for(places, native, monkeypatch, model, short, free, note):

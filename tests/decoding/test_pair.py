@@ -1,5 +1,6 @@
 """Two models that take turns (EAD)."""
 
+import itertools
 import json
 import math
 
@@ -11,7 +12,7 @@ from conftest import KEYWORDS, Script, assert_same_text, save_model, stream_pair
 from mlx_lm.models.cache import make_prompt_cache
 
 from gearbx_mlx import Gearbox, GearbxError, Pair, stream_generate
-from gearbx_mlx.decoding.pair import PairedModel, bytes_read
+from gearbx_mlx.decoding.pair import PairedModel, TrailingCache, bytes_read
 from gearbx_mlx.decoding.sampling import entropy_bits
 from gearbx_mlx.loading import check_same_tokenizer
 from gearbx_mlx.routing.gates import replay
@@ -115,6 +116,12 @@ class TestTheGate:
         # Means over two: 0 0 0 0 .75 1.5 1.5 .75 0 ...; up when above .75, down at .75 and below, held for three.
         assert gears == [0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0]
 
+    def test_a_model_is_kept_for_its_minimum_duration(self, demo, small):
+        responses = list(stream_pair(small, demo.model, demo.tokenizer, TALE, 80, threshold=5.0, min_duration=7))
+        runs = [len(list(run)) for _, run in itertools.groupby(responses, lambda r: r.gear)]
+        assert len(runs) > 3
+        assert min(runs[:-1]) == 7
+
     def test_gears_and_means_are_those_of_the_gate(self, demo, small):
         how = {"threshold": 5.0, "window": 3, "min_duration": 4}
         responses = list(stream_pair(small, demo.model, demo.tokenizer, TALE, 80, **how))
@@ -215,3 +222,14 @@ class TestGenerate:
 
 def parameters(model) -> int:
     return sum(array.size for array in weights_of(model).values())
+
+
+def test_a_trailing_cache_forgets_unread_tokens_first():
+    model = tiny_model("llama")
+    cache = TrailingCache(make_prompt_cache(model))
+    model(mx.array([[1, 2, 3]]), cache=cache.entries)
+    cache.missed = [mx.array([[4, 5]])]
+    assert cache.trim(1) == 1
+    assert (cache.given, cache.missing, cache.offset) == (4, 1, 3)
+    assert cache.trim(2) == 2
+    assert (cache.given, cache.missing, cache.offset) == (2, 0, 2)

@@ -44,6 +44,11 @@ def test_codes_stand_for_the_same_weights(opened, kind):
         assert mx.array_equal(found, expected)
 
 
+def test_a_type_without_codes_in_groups_of_32_has_none(opened):
+    file = opened(gguf([("a.weight", (1, 256), Q6_K, random_blocks(Q6_K, 1).tobytes())]))
+    assert affine_codes(file, file.tensors["a.weight"]) is None
+
+
 def test_all_types_of_models_are_known():
     names = "F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K MXFP4 TQ1_0 TQ2_0"
     others = "IQ1_S IQ1_M IQ2_XXS IQ2_XS IQ2_S IQ3_XXS IQ3_S IQ4_NL IQ4_XS"

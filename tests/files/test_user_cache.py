@@ -8,7 +8,7 @@ import platformdirs
 import pytest
 
 from gearbx_mlx.chat.run import history_file
-from gearbx_mlx.files.user_cache import CacheUnusable, open_cache, why
+from gearbx_mlx.files.user_cache import CacheUnusable, cache_entry, open_cache, why
 
 
 @pytest.mark.parametrize(
@@ -38,6 +38,15 @@ def test_a_user_without_a_home_is_told_of_the_variable(monkeypatch):
     with pytest.raises(CacheUnusable, match=r"home directory.*; set XDG_CACHE_HOME to a directory$"):
         open_cache()
     assert history_file() is None
+
+
+def test_an_entry_is_of_this_user_alone(own_cache):
+    assert cache_entry("new") == own_cache / "new"
+    (own_cache / "new").mkdir(mode=0o700)
+    assert cache_entry("new") == own_cache / "new"
+    (own_cache / "new").chmod(0o720)
+    with pytest.raises(CacheUnusable, match=f"others may write to {own_cache / 'new'}; run chmod go-w on it"):
+        cache_entry("new")
 
 
 def test_what_a_killed_process_compiled_in_is_removed_and_what_a_living_one_uses_stays(own_cache, holding):

@@ -202,9 +202,13 @@ def test_shares_of_bytes_in_bfloat16_are_those_of_the_page(dims, four, eight):
     assert (read / vectors.nbytes, (read + fine.nbytes) / vectors.nbytes) == (four, eight)
 
 
+@pytest.mark.parametrize(("dims", "group"), [(64, 32), (96, 32), (80, 16), (40, 8), (36, None)])
+def test_group_divides_the_head(dims, group):
+    assert group_for(dims) == group
+
+
 @pytest.mark.parametrize(("widths", "group_size"), [((4, 8), 64), ((3,), 64), ((), 64), ((4, 4), 48), ((4, 4), 4)])
 def test_planes_that_cannot_be_made_are_refused(widths, group_size):
-    assert group_for(36) is None  # which has no group of 8
     with pytest.raises(GearbxError):
         pack(normal(1, 1, 1, 64), widths, group_size)
 

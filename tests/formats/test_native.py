@@ -1,4 +1,4 @@
-"""What else runs natively: experts, tied heads, unmanaged layers; and every gear differs from MLX in last bits only."""
+"""Compare with MLX what else runs natively: experts, tied heads, unmanaged layers; gears differ in last bits only."""
 
 import mlx.core as mx
 import mlx.nn as nn

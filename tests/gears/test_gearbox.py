@@ -71,6 +71,13 @@ class TestDiscovery:
         gearbox.shift(low)
         assert tiny.model.layers[0].self_attn.v_proj.bits == 8
 
+    def test_a_model_class_may_ask_for_more_bits(self):
+        model = tiny_model("qwen3_moe")  # whose routers mlx-lm keeps at 8 bits
+        gearbox = Gearbox(model, "4,8,16")
+        gearbox.shift("low")
+        assert model.model.layers[0].mlp.gate.bits == 8
+        assert model.model.layers[0].mlp.switch_mlp.up_proj.bits == 4
+
     def test_layers_of_an_odd_width_stay_dense_and_are_reported(self):
         model = tiny_model()
         model.model.layers[1].mlp.down_proj = nn.Linear(100, 64, bias=False)

@@ -4,7 +4,6 @@ import json
 import signal
 import subprocess
 import sys
-from hashlib import sha256
 from pathlib import Path
 
 import mlx.core as mx
@@ -12,7 +11,6 @@ import mlx_lm
 import pytest
 from architectures import CONFIGS
 from conftest import PATHS, save_model, tiny_model
-from mlx_lm.sample_utils import make_sampler
 from ranks import Ranks, run_ranks
 
 from gearbx_mlx import Gearbox, Lossless, Route, Static, convert, load, stream_generate
@@ -25,75 +23,67 @@ pytestmark = pytest.mark.processes
 GENERATE = ["-m", "gearbx_mlx.generate", "--gears", "4,8,16", "-m", "24"]
 TOKENS = ["--ignore-chat-template", "--prompt", "one two three"]
 
-PROMPT = "Tom has 3 apples"
-MODES = {
-    "static": lambda: Static(),
-    "low": lambda: Static(gear="low"),
-    "route": lambda: Route(),
-    "route that shifts soon": lambda: Route(min_gear_duration=1),
-    "kickdown": lambda: "kickdown",
-    "lossless": lambda: Lossless(draft_length=3),
-}
-SCRIPT = """
-import json, sys
-sys.path[:0] = {paths}
-import chosen_device
+# Texts of every mode in one run of ranks. On rank 1 something differs: argv[1] says what.
+TEXTS = """
+import hashlib, json, signal, sys
 import mlx.core as mx
-from test_distributed import facts
-print(json.dumps(facts({model!r}, mx.distributed.init(backend="ring", strict=True), **{how!r})))
+from mlx_lm.sample_utils import make_sampler
+from gearbx_mlx import Gearbox, Kickdown, Lossless, Route, Static, load, stream_generate
+from gearbx_mlx.ranks.place import begin
+from gearbx_mlx.ranks.place import place_here
+
+differs, path = sys.argv[1], sys.argv[2]
+mx.set_default_device(mx.cpu)
+place = place_here()
+group = None
+if place is not None:
+    begin(place)
+    group = mx.distributed.init()
+on_rank_1 = place is not None and place.rank == 1
+model, tokenizer = load(path, group=group, pipeline="pipeline" in sys.argv)
+gearbox = Gearbox(model, "4,8,16", kernels="mlx")
+
+if differs == "logits" and on_rank_1:  # so its entropies and tokens are others than rank 0's
+    kind = type(model)
+    class Other(kind):
+        def __call__(self, *args, **kwargs):
+            logits = super().__call__(*args, **kwargs)
+            return logits[..., ::-1] * 3
+    model.__class__ = Other
+
+def sampler():
+    sample = make_sampler(0.8)
+    def other(logprobs):
+        return (sample(logprobs) + 7) % logprobs.shape[-1]
+    return other if differs == "token" and on_rank_1 else sample
+
+found = {}
+modes = [Route(), Route(thresholds=(2.0, 4.0), min_gear_duration=1), Kickdown(), Lossless(), Static(gear=4)]
+for place, mode in enumerate(modes):
+    mx.random.seed(5)
+    tokens, gears, hashes = [], [], []
+    for response in stream_generate(model, tokenizer, "one two three", 4, mode=mode, sampler=sampler()):
+        tokens.append(response.token)
+        gears.append(response.gear)
+        hashes.append(hashlib.sha256(memoryview(response.logprobs.astype(mx.float32))).hexdigest())
+    found[f"{place} {mode.name}"] = [tokens, gears, hashes]
+print(json.dumps(found))
+print("complete", flush=True)
+if group is not None:
+    signal.pause()  # a rank that leaves breaks the ring under those that still compute
 """
 
 
-def give_other_logits(model):
-    class Other(type(model)):
-        def __call__(self, *args, **kwargs):
-            return 3 * super().__call__(*args, **kwargs)[..., ::-1]
-
-    model.__class__ = Other
-
-
-def facts(model, group=None, sums="gather", pipeline=False, other_logits=False, **gears):
-    """What a process reports about a model, or a rank about its part.
-
-    Args:
-        other_logits: those of rank 1 differ, and so do its entropies and tokens. gears: arguments of the gearbox.
-    """
-    found, tokenizer = load(model, group=group, shard_sums=sums, pipeline=pipeline)
-    gearbox = Gearbox(found, **gears)
-    if other_logits and group.rank() == 1:
-        give_other_logits(found)
-    texts, gears_of, hashes, numbers = {}, {}, {}, []
-    for name, mode in MODES.items():
-        mx.random.seed(5)
-        how = {"mode": mode(), "gearbox": gearbox, "sampler": make_sampler(0.8)}
-        run = list(stream_generate(found, tokenizer, PROMPT, 10, **how))
-        texts[name], gears_of[name] = [r.token for r in run], [r.gear for r in run]
-        hashes[name] = [sha256(memoryview(r.logprobs.astype(mx.float32))).hexdigest() for r in run]
-        # mlx-lm still computes a token behind the text, which must not disturb what the ranks agree on next.
-        numbers.append(agreement_of(found).numbers([7, 1 << 40, *range(20)]))
-    bytes_read = {gear.name: gearbox.weight_bytes_per_token(gear) for gear in gearbox.ladder}
-    shared = {gear.name: undivided_bytes_per_token(gearbox, gear) for gear in gearbox.ladder}
-    said = gearbox.describe().splitlines()
-    return {
-        "texts": texts,
-        "gears": gears_of,
-        "hashes": hashes,
-        "fingerprint": gearbox.fingerprint,
-        "read": bytes_read,
-        "shared": shared,
-        "said": said,
-        "numbers": numbers,
-    }
-
-
-def on_ranks(count, tmp_path, model, **how):
-    """The reports of every rank; further arguments are those of `facts`."""
-    script = tmp_path / "script.py"
-    paths = [str(Path(__file__).parent), *PATHS]
-    script.write_text(SCRIPT.format(paths=paths, model=str(model), how=how))
-    ended = run_ranks(count, [str(script)])
-    assert [rank.status for rank in ended] == [0] * count, ended[0].stderr
-    return [json.loads(rank.stdout.splitlines()[-1]) for rank in ended]
+def texts(ranks, differs, model, *further):
+    """The results of each rank, by rank; ranks 1: one process alone."""
+    command = ["-c", TEXTS, differs, str(model), *further]
+    if ranks == 1:
+        done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=True)
+        return [json.loads(done.stdout.splitlines()[0])]
+    with Ranks(ranks, command) as running:
+        for rank in range(ranks):
+            running.until(rank, "complete\n")
+        return [json.loads(running.output(rank)[0].splitlines()[0]) for rank in range(ranks)]
 
 
 @pytest.fixture(scope="module")
@@ -105,33 +95,27 @@ def model(tmp_path_factory):
     return path
 
 
-BY_MLX = {"ladder": "4,8,16", "kernels": "mlx"}
-
-
 @pytest.fixture(scope="module")
 def alone(model):
-    return facts(model, **BY_MLX)
-
-
-def assert_same(ranks, alone):
-    """All ranks have the tokens and gears of one process, whose drafts alone may be others."""
-    for rank in ranks:
-        assert rank["texts"] == alone["texts"]
-        assert rank["gears"] == alone["gears"] | {"lossless": ranks[0]["gears"]["lossless"]}
+    return texts(1, "nothing", model)[0]
 
 
 class TestTexts:
-    @pytest.mark.parametrize(("ranks", "pipeline"), [(2, False), (4, False), (2, True)])
-    def test_every_mode_writes_what_one_process_writes_with_equal_bits(self, model, alone, tmp_path, ranks, pipeline):
-        found = on_ranks(ranks, tmp_path, model, pipeline=pipeline, **BY_MLX)
-        assert_same(found, alone)
-        assert [rank["hashes"] for rank in found] == [alone["hashes"]] * ranks
+    @pytest.mark.parametrize("ranks", [2, 4])
+    def test_every_mode_writes_what_one_process_writes_with_equal_bits_on_all_ranks(self, model, alone, ranks):
+        for found in texts(ranks, "nothing", model):
+            assert found == alone
 
-    def test_other_logits_on_a_rank_change_neither_tokens_nor_gears(self, model, alone, tmp_path):
-        first, second = found = on_ranks(2, tmp_path, model, other_logits=True, **BY_MLX)
-        assert_same(found, alone)
-        assert first["hashes"] == alone["hashes"]
-        assert all(second["hashes"][mode] != alone["hashes"][mode] for mode in MODES)
+    def test_so_does_a_pipeline(self, model, alone):
+        for found in texts(2, "nothing", model, "pipeline"):
+            assert found == alone
+
+    def test_other_logits_on_a_rank_change_neither_tokens_nor_gears(self, model, alone):
+        first, second = texts(2, "logits", model)
+        assert first == alone
+        for mode, (tokens, gears, hashes) in second.items():
+            assert [tokens, gears] == alone[mode][:2], mode
+            assert hashes != alone[mode][2], mode
 
 
 class TestCommand:
@@ -181,6 +165,56 @@ def test_a_rank_killed_while_it_computes_ends_the_other_with_a_line(model, tmp_p
         assert list(tmp_path.iterdir()) == []
 
 
+PROMPT = "Tom has 3 apples"
+MODES = {
+    "static": lambda: Static(),
+    "low": lambda: Static(gear="low"),
+    "route": lambda: Route(),
+    "kickdown": lambda: "kickdown",
+    "lossless": lambda: Lossless(draft_length=3),
+}
+SCRIPT = """
+import json, sys
+sys.path[:0] = {paths}
+import chosen_device
+import mlx.core as mx
+from test_distributed import facts
+print(json.dumps(facts({model!r}, mx.distributed.init(backend="ring", strict=True), {sums!r}, {keywords!r})))
+"""
+
+
+def facts(model, group=None, sums="gather", keywords=None):
+    """Report what a process knows of a model, or a rank of its part."""
+    found, tokenizer = load(model, group=group, shard_sums=sums)
+    gearbox = Gearbox(found, **(keywords or {}))
+    texts, numbers = {}, []
+    for name, mode in MODES.items():
+        texts[name] = [r.token for r in stream_generate(found, tokenizer, PROMPT, 10, mode=mode(), gearbox=gearbox)]
+        # mlx-lm still computes a token behind the text, which must not disturb what the ranks agree on next.
+        numbers.append(agreement_of(found).numbers([7, 1 << 40, *range(20)]))
+    bytes_read = {gear.name: gearbox.weight_bytes_per_token(gear) for gear in gearbox.ladder}
+    shared = {gear.name: undivided_bytes_per_token(gearbox, gear) for gear in gearbox.ladder}
+    said = gearbox.describe().splitlines()
+    return {
+        "texts": texts,
+        "fingerprint": gearbox.fingerprint,
+        "read": bytes_read,
+        "shared": shared,
+        "said": said,
+        "numbers": numbers,
+    }
+
+
+def on_ranks(count, tmp_path, model, sums="gather", keywords=None):
+    """The reports of every rank."""
+    script = tmp_path / "script.py"
+    paths = [str(Path(__file__).parent), *PATHS]
+    script.write_text(SCRIPT.format(paths=paths, model=str(model), sums=sums, keywords=keywords))
+    ended = run_ranks(count, [str(script)])
+    assert [rank.status for rank in ended] == [0] * count, ended[0].stderr
+    return [json.loads(rank.stdout.splitlines()[-1]) for rank in ended]
+
+
 @pytest.fixture
 def wide(tmp_path):
     """A model that four ranks can divide."""
@@ -218,7 +252,7 @@ def test_ranks_over_a_geared_checkpoint_write_the_texts_of_one_process(wide, tmp
 
 
 def test_sums_over_ranks_agree_on_all_ranks(wide, tmp_path):
-    two = on_ranks(2, tmp_path, wide, sums="sum", group_size=32)
+    two = on_ranks(2, tmp_path, wide, "sum", {"group_size": 32})
     assert two[0]["texts"] == two[1]["texts"]
     assert any("this rank has columns 0-63 of 128" in line for line in two[0]["said"])
 

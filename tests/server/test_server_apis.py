@@ -70,6 +70,13 @@ class TestResponses:
         assert (answer.usage.output_tokens, answer.usage.total_tokens) == (16, chat.usage.total_tokens)
         assert sum(answer.gearbx["gear_tokens"].values()) + answer.gearbx.get("lookup_accepted", 0) == 16
 
+    def test_items_and_instructions_are_messages(self, ours):
+        said = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}, *MESSAGES]
+        parts = [{"role": "user", "content": [{"type": "input_text", "text": "Hello"}]}, *said[1:]]
+        chat = ours.chat.completions.create(**ASKED | {"messages": [{"role": "system", "content": "Count."}, *said]})
+        answer = ours.responses.create(model="demo", input=parts, instructions="Count.", max_output_tokens=16)
+        assert answer.output_text == chat.choices[0].message.content
+
     def test_a_stream(self, ours):
         asked = {"model": "demo", "input": WORD_PROBLEM, "max_output_tokens": 16}
         whole = ours.responses.create(**asked)
@@ -241,6 +248,15 @@ class TestMessages:
         assert message.content[0].text == whole[: whole.index(word)]
         with theirs.messages.stream(**ASKED, stop_sequences=[word]) as stream:
             assert stream.get_final_message().stop_sequence == word
+
+    def test_a_schema_and_a_conversation(self, theirs):
+        messages = [*MESSAGES, {"role": "assistant", "content": "12"}, {"role": "user", "content": "Sure?"}]
+        output = {"format": {"type": "json_schema", "schema": PERSON}}
+        asked = ASKED | {"max_tokens": 200, "messages": messages, "output_config": output}
+        further = {"top_k": 5, "temperature": 0.2}  # the client has no arguments for these
+        message = theirs.messages.create(**asked, system="Be brief.", extra_body=further)
+        assert message.stop_reason == "end_turn"
+        jsonschema.validate(json.loads(message.content[0].text), PERSON)
 
     def test_errors_are_anthropics(self, theirs):
         with pytest.raises(anthropic.BadRequestError, match="max_tokens is 0"):

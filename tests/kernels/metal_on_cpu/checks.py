@@ -41,7 +41,7 @@ def attended(
 
 
 def weights(case: Case, p: Problem) -> tuple[np.ndarray, np.ndarray]:
-    """What the packed weights stand for, and the sum of the absolute values that a kernel adds up for it.
+    """Return what the packed weights stand for, and the sum of the absolute values that a kernel adds up for it.
 
     Kernels add scale * (code + offset) and - scale * offset, which may cancel each other.
     """
@@ -108,7 +108,7 @@ def expected(case: Case, p: Problem) -> tuple[np.ndarray, np.ndarray]:
 
 
 def expected_reads(case: Case, p: Problem) -> dict[str, np.ndarray]:
-    """How often each byte of a buffer has to be read: a packed byte once, unless it is padding after the codes."""
+    """Return how often each byte has to be read: a packed byte once, unless it is padding after the codes."""
     if case.format in CODEBOOKS:
         return codebook_reads(case, p)
     steps = -(-case.columns // CODES)  # of a row, of 16 columns each
@@ -184,19 +184,20 @@ def codebook_reads(case: Case, p: Problem) -> dict[str, np.ndarray]:
 
 
 def fault(case: Case, p: Problem, report: Report) -> str:
-    """What is wrong with a launch; "" if nothing is."""
+    """Return what is wrong with a launch; "" if nothing is."""
     return value_fault(report, *expected(case, p)) or access_fault(report, expected_reads(case, p))
 
 
 def value_fault(report: Report, y: np.ndarray, bound: np.ndarray) -> str:
-    """What is wrong with a result that may be so far from y; "" if nothing is."""
+    """Return what is wrong with a result that may be so far from y; "" if nothing is."""
+    if report.error:
+        return report.error
     off = np.nan_to_num(np.abs(report.out[0] - y) / bound, nan=np.inf)
-    wrong = "" if (off <= 1).all() else f"result is {off.max():.3g} times the rounding bound off"
-    return report.error or wrong
+    return "" if (off <= 1).all() else f"result is {off.max():.3g} times the rounding bound off"
 
 
 def access_fault(report: Report, reads: dict[str, np.ndarray]) -> str:
-    """Whether each byte is read as often as it should be, and each output written once; "" if so."""
+    """Return what is wrong where bytes are read more or less often than wanted, or outputs not written once; or ""."""
     if not (report.writes["out"] == 1).all():
         return "outputs are not written exactly once"
     for name, wanted in reads.items():

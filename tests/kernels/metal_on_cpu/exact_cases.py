@@ -100,7 +100,7 @@ def product(case: ExactCase, seed: int = 0) -> Product:
 
 
 def fault(case: ExactCase, p: Product, report: Report) -> str:
-    """What is wrong with a product; "" if nothing is. The bound is that of a float32 sum of exact terms."""
+    """Return what is wrong with a product; "" if nothing is. The bound is that of a float32 sum of exact terms."""
     weight, x = as_float(p.bits).astype(np.float64), float64(p.x)
     y, terms = x @ weight.T, np.abs(x) @ np.abs(weight).T
     if p.bias is not None:
@@ -112,7 +112,7 @@ def fault(case: ExactCase, p: Product, report: Report) -> str:
 
 
 def expected_reads(p: Product, bias_reads: int = 0) -> dict[str, np.ndarray]:
-    """How often each byte of a buffer has to be read: a packed byte once; scales once by each lane of their group."""
+    """Return how often each byte has to be read: a packed one once; scales once by each lane of their group."""
     packed, begins = p.packed, np.full(len(p.packed.offsets), 64)
     begins[[0, -1]] = 32  # each lane reads the offsets at which a row's bytes begin and end
     numbers = packed.group // exact_layout(packed.group).codes

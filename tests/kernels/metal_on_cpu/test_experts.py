@@ -52,7 +52,7 @@ def stacked(experts: list[Problem]) -> dict[str, mx.array]:
 
 
 def fault_of_experts(case: Case, shared: bool, change: Callable[[str], str] | None = None) -> str:
-    """What is wrong with the products of CHOSEN; "" if nothing is. shared: whether a token has one vector."""
+    """Return what is wrong with the products of CHOSEN; "" if nothing is. shared: whether a token has one vector."""
     experts, indices = alone(case), mx.array(CHOSEN, mx.uint32)
     x = mx.random.normal((3, 1 if shared else 2, 1, case.columns), key=mx.random.key(1)).astype(case.dtype)
     report = run_launch(launch(case, Problem(x, stacked(experts), None), indices), change=change)
