@@ -2,11 +2,9 @@ from .analyze import analyze as analyze
 from .calibrate import calibrate as calibrate
 from .convert import convert as convert
 from .decoding.governor import Governor as Governor
-from .decoding.kickdown import GearedModel as GearedModel
 from .decoding.kickdown import Kickdown as Kickdown
 from .decoding.lossless import Lossless as Lossless
 from .decoding.pair import Pair as Pair
-from .decoding.pair import PairedModel as PairedModel
 from .decoding.response import GearResponse as GearResponse
 from .decoding.route import Route as Route
 from .decoding.route import Static as Static
@@ -16,7 +14,7 @@ from .decoding.sampling import make_sampler as make_sampler
 from .decoding.stream import batch_generate as batch_generate
 from .decoding.stream import batch_generator as batch_generator
 from .decoding.stream import stream_generate as stream_generate
-from .decoding.wrapper import TextModel as TextModel
+from .decoding.vision import TextModel as TextModel
 from .errors import GearbxError as GearbxError
 from .errors import GearbxWarning as GearbxWarning
 from .evaluate import evaluate as evaluate

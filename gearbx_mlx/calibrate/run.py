@@ -10,16 +10,15 @@ from ..cli.decide import Decision, JustGears, decide
 from ..cli.flags import output_path
 from ..cli.loaded import Loaded
 from ..cli.prompt import encoded_prompts, read_prompts
-from ..decoding.kickdown import GearedModel
+from ..decoding.kickdown import Kickdown
 from ..decoding.modes import KICKDOWN
 from ..decoding.route import SHORT_PROMPTS
-from ..decoding.sampling import sampled
 from ..decoding.stream import stream_generate
 from ..errors import GearbxError
 from ..files.journal import JOURNAL, Journal, hash_of_tokens, place_beside
 from ..files.writing import write_text
 from ..gears.discovery import vocabulary
-from ..gears.gearbox import Observer, model_fingerprint
+from ..gears.gearbox import Gearbox, Observer, model_fingerprint
 from ..gears.ladder import Ladder
 from ..routing import calibration
 from ..routing.gates import ThresholdFile
@@ -69,9 +68,8 @@ def calibrate_thresholds(settings: CalibrateSettings, place: Path | None) -> Thr
     gate: dict[str, Any]
     if settings.calibration.mode == KICKDOWN:
         gearbox, gate = loaded.gearbox(), {"window": 1, "hysteresis": 0.0, "min_gear_duration": 1, "mode": KICKDOWN}
-        climbing = GearedModel(gearbox, rule=lambda entropy, position, gear: True)
         journal = Journal(place, inputs | {"native": gearbox.kernels.native}, list[tuple[float, ...]])
-        entropies = recorded(journal, prompts, partial(climbed_entropies, climbing, loaded.tokenizer))
+        entropies = recorded(journal, prompts, partial(climbed_entropies, gearbox, loaded.tokenizer))
         thresholds, reached = calibration.kickdown_thresholds([found for text in entropies for found in text], shares)
     else:
         gate = vars(settings.gate)
@@ -99,10 +97,18 @@ def recorded(journal: Journal, prompts: Prompts, record: Callable[..., Sequence[
         return [journal.made(f"prompt {number}", partial(record, *prompt)) for number, prompt in numbered]
 
 
-def climbed_entropies(climbing: GearedModel, tokenizer: Any, tokens: list[int], length: int) -> list[tuple[float, ...]]:
-    """Bits of every generated token in every gear."""
-    source = sampled(climbing, tokenizer, tokens, lambda: climbing.step, max_tokens=length)
-    return [token.step.entropies for _, token in source]
+def climbed_entropies(gearbox: Gearbox, tokenizer: Any, tokens: list[int], length: int) -> list[tuple[float, ...]]:
+    """Bits of every generated token in every gear but the top one, which generates it."""
+    found = list[tuple[float, ...]]()
+
+    def climb(entropy: float, position: int, gear: int) -> bool:
+        found[position:] = [(*(found[position] if gear else ()), entropy)]
+        return True
+
+    mode = Kickdown(rule=climb, prompt_gear=gearbox.ladder.top.name)
+    for _ in stream_generate(gearbox.model, tokenizer, tokens, length, mode=mode, gearbox=gearbox):
+        pass
+    return found
 
 
 def generated_entropies(observer: Observer, tokenizer: Any, tokens: list[int], length: int) -> list[float]:

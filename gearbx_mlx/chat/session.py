@@ -28,7 +28,7 @@ from ..decoding.modes import (
     check_draft_model,
     made,
 )
-from ..decoding.pair import PairedModel
+from ..decoding.pair import pair_cache
 from ..decoding.response import GearResponse
 from ..decoding.stream import stream_generate
 from ..errors import GearbxError
@@ -192,7 +192,7 @@ class PairChat:
     missing = of_making = ""
 
     def new_cache(self) -> list[Any]:
-        return PairedModel(self._pair.small, self._pair.large).make_cache(self._settings.cache.max_kv_size)
+        return list(pair_cache(self._pair.small, self._pair.large, self._settings.cache.max_kv_size))
 
     def save_cache(self, cache: list[Any], begun: BegunConversation, path: Path) -> None:
         raise GearbxError(f"{path}: a pair has two KV caches, and the file is for one; save the text as .md or .jsonl")

@@ -2,99 +2,91 @@
 
 The entropy of the token's own distribution, before it is sampled, measures the doubt. What the low gear wrote into the
 KV cache is undone first, so that the cache has the entries of the gear that each token was sampled from.
+
+So kickdown is the loop of `loop.py` with nothing proposed, and a verifier that climbs the ladder.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
-from ..gears.discovery import vocabulary
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
-from ..routing.gates import Monitor, check_thresholds, default_thresholds
+from ..ranks.agreement import Agreement, agreement_of
+from ..routing.gates import Monitor
 from ..telemetry.summary import Tally
-from .caches import Snapshot
+from .caches import Cache
+from .generation import Keywords, responses, tokenizer_for
 from .governor import Governor
-from .mode import Mode, gear_of_prompt, thresholds_for
+from .loop import Plan, State
+from .mode import Mode, encoded, gear_of_prompt, thresholds_for, vocabulary_of
 from .modes import KickdownSettings
 from .response import GearResponse, Step
-from .sampling import geared_responses, sampled
-from .wrapper import ModelWrapper
+from .rows import Tokens, Verification, Verifier
+from .sampling import LogitsReader, reader_of
+from .telemetry import Telemetry, blame_of
 
 RecomputeRule = Callable[[float, int, int], bool]
 """Whether to compute a token again, one gear higher: by its entropy in this gear (bits), how many tokens were decoded
 before it, and the number of the gear, from 0."""
 
 
-class GearedModel(ModelWrapper):
-    """A model that climbs its ladder for the tokens that need it; mlx-lm runs it as it runs any model.
-
-    Steps of one token (batch 1) begin in the lowest gear. Prompts and batches are computed in the gear `prefill`: a
-    prompt reads the weights once for all of its tokens, so that a high gear costs little there, and every later token
-    attends to it.
+class Climbing(Verification):
+    """A pass in one gear, after passes in all gears below it.
 
     Args:
-        gearbox: of the model.
-        thresholds: bits, one for each step of the ladder; the paper's, scaled to the vocabulary, if not given.
-        rule: whether to compute a token again, in place of thresholds.
-        prefill: the gear for prompts; the top one if not given.
-        share_entropy: the distribution that is sampled is that of the logits, so that its entropy is known already.
+        verifier: of this gear.
+    """
 
-    `step` is the latest step, `positions` how many there were. While `in_prompt` is set, a single token is computed as
-    a prompt, too.
+    @property
+    def step(self) -> Step:
+        gearbox, gear = self._verifier.gearbox, self.gear
+        ran = gearbox.ladder[: gear.index + 1]
+        passes = tuple(int(each in ran) for each in gearbox.ladder)
+        return Step(gear, passes, sum(map(gearbox.weight_bytes_per_token, ran)))
 
-    Raises:
-        GearbxError: thresholds that do not fit the ladder.
+
+class Climb(Verifier):
+    """Computes one token in the lowest gear, and again in the next one as long as the rule asks for it.
+
+    Args:
+        rule: whether to compute a token again.
+        prefill_gear: reads the prompt: once for all of its tokens, so that a high gear costs little there.
     """
 
     def __init__(
-        self,
-        gearbox: Gearbox,
-        thresholds: Sequence[float] | None = None,
-        *,
-        rule: RecomputeRule | None = None,
-        prefill: Gear | str | int | None = None,
-        share_entropy: bool = False,
+        self, gearbox: Gearbox, rule: RecomputeRule, prefill_gear: Gear, reader: LogitsReader, agreement: Agreement
     ):
-        super().__init__(gearbox)
-        gears = len(gearbox.ladder)
-        if rule is None:
-            bits = default_thresholds(gears, vocabulary(gearbox.model)) if thresholds is None else tuple(thresholds)
-            check_thresholds(bits, gears)
-        self.rule = rule or (lambda entropy, position, gear: entropy > bits[gear])
-        self.prefill = gearbox.ladder.top if prefill is None else gearbox.ladder.find(prefill)
-        self.share_entropy = share_entropy
-        self.positions, self.in_prompt = 0, False
+        super().__init__(gearbox, gearbox.ladder[0], prefill_gear)
+        self._rule, self._reader, self._agreement = rule, reader, agreement
+        self._position = 0
 
-    def __call__(
-        self, inputs: mx.array, cache: Any = None, input_embeddings: mx.array | None = None, **kwargs: Any
-    ) -> mx.array:
-        kwargs = self.model_keywords(input_embeddings, kwargs)
-        if inputs.size != 1 or self.in_prompt:
-            return self.run(self.prefill, inputs, cache, **kwargs)
-        ladder = self.gearbox.ladder
-        before = None if cache is None or len(ladder) == 1 else Snapshot(cache)
-        entropies: list[float] = []
-        entropy: mx.array | None = None
-        for gear in ladder:
-            logits, entropy = self.run(gear, inputs, cache, **kwargs), None
-            if gear == ladder.top:
+    def verify(self, tokens: Tokens, cache: Cache, **embedded: mx.array) -> Verification:
+        for gear in self.gearbox.ladder:
+            self.gear = gear
+            found = Climbing(self, tokens, cache, **embedded)
+            if gear == self.gearbox.ladder.top or not self._rule(self._entropy(found), self._position, gear.index):
                 break
-            (entropy,) = self.agreement.arrays(self.reader.entropy(logits[:, -1]))
-            entropies.append(float(entropy))
-            if not self.rule(entropies[-1], self.positions, gear.index):
-                break
-            if before is not None:
-                before.restore()
-        passes = tuple(int(ran.index <= gear.index) for ran in ladder)
-        read = sum(self.gearbox.weight_bytes_per_token(ran) for ran in ladder[: gear.index + 1])
-        shared = entropy if self.share_entropy else None
-        self.step = Step(gear, tuple(entropies), passes, read, entropy=shared)
-        self.positions += 1
-        return logits
+            found.keep(0)
+        self._position += 1
+        return found
+
+    def _entropy(self, found: Verification) -> float:
+        """Bits, the same on all ranks."""
+        (entropy,) = self._agreement.arrays(self._reader.entropy(found.logits[:, -1]))
+        return float(entropy)
+
+    def run(self, tokens: Tokens, cache: Cache, **embedded: mx.array) -> mx.array:
+        """Return logits (1, 1, V) in the gear of now, of which a controller may have capped layers."""
+        self.gearbox.shift(self.gear)
+        return self.gearbox.model(mx.array(tokens, mx.uint32)[None], cache=cache, **embedded)
+
+    def computes_at_once(self, cache: Cache) -> bool:
+        return True  # the entropy of a gear is waited for before the next one runs
 
 
 @dataclass(frozen=True)
@@ -119,20 +111,26 @@ class Kickdown(KickdownSettings, Mode):
     def gears_of_text(self, gearbox: Gearbox) -> tuple[Gear, Gear | None]:
         return gear_of_prompt(gearbox, self.prompt_gear, gearbox.ladder[0]), None
 
+    def rule_for(self, gearbox: Gearbox) -> RecomputeRule:
+        """Return the rule: the one that is given, or thresholds. Raises GearbxError if they do not fit the ladder."""
+        if self.rule is not None:
+            return self.rule
+        bits = thresholds_for(self.thresholds, gearbox)
+        return lambda entropy, position, gear: entropy > bits[gear]
+
     def stream(
         self, model: nn.Module, tokenizer: Any, prompt: Any, *, gearbox: Any, controller: Governor | None, **kwargs: Any
     ) -> Iterator[GearResponse]:
-        # Logits processors change the distribution that is sampled, so that its entropy is not the one computed here.
-        share = not kwargs.get("logits_processors")
-        prefill, _ = self.gears_of_text(gearbox)
-        bits = None if self.rule is not None else thresholds_for(self.thresholds, gearbox)
-        geared = GearedModel(gearbox, bits, rule=self.rule, prefill=prefill, share_entropy=share)
-
-        def reading(read: int, tokens: int) -> None:
-            geared.in_prompt = read < tokens - 1  # the last part of a prompt may be one token
-
-        source = sampled(geared, tokenizer, prompt, lambda: geared.step, geared.reader, reading, **kwargs)
-        return geared_responses(source, gearbox, Monitor(vocabulary(model), self.window), controller)
+        how, tokenizer = Keywords(**kwargs), tokenizer_for(tokenizer)
+        how.check_embeddings(model)
+        text = how.text(np.array(encoded(tokenizer, prompt), int).reshape(-1).tolist(), tokenizer)
+        reader, agreement = reader_of(gearbox), agreement_of(model)
+        prefill_gear, _ = self.gears_of_text(gearbox)
+        climb = Climb(gearbox, self.rule_for(gearbox), prefill_gear, reader, agreement)
+        plan = Plan(climb, how.chooser(), reader, agreement=agreement, **how.of_plan())
+        telemetry = Telemetry(Monitor(vocabulary_of(gearbox), self.window), blame_of(gearbox), controller)
+        cache, _ = how.caches(model)
+        return responses(plan, State(text, cache), tokenizer, telemetry, gearbox.arrays)
 
     def summary(self, tally: Tally) -> dict[str, Any]:
         return {"recomputed": tally.recomputed}

@@ -1,424 +1,290 @@
-"""The loop of mode lossless: draft, verify, accept (speculative decoding: Leviathan, Kalman, Matias, 2023, 2211.17192).
+"""The loop of the modes that look at a token before it is sampled: lossless, kickdown and pair.
 
-A round proposes tokens that may follow the text, computes the top gear's logits after all of them in one pass, and
-chooses from each row what the top gear alone would choose there. What was proposed is accepted as long as both agree,
-and the first token where they do not is the top gear's own. So a wrong proposal costs time and changes nothing.
-
+    prefill
     while the text goes on:
-        proposal = propose()             # by the text itself (lookup), a low gear, or another model; perhaps nothing
-        rows     = verify(proposal)      # one pass of the top gear
-        tokens   = accept(rows)          # one read of the device
+        proposal = propose()           # tokens that drafters propose; often none
+        found    = verify(proposal)    # one forward pass over the last token and the proposed ones
+        tokens   = accept(found)       # one token more than the verifier agrees with; one read of the device
 
-Nothing is read in between where the device computes by itself: the drafted tokens and their verification are queued one
-behind the other. Where the policy wants no draft, the top gear writes alone, and runs one token ahead as mlx-lm does.
+This is speculative decoding (Leviathan, Kalman, Matias, 2023, 2211.17192, Algorithm 1). The tokens are those that the
+verifier alone would generate, since each is chosen from its logits: a wrong proposal costs time and changes nothing. In
+mode lossless the verifier is the top gear. In mode kickdown it is the lowest gear that is sure of the token, in mode
+pair one of two models, and nothing is proposed.
 
 Sampling is exact by common random numbers: a token is drafted with the random numbers that will choose at its place,
 from logits that went through the same processors (GEARBX 10.1).
+
+Where a device computes by itself, nothing is read between the queued draft and its verification, and the next draft is
+queued before the tokens of a round are handed out: the device works while a terminal or a client takes them.
 """
 
 import contextlib
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
-from ..compat.arrays import random_state, set_random_state
+from ..compat.arrays import set_random_state
 from ..errors import GearbxError, GearbxWarning, one_line
-from ..gears.gearbox import Gearbox
 from ..ranks.agreement import ALONE, Agreement
-from ..routing.lookup import Lookup
 from .caches import gears_of, in_common, length
-from .drafters import Drafter, Proposal, TextSoFar
-from .mode import turn
-from .policy import MOST_DRAFTED, DraftPolicy
-from .response import DRAFT, LOOKUP, MODEL, SampledToken, Step, WrittenToken, single_pass
-from .rows import Rows, Verifier
-from .sampling import Choice, Chooser, LogitsReader, kv_read, rounding_of
+from .drafters import NO_TOKENS, Drafter, Proposal, Text
+from .policy import DraftPolicy, FixedPolicy
+from .response import DRAFT, Token
+from .rows import Verification, Verifier
+from .sampling import MLX_READER, Choice, Chooser, LogitsReader, choose_rows, kv_read, rounding_of
 
 UNLIMITED = 2**40  # entries of a KV cache
+SLOW_READER = 0.2  # of a round's time: readers that take more may keep a device waiting
 CLEARED = 256  # tokens between two times that MLX gives back the memory that it keeps, as in mlx-lm
 
 
-@dataclass
-class Queued:
-    """A token that the top gear is computing.
+@dataclass(frozen=True)
+class Plan:
+    """The settings of one text.
 
     Attributes:
-        token: (1,).
-        logprobs: (1, V), of the distribution that it is sampled from.
-        seen: (1, 2) or more, what is read of it, in the columns of `Choice`.
-        step: how it comes about.
-        context: the text before it, for logits processors.
-    """
-
-    token: mx.array
-    logprobs: mx.array
-    seen: mx.array
-    step: Step
-    context: mx.array | None
-
-
-@dataclass
-class Loop:
-    """Writes a text as the top gear does, from proposals that its passes verify.
-
-    Args:
-        gearbox: in whose top gear the text is written.
-        cache: the KV cache of the model, one entry a layer.
-        text: what was written; begins with the prompt.
-        chooser: samples the tokens.
+        verifier: runs the passes whose logits choose the tokens.
+        chooser, reader: choose tokens from logits.
         policy: how much to propose.
-        reader: of logits.
-        drafter: proposes; None: the text alone does.
-        lookup: of the text, which proposes up to `most_looked_up` tokens; None: it proposes nothing.
+        plain: decodes one token ahead while nothing is proposed; None: each token is a round of one row.
         agreement: of ranks that share the model.
-        most_drafted: the most tokens that the drafter is to propose at once.
         quantize: puts the KV cache into fewer bits once it has `quantized_from` entries, as mlx-lm does.
         keeps_cache: True if a caller goes on with the KV cache.
-        stream: on which all of it is computed.
+        stream: of MLX, on which all of it is computed.
         prefill_step: tokens of a prompt that are read at once.
-        told: is told how many tokens of the prompt were read, and how many there are.
-        embeddings: of the prompt's tokens (n, D), in place of the model's own.
+        progress: called with the tokens of the prompt that were read, and with all of them.
+        embeddings: of the tokens of the prompt (n, D), in place of the model's own.
         clock: seconds.
     """
 
-    gearbox: Gearbox
-    cache: list[Any]
-    text: TextSoFar
+    verifier: Verifier
     chooser: Chooser
-    policy: DraftPolicy
-    reader: LogitsReader
-    drafter: Drafter | None = None
-    lookup: Lookup | None = None
-    most_looked_up: int = MOST_DRAFTED
+    reader: LogitsReader = MLX_READER
+    policy: DraftPolicy = field(default_factory=FixedPolicy)
+    plain: "Callable[[Plan, State], Iterator[Token]] | None" = None
     agreement: Agreement = ALONE
-    most_drafted: int = MOST_DRAFTED
     quantize: Callable[[list[Any]], None] = lambda cache: None
     quantized_from: int = UNLIMITED
     keeps_cache: bool = False
     stream: Any = None
     prefill_step: int = 2048
-    told: Callable[[int, int], None] = lambda read, tokens: None
+    progress: Callable[[int, int], None] = lambda read, tokens: None
     embeddings: mx.array | None = None
     clock: Callable[[], float] = time.perf_counter
-    rows: Rows | None = field(default=None, init=False)
-    """The latest verification."""
-    shown: int = field(default=0, init=False)
-    """How many of its tokens were handed out."""
 
-    def __post_init__(self) -> None:
-        self._verifier = Verifier(self.gearbox, self.gearbox.ladder.top)
-        self._away = 0.0  # seconds that readers of the tokens took
-        self._unread = True  # whether the last token is not in the KV cache
-        self._asked: int | None = None  # length of the next draft, where the policy was asked before its time
+    def on_stream(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self.stream is None else mx.stream(self.stream)
 
-    def write(self) -> Generator[WrittenToken, None, None]:
-        """Read the prompt, and yield the tokens of the text.
 
-        When it ends or is closed, the cache holds the tokens that were yielded, and nothing else.
-        """
-        self._prefill()
-        rounds = self._rounds()
+@dataclass
+class State:
+    """A text while it is generated.
+
+    Between rounds, `cache` holds all tokens of `text` but the last one. While the tokens of a round are handed out, the
+    text has all of them already.
+
+    Attributes:
+        cache: the KV cache of the verifier, one entry a layer.
+        drafters: in the order in which they are asked.
+        found: the latest verification.
+        shown: how many of its tokens were handed out.
+        proposal: the next one, if it was queued before its round.
+        began: when its round began, and `away` then.
+        away: seconds that readers of the tokens took.
+        is_last_read: the last token is in the KV cache, too: the next pass ran ahead.
+    """
+
+    text: Text
+    cache: list[Any]
+    drafters: list[Drafter] = field(default_factory=list)
+    found: Verification | None = None
+    shown: int = 0
+    proposal: Proposal | None = None
+    began: tuple[float, float] = 0.0, 0.0
+    away: float = 0.0
+    is_last_read: bool = False
+
+    def seconds(self, plan: Plan) -> float | None:
+        """Return the seconds since the round began; None if the device may have waited for a reader of the tokens."""
+        begin, away = self.began
+        whole, away = plan.clock() - begin, self.away - away
+        if not is_queued(plan, self):
+            return whole - away
+        return whole if away < SLOW_READER * whole else None
+
+
+def decode(plan: Plan, state: State) -> Generator[Token, None, None]:
+    """Read the prompt, and yield the tokens of the text.
+
+    When it ends or is closed, the KV cache holds the tokens that were yielded, and nothing else.
+    """
+    prefill(plan, state)
+    rounds = decoded(plan, state)
+    try:
+        for count, token in enumerate(rounds):
+            left = plan.clock()
+            yield token
+            state.away += plan.clock() - left
+            if count % CLEARED == 0:
+                mx.clear_cache()
+    except GeneratorExit:
+        rounds.close()
+        if plan.keeps_cache:
+            leave(plan, state)
+        raise
+    if plan.keeps_cache or plan.chooser.draws:
+        leave(plan, state)
+
+
+def decoded(plan: Plan, state: State) -> Generator[Token, None, None]:
+    """Yield the tokens after the prompt: the first one, then those of rounds."""
+    text = state.text
+    yield from round_of(plan, state, NO_TOKENS, is_timed=False, **embedded(plan, text.prompt - 1, text.prompt))
+    state.shown = 1
+    while text.goes_on:
+        proposal = state.proposal or propose(plan, state)
+        if not proposal and plan.plain is not None and is_queued(plan, state):
+            yield from plan.plain(plan, state)
+            continue
+        tokens = round_of(plan, state, proposal)
+        if is_queued(plan, state) and text.goes_on:
+            propose(plan, state)
+        for token in tokens:
+            state.shown += 1
+            yield token
+
+
+def is_queued(plan: Plan, state: State) -> bool:
+    """Return whether a device computes by itself what it is given."""
+    return not plan.verifier.computes_at_once(state.cache)
+
+
+def prefill(plan: Plan, state: State) -> None:
+    """Read the prompt, but for its last token, into the KV caches of the verifier and of the drafters."""
+    text, gears = state.text, gears_of(state.cache)
+    tokens, last = text.array(), text.prompt - 1
+    if gears is not None:
+        gears.begin_prompt()
+    plan.progress(0, text.prompt)
+    for begin in range(0, last, plan.prefill_step):
+        end = min(begin + plan.prefill_step, last)
+        with plan.on_stream():
+            plan.verifier.prefill(tokens[begin:end], state.cache, **embedded(plan, begin, end))
+            plan.quantize(state.cache)
+            mx.eval([part.state for part in state.cache])
+            for drafter in state.drafters:
+                drafter.prefill(tokens[begin:end])
+        plan.progress(end, text.prompt)
+        mx.clear_cache()
+
+
+def propose(plan: Plan, state: State) -> Proposal:
+    """Return the proposal of the first drafter that has one. Where a device computes, it is queued."""
+    state.began, state.proposal = (plan.clock(), state.away), None
+    room = room_for(plan, state)
+    for drafter in [*state.drafters] if room > 0 else ():
         try:
-            for count, token in enumerate(rounds):
-                left = self.clock()
-                yield token
-                self._away += self.clock() - left  # what a reader does with a token is no time of ours
-                if count % CLEARED == 0:
-                    mx.clear_cache()
-        except GeneratorExit:
-            rounds.close()
-            if self.keeps_cache:
-                self._leave()
-            raise
-        self._leave()
-
-    def _rounds(self) -> Generator[WrittenToken, None, None]:
-        yield self._first()
-        while self.text.goes_on:
-            start = self._now()
-            proposal = self._propose()
-            if proposal is None:
-                yield from self._alone()
-                continue
-            for token in self._verified(proposal, start):
-                self.shown += 1
-                yield token
-
-    # A round: draft, verify, accept.
-
-    def _propose(self) -> Proposal | None:
-        """Return what may follow the text: what stands further up, or what the drafter writes; None where
-        neither pays."""
-        room = self._room
-        if room < 1:
-            return None
-        taken = self._looked_up(room)
-        if taken:
-            return Proposal(LOOKUP, mx.array(taken, mx.uint32))
-        most = min(self._next_length(room), room)
-        return self._drafted(most) if most > 0 else None
-
-    def _verified(self, proposal: Proposal, start: float) -> Iterator[WrittenToken]:
-        """Yield the tokens of a round that began at `start`."""
-        drafted_at = self._now()
-        with self._stream():
-            last = mx.array([self.text.last], mx.uint32)
-            self.rows = Rows(self._verifier, mx.concatenate([last, proposal.tokens])[None], self.cache)
-            self.shown = 0
-            try:
-                written, margins = self._accept(proposal, self.rows)
-            except BaseException:  # of a sampler or a logits processor, or an interrupt
-                self.rows.keep(0)
-                raise
-            self.rows.keep(len(written))
-            self.quantize(self.cache)
-            if self.drafter is not None:
-                self.drafter.settle(self.text)
-            self._unread = True
-        self.policy.add_round(
-            drafted=proposal.count if proposal.source == DRAFT else 0,
-            accepted=len(written) - 1,
-            rows=proposal.count + 1,
-            seconds=self._now() - start,
-            draft_seconds=drafted_at - start if proposal.is_read else None,
-            margins=margins,
-        )
-        yield from written
-
-    def _accept(self, proposal: Proposal, rows: Rows) -> tuple[list[WrittenToken], list[float]]:
-        """Choose the tokens after each row, as far as the ones before them were proposed, and add them to the text.
-
-        Returns them, and the margins of what was proposed, if they are known.
-        """
-        logits = rows.logits[0]
-        logprobs, chosen, states = self._chosen(logits, proposal)
-        seen = self.reader.choices(logprobs if states else logits)
-        margins = mx.zeros(0) if proposal.margins is None else proposal.margins
-        magnitude = mx.abs(logits).max() if states else mx.zeros(0)
-        found, tokens, proposed, won, largest = self._read(seen, chosen, proposal.tokens, margins, magnitude)
-        if not states:
-            tokens, largest = found[:, Choice.TOKEN].astype(int), found[:, Choice.MAGNITUDE]
-        near = found[:, Choice.BEST] - found[:, Choice.NEXT] <= rounding_of(largest.max(), logits.dtype)
-        accepted = in_common(tokens, proposed)
-        written = []
-        for place, step in enumerate(self._steps(proposal, accepted)):
-            token, bits = int(tokens[place]), float(found[place, Choice.ENTROPY])
-            written.append(WrittenToken(token, logprobs[place], SampledToken(bits, step, bool(near[place]))))
-            self.text.add(token)
-            if not self.text.goes_on:
-                break
-        if states:
-            set_random_state(states[len(written) - 1])
-        return written, won.tolist()
-
-    # What a round needs.
-
-    def _now(self) -> float:
-        """Return seconds, those of readers left out."""
-        return self.clock() - self._away
-
-    @property
-    def _room(self) -> int:
-        """The most tokens that may be proposed: the top gear adds one, and a KV cache is quantized between passes."""
-        until_quantized = self.quantized_from - length(self.cache) - 1
-        if until_quantized < 0:
-            until_quantized = UNLIMITED
-        return int(min(self.text.room - 1, until_quantized))
-
-    def _next_length(self, room: int) -> int:
-        """Return the most tokens of the next draft. The policy is asked once for each."""
-        asked, self._asked = self._asked, None
-        if asked is not None:
-            return asked
-        if self.drafter is None:
-            return 0
-        return self.policy.length(min(room, self.most_drafted), self.drafter.reads_early(self.cache))
-
-    def _looked_up(self, room: int) -> list[int]:
-        """Return the tokens that the text itself proposes, as far as they are worth a verification."""
-        if self.lookup is None:
-            return []
-        self.lookup.follow(self.text.tokens, self.text.prompt)
-        room = min(room, self.most_looked_up)
-        found = self.lookup.proposed(room)
-        if not found:
-            return []
-        right = self.lookup.agreement.probabilities(self.lookup.run, len(found))
-        return self.text.until_end(found[: self.policy.looked_up(right, room)])
-
-    def _drafted(self, most: int) -> Proposal | None:
-        assert self.drafter is not None
-        try:
-            with self._stream():
-                proposal = self.drafter.propose(self.text, self.cache, most, self.policy.goes_on)
+            with plan.on_stream():
+                count = drafter.length(state.text, room, plan.policy)
+                if count > 0:
+                    state.proposal = drafter.propose(state.text, count, plan.policy)
+                    return state.proposal
         except GearbxError:
             raise
         except Exception as error:  # a text must not end where only a draft has failed
-            self.drafter = None
-            said = f"mode 'lossless' cannot draft for this model ({one_line(error)}); the top gear goes on alone"
-            warnings.warn(said, GearbxWarning, stacklevel=6)
-            return None
-        return proposal if proposal.count else None
+            state.drafters.remove(drafter)
+            said = f"mode 'lossless' cannot draft for this model ({one_line(error)}); plain decoding goes on"
+            warnings.warn(said, GearbxWarning, stacklevel=7)
+    return NO_TOKENS
 
-    def _chosen(self, logits: mx.array, proposal: Proposal) -> tuple[mx.array, mx.array, list[mx.array]]:
-        """Choose a token from each row of logits (K, V), one after the other.
 
-        Returns their log-probabilities (K, V), the tokens (K,), and MLX's random state after each. With processors
-        there are rows up to the first token that was not proposed: a processor sees nothing but what is text. Greedily,
-        the reader of the logits finds the tokens, and no random numbers are drawn.
-        """
-        chooser = self.chooser
-        if chooser.greedy and not chooser.processors:
-            return self.reader.normalized(logits), mx.zeros(0, mx.uint32), []
-        context = self._context()
-        found, tokens, states = list[mx.array](), list[mx.array](), list[mx.array]()
-        for row in range(len(logits)):
-            logprobs = self.reader.normalized(chooser.processed(context, logits[row : row + 1]))
-            tokens += self.agreement.arrays(chooser.sample(logprobs).reshape(1).astype(mx.uint32))
-            found.append(logprobs)
-            states.append(random_state())
-            if context is None or row == proposal.count:
-                continue
-            proposed = proposal.tokens[row : row + 1]
-            if np.array(tokens[-1] != proposed).item():
-                break
-            context = mx.concatenate([context, proposed])
-        return mx.concatenate(found), mx.concatenate(tokens), states
+def verify(plan: Plan, state: State, proposal: Proposal, **of_prompt: mx.array) -> Verification:
+    """Return the verifier's logits after the last token and after each proposed one: one pass."""
+    tokens: Any = [state.text.last, *proposal.tokens] if proposal.is_known else None
+    if tokens is None:
+        tokens = mx.concatenate([mx.array([state.text.last], mx.uint32), proposal.tokens])
+    state.found, state.shown = plan.verifier.verify(tokens, state.cache, **of_prompt), 0
+    return state.found
 
-    def _read(self, *arrays: mx.array) -> list[np.ndarray]:
-        """Read arrays of 32-bit numbers, those of rank 0 on all ranks, in one wait for the device."""
-        arrays = self.agreement.arrays(*arrays)
-        flat = np.array(mx.concatenate([each.reshape(-1).view(mx.uint32) for each in arrays]))
-        numbers, begin = list[np.ndarray](), 0
-        for each in arrays:
-            part, begin = flat[begin : begin + each.size].reshape(each.shape), begin + each.size
-            numbers.append(part.view(np.float32) if each.dtype == mx.float32 else part)
-        return numbers
 
-    def _steps(self, proposal: Proposal, accepted: int) -> Iterator[Step]:
-        """Yield how each token of a round came about. The round's passes stand with the first one."""
-        gearbox, top = self.gearbox, self.gearbox.ladder.top
-        ran = {top: 1} | ({proposal.gear: proposal.count} if proposal.gear is not None else {})
-        of_round: dict[str, Any] = {
-            "passes": tuple(ran.get(gear, 0) for gear in gearbox.ladder),
-            "weight_bytes": gearbox.weight_bytes_per_token(top, proposal.count + 1) + proposal.weight_bytes,
-            "drafted": proposal.count if proposal.source == DRAFT else 0,
-            "looked_up": proposal.count if proposal.source == LOOKUP else 0,
-            **kv_read(gears_of(self.cache)),
-        }
-        nothing = {"passes": (0,) * len(gearbox.ladder)}
-        for place in range(accepted + 1):
-            by = proposal.source if place < accepted else MODEL
-            gear = proposal.gear if by == DRAFT and proposal.gear is not None else top
-            yield Step(gear, source=by, **(nothing if place else of_round))
+def accept(plan: Plan, state: State, proposal: Proposal, found: Verification) -> tuple[list[Token], list[float]]:
+    """Choose a token after each row, as far as the ones before it were proposed, and add them to the text.
 
-    # Prefill.
+    Returns them, and the margins of the proposed tokens, if they are known.
+    """
+    text, chooser, logits = state.text, plan.chooser, found.logits[0]
+    context = text.array() if chooser.processors else None
+    proposed = mx.array(proposal.tokens, mx.uint32) if chooser.processors or not proposal.is_known else None
+    rows = choose_rows(chooser, plan.reader, plan.agreement, logits, context, proposed)
+    margins = proposal.margins if isinstance(proposal.margins, mx.array) else None
+    queued = [each for each in (None if proposal.is_known else proposed, margins) if each is not None]
+    tokens, seen, read = rows.read(plan.agreement, *queued)
+    accepted = in_common(tokens, proposal.tokens if proposal.is_known else read[0])
+    rounding = rounding_of(seen[:, Choice.MAGNITUDE].max(), logits.dtype)
+    near = (seen[:, Choice.BEST] - seen[:, Choice.NEXT] <= rounding) & (found.count > 1)
+    generated = list[Token]()
+    for place, step in enumerate(found.steps(proposal, accepted, **kv_read(gears_of(state.cache)))):
+        token, bits = int(tokens[place]), float(seen[place, Choice.ENTROPY])
+        generated.append(Token(token, rows.logprobs[place], bits, step, bool(near[place])))
+        text.add(token)
+        if not text.goes_on:
+            break
+    if rows.states:
+        set_random_state(rows.states[len(generated) - 1])
+    return generated, [*(proposal.margins or ())] if margins is None else read[-1].tolist()
 
-    def _prefill(self) -> None:
-        """Read the prompt, but for its last token, into the KV caches of the model and of the drafter."""
-        tokens, last = mx.array(self.text.tokens, mx.uint32), self.text.prompt - 1
-        gears = gears_of(self.cache)
-        if gears is not None:
-            gears.begin_prompt()
-        self.told(0, self.text.prompt)
-        for begin in range(0, last, self.prefill_step):
-            end = min(begin + self.prefill_step, last)
-            with self._stream():
-                self.gearbox.shift(self.gearbox.ladder.top)
-                self.gearbox.model(tokens[None, begin:end], cache=self.cache, **self._embedded(begin, end))
-                self.quantize(self.cache)
-                mx.eval([part.state for part in self.cache])
-                if self.drafter is not None:
-                    self.drafter.read(tokens[begin:end])
-            self.told(end, self.text.prompt)
-            mx.clear_cache()
 
-    def _embedded(self, begin: int, end: int) -> dict[str, Any]:
-        """Return the keyword of the model for a part of the prompt that has embeddings."""
-        return {} if self.embeddings is None else {"input_embeddings": self.embeddings[None, begin:end]}
+def round_of(plan: Plan, state: State, proposal: Proposal, is_timed: bool = True, **of_prompt: mx.array) -> list[Token]:
+    """Verify a proposal, and return the tokens that follow; the KV cache holds all but the last. If it fails, none."""
+    draft_seconds = state.seconds(plan) if proposal.is_known and proposal.source == DRAFT else None
+    with plan.on_stream():
+        found = verify(plan, state, proposal, **of_prompt)
+        try:
+            tokens, margins = accept(plan, state, proposal, found)
+        except BaseException:  # of a sampler or a logits processor, or an interrupt
+            found.keep(0)
+            raise
+        found.keep(len(tokens))
+        plan.quantize(state.cache)
+        for drafter in state.drafters:
+            drafter.settle(state.text, found)
+    state.proposal, state.is_last_read, seconds = None, False, state.seconds(plan)
+    if is_timed and proposal:
+        drafted, accepted = len(proposal) * (proposal.source == DRAFT), len(tokens) - 1
+        times = {"seconds": seconds, "draft_seconds": draft_seconds}
+        plan.policy.add_round(drafted=drafted, accepted=accepted, rows=found.count, margins=margins, **times)
+    elif is_timed and seconds is not None:
+        plan.policy.add_alone(seconds)
+    return tokens
 
-    def _first(self) -> WrittenToken:
-        """Return the token after the prompt."""
-        last = self.text.prompt - 1
-        inputs = mx.array([self.text.last], mx.uint32)
-        first = self._taken(self._queue(inputs, self._context(), **self._embedded(last, last + 1)))
-        self.told(self.text.prompt, self.text.prompt)
-        return first
 
-    # The top gear alone.
+def room_for(plan: Plan, state: State) -> int:
+    """Return the most tokens to propose: the verifier adds one, and a KV cache is quantized between passes."""
+    until_quantized = plan.quantized_from - length(state.cache) - 1
+    return int(min(state.text.room - 1, UNLIMITED if until_quantized < 0 else until_quantized))
 
-    def _alone(self) -> Iterator[WrittenToken]:
-        """Write by the top gear alone, one token ahead, as long as nothing is to be proposed."""
-        coming: Queued | None = self._queue(mx.array([self.text.last], mx.uint32), self._context())
-        while coming is not None:
-            start = self._now()
-            ahead = self._queue(coming.token, coming.context, ahead=True) if self._stays_alone() else None
-            written = self._taken(coming)
-            self._unread = ahead is None
-            self.policy.add_alone(self._now() - start)
-            yield written
-            coming = ahead if self.text.goes_on else None
 
-    def _stays_alone(self) -> bool:
-        """Return whether the token after the one that is computed is the top gear's own too."""
-        room = self._room - 1
-        if room < 1:
-            return False  # the last token but one: nothing runs ahead of the end
-        if self._looked_up(room):
-            return False
-        self._asked = self._next_length(room) or None
-        return self._asked is None
+def embedded(plan: Plan, begin: int, end: int) -> dict[str, mx.array]:
+    """Return the keyword of the model for a part of the prompt that has embeddings."""
+    return {} if plan.embeddings is None else {"input_embeddings": plan.embeddings[None, begin:end]}
 
-    def _context(self) -> mx.array | None:
-        """Return the text so far (n,), if logits processors ask for it."""
-        return self.text.array() if self.chooser.processors else None
 
-    def _queue(self, token: mx.array, context: mx.array | None, ahead: bool = False, **of_token: Any) -> Queued:
-        """Begin to compute the token after this one (1,)."""
-        if ahead and context is not None:
-            context = mx.concatenate([context, token.reshape(-1).astype(context.dtype)])
-        with self._stream():
-            self.gearbox.shift(self.gearbox.ladder.top)
-            logits = self.gearbox.model(token.reshape(1, 1), cache=self.cache, **of_token)[:, -1]
-            logits = self.chooser.processed(context, logits)
-            self.quantize(self.cache)
-            logprobs = self.reader.normalized(logits)
-            if self.reader.is_native and self.chooser.greedy and self.agreement is ALONE:
-                seen = self.reader.choices(logits)
-                chosen = seen[:, Choice.TOKEN].astype(mx.uint32)
-            else:
-                chosen, bits = self.agreement.arrays(self.chooser.sample(logprobs), self.reader.entropy(logprobs))
-                # In one array, and now: what is computed later would wait for the pass that is queued behind this one.
-                seen = mx.concatenate([chosen.astype(mx.float32), bits])[None]
-            mx.async_eval(chosen, seen, logprobs)  # left for later, they made the next passes a tenth slower
-        step = replace(single_pass(self.gearbox, self.gearbox.ladder.top), **kv_read(gears_of(self.cache)))
-        return Queued(chosen, logprobs, seen, step, context)
-
-    def _taken(self, coming: Queued) -> WrittenToken:
-        """Wait for a token, and add it to the text."""
-        seen = np.array(coming.seen)[0]
-        token, bits = int(seen[Choice.TOKEN]), float(seen[Choice.ENTROPY])
-        self.rows = None  # the cache holds no more than the text
-        self.text.add(token)
-        return WrittenToken(token, coming.logprobs[0], SampledToken(bits, coming.step))
-
-    def _stream(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if self.stream is None else mx.stream(self.stream)
-
-    # The end.
-
-    def _leave(self) -> None:
-        """Leave the KV cache, and MLX's random numbers, as mlx-lm does: it has begun one token more."""
-        with turn(self.gearbox), self._stream():
-            engaged = self.gearbox.gear
-            if self.rows is not None and self.shown < self.rows.kept:
-                self.rows.keep(self.shown + 1)
-                self._unread = False
-            if self._unread:
-                self._queue(mx.array([self.text.last], mx.uint32), self._context())
-            self.gearbox.shift(engaged)
+def leave(plan: Plan, state: State) -> None:
+    """Leave the KV cache, and MLX's random numbers, as mlx-lm does: the last token is in the cache."""
+    text, found = state.text, state.found
+    with plan.verifier.aside(), plan.on_stream():
+        if found is not None and state.shown < found.kept:  # closed between two tokens of a round
+            del text.tokens[len(text.tokens) - (found.kept - state.shown) :]
+            found.keep(state.shown + 1)
+        elif not state.is_last_read:
+            context = text.array() if plan.chooser.processors else None
+            last = plan.verifier.verify([text.last], state.cache)
+            rows = choose_rows(plan.chooser, plan.reader, plan.agreement, last.logits[0], context)
+            plan.quantize(state.cache)
+            mx.async_eval(rows.logprobs, *rows.sampled)
+        for drafter in state.drafters:
+            drafter.settle(text, None)

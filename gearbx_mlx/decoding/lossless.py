@@ -1,64 +1,41 @@
-"""Mode lossless: a low gear drafts, the top gear verifies; the text is the top gear's (self-speculative decoding).
+"""Mode lossless: drafters propose, the top gear verifies; the text is the top gear's (self-speculative decoding).
 
-The mode is its settings; loop.py writes the text, drafters.py proposes tokens, policy.py says how many.
+The mode is its settings: `loop.py` generates the text, `drafters/` propose tokens, `policy.py` chooses how many.
 """
 
-import contextlib
-import math
-import sys
-import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
-import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, GenerationResponse, maybe_quantize_kv_cache, wired_limit
-from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.sample_utils import greedy_sampler
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..compat.arrays import dtype_name
-from ..compat.classes import generation_stream
-from ..errors import GearbxError, GearbxWarning
+from ..errors import GearbxError
 from ..gears.gearbox import Gearbox, Observer, attached
 from ..gears.in_place import own_codes, without_gears
 from ..gears.ladder import DRAFT_FORMAT, EXACT_LADDER, Ladder
 from ..gears.saved import saved_gears
 from ..kernels.compiler import vector_instructions, vectors_at_once
-from ..kernels.device import recommended_memory
 from ..kernels.dispatch import CPU, device, is_tuning
-from ..ranks.agreement import Agreement, agreement_of
+from ..ranks.agreement import agreement_of
 from ..routing.gates import BatchPolicy, Monitor, OneGear, highest
-from ..routing.lookup import Lookup, LookupAgreement
 from ..telemetry.summary import Tally, draft_rows, draft_summary
+from .ahead import plain
 from .batches import BatchGenerator, BatchText, SharedMode
-from .caches import check_draftable
-from .drafters import Drafter, LowGear, OtherModel, TextSoFar
+from .drafters import Drafter, Target, drafters_for
+from .generation import Keywords, responses, tokenizer_for
 from .governor import Governor
-from .loop import UNLIMITED, Loop
+from .loop import Plan, State
 from .mode import encoded, vocabulary_of
 from .modes import LosslessSettings
-from .pair import PREFILL_STEP_SIZE, bytes_read
-from .policy import (
-    MOST_DRAFTED,
-    MOST_ON_GPU,
-    MOST_ROWS,
-    USUAL_LENGTH,
-    DraftPolicy,
-    FixedPolicy,
-    LearnedPolicy,
-    draft_share,
-)
+from .policy import MOST_DRAFTED, MOST_ON_GPU, MOST_ROWS, USUAL_LENGTH, DraftPolicy, FixedPolicy, LearnedPolicy
 from .response import GearResponse
-from .rows import warn_of_other_paths
-from .sampling import Chooser, LogitsReader, Processor, Sampled, Sampler, geared_responses, reader_of
+from .rows import Verifier, warn_of_other_paths
+from .sampling import Chooser, reader_of
+from .telemetry import Telemetry, blame_of
 
-OTHERS_SHARE = 0.25  # of a token of the model that one of a draft model takes, before either is measured
 MENDED = 0.4  # of the rejected drafts, that a calibrated base has accepted: 0.38 to 0.54 of them in docs/convert.md
 MUCH_WRITTEN = 32  # tokens: what fewer of them show is not written to the cache
 
@@ -113,9 +90,30 @@ class Lossless(LosslessSettings, SharedMode):
         self, model: nn.Module, tokenizer: Any, prompt: Any, *, gearbox: Any, controller: Governor | None, **kwargs: Any
     ) -> Iterator[GearResponse]:
         warn_of_other_paths(gearbox)
-        tokens = np.array(encoded(tokenizer, prompt), int).reshape(-1).tolist()
-        source = responses(self, gearbox, tokenizer, tokens, **kwargs)
-        return geared_responses(source, gearbox, Monitor(vocabulary_of(gearbox), self.window), controller)
+        how, tokenizer = Keywords(**kwargs), tokenizer_for(tokenizer)
+        text = how.text(np.array(encoded(tokenizer, prompt), int).reshape(-1).tolist(), tokenizer)
+        chooser, reader, agreement = how.chooser(), reader_of(gearbox), agreement_of(gearbox.model)
+        cache, draft_cache = how.caches(gearbox.model)
+        target = Target(
+            gearbox,
+            cache,
+            chooser,
+            reader,
+            self,
+            agreement,
+            how.draft_model,
+            draft_cache,
+            MOST_DRAFTED if how.draft_model is None else min(how.num_draft_tokens or MOST_DRAFTED, MOST_DRAFTED),
+            text.prompt + text.room,
+        )
+        drafters = drafters_for(target)
+        known = self.learned(gearbox, next((each for each in drafters if each.reads_weights), None), chooser)
+        verifier = Verifier(gearbox, gearbox.ladder.top)
+        plan = Plan(verifier, chooser, reader, known.policy, plain, agreement, **how.of_plan())
+        monitor = Monitor(vocabulary_of(gearbox), self.window)
+        telemetry = Telemetry(monitor, blame_of(gearbox), controller)
+        state = State(text, cache, drafters)
+        return responses(plan, state, tokenizer, telemetry, gearbox.arrays, finish=known.note)
 
     def batch_generator(
         self, model: nn.Module, tokenizer: Any, *, gearbox: Any, policy: BatchPolicy = highest, **kwargs: Any
@@ -128,20 +126,10 @@ class Lossless(LosslessSettings, SharedMode):
         top = gearbox.ladder.top
         return BatchText(OneGear(top.index), Monitor(vocabulary_of(gearbox), self.window), top, top)
 
-    def drafter(self, gearbox: Gearbox, chooser: Chooser) -> LowGear | None:
-        """Return the low gear that drafts, the lowest if none is named; None where there is one gear alone.
-
-        Raises:
-            GearbxError: the top gear of several.
-        """
-        ladder = gearbox.ladder
-        gear = ladder[0] if self.draft is None else ladder.find(self.draft)
-        if gear == ladder.top and len(ladder) > 1:
-            raise GearbxError(f"gears {ladder}: the top gear cannot draft for itself; give a lower one too")
-        if gear == ladder.top:
-            return None
-        gearbox.make(gear)  # and not in the middle of the text
-        return LowGear(gearbox, gear, chooser, reader_of(gearbox), agreement_of(gearbox.model))
+    @property
+    def is_fixed(self) -> bool:
+        """True if the lengths of drafts are fixed, so that nothing measured decides them."""
+        return self.draft_length is not None or not is_tuning()
 
     def learned(self, gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> "Learned":
         """Return what decides how much to propose with a gearbox.
@@ -149,8 +137,8 @@ class Lossless(LosslessSettings, SharedMode):
         Where nothing may be measured, drafts have always the same length: with ranks, whose clocks differ, and with
         GEARBX_TUNE=0.
         """
-        if self.draft_length is not None or not is_tuning() or agreement_of(gearbox.model).group is not None:
-            return Learned(FixedPolicy(self.draft_length or USUAL_LENGTH), LookupAgreement())
+        if self.is_fixed or agreement_of(gearbox.model).group is not None:
+            return Learned(FixedPolicy(self.draft_length or USUAL_LENGTH))
         return learned(gearbox, drafter, chooser)
 
     def about(self) -> str:
@@ -169,7 +157,7 @@ class Lossless(LosslessSettings, SharedMode):
 
 @dataclass
 class Learned:
-    """What is learned while texts are written: how much to draft, and how often the text itself proposes right.
+    """What is learned while texts are generated: how much to draft.
 
     Attributes:
         keep: writes what is known down for the next start.
@@ -177,7 +165,6 @@ class Learned:
     """
 
     policy: DraftPolicy
-    lookup: LookupAgreement
     keep: Callable[[Mapping[str, float]], None] = lambda state: None
     written: int = 0
 
@@ -202,9 +189,7 @@ def learned(gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> Lear
     if name not in known:
         cache = gearbox.kernel_choices.tuner.cache
         kept = {} if gearbox.kernels.again else cache.times.get(name, {})
-        share = None if drafter is None else OTHERS_SHARE
-        if isinstance(drafter, LowGear):
-            share = draft_share(drafter.gear.bits, gearbox.ladder.top.bits)
+        share = None if drafter is None else drafter.cost
 
         def keep(state: Mapping[str, float]) -> None:
             cache.keep(name, dict(state))
@@ -212,7 +197,7 @@ def learned(gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> Lear
 
         most = MOST_DRAFTED if device() == CPU else MOST_ON_GPU
         tile = vectors_at_once(vector_instructions()) if gearbox.kernels.native else MOST_ROWS
-        known[name] = Learned(LearnedPolicy(kept, share, most, tile), LookupAgreement(), keep)
+        known[name] = Learned(LearnedPolicy(kept, share, most, tile), keep)
     return known[name]
 
 
@@ -258,9 +243,7 @@ def name_of(gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> str:
     how = f"{gearbox.format.name}, {dtype_name(gearbox.compute_dtype)}, {kernels} kernels"
     if not chooser.has_kernel:
         how += ", another sampler"
-    by = "another model" if drafter is not None else "the text"
-    if isinstance(drafter, LowGear):
-        by = f"{drafter.gear.bits} bits"
+    by = "the text" if drafter is None else drafter.name
     return f"drafts by {by} for {gearbox.ladder.top.bits} bits, model {gearbox.fingerprint[:8]}, {how}"
 
 
@@ -270,131 +253,3 @@ def gearbox_of_mlx(model: nn.Module) -> Gearbox:
     if codes is not None:
         return Gearbox(model, Ladder([codes.bits]))
     return Gearbox(model) if saved_gears(model) is not None else Gearbox(model, EXACT_LADDER, format=DRAFT_FORMAT)
-
-
-def responses(
-    mode: Lossless,
-    gearbox: Gearbox,
-    tokenizer: Any,
-    prompt: list[int],
-    max_tokens: int = 256,
-    *,
-    sampler: Sampler | None = None,
-    logits_processors: Sequence[Processor] | None = None,
-    prompt_cache: list[Any] | None = None,
-    max_kv_size: int | None = None,
-    prefill_step_size: int = PREFILL_STEP_SIZE,
-    kv_bits: int | None = None,
-    kv_group_size: int = 64,
-    quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START,
-    prompt_progress_callback: Callable[[int, int], None] | None = None,
-    input_embeddings: mx.array | None = None,
-    draft_model: nn.Module | None = None,
-    num_draft_tokens: int | None = None,
-) -> Sampled:
-    """Yield mlx-lm's responses for a text, and what the sampler saw of each; keywords as in mlx-lm's stream_generate.
-
-    Args:
-        prompt: tokens.
-        num_draft_tokens: the most tokens that a draft model drafts at once.
-
-    Raises:
-        GearbxError: a gear that cannot draft; a draft model whose KV cache cannot be cut.
-    """
-    tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
-    text, layers = begun(prompt, tokenizer, max_tokens, input_embeddings), len(gearbox.model.layers)
-    given = make_prompt_cache(gearbox.model, max_kv_size) if prompt_cache is None else prompt_cache
-    chooser = Chooser(sampler or greedy_sampler, tuple(logits_processors or ()))
-    reader, agreement = reader_of(gearbox), agreement_of(gearbox.model)
-    cache = given if draft_model is None else given[:layers]
-    other = other_model(draft_model, given[layers:], text, chooser, reader, agreement)
-    drafter = other or mode.drafter(gearbox, chooser)
-    known = mode.learned(gearbox, drafter, chooser)
-    quantized = {"quantized_kv_start": quantized_kv_start, "kv_group_size": kv_group_size, "kv_bits": kv_bits}
-    loop = Loop(
-        gearbox,
-        cache,
-        text,
-        chooser,
-        known.policy,
-        reader,
-        drafter,
-        Lookup(known.lookup) if mode.most_looked_up else None,
-        mode.most_looked_up,
-        agreement,
-        MOST_DRAFTED if draft_model is None else min(num_draft_tokens or MOST_DRAFTED, MOST_DRAFTED),
-        quantize=partial(maybe_quantize_kv_cache, **quantized),
-        quantized_from=UNLIMITED if kv_bits is None else quantized_kv_start,
-        keeps_cache=prompt_cache is not None,
-        stream=generation_stream(),
-        prefill_step=prefill_step_size,
-        told=prompt_progress_callback or (lambda read, tokens: None),
-        embeddings=input_embeddings,
-    )
-    return spoken(loop, tokenizer, known)
-
-
-def other_model(
-    model: nn.Module | None,
-    cache: list[Any],
-    text: TextSoFar,
-    chooser: Chooser,
-    reader: LogitsReader,
-    agreement: Agreement,
-) -> Drafter | None:
-    """Return a draft model, if there is one, with its KV cache; None, with a warning, where that cannot be cut."""
-    if model is None:
-        return None
-    cache = cache or make_prompt_cache(model)
-    try:
-        check_draftable(cache, text.prompt + text.room + MOST_DRAFTED)
-    except GearbxError as error:
-        warnings.warn(f"{error}; it drafts nothing", GearbxWarning, stacklevel=5)
-        return None
-    return OtherModel(model, cache, chooser, reader, bytes_read(model), agreement)
-
-
-def begun(prompt: list[int], tokenizer: TokenizerWrapper, max_tokens: int, embeddings: mx.array | None) -> TextSoFar:
-    """Return a text that has its prompt. Raises ValueError as mlx-lm does: no prompt, or no room for a token."""
-    if max_tokens == 0:
-        raise ValueError("Maximum number of tokens must be non-zero (use -1 for no limit).")
-    if embeddings is not None and not prompt:
-        prompt = [0] * len(embeddings)  # the model reads no tokens then
-    if not prompt:
-        raise ValueError("Either input_embeddings or prompt (or both) must be provided.")
-    return TextSoFar(prompt, frozenset(tokenizer.eos_token_ids), math.inf if max_tokens < 0 else max_tokens)
-
-
-def spoken(loop: Loop, tokenizer: TokenizerWrapper, known: Learned) -> Sampled:
-    """Yield the tokens of a loop as mlx-lm's stream_generate does, and what the sampler saw of each."""
-    text, detokenizer = loop.text, tokenizer.detokenizer
-    with contextlib.ExitStack() as writing:
-        writing.callback(lambda: known.note(len(text.tokens) - text.prompt))
-        held = [] if recommended_memory() is None else loop.gearbox.arrays()
-        with contextlib.redirect_stdout(sys.stderr):  # on which mlx-lm warns of a model that is too large
-            writing.enter_context(wired_limit(held, [loop.stream]))
-        tokens = writing.enter_context(contextlib.closing(loop.write()))
-        start = time.perf_counter()
-        for count, written in enumerate(tokens, 1):
-            if count == 1:
-                prompt_tps = text.prompt / (time.perf_counter() - start)
-                start = time.perf_counter()
-            stopped, over = written.token in text.ends, text.ends_with(count)
-            if not stopped:
-                detokenizer.add_token(written.token)
-            if over:
-                detokenizer.finalize()
-                next(tokens, None)  # the loop leaves the cache as mlx-lm would
-            response = GenerationResponse(
-                text=detokenizer.last_segment,
-                token=written.token,
-                logprobs=written.logprobs,
-                from_draft=False,
-                prompt_tokens=text.prompt,
-                prompt_tps=prompt_tps,
-                generation_tokens=count,
-                generation_tps=count / (time.perf_counter() - start),
-                peak_memory=mx.get_peak_memory() / 1e9,
-                finish_reason=("stop" if stopped else "length") if over else None,
-            )
-            yield response, written.seen

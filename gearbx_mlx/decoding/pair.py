@@ -1,40 +1,43 @@
 """Mode pair: two models of one tokenizer take turns (EAD 3): rolling entropy chooses the one for the next token.
 
 Unlike a shift in mode `route`, a switch acts on the very next token, as in EAD's Algorithm 1. So the entropy is waited
-for before the next pass is dispatched: mlx-lm does not run ahead.
+for before the next pass begins. Pair is the loop of `loop.py` with nothing proposed, and a verifier that runs the model
+whose turn it is.
 
-Both models stand behind the interface of one. Each has a KV cache of its own. A model that was away has not read what
-the other one wrote meanwhile. When it comes back, it reads all of that and the last token in one pass, so that every
-generated token is one pass of one model.
+Each model has a KV cache of its own. A model that was away has not read the tokens of the other one. When it comes
+back, it reads all of them and the last token in one pass, so that every generated token is one pass of one model.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import stream_generate as mlx_stream_generate
+import numpy as np
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
-from mlx_lm.sample_utils import make_sampler
 
 from ..errors import GearbxError
 from ..gears.activations import model_dtype, stored_dtype
 from ..gears.cost import token_bytes
 from ..gears.discovery import tied_head, vocabulary
 from ..gears.gearbox import attached
-from ..routing.gates import AUTO, Gate, Monitor, Reading
-from ..routing.pair import EAD_BITS, NAMES, SMALL, first_model, pair_gate, pair_monitor, scaled
+from ..gears.ladder import Gear
+from ..routing.gates import AUTO, Gate, Reading
+from ..routing.pair import EAD_BITS, NAMES, first_model, pair_gate, pair_monitor, scaled
 from ..telemetry.summary import Tally
-from .caches import length, parts
+from .caches import Snapshot, length, parts
+from .generation import PREFILL_STEP_SIZE, Keywords, responses, tokenizer_for
 from .governor import Governor
-from .mode import Mode
+from .loop import Plan, State
+from .mode import Mode, encoded
 from .modes import PairSettings
-from .response import GearResponse
-from .sampling import has_nan, not_finite, reader_of
+from .response import GearResponse, Step
+from .sampling import not_finite, reader_of
+from .telemetry import Telemetry
 
-PREFILL_STEP_SIZE = 2048  # tokens of a prompt at once, as in mlx-lm
+GEARS = tuple(Gear(index, name, 0) for index, name in enumerate(NAMES))  # the models, as responses name them
 
 
 class TrailingCache:
@@ -94,15 +97,6 @@ class TrailingCache:
         return self
 
 
-@dataclass(frozen=True)
-class Call:
-    """The model that ran, the passes over the weights of (small, large), and how many missed tokens they read."""
-
-    engaged: int
-    passes: tuple[int, int] = (0, 0)
-    caught_up: int = 0
-
-
 def bytes_read(model: nn.Module) -> int:
     """Return bytes of weights that a token reads, in the type of the checkpoint, or in the gear that is engaged."""
     gearbox = attached(model)
@@ -111,67 +105,111 @@ def bytes_read(model: nn.Module) -> int:
     return token_bytes(model, {}, {"": stored_dtype(model)}, tied_head(model))
 
 
-class PairedModel(nn.Module):
-    """Two models behind the interface of one: the engaged one computes, the other's cache notes what it misses.
+@dataclass
+class Turn:
+    """One pass of one model over the last token, and over those that it had missed.
+
+    Attributes:
+        logits: (1, 1, V) after the last token.
+        step: how the token comes about.
+        kept: whether the last token is in the KV cache: 1, until `keep` changes it.
+    """
+
+    logits: mx.array
+    step: Step
+    undo: Callable[[], None]
+    count: int = 1
+    kept: int = 1
+
+    def keep(self, rows: int) -> None:
+        """Leave the cache as it is after the last token (1), or before the pass (0)."""
+        self.kept = rows
+        if not rows:
+            self.undo()
+
+    def steps(self, proposal: Any, accepted: int, **of_cache: Any) -> Iterator[Step]:
+        yield self.step
+
+
+class Turns:
+    """The verifier of a pair: the engaged model computes, the cache of the other one notes what it misses.
 
     Args:
         small, large: mlx-lm models over the same tokens.
+        engaged: SMALL or LARGE; it may be set before any pass.
         prefill_step_size: the most tokens that one pass catches up.
 
-    `engaged` is SMALL or LARGE and may be set before any call. Logits are as long as those of the smaller vocabulary:
-    models of one tokenizer may be padded to different lengths. `last` tells of the last call, and `weight_bytes` what a
-    pass of (small, large) reads.
+    Logits are as long as those of the smaller vocabulary: models of one tokenizer may be padded to different lengths.
     """
 
-    def __init__(self, small: nn.Module, large: nn.Module, prefill_step_size: int = PREFILL_STEP_SIZE):
-        super().__init__()
-        self.small, self.large = small, large
-        self.vocab_size = min(vocabulary(small), vocabulary(large))
-        self.prefill_step_size = prefill_step_size
-        self.engaged = SMALL
-        self.last = Call(SMALL)
-        self.weight_bytes = bytes_read(small), bytes_read(large)
+    def __init__(self, small: nn.Module, large: nn.Module, engaged: int, prefill_step_size: int = PREFILL_STEP_SIZE):
+        self.models, self.engaged = (small, large), engaged
+        self.vocabulary = min(vocabulary(small), vocabulary(large))
+        self._prefill_step_size = prefill_step_size
+        self._weight_bytes = bytes_read(small), bytes_read(large)
 
-    def make_cache(self, max_kv_size: int | None = None) -> list[TrailingCache]:
-        return [TrailingCache(make_prompt_cache(model, max_kv_size)) for model in (self.small, self.large)]
+    def prefill(self, tokens: mx.array, cache: Sequence[TrailingCache]) -> None:
+        """Read a part (n,) of the prompt with the engaged model."""
+        self._logits(tokens[None], cache)
 
-    def __call__(self, tokens: mx.array, cache: Sequence[TrailingCache]) -> mx.array:
-        """Logits (1, n, V) of the engaged model after tokens (1, n).
+    def verify(self, tokens: Sequence[int], cache: Sequence[TrailingCache]) -> Turn:
+        """Return the logits of the engaged model after the last token, the only one."""
+        own = cache[self.engaged]
+        before, missed = Snapshot(own.entries), [list(each.missed) for each in cache]
 
-        Raises:
-            GearbxError: a batch of more than one, or a cache that is not of a pair.
-        """
-        if len(tokens) != 1:
-            raise GearbxError(f"two models take turns at one text, and this is a batch of {len(tokens)}")
-        check_pair_cache(cache)
-        model, own = (self.small, self.large)[self.engaged], cache[self.engaged]
+        def undo() -> None:
+            before.restore()
+            for each, unread in zip(cache, missed):
+                each.missed = unread
+
+        caught_up = own.missing
+        try:
+            logits, count = self._logits(mx.array([[*tokens]], mx.uint32), cache)
+        except BaseException:
+            undo()
+            raise
+        passes = (0, count) if self.engaged else (count, 0)
+        read = sum(n * size for n, size in zip(passes, self._weight_bytes))
+        return Turn(logits, Step(GEARS[self.engaged], passes, read, caught_up=caught_up), undo)
+
+    def computes_at_once(self, cache: Any) -> bool:
+        return True  # the entropy of a token is waited for before the next pass
+
+    def aside(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def _logits(self, tokens: mx.array, cache: Sequence[TrailingCache]) -> tuple[mx.array, int]:
+        """Return logits (1, n, V) of the engaged model after tokens (1, n), and the number of its passes."""
+        model, own = self.models[self.engaged], cache[self.engaged]
         cache[1 - self.engaged].missed.append(tokens)
-        caught_up, new = own.missing, tokens.shape[1]
+        new = tokens.shape[1]
         unread, passes = own.unread(tokens), 1
-        while unread.shape[1] > max(new, self.prefill_step_size):
-            step = min(self.prefill_step_size, unread.shape[1] - new)
+        while unread.shape[1] > max(new, self._prefill_step_size):
+            step = min(self._prefill_step_size, unread.shape[1] - new)
             model(unread[:, :step], cache=own.entries)
             mx.eval([entry.state for entry in own.entries])
             unread, passes = unread[:, step:], passes + 1
-        logits = model(unread, cache=own.entries)
-        self.last = Call(self.engaged, (0, passes) if self.engaged else (passes, 0), caught_up)
-        if caught_up:
-            logits = logits[:, -new:]
-        return logits if logits.shape[-1] == self.vocab_size else logits[..., : self.vocab_size]
+        logits = model(unread, cache=own.entries)[:, -new:]
+        return (logits if logits.shape[-1] == self.vocabulary else logits[..., : self.vocabulary]), passes
+
+
+def pair_cache(small: nn.Module, large: nn.Module, max_kv_size: int | None = None) -> list[TrailingCache]:
+    """Return empty KV caches of two models."""
+    return [TrailingCache(make_prompt_cache(model, max_kv_size)) for model in (small, large)]
 
 
 def check_pair_cache(cache: Sequence[Any]) -> None:
     """Raises GearbxError for a cache that was not made for a pair."""
     if len(cache) != len(NAMES) or not all(isinstance(entry, TrailingCache) for entry in cache):
-        raise GearbxError("a pair has two models, and this prompt cache one; make it with PairedModel.make_cache()")
+        raise GearbxError("a pair has two models, and this prompt cache one; make it with Pair.make_cache(model)")
 
 
 @dataclass(frozen=True)
 class Pair(PairSettings, Mode):
     """Let a small model write what it is sure of, and the model that is given to stream_generate the rest.
 
-    Keywords of stream_generate: `prompt_cache` is one of a PairedModel (`make_cache`), as an earlier call left it;
-    the others are mlx-lm's.
+    Keywords of stream_generate: `prompt_cache` is one of `make_cache`, as an earlier call left it; the others are
+    mlx-lm's.
 
     Args:
         gate: a Gate of your own in place of threshold and duration, 0 for the small model and 1 for the large one.
@@ -191,6 +229,10 @@ class Pair(PairSettings, Mode):
         if gearbox is not None:
             raise GearbxError("mode 'pair' runs both models as they are; leave the gearbox out")
 
+    def make_cache(self, model: nn.Module, max_kv_size: int | None = None) -> list[TrailingCache]:
+        """Return empty KV caches of the small model and of the large one, `model`, for `prompt_cache`."""
+        return pair_cache(self.small_model, model, max_kv_size)
+
     def stream(
         self,
         model: nn.Module,
@@ -199,31 +241,32 @@ class Pair(PairSettings, Mode):
         *,
         gearbox: Any = None,
         controller: Governor | None,
-        max_kv_size: int | None = None,
-        prompt_cache: Any = None,
-        prefill_step_size: int = PREFILL_STEP_SIZE,
         **kwargs: Any,
     ) -> Iterator[GearResponse]:
-        assert self.small_model is not None
-        if kwargs.pop("input_embeddings", None) is not None:
+        how, tokenizer = Keywords(**kwargs), tokenizer_for(tokenizer)
+        if how.input_embeddings is not None:
             raise GearbxError("mode 'pair' has no input_embeddings; leave it out")
         check_vocabularies(tokenizer, self.small_model, model)
-        pair = PairedModel(self.small_model, model, prefill_step_size)
-        gate = self.gate_for(pair)
-        prompt_cache = pair.make_cache(max_kv_size) if prompt_cache is None else prompt_cache
-        check_pair_cache(prompt_cache)
-        monitor = pair_monitor(pair.vocab_size, self.window)
-        sampler = kwargs.pop("sampler", None) or make_sampler()
-        kwargs |= {"prompt_cache": prompt_cache, "prefill_step_size": prefill_step_size}
-        return in_turns(pair, gate, monitor, sampler, tokenizer, prompt, **kwargs)
-
-    def gate_for(self, pair: PairedModel) -> Gate:
-        """Return the gate, after it has engaged the first model."""
-        threshold = self.threshold_with(pair.large)
+        text = how.text(np.array(encoded(tokenizer, prompt), int).reshape(-1).tolist(), tokenizer)
+        cache = self.make_cache(model, how.max_kv_size) if how.prompt_cache is None else how.prompt_cache
+        check_pair_cache(cache)
+        threshold = self.threshold_with(model)
         gate = pair_gate(threshold, self.min_gear_duration) if self.gate is None else self.gate
-        pair.engaged = first_model(threshold) if self.initial_gear == AUTO else NAMES.index(self.initial_gear)
-        gate.reset(pair.engaged)
-        return gate
+        first = first_model(threshold) if self.initial_gear == AUTO else NAMES.index(self.initial_gear)
+        gate.reset(first)
+        turns = Turns(self.small_model, model, first, how.prefill_step_size)
+
+        def blame(gear: Gear) -> Exception:
+            blamed = turns.models[gear.index]
+            return not_finite(blamed, f"the {gear.name} model", model_dtype(blamed))
+
+        def judge(reading: Reading) -> None:
+            turns.engaged = gate.update(reading)
+
+        # The entropy is that before temperature (EAD 3.1), after logits processors if there are any.
+        telemetry = Telemetry(pair_monitor(turns.vocabulary, self.window), blame)
+        plan = Plan(turns, how.chooser(), reader_of(), **how.of_plan())
+        return responses(plan, State(text, cache), tokenizer, telemetry, judge=judge)
 
     def threshold_with(self, large: nn.Module) -> float:
         """Return the threshold in bits: the one that is given, or EAD's, scaled to the vocabulary."""
@@ -238,50 +281,6 @@ class Pair(PairSettings, Mode):
 
     def rows(self, summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         return [("switches", f"{summary['shifts']}; {summary['caught_up_tokens']} tokens read to catch up")]
-
-
-def in_turns(
-    pair: PairedModel,
-    gate: Gate,
-    monitor: Monitor,
-    sampler: Callable[[mx.array], mx.array],
-    tokenizer: Any,
-    prompt: Any,
-    **kwargs: Any,
-) -> Iterator[GearResponse]:
-    """mlx-lm's responses, each with what its sampler read, which engages the model for the next token, then samples.
-
-    The entropy is that before temperature (EAD 3.1), after logits processors if there are any.
-
-    Args:
-        kwargs: of mlx-lm's stream_generate.
-    """
-    entropy = reader_of().entropy
-    before: int | None = None
-    readings: deque[tuple[Reading, Call]] = deque()
-
-    def sample(logprobs: mx.array) -> mx.array:
-        reading = monitor.update(float(entropy(logprobs).squeeze()))
-        readings.append((reading, pair.last))
-        pair.engaged = gate.update(reading)
-        return sampler(logprobs)
-
-    for response in mlx_stream_generate(pair, tokenizer, prompt, sampler=sample, **kwargs):
-        reading, call = readings.popleft()
-        if has_nan(response.logprobs, reading.value):
-            model = (pair.small, pair.large)[call.engaged]
-            raise not_finite(model, f"the {NAMES[call.engaged]} model", model_dtype(model))
-        yield GearResponse(
-            **vars(response),
-            entropy=reading.value,
-            mean_entropy=reading.mean,
-            gear=NAMES[call.engaged],
-            shifted=before is not None and call.engaged != before,
-            passes=call.passes,
-            weight_bytes=sum(n * read for n, read in zip(call.passes, pair.weight_bytes)),
-            caught_up=call.caught_up,
-        )
-        before = call.engaged
 
 
 def check_vocabularies(tokenizer: Any, *models: nn.Module) -> None:

@@ -44,7 +44,6 @@ from collections.abc import Mapping, Sequence
 from statistics import NormalDist
 
 from ..errors import GearbxError
-from ..routing.lookup import RunningMean
 
 MOST_DRAFTED = 15  # with the token before them 16 vectors, which native kernels take in one pass over the weights
 MOST_ROWS = MOST_DRAFTED + 1
@@ -104,6 +103,27 @@ def pool_adjacent_violators(values: Sequence[float], weights: Sequence[float]) -
             total = before[1] + weight
             blocks[-1] = [(before[0] * before[1] + mean * weight) / total, total, before[2] + count]
     return [mean for mean, _, count in blocks for _ in range(int(count))]
+
+
+class RunningMean:
+    """The mean of values, the latest of which weigh most.
+
+    Args:
+        kept: of the weight of earlier values, at each further one.
+        prior: the mean before there are any; it counts for `weight` values.
+    """
+
+    def __init__(self, kept: float, prior: float = 1.0, weight: float = 0.0):
+        self._kept, self._prior = kept, prior
+        self._sum, self.weight = weight * prior, weight
+
+    def add(self, value: float) -> None:
+        self._sum = self._kept * self._sum + value
+        self.weight = self._kept * self.weight + 1
+
+    @property
+    def value(self) -> float:
+        return self._sum / self.weight if self.weight else self._prior
 
 
 class FixedPolicy:
@@ -433,7 +453,7 @@ class LearnedPolicy:
         drafted: int,
         accepted: int,
         rows: int,
-        seconds: float,
+        seconds: float | None,
         draft_seconds: float | None = None,
         margins: Sequence[float] = (),
     ) -> None:
@@ -443,7 +463,7 @@ class LearnedPolicy:
             drafted: tokens of the low gear; 0 where the text proposed.
             accepted: of those that were verified.
             rows: of the verification.
-            seconds: of all of it, without what a reader of the tokens took.
+            seconds: of all of it, without a reader's time; None: not known.
             draft_seconds: of these, until the last drafted token was read; None where it was not.
             margins: of the drafted tokens, if their sampler tells them.
         """
@@ -451,6 +471,8 @@ class LearnedPolicy:
             self._acceptance.add(drafted, accepted, margins)
             self._since[True] = 0
         self._since[not self._drafts] += accepted + 1
+        if seconds is None:
+            return
         proposed, now = rows - 1, self._alone.pace
         usual = self._verification(proposed)
         if draft_seconds is None:

@@ -20,45 +20,43 @@ class Step:
 
     Attributes:
         gear: computed it; of a drafted token that was accepted, the gear that drafted it.
-        entropies: of the distributions that decided about the gear, bits, in order.
-        entropy: of the distribution that is sampled, bits, where the model has computed it already.
-        passes, weight_bytes, drafted, looked_up, source, kv_bytes, kv_caches: as in `Seen`, of this step.
+        passes, weight_bytes, drafted, looked_up, source, caught_up, kv_bytes, kv_caches: as in `Seen`, of this step.
     """
 
     gear: Gear
-    entropies: tuple[float, ...] = ()
     passes: tuple[int, ...] = ()
     weight_bytes: int = 0
     drafted: int = 0
     looked_up: int = 0
     source: str = MODEL
+    caught_up: int = 0
     kv_bytes: dict[int, int] = field(default_factory=dict)
     kv_caches: dict[int, int] = field(default_factory=dict)
-    entropy: mx.array | None = None
 
 
 @dataclass(frozen=True)
-class SampledToken:
-    """What the sampler saw of one token: its entropy in bits, its step, and whether rounding might have decided it."""
+class Token:
+    """A generated token.
 
-    entropy: float | mx.array
+    Attributes:
+        id: of the vocabulary.
+        logprobs: (V,), of the distribution that it was sampled from.
+        entropy: of this distribution, bits.
+        step: how the logits came about.
+        near_tie: rounding may have decided between the two best logits.
+    """
+
+    id: int
+    logprobs: mx.array
+    entropy: float
     step: Step
     near_tie: bool = False
-
-
-@dataclass(frozen=True)
-class WrittenToken:
-    """A token of a text, the log-probabilities (V,) that it was sampled from, and what the sampler saw."""
-
-    token: int
-    logprobs: mx.array
-    seen: SampledToken
 
 
 def single_pass(gearbox: Gearbox | Observer, gear: Gear, rows: int = 1) -> Step:
     """Return the step of a token that took one pass in one gear, over so many sequences."""
     passes = tuple(int(gear == other) for other in gearbox.ladder)
-    return Step(gear, (), passes, gearbox.weight_bytes_per_token(gear, rows))
+    return Step(gear, passes, gearbox.weight_bytes_per_token(gear, rows))
 
 
 @dataclass
@@ -125,7 +123,7 @@ class BatchGearResponse(Seen, GenerationBatch.Response):
     error: Exception | None = None
 
 
-OF_STEP = ("passes", "weight_bytes", "drafted", "looked_up", "source", "kv_bytes", "kv_caches")
+OF_STEP = ("passes", "weight_bytes", "drafted", "looked_up", "source", "caught_up", "kv_bytes", "kv_caches")
 
 
 def seen_of(step: Step, entropy: float, mean: float, before: Gear | None, near_tie: bool = False) -> dict[str, Any]:

@@ -1,16 +1,18 @@
-"""The modes that compute each token in the gear that is engaged: route (GEARBX 10.3), static and telemetry-only.
+"""mlx-lm's stream_generate, wrapped: the modes route (GEARBX 10.3), static and telemetry-only.
 
-In mode route, the entropies of past tokens choose the gear of coming ones. mlx-lm runs one token ahead: when token t
-is handed out, the pass that computes t + 1 has been dispatched. A shift made then first acts on t + 2. Mode static
-stays in one gear, with the same kernels and in the same type as all other modes: the top gear's text is the one that
-mode lossless writes. Mode telemetry-only shifts nothing, and names the gear that mode route would use.
+Each token is computed in the gear that is engaged when its pass begins. In mode route, the entropies of past tokens
+choose the gear of coming ones. mlx-lm runs one token ahead: when token t is handed out, the pass that computes t + 1
+is queued. A shift made then first acts on t + 2. Mode static stays in one gear, with the kernels and the type of all
+other modes: the top gear's text is that of mode lossless. Mode telemetry-only shifts nothing, and names the gear that
+mode route would use.
 
 Thresholds may be found by the model itself (GEARBX 4.2), at first use, once for a gearbox: the entropies of the prompt
 in the top gear say how sure this model is of text of this kind. A prompt that is too short says too little: then three
 short prompts are continued instead, as GEARBX does on MLX.
 """
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -20,8 +22,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 import numpy as np
+from mlx_lm.generate import GenerationResponse
 from mlx_lm.models.cache import make_prompt_cache
 
+from ..compat.loops import streaming_with
 from ..errors import GearbxError
 from ..gears.gearbox import Gearbox, Observer
 from ..gears.ladder import Gear, Ladder
@@ -29,35 +33,87 @@ from ..ranks.agreement import agreement_of
 from ..routing.calibration import FEWEST_SAMPLES, median_thresholds, percentile_thresholds
 from ..routing.gates import AUTO, Gate, Monitor, OneGear, ThresholdGate, first_gear
 from .batches import BatchText, SharedMode
+from .caches import gears_of
 from .governor import Governor
 from .mode import encoded, gear_of_prompt, of_model, thresholds_for, vocabulary_of
 from .modes import RouteSettings, StaticSettings
-from .response import GearResponse, single_pass
-from .sampling import entropy_bits, geared_responses, reader_of, sampled
+from .response import GearResponse, Step, Token, single_pass
+from .sampling import Sampler, entropy_bits, kv_read, reader_of
+from .telemetry import Telemetry, blame_of
 
 
 @dataclass(frozen=True)
 class InEngagedGear(SharedMode):
-    """Each token in the gear that is engaged when its pass begins. A subclass says what chooses the gears."""
+    """Each token in the gear that is engaged when its pass begins. A subclass chooses the gears."""
 
     def text(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> BatchText:
         """Return the gate and the monitor of a text, and the gear that it begins in."""
         raise NotImplementedError
 
     def stream(
-        self, model: nn.Module, tokenizer: Any, prompt: Any, *, gearbox: Any, controller: Governor | None, **kwargs: Any
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        prompt: Any,
+        *,
+        gearbox: Any,
+        controller: Governor | None,
+        sampler: Sampler,
+        prompt_progress_callback: Callable[[int, int], None] = lambda read, tokens: None,
+        **kwargs: Any,
     ) -> Iterator[GearResponse]:
-        text = self.text(gearbox, tokenizer, prompt)
+        """mlx-lm's stream_generate: entropy from its log-probabilities, `model.update_modules` between its tokens."""
+        text, reader, agreement = self.text(gearbox, tokenizer, prompt), reader_of(gearbox), agreement_of(model)
         gearbox.shift(text.first)  # so that it is made, and not in the middle of the text
         gearbox.shift(text.prompt_gear)
+        kv_gears, sampled = gears_of(kwargs.get("prompt_cache")), deque[tuple[mx.array, Step]]()
+        if kv_gears is not None:
+            kv_gears.begin_prompt()
 
-        def reading(read: int, tokens: int) -> None:
+        def progress(read: int, tokens: int) -> None:
             if read == tokens - 1:
                 gearbox.shift(text.first)
+            prompt_progress_callback(read, tokens)
 
-        how = (lambda: single_pass(gearbox, gearbox.gear)), reader_of(gearbox), reading
-        source = sampled(model, tokenizer, prompt, *how, **kwargs)
-        return geared_responses(source, gearbox, text.monitor, controller, text.gate, text.prompt_gear)
+        def sample(logprobs: mx.array) -> mx.array:
+            # Queued here, the entropy is ready with the token. Taken from the response, it would wait for the pass that
+            # mlx-lm has queued behind it: a whole token (GEARBX 3.6).
+            token, entropy = agreement.arrays(sampler(logprobs), reader.entropy(logprobs))
+            mx.async_eval(entropy)
+            sampled.append((entropy, replace(single_pass(gearbox, gearbox.gear), **kv_read(kv_gears))))
+            return token
+
+        kwargs |= {"sampler": sample, "prompt_progress_callback": progress}
+        responses = streaming_with(reader.logsumexp)(model, tokenizer, prompt, **kwargs)
+        telemetry = Telemetry(text.monitor, blame_of(gearbox), controller)
+        return self.shifting(gearbox, text, telemetry, responses, sampled)
+
+    def shifting(
+        self,
+        gearbox: Gearbox | Observer,
+        text: BatchText,
+        telemetry: Telemetry,
+        responses: Iterator[GenerationResponse],
+        sampled: deque[tuple[mx.array, Step]],
+    ) -> Iterator[GearResponse]:
+        """Pass mlx-lm's responses on, and shift after each as the gate chooses.
+
+        Args:
+            sampled: entropy in bits and step of the tokens that are still to be handed out.
+        """
+        with telemetry.governing():
+            gearbox.shift(text.prompt_gear)
+            telemetry.resume()
+            for response in responses:
+                entropy, step = sampled.popleft()
+                token = Token(response.token, response.logprobs, float(entropy), step)
+                shown, reading = telemetry.response(response, token)
+                gear = gearbox.ladder[text.gate.update(reading)]
+                gearbox.shift(gear)
+                gearbox.prepare(gearbox.ladder[text.gate.peek(reading.forecast)])
+                yield shown
+                gearbox.shift(gear)  # another text may have shifted meanwhile
+                telemetry.resume()
 
     def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: list[int]) -> BatchText:
         """Return what one text of a batch has of its own; of a gate that was given, a copy."""

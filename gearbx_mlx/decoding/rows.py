@@ -1,7 +1,7 @@
-"""A pass over several tokens, and the KV cache as it was after any of them.
+"""Verification: one forward pass over several tokens, after which the KV cache is as it was after any of them.
 
-Those tokens are proposed ones, of which the text keeps the first few. Afterwards the cache has to be as if there had
-been no others.
+The tokens are proposed ones, of which the text keeps the first few. Afterwards the cache has to be as if there had been
+no others.
 
 - A cache that only appends is cut.
 - A sliding window loses its last entries. The pass has kept all that the first of its tokens still sees. Its mask lets
@@ -18,11 +18,13 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache
 
 from ..compat.arrays import dtype_name
@@ -36,27 +38,73 @@ from ..gears.discovery import QUANTIZED
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
 from .caches import APPENDING, Cache, Snapshot, parts
+from .mode import turn
+from .response import DRAFT, LOOKUP, MODEL, Step, single_pass
 
+if TYPE_CHECKING:
+    from .drafters import Proposal
+
+PROPOSED = {DRAFT: "drafted", LOOKUP: "looked_up"}  # source of a proposal to the field of a step that counts it
 UNMASKED = {"mlx_lm.models.phi3small"}  # adds its mask of booleans to the scores, so that tokens see later ones
+Tokens = Sequence[int] | mx.array
+"""K token ids that are known, or an array (K,) that the device may still compute."""
 
 
 class Verifier:
-    """Computes several tokens in one pass as it computes one alone, in a gear of a gearbox."""
+    """Runs the passes whose logits choose the tokens of a text: here, in one gear of a gearbox.
 
-    def __init__(self, gearbox: Gearbox, gear: Gear):
-        self.gearbox, self.gear = gearbox, gear
-        self._parts = KeptParts(self._find)
+    It computes several tokens in one pass as it computes one token alone.
 
-    def run(self, tokens: mx.array, cache: Cache) -> mx.array:
-        """Logits (1, K, V)."""
+    Args:
+        prefill_gear: reads the prompt; `gear` if not given.
+    """
+
+    def __init__(self, gearbox: Gearbox, gear: Gear, prefill_gear: Gear | None = None):
+        self.gearbox, self.gear, self.prefill_gear = gearbox, gear, prefill_gear or gear
+
+    def prefill(self, tokens: mx.array, cache: Cache, **embedded: mx.array) -> None:
+        """Read a part (n,) of the prompt into the KV cache."""
+        self.gearbox.shift(self.prefill_gear)
+        self.gearbox.model(tokens[None], cache=cache, **embedded)
+
+    def verify(self, tokens: Tokens, cache: Cache, **embedded: mx.array) -> "Verification":
+        """Return the logits after each of the tokens.
+
+        Args:
+            embedded: `input_embeddings` (1, K, D) of the tokens, in place of the model's own.
+        """
+        return Verification(self, tokens, cache, **embedded)
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """In the block no other text computes with the gearbox; its gear is afterwards as before."""
+        with turn(self.gearbox):
+            engaged = self.gearbox.gear
+            yield
+            self.gearbox.shift(engaged)
+
+    def computes_at_once(self, cache: Cache) -> bool:
+        """Return whether a pass is computed when it returns, and not by a device that was given it."""
+        return self._parts.take(cache)
+
+    def run(self, tokens: Tokens, cache: Cache, **embedded: mx.array) -> mx.array:
+        """Return logits (1, K, V)."""
+        known = tokens if not isinstance(tokens, mx.array) else None
+        if self._parts.take(cache) and not embedded:
+            known = np.array(tokens).tolist() if known is None else known
+            logits = self._parts.use(cache, lambda parts: pass_logits(parts, known, cache))
+            if logits is not None:
+                return logits
         self.gearbox.shift(self.gear)
-        logits = self._parts.use(cache, lambda parts: pass_logits(parts, tokens, cache))
-        if logits is not None:
-            return logits
-        if tokens.shape[1] == 1:
-            return self.gearbox.model(tokens, cache=cache)
+        inputs = (tokens if known is None else mx.array(known, mx.uint32))[None]
+        if inputs.shape[1] == 1:
+            return self.gearbox.model(inputs, cache=cache, **embedded)
         with windows_of_single_tokens(cache), of_classes(self._short_path):
-            return self.gearbox.model(tokens, cache=cache)
+            return self.gearbox.model(inputs, cache=cache, **embedded)
+
+    @functools.cached_property
+    def _parts(self) -> KeptParts:
+        return KeptParts(self._find)
 
     def _find(self) -> PassParts | None:
         self.gearbox.shift(self.gear)
@@ -74,32 +122,60 @@ class Verifier:
         return [(module, kind) for module, kind in found if kind is not None]
 
 
-class Rows:
+class Verification:
     """One pass over K tokens.
 
     Args:
         verifier: runs the pass, in its gear.
-        tokens: (1, K).
+        tokens: that are read.
         cache: of the model.
+        embedded: as of `Verifier.verify`.
 
     Attributes:
+        gear: of the pass.
         logits: (1, K, V), after each of the tokens.
-        kept: how many of the tokens the cache holds: all, until `keep` says otherwise.
+        kept: how many of the tokens the cache holds: all, until `keep` changes it.
     """
 
-    def __init__(self, verifier: Verifier, tokens: mx.array, cache: Cache):
+    def __init__(self, verifier: Verifier, tokens: Tokens, cache: Cache, **embedded: mx.array):
         self._verifier, self._tokens, self._cache = verifier, tokens, cache
-        self.kept = self.count = tokens.shape[1]
-        verifier.gearbox.shift(verifier.gear)
+        self.gear = verifier.gear
+        self.kept = self.count = len(tokens)
         self._before = Snapshot(cache)
         has_states = any(not loses_entries(part.kind) for part in self._before.parts)
-        self._outputs = LayerOutputs(verifier.linear_layers, self.count) if has_states and self.count > 1 else None
+        self._outputs: LayerOutputs | None = None
+        if has_states and self.count > 1:
+            verifier.gearbox.shift(verifier.gear)
+            self._outputs = LayerOutputs(verifier.linear_layers, self.count)
         try:
             with contextlib.nullcontext() if self._outputs is None else self._outputs.noted_by(recording):
-                self.logits = verifier.run(tokens, cache)
+                self.logits = verifier.run(tokens, cache, **embedded)
         except BaseException:
             self._before.restore()
             raise
+
+    @property
+    def step(self) -> Step:
+        """How a token came about that this pass alone computed."""
+        return single_pass(self._verifier.gearbox, self.gear, self.count)
+
+    def steps(self, proposal: "Proposal", accepted: int, **of_cache: Any) -> Iterator[Step]:
+        """Yield how the accepted tokens came about, and the one after them. The first has the passes of the round.
+
+        Args:
+            of_cache: fields of a step that tell of the KV cache.
+        """
+        first = self.step
+        none, passes = Step(first.gear, (0,) * len(first.passes)), list(first.passes)
+        if proposal.gear is not None:
+            passes[proposal.gear.index] += len(proposal)
+        counted = {} if proposal.source == MODEL else {PROPOSED[proposal.source]: len(proposal)}
+        read = first.weight_bytes + proposal.weight_bytes
+        first = replace(first, passes=tuple(passes), weight_bytes=read, **counted, **of_cache)
+        for place in range(accepted + 1):
+            by = proposal.source if place < accepted else MODEL
+            gear = proposal.gear if by == DRAFT and proposal.gear is not None else first.gear
+            yield replace(none if place else first, gear=gear, source=by)
 
     def keep(self, rows: int) -> None:
         """Leave the cache as it is after the first `rows` tokens, at most as many as it holds."""
@@ -119,11 +195,11 @@ class Rows:
                     part.part.trim(dropped)
 
     def _again(self, rows: int) -> None:
-        """Compute the states after the first tokens, from what the linear layers made of them."""
+        """Compute the states after the first tokens, from the outputs of the linear layers."""
         assert self._outputs is not None
         verifier = self._verifier
         with verifier.gearbox.compiled.aside(), self._outputs.noted_by(recalling):
-            verifier.run(self._tokens[:, :rows], self._cache)
+            verifier.run(self._tokens[:rows], self._cache)
 
 
 def latent_attention(model: nn.Module) -> list[nn.Module]:

@@ -1,6 +1,6 @@
-"""Where mlx-lm samples a token: its entropy (the rev counter, GEARBX 3.1) and how it came about are noted there.
+"""From logits to a token: all that looks at one distribution.
 
-Beside that, all that looks at one distribution: near-ties, which rounding may have decided, since several positions in
+Its entropy (the rev counter, GEARBX 3.1); near-ties, which rounding may have decided, since several positions in
 one pass are added up in another order than one; logits that are not numbers, and which layer they come from; samplers;
 random numbers of a text's own, whatever other texts draw meanwhile.
 """
@@ -9,9 +9,7 @@ import enum
 import functools
 import itertools
 import math
-import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from types import ModuleType
@@ -21,12 +19,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
-from mlx_lm.generate import GenerationResponse
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc, greedy_sampler
 from mlx_lm.sample_utils import make_sampler as mlx_lm_sampler
 
-from ..compat import loops
-from ..compat.arrays import OwnRandomState, dtype_name, next_key
+from ..compat.arrays import OwnRandomState, dtype_name, next_key, random_state
 from ..compat.loops import LogSumExp
 from ..errors import GearbxError, check_range
 from ..formats.base import is_finite
@@ -35,11 +31,7 @@ from ..formats.kv_cache import KVGears
 from ..gears.gearbox import Gearbox, Observer
 from ..gears.ladder import Gear
 from ..kernels.dispatch import choose, cpu_kernels, fused_kernel
-from ..ranks.agreement import agreement_of
-from ..routing.gates import Gate, Monitor
-from .caches import gears_of
-from .governor import Governor, MemoryGuard
-from .response import GearResponse, SampledToken, Step, seen_of
+from ..ranks.agreement import Agreement
 
 Entropy = Callable[[mx.array], mx.array]
 Sampler = Callable[[mx.array], mx.array]
@@ -278,6 +270,11 @@ class Chooser:
         return self.sampler is greedy_sampler
 
     @property
+    def draws(self) -> bool:
+        """True if MLX's random state moves with each token, or a processor may move it."""
+        return not self.greedy or bool(self.processors)
+
+    @property
     def tells_margins(self) -> bool:
         """True if it is known by how much a token won (`drafted`)."""
         return self.greedy or isinstance(self.sampler, GumbelSampler)
@@ -322,6 +319,79 @@ class Chooser:
 
 
 GREEDY = Chooser()
+
+
+@dataclass(frozen=True)
+class ChosenRows:
+    """The tokens that the logits of a pass choose, still to be read from the device.
+
+    Attributes:
+        logprobs: (K, V), of the distributions that are sampled.
+        seen: float32 (K, 5), in the columns of `Choice`. Greedily, one of them is the token.
+        sampled: the tokens (K,) and the largest magnitude of the logits (1,), if tokens are sampled.
+        states: MLX's random state after each of them.
+    """
+
+    logprobs: mx.array
+    seen: mx.array
+    sampled: tuple[mx.array, ...] = ()
+    states: Sequence[mx.array] = ()
+
+    def read(self, agreement: Agreement, *arrays: mx.array) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+        """Wait for the device, once: token ids (K,), `seen`, and the other arrays, of 32-bit numbers."""
+        seen, *others = read_together(agreement, self.seen, *self.sampled, *arrays)
+        if not self.sampled:
+            return seen[:, Choice.TOKEN].astype(int), seen, others
+        tokens, magnitude, *others = others
+        seen[:, Choice.MAGNITUDE] = magnitude
+        return tokens, seen, others
+
+
+def choose_rows(
+    chooser: Chooser,
+    reader: LogitsReader,
+    agreement: Agreement,
+    logits: mx.array,
+    context: mx.array | None = None,
+    proposed: mx.array | None = None,
+) -> ChosenRows:
+    """Choose a token from each row of logits (K, V), one after the other.
+
+    With processors there are rows up to the first token that was not proposed: a processor sees nothing but text.
+
+    Args:
+        context: the text so far (n,), if processors ask for it.
+        proposed: (K - 1,), the tokens that the other rows were computed for, if processors ask for them.
+    """
+    if not chooser.draws:
+        return ChosenRows(reader.normalized(logits), reader.choices(logits))
+    logprobs, tokens, states = list[mx.array](), list[mx.array](), list[mx.array]()
+    for row in range(len(logits)):
+        logprobs.append(reader.normalized(chooser.processed(context, logits[row : row + 1])))
+        tokens += agreement.arrays(chooser.sample(logprobs[-1]).reshape(1).astype(mx.uint32))
+        states.append(random_state())
+        if context is None or proposed is None or row == len(proposed):
+            continue
+        following = proposed[row : row + 1]
+        if np.array(tokens[-1] != following).item():
+            break
+        context = mx.concatenate([context, following])
+    found = mx.concatenate(logprobs)
+    magnitude = mx.abs(logits).max().reshape(1).astype(mx.float32)
+    return ChosenRows(found, reader.choices(found), (mx.concatenate(tokens), magnitude), states)
+
+
+def read_together(agreement: Agreement, *arrays: mx.array) -> list[np.ndarray]:
+    """Read arrays of 32-bit numbers, those of rank 0 on all ranks, in one wait for the device."""
+    arrays = agreement.arrays(*arrays)
+    if len(arrays) == 1:
+        return [np.array(arrays[0])]
+    flat = np.array(mx.concatenate([each.reshape(-1).view(mx.uint32) for each in arrays]))
+    numbers, begin = list[np.ndarray](), 0
+    for each in arrays:
+        part, begin = flat[begin : begin + each.size].reshape(each.shape), begin + each.size
+        numbers.append(part.view(np.float32) if each.dtype == mx.float32 else part)
+    return numbers
 
 
 def sampled_rows(choosers: Sequence[Chooser], logprobs: mx.array) -> mx.array:
@@ -390,93 +460,3 @@ def kv_read(gears: KVGears | None) -> dict[str, Any]:
     gears.end_prompt()
     read, caches = gears.meter.take()
     return {"kv_bytes": read, "kv_caches": caches}
-
-
-Sampled = Iterator[tuple[GenerationResponse, SampledToken]]
-"""mlx-lm's responses, and what the sampler saw of each."""
-
-
-def sampled(
-    model: nn.Module,
-    tokenizer: Any,
-    prompt: Any,
-    step: Callable[[], Step],
-    reader: LogitsReader = MLX_READER,
-    reading: Callable[[int, int], None] = lambda read, tokens: None,
-    **kwargs: Any,
-) -> Sampled:
-    """mlx-lm's responses, and the entropy and the step of each pass, noted where its token is sampled.
-
-    The entropy is put on the stream there, before the next pass is. Computed from the response, it would stand behind
-    that pass, and reading it would wait for a whole token (GEARBX 3.6).
-
-    Args:
-        step: returns how the latest logits came about.
-        reading: like `prompt_progress_callback`, which may be given beside it.
-        kwargs: of mlx-lm's stream_generate. The prompt that a KV cache in gears reads ends with the first token.
-    """
-    gears = gears_of(kwargs.get("prompt_cache"))
-    if gears is not None:
-        gears.begin_prompt()
-    sampler, agreement = kwargs.pop("sampler", None) or greedy_sampler, agreement_of(model)
-    tokens: deque[SampledToken] = deque()
-    told = kwargs.pop("prompt_progress_callback", None)
-
-    def progress(read: int, of: int) -> None:
-        reading(read, of)
-        if told is not None:
-            told(read, of)
-
-    def sample(logprobs: mx.array) -> mx.array:
-        latest = step()
-        if gears is not None:
-            latest = replace(latest, **kv_read(gears))
-        entropy = reader.entropy(logprobs) if latest.entropy is None else latest.entropy
-        token, entropy = agreement.arrays(sampler(logprobs), entropy)
-        mx.async_eval(entropy)
-        tokens.append(SampledToken(entropy, latest))
-        return token
-
-    kwargs |= {"sampler": sample, "prompt_progress_callback": progress}
-    responses = loops.streaming_with(reader.logsumexp)(model, tokenizer, prompt, **kwargs)
-    return ((response, tokens.popleft()) for response in responses)
-
-
-def geared_responses(
-    source: Sampled,
-    gearbox: Gearbox | Observer,
-    monitor: Monitor,
-    controller: Governor | MemoryGuard | None = None,
-    gate: Gate | None = None,
-    gear: Gear | None = None,
-) -> Iterator[GearResponse]:
-    """Pass tokens on with what the gearbox saw, and shift after each where a gate chooses the gears.
-
-    Args:
-        monitor: of the rolling entropy that responses show, and that the gate judges.
-        gear: that the gate begins in.
-    """
-    before: Gear | None = None
-    clock = time.perf_counter if controller is None else controller.clock
-    with nullcontext() if controller is None else controller.governing():
-        if gear is not None:
-            gearbox.shift(gear)
-        start = clock()
-        for response, token in source:
-            # What a caller does between two tokens is not the machine's speed.
-            seconds = None if before is None else clock() - start
-            decision = None if controller is None else controller.after(token.step, seconds)
-            entropy, step = float(token.entropy), token.step
-            check_finite(response.logprobs, entropy, gearbox, token.step.gear)
-            reading = monitor.update(entropy)
-            if gate is not None:
-                gear = gearbox.ladder[gate.update(reading)]
-                gearbox.shift(gear)
-                gearbox.prepare(gearbox.ladder[gate.peek(reading.forecast)])
-            shown = vars(response) | seen_of(step, entropy, reading.mean, before, token.near_tie)
-            shown["from_draft"] |= response.from_draft
-            yield GearResponse(**shown, decision=decision)
-            if gear is not None:
-                gearbox.shift(gear)  # another text may have shifted meanwhile
-            before = step.gear
-            start = clock()

@@ -38,7 +38,6 @@ from .kv_cache import NestedKVCache, block_planes, has_room, read_before, takes_
 
 FEW_TOKENS = 16  # that go through a block at once; of more, the KV cache can be had without the rest of the block
 PROGRAMS = "_gearbx_programs"
-ANY_TOKEN = mx.zeros((1, 1), mx.uint32)
 
 # Norms of a block: before attention and its MLP; behind them, if there are some.
 BLOCK_NORMS: dict[Code, tuple[Sequence[str], Sequence[str]]] = {
@@ -116,7 +115,7 @@ class NativeLayers(nn.Module):
     def __call__(self, inputs: mx.array, cache: Any = None, input_embeddings: mx.array | None = None) -> mx.array:
         tokens = inputs if input_embeddings is None else input_embeddings
         kernels = block_kernels(tokens.shape[0] * tokens.shape[1])
-        if kernels is not None and runs_in_turn(self, cache, tokens):
+        if kernels is not None and runs_in_turn(self, cache, tokens.shape[:2]):
             x = self.embed_tokens(inputs) if input_embeddings is None else input_embeddings
             y = run_layers(self, x, cache, kernels)
             if y is not None:
@@ -153,7 +152,7 @@ def run_block(layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array 
     if program is None:
         return None
     seen = None if causal else mask
-    if takes_in_place(cache) and x.shape[1] <= FEW_TOKENS and has_room(cache, x):
+    if takes_in_place(cache) and x.shape[1] <= FEW_TOKENS and has_room(cache, x.shape):
         before, padding, nested = positions_in(cache), left_padding(cache), read_before(cache)
         kept, planes = ([cache.keys], [cache.values]), block_planes(nested)
         y = kernels.run_blocks(program.chain, x, *kept, before, causal, seen, padding, *planes)
@@ -184,19 +183,19 @@ def run_layers(model: nn.Module, x: mx.array, cache: Any, kernels: ModuleType) -
     return y
 
 
-def runs_in_turn(model: nn.Module, cache: Any, tokens: mx.array) -> bool:
-    """Return whether a model runs its blocks one after the other over tokens (B, L), each with entries that have room.
+def runs_in_turn(model: nn.Module, cache: Any, shape: tuple[int, ...]) -> bool:
+    """Return whether a model runs its blocks one after the other over B x L tokens, each with entries that have room.
 
     Of more tokens than a few the keys and values are wanted now and then, and nothing else.
     """
     first: Any = cache[0] if cache else None
-    if type(first) not in (KVCache, BatchKVCache) or len(cache) != len(model.layers) or tokens.shape[1] > FEW_TOKENS:
+    if type(first) not in (KVCache, BatchKVCache) or len(cache) != len(model.layers) or shape[1] > FEW_TOKENS:
         return False
     if getattr(model, "swa_idx", None) is not None or getattr(model, "pipeline_size", 1) != 1:
         return False
     kind, count = type(first), positions_in(first)
     return all(
-        type(part) is kind and positions_in(part) == count and has_room(part, tokens) and part.keys.dtype == mx.float32
+        type(part) is kind and positions_in(part) == count and has_room(part, shape) and part.keys.dtype == mx.float32
         for part in cache
     )
 
@@ -298,23 +297,23 @@ def part_of_head(head: nn.Module, kernels: ModuleType) -> Any:
         return None
 
 
-def begin_pass(parts: PassParts, cache: Any, tokens: mx.array) -> Any:
-    """Passes behind what is in a cache, with room for tokens (1, L); None for other caches, or without the memory."""
-    if type(cache[0]) is not KVCache or not runs_in_turn(parts.layers, cache, tokens):
+def begin_pass(parts: PassParts, cache: Any, count: int) -> Any:
+    """Passes behind what is in a cache, with room for so many tokens; None for other caches, or without the memory."""
+    if type(cache[0]) is not KVCache or not runs_in_turn(parts.layers, cache, (1, count)):
         return None
     keys, values = [part.keys for part in cache], [part.values for part in cache]
     return parts.kernels.begin_passes(parts.chain, parts.head, keys, values, parts.second)
 
 
-def pass_logits(parts: PassParts, tokens: mx.array, cache: Any) -> mx.array | None:
-    """Logits (1, L, V) after each of the tokens (1, L), which are added to the cache; None if the model must run."""
-    passes = begin_pass(parts, cache, tokens) if cache and tokens.shape[0] == 1 else None
+def pass_logits(parts: PassParts, tokens: Sequence[int], cache: Any) -> mx.array | None:
+    """Logits (1, L, V) after each of L tokens, which are added to the cache; None if the model must run."""
+    passes = begin_pass(parts, cache, len(tokens)) if cache else None
     if passes is None:
         return None
     before = positions_in(cache[0])
-    logits: mx.array = parts.kernels.pass_logits(passes, *parts.rows(np.array(tokens[0]).tolist()), before)
+    logits: mx.array = parts.kernels.pass_logits(passes, *parts.rows(tokens), before)
     for part in cache:
-        set_entries(part, before + tokens.shape[1])
+        set_entries(part, before + len(tokens))
     return logits
 
 
@@ -361,7 +360,7 @@ class NativeDraft:
 
 def begin_draft(parts: PassParts, cache: Any) -> NativeDraft | None:
     """Return a draft after what is in the cache; None for other caches, or if memory of the gear was given up."""
-    passes = begin_pass(parts, cache, ANY_TOKEN)
+    passes = begin_pass(parts, cache, 1)
     if passes is None:
         return None
     before = positions_in(cache[0])

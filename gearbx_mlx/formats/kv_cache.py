@@ -382,7 +382,11 @@ def block_planes(nested: Nested | None) -> tuple[Any, ...]:
     return () if nested is None else (*nested.planes, nested.packed, nested.group_size)
 
 
-def has_room(cache: Any, x: mx.array) -> bool:
-    """Return whether the arrays of a cache have room for the keys and values of x, which has as many sequences."""
+def has_room(cache: Any, shape: tuple[int, ...]) -> bool:
+    """Return whether the arrays of a cache have room for the keys and values of L tokens in each of its B sequences.
+
+    Args:
+        shape: (B, L), or more.
+    """
     keys = cache.keys
-    return keys is not None and positions_in(cache) + x.shape[1] <= keys.shape[2] and keys.shape[0] == x.shape[0]
+    return keys is not None and positions_in(cache) + shape[1] <= keys.shape[2] and keys.shape[0] == shape[0]

@@ -26,7 +26,7 @@ from ..compat.classes import own_tokenizer
 from ..compat.templates import TemplateError
 from ..decoding.governor import Governor, MemoryGuard
 from ..decoding.mode import Mode, is_read_again
-from ..decoding.pair import Pair, PairedModel
+from ..decoding.pair import Pair, pair_cache
 from ..errors import GearbxError, one_line
 from ..gears.gearbox import Gearbox, Observer, model_fingerprint
 from ..routing.gates import default_thresholds
@@ -130,7 +130,7 @@ class Served:
     def make_cache(self, max_kv_size: int | None) -> list[Any]:
         """Return a KV cache for a new text."""
         if self.small_model is not None:
-            return list(PairedModel(self.small_model, self.model).make_cache(max_kv_size))
+            return list(pair_cache(self.small_model, self.model, max_kv_size))
         cache = make_prompt_cache(self.model, max_kv_size)
         return cache if self.draft_model is None else cache + make_prompt_cache(self.draft_model)
 

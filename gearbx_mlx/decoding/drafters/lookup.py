@@ -1,12 +1,18 @@
-"""Prompt lookup: the text itself proposes what follows, where its last tokens occurred before.
+"""Prompt lookup: what followed the last tokens of the text where they occurred before is drafted.
 
 A summary, an edited file or a quotation repeats its source. So the longest run of tokens that ends the text and stands
-in it once more, further up, says what may come next, and no weight is read for that. How often it is right depends on
+in it once more, further up, predicts what comes next, and no weight is read for that. How often it is right depends on
 the text and on how long the run is; this is counted at every token, whether the proposal was used or not.
 """
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from ..policy import MOST_DRAFTED, DraftPolicy, RunningMean
+from ..response import LOOKUP
+from . import Drafter, Proposal, Target, Text
 
 SHORTEST_RUN, LONGEST_RUN = 2, 8  # tokens of a run; more than the longest count as it
 CANDIDATES = 16  # earlier places that are compared, the latest ones
@@ -15,27 +21,6 @@ CANDIDATES = 16  # earlier places that are compared, the latest ones
 PRIOR = {2: 0.3, 3: 0.4, 4: 0.5, 5: 0.55, 6: 0.6, 7: 0.65, 8: 0.75}
 PRIOR_WEIGHT = 4.0  # proposals that the prior counts for
 WEIGHT_KEPT = 0.98  # of the weight of earlier proposals, at each further one
-
-
-class RunningMean:
-    """The mean of values, the latest of which weigh most.
-
-    Args:
-        kept: of the weight of earlier values, at each further one.
-        prior: the mean before there are any; it counts for `weight` values.
-    """
-
-    def __init__(self, kept: float, prior: float = 1.0, weight: float = 0.0):
-        self._kept, self._prior = kept, prior
-        self._sum, self.weight = weight * prior, weight
-
-    def add(self, value: float) -> None:
-        self._sum = self._kept * self._sum + value
-        self.weight = self._kept * self.weight + 1
-
-    @property
-    def value(self) -> float:
-        return self._sum / self.weight if self.weight else self._prior
 
 
 class LookupAgreement:
@@ -56,19 +41,49 @@ class LookupAgreement:
         return found
 
 
-class Lookup:
-    """Where the last tokens of a text occurred before. A token is added in a time that does not grow with the text.
+_known: WeakKeyDictionary[Any, LookupAgreement] = WeakKeyDictionary()  # of each gearbox, over its texts
+
+
+class Lookup(Drafter):
+    """Draft what followed the longest run of tokens that ends the text, where it occurred before.
 
     Every pair of tokens is linked to the place where it ended before, as in LZ77: following the links from the last
-    pair finds the longest run.
+    pair finds the longest run. A token is added in a time that does not grow with the text.
 
     Args:
         agreement: counts how often the proposals are right.
+        most: tokens of a proposal.
     """
 
-    def __init__(self, agreement: LookupAgreement):
-        self.agreement = agreement
+    reads_weights = False
+    name, cost = "the text", 0.0
+
+    def __init__(self, agreement: LookupAgreement, most: int = MOST_DRAFTED):
+        self.agreement, self._most = agreement, most
         self._begin([])
+
+    @classmethod
+    def of(cls, target: Target) -> "Lookup | None":
+        """Return the lookup of a text; None where the mode has none."""
+        mode = target.mode
+        if mode is None or not mode.most_looked_up:
+            return None
+        agreement = LookupAgreement()
+        if not mode.is_fixed and target.agreement.group is None:
+            agreement = _known.setdefault(target.gearbox, agreement)
+        return cls(agreement, mode.most_looked_up)
+
+    def length(self, text: Text, room: int, policy: DraftPolicy) -> int:
+        """Return how many tokens of the run's continuation are worth a verification."""
+        self.follow(text.tokens, text.prompt)
+        room = min(room, self._most)
+        found = self.proposed(room)
+        if not found:
+            return 0
+        return policy.looked_up(self.agreement.probabilities(self.run, len(found)), room)
+
+    def propose(self, text: Text, length: int, policy: DraftPolicy) -> Proposal:
+        return Proposal(text.until_end(self.proposed(length)), LOOKUP)
 
     def _begin(self, tokens: Sequence[int]) -> None:
         self._tokens = tokens

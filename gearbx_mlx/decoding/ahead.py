@@ -1,0 +1,77 @@
+"""Plain decoding one token ahead, as in mlx-lm: the next pass is queued before the token before it is known.
+
+It serves mode lossless where MLX computes and nothing is worth a verification. A device then never waits for Python.
+Native kernels of a CPU return when they are done, so there is nothing to hide, and each token is a round of one row.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+
+from ..ranks.agreement import ALONE
+from .caches import gears_of
+from .drafters import NO_TOKENS
+from .loop import Plan, State, room_for
+from .response import Step, Token
+from .sampling import Choice, ChosenRows, choose_rows, kv_read
+
+
+@dataclass
+class Queued:
+    """A token that the device computes.
+
+    Attributes:
+        rows: of one row of logits.
+        id: (1,), the token.
+        step: how it comes about.
+        context: the text before it (n,), for logits processors.
+    """
+
+    rows: ChosenRows
+    id: mx.array
+    step: Step
+    context: mx.array | None
+
+
+def plain(plan: Plan, state: State) -> Iterator[Token]:
+    """Yield the verifier's tokens until the text ends or a drafter proposes."""
+    text = state.text
+    context = text.array() if plan.chooser.processors else None
+    coming: Queued | None = queue(plan, state, mx.array([text.last], mx.uint32), context)
+    while coming is not None:
+        state.began = plan.clock(), state.away
+        ahead = None
+        if stays_plain(plan, state):
+            known = coming.context
+            context = None if known is None else mx.concatenate([known, coming.id.astype(known.dtype)])
+            ahead = queue(plan, state, coming.id, context)
+        tokens, seen, _ = coming.rows.read(ALONE)
+        text.add(int(tokens[0]))
+        state.found, state.is_last_read = None, ahead is not None
+        seconds = state.seconds(plan)
+        if seconds is not None:
+            plan.policy.add_alone(seconds)
+        yield Token(text.last, coming.rows.logprobs[0], float(seen[0, Choice.ENTROPY]), coming.step)
+        coming = ahead if text.goes_on else None
+
+
+def stays_plain(plan: Plan, state: State) -> bool:
+    """Return whether nothing will be proposed after the token that is computed now."""
+    room = room_for(plan, state) - 1
+    if room < 1:
+        return False  # the last token but one: nothing runs ahead of the end
+    return not any(drafter.length(state.text, room, plan.policy) for drafter in state.drafters)
+
+
+def queue(plan: Plan, state: State, last: mx.array, context: mx.array | None) -> Queued:
+    """Begin to compute the token after `last` (1,)."""
+    with plan.on_stream():
+        found = plan.verifier.verify(last, state.cache)
+        rows = choose_rows(plan.chooser, plan.reader, plan.agreement, found.logits[0], context)
+        rows = replace(rows, seen=plan.agreement.arrays(rows.seen)[0])
+        plan.quantize(state.cache)
+        token = rows.sampled[0] if rows.sampled else rows.seen[:, Choice.TOKEN].astype(mx.uint32)
+        mx.async_eval(token, rows.seen, rows.logprobs)  # left for later, they made the next passes a tenth slower
+    (step,) = found.steps(NO_TOKENS, 0, **kv_read(gears_of(state.cache)))
+    return Queued(rows, token, step, context)

@@ -1,0 +1,239 @@
+"""Drafters: what proposes tokens for the top gear to verify. Each is one file here and one line in `DRAFTERS`.
+
+A drafter may ask for what is in its `Target` and in the `Text`: the tokens so far, the KV cache of the text, and the
+gearbox, whose `module_in(path, ladder.top)` is the top gear's head or embedding. It keeps a KV cache of its own where
+it needs one. After each verification it sees the rows that were computed (`settle`). It gives tokens, their margins
+if it knows them, and what they cost.
+
+A draft leaves no trace: neither in the KV cache of the text, nor in the random numbers. A token is drafted with the
+random numbers that will choose at its place, so that both agree as often as can be (GEARBX 10.1).
+"""
+
+import contextlib
+import math
+import pkgutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ...compat.arrays import same_random_numbers
+from ...gears.gearbox import Gearbox
+from ...gears.ladder import Gear
+from ...ranks.agreement import ALONE, Agreement
+from ..caches import Cache
+from ..policy import MOST_DRAFTED, DraftPolicy
+from ..response import DRAFT, MODEL
+from ..rows import Verification
+from ..sampling import MLX_READER, Chooser, LogitsReader
+
+DRAFTERS = {  # in the order in which they are asked; of those that read weights, a text has the first that it can have
+    "lookup": "gearbx_mlx.decoding.drafters.lookup:Lookup",
+    "other model": "gearbx_mlx.decoding.drafters.other_model:OtherModel",
+    "low gear": "gearbx_mlx.decoding.drafters.low_gear:LowGear",
+}
+
+
+@dataclass
+class Text:
+    """A text while it is generated.
+
+    Args:
+        tokens: of the prompt, and those generated after it.
+        ends: tokens that end the text.
+        room: how many tokens may still be generated; infinite without a limit.
+    """
+
+    tokens: list[int]
+    ends: frozenset[int] = frozenset()
+    room: float = math.inf
+
+    def __post_init__(self) -> None:
+        self.prompt = len(self.tokens)
+        """Tokens of the prompt."""
+
+    @property
+    def last(self) -> int:
+        """The token that the next pass reads."""
+        return self.tokens[-1]
+
+    @property
+    def goes_on(self) -> bool:
+        """True until a token ends the text, or there is no room."""
+        generated = len(self.tokens) > self.prompt
+        return self.room > 0 and not (generated and self.last in self.ends)
+
+    def ends_with(self, count: int) -> bool:
+        """True if the text has ended, and so many tokens were generated."""
+        return not self.goes_on and len(self.tokens) == self.prompt + count
+
+    def add(self, token: int) -> None:
+        self.tokens.append(token)
+        self.room -= 1
+
+    def until_end(self, tokens: Sequence[int]) -> list[int]:
+        """Return the tokens up to the first one that ends the text, which is among them."""
+        last = next((place for place, token in enumerate(tokens, 1) if token in self.ends), len(tokens))
+        return list(tokens[:last])
+
+    def array(self) -> mx.array:
+        return mx.array(self.tokens, mx.uint32)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Tokens that may follow a text.
+
+    Attributes:
+        tokens: k token ids: a list where they are known, an array (k,) that the device may still compute.
+        source: DRAFT or LOOKUP; MODEL for no tokens.
+        margins: k numbers, by how much each token's logit won; None where that is not known.
+        gear: of the ladder, that drafted them, if one did.
+        weight_bytes: read by the passes of the drafter, one for each token.
+    """
+
+    tokens: Sequence[int] | mx.array = ()
+    source: str = MODEL
+    margins: Sequence[float] | mx.array | None = None
+    gear: Gear | None = None
+    weight_bytes: int = 0
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def is_known(self) -> bool:
+        """True if nothing of it is still to be computed."""
+        return not isinstance(self.tokens, mx.array)
+
+
+NO_TOKENS = Proposal()
+
+
+class LosslessMode(Protocol):
+    """The settings of mode lossless that concern drafters."""
+
+    draft: str | int | None
+    most_looked_up: int
+    is_fixed: bool
+    """Drafts do not depend on anything measured."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a drafter drafts for.
+
+    Attributes:
+        gearbox: its top gear verifies.
+        cache: the KV cache of the text; between rounds it holds all tokens but the last.
+        chooser, reader: how the tokens are chosen from logits.
+        mode: the settings.
+        agreement: of ranks that share the model.
+        draft_model, draft_cache: a second model that was given to draft, and its entries of the prompt cache.
+        most: tokens that may be drafted at once.
+        room: tokens that prompt, text and a draft may have together.
+    """
+
+    gearbox: Gearbox
+    cache: Cache
+    chooser: Chooser
+    reader: LogitsReader = MLX_READER
+    mode: LosslessMode | None = None
+    agreement: Agreement = ALONE
+    draft_model: nn.Module | None = None
+    draft_cache: list[Any] = field(default_factory=list)
+    most: int = MOST_DRAFTED
+    room: float = math.inf
+
+
+class Drafter:
+    """Proposes tokens that may follow a text. A subclass stands in a file of its own and in `DRAFTERS`.
+
+    Attributes:
+        reads_weights: False for tokens that cost no pass.
+        name: the key under which times and acceptance are kept for it.
+        cost: of a drafted token, as a share of a plain one, before anything is measured.
+    """
+
+    reads_weights: ClassVar[bool] = True
+    name: str
+    cost: float
+
+    @classmethod
+    def of(cls, target: Target) -> "Drafter | None":
+        """Return the drafter for a text; None where there can be none.
+
+        Raises:
+            GearbxError: settings that do not fit the target.
+        """
+        raise NotImplementedError
+
+    def prefill(self, tokens: mx.array) -> None:
+        """Read a part (n,) of the prompt. Its last token is never read."""
+
+    def length(self, text: Text, room: int, policy: DraftPolicy) -> int:
+        """Return the most tokens that a proposal would have now, at most `room`; 0: none is worth its time."""
+        raise NotImplementedError
+
+    def propose(self, text: Text, length: int, policy: DraftPolicy) -> Proposal:
+        """Return one to `length` tokens. The KV cache of the text is afterwards as it was.
+
+        Where margins are known one by one, `policy.goes_on` is asked after each.
+        """
+        raise NotImplementedError
+
+    def settle(self, text: Text, found: Verification | None) -> None:
+        """Take note of the text after a verification, whoever proposed its tokens.
+
+        Args:
+            found: the rows of which the first were kept; None: the text was cut.
+        """
+
+
+def drafters_for(target: Target) -> list[Drafter]:
+    """Return the drafters of a text, in the order in which they are asked. Raises GearbxError as theirs do."""
+    found = list[Drafter]()
+    for place in DRAFTERS.values():
+        kind: type[Drafter] = pkgutil.resolve_name(place)
+        if kind.reads_weights and any(each.reads_weights for each in found):
+            continue
+        drafter = kind.of(target)
+        if drafter is not None:
+            found.append(drafter)
+    return found
+
+
+def rewound(chooser: Chooser) -> contextlib.AbstractContextManager[None]:
+    """In the block random numbers are drawn that will be drawn again after it."""
+    # A greedy text draws nothing; to put numbers back for each of its drafts would only make MLX's graph longer.
+    return same_random_numbers() if chooser.draws else contextlib.nullcontext()
+
+
+def queued(
+    model: nn.Module, cache: Cache, text: Text, unread: Sequence[int], length: int, target: Target
+) -> tuple[mx.array, mx.array | None]:
+    """Queue the passes of a draft without waiting for any: tokens (k,), and margins (k,) if the chooser knows them.
+
+    Args:
+        unread: tokens of the text that the model is to read first, the last one among them.
+    """
+    chooser = target.chooser
+    context = text.array() if chooser.processors else None
+    inputs, tokens, margins = mx.array([*unread], mx.uint32), list[mx.array](), list[mx.array]()
+    for _ in range(length):
+        logits = chooser.processed(context, model(inputs[None], cache=cache)[:, -1])
+        token, margin = chooser.drafted(logits, target.reader)
+        (inputs,) = target.agreement.arrays(token.reshape(1).astype(mx.uint32))
+        mx.async_eval(inputs)
+        tokens.append(inputs)
+        if margin is not None:
+            margins.append(margin.reshape(1))
+        context = None if context is None else mx.concatenate([context, inputs])
+    return mx.concatenate(tokens), mx.concatenate(margins) if margins else None
+
+
+def of_draft(tokens: Sequence[int] | mx.array, margins: Any, weight_bytes: int, gear: Gear | None = None) -> Proposal:
+    """Return drafted tokens. weight_bytes: of one pass of the drafter."""
+    return Proposal(tokens, DRAFT, margins, gear, len(tokens) * weight_bytes)

@@ -1,0 +1,69 @@
+"""Another, smaller model of the same tokenizer drafts, with a KV cache of its own (Leviathan et al., 2211.17192)."""
+
+import warnings
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from ...errors import GearbxError, GearbxWarning
+from ..caches import check_draftable
+from ..pair import bytes_read
+from ..policy import MOST_DRAFTED, DraftPolicy
+from ..rows import Verification
+from . import Drafter, Proposal, Target, Text, of_draft, queued, rewound
+
+SHARE = 0.25  # of a plain token's time that a drafted one is taken to need before either is measured
+
+
+class OtherModel(Drafter):
+    """Draft with another model.
+
+    Args:
+        cache: of the draft model; like the text's, it holds all tokens but the last.
+    """
+
+    name, cost = "another model", SHARE
+
+    def __init__(self, target: Target, model: nn.Module, cache: list[Any]):
+        self._target, self._model, self._cache = target, model, cache
+        self._weight_bytes = bytes_read(model)
+        self._read = 0  # tokens of the text that are in the cache
+
+    @classmethod
+    def of(cls, target: Target) -> "OtherModel | None":
+        """Return the draft model, if there is one; None, with a warning, where its KV cache cannot be cut."""
+        if target.draft_model is None:
+            return None
+        cache = target.draft_cache
+        cache[:] = cache or make_prompt_cache(target.draft_model)
+        try:
+            check_draftable(cache, target.room + MOST_DRAFTED)
+        except GearbxError as error:
+            warnings.warn(f"{error}; it drafts nothing", GearbxWarning, stacklevel=7)
+            return None
+        return cls(target, target.draft_model, cache)
+
+    def prefill(self, tokens: mx.array) -> None:
+        self._model(tokens[None], cache=self._cache)
+        mx.eval([part.state for part in self._cache])
+        self._read += tokens.size
+
+    def length(self, text: Text, room: int, policy: DraftPolicy) -> int:
+        return policy.length(min(room, self._target.most))
+
+    def propose(self, text: Text, length: int, policy: DraftPolicy) -> Proposal:
+        unread = text.tokens[self._read :]
+        with rewound(self._target.chooser):
+            tokens, margins = queued(self._model, self._cache, text, unread, length, self._target)
+        self._read = len(text.tokens) + length - 1  # the last drafted token was not read
+        return of_draft(tokens, margins, self._weight_bytes)
+
+    def settle(self, text: Text, found: Verification | None) -> None:
+        """Take back what was read beyond the text, but for its last token."""
+        right = len(text.tokens) - 1
+        if self._read > right:
+            for part in self._cache:
+                part.trim(self._read - right)
+            self._read = right

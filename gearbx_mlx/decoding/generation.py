@@ -1,0 +1,151 @@
+"""The own loop behind mlx-lm's keywords: from a prompt to responses, for the modes lossless, kickdown and pair."""
+
+import contextlib
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, GenerationResponse, maybe_quantize_kv_cache, wired_limit
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import greedy_sampler
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import does_model_support_input_embeddings
+
+from ..compat.classes import generation_stream
+from ..errors import GearbxError
+from ..kernels.device import recommended_memory
+from ..routing.gates import Reading
+from .drafters import Text
+from .loop import UNLIMITED, Plan, State, decode
+from .response import GearResponse
+from .sampling import Chooser, Processor, Sampler
+from .telemetry import Telemetry
+
+PREFILL_STEP_SIZE = 2048  # tokens of a prompt at once, as in mlx-lm
+
+
+@dataclass(frozen=True)
+class Keywords:
+    """The keywords of mlx-lm's stream_generate. num_draft_tokens: the most that a draft model drafts at once."""
+
+    max_tokens: int = 256
+    sampler: Sampler | None = None
+    logits_processors: Sequence[Processor] | None = None
+    prompt_cache: list[Any] | None = None
+    max_kv_size: int | None = None
+    prefill_step_size: int = PREFILL_STEP_SIZE
+    kv_bits: int | None = None
+    kv_group_size: int = 64
+    quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START
+    prompt_progress_callback: Callable[[int, int], None] | None = None
+    input_embeddings: mx.array | None = None
+    draft_model: nn.Module | None = None
+    num_draft_tokens: int | None = None
+
+    def chooser(self) -> Chooser:
+        return Chooser(self.sampler or greedy_sampler, tuple(self.logits_processors or ()))
+
+    def text(self, prompt: list[int], tokenizer: TokenizerWrapper) -> Text:
+        """Return a text that has its prompt. Raises ValueError as mlx-lm does: no prompt, or no room for a token."""
+        if self.max_tokens == 0:
+            raise ValueError("Maximum number of tokens must be non-zero (use -1 for no limit).")
+        if self.input_embeddings is not None and not prompt:
+            prompt = [0] * len(self.input_embeddings)  # the model reads no tokens then
+        if not prompt:
+            raise ValueError("Either input_embeddings or prompt (or both) must be provided.")
+        return Text(prompt, frozenset(tokenizer.eos_token_ids), math.inf if self.max_tokens < 0 else self.max_tokens)
+
+    def caches(self, model: nn.Module) -> tuple[list[Any], list[Any]]:
+        """Return the entries of the model's KV cache, one for each layer, and those of a draft model behind them."""
+        if self.prompt_cache is None:
+            return make_prompt_cache(model, self.max_kv_size), []
+        layers = len(model.layers)
+        return self.prompt_cache[:layers], self.prompt_cache[layers:]
+
+    def of_plan(self) -> dict[str, Any]:
+        """Return the fields of a Plan that these keywords set."""
+        return {
+            "quantize": self._quantize,
+            "quantized_from": UNLIMITED if self.kv_bits is None else self.quantized_kv_start,
+            "keeps_cache": self.prompt_cache is not None,
+            "stream": generation_stream(),
+            "prefill_step": self.prefill_step_size,
+            "progress": self.prompt_progress_callback or (lambda read, tokens: None),
+            "embeddings": self.input_embeddings,
+        }
+
+    def _quantize(self, cache: list[Any]) -> None:
+        """Quantize the entries of a KV cache as mlx-lm does, in the caller's prompt cache too, which holds them."""
+        if self.kv_bits is None:
+            return
+        maybe_quantize_kv_cache(cache, self.quantized_kv_start, self.kv_group_size, self.kv_bits)
+        if self.prompt_cache is not None:
+            self.prompt_cache[: len(cache)] = cache
+
+    def check_embeddings(self, model: nn.Module) -> None:
+        """Raises GearbxError for embeddings that a model does not take."""
+        if self.input_embeddings is not None and not does_model_support_input_embeddings(model):
+            raise GearbxError(f"{type(model).__name__} takes no input embeddings; give tokens")
+
+
+def tokenizer_for(tokenizer: Any) -> TokenizerWrapper:
+    return tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
+
+
+def responses(
+    plan: Plan,
+    state: State,
+    tokenizer: TokenizerWrapper,
+    telemetry: Telemetry,
+    arrays: Callable[[], list[mx.array]] = list,
+    judge: Callable[[Reading], None] = lambda reading: None,
+    finish: Callable[[int], None] = lambda tokens: None,
+) -> Iterator[GearResponse]:
+    """Yield the tokens of a text as mlx-lm's stream_generate does, with their telemetry.
+
+    Args:
+        arrays: returns those that a GPU is to keep in memory.
+        judge: takes the rolling entropy after each token, before the next one is computed.
+        finish: takes the number of generated tokens at the end.
+    """
+    text, detokenizer = state.text, tokenizer.detokenizer
+    with contextlib.ExitStack() as generating:
+        generating.callback(lambda: finish(len(text.tokens) - text.prompt))
+        held = [] if recommended_memory() is None else arrays()
+        with contextlib.redirect_stdout(sys.stderr):  # on which mlx-lm warns of a model that is too large
+            generating.enter_context(wired_limit(held, [plan.stream]))
+        tokens = generating.enter_context(contextlib.closing(decode(plan, state)))
+        generating.enter_context(telemetry.governing())
+        telemetry.resume()
+        start = time.perf_counter()
+        for count, token in enumerate(tokens, 1):
+            if count == 1:
+                prompt_tps = text.prompt / (time.perf_counter() - start)
+                start = time.perf_counter()
+            stopped, over = token.id in text.ends, text.ends_with(count)
+            if not stopped:
+                detokenizer.add_token(token.id)
+            if over:
+                detokenizer.finalize()
+                next(tokens, None)  # the loop leaves the cache as mlx-lm would
+            response = GenerationResponse(
+                text=detokenizer.last_segment,
+                token=token.id,
+                logprobs=token.logprobs,
+                from_draft=False,
+                prompt_tokens=text.prompt,
+                prompt_tps=prompt_tps,
+                generation_tokens=count,
+                generation_tps=count / (time.perf_counter() - start),
+                peak_memory=mx.get_peak_memory() / 1e9,
+                finish_reason=("stop" if stopped else "length") if over else None,
+            )
+            shown, reading = telemetry.response(response, token)
+            judge(reading)
+            yield shown
+            telemetry.resume()
