@@ -28,9 +28,9 @@ from gearbx_mlx import Gearbox, Ladder, Lossless, Static, load, make_sampler, st
 from gearbx_mlx.cli.bases import Base, answered, key_of, make_base, text_of
 from gearbx_mlx.cli.prompt import read_prompts
 from gearbx_mlx.cli.terminal import progress_bar
+from gearbx_mlx.compat.classes import of_classes
 from gearbx_mlx.decoding.policy import MOST_DRAFTED, USUAL_LENGTH
 from gearbx_mlx.decoding.response import DRAFT
-from gearbx_mlx.decoding.wrapper import ModelWrapper
 from gearbx_mlx.formats import get_format
 from gearbx_mlx.formats.base import Format
 from gearbx_mlx.gears.ladder import DEFAULT_GROUP_SIZE, Gear
@@ -96,13 +96,15 @@ class Texts:
         top_bytes, low_bytes = self.gearbox.weight_bytes_per_token(top), drafting.weight_bytes_per_token(low)
         read = tokens = identical = 0
         for prompt, text in zip(track(self.prompts, f"mlx-lm speculative, {length}"), self.texts):
-            model, draft = (Counted(box, gear, len(prompt) - 1) for box, gear in ((self.gearbox, top), (drafting, low)))
-            how = {"draft_model": draft, "num_draft_tokens": length}
-            run = mlx_lm.stream_generate(model, self.tokenizer, prompt, self.max_tokens, **how)
-            out = [response.token for response in run]
+            self.gearbox.shift(top)
+            drafting.shift(low)
+            with counted(self.gearbox.model, drafting.model, after=len(prompt) - 1) as counts:
+                how = {"draft_model": drafting.model, "num_draft_tokens": length}
+                run = mlx_lm.stream_generate(self.gearbox.model, self.tokenizer, prompt, self.max_tokens, **how)
+                out = [response.token for response in run]
             identical += out == text
             tokens += len(out)
-            read += model.count * top_bytes + draft.count * low_bytes
+            read += counts[0] * top_bytes + counts[1] * low_bytes
         return {
             "identical": identical,
             "weight_bytes_per_token": read / tokens,
@@ -110,16 +112,20 @@ class Texts:
         }
 
 
-class Counted(ModelWrapper):
-    """A model that stays in one gear and counts its passes from an entry of the KV cache on."""
+@contextlib.contextmanager
+def counted(*models, after):
+    """In the block, the passes of each model are counted from an entry of its KV cache on."""
+    counts = [0] * len(models)
 
-    def __init__(self, gearbox, gear, after):
-        super().__init__(gearbox)
-        self.gear, self.after, self.count = gear, after, 0
+    def counting(place, kind):
+        def call(self, inputs, cache=None, **kwargs):
+            counts[place] += cache[0].offset >= after
+            return kind.__call__(self, inputs, cache=cache, **kwargs)
 
-    def __call__(self, inputs, cache=None, **kwargs):
-        self.count += cache[0].offset >= self.after
-        return self.run(self.gear, inputs, cache, **kwargs)
+        return type(kind.__name__, (kind,), {"__call__": call})
+
+    with of_classes((model, counting(place, type(model))) for place, model in enumerate(models)):
+        yield counts
 
 
 def chi_square(counts, expected, draws):

@@ -25,14 +25,15 @@ from rich.progress import track
 from gearbx_mlx import Gearbox, load
 from gearbx_mlx.compat.classes import generation_stream
 from gearbx_mlx.decoding.caches import in_common
-from gearbx_mlx.decoding.drafters import LowGear, TextSoFar
-from gearbx_mlx.decoding.loop import Loop
+from gearbx_mlx.decoding.drafters import Target, Text
+from gearbx_mlx.decoding.drafters.lookup import Lookup, LookupAgreement
+from gearbx_mlx.decoding.drafters.low_gear import LowGear
+from gearbx_mlx.decoding.loop import Plan, State, decode
 from gearbx_mlx.decoding.policy import Acceptance, FixedPolicy, LearnedPolicy, draft_share
-from gearbx_mlx.decoding.rows import Rows, Verifier
+from gearbx_mlx.decoding.rows import Verification, Verifier
 from gearbx_mlx.decoding.sampling import GREEDY, reader_of
 from gearbx_mlx.files.writing import write_text
 from gearbx_mlx.kernels.compiler import vectors_at_once
-from gearbx_mlx.routing.lookup import Lookup, LookupAgreement
 
 from .lossless import ASSISTANT, first_prompts
 from .studies import DATA, HELD_OUT, Found, study, table_here
@@ -60,7 +61,6 @@ class Machine:
         self.top, self.low = self.gearbox.ladder.top, self.gearbox.ladder[0]
         self.verifier = Verifier(self.gearbox, self.top)
         self.gearbox.make(self.low)
-        self.drafter = LowGear(self.gearbox, self.low, GREEDY, reader_of(self.gearbox))
         self.gearbox.shift(self.top)
 
     def begin(self, prompt: list[int]) -> list[Any]:
@@ -72,24 +72,26 @@ class Machine:
 
     def draft(self, token: int, cache: list[Any], count: int) -> tuple[list[int], list[float]]:
         """Draft so many tokens after one; returns them and their margins."""
-        draft = self.drafter.propose(TextSoFar([token], frozenset()), cache, count, lambda _: True)
+        draft = self.drafter(cache).propose(Text([token]), count, FixedPolicy(MOST))
         margins = [] if draft.margins is None else list(np.array(draft.margins).tolist())
         return list(np.array(draft.tokens).tolist()), margins
 
+    def drafter(self, cache: list[Any]) -> LowGear:
+        return LowGear(Target(self.gearbox, cache, GREEDY, reader_of(self.gearbox)), self.low)
+
     def verify(self, tokens: list[int], cache: list[Any]) -> list[int]:
         """Choose the top gear's token after each of some; the cache is then as after the first."""
-        rows = Rows(self.verifier, mx.array(tokens)[None], cache)
+        rows = Verification(self.verifier, tokens, cache)
         chosen = list(np.array(mx.argmax(rows.logits[0], axis=-1)).tolist())
         rows.keep(1)
         return chosen
 
     def write(self, prompt: list[int], policy: "Recorder", tokens: int) -> None:
         """Write a text as mode lossless does, by a policy."""
-        text = TextSoFar(list(prompt), frozenset(self.tokenizer.eos_token_ids), tokens)
-        kept = make_prompt_cache(self.gearbox.model)
-        reader, stream = reader_of(self.gearbox), generation_stream()
-        loop = Loop(self.gearbox, kept, text, GREEDY, policy, reader, self.drafter, stream=stream)
-        for _ in loop.write():
+        text = Text(list(prompt), frozenset(self.tokenizer.eos_token_ids), tokens)
+        cache = make_prompt_cache(self.gearbox.model)
+        plan = Plan(self.verifier, GREEDY, reader_of(self.gearbox), policy, stream=generation_stream())
+        for _ in decode(plan, State(text, cache, [self.drafter(cache)])):
             pass
 
 

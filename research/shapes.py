@@ -18,9 +18,10 @@ from rich.progress import track
 from gearbx_mlx import Gearbox, Lossless
 from gearbx_mlx.benchmark.decode import random_model
 from gearbx_mlx.decoding.caches import Snapshot
-from gearbx_mlx.decoding.drafters import LowGear, TextSoFar, looking, second_head
-from gearbx_mlx.decoding.policy import MOST_ROWS, LearnedPolicy
-from gearbx_mlx.decoding.rows import Rows, Verifier
+from gearbx_mlx.decoding.drafters import Target, Text
+from gearbx_mlx.decoding.drafters.low_gear import LowGear, rescoring, second_head
+from gearbx_mlx.decoding.policy import MOST_ROWS, FixedPolicy, LearnedPolicy
+from gearbx_mlx.decoding.rows import Verification, Verifier
 from gearbx_mlx.decoding.sampling import GREEDY, reader_of
 from gearbx_mlx.gears.discovery import vocabulary
 from gearbx_mlx.gears.ladder import Gear
@@ -75,7 +76,7 @@ def drafts_along(box: Gearbox, prompt: list[int], text: list[int]) -> tuple[list
     for start in range(0, len(inputs), BLOCK):
         block, before = mx.array(inputs[start : start + BLOCK])[None], Snapshot(cache)
         box.shift(low)
-        with looking(second_head(box, low)):
+        with rescoring(second_head(box, low)):
             logits = box.model(block, cache=cache)[0]
         before.restore()
         margins += np.array(reader.best(logits)[1]).tolist()
@@ -97,18 +98,19 @@ class TimedPasses:
         gearbox.shift(top)
         self._size, self.cache = vocabulary(gearbox.model), make_prompt_cache(gearbox.model)
         mx.eval(gearbox.model(mx.arange(context)[None] % self._size, cache=self.cache))
-        self._verifier, self._drafter = Verifier(gearbox, top), LowGear(gearbox, draft, GREEDY, reader_of(gearbox))
+        self._verifier = Verifier(gearbox, top)
+        self._drafter = LowGear(Target(gearbox, self.cache, GREEDY, reader_of(gearbox)), draft)
 
     def drafted(self) -> float:
         """A token of a draft that is chosen greedily."""
         begun = time.perf_counter()
-        mx.eval(self._drafter.propose(TextSoFar([1], frozenset()), self.cache, DRAFTED, lambda margins: True).tokens)
+        self._drafter.propose(Text([1]), DRAFTED, FixedPolicy(DRAFTED + 1))
         return (time.perf_counter() - begun) / DRAFTED
 
     def verified(self, rows: int) -> float:
         """A verification."""
         begun = time.perf_counter()
-        mx.eval(Rows(self._verifier, mx.arange(rows)[None] % self._size, self.cache).logits)
+        mx.eval(Verification(self._verifier, [row % self._size for row in range(rows)], self.cache).logits)
         return time.perf_counter() - begun
 
     def seconds(self, trials: Sequence[Callable[[], float]], count: int) -> list[list[float]]:

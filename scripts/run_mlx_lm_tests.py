@@ -1,7 +1,7 @@
 """Run mlx-lm's own tests with this package's models in place of mlx-lm's.
 
     python scripts/run_mlx_lm_tests.py                                  the four files of tests, with every wrapper
-    python scripts/run_mlx_lm_tests.py --only generate --wrapper GearedModel
+    python scripts/run_mlx_lm_tests.py --only generate --wrapper "low gear"
 
 A wrapper replaces a model, so a test that passes with the model has to pass with the wrapper. The tests are
 those of the installed mlx-lm's source distribution, which pip gets once; the demo model replaces the Hub's.

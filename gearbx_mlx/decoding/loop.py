@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from ..compat.arrays import set_random_state
 from ..errors import GearbxError, GearbxWarning, one_line
@@ -225,7 +226,8 @@ def accept(plan: Plan, state: State, proposal: Proposal, found: Verification) ->
     tokens, seen, read = rows.read(plan.agreement, *queued)
     accepted = in_common(tokens, proposal.tokens if proposal.is_known else read[0])
     rounding = rounding_of(seen[:, Choice.MAGNITUDE].max(), logits.dtype)
-    near = (seen[:, Choice.BEST] - seen[:, Choice.NEXT] <= rounding) & (found.count > 1)
+    with np.errstate(invalid="ignore"):  # logits that are not finite are refused later, by name
+        near = (seen[:, Choice.BEST] - seen[:, Choice.NEXT] <= rounding) & (found.count > 1)
     generated = list[Token]()
     for place, step in enumerate(found.steps(proposal, accepted, **kv_read(gears_of(state.cache)))):
         token, bits = int(tokens[place]), float(seen[place, Choice.ENTROPY])

@@ -17,7 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from gearbx_mlx.decoding.caches import Snapshot
 from gearbx_mlx.decoding.policy import MOST_DRAFTED
-from gearbx_mlx.decoding.rows import Rows, Verifier
+from gearbx_mlx.decoding.rows import Verification, Verifier
 from gearbx_mlx.evaluation.predictions import Recording, TextPrediction, log_softmax, logprobs_of, next_logprobs
 from gearbx_mlx.gears.gearbox import Gearbox
 from gearbx_mlx.gears.ladder import Gear
@@ -133,8 +133,7 @@ def drafted(
             gearbox.shift(low)
             with Snapshot(cache).borrowed():
                 drafts = draft(gearbox, window[place : place + most], cache)
-            read = mx.array([window[place : place + len(drafts) + 1]])
-            rows = Rows(verifier, read, cache)
+            rows = Verification(verifier, window[place : place + len(drafts) + 1], cache)
             verified = logprobs_of(rows.logits)
             same = (int(row.argmax()) == token for row, token in zip(verified, drafts))
             kept = sum(itertools.takewhile(bool, same)) + 1

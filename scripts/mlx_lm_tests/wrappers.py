@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from gearbx_mlx import Gearbox, GearedModel
+from gearbx_mlx import Gearbox
 from gearbx_mlx.gears.gearbox import attached
 
 PLAIN = "mlx-lm"  # the model itself
@@ -45,5 +45,4 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "low gear": in_gear("low"),
     "mid gear": in_gear("mid"),
     "high gear": in_gear("high"),
-    "GearedModel": lambda model: GearedModel(gearbox_of(model)),
 }

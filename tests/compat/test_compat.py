@@ -34,7 +34,7 @@ from gearbx_mlx.compat import arrays, classes, latent_attention, loops, versions
 from gearbx_mlx.compat.classes import COMPILED, CompiledSteps
 from gearbx_mlx.compat.loops import streaming_with as stream_of
 from gearbx_mlx.compat.server import Computing
-from gearbx_mlx.decoding.rows import Rows, Verifier
+from gearbx_mlx.decoding.rows import Verification, Verifier
 from gearbx_mlx.formats import block
 from gearbx_mlx.formats.block import NativeBlock
 
@@ -431,7 +431,7 @@ def test_several_tokens_have_the_bits_of_single_ones():
     for cache in (alone, together):
         model(mx.arange(20)[None], cache=cache)
     tokens = list(range(30, 38))
-    rows = Rows(Verifier(gearbox, gearbox.ladder.top), mx.array([tokens]), together)
+    rows = Verification(Verifier(gearbox, gearbox.ladder.top), tokens, together)
     single = mx.concatenate([model(mx.array([[token]]), cache=alone) for token in tokens], axis=1)
     assert mx.array_equal(rows.logits, single)
 

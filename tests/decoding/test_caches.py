@@ -15,7 +15,7 @@ from refusals import assert_refused
 
 from gearbx_mlx import GearbxError, stream_generate
 from gearbx_mlx.decoding.caches import KeptCache, in_common, length
-from gearbx_mlx.decoding.pair import PairedModel
+from gearbx_mlx.decoding.pair import Turns, pair_cache
 from gearbx_mlx.loading import DEMO_MODEL
 
 BEGUN = [5, 9, 2, 7, 11, 6, 3]
@@ -258,12 +258,25 @@ def test_a_draft_model_that_is_behind_shortens_what_is_known():
     assert {length([entry]) for entry in cache.entries} == {len(BEGUN) - 2}
 
 
+class BothModels:
+    """A pair, called as a model is."""
+
+    def __init__(self):
+        self.turns = Turns(tiny_model(), tiny_model(seed=1), 0)
+
+    def make_cache(self):
+        return pair_cache(*self.turns.models)
+
+    def __call__(self, tokens, cache):
+        self.turns.prefill(tokens[0, :-1], cache)
+        return self.turns.verify([tokens[0, -1].item()], cache).logits
+
+
 def test_both_models_of_a_pair_are_cut_and_what_one_missed_counts():
-    pair = PairedModel(tiny_model(), tiny_model(seed=1))
+    pair = BothModels()
     cache = KeptCache(pair.make_cache)
-    pair.engaged = 0
     read(pair, cache, BEGUN)
-    pair.engaged = 1
+    pair.turns.engaged = 1
     assert_read(pair, cache, CHANGED)
     assert [entry.given for entry in cache.entries] == [len(CHANGED)] * 2
 

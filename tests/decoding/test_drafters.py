@@ -10,7 +10,9 @@ from mlx_lm.sample_utils import greedy_sampler, make_logits_processors, make_sam
 
 import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxWarning, Lossless, stream_generate
-from gearbx_mlx.decoding.drafters import LowGear, TextSoFar
+from gearbx_mlx.decoding.drafters import Target, Text
+from gearbx_mlx.decoding.drafters.low_gear import LowGear
+from gearbx_mlx.decoding.policy import FixedPolicy
 from gearbx_mlx.decoding.sampling import Chooser, reader_of
 from gearbx_mlx.ranks.agreement import Agreement
 
@@ -35,13 +37,15 @@ def native_box():
 def drafted(gearbox, most, goes_on=lambda margins: True, ends=frozenset(), settings=None, **choosing):
     """What the low gear proposes after the prompt; it leaves neither its entries nor its random numbers behind."""
     gearbox.make(gearbox.ladder[0])
-    chooser = Chooser(**choosing)
-    drafter = LowGear(gearbox, gearbox.ladder[0], chooser, reader_of(gearbox), **(settings or {}))
-    gearbox.shift("high")
     cache = make_prompt_cache(gearbox.model)
+    target = Target(gearbox, cache, Chooser(**choosing), reader_of(gearbox), **(settings or {}))
+    drafter = LowGear(target, gearbox.ladder[0])
+    gearbox.shift("high")
     mx.eval(gearbox.model(PROMPT[:, :-1], cache=cache))
     mx.random.seed(7)
-    proposal = drafter.propose(TextSoFar(list(TOKENS), ends), cache, most, goes_on)
+    policy = FixedPolicy()
+    policy.goes_on = goes_on
+    proposal = drafter.propose(Text(list(TOKENS), ends), most, policy)
     assert mx.random.state[0].tolist() == mx.random.key(7).tolist()
     assert {part.offset for part in cache} == {len(TOKENS) - 1}
     return proposal
@@ -60,8 +64,8 @@ class TestTheLowGear:
         how = {"sampler": given["sampler"], "logits_processors": given["processors"]}
         how |= {"mode": gearbx_mlx.Static("low"), "gearbox": gearbox}
         run = stream_generate(gearbox.model, endless(), TOKENS, 6, **how)
-        assert proposal.tokens.tolist() == [r.token for r in run]
-        assert proposal.count == 6
+        assert np.array(proposal.tokens).tolist() == [r.token for r in run]
+        assert len(proposal) == 6
         assert proposal.weight_bytes == 6 * gearbox.weight_bytes_per_token(gearbox.ladder[0])
 
     def test_margins_are_the_same_natively_and_by_mlx(self, compiled):
@@ -74,7 +78,7 @@ class TestTheLowGear:
         gearbox = Gearbox(tiny_model(), "6,16", kernels=kernels)
         proposal = drafted(gearbox, 5, goes_on=lambda margins: False, sampler=SAMPLERS["sampled"])
         assert proposal.margins is None
-        assert proposal.count == 5  # nothing ends a draft early
+        assert len(proposal) == 5  # nothing ends a draft early
 
     def test_a_margin_ends_a_draft_where_it_is_known_at_once(self, compiled):
         gearbox, asked = native_box(), []
@@ -84,14 +88,14 @@ class TestTheLowGear:
             return len(margins) < 3
 
         proposal = drafted(gearbox, 9, goes_on)
-        assert proposal.count == 3
+        assert len(proposal) == 3
         assert asked == [1, 2, 3]
 
     def test_a_native_draft_ends_at_a_stop_token(self, compiled):
         gearbox = native_box()
-        whole = drafted(gearbox, 9).tokens.tolist()
+        whole = drafted(gearbox, 9).tokens
         place = next(place for place, token in enumerate(whole) if place and token not in whole[:place])
-        assert drafted(gearbox, 9, ends=frozenset({whole[place]})).tokens.tolist() == whole[: place + 1]
+        assert drafted(gearbox, 9, ends=frozenset({whole[place]})).tokens == whole[: place + 1]
 
 
 class TestAnotherModel:

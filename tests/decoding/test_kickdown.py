@@ -1,14 +1,11 @@
 import mlx.core as mx
-import mlx.nn as nn
-import mlx_lm
 import numpy as np
 import pytest
-from conftest import ARCHITECTURES, KEYWORDS, PROMPT, assert_same_text, same_weights, tiny_model, weights_of, written
-from mlx_lm.generate import generate_step
+from conftest import ARCHITECTURES, KEYWORDS, PROMPT, assert_same_text, mlx_lm_loop, tiny_model, written
+from lossless_texts import endless
 from mlx_lm.models.cache import make_prompt_cache
 
-from gearbx_mlx import Gearbox, GearbxError, Kickdown, entropy_bits, stream_generate
-from gearbx_mlx.decoding.kickdown import GearedModel
+from gearbx_mlx import Gearbox, GearbxError, Kickdown, Static, entropy_bits, stream_generate
 
 TALE = "Once upon a time there was a king who"
 
@@ -40,20 +37,19 @@ def by_hand(model, gearbox, prompt, tokens, thresholds):
     return chosen, logits_of
 
 
-class TestGearedModel:
+class TestKickdown:
     @pytest.mark.some(5)
     @pytest.mark.parametrize("architecture", ARCHITECTURES)
     @pytest.mark.parametrize("gear", [0, 1])
     def test_held_in_one_gear_it_is_that_gear(self, architecture, gear):
-        model = tiny_model(architecture)
-        gearbox = Gearbox(model, "4,16")
-        geared = GearedModel(gearbox, rule=climb_to(gear), prefill=gearbox.ladder[gear])
-        ours = [token for token, _ in zip(generate_step(PROMPT[0], geared, max_tokens=12), range(12))]
-        gearbox.shift(gearbox.ladder[gear])
-        theirs = list(generate_step(PROMPT[0], model, max_tokens=12))
-        for (mine, logprobs), (token, expected) in zip(ours, theirs, strict=True):
-            assert mine == token
-            assert np.array_equal(np.array(logprobs), np.array(expected))
+        gearbox = Gearbox(tiny_model(architecture), "4,16")
+        name, how = gearbox.ladder[gear].name, {"gearbox": gearbox}
+        texts = []
+        for mode in (Kickdown(rule=climb_to(gear), prompt_gear=name), Static(name, prompt_gear=name)):
+            texts.append(list(stream_generate(gearbox.model, endless(), PROMPT[0].tolist(), 12, mode=mode, **how)))
+        for mine, theirs in zip(*texts, strict=True):
+            assert mine.token == theirs.token
+            assert np.array_equal(np.array(mine.logprobs), np.array(theirs.logprobs))
 
     @pytest.mark.slow
     def test_climbs_exactly_where_it_is_in_doubt(self, fresh_demo):
@@ -82,49 +78,30 @@ class TestGearedModel:
         entropies = [entropy for entropy, position, _ in seen if position % 3]
         assert entropies[:6] == pytest.approx([r.entropy for r in responses if r.gear == "low"], abs=1e-5)
 
-    def test_a_batch_and_a_prompt_are_computed_in_the_prefill_gear(self, tiny):
-        gearbox = Gearbox(tiny, "4,16")
-        geared = GearedModel(gearbox, (0.0,), prefill="low")
-        batch = mx.array([[1], [2]])
-        for inputs in (PROMPT, batch):
-            mine = geared(inputs)
-            gearbox.shift("low")
-            assert mx.array_equal(mine, tiny(inputs))
-
-    def test_thresholds_fit_the_ladder(self, tiny):
-        with pytest.raises(GearbxError, match="2 gears need 1 thresholds"):
-            GearedModel(Gearbox(tiny, "4,16"), (1.0, 2.0))
-        with pytest.raises(GearbxError, match="ascend"):
-            GearedModel(Gearbox(tiny, "4,8,16"), (2.0, 1.0))
+    @pytest.mark.parametrize(
+        ("ladder", "bits", "complaint"),
+        [("4,16", (1.0, 2.0), "2 gears need 1 thresholds"), ("4,8,16", (2.0, 1.0), "ascend")],
+    )
+    def test_thresholds_fit_the_ladder(self, ladder, bits, complaint):
+        gearbox = Gearbox(tiny_model(), ladder)
+        with pytest.raises(GearbxError, match=complaint):
+            stream_generate(gearbox.model, endless(), [1, 2], mode=Kickdown(bits), gearbox=gearbox)
 
 
-class TestDropIn:
-    def test_everything_else_is_the_models(self, tiny):
-        gearbox = Gearbox(tiny, "4,16")
-        geared = GearedModel(gearbox, (1.0,))
-        assert isinstance(geared, nn.Module)
-        assert geared.layers is tiny.layers
-        assert geared.args is tiny.args
-        assert geared.model_type == "llama"
-        assert hasattr(geared, "make_cache") == hasattr(tiny, "make_cache")
-        for gear in gearbox.ladder:
-            gearbox.shift(gear)
-            assert same_weights(weights_of(geared), weights_of(tiny))
-            names = [name for name, _ in tiny.named_modules()]
-            assert [name for name, _ in geared.named_modules()] == names
-        geared.update({"model": {"norm": {"weight": mx.zeros_like(tiny.model.norm.weight)}}})
-        assert not tiny.model.norm.weight.any()
-        with pytest.raises(AttributeError):
-            _ = geared.no_such_thing
-
+class TestKeywords:
     @pytest.mark.some(1)
     @pytest.mark.parametrize("keywords", KEYWORDS.values(), ids=KEYWORDS)
     def test_in_the_top_gear_it_is_mlx_lm_with_every_keyword(self, demo, geared_demo, keywords):
         runs = []
-        for model in (demo.model, GearedModel(geared_demo, rule=climb_to(1))):
+        for mode in (None, Kickdown(rule=climb_to(1), prompt_gear="high")):
             geared_demo.shift("high")
             mx.random.seed(4)
-            runs.append(written(mlx_lm.stream_generate(model, demo.tokenizer, TALE, **{"max_tokens": 25} | keywords)))
+            given = {"max_tokens": 25} | keywords
+            if mode is None:
+                run = mlx_lm_loop(geared_demo)(demo.model, demo.tokenizer, TALE, **given)
+            else:
+                run = stream_generate(demo.model, demo.tokenizer, TALE, mode=mode, gearbox=geared_demo, **given)
+            runs.append(written(run))
         assert_same_text(*runs)
 
     def test_a_prompt_is_read_in_its_gear_however_it_is_cut(self, demo, geared_demo):
@@ -136,11 +113,14 @@ class TestDropIn:
             np.testing.assert_allclose(logprobs, found[0], atol=1e-3)
 
     def test_input_embeddings_go_to_models_that_take_them(self):
-        model = tiny_model("gemma3_text")
-        gearbox = Gearbox(model, "4,16")
-        geared = GearedModel(gearbox, (1.0,))
-        embedded = model.model.embed_tokens(PROMPT)
-        logits = [m(PROMPT, input_embeddings=embedded + 0) for m in (geared, model)]  # which gemma scales in place
-        assert mx.array_equal(*logits)
+        model = tiny_model("qwen3")
+        gearbox, prompt = Gearbox(model, "4,16"), PROMPT[0].tolist()
+        how = {"gearbox": gearbox, "mode": Kickdown((1.0,))}
+        run = stream_generate(model, endless(), prompt, 9, **how)
+        vectors = model.model.embed_tokens(PROMPT)[0]
+        embedded = stream_generate(model, endless(), prompt, 9, **how, input_embeddings=vectors)
+        assert [r.token for r in embedded] == [r.token for r in run]
+        other = Gearbox(tiny_model("gpt_neox"), "4,16")
+        how = {"gearbox": other, "mode": Kickdown((1.0,)), "input_embeddings": mx.zeros((4, 64))}
         with pytest.raises(GearbxError, match="takes no input embeddings"):
-            GearedModel(Gearbox(tiny_model("gpt_neox"), "4,16"), (1.0,))(PROMPT, input_embeddings=embedded)
+            stream_generate(other.model, endless(), [], 9, **how)

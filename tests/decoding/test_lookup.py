@@ -11,7 +11,6 @@ from test_lossless import SAMPLERS, both
 from gearbx_mlx import Gearbox, GearbxError, Lossless, stream_generate
 from gearbx_mlx.decoding.lossless import Learned
 from gearbx_mlx.decoding.policy import FixedPolicy
-from gearbx_mlx.routing.lookup import LookupAgreement
 
 
 class Certain(FixedPolicy):
@@ -23,7 +22,7 @@ class Certain(FixedPolicy):
 
 class Trusting(Lossless):
     def learned(self, gearbox, drafter, chooser):
-        return Learned(Certain(4), LookupAgreement())
+        return Learned(Certain(4))
 
 
 class TestLookup:

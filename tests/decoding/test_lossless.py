@@ -19,7 +19,6 @@ from gearbx_mlx.benchmark.measuring import counting_reads
 from gearbx_mlx.decoding.caches import Snapshot
 from gearbx_mlx.decoding.lossless import Learned
 from gearbx_mlx.decoding.policy import FixedPolicy
-from gearbx_mlx.routing.lookup import LookupAgreement
 
 PROCESSORS = {"plain": (), "repetition": tuple(make_logits_processors(repetition_penalty=1.3))}
 TALE = "Once upon a time there was a king who"
@@ -82,7 +81,7 @@ class Varying(Lossless):
     """Drafts of all lengths in one text, and tokens alone in between, of which some run ahead."""
 
     def learned(self, gearbox, drafter, chooser):
-        return Learned(InTurn((1, 5, 0, 2, 9, 0, 0, 0, 15, 3)), LookupAgreement())
+        return Learned(InTurn((1, 5, 0, 2, 9, 0, 0, 0, 15, 3)))
 
 
 def both(gearbox, tokenizer, prompt, seed=3, mode=None, **keywords):
@@ -262,7 +261,7 @@ class TestCache:
         gearbox = Gearbox(tiny, "6,16")
         caches = [[OneAtATime(20) for _ in tiny.layers] for _ in range(2)]
         theirs, _ = written(gearbox, PROMPT[0].tolist(), 30, prompt_cache=caches[0])
-        with pytest.warns(GearbxWarning, match=r"cannot draft .* \(no drafts here\); the top gear goes on") as said:
+        with pytest.warns(GearbxWarning, match=r"cannot draft .* \(no drafts here\); plain decoding goes on") as said:
             ours, _ = written(gearbox, PROMPT[0].tolist(), 30, Lossless(draft_length=6), prompt_cache=caches[1])
         assert len(said) == 1
         assert [token for token, _ in ours] == [token for token, _ in theirs]

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from gearbx_mlx import Gearbox, entropy_bits, make_sampler
-from gearbx_mlx.decoding.drafters import SEEN_TWICE, SecondHead, TextSoFar, largest, looking, natively, second_head
+from gearbx_mlx.decoding.drafters import Text
+from gearbx_mlx.decoding.drafters.low_gear import RESCORE_TOP_K, SecondHead, largest, natively, rescoring, second_head
 from gearbx_mlx.decoding.sampling import MLX_READER, Chooser, reader_of
 from gearbx_mlx.formats.block import begin_draft, pass_logits, pass_parts
 from gearbx_mlx.formats.tied import IN_DRAFTS, QuantizedTied, linear_of
@@ -67,8 +68,8 @@ def test_a_pass_has_the_bits_of_the_models_own(architecture, settings):
     box = boxed(architecture, **settings)
     for gear in box.ladder:
         for count in (1, 2, 5, 16):
-            tokens, own, cache = mx.arange(3, 3 + count)[None], begun(box, gear.bits), begun(box, gear.bits)
-            expected = box.model(tokens, cache=own)
+            tokens, own, cache = range(3, 3 + count), begun(box, gear.bits), begun(box, gear.bits)
+            expected = box.model(mx.array([[*tokens]]), cache=own)
             logits = pass_logits(pass_parts(box.model), tokens, cache)
             assert np.array_equal(np.array(logits), np.array(expected))
             for part, its in zip(cache, own):
@@ -80,10 +81,9 @@ def test_a_pass_has_the_bits_of_the_models_own(architecture, settings):
 def test_a_pass_is_the_models_own_where_there_is_no_room_or_another_cache():
     box = boxed()
     cache = begun(box)
-    assert pass_logits(pass_parts(box.model), mx.zeros((1, 17), mx.int32), cache) is None
-    assert pass_logits(pass_parts(box.model), mx.zeros((2, 1), mx.int32), cache) is None
-    assert pass_logits(pass_parts(box.model), mx.zeros((1, 1), mx.int32), [RotatingKVCache(8) for _ in cache]) is None
-    assert pass_logits(pass_parts(box.model), mx.zeros((1, 1), mx.int32), None) is None
+    assert pass_logits(pass_parts(box.model), [0] * 17, cache) is None
+    assert pass_logits(pass_parts(box.model), [0], [RotatingKVCache(8) for _ in cache]) is None
+    assert pass_logits(pass_parts(box.model), [0], None) is None
     assert cache[0].offset == PROMPT.size
 
 
@@ -235,7 +235,7 @@ SAMPLINGS += [{"temp": 2.0, "top_p": 0.9, "top_k": 3}]
 
 @pytest.mark.parametrize("change", [UNTIED, TIED])
 @pytest.mark.parametrize("gears", ["planes 4,16", "planes 4,8", "affine 4,8", "exact 4,16"])
-def test_the_head_of_a_draft_looks_twice(gears, change):
+def test_the_head_of_a_draft_rescores(gears, change):
     format, ladder = gears.split()
     box = boxed(format=format, ladder=ladder, **change)
     cache = begun(box)
@@ -244,7 +244,7 @@ def test_the_head_of_a_draft_looks_twice(gears, change):
     hidden = box.model.model(mx.array([[3]]), cache=copy.deepcopy(cache))[0]
     low = np.array(linear_of(second.holder if change else second.holder[second.name])(hidden)[0])
     top = np.array(linear_of(second.top)(hidden)[0])
-    best = np.argsort(-low)[:SEEN_TWICE]
+    best = np.argsort(-low)[:RESCORE_TOP_K]
     expected = low.copy()
     expected[best] = top[best]
     assert abs(expected - low).max() > 1e-3
@@ -267,7 +267,7 @@ def test_samples_like_mlxs_operations(sampling, vocabulary):
         mx.random.seed(seed)
         expected = sampler.by_mlx(logits - mx.logsumexp(logits)).item()
         mx.random.seed(seed)
-        token, margin = natively(draft, Chooser(sampler), TextSoFar([3], frozenset()), MLX_READER)(3, 0)
+        token, margin = natively(draft, Chooser(sampler), Text([3]), MLX_READER)(3, 0)
         mx.random.seed(seed)
         assert token == sampler(logits - mx.logsumexp(logits)).item() == expected
         mx.random.seed(seed)
@@ -276,32 +276,32 @@ def test_samples_like_mlxs_operations(sampling, vocabulary):
 
 
 @pytest.mark.parametrize("change", [UNTIED, TIED])
-def test_the_head_looks_twice_without_native_passes_too(change):
+def test_the_head_rescores_without_native_passes_too(change):
     box = boxed(activations="float", **change)  # MLX computes the best again
     cache = begun(box)
     second, tokens = second_head(box, box.ladder[0]), mx.array([[3, 5, 7]])
     low = np.array(box.model(tokens, cache=copy.deepcopy(cache))[0])
-    with looking(second):
+    with rescoring(second):
         twice = np.array(box.model(tokens, cache=copy.deepcopy(cache))[0])
     for row, token in enumerate(tokens[0].tolist()):
         step = begin_draft(pass_parts(box.model, second.top), cache)
         for place, before in enumerate(tokens[0].tolist()[:row]):
             step.best(before, place)
         np.testing.assert_allclose(twice[row], np.array(step.logits(token, row))[0], atol=1e-4)
-    assert (twice != low).sum() == 3 * SEEN_TWICE
+    assert (twice != low).sum() == 3 * RESCORE_TOP_K
     assert np.array_equal(np.array(box.model(tokens, cache=copy.deepcopy(cache))[0]), low)
 
 
-def test_a_tied_head_whose_rows_are_packed_looks_twice_too():
+def test_a_tied_head_whose_rows_are_packed_rescores_too():
     mx.random.seed(1)
     top = nn.Linear(64, 96, bias=False)
     tied = QuantizedTied(nn.QuantizedLinear.from_linear(top, 32, 4), mx.float32)
     x, tokens = mx.random.normal((1, 2, 64)), mx.array([[3, 5]])
     low, rows = np.array(tied.as_linear(x)), np.array(tied(tokens))
-    with looking(SecondHead(top, tied, IN_DRAFTS)):
+    with rescoring(SecondHead(top, tied, IN_DRAFTS)):
         twice = np.array(tied.as_linear(x))
         assert np.array_equal(np.array(tied(tokens)), rows)
-    assert (twice != low).sum() == 2 * SEEN_TWICE
+    assert (twice != low).sum() == 2 * RESCORE_TOP_K
     np.testing.assert_allclose(twice[twice != low], np.array(top(x))[twice != low], atol=1e-5)
     assert np.array_equal(np.array(tied.as_linear(x)), low)
 
@@ -316,7 +316,7 @@ def test_the_largest_logits_are_found(size, count, seed):
     assert np.array_equal(np.sort(found, axis=-1), np.sort(expected, axis=-1))
 
 
-def test_no_head_looks_twice_where_gears_share_it_or_are_given_up(tmp_path):
+def test_no_head_rescores_where_gears_share_it_or_are_given_up(tmp_path):
     model = tiny_model(dtype=mx.bfloat16)
     idle = Gearbox(model, "4,16", kernels="native", **on_disk(model, tmp_path))
     assert second_head(idle, idle.ladder[0]) is None

@@ -12,8 +12,9 @@ from conftest import KEYWORDS, Script, assert_same_text, save_model, stream_pair
 from mlx_lm.models.cache import make_prompt_cache
 
 from gearbx_mlx import Gearbox, GearbxError, Pair, stream_generate
-from gearbx_mlx.decoding.pair import PairedModel, TrailingCache, bytes_read
-from gearbx_mlx.decoding.sampling import entropy_bits
+from gearbx_mlx.compat.loops import streaming_with
+from gearbx_mlx.decoding.pair import TrailingCache, Turns, bytes_read, pair_cache
+from gearbx_mlx.decoding.sampling import entropy_bits, reader_of
 from gearbx_mlx.loading import check_same_tokenizer
 from gearbx_mlx.routing.gates import replay
 from gearbx_mlx.routing.pair import EAD_BITS, LARGE, SMALL, pair_gate, pair_monitor, scaled
@@ -38,7 +39,8 @@ def large():
 def test_one_model_alone_writes_what_mlx_lm_writes(demo, small, large, threshold, alone, keywords):
     keywords = {"max_tokens": 25} | keywords
     mx.random.seed(3)
-    theirs = written(mlx_lm.stream_generate({"small": small, "large": large}[alone], demo.tokenizer, TALE, **keywords))
+    stream = streaming_with(reader_of().logsumexp)  # mlx-lm's, with the log-probabilities of this processor
+    theirs = written(stream({"small": small, "large": large}[alone], demo.tokenizer, TALE, **keywords))
     mx.random.seed(3)
     responses = list(stream_pair(small, large, demo.tokenizer, TALE, threshold=threshold, **keywords))
     assert_same_text(written(responses), theirs)
@@ -67,15 +69,27 @@ class TestCachesInStep:
             text.append(response.token)
 
     def test_catching_up_has_the_bits_of_the_same_passes(self, small, large):
-        pair = PairedModel(small, large)
-        tokens = mx.array([[5, 9, 2, 7, 3, 8, 1]])
-        cache, alone = pair.make_cache(), make_prompt_cache(large)
-        for start, stop, engaged in [(0, 3, SMALL), (3, 4, SMALL), (4, 6, SMALL), (6, 7, LARGE)]:
-            pair.engaged = engaged
-            logits = pair(tokens[:, start:stop], cache=cache)
-        assert pair.last.caught_up == 6
-        assert pair.last.passes == (0, 1)
-        assert mx.array_equal(logits, large(tokens, cache=alone)[:, -1:]).item()
+        turns, cache, alone = Turns(small, large, SMALL), pair_cache(small, large), make_prompt_cache(large)
+        tokens = mx.array([5, 9, 2, 7, 3, 8, 1])
+        for start, stop in [(0, 3), (3, 4), (4, 6)]:
+            turns.prefill(tokens[start:stop], cache)
+        turns.engaged = LARGE
+        turn = turns.verify([1], cache)
+        assert turn.step.caught_up == 6
+        assert turn.step.passes == (0, 1)
+        assert mx.array_equal(turn.logits, large(tokens[None], cache=alone)[:, -1:]).item()
+
+    def test_a_turn_that_is_not_kept_leaves_both_caches_as_they_were(self, small, large):
+        turns, cache = Turns(small, large, SMALL), pair_cache(small, large)
+        turns.prefill(mx.array([5, 9, 2, 7]), cache)
+        for engaged, model in ((LARGE, large), (SMALL, small)):
+            turns.engaged = engaged
+            turns.verify([3], cache).keep(0)
+            assert [entry.given for entry in cache] == [4, 4]
+            expected = model(mx.array([[5, 9, 2, 7, 8]]))[:, -1]
+            turn = turns.verify([8], cache)
+            assert mx.allclose(turn.logits[:, -1], expected, atol=2e-5)
+            turn.keep(0)
 
     def test_what_is_caught_up_is_what_was_missed(self, demo, small, large):
         prompt = len(demo.tokenizer.encode(TALE))
@@ -93,18 +107,17 @@ class TestCachesInStep:
 
     @pytest.mark.parametrize("trims", [(3,), (1, 2), (1,)], ids=str)
     def test_trimmed_caches_forget_what_was_not_read_first(self, small, large, trims):
-        pair = PairedModel(small, large)
-        cache = pair.make_cache()
-        pair(mx.array([[5, 9, 2, 7]]), cache=cache)
-        pair.engaged = LARGE
-        pair(mx.array([[3]]), cache=cache)
-        pair.engaged = SMALL
-        pair(mx.array([[8, 4]]), cache=cache)  # the large one misses two
+        turns, cache = Turns(small, large, SMALL), pair_cache(small, large)
+        turns.prefill(mx.array([5, 9, 2, 7]), cache)
+        turns.engaged = LARGE
+        turns.verify([3], cache)
+        turns.engaged = SMALL
+        turns.prefill(mx.array([8, 4]), cache)  # the large one misses two
         assert [mlx_lm.models.cache.trim_prompt_cache(cache, n) for n in trims] == [*trims]
         left = [5, 9, 2, 7, 3, 8, 4][: -sum(trims)]
         for engaged, model in enumerate((small, large)):
-            pair.engaged = engaged
-            logits = pair(mx.array([[6]]), cache=cache)
+            turns.engaged = engaged
+            logits = turns.verify([6], cache).logits
             expected = model(mx.array([left + [6] * (1 + engaged)]))
             assert np.allclose(np.array(logits[0, -1]), np.array(expected[0, -1]), atol=2e-5)
 
@@ -153,7 +166,7 @@ class TestWherePrecautionsAreNeeded:
         [
             ("draft_model", "draft model"),
             ("input_embeddings", "no input_emb"),
-            ("prompt_cache", r"make it with PairedModel.make_cache\(\)"),
+            ("prompt_cache", r"make it with Pair.make_cache\(model\)"),
         ],
     )
     def test_what_a_pair_has_not(self, demo, small, large, name, complaint):

@@ -8,16 +8,15 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from conftest import normal, tiny_model
+from lossless_texts import endless, written
 from mlx.utils import tree_flatten
-from mlx_lm.generate import generate_step
 from mlx_lm.models import cache as caches
 from mlx_lm.models.cache import ArraysCache, KVCache, load_prompt_cache, make_prompt_cache, save_prompt_cache
 
-from gearbx_mlx import Gearbox, Lossless, load, stream_generate
+from gearbx_mlx import Gearbox, Kickdown, Lossless, load, stream_generate
 from gearbx_mlx.decoding import rows as rows_module
 from gearbx_mlx.decoding.caches import Snapshot
-from gearbx_mlx.decoding.kickdown import GearedModel
-from gearbx_mlx.decoding.rows import Rows, Verifier
+from gearbx_mlx.decoding.rows import Verification, Verifier
 
 TOKENS = [6, 7, 8, 9, 10]
 CACHES = {
@@ -67,7 +66,7 @@ def plain(model, tokens, cache):
 
 def rows_of(model, tokens, cache):
     gearbox = Gearbox(model, "16")
-    return Rows(Verifier(gearbox, gearbox.ladder.top), mx.array([tokens]), cache)
+    return Verification(Verifier(gearbox, gearbox.ladder.top), tokens, cache)
 
 
 def begun(model, count):
@@ -154,7 +153,7 @@ class TestRows:
         verifier = Verifier(gearbox, gearbox.ladder.top)
         cache, other = begun(model, 3), begun(model, 3)
         gearbox.shift("low")  # as after a draft
-        rows = Rows(verifier, mx.array([TOKENS]), cache)
+        rows = Verification(verifier, TOKENS, cache)
         mx.eval(rows.logits, plain(model, TOKENS[:3], other))
         for module in model.modules():
             if isinstance(module, nn.Linear):
@@ -185,7 +184,7 @@ class TestRows:
         gearbox, own = Gearbox(model, "16"), type(model)
         model.__class__ = Interrupted
         with pytest.raises(KeyboardInterrupt):
-            Rows(Verifier(gearbox, gearbox.ladder.top), mx.array([TOKENS]), cache)
+            Verification(Verifier(gearbox, gearbox.ladder.top), TOKENS, cache)
         model.__class__ = own
         assert mx.array_equal(plain(model, [3, 4], cache), plain(model, [3, 4], other))
 
@@ -207,10 +206,9 @@ class TestModels:
     def test_kickdown_to_the_top_gear_leaves_nothing_of_the_lower_ones(self, architecture):
         model = tiny_model(architecture)
         gearbox = Gearbox(model, "4,6,16")
-        geared = GearedModel(gearbox, (-2.0, -1.0))
-        texts = []
-        for each in (model, geared):
-            steps = generate_step(mx.arange(70), each, max_tokens=60, prompt_cache=make_prompt_cache(model))
-            texts.append([token for token, _ in steps])
-        assert texts[0] == texts[1]
-        assert geared.step.passes == (1, 1, 1)
+        theirs, _ = written(gearbox, list(range(70)), 60)
+        ours = list(
+            stream_generate(model, endless(), list(range(70)), 60, gearbox=gearbox, mode=Kickdown((-2.0, -1.0)))
+        )
+        assert [r.token for r in ours] == [token for token, _ in theirs]
+        assert {r.passes for r in ours} == {(1, 1, 1)}

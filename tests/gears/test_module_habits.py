@@ -17,13 +17,13 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from refusals import refuses
 
 import gearbx_mlx
-from gearbx_mlx import Gearbox, GearbxError, GearedModel, Kickdown, Lossless, Route, Static, TelemetryOnly, convert
+from gearbx_mlx import Gearbox, GearbxError, Kickdown, Lossless, Route, Static, TelemetryOnly, convert
 from gearbx_mlx.formats import FORMATS, get_format
 from gearbx_mlx.gears.gearbox import attached
 from gearbx_mlx.gears.ladder import Gear
 from gearbx_mlx.routing.gates import ThresholdGate
 
-KINDS = ("original", "checkpoint", "lossless", "kickdown")
+KINDS = ("original", "checkpoint")
 PATH = "model.layers.0.self_attn.q_proj"
 
 
@@ -44,7 +44,7 @@ def make(directory, request):
     def made(kind: str) -> tuple[nn.Module, Gearbox]:
         model, _ = gearbx_mlx.load(directory / ("checkpoint" if kind == "checkpoint" else "original"))
         gearbox = Gearbox(model, "4,8,16", kernels=request.param)
-        return (GearedModel(gearbox) if kind == "kickdown" else model), gearbox
+        return model, gearbox
 
     made.kernels = request.param
     return made
@@ -199,14 +199,14 @@ def test_a_copy_has_a_gearbox_of_its_own_with_the_same_gears(tmp_path, kernels, 
 @pytest.mark.parametrize("kernels", ["mlx", "native"])
 def test_logits_and_cache_have_the_type_that_the_model_is_given_later(kernels, tied):
     model = tiny_model("gemma3_text", tie_word_embeddings=tied)
-    wrapped = GearedModel(Gearbox(model, "4,8,16", kernels=kernels))
+    gearbox = Gearbox(model, "4,8,16", kernels=kernels)
     for gear in ("low", "mid", "high"):  # made in float32
-        wrapped.gearbox.shift(gear)
+        gearbox.shift(gear)
     for dtype in (mx.float16, mx.float32):
-        wrapped.set_dtype(dtype)
-        cache = make_prompt_cache(wrapped)
-        assert wrapped(PROMPT, cache=cache).dtype == dtype
-        assert wrapped(mx.array([[3]]), cache=cache).dtype == dtype
+        model.set_dtype(dtype)
+        cache = make_prompt_cache(model)
+        assert model(PROMPT, cache=cache).dtype == dtype
+        assert model(mx.array([[3]]), cache=cache).dtype == dtype
         assert {part.keys.dtype for part in cache} == {dtype}
-        for _ in every_gear(wrapped.gearbox, gears=("low", "mid", "high")):
+        for _ in every_gear(gearbox, gears=("low", "mid", "high")):
             assert model(PROMPT).dtype == dtype

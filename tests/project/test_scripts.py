@@ -65,7 +65,7 @@ def tests() -> Path:
 @pytest.mark.parametrize("file", ["prompt_cache", "generate"])
 def test_mlx_lms_tests_pass_with_our_models(tests, file):
     expression = {"prompt_cache": "quant or save_load", "generate": "test_stream_generate_max_tokens"}[file]
-    wrappers = ["--wrapper", "low gear", "--wrapper", "mid gear", "--wrapper", "GearedModel"]
+    wrappers = ["--wrapper", "low gear", "--wrapper", "mid gear", "--wrapper", "high gear"]
     command = [*RUN, "--tests", str(tests), "--only", file, "-k", expression, *wrappers]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
