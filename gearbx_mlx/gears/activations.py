@@ -95,7 +95,7 @@ def compute_in(model: nn.Module, dtype: str, quantized: bool, kept: Iterable[nn.
             converted = [(path, array.astype(stored_dtype(model, path))) for path, array in now]
         else:
             converted = [(path, array.astype(target)) for path, array in now]
-        # Of the model's class, as in `put_modules`: of all gears the engaged one is converted alone.
+        # Of the model's class: of all gears the engaged one is converted alone.
         type(model).update(model, tree_unflatten(converted))
         for module, name, value in unchanged:
             module[name] = value

@@ -68,24 +68,9 @@ def tree_of(modules: Modules, places: Mapping[str, str]) -> Any:
     return tree_unflatten([(places.get(path, path), module) for path, module in modules.items()])
 
 
-def put_modules(model: nn.Module, tree: Any) -> None:
-    """Put a tree of modules into a model, as `update_modules` of a model without a gearbox would.
-
-    A round of mode lossless shifts twice, and MLX's own function takes 0.3 ms for 30 layers; this one a tenth of it.
-    Raises KeyError or IndexError for a place that the model does not have.
-    """
-    for place, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-        if not isinstance(value, nn.Module):
-            put_modules(model[place], value)
-        elif isinstance(model[place], nn.Module):
-            model[place] = value
-        else:
-            raise KeyError(place)
-
-
 def put_layers(model: nn.Module, modules: Modules) -> None:
     """Put layers into a model, by their paths without holders."""
-    put_modules(model, tree_of(modules, places_of(model)))
+    nn.Module.update_modules(model, tree_of(modules, places_of(model)))
 
 
 def own_arrays(adapter: nn.Module) -> dict[str, mx.array]:
@@ -136,7 +121,7 @@ def wrap_layers(model: nn.Module, adapter: Adapter, dense: Modules) -> None:
     """Put mlx-lm's adapters, untrained, around the layers that the settings name. Raises GearbxError if it has none."""
     now = layers_of(model)
     base = {path: now[path] for path in dense}
-    put_modules(model, tree_of(dense, {}))  # mlx-lm knows dense layers best, and the base may have others
+    nn.Module.update_modules(model, tree_of(dense, {}))  # mlx-lm knows dense layers best, and the base may have others
     try:
         linear_to_lora_layers(
             model, adapter.num_layers, to_builtins(adapter.lora_parameters), adapter.fine_tune_type == "dora"

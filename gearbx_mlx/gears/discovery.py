@@ -30,7 +30,7 @@ from ..formats.native import NativeDense, NativeEmbedding, NativeMultiLinear, Na
 from ..formats.planes import PlanesModule
 from ..formats.tied import TiedEmbedding, linear_with
 from .activations import STORED
-from .adapters import adapters_of, layers_of, own_arrays, places_of, put_modules
+from .adapters import adapters_of, layers_of, own_arrays, places_of
 from .ladder import DENSE
 from .sharding import divided_parts, part_misfit
 
@@ -296,7 +296,9 @@ def multiplies_by_method(model: nn.Module, head: str) -> bool:
     table = layers_of(model)[head]
     row = mx.zeros((1, table.weight.shape[-1]), table.weight.dtype)
     with unchanged(model):
-        put_modules(model, tree_unflatten([(head, TiedEmbedding(table.weight, linear_with(row)))]))  # without adapters
+        nn.Module.update_modules(
+            model, tree_unflatten([(head, TiedEmbedding(table.weight, linear_with(row)))])
+        )  # without adapters
         return logits_length(model) == 1
 
 

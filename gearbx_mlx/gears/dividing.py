@@ -22,7 +22,6 @@ from ..errors import GearbxError
 from ..files.reading import unreadable
 from ..formats.holders import GatheredLinear, PlacedLinear, SummedLinear
 from ..ranks.agreement import gathered_values
-from .adapters import put_modules
 from .manifest import RESTORE
 from .saved import SavedGears
 from .sharding import DENSE_CLASSES, SHARDED, Sharding, WeightPart, blank, part_misfit, shard, sharded_parts
@@ -117,7 +116,7 @@ def take_parts(
         placed = blank(DENSE_CLASSES[type(module)], mx.zeros(parts[path].whole, mx.bfloat16), module)
         if "bias" in placed:
             placed.bias = placed.bias[...]  # which some classes change in its place
-        put_modules(model, tree_unflatten([(path, placed)]))
+        nn.Module.update_modules(model, tree_unflatten([(path, placed)]))
     shard(model, group)
     sharded = dict(model.named_modules())
     for path, module in whole.items():
@@ -128,7 +127,7 @@ def take_parts(
             made[name] = take(path, name, value, own[path]) if isinstance(value, mx.array) else value
             del value
         placed = made if parts[path].columns is None else around(made, sharded[path], own[path], group)
-        put_modules(model, tree_unflatten([(path, placed)]))
+        nn.Module.update_modules(model, tree_unflatten([(path, placed)]))
 
 
 def around(own: nn.Module, sharded: nn.Module, part: WeightPart, group: mx.distributed.Group) -> nn.Module:

@@ -26,7 +26,7 @@ from ..kernels.bit_planes import Planes
 from ..kernels.device import check_device, device_in_use
 from ..kernels.dispatch import KernelChoice, on_cpu
 from .activations import Typed, compute_in, layer_bytes, model_dtype, stored_dtype
-from .adapters import base_arrays, layers_of, places_of, put_modules, tree_of
+from .adapters import base_arrays, layers_of, places_of, tree_of
 from .cost import (
     LayerPath,
     experts_of,
@@ -180,7 +180,7 @@ class Gearbox:
         self.compiled = CompiledSteps(self.model)
         self._typed = Typed(self.model, [layer.module for layer in self._changing], self.compute_dtype)
         setattr(self.model, ATTACHED, self)
-        own(self.model, self._shapes, partial(why_unsaveable, self), gearbox=True)
+        own(self.model, self._shapes, partial(why_unsaveable, self), lambda: self._trees.values())
         self._begin()
 
     def _source(self, layout: Layout, scales: Mapping[str, mx.Dtype], widths: Sequence[int]) -> Source:
@@ -348,14 +348,14 @@ class Gearbox:
         self._complete(gear)
         try:
             self._typed.follow(self._trees[gear])
-            put_modules(self.model, self._trees[gear])
+            self.model.update_modules(self._trees[gear])
             self.compiled.change(before, gear)
             self.gear = gear
             self._give_up_idle()
         except BaseException:  # an interrupt as well: never half of one gear and half of another
             self.gear = before
             self._complete(before)
-            put_modules(self.model, self._trees[before])
+            self.model.update_modules(self._trees[before])
             self.compiled.forget()
             raise
 

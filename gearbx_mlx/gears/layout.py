@@ -16,7 +16,7 @@ from ..formats.native import Native, NativeEmbedding, with_kernels
 from ..kernels import GROUP_SIZES
 from ..kernels.dispatch import KernelChoice, native_operations
 from .activations import compute_in, stored_dtype
-from .adapters import adapters_of, layers_of, places_of, put_layers, put_modules
+from .adapters import adapters_of, layers_of, places_of, put_layers
 from .discovery import Layer, Predicate, discover, is_quantized, tables_to_pack
 from .in_place import OwnCodes, coded_layers, own_codes
 from .ladder import (
@@ -117,7 +117,9 @@ def managed_layers(
     and in formats that drop the originals, are the rows of embeddings packed. Adapters get the form that works over any
     gear.
     """
-    put_modules(model, tree_unflatten([(path, over_gears(one)) for path, one in adapters_of(model).items()]))
+    nn.Module.update_modules(
+        model, tree_unflatten([(path, over_gears(one)) for path, one in adapters_of(model).items()])
+    )
     manage = manage or "all"
     if layout.codes is None and layout.saved is None:
         layers, unmanaged = discover(model, manage, layout.group_size, layout.format)
@@ -149,7 +151,7 @@ def use_kernels(model: nn.Module, choice: KernelChoice, *layers: Sequence[Layer]
     for path, module in list(model.named_modules()):
         made = with_kernels(module, choice.native, operations)
         if made is not module:  # one by one, since some are in others
-            put_modules(model, tree_unflatten([(path, made)]))
+            nn.Module.update_modules(model, tree_unflatten([(path, made)]))
     for module in model.modules():
         if isinstance(module, Native):
             module.x_bits = choice.x_bits  # which decides how its gears lie in memory

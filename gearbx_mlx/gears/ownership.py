@@ -27,10 +27,17 @@ class Owned:
     """The methods that a model with gears has in place of its class's. paths: of the layers that change gear.
 
     unsaveable: why mlx-lm could not load the model as it is now, with the remedy; None: it could.
+    gears: returns the trees of modules that a shift puts into the model.
     """
 
-    def __init__(self, model: nn.Module, paths: Collection[str], unsaveable: Callable[[], str | None]):
-        self.model, self.paths, self.unsaveable = model, paths, unsaveable
+    def __init__(
+        self,
+        model: nn.Module,
+        paths: Collection[str],
+        unsaveable: Callable[[], str | None],
+        gears: Callable[[], Collection[Any]] = tuple,
+    ):
+        self.model, self.paths, self.unsaveable, self.gears = model, paths, unsaveable, gears
 
     def update(self, parameters: Any, strict: bool = True) -> nn.Module:
         """Raises GearbxError for other values of a layer that changes gear. Types may change, and all other layers."""
@@ -46,7 +53,13 @@ class Owned:
         return type(self.model).update(self.model, parameters, strict)
 
     def update_modules(self, modules: Any, strict: bool = True) -> nn.Module:
-        """Raises GearbxError for another module in the place of a layer that changes gear."""
+        """Put a gear into the model, or other modules beside its gears.
+
+        Raises:
+            GearbxError: another module in the place of a layer that changes gear.
+        """
+        if any(modules is gear for gear in self.gears()):
+            return type(self.model).update_modules(self.model, modules, strict)
         given = dict(tree_flatten(modules, is_leaf=nn.Module.is_module))
         now = dict(self.model.named_modules())
         for path in self._owned(path for path, module in given.items() if module is not now.get(path)):
@@ -99,12 +112,17 @@ def is_cast(array: mx.array, now: mx.array | None) -> bool:
     return now is not None and array.shape == now.shape and bool(mx.array_equal(now.astype(array.dtype), array).item())
 
 
-def own(model: nn.Module, paths: Collection[str], unsaveable: Callable[[], str | None], gearbox: bool) -> None:
-    """Give a model the methods of `Owned`. paths, unsaveable: as there. gearbox: whether the model has one."""
-    owned = Owned(model, paths, unsaveable)
+def own(
+    model: nn.Module,
+    paths: Collection[str],
+    unsaveable: Callable[[], str | None],
+    gears: Callable[[], Collection[Any]] | None = None,
+) -> None:
+    """Give a model the methods of `Owned`. paths, unsaveable, gears: as there; no `gears` without a gearbox."""
+    owned = Owned(model, paths, unsaveable, gears or tuple)
     for name in ("update", "load_weights", "save_weights", "leaf_modules"):
         setattr(model, name, getattr(owned, name))
-    if not gearbox:  # adapters may still come
+    if gears is None:  # adapters may still come
         return
     model.update_modules = owned.update_modules
     blocks = {*map(id, getattr(model, "layers", ()))}  # which mlx-lm puts adapters into, one block at a time

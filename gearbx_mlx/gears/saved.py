@@ -90,7 +90,7 @@ class SavedGears:
                 dtype = self.storage(layer.path)
                 lowest[layer.path] = self.module(layer, self.widths(layer)[0], dtype, dtype)
             put_layers(model, lowest)
-        own(model, self.manifest.layers, lambda: None if self.manifest.stock else OURS_ALONE, gearbox=False)
+        own(model, self.manifest.layers, lambda: None if self.manifest.stock else OURS_ALONE)
 
     def storage(self, path: str) -> mx.Dtype:
         """Return the type of a layer in the original."""

@@ -21,7 +21,6 @@ from ..compat.arrays import same_random_numbers
 from ..compat.classes import bare
 from ..errors import GearbxError, one_line
 from ..formats.base import Format
-from .adapters import put_modules
 
 Ranges = tuple[tuple[int, int], ...]  # from the first index to the one after the last
 WHOLE_AXES = ("library",)  # arrays whose second axis does not count rows: codebook_library.py
@@ -222,7 +221,7 @@ def sharded_layers(
     modules = dict(other.named_modules())
     for path, weight in weights.items():
         made = blank(DENSE_CLASSES[type(modules[path])], weight, modules[path])
-        put_modules(other, tree_unflatten([(path, made)]))
+        nn.Module.update_modules(other, tree_unflatten([(path, made)]))
     shard(other, group)
     modules = dict(other.named_modules())
     found = {path: modules[path] for path in weights}

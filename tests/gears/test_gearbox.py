@@ -6,10 +6,10 @@ import mlx.nn as nn
 import mlx_lm
 import pytest
 from conftest import PROMPT, every_gear, on_disk, same_weights, tiny_model, weights_of
+from mlx.utils import tree_flatten
 
 from gearbx_mlx import Gearbox, GearbxError, Ladder
 from gearbx_mlx.formats.planes import Affine
-from gearbx_mlx.gears import gearbox as gearbox_module
 from gearbx_mlx.gears.offload import idle_parameters
 from gearbx_mlx.loading import DEMO_MODEL
 
@@ -135,22 +135,42 @@ class TestShift:
         gearbox.shift("mid")
         assert gearbox.gear.name == "mid"
 
+    @pytest.mark.parametrize("format", ["affine", "planes", "rowwise"])
+    def test_a_shift_is_one_call_of_update_modules_with_the_modules_of_the_gear(self, tiny, monkeypatch, format):
+        gearbox, calls = Gearbox(tiny, "4,8,16", format=format, kernels="mlx"), []
+        put = type(tiny).update_modules
+
+        def noted(model, tree, strict=True):
+            calls.append(dict(tree_flatten(tree, is_leaf=nn.Module.is_module)))
+            return put(model, tree, strict)
+
+        monkeypatch.setattr(type(tiny), "update_modules", noted)
+        for gear in ("low", "mid", "high", "low"):
+            gearbox.shift(gear)
+            modules = dict(tiny.named_modules())
+            assert calls[-1].keys() == {layer.path for layer in gearbox.layers}
+            assert all(modules[path] is module for path, module in calls[-1].items())
+        assert len(calls) == 4
+        assert calls[0] == calls[3]  # made once
+        if format == "affine":
+            assert {type(module) for module in calls[0].values()} == {nn.QuantizedLinear}
+
     @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
     def test_a_shift_that_fails_in_the_swapping_changes_nothing(self, tiny, monkeypatch, error):
         gearbox = Gearbox(tiny, "4,8,16")
         gearbox.shift("low")
         gearbox.shift("high")
         before = weights_of(tiny)
-        put, calls = gearbox_module.put_modules, []
+        put, calls = type(tiny).update_modules, []
 
-        def half_way(model, tree):
+        def half_way(model, tree, strict=True):
             calls.append(1)
             if len(calls) == 1:
                 put(model, {"model": {"layers": tree["model"]["layers"][:1]}})
                 raise error("injected")
             put(model, tree)
 
-        monkeypatch.setattr(gearbox_module, "put_modules", half_way)
+        monkeypatch.setattr(type(tiny), "update_modules", half_way)
         with pytest.raises(error):
             gearbox.shift("low")
         assert gearbox.gear.name == "high"
@@ -317,8 +337,8 @@ class TestCaps:
     def test_a_cap_that_fails_changes_nothing(self, gearbox, monkeypatch):
         gearbox.cap({DOWN: 4})
         before = bits_in(gearbox)
-        put = failing(gearbox_module.put_modules, 1, KeyboardInterrupt())
-        monkeypatch.setattr(gearbox_module, "put_modules", put)
+        kind = type(gearbox.model)
+        monkeypatch.setattr(kind, "update_modules", failing(kind.update_modules, 1, KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             gearbox.cap({UP: 4})
         assert bits_in(gearbox) == before
