@@ -36,7 +36,7 @@ class Queued:
 
 def plain(plan: Plan, state: State) -> Iterator[Token]:
     """Yield the verifier's tokens until the text ends or a drafter proposes."""
-    text = state.text
+    text, state.proposal = state.text, None
     context = text.array() if plan.chooser.processors else None
     coming: Queued | None = queue(plan, state, mx.array([text.last], mx.uint32), context)
     while coming is not None:

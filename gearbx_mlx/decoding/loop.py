@@ -144,19 +144,24 @@ def decode(plan: Plan, state: State) -> Generator[Token, None, None]:
 def decoded(plan: Plan, state: State) -> Generator[Token, None, None]:
     """Yield the tokens after the prompt: the first one, then those of rounds."""
     text = state.text
-    yield from round_of(plan, state, NO_TOKENS, is_timed=False, **embedded(plan, text.prompt - 1, text.prompt))
-    state.shown = 1
+    tokens = round_of(plan, state, NO_TOKENS, is_timed=False, **embedded(plan, text.prompt - 1, text.prompt))
+    plan.progress(text.prompt, text.prompt)
+    yield from handed_out(plan, state, tokens)
     while text.goes_on:
-        proposal = state.proposal or propose(plan, state)
+        proposal = propose(plan, state) if state.proposal is None else state.proposal
         if not proposal and plan.plain is not None and is_queued(plan, state):
             yield from plan.plain(plan, state)
-            continue
-        tokens = round_of(plan, state, proposal)
-        if is_queued(plan, state) and text.goes_on:
-            propose(plan, state)
-        for token in tokens:
-            state.shown += 1
-            yield token
+        else:
+            yield from handed_out(plan, state, round_of(plan, state, proposal))
+
+
+def handed_out(plan: Plan, state: State, tokens: list[Token]) -> Iterator[Token]:
+    """Yield the tokens of a round. A device drafts the next ones meanwhile."""
+    if is_queued(plan, state) and state.text.goes_on:
+        propose(plan, state)
+    for token in tokens:
+        state.shown += 1
+        yield token
 
 
 def is_queued(plan: Plan, state: State) -> bool:
@@ -185,7 +190,7 @@ def prefill(plan: Plan, state: State) -> None:
 
 def propose(plan: Plan, state: State) -> Proposal:
     """Return the proposal of the first drafter that has one. Where a device computes, it is queued."""
-    state.began, state.proposal = (plan.clock(), state.away), None
+    state.began, state.proposal = (plan.clock(), state.away), NO_TOKENS
     room = room_for(plan, state)
     for drafter in [*state.drafters] if room > 0 else ():
         try:
@@ -193,14 +198,14 @@ def propose(plan: Plan, state: State) -> Proposal:
                 count = drafter.length(state.text, room, plan.policy)
                 if count > 0:
                     state.proposal = drafter.propose(state.text, count, plan.policy)
-                    return state.proposal
+                    break
         except GearbxError:
             raise
         except Exception as error:  # a text must not end where only a draft has failed
             state.drafters.remove(drafter)
             said = f"mode 'lossless' cannot draft for this model ({one_line(error)}); plain decoding goes on"
             warnings.warn(said, GearbxWarning, stacklevel=7)
-    return NO_TOKENS
+    return state.proposal
 
 
 def verify(plan: Plan, state: State, proposal: Proposal, **of_prompt: mx.array) -> Verification:

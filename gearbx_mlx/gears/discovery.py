@@ -296,9 +296,8 @@ def multiplies_by_method(model: nn.Module, head: str) -> bool:
     table = layers_of(model)[head]
     row = mx.zeros((1, table.weight.shape[-1]), table.weight.dtype)
     with unchanged(model):
-        nn.Module.update_modules(
-            model, tree_unflatten([(head, TiedEmbedding(table.weight, linear_with(row)))])
-        )  # without adapters
+        tied = TiedEmbedding(table.weight, linear_with(row))
+        nn.Module.update_modules(model, tree_unflatten([(head, tied)]))  # without adapters
         return logits_length(model) == 1
 
 

@@ -8,7 +8,7 @@ import copy
 import dataclasses
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -180,7 +180,7 @@ class Gearbox:
         self.compiled = CompiledSteps(self.model)
         self._typed = Typed(self.model, [layer.module for layer in self._changing], self.compute_dtype)
         setattr(self.model, ATTACHED, self)
-        own(self.model, self._shapes, partial(why_unsaveable, self), lambda: self._trees.values())
+        own(self.model, self._shapes, partial(why_unsaveable, self), partial(trees_of, self))
         self._begin()
 
     def _source(self, layout: Layout, scales: Mapping[str, mx.Dtype], widths: Sequence[int]) -> Source:
@@ -503,6 +503,11 @@ def costed_in(gearbox: Gearbox, ladder: Ladder) -> Gearbox:
     other = copy.copy(gearbox)
     other.ladder, other._token_bytes, other.source = ladder, {}, gearbox.source.for_ladder(ladder)
     return other
+
+
+def trees_of(gearbox: Gearbox) -> Collection[Any]:
+    """Return what a shift puts into the model: the modules of each gear that is made."""
+    return gearbox._trees.values()
 
 
 def attached(model: nn.Module) -> Any:

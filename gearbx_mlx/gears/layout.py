@@ -117,9 +117,8 @@ def managed_layers(
     and in formats that drop the originals, are the rows of embeddings packed. Adapters get the form that works over any
     gear.
     """
-    nn.Module.update_modules(
-        model, tree_unflatten([(path, over_gears(one)) for path, one in adapters_of(model).items()])
-    )
+    adapters = [(path, over_gears(adapter)) for path, adapter in adapters_of(model).items()]
+    nn.Module.update_modules(model, tree_unflatten(adapters))
     manage = manage or "all"
     if layout.codes is None and layout.saved is None:
         layers, unmanaged = discover(model, manage, layout.group_size, layout.format)

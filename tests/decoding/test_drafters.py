@@ -1,5 +1,10 @@
 """Drafters: what they propose, that they leave no trace, and another model in the low gear's place."""
 
+import itertools
+import queue
+import threading
+from typing import ClassVar
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -10,7 +15,8 @@ from mlx_lm.sample_utils import greedy_sampler, make_logits_processors, make_sam
 
 import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxWarning, Lossless, stream_generate
-from gearbx_mlx.decoding.drafters import Target, Text
+from gearbx_mlx.decoding import drafters, sampling
+from gearbx_mlx.decoding.drafters import DRAFTERS, Drafter, Target, Text, of_draft
 from gearbx_mlx.decoding.drafters.low_gear import LowGear
 from gearbx_mlx.decoding.policy import FixedPolicy
 from gearbx_mlx.decoding.sampling import Chooser, reader_of
@@ -132,3 +138,127 @@ class TestAnotherModel:
             ours = written(gearbox, TOKENS, 20, Lossless(), draft_model=tiny_model("mamba"))
         assert len(said) == 1
         assert_written(ours, theirs)
+
+
+class Parrot(Drafter):
+    """A toy: the text goes on as it has gone on after its last token before, else with this token again."""
+
+    name, cost = "a parrot", 0.1
+    calls: ClassVar[list] = []
+
+    @classmethod
+    def of(cls, target):
+        return cls()
+
+    def prefill(self, tokens):
+        self.calls.append(("prefill", tokens.tolist()))
+
+    def length(self, text, room, policy):
+        return policy.length(min(room, 4))
+
+    def propose(self, text, length, policy):
+        following = dict(zip(text.tokens, text.tokens[1:]))
+        tokens = [following.get(text.last, text.last)]
+        while len(tokens) < length:
+            tokens.append(following.get(tokens[-1], tokens[-1]))
+        return of_draft(tokens, None, 0)
+
+    def settle(self, text, found):
+        self.calls.append(("settle", len(text.tokens), None if found is None else found.logits.shape))
+
+
+@pytest.mark.parametrize("gears", ["16", "4,16"])
+def test_a_new_drafter_is_a_class_and_a_line_of_the_registry(kernels, gears, monkeypatch):
+    monkeypatch.setattr(Parrot, "calls", [])
+    monkeypatch.setattr(drafters, "DRAFTERS", {"parrot": f"{__name__}:Parrot", **DRAFTERS})
+    gearbox = Gearbox(tiny_model(), gears, kernels=kernels)
+    run = stream_generate(gearbox.model, endless(), TOKENS, 30, gearbox=gearbox, mode=Lossless(draft_length=3))
+    responses = list(run)
+    theirs, _ = written(gearbox, TOKENS, 30)
+    assert [r.token for r in responses] == [token for token, _ in theirs]
+    assert {r.drafted for r in responses[1:]} <= {0, 1, 2, 3}
+    assert max(r.drafted for r in responses) == 3
+    assert any(r.from_draft for r in responses)
+    assert Parrot.calls[0] == ("prefill", TOKENS[:-1])
+    settled = [call for call in Parrot.calls if call[0] == "settle"]
+    assert settled[0] == ("settle", len(TOKENS) + 1, (1, 1, 128))
+    assert len(TOKENS) + 26 < settled[-1][1] <= len(TOKENS) + 30
+
+
+class Device:
+    """A device that computes by itself, in a thread: passes are done while somebody waits for it, and never before."""
+
+    def __init__(self):
+        self.passes, self.waited, self.count = queue.Queue(), threading.Event(), 0
+        threading.Thread(target=self.compute, daemon=True).start()
+
+    def compute(self):
+        while True:
+            self.passes.get()
+            self.waited.wait()
+            self.passes.task_done()
+
+    def wait(self):
+        self.waited.set()
+        self.passes.join()
+        self.waited.clear()
+
+    @property
+    def is_busy(self):
+        return self.passes.unfinished_tasks > 0
+
+
+@pytest.fixture
+def simulated(monkeypatch):
+    """Makes the passes of a gearbox's model and the reads of tokens those of a device; returns it."""
+
+    def simulate(gearbox):
+        device, kind, read = Device(), type(gearbox.model), sampling.read_together
+
+        def queued(self, *arguments, **keywords):
+            device.passes.put(1)
+            device.count += 1
+            return kind.__call__(self, *arguments, **keywords)
+
+        def waited(*arguments):
+            device.wait()
+            return read(*arguments)
+
+        gearbox.model.__class__ = type(kind.__name__, (kind,), {"__call__": queued})
+        monkeypatch.setattr(sampling, "read_together", waited)
+        return device
+
+    return simulate
+
+
+def test_a_device_drafts_while_a_reader_takes_the_tokens(simulated):
+    gearbox = Gearbox(tiny_model(), "4,16", kernels="mlx")
+    device, mode = simulated(gearbox), Lossless(draft_length=3, lookup_tokens=0)
+    run = stream_generate(gearbox.model, endless(), TOKENS, 30, gearbox=gearbox, mode=mode)
+    busy = [(device.is_busy, r.passes[-1]) for r in run]
+    last = max(place for place, (_, passes) in enumerate(busy) if passes)  # nothing follows the last round
+    assert all(is_busy for is_busy, _ in busy[:last])
+    device.wait()
+
+
+def test_a_device_computes_the_next_token_while_a_reader_takes_one(simulated):
+    gearbox = Gearbox(tiny_model(), "16", kernels="mlx")
+    device, mode = simulated(gearbox), Lossless(lookup_tokens=0)
+    run = stream_generate(gearbox.model, endless(), TOKENS, 30, gearbox=gearbox, mode=mode)
+    passes = [device.count for _ in run]
+    # After the first token, one pass runs ahead until the last token but one.
+    assert [after - before for before, after in itertools.pairwise(passes)] == [2, *[1] * 27, 0]
+    device.wait()
+
+
+@pytest.mark.parametrize("taken", [1, 4, 6, 9])
+def test_a_text_that_is_closed_while_a_device_drafts_leaves_the_cache_at_its_last_token(taken):
+    gearbox, cache = Gearbox(tiny_model(), "4,16", kernels="mlx"), None
+    for mode in (Lossless(draft_length=3, lookup_tokens=0), gearbx_mlx.Static("high")):
+        before, cache = cache, make_prompt_cache(gearbox.model)
+        run = stream_generate(gearbox.model, endless(), TOKENS, 30, gearbox=gearbox, mode=mode, prompt_cache=cache)
+        assert len(list(itertools.islice(run, taken))) == taken
+        run.close()
+    assert {part.offset for part in before} == {len(TOKENS) + taken}
+    for mine, other in zip(before, cache):
+        assert mx.array_equal(*(part.keys[..., : len(TOKENS) + taken, :] for part in (mine, other)))
