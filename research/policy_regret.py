@@ -25,13 +25,14 @@ from rich.progress import track
 from gearbx_mlx import Gearbox, load
 from gearbx_mlx.compat.classes import generation_stream
 from gearbx_mlx.decoding.caches import in_common
-from gearbx_mlx.decoding.drafters import Target, Text
+from gearbx_mlx.decoding.drafters import Target
 from gearbx_mlx.decoding.drafters.lookup import Lookup, LookupAgreement
 from gearbx_mlx.decoding.drafters.low_gear import LowGear
-from gearbx_mlx.decoding.loop import Plan, State, decode
+from gearbx_mlx.decoding.loop import decode
 from gearbx_mlx.decoding.policy import Acceptance, FixedPolicy, LearnedPolicy, draft_share
 from gearbx_mlx.decoding.rows import Verification, Verifier
 from gearbx_mlx.decoding.sampling import GREEDY, reader_of
+from gearbx_mlx.decoding.text import Plan, State, Text
 from gearbx_mlx.files.writing import write_text
 from gearbx_mlx.kernels.compiler import vectors_at_once
 

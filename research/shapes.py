@@ -18,11 +18,12 @@ from rich.progress import track
 from gearbx_mlx import Gearbox, Lossless
 from gearbx_mlx.benchmark.decode import random_model
 from gearbx_mlx.decoding.caches import Snapshot
-from gearbx_mlx.decoding.drafters import Target, Text
+from gearbx_mlx.decoding.drafters import Target
 from gearbx_mlx.decoding.drafters.low_gear import LowGear, rescoring, second_head
 from gearbx_mlx.decoding.policy import MOST_ROWS, FixedPolicy, LearnedPolicy
 from gearbx_mlx.decoding.rows import Verification, Verifier
 from gearbx_mlx.decoding.sampling import GREEDY, reader_of
+from gearbx_mlx.decoding.text import Text
 from gearbx_mlx.gears.discovery import vocabulary
 from gearbx_mlx.gears.ladder import Gear
 from gearbx_mlx.kernels.dispatch import on_cpu

@@ -12,9 +12,9 @@ import mlx.core as mx
 from ..ranks.agreement import ALONE
 from .caches import gears_of
 from .drafters import NO_TOKENS
-from .loop import Plan, State, room_for
 from .response import Step, Token
 from .sampling import Choice, ChosenRows, choose_rows, kv_read
+from .text import Plan, State
 
 
 @dataclass
@@ -58,10 +58,10 @@ def plain(plan: Plan, state: State) -> Iterator[Token]:
 
 def stays_plain(plan: Plan, state: State) -> bool:
     """Return whether nothing will be proposed after the token that is computed now."""
-    room = room_for(plan, state) - 1
-    if room < 1:
-        return False  # the last token but one: nothing runs ahead of the end
-    return not any(drafter.length(state.text, room, plan.policy) for drafter in state.drafters)
+    if state.text.room <= 1:
+        return False  # it is the last one
+    room = state.room(plan) - 1
+    return room < 1 or not any(drafter.length(state.text, room, plan.policy) for drafter in state.drafters)
 
 
 def queue(plan: Plan, state: State, last: mx.array, context: mx.array | None) -> Queued:

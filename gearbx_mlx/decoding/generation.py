@@ -20,11 +20,11 @@ from ..compat.classes import generation_stream
 from ..errors import GearbxError
 from ..kernels.device import recommended_memory
 from ..routing.gates import Reading
-from .drafters import Text
-from .loop import UNLIMITED, Plan, State, decode
+from .loop import decode
 from .response import GearResponse
 from .sampling import Chooser, Processor, Sampler
 from .telemetry import Telemetry
+from .text import UNLIMITED, Plan, State, Text
 
 PREFILL_STEP_SIZE = 2048  # tokens of a prompt at once, as in mlx-lm
 

@@ -22,13 +22,13 @@ from ..telemetry.summary import Tally
 from .caches import Cache
 from .generation import Keywords, responses, tokenizer_for
 from .governor import Governor
-from .loop import Plan, State
 from .mode import Mode, encoded, gear_of_prompt, thresholds_for, vocabulary_of
 from .modes import KickdownSettings
 from .response import GearResponse, Step
 from .rows import Tokens, Verification, Verifier
 from .sampling import LogitsReader, reader_of
 from .telemetry import Telemetry, blame_of
+from .text import Plan, State
 
 RecomputeRule = Callable[[float, int, int], bool]
 """Whether to compute a token again, one gear higher: by its entropy in this gear (bits), how many tokens were decoded

@@ -18,11 +18,8 @@ Where a device computes by itself, nothing is read between the queued draft and 
 queued before the tokens of a round are handed out: the device works while a terminal or a client takes them.
 """
 
-import contextlib
-import time
 import warnings
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -30,92 +27,14 @@ import numpy as np
 
 from ..compat.arrays import set_random_state
 from ..errors import GearbxError, GearbxWarning, one_line
-from ..ranks.agreement import ALONE, Agreement
-from .caches import gears_of, in_common, length
-from .drafters import NO_TOKENS, Drafter, Proposal, Text
-from .policy import DraftPolicy, FixedPolicy
+from .caches import gears_of, in_common
+from .drafters import NO_TOKENS, Proposal
 from .response import DRAFT, Token
-from .rows import Verification, Verifier
-from .sampling import MLX_READER, Choice, Chooser, LogitsReader, choose_rows, kv_read, rounding_of
+from .rows import Verification
+from .sampling import Choice, choose_rows, kv_read, rounding_of
+from .text import Plan, State
 
-UNLIMITED = 2**40  # entries of a KV cache
-SLOW_READER = 0.2  # of a round's time: readers that take more may keep a device waiting
 CLEARED = 256  # tokens between two times that MLX gives back the memory that it keeps, as in mlx-lm
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The settings of one text.
-
-    Attributes:
-        verifier: runs the passes whose logits choose the tokens.
-        chooser, reader: choose tokens from logits.
-        policy: how much to propose.
-        plain: decodes one token ahead while nothing is proposed; None: each token is a round of one row.
-        agreement: of ranks that share the model.
-        quantize: puts the KV cache into fewer bits once it has `quantized_from` entries, as mlx-lm does.
-        keeps_cache: True if a caller goes on with the KV cache.
-        stream: of MLX, on which all of it is computed.
-        prefill_step: tokens of a prompt that are read at once.
-        progress: called with the tokens of the prompt that were read, and with all of them.
-        embeddings: of the tokens of the prompt (n, D), in place of the model's own.
-        clock: seconds.
-    """
-
-    verifier: Verifier
-    chooser: Chooser
-    reader: LogitsReader = MLX_READER
-    policy: DraftPolicy = field(default_factory=FixedPolicy)
-    plain: "Callable[[Plan, State], Iterator[Token]] | None" = None
-    agreement: Agreement = ALONE
-    quantize: Callable[[list[Any]], None] = lambda cache: None
-    quantized_from: int = UNLIMITED
-    keeps_cache: bool = False
-    stream: Any = None
-    prefill_step: int = 2048
-    progress: Callable[[int, int], None] = lambda read, tokens: None
-    embeddings: mx.array | None = None
-    clock: Callable[[], float] = time.perf_counter
-
-    def on_stream(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if self.stream is None else mx.stream(self.stream)
-
-
-@dataclass
-class State:
-    """A text while it is generated.
-
-    Between rounds, `cache` holds all tokens of `text` but the last one. While the tokens of a round are handed out, the
-    text has all of them already.
-
-    Attributes:
-        cache: the KV cache of the verifier, one entry a layer.
-        drafters: in the order in which they are asked.
-        found: the latest verification.
-        shown: how many of its tokens were handed out.
-        proposal: the next one, if it was queued before its round.
-        began: when its round began, and `away` then.
-        away: seconds that readers of the tokens took.
-        is_last_read: the last token is in the KV cache, too: the next pass ran ahead.
-    """
-
-    text: Text
-    cache: list[Any]
-    drafters: list[Drafter] = field(default_factory=list)
-    found: Verification | None = None
-    shown: int = 0
-    proposal: Proposal | None = None
-    began: tuple[float, float] = 0.0, 0.0
-    away: float = 0.0
-    is_last_read: bool = False
-
-    def seconds(self, plan: Plan) -> float | None:
-        """Return the seconds since the round began; None if the device may have waited for a reader of the tokens."""
-        begin, away = self.began
-        whole, away = plan.clock() - begin, self.away - away
-        if not is_queued(plan, self):
-            return whole - away
-        return whole if away < SLOW_READER * whole else None
 
 
 def decode(plan: Plan, state: State) -> Generator[Token, None, None]:
@@ -144,12 +63,12 @@ def decode(plan: Plan, state: State) -> Generator[Token, None, None]:
 def decoded(plan: Plan, state: State) -> Generator[Token, None, None]:
     """Yield the tokens after the prompt: the first one, then those of rounds."""
     text = state.text
-    tokens = round_of(plan, state, NO_TOKENS, is_timed=False, **embedded(plan, text.prompt - 1, text.prompt))
+    tokens = round_of(plan, state, NO_TOKENS, is_timed=False, **plan.embedded(text.prompt - 1, text.prompt))
     plan.progress(text.prompt, text.prompt)
     yield from handed_out(plan, state, tokens)
     while text.goes_on:
         proposal = propose(plan, state) if state.proposal is None else state.proposal
-        if not proposal and plan.plain is not None and is_queued(plan, state):
+        if not proposal and plan.plain is not None and state.is_queued(plan):
             yield from plan.plain(plan, state)
         else:
             yield from handed_out(plan, state, round_of(plan, state, proposal))
@@ -157,16 +76,11 @@ def decoded(plan: Plan, state: State) -> Generator[Token, None, None]:
 
 def handed_out(plan: Plan, state: State, tokens: list[Token]) -> Iterator[Token]:
     """Yield the tokens of a round. A device drafts the next ones meanwhile."""
-    if is_queued(plan, state) and state.text.goes_on:
+    if state.is_queued(plan) and state.text.goes_on:
         propose(plan, state)
     for token in tokens:
         state.shown += 1
         yield token
-
-
-def is_queued(plan: Plan, state: State) -> bool:
-    """Return whether a device computes by itself what it is given."""
-    return not plan.verifier.computes_at_once(state.cache)
 
 
 def prefill(plan: Plan, state: State) -> None:
@@ -179,7 +93,7 @@ def prefill(plan: Plan, state: State) -> None:
     for begin in range(0, last, plan.prefill_step):
         end = min(begin + plan.prefill_step, last)
         with plan.on_stream():
-            plan.verifier.prefill(tokens[begin:end], state.cache, **embedded(plan, begin, end))
+            plan.verifier.prefill(tokens[begin:end], state.cache, **plan.embedded(begin, end))
             plan.quantize(state.cache)
             mx.eval([part.state for part in state.cache])
             for drafter in state.drafters:
@@ -191,7 +105,7 @@ def prefill(plan: Plan, state: State) -> None:
 def propose(plan: Plan, state: State) -> Proposal:
     """Return the proposal of the first drafter that has one. Where a device computes, it is queued."""
     state.began, state.proposal = (plan.clock(), state.away), NO_TOKENS
-    room = room_for(plan, state)
+    room = state.room(plan)
     for drafter in [*state.drafters] if room > 0 else ():
         try:
             with plan.on_stream():
@@ -267,17 +181,6 @@ def round_of(plan: Plan, state: State, proposal: Proposal, is_timed: bool = True
     elif is_timed and seconds is not None:
         plan.policy.add_alone(seconds)
     return tokens
-
-
-def room_for(plan: Plan, state: State) -> int:
-    """Return the most tokens to propose: the verifier adds one, and a KV cache is quantized between passes."""
-    until_quantized = plan.quantized_from - length(state.cache) - 1
-    return int(min(state.text.room - 1, UNLIMITED if until_quantized < 0 else until_quantized))
-
-
-def embedded(plan: Plan, begin: int, end: int) -> dict[str, mx.array]:
-    """Return the keyword of the model for a part of the prompt that has embeddings."""
-    return {} if plan.embeddings is None else {"input_embeddings": plan.embeddings[None, begin:end]}
 
 
 def leave(plan: Plan, state: State) -> None:

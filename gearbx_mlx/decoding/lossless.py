@@ -27,7 +27,6 @@ from .batches import BatchGenerator, BatchText, SharedMode
 from .drafters import Drafter, Target, drafters_for
 from .generation import Keywords, responses, tokenizer_for
 from .governor import Governor
-from .loop import Plan, State
 from .mode import encoded, vocabulary_of
 from .modes import LosslessSettings
 from .policy import MOST_DRAFTED, MOST_ON_GPU, MOST_ROWS, USUAL_LENGTH, DraftPolicy, FixedPolicy, LearnedPolicy
@@ -35,6 +34,7 @@ from .response import GearResponse
 from .rows import Verifier, warn_of_other_paths
 from .sampling import Chooser, reader_of
 from .telemetry import Telemetry, blame_of
+from .text import Plan, State
 
 MENDED = 0.4  # of the rejected drafts, that a calibrated base has accepted: 0.38 to 0.54 of them in docs/convert.md
 MUCH_WRITTEN = 32  # tokens: what fewer of them show is not written to the cache

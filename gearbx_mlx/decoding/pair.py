@@ -30,12 +30,12 @@ from ..telemetry.summary import Tally
 from .caches import Snapshot, length, parts
 from .generation import PREFILL_STEP_SIZE, Keywords, responses, tokenizer_for
 from .governor import Governor
-from .loop import Plan, State
 from .mode import Mode, encoded
 from .modes import PairSettings
 from .response import GearResponse, Step
 from .sampling import not_finite, reader_of
 from .telemetry import Telemetry
+from .text import Plan, State
 
 GEARS = tuple(Gear(index, name, 0) for index, name in enumerate(NAMES))  # the models, as responses name them
 

@@ -16,10 +16,11 @@ from mlx_lm.sample_utils import greedy_sampler, make_logits_processors, make_sam
 import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxWarning, Lossless, stream_generate
 from gearbx_mlx.decoding import drafters, sampling
-from gearbx_mlx.decoding.drafters import DRAFTERS, Drafter, Target, Text, of_draft
+from gearbx_mlx.decoding.drafters import DRAFTERS, Drafter, Target, of_draft
 from gearbx_mlx.decoding.drafters.low_gear import LowGear
 from gearbx_mlx.decoding.policy import FixedPolicy
 from gearbx_mlx.decoding.sampling import Chooser, reader_of
+from gearbx_mlx.decoding.text import Text
 from gearbx_mlx.ranks.agreement import Agreement
 
 SAMPLERS = {"greedy": greedy_sampler, "sampled": make_sampler(0.8, top_p=0.9), "ours": gearbx_mlx.make_sampler(0.8)}
@@ -246,7 +247,7 @@ def test_a_device_computes_the_next_token_while_a_reader_takes_one(simulated):
     device, mode = simulated(gearbox), Lossless(lookup_tokens=0)
     run = stream_generate(gearbox.model, endless(), TOKENS, 30, gearbox=gearbox, mode=mode)
     passes = [device.count for _ in run]
-    # After the first token, one pass runs ahead until the last token but one.
+    # After the first token one pass runs ahead, until the last token but one is handed out.
     assert [after - before for before, after in itertools.pairwise(passes)] == [2, *[1] * 27, 0]
     device.wait()
 

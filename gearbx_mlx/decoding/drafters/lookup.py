@@ -12,7 +12,8 @@ from weakref import WeakKeyDictionary
 
 from ..policy import MOST_DRAFTED, DraftPolicy, RunningMean
 from ..response import LOOKUP
-from . import Drafter, Proposal, Target, Text
+from ..text import Text
+from . import Drafter, Proposal, Target
 
 SHORTEST_RUN, LONGEST_RUN = 2, 8  # tokens of a run; more than the longest count as it
 CANDIDATES = 16  # earlier places that are compared, the latest ones

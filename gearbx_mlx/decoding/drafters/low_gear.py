@@ -33,7 +33,8 @@ from ...ranks.agreement import ALONE
 from ..caches import Snapshot
 from ..policy import DraftPolicy, draft_share
 from ..sampling import Chooser, GumbelSampler, LogitsReader
-from . import Drafter, Proposal, Target, Text, of_draft, queued, rewound
+from ..text import Text
+from . import Drafter, Proposal, Target, of_draft, queued, rewound
 
 Following = Callable[[int, int], tuple[int, float]]
 """From a token, and its place in a draft from 0 on, to the next token and the margin by which it won."""

@@ -12,7 +12,8 @@ from ..caches import check_draftable
 from ..pair import bytes_read
 from ..policy import MOST_DRAFTED, DraftPolicy
 from ..rows import Verification
-from . import Drafter, Proposal, Target, Text, of_draft, queued, rewound
+from ..text import Text
+from . import Drafter, Proposal, Target, of_draft, queued, rewound
 
 SHARE = 0.25  # of a plain token's time that a drafted one is taken to need before either is measured
 

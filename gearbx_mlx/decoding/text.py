@@ -1,0 +1,157 @@
+"""What the loop knows of one text: its tokens (`Text`), its settings (`Plan`), and how far it is (`State`)."""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+from ..ranks.agreement import ALONE, Agreement
+from .caches import length
+from .policy import DraftPolicy, FixedPolicy
+from .response import Token
+from .rows import Verification, Verifier
+from .sampling import MLX_READER, Chooser, LogitsReader
+
+if TYPE_CHECKING:
+    from .drafters import Drafter, Proposal
+
+UNLIMITED = 2**40  # entries of a KV cache
+SLOW_READER = 0.2  # of a round's time: readers that take more may keep a device waiting
+
+
+@dataclass
+class Text:
+    """A text while it is generated.
+
+    Args:
+        tokens: of the prompt, and those generated after it.
+        ends: tokens that end the text.
+        room: how many tokens may still be generated; infinite without a limit.
+    """
+
+    tokens: list[int]
+    ends: frozenset[int] = frozenset()
+    room: float = math.inf
+
+    def __post_init__(self) -> None:
+        self.prompt = len(self.tokens)
+        """Tokens of the prompt."""
+
+    @property
+    def last(self) -> int:
+        """The token that the next pass reads."""
+        return self.tokens[-1]
+
+    @property
+    def goes_on(self) -> bool:
+        """True until a token ends the text, or there is no room."""
+        generated = len(self.tokens) > self.prompt
+        return self.room > 0 and not (generated and self.last in self.ends)
+
+    def ends_with(self, count: int) -> bool:
+        """True if the text has ended, and so many tokens were generated."""
+        return not self.goes_on and len(self.tokens) == self.prompt + count
+
+    def add(self, token: int) -> None:
+        self.tokens.append(token)
+        self.room -= 1
+
+    def until_end(self, tokens: Sequence[int]) -> list[int]:
+        """Return the tokens up to the first one that ends the text, which is among them."""
+        last = next((place for place, token in enumerate(tokens, 1) if token in self.ends), len(tokens))
+        return list(tokens[:last])
+
+    def array(self) -> mx.array:
+        return mx.array(self.tokens, mx.uint32)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The settings of one text.
+
+    Attributes:
+        verifier: runs the passes whose logits choose the tokens.
+        chooser, reader: choose tokens from logits.
+        policy: how much to propose.
+        plain: decodes one token ahead while nothing is proposed; None: each token is a round of one row.
+        agreement: of ranks that share the model.
+        quantize: puts the KV cache into fewer bits once it has `quantized_from` entries, as mlx-lm does.
+        keeps_cache: True if a caller goes on with the KV cache.
+        stream: of MLX, on which all of it is computed.
+        prefill_step: tokens of a prompt that are read at once.
+        progress: called with the tokens of the prompt that were read, and with all of them.
+        embeddings: of the tokens of the prompt (n, D), in place of the model's own.
+        clock: seconds.
+    """
+
+    verifier: Verifier
+    chooser: Chooser
+    reader: LogitsReader = MLX_READER
+    policy: DraftPolicy = field(default_factory=FixedPolicy)
+    plain: "Callable[[Plan, State], Iterator[Token]] | None" = None
+    agreement: Agreement = ALONE
+    quantize: Callable[[list[Any]], None] = lambda cache: None
+    quantized_from: int = UNLIMITED
+    keeps_cache: bool = False
+    stream: Any = None
+    prefill_step: int = 2048
+    progress: Callable[[int, int], None] = lambda read, tokens: None
+    embeddings: mx.array | None = None
+    clock: Callable[[], float] = time.perf_counter
+
+    def embedded(self, begin: int, end: int) -> dict[str, mx.array]:
+        """Return the keyword of the model for a part of the prompt that has embeddings."""
+        return {} if self.embeddings is None else {"input_embeddings": self.embeddings[None, begin:end]}
+
+    def on_stream(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self.stream is None else mx.stream(self.stream)
+
+
+@dataclass
+class State:
+    """A text while it is generated.
+
+    Between rounds, `cache` holds all tokens of `text` but the last one. While the tokens of a round are handed out, the
+    text has all of them already.
+
+    Attributes:
+        cache: the KV cache of the verifier, one entry a layer.
+        drafters: in the order in which they are asked.
+        found: the latest verification.
+        shown: how many of its tokens were handed out.
+        proposal: the next one, if it was queued before its round.
+        began: when its round began, and `away` then.
+        away: seconds that readers of the tokens took.
+        is_last_read: the last token is in the KV cache, too: the next pass ran ahead.
+    """
+
+    text: Text
+    cache: list[Any]
+    drafters: "list[Drafter]" = field(default_factory=list)
+    found: Verification | None = None
+    shown: int = 0
+    proposal: "Proposal | None" = None
+    began: tuple[float, float] = 0.0, 0.0
+    away: float = 0.0
+    is_last_read: bool = False
+
+    def is_queued(self, plan: Plan) -> bool:
+        """Return whether a device computes by itself what it is given."""
+        return not plan.verifier.computes_at_once(self.cache)
+
+    def room(self, plan: Plan) -> int:
+        """Return the most tokens to propose: the verifier adds one, and a KV cache is quantized between passes."""
+        until_quantized = plan.quantized_from - length(self.cache) - 1
+        return int(min(self.text.room - 1, UNLIMITED if until_quantized < 0 else until_quantized))
+
+    def seconds(self, plan: Plan) -> float | None:
+        """Return the seconds since the round began; None if the device may have waited for a reader of the tokens."""
+        begin, away = self.began
+        whole, away = plan.clock() - begin, self.away - away
+        if not self.is_queued(plan):
+            return whole - away
+        return whole if away < SLOW_READER * whole else None
