@@ -114,7 +114,7 @@ def guarded_processor(processor: Processor, owner: Chooser) -> Processor:
 class RowSampler:
     """A sampler of all rows of a pass, the same one for every sequence, as mlx-lm sees it.
 
-    It notes entropies and step as `sampled` does. Then each row is sampled as its sequence would sample it alone; rows
+    It notes entropies and step of each row. Then each row is sampled as its sequence would sample it alone; rows
     without a sampler and a seed of their own together, as in mlx-lm.
     """
 
