@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 from ..ranks.agreement import ALONE
-from .caches import gears_of
 from .drafters import NO_TOKENS
 from .response import Step, Token
 from .sampling import Choice, ChosenRows, choose_rows, kv_read
@@ -73,5 +72,5 @@ def queue(plan: Plan, state: State, last: mx.array, context: mx.array | None) ->
         plan.quantize(state.cache)
         token = rows.sampled[0] if rows.sampled else rows.seen[:, Choice.TOKEN].astype(mx.uint32)
         mx.async_eval(token, rows.seen, rows.logprobs)  # left for later, they made the next passes a tenth slower
-    (step,) = found.steps(NO_TOKENS, 0, **kv_read(gears_of(state.cache)))
+    (step,) = found.steps(NO_TOKENS, 0, **kv_read(state.kv_gears))
     return Queued(rows, token, step, context)

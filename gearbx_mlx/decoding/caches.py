@@ -122,15 +122,25 @@ class Snapshot:
 
     Args:
         cache: one entry for each layer, as mlx-lm's models make them.
+
+    Attributes:
+        parts: the caches of single layers.
     """
 
     def __init__(self, cache: Cache):
-        self.parts = [PartState.of(part) for part in parts(cache)]
+        self.parts = [*parts(cache)]
+        self._offsets, self._states = list[int](), list[PartState]()
+        if all(type(part) is KVCache for part in self.parts):  # the usual cache, for every token
+            self._offsets = [part.offset for part in self.parts]
+        else:
+            self._states = [PartState.of(part) for part in self.parts]
 
     def restore(self) -> None:
         """Put the cache back."""
-        for part in self.parts:
-            part.restore()
+        for part, offset in zip(self.parts, self._offsets):
+            part.offset = offset
+        for state in self._states:
+            state.restore()
 
     @contextlib.contextmanager
     def borrowed(self) -> Iterator[None]:

@@ -36,11 +36,7 @@ before it, and the number of the gear, from 0."""
 
 
 class Climbing(Verification):
-    """A pass in one gear, after passes in all gears below it.
-
-    Args:
-        verifier: of this gear.
-    """
+    """A pass in one gear, after passes in all gears below it."""
 
     @property
     def step(self) -> Step:
@@ -62,31 +58,25 @@ class Climb(Verifier):
         self, gearbox: Gearbox, rule: RecomputeRule, prefill_gear: Gear, reader: LogitsReader, agreement: Agreement
     ):
         super().__init__(gearbox, gearbox.ladder[0], prefill_gear)
+        self._in_gear = [Verifier(gearbox, gear) for gear in gearbox.ladder]
         self._rule, self._reader, self._agreement = rule, reader, agreement
         self._position = 0
 
     def verify(self, tokens: Tokens, cache: Cache, **embedded: mx.array) -> Verification:
-        for gear in self.gearbox.ladder:
-            self.gear = gear
-            found = Climbing(self, tokens, cache, **embedded)
-            if gear == self.gearbox.ladder.top or not self._rule(self._entropy(found), self._position, gear.index):
+        for verifier in self._in_gear:
+            found = Climbing(verifier, tokens, cache, **embedded)
+            if verifier is self._in_gear[-1] or not self._is_unsure(found):
                 break
             found.keep(0)
         self._position += 1
         return found
 
-    def _entropy(self, found: Verification) -> float:
-        """Bits, the same on all ranks."""
-        (entropy,) = self._agreement.arrays(self._reader.entropy(found.logits[:, -1]))
-        return float(entropy)
-
-    def run(self, tokens: Tokens, cache: Cache, **embedded: mx.array) -> mx.array:
-        """Return logits (1, 1, V) in the gear of now, of which a controller may have capped layers."""
-        self.gearbox.shift(self.gear)
-        return self.gearbox.model(mx.array(tokens, mx.uint32)[None], cache=cache, **embedded)
-
     def computes_at_once(self, cache: Cache) -> bool:
         return True  # the entropy of a gear is waited for before the next one runs
+
+    def _is_unsure(self, found: Verification) -> bool:
+        (entropy,) = self._agreement.arrays(self._reader.entropy(found.logits[:, -1]))
+        return self._rule(float(entropy), self._position, found.gear.index)  # bits, the same on all ranks
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ import numpy as np
 
 from ..compat.arrays import set_random_state
 from ..errors import GearbxError, GearbxWarning, one_line
-from .caches import gears_of, in_common
+from .caches import in_common
 from .drafters import NO_TOKENS, Proposal
 from .response import DRAFT, Token
 from .rows import Verification
@@ -85,10 +85,10 @@ def handed_out(plan: Plan, state: State, tokens: list[Token]) -> Iterator[Token]
 
 def prefill(plan: Plan, state: State) -> None:
     """Read the prompt, but for its last token, into the KV caches of the verifier and of the drafters."""
-    text, gears = state.text, gears_of(state.cache)
+    text = state.text
     tokens, last = text.array(), text.prompt - 1
-    if gears is not None:
-        gears.begin_prompt()
+    if state.kv_gears is not None:
+        state.kv_gears.begin_prompt()
     plan.progress(0, text.prompt)
     for begin in range(0, last, plan.prefill_step):
         end = min(begin + plan.prefill_step, last)
@@ -148,7 +148,7 @@ def accept(plan: Plan, state: State, proposal: Proposal, found: Verification) ->
     with np.errstate(invalid="ignore"):  # logits that are not finite are refused later, by name
         near = (seen[:, Choice.BEST] - seen[:, Choice.NEXT] <= rounding) & (found.count > 1)
     generated = list[Token]()
-    for place, step in enumerate(found.steps(proposal, accepted, **kv_read(gears_of(state.cache)))):
+    for place, step in enumerate(found.steps(proposal, accepted, **kv_read(state.kv_gears))):
         token, bits = int(tokens[place]), float(seen[place, Choice.ENTROPY])
         generated.append(Token(token, rows.logprobs[place], bits, step, bool(near[place])))
         text.add(token)

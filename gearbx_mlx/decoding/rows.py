@@ -61,6 +61,8 @@ class Verifier:
 
     def __init__(self, gearbox: Gearbox, gear: Gear, prefill_gear: Gear | None = None):
         self.gearbox, self.gear, self.prefill_gear = gearbox, gear, prefill_gear or gear
+        self._found: KeptParts | None = None
+        self._caps = gearbox.caps  # that it was found with
 
     def prefill(self, tokens: mx.array, cache: Cache, **embedded: mx.array) -> None:
         """Read a part (n,) of the prompt into the KV cache."""
@@ -102,9 +104,12 @@ class Verifier:
         with windows_of_single_tokens(cache), of_classes(self._short_path):
             return self.gearbox.model(inputs, cache=cache, **embedded)
 
-    @functools.cached_property
+    @property
     def _parts(self) -> KeptParts:
-        return KeptParts(self._find)
+        """Native parts of the gear, found again when a controller has capped layers."""
+        if self._found is None or self._caps is not self.gearbox.caps:
+            self._found, self._caps = KeptParts(self._find), self.gearbox.caps
+        return self._found
 
     def _find(self) -> PassParts | None:
         self.gearbox.shift(self.gear)
@@ -142,7 +147,7 @@ class Verification:
         self.gear = verifier.gear
         self.kept = self.count = len(tokens)
         self._before = Snapshot(cache)
-        has_states = any(not loses_entries(part.kind) for part in self._before.parts)
+        has_states = any(not loses_entries(kind) for kind in {*map(type, self._before.parts)})
         self._outputs: LayerOutputs | None = None
         if has_states and self.count > 1:
             verifier.gearbox.shift(verifier.gear)
@@ -189,10 +194,10 @@ class Verification:
             self._again(rows)
         else:
             for part in self._before.parts:
-                if part.kind is RotatingKVCache:
-                    cut_window(part.part, dropped)
+                if type(part) is RotatingKVCache:
+                    cut_window(part, dropped)
                 else:
-                    part.part.trim(dropped)
+                    part.trim(dropped)
 
     def _again(self, rows: int) -> None:
         """Compute the states after the first tokens, from the outputs of the linear layers."""

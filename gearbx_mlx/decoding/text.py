@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from ..ranks.agreement import ALONE, Agreement
-from .caches import length
+from .caches import gears_of, length
 from .policy import DraftPolicy, FixedPolicy
 from .response import Token
 from .rows import Verification, Verifier
@@ -139,14 +139,21 @@ class State:
     away: float = 0.0
     is_last_read: bool = False
 
+    def __post_init__(self) -> None:
+        self.kv_gears = gears_of(self.cache)
+        """Of the KV cache, if it has gears."""
+
     def is_queued(self, plan: Plan) -> bool:
         """Return whether a device computes by itself what it is given."""
         return not plan.verifier.computes_at_once(self.cache)
 
     def room(self, plan: Plan) -> int:
         """Return the most tokens to propose: the verifier adds one, and a KV cache is quantized between passes."""
-        until_quantized = plan.quantized_from - length(self.cache) - 1
-        return int(min(self.text.room - 1, UNLIMITED if until_quantized < 0 else until_quantized))
+        room = self.text.room - 1
+        if plan.quantized_from < UNLIMITED:
+            until_quantized = plan.quantized_from - length(self.cache) - 1
+            room = room if until_quantized < 0 else min(room, until_quantized)
+        return int(min(room, UNLIMITED))
 
     def seconds(self, plan: Plan) -> float | None:
         """Return the seconds since the round began; None if the device may have waited for a reader of the tokens."""

@@ -269,6 +269,11 @@ class Gearbox:
             self._engage(gear)
             raise
 
+    @property
+    def caps(self) -> Mapping[str, int]:
+        """Path to the most bits of a layer; another object after each change."""
+        return self._caps
+
     def prepare(self, gear: Gear) -> None:
         """Make a gear that will soon be engaged; where idle gears stay in memory, without waiting for it."""
         if gear in self._trees or gear in self._prepared:
@@ -599,6 +604,11 @@ class Observer:
         self.shifts = 0
         self.shift_seconds = self.making_seconds = 0.0
         self.active_memory = {"as loaded": mx.get_active_memory()}
+
+    @property
+    def caps(self) -> Mapping[str, int]:
+        """Path to the most bits of a layer; another object after each change."""
+        return self._caps
 
     def prepare(self, gear: Gear) -> None:
         pass

@@ -1,4 +1,4 @@
-"""A second turn with the KV cache of the first one: the tokens of plain decoding, whatever the cache and the drafter."""
+"""A second turn with the KV cache of the first: plain decoding's tokens, whatever the cache and the drafter."""
 
 import mlx.core as mx
 import pytest
