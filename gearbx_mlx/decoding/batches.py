@@ -34,7 +34,7 @@ from ..gears.gearbox import Gearbox, Observer
 from ..gears.ladder import Gear
 from ..routing.gates import BatchPolicy, Gate, Monitor, Reading, highest
 from .caches import Cache, parts
-from .mode import Mode, check_known, turn, vocabulary_of
+from .mode import Mode, check_known, decode_lock, vocabulary_of
 from .response import BatchGearResponse, Step, seen_of, single_pass
 from .sampling import Chooser, Processor, Sampler, check_finite, reader_of, sampled_rows, sampler_beside
 
@@ -236,7 +236,7 @@ class BatchGenerator(StagedGenerator):
 
     def seen(self, step: Callable[[], tuple[list[Any], list[Any]]]) -> tuple[list[Any], list[BatchGearResponse]]:
         """mlx-lm's responses with what was seen of them, in the turn of this generator."""
-        with turn(self.gearbox):
+        with decode_lock(self.gearbox):
             prompts, tokens = step()
             return prompts, self._seen(tokens)
 

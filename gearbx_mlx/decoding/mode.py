@@ -224,7 +224,7 @@ def thresholds_for(thresholds: Thresholds, gearbox: Any) -> tuple[float, ...]:
     return thresholds_in_bits(thresholds, bits, vocabulary_of(gearbox), partial(model_fingerprint, gearbox.model))
 
 
-def turn(gearbox: Any) -> AbstractContextManager:
+def decode_lock(gearbox: Any) -> AbstractContextManager:
     """Return the lock that a text has while it shifts a gearbox and computes a token with it."""
     with making:
         return _locks.setdefault(gearbox, threading.RLock())

@@ -38,7 +38,7 @@ from ..gears.discovery import QUANTIZED
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
 from .caches import APPENDING, Cache, Snapshot, parts
-from .mode import turn
+from .mode import decode_lock
 from .response import DRAFT, LOOKUP, MODEL, Step, single_pass
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Verifier:
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         """In the block no other text computes with the gearbox; its gear is afterwards as before."""
-        with turn(self.gearbox):
+        with decode_lock(self.gearbox):
             engaged = self.gearbox.gear
             yield
             self.gearbox.shift(engaged)

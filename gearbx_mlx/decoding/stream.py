@@ -35,7 +35,7 @@ from ..telemetry.summary import Tally, kv_summary, summarize
 from .caches import cache_in_gears, check_kv_mode, check_quantizable
 from .governor import Governor, MemoryGuard
 from .lossless import measured_seconds
-from .mode import Mode, check_known, encoded, making, turn, vocabulary_of
+from .mode import Mode, check_known, decode_lock, encoded, making, vocabulary_of
 from .modes import check_draft_model, mode_class
 from .pair import Pair, bytes_read
 from .response import BatchGearResponse, GearResponse, Seen
@@ -96,7 +96,7 @@ def stream_generate(
         return Responses(chosen.stream(model, tokenizer, prompt, **keywords), model, chosen, None, began=began)
     check_device(box.device)
     keywords["sampler"] = sampler_beside(box, kwargs.get("sampler"))
-    with turn(box):
+    with decode_lock(box):
         responses = chosen.stream(model, tokenizer, prompt, **keywords)
     return Responses(responses, model, chosen, box, controller, kwargs.get("draft_model"), began)
 
@@ -405,7 +405,7 @@ class Responses(Iterator[GearResponse]):
     last: GearResponse | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._turn = contextlib.nullcontext() if self.gearbox is None else turn(self.gearbox)
+        self._turn = contextlib.nullcontext() if self.gearbox is None else decode_lock(self.gearbox)
         self.times = (0.0, 0.0)
         """When the first token came, and the latest one."""
         self.tally = Tally.of(NAMES if self.gearbox is None else [gear.name for gear in self.gearbox.ladder])
