@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
-from itertools import repeat
+from itertools import accumulate, repeat
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
@@ -34,8 +34,10 @@ Step = str | int
 
 
 def shown(value: Any) -> str:
-    """Return a value of a JSON file for a message: one line, shortened."""
-    text = json.dumps(value)
+    """Return a value of a JSON file for a message: one line, shortened; of a large one the beginning is written."""
+    start = value[:LONGEST_SHOWN] if isinstance(value, str) else value
+    parts = accumulate(json.JSONEncoder().iterencode(start))
+    text = next((text for text in parts if len(text) > LONGEST_SHOWN), None) or json.dumps(start)
     return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 3]}..."
 
 
@@ -43,6 +45,8 @@ def malformed(error: Exception, text: str | bytes) -> str:
     """Say why a text is not JSON, and where."""
     if isinstance(error, UnicodeError):
         return f"not JSON: not UTF-8 text ({error.reason})" if hasattr(error, "reason") else "not JSON: not UTF-8 text"
+    if "Invalid UTF-8" in str(error):  # as msgspec 0.23 says it
+        return "not JSON: not UTF-8 text"
     if isinstance(error, msgspec.ValidationError):  # the only one that needs no type
         return "not JSON: a number has too many digits"
     found = re.fullmatch(r"JSON is malformed: (.*) \(byte (\d+)\)", str(error))
