@@ -282,7 +282,7 @@ class GearedProvider(ModelProvider):
             self.served.close()
         self.reset()
         self.served = None
-        gc.collect()
+        collect_and_freeze()
         mx.clear_cache()
 
     def take(self, key: tuple[str | None, str | None], served: Served) -> None:
@@ -300,3 +300,15 @@ class GearedProvider(ModelProvider):
         self.is_batchable = served.draft_model is None and all(
             hasattr(part, "merge") for part in served.make_cache(None)
         )
+        collect_and_freeze()
+
+
+def collect_and_freeze() -> None:
+    """Free what is not used any more, and keep Python's later collections from the rest.
+
+    A request of many small values starts collections. Each looks at all objects of the program, and nothing else runs
+    meanwhile.
+    """
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()

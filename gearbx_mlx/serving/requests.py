@@ -1,16 +1,16 @@
 """What a client may ask for: OpenAI's completions, mlx-lm's further fields, and `gearbx`. Typed and bounded."""
 
+import re
 from collections.abc import Mapping
 from functools import partial
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal
 
-from msgspec import Meta
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, StrictBool, ValidationInfo
 from typing_extensions import Self
 
 from ..errors import GearbxError
-from ..files.reading import shown, typed
+from ..files.reading import shown
 from .bodies import AnyObject, ListOf, Part, parse
 from .grammar import ResponseFormat, function_name
 from .web import Refused
@@ -43,14 +43,16 @@ def refuse_field(value: Any, field: ValidationInfo) -> Any:
 
 def check_biases(content: Any) -> Any:
     """Return a logit_bias, which may be as large as the vocabulary. Raises ValueError for its first error alone."""
-    try:
-        return content if content is None else typed(content, dict[Digits, Bias])
-    except GearbxError as error:
-        raise ValueError(f"logit_bias: {error}") from error
+    for token, bias in content.items() if isinstance(content, dict) else ():
+        if not re.fullmatch(DIGITS, token):
+            raise ValueError(f"logit_bias has the key {shown(token)}, which is not the number of a token")
+        if type(bias) not in (int, float) or not -100 <= bias <= 100:
+            raise ValueError(f"logit_bias.{token} is {shown(bias)}; send a number from -100 to 100")
+    return content
 
 
-Digits = Annotated[str, Field(pattern="^[0-9]{1,20}$"), Meta(pattern="^[0-9]{1,20}$")]
-Bias = Annotated[Penalty, Meta(ge=-100, le=100)]
+DIGITS = "[0-9]{1,20}"
+Biases = Annotated[dict[Annotated[str, Field(pattern=f"^{DIGITS}$")], Penalty] | None, BeforeValidator(check_biases)]
 NotServed = Annotated[Any, AfterValidator(refuse_field)]
 TokenList = Annotated[list[Count], Field(min_length=1, fail_fast=True)]
 Prompts = Annotated[list[str | TokenList], Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True)]
@@ -103,7 +105,7 @@ class BaseRequest(GearRequest, frozen=True):
     frequency_context_size: Count = 20
     xtc_probability: Share = 0.0
     xtc_threshold: Annotated[Number, Field(ge=0, le=0.5)] = 0.1
-    logit_bias: Annotated[dict[Digits, Bias] | None, BeforeValidator(check_biases)] = None
+    logit_bias: Biases = None
     seed: Annotated[Whole, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: StopWord | StopWords | None = None
     n: Annotated[Whole, Field(ge=1, le=MOST_CHOICES)] | None = None
