@@ -257,7 +257,7 @@ class TextRequest(BaseRequest, frozen=True):
     @property
     def tokens(self) -> list[int]:
         """The prompt, where it is tokens."""
-        return [token for token in self.prompt if isinstance(token, int)]
+        return [] if isinstance(self.prompt, str) else [token for token in self.prompt if isinstance(token, int)]
 
     @property
     def alternatives(self) -> int | None:

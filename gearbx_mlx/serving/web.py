@@ -45,7 +45,7 @@ from . import address_of, is_loopback
 PATIENCE = 30.0  # seconds that a client has to send its request
 LARGEST_BODY = 2**24  # bytes
 SMALL_BODY = 2**16  # bytes; as many of these as there are connections fit into memory
-MAX_BODIES = 8  # largest bodies that are held at once
+MAX_BODIES = 4  # largest bodies that are held at once
 MAX_THREADS = 2  # that work on requests before they are computed
 MOST_HEADERS, LONGEST_PATH = 100, 2**16
 LOG_FIELDS = "gearbx.told"  # of a request's scope: what a route knows of its answer, for the log
