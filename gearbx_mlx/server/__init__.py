@@ -61,7 +61,9 @@ class ListenSettings(Settings):
     api_key: str | None = flag(
         None, "Key that requests must bring. Default: the environment's GEARBX_API_KEY, or none", named=True
     )
-    max_body_bytes: int = flag(2**24, "The most bytes of a request.", least=1, most=2**31, rare=True)
+    max_body_bytes: int | None = flag(
+        None, "The most bytes of a request. Default: as the model's context needs", least=1, most=2**31, rare=True
+    )
     request_timeout: float = flag(
         30.0, "Seconds that a client has to send its request.", least=0.1, most=3600, rare=True
     )

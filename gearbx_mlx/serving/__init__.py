@@ -8,6 +8,7 @@ import ipaddress
 from ..errors import GearbxError
 
 DEFAULT_TIMEOUT = 120.0  # seconds, for another server
+LONGEST_JUDGED = 2**16  # characters of a prompt that choose its gear or its model
 ASSUMED_VOCABULARY = 262144  # Gemma's, the largest that is common: for smaller ones the upper bounds hold too
 
 

@@ -7,9 +7,10 @@ import asyncio
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import mlx.core as mx
@@ -19,12 +20,12 @@ from fastapi.security import APIKeyHeader, HTTPBearer
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel
-from starlette.concurrency import run_in_threadpool
 from typing_extensions import TypedDict
 
 from ..telemetry.summary import Tally
 from ..telemetry.trace import LOOKUP, Token, writer_of
 from .answers import Answer, ChatCompletion, Dialect, TextCompletion, event_text
+from .bodies import BodyRoute, in_thread
 from .dialects import (
     CountTokensRequest,
     Messages,
@@ -38,7 +39,7 @@ from .dialects import (
 from .job import Asked, Begun, Emitted, Progress
 from .requests import AnyRequest, ChatRequest, TextRequest
 from .scheduler import Scheduler
-from .web import LOG_FIELDS, Guard, Refused, Stop, also, application, event_stream, front, refusal
+from .web import LOG_FIELDS, Guard, Limits, Refused, Stop, also, application, event_stream, front, refusal
 
 MESSAGES_PATH, MODELS_PATH = "/v1/messages", "/v1/models"
 FIRST_TOKEN = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)  # seconds
@@ -132,11 +133,15 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Service:
-    """What computes, what counts, the end of the server, and what its log is told of an answer."""
+    """What computes, what counts, the end of the server, and what its log is told of an answer.
+
+    in_thread: calls a function as `bodies.in_thread` does.
+    """
 
     scheduler: Scheduler
     metrics: Metrics
     stop: Stop
+    in_thread: Callable[..., Awaitable[Any]]
     told: dict[str, Any] = field(default_factory=dict)
 
 
@@ -195,9 +200,10 @@ STREAM_SCHEMA = also(
 )
 router = APIRouter()
 keyed = APIRouter(
+    route_class=BodyRoute,
     dependencies=[Depends(HTTPBearer(auto_error=False)), Depends(APIKeyHeader(name="x-api-key", auto_error=False))],
 )
-theirs = APIRouter(responses=failing(dict[str, Any]), dependencies=keyed.dependencies)
+theirs = APIRouter(route_class=BodyRoute, responses=failing(dict[str, Any]), dependencies=keyed.dependencies)
 
 
 # The routes.
@@ -216,7 +222,8 @@ async def go_on_with_a_text(body: TextRequest, here: Here) -> Response:
 
 @keyed.post("/v1/responses", response_model=dict[str, Any], responses=STREAM_SCHEMA)
 async def respond(body: ResponsesRequest, here: Here) -> Response:
-    return await complete(here, body, chat_of_response(body), ResponseDialect(body))
+    chat, dialect = await here.in_thread(lambda: (chat_of_response(body), ResponseDialect(body)))
+    return await complete(here, body, chat, dialect)
 
 
 @keyed.post("/v1/embeddings", response_model=Error, include_in_schema=False)
@@ -226,12 +233,12 @@ async def refuse_embeddings() -> Response:
 
 @theirs.post(MESSAGES_PATH, response_model=dict[str, Any], responses=STREAM_SCHEMA)
 async def answer_messages(body: MessagesRequest, here: Here) -> Response:
-    return await complete(here, body, chat_of_messages(body), Messages())
+    return await complete(here, body, await here.in_thread(chat_of_messages, body), Messages())
 
 
 @theirs.post(f"{MESSAGES_PATH}/count_tokens", response_model=dict[str, int])
 async def count_tokens_of_a_prompt(body: CountTokensRequest, here: Here) -> Response:
-    count = await run_in_threadpool(here.scheduler.count, chat_of_messages(body))
+    count = await here.in_thread(lambda: here.scheduler.count(chat_of_messages(body)))
     return JSONResponse({"input_tokens": count})
 
 
@@ -276,12 +283,13 @@ def server_application(guard: Guard, scheduler: Scheduler | None = None) -> Fast
         ("/", "/health", "/openapi.json"),
         lambda path, refused: messages_error(refused) if path.startswith(MESSAGES_PATH) else refused.body(),
         lambda path, status: metrics.answered(route_of(path), status),
+        Limits if scheduler is None else scheduler.provider.limits,
         title="gearbx_mlx.server",
         version="1",
         description="A model in gears, behind the APIs of OpenAI and Anthropic.",
     )
     if scheduler is not None:
-        app.state.service = Service(scheduler, metrics, app.state.stop)
+        app.state.service = Service(scheduler, metrics, app.state.stop, partial(in_thread, app))
     return app
 
 
@@ -345,7 +353,7 @@ async def answers(here: Service, texts: Sequence[AnyRequest]) -> AsyncGenerator[
     try:
         for place, text in enumerate(texts):
             with here.stop.heeded():
-                await run_in_threadpool(here.scheduler.submit, Asked(text, place, came, left))
+                await here.in_thread(here.scheduler.submit, Asked(text, place, came, left))
         while open_texts:
             with here.stop.heeded():
                 index, found = await came.get()

@@ -10,18 +10,22 @@ import uuid
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, Field, StrictBool, field_validator
+from pydantic import AfterValidator, Field, StrictBool, field_validator
 
 from ..files.reading import shown
 from .answers import Block, BlockDialect, Event
+from .bodies import AnyObject, ListOf, Part
 from .requests import (
+    MAX_TOOLS,
     ChatRequest,
     Count,
     GearRequest,
     Kinds,
+    Name,
     NotServed,
     Number,
     Share,
+    StopWords,
     Tokens,
     ToolName,
     as_chat,
@@ -59,14 +63,14 @@ ROLES = {"user": "user", "assistant": "assistant", "system": "system", "develope
 class ForeignRequest(GearRequest, frozen=True):
     """Fields that requests of both have as a chat completion has them."""
 
-    model: str | None = None
+    model: Name | None = None
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
     top_p: Share | None = None
     stream: StrictBool | None = None
 
 
-class TextConfig(BaseModel):
-    format: Annotated[dict[str, Any], of_kind(ANSWER_FORMATS)] | None = None
+class TextConfig(Part, frozen=True):
+    format: Annotated[AnyObject, of_kind(ANSWER_FORMATS)] | None = None
 
     @property
     def response_format(self) -> dict[str, Any] | None:
@@ -81,29 +85,29 @@ class TextConfig(BaseModel):
 # Requests of Anthropic's clients.
 
 
-class Turn(BaseModel):
+class Turn(Part, frozen=True):
     role: Literal["user", "assistant", "system"]
-    content: str | list[Annotated[dict[str, Any], of_kind(MESSAGE_BLOCKS)]]
+    content: str | ListOf[Annotated[AnyObject, of_kind(MESSAGE_BLOCKS)]]
 
 
-class ClientTool(BaseModel):
+class ClientTool(Part, frozen=True):
     """A function of the client's. `input_schema` is a JSON schema."""
 
     name: ToolName
-    input_schema: dict[str, Any]
+    input_schema: AnyObject
     description: str | None = None
 
 
 class CountTokensRequest(ForeignRequest, frozen=True):
     """Body of `/v1/messages/count_tokens`."""
 
-    messages: Annotated[list[Turn], Field(min_length=1)]
-    system: str | list[Annotated[dict[str, Any], of_kind({"text": {"text": str}})]] | None = None
-    tools: list[ClientTool] | None = None
-    tool_choice: Annotated[dict[str, Any], of_kind(CHOICES)] | None = None
-    thinking: Annotated[dict[str, Any], of_kind(THINKING)] | None = None
+    messages: Annotated[ListOf[Turn], Field(min_length=1)]
+    system: str | ListOf[Annotated[AnyObject, of_kind({"text": {"text": str}})]] | None = None
+    tools: Annotated[ListOf[ClientTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Annotated[AnyObject, of_kind(CHOICES)] | None = None
+    thinking: Annotated[AnyObject, of_kind(THINKING)] | None = None
     output_config: TextConfig = TextConfig()
-    stop_sequences: list[str] | None = None
+    stop_sequences: StopWords | None = None
 
     @field_validator("messages")
     @classmethod
@@ -175,19 +179,19 @@ def checked_item(item: dict[str, Any]) -> dict[str, Any]:
     return item
 
 
-Function = Annotated[dict[str, Any], of_kind({"function": {"name": str}})]
+Function = Annotated[AnyObject, of_kind({"function": {"name": str}})]
 
 
 class ResponsesRequest(ForeignRequest, frozen=True):
     """Body of `/v1/responses`."""
 
-    input: str | Annotated[list[Annotated[dict[str, Any], AfterValidator(checked_item)]], Field(min_length=1)]
+    input: str | Annotated[ListOf[Annotated[AnyObject, AfterValidator(checked_item)]], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Tokens | None = None
-    tools: list[Function] | None = None
+    tools: Annotated[ListOf[Function], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | Function | None = None
     text: TextConfig = TextConfig()
-    reasoning: dict[str, Any] | None = None  # a model that can think does so with every effort but "none"
+    reasoning: AnyObject | None = None  # a model that can think does so with every effort but "none"
     previous_response_id: NotServed = None
     conversation: NotServed = None
     background: NotServed = None

@@ -16,6 +16,7 @@ from typing import Any
 
 import anyio
 import httpx
+import msgspec
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from httpx_sse import EventSource
@@ -25,7 +26,8 @@ from ..errors import GearbxError, escaped, one_line
 from ..files.reading import parse_json, parse_python_json, typed
 from ..routing.bounds import entropy_bounds, rounding_as_written
 from ..routing.gates import first_gear
-from . import DEFAULT_TIMEOUT, SYMBOLS, OtherError, is_loopback
+from . import DEFAULT_TIMEOUT, LONGEST_JUDGED, SYMBOLS, OtherError, is_loopback
+from .bodies import BodyRoute
 from .web import Guard, Refused, Stop, application, event_stream, front
 
 LARGEST_ANSWER = 2**28  # bytes
@@ -252,7 +254,7 @@ class Other:
         headers = {"Accept-Encoding": "identity", "User-Agent": "gearbx-mlx", "Content-Type": "application/json"}
         headers |= {"Authorization": f"Bearer {self.key}"} if self.key else {}
         method = "GET" if body is None else "POST"
-        content = None if body is None else json.dumps(body)  # as ASCII: a text may contain half of a surrogate pair
+        content = None if body is None else encoded(body)
         try:
             async with (
                 httpx.AsyncClient(timeout=self.timeout, verify=certificates(), trust_env=self.trust_env) as client,
@@ -384,6 +386,14 @@ class Other:
         raise self.failed(f"gives no log-probabilities for {model}{words}", "start it with them, or use another server")
 
 
+def encoded(body: Mapping[str, Any]) -> bytes:
+    """Return a body as JSON; as ASCII where a text has half of a surrogate pair, which takes ten times as long."""
+    try:
+        return msgspec.json.encode(body)
+    except UnicodeEncodeError:
+        return json.dumps(body).encode()
+
+
 @cache
 def certificates() -> Any:
     """Return the certificates of this machine, whose reading takes tens of milliseconds."""
@@ -451,7 +461,7 @@ class RoutedModels:
         if name not in (None, "", BY_PROMPT):
             names = ", ".join((BY_PROMPT, *self.models))
             raise Refused(404, f"the model {str(name)[:200]!a} is not served here; {names} are", param="model")
-        return self.models[first_gear(typed_last(body), len(self.models))]
+        return self.models[first_gear(typed_last(body)[:LONGEST_JUDGED], len(self.models))]
 
     async def answer(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the objects of a stream, or the one whole answer, each with its `gearbx`. Raises OtherError."""
@@ -519,7 +529,7 @@ def in_their_words(error: OtherError) -> Refused:
     return Refused(502, f"the server of this model: {error.reason}", "server_error", code="bad_gateway")
 
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 router.include_router(front)
 
 

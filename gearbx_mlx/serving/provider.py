@@ -32,7 +32,9 @@ from ..gears.gearbox import Gearbox, Observer, model_fingerprint
 from ..routing.gates import default_thresholds
 from . import SYMBOLS
 from .requests import DEFAULT_MODEL, Options
-from .web import Refused
+from .web import LARGEST_BODY, Limits, Refused
+
+MIN_ROOM = 2**22  # bytes: 128 texts, or 512 tools with their schemas, of 32 and 8 kB
 
 
 class Vocabulary:
@@ -224,6 +226,15 @@ class GearedProvider(ModelProvider):
         """True if there is a model for requests that name none."""
         return self.models is None or self.own_key[0] is not None
 
+    def limits(self) -> Limits:
+        """Return how large a request may be: as a context needs, with room for many short texts, or for images."""
+        served = self.served
+        if served is None or served.context is None or self.allow_models or self.models is not None:
+            return Limits()
+        text = served.context * served.longest_token
+        body = LARGEST_BODY if self.processor is not None else min(max(text, MIN_ROOM), LARGEST_BODY)
+        return Limits(body, max(Limits().values, 2 * served.context))
+
     @property
     def names(self) -> set[str]:
         """What requests may call the server's own model."""
@@ -271,7 +282,7 @@ class GearedProvider(ModelProvider):
             self.served.close()
         self.reset()
         self.served = None
-        gc.collect()
+        collect_and_freeze()
         mx.clear_cache()
 
     def take(self, key: tuple[str | None, str | None], served: Served) -> None:
@@ -289,3 +300,15 @@ class GearedProvider(ModelProvider):
         self.is_batchable = served.draft_model is None and all(
             hasattr(part, "merge") for part in served.make_cache(None)
         )
+        collect_and_freeze()
+
+
+def collect_and_freeze() -> None:
+    """Free what is not used any more, and keep Python's later collections from the rest.
+
+    A request of many small values starts collections. Each looks at all objects of the program, and nothing else runs
+    meanwhile.
+    """
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()

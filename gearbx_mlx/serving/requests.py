@@ -1,21 +1,24 @@
 """What a client may ask for: OpenAI's completions, mlx-lm's further fields, and `gearbx`. Typed and bounded."""
 
+import re
 from collections.abc import Mapping
 from functools import partial
 from types import NoneType
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, ValidationError, ValidationInfo
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, StrictBool, ValidationInfo
 from typing_extensions import Self
 
 from ..errors import GearbxError
 from ..files.reading import shown
+from .bodies import AnyObject, ListOf, Part, parse
 from .grammar import ResponseFormat, function_name
-from .web import Refused, misfit_of_body
+from .web import Refused
 
 DEFAULT_MODEL = "default_model"  # mlx-lm's name for the model that the server was started with
 MOST_LOGPROBS, MOST_CHOICES = 20, 8
-MOST_TEXTS = 128  # of one request
+MAX_TEXTS = 128  # of one request
+MAX_TOOLS = 512
 ANOTHER = 0x9E3779B97F4A7C15  # between the seeds of two texts of one request
 LONGEST_CONTEXT = 2**31
 
@@ -38,22 +41,37 @@ def refuse_field(value: Any, field: ValidationInfo) -> Any:
     return value
 
 
+def check_biases(content: Any) -> Any:
+    """Return a logit_bias, which may be as large as the vocabulary. Raises ValueError for its first error alone."""
+    for token, bias in content.items() if isinstance(content, dict) else ():
+        if not re.fullmatch(DIGITS, token):
+            raise ValueError(f"logit_bias has the key {shown(token)}, which is not the number of a token")
+        if type(bias) not in (int, float) or not -100 <= bias <= 100:
+            raise ValueError(f"logit_bias.{token} is {shown(bias)}; send a number from -100 to 100")
+    return content
+
+
+DIGITS = "[0-9]{1,20}"
+Biases = Annotated[dict[Annotated[str, Field(pattern=f"^{DIGITS}$")], Penalty] | None, BeforeValidator(check_biases)]
 NotServed = Annotated[Any, AfterValidator(refuse_field)]
-TokenList = Annotated[list[Count], Field(min_length=1)]
+TokenList = Annotated[list[Count], Field(min_length=1, fail_fast=True)]
+Prompts = Annotated[list[str | TokenList], Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True)]
 StopWord = Annotated[str, Field(min_length=1, max_length=1000)]
+StopWords = Annotated[list[StopWord], Field(max_length=64, fail_fast=True)]
 ToolName = Annotated[str, Field(min_length=1, max_length=128)]
+Tools = Annotated[list[AnyObject], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
-class Options(BaseModel, frozen=True, extra="forbid"):
+class Options(Part, frozen=True, extra="forbid"):
     """The request's own `gearbx`: a mode, the gear of mode static, thresholds in bits, and the gear that drafts."""
 
     mode: str | None = None
     gear: str | Whole | None = None
-    thresholds: list[Bits] | None = None
+    thresholds: Annotated[list[Bits], Field(max_length=64, fail_fast=True)] | None = None
     draft: str | Whole | None = None
 
 
-class GearRequest(BaseModel, frozen=True, extra="allow"):
+class GearRequest(Part, frozen=True, extra="allow"):
     """What any request may say of gears. `mode` and `gear` may stand beside `gearbx`, as `extra_body` sends them.
 
     Fields that are not known are named in the answer.
@@ -64,7 +82,7 @@ class GearRequest(BaseModel, frozen=True, extra="allow"):
     gearbx: Options | None = None
 
 
-class StreamOptions(BaseModel, frozen=True):
+class StreamOptions(Part, frozen=True):
     include_usage: StrictBool = False
 
 
@@ -87,9 +105,9 @@ class BaseRequest(GearRequest, frozen=True):
     frequency_context_size: Count = 20
     xtc_probability: Share = 0.0
     xtc_threshold: Annotated[Number, Field(ge=0, le=0.5)] = 0.1
-    logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,20}$")], Penalty] | None = None
+    logit_bias: Biases = None
     seed: Annotated[Whole, Field(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: StopWord | Annotated[list[StopWord], Field(max_length=64)] | None = None
+    stop: StopWord | StopWords | None = None
     n: Annotated[Whole, Field(ge=1, le=MOST_CHOICES)] | None = None
     best_of: OnlyOne | None = None
     suffix: NotServed = None
@@ -107,8 +125,8 @@ class BaseRequest(GearRequest, frozen=True):
         """Return a request for each text, in their order: with a seed, each text has one of its own."""
         prompts = self.prompts()
         texts = [one for one in prompts for _ in range(self.choices)]
-        if len(texts) > MOST_TEXTS:
-            raise Refused(400, f"{len(texts)} texts are asked for; ask for {MOST_TEXTS} at most", param="prompt")
+        if len(texts) > MAX_TEXTS:
+            raise Refused(400, f"{len(texts)} texts are asked for; ask for {MAX_TEXTS} at most", param="prompt")
         if self.seed is None:
             return texts
         return [one.model_copy(update={"seed": self.seed + place * ANOTHER}) for place, one in enumerate(texts)]
@@ -144,21 +162,19 @@ class BaseRequest(GearRequest, frozen=True):
         return self.max_tokens
 
 
-class ChatTurn(BaseModel, frozen=True):
+class ChatTurn(Part, frozen=True, extra="allow"):
     """What is checked of a message; the chat template gets all of it."""
 
-    model_config = ConfigDict(extra="allow")
-
     role: Annotated[str, Field(min_length=1, max_length=100)]
-    content: str | list[dict[str, Any]] | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    content: str | ListOf[AnyObject] | None = None
+    tool_calls: ListOf[AnyObject] | None = None
 
 
-class FunctionName(BaseModel, frozen=True):
+class FunctionName(Part, frozen=True):
     name: Annotated[str, Field(min_length=1, max_length=1000)]
 
 
-class NamedTool(BaseModel, frozen=True):
+class NamedTool(Part, frozen=True):
     type: Literal["function"]
     function: FunctionName
 
@@ -169,13 +185,13 @@ class ChatRequest(BaseRequest, frozen=True):
     tool_choice: "none" hides the tools; "required" and a tool's name have a grammar make the model call.
     """
 
-    messages: Annotated[list[ChatTurn], Field(min_length=1, max_length=10_000)]
+    messages: Annotated[ListOf[ChatTurn], Field(min_length=1)]
     max_completion_tokens: Tokens | None = None
     logprobs: Logprobs | None = None
     top_logprobs: Annotated[Whole, Field(ge=-1, le=MOST_LOGPROBS)] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: AnyObject | None = None
 
     @property
     def most_tokens(self) -> int | None:
@@ -224,7 +240,7 @@ class TextRequest(BaseRequest, frozen=True):
     shown_tools: ClassVar[None] = None  # such a text calls no tools
     takes_calls: ClassVar[bool] = False
 
-    prompt: str | TokenList | Annotated[list[str | TokenList], Field(min_length=1)]
+    prompt: str | TokenList | Prompts
     logprobs: Logprobs | None = None
     echo: NotServed = None
 
@@ -241,7 +257,7 @@ class TextRequest(BaseRequest, frozen=True):
     @property
     def tokens(self) -> list[int]:
         """The prompt, where it is tokens."""
-        return [token for token in self.prompt if isinstance(token, int)]
+        return [] if isinstance(self.prompt, str) else [token for token in self.prompt if isinstance(token, int)]
 
     @property
     def alternatives(self) -> int | None:
@@ -249,17 +265,6 @@ class TextRequest(BaseRequest, frozen=True):
 
 
 AnyRequest = ChatRequest | TextRequest
-
-R = TypeVar("R", bound=BaseModel)
-
-
-def parse(kind: type[R], body: Any) -> R:
-    """Return a body as a typed request. Raises Refused for a field that is missing, or not what it should be."""
-    try:
-        return kind.model_validate(body)
-    except ValidationError as error:
-        raise misfit_of_body(error.errors(), body) from error
-
 
 # Requests of other APIs, as chat completions.
 

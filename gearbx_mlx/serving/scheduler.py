@@ -20,12 +20,15 @@ from transformers import PreTrainedTokenizerBase
 from ..compat.server import Computing
 from ..decoding.mode import Mode
 from ..errors import one_line
+from . import LONGEST_JUDGED
 from .grammar import constraint_for
 from .job import Asked, Batch, Begun, Job, Prompt, Single
 from .provider import GearedProvider, Served
 from .requests import AnyRequest, ChatRequest, TextRequest
 from .web import Refused, stopping
 
+LIKELY_LENGTH = 3  # characters of a token, in texts that are likely to fit the context
+PIECE, PIECE_MORE = 2**14, 16  # characters that are counted at once, and tokens that cutting may add
 RESERVED = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() - {"documents"}
 
 
@@ -138,7 +141,7 @@ class Scheduler(Computing):
             self.close_writers()
             served = self.provider.load_key(asked.key)
         self.busy = time.monotonic()
-        mode = served.mode(request.options, request.typed)
+        mode = served.mode(request.options, request.typed[:LONGEST_JUDGED])
         job = self.job(asked, served, mode)
         cache = job.fetch()
         which = self.shared(job)
@@ -246,8 +249,8 @@ def prompt_of(computing: Computing, request: AnyRequest, served: Served) -> Prom
     arguments: dict[str, Any] | None = None
     if isinstance(request, ChatRequest):
         messages = [turn.model_dump(exclude_unset=True) for turn in request.messages]
-        check_length(served, messages)
         arguments = request.chat_template_kwargs
+        check_length(served, [messages, request.shown_tools, arguments])
         if taken := (arguments or {}).keys() & RESERVED:
             why = f"chat_template_kwargs has {min(taken)}, which is not the template's"
             raise Refused(400, why, param="chat_template_kwargs")
@@ -259,7 +262,9 @@ def prompt_of(computing: Computing, request: AnyRequest, served: Served) -> Prom
         wanted = CompletionRequest("text", request.typed, [], None, None)
     template = SimpleNamespace(chat_template_kwargs=arguments)
     try:
-        return Prompt(served, *computing.tokenized(served.tokenizer, wanted, template))
+        return Prompt(served, *computing.tokenized(Counting(served), wanted, template))
+    except Refused:
+        raise
     except Exception as error:  # a template is a program, and raises what it likes
         raise Refused(400, f"the chat template refuses this: {one_line(error)}") from error
 
@@ -273,6 +278,40 @@ def check_length(served: Served, texts: Any) -> None:
     length = sum(map(len, texts_in(texts)))
     if served.context is not None and length > served.context * served.longest_token:
         raise too_long(f"has {length} characters, and the model's context {served.context} tokens")
+
+
+class Counting:
+    """A model's tokenizer, which refuses a text beyond the context as soon as so many tokens of it are known.
+
+    All of a long text takes seconds, and one long word gigabytes. So a text that is likely to be too long is counted in
+    pieces first, each of which has few tokens more than it would have within the text.
+    """
+
+    def __init__(self, served: Served):
+        self.tokenizer, self.context = served.tokenizer, served.context
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+    def encode(self, text: str, **keywords: Any) -> Any:
+        self.count(text)
+        return self.tokenizer.encode(text, **keywords)
+
+    def apply_chat_template(self, *messages: Any, tokenize: bool = True, **keywords: Any) -> Any:
+        if tokenize:
+            self.count(self.tokenizer.apply_chat_template(*messages, tokenize=False, **keywords))
+        return self.tokenizer.apply_chat_template(*messages, tokenize=tokenize, **keywords)
+
+    def count(self, text: str) -> None:
+        """Raises Refused for a text that has more tokens than the context."""
+        if self.context is None or len(text) <= LIKELY_LENGTH * self.context:
+            return
+        count = 0
+        for start in range(0, len(text), PIECE):
+            piece = text[start : start + PIECE]
+            count += max(0, len(self.tokenizer.encode(piece, add_special_tokens=False)) - PIECE_MORE)
+            if count > self.context:
+                raise too_long(f"has more than {count} tokens, and the model's context {self.context}")
 
 
 def texts_in(value: Any) -> Iterator[str]:

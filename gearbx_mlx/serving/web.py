@@ -1,7 +1,7 @@
 """What every server here has in common: who may come in, how much of what they send is read, and how errors look.
 
 The applications are FastAPI's. `Gatekeeper` stands in front of one: it turns foreign pages away, asks for the key,
-reads a body that is not too large, gives a request up when its client leaves, and answers with an error object where
+holds a body that is not too large, gives a request up when its client leaves, and answers with an error object where
 the application raises. What is wrong with a request gets a status of 4xx, and the server goes on; nothing that a client
 wrote reaches the log unescaped.
 
@@ -24,7 +24,7 @@ from collections.abc import AsyncIterable, Awaitable, Callable, Collection, Iter
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import anyio
@@ -40,10 +40,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..errors import GearbxError, escaped, one_line
-from ..files.reading import parse_json, shown
 from . import address_of, is_loopback
 
 PATIENCE = 30.0  # seconds that a client has to send its request
+LARGEST_BODY = 2**24  # bytes
+SMALL_BODY = 2**16  # bytes; as many of these as there are connections fit into memory
+MAX_BODIES = 4  # largest bodies that are held at once
+MAX_THREADS = 2  # that work on requests before they are computed
 MOST_HEADERS, LONGEST_PATH = 100, 2**16
 LOG_FIELDS = "gearbx.told"  # of a request's scope: what a route knows of its answer, for the log
 PLAIN = re.compile(r"[\w.,:-]+", re.ASCII)
@@ -57,13 +60,13 @@ class Guard:
     """Who may come in.
 
     api_key: that requests must bring; None: none. allowed_origins: of pages beside the server's own, "*": any.
-    largest_body: bytes. patience: seconds that a client has to send its request. host: on which the server listens.
-    allowed_hosts: further names by which requests may reach it.
+    largest_body: bytes; None: as many as the server's models have a use for. patience: seconds that a client has to
+    send its request. host: on which the server listens. allowed_hosts: further names by which requests may reach it.
     """
 
     api_key: str | None = None
     allowed_origins: tuple[str, ...] = ()
-    largest_body: int = 2**24
+    largest_body: int | None = None
     patience: float = PATIENCE
     host: str = "127.0.0.1"
     allowed_hosts: tuple[str, ...] = ()
@@ -127,8 +130,8 @@ def refusal(error: BaseException) -> Refused:
     """Return what a client gets to know of an error: a mistake of its own in full, others by their kind alone."""
     if isinstance(error, Refused):
         return error
-    if isinstance(error, RequestValidationError):
-        return misfit_of_body(error.errors(), error.body)
+    if isinstance(error, RequestValidationError):  # only of a body without a byte: BodyRoute has read all others
+        return Refused(400, "the body is not a JSON object")
     if isinstance(error, HTTPException):  # of the router
         return Refused(error.status_code, f"{error.detail}: nothing is served in this way here", code="not_found")
     if isinstance(error, GearbxError):
@@ -137,37 +140,14 @@ def refusal(error: BaseException) -> Refused:
     return Refused(500, f"the server failed ({type(error).__name__}); its log says why", "server_error")
 
 
-# What is wrong with a body.
-
-
-def misfit_of_body(errors: Any, body: Any) -> Refused:
-    """Return the field that is wrong, and what it has to be: of pydantic's errors in this body the deepest."""
-    found = [(*field_of(error, body), error) for error in errors]
-    field, value, error = max(found, key=lambda one: one[0].count("[") + one[0].count("."))
-    whys = dict.fromkeys(other["msg"][:1].lower() + other["msg"][1:300] for name, _, other in found if name == field)
-    given = "" if error["type"] == "missing" else f" is {shown(value)}"
-    said = escaped(f"{field}{given}: {' or '.join(whys)}")
-    param = re.split(r"[.\[]", field)[0]
-    if error["type"] == "value_error":
-        told = escaped(str(error["ctx"]["error"]))
-        said = told if param in told else f"{field}: {told}"
-    if not field:
-        said = "the body is not a JSON object"
-    return Refused(400, said, param=param or None)
-
-
-def field_of(error: Any, body: Any) -> tuple[str, Any]:
-    """Return where an error is, such as messages[0].content, without names of pydantic's own; and the value there."""
-    field, value = "", body
-    for part in error["loc"]:
-        if isinstance(value, list) and isinstance(part, int):
-            field, value = f"{field}[{part}]", value[part]
-        elif isinstance(value, dict) and (part in value or (error["type"] == "missing" and part == error["loc"][-1])):
-            field, value = f"{field}.{part}" if field else str(part), value.get(part)
-    return field, value
-
-
 # From the socket to the routes.
+
+
+class Limits(NamedTuple):
+    """Bytes of a body, and values in it, that requests to the server have a use for."""
+
+    body: int = LARGEST_BODY
+    values: int = 2**18
 
 
 @dataclass
@@ -175,7 +155,8 @@ class Gatekeeper:
     """An application behind its guard.
 
     public: paths that need no key. error_object: the body of an error, by the request's path. answered: called with the
-    path and the status of every answer.
+    path and the status of every answer. limits: of a request that comes now. held: bytes of the bodies that are larger
+    than SMALL_BODY, of all requests that have no answer yet.
     """
 
     app: ASGIApp
@@ -183,6 +164,8 @@ class Gatekeeper:
     public: Collection[str]
     error_object: Callable[[str, Refused], Mapping[str, Any]]
     answered: Callable[[str, int], None]
+    limits: Callable[[], Limits] = Limits
+    held: int = 0
 
     def __post_init__(self) -> None:
         self.inside = CORSMiddleware(
@@ -217,8 +200,9 @@ class Gatekeeper:
             await send(message)
 
         try:
-            body = await self.read(scope, receive)
-            await unless_left(lambda: self.app(scope, replayed(body), sending), receive)
+            with self.holding(self.length(scope)):
+                body = await Request(scope, receive).body() if scope["method"] == "POST" else b""
+                await unless_left(lambda: self.app(scope, replayed(body), sending), receive)
         except ClientDisconnect:
             pass
         except Exception as error:
@@ -229,32 +213,47 @@ class Gatekeeper:
             seconds = f"{time.perf_counter() - since:.3f}"
             log_answer(scope, status, {"seconds": seconds, **told, **({} if whole else {"left": "early"})})
 
-    async def read(self, scope: Scope, receive: Receive) -> bytes:
-        """Return the body of a request. Raises Refused for one that may not come in, or has too much to say."""
+    def length(self, scope: Scope) -> int:
+        """Return how many bytes the body of a request has. Raises Refused for a request that may not come in."""
         headers = dict(scope["headers"])
         if len(scope["headers"]) > MOST_HEADERS:
             raise Refused(431, f"the request has more than {MOST_HEADERS} headers")
         if len(scope["raw_path"]) > LONGEST_PATH:
             raise Refused(414, f"the path has more than {LONGEST_PATH} bytes")
+        scope["query_string"] = b""  # no route has a use for it
         if scope["path"] not in self.public:
             self.check_key(headers)
         if scope["method"] != "POST":
-            return b""
+            return 0
         length = headers.get(b"content-length", b"")
         if not length or b"transfer-encoding" in headers:  # whose chunks may be more than the length says
             raise Refused(411, "the request has no Content-Length, or has a Transfer-Encoding; send the length alone")
+        if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+            raise Refused(415, "the body is compressed; send it as it is, without Content-Encoding")
         if len(length) > 18:
             raise Refused(400, "Content-Length is not a number of bytes")
-        if int(length) > self.guard.largest_body:
-            raise Refused(413, f"the body has {int(length)} bytes; send {self.guard.largest_body} at most")
+        if int(length) > (largest := self.largest_body):
+            raise Refused(413, f"the body has {int(length)} bytes; send {largest} at most")
         kept = [header for header in scope["headers"] if header[0] != b"content-type"]
         scope["headers"] = [*kept, (b"content-type", b"application/json")]  # whatever the client calls it
-        body = await Request(scope, receive).body()
+        return int(length)
+
+    @property
+    def largest_body(self) -> int:
+        return self.guard.largest_body or self.limits().body
+
+    @contextmanager
+    def holding(self, size: int) -> Iterator[None]:
+        """Hold a body. Raises Refused where those that are held need too much memory; small ones never do."""
+        size = size if size > SMALL_BODY else 0
+        if size and self.held + size > MAX_BODIES * self.largest_body:
+            why = f"{self.held} bytes of other requests have no answer yet; ask again later"
+            raise Refused(503, why, "server_error", code="overloaded")
+        self.held += size
         try:
-            parse_json(body)  # stricter than FastAPI: no NaN, no half of a surrogate pair, no depth that is too much
-        except GearbxError as error:
-            raise Refused(400, f"the body is not JSON: {one_line(error)}") from error
-        return body
+            yield
+        finally:
+            self.held -= size
 
     def check_key(self, headers: dict[bytes, bytes]) -> None:
         """Raises Refused without the key: `Authorization: Bearer KEY`, or `x-api-key: KEY`."""
@@ -360,15 +359,17 @@ def application(
     public: Collection[str] = ("/", "/health"),
     error_object: Callable[[str, Refused], Mapping[str, Any]] = lambda path, refused: refused.body(),
     answered: Callable[[str, int], None] = lambda path, status: None,
+    limits: Callable[[], Limits] = Limits,
     **about: Any,
 ) -> FastAPI:
     """Return the application of these routes; arguments as for `Gatekeeper`, and `about` as for FastAPI."""
     app = FastAPI(docs_url=None, redoc_url=None, redirect_slashes=False, **about)
-    app.state.stop = Stop()
+    app.state.stop, app.state.limits, app.state.threads = Stop(), limits, anyio.CapacityLimiter(MAX_THREADS)
     app.include_router(router)
     for kind in (HTTPException, RequestValidationError):
         app.add_exception_handler(kind, raise_error)
-    app.add_middleware(Gatekeeper, guard=guard, public=public, error_object=error_object, answered=answered)
+    gate: dict[str, Any] = {"error_object": error_object, "answered": answered, "limits": limits}
+    app.add_middleware(Gatekeeper, guard=guard, public=public, **gate)
     return app
 
 
