@@ -41,7 +41,7 @@ from ..gears.ladder import DENSE, DRAFT_FORMAT, EXACT_FORMAT, EXACT_LADDER, Ladd
 from ..gears.manifest import PRECISION, Manifest
 from ..kernels import ACTIVATIONS
 from ..kernels.device import available_memory, device_in_use
-from ..kernels.dispatch import CPU, MLX, NATIVE, device
+from ..kernels.dispatch import CPU, MLX, NATIVE, device, lacks_native
 from ..kernels.tuner import Times
 from ..loading import (
     DEMO_MODEL,
@@ -379,6 +379,9 @@ def of_drafts(name: str | None, layout: LayoutSettings, flags: GearFlags, model:
     if device() != CPU:
         why = f"the weights as they are, and a draft of {sizes}"
         return StoredGears(whole, **filled | {"format": DRAFT_FORMAT}, why=why)
+    if lacking := lacks_native(flags.kernels.name):
+        why = f"the weights as they are, since MLX's own kernels would draft too slowly ({lacking})"
+        return StoredGears(Ladder([DENSE]), **filled, why=why, note=f"MLX's own kernels compute, slowly: {lacking}")
     short = 4 * beside > available_memory()  # the texts of a run need some too
     if short and takes_whole(flags, model):
         seconds = seconds_as_stored(model, ACTIVATIONS[flags.kernels.activations], filled["group_size"])

@@ -35,7 +35,7 @@ from ..gears.ladder import DENSE, EXACT_FORMAT, EXACT_LADDER, Ladder
 from ..gears.saved import saved_gears
 from ..kernels import MEASURE, metal
 from ..kernels.device import recommended_memory, whole_memory
-from ..kernels.dispatch import on_cpu
+from ..kernels.dispatch import lacks_native, on_cpu
 from ..kernels.tuner import FAILED
 from ..loading import DEMO_MODEL, find, is_packed, load, load_small, model_name
 from ..machine.readers import OwnMemory, Reader, Scripted, Watch, this_machine
@@ -100,7 +100,7 @@ class Loaded:
         if found is not None:
             decision = replace(decision, why=f"{decision.why}; the lowest gear's codes are calibrated")
         gearbox = make_gearbox(decision, self.model, found)
-        if is_mlx_lm(gearbox) and settings.gears.kernels.name == "auto":
+        if is_mlx_lm(gearbox) and settings.gears.kernels.name == "auto" and not lacks_native("auto"):
             note(
                 f"--gears {DENSE} is mlx-lm bit for bit, with MLX's kernels, which are slow on a CPU; --kernels native "
                 "is many times as fast, and rounds otherwise"
@@ -245,7 +245,7 @@ def show_kernels(gearbox: Gearbox) -> None:
     tuner = gearbox.kernel_choices.tuner
     for product, wrong in tuner.wrong.items():
         for name, difference in wrong.items():
-            by = "is not a number" if difference == FAILED else f"differs from MLX's by {difference:.2g} times its size"
+            by = "is not a number" if difference == FAILED else f"differs from MLX's by {difference:.2g} times what rounding explains"
             note(f"kernel {name} is not used for {product}: its product {by}")
     if tuner.used:
         messages.print(kernels_table(tuner.used))

@@ -34,6 +34,7 @@ from ..kernels.products import (
     stack_product,
 )
 from ..kernels.proven import DENSE_TEXT
+from ..kernels.rounding import Expected, expected_of_dense, expected_of_planes
 from .block import coded_class
 from .fused import BY_PRIVATE_NAMES, FUSED, native_class
 
@@ -57,6 +58,10 @@ class Native:
         """Return the product (..., O) that `kind` is about."""
         return self(x)  # type: ignore[operator]
 
+    def expected(self, x: mx.array) -> Expected:
+        """Return what a product with x (V, I) should be, where `kind` says that MLX has a kernel as well."""
+        raise NotImplementedError
+
     def part(self, kernels: ModuleType) -> Any:
         """Return the layer as a part of a native block (block.py); None if blocks cannot contain it.
 
@@ -79,6 +84,9 @@ class NativeDense(Native, nn.Linear):
     def kind(self) -> Kind:
         return dense_kind(self["weight"])
 
+    def expected(self, x: mx.array) -> Expected:
+        return expected_of_dense(x, self["weight"], self.get("bias"))
+
     def part(self, kernels: ModuleType) -> Any:
         return kernels.dense_part(self["weight"], self.get("bias"), self.x_bits)
 
@@ -100,6 +108,9 @@ class NativeQuantizedLinear(Native, nn.QuantizedLinear):
 
     def kind(self) -> Kind:
         return planes_kind(affine_planes(self))
+
+    def expected(self, x: mx.array) -> Expected:
+        return expected_of_planes(x, affine_planes(self), self.get("bias"), self.x_bits)
 
     def part(self, kernels: ModuleType) -> Any:
         return kernels.stack_part(*affine_planes(self), self.x_bits, self.get("bias"))
@@ -168,6 +179,9 @@ class NativeEmbedding(Native, nn.Embedding):
 
     def product(self, x: mx.array) -> mx.array:
         return self.as_linear(x)
+
+    def expected(self, x: mx.array) -> Expected:
+        return expected_of_dense(x, self["weight"], None)
 
 
 NATIVE_OF: dict[type[nn.Module], type[nn.Module]] = {

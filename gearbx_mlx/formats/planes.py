@@ -35,6 +35,7 @@ from ..kernels.bit_planes import (
 )
 from ..kernels.dispatch import Kind, cpu_kernels
 from ..kernels.products import stack_experts, stack_product
+from ..kernels.rounding import Expected, expected_of_planes
 from . import SPLIT_CODES
 from .base import Arrays, Bits, Format, Gears, PackedExperts, Shape, StoredArray, StoredArrays, kind_for
 from .native import (
@@ -230,6 +231,9 @@ class NativePlanesLinear(Native, PlanesLinear):
 
     def kind(self) -> Kind:
         return planes_kind(self.planes)
+
+    def expected(self, x: mx.array) -> Expected:
+        return expected_of_planes(x, self.planes, self.get("bias"), self.x_bits)
 
     def part(self, kernels: ModuleType) -> Any:
         return kernels.stack_part(*self.planes, self.x_bits, self.get("bias"))

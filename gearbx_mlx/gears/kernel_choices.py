@@ -22,8 +22,10 @@ from ..kernels import ACTIVATIONS, KERNELS, MEASURE
 from ..kernels.dispatch import (
     CPU,
     LEAST_WEIGHTS,
+    MLX,
     NATIVE,
     RECONSTRUCT,
+    STOCK,
     ChosenKernels,
     KernelChoice,
     Kind,
@@ -32,10 +34,12 @@ from ..kernels.dispatch import (
     device,
     is_tuning,
 )
-from ..kernels.tuner import Times, Tuner, TuningCache, times_of
+from ..kernels.rounding import trial_activations
+from ..kernels.tuner import EXPECTED, FAILED, Times, Tuner, TuningCache, times_of
 
 TRIAL_LAYERS = 32  # that a trial streams through; so many matrices do not stay in a cache
 TRIAL_BYTES = 2**28
+LEAST_SHARE = 0.1  # of a gear's weights: for fewer, a kernel that is refused costs too little to be said
 
 
 def choose_kernels(
@@ -90,10 +94,12 @@ class KernelChoices:
                 layer.x_bits = self.choice.x_bits
                 if kind := layer.kind():
                     alike.setdefault(kind, []).append(layer)
+        total = sum(len(layers) * prod(kind.shape) for kind, layers in alike.items())
         for kind, layers in alike.items():
             members = [weakref.ref(layer) for layer in layers]
+            share = len(layers) * prod(kind.shape) / total
             for layer, member in zip(layers, members):
-                layer.chosen = ChosenKernels(partial(self._choose, member, kind, members))
+                layer.chosen = ChosenKernels(partial(self._choose, member, kind, members, share))
 
     def measure(self, modules: Iterable[nn.Module], vectors: Sequence[int] = (1,)) -> None:
         """Choose the kernels for products of these numbers of vectors now. The weights are in memory."""
@@ -102,13 +108,33 @@ class KernelChoices:
             for count in vectors:
                 chosen[kind](count)
 
-    def _choose(self, layer: "weakref.ref[Native]", taken: Kind, members: Sequence[weakref.ref], vectors: int) -> str:
+    def _choose(
+        self, layer: "weakref.ref[Native]", taken: Kind, members: Sequence[weakref.ref], share: float, vectors: int
+    ) -> str:
         """Choose for a layer that had the kind `taken`; its weights may have another type by now."""
-        now = layer()
+        now, refused = layer(), {*self.tuner.wrong}
         kind = (now.kind() if now is not None else None) or taken
         name = self.tuner.choose(kind, vectors, partial(products, kind, members))
         self.tuner.cache.save()
+        if name in STOCK and share > LEAST_SHARE:
+            for product in self.tuner.wrong.keys() - refused:
+                self._warn_of_refused(product, kind, members, share)
         return name
+
+    def _warn_of_refused(self, product: str, kind: Kind, members: Sequence[weakref.ref], share: float) -> None:
+        """Say in one line that kernels of ours are not used, and what that costs."""
+        ((ours, difference), *_) = sorted(self.tuner.wrong[product].items(), key=lambda each: each[1])
+        found = {name: products(kind, members, name)[:1] for name in (ours, MLX)}
+        x = trial_activations(1, kind.shape[-1], self.tuner.dtype)
+        seconds = times_of(found, x)
+        slower = f", {seconds[MLX] / seconds[ours]:.1f} times as slowly" if {ours, MLX} <= seconds.keys() else ""
+        by = "is not a number" if difference == FAILED else f"differs by {difference:.2g} times what rounding explains"
+        warnings.warn(
+            f"MLX's own kernel multiplies {share:.0%} of the weights ({product}){slower}: the result of ours {by}; "
+            "use --kernels native to have ours nevertheless",
+            GearbxWarning,
+            stacklevel=2,
+        )
 
 
 def natives(modules: Iterable[nn.Module]) -> list[Native]:
@@ -117,9 +143,9 @@ def natives(modules: Iterable[nn.Module]) -> list[Native]:
     return [layer for layer in layers if isinstance(layer, Native)]
 
 
-def products(kind: Kind, members: Sequence[weakref.ref], candidate: str) -> list[Callable[[mx.array], mx.array]]:
-    """Return the products by a candidate with the layers of a kind that are in memory."""
-    found: list[Callable[[mx.array], mx.array]] = []
+def products(kind: Kind, members: Sequence[weakref.ref], candidate: str) -> list[Callable[[mx.array], Any]]:
+    """Return the products by a candidate with the layers of a kind that are in memory, or what is EXPECTED of them."""
+    found: list[Callable[[mx.array], Any]] = []
     size = 0
     for layer in filter(None, (member() for member in members)):
         if found and (size > TRIAL_BYTES or len(found) == TRIAL_LAYERS):
@@ -128,7 +154,7 @@ def products(kind: Kind, members: Sequence[weakref.ref], candidate: str) -> list
         if all(sizes) and layer.kind() == kind:  # else its weights were given up for a while
             trial = as_class(layer, type(layer))  # the layer itself may be in use
             trial.chosen = always(candidate)
-            found.append(trial.product)
+            found.append(trial.expected if candidate == EXPECTED else trial.product)
             reconstructed = 4 * prod(kind.shape)  # bytes at most
             size += reconstructed if candidate == RECONSTRUCT else sum(sizes)
     return found

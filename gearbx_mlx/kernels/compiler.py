@@ -15,11 +15,12 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,36 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import GearbxError
+from . import wheel
 
 CPU_VARIABLE = "GEARBX_CPU"
-NATIVE_CPU, AVX2, PORTABLE = "native", "avx2", "portable"
-X86_64_V3 = {"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"}  # as Linux names what -march=x86-64-v3 may use
+NATIVE_CPU, AVX512, AVX2, NEON, PORTABLE = "native", "avx512", "avx2", "neon", "portable"
 X86_64 = ("x86_64", "amd64", "AMD64")
 ARM = ("arm64", "aarch64")
+X86_64_V3 = {"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"}
+BEYOND_V4 = ("vnni", "bf16", "vbmi", "vbmi2", "bitalg")  # what Zen 4 and Sapphire Rapids add to x86-64-v4
+
+
+@dataclass(frozen=True)
+class InstructionSet:
+    """Instructions that several processors have. flags: the compiler's. needs: how Linux names them."""
+
+    machines: tuple[str, ...]
+    flags: tuple[str, ...]
+    needs: frozenset[str]
+
+
+INSTRUCTION_SETS = {  # the best first
+    AVX512: InstructionSet(
+        X86_64,
+        ("-march=x86-64-v4", *(f"-mavx512{name}" for name in BEYOND_V4)),
+        frozenset(X86_64_V3)
+        | {f"avx512{name}" for name in ("f", "bw", "cd", "dq", "vl", "vbmi")}
+        | {f"avx512_{name}" for name in BEYOND_V4 if name != "vbmi"},
+    ),
+    AVX2: InstructionSet(X86_64, ("-march=x86-64-v3",), frozenset(X86_64_V3)),
+    NEON: InstructionSet(ARM, ("-march=armv8.2-a+dotprod",), frozenset({"asimddp"})),
+}
 OLDEST_MAC = "apple-m1"  # as compilers name its processor; GCC does from version 15 on
 CPUINFO = Path("/proc/cpuinfo")  # Linux
 
@@ -43,6 +68,8 @@ FLAGS = ("-std=c++20", "-O3", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden
 COLD = ("-Os",)  # for the bindings
 PLACEHOLDERS = Path("/usr/bin")  # where macOS has them
 MOST_SECONDS_TO_COMPILE = 300
+ZIG = ("zig", "ziglang")  # `zig c++`, `python -m ziglang c++`
+REMEDY = "install g++ or clang, set CXX, or install a wheel with kernels"
 
 
 class Unavailable(Exception):
@@ -54,7 +81,8 @@ class CompileTarget:
     """A machine to compile for; usually this one.
 
     system, machine: as `sys.platform` and `platform.machine()` name them. mlx: the directory of its MLX.
-    instructions: native for all that its processor has, avx2 for x86-64-v3, portable for no vectors of our own.
+    instructions: native for all that its processor has, the name of one of INSTRUCTION_SETS, or portable for no vectors
+    of our own.
     """
 
     system: str
@@ -73,8 +101,8 @@ class CompileTarget:
     @property
     def processor_flags(self) -> tuple[str, ...]:
         """The compiler's flags for the processor. A Mac's cache may move to another Mac, so there it is the oldest."""
-        if self.instructions == AVX2:
-            return ("-march=x86-64-v3",)
+        if self.instructions in INSTRUCTION_SETS:
+            return INSTRUCTION_SETS[self.instructions].flags
         # Then simd.h has the vectors of GCC and Clang, which work on every processor.
         own = ("-DGEARBX_PORTABLE",) if self.instructions == PORTABLE else ()
         if self.is_arm and self.is_mac:
@@ -96,25 +124,34 @@ def this_target() -> CompileTarget:
 
 
 def instructions() -> str:
-    """Return what GEARBX_CPU asks for; `native` where it is not set.
+    """Return what GEARBX_CPU asks for; where it is not set, the best that a wheel brings kernels for, else `native`.
 
     Raises:
         GearbxError: no such name, or this processor lacks these instructions.
     """
-    asked = os.environ.get(CPU_VARIABLE) or NATIVE_CPU
-    lacking = lacking_for_avx2()
-    works = [NATIVE_CPU, *([] if lacking else [AVX2]), PORTABLE]
+    asked = os.environ.get(CPU_VARIABLE) or best_brought()
+    works = [NATIVE_CPU, *(name for name in INSTRUCTION_SETS if not lacking(name)), PORTABLE]
     if asked in works:
         return asked
-    why = f"this processor has no {', '.join(lacking)}" if asked == AVX2 else "that name is unknown"
+    why = f"this processor has no {', '.join(lacking(asked))}" if asked in INSTRUCTION_SETS else "that name is unknown"
     raise GearbxError(f"{CPU_VARIABLE} is {asked!r}, and {why}; choose from {', '.join(works)}")
 
 
-def lacking_for_avx2() -> list[str]:
-    """Return the instructions of x86-64-v3 that this processor does not have, or is not known to have; empty if it has
+def lacking(name: str) -> list[str]:
+    """Return the instructions of a set that this processor does not have, or is not known to have; empty if it has
     all."""
-    flags = {word for line in cpuinfo() if line.startswith("flags") for word in line.split()}
-    return sorted(X86_64_V3 - flags) if platform.machine() in X86_64 else ["avx2"]
+    wanted = INSTRUCTION_SETS[name]
+    fields = ("flags", "Features")
+    flags = {word for line in cpuinfo() if line.startswith(fields) for word in line.split()}
+    return sorted(wanted.needs - flags) if platform.machine() in wanted.machines else [name]
+
+
+def best_brought() -> str:
+    """Return the best set of instructions that this processor has among those that a wheel brings kernels for."""
+    if not wheel.FOLDER.is_dir():
+        return NATIVE_CPU
+    able = [*(name for name in INSTRUCTION_SETS if not lacking(name)), PORTABLE]
+    return next((name for name in able if wheel.library_for(name)), NATIVE_CPU)
 
 
 def cpuinfo() -> list[str]:
@@ -139,7 +176,7 @@ def vector_instructions() -> str:
     if asked == PORTABLE or platform.machine() in ARM:
         return "no vector instructions" if asked == PORTABLE else "NEON"
     flags = next((line.split() for line in cpuinfo() if line.startswith("flags")), [])
-    if asked == NATIVE_CPU and "avx512f" in flags:
+    if asked in (NATIVE_CPU, AVX512) and "avx512f" in flags:
         return "AVX-512"
     return "AVX2" if "avx2" in flags else "SSE"
 
@@ -204,9 +241,11 @@ def find_compiler() -> list[str]:
     else:
         command = [path for path in map(shutil.which, COMPILERS) if path][:1]
         if not command:
-            raise Unavailable("no C++ compiler was found; install g++ or clang, or set CXX")
+            raise Unavailable(f"no C++ compiler was found; {REMEDY}")
     if this_target().is_mac:
         ask_for_developer_tools(command)
+    elif any(Path(word).stem in ZIG for word in command):
+        raise Unavailable(f"{shlex.join(command)} has another C++ library, libc++, than MLX; {REMEDY}")
     return command
 
 
@@ -234,12 +273,13 @@ def ask_for_developer_tools(command: list[str]) -> None:
             raise Unavailable("the developer tools of macOS are not installed; run xcode-select --install")
 
 
-def make_recipe(compiler: list[str], target: CompileTarget | None = None) -> Recipe:
+def make_recipe(compiler: list[str], target: CompileTarget | None = None, runtime: str | None = None) -> Recipe:
     """Return the recipe for a machine and its MLX. Raises Unavailable where there can be none.
 
     Args:
         compiler: its command; empty for the recipe of kernels that another process compiled.
         target: the machine; None for this one. Headers of nanobind and Python are this one's.
+        runtime: where the kernels look for MLX when they are loaded; None: where it is now.
     """
     target = target or this_target()
     if target.system == "win32":
@@ -259,7 +299,7 @@ def make_recipe(compiler: list[str], target: CompileTarget | None = None) -> Rec
     # MLX's own bindings use this domain of nanobind; within one domain, extensions can pass arrays to each other.
     defines = ("-DNB_DOMAIN=mlx", "-DNB_COMPACT_ASSERTIONS")
     flags = [*FLAGS, *target.processor_flags, *threads, *defines, *(f"-I{p}" for p in include)]
-    link = [f"-L{target.mlx / 'lib'}", "-lmlx", f"-Wl,-rpath,{target.mlx / 'lib'}"]
+    link = [f"-L{target.mlx / 'lib'}", "-lmlx", f"-Wl,-rpath,{runtime or target.mlx / 'lib'}"]
     if target.is_mac:  # Python's functions are in the process; Linux needs no flag for that
         link += ["-undefined", "dynamic_lookup"]
     processor = processor_features() if target.is_for_one_processor else ""
@@ -317,6 +357,31 @@ def compile_library(recipe: Recipe, library: Path, compiled: Callable[[], None] 
     compiled()
     if not library.is_file():
         raise Unavailable(f"{Path(command[0]).name} reported success and wrote no CPU kernels")
+
+
+def build_for_wheel(folder: Path) -> None:
+    """Compile the kernels of a wheel for this system, Python and MLX into a folder, for each set of instructions.
+
+    Raises:
+        Unavailable: as `find_compiler` and `compile_library`.
+    """
+    compiler, this = find_compiler(), this_target()
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in sets_of_wheel(this):
+        runtime = f"{'@loader_path' if this.is_mac else '$ORIGIN'}/{wheel.TO_MLX}"
+        recipe = make_recipe(compiler, replace(this, instructions=name), runtime)
+        with tempfile.TemporaryDirectory() as work:
+            library = Path(work) / f"{name}.so"
+            compile_library(recipe, library)
+            shutil.copyfile(library, folder / library.name)
+    wheel.keep(folder)
+
+
+def sets_of_wheel(target: CompileTarget) -> tuple[str, ...]:
+    """Return the sets of instructions that a wheel for such machines has kernels for. Those for a Mac suit every Mac."""
+    if target.is_mac:
+        return (NATIVE_CPU,)
+    return (NEON,) if target.is_arm else (AVX512, AVX2, PORTABLE)
 
 
 class Compilers:

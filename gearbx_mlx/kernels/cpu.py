@@ -1,8 +1,8 @@
-"""The native CPU kernels of this machine: compiled when first needed, kept in the user's cache, tested before use.
+"""The native CPU kernels of this machine: those of a wheel, or compiled when first needed and kept in the user's cache.
 
 The sources in `cpu/` become operations of MLX's own graph. The library's name contains a hash of everything that it
-depends on, and one of the compiler: kernels in the cache are used where the compiler has gone. Compiled kernels are
-used only if they compute products with known results. If anything goes wrong, `why_not` gives the reason in one line,
+depends on, and one of the compiler: kernels in the cache are used where the compiler has gone. A wheel may bring them
+compiled (`wheel.py`); then nothing is compiled, unless GEARBX_CPU asks for `native`. Kernels are used only if they compute products with known results. If anything goes wrong, `why_not` gives the reason in one line,
 and everything runs on MLX's own kernels.
 
 A library is code: a user who can write it runs code as the user who loads it. So the cache is used only if it belongs
@@ -37,6 +37,7 @@ from filelock import FileLock, Timeout
 from ..errors import GearbxWarning
 from ..files.user_cache import CacheUnusable, check_owner, open_cache, why
 from ..files.writing import work_directory
+from . import wheel
 from .compiler import (
     Recipe,
     Unavailable,
@@ -44,6 +45,7 @@ from .compiler import (
     find_compiler,
     hash_compiler,
     hash_recipe,
+    instructions,
     make_recipe,
 )
 from .exact import ExactMatrix
@@ -170,6 +172,7 @@ def replace(source: Path, target: Path) -> None:
 
 
 MODULE_NAME = "_gearbx_cpu"
+LIBCXX = "St3__1"  # in names of libc++, which zig and some clangs have
 LIBRARY_SUFFIX = sysconfig.get_config_var("EXT_SUFFIX") or ".so"
 
 
@@ -204,13 +207,40 @@ def _kernels_or_reason() -> tuple[ModuleType | None, str | None]:
         return None, str(reason)
 
 
+def lacking() -> str | None:
+    """Return why there are no native kernels and none can be made, in one line; None where there are some, or the
+    compiler of this machine can be tried. Nothing is compiled or loaded."""
+    if _kernels_or_reason.cache_info().currsize:
+        return why_not()
+    if wheel.library_for(instructions()):
+        return None
+    try:
+        entry = open_entry(library_name(make_recipe(find_compiler())))
+        return None if entry.is_whole() else entry.read_failure()
+    except (CacheUnusable, OSError):
+        return None
+    except Unavailable as reason:
+        try:
+            return None if any(entry.is_whole() for entry in _kept()) else _without_wheel(reason)
+        except (CacheUnusable, OSError, Unavailable):
+            return _without_wheel(reason)
+
+
+def _without_wheel(reason: Unavailable) -> str:
+    """Return the reason why kernels cannot be compiled, after the one why those of the wheel are not used."""
+    return "; ".join(filter(None, (wheel.why_foreign(), str(reason))))
+
+
 def _get_kernels() -> ModuleType:
-    """Return the kernels from the cache, or compiled into it; where the cache cannot be used, compiled for this
-    process."""
+    """Return the kernels of the wheel, from the cache, or compiled into it; where the cache cannot be used, compiled
+    for this process."""
+    brought = wheel.library_for(instructions())
+    if brought is not None:
+        return check_kernels(_load(brought))
     try:
         recipe = make_recipe(find_compiler())
     except Unavailable as reason:
-        return _load_kept(str(reason))
+        return _load_kept(_without_wheel(reason))
     name = library_name(recipe)
     try:
         return _load_cached(recipe, open_entry(name))
@@ -241,7 +271,7 @@ def _load_kept(reason: str) -> ModuleType:
         Unavailable: with that reason, if there are none.
     """
     try:
-        entries = find_entries(f"{MODULE_NAME}-{hash_recipe(make_recipe([]))}-*{LIBRARY_SUFFIX}")
+        entries = _kept()
     except (CacheUnusable, OSError) as error:
         raise Unavailable(f"{reason}; the cache cannot be used: {why(error)}") from None
     for entry in entries:
@@ -249,6 +279,12 @@ def _load_kept(reason: str) -> ModuleType:
             with suppress(Unavailable):
                 return check_kernels(_load(entry.library))
     raise Unavailable(reason)
+
+
+def _kept() -> list[CachedLibrary]:
+    """Return the entries of kernels that any compiler made of the same sources. Raises as `find_entries` and
+    `make_recipe`."""
+    return find_entries(f"{MODULE_NAME}-{hash_recipe(make_recipe([]))}-*{LIBRARY_SUFFIX}")
 
 
 def _load_cached(recipe: Recipe, entry: CachedLibrary) -> ModuleType:
@@ -283,6 +319,8 @@ def _load_whole(entry: CachedLibrary) -> ModuleType | None:
 
 
 def _compile(recipe: Recipe, library: Path, kept: bool) -> None:
+    if foreign := wheel.why_foreign():
+        warnings.warn(f"{foreign}: they are compiled here", GearbxWarning, stacklevel=2)
     with while_compiling(len(recipe.kernels) + 2, kept) as compiled:  # with the bindings, and what links all
         compile_library(recipe, library, compiled)
 
@@ -296,7 +334,9 @@ def _load(library: Path) -> ModuleType:
         module = importlib.util.module_from_spec(spec)
         loader.exec_module(module)
     except (ImportError, OSError, RuntimeError) as error:
-        raise Unavailable(f"the compiled CPU kernels cannot be loaded: {str(error).splitlines()[0]}") from None
+        first = str(error).splitlines()[0]
+        remedy = "; use g++, or clang++ with libstdc++, which MLX has" if LIBCXX in first else ""
+        raise Unavailable(f"the compiled CPU kernels cannot be loaded: {first}{remedy}") from None
     return module
 
 

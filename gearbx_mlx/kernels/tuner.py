@@ -6,8 +6,9 @@ device, system, MLX and our kernels. Anything wrong with the file costs a measur
 
 On Metal that is so where our kernels are asked for; else `proven.py` says what computes, and nothing is measured.
 Before a kernel is used on a GPU, its product is compared with MLX's on the model's own weights, for the very shape and
-number of vectors; on a CPU that is done when a kind is measured. One that differs by more than its types round is never
-used. The differences stand in the same file.
+number of vectors; on a CPU that is done when a kind is measured, with a product and a bound for each row that no kernel
+of ours made (`rounding.py`). One that differs by more than its types round is never used. The differences stand in the
+same file.
 
 How long a launch takes: its graph is built before the clock starts, and one evaluation has many launches. A single
 small launch says more of Python and of the wait for a GPU than of the kernel. `compare` lets evaluations of all
@@ -26,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import mlx.core as mx
 import msgspec
@@ -49,6 +50,7 @@ from .dispatch import (
 )
 from .measured_file import MeasuredFile, become_newest
 from .metal import MAX_VECTORS, metal_folder
+from .rounding import Expected, tolerance, trial_activations
 
 Key = TypeVar("Key")
 Make = Callable[[], Sequence[mx.array]]
@@ -64,11 +66,16 @@ FAILED = 1e9  # seconds of a candidate that cannot be compiled: JSON has no infi
 REFUSED = ("metal library", "kernel")  # in what MLX says if Metal's compiler refuses a text
 
 Differences = dict[str, float]
-"""Name of a candidate to the largest difference of its product from MLX's, in root mean squares of that."""
+"""Name of a candidate to the largest difference of its product from MLX's; a right one's is at most 1."""
 
 Product = Callable[[mx.array], mx.array]
 Products = Callable[[str], Sequence[Product]]
-"""The products by a candidate, each with other weights of one kind; none if no weights are in memory."""
+"""The products by a candidate, each with other weights of one kind; none if no weights are in memory.
+
+By EXPECTED: functions from activations to `Expected`, of kinds that a CPU compares.
+"""
+
+EXPECTED = "expected"
 
 
 class Stored(msgspec.Struct):
@@ -230,15 +237,15 @@ class Tuner:
         settled = {each for each in known if not self.again or (name, each) in self._compared}
         missing = [each for each in candidates if each not in {MLX, *settled}]
         if missing and compare_now:
-            x = mx.random.normal((vectors, kind.shape[-1]), self.dtype, key=mx.random.key(1))
-            found = product_errors({each: products(each) for each in [MLX, *missing]}, x)
+            x = trial_activations(vectors, kind.shape[-1], self.dtype)
+            compare, reference = (errors_on_cpu, EXPECTED) if device() == CPU else (product_errors, MLX)
+            found = compare({each: products(each) for each in [reference, *missing]}, x)
             if not found:
                 raise CannotMeasure(candidates[0] if device() == CPU else MLX)
             known = known | found
             self._compared |= {(name, each) for each in found}
             self.cache.keep_differences(name, known)
-        bound = tolerance(self.dtype, kind.shape[-1], kind.rounding(self.x_bits))
-        wrong = {each: known[each] for each in candidates if known.get(each, 0) > bound}
+        wrong = {each: known[each] for each in candidates if known.get(each, 0) > 1}
         if wrong:
             self.wrong[name] = self.wrong.get(name, {}) | wrong
         return tuple(each for each in candidates if each not in wrong) or (MLX,)
@@ -297,29 +304,42 @@ def is_worth_it(kind: Kind) -> bool:
 
 
 def product_errors(products: Mapping[str, Sequence[Product]], x: mx.array) -> Differences:
-    """Return how far the products by each candidate are from MLX's, with every layer at hand; on a CPU with the first.
+    """Return how far the products by each candidate are from MLX's, in root mean squares of these that are allowed.
 
-    Empty where nothing can be evaluated (inside of mx.compile, without memory), or no weights are at hand.
+    Every layer at hand counts. Empty where nothing can be evaluated (inside of mx.compile, without memory), or no
+    weights are at hand.
     """
     if not all(products.values()):
         return {}
-    exact = x.astype(mx.float32) if device() == CPU else x  # MLX's CPU kernels add up in the type of activations
-    most = 1 if device() == CPU else None
     found = {name: 0.0 for name in products if name != MLX}
     try:
-        for number, reference in enumerate(products[MLX][:most]):
-            wanted = reference(exact)
-            mx.eval(wanted)
+        for number, reference in enumerate(products[MLX]):
+            wanted = reference(x).astype(mx.float32)
+            allowed = tolerance(x.dtype, x.shape[-1]) * mx.sqrt(mx.square(wanted).mean())
             for name in found:
                 for product in products[name][number : number + 1]:
-                    found[name] = max(found[name], product_error(product, x, wanted))
+                    found[name] = max(found[name], product_error(product, x, wanted, allowed))
     except (ValueError, RuntimeError):
         return {}
     return found
 
 
-def product_error(product: Product, x: mx.array, wanted: mx.array) -> float:
-    """Return the largest one from what is wanted, in root mean squares of that; FAILED if it is not a number."""
+def errors_on_cpu(products: Mapping[str, Sequence[Any]], x: mx.array) -> Differences:
+    """Like `product_errors`, from what is expected of the first layer (`rounding.py`)."""
+    if not all(products.values()):
+        return {}
+    ours = {name: each[0] for name, each in products.items() if name != EXPECTED}
+    try:
+        expected: Expected = products[EXPECTED][0](x)
+        allowed = expected.allowed(x.dtype)
+        mx.eval(expected.product, allowed)
+        return {name: product_error(product, x, expected.product, allowed) for name, product in ours.items()}
+    except (ValueError, RuntimeError):
+        return {}
+
+
+def product_error(product: Product, x: mx.array, wanted: mx.array, allowed: mx.array) -> float:
+    """Return the largest difference from what is wanted, in those that are allowed; FAILED if it is not a number."""
     try:
         y = product(x).astype(mx.float32)
         mx.eval(y)
@@ -327,26 +347,10 @@ def product_error(product: Product, x: mx.array, wanted: mx.array) -> float:
         if any(word in str(error) for word in REFUSED):
             return FAILED
         raise
-    wanted = wanted.astype(mx.float32)
     if y.shape != wanted.shape:
         return FAILED
-    largest = mx.where(y == wanted, 0, mx.abs(y - wanted)).max()
-    size = mx.sqrt(mx.square(wanted).mean())
-    found = float(mx.where(largest == 0, 0, largest / size).item())  # type: ignore[arg-type]
+    found = float(mx.where(y == wanted, 0, mx.abs(y - wanted) / allowed).max().item())  # type: ignore[arg-type]
     return found if math.isfinite(found) else FAILED
-
-
-def tolerance(dtype: mx.Dtype, columns: int, x_bits: int) -> float:
-    """Return the difference of two right products, at most, in root mean squares of one.
-
-    Args:
-        dtype: to which the activations and the result are rounded; sums of this many columns are float32.
-        x_bits: to which one of the two rounds the activations as well; 0 for no rounding.
-    """
-    of_sums = math.sqrt(columns) * mx.finfo(mx.float32).eps
-    of_activations = 2.0 ** (1 - x_bits) if x_bits else 0.0
-    # So many roundings of a number as large as the root mean square a right product may differ by.
-    return 8 * float(mx.finfo(dtype).eps + of_sums + of_activations)
 
 
 def times_of(products: Mapping[str, Sequence[Product]], x: mx.array) -> Times:

@@ -244,7 +244,7 @@ class TestModeLossless:
             ("bfloat16", ["--gears", "4,8,16"], [4, 8, 16]),
             ("bfloat16", ["--format", "affine"], [4, 16]),
             ("bfloat16", ["--residency", "disk"], [4, 16]),
-            ("bfloat16", ["--kernels", "mlx"], [4, 16]),
+            ("bfloat16", ["--kernels", "mlx"], [16]),
             ("planes", [], [4, 16]),
         ],
     )

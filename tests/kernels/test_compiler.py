@@ -41,7 +41,7 @@ def script(afresh, tmp_path):
 @pytest.mark.parametrize(
     ("named", "reason"),
     [
-        (None, "no C++ compiler was found; install g++ or clang, or set CXX"),
+        (None, f"no C++ compiler was found; {compiler.REMEDY}"),
         ("no-such-compiler -O3", "CXX is 'no-such-compiler -O3', and there is no such compiler"),
         (" ", "CXX is ' ', and there is no such compiler"),
         ("/", "CXX is '/', and there is no such compiler"),
@@ -77,6 +77,18 @@ def test_a_compiler_that_fails(script, text, reason):
     cache = script(text)
     assert cpu.why_not() == f"own-compiler {reason}"
     assert [file.name for file in cache.iterdir()] == [BUILDING_LOCK]
+
+
+def test_without_a_compiler_nothing_is_quantized_unasked(afresh, generated, tmp_path):
+    afresh.setenv("XDG_CACHE_HOME", str(tmp_path))
+    afresh.setenv("PATH", str(tmp_path))
+    afresh.delenv("CXX", raising=False)
+    done = generated("--max-tokens", 6)
+    assert f"MLX's own kernels compute, slowly: no C++ compiler was found; {compiler.REMEDY}\n" in done.err
+    assert "--kernels native" not in done.err
+    assert {line["gear"] for line in done.trace if "gear" in line} == {"high"}
+    plain = generated("--max-tokens", 6, "--gears", "16")
+    assert plain.out == done.out
 
 
 def test_a_compiler_that_writes_something_else_is_run_once(script, tmp_path):
@@ -260,7 +272,9 @@ def test_threads_are_for_performance_cores(tmp_path):
 
 
 ZEN_3 = "fpu sse4_2 movbe popcnt fma avx f16c abm bmi1 avx2 bmi2 sha_ni"
-ZEN_4 = f"{ZEN_3} avx512f avx512bw avx512_vnni avx512_bf16"
+ZEN_4 = (
+    f"{ZEN_3} avx512f avx512dq avx512cd avx512bw avx512vl avx512_bf16 avx512vbmi avx512_vbmi2 avx512_vnni avx512_bitalg"
+)
 NEHALEM = "fpu sse4_2 popcnt"
 NAMES = ("native", "avx2", "portable")
 
@@ -287,7 +301,7 @@ class TestNames:
         assert compiler.instructions() == (asked or "native")
         assert compiler.this_target().instructions == (asked or "native")
 
-    @pytest.mark.parametrize("asked", ["AVX2", "avx512", "native ", "nein\n", "\udcff"])
+    @pytest.mark.parametrize("asked", ["AVX2", "avx1024", "native ", "nein\n", "\udcff"])
     def test_that_nobody_knows(self, machine, asked):
         machine(ZEN_3, asked)
         told = f"GEARBX_CPU is {asked!r}, and that name is unknown; choose from native, avx2, portable"
@@ -334,6 +348,39 @@ def test_flags_for_the_compiler(system, name, flags):
             recipe = compiler.make_recipe([], target)
             named = [flag for flag in recipe.flags if flag.startswith(("-march", "-mcpu", "-DGEARBX"))]
             assert named == expected.split()
+
+
+@pytest.mark.parametrize(
+    ("name", "machine", "flags"),
+    [("avx512", "x86_64", ["-march=x86-64-v4", "-mavx512bf16"]), ("neon", "aarch64", ["-march=armv8.2-a+dotprod"])],
+)
+def test_flags_for_sets_of_instructions(name, machine, flags):
+    target = CompileTarget("linux", machine, compiler.this_target().mlx, name)
+    assert {*flags} <= {*compiler.make_recipe([], target).flags}
+    assert not target.is_for_one_processor
+
+
+def test_a_set_of_instructions_is_for_processors_that_have_all(machine):
+    machine(ZEN_4, "avx512")
+    assert compiler.instructions() == "avx512"
+    assert compiler.vector_instructions() == "AVX-512"
+    machine(ZEN_4.replace(" avx512_bf16 ", " "), "avx512")
+    told = r"^GEARBX_CPU is 'avx512', and this processor has no avx512_bf16; choose from native, avx2, portable$"
+    with pytest.raises(GearbxError, match=told):
+        compiler.instructions()
+
+
+def test_a_compiler_with_another_standard_library_is_not_run(afresh, tmp_path):
+    """zig's libc++ has other strings and vectors than libstdc++, with which MLX was compiled."""
+    if compiler.this_target().is_mac:
+        pytest.skip("a Mac's compilers all have libc++")
+    afresh.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for named in ("{} c++", "/bin/sh {}"):
+        zig = shell(tmp_path / "zig", f"echo >> {tmp_path / 'log'}")
+        afresh.setenv("CXX", named.format(zig))
+        cpu._kernels_or_reason.cache_clear()
+        assert cpu.why_not() == f"{named.format(zig)} has another C++ library, libc++, than MLX; {compiler.REMEDY}"
+    assert not (tmp_path / "log").exists()
 
 
 def test_a_library_is_for_one_choice_or_processor_and_times_are_for_both(machine):

@@ -16,7 +16,8 @@ from gearbx_mlx.gears.kernel_choices import measure_gears
 from gearbx_mlx.kernels import dispatch, tuner
 from gearbx_mlx.kernels.dispatch import GPU, METAL, MLX, NATIVE, RECONSTRUCT, CannotMeasure, Kind
 from gearbx_mlx.kernels.measured_file import MOST_MACHINES
-from gearbx_mlx.kernels.tuner import Tuner, TuningCache, enough_calls, fastest, timed_in_turn, times_of
+from gearbx_mlx.kernels.rounding import expected_of_dense, tolerance
+from gearbx_mlx.kernels.tuner import EXPECTED, Tuner, TuningCache, enough_calls, fastest, timed_in_turn, times_of
 
 WIDTH = 512  # so that a layer is worth measuring
 AFFINE = "affine 4, group 64, 512 x 512, float32, activations of 16 bits, 1 vector"
@@ -104,6 +105,8 @@ def wrong_where(name: str, change=lambda y: 1.25 * y):
     weights = [normal(256, 384, seed=seed) for seed in (1, 2)]
 
     def products(candidate: str) -> list:
+        if candidate == EXPECTED:
+            return [lambda x, w=w: expected_of_dense(x, w, None) for w in weights]
         by = change if candidate == name else lambda y: y
         return [lambda x, w=w: by(x @ w.T) for w in weights]
 
@@ -129,7 +132,8 @@ class TestNoKernelThatWasNotChecked:
         assert made.choose(self.STOCK_KIND, 1, wrong_where(wrong)) == MLX
         ((name, found),) = made.wrong.items()
         assert "256 x 384" in name
-        assert found == {wrong: pytest.approx(1.0, rel=0.4)}  # a quarter of the largest of 256 sums
+        # A quarter of the largest of 256 sums.
+        assert found == {wrong: pytest.approx(1 / tolerance(mx.float32, 384), rel=0.4)}
         right = Tuner(mx.float32, again=True, cache=TuningCache(on_metal.with_name("another")))
         right.measured[made.name(self.STOCK_KIND, 1)] = times
         assert right.choose(self.STOCK_KIND, 1, wrong_where("none")) == wrong

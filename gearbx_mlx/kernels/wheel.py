@@ -1,0 +1,71 @@
+"""CPU kernels that a wheel brings, compiled when it was built: a machine without a compiler then has them.
+
+    GEARBX_WHEEL=kernels pip wheel --no-deps .
+
+builds such a wheel (`compiler.build_for_wheel`). It has a library for each of several sets of instructions, linked with
+one MLX, for one version of Python. MLX promises nothing about its C++ interface: the libraries are loaded where MLX has
+the same minor version and the same headers as that one. Elsewhere kernels are compiled at first use, as in a clone.
+"""
+
+import functools
+import hashlib
+from importlib.metadata import version
+from pathlib import Path
+
+import mlx.core as mx
+import msgspec
+
+FOLDER = Path(__file__).with_name("brought")  # which clones do not have
+RECORD = "linked_with.json"
+VERSION_HEADER = "version.h"  # which differs between versions whose interface is the same
+TO_MLX = "../../../mlx/lib"  # from the folder, both in site-packages
+
+
+class LinkedWith(msgspec.Struct):
+    """The MLX that the kernels were linked with: its version, and the hash of its headers."""
+
+    mlx: str
+    headers: str
+
+
+def library_for(instructions: str) -> Path | None:
+    """Return the library with the kernels for a set of instructions; None where there is none, or for another MLX."""
+    library = FOLDER / f"{instructions}.so"
+    return library if library.exists() and not why_foreign() else None
+
+
+@functools.cache
+def why_foreign() -> str:
+    """Return why the kernels of this wheel are not used with the MLX that is installed; "" if they are, or it has none.
+
+    Headers are compared where the versions differ: they take some milliseconds to read.
+    """
+    try:
+        linked = msgspec.json.decode((FOLDER / RECORD).read_bytes(), type=LinkedWith)
+    except FileNotFoundError:
+        return ""
+    except (OSError, msgspec.MsgspecError):
+        return "the CPU kernels of this wheel are damaged; install gearbx-mlx again"
+    now = version("mlx")
+    if linked.mlx == now or (minor(linked.mlx) == minor(now) and linked.headers == hash_headers()):
+        return ""
+    return f"the CPU kernels of this wheel are for MLX {linked.mlx}, and MLX {now} is installed"
+
+
+def minor(version: str) -> list[str]:
+    """Return the first two numbers of a version."""
+    return version.split(".")[:2]
+
+
+def hash_headers() -> str:
+    """Return 24 hexadecimal digits that change with the C++ interface of the MLX that is installed."""
+    digest, include = hashlib.sha256(), Path(mx.__file__).parent / "include"
+    for header in sorted(include.rglob("*.h")):
+        if header.name != VERSION_HEADER:
+            digest.update(header.relative_to(include).as_posix().encode() + b"\0" + header.read_bytes())
+    return digest.hexdigest()[:24]
+
+
+def keep(folder: Path) -> None:
+    """Write down, beside libraries in a folder, the MLX that they were linked with: the one that is installed."""
+    (folder / RECORD).write_bytes(msgspec.json.encode(LinkedWith(version("mlx"), hash_headers())))
