@@ -43,6 +43,8 @@ def malformed(error: Exception, text: str | bytes) -> str:
     """Say why a text is not JSON, and where."""
     if isinstance(error, UnicodeError):
         return f"not JSON: not UTF-8 text ({error.reason})" if hasattr(error, "reason") else "not JSON: not UTF-8 text"
+    if "UTF-8" in str(error):  # of msgspec from version 0.23
+        return "not JSON: not UTF-8 text"
     if isinstance(error, msgspec.ValidationError):  # the only one that needs no type
         return "not JSON: a number has too many digits"
     found = re.fullmatch(r"JSON is malformed: (.*) \(byte (\d+)\)", str(error))
