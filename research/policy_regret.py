@@ -25,14 +25,15 @@ from rich.progress import track
 from gearbx_mlx import Gearbox, load
 from gearbx_mlx.compat.classes import generation_stream
 from gearbx_mlx.decoding.caches import in_common
-from gearbx_mlx.decoding.drafters import Target
+from gearbx_mlx.decoding.drafters import DraftTarget
 from gearbx_mlx.decoding.drafters.lookup import Lookup, LookupAgreement
 from gearbx_mlx.decoding.drafters.low_gear import LowGear
 from gearbx_mlx.decoding.loop import decode
+from gearbx_mlx.decoding.plan import DecodePlan, DecodeState
 from gearbx_mlx.decoding.policy import Acceptance, FixedPolicy, LearnedPolicy, draft_share
 from gearbx_mlx.decoding.rows import Verification, Verifier
 from gearbx_mlx.decoding.sampling import GREEDY, reader_of
-from gearbx_mlx.decoding.text import Plan, State, Text
+from gearbx_mlx.decoding.text import GeneratedText
 from gearbx_mlx.files.writing import write_text
 from gearbx_mlx.kernels.compiler import vectors_at_once
 
@@ -73,12 +74,12 @@ class Machine:
 
     def draft(self, token: int, cache: list[Any], count: int) -> tuple[list[int], list[float]]:
         """Draft so many tokens after one; returns them and their margins."""
-        draft = self.drafter(cache).propose(Text([token]), count, FixedPolicy(MOST))
+        draft = self.drafter(cache).propose(GeneratedText([token]), count, FixedPolicy(MOST))
         margins = [] if draft.margins is None else list(np.array(draft.margins).tolist())
         return list(np.array(draft.tokens).tolist()), margins
 
     def drafter(self, cache: list[Any]) -> LowGear:
-        return LowGear(Target(self.gearbox, cache, GREEDY, reader_of(self.gearbox)), self.low)
+        return LowGear(DraftTarget(self.gearbox, cache, GREEDY, reader_of(self.gearbox)), self.low)
 
     def verify(self, tokens: list[int], cache: list[Any]) -> list[int]:
         """Choose the top gear's token after each of some; the cache is then as after the first."""
@@ -89,10 +90,10 @@ class Machine:
 
     def write(self, prompt: list[int], policy: "Recorder", tokens: int) -> None:
         """Write a text as mode lossless does, by a policy."""
-        text = Text(list(prompt), frozenset(self.tokenizer.eos_token_ids), tokens)
+        text = GeneratedText(list(prompt), frozenset(self.tokenizer.eos_token_ids), tokens)
         cache = make_prompt_cache(self.gearbox.model)
-        plan = Plan(self.verifier, GREEDY, reader_of(self.gearbox), policy, stream=generation_stream())
-        for _ in decode(plan, State(text, cache, [self.drafter(cache)])):
+        plan = DecodePlan(self.verifier, GREEDY, reader_of(self.gearbox), policy, stream=generation_stream())
+        for _ in decode(plan, DecodeState(text, cache, [self.drafter(cache)])):
             pass
 
 

@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from gearbx_mlx import Gearbox, Static, load, stream_generate
-from gearbx_mlx.decoding import sampling
+from gearbx_mlx.decoding import route
 from gearbx_mlx.ranks.agreement import ALONE, Agreement
 from gearbx_mlx.ranks.place import begin, current
 from gearbx_mlx.ranks.watch import meet
@@ -38,7 +38,7 @@ def timed_here(place):
     gearbox, agreement = Gearbox(model, "4,16"), Agreement(group)
 
     def with_agreement(chosen: Agreement) -> list[float]:
-        sampling.agreement_of = lambda model: chosen
+        route.agreement_of = lambda model: chosen
         return token_seconds(model, tokenizer, gearbox)
 
     kinds = {"agreed": agreement, "not agreed": ALONE}

@@ -18,12 +18,12 @@ from rich.progress import track
 from gearbx_mlx import Gearbox, Lossless
 from gearbx_mlx.benchmark.decode import random_model
 from gearbx_mlx.decoding.caches import Snapshot
-from gearbx_mlx.decoding.drafters import Target
+from gearbx_mlx.decoding.drafters import DraftTarget
 from gearbx_mlx.decoding.drafters.low_gear import LowGear, rescoring, second_head
 from gearbx_mlx.decoding.policy import MOST_ROWS, FixedPolicy, LearnedPolicy
 from gearbx_mlx.decoding.rows import Verification, Verifier
 from gearbx_mlx.decoding.sampling import GREEDY, reader_of
-from gearbx_mlx.decoding.text import Text
+from gearbx_mlx.decoding.text import GeneratedText
 from gearbx_mlx.gears.discovery import vocabulary
 from gearbx_mlx.gears.ladder import Gear
 from gearbx_mlx.kernels.dispatch import on_cpu
@@ -100,12 +100,12 @@ class TimedPasses:
         self._size, self.cache = vocabulary(gearbox.model), make_prompt_cache(gearbox.model)
         mx.eval(gearbox.model(mx.arange(context)[None] % self._size, cache=self.cache))
         self._verifier = Verifier(gearbox, top)
-        self._drafter = LowGear(Target(gearbox, self.cache, GREEDY, reader_of(gearbox)), draft)
+        self._drafter = LowGear(DraftTarget(gearbox, self.cache, GREEDY, reader_of(gearbox)), draft)
 
     def drafted(self) -> float:
         """A token of a draft that is chosen greedily."""
         begun = time.perf_counter()
-        self._drafter.propose(Text([1]), DRAFTED, FixedPolicy(DRAFTED + 1))
+        self._drafter.propose(GeneratedText([1]), DRAFTED, FixedPolicy(DRAFTED + 1))
         return (time.perf_counter() - begun) / DRAFTED
 
     def verified(self, rows: int) -> float:

@@ -2,9 +2,9 @@
 
 Its loops call `mx.logsumexp`, which takes a CPU half a millisecond over a vocabulary of 49,152: without the copies
 below, SmolLM2 needs 1.20 times as long for a 4-bit token and 1.12 times for a 16-bit one (mode static, two cores of an
-EPYC, 2026-11-29). Copies of mlx-lm's functions get a stand-in for `mx`, with another logarithm of a sum of exponentials:
-nothing in mlx-lm changes. Around the passes of its continuous
-batching, classes stand in front of methods that it keeps to itself.
+EPYC, 2026-11-29). The copies of mlx-lm's functions get a stand-in for `mx`, with another logarithm of a sum of
+exponentials: nothing in mlx-lm changes. Around the passes of its continuous batching, classes stand in front of methods
+that it keeps to itself.
 """
 
 import functools

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 from ..ranks.agreement import ALONE
-from .drafters import NO_TOKENS
-from .response import Step, Token
+from .plan import DecodePlan, DecodeState
+from .response import GeneratedToken, Step
+from .rows import NO_TOKENS
 from .sampling import Choice, ChosenRows, choose_rows, kv_read
-from .text import Plan, State
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Queued:
     context: mx.array | None
 
 
-def plain(plan: Plan, state: State) -> Iterator[Token]:
+def plain(plan: DecodePlan, state: DecodeState) -> Iterator[GeneratedToken]:
     """Yield the verifier's tokens until the text ends or a drafter proposes."""
     text, state.proposal = state.text, None
     context = text.array() if plan.chooser.processors else None
@@ -51,11 +51,11 @@ def plain(plan: Plan, state: State) -> Iterator[Token]:
         seconds = state.seconds(plan)
         if seconds is not None:
             plan.policy.add_alone(seconds)
-        yield Token(text.last, coming.rows.logprobs[0], float(seen[0, Choice.ENTROPY]), coming.step)
+        yield GeneratedToken(text.last, coming.rows.logprobs[0], float(seen[0, Choice.ENTROPY]), coming.step)
         coming = ahead if text.goes_on else None
 
 
-def stays_plain(plan: Plan, state: State) -> bool:
+def stays_plain(plan: DecodePlan, state: DecodeState) -> bool:
     """Return whether nothing will be proposed after the token that is computed now."""
     if state.text.room <= 1:
         return False  # it is the last one
@@ -63,7 +63,7 @@ def stays_plain(plan: Plan, state: State) -> bool:
     return room < 1 or not any(drafter.length(state.text, room, plan.policy) for drafter in state.drafters)
 
 
-def queue(plan: Plan, state: State, last: mx.array, context: mx.array | None) -> Queued:
+def queue(plan: DecodePlan, state: DecodeState, last: mx.array, context: mx.array | None) -> Queued:
     """Begin to compute the token after `last` (1,)."""
     with plan.on_stream():
         found = plan.verifier.verify(last, state.cache)

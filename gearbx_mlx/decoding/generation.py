@@ -21,10 +21,11 @@ from ..errors import GearbxError
 from ..kernels.device import recommended_memory
 from ..routing.gates import Reading
 from .loop import decode
+from .plan import UNLIMITED, DecodePlan, DecodeState
 from .response import GearResponse
 from .sampling import Chooser, Processor, Sampler
 from .telemetry import Telemetry
-from .text import UNLIMITED, Plan, State, Text
+from .text import GeneratedText
 
 PREFILL_STEP_SIZE = 2048  # tokens of a prompt at once, as in mlx-lm
 
@@ -50,7 +51,7 @@ class Keywords:
     def chooser(self) -> Chooser:
         return Chooser(self.sampler or greedy_sampler, tuple(self.logits_processors or ()))
 
-    def text(self, prompt: list[int], tokenizer: TokenizerWrapper) -> Text:
+    def text(self, prompt: list[int], tokenizer: TokenizerWrapper) -> GeneratedText:
         """Return a text that has its prompt. Raises ValueError as mlx-lm does: no prompt, or no room for a token."""
         if self.max_tokens == 0:
             raise ValueError("Maximum number of tokens must be non-zero (use -1 for no limit).")
@@ -58,7 +59,8 @@ class Keywords:
             prompt = [0] * len(self.input_embeddings)  # the model reads no tokens then
         if not prompt:
             raise ValueError("Either input_embeddings or prompt (or both) must be provided.")
-        return Text(prompt, frozenset(tokenizer.eos_token_ids), math.inf if self.max_tokens < 0 else self.max_tokens)
+        room = math.inf if self.max_tokens < 0 else self.max_tokens
+        return GeneratedText(prompt, frozenset(tokenizer.eos_token_ids), room)
 
     def caches(self, model: nn.Module) -> tuple[list[Any], list[Any]]:
         """Return the entries of the model's KV cache, one for each layer, and those of a draft model behind them."""
@@ -68,7 +70,7 @@ class Keywords:
         return self.prompt_cache[:layers], self.prompt_cache[layers:]
 
     def of_plan(self) -> dict[str, Any]:
-        """Return the fields of a Plan that these keywords set."""
+        """Return the fields of a DecodePlan that these keywords set."""
         return {
             "quantize": self._quantize,
             "quantized_from": UNLIMITED if self.kv_bits is None else self.quantized_kv_start,
@@ -98,8 +100,8 @@ def tokenizer_for(tokenizer: Any) -> TokenizerWrapper:
 
 
 def responses(
-    plan: Plan,
-    state: State,
+    plan: DecodePlan,
+    state: DecodeState,
     tokenizer: TokenizerWrapper,
     telemetry: Telemetry,
     arrays: Callable[[], list[mx.array]] = list,

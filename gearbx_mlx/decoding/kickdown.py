@@ -24,11 +24,11 @@ from .generation import Keywords, responses, tokenizer_for
 from .governor import Governor
 from .mode import Mode, encoded, gear_of_prompt, thresholds_for, vocabulary_of
 from .modes import KickdownSettings
+from .plan import DecodePlan, DecodeState
 from .response import GearResponse, Step
 from .rows import Tokens, Verification, Verifier
 from .sampling import LogitsReader, reader_of
 from .telemetry import Telemetry, blame_of
-from .text import Plan, State
 
 RecomputeRule = Callable[[float, int, int], bool]
 """Whether to compute a token again, one gear higher: by its entropy in this gear (bits), how many tokens were decoded
@@ -117,10 +117,10 @@ class Kickdown(KickdownSettings, Mode):
         reader, agreement = reader_of(gearbox), agreement_of(model)
         prefill_gear, _ = self.gears_of_text(gearbox)
         climb = Climb(gearbox, self.rule_for(gearbox), prefill_gear, reader, agreement)
-        plan = Plan(climb, how.chooser(), reader, agreement=agreement, **how.of_plan())
+        plan = DecodePlan(climb, how.chooser(), reader, agreement=agreement, **how.of_plan())
         telemetry = Telemetry(Monitor(vocabulary_of(gearbox), self.window), blame_of(gearbox), controller)
         cache, _ = how.caches(model)
-        return responses(plan, State(text, cache), tokenizer, telemetry, gearbox.arrays)
+        return responses(plan, DecodeState(text, cache), tokenizer, telemetry, gearbox.arrays)
 
     def summary(self, tally: Tally) -> dict[str, Any]:
         return {"recomputed": tally.recomputed}

@@ -28,16 +28,15 @@ import numpy as np
 from ..compat.arrays import set_random_state
 from ..errors import GearbxError, GearbxWarning, one_line
 from .caches import in_common
-from .drafters import NO_TOKENS, Proposal
-from .response import DRAFT, Token
-from .rows import Verification
+from .plan import DecodePlan, DecodeState
+from .response import DRAFT, GeneratedToken
+from .rows import NO_TOKENS, Proposal, VerifiedPass
 from .sampling import Choice, choose_rows, kv_read, rounding_of
-from .text import Plan, State
 
 CLEARED = 256  # tokens between two times that MLX gives back the memory that it keeps, as in mlx-lm
 
 
-def decode(plan: Plan, state: State) -> Generator[Token, None, None]:
+def decode(plan: DecodePlan, state: DecodeState) -> Generator[GeneratedToken, None, None]:
     """Read the prompt, and yield the tokens of the text.
 
     When it ends or is closed, the KV cache holds the tokens that were yielded, and nothing else.
@@ -60,7 +59,7 @@ def decode(plan: Plan, state: State) -> Generator[Token, None, None]:
         leave(plan, state)
 
 
-def decoded(plan: Plan, state: State) -> Generator[Token, None, None]:
+def decoded(plan: DecodePlan, state: DecodeState) -> Generator[GeneratedToken, None, None]:
     """Yield the tokens after the prompt: the first one, then those of rounds."""
     text = state.text
     tokens = round_of(plan, state, NO_TOKENS, is_timed=False, **plan.embedded(text.prompt - 1, text.prompt))
@@ -74,7 +73,7 @@ def decoded(plan: Plan, state: State) -> Generator[Token, None, None]:
             yield from handed_out(plan, state, round_of(plan, state, proposal))
 
 
-def handed_out(plan: Plan, state: State, tokens: list[Token]) -> Iterator[Token]:
+def handed_out(plan: DecodePlan, state: DecodeState, tokens: list[GeneratedToken]) -> Iterator[GeneratedToken]:
     """Yield the tokens of a round. A device drafts the next ones meanwhile."""
     if state.is_queued(plan) and state.text.goes_on:
         propose(plan, state)
@@ -83,7 +82,7 @@ def handed_out(plan: Plan, state: State, tokens: list[Token]) -> Iterator[Token]
         yield token
 
 
-def prefill(plan: Plan, state: State) -> None:
+def prefill(plan: DecodePlan, state: DecodeState) -> None:
     """Read the prompt, but for its last token, into the KV caches of the verifier and of the drafters."""
     text = state.text
     tokens, last = text.array(), text.prompt - 1
@@ -102,7 +101,7 @@ def prefill(plan: Plan, state: State) -> None:
         mx.clear_cache()
 
 
-def propose(plan: Plan, state: State) -> Proposal:
+def propose(plan: DecodePlan, state: DecodeState) -> Proposal:
     """Return the proposal of the first drafter that has one. Where a device computes, it is queued."""
     state.began, state.proposal = (plan.clock(), state.away), NO_TOKENS
     room = state.room(plan)
@@ -122,44 +121,48 @@ def propose(plan: Plan, state: State) -> Proposal:
     return state.proposal
 
 
-def verify(plan: Plan, state: State, proposal: Proposal, **of_prompt: mx.array) -> Verification:
+def verify(plan: DecodePlan, state: DecodeState, proposal: Proposal, **of_prompt: mx.array) -> VerifiedPass:
     """Return the verifier's logits after the last token and after each proposed one: one pass."""
-    tokens: Any = [state.text.last, *proposal.tokens] if proposal.is_known else None
-    if tokens is None:
-        tokens = mx.concatenate([mx.array([state.text.last], mx.uint32), proposal.tokens])
-    state.found, state.shown = plan.verifier.verify(tokens, state.cache, **of_prompt), 0
+    last = [state.text.last]
+    if proposal.is_known:
+        rows: Any = [*last, *proposal.tokens]
+    else:
+        rows = mx.concatenate([mx.array(last, mx.uint32), proposal.array()])
+    state.found, state.shown = plan.verifier.verify(rows, state.cache, **of_prompt), 0
     return state.found
 
 
-def accept(plan: Plan, state: State, proposal: Proposal, found: Verification) -> tuple[list[Token], list[float]]:
+def accept(
+    plan: DecodePlan, state: DecodeState, proposal: Proposal, found: VerifiedPass
+) -> tuple[list[GeneratedToken], list[float]]:
     """Choose a token after each row, as far as the ones before it were proposed, and add them to the text.
 
     Returns them, and the margins of the proposed tokens, if they are known.
     """
     text, chooser, logits = state.text, plan.chooser, found.logits[0]
     context = text.array() if chooser.processors else None
-    proposed = mx.array(proposal.tokens, mx.uint32) if chooser.processors or not proposal.is_known else None
-    rows = choose_rows(chooser, plan.reader, plan.agreement, logits, context, proposed)
-    margins = proposal.margins if isinstance(proposal.margins, mx.array) else None
-    queued = [each for each in (None if proposal.is_known else proposed, margins) if each is not None]
+    rows = choose_rows(chooser, plan.reader, plan.agreement, logits, context, proposal.array())
+    queued = [each for each in (proposal.tokens, proposal.margins) if isinstance(each, mx.array)]
     tokens, seen, read = rows.read(plan.agreement, *queued)
-    accepted = in_common(tokens, proposal.tokens if proposal.is_known else read[0])
+    accepted = in_common(tokens, [*proposal.tokens] if proposal.is_known else read[0])
     rounding = rounding_of(seen[:, Choice.MAGNITUDE].max(), logits.dtype)
     with np.errstate(invalid="ignore"):  # logits that are not finite are refused later, by name
         near = (seen[:, Choice.BEST] - seen[:, Choice.NEXT] <= rounding) & (found.count > 1)
-    generated = list[Token]()
+    generated = list[GeneratedToken]()
     for place, step in enumerate(found.steps(proposal, accepted, **kv_read(state.kv_gears))):
         token, bits = int(tokens[place]), float(seen[place, Choice.ENTROPY])
-        generated.append(Token(token, rows.logprobs[place], bits, step, bool(near[place])))
+        generated.append(GeneratedToken(token, rows.logprobs[place], bits, step, bool(near[place])))
         text.add(token)
         if not text.goes_on:
             break
     if rows.states:
         set_random_state(rows.states[len(generated) - 1])
-    return generated, [*(proposal.margins or ())] if margins is None else read[-1].tolist()
+    return generated, read[1].tolist() if len(queued) > 1 else [*(proposal.margins or ())]
 
 
-def round_of(plan: Plan, state: State, proposal: Proposal, is_timed: bool = True, **of_prompt: mx.array) -> list[Token]:
+def round_of(
+    plan: DecodePlan, state: DecodeState, proposal: Proposal, is_timed: bool = True, **of_prompt: mx.array
+) -> list[GeneratedToken]:
     """Verify a proposal, and return the tokens that follow; the KV cache holds all but the last. If it fails, none."""
     draft_seconds = state.seconds(plan) if proposal.is_known and proposal.source == DRAFT else None
     with plan.on_stream():
@@ -183,7 +186,7 @@ def round_of(plan: Plan, state: State, proposal: Proposal, is_timed: bool = True
     return tokens
 
 
-def leave(plan: Plan, state: State) -> None:
+def leave(plan: DecodePlan, state: DecodeState) -> None:
     """Leave the KV cache, and MLX's random numbers, as mlx-lm does: the last token is in the cache."""
     text, found = state.text, state.found
     with plan.verifier.aside(), plan.on_stream():

@@ -24,17 +24,17 @@ from ..routing.gates import BatchPolicy, Monitor, OneGear, highest
 from ..telemetry.summary import Tally, draft_rows, draft_summary
 from .ahead import plain
 from .batches import BatchGenerator, BatchText, SharedMode
-from .drafters import Drafter, Target, drafters_for
+from .drafters import Drafter, DraftTarget, drafters_for
 from .generation import Keywords, responses, tokenizer_for
 from .governor import Governor
 from .mode import encoded, vocabulary_of
 from .modes import LosslessSettings
+from .plan import DecodePlan, DecodeState
 from .policy import MOST_DRAFTED, MOST_ON_GPU, MOST_ROWS, USUAL_LENGTH, DraftPolicy, FixedPolicy, LearnedPolicy
 from .response import GearResponse
 from .rows import Verifier, warn_of_other_paths
 from .sampling import Chooser, reader_of
 from .telemetry import Telemetry, blame_of
-from .text import Plan, State
 
 MENDED = 0.4  # of the rejected drafts, that a calibrated base has accepted: 0.38 to 0.54 of them in docs/convert.md
 MUCH_WRITTEN = 32  # tokens: what fewer of them show is not written to the cache
@@ -94,7 +94,7 @@ class Lossless(LosslessSettings, SharedMode):
         text = how.text(np.array(encoded(tokenizer, prompt), int).reshape(-1).tolist(), tokenizer)
         chooser, reader, agreement = how.chooser(), reader_of(gearbox), agreement_of(gearbox.model)
         cache, draft_cache = how.caches(gearbox.model)
-        target = Target(
+        target = DraftTarget(
             gearbox,
             cache,
             chooser,
@@ -109,10 +109,10 @@ class Lossless(LosslessSettings, SharedMode):
         drafters = drafters_for(target)
         known = self.learned(gearbox, next((each for each in drafters if each.reads_weights), None), chooser)
         verifier = Verifier(gearbox, gearbox.ladder.top)
-        plan = Plan(verifier, chooser, reader, known.policy, plain, agreement, **how.of_plan())
+        plan = DecodePlan(verifier, chooser, reader, known.policy, plain, agreement, **how.of_plan())
         monitor = Monitor(vocabulary_of(gearbox), self.window)
         telemetry = Telemetry(monitor, blame_of(gearbox), controller)
-        state = State(text, cache, drafters)
+        state = DecodeState(text, cache, drafters)
         return responses(plan, state, tokenizer, telemetry, gearbox.arrays, finish=known.note)
 
     def batch_generator(

@@ -32,10 +32,10 @@ from .generation import PREFILL_STEP_SIZE, Keywords, responses, tokenizer_for
 from .governor import Governor
 from .mode import Mode, encoded
 from .modes import PairSettings
+from .plan import DecodePlan, DecodeState
 from .response import GearResponse, Step
 from .sampling import not_finite, reader_of
 from .telemetry import Telemetry
-from .text import Plan, State
 
 GEARS = tuple(Gear(index, name, 0) for index, name in enumerate(NAMES))  # the models, as responses name them
 
@@ -106,7 +106,7 @@ def bytes_read(model: nn.Module) -> int:
 
 
 @dataclass
-class Turn:
+class PairPass:
     """One pass of one model over the last token, and over those that it had missed.
 
     Attributes:
@@ -148,11 +148,11 @@ class Turns:
         self._prefill_step_size = prefill_step_size
         self._weight_bytes = bytes_read(small), bytes_read(large)
 
-    def prefill(self, tokens: mx.array, cache: Sequence[TrailingCache]) -> None:
+    def prefill(self, tokens: mx.array, cache: Any, **embedded: mx.array) -> None:
         """Read a part (n,) of the prompt with the engaged model."""
         self._logits(tokens[None], cache)
 
-    def verify(self, tokens: Sequence[int], cache: Sequence[TrailingCache]) -> Turn:
+    def verify(self, tokens: Sequence[int], cache: Any, **embedded: mx.array) -> PairPass:
         """Return the logits of the engaged model after the last token, the only one."""
         own = cache[self.engaged]
         before, missed = Snapshot(own.entries), [list(each.missed) for each in cache]
@@ -170,7 +170,7 @@ class Turns:
             raise
         passes = (0, count) if self.engaged else (count, 0)
         read = sum(n * size for n, size in zip(passes, self._weight_bytes))
-        return Turn(logits, Step(GEARS[self.engaged], passes, read, caught_up=caught_up), undo)
+        return PairPass(logits, Step(GEARS[self.engaged], passes, read, caught_up=caught_up), undo)
 
     def computes_at_once(self, cache: Any) -> bool:
         return True  # the entropy of a token is waited for before the next pass
@@ -265,8 +265,8 @@ class Pair(PairSettings, Mode):
 
         # The entropy is that before temperature (EAD 3.1), after logits processors if there are any.
         telemetry = Telemetry(pair_monitor(turns.vocabulary, self.window), blame)
-        plan = Plan(turns, how.chooser(), reader_of(), **how.of_plan())
-        return responses(plan, State(text, cache), tokenizer, telemetry, judge=judge)
+        plan = DecodePlan(turns, how.chooser(), reader_of(), **how.of_plan())
+        return responses(plan, DecodeState(text, cache), tokenizer, telemetry, judge=judge)
 
     def threshold_with(self, large: nn.Module) -> float:
         """Return the threshold in bits: the one that is given, or EAD's, scaled to the vocabulary."""

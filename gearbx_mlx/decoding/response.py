@@ -35,7 +35,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Token:
+class GeneratedToken:
     """A generated token.
 
     Attributes:

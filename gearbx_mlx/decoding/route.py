@@ -12,7 +12,7 @@ short prompts are continued instead, as GEARBX does on MLX.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -24,6 +24,7 @@ import mlx_lm
 import numpy as np
 from mlx_lm.generate import GenerationResponse
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import greedy_sampler
 
 from ..compat.loops import streaming_with
 from ..errors import GearbxError
@@ -37,8 +38,8 @@ from .caches import gears_of
 from .governor import Governor
 from .mode import encoded, gear_of_prompt, of_model, thresholds_for, vocabulary_of
 from .modes import RouteSettings, StaticSettings
-from .response import GearResponse, Step, Token, single_pass
-from .sampling import Sampler, entropy_bits, kv_read, reader_of
+from .response import GearResponse, GeneratedToken, Step, single_pass
+from .sampling import entropy_bits, kv_read, reader_of
 from .telemetry import Telemetry, blame_of
 
 
@@ -58,8 +59,6 @@ class InEngagedGear(SharedMode):
         *,
         gearbox: Any,
         controller: Governor | None,
-        sampler: Sampler,
-        prompt_progress_callback: Callable[[int, int], None] = lambda read, tokens: None,
         **kwargs: Any,
     ) -> Iterator[GearResponse]:
         """mlx-lm's stream_generate: entropy from its log-probabilities, `model.update_modules` between its tokens."""
@@ -67,13 +66,15 @@ class InEngagedGear(SharedMode):
         gearbox.shift(text.first)  # so that it is made, and not in the middle of the text
         gearbox.shift(text.prompt_gear)
         kv_gears, sampled = gears_of(kwargs.get("prompt_cache")), deque[tuple[mx.array, Step]]()
+        sampler, callback = kwargs.get("sampler") or greedy_sampler, kwargs.get("prompt_progress_callback")
         if kv_gears is not None:
             kv_gears.begin_prompt()
 
         def progress(read: int, tokens: int) -> None:
             if read == tokens - 1:
                 gearbox.shift(text.first)
-            prompt_progress_callback(read, tokens)
+            if callback is not None:
+                callback(read, tokens)
 
         def sample(logprobs: mx.array) -> mx.array:
             # Queued here, the entropy is ready with the token. Taken from the response, it would wait for the pass that
@@ -106,7 +107,7 @@ class InEngagedGear(SharedMode):
             telemetry.resume()
             for response in responses:
                 entropy, step = sampled.popleft()
-                token = Token(response.token, response.logprobs, float(entropy), step)
+                token = GeneratedToken(response.token, response.logprobs, float(entropy), step)
                 shown, reading = telemetry.response(response, token)
                 gear = gearbox.ladder[text.gate.update(reading)]
                 gearbox.shift(gear)

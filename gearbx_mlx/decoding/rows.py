@@ -18,9 +18,9 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -41,17 +41,73 @@ from .caches import APPENDING, Cache, Snapshot, parts
 from .mode import decode_lock
 from .response import DRAFT, LOOKUP, MODEL, Step, single_pass
 
-if TYPE_CHECKING:
-    from .drafters import Proposal
-
 PROPOSED = {DRAFT: "drafted", LOOKUP: "looked_up"}  # source of a proposal to the field of a step that counts it
 UNMASKED = {"mlx_lm.models.phi3small"}  # adds its mask of booleans to the scores, so that tokens see later ones
 Tokens = Sequence[int] | mx.array
 """K token ids that are known, or an array (K,) that the device may still compute."""
 
 
+@dataclass(frozen=True)
+class Proposal:
+    """Tokens that may follow a text.
+
+    Attributes:
+        tokens: k token ids: a list where they are known, an array (k,) that the device may still compute.
+        source: DRAFT or LOOKUP; MODEL for no tokens.
+        margins: k numbers, by how much each token's logit won; None where that is not known.
+        gear: of the ladder, that drafted them, if one did.
+        weight_bytes: read by the passes of the drafter, one for each token.
+    """
+
+    tokens: Sequence[int] | mx.array = ()
+    source: str = MODEL
+    margins: Sequence[float] | mx.array | None = None
+    gear: Gear | None = None
+    weight_bytes: int = 0
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def array(self) -> mx.array:
+        return self.tokens if isinstance(self.tokens, mx.array) else mx.array([*self.tokens], mx.uint32)
+
+    @property
+    def is_known(self) -> bool:
+        """True if nothing of it is still to be computed."""
+        return not isinstance(self.tokens, mx.array)
+
+
+NO_TOKENS = Proposal()
+
+
+class VerifiedPass(Protocol):
+    """One pass over K tokens, of which the text keeps the first few.
+
+    Attributes:
+        logits: (1, K, V), after each of the tokens.
+        count: K.
+        kept: how many of the tokens the KV cache holds.
+    """
+
+    logits: mx.array
+    count: int
+    kept: int
+
+    def keep(self, rows: int) -> None: ...
+    def steps(self, proposal: Proposal, accepted: int, **of_cache: Any) -> Iterator[Step]: ...
+
+
+class RunsPasses(Protocol):
+    """Runs the passes whose logits choose the tokens of a text: `Verifier`, `Climb` (kickdown) or `Turns` (pair)."""
+
+    def prefill(self, tokens: mx.array, cache: Any, **embedded: mx.array) -> None: ...
+    def verify(self, tokens: Any, cache: Any, **embedded: mx.array) -> VerifiedPass: ...
+    def computes_at_once(self, cache: Any) -> bool: ...
+    def aside(self) -> contextlib.AbstractContextManager[None]: ...
+
+
 class Verifier:
-    """Runs the passes whose logits choose the tokens of a text: here, in one gear of a gearbox.
+    """Runs passes in one gear of a gearbox.
 
     It computes several tokens in one pass as it computes one token alone.
 
@@ -91,14 +147,13 @@ class Verifier:
 
     def run(self, tokens: Tokens, cache: Cache, **embedded: mx.array) -> mx.array:
         """Return logits (1, K, V)."""
-        known = tokens if not isinstance(tokens, mx.array) else None
         if self._parts.take(cache) and not embedded:
-            known = np.array(tokens).tolist() if known is None else known
+            known: list[int] = np.array(tokens).tolist() if isinstance(tokens, mx.array) else [*tokens]
             logits = self._parts.use(cache, lambda parts: pass_logits(parts, known, cache))
             if logits is not None:
                 return logits
         self.gearbox.shift(self.gear)
-        inputs = (tokens if known is None else mx.array(known, mx.uint32))[None]
+        inputs = (tokens if isinstance(tokens, mx.array) else mx.array([*tokens], mx.uint32))[None]
         if inputs.shape[1] == 1:
             return self.gearbox.model(inputs, cache=cache, **embedded)
         with windows_of_single_tokens(cache), of_classes(self._short_path):
@@ -164,7 +219,7 @@ class Verification:
         """How a token came about that this pass alone computed."""
         return single_pass(self._verifier.gearbox, self.gear, self.count)
 
-    def steps(self, proposal: "Proposal", accepted: int, **of_cache: Any) -> Iterator[Step]:
+    def steps(self, proposal: Proposal, accepted: int, **of_cache: Any) -> Iterator[Step]:
         """Yield how the accepted tokens came about, and the one after them. The first has the passes of the round.
 
         Args:
@@ -174,7 +229,7 @@ class Verification:
         none, passes = Step(first.gear, (0,) * len(first.passes)), list(first.passes)
         if proposal.gear is not None:
             passes[proposal.gear.index] += len(proposal)
-        counted = {} if proposal.source == MODEL else {PROPOSED[proposal.source]: len(proposal)}
+        counted: dict[str, Any] = {} if proposal.source == MODEL else {PROPOSED[proposal.source]: len(proposal)}
         read = first.weight_bytes + proposal.weight_bytes
         first = replace(first, passes=tuple(passes), weight_bytes=read, **counted, **of_cache)
         for place in range(accepted + 1):

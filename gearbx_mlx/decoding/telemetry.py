@@ -13,7 +13,7 @@ from ..gears.gearbox import Gearbox, Observer
 from ..gears.ladder import Gear
 from ..routing.gates import Monitor, Reading
 from .governor import Governor, MemoryGuard
-from .response import GearResponse, Token, seen_of
+from .response import GearResponse, GeneratedToken, seen_of
 from .sampling import has_nan, not_finite
 
 
@@ -45,7 +45,7 @@ class Telemetry:
         """Begin a token: what a caller does between two tokens is not the machine's speed."""
         self._start = self._clock()
 
-    def response(self, response: GenerationResponse, token: Token) -> tuple[GearResponse, Reading]:
+    def response(self, response: GenerationResponse, token: GeneratedToken) -> tuple[GearResponse, Reading]:
         """Return the response for a token, and what the gate judges.
 
         Raises:

@@ -1,30 +1,14 @@
-"""What the loop knows of one text: its tokens (`Text`), its settings (`Plan`), and how far it is (`State`)."""
+"""A text while it is generated: its tokens, and where it ends."""
 
-import contextlib
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ..ranks.agreement import ALONE, Agreement
-from .caches import gears_of, length
-from .policy import DraftPolicy, FixedPolicy
-from .response import Token
-from .rows import Verification, Verifier
-from .sampling import MLX_READER, Chooser, LogitsReader
-
-if TYPE_CHECKING:
-    from .drafters import Drafter, Proposal
-
-UNLIMITED = 2**40  # entries of a KV cache
-SLOW_READER = 0.2  # of a round's time: readers that take more may keep a device waiting
-
 
 @dataclass
-class Text:
+class GeneratedText:
     """A text while it is generated.
 
     Args:
@@ -67,98 +51,3 @@ class Text:
 
     def array(self) -> mx.array:
         return mx.array(self.tokens, mx.uint32)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The settings of one text.
-
-    Attributes:
-        verifier: runs the passes whose logits choose the tokens.
-        chooser, reader: choose tokens from logits.
-        policy: how much to propose.
-        plain: decodes one token ahead while nothing is proposed; None: each token is a round of one row.
-        agreement: of ranks that share the model.
-        quantize: puts the KV cache into fewer bits once it has `quantized_from` entries, as mlx-lm does.
-        keeps_cache: True if a caller goes on with the KV cache.
-        stream: of MLX, on which all of it is computed.
-        prefill_step: tokens of a prompt that are read at once.
-        progress: called with the tokens of the prompt that were read, and with all of them.
-        embeddings: of the tokens of the prompt (n, D), in place of the model's own.
-        clock: seconds.
-    """
-
-    verifier: Verifier
-    chooser: Chooser
-    reader: LogitsReader = MLX_READER
-    policy: DraftPolicy = field(default_factory=FixedPolicy)
-    plain: "Callable[[Plan, State], Iterator[Token]] | None" = None
-    agreement: Agreement = ALONE
-    quantize: Callable[[list[Any]], None] = lambda cache: None
-    quantized_from: int = UNLIMITED
-    keeps_cache: bool = False
-    stream: Any = None
-    prefill_step: int = 2048
-    progress: Callable[[int, int], None] = lambda read, tokens: None
-    embeddings: mx.array | None = None
-    clock: Callable[[], float] = time.perf_counter
-
-    def embedded(self, begin: int, end: int) -> dict[str, mx.array]:
-        """Return the keyword of the model for a part of the prompt that has embeddings."""
-        return {} if self.embeddings is None else {"input_embeddings": self.embeddings[None, begin:end]}
-
-    def on_stream(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if self.stream is None else mx.stream(self.stream)
-
-
-@dataclass
-class State:
-    """A text while it is generated.
-
-    Between rounds, `cache` holds all tokens of `text` but the last one. While the tokens of a round are handed out, the
-    text has all of them already.
-
-    Attributes:
-        cache: the KV cache of the verifier, one entry a layer.
-        drafters: in the order in which they are asked.
-        found: the latest verification.
-        shown: how many of its tokens were handed out.
-        proposal: the next one, if it was queued before its round.
-        began: when its round began, and `away` then.
-        away: seconds that readers of the tokens took.
-        is_last_read: the last token is in the KV cache, too: the next pass ran ahead.
-    """
-
-    text: Text
-    cache: list[Any]
-    drafters: "list[Drafter]" = field(default_factory=list)
-    found: Verification | None = None
-    shown: int = 0
-    proposal: "Proposal | None" = None
-    began: tuple[float, float] = 0.0, 0.0
-    away: float = 0.0
-    is_last_read: bool = False
-
-    def __post_init__(self) -> None:
-        self.kv_gears = gears_of(self.cache)
-        """Of the KV cache, if it has gears."""
-
-    def is_queued(self, plan: Plan) -> bool:
-        """Return whether a device computes by itself what it is given."""
-        return not plan.verifier.computes_at_once(self.cache)
-
-    def room(self, plan: Plan) -> int:
-        """Return the most tokens to propose: the verifier adds one, and a KV cache is quantized between passes."""
-        room = self.text.room - 1
-        if plan.quantized_from < UNLIMITED:
-            until_quantized = plan.quantized_from - length(self.cache) - 1
-            room = room if until_quantized < 0 else min(room, until_quantized)
-        return int(min(room, UNLIMITED))
-
-    def seconds(self, plan: Plan) -> float | None:
-        """Return the seconds since the round began; None if the device may have waited for a reader of the tokens."""
-        begin, away = self.began
-        whole, away = plan.clock() - begin, self.away - away
-        if not self.is_queued(plan):
-            return whole - away
-        return whole if away < SLOW_READER * whole else None

@@ -605,11 +605,6 @@ class Observer:
         self.shift_seconds = self.making_seconds = 0.0
         self.active_memory = {"as loaded": mx.get_active_memory()}
 
-    @property
-    def caps(self) -> Mapping[str, int]:
-        """Path to the most bits of a layer; another object after each change."""
-        return self._caps
-
     def prepare(self, gear: Gear) -> None:
         pass
 

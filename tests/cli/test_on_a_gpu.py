@@ -97,7 +97,9 @@ def test_no_pass_runs_before_the_first_token_but_those_of_the_prompt(models, tex
     monkeypatch.setattr(kind, "__call__", counted)
     prompt = list(range(3, 20))
     next(stream_generate(gearbox.model, loaded.tokenizer, prompt, 8, mode=Lossless(), gearbox=gearbox))
-    assert passes == [len(prompt) - 1, 1]
+    assert passes[:2] == [len(prompt) - 1, 1]
+    assert 1 <= len(passes[2:]) <= MOST_ON_GPU  # the next draft, which is queued before the token is handed out
+    assert {*passes[2:]} == {1}
     assert gearbox.kernel_choices.tuner.seconds == 0
 
 

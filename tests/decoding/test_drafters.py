@@ -16,11 +16,11 @@ from mlx_lm.sample_utils import greedy_sampler, make_logits_processors, make_sam
 import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxWarning, Lossless, stream_generate
 from gearbx_mlx.decoding import drafters, sampling
-from gearbx_mlx.decoding.drafters import DRAFTERS, Drafter, Target, of_draft
+from gearbx_mlx.decoding.drafters import DRAFTERS, Drafter, DraftTarget, of_draft
 from gearbx_mlx.decoding.drafters.low_gear import LowGear
 from gearbx_mlx.decoding.policy import FixedPolicy
 from gearbx_mlx.decoding.sampling import Chooser, reader_of
-from gearbx_mlx.decoding.text import Text
+from gearbx_mlx.decoding.text import GeneratedText
 from gearbx_mlx.ranks.agreement import Agreement
 
 SAMPLERS = {"greedy": greedy_sampler, "sampled": make_sampler(0.8, top_p=0.9), "ours": gearbx_mlx.make_sampler(0.8)}
@@ -45,14 +45,14 @@ def drafted(gearbox, most, goes_on=lambda margins: True, ends=frozenset(), setti
     """What the low gear proposes after the prompt; it leaves neither its entries nor its random numbers behind."""
     gearbox.make(gearbox.ladder[0])
     cache = make_prompt_cache(gearbox.model)
-    target = Target(gearbox, cache, Chooser(**choosing), reader_of(gearbox), **(settings or {}))
+    target = DraftTarget(gearbox, cache, Chooser(**choosing), reader_of(gearbox), **(settings or {}))
     drafter = LowGear(target, gearbox.ladder[0])
     gearbox.shift("high")
     mx.eval(gearbox.model(PROMPT[:, :-1], cache=cache))
     mx.random.seed(7)
     policy = FixedPolicy()
     policy.goes_on = goes_on
-    proposal = drafter.propose(Text(list(TOKENS), ends), most, policy)
+    proposal = drafter.propose(GeneratedText(list(TOKENS), ends), most, policy)
     assert mx.random.state[0].tolist() == mx.random.key(7).tolist()
     assert {part.offset for part in cache} == {len(TOKENS) - 1}
     return proposal

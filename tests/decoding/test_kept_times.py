@@ -7,7 +7,7 @@ from conftest import tiny_model
 from lossless_texts import endless
 
 from gearbx_mlx import Gearbox, Lossless, stream_generate
-from gearbx_mlx.decoding.drafters import Target
+from gearbx_mlx.decoding.drafters import DraftTarget
 from gearbx_mlx.decoding.drafters.low_gear import LowGear
 from gearbx_mlx.decoding.lossless import learned, measured_seconds
 from gearbx_mlx.decoding.policy import BURST, FixedPolicy, LearnedPolicy
@@ -26,7 +26,7 @@ class Start:
 
     def __init__(self, seed=0, chooser=GREEDY, **settings):
         self.gearbox = Gearbox(tiny_model(seed=seed), "4,16", **settings)
-        self.drafter = LowGear.of(Target(self.gearbox, [], chooser))
+        self.drafter = LowGear.of(DraftTarget(self.gearbox, [], chooser))
         self.known = learned(self.gearbox, self.drafter, chooser)
         self.policy = self.known.policy
 
@@ -46,7 +46,7 @@ class Start:
 
 def test_drafts_save_time_unless_nothing_may_be_measured(file, monkeypatch):
     gearbox = Gearbox(tiny_model(), "4,16")
-    drafter = LowGear.of(Target(gearbox, [], GREEDY))
+    drafter = LowGear.of(DraftTarget(gearbox, [], GREEDY))
     assert isinstance(Lossless().learned(gearbox, drafter, GREEDY).policy, LearnedPolicy)
     monkeypatch.setenv("GEARBX_TUNE", "0")
     assert isinstance(Lossless().learned(gearbox, drafter, GREEDY).policy, FixedPolicy)

@@ -14,7 +14,7 @@ from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache, make_pro
 from gearbx_mlx import Gearbox, entropy_bits, make_sampler
 from gearbx_mlx.decoding.drafters.low_gear import RESCORE_TOP_K, SecondHead, largest, natively, rescoring, second_head
 from gearbx_mlx.decoding.sampling import MLX_READER, Chooser, reader_of
-from gearbx_mlx.decoding.text import Text
+from gearbx_mlx.decoding.text import GeneratedText
 from gearbx_mlx.formats.block import begin_draft, pass_logits, pass_parts
 from gearbx_mlx.formats.tied import IN_DRAFTS, QuantizedTied, linear_of
 
@@ -267,7 +267,7 @@ def test_samples_like_mlxs_operations(sampling, vocabulary):
         mx.random.seed(seed)
         expected = sampler.by_mlx(logits - mx.logsumexp(logits)).item()
         mx.random.seed(seed)
-        token, margin = natively(draft, Chooser(sampler), Text([3]), MLX_READER)(3, 0)
+        token, margin = natively(draft, Chooser(sampler), GeneratedText([3]), MLX_READER)(3, 0)
         mx.random.seed(seed)
         assert token == sampler(logits - mx.logsumexp(logits)).item() == expected
         mx.random.seed(seed)

@@ -1,9 +1,9 @@
 """Drafters: what proposes tokens for the top gear to verify. Each is one file here and one line in `DRAFTERS`.
 
-A drafter may ask for what is in its `Target` and in the `Text`: the tokens so far, the KV cache of the text, and the
-gearbox, whose `module_in(path, ladder.top)` is the top gear's head or embedding. It keeps a KV cache of its own where
-it needs one. After each verification it sees the rows that were computed (`settle`). It gives tokens, their margins
-if it knows them, and what they cost.
+A drafter may ask for what is in its `DraftTarget` and in the `GeneratedText`: the tokens so far, the KV cache of the
+text, and the gearbox, whose `module_in(path, ladder.top)` is the top gear's head or embedding. It keeps a KV cache of
+its own if it needs one. After each verification it sees the rows that were computed (`settle`). It gives tokens, their
+margins if it knows them, and their cost.
 
 A draft leaves no trace: neither in the KV cache of the text, nor in the random numbers. A token is drafted with the
 random numbers that will choose at its place, so that both agree as often as can be (GEARBX 10.1).
@@ -25,10 +25,10 @@ from ...gears.ladder import Gear
 from ...ranks.agreement import ALONE, Agreement
 from ..caches import Cache
 from ..policy import MOST_DRAFTED, DraftPolicy
-from ..response import DRAFT, MODEL
-from ..rows import Verification
+from ..response import DRAFT
+from ..rows import Proposal, VerifiedPass
 from ..sampling import MLX_READER, Chooser, LogitsReader
-from ..text import Text
+from ..text import GeneratedText
 
 DRAFTERS = {  # in the order in which they are asked; of those that read weights, a text has the first that it can have
     "lookup": "gearbx_mlx.decoding.drafters.lookup:Lookup",
@@ -37,47 +37,20 @@ DRAFTERS = {  # in the order in which they are asked; of those that read weights
 }
 
 
-@dataclass(frozen=True)
-class Proposal:
-    """Tokens that may follow a text.
-
-    Attributes:
-        tokens: k token ids: a list where they are known, an array (k,) that the device may still compute.
-        source: DRAFT or LOOKUP; MODEL for no tokens.
-        margins: k numbers, by how much each token's logit won; None where that is not known.
-        gear: of the ladder, that drafted them, if one did.
-        weight_bytes: read by the passes of the drafter, one for each token.
-    """
-
-    tokens: Sequence[int] | mx.array = ()
-    source: str = MODEL
-    margins: Sequence[float] | mx.array | None = None
-    gear: Gear | None = None
-    weight_bytes: int = 0
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def is_known(self) -> bool:
-        """True if nothing of it is still to be computed."""
-        return not isinstance(self.tokens, mx.array)
-
-
-NO_TOKENS = Proposal()
-
-
 class LosslessMode(Protocol):
     """The settings of mode lossless that concern drafters."""
 
-    draft: str | int | None
-    most_looked_up: int
-    is_fixed: bool
-    """Drafts do not depend on anything measured."""
+    @property
+    def draft(self) -> str | int | None: ...
+    @property
+    def most_looked_up(self) -> int: ...
+    @property
+    def is_fixed(self) -> bool:
+        """True if drafts do not depend on anything measured."""
 
 
 @dataclass(frozen=True)
-class Target:
+class DraftTarget:
     """What a drafter drafts for.
 
     Attributes:
@@ -117,7 +90,7 @@ class Drafter:
     cost: float
 
     @classmethod
-    def of(cls, target: Target) -> "Drafter | None":
+    def of(cls, target: DraftTarget) -> "Drafter | None":
         """Return the drafter for a text; None where there can be none.
 
         Raises:
@@ -128,18 +101,18 @@ class Drafter:
     def prefill(self, tokens: mx.array) -> None:
         """Read a part (n,) of the prompt. Its last token is never read."""
 
-    def length(self, text: Text, room: int, policy: DraftPolicy) -> int:
+    def length(self, text: GeneratedText, room: int, policy: DraftPolicy) -> int:
         """Return the most tokens that a proposal would have now, at most `room`; 0: none is worth its time."""
         raise NotImplementedError
 
-    def propose(self, text: Text, length: int, policy: DraftPolicy) -> Proposal:
+    def propose(self, text: GeneratedText, length: int, policy: DraftPolicy) -> Proposal:
         """Return one to `length` tokens. The KV cache of the text is afterwards as it was.
 
         Where margins are known one by one, `policy.goes_on` is asked after each.
         """
         raise NotImplementedError
 
-    def settle(self, text: Text, found: Verification | None) -> None:
+    def settle(self, text: GeneratedText, found: VerifiedPass | None) -> None:
         """Take note of the text after a verification, whoever proposed its tokens.
 
         Args:
@@ -147,7 +120,7 @@ class Drafter:
         """
 
 
-def drafters_for(target: Target) -> list[Drafter]:
+def drafters_for(target: DraftTarget) -> list[Drafter]:
     """Return the drafters of a text, in the order in which they are asked. Raises GearbxError as theirs do."""
     found = list[Drafter]()
     for place in DRAFTERS.values():
@@ -167,7 +140,7 @@ def rewound(chooser: Chooser) -> contextlib.AbstractContextManager[None]:
 
 
 def queued(
-    model: nn.Module, cache: Cache, text: Text, unread: Sequence[int], length: int, target: Target
+    model: nn.Module, cache: Cache, text: GeneratedText, unread: Sequence[int], length: int, target: DraftTarget
 ) -> tuple[mx.array, mx.array | None]:
     """Queue the passes of a draft without waiting for any: tokens (k,), and margins (k,) if the chooser knows them.
 

@@ -12,8 +12,9 @@ from weakref import WeakKeyDictionary
 
 from ..policy import MOST_DRAFTED, DraftPolicy, RunningMean
 from ..response import LOOKUP
-from ..text import Text
-from . import Drafter, Proposal, Target
+from ..rows import Proposal
+from ..text import GeneratedText
+from . import Drafter, DraftTarget
 
 SHORTEST_RUN, LONGEST_RUN = 2, 8  # tokens of a run; more than the longest count as it
 CANDIDATES = 16  # earlier places that are compared, the latest ones
@@ -64,7 +65,7 @@ class Lookup(Drafter):
         self._begin([])
 
     @classmethod
-    def of(cls, target: Target) -> "Lookup | None":
+    def of(cls, target: DraftTarget) -> "Lookup | None":
         """Return the lookup of a text; None where the mode has none."""
         mode = target.mode
         if mode is None or not mode.most_looked_up:
@@ -74,7 +75,7 @@ class Lookup(Drafter):
             agreement = _known.setdefault(target.gearbox, agreement)
         return cls(agreement, mode.most_looked_up)
 
-    def length(self, text: Text, room: int, policy: DraftPolicy) -> int:
+    def length(self, text: GeneratedText, room: int, policy: DraftPolicy) -> int:
         """Return how many tokens of the run's continuation are worth a verification."""
         self.follow(text.tokens, text.prompt)
         room = min(room, self._most)
@@ -83,7 +84,7 @@ class Lookup(Drafter):
             return 0
         return policy.looked_up(self.agreement.probabilities(self.run, len(found)), room)
 
-    def propose(self, text: Text, length: int, policy: DraftPolicy) -> Proposal:
+    def propose(self, text: GeneratedText, length: int, policy: DraftPolicy) -> Proposal:
         return Proposal(text.until_end(self.proposed(length)), LOOKUP)
 
     def _begin(self, tokens: Sequence[int]) -> None:

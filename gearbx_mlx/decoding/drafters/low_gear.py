@@ -32,9 +32,10 @@ from ...kernels.dispatch import on_cpu
 from ...ranks.agreement import ALONE
 from ..caches import Snapshot
 from ..policy import DraftPolicy, draft_share
+from ..rows import Proposal
 from ..sampling import Chooser, GumbelSampler, LogitsReader
-from ..text import Text
-from . import Drafter, Proposal, Target, of_draft, queued, rewound
+from ..text import GeneratedText
+from . import Drafter, DraftTarget, of_draft, queued, rewound
 
 Following = Callable[[int, int], tuple[int, float]]
 """From a token, and its place in a draft from 0 on, to the next token and the margin by which it won."""
@@ -52,14 +53,14 @@ class LowGear(Drafter):
         gear: that drafts; it may be engaged after a draft.
     """
 
-    def __init__(self, target: Target, gear: Gear):
+    def __init__(self, target: DraftTarget, gear: Gear):
         self._target, self.gear = target, gear
         self.name, self.cost = f"{gear.bits} bits", draft_share(gear.bits, target.gearbox.ladder.top.bits)
         self._asked = 0  # the length that the policy chose for the next draft, if it was asked
         self._parts = KeptParts(self._find)  # they run beside the gear that verifies
 
     @classmethod
-    def of(cls, target: Target) -> "LowGear | None":
+    def of(cls, target: DraftTarget) -> "LowGear | None":
         """Return the gear that drafts, the lowest if none is named; None where there is one gear alone.
 
         Raises:
@@ -75,7 +76,7 @@ class LowGear(Drafter):
         gearbox.make(gear)  # and not in the middle of the text
         return cls(target, gear)
 
-    def length(self, text: Text, room: int, policy: DraftPolicy) -> int:
+    def length(self, text: GeneratedText, room: int, policy: DraftPolicy) -> int:
         """Return the length of the next draft by the policy, which is asked once for each."""
         if not self._asked:
             target = self._target
@@ -83,7 +84,7 @@ class LowGear(Drafter):
             self._asked = policy.length(min(room, target.most), early)
         return min(self._asked, room)
 
-    def propose(self, text: Text, length: int, policy: DraftPolicy) -> Proposal:
+    def propose(self, text: GeneratedText, length: int, policy: DraftPolicy) -> Proposal:
         target, self._asked = self._target, 0
         read = target.gearbox.weight_bytes_per_token(self.gear)
         with rewound(target.chooser):
@@ -104,7 +105,7 @@ class LowGear(Drafter):
         return pass_parts(self._target.gearbox.model, None if self.second is None else self.second.top)
 
     def _natively(
-        self, native: NativeDraft, text: Text, length: int, policy: DraftPolicy
+        self, native: NativeDraft, text: GeneratedText, length: int, policy: DraftPolicy
     ) -> tuple[list[int], list[float] | None]:
         """Draft until a token ends the text, or one more is not worth its time."""
         chooser = self._target.chooser
@@ -124,7 +125,7 @@ class LowGear(Drafter):
         return second_head(self._target.gearbox, self.gear)
 
 
-def natively(draft: NativeDraft, chooser: Chooser, text: Text, reader: LogitsReader) -> Following:
+def natively(draft: NativeDraft, chooser: Chooser, text: GeneratedText, reader: LogitsReader) -> Following:
     """Return what drafts the next token in one native call, or from the logits of one."""
     sampler = chooser.sampler
     if chooser.has_kernel and not isinstance(sampler, GumbelSampler):

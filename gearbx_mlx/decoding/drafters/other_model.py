@@ -11,9 +11,9 @@ from ...errors import GearbxError, GearbxWarning
 from ..caches import check_draftable
 from ..pair import bytes_read
 from ..policy import MOST_DRAFTED, DraftPolicy
-from ..rows import Verification
-from ..text import Text
-from . import Drafter, Proposal, Target, of_draft, queued, rewound
+from ..rows import Proposal, VerifiedPass
+from ..text import GeneratedText
+from . import Drafter, DraftTarget, of_draft, queued, rewound
 
 SHARE = 0.25  # of a plain token's time that a drafted one is taken to need before either is measured
 
@@ -27,13 +27,13 @@ class OtherModel(Drafter):
 
     name, cost = "another model", SHARE
 
-    def __init__(self, target: Target, model: nn.Module, cache: list[Any]):
+    def __init__(self, target: DraftTarget, model: nn.Module, cache: list[Any]):
         self._target, self._model, self._cache = target, model, cache
         self._weight_bytes = bytes_read(model)
         self._read = 0  # tokens of the text that are in the cache
 
     @classmethod
-    def of(cls, target: Target) -> "OtherModel | None":
+    def of(cls, target: DraftTarget) -> "OtherModel | None":
         """Return the draft model, if there is one; None, with a warning, where its KV cache cannot be cut."""
         if target.draft_model is None:
             return None
@@ -51,17 +51,17 @@ class OtherModel(Drafter):
         mx.eval([part.state for part in self._cache])
         self._read += tokens.size
 
-    def length(self, text: Text, room: int, policy: DraftPolicy) -> int:
+    def length(self, text: GeneratedText, room: int, policy: DraftPolicy) -> int:
         return policy.length(min(room, self._target.most))
 
-    def propose(self, text: Text, length: int, policy: DraftPolicy) -> Proposal:
+    def propose(self, text: GeneratedText, length: int, policy: DraftPolicy) -> Proposal:
         unread = text.tokens[self._read :]
         with rewound(self._target.chooser):
             tokens, margins = queued(self._model, self._cache, text, unread, length, self._target)
         self._read = len(text.tokens) + length - 1  # the last drafted token was not read
         return of_draft(tokens, margins, self._weight_bytes)
 
-    def settle(self, text: Text, found: Verification | None) -> None:
+    def settle(self, text: GeneratedText, found: VerifiedPass | None) -> None:
         """Take back what was read beyond the text, but for its last token."""
         right = len(text.tokens) - 1
         if self._read > right:
