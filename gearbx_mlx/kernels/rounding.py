@@ -100,9 +100,7 @@ def expected_of_dense(x: mx.array, weight: mx.array, bias: mx.array | None) -> E
     return expected(*found, mx.zeros(()), x.shape[-1], bias)
 
 
-def expected(
-    product: mx.array, squares: mx.array, of_steps: mx.array, columns: int, bias: mx.array | None
-) -> Expected:
+def expected(product: mx.array, squares: mx.array, of_steps: mx.array, columns: int, bias: mx.array | None) -> Expected:
     """Return what is expected of a product with a bias.
 
     Args:
