@@ -14,7 +14,10 @@ from setuptools.command.build_ext import build_ext
 
 HERE = Path(__file__).parent
 WITH_KERNELS = os.environ.get("GEARBX_WHEEL") == "kernels"
-NEEDED = r'^  "((?:mlx|nanobind|lazy_loader|msgspec)\b(?!-)[^"]*)"'  # by the modules that compile, in pyproject.toml
+DEPENDENCIES = (
+    (HERE / "pyproject.toml").read_text(encoding="utf-8").partition("\ndependencies = [")[2].partition("\n]")[0]
+)
+NEEDED = r'"((?:mlx|nanobind|lazy_loader|msgspec)\b(?!-)[^"]*)"'  # by the modules that compile
 
 
 class BuildKernels(build_ext):
@@ -34,7 +37,7 @@ class BuildKernels(build_ext):
 with_kernels = {
     "ext_modules": [Extension("gearbx_mlx.kernels.brought", [])],  # so that the wheel is for one system
     "cmdclass": {"build_ext": BuildKernels},
-    "setup_requires": re.findall(NEEDED, (HERE / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE),
+    "setup_requires": re.findall(NEEDED, DEPENDENCIES),
 }
 setup(
     # The kernels' text in metal/ is installed beside the code that reads it.

@@ -245,7 +245,11 @@ def show_kernels(gearbox: Gearbox) -> None:
     tuner = gearbox.kernel_choices.tuner
     for product, wrong in tuner.wrong.items():
         for name, difference in wrong.items():
-            by = "is not a number" if difference == FAILED else f"differs from MLX's by {difference:.2g} times what rounding explains"
+            by = (
+                "is not a number"
+                if difference == FAILED
+                else f"differs from MLX's by {difference:.2g} times what rounding explains"
+            )
             note(f"kernel {name} is not used for {product}: its product {by}")
     if tuner.used:
         messages.print(kernels_table(tuner.used))

@@ -378,7 +378,7 @@ def build_for_wheel(folder: Path) -> None:
 
 
 def sets_of_wheel(target: CompileTarget) -> tuple[str, ...]:
-    """Return the sets of instructions that a wheel for such machines has kernels for. Those for a Mac suit every Mac."""
+    """Return the sets of instructions that a wheel for such machines has kernels for; a Mac's suit every Mac."""
     if target.is_mac:
         return (NATIVE_CPU,)
     return (NEON,) if target.is_arm else (AVX512, AVX2, PORTABLE)

@@ -2,8 +2,9 @@
 
 The sources in `cpu/` become operations of MLX's own graph. The library's name contains a hash of everything that it
 depends on, and one of the compiler: kernels in the cache are used where the compiler has gone. A wheel may bring them
-compiled (`wheel.py`); then nothing is compiled, unless GEARBX_CPU asks for `native`. Kernels are used only if they compute products with known results. If anything goes wrong, `why_not` gives the reason in one line,
-and everything runs on MLX's own kernels.
+compiled (`wheel.py`); then nothing is compiled, unless GEARBX_CPU asks for `native`. Kernels are used only if they
+compute products with known results. If anything goes wrong, `why_not` gives the reason in one line, and everything runs
+on MLX's own kernels.
 
 A library is code: a user who can write it runs code as the user who loads it. So the cache is used only if it belongs
 to this user or to root, and no other user may write to it, nor to a directory above it. Then no other user can exchange

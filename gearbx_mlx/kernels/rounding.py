@@ -3,7 +3,7 @@
 A product y = W x adds n terms in float32. A kernel may add them in any order, add scale * code and bias apart, and
 round activations to steps. Let u = 2^-24 be the unit roundoff of float32, and let i be an input, g its group:
 
-    d_ij  the largest terms that row j can have for input i: |scale| * largest code + |bias|; |w_ij| of weights as they are
+    d_ij  the largest terms that row j can have for input i: |scale| * largest code + |bias|, or |w_ij| of a dense weight
     c_ij  the largest weight that the codes of group g can stand for, at most d_ij
     t_g   the step of activations, 2^(1-b) of the largest one in its group, for b bits; 0 where none are rounded
 
@@ -26,7 +26,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from .bit_planes import Planes, middle_of, plane_shifts, planes_matmul
+from .bit_planes import Planes, plane_shifts, planes_matmul
 
 # Steps of activations alone move a right kernel by up to 2 spreads in the largest of some thousand rows.
 LEEWAY = 4.0
@@ -100,9 +100,7 @@ def expected_of_dense(x: mx.array, weight: mx.array, bias: mx.array | None) -> E
     return expected(*found, mx.zeros(()), x.shape[-1], bias)
 
 
-def expected(
-    product: mx.array, squares: mx.array, of_steps: mx.array, columns: int, bias: mx.array | None
-) -> Expected:
+def expected(product: mx.array, squares: mx.array, of_steps: mx.array, columns: int, bias: mx.array | None) -> Expected:
     """Return what is expected of a product with a bias.
 
     Args:

@@ -15,6 +15,7 @@ from gearbx_mlx import benchmark
 COMMAND = ROOT / ".ci" / "readme_command"
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 MACOS = ROOT / ".github" / "workflows" / "macos.yml"
+RELEASE = ROOT / ".github" / "workflows" / "release.yml"
 
 
 def steps(file: Path) -> list[dict]:
@@ -38,7 +39,7 @@ def test_a_command_that_the_readme_lacks():
     assert subprocess.run([COMMAND, "none"], capture_output=True).returncode == 1
 
 
-@pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", [file for file in WORKFLOWS if file != RELEASE], ids=lambda file: file.stem)
 def test_a_workflow_runs_both_commands_of_the_readme(file):
     text = commands(file)
     text += (ROOT / ".ci" / "run").read_text(encoding="utf-8") if ".ci/run" in text else ""
@@ -54,6 +55,18 @@ def test_a_step_fails_where_the_readme_has_lost_its_command(tmp_path):
     assert len(scripts) == 2
     for script in scripts:  # as on GitHub
         assert subprocess.run(["bash", "-e", "-c", script], cwd=tmp_path).returncode == 1
+
+
+def test_a_release_has_wheels_with_kernels_for_every_python():
+    """Of those that pyproject.toml names, on Linux and on macOS."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    versions = {*re.findall(r"Python :: (3\.\d+)", text)}
+    release = yaml.safe_load(RELEASE.read_text(encoding="utf-8"))
+    assert release["env"] == {"GEARBX_WHEEL": "kernels"}
+    assert {*release["jobs"]["linux"]["strategy"]["matrix"]["python"]} == versions
+    macos = re.search(r"^\[tool\.cibuildwheel\.macos\].*?\n\n", text, re.MULTILINE | re.DOTALL).group()
+    assert {f"3.{minor}" for minor in re.findall(r"cp3(\d+)-", macos)} == versions
+    assert 'GEARBX_WHEEL = "kernels"' in macos
 
 
 def test_the_macs_workflow_uploads_what_it_measured():
