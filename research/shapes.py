@@ -176,7 +176,7 @@ class PassSeconds:
                     policy.add_round(drafted=drafted, accepted=accepted, rows=rows, seconds=seconds, **how)
                 else:
                     seconds = self.alone
-                    policy.add_alone(seconds)
+                    policy.add_plain(seconds)
                 spent += seconds
                 place += accepted + 1
             written += place

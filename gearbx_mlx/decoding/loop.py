@@ -360,7 +360,7 @@ class Loop:
             ahead = self._queue(coming.token, coming.context, ahead=True) if self._stays_alone() else None
             written = self._taken(coming)
             self._unread = ahead is None
-            self.policy.add_alone(self._now() - start)
+            self.policy.add_plain(self._now() - start)
             yield written
             coming = ahead if self.text.goes_on else None
 

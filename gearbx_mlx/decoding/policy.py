@@ -133,7 +133,7 @@ class FixedPolicy:
 
     def gain(self, mended: float) -> None: ...
     def add_round(self, **round: object) -> None: ...
-    def add_alone(self, seconds: float) -> None: ...
+    def add_plain(self, seconds: float) -> None: ...
 
 
 def kept_ratio(kept: Mapping[str, float], name: str, usual: float, most: float = MOST_RATIO) -> float:
@@ -237,7 +237,7 @@ class Comparisons:
         if self._after == TRIAL:
             self._compare()
 
-    def add_alone(self, seconds: float) -> None:
+    def add_plain(self, seconds: float) -> None:
         self._token += 1
         if self._after:  # the first one begins to run ahead
             self._compare()
@@ -477,9 +477,9 @@ class LearnedPolicy:
         self._units += seconds / pace
         self._tokens += accepted + 1
 
-    def add_alone(self, seconds: float) -> None:
+    def add_plain(self, seconds: float) -> None:
         """Take a token of the top gear alone."""
-        self._alone.add_alone(seconds)
+        self._alone.add_plain(seconds)
         self._since[False] = 0
         self._since[not self._drafts] += 1
 

@@ -35,7 +35,7 @@ class Start:
                 draft = {"drafted": 3, "accepted": 3, "margins": (3.5,) * 3}
                 self.policy.add_round(rows=4, seconds=round_seconds, **draft)
             for _ in range(BURST):
-                self.policy.add_alone(alone_seconds)
+                self.policy.add_plain(alone_seconds)
         self.known.note((16 + BURST) * rounds)
 
     def drafts(self):

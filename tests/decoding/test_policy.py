@@ -47,7 +47,7 @@ def write(policy, machine, tokens, share=0.85, early=False, slow=lambda token: 1
         length = policy.length(tokens - written, early)
         if not length:
             spent = machine.alone * slow(written)
-            policy.add_alone(spent)
+            policy.add_plain(spent)
             written += 1
         else:
             # Half of the tokens are sure, and the others fail.
@@ -250,7 +250,7 @@ class TestLength:
             if length:
                 policy.add_round(drafted=length, accepted=0, rows=length + 1, seconds=4 * machine.round(length))
             else:
-                policy.add_alone(machine.alone)
+                policy.add_plain(machine.alone)
         _, lengths = write(policy, machine, 2000, seed=1)
         late = lengths[-200:]
         assert late.count(0) < 0.1 * len(late)
@@ -307,7 +307,7 @@ class TestLookup:
         taken = policy.looked_up(proposal, 15)
         for _ in range(30):
             for _ in range(8):
-                policy.add_alone(0.015)
+                policy.add_plain(0.015)
             policy.add_round(drafted=0, accepted=1, rows=taken + 1, seconds=0.15)
         assert policy.looked_up(proposal, 15) < taken
 
@@ -315,7 +315,7 @@ class TestLookup:
         policy = LearnedPolicy(draft_share=None)
         for _ in range(20):
             assert policy.length(100) == 0
-            policy.add_alone(0.015)
+            policy.add_plain(0.015)
         assert policy.looked_up([0.9, 0.8, 0.7], 3) == 3
         assert policy.looked_up([0.01], 3) == 0
 
