@@ -27,9 +27,9 @@ from rich.progress import track
 from gearbx_mlx import Gearbox, load
 from gearbx_mlx.compat.classes import generation_stream
 from gearbx_mlx.decoding.caches import in_common
-from gearbx_mlx.decoding.drafters import LowGear, TextSoFar
+from gearbx_mlx.decoding.drafters import LowGear, TextSoFar, draft_cost
 from gearbx_mlx.decoding.loop import Loop
-from gearbx_mlx.decoding.policy import FixedPolicy, LearnedPolicy, draft_share
+from gearbx_mlx.decoding.policy import FixedPolicy, LearnedPolicy
 from gearbx_mlx.decoding.rows import Rows, Verifier
 from gearbx_mlx.decoding.sampling import GREEDY, reader_of
 from gearbx_mlx.files.writing import write_text
@@ -421,7 +421,7 @@ class Recording:
             low, *_, top = (float(bits) for bits in model.rpartition("-")[2].split(","))
             tile = vectors_at_once("AVX2" if name.endswith(AVX2) else "AVX-512")
             beside = Series.read(noisy) if (RECORDED / f"{noisy}.json").is_file() else quiet
-            yield cls(name, quiet, beside, texts, draft_share(low, top), tile)
+            yield cls(name, quiet, beside, texts, draft_cost(low, top), tile)
 
     @property
     def is_real(self) -> bool:

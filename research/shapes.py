@@ -19,7 +19,7 @@ from gearbx_mlx import Gearbox, Lossless
 from gearbx_mlx.benchmark.decode import random_model
 from gearbx_mlx.decoding.caches import Snapshot
 from gearbx_mlx.decoding.drafters import LowGear, TextSoFar, looking, second_head
-from gearbx_mlx.decoding.policy import MOST_ROWS, LearnedPolicy
+from gearbx_mlx.decoding.policy import MAX_ROWS, LearnedPolicy
 from gearbx_mlx.decoding.rows import Rows, Verifier
 from gearbx_mlx.decoding.sampling import GREEDY, reader_of
 from gearbx_mlx.gears.discovery import vocabulary
@@ -145,7 +145,7 @@ class PassSeconds:
             mx.eval([layer.state for layer in passes.cache])  # the loop has begun one token more
             return (begun[-1] - begun[0]) / (LOOP - 1)
 
-        verified = [partial(passes.verified, rows) for rows in range(1, MOST_ROWS + 1)]
+        verified = [partial(passes.verified, rows) for rows in range(1, MAX_ROWS + 1)]
         seconds = passes.seconds([alone, passes.drafted, *verified], TRIALS)
         first, token, *rows = map(statistics.median_low, seconds)
         return cls(first, token, rows)

@@ -34,7 +34,7 @@ from ..routing.lookup import Lookup
 from .caches import gears_of, in_common, length
 from .drafters import Drafter, Proposal, TextSoFar
 from .mode import turn
-from .policy import MOST_DRAFTED, DraftPolicy
+from .policy import MAX_DRAFTED, LearnedPolicy
 from .response import DRAFT, LOOKUP, MODEL, SampledToken, Step, WrittenToken, single_pass
 from .rows import Rows, Verifier
 from .sampling import Choice, Chooser, LogitsReader, kv_read, rounding_of
@@ -90,13 +90,13 @@ class Loop:
     cache: list[Any]
     text: TextSoFar
     chooser: Chooser
-    policy: DraftPolicy
+    policy: LearnedPolicy
     reader: LogitsReader
     drafter: Drafter | None = None
     lookup: Lookup | None = None
-    most_looked_up: int = MOST_DRAFTED
+    most_looked_up: int = MAX_DRAFTED
     agreement: Agreement = ALONE
-    most_drafted: int = MOST_DRAFTED
+    most_drafted: int = MAX_DRAFTED
     quantize: Callable[[list[Any]], None] = lambda cache: None
     quantized_from: int = UNLIMITED
     keeps_cache: bool = False
