@@ -29,7 +29,7 @@ from gearbx_mlx.cli.bases import Base, answered, key_of, make_base, text_of
 from gearbx_mlx.cli.prompt import read_prompts
 from gearbx_mlx.cli.terminal import progress_bar
 from gearbx_mlx.compat.classes import of_classes
-from gearbx_mlx.decoding.policy import MOST_DRAFTED, USUAL_LENGTH
+from gearbx_mlx.decoding.policy import DEFAULT_LENGTH, MAX_DRAFTED
 from gearbx_mlx.decoding.response import DRAFT
 from gearbx_mlx.formats import get_format
 from gearbx_mlx.formats.base import Format
@@ -264,7 +264,7 @@ def lossless(
         second = Gearbox(load(model)[0], gears, **settings)
         result["mlx_lm_speculative"] = {length: whole.speculative(second, length) for length in speculative}
     if draws:
-        mode = Lossless(draft.bits, draft_length=USUAL_LENGTH)
+        mode = Lossless(draft.bits, draft_length=DEFAULT_LENGTH)
         result["chi_square"] = [
             draw_pairs(gearbox, tokenizer, prompt, mode, temp, draws, f"draws, prompt {number}")
             for number, prompt in enumerate(whole.prompts[:10], 1)
@@ -414,7 +414,7 @@ def lossless_time(
     settings: list[str] = [*SETTINGS],  # noqa: B006
     max_tokens: int = 200,
     pairs: int = 5,
-    lookup_tokens: int = MOST_DRAFTED,
+    lookup_tokens: int = MAX_DRAFTED,
 ) -> Found:
     """Time mode lossless on a real language model, beside its 16 bits alone.
 

@@ -2,7 +2,8 @@
 
 `record_rounds` records a model on a machine: along the top gear's own text what the low gear drafts at every token,
 with its margins, and how much of that the top gear accepts; and seconds of rounds and of tokens alone, in the order in
-which they happened, so that noise keeps its correlation. `policy_regret` starts many times on such recordings.
+which they happened, so that noise keeps its correlation. `policy_regret` starts many times on such recordings, and
+plays cases on them: drafts that lose, short starts, noise.
 """
 
 import bisect
@@ -12,10 +13,11 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import mlx.core as mx
 import numpy as np
@@ -27,10 +29,10 @@ from gearbx_mlx.compat.classes import generation_stream
 from gearbx_mlx.decoding.caches import in_common
 from gearbx_mlx.decoding.drafters import DraftTarget
 from gearbx_mlx.decoding.drafters.lookup import Lookup, LookupAgreement
-from gearbx_mlx.decoding.drafters.low_gear import LowGear
+from gearbx_mlx.decoding.drafters.low_gear import LowGear, draft_cost
 from gearbx_mlx.decoding.loop import decode
 from gearbx_mlx.decoding.plan import DecodePlan, DecodeState
-from gearbx_mlx.decoding.policy import Acceptance, FixedPolicy, LearnedPolicy, draft_share
+from gearbx_mlx.decoding.policy import FixedPolicy, LearnedPolicy
 from gearbx_mlx.decoding.rows import Verification, Verifier
 from gearbx_mlx.decoding.sampling import GREEDY, reader_of
 from gearbx_mlx.decoding.text import GeneratedText
@@ -50,7 +52,10 @@ FIRST_PASS = 3.0  # times as long as usual, as the policy sees it: kernels are c
 CHAIN = 4  # starts, each of which begins with what the one before kept
 TEXTS = 2  # of a start
 TOKENS = 112  # of a text
-ALONE = 5  # tokens alone between two rounds that count, after one with which running ahead begins
+PLAIN = 5  # plain tokens between two rounds that count, after one with which running ahead begins
+SEEDS = 3  # times that a case is played on each recording
+OFF = 16  # plain tokens in a row, after which drafts are off
+STEP_SIZE = 256  # tokens of a step of a(m)
 OWN_TEXTS = DATA / "own_texts.jsonl"
 
 
@@ -139,7 +144,7 @@ class Recorder(FixedPolicy):
     def _in_turn(self) -> Iterator[int]:
         while True:
             yield from self._rng.sample(LENGTHS, len(LENGTHS))
-            yield from [0] * (ALONE + 1)
+            yield from [0] * (PLAIN + 1)
 
     def length(self, room: int, early: bool = False) -> int:
         self._length = next(self._next)
@@ -156,7 +161,7 @@ class Recorder(FixedPolicy):
         self._note(found["drafted"], draft, found["seconds"] - draft)
         self._is_ahead = False
 
-    def add_alone(self, seconds: float) -> None:
+    def add_plain(self, seconds: float) -> None:
         if self._is_ahead:  # the first one has to begin
             self._note(-1, 0.0, seconds)
         self._is_ahead = True
@@ -226,26 +231,40 @@ class Series:
             what.append((draft / 1e6, rest / 1e6))
         return cls(events, recorded[-1][1] / 1e6)
 
-    def near(self, length: int, at: float, rng: random.Random) -> tuple[float, float, float]:
-        """Return what a round takes that was measured next to a moment: its draft, the rest, and the usual for both.
+    def near(self, length: int, at: float, rng: random.Random) -> tuple[float, float, float, float]:
+        """Return the draft and the rest of a round measured next to a moment, and the usual seconds of both.
 
-        The last is the mean of those around it: what a choice costs, without the luck of one pass.
+        Usual is the mean of those around it: what a choice costs, without the luck of one pass.
         """
         if length not in self.events:
             low = max(each for each in self.events if each < length)
             high = min(each for each in self.events if each > length)
             share = (length - low) / (high - low)
             pairs = zip(self.near(low, at, rng), self.near(high, at, rng))
-            draft, rest, usual = ((1 - share) * a + share * b for a, b in pairs)
-            return draft, rest, usual
+            draft, rest, usual_draft, usual_rest = ((1 - share) * a + share * b for a, b in pairs)
+            return draft, rest, usual_draft, usual_rest
         when, what = self.events[length]
         place = bisect.bisect(when, at % self.seconds)
         around = what[max(place - AROUND, 0) : place + AROUND]
-        return *rng.choice(around), sum(map(sum, around)) / len(around)
+        usual_draft, usual_rest = (sum(part) / len(around) for part in zip(*around))
+        return *rng.choice(around), usual_draft, usual_rest
 
     @property
-    def alone(self) -> float:
+    def plain(self) -> float:
+        """Seconds of a plain token."""
         return statistics.median(rest for _, rest in self.events[-1][1])
+
+
+Slower = Callable[[int, int], float]
+"""From the drafted tokens of a round (-1: a plain token), and the tokens before it, to how many times as long as
+recorded it takes, its draft left out."""
+
+
+Passes = list[tuple[int, int, float]]
+"""Drafted tokens of rounds (-1: a plain token), the tokens that each writes, and its usual seconds."""
+
+Begin = Callable[[Mapping[str, float]], Any]
+"""From what an earlier start kept to a policy."""
 
 
 @dataclass
@@ -259,30 +278,35 @@ class Machines:
     quiet: Series
     noisy: Series
     at: float
-    noise: tuple[float, float]
+    noise: tuple[float, float] = (math.inf, math.inf)
+    slower: Slower = lambda length, token: 1.0
 
     def __post_init__(self) -> None:
-        self.spent, self.tokens = 0.0, 0
+        self.tokens = 0
         self.rng = random.Random(int(1e6 * self.at))
         self.begun: set[int] = set()
-        self.token = self.quiet.alone
+        self.token = self.quiet.plain
+        self.passes = Passes()
 
     def take(self, length: int, tokens: int) -> tuple[float, float]:
-        """Let a round of so many drafted tokens pass, or a token alone (-1), which writes some tokens."""
+        """Let a round of so many drafted tokens pass, or a plain token (-1), which writes some tokens."""
         now = self.tokens * self.token
         series = self.noisy if self.noise[0] <= now < self.noise[1] else self.quiet
-        draft, rest, usual = series.near(length, self.at + now, self.rng)
+        draft, rest, usual_draft, usual_rest = series.near(length, self.at + now, self.rng)
+        times = self.slower(length, self.tokens)
         first = 1.0
         if length not in self.begun:  # compiles, and fills caches
             first = FIRST_PASS
             self.begun.add(length)
-        self.spent += usual
+        self.passes.append((length, tokens, usual_draft + times * usual_rest))
         self.tokens += tokens
-        return draft, rest * first
+        return draft, rest * first * times
 
 
 class Threshold:
     """Drafts that end where the probability that all of it is right falls below a bound."""
+
+    state: ClassVar[dict[str, float]] = {}
 
     def __init__(self, bound: float, agreement: Callable[[float], float]):
         self.bound, self.agreement = bound, agreement
@@ -297,30 +321,38 @@ class Threshold:
         return probability >= self.bound
 
     def add_round(self, **_: Any) -> None: ...
-    def add_alone(self, seconds: float) -> None: ...
+    def add_plain(self, seconds: float) -> None: ...
 
 
-class Alone(Threshold):
+class Plain(Threshold):
     def __init__(self) -> None: ...
     def length(self, room: int, early: bool = False) -> int:
         return 0
 
 
-def written(policy: Any, texts: list[dict[str, list[Any]]], machine: Machines, early: bool) -> float:
-    """Write texts by a policy; returns the seconds of a token."""
+def seconds_of_token(passes: Passes) -> float:
+    return sum(seconds for _, _, seconds in passes) / sum(tokens for _, tokens, _ in passes)
+
+
+def written(
+    policy: Any, texts: Iterable[dict[str, list[Any]]], machine: Machines, early: bool, most: float = math.inf
+) -> None:
+    """Write texts by a policy, or so many tokens of them."""
     for text in texts:
         place, end = 0, len(text["accepted"])
         while place < end:
-            most = policy.length(end - place - 1, early)
-            if most < 1:
-                policy.add_alone(machine.take(-1, 1)[1])
+            if machine.tokens >= most:
+                return
+            length = policy.length(end - place - 1, early)
+            if length < 1:
+                policy.add_plain(machine.take(-1, 1)[1])
                 place += 1
                 continue
             margins = text["margins"][place]
-            count = most
+            count = length
             if early:
                 count = 1
-                while count < most and policy.goes_on(margins[:count]):
+                while count < length and policy.goes_on(margins[:count]):
                     count += 1
             accepted = min(count, text["accepted"][place])
             draft, rest = machine.take(count, accepted + 1)
@@ -334,7 +366,6 @@ def written(policy: Any, texts: list[dict[str, list[Any]]], machine: Machines, e
                 margins=known,
             )
             place += 1 + accepted
-    return machine.spent / machine.tokens
 
 
 @dataclass
@@ -348,7 +379,9 @@ class Start:
 
     def seconds(self, policy: Any, quiet: Series, noisy: Series, early: bool) -> float:
         """Return the seconds of a token by a policy."""
-        return written(policy, self.texts, Machines(quiet, noisy, self.at, self.noise), early)
+        machine = Machines(quiet, noisy, self.at, self.noise)
+        written(policy, self.texts, machine, early)
+        return seconds_of_token(machine.passes)
 
 
 def drawn(texts: list[dict[str, list[Any]]], count: int) -> list[Start]:
@@ -365,99 +398,229 @@ def drawn(texts: list[dict[str, list[Any]]], count: int) -> list[Start]:
 
 def fixed_ways(texts: list[dict[str, list[Any]]], early: bool) -> dict[str, Any]:
     """Return the ways to write that a policy is compared with, which know nothing and learn nothing."""
-    ways: dict[str, Any] = {"0": Alone()} | {str(k): FixedPolicy(k) for k in range(1, 9)}
+    ways: dict[str, Any] = {"0": Plain()} | {str(k): FixedPolicy(k) for k in range(1, 9)}
     if early:
-        ways |= {f"margins {bound}": Threshold(bound, fitted(texts)) for bound in (0.3, 0.5, 0.7)}
+        agreement = fitted(texts)
+        ways |= {f"margins {bound}": Threshold(bound, agreement) for bound in (0.3, 0.5, 0.7)}
     return ways
 
 
-def seconds_of_policy(
-    starts: list[Start], quiet: Series, noisy: Series, early: bool, share: float, tile: int
-) -> list[float]:
-    """Return the seconds of a token of each start, which begins with what the one before it kept."""
-    found: list[float] = []
-    kept: dict[str, float] = {}
-    for start in starts:
-        policy = LearnedPolicy({} if start.first else kept, share, tile=tile)
-        found.append(start.seconds(policy, quiet, noisy, early))
-        kept = policy.state
-    return found
+@dataclass
+class Recording:
+    """A recorded machine: its times, quiet and beside another process, texts, and how a policy begins there."""
+
+    name: str
+    quiet: Series
+    noisy: Series
+    texts: list[dict[str, list[Any]]]
+    share: float
+    tile: int
+
+    @classmethod
+    def read_all(cls) -> Iterator["Recording"]:
+        for file in sorted(RECORDED.glob(f"*{QUIET}.json")):
+            name = file.stem.removesuffix(QUIET)
+            model, quiet, noisy = name.removesuffix(AVX2), Series.read(file.stem), name + NOISY
+            texts = json.loads((RECORDED / f"{model}.json").read_text("utf-8"))["texts"]
+            low, *_, top = (float(bits) for bits in model.rpartition("-")[2].split(","))
+            tile = vectors_at_once("AVX2" if name.endswith(AVX2) else "AVX-512")
+            beside = Series.read(noisy) if (RECORDED / f"{noisy}.json").is_file() else quiet
+            yield cls(name, quiet, beside, texts, draft_cost(low, top), tile)
+
+    @property
+    def is_real(self) -> bool:
+        return not self.name.startswith("demo")
+
+    def policy(self, kept: Mapping[str, float]) -> LearnedPolicy:
+        return LearnedPolicy(kept, self.share, tile=self.tile)
+
+    def state_of_quiet(self, early: bool) -> dict[str, float]:
+        """Return what a long start on the machine without other work keeps."""
+        policy = self.policy({})
+        written(policy, self.texts * 4, Machines(self.quiet, self.quiet, 0.0), early)
+        return policy.state
+
+    def seconds(self, starts: list[Start], early: bool) -> list[float]:
+        """Return the seconds of a token of each start by the policy, which begins with what the one before it kept."""
+        found: list[float] = []
+        kept: dict[str, float] = {}
+        for start in starts:
+            policy = self.policy({} if start.first else kept)
+            found.append(start.seconds(policy, self.quiet, self.noisy, early))
+            kept = policy.state
+        return found
 
 
-def state_of_quiet(
-    texts: list[dict[str, list[Any]]], quiet: Series, early: bool, share: float, tile: int
-) -> dict[str, float]:
-    """Return what a long start on the machine without other work keeps."""
-    policy = LearnedPolicy({}, share, tile=tile)
-    written(policy, texts * 4, Machines(quiet, quiet, 0.0, (math.inf, math.inf)), early)
-    return policy.state
+@dataclass(frozen=True)
+class Case:
+    """What may go wrong, played on a recording.
+
+    Attributes:
+        right: the share of the right drafted tokens that stays right.
+        slower: how many times as long as recorded passes take.
+        tokens: of a start.
+        counted: from this token on they count.
+        starts: each begins with what the one before it kept.
+        first: the first start that counts.
+    """
+
+    right: float = 1.0
+    slower: Slower = lambda length, token: 1.0
+    tokens: int = 4000
+    counted: int = 0
+    starts: int = 1
+    first: int = 0
+
+    def passes(self, recording: Recording, seed: int, early: bool, begin: Begin) -> Passes:
+        """Return the passes that count, by policies that begin with what is kept."""
+        rng, found, kept = random.Random(seed), Passes(), dict[str, float]()
+        for start in range(self.starts):
+            policy = begin(kept)
+            machine = Machines(recording.quiet, recording.quiet, rng.uniform(0, 30), slower=self.slower)
+            written(policy, self._texts(recording, rng.random()), machine, early, self.tokens)
+            kept = policy.state
+            ends = itertools.accumulate(tokens for _, tokens, _ in machine.passes)
+            if start >= self.first:
+                found += [each for each, end in zip(machine.passes, ends) if end > self.counted]
+        return found
+
+    def _texts(self, recording: Recording, seed: float) -> Iterator[dict[str, list[Any]]]:
+        """Yield texts without end."""
+        rng = random.Random(seed)
+        while True:
+            text = rng.choice(recording.texts)
+            right = [next((n for n in range(most) if rng.random() >= self.right), most) for most in text["accepted"]]
+            yield text | {"accepted": right}
+
+
+def dear(length: int, token: int) -> float:
+    """Return how many times as long a round takes whose rows cost half as much again."""
+    return 1.5 if length > 0 else 1.0
+
+
+HALF = "half of the right tokens are wrong"
+CASES = {
+    "undisturbed": Case(),
+    HALF: Case(right=0.5),
+    "rounds take half as long again": Case(slower=dear),
+    "rounds take half as long again, starts 11 to 20 of 100 tokens": Case(slower=dear, tokens=100, starts=20, first=10),
+    "rounds took three times as long for 4,000 tokens, the next 2,000": Case(
+        slower=lambda length, token: 3.0 if length > 0 and 1000 <= token < 5000 else 1.0, tokens=7000, counted=5000
+    ),
+    "all takes half as long again from the middle on": Case(slower=lambda length, token: 1.5 if token >= 2000 else 1.0),
+}
+
+
+def kept_by(way: Any, kept: Mapping[str, float]) -> Any:
+    """Return a fixed way, which keeps nothing."""
+    return way
+
+
+def lost_in(case: Case, recording: Recording, early: bool) -> float:
+    """Return the share of the time that the policy loses in a case, over the best fixed way."""
+
+    def seconds(early: bool, begin: Begin) -> float:
+        return seconds_of_token([each for seed in range(SEEDS) for each in case.passes(recording, seed, early, begin)])
+
+    ways = fixed_ways(recording.texts, early)
+    best = min(seconds(early and name.startswith("margins"), partial(kept_by, way)) for name, way in ways.items())
+    return seconds(early, recording.policy) / best - 1
+
+
+def tokens_until_off(case: Case, recording: Recording, early: bool) -> float:
+    """Return the tokens that a policy writes before it writes `OFF` plain ones in a row, the median of series."""
+    found = []
+    for seed in range(SEEDS):
+        written = in_a_row = 0
+        for length, tokens, _ in case.passes(recording, seed, early, recording.policy):
+            in_a_row = in_a_row + 1 if length < 0 else 0
+            written += tokens
+            if in_a_row == OFF:
+                break
+        found.append(written - OFF)
+    return statistics.median(found)
 
 
 def fitted(texts: list[dict[str, list[Any]]]) -> Callable[[float], float]:
-    """Return a(m) of all texts."""
-    agreement = Acceptance({})
-    for text in texts:
-        for margins, accepted in zip(text["margins"], text["accepted"]):
-            agreement.add(len(margins), accepted, margins)
-    return agreement.of_margin
-
-
-def recordings() -> Iterator[tuple[str, str, Series, Series]]:
-    """Yield the name of each machine, of the texts there, and its times: quiet, and beside another process if known."""
-    for file in sorted(RECORDED.glob(f"*{QUIET}.json")):
-        name = file.stem.removesuffix(QUIET)
-        noisy = name + NOISY
-        quiet = Series.read(file.stem)
-        yield (
-            name,
-            name.removesuffix(AVX2),
-            quiet,
-            Series.read(noisy) if (RECORDED / f"{noisy}.json").is_file() else quiet,
-        )
+    """Return the share of the drafted tokens of all texts that is right, from their margin: a step for `STEP_SIZE`."""
+    seen = [
+        (margin, place < accepted)
+        for text in texts
+        for margins, accepted in zip(text["margins"], text["accepted"])
+        for place, margin in enumerate(margins[: accepted + 1])
+    ]
+    seen.sort()
+    steps = [seen[begin : begin + STEP_SIZE] for begin in range(0, len(seen), STEP_SIZE)]
+    bounds, shares = [step[0][0] for step in steps], [statistics.mean(right for _, right in step) for step in steps]
+    return lambda margin: shares[max(bisect.bisect_right(bounds, margin) - 1, 0)]
 
 
 def percentile(values: list[float], share: float) -> float:
     return float(np.quantile(values, share, method="higher"))
 
 
-@study("research/tables.md", minutes=5)
+def regret(recording: Recording, starts: list[Start], early: bool) -> tuple[list[str], dict[str, Any]]:
+    """Return a row of the table, and its figures."""
+    quiet, noisy = recording.quiet, recording.noisy
+    ways = {
+        name: [start.seconds(way, quiet, noisy, early and name.startswith("margins")) for start in starts]
+        for name, way in fixed_ways(recording.texts, early).items()
+    }
+    best = min(ways, key=lambda name: statistics.mean(ways[name]))
+    own = recording.seconds(starts, early)
+    lost = [seconds / other - 1 for seconds, other in zip(own, ways[best])]
+    known = recording.state_of_quiet(early)
+    informed = [start.seconds(recording.policy(known), quiet, noisy, early) for start in starts]
+    least = percentile([seconds / other - 1 for seconds, other in zip(informed, ways[best])], 0.99)
+    faster = [other / seconds for seconds, other in zip(own, ways["0"])]
+    mean = statistics.mean(own) / statistics.mean(ways[best]) - 1
+    figures = [mean, statistics.median(lost), percentile(lost, 0.9), percentile(lost, 0.99), least]
+    gained = f"{statistics.median(faster):.2f} ({percentile(faster, 0.01):.2f})"
+    how = "margins" if early else "lengths"
+    row = [recording.name, how, best, *(f"{100 * each:+.1f} %" for each in figures), gained]
+    return row, {"name": recording.name, "how": how, "best": best, "mean": mean, "lost": lost, "faster": faster}
+
+
+def cases(recordings: list[Recording]) -> tuple[list[list[str]], list[dict[str, Any]]]:
+    """Return the table of cases on the recordings of real models, and its figures."""
+    rows, data = [], []
+    for label, case in CASES.items():
+        row = [label]
+        for early in (True, False):
+            lost = [lost_in(case, recording, early) for recording in recordings]
+            row += [f"{100 * statistics.mean(lost):+.1f} %", f"{100 * max(lost):+.1f} %"]
+            off = [tokens_until_off(case, recording, early) for recording in recordings] if label == HALF else []
+            data.append({"case": label, "how": "margins" if early else "lengths", "lost": lost, "until off": off})
+        rows.append(row)
+    return rows, data
+
+
+@study("research/tables.md", minutes=10)
 def policy_regret(count: int = 1000) -> Found:
     """What the policy of drafts loses against the best fixed way, on recorded passes and margins.
 
     A start writes two texts. Series of four starts begin with what the one before kept; somewhere another process
-    begins to compute too, for half a second to a minute. Fixed ways are the top gear alone, 1 to 8 tokens in every
-    draft, and drafts that end where the probability of all of it falls below 0.3, 0.5 or 0.7. Lengths alone are what
-    the policy chooses where margins come too late. Informed: a start that begins with what a long quiet one has kept.
+    begins to compute too, for half a second to a minute. Fixed ways are plain decoding, 1 to 8 tokens in every draft,
+    and drafts that end where the probability of all of it falls below 0.3, 0.5 or 0.7. Lengths alone are what the
+    policy chooses where margins come too late. Informed: a start that begins with what a long quiet one has kept.
+    Cases, on the recordings of real models, are drafts that lose, short starts, and noise.
 
     Args:
         count: Starts on each recorded machine.
     """
+    recordings = list(Recording.read_all())
     rows, data = [], []
-    for name, model, quiet, noisy in recordings():
-        texts = json.loads((RECORDED / f"{model}.json").read_text("utf-8"))["texts"]
-        gears = [float(bits) for bits in model.rpartition("-")[2].split(",")]
-        starts = drawn(texts, count)
+    for recording in recordings:
+        starts = drawn(recording.texts, count)
         for early in (True, False):
-            ways = {
-                way: [start.seconds(policy, quiet, noisy, early and way.startswith("margins")) for start in starts]
-                for way, policy in fixed_ways(texts, early).items()
-            }
-            best = min(ways, key=lambda way: statistics.mean(ways[way]))
-            share = draft_share(gears[0], gears[-1])
-            tile = vectors_at_once("AVX2" if name.endswith(AVX2) else "AVX-512")
-            policy = seconds_of_policy(starts, quiet, noisy, early, share, tile)
-            lost = [own / other - 1 for own, other in zip(policy, ways[best])]
-            known = state_of_quiet(texts, quiet, early, share, tile)
-            informed = [start.seconds(LearnedPolicy(known, share, tile=tile), quiet, noisy, early) for start in starts]
-            least = percentile([own / other - 1 for own, other in zip(informed, ways[best])], 0.99)
-            faster = [other / own for own, other in zip(policy, ways["0"])]
-            mean = statistics.mean(policy) / statistics.mean(ways[best]) - 1
-            figures = [mean, statistics.median(lost), percentile(lost, 0.9), percentile(lost, 0.99), least]
-            gained = f"{statistics.median(faster):.2f} ({percentile(faster, 0.01):.2f})"
-            how = "margins" if early else "lengths"
-            rows.append([name, how, best, *(f"{100 * each:+.1f} %" for each in figures), gained])
-            data.append({"name": name, "how": how, "best": best, "lost": lost, "faster": faster})
+            row, figures = regret(recording, starts, early)
+            rows.append(row)
+            data.append(figures)
     head = ["model, gears, machine", "by", "best fixed way", "time over it: mean", "median", "90th", "99th percentile"]
     head.append("99th, informed")
-    head.append("times as fast as alone: median (1st percentile)")
-    return Found({"policy_regret": table_here(head, rows)}, data)
+    head.append("times as fast as plain decoding: median (1st percentile)")
+    found, more = cases([each for each in recordings if each.is_real])
+    of_case = ["case", *(f"time over the best fixed way, by {how}" for how in ("margins: mean", "margins: worst"))]
+    of_case += ["by lengths: mean", "worst"]
+    tables = {"policy_regret": table_here(head, rows), "policy_cases": table_here(of_case, found)}
+    return Found(tables, {"starts": data, "cases": more})

@@ -1,5 +1,6 @@
 """What mode lossless would save in time on larger models: passes of random weights, drafts of a real model."""
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from gearbx_mlx.benchmark.decode import random_model
 from gearbx_mlx.decoding.caches import Snapshot
 from gearbx_mlx.decoding.drafters import DraftTarget
 from gearbx_mlx.decoding.drafters.low_gear import LowGear, rescoring, second_head
-from gearbx_mlx.decoding.policy import MOST_ROWS, FixedPolicy, LearnedPolicy
+from gearbx_mlx.decoding.policy import MAX_ROWS, FixedPolicy, LearnedPolicy
 from gearbx_mlx.decoding.rows import Verification, Verifier
 from gearbx_mlx.decoding.sampling import GREEDY, reader_of
 from gearbx_mlx.decoding.text import GeneratedText
@@ -148,15 +149,15 @@ class PassSeconds:
             mx.eval([layer.state for layer in passes.cache])  # the loop has begun one token more
             return (begun[-1] - begun[0]) / (LOOP - 1)
 
-        verified = [partial(passes.verified, rows) for rows in range(1, MOST_ROWS + 1)]
+        verified = [partial(passes.verified, rows) for rows in range(1, MAX_ROWS + 1)]
         seconds = passes.seconds([alone, passes.drafted, *verified], TRIALS)
         first, token, *rows = map(statistics.median_low, seconds)
         return cls(first, token, rows)
 
     def kept(self) -> dict[str, float]:
-        """What a policy knows at the next start, as far as it is times."""
-        rows = {f"seconds {count} rows": seconds for count, seconds in enumerate(self.rows, 1)}
-        return {"seconds drafted": self.draft, "seconds alone": self.alone, **rows}
+        """Return the costs that a policy knows at the next start."""
+        one, more = self.rows[0], statistics.mean(later - before for before, later in itertools.pairwise(self.rows[:8]))
+        return {"drafted token": (self.draft + more) / one, "plain token": self.alone / one}
 
     def replayed(self, drafts: Drafts) -> float:
         """Seconds of a token of the loop, replayed on recorded drafts; a(m) learns from them."""
@@ -179,7 +180,7 @@ class PassSeconds:
                     policy.add_round(drafted=drafted, accepted=accepted, rows=rows, seconds=seconds, **how)
                 else:
                     seconds = self.alone
-                    policy.add_alone(seconds)
+                    policy.add_plain(seconds)
                 spent += seconds
                 place += accepted + 1
             written += place

@@ -50,7 +50,7 @@ def plain(plan: DecodePlan, state: DecodeState) -> Iterator[GeneratedToken]:
         state.found, state.is_last_read = None, ahead is not None
         seconds = state.seconds(plan)
         if seconds is not None:
-            plan.policy.add_alone(seconds)
+            plan.policy.add_plain(seconds)
         yield GeneratedToken(text.last, coming.rows.logprobs[0], float(seen[0, Choice.ENTROPY]), coming.step)
         coming = ahead if text.goes_on else None
 

@@ -182,7 +182,7 @@ def round_of(
         times = {"seconds": seconds, "draft_seconds": draft_seconds}
         plan.policy.add_round(drafted=drafted, accepted=accepted, rows=found.count, margins=margins, **times)
     elif is_timed and seconds is not None:
-        plan.policy.add_alone(seconds)
+        plan.policy.add_plain(seconds)
     return tokens
 
 

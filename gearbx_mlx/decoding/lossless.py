@@ -3,21 +3,18 @@
 The mode is its settings: `loop.py` generates the text, `drafters/` propose tokens, `policy.py` chooses how many.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
 
 import mlx.nn as nn
 import numpy as np
 
-from ..compat.arrays import dtype_name
 from ..errors import GearbxError
 from ..gears.gearbox import Gearbox, Observer, attached
 from ..gears.in_place import own_codes, without_gears
 from ..gears.ladder import DRAFT_FORMAT, EXACT_LADDER, Ladder
 from ..gears.saved import saved_gears
-from ..kernels.compiler import vector_instructions, vectors_at_once
 from ..kernels.dispatch import CPU, device, is_tuning
 from ..ranks.agreement import agreement_of
 from ..routing.gates import BatchPolicy, Monitor, OneGear, highest
@@ -27,17 +24,15 @@ from .batches import BatchGenerator, BatchText, SharedMode
 from .drafters import Drafter, DraftTarget, drafters_for
 from .generation import Keywords, responses, tokenizer_for
 from .governor import Governor
+from .learned import Knowledge, knowledge, speed_rows
 from .mode import encoded, vocabulary_of
 from .modes import LosslessSettings
 from .plan import DecodePlan, DecodeState
-from .policy import MOST_DRAFTED, MOST_ON_GPU, MOST_ROWS, USUAL_LENGTH, DraftPolicy, FixedPolicy, LearnedPolicy
+from .policy import DEFAULT_LENGTH, MAX_DRAFTED
 from .response import GearResponse
 from .rows import Verifier, warn_of_other_paths
 from .sampling import Chooser, reader_of
 from .telemetry import Telemetry, blame_of
-
-MENDED = 0.4  # of the rejected drafts, that a calibrated base has accepted: 0.38 to 0.54 of them in docs/convert.md
-MUCH_WRITTEN = 32  # tokens: what fewer of them show is not written to the cache
 
 
 @dataclass(frozen=True)
@@ -78,7 +73,7 @@ class Lossless(LosslessSettings, SharedMode):
         """The most tokens that the text itself may propose at once."""
         if self.lookup_tokens is not None:
             return self.lookup_tokens
-        return MOST_DRAFTED if self.draft_length is None else 0
+        return MAX_DRAFTED if self.draft_length is None else 0
 
     def gearbox_for(self, model: nn.Module, gearbox: Gearbox | Observer | None) -> Gearbox | Observer | None:
         """Like Mode's; a new one on a GPU has gears that MLX's own kernels compute fast."""
@@ -103,11 +98,11 @@ class Lossless(LosslessSettings, SharedMode):
             agreement,
             how.draft_model,
             draft_cache,
-            MOST_DRAFTED if how.draft_model is None else min(how.num_draft_tokens or MOST_DRAFTED, MOST_DRAFTED),
+            MAX_DRAFTED if how.draft_model is None else min(how.num_draft_tokens or MAX_DRAFTED, MAX_DRAFTED),
             text.prompt + text.room,
         )
         drafters = drafters_for(target)
-        known = self.learned(gearbox, next((each for each in drafters if each.reads_weights), None), chooser)
+        known = self.knowledge(gearbox, next((each for each in drafters if each.reads_weights), None), chooser)
         verifier = Verifier(gearbox, gearbox.ladder.top)
         plan = DecodePlan(verifier, chooser, reader, known.policy, plain, agreement, **how.of_plan())
         monitor = Monitor(vocabulary_of(gearbox), self.window)
@@ -131,15 +126,14 @@ class Lossless(LosslessSettings, SharedMode):
         """True if the lengths of drafts are fixed, so that nothing measured decides them."""
         return self.draft_length is not None or not is_tuning()
 
-    def learned(self, gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> "Learned":
-        """Return what decides how much to propose with a gearbox.
+    def knowledge(self, gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> Knowledge:
+        """Return the policy of a gearbox, and what it has learned.
 
-        Where nothing may be measured, drafts have always the same length: with ranks, whose clocks differ, and with
-        GEARBX_TUNE=0.
+        Drafts have a fixed length if nothing may be measured: with ranks, whose clocks differ, and with GEARBX_TUNE=0.
         """
         if self.is_fixed or agreement_of(gearbox.model).group is not None:
-            return Learned(FixedPolicy(self.draft_length or USUAL_LENGTH))
-        return learned(gearbox, drafter, chooser)
+            return Knowledge.fixed(self.draft_length or DEFAULT_LENGTH)
+        return knowledge(gearbox, drafter, chooser)
 
     def about(self) -> str:
         looked_up = f"up to {self.most_looked_up} tokens at once" if self.most_looked_up else "nothing"
@@ -153,98 +147,6 @@ class Lossless(LosslessSettings, SharedMode):
 
     def rows(self, summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         return draft_rows(summary) + speed_rows(summary)
-
-
-@dataclass
-class Learned:
-    """What is learned while texts are generated: how much to draft.
-
-    Attributes:
-        keep: writes what is known down for the next start.
-        written: tokens since then.
-    """
-
-    policy: DraftPolicy
-    keep: Callable[[Mapping[str, float]], None] = lambda state: None
-    written: int = 0
-
-    def note(self, tokens: int) -> None:
-        """Take a text of so many tokens."""
-        self.written += tokens
-        if self.written >= MUCH_WRITTEN:
-            self.written = 0
-            self.keep(self.policy.state)
-
-
-LEARNED: WeakKeyDictionary[Gearbox, dict[str, Learned]] = WeakKeyDictionary()  # nothing here may refer to the gearbox
-
-
-def learned(gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> Learned:
-    """Return what is learned with a gearbox; what earlier starts on this machine learned begins it.
-
-    Drafts of a sampler without a kernel take longer and know no margins, so that what is learned with either says
-    nothing about the other.
-    """
-    known, name = LEARNED.setdefault(gearbox, {}), name_of(gearbox, drafter, chooser)
-    if name not in known:
-        cache = gearbox.kernel_choices.tuner.cache
-        kept = {} if gearbox.kernels.again else cache.times.get(name, {})
-        share = None if drafter is None else drafter.cost
-
-        def keep(state: Mapping[str, float]) -> None:
-            cache.keep(name, dict(state))
-            cache.save_soon()
-
-        most = MOST_DRAFTED if device() == CPU else MOST_ON_GPU
-        tile = vectors_at_once(vector_instructions()) if gearbox.kernels.native else MOST_ROWS
-        known[name] = Learned(LearnedPolicy(kept, share, most, tile), keep)
-    return known[name]
-
-
-def measured_seconds(gearbox: Gearbox | Observer) -> dict[str, float]:
-    """Return the fields of a summary that say what a token took in rounds and by the top gear alone, in this process.
-
-    They are left out where too few of either were seen.
-    """
-    found: dict[str, float] = {}
-    for known in LEARNED.get(gearbox, {}).values() if isinstance(gearbox, Gearbox) else ():
-        rounds, alone = known.policy.round_seconds, known.policy.alone_seconds
-        if rounds is not None and alone is not None:
-            found = {"seconds_in_rounds": rounds, "seconds_alone": alone}
-    return found
-
-
-def gain_of_calibration(gearbox: Gearbox | Observer) -> float | None:
-    """Return how many times as fast texts would be with a calibrated base, as the policy of this process estimates.
-
-    None where it knows too little of this run.
-    """
-    found = LEARNED.get(gearbox, {}).values() if isinstance(gearbox, Gearbox) else ()
-    gains = [gain for known in found if (gain := known.policy.gain(MENDED)) is not None]
-    return max(gains, default=None)
-
-
-def speed_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Compare rounds with the top gear alone as a line of a table, where this run has seen both."""
-    rounds, alone = summary.get("seconds_in_rounds"), summary.get("seconds_alone")
-    if not rounds or not alone or not summary.get("drafted"):
-        return []
-    times = f"{1000 * rounds:.3g} ms a token in rounds, {1000 * alone:.3g} by the top gear alone in between"
-    return [("speed", f"{alone / rounds:.2f} times as fast with drafts: {times}")]
-
-
-def name_of(gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> str:
-    """Return what times of drafts depend on beside the machine, as a key of the cache."""
-    kernels = "native" if gearbox.kernels.native else "mlx"
-    if gearbox.base:
-        kernels += ", calibrated,"
-    if gearbox.kernels.x_bits:
-        kernels += f" with activations of {gearbox.kernels.x_bits} bits"
-    how = f"{gearbox.format.name}, {dtype_name(gearbox.compute_dtype)}, {kernels} kernels"
-    if not chooser.has_kernel:
-        how += ", another sampler"
-    by = "the text" if drafter is None else drafter.name
-    return f"drafts by {by} for {gearbox.ladder.top.bits} bits, model {gearbox.fingerprint[:8]}, {how}"
 
 
 def gearbox_of_mlx(model: nn.Module) -> Gearbox:

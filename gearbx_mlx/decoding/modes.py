@@ -22,7 +22,7 @@ from ..routing.gates import (
     read_thresholds,
 )
 from ..settings import Settings, flag, flags_in, setting
-from .policy import MOST_DRAFTED
+from .policy import MAX_DRAFTED
 
 if TYPE_CHECKING:
     from .mode import Mode
@@ -146,13 +146,13 @@ class LosslessSettings(Settings):
     draft: str | int | None = setting(None)
     draft_length: int | None = flag(
         None,
-        f"For --mode lossless: always draft N tokens, 1 to {MOST_DRAFTED}, and look nothing up.",
+        f"For --mode lossless: always draft N tokens, 1 to {MAX_DRAFTED}, and look nothing up.",
         least=1,
-        most=MOST_DRAFTED,
+        most=MAX_DRAFTED,
         metavar="N",
         rare=True,
     )
-    lookup_tokens: int | None = setting(None, least=0, most=MOST_DRAFTED)
+    lookup_tokens: int | None = setting(None, least=0, most=MAX_DRAFTED)
     window: int = setting(DEFAULT_WINDOW, least=1)
 
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 from ..ranks.agreement import ALONE, Agreement
 from .caches import gears_of, length
 from .drafters import Drafter
-from .policy import DraftPolicy, FixedPolicy
+from .policy import FixedPolicy, LearnedPolicy
 from .response import GeneratedToken
 from .rows import Proposal, RunsPasses, VerifiedPass
 from .sampling import MLX_READER, Chooser, LogitsReader
@@ -43,7 +43,7 @@ class DecodePlan:
     verifier: RunsPasses
     chooser: Chooser
     reader: LogitsReader = MLX_READER
-    policy: DraftPolicy = field(default_factory=FixedPolicy)
+    policy: LearnedPolicy = field(default_factory=FixedPolicy)
     plain: "Callable[[DecodePlan, DecodeState], Iterator[GeneratedToken]] | None" = None
     agreement: Agreement = ALONE
     quantize: Callable[[list[Any]], None] = lambda cache: None

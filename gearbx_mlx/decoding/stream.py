@@ -34,7 +34,7 @@ from ..routing.pair import NAMES, parameter_ratio
 from ..telemetry.summary import Tally, kv_summary, summarize
 from .caches import cache_in_gears, check_kv_mode, check_quantizable
 from .governor import Governor, MemoryGuard
-from .lossless import measured_seconds
+from .learned import measured_seconds
 from .mode import Mode, check_known, decode_lock, encoded, making, vocabulary_of
 from .modes import check_draft_model, mode_class
 from .pair import Pair, bytes_read

@@ -27,9 +27,10 @@ from ..cli.tables import colors_line, layers_table, pair_table, summary_table
 from ..compat.templates import prepare
 from ..compat.versions import program_versions
 from ..decoding.caches import length
-from ..decoding.lossless import Lossless, gain_of_calibration
+from ..decoding.learned import speedup_of_calibration
+from ..decoding.lossless import Lossless
 from ..decoding.mode import Mode
-from ..decoding.policy import MOST_DRAFTED, USUAL_LENGTH
+from ..decoding.policy import DEFAULT_LENGTH, MAX_DRAFTED
 from ..decoding.response import GearResponse
 from ..decoding.route import auto_thresholds
 from ..decoding.stream import stream_generate
@@ -267,7 +268,7 @@ def tell_gain(geared: Geared, summary: Mapping[str, Any]) -> None:
     decision, gearbox = geared.loaded.decision, geared.gearbox
     if not decision.takes_base or not isinstance(gearbox, Gearbox) or gearbox.base:
         return
-    gain, rejected = gain_of_calibration(gearbox), 1 - summary["acceptance_rate"]
+    gain, rejected = speedup_of_calibration(gearbox), 1 - summary["acceptance_rate"]
     if gain is not None and gain >= 1.05 and rejected >= 0.15:
         terminal.note(
             f"{rejected:.0%} of the drafts were rejected. By the times of this run, a calibrated base would make it "
@@ -306,7 +307,7 @@ def drafting_always(mode: Mode) -> Mode:
     """
     if not isinstance(mode, Lossless) or mode.draft_length is not None:
         return mode
-    return replace(mode, draft_length=USUAL_LENGTH, lookup_tokens=MOST_DRAFTED)
+    return replace(mode, draft_length=DEFAULT_LENGTH, lookup_tokens=MAX_DRAFTED)
 
 
 def introduce(mode: Mode, ladder: Ladder | None = None, has_draft_model: bool = False) -> None:

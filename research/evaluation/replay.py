@@ -16,7 +16,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from gearbx_mlx.decoding.caches import Snapshot
-from gearbx_mlx.decoding.policy import MOST_DRAFTED
+from gearbx_mlx.decoding.policy import MAX_DRAFTED
 from gearbx_mlx.decoding.rows import Verification, Verifier
 from gearbx_mlx.evaluation.predictions import Recording, TextPrediction, log_softmax, logprobs_of, next_logprobs
 from gearbx_mlx.gears.gearbox import Gearbox
@@ -93,7 +93,7 @@ def best_length(sequences: Recorded, low_bytes: float, top_bytes: float) -> int:
         drafted, verifications, tokens = replay_drafts(sequences, length)
         return (drafted * low_bytes + verifications * top_bytes) / tokens
 
-    return min(range(1, MOST_DRAFTED + 1), key=read)
+    return min(range(1, MAX_DRAFTED + 1), key=read)
 
 
 def replay_drafts(sequences: Recorded, length: int) -> tuple[int, int, int]:

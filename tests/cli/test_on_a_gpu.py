@@ -11,7 +11,7 @@ from gearbx_mlx.cli.decide import JustGears
 from gearbx_mlx.cli.flags import LayoutSettings, ModeFlags, ModelSettings
 from gearbx_mlx.cli.loaded import Loaded
 from gearbx_mlx.decoding.lossless import Lossless
-from gearbx_mlx.decoding.policy import MOST_ON_GPU
+from gearbx_mlx.decoding.policy import MAX_ON_GPU
 from gearbx_mlx.gears import kernel_choices
 from gearbx_mlx.gears.gearbox import attached
 from gearbx_mlx.kernels import dispatch, metal, proven
@@ -98,7 +98,7 @@ def test_no_pass_runs_before_the_first_token_but_those_of_the_prompt(models, tex
     prompt = list(range(3, 20))
     next(stream_generate(gearbox.model, loaded.tokenizer, prompt, 8, mode=Lossless(), gearbox=gearbox))
     assert passes[:2] == [len(prompt) - 1, 1]
-    assert 1 <= len(passes[2:]) <= MOST_ON_GPU  # the next draft, which is queued before the token is handed out
+    assert 1 <= len(passes[2:]) <= MAX_ON_GPU  # the next draft, which is queued before the token is handed out
     assert {*passes[2:]} == {1}
     assert gearbox.kernel_choices.tuner.seconds == 0
 
@@ -116,7 +116,7 @@ def test_drafts_have_four_tokens_at_most(models, texts, monkeypatch):
     loaded = decided(models / "bfloat16")
     how = {"mode": Lossless(lookup_tokens=0), "gearbox": loaded.gearbox()}
     run = stream_generate(how["gearbox"].model, loaded.tokenizer, list(range(3, 20)), 60, **how)
-    assert 1 <= max(r.drafted for r in run) <= MOST_ON_GPU
+    assert 1 <= max(r.drafted for r in run) <= MAX_ON_GPU
 
 
 @pytest.mark.parametrize("kernels", ["auto", "native", "measure"])

@@ -265,7 +265,7 @@ class TestTables:
         """With everything that a run may have beside its text."""
         controller = {"target_tps": None, "cap_changes": 0, "capped_bits_per_weight": 8.0, "machine": {}}
         possible = SUMMARY | {"mode": mode, "drafted": 9, "accepted": 5, "near_ties": 2, "recomputed": 3}
-        possible |= {"seconds_in_rounds": 1.0, "seconds_alone": 2.0, "kv_bytes_per_pass": {"4": 1e6, "16": 4e6}}
+        possible |= {"seconds_in_rounds": 1.0, "plain_seconds": 2.0, "kv_bytes_per_pass": {"4": 1e6, "16": 4e6}}
         possible |= {"streaming": {"disk_bytes_per_token": 1, "disk_bytes_per_second": 1}}
         if mode in (ROUTE, KICKDOWN):
             possible |= {"controller": controller | {"out_of_reach": None}}

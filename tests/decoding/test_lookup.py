@@ -9,7 +9,7 @@ from lossless_texts import TWICE, assert_written, written
 from test_lossless import SAMPLERS, both
 
 from gearbx_mlx import Gearbox, GearbxError, Lossless, stream_generate
-from gearbx_mlx.decoding.lossless import Learned
+from gearbx_mlx.decoding.learned import Knowledge
 from gearbx_mlx.decoding.policy import FixedPolicy
 
 
@@ -21,8 +21,8 @@ class Certain(FixedPolicy):
 
 
 class Trusting(Lossless):
-    def learned(self, gearbox, drafter, chooser):
-        return Learned(Certain(4))
+    def knowledge(self, gearbox, drafter, chooser):
+        return Knowledge(Certain(4))
 
 
 class TestLookup:

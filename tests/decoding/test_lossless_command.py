@@ -40,7 +40,7 @@ def test_a_checkpoint_of_4_bits_has_no_gears_to_compare(command, tmp_path, monke
     ("rejected", "gain", "told"), [(0.3, 1.2, True), (0.05, 1.2, False), (0.3, 1.01, False), (0.3, None, False)]
 )
 def test_where_drafts_were_rejected_it_says_what_calibration_would_gain(capsys, monkeypatch, rejected, gain, told):
-    monkeypatch.setattr(run, "gain_of_calibration", lambda gearbox: gain)
+    monkeypatch.setattr(run, "speedup_of_calibration", lambda gearbox: gain)
     box = Mock(spec=Gearbox, base={})
     geared = SimpleNamespace(gearbox=box, loaded=SimpleNamespace(decision=SimpleNamespace(takes_base=True)))
     run.tell_gain(geared, {"acceptance_rate": 1 - rejected})

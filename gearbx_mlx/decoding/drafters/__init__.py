@@ -24,7 +24,7 @@ from ...gears.gearbox import Gearbox
 from ...gears.ladder import Gear
 from ...ranks.agreement import ALONE, Agreement
 from ..caches import Cache
-from ..policy import MOST_DRAFTED, DraftPolicy
+from ..policy import MAX_DRAFTED, LearnedPolicy
 from ..response import DRAFT
 from ..rows import Proposal, VerifiedPass
 from ..sampling import MLX_READER, Chooser, LogitsReader
@@ -72,7 +72,7 @@ class DraftTarget:
     agreement: Agreement = ALONE
     draft_model: nn.Module | None = None
     draft_cache: list[Any] = field(default_factory=list)
-    most: int = MOST_DRAFTED
+    most: int = MAX_DRAFTED
     room: float = math.inf
 
 
@@ -101,11 +101,11 @@ class Drafter:
     def prefill(self, tokens: mx.array) -> None:
         """Read a part (n,) of the prompt. Its last token is never read."""
 
-    def length(self, text: GeneratedText, room: int, policy: DraftPolicy) -> int:
+    def length(self, text: GeneratedText, room: int, policy: LearnedPolicy) -> int:
         """Return the most tokens that a proposal would have now, at most `room`; 0: none is worth its time."""
         raise NotImplementedError
 
-    def propose(self, text: GeneratedText, length: int, policy: DraftPolicy) -> Proposal:
+    def propose(self, text: GeneratedText, length: int, policy: LearnedPolicy) -> Proposal:
         """Return one to `length` tokens. The KV cache of the text is afterwards as it was.
 
         Where margins are known one by one, `policy.goes_on` is asked after each.

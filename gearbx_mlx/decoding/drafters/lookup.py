@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from ..policy import MOST_DRAFTED, DraftPolicy, RunningMean
+from ..policy import MAX_DRAFTED, LearnedPolicy, RunningMean
 from ..response import LOOKUP
 from ..rows import Proposal
 from ..text import GeneratedText
@@ -60,7 +60,7 @@ class Lookup(Drafter):
     reads_weights = False
     name, cost = "the text", 0.0
 
-    def __init__(self, agreement: LookupAgreement, most: int = MOST_DRAFTED):
+    def __init__(self, agreement: LookupAgreement, most: int = MAX_DRAFTED):
         self.agreement, self._most = agreement, most
         self._begin([])
 
@@ -75,7 +75,7 @@ class Lookup(Drafter):
             agreement = _known.setdefault(target.gearbox, agreement)
         return cls(agreement, mode.most_looked_up)
 
-    def length(self, text: GeneratedText, room: int, policy: DraftPolicy) -> int:
+    def length(self, text: GeneratedText, room: int, policy: LearnedPolicy) -> int:
         """Return how many tokens of the run's continuation are worth a verification."""
         self.follow(text.tokens, text.prompt)
         room = min(room, self._most)
@@ -84,7 +84,7 @@ class Lookup(Drafter):
             return 0
         return policy.looked_up(self.agreement.probabilities(self.run, len(found)), room)
 
-    def propose(self, text: GeneratedText, length: int, policy: DraftPolicy) -> Proposal:
+    def propose(self, text: GeneratedText, length: int, policy: LearnedPolicy) -> Proposal:
         return Proposal(text.until_end(self.proposed(length)), LOOKUP)
 
     def _begin(self, tokens: Sequence[int]) -> None:

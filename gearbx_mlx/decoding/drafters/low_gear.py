@@ -31,7 +31,7 @@ from ...gears.sharding import sharding_of
 from ...kernels.dispatch import on_cpu
 from ...ranks.agreement import ALONE
 from ..caches import Snapshot
-from ..policy import DraftPolicy, draft_share
+from ..policy import LearnedPolicy
 from ..rows import Proposal
 from ..sampling import Chooser, GumbelSampler, LogitsReader
 from ..text import GeneratedText
@@ -43,6 +43,7 @@ Following = Callable[[int, int], tuple[int, float]]
 HEAD = "lm_head"
 RESCORE_TOP_K = 4  # with more, hardly another token wins
 CHUNK = 256  # logits, of which the largest is found first: to sort all of a vocabulary takes ten times as long
+FIXED_SHARE = 0.15  # of a pass, which does not depend on the bits of the gear: attention, norms, the host
 RowsOf = Callable[[mx.array], mx.array]  # numbers (...) to rows (..., D) of a head
 
 
@@ -55,7 +56,7 @@ class LowGear(Drafter):
 
     def __init__(self, target: DraftTarget, gear: Gear):
         self._target, self.gear = target, gear
-        self.name, self.cost = f"{gear.bits} bits", draft_share(gear.bits, target.gearbox.ladder.top.bits)
+        self.name, self.cost = f"{gear.bits} bits", draft_cost(gear.bits, target.gearbox.ladder.top.bits)
         self._asked = 0  # the length that the policy chose for the next draft, if it was asked
         self._parts = KeptParts(self._find)  # they run beside the gear that verifies
 
@@ -76,7 +77,7 @@ class LowGear(Drafter):
         gearbox.make(gear)  # and not in the middle of the text
         return cls(target, gear)
 
-    def length(self, text: GeneratedText, room: int, policy: DraftPolicy) -> int:
+    def length(self, text: GeneratedText, room: int, policy: LearnedPolicy) -> int:
         """Return the length of the next draft by the policy, which is asked once for each."""
         if not self._asked:
             target = self._target
@@ -84,7 +85,7 @@ class LowGear(Drafter):
             self._asked = policy.length(min(room, target.most), early)
         return min(self._asked, room)
 
-    def propose(self, text: GeneratedText, length: int, policy: DraftPolicy) -> Proposal:
+    def propose(self, text: GeneratedText, length: int, policy: LearnedPolicy) -> Proposal:
         target, self._asked = self._target, 0
         read = target.gearbox.weight_bytes_per_token(self.gear)
         with rewound(target.chooser):
@@ -105,7 +106,7 @@ class LowGear(Drafter):
         return pass_parts(self._target.gearbox.model, None if self.second is None else self.second.top)
 
     def _natively(
-        self, native: NativeDraft, text: GeneratedText, length: int, policy: DraftPolicy
+        self, native: NativeDraft, text: GeneratedText, length: int, policy: LearnedPolicy
     ) -> tuple[list[int], list[float] | None]:
         """Draft until a token ends the text, or one more is not worth its time."""
         chooser = self._target.chooser
@@ -123,6 +124,11 @@ class LowGear(Drafter):
     def second(self) -> "SecondHead | None":
         """The head that rescores; asked for once both gears are made."""
         return second_head(self._target.gearbox, self.gear)
+
+
+def draft_cost(draft_bits: float, top_bits: float) -> float:
+    """Return the cost of a drafted token over that of a plain one, before either is measured."""
+    return FIXED_SHARE + (1 - FIXED_SHARE) * draft_bits / top_bits
 
 
 def natively(draft: NativeDraft, chooser: Chooser, text: GeneratedText, reader: LogitsReader) -> Following:

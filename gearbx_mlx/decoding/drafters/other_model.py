@@ -10,12 +10,12 @@ from mlx_lm.models.cache import make_prompt_cache
 from ...errors import GearbxError, GearbxWarning
 from ..caches import check_draftable
 from ..pair import bytes_read
-from ..policy import MOST_DRAFTED, DraftPolicy
+from ..policy import MAX_DRAFTED, LearnedPolicy
 from ..rows import Proposal, VerifiedPass
 from ..text import GeneratedText
 from . import Drafter, DraftTarget, of_draft, queued, rewound
 
-SHARE = 0.25  # of a plain token's time that a drafted one is taken to need before either is measured
+COST = 0.25  # of a plain token: a draft model has about a quarter of the weights, or less
 
 
 class OtherModel(Drafter):
@@ -25,7 +25,7 @@ class OtherModel(Drafter):
         cache: of the draft model; like the text's, it holds all tokens but the last.
     """
 
-    name, cost = "another model", SHARE
+    name, cost = "another model", COST
 
     def __init__(self, target: DraftTarget, model: nn.Module, cache: list[Any]):
         self._target, self._model, self._cache = target, model, cache
@@ -40,7 +40,7 @@ class OtherModel(Drafter):
         cache = target.draft_cache
         cache[:] = cache or make_prompt_cache(target.draft_model)
         try:
-            check_draftable(cache, target.room + MOST_DRAFTED)
+            check_draftable(cache, target.room + MAX_DRAFTED)
         except GearbxError as error:
             warnings.warn(f"{error}; it drafts nothing", GearbxWarning, stacklevel=7)
             return None
@@ -51,10 +51,10 @@ class OtherModel(Drafter):
         mx.eval([part.state for part in self._cache])
         self._read += tokens.size
 
-    def length(self, text: GeneratedText, room: int, policy: DraftPolicy) -> int:
+    def length(self, text: GeneratedText, room: int, policy: LearnedPolicy) -> int:
         return policy.length(min(room, self._target.most))
 
-    def propose(self, text: GeneratedText, length: int, policy: DraftPolicy) -> Proposal:
+    def propose(self, text: GeneratedText, length: int, policy: LearnedPolicy) -> Proposal:
         unread = text.tokens[self._read :]
         with rewound(self._target.chooser):
             tokens, margins = queued(self._model, self._cache, text, unread, length, self._target)

@@ -1,0 +1,173 @@
+"""Between mode lossless and its policy: knowledge that outlives a text, a process, and a start; and reports of speed.
+
+A gearbox has one `Knowledge` per drafter and kind of sampler. The tuner's cache keeps its numbers for the next start on
+this machine.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from ..compat.arrays import dtype_name
+from ..gears.gearbox import Gearbox, Observer
+from ..kernels.compiler import vector_instructions, vectors_at_once
+from ..kernels.dispatch import CPU, device
+from .drafters import Drafter
+from .policy import MAX_DRAFTED, MAX_ON_GPU, MAX_ROWS, FixedPolicy, LearnedPolicy
+from .sampling import Chooser
+
+CALIBRATED = 0.4  # share of the rejected drafts that a calibrated base has accepted: 0.38 to 0.54 in docs/convert.md
+MIN_TOKENS = 32  # fewer tokens since the last time are not written to the cache
+NEIGHBORS = 8  # passes before and after a change between rounds and plain decoding, which are compared
+MIN_COMPARED = {True: 32, False: 16}  # tokens in rounds, and in plain decoding: fewer are no comparison
+
+
+class MeasuredPolicy(LearnedPolicy):
+    """A learned policy that notes for reports how long rounds and plain tokens of this process take.
+
+    A machine is slower at one moment than at another. So only passes are compared that are next to a change between
+    rounds and plain decoding.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._latest = deque[tuple[int, float]](maxlen=NEIGHBORS)  # passes of the same kind before the next change
+        self._is_round, self._after_change = True, NEIGHBORS
+        self._has_drafted = False
+        self._tokens_of, self._seconds_of = {True: 0, False: 0}, {True: 0.0, False: 0.0}
+
+    def add_round(self, *, drafted: int, accepted: int, rows: int, seconds: float | None, **found: Any) -> None:
+        self._has_drafted |= drafted > 0
+        if seconds is not None and not self.is_first(drafted, rows):
+            self._note(True, accepted + 1, seconds)
+        super().add_round(drafted=drafted, accepted=accepted, rows=rows, seconds=seconds, **found)
+
+    def add_plain(self, seconds: float) -> None:
+        self._note(False, 1, seconds)
+        super().add_plain(seconds)
+
+    def _note(self, is_round: bool, tokens: int, seconds: float) -> None:
+        if is_round is not self._is_round:
+            for before in self._latest:
+                self._compare(self._is_round, *before)
+            self._latest.clear()
+            self._is_round, self._after_change = is_round, 0
+        if self._after_change < NEIGHBORS:
+            self._after_change += 1
+            self._compare(is_round, tokens, seconds)
+        else:
+            self._latest.append((tokens, seconds))
+
+    def _compare(self, is_round: bool, tokens: int, seconds: float) -> None:
+        self._tokens_of[is_round] += tokens
+        self._seconds_of[is_round] += seconds
+
+    @property
+    def seconds(self) -> tuple[float, float] | None:
+        """Seconds per token in rounds and in plain decoding; None if this process has compared too few."""
+        tokens, seconds = self._tokens_of, self._seconds_of
+        if any(tokens[kind] < MIN_COMPARED[kind] for kind in tokens):
+            return None
+        return seconds[True] / tokens[True], seconds[False] / tokens[False]
+
+    def speedup(self, accepted: float) -> float | None:
+        """Return the speedup if this share of the rejected drafts were accepted; None before the first drafts."""
+        if not self._has_drafted:
+            return None
+        better = self.acceptance + accepted * (1 - self.acceptance)
+        return min(self.best(self.acceptance)[0], self.trials.plain) / self.best(better)[0]
+
+
+@dataclass
+class Knowledge:
+    """Knowledge about drafting with a gearbox: how much to draft.
+
+    Attributes:
+        keep: writes the policy's numbers down for the next start.
+        generated: tokens since then.
+    """
+
+    policy: LearnedPolicy
+    keep: Callable[[Mapping[str, float]], None] = lambda state: None
+    generated: int = 0
+
+    @classmethod
+    def fixed(cls, length: int) -> "Knowledge":
+        """Return knowledge that drafts a fixed length."""
+        return cls(FixedPolicy(length))
+
+    def note(self, tokens: int) -> None:
+        """Take a text of so many tokens."""
+        self.generated += tokens
+        if self.generated >= MIN_TOKENS:
+            self.generated = 0
+            self.keep(self.policy.state)
+
+
+KNOWN: WeakKeyDictionary[Gearbox, dict[str, Knowledge]] = WeakKeyDictionary()  # nothing here may refer to the gearbox
+
+
+def knowledge(gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> Knowledge:
+    """Return the knowledge about a gearbox and a drafter; it begins with numbers of earlier starts on this machine."""
+    known, name = KNOWN.setdefault(gearbox, {}), cache_key(gearbox, drafter, chooser)
+    if name not in known:
+        cache = gearbox.kernel_choices.tuner.cache
+        kept = {} if gearbox.kernels.again else cache.times.get(name, {})
+
+        def keep(state: Mapping[str, float]) -> None:
+            cache.keep(name, dict(state))
+            cache.save_soon()
+
+        most = MAX_DRAFTED if device() == CPU else MAX_ON_GPU
+        tile = vectors_at_once(vector_instructions()) if gearbox.kernels.native else MAX_ROWS
+        policy = MeasuredPolicy(kept, None if drafter is None else drafter.cost, most, tile)
+        known[name] = Knowledge(policy, keep)
+    return known[name]
+
+
+def cache_key(gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> str:
+    """Return the name of everything that times of drafts depend on beside the machine.
+
+    Drafts of a sampler without a kernel are slower and have no margins.
+    """
+    kernels = "native" if gearbox.kernels.native else "mlx"
+    if gearbox.base:
+        kernels += ", calibrated,"
+    if gearbox.kernels.x_bits:
+        kernels += f" with activations of {gearbox.kernels.x_bits} bits"
+    how = f"{gearbox.format.name}, {dtype_name(gearbox.compute_dtype)}, {kernels} kernels"
+    if not chooser.has_kernel:
+        how += ", another sampler"
+    by = "the text" if drafter is None else drafter.name
+    return f"drafts by {by} for {gearbox.ladder.top.bits} bits, model {gearbox.fingerprint[:8]}, {how}"
+
+
+def policies(gearbox: Gearbox | Observer) -> list[MeasuredPolicy]:
+    known = KNOWN.get(gearbox, {}).values() if isinstance(gearbox, Gearbox) else ()
+    return [each.policy for each in known if isinstance(each.policy, MeasuredPolicy)]
+
+
+def measured_seconds(gearbox: Gearbox | Observer) -> dict[str, float]:
+    """Return the fields of a summary with the seconds per token in rounds and in plain decoding of this process.
+
+    They are absent if it has compared too few.
+    """
+    found = [seconds for policy in policies(gearbox) if (seconds := policy.seconds) is not None]
+    return dict(zip(("seconds_in_rounds", "plain_seconds"), found[-1])) if found else {}
+
+
+def speedup_of_calibration(gearbox: Gearbox | Observer) -> float | None:
+    """Return the speedup that a calibrated base would bring, by this process; None before its first drafts."""
+    found = [policy.speedup(CALIBRATED) for policy in policies(gearbox)]
+    return max((speedup for speedup in found if speedup is not None), default=None)
+
+
+def speed_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return a table's line that compares rounds with plain decoding, if this process has compared them."""
+    rounds, plain = summary.get("seconds_in_rounds"), summary.get("plain_seconds")
+    if not rounds or not plain or not summary.get("drafted"):
+        return []
+    times = f"{1000 * rounds:.3g} ms/token in rounds, {1000 * plain:.3g} ms/token in plain decoding"
+    return [("speed", f"{plain / rounds:.2f} times as fast with drafts: {times}")]

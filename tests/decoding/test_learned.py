@@ -1,0 +1,142 @@
+"""What lossless mode learned about a machine is there at the next start, and in the summary."""
+
+import json
+
+import pytest
+from conftest import tiny_model
+from lossless_texts import endless
+from test_policy import Machine, write
+
+from gearbx_mlx import Gearbox, Lossless, stream_generate
+from gearbx_mlx.decoding.drafters import DraftTarget
+from gearbx_mlx.decoding.drafters.low_gear import LowGear
+from gearbx_mlx.decoding.learned import MeasuredPolicy, knowledge, measured_seconds
+from gearbx_mlx.decoding.policy import FixedPolicy, LearnedPolicy
+from gearbx_mlx.decoding.sampling import GREEDY, Chooser
+
+FAST, SLOW = 0.005, 0.03  # seconds of a drafted token
+
+
+@pytest.fixture
+def file(monkeypatch, own_cache):
+    """Where times are kept: the tuner's file."""
+    monkeypatch.setenv("GEARBX_TUNE", "1")
+    return own_cache / "tuning.json"
+
+
+class Start:
+    """A start of the program: a gearbox, and texts on a simulated machine."""
+
+    def __init__(self, seed=0, chooser=GREEDY, **settings):
+        self.gearbox = Gearbox(tiny_model(seed=seed), "4,16", **settings)
+        self.drafter = LowGear.of(DraftTarget(self.gearbox, [], chooser))
+        self.known = knowledge(self.gearbox, self.drafter, chooser)
+        self.policy = self.known.policy
+
+    def write(self, tokens, drafted):
+        """Write tokens, where plain ones take 15 ms and drafted ones so many seconds."""
+        write(self.policy, Machine(drafted=drafted), tokens)
+        self.known.note(tokens)
+
+    def drafts(self):
+        return self.policy.length(15) > 0
+
+
+def test_drafts_save_time_unless_nothing_may_be_measured(file, monkeypatch):
+    gearbox = Gearbox(tiny_model(), "4,16")
+    drafter = LowGear.of(DraftTarget(gearbox, [], GREEDY))
+    assert isinstance(Lossless().knowledge(gearbox, drafter, GREEDY).policy, LearnedPolicy)
+    monkeypatch.setenv("GEARBX_TUNE", "0")
+    assert isinstance(Lossless().knowledge(gearbox, drafter, GREEDY).policy, FixedPolicy)
+
+
+@pytest.mark.parametrize(("drafted", "wins"), [(FAST, True), (SLOW, False)])
+def test_the_way_that_was_faster_writes_first_at_the_next_start(file, drafted, wins):
+    Start().write(400, drafted)
+    assert Start().drafts() == wins
+
+
+def test_times_and_shares_are_kept_and_no_choice(file):
+    first = Start()
+    first.write(400, FAST)
+    stored = json.loads(file.read_text())
+    kept = [times for machine in stored["machines"].values() for name, times in machine.items() if "drafts by" in name]
+    assert kept == [first.policy.state]
+
+
+def test_other_models_and_settings_learn_for_themselves(file):
+    Start().write(400, SLOW)
+    assert not Start().drafts()
+    sampled = Chooser(lambda logprobs: logprobs.argmax(-1))
+    for other in (Start(seed=1), Start(kernels="mlx", dtype="bfloat16"), Start(chooser=sampled)):
+        assert other.drafts()
+
+
+def test_nothing_is_kept_of_a_few_tokens(file):
+    Start().write(20, FAST)
+    assert not file.exists()
+
+
+def test_measuring_again_begins_without_what_is_kept(file):
+    Start().write(400, SLOW)
+    assert Start(kernels="measure").drafts()
+
+
+def test_the_summary_compares_what_this_run_has_seen(file):
+    start = Start()
+    assert measured_seconds(start.gearbox) == {}
+    start.write(4000, FAST)
+    found = measured_seconds(start.gearbox)
+    assert found["plain_seconds"] == pytest.approx(0.015)
+    assert 0.005 < found["seconds_in_rounds"] < 0.015
+    assert measured_seconds(Start().gearbox) == {}
+
+
+def test_a_text_teaches(file):
+    gearbox = Gearbox(tiny_model(), "4,16")
+    list(stream_generate(gearbox.model, endless(), [1, 5, 9], 60, gearbox=gearbox, mode=Lossless()))
+    assert "drafts by 4 bits for 16 bits" in file.read_text()
+
+
+class TestFigures:
+    def test_nothing_is_said_after_a_few_tokens(self):
+        policy = MeasuredPolicy()
+        write(policy, Machine(), 6)
+        assert policy.seconds is None
+
+    @pytest.mark.parametrize("early", [True, False])
+    def test_says_what_was_measured_in_this_run(self, early):
+        machine, policy = Machine(), MeasuredPolicy()
+        spent, lengths = write(policy, machine, 4000, early=early)
+        rounds, plain = policy.seconds
+        assert plain == pytest.approx(machine.plain, rel=0.03)
+        in_rounds = (spent - machine.plain * lengths.count(0)) / (4000 - lengths.count(0))
+        assert rounds == pytest.approx(in_rounds, rel=0.15)
+
+    def test_a_machine_that_becomes_slower_changes_no_comparison(self):
+        machine, policy = Machine(), MeasuredPolicy()
+        write(policy, machine, 4000, slow=lambda token: 1 + token / 1000)
+        usual = MeasuredPolicy()
+        write(usual, machine, 4000)
+        (rounds, plain), (usual_rounds, usual_plain) = policy.seconds, usual.seconds
+        assert rounds / plain == pytest.approx(usual_rounds / usual_plain, rel=0.15)
+
+    def test_says_nothing_of_an_earlier_start(self):
+        first = MeasuredPolicy()
+        write(first, Machine(), 600)
+        again = MeasuredPolicy(first.state)
+        write(again, Machine(), 40)
+        assert again.seconds is None
+
+
+class TestSpeedup:
+    def test_is_what_better_drafts_bring_on_this_machine(self):
+        """Estimated from rounds with bad drafts, it is near to what drafts write that are right more often."""
+        machine, policy = Machine(), MeasuredPolicy()
+        slow, _ = write(policy, machine, 4000, share=0.6)
+        fast, _ = write(LearnedPolicy(), machine, 4000, share=0.6 + 0.4 * 0.5)
+        assert policy.speedup(0.5) == pytest.approx(slow / fast, rel=0.15)
+        assert 1 <= policy.speedup(0.1) < policy.speedup(0.5)
+
+    def test_is_not_claimed_without_rounds(self):
+        assert MeasuredPolicy().speedup(0.5) is None
