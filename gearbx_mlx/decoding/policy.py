@@ -75,7 +75,7 @@ def within(value: float, minimum: float = MIN_COST, maximum: float = MAX_COST) -
 
 
 class Trials:
-    """Comparison of rounds, which generate so many tokens in a unit, with plain decoding; and the choice between them."""
+    """Comparison of rounds, which generate so many tokens in a unit, with plain decoding, and the choice of one."""
 
     def __init__(self, kept: Mapping[str, float], tokens: float):
         self.plain = self._latest = within(kept.get("plain token", PLAIN))
@@ -105,7 +105,7 @@ class Trials:
             self._seconds[is_round].append(seconds)
 
     def choose(self, tokens: float, units: float) -> int:
-        """Return the most tokens of the next draft, if rounds generate so many tokens in so many units; 0: a plain one."""
+        """Return the most tokens of the next draft, by the tokens and units of a round; 0: plain decoding."""
         runs = self._runs_rounds
         if self._is_trial and len(self._seconds[runs]) < TRIAL[runs]:
             return TRIAL_LENGTH if runs else 0
@@ -269,12 +269,10 @@ class LearnedPolicy:
         return within(slope + SLOPE_RATE * more * within(unit / other - 1, -MAX_SURPRISE, MAX_SURPRISE))
 
     @property
-    def _token(self) -> float:
-        """g."""
+    def _token(self) -> float:  # g
         return min(self._units.value / self._tokens.value, self.trials.plain) if self._most else self.trials.plain
 
-    def _right(self, margin: float) -> float:
-        """Return a(m)."""
+    def _right(self, margin: float) -> float:  # a(m)
         return 0.5 * math.erfc(-margin / (self._error * math.sqrt(2)))
 
     def _saved(self, probabilities: Iterable[float], slope: float, begun: int = 0) -> list[float]:
