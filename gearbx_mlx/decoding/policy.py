@@ -64,9 +64,9 @@ TRIAL_WAIT = {
 }  # fewest and most tokens before one, which bound what a wrong one costs
 
 
-def expected_tokens(acceptance: float, drafted: int) -> float:
-    """Return T(k) if each token is right with the same probability."""
-    return math.fsum(acceptance**place for place in range(drafted + 1))
+def expected_tokens(acceptance: float, most: int) -> list[float]:
+    """Return T(0), T(1), ... T(most), if each token is right with the same probability."""
+    return list(itertools.accumulate(acceptance**place for place in range(most + 1)))
 
 
 def within(value: float, minimum: float = MIN_COST, maximum: float = MAX_COST) -> float:
@@ -156,7 +156,7 @@ class LearnedPolicy:
         acceptance = within(kept.get("acceptance", ACCEPTANCE), maximum=1.0)
         self._acceptance = RunningMean(ACCEPTANCE_KEPT, acceptance, ACCEPTANCE_PRIOR)  # p
         self._error = within(kept.get("error", ERROR), maximum=MAX_ERROR)
-        tokens, cost = expected_tokens(ACCEPTANCE, DEFAULT_LENGTH), self.cost(DEFAULT_LENGTH)
+        tokens, cost = expected_tokens(ACCEPTANCE, DEFAULT_LENGTH)[-1], self.cost(DEFAULT_LENGTH)
         self._tokens = RunningMean(ROUNDS_KEPT, kept.get("tokens of a round", tokens), ROUNDS_PRIOR)
         self._units = RunningMean(ROUNDS_KEPT, kept.get("cost of a round", cost), ROUNDS_PRIOR)
         self.trials = Trials(kept, self._tokens.value / self._units.value if self._most else 0.0)
@@ -186,7 +186,7 @@ class LearnedPolicy:
 
     def best(self, acceptance: float) -> tuple[float, int]:
         """Return the least cost of a token in drafts of one length, and this length."""
-        return min((self.cost(k) / expected_tokens(acceptance, k), k) for k in range(1, self._most + 1))
+        return min((self.cost(k) / tokens, k) for k, tokens in enumerate(expected_tokens(acceptance, self._most)) if k)
 
     def is_first(self, drafted: int, rows: int) -> bool:
         """Return whether this round is the first of its kind, which may compile kernels and fill caches."""
