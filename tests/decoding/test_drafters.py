@@ -10,7 +10,7 @@ from mlx_lm.sample_utils import greedy_sampler, make_logits_processors, make_sam
 
 import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxWarning, Lossless, stream_generate
-from gearbx_mlx.decoding.drafters import LowGear, TextSoFar
+from gearbx_mlx.decoding.drafters import LowGear, TextSoFar, draft_cost
 from gearbx_mlx.decoding.sampling import Chooser, reader_of
 from gearbx_mlx.ranks.agreement import Agreement
 
@@ -128,3 +128,16 @@ class TestAnotherModel:
             ours = written(gearbox, TOKENS, 20, Lossless(), draft_model=tiny_model("mamba"))
         assert len(said) == 1
         assert_written(ours, theirs)
+
+
+@pytest.mark.parametrize("draft", ["4", "8"])
+def test_low_gear_names_itself_and_its_cost_follows_its_bits(draft):
+    gearbox = Gearbox(tiny_model(), "4,8,16")
+    drafter = Lossless(draft).drafter(gearbox, Chooser(greedy_sampler))
+    assert drafter.name == f"{draft} bits"
+    assert int(draft) / 16 < drafter.cost < 1
+
+
+def test_draft_of_the_top_gears_bits_costs_a_plain_token():
+    assert draft_cost(8, 8) == 1.0
+    assert draft_cost(4, 16) < draft_cost(4, 8) < draft_cost(8, 8)
