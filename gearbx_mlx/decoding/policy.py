@@ -34,6 +34,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
 from ..errors import GearbxError
+from ..routing.gates import RunningMean
 
 MAX_DRAFTED = 15  # with the token before them 16 vectors, which native kernels take in one pass over the weights
 MAX_ROWS = MAX_DRAFTED + 1
@@ -63,9 +64,9 @@ TRIAL_WAIT = {
 }  # fewest and most tokens before one, which bound what a wrong one costs
 
 
-def expected_tokens(acceptance: float, drafted: int) -> float:
-    """Return T(k) if each token is right with the same probability."""
-    return math.fsum(acceptance**place for place in range(drafted + 1))
+def expected_tokens(acceptance: float, most: int) -> list[float]:
+    """Return T(0), T(1), ... T(most), if each token is right with the same probability."""
+    return list(itertools.accumulate(acceptance**place for place in range(most + 1)))
 
 
 def within(value: float, minimum: float = MIN_COST, maximum: float = MAX_COST) -> float:
@@ -73,29 +74,8 @@ def within(value: float, minimum: float = MIN_COST, maximum: float = MAX_COST) -
     return min(max(value, minimum), maximum)
 
 
-class RunningMean:
-    """The mean of values, the latest of which weigh most.
-
-    Args:
-        kept: of the weight of earlier values, at each further one.
-        prior: the mean before there are any; it counts for `weight` values.
-    """
-
-    def __init__(self, kept: float, prior: float = 1.0, weight: float = 0.0):
-        self._kept, self._prior = kept, prior
-        self._sum, self.weight = weight * prior, weight
-
-    def add(self, value: float) -> None:
-        self._sum = self._kept * self._sum + value
-        self.weight = self._kept * self.weight + 1
-
-    @property
-    def value(self) -> float:
-        return self._sum / self.weight if self.weight else self._prior
-
-
 class Trials:
-    """Comparison of rounds, which generate so many tokens in a unit, with plain decoding; and the choice between them."""
+    """Comparison of rounds, which generate so many tokens in a unit, with plain decoding, and the choice of one."""
 
     def __init__(self, kept: Mapping[str, float], tokens: float):
         self.plain = self._latest = within(kept.get("plain token", PLAIN))
@@ -125,7 +105,7 @@ class Trials:
             self._seconds[is_round].append(seconds)
 
     def choose(self, tokens: float, units: float) -> int:
-        """Return the most tokens of the next draft, if rounds generate so many tokens in so many units; 0: a plain one."""
+        """Return the most tokens of the next draft, by the tokens and units of a round; 0: plain decoding."""
         runs = self._runs_rounds
         if self._is_trial and len(self._seconds[runs]) < TRIAL[runs]:
             return TRIAL_LENGTH if runs else 0
@@ -176,7 +156,7 @@ class LearnedPolicy:
         acceptance = within(kept.get("acceptance", ACCEPTANCE), maximum=1.0)
         self._acceptance = RunningMean(ACCEPTANCE_KEPT, acceptance, ACCEPTANCE_PRIOR)  # p
         self._error = within(kept.get("error", ERROR), maximum=MAX_ERROR)
-        tokens, cost = expected_tokens(ACCEPTANCE, DEFAULT_LENGTH), self.cost(DEFAULT_LENGTH)
+        tokens, cost = expected_tokens(ACCEPTANCE, DEFAULT_LENGTH)[-1], self.cost(DEFAULT_LENGTH)
         self._tokens = RunningMean(ROUNDS_KEPT, kept.get("tokens of a round", tokens), ROUNDS_PRIOR)
         self._units = RunningMean(ROUNDS_KEPT, kept.get("cost of a round", cost), ROUNDS_PRIOR)
         self.trials = Trials(kept, self._tokens.value / self._units.value if self._most else 0.0)
@@ -206,7 +186,7 @@ class LearnedPolicy:
 
     def best(self, acceptance: float) -> tuple[float, int]:
         """Return the least cost of a token in drafts of one length, and this length."""
-        return min((self.cost(k) / expected_tokens(acceptance, k), k) for k in range(1, self._most + 1))
+        return min((self.cost(k) / tokens, k) for k, tokens in enumerate(expected_tokens(acceptance, self._most)) if k)
 
     def is_first(self, drafted: int, rows: int) -> bool:
         """Return whether this round is the first of its kind, which may compile kernels and fill caches."""
@@ -289,12 +269,10 @@ class LearnedPolicy:
         return within(slope + SLOPE_RATE * more * within(unit / other - 1, -MAX_SURPRISE, MAX_SURPRISE))
 
     @property
-    def _token(self) -> float:
-        """g."""
+    def _token(self) -> float:  # g
         return min(self._units.value / self._tokens.value, self.trials.plain) if self._most else self.trials.plain
 
-    def _right(self, margin: float) -> float:
-        """Return a(m)."""
+    def _right(self, margin: float) -> float:  # a(m)
         return 0.5 * math.erfc(-margin / (self._error * math.sqrt(2)))
 
     def _saved(self, probabilities: Iterable[float], slope: float, begun: int = 0) -> list[float]:

@@ -50,6 +50,27 @@ class Reading:
     catastrophe: bool
 
 
+class RunningMean:
+    """The mean of values, the latest of which weigh most.
+
+    Args:
+        kept: of the weight of earlier values, at each further one.
+        prior: the mean before there are any; it counts for `weight` values.
+    """
+
+    def __init__(self, kept: float, prior: float = 1.0, weight: float = 0.0):
+        self._kept, self._prior = kept, prior
+        self._sum, self.weight = weight * prior, weight
+
+    def add(self, value: float) -> None:
+        self._sum = self._kept * self._sum + value
+        self.weight = self._kept * self.weight + 1
+
+    @property
+    def value(self) -> float:
+        return self._sum / self.weight if self.weight else self._prior
+
+
 class Monitor:
     """A rolling window over the entropy of the tokens.
 

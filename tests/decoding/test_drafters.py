@@ -17,7 +17,7 @@ import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxWarning, Lossless, stream_generate
 from gearbx_mlx.decoding import drafters, sampling
 from gearbx_mlx.decoding.drafters import DRAFTERS, Drafter, DraftTarget, of_draft
-from gearbx_mlx.decoding.drafters.low_gear import LowGear
+from gearbx_mlx.decoding.drafters.low_gear import LowGear, draft_cost
 from gearbx_mlx.decoding.policy import FixedPolicy
 from gearbx_mlx.decoding.sampling import Chooser, reader_of
 from gearbx_mlx.decoding.text import GeneratedText
@@ -263,3 +263,16 @@ def test_a_text_that_is_closed_while_a_device_drafts_leaves_the_cache_at_its_las
     assert {part.offset for part in before} == {len(TOKENS) + taken}
     for mine, other in zip(before, cache):
         assert mx.array_equal(*(part.keys[..., : len(TOKENS) + taken, :] for part in (mine, other)))
+
+
+@pytest.mark.parametrize("draft", ["4", "8"])
+def test_low_gear_names_itself_and_its_cost_follows_its_bits(draft):
+    gearbox = Gearbox(tiny_model(), "4,8,16")
+    drafter = LowGear.of(DraftTarget(gearbox, [], Chooser(greedy_sampler), mode=Lossless(draft)))
+    assert drafter.name == f"{draft} bits"
+    assert int(draft) / 16 < drafter.cost < 1
+
+
+def test_draft_of_the_top_gears_bits_costs_a_plain_token():
+    assert draft_cost(8, 8) == 1.0
+    assert draft_cost(4, 16) < draft_cost(4, 8) < draft_cost(8, 8)

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from ..policy import MAX_DRAFTED, LearnedPolicy, RunningMean
+from ...routing.gates import RunningMean
+from ..policy import MAX_DRAFTED, LearnedPolicy
 from ..response import LOOKUP
 from ..rows import Proposal
 from ..text import GeneratedText
