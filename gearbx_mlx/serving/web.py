@@ -19,6 +19,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from base64 import b64encode
 from collections.abc import AsyncIterable, Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -206,9 +207,10 @@ class Gatekeeper:
         except ClientDisconnect:
             pass
         except Exception as error:
-            refused = refusal(error)
+            said = self.response(scope, refusal(error))
+            traceback.clear_frames(error.__traceback__)  # which hold the body until Python looks for circles
             if not status:
-                await self.response(scope, refused)(scope, receive, sending)
+                await said(scope, receive, sending)
         finally:
             seconds = f"{time.perf_counter() - since:.3f}"
             log_answer(scope, status, {"seconds": seconds, **told, **({} if whole else {"left": "early"})})

@@ -223,7 +223,7 @@ def test_a_hostile_body_costs_little_time_and_memory_and_nobody_waits_for_it():
         with open(f"/proc/{process.pid}/clear_refs", "w") as file:
             file.write("5")  # the peak counts from now on
         idle, ended, longest = status_of(process.pid, "VmRSS"), spawn.Event(), spawn.Value("d", 0.0)
-        watcher = spawn.Process(target=watch_health, args=(url, ended, longest))
+        watcher = spawn.Process(target=watch_health, args=(url, ended, longest), daemon=True)
         watcher.start()
         seconds = {}
         for name in HOSTILE:
