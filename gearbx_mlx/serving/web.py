@@ -19,6 +19,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from base64 import b64encode
 from collections.abc import AsyncIterable, Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -206,9 +207,10 @@ class Gatekeeper:
         except ClientDisconnect:
             pass
         except Exception as error:
-            refused = refusal(error)
+            said = self.response(scope, refusal(error))
+            traceback.clear_frames(error.__traceback__)  # which hold the body until Python looks for circles
             if not status:
-                await self.response(scope, refused)(scope, receive, sending)
+                await said(scope, receive, sending)
         finally:
             seconds = f"{time.perf_counter() - since:.3f}"
             log_answer(scope, status, {"seconds": seconds, **told, **({} if whole else {"left": "early"})})
@@ -415,6 +417,7 @@ def policy(text: bytes) -> str:
 
 
 MOST_CONNECTIONS = 256
+STOPPED = 0.5  # seconds by which a timer is late where the process was stopped
 LAST_WORDS = 2  # seconds in which answers may end once the server stops
 TOO_SLOW = Refused(408, "the request came too slowly", "timeout")
 
@@ -476,7 +479,16 @@ class PatientProtocol(H11Protocol):
         if not more and otherwise in self.waits:
             self.waits.pop(otherwise).cancel()
         elif more and otherwise not in self.waits:
-            self.waits[otherwise] = self.loop.call_later(self.patience, otherwise)
+            due = self.loop.time() + self.patience
+            self.waits[otherwise] = self.loop.call_at(due, self.lose_patience, otherwise, due)
+
+    def lose_patience(self, otherwise: Callable[[], None], due: float) -> None:
+        """Call `otherwise`, unless the server itself was stopped (Ctrl-Z) and looks at what has come only now."""
+        if self.loop.time() < due + STOPPED:
+            otherwise()
+        else:
+            del self.waits[otherwise]
+            self.wait(True, otherwise)
 
     def let_go(self) -> None:
         """Say that the request came too slowly, where nothing was said yet."""
@@ -574,9 +586,11 @@ class Server:
     def wait(self) -> None:
         """Return when the server has ended; a signal's exception comes through.
 
-        It waits for an event: Python takes a thread for ended where an exception has interrupted a join.
+        It waits for an event: Python takes a thread for ended where an exception has interrupted a join. It looks up
+        now and then: where a signal came while the server was stopped, another thread may have got it.
         """
-        self.ended.wait()
+        while not self.ended.wait(STOPPED):
+            pass
 
     def stop(self) -> None:
         """End. Every answer that is on its way says that the server stops, within LAST_WORDS seconds."""

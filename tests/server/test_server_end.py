@@ -1,6 +1,7 @@
 """How the server ends: at once, in order, after all its computing threads, with a word for every client."""
 
 import signal
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -67,3 +68,24 @@ def test_every_client_hears_of_a_signal(number, stream):
         assert server.log().splitlines()[-1] == "stopping"
     assert [said for _, said in ended] == [True] * 4
     assert stream or {status for status, _ in ended} == {503}
+
+
+def test_a_server_that_was_stopped_goes_on_and_has_patience_anew():
+    """With Ctrl-Z; the rest of a request comes meanwhile. A signal that ends the server comes while it is stopped."""
+    body = b'{"prompt": "Tom has", "max_tokens": 2}'
+    with our_process("--gears", "16", "--kernels", "mlx", "--request-timeout", "1") as server:
+        address = "127.0.0.1", int(server.url.rpartition(":")[2])
+        with socket.create_connection(address, timeout=30) as client:
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: "
+            client.sendall(head + b"%d\r\n\r\n" % len(body) + body[:9])
+            time.sleep(0.3)
+            server.process.send_signal(signal.SIGTSTP)
+            time.sleep(2.5)
+            client.sendall(body[9:])
+            server.process.send_signal(signal.SIGCONT)
+            assert client.recv(65536).split()[1] == b"200"
+        server.process.send_signal(signal.SIGTSTP)
+        time.sleep(0.3)
+        server.process.send_signal(signal.SIGTERM)
+        server.process.send_signal(signal.SIGCONT)
+        assert server.process.wait(20) == 128 + signal.SIGTERM

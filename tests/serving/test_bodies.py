@@ -5,19 +5,17 @@ Each row of `HOSTILE` is a path, the beginning of a body, what is repeated in it
 
 import json
 import multiprocessing
-import os
 import signal
 import socket
 import sys
 import time
-from contextlib import contextmanager
-from subprocess import PIPE, Popen
 
 import httpx
 import pytest
 from http_server import complete, served
 from hypothesis import given
 from hypothesis import strategies as st
+from servers import our_process
 
 from gearbx_mlx.serving import bodies
 from gearbx_mlx.serving.bodies import MAX_FIELDS, MAX_ITEMS, check_size
@@ -200,30 +198,20 @@ def watch_health(url: str, ended, longest) -> None:
             longest.value = max(longest.value, time.perf_counter() - since)
 
 
-@contextmanager
-def own_process():
-    """The URL of a server, and its process."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "gearbx_mlx", "server", "--port", str(port), "--max-body-bytes", str(LARGEST_BODY)]
-    with Popen(command, stderr=PIPE, text=True) as process:
-        try:
-            assert f":{port}/v1" in process.stderr.readline()
-            yield f"http://127.0.0.1:{port}", process
-        finally:
-            process.kill()
-
-
 @pytest.mark.processes
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_hostile_body_costs_little_time_and_memory_and_nobody_waits_for_it():
     spawn = multiprocessing.get_context("spawn")
-    with own_process() as (url, process), httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
+    with (
+        our_process("--max-body-bytes", LARGEST_BODY, "--log-level", "WARNING") as server,
+        httpx.Client(base_url=server.url, timeout=60, trust_env=False) as client,
+    ):
+        process = server.process
         complete(client, max_tokens=1)
         with open(f"/proc/{process.pid}/clear_refs", "w") as file:
             file.write("5")  # the peak counts from now on
         idle, ended, longest = status_of(process.pid, "VmRSS"), spawn.Event(), spawn.Value("d", 0.0)
-        watcher = spawn.Process(target=watch_health, args=(url, ended, longest))
+        watcher = spawn.Process(target=watch_health, args=(server.url, ended, longest), daemon=True)
         watcher.start()
         seconds = {}
         for name in HOSTILE:
@@ -239,6 +227,5 @@ def test_a_hostile_body_costs_little_time_and_memory_and_nobody_waits_for_it():
         assert max(seconds.values()) < SECONDS
         assert longest.value < HEALTH
         assert grown < MEGABYTES
-        since = time.perf_counter()
-        os.kill(process.pid, signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)
         process.wait(SECONDS)
