@@ -216,12 +216,6 @@ def checkpoint_gears(path_or_hf_repo: str | Path | None) -> Manifest | None:
     return None if path_or_hf_repo is None else read_manifest(find(path_or_hf_repo))
 
 
-def is_packed(path_or_hf_repo: str | Path | None) -> bool:
-    """Return whether a model's configuration says that its weights are quantized."""
-    config = read_config(find(path_or_hf_repo or DEMO_MODEL))
-    return bool(config.get("quantization") or config.get("quantization_config"))
-
-
 def load_small(path_or_hf_repo: str | Path, tokenizer: Any, **kwargs: Any) -> nn.Module:
     """Return the small model of a pair, whose tokenizer has to be that of the large one.
 
@@ -273,9 +267,23 @@ def find(path_or_hf_repo: str | Path, revision: str | None = None, also: Sequenc
         return smollm2_directory()
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith(("./", "../", "~")):
         raise GearbxError(f"{name}: no such model directory; give a directory, or a Hub repository as owner/name")
+    directory = snapshot_of(name, revision, tuple(also))
+    if not directory.is_dir():  # deleted since this process looked it up
+        snapshot_of.cache_clear()
+        directory = snapshot_of(name, revision, tuple(also))
+    return directory
+
+
+@functools.cache
+def snapshot_of(name: str, revision: str | None, also: tuple[str, ...]) -> Path:
+    """Return where a Hub repository is here. A process looks each up once, and so uses one version of it.
+
+    Raises:
+        GearbxError: as `find`.
+    """
     patterns = [*DEFAULT_ALLOW_PATTERNS, GEARS_FILE, *also]
     try:
-        directory = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except GatedRepoError as error:
         raise GearbxError(
             f"{name}: the Hub gives it to members only; ask for access there and log in with hf"
@@ -291,7 +299,6 @@ def find(path_or_hf_repo: str | Path, revision: str | None = None, also: Sequenc
         ) from error
     except (OSError, RuntimeError) as error:
         raise GearbxError(f"{name}: cannot be downloaded ({one_line(error)})") from error
-    return directory
 
 
 def fingerprint(*files: Path) -> str:

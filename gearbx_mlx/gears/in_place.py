@@ -191,7 +191,11 @@ def stated_codes(config: Mapping[str, Any]) -> dict[str, Any] | None:
         return own
     other = config.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else None)
     usual = OF_OTHERS.get(other.get("quant_method", "")) if isinstance(other, dict) else None
-    return None if usual is None else usual | {key: other[key] for key in ("group_size",) if isinstance(other.get(key), int)}
+    return (
+        None
+        if usual is None
+        else usual | {key: other[key] for key in ("group_size",) if isinstance(other.get(key), int)}
+    )
 
 
 def stock_quantization(model: nn.Module) -> dict[str, dict[str, Any]]:

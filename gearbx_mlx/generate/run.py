@@ -12,17 +12,17 @@ import mlx.core as mx
 from rich.table import Table
 
 from ..cli import terminal
-from ..cli.flags import SILENT, OutputSettings
-from ..cli.loaded import (
+from ..cli.build import (
     Geared,
     Loaded,
-    PromptCache,
+    decided,
     generation_keywords,
-    load_cache,
     load_pair,
     show_kernels,
 )
+from ..cli.flags import SILENT, OutputSettings
 from ..cli.prompt import encode_prompt, read_prompt, room_for
+from ..cli.prompt_cache import PromptCache, load_cache
 from ..cli.tables import colors_line, layers_table, pair_table, summary_table
 from ..compat.templates import prepare
 from ..compat.versions import program_versions
@@ -218,7 +218,7 @@ def run(settings: GenerateSettings) -> int:
     cache = load_cache(settings.input.prompt_cache_file, settings.model.model)
     if cache is not None:  # it names the model, too
         settings = replace(settings, model=replace(settings.model, model=cache.model))
-    loaded = Loaded.of(settings)
+    loaded = Loaded.of(decided(settings))
     model, tokenizer = loaded.model, loaded.tokenizer
     tokens, entries = to_read(settings, loaded, prompt, cache)
     max_tokens = room_for(
