@@ -24,7 +24,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ..bit_selection.precision import PrecisionManifest
-from ..decoding.caches import check_kv_mode
 from ..decoding.mode import SAME, Mode
 from ..decoding.modes import (
     KICKDOWN,
@@ -205,8 +204,6 @@ def decide(settings: GearedSettings, model: Description, several_modes: bool = F
     check_flags(mode.name, settings.mode.given(), several_modes)
     check_governing(settings, mode.name)
     check_draft_model(mode.name, settings.cache.draft_model)
-    if settings.cache.kv_gears is not None:
-        check_kv_mode(mode.name, None)
     if model.gearless and not mode.asked:
         mode = mode._replace(name=TELEMETRY_ONLY)
     case = Case(settings, layout, model, mode, several_modes)

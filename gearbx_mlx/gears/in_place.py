@@ -190,12 +190,10 @@ def stated_codes(config: Mapping[str, Any]) -> dict[str, Any] | None:
     if isinstance(own, dict):
         return own
     other = config.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else None)
-    usual = OF_OTHERS.get(other.get("quant_method", "")) if isinstance(other, dict) else None
-    return (
-        None
-        if usual is None
-        else usual | {key: other[key] for key in ("group_size",) if isinstance(other.get(key), int)}
-    )
+    if not isinstance(other, dict) or other.get("quant_method") not in OF_OTHERS:
+        return None
+    size = other.get("group_size")
+    return OF_OTHERS[other["quant_method"]] | ({"group_size": size} if isinstance(size, int) else {})
 
 
 def stock_quantization(model: nn.Module) -> dict[str, dict[str, Any]]:

@@ -118,7 +118,9 @@ def test_drafts_have_four_tokens_at_most(models, texts, monkeypatch):
 
 
 @pytest.mark.parametrize("kernels", ["auto", "native", "measure"])
-@pytest.mark.parametrize("flags", [("--mode", "lossless"), ("--format", "exact"), ("--mode", "route"), ("--format", "rowwise")], ids=str)
+@pytest.mark.parametrize(
+    "flags", [("--mode", "lossless"), ("--format", "exact"), ("--mode", "route"), ("--format", "rowwise")], ids=str
+)
 def test_no_command_dies_by_a_text_that_apples_compiler_refuses(command, models, texts, monkeypatch, flags, kernels):
     monkeypatch.setenv("GEARBX_TUNE", "1")
     common = "generate", "--model", models / "bfloat16", *GENERATE, *flags, "--kernels"
