@@ -23,6 +23,7 @@ from ..cli.build import (
 from ..cli.flags import SILENT, OutputSettings
 from ..cli.prompt import encode_prompt, read_prompt, room_for
 from ..cli.prompt_cache import PromptCache, load_cache
+from ..cli.start import entered
 from ..cli.tables import colors_line, layers_table, pair_table, summary_table
 from ..compat.templates import prepare
 from ..compat.versions import program_versions
@@ -65,7 +66,7 @@ def run_pair(
         introduce(mode)
     with bar:
         status = write_out(responses, NAMES, mode.trace_fields, settings.output, trace)
-    result = responses.summary(model_name(settings.model.model), small_model)
+    result = responses.summary(model_name(settings.model.model), small_model) | responses.since(entered())
     show_summary(result, pair_table(result, mode.rows(result)), settings.output.told, summary)
     return status
 
@@ -248,7 +249,7 @@ def run(settings: GenerateSettings) -> int:
             introduce(mode, gearbox.ladder, settings.cache.draft_model is not None)
         names = [gear.name for gear in gearbox.ladder]
         status = write_out(responses, names, trace_fields(mode, keywords), settings.output, trace)
-    result = responses.summary(loaded.name, settings.cache.draft_model)
+    result = responses.summary(loaded.name, settings.cache.draft_model) | responses.since(entered())
     if geared.loaded.decision.mode_by:
         result["mode_chosen_by"] = flag_of(geared.loaded.decision.mode_by)
     table = summary_table(result, mode.rows(result), settings.output.describes)
