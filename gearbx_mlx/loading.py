@@ -7,13 +7,13 @@ import io
 import os
 import re
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 import mlx.core as mx
 import mlx.nn as nn
-import mlx_lm
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
@@ -183,12 +183,30 @@ def untrusted(directory: Path) -> GearbxError:
 def load_plain(directory: Path, ranks: Ranks | None, pipeline: bool, **kwargs: Any) -> tuple[nn.Module, Any, dict]:
     """Return a model without gears, as `mlx_lm.load` has it; or a rank's part of it."""
     with large_pages(sum(file.stat().st_size for file in directory.glob("*.safetensors"))):
-        model, tokenizer, config = mlx_lm.load(str(directory), return_config=True, **kwargs)
+        model, tokenizer, config = read_together(directory, **kwargs)
     with about(directory):
         check_kinds(model)
         if ranks is not None:
             cut_into_stages(model, ranks.group) if pipeline else divide(model, ranks)
     return model, tokenizer, config
+
+
+def read_together(
+    directory: Path,
+    *,
+    tokenizer_config: dict | None = None,
+    model_config: dict | None = None,
+    lazy: bool = False,
+    trust_remote_code: bool = False,
+) -> tuple[nn.Module, Any, dict]:
+    """Return what `mlx_lm.load` does: it reads weights and then the tokenizer, which takes as long, and needs none."""
+    how: dict[str, Any] = {"model_config": model_config, "trust_remote_code": trust_remote_code}
+    model, config = load_model(directory, lazy=True, **how)
+    with ThreadPoolExecutor(1) as pool:
+        tokenizer = pool.submit(load_tokenizer, directory, tokenizer_config, eos_token_ids=config.get("eos_token_id"))
+        if not lazy:
+            mx.eval(model.parameters())
+        return model, tokenizer.result(), config
 
 
 def load_base(
