@@ -422,10 +422,8 @@ def ladder_of_codes(codes: Codes, asked: LayoutSettings, given: Mapping[str, Any
 def of_originals(case: Case) -> StoredGears:
     """Quantize nothing unasked where MLX's kernels compute on a CPU: they take ten times as long with fewer bits."""
     why = "the weights as they are, since MLX's kernels are slow on a CPU with quantized ones"
-    note = (
-        f"no native kernels here ({case.model.machine.no_kernels}): the weights stay as they are, and drafts come by "
-        "lookup; with a C++ compiler they are compiled once, and drafts of 4 bits make texts faster"
-    )
+    why_not = case.model.machine.no_kernels
+    note = f"no native kernels ({why_not}): the weights stay as they are, and drafts come by lookup alone"
     return StoredGears(Ladder([DENSE]), **case.layout.filled(None, ""), why=why, note=note)
 
 
@@ -442,7 +440,8 @@ def of_drafts(case: Case) -> StoredGears:
         why = f"the weights as they are, and a draft of {sizes}"
         return StoredGears(whole, **filled | {"format": DRAFT_FORMAT}, why=why)
     short = 4 * beside > model.machine.available - model.size  # the texts of a run need some too
-    if short and can_be_exact(case):
+    is_bfloat16, ours = model.dtype == "BF16", case.settings.gears.kernels.name != MLX and model.machine.native_kernels
+    if short and is_bfloat16 and ours:  # MLX's kernels on a CPU decode such weights slowly
         note = f"memory is short for drafts of {sizes}: format exact stores both once"
         why = "one exact copy of the weights with its draft inside, since memory is short"
         return StoredGears(whole, **filled | {"format": EXACT_FORMAT}, why=why, note=note)
@@ -450,14 +449,9 @@ def of_drafts(case: Case) -> StoredGears:
     if short:
         note = f"memory is short for drafts of {sizes}; one gear of 8 bits takes half of it: --mode static --gears 8"
     elif model.name is not None:  # else next to nothing
-        less = "; --format exact takes less memory than the checkpoint, and is slower here"
-        note = f"drafts take about {sizes}{less if model.bfloat16 else ''}"
+        less = "; --format exact takes less memory than the checkpoint, and is slower here" if is_bfloat16 else ""
+        note = f"drafts take about {sizes}{less}"
     return StoredGears(whole, **filled, why="a draft beside the weights as they are, which is fastest here", note=note)
-
-
-def can_be_exact(case: Case) -> bool:
-    """Return whether a model can have format exact, and be fast: MLX's kernels on a CPU decode such weights slowly."""
-    return case.model.bfloat16 and case.settings.gears.kernels.name != MLX and case.model.machine.native_kernels
 
 
 def format_with(flags: GearFlags, format: str, model: Description) -> Format:

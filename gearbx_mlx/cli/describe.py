@@ -11,7 +11,7 @@ from typing import Any
 
 from ..bit_selection.precision import PrecisionManifest, read_precision
 from ..errors import about
-from ..gears.cost import DENSE_TYPES, ModelFiles, read_files
+from ..gears.cost import ModelFiles, read_files
 from ..gears.in_place import Codes, codes_in
 from ..gears.manifest import PRECISION, Manifest
 from ..kernels.device import available_memory, recommended_memory, whole_memory
@@ -87,10 +87,6 @@ class Description:
     def dtype(self) -> str:
         """The floating type of most weights, as headers name it."""
         return self.files.dtype
-
-    @property
-    def bfloat16(self) -> bool:
-        return DENSE_TYPES[self.dtype] == DENSE_TYPES["BF16"]
 
     @property
     def size(self) -> int:
