@@ -10,8 +10,9 @@ from typing import Any
 
 from mlx_lm.models.cache import LRUPromptCache
 
-from ..cli.build import Geared, Loaded, LoadedPair, decided, load_draft_model, load_pair
-from ..cli.decide import Decision, check_in_ladder
+from ..cli.build import Geared, Loaded, LoadedPair, load_draft_model, load_pair
+from ..cli.decide import Decision, check_in_ladder, decide
+from ..cli.describe import describe, machine_for
 from ..decoding.mode import SAME, Mode
 from ..decoding.modes import KICKDOWN, LOSSLESS, PAIR, ROUTE, SHIFTING, TELEMETRY_ONLY, made
 from ..errors import GearbxError, about
@@ -137,8 +138,15 @@ def prepared(settings: ServerSettings, path: str | None, adapter: str | None) ->
     if small is not None:
         find(path or DEMO_MODEL)
         return lambda: serve_pair(load_pair(model, small, template), settings.mode.given())
-    decision = decided(replace(settings, model=model), several_modes=True)
-    return lambda: load_geared(decision, template)
+    settings = replace(settings, model=model)
+    described = describe(settings)
+    decide(settings, described, several_modes=True)  # refuses while another model may still be served
+
+    def load() -> Served:
+        free = replace(described, machine=machine_for(settings))  # that model's memory is free by now
+        return load_geared(decide(settings, free, several_modes=True), template)
+
+    return load
 
 
 def load_geared(decision: Decision, template: str) -> Served:
