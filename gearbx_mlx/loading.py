@@ -7,13 +7,13 @@ import io
 import os
 import re
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 import mlx.core as mx
 import mlx.nn as nn
-import mlx_lm
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
@@ -183,12 +183,30 @@ def untrusted(directory: Path) -> GearbxError:
 def load_plain(directory: Path, ranks: Ranks | None, pipeline: bool, **kwargs: Any) -> tuple[nn.Module, Any, dict]:
     """Return a model without gears, as `mlx_lm.load` has it; or a rank's part of it."""
     with large_pages(sum(file.stat().st_size for file in directory.glob("*.safetensors"))):
-        model, tokenizer, config = mlx_lm.load(str(directory), return_config=True, **kwargs)
+        model, tokenizer, config = read_together(directory, **kwargs)
     with about(directory):
         check_kinds(model)
         if ranks is not None:
             cut_into_stages(model, ranks.group) if pipeline else divide(model, ranks)
     return model, tokenizer, config
+
+
+def read_together(
+    directory: Path,
+    *,
+    tokenizer_config: dict | None = None,
+    model_config: dict | None = None,
+    lazy: bool = False,
+    trust_remote_code: bool = False,
+) -> tuple[nn.Module, Any, dict]:
+    """Return what `mlx_lm.load` does: it reads weights and then the tokenizer, which takes as long, and needs none."""
+    how: dict[str, Any] = {"model_config": model_config, "trust_remote_code": trust_remote_code}
+    model, config = load_model(directory, lazy=True, **how)
+    with ThreadPoolExecutor(1) as pool:
+        tokenizer = pool.submit(load_tokenizer, directory, tokenizer_config, eos_token_ids=config.get("eos_token_id"))
+        if not lazy:
+            mx.eval(model.parameters())
+        return model, tokenizer.result(), config
 
 
 def load_base(
@@ -214,12 +232,6 @@ def load_base(
 def checkpoint_gears(path_or_hf_repo: str | Path | None) -> Manifest | None:
     """Return what gears a model's checkpoint holds, if it is a geared one; downloads it as `load` does."""
     return None if path_or_hf_repo is None else read_manifest(find(path_or_hf_repo))
-
-
-def is_packed(path_or_hf_repo: str | Path | None) -> bool:
-    """Return whether a model's configuration says that its weights are quantized."""
-    config = read_config(find(path_or_hf_repo or DEMO_MODEL))
-    return bool(config.get("quantization") or config.get("quantization_config"))
 
 
 def load_small(path_or_hf_repo: str | Path, tokenizer: Any, **kwargs: Any) -> nn.Module:
@@ -273,9 +285,23 @@ def find(path_or_hf_repo: str | Path, revision: str | None = None, also: Sequenc
         return smollm2_directory()
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith(("./", "../", "~")):
         raise GearbxError(f"{name}: no such model directory; give a directory, or a Hub repository as owner/name")
+    directory = snapshot_of(name, revision, tuple(also))
+    if not directory.is_dir():  # deleted since this process looked it up
+        snapshot_of.cache_clear()
+        directory = snapshot_of(name, revision, tuple(also))
+    return directory
+
+
+@functools.cache
+def snapshot_of(name: str, revision: str | None, also: tuple[str, ...]) -> Path:
+    """Return where a Hub repository is here. A process looks each up once, and so uses one version of it.
+
+    Raises:
+        GearbxError: as `find`.
+    """
     patterns = [*DEFAULT_ALLOW_PATTERNS, GEARS_FILE, *also]
     try:
-        directory = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except GatedRepoError as error:
         raise GearbxError(
             f"{name}: the Hub gives it to members only; ask for access there and log in with hf"
@@ -291,7 +317,6 @@ def find(path_or_hf_repo: str | Path, revision: str | None = None, also: Sequenc
         ) from error
     except (OSError, RuntimeError) as error:
         raise GearbxError(f"{name}: cannot be downloaded ({one_line(error)})") from error
-    return directory
 
 
 def fingerprint(*files: Path) -> str:

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from rich.progress import track
 
+from gearbx_mlx.cli.build import LoadedPair, load_pair
 from gearbx_mlx.cli.flags import ModelSettings
-from gearbx_mlx.cli.loaded import LoadedPair, load_pair
 from gearbx_mlx.compat.arrays import dtype_name
 from gearbx_mlx.decoding.modes import PairSettings
 from gearbx_mlx.errors import GearbxError, numbers

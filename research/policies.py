@@ -10,9 +10,9 @@ from pathlib import Path
 
 from rich.progress import track
 
+from gearbx_mlx.cli.build import Loaded, decided
 from gearbx_mlx.cli.decide import JustGears
 from gearbx_mlx.cli.flags import GearFlags, LayerSettings, ModelSettings
-from gearbx_mlx.cli.loaded import Loaded
 from gearbx_mlx.decoding.mode import SAME
 from gearbx_mlx.errors import GearbxError, about, numbers
 from gearbx_mlx.evaluate.run import context_for
@@ -73,7 +73,7 @@ def policies(
     layout = LayerSettings(gears=ladder, format=format, manage=manage, q_group_size=group_size)
     settings = JustGears(ModelSettings(model), layout, GearFlags(kernels=f"{kernels}:{activations}"))
     documents = read_documents(data)
-    loaded = Loaded.of(settings)
+    loaded = Loaded.of(decided(settings))
     loaded.check_gears()
     gearbox, ladder = loaded.gearbox(), loaded.decision.ladder
     pair, window = parse_between(between, ladder), context_for(context, loaded.config)

@@ -112,6 +112,7 @@ def lossless_models(
 ) -> Found:
     """How much time the default saves on real models: lossless over the top gear alone, as `lossless-time` measures.
 
+    And whole commands, from Enter to the end, at a second start.
     On a processor with AVX-512 each model is timed with kernels for AVX2 too, which other PCs have.
 
     Args:
@@ -119,6 +120,7 @@ def lossless_models(
         num_prompts: Of the files of `lossless-time`: questions of GSM8K, and requests for chat and code.
     """
     found: dict[str, dict[str, list[float]]] = {}
+    whole: dict[str, list[float]] = {}
     texts = Counter[bool]()
     for model, cpu in track(list(product(models, kinds_of_kernels())), "models"):
         with tempfile.NamedTemporaryFile(suffix=".json") as file:
@@ -129,11 +131,35 @@ def lossless_models(
             measured = json.loads(Path(file.name).read_text("utf-8"))
         found.setdefault(model, {})[cpu] = measured["faster"][DEFAULT]
         texts += Counter({True: measured["same"][DEFAULT], False: sum(num_prompts) - measured["same"][DEFAULT]})
+        if cpu == NATIVE_CPU:
+            whole[model] = whole_commands(model, read_prompts(ASSISTANT)[: sum(num_prompts)], max_tokens)
     names = {model: Path(model).name for model in found}
-    rows = [[names[model], TITLES[names[model]], *map(spread, times.values())] for model, times in found.items()]
-    head = ["model", "its weights", *(COLUMNS[cpu] for cpu in kinds_of_kernels())]
+    rows = [
+        [names[model], TITLES[names[model]], *map(spread, times.values()), spread(whole[model])]
+        for model, times in found.items()
+    ]
+    head = ["model", "its weights", *(COLUMNS[cpu] for cpu in kinds_of_kernels()), "whole command, second start"]
     about = f"{sum(num_prompts)} prompts, {max_tokens} tokens; {texts[True]} of {texts.total()} texts identical"
-    return Found({"lossless_models": f"{table_here(head, rows)}\n{about}\n"}, found)
+    return Found({"lossless_models": f"{table_here(head, rows)}\n{about}\n"}, {"tokens": found, "commands": whole})
+
+
+def whole_commands(model: str, prompts: list[str], max_tokens: int) -> list[float]:
+    """Return the seconds of a whole command in mode static over those of the default, for each prompt, in turn.
+
+    From Enter to the end of the process, with all that is imported, loaded and made. An earlier start of both has left
+    in the cache what it leaves there.
+    """
+
+    def seconds(prompt: str, *flags: str) -> float:
+        run = [sys.executable, "-m", "gearbx_mlx", "generate", "--model", model, "--prompt", prompt, *flags]
+        begun = time.perf_counter()
+        subprocess.run([*run, "--max-tokens", str(max_tokens)], cwd=ROOT, capture_output=True, check=True)
+        return time.perf_counter() - begun
+
+    static = "--mode", "static", "--gears", "4,16"
+    for flags in ((), static):
+        seconds(prompts[0], *flags)
+    return [seconds(prompt, *static) / seconds(prompt) for prompt in prompts]
 
 
 def kinds_of_kernels() -> list[str]:

@@ -11,8 +11,8 @@ from msgspec import structs
 from ..bit_selection.allocation import Allocator, MeasuredTable, gear_table
 from ..bit_selection.precision import GearTable, fitted_to, read_precision
 from ..bit_selection.sensitivity import calibration_windows, exact_of, single_layer_gearbox
+from ..cli.build import load_original
 from ..cli.flags import output_path
-from ..cli.loaded import load_original
 from ..cli.terminal import note, progress_bar, show_compiling
 from ..errors import GearbxError, about
 from ..files.writing import write_text

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from ..cli import terminal
+from ..cli.build import Loaded, decided
 from ..cli.decide import JustGears, check_in_ladder
 from ..cli.flags import LayoutSettings, ModeFlags, output_path
-from ..cli.loaded import Loaded
 from ..cli.prompt import check_prompt, encoded_prompts, read_prompts
 from ..cli.start import needing
 from ..cli.tables import server_table, summary_table
@@ -143,7 +143,7 @@ class AnalyzedRun:
 def analyzed_here(settings: AnalyzeSettings, texts: Sequence[str], out: Path, draws: bool) -> AnalyzedRun:
     """Raises GearbxError for a model, flags or prompts that cannot be analyzed."""
     flags = ModeFlags(mode=TELEMETRY_ONLY, **settings.mode.given())
-    loaded = Loaded.of(JustGears(settings.model, LayoutSettings(gears=settings.ladder.gears), mode=flags))
+    loaded = Loaded.of(decided(JustGears(settings.model, LayoutSettings(gears=settings.ladder.gears), mode=flags)))
     tokenizer, ladder = loaded.tokenizer, loaded.decision.ladder
     prompts = encoded_prompts(texts, settings.prompt, tokenizer, loaded.config)
     observer, routing = loaded.in_gears().gearbox, loaded.decision.mode

@@ -11,7 +11,8 @@ import mlx.nn as nn
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from ..cli.decide import JustGears, decide
+from ..cli.build import decided
+from ..cli.decide import JustGears
 from ..cli.flags import LayoutSettings, ModelSettings, output_path
 from ..cli.terminal import progress_bar
 from ..errors import GearbxError
@@ -156,7 +157,7 @@ def case_row(case: GearCase, cases: Sequence[GearCase], top: Gear, bandwidth: fl
 
 def check_gears(settings: ModelBenchmark, copies: int = 1, context: int = 0) -> None:
     """Raises GearbxError for wrong gears, or where copies of the random Llama and a KV cache do not fit."""
-    ladder = decide(JustGears(ModelSettings(settings.model), LayoutSettings(gears=settings.gears))).ladder
+    ladder = decided(JustGears(ModelSettings(settings.model), LayoutSettings(gears=settings.gears))).ladder
     if settings.model is None:
         what = "--shape {}x{}".format(*settings.shape) + (f" --context {context}" if context else "")
         check_room(llama_bytes(settings.shape, ladder, copies, context), what)

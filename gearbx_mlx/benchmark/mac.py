@@ -25,9 +25,9 @@ import msgspec
 from mlx.utils import tree_flatten
 
 from .. import __version__
+from ..cli.build import Geared, Loaded, decided, generation_keywords, make_watch
 from ..cli.decide import JustGears, decide
 from ..cli.flags import CacheSettings, LayoutSettings, ModeFlags, ModelSettings, SamplingSettings, output_path
-from ..cli.loaded import Geared, Loaded, files_of, generation_keywords, make_watch
 from ..cli.prompt import PromptSettings, encode_prompt, room_for
 from ..cli.terminal import note, progress_bar
 from ..compat.arrays import dtype_name
@@ -193,16 +193,11 @@ def load_as_mlx_lm(name: str | None) -> Loaded:
     Raises:
         GearbxError: one that is quantized or in gears, that does not fit into memory, or as `Loaded.of`.
     """
-    decide(as_typed(name))  # refuses what flags and files show
-    files = files_of(name)
-    if files is not None:
-        check_fits(model_name(name), files.total)
-        if files.is_quantized or files.manifest is not None:
-            raise GearbxError(f"{model_name(name)}: is quantized or has gears; give the original, of 16 bits a weight")
-    loaded = Loaded.of(as_typed(name))
-    if loaded.decision.codes:
-        raise GearbxError(f"{loaded.name}: is quantized ({loaded.decision.codes}); give the original")
-    return loaded
+    decision = decided(as_typed(name))
+    check_fits(model_name(name), decision.model.size)
+    if not decision.model.original:
+        raise GearbxError(f"{model_name(name)}: is quantized or has gears; give the original, of 16 bits a weight")
+    return Loaded.of(decision)
 
 
 def most_memory() -> int:
@@ -276,7 +271,7 @@ def quantized(model: nn.Module) -> nn.Module:
 
 def in_gears(loaded: Loaded, settings: JustGears, model: nn.Module) -> Geared:
     """Return a model, with modules of its own, in the gears that these settings decide."""
-    decision = decide(settings, model)
+    decision = decide(settings, loaded.decision.model)
     return Loaded(decision, model, loaded.tokenizer, loaded.config).in_gears()
 
 

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from ..cli import terminal
-from ..cli.decide import Decision, JustGears, decide
+from ..cli.build import Loaded, decided
+from ..cli.decide import Decision, JustGears
 from ..cli.flags import output_path
-from ..cli.loaded import Loaded
 from ..cli.prompt import encoded_prompts, read_prompts
+from ..compat.versions import program_versions
 from ..decoding.kickdown import Kickdown
 from ..decoding.modes import KICKDOWN
 from ..decoding.route import SHORT_PROMPTS
@@ -20,6 +21,8 @@ from ..files.writing import write_text
 from ..gears.discovery import vocabulary
 from ..gears.gearbox import Gearbox, Observer, model_fingerprint
 from ..gears.ladder import Ladder
+from ..kernels.device import device_in_use
+from ..loading import adapter_contents, fingerprint, model_contents
 from ..routing import calibration
 from ..routing.gates import ThresholdFile
 from . import CalibrateSettings, CalibrationSettings
@@ -35,9 +38,24 @@ def prompts_of(settings: CalibrationSettings) -> list[str]:
 
 def record_inputs(settings: CalibrateSettings, decision: Decision, prompts: Prompts) -> dict[str, Any]:
     """Return all that the records of prompts depend on."""
+    gears = settings.gears
     return {
         "mode": settings.calibration.mode,
-        **decision.inputs(),
+        "model contents": model_contents(settings.model.model),
+        "dtype": settings.model.dtype,
+        "device": device_in_use(),
+        "adapter_path": settings.model.adapter_path,
+        "adapter contents": adapter_contents(settings.model.adapter_path),
+        **program_versions(),
+        "gears": str(decision.ladder),
+        "format": decision.format.name,
+        "manage": decision.manage,
+        "q_group_size": decision.group_size,
+        "kernels": gears.kernels.name,
+        "activations": gears.kernels.activations,
+        **({"low model contents": model_contents(gears.low_model)} if gears.low_model else {}),
+        **({"base": gears.base_text} if gears.base_text is not None else {}),
+        **({"manifest contents": fingerprint(Path(gears.manifest))} if gears.manifest else {}),
         "prompts": hash_of_tokens([tokens for tokens, _ in prompts]),
         "max_tokens": settings.prompt.max_tokens,
         "extra_eos_token": [*settings.model.extra_eos_token],
@@ -56,15 +74,15 @@ def calibrate_thresholds(settings: CalibrateSettings, place: Path | None) -> Thr
     """
     texts = prompts_of(settings.calibration)
     wanted = JustGears(settings.model, settings.layout, settings.gears)
-    asked = decide(wanted).ladder
-    if len(asked) < 2:
-        raise GearbxError(f"--gears {asked}: one gear has no thresholds; give two or more")
-    loaded = Loaded.of(wanted)
+    decision = decided(wanted)
+    ladder = decision.ladder
+    if len(ladder) < 2 and not decision.one_gear:
+        raise GearbxError(f"--gears {ladder}: one gear has no thresholds; give two or more")
+    loaded = Loaded.of(decision)
     loaded.check_gears()
-    ladder = loaded.decision.ladder  # of a quantized model its own codes'
     shares, vocab_size = settings.calibration.shares_of(len(ladder)), vocabulary(loaded.model)
     prompts = encoded_prompts(texts, settings.prompt, loaded.tokenizer, loaded.config)
-    inputs = record_inputs(settings, loaded.decision, prompts)
+    inputs = record_inputs(settings, decision, prompts)
     gate: dict[str, Any]
     if settings.calibration.mode == KICKDOWN:
         gearbox, gate = loaded.gearbox(), {"window": 1, "hysteresis": 0.0, "min_gear_duration": 1, "mode": KICKDOWN}

@@ -10,9 +10,10 @@ from typing import Any
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 
 from ..cli import terminal
+from ..cli.build import Loaded, decided, generation_keywords, load_pair
 from ..cli.decide import check_flags, check_governing, check_in_ladder
-from ..cli.loaded import BegunConversation, Loaded, generation_keywords, load_pair, save_cache
 from ..cli.prompt import QUERY, PromptSettings, check_untemplated, formatted, place_of_query, room_for
+from ..cli.prompt_cache import BegunConversation, save_cache
 from ..cli.signals import CtrlC, Interrupted
 from ..cli.tables import summary_line
 from ..decoding.caches import KeptCache
@@ -70,7 +71,7 @@ class GearedChat:
     """
 
     def __init__(self, settings: ChatSettings, stack: ExitStack):
-        loaded = Loaded.of(settings, several_modes=True)
+        loaded = Loaded.of(decided(settings, several_modes=True))
         self._settings = settings
         self._model, self.tokenizer, self.config = loaded.model, loaded.tokenizer, loaded.config
         self._keywords = generation_keywords(settings.sampling, settings.cache, self.tokenizer)

@@ -1,21 +1,29 @@
-"""One function decides how a model is to run: `decide`, from flags, files and the model, and says why in a sentence.
+"""One function decides how a model is to run: `decide`, from flags and the description of a model, with its reasons.
 
-It is asked twice. Without the model it refuses what flags and files alone show to be wrong, before a weight is read.
-With the model, whose weights need not be read yet, it knows codes, type and size too, and its decision is final.
+It is pure, and asked once, before a weight is read: it reads no file and asks no machine (`describe` did), and what it
+refuses, it refuses in one line. What makes models, gearboxes and modes (`build.py`) decides nothing. The gears are
+those of the first row that applies (`gears_of`); `tests/cli/test_decisions.py` lists what follows from it.
+
+| the model        | what was asked for        | here                   | gears, format                       |
+| ---              | ---                       | ---                    | ---                                 |
+| has saved gears  |                           |                        | those, or some of them              |
+| has codes        | telemetry only            |                        | its own, named and not made         |
+|                  | drafts, without a ladder  | a GPU, MLX's kernels   | its codes whole                     |
+|                  | drafts, without a ladder  | other kernels          | its codes, and 4 bits if drafts pay |
+|                  | anything else             |                        | its codes, and 4 bits below 5 to 8  |
+| original weights | a manifest                |                        | as it was measured                  |
+|                  | ladder, format, no drafts |                        | as asked for, else the defaults     |
+|                  | nothing                   | a CPU, MLX's kernels   | 16 bits: nothing is quantized       |
+|                  | drafts, or nothing        | a GPU                  | 4,16 in affine                      |
+|                  | drafts, or nothing        | a CPU, memory is short | 4,16 in exact, if bfloat16          |
+|                  | drafts, or nothing        | a CPU                  | 4,16 in planes                      |
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import mlx.core as mx
-import mlx.nn as nn
-from mlx.utils import tree_flatten
-
-from ..bit_selection.precision import PrecisionManifest, read_precision
-from ..compat.versions import program_versions
-from ..decoding.caches import check_kv_mode
+from ..bit_selection.precision import PrecisionManifest
 from ..decoding.mode import SAME, Mode
 from ..decoding.modes import (
     KICKDOWN,
@@ -32,30 +40,14 @@ from ..decoding.modes import (
 )
 from ..errors import GearbxError, about
 from ..formats import DEFAULT_FORMAT, RECONSTRUCTED, get_format, split_name, with_cache
-from ..formats.base import Format
-from ..gears.activations import stored_dtype
-from ..gears.discovery import is_quantized
-from ..gears.in_place import OwnCodes, own_codes, without_gears
-from ..gears.kernel_choices import AS_8_BITS, AS_EXACT, AS_IT_IS, choose_kernels, seconds_as_stored
+from ..formats.base import Format, check_supported
+from ..gears.in_place import Codes
 from ..gears.ladder import DENSE, DRAFT_FORMAT, EXACT_FORMAT, EXACT_LADDER, Ladder, default_ladder
-from ..gears.manifest import PRECISION, Manifest
-from ..kernels import ACTIVATIONS
-from ..kernels.device import available_memory, device_in_use
-from ..kernels.dispatch import CPU, MLX, NATIVE, device, lacks_native
-from ..kernels.tuner import Times
-from ..loading import (
-    DEMO_MODEL,
-    adapter_contents,
-    checkpoint_gears,
-    find,
-    fingerprint,
-    is_packed,
-    model_contents,
-    model_name,
-)
-from ..ranks.place import current
+from ..gears.manifest import Manifest
+from ..kernels.dispatch import CPU, MLX, NATIVE
 from ..routing.gates import AUTO, ReadThresholds, check_thresholds
 from ..settings import flag_of, human_bytes
+from .describe import Description
 from .flags import (
     DEQUANT_CACHE,
     CacheSettings,
@@ -66,7 +58,7 @@ from .flags import (
     ModeFlags,
     ModelSettings,
 )
-from .terminal import show_compiling
+from .memory import StoredGears, check_limit, room_warnings
 
 CAP_BITS = (4, 5, 6, 8)
 
@@ -86,70 +78,110 @@ class JustGears:
     controller: ControllerSettings = field(default_factory=ControllerSettings)
 
 
-class StoredGears(NamedTuple):
-    """Say what the gears are and how they are stored; why, and what a user should know of it."""
+class ChosenMode(NamedTuple):
+    """A mode. by: the flag that chose it in the place of --mode; "" without one. asked: whether it has to be this one,
+    else nothing shifts in a model without gears.
+    """
 
-    ladder: Ladder
-    format: str
-    manage: str
-    group_size: int
-    why: str
-    note: str = ""
+    name: str
+    by: str = ""
+    asked: bool = True
 
 
 @dataclass(frozen=True)
 class Decision:
-    """A model as it is to run. What makes models, gearboxes and modes takes this, and decides nothing.
+    """A model as it is to run.
 
-    settings: as given. saved: the gears of the checkpoint, if it is a geared one. precision: the manifest whose tables
-    the gears have, or which says what to cap first. cap_bits: further bits that layers are stored at. takes_base:
-    whether it has a calibrated base. codes: what can be done with those of a quantized model. observes: no layer may
-    change gear. mode_by: the flag that chose the mode, in the place of --mode; "" where none did. drafts: gears and
-    format may be those that drafts are fastest with. why: what decided about gears and format, in words. note: what a
-    user should know of it.
+    settings: as given. model: as described. cap_bits: further bits that layers are stored at. takes_base: whether it
+    has a calibrated base. observes: no layer may change gear. drafts: nobody asked for gears or format, of which the
+    low gear drafts. mode_by: the flag that chose the mode, in the place of --mode; "" without one. reasons: what
+    decided, in words. notes, warnings: what a user should know before gears are made, and before weights are read.
+    exact_for_room: format exact was chosen since memory is short.
     """
 
     settings: GearedSettings
-    saved: Manifest | None
+    model: Description
     ladder: Ladder
     format: Format
     manage: str
     group_size: int
-    precision: PrecisionManifest | None
     cap_bits: tuple[int, ...]
     takes_base: bool
-    codes: str
     observes: bool
+    drafts: bool
     mode: Mode
     mode_by: str
-    drafts: bool
-    why: str
-    note: str
+    reasons: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    exact_for_room: bool = False
 
-    def with_draft(self) -> "Decision":
-        """Return the same with the weights as they are and a draft beside them, as `of_drafts` decides on a GPU."""
-        return replace(self, format=get_format(DRAFT_FORMAT), ladder=Ladder.parse(EXACT_LADDER))
+    @property
+    def saved(self) -> Manifest | None:
+        """The gears of the checkpoint, if it is a geared one."""
+        return self.model.saved
 
-    def inputs(self) -> dict[str, Any]:
-        """Return all that every result of the model in these gears depends on."""
-        model, gears = self.settings.model, self.settings.gears
-        return {
-            "model contents": model_contents(model.model),
-            "dtype": model.dtype,
-            "device": device_in_use(),
-            "adapter_path": model.adapter_path,
-            "adapter contents": adapter_contents(model.adapter_path),
-            **program_versions(),
-            "gears": str(self.ladder),
-            "format": self.format.name,
-            "manage": self.manage,
-            "q_group_size": self.group_size,
-            "kernels": gears.kernels.name,
-            "activations": gears.kernels.activations,
-            **({"low model contents": model_contents(gears.low_model)} if gears.low_model else {}),
-            **({"base": gears.base_text} if gears.base_text is not None else {}),
-            **({"manifest contents": fingerprint(Path(gears.manifest))} if gears.manifest else {}),
-        }
+    @property
+    def precision(self) -> PrecisionManifest | None:
+        """The manifest whose tables the gears have, or which says what to cap first."""
+        return self.model.precision if self.model.saved is None or self.settings.gears.manifest or self.caps else None
+
+    @property
+    def caps(self) -> bool:
+        """True if a controller caps the gears."""
+        return governed(self.settings, self.mode.name)
+
+    @property
+    def codes(self) -> str:
+        """What can be done with the codes of a quantized model, in words; "" of others."""
+        codes = None if self.model.gearless else self.model.codes
+        return "" if codes is None else codes.told(None if self.observes else self.ladder)
+
+    @property
+    def one_gear(self) -> bool:
+        """True if a quantized model has no gears to compare."""
+        return self.model.gearless or (bool(self.codes) and len(self.ladder) == 1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What `gears_of` looks at. layout: that of the flags, with the ladder of a file of thresholds."""
+
+    settings: GearedSettings
+    layout: LayoutSettings
+    model: Description
+    mode: ChosenMode
+    several_modes: bool
+
+    @property
+    def observes(self) -> bool:
+        return self.mode.name == TELEMETRY_ONLY or self.model.gearless
+
+    @property
+    def drafting(self) -> bool:
+        """True if the lowest gear drafts, and not another model."""
+        return self.mode.name == LOSSLESS and self.settings.cache.draft_model is None
+
+    @property
+    def asked(self) -> bool:
+        """True if flags say which gears there are, or how they are made."""
+        return bool(self.layout.gears or self.layout.format or self.settings.gears.keeps_originals)
+
+    @property
+    def drafts(self) -> bool:
+        """True if gears and format may be those that drafts are fastest with."""
+        return self.drafting and not self.asked and self.model.saved is None and not self.model.gearless
+
+    @property
+    def unasked(self) -> bool:
+        """True if nobody asked for drafts either."""
+        return self.drafts and self.settings.mode.mode is None and not self.settings.mode.given()
+
+    @property
+    def learns(self) -> bool:
+        """True if drafts may have the gears that measure fastest: their length is free, and other modes need none."""
+        free = self.settings.mode.draft_length is None
+        return self.drafts and free and not (self.several_modes and self.model.machine.device == CPU)
 
 
 def governed(settings: GearedSettings, mode: str) -> bool:
@@ -158,66 +190,76 @@ def governed(settings: GearedSettings, mode: str) -> bool:
     return limited or settings.controller.target_tps is not None
 
 
-def decide(settings: GearedSettings, model: nn.Module | None = None, several_modes: bool = False) -> Decision:
+def decide(settings: GearedSettings, model: Description, several_modes: bool = False) -> Decision:
     """Decide about format, ladder, kernels, base and mode.
 
     Args:
-        model: as loaded; None: what flags and files say so far.
         several_modes: later texts may have other modes, which use a prompt gear even if the first mode does not.
 
     Raises:
-        GearbxError: flags that exclude each other, or do not fit the files or the model.
+        GearbxError: flags that exclude each other, or do not fit the model or the machine.
     """
-    name, gears, layout = settings.model.model, settings.gears, settings.layout
-    saved = checkpoint_gears(name)
-    layout = layout_of_thresholds(layout, settings.mode)
-    mode, by, asked = choose_mode(settings, layout, saved)
-    check_flags(mode, settings.mode.given(), several_modes)
-    check_governing(settings, mode)
-    check_draft_model(mode, settings.cache.draft_model)
-    if settings.cache.kv_gears is not None:
-        check_kv_mode(mode, None)
-    if model is not None and without_gears(model) and not asked:
-        mode = TELEMETRY_ONLY
-    observes = mode == TELEMETRY_ONLY or (model is not None and without_gears(model))
-    codes = None if model is None else own_codes(model)
-    drafting = mode == LOSSLESS and settings.cache.draft_model is None  # which drafts in the place of a gear
-    drafts = drafting and not (saved or layout.gears or layout.format or gears.keeps_originals)
-    precision = manifest_of(settings, saved, mode)
-    if saved is not None:
-        stored = of_checkpoint(name, saved, layout, gears)
-    elif codes is not None:
-        learns = drafts and settings.mode.draft_length is None and not (several_modes and device() == CPU)
-        stored = of_codes(name, codes, layout, gears, observes, learns)
-    elif precision is not None:
-        stored = of_manifest(precision, layout, gears)
-    elif drafts and model is not None and not is_quantized(model):
-        stored = of_drafts(name, layout, gears, model)
-    else:
-        stored = of_original(layout, drafting)
-    if saved or codes is not None or layout.gears or not is_packed(name):  # whose codes say later which gears it has
-        check_in_ladder(settings.mode, stored.ladder)
-    format = format_with(gears, stored.format, None if saved is None else name)
-    cap_bits = widths(stored.ladder, stored.format, saved) if governed(settings, mode) else ()
-    plain = not (saved or gears.low_model or gears.manifest or cap_bits or observes or current())
-    return Decision(
+    layout = layout_of_thresholds(settings.layout, settings.mode)
+    mode = choose_mode(settings, layout, model.saved)
+    check_flags(mode.name, settings.mode.given(), several_modes)
+    check_governing(settings, mode.name)
+    check_draft_model(mode.name, settings.cache.draft_model)
+    if model.gearless and not mode.asked:
+        mode = mode._replace(name=TELEMETRY_ONLY)
+    case = Case(settings, layout, model, mode, several_modes)
+    stored = gears_of(case)
+    if model.original and not case.observes:
+        check_supported(get_format(stored.format), [gear.bits for gear in stored.ladder])
+    check_in_ladder(settings.mode, stored.ladder)
+    cap_bits = widths(stored, model.saved) if governed(settings, mode.name) else ()
+    warnings: list[str] = []
+    if not case.observes:
+        check_limit(model, stored, settings.gears.residency.limit)
+        warnings = room_warnings(model, stored, settings.gears.residency.name, case.drafts)
+    decision = Decision(
         settings=settings,
-        saved=saved,
+        model=model,
         ladder=stored.ladder,
-        format=format,
+        format=format_with(settings.gears, stored.format, model),
         manage=stored.manage,
         group_size=stored.group_size,
-        precision=precision,
         cap_bits=cap_bits,
-        takes_base=base_is_taken(settings, stored.ladder, drafting, plain, model),
-        codes="" if codes is None else codes.told(None if observes else stored.ladder),
-        observes=observes,
-        mode=made(mode, settings.mode.given()),
-        mode_by=by,
-        drafts=drafts,
-        why=stored.why,
-        note=stored.note,
+        takes_base=takes_base(case, stored.ladder, bool(cap_bits)),
+        observes=case.observes,
+        drafts=case.drafts,
+        mode=made(mode.name, settings.mode.given()),
+        mode_by=mode.by,
+        reasons=(stored.why, f"mode {mode.name}" + (f" (by {flag_of(mode.by)})" if mode.by else "")),
+        warnings=tuple(warnings),
+        exact_for_room=case.drafts and stored.format == EXACT_FORMAT,
     )
+    return replace(decision, notes=(*filter(None, [stored.note]), *notes_of(decision)))
+
+
+def notes_of(decision: Decision) -> list[str]:
+    """Return what a user should know of a decision, whatever its gears are."""
+    model, mode, found = decision.model, decision.mode.name, list[str]()
+    if decision.mode_by == "target_tps":
+        found.append(
+            f"with --target-tps the text is a mixture of gears (mode {mode}), and not the top gear's; "
+            f"leave it out for mode {LOSSLESS}"
+        )
+    kernels = decision.settings.gears.kernels.name
+    if decision.ladder[0].dense and not decision.drafts and model.machine.device == CPU and kernels == "auto":
+        found.append(
+            f"--gears {DENSE} is mlx-lm bit for bit, with MLX's kernels, which are slow on a CPU; --kernels native "
+            "is many times as fast, and rounds otherwise"
+        )
+    if model.gearless and decision.settings.mode.mode != TELEMETRY_ONLY:
+        found.append(
+            f"{model.title} is quantized and divided between ranks: telemetry only, no layer changes gear; "
+            "of what gearbx_mlx convert makes of it, ranks can divide the gears"
+        )
+    elif decision.codes and decision.observes:
+        found.append(f"{model.title} changes no gear in mode {TELEMETRY_ONLY}; other modes use its {decision.codes}")
+    elif decision.codes:
+        found.append(f"{model.title} is quantized to {decision.codes}")
+    return found
 
 
 # The mode.
@@ -231,34 +273,28 @@ def layout_of_thresholds(layout: LayoutSettings, flags: Any) -> LayoutSettings:
     return layout
 
 
-def choose_mode(settings: GearedSettings, layout: LayoutSettings, saved: Manifest | None) -> tuple[str, str, bool]:
-    """Choose the mode by its name, else by flags and files.
-
-    Returns:
-        the mode; the flag that chose it in the place of --mode, "" where none did; whether it has to be this mode: else
-        nothing shifts where a model turns out to have no gears.
-    """
+def choose_mode(settings: GearedSettings, layout: LayoutSettings, saved: Manifest | None) -> ChosenMode:
+    """Choose the mode by its name, else by flags and files."""
     flags, given = settings.mode, settings.mode.given()
-    asked = "draft_length" in given
+    asked, source = "draft_length" in given, flags.thresholds
     if flags.mode is not None:
-        return flags.mode, "", True
-    source = flags.thresholds
+        return ChosenMode(flags.mode)
     if isinstance(source, ReadThresholds) and source.content.mode == KICKDOWN:
-        return KICKDOWN, "thresholds", True
+        return ChosenMode(KICKDOWN, "thresholds")
     if "thresholds" in given:
-        return ROUTE, "thresholds", asked
+        return ChosenMode(ROUTE, "thresholds", asked)
     if settings.controller.target_tps is not None:
-        return ROUTE, "target_tps", asked
+        return ChosenMode(ROUTE, "target_tps", asked)
     if "gear" in given:
-        return STATIC, "gear", True
+        return ChosenMode(STATIC, "gear")
     ladder = layout.gears or (None if saved is None else saved.ladder)
     whole = ladder is not None and ladder[0].dense  # mlx-lm bit for bit
     drafts = given or settings.cache.draft_model is not None
-    return (STATIC if whole and not drafts else LOSSLESS), "", asked
+    return ChosenMode(STATIC if whole and not drafts else LOSSLESS, asked=asked)
 
 
 def check_flags(mode: str, given: Mapping[str, Any], several_modes: bool = False) -> None:
-    """Raises GearbxError for a flag that the mode does not have."""
+    """Validate flags of modes. Raises GearbxError for a flag that the mode does not have."""
     kept = {"prompt_gear"} if several_modes else set()
     for name in given.keys() - flags_of_mode(mode).keys() - kept:
         modes = [each for each in SETTINGS if name in flags_of_mode(each) and each != PAIR]
@@ -266,9 +302,12 @@ def check_flags(mode: str, given: Mapping[str, Any], several_modes: bool = False
 
 
 def check_governing(settings: GearedSettings, mode: str) -> None:
-    """Raises GearbxError for a mode whose gears cannot be capped, or for tokens that cannot be timed.
+    """Validate what a controller is to hold.
 
     A limit of memory alone caps nothing in the modes lossless and static: there a `MemoryGuard` holds it.
+
+    Raises:
+        GearbxError: a mode whose gears cannot be capped, or tokens that cannot be timed.
     """
     timed = settings.controller.target_tps is not None
     flag = "--target-tps" if timed else "--residency with a size"
@@ -278,7 +317,7 @@ def check_governing(settings: GearedSettings, mode: str) -> None:
 
 
 def check_in_ladder(flags: Any, ladder: Ladder) -> None:
-    """Raises GearbxError for thresholds or gears of a mode that the ladder does not have; it names the flag."""
+    """Validate thresholds and gears of a mode. Raises GearbxError, naming the flag, for those that a ladder lacks."""
     if isinstance(flags.thresholds, tuple):
         check_thresholds(flags.thresholds, len(ladder))
     for name in ("gear", "prompt_gear"):
@@ -291,44 +330,58 @@ def check_in_ladder(flags: Any, ladder: Ladder) -> None:
 # The gears and their format.
 
 
-def of_original(layout: LayoutSettings, drafting: bool) -> StoredGears:
+def gears_of(case: Case) -> StoredGears:
+    """Return the gears of the first row of the table above that applies. Raises GearbxError as the row."""
+    model, precision = case.model, case.model.precision
+    if model.saved is not None:
+        return of_checkpoint(case, model.saved)
+    if model.codes is not None and not model.gearless:
+        return of_codes(case, model.codes)
+    if precision is not None:
+        return of_manifest(case, precision)
+    if not case.drafts:
+        return of_flags(case)
+    if case.unasked and not model.machine.native_kernels:
+        return of_originals(case)
+    return of_drafts(case)
+
+
+def of_flags(case: Case) -> StoredGears:
     """Decide by flags, else by default: no gear in the middle where drafts and the top gear do all the work."""
-    filled = layout.filled(None, "")
+    layout, filled = case.layout, case.layout.filled(None, "")
     why = "the defaults" if layout.gears is None else "the gears that were asked for"
     usual = default_ladder(filled["format"])
-    if drafting:
+    if case.drafting:
         usual = Ladder([usual[0].bits, usual.top.bits])
     return StoredGears(layout.gears or usual, **filled, why=why)
 
 
-def of_checkpoint(name: str | None, saved: Manifest, layout: LayoutSettings, flags: GearFlags) -> StoredGears:
+def of_checkpoint(case: Case, saved: Manifest) -> StoredGears:
     """Decide as the checkpoint has its gears. Raises GearbxError for a flag that differs."""
-    if flags.base is not None:
+    name, layout = case.model.title, case.layout
+    if case.settings.gears.base is not None:
         raise GearbxError(f"{name}: has its codes; leave out --base, or convert the original with --calibrate")
     with about(name):
         ladder = saved.chosen(layout.gears)
     return StoredGears(ladder, **layout.filled(saved, f"the gears of {name} have"), why="gears of the checkpoint")
 
 
-def of_manifest(precision: PrecisionManifest, layout: LayoutSettings, flags: GearFlags) -> StoredGears:
+def of_manifest(case: Case, precision: PrecisionManifest) -> StoredGears:
     """Decide as the manifest was measured. Raises GearbxError for a flag that differs."""
-    filled = layout.filled(precision, f"{flags.manifest} was measured with")
-    return StoredGears(layout.gears or default_ladder(filled["format"]), **filled, why=f"tables of {flags.manifest}")
+    file = case.settings.gears.manifest
+    filled = case.layout.filled(precision, f"{file} was measured with")
+    return StoredGears(case.layout.gears or default_ladder(filled["format"]), **filled, why=f"tables of {file}")
 
 
-def of_codes(
-    name: str | None, codes: OwnCodes, layout: LayoutSettings, flags: GearFlags, observes: bool, learns: bool
-) -> StoredGears:
+def of_codes(case: Case, codes: Codes) -> StoredGears:
     """Decide by the codes that a quantized model has.
-
-    Args:
-        learns: the gears may be those that drafts are fastest with.
 
     Raises:
         GearbxError: a ladder that the codes do not have, or a flag for what is made of original weights.
     """
+    layout, flags = case.layout, case.settings.gears
     filled, why = layout.filled(None, ""), "the checkpoint's own codes"
-    if observes:
+    if case.observes:
         return StoredGears(layout.gears or codes.watched(default_ladder(filled["format"])), **filled, why=why)
     given = {
         "--manifest": flags.manifest,
@@ -336,15 +389,15 @@ def of_codes(
         "--base": flags.base,
         f"--residency {flags.residency.name}": flags.residency.name != "resident",
     }
-    with about(model_name(name)):
+    with about(case.model.title):
         ladder = ladder_of_codes(codes, layout, given)
-    if learns:  # MLX's kernels would join split codes at each use, which a GPU feels
-        by_mlx = device() != CPU and flags.kernels.name != NATIVE
+    if case.learns:  # MLX's kernels would join split codes at each use, which a GPU feels
+        by_mlx = case.model.machine.device != CPU and flags.kernels.name != NATIVE
         ladder = Ladder([codes.bits]) if by_mlx else codes.drafting()
     return StoredGears(ladder, **filled, why=why)
 
 
-def ladder_of_codes(codes: OwnCodes, asked: LayoutSettings, given: Mapping[str, Any]) -> Ladder:
+def ladder_of_codes(codes: Codes, asked: LayoutSettings, given: Mapping[str, Any]) -> Ladder:
     """Return the gears of a quantized model that are asked for.
 
     Args:
@@ -366,57 +419,42 @@ def ladder_of_codes(codes: OwnCodes, asked: LayoutSettings, given: Mapping[str, 
     return codes.chosen(asked.gears)
 
 
-def of_drafts(name: str | None, layout: LayoutSettings, flags: GearFlags, model: nn.Module) -> StoredGears:
+def of_originals(case: Case) -> StoredGears:
+    """Quantize nothing unasked where MLX's kernels compute on a CPU: they take ten times as long with fewer bits."""
+    why = "the weights as they are, since MLX's kernels are slow on a CPU with quantized ones"
+    why_not = case.model.machine.no_kernels
+    note = f"no native kernels ({why_not}): the weights stay as they are, and drafts come by lookup alone"
+    return StoredGears(Ladder([DENSE]), **case.layout.filled(None, ""), why=why, note=note)
+
+
+def of_drafts(case: Case) -> StoredGears:
     """Decide how an original model is stored that drafts for itself: as it is, with a draft beside it.
 
     On a GPU both are MLX's own, so that the top gear is mlx-lm's bit for bit, and MLX makes the draft in one pass over
     the weights. On a CPU, format exact stores both once where memory is short; decoding takes time there.
     """
-    filled, whole = layout.filled(None, ""), Ladder.parse(EXACT_LADDER)
-    weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
-    beside = weights * whole[0].bits // DENSE
-    sizes = f"{human_bytes(beside)} beside the {human_bytes(weights)} of the checkpoint"
-    if device() != CPU:
+    model, filled, whole = case.model, case.layout.filled(None, ""), Ladder.parse(EXACT_LADDER)
+    beside = model.size * whole[0].bits // DENSE
+    sizes = f"{human_bytes(beside)} beside the {human_bytes(model.size)} of the checkpoint"
+    if model.machine.device != CPU:
         why = f"the weights as they are, and a draft of {sizes}"
         return StoredGears(whole, **filled | {"format": DRAFT_FORMAT}, why=why)
-    if lacking := lacks_native(flags.kernels.name):
-        why = f"the weights as they are, since MLX's own kernels would draft too slowly ({lacking})"
-        return StoredGears(Ladder([DENSE]), **filled, why=why, note=f"MLX's own kernels compute, slowly: {lacking}")
-    short = 4 * beside > available_memory()  # the texts of a run need some too
-    if short and takes_whole(flags, model):
-        seconds = seconds_as_stored(model, ACTIVATIONS[flags.kernels.activations], filled["group_size"])
-        note = f"memory is short for drafts of {sizes}: format exact stores both once{cost_of_whole(seconds)}"
+    short = 4 * beside > model.machine.available - model.size  # the texts of a run need some too
+    is_bfloat16, ours = model.dtype == "BF16", case.settings.gears.kernels.name != MLX and model.machine.native_kernels
+    if short and is_bfloat16 and ours:  # MLX's kernels on a CPU decode such weights slowly
+        note = f"memory is short for drafts of {sizes}: format exact stores both once"
         why = "one exact copy of the weights with its draft inside, since memory is short"
         return StoredGears(whole, **filled | {"format": EXACT_FORMAT}, why=why, note=note)
     note = ""
     if short:
         note = f"memory is short for drafts of {sizes}; one gear of 8 bits takes half of it: --mode static --gears 8"
-    elif name is not None:  # else next to nothing
-        less = "; --format exact takes less memory than the checkpoint, and is slower here"
-        note = f"drafts take about {sizes}{less if stored_dtype(model) == mx.bfloat16 else ''}"
+    elif model.name is not None:  # else next to nothing
+        less = "; --format exact takes less memory than the checkpoint, and is slower here" if is_bfloat16 else ""
+        note = f"drafts take about {sizes}{less}"
     return StoredGears(whole, **filled, why="a draft beside the weights as they are, which is fastest here", note=note)
 
 
-def takes_whole(flags: GearFlags, model: nn.Module) -> bool:
-    """Return whether a model can have format exact, and be fast: MLX's kernels on a CPU decode such weights slowly."""
-    if stored_dtype(model) != mx.bfloat16 or flags.kernels.name == MLX:
-        return False
-    show_compiling()
-    return choose_kernels(flags.kernels.name, True, flags.kernels.activations, ours_alone=True).native
-
-
-def cost_of_whole(seconds: Times) -> str:
-    """Say what products in format exact cost here, and those of one gear of 8 bits; "" where nothing was timed."""
-    if not seconds:
-        return ""
-    exact, quantized = (f"{seconds[name] / seconds[AS_IT_IS]:.2f}" for name in (AS_EXACT, AS_8_BITS))
-    return (
-        f". Its products take {exact} times as long as with the weights as they are, and those of one gear of 8 bits "
-        f"{quantized} times, for less memory and a small loss: --mode static --gears 8"
-    )
-
-
-def format_with(flags: GearFlags, format: str, geared: str | None) -> Format:
+def format_with(flags: GearFlags, format: str, model: Description) -> Format:
     """Return the format, with a cache of unpacked weights where that is asked for.
 
     Raises:
@@ -424,9 +462,9 @@ def format_with(flags: GearFlags, format: str, geared: str | None) -> Format:
     """
     if flags.kernels.name != DEQUANT_CACHE:
         return get_format(format)
-    if geared is not None:
+    if model.saved is not None:
         raise GearbxError(
-            f"--kernels {DEQUANT_CACHE}: {geared} has its gears packed; leave it out, or give the original"
+            f"--kernels {DEQUANT_CACHE}: {model.title} has its gears packed; leave it out, or give the original"
         )
     if split_name(format)[0] not in RECONSTRUCTED:
         raise GearbxError(
@@ -438,52 +476,29 @@ def format_with(flags: GearFlags, format: str, geared: str | None) -> Format:
 # What belongs to the gears.
 
 
-def manifest_of(settings: GearedSettings, saved: Manifest | None, mode: str) -> PrecisionManifest | None:
-    """Return the manifest that is named, or for a controller the one that lies in a geared checkpoint.
-
-    Raises:
-        GearbxError: a file that cannot be read, or is another model's.
-    """
-    given, name = settings.gears.manifest, settings.model.model
-    if saved is None:
-        return None if given is None else read_precision(Path(given))
-    file = Path(given) if given is not None else find(name or DEMO_MODEL) / PRECISION
-    if given is None and not (governed(settings, mode) and file.exists()):
-        return None
-    precision = read_precision(file)
-    with about(file):
-        precision.check_model(saved.fingerprint)
-    return precision
-
-
-def widths(ladder: Ladder, format: str, saved: Manifest | None) -> tuple[int, ...]:
+def widths(stored: StoredGears, saved: Manifest | None) -> tuple[int, ...]:
     """Return further bits to which a controller can cap layers: those of the checkpoint, or that are made now."""
-    if format == EXACT_FORMAT:  # whose layers have the widths of its ladder alone
+    top = stored.ladder.top.bits
+    if stored.format == EXACT_FORMAT:  # whose layers have the widths of its ladder alone
         return ()
     if saved is not None:
-        return tuple(bits for bits in saved.gears if bits < ladder.top.bits)
-    if format != DEFAULT_FORMAT:  # in which alone further bits take hardly more memory
+        return tuple(bits for bits in saved.gears if bits < top)
+    if stored.format != DEFAULT_FORMAT:  # in which alone further bits take hardly more memory
         return ()
-    return tuple(bits for bits in CAP_BITS if bits < ladder.top.bits)
+    return tuple(bits for bits in CAP_BITS if bits < top)
 
 
-def base_is_taken(
-    settings: GearedSettings, ladder: Ladder, drafting: bool, plain: bool, model: nn.Module | None
-) -> bool:
+def takes_base(case: Case, ladder: Ladder, capped: bool) -> bool:
     """Return whether the lowest gear has calibrated codes: where that is asked for, or where some are kept for drafts.
 
     Mode lossless takes those that are there without being asked: its text is the top gear's, with any drafts.
 
-    Args:
-        drafting: the lowest gear drafts.
-        plain: nothing else says which codes layers have.
-
     Raises:
         GearbxError: a base is asked for, and the model cannot have one.
     """
-    if model is None:
-        return False
-    able = plain and not is_quantized(model) and not ladder[0].dense
-    if settings.gears.base_text is not None and not able:
+    flags, model = case.settings.gears, case.model
+    alone = not (flags.low_model or flags.manifest or capped or case.observes or model.machine.ranked)
+    able = alone and model.original and not ladder[0].dense
+    if flags.base_text is not None and not able:
         raise GearbxError("--base TEXT is for an original model in one process, without other codes; leave it out")
-    return able and (settings.gears.base_text is not None or (drafting and ladder.top.dense))
+    return able and (flags.base_text is not None or (case.drafting and ladder.top.dense))

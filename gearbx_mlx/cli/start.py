@@ -10,6 +10,7 @@ A command that is one of several ranks begins when all are there, rank 0 writes,
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
@@ -20,11 +21,13 @@ from rich.console import Console
 from ..errors import GearbxError, OutputLost
 from ..ranks.place import Place, begin, place_here
 from ..ranks.watch import MeetingRefused, RankWatch, RunEnded, meet
+from ..telemetry.summary import process_start
 from . import signals, terminal
 from .flags import choose_device
 from .signals import Stderr
 
 TAKE_RANKS = ("generate",)
+_entered: list[float] = []
 
 
 def command(name: str, extra: str = "") -> Callable[[], None]:
@@ -73,7 +76,15 @@ def start(name: str, parse: Callable[[], Any], body_of: Callable[[Any], Callable
                 device.finish()
 
     signals.end_at_once()
+    _entered.append(time.perf_counter() if _entered else process_start())
     terminal.run(partial(together, name, run))
+
+
+def entered() -> float:
+    """Return when this command was asked for, in seconds of `time.perf_counter`: its process's start, if it is the
+    first one in it.
+    """
+    return _entered[-1] if _entered else process_start()
 
 
 def call(command: str, function: str, settings: Any) -> Any:

@@ -114,8 +114,9 @@ def summary_table(summary: dict[str, Any], mode_rows: Sequence[Row] = (), full: 
     controller, by = summary.get("controller"), summary.get("mode_chosen_by")
     return two_columns(
         [
+            ("time", time_line(summary)),
             ("model", f"{summary['model']}, mode {summary['mode']}{f' (as {by} asks)' if by else ''}"),
-            *time_rows(summary),
+            *speed_rows(summary),
             ("would be written by" if watching else "written by", writers(summary)),
             *([("shifts", shifts_line(summary))] if summary["mode"] in ("route", TELEMETRY_ONLY) else []),
             *mode_rows,
@@ -157,8 +158,9 @@ def pair_table(summary: dict[str, Any], mode_rows: Sequence[Row]) -> Table:
     entropy, threshold = summary["mean_entropy_bits"], summary["threshold_bits"]
     return two_columns(
         [
+            ("time", time_line(summary)),
             ("models", f"{summary['small_model']} and {summary['model']}, mode pair"),
-            *time_rows(summary),
+            *speed_rows(summary),
             ("turns", shares),
             *mode_rows,
             ("mean entropy", f"{entropy:.2f} bits; the threshold is {threshold:.3g}"),
@@ -180,13 +182,23 @@ def two_columns(rows: Iterable[Row]) -> Table:
     return table
 
 
-def time_rows(summary: dict[str, Any]) -> list[Row]:
-    """Return how many tokens were read and written, how fast, and how long a reader waited."""
-    first, whole = summary["seconds_to_first_token"], summary["seconds"]
+def time_line(summary: dict[str, Any]) -> str:
+    """Return how long a reader waited: of a command from Enter on, with all that was loaded and made."""
+    if not summary["tokens"]:
+        return ""
+    if "command_seconds_to_ready" not in summary:
+        return f"{summary['seconds_to_first_token']:.2f} s to the first token, {summary['seconds']:.2f} s in all"
+    ready, first, last = (summary[f"command_seconds_to_{name}"] for name in ("ready", "first_token", "last_token"))
+    making = summary.get("making_seconds", 0.0)
+    made = f" (gears made in {making:.2f} s)" if making >= 0.05 else ""
+    return f"ready {ready:.2f} s{made}, first token {first:.2f} s, {summary['tokens']} tokens in {last:.2f} s"
+
+
+def speed_rows(summary: dict[str, Any]) -> list[Row]:
+    """Return how many tokens were read and written, and how fast."""
     return [
         ("text", f"{summary['tokens']} tokens, {speed(summary['tokens_per_second'])} tokens/s"),
         ("prompt", f"{summary['prompt_tokens']} tokens, {speed(summary['prompt_tokens_per_second'])} tokens/s"),
-        ("time", f"{first:.2f} s to the first token, {whole:.2f} s in all" if summary["tokens"] else ""),
     ]
 
 

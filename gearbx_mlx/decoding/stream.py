@@ -31,7 +31,7 @@ from ..kernels.device import check_device
 from ..ranks.agreement import agreement_of
 from ..routing.gates import DEFAULT_POLICY, BatchPolicy, policy_named
 from ..routing.pair import NAMES, parameter_ratio
-from ..telemetry.summary import Tally, kv_summary, summarize
+from ..telemetry.summary import Tally, kv_summary, summarize, whole_command
 from .caches import cache_in_gears, check_kv_mode, check_quantizable
 from .governor import Governor, MemoryGuard
 from .learned import measured_seconds
@@ -423,6 +423,10 @@ class Responses(Iterator[GearResponse]):
         """End the text."""
         if hasattr(self.responses, "close"):
             self.responses.close()
+
+    def since(self, entered: float) -> dict[str, float]:
+        """Return the seconds of a whole command; entered: when it began, in seconds of `time.perf_counter`."""
+        return whole_command(entered, self.began, *self.times)
 
     def summary(self, model: str | None = None, beside: str | None = None) -> dict[str, Any]:
         """Return the run so far: tokens, gears, bytes of weights, drafts, speed, memory; the object of `--summary`.

@@ -11,8 +11,8 @@ from rich import box
 from rich.table import Table
 
 from ..cli import terminal
+from ..cli.build import Loaded, decided
 from ..cli.decide import JustGears
-from ..cli.loaded import Loaded
 from ..compat.arrays import dtype_name
 from ..decoding.caches import cache_in_gears, check_heads
 from ..decoding.mode import SAME, thresholds_for
@@ -95,7 +95,7 @@ def measured_report(settings: EvaluateSettings) -> dict[str, Any]:
     """Read the text window by window: first in the top gear, and then by every reader, compared with it."""
     wanted = settings.evaluation
     documents = read_documents(Path(wanted.data))
-    loaded = Loaded.of(JustGears(settings.model, settings.layout, settings.gears))
+    loaded = Loaded.of(decided(JustGears(settings.model, settings.layout, settings.gears)))
     loaded.check_gears()
     decision = loaded.decision
     if len(decision.ladder) < 2 and not wanted.kv_gears:

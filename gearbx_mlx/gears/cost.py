@@ -12,6 +12,7 @@ activations.py); counting four bytes per weight there would flatter every gear b
 import itertools
 import math
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..errors import GearbxWarning
+from ..errors import GearbxError, GearbxWarning
+from ..files.model_directory import REFETCH
+from ..files.reading import unreadable
 from ..formats.base import Format, stored_bits
 from ..formats.native import Native, NativeSwitchLinear
 from ..kernels.dispatch import METAL, KernelChoice, device
@@ -28,7 +31,7 @@ from .activations import layer_bytes, stored_bytes
 from .adapters import holders_of, layers_of, own_arrays
 from .discovery import at_least, in_tower, is_table
 from .ladder import DENSE
-from .manifest import GEARS_FILE, Manifest, read_manifest
+from .manifest import GEARS_FILE, RESTORE, Manifest, read_manifest
 from .tensor_files import TYPE_SIZES, TensorEntry, header_of
 
 
@@ -102,6 +105,15 @@ class ModelFiles:
         return self.manifest is None and any(name.endswith(".scales") for name in self.arrays)
 
     @property
+    def dtype(self) -> str:
+        """The floating type of most numbers, as headers name it; BF16 where there are none."""
+        counts: Counter[str] = Counter()
+        for entry in self.arrays.values():
+            if entry.dtype in DENSE_TYPES:
+                counts[entry.dtype] += math.prod(entry.shape)
+        return max(counts, key=lambda dtype: counts[dtype], default="BF16")
+
+    @property
     def total(self) -> int:
         """Bytes of all arrays."""
         return sum(map(entry_bytes, self.arrays.values()))
@@ -118,10 +130,16 @@ class ModelFiles:
 
 
 def read_files(directory: Path) -> ModelFiles:
-    """Raises GearbxError for files that are damaged, OSError for those that cannot be read."""
-    files = sorted({*directory.glob("model*.safetensors"), *directory.glob(GEARS_FILE)})
-    arrays = {name: entry for file in files for name, entry in header_of(file).entries.items()}
-    return ModelFiles(arrays, read_manifest(directory))
+    """Return what the headers in a directory say. Raises GearbxError for files that are damaged or cannot be read."""
+    manifest, arrays = read_manifest(directory), dict[str, TensorEntry]()
+    for file in sorted({*directory.glob("model*.safetensors"), *directory.glob(GEARS_FILE)}):
+        try:
+            arrays |= header_of(file).entries
+        except OSError as error:
+            raise unreadable(file, error) from error
+        except GearbxError as error:
+            raise GearbxError(f"{error}; {RESTORE if file.name == GEARS_FILE else REFETCH}") from error
+    return ModelFiles(arrays, manifest)
 
 
 def needed_memory(files: ModelFiles, gears: Sequence[int], format: Format, group_size: int, resident: bool) -> int:

@@ -9,6 +9,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ from .layout import (
     managed_layers,
     use_kernels,
 )
-from .offload import Disk, large_pages
+from .offload import Disk, Residency, large_pages
 from .ownership import ATTACHED, own, why_unsaveable
 from .saved import saved_gears
 from .sharding import dense_shape, divided_parts, sharding_of
@@ -67,6 +68,120 @@ from .sources import (
 )
 from .streaming import Stream, StreamedFiles, residency_of
 from .tensor_files import Samples, fingerprint_of, samples_of, with_adapters
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a Gearbox stores: layers, on their kernels and in their types, and where their modules come from.
+
+    unmanaged: path to reason of the linear layers that do not change gear. tables: bits of layers, by those of a gear.
+    further: lowest gear or not, to what changes beside the layers. made: path to the gears that exist from the start,
+    where originals are dropped; None: the originals.
+    """
+
+    layers: list[Layer]
+    embeddings: list[Layer]
+    unmanaged: dict[str, str]
+    head: str | None
+    tables: dict[int, Mapping[str, int]]
+    places: dict[str, str]
+    kernels: KernelChoice
+    compute_dtype: mx.Dtype
+    storage: dict[str, mx.Dtype]
+    residency: Residency
+    source: Source
+    further: dict[bool, dict[str, nn.Module]]
+    made: dict[str, dict[int, nn.Module]] | None
+    fingerprint: str
+
+
+def parts_of(
+    model: nn.Module,
+    layout: Layout,
+    *,
+    manage: str | Predicate | None,
+    residency: str,
+    checkpoint: str | Path | None,
+    dtype: str,
+    kernels: str,
+    activations: str,
+    tables: Mapping[str, Mapping[str, int]],
+    widths: Sequence[int],
+    low_model: nn.Module | None,
+    base: Mapping[str, Planes],
+) -> Parts:
+    """Put a model on its kernels and in its type, and return the parts of its gearbox; arguments as of `Gearbox`."""
+    coded = set() if layout.codes is None else {*layout.codes.modules}
+    fingerprint = "" if coded else model_fingerprint(model)
+    layers, embeddings, unmanaged = managed_layers(model, layout, manage)
+    samples = samples_beside(model, coded) if coded else {}
+    head, of_gears = tied_head(model), check_tables(tables, layout.ladder, layers)
+    if layout.format.ladders or layout.of_codes:
+        refuse_other_codes(layout, layers, of_gears, low_model, residency)
+    quantized = has_quantized(layout, of_gears, widths)
+    if quantized and not layers and layout.codes is None:
+        raise none_managed(unmanaged)
+    chosen = choose_kernels(kernels, quantized, activations, bool(layout.format.ladders), layout.format.rounds)
+    places = places_of(model)
+    layers, embeddings = use_kernels(model, chosen, layers, embeddings)
+    changing = [*layers, *embeddings]
+    # MLX's kernels compute what mlx-lm would compute with a quantized checkpoint, in its type.
+    in_float32 = chosen.native or (quantized and not layout.of_codes)
+    types = compute_dtype, storage, scales = compute_model_in(model, changing, layout, dtype, in_float32)
+    place = residency_of(residency, layout.saved, model, checkpoint, scales)
+    source, further = source_of(layout, changing, types, place, of_gears, widths, base), {}
+    if low_model is not None:
+        source = external_low_gear(low_model, layers, source, residency)
+        others = differing(model, low_model, {layer.path for layer in layers}, compute_dtype)
+        further = dict(zip((False, True), others))
+    if quantized and layout.saved is None and layout.codes is None:
+        warn_if_quantized([layer.module.weight for layer in layers])
+    warn_of_unknown_routing(model)
+    made, larger = made_at_once(source, changing, layout)
+    if isinstance(source, FromCodes) and coded:
+        fingerprint = with_adapters(fingerprint_of(samples | source.samples), model)
+    layers, embeddings = ([each for each in found if each.path not in larger] for found in (layers, embeddings))
+    known = unmanaged | larger, head, of_gears, places, chosen, compute_dtype, storage, place, source, further, made
+    return Parts(layers, embeddings, *known, fingerprint)
+
+
+def source_of(
+    layout: Layout,
+    changing: Sequence[Layer],
+    types: tuple[mx.Dtype, dict[str, mx.Dtype], dict[str, mx.Dtype]],
+    residency: Residency,
+    tables: Mapping[int, Mapping[str, int]],
+    widths: Sequence[int],
+    base: Mapping[str, Planes],
+) -> Source:
+    """Return where modules come from: files or codes of a checkpoint, or the model's weights. types: of a model."""
+    compute_dtype, storage, scales = types
+    if layout.saved is not None and isinstance(residency, Stream):
+        return StreamedFiles(layout.saved, scales, compute_dtype, residency.reader)
+    if layout.saved is not None:
+        return FromFiles(layout.saved, scales, compute_dtype)
+    if layout.codes is not None:
+        return FromCodes(layout.codes, layout.ladder, compute_dtype)
+    shapes = {layer.path: layer.module.weight.shape for layer in changing}
+    settings = layout.format, layout.ladder, layout.group_size, storage, compute_dtype, shapes
+    return FromWeights(*settings, tables, widths, base)
+
+
+def made_at_once(
+    source: Source, changing: list[Layer], layout: Layout
+) -> tuple[dict[str, dict[int, nn.Module]] | None, dict[str, str]]:
+    """Return the gears that exist from the start, which is all where originals are dropped; None: the originals.
+
+    And path to reason of the layers that stay as they are.
+    """
+    if isinstance(source, FromCodes):
+        return source.make_all(changing), {}
+    if layout.saved is not None:
+        return {layer.path: {} for layer in changing}, {}
+    if not layout.format.ladders:
+        return None, {}
+    assert isinstance(source, FromWeights)
+    return make_all(changing, source)
 
 
 class Gearbox:
@@ -133,45 +248,23 @@ class Gearbox:
     ):
         warn_if_untested()
         layout = layout_of(model, ladder, format, manage, group_size)
+        how: dict[str, Any] = {"manage": manage, "residency": residency, "checkpoint": checkpoint, "dtype": dtype}
+        how |= {"kernels": kernels, "activations": activations, "tables": tables or {}, "widths": widths}
+        parts = parts_of(model, layout, **how, low_model=low_model, base=base or {})
         self.model, self.saved, self.device = model, layout.saved, device_in_use()
         self.ladder, self.format, self.group_size = layout.ladder, layout.format, layout.group_size
-        coded = set() if layout.codes is None else {*layout.codes.modules}
-        self.fingerprint = "" if coded else model_fingerprint(model)
-        self.layers, self._embeddings, self.unmanaged = managed_layers(model, layout, manage)
-        samples = samples_beside(model, coded) if coded else {}
-        self.head, self._tables = tied_head(model), check_tables(tables or {}, self.ladder, self.layers)
         self.in_place, self.of_codes = layout.codes is not None, layout.of_codes
-        if self.format.ladders or self.of_codes:
-            refuse_other_codes(layout, self.layers, self._tables, low_model, residency)
-        quantized = has_quantized(layout, self._tables, widths)
-        if quantized and not self.layers and not self.in_place:
-            raise none_managed(self.unmanaged)
-        self.kernels = choose_kernels(kernels, quantized, activations, bool(self.format.ladders), self.format.rounds)
-        self._places = places_of(model)
-        self.layers, self._embeddings = use_kernels(model, self.kernels, self.layers, self._embeddings)
-        # MLX's kernels compute what mlx-lm would compute with a quantized checkpoint, in its type.
-        in_float32 = self.kernels.native or (quantized and not self.of_codes)
-        self.compute_dtype, self.storage, scales = compute_model_in(model, self._changing, layout, dtype, in_float32)
+        self.layers, self._embeddings, self.unmanaged = parts.layers, parts.embeddings, parts.unmanaged
+        self.source, self._further, self.base = parts.source, parts.further, base or {}
+        self.fingerprint, self.head, self._tables = parts.fingerprint, parts.head, parts.tables
+        self.kernels, self.compute_dtype, self.storage = parts.kernels, parts.compute_dtype, parts.storage
+        self.residency = parts.residency
+        self.keeps_all = not isinstance(self.residency, Disk)  # gears stay in memory while another one is engaged
+        self._places, self._widths = parts.places, tuple(widths)
         self._shapes = {layer.path: layer.module.weight.shape for layer in self.layers}
         self._biases = {layer.path: layer.module.bias.size if "bias" in layer.module else 0 for layer in self.layers}
-        self.residency = residency_of(residency, layout.saved, model, checkpoint, scales)
-        self.keeps_all = not isinstance(self.residency, Disk)  # gears stay in memory while another one is engaged
-        self._widths = tuple(widths)
-        self.base = base or {}
-        self.source = self._source(layout, scales, widths)
-        self._further: dict[bool, dict[str, nn.Module]] = {}  # lowest gear or not: what changes beside the layers
-        if low_model is not None:
-            self.source = external_low_gear(low_model, self.layers, self.source, residency)
-            others = differing(model, low_model, self._shapes, self.compute_dtype)
-            self._further = dict(zip((False, True), others))
-        if quantized and self.saved is None and not self.in_place:
-            warn_if_quantized([layer.module.weight for layer in self.layers])
-        warn_of_unknown_routing(model)
-        made = self._made()  # after which fewer layers may change
-        if isinstance(self.source, FromCodes) and coded:
-            self.fingerprint = with_adapters(fingerprint_of(samples | self.source.samples), model)
-        with giving_back(self._changing, None if self.in_place else made):
-            self._attach(made)
+        with giving_back(self._changing, None if self.in_place else parts.made):
+            self._attach(parts.made)
 
     def _attach(self, made: dict[str, dict[int, nn.Module]] | None) -> None:
         """Put the gearbox on its model. made: the gears that exist."""
@@ -182,32 +275,6 @@ class Gearbox:
         setattr(self.model, ATTACHED, self)
         own(self.model, self._shapes, partial(why_unsaveable, self), partial(trees_of, self))
         self._begin()
-
-    def _source(self, layout: Layout, scales: Mapping[str, mx.Dtype], widths: Sequence[int]) -> Source:
-        """Return where modules come from: the model's weights, or the files of a geared checkpoint."""
-        if layout.saved is not None:
-            of_files = layout.saved, scales, self.compute_dtype
-            if isinstance(self.residency, Stream):
-                return StreamedFiles(*of_files, self.residency.reader)
-            return FromFiles(*of_files)
-        if layout.codes is not None:
-            return FromCodes(layout.codes, layout.ladder, self.compute_dtype)
-        shapes = {layer.path: layer.module.weight.shape for layer in self._changing}
-        settings = layout.format, layout.ladder, layout.group_size, self.storage, self.compute_dtype, shapes
-        return FromWeights(*settings, self._tables, widths, self.base)
-
-    def _made(self) -> dict[str, dict[int, nn.Module]] | None:
-        """Return the gears that exist from the start, which is all where originals are dropped; None: the originals."""
-        if isinstance(self.source, FromCodes):
-            return self.source.make_all(self._changing)
-        if self.saved is not None or not self.format.ladders:
-            return {layer.path: {} for layer in self._changing} if self.saved else None
-        assert isinstance(self.source, FromWeights)
-        made, larger = make_all(self._changing, self.source)
-        self.unmanaged |= larger
-        self.layers = [layer for layer in self.layers if layer.path in made]
-        self._embeddings = [table for table in self._embeddings if table.path in made]
-        return made
 
     def _begin(self) -> None:
         """Engage the first gear: the top one, or the lowest of a geared checkpoint, which is read fastest."""

@@ -6,9 +6,10 @@ is. A layer of fewer bits than a gear is the same in both.
 """
 
 import collections
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,10 +18,11 @@ from ..compat.classes import readers
 from ..errors import GearbxError
 from .adapters import layers_of
 from .discovery import Layer, Predicate, discover, get_predicate, is_quantized, natural_order, tied_head
-from .ladder import DENSE, QUANTIZED_BITS, Ladder
+from .ladder import DEFAULT_GROUP_SIZE, DENSE, QUANTIZED_BITS, Ladder
 from .ownership import ATTACHED
 from .saved import saved_gears
 from .sharding import DENSE_CLASSES, QUANTIZED_AS, blank, dense_shape, sharding_of
+from .tensor_files import TensorEntry
 
 SPLIT = (*QUANTIZED_AS.values(), nn.QuantizedEmbedding)  # as mlx-lm loads them
 LOWER_BITS = 4  # bits of the lower gear by default, where codes have more
@@ -28,31 +30,32 @@ OF_SCALES = 0.5  # bits a weight of scales and biases in groups of 64
 AGREEMENT = 0.78  # the share of tokens that 4 bits of 6 or 8 choose alike: docs/tried.md, on SmolLM2
 
 
-@dataclass(frozen=True)
-class OwnCodes:
-    """The quantized layers of a checkpoint.
+class CodedLayer(NamedTuple):
+    """A quantized layer: bits and group size of its codes, whether these are affine, and the number of its weights."""
 
-    modules: path to the module as loaded, which loses its arrays when its codes are split. bits: those of most weights.
+    bits: int
+    group_size: int
+    affine: bool
+    weights: int
+
+
+@dataclass(frozen=True)
+class Codes:
+    """The codes of a quantized checkpoint, as headers or layers show them.
+
+    bits: those of most weights. widths: the bits of all layers, ascending; several in mixed recipes. group_size: of
+    most layers; each keeps its own. nested: whether coarser codes are inside, which only affine ones have.
     """
 
-    modules: dict[str, nn.Module]
     bits: int
-
-    @property
-    def group_size(self) -> int:
-        """The group size of most layers; each keeps its own."""
-        sizes = collections.Counter(module.group_size for module in self.modules.values())
-        return sizes.most_common(1)[0][0] if sizes else 0
-
-    @property
-    def widths(self) -> list[int]:
-        """The bits of all layers, ascending: several in mixed recipes."""
-        return sorted({self.bits, *(module.bits for module in self.modules.values())})
+    widths: tuple[int, ...]
+    group_size: int
+    nested: bool
 
     @property
     def splits(self) -> bool:
         """True if there is a lower gear by default."""
-        return self.bits > LOWER_BITS and bool(self.modules)
+        return self.bits > LOWER_BITS and self.nested
 
     def watched(self, default: Ladder) -> Ladder:
         """Return the gears that a record names where none is engaged: its own, if there are several."""
@@ -74,7 +77,7 @@ class OwnCodes:
         if len(ladder) > 1:
             return f"{bits} bits: gears {ladder} in place"
         more = "for more, give the original, and this model as its --base"
-        if self.widths[-1] > LOWER_BITS and self.modules:
+        if self.widths[-1] > LOWER_BITS and self.nested:
             more = f"gears {LOWER_BITS},{self.widths[-1]} in place draft too"
         return f"{bits} bits: drafts come by lookup; {more}"
 
@@ -88,11 +91,11 @@ class OwnCodes:
             return Ladder([LOWER_BITS, self.bits] if self.splits else [self.bits])
         ladder = ladder if isinstance(ladder, Ladder) else Ladder.parse(ladder)
         tops = sorted({self.bits, self.widths[-1]}, reverse=True)
-        if ladder.top.bits not in tops or (len(ladder) > 1 and not self.modules):
-            pairs = [f"{b},{top}" for top in tops for b in reversed(QUANTIZED_BITS) if b < top] if self.modules else []
+        if ladder.top.bits not in tops or (len(ladder) > 1 and not self.nested):
+            pairs = [f"{b},{top}" for top in tops for b in reversed(QUANTIZED_BITS) if b < top] if self.nested else []
             shown = " and ".join(map(str, self.widths))
             reason = (
-                "of which a gear has the first ones" if self.modules else "in codes that have no coarser ones inside"
+                "of which a gear has the first ones" if self.nested else "in codes that have no coarser ones inside"
             )
             choices = ", ".join([*pairs, f"{'or ' if pairs else ''}{self.bits} alone"])
             raise GearbxError(
@@ -100,6 +103,27 @@ class OwnCodes:
                 "the original"
             )
         return ladder
+
+
+def summarized(layers: Sequence[CodedLayer]) -> Codes:
+    """Return the codes of layers, of which there is one at least."""
+    affine, weights = [layer for layer in layers if layer.affine], collections.Counter[int]()
+    for layer in affine or layers:
+        weights[layer.bits] += layer.weights
+    bits = max(weights, key=lambda each: weights[each])
+    sizes = collections.Counter(layer.group_size for layer in affine)
+    size = sizes.most_common(1)[0][0] if sizes else 0
+    return Codes(bits, tuple(sorted({bits, *(layer.bits for layer in affine)})), size, bool(affine))
+
+
+@dataclass(frozen=True)
+class OwnCodes(Codes):
+    """The quantized layers of a model, which a gearbox can take as they are.
+
+    modules: path to the module as loaded, which loses its arrays when its codes are split.
+    """
+
+    modules: dict[str, nn.Module]
 
 
 def own_codes(model: nn.Module) -> OwnCodes | None:
@@ -113,13 +137,63 @@ def own_codes(model: nn.Module) -> OwnCodes | None:
     found = {path: module for path, module in layers_of(model).items() if type(module) in SPLIT}
     if len(found) < sum("scales" in module or "record" in vars(module) for module in layers_of(model).values()):
         return None  # some have gears of a gearbox already
-    weights: collections.Counter[int] = collections.Counter()
-    for module in found.values():
-        weights[module.bits] += module.weight.size * 32 // module.bits
     read_by = readers(model)
     affine = {path: one for path, one in found.items() if one.mode == "affine" and path not in read_by}
-    counted = weights if not affine else {one.bits: weights[one.bits] for one in affine.values()}
-    return OwnCodes(affine, max(counted, key=lambda bits: counted[bits]))
+    layers = [
+        CodedLayer(one.bits, one.group_size, path in affine, one.weight.size * 32 // one.bits)
+        for path, one in found.items()
+    ]
+    return OwnCodes(**vars(summarized(layers)), modules=affine)
+
+
+def codes_in(config: Mapping[str, Any], arrays: Mapping[str, TensorEntry]) -> Codes | None:
+    """Return what `own_codes` will find in a model, by its configuration and the headers of its files.
+
+    None where mlx-lm loads no quantized layer: of some checkpoints in 8 bits of others it makes weights of 16 bits.
+    """
+    stated = stated_codes(config)
+    usual = {} if stated is None else stated
+    layers = []
+    for name, scales in arrays.items():
+        path, _, kind = name.rpartition(".")
+        weight = arrays.get(f"{path}.weight")
+        if kind != "scales" or weight is None or weight.dtype != "U32":
+            continue
+        own = usual.get(path, usual)
+        words, groups = weight.shape[-1], scales.shape[-1]
+        group_size = own.get("group_size", DEFAULT_GROUP_SIZE)
+        bits = words * 32 // (groups * group_size)  # mlx-lm trusts the arrays before config.json
+        if path in usual or bits not in QUANTIZED_BITS:
+            bits = own.get("bits", bits)
+        layers.append(CodedLayer(bits, group_size, scales.dtype != "U8", math.prod(weight.shape) * 32 // bits))
+    if layers:
+        return summarized(layers)
+    if stated is None or "quantization" in config:  # whose arrays would have these names
+        return None
+    return summarized([CodedLayer(stated["bits"], stated["group_size"], stated["mode"] == "affine", 1)])
+
+
+# By the name in "quantization_config", what mlx-lm reads the codes of other programs as.
+OF_OTHERS = {
+    "mxfp4": {"group_size": 32, "bits": 4, "mode": "mxfp4"},
+    "mxfp8": {"group_size": 32, "bits": 8, "mode": "mxfp8"},
+    "modelopt": {"group_size": 16, "bits": 4, "mode": "nvfp4"},
+    "compressed-tensors": {"group_size": 32, "bits": 4, "mode": "affine"},
+    "awq": {"group_size": 128, "bits": 4, "mode": "affine"},
+    "gptq": {"group_size": 128, "bits": 4, "mode": "affine"},
+}
+
+
+def stated_codes(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the codes that config.json states, with those of layers that differ by their paths; None without."""
+    own, text = config.get("quantization"), config.get("text_config")
+    if isinstance(own, dict):
+        return own
+    other = config.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else None)
+    if not isinstance(other, dict) or other.get("quant_method") not in OF_OTHERS:
+        return None
+    size = other.get("group_size")
+    return OF_OTHERS[other["quant_method"]] | ({"group_size": size} if isinstance(size, int) else {})
 
 
 def stock_quantization(model: nn.Module) -> dict[str, dict[str, Any]]:

@@ -12,17 +12,18 @@ import mlx.core as mx
 from rich.table import Table
 
 from ..cli import terminal
-from ..cli.flags import SILENT, OutputSettings
-from ..cli.loaded import (
+from ..cli.build import (
     Geared,
     Loaded,
-    PromptCache,
+    decided,
     generation_keywords,
-    load_cache,
     load_pair,
     show_kernels,
 )
+from ..cli.flags import SILENT, OutputSettings
 from ..cli.prompt import encode_prompt, read_prompt, room_for
+from ..cli.prompt_cache import PromptCache, load_cache
+from ..cli.start import entered
 from ..cli.tables import colors_line, layers_table, pair_table, summary_table
 from ..compat.templates import prepare
 from ..compat.versions import program_versions
@@ -66,7 +67,7 @@ def run_pair(
         introduce(mode)
     with bar:
         status = write_out(responses, NAMES, mode.trace_fields, settings.output, trace)
-    result = responses.summary(model_name(settings.model.model), small_model)
+    result = responses.summary(model_name(settings.model.model), small_model) | responses.since(entered())
     show_summary(result, pair_table(result, mode.rows(result)), settings.output.told, summary)
     return status
 
@@ -219,7 +220,7 @@ def run(settings: GenerateSettings) -> int:
     cache = load_cache(settings.input.prompt_cache_file, settings.model.model)
     if cache is not None:  # it names the model, too
         settings = replace(settings, model=replace(settings.model, model=cache.model))
-    loaded = Loaded.of(settings)
+    loaded = Loaded.of(decided(settings))
     model, tokenizer = loaded.model, loaded.tokenizer
     tokens, entries = to_read(settings, loaded, prompt, cache)
     max_tokens = room_for(
@@ -249,7 +250,7 @@ def run(settings: GenerateSettings) -> int:
             introduce(mode, gearbox.ladder, settings.cache.draft_model is not None)
         names = [gear.name for gear in gearbox.ladder]
         status = write_out(responses, names, trace_fields(mode, keywords), settings.output, trace)
-    result = responses.summary(loaded.name, settings.cache.draft_model)
+    result = responses.summary(loaded.name, settings.cache.draft_model) | responses.since(entered())
     if geared.loaded.decision.mode_by:
         result["mode_chosen_by"] = flag_of(geared.loaded.decision.mode_by)
     table = summary_table(result, mode.rows(result), settings.output.describes)

@@ -14,7 +14,7 @@ from lm_eval.api.registry import register_model
 from mlx_lm.evaluate import DEFAULT_MAX_TOKENS, MLXLM
 from tqdm import tqdm
 
-from ..cli.loaded import Loaded
+from ..cli.build import build, decided
 from ..cli.parser import command_settings
 from ..decoding.lossless import Lossless
 from ..decoding.route import Static
@@ -40,7 +40,7 @@ class GearbxLM(MLXLM):
     def __init__(self, batch_size: Any = 1, max_batch_size: Any = None, device: Any = None, **flags: Any) -> None:
         LM.__init__(self)
         settings = settings_of(flags)
-        geared = Loaded.of(settings).in_gears()
+        geared = build(decided(settings))
         self._model, self.tokenizer = geared.loaded.model, geared.loaded.tokenizer
         mode = geared.mode("").settled(geared.gearbox, self.tokenizer, None)
         mode = Static() if isinstance(mode, Lossless) else mode  # whose texts and scores are the same

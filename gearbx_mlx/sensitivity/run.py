@@ -19,8 +19,8 @@ from ..bit_selection.sensitivity import (
     measuring_cost,
     single_layer_gearbox,
 )
+from ..cli.build import load_original
 from ..cli.flags import output_path
-from ..cli.loaded import load_original
 from ..cli.tables import table_with_head
 from ..cli.terminal import messages, note, progress_bar, show_compiling
 from ..compat.versions import program_versions

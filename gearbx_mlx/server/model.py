@@ -10,8 +10,9 @@ from typing import Any
 
 from mlx_lm.models.cache import LRUPromptCache
 
-from ..cli.decide import check_in_ladder, decide
-from ..cli.loaded import Geared, Loaded, LoadedPair, load_draft_model, load_pair
+from ..cli.build import Geared, Loaded, LoadedPair, load_draft_model, load_pair
+from ..cli.decide import Decision, check_in_ladder, decide
+from ..cli.describe import describe, machine_for
 from ..decoding.mode import SAME, Mode
 from ..decoding.modes import KICKDOWN, LOSSLESS, PAIR, ROUTE, SHIFTING, TELEMETRY_ONLY, made
 from ..errors import GearbxError, about
@@ -133,19 +134,26 @@ def said_of(provider: GearedProvider) -> str:
 def prepared(settings: ServerSettings, path: str | None, adapter: str | None) -> Callable[[], Served]:
     """Return what loads a model with its gears, or a pair. Raises GearbxError for none, or flags that do not fit."""
     model, template = replace(settings.model, model=path, adapter_path=adapter), settings.answers.chat_template
-    find(path or DEMO_MODEL)
     small = settings.mode.small_model
     if small is not None:
+        find(path or DEMO_MODEL)
         return lambda: serve_pair(load_pair(model, small, template), settings.mode.given())
     settings = replace(settings, model=model)
-    decide(settings, several_modes=True)
-    return lambda: load_geared(settings, template)
+    described = describe(settings)
+    decide(settings, described, several_modes=True)  # refuses while another model may still be served
+
+    def load() -> Served:
+        free = replace(described, machine=machine_for(settings))  # that model's memory is free by now
+        return load_geared(decide(settings, free, several_modes=True), template)
+
+    return load
 
 
-def load_geared(settings: ServerSettings, template: str) -> Served:
+def load_geared(decision: Decision, template: str) -> Served:
     """Return a model with its gears, as it is served. Raises GearbxError for one that cannot be loaded."""
+    settings = decision.settings
     with ExitStack() as stack:
-        loaded = Loaded.of(settings, template, several_modes=True)
+        loaded = Loaded.of(decision, template)
         draft_model = load_draft_model(settings.cache.draft_model, loaded.tokenizer)
         geared = loaded.in_gears()
         check_in_ladder(settings.mode, geared.gearbox.ladder)

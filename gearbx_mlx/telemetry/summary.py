@@ -2,12 +2,17 @@
 
 import json
 import math
+import os
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from .trace import LOOKUP, Token, writer_of
+
+IMPORTED = time.perf_counter()
 
 
 @dataclass
@@ -161,6 +166,36 @@ def summarize(
         **original,
         **further,
     }
+
+
+def process_start() -> float:
+    """Return when this process was started, in seconds of `time.perf_counter`.
+
+    Linux says it to a hundredth of a second; psutil, where it is installed, asks other systems. Elsewhere it is when
+    this module was imported.
+    """
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()  # the name may have spaces
+        since_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        return time.perf_counter() - (time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot)
+    except (OSError, ValueError, IndexError, AttributeError):
+        pass
+    try:
+        import psutil  # an optional dependency
+
+        return time.perf_counter() - (time.time() - psutil.Process().create_time())
+    except ImportError:
+        return IMPORTED
+
+
+def whole_command(entered: float, ready: float, first: float, last: float) -> dict[str, float]:
+    """Return fields of a summary: seconds from Enter until a prompt could be read, to the first token, to the last one.
+
+    Args:
+        entered, ready, first, last: seconds of `time.perf_counter`; first, last: 0 without a token.
+    """
+    times = {"ready": ready, "first_token": first or ready, "last_token": last or ready}
+    return {f"command_seconds_to_{name}": max(0.0, at - entered) for name, at in times.items()}
 
 
 def as_json(summary: Mapping[str, Any]) -> str:

@@ -14,8 +14,9 @@ from mlx_lm.models.cache import load_prompt_cache
 
 from gearbx_mlx import GearbxError
 from gearbx_mlx.chat.run import converse, obey
-from gearbx_mlx.cli.loaded import Loaded, load_cache
+from gearbx_mlx.cli.build import Loaded, decided
 from gearbx_mlx.cli.parser import command_settings
+from gearbx_mlx.cli.prompt_cache import load_cache
 from gearbx_mlx.cli.signals import CtrlC, caught
 from gearbx_mlx.decoding.caches import length
 from gearbx_mlx.generate import GenerateSettings
@@ -300,7 +301,7 @@ class TestCommands:
         settings = command_settings(
             GenerateSettings, {"prompt_cache_file": str(file), "prompt": MORE, "gears": "16"} | flags
         )
-        loaded = Loaded.of(settings)
+        loaded = Loaded.of(decided(settings))
         tokens, entries = to_read(settings, loaded, MORE, load_cache(str(file), None))
         assert tokens == unread
         assert length(entries) == len(held)

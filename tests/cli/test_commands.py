@@ -70,7 +70,7 @@ class TestGenerate:
         assert summary["effective_bits_per_weight"] == pytest.approx(np.mean([bits[gear] for gear in gears]))
         assert summary["weight_bytes_per_token"] <= summary["weight_bytes_per_token_top"]
         assert summary["managed_layers"] == 43
-        for words in ("tokens/s", "s to the first token", "shifts", "weights read", "memory"):
+        for words in ("tokens/s", "ready", "shifts", "weights read", "memory"):
             assert words in result.err
         assert {path.name for path in tmp_path.iterdir()} == {"summary.json", "trace.jsonl"}
 

@@ -16,15 +16,14 @@ from refusals import assert_refused
 
 from gearbx_mlx import GearbxError, convert
 from gearbx_mlx.chat import ChatSettings
-from gearbx_mlx.cli import decide as module
+from gearbx_mlx.cli import describe as module
 from gearbx_mlx.cli.decide import JustGears, decide
+from gearbx_mlx.cli.describe import describe
 from gearbx_mlx.cli.flags import GearFlags, LayoutSettings, ModeFlags, ModelSettings
-from gearbx_mlx.cli.loaded import load_model
 from gearbx_mlx.cli.parser import command_settings
 from gearbx_mlx.decoding.modes import SETTINGS, flags_of_mode
 from gearbx_mlx.generate import GenerateSettings, setup_arg_parser
 from gearbx_mlx.kernels.dispatch import CPU, GPU
-from gearbx_mlx.loading import load
 from gearbx_mlx.routing.gates import DEFAULT_WINDOW
 from gearbx_mlx.server import setup_arg_parser as server_parser
 from gearbx_mlx.serving.requests import Options
@@ -56,7 +55,7 @@ def places(tmp_path_factory, demo):
 
 def decided(place, **groups):
     settings = JustGears(ModelSettings(str(place)), **groups)
-    return decide(settings, load(place, lazy=True)[0])
+    return decide(settings, describe(settings))
 
 
 @pytest.mark.parametrize(
@@ -71,7 +70,7 @@ def decided(place, **groups):
 )
 def test_what_runs_and_why(places, model, groups, ladder, format, why):
     found = decided(places / model, **groups)
-    assert (str(found.ladder), found.format.name, found.why) == (ladder, format, why)
+    assert (str(found.ladder), found.format.name, found.reasons[0]) == (ladder, format, why)
 
 
 @pytest.mark.parametrize(("free", "note"), [(1e12, "drafts take about"), (1000, "memory is short")])
@@ -80,8 +79,9 @@ def test_drafts_take_what_memory_has_room_for(places, native, monkeypatch, model
     monkeypatch.setattr(module, "available_memory", lambda: free)
     found = decided(places / model, mode=LOSSLESS)
     assert (str(found.ladder), found.format.name) == ("4,16", short if free < 1e6 else "planes")
-    assert found.note.startswith(note)
-    assert ("exact" in found.note) == (model == "bfloat16")  # which alone can have it
+    (said,) = found.notes
+    assert said.startswith(note)
+    assert ("exact" in said) == (model == "bfloat16")  # which alone can have it
     assert found.takes_base
 
 
@@ -89,7 +89,7 @@ def test_the_first_answer_needs_no_model(places):
     """A server refuses what flags and files show to be wrong before it gives its model up."""
     settings = JustGears(ModelSettings(str(places / "geared")), LayoutSettings(gears="3,8"))
     with pytest.raises(GearbxError, match=r"geared: .* choose from 4, 8"):
-        decide(settings)
+        decide(settings, describe(settings))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def by_flags(places, own_cache, monkeypatch):
         monkeypatch.setattr(module, "device", lambda: device)
         monkeypatch.setattr(module, "available_memory", lambda: memory)
         settings = command_settings(GenerateSettings, {"model": str(places / model), **flags})
-        return decide(settings, load_model(settings.model, lazy=True)[0])
+        return decide(settings, describe(settings))
 
     return found
 

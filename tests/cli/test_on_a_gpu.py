@@ -6,10 +6,10 @@ import pytest
 from conftest import save_model, tiny_model
 
 from gearbx_mlx import load, stream_generate
-from gearbx_mlx.cli import decide
+from gearbx_mlx.cli import describe
+from gearbx_mlx.cli.build import Loaded, decided
 from gearbx_mlx.cli.decide import JustGears
 from gearbx_mlx.cli.flags import LayoutSettings, ModeFlags, ModelSettings
-from gearbx_mlx.cli.loaded import Loaded
 from gearbx_mlx.decoding.lossless import Lossless
 from gearbx_mlx.decoding.policy import MAX_ON_GPU
 from gearbx_mlx.gears import kernel_choices
@@ -48,9 +48,9 @@ def texts(monkeypatch, own_cache):
     metal.build.cache_clear()
 
 
-def decided(model, mode: str | None = None, **flags: object) -> Loaded:
+def loaded(model, mode: str | None = None, **flags: object) -> Loaded:
     settings = JustGears(ModelSettings(str(model), **flags), LayoutSettings(), mode=ModeFlags(mode=mode))
-    return Loaded.of(settings)
+    return Loaded.of(decided(settings))
 
 
 @pytest.mark.parametrize("others", [False, True], ids=["nothing proven", "kernels of another model proven"])
@@ -60,7 +60,7 @@ def test_the_top_gear_is_mlx_lm_bit_for_bit(models, texts, name, others):
     if others:
         key = proven.product_key("weights of 16 bits", (8, 8), mx.bfloat16, 1, "native")
         proven.keep(proven.DENSE_TEXT, key, 1.0, 2.0)
-    gearbox = decided(models / name, dtype=name).gearbox()
+    gearbox = loaded(models / name, dtype=name).gearbox()
     assert (str(gearbox.ladder), gearbox.format.name, gearbox.kernels.native) == ("4,16", "affine", others)
     plain, _ = mlx_lm.load(str(models / name))
     for tokens in ([7], [1, 5, 9, 2, 7], list(range(1, 40))):
@@ -74,7 +74,7 @@ def test_the_top_gear_is_mlx_lm_bit_for_bit(models, texts, name, others):
 
 
 def test_the_low_gear_is_mlx_lms_own_4_bits_beside_the_weights(models, texts):
-    gearbox = decided(models / "bfloat16", dtype="bfloat16").gearbox()
+    gearbox = loaded(models / "bfloat16", dtype="bfloat16").gearbox()
     gearbox.shift("low")
     plain, _ = mlx_lm.load(str(models / "bfloat16"))
     layer, original = gearbox.model.layers[0].mlp.up_proj, plain.layers[0].mlp.up_proj
@@ -84,8 +84,8 @@ def test_the_low_gear_is_mlx_lms_own_4_bits_beside_the_weights(models, texts):
 
 def test_no_pass_runs_before_the_first_token_but_those_of_the_prompt(models, texts, monkeypatch):
     monkeypatch.setenv("GEARBX_TUNE", "1")
-    loaded = decided(models / "bfloat16")
-    gearbox, passes = loaded.gearbox(), []
+    started = loaded(models / "bfloat16")
+    gearbox, passes = started.gearbox(), []
     kind = type(gearbox.model)
     call = kind.__call__
 
@@ -96,7 +96,7 @@ def test_no_pass_runs_before_the_first_token_but_those_of_the_prompt(models, tex
 
     monkeypatch.setattr(kind, "__call__", counted)
     prompt = list(range(3, 20))
-    next(stream_generate(gearbox.model, loaded.tokenizer, prompt, 8, mode=Lossless(), gearbox=gearbox))
+    next(stream_generate(gearbox.model, started.tokenizer, prompt, 8, mode=Lossless(), gearbox=gearbox))
     assert passes[:2] == [len(prompt) - 1, 1]
     assert 1 <= len(passes[2:]) <= MAX_ON_GPU  # the next draft, which is queued before the token is handed out
     assert {*passes[2:]} == {1}
@@ -113,14 +113,16 @@ def test_a_program_has_the_same_gears(models, texts):
 
 def test_drafts_have_four_tokens_at_most(models, texts, monkeypatch):
     monkeypatch.setenv("GEARBX_TUNE", "1")
-    loaded = decided(models / "bfloat16")
-    how = {"mode": Lossless(lookup_tokens=0), "gearbox": loaded.gearbox()}
-    run = stream_generate(how["gearbox"].model, loaded.tokenizer, list(range(3, 20)), 60, **how)
+    started = loaded(models / "bfloat16")
+    how = {"mode": Lossless(lookup_tokens=0), "gearbox": started.gearbox()}
+    run = stream_generate(how["gearbox"].model, started.tokenizer, list(range(3, 20)), 60, **how)
     assert 1 <= max(r.drafted for r in run) <= MAX_ON_GPU
 
 
 @pytest.mark.parametrize("kernels", ["auto", "native", "measure"])
-@pytest.mark.parametrize("flags", [(), ("--format", "exact"), ("--mode", "route"), ("--format", "rowwise")], ids=str)
+@pytest.mark.parametrize(
+    "flags", [("--mode", "lossless"), ("--format", "exact"), ("--mode", "route"), ("--format", "rowwise")], ids=str
+)
 def test_no_command_dies_by_a_text_that_apples_compiler_refuses(command, models, texts, monkeypatch, flags, kernels):
     monkeypatch.setenv("GEARBX_TUNE", "1")
     common = "generate", "--model", models / "bfloat16", *GENERATE, *flags, "--kernels"
@@ -153,14 +155,14 @@ def test_a_proof_of_a_text_that_is_refused_later_costs_one_line(command, models,
 
 
 def test_another_gpu_has_the_same(models, monkeypatch):
-    for module in (dispatch, decide, kernel_choices):
+    for module in (dispatch, describe, kernel_choices):
         monkeypatch.setattr(module, "device", lambda: GPU)
-    gearbox = decided(models / "float16").gearbox()
+    gearbox = loaded(models / "float16").gearbox()
     assert (str(gearbox.ladder), gearbox.format.name, gearbox.kernels.native) == ("4,16", "affine", False)
 
 
 def test_a_quantized_checkpoint_keeps_its_codes_whole(models, texts):
-    gearbox = decided(models / "8bit", dtype="bfloat16").in_gears().gearbox
+    gearbox = loaded(models / "8bit", dtype="bfloat16").in_gears().gearbox
     plain, _ = mlx_lm.load(str(models / "8bit"))
     assert str(gearbox.ladder) == "8"
     assert mx.array_equal(gearbox.model(mx.array([[3, 5]])), plain(mx.array([[3, 5]]))).item()

@@ -111,7 +111,7 @@ class TestPrompts:
             assert 0 < told[1] < told[-1] == 1
 
     def test_gears_that_take_long_suggest_a_checkpoint_once(self, command, monkeypatch):
-        monkeypatch.setattr("gearbx_mlx.cli.loaded.SLOW_MAKING", 0.0)
+        monkeypatch.setattr("gearbx_mlx.cli.build.SLOW_MAKING", 0.0)
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Tom has 3 apples.\nAnd now?\n")))
         advice = "gearbx_mlx convert --mlx-path DIR --gears 4,16 --format planes writes them once"
         for name in ("generate", "chat"):

@@ -319,6 +319,7 @@ def test_the_revision_is_that_of_the_checkpoint(two_shards, tmp_path, command, m
         return two_shards
 
     monkeypatch.setattr("gearbx_mlx.loading.snapshot_download", download)
-    flags = command_flag, "somebody/geared", "--revision", "v2", "--mlx-path", tmp_path / "out"
+    name = f"somebody/geared{command_flag}"  # a process looks a name up once
+    flags = command_flag, name, "--revision", "v2", "--mlx-path", tmp_path / "out"
     assert command("convert", *flags).status == 0
-    assert asked == [("somebody/geared", "v2")]
+    assert asked == [(name, "v2")]

@@ -279,7 +279,7 @@ def test_a_model_that_a_mac_has_no_memory_for_is_refused_before_it_is_read(comma
     size = read_files(DEMO_MODEL).total
     monkeypatch.setattr(metal, "available", lambda: True)
     monkeypatch.setattr(mx, "device_info", lambda *device: {LIMIT: size // 2, "memory_size": size - 1})
-    monkeypatch.setattr("gearbx_mlx.cli.loaded.load_model", lambda *arguments: pytest.fail("it was read"))
+    monkeypatch.setattr("gearbx_mlx.cli.build.load_model", lambda *arguments: pytest.fail("it was read"))
     done = command("generate", "--max-tokens", 1)
     sizes = f"has {human_bytes(size)} of weights, and this machine {human_bytes(size - 1)} of memory"
     assert_refused(done, f"demo: {sizes}; give a checkpoint in fewer bits, or a smaller model")
