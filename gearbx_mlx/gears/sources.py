@@ -132,9 +132,11 @@ class FromWeights(Source):
         for path, modules in made.items():  # one by one, so that temporary memory is freed before the next
             # All that was made together: an array that is not yet computed keeps the original weight in memory.
             mx.eval([module.parameters() for module in modules])
-            shown = ("scales", "codebook", "library", "outliers")  # which show weights that are not finite
-            fitted = [linear_of(module).get(name) for module in modules for name in shown]
-            check_quantized(path, originals[path], (array for array in fitted if array is not None))
+            names = ("scales", "codebook", "library", "outliers")  # which show weights that are too large
+            fitted = [linear_of(module).get(name) for module in modules for name in names]
+            fitted = [array for array in fitted if array is not None]
+            shown = all(self.format.shows_damage(linear_of(module)) for module in modules)
+            check_quantized(path, originals[path], fitted, shown and bool(fitted) and path not in self.base)
 
 
 def made_over(
