@@ -45,7 +45,7 @@ from .bases import Base, find_base
 from .decide import Decision, decide, governed
 from .flags import CacheSettings, GearedSettings, ModelSettings, SamplingSettings, check_sampling
 from .tables import kernels_table
-from .terminal import messages, note, show_compiling, show_encoding, spinner
+from .terminal import messages, note, show_compiling, show_encoding, show_keeping, spinner
 
 SLOW_MAKING = 5.0  # seconds that gears take to be made, from which on a geared checkpoint is worth its disk
 
@@ -215,6 +215,7 @@ def make_gearbox(decision: Decision, model: nn.Module, base: Base | None = None)
     if decision.observes:
         return Observer(model, decision.ladder, dtype=dtype, **kernels.of_gearbox)
     show_encoding()
+    show_keeping()
     layers: dict[str, Any] = {"manage": decision.manage, "widths": decision.cap_bits}
     if decision.precision is not None and decision.saved is None:
         layers = layers_of_manifest(decision, decision.precision, model)
@@ -230,6 +231,7 @@ def make_gearbox(decision: Decision, model: nn.Module, base: Base | None = None)
         checkpoint=find(name or DEMO_MODEL) if residency == "disk" else None,
         dtype=dtype,
         base=None if base is None else base.layers,
+        keep=not gears.no_cache,
         **kernels.of_gearbox,
         **layers,
     )

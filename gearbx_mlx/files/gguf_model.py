@@ -32,6 +32,7 @@ from .gguf import CODED, GGUF_GROUP, MAGIC, Gguf, GgufTensor, affine_codes
 from .model_directory import MOST_LAYERS, REFETCH
 from .reading import shown, unreadable
 from .unpacked import contents, unpacked
+from .writing import align_arrays
 
 WIDENED = "gguf_unpacked"  # a field of config.json that is ours: what takes more memory than in the file
 BLOCKS_OF_27B = {"gemma2": 46, "gemma3_text": 62}  # of Gemma 2 and 3: it scales queries by the mean width of a head
@@ -178,6 +179,8 @@ def write_model(file: Path, directory: Path, dtype: mx.Dtype | None = None) -> N
         raise not_fitting(gguf, f"a number of heads, a token or another field: {one_line(error)}") from error
     try:
         mx.save_safetensors(str(directory / "model.safetensors"), weights, metadata={"format": "mlx"})
+        del weights
+        align_arrays(directory / "model.safetensors")
     except RuntimeError as error:  # MLX's, of a disk that is full for instance
         raise OSError(one_line(error)) from error
     check_loads(gguf, directory)

@@ -37,6 +37,7 @@ from .cost import (
 )
 from .discovery import DENSE_LAYERS, QUANTIZED, Layer, Predicate, at_least, at_most, none_managed, tied_head
 from .in_place import own_codes
+from .kept import KeptGears, kept_gears
 from .kernel_choices import KernelChoices, choose_kernels
 from .ladder import DEFAULT_ACTIVATIONS, DEFAULT_KERNELS, DEFAULT_LADDER, DENSE, Gear, Ladder
 from .layout import (
@@ -105,6 +106,8 @@ class Gearbox:
         widths: further bits at which every layer is stored, so that `cap` can put it there.
         low_model: a quantized model that becomes the lowest gear: its layers, and what else its quantizer changed.
         base: path to the plane of a layer in the lowest gear, from `calibrate_base`; other layers are rounded.
+        keep: use gears that an earlier start kept in the user's cache, and keep those that are made. For a model as
+            `load` returned it, whose arrays are what its files have.
 
     Raises:
         GearbxError: an argument that does not exist, bits that the format does not support, a quantized model, no
@@ -130,8 +133,10 @@ class Gearbox:
         widths: Sequence[int] = (),
         low_model: nn.Module | None = None,
         base: Mapping[str, Planes] | None = None,
+        keep: bool = False,
     ):
         warn_if_untested()
+        kept = kept_gears(model) if keep and residency == "resident" and not base else None
         layout = layout_of(model, ladder, format, manage, group_size)
         self.model, self.saved, self.device = model, layout.saved, device_in_use()
         self.ladder, self.format, self.group_size = layout.ladder, layout.format, layout.group_size
@@ -158,7 +163,7 @@ class Gearbox:
         self.keeps_all = not isinstance(self.residency, Disk)  # gears stay in memory while another one is engaged
         self._widths = tuple(widths)
         self.base = base or {}
-        self.source = self._source(layout, scales, widths)
+        self.source = self._source(layout, scales, widths, kept)
         self._further: dict[bool, dict[str, nn.Module]] = {}  # lowest gear or not: what changes beside the layers
         if low_model is not None:
             self.source = external_low_gear(low_model, self.layers, self.source, residency)
@@ -183,7 +188,9 @@ class Gearbox:
         own(self.model, self._shapes, partial(why_unsaveable, self), gearbox=True)
         self._begin()
 
-    def _source(self, layout: Layout, scales: Mapping[str, mx.Dtype], widths: Sequence[int]) -> Source:
+    def _source(
+        self, layout: Layout, scales: Mapping[str, mx.Dtype], widths: Sequence[int], kept: KeptGears | None
+    ) -> Source:
         """Return where modules come from: the model's weights, or the files of a geared checkpoint."""
         if layout.saved is not None:
             of_files = layout.saved, scales, self.compute_dtype
@@ -194,7 +201,7 @@ class Gearbox:
             return FromCodes(layout.codes, layout.ladder, self.compute_dtype)
         shapes = {layer.path: layer.module.weight.shape for layer in self._changing}
         settings = layout.format, layout.ladder, layout.group_size, self.storage, self.compute_dtype, shapes
-        return FromWeights(*settings, self._tables, widths, self.base)
+        return FromWeights(*settings, self._tables, widths, self.base, kept)
 
     def _made(self) -> dict[str, dict[int, nn.Module]] | None:
         """Return the gears that exist from the start, which is all where originals are dropped; None: the originals."""
