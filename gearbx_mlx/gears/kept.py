@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Mapping
@@ -35,7 +36,7 @@ from ..kernels.tuner import kernels_hash
 from .mapped import Origin, load_arrays, origin_of
 from .tensor_files import TYPE_NAMES, TensorFile, bits_in, header_of, sum_of_bytes
 
-FOLDER = "gears"
+FOLDER, THREAD = "gears", "gearbx keep"
 MIN_KEPT_BYTES = 2**25  # of the weights: gears of smaller models are made in some milliseconds
 SHARE_OF_ROOM = 4  # all entries take at most this part of the room, with what they take already
 MOST_REMEMBERED = 64  # files whose hash is remembered
@@ -138,7 +139,7 @@ class KeptGears:
         if not fits:
             return
         when_keeping(size, place.parent)
-        threading.Thread(target=self._write, args=(place, wanted, bits, names), name="gearbx keep").start()
+        in_background(functools.partial(self._write, place, wanted, bits, names))
 
     def _place(self, wanted: Any) -> Path:
         """Return the file of an entry. Raises CacheUnusable as `open_cache`."""
@@ -150,7 +151,6 @@ class KeptGears:
         return open_cache() / FOLDER / f"{sampled[:16]}-{about[:16]}.safetensors"
 
     def _write(self, place: Path, wanted: Any, bits: Mapping[str, tuple], names: Any) -> None:
-        yield_to_others()
         try:
             write_entry(place, wanted, contents_of(self.origin), bits, names)
         except (CacheUnusable, OSError) as error:
@@ -230,11 +230,15 @@ def make_room(folder: Path, size: int) -> bool:
     return True
 
 
-def yield_to_others() -> None:
-    """Let this thread wait for all others, where the system has priorities of threads."""
-    setter: Callable[..., None] | None = getattr(os, "setpriority", None)
-    if setter is not None and hasattr(os, "sched_getaffinity"):  # Linux: a thread has its own
-        setter(os.PRIO_PROCESS, threading.get_native_id(), 19)
+def in_background(write: Callable[[], None]) -> None:
+    """Call a function in a thread that waits for all others, where the system has priorities of threads."""
+
+    def run() -> None:
+        if sys.platform == "linux":  # where a thread has its own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        write()
+
+    threading.Thread(target=run, name=THREAD).start()
 
 
 def kept_gears(model: Any) -> KeptGears | None:

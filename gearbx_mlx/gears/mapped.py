@@ -6,6 +6,7 @@ reads it. What was loaded knows its files (`Origin`), so that what is made of it
 
 import hashlib
 import os
+import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -80,9 +81,15 @@ class Origin:
         return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
 
     def whole(self) -> str:
-        """Return 64 hexadecimal digits of all bytes. Raises GearbxError for files that changed since they were read."""
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            hashes = [hash_of(path, pool) for path in sorted(self.states)]
+        """Return 64 hexadecimal digits of all bytes. Raises GearbxError for files that changed since they were read.
+
+        All cores hash, unless this is a thread beside the work of the model, or the process ends.
+        """
+        if threading.current_thread() is threading.main_thread():
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                hashes = [hash_of(path, pool.map) for path in sorted(self.states)]
+        else:
+            hashes = [hash_of(path, map) for path in sorted(self.states)]
         self.check()
         return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
 
@@ -93,8 +100,8 @@ class Origin:
                 raise GearbxError(f"{path}: changed while it was in use; start again")
 
 
-def hash_of(path: Path, pool: ThreadPoolExecutor) -> str:
-    """Return 64 hexadecimal digits of all bytes of a file, which several cores read."""
+def hash_of(path: Path, over: Any) -> str:
+    """Return 64 hexadecimal digits of all bytes of a file. over: `map`, or that of a pool."""
 
     def hash_from(begin: int) -> bytes:
         with open(path, "rb", buffering=0) as file:
@@ -102,7 +109,7 @@ def hash_of(path: Path, pool: ThreadPoolExecutor) -> str:
             return hashlib.sha256(file.read(HASHED_TOGETHER)).digest()
 
     try:
-        parts = pool.map(hash_from, range(0, path.stat().st_size, HASHED_TOGETHER))
+        parts = over(hash_from, range(0, path.stat().st_size, HASHED_TOGETHER))
         return hashlib.sha256(b"".join(parts)).hexdigest()
     except OSError as error:
         raise unreadable(path, error) from error
