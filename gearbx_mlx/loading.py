@@ -46,6 +46,7 @@ from .files.smollm2 import SMOLLM2, smollm2_directory
 from .gears.adapters import add_adapter
 from .gears.dividing import Ranks, cut_into_stages, divide, divide_saved, ranks_of, stage_of
 from .gears.manifest import GEARS_FILE, Manifest, read_manifest
+from .gears.mapped import load_mapped, mapping_kernels
 from .gears.offload import large_pages
 from .gears.saved import SavedGears, open_gears
 
@@ -182,8 +183,12 @@ def untrusted(directory: Path) -> GearbxError:
 
 def load_plain(directory: Path, ranks: Ranks | None, pipeline: bool, **kwargs: Any) -> tuple[nn.Module, Any, dict]:
     """Return a model without gears, as `mlx_lm.load` has it; or a rank's part of it."""
-    with large_pages(sum(file.stat().st_size for file in directory.glob("*.safetensors"))):
-        model, tokenizer, config = read_together(directory, **kwargs)
+    load = functools.partial(read_together, directory, **kwargs)
+    if ranks is None and mapping_kernels() is not None:
+        model, tokenizer, config = load_mapped(directory, load)
+    else:
+        with large_pages(sum(file.stat().st_size for file in directory.glob("*.safetensors"))):
+            model, tokenizer, config = load()
     with about(directory):
         check_kinds(model)
         if ranks is not None:

@@ -11,6 +11,7 @@ from ..settings import Settings, flag
 CACHE_KINDS = {
     "kernels": "compiled CPU kernels",
     "bases": "codes of calibrated bases",
+    "gears": "gears made from weights",
     "models": "unpacked GGUF files",
     "times": "measured times, and what texts taught",
     "other": "anything else",

@@ -17,6 +17,8 @@ from ..kernels.cpu import BUILDING_LOCK, MODULE_NAME
 from ..settings import human_bytes
 from . import CACHE_KINDS, UsersCacheSettings
 
+FOLDERS = ("bases", "gears")  # with a file for each entry
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -50,7 +52,7 @@ def cache_entries(directory: Path) -> Iterator[Kept]:
     """Find what is in the cache, except for locks, which belong to processes."""
     for path in sorted(directory.iterdir()):
         kind = kind_in_cache(path)
-        for each in sorted(path.iterdir()) if kind == "bases" else [path]:
+        for each in sorted(path.iterdir()) if kind in FOLDERS else [path]:
             if not each.name.endswith(".lock"):
                 with suppress(FileNotFoundError):  # another process removed it meanwhile
                     yield Kept(each, kind, disk_size(each), each.stat().st_mtime)
@@ -60,8 +62,8 @@ def kind_in_cache(path: Path) -> str:
     """Return the kind of a file or directory right below the cache."""
     if path.name.lstrip(".").startswith(MODULE_NAME):
         return "kernels"
-    if path.name == "bases" and path.is_dir():
-        return "bases"
+    if path.name in FOLDERS and path.is_dir():
+        return path.name
     if path.suffix == ".json":
         return "times"
     is_model = path.is_dir() and (path.name.startswith(".") or (path / "config.json").exists())

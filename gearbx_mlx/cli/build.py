@@ -44,7 +44,7 @@ from .describe import describe
 from .flags import CacheSettings, GearedSettings, ModelSettings, SamplingSettings, check_sampling
 from .memory import beyond
 from .tables import kernels_table
-from .terminal import messages, note, show_compiling, show_encoding, spinner
+from .terminal import messages, note, show_compiling, show_encoding, show_keeping, spinner
 
 SLOW_MAKING = 5.0  # seconds that gears take to be made, from which on a geared checkpoint is worth its disk
 
@@ -199,6 +199,7 @@ def make_gearbox(decision: Decision, model: nn.Module, base: Base | None = None)
     if decision.observes:
         return Observer(model, decision.ladder, dtype=dtype, **kernels.of_gearbox)
     show_encoding()
+    show_keeping()
     layers: dict[str, Any] = {"manage": decision.manage, "widths": decision.cap_bits}
     if decision.precision is not None and decision.saved is None:
         layers = layers_of_manifest(decision, decision.precision, model)
@@ -214,6 +215,7 @@ def make_gearbox(decision: Decision, model: nn.Module, base: Base | None = None)
         checkpoint=decision.model.directory if residency == "disk" else None,
         dtype=dtype,
         base=None if base is None else base.layers,
+        keep=not gears.no_cache,
         **kernels.of_gearbox,
         **layers,
     )
@@ -229,7 +231,11 @@ def show_kernels(gearbox: Gearbox) -> None:
     tuner = gearbox.kernel_choices.tuner
     for product, wrong in tuner.wrong.items():
         for name, difference in wrong.items():
-            by = "is not a number" if difference == FAILED else f"differs by {difference:.2g} times what rounding explains"
+            by = (
+                "is not a number"
+                if difference == FAILED
+                else f"differs by {difference:.2g} times what rounding explains"
+            )
             note(f"kernel {name} is not used for {product}: its product {by}")
     if tuner.used:
         messages.print(kernels_table(tuner.used))

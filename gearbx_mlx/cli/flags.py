@@ -481,6 +481,7 @@ class GearFlags(Settings):
         const="",
         metavar="TEXT|MODEL",
     )
+    no_cache: bool = flag(False, "Make gears anew, and keep none in the cache for later starts.", rare=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -267,6 +267,15 @@ def show_encoding() -> None:
     sources.while_encoding = partial(counting, "encoding", in_bytes=True)
 
 
+def show_keeping() -> None:
+    """Say which gears a start keeps for later ones."""
+    from ..gears import kept  # imports mlx
+
+    kept.when_keeping = lambda size, folder: note(
+        f"gears: {human_bytes(size)} are kept in {folder}, and the next start maps them; --no-cache keeps none"
+    )
+
+
 class TintedText:
     """Writes text on stdout as it is made, each piece in the colour of who wrote it (`writer_of`): a gear or LOOKUP.
 

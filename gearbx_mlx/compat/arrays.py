@@ -1,12 +1,17 @@
-"""What MLX does not promise of its arrays: how a type is copied, where the random key is, that bytes can be written."""
+"""What MLX does not promise of its arrays: how a type is copied, where the random key is, that bytes can be written.
+
+And what mlx-lm does not promise of how it loads them.
+"""
 
 import contextlib
 import copyreg
 import functools
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import mlx.core as mx
+import mlx_lm.utils
 
 from ..errors import GearbxError
 
@@ -22,6 +27,28 @@ def dtype_named(name: str) -> mx.Dtype:
 
 # MLX does not say how a type is copied, and a gearbox, which is copied with its model, has some.
 copyreg.pickle(mx.Dtype, lambda dtype: (dtype_named, (dtype_name(dtype),)))
+
+
+_loading = threading.Lock()
+
+
+@contextlib.contextmanager
+def loading_with(load: Callable[[str], Any]) -> Iterator[None]:
+    """In the block, mlx-lm reads files of weights with another function than MLX's; in one thread at a time."""
+
+    class Other:
+        """MLX, but for its function `load`."""
+
+        def __getattr__(self, name: str) -> Any:
+            return load if name == "load" else getattr(mx, name)
+
+    with _loading:
+        utils: Any = mlx_lm.utils
+        utils.mx = Other()
+        try:
+            yield
+        finally:
+            utils.mx = mx
 
 
 class OwnRandomState:

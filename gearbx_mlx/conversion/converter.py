@@ -37,11 +37,8 @@ from ..gears.offload import EMPTY, put_parameters
 from ..gears.saved import LAYER_KINDS
 from ..gears.sources import made_over
 from ..gears.tensor_files import (
-    LENGTH,
-    TYPE_NAMES,
-    ArrayPlace,
-    FileHeader,
-    TensorEntry,
+    TensorFile,
+    bits_in,
     few_values,
     fingerprint_of,
     hash_bytes,
@@ -49,14 +46,8 @@ from ..gears.tensor_files import (
 )
 from ..kernels.bit_planes import Planes
 
-UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}  # by bytes of a number
 COUNTS = (2, 3, 4, 8, 16, 32, 64, 128)  # of equal pieces that classes cut tensors into: gate and up, experts
 TENSOR_CUTS = [(axis, count, False) for axis in (-2, -1) for count in COUNTS] + [(axis, 2, True) for axis in (-2, -1)]
-
-
-def bits_in(array: mx.array) -> np.ndarray:
-    """Return the bits of an evaluated array, of its shape."""
-    return np.array(array.reshape(-1).view(UNSIGNED[array.dtype.size]), copy=False).reshape(array.shape)
 
 
 def hash_bits(array: np.ndarray) -> str:
@@ -163,46 +154,6 @@ class Plan:
     def managed(self) -> str | Predicate:
         """Return the argument `manage` of `Gearbox`."""
         return self.manage if self.bits is None else with_bits(self.bits)
-
-
-class TensorFile:
-    """Write a new safetensors file: arrays one after the other, after `room` for the header, which is known last."""
-
-    def __init__(self, path: Path, room: int):
-        self.path, self.room, self.end = path, room, 0
-        self.entries: dict[str, TensorEntry] = {}
-        self.file = open(path, "wb")  # noqa: SIM115
-        self.file.seek(LENGTH.size + room)
-
-    def append(self, arrays: Iterable[tuple[str, mx.array]]) -> dict[str, str]:
-        """Write evaluated arrays, and return their hashes."""
-        return {
-            name: self.append_data(name, TYPE_NAMES[array.dtype], array.shape, bits_in(array)) for name, array in arrays
-        }
-
-    def append_data(self, name: str, dtype: str, shape: tuple[int, ...], data: np.ndarray) -> str:
-        """Write an array from its bits in memory, row after row, and return its hash."""
-        self.file.write(data.data)
-        span = (self.end, self.end + data.nbytes)
-        self.entries[name] = TensorEntry(dtype, shape, span)
-        self.end = span[1]
-        return hash_bytes(data)
-
-    @property
-    def places(self) -> dict[str, ArrayPlace]:
-        """Return where each array is."""
-        return FileHeader(self.path, self.entries, LENGTH.size + self.room).places
-
-    def finish(self) -> None:
-        """Write the header, which completes the file."""
-        header = msgspec.json.encode({"__metadata__": {"format": "mlx"}} | self.entries)
-        assert len(header) <= self.room, "more names than there is room for"
-        self.file.seek(0)
-        self.file.write(LENGTH.pack(self.room) + header.ljust(self.room))
-        self.close()
-
-    def close(self) -> None:
-        self.file.close()
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,8 @@ from ..gears.tensor_files import (
     ArrayPlace,
     FileHeader,
     TensorEntry,
+    TensorFile,
+    bits_in,
     hash_bytes,
     hash_places,
     header_of,
@@ -50,7 +52,7 @@ from ..gears.tensor_files import (
 from ..kernels.exact import ExactMatrix
 from ..kernels.products import decoded
 from ..loading import read_config
-from .converter import BASE_FILE, TensorFile, assembled, bits_in, seen, tensor_of
+from .converter import BASE_FILE, assembled, seen, tensor_of
 from .model_card import CARD
 
 REPORT = "selection.json"  # which bits every layer got, and why

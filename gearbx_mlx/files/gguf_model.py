@@ -32,7 +32,9 @@ from .gguf import CODED, GGUF_GROUP, MAGIC, Gguf, GgufTensor, affine_codes
 from .model_directory import MOST_LAYERS, REFETCH
 from .reading import shown, unreadable
 from .unpacked import contents, unpacked
+from .writing import align_arrays
 
+LARGE_BYTES = 2**29  # in the cache, from which on a user should know of them
 WIDENED = "gguf_unpacked"  # a field of config.json that is ours: what takes more memory than in the file
 BLOCKS_OF_27B = {"gemma2": 46, "gemma3_text": 62}  # of Gemma 2 and 3: it scales queries by the mean width of a head
 ROPE_THETA = 10000.0  # where the file has none
@@ -166,6 +168,7 @@ def write_model(file: Path, directory: Path, dtype: mx.Dtype | None = None) -> N
     gguf = Gguf(file)
     with about(file):
         check_metadata(gguf)
+    tell_size(gguf)
     try:
         config, weights = config_of(gguf, dtype), weights_of(gguf, dtype)
         write_tokenizer(gguf.metadata, directory)
@@ -178,9 +181,25 @@ def write_model(file: Path, directory: Path, dtype: mx.Dtype | None = None) -> N
         raise not_fitting(gguf, f"a number of heads, a token or another field: {one_line(error)}") from error
     try:
         mx.save_safetensors(str(directory / "model.safetensors"), weights, metadata={"format": "mlx"})
+        del weights
+        align_arrays(directory / "model.safetensors")
     except RuntimeError as error:  # MLX's, of a disk that is full for instance
         raise OSError(one_line(error)) from error
     check_loads(gguf, directory)
+
+
+def tell_size(gguf: Gguf) -> None:
+    """Say how much room a large file takes in the cache, before it does."""
+    size = sum(unpacked_bytes(tensor) for tensor in gguf.tensors.values())
+    if size > LARGE_BYTES:
+        said = f"{gguf.path}: takes about {size / 1e9:.2g} GB in the cache too, once; gearbx_mlx cache --empty models"
+        warnings.warn(f"{said} frees them", GearbxWarning, stacklevel=2)
+
+
+def unpacked_bytes(tensor: GgufTensor) -> int:
+    """Return the bytes that a tensor takes as mlx-lm loads it."""
+    weights, bits = math.prod(tensor.shape), CODED.get(tensor.kind.name)
+    return 2 * weights if bits is None else weights * bits // 8 + 2 * 2 * weights // GGUF_GROUP
 
 
 def not_fitting(gguf: Gguf, reason: str) -> GearbxError:

@@ -21,7 +21,7 @@ from .reading import unreadable
 from .user_cache import CacheUnusable, check_owner, open_cache
 from .writing import FULL, new_directory, remove
 
-FORM = 3  # of what is written; another one has other names
+FORM = 4  # of what is written; another one has other names
 RECORD = "unpacked.json"
 HEADER, PLACES, HASHED_BLOCK = 2**24, 1024, 2**12  # bytes, places behind them, bytes there
 SUMMED_BYTES = 2**24

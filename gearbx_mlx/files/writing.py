@@ -264,6 +264,23 @@ def make_directory(path: Path) -> None:
         raise GearbxError(f"{path}: cannot be made ({error.strerror}); choose another directory") from error
 
 
+LINE = 64  # bytes of a cache; the arrays of a file that begin on one can be used where they lie
+
+
+def align_arrays(path: Path) -> None:
+    """Move the arrays of a safetensors file that MLX has written to where a line begins. Raises OSError."""
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        spaces = -(8 + length) % LINE
+        if not spaces:
+            return
+        beside = path.with_name(f"{path.name}{PART}")
+        with open(beside, "wb") as out:
+            out.write((length + spaces).to_bytes(8, "little") + file.read(length) + b" " * spaces)
+            shutil.copyfileobj(file, out, 2**24)
+    beside.replace(path)
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a text file. Raises GearbxError if that fails; the file that was there before then stays."""
     with replacing(path) as place:

@@ -91,6 +91,10 @@ class Format:
         """
         raise NotImplementedError
 
+    def shows_damage(self, dense: nn.Module) -> bool:
+        """Return whether a weight that is not finite shows in the scales that `modules` makes of it."""
+        return False
+
     def module(self, dense: nn.Module, bits: int, arrays: Arrays, ladder: Bits, group_size: int) -> nn.Module:
         """Return the gear with `bits` over stored arrays.
 
@@ -154,11 +158,21 @@ def is_finite(array: mx.array) -> bool:
     return not array.size or bool(((array.view(bits) & (sign - 1)).max() < infinity).item())
 
 
-def check_quantized(path: str, weight: mx.array, arrays: Iterable[mx.array]) -> None:
-    """Raises GearbxError for a weight that is not finite, or so large that `arrays` made of it are not."""
-    if not is_finite(weight):
+def is_finite_by_strips(weight: mx.array) -> bool:
+    """Return `is_finite` of a weight (..., I), without temporary memory as large as the weight."""
+    rows = weight.reshape(-1, weight.shape[-1])
+    return all(is_finite(rows[block]) for block in row_blocks(*rows.shape))
+
+
+def check_quantized(path: str, weight: mx.array, arrays: Iterable[mx.array], shown: bool = False) -> None:
+    """Raises GearbxError for a weight that is not finite, or so large that `arrays` made of it are not.
+
+    shown: whether `arrays` are not finite either where the weight is not, so that it need not be read.
+    """
+    made_finite = all(map(is_finite, arrays))
+    if not (shown and made_finite) and not is_finite_by_strips(weight):
         raise GearbxError(f"{path}: weights are not finite and cannot be quantized; check the checkpoint")
-    if not all(map(is_finite, arrays)):
+    if not made_finite:
         largest = mx.abs(weight).max().item()
         raise GearbxError(f"{path}: has weights up to {largest:.3g}, too large to be quantized; check the checkpoint")
 

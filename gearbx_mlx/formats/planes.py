@@ -24,6 +24,7 @@ from ..compat.classes import bare
 from ..errors import GearbxError
 from ..kernels.bit_planes import (
     SCALE_FLOOR,
+    PanelPlanes,
     Planes,
     packed_planes,
     plane_shifts,
@@ -48,6 +49,7 @@ from .native import (
     over_plane,
     planes_kind,
     stored_planes,
+    takes_panels,
     with_expert_bias,
 )
 
@@ -59,57 +61,61 @@ def plane_widths(ladder: Sequence[int]) -> tuple[int, ...]:
     return (ladder[0], *(high - low for low, high in itertools.pairwise(ladder)))
 
 
-def split(
-    weight: mx.array,
-    widths: Sequence[int],
-    group_size: int,
-    dtype: mx.Dtype | None = None,
-    kernels: ModuleType | None = None,
-) -> Planes:
+def split(weight: mx.array, widths: Sequence[int], group_size: int, dtype: mx.Dtype | None = None) -> Planes:
     """Quantize a matrix (..., O, I), floating, into planes; I is a multiple of group_size: 32, 64 or 128.
 
     Scale and bias of the first plane are rounded to the weight's own type before codes are fitted to them. So the top
     gear loses nothing to the rounding. Those of a single plane are also fitted to the codes, by least squares.
 
     widths: bits of each plane, most significant first; GearbxError for more than 8 together. dtype: of scales and
-    biases; the weight's own type if not given. kernels: native ones, which make the same planes faster.
+    biases; the weight's own type if not given.
     """
-    if sum(widths) > 8:
-        raise GearbxError(f"planes of {'+'.join(map(str, widths))} bits are more than 8 together")
+    check_together(widths)
     blocks = min(weight.shape[-2], math.ceil(weight.size / SPLIT_WEIGHTS))
     if blocks < 2:
-        return _split(weight, widths, group_size, dtype or weight.dtype, kernels)
+        return _split(weight, widths, group_size, dtype or weight.dtype)
     parts = []
     for rows in mx.split(weight, [weight.shape[-2] * i // blocks for i in range(1, blocks)], axis=-2):
-        parts.append(_split(rows, widths, group_size, dtype or weight.dtype, kernels))
+        parts.append(_split(rows, widths, group_size, dtype or weight.dtype))
         mx.eval(parts[-1].arrays)
     return _join(parts)
 
 
-def _split(
-    weight: mx.array, widths: Sequence[int], group_size: int, dtype: mx.Dtype, kernels: ModuleType | None
+def check_together(widths: Sequence[int]) -> None:
+    """Raise GearbxError for planes that have more bits together than a code."""
+    if sum(widths) > 8:
+        raise GearbxError(f"planes of {'+'.join(map(str, widths))} bits are more than 8 together")
+
+
+def split_natively(
+    dense: nn.Module, widths: Sequence[int], group_size: int, dtype: mx.Dtype, kernels: ModuleType
 ) -> Planes:
+    """Return the same planes of a native layer's weight in the order of its kernels, made by all cores in one pass."""
+    check_together(widths)
+    weight = mx.contiguous(dense.weight)
+    mx.eval(weight)
+    panels = takes_panels(dense, widths)
+    words, scales, biases = kernels.make_planes(weight, list(widths), group_size, SCALE_FLOOR[weight.dtype], panels)
+    of_width = dict(zip(dict.fromkeys(widths[1:]), biases[1:]))  # planes of one width share a bias
+    kind = PanelPlanes if panels else Planes
+    planes = kind(words, scales, [biases[0], *(of_width[width] for width in widths[1:])], tuple(widths), group_size)
+    if dtype != weight.dtype:
+        cast = {id(array): array.astype(dtype) for array in (scales, *biases)}
+        planes = planes.each_scale(lambda array: cast[id(array)])
+    return planes if panels else for_kernels(dense, planes)
+
+
+def _split(weight: mx.array, widths: Sequence[int], group_size: int, dtype: mx.Dtype) -> Planes:
     """`split` for rows that are not too many to be split at once."""
     rest, own = sum(widths[1:]), weight.dtype
-    if kernels is None:
-        grouped = weight.astype(mx.float32).reshape(*weight.shape[:-1], -1, group_size)
-        ends = grouped.min(axis=-1), grouped.max(axis=-1)
-    else:
-        weight = mx.contiguous(weight)
-        mx.eval(weight)
-        ends = kernels.group_ends(weight, group_size)
-    scale, first = scale_and_bias(*ends, widths, own)
+    grouped = weight.astype(mx.float32).reshape(*weight.shape[:-1], -1, group_size)
+    scale, first = scale_and_bias(grouped.min(axis=-1), grouped.max(axis=-1), widths, own)
     # Planes of one width share a bias.
     others = {width: rounded(-scale * (2**width - 1) / 2, own) for width in widths[1:]}
     offset = first
     for width, shift in zip(widths[1:], plane_shifts(widths)[1:]):
         offset = offset + others[width] * 2.0**-shift
-    if kernels is None:
-        weights, step, offset = quantize(weight, scale * 2.0**-rest, offset, widths)
-    else:
-        grid = scale * 2.0**-rest, offset
-        mx.eval(grid)
-        weights, step, offset = kernels.quantize(weight, *grid, widths, group_size, not rest, SCALE_FLOOR[own])
+    weights, step, offset = quantize(weight, scale * 2.0**-rest, offset, widths)
     if not rest:
         scale, first = step, offset
     stored = {width: bias.astype(dtype) for width, bias in others.items()}
@@ -123,7 +129,7 @@ def quantize(
     """Return the planes of a weight (..., O, I) in steps of its groups from an offset, (..., O, G) float32; and these.
 
     Those of a single plane are fitted to its codes once. Fitting them again hardly changes the predictions of SmolLM2.
-    As the native `quantize`, with MLX's own operations.
+    As the native `make_planes`, with MLX's own operations.
     """
     bits, grouped = sum(widths), weight.astype(mx.float32).reshape(*step.shape, -1)
     codes = nearest_codes(grouped, step, offset, bits)
@@ -335,9 +341,15 @@ class NestedPlanes(Affine):
     name = "planes"
     scales = Affine.scales | {"plane_biases"}
 
+    def shows_damage(self, dense: nn.Module) -> bool:
+        return isinstance(dense, Native) and cpu_kernels(1) is not None
+
     def modules(self, dense: nn.Module, bits: int, ladder: Bits, group_size: int, dtype: mx.Dtype) -> Gears:
-        kernels = cpu_kernels(1) if isinstance(dense, Native) else None
-        planes = for_kernels(dense, split(dense.weight, self.widths(bits, ladder), group_size, dtype, kernels))
+        kernels, widths = cpu_kernels(1) if isinstance(dense, Native) else None, self.widths(bits, ladder)
+        if kernels is None:
+            planes = for_kernels(dense, split(dense.weight, widths, group_size, dtype))
+        else:
+            planes = split_natively(dense, widths, group_size, dtype, kernels)
         return {each: planes_module(dense, planes.gear(each)) for each in ladder}
 
     def nearest(self, weight: mx.array, ladder: Bits, group_size: int) -> Planes | None:

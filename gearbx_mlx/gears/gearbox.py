@@ -38,6 +38,7 @@ from .cost import (
 )
 from .discovery import DENSE_LAYERS, QUANTIZED, Layer, Predicate, at_least, at_most, none_managed, tied_head
 from .in_place import own_codes
+from .kept import KeptGears, kept_gears
 from .kernel_choices import KernelChoices, choose_kernels
 from .ladder import DEFAULT_ACTIVATIONS, DEFAULT_KERNELS, DEFAULT_LADDER, DENSE, Gear, Ladder
 from .layout import (
@@ -109,6 +110,7 @@ def parts_of(
     widths: Sequence[int],
     low_model: nn.Module | None,
     base: Mapping[str, Planes],
+    kept: KeptGears | None,
 ) -> Parts:
     """Put a model on its kernels and in its type, and return the parts of its gearbox; arguments as of `Gearbox`."""
     coded = set() if layout.codes is None else {*layout.codes.modules}
@@ -129,7 +131,7 @@ def parts_of(
     in_float32 = chosen.native or (quantized and not layout.of_codes)
     types = compute_dtype, storage, scales = compute_model_in(model, changing, layout, dtype, in_float32)
     place = residency_of(residency, layout.saved, model, checkpoint, scales)
-    source, further = source_of(layout, changing, types, place, of_gears, widths, base), {}
+    source, further = source_of(layout, changing, types, place, of_gears, widths, base, kept), {}
     if low_model is not None:
         source = external_low_gear(low_model, layers, source, residency)
         others = differing(model, low_model, {layer.path for layer in layers}, compute_dtype)
@@ -153,6 +155,7 @@ def source_of(
     tables: Mapping[int, Mapping[str, int]],
     widths: Sequence[int],
     base: Mapping[str, Planes],
+    kept: KeptGears | None,
 ) -> Source:
     """Return where modules come from: files or codes of a checkpoint, or the model's weights. types: of a model."""
     compute_dtype, storage, scales = types
@@ -164,7 +167,7 @@ def source_of(
         return FromCodes(layout.codes, layout.ladder, compute_dtype)
     shapes = {layer.path: layer.module.weight.shape for layer in changing}
     settings = layout.format, layout.ladder, layout.group_size, storage, compute_dtype, shapes
-    return FromWeights(*settings, tables, widths, base)
+    return FromWeights(*settings, tables, widths, base, kept)
 
 
 def made_at_once(
@@ -220,6 +223,8 @@ class Gearbox:
         widths: further bits at which every layer is stored, so that `cap` can put it there.
         low_model: a quantized model that becomes the lowest gear: its layers, and what else its quantizer changed.
         base: path to the plane of a layer in the lowest gear, from `calibrate_base`; other layers are rounded.
+        keep: use gears that an earlier start kept in the user's cache, and keep those that are made. For a model as
+            `load` returned it, whose arrays are what its files have.
 
     Raises:
         GearbxError: an argument that does not exist, bits that the format does not support, a quantized model, no
@@ -245,12 +250,14 @@ class Gearbox:
         widths: Sequence[int] = (),
         low_model: nn.Module | None = None,
         base: Mapping[str, Planes] | None = None,
+        keep: bool = False,
     ):
         warn_if_untested()
+        kept = kept_gears(model) if keep and residency == "resident" and not base else None
         layout = layout_of(model, ladder, format, manage, group_size)
         how: dict[str, Any] = {"manage": manage, "residency": residency, "checkpoint": checkpoint, "dtype": dtype}
         how |= {"kernels": kernels, "activations": activations, "tables": tables or {}, "widths": widths}
-        parts = parts_of(model, layout, **how, low_model=low_model, base=base or {})
+        parts = parts_of(model, layout, **how, low_model=low_model, base=base or {}, kept=kept)
         self.model, self.saved, self.device = model, layout.saved, device_in_use()
         self.ladder, self.format, self.group_size = layout.ladder, layout.format, layout.group_size
         self.in_place, self.of_codes = layout.codes is not None, layout.of_codes

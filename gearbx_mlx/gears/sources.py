@@ -15,25 +15,29 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+import msgspec
 import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
+from ..compat.arrays import dtype_name
 from ..errors import GearbxError, GearbxWarning
 from ..formats.base import Format, check_quantized, dense_weight, is_finite, stored_bits
 from ..formats.exact import too_large
 from ..formats.fused import FUSED
-from ..formats.native import Native, affine_planes, for_kernels, split_for_kernels, with_kernels
+from ..formats.native import Native, affine_planes, for_kernels, split_for_kernels, takes_panels, with_kernels
 from ..formats.planes import plane_widths, planes_module, quantized_module
 from ..formats.tied import ExactTied, QuantizedTied, in_place_of, linear_of, quantized_table
 from ..kernels.bit_planes import Planes
+from ..kernels.products import panel_rows
 from .activations import layer_bytes, stored_dtype
 from .adapters import layers_of
 from .discovery import Layer, is_quantized, none_managed, stored_widths
 from .in_place import OwnCodes, widths_in
+from .kept import KeptGears
 from .kernel_choices import KernelChoices
 from .ladder import DENSE, Ladder
 from .layout import Bits, Layout
@@ -68,6 +72,13 @@ class Source(ABC):
     def read(self, made: Mapping[str, Iterable[nn.Module]], originals: Mapping[str, mx.array]) -> None:
         """Evaluate modules that were made together of an original, if any. Raises GearbxError for damaged weights."""
 
+    def find(self, bits: Mapping[str, int], layers: Sequence[Layer]) -> dict[str, Gears]:
+        """Return modules of layers at these bits that an earlier start made, complete; none where they are missing."""
+        return {}
+
+    def keep(self, bits: Mapping[str, int], layers: Sequence[Layer], made: Mapping[str, Gears]) -> None:  # noqa: B027
+        """Keep modules that were made together, and are complete, for later starts; nothing where that cannot be."""
+
     def disk_bytes(self, layer: Layer, bits: int) -> int:
         """Return the part of `bytes_read` that every use reads from the disk."""
         return 0
@@ -83,7 +94,8 @@ class FromWeights(Source):
 
     storage: path to the type of a layer in the checkpoint, to which scales are rounded. shapes: of the weights, by
     path. tables: bits of a gear to path to bits, for layers whose bits differ from the gear's. further: more bits at
-    which every layer is stored. base: path to the lowest gear's plane, where its codes are not the nearest ones.
+    which every layer is stored. base: path to the lowest gear's plane, where its codes are not the nearest ones. kept:
+    what earlier starts made of these weights; None: nothing is to be kept.
     """
 
     format: Format
@@ -95,6 +107,7 @@ class FromWeights(Source):
     tables: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     further: Sequence[int] = ()
     base: Mapping[str, Planes] = field(default_factory=dict)
+    kept: KeptGears | None = None
 
     def widths(self, layer: Layer) -> tuple[int, ...]:
         in_gears = {self.tables.get(gear.bits, {}).get(layer.path, gear.bits) for gear in self.ladder}
@@ -118,23 +131,77 @@ class FromWeights(Source):
     def modules(self, layer: Layer, bits: int) -> dict[int, nn.Module]:
         if bits == DENSE and DENSE not in self.stored(layer):
             return {DENSE: layer.module}
+        stored, base = self.stored(layer), self.base.get(layer.path)
+        dense, dtype = self._dense(layer)
+        return self._in_place(layer, made_over(self.format, dense, bits, stored, self.group_size, dtype, base))
+
+    def _dense(self, layer: Layer) -> tuple[nn.Module, mx.Dtype]:
+        """Return the linear layer that gears are made of, and the type of their scales."""
         dense = copy.copy(linear_of(layer.module))
         dense.weight = dense.weight.astype(self.storage[layer.path])
         # Native kernels widen scales as they read; MLX's are fast only with scales of the type they compute in.
-        dtype = self.storage[layer.path] if isinstance(dense, Native) else self.compute_dtype
-        stored, base = self.stored(layer), self.base.get(layer.path)
-        made = made_over(self.format, dense, bits, stored, self.group_size, dtype, base)
+        return dense, self.storage[layer.path] if isinstance(dense, Native) else self.compute_dtype
+
+    def _in_place(self, layer: Layer, made: Gears) -> Gears:
+        """Return the modules in the layer's place that have these linear layers."""
         if DENSE in made and isinstance(layer.module, nn.Embedding):
             return whole_embedding(made, layer.is_table, self.compute_dtype)
         return {b: in_place_of(layer.module, linear, self.compute_dtype) for b, linear in made.items()}
+
+    def find(self, bits: Mapping[str, int], layers: Sequence[Layer]) -> dict[str, Gears]:
+        found = self.kept.find(self._wanted(bits, layers)) if self.kept is not None and layers else None
+        return {layer.path: self._kept(layer, found[layer.path]) for layer in layers if found and layer.path in found}
+
+    def _kept(self, layer: Layer, arrays: Mapping[int, Mapping[str, mx.array]]) -> Gears:
+        """Return the modules of a layer over arrays that were kept."""
+        dense, _ = self._dense(layer)
+        stored, size = self.stored(layer), self.group_size
+        return self._in_place(layer, {b: self.format.module(dense, b, own, stored, size) for b, own in arrays.items()})
+
+    def keep(self, bits: Mapping[str, int], layers: Sequence[Layer], made: Mapping[str, Gears]) -> None:
+        if self.kept is None:
+            return
+        own = [layer for layer in layers if layer.path in made]
+        gears = {layer.path: {b: packed_arrays(one) for b, one in made[layer.path].items()} for layer in own}
+        if all(is_same(self._kept(layer, gears[layer.path]), gears[layer.path]) for layer in own):
+            self.kept.keep(self._wanted(bits, layers), gears)
+
+    def _wanted(self, bits: Mapping[str, int], layers: Sequence[Layer]) -> Any:
+        """Return all that modules at these bits depend on beside the weights, as JSON."""
+        own = []
+        for layer in layers:
+            dense, dtype = self._dense(layer)
+            stored = self.stored(layer)
+            rows = panel_rows() if takes_panels(dense, self.format.widths(bits[layer.path], stored)) else 1
+            types = dtype_name(self.storage[layer.path]), dtype_name(dtype), dtype_name(self.compute_dtype)
+            kind = type(dense).__name__, layer.is_table, rows
+            own.append([layer.path, bits[layer.path], stored, self.shapes[layer.path], *types, *kind])
+        return msgspec.to_builtins([self.format.name, self.group_size, own])
 
     def read(self, made: Mapping[str, Iterable[nn.Module]], originals: Mapping[str, mx.array]) -> None:
         for path, modules in made.items():  # one by one, so that temporary memory is freed before the next
             # All that was made together: an array that is not yet computed keeps the original weight in memory.
             mx.eval([module.parameters() for module in modules])
-            shown = ("scales", "codebook", "library", "outliers")  # which show weights that are not finite
-            fitted = [linear_of(module).get(name) for module in modules for name in shown]
-            check_quantized(path, originals[path], (array for array in fitted if array is not None))
+            names = ("scales", "codebook", "library", "outliers")  # which show weights that are too large
+            fitted = [linear_of(module).get(name) for module in modules for name in names]
+            fitted = [array for array in fitted if array is not None]
+            shown = all(self.format.shows_damage(linear_of(module)) for module in modules)
+            check_quantized(path, originals[path], fitted, shown and bool(fitted) and path not in self.base)
+
+
+def packed_arrays(module: nn.Module) -> dict[str, mx.array]:
+    """Return the arrays of a managed module by their flat names: of its linear layer, without the bias."""
+    linear = module if isinstance(module, nn.QuantizedEmbedding) else linear_of(module)
+    return {name: array for name, array in tree_flatten(linear.parameters()) if name != "bias"}
+
+
+def is_same(made: Gears, arrays: Mapping[int, Mapping[str, mx.array]]) -> bool:
+    """Return whether modules have these arrays, by their names."""
+    found = {bits: packed_arrays(module) for bits, module in made.items()}
+    return all(
+        found[bits].keys() == own.keys() and all(found[bits][name] is array for name, array in own.items())
+        for bits, own in arrays.items()
+    )
 
 
 def made_over(
@@ -391,6 +458,14 @@ def differing(
     return {path: before[path] for path in changed}, {path: after[path] for path in changed}
 
 
+class Fresh(NamedTuple):
+    """What was made together: as the arguments of `Source.keep`."""
+
+    bits: Mapping[str, int]
+    layers: Sequence[Layer]
+    made: Mapping[str, Gears]
+
+
 class GearModules:
     """Makes, keeps and gives up modules of the managed layers.
 
@@ -411,6 +486,7 @@ class GearModules:
             layer.path: {DENSE: layer.module} if made is None else made[layer.path] for layer in layers
         }
         self._unread: dict[str, list[nn.Module]] = {}  # made, and still to be evaluated
+        self._fresh: list[Fresh] = []  # made, and still to be kept
         # Layers whose original belongs to no gear, and the bits that are made of it.
         widths = {layer.path: {*source.widths(layer)} for layer in layers} if self.has_originals else {}
         self._passing = {path: stored for path, stored in widths.items() if DENSE not in stored}
@@ -420,10 +496,15 @@ class GearModules:
         missing = [layer for layer in self.layers if bits[layer.path] not in self.made[layer.path]]
         if self.has_originals:
             self.residency.enter({(layer.path, DENSE): layer.module for layer in missing})
+        found, fresh = self.source.find(bits, missing), dict[str, Gears]()
         for layer in missing:
-            made = self.source.modules(layer, bits[layer.path])
-            self._unread.setdefault(layer.path, []).extend(made.values())
+            made = found.get(layer.path) or self.source.modules(layer, bits[layer.path])
+            if layer.path not in found:
+                self._unread.setdefault(layer.path, []).extend(made.values())
+                fresh[layer.path] = made
             self.made[layer.path] = made | self.made[layer.path]
+        if missing and not found:
+            self._fresh.append(Fresh(dict(bits), missing, fresh))
         chosen = {path: made[bits[path]] for path, made in self.made.items()}
         self.kernels.take(chosen.values())
         return chosen
@@ -439,9 +520,14 @@ class GearModules:
                 dropped = {*map(id, made)}
                 self.made[path] = {bits: m for bits, m in self.made[path].items() if id(m) not in dropped}
                 del self._unread[path]
+            self._fresh.clear()
             raise
         for path in unread:
             del self._unread[path]
+        waiting = [one for one in self._fresh if not self._unread.keys().isdisjoint(one.made)]
+        done, self._fresh = [one for one in self._fresh if all(one is not other for other in waiting)], waiting
+        for one in done:
+            self.source.keep(*one)
         self.kernels.measure(modules.values())
         return modules
 
@@ -472,8 +558,12 @@ class GearModules:
 Advance = Callable[[int], object]
 
 
+def unnoticed(done: int) -> None:
+    pass
+
+
 def unseen(total: int) -> AbstractContextManager[Advance]:
-    return nullcontext(lambda done: None)
+    return nullcontext(unnoticed)
 
 
 # Surrounds the encoding of `total` bytes, which takes seconds, and is called with the bytes of each layer that is done:
@@ -518,10 +608,12 @@ def make_all(layers: Sequence[Layer], source: FromWeights) -> tuple[dict[str, Ge
     made: dict[str, Gears] = {}
     larger: dict[str, str] = {}
     size = sum(layer.module.weight.nbytes for layer in layers)
+    lowest = {layer.path: source.widths(layer)[0] for layer in layers}
+    found = source.find(lowest, layers)
     with giving_back(layers, made):
-        with while_encoding(size) as advance:
+        with nullcontext(unnoticed) if found else while_encoding(size) as advance:
             for layer in layers:
-                gears, reason = all_gears(layer, source)
+                gears, reason = (found[layer.path], None) if layer.path in found else all_gears(layer, source)
                 if reason:
                     larger[layer.path] = reason
                 else:
@@ -531,6 +623,8 @@ def make_all(layers: Sequence[Layer], source: FromWeights) -> tuple[dict[str, Ge
                 advance(layer.module.weight.nbytes)
         if not any(layer.path in made for layer in layers if not layer.is_table):
             raise none_managed(larger)
+    if not found:
+        source.keep(lowest, layers, made)
     return made, larger
 
 

@@ -200,6 +200,20 @@ def why_not() -> str | None:
     return _kernels_or_reason()[1]
 
 
+def is_compiled() -> bool:
+    """Return whether `native` has nothing to compile: kernels are loaded, or are whole in the cache."""
+    if _kernels_or_reason.cache_info().currsize:
+        return native() is not None
+    try:
+        try:
+            return open_entry(library_name(make_recipe(find_compiler()))).is_whole()
+        except Unavailable:
+            names = f"{MODULE_NAME}-{hash_recipe(make_recipe([]))}-*{LIBRARY_SUFFIX}"
+            return any(entry.is_whole() for entry in find_entries(names))
+    except (Unavailable, CacheUnusable, OSError):
+        return False
+
+
 @functools.cache
 def _kernels_or_reason() -> tuple[ModuleType | None, str | None]:
     try:

@@ -16,7 +16,16 @@ def kept(tmp_path, monkeypatch):
     """A cache with something of each kind: 1000 bytes a file."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     directory = tmp_path / "gearbx-mlx"
-    for name in (LIBRARY, f"{LIBRARY}.sha256", "bases/a.safetensors", "m-1/config.json", "m-1/w", "tuning.json", "x/y"):
+    for name in (
+        LIBRARY,
+        f"{LIBRARY}.sha256",
+        "bases/a.safetensors",
+        "gears/a-b.safetensors",
+        "m-1/config.json",
+        "m-1/w",
+        "tuning.json",
+        "x/y",
+    ):
         (directory / name).parent.mkdir(exist_ok=True, parents=True, mode=0o700)
         (directory / name).write_bytes(bytes(1000))
     (directory / ".lock").touch(0o600)
@@ -34,15 +43,15 @@ def test_each_kind_has_its_number_and_size(command, kept):
     result = command("cache")
     one = ["1", "1", "kB"]
     several = {"kernels": ["2", "2", "kB"], "models": ["1", "2", "kB"]}
-    assert shown(result) == {"bases": one, "times": one, "other": one} | several
-    assert result.out.splitlines()[-1].endswith("gearbx-mlx: 7 kB")
+    assert shown(result) == {"bases": one, "gears": one, "times": one, "other": one} | several
+    assert result.out.splitlines()[-1].endswith("gearbx-mlx: 8 kB")
 
 
 def test_one_kind_is_removed_or_all(command, kept):
-    assert set(shown(command("cache", "--empty", "models"))) == {"kernels", "bases", "times", "other"}
+    assert set(shown(command("cache", "--empty", "models"))) == {"kernels", "bases", "gears", "times", "other"}
     assert (kept / LIBRARY).exists()
     assert shown(command("cache", "--empty", "all")) == {}
-    assert {path.name for path in kept.iterdir()} == {".lock", "bases"}
+    assert {path.name for path in kept.iterdir()} == {".lock", "bases", "gears"}
 
 
 def test_a_cache_that_others_may_write_to_is_refused(command, kept):

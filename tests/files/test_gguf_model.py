@@ -105,6 +105,17 @@ def test_what_takes_more_memory_than_in_the_file_is_announced(tmp_path):
             gearbx_mlx.load(file.path)
 
 
+@pytest.mark.parametrize("kind", [Q8_0, Q5_0])
+def test_what_a_large_file_takes_in_the_cache_is_said_before(tmp_path, own_cache, monkeypatch, kind):
+    monkeypatch.setattr(gguf_model, "LARGE_BYTES", 0)
+    file = Gguf(write(tmp_path / "model.gguf", tiny_as("llama", **WIDE), kind))
+    expected = sum(gguf_model.unpacked_bytes(tensor) for tensor in file.tensors.values())
+    with pytest.warns(GearbxWarning, match=re.escape(f"takes about {expected / 1e9:.2g} GB in the cache too, once")):
+        directory = gguf_model.gguf_directory(file.path)
+    data = (directory / "model.safetensors").stat().st_size
+    assert 0.95 * data < expected + 2**14 < 1.1 * data + 2**15
+
+
 @pytest.mark.parametrize("architecture", gguf_model.ARCHITECTURES)
 def test_logits_of_float16_are_those_of_the_same_weights_as_safetensors(tmp_path, architecture):
     model = tiny_as(architecture, dtype=mx.float16)

@@ -10,7 +10,7 @@ from mlx.utils import tree_flatten
 
 from gearbx_mlx import GearbxError
 from gearbx_mlx.formats import get_format
-from gearbx_mlx.formats.planes import PlanesLinear, split
+from gearbx_mlx.formats.planes import PlanesLinear, split, split_natively
 from gearbx_mlx.kernels import cpu
 from gearbx_mlx.kernels.bit_planes import pack_mlx_codes, unpack_mlx_codes
 
@@ -127,9 +127,19 @@ def test_a_single_plane_leaves_less_than_the_nearest_codes_between_its_ends(dtyp
     st.sampled_from([1e-3, 1.0, 1e4]),
 )
 def test_native_kernels_make_planes_of_the_same_bits(values, widths, group, dtype, scale):
-    weight = (mx.array(values) * scale).astype(dtype)
-    ours, mlxs = (split(weight, widths, group, kernels=kernels) for kernels in (cpu.native(), None))
+    dense = layer_with((mx.array(values) * scale).astype(dtype))
+    ours, mlxs = split_natively(dense, widths, group, dtype, cpu.native()), split(dense.weight, widths, group)
     assert same_arrays(ours.arrays, mlxs.arrays)
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("widths", [(4,), (4, 4)])
+def test_native_scale_of_a_group_that_is_not_finite_is_no_number(widths, bad):
+    weight = matrix(4, 256).astype(mx.bfloat16)
+    weight[1, 70] = bad
+    scales = split_natively(layer_with(weight), widths, GROUP, mx.bfloat16, cpu.native()).scales
+    assert np.argwhere(~np.isfinite(float64(scales))).tolist() == [[1, 1]]
 
 
 @settings(deadline=None, max_examples=60)

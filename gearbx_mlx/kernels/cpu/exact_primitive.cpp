@@ -2,6 +2,8 @@
 
 #include <nanobind/stl/tuple.h>
 
+#include <map>
+
 #include "exact.h"
 #include "exact_form.h"
 #include "graph.h"
@@ -196,35 +198,36 @@ mx::Shape groups_of(const mx::array& weight, int group) {
   return groups;
 }
 
-// weight: (..., O, I). Returns the smallest and the largest of each group, float32.
-std::tuple<mx::array, mx::array> group_ends(const mx::array& weight, int group) {
-  const auto shape = groups_of(weight, group);
-  auto low = allocated(shape, mx::float32), high = allocated(shape, mx::float32);
-  gearbx_group_ends(weight.data<void>(), type_of(weight), static_cast<int64_t>(low.size()), group, low.data<float>(),
-                    high.data<float>());
-  return {low, high};
-}
-
-// weight: (..., O, I); steps, offsets: (..., O, I / group) float32. Returns the planes of the codes, and steps and offsets,
-// which are fitted to the codes or not.
-std::tuple<std::vector<mx::array>, mx::array, mx::array> quantize(const mx::array& weight, const mx::array& steps,
-                                                                  const mx::array& offsets, const std::vector<int>& widths,
-                                                                  int group, bool fit, float least) {
-  const auto groups = groups_of(weight, group);
-  require_evaluated(steps, mx::float32, groups, "there must be a step for each group");
-  require_evaluated(offsets, mx::float32, groups, "there must be an offset for each group");
-  auto made_steps = allocated(groups, mx::float32), made_offsets = allocated(groups, mx::float32);
-  std::copy_n(steps.data<float>(), steps.size(), made_steps.data<float>());
-  std::copy_n(offsets.data<float>(), offsets.size(), made_offsets.data<float>());
-  const gearbx_grid grid = {weight.data<void>(),        type_of(weight), group, fit, least, made_steps.data<float>(),
-                            made_offsets.data<float>()};
+// weight: (..., O, I). Returns planes of its nearest codes, scales, and the bias of the first plane and of those of each
+// other width, in the type of the weight; all by row, or in panels. As `split` of formats/planes.py, without Python's lock.
+std::tuple<std::vector<mx::array>, mx::array, std::vector<mx::array>> make_planes(const mx::array& weight,
+                                                                                 const std::vector<int>& widths, int group,
+                                                                                 float least, bool in_panels) {
+  auto groups = groups_of(weight, group);
+  const int height = gearbx_panel_rows();
+  if (in_panels && groups.size() == 2) groups = {groups[0] / height, groups[1], height};
+  auto scales = allocated(groups, weight.dtype());
+  std::vector<mx::array> biases;
+  std::vector<void*> of_planes;
+  std::map<int, void*> of_width;
+  for (size_t p = 0; p < widths.size(); p++) {
+    const auto found = p ? of_width.find(widths[p]) : of_width.end();
+    if (found == of_width.end()) {
+      biases.push_back(allocated(groups, weight.dtype()));
+      of_planes.push_back(biases.back().data<void>());
+      if (p) of_width[widths[p]] = of_planes.back();
+    } else {
+      of_planes.push_back(found->second);
+    }
+  }
+  const gearbx_grid grid = {weight.data<void>(), type_of(weight), group, least, scales.data<void>(), of_planes.data()};
   gearbx_splitting job = {};
   job.columns = weight.shape(-1);
   job.rows = static_cast<int64_t>(weight.size()) / weight.shape(-1);
   for (int width : widths) job.bits += width;
   job.grid = &grid;
-  auto planes = planes_by(job, weight.shape(), widths, false);
-  return {planes, made_steps, made_offsets};
+  auto planes = planes_by(job, weight.shape(), widths, in_panels);
+  return {planes, scales, biases};
 }
 
 }  // namespace
@@ -240,8 +243,8 @@ void bind_exact(nb::module_& m) {
 void bind_exact_encode(nb::module_& m) {
   m.def("exact_encode", &exact_encode, "values"_a, "codes"_a, "scales"_a, "biases"_a, "group"_a);
   m.def("split_codes", &split_codes, "codes"_a, "bits"_a, "widths"_a, "in_panels"_a);
-  m.def("group_ends", &group_ends, "weight"_a, "group"_a);
-  m.def("quantize", &quantize, "weight"_a, "steps"_a, "offsets"_a, "widths"_a, "group"_a, "fit"_a, "least"_a);
+  m.def("make_planes", &make_planes, "weight"_a, "widths"_a, "group"_a, "least"_a, "in_panels"_a,
+        nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace gearbx

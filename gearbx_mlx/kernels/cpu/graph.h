@@ -254,6 +254,9 @@ struct StackForm {
 // Adds the products over codebooks (codebook_primitive.cpp).
 void bind_codebooks(nb::module_& m);
 
+// Adds arrays over files that are mapped (mapped_primitive.cpp).
+void bind_mapped(nb::module_& m);
+
 // Adds the encoder of format exact (exact_primitive.cpp).
 void bind_exact_encode(nb::module_& m);
 // Adds products over exact weights (exact_primitive.cpp).

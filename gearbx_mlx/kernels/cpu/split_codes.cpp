@@ -4,6 +4,7 @@
 #include "split_codes.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <type_traits>
 #include <vector>
@@ -124,27 +125,79 @@ float error_of(const float* w, const float* codes, float step, float offset) {
   return sum_of(squares);
 }
 
+// The smallest and the largest weight of a group; false if one is not finite.
+template <int GROUP>
+bool ends_of(const float* w, float* least, float* most) {
+  float low[SUMS], high[SUMS], zeros[SUMS];  // a number less itself is 0 if it is finite
+  for (int lane = 0; lane < SUMS; lane++) low[lane] = high[lane] = w[lane], zeros[lane] = w[lane] - w[lane];
+  for (int i = SUMS; i < GROUP; i += SUMS)
+    for (int lane = 0; lane < SUMS; lane++) {
+      const float value = w[i + lane];
+      low[lane] = value < low[lane] ? value : low[lane];
+      high[lane] = value > high[lane] ? value : high[lane];
+      zeros[lane] += value - value;
+    }
+  *least = *std::min_element(low, low + SUMS);
+  *most = *std::max_element(high, high + SUMS);
+  return sum_of(zeros) == 0;
+}
+
+// A number that is rounded to the type already.
+void put(float* numbers, int64_t at, float value) { numbers[at] = value; }
+
+void put(Bf16* numbers, int64_t at, float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  numbers[at].bits = static_cast<uint16_t>(bits >> 16);
+}
+
+void put(Fp16* numbers, int64_t at, float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  const float size = value < 0 ? -value : value;
+  uint32_t half = (bits & 0x7fffffff) >> 13;
+  if (!(size < 65520.0f)) half = size >= 65520.0f ? 0x7c00 : 0x7e00;  // infinite, or NaN
+  else if (size < 0x1p-14f) half = static_cast<uint32_t>(size * 0x1p24f);
+  else half -= 112 << 10;
+  numbers[at].bits = static_cast<uint16_t>((bits >> 16 & 0x8000) | half);
+}
+
+// As `scale_and_bias` of kernels/bit_planes.py. The codes of a row, each in a byte.
 template <class T, int GROUP>
 void find_row(const gearbx_splitting& m, int64_t row, uint8_t* bytes) {
   const gearbx_grid& grid = *m.grid;
   const T* from = static_cast<const T*>(grid.weights) + row * m.columns;
-  const auto most = static_cast<float>((1 << m.bits) - 1);
-  const int64_t groups = m.columns / GROUP;
+  const int rest = m.bits - m.widths[0];
+  const auto most = static_cast<float>((1 << m.bits) - 1), above = static_cast<float>(1 << rest), below = 1 / above;
+  const int64_t groups = m.columns / GROUP, height = m.panel_rows ? m.panel_rows : 1;
   float w[GROUP], codes[GROUP], others[GROUP];
   for (int64_t g = 0; g < groups; g++) {
-    float &step = grid.steps[row * groups + g], &offset = grid.offsets[row * groups + g];
     for (int i = 0; i < GROUP; i++) w[i] = to_float(from[g * GROUP + i]);
+    float low, high;
+    const bool finite = ends_of<GROUP>(w, &low, &high);
+    const float span = (high - low) / most * above;
+    float scale = rounded_to<T>(span > grid.least ? span : grid.least);
+    float first = rounded_to<T>(low + scale * below * (above - 1) / 2), step = scale * below, offset = first;
+    const int64_t at = (row / height * groups + g) * height + row % height;
+    for (int p = 1, shift = 0; p < m.planes; p++) {
+      shift += m.widths[p];
+      const float bias = rounded_to<T>(-scale * static_cast<float>((1 << m.widths[p]) - 1) / 2);
+      offset = offset + bias / static_cast<float>(1 << shift);
+      put(static_cast<T*>(grid.biases[p]), at, bias);
+    }
     nearest<GROUP>(w, step, offset, most, codes);
-    if (grid.fit) {
+    if (!rest) {
       float other_step, other_offset;
       least_squares<T, GROUP>(w, codes, grid.least, &other_step, &other_offset);
       nearest<GROUP>(w, other_step, other_offset, most, others);
       // Rounded to T, they may be worse.
       if (error_of<GROUP>(w, others, other_step, other_offset) < error_of<GROUP>(w, codes, step, offset)) {
-        step = other_step, offset = other_offset;
+        scale = other_step, first = other_offset;
         std::copy_n(others, GROUP, codes);
       }
     }
+    put(static_cast<T*>(grid.scales), at, finite ? scale : NAN);
+    put(static_cast<T*>(grid.biases[0]), at, first);
     for (int i = 0; i < GROUP; i++) bytes[g * GROUP + i] = static_cast<uint8_t>(codes[i]);
   }
 }
@@ -202,45 +255,8 @@ void piece(const void* context, int number) {
   }
 }
 
-struct Ends {
-  const void* weights;
-  int type, group;
-  float *low, *high;
-  Pieces pieces;
-};
-
-template <class T>
-void group_ends(const Ends& of, int64_t g) {
-  const T* w = static_cast<const T*>(of.weights) + g * of.group;
-  float low[SUMS], high[SUMS];
-  for (int lane = 0; lane < SUMS; lane++) low[lane] = high[lane] = to_float(w[lane]);
-  for (int i = SUMS; i < of.group; i += SUMS)
-    for (int lane = 0; lane < SUMS; lane++) {
-      const float value = to_float(w[i + lane]);
-      low[lane] = value < low[lane] ? value : low[lane];
-      high[lane] = value > high[lane] ? value : high[lane];
-    }
-  of.low[g] = *std::min_element(low, low + SUMS);
-  of.high[g] = *std::max_element(high, high + SUMS);
-}
-
-void ends_piece(const void* context, int number) {
-  const Ends& of = *static_cast<const Ends*>(context);
-  for (int64_t g = of.pieces.first(number); g < of.pieces.first(number + 1); g++) {
-    if (of.type == GEARBX_BFLOAT16) group_ends<Bf16>(of, g);
-    else if (of.type == GEARBX_FLOAT16) group_ends<Fp16>(of, g);
-    else group_ends<float>(of, g);
-  }
-}
-
 }  // namespace
 }  // namespace gearbx
-
-extern "C" void gearbx_group_ends(const void* weights, int type, int64_t groups, int group, float* low, float* high) {
-  using namespace gearbx;
-  const Ends of = {weights, type, group, low, high, Pieces(groups, group * 2, 0)};
-  share_out(of.pieces.count, ends_piece, &of);
-}
 
 extern "C" void gearbx_split_codes(const gearbx_splitting* splitting) {
   using namespace gearbx;

@@ -8,15 +8,17 @@
 extern "C" {
 #endif
 
-// How weights become codes: the nearest numbers of steps from an offset, which each group of columns has.
+// How weights become codes, group by group of columns. The scale of the first plane spans the group in 2^bits - 1 steps and
+// its bias lies in the middle of what the other bits select from, both rounded to the type of the weights. Those of a
+// single plane are then fitted to the codes by least squares, and the codes to these, in groups that this brings nearer to
+// their weights. A group with a weight that is not finite has a scale that is no number.
 typedef struct {
-  const void* weights;     // (rows, columns)
-  int type;                // of weights, as in gearbx_dense; steps and offsets of a single plane are rounded to it
-  int group;               // 32, 64 or 128
-  int fit;                 // whether steps and offsets are fitted to the codes, by least squares, and codes to these, in
-                           // groups that this brings nearer to their weights
-  float least;             // the smallest step after that
-  float *steps, *offsets;  // (rows, columns / group)
+  const void* weights;   // (rows, columns)
+  int type;              // of weights, scales and biases, as in gearbx_dense
+  int group;             // 32, 64 or 128
+  float least;           // the smallest scale
+  void* scales;          // (rows, columns / group), side by side in panels as the words are
+  void* const* biases;   // of each plane, as scales; planes of one width may share an array
 } gearbx_grid;
 
 typedef struct {
@@ -31,9 +33,6 @@ typedef struct {
 } gearbx_splitting;
 
 void gearbx_split_codes(const gearbx_splitting* splitting);
-
-// The smallest and the largest of each group of weights (groups, group) of a type.
-void gearbx_group_ends(const void* weights, int type, int64_t groups, int group, float* low, float* high);
 
 #ifdef __cplusplus
 }

@@ -1,0 +1,250 @@
+"""Gears that were made of a model's weights, kept in the user's cache: the next start maps them.
+
+An entry is a safetensors file, named by a sample of the weights and by what was made of them. It is used where a hash
+of all weights is the one that it was made of; that hash is remembered for as long as the system does not say that a
+file of the model has changed. A sum of each array shows damage. What was used least lately goes when the entries
+together would take more than a quarter of the room that their disk has.
+
+A thread writes an entry beside the work of the model, at the lowest priority.
+"""
+
+import functools
+import hashlib
+import json
+import os
+import shutil
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import msgspec
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from .. import formats
+from ..errors import GearbxError, GearbxWarning
+from ..files.user_cache import CacheUnusable, check_owner, open_cache, unusable, warn_of
+from ..files.writing import remove_parts, replacing
+from ..kernels import measured_file
+from ..kernels.tuner import kernels_hash
+from .mapped import Origin, load_arrays, origin_of
+from .tensor_files import TYPE_NAMES, TensorFile, bits_in, header_of, sum_of_bytes
+
+FOLDER, THREAD = "gears", "gearbx keep"
+MIN_KEPT_BYTES = 2**25  # of the weights: gears of smaller models are made in some milliseconds
+SHARE_OF_ROOM = 4  # all entries take at most this part of the room, with what they take already
+MOST_REMEMBERED = 64  # files whose hash is remembered
+HEADER_ROOM, ENTRY_ROOM = 4096, 192  # bytes of the header in all, and for each array beside its name
+
+Arrays = dict[str, mx.array]
+Gears = dict[str, dict[int, Arrays]]
+"""Path to bits to the arrays of a gear, by their names in its module."""
+
+
+def when_keeping(size: int, folder: Path) -> None:
+    """Called before `size` bytes of gears are first written: a command says so here."""
+
+
+class Remembered(msgspec.Struct):
+    """The file of the cache that has the hash of all weights of models, by the state of their files."""
+
+    models: dict[str, str] = {}
+
+
+def memory() -> measured_file.MeasuredFile:
+    """Return the file of hashes."""
+    unwritten = "the weights are hashed again at the next start"
+    return measured_file.MeasuredFile("weights.json", Remembered, "hashes of weights", "it is written again", unwritten)
+
+
+def remembered_as(origin: Origin) -> str:
+    """Return the name of a model's files in their present state."""
+    states = [[str(path.resolve()), *state] for path, state in sorted(origin.states.items())]
+    return hashlib.sha256(json.dumps(states).encode()).hexdigest()
+
+
+def contents_of(origin: Origin) -> str:
+    """Return the hash of all weights, remembered or made now. Raises GearbxError as `Origin.whole`."""
+    name, file = remembered_as(origin), memory()
+    found = file.read(quietly=True).models.get(name)
+    if found is None:
+        whole = found = origin.whole()
+
+        def remember(content: Remembered) -> None:
+            content.models[name] = whole
+            for oldest in list(content.models)[:-MOST_REMEMBERED]:
+                del content.models[oldest]
+
+        file.change(remember)
+    return found
+
+
+@functools.cache
+def makers() -> str:
+    """Return 16 hexadecimal digits that change with the code that makes gears of weights."""
+    folder = Path(formats.__file__).parent
+    texts = [path.read_bytes() for path in sorted((*folder.glob("*.py"), *(folder.parent / "kernels").glob("*.py")))]
+    about = f"{kernels_hash()} {version('mlx')} {version('gearbx-mlx')}".encode()
+    return hashlib.sha256(b"\0".join([about, *texts])).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class KeptGears:
+    """The gears that are kept of one model."""
+
+    origin: Origin
+
+    def find(self, wanted: Any) -> Gears | None:
+        """Return gears as they were kept, mapped; None where they are to be made.
+
+        wanted: all that the gears depend on beside the weights, as JSON. A damaged entry is removed, with a word.
+        """
+        try:
+            place = self._place(wanted)
+            if not place.is_file():
+                return None
+            check_owner(place)
+            found = read_entry(place, wanted, contents_of(self.origin))
+            os.utime(place)  # which was used last
+            return found
+        except Damaged as error:
+            warnings.warn(f"{error}; the gears are made again", GearbxWarning, stacklevel=2)
+            place.unlink(missing_ok=True)
+        except (CacheUnusable, OSError) as error:
+            warn_of(error)
+        except GearbxError as error:
+            warnings.warn(f"{error}; the gears are made again", GearbxWarning, stacklevel=2)
+        return None
+
+    def keep(self, wanted: Any, gears: Gears) -> None:
+        """Write gears, evaluated, in a thread of its own; what refuses that is said."""
+        arrays, names = unshared(gears)
+        bits = {name: (TYPE_NAMES[array.dtype], array.shape, bits_in(array)) for name, array in arrays.items()}
+        size = sum(data.nbytes for _, _, data in bits.values())
+        try:
+            place = self._place(wanted)
+            place.parent.mkdir(mode=0o700, exist_ok=True)
+            check_owner(place.parent)
+            remove_parts(place.parent)
+            fits = make_room(place.parent, size)
+        except (CacheUnusable, OSError) as error:
+            fits = False
+            warn_of(error)
+        if not fits:
+            return
+        when_keeping(size, place.parent)
+        in_background(functools.partial(self._write, place, wanted, bits, names))
+
+    def _place(self, wanted: Any) -> Path:
+        """Return the file of an entry. Raises CacheUnusable as `open_cache`."""
+        about = hashlib.sha256(json.dumps([wanted, makers()]).encode()).hexdigest()
+        try:
+            sampled = self.origin.sampled()
+        except OSError as error:
+            raise unusable(error) from error
+        return open_cache() / FOLDER / f"{sampled[:16]}-{about[:16]}.safetensors"
+
+    def _write(self, place: Path, wanted: Any, bits: Mapping[str, tuple], names: Any) -> None:
+        try:
+            write_entry(place, wanted, contents_of(self.origin), bits, names)
+        except (CacheUnusable, OSError) as error:
+            warn_of(error)
+        except GearbxError as error:
+            warnings.warn(f"{error}; the gears are made again at the next start", GearbxWarning, stacklevel=2)
+
+
+class Damaged(Exception):
+    """An entry is not what was written; the message says which."""
+
+
+def unshared(gears: Gears) -> tuple[Arrays, dict[str, dict[int, dict[str, str]]]]:
+    """Return each array once, by a name, and the names in the place of the arrays; the largest arrays first.
+
+    What begins at a multiple of 64 bytes ends at one, so that only small arrays lie across the lines of a cache.
+    """
+    found: dict[int, tuple[str, mx.array]] = {}
+    for path, made in gears.items():
+        for bits, arrays in made.items():
+            for name, array in arrays.items():
+                found.setdefault(id(array), (f"{path}@{bits}.{name}", array))
+    names = {
+        path: {bits: {name: found[id(array)][0] for name, array in arrays.items()} for bits, arrays in made.items()}
+        for path, made in gears.items()
+    }
+    ordered = sorted(found.values(), key=lambda item: (item[1].nbytes % 64 > 0, -item[1].nbytes))
+    return dict(ordered), names
+
+
+def write_entry(place: Path, wanted: Any, contents: str, bits: Mapping[str, tuple], names: Any) -> None:
+    """Write an entry whole, or not at all."""
+    about = {"wanted": json.dumps(wanted), "contents": contents, "names": json.dumps(names)}
+    room = sum(ENTRY_ROOM + 2 * len(name) for name in bits) + 2 * sum(len(json.dumps(text)) for text in about.values())
+    with replacing(place) as beside:
+        file = TensorFile(beside, room + HEADER_ROOM, sum_of_bytes)
+        try:
+            sums = {name: file.append_data(name, *array) for name, array in bits.items()}
+            file.finish(about | {"sums": json.dumps(sums)})
+        finally:
+            file.close()
+    place.chmod(0o600)  # with any umask: what others may write to is never used
+
+
+def read_entry(place: Path, wanted: Any, contents: str) -> Gears:
+    """Return the gears of an entry. Raises Damaged for one that is not what was written of these weights."""
+    try:
+        with safe_open(place, framework="np") as file:
+            about = file.metadata() or {}
+        if (about["wanted"], about["contents"]) != (json.dumps(wanted), contents):
+            raise Damaged(f"{place}: was made of other weights")
+        data, places = np.memmap(place, np.uint8, "r"), header_of(place).places
+        for name, expected in json.loads(about["sums"]).items():
+            if sum_of_bytes(data[places[name].begin : places[name].end]) != expected:
+                raise Damaged(f"{place}: {name} is damaged")
+        arrays = load_arrays(place)
+        return {
+            path: {int(bits): {name: arrays[stored] for name, stored in own.items()} for bits, own in made.items()}
+            for path, made in json.loads(about["names"]).items()
+        }
+    except (SafetensorError, GearbxError, KeyError, ValueError, RuntimeError) as error:
+        raise Damaged(f"{place}: is damaged, or not what was written there") from error
+
+
+def make_room(folder: Path, size: int) -> bool:
+    """Remove the entries that were used least lately until another one fits; False: it does not fit alone."""
+    entries = sorted(folder.glob("*.safetensors"), key=lambda path: path.stat().st_mtime)
+    sizes = {path: path.stat().st_size for path in entries}
+    limit = (shutil.disk_usage(folder).free + sum(sizes.values())) // SHARE_OF_ROOM
+    if size > limit:
+        return False
+    for path in entries:
+        if sum(sizes.values()) + size <= limit:
+            break
+        path.unlink(missing_ok=True)
+        del sizes[path]
+    return True
+
+
+def in_background(write: Callable[[], None]) -> None:
+    """Call a function in a thread that waits for all others, where the system has priorities of threads."""
+
+    def run() -> None:
+        if sys.platform == "linux":  # where a thread has its own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        write()
+
+    threading.Thread(target=run, name=THREAD).start()
+
+
+def kept_gears(model: Any) -> KeptGears | None:
+    """Return what is kept of a model; None where nothing is to be: it is small, or not any more what was loaded."""
+    origin = origin_of(model)
+    try:
+        return KeptGears(origin) if origin is not None and origin.size >= MIN_KEPT_BYTES else None
+    except OSError:  # a file has gone
+        return None

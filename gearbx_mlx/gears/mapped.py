@@ -1,0 +1,140 @@
+"""Arrays of safetensors files where the files are mapped: nothing is copied, and only pages that are used take memory.
+
+Native kernels of the CPU make such arrays. Elsewhere, and where an array does not lie on the bounds of its type, MLX
+reads it. What was loaded knows its files (`Origin`), so that what is made of it can be found again.
+"""
+
+import hashlib
+import os
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..compat.arrays import loading_with
+from ..errors import GearbxError
+from ..files.reading import unreadable
+from ..files.unpacked import state_of
+from ..kernels import cpu
+from ..kernels.dispatch import on_cpu
+from .adapters import base_arrays
+from .tensor_files import TYPE_NAMES, header_of
+
+TYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
+ORIGIN = "origin"  # attribute of a model that has the weights of files
+HASHED_TOGETHER = 2**24  # bytes of a file that one core hashes
+
+
+def mapping_kernels() -> ModuleType | None:
+    """Return the native kernels, where MLX computes on the CPU and they need not be compiled first."""
+    return cpu.native() if on_cpu() and cpu.is_compiled() else None
+
+
+def load_arrays(file: str | Path) -> dict[str, mx.array]:
+    """Return the arrays of a safetensors file, mapped where that can be, else unread. Raises RuntimeError as MLX."""
+    kernels = mapping_kernels()
+    if kernels is not None:
+        with suppress(GearbxError, OSError):  # no such file, or a damaged one: MLX says so
+            return dict(mapped(kernels, Path(file)))
+    return cast(dict[str, mx.array], mx.load(str(file)))
+
+
+def mapped(kernels: ModuleType, path: Path) -> Iterator[tuple[str, mx.array]]:
+    """Yield the arrays of a safetensors file by their names. Raises OSError and GearbxError as `header_of`."""
+    header, unread = header_of(path), dict[str, mx.array]()
+    with open(path, "rb") as file:
+        for name, entry in header.entries.items():
+            offset = header.start + entry.data_offsets[0]
+            try:
+                yield name, kernels.map_array(file.fileno(), offset, entry.shape, TYPES[entry.dtype])
+            except (KeyError, ValueError):
+                unread = unread or cast(dict[str, mx.array], mx.load(str(path)))
+                yield name, unread[name]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The files that the weights of a model are in.
+
+    states: of each file when it was read. arrays: as they were loaded, by name.
+    """
+
+    states: Mapping[Path, Sequence[Any]]
+    arrays: Mapping[str, "weakref.ref[mx.array]"]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the files."""
+        return sum(path.stat().st_size for path in self.states)
+
+    def sampled(self) -> str:
+        """Return 64 hexadecimal digits of names, types and shapes, and of the middle of every array."""
+        hashes = [header_of(path).hash for path in sorted(self.states)]
+        return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
+
+    def whole(self) -> str:
+        """Return 64 hexadecimal digits of all bytes. Raises GearbxError for files that changed since they were read.
+
+        All cores hash, unless this is a thread beside the work of the model, or the process ends.
+        """
+        if threading.current_thread() is threading.main_thread():
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                hashes = [hash_of(path, pool.map) for path in sorted(self.states)]
+        else:
+            hashes = [hash_of(path, map) for path in sorted(self.states)]
+        self.check()
+        return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
+
+    def check(self) -> None:
+        """Raise GearbxError for a file that is not any more what was read."""
+        for path, state in self.states.items():
+            if not path.is_file() or state_of(path) != state:
+                raise GearbxError(f"{path}: changed while it was in use; start again")
+
+
+def hash_of(path: Path, over: Any) -> str:
+    """Return 64 hexadecimal digits of all bytes of a file. over: `map`, or that of a pool."""
+
+    def hash_from(begin: int) -> bytes:
+        with open(path, "rb", buffering=0) as file:
+            file.seek(begin)
+            return hashlib.sha256(file.read(HASHED_TOGETHER)).digest()
+
+    try:
+        parts = over(hash_from, range(0, path.stat().st_size, HASHED_TOGETHER))
+        return hashlib.sha256(b"".join(parts)).hexdigest()
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """Return the files that mlx-lm reads the weights of a model from."""
+    return sorted(directory.glob("model*.safetensors"))
+
+
+def load_mapped(directory: Path, load: Any) -> tuple:
+    """Return what a function of mlx-lm returns for a directory, whose weights are mapped; its model has an `Origin`."""
+    states = {path: state_of(path) for path in weight_files(directory)}
+    with loading_with(load_arrays):
+        model, *others = load()
+    arrays = {name: weakref.ref(array) for name, array in base_arrays(model).items()}
+    setattr(model, ORIGIN, Origin(states, arrays))
+    return model, *others
+
+
+def origin_of(model: nn.Module) -> Origin | None:
+    """Return where the weights of a model are from; None where any of them is not any more what was loaded."""
+    origin: Origin | None = getattr(model, ORIGIN, None)
+    if origin is None:
+        return None
+    now = base_arrays(model)
+    same = now.keys() == origin.arrays.keys() and all(origin.arrays[name]() is array for name, array in now.items())
+    return origin if same else None

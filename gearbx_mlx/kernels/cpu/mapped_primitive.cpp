@@ -1,0 +1,93 @@
+// Arrays that lie where a file is mapped: nothing is copied, and only pages that are used take memory.
+//
+// The mapping is private: whoever writes into such an array gets pages of its own, and the file keeps its bytes. Each array
+// has a mapping for itself, so that its memory is free once it is gone. A file that another process cuts off meanwhile has
+// no bytes to give; the process then ends with a line that says so, and not with a signal alone.
+
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstring>
+#include <functional>
+
+#include "graph.h"
+
+namespace gearbx {
+namespace {
+
+std::atomic<uintptr_t> lowest{UINTPTR_MAX}, highest{0};  // between them lie all mappings that ever were
+
+void end_with_a_line(int, siginfo_t* info, void*) {
+  const auto place = reinterpret_cast<uintptr_t>(info->si_addr);
+  if (place < lowest.load() || place >= highest.load()) {
+    signal(SIGBUS, SIG_DFL);  // the same access fails again, as it would have without this
+    return;
+  }
+  static const char line[] = "error: a file of the model was cut off while it was in use; start again\n";
+  [[maybe_unused]] const auto written = write(STDERR_FILENO, line, sizeof line - 1);
+  _exit(1);
+}
+
+void watch(uintptr_t begin, uintptr_t end) {
+  static const bool handled = [] {
+    struct sigaction action = {};
+    action.sa_sigaction = end_with_a_line;
+    action.sa_flags = SA_SIGINFO;
+    return sigaction(SIGBUS, &action, nullptr) == 0;
+  }();
+  (void)handled;
+  for (uintptr_t now = lowest.load(); begin < now && !lowest.compare_exchange_weak(now, begin);) {
+  }
+  for (uintptr_t now = highest.load(); end > now && !highest.compare_exchange_weak(now, end);) {
+  }
+}
+
+// Where MLX's allocator puts the data of a buffer, after its pointer: there it notes the size.
+size_t before_data() {
+  static const size_t bytes = [] {
+    auto buffer = mx::allocator::allocator().malloc(64);
+    const auto found = static_cast<char*>(buffer.raw_ptr()) - static_cast<char*>(buffer.ptr());
+    mx::allocator::allocator().free(buffer);
+    return static_cast<size_t>(found);
+  }();
+  return bytes;
+}
+
+// The array of a shape and a type from byte `offset` of an open file on. Throws where this version of MLX, or the place of
+// the array, does not allow it.
+mx::array map_array(int file, int64_t offset, const std::vector<int>& lengths, mx::Dtype dtype) {
+  const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE)), note = before_data(), at = static_cast<size_t>(offset);
+  const mx::Shape shape(lengths.begin(), lengths.end());
+  size_t size = dtype.size();
+  for (int length : shape) size *= static_cast<size_t>(length);
+  require(note == 0 || note == sizeof(size_t), "this version of MLX has its buffers in another way");
+  require(size > 0 && offset >= static_cast<int64_t>(note) && at % dtype.size() == 0, "the array does not lie on its type's bounds");
+  const size_t first = (at - note) / page * page, length = at + size - first;
+  void* pages = mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, file, static_cast<off_t>(first));
+  require(pages != MAP_FAILED, "the system maps no more files");
+  char* data = static_cast<char*>(pages) + (at - first);
+  watch(reinterpret_cast<uintptr_t>(pages), reinterpret_cast<uintptr_t>(pages) + length);
+  if (note) std::memcpy(data - note, &size, sizeof size);  // into a page of our own
+  auto unmap = [pages, length](mx::allocator::Buffer) { munmap(pages, length); };
+  return mx::array(mx::allocator::Data(mx::allocator::Buffer(data - note), unmap), shape, dtype);
+}
+
+// Has the system forget the pages of a mapped array that nobody wrote to; the next use reads them again.
+void forget_pages(const mx::array& array) {
+  const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  const auto begin = reinterpret_cast<uintptr_t>(array.data<void>()), end = begin + array.nbytes();
+  const uintptr_t first = (begin + page - 1) / page * page, last = end / page * page;
+  if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
+}
+
+}  // namespace
+
+void bind_mapped(nb::module_& m) {
+  m.def("map_array", &map_array, "file"_a, "offset"_a, "shape"_a, "dtype"_a);
+  m.def("forget_pages", &forget_pages, "array"_a);
+}
+
+}  // namespace gearbx

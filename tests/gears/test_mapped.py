@@ -1,0 +1,94 @@
+"""Arrays where their file is mapped: the same as MLX reads, and a file that changes ends nothing without a word."""
+
+import os
+import subprocess
+import sys
+
+import mlx.core as mx
+import pytest
+from conftest import normal, same_weights
+
+from gearbx_mlx.files.writing import align_arrays
+from gearbx_mlx.gears.mapped import load_arrays
+from gearbx_mlx.loading import load
+
+ARRAYS = {
+    "a": normal(64, 64).astype(mx.bfloat16),
+    "b": normal(3, 5, 7).astype(mx.float16),
+    "c": normal(1000),
+    "d": mx.arange(12, dtype=mx.uint32).reshape(3, 4),
+    "e": mx.array(3.0),
+}
+
+
+@pytest.fixture
+def file(tmp_path):
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), ARRAYS)
+    return tmp_path / "model.safetensors"
+
+
+@pytest.mark.usefixtures("compiled")
+class TestMapped:
+    @pytest.mark.parametrize("aligned", [True, False])
+    def test_arrays_are_those_that_mlx_reads(self, file, aligned):
+        if aligned:
+            align_arrays(file)
+        found = load_arrays(file)
+        assert same_weights(found, ARRAYS)
+        assert {name: (a.shape, a.dtype) for name, a in found.items()} == {
+            n: (a.shape, a.dtype) for n, a in ARRAYS.items()
+        }
+
+    def test_what_is_written_into_an_array_stays_out_of_the_file(self, file):
+        align_arrays(file)
+        before = file.read_bytes()
+        found = load_arrays(file)
+        found["c"][:] = 1.0
+        mx.eval(found)
+        assert mx.array_equal(found["c"], mx.ones(1000)).item()
+        assert file.read_bytes() == before
+        assert same_weights(load_arrays(file), ARRAYS)
+
+    def test_an_array_stays_when_its_file_is_replaced_or_removed(self, file):
+        align_arrays(file)
+        found = load_arrays(file)
+        other = file.with_name("other")
+        other.write_bytes(bytes(file.stat().st_size))
+        other.replace(file)
+        assert same_weights(found, ARRAYS)
+
+    @pytest.mark.slow
+    def test_a_file_that_is_cut_off_ends_the_process_with_one_line(self, tmp_path):
+        place = tmp_path / "large.safetensors"
+        mx.save_safetensors(str(place), {"a": mx.zeros((1024, 1024))})
+        align_arrays(place)
+        program = (
+            "import os, sys, mlx.core as mx\n"
+            "from gearbx_mlx.gears.mapped import load_arrays\n"
+            "array = load_arrays(sys.argv[1])['a']\n"
+            "os.truncate(sys.argv[1], 4096)\n"
+            "print(array.sum().item())\n"
+        )
+        ended = subprocess.run([sys.executable, "-c", program, place], capture_output=True, text=True)
+        if ended.returncode == 0:
+            pytest.skip("the kernels are not kept in this cache, so that nothing is mapped")
+        assert ended.returncode == 1
+        assert ended.stderr.splitlines() == ["error: a file of the model was cut off while it was in use; start again"]
+
+
+def test_without_kernels_mlx_reads_the_file(file, monkeypatch):
+    monkeypatch.setattr("gearbx_mlx.gears.mapped.mapping_kernels", lambda: None)
+    assert same_weights(load_arrays(file), ARRAYS)
+
+
+def test_a_damaged_file_has_the_error_of_mlx(file):
+    os.truncate(file, 100)
+    with pytest.raises(RuntimeError):
+        load_arrays(file)
+
+
+def test_a_model_computes_the_same_from_mapped_weights(monkeypatch):
+    prompt = mx.array([[1, 5, 9, 2, 7]])
+    mapped = load()[0](prompt)
+    monkeypatch.setattr("gearbx_mlx.loading.mapping_kernels", lambda: None)
+    assert mx.array_equal(load()[0](prompt), mapped).item()
