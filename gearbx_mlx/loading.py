@@ -43,6 +43,7 @@ from .files.model_directory import (
 )
 from .files.reading import read_as, shown
 from .files.smollm2 import SMOLLM2, smollm2_directory
+from .files.unpacked import contents
 from .gears.adapters import add_adapter
 from .gears.dividing import Ranks, cut_into_stages, divide, divide_saved, ranks_of, stage_of
 from .gears.manifest import GEARS_FILE, Manifest, read_manifest
@@ -58,7 +59,6 @@ SAMPLES = (  # what tokenizers differ in: digits, spaces, line ends, capitals, o
 TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
 DEMO_MODEL = Path(__file__).parent / "demo_model"
 TOKENIZERS = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*")  # files, of which a model has one at least
-SAMPLED_BYTES = 2**20  # bytes of a file's beginning and end that stand for it
 
 
 def load(
@@ -295,15 +295,10 @@ def find(path_or_hf_repo: str | Path, revision: str | None = None, also: Sequenc
 
 
 def fingerprint(*files: Path) -> str:
-    """Return a hash of names, sizes, and the first and last MiB of each file: weights are too large to read twice."""
+    """Return a hash of the names and of all contents of files."""
     digest = hashlib.sha256()
     for file in sorted(files):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size} ".encode())
-        with file.open("rb") as opened:
-            digest.update(opened.read(SAMPLED_BYTES))
-            opened.seek(max(size - SAMPLED_BYTES, 0))
-            digest.update(opened.read(SAMPLED_BYTES))
+        digest.update(f"{file.name} {contents(file)} ".encode())
     return digest.hexdigest()[:16]
 
 

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from ..cli.tables import table_with_head
 from ..errors import GearbxError
+from ..files.unpacked import HASHES
 from ..files.user_cache import CacheUnusable, open_cache
 from ..kernels.cpu import BUILDING_LOCK, MODULE_NAME
 from ..settings import human_bytes
@@ -64,7 +65,7 @@ def kind_in_cache(path: Path) -> str:
         return "bases"
     if path.suffix == ".json":
         return "times"
-    is_model = path.is_dir() and (path.name.startswith(".") or (path / "config.json").exists())
+    is_model = path.name == HASHES or path.is_dir() and (path.name.startswith(".") or (path / "config.json").exists())
     return "models" if is_model else "other"
 
 
