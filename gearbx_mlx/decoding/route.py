@@ -28,6 +28,7 @@ from ..gears.ladder import Gear, Ladder
 from ..ranks.agreement import agreement_of
 from ..routing.calibration import FEWEST_SAMPLES, median_thresholds, percentile_thresholds
 from ..routing.gates import AUTO, Gate, Monitor, OneGear, ThresholdGate, first_gear
+from ..telemetry.summary import Tally
 from .batches import BatchText, SharedMode
 from .governor import Governor
 from .mode import encoded, gear_of_prompt, of_model, thresholds_for, vocabulary_of
@@ -157,6 +158,9 @@ class TelemetryOnly(Route):
         observer = gearbox or Observer(model)
         of_model(observer, model)
         return observer
+
+    def summary(self, tally: Tally) -> dict[str, Any]:
+        return {"passes": {}}  # no gear ran
 
 
 SHORT_PROMPTS = (

@@ -241,10 +241,14 @@ class Gearbox:
 
     def bits_of(self, layer: Layer, gear: Gear) -> int:
         """Return the bits of a layer in a gear, by its table and cap: the next at which the layer is stored."""
+        bits = self._stored_bits(layer, gear)
+        return min(bits, at_most(self.source.widths(layer), self._caps.get(layer.path, bits)))
+
+    def _stored_bits(self, layer: Layer, gear: Gear) -> int:
+        """Return the same without a cap."""
         widths = self.source.widths(layer)
         bits = at_least(widths, self._tables.get(gear.bits, {}).get(layer.path, gear.bits))
-        bits = min(bits, widths[-1])  # a layer of a quantized checkpoint may have fewer bits than the top gear
-        return min(bits, at_most(widths, self._caps.get(layer.path, bits)))
+        return min(bits, widths[-1])  # a layer of a quantized checkpoint may have fewer bits than the top gear
 
     def cap(self, bits: Mapping[str, int]) -> None:
         """Bound layers from now on: path to the most bits that it has in any gear. Layers not named have no bound.
@@ -396,8 +400,13 @@ class Gearbox:
         return 8 * sum(self.layer_bytes(layer, gear) for layer in self.layers) / weights
 
     def ladder_report(self) -> list[dict]:
-        """Name, bits and bytes per weight of each gear."""
-        return [{"name": g.name, "bits": g.bits, "bytes_per_weight": self.bits_per_weight(g) / 8} for g in self.ladder]
+        """Return name, bits and bytes per weight of each gear, and the bits of its layers where these are others."""
+        return [self._gear_report(gear) for gear in self.ladder]
+
+    def _gear_report(self, gear: Gear) -> dict[str, Any]:
+        bits = {self._stored_bits(layer, gear) for layer in self.layers}
+        others = {"layer_bits": [min(bits), max(bits)]} if bits - {gear.bits} else {}
+        return {"name": gear.name, "bits": gear.bits, "bytes_per_weight": self.bits_per_weight(gear) / 8, **others}
 
     def weight_bytes_per_token(self, gear: Gear, positions: int = 1) -> int:
         """Return bytes of weights that one token, or a pass over several positions, reads of the model in a gear."""

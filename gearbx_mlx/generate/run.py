@@ -36,7 +36,6 @@ from ..decoding.stream import stream_generate
 from ..errors import GearbxError, OutputLost
 from ..files.writing import write_text
 from ..gears.gearbox import Gearbox, Observer, model_fingerprint
-from ..gears.ladder import Ladder
 from ..gears.tensor_files import ArrayPlace, hash_bytes, hash_place
 from ..loading import model_name
 from ..ranks.agreement import check_equal
@@ -245,7 +244,7 @@ def run(settings: GenerateSettings) -> int:
             keywords["prompt_progress_callback"] = bar.told
         responses = stream_generate(model, tokenizer, tokens, max_tokens, **keywords)
         if first and settings.output.told:
-            introduce(mode, gearbox.ladder, settings.cache.draft_model is not None)
+            introduce(mode, gearbox.ladder_report(), settings.cache.draft_model is not None)
         names = [gear.name for gear in gearbox.ladder]
         status = write_out(responses, names, trace_fields(mode, keywords), settings.output, trace)
     result = responses.summary(loaded.name, settings.cache.draft_model)
@@ -309,10 +308,10 @@ def drafting_always(mode: Mode) -> Mode:
     return replace(mode, draft_length=USUAL_LENGTH, lookup_tokens=MOST_DRAFTED)
 
 
-def introduce(mode: Mode, ladder: Ladder | None = None, has_draft_model: bool = False) -> None:
-    """Show the question that nobody has typed, and in mode lossless what the colours of its answer say."""
+def introduce(mode: Mode, ladder: Sequence[Mapping[str, Any]] = (), has_draft_model: bool = False) -> None:
+    """Show the question that nobody has typed, and in mode lossless the legend of the colours of its answer."""
     terminal.note(DEFAULT_PROMPT)
-    if isinstance(mode, Lossless) and ladder is not None and len(ladder) > 1:
+    if isinstance(mode, Lossless) and len(ladder) > 1 and terminal.color_system():
         terminal.say(colors_line(ladder, has_draft_model))
 
 

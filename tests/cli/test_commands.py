@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from conftest import read_trace
 from mlx_lm.generate import setup_arg_parser as mlx_lm_flags
+from pseudo_terminal import ESCAPES
 
 from gearbx_mlx import GearbxError, GearbxWarning
 from gearbx_mlx.calibrate import calibrate
@@ -74,11 +75,15 @@ class TestGenerate:
             assert words in result.err
         assert {path.name for path in tmp_path.iterdir()} == {"summary.json", "trace.jsonl"}
 
-    def test_the_first_command_shows_what_the_project_is(self, command, generated):
-        """Its question, what the colours say, and drafts."""
+    def test_the_first_command_shows_what_the_project_is(self, command, generated, monkeypatch):
+        """Its question, a legend where there are colours, and drafts."""
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        colored = command("generate", "--gears", "4,16", "-m", 3).err
+        question, colors, *_ = ESCAPES.sub("", colored).splitlines()
+        monkeypatch.delenv("FORCE_COLOR")
         done = generated("--gears", "4,16", "-m", 60)
-        question, colors, *_ = done.err.splitlines()
         assert question == DEFAULT_PROMPT
+        assert "tokens: " not in done.err
         drafted = "drafted by 4 bits, accepted by 16"
         assert colors == f"tokens: {drafted} · looked up in the text, accepted · written by 16 bits"
         summary = done.summary
