@@ -3,7 +3,7 @@
 In mode route, the entropies of past tokens choose the gear of coming ones. mlx-lm runs one token ahead: when token t
 is handed out, the pass that computes t + 1 has been dispatched. A shift made then first acts on t + 2. Mode static
 stays in one gear, with the same kernels and in the same type as all other modes: the top gear's text is the one that
-mode lossless writes. Mode telemetry-only shifts nothing, and names the gear that mode route would use.
+mode lossless writes. Mode telemetry-only replaces and shifts nothing, and names the gear that mode route would use.
 
 Thresholds may be found by the model itself (GEARBX 4.2), at first use, once for a gearbox: the entropies of the prompt
 in the top gear say how sure this model is of text of this kind. A prompt that is too short says too little: then three
@@ -146,7 +146,7 @@ class Static(StaticSettings, InEngagedGear):
 
 @dataclass(frozen=True)
 class TelemetryOnly(Route):
-    """Like Route, for a model whose layers stay as they are: one that is quantized already, or is only observed."""
+    """Like Route, for a model whose layers stay as they are and whose tokens are mlx-lm's (GEARBX 12.2)."""
 
     name: ClassVar[str] = "telemetry-only"
     uncapped: ClassVar[str] = "changes no gear, so there is nothing to cap"

@@ -563,13 +563,13 @@ def in_one_gear(
 
 
 class Observer:
-    """Has the interface of a Gearbox and names the gear that it would engage, but changes no precision.
+    """Has the interface of a Gearbox and names the gear that it would engage, but changes neither precision nor layers.
 
-    Bytes and bits are those of the model as it is. Where `in_one_gear` puts it on native kernels, its text is mlx-lm's
-    but for rounding; with kernels "mlx" it is mlx-lm's bit for bit.
+    Bytes and bits are those of the model as it is, and its text is mlx-lm's. With kernels "native" its layers are
+    replaced, and the text is mlx-lm's but for rounding. A model that has a gearbox keeps it.
 
     Args:
-        dtype, kernels, activations: as of `Gearbox`.
+        dtype, activations: as of `Gearbox`. kernels: "auto" stands for "mlx".
     """
 
     def __init__(
@@ -596,8 +596,8 @@ class Observer:
         weights = sum(map(math.prod, shapes))
         self._bits = 8 * read / weights if weights else 8.0 * storage.size
         self._token_bytes = token_bytes(model, {}, self.storage, head)
-        own = in_one_gear(model, dtype, kernels, activations)
-        self.kernels = KernelChoice(False, "as asked") if own is None else own.kernels
+        own = in_one_gear(model, dtype, "mlx" if kernels == DEFAULT_KERNELS else kernels, activations)
+        self.kernels = KernelChoice(False, "an observer replaces no layers") if own is None else own.kernels
         self.compute_dtype = model_dtype(model) if own is None else own.compute_dtype
         self.gear = self.ladder.top
         self.shifts = 0
