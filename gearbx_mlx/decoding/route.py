@@ -5,9 +5,9 @@ is handed out, the pass that computes t + 1 has been dispatched. A shift made th
 stays in one gear, with the same kernels and in the same type as all other modes: the top gear's text is the one that
 mode lossless writes. Mode telemetry-only replaces and shifts nothing, and names the gear that mode route would use.
 
-Thresholds may be found by the model itself (GEARBX 4.2), at first use, once for a gearbox: the entropies of the prompt
-in the top gear say how sure this model is of text of this kind. A prompt that is too short says too little: then three
-short prompts are continued instead, as GEARBX does on MLX.
+Thresholds may be found by the model itself, at first use, once for a gearbox, as GEARBX 4.2 does on MLX: the top gear
+continues three short prompts. A model that is sure of all its tokens there says too little: then the entropies of the
+prompt count.
 """
 
 from collections.abc import Iterator
@@ -193,7 +193,10 @@ def auto_thresholds(gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any = N
     """Return the thresholds of a gearbox, found when it is first asked; they do not change afterwards (GEARBX 18.2).
 
     Args:
-        prompt: text or tokens to find them on; none, or one of fewer than five tokens: on three short prompts.
+        prompt: text or tokens to find them on, where three short prompts have fewer than five tokens with an entropy.
+
+    Raises:
+        GearbxError: neither these nor the prompt have five such tokens.
     """
     if gearbox in _found:
         return _found[gearbox]
@@ -201,12 +204,12 @@ def auto_thresholds(gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any = N
     tokens = [] if prompt is None else [int(token) for token in np.array(encoded(tokenizer, prompt))[:MOST_READ]]
     gearbox.shift(gearbox.ladder.top)
     try:
-        entropies, source = list(prompt_entropies(model, tokens, size)), "the prompt"
+        entropies = [entropy for text in SHORT_PROMPTS for entropy in continued_entropies(model, tokenizer, text)]
         if sum(entropy > 0 for entropy in entropies) >= FEWEST_SAMPLES:
-            thresholds = percentile_thresholds(entropies, gears, size)
-        else:
-            entropies = [entropy for text in SHORT_PROMPTS for entropy in continued_entropies(model, tokenizer, text)]
             thresholds, source = median_thresholds(entropies, gears), "three short prompts"
+        else:
+            entropies, source = list(prompt_entropies(model, tokens, size)), "the prompt"
+            thresholds = percentile_thresholds(entropies, gears, size)
         # Those of rank 0: machines of different kinds round differently.
         (shared,) = agreement_of(model).arrays(mx.array(thresholds, mx.float32))
     finally:
