@@ -21,4 +21,6 @@ print(*resource.getrlimit(resource.RLIMIT_NOFILE))
 @pytest.mark.parametrize(("hard", "expected"), [(1024, "1024 1024"), (3000, "2048 3000"), (4096, "2048 4096")])
 def test_a_low_hard_limit_stays(hard, expected):
     code = TOLD.format(hard=hard)
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split() == expected.split()
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split() == expected.split()
+    )
