@@ -65,7 +65,7 @@ def kind_in_cache(path: Path) -> str:
         return "bases"
     if path.suffix == ".json":
         return "times"
-    is_model = path.name == HASHES or path.is_dir() and (path.name.startswith(".") or (path / "config.json").exists())
+    is_model = path.is_dir() and (path.name.startswith((".", HASHES)) or (path / "config.json").exists())
     return "models" if is_model else "other"
 
 

@@ -105,9 +105,9 @@ class Loaded:
                 f"--gears {DENSE} is mlx-lm bit for bit, with MLX's kernels, which are slow on a CPU; --kernels native "
                 "is many times as fast, and rounds otherwise"
             )
-        if isinstance(gearbox, Observer) and on_cpu() and not isinstance(settings, JustGears):
-            if settings.gears.kernels.name == "auto":
-                note(f"mode {TELEMETRY_ONLY} keeps MLX's kernels; --kernels native is many times as fast here")
+        has_flag = not isinstance(settings, JustGears)
+        if isinstance(gearbox, Observer) and on_cpu() and has_flag and settings.gears.kernels.name == "auto":
+            note(f"mode {TELEMETRY_ONLY} keeps MLX's kernels; --kernels native is many times as fast here")
         if isinstance(gearbox, Observer) and not decision.codes and settings.mode.mode != TELEMETRY_ONLY:
             note(
                 f"{self.name} is quantized and divided between ranks: telemetry only, no layer changes gear; "

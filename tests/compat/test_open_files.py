@@ -20,7 +20,5 @@ print(*resource.getrlimit(resource.RLIMIT_NOFILE))
 @pytest.mark.slow
 @pytest.mark.parametrize(("hard", "expected"), [(1024, "1024 1024"), (3000, "2048 3000"), (4096, "2048 4096")])
 def test_a_low_hard_limit_stays(hard, expected):
-    code = TOLD.format(hard=hard)
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split() == expected.split()
-    )
+    done = subprocess.run([sys.executable, "-c", TOLD.format(hard=hard)], capture_output=True, text=True)
+    assert done.stdout.split() == expected.split()
