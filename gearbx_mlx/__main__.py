@@ -9,7 +9,7 @@ from .cli import signals
 signals.end_at_once()  # the imports below take time
 
 from .cli import terminal  # noqa: E402
-from .cli.parser import version_line  # noqa: E402
+from .cli.parser import nearest_name, version_line  # noqa: E402
 from .errors import GearbxError  # noqa: E402
 
 COMMANDS = {
@@ -50,7 +50,9 @@ def show_commands(name: str) -> None:
     elif name == "figures":
         raise GearbxError("figures: the pictures of the paper are made in a clone: python -m research figures")
     else:
-        raise GearbxError(f"{name}: no such command; choose from {', '.join(COMMANDS)}")
+        near = nearest_name(name, COMMANDS)
+        hint = f"did you mean {near}?" if near else f"choose from {', '.join(COMMANDS)}"
+        raise GearbxError(f"{name}: no such command; {hint}")
 
 
 if __name__ == "__main__":

@@ -258,6 +258,7 @@ def find(path_or_hf_repo: str | Path, revision: str | None = None, also: Sequenc
         path = Path(path_or_hf_repo).expanduser()
         if path.is_dir():
             check_regular(path)
+            check_no_gguf(path)
             return path
         is_file, is_there = path.is_file(), path.exists()
     except (OSError, RuntimeError) as error:
@@ -292,6 +293,14 @@ def find(path_or_hf_repo: str | Path, revision: str | None = None, also: Sequenc
     except (OSError, RuntimeError) as error:
         raise GearbxError(f"{name}: cannot be downloaded ({one_line(error)})") from error
     return directory
+
+
+def check_no_gguf(directory: Path) -> None:
+    """Raises GearbxError for a directory of GGUF files, which are models by themselves."""
+    found = sorted(file.name for file in directory.glob("*.gguf"))
+    if found and not os.path.lexists(directory / "config.json"):
+        more = f" or one of {len(found) - 1} others" if len(found) > 1 else ""
+        raise GearbxError(f"{directory}: has no config.json; give the GGUF file {directory / found[0]}{more}")
 
 
 def fingerprint(*files: Path) -> str:

@@ -13,6 +13,7 @@ CACHE_KINDS = {
     "bases": "codes of calibrated bases",
     "models": "unpacked GGUF files",
     "times": "measured times, and what texts taught",
+    "history": "lines that were typed in chat",
     "other": "anything else",
 }
 

@@ -42,7 +42,7 @@ from ..machine.readers import OwnMemory, Reader, Scripted, Watch, this_machine
 from ..ranks.place import current
 from ..settings import flag_of, human_bytes
 from .bases import Base, find_base
-from .decide import Decision, JustGears, decide, governed
+from .decide import Decision, decide, governed
 from .flags import CacheSettings, GearedSettings, ModelSettings, SamplingSettings, check_sampling
 from .tables import kernels_table
 from .terminal import messages, note, show_compiling, show_encoding, spinner
@@ -105,9 +105,6 @@ class Loaded:
                 f"--gears {DENSE} is mlx-lm bit for bit, with MLX's kernels, which are slow on a CPU; --kernels native "
                 "is many times as fast, and rounds otherwise"
             )
-        has_flag = not isinstance(settings, JustGears)
-        if isinstance(gearbox, Observer) and on_cpu() and has_flag and settings.gears.kernels.name == "auto":
-            note(f"mode {TELEMETRY_ONLY} keeps MLX's kernels; --kernels native is many times as fast here")
         if isinstance(gearbox, Observer) and not decision.codes and settings.mode.mode != TELEMETRY_ONLY:
             note(
                 f"{self.name} is quantized and divided between ranks: telemetry only, no layer changes gear; "

@@ -22,7 +22,7 @@ from ..cli.loaded import (
     load_pair,
     show_kernels,
 )
-from ..cli.prompt import encode_prompt, read_prompt, room_for
+from ..cli.prompt import encode_prompt, piped_prompt, read_prompt, room_for
 from ..cli.tables import colors_line, layers_table, pair_table, summary_table
 from ..compat.templates import prepare
 from ..compat.versions import program_versions
@@ -36,7 +36,9 @@ from ..decoding.stream import stream_generate
 from ..errors import GearbxError, OutputLost
 from ..files.writing import write_text
 from ..gears.gearbox import Gearbox, Observer, model_fingerprint
+from ..gears.ladder import DEFAULT_KERNELS
 from ..gears.tensor_files import ArrayPlace, hash_bytes, hash_place
+from ..kernels.dispatch import on_cpu
 from ..loading import model_name
 from ..ranks.agreement import check_equal
 from ..ranks.place import current
@@ -208,6 +210,8 @@ def run(settings: GenerateSettings) -> int:
     settings = on_this_rank(settings)
     trace, summary = settings.output.paths()
     prompt = read_prompt(settings.input.prompt)
+    if prompt == DEFAULT_PROMPT and current() is None:
+        prompt = piped_prompt() or prompt
     if not settings.prompt.ignore_chat_template:
         prepare()
     if settings.sampling.seed is not None:
@@ -256,6 +260,8 @@ def run(settings: GenerateSettings) -> int:
         terminal.note(geared.of_making())
     if settings.output.told:
         tell_gain(geared, result)
+        if isinstance(gearbox, Observer) and on_cpu() and settings.gears.kernels.name == DEFAULT_KERNELS:
+            terminal.note(f"mode {mode.name} keeps MLX's kernels; --kernels native is many times as fast here")
     if settings.output.describes and isinstance(gearbox, Gearbox) and gearbox.kernels.native:
         show_kernels(gearbox)  # of the gears and numbers of vectors that the text had
     return status

@@ -1,5 +1,6 @@
 import io
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -100,6 +101,45 @@ class TestGenerate:
         monkeypatch.setattr(sys, "stdin", io.StringIO("Once upon a time"))
         piped = command("generate", "-m", 8, "-p", "-").out
         assert piped == command("generate", "-m", 8, "-p", "Once upon a time").out
+
+    @pytest.fixture
+    def piped(self, monkeypatch):
+        """Put an open file in the place of standard input."""
+        before = os.dup(0)
+
+        def put(handle: int) -> None:
+            os.dup2(handle, 0)
+            monkeypatch.setattr(sys, "stdin", os.fdopen(0, closefd=False))
+
+        yield put
+        os.dup2(before, 0)
+        os.close(before)
+
+    def test_what_is_piped_is_the_prompt_where_there_is_none(self, command, piped, tmp_path):
+        expected = command("generate", "-m", 8, "-p", "Once upon a time").out
+        read, write = os.pipe()
+        os.write(write, b"Once upon a time")
+        os.close(write)
+        piped(read)
+        assert command("generate", "-m", 8).out == expected
+        (tmp_path / "prompt.txt").write_text("Once upon a time")
+        piped(os.open(tmp_path / "prompt.txt", os.O_RDONLY))
+        assert command("generate", "-m", 8).out == expected
+
+    def test_an_empty_pipe_and_one_that_stays_open_leave_the_default(self, command, piped):
+        expected = command("generate", "-m", 8).out
+        read, write = os.pipe()
+        piped(read)
+        waiting = command("generate", "-m", 8)
+        assert waiting.out == expected
+        assert "--prompt - waits for it" in waiting.err
+        os.close(write)
+        assert command("generate", "-m", 8).out == expected
+
+    def test_two_words_are_the_model_and_the_prompt(self, command):
+        expected = command("generate", "--model", DEMO_MODEL, "--prompt", "Once upon a time", "-m", 8).out
+        assert command("generate", DEMO_MODEL, "Once upon a time", "-m", 8).out == expected
+        assert command("generate", "-m", 8, DEMO_MODEL, "Once upon a time").out == expected
 
     def test_minus_one_ends_at_the_context(self, generated):
         sampled = "--temp", 1, "--seed", 0, "--ignore-chat-template"

@@ -1,4 +1,4 @@
-"""A model in its own precision: observed with mlx-lm's layers, or on native kernels of a CPU where that is asked for."""
+"""A model in its own precision: observed with mlx-lm's layers, or on native kernels of a CPU as asked for."""
 
 import mlx.core as mx
 import mlx.nn as nn
