@@ -142,7 +142,7 @@ class OriginalFiles:
 
     @property
     def others(self) -> tuple[list[Path], list[str]]:
-        """The other files that come back, and the names of those that do not: other weights, folders, hidden files, odd names."""
+        """The other files that come back, and the names of those that do not: weights, folders, hidden, odd names."""
         kept: list[Path] = []
         lost: list[str] = []
         for file in sorted(self.directory.iterdir()):

@@ -10,7 +10,6 @@ from ..cli.flags import choose_device
 from ..cli.start import needing
 from ..kernels import DEVICES
 
-
 HELP = """usage: gearbx_mlx lm_eval --model gearbx --model_args model=MODEL[,FLAG=VALUE...] --tasks TASK[,TASK...] [flags]
 
 Run lm-eval's tasks on a model in gears. --model_args are flags of gearbx_mlx generate without dashes, with colons for
