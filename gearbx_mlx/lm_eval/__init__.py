@@ -10,7 +10,7 @@ from ..cli.flags import choose_device
 from ..cli.start import needing
 from ..kernels import DEVICES
 
-HELP = """usage: gearbx_mlx lm_eval --model gearbx --model_args model=MODEL[,FLAG=VALUE...] --tasks TASK[,TASK...] [flags]
+HELP = """usage: gearbx_mlx lm_eval --model gearbx --model_args model=MODEL[,FLAG=VALUE...] --tasks TASK[,TASK...]
 
 Run lm-eval's tasks on a model in gears. --model_args are flags of gearbx_mlx generate without dashes, with colons for
 commas in their values: model=smollm2,gears=4:16. All other flags are lm-eval's, which shows them where it is installed:

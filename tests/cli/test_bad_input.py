@@ -12,7 +12,6 @@ import mlx_lm.models
 import pytest
 from conftest import save_model, tiny_model
 from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
-from mutations import edit
 from refusals import assert_refused
 
 from gearbx_mlx.__main__ import main
