@@ -23,6 +23,7 @@ COMMANDS = {
     "allocate": "find bits for every layer from these measurements",
     "benchmark": "time gears on this machine, and beside mlx-lm on a Mac",
     "server": "serve a model in gears, to clients of OpenAI's API",
+    "list": "list the models at hand, with their sizes and gears",
     "cache": "show the size of what is kept for later runs, or remove it",
     "lm_eval": "run lm-eval's tasks on a model in gears",
 }
