@@ -23,6 +23,10 @@ from importlib.metadata import PackageNotFoundError, version  # noqa: E402
 
 import lazy_loader  # noqa: E402
 
+from .compat.open_files import import_within_limit  # noqa: E402
+
+import_within_limit()
+
 try:
     __version__ = version("gearbx-mlx")
 except PackageNotFoundError:  # run from a source tree

@@ -9,7 +9,7 @@ from .cli import signals
 signals.end_at_once()  # the imports below take time
 
 from .cli import terminal  # noqa: E402
-from .cli.parser import version_line  # noqa: E402
+from .cli.parser import nearest_name, version_line  # noqa: E402
 from .errors import GearbxError  # noqa: E402
 
 COMMANDS = {
@@ -23,6 +23,7 @@ COMMANDS = {
     "allocate": "find bits for every layer from these measurements",
     "benchmark": "time gears on this machine, and beside mlx-lm on a Mac",
     "server": "serve a model in gears, to clients of OpenAI's API",
+    "list": "list the models at hand, with their sizes and gears",
     "cache": "show the size of what is kept for later runs, or remove it",
     "lm_eval": "run lm-eval's tasks on a model in gears",
 }
@@ -50,7 +51,9 @@ def show_commands(name: str) -> None:
     elif name == "figures":
         raise GearbxError("figures: the pictures of the paper are made in a clone: python -m research figures")
     else:
-        raise GearbxError(f"{name}: no such command; choose from {', '.join(COMMANDS)}")
+        near = nearest_name(name, COMMANDS)
+        hint = f"did you mean {near}?" if near else f"choose from {', '.join(COMMANDS)}"
+        raise GearbxError(f"{name}: no such command; {hint}")
 
 
 if __name__ == "__main__":

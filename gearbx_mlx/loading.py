@@ -43,6 +43,7 @@ from .files.model_directory import (
 )
 from .files.reading import read_as, shown
 from .files.smollm2 import SMOLLM2, smollm2_directory
+from .files.unpacked import contents
 from .gears.adapters import add_adapter
 from .gears.dividing import Ranks, cut_into_stages, divide, divide_saved, ranks_of, stage_of
 from .gears.manifest import GEARS_FILE, Manifest, read_manifest
@@ -59,7 +60,6 @@ SAMPLES = (  # what tokenizers differ in: digits, spaces, line ends, capitals, o
 TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
 DEMO_MODEL = Path(__file__).parent / "demo_model"
 TOKENIZERS = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*")  # files, of which a model has one at least
-SAMPLED_BYTES = 2**20  # bytes of a file's beginning and end that stand for it
 
 
 def load(
@@ -275,6 +275,7 @@ def find(path_or_hf_repo: str | Path, revision: str | None = None, also: Sequenc
         path = Path(path_or_hf_repo).expanduser()
         if path.is_dir():
             check_regular(path)
+            check_no_gguf(path)
             return path
         is_file, is_there = path.is_file(), path.exists()
     except (OSError, RuntimeError) as error:
@@ -324,16 +325,19 @@ def snapshot_of(name: str, revision: str | None, also: tuple[str, ...]) -> Path:
         raise GearbxError(f"{name}: cannot be downloaded ({one_line(error)})") from error
 
 
+def check_no_gguf(directory: Path) -> None:
+    """Raises GearbxError for a directory of GGUF files, which are models by themselves."""
+    found = sorted(file.name for file in directory.glob("*.gguf"))
+    if found and not os.path.lexists(directory / "config.json"):
+        more = f" or one of {len(found) - 1} others" if len(found) > 1 else ""
+        raise GearbxError(f"{directory}: has no config.json; give the GGUF file {directory / found[0]}{more}")
+
+
 def fingerprint(*files: Path) -> str:
-    """Return a hash of names, sizes, and the first and last MiB of each file: weights are too large to read twice."""
+    """Return a hash of the names and of all contents of files."""
     digest = hashlib.sha256()
     for file in sorted(files):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size} ".encode())
-        with file.open("rb") as opened:
-            digest.update(opened.read(SAMPLED_BYTES))
-            opened.seek(max(size - SAMPLED_BYTES, 0))
-            digest.update(opened.read(SAMPLED_BYTES))
+        digest.update(f"{file.name} {contents(file)} ".encode())
     return digest.hexdigest()[:16]
 
 

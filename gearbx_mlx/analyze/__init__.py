@@ -35,7 +35,9 @@ class AnalysisSettings(Settings):
 
     title: ClassVar[str] = "analysis"
 
-    prompts: str = flag(help="One prompt per line, or JSON Lines as in GSM8K.", named=True)
+    prompts: str | None = flag(
+        None, "One prompt per line, or JSON Lines as in GSM8K. Default: three that ship", named=True
+    )
     num_prompts: int | None = flag(None, "Use only this many prompts, the first ones.", least=1)
     out: str = flag("analysis", "Directory for trace, summary and pictures.", named=True)
 

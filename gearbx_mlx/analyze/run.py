@@ -23,7 +23,7 @@ from ..cli.prompt import check_prompt, encoded_prompts, read_prompts
 from ..cli.start import needing
 from ..cli.tables import server_table, summary_table
 from ..decoding.modes import TELEMETRY_ONLY, made
-from ..decoding.route import Route
+from ..decoding.route import SHORT_PROMPTS, Route
 from ..decoding.stream import RunSpeed, stream_generate, summary_of
 from ..errors import GearbxError, GearbxWarning
 from ..files.writing import check_directory, make_directory, write_text
@@ -58,7 +58,8 @@ def summary_of_analysis(settings: AnalyzeSettings) -> dict[str, Any]:
 
 def analysis_of(settings: AnalyzeSettings) -> "AnalyzedRun":
     """Run the prompts, and write trace, summary and pictures: as far as they came, where something ended them early."""
-    texts = read_prompts(Path(settings.analysis.prompts))[: settings.analysis.num_prompts]
+    named = settings.analysis.prompts
+    texts = (list(SHORT_PROMPTS) if named is None else read_prompts(Path(named)))[: settings.analysis.num_prompts]
     out = Path(settings.analysis.out)
     check_directory(out)
     if out.is_dir():

@@ -113,7 +113,7 @@ class BenchmarkParser(FlagParser):
 
 def setup_arg_parser() -> FlagParser:
     parser = BenchmarkParser("benchmark", Benchmark, description="Time the gears of a model on this machine.")
-    commands = parser.add_subparsers(dest="what", required=True)
+    commands = parser.add_subparsers(dest="what", required=True, metavar=f"{{{','.join(BENCHMARKS)}}}")
     for what, kind in BENCHMARKS.items():
         subparser = commands.add_parser(what, help=kind.__doc__, argument_default=argparse.SUPPRESS)
         subparser.add_rare(add_flags(subparser, kind))

@@ -11,8 +11,10 @@ from filelock import FileLock
 from rich.console import Console
 
 from ..cli.tables import table_with_head
+from ..cli.terminal import note
 from ..errors import GearbxError
-from ..files.user_cache import CacheUnusable, open_cache
+from ..files.unpacked import HASHES
+from ..files.user_cache import CacheUnusable, chat_history, open_cache
 from ..kernels.cpu import BUILDING_LOCK, MODULE_NAME
 from ..settings import human_bytes
 from . import CACHE_KINDS, UsersCacheSettings
@@ -49,7 +51,10 @@ def run(settings: UsersCacheSettings) -> int:
 
 
 def cache_entries(directory: Path) -> Iterator[Kept]:
-    """Find what is in the cache, except for locks, which belong to processes."""
+    """Find what is in the cache, except for locks, which belong to processes, and the history of chats beside it."""
+    with suppress(OSError, RuntimeError):
+        history = chat_history()
+        yield Kept(history, "history", disk_size(history), history.stat().st_mtime)
     for path in sorted(directory.iterdir()):
         kind = kind_in_cache(path)
         for each in sorted(path.iterdir()) if kind in FOLDERS else [path]:
@@ -66,7 +71,7 @@ def kind_in_cache(path: Path) -> str:
         return path.name
     if path.suffix == ".json":
         return "times"
-    is_model = path.is_dir() and (path.name.startswith(".") or (path / "config.json").exists())
+    is_model = path.is_dir() and (path.name.startswith((".", HASHES)) or (path / "config.json").exists())
     return "models" if is_model else "other"
 
 
@@ -89,7 +94,8 @@ def row(kind: str, found: list[Kept]) -> tuple[str, ...] | None:
 def empty(directory: Path, kinds: list[str]) -> None:
     """Remove what is kept of these kinds, while no process compiles. Raises GearbxError for what cannot be removed."""
     with FileLock(directory / BUILDING_LOCK, mode=0o600):
-        for entry in [entry for entry in cache_entries(directory) if entry.kind in kinds]:
+        entries = [entry for entry in cache_entries(directory) if entry.kind in kinds]
+        for entry in entries:
             try:
                 if entry.path.is_dir() and not entry.path.is_symlink():
                     shutil.rmtree(entry.path)
@@ -97,3 +103,6 @@ def empty(directory: Path, kinds: list[str]) -> None:
                     entry.path.unlink(missing_ok=True)
             except OSError as error:
                 raise GearbxError(f"{error.filename}: cannot be removed ({error.strerror}); do it by hand") from error
+    for kind in kinds:
+        if sizes := [entry.size for entry in entries if entry.kind == kind]:
+            note(f"removed {kind}: {len(sizes)}, {human_bytes(sum(sizes))}")

@@ -19,7 +19,7 @@ from ..errors import GearbxError
 from ..files.journal import JOURNAL, Journal, hash_of_tokens, place_beside
 from ..files.writing import write_text
 from ..gears.discovery import vocabulary
-from ..gears.gearbox import Gearbox, Observer, model_fingerprint
+from ..gears.gearbox import Gearbox, Observer, in_one_gear, model_fingerprint
 from ..gears.ladder import Ladder
 from ..kernels.device import device_in_use
 from ..loading import adapter_contents, fingerprint, model_contents
@@ -91,7 +91,8 @@ def calibrate_thresholds(settings: CalibrateSettings, place: Path | None) -> Thr
         thresholds, reached = calibration.kickdown_thresholds([found for text in entropies for found in text], shares)
     else:
         gate = vars(settings.gate)
-        observer = Observer(loaded.model, ladder, dtype=settings.model.dtype, **settings.gears.kernels.of_gearbox)
+        in_one_gear(loaded.model, settings.model.dtype, **settings.gears.kernels.of_gearbox)
+        observer = Observer(loaded.model, ladder)
         journal = Journal(place, inputs | {"native": observer.kernels.native}, list[float])
         entropies = recorded(journal, prompts, partial(generated_entropies, observer, loaded.tokenizer))
         thresholds, reached = calibration.share_thresholds(entropies, shares, vocab_size, **gate)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
-import platformdirs
 
 from ..cli import terminal
 from ..cli.parser import nearest_name
@@ -22,6 +21,7 @@ from ..cli.prompt import check_unicode
 from ..cli.signals import ENDING, Interrupted, caught
 from ..compat.templates import prepare
 from ..errors import GearbxError, OutputLost, escaped
+from ..files.user_cache import chat_history
 from ..files.writing import check_writable, write_text
 from ..routing.gates import AUTO
 from . import ChatSettings
@@ -246,7 +246,7 @@ def session(words: Mapping[str, Words], history: Path | None) -> "PromptSession[
 def history_file() -> Path | None:
     """Return the user's file of lines that were typed, which no other user can read; None where there cannot be one."""
     try:
-        path = platformdirs.user_state_path("gearbx-mlx", appauthor=False) / "chat_history"
+        path = chat_history()
     except RuntimeError:
         terminal.note("this user has no home directory; lines are not remembered, until XDG_STATE_HOME names one")
         return None

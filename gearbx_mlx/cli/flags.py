@@ -460,8 +460,9 @@ class GearFlags(Settings):
     kernels: Any = flag(
         "auto",
         "MLX's own (mlx), or native ones: for the CPU, compiled when first used, or for Metal; auto: on a CPU for each "
-        "kind of layer the fastest, measured once on this machine, except for the original weights alone (--gears 16), "
-        "which stay mlx-lm bit for bit; on a GPU MLX's, and on a Mac native ones where benchmark mac has proven them; "
+        "kind of layer the fastest, measured once on this machine, except for the original weights alone (--gears 16) "
+        "and mode telemetry-only, which stay mlx-lm bit for bit; on a GPU MLX's, and on a Mac native ones where "
+        "benchmark mac has proven them; "
         f"measure: measures again, with a table. {DEQUANT_CACHE}: MLX's, over weights that "
         "are unpacked once after a shift and kept, for formats without packed weights of MLX "
         f"({', '.join(RECONSTRUCTED)}); it costs the memory of dense weights. auto:float, auto:int16 and auto:int8 "

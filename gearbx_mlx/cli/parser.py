@@ -6,6 +6,8 @@ A flag that is not given is not in the parser's result, so that each default sta
 import argparse
 import difflib
 import os
+import re
+import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
@@ -34,6 +36,8 @@ class FlagParser(argparse.ArgumentParser):
     def __init__(self, command: str = "", kind: Any = None, **keywords: Any):
         super().__init__(**{"prog": name_as_typed(command)} | keywords)
         self.rare: list[argparse.Action] = []
+        self.words: tuple[str, ...] = ()
+        """Fields that so many words without a flag stand for, where none of them is given as a flag."""
         self.command, self.kind = command, kind
         if command:
             said = "show the versions of the packages and exit"
@@ -63,7 +67,11 @@ class FlagParser(argparse.ArgumentParser):
             if name.startswith("--") and name not in known:
                 self.refuse_gone(name)
         parsed, unknown = self.parse_known_args(args, namespace)
-        if unknown:
+        words = [word for word in unknown if not word.startswith("-")]
+        if unknown == words and len(words) == len(self.words) and not any(hasattr(parsed, name) for name in self.words):
+            for name, word in zip(self.words, words):
+                setattr(parsed, name, word)
+        elif unknown:
             self.refuse(unknown[0])
         return parsed
 
@@ -80,9 +88,13 @@ class FlagParser(argparse.ArgumentParser):
         """Exit with one line for a word that is not a flag."""
         name = word.split("=")[0]
         self.refuse_gone(name)
-        near = nearest_name(name, self.flags()) if name.startswith("-") else None
+        near = (self.flag_of_word(name) or nearest_name(name, self.flags())) if name.startswith("-") else None
         hint = f"did you mean {near}?" if near else f"{self.prog} --help shows the flags"
-        self.exit(2, f"{self.prog}: error: there is no {word}; {hint}\n")
+        if self.words and not name.startswith("-"):
+            shown = " ".join(map(str.upper, self.words))
+            hint = f"use {flag_of(self.words[-1])} {shlex.quote(word)}, or {self.prog} {shown}"
+        what = "is no flag" if name.startswith("-") else "belongs to no flag"
+        self.exit(2, f"{self.prog}: error: {word} {what}; {hint}\n")
 
     def refuse_gone(self, name: str) -> None:
         """Exit with one line for a flag, or a flag with a value, that is gone."""
@@ -93,7 +105,23 @@ class FlagParser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices and action.option_strings:
             self.refuse_gone(f"{action.option_strings[-1]} {value}")
-        super()._check_value(action, value)
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            near = nearest_name(str(value), map(str, action.choices or ()))
+            if near is None:
+                raise
+            raise argparse.ArgumentError(action, f"{error.message}; did you mean {near}?") from error
+
+    def flag_of_word(self, name: str) -> str | None:
+        """Return the flag, with its value, that has a word of an unknown flag in the value: --summary FILE.json."""
+        word = name.strip("-").lower()
+        found = [
+            f"{action.option_strings[-1]} {action.metavar}"
+            for action in self._actions
+            if action.option_strings and word and word in re.split(r"\W+", str(action.metavar).lower())
+        ]
+        return min(found, key=len, default=None)
 
     def flags(self) -> Iterator[str]:
         """Yield the names of all flags, those of subcommands too."""
@@ -104,10 +132,12 @@ class FlagParser(argparse.ArgumentParser):
 
 
 def nearest_name(word: str, names: Iterable[str]) -> str | None:
-    """Return the name that is most like a mistyped one."""
-    likely = difflib.get_close_matches(word, names)
+    """Return the name that is most like a mistyped one; dashes before names do not count."""
+    bare = {name.lstrip("-"): name for name in names}
+    word = word.lstrip("-")
+    likely = difflib.get_close_matches(word, bare)
     swapped = [name for name in likely if sorted(name) == sorted(word)]  # --modle is --model rather than --mode
-    return next(iter(swapped + likely), None)
+    return next((bare[name] for name in swapped + likely), None)
 
 
 class HelpAll(argparse.Action):

@@ -1,5 +1,8 @@
 """Flags of the prompt and of the text's length, and a prompt as tokens."""
 
+import os
+import select
+import stat
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -12,6 +15,7 @@ from ..errors import GearbxError, about, one_line
 from ..files.model_directory import context_length
 from ..files.reading import json_lines, parse_json, read_text, typed
 from ..settings import Settings, flag
+from .terminal import note
 
 DEFAULT_MAX_TOKENS = 100
 QUERY = "<query>"  # a message that shows where the template puts one
@@ -62,6 +66,24 @@ def read_prompt(text: str) -> str:
     prompt = read_stdin() if text == "-" else text.replace("\\n", "\n").replace("\\t", "\t")
     check_prompt(prompt)
     return prompt
+
+
+def piped_prompt() -> str | None:
+    """Return the text that waits in a pipe or a file on standard input, where no prompt is given; None for none.
+
+    A pipe in which nothing waits yet may be one that a program left open: it is not read, and a note says so.
+    """
+    try:
+        mode, waiting = os.fstat(0).st_mode, select.select([0], [], [], 0)[0]
+    except (OSError, ValueError):  # closed, or no handle of a kind that can be asked
+        return None
+    if sys.stdin is None or sys.stdin.closed or not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode)):
+        return None
+    if not waiting:
+        note("standard input is a pipe in which nothing waits yet; --prompt - waits for it")
+        return None
+    text = read_stdin()
+    return text if text.strip() else None
 
 
 def read_stdin() -> str:

@@ -8,7 +8,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from ..decoding.modes import TELEMETRY_ONLY
+from ..decoding.modes import LOSSLESS, TELEMETRY_ONLY
 from ..kernels.dispatch import STOCK
 from ..kernels.tuner import FAILED, Times
 from ..routing.pair import NAMES
@@ -51,17 +51,23 @@ def speed(tokens_per_second: float) -> str:
 
 
 def shares_of_gears(tally: Tally, mode: str) -> Text:
-    """Return the share of tokens of each gear that wrote any, and of the text itself, in its colour."""
-    return Text("would use " if mode == TELEMETRY_ONLY else "") + in_colors(
-        {name: tally.mean(count) for name, count in tally.gear_tokens.items()}, tally.mean(tally.from_lookup), " "
-    )
+    """Return the share of tokens of each gear that generated any, and of prompt lookup, in its colour."""
+    shares = by_origin({name: tally.mean(count) for name, count in tally.gear_tokens.items()}, mode)
+    prefix = Text("would use " if mode == TELEMETRY_ONLY else "")
+    return prefix + in_colors(shares, tally.mean(tally.from_lookup), " ")
 
 
-def colors_line(ladder: "Ladder", has_draft_model: bool) -> Text:
-    """Say in their colours who writes a token of mode lossless."""
-    low, top = ladder[0].bits, ladder.top
-    drafted = (f"drafted by {low} bits, accepted by {top.bits}", gear_color(0, len(ladder)))
-    own = (f"written by {top.bits} bits", gear_color(top.index, len(ladder)))
+def by_origin(shares: Mapping[str, float], mode: str) -> dict[str, float]:
+    """Return the shares of tokens by gear, the lowest first: in mode lossless all but the top gear only draft."""
+    top = list(shares)[-1]
+    return {f"drafts of {name}" if mode == LOSSLESS and name != top else name: part for name, part in shares.items()}
+
+
+def colors_line(ladder: Sequence[Mapping[str, Any]], has_draft_model: bool) -> Text:
+    """Return the legend of the colours of mode lossless. ladder: as in a summary."""
+    low, top = bits_shown(ladder[0]), bits_shown(ladder[-1])
+    drafted = (f"drafted by {low} bits, accepted by {top}", gear_color(0, len(ladder)))
+    own = (f"written by {top} bits", gear_color(len(ladder) - 1, len(ladder)))
     if has_draft_model:  # which is no gear, and has no colour
         own = (f"{own[0]}, or accepted of the draft model", own[1])
     told = [*([] if has_draft_model else [drafted]), ("looked up in the text, accepted", LOOKUP_COLOR), own]
@@ -117,7 +123,7 @@ def summary_table(summary: dict[str, Any], mode_rows: Sequence[Row] = (), full: 
             ("time", time_line(summary)),
             ("model", f"{summary['model']}, mode {summary['mode']}{f' (as {by} asks)' if by else ''}"),
             *speed_rows(summary),
-            ("would be written by" if watching else "written by", writers(summary)),
+            ("tokens would be from" if watching else "tokens from", writers(summary)),
             *([("shifts", shifts_line(summary))] if summary["mode"] in ("route", TELEMETRY_ONLY) else []),
             *mode_rows,
             ("controller", controller_line(controller) if controller else ""),
@@ -203,10 +209,20 @@ def speed_rows(summary: dict[str, Any]) -> list[Row]:
 
 
 def writers(summary: dict[str, Any]) -> Text:
-    """Return the share of tokens of each gear that wrote any, and of the text itself, in its colour."""
-    tokens = max(1, summary["tokens"])
-    gears = {f"{g['name']} ({g['bits']} bits)": summary["gear_tokens"][g["name"]] / tokens for g in summary["ladder"]}
-    return in_colors(gears, summary.get("lookup_accepted", 0) / tokens, "   ")
+    """Return the share of tokens of each gear that generated any, of a draft model and of prompt lookup."""
+    tokens, top = max(1, summary["tokens"]), summary["ladder"][-1]["name"]
+    counts, draft = dict(summary["gear_tokens"]), summary.get("draft_model")
+    drafted = summary["accepted"] if draft else 0
+    counts[top] -= drafted
+    gears = {f"{gear['name']} ({bits_shown(gear)} bits)": counts[gear["name"]] / tokens for gear in summary["ladder"]}
+    shares = in_colors(by_origin(gears, summary["mode"]), summary.get("lookup_accepted", 0) / tokens, "   ")
+    return Text(f"drafts of {draft['name']} {drafted / tokens:.0%}   ") + shares if draft and drafted else shares
+
+
+def bits_shown(gear: Mapping[str, Any]) -> str:
+    """Return the bits of a gear's layers, which a checkpoint may store with other bits than the gear's name."""
+    fewest, most = gear.get("layer_bits", (gear["bits"], gear["bits"]))
+    return f"{fewest}" if fewest == most else f"{fewest} to {most}"
 
 
 def shifts_line(summary: dict[str, Any]) -> str:
@@ -228,8 +244,8 @@ def weights_line(summary: dict[str, Any], reference: str) -> str:
     """Return bytes of weights that a token reads, compared with what it reads in `reference` (unless that is empty),
     and with the original weights, where `reference` stores them in another way."""
     read = summary["weight_bytes_per_token"]
-    if not read:  # as where the prompt was interrupted
-        return f"{human_bytes(read)} per token"
+    if not read:  # the prompt was interrupted
+        return ""
     compared = {reference: summary["weight_bytes_per_token_top"]} if reference else {}
     if reference and "weight_bytes_per_token_original" in summary:
         compared[f"original in {summary['storage_dtype']}"] = summary["weight_bytes_per_token_original"]
@@ -294,7 +310,7 @@ def server_table(summary: dict[str, Any]) -> Table:
             ("model", f"{summary['model']}, mode {summary['mode']}"),
             ("server", summary["server"]),
             ("text", f"{summary['tokens']} tokens, {speed(summary['tokens_per_second'])} tokens/s"),
-            ("would be written by", shares),
+            ("tokens would be from", shares),
             (
                 "would shift",
                 f"{summary['shifts_low']} times by the lower bounds, {summary['shifts_high']} by the upper",

@@ -276,6 +276,12 @@ def show_keeping() -> None:
     )
 
 
+def color_system() -> str | None:
+    """Return how stdout shows colours; None where it shows none."""
+    console = Console()
+    return None if console.no_color else console.color_system
+
+
 class TintedText:
     """Writes text on stdout as it is made, each piece in the colour of who wrote it (`writer_of`): a gear or LOOKUP.
 
@@ -287,8 +293,7 @@ class TintedText:
     def __init__(self, gears: Sequence[str], tinted: bool = True):
         self.styles = {name: Style(color=gear_color(i, len(gears))) for i, name in enumerate(gears)}
         self.styles[LOOKUP] = Style(color=LOOKUP_COLOR)
-        console = Console()
-        system = console.color_system if tinted and not console.no_color else None
+        system = color_system() if tinted else None
         self.system = COLOR_SYSTEMS[system] if system else None
         self._is_whole = False
 

@@ -144,13 +144,19 @@ class OriginalFiles:
 
     @property
     def others(self) -> tuple[list[Path], list[str]]:
-        """The other files that come back, and the names of those that do not: other weights, folders, odd names."""
+        """The other files that come back, and the names of those that do not: weights, folders, hidden, odd names."""
         kept: list[Path] = []
         lost: list[str] = []
         for file in sorted(self.directory.iterdir()):
             is_weight = any(fnmatch(file.name, pattern) for pattern in WEIGHTS)
-            if file.name not in self.shards and not file.name.startswith("."):
-                plain = is_plain(file.name) and file.is_file() and not is_weight and file.stat().st_size <= LARGEST_JSON
+            if file.name not in self.shards:
+                plain = (
+                    not file.name.startswith(".")
+                    and is_plain(file.name)
+                    and file.is_file()
+                    and not is_weight
+                    and file.stat().st_size <= LARGEST_JSON
+                )
                 kept.append(file) if plain else lost.append(file.name)
         return kept, lost
 

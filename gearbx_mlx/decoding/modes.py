@@ -45,7 +45,7 @@ OF_GATE = "window", "hysteresis", "min_gear_duration"  # settings that a thresho
 def thresholds_flag() -> Any:
     return flag(
         None,
-        "For --mode route, which it implies: bits such as 1.8,3.5, auto (found on the first prompt), or a file from "
+        "For --mode route, which it implies: bits such as 1.8,3.5, auto (found on three short prompts), or a file from "
         "gearbx_mlx calibrate, which may have window, hysteresis and duration of the gate too. Default: the paper's",
         name="thresholds",
         metavar="FILE|BITS|auto",
@@ -81,7 +81,7 @@ class RouteSettings(Settings):
 
     Args:
         thresholds: bits, one fewer than there are gears; the paper's, scaled to the vocabulary, if not given; "auto":
-            found on the first prompt, once for a gearbox (GEARBX 4.2); or the name of a file.
+            found on three short prompts, once for a gearbox (GEARBX 4.2); or the name of a file.
         window: tokens in the rolling mean.
         hysteresis: bits.
         min_gear_duration: tokens.

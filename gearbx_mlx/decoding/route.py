@@ -3,12 +3,12 @@
 Each token is computed in the gear that is engaged when its pass begins. In mode route, the entropies of past tokens
 choose the gear of coming ones. mlx-lm runs one token ahead: when token t is handed out, the pass that computes t + 1
 is queued. A shift made then first acts on t + 2. Mode static stays in one gear, with the kernels and the type of all
-other modes: the top gear's text is that of mode lossless. Mode telemetry-only shifts nothing, and names the gear that
-mode route would use.
+other modes: the top gear's text is that of mode lossless. Mode telemetry-only replaces and shifts nothing, and
+names the gear that mode route would use.
 
-Thresholds may be found by the model itself (GEARBX 4.2), at first use, once for a gearbox: the entropies of the prompt
-in the top gear say how sure this model is of text of this kind. A prompt that is too short says too little: then three
-short prompts are continued instead, as GEARBX does on MLX.
+Thresholds may be found by the model itself, at first use, once for a gearbox, as GEARBX 4.2 does on MLX: the top gear
+continues three short prompts. A model that is sure of all its tokens there says too little: then the entropies of the
+prompt count.
 """
 
 from collections import deque
@@ -33,6 +33,7 @@ from ..gears.ladder import Gear, Ladder
 from ..ranks.agreement import agreement_of
 from ..routing.calibration import FEWEST_SAMPLES, median_thresholds, percentile_thresholds
 from ..routing.gates import AUTO, Gate, Monitor, OneGear, ThresholdGate, first_gear
+from ..telemetry.summary import Tally
 from .batches import BatchText, SharedMode
 from .caches import gears_of
 from .governor import Governor
@@ -202,7 +203,7 @@ class Static(StaticSettings, InEngagedGear):
 
 @dataclass(frozen=True)
 class TelemetryOnly(Route):
-    """Like Route, for a model whose layers stay as they are: one that is quantized already, or is only observed."""
+    """Like Route, for a model whose layers stay as they are and whose tokens are mlx-lm's (GEARBX 12.2)."""
 
     name: ClassVar[str] = "telemetry-only"
     uncapped: ClassVar[str] = "changes no gear, so there is nothing to cap"
@@ -214,6 +215,9 @@ class TelemetryOnly(Route):
         observer = gearbox or Observer(model)
         of_model(observer, model)
         return observer
+
+    def summary(self, tally: Tally) -> dict[str, Any]:
+        return {"passes": {}}  # no gear ran
 
 
 SHORT_PROMPTS = (
@@ -246,7 +250,10 @@ def auto_thresholds(gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any = N
     """Return the thresholds of a gearbox, found when it is first asked; they do not change afterwards (GEARBX 18.2).
 
     Args:
-        prompt: text or tokens to find them on; none, or one of fewer than five tokens: on three short prompts.
+        prompt: text or tokens to find them on, where three short prompts have fewer than five tokens with an entropy.
+
+    Raises:
+        GearbxError: neither these nor the prompt have five such tokens.
     """
     if gearbox in _found:
         return _found[gearbox]
@@ -254,12 +261,12 @@ def auto_thresholds(gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any = N
     tokens = [] if prompt is None else [int(token) for token in np.array(encoded(tokenizer, prompt))[:MOST_READ]]
     gearbox.shift(gearbox.ladder.top)
     try:
-        entropies, source = list(prompt_entropies(model, tokens, size)), "the prompt"
+        entropies = [entropy for text in SHORT_PROMPTS for entropy in continued_entropies(model, tokenizer, text)]
         if sum(entropy > 0 for entropy in entropies) >= FEWEST_SAMPLES:
-            thresholds = percentile_thresholds(entropies, gears, size)
-        else:
-            entropies = [entropy for text in SHORT_PROMPTS for entropy in continued_entropies(model, tokenizer, text)]
             thresholds, source = median_thresholds(entropies, gears), "three short prompts"
+        else:
+            entropies, source = list(prompt_entropies(model, tokens, size)), "the prompt"
+            thresholds = percentile_thresholds(entropies, gears, size)
         # Those of rank 0: machines of different kinds round differently.
         (shared,) = agreement_of(model).arrays(mx.array(thresholds, mx.float32))
     finally:

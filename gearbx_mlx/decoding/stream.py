@@ -4,6 +4,8 @@ And the summary of a run: what adds up over its responses, with what the gearbox
 """
 
 import contextlib
+import difflib
+import inspect
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,8 +17,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.generate import BatchResponse
+from mlx_lm.generate import BatchResponse, generate_step, speculative_generate_step
 from mlx_lm.generate_utils import BatchStats
+from mlx_lm.sample_utils import make_sampler
 from mlx_lm.utils import get_total_parameters
 
 from ..compat.arrays import dtype_name
@@ -79,6 +82,7 @@ def stream_generate(
         GearbxError: arguments that do not fit together; unknown tokens; a gearbox of another device.
     """
     began = time.perf_counter()
+    check_keywords(kwargs)
     if controller is not None and gearbox is None:
         gearbox = controller.gearbox
     drafted = kwargs.get("draft_model") is not None
@@ -99,6 +103,20 @@ def stream_generate(
     with decode_lock(box):
         responses = chosen.stream(model, tokenizer, prompt, **keywords)
     return Responses(responses, model, chosen, box, controller, kwargs.get("draft_model"), began)
+
+
+KEYWORDS = {*inspect.signature(generate_step).parameters, *inspect.signature(speculative_generate_step).parameters}
+
+
+def check_keywords(given: Mapping[str, Any]) -> None:
+    """Raises GearbxError for a keyword that mlx-lm does not have; those of sampling are make_sampler's."""
+    for name in given.keys() - KEYWORDS:
+        near = difflib.get_close_matches(name, {*KEYWORDS, *inspect.signature(stream_generate).parameters}, 1)
+        if name in inspect.signature(make_sampler).parameters:
+            hint = f"use sampler=mlx_lm.sample_utils.make_sampler({name}={given[name]!r})"
+        else:
+            hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(sorted(KEYWORDS))}"
+        raise GearbxError(f"stream_generate has no keyword '{name}'; {hint}")
 
 
 def generate(model: nn.Module, tokenizer: Any, prompt: Any, verbose: bool = False, **kwargs: Any) -> str:

@@ -25,8 +25,11 @@ class EvaluationSettings(Settings):
 
     title: ClassVar[str] = "evaluation"
 
-    data: str = flag(
-        help="A text, or JSON Lines with text, or with question and answer, as in GSM8K.", metavar="FILE", named=True
+    data: str | None = flag(
+        None,
+        "A text, or JSON Lines with text, or with question and answer, as in GSM8K. Default: the text that ships",
+        metavar="FILE",
+        named=True,
     )
     out: str = flag("evaluation", "Directory for the report.", named=True)
     modes: Sequence[str] = flag(

@@ -10,6 +10,7 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
+from ..bit_selection.sensitivity import CALIBRATION
 from ..cli import terminal
 from ..cli.build import Loaded, decided
 from ..cli.decide import JustGears
@@ -94,7 +95,8 @@ def report_of(settings: EvaluateSettings) -> dict[str, Any]:
 def measured_report(settings: EvaluateSettings) -> dict[str, Any]:
     """Read the text window by window: first in the top gear, and then by every reader, compared with it."""
     wanted = settings.evaluation
-    documents = read_documents(Path(wanted.data))
+    text = wanted.data or str(CALIBRATION)
+    documents = read_documents(Path(text))
     loaded = Loaded.of(decided(JustGears(settings.model, settings.layout, settings.gears)))
     loaded.check_gears()
     decision = loaded.decision
@@ -104,8 +106,8 @@ def measured_report(settings: EvaluateSettings) -> dict[str, Any]:
     readers = readers_of(settings, gearbox, loaded.tokenizer)
     context = context_for(wanted.context, loaded.config, 512 if wanted.kld else 256)
     uncounted = context // 2 if wanted.kld else 0
-    windows = windows_of(loaded.tokenizer, documents, context, wanted.tokens, wanted.data, uncounted)
-    check_windows(windows, loaded.model, wanted.data)
+    windows = windows_of(loaded.tokenizer, documents, context, wanted.tokens, text, uncounted)
+    check_windows(windows, loaded.model, text)
     reads = [reader.read for reader in readers]
     with terminal.progress_bar() as progress:
         tracked = progress.track(windows, description="windows")
@@ -116,7 +118,7 @@ def measured_report(settings: EvaluateSettings) -> dict[str, Any]:
         "schema": "gearbx-mlx evaluation",
         "version": 2,
         "model": model_name(settings.model.model),
-        "data": wanted.data,
+        "data": text,
         "format": decision.format.name,
         "manage": decision.manage,
         "group_size": decision.group_size,

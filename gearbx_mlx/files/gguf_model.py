@@ -141,7 +141,14 @@ def is_gguf(file: Path) -> bool:
 
 def gguf_directory(file: Path) -> Path:
     """Return the directory that a file becomes at its first use. Raises GearbxError for a file that cannot be read."""
-    directory = unpacked(file.stem, contents(file), lambda place: write_model(file, place))
+    source = contents(file)
+
+    def write(place: Path) -> None:
+        write_model(file, place)
+        if contents(file) != source:
+            raise GearbxError(f"{file}: was replaced while it was unpacked; start again when the file is complete")
+
+    directory = unpacked(file.stem, source, write)
     warn_of_widened(file, directory)
     return directory
 

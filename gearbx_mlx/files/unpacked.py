@@ -1,15 +1,19 @@
 """Models that GGUF files become at their first use: directories of the user's cache.
 
-An entry is named by what it was made of. Its record tells that again, and has a sum of each file. So an entry that is
-damaged, or of other contents, is made again, and one that another user could have written is refused.
+An entry is named by a hash of all that it was made of, which is kept too: a file is read again when its inode, its size
+or its times change. The entry's record has the hash again, and a sum of each file. So an entry that is damaged, or of
+other contents, is made again, and one that another user could have written is refused.
 """
 
+import contextlib
 import errno
 import hashlib
 import json
 import os
+import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,32 +22,79 @@ from filelock import FileLock
 
 from ..errors import GearbxError, GearbxWarning
 from .reading import unreadable
-from .user_cache import CacheUnusable, check_owner, open_cache
-from .writing import FULL, new_directory, remove
+from .user_cache import CacheUnusable, cache_entry, check_owner, open_cache
+from .writing import FULL, new_directory, remove, write_text
 
 FORM = 4  # of what is written; another one has other names
 RECORD = "unpacked.json"
-HEADER, PLACES, HASHED_BLOCK = 2**24, 1024, 2**12  # bytes, places behind them, bytes there
+HASHES = "hashes"  # a directory of the cache
+PART_BYTES = 2**22  # that one thread hashes at a time
+SETTLED_NS = 2 * 10**9  # the coarsest clock of a file system
 SUMMED_BYTES = 2**24
 
+State = tuple[Any, ...]
+
+_hashed: dict[Path, tuple[State, str]] = {}  # files that this process has hashed
 _seen: dict[Path, list[Any]] = {}  # entries that this process found whole: a command looks several times
 
 
 def contents(file: Path) -> str:
-    """Return a hash of a file's size, of its beginning, where the header is, and of blocks at a thousand places."""
-    digest = hashlib.sha256()
+    """Return a hash of all of a file: the one kept from before while the file's state is the same.
+
+    Raises GearbxError for a file that cannot be read, or that changes meanwhile.
+    """
     try:
-        with open(file, "rb") as opened:
-            size = os.fstat(opened.fileno()).st_size
-            digest.update(f"{size} ".encode() + opened.read(HEADER))
-            for place in range(HEADER, size, max((size - HEADER) // PLACES, HASHED_BLOCK)):
-                opened.seek(place)
-                digest.update(opened.read(HASHED_BLOCK))
-            opened.seek(max(size - HASHED_BLOCK, 0))
-            digest.update(opened.read())
+        state = state_of(file)
+        known = _hashed.get(file) or kept_hash(file)
+        if known is None or known[0] != state:
+            known = state, hash_of(file)
+            if state_of(file) != state:
+                raise GearbxError(f"{file}: changes while it is read; start again when the file is complete")
+            keep_hash(file, *known)
     except OSError as error:
         raise unreadable(file, error) from error
-    return digest.hexdigest()
+    _hashed[file] = known
+    return known[1]
+
+
+def hash_of(file: Path) -> str:
+    """Return a SHA-256 of the hashes of a file's parts, which all cores compute."""
+
+    def part(place: int) -> bytes:
+        return hashlib.sha256(os.pread(opened.fileno(), PART_BYTES, place)).digest()
+
+    with open(file, "rb") as opened, ThreadPoolExecutor(os.cpu_count()) as pool:
+        size = os.fstat(opened.fileno()).st_size
+        return hashlib.sha256(b"".join(pool.map(part, range(0, size, PART_BYTES)))).hexdigest()
+
+
+def kept_hash(file: Path) -> tuple[State, str] | None:
+    """Return a file's state and hash as an earlier process kept them; None where there are none, or not as written."""
+    try:
+        path, state, known = json.loads(hash_place(file).read_bytes())
+        return (tuple(state), known) if path == os.path.abspath(file) else None
+    except (CacheUnusable, OSError, ValueError, TypeError):
+        return None
+
+
+def keep_hash(file: Path, state: State, known: str) -> None:
+    """Keep a file's hash for later processes, where the cache can be written to.
+
+    A file that was written a moment ago may change again at what the system calls the same time.
+    """
+    if time.time_ns() - max(state[-2:]) < SETTLED_NS:
+        return
+    with contextlib.suppress(CacheUnusable, GearbxError, OSError):  # the next start computes it again
+        place = hash_place(file)
+        place.parent.mkdir(mode=0o700, exist_ok=True)
+        write_text(place, json.dumps([os.path.abspath(file), state, known]))
+        place.chmod(0o600)
+
+
+def hash_place(file: Path) -> Path:
+    """Return the place of a file's hash in the cache. Raises CacheUnusable if another user could have written it."""
+    check_owner(open_cache() / HASHES)
+    return cache_entry(f"{HASHES}/{hashlib.sha256(os.path.abspath(file).encode()).hexdigest()[:16]}.json")
 
 
 def unpacked(stem: str, source: str, write: Callable[[Path], None]) -> Path:
@@ -110,10 +161,10 @@ def is_as_written(directory: Path, source: str) -> bool:
     return whole
 
 
-def state_of(file: Path) -> tuple[Any, ...]:
-    """Return what the system changes whenever a file's contents change."""
+def state_of(file: Path) -> State:
+    """Return what the system changes whenever a file's contents change: the times come last."""
     status = file.stat()
-    return file.name, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+    return file.name, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def record_of(directory: Path, source: str) -> dict[str, Any]:

@@ -69,6 +69,11 @@ def open_cache() -> Path:
     return directory
 
 
+def chat_history() -> Path:
+    """Return the place of the lines that were typed in chat. Raises RuntimeError where there is no home directory."""
+    return platformdirs.user_state_path(CACHE_NAME, appauthor=False) / "chat_history"
+
+
 def cache_entry(name: str) -> Path:
     """Return a place in the cache, which may be missing. Raises CacheUnusable if another user could have written it."""
     place = open_cache() / name

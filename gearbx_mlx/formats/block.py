@@ -501,4 +501,4 @@ def rotation_of(rope: nn.Module) -> dict[str, Any] | None:
         frequencies, scale = rope.frequencies, 1.0
     else:
         return None
-    return {"frequencies": frequencies, "traditional": rope.traditional, "rotation_scale": scale}
+    return {"frequencies": frequencies, "traditional": bool(rope.traditional), "rotation_scale": scale}

@@ -315,10 +315,14 @@ class Gearbox:
 
     def bits_of(self, layer: Layer, gear: Gear) -> int:
         """Return the bits of a layer in a gear, by its table and cap: the next at which the layer is stored."""
+        bits = self._stored_bits(layer, gear)
+        return min(bits, at_most(self.source.widths(layer), self._caps.get(layer.path, bits)))
+
+    def _stored_bits(self, layer: Layer, gear: Gear) -> int:
+        """Return the same without a cap."""
         widths = self.source.widths(layer)
         bits = at_least(widths, self._tables.get(gear.bits, {}).get(layer.path, gear.bits))
-        bits = min(bits, widths[-1])  # a layer of a quantized checkpoint may have fewer bits than the top gear
-        return min(bits, at_most(widths, self._caps.get(layer.path, bits)))
+        return min(bits, widths[-1])  # a layer of a quantized checkpoint may have fewer bits than the top gear
 
     def cap(self, bits: Mapping[str, int]) -> None:
         """Bound layers from now on: path to the most bits that it has in any gear. Layers not named have no bound.
@@ -475,8 +479,13 @@ class Gearbox:
         return 8 * sum(self.layer_bytes(layer, gear) for layer in self.layers) / weights
 
     def ladder_report(self) -> list[dict]:
-        """Name, bits and bytes per weight of each gear."""
-        return [{"name": g.name, "bits": g.bits, "bytes_per_weight": self.bits_per_weight(g) / 8} for g in self.ladder]
+        """Return name, bits and bytes per weight of each gear, and the bits of its layers where these are others."""
+        return [self._gear_report(gear) for gear in self.ladder]
+
+    def _gear_report(self, gear: Gear) -> dict[str, Any]:
+        bits = {self._stored_bits(layer, gear) for layer in self.layers}
+        others = {"layer_bits": [min(bits), max(bits)]} if bits - {gear.bits} else {}
+        return {"name": gear.name, "bits": gear.bits, "bytes_per_weight": self.bits_per_weight(gear) / 8, **others}
 
     def weight_bytes_per_token(self, gear: Gear, positions: int = 1) -> int:
         """Return bytes of weights that one token, or a pass over several positions, reads of the model in a gear."""
@@ -638,13 +647,13 @@ def in_one_gear(
 
 
 class Observer:
-    """Has the interface of a Gearbox and names the gear that it would engage, but changes no precision.
+    """Has the interface of a Gearbox and names the gear that it would engage, but changes neither precision nor layers.
 
-    Bytes and bits are those of the model as it is. Where `in_one_gear` puts it on native kernels, its text is mlx-lm's
-    but for rounding; with kernels "mlx" it is mlx-lm's bit for bit.
+    Bytes and bits are those of the model as it is, and its text is mlx-lm's. With kernels "native" its layers are
+    replaced, and the text is mlx-lm's but for rounding. A model that has a gearbox keeps it.
 
     Args:
-        dtype, kernels, activations: as of `Gearbox`.
+        dtype, activations: as of `Gearbox`. kernels: "auto" stands for "mlx".
     """
 
     def __init__(
@@ -671,8 +680,8 @@ class Observer:
         weights = sum(map(math.prod, shapes))
         self._bits = 8 * read / weights if weights else 8.0 * storage.size
         self._token_bytes = token_bytes(model, {}, self.storage, head)
-        own = in_one_gear(model, dtype, kernels, activations)
-        self.kernels = KernelChoice(False, "as asked") if own is None else own.kernels
+        own = in_one_gear(model, dtype, "mlx" if kernels == DEFAULT_KERNELS else kernels, activations)
+        self.kernels = KernelChoice(False, "an observer replaces no layers") if own is None else own.kernels
         self.compute_dtype = model_dtype(model) if own is None else own.compute_dtype
         self.gear = self.ladder.top
         self.shifts = 0

@@ -37,7 +37,9 @@ class InputSettings(Settings):
     title: ClassVar[str] = "input"
 
     prompt: str = flag(
-        DEFAULT_PROMPT, "Message to be processed ('-' reads from stdin). Default: a word problem", also=("-p",)
+        DEFAULT_PROMPT,
+        "Message to be processed ('-' reads from stdin). Default: what is piped, or a word problem",
+        also=("-p",),
     )
     prefill_response: str | None = flag(None, "Prefill response to be used for the chat template", rare=True)
     prompt_cache_file: str | None = flag(
@@ -63,15 +65,18 @@ class GenerateSettings:
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    return parser_of(
+    parser = parser_of(
         GenerateSettings,
         "generate",
-        "Generate text with a model that changes the precision of its weights while it writes.",
+        "Generate text with a model that changes the precision of its weights while it writes. "
+        "`generate MODEL PROMPT` stands for --model MODEL --prompt PROMPT.",
         "In mode route, a shift acts two tokens after the one that caused it: mlx-lm computes one token ahead. In mode "
         "lossless, 'token for token' means: as --mode static writes with the same gears, kernels and type. Without "
         "native kernels (on a GPU, say) several rows are rounded in another way than one, so that a near-tie between "
         "two tokens may end differently; the summary counts near-ties.",
     )
+    parser.words = ("model", "prompt")
+    return parser
 
 
 def __getattr__(name: str) -> Any:

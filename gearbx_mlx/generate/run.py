@@ -21,7 +21,7 @@ from ..cli.build import (
     show_kernels,
 )
 from ..cli.flags import SILENT, OutputSettings
-from ..cli.prompt import encode_prompt, read_prompt, room_for
+from ..cli.prompt import encode_prompt, piped_prompt, read_prompt, room_for
 from ..cli.prompt_cache import PromptCache, load_cache
 from ..cli.start import entered
 from ..cli.tables import colors_line, layers_table, pair_table, summary_table
@@ -38,8 +38,9 @@ from ..decoding.stream import stream_generate
 from ..errors import GearbxError, OutputLost
 from ..files.writing import write_text
 from ..gears.gearbox import Gearbox, Observer, model_fingerprint
-from ..gears.ladder import Ladder
+from ..gears.ladder import DEFAULT_KERNELS
 from ..gears.tensor_files import ArrayPlace, hash_bytes, hash_place
+from ..kernels.dispatch import on_cpu
 from ..loading import model_name
 from ..ranks.agreement import check_equal
 from ..ranks.place import current
@@ -211,6 +212,8 @@ def run(settings: GenerateSettings) -> int:
     settings = on_this_rank(settings)
     trace, summary = settings.output.paths()
     prompt = read_prompt(settings.input.prompt)
+    if prompt == DEFAULT_PROMPT and current() is None:
+        prompt = piped_prompt() or prompt
     if not settings.prompt.ignore_chat_template:
         prepare()
     if settings.sampling.seed is not None:
@@ -247,7 +250,7 @@ def run(settings: GenerateSettings) -> int:
             keywords["prompt_progress_callback"] = bar.told
         responses = stream_generate(model, tokenizer, tokens, max_tokens, **keywords)
         if first and settings.output.told:
-            introduce(mode, gearbox.ladder, settings.cache.draft_model is not None)
+            introduce(mode, gearbox.ladder_report(), settings.cache.draft_model is not None)
         names = [gear.name for gear in gearbox.ladder]
         status = write_out(responses, names, trace_fields(mode, keywords), settings.output, trace)
     result = responses.summary(loaded.name, settings.cache.draft_model) | responses.since(entered())
@@ -259,6 +262,8 @@ def run(settings: GenerateSettings) -> int:
         terminal.note(geared.of_making())
     if settings.output.told:
         tell_gain(geared, result)
+        if isinstance(gearbox, Observer) and on_cpu() and settings.gears.kernels.name == DEFAULT_KERNELS:
+            terminal.note(f"mode {mode.name} keeps MLX's kernels; --kernels native is many times as fast here")
     if settings.output.describes and isinstance(gearbox, Gearbox) and gearbox.kernels.native:
         show_kernels(gearbox)  # of the gears and numbers of vectors that the text had
     return status
@@ -311,10 +316,10 @@ def drafting_always(mode: Mode) -> Mode:
     return replace(mode, draft_length=DEFAULT_LENGTH, lookup_tokens=MAX_DRAFTED)
 
 
-def introduce(mode: Mode, ladder: Ladder | None = None, has_draft_model: bool = False) -> None:
-    """Show the question that nobody has typed, and in mode lossless what the colours of its answer say."""
+def introduce(mode: Mode, ladder: Sequence[Mapping[str, Any]] = (), has_draft_model: bool = False) -> None:
+    """Show the question that nobody has typed, and in mode lossless the legend of the colours of its answer."""
     terminal.note(DEFAULT_PROMPT)
-    if isinstance(mode, Lossless) and ladder is not None and len(ladder) > 1:
+    if isinstance(mode, Lossless) and len(ladder) > 1 and terminal.color_system():
         terminal.say(colors_line(ladder, has_draft_model))
 
 

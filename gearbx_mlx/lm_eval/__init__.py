@@ -1,16 +1,28 @@
 """python -m gearbx_mlx.lm_eval: lm-eval's own command, with the model `gearbx` beside its own."""
 
 import argparse
+import sys
 from importlib import import_module
+from importlib.util import find_spec
 
 from ..cli import signals, terminal
 from ..cli.flags import choose_device
 from ..cli.start import needing
 from ..kernels import DEVICES
 
+HELP = """usage: gearbx_mlx lm_eval --model gearbx --model_args model=MODEL[,FLAG=VALUE...] --tasks TASK[,TASK...]
+
+Run lm-eval's tasks on a model in gears. --model_args are flags of gearbx_mlx generate without dashes, with colons for
+commas in their values: model=smollm2,gears=4:16. All other flags are lm-eval's, which shows them where it is installed:
+pip install 'gearbx-mlx[lm-eval]'
+"""
+
 
 def run_lm_eval() -> None:
     """Raises GearbxError where lm-eval is not installed, or for a device that is not here."""
+    if {"-h", "--help"} & {*sys.argv[1:]} and not find_spec("lm_eval"):
+        print(HELP, end="")
+        return
     choose_device(device_of_command())
     with needing("lm-eval", "lm_eval"):
         body = import_module("gearbx_mlx.lm_eval.run")

@@ -111,7 +111,7 @@ def kv_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def draft_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return what was proposed, by a draft and by the text itself, and accepted, as a line of a table."""
-    if "drafted" not in summary:
+    if "drafted" not in summary or not summary["tokens"]:
         return []
     draft = summary.get("draft_model")
     parts = [
@@ -119,7 +119,7 @@ def draft_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         proposed_line("looked up in the text", summary.get("looked_up", 0), summary.get("lookup_accepted", 0)),
         f"{summary['near_ties']} near-ties, where rounding decides" if summary.get("near_ties") else "",
     ]
-    return [("drafts", "; ".join(filter(None, parts)) or "none: the top gear wrote alone")]
+    return [("drafts", "; ".join(filter(None, parts)) or "none (plain decoding)")]
 
 
 def proposed_line(how: str, proposed: int, accepted: int) -> str:
@@ -157,7 +157,7 @@ def summarize(
         "tokens": tally.tokens,
         "gear_tokens": tally.gear_tokens,
         "shifts": tally.shifts,
-        "passes": tally.passes,
+        "passes": {name: count for name, count in tally.passes.items() if count},
         **of_mode,
         "mean_entropy_bits": tally.mean(tally.entropy_sum),
         "effective_bits_per_weight": tally.mean(tally.bits_read(bits_per_weight)),

@@ -15,6 +15,7 @@ LIBRARY = "_gearbx_cpu-aa-bb.so"
 def kept(tmp_path, monkeypatch):
     """A cache with something of each kind: 1000 bytes a file."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     directory = tmp_path / "gearbx-mlx"
     for name in (
         LIBRARY,
@@ -52,6 +53,16 @@ def test_one_kind_is_removed_or_all(command, kept):
     assert (kept / LIBRARY).exists()
     assert shown(command("cache", "--empty", "all")) == {}
     assert {path.name for path in kept.iterdir()} == {".lock", "bases", "gears"}
+
+
+def test_what_was_removed_is_named_and_all_includes_the_history_of_chats(command, kept, tmp_path):
+    history = tmp_path / "state" / "gearbx-mlx" / "chat_history"
+    history.parent.mkdir(parents=True)
+    history.write_bytes(bytes(1000))
+    assert "removed" not in command("cache").err
+    assert command("cache", "--empty", "models").err.splitlines() == ["removed models: 1, 2 kB"]
+    assert "removed history: 1, 1 kB" in command("cache", "--empty", "all").err
+    assert not history.exists()
 
 
 def test_a_cache_that_others_may_write_to_is_refused(command, kept):

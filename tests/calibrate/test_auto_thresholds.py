@@ -1,19 +1,26 @@
-"""--thresholds auto: found once, on the first prompt or on three short ones, and used like given thresholds."""
+"""--thresholds auto: found once, on three short prompts or on the first prompt, and used like given thresholds."""
 
 import math
 
 import mlx.core as mx
+import mlx_lm
 import numpy as np
 import pytest
 
-from gearbx_mlx import Gearbox, load
-from gearbx_mlx.decoding.route import auto_thresholds
+from gearbx_mlx import Gearbox, GearbxError, load
+from gearbx_mlx.decoding import route
+from gearbx_mlx.decoding.route import CONTINUED, SHORT_PROMPTS, auto_thresholds
 
 PROMPT = "Tom has 5 apples. He buys 3 more and gives 4 away. How many does he have?"
 
 
 def new_gearbox():
     return Gearbox(load()[0], "4,8,16")
+
+
+def entropy_of(logprobs):
+    p = np.exp(np.array(logprobs, dtype=np.float64))
+    return float(-(p * np.log2(np.maximum(p, 1e-300))).sum())
 
 
 def by_hand(model, tokens):
@@ -27,24 +34,46 @@ def by_hand(model, tokens):
     return min(low, 0.06 * ceiling), min(high, 0.12 * ceiling)
 
 
-@pytest.mark.slow
-def test_they_are_the_percentiles_of_the_prompt_in_the_top_gear_with_caps(tokenizer):
-    gearbox, tokens = new_gearbox(), tokenizer.encode(PROMPT)
+def test_they_are_the_median_of_three_short_prompts_in_the_top_gear(tokenizer):
+    gearbox = new_gearbox()
     gearbox.shift("low")
     found = auto_thresholds(gearbox, tokenizer, PROMPT)
     assert gearbox.gear.name == "low"
-    assert found.tokens == len(tokens)
+    assert found.source == "three short prompts"
+    gearbox.shift("high")
+    asked = [
+        tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
+        for text in SHORT_PROMPTS
+    ]
+    entropies = [
+        entropy_of(response.logprobs)
+        for prompt in asked
+        for response in mlx_lm.stream_generate(gearbox.model, tokenizer, prompt, CONTINUED)
+    ]
+    median = np.median([entropy for entropy in entropies if entropy > 0])
+    assert found.tokens == len(entropies)
+    assert found.thresholds == pytest.approx((median, 2.5 * median), rel=1e-4)
+    assert auto_thresholds(new_gearbox(), tokenizer) == found
+
+
+@pytest.fixture
+def sure(monkeypatch):
+    """The model is sure of all that follows the three prompts."""
+    monkeypatch.setattr(route, "continued_entropies", lambda *_: [0.0, 0.0])
+
+
+@pytest.mark.slow
+def test_of_a_model_that_is_sure_there_they_are_the_percentiles_of_the_prompt_with_caps(tokenizer, sure):
+    gearbox, tokens = new_gearbox(), tokenizer.encode(PROMPT)
+    found = auto_thresholds(gearbox, tokenizer, PROMPT)
+    assert (found.source, found.tokens) == ("the prompt", len(tokens))
     gearbox.shift("high")
     assert found.thresholds == pytest.approx(by_hand(gearbox.model, tokens), rel=1e-4)
 
 
-@pytest.mark.slow
-def test_a_short_prompt_leaves_it_to_three_short_prompts(tokenizer):
-    found = auto_thresholds(new_gearbox(), tokenizer, [1, 2])
-    low, high = found.thresholds
-    assert found.source == "three short prompts"
-    assert high >= 2.4 * low or high - low == pytest.approx(0.3)
-    assert auto_thresholds(new_gearbox(), tokenizer) == found
+def test_a_short_prompt_is_refused_then(tokenizer, sure):
+    with pytest.raises(GearbxError, match="calibration has 2 tokens with entropy above 0, and needs 5"):
+        auto_thresholds(new_gearbox(), tokenizer, [1, 2])
 
 
 def test_they_are_found_once_for_a_gearbox(tokenizer):
@@ -53,7 +82,7 @@ def test_they_are_found_once_for_a_gearbox(tokenizer):
     assert auto_thresholds(gearbox, tokenizer, "Once upon a time there was a king who had three sons.") is first
 
 
-def test_a_long_prompt_is_read_in_parts(tokenizer, monkeypatch):
+def test_a_long_prompt_is_read_in_parts(tokenizer, sure, monkeypatch):
     whole = auto_thresholds(new_gearbox(), tokenizer, PROMPT).thresholds
     monkeypatch.setattr("gearbx_mlx.decoding.route.LOGITS", 3 * 4096)
     assert auto_thresholds(new_gearbox(), tokenizer, PROMPT).thresholds == pytest.approx(whole, rel=1e-5)

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from conftest import save_model, tiny_model
 from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
 from refusals import assert_refused
 
+from gearbx_mlx.__main__ import main
 from gearbx_mlx.loading import DEMO_MODEL, load
 
 
@@ -25,6 +27,27 @@ def test_a_model_without_a_tokenizer(command, copied):
     (copied / "tokenizer.json").unlink()
     said = f"{copied}: no tokenizer there, such as tokenizer.json; give"
     assert_refused(command("generate", "--model", copied), said)
+
+
+def test_a_folder_of_a_gguf_file(command, tmp_path):
+    (tmp_path / "model.gguf").touch()
+    assert_refused(command("generate", "--model", tmp_path), f"give the GGUF file {tmp_path / 'model.gguf'}")
+
+
+def test_a_number_in_the_place_of_a_truth_value_is_one(command, copied):
+    edit(copied / "config.json", rope_traditional=0)
+    result = command("generate", "--model", copied, "-m", 3)
+    assert result.status == 0
+    assert result.out == command("generate", "-m", 3).out
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("chta", "chat"), ("genrate", "generate"), ("xyz", None)])
+def test_a_mistyped_command(monkeypatch, capsys, typed, meant):
+    monkeypatch.setattr(sys, "argv", ["gearbx_mlx", typed])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert (f"did you mean {meant}?" if meant else "choose from") in capsys.readouterr().err
 
 
 def test_a_pipe_is_no_model(command, tmp_path):

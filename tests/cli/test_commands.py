@@ -1,5 +1,6 @@
 import io
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from conftest import read_trace
 from mlx_lm.generate import setup_arg_parser as mlx_lm_flags
+from pseudo_terminal import ESCAPES
 
 from gearbx_mlx import GearbxError, GearbxWarning
 from gearbx_mlx.calibrate import calibrate
@@ -74,11 +76,15 @@ class TestGenerate:
             assert words in result.err
         assert {path.name for path in tmp_path.iterdir()} == {"summary.json", "trace.jsonl"}
 
-    def test_the_first_command_shows_what_the_project_is(self, command, generated):
-        """Its question, what the colours say, and drafts."""
+    def test_the_first_command_shows_what_the_project_is(self, command, generated, monkeypatch):
+        """Its question, a legend where there are colours, and drafts."""
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        colored = command("generate", "--gears", "4,16", "-m", 3).err
+        question, colors, *_ = ESCAPES.sub("", colored).splitlines()
+        monkeypatch.delenv("FORCE_COLOR")
         done = generated("--gears", "4,16", "-m", 60)
-        question, colors, *_ = done.err.splitlines()
         assert question == DEFAULT_PROMPT
+        assert "tokens: " not in done.err
         drafted = "drafted by 4 bits, accepted by 16"
         assert colors == f"tokens: {drafted} · looked up in the text, accepted · written by 16 bits"
         summary = done.summary
@@ -95,6 +101,45 @@ class TestGenerate:
         monkeypatch.setattr(sys, "stdin", io.StringIO("Once upon a time"))
         piped = command("generate", "-m", 8, "-p", "-").out
         assert piped == command("generate", "-m", 8, "-p", "Once upon a time").out
+
+    @pytest.fixture
+    def piped(self, monkeypatch):
+        """Put an open file in the place of standard input."""
+        before = os.dup(0)
+
+        def put(handle: int) -> None:
+            os.dup2(handle, 0)
+            monkeypatch.setattr(sys, "stdin", os.fdopen(0, closefd=False))
+
+        yield put
+        os.dup2(before, 0)
+        os.close(before)
+
+    def test_what_is_piped_is_the_prompt_where_there_is_none(self, command, piped, tmp_path):
+        expected = command("generate", "-m", 8, "-p", "Once upon a time").out
+        read, write = os.pipe()
+        os.write(write, b"Once upon a time")
+        os.close(write)
+        piped(read)
+        assert command("generate", "-m", 8).out == expected
+        (tmp_path / "prompt.txt").write_text("Once upon a time")
+        piped(os.open(tmp_path / "prompt.txt", os.O_RDONLY))
+        assert command("generate", "-m", 8).out == expected
+
+    def test_an_empty_pipe_and_one_that_stays_open_leave_the_default(self, command, piped):
+        expected = command("generate", "-m", 8).out
+        read, write = os.pipe()
+        piped(read)
+        waiting = command("generate", "-m", 8)
+        assert waiting.out == expected
+        assert "--prompt - waits for it" in waiting.err
+        os.close(write)
+        assert command("generate", "-m", 8).out == expected
+
+    def test_two_words_are_the_model_and_the_prompt(self, command):
+        expected = command("generate", "--model", DEMO_MODEL, "--prompt", "Once upon a time", "-m", 8).out
+        assert command("generate", DEMO_MODEL, "Once upon a time", "-m", 8).out == expected
+        assert command("generate", "-m", 8, DEMO_MODEL, "Once upon a time").out == expected
 
     def test_minus_one_ends_at_the_context(self, generated):
         sampled = "--temp", 1, "--seed", 0, "--ignore-chat-template"

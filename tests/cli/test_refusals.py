@@ -51,10 +51,16 @@ REFUSED = [
     ("generate --trace same.json --summary same.json", "both --trace and --summary"),
     ("generate --max-tokens some", "--max-tokens: some is not a whole number; … --help shows the flags"),
     ("generate --temp", "--temp: expected one argument"),
-    ("evaluate", "required: --data"),
-    ("benchmark", "required: what"),
+    ("benchmark", "required: {decode,mac}"),
+    ("benchmark mca", "did you mean mac?"),
+    ("generate --mode losless", "did you mean lossless?"),
+    ("generate --json", "--json is no flag; did you mean --summary FILE.json?"),
+    ("generate 'Tell me a joke'", "use --prompt 'Tell me a joke', or … MODEL PROMPT"),
+    ("generate --base DATA 'Tell me a joke'", "use --prompt 'Tell me a joke'"),
+    ("generate --model DEMO DEMO hello", "belongs to no flag"),
+    ("convert DEMO", "belongs to no flag"),
     ("generate --max-tokns", "--max-tokns … --max-tokens"),
-    ("generate --modle smollm2", "--modle; did you mean --model?"),
+    ("generate --modle smollm2", "--modle is no flag; did you mean --model?"),
     ("generate --verbose maybe", "--verbose is maybe; give True, False or all"),
     ("generate --model none.gguf", "none.gguf: no such file"),
     ("generate --model folder/none.gguf", "folder/none.gguf: no such file"),
@@ -211,7 +217,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("name", sorted({*COMMANDS} - {"benchmark", "lm_eval"}))
+@pytest.mark.parametrize("name", sorted({*COMMANDS} - {"benchmark", "list", "lm_eval"}))
 def test_each_wrong_number_or_choice_of_a_command_is_one_line(name, capsys):
     parser = import_module(f"gearbx_mlx.{name}").setup_arg_parser()
     wrong = [action.option_strings[-1] for action in parser._actions if action.type or action.choices]

@@ -252,9 +252,31 @@ class TestTables:
     def test_says_what_was_proposed_and_what_of_it_accepted(self):
         found = {"drafted": 8, "accepted": 6, "looked_up": 4, "lookup_accepted": 1, "near_ties": 0}
         proposed = "8 drafted, 6 accepted (75%); 4 looked up in the text, 1 accepted (25%)"
-        assert draft_rows(found) == [("drafts", proposed)]
-        assert draft_rows(dict.fromkeys(found, 0)) == [("drafts", "none: the top gear wrote alone")]
-        assert draft_rows({}) == []
+        assert draft_rows(found | {"tokens": 9}) == [("drafts", proposed)]
+        assert draft_rows(dict.fromkeys(found, 0) | {"tokens": 9}) == [("drafts", "none (plain decoding)")]
+        assert draft_rows({"tokens": 9}) == []
+
+    def test_what_no_token_came_from_has_no_row(self):
+        nothing = SUMMARY | {"tokens": 0, "gear_tokens": {"low": 0, "high": 0}, "lookup_accepted": 0}
+        nothing |= {"weight_bytes_per_token": 0, "drafted": 0, "accepted": 0}
+        lines = "\n".join(shown(summary_table(nothing, draft_rows(nothing))))
+        assert "0 tokens" in lines
+        assert not [name for name in ("tokens from", "drafts", "weights read") if name in lines]
+
+    def test_a_low_gear_drafts_in_mode_lossless_and_writes_in_others(self):
+        for mode, low in (("lossless", "drafts of low (4 bits) 50%"), ("route", "tokens from low (4 bits) 50%")):
+            assert low in "\n".join(shown(summary_table(SUMMARY | {"mode": mode}, [])))
+
+    def test_a_draft_model_has_its_tokens(self):
+        beside = SUMMARY | {"draft_model": {"name": "small"}, "accepted": 4, "gear_tokens": {"low": 0, "high": 15}}
+        lines = "\n".join(shown(summary_table(beside, [])))
+        assert "drafts of small 20%" in lines
+        assert "high (16 bits) 55%" in lines
+
+    @pytest.mark.parametrize(("stored", "said"), [([3, 3], "low (3 bits)"), ([2, 4], "low (2 to 4 bits)")])
+    def test_a_gear_has_the_bits_of_its_layers(self, stored, said):
+        low, high = SUMMARY["ladder"]
+        assert said in "\n".join(shown(summary_table(SUMMARY | {"ladder": [low | {"layer_bits": stored}, high]}, [])))
 
     def test_one_gear_changes_no_layer(self):
         lines = "\n".join(shown(summary_table(SUMMARY | {"ladder": SUMMARY["ladder"][:1]}, [])))

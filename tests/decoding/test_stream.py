@@ -7,6 +7,7 @@ import mlx_lm
 import numpy as np
 import pytest
 from conftest import KEYWORDS, Script, assert_same_text, written
+from refusals import refuses
 
 import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxError, Monitor, Route, Static, ThresholdGate, entropy_bits
@@ -125,6 +126,19 @@ class TestArguments:
         assert prompt.startswith(f"{len(fresh_demo.tokenizer.encode(TALE))} tokens, ")
         assert generation.startswith("Generation: 20 tokens, ")
         assert memory.startswith("Peak memory: ")
+
+    @pytest.mark.parametrize("mode", ["static", "lossless"])
+    @pytest.mark.parametrize(
+        ("given", "remedy"),
+        [
+            ({"temp": 0.5}, "use sampler=mlx_lm.sample_utils.make_sampler(temp=0.5)"),
+            ({"max_token": 5}, "did you mean max_tokens?"),
+            ({"nothing_like_it": 1}, "choose from"),
+        ],
+    )
+    def test_an_unknown_keyword_is_refused_at_once(self, demo, mode, given, remedy):
+        with refuses(f"stream_generate has no keyword '{next(iter(given))}'", remedy):
+            gearbx_mlx.stream_generate(demo.model, demo.tokenizer, TALE, mode=mode, **given)
 
     def test_load_takes_the_arguments_of_mlx_lms_in_its_order(self):
         arguments = (gearbx_mlx.loading.DEMO_MODEL, {"padding_side": "left"}, {"rope_theta": 5000.0}, None, True, True)

@@ -18,7 +18,8 @@ DOCUMENTS = ("GEARBX", "XFP", "Manifest", "AION", "EAD")
 def sections() -> Iterator[tuple[str, str]]:
     """Yield each document's name and the text under its heading."""
     for text in PAGE.split("\n## ")[1:]:
-        yield text.partition(":")[0], text
+        if ":" in text.partition("\n")[0]:  # the others are of all documents
+            yield text.partition(":")[0], text
 
 
 def rows(text: str) -> list[list[str]]:

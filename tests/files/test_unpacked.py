@@ -13,9 +13,9 @@ from refusals import refuses
 
 import gearbx_mlx
 from gearbx_mlx import GearbxError, GearbxWarning
-from gearbx_mlx.files import unpacked
+from gearbx_mlx.files import gguf_model, unpacked
 from gearbx_mlx.files.writing import new_directory
-from gearbx_mlx.loading import find
+from gearbx_mlx.loading import find, fingerprint
 
 
 @pytest.fixture
@@ -49,15 +49,84 @@ def test_the_same_contents_are_unpacked_once(file, tmp_path, monkeypatch):
     assert find(copy) == directory
 
 
-def test_what_lies_behind_the_header_is_sampled(tmp_path, monkeypatch):
-    monkeypatch.setattr(unpacked, "HEADER", 2**10)
+def test_a_byte_at_any_place_makes_another_file(tmp_path, own_cache):
     file = tmp_path / "model.gguf"
-    file.write_bytes(bytes(2**16))
+    size = 2 * unpacked.PART_BYTES + 100
+    file.write_bytes(bytes(size))
     found = {unpacked.contents(file)}
-    for place in (0, 2**10, 2**15, 2**16 - 1):
+    for place in (0, 5000, unpacked.PART_BYTES - 1, unpacked.PART_BYTES + 12345, size - 1):
         flip_bit(file, place)
         found.add(unpacked.contents(file))
-    assert len(found) == 5
+    assert len(found) == 6
+
+
+@pytest.fixture
+def hashed(tmp_path, own_cache, monkeypatch):
+    """A file whose hash an earlier process kept."""
+    monkeypatch.setattr(unpacked, "SETTLED_NS", 0)
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"weights")
+    kept = unpacked.contents(file)
+    monkeypatch.setattr(unpacked, "_hashed", {})
+    return file, kept
+
+
+def test_a_file_that_did_not_change_is_not_read_again(hashed, monkeypatch):
+    file, kept = hashed
+    monkeypatch.setattr(unpacked, "hash_of", lambda _: pytest.fail("read again"))
+    assert unpacked.contents(file) == kept
+
+
+def test_a_file_that_was_written_a_moment_ago_is_read_again(tmp_path, own_cache):
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"weights")
+    unpacked.contents(file)
+    assert not [*own_cache.glob("hashes/*")]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda kept: kept.write_text("{"),
+        lambda kept: kept.write_text('["/another", [], "0"]'),
+        lambda kept: kept.write_text("7"),
+        lambda kept: kept.chmod(0o666),
+        lambda kept: kept.parent.chmod(0o777),
+        lambda kept: (kept.unlink(), kept.symlink_to("/dev/zero")),
+        lambda kept: (kept.unlink(), os.mkfifo(kept)),
+    ],
+    ids=["no JSON", "of another file", "a number", "others may write", "others may replace", "a link", "a pipe"],
+)
+def test_a_kept_hash_that_cannot_be_trusted_is_not_used(hashed, own_cache, damage):
+    file, kept = hashed
+    (entry,) = own_cache.glob("hashes/*")
+    edited = entry.read_text().replace(kept, "0" * 64)
+    entry.write_text(edited)
+    assert unpacked.contents(file) == "0" * 64  # else the test shows nothing
+    unpacked._hashed.clear()
+    damage(entry)
+    assert unpacked.contents(file) == kept
+
+
+def test_a_file_that_is_replaced_while_it_is_unpacked_is_refused(file, own_cache, monkeypatch):
+    whole = gguf_model.write_model
+
+    def write_and_replace(*args):
+        whole(*args)
+        write(file, tiny_as("llama", seed=1))
+
+    monkeypatch.setattr(gguf_model, "write_model", write_and_replace)
+    with refuses("was replaced while it was unpacked", "start again"):
+        find(file)
+    assert not [*own_cache.glob("model-*"), *own_cache.glob(".*.part")]
+
+
+def test_files_of_one_size_that_differ_in_the_middle_have_other_fingerprints(tmp_path, own_cache):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(bytes(2**23))
+    before = fingerprint(file)
+    flip_bit(file, 2**22 + 999)
+    assert fingerprint(file) != before
 
 
 @pytest.mark.parametrize(

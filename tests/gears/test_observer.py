@@ -1,7 +1,8 @@
-"""A model in its own precision: on a CPU by native kernels, whose logits are mlx-lm's but for rounding."""
+"""A model in its own precision: observed with mlx-lm's layers, or on native kernels of a CPU as asked for."""
 
 import mlx.core as mx
 import mlx.nn as nn
+import mlx_lm
 import pytest
 from conftest import PROMPT, tiny_model
 
@@ -28,21 +29,24 @@ class TestOneGear:
     def test_it_has_native_layers_and_the_logits_of_mlx_lm_but_for_rounding(self, make):
         model, exact = make(), make()
         exact.set_dtype(mx.float32)
-        observer = Observer(model, "4,8,16")
+        observer = Observer(model, "4,8,16", kernels="native")
         assert observer.kernels.native
         assert observer.compute_dtype == mx.float32
         assert {path.kernels for path in observer.layer_paths()} == {"native"}
         assert mx.allclose(model(PROMPT), exact(PROMPT), atol=0.02).item()
 
-    def test_with_the_kernels_of_mlx_it_is_mlx_lm_bit_for_bit(self, make):
+    @pytest.mark.parametrize("kernels", ["auto", "mlx"])
+    def test_by_default_no_layer_is_replaced_and_the_logits_are_mlx_lm_s(self, make, kernels):
         model = make()
-        observer = Observer(model, "4,8,16", kernels="mlx")
-        assert not observer.kernels.native
+        layers = dict(model.named_modules())
+        observer = Observer(model, "4,8,16", kernels=kernels)
+        assert all(layers[path] is layer for path, layer in model.named_modules())
+        assert {type(layer).__module__.partition(".")[0] for layer in layers.values()} == {"mlx", "mlx_lm"}
         assert observer.compute_dtype == mx.bfloat16
         assert mx.array_equal(model(PROMPT), make()(PROMPT)).item()
 
     def test_it_counts_the_same_bits_and_bytes(self, make):
-        own, mlx = (Observer(make(), kernels=kernels) for kernels in ("auto", "mlx"))
+        own, mlx = (Observer(make(), kernels=kernels) for kernels in ("native", "mlx"))
         assert own.bits_per_weight(own.gear) == mlx.bits_per_weight(mlx.gear)
         read = own.weight_bytes_per_token(own.gear)
         assert read == mlx.weight_bytes_per_token(mlx.gear) == bytes_read(own.model)
@@ -60,11 +64,12 @@ class TestOneGear:
         assert Observer(model).kernels is gearbox.kernels
 
 
-def test_telemetry_writes_the_text_of_one_gear(demo):
-    texts = []
-    for mode in ("telemetry-only", "static"):
+def test_telemetry_writes_the_text_of_mlx_lm(demo):
+    def quantized_demo():
         model, _ = load()
         nn.quantize(model, group_size=64, bits=8)
-        run = stream_generate(model, demo.tokenizer, "Once upon a time", 12, mode=mode)
-        texts.append([response.token for response in run])
-    assert texts[0] == texts[1]
+        return model
+
+    run = stream_generate(quantized_demo(), demo.tokenizer, "Once upon a time", 12, mode="telemetry-only")
+    plain = mlx_lm.stream_generate(quantized_demo(), demo.tokenizer, "Once upon a time", 12)
+    assert [response.token for response in run] == [response.token for response in plain]

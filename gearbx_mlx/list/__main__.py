@@ -1,0 +1,5 @@
+"""python -m gearbx_mlx.list."""
+
+from . import main
+
+main()
