@@ -96,8 +96,8 @@ def expected_of_dense(x: mx.array, weight: mx.array, bias: mx.array | None) -> E
         strip = np.array(weight[first : first + height].astype(mx.float32)).astype(np.float64)
         products.append(wide @ strip.T)
         squares.append(wide**2 @ (strip**2).T)
-    found = (mx.array(np.concatenate(parts, -1).astype(np.float32)) for parts in (products, squares))
-    return expected(*found, mx.zeros(()), x.shape[-1], bias)
+    product, found = (mx.array(np.concatenate(parts, -1).astype(np.float32)) for parts in (products, squares))
+    return expected(product, found, mx.zeros(()), x.shape[-1], bias)
 
 
 def expected(product: mx.array, squares: mx.array, of_steps: mx.array, columns: int, bias: mx.array | None) -> Expected:
