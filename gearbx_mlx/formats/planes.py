@@ -92,10 +92,14 @@ def split_natively(
 ) -> Planes:
     """Return the same planes of a native layer's weight in the order of its kernels, made by all cores in one pass."""
     check_together(widths)
-    weight = mx.contiguous(dense.weight)
-    mx.eval(weight)
-    panels = takes_panels(dense, widths)
-    words, scales, biases = kernels.make_planes(weight, list(widths), group_size, SCALE_FLOOR[weight.dtype], panels)
+    panels, weight = takes_panels(dense, widths), dense.weight
+    how = list(widths), group_size, SCALE_FLOOR[weight.dtype], panels
+    try:  # without an operation of MLX, so that any thread may do it
+        words, scales, biases = kernels.make_planes(weight, *how)
+    except ValueError:
+        weight = mx.contiguous(weight)
+        mx.eval(weight)
+        words, scales, biases = kernels.make_planes(weight, *how)
     of_width = dict(zip(dict.fromkeys(widths[1:]), biases[1:]))  # planes of one width share a bias
     kind = PanelPlanes if panels else Planes
     planes = kind(words, scales, [biases[0], *(of_width[width] for width in widths[1:])], tuple(widths), group_size)

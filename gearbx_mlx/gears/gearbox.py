@@ -8,7 +8,8 @@ import copy
 import dataclasses
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -187,6 +188,27 @@ def made_at_once(
     return make_all(changing, source)
 
 
+class Making:
+    """A gear that a thread makes."""
+
+    def __init__(self, gear: Gear, make: Callable[[], Any]):
+        self.gear = gear
+        pool = ThreadPoolExecutor(1, thread_name_prefix="gearbx make")
+        self._done = pool.submit(make)
+        pool.shutdown(wait=False)  # it ends with its work
+
+    def __deepcopy__(self, memo: dict) -> None:
+        """A copy of the model makes its own."""
+
+    def has_made(self, gear: Gear) -> bool:
+        """Return whether the gear is this one, and made."""
+        return gear == self.gear and self._done.done()
+
+    def wait(self) -> None:
+        """Return when the gear is made. Raises what the thread raised."""
+        self._done.result()
+
+
 class Gearbox:
     """Puts one of several precisions into a model, and back.
 
@@ -286,6 +308,7 @@ class Gearbox:
     def _begin(self) -> None:
         """Engage the first gear: the top one, or the lowest of a geared checkpoint, which is read fastest."""
         self._prepared: set[Gear] = set()
+        self._making: Making | None = None
         self._caps: dict[str, int] = {}
         self._token_bytes: dict[tuple[Gear, int], int] = {}
         self._caches: dict[Gear, list[nn.Module]] = {}  # what has reconstructions to forget when its gear is left
@@ -356,6 +379,7 @@ class Gearbox:
         """Make a gear that will soon be engaged; where idle gears stay in memory, without waiting for it."""
         if gear in self._trees or gear in self._prepared:
             return
+        self._end_making()
         if self.keeps_all:
             self._prepared.add(gear)
             mx.async_eval([m.parameters() for m in self._modules.make(self._bits_in(gear)).values()])
@@ -366,6 +390,31 @@ class Gearbox:
         """Return the module of a layer in a gear, if that is made; None for a layer that does not change."""
         layer = next((layer for layer in self._changing if layer.path == path), None)
         return None if layer is None else self._modules.made[path].get(self.bits_of(layer, gear))
+
+    def begin(self, gear: Gear) -> None:
+        """Begin to make a gear beside the work of the model, which may go on in another one; else make it now.
+
+        Native kernels of the CPU make planes so: they need no operation of MLX, which binds those to threads.
+
+        Raises:
+            GearbxError: as `make`, where it is made now.
+        """
+        if gear in self._trees or self._making is not None:
+            return
+        if self.keeps_all and self._modules.has_originals and self.makes_beside:
+            self._making = Making(gear, partial(self._modules.make, self._bits_in(gear)))
+        else:
+            self.make(gear)
+
+    @property
+    def makes_beside(self) -> bool:
+        """True if `begin` returns before the gear is made."""
+        layers = self._changing
+        return isinstance(self.source, FromWeights) and all(self.format.shows_damage(layer.module) for layer in layers)
+
+    def ready(self, gear: Gear) -> bool:
+        """Return whether a gear is made, so that a shift to it waits for little."""
+        return gear in self._trees or (self._making is not None and self._making.has_made(gear))
 
     def make(self, gear: Gear) -> bool:
         """Make a gear's modules before they are needed; the one that is engaged stays. Returns whether there were none.
@@ -405,8 +454,15 @@ class Gearbox:
         """Path of everything that changes to its bits in a gear."""
         return {layer.path: self.bits_of(layer, gear) for layer in self._changing}
 
+    def _end_making(self) -> None:
+        """Wait for what `begin` began. Raises GearbxError for weights that cannot be quantized."""
+        making, self._making = self._making, None
+        if making is not None:
+            making.wait()
+
     def _complete(self, gear: Gear) -> None:
         """See to it that all modules of a gear are made, evaluated and in memory."""
+        self._end_making()
         if gear not in self._trees:
             start = time.perf_counter()
             size = sum(map(math.prod, self._shapes.values())) * gear.bits // 8 if self.keeps_all else 0

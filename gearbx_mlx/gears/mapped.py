@@ -4,9 +4,11 @@ Native kernels of the CPU make such arrays. Elsewhere, and where an array does n
 reads it. What was loaded knows its files (`Origin`), so that what is made of it can be found again.
 """
 
+import atexit
 import hashlib
 import os
 import threading
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +22,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..compat.arrays import loading_with
-from ..errors import GearbxError
+from ..errors import GearbxError, GearbxWarning
 from ..files.reading import unreadable
 from ..files.unpacked import state_of
 from ..kernels import cpu
@@ -30,6 +32,8 @@ from .tensor_files import TYPE_NAMES, header_of
 
 TYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
 ORIGIN = "origin"  # attribute of a model that has the weights of files
+_mapped: dict[Path, Sequence[Any]] = {}  # files to their states when they were mapped
+_arrays = weakref.WeakValueDictionary[int, mx.array]()  # that are mapped, by their id()
 HASHED_TOGETHER = 2**24  # bytes of a file that one core hashes
 
 
@@ -54,10 +58,22 @@ def mapped(kernels: ModuleType, path: Path) -> Iterator[tuple[str, mx.array]]:
         for name, entry in header.entries.items():
             offset = header.start + entry.data_offsets[0]
             try:
-                yield name, kernels.map_array(file.fileno(), offset, entry.shape, TYPES[entry.dtype])
+                array = kernels.map_array(file.fileno(), offset, entry.shape, TYPES[entry.dtype])
+                _arrays[id(array)] = array
+                yield name, array
             except (KeyError, ValueError):
                 unread = unread or cast(dict[str, mx.array], mx.load(str(path)))
                 yield name, unread[name]
+
+
+def forget(array: mx.array) -> None:
+    """Have the system forget the pages of a mapped array that is what its file has; its next use reads them again.
+
+    Others stay as they are.
+    """
+    kernels = mapping_kernels()
+    if kernels is not None and _arrays.get(id(array)) is array:
+        kernels.forget_pages(array)
 
 
 @dataclass(frozen=True)
@@ -123,11 +139,24 @@ def weight_files(directory: Path) -> list[Path]:
 def load_mapped(directory: Path, load: Any) -> tuple:
     """Return what a function of mlx-lm returns for a directory, whose weights are mapped; its model has an `Origin`."""
     states = {path: state_of(path) for path in weight_files(directory)}
+    _mapped.update(states)
     with loading_with(load_arrays):
         model, *others = load()
     arrays = {name: weakref.ref(array) for name, array in base_arrays(model).items()}
     setattr(model, ORIGIN, Origin(states, arrays))
     return model, *others
+
+
+@atexit.register
+def warn_of_changes() -> None:
+    """Warn of files that were written to after they were mapped; one that was replaced stays as it was."""
+    for path, state in _mapped.items():
+        with suppress(OSError):
+            now = state_of(path)
+            if now[1] == state[1] and now[2:4] != state[2:4]:  # the same file, of another size or time
+                message = f"{path}: was written to while it was in use, so that the output may be wrong; start again"
+                warnings.warn(message, GearbxWarning, stacklevel=2)
+    _mapped.clear()
 
 
 def origin_of(model: nn.Module) -> Origin | None:

@@ -41,6 +41,7 @@ from .kept import KeptGears
 from .kernel_choices import KernelChoices
 from .ladder import DENSE, Ladder
 from .layout import Bits, Layout
+from .mapped import forget
 from .offload import EMPTY, Residency, hand_back
 from .saved import SavedGears
 from .sharding import QUANTIZED_AS, dense_shape
@@ -133,7 +134,17 @@ class FromWeights(Source):
             return {DENSE: layer.module}
         stored, base = self.stored(layer), self.base.get(layer.path)
         dense, dtype = self._dense(layer)
-        return self._in_place(layer, made_over(self.format, dense, bits, stored, self.group_size, dtype, base))
+        made = made_over(self.format, dense, bits, stored, self.group_size, dtype, base)
+        self._forget(layer.module.weight)
+        return self._in_place(layer, made)
+
+    def _forget(self, original: mx.array) -> None:
+        """Let the pages of an original go of which gears were made, and that belongs to none: they are in its file.
+
+        With `kept`, originals are known to be what their files have.
+        """
+        if self.kept is not None and (self.format.ladders or not self.ladder.top.dense):
+            forget(original)
 
     def _dense(self, layer: Layer) -> tuple[nn.Module, mx.Dtype]:
         """Return the linear layer that gears are made of, and the type of their scales."""
@@ -187,6 +198,7 @@ class FromWeights(Source):
             fitted = [array for array in fitted if array is not None]
             shown = all(self.format.shows_damage(linear_of(module)) for module in modules)
             check_quantized(path, originals[path], fitted, shown and bool(fitted) and path not in self.base)
+            self._forget(originals[path])
 
 
 def packed_arrays(module: nn.Module) -> dict[str, mx.array]:
@@ -458,6 +470,11 @@ def differing(
     return {path: before[path] for path in changed}, {path: after[path] for path in changed}
 
 
+def size_of(layer: Layer) -> int:
+    """Return the bytes of a layer's weight. The largest is made first, while little else is in memory."""
+    return layer.module.weight.nbytes
+
+
 class Fresh(NamedTuple):
     """What was made together: as the arguments of `Source.keep`."""
 
@@ -497,7 +514,7 @@ class GearModules:
         if self.has_originals:
             self.residency.enter({(layer.path, DENSE): layer.module for layer in missing})
         found, fresh = self.source.find(bits, missing), dict[str, Gears]()
-        for layer in missing:
+        for layer in sorted(missing, key=size_of, reverse=True):
             made = found.get(layer.path) or self.source.modules(layer, bits[layer.path])
             if layer.path not in found:
                 self._unread.setdefault(layer.path, []).extend(made.values())
@@ -612,7 +629,7 @@ def make_all(layers: Sequence[Layer], source: FromWeights) -> tuple[dict[str, Ge
     found = source.find(lowest, layers)
     with giving_back(layers, made):
         with nullcontext(unnoticed) if found else while_encoding(size) as advance:
-            for layer in layers:
+            for layer in sorted(layers, key=size_of, reverse=True):
                 gears, reason = (found[layer.path], None) if layer.path in found else all_gears(layer, source)
                 if reason:
                     larger[layer.path] = reason

@@ -1,5 +1,6 @@
 import itertools
 import random
+import time
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -7,11 +8,12 @@ import mlx_lm
 import pytest
 from conftest import PROMPT, every_gear, on_disk, same_weights, tiny_model, weights_of
 from mlx.utils import tree_flatten
+from refusals import refuses
 
 from gearbx_mlx import Gearbox, GearbxError, Ladder
 from gearbx_mlx.formats.planes import Affine
 from gearbx_mlx.gears.offload import idle_parameters
-from gearbx_mlx.loading import DEMO_MODEL
+from gearbx_mlx.loading import DEMO_MODEL, load
 
 UP, DOWN = "model.layers.0.mlp.up_proj", "model.layers.1.mlp.down_proj"
 
@@ -353,3 +355,38 @@ class TestCaps:
         gearbox.cap({layer.path: 6 for layer in gearbox.layers})
         gearbox.shift("high")
         assert not any(layer.module.weight.size for layer in gearbox.layers)
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("ladder", ["4,16", "4,8,16"])
+def test_a_gear_that_begins_beside_the_model_is_the_one_that_make_makes(ladder):
+    beside, now = (Gearbox(load()[0], ladder, kernels="native") for _ in range(2))
+    before = beside.model(PROMPT)
+    assert beside.makes_beside
+    assert not beside.ready(beside.ladder[0])
+    beside.begin(beside.ladder[0])
+    assert mx.array_equal(beside.model(PROMPT), before).item()
+    deadline = time.monotonic() + 60
+    while not beside.ready(beside.ladder[0]):
+        assert time.monotonic() < deadline
+    for _ in every_gear(beside, now):
+        assert mx.array_equal(beside.model(PROMPT), now.model(PROMPT)).item()
+
+
+def test_a_gear_that_no_thread_can_make_is_made_when_it_begins():
+    gearbox = Gearbox(load()[0], "4,16", kernels="mlx")
+    assert not gearbox.makes_beside
+    gearbox.begin(gearbox.ladder[0])
+    assert gearbox.ready(gearbox.ladder[0])
+
+
+@pytest.mark.usefixtures("compiled")
+def test_damage_that_a_thread_finds_is_told_at_the_shift():
+    model = load()[0]
+    model.layers[0].mlp.up_proj.weight = model.layers[0].mlp.up_proj.weight * float("nan")
+    mx.eval(model.parameters())
+    gearbox = Gearbox(model, "4,16", kernels="native")
+    gearbox.begin(gearbox.ladder[0])
+    with refuses("weights are not finite"):
+        gearbox.shift(4)
+    assert gearbox.gear == gearbox.ladder.top

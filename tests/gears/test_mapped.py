@@ -1,6 +1,7 @@
 """Arrays where their file is mapped: the same as MLX reads, and a file that changes ends nothing without a word."""
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -8,9 +9,10 @@ import mlx.core as mx
 import pytest
 from conftest import normal, same_weights
 
+from gearbx_mlx import GearbxWarning
 from gearbx_mlx.files.writing import align_arrays
-from gearbx_mlx.gears.mapped import load_arrays
-from gearbx_mlx.loading import load
+from gearbx_mlx.gears.mapped import forget, load_arrays, warn_of_changes
+from gearbx_mlx.loading import DEMO_MODEL, load
 
 ARRAYS = {
     "a": normal(64, 64).astype(mx.bfloat16),
@@ -56,6 +58,28 @@ class TestMapped:
         other.write_bytes(bytes(file.stat().st_size))
         other.replace(file)
         assert same_weights(found, ARRAYS)
+
+    def test_pages_that_are_forgotten_are_read_again(self, file):
+        align_arrays(file)
+        found = load_arrays(file)
+        mine = mx.ones((2048, 64))
+        mx.eval(mine)
+        for array in (*found.values(), mine):
+            forget(array)
+        assert same_weights(found, ARRAYS)
+        assert mx.array_equal(mine, mx.ones((2048, 64))).item()
+
+    def test_a_file_that_is_written_to_is_said_and_one_that_is_replaced_is_not(self, tmp_path):
+        for name in ("written", "replaced"):
+            load(shutil.copytree(DEMO_MODEL, tmp_path / name))
+        with open(tmp_path / "written" / "model.safetensors", "r+b") as opened:
+            opened.write(b"1")
+        os.utime(tmp_path / "written" / "model.safetensors", (0, 0))
+        shutil.copyfile(DEMO_MODEL / "model.safetensors", tmp_path / "new")
+        (tmp_path / "new").replace(tmp_path / "replaced" / "model.safetensors")
+        with pytest.warns(GearbxWarning, match="was written to while it was in use") as said:
+            warn_of_changes()
+        assert len(said) == 1
 
     @pytest.mark.slow
     def test_a_file_that_is_cut_off_ends_the_process_with_one_line(self, tmp_path):
