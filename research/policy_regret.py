@@ -595,8 +595,8 @@ def cases(recordings: list[Recording]) -> tuple[list[list[str]], list[dict[str, 
     return rows, data
 
 
-@study("research/tables.md", minutes=10)
-def policy_regret(count: int = 1000) -> Found:
+@study("research/tables.md", minutes=4)
+def policy_regret(count: int = 200) -> Found:
     """What the policy of drafts loses against the best fixed way, on recorded passes and margins.
 
     A start writes two texts. Series of four starts begin with what the one before kept; somewhere another process

@@ -287,7 +287,7 @@ class FixedPolicy(LearnedPolicy):
     def __init__(self, length: int = DEFAULT_LENGTH):
         if not 1 <= length <= MAX_DRAFTED:
             raise GearbxError(f"draft length: must be 1 to {MAX_DRAFTED} tokens, got {length}; choose another one")
-        super().__init__()
+        super().__init__(draft_share=None)  # prompt lookup is compared with plain decoding
         self._length = length
 
     def length(self, room: int, early: bool = False) -> int:
