@@ -49,7 +49,7 @@ def plain(plan: DecodePlan, state: DecodeState) -> Iterator[GeneratedToken]:
         text.add(int(tokens[0]))
         state.found, state.is_last_read = None, ahead is not None
         seconds = state.seconds(plan)
-        if seconds is not None:
+        if seconds is not None and all(drafter.is_ready for drafter in state.drafters):
             plan.policy.add_plain(seconds)
         yield GeneratedToken(text.last, coming.rows.logprobs[0], float(seen[0, Choice.ENTROPY]), coming.step)
         coming = ahead if text.goes_on else None

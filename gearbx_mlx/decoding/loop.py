@@ -181,7 +181,7 @@ def round_of(
         drafted, accepted = len(proposal) * (proposal.source == DRAFT), len(tokens) - 1
         times = {"seconds": seconds, "draft_seconds": draft_seconds}
         plan.policy.add_round(drafted=drafted, accepted=accepted, rows=found.count, margins=margins, **times)
-    elif is_timed and seconds is not None:
+    elif is_timed and seconds is not None and all(drafter.is_ready for drafter in state.drafters):
         plan.policy.add_plain(seconds)
     return tokens
 

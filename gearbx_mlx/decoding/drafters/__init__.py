@@ -89,6 +89,11 @@ class Drafter:
     name: str
     cost: float
 
+    @property
+    def is_ready(self) -> bool:
+        """False while something is made for it beside the text, so that times of passes do not count."""
+        return True
+
     @classmethod
     def of(cls, target: DraftTarget) -> "Drafter | None":
         """Return the drafter for a text; None where there can be none.

@@ -1,8 +1,11 @@
 """The low gear of the model drafts: self-speculative decoding with two precisions of the same weights.
 
-It borrows the KV cache of the text, and so has nothing to prefill and to settle. Where MLX computes, the passes of a
-draft are queued one behind the other: each takes the token before it as an array that is still computed. The native
-kernels of a CPU return a token as soon as it is there, and the margin by which it won may end the draft early.
+It borrows the KV cache of the text, and so has nothing to prefill and to settle. A gear that is still to be made is
+made beside the prompt and the first tokens, if it can be; until then decoding is plain.
+
+Where MLX computes, the passes of a draft are queued one behind the other: each takes the token before it as an array
+that is still computed. The native kernels of a CPU return a token as soon as it is there, and the margin by which it
+won may end the draft early.
 
 **Rescoring.** The best few tokens of a draft get their logits from the top gear's rows of the output head. Many drafts
 fail where the head is quantized, although its input would have chosen the right token: on SmolLM2 that is one token in
@@ -58,7 +61,6 @@ class LowGear(Drafter):
         self._target, self.gear = target, gear
         self.name, self.cost = f"{gear.bits} bits", draft_cost(gear.bits, target.gearbox.ladder.top.bits)
         self._asked = 0  # the length that the policy chose for the next draft, if it was asked
-        self._parts = KeptParts(self._find)  # they run beside the gear that verifies
 
     @classmethod
     def of(cls, target: DraftTarget) -> "LowGear | None":
@@ -74,11 +76,24 @@ class LowGear(Drafter):
             raise GearbxError(f"gears {ladder}: the top gear cannot draft for itself; give a lower one too")
         if gear == ladder.top:
             return None
-        gearbox.make(gear)  # and not in the middle of the text
+        if target.mode is None or target.mode.is_fixed or target.agreement is not ALONE:
+            gearbox.make(gear)  # so that all texts have the same drafts
+        else:
+            gearbox.begin(gear)
         return cls(target, gear)
+
+    @property
+    def is_ready(self) -> bool:
+        return self._target.gearbox.ready(self.gear)
+
+    @functools.cached_property
+    def _parts(self) -> KeptParts:
+        return KeptParts(self._find)  # they run beside the gear that verifies
 
     def length(self, text: GeneratedText, room: int, policy: LearnedPolicy) -> int:
         """Return the length of the next draft by the policy, which is asked once for each."""
+        if not self.is_ready:
+            return 0
         if not self._asked:
             target = self._target
             early = target.chooser.tells_margins and self._parts.take(target.cache)
@@ -99,11 +114,15 @@ class LowGear(Drafter):
         return of_draft(*drafted, read, self.gear)
 
     def _find(self) -> PassParts | None:
-        """Engage the gear, and return what native drafts need of it; None where there can be none."""
+        """Return what native drafts need of the gear; None where there can be none. The engaged gear stays."""
+        gearbox, engaged = self._target.gearbox, self._target.gearbox.gear
         if self._target.agreement is not ALONE:
             return None
-        self._target.gearbox.shift(self.gear)
-        return pass_parts(self._target.gearbox.model, None if self.second is None else self.second.top)
+        gearbox.shift(self.gear)
+        try:
+            return pass_parts(gearbox.model, None if self.second is None else self.second.top)
+        finally:
+            gearbox.shift(engaged)
 
     def _natively(
         self, native: NativeDraft, text: GeneratedText, length: int, policy: LearnedPolicy
