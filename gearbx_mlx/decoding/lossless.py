@@ -29,9 +29,9 @@ from ..gears.gearbox import Gearbox, Observer, attached
 from ..gears.in_place import own_codes, without_gears
 from ..gears.ladder import DRAFT_FORMAT, EXACT_LADDER, Ladder
 from ..gears.saved import saved_gears
-from ..kernels.compiler import vector_instructions, vectors_at_once
+from ..kernels.compiler import vectors_at_once
 from ..kernels.device import recommended_memory
-from ..kernels.dispatch import CPU, device, is_tuning
+from ..kernels.dispatch import CPU, device, is_tuning, native_instructions
 from ..ranks.agreement import Agreement, agreement_of
 from ..routing.gates import BatchPolicy, Monitor, OneGear, highest
 from ..routing.lookup import Lookup, LookupAgreement
@@ -211,7 +211,7 @@ def learned(gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> Lear
             cache.save_soon()
 
         most = MOST_DRAFTED if device() == CPU else MOST_ON_GPU
-        tile = vectors_at_once(vector_instructions()) if gearbox.kernels.native else MOST_ROWS
+        tile = vectors_at_once(native_instructions()) if gearbox.kernels.native else MOST_ROWS
         known[name] = Learned(LearnedPolicy(kept, share, most, tile), LookupAgreement(), keep)
     return known[name]
 

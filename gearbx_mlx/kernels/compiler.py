@@ -29,8 +29,18 @@ import mlx.core as mx
 from ..errors import GearbxError
 
 CPU_VARIABLE = "GEARBX_CPU"
-NATIVE_CPU, AVX2, PORTABLE = "native", "avx2", "portable"
-X86_64_V3 = {"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"}  # as Linux names what -march=x86-64-v3 may use
+NATIVE_CPU, AMX, AVX512, AVX2, PORTABLE = "native", "amx", "avx512", "avx2", "portable"
+AMX_TWIN = "amx-twin"  # for tests: matrix tiles in plain C++, many times slower
+NEEDED = {  # flags of a processor, as Linux names them
+    AMX: {"amx_tile", "amx_bf16", "amx_int8", "avx512f"},
+    AVX512: {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
+    AVX2: {"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"},  # what -march=x86-64-v3 may use
+}
+DEFINED = {  # what cpu/simd.h and cpu/matrix_tiles.h ask for; portable kernels have the vectors of GCC and Clang
+    PORTABLE: ("-DGEARBX_PORTABLE",),
+    AVX512: ("-DGEARBX_NO_TILES",),
+    AMX_TWIN: ("-DGEARBX_TILE_TWIN",),
+}
 X86_64 = ("x86_64", "amd64", "AMD64")
 ARM = ("arm64", "aarch64")
 OLDEST_MAC = "apple-m1"  # as compilers name its processor; GCC does from version 15 on
@@ -54,7 +64,8 @@ class CompileTarget:
     """A machine to compile for; usually this one.
 
     system, machine: as `sys.platform` and `platform.machine()` name them. mlx: the directory of its MLX.
-    instructions: native for all that its processor has, avx2 for x86-64-v3, portable for no vectors of our own.
+    instructions: native or amx for all that its processor has, avx512 for all but matrix tiles, avx2 for x86-64-v3,
+        portable for no vectors of our own.
     """
 
     system: str
@@ -75,12 +86,11 @@ class CompileTarget:
         """The compiler's flags for the processor. A Mac's cache may move to another Mac, so there it is the oldest."""
         if self.instructions == AVX2:
             return ("-march=x86-64-v3",)
-        # Then simd.h has the vectors of GCC and Clang, which work on every processor.
-        own = ("-DGEARBX_PORTABLE",) if self.instructions == PORTABLE else ()
+        own = DEFINED.get(self.instructions, ())
         if self.is_arm and self.is_mac:
             return (f"-mcpu={OLDEST_MAC}", *own)
-        if self.instructions == NATIVE_CPU:
-            return ("-mcpu=native" if self.is_arm else "-march=native",)
+        if self.instructions != PORTABLE:
+            return ("-mcpu=native" if self.is_arm else "-march=native", *own)
         oldest = "-march=armv8-a" if self.is_arm else "-march=x86-64"
         return (oldest, *own) if self.is_arm or self.machine in X86_64 else own
 
@@ -102,19 +112,17 @@ def instructions() -> str:
         GearbxError: no such name, or this processor lacks these instructions.
     """
     asked = os.environ.get(CPU_VARIABLE) or NATIVE_CPU
-    lacking = lacking_for_avx2()
-    works = [NATIVE_CPU, *([] if lacking else [AVX2]), PORTABLE]
-    if asked in works:
+    works = [NATIVE_CPU, *(name for name in NEEDED if not lacking(name)), PORTABLE]
+    if asked in (*works, AMX_TWIN):
         return asked
-    why = f"this processor has no {', '.join(lacking)}" if asked == AVX2 else "that name is unknown"
+    why = f"this processor has no {', '.join(lacking(asked))}" if asked in NEEDED else "that name is unknown"
     raise GearbxError(f"{CPU_VARIABLE} is {asked!r}, and {why}; choose from {', '.join(works)}")
 
 
-def lacking_for_avx2() -> list[str]:
-    """Return the instructions of x86-64-v3 that this processor does not have, or is not known to have; empty if it has
-    all."""
+def lacking(name: str) -> list[str]:
+    """Return what this processor does not have, or is not known to have, of NEEDED by a name; empty if it has all."""
     flags = {word for line in cpuinfo() if line.startswith("flags") for word in line.split()}
-    return sorted(X86_64_V3 - flags) if platform.machine() in X86_64 else ["avx2"]
+    return sorted(NEEDED[name] - flags) if platform.machine() in X86_64 else [name]
 
 
 def cpuinfo() -> list[str]:
@@ -139,18 +147,18 @@ def vector_instructions() -> str:
     if asked == PORTABLE or platform.machine() in ARM:
         return "no vector instructions" if asked == PORTABLE else "NEON"
     flags = next((line.split() for line in cpuinfo() if line.startswith("flags")), [])
-    if asked == NATIVE_CPU and "avx512f" in flags:
+    if asked != AVX2 and "avx512f" in flags:
         return "AVX-512"
     return "AVX2" if "avx2" in flags else "SSE"
 
 
 def vectors_at_once(instructions: str) -> int:
-    """Return how many vectors kernels multiply in one pass over the weights (TILE_VECTORS in cpu/tile.h).
+    """Return how many vectors kernels multiply in one pass over the weights (VECTORS in cpu/tile.h).
 
     Args:
-        instructions: of the kernels, as `vector_instructions` names them.
+        instructions: of the kernels, as `native_instructions` (dispatch.py) names them.
     """
-    return 8 if instructions == "AVX-512" else 4
+    return {"AMX": 16, "AVX-512": 8, "AVX2": 5}.get(instructions, 4)
 
 
 def processor_features() -> str:

@@ -261,6 +261,7 @@ def test_threads_are_for_performance_cores(tmp_path):
 
 ZEN_3 = "fpu sse4_2 movbe popcnt fma avx f16c abm bmi1 avx2 bmi2 sha_ni"
 ZEN_4 = f"{ZEN_3} avx512f avx512bw avx512_vnni avx512_bf16"
+SAPPHIRE_RAPIDS = f"{ZEN_4} avx512dq avx512vl amx_bf16 amx_tile amx_int8"
 NEHALEM = "fpu sse4_2 popcnt"
 NAMES = ("native", "avx2", "portable")
 
@@ -287,7 +288,17 @@ class TestNames:
         assert compiler.instructions() == (asked or "native")
         assert compiler.this_target().instructions == (asked or "native")
 
-    @pytest.mark.parametrize("asked", ["AVX2", "avx512", "native ", "nein\n", "\udcff"])
+    @pytest.mark.parametrize("asked", ["amx", "avx512"])
+    def test_that_servers_of_intel_have(self, machine, asked):
+        machine(SAPPHIRE_RAPIDS, asked)
+        assert compiler.instructions() == asked
+        assert compiler.vector_instructions() == "AVX-512"
+        machine(ZEN_4, "amx")
+        told = "^GEARBX_CPU is 'amx', and this processor has no amx_bf16, amx_int8, amx_tile; choose from native, avx2"
+        with pytest.raises(GearbxError, match=told):
+            compiler.instructions()
+
+    @pytest.mark.parametrize("asked", ["AVX2", "avx-512", "native ", "nein\n", "\udcff"])
     def test_that_nobody_knows(self, machine, asked):
         machine(ZEN_3, asked)
         told = f"GEARBX_CPU is {asked!r}, and that name is unknown; choose from native, avx2, portable"
@@ -322,13 +333,14 @@ class TestNames:
     ("system", "name", "flags"),
     [
         ("linux", "x86_64", ["-march=native", "-march=x86-64-v3", "-march=x86-64 -DGEARBX_PORTABLE"]),
+        ("linux", "x86_64", ["", "", "", "-march=native -DGEARBX_NO_TILES", "-march=native -DGEARBX_TILE_TWIN"]),
         ("linux", "aarch64", ["-mcpu=native", "", "-march=armv8-a -DGEARBX_PORTABLE"]),
         ("darwin", "arm64", ["-mcpu=apple-m1", "", "-mcpu=apple-m1 -DGEARBX_PORTABLE"]),
         ("linux", "riscv64", ["-march=native", "", "-DGEARBX_PORTABLE"]),
     ],
 )
 def test_flags_for_the_compiler(system, name, flags):
-    for asked, expected in zip(NAMES, flags):
+    for asked, expected in zip((*NAMES, "avx512", "amx-twin"), flags):
         target = CompileTarget(system, name, compiler.this_target().mlx, asked)
         if expected:  # avx2 is for x86-64
             recipe = compiler.make_recipe([], target)

@@ -139,4 +139,10 @@ void multiply_bf16_tiles(const Bf16Tiles& job) {
 
 }  // namespace gearbx
 
-extern "C" int gearbx_uses_tiles(void) { return gearbx::tiles_allowed(); }
+extern "C" int gearbx_tiles(void) {
+#ifdef GEARBX_TILES
+  return gearbx::tiles_allowed() ? 1 : -1;
+#else
+  return 0;
+#endif
+}
