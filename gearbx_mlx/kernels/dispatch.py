@@ -109,8 +109,8 @@ def choose(kernels: str, activations: str = "int16") -> KernelChoice:
     how_many = (
         f"{NATIVE_VECTORS} vectors at a time" if MOST_VECTORS is None else f"up to {MOST_VECTORS} vectors, MLX beyond"
     )
-    kernels = cpu.native()
-    tiles = TILES[kernels.tiles()] if kernels is not None else ""
+    compiled = cpu.native()
+    tiles = TILES[compiled.tiles()] if compiled is not None else ""
     return KernelChoice(True, how_many + tiles, ACTIVATIONS[activations], **how)
 
 
