@@ -21,7 +21,7 @@ from ..cli.terminal import show_compiling
 from ..errors import GearbxError
 from ..kernels import compiler, cpu, metal
 from ..kernels.device import available_memory
-from ..kernels.dispatch import on_cpu
+from ..kernels.dispatch import native_instructions, on_cpu
 from ..kernels.tuner import seconds_of
 from ..settings import human_bytes
 
@@ -128,7 +128,7 @@ def machine_name() -> str:
     """Say what computes, as people do: processor, vector instructions, cores and system; on a GPU its name too."""
     processor = compiler.processor_model() or platform.processor() or platform.machine()
     system = {"Darwin": "macOS"}.get(platform.system(), platform.system())
-    name = f"{processor} with {compiler.vector_instructions()}, {os.cpu_count()} cores, {system}"
+    name = f"{processor} with {native_instructions()}, {os.cpu_count()} cores, {system}"
     return name if on_cpu() else f"{mx.device_info()['device_name']}, {name}"
 
 

@@ -12,8 +12,8 @@ from weakref import WeakKeyDictionary
 
 from ..compat.arrays import dtype_name
 from ..gears.gearbox import Gearbox, Observer
-from ..kernels.compiler import vector_instructions, vectors_at_once
-from ..kernels.dispatch import CPU, device
+from ..kernels.compiler import vectors_at_once
+from ..kernels.dispatch import CPU, device, native_instructions
 from .drafters import Drafter
 from .policy import MAX_DRAFTED, MAX_ON_GPU, MAX_ROWS, FixedPolicy, LearnedPolicy
 from .sampling import Chooser
@@ -121,7 +121,7 @@ def knowledge(gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> Kn
             cache.save_soon()
 
         most = MAX_DRAFTED if device() == CPU else MAX_ON_GPU
-        tile = vectors_at_once(vector_instructions()) if gearbox.kernels.native else MAX_ROWS
+        tile = vectors_at_once(native_instructions()) if gearbox.kernels.native else MAX_ROWS
         policy = MeasuredPolicy(kept, None if drafter is None else drafter.cost, most, tile)
         known[name] = Knowledge(policy, keep)
     return known[name]

@@ -31,7 +31,8 @@ from ..errors import GearbxError
 from . import wheel
 
 CPU_VARIABLE = "GEARBX_CPU"
-NATIVE_CPU, AVX512, AVX2, NEON, PORTABLE = "native", "avx512", "avx2", "neon", "portable"
+NATIVE_CPU, AMX, AVX512, AVX2, NEON, PORTABLE = "native", "amx", "avx512", "avx2", "neon", "portable"
+AMX_TWIN = "amx-twin"  # for tests: matrix tiles in plain C++, many times slower
 X86_64 = ("x86_64", "amd64", "AMD64")
 ARM = ("arm64", "aarch64")
 X86_64_V3 = {"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"}
@@ -47,16 +48,24 @@ class InstructionSet:
     needs: frozenset[str]
 
 
+V4_FLAGS = "-march=x86-64-v4", *(f"-mavx512{name}" for name in BEYOND_V4)
+V4_NEEDS = (
+    frozenset(X86_64_V3)
+    | {f"avx512{name}" for name in ("f", "bw", "cd", "dq", "vl", "vbmi")}
+    | {f"avx512_{name}" for name in BEYOND_V4 if name != "vbmi"}
+)
+TILES = "tile", "bf16", "int8"
 INSTRUCTION_SETS = {  # the best first
-    AVX512: InstructionSet(
-        X86_64,
-        ("-march=x86-64-v4", *(f"-mavx512{name}" for name in BEYOND_V4)),
-        frozenset(X86_64_V3)
-        | {f"avx512{name}" for name in ("f", "bw", "cd", "dq", "vl", "vbmi")}
-        | {f"avx512_{name}" for name in BEYOND_V4 if name != "vbmi"},
+    AMX: InstructionSet(
+        X86_64, (*V4_FLAGS, *(f"-mamx-{name}" for name in TILES)), V4_NEEDS | {f"amx_{name}" for name in TILES}
     ),
+    AVX512: InstructionSet(X86_64, V4_FLAGS, V4_NEEDS),
     AVX2: InstructionSet(X86_64, ("-march=x86-64-v3",), frozenset(X86_64_V3)),
     NEON: InstructionSet(ARM, ("-march=armv8.2-a+dotprod",), frozenset({"asimddp"})),
+}
+DEFINED = {  # what cpu/simd.h and cpu/matrix_tiles.h ask for; portable kernels have the vectors of GCC and Clang
+    PORTABLE: ("-DGEARBX_PORTABLE",),
+    AMX_TWIN: ("-DGEARBX_TILE_TWIN",),
 }
 OLDEST_MAC = "apple-m1"  # as compilers name its processor; GCC does from version 15 on
 CPUINFO = Path("/proc/cpuinfo")  # Linux
@@ -103,12 +112,11 @@ class CompileTarget:
         """The compiler's flags for the processor. A Mac's cache may move to another Mac, so there it is the oldest."""
         if self.instructions in INSTRUCTION_SETS:
             return INSTRUCTION_SETS[self.instructions].flags
-        # Then simd.h has the vectors of GCC and Clang, which work on every processor.
-        own = ("-DGEARBX_PORTABLE",) if self.instructions == PORTABLE else ()
+        own = DEFINED.get(self.instructions, ())
         if self.is_arm and self.is_mac:
             return (f"-mcpu={OLDEST_MAC}", *own)
-        if self.instructions == NATIVE_CPU:
-            return ("-mcpu=native" if self.is_arm else "-march=native",)
+        if self.instructions != PORTABLE:
+            return ("-mcpu=native" if self.is_arm else "-march=native", *own)
         oldest = "-march=armv8-a" if self.is_arm else "-march=x86-64"
         return (oldest, *own) if self.is_arm or self.machine in X86_64 else own
 
@@ -131,7 +139,7 @@ def instructions() -> str:
     """
     asked = os.environ.get(CPU_VARIABLE) or best_brought()
     works = [NATIVE_CPU, *(name for name in INSTRUCTION_SETS if not lacking(name)), PORTABLE]
-    if asked in works:
+    if asked in (*works, AMX_TWIN):
         return asked
     why = f"this processor has no {', '.join(lacking(asked))}" if asked in INSTRUCTION_SETS else "that name is unknown"
     raise GearbxError(f"{CPU_VARIABLE} is {asked!r}, and {why}; choose from {', '.join(works)}")
@@ -176,18 +184,18 @@ def vector_instructions() -> str:
     if asked == PORTABLE or platform.machine() in ARM:
         return "no vector instructions" if asked == PORTABLE else "NEON"
     flags = next((line.split() for line in cpuinfo() if line.startswith("flags")), [])
-    if asked in (NATIVE_CPU, AVX512) and "avx512f" in flags:
+    if asked in (NATIVE_CPU, AMX, AVX512, AMX_TWIN) and "avx512f" in flags:
         return "AVX-512"
     return "AVX2" if "avx2" in flags else "SSE"
 
 
 def vectors_at_once(instructions: str) -> int:
-    """Return how many vectors kernels multiply in one pass over the weights (TILE_VECTORS in cpu/tile.h).
+    """Return how many vectors kernels multiply in one pass over the weights (VECTORS in cpu/tile.h).
 
     Args:
-        instructions: of the kernels, as `vector_instructions` names them.
+        instructions: of the kernels, as `native_instructions` (dispatch.py) names them.
     """
-    return 8 if instructions == "AVX-512" else 4
+    return {"AMX": 16, "AVX-512": 8, "AVX2": 5}.get(instructions, 4)
 
 
 def processor_features() -> str:

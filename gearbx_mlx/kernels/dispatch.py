@@ -35,6 +35,7 @@ from typing import Any
 import mlx.core as mx
 
 from . import ACTIVATIONS, MEASURE, cpu, metal, metal_attention, proven
+from .compiler import vector_instructions
 from .metal_attention import NestedEntries, are_attention, are_nested, rope_launch, takes_rope
 from .proven import product_key
 
@@ -54,6 +55,7 @@ OPERATIONS = NORMS, GATES, POSITIONS, FUSED_ATTENTION, WHOLE_BLOCKS = (
 
 NATIVE_VECTORS = 16  # vectors for which native CPU kernels read the weights once
 MOST_VECTORS = NATIVE_VECTORS if sys.platform == "darwin" else None
+TILES = {1: ", by matrix tiles (AMX)", 0: "", -1: "; the system refuses matrix tiles (AMX)"}  # by the kernels' `tiles`
 UNPROVEN = "none of ours was proven faster on this Mac; gearbx_mlx benchmark mac --own-kernels tries them"
 BFLOAT16_BITS = 8  # of a significand, with the first one, which is not stored
 
@@ -107,7 +109,9 @@ def choose(kernels: str, activations: str = "int16") -> KernelChoice:
     how_many = (
         f"{NATIVE_VECTORS} vectors at a time" if MOST_VECTORS is None else f"up to {MOST_VECTORS} vectors, MLX beyond"
     )
-    return KernelChoice(True, how_many, ACTIVATIONS[activations], **how)
+    compiled = cpu.native()
+    tiles = TILES[compiled.tiles()] if compiled is not None else ""
+    return KernelChoice(True, how_many + tiles, ACTIVATIONS[activations], **how)
 
 
 def lacks_native(kernels: str) -> str | None:
@@ -144,6 +148,12 @@ def cpu_kernels(vectors: int) -> ModuleType | None:
     """Return the native CPU kernels, if they take this number of vectors; else None."""
     fits = vectors > 0 and (MOST_VECTORS is None or vectors <= MOST_VECTORS)
     return cpu.native() if fits and on_cpu() else None
+
+
+def native_instructions() -> str:
+    """Name the instructions of native CPU kernels: AMX where they multiply by matrix tiles, else those for vectors."""
+    kernels = cpu_kernels(1)
+    return "AMX" if kernels is not None and kernels.tiles() > 0 else vector_instructions()
 
 
 def bits_beside_bfloat16() -> int:

@@ -14,7 +14,7 @@ import object_store
 import pytest
 import zig
 
-from gearbx_mlx.kernels.compiler import SOURCES, find_compiler, lacking_for_avx2, processor_features
+from gearbx_mlx.kernels.compiler import AVX2, SOURCES, find_compiler, lacking, processor_features
 
 OWN = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
 SANITIZED = [
@@ -22,9 +22,14 @@ SANITIZED = [
     pytest.param(
         ["-fsanitize=address,undefined", "-march=x86-64-v3"],
         id="address, undefined, AVX2",
-        marks=pytest.mark.skipif(bool(lacking_for_avx2()), reason="this processor has no AVX2"),
+        marks=pytest.mark.skipif(bool(lacking(AVX2)), reason="this processor has no AVX2"),
     ),
     pytest.param(["-fsanitize=address,undefined", "-DGEARBX_PORTABLE"], id="address, undefined, portable"),
+    pytest.param(["-fsanitize=address,undefined", OWN, "-DGEARBX_TILE_TWIN"], id="address, undefined, matrix tiles"),
+    pytest.param(
+        ["-fsanitize=address,undefined", "-DGEARBX_PORTABLE", "-DGEARBX_TILE_TWIN"],
+        id="address, undefined, portable, matrix tiles",
+    ),
     pytest.param(["-fsanitize=thread", OWN, "-O1"], id="threads"),  # takes longer to run than to compile
 ]
 GCC, CLANG = ["aarch64-linux-gnu-g++"], zig.clang_for("aarch64-linux-gnu")

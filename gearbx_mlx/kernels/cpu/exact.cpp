@@ -58,9 +58,14 @@ Decoded* decoded_rows(int64_t rows, int64_t columns) {
   return reserve(memory, rows * columns);
 }
 
+// Of matrix tiles only one at a time, whose decoded weights stay in the first cache.
+template <class X>
+constexpr int64_t TILE = std::is_same_v<X, Paired> ? 16 : TILE_ROWS;
+
 // How many rows are decoded at a time.
+template <class X>
 int64_t rows_at_once(const gearbx_exact& m, int64_t vectors) {
-  return block_rows(m.rows, m.columns * static_cast<int64_t>(sizeof(Decoded)), vectors);
+  return block_rows(m.rows, m.columns * static_cast<int64_t>(sizeof(Decoded)), vectors, TILE<X>);
 }
 
 constexpr int64_t SOME_ROWS = 48;  // whole panels, and whole tiles
@@ -111,13 +116,13 @@ struct Multiply {
           multiply_one_vector<Codes>(m, row, end, x.packed, y);
         });
     }
-    const int64_t height = rows_at_once(m, x.vectors);
+    const int64_t height = rows_at_once<X>(m, x.vectors);
     Decoded* weights = decoded_rows(height, m.columns);
     by_rows(m, row, end, SOME_ROWS, y, 1, [&](const ByRow& m, int64_t row, int64_t end, float* y) {
       for (; row < end; row += height) {
         const int64_t count = end - row < height ? end - row : height;
         decode_rows<Codes>(m, row, row + count, weights);
-        multiply_rows<Decoded>({weights, count, m.columns, {}}, x, y + row, stride);
+        multiply_rows(gearbx::Rows<Decoded>{weights, count, m.columns, {}}, x, y + row, stride);
       }
     });
   }
@@ -138,6 +143,9 @@ using MultiplyFloats = Multiply<Codes, ForBf16>;
 template <class Codes>
 using MultiplyRounded = Multiply<Codes, RoundedForBf16>;
 
+template <class Codes>
+using MultiplyPaired = Multiply<Codes, Paired>;
+
 // The work on some rows of a matrix with groups of this size.
 template <template <class> class Kernel>
 auto find_work(const gearbx_exact& m) {
@@ -145,9 +153,10 @@ auto find_work(const gearbx_exact& m) {
   return m.group == 64 ? Kernel<Decoder<64>>::rows : Kernel<Decoder<128>>::rows;
 }
 
+template <class X>
 TilePieces pieces_of(const gearbx_exact& m, int vectors) {
   const int64_t row_bytes = m.columns * 27 / 16;  // about
-  return TilePieces(m.rows, row_bytes, rows_at_once(m, vectors), vectors);
+  return TilePieces(m.rows, row_bytes, rows_at_once<X>(m, vectors), vectors, TILE<X>);
 }
 
 template <template <class> class Kernel, class X>
@@ -155,7 +164,7 @@ void multiply(const gearbx_exact* const* matrices, int count, const float* x, in
   const auto work = [](const gearbx_exact& m, const Activations<X>& a, int64_t row, int64_t end, float* y) {
     find_work<Kernel>(m)(m, a, row, end, y);
   };
-  multiply_matrices<X>(matrices, count, x, vectors, y, pieces_of, work);
+  multiply_matrices<X>(matrices, count, x, vectors, y, pieces_of<X>, work);
 }
 
 }  // namespace
@@ -165,6 +174,9 @@ extern "C" void gearbx_exact_products(const gearbx_exact* const* matrices, int c
                                       float* const* y) {
   using namespace gearbx;
   multiply_neighbours(matrices, count, x, vectors, y, [](const gearbx_exact& m) {
+#ifdef GEARBX_TILES
+    if (m.x_bits && tiles_allowed()) return multiply<MultiplyPaired, Paired>;
+#endif
     return m.x_bits ? multiply<MultiplyRounded, RoundedForBf16> : multiply<MultiplyFloats, ForBf16>;
   });
 }
@@ -176,6 +188,6 @@ extern "C" void gearbx_exact_product(const gearbx_exact* matrix, const float* x,
 extern "C" void gearbx_exact_decode(const gearbx_exact* matrix, uint16_t* weights) {
   using namespace gearbx;
   share_rows(
-      1, [&](int) { return pieces_of(*matrix, 1); },
+      1, [&](int) { return pieces_of<RoundedForBf16>(*matrix, 1); },
       [&](int, int64_t row, int64_t end) { find_work<Decode>(*matrix)(*matrix, weights, row, end); });
 }

@@ -85,7 +85,11 @@ struct Weights32 {
   Weights32(F16 first, F16 second) : halves{first, second} {}
   GEARBX_INLINE F16 half(int i) const { return halves[i]; }
 };
+#ifdef GEARBX_TILES
+typedef Bf16 Decoded;
+#else
 typedef float Decoded;
+#endif
 inline void store(Bf16* p, const Weights32& w) {
   uint32_t bits[32];
   store16(reinterpret_cast<float*>(bits), w.half(0));

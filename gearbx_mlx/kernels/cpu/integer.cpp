@@ -274,7 +274,7 @@ struct Job {
   int count;
   Rounded x;
   int64_t vectors;
-  bool row_by_row;
+  const Rounding& rounding;
 };
 
 // The codes of the next LANES rows, as much of them as a panel has. Memory is asked for them, in one stream of a plane,
@@ -313,6 +313,11 @@ struct Written {
     *out = load_ints(codes);
     codes += 4 * LANES;
   }
+  GEARBX_INLINE const uint8_t* next_group(int group, uint8_t*) {
+    for (int run = 0; run < group; run += 4 * RUN) fetch();
+    codes += group * LANES;
+    return codes - group * LANES;
+  }
 };
 
 // Codes of rows that are stored side by side: a plane of FIRST bits, and a second one of SECOND bits below it, or none.
@@ -331,6 +336,20 @@ struct Stored {
     first += 4 * LANES * (FIRST / LEAST);
     second += 4 * LANES * (SECOND / LEAST);
   }
+  // The next codes of a group, a byte each; uses `room` unless they are bytes as they are.
+  GEARBX_INLINE const uint8_t* next_group(int group, uint8_t* room) {
+    if constexpr (FIRST == 8 && !FLIP) {
+      for (int run = 0; run < group; run += 4 * RUN, first += 4 * RUN * LANES) fetch();
+      return first - group * LANES;
+    }
+    for (int at = 0; at < group * LANES; at += 4 * LANES * AT_ONCE) {
+      if (at % (4 * LANES * RUN) == 0) fetch();
+      Ints some[AT_ONCE];
+      next(some);
+      for (int i = 0; i < AT_ONCE; i++) store_ints(room + at + 4 * LANES * i, some[i]);
+    }
+    return room;
+  }
 
  private:
   template <int R>
@@ -348,6 +367,13 @@ struct Factors {
   const float *scales, *offsets;
   bool affine;
 };
+
+// A total, and the share of one group, whose sum is this, for a vector.
+GEARBX_INLINE Floats add_group(Floats total, Ints sum, float step, float x_sum, Floats scale, Floats offset, bool affine) {
+  const Floats floats = multiply_floats(to_floats(sum), all_floats(step));
+  return add_floats(total, affine ? multiply_add_floats(floats, scale, multiply_floats(offset, all_floats(x_sum)))
+                                  : multiply_floats(floats, scale));
+}
 
 // Adds the products of N vectors and `groups` groups to the totals. Activations have X bytes.
 template <int N, int X, bool NARROW, class Codes>
@@ -378,15 +404,55 @@ void multiply(Codes codes, const Factors& by, int groups, int group, Rounded x, 
     const Floats scale = load_floats(by.scales + g * LANES), offset = load_floats(by.offsets + g * LANES);
     for (int v = 0; v < N; v++) {
       if constexpr (PARTS == 2) sums[v][1] = add_ints(sums[v][1], multiply_ints(sums[v][0], BASE));
-      const Floats sum = multiply_floats(to_floats(sums[v][PARTS - 1]), all_floats(x.steps[v]));
-      const Floats added = by.affine
-                               ? multiply_add_floats(sum, scale, multiply_floats(offset, all_floats(x.sums[v])))
-                               : multiply_floats(sum, scale);
-      total[v] = add_floats(total[v], added);
+      total[v] = add_group(total[v], sums[v][PARTS - 1], x.steps[v], x.sums[v], scale, offset, by.affine);
     }
   }
   for (int v = 0; v < N; v++) store_floats(totals + v * LANES, total[v]);
 }
+
+#ifdef GEARBX_TILES
+
+// The same of `n` vectors by matrix tiles: A has a row of bytes for each vector, B a column of codes for each row of the
+// panel, as they lie in it. Sums are integers, so the bits are those of the other way.
+template <int X, class Code, class Codes>
+void multiply_by_tiles(Codes codes, const Factors& by, int groups, int group, int n, Rounded x, float* totals) {
+  constexpr int ROW = 4 * LANES;  // bytes of B and C
+  const int span = group < TILE_BYTES ? group : TILE_BYTES;
+  TileShapes shapes;
+  for (int b = 0; b < X; b++) {
+    shapes.set(b, n, ROW);
+    shapes.set(2 + b, n, span);
+  }
+  shapes.set(4, span / 4, ROW);
+  shape_tiles(shapes);
+  alignas(64) uint8_t room[128 * LANES];
+  alignas(64) int32_t sums[X][TILE_HEIGHT * LANES];
+  for (int g = 0; g < groups; g++, x.starts += n, x.steps += n, x.sums += n, x.x += n * X * group) {
+    const uint8_t* of_group = codes.next_group(group, room);
+    zero_tile<0>();
+    if constexpr (X == 2) zero_tile<1>();
+    for (int at = 0; at < group; at += span) {
+      load_tile<4>(of_group + at * LANES, ROW);
+      load_tile<2>(x.x + at, group);
+      add_byte_products<0, 2, 4, Code>();
+      if constexpr (X == 2) {
+        load_tile<3>(x.x + n * group + at, group);
+        add_byte_products<1, 3, 4, Code>();
+      }
+    }
+    store_tile<0>(sums[0], ROW);
+    if constexpr (X == 2) store_tile<1>(sums[1], ROW);
+    const Floats scale = load_floats(by.scales + g * LANES), offset = load_floats(by.offsets + g * LANES);
+    for (int v = 0; v < n; v++) {
+      Ints sum = add_ints(load_ints(sums[X - 1] + v * LANES), all_ints(x.starts[v]));
+      if constexpr (X == 2) sum = add_ints(sum, multiply_ints(load_ints(sums[0] + v * LANES), BASE));
+      float* total = totals + v * LANES;
+      store_floats(total, add_group(load_floats(total), sum, x.steps[v], x.sums[v], scale, offset, by.affine));
+    }
+  }
+}
+
+#endif
 
 template <class Codes>
 using Multiply = void (*)(Codes, const Factors&, int groups, int group, Rounded, float* totals);
@@ -402,12 +468,23 @@ Multiply<Codes> find_multiply(int vectors) {
   return find_multiply<Codes, X, NARROW && !(AS_WORDS && X == 2)>(vectors, std::make_index_sequence<TILE>());
 }
 
+// The products of a tile of `n` vectors by codes of BITS.
+template <int X, int BITS, class Codes>
+void multiply_tile(const Job& job, Codes codes, const Factors& by, int groups, int group, int n, const Rounded& x,
+                   float* totals) {
+#ifdef GEARBX_TILES
+  typedef std::conditional_t<are_signed(BITS, X), int8_t, uint8_t> Code;
+  if (job.rounding.by_tiles) return multiply_by_tiles<X, Code>(codes, by, groups, group, n, x, totals);
+#endif
+  find_multiply<Codes, X, BITS <= 4>(n)(codes, by, groups, group, x, totals);
+}
+
 // `count` groups of all vectors, from group `first` on, by `multiply` for a tile of them.
 template <class Multiply>
 void multiply_tiles(const Job& job, const gearbx_stack& m, int64_t first, const Multiply& multiply) {
-  const int64_t groups = m.columns / m.group;
-  for (int64_t v = 0; v < job.vectors; v += TILE) {
-    const int n = static_cast<int>(job.vectors - v < TILE ? job.vectors - v : TILE);
+  const int64_t groups = m.columns / m.group, most = job.rounding.vectors();
+  for (int64_t v = 0; v < job.vectors; v += most) {
+    const int n = static_cast<int>(job.vectors - v < most ? job.vectors - v : most);
     const int64_t at = v * groups + first * n;  // of the tile's first vector and group
     multiply(v, n, Rounded{job.x.x + at * m.group * (m.x_bits / 8), job.x.starts + at, job.x.steps + at, job.x.sums + at});
   }
@@ -427,7 +504,7 @@ void multiply_rows(const Job& job, const Matrix& matrix, int64_t row, int height
 }
 
 // Rows that are stored one after the other, times activations of X bytes: some groups become a panel first.
-template <int X, bool NARROW>
+template <int X, int BITS>
 void multiply_written(const Job& job, const Matrix& matrix, int64_t row, int height, float* totals) {
   const gearbx_stack& m = *matrix.stack;
   Panel panel;
@@ -436,7 +513,7 @@ void multiply_written(const Job& job, const Matrix& matrix, int64_t row, int hei
     write_panel(m, matrix.how, row, height, first, count, panel);
     multiply_tiles(job, m, first, [&](int64_t v, int n, const Rounded& x) {
       const Written codes = {panel.codes, v ? Ahead() : Ahead(m, row, first * m.group)};
-      find_multiply<Written, X, NARROW>(n)(codes, by, count, m.group, x, totals + v * LANES);
+      multiply_tile<X, BITS>(job, codes, by, count, m.group, n, x, totals + v * LANES);
     });
   });
 }
@@ -455,7 +532,7 @@ void multiply_stored(const Job& job, const Matrix& matrix, int64_t row, float* t
         return static_cast<const uint8_t*>(m.weights[p]) + (row * m.columns + first * m.group * LANES) / 8 * m.widths[p];
       };
       const Codes codes = {plane(0), plane(SECOND ? 1 : 0)};
-      find_multiply<Codes, X, FIRST + SECOND <= 4>(n)(codes, by, count, m.group, x, totals + v * LANES);
+      multiply_tile<X, FIRST + SECOND>(job, codes, by, count, m.group, n, x, totals + v * LANES);
     });
   });
 }
@@ -465,7 +542,7 @@ void multiply_panel(const Job& job, const Matrix& matrix, int64_t row, int heigh
   const gearbx_stack& m = *matrix.stack;
   if (!m.panel_rows) {
     const bool narrow = SIGNED_BYTES && matrix.how.bits <= 4;
-    return (narrow ? multiply_written<X, SIGNED_BYTES> : multiply_written<X, false>)(job, matrix, row, height, totals);
+    return (narrow ? multiply_written<X, SIGNED_BYTES ? 4 : 8> : multiply_written<X, 8>)(job, matrix, row, height, totals);
   }
   if (m.widths[0] == 8) return multiply_stored<X, 8>(job, matrix, row, totals);
   if (m.planes == 1) return multiply_stored<X, 4>(job, matrix, row, totals);
@@ -480,7 +557,7 @@ void do_piece(const void* context, int piece) {
   for (; piece >= matrix->pieces.count; matrix++) piece -= matrix->pieces.count;
   const int64_t end = matrix->pieces.first(piece + 1);
 #if defined(GEARBX_AVX2) || defined(GEARBX_NEON)
-  if (job.row_by_row) {
+  if (job.rounding.row_by_row) {
     OneVector work(*matrix->stack, matrix->how, job.x);
     for (int64_t row = matrix->pieces.first(piece); row < end; row += LANES)
       work.multiply(row, static_cast<int>(end - row < LANES ? end - row : LANES), matrix->y + row);
@@ -491,6 +568,9 @@ void do_piece(const void* context, int piece) {
   float* room = totals.room_for(job.vectors * LANES);
   for (int64_t row = matrix->pieces.first(piece); row < end; row += LANES)
     multiply(job, *matrix, row, static_cast<int>(end - row < LANES ? end - row : LANES), room);
+#ifdef GEARBX_TILES
+  release_tiles();
+#endif
 }
 
 // Whether rows are read one after the other: for one vector, unless they are stored side by side, or are so short that
@@ -502,7 +582,10 @@ bool reads_row_by_row(const gearbx_stack& m, int64_t vectors) {
 Rounding rounding_of(const gearbx_stack& m, int64_t vectors) {
   const bool row_by_row = reads_row_by_row(m, vectors);
   const Unpacking how(m, row_by_row);
-  return {inputs_of(m), m.columns, m.group, m.x_bits / 8, how.in_byte, how.middle, row_by_row};
+  const int bytes = m.x_bits / 8;
+  // For fewer vectors the processor's own products of bytes are as fast as memory is read.
+  const bool by_tiles = vectors * bytes >= 4 && tiles_allowed();
+  return {inputs_of(m), m.columns, m.group, bytes, how.in_byte, how.middle, row_by_row, by_tiles};
 }
 
 void multiply_some(const gearbx_stack* const* stacks, int count, const float* x, int64_t vectors, float* const* y) {
@@ -517,7 +600,7 @@ void multiply_some(const gearbx_stack* const* stacks, int count, const float* x,
       pieces += matrices.back().pieces.count;
     }
     const Job job = {matrices.data(), static_cast<int>(matrices.size()), round_all(rounding, x, vectors), vectors,
-                     rounding.row_by_row};
+                     rounding};
     share_out(pieces, do_piece, &job);
   }
 }

@@ -93,6 +93,9 @@ void gearbx_rows_of_words(const uint16_t* panel, int64_t words, uint16_t* rows);
 // Whether this processor multiplies bf16 so fast that activations are rounded to it, for weights of that type.
 int gearbx_rounds_to_bf16(void);
 
+// 1: products are by matrix tiles (matrix_tiles.h); 0: these kernels have none; -1: the system refuses them.
+int gearbx_tiles(void);
+
 // The number of threads that compute a product, the caller's included (pool.h).
 int gearbx_threads(void);
 

@@ -14,6 +14,7 @@
 #include <type_traits>
 
 #include "codes.h"
+#include "matrix_tiles.h"
 #include "matvec.h"
 #include "pool.h"
 #include "products_of_bytes.h"
@@ -371,12 +372,15 @@ struct Rounding {
   int group, bytes, in_byte;
   int32_t middle;
   bool row_by_row;  // for one vector; else panels
-  bool words() const { return AS_WORDS && bytes == 2 && !row_by_row; }
+  bool by_tiles;    // panels by matrix tiles
+  bool words() const { return AS_WORDS && bytes == 2 && !row_by_row && !by_tiles; }
+  int64_t vectors() const { return by_tiles ? 16 : TILE; }  // of a tile
   bool operator==(const Rounding&) const = default;
 };
 
-// Tiles of at most TILE vectors, one after the other. Of a tile: for four columns, its vectors, each with the bytes of
-// four activations, or all first bytes before all second ones, or four words. For a group, its vectors.
+// Tiles of at most Rounding::vectors(), one after the other. Of a tile: for four columns, its vectors, each with the bytes
+// of four activations, or all first bytes before all second ones, or four words. For a group, its vectors. By matrix tiles:
+// for a group its vectors, each with all first bytes; then with all second ones.
 struct Rounded {
   const int8_t* x;
   const int32_t* starts;  // the sum of rounded activations, times what is to be added to every code
@@ -503,6 +507,10 @@ void round_tile(const Rounding& r, const float* x, int n, int8_t* out, int32_t* 
       for (int i = 0; i < G; i += 16) {
         for (int b = 0; b < BYTES; b++) put_in_order(bytes[b] + i, order, ordered[b]);
         int8_t* to = out + ((g * G + i) / 4 * n + v) * BYTES * 4;
+        if (r.by_tiles) {
+          for (int b = 0; b < BYTES; b++) std::memcpy(out + ((g * BYTES + b) * n + v) * G + i, ordered[b], 16);
+          continue;
+        }
         if (r.words()) {
           put_words(ordered[0], ordered[BYTES - 1], n, to);
           continue;
@@ -527,9 +535,10 @@ struct RoundingJob {
   static void piece(const void* context, int tile) {
     const RoundingJob& j = *static_cast<const RoundingJob*>(context);
     const Rounding& r = j.how;
-    const int64_t first = int64_t{tile} * TILE, left = j.vectors - first, groups = first * (r.columns / r.group);
+    const int64_t most = r.vectors(), first = tile * most, left = j.vectors - first;
+    const int64_t groups = first * (r.columns / r.group);
     const auto round = [&](auto work) {
-      work(r, j.x + first * r.inputs, static_cast<int>(left < TILE ? left : TILE), j.out + first * r.columns * r.bytes,
+      work(r, j.x + first * r.inputs, static_cast<int>(left < most ? left : most), j.out + first * r.columns * r.bytes,
            j.starts + groups, j.steps + groups, j.sums + groups);
     };
     if (r.group == 32) return round(r.bytes == 1 ? round_tile<32, 1> : round_tile<32, 2>);
@@ -555,7 +564,7 @@ inline Rounded round_all(const Rounding& how, const float* x, int64_t vectors) {
     const int64_t from = how.columns / (32 * LANES) * (32 * LANES), end = columns;
     std::memset(job.out + from * how.bytes, 0, static_cast<size_t>((end - from) * how.bytes));
   }
-  share_out(static_cast<int>((vectors + TILE - 1) / TILE), RoundingJob::piece, &job);
+  share_out(static_cast<int>((vectors + how.vectors() - 1) / how.vectors()), RoundingJob::piece, &job);
   return {job.out, job.starts, job.steps, job.sums};
 }
 

@@ -260,5 +260,6 @@ NB_MODULE(_gearbx_cpu, m) {
   m.def("read_sum", &read_sum, "words"_a);
   m.def("panel_rows", &gearbx_panel_rows);
   m.def("rounds_to_bf16", [] { return gearbx_rounds_to_bf16() != 0; });
+  m.def("tiles", &gearbx_tiles);
   m.def("threads", &gearbx_threads);
 }

@@ -6,6 +6,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "matrix_tiles.h"
 #include "matvec.h"
 #include "pool.h"
 #include "sixteen.h"
@@ -17,36 +18,38 @@ namespace gearbx {
 
 // Rows of a block for a few vectors, of which so many at once have their sums in registers (tile.h).
 #if defined(GEARBX_AVX2) && !defined(GEARBX_AVX512)
-constexpr int TILE_ROWS = 4, ROWS_AT_ONCE = 2;
+constexpr int TILE_ROWS = 6;
+constexpr int rows_at_once(int vectors) { return vectors > 3 ? 2 : 3; }  // ten of sixteen registers are sums
 #else
-constexpr int TILE_ROWS = 3, ROWS_AT_ONCE = 3;
+constexpr int TILE_ROWS = 3;
+constexpr int rows_at_once(int) { return 3; }
 #endif
 constexpr int64_t MOST_ROWS = 96;  // of a block
 
 // How many rows of `row_bytes` each are multiplied at a time: few for a few vectors, so that they stay in the first
 // cache; for more vectors as many as stay in the second one, since the activations are read for each block. Every
-// thread gets some blocks.
-inline int64_t block_rows(int64_t rows, int64_t row_bytes, int64_t vectors) {
+// thread gets some blocks, which are whole tiles.
+inline int64_t block_rows(int64_t rows, int64_t row_bytes, int64_t vectors, int64_t tile = TILE_ROWS) {
   constexpr int64_t CACHE = 384 << 10;
-  if (vectors <= GEARBX_MAX_VECTORS) return TILE_ROWS;
+  if (vectors <= GEARBX_MAX_VECTORS) return tile;
   const int64_t fit = CACHE / (row_bytes + 1), share = rows / (4 * thread_count()), some = fit < share ? fit : share;
-  return some < TILE_ROWS ? TILE_ROWS : some < MOST_ROWS ? some / TILE_ROWS * TILE_ROWS : MOST_ROWS;
+  return some < tile ? tile : some < MOST_ROWS ? some / tile * tile : MOST_ROWS;
 }
 
 // Rows of a matrix in pieces of whole tiles. A piece has at least a block, and so many bytes, if there are enough for
 // every thread, that it takes long compared with the first of them, which are read without a prefetch.
 struct TilePieces {
-  int64_t rows;
+  int64_t rows, tile;
   Pieces tiles;
 
-  TilePieces(int64_t rows, int64_t row_bytes, int64_t block, int vectors)
+  TilePieces(int64_t rows, int64_t row_bytes, int64_t block, int vectors, int64_t tile = TILE_ROWS)
       : rows(rows),
-        tiles((rows + TILE_ROWS - 1) / TILE_ROWS, TILE_ROWS * row_bytes, vectors,
-              least(row_bytes, block)) {}
+        tile(tile),
+        tiles((rows + tile - 1) / tile, tile * row_bytes, vectors, least(row_bytes, block)) {}
 
   int count() const { return tiles.count; }
   int64_t first(int piece) const {
-    const int64_t row = tiles.first(piece) * TILE_ROWS;
+    const int64_t row = tiles.first(piece) * tile;
     return row < rows ? row : rows;
   }
 
@@ -55,7 +58,7 @@ struct TilePieces {
     constexpr int64_t MOST_BYTES = 512 << 10;
     const int64_t share = rows / (4 * thread_count()), most = MOST_BYTES / (row_bytes + 1);
     const int64_t some = share < most ? share : most;
-    return (some > block ? some : block) / TILE_ROWS;
+    return (some > block ? some : block) / tile;
   }
 };
 
@@ -93,7 +96,7 @@ constexpr int PARTS = 1, TILE_VECTORS = 8;
 inline EvenOdd join_parts(const F16* parts) { return in_halves(*parts); }
 #elif defined(GEARBX_AVX2)
 typedef F8 Lanes;
-constexpr int PARTS = 1, TILE_VECTORS = 4;
+constexpr int PARTS = 1, TILE_VECTORS = 5;
 inline EvenOdd join_parts(const F8* parts) { return {parts[0], zero8()}; }
 #else
 typedef F8 Lanes;
@@ -152,9 +155,30 @@ struct Register<Bf16> {
 inline void pack(const float* from, Bf16* to) { _mm512_storeu_si512(to, round32(from)); }
 #endif
 
-// A row is multiplied in steps of this many columns.
+// Activations that are rounded to bf16, for matrix tiles: of 32 columns the first two of each vector, then the next two.
+struct Paired {
+  uint16_t bits;
+};
+
+// The nearest bf16 of 32 numbers, but zeros for subnormal ones.
+inline void round_step(const float* from, Paired* to) {
+#ifdef GEARBX_PAIRS
+  _mm512_storeu_si512(to, round32(from));
+#else
+  for (int i = 0; i < 32; i++) {
+    const float near = std::fabs(from[i]) < 0x1p-126f ? 0.0f * from[i] : rounded_to_bf16(from[i]);
+    std::memcpy(to + i, reinterpret_cast<const char*>(&near) + 2, 2);
+  }
+#endif
+}
+
+// A row is multiplied in steps of this many columns, with so many vectors at once.
 template <class X>
 constexpr int64_t STEP = PARTS * Register<X>::COUNT * Register<X>::LOADS;
+template <>
+constexpr int64_t STEP<Paired> = 32;
+template <class X>
+constexpr int64_t VECTORS = std::is_same_v<X, Paired> ? 16 : TILE_VECTORS;
 
 template <class X>
 int64_t whole_steps(int64_t columns) {
@@ -170,7 +194,7 @@ X* reserve(std::vector<X>& memory, int64_t count) {
   return memory.data() + (LINE - reinterpret_cast<uintptr_t>(memory.data()) % LINE) % LINE / sizeof(X);
 }
 
-// Vectors (vectors, columns), in groups of at most TILE_VECTORS whose sizes differ by at most one.
+// Vectors (vectors, columns), in groups of at most VECTORS whose sizes differ by at most one.
 //
 // Packed, the vectors of a group are neighbours: first the first register of the first step, vector after vector, then
 // that of the next step; and after all of these the other registers of each step. Rows of a power of two apart would
@@ -191,7 +215,7 @@ struct Activations {
     share_out(static_cast<int>(groups()), pack_group, this);
   }
 
-  int64_t groups() const { return (vectors + TILE_VECTORS - 1) / TILE_VECTORS; }
+  int64_t groups() const { return (vectors + VECTORS<X> - 1) / VECTORS<X>; }
   int64_t first(int64_t group) const { return group * vectors / groups(); }
   const X* packed_group(int64_t group) const { return packed + first(group) * whole_steps<X>(columns); }
 
@@ -199,10 +223,23 @@ struct Activations {
   X* room_ = nullptr;
 
   static void pack_group(const void* context, int group) {
-    constexpr int64_t COUNT = Register<X>::COUNT * Register<X>::LOADS;
     const auto& a = *static_cast<const Activations*>(context);
     const int64_t first = a.first(group), count = a.first(group + 1) - first;
     X* to = a.room_ + first * whole_steps<X>(a.columns);
+    if constexpr (std::is_same_v<X, Paired>) {
+      for (int64_t i = 0; i < whole_steps<X>(a.columns); i += STEP<X>, to += STEP<X> * count)
+        for (int64_t v = 0; v < count; v++) {
+          X step[STEP<X>];
+          round_step(a.x + (first + v) * a.columns + i, step);
+          for (int k = 0; k < STEP<X> / 2; k++) std::memcpy(to + 2 * (k * count + v), step + 2 * k, 4);
+        }
+    } else {
+      pack_registers(a, first, count, to);
+    }
+  }
+
+  static void pack_registers(const Activations& a, int64_t first, int64_t count, X* to) {
+    constexpr int64_t COUNT = Register<X>::COUNT * Register<X>::LOADS;
     for (int p = 0; p < PARTS; p++)
       for (int64_t i = p * COUNT; i < whole_steps<X>(a.columns); i += STEP<X>)
         for (int64_t v = first; v < first + count; v++, to += COUNT) pack(a.x + v * a.columns + i, to);
@@ -261,6 +298,12 @@ struct Prefetch {
   Prefetch() = default;
   Prefetch(const void* from, const void* to)
       : next(static_cast<const char*>(from)), end(static_cast<const char*>(to)) {}
+
+  // Part `i` of `count` of the next bytes.
+  Prefetch share(int64_t i, int64_t count, int64_t bytes) const {
+    const char* last = next + (i + 1) * bytes / count;
+    return {next + i * bytes / count, last < end ? last : end};
+  }
 
   // `count` times 16 numbers of type T.
   template <int count, class T>
@@ -329,7 +372,7 @@ GEARBX_INLINE void add_columns(const T* w, int64_t columns, const X* x, int64_t 
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-      for (int v = 0; v < V; v++) s[r][v] = sums[r][v][p];
+      for (int v = 0; v < V; v++) s[r][v] = from ? sums[r][v][p] : Lanes{};
     for (int64_t i = from; i < to; i += STEP<X>, each += LOADS * COUNT * V) {
       if (p == 0) local.ask<R * (STEP<X> / 16), T>();
 #pragma GCC unroll 2
@@ -387,9 +430,13 @@ template <int R, int V, class T, class X>
 void multiply_tile(const T* w, int64_t columns, const X* packed, const float* x, Prefetch& prefetch, float* y,
                    int64_t stride) {
   const int64_t whole = whole_steps<X>(columns), chunk = PARTS == 1 ? whole : 512;
-  Lanes sums[R][V][PARTS] = {};
-  for (int64_t from = 0; from < whole; from += chunk)
-    add_columns<R, V>(w, columns, packed, from, from + chunk < whole ? from + chunk : whole, prefetch, sums);
+  Lanes sums[R][V][PARTS];
+  int64_t from = 0;
+  do {
+    const int64_t to = from + chunk < whole ? from + chunk : whole;
+    add_columns<R, V>(w, columns, packed, from, to, prefetch, sums);
+    from = to;
+  } while (from < whole);
   finish_tile<X>(w, x, columns, sums, y, stride);
 }
 
@@ -397,9 +444,10 @@ void multiply_tile(const T* w, int64_t columns, const X* packed, const float* x,
 template <int V, class T, class X>
 void multiply_group(const Rows<T>& rows, Prefetch prefetch, const X* packed, const float* x, float* y, int64_t stride) {
   const int64_t columns = rows.columns;
+  constexpr int R = rows_at_once(V);
   int64_t r = 0;
-  for (; r + ROWS_AT_ONCE <= rows.count; r += ROWS_AT_ONCE)
-    multiply_tile<ROWS_AT_ONCE, V>(rows.w + r * columns, columns, packed, x, prefetch, y + r, stride);
+  for (; r + R <= rows.count; r += R)
+    multiply_tile<R, V>(rows.w + r * columns, columns, packed, x, prefetch, y + r, stride);
   for (; r < rows.count; r++)
     multiply_tile<1, V>(rows.w + r * columns, columns, packed, x, prefetch, y + r, stride);
 }
@@ -412,8 +460,8 @@ auto group_kernel(int64_t vectors) {
   return multiply_group<V, T, X>;
 }
 
-// Rows times all vectors, whose results are `stride` apart. What follows the rows is on its way while the first group
-// of vectors is multiplied; then it is the activations of the next group.
+// Rows times all vectors, whose results are `stride` apart. Of a few vectors each group asks for its share of what follows
+// the rows, so that memory is read all the time. Of many the first group does, and then for the activations of the next.
 template <class T, class X>
 void multiply_rows(const Rows<T>& rows, const Activations<X>& a, float* y, int64_t stride) {
   if (ROW_BY_ROW && a.vectors == 1) {
@@ -425,11 +473,31 @@ void multiply_rows(const Rows<T>& rows, const Activations<X>& a, float* y, int64
   const int64_t groups = a.groups();
   for (int64_t g = 0; g < groups; g++) {
     const int64_t first = a.first(g), end = a.first(g + 1);
-    const Prefetch next = {a.packed_group(g + 1), a.packed_group(g + 2 < groups ? g + 2 : groups)};
-    group_kernel<T, X>(end - first)(rows, g ? next : rows.next, a.packed_group(g), a.x + first * rows.columns,
-                                 y + first * stride, stride);
+    Prefetch next = rows.next;
+    if (a.vectors <= GEARBX_MAX_VECTORS)
+      next = next.share(g, groups, rows.count * rows.columns * static_cast<int64_t>(sizeof(T)));
+    else if (g)
+      next = {a.packed_group(g + 1), a.packed_group(g + 2 < groups ? g + 2 : groups)};
+    group_kernel<T, X>(end - first)(rows, next, a.packed_group(g), a.x + first * rows.columns, y + first * stride,
+                                    stride);
   }
 }
+
+#ifdef GEARBX_TILES
+// By matrix tiles; the columns after the last whole step as other products have them.
+inline void multiply_rows(const Rows<Bf16>& rows, const Activations<Paired>& a, float* y, int64_t stride) {
+  const int64_t columns = rows.columns, groups = a.groups();
+  const auto size = [&](int64_t g) { return g < groups ? a.first(g + 1) - a.first(g) : 0; };
+  const auto group = [&](int64_t g) { return g < groups ? &a.packed_group(g)->bits : nullptr; };
+  for (int64_t g = 0; g < groups; g += 2)
+    multiply_bf16_tiles({&rows.w->bits, rows.count, columns, columns / STEP<Paired>, {group(g), group(g + 1)},
+                         {size(g), size(g + 1)}, y + a.first(g) * stride, stride});
+  if (columns % STEP<Paired> == 0) return;
+  for (int64_t v = 0; v < a.vectors; v++)
+    for (int64_t r = 0; r < rows.count; r++)
+      y[v * stride + r] += finish_row<Paired>(rows.w + r * columns, a.x + v * columns, columns, zero8(), zero8());
+}
+#endif
 
 // Dense and decoded rows share these, which dense.cpp compiles.
 extern template void multiply_rows(const Rows<float>&, const Activations<float>&, float*, int64_t);
@@ -451,6 +519,9 @@ void multiply_matrices(const Matrix* const* matrices, int count, const float* x,
         count, [&](int i) { return pieces_of(*matrices[i], n); },
         [&](int i, int64_t row, int64_t end) {
           work(*matrices[i], activations, row, end, y[i] + first * matrices[i]->rows);
+#ifdef GEARBX_TILES
+          release_tiles();
+#endif
         });
   };
   in_chunks(vectors, some, MOST_AT_ONCE);
