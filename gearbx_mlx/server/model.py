@@ -1,6 +1,5 @@
 """Serve a model in gears, or two models that take turns."""
 
-import argparse
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -22,7 +21,7 @@ from ..gears.gearbox import Gearbox, Observer
 from ..loading import DEMO_MODEL, find
 from ..routing.pair import NAMES
 from ..serving.app import server_application
-from ..serving.provider import GearedProvider, Served
+from ..serving.provider import GearedProvider, Served, ServingSettings
 from ..serving.requests import Options
 from ..serving.scheduler import Scheduler, join_to_the_end
 from ..serving.web import Guard, Server
@@ -107,7 +106,7 @@ def serving_model(settings: ServerSettings, guard: Guard) -> Iterator[Server]:
         prepare = partial(prepared, settings)
         listen = settings.listen
         keep = listen.keep_alive if listen.keep_alive is not None else 300.0 if listen.models else math.inf
-        own = cli_args(settings), settings.model.model
+        own = serving_settings(settings), settings.model.model
         provider = GearedProvider(*own, prepare, listen.allow_models, listen.models, keep)
         concurrency = settings.concurrency
         kept = LRUPromptCache(concurrency.prompt_cache_size, concurrency.prompt_cache_bytes or 1 << 63)
@@ -191,11 +190,10 @@ def check_prompt_gear(wanted: str | None, gearbox: Gearbox | Observer) -> None:
         raise GearbxError(f"--prompt-gear {wanted}: this model has one precision; leave the flag out")
 
 
-def cli_args(settings: ServerSettings) -> argparse.Namespace:
-    """Return the flags as mlx-lm's server has them, for the parts of it that are at work here."""
-    groups = settings.listen, settings.answers, settings.concurrency, settings.cache
+def serving_settings(settings: ServerSettings) -> ServingSettings:
+    """Return those of the flags that requests depend on."""
+    groups = settings.model, settings.answers, settings.concurrency, settings.cache
     values = {name: value for group in groups for name, value in vars(group).items()}
-    values |= {"model": settings.model.model, "adapter_path": settings.model.adapter_path, "pipeline": False}
-    values |= {"trust_remote_code": settings.model.trust_remote_code}
     values["chat_template_args"] = settings.answers.template_arguments()
-    return argparse.Namespace(**values)
+    names = {item.name for item in fields(ServingSettings)}
+    return ServingSettings(**{name: value for name, value in values.items() if name in names})

@@ -39,7 +39,7 @@ from .dialects import (
 from .job import Asked, Begun, Emitted, Progress
 from .requests import AnyRequest, ChatRequest, TextRequest
 from .scheduler import Scheduler
-from .web import LOG_FIELDS, Guard, Limits, Refused, Stop, also, application, event_stream, front, refusal
+from .web import LOG_FIELDS, Guard, Refused, RequestLimits, Stop, also, application, event_stream, front, refusal
 
 MESSAGES_PATH, MODELS_PATH = "/v1/messages", "/v1/models"
 FIRST_TOKEN = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)  # seconds
@@ -283,7 +283,7 @@ def server_application(guard: Guard, scheduler: Scheduler | None = None) -> Fast
         ("/", "/health", "/openapi.json"),
         lambda path, refused: messages_error(refused) if path.startswith(MESSAGES_PATH) else refused.body(),
         lambda path, status: metrics.answered(route_of(path), status),
-        Limits if scheduler is None else scheduler.provider.limits,
+        RequestLimits if scheduler is None else scheduler.provider.limits,
         title="gearbx_mlx.server",
         version="1",
         description="A model in gears, behind the APIs of OpenAI and Anthropic.",

@@ -29,7 +29,7 @@ from ..decoding.sampling import GumbelSampler, sampler_for
 from ..decoding.stream import NO_LOGPROBS, as_single, stream_generate
 from ..routing.gates import policy_named
 from .grammar import constraint_for
-from .provider import Served, Spelling
+from .provider import Served, ServingSettings, Spelling
 from .requests import AnyRequest
 from .web import Refused
 
@@ -242,8 +242,8 @@ class Job:
         own = listed(response.token, float(values[response.token]), added)
         return own | {"token": text, "top_logprobs": likeliest}
 
-    def sampler(self, defaults: Any) -> Callable[[mx.array], mx.array]:
-        """Return the request's sampler; `defaults` are the server's flags."""
+    def sampler(self, defaults: ServingSettings) -> Callable[[mx.array], mx.array]:
+        """Return the request's sampler; `defaults` are the server's."""
         asked = self.asked.request
 
         def given(value: Any, default: Any) -> Any:
@@ -319,11 +319,13 @@ class Single:
 
     Args:
         cache: of the prompt's first tokens, as many as `job.cached`; None: there is none.
-        settings: mlx-lm's flags.
+        settings: of the server.
         meanwhile: called between two parts of the prompt; returns whether the server stops.
     """
 
-    def __init__(self, job: Job, cache: list[Any] | None, settings: Any, meanwhile: Callable[["Single"], bool]):
+    def __init__(
+        self, job: Job, cache: list[Any] | None, settings: ServingSettings, meanwhile: Callable[["Single"], bool]
+    ):
         self.job, self.meanwhile, self.is_over = job, meanwhile, False
         self.cache = cache or job.served.make_cache(settings.max_kv_size)
         self.random = OwnRandomState(job.seed)
@@ -375,7 +377,7 @@ class Single:
         self.responses.close()
 
 
-def keywords_of(job: Job, settings: Any) -> dict[str, Any]:
+def keywords_of(job: Job, settings: ServingSettings) -> dict[str, Any]:
     """Keywords of stream_generate that the server's flags, and images, add."""
     served = job.served
     names = ("prefill_step_size", "kv_bits", "kv_group_size", "quantized_kv_start", "kv_gears")
@@ -395,10 +397,10 @@ def keywords_of(job: Job, settings: Any) -> dict[str, Any]:
 class Batch:
     """The answers that one batch generator writes.
 
-    mode: of the first of them; each brings its own. settings: mlx-lm's flags, and the batch's policy.
+    mode: of the first of them; each brings its own. settings: of the server, with the batch's policy.
     """
 
-    def __init__(self, served: Served, mode: Mode, settings: Any):
+    def __init__(self, served: Served, mode: Mode, settings: ServingSettings):
         self.settings = settings
         self.jobs: dict[int, Job] = {}
         self.is_over = False

@@ -4,7 +4,6 @@
 characters.
 """
 
-import argparse
 import codecs
 import functools
 import gc
@@ -32,7 +31,7 @@ from ..gears.gearbox import Gearbox, Observer, model_fingerprint
 from ..routing.gates import default_thresholds
 from . import SYMBOLS
 from .requests import DEFAULT_MODEL, Options
-from .web import LARGEST_BODY, Limits, Refused
+from .web import LARGEST_BODY, Refused, RequestLimits
 
 MIN_ROOM = 2**22  # bytes: 128 texts, or 512 tools with their schemas, of 32 and 8 kB
 
@@ -175,11 +174,42 @@ class Served:
         return tuple(each for each in found if each is not None and math.isfinite(each))
 
 
+@dataclass(frozen=True)
+class ServingSettings:
+    """What requests get that do not say it themselves, and how much is done at once.
+
+    mlx-lm's server reads these fields too, so they have the names of its flags. pipeline: of ranks, which do not serve.
+    """
+
+    model: str | None
+    adapter_path: str | None
+    trust_remote_code: bool
+    chat_template: str
+    chat_template_args: dict[str, Any]
+    max_tokens: int
+    temp: float
+    top_p: float
+    top_k: int
+    min_p: float
+    decode_concurrency: int
+    prompt_concurrency: int
+    batch_policy: str
+    prompt_cache_bytes: int | None
+    max_kv_size: int | None
+    prefill_step_size: int
+    kv_bits: int | None
+    kv_group_size: int
+    quantized_kv_start: int
+    kv_gears: tuple[int, ...] | None
+    draft_model: str | None
+    num_draft_tokens: int | None
+    pipeline: bool = False
+
+
 class GearedProvider(ModelProvider):
     """Loads what is served, on demand, and keeps one model.
 
     Args:
-        cli_args: mlx-lm's, as its server's parser would make them.
         name: of the model that the server was started with; None: the demo model.
         prepare: finds a model by its path and adapter and returns what loads it; raises GearbxError if there is none.
         allow_models: whether requests may name other models, and adapters.
@@ -192,18 +222,19 @@ class GearedProvider(ModelProvider):
 
     def __init__(
         self,
-        cli_args: argparse.Namespace,
+        settings: ServingSettings,
         name: str | None,
         prepare: Callable[[str | None, str | None], Callable[[], Served]],
         allow_models: bool = False,
         models: str | None = None,
         keep_alive: float = math.inf,
     ):
-        super().__init__(cli_args)
+        super().__init__(settings)
+        self.settings = settings
         self.name = name or "demo"
         self.created = int(time.time())
         self.prepare, self.allow_models = prepare, allow_models
-        self.own_key = (name, cli_args.adapter_path)
+        self.own_key = (name, settings.adapter_path)
         self.models, self.keep_alive = models, keep_alive
         self.served: Served | None = None
         if models is None or name is not None:
@@ -226,14 +257,14 @@ class GearedProvider(ModelProvider):
         """True if there is a model for requests that name none."""
         return self.models is None or self.own_key[0] is not None
 
-    def limits(self) -> Limits:
+    def limits(self) -> RequestLimits:
         """Return how large a request may be: as a context needs, with room for many short texts, or for images."""
         served = self.served
         if served is None or served.context is None or self.allow_models or self.models is not None:
-            return Limits()
+            return RequestLimits()
         text = served.context * served.longest_token
         body = LARGEST_BODY if self.processor is not None else min(max(text, MIN_ROOM), LARGEST_BODY)
-        return Limits(body, max(Limits().values, 2 * served.context))
+        return RequestLimits(body, max(RequestLimits().values, 2 * served.context))
 
     @property
     def names(self) -> set[str]:
@@ -287,7 +318,7 @@ class GearedProvider(ModelProvider):
 
     def take(self, key: tuple[str | None, str | None], served: Served) -> None:
         """Raises GearbxError for a --chat-template that is not a template."""
-        if self.cli_args.chat_template:
+        if self.settings.chat_template:
             try:
                 served.tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
             except TemplateError as error:

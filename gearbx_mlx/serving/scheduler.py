@@ -120,7 +120,7 @@ class Scheduler(Computing):
         """A controller caps the gears of one text."""
         served = self.provider.served
         governed = served is not None and served.controller is not None
-        return 1 if governed else self.cli_args.decode_concurrency
+        return 1 if governed else self.provider.settings.decode_concurrency
 
     def next_request(self) -> Asked | None:
         asked, self.waiting = self.waiting, None
@@ -146,11 +146,11 @@ class Scheduler(Computing):
         cache = job.fetch()
         which = self.shared(job)
         if which is None:
-            self.writers[job] = Single(job, cache, self.cli_args, self.meanwhile)
+            self.writers[job] = Single(job, cache, self.provider.settings, self.meanwhile)
         else:
             batch = self.writers.get(which)
             if not isinstance(batch, Batch):
-                batch = self.writers[which] = Batch(served, mode, self.cli_args)
+                batch = self.writers[which] = Batch(served, mode, self.provider.settings)
             batch.add(job, cache)
         machine = self.text_machine(served.tokenizer)
         asked.put(Begun(job.prompt, mode, job.cached, machine, self.provider.name_of(asked.key)))
@@ -164,7 +164,7 @@ class Scheduler(Computing):
         request, prompt = asked.request, asked.prompt
         if prompt is None or prompt.served is not served:
             prompt = prompt_of(self, request, served)
-        size, most = len(prompt.tokens), request.most_tokens or self.cli_args.max_tokens
+        size, most = len(prompt.tokens), request.most_tokens or self.provider.settings.max_tokens
         if not size:
             raise Refused(400, "the prompt becomes no token", param="prompt")
         given = request.tokens if isinstance(request, TextRequest) else []
@@ -184,7 +184,7 @@ class Scheduler(Computing):
         with a seed is in mode route, where its gears would depend on the others.
         """
         served, mode = job.served, job.mode.name
-        cache = self.cli_args.kv_bits is None and self.cli_args.kv_gears is None
+        cache = self.provider.settings.kv_bits is None and self.provider.settings.kv_gears is None
         plain = cache and served.controller is None and job.prompt.vision is None and self.provider.is_batchable
         if served.gearbox is None or not plain or (mode == "lossless" and not self.running):
             return None

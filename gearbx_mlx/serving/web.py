@@ -144,7 +144,7 @@ def refusal(error: BaseException) -> Refused:
 # From the socket to the routes.
 
 
-class Limits(NamedTuple):
+class RequestLimits(NamedTuple):
     """Bytes of a body, and values in it, that requests to the server have a use for."""
 
     body: int = LARGEST_BODY
@@ -165,7 +165,7 @@ class Gatekeeper:
     public: Collection[str]
     error_object: Callable[[str, Refused], Mapping[str, Any]]
     answered: Callable[[str, int], None]
-    limits: Callable[[], Limits] = Limits
+    limits: Callable[[], RequestLimits] = RequestLimits
     held: int = 0
 
     def __post_init__(self) -> None:
@@ -361,7 +361,7 @@ def application(
     public: Collection[str] = ("/", "/health"),
     error_object: Callable[[str, Refused], Mapping[str, Any]] = lambda path, refused: refused.body(),
     answered: Callable[[str, int], None] = lambda path, status: None,
-    limits: Callable[[], Limits] = Limits,
+    limits: Callable[[], RequestLimits] = RequestLimits,
     **about: Any,
 ) -> FastAPI:
     """Return the application of these routes; arguments as for `Gatekeeper`, and `about` as for FastAPI."""

@@ -5,10 +5,12 @@ Each row of `HOSTILE` is a path, the beginning of a body, what is repeated in it
 
 import json
 import multiprocessing
+import select
 import signal
 import socket
 import sys
 import time
+from contextlib import ExitStack
 
 import httpx
 import pytest
@@ -20,7 +22,7 @@ from servers import our_process
 from gearbx_mlx.serving import bodies
 from gearbx_mlx.serving.bodies import MAX_FIELDS, MAX_ITEMS, check_size
 from gearbx_mlx.serving.requests import MAX_TEXTS, MAX_TOOLS
-from gearbx_mlx.serving.web import LARGEST_BODY, MAX_BODIES, Limits, Refused
+from gearbx_mlx.serving.web import LARGEST_BODY, MAX_BODIES, Refused, RequestLimits
 
 TEXT, CHAT, MESSAGES, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"
 HELLO = b'"messages":[{"role":"user","content":"Hi"}],"max_tokens":1'
@@ -150,29 +152,27 @@ def test_a_compressed_body_is_refused(client):
     assert answer.status_code == 415
 
 
+def announced(client, size: int) -> socket.socket:
+    """A connection on which a client announces a body, and sends none of it."""
+    connection = socket.create_connection(client.server.socket.getsockname(), timeout=10)
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {size}\r\n\r\n"
+    connection.sendall(head.encode())
+    return connection
+
+
 def test_bodies_that_are_held_have_a_sum(client):
-    """Clients announce the largest bodies and send none of them; small requests are answered meanwhile."""
-    head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {LARGEST_BODY}\r\n\r\n".encode()
-    waiting = [socket.create_connection(client.server.socket.getsockname(), timeout=10) for _ in range(MAX_BODIES)]
-    try:
-        for connection in waiting:
-            connection.sendall(head)
-        status = 0
-        while status != 503:
-            status = client.post(TEXT, content=b" " * LARGEST_BODY).status_code
+    """More of the largest bodies than are held are announced; small requests are answered meanwhile."""
+    with ExitStack() as stack:
+        waiting = [stack.enter_context(announced(client, LARGEST_BODY)) for _ in range(MAX_BODIES + 1)]
+        ready, _, _ = select.select(waiting, [], [], 10)
+        assert [connection.recv(65536).split()[1] for connection in ready] == [b"503"]
         assert complete(client, max_tokens=1)["usage"]["completion_tokens"] == 1
-    finally:
-        for connection in waiting:
-            connection.close()
-    while status == 503:
-        status = client.post(TEXT, content=b" " * LARGEST_BODY).status_code
-    assert status == 400
 
 
 def test_the_largest_body_follows_from_the_model(client):
     limits = client.scheduler.provider.limits()
     assert limits.body < LARGEST_BODY  # a context of 512 tokens
-    assert limits.values == Limits().values
+    assert limits.values == RequestLimits().values
     with served(gears="16", log_level="ERROR") as other:
         assert other.post(TEXT, content=b" " * (limits.body + 1)).status_code == 413
         assert other.post(TEXT, content=b" " * limits.body).status_code == 400
