@@ -32,6 +32,7 @@ from ..gears.gearbox import Gearbox, Observer, in_one_gear, model_fingerprint
 from ..gears.in_place import own_codes, without_gears
 from ..gears.kernel_choices import measure_gears
 from ..gears.ladder import DENSE, EXACT_FORMAT, EXACT_LADDER, Ladder
+from ..gears.mapped import active_memory
 from ..gears.saved import saved_gears
 from ..kernels import MEASURE, metal
 from ..kernels.device import recommended_memory, whole_memory
@@ -291,7 +292,7 @@ def stored_tables(decision: Decision, precision: PrecisionManifest) -> dict[str,
 
 def own_memory(limit: int) -> OwnMemory:
     """Reads this process's memory. Raises GearbxError where the model alone takes more."""
-    reader = OwnMemory(limit, mx.get_active_memory)
+    reader = OwnMemory(limit, active_memory)
     if reader.bytes() > limit:
         size = human_bytes(limit)
         raise GearbxError(
