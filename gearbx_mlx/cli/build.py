@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 
 from ..bit_selection.precision import PrecisionManifest, fitted_to
@@ -30,6 +29,7 @@ from ..gears.discovery import is_quantized, vocabulary
 from ..gears.gearbox import Gearbox, Observer, in_one_gear
 from ..gears.in_place import own_codes
 from ..gears.kernel_choices import AS_8_BITS, AS_EXACT, AS_IT_IS, measure_gears, seconds_as_stored
+from ..gears.mapped import active_memory
 from ..gears.saved import saved_gears
 from ..kernels import ACTIVATIONS, MEASURE
 from ..kernels.device import recommended_memory
@@ -279,7 +279,7 @@ def stored_tables(decision: Decision, precision: PrecisionManifest) -> dict[str,
 
 def own_memory(limit: int) -> OwnMemory:
     """Reads this process's memory. Raises GearbxError where the model alone takes more."""
-    reader = OwnMemory(limit, mx.get_active_memory)
+    reader = OwnMemory(limit, active_memory)
     if reader.bytes() > limit:
         size = human_bytes(limit)
         raise GearbxError(

@@ -18,6 +18,7 @@ from mlx_lm.utils import does_model_support_input_embeddings
 
 from ..compat.classes import generation_stream
 from ..errors import GearbxError
+from ..gears.mapped import mapped_bytes
 from ..kernels.device import recommended_memory
 from ..routing.gates import Reading
 from .loop import decode
@@ -144,7 +145,7 @@ def responses(
                 prompt_tps=prompt_tps,
                 generation_tokens=count,
                 generation_tps=count / (time.perf_counter() - start),
-                peak_memory=mx.get_peak_memory() / 1e9,
+                peak_memory=(mx.get_peak_memory() + mapped_bytes()) / 1e9,
                 finish_reason=("stop" if stopped else "length") if over else None,
             )
             shown, reading = telemetry.response(response, token)

@@ -28,6 +28,7 @@ from ..gears.activations import model_dtype, stored_dtype
 from ..gears.gearbox import Gearbox, Observer, attached
 from ..gears.in_place import without_gears
 from ..gears.ladder import check_kv_gears
+from ..gears.mapped import mapped_bytes
 from ..gears.saved import saved_gears
 from ..gears.streaming import Stream
 from ..kernels.device import check_device
@@ -499,7 +500,7 @@ def summary_of(
         **speed.summary(),
         shift_seconds=gearbox.shift_seconds,
         making_seconds=gearbox.making_seconds,
-        peak_memory_bytes=mx.get_peak_memory(),
+        peak_memory_bytes=mx.get_peak_memory() + mapped_bytes(),
         active_memory_bytes=gearbox.active_memory,
         managed_layers=len(gearbox.layers),
         unmanaged_layers=len(gearbox.unmanaged),
@@ -541,7 +542,7 @@ def summary_of_pair(
         window=mode.window,
         min_gear_duration=mode.min_gear_duration,
         **speed.summary(),
-        peak_memory_bytes=mx.get_peak_memory(),
+        peak_memory_bytes=mx.get_peak_memory() + mapped_bytes(),
         compute_dtype=dtype_name(model_dtype(large)),
         storage_dtype=dtype_name(stored_dtype(large)),
     )

@@ -51,6 +51,7 @@ from .layout import (
     managed_layers,
     use_kernels,
 )
+from .mapped import active_memory
 from .offload import Disk, Residency, large_pages
 from .ownership import ATTACHED, own, why_unsaveable
 from .saved import saved_gears
@@ -326,7 +327,7 @@ class Gearbox:
             elif self.in_place:
                 mx.eval(self.model.parameters())
         else:
-            self.active_memory[first.name] = mx.get_active_memory()
+            self.active_memory[first.name] = active_memory()
 
     def widths_of(self, layer: Layer) -> tuple[int, ...]:
         """Bits that a layer can be put to, ascending; of a geared checkpoint all that it has, unless `widths` chose."""
@@ -447,7 +448,7 @@ class Gearbox:
         seconds = time.perf_counter() - start
         self.shifts += 1
         self.shift_seconds += seconds - (self.making_seconds - made)
-        self.active_memory[gear.name] = mx.get_active_memory()
+        self.active_memory[gear.name] = active_memory()
         return seconds
 
     def _bits_in(self, gear: Gear) -> dict[str, int]:
@@ -742,7 +743,7 @@ class Observer:
         self.gear = self.ladder.top
         self.shifts = 0
         self.shift_seconds = self.making_seconds = 0.0
-        self.active_memory = {"as loaded": mx.get_active_memory()}
+        self.active_memory = {"as loaded": active_memory()}
 
     def prepare(self, gear: Gear) -> None:
         pass

@@ -76,6 +76,16 @@ def forget(array: mx.array) -> None:
         kernels.forget_pages(array)
 
 
+def mapped_bytes() -> int:
+    """Return the bytes of all arrays that are mapped, which MLX does not count as memory."""
+    return sum(array.nbytes for array in list(_arrays.values()))
+
+
+def active_memory() -> int:
+    """Return the bytes of MLX's arrays, those that are mapped too."""
+    return mx.get_active_memory() + mapped_bytes()
+
+
 @dataclass(frozen=True)
 class Origin:
     """The files that the weights of a model are in.
