@@ -125,7 +125,7 @@ def responses(
         tokens = generating.enter_context(contextlib.closing(decode(plan, state)))
         generating.enter_context(telemetry.governing())
         telemetry.resume()
-        start = time.perf_counter()
+        start, mapped = time.perf_counter(), mapped_bytes()
         for count, token in enumerate(tokens, 1):
             if count == 1:
                 prompt_tps = text.prompt / (time.perf_counter() - start)
@@ -145,7 +145,7 @@ def responses(
                 prompt_tps=prompt_tps,
                 generation_tokens=count,
                 generation_tps=count / (time.perf_counter() - start),
-                peak_memory=(mx.get_peak_memory() + mapped_bytes()) / 1e9,
+                peak_memory=(mx.get_peak_memory() + mapped) / 1e9,
                 finish_reason=("stop" if stopped else "length") if over else None,
             )
             shown, reading = telemetry.response(response, token)
