@@ -137,6 +137,8 @@ class Geared:
         gearbox, decision = self.gearbox, self.loaded.decision
         if not isinstance(gearbox, Gearbox) or decision.saved or decision.codes or gearbox.making_seconds < SLOW_MAKING:
             return ""
+        if getattr(gearbox.source, "kept", None) is not None:  # the next start maps them
+            return ""
         model = decision.settings.model.model
         flags = f"{f'--model {model} ' if model else ''}--mlx-path DIR --gears {gearbox.ladder}"
         return (
