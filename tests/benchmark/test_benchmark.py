@@ -1,5 +1,6 @@
 """The benchmark command and the studies' timing, at sizes that say nothing of speed: what they write and refuse."""
 
+import functools
 import json
 from types import SimpleNamespace
 
@@ -78,7 +79,7 @@ def test_half_precision_of_mlx_is_timed_on_a_gpu(monkeypatch):
 
 
 def test_without_a_compiler_mlx_sums_on_the_cpu(succeeds, tmp_path, monkeypatch):
-    monkeypatch.setattr(cpu, "_kernels_or_reason", lambda: (None, "no C++ compiler was found"))
+    monkeypatch.setattr(cpu, "_kernels_or_reason", functools.cache(lambda: (None, "no C++ compiler was found")))
     flags = "--model", DEMO_MODEL, "--gears", "4,16", "--tokens", 2, "--trials", 1
     result = succeeds("benchmark", "decode", *flags, "--json", tmp_path / "b.json")
     rows = json.loads((tmp_path / "b.json").read_text())["rows"]
