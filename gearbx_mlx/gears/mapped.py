@@ -163,7 +163,7 @@ def warn_of_changes() -> None:
     for path, state in _mapped.items():
         with suppress(OSError):
             now = state_of(path)
-            if now[1] == state[1] and now[2:4] != state[2:4]:  # the same file, of another size or time
+            if now[:3] == state[:3] and now[3:5] != state[3:5]:  # the same file, of another size or time
                 message = f"{path}: was written to while it was in use, so that the output may be wrong; start again"
                 warnings.warn(message, GearbxWarning, stacklevel=2)
     _mapped.clear()

@@ -3,7 +3,7 @@
 A product y = W x adds n terms in float32. A kernel may add them in any order, add scale * code and bias apart, and
 round activations to steps. Let u = 2^-24 be the unit roundoff of float32, and let i be an input, g its group:
 
-    d_ij  the largest terms that row j can have for input i: |scale| * largest code + |bias|, or |w_ij| of a dense weight
+    d_ij  the largest terms of row j for input i: |scale| * largest code + |bias|, or |w_ij| of a dense weight
     c_ij  the largest weight that the codes of group g can stand for, at most d_ij
     t_g   the step of activations, 2^(1-b) of the largest one in its group, for b bits; 0 where none are rounded
 
