@@ -47,7 +47,7 @@ from .files.unpacked import contents
 from .gears.adapters import add_adapter
 from .gears.dividing import Ranks, cut_into_stages, divide, divide_saved, ranks_of, stage_of
 from .gears.manifest import GEARS_FILE, Manifest, read_manifest
-from .gears.mapped import load_mapped, mapping_kernels
+from .gears.mapped import into_memory, load_mapped, mapping_kernels
 from .gears.offload import large_pages
 from .gears.saved import SavedGears, open_gears
 
@@ -74,6 +74,7 @@ def load(
     group: mx.distributed.Group | None = None,
     shard_sums: str = "gather",
     pipeline: bool = False,
+    keep_mapped: bool = False,
     **kwargs: Any,
 ) -> tuple:
     """`mlx_lm.load` with the demo model as default and errors that a user can act on.
@@ -90,6 +91,8 @@ def load(
             texts are those of one process. "sum": it has some columns, and products are summed, as in mlx-lm, which
             sends less and rounds otherwise.
         pipeline: each rank gets some of the layers, and not a part of every layer.
+        keep_mapped: leave weights mapped from their files, for gears that are made of them and need them no more; else
+            they are copied into large pages, from which a token reads them faster.
         kwargs: further keywords of `mlx_lm.load`. Without `trust_remote_code` no code of the model runs.
 
     Returns:
@@ -108,7 +111,8 @@ def load(
     saved = open_gears(directory)
     adapter = None if adapter_path is None else read_adapter(Path(adapter_path))
     try:
-        read = load_plain if saved is None else functools.partial(load_base, saved)
+        plain = functools.partial(load_plain, keep_mapped=keep_mapped)
+        read = plain if saved is None else functools.partial(load_base, saved)
         model, tokenizer, config = read(directory, ranks, pipeline, **kwargs)
         if adapter is not None and adapter_path is not None:
             add_adapter(model, adapter, Path(adapter_path), None if saved is None else saved.dense(model))
@@ -181,9 +185,11 @@ def untrusted(directory: Path) -> GearbxError:
     return GearbxError(f"{directory}: needs Python code of its own; read it, and give --trust-remote-code to run it")
 
 
-def load_plain(directory: Path, ranks: Ranks | None, pipeline: bool, **kwargs: Any) -> tuple[nn.Module, Any, dict]:
+def load_plain(
+    directory: Path, ranks: Ranks | None, pipeline: bool, keep_mapped: bool = False, **kwargs: Any
+) -> tuple[nn.Module, Any, dict]:
     """Return a model without gears, as `mlx_lm.load` has it; or a rank's part of it."""
-    load = functools.partial(read_together, directory, **kwargs)
+    load = functools.partial(read_together, directory, keep_mapped=keep_mapped, **kwargs)
     if ranks is None and mapping_kernels() is not None:
         model, tokenizer, config = load_mapped(directory, load)
     else:
@@ -203,6 +209,7 @@ def read_together(
     model_config: dict | None = None,
     lazy: bool = False,
     trust_remote_code: bool = False,
+    keep_mapped: bool = False,
 ) -> tuple[nn.Module, Any, dict]:
     """Return what `mlx_lm.load` does: it reads weights and then the tokenizer, which takes as long, and needs none."""
     how: dict[str, Any] = {"model_config": model_config, "trust_remote_code": trust_remote_code}
@@ -210,6 +217,8 @@ def read_together(
     with ThreadPoolExecutor(1) as pool:
         tokenizer = pool.submit(load_tokenizer, directory, tokenizer_config, eos_token_ids=config.get("eos_token_id"))
         if not lazy:
+            if not keep_mapped:
+                into_memory(model)
             mx.eval(model.parameters())
         return model, tokenizer.result(), config
 

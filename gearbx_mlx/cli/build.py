@@ -79,7 +79,10 @@ class Loaded:
             warnings.warn(said, GearbxWarning, stacklevel=2)
         # Codes that are split as they are read take no memory twice.
         lazy = bool(decision.codes) and not decision.observes
-        return cls(decision, *load_model(decision.settings.model, chat_template, lazy, decision.model.directory))
+        # Originals that no gear keeps are read once, when gears are made.
+        passing = not decision.observes and not decision.ladder.top.dense
+        how: dict[str, Any] = {"lazy": lazy, "directory": decision.model.directory, "keep_mapped": passing}
+        return cls(decision, *load_model(decision.settings.model, chat_template, **how))
 
     @property
     def name(self) -> str:
@@ -315,13 +318,19 @@ def make_watch(own: Sequence[Reader], machine: bool, verbose: bool) -> Watch:
 
 
 def load_model(
-    settings: ModelSettings, chat_template: str = "", lazy: bool = False, directory: Path | None = None
+    settings: ModelSettings,
+    chat_template: str = "",
+    *,
+    lazy: bool = False,
+    directory: Path | None = None,
+    keep_mapped: bool = False,
 ) -> tuple[nn.Module, Any, dict]:
     """Load model, tokenizer and configuration.
 
     Args:
         chat_template: replaces the tokenizer's.
         lazy: weights are not read yet.
+        keep_mapped: as of `load`.
         directory: where the model is, if that is known.
 
     Raises:
@@ -330,6 +339,7 @@ def load_model(
     confine()
     trusted = settings.trust_remote_code
     keywords: dict[str, Any] = {"trust_remote_code": trusted, "adapter_path": settings.adapter_path, "lazy": lazy}
+    keywords["keep_mapped"] = keep_mapped
     if chat_template:
         keywords["tokenizer_config"] = {"chat_template": chat_template}
     run = current()

@@ -157,6 +157,30 @@ def load_mapped(directory: Path, load: Any) -> tuple:
     return model, *others
 
 
+def into_memory(model: nn.Module) -> None:
+    """Copy the mapped arrays of a model into memory, in large pages where the system has some.
+
+    A token of SmolLM2 in 16 bits takes 0.87 of the time then: files are mapped in pages of 4 KB. So this is for weights
+    that each token reads, and not for those of which gears are made.
+    """
+    places = [
+        (module, name, value)
+        for module in model.modules()
+        for name, value in module.items()
+        if isinstance(value, mx.array) and _arrays.get(id(value)) is value
+    ]
+    kernels, mapped_arrays = mapping_kernels(), [*{id(value): value for _, _, value in places}.values()]
+    if kernels is None or not places:
+        return
+    copies = dict(zip(map(id, mapped_arrays), kernels.in_large_pages(mapped_arrays)))
+    for module, name, value in places:
+        module[name] = copies[id(value)]
+    origin: Origin | None = getattr(model, ORIGIN, None)
+    if origin is not None:
+        arrays = {name: weakref.ref(array) for name, array in base_arrays(model).items()}
+        setattr(model, ORIGIN, Origin(origin.states, arrays))
+
+
 @atexit.register
 def warn_of_changes() -> None:
     """Warn of files that were written to after they were mapped; one that was replaced stays as it was."""
