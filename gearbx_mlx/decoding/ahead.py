@@ -12,7 +12,7 @@ import mlx.core as mx
 from ..ranks.agreement import ALONE
 from .plan import DecodePlan, DecodeState
 from .response import GeneratedToken, Step
-from .rows import NO_TOKENS
+from .rows import NO_TOKENS, VerifiedPass
 from .sampling import Choice, ChosenRows, choose_rows, kv_read
 
 
@@ -21,12 +21,14 @@ class Queued:
     """A token that the device computes.
 
     Attributes:
-        rows: of one row of logits.
+        found: the pass.
+        rows: of its logits, one.
         id: (1,), the token.
         step: how it comes about.
         context: the text before it (n,), for logits processors.
     """
 
+    found: VerifiedPass
     rows: ChosenRows
     id: mx.array
     step: Step
@@ -48,6 +50,8 @@ def plain(plan: DecodePlan, state: DecodeState) -> Iterator[GeneratedToken]:
         tokens, seen, _ = coming.rows.read(ALONE)
         text.add(int(tokens[0]))
         state.found, state.is_last_read = None, ahead is not None
+        for drafter in state.drafters:
+            drafter.settle(text, coming.found)
         seconds = state.seconds(plan)
         if seconds is not None and all(drafter.is_ready for drafter in state.drafters):
             plan.policy.add_plain(seconds)
@@ -66,11 +70,15 @@ def stays_plain(plan: DecodePlan, state: DecodeState) -> bool:
 def queue(plan: DecodePlan, state: DecodeState, last: mx.array, context: mx.array | None) -> Queued:
     """Begin to compute the token after `last` (1,)."""
     with plan.on_stream():
-        found = plan.verifier.verify(last, state.cache)
-        rows = choose_rows(plan.chooser, plan.reader, plan.agreement, found.logits[0], context)
-        rows = replace(rows, seen=plan.agreement.arrays(rows.seen)[0])
         plan.quantize(state.cache)
+        found = plan.verifier.verify(last, state.cache)
+        try:
+            rows = choose_rows(plan.chooser, plan.reader, plan.agreement, found.logits[0], context)
+        except BaseException:  # of a sampler or a logits processor, or an interrupt
+            found.keep(0)
+            raise
+        rows = replace(rows, seen=plan.agreement.arrays(rows.seen)[0])
         token = rows.sampled[0] if rows.sampled else rows.seen[:, Choice.TOKEN].astype(mx.uint32)
         mx.async_eval(token, rows.seen, rows.logprobs)  # left for later, they made the next passes a tenth slower
     (step,) = found.steps(NO_TOKENS, 0, **kv_read(state.kv_gears))
-    return Queued(rows, token, step, context)
+    return Queued(found, rows, token, step, context)

@@ -58,6 +58,12 @@ class Keywords:
             raise ValueError("Maximum number of tokens must be non-zero (use -1 for no limit).")
         if self.input_embeddings is not None and not prompt:
             prompt = [0] * len(self.input_embeddings)  # the model reads no tokens then
+        vectors = len(prompt) if self.input_embeddings is None else len(self.input_embeddings)
+        if vectors != len(prompt):
+            raise GearbxError(
+                f"input_embeddings: must have one vector per token of the prompt, got {vectors} for {len(prompt)} "
+                "tokens; pass the embeddings of this prompt"
+            )
         if not prompt:
             raise ValueError("Either input_embeddings or prompt (or both) must be provided.")
         room = math.inf if self.max_tokens < 0 else self.max_tokens
@@ -122,8 +128,8 @@ def responses(
         held = [] if recommended_memory() is None else arrays()
         with contextlib.redirect_stdout(sys.stderr):  # on which mlx-lm warns of a model that is too large
             generating.enter_context(wired_limit(held, [plan.stream]))
+        generating.enter_context(telemetry.governing())  # until the last pass, which closing may run
         tokens = generating.enter_context(contextlib.closing(decode(plan, state)))
-        generating.enter_context(telemetry.governing())
         telemetry.resume()
         start, mapped = time.perf_counter(), mapped_bytes()
         for count, token in enumerate(tokens, 1):

@@ -65,8 +65,12 @@ class Climb(Verifier):
     def verify(self, tokens: Tokens, cache: Cache, **embedded: mx.array) -> Verification:
         for verifier in self._in_gear:
             found = Climbing(verifier, tokens, cache, **embedded)
-            if verifier is self._in_gear[-1] or not self._is_unsure(found):
-                break
+            try:
+                if verifier is self._in_gear[-1] or not self._is_unsure(found):
+                    break
+            except BaseException:  # of the rule, or an interrupt
+                found.keep(0)
+                raise
             found.keep(0)
         self._position += 1
         return found

@@ -55,6 +55,9 @@ def decode(plan: DecodePlan, state: DecodeState) -> Generator[GeneratedToken, No
         if plan.keeps_cache:
             leave(plan, state)
         raise
+    except BaseException:  # while a draft was queued: some tokens were not handed out
+        cut(state)
+        raise
     if plan.keeps_cache or plan.chooser.draws:
         leave(plan, state)
 
@@ -144,7 +147,7 @@ def accept(
     rows = choose_rows(chooser, plan.reader, plan.agreement, logits, context, proposal.array())
     queued = [each for each in (proposal.tokens, proposal.margins) if isinstance(each, mx.array)]
     tokens, seen, read = rows.read(plan.agreement, *queued)
-    accepted = in_common(tokens, [*proposal.tokens] if proposal.is_known else read[0])
+    accepted = in_common(tokens, [*proposal.tokens] if proposal.is_known else read.pop(0))
     rounding = rounding_of(seen[:, Choice.MAGNITUDE].max(), logits.dtype)
     with np.errstate(invalid="ignore"):  # logits that are not finite are refused later, by name
         near = (seen[:, Choice.BEST] - seen[:, Choice.NEXT] <= rounding) & (found.count > 1)
@@ -157,7 +160,7 @@ def accept(
             break
     if rows.states:
         set_random_state(rows.states[len(generated) - 1])
-    return generated, read[1].tolist() if len(queued) > 1 else [*(proposal.margins or ())]
+    return generated, read[0].tolist() if read else [*(proposal.margins or ())]
 
 
 def round_of(
@@ -166,6 +169,7 @@ def round_of(
     """Verify a proposal, and return the tokens that follow; the KV cache holds all but the last. If it fails, none."""
     draft_seconds = state.seconds(plan) if proposal.is_known and proposal.source == DRAFT else None
     with plan.on_stream():
+        plan.quantize(state.cache)  # before a pass, so that the one before can still be cut
         found = verify(plan, state, proposal, **of_prompt)
         try:
             tokens, margins = accept(plan, state, proposal, found)
@@ -173,7 +177,6 @@ def round_of(
             found.keep(0)
             raise
         found.keep(len(tokens))
-        plan.quantize(state.cache)
         for drafter in state.drafters:
             drafter.settle(state.text, found)
     state.proposal, state.is_last_read, seconds = None, False, state.seconds(plan)
@@ -187,17 +190,25 @@ def round_of(
 
 
 def leave(plan: DecodePlan, state: DecodeState) -> None:
-    """Leave the KV cache, and MLX's random numbers, as mlx-lm does: the last token is in the cache."""
-    text, found = state.text, state.found
+    """Leave the KV caches as mlx-lm does: the last token is in them, too."""
+    text = state.text
     with plan.verifier.aside(), plan.on_stream():
-        if found is not None and state.shown < found.kept:  # closed between two tokens of a round
-            del text.tokens[len(text.tokens) - (found.kept - state.shown) :]
-            found.keep(state.shown + 1)
-        elif not state.is_last_read:
+        if not cut(state) and not state.is_last_read:
             context = text.array() if plan.chooser.processors else None
+            plan.quantize(state.cache)
             last = plan.verifier.verify([text.last], state.cache)
             rows = choose_rows(plan.chooser, plan.reader, plan.agreement, last.logits[0], context)
-            plan.quantize(state.cache)
             mx.async_eval(rows.logprobs, *rows.sampled)
+        plan.quantize(state.cache)
         for drafter in state.drafters:
             drafter.settle(text, None)
+
+
+def cut(state: DecodeState) -> bool:
+    """Cut text and KV cache to the tokens that were handed out. Returns whether some of a round were not."""
+    found, text = state.found, state.text
+    if found is None or state.shown >= found.kept:
+        return False
+    del text.tokens[len(text.tokens) - (found.kept - state.shown) :]
+    found.keep(state.shown + 1)
+    return True

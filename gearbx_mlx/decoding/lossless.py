@@ -86,6 +86,7 @@ class Lossless(LosslessSettings, SharedMode):
     ) -> Iterator[GearResponse]:
         warn_of_other_paths(gearbox)
         how, tokenizer = Keywords(**kwargs), tokenizer_for(tokenizer)
+        how.check_embeddings(model)
         text = how.text(np.array(encoded(tokenizer, prompt), int).reshape(-1).tolist(), tokenizer)
         chooser, reader, agreement = how.chooser(), reader_of(gearbox), agreement_of(gearbox.model)
         cache, draft_cache = how.caches(gearbox.model)

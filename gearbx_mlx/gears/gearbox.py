@@ -195,7 +195,7 @@ class Making:
     def __init__(self, gear: Gear, make: Callable[[], Any]):
         self.gear = gear
         pool = ThreadPoolExecutor(1, thread_name_prefix="gearbx make")
-        self._done = pool.submit(make)
+        self._done = pool.submit(self._timed, make)
         pool.shutdown(wait=False)  # it ends with its work
 
     def __deepcopy__(self, memo: dict) -> None:
@@ -205,9 +205,15 @@ class Making:
         """Return whether the gear is this one, and made."""
         return gear == self.gear and self._done.done()
 
-    def wait(self) -> None:
-        """Return when the gear is made. Raises what the thread raised."""
-        self._done.result()
+    def wait(self) -> float:
+        """Return the seconds that the gear took, once it is made. Raises what the thread raised."""
+        return self._done.result()
+
+    @staticmethod
+    def _timed(make: Callable[[], Any]) -> float:
+        start = time.perf_counter()
+        make()
+        return time.perf_counter() - start
 
 
 class Gearbox:
@@ -400,8 +406,9 @@ class Gearbox:
         Raises:
             GearbxError: as `make`, where it is made now.
         """
-        if gear in self._trees or self._making is not None:
+        if gear in self._trees or (self._making is not None and self._making.gear == gear):
             return
+        self._end_making()
         if self.keeps_all and self._modules.has_originals and self.makes_beside:
             self._making = Making(gear, partial(self._modules.make, self._bits_in(gear)))
         else:
@@ -459,11 +466,13 @@ class Gearbox:
         """Wait for what `begin` began. Raises GearbxError for weights that cannot be quantized."""
         making, self._making = self._making, None
         if making is not None:
-            making.wait()
+            self.making_seconds += making.wait()
+            self._complete(making.gear)
 
     def _complete(self, gear: Gear) -> None:
         """See to it that all modules of a gear are made, evaluated and in memory."""
-        self._end_making()
+        if gear not in self._trees:
+            self._end_making()
         if gear not in self._trees:
             start = time.perf_counter()
             size = sum(map(math.prod, self._shapes.values())) * gear.bits // 8 if self.keeps_all else 0

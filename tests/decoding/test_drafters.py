@@ -276,3 +276,19 @@ def test_low_gear_names_itself_and_its_cost_follows_its_bits(draft):
 def test_draft_of_the_top_gears_bits_costs_a_plain_token():
     assert draft_cost(8, 8) == 1.0
     assert draft_cost(4, 16) < draft_cost(4, 8) < draft_cost(8, 8)
+
+
+def test_a_gear_that_is_made_beside_a_text_drafts_for_later_ones_too(compiled, monkeypatch):
+    monkeypatch.setenv("GEARBX_TUNE", "1")
+    gearbox = Gearbox(tiny_model(dtype=mx.bfloat16), "4,8,16", kernels="native")
+    next(stream_generate(gearbox.model, endless(), TOKENS, 1, gearbox=gearbox, mode=Lossless(4)))
+    for draft in (8, 4):
+        mode = Lossless(draft, lookup_tokens=0)
+        drafted = [
+            r.drafted for r in stream_generate(gearbox.model, endless(), TOKENS, 200, gearbox=gearbox, mode=mode)
+        ]
+        assert sum(drafted) > 0
+    gearbox.cap({layer.path: 4 for layer in gearbox.layers})  # as another text's controller does
+    gearbox.cap({})
+    run = stream_generate(gearbox.model, endless(), TOKENS, 200, gearbox=gearbox, mode=Lossless(draft_length=3))
+    assert sum(r.drafted for r in run) > 0

@@ -121,7 +121,8 @@ class Drafter:
         """Take note of the text after a verification, whoever proposed its tokens.
 
         Args:
-            found: the rows of which the first were kept; None: the text was cut.
+            found: the rows of which the first were kept; None: the text has ended or was closed, and all its tokens are
+                in its KV cache.
         """
 
 

@@ -76,11 +76,17 @@ class LowGear(Drafter):
             raise GearbxError(f"gears {ladder}: the top gear cannot draft for itself; give a lower one too")
         if gear == ladder.top:
             return None
+        drafter = cls(target, gear)
+        drafter._prepare()
+        return drafter
+
+    def _prepare(self) -> None:
+        """Make the gear, or begin to; where nothing may be measured, all texts have the same drafts."""
+        target = self._target
         if target.mode is None or target.mode.is_fixed or target.agreement is not ALONE:
-            gearbox.make(gear)  # so that all texts have the same drafts
+            target.gearbox.make(self.gear)
         else:
-            gearbox.begin(gear)
-        return cls(target, gear)
+            target.gearbox.begin(self.gear)
 
     @property
     def is_ready(self) -> bool:
@@ -93,7 +99,9 @@ class LowGear(Drafter):
     def length(self, text: GeneratedText, room: int, policy: LearnedPolicy) -> int:
         """Return the length of the next draft by the policy, which is asked once for each."""
         if not self.is_ready:
-            return 0
+            self._prepare()  # once more: a controller may have capped layers meanwhile
+            if not self.is_ready:
+                return 0
         if not self._asked:
             target = self._target
             early = target.chooser.tells_margins and self._parts.take(target.cache)

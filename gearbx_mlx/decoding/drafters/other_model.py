@@ -62,9 +62,11 @@ class OtherModel(Drafter):
         return of_draft(tokens, margins, self._weight_bytes)
 
     def settle(self, text: GeneratedText, found: VerifiedPass | None) -> None:
-        """Take back what was read beyond the text, but for its last token."""
+        """Take back what was read beyond the text, but for its last token; at the end of the text, read all of it."""
         right = len(text.tokens) - 1
         if self._read > right:
             for part in self._cache:
                 part.trim(self._read - right)
             self._read = right
+        if found is None and self._read <= right:
+            self.prefill(mx.array(text.tokens[self._read :], mx.uint32))
