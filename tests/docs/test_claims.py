@@ -115,7 +115,7 @@ DECIDED = (
 )
 DECIDED += ("`--mode lossless`, the default", "(`lossless` by default)", "`5m` (the default here)")
 DECIDED += ("integers; by default activations of 16 bits", "`--kernels auto:float`; by default codes")
-DECIDED += ("would copy activations; by default", "integers; by default")
+DECIDED += ("would copy activations; by default", "integers; by default", "by default as the model needs")
 
 
 def test_every_default_that_a_page_names_is_checked():
@@ -231,6 +231,7 @@ BIT_FOR_BIT = {
     "bit for bit with `--kernels mlx` in the checkpoint's own type": OWN,
     "16 bits are the original weights**, bit for bit": OWN,
     "each row with the same row alone, bit for bit": "gearbx_mlx/benchmark/metal_checks.py::company_error",
+    "were checked bit for bit without such a processor": "tests/kernels/test_native_cores.py::test_under_sanitizers",
     "The top gear's logits are the model's own, bit for bit": (
         "tests/docs/test_documents.py::test_a_few_rows_of_the_models_page_are_what_the_script_finds"
     ),
