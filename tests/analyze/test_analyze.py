@@ -151,6 +151,19 @@ def test_bounds_bracket_the_entropies_of_the_same_text(asked, command, tmp_path)
     assert "Answer: He has 5 apples" in "".join(record["text"] for record in remote.records)
 
 
+@pytest.mark.usefixtures("compiled")
+def test_kernels_mlx_is_the_default_and_native_differs_by_rounding(command, tmp_path):
+    (tmp_path / "prompts.txt").write_text("Tom has 3 apples.\n")
+    entropies = {}
+    for name in ("auto", "mlx", "native"):
+        flags = ("--prompts", tmp_path / "prompts.txt", "--out", tmp_path / name, "-m", 4, "--kernels", name)
+        assert command("analyze", *flags).status == 0
+        lines = (tmp_path / name / "trace.jsonl").read_text().splitlines()
+        entropies[name] = [json.loads(line)["entropy"] for line in lines]
+    assert entropies["auto"] == entropies["mlx"] != entropies["native"]
+    assert entropies["native"] == pytest.approx(entropies["mlx"], abs=0.1)
+
+
 def test_trace_and_summary_are_written_and_a_line_says_what_pictures_need(command, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     (tmp_path / "prompts.txt").write_text("Tom has 3 apples.\n")
