@@ -40,7 +40,9 @@ class AnalysisSettings(Settings):
     )
     num_prompts: int | None = flag(None, "Use only this many prompts, the first ones.", least=1)
     out: str = flag("analysis", "Directory for trace, summary and pictures.", named=True)
-    kernels: Any = flag("auto", "As for generate: native is faster on a CPU, and rounds otherwise.", parse=parse_kernels)
+    kernels: Any = flag(
+        "auto", "As for generate: native is faster on a CPU, and rounds otherwise.", parse=parse_kernels
+    )
 
 
 @dataclass(frozen=True)
