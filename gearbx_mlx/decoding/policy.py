@@ -54,9 +54,7 @@ AHEAD = 4  # tokens: one that does not save alone may lead to some that do
 
 # Of trials, where True stands for rounds between plain tokens, and False for plain tokens between rounds:
 TRIAL = {True: 3, False: 4}  # passes, whose median counts: 2 and 6 do as well
-TRIAL_LENGTH = (
-    1  # drafted tokens of its rounds: where they cost twice as much as plain ones, the usual length loses 11 %
-)
+TRIAL_LENGTH = 1  # drafted tokens of its rounds: where they cost twice as much as plain ones, the usual length loses 11 %
 LATEST = 8  # passes of the other kind, whose median counts
 TRUST = 0.5  # weight of the latest trial: single ones are off by 40 % on noisy machines
 TRIAL_SHARE = {True: 0.02, False: 0.005}  # of the tokens they may cost: 0.01 for plain ones loses 0.5 % in short starts

@@ -201,7 +201,7 @@ class Gguf:
         numbers = np.empty(count, format)
         try:
             self._file.seek(start)
-            size = self._file.readinto(numbers.view("u1"))
+            size = self._file.readinto(numbers.view("u1").data)
         except OSError as error:
             raise unreadable(self.path, error) from error
         if size < numbers.nbytes:
