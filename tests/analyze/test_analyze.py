@@ -1,6 +1,7 @@
 """analyze --server: bounds, gears and files from a server's answers; after a failure, one line and what came so far."""
 
 import itertools
+import gzip
 import json
 import math
 import sys
@@ -8,7 +9,19 @@ import time
 
 import pytest
 from conftest import read_trace
-from fake_server import HTML, Answer, answer, chat_answer, chat_entry, chatting, fake_server, refused, slowly, whole
+from fake_server import (
+    HTML,
+    JSON,
+    Answer,
+    answer,
+    chat_answer,
+    chat_entry,
+    chatting,
+    fake_server,
+    refused,
+    slowly,
+    whole,
+)
 from servers import mlx_lm_server
 
 from gearbx_mlx.routing.bounds import bits
@@ -124,6 +137,15 @@ def test_a_server_that_cannot_answer_or_is_down_is_one_line_and_no_picture(asked
         assert f"{fake.url}/v1: {words}" in errors(result)[0]
         assert (result.files, result.records) == (["summary.json", "trace.jsonl"], [])
     assert "start the server, or check --server" in errors(down)[0]
+
+
+def test_a_compressed_answer_is_not_unpacked(asked):
+    packed = gzip.compress(chat_answer(PAIR).parts[0])
+    with fake_server(
+        chatting(lambda body: Answer([packed], kind=f"{JSON}\r\nContent-Encoding: gzip"), VOCABULARY)
+    ) as fake:
+        result = asked(fake.url + "/v1")
+    assert result.status == 2
 
 
 def test_no_more_tokens_are_read_than_were_asked_for(asked):
