@@ -1,7 +1,7 @@
 """analyze --server: bounds, gears and files from a server's answers; after a failure, one line and what came so far."""
 
-import itertools
 import gzip
+import itertools
 import json
 import math
 import sys
