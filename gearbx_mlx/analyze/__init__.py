@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ..cli.flags import LadderSettings, ModelSettings, OtherServerSettings
+from ..cli.flags import LadderSettings, ModelSettings, OtherServerSettings, parse_kernels
 from ..cli.parser import command_settings, parser_of
 from ..cli.prompt import PromptSettings, check_untemplated
 from ..cli.start import call, command
@@ -40,6 +40,9 @@ class AnalysisSettings(Settings):
     )
     num_prompts: int | None = flag(None, "Use only this many prompts, the first ones.", least=1)
     out: str = flag("analysis", "Directory for trace, summary and pictures.", named=True)
+    kernels: Any = flag(
+        "auto", "As for generate: native is faster on a CPU, and rounds otherwise.", parse=parse_kernels
+    )
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,8 @@ class AnalyzeSettings:
             return
         for name in given_names(self.model, ModelSettings()):
             raise GearbxError(f"{flag_of(name)} is for a model that is loaded here; leave it out with --server")
+        if self.analysis.kernels != parse_kernels("auto"):
+            raise GearbxError("--kernels is for a model that is loaded here; leave it out with --server")
         if self.prompt.max_tokens == -1:
             raise GearbxError("--max-tokens is -1, and the context of a server is not known; give 1 or more")
         if self.prompt.ignore_chat_template:

@@ -18,7 +18,7 @@ import mlx.core as mx
 from ..cli import terminal
 from ..cli.build import Loaded, decided
 from ..cli.decide import JustGears, check_in_ladder
-from ..cli.flags import LayoutSettings, ModeFlags, output_path
+from ..cli.flags import GearFlags, LayoutSettings, ModeFlags, output_path
 from ..cli.prompt import check_prompt, encoded_prompts, read_prompts
 from ..cli.start import needing
 from ..cli.tables import server_table, summary_table
@@ -144,7 +144,8 @@ class AnalyzedRun:
 def analyzed_here(settings: AnalyzeSettings, texts: Sequence[str], out: Path, draws: bool) -> AnalyzedRun:
     """Raises GearbxError for a model, flags or prompts that cannot be analyzed."""
     flags = ModeFlags(mode=TELEMETRY_ONLY, **settings.mode.given())
-    loaded = Loaded.of(decided(JustGears(settings.model, LayoutSettings(gears=settings.ladder.gears), mode=flags)))
+    layout, gears = LayoutSettings(gears=settings.ladder.gears), GearFlags(kernels=settings.analysis.kernels)
+    loaded = Loaded.of(decided(JustGears(settings.model, layout, gears, flags)))
     tokenizer, ladder = loaded.tokenizer, loaded.decision.ladder
     prompts = encoded_prompts(texts, settings.prompt, tokenizer, loaded.config)
     observer, routing = loaded.in_gears().gearbox, loaded.decision.mode

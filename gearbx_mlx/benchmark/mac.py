@@ -347,12 +347,25 @@ def keep_whole_turns(report: MacReport, ways: Sequence[TimedWay]) -> None:
 
 
 def warm_up(ways: Sequence[TimedWay], prompts: Mapping[str, list[int]], most: int, report: MacReport) -> None:
-    """Write some tokens in each way that do not count."""
+    """Write some tokens in each way that do not count, and say how long a series takes."""
     name, prompt = next(iter(prompts.items()))
+    texts, first = len(ways) * len(prompts), min(most, WARM_UP)
+    note(
+        f"a series has {texts} texts ({len(ways)} ways, {len(prompts)} prompts) of at most {most} tokens: up to "
+        f"{texts * most:,} forward passes, and up to {len(ways) * first:,} to warm up"
+    )
     with progress_bar() as progress:
         for way in progress.track(ways, description="ways warmed up"):
             with noting_failure(report, way.name):
-                timed_text(way, 0, name, prompt, min(most, WARM_UP))
+                text, _ = timed_text(way, 0, name, prompt, first)
+                if way.name == MLX_LM and text.tokens > 1:
+                    minutes = expected_seconds(text, texts, most) / 60
+                    note(f"a series takes about {minutes:.2g} minutes at mlx-lm's speed; Ctrl-C keeps what is measured")
+
+
+def expected_seconds(text: MacText, texts: int, tokens: int) -> float:
+    """Return the seconds for so many texts of so many tokens at the speed of one text."""
+    return texts * (text.first_seconds + (tokens - 1) / text.speed)
 
 
 def write_turn(

@@ -1,6 +1,7 @@
 """How a command runs in a terminal: text on stdout, everything else on stderr, errors in one line, an exit status."""
 
 import os
+import re
 import shutil
 import sys
 import threading
@@ -64,6 +65,7 @@ class ProgressLines(Progress):
 BROKEN_PIPE = 141  # as a shell reports a process that SIGPIPE ended
 USER_ERROR = 2
 TRACEBACK = "GEARBX_TRACEBACK"
+MLX_COMPILES = re.compile(r"\[Compile::eval_cpu\]|^filesystem error: .*/mlx/")  # messages of its compiler on a CPU
 COMPILING = "compiling kernels for this CPU"
 READING_PROMPT = "reading the prompt"
 WAITING = "another process compiles the CPU kernels: this one waits for it"
@@ -225,9 +227,24 @@ def status_of(command: Callable[[], int | None]) -> int:
             print_error(ended.code, 1)
             return 1
         return ended.code or 0
+    except RuntimeError as error:
+        if not MLX_COMPILES.search(str(error)) or os.environ.get(TRACEBACK):
+            print_unforeseen(error)
+            return 1
+        print_error(not_compiled(str(error)))
+        return USER_ERROR
     except Exception as error:
         print_unforeseen(error)
         return 1
+
+
+def not_compiled(error: str) -> str:
+    """Return one line for an error of MLX's compiler on a CPU, which quotes the whole output of g++."""
+    folder = os.environ.get("TMPDIR", "/tmp")  # as MLX chooses it
+    found = re.findall(r"error: (.+)", error)
+    reason = found[-1] if found else " ".join(error.split())[-100:]
+    remedy = "make room there, set TMPDIR to another directory, or set MLX_DISABLE_COMPILE=1"
+    return f"{folder}: MLX cannot compile a function there ({reason}); {remedy}"
 
 
 def print_unforeseen(error: Exception) -> None:

@@ -2,7 +2,8 @@
 
 What the types of weights are, and what their blocks stand for, the package gguf knows. The header is read here, with
 bounds of our own: it may claim any number of tensors of any size, and the package's reader makes an object of every
-number in it. Weights are mapped and not copied; a file that may only be read is enough.
+number in it. Bytes are read when they are needed, and not mapped: a process that reads a mapped file is killed if
+another one truncates it.
 
 Source: ggml's docs/gguf.md and the block structures in ggml-common.h.
 """
@@ -10,7 +11,8 @@ Source: ggml's docs/gguf.md and the block structures in ggml-common.h.
 import functools
 import itertools
 import math
-import mmap
+import os
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +28,7 @@ from .reading import shown, unreadable
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-MOST_THINGS, MOST_WORDS = 2**16, 2**21  # tensors or entries, and words of all lists: each becomes an object in memory
+MOST_THINGS, MOST_ITEMS = 2**16, 2**22  # tensors or entries, and items of all lists: all of them are in memory
 
 # Types of values in the metadata, by their number. 8 is a string, 9 an array.
 SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
@@ -68,13 +70,14 @@ class Gguf:
     def __init__(self, path: Path):
         self.path = path
         try:
-            with open(path, "rb") as file:
-                self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._file = open(path, "rb")  # noqa: SIM115 - as long as this object is in use
+            weakref.finalize(self, self._file.close)
+            self._size = os.fstat(self._file.fileno()).st_size
         except OSError as error:
             raise unreadable(path, error) from error
-        except ValueError as error:  # an empty file cannot be mapped
-            raise self._damaged("is empty") from error
-        self._at = self._words = 0
+        if not self._size:
+            raise self._damaged("is empty")
+        self._at = self._items = 0
         if self._numbers("u1", len(MAGIC)).tobytes() != MAGIC:
             raise GearbxError(f"{path}: is not a GGUF file; give the file of a model for llama.cpp")
         self._check_version(self._number("<u4"))
@@ -99,9 +102,8 @@ class Gguf:
         return dequantize(rows, tensor.kind).reshape(tensor.shape)
 
     def blocks(self, tensor: GgufTensor) -> np.ndarray:
-        """Return the bytes of a tensor, (blocks, bytes of a block) uint8, which are mapped and not copied."""
-        stored = np.frombuffer(self._bytes, np.uint8, tensor.nbytes, tensor.place)
-        return stored.reshape(-1, GGML_QUANT_SIZES[tensor.kind][1])
+        """Return the bytes of a tensor, (blocks, bytes of a block) uint8."""
+        return self._read("u1", tensor.nbytes, tensor.place).reshape(-1, GGML_QUANT_SIZES[tensor.kind][1])
 
     def _check_version(self, version: int) -> None:
         if version in VERSIONS:
@@ -137,7 +139,7 @@ class Gguf:
             )
         if offset % alignment:
             raise self._damaged(f"{shown(name)} begins at byte {offset}, which is not a multiple of {alignment}")
-        if tensor.place + tensor.nbytes > len(self._bytes):
+        if tensor.place + tensor.nbytes > self._size:
             raise self._damaged(f"{shown(name)} ends at byte {tensor.place + tensor.nbytes}, behind the file's end")
         return tensor
 
@@ -164,12 +166,12 @@ class Gguf:
         if kind in SCALARS:
             return self._number(SCALARS[kind])
         element = self._number("<u4") if kind == ARRAY else kind
-        if kind == ARRAY and element == STRING:
-            count = self._count(MOST_WORDS - self._words)
-            self._words += count
-            return [self._text() for _ in range(count)]
-        if kind == ARRAY and element in SCALARS:
-            return self._numbers(SCALARS[element], self._count())
+        if kind == ARRAY and (element == STRING or element in SCALARS):
+            count = self._count(MOST_ITEMS - self._items)
+            self._items += count
+            if element == STRING:
+                return [self._text() for _ in range(count)]
+            return self._numbers(SCALARS[element], count)
         raise self._damaged(f"{'an array' if kind == ARRAY else 'a value'} of type {element} at byte {self._at}")
 
     def _text(self) -> str:
@@ -177,7 +179,7 @@ class Gguf:
 
     def _count(self, most: int | None = None) -> int:
         """Read a number of things that follow, of which each takes a byte at least."""
-        count, room = self._number("<u8"), len(self._bytes) - self._at
+        count, room = self._number("<u8"), self._size - self._at
         if count > room or (most is not None and count > most):
             more = "more than the file can hold" if count > room else f"more than {most}"
             raise self._damaged(f"claims {count} things at byte {self._at}, {more}")
@@ -187,12 +189,24 @@ class Gguf:
         return self._numbers(format, 1)[0].item()
 
     def _numbers(self, format: str, count: int) -> np.ndarray:
-        """Read numbers, which are mapped and not copied."""
+        """Read numbers of the header."""
         start, size = self._at, count * np.dtype(format).itemsize
-        if size > len(self._bytes) - start:
-            raise self._damaged(f"ends at byte {len(self._bytes)}, in the middle of its header")
+        if size > self._size - start:
+            raise self._damaged(f"ends at byte {self._size}, in the middle of its header")
         self._at += size
-        return np.frombuffer(self._bytes, format, count, start)
+        return self._read(format, count, start)
+
+    def _read(self, format: str, count: int, start: int) -> np.ndarray:
+        """Return numbers from a byte on. Raises GearbxError if the file is shorter by now, or cannot be read."""
+        numbers = np.empty(count, format)
+        try:
+            self._file.seek(start)
+            size = self._file.readinto(numbers.view("u1").data)
+        except OSError as error:
+            raise unreadable(self.path, error) from error
+        if size < numbers.nbytes:
+            raise self._damaged(f"ends at byte {start + size}, which it did not when it was opened")
+        return numbers
 
     def _damaged(self, what: str) -> GearbxError:
         return GearbxError(f"{self.path}: damaged or truncated ({what}); {REFETCH}")

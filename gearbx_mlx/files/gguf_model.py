@@ -31,7 +31,7 @@ from ..errors import GearbxError, GearbxWarning, about, one_line
 from .gguf import CODED, GGUF_GROUP, MAGIC, Gguf, GgufTensor, affine_codes
 from .model_directory import MOST_LAYERS, REFETCH
 from .reading import shown, unreadable
-from .unpacked import contents, unpacked
+from .unpacked import is_in_state, state_and_contents, unpacked
 from .writing import align_arrays
 
 LARGE_BYTES = 2**29  # in the cache, from which on a user should know of them
@@ -141,11 +141,11 @@ def is_gguf(file: Path) -> bool:
 
 def gguf_directory(file: Path) -> Path:
     """Return the directory that a file becomes at its first use. Raises GearbxError for a file that cannot be read."""
-    source = contents(file)
+    state, source = state_and_contents(file)
 
     def write(place: Path) -> None:
         write_model(file, place)
-        if contents(file) != source:
+        if not is_in_state(file, state):  # the same bytes as before may have been others meanwhile
             raise GearbxError(f"{file}: was replaced while it was unpacked; start again when the file is complete")
 
     directory = unpacked(file.stem, source, write)

@@ -39,7 +39,12 @@ _seen: dict[Path, list[Any]] = {}  # entries that this process found whole: a co
 
 
 def contents(file: Path) -> str:
-    """Return a hash of all of a file: the one kept from before while the file's state is the same.
+    """Return a hash of all of a file. Raises GearbxError as `state_and_contents`."""
+    return state_and_contents(file)[1]
+
+
+def state_and_contents(file: Path) -> tuple[State, str]:
+    """Return a file's state and a hash of all of it: the one kept from before while the state is the same.
 
     Raises GearbxError for a file that cannot be read, or that changes meanwhile.
     """
@@ -54,7 +59,15 @@ def contents(file: Path) -> str:
     except OSError as error:
         raise unreadable(file, error) from error
     _hashed[file] = known
-    return known[1]
+    return known
+
+
+def is_in_state(file: Path, state: State) -> bool:
+    """Return whether a file is still there, and nobody has written to it since it had a state."""
+    try:
+        return state_of(file) == state
+    except OSError:
+        return False
 
 
 def hash_of(file: Path) -> str:

@@ -44,6 +44,7 @@ from ..errors import GearbxError, escaped, one_line
 from . import address_of, is_loopback
 
 PATIENCE = 30.0  # seconds that a client has to send its request
+SILENCE = 1.0  # seconds without a byte of a refused body, after which its connection closes
 LARGEST_BODY = 2**24  # bytes
 SMALL_BODY = 2**16  # bytes; as many of these as there are connections fit into memory
 MAX_BODIES = 4  # largest bodies that are held at once
@@ -181,6 +182,7 @@ class Gatekeeper:
             self.answered(scope["path"], refused.status_code)
             log_answer(scope, refused.status_code, {})
             answer = self.response(scope, refused)
+            send = closing(send, receive) if scope["method"] == "POST" else send
         await answer(scope, receive, send)
 
     def response(self, scope: Scope, refused: Refused) -> Response:
@@ -189,6 +191,7 @@ class Gatekeeper:
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request that no foreign page has sent, and log it when the answer has ended."""
         status, whole, since = 0, False, time.perf_counter()
+        is_read = scope["method"] != "POST"
         scope[LOG_FIELDS] = told = dict[str, Any]()
 
         async def sending(message: Message) -> None:
@@ -203,6 +206,7 @@ class Gatekeeper:
         try:
             with self.holding(self.length(scope)):
                 body = await Request(scope, receive).body() if scope["method"] == "POST" else b""
+                is_read = True
                 await unless_left(lambda: self.app(scope, replayed(body), sending), receive)
         except ClientDisconnect:
             pass
@@ -210,7 +214,7 @@ class Gatekeeper:
             said = self.response(scope, refusal(error))
             traceback.clear_frames(error.__traceback__)  # which hold the body until Python looks for circles
             if not status:
-                await said(scope, receive, sending)
+                await said(scope, receive, sending if is_read else closing(sending, receive))
         finally:
             seconds = f"{time.perf_counter() - since:.3f}"
             log_answer(scope, status, {"seconds": seconds, **told, **({} if whole else {"left": "early"})})
@@ -289,6 +293,29 @@ def replayed(body: bytes) -> Receive:
         return messages.pop()
 
     return receive
+
+
+def closing(send: Send, receive: Receive) -> Send:
+    """Return the `send` for a request whose body is not read: its connection cannot be used again, and closes.
+
+    The client has the response at once. The rest of the body is then dropped for as long as it comes, up to the
+    server's patience: closing a socket with unread bytes would reset the connection and could destroy the response.
+    """
+
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
+        elif not message.get("more_body", False):
+            await send({**message, "more_body": True})
+            with suppress(TimeoutError):
+                more = True
+                while more:
+                    with anyio.fail_after(SILENCE):
+                        more = (await receive()).get("more_body", False)
+            message = {**message, "body": b""}
+        await send(message)
+
+    return sending
 
 
 async def unless_left(answer: Callable[[], Awaitable[None]], receive: Receive) -> None:

@@ -1,5 +1,6 @@
 """analyze --server: bounds, gears and files from a server's answers; after a failure, one line and what came so far."""
 
+import gzip
 import itertools
 import json
 import math
@@ -8,7 +9,19 @@ import time
 
 import pytest
 from conftest import read_trace
-from fake_server import HTML, Answer, answer, chat_answer, chat_entry, chatting, fake_server, refused, slowly, whole
+from fake_server import (
+    HTML,
+    JSON,
+    Answer,
+    answer,
+    chat_answer,
+    chat_entry,
+    chatting,
+    fake_server,
+    refused,
+    slowly,
+    whole,
+)
 from servers import mlx_lm_server
 
 from gearbx_mlx.routing.bounds import bits
@@ -126,6 +139,15 @@ def test_a_server_that_cannot_answer_or_is_down_is_one_line_and_no_picture(asked
     assert "start the server, or check --server" in errors(down)[0]
 
 
+def test_a_compressed_answer_is_not_unpacked(asked):
+    packed = gzip.compress(chat_answer(PAIR).parts[0])
+    with fake_server(
+        chatting(lambda body: Answer([packed], kind=f"{JSON}\r\nContent-Encoding: gzip"), VOCABULARY)
+    ) as fake:
+        result = asked(fake.url + "/v1")
+    assert result.status == 2
+
+
 def test_no_more_tokens_are_read_than_were_asked_for(asked):
     with fake_server(chatting(lambda body: chat_answer(*[PAIR] * 50), VOCABULARY)) as fake:
         result = asked(fake.url + "/v1")
@@ -149,6 +171,19 @@ def test_bounds_bracket_the_entropies_of_the_same_text(asked, command, tmp_path)
         assert seen["mean_entropy_low"] <= known["mean_entropy"] <= seen["mean_entropy_high"]
     assert remote.summary["top_logprobs"] == 11
     assert "Answer: He has 5 apples" in "".join(record["text"] for record in remote.records)
+
+
+@pytest.mark.usefixtures("compiled")
+def test_kernels_mlx_is_the_default_and_native_differs_by_rounding(command, tmp_path):
+    (tmp_path / "prompts.txt").write_text("Tom has 3 apples.\n")
+    entropies = {}
+    for name in ("auto", "mlx", "native"):
+        flags = ("--prompts", tmp_path / "prompts.txt", "--out", tmp_path / name, "-m", 4, "--kernels", name)
+        assert command("analyze", *flags).status == 0
+        lines = (tmp_path / name / "trace.jsonl").read_text().splitlines()
+        entropies[name] = [json.loads(line)["entropy"] for line in lines]
+    assert entropies["auto"] == entropies["mlx"] != entropies["native"]
+    assert entropies["native"] == pytest.approx(entropies["mlx"], abs=0.1)
 
 
 def test_trace_and_summary_are_written_and_a_line_says_what_pictures_need(command, tmp_path, monkeypatch):

@@ -68,6 +68,8 @@ def test_one_page_and_one_file(bench, tiny_directory):
     assert len(report["verdict"]) == 3
     assert " ".join(report["verdict"]) in done.out
     assert "these figures say nothing of a GPU" in done.err
+    assert f"{3 * len(WAYS) * 6:,} forward passes" in " ".join(done.err.split())
+    assert re.search(r"about \S+ minutes at mlx-lm's speed", " ".join(done.err.split()))
 
 
 def text(way: str, seconds: float, series: int = 0, **change: object) -> subject.MacText:
@@ -95,6 +97,11 @@ def test_a_way_is_compared_with_the_text_of_the_same_turn():
     assert (row["same"], row["texts"], row["agreed"]) == (1, 2, 3)
     assert subject.shown_row(row)["same text"] == "1 of 2, else 3+ alike"
     assert alone["host_share"] == 0.5
+
+
+def test_expected_seconds_of_a_series():
+    one = text(subject.MLX_LM, 2.0)  # the first token after 0.5 s, 10 more in 2 s
+    assert subject.expected_seconds(one, 36, 201) == pytest.approx(36 * (0.5 + 40))
 
 
 @pytest.mark.parametrize(("seconds", "word"), [(0.8, "gains"), (1.0, "neither gains nor loses"), (1.1, "loses")])

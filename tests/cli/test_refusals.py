@@ -66,6 +66,8 @@ REFUSED = [
     ("generate --model folder/none.gguf", "folder/none.gguf: no such file"),
     ("server --prot=80", "--prot … --port"),
     ("analyze --prompts p.txt --num-prompts 0", "--num-prompts is 0"),
+    ("analyze --kernels fast", "--kernels is fast; choose from auto, native, mlx"),
+    ("analyze --server http://127.0.0.1:9/v1 --kernels mlx", "--kernels is for a model that is loaded here"),
     # gears, thresholds, modes
     *((f"{name} --gears 16,8,4", "ascend") for name in ("generate", "calibrate", "benchmark decode")),
     *((f"{name} --gears 4,7", "not supported") for name in ("generate", "calibrate")),

@@ -108,12 +108,34 @@ def test_a_kept_hash_that_cannot_be_trusted_is_not_used(hashed, own_cache, damag
     assert unpacked.contents(file) == kept
 
 
-def test_a_file_that_is_replaced_while_it_is_unpacked_is_refused(file, own_cache, monkeypatch):
+def write_another_and_back(file):
+    whole = file.read_bytes()
+    flip_bit(file, -100)
+    file.write_bytes(whole)
+
+
+def replace_by_a_pipe(file):
+    file.unlink()
+    os.mkfifo(file)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda file: write(file, tiny_as("llama", seed=1)),
+        lambda file: os.truncate(file, 3000),
+        lambda file: file.unlink(),
+        replace_by_a_pipe,
+        write_another_and_back,
+    ],
+    ids=["another file", "its end cut off", "removed", "a pipe", "another file and back"],
+)
+def test_a_file_that_is_replaced_while_it_is_unpacked_is_refused(file, own_cache, monkeypatch, change):
     whole = gguf_model.write_model
 
     def write_and_replace(*args):
         whole(*args)
-        write(file, tiny_as("llama", seed=1))
+        change(file)
 
     monkeypatch.setattr(gguf_model, "write_model", write_and_replace)
     with refuses("was replaced while it was unpacked", "start again"):

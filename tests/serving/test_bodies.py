@@ -160,6 +160,37 @@ def announced(client, size: int) -> socket.socket:
     return connection
 
 
+REFUSED_BY_ITS_HEAD = {
+    413: f"Content-Length: {2**26}",
+    415: f"Content-Encoding: gzip\r\nContent-Length: {2**26}",
+    411: f"Transfer-Encoding: chunked\r\n\r\n{2**26:x}",
+    403: f"Origin: https://example.org\r\nContent-Length: {2**26}",
+}
+
+
+@pytest.mark.parametrize("sent", [0, 2**26], ids=["none of the body", "all of the body"])
+@pytest.mark.parametrize("expect", ["", "Expect: 100-continue\r\n"], ids=["", "100-continue"])
+@pytest.mark.parametrize("status", REFUSED_BY_ITS_HEAD)
+def test_a_refused_body_whole_response_then_connection_closes(client, status, expect, sent):
+    with socket.create_connection(client.server.socket.getsockname(), timeout=10) as connection:
+        head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\n{expect}{REFUSED_BY_ITS_HEAD[status]}\r\n"
+        connection.sendall(head.encode() + b"\r\n" * (status != 411))
+        connection.sendall(bytes(sent))
+        response = b""
+        while piece := connection.recv(65536):  # a TimeoutError if the server waits for the body
+            response += piece
+    head, _, body = response.partition(b"\r\n\r\n")
+    assert int(head.split()[1]) == status
+    assert b"connection: close" in head.lower().split(b"\r\n")
+    assert json.loads(body)["error"]["message"]
+
+
+def test_a_refused_body_keep_alive_client_goes_on(client):
+    for _ in range(3):
+        assert client.post(TEXT, content=bytes(2**26)).status_code == 413
+        assert complete(client, max_tokens=1)["usage"]["completion_tokens"] == 1
+
+
 def test_bodies_that_are_held_have_a_sum(client):
     """More of the largest bodies than are held are announced; small requests are answered meanwhile."""
     with ExitStack() as stack:
