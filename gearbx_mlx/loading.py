@@ -91,8 +91,7 @@ def load(
             texts are those of one process. "sum": it has some columns, and products are summed, as in mlx-lm, which
             sends less and rounds otherwise.
         pipeline: each rank gets some of the layers, and not a part of every layer.
-        keep_mapped: leave weights mapped from their files, for gears that are made of them and need them no more; else
-            they are copied into large pages, from which a token reads them faster.
+        keep_mapped: leave weights mapped from their files, for gears made of them; else copy them into large pages.
         kwargs: further keywords of `mlx_lm.load`. Without `trust_remote_code` no code of the model runs.
 
     Returns:

@@ -174,11 +174,11 @@ inline void round_step(const float* from, Paired* to) {
 
 // A row is multiplied in steps of this many columns, with so many vectors at once.
 template <class X>
-constexpr int64_t STEP = PARTS * Register<X>::COUNT * Register<X>::LOADS;
+inline constexpr int64_t STEP = PARTS * Register<X>::COUNT * Register<X>::LOADS;
 template <>
-constexpr int64_t STEP<Paired> = 32;
+inline constexpr int64_t STEP<Paired> = 32;
 template <class X>
-constexpr int64_t VECTORS = std::is_same_v<X, Paired> ? 16 : TILE_VECTORS;
+inline constexpr int64_t VECTORS = std::is_same_v<X, Paired> ? 16 : TILE_VECTORS;
 
 template <class X>
 int64_t whole_steps(int64_t columns) {

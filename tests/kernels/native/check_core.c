@@ -399,44 +399,54 @@ static void check_sampled(int64_t count) {
   free(logits);
 }
 
-/* What the codes of a matrix, fitted or not, leave of its groups; and that the words hold the codes. */
-static double left_by(int type, int bits, int group, int64_t rows, int64_t groups, int fit, const void* held,
-                      const double* weights) {
-  const int64_t columns = groups * group, words = columns * bits / 32;
-  float *steps = malloc((size_t)(rows * groups) * 4), *offsets = malloc((size_t)(rows * groups) * 4);
-  uint32_t* packed = malloc((size_t)(rows * words) * 4);
-  gearbx_group_ends(held, type, rows * groups, group, offsets, steps);
-  for (int64_t g = 0; g < rows * groups; g++) {
-    double low = weights[g * group], high = low;
-    for (int i = 1; i < group; i++) low = fmin(low, weights[g * group + i]), high = fmax(high, weights[g * group + i]);
-    failures += offsets[g] != (float)low || steps[g] != (float)high;
-    steps[g] = (steps[g] - offsets[g]) / (float)((1 << bits) - 1);
+/* A held number as a double. */
+static double value_of(const void* held, int type, int64_t at) {
+  if (type == GEARBX_FLOAT32) return ((const float*)held)[at];
+  const uint16_t half = ((const uint16_t*)held)[at];
+  if (type == GEARBX_BFLOAT16) {
+    const uint32_t bits = (uint32_t)half << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
   }
-  const gearbx_grid grid = {held, type, group, fit, 1e-30f, steps, offsets};
-  const gearbx_splitting job = {rows, columns, bits, NULL, &grid, 1, &bits, 0, &packed};
-  gearbx_split_codes(&job);
-  double left = 0;
-  for (int64_t i = 0; i < rows * columns; i++) {
-    const int64_t at = i % columns * bits, word = i / columns * words + at / 32;
-    const uint64_t two = packed[word] | (at % 32 + bits > 32 ? (uint64_t)packed[word + 1] << 32 : 0);
-    const double code = (double)(two >> at % 32 & ((1u << bits) - 1));
-    left += pow(weights[i] - (code * steps[i / group] + offsets[i / group]), 2);
-  }
-  free(steps), free(offsets), free(packed);
-  return left;
+  const int exponent = half >> 10 & 31, mantissa = half & 1023;
+  const double size = exponent ? ldexp(1024 + mantissa, exponent - 25) : ldexp(mantissa, -24);
+  return half >> 15 ? -size : size;
 }
 
+/* The codes of a matrix, read from the words, leave no more than the nearest of as many even steps would. */
 static void check_codes(int type, int bits, int group, int64_t rows, int64_t groups) {
-  double* weights = malloc((size_t)(rows * groups * group) * sizeof *weights);
-  void* held = random_values((size_t)(rows * groups * group), type, weights);
-  const double plain = left_by(type, bits, group, rows, groups, 0, held, weights);
-  const double fitted = left_by(type, bits, group, rows, groups, 1, held, weights);
-  products++;
-  if (!(fitted <= plain * 1.0001) || !(plain < (double)(rows * groups * group) * pow(4.0 / ((1 << bits) - 1), 2) / 4)) {
-    failures++;
-    printf("codes of %d bits, group %d, type %d: %g and %g are left\n", bits, group, type, plain, fitted);
+  const int64_t columns = groups * group, words = columns * bits / 32;
+  double* weights = malloc((size_t)(rows * columns) * sizeof *weights);
+  void* held = random_values((size_t)(rows * columns), type, weights);
+  void *scales = malloc((size_t)(rows * groups) * 4), *biases = malloc((size_t)(rows * groups) * 4);
+  uint32_t* packed = malloc((size_t)(rows * words) * 4);
+  const gearbx_grid grid = {held, type, group, 1e-30f, scales, &biases};
+  const gearbx_splitting job = {rows, columns, bits, NULL, &grid, 1, &bits, 0, &packed};
+  gearbx_split_codes(&job);
+  const int most = (1 << bits) - 1;
+  double left = 0, allowed = 0;
+  for (int64_t g = 0; g < rows * groups; g++) {
+    const double *w = weights + g * group, scale = value_of(scales, type, g), bias = value_of(biases, type, g);
+    double low = w[0], high = w[0];
+    for (int i = 1; i < group; i++) low = fmin(low, w[i]), high = fmax(high, w[i]);
+    const double step = (high - low) / most;
+    /* A scale and a bias rounded to 16 bits move a weight further. */
+    const double moved = type == GEARBX_FLOAT32 ? 1e-6 : (type == GEARBX_BFLOAT16 ? 0x1p-8 : 0x1p-11) * 4;
+    for (int i = 0; i < group; i++) {
+      const int64_t at = (g % groups * group + i) * bits, word = g / groups * words + at / 32;
+      const uint64_t two = packed[word] | (at % 32 + bits > 32 ? (uint64_t)packed[word + 1] << 32 : 0);
+      const double code = (double)(two >> at % 32 & (uint64_t)most);
+      left += pow(w[i] - (code * scale + bias), 2);
+      allowed += pow(fabs(w[i] - (low + step * rint((w[i] - low) / step))) + moved, 2);
+    }
   }
-  free(weights), free(held);
+  products++;
+  if (!(left <= allowed)) {
+    failures++;
+    printf("codes of %d bits, group %d, type %d: %g are left of %g allowed\n", bits, group, type, left, allowed);
+  }
+  free(weights), free(held), free(scales), free(biases), free(packed);
 }
 
 int main(void) {
