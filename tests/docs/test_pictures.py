@@ -13,7 +13,8 @@ IMAGES = ROOT / "docs" / "images"
 
 
 def words(text: str) -> list[str]:
-    """The words of the terminal, without figures of time and memory, which differ in every run."""
+    """The words of the terminal, without figures of time and memory, which differ in every run, nor what takes too little to be named."""
+    text = re.sub(r" \(gears made in [\d.]+ s\)", "", text)
     text = re.sub(r"[\d.]+ (tokens/s|ms|s)\b", r"\1", text)
     text = re.sub(r"^memory .*$", lambda row: re.sub(r"[\d.]+ [kMG]?B", "", row[0]), text, flags=re.MULTILINE)
     return text.split()
