@@ -13,7 +13,7 @@ IMAGES = ROOT / "docs" / "images"
 
 
 def words(text: str) -> list[str]:
-    """The words of the terminal, without figures of time and memory, which differ in every run, nor what takes too little to be named."""
+    """The words of the terminal, without times and memory, which differ in every run; a short time may be left out."""
     text = re.sub(r" \(gears made in [\d.]+ s\)", "", text)
     text = re.sub(r"[\d.]+ (tokens/s|ms|s)\b", r"\1", text)
     text = re.sub(r"^memory .*$", lambda row: re.sub(r"[\d.]+ [kMG]?B", "", row[0]), text, flags=re.MULTILINE)

@@ -129,8 +129,7 @@ def test_a_wrong_kernel_is_found_on_the_models_own_weights_and_not_used(launches
     monkeypatch.setattr(Prepared, "__call__", run)
     with pytest.warns(GearbxWarning, match="times what rounding explains"):
         made = Gearbox(model(), "4,16", format="exact", kernels="native")
-        y = exact(made.model(LONG_PROMPT[:, :1]))
-    wanted = exact(model()(LONG_PROMPT[:, :1]))
+    y, wanted = exact(made.model(LONG_PROMPT[:, :1])), exact(model()(LONG_PROMPT[:, :1]))
     np.testing.assert_allclose(y, wanted, atol=3e-2 * np.abs(wanted).max())
     wrong = made.kernel_choices.tuner.wrong
     assert len(wrong) > 3  # shapes of layers
