@@ -152,8 +152,7 @@ def load_mapped(directory: Path, load: Any) -> tuple:
     _mapped.update(states)
     with loading_with(load_arrays):
         model, *others = load()
-    arrays = {name: weakref.ref(array) for name, array in base_arrays(model).items()}
-    setattr(model, ORIGIN, Origin(states, arrays))
+    set_origin(model, states)
     return model, *others
 
 
@@ -177,8 +176,7 @@ def into_memory(model: nn.Module) -> None:
         module[name] = copies[id(value)]
     origin: Origin | None = getattr(model, ORIGIN, None)
     if origin is not None:
-        arrays = {name: weakref.ref(array) for name, array in base_arrays(model).items()}
-        setattr(model, ORIGIN, Origin(origin.states, arrays))
+        set_origin(model, origin.states)
 
 
 @atexit.register
@@ -191,6 +189,12 @@ def warn_of_changes() -> None:
                 message = f"{path}: was written to while it was in use, so that the output may be wrong; start again"
                 warnings.warn(message, GearbxWarning, stacklevel=2)
     _mapped.clear()
+
+
+def set_origin(model: nn.Module, states: Mapping[Path, Sequence[Any]]) -> None:
+    """Remember that the weights of a model, as they are now, are those of files in these states."""
+    arrays = {name: weakref.ref(array) for name, array in base_arrays(model).items()}
+    setattr(model, ORIGIN, Origin(states, arrays))
 
 
 def origin_of(model: nn.Module) -> Origin | None:

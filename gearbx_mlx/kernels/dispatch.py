@@ -114,19 +114,6 @@ def choose(kernels: str, activations: str = "int16") -> KernelChoice:
     return KernelChoice(True, how_many + tiles, ACTIVATIONS[activations], **how)
 
 
-def lacks_native(kernels: str) -> str | None:
-    """Return why MLX's own kernels compute on this CPU, in one line; None where ours do, or on a GPU.
-
-    Nothing is compiled: a compiler that is there counts as one that works.
-
-    Args:
-        kernels: one of KERNELS.
-    """
-    if device() != CPU:
-        return None
-    return "--kernels mlx" if kernels == "mlx" else cpu.lacking()
-
-
 def device() -> str:
     """Return what MLX computes on."""
     if metal.available():
