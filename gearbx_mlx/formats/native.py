@@ -1,6 +1,7 @@
 """MLX's layers with native kernels, over the same arrays; `kernels/dispatch.py` chooses the kernel."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
@@ -73,6 +74,20 @@ class Native:
 def native_rounding(layer: nn.Module) -> int | None:
     """Return the `x_bits` of a native layer, None for another one."""
     return layer.x_bits if isinstance(layer, Native) else None
+
+
+@contextlib.contextmanager
+def rounded_to(bits: int, model: nn.Module) -> Iterator[None]:
+    """In the block, layers of the engaged gear that round activations round them to so many bits at most."""
+    layers = [layer for layer in model.modules() if isinstance(layer, Native) and layer.x_bits > bits]
+    before = [layer.x_bits for layer in layers]
+    try:
+        for layer in layers:
+            layer.x_bits = bits
+        yield
+    finally:
+        for layer, own in zip(layers, before):
+            layer.x_bits = own
 
 
 class NativeDense(Native, nn.Linear):
