@@ -91,7 +91,7 @@ def lossless_sentence(results: Path) -> str:
     return (
         f"{same} of {texts} texts were the top gear's, token for token, for "
         f"{span(each['times_fewer_bytes'] for each in found)} times fewer bytes of weights "
-        "([in time, on a real model](lossless.md#in-time-on-a-real-model))"
+        "([in time, on a real model](lossless.md#benchmarks))"
     )
 
 

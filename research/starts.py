@@ -98,8 +98,8 @@ def lossless_starts(
     every = [each for one in times for each in one]
     identical = sum(int(each["identical"]) for one in found for each in one)
     rows = [[f"{number}", spread(column)] for number, column in enumerate(zip(*times), 1)]
-    rows.append(["all", f"{spread(every)}; {identical} of {len(every)} texts identical"])
-    head = ["start", f"times as fast as the top gear alone, {model} {gears}: median (range)"]
+    rows.append(["all", f"{spread(every)}; {identical} of {len(every)} outputs identical"])
+    head = ["start", f"speedup over plain decoding, {model} {gears}: median (range)"]
     return Found({"lossless_starts": table_here(head, rows)}, found)
 
 
