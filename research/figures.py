@@ -515,7 +515,7 @@ def table_forward_latency(data: Mapping[str, Any]) -> tuple[list[str], list[list
             found = ratios(data, gear, way)
             middle = f"{1e3 * statistics.median(times):.2f}"
             rows.append([gear, str(data["bits"][gear]), WAYS[way], middle, spread(found)])
-    return ["gear", "bits", "way", "ms", "of dense"], rows
+    return ["gear", "bits", "path", "ms", "of dense"], rows
 
 
 # Picture 9: speed by the share of tokens in each gear, as bytes predict it and as measured (GEARBX 9; 17, figure 9).

@@ -242,7 +242,7 @@ def chooser_of(mode: Mode, gearbox: Gearbox, tokenizer: Any, prompt: Sequence[in
 
 
 COLUMNS: Columns = {
-    "way": lambda row: row["label"],
+    "method": lambda row: row["label"],
     "right": lambda row: f"{round(row['accuracy'] * row['problems'])} of {row['problems']}",
     "%": lambda row: f"{100 * row['accuracy']:.1f} ± {100 * row['standard_error']:.1f}",
     "lost, won": lambda row: "{only_first}, {only_second}".format(**row["against_reference"]),

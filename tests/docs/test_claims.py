@@ -65,7 +65,7 @@ DEFAULTS = [
     ("generate", "| `{}` (default) |", lambda: modes.LOSSLESS),
     ("generate", "The default is {}, scaled by log2 V / 17", lambda: pair.EAD_BITS),
     ("kernels", "| `{}` (default) | on a CPU", lambda: GearFlags().kernels.name),
-    ("kernels", "| `{}` (default) | rounds activations", lambda: ladder.DEFAULT_ACTIVATIONS),
+    ("kernels", "| `{}` (default) | quantizes activations", lambda: ladder.DEFAULT_ACTIVATIONS),
     ("python", "The default is `{}`;", lambda: modes.mode_class(modes.LOSSLESS).__name__),
     ("routing", "the paper's are used: {} and {} bits", lambda: SPREAD[1]),
     ("sensitivity", "| `--bits` | widths to measure | `{}` |", lambda: joined(settings_of("sensitivity"), "bits")),
