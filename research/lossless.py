@@ -406,7 +406,7 @@ def generated(responses: Iterable[Any]) -> tuple[list[int], float]:
     return tokens, (time.perf_counter() - begun) / max(len(tokens) - 1, 1)
 
 
-@study("docs/lossless.md", minutes=30)
+@study("docs/performance.md", minutes=30)
 def lossless_time(
     prompts: list[Path] = [HELD_OUT, ASSISTANT],  # noqa: B006 - nothing changes it
     num_prompts: list[int] = [12, 24],  # noqa: B006
@@ -495,7 +495,7 @@ def beside_mlx_lm(
     return Found({"beside_mlx_lm": table_here([*head, "texts as mlx-lm's"], rows)}, data)
 
 
-@study("docs/lossless.md", minutes=12)
+@study("docs/performance.md", minutes=12)
 def draft_model(
     prompts: list[Path] = [HELD_OUT, ASSISTANT],  # noqa: B006 - nothing changes it
     num_prompts: list[int] = [4, 8],  # noqa: B006
@@ -539,7 +539,7 @@ SAMPLINGS: dict[str, dict[str, float]] = {
 }
 
 
-@study("docs/lossless.md", minutes=8)
+@study("docs/performance.md", minutes=8)
 def lossless_sampled(
     prompts: list[Path] = [HELD_OUT, ASSISTANT],  # noqa: B006 - nothing changes it
     num_prompts: list[int] = [3, 6],  # noqa: B006
@@ -585,7 +585,7 @@ def lossless_sampled(
     return Found({"lossless_sampled": table_here(head, rows)}, data)
 
 
-@study("docs/lossless.md", minutes=12)
+@study("docs/performance.md", minutes=12)
 def lossless_contexts(
     text: Path,
     model: str = "smollm2",

@@ -66,7 +66,7 @@ def without_times(to: Path) -> None:
         shutil.copy2(file, to / CACHE / file.name)
 
 
-@study("docs/lossless.md", minutes=12)
+@study("docs/performance.md", minutes=12)
 def lossless_starts(
     model: str = "smollm2",
     gears: str = "4,16",
