@@ -41,20 +41,21 @@ def written(gearbox: Gearbox, tokenizer, prompt: list[int], mode: Lossless | Sta
 
 
 def start(model: str, gears: str, format: str, prompt: str, tokens: int) -> dict[str, float]:
-    """Write a text in mode lossless as the first one of a process, and twice by the top gear alone.
+    """Generate in mode lossless for the first time in a process, between two runs of plain decoding.
 
-    Before that, both gears write a few tokens each: their memory is then in place for all three.
+    The memory of a shared machine is faster at some times than at others, for seconds each. Before all three, both
+    gears generate a few tokens, so that their weights are in memory.
     """
     loaded, tokenizer = load(model)
     gearbox = Gearbox(loaded, gears, format=format)
     asked = list(encode(tokenizer, prompt))
     for gear in ("low", "high"):
         written(gearbox, tokenizer, asked, Static(gear), WARM)
-    drafted, seconds = written(gearbox, tokenizer, asked, Lossless(), tokens)
-    alone = [written(gearbox, tokenizer, asked, Static(), tokens) for _ in range(2)]
+    runs = [written(gearbox, tokenizer, asked, mode, tokens) for mode in (Static(), Lossless(), Static())]
+    (before, plain), (drafted, seconds), (after, plain_again) = runs
     return {
-        "times": statistics.mean(each for _, each in alone) / seconds,
-        "identical": float(all(text == drafted for text, _ in alone)),
+        "times": statistics.mean((plain, plain_again)) / seconds,
+        "identical": float(before == drafted == after),
     }
 
 
