@@ -233,7 +233,7 @@ class LearnedPolicy:
             accepted: tokens of the proposal.
             rows: of the verification.
             seconds: of draft and verification, without those of a reader of the tokens; None if they are not known.
-            draft_seconds: not used, since c needs only the sum.
+            draft_seconds: of the draft; for classes that record rounds, since c needs only the sum.
             margins: of the drafted tokens, if their sampler has them.
         """
         cost = self.cost(drafted) if drafted else self.cost(rows - 1, self._row)
