@@ -190,7 +190,6 @@ def test_analyze_writes_trace_summary_and_pictures(command, tmp_path):
         ({"num_prompts": 0}, "--num-prompts is 0; give 1 or more"),
         ({"shares": "nan,1"}, "shares must be parts of 1"),
         ({"shares": "0.5,0.5"}, "give 3 parts"),
-        ({"target_kl": 1.0}, "--target-kl is gone since gearbx-mlx "),
         ({"method": "median"}, "no setting 'method'"),
         ({"out": ""}, "--out is empty"),
     ],
