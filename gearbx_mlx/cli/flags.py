@@ -85,13 +85,6 @@ class CacheSettings(Settings):
     draft_model: str | None = flag(
         None, "A smaller model with the tokenizer of --model, which drafts for it in mode lossless.", named=True
     )
-    num_draft_tokens: int | None = flag(
-        None,
-        "The most tokens that --draft-model drafts at once. Default: as many as save time",
-        least=1,
-        metavar="N",
-        rare=True,
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

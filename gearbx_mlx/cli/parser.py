@@ -17,7 +17,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
 
-from ..errors import GearbxError, choose, nearest
+from ..errors import GearbxError, choose, escaped, nearest
 from ..settings import Settings, flag_of, flags_in
 
 T = TypeVar("T")
@@ -67,9 +67,8 @@ class FlagParser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         known = [*self.flags()]
         for word in takewhile("--".__ne__, sys.argv[1:] if args is None else args):
-            begun = word.split("=")[
-                0
-            ]  # argparse takes the beginning of a flag's name, and text with a space as a value
+            # argparse takes the beginning of a flag's name, and text with a space as a value.
+            begun = word.split("=")[0]
             if begun.startswith("--") and " " not in word and not any(name.startswith(begun) for name in known):
                 self.refuse(word)  # before a flag that is missing is asked for
         parsed, unknown = self.parse_known_args(args, namespace)
@@ -92,7 +91,7 @@ class FlagParser(argparse.ArgumentParser):
 
     def end(self, line: str) -> NoReturn:
         """Exit with one line."""
-        self.exit(2, f"{self.prog}: error: {line}\n")
+        self.exit(2, escaped(f"{self.prog}: error: {line}") + "\n")
 
     def refuse(self, word: str) -> NoReturn:
         """Exit with one line for a word that is not a flag."""

@@ -146,7 +146,9 @@ class LosslessSettings(Settings):
     draft: str | int | None = setting(None)
     draft_length: int | None = flag(
         None,
-        f"For --mode lossless: always draft N tokens, 1 to {MAX_DRAFTED}, and look nothing up.",
+        f"For --mode lossless: always draft N tokens, 1 to {MAX_DRAFTED}, and look nothing up. Default: as many as "
+        "save time",
+        name="num_draft_tokens",
         least=1,
         most=MAX_DRAFTED,
         metavar="N",

@@ -39,7 +39,7 @@ class TestFlags:
         few, every = (flags_in(each.out) for each in shown)
         assert len(few) <= 28  # 25, and those that print
         assert {"--model", "--prompt", "--max-tokens", "--gears", "--mode"} <= few < every
-        assert {"--xtc-probability", "--draft-length"} <= every - few
+        assert {"--xtc-probability", "--num-draft-tokens"} <= every - few
 
     def test_sampling_is_mlx_lms_if_nothing_is_said(self):
         ours, theirs = vars(SamplingSettings()), vars(mlx_lm_flags().parse_args([]))

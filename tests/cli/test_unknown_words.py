@@ -15,6 +15,7 @@ from gearbx_mlx.machine.readers import Scripted
 UNKNOWN = {
     # commands
     "chta": "chta: no such command; did you mean chat?",
+    "'ch\nat'": r"ch\nat: no such command; did you mean chat?",
     "genrate": "genrate: no such command; did you mean generate?",
     "xyz": "xyz: no such command; choose from generate, chat, ",
     "benchmark mca": "benchmark is mca; did you mean mac?",
@@ -24,6 +25,7 @@ UNKNOWN = {
     "generate --max-tokns 5": "--max-tokns is no flag; did you mean --max-tokens?",
     "generate --modle smollm2": "--modle is no flag; did you mean --model?",
     "generate --json": "--json is no flag; did you mean --summary FILE.json?",
+    "generate '--mo\nde'": r"--mo\nde is no flag; did you mean --mode?",
     "generate --wings 2": "--wings is no flag; ",
     "server --prot=80": "--prot=80 is no flag; did you mean --port?",
     "evaluate --dta x": "--dta is no flag; did you mean --data?",
@@ -31,6 +33,8 @@ UNKNOWN = {
     "generate -z": "-z is no flag; ",
     # modes, formats, choices
     "generate --mode losless": "--mode is losless; did you mean lossless?",
+    "generate --mode 'loss\nless'": r"--mode is loss\nless; did you mean lossless?",
+    "generate --residency 'di\nsk'": r"--residency is di\nsk; did you mean disk?",
     "generate --mode fast": "--mode is fast; choose from route, kickdown, lossless, ",
     "generate --format plane": "--format is plane; did you mean planes?",
     "generate --format codebok:sigma=3": "--format is codebok; did you mean codebook?",
