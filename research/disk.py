@@ -15,7 +15,7 @@ import mlx.core as mx
 from gearbx_mlx import Gearbox, load, stream_generate
 from gearbx_mlx.benchmark.decode import decode_seconds
 from gearbx_mlx.convert import convert
-from gearbx_mlx.errors import GearbxError
+from gearbx_mlx.errors import GearbxError, check_choice
 from gearbx_mlx.loading import find
 
 from . import ROOT
@@ -188,8 +188,7 @@ def residencies(
         place = (directory or Path(temporary)).resolve()
         paths = dict(zip(("original", "exact"), models(model, place)))
         if form:
-            if form not in RESIDENCIES:
-                raise GearbxError(f"--form {form}: there is none; choose from {', '.join(RESIDENCIES)}")
+            check_choice("--form", form, RESIDENCIES)
             print(json.dumps(of_residency(form, paths, tokens, trials)))
             return None
         found = {}

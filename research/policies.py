@@ -14,7 +14,7 @@ from gearbx_mlx.cli.build import Loaded, decided
 from gearbx_mlx.cli.decide import JustGears
 from gearbx_mlx.cli.flags import GearFlags, LayerSettings, ModelSettings
 from gearbx_mlx.decoding.mode import SAME
-from gearbx_mlx.errors import GearbxError, about, numbers
+from gearbx_mlx.errors import GearbxError, about, choose, numbers
 from gearbx_mlx.evaluate.run import context_for
 from gearbx_mlx.evaluation.predictions import check_windows, read_documents, windows_of
 from gearbx_mlx.gears.ladder import Gear, Ladder
@@ -68,7 +68,7 @@ def policies(
     """
     for name in policy:
         if name not in COUNTED:
-            raise GearbxError(f"--policy {name}: there is none; choose from {', '.join(COUNTED)}")
+            raise GearbxError(f"--policy {name}: there is none; {choose(name, COUNTED)}")
     ladder = None if gears is None else Ladder.parse(gears)
     layout = LayerSettings(gears=ladder, format=format, manage=manage, q_group_size=group_size)
     settings = JustGears(ModelSettings(model), layout, GearFlags(kernels=f"{kernels}:{activations}"))

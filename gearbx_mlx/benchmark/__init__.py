@@ -9,7 +9,7 @@ then slows all of it alike. Compare ratios within a run; times of different runs
 import argparse
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, ClassVar, get_args
+from typing import ClassVar, get_args
 
 from ..cli.flags import device_flag
 from ..cli.parser import FlagParser, add_flags
@@ -103,17 +103,12 @@ class BenchmarkParser(FlagParser):
 
     def settings(self) -> Benchmark:
         flags = vars(self.parse_args())
-        return BENCHMARKS[flags.pop("what")](**flags)
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.dest == "what" and value not in BENCHMARKS:
-            self.refuse_gone(f"benchmark {value}")
-        super()._check_value(action, value)
+        return BENCHMARKS[flags.pop("benchmark")](**flags)
 
 
 def setup_arg_parser() -> FlagParser:
     parser = BenchmarkParser("benchmark", Benchmark, description="Time the gears of a model on this machine.")
-    commands = parser.add_subparsers(dest="what", required=True, metavar=f"{{{','.join(BENCHMARKS)}}}")
+    commands = parser.add_subparsers(dest="benchmark", required=True, metavar=f"{{{','.join(BENCHMARKS)}}}")
     for what, kind in BENCHMARKS.items():
         subparser = commands.add_parser(what, help=kind.__doc__, argument_default=argparse.SUPPRESS)
         subparser.add_rare(add_flags(subparser, kind))

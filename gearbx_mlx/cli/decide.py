@@ -180,7 +180,7 @@ class Case:
     @property
     def learns(self) -> bool:
         """True if drafts may have the gears that measure fastest: their length is free, and other modes need none."""
-        free = self.settings.mode.draft_length is None
+        free = self.settings.mode.num_draft_tokens is None
         return self.drafts and free and not (self.several_modes and self.model.machine.device == CPU)
 
 
@@ -276,7 +276,7 @@ def layout_of_thresholds(layout: LayoutSettings, flags: Any) -> LayoutSettings:
 def choose_mode(settings: GearedSettings, layout: LayoutSettings, saved: Manifest | None) -> ChosenMode:
     """Choose the mode by its name, else by flags and files."""
     flags, given = settings.mode, settings.mode.given()
-    asked, source = "draft_length" in given, flags.thresholds
+    asked, source = "num_draft_tokens" in given, flags.thresholds
     if flags.mode is not None:
         return ChosenMode(flags.mode)
     if isinstance(source, ReadThresholds) and source.content.mode == KICKDOWN:

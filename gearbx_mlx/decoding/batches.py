@@ -28,7 +28,7 @@ from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from ..compat.arrays import OwnRandomState
 from ..compat.loops import GearedPrompts, GearedTokens, StagedGenerator
-from ..errors import GearbxError, one_line
+from ..errors import GearbxError, choose, one_line
 from ..files.model_directory import context_length
 from ..gears.gearbox import Gearbox, Observer
 from ..gears.ladder import Gear
@@ -350,7 +350,7 @@ def check_batch_settings(settings: Mapping[str, Any]) -> None:
         if name.startswith("kv_"):
             raise GearbxError(f"{name} is for one text at a time; leave it out, or use stream_generate for each text")
         if name not in BATCH_SETTINGS:
-            raise GearbxError(f"a batch has no {name}; choose from {', '.join(sorted(BATCH_SETTINGS))}")
+            raise GearbxError(f"a batch has no {name}; {choose(name, sorted(BATCH_SETTINGS))}")
         if name in BATCH_SIZES and not is_whole_number(value, 1) and not (name == "max_kv_size" and value is None):
             raise GearbxError(f"{name} is {value!r}; give 1 or more")
 

@@ -13,7 +13,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..compat.classes import as_class
-from ..errors import GearbxError, GearbxWarning
+from ..errors import GearbxWarning, check_choice
 from ..formats import get_format
 from ..formats.block import forget_programs
 from ..formats.native import Native, with_kernels
@@ -52,12 +52,10 @@ def choose_kernels(
     kernel for the top gear. rounds: whether kernels of the format may round activations. Raises GearbxError for a name
     that is not one of KERNELS, or of ACTIVATIONS.
     """
-    if kernels not in KERNELS:
-        raise GearbxError(f"kernels '{kernels}' do not exist; choose from {', '.join(KERNELS)}")
+    check_choice("kernels", kernels, KERNELS)
+    check_choice("activations", activations, ACTIVATIONS)
     if kernels in ("auto", MEASURE) and not quantized and not ours_alone:
         return KernelChoice(False, "the original weights alone stay mlx-lm bit for bit")
-    if activations not in ACTIVATIONS:
-        raise GearbxError(f"activations '{activations}' do not exist; choose from {', '.join(ACTIVATIONS)}")
     choice = choose(kernels, activations)
     expected = kernels == "mlx" or (kernels == "auto" and device() != CPU and not ours_alone)
     if not expected and not choice.native:

@@ -14,7 +14,7 @@ from ..cli.decide import Decision, check_in_ladder, decide
 from ..cli.describe import describe, machine_for
 from ..decoding.mode import SAME, Mode
 from ..decoding.modes import KICKDOWN, LOSSLESS, PAIR, ROUTE, SHIFTING, TELEMETRY_ONLY, made
-from ..errors import GearbxError, about
+from ..errors import GearbxError, about, choose
 from ..files.model_directory import context_length
 from ..gears.discovery import vocabulary
 from ..gears.gearbox import Gearbox, Observer
@@ -51,7 +51,7 @@ def mode_of_request(geared: Geared, modes: tuple[str, ...], default: Mode, optio
     given = {name: value for name, value in options if name != "mode" and value is not None}
     wanted = options.mode or mode_of_options(given, default)
     if wanted is not None and wanted not in modes:
-        raise GearbxError(f"mode '{wanted}' is not served here; choose from {', '.join(modes)}")
+        raise GearbxError(f"mode '{wanted}' is not served here; {choose(wanted, modes)}")
     mode = default if wanted in (None, default.name) else made(wanted, flags.given_to_others())
     own = {item.name for item in fields(mode)}
     for name, value in given.items():

@@ -6,10 +6,10 @@ from functools import partial
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, StrictBool, ValidationInfo
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, StrictBool, ValidationInfo, model_validator
 from typing_extensions import Self
 
-from ..errors import GearbxError
+from ..errors import GearbxError, choose
 from ..files.reading import shown
 from .bodies import AnyObject, ListOf, Part, parse
 from .grammar import ResponseFormat, function_name
@@ -62,13 +62,21 @@ ToolName = Annotated[str, Field(min_length=1, max_length=128)]
 Tools = Annotated[list[AnyObject], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
-class Options(Part, frozen=True, extra="forbid"):
+class Options(Part, frozen=True):
     """The request's own `gearbx`: a mode, the gear of mode static, thresholds in bits, and the gear that drafts."""
 
     mode: str | None = None
     gear: str | Whole | None = None
     thresholds: Annotated[list[Bits], Field(max_length=64, fail_fast=True)] | None = None
     draft: str | Whole | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def has_known_fields(cls, content: Any) -> Any:
+        for name in content if isinstance(content, dict) else ():
+            if name not in cls.model_fields:
+                raise ValueError(f"{shown(name)} is not known; {choose(name, cls.model_fields)}")
+        return content
 
 
 class GearRequest(Part, frozen=True, extra="allow"):
@@ -316,7 +324,7 @@ def check_block(block: Any, kinds: Kinds) -> dict[str, Any]:
     """Return a block that has what its `type` needs; text may stand for blocks in it. Raises ValueError for another."""
     kind = block.get("type") if isinstance(block, dict) else None
     if not isinstance(kind, str) or kind not in kinds:
-        raise ValueError(f"a block has the type {shown(kind)}; choose from {', '.join(kinds)}")
+        raise ValueError(f"a block has the type {shown(kind)}; {choose(kind, kinds)}")
     for name, wanted in kinds[kind].items():
         value, nested = block.get(name), isinstance(wanted, Mapping)
         if nested and isinstance(value, list):

@@ -90,8 +90,8 @@ class TestLookup:
     ("flags", "says"),
     [
         ((), "drafts save time; lookup proposes up to 15 tokens at once"),
-        (("--draft-length", 4), "lossless: drafts of 4 tokens; lookup proposes nothing"),
-        (("--draft-length", 1), "lossless: drafts of 1 token; lookup proposes nothing"),
+        (("--num-draft-tokens", 4), "lossless: drafts of 4 tokens; lookup proposes nothing"),
+        (("--num-draft-tokens", 1), "lossless: drafts of 1 token; lookup proposes nothing"),
     ],
 )
 def test_verbose_says_how_tokens_are_proposed(command, flags, says):
