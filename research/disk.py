@@ -21,7 +21,7 @@ from gearbx_mlx.loading import find
 from . import ROOT
 from .studies import Found, named, spread, study, table_here
 
-LIMIT_STEP, MOST_LIMIT = 8 << 20, 1 << 30
+LIMIT_STEP, MAX_LIMIT = 8 << 20, 1 << 30
 PROMPT = "Once upon a time there was a"
 FORMS = {"bf16": "bfloat16, mlx-lm", "resident": "exact, resident", "stream": "exact, streamed"}
 
@@ -73,7 +73,7 @@ def under_limit(command: Sequence[object], form: str, limit: int) -> tuple[str |
 
 def least_limit(command: Sequence[object], form: str, text: str | None) -> int:
     """The least limit in bytes, to LIMIT_STEP, under which a process writes the text."""
-    low, high = 0, MOST_LIMIT
+    low, high = 0, MAX_LIMIT
     while high - low > LIMIT_STEP:
         middle = (low + high) // 2
         low, high = (low, middle) if under_limit(command, form, middle)[0] == text else (middle, high)

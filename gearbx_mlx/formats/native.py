@@ -27,7 +27,7 @@ from ..kernels.bit_planes import (
 from ..kernels.dispatch import METAL, OPERATIONS, ChosenKernels, Kind, bits_beside_bfloat16, cpu_kernels, device
 from ..kernels.dispatch import NATIVE as OURS
 from ..kernels.products import (
-    MOST_PAIRS,
+    MAX_PAIRS,
     dense_experts,
     dense_product,
     panel_rows,
@@ -137,7 +137,7 @@ class NativeExperts(Native):
     def product(self, x: mx.array) -> mx.array:
         """Return the product (V, n, 1, O) of vectors x (V, I) with the first n experts, as many as a kernel takes."""
         layer: Any = self
-        indices = mx.arange(min(layer.num_experts, MOST_PAIRS // len(x)), dtype=mx.uint32)
+        indices = mx.arange(min(layer.num_experts, MAX_PAIRS // len(x)), dtype=mx.uint32)
         y: mx.array = layer(x[:, None, None], mx.broadcast_to(indices, (len(x), len(indices))))
         return y
 

@@ -38,8 +38,8 @@ from .compiler import SOURCES, processor_key
 from .dispatch import (
     BFLOAT16_BITS,
     CPU,
-    LEAST_WEIGHTS,
     METAL,
+    MIN_WEIGHTS,
     MLX,
     STOCK,
     CannotMeasure,
@@ -56,8 +56,8 @@ Key = TypeVar("Key")
 Make = Callable[[], Sequence[mx.array]]
 """Builds one launch or several, each an array that is not evaluated. They should not depend on each other."""
 
-LEAST_SECONDS = 0.004  # of an evaluation: twenty times what waiting for a GPU costs
-MOST_CALLS = 4096
+MIN_SECONDS = 0.004  # of an evaluation: twenty times what waiting for a GPU costs
+MAX_CALLS = 4096
 
 Times = dict[str, float]
 """Name of a candidate to seconds of a product."""
@@ -300,7 +300,7 @@ class Tuner:
 
 def is_worth_it(kind: Kind) -> bool:
     """Return whether the candidates of a kind are to be timed: not small ones, and not with GEARBX_TUNE=0."""
-    return is_tuning() and math.prod(kind.shape) >= LEAST_WEIGHTS
+    return is_tuning() and math.prod(kind.shape) >= MIN_WEIGHTS
 
 
 def product_errors(products: Mapping[str, Sequence[Any]], x: mx.array) -> Differences:
@@ -403,20 +403,20 @@ def seconds_of(make: Make, calls: int = 1) -> float:
     return time.perf_counter() - start
 
 
-def enough_calls(make: Make, least: float = LEAST_SECONDS) -> int:
-    """Return the power of two of calls whose evaluation takes `least` seconds or more; at most MOST_CALLS.
+def enough_calls(make: Make, least: float = MIN_SECONDS) -> int:
+    """Return the power of two of calls whose evaluation takes `least` seconds or more; at most MAX_CALLS.
 
     The first evaluation is not counted: it may compile a kernel.
     """
     seconds_of(make)
     calls = 1
-    while calls < MOST_CALLS and seconds_of(make, calls) < least:
+    while calls < MAX_CALLS and seconds_of(make, calls) < least:
         calls *= 2
     return calls
 
 
 def timed_in_turn(
-    candidates: Mapping[Key, Make], trials: int = 5, least: float = LEAST_SECONDS, give_up: float = math.inf
+    candidates: Mapping[Key, Make], trials: int = 5, least: float = MIN_SECONDS, give_up: float = math.inf
 ) -> dict[Key, list[float]]:
     """Return seconds of one call of each candidate, trial by trial; a trial goes through all of them in turn.
 

@@ -45,7 +45,7 @@ MESSAGES_PATH, MODELS_PATH = "/v1/messages", "/v1/models"
 FIRST_TOKEN = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)  # seconds
 PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 RATE_SECONDS = 10  # seconds over which tokens per second are counted
-MOST_NAMED, LONGEST_NAME = 20, 100  # fields of a request that are not known, and characters of each
+MAX_NAMED, LONGEST_NAME = 20, 100  # fields of a request that are not known, and characters of each
 
 
 # What is counted.
@@ -328,7 +328,7 @@ async def complete(here: Service, body: BaseModel, request: AnyRequest, dialect:
         body: what the client sent; fields in it that are not known are named in the answer and in the log.
         request: the chat or text completion that answers it.
     """
-    texts, ignored = request.apart(), [name[:LONGEST_NAME] for name in sorted(body.model_extra or ())[:MOST_NAMED]]
+    texts, ignored = request.apart(), [name[:LONGEST_NAME] for name in sorted(body.model_extra or ())[:MAX_NAMED]]
     if ignored:
         here.told["ignored"] = ",".join(ignored)
     came = answers(here, texts)

@@ -16,7 +16,7 @@ from .grammar import ResponseFormat, function_name
 from .web import Refused
 
 DEFAULT_MODEL = "default_model"  # mlx-lm's name for the model that the server was started with
-MOST_LOGPROBS, MOST_CHOICES = 20, 8
+MAX_LOGPROBS, MAX_CHOICES = 20, 8
 MAX_TEXTS = 128  # of one request
 MAX_TOOLS = 512
 ANOTHER = 0x9E3779B97F4A7C15  # between the seeds of two texts of one request
@@ -29,7 +29,7 @@ Count = Annotated[Whole, Field(ge=0, le=LONGEST_CONTEXT)]
 Share = Annotated[Number, Field(ge=0, le=1)]
 Penalty = Annotated[Number, Field(ge=-100, le=100)]
 Bits = Annotated[Number, Field(ge=0, le=64)]
-Logprobs = StrictBool | Annotated[Whole, Field(ge=0, le=MOST_LOGPROBS)]
+Logprobs = StrictBool | Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)]
 Name = Annotated[str, Field(max_length=4096)]
 OnlyOne = Annotated[Whole, Field(ge=1, le=1)]
 
@@ -116,7 +116,7 @@ class BaseRequest(GearRequest, frozen=True):
     logit_bias: Biases = None
     seed: Annotated[Whole, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: StopWord | StopWords | None = None
-    n: Annotated[Whole, Field(ge=1, le=MOST_CHOICES)] | None = None
+    n: Annotated[Whole, Field(ge=1, le=MAX_CHOICES)] | None = None
     best_of: OnlyOne | None = None
     suffix: NotServed = None
     draft_model: NotServed = None
@@ -196,7 +196,7 @@ class ChatRequest(BaseRequest, frozen=True):
     messages: Annotated[ListOf[ChatTurn], Field(min_length=1)]
     max_completion_tokens: Tokens | None = None
     logprobs: Logprobs | None = None
-    top_logprobs: Annotated[Whole, Field(ge=-1, le=MOST_LOGPROBS)] | None = None
+    top_logprobs: Annotated[Whole, Field(ge=-1, le=MAX_LOGPROBS)] | None = None
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     chat_template_kwargs: AnyObject | None = None
