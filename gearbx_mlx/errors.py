@@ -32,7 +32,7 @@ class OutputLost(Exception):
 
 
 @contextmanager
-def about(thing: object) -> Iterator[None]:
+def error_context(thing: object) -> Iterator[None]:
     """Begins the message of an error inside with what it is about, such as a file."""
     try:
         yield

@@ -27,7 +27,7 @@ from ..decoding.modes import (
     STATIC,
     TELEMETRY_ONLY,
     check_draft_model,
-    made,
+    make_mode,
 )
 from ..decoding.pair import pair_cache
 from ..decoding.response import GearResponse
@@ -155,12 +155,12 @@ class GearedChat:
             flags = parse_mode(mode, words).mode
             given = flags.given()
             check_flags(mode, given)
-        found = made(mode, given)
+        found = make_mode(mode, given)
         self._check(found, flags)
         self._mode, self._held = found, ""
 
     def _in_gear(self, gear: str) -> Mode:
-        return made(STATIC, self._settings.mode.given() | {"gear": gear})
+        return make_mode(STATIC, self._settings.mode.given() | {"gear": gear})
 
     def _check(self, mode: Mode, flags: Any) -> None:
         """Raises GearbxError for a mode that this model cannot have with the settings of the chat."""

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, get_type_hints
 
 from ..decoding.modes import COLDEST, MODES, PAIR, SETTINGS, flags_of_mode
-from ..errors import LARGEST_SHOWN, GearbxError, about, check_choice, choose
+from ..errors import LARGEST_SHOWN, GearbxError, check_choice, choose, error_context
 from ..files.writing import check_writable
 from ..formats import (
     CODEBOOKS,
@@ -305,7 +305,7 @@ def parse_format(text: str) -> str:
         return base
     if base not in CODEBOOKS:
         raise GearbxError(f"--format is {text}, and only codebooks have choices; give --format {base}")
-    with about("--format"):
+    with error_context("--format"):
         chosen = CodebookOptions.parse(choices)
     for name in ("library", "group"):
         if base != CODEBOOKS[1] and f"{name}=" in choices:

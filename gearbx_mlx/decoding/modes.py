@@ -234,7 +234,7 @@ def check_draft_model(mode: str, draft_model: object) -> None:
         raise GearbxError(f"mode '{mode}' takes no draft model; leave it out, or use mode '{LOSSLESS}'")
 
 
-def made(name: str, given: Mapping[str, Any]) -> "Mode":
+def make_mode(name: str, given: Mapping[str, Any]) -> "Mode":
     """Return a mode with the flags that are given and belong to it; a file of thresholds says more of its gate.
 
     Raises:

@@ -210,7 +210,7 @@ class LearnedPolicy:
         following = [right * self.acceptance**n for n in range(1, min(AHEAD, self._most - drafted) + 1)]
         return any(saved > 0 for saved in self._saved(following, self._slope, drafted))
 
-    def looked_up(self, probabilities: Sequence[float], room: int) -> int:
+    def lookup_length(self, probabilities: Sequence[float], room: int) -> int:
         """Return how many tokens of a proposal to verify, if the first, the first two, ... are right with these."""
         saved = self._saved(probabilities[: max(0, min(room, MAX_DRAFTED))], self._row)
         plain = 1 - self._token  # a round that proposes nothing costs 1

@@ -17,7 +17,7 @@ from ..cli.decide import JustGears
 from ..compat.arrays import dtype_name
 from ..decoding.caches import cache_in_gears, check_heads
 from ..decoding.mode import SAME, thresholds_for
-from ..decoding.modes import KICKDOWN, ROUTE, made
+from ..decoding.modes import KICKDOWN, ROUTE, make_mode
 from ..errors import GearbxError
 from ..evaluation.predictions import (
     Read,
@@ -148,7 +148,7 @@ def readers_of(settings: EvaluateSettings, gearbox: Gearbox, tokenizer: Any) -> 
     for name in wanted.modes if len(ladder) > 1 else ():
         if name != NONE:
             thresholds_for(wanted.thresholds, gearbox)  # refuses those that a prompt would choose
-            mode = made(name, given).settled(gearbox, tokenizer, None)
+            mode = make_mode(name, given).settled(gearbox, tokenizer, None)
             found.append(TextReader(name, name, ladder, partial(read_in_mode, gearbox, tokenizer, mode)))
     if wanted.kv_gears:
         check_heads(gearbox.model, wanted.kv_gears)

@@ -27,7 +27,7 @@ import numpy as np
 from mlx_lm.utils import load_model
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from ..errors import GearbxError, GearbxWarning, about, one_line
+from ..errors import GearbxError, GearbxWarning, error_context, one_line
 from .gguf import CODED, GGUF_GROUP, MAGIC, Gguf, GgufTensor, affine_codes
 from .model_directory import MAX_LAYERS, REFETCH
 from .reading import shown, unreadable
@@ -173,7 +173,7 @@ def warn_of_widened(file: Path, directory: Path) -> None:
 def write_model(file: Path, directory: Path, dtype: mx.Dtype | None = None) -> None:
     """Write a GGUF into an empty directory, as mlx-lm loads it. dtype: of all weights; None: codes stay codes."""
     gguf = Gguf(file)
-    with about(file):
+    with error_context(file):
         check_metadata(gguf)
     tell_size(gguf)
     try:

@@ -93,7 +93,7 @@ class Metrics:
         Gauge("tokens_per_second", said, **own).set_function(self.tokens_per_second)
         self.tally = tally = Tally(defaultdict(int), {})
         acceptance.labels("draft").set_function(lambda: tally.accepted / max(1, tally.drafted))
-        acceptance.labels("lookup").set_function(lambda: tally.from_lookup / max(1, tally.looked_up))
+        acceptance.labels("lookup").set_function(lambda: tally.from_lookup / max(1, tally.lookup_drafted))
 
     def answered(self, route: str, status: int) -> None:
         """Count an answered request. route: a path of the server; one name stands for all other paths."""
@@ -116,7 +116,7 @@ class Metrics:
         self.weight_bytes.inc(response.weight_bytes)
         self.drafted.labels("draft").inc(response.drafted)
         self.accepted.labels("draft").inc(response.from_draft)
-        self.drafted.labels("lookup").inc(response.looked_up)
+        self.drafted.labels("lookup").inc(response.lookup_drafted)
         self.accepted.labels("lookup").inc(response.source == LOOKUP)
         self.times.append(self.clock())
         (self.first if first else self.others).observe(seconds)

@@ -69,7 +69,7 @@ class Token(Protocol):
     weight_bytes: int
     drafted: int
     from_draft: bool
-    looked_up: int
+    lookup_drafted: int
     source: str
     near_tie: bool
     caught_up: int
