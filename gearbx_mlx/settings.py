@@ -40,8 +40,8 @@ def human_bytes(count: float) -> str:
 def setting(
     default: Any = MISSING,
     *,
-    least: float | None = None,
-    most: float = math.inf,
+    minimum: float | None = None,
+    maximum: float = math.inf,
     choices: tuple[Any, ...] = (),
     named: bool = False,
     parse: Callable[[str], Any] | None = None,
@@ -51,15 +51,15 @@ def setting(
     """Return a field that `Settings` checks.
 
     Args:
-        least, most: bounds of a number; NaN is outside.
+        minimum, maximum: bounds of a number, inclusive; NaN is outside.
         choices: the values that it can have.
         named: a path or the name of a model, which is not empty.
         parse: makes the field's value of text, once; a program may give the value itself.
         rules: what else is to be known of it.
     """
     rules |= {"choices": choices, "named": named, "parse": parse}
-    if least is not None:
-        rules["bounds"] = least, most
+    if minimum is not None:
+        rules["bounds"] = minimum, maximum
     return field(default=default, metadata=rules, kw_only=kw_only)
 
 

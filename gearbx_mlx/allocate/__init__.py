@@ -72,7 +72,7 @@ class AllocationSettings(Settings):
         "tps", "TOKENS", "Tokens/s of decoding on this machine; likewise."
     )
     within_ranges: bool = flag(False, "Keep every layer within min_bits and max_bits of the manifest.")
-    exchanges: int = flag(EXCHANGES, "Tables to measure in search of a better one, by exchanges of bits.", least=0)
+    exchanges: int = flag(EXCHANGES, "Tables to measure in search of a better one, by exchanges of bits.", minimum=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -38,7 +38,7 @@ class AnalysisSettings(Settings):
     prompts: str | None = flag(
         None, "One prompt per line, or JSON Lines as in GSM8K. Default: three that ship", named=True
     )
-    num_prompts: int | None = flag(None, "Use only this many prompts, the first ones.", least=1)
+    num_prompts: int | None = flag(None, "Use only this many prompts, the first ones.", minimum=1)
     out: str = flag("analysis", "Directory for trace, summary and pictures.", named=True)
     kernels: Any = flag(
         "auto", "As for generate: native is faster on a CPU, and rounds otherwise.", parse=parse_kernels

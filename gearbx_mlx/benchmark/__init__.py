@@ -41,7 +41,7 @@ def parse_shape(text: str) -> tuple[int, int]:
 class ModelBenchmark(Settings):
     """Says what is decoded. model: None means a random Llama of `shape`; gears: None means its own, or 4,8,16."""
 
-    trials: int = flag(5, "Counted trials.", least=1, most=MAX_TRIALS)
+    trials: int = flag(5, "Counted trials.", minimum=1, maximum=MAX_TRIALS)
     json: str | None = flag(None, "Write all rows as JSON.", metavar="FILE", named=True)
     device: str | None = device_flag()
     model: str | None = flag(None, "Local directory or Hub repository. Default: a random Llama of --shape", named=True)
@@ -49,7 +49,7 @@ class ModelBenchmark(Settings):
     gears: Ladder | None = flag(
         None, "Bits of the gears. Default: those of a geared checkpoint, or 4,8,16", parse=Ladder.parse
     )
-    tokens: int = flag(16, "Tokens in a trial.", least=1, most=MAX_TRIALS)
+    tokens: int = flag(16, "Tokens in a trial.", minimum=1, maximum=MAX_TRIALS)
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class DecodeBenchmark(ModelBenchmark):
 
     what: ClassVar[str] = "decode"
 
-    context: int = flag(0, "Tokens in the KV cache before the first one. Default: 0", least=0, most=10**15)
+    context: int = flag(0, "Tokens in the KV cache before the first one. Default: 0", minimum=0, maximum=10**15)
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ class MacBenchmark(Settings):
         "An original model of bfloat16 or float16, local directory or Hub repository. Default: the demo model",
         named=True,
     )
-    tokens: int = flag(200, "Most tokens of a text.", least=2, most=MAX_TRIALS)
+    tokens: int = flag(200, "Most tokens of a text.", minimum=2, maximum=MAX_TRIALS)
     minutes: float = flag(
-        10, "Write no further round of texts that would end later; the first one is written at any speed.", least=0
+        10, "Write no further round of texts that would end later; the first one is written at any speed.", minimum=0
     )
     own_kernels: bool = flag(
         False, "First compile, check and time our Metal kernels for this model, and keep which of them won."

@@ -36,7 +36,7 @@ class CalibrationSettings(Settings):
     prompts: str | None = flag(
         None, "One prompt per line, or JSON Lines as in GSM8K. Default: three that ship.", named=True
     )
-    num_prompts: int | None = flag(None, "Use only this many prompts, the first ones.", least=1)
+    num_prompts: int | None = flag(None, "Use only this many prompts, the first ones.", minimum=1)
     out: str | None = flag(None, "File to write. Default: thresholds.json", named=True)
 
     def shares_of(self, gears: int) -> tuple[float, ...]:
@@ -53,10 +53,10 @@ class GateSettings(Settings):
 
     title: ClassVar[str] = "gate"
 
-    window: int = flag(DEFAULT_WINDOW, "Tokens in the rolling mean.", least=1, most=LARGEST_SHOWN, rare=True)
-    hysteresis: float = flag(DEFAULT_HYSTERESIS, "Bits.", least=0, most=sys.float_info.max, rare=True)
+    window: int = flag(DEFAULT_WINDOW, "Tokens in the rolling mean.", minimum=1, maximum=LARGEST_SHOWN, rare=True)
+    hysteresis: float = flag(DEFAULT_HYSTERESIS, "Bits.", minimum=0, maximum=sys.float_info.max, rare=True)
     min_gear_duration: int = flag(
-        DEFAULT_MIN_GEAR_DURATION, "Tokens for which a gear stays engaged at least.", least=1, rare=True
+        DEFAULT_MIN_GEAR_DURATION, "Tokens for which a gear stays engaged at least.", minimum=1, rare=True
     )
 
 

@@ -49,14 +49,14 @@ DEQUANT_CACHE = "dequant-cache"  # a choice of --kernels (GEARBX 7.1)
 class SamplingSettings(Settings):
     title: ClassVar[str] = "sampling"
 
-    seed: int | None = flag(None, "PRNG seed", least=0, most=2**63)
-    temp: float = flag(0.0, "Sampling temperature; 0: greedy.", least=0, most=1000)
-    top_p: float = flag(1.0, "Sampling top-p.", least=0, most=1)
-    min_p: float = flag(0.0, "Sampling min-p.", least=0, most=1, rare=True)
-    top_k: int = flag(0, "Sampling top-k.", least=0, rare=True)
-    xtc_probability: float = flag(0.0, "Probability of XTC sampling.", least=0, most=1, rare=True)
-    xtc_threshold: float = flag(0.1, "Threshold for XTC sampling.", least=0, most=0.5, rare=True)
-    min_tokens_to_keep: int = flag(1, "Tokens to keep for min-p sampling.", least=1, rare=True)
+    seed: int | None = flag(None, "PRNG seed", minimum=0, maximum=2**63)
+    temp: float = flag(0.0, "Sampling temperature; 0: greedy.", minimum=0, maximum=1000)
+    top_p: float = flag(1.0, "Sampling top-p.", minimum=0, maximum=1)
+    min_p: float = flag(0.0, "Sampling min-p.", minimum=0, maximum=1, rare=True)
+    top_k: int = flag(0, "Sampling top-k.", minimum=0, rare=True)
+    xtc_probability: float = flag(0.0, "Probability of XTC sampling.", minimum=0, maximum=1, rare=True)
+    xtc_threshold: float = flag(0.1, "Threshold for XTC sampling.", minimum=0, maximum=0.5, rare=True)
+    min_tokens_to_keep: int = flag(1, "Tokens to keep for min-p sampling.", minimum=1, rare=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,13 +68,13 @@ class SamplingSettings(Settings):
 class CacheSettings(Settings):
     title: ClassVar[str] = "KV cache and drafts"
 
-    max_kv_size: int | None = flag(None, "Set the maximum key-value cache size", least=1, rare=True)
-    prefill_step_size: int = flag(2048, "Prompt tokens processed at a time.", least=1, rare=True)
+    max_kv_size: int | None = flag(None, "Set the maximum key-value cache size", minimum=1, rare=True)
+    prefill_step_size: int = flag(2048, "Prompt tokens processed at a time.", minimum=1, rare=True)
     kv_bits: int | None = flag(
         None, "Bits for KV cache quantization. Default: none", choices=(2, 3, 4, 5, 6, 8), rare=True
     )
     kv_group_size: int = flag(64, "Group size for KV cache quantization.", choices=(32, 64, 128), rare=True)
-    quantized_kv_start: int = flag(5000, "Step to begin KV cache quantization.", least=0, rare=True)
+    quantized_kv_start: int = flag(5000, "Step to begin KV cache quantization.", minimum=0, rare=True)
     kv_gears: tuple[int, ...] | None = flag(
         None,
         "Gears of the KV cache, ascending bits of 4, 8 and 16, such as 4,16, or one that is always read. Default: none",
@@ -101,12 +101,12 @@ def check_sampling(settings: SamplingSettings, vocab_size: int) -> None:
             raise GearbxError(f"{name} is {value}, and the vocabulary {vocab_size}; give fewer")
 
 
-SILENT, TOLD, DESCRIBED = "false", "true", "all"  # how much is said beside a text
+QUIET, NORMAL, VERBOSE = "false", "true", "all"  # how much is said beside a text
 
 
 def parse_verbose(text: str) -> str:
     """Parse --verbose: True, False or all; T and F as in mlx-lm. Raises GearbxError for another word."""
-    for level in (SILENT, TOLD, DESCRIBED):
+    for level in (QUIET, NORMAL, VERBOSE):
         if text.lower() in (level, level[0]):
             return level
     raise GearbxError(f"--verbose is {text}; {choose(text, ('True', 'False', 'all'))}")
@@ -119,7 +119,7 @@ class OutputSettings(Settings):
     title: ClassVar[str] = "output"
 
     verbose: str = flag(
-        TOLD,
+        NORMAL,
         "False: the text alone, when it is complete. all: before the text, each layer's bits and kernels, and why; "
         "after it, every figure, and which kernels were fastest; on stderr. Default: True",
         metavar="True|False|all",
@@ -131,12 +131,12 @@ class OutputSettings(Settings):
     @property
     def told(self) -> bool:
         """Return whether anything is said beside the text."""
-        return self.verbose != SILENT
+        return self.verbose != QUIET
 
     @property
     def describes(self) -> bool:
         """Return whether layers and kernels are described."""
-        return self.verbose == DESCRIBED
+        return self.verbose == VERBOSE
 
     def paths(self) -> tuple[Path | None, Path | None]:
         """Return where trace and summary go. Raises GearbxError for places that cannot be written to."""
@@ -174,8 +174,8 @@ class CalibrationTextSettings(Settings):
         "A text, or JSON Lines with text, or question and answer (GSM8K). Default: sums, prose, verse that ship",
         named=True,
     )
-    num_samples: int = flag(8, "Windows of the text.", least=1)
-    sequence_length: int = flag(256, "Most tokens of a window.", least=1)
+    num_samples: int = flag(8, "Windows of the text.", minimum=1)
+    sequence_length: int = flag(256, "Most tokens of a window.", minimum=1)
     kernels: str = flag(
         "auto", "As for generate. Activations are not rounded, because only weights are measured.", choices=KERNELS
     )
@@ -571,15 +571,15 @@ class OtherServerSettings(Settings):
     server_timeout: float = flag(
         DEFAULT_TIMEOUT,
         "Seconds to wait for a whole answer, or for a stream's next token.",
-        least=0.01,
-        most=1e6,
+        minimum=0.01,
+        maximum=1e6,
         rare=True,
     )
     vocab_size: int | None = flag(
         None,
         "Length of the model's logits, on which the upper bounds depend. Default: what the server says",
-        least=2,
-        most=LARGEST_SHOWN,
+        minimum=2,
+        maximum=LARGEST_SHOWN,
     )
 
     @property

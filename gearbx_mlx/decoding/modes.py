@@ -92,9 +92,9 @@ class RouteSettings(Settings):
     """
 
     thresholds: Thresholds = thresholds_flag()
-    window: int = setting(DEFAULT_WINDOW, least=1)
-    hysteresis: float = setting(DEFAULT_HYSTERESIS, least=0)
-    min_gear_duration: int = setting(DEFAULT_MIN_GEAR_DURATION, least=1)
+    window: int = setting(DEFAULT_WINDOW, minimum=1)
+    hysteresis: float = setting(DEFAULT_HYSTERESIS, minimum=0)
+    min_gear_duration: int = setting(DEFAULT_MIN_GEAR_DURATION, minimum=1)
     initial_gear: str | int = gear_flag(AUTO)
     prompt_gear: str | int | None = prompt_gear_flag()
 
@@ -111,7 +111,7 @@ class KickdownSettings(Settings):
     """
 
     thresholds: Thresholds = thresholds_flag()
-    window: int = setting(DEFAULT_WINDOW, least=1)
+    window: int = setting(DEFAULT_WINDOW, minimum=1)
     prompt_gear: str | int | None = prompt_gear_flag()
 
 
@@ -126,7 +126,7 @@ class StaticSettings(Settings):
     """
 
     gear: str | int | None = gear_flag()
-    window: int = setting(DEFAULT_WINDOW, least=1)
+    window: int = setting(DEFAULT_WINDOW, minimum=1)
     prompt_gear: str | int | None = prompt_gear_flag()
 
 
@@ -149,13 +149,13 @@ class LosslessSettings(Settings):
         f"For --mode lossless: always draft N tokens, 1 to {MAX_DRAFTED}, and look nothing up. Default: as many as "
         "save time",
         name="num_draft_tokens",
-        least=1,
-        most=MAX_DRAFTED,
+        minimum=1,
+        maximum=MAX_DRAFTED,
         metavar="N",
         rare=True,
     )
-    lookup_tokens: int | None = setting(None, least=0, most=MAX_DRAFTED)
-    window: int = setting(DEFAULT_WINDOW, least=1)
+    lookup_tokens: int | None = setting(None, minimum=0, maximum=MAX_DRAFTED)
+    window: int = setting(DEFAULT_WINDOW, minimum=1)
 
 
 @dataclass(frozen=True)
@@ -181,8 +181,8 @@ class PairSettings(Settings):
     threshold: float | None = flag(
         None, "As of the other modes.", name="thresholds", parse=read_thresholds, metavar="BITS"
     )
-    window: int = setting(ead.DEFAULT_WINDOW, least=1)
-    min_gear_duration: int = setting(ead.DEFAULT_MIN_DURATION, least=1)
+    window: int = setting(ead.DEFAULT_WINDOW, minimum=1)
+    min_gear_duration: int = setting(ead.DEFAULT_MIN_DURATION, minimum=1)
     initial_gear: str = gear_flag(AUTO)
 
     def __post_init__(self) -> None:

@@ -43,13 +43,13 @@ class EvaluationSettings(Settings):
         parse=read_thresholds,
     )
     context: int | None = flag(
-        None, "Tokens in a window. Default: 256, or the model's context if less", least=2, most=LARGEST_SHOWN
+        None, "Tokens in a window. Default: 256, or the model's context if less", minimum=2, maximum=LARGEST_SHOWN
     )
     kld: bool = flag(
         False,
         "As llama.cpp's --kl-divergence: windows of 512 tokens, of which the second half counts, and its figures.",
     )
-    tokens: int = flag(2000, "Predictions in all.", least=1, most=LARGEST_SHOWN)
+    tokens: int = flag(2000, "Predictions in all.", minimum=1, maximum=LARGEST_SHOWN)
     kv_gears: tuple[int, ...] | None = flag(
         None,
         "Gears of the KV cache: the top gear of the weights reads the text over each of them, too.",

@@ -20,7 +20,7 @@ from ..cli.build import (
     load_pair,
     show_kernels,
 )
-from ..cli.flags import SILENT, OutputSettings
+from ..cli.flags import QUIET, OutputSettings
 from ..cli.prompt import encode_prompt, piped_prompt, read_prompt, room_for
 from ..cli.prompt_cache import PromptCache, load_cache
 from ..cli.start import entered
@@ -145,7 +145,7 @@ def on_this_rank(settings: GenerateSettings) -> GenerateSettings:
             raise GearbxError(f"{flag_of(name)} is for one process, and these are {run.place.size} ranks: {why}")
     if settings.input.prompt == "-":
         raise GearbxError("--prompt - reads standard input, which mlx.launch never ends; give the prompt itself")
-    return settings if run.place.rank == 0 else replace(settings, output=OutputSettings(verbose=SILENT))
+    return settings if run.place.rank == 0 else replace(settings, output=OutputSettings(verbose=QUIET))
 
 
 def flag_facts(given: Mapping[str, Any]) -> dict[str, str]:

@@ -36,8 +36,8 @@ class MeasurementSettings(Settings):
     accuracy_threshold: float = flag(
         ACCURACY_THRESHOLD,
         "Percent that one layer alone may add to the perplexity: its fewest bits are those that stay below.",
-        least=0.001,
-        most=LARGEST_SHOWN,
+        minimum=0.001,
+        maximum=LARGEST_SHOWN,
     )
     out: str = flag("manifest.json", "File to write.", named=True)
     fast: bool = flag(False, "Estimate to first order, from one backward pass, as in mlx_lm.dynamic_quant.")

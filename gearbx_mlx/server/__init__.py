@@ -45,7 +45,7 @@ class ListenSettings(Settings):
     title: ClassVar[str] = "server"
 
     host: str = flag("127.0.0.1", "Host for the HTTP server; 0.0.0.0 lets other machines in.", named=True)
-    port: int = flag(8080, "Port for the HTTP server; 0: any that is free.", least=0, most=65535)
+    port: int = flag(8080, "Port for the HTTP server; 0: any that is free.", minimum=0, maximum=65535)
     allowed_origins: str = flag(
         "",
         "Origins of pages beside the server's own that may ask, such as https://example.org, with commas between; *: "
@@ -62,10 +62,10 @@ class ListenSettings(Settings):
         None, "Key that requests must bring. Default: the environment's GEARBX_API_KEY, or none", named=True
     )
     max_body_bytes: int | None = flag(
-        None, "The most bytes of a request. Default: as the model's context needs", least=1, most=2**31, rare=True
+        None, "The most bytes of a request. Default: as the model's context needs", minimum=1, maximum=2**31, rare=True
     )
     request_timeout: float = flag(
-        30.0, "Seconds that a client has to send its request.", least=0.1, most=3600, rare=True
+        30.0, "Seconds that a client has to send its request.", minimum=0.1, maximum=3600, rare=True
     )
     allow_models: bool = flag(
         False, "Requests may name other models, which are then loaded in place of this one.", rare=True
@@ -93,11 +93,11 @@ class AnswerSettings(Settings):
 
     title: ClassVar[str] = "answers"
 
-    max_tokens: int = flag(512, "Default maximum number of tokens to generate.", least=1)
-    temp: float = flag(0.0, "Default sampling temperature.", least=0, most=1000)
-    top_p: float = flag(1.0, "Default nucleus sampling top-p.", least=0, most=1, rare=True)
-    top_k: int = flag(0, "Default top-k sampling; 0 disables it.", least=0, rare=True)
-    min_p: float = flag(0.0, "Default min-p sampling; 0 disables it.", least=0, most=1, rare=True)
+    max_tokens: int = flag(512, "Default maximum number of tokens to generate.", minimum=1)
+    temp: float = flag(0.0, "Default sampling temperature.", minimum=0, maximum=1000)
+    top_p: float = flag(1.0, "Default nucleus sampling top-p.", minimum=0, maximum=1, rare=True)
+    top_k: int = flag(0, "Default top-k sampling; 0 disables it.", minimum=0, rare=True)
+    min_p: float = flag(0.0, "Default min-p sampling; 0 disables it.", minimum=0, maximum=1, rare=True)
     chat_template: str = flag("", "Specify a chat template for the tokenizer", rare=True)
     chat_template_args: str = flag(
         "{}",
@@ -126,9 +126,9 @@ class ConcurrencySettings(Settings):
 
     title: ClassVar[str] = "concurrency"
 
-    decode_concurrency: int = flag(32, "Answers that are in the making at once.", least=1, most=4096)
+    decode_concurrency: int = flag(32, "Answers that are in the making at once.", minimum=1, maximum=4096)
     prompt_concurrency: int = flag(
-        8, "Prompts that are read at once, of answers in one gear.", least=1, most=4096, rare=True
+        8, "Prompts that are read at once, of answers in one gear.", minimum=1, maximum=4096, rare=True
     )
     batch_policy: str = flag(
         DEFAULT_POLICY,
@@ -138,7 +138,7 @@ class ConcurrencySettings(Settings):
         rare=True,
     )
     prompt_cache_size: int = flag(
-        10, "Maximum number of distinct KV caches to hold in the prompt cache.", least=1, rare=True
+        10, "Maximum number of distinct KV caches to hold in the prompt cache.", minimum=1, rare=True
     )
     prompt_cache_bytes: int | None = flag(
         None,
