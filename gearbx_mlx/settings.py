@@ -71,21 +71,24 @@ def flag(
     also: tuple[str, ...] = (),
     exclusive: str = "",
     rare: bool = False,
+    default_text: str = "",
     **rules: Any,
 ) -> Any:
     """Return a `setting` that is a flag.
 
     Args:
         default: a required flag has none.
-        help: the default is added to it, unless it names one.
+        help: a fragment without a period, of 20 words at most with the default, which is added to it.
         name: as a field has it, where that is not the field's own.
         also: further names of the flag.
         exclusive: at most one flag of those with the same word here may be given.
         rare: `--help-all` shows it, and `--help` does not.
+        default_text: the default in words, where it depends on other flags, files or the machine.
         rules: of `setting`; and of `add_argument`: metavar, nargs, const.
     """
-    if default not in (MISSING, None, "") and default is not False and "Default:" not in help:
-        help = f"{help} Default: {default}"
+    has_text = default not in (MISSING, None, "", ()) and default is not False
+    if default_text or has_text:
+        help = f"{help} [default: {default_text or as_text(default)}]"
     return setting(default, help=help, flag=name, also=also, exclusive=exclusive, rare=rare, **rules)
 
 

@@ -41,15 +41,19 @@ def parse_shape(text: str) -> tuple[int, int]:
 class ModelBenchmark(Settings):
     """Says what is decoded. model: None means a random Llama of `shape`; gears: None means its own, or 4,8,16."""
 
-    trials: int = flag(5, "Counted trials.", minimum=1, maximum=MAX_TRIALS)
-    json: str | None = flag(None, "Write all rows as JSON.", metavar="FILE", named=True)
+    trials: int = flag(5, "Counted trials", minimum=1, maximum=MAX_TRIALS)
+    json: str | None = flag(None, "File for all rows as JSON", metavar="FILE", named=True)
     device: str | None = device_flag()
-    model: str | None = flag(None, "Local directory or Hub repository. Default: a random Llama of --shape", named=True)
-    shape: tuple[int, int] = flag((1024, 8), "WIDTHxLAYERS of the random Llama. Default: 1024x8", parse=parse_shape)
-    gears: Ladder | None = flag(
-        None, "Bits of the gears. Default: those of a geared checkpoint, or 4,8,16", parse=Ladder.parse
+    model: str | None = flag(
+        None, "Local directory or Hub repository", default_text="a random Llama of --shape", named=True
     )
-    tokens: int = flag(16, "Tokens in a trial.", minimum=1, maximum=MAX_TRIALS)
+    shape: tuple[int, int] = flag(
+        (1024, 8), "WIDTHxLAYERS of the random Llama", default_text="1024x8", parse=parse_shape
+    )
+    gears: Ladder | None = flag(
+        None, "Bits of the gears", default_text="those of a geared checkpoint, or 4,8,16", parse=Ladder.parse
+    )
+    tokens: int = flag(16, "Tokens in a trial", minimum=1, maximum=MAX_TRIALS)
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class DecodeBenchmark(ModelBenchmark):
 
     what: ClassVar[str] = "decode"
 
-    context: int = flag(0, "Tokens in the KV cache before the first one. Default: 0", minimum=0, maximum=10**15)
+    context: int = flag(0, "Tokens in the KV cache before the first one", minimum=0, maximum=10**15)
 
 
 @dataclass(frozen=True)
@@ -69,19 +73,16 @@ class MacBenchmark(Settings):
 
     model: str | None = flag(
         None,
-        "An original model of bfloat16 or float16, local directory or Hub repository. Default: the demo model",
+        "Original bfloat16 or float16 model: local directory or Hub repository",
+        default_text="the demo model",
         named=True,
     )
-    tokens: int = flag(200, "Most tokens of a text.", minimum=2, maximum=MAX_TRIALS)
-    minutes: float = flag(
-        10, "Write no further round of texts that would end later; the first one is written at any speed.", minimum=0
-    )
+    tokens: int = flag(200, "Maximum number of tokens in an output", minimum=2, maximum=MAX_TRIALS)
+    minutes: float = flag(10, "Time limit in minutes; the first series is always complete", minimum=0)
     own_kernels: bool = flag(
-        False, "First compile, check and time our Metal kernels for this model, and keep which of them won."
+        False, "First compile, check and time this package's Metal kernels, and keep the faster ones"
     )
-    json: str = flag(
-        "mac.json", "Write everything as JSON; an interrupted run goes on there.", metavar="FILE", named=True
-    )
+    json: str = flag("mac.json", "Report as JSON, which an interrupted run continues", metavar="FILE", named=True)
     device: str | None = device_flag()
 
 

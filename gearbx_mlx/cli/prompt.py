@@ -28,9 +28,11 @@ class PromptSettings(Settings):
     title: ClassVar[str] = "prompt"
 
     system_prompt: str | None = flag(None, "System prompt to be used for the chat template")
-    ignore_chat_template: bool = flag(False, "Use the raw prompt without the chat template.", rare=True)
-    chat_template_config: str | None = flag(None, "JSON of additional arguments for `apply_chat_template`.", rare=True)
-    max_tokens: int = flag(DEFAULT_MAX_TOKENS, "Tokens to generate, -1: as many as fit the context.", also=("-m",))
+    ignore_chat_template: bool = flag(False, "Use the raw prompt without the chat template", rare=True)
+    chat_template_config: str | None = flag(None, "JSON of additional arguments for `apply_chat_template`", rare=True)
+    max_tokens: int = flag(
+        DEFAULT_MAX_TOKENS, "Maximum number of tokens to generate; -1: as many as fit the context", also=("-m",)
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,7 +56,7 @@ class PromptSettings(Settings):
 class AnswerLengthSettings(PromptSettings):
     """How a message or a problem becomes tokens, and how long its answer may be."""
 
-    max_tokens: int = flag(256, "Tokens of an answer, -1: as many as fit the context.", also=("-m",))
+    max_tokens: int = flag(256, "Maximum number of tokens in an answer; -1: as many as fit the context", also=("-m",))
 
 
 def read_prompt(text: str) -> str:

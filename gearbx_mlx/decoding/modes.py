@@ -45,8 +45,8 @@ OF_GATE = "window", "hysteresis", "min_gear_duration"  # settings that a thresho
 def thresholds_flag() -> Any:
     return flag(
         None,
-        "For --mode route, which it implies: bits such as 1.8,3.5, auto (found on three short prompts), or a file from "
-        "gearbx_mlx calibrate, which may have window, hysteresis and duration of the gate too. Default: the paper's",
+        "Entropy thresholds in bits such as 1.8,3.5, auto (measured), or a file from gearbx_mlx calibrate",
+        default_text="the paper's",
         name="thresholds",
         metavar="FILE|BITS|auto",
         named=True,
@@ -57,8 +57,8 @@ def thresholds_flag() -> Any:
 def gear_flag(default: str | None = None) -> Any:
     return flag(
         default,
-        "The gear of --mode static, which it implies: name or bits; in the modes route and pair the one that begins "
-        "the text. Default: static: the top gear, route: by the prompt, pair: the small model",
+        "Gear of static, initial gear of route and pair: name or bits",
+        default_text="top; route: by prompt; pair: small",
         name="gear",
         named=True,
     )
@@ -67,8 +67,8 @@ def gear_flag(default: str | None = None) -> Any:
 def prompt_gear_flag() -> Any:
     return flag(
         None,
-        "The gear that reads the prompt, for --mode route, kickdown and static: name, bits, or same (the one that "
-        "begins the text). Default: the top gear, on a CPU 8 bits where the ladder has them",
+        "Prefill gear of route, kickdown and static: name, bits, or same (the initial gear)",
+        default_text="top; on a CPU 8",
         named=True,
         rare=True,
         kw_only=True,
@@ -146,8 +146,8 @@ class LosslessSettings(Settings):
     draft: str | int | None = setting(None)
     draft_length: int | None = flag(
         None,
-        f"For --mode lossless: always draft N tokens, 1 to {MAX_DRAFTED}, and look nothing up. Default: as many as "
-        "save time",
+        f"Fixed draft length in mode lossless, 1 to {MAX_DRAFTED}, without prompt lookup",
+        default_text="as many as save time",
         name="num_draft_tokens",
         minimum=1,
         maximum=MAX_DRAFTED,
@@ -174,12 +174,11 @@ class PairSettings(Settings):
 
     small_model: Any = flag(
         None,
-        "Local directory or Hub repository of a smaller model with the tokenizer of --model (EAD). For it --thresholds "
-        f"is bits, 0 (large alone) to inf (small alone; default: {ead.EAD_BITS:g}, scaled to the vocabulary).",
+        "Smaller model of mode pair, with the tokenizer of --model; --thresholds is then one number of bits",
         named=True,
     )
     threshold: float | None = flag(
-        None, "As of the other modes.", name="thresholds", parse=read_thresholds, metavar="BITS"
+        None, "One entropy threshold in bits", name="thresholds", parse=read_thresholds, metavar="BITS"
     )
     window: int = setting(ead.DEFAULT_WINDOW, minimum=1)
     min_gear_duration: int = setting(ead.DEFAULT_MIN_DURATION, minimum=1)

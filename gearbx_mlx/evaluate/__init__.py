@@ -27,32 +27,38 @@ class EvaluationSettings(Settings):
 
     data: str | None = flag(
         None,
-        "A text, or JSON Lines with text, or with question and answer, as in GSM8K. Default: the text that ships",
+        "Text, or JSON Lines with text, or with question and answer (GSM8K)",
+        default_text="the bundled text",
         metavar="FILE",
         named=True,
     )
-    out: str = flag("evaluation", "Directory for the report.", named=True)
+    out: str = flag("evaluation", "Directory for the report", named=True)
     modes: Sequence[str] = flag(
-        MIXING, "Modes that read the text besides each gear alone, or none.", choices=(*MIXING, NONE), nargs="+"
+        MIXING, "Modes to evaluate besides each single gear, or none", choices=(*MIXING, NONE), nargs="+"
     )
     thresholds: Thresholds = flag(
         None,
-        "Of these modes: a file from gearbx_mlx calibrate, or bits such as 1.8,3.5. Default: the paper's",
+        "Entropy thresholds of these modes: bits such as 1.8,3.5, or a file from gearbx_mlx calibrate",
+        default_text="the paper's",
         metavar="FILE|BITS",
         named=True,
         parse=read_thresholds,
     )
     context: int | None = flag(
-        None, "Tokens in a window. Default: 256, or the model's context if less", minimum=2, maximum=LARGEST_SHOWN
+        None,
+        "Tokens in a window",
+        default_text="256, or the model's context if shorter",
+        minimum=2,
+        maximum=LARGEST_SHOWN,
     )
     kld: bool = flag(
         False,
-        "As llama.cpp's --kl-divergence: windows of 512 tokens, of which the second half counts, and its figures.",
+        "Windows of 512 tokens, second half counted, and the figures of llama.cpp's --kl-divergence",
     )
-    tokens: int = flag(2000, "Predictions in all.", minimum=1, maximum=LARGEST_SHOWN)
+    tokens: int = flag(2000, "Number of predictions", minimum=1, maximum=LARGEST_SHOWN)
     kv_gears: tuple[int, ...] | None = flag(
         None,
-        "Gears of the KV cache: the top gear of the weights reads the text over each of them, too.",
+        "Gears of the KV cache to evaluate with the top gear of the weights",
         metavar="4,8,16",
         parse=kv_ladder,
     )

@@ -15,7 +15,7 @@ class PlaceSettings(Settings):
 
     title: ClassVar[str] = "list"
 
-    directory: str = flag(".", "Where converted models and GGUF files are.", named=True)
+    directory: str = flag(".", "Directory of converted models and GGUF files", named=True)
 
 
 @dataclass(frozen=True)

@@ -44,47 +44,46 @@ class ListenSettings(Settings):
 
     title: ClassVar[str] = "server"
 
-    host: str = flag("127.0.0.1", "Host for the HTTP server; 0.0.0.0 lets other machines in.", named=True)
-    port: int = flag(8080, "Port for the HTTP server; 0: any that is free.", minimum=0, maximum=65535)
+    host: str = flag("127.0.0.1", "Host for the HTTP server; 0.0.0.0 accepts other machines", named=True)
+    port: int = flag(8080, "Port for the HTTP server; 0: any free port", minimum=0, maximum=65535)
     allowed_origins: str = flag(
         "",
-        "Origins of pages beside the server's own that may ask, such as https://example.org, with commas between; *: "
-        "any. Default: none",
+        "Further allowed origins of web pages, such as https://example.org, comma-separated; *: any",
+        default_text="none",
         rare=True,
     )
     allowed_hosts: str = flag(
         "",
-        "Names by which requests may reach the server, beside --host and this machine's loopback, with commas between. "
-        "Default: none",
+        "Further allowed host names of requests, beside --host and loopback, comma-separated",
+        default_text="none",
         rare=True,
     )
-    api_key: str | None = flag(
-        None, "Key that requests must bring. Default: the environment's GEARBX_API_KEY, or none", named=True
-    )
+    api_key: str | None = flag(None, "Key that requests must send", default_text="$GEARBX_API_KEY, or none", named=True)
     max_body_bytes: int | None = flag(
-        None, "The most bytes of a request. Default: as the model's context needs", minimum=1, maximum=2**31, rare=True
+        None,
+        "Maximum size of a request in bytes",
+        default_text="by the model's context",
+        minimum=1,
+        maximum=2**31,
+        rare=True,
     )
     request_timeout: float = flag(
-        30.0, "Seconds that a client has to send its request.", minimum=0.1, maximum=3600, rare=True
+        30.0, "Seconds for a client to send its request", minimum=0.1, maximum=3600, rare=True
     )
-    allow_models: bool = flag(
-        False, "Requests may name other models, which are then loaded in place of this one.", rare=True
-    )
+    allow_models: bool = flag(False, "Let requests name other models, which then replace this one", rare=True)
     models: str | None = flag(
         None,
-        "Directory whose checkpoints requests may ask for by the names of their folders; one is in memory at a time.",
+        "Directory of checkpoints that requests may name by folder; one is in memory at a time",
         metavar="DIR",
     )
     keep_alive: float | None = flag(
         None,
-        "How long a model stays in memory after its last answer: seconds, 5m or 1h; -1: always. Default: 5m with "
-        "--models, else -1",
+        "Time that an idle model stays in memory: seconds, 5m or 1h; -1: always",
+        default_text="-1; --models: 5m",
         parse=parse_span,
         metavar="TIME",
     )
-    log_level: str = flag(
-        "INFO", "Set the logging level.", choices=("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"), rare=True
-    )
+    log_level: str = flag("INFO", "Logging level", choices=("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"), rare=True)
 
 
 @dataclass(frozen=True)
@@ -93,15 +92,15 @@ class AnswerSettings(Settings):
 
     title: ClassVar[str] = "answers"
 
-    max_tokens: int = flag(512, "Default maximum number of tokens to generate.", minimum=1)
-    temp: float = flag(0.0, "Default sampling temperature.", minimum=0, maximum=1000)
-    top_p: float = flag(1.0, "Default nucleus sampling top-p.", minimum=0, maximum=1, rare=True)
-    top_k: int = flag(0, "Default top-k sampling; 0 disables it.", minimum=0, rare=True)
-    min_p: float = flag(0.0, "Default min-p sampling; 0 disables it.", minimum=0, maximum=1, rare=True)
+    max_tokens: int = flag(512, "Default maximum number of tokens to generate", minimum=1)
+    temp: float = flag(0.0, "Default sampling temperature", minimum=0, maximum=1000)
+    top_p: float = flag(1.0, "Default nucleus sampling top-p", minimum=0, maximum=1, rare=True)
+    top_k: int = flag(0, "Default top-k sampling; 0 disables it", minimum=0, rare=True)
+    min_p: float = flag(0.0, "Default min-p sampling; 0 disables it", minimum=0, maximum=1, rare=True)
     chat_template: str = flag("", "Specify a chat template for the tokenizer", rare=True)
     chat_template_args: str = flag(
         "{}",
-        "JSON of arguments for the tokenizer's apply_chat_template, e.g. '{\"enable_thinking\":false}'.",
+        "JSON of arguments for the tokenizer's apply_chat_template, such as '{\"enable_thinking\":false}'",
         rare=True,
     )
 
@@ -126,23 +125,23 @@ class ConcurrencySettings(Settings):
 
     title: ClassVar[str] = "concurrency"
 
-    decode_concurrency: int = flag(32, "Answers that are in the making at once.", minimum=1, maximum=4096)
+    decode_concurrency: int = flag(32, "Maximum number of answers generated at once", minimum=1, maximum=4096)
     prompt_concurrency: int = flag(
-        8, "Prompts that are read at once, of answers in one gear.", minimum=1, maximum=4096, rare=True
+        8, "Maximum number of prompts prefilled at once, in one gear", minimum=1, maximum=4096, rare=True
     )
     batch_policy: str = flag(
         DEFAULT_POLICY,
-        "The gear of a step in which several texts share the weights, by the gears that they want: highest, most (the "
-        "most wanted), or quantile:Q (the lowest that is enough for a share Q of them).",
+        "Gear of a batch: highest or most frequent requested gear (most), or quantile:Q of the requested gears",
         named=True,
         rare=True,
     )
     prompt_cache_size: int = flag(
-        10, "Maximum number of distinct KV caches to hold in the prompt cache.", minimum=1, rare=True
+        10, "Maximum number of distinct KV caches to hold in the prompt cache", minimum=1, rare=True
     )
     prompt_cache_bytes: int | None = flag(
         None,
-        "Maximum size in bytes of the KV caches, such as 2GB. Default: no limit",
+        "Maximum size of the KV caches, such as 2GB",
+        default_text="no limit",
         parse=partial(parse_bytes, shown="--prompt-cache-bytes"),
         rare=True,
     )
