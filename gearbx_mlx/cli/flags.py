@@ -1,4 +1,4 @@
-"""The groups of flags that commands share. Names and defaults are mlx-lm's where it has them."""
+"""Groups of flags shared by commands, with mlx-lm's names and defaults if it has the flag."""
 
 import math
 import os
@@ -60,7 +60,7 @@ class SamplingSettings(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if 0 < self.temp < COLDEST:
-            raise GearbxError(f"--temp is {self.temp}; give 0 for greedy, or {COLDEST} to 1000")
+            raise GearbxError(f"--temp: must be 0 or {COLDEST} to 1000, got {self.temp}; use 0 for greedy decoding")
 
 
 @dataclass(frozen=True)
@@ -92,29 +92,29 @@ class CacheSettings(Settings):
 
 
 def check_sampling(settings: SamplingSettings, vocab_size: int) -> None:
-    """Raises GearbxError for numbers that exceed the vocabulary."""
+    """Validate that numbers of tokens do not exceed the vocabulary."""
     for name, value, limit in (
         ("--top-k", settings.top_k, vocab_size - 1),
         ("--min-tokens-to-keep", settings.min_tokens_to_keep, vocab_size),
     ):
         if value > limit:
-            raise GearbxError(f"{name} is {value}, and the vocabulary {vocab_size}; give fewer")
+            raise GearbxError(f"{name}: too many for a vocabulary of {vocab_size}, got {value}; use at most {limit}")
 
 
-QUIET, NORMAL, VERBOSE = "false", "true", "all"  # how much is said beside a text
+QUIET, NORMAL, VERBOSE = "false", "true", "all"  # levels of --verbose
 
 
 def parse_verbose(text: str) -> str:
-    """Parse --verbose: True, False or all; T and F as in mlx-lm. Raises GearbxError for another word."""
+    """Parse --verbose: True, False or all; T and F as in mlx-lm."""
     for level in (QUIET, NORMAL, VERBOSE):
         if text.lower() in (level, level[0]):
             return level
-    raise GearbxError(f"--verbose is {text}; {choose(text, ('True', 'False', 'all'))}")
+    raise GearbxError(f"--verbose: unknown, got {text}; {choose(text, ('True', 'False', 'all'))}")
 
 
 @dataclass(frozen=True)
 class OutputSettings(Settings):
-    """What a run writes besides the text."""
+    """Output besides the generated text."""
 
     title: ClassVar[str] = "output"
 
@@ -130,42 +130,42 @@ class OutputSettings(Settings):
 
     @property
     def told(self) -> bool:
-        """Return whether anything is said beside the text."""
+        """True unless only the text is printed."""
         return self.verbose != QUIET
 
     @property
     def describes(self) -> bool:
-        """Return whether layers and kernels are described."""
+        """True if layers, kernels and every figure are printed."""
         return self.verbose == VERBOSE
 
     def paths(self) -> tuple[Path | None, Path | None]:
-        """Return where trace and summary go. Raises GearbxError for places that cannot be written to."""
+        """Return the files of trace and summary, which are writable and distinct; None: not requested."""
         trace, summary = (output_path(file) if file else None for file in (self.trace, self.summary))
         check_distinct({"--trace": self.trace, "--summary": self.summary})
         return trace, summary
 
 
 def output_path(text: str | Path) -> Path:
-    """Raises GearbxError for a place that cannot be written to."""
+    """Return a path that is writable."""
     path = Path(text)
     check_writable(path)
     return path
 
 
 def check_distinct(files: Mapping[str, str | None]) -> None:
-    """Raises GearbxError where two flags name the same file, and no device. files: flag to file; None: not given."""
+    """Validate that flags name distinct files, or devices. files: file by flag; None: not set."""
     places: dict[str, str] = {}
     for name, file in files.items():
         if file is None or Path(file).is_char_device():
             continue
         other = places.setdefault(os.path.realpath(file), name)
         if other != name:
-            raise GearbxError(f"{file}: both {other} and {name}; give two files")
+            raise GearbxError(f"{file}: named by {other} and {name}; use two files")
 
 
 @dataclass(frozen=True)
 class CalibrationTextSettings(Settings):
-    """The text (None: the one that ships), its windows and their most tokens, and the kernels that read it."""
+    """The text (None: the bundled one), number and length of its windows, and the kernels."""
 
     title: ClassVar[str] = "calibration text"
 
@@ -185,7 +185,7 @@ SLOWEST = 0.001  # tokens per second
 
 @dataclass(frozen=True)
 class ControllerSettings(Settings):
-    """Hold what the controller aims at; so does a limit of --residency, where the gears of a mode can be capped."""
+    """The controller's target. A memory limit of --residency is another one, in modes whose gears can be capped."""
 
     title: ClassVar[str] = "controller"
 
@@ -198,7 +198,7 @@ class ControllerSettings(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.target_tps is not None and self.target_tps != 0 and not SLOWEST <= self.target_tps < math.inf:
-            raise GearbxError(f"--target-tps is {self.target_tps}; give tokens per second, {SLOWEST} or more, or 0")
+            raise GearbxError(f"--target-tps: out of range, got {self.target_tps}; use {SLOWEST} or more, or 0")
 
 
 def device_flag() -> Any:
@@ -207,22 +207,18 @@ def device_flag() -> Any:
 
 
 def choose_device(settings: object) -> None:
-    """Compute on the device that settings, or one of their groups, name. Call it before mlx-lm is imported.
-
-    Raises:
-        GearbxError: as `use_device`.
-    """
+    """Use the device that settings, or one of their groups, name. Call this before mlx-lm is imported."""
     groups = settings, *vars(settings).values()
     name = next((group.device for group in groups if hasattr(group, "device")), None)
     if name is not None:
-        from ..kernels.device import use_device  # imports mlx, which takes long
+        from ..kernels.device import use_device  # imports mlx, which is slow
 
         use_device(name)
 
 
 @dataclass(frozen=True)
 class ModeName(Settings):
-    """The mode as given (None: as files, model and the other flags say). `ModeFlags` has the flags of all modes too."""
+    """The mode as typed; None: by files, model and other flags. `ModeFlags` adds the flags of all modes."""
 
     title: ClassVar[str] = "mode"
 
@@ -237,21 +233,23 @@ class ModeName(Settings):
         super().__post_init__()
         small = vars(self).get("small_model")
         if small is not None and self.mode not in (None, PAIR):
-            raise GearbxError(f"--mode {self.mode} has one model; leave --small-model out, or give --mode pair")
+            raise GearbxError(
+                f"--small-model: only for --mode pair, got --mode {self.mode}; omit it, or use --mode pair"
+            )
         if small is None and self.mode == PAIR:
-            raise GearbxError("--mode pair needs --small-model, a smaller model with the tokenizer of --model")
+            raise GearbxError("--mode pair: needs a second model; pass --small-model, with the tokenizer of --model")
 
     def given(self) -> dict[str, Any]:
-        """Return the flags of modes that were given, by name."""
+        """Return the mode flags that are set, by name."""
         return {name: value for name, value in vars(self).items() if name != "mode" and value is not None}
 
     def given_to_others(self) -> dict[str, Any]:
-        """Return those for modes of later texts: the gear of the first mode says nothing of theirs."""
+        """Return the flags that hold for later modes too, unlike the gear of the first one."""
         return {name: value for name, value in self.given().items() if name != "gear"}
 
 
 def flags_of_modes() -> list[tuple[str, Any, Any]]:
-    """Return the name, the type and the field of every flag that some mode has; None: it was not given."""
+    """Return name, type and field of every mode flag. Its default is None: not set."""
     found: dict[str, tuple[str, Any, Any]] = {}
     for name, kind in SETTINGS.items():
         types = get_type_hints(kind)
@@ -266,7 +264,7 @@ ModeFlags: Any = make_dataclass("ModeFlags", flags_of_modes(), bases=(ModeName,)
 
 @dataclass(frozen=True)
 class ModelSettings(Settings):
-    """Which model to load (None: the one that ships), and the type and the device to compute in."""
+    """The model to load (None: the bundled one), and type and device for computing."""
 
     title: ClassVar[str] = "model"
 
@@ -291,24 +289,24 @@ class ModelSettings(Settings):
 
 
 def parse_format(text: str) -> str:
-    """--format as the name of a format. Raises GearbxError for one that does not exist, or has not these choices."""
+    """Parse --format: the name of a format, and choices for codebooks."""
     base, choices = split_name(text)
     check_choice("--format", base, FORMATS)
     if not choices:
         return base
     if base not in CODEBOOKS:
-        raise GearbxError(f"--format is {text}, and only codebooks have choices; give --format {base}")
+        raise GearbxError(f"--format: only codebooks have choices, got {text}; use --format {base}")
     with error_context("--format"):
         chosen = CodebookOptions.parse(choices)
     for name in ("library", "group"):
         if base != CODEBOOKS[1] and f"{name}=" in choices:
-            raise GearbxError(f"--format is {text}, and {name} belongs to format {CODEBOOKS[1]}; give that one")
+            raise GearbxError(f"--format: {name} belongs to {CODEBOOKS[1]}, got {text}; use that format")
     return name_with(base, chosen)
 
 
 @dataclass(frozen=True)
 class LadderSettings(Settings):
-    """Hold the gears, as given."""
+    """The gears as typed."""
 
     title: ClassVar[str] = "gears"
 
@@ -323,7 +321,7 @@ class LadderSettings(Settings):
 
 @dataclass(frozen=True)
 class FormatSettings(Settings):
-    """How layers are stored; None: as the checkpoint or the manifest says, else the default."""
+    """Storage of layers; None: that of the checkpoint or manifest, else the default."""
 
     title: ClassVar[str] = "gears"
 
@@ -337,14 +335,14 @@ class FormatSettings(Settings):
 
     @property
     def chosen_format(self) -> str:
-        """The format as flags say, else the default."""
+        """The format of the flags, else the default."""
         return self.format or DEFAULT_FORMAT
 
     def filled(self, source: "Manifest | PrecisionManifest | None", why: str) -> dict[str, Any]:
-        """Return format, manage and group size: those of `source`, which flags may repeat, else the defaults.
+        """Return format, manage and group size of `source`, which flags may repeat, else the defaults.
 
         Args:
-            why: ends the error's first half, such as "the gears of DIR have".
+            why: the error's problem without its value, such as "the gears of DIR have".
 
         Raises:
             GearbxError: a flag that differs from `source`.
@@ -356,14 +354,14 @@ class FormatSettings(Settings):
             there = default if source is None else getattr(source, key)
             wanted = getattr(self, name, None)
             if source is not None and wanted not in (None, there):
-                raise GearbxError(f"{flag_of(name)} is {wanted}, and {why} {there}; leave out {flag_of(name)}")
+                raise GearbxError(f"{flag_of(name)}: {why} {there}, got {wanted}; omit {flag_of(name)}")
             found[key] = there if wanted is None else wanted
         return found
 
 
 @dataclass(frozen=True)
 class StorageSettings(FormatSettings):
-    """With the layers that change gear and their groups, which a checkpoint keeps."""
+    """Storage with managed layers and group size, which a checkpoint records."""
 
     manage: str | None = flag(None, "Linear layers that change gear", default_text="all", choices=MANAGE, rare=True)
     q_group_size: int | None = flag(
@@ -377,44 +375,44 @@ class StorageSettings(FormatSettings):
 
 @dataclass(frozen=True)
 class LayoutSettings(LadderSettings, FormatSettings):
-    """Which gears, and how they are stored."""
+    """Gears and their storage."""
 
 
 @dataclass(frozen=True)
 class LayerSettings(LayoutSettings, StorageSettings):
-    """Which gears, of which layers, and how they are stored."""
+    """Gears, managed layers and their storage."""
 
 
 class ResidencyFlag(NamedTuple):
-    """Where idle gears are, and the most bytes of this process."""
+    """Place of idle gears, and the memory limit of this process in bytes."""
 
     name: str
     limit: int | None = None
 
 
 class KernelsFlag(NamedTuple):
-    """Which kernels, and what they multiply weights by."""
+    """Kernels, and the activations of native CPU kernels."""
 
     name: str
     activations: str = DEFAULT_ACTIVATIONS
 
     @property
     def of_gearbox(self) -> dict[str, str]:
-        """The keywords of a Gearbox or an Observer."""
+        """Keywords of a Gearbox or an Observer."""
         return {"kernels": "mlx" if self.name == DEQUANT_CACHE else self.name, "activations": self.activations}
 
 
 def parse_residency(text: str) -> ResidencyFlag:
-    """Parse --residency. Raises GearbxError for a place that does not exist, or a limit that is not a size."""
+    """Parse --residency: a place, and for disk a memory limit."""
     name, colon, size = text.partition(":")
     check_choice("--residency", name, RESIDENCIES)
     if colon and name != "disk":
-        raise GearbxError(f"--residency {text}: a limit frees memory with idle gears on disk alone; give disk:{size}")
+        raise GearbxError(f"--residency {text}: a limit needs idle gears on disk; use disk:{size}")
     return ResidencyFlag(name, parse_bytes(size, f"--residency {text}") if colon else None)
 
 
 def parse_kernels(text: str) -> KernelsFlag:
-    """Parse --kernels. Raises GearbxError for kernels or activations that do not exist."""
+    """Parse --kernels: kernels, and activations after a colon."""
     name, colon, activations = text.partition(":")
     check_choice("--kernels", name, (*KERNELS, DEQUANT_CACHE))
     if not colon:
@@ -425,7 +423,7 @@ def parse_kernels(text: str) -> KernelsFlag:
 
 @dataclass(frozen=True)
 class GearFlags(Settings):
-    """How the gears run, as given."""
+    """Flags of the gearbox as typed."""
 
     title: ClassVar[str] = "gearbox"
 
@@ -462,28 +460,28 @@ class GearFlags(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.base is not None and self.manifest is not None:
-            raise GearbxError("--base and --manifest both choose codes; leave one of them out")
+            raise GearbxError("--base: chooses codes, as --manifest does; omit one of them")
 
     @property
     def base_text(self) -> str | None:
-        """The text that chooses codes; "": what ships; None: a model does, or nothing."""
+        """The calibration text; "": the bundled one; None: without calibration."""
         return None if self.base is None or self.low_model is not None else self.base
 
     @property
     def low_model(self) -> str | None:
-        """The model that is the lowest gear."""
+        """The quantized model that is the lowest gear, or None."""
         is_text = not self.base or (os.path.isfile(self.base) and not self.base.endswith(".gguf"))
         return None if is_text else self.base
 
     @property
     def keeps_originals(self) -> bool:
-        """True if gears are made as asked for: other codes, originals that are read again, weights kept unpacked."""
+        """True if flags require other codes, original weights on disk, or unpacked weights."""
         other_codes = self.manifest is not None or self.low_model is not None
         return other_codes or self.residency.name == "disk" or self.kernels.name == DEQUANT_CACHE
 
 
 class GearedSettings(Protocol):
-    """The groups of settings that decide how a model runs in gears."""
+    """Groups of settings that decide how a model runs in gears."""
 
     @property
     def model(self) -> ModelSettings: ...
@@ -500,10 +498,10 @@ class GearedSettings(Protocol):
 
 
 def check_pair(settings: GearedSettings, further: Mapping[str, object] = MappingProxyType({})) -> None:
-    """Check the flags of a pair, where there is a small model.
+    """Validate the flags of mode pair, if there is a small model.
 
     Args:
-        further: field to value, of flags that only the command has and a pair does not take.
+        further: value by field, for flags of the command that a pair does not accept.
 
     Raises:
         GearbxError: flags of a single model, or settings that no pair can have.
@@ -522,7 +520,7 @@ def check_pair(settings: GearedSettings, further: Mapping[str, object] = Mapping
     }
     for name, value in single.items():
         if value is not None and value is not False:
-            raise GearbxError(f"{flag_of(name)} is for one model; leave it out with --small-model")
+            raise GearbxError(f"{flag_of(name)}: only for a single model; omit it, or omit --small-model")
     own = {item.name: given[name] for name, item in flags_of_mode(PAIR).items() if name in given}
     SETTINGS[PAIR](**own)
 
@@ -532,7 +530,7 @@ KEY = "OPENAI_API_KEY"
 
 @dataclass(frozen=True)
 class OtherServerSettings(Settings):
-    """A server, and the model to ask there; without one, the model is loaded here."""
+    """A server and its model; without a server, the model is loaded here."""
 
     title: ClassVar[str] = "another server"
 
@@ -573,10 +571,10 @@ class OtherServerSettings(Settings):
 
     @property
     def models(self) -> tuple[str, ...]:
-        """The names between the commas."""
+        """Names of models, without commas."""
         return tuple(name.strip() for name in (self.server_model or "").split(",") if name.strip())
 
     def check_named(self) -> None:
-        """Raises GearbxError for a flag of a server that is not named."""
+        """Validate that flags of a server come with --server."""
         for name in given_names(self, OtherServerSettings()) if self.server is None else ():
-            raise GearbxError(f"{flag_of(name)} is for a server; name it with --server")
+            raise GearbxError(f"{flag_of(name)}: only for a server; pass --server, or omit it")

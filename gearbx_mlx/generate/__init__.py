@@ -32,7 +32,7 @@ DEFAULT_PROMPT = (
 
 @dataclass(frozen=True)
 class InputSettings(Settings):
-    """What is to be answered, how the answer begins, and what was read before."""
+    """The prompt, the start of its answer, and a prompt cache."""
 
     title: ClassVar[str] = "input"
 
@@ -78,7 +78,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
 
 
 def __getattr__(name: str) -> Any:
-    """`generate`, the function: mlx-lm's, in gears. Its import takes seconds, and `--help` does not wait for it."""
+    """Return the function `generate`: mlx-lm's, in gears. Its import takes seconds, so `--help` avoids it."""
     if name != "generate":
         raise AttributeError(f"module 'gearbx_mlx.generate' has no attribute '{name}'")
     return import_module("gearbx_mlx.decoding.stream").generate

@@ -11,7 +11,7 @@ from ..settings import Settings, flag
 
 @dataclass(frozen=True)
 class PlaceSettings(Settings):
-    """Name the directory whose models are listed beside those of the Hub's cache."""
+    """The directory to list besides the Hub's cache."""
 
     title: ClassVar[str] = "list"
 
@@ -20,14 +20,14 @@ class PlaceSettings(Settings):
 
 @dataclass(frozen=True)
 class ListSettings:
-    """Everything that `list` runs with."""
+    """Settings of `list`."""
 
     place: PlaceSettings
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    said = "List the models at hand, with what --model takes: the Hub's cache, a directory, and what is installed."
-    return parser_of(ListSettings, "list", said)
+    text = "List the models in the Hub's cache, a directory and installed packages, by their names for --model."
+    return parser_of(ListSettings, "list", text)
 
 
 main = command("list")

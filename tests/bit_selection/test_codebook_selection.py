@@ -251,7 +251,7 @@ class TestFitting:
 
     @pytest.mark.parametrize("text", ["", "much", "-3GB", "0", "3XB", "GB", "1.2.3GB"])
     def test_what_is_no_size(self, text):
-        with pytest.raises(GearbxError, match=r"--size: .* is not a size; give bytes such as 3GB"):
+        with pytest.raises(GearbxError, match=r"--size: not a size, got .*; use bytes such as 3GB"):
             parse_bytes(text, "--size")
 
 
@@ -265,7 +265,7 @@ class TestFlags:
         [
             ("3kB", "3kB", "--reserve is 3kB; give less than --memory-budget"),
             ("100%", "3kB", "--reserve is 100%; give less than --memory-budget"),
-            ("-1%", "3kB", "'-1%' is not a size"),
+            ("-1%", "3kB", "not a size, got '-1%'"),
             ("1kB", None, "--reserve is 1kB, a part of --memory-budget; give that too"),
         ],
     )

@@ -95,9 +95,9 @@ def test_the_first_answer_needs_no_model(places):
 @pytest.mark.parametrize(
     ("model", "flags", "says"),
     [
-        ("geared", GearFlags(base=""), "has its codes; leave out --base"),
-        ("8 bits", GearFlags(base=""), "is quantized already, .* leave out --base"),
-        ("8 bits", GearFlags(residency="disk"), "leave out --residency disk"),
+        ("geared", GearFlags(base=""), "has its codes; omit --base"),
+        ("8 bits", GearFlags(base=""), "quantized already, .* omit --base"),
+        ("8 bits", GearFlags(residency="disk"), "omit --residency disk"),
     ],
 )
 def test_what_does_not_fit_the_model_is_refused(places, model, flags, says):
@@ -192,7 +192,7 @@ def test_the_flags_of_modes_are_fields_of_their_settings():
     known = {name for mode in SETTINGS for name in flags_of_mode(mode)}
     assert {*flags_in(ModeFlags)} - {"mode"} == known
     for kind in (GenerateSettings, ChatSettings):
-        with pytest.raises(GearbxError, match=f"{flag_of('num_draft_tokens')} is 0; give 1 to"):
+        with pytest.raises(GearbxError, match=f"{flag_of('num_draft_tokens')}: out of range, got 0; use 1 to"):
             command_settings(kind, {"num_draft_tokens": 0})
 
 
@@ -215,7 +215,7 @@ class TestModeLossless:
     @pytest.mark.parametrize(
         ("free", "said"),
         [
-            (1e12, "planes, native kernels: a draft beside the weights as they are"),
+            (1e12, "planes, native kernels: a draft beside the original weights"),
             (1000, "exact, native kernels: one exact copy of the weights with its draft inside"),
         ],
     )
@@ -229,7 +229,7 @@ class TestModeLossless:
         monkeypatch.setenv("GEARBX_TUNE", "1")
         flags = "--model", places / "bfloat16", *GENERATE
         said = [" ".join(command("generate", *flags).err.split()) for _ in range(2)]
-        words = r"take (\S+) times as long .* 8 bits (\S+) times, .*--mode static --gears 8"
+        words = r"take (\S+)× the time .* 8-bit gear (\S+)×; use --mode static --gears 8"
         found = [re.search(words, text) for text in said]
         assert all(found), said
         assert found[0].groups() == found[1].groups()  # measured once

@@ -90,14 +90,14 @@ class TestPrompts:
     def test_a_log_gets_tokens_a_second_after_two_seconds(self, clock, monkeypatch):
         monkeypatch.setattr(ProgressLines, "__init__", partialmethod(ProgressLines.__init__, clock=clock))
         lines = self.told(clock, log(), (1, 10), (2, 60), (11, 98), (1, 100)).splitlines()
-        assert lines == ["reading the prompt, 20 tokens/s: 60 of 100", "reading the prompt, 7 tokens/s: 98 of 100"]
+        assert lines == ["prefill, 20 tokens/s: 60 of 100", "prefill, 7 tokens/s: 98 of 100"]
         assert self.told(clock, log(), (0.5, 50), (0.5, 100)) == ""
 
     def test_a_terminal_gets_a_bar_before_the_first_part_is_read(self, clock, monkeypatch):
         monkeypatch.setattr(progress_module, "SHORT_SECONDS", 0.01)
         console = Console(file=Screen(), force_terminal=True, width=100, _environ={"TERM": "xterm"})
         shown = self.told(clock, console, (4, 60), (1, 100), seconds=0.3)
-        assert "reading the prompt" in shown
+        assert "prefill" in shown
         assert "0/100" in shown
         assert shown.endswith("\x1b[2K")  # the line is erased
 
@@ -113,7 +113,7 @@ class TestPrompts:
     def test_gears_that_take_long_suggest_a_checkpoint_once(self, command, monkeypatch):
         monkeypatch.setattr("gearbx_mlx.cli.build.SLOW_MAKING", 0.0)
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Tom has 3 apples.\nAnd now?\n")))
-        advice = "gearbx_mlx convert --mlx-path DIR --gears 4,16 --format planes writes them once"
+        advice = "gearbx_mlx convert --mlx-path DIR --gears 4,16 --format planes once"
         for name in ("generate", "chat"):
             assert command(name, "--gears", "4,16", "-m", 4).err.count(advice) == 1
 
@@ -312,4 +312,4 @@ def test_names_with_control_characters_stay_on_one_line(command):
         assert_refused(result, f"{shown}: cannot be read as text")
         assert result.err.count("\n") == 1
         assert "\x1b[2J" not in result.err
-    assert_refused(command("convert", "--memory-budget", "a\nb"), r"'a\nb' is not a size")
+    assert_refused(command("convert", "--memory-budget", "a\nb"), r"not a size, got 'a\nb'")

@@ -221,7 +221,7 @@ def test_the_command(command, tmp_path):
     assert "--base" in done.err
     for bits, instead in ((8, "8 bits: gears 4,8 in place\n"), (4, "4 bits: drafts come by lookup; for more, ")):
         done = command("generate", "--model", tmp_path / str(bits), *flags, "--mode", "telemetry-only")
-        assert done.err.count(f"changes no gear in mode telemetry-only; other modes use its {instead}") == 1
+        assert done.err.count(f"no gear changes in mode telemetry-only; other modes use its {instead}") == 1
     assert_refused(command("generate", "--model", tmp_path / "8", *flags, "--gears", "4,16"), "4,8")
     assert_refused(command("generate", "--model", tmp_path / "8", *flags, "--format", "exact"), "--format")
 
