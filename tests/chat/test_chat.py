@@ -85,7 +85,7 @@ def test_a_cut_answer_says_once_what_makes_it_longer(capsys):
         answers_of(session, ASKED, MORE)
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "the answer was cut: --max-tokens is 3; give more, or -1 for whole answers"
-    assert [" 3 written (cut) " in line for line in lines] == [False, True, True]
+    assert [" 3 generated (cut) " in line for line in lines] == [False, True, True]
 
 
 class TestTurns:
@@ -119,8 +119,8 @@ class TestTurns:
         *asked, answered = session.conversation.turns
         assert answered["content"] == as_without_a_cache(whole, asked, 24)
         first, second = said(capsys)
-        assert f"{tokens} written (stopped)" in first
-        assert "24 written (cut)" in second
+        assert f"{tokens} generated (stopped)" in first
+        assert "24 generated (cut)" in second
 
     def test_a_second_ctrl_c_does_not_wait_and_the_chat_goes_on(self, whole, pressed):
         with caught() as ctrl_c, chat(ctrl_c, gears="16") as session:

@@ -85,8 +85,8 @@ class TestGenerate:
         done = generated("--gears", "4,16", "-m", 60)
         assert question == DEFAULT_PROMPT
         assert "tokens: " not in done.err
-        drafted = "drafted by 4 bits, accepted by 16"
-        assert colors == f"tokens: {drafted} · looked up in the text, accepted · written by 16 bits"
+        drafted = "drafted in 4 bits, accepted"
+        assert colors == f"tokens: {drafted} · prompt lookup, accepted · generated in 16 bits"
         summary = done.summary
         assert summary["accepted"] > 0
         assert summary["accepted"] + summary["lookup_accepted"] + summary["gear_tokens"]["high"] == summary["tokens"]

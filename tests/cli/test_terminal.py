@@ -245,7 +245,7 @@ class TestTables:
     def test_the_summary_shows_figures_and_names_as_they_are(self):
         lines = "\n".join(shown(summary_table(SUMMARY, [("drafts", "18 drafted, 17 accepted")])))
         figures = "[bold]mine, mode lossless, 20 tok, 10 tok, 5 tok, 50 tok, 0.10 s, 2.10 s, low (4 bits) 50%"
-        figures += ", high (16 bits) 25%, looked up 25%, 18 drafted, 5 MB, 10 MB, 2.00, 30 MB, 43 change gear"
+        figures += ", high (16 bits) 25%, prompt lookup 25%, 18 drafted, 5 MB, 10 MB, 2.00, 30 MB, 43 change gear"
         for figure in (*figures.split(", "), "1: its [odd] width"):
             assert figure in lines
 
@@ -280,7 +280,7 @@ class TestTables:
 
     def test_one_gear_changes_no_layer(self):
         lines = "\n".join(shown(summary_table(SUMMARY | {"ladder": SUMMARY["ladder"][:1]}, [])))
-        assert "43 have the bits of the gear, 1 are as loaded" in lines
+        assert "43 have the bits of the gear, 1 are unchanged" in lines
 
     @pytest.mark.parametrize("mode", [*MODES])
     def test_has_twelve_rows_at_most(self, mode):
