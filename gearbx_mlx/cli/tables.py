@@ -36,7 +36,7 @@ def summary_line(tally: Tally, last: Any, mode: str, ending: str = "") -> Text:
     ending: why the answer was cut; "" for a complete one.
     """
     parts = [
-        Text(f"{last.prompt_tokens} prompt, {tally.tokens} generated{f' ({ending})' if ending else ''}"),
+        Text(f"{last.prompt_tokens} prefilled, {tally.tokens} generated{f' ({ending})' if ending else ''}"),
         Text(f"{speed(last.generation_tps)} tokens/s"),
         shares_of_gears(tally, mode),
         *([Text(f"entropy {tally.mean(tally.entropy_sum):.2f} bits")] if mode in ENTROPY_DECIDES else []),

@@ -96,7 +96,7 @@ class TestTurns:
             session.answer(ASKED)
             before = list(session.cache.tokens)
             session.answer(MORE)
-        read = int(capsys.readouterr().err.splitlines()[-1].split(" read")[0])
+        read = int(capsys.readouterr().err.splitlines()[-1].split(" prefilled")[0])
         *asked, answered = session.conversation.turns
         prompt = tokens_of(whole, asked)
         assert before == prompt[: len(before)]
@@ -149,7 +149,7 @@ class TestTurns:
             session.answer(ASKED)
             assert (session.conversation.turns, capsys.readouterr().out) == ([], "")
             session.answer(ASKED)
-        read = int(capsys.readouterr().err.splitlines()[-1].split(" read")[0])
+        read = int(capsys.readouterr().err.splitlines()[-1].split(" prefilled")[0])
         asked, answered = session.conversation.turns
         assert read < len(whole.tokenizer.encode(ASKED))
         assert answered["content"] == as_without_a_cache(whole, [asked], 24)
@@ -199,8 +199,8 @@ class TestPipes:
         refused = {
             "/save ~nosuchuser/a.md": "~nosuchuser/a.md: there is no such home directory; write the path in full",
             "/save a\0.md": r"a\x00.md: no file can have a null character in its name; choose another one",
-            "/system Be \udcff": "this line is not UTF-8 text (surrogates not allowed); convert it",
-            "Be \udcff": "this line is not UTF-8 text (surrogates not allowed); convert it",
+            "/system Be \udcff": "this line: not UTF-8 text (surrogates not allowed); use UTF-8",
+            "Be \udcff": "this line: not UTF-8 text (surrogates not allowed); use UTF-8",
             "/": "/: no such command; /help lists them, and a space in front makes it a message",
             "/stats": "/stats: no such command; /help lists them, and a space in front makes it a message",
             "/rest": "/rest: no such command; /reset is near, and a space in front makes it a message",
