@@ -1,4 +1,4 @@
-"""Flags and settings of `allocate`."""
+"""Flags of `allocate`, and the settings that they become."""
 
 import argparse
 import math
@@ -16,14 +16,14 @@ from ..settings import Settings, as_text, flag, flag_of, parse_bytes
 
 TARGET_UNITS = {"bpw": "bits per weight", "bytes": "bytes", "kl": "nats", "tps": "tokens/s"}
 DESCRIPTION = (
-    "Find bits for every layer: each additional byte goes to the layer where it saves the most KL. Measure the "
-    "resulting tables, and store them in the manifest as the tables of gears."
+    "Find bits for every layer: give a byte more to the layer where it saves the most KL. Measure the tables that come "
+    "of it, and store them in the manifest as the tables of gears."
 )
 
 
 @dataclass(frozen=True)
 class Target:
-    """A target of a table. kind: bpw (bits per weight), bytes, kl (nats per token) or tps (tokens/s)."""
+    """What a table is to meet. kind: bpw (bits per weight), bytes, kl (nats per token) or tps (tokens/s)."""
 
     kind: str
     value: float
@@ -33,13 +33,13 @@ class Target:
 
 
 def parse_targets(kind: str, text: str) -> tuple[float, ...]:
-    """Parse comma-separated positive numbers."""
+    """Numbers with commas between. Raises GearbxError for what is not a positive number."""
     name = f"--target-{kind}"
     if kind == "bytes":
         return tuple(parse_bytes(part, name) for part in text.split(","))
     values = numbers(name, text, float, "4.5,8")
     if not all(0 < value < math.inf for value in values):
-        raise GearbxError(f"{name}: out of range, got {text}; use numbers above 0")
+        raise GearbxError(f"{name} '{text}': give numbers above 0")
     return values
 
 
@@ -50,7 +50,7 @@ def target_flag(kind: str, metavar: str, help: str, **rules: Any) -> Any:
 
 @dataclass(frozen=True)
 class AllocationSettings(Settings):
-    """Tables to find, and their file. out: None for the manifest itself."""
+    """Which tables to find, and where they are stored; out: None means the manifest itself."""
 
     title: ClassVar[str] = "allocation"
 
@@ -78,18 +78,16 @@ class AllocationSettings(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.bits:
-            raise GearbxError(
-                f"--gears: 16 is full precision in every layer, got {self.gears}; use a gear of fewer bits"
-            )
+            raise GearbxError(f"--gears {self.gears}: 16 is full precision in every layer; give a gear of fewer bits")
         self.targets()
 
     @property
     def bits(self) -> tuple[int, ...]:
-        """Bits of the gears that get a table, all except 16."""
+        """Bits of the gears that get a table: all but 16."""
         return self.gears.quantized_bits
 
     def targets(self) -> list[Target | None]:
-        """Return a target for each table; None for the bits per weight of the uniform gear.
+        """Return a target for each table; None: the bits per weight of the uniform gear.
 
         Raises:
             GearbxError: too few or too many targets, or targets of two kinds.
@@ -98,17 +96,17 @@ class AllocationSettings(Settings):
         if not wanted:
             return [None] * len(self.bits)
         if len(wanted) > 1:
-            raise GearbxError(f"{' and '.join(flag_of(f'target_{kind}') for kind in wanted)}: use one of them")
+            raise GearbxError(f"{' and '.join(flag_of(f'target_{kind}') for kind in wanted)}: give one of them")
         ((kind, values),) = wanted.items()
         if len(values) != len(self.bits):
-            remedy = f"use {len(self.bits)}, one for each of --gears {self.gears} except 16"
-            raise GearbxError(f"--target-{kind}: wrong number of targets, got {as_text(values)}; {remedy}")
+            every = f"one for each of --gears {self.gears} but 16"
+            raise GearbxError(f"--target-{kind} '{as_text(values)}': give {len(self.bits)}, {every}")
         return [Target(kind, value) for value in values]
 
 
 @dataclass(frozen=True)
 class AllocateSettings:
-    """Settings of `allocate`."""
+    """Everything that `allocate` runs with."""
 
     model: ModelSettings
     text: CalibrationTextSettings

@@ -1,4 +1,4 @@
-"""Search for the bits of every layer of a gear, stored in the precision manifest."""
+"""The body of `allocate`: finds bits for every layer of a gear, and stores them in the precision manifest."""
 
 import statistics
 import time
@@ -20,7 +20,7 @@ from ..gears.gearbox import Gearbox
 from ..settings import human_bytes
 from . import AllocateSettings, Target
 
-TOKENS = 48  # tokens of a timing
+TOKENS = 48  # of a timing
 
 
 def run(settings: AllocateSettings) -> int:
@@ -30,7 +30,7 @@ def run(settings: AllocateSettings) -> int:
         manifest = read_precision(file)
     except GearbxError as error:
         if isinstance(error.__cause__, FileNotFoundError):
-            raise GearbxError(f"{file}: no such manifest; use gearbx_mlx sensitivity first") from error
+            raise GearbxError(f"{file}: no such manifest; measure one first with gearbx_mlx sensitivity") from error
         raise
     out = output_path(wanted.out or file)
     model, tokenizer, config = load_original(settings.model)
@@ -58,17 +58,17 @@ def run(settings: AllocateSettings) -> int:
 
 
 def uniform_bytes(gearbox: Gearbox, bits: int) -> int:
-    """Return the bytes of the managed layers if all of them have these bits."""
+    """Return bytes of the managed layers where all of them have these bits."""
     return sum(gearbox.layer_bytes(layer, gearbox.ladder.find(bits)) for layer in gearbox.layers)
 
 
 def find_table(allocator: Allocator, target: Target) -> MeasuredTable:
-    """Return a table that meets a target, else the nearest one with a note."""
+    """Return a table that meets a target; where none does, the nearest, and a note."""
     gearbox, kind, value = allocator.exact.gearbox, target.kind, target.value
     if kind == "kl":
         found = allocator.for_kl(value)
         if found.distance.kl > value:
-            note(f"no table reaches a KL of {target}; the nearest has {found.distance.kl:.2g}")
+            note(f"no table has a KL of {target}; the nearest has {found.distance.kl:.2g}")
         return found
     budget = value if kind == "bytes" else bytes_for(gearbox, value) if kind == "tps" else allocator.budget(value)
     found = allocator.for_bytes(budget)
@@ -83,7 +83,7 @@ def find_table(allocator: Allocator, target: Target) -> MeasuredTable:
 
 
 def token_seconds(gearbox: Gearbox) -> float:
-    """Return the median seconds per token of greedy decoding, after the first token."""
+    """Per token of greedy decoding after the first one, median."""
 
     def once() -> float:
         steps = generate_step(mx.array([1, 2, 3]), gearbox.model, max_tokens=TOKENS + 1)
@@ -99,7 +99,8 @@ def token_seconds(gearbox: Gearbox) -> float:
 def bytes_for(gearbox: Gearbox, tokens_per_second: float) -> float:
     """Return the bytes of managed layers at which decoding has this speed.
 
-    The time of a token is linear in its bytes, fitted to timings of the lowest and the highest quantized gear.
+    A token takes the time in which its bytes are read, and a constant: both follow from timings of the lowest and of
+    the highest quantized gear.
 
     Raises:
         GearbxError: fewer bytes are not faster here.
@@ -112,19 +113,19 @@ def bytes_for(gearbox: Gearbox, tokens_per_second: float) -> float:
     (few, fast), (many, slow) = points
     if slow <= fast:
         raise GearbxError(
-            f"--target-tps: {gearbox.ladder[0].bits} bits are not faster than {gearbox.ladder[-2].bits} here, got "
-            f"{1 / fast:.1f} and {1 / slow:.1f} tokens/s; use --target-bpw"
+            f"{gearbox.ladder[0].bits} bits are not faster than {gearbox.ladder[-2].bits} here "
+            f"({1 / fast:.1f} and {1 / slow:.1f} tokens/s), so that no table is; give --target-bpw"
         )
     return few + (1 / tokens_per_second - fast) * (many - few) / (slow - fast)
 
 
 def report(allocator: Allocator, gear: int, table: GearTable) -> None:
-    """Print size and quality of a table and of the uniform gear."""
+    """Print the size and the quality of a table, beside those of the uniform gear."""
     exact = allocator.exact
     uniform = exact.measure_caps({layer.path: gear for layer in exact.gearbox.layers})
     plain = 8 * uniform_bytes(exact.gearbox, gear) / allocator.weights
     note(
-        f"gear {gear}: {table.bits_per_weight:.3f} bits per weight, measured KL {table.kl:.2g} nats "
-        f"(sum of layers {table.sum_of_parts:.2g}), perplexity {table.perplexity_change:+.2f} %; "
+        f"gear {gear}: {table.bits_per_weight:.3f} bits per weight, KL {table.kl:.2g} nats measured "
+        f"({table.sum_of_parts:.2g} as a sum), perplexity {table.perplexity_change:+.2f} %; "
         f"uniform {gear} bits: {plain:.3f}, {uniform.kl:.2g}, {uniform.perplexity_change:+.2f} %"
     )

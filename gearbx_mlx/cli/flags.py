@@ -129,7 +129,7 @@ class OutputSettings(Settings):
     summary: str | None = flag(None, "File for the summary as JSON", metavar="FILE.json", named=True)
 
     @property
-    def told(self) -> bool:
+    def is_verbose(self) -> bool:
         """True unless only the text is printed."""
         return self.verbose != QUIET
 

@@ -21,7 +21,7 @@ CONVERSATION, FINGERPRINT = "conversation", "fingerprint"  # keys of the metadat
 
 
 @dataclass(frozen=True)
-class BegunConversation:
+class SavedConversation:
     """A conversation to continue.
 
     Attributes:
@@ -42,19 +42,23 @@ class PromptCache:
     """The KV caches of a model's layers, from a file.
 
     Attributes:
-        begun: None if no chat saved the file.
+        conversation: None if no chat saved the file.
         fingerprint: of the model with its adapters; "" if no chat saved the file.
     """
 
     file: str
     model: str
     entries: list[Any]
-    begun: BegunConversation | None
+    conversation: SavedConversation | None
     fingerprint: str
 
     def before(self, templated: bool) -> str:
         """Return the text before the message, in the place of the template's; "" if only the cache is known."""
-        return self.begun.before if self.begun is not None and self.begun.templated == templated else ""
+        return (
+            self.conversation.before
+            if self.conversation is not None and self.conversation.templated == templated
+            else ""
+        )
 
     def check_weights(self, model: nn.Module) -> None:
         """Validate that the model has the weights and adapters that made the cache, whatever its name."""
@@ -67,7 +71,7 @@ class PromptCache:
 
     def check_gear(self, mode: Mode, gearbox: Gearbox | Observer) -> None:
         """Warn if the prefill gear is not the gear that computed the cache. The cache is used unchanged."""
-        cached = 0 if self.begun is None else self.begun.bits
+        cached = 0 if self.conversation is None else self.conversation.bits
         if cached and isinstance(gearbox, Gearbox):
             bits = mode.gears_of_text(gearbox)[0].bits
             if bits != cached:
@@ -90,18 +94,18 @@ class PromptCache:
         """
         with error_context(self.file):
             check_prompt_cache(self.entries, model)
-        if not before or self.begun is None:
+        if not before or self.conversation is None:
             return tokens, self.entries
         kept = KeptCache(lambda: make_prompt_cache(model, max_kv_size))
-        kept.entries, kept.tokens = self.entries, self.begun.tokens
-        kept.bits = [self.begun.bits] * len(kept.tokens)
+        kept.entries, kept.tokens = self.entries, self.conversation.tokens
+        kept.bits = [self.conversation.bits] * len(kept.tokens)
         return kept.unread(tokens), kept.entries
 
 
-def save_cache(path: Path, entries: list[Any], name: str, model: nn.Module, begun: BegunConversation) -> None:
+def save_cache(path: Path, entries: list[Any], name: str, model: nn.Module, conversation: SavedConversation) -> None:
     """Write the cache of a chat. name: the model's."""
     metadata = {"model": name, "tokenizer_config": "{}", FINGERPRINT: model_fingerprint(model)}
-    metadata[CONVERSATION] = msgspec.json.encode(asdict(begun)).decode()
+    metadata[CONVERSATION] = msgspec.json.encode(asdict(conversation)).decode()
     with replacing_arrays(path) as place:
         save_prompt_cache(place, plain_cache(entries), metadata)
 
@@ -118,12 +122,12 @@ def load_cache(file: str | None, model: str | None) -> PromptCache | None:
         entries, metadata = load_prompt_cache(file, return_metadata=True)
         mx.eval([part.state for part in entries])  # reads the values, which fails for a truncated file
         made_with = metadata["model"]
-        conversation = metadata.get(CONVERSATION)
-        begun = None if conversation is None else typed(parse_json(conversation), BegunConversation)
+        text = metadata.get(CONVERSATION)
+        conversation = None if text is None else typed(parse_json(text), SavedConversation)
     except Exception as error:  # a file of another kind fails in any way
         raise GearbxError(
             f"{file}: not a prompt cache ({one_line(error)}); use a file from mlx_lm.cache_prompt"
         ) from error
     if model not in (None, made_with):
         raise GearbxError(f"{file}: made with the model {made_with}, got {model}; use --model {made_with}")
-    return PromptCache(file, made_with, entries, begun, metadata.get(FINGERPRINT, ""))
+    return PromptCache(file, made_with, entries, conversation, metadata.get(FINGERPRINT, ""))

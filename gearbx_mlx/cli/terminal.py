@@ -139,7 +139,7 @@ def counting(text: str, total: int | None, in_bytes: bool = False) -> Iterator[C
 class PromptBar:
     """Progress and speed of prefill on stderr, shown after two seconds, gone at the end.
 
-    It is a context; `told` is mlx-lm's `prompt_progress_callback`. A timer shows the bar, because the first chunk of a
+    It is a context; `update` is mlx-lm's `prompt_progress_callback`. A timer shows the bar, because the first chunk of a
     prompt may take a minute.
     """
 
@@ -154,7 +154,7 @@ class PromptBar:
     def __exit__(self, *error: object) -> None:
         self._end()
 
-    def told(self, read: int, tokens: int) -> None:
+    def update(self, read: int, tokens: int) -> None:
         if read >= tokens:
             self._end()
         elif self._progress is None:

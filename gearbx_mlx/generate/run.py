@@ -61,15 +61,15 @@ def run_pair(
     mode = pair.mode(settings.mode.given())
     keywords = generation_keywords(settings.sampling, settings.cache, pair.tokenizer)
     bar = terminal.PromptBar()
-    if settings.output.told:
-        keywords["prompt_progress_callback"] = bar.told
+    if settings.output.is_verbose:
+        keywords["prompt_progress_callback"] = bar.update
     responses = stream_generate(pair.large, pair.tokenizer, tokens, max_tokens, mode=mode, **keywords)
-    if prompt == DEFAULT_PROMPT and settings.output.told:
+    if prompt == DEFAULT_PROMPT and settings.output.is_verbose:
         introduce(mode)
     with bar:
         status = write_out(responses, NAMES, mode.trace_fields, settings.output, trace)
     result = responses.summary(model_name(settings.model.model), small_model) | responses.since(entered())
-    show_summary(result, pair_table(result, mode.rows(result)), settings.output.told, summary)
+    show_summary(result, pair_table(result, mode.rows(result)), settings.output.is_verbose, summary)
     return status
 
 
@@ -87,7 +87,7 @@ def write_out(
         fields: fields of a response that the mode adds to the trace.
     """
     text = ""
-    out = terminal.TintedText(gears, output.told)
+    out = terminal.TintedText(gears, output.is_verbose)
     status = 0
     mx.reset_peak_memory()
     try:
@@ -95,11 +95,11 @@ def write_out(
             for number, response in enumerate(responses):
                 writer.write(record(number, response, fields=fields))
                 text += response.text
-                if output.told:
+                if output.is_verbose:
                     out.write(response.text, writer_of(response))
     except KeyboardInterrupt:
         status = terminal.INTERRUPTED
-    if not (output.told and text):
+    if not (output.is_verbose and text):
         with suppress(OutputLost) if status else nullcontext():  # a closed terminal has no stdout
             print(text, flush=True)
     return status
@@ -238,12 +238,12 @@ def run(settings: GenerateSettings) -> int:
         terminal.note(geared.why())
         if mode.about():
             terminal.note(mode.about())
-    with geared.governor(settings.output.told) as controller, terminal.PromptBar() as bar:
+    with geared.governor(settings.output.is_verbose) as controller, terminal.PromptBar() as bar:
         keywords |= {"mode": mode, "gearbox": gearbox, "controller": controller}
-        if settings.output.told:
-            keywords["prompt_progress_callback"] = bar.told
+        if settings.output.is_verbose:
+            keywords["prompt_progress_callback"] = bar.update
         responses = stream_generate(model, tokenizer, tokens, max_tokens, **keywords)
-        if first and settings.output.told:
+        if first and settings.output.is_verbose:
             introduce(mode, gearbox.ladder_report(), settings.cache.draft_model is not None)
         names = [gear.name for gear in gearbox.ladder]
         status = write_out(responses, names, trace_fields(mode, keywords), settings.output, trace)
@@ -251,11 +251,11 @@ def run(settings: GenerateSettings) -> int:
     if loaded.decision.chosen.by:
         result["mode_chosen_by"] = flag_of(loaded.decision.chosen.by)
     table = summary_table(result, mode.rows(result), settings.output.describes)
-    show_summary(result, table, settings.output.told, summary)
-    if settings.output.told and geared.of_making():
+    show_summary(result, table, settings.output.is_verbose, summary)
+    if settings.output.is_verbose and geared.of_making():
         terminal.note(geared.of_making())
-    if settings.output.told:
-        note_calibration_gain(geared, result)
+    if settings.output.is_verbose:
+        note_calibration_speedup(geared, result)
         if isinstance(gearbox, Observer) and on_cpu() and settings.gears.kernels.name == DEFAULT_KERNELS:
             terminal.note(f"mode {mode.name}: MLX's kernels, slow on this CPU; use --kernels native for speed")
     if settings.output.describes and isinstance(gearbox, Gearbox) and gearbox.kernels.native:
@@ -263,16 +263,16 @@ def run(settings: GenerateSettings) -> int:
     return status
 
 
-def note_calibration_gain(geared: Geared, summary: Mapping[str, Any]) -> None:
+def note_calibration_speedup(geared: Geared, summary: Mapping[str, Any]) -> None:
     """Print the speedup of a calibrated base, if there is none and many drafts were rejected."""
     decision, gearbox = geared.loaded.decision, geared.gearbox
     if not decision.takes_base or not isinstance(gearbox, Gearbox) or gearbox.base:
         return
-    gain, rejected = speedup_of_calibration(gearbox), 1 - summary["acceptance_rate"]
-    if gain is not None and gain >= 1.05 and rejected >= 0.15:
+    speedup, rejected = speedup_of_calibration(gearbox), 1 - summary["acceptance_rate"]
+    if speedup is not None and speedup >= 1.05 and rejected >= 0.15:
         terminal.note(
             f"{rejected:.0%} of the drafts were rejected; use --base once (minutes, kept) for a calibrated base and a "
-            f"speedup of about {gain:.2f}×, by the times of this run"
+            f"speedup of about {speedup:.2f}×, by the times of this run"
         )
 
 
@@ -295,7 +295,7 @@ def to_read(
 def mode_of_prompt(settings: GenerateSettings, geared: Geared, prompt: str, tokens: list[int]) -> Mode:
     """Return the mode, with measured thresholds for --thresholds auto, which a note shows."""
     mode = geared.mode(prompt).settled(geared.gearbox, geared.loaded.tokenizer, tokens)
-    if settings.mode.thresholds == AUTO and settings.output.told:
+    if settings.mode.thresholds == AUTO and settings.output.is_verbose:
         terminal.note(auto_thresholds(geared.gearbox, geared.loaded.tokenizer).about())
     return mode
 

@@ -223,7 +223,9 @@ class TestRefused:
 
     def test_a_model_that_is_too_large(self, bench, monkeypatch):
         monkeypatch.setattr(subject, "most_memory", lambda: 1000)
-        assert re.search("too large for the 1 kB for weights here, got about .* MB; use a smaller", self.refused(bench()))
+        assert re.search(
+            "too large for the 1 kB for weights here, got about .* MB; use a smaller", self.refused(bench())
+        )
 
     def test_a_quantized_model(self, bench, command, succeeds, tmp_path):
         succeeds("convert", "--mlx-path", tmp_path / "geared", "--gears", "4,8")

@@ -80,11 +80,11 @@ class TestPrompts:
 
     def told(self, clock: Clock, console: Console, *steps: tuple[float, int], seconds: float = 0.0) -> str:
         with PromptBar(console, clock) as bar:
-            bar.told(0, 100)
+            bar.update(0, 100)
             time.sleep(seconds)
             for step, read in steps:
                 clock.now += step
-                bar.told(read, 100)
+                bar.update(read, 100)
         return console.file.getvalue()
 
     def test_a_log_gets_tokens_a_second_after_two_seconds(self, clock, monkeypatch):
