@@ -21,7 +21,7 @@ from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ..compat.arrays import dtype_name
-from ..compat.classes import readers
+from ..compat.classes import modules_of, readers
 from ..errors import GearbxError, check_choice
 from ..formats import DEFAULT_FORMAT, LIKE_MLX, get_format
 from ..formats.base import Format, Reconstructed, whole_groups
@@ -330,7 +330,7 @@ def logits_length(model: nn.Module) -> int:
 @contextlib.contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Undo, in the end, what happened to the modules: some keep products of their weights when they first run."""
-    before = [(module, dict(module), dict(vars(module))) for module in model.modules()]
+    before = [(module, dict(module), dict(vars(module))) for module in modules_of(model)]
     try:
         yield
     finally:
