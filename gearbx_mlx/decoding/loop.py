@@ -52,9 +52,6 @@ def decode(plan: DecodePlan, state: DecodeState) -> Generator[GeneratedToken, No
                 mx.clear_cache()
     except GeneratorExit:
         rounds.close()
-        if plan.keeps_cache:
-            leave(plan, state)
-        raise
     except BaseException:  # while a draft was queued: some tokens were not handed out
         cut(state)
         raise
@@ -158,6 +155,7 @@ def accept(
         text.add(token)
         if not text.goes_on:
             break
+    state.random_states = rows.states
     if rows.states:
         set_random_state(rows.states[len(generated) - 1])
     return generated, read[0].tolist() if read else [*(proposal.margins or ())]
@@ -205,10 +203,15 @@ def leave(plan: DecodePlan, state: DecodeState) -> None:
 
 
 def cut(state: DecodeState) -> bool:
-    """Cut text and KV cache to the tokens that were handed out. Returns whether some of a round were not."""
+    """Cut text, KV cache and random state to the tokens that were handed out. Returns whether some of a round were not.
+
+    As in mlx-lm, which runs ahead, the last of them is in the cache, and the numbers of the next one are drawn.
+    """
     found, text = state.found, state.text
     if found is None or state.shown >= found.kept:
         return False
     del text.tokens[len(text.tokens) - (found.kept - state.shown) :]
     found.keep(state.shown + 1)
+    if state.random_states:
+        set_random_state(state.random_states[state.shown])
     return True
