@@ -445,6 +445,7 @@ def policy(text: bytes) -> str:
 
 MOST_CONNECTIONS = 256
 STOPPED = 0.5  # seconds by which a timer is late where the process was stopped
+LAST_LOOK = 0.02  # seconds
 LAST_WORDS = 2  # seconds in which answers may end once the server stops
 TOO_SLOW = Refused(408, "the request came too slowly", "timeout")
 
@@ -510,9 +511,12 @@ class PatientProtocol(H11Protocol):
             self.waits[otherwise] = self.loop.call_at(due, self.lose_patience, otherwise, due)
 
     def lose_patience(self, otherwise: Callable[[], None], due: float) -> None:
-        """Call `otherwise`, unless the server itself was stopped (Ctrl-Z) and looks at what has come only now."""
+        """Call `otherwise` after a last look at what has come; patience begins anew if the server was stopped (Ctrl-Z).
+
+        After a stop the loop may call a timer before it reads.
+        """
         if self.loop.time() < due + STOPPED:
-            otherwise()
+            self.waits[otherwise] = self.loop.call_later(LAST_LOOK, otherwise)
         else:
             del self.waits[otherwise]
             self.wait(True, otherwise)
