@@ -62,7 +62,7 @@ def decode(plan: DecodePlan, state: DecodeState) -> Generator[GeneratedToken, No
 def decoded(plan: DecodePlan, state: DecodeState) -> Generator[GeneratedToken, None, None]:
     """Yield the tokens after the prompt: the first one, then those of rounds."""
     text = state.text
-    tokens = round_of(plan, state, NO_TOKENS, is_timed=False, **plan.embedded(text.prompt - 1, text.prompt))
+    tokens = round_of(plan, state, NO_TOKENS, is_first=True, **plan.embedded(text.prompt - 1, text.prompt))
     plan.progress(text.prompt, text.prompt)
     yield from handed_out(plan, state, tokens)
     while text.goes_on:
@@ -162,12 +162,17 @@ def accept(
 
 
 def round_of(
-    plan: DecodePlan, state: DecodeState, proposal: Proposal, is_timed: bool = True, **of_prompt: mx.array
+    plan: DecodePlan, state: DecodeState, proposal: Proposal, is_first: bool = False, **of_prompt: mx.array
 ) -> list[GeneratedToken]:
-    """Verify a proposal, and return the tokens that follow; the KV cache holds all but the last. If it fails, none."""
+    """Verify a proposal, and return the tokens that follow; the KV cache holds all but the last. If it fails, none.
+
+    Args:
+        is_first: the last token of the prompt is read.
+    """
     draft_seconds = state.seconds(plan) if proposal.is_known and proposal.source == DRAFT else None
     with plan.on_stream():
-        plan.quantize(state.cache)  # before a pass, so that the one before can still be cut
+        if not is_first:  # as mlx-lm, which quantizes after a pass; here before the next one, so that it can be cut
+            plan.quantize(state.cache)
         found = verify(plan, state, proposal, **of_prompt)
         try:
             tokens, margins = accept(plan, state, proposal, found)
@@ -178,11 +183,11 @@ def round_of(
         for drafter in state.drafters:
             drafter.settle(state.text, found)
     state.proposal, state.is_last_read, seconds = None, False, state.seconds(plan)
-    if is_timed and proposal:
+    if proposal:
         drafted, accepted = len(proposal) * (proposal.source == DRAFT), len(tokens) - 1
         times = {"seconds": seconds, "draft_seconds": draft_seconds}
         plan.policy.add_round(drafted=drafted, accepted=accepted, rows=found.count, margins=margins, **times)
-    elif is_timed and seconds is not None and all(drafter.is_ready for drafter in state.drafters):
+    elif not is_first and seconds is not None and all(drafter.is_ready for drafter in state.drafters):
         plan.policy.add_plain(seconds)
     return tokens
 
