@@ -9,8 +9,8 @@ from .cli import signals
 signals.end_at_once()  # the imports below take time
 
 from .cli import terminal  # noqa: E402
-from .cli.parser import nearest_name, version_line  # noqa: E402
-from .errors import GearbxError  # noqa: E402
+from .cli.parser import version_line  # noqa: E402
+from .errors import GearbxError, choose  # noqa: E402
 
 COMMANDS = {
     "generate": "write a text, and watch the gears while it is written",
@@ -48,12 +48,8 @@ def show_commands(name: str) -> None:
         print(version_line())
     elif name in ("-h", "--help"):
         print(USAGE)
-    elif name == "figures":
-        raise GearbxError("figures: the pictures of the paper are made in a clone: python -m research figures")
     else:
-        near = nearest_name(name, COMMANDS)
-        hint = f"did you mean {near}?" if near else f"choose from {', '.join(COMMANDS)}"
-        raise GearbxError(f"{name}: no such command; {hint}")
+        raise GearbxError(f"{name}: no such command; {choose(name, COMMANDS)}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""The one exception that a user is meant to read, and what raises it for a number or for text with numbers."""
+"""The one exception that a user is meant to read, and what raises it for a number, a choice, or text with numbers."""
 
+import difflib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Number = TypeVar("Number", int, float)
+LONGEST_NAME = 60  # characters of a word of any length that are compared with names
 LARGEST_SHOWN = 2**31  # an upper bound that no user meets is not worth showing
 
 
@@ -30,7 +32,7 @@ class OutputLost(Exception):
 
 
 @contextmanager
-def about(thing: object) -> Iterator[None]:
+def error_context(thing: object) -> Iterator[None]:
     """Begins the message of an error inside with what it is about, such as a file."""
     try:
         yield
@@ -59,6 +61,29 @@ def check_range(shown: str, value: float, least: float, most: float = math.inf) 
         number = "a finite number, " if above and not bounded else ""
         upper = f" to {most:g}" if bounded else " or more"
         raise GearbxError(f"{shown} is {value}; give {number}{least:g}{upper}")
+
+
+def nearest(word: str, names: Iterable[str]) -> str | None:
+    """Return the name that is most like a mistyped one; dashes before names do not count."""
+    bare = {name.lstrip("-"): name for name in names}
+    word = word.lstrip("-")[:LONGEST_NAME]
+    likely = difflib.get_close_matches(word, bare)
+    swapped = [name for name in likely if sorted(name) == sorted(word)]  # --modle is --model rather than --mode
+    return next((bare[name] for name in swapped + likely), None)
+
+
+def choose(word: Any, choices: Iterable[Any]) -> str:
+    """Return the remedy for an unknown word: the choice that is near, else all of them."""
+    names = [*map(str, choices)]
+    near = nearest(word, names) if isinstance(word, str) else None
+    return f"did you mean {near}?" if near else f"choose from {', '.join(names)}"
+
+
+def check_choice(shown: str, value: Any, choices: Iterable[Any]) -> None:
+    """Raises GearbxError for a value that is not among the choices. shown: what the message calls it."""
+    choices = tuple(choices)
+    if value not in choices:
+        raise GearbxError(f"{shown} is {value}; {choose(value, choices)}")
 
 
 def numbers(shown: str, text: str, kind: Callable[[str], Number], example: str) -> tuple[Number, ...]:

@@ -28,7 +28,7 @@ from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, load_model, load_tokenizer
 
 from .compat.arrays import dtype_name
 from .compat.classes import model_classes
-from .errors import GearbxError, about, one_line
+from .errors import GearbxError, error_context, one_line
 from .files.gguf_model import gguf_directory, is_gguf
 from .files.model_directory import (
     COMPLETE,
@@ -194,7 +194,7 @@ def load_plain(
     else:
         with large_pages(sum(file.stat().st_size for file in directory.glob("*.safetensors"))):
             model, tokenizer, config = load()
-    with about(directory):
+    with error_context(directory):
         check_kinds(model)
         if ranks is not None:
             cut_into_stages(model, ranks.group) if pipeline else divide(model, ranks)

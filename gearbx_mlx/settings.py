@@ -11,8 +11,7 @@ from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, ClassVar
 
-from .errors import GearbxError, check_range
-from .gone import gone
+from .errors import GearbxError, check_choice, check_range
 
 BYTE_UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
@@ -130,21 +129,12 @@ class Settings:
             if "bounds" in rules:
                 check_range(shown_name(item), value, *rules["bounds"])
             if rules.get("choices"):
-                check_choice(item.name, value, rules["choices"])
+                for one in value if isinstance(value, list | tuple) else [value]:
+                    check_choice(flag_of(item.name), one, rules["choices"])
             if rules.get("named") and isinstance(value, str) and not value.strip():
                 raise GearbxError(f"{shown_name(item)} is empty; name something, or leave the flag out")
             if rules.get("parse") and isinstance(value, str):
                 object.__setattr__(self, item.name, rules["parse"](value))
-
-
-def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    """Raises GearbxError for a value, or one of several, that is not among the choices."""
-    for one in value if isinstance(value, list | tuple) else [value]:
-        if one not in choices:
-            said = gone(f"{flag_of(name)} {one}")
-            if said is not None:
-                raise GearbxError(said)
-            raise GearbxError(f"{flag_of(name)} is {one}; choose from {', '.join(map(str, choices))}")
 
 
 def given_names(settings: Settings, default: Settings) -> list[str]:

@@ -279,7 +279,7 @@ def batch_speed(
         ]
         for row in rows
     ]
-    head = ["texts", "bits", "tokens/s", "tokens/s of mlx-lm", "ratio", "spread"]
+    head = ["sequences", "bits", "tokens/s", "tokens/s of mlx-lm", "ratio", "spread"]
     return Found({"beside": table_here(head, lines)}, rows)
 
 

@@ -15,13 +15,13 @@ import mlx.core as mx
 from gearbx_mlx import Gearbox, load, stream_generate
 from gearbx_mlx.benchmark.decode import decode_seconds
 from gearbx_mlx.convert import convert
-from gearbx_mlx.errors import GearbxError
+from gearbx_mlx.errors import GearbxError, check_choice
 from gearbx_mlx.loading import find
 
 from . import ROOT
 from .studies import Found, named, spread, study, table_here
 
-LIMIT_STEP, MOST_LIMIT = 8 << 20, 1 << 30
+LIMIT_STEP, MAX_LIMIT = 8 << 20, 1 << 30
 PROMPT = "Once upon a time there was a"
 FORMS = {"bf16": "bfloat16, mlx-lm", "resident": "exact, resident", "stream": "exact, streamed"}
 
@@ -73,7 +73,7 @@ def under_limit(command: Sequence[object], form: str, limit: int) -> tuple[str |
 
 def least_limit(command: Sequence[object], form: str, text: str | None) -> int:
     """The least limit in bytes, to LIMIT_STEP, under which a process writes the text."""
-    low, high = 0, MOST_LIMIT
+    low, high = 0, MAX_LIMIT
     while high - low > LIMIT_STEP:
         middle = (low + high) // 2
         low, high = (low, middle) if under_limit(command, form, middle)[0] == text else (middle, high)
@@ -188,8 +188,7 @@ def residencies(
         place = (directory or Path(temporary)).resolve()
         paths = dict(zip(("original", "exact"), models(model, place)))
         if form:
-            if form not in RESIDENCIES:
-                raise GearbxError(f"--form {form}: there is none; choose from {', '.join(RESIDENCIES)}")
+            check_choice("--form", form, RESIDENCIES)
             print(json.dumps(of_residency(form, paths, tokens, trials)))
             return None
         found = {}

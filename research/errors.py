@@ -233,7 +233,7 @@ def attention_table(report: Report) -> str:
         parts = {row["part"]: row for row in found}
         cells = [f"{parts[part]['error']:.4f} ({parts[part]['shared']:.4f})" if part in parts else "" for part in PARTS]
         rows.append([f"{low:g} to {high:g}", parts["V"]["samples"], *cells])
-    return table(["entropy, of the largest", "samples", *PARTS], rows)
+    return table(["entropy over its maximum", "samples", *PARTS], rows)
 
 
 def bin_of(row: Mapping[str, Any]) -> tuple[float, float]:

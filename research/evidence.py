@@ -71,8 +71,8 @@ def gain_sentence(results: Path, policy: str, what: str) -> str:
     found = [(-each["kl_mean_change"], each["kl_mean_change_error"]) for each in compared]
     sure = sum(gain > SIGNIFICANT * error for gain, error in found)
     worse = sum(gain < -SIGNIFICANT * error for gain, error in found)
-    gained = f"{what} gained {span((gain for gain, _ in found), '{:+.0%}')} in KL over chance"
-    return f"{gained}, surely in {sure} of {len(found)} runs" + (f", and lost in {worse}" if worse else "")
+    gained = f"{what} reduced KL by {span((gain for gain, _ in found), '{:.0%}')} against the random baseline"
+    return f"{gained}, significantly in {sure} of {len(found)} runs" + (f", and raised it in {worse}" if worse else "")
 
 
 def static_sentence(results: Path) -> str:
@@ -80,40 +80,43 @@ def static_sentence(results: Path) -> str:
     mixtures = [(row, rows) for _, row, rows in policy_rows(results) if row["policy"] in MIXTURES]
     beaten = [row["kl_mean"] / rows[row["better_static"]]["kl_mean"] for row, rows in mixtures if row["better_static"]]
     return (
-        f"For {len(beaten)} of {len(mixtures)} mixtures of gears a static gear reads no more and is better: "
-        f"its KL is {span(beaten, '{:.0f}')} times smaller"
+        f"In {len(beaten)} of {len(mixtures)} runs with mixed gears, a static gear reads no more bytes "
+        f"and has {span(beaten, '{:.0f}')} times lower KL"
     )
 
 
 def lossless_sentence(results: Path) -> str:
     found = [report["fixed"][str(report["best_fixed"])] for report in reports(results, "lossless_*.json")]
     same, texts = (sum(each[name] for each in found) for name in ("identical", "texts"))
+    outputs = "Outputs" if same == texts else f"{same} of {texts} outputs"
     return (
-        f"{same} of {texts} texts were the top gear's, token for token, for "
+        f"{outputs} equal the top gear's, token for token, with "
         f"{span(each['times_fewer_bytes'] for each in found)} times fewer bytes of weights "
-        "([in time, on a real model](lossless.md#in-time-on-a-real-model))"
+        "([speedup on real models](lossless.md#benchmarks))"
     )
 
 
 def pair_sentence(results: Path) -> str:
     found = [row for row in read(results, "pair")["policies"] if 0 < row["share_top"] < 1]
-    gained = [-row["against_random_same_share"]["kl_mean_change"] for row in found]
-    return f"they gained {span(gained, '{:+.0%}')} in KL over chance, by threshold"
+    changes = [row["against_random_same_share"]["kl_mean_change"] for row in found]
+    return f"they changed KL by {span(changes, '{:+.0%}')} against the random baseline, depending on the threshold"
 
 
 def advice(results: Path) -> str:
     """What a user should do."""
     lines = [
-        f"- **You want the model's own text in less time:** `--mode lossless`. {lossless_sentence(results)}.",
-        "- **Memory is short too:** `--mode lossless --format exact`, one [exact](exact.md) copy of bfloat16 weights.",
-        f"- **A small loss is fine:** one gear of 5, 6 or 8 bits, such as `--gears 6`. {static_sentence(results)}.",
-        "- **You want to shift all the same:** `--mode kickdown`, which recomputes doubtful tokens. "
-        f"{gain_sentence(results, 'kickdown', 'At the same share of tokens it')}.",
-        "- **Expect little of `--mode route`**, where past tokens choose the gear, as in the paper. "
+        f"- **For the model's exact output in less time:** `--mode lossless`. {lossless_sentence(results)}.",
+        "- **If memory is also limited:** `--mode lossless --format exact`, one [exact](exact.md) copy of bfloat16 "
+        "weights.",
+        "- **If a small loss is acceptable:** one 5-, 6- or 8-bit gear, such as `--gears 6`. "
+        f"{static_sentence(results)}.",
+        "- **To shift anyway:** `--mode kickdown`, which recomputes uncertain tokens. "
+        f"{gain_sentence(results, 'kickdown', 'At the same share of tokens, it')}.",
+        "- **`--mode route` helps little:** past tokens choose the gear, as in the paper. "
         f"{gain_sentence(results, 'route', 'It')}.",
-        "- **Nor much of [two models](../research/evidence.md#two-models)** that take turns: "
+        "- **[Two models](../research/evidence.md#two-models)** that alternate help little too: "
         f"{pair_sentence(results)}.",
-        "- **Your model is another one:** `gearbx_mlx evaluate --data text.txt` compares its gears and modes.",
+        "- **For other models:** `gearbx_mlx evaluate --data text.txt` compares gears and modes.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -78,12 +78,12 @@ def prompt_gear(
     ]
     head = [
         "bits",
-        "read per weight",
-        "KL, prompt in the same",
+        "bits read per weight",
+        "KL, prefill in the same gear",
         "in 8 bits",
         "in 16 bits",
-        "16 over the same",
-        "time to the first token, 8 over the same",
+        "KL, 16 over the same",
+        "time to first token, 8 over the same",
         "16 over the same",
     ]
     mixed = [
@@ -99,12 +99,12 @@ def prompt_gear(
         if row["policy"] in MIXTURES
     ]
     mixed_head = [
-        "mixture of 4 and 16",
-        "read per weight",
+        "mixed 4 and 16",
+        "bits read per weight",
         "KL",
         "vs chance",
         "at its bytes",
-        "a static gear is better",
+        "better static",
     ]
     tables = {"prompt_gear": table_here(head, gears), "prompt_mixtures": table_here(mixed_head, mixed)}
     return Found(tables, {"same": same, "precise": precise, "first": first})
@@ -226,10 +226,10 @@ def fidelity(
     ]
     head = [
         f"{named(model)}, {len(asked)} prompts, {max_tokens} tokens",
-        "nats given up a token",
-        "tokens that the top gear prefers",
+        "loss, nats per token",
+        "top-1 agreement",
         "times fewer bytes",
-        "times as fast: median (range)",
+        "speedup: median (range)",
     ]
     return Found({"fidelity": table_here(head, rows)}, points, {"fidelity.png": partial(draw, points)})
 

@@ -24,7 +24,7 @@ from rich.progress import track
 
 from gearbx_mlx import load
 from gearbx_mlx.decoding.sampling import entropy_bits
-from gearbx_mlx.errors import GearbxError
+from gearbx_mlx.errors import GearbxError, choose
 from gearbx_mlx.files.model_directory import context_length
 from gearbx_mlx.formats import get_format
 from gearbx_mlx.formats.rowwise import Rowwise
@@ -515,7 +515,7 @@ def table_forward_latency(data: Mapping[str, Any]) -> tuple[list[str], list[list
             found = ratios(data, gear, way)
             middle = f"{1e3 * statistics.median(times):.2f}"
             rows.append([gear, str(data["bits"][gear]), WAYS[way], middle, spread(found)])
-    return ["gear", "bits", "way", "ms", "of dense"], rows
+    return ["gear", "bits", "path", "ms", "of dense"], rows
 
 
 # Picture 9: speed by the share of tokens in each gear, as bytes predict it and as measured (GEARBX 9; 17, figure 9).
@@ -639,7 +639,7 @@ def figures(only: list[str] = [], model: str | None = None, max_tokens: int = 16
     """
     for name in only:
         if name not in PICTURES:
-            raise GearbxError(f"--only {name}: there is no such picture; choose from {', '.join(PICTURES)}")
+            raise GearbxError(f"--only {name}: there is no such picture; {choose(name, PICTURES)}")
     if max_tokens < 6:
         raise GearbxError(f"--max-tokens {max_tokens}: is too few; give 6 or more")
     subject = subject_of(model, max_tokens)

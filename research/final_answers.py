@@ -13,7 +13,7 @@ from gearbx_mlx import Gearbox, Kickdown, Ladder, Route, Static, load
 from gearbx_mlx.cli.prompt import room_for
 from gearbx_mlx.decoding.caches import in_common
 from gearbx_mlx.decoding.mode import thresholds_for
-from gearbx_mlx.errors import GearbxError
+from gearbx_mlx.errors import GearbxError, choose
 from gearbx_mlx.files.journal import Journal, JournalPart, hash_of_tokens
 from gearbx_mlx.files.reading import json_lines, read_text
 from gearbx_mlx.files.writing import make_directory
@@ -111,7 +111,7 @@ def final_answers(
     """
     unknown = [way for way in ways if way not in WAYS]
     if unknown:
-        raise GearbxError(f"--ways {unknown[0]}: choose from {', '.join(WAYS)}")
+        raise GearbxError(f"--ways {unknown[0]}: {choose(unknown[0], WAYS)}")
     make_directory(out)
     rows = answers.TASKS[task].read(problems)
     unscored = num_shots + (THRESHOLDS if any(WAYS[way].shares for way in ways) else 0)
@@ -242,7 +242,7 @@ def chooser_of(mode: Mode, gearbox: Gearbox, tokenizer: Any, prompt: Sequence[in
 
 
 COLUMNS: Columns = {
-    "way": lambda row: row["label"],
+    "method": lambda row: row["label"],
     "right": lambda row: f"{round(row['accuracy'] * row['problems'])} of {row['problems']}",
     "%": lambda row: f"{100 * row['accuracy']:.1f} ± {100 * row['standard_error']:.1f}",
     "lost, won": lambda row: "{only_first}, {only_second}".format(**row["against_reference"]),

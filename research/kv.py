@@ -156,7 +156,8 @@ def kv_quality(models: list[str] = [], data: Path = TALES, tokens: int = 1000) -
         text = one_text(data, Path(folder))
         named = [str(DEMO_MODEL), *models]
         rows = [row for model in named for context in CONTEXTS for row in of_context(model, text, context, tokens)]
-    head = ["model", "context", "`--kv-gears`", "KL, 4 bits", "same token", "KL, 8 bits", "same token", "noise floor"]
+    agreement = "top-1 agreement"
+    head = ["model", "context", "`--kv-gears`", "KL, 4 bits", agreement, "KL, 8 bits", agreement, "noise floor"]
     return Found({"kv_quality": table(head, rows)})
 
 

@@ -280,7 +280,7 @@ SETTINGS = {
     "planes 4,8": ("4,8", "planes"),
 }
 CALIBRATED = "calibrated"
-ALONE = "16 bits alone"
+ALONE = "plain 16-bit decoding"
 
 
 def shipped_base(model: Any, tokenizer: Any, format: Format, ladder: Sequence[int]) -> Base:
@@ -406,7 +406,7 @@ def generated(responses: Iterable[Any]) -> tuple[list[int], float]:
     return tokens, (time.perf_counter() - begun) / max(len(tokens) - 1, 1)
 
 
-@study("docs/lossless.md", minutes=30)
+@study("docs/performance.md", minutes=30)
 def lossless_time(
     prompts: list[Path] = [HELD_OUT, ASSISTANT],  # noqa: B006 - nothing changes it
     num_prompts: list[int] = [12, 24],  # noqa: B006
@@ -442,8 +442,8 @@ def lossless_time(
     rows = [[name, spread(faster[name]), f"{same[name]} of {len(asked)}"] for name in ways if name != "first"]
     head = [
         f"{named(model)}, {len(asked)} prompts, {max_tokens} tokens",
-        "times as fast: median (range)",
-        "texts identical",
+        "speedup: median (range)",
+        "identical outputs",
     ]
     block = "lossless_time" if lookup_tokens else "lossless_time_without_lookup"
     return Found({by_kernels(block): table_here(head, rows)}, {"faster": faster, "same": same})
@@ -495,7 +495,7 @@ def beside_mlx_lm(
     return Found({"beside_mlx_lm": table_here([*head, "texts as mlx-lm's"], rows)}, data)
 
 
-@study("docs/lossless.md", minutes=12)
+@study("docs/performance.md", minutes=12)
 def draft_model(
     prompts: list[Path] = [HELD_OUT, ASSISTANT],  # noqa: B006 - nothing changes it
     num_prompts: list[int] = [4, 8],  # noqa: B006
@@ -528,7 +528,7 @@ def draft_model(
     found = written_in_turn(ways, first_prompts(writer.tokenizer, prompts, num_prompts), max_tokens, pairs)
     first = next(iter(found.values()))
     rows = [[name, f"{token_ms(each):.1f}", spread(times_faster(first, each))] for name, each in found.items()]
-    head = [named(model), "ms a token", "times as fast: median (range)"]
+    head = [named(model), "ms/token", "speedup: median (range)"]
     return Found({"draft_model": table_here(head, rows)}, rows)
 
 
@@ -539,7 +539,7 @@ SAMPLINGS: dict[str, dict[str, float]] = {
 }
 
 
-@study("docs/lossless.md", minutes=8)
+@study("docs/performance.md", minutes=8)
 def lossless_sampled(
     prompts: list[Path] = [HELD_OUT, ASSISTANT],  # noqa: B006 - nothing changes it
     num_prompts: list[int] = [3, 6],  # noqa: B006
@@ -580,12 +580,12 @@ def lossless_sampled(
             share = f"{accepted / drafted:.2f}" if drafted else ""
             rows.append([name, whose, mode, f"{ms:.1f}", spread(faster), share, f"{same} of {len(asked)}"])
             data[f"{name}, {whose}, {mode}"] = faster
-    head = ["temperature", "sampler", "mode", "ms a token", "times as fast: median (range)"]
-    head += ["of drafts accepted", "texts identical"]
+    head = ["temperature", "sampler", "mode", "ms/token", "speedup: median (range)"]
+    head += ["acceptance rate", "identical outputs"]
     return Found({"lossless_sampled": table_here(head, rows)}, data)
 
 
-@study("docs/lossless.md", minutes=12)
+@study("docs/performance.md", minutes=12)
 def lossless_contexts(
     text: Path,
     model: str = "smollm2",
@@ -618,7 +618,7 @@ def lossless_contexts(
             alone_ms = token_ms(found["alone"])
             rows.append([context, temp, f"{alone_ms:.1f}", spread(faster), f"{same} of {len(prompts)}"])
             data.append({"context": context, "temp": temp, "alone_ms": alone_ms, "faster": faster, "same": same})
-    head = ["tokens before", "temperature", "16 bits, ms a token", "times as fast: median (range)", "texts identical"]
+    head = ["context tokens", "temperature", "16 bits, ms/token", "speedup: median (range)", "identical outputs"]
     return Found({"lossless_contexts": table_here(head, rows)}, data)
 
 

@@ -14,7 +14,7 @@ from gearbx_mlx.cli.build import Loaded, decided
 from gearbx_mlx.cli.decide import JustGears
 from gearbx_mlx.cli.flags import GearFlags, LayerSettings, ModelSettings
 from gearbx_mlx.decoding.mode import SAME
-from gearbx_mlx.errors import GearbxError, about, numbers
+from gearbx_mlx.errors import GearbxError, choose, error_context, numbers
 from gearbx_mlx.evaluate.run import context_for
 from gearbx_mlx.evaluation.predictions import check_windows, read_documents, windows_of
 from gearbx_mlx.gears.ladder import Gear, Ladder
@@ -68,7 +68,7 @@ def policies(
     """
     for name in policy:
         if name not in COUNTED:
-            raise GearbxError(f"--policy {name}: there is none; choose from {', '.join(COUNTED)}")
+            raise GearbxError(f"--policy {name}: there is none; {choose(name, COUNTED)}")
     ladder = None if gears is None else Ladder.parse(gears)
     layout = LayerSettings(gears=ladder, format=format, manage=manage, q_group_size=group_size)
     settings = JustGears(ModelSettings(model), layout, GearFlags(kernels=f"{kernels}:{activations}"))
@@ -114,7 +114,7 @@ def parse_between(text: str | None, ladder: Ladder) -> tuple[Gear, Gear]:
         raise GearbxError(f"--gears {ladder}: one gear has nothing to be compared with; give two or more")
     if text is None:
         return ladder[0], ladder.top
-    with about("--between"):
+    with error_context("--between"):
         gears = [ladder.find(part.strip()) for part in text.split(",")]
     if len(gears) != 2 or gears[0].index >= gears[1].index:
         raise GearbxError(f"--between '{text}': give two gears, the lower one first, such as {ladder[0].bits},8")
@@ -131,5 +131,5 @@ def parse_prompt(tokens: int, gear: str | None, context: int, ladder: Ladder) ->
         raise GearbxError(f"--prompt-tokens is {tokens}, and a window has {context}; give {context - 2} or fewer")
     if gear is not None and not tokens:
         raise GearbxError("--prompt-gear reads prompts; give --prompt-tokens too")
-    with about("--prompt-gear"):
+    with error_context("--prompt-gear"):
         return None if gear == SAME else ladder.top if gear is None else ladder.find(gear)

@@ -153,7 +153,7 @@ class Recorder(FixedPolicy):
     def goes_on(self, margins: Sequence[float]) -> bool:
         return len(margins) < self._length
 
-    def looked_up(self, probabilities: Sequence[float], room: int) -> int:
+    def lookup_length(self, probabilities: Sequence[float], room: int) -> int:
         return 0
 
     def add_round(self, **found: Any) -> None:

@@ -101,5 +101,5 @@ def ranks(sizes: list[int] = [2]) -> Found:  # noqa: B006 - nothing changes it
     Args:
         sizes: Numbers of ranks; as many as key-value heads if not given.
     """
-    head = ["ranks", "a token, agreed", "not agreed", "of that", "the shared numbers alone"]
+    head = ["ranks", "time per token, shared", "not shared", "ratio", "sharing only"]
     return Found({"ranks": table_here(head, [row(count, on_ranks(count)) for count in sizes])})

@@ -130,4 +130,4 @@ def activations(texts_file: Path = HELD_OUT, model: str = "smollm2", gears: str 
                 figures = f"{kl.mean():.1e}", f"{np.quantile(kl, 0.99):.1e}", f"{same.mean():.4f}"
                 rows.append([gear.bits, way, *figures, len(kl)])
     rows.sort(key=lambda row: int(row[0]))
-    return Found({"activations": table(["bits", "activations", "mean KL", "99 %", "same favourite", "tokens"], rows)})
+    return Found({"activations": table(["bits", "activations", "mean KL", "99 %", "top-1 agreement", "tokens"], rows)})

@@ -52,9 +52,9 @@ def row(
     }
 
 
-LEAST_RATE, MOST_WAIT = 0.97, 1.05  # times mlx_lm.server's
+MIN_RATE, MAX_WAIT = 0.97, 1.05  # times mlx_lm.server's
 RATE_WORDS = 60  # of a prompt
-LEAST_TOKENS = 8  # of an answer; one that ends sooner says nothing of the speed
+MIN_TOKENS = 8  # of an answer; one that ends sooner says nothing of the speed
 
 
 def going_on(client: Client, prompt: str, tokens: int) -> ClientAnswer:
@@ -113,7 +113,7 @@ def measured(
                     before = processor_seconds(process)
                     answer = ask(client, prompt, tokens)
                     answers[client] = replace(answer, processor=processor_seconds(process) - before)
-                long_enough = all(answer.tokens >= LEAST_TOKENS for answer in answers.values())
+                long_enough = all(answer.tokens >= MIN_TOKENS for answer in answers.values())
                 if trial and long_enough:  # the first one is a warm-up
                     found[part].append((answers[own[0]], answers[beside[0]]))
     return found
@@ -125,11 +125,11 @@ def rate_rows(found: dict[str, list[Pair]]) -> Rows:
         if not pairs:
             continue
         rates = [mine.tokens_per_second / other.tokens_per_second for mine, other in pairs]
-        rows.append(row(part, "tokens/s, times mlx_lm.server's", rates, least=LEAST_RATE))
+        rows.append(row(part, "tokens/s, times mlx_lm.server's", rates, least=MIN_RATE))
         rows.append(row(part, "tokens/s", [mine.tokens_per_second for mine, _ in pairs]))
         waits = [mine.first / other.first for mine, other in pairs if mine.first and other.first]
         if waits:
-            rows.append(row(part, "time to first token, times mlx_lm.server's", waits, most=MOST_WAIT))
+            rows.append(row(part, "time to first token, times mlx_lm.server's", waits, most=MAX_WAIT))
             rows.append(row(part, "time to first token, s", [mine.first or 0.0 for mine, _ in pairs]))
         spent, others = (sum(each.processor for each in side) for side in zip(*pairs))
         if others:  # the system counts in hundredths of a second

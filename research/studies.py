@@ -25,7 +25,7 @@ from typing import Any, Literal, get_args, get_origin
 from pages import fill, table
 
 from gearbx_mlx.benchmark.measuring import machine_name
-from gearbx_mlx.errors import GearbxError
+from gearbx_mlx.errors import GearbxError, choose
 from gearbx_mlx.files.writing import make_directory, write_text
 from gearbx_mlx.kernels import cpu
 from gearbx_mlx.kernels.compiler import vector_instructions
@@ -113,7 +113,7 @@ def load(name: str) -> Study:
     """
     modules = modules_of_studies()
     if name not in modules:
-        raise GearbxError(f"{name}: no such study; choose from {', '.join(modules)}")
+        raise GearbxError(f"{name}: no such study; {choose(name, modules)}")
     try:
         import_module(f"research.{modules[name]}")
     except ModuleNotFoundError as missing:

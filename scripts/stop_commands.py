@@ -120,7 +120,7 @@ def difference(expected: dict[str, str], found: dict[str, str]) -> str:
 # Three ways to stop a command, and what must hold then
 
 STARTED = 0.05  # seconds while Python itself starts and no program can handle a signal
-MOST_KILLS = 6
+MAX_KILLS = 6
 PAGE = 4096
 CANNOT = "cannot be written"
 DONE = "is there already"  # what a conversion says if it was killed just after it had finished
@@ -147,7 +147,7 @@ def compared(name: str, stops: int, status: int, expected: Expected, directory: 
 def killed(name: str, expected: Expected, inputs: Path, directory: Path, chance: Random) -> Trial:
     """Kill a command at random moments, and finally let it end."""
     stops = 0
-    for _ in range(chance.randint(1, MOST_KILLS)):
+    for _ in range(chance.randint(1, MAX_KILLS)):
         process = process_of(name, inputs, directory)
         process.start()
         process.join(chance.uniform(0, 1.1 * expected.seconds))

@@ -290,7 +290,7 @@ It is a Llama of {model.num_parameters():,} parameters, stored in bfloat16: widt
 
 ## The texts
 
-| text | licence | characters for training | for validation | validation perplexity per token |
+| text | license | characters for training | for validation | validation perplexity per token |
 | --- | --- | --- | --- | --- |
 {rows}
 

@@ -86,7 +86,8 @@ PROMPT = mx.array([[1, 5, 9, 2, 7]])
 
 # Equal bits are promised for as many vectors as native CPU kernels take: on a Mac 16; MLX computes larger numbers.
 MANY_VECTORS = pytest.mark.skipif(
-    dispatch.MOST_VECTORS is not None, reason="on a Mac so many vectors are MLX's, whose kernels there promise no bits"
+    dispatch.MAX_NATIVE_VECTORS is not None,
+    reason="on a Mac so many vectors are MLX's, whose kernels there promise no bits",
 )
 
 
@@ -101,7 +102,7 @@ def active_memory() -> int:
 
 def up_to(vectors: int) -> int:
     """This number of vectors, or as many as native CPU kernels take here."""
-    return min(vectors, dispatch.MOST_VECTORS or vectors)
+    return min(vectors, dispatch.MAX_NATIVE_VECTORS or vectors)
 
 
 # One of each kind that has a cache of keys and values and no state; tests/helpers/architectures has all classes.

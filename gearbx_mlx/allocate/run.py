@@ -14,7 +14,7 @@ from ..bit_selection.sensitivity import calibration_windows, exact_of, single_la
 from ..cli.build import load_original
 from ..cli.flags import output_path
 from ..cli.terminal import note, progress_bar, show_compiling
-from ..errors import GearbxError, about
+from ..errors import GearbxError, error_context
 from ..files.writing import write_text
 from ..gears.gearbox import Gearbox
 from ..settings import human_bytes
@@ -36,7 +36,7 @@ def run(settings: AllocateSettings) -> int:
     model, tokenizer, config = load_original(settings.model)
     windows = calibration_windows(model, tokenizer, config, text.data, text.num_samples, text.sequence_length)
     show_compiling()
-    with about(file):
+    with error_context(file):
         manifest, _, missing = fitted_to(manifest, model)
         bits = {*manifest.bits, *wanted.bits}
         layout = manifest.format, manifest.group_size, manifest.manage

@@ -22,7 +22,7 @@ from ..cli.flags import GearFlags, LayoutSettings, ModeFlags, output_path
 from ..cli.prompt import check_prompt, encoded_prompts, read_prompts
 from ..cli.start import needing
 from ..cli.tables import server_table, summary_table
-from ..decoding.modes import TELEMETRY_ONLY, made
+from ..decoding.modes import TELEMETRY_ONLY, make_mode
 from ..decoding.route import SHORT_PROMPTS, Route
 from ..decoding.stream import RunSpeed, stream_generate, summary_of
 from ..errors import GearbxError, GearbxWarning
@@ -247,7 +247,7 @@ def analyzed_there(settings: AnalyzeSettings, texts: Sequence[str], out: Path, d
     with needing("server", "analyze --server"):
         others = import_module("gearbx_mlx.serving.others")
     ladder = settings.ladder.gears or Ladder.parse(DEFAULT_LADDER)
-    routing = made(TELEMETRY_ONLY, settings.mode.given())
+    routing = make_mode(TELEMETRY_ONLY, settings.mode.given())
     assert isinstance(routing, Route)
     check_in_ladder(ModeFlags(**settings.mode.given()), ladder)
     given, chat, keywords = settings.server, settings.prompt, settings.prompt.template_keywords()

@@ -9,7 +9,7 @@ then slows all of it alike. Compare ratios within a run; times of different runs
 import argparse
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, ClassVar, get_args
+from typing import ClassVar, get_args
 
 from ..cli.flags import device_flag
 from ..cli.parser import FlagParser, add_flags
@@ -18,7 +18,7 @@ from ..errors import GearbxError
 from ..gears.ladder import Ladder
 from ..settings import Settings, flag
 
-MOST_TRIALS = 100_000  # trials or tokens: more take days
+MAX_TRIALS = 100_000  # trials or tokens: more take days
 HEAD_WIDTH = 64  # width of an attention head of the random Llama
 
 
@@ -41,7 +41,7 @@ def parse_shape(text: str) -> tuple[int, int]:
 class ModelBenchmark(Settings):
     """Says what is decoded. model: None means a random Llama of `shape`; gears: None means its own, or 4,8,16."""
 
-    trials: int = flag(5, "Counted trials.", least=1, most=MOST_TRIALS)
+    trials: int = flag(5, "Counted trials.", least=1, most=MAX_TRIALS)
     json: str | None = flag(None, "Write all rows as JSON.", metavar="FILE", named=True)
     device: str | None = device_flag()
     model: str | None = flag(None, "Local directory or Hub repository. Default: a random Llama of --shape", named=True)
@@ -49,7 +49,7 @@ class ModelBenchmark(Settings):
     gears: Ladder | None = flag(
         None, "Bits of the gears. Default: those of a geared checkpoint, or 4,8,16", parse=Ladder.parse
     )
-    tokens: int = flag(16, "Tokens in a trial.", least=1, most=MOST_TRIALS)
+    tokens: int = flag(16, "Tokens in a trial.", least=1, most=MAX_TRIALS)
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class MacBenchmark(Settings):
         "An original model of bfloat16 or float16, local directory or Hub repository. Default: the demo model",
         named=True,
     )
-    tokens: int = flag(200, "Most tokens of a text.", least=2, most=MOST_TRIALS)
+    tokens: int = flag(200, "Most tokens of a text.", least=2, most=MAX_TRIALS)
     minutes: float = flag(
         10, "Write no further round of texts that would end later; the first one is written at any speed.", least=0
     )
@@ -103,17 +103,12 @@ class BenchmarkParser(FlagParser):
 
     def settings(self) -> Benchmark:
         flags = vars(self.parse_args())
-        return BENCHMARKS[flags.pop("what")](**flags)
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.dest == "what" and value not in BENCHMARKS:
-            self.refuse_gone(f"benchmark {value}")
-        super()._check_value(action, value)
+        return BENCHMARKS[flags.pop("benchmark")](**flags)
 
 
 def setup_arg_parser() -> FlagParser:
     parser = BenchmarkParser("benchmark", Benchmark, description="Time the gears of a model on this machine.")
-    commands = parser.add_subparsers(dest="what", required=True, metavar=f"{{{','.join(BENCHMARKS)}}}")
+    commands = parser.add_subparsers(dest="benchmark", required=True, metavar=f"{{{','.join(BENCHMARKS)}}}")
     for what, kind in BENCHMARKS.items():
         subparser = commands.add_parser(what, help=kind.__doc__, argument_default=argparse.SUPPRESS)
         subparser.add_rare(add_flags(subparser, kind))

@@ -15,11 +15,10 @@ from ..cli.flags import (
     SamplingSettings,
     check_pair,
 )
-from ..cli.parser import add_flags, command_settings, parser_of
+from ..cli.parser import FlagParser, add_flags, command_settings, parser_of
 from ..cli.prompt import AnswerLengthSettings
 from ..cli.start import command
 from ..errors import GearbxError
-from ..gone import gone
 from ..settings import Settings, flag
 
 
@@ -57,11 +56,13 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     )
 
 
-class LineParser(argparse.ArgumentParser):
+class LineParser(FlagParser):
     """A parser of flags that are typed in a chat, which goes on after a wrong one."""
 
-    def error(self, message: str) -> NoReturn:
-        raise GearbxError(f"{self.prog}: {message}")
+    hint = "gearbx_mlx chat --help shows the flags"
+
+    def end(self, line: str) -> NoReturn:
+        raise GearbxError(f"{self.prog}: {line}")
 
 
 @dataclass(frozen=True)
@@ -73,10 +74,6 @@ class ModeChange:
 
 def parse_mode(name: str, words: Sequence[str]) -> ModeChange:
     """Return a mode by its name, with flags as on the command line. Raises GearbxError for what a mode cannot have."""
-    for word in words:
-        said = gone(word.split("=")[0])
-        if said is not None:
-            raise GearbxError(f"/mode: {said}")
     parser = LineParser(prog="/mode", argument_default=argparse.SUPPRESS, add_help=False, allow_abbrev=False)
     add_flags(parser, ModeFlags)
     return command_settings(ModeChange, vars(parser.parse_args(["--mode", name, *words])))

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from ..cli import terminal
-from ..cli.parser import nearest_name
 from ..cli.prompt import check_unicode
 from ..cli.signals import ENDING, Interrupted, caught
 from ..compat.templates import prepare
-from ..errors import GearbxError, OutputLost, escaped
+from ..errors import GearbxError, OutputLost, escaped, nearest
 from ..files.user_cache import chat_history
 from ..files.writing import check_writable, write_text
 from ..routing.gates import AUTO
@@ -350,7 +349,7 @@ def obey(session: Session, line: str) -> bool:
         return False
     name, argument = (*line.split(maxsplit=1), "")[:2]
     if name not in CHAT_COMMANDS:
-        near = nearest_name(name, CHAT_COMMANDS)
+        near = nearest(name, CHAT_COMMANDS)
         hint = f"{near} is near" if near else "/help lists them"
         raise GearbxError(f"{escaped(name)}: no such command; {hint}, and a space in front makes it a message")
     CHAT_COMMANDS[name].run(session, argument.strip())

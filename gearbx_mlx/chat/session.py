@@ -27,12 +27,12 @@ from ..decoding.modes import (
     STATIC,
     TELEMETRY_ONLY,
     check_draft_model,
-    made,
+    make_mode,
 )
 from ..decoding.pair import pair_cache
 from ..decoding.response import GearResponse
 from ..decoding.stream import stream_generate
-from ..errors import GearbxError
+from ..errors import GearbxError, check_choice, choose
 from ..gears.gearbox import Gearbox, Observer
 from ..gears.ladder import DEFAULT_LADDER, Ladder
 from ..loading import DEMO_MODEL
@@ -155,12 +155,12 @@ class GearedChat:
             flags = parse_mode(mode, words).mode
             given = flags.given()
             check_flags(mode, given)
-        found = made(mode, given)
+        found = make_mode(mode, given)
         self._check(found, flags)
         self._mode, self._held = found, ""
 
     def _in_gear(self, gear: str) -> Mode:
-        return made(STATIC, self._settings.mode.given() | {"gear": gear})
+        return make_mode(STATIC, self._settings.mode.given() | {"gear": gear})
 
     def _check(self, mode: Mode, flags: Any) -> None:
         """Raises GearbxError for a mode that this model cannot have with the settings of the chat."""
@@ -209,8 +209,7 @@ class PairChat:
         return stream_generate(self._pair.large, self.tokenizer, tokens, max_tokens, mode=mode, **keywords)
 
     def hold(self, gear: str | None) -> None:
-        if gear not in (None, *NAMES):
-            raise GearbxError(f"no model '{gear}' in a pair; choose from auto, {', '.join(NAMES)}")
+        check_choice("gear of a pair", gear or AUTO, (AUTO, *NAMES))
         self._held = gear or ""
 
     def change(self, mode: str, words: Sequence[str]) -> None:
@@ -226,7 +225,7 @@ ChatModel = GearedChat | PairChat
 def check_mode(mode: str, possible: Collection[str]) -> None:
     """Raises GearbxError for a mode that does not exist, or that the models of this chat cannot have."""
     if mode not in MODES:
-        raise GearbxError(f"mode '{mode}' does not exist; choose from {', '.join(possible)}")
+        raise GearbxError(f"mode is {mode}; {choose(mode, possible)}")
     if mode not in possible:
         choices = ", ".join(possible)
         geared = mode == TELEMETRY_ONLY and ROUTE in possible

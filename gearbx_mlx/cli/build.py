@@ -18,11 +18,11 @@ from ..compat.templates import confine
 from ..decoding.caches import check_heads
 from ..decoding.governor import Governor, MemoryGuard
 from ..decoding.mode import Mode
-from ..decoding.modes import PAIR, made
+from ..decoding.modes import PAIR, make_mode
 from ..decoding.pair import bytes_read
 from ..decoding.sampling import sampler_for
 from ..decoding.stream import parameters_of
-from ..errors import GearbxError, GearbxWarning, about
+from ..errors import GearbxError, GearbxWarning, error_context
 from ..files.reading import shown
 from ..gears.cost import read_files
 from ..gears.discovery import is_quantized, vocabulary
@@ -256,7 +256,7 @@ def layers_of_manifest(decision: Decision, precision: PrecisionManifest, model: 
         GearbxError: it belongs to another model, or names a layer that this model does not have.
     """
     file = decision.settings.gears.manifest
-    with about(file):
+    with error_context(file):
         manifest, _, missing = fitted_to(precision, model)
     for path in missing:
         note(f"{file}: has no {path}, which stays at full precision in the tables")
@@ -420,7 +420,7 @@ class LoadedPair:
 
     def mode(self, flags: Mapping[str, Any]) -> Mode:
         """Mode pair, with the flags of modes that were given."""
-        return made(PAIR, {**flags, "small_model": self.small})
+        return make_mode(PAIR, {**flags, "small_model": self.small})
 
 
 def warn_of_pair(small: str, large: str | None) -> None:

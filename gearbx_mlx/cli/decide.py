@@ -35,10 +35,10 @@ from ..decoding.modes import (
     TELEMETRY_ONLY,
     check_draft_model,
     flags_of_mode,
-    made,
+    make_mode,
     mode_class,
 )
-from ..errors import GearbxError, about
+from ..errors import GearbxError, error_context
 from ..formats import DEFAULT_FORMAT, RECONSTRUCTED, get_format, split_name, with_cache
 from ..formats.base import Format, check_supported
 from ..gears.in_place import Codes
@@ -180,7 +180,7 @@ class Case:
     @property
     def learns(self) -> bool:
         """True if drafts may have the gears that measure fastest: their length is free, and other modes need none."""
-        free = self.settings.mode.draft_length is None
+        free = self.settings.mode.num_draft_tokens is None
         return self.drafts and free and not (self.several_modes and self.model.machine.device == CPU)
 
 
@@ -227,7 +227,7 @@ def decide(settings: GearedSettings, model: Description, several_modes: bool = F
         takes_base=takes_base(case, stored.ladder, bool(cap_bits)),
         observes=case.observes,
         drafts=case.drafts,
-        mode=made(mode.name, settings.mode.given()),
+        mode=make_mode(mode.name, settings.mode.given()),
         mode_by=mode.by,
         reasons=(stored.why, f"mode {mode.name}" + (f" (by {flag_of(mode.by)})" if mode.by else "")),
         warnings=tuple(warnings),
@@ -276,7 +276,7 @@ def layout_of_thresholds(layout: LayoutSettings, flags: Any) -> LayoutSettings:
 def choose_mode(settings: GearedSettings, layout: LayoutSettings, saved: Manifest | None) -> ChosenMode:
     """Choose the mode by its name, else by flags and files."""
     flags, given = settings.mode, settings.mode.given()
-    asked, source = "draft_length" in given, flags.thresholds
+    asked, source = "num_draft_tokens" in given, flags.thresholds
     if flags.mode is not None:
         return ChosenMode(flags.mode)
     if isinstance(source, ReadThresholds) and source.content.mode == KICKDOWN:
@@ -323,7 +323,7 @@ def check_in_ladder(flags: Any, ladder: Ladder) -> None:
     for name in ("gear", "prompt_gear"):
         gear = getattr(flags, name)
         if gear not in (None, AUTO, SAME):
-            with about(flag_of(name)):
+            with error_context(flag_of(name)):
                 ladder.find(gear)
 
 
@@ -361,7 +361,7 @@ def of_checkpoint(case: Case, saved: Manifest) -> StoredGears:
     name, layout = case.model.title, case.layout
     if case.settings.gears.base is not None:
         raise GearbxError(f"{name}: has its codes; leave out --base, or convert the original with --calibrate")
-    with about(name):
+    with error_context(name):
         ladder = saved.chosen(layout.gears)
     return StoredGears(ladder, **layout.filled(saved, f"the gears of {name} have"), why="gears of the checkpoint")
 
@@ -389,7 +389,7 @@ def of_codes(case: Case, codes: Codes) -> StoredGears:
         "--base": flags.base,
         f"--residency {flags.residency.name}": flags.residency.name != "resident",
     }
-    with about(case.model.title):
+    with error_context(case.model.title):
         ladder = ladder_of_codes(codes, layout, given)
     if case.learns:  # MLX's kernels would join split codes at each use, which a GPU feels
         by_mlx = case.model.machine.device != CPU and flags.kernels.name != NATIVE

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..bit_selection.precision import PrecisionManifest, read_precision
-from ..errors import about
+from ..errors import error_context
 from ..gears.cost import ModelFiles, read_files
 from ..gears.in_place import Codes, codes_in
 from ..gears.manifest import PRECISION, Manifest
@@ -144,6 +144,6 @@ def precision_of(settings: GearedSettings, described: Description) -> PrecisionM
     if given is None and not (controlled and file.exists()):
         return None
     precision = read_precision(file)
-    with about(file):
+    with error_context(file):
         precision.check_model(saved.fingerprint)
     return precision

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, get_type_hints
 
 from ..decoding.modes import COLDEST, MODES, PAIR, SETTINGS, flags_of_mode
-from ..errors import LARGEST_SHOWN, GearbxError, about
+from ..errors import LARGEST_SHOWN, GearbxError, check_choice, choose, error_context
 from ..files.writing import check_writable
 from ..formats import (
     CODEBOOKS,
@@ -36,7 +36,7 @@ from ..gears.ladder import (
 )
 from ..kernels import ACTIVATIONS, DEVICES, GROUP_SIZES, KERNELS
 from ..serving import DEFAULT_TIMEOUT
-from ..settings import Settings, check_choice, flag, flag_of, given_names, parse_bytes
+from ..settings import Settings, flag, flag_of, given_names, parse_bytes
 
 if TYPE_CHECKING:
     from ..bit_selection.precision import PrecisionManifest
@@ -85,13 +85,6 @@ class CacheSettings(Settings):
     draft_model: str | None = flag(
         None, "A smaller model with the tokenizer of --model, which drafts for it in mode lossless.", named=True
     )
-    num_draft_tokens: int | None = flag(
-        None,
-        "The most tokens that --draft-model drafts at once. Default: as many as save time",
-        least=1,
-        metavar="N",
-        rare=True,
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -116,7 +109,7 @@ def parse_verbose(text: str) -> str:
     for level in (SILENT, TOLD, DESCRIBED):
         if text.lower() in (level, level[0]):
             return level
-    raise GearbxError(f"--verbose is {text}; give True, False or all")
+    raise GearbxError(f"--verbose is {text}; {choose(text, ('True', 'False', 'all'))}")
 
 
 @dataclass(frozen=True)
@@ -307,13 +300,12 @@ class ModelSettings(Settings):
 def parse_format(text: str) -> str:
     """--format as the name of a format. Raises GearbxError for one that does not exist, or has not these choices."""
     base, choices = split_name(text)
-    if base not in FORMATS:
-        raise GearbxError(f"--format is {text}; choose from {', '.join(FORMATS)}")
+    check_choice("--format", base, FORMATS)
     if not choices:
         return base
     if base not in CODEBOOKS:
         raise GearbxError(f"--format is {text}, and only codebooks have choices; give --format {base}")
-    with about("--format"):
+    with error_context("--format"):
         chosen = CodebookOptions.parse(choices)
     for name in ("library", "group"):
         if base != CODEBOOKS[1] and f"{name}=" in choices:
@@ -419,7 +411,7 @@ class KernelsFlag(NamedTuple):
 def parse_residency(text: str) -> ResidencyFlag:
     """Parse --residency. Raises GearbxError for a place that does not exist, or a limit that is not a size."""
     name, colon, size = text.partition(":")
-    check_choice("residency", name, RESIDENCIES)
+    check_choice("--residency", name, RESIDENCIES)
     if colon and name != "disk":
         raise GearbxError(f"--residency {text}: a limit frees memory with idle gears on disk alone; give disk:{size}")
     return ResidencyFlag(name, parse_bytes(size, f"--residency {text}") if colon else None)
@@ -428,11 +420,10 @@ def parse_residency(text: str) -> ResidencyFlag:
 def parse_kernels(text: str) -> KernelsFlag:
     """Parse --kernels. Raises GearbxError for kernels or activations that do not exist."""
     name, colon, activations = text.partition(":")
-    check_choice("kernels", name, (*KERNELS, DEQUANT_CACHE))
+    check_choice("--kernels", name, (*KERNELS, DEQUANT_CACHE))
     if not colon:
         return KernelsFlag(name)
-    if activations not in ACTIVATIONS:
-        raise GearbxError(f"--kernels {text}: activations are {', '.join(ACTIVATIONS)}, such as {name}:int8")
+    check_choice(f"--kernels {text}: activations", activations, ACTIVATIONS)
     return KernelsFlag(name, activations)
 
 

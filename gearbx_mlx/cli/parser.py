@@ -4,21 +4,20 @@ A flag that is not given is not in the parser's result, so that each default sta
 """
 
 import argparse
-import difflib
 import os
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from functools import partial
 from importlib.metadata import version
+from itertools import takewhile
 from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
 
-from ..errors import GearbxError
-from ..gone import gone
+from ..errors import GearbxError, choose, escaped, nearest
 from ..settings import Settings, flag_of, flags_in
 
 T = TypeVar("T")
@@ -38,10 +37,15 @@ class FlagParser(argparse.ArgumentParser):
         self.rare: list[argparse.Action] = []
         self.words: tuple[str, ...] = ()
         """Fields that so many words without a flag stand for, where none of them is given as a flag."""
-        self.command, self.kind = command, kind
+        self.kind = kind
         if command:
             said = "show the versions of the packages and exit"
             self.add_argument("--version", action="version", version=version_line(), help=said)
+
+    @property
+    def hint(self) -> str:
+        """The remedy where no name is near."""
+        return f"{self.prog} --help shows the flags"
 
     def add_rare(self, actions: Sequence[argparse.Action]) -> None:
         """Let these be shown by `--help-all` alone."""
@@ -61,11 +65,12 @@ class FlagParser(argparse.ArgumentParser):
                 action.help = text
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        known = {*self.flags()}
-        for word in sys.argv[1:] if args is None else args:  # before a flag that is missing is asked for
-            name = word.split("=")[0]
-            if name.startswith("--") and name not in known:
-                self.refuse_gone(name)
+        known = [*self.flags()]
+        for word in takewhile("--".__ne__, sys.argv[1:] if args is None else args):
+            # argparse takes the beginning of a flag's name, and text with a space as a value.
+            begun = word.split("=")[0]
+            if begun.startswith("--") and " " not in word and not any(name.startswith(begun) for name in known):
+                self.refuse(word)  # before a flag that is missing is asked for
         parsed, unknown = self.parse_known_args(args, namespace)
         words = [word for word in unknown if not word.startswith("-")]
         if unknown == words and len(words) == len(self.words) and not any(hasattr(parsed, name) for name in self.words):
@@ -82,36 +87,27 @@ class FlagParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with one line, without argparse's usage before it."""
-        self.exit(2, f"{self.prog}: error: {message}; {self.prog} --help shows the flags\n")
+        self.end(f"{message}; {self.hint}")
+
+    def end(self, line: str) -> NoReturn:
+        """Exit with one line."""
+        self.exit(2, escaped(f"{self.prog}: error: {line}") + "\n")
 
     def refuse(self, word: str) -> NoReturn:
         """Exit with one line for a word that is not a flag."""
         name = word.split("=")[0]
-        self.refuse_gone(name)
-        near = (self.flag_of_word(name) or nearest_name(name, self.flags())) if name.startswith("-") else None
-        hint = f"did you mean {near}?" if near else f"{self.prog} --help shows the flags"
+        near = (self.flag_of_word(name) or nearest(name, self.flags())) if name.startswith("-") else None
+        hint = f"did you mean {near}?" if near else self.hint
         if self.words and not name.startswith("-"):
             shown = " ".join(map(str.upper, self.words))
             hint = f"use {flag_of(self.words[-1])} {shlex.quote(word)}, or {self.prog} {shown}"
         what = "is no flag" if name.startswith("-") else "belongs to no flag"
-        self.exit(2, f"{self.prog}: error: {word} {what}; {hint}\n")
-
-    def refuse_gone(self, name: str) -> None:
-        """Exit with one line for a flag, or a flag with a value, that is gone."""
-        said = gone(name, self.command)
-        if said is not None:
-            self.exit(2, f"{self.prog}: error: {said}\n")
+        self.end(f"{word} {what}; {hint}")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.choices is not None and value not in action.choices and action.option_strings:
-            self.refuse_gone(f"{action.option_strings[-1]} {value}")
-        try:
-            super()._check_value(action, value)
-        except argparse.ArgumentError as error:
-            near = nearest_name(str(value), map(str, action.choices or ()))
-            if near is None:
-                raise
-            raise argparse.ArgumentError(action, f"{error.message}; did you mean {near}?") from error
+        if action.choices is not None and value not in action.choices:
+            shown = (action.option_strings or [action.dest])[-1]
+            self.end(f"{shown} is {value}; {choose(value, action.choices)}")
 
     def flag_of_word(self, name: str) -> str | None:
         """Return the flag, with its value, that has a word of an unknown flag in the value: --summary FILE.json."""
@@ -129,15 +125,6 @@ class FlagParser(argparse.ArgumentParser):
             yield from action.option_strings
             for parser in action.choices.values() if isinstance(action, argparse._SubParsersAction) else ():
                 yield from parser.flags()
-
-
-def nearest_name(word: str, names: Iterable[str]) -> str | None:
-    """Return the name that is most like a mistyped one; dashes before names do not count."""
-    bare = {name.lstrip("-"): name for name in names}
-    word = word.lstrip("-")
-    likely = difflib.get_close_matches(word, bare)
-    swapped = [name for name in likely if sorted(name) == sorted(word)]  # --modle is --model rather than --mode
-    return next((bare[name] for name in swapped + likely), None)
 
 
 class HelpAll(argparse.Action):
@@ -225,10 +212,7 @@ def command_settings(kind: type[T], values: Mapping[str, Any]) -> T:
     names = {group: [item.name for item in fields(group_kind)] for group, group_kind in groups.items()}
     known = sorted(name for members in names.values() for name in members)
     for unknown in sorted(values.keys() - known):
-        said = gone(flag_of(unknown))
-        if said is not None:
-            raise GearbxError(said)
-        raise GearbxError(f"there is no setting '{unknown}'; choose from {', '.join(known)}")
+        raise GearbxError(f"there is no setting '{unknown}'; {choose(unknown, known)}")
     for name, value in values.items():
         if value == []:  # what argparse makes of --flag=--
             raise GearbxError(f"{flag_of(name)} is --; give a value, or leave the flag out")

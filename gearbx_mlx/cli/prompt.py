@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from msgspec import Struct
 
-from ..errors import GearbxError, about, one_line
+from ..errors import GearbxError, error_context, one_line
 from ..files.model_directory import context_length
 from ..files.reading import json_lines, parse_json, read_text, typed
 from ..settings import Settings, flag
@@ -46,7 +46,7 @@ class PromptSettings(Settings):
 
     def template_keywords(self) -> dict[str, Any]:
         """Keywords for `apply_chat_template`. Raises GearbxError unless --chat-template-config is a JSON object."""
-        with about("--chat-template-config"):
+        with error_context("--chat-template-config"):
             return typed(parse_json(self.chat_template_config or "{}"), dict[str, Any])
 
 

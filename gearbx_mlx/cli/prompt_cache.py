@@ -12,7 +12,7 @@ from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_promp
 
 from ..decoding.caches import KeptCache, check_prompt_cache, plain_cache
 from ..decoding.mode import Mode
-from ..errors import GearbxError, GearbxWarning, about, one_line
+from ..errors import GearbxError, GearbxWarning, error_context, one_line
 from ..files.reading import parse_json, typed
 from ..files.writing import replacing_arrays
 from ..gears.gearbox import Gearbox, Observer, model_fingerprint
@@ -82,7 +82,7 @@ class PromptCache:
         Raises:
             GearbxError: the cache does not suit the model.
         """
-        with about(self.file):
+        with error_context(self.file):
             check_prompt_cache(self.entries, model)
         if not before or self.begun is None:
             return tokens, self.entries

@@ -14,7 +14,7 @@ import sys
 import types
 
 SECONDS = 1.5  # of the processor, for one text
-MOST_MEMORY = 2**30  # bytes, the interpreter's own among them
+MAX_MEMORY = 2**30  # bytes, the interpreter's own among them
 LONGEST_LINE = 2**26  # characters of a text
 PACKAGES = {"transformers": "", "transformers.utils": "/utils"}
 
@@ -50,7 +50,7 @@ def render(compiler, template: str, values: dict) -> dict[str, str]:
             raise ValueError(f"it makes {len(text)} characters, and {LONGEST_LINE} are read")
         return {"text": text}
     except MemoryError:
-        return {"error": "MemoryError", "words": f"it takes more than {MOST_MEMORY >> 30} GB"}
+        return {"error": "MemoryError", "words": f"it takes more than {MAX_MEMORY >> 30} GB"}
     except Exception as error:
         return {"error": type(error).__name__, "words": str(error)[:1000]}
     finally:
@@ -63,7 +63,7 @@ def main() -> None:
     compiler = load_compiler()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(ValueError, OSError):  # a system without this limit, or with a lower one
-        resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
+        resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     template = ""
     for line in sys.stdin:
         asked = json.loads(line)

@@ -28,7 +28,7 @@ DAMPING = 0.01  # of the mean of the Hessian's diagonal, which is added to it
 TAKEN_BACK = 0.5  # of the drift of outputs: all of it fits the text that calibrates, and others less
 BLOCK_COLUMNS = 64  # columns of which the errors are taken back together
 WIDEST_SOLVED = 128  # columns of a triangular matrix that NumPy inverts, as if it were any matrix
-MOST_NUMBERS = 2**24  # in the largest array for rows that are fitted at a time
+MAX_NUMBERS = 2**24  # in the largest array for rows that are fitted at a time
 
 
 class Factored(NamedTuple):
@@ -121,7 +121,7 @@ def with_codes(weight: np.ndarray, nearest: Planes, hessian: Factored, window: W
     nearest: the plane of its nearest codes, with floating scales. window: which codes may be used; None: all.
     """
     groups = nearest.scales.shape[-1]
-    step = max(1, min(MOST_NUMBERS // (2 * groups) ** 2, MOST_NUMBERS // weight.shape[1]))
+    step = max(1, min(MAX_NUMBERS // (2 * groups) ** 2, MAX_NUMBERS // weight.shape[1]))
     wanted, parts = hessian.corrected(weight), []
     for first in range(0, len(weight), step):
         rows = slice(first, first + step)

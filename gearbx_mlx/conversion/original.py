@@ -18,7 +18,7 @@ import numpy as np
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
 from ..compat.classes import bare
-from ..errors import GearbxError, about
+from ..errors import GearbxError, error_context
 from ..files.reading import LARGEST_JSON, parse_json, shown, typed, unreadable
 from ..formats.base import dense_weight
 from ..formats.tied import linear_of
@@ -306,7 +306,7 @@ class Restorer:
                     raise GearbxError(f"{kept}: {shown(key[1])} is not of its own size; {RESTORE}")
                 yield key, data
                 continue
-            with about(f"{self.directory / MANIFEST}: original: {shown(key[1])}"):
+            with error_context(f"{self.directory / MANIFEST}: original: {shown(key[1])}"):
                 parts = [seen(arrays[piece.parameter], piece) for piece in tensor.pieces]
                 if sum(part.nbytes for part in parts) != size:
                     raise GearbxError(f"takes {size} bytes, which its pieces do not have; {RESTORE}")
@@ -339,7 +339,7 @@ class Restorer:
     def _header(self, shard: str) -> Header:
         """Raises GearbxError for a header that does not fit gears.json."""
         data = self._bytes(header_key(shard), self.original.shards[shard].header)
-        with about(f"{self.directory / ORIGINAL_FILE}: the header of {shard}"):
+        with error_context(f"{self.directory / ORIGINAL_FILE}: the header of {shard}"):
             content = parse_json(data)
             if isinstance(content, dict):
                 content.pop("__metadata__", None)

@@ -46,7 +46,7 @@ from ..conversion.original import (
     write_original,
 )
 from ..decoding.route import SHORT_PROMPTS
-from ..errors import GearbxError, about, escaped, one_line
+from ..errors import GearbxError, error_context, escaped, one_line
 from ..files.writing import new_directory, write_text
 from ..formats import SPLIT_CODES, get_format
 from ..gears.activations import DTYPES
@@ -70,7 +70,7 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
     conversion = settings.conversion
     original = partial(load_cast, source, conversion.dtype, conversion.trust_remote_code)
     model, tokenizer = original(lazy=True)
-    with about(model_name(conversion.model)):
+    with error_context(model_name(conversion.model)):
         codes = codes_to_keep(model, settings)
     if get_format(settings.layout.chosen_format).ladders:
         check_names(source)
@@ -158,7 +158,7 @@ def precision_of(settings: ConvertSettings, file: str, model: nn.Module) -> Prec
     """Return the precision manifest that is to lie beside the gears. Raises GearbxError if it is not for this model."""
     manifest = read_precision(Path(file))
     settings.layout.filled(manifest, f"{file} was measured with")
-    with about(file):
+    with error_context(file):
         _, _, missing = fitted_to(manifest, model)
     for path in missing:
         note(f"{file}: has no {path}, which is capped last")
@@ -366,7 +366,7 @@ def write_manifest_table(settings: ConvertSettings, source: Path, work: Path, or
     model, tokenizer, config = load(source, return_config=True, lazy=True, trust_remote_code=trusted)
     if is_quantized(model):
         raise GearbxError(f"{source}: is quantized already, and --manifest has bits for original weights; leave it out")
-    with about(file):
+    with error_context(file):
         manifest, layers, missing = fitted_to(manifest, model, get_format("affine"))
     for path in missing:
         note(f"{file}: has no {path}, which stays as it is")

@@ -52,9 +52,7 @@ def plain(plan: DecodePlan, state: DecodeState) -> Iterator[GeneratedToken]:
         state.found, state.is_last_read = None, ahead is not None
         for drafter in state.drafters:
             drafter.settle(text, coming.found)
-        seconds = state.seconds(plan)
-        if seconds is not None and all(drafter.is_ready for drafter in state.drafters):
-            plan.policy.add_plain(seconds)
+        state.time_plain(plan)
         yield GeneratedToken(text.last, coming.rows.logprobs[0], float(seen[0, Choice.ENTROPY]), coming.step)
         coming = ahead if text.goes_on else None
 

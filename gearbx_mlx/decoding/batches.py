@@ -28,7 +28,7 @@ from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from ..compat.arrays import OwnRandomState
 from ..compat.loops import GearedPrompts, GearedTokens, StagedGenerator
-from ..errors import GearbxError, one_line
+from ..errors import GearbxError, choose, one_line
 from ..files.model_directory import context_length
 from ..gears.gearbox import Gearbox, Observer
 from ..gears.ladder import Gear
@@ -54,7 +54,7 @@ class SeenRow:
     texts: int
     entropies: Callable[[], np.ndarray]
     row: int
-    wish: Gear
+    requested_gear: Gear
 
     @property
     def entropy(self) -> float:
@@ -78,7 +78,7 @@ class BatchText:
     """What belongs to tokens that are computed and not handed out yet: mlx-lm runs one ahead."""
 
     def __post_init__(self) -> None:
-        self.wish = self.first
+        self.requested_gear = self.first
         self.gate.reset(self.first.index)
 
 
@@ -128,7 +128,7 @@ class RowSampler:
         step = single_pass(self.gearbox, self.gearbox.gear, len(logprobs))
         read = cache(lambda: np.array(entropies).reshape(-1))
         for row, each in enumerate(self.texts):
-            each.rows.append(SeenRow(step, len(logprobs), read, row, each.wish))
+            each.rows.append(SeenRow(step, len(logprobs), read, row, each.requested_gear))
         sampled = sampled_rows([each.chooser for each in self.texts], logprobs)
         return mx.depends([sampled], [entropies])[0]  # one evaluation makes tokens and entropies
 
@@ -167,7 +167,7 @@ class BatchGenerator(StagedGenerator):
         super().__init__(model, **{"stop_tokens": stops, **settings}, sampler=rows)
         reading = partial(self._pass, lambda texts: texts[0].prompt_gear)  # which they have in common
         beginning = partial(self._pass, lambda texts: texts[0].first)
-        writing = partial(self._pass, lambda texts: self._policy_gear([each.wish.index for each in texts]))
+        writing = partial(self._pass, lambda texts: self._policy_gear([each.requested_gear.index for each in texts]))
         prompts = GearedPrompts.of(model, rows, self.prefill_step_size, (reading, beginning), rows.reader.logsumexp)
         self.use(GearedTokens.of(model, rows, writing, rows.reader.logsumexp), prompts)
 
@@ -260,14 +260,14 @@ class BatchGenerator(StagedGenerator):
         return ladder[int(chosen)]
 
     def _seen(self, tokens: Sequence[GenerationBatch.Response]) -> list[BatchGearResponse]:
-        """mlx-lm's responses with what was seen of them; each sequence's wish follows its token."""
+        """mlx-lm's responses with what was seen of them; each sequence's request follows its token."""
         responses, forecasts = [], []
         failed: set[int] = set()
         for token in tokens:
             each = self.sequences[token.uid]
             seen = each.rows.popleft()
             reading = each.monitor.update(seen.entropy)
-            each.wish = self.gearbox.ladder[each.gate.update(reading)]
+            each.requested_gear = self.gearbox.ladder[each.gate.update(reading)]
             forecasts.append(each.gate.peek(reading.forecast))
             responses.append(self._response(token, each, seen, reading))
             each.before = seen.step.gear
@@ -283,13 +283,17 @@ class BatchGenerator(StagedGenerator):
     def _response(
         self, token: GenerationBatch.Response, each: BatchText, seen: SeenRow, reading: Reading
     ) -> BatchGearResponse:
-        step, together, error = seen.step, seen.texts, None
+        step, batch_size, error = seen.step, seen.texts, None
         try:
             check_finite(token.logprobs, seen.entropy, self.gearbox, step.gear)
         except GearbxError as not_finite:
             error = each.chooser.error or not_finite
         shown = seen_of(step, seen.entropy, reading.mean, each.before)
-        shown |= {"weight_bytes": step.weight_bytes // together, "together": together, "wish": seen.wish.name}
+        shown |= {
+            "weight_bytes": step.weight_bytes // batch_size,
+            "batch_size": batch_size,
+            "requested_gear": seen.requested_gear.name,
+        }
         return BatchGearResponse(**vars(token), **shown, error=error)
 
 
@@ -350,7 +354,7 @@ def check_batch_settings(settings: Mapping[str, Any]) -> None:
         if name.startswith("kv_"):
             raise GearbxError(f"{name} is for one text at a time; leave it out, or use stream_generate for each text")
         if name not in BATCH_SETTINGS:
-            raise GearbxError(f"a batch has no {name}; choose from {', '.join(sorted(BATCH_SETTINGS))}")
+            raise GearbxError(f"a batch has no {name}; {choose(name, sorted(BATCH_SETTINGS))}")
         if name in BATCH_SIZES and not is_whole_number(value, 1) and not (name == "max_kv_size" and value is None):
             raise GearbxError(f"{name} is {value!r}; give 1 or more")
 

@@ -182,13 +182,13 @@ def round_of(
         found.keep(len(tokens))
         for drafter in state.drafters:
             drafter.settle(state.text, found)
-    state.proposal, state.is_last_read, seconds = None, False, state.seconds(plan)
+    state.proposal, state.is_last_read = None, False
     if proposal:
         drafted, accepted = len(proposal) * (proposal.source == DRAFT), len(tokens) - 1
-        times = {"seconds": seconds, "draft_seconds": draft_seconds}
+        times = {"seconds": state.seconds(plan), "draft_seconds": draft_seconds}
         plan.policy.add_round(drafted=drafted, accepted=accepted, rows=found.count, margins=margins, **times)
-    elif not is_first and seconds is not None and all(drafter.is_ready for drafter in state.drafters):
-        plan.policy.add_plain(seconds)
+    elif not is_first:
+        state.time_plain(plan)
     return tokens
 
 

@@ -56,7 +56,7 @@ class Lossless(LosslessSettings, SharedMode):
         "weight_bytes",
         "drafted",
         "from_draft",
-        "looked_up",
+        "lookup_drafted",
         "source",
     )
     uncapped: ClassVar[str] = "writes the top gear's text, which a cap would change"
@@ -137,11 +137,11 @@ class Lossless(LosslessSettings, SharedMode):
         return knowledge(gearbox, drafter, chooser)
 
     def about(self) -> str:
-        looked_up = f"up to {self.most_looked_up} tokens at once" if self.most_looked_up else "nothing"
+        lookup_drafted = f"up to {self.most_looked_up} tokens at once" if self.most_looked_up else "nothing"
         drafts = "drafts save time"
         if self.draft_length is not None:
             drafts = f"drafts of {self.draft_length} token{'s' * (self.draft_length != 1)}"
-        return f"lossless: {drafts}; lookup proposes {looked_up}"
+        return f"lossless: {drafts}; lookup proposes {lookup_drafted}"
 
     def summary(self, tally: Tally) -> dict[str, Any]:
         return draft_summary(tally, verifications=list(tally.passes.values())[-1])  # by the top gear

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import mlx.nn as nn
 
-from ..errors import GearbxError, GearbxWarning, about
+from ..errors import GearbxError, GearbxWarning, error_context
 from ..gears.discovery import vocabulary
 from ..gears.gearbox import Gearbox, Observer, attached, model_fingerprint
 from ..gears.in_place import own_codes, without_gears
@@ -156,7 +156,7 @@ def gear_of_prompt(gearbox: Gearbox | Observer, wanted: str | int | None, first:
     if isinstance(gearbox, Observer):
         raise GearbxError(f"the prompt gear is {wanted}, and this model has one precision; leave it out")
     if wanted is not None:
-        with about("prompt gear"):
+        with error_context("prompt gear"):
             return gearbox.ladder.find(wanted)
     best = max(first, best_reader(gearbox), key=lambda gear: gear.index)
     if first == best or gearbox.keeps_all:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import Field, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from ..errors import GearbxError
+from ..errors import GearbxError, check_choice
 from ..routing import pair as ead
 from ..routing.gates import (
     AUTO,
@@ -146,7 +146,9 @@ class LosslessSettings(Settings):
     draft: str | int | None = setting(None)
     draft_length: int | None = flag(
         None,
-        f"For --mode lossless: always draft N tokens, 1 to {MAX_DRAFTED}, and look nothing up.",
+        f"For --mode lossless: always draft N tokens, 1 to {MAX_DRAFTED}, and look nothing up. Default: as many as "
+        "save time",
+        name="num_draft_tokens",
         least=1,
         most=MAX_DRAFTED,
         metavar="N",
@@ -186,8 +188,7 @@ class PairSettings(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "threshold", one_threshold(self.threshold))
-        if self.initial_gear not in (AUTO, *ead.NAMES):
-            raise GearbxError(f"no model '{self.initial_gear}' in a pair; choose from {AUTO}, {', '.join(ead.NAMES)}")
+        check_choice("gear of a pair", self.initial_gear, (AUTO, *ead.NAMES))
 
 
 def one_threshold(given: Any) -> float | None:
@@ -218,8 +219,7 @@ SETTINGS: dict[str, type[Settings]] = {
 
 def mode_class(name: str) -> "type[Mode]":
     """Return the class of a mode. Raises GearbxError for a name that is not in `MODES`."""
-    if name not in MODES:
-        raise GearbxError(f"mode '{name}' does not exist; choose from {', '.join(MODES)}")
+    check_choice("mode", name, MODES)
     return pkgutil.resolve_name(MODES[name])
 
 
@@ -234,7 +234,7 @@ def check_draft_model(mode: str, draft_model: object) -> None:
         raise GearbxError(f"mode '{mode}' takes no draft model; leave it out, or use mode '{LOSSLESS}'")
 
 
-def made(name: str, given: Mapping[str, Any]) -> "Mode":
+def make_mode(name: str, given: Mapping[str, Any]) -> "Mode":
     """Return a mode with the flags that are given and belong to it; a file of thresholds says more of its gate.
 
     Raises:

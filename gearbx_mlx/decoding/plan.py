@@ -116,3 +116,9 @@ class DecodeState:
         if not self.is_queued(plan):
             return whole - away
         return whole if away < SLOW_READER * whole else None
+
+    def time_plain(self, plan: DecodePlan) -> None:
+        """Give the policy the time of a plain token, unless a gear that is made meanwhile has slowed it."""
+        seconds = self.seconds(plan)
+        if seconds is not None and all(drafter.is_ready for drafter in self.drafters):
+            plan.policy.add_plain(seconds)

@@ -210,7 +210,7 @@ class LearnedPolicy:
         following = [right * self.acceptance**n for n in range(1, min(AHEAD, self._most - drafted) + 1)]
         return any(saved > 0 for saved in self._saved(following, self._slope, drafted))
 
-    def looked_up(self, probabilities: Sequence[float], room: int) -> int:
+    def lookup_length(self, probabilities: Sequence[float], room: int) -> int:
         """Return how many tokens of a proposal to verify, if the first, the first two, ... are right with these."""
         saved = self._saved(probabilities[: max(0, min(room, MAX_DRAFTED))], self._row)
         plain = 1 - self._token  # a round that proposes nothing costs 1
@@ -233,7 +233,7 @@ class LearnedPolicy:
             accepted: tokens of the proposal.
             rows: of the verification.
             seconds: of draft and verification, without those of a reader of the tokens; None if they are not known.
-            draft_seconds: not used, since c needs only the sum.
+            draft_seconds: of the draft; for classes that record rounds, since c needs only the sum.
             margins: of the drafted tokens, if their sampler has them.
         """
         cost = self.cost(drafted) if drafted else self.cost(rows - 1, self._row)

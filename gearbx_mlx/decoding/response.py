@@ -20,14 +20,14 @@ class Step:
 
     Attributes:
         gear: computed it; of a drafted token that was accepted, the gear that drafted it.
-        passes, weight_bytes, drafted, looked_up, source, caught_up, kv_bytes, kv_caches: as in `Seen`, of this step.
+        passes, weight_bytes, drafted, lookup_drafted, source, caught_up, kv_bytes, kv_caches: as in `Seen`, per step.
     """
 
     gear: Gear
     passes: tuple[int, ...] = ()
     weight_bytes: int = 0
     drafted: int = 0
-    looked_up: int = 0
+    lookup_drafted: int = 0
     source: str = MODEL
     caught_up: int = 0
     kv_bytes: dict[int, int] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class Seen:
         made several tokens stand with the first of them.
     weight_bytes: what these passes read.
     drafted: tokens drafted since the token before.
-    looked_up: lossless: tokens that the text itself proposed since the token before (prompt lookup).
+    lookup_drafted: lossless: tokens that the text itself proposed since the token before (prompt lookup).
     source: lossless: who proposed this token, which the top gear then accepted: `draft`, the low gear; `lookup`, the
         text; `model`, the top gear alone. Other modes: `model`.
     near_tie: lossless: the two best logits are so close that rounding may have decided between them, so that a pass
@@ -84,8 +84,8 @@ class Seen:
     kv_caches: with `kv_gears`: how many layers' caches these passes have read, by the same bits. Both are empty where
         the cache has no gears.
     decision: of the controller after this token, if it made one.
-    wish: batches: name of the gear that this sequence alone would have had for the token; "" elsewhere.
-    together: sequences that shared the pass; `weight_bytes` is the share of one of them.
+    requested_gear: batches: name of the gear that this sequence would have had by itself; "" elsewhere.
+    batch_size: sequences that shared the pass; `weight_bytes` is the share of one of them.
     """
 
     entropy: float = 0.0
@@ -95,15 +95,15 @@ class Seen:
     passes: tuple[int, ...] = ()
     weight_bytes: int = 0
     drafted: int = 0
-    looked_up: int = 0
+    lookup_drafted: int = 0
     source: str = "model"
     near_tie: bool = False
     caught_up: int = 0
     kv_bytes: dict[int, int] = field(default_factory=dict)
     kv_caches: dict[int, int] = field(default_factory=dict)
     decision: CapDecision | None = None
-    wish: str = ""
-    together: int = 1
+    requested_gear: str = ""
+    batch_size: int = 1
 
 
 @dataclass
@@ -123,7 +123,7 @@ class BatchGearResponse(Seen, GenerationBatch.Response):
     error: Exception | None = None
 
 
-OF_STEP = ("passes", "weight_bytes", "drafted", "looked_up", "source", "caught_up", "kv_bytes", "kv_caches")
+OF_STEP = ("passes", "weight_bytes", "drafted", "lookup_drafted", "source", "caught_up", "kv_bytes", "kv_caches")
 
 
 def seen_of(step: Step, entropy: float, mean: float, before: Gear | None, near_tie: bool = False) -> dict[str, Any]:

@@ -226,7 +226,7 @@ SHORT_PROMPTS = (
     "Explain why the sum of two odd numbers is always even.",
 )
 CONTINUED = 16  # tokens after each of them
-MOST_READ = 1024  # tokens of a prompt: more say no more about the kind of text
+MAX_READ = 1024  # tokens of a prompt: more say no more about the kind of text
 LOGITS = 1 << 24  # numbers at once: 64 MiB in float32
 
 
@@ -258,7 +258,7 @@ def auto_thresholds(gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any = N
     if gearbox in _found:
         return _found[gearbox]
     model, gears, size, before = gearbox.model, len(gearbox.ladder), vocabulary_of(gearbox), gearbox.gear
-    tokens = [] if prompt is None else [int(token) for token in np.array(encoded(tokenizer, prompt))[:MOST_READ]]
+    tokens = [] if prompt is None else [int(token) for token in np.array(encoded(tokenizer, prompt))[:MAX_READ]]
     gearbox.shift(gearbox.ladder.top)
     try:
         entropies = [entropy for text in SHORT_PROMPTS for entropy in continued_entropies(model, tokenizer, text)]

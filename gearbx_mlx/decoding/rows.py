@@ -41,7 +41,7 @@ from .caches import APPENDING, Cache, Snapshot, parts
 from .mode import decode_lock
 from .response import DRAFT, LOOKUP, MODEL, Step, single_pass
 
-PROPOSED = {DRAFT: "drafted", LOOKUP: "looked_up"}  # source of a proposal to the field of a step that counts it
+PROPOSED = {DRAFT: "drafted", LOOKUP: "lookup_drafted"}  # source of a proposal to the field of a step that counts it
 UNMASKED = {"mlx_lm.models.phi3small"}  # adds its mask of booleans to the scores, so that tokens see later ones
 Tokens = Sequence[int] | mx.array
 """K token ids that are known, or an array (K,) that the device may still compute."""

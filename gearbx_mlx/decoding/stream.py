@@ -4,7 +4,6 @@ And the summary of a run: what adds up over its responses, with what the gearbox
 """
 
 import contextlib
-import difflib
 import inspect
 import time
 from collections import Counter
@@ -23,7 +22,7 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_lm.utils import get_total_parameters
 
 from ..compat.arrays import dtype_name
-from ..errors import GearbxError
+from ..errors import GearbxError, choose
 from ..gears.activations import model_dtype, stored_dtype
 from ..gears.gearbox import Gearbox, Observer, attached
 from ..gears.in_place import without_gears
@@ -112,11 +111,10 @@ KEYWORDS = {*inspect.signature(generate_step).parameters, *inspect.signature(spe
 def check_keywords(given: Mapping[str, Any]) -> None:
     """Raises GearbxError for a keyword that mlx-lm does not have; those of sampling are make_sampler's."""
     for name in given.keys() - KEYWORDS:
-        near = difflib.get_close_matches(name, {*KEYWORDS, *inspect.signature(stream_generate).parameters}, 1)
         if name in inspect.signature(make_sampler).parameters:
             hint = f"use sampler=mlx_lm.sample_utils.make_sampler({name}={given[name]!r})"
         else:
-            hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(sorted(KEYWORDS))}"
+            hint = choose(name, sorted({*KEYWORDS, *inspect.signature(stream_generate).parameters}))
         raise GearbxError(f"stream_generate has no keyword '{name}'; {hint}")
 
 

@@ -17,7 +17,7 @@ from ..cli.decide import JustGears
 from ..compat.arrays import dtype_name
 from ..decoding.caches import cache_in_gears, check_heads
 from ..decoding.mode import SAME, thresholds_for
-from ..decoding.modes import KICKDOWN, ROUTE, made
+from ..decoding.modes import KICKDOWN, ROUTE, make_mode
 from ..errors import GearbxError
 from ..evaluation.predictions import (
     Read,
@@ -62,7 +62,7 @@ class TextReader:
 def run(settings: EvaluateSettings) -> int:
     out = Path(settings.evaluation.out)
     content = report_of(settings)
-    terminal.messages.print(table_of(content["rows"], KLD_COLUMNS if settings.evaluation.kld else USUAL_COLUMNS))
+    terminal.messages.print(table_of(content["rows"], KLD_COLUMNS if settings.evaluation.kld else DEFAULT_COLUMNS))
     for name in (DATA, PICTURE):
         if (out / name).exists():
             print(out / name)
@@ -148,7 +148,7 @@ def readers_of(settings: EvaluateSettings, gearbox: Gearbox, tokenizer: Any) -> 
     for name in wanted.modes if len(ladder) > 1 else ():
         if name != NONE:
             thresholds_for(wanted.thresholds, gearbox)  # refuses those that a prompt would choose
-            mode = made(name, given).settled(gearbox, tokenizer, None)
+            mode = make_mode(name, given).settled(gearbox, tokenizer, None)
             found.append(TextReader(name, name, ladder, partial(read_in_mode, gearbox, tokenizer, mode)))
     if wanted.kv_gears:
         check_heads(gearbox.model, wanted.kv_gears)
@@ -204,7 +204,7 @@ def enough(rows: Sequence[Mapping[str, Any]]) -> int | None:
 
 
 Columns = Mapping[str, Callable[[Mapping[str, Any]], str]]  # header to the cell of a row
-USUAL_COLUMNS: Columns = {
+DEFAULT_COLUMNS: Columns = {
     "": lambda row: row["name"],
     "MB/token": lambda row: f"{row['weight_bytes_per_token'] / 1e6:.2f}",
     "perplexity": lambda row: f"{row['perplexity']:.3f}",
@@ -214,12 +214,12 @@ USUAL_COLUMNS: Columns = {
     "same favourite": lambda row: f"{100 * row['top1_agreement']:.1f} %",
 }
 KLD_COLUMNS: Columns = {
-    "": USUAL_COLUMNS[""],
+    "": DEFAULT_COLUMNS[""],
     "PPL ratio": lambda row: f"{row['perplexity_ratio']:.4f} ± {row['perplexity_ratio_error']:.4f}",
     "KL mean": lambda row: f"{three_digits(row['kl_mean'])} ± {three_digits(row['kl_mean_error'])}",
-    "median": USUAL_COLUMNS["median"],
+    "median": DEFAULT_COLUMNS["median"],
     "90 %": lambda row: three_digits(row["kl_p90"]),
-    "99 %": USUAL_COLUMNS["99 %"],
+    "99 %": DEFAULT_COLUMNS["99 %"],
     "99.9 %": lambda row: three_digits(row["kl_p999"]),
     "max": lambda row: three_digits(row["kl_max"]),
     "same top": lambda row: f"{100 * row['top1_agreement']:.2f} ± {100 * row['top1_agreement_error']:.2f} %",
@@ -231,7 +231,7 @@ def three_digits(value: float) -> str:
     return "0" if value < 1e-9 else f"{value:.3g}"
 
 
-def table_of(rows: Sequence[Mapping[str, Any]], columns: Columns = USUAL_COLUMNS) -> Table:
+def table_of(rows: Sequence[Mapping[str, Any]], columns: Columns = DEFAULT_COLUMNS) -> Table:
     """Return the rows for the terminal."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for header in columns:

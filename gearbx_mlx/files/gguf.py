@@ -28,7 +28,7 @@ from .reading import shown, unreadable
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-MOST_THINGS, MOST_ITEMS = 2**16, 2**22  # tensors or entries, and items of all lists: all of them are in memory
+MAX_THINGS, MAX_ITEMS = 2**16, 2**22  # tensors or entries, and items of all lists: all of them are in memory
 
 # Types of values in the metadata, by their number. 8 is a string, 9 an array.
 SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
@@ -81,7 +81,7 @@ class Gguf:
         if self._numbers("u1", len(MAGIC)).tobytes() != MAGIC:
             raise GearbxError(f"{path}: is not a GGUF file; give the file of a model for llama.cpp")
         self._check_version(self._number("<u4"))
-        tensors, entries = self._count(MOST_THINGS), self._count(MOST_THINGS)
+        tensors, entries = self._count(MAX_THINGS), self._count(MAX_THINGS)
         self.metadata: Mapping[str, Any] = self._unique((self._text(), self._value()) for _ in range(entries))
         infos = [self._info() for _ in range(tensors)]
         alignment = self.metadata.get("general.alignment", 32)
@@ -167,7 +167,7 @@ class Gguf:
             return self._number(SCALARS[kind])
         element = self._number("<u4") if kind == ARRAY else kind
         if kind == ARRAY and (element == STRING or element in SCALARS):
-            count = self._count(MOST_ITEMS - self._items)
+            count = self._count(MAX_ITEMS - self._items)
             self._items += count
             if element == STRING:
                 return [self._text() for _ in range(count)]

@@ -27,9 +27,9 @@ import numpy as np
 from mlx_lm.utils import load_model
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from ..errors import GearbxError, GearbxWarning, about, one_line
+from ..errors import GearbxError, GearbxWarning, error_context, one_line
 from .gguf import CODED, GGUF_GROUP, MAGIC, Gguf, GgufTensor, affine_codes
-from .model_directory import MOST_LAYERS, REFETCH
+from .model_directory import MAX_LAYERS, REFETCH
 from .reading import shown, unreadable
 from .unpacked import is_in_state, state_and_contents, unpacked
 from .writing import align_arrays
@@ -173,7 +173,7 @@ def warn_of_widened(file: Path, directory: Path) -> None:
 def write_model(file: Path, directory: Path, dtype: mx.Dtype | None = None) -> None:
     """Write a GGUF into an empty directory, as mlx-lm loads it. dtype: of all weights; None: codes stay codes."""
     gguf = Gguf(file)
-    with about(file):
+    with error_context(file):
         check_metadata(gguf)
     tell_size(gguf)
     try:
@@ -241,8 +241,8 @@ def check_metadata(gguf: Gguf) -> None:
     if not isinstance(count, int) or count != blocks:
         found = f"{architecture}.block_count is {said(count)}, and there are tensors of {blocks} blocks"
         raise GearbxError(f"{found}; {REFETCH}")
-    if blocks > MOST_LAYERS:
-        raise GearbxError(f"has {blocks} blocks, and no model has more than {MOST_LAYERS}; {REFETCH}")
+    if blocks > MAX_LAYERS:
+        raise GearbxError(f"has {blocks} blocks, and no model has more than {MAX_LAYERS}; {REFETCH}")
     embedding, tokens = gguf.tensors.get("token_embd.weight"), of.get("tokenizer.ggml.tokens")
     if embedding is None or len(embedding.shape) != 2 or not isinstance(tokens, list):
         raise GearbxError(f"has no token_embd.weight, or no tokenizer.ggml.tokens; {REFETCH}")

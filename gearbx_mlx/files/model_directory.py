@@ -45,7 +45,7 @@ LAYER_FIELDS = (
     *("num_loops", "altup_num_inputs"),
     *("layer_types", "layers_block_type", "block_types", "block_configs", "hybrid_override_pattern"),
 )
-MOST_LAYERS = 1000
+MAX_LAYERS = 1000
 SPARE = 64  # a layer without arrays of its own shares those of another; no model has more of them
 
 
@@ -68,14 +68,14 @@ def count_arrays(directory: Path, names: str = "model*.safetensors") -> int:
 
 def check_layers(config: dict[str, Any], arrays: int, file: Path) -> None:
     """Raises GearbxError for more layers than the arrays can fill: mlx-lm builds them before it looks for arrays."""
-    most = min(MOST_LAYERS, arrays + SPARE)
+    most = min(MAX_LAYERS, arrays + SPARE)
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         for name in LAYER_FIELDS:
             value = part.get(name)
             claimed = len(value) if isinstance(value, list | str) else value
             if isinstance(claimed, int | float) and claimed > most:
                 few = f"the weights are {arrays} arrays, too few for it"
-                why = few if claimed > arrays + SPARE else f"no model has more than {MOST_LAYERS}"
+                why = few if claimed > arrays + SPARE else f"no model has more than {MAX_LAYERS}"
                 raise GearbxError(f"{file}: {name} is {shown(value)}, and {why}; {REFETCH}")
 
 

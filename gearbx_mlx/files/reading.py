@@ -15,8 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 
-from ..errors import GearbxError, one_line
-from ..gone import gone
+from ..errors import GearbxError, choose, one_line
 
 LONGEST_SHOWN = 60  # characters of a value that a message shows
 TYPE_WORDS = {
@@ -80,8 +79,8 @@ def why_unfit(error: msgspec.ValidationError, content: Any, kind: Any, place: Se
     if field and field[1] == "missing required":
         return f"{where(place)} has no field '{field[2]}'"
     if field:
-        known = ", ".join(name for member in members(kind) for name in fields_of(member) or ())
-        return f"{where([*place, field[2]])} is not known; choose from {known}"
+        known = [name for member in members(kind) for name in fields_of(member) or ()]
+        return f"{where([*place, field[2]])} is not known; {choose(field[2], known)}"
     expected = expectation(message, kind)
     if expected:
         return f"{where(place)} is {shown(content)}, {expected}"
@@ -239,9 +238,6 @@ def typed(content: Any, kind: type[T]) -> T:
 def check_schema(content: Any, what: str, schema: str, version: int) -> None:
     """Raises GearbxError unless a JSON object has this schema and version. what: it is to be: "a drafting file"."""
     found = content.get("schema") if isinstance(content, dict) else None
-    said = gone(f"schema '{found}'") if found != schema else None
-    if said is not None:
-        raise GearbxError(said)
     if found != schema:
         raise GearbxError(f"it is not {what}: its schema is not '{schema}'")
     if type(content.get("version")) is not int or content["version"] != version:

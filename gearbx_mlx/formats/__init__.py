@@ -14,7 +14,7 @@ import pkgutil
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from ..errors import GearbxError, check_range
+from ..errors import GearbxError, check_choice, check_range, choose
 
 if TYPE_CHECKING:
     from .base import Format
@@ -46,7 +46,7 @@ def _load_format(name: str) -> "Format":
     base, text = split_name(name)
     known = FORMATS | {SPLIT_CODES: "gearbx_mlx.formats.planes:SplitCodes"}
     if base not in known or (text and base not in CODEBOOKS):
-        raise GearbxError(f"format '{name}' does not exist; choose from {', '.join(FORMATS)}")
+        raise GearbxError(f"format '{name}' does not exist; {choose(name, FORMATS)}")
     kind = pkgutil.resolve_name(known[base])
     return kind(options=CodebookOptions.parse(text)) if text else kind()
 
@@ -90,8 +90,8 @@ class CodebookOptions:
     def __post_init__(self) -> None:
         for item in fields(self):
             value, choices, shown = getattr(self, item.name), item.metadata["choices"], f"{item.name} of codebooks"
-            if choices and value not in choices:
-                raise GearbxError(f"{shown} is {value}; choose from {', '.join(map(str, choices))}")
+            if choices:
+                check_choice(shown, value, choices)
             check_range(shown, value, *item.metadata["range"])
 
     def __str__(self) -> str:
@@ -112,7 +112,7 @@ class CodebookOptions:
         for part in filter(None, text.split(",")):
             name, _, value = part.partition("=")
             if name not in kinds or name in found:
-                raise GearbxError(f"codebooks have no choice '{part}' in '{text}'; choose from {', '.join(kinds)}")
+                raise GearbxError(f"codebooks have no choice '{part}' in '{text}'; {choose(name, kinds)}")
             try:
                 found[name] = int(value) if kinds[name] is int else float(value)
             except ValueError:

@@ -13,7 +13,6 @@ import numpy as np
 from mlx_lm.models.mla import MultiLinear
 
 from ..errors import GearbxError
-from ..gone import gone
 from ..kernels import DENSE
 from ..kernels.bit_planes import Planes
 from .native import FLOATING, Native
@@ -133,8 +132,6 @@ def stored_bits(format: Format, widths: Sequence[int]) -> tuple[int, ...]:
 def check_supported(format: Format, ladder: Sequence[int], others: Iterable[int] = ()) -> None:
     """Raises GearbxError unless a format has gears of these bits, and `others` beside them."""
     shown = ",".join(map(str, ladder))
-    if refusal := gone(f"format {format.name} with gears {shown}"):
-        raise GearbxError(refusal)
     for bits in sorted({*ladder, *others} - {DENSE}):
         format.check(bits)
     if not format.ladders:

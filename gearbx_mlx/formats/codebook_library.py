@@ -39,7 +39,7 @@ KERNEL_LIBRARY, KERNEL_GROUP = DEFAULT_OPTIONS.library, DEFAULT_OPTIONS.group  #
 GROUP_SIZE = 1 + 2 + 2  # bytes per group: number of its codebook, scale, mid-point
 REFITS = 2
 BINS, REACH = 256, 4.0  # of the histogram of a group's weights, in deviations, by which its codebook is chosen
-LEAST_SCALE = 2.0**-24  # the scale of a group of equal weights: the smallest number of fp16
+MIN_SCALE = 2.0**-24  # the scale of a group of equal weights: the smallest number of fp16
 
 
 def moments(rows: mx.array, outlying: mx.array) -> tuple[mx.array, mx.array]:
@@ -47,7 +47,7 @@ def moments(rows: mx.array, outlying: mx.array) -> tuple[mx.array, mx.array]:
     count = mx.maximum((~outlying).sum(axis=-1, keepdims=True), 1)
     mean = mx.where(outlying, 0, rows).sum(axis=-1, keepdims=True) / count
     square = mx.where(outlying, 0, mx.square(rows - mean)).sum(axis=-1, keepdims=True) / count
-    return mean, mx.maximum(mx.sqrt(square), LEAST_SCALE)
+    return mean, mx.maximum(mx.sqrt(square), MIN_SCALE)
 
 
 def condense(codebooks: mx.array, size: int, rounds: int) -> mx.array:
@@ -108,7 +108,7 @@ def fit(groups: mx.array, outlying: mx.array, library: mx.array) -> tuple[mx.arr
     count = mx.maximum(counted.sum(axis=-1, keepdims=True), 1)
     for i in range(REFITS + 1):
         scale, middle = scale.astype(mx.float16), middle.astype(mx.float16)
-        codes = nearest_entries((groups - middle) / mx.maximum(scale.astype(mx.float32), LEAST_SCALE), codebook)
+        codes = nearest_entries((groups - middle) / mx.maximum(scale.astype(mx.float32), MIN_SCALE), codebook)
         if i == REFITS:
             break
         # The scale and mid-point with the least squared error for these codes.

@@ -275,7 +275,9 @@ class Exact(Format):
 
     def check(self, bits: int) -> None:
         if bits not in LADDER:
-            raise GearbxError(f"format exact has gears of 4 and 16 bits, and none of {bits}")
+            raise GearbxError(
+                f"format exact has gears of 4 and 16 bits, and none of {bits}; choose 4,16, or format planes"
+            )
 
     def modules(self, dense: nn.Module, bits: int, ladder: Bits, group_size: int, dtype: mx.Dtype) -> Gears:
         return self._gears(dense, encode(dense.weight, group_size), dtype)

@@ -1,6 +1,7 @@
 """MLX's layers with native kernels, over the same arrays; `kernels/dispatch.py` chooses the kernel."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
@@ -26,7 +27,7 @@ from ..kernels.bit_planes import (
 from ..kernels.dispatch import METAL, OPERATIONS, ChosenKernels, Kind, bits_beside_bfloat16, cpu_kernels, device
 from ..kernels.dispatch import NATIVE as OURS
 from ..kernels.products import (
-    MOST_PAIRS,
+    MAX_PAIRS,
     dense_experts,
     dense_product,
     panel_rows,
@@ -73,6 +74,20 @@ class Native:
 def native_rounding(layer: nn.Module) -> int | None:
     """Return the `x_bits` of a native layer, None for another one."""
     return layer.x_bits if isinstance(layer, Native) else None
+
+
+@contextlib.contextmanager
+def rounded_to(bits: int, model: nn.Module) -> Iterator[None]:
+    """In the block, layers of the engaged gear that round activations round them to so many bits at most."""
+    layers = [layer for layer in model.modules() if isinstance(layer, Native) and layer.x_bits > bits]
+    before = [layer.x_bits for layer in layers]
+    try:
+        for layer in layers:
+            layer.x_bits = bits
+        yield
+    finally:
+        for layer, own in zip(layers, before):
+            layer.x_bits = own
 
 
 class NativeDense(Native, nn.Linear):
@@ -122,7 +137,7 @@ class NativeExperts(Native):
     def product(self, x: mx.array) -> mx.array:
         """Return the product (V, n, 1, O) of vectors x (V, I) with the first n experts, as many as a kernel takes."""
         layer: Any = self
-        indices = mx.arange(min(layer.num_experts, MOST_PAIRS // len(x)), dtype=mx.uint32)
+        indices = mx.arange(min(layer.num_experts, MAX_PAIRS // len(x)), dtype=mx.uint32)
         y: mx.array = layer(x[:, None, None], mx.broadcast_to(indices, (len(x), len(indices))))
         return y
 

@@ -37,7 +37,7 @@ ROW_BYTES = 16  # bytes
 
 # GEARBX gives a floor for fp16, where smaller scales would be subnormal, and one for fp32. bfloat16 has the exponents
 # of fp32, and therefore its floor.
-LEAST_SCALES = {mx.float16: 1e-4, mx.bfloat16: 1e-8, mx.float32: 1e-8}
+MIN_SCALES = {mx.float16: 1e-4, mx.bfloat16: 1e-8, mx.float32: 1e-8}
 
 
 def row_bytes(width: int, bits: int) -> int:
@@ -79,7 +79,7 @@ def quantize(weight: mx.array, bits: int) -> tuple[mx.array, mx.array]:
     stored scale: no element is off by more than half a scale. That of a row with NaN or infinity is not finite.
     """
     w = weight.astype(mx.float32)
-    scales = mx.maximum(mx.abs(w).max(axis=-1) / Q_MAX[bits], LEAST_SCALES[weight.dtype]).astype(weight.dtype)
+    scales = mx.maximum(mx.abs(w).max(axis=-1) / Q_MAX[bits], MIN_SCALES[weight.dtype]).astype(weight.dtype)
     codes = mx.round(w / scales.astype(mx.float32)[..., None])
     return mx.clip(codes, -Q_MAX[bits], Q_MAX[bits]).astype(mx.int8), scales
 

@@ -16,7 +16,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.switch_layers import SwitchLinear
 
-from ..errors import GearbxError
+from ..errors import GearbxError, check_choice
 from ..formats.native import Native, NativeEmbedding
 from ..formats.tied import QuantizedTable, TiedEmbedding, linear_of
 from ..kernels.dispatch import on_cpu
@@ -69,17 +69,16 @@ def compute_in(model: nn.Module, dtype: str, quantized: bool, kept: Iterable[nn.
     Raises:
         GearbxError: a name that does not exist, or a type in which MLX cannot multiply the model's experts.
     """
+    check_choice("dtype", dtype, ("auto", *DTYPES))
     needs_float32 = on_cpu() and any(isinstance(module, SwitchLinear) for module in model.modules())
     own = model_dtype(model)
     checkpoint = stored_dtype(model)
     if dtype == "auto":
         target = mx.float32 if needs_float32 or (quantized and on_cpu()) else checkpoint
-    elif dtype in DTYPES:
+    else:
         target = DTYPES[dtype]
         if needs_float32 and target != mx.float32:
             raise GearbxError(f"--dtype {dtype}: on a CPU, MLX multiplies experts in float32 alone; leave out --dtype")
-    else:
-        raise GearbxError(f"dtype '{dtype}' does not exist; choose from auto, {', '.join(DTYPES)}")
     if target != own or hasattr(model, STORED):  # converted before, and perhaps not all of it
         now = [
             (path, array) for path, array in tree_flatten(model.parameters()) if mx.issubdtype(array.dtype, mx.floating)

@@ -18,7 +18,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from msgspec import to_builtins
 
 from ..compat.arrays import dtype_name
-from ..errors import GearbxError, about, one_line
+from ..errors import GearbxError, error_context, one_line
 from ..files.model_directory import ARRAYS, Adapter
 from ..formats.holders import OWN_ARRAYS, held_name, inner_name
 
@@ -97,7 +97,7 @@ def add_adapter(model: nn.Module, adapter: Adapter, directory: Path, dense: Modu
     dense: of a model from a geared checkpoint: path to the dense form of each layer that changes with the gear.
     """
     whole = adapter.fine_tune_type == "full"
-    with about(directory):
+    with error_context(directory):
         if whole and dense is not None:
             raise GearbxError(
                 "is a full fine-tune, whose layers the gears do not have; fuse it into the original (mlx_lm.fuse) "

@@ -23,7 +23,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ..compat.arrays import dtype_name
 from ..compat.classes import readers
-from ..errors import GearbxError
+from ..errors import GearbxError, check_choice
 from ..formats import DEFAULT_FORMAT, LIKE_MLX, get_format
 from ..formats.base import Format, Reconstructed, whole_groups
 from ..formats.exact import ExactLinear, ExactMultiLinear, ExactSwitchLinear
@@ -163,8 +163,7 @@ def get_predicate(manage: str | Predicate) -> Predicate:
     """Return the predicate of this name, or `manage` itself. Raises GearbxError for a name that does not exist."""
     if callable(manage):
         return manage
-    if manage not in PREDICATES:
-        raise GearbxError(f"manage '{manage}' does not exist; choose from {', '.join(PREDICATES)}, or give a predicate")
+    check_choice("manage", manage, PREDICATES)
     return PREDICATES[manage]
 
 

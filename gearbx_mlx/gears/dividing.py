@@ -18,7 +18,7 @@ from mlx_lm.models.pipeline import PipelineMixin
 from msgspec.structs import replace
 
 from ..compat.classes import bare
-from ..errors import GearbxError
+from ..errors import GearbxError, check_choice
 from ..files.reading import unreadable
 from ..formats.holders import GatheredLinear, PlacedLinear, SummedLinear
 from ..ranks.agreement import gathered_values
@@ -42,8 +42,7 @@ def ranks_of(group: mx.distributed.Group | None, sums: str, adapter: object, key
 
     keywords: of `load`; what is loaded for several ranks becomes lazy, since each keeps a part.
     """
-    if sums not in SHARD_SUMS:
-        raise GearbxError(f"shard_sums '{sums}' does not exist; choose from {', '.join(SHARD_SUMS)}")
+    check_choice("shard_sums", sums, SHARD_SUMS)
     if group is None or group.size() == 1:
         return None
     if adapter is not None:

@@ -39,7 +39,7 @@ from .tensor_files import TYPE_NAMES, TensorFile, bits_in, header_of, sum_of_byt
 FOLDER, THREAD = "gears", "gearbx keep"
 MIN_KEPT_BYTES = 2**25  # of the weights: gears of smaller models are made in some milliseconds
 SHARE_OF_ROOM = 4  # all entries take at most this part of the room, with what they take already
-MOST_REMEMBERED = 64  # files whose hash is remembered
+MAX_REMEMBERED = 64  # files whose hash is remembered
 HEADER_ROOM, ENTRY_ROOM = 4096, 192  # bytes of the header in all, and for each array beside its name
 
 Arrays = dict[str, mx.array]
@@ -78,7 +78,7 @@ def contents_of(origin: Origin) -> str:
 
         def remember(content: Remembered) -> None:
             content.models[name] = whole
-            for oldest in list(content.models)[:-MOST_REMEMBERED]:
+            for oldest in list(content.models)[:-MAX_REMEMBERED]:
                 del content.models[oldest]
 
         file.change(remember)

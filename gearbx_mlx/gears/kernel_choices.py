@@ -13,7 +13,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..compat.classes import as_class
-from ..errors import GearbxError, GearbxWarning
+from ..errors import GearbxWarning, check_choice
 from ..formats import get_format
 from ..formats.block import forget_programs
 from ..formats.native import Native, with_kernels
@@ -21,7 +21,7 @@ from ..formats.tied import TiedEmbedding
 from ..kernels import ACTIVATIONS, KERNELS, MEASURE
 from ..kernels.dispatch import (
     CPU,
-    LEAST_WEIGHTS,
+    MIN_WEIGHTS,
     MLX,
     NATIVE,
     RECONSTRUCT,
@@ -39,7 +39,7 @@ from ..kernels.tuner import EXPECTED, FAILED, Times, Tuner, TuningCache, times_o
 
 TRIAL_LAYERS = 32  # that a trial streams through; so many matrices do not stay in a cache
 TRIAL_BYTES = 2**28
-LEAST_SHARE = 0.1  # of a gear's weights: for fewer, a kernel that is refused costs too little to be said
+MIN_SHARE = 0.1  # of a gear's weights: for fewer, a kernel that is refused costs too little to be said
 
 
 def choose_kernels(
@@ -52,12 +52,10 @@ def choose_kernels(
     kernel for the top gear. rounds: whether kernels of the format may round activations. Raises GearbxError for a name
     that is not one of KERNELS, or of ACTIVATIONS.
     """
-    if kernels not in KERNELS:
-        raise GearbxError(f"kernels '{kernels}' do not exist; choose from {', '.join(KERNELS)}")
+    check_choice("kernels", kernels, KERNELS)
+    check_choice("activations", activations, ACTIVATIONS)
     if kernels in ("auto", MEASURE) and not quantized and not ours_alone:
         return KernelChoice(False, "the original weights alone stay mlx-lm bit for bit")
-    if activations not in ACTIVATIONS:
-        raise GearbxError(f"activations '{activations}' do not exist; choose from {', '.join(ACTIVATIONS)}")
     choice = choose(kernels, activations)
     expected = kernels == "mlx" or (kernels == "auto" and device() != CPU and not ours_alone)
     if not expected and not choice.native:
@@ -116,7 +114,7 @@ class KernelChoices:
         kind = (now.kind() if now is not None else None) or taken
         name = self.tuner.choose(kind, vectors, partial(products, kind, members))
         self.tuner.cache.save()
-        if name in STOCK and share > LEAST_SHARE:
+        if name in STOCK and share > MIN_SHARE:
             for product in self.tuner.wrong.keys() - refused:
                 self._warn_of_refused(product, kind, members, share)
         return name
@@ -173,7 +171,7 @@ def seconds_as_stored(model: nn.Module, x_bits: int, group_size: int) -> Times:
     matrices = [array for _, array in tree_flatten(model.parameters()) if array.ndim == 2]
     fitting = [array for array in matrices if array.dtype == mx.bfloat16 and not array.shape[1] % group_size]
     weight = max(fitting, key=lambda array: array.size, default=None)
-    if weight is None or weight.size < LEAST_WEIGHTS or not is_tuning():
+    if weight is None or weight.size < MIN_WEIGHTS or not is_tuning():
         return {}
     weight = weight[: max(1, 2**24 // weight.shape[1])]  # weights: more than caches hold, encoded in a second
     cache, name = TuningCache(), f"stored otherwise, {weight.shape}, groups of {group_size}, {x_bits} bits"

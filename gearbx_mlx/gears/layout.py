@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
-from ..errors import GearbxError
+from ..errors import GearbxError, check_choice
 from ..formats import DEFAULT_FORMAT, SPLIT_CODES, get_format
 from ..formats.base import Format, check_supported
 from ..formats.holders import over_gears
@@ -100,8 +100,7 @@ def layout_of(
             )
         return Layout(codes.chosen(ladder), get_format(DEFAULT_FORMAT), codes.group_size, codes=codes)
     group_size = DEFAULT_GROUP_SIZE if group_size is None else group_size
-    if group_size not in GROUP_SIZES:
-        raise GearbxError(f"group size {group_size} is not supported; choose from {', '.join(map(str, GROUP_SIZES))}")
+    check_choice("group size", group_size, GROUP_SIZES)
     chosen = get_format(DEFAULT_FORMAT if format is None else format)
     if ladder is None or isinstance(ladder, str):
         ladder = Ladder.parse(ladder or (EXACT_LADDER if chosen.name == EXACT_FORMAT else DEFAULT_LADDER))

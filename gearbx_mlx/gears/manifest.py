@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from ..errors import GearbxError
+from ..errors import GearbxError, check_choice
 from ..files.reading import Count, parse_json, read_as, read_json, shown, typed
 from ..formats import LIKE_MLX, SPLIT_CODES, get_format
 from ..formats.base import Format, check_supported, stored_bits
-from ..gone import gone
 from ..kernels import GROUP_SIZES
 from .discovery import PREDICATES, at_least
 from .ladder import DENSE, DTYPE_NAMES, WIDTHS, Ladder
@@ -207,8 +206,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     def check(self) -> None:
         """Raises GearbxError for fields that contradict each other."""
         check_supported(get_format(self.format), self.gears)
-        if self.manage not in PREDICATES:
-            raise GearbxError(f"manage '{self.manage}' is not one of {', '.join(PREDICATES)}")
+        check_choice("manage", self.manage, PREDICATES)
         for field, found in {"layers": self.layers, "tables": self.tables}.items():
             for path, layer in found.items():
                 if (layer.kind == "table") != (field == "tables"):
@@ -244,12 +242,10 @@ def check_widths(place: str, layer: SavedLayer, ladder: Ladder) -> None:
         raise GearbxError(f"{place}.gears has the key {min({*widths} - served)}, which no gear uses")
 
 
-class ManifestKind(Struct, frozen=True):
-    """The fields of gears.json that say whether and how to read the others."""
+class ManifestVersion(Struct, frozen=True):
+    """The field of gears.json that tells how to read the others."""
 
     version: Annotated[int, Meta(ge=1)]
-    format: str = ""
-    gears: tuple[int, ...] = ()
 
 
 def read_manifest(directory: Path) -> Manifest | None:
@@ -259,12 +255,10 @@ def read_manifest(directory: Path) -> Manifest | None:
         if os.path.lexists(directory / GEARS_FILE):
             raise GearbxError(f"{file}: missing beside {GEARS_FILE}; {RESTORE}")
         return None
-    kind = read_json(file, ManifestKind, WHAT, RESTORE)
-    if kind.version != GEARS_VERSION:
-        remedy = "upgrade gearbx-mlx" if kind.version > GEARS_VERSION else "convert the original again"
-        raise GearbxError(f"{file}: of version {kind.version}, and this gearbx-mlx reads {GEARS_VERSION}; {remedy}")
-    if refusal := gone(f"format {kind.format} with gears {','.join(map(str, kind.gears))}"):
-        raise GearbxError(f"{directory}: {refusal}")
+    version = read_json(file, ManifestVersion, WHAT, RESTORE).version
+    if version != GEARS_VERSION:
+        remedy = "upgrade gearbx-mlx" if version > GEARS_VERSION else "convert the original again"
+        raise GearbxError(f"{file}: of version {version}, and this gearbx-mlx reads {GEARS_VERSION}; {remedy}")
 
     def parse(text: str) -> Manifest:
         manifest = typed(parse_json(text), Manifest)

@@ -15,10 +15,9 @@ import mlx.nn as nn
 import numpy as np
 
 from ..compat.classes import become
-from ..errors import GearbxError
+from ..errors import GearbxError, check_choice
 from ..formats.exact import ExactLinear, ExactMultiLinear, ExactSwitchLinear, NativeExactMultiLinear
 from ..formats.native import Native, native_rounding, with_expert_bias
-from ..gone import gone
 from ..kernels.exact import ExactMatrix, decode, product_by_tiles
 from ..kernels.products import decoded, exact_experts, exact_product
 from .discovery import Layer, only_shapes
@@ -213,9 +212,7 @@ def residency_of(
     name: str, saved: SavedGears | None, model: nn.Module, checkpoint: str | Path | None, dtypes: Mapping[str, mx.Dtype]
 ) -> Residency:
     """Return the residency of this name. Raises GearbxError if it does not exist, or not for this model."""
-    if name not in RESIDENCIES:
-        unknown = f"residency '{name}' does not exist; choose from {', '.join(RESIDENCIES)}"
-        raise GearbxError(gone(f"--residency {name}") or unknown)
+    check_choice("residency", name, RESIDENCIES)
     if sharding_of(model) is not None and (name == STREAM or (name == "disk" and saved is None)):
         raise GearbxError(f"residency {name} reads whole layers, and ranks have parts of them; use resident")
     if name == STREAM and saved is None:

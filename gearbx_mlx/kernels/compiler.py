@@ -76,7 +76,7 @@ COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++20", "-O3", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing")
 COLD = ("-Os",)  # for the bindings
 PLACEHOLDERS = Path("/usr/bin")  # where macOS has them
-MOST_SECONDS_TO_COMPILE = 300
+MAX_SECONDS_TO_COMPILE = 300
 ZIG = ("zig", "ziglang")  # `zig c++`, `python -m ziglang c++`
 REMEDY = "install g++ or clang, set CXX, or install a wheel with kernels"
 
@@ -420,12 +420,10 @@ class Compilers:
         name = Path(command[0]).name
         with self.start(command) as process:
             try:
-                _, said = process.communicate(timeout=MOST_SECONDS_TO_COMPILE)
+                _, said = process.communicate(timeout=MAX_SECONDS_TO_COMPILE)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
-                raise Unavailable(
-                    f"{name} did not compile the CPU kernels within {MOST_SECONDS_TO_COMPILE} s"
-                ) from None
+                raise Unavailable(f"{name} did not compile the CPU kernels within {MAX_SECONDS_TO_COMPILE} s") from None
             except KeyboardInterrupt:
                 self.end()
                 raise

@@ -201,15 +201,16 @@ def why_not() -> str | None:
 
 
 def is_compiled() -> bool:
-    """Return whether `native` has nothing to compile: kernels are loaded, or are whole in the cache."""
+    """Return whether `native` has nothing to compile: kernels are loaded, of a wheel, or whole in the cache."""
     if _kernels_or_reason.cache_info().currsize:
         return native() is not None
+    if wheel.library_for(instructions()):
+        return True
     try:
         try:
             return open_entry(library_name(make_recipe(find_compiler()))).is_whole()
         except Unavailable:
-            names = f"{MODULE_NAME}-{hash_recipe(make_recipe([]))}-*{LIBRARY_SUFFIX}"
-            return any(entry.is_whole() for entry in find_entries(names))
+            return any(entry.is_whole() for entry in _kept())
     except (Unavailable, CacheUnusable, OSError):
         return False
 
@@ -220,25 +221,6 @@ def _kernels_or_reason() -> tuple[ModuleType | None, str | None]:
         return _get_kernels(), None
     except Unavailable as reason:
         return None, str(reason)
-
-
-def lacking() -> str | None:
-    """Return why there are no native kernels and none can be made, in one line; None where there are some, or the
-    compiler of this machine can be tried. Nothing is compiled or loaded."""
-    if _kernels_or_reason.cache_info().currsize:
-        return why_not()
-    if wheel.library_for(instructions()):
-        return None
-    try:
-        entry = open_entry(library_name(make_recipe(find_compiler())))
-        return None if entry.is_whole() else entry.read_failure()
-    except (CacheUnusable, OSError):
-        return None
-    except Unavailable as reason:
-        try:
-            return None if any(entry.is_whole() for entry in _kept()) else _without_wheel(reason)
-        except (CacheUnusable, OSError, Unavailable):
-            return _without_wheel(reason)
 
 
 def _without_wheel(reason: Unavailable) -> str:

@@ -8,7 +8,7 @@ from importlib import import_module
 import mlx.core as mx
 
 from ..compat.classes import generation_stream
-from ..errors import GearbxError
+from ..errors import GearbxError, check_choice
 from . import DEVICES
 
 
@@ -20,8 +20,7 @@ def use_device(name: str) -> None:
     Raises:
         GearbxError: another name, no GPU here, or mlx-lm generates on another device already.
     """
-    if name not in DEVICES:
-        raise GearbxError(f"device '{name}' does not exist; choose from {', '.join(DEVICES)}")
+    check_choice("device", name, DEVICES)
     wanted = mx.Device(mx.gpu if name == "gpu" else mx.cpu)
     if not mx.is_available(wanted):
         raise GearbxError(f"device {name}: MLX has no such device here; leave it out, and MLX's own choice is used")

@@ -41,7 +41,7 @@ from .proven import product_key
 
 MLX, RECONSTRUCT, NATIVE = "mlx", "reconstruct", "native"
 STOCK = (MLX, RECONSTRUCT)  # what is not ours
-LEAST_WEIGHTS = 2**18  # weights: of fewer, a launch takes longer than the product
+MIN_WEIGHTS = 2**18  # weights: of fewer, a launch takes longer than the product
 
 CPU, METAL, GPU = "cpu", "metal", "gpu"  # GPU: one that is not Apple's
 
@@ -54,7 +54,7 @@ OPERATIONS = NORMS, GATES, POSITIONS, FUSED_ATTENTION, WHOLE_BLOCKS = (
 )
 
 NATIVE_VECTORS = 16  # vectors for which native CPU kernels read the weights once
-MOST_VECTORS = NATIVE_VECTORS if sys.platform == "darwin" else None
+MAX_NATIVE_VECTORS = NATIVE_VECTORS if sys.platform == "darwin" else None
 TILES = {1: ", by matrix tiles (AMX)", 0: "", -1: "; the system refuses matrix tiles (AMX)"}  # by the kernels' `tiles`
 UNPROVEN = "none of ours was proven faster on this Mac; gearbx_mlx benchmark mac --own-kernels tries them"
 BFLOAT16_BITS = 8  # of a significand, with the first one, which is not stored
@@ -107,7 +107,9 @@ def choose(kernels: str, activations: str = "int16") -> KernelChoice:
     if reason is not None:
         return KernelChoice(False, reason)
     how_many = (
-        f"{NATIVE_VECTORS} vectors at a time" if MOST_VECTORS is None else f"up to {MOST_VECTORS} vectors, MLX beyond"
+        f"{NATIVE_VECTORS} vectors at a time"
+        if MAX_NATIVE_VECTORS is None
+        else f"up to {MAX_NATIVE_VECTORS} vectors, MLX beyond"
     )
     compiled = cpu.native()
     tiles = TILES[compiled.tiles()] if compiled is not None else ""
@@ -133,7 +135,7 @@ def is_metal(x: mx.array) -> bool:
 
 def cpu_kernels(vectors: int) -> ModuleType | None:
     """Return the native CPU kernels, if they take this number of vectors; else None."""
-    fits = vectors > 0 and (MOST_VECTORS is None or vectors <= MOST_VECTORS)
+    fits = vectors > 0 and (MAX_NATIVE_VECTORS is None or vectors <= MAX_NATIVE_VECTORS)
     return cpu.native() if fits and on_cpu() else None
 
 

@@ -16,7 +16,7 @@ from ..files.reading import read_json
 from ..files.user_cache import CacheUnusable, cache_entry, warn_of
 from ..files.writing import write_text
 
-MOST_MACHINES = 16  # a new version of MLX makes another one
+MAX_MACHINES = 16  # a new version of MLX makes another one
 
 T = TypeVar("T")
 E = TypeVar("E")
@@ -77,5 +77,5 @@ def become_newest(machines: dict[str, dict[str, E]], machine: str, found: dict[s
     """Add what was found on a machine, which becomes the last one; the oldest machines are left out."""
     if found:
         machines[machine] = machines.pop(machine, {}) | found
-    for oldest in list(machines)[:-MOST_MACHINES]:
+    for oldest in list(machines)[:-MAX_MACHINES]:
         del machines[oldest]

@@ -123,7 +123,7 @@ STAGED_COLUMNS = 6144
 STAGED_BYTES = 24 * 1024
 
 # MLX passes smaller arrays in another address space ("constant"), from which the kernels do not read.
-LEAST_ELEMENTS = 8
+MIN_ELEMENTS = 8
 
 
 def available() -> bool:
@@ -265,7 +265,7 @@ class Prepared:
         complete = [*inputs, *self.numbers]
         for place in self.few:
             small = complete[place].reshape(-1)
-            complete[place] = mx.pad(small, (0, LEAST_ELEMENTS - small.size))
+            complete[place] = mx.pad(small, (0, MIN_ELEMENTS - small.size))
         return complete
 
     def result(self, out: mx.array) -> mx.array:
@@ -347,7 +347,7 @@ def options(threads: int, threadgroup: int, shape: tuple[int, ...], dtype: mx.Dt
 
 def places_of_few(inputs: Sequence[mx.array]) -> tuple[int, ...]:
     """Return which of the inputs have fewer than 8 elements."""
-    return tuple(place for place, each in enumerate(inputs) if each.size < LEAST_ELEMENTS)
+    return tuple(place for place, each in enumerate(inputs) if each.size < MIN_ELEMENTS)
 
 
 def takes(x: mx.array, columns: int) -> bool:

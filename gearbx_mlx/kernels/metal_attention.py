@@ -18,13 +18,13 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..errors import GearbxError
-from .metal import LANES, LEAST_ELEMENTS, MAX_VECTORS, METAL_DTYPES, Launch, Prepared, TextKernel, options
+from .metal import LANES, MAX_VECTORS, METAL_DTYPES, MIN_ELEMENTS, Launch, Prepared, TextKernel, options
 
 BLOCK_KEYS = 128  # keys of a threadgroup: predicted to be enough work for one, and few enough to use many
 ATTENTION_SIMD_GROUPS = 8
 # Numbers that a lane keeps of its SIMD group's queries: of each its sums, and best, total and weight. A thread has 128
 # registers on Apple's cores, and addresses, keys and queries need as many again (metal/README.md).
-MOST_KEPT = 48
+MAX_KEPT = 48
 TILE_KEYS = 32  # keys in threadgroup memory at a time
 
 WORD_BITS = 32  # bits
@@ -165,7 +165,7 @@ def heads_together(heads: int, length: int, width: int) -> int:
 
 def queries_of_a_group(width: int) -> int:
     """Return how many queries of this width a SIMD group computes at most: a power of two."""
-    return 2 ** int(math.log2(MOST_KEPT // (math.ceil(width / LANES) + 3)))
+    return 2 ** int(math.log2(MAX_KEPT // (math.ceil(width / LANES) + 3)))
 
 
 def join_blocks(parts: Launch | None, dtype: mx.Dtype) -> mx.array | None:
@@ -238,7 +238,7 @@ class Form(NamedTuple):
             [array.dtype for array in arrays] == types
             and all(array.shape[2] >= self.packed for array in arrays)
             and [(*array.shape[:2], array.shape[3]) for array in arrays] == [(batch, heads, n) for n in elements]
-            and batch * heads * self.packed * min(elements[:-2]) >= LEAST_ELEMENTS
+            and batch * heads * self.packed * min(elements[:-2]) >= MIN_ELEMENTS
         )
 
 
@@ -308,7 +308,7 @@ def nested_launch(queries: mx.array, nested: NestedEntries, scale: float, mask: 
 def with_room(array: mx.array) -> mx.array:
     """(B, KV, S, n), padded along S to 8 elements or more: MLX passes fewer in memory from which no kernel reads."""
     batch, heads, positions, elements = array.shape
-    least = -(-LEAST_ELEMENTS // (batch * heads * elements))
+    least = -(-MIN_ELEMENTS // (batch * heads * elements))
     return array if positions >= least else mx.pad(array, [(0, 0), (0, 0), (0, least - positions), (0, 0)])
 
 

@@ -18,7 +18,7 @@ from .metal import Launch, PackedLayout, Prepared, Variant, options, places_of_f
 from .metal_products import Spec, check_product, macros_with, product_launch, threads
 
 TILE_WEIGHTS = 2**22  # weights that are decoded at a time
-MOST_HIGH_BYTES = 2**31 - 1  # of `high`; kernels get numbers of 32 bits
+MAX_HIGH_BYTES = 2**31 - 1  # of `high`; kernels get numbers of 32 bits
 # Two rows of a SIMD group share activations, and a sum over its lanes; four would take twice the registers.
 PRODUCT, DECODER = Variant("registers", 2, 2), Variant("registers", 2, 1)
 
@@ -161,6 +161,6 @@ def _checked_layout(matrix: ExactMatrix) -> PackedLayout:
     for name, array, (dtype, shape) in zip(layout.arrays, matrix.arrays, wanted):
         if (array.dtype, array.shape) != (dtype, shape):
             raise GearbxError(f"{name} of exact weights is {array.shape} {array.dtype}, not {shape} {dtype}")
-    if not 0 < high.size <= MOST_HIGH_BYTES:
-        raise GearbxError(f"high of exact weights is {high.size} bytes, not 1 to {MOST_HIGH_BYTES}")
+    if not 0 < high.size <= MAX_HIGH_BYTES:
+        raise GearbxError(f"high of exact weights is {high.size} bytes, not 1 to {MAX_HIGH_BYTES}")
     return layout

@@ -26,8 +26,8 @@ from .metal_products import (
     takes_experts,
 )
 
-MOST_EXPERTS = 16  # of a token
-MOST_PAIRS = metal.MAX_VECTORS * MOST_EXPERTS  # of a vector and an expert, that a Metal kernel takes
+MAX_EXPERTS = 16  # of a token
+MAX_PAIRS = metal.MAX_VECTORS * MAX_EXPERTS  # of a vector and an expert, that a Metal kernel takes
 
 
 class SymmetricCodes(NamedTuple):
@@ -289,7 +289,7 @@ def kernel_for_experts(x: mx.array, indices: mx.array, chosen: ChosenKernels | N
     """
     if not metal.available():
         return MLX if cpu_kernels_for_experts(x, indices) is None else NATIVE
-    if indices.size > MOST_PAIRS or not takes_experts(x, indices):
+    if indices.size > MAX_PAIRS or not takes_experts(x, indices):
         return MLX
     return MLX if chosen is None else chosen(1)
 
@@ -310,9 +310,9 @@ def panel_rows() -> int:
 def cpu_kernels_for_experts(x: mx.array, indices: mx.array) -> ModuleType | None:
     """Return the native CPU kernels, if each index has one vector (..., 1, I); MLX's kernels also take several vectors.
 
-    Where they take few vectors, they take those of as many tokens: a token uses up to MOST_EXPERTS experts.
+    Where they take few vectors, they take those of as many tokens: a token uses up to MAX_EXPERTS experts.
     """
-    tokens = math.ceil(indices.size / MOST_EXPERTS)
+    tokens = math.ceil(indices.size / MAX_EXPERTS)
     return cpu_kernels(tokens) if x.ndim >= 2 and x.shape[-2] == 1 and x.size > 0 else None
 
 
@@ -322,7 +322,7 @@ def uses_order(indices: mx.array, sorted_indices: bool) -> bool:
 
     For the tokens of one verification it is not: each vector is multiplied alone, like that of a single token.
     """
-    return sorted_indices and not (metal.available() and indices.size <= MOST_PAIRS)
+    return sorted_indices and not (metal.available() and indices.size <= MAX_PAIRS)
 
 
 def again(

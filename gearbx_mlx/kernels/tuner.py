@@ -38,8 +38,8 @@ from .compiler import SOURCES, processor_key
 from .dispatch import (
     BFLOAT16_BITS,
     CPU,
-    LEAST_WEIGHTS,
     METAL,
+    MIN_WEIGHTS,
     MLX,
     STOCK,
     CannotMeasure,
@@ -56,8 +56,8 @@ Key = TypeVar("Key")
 Make = Callable[[], Sequence[mx.array]]
 """Builds one launch or several, each an array that is not evaluated. They should not depend on each other."""
 
-LEAST_SECONDS = 0.004  # of an evaluation: twenty times what waiting for a GPU costs
-MOST_CALLS = 4096
+MIN_SECONDS = 0.004  # of an evaluation: twenty times what waiting for a GPU costs
+MAX_CALLS = 4096
 
 Times = dict[str, float]
 """Name of a candidate to seconds of a product."""
@@ -238,8 +238,8 @@ class Tuner:
         missing = [each for each in candidates if each not in {MLX, *settled}]
         if missing and compare_now:
             x = trial_activations(vectors, kind.shape[-1], self.dtype)
-            compare, reference = (errors_on_cpu, EXPECTED) if device() == CPU else (product_errors, MLX)
-            found = compare({each: products(each) for each in [reference, *missing]}, x)
+            reference, layers = (EXPECTED, 1) if device() == CPU else (MLX, None)
+            found = product_errors({each: products(each)[:layers] for each in [reference, *missing]}, x)
             if not found:
                 raise CannotMeasure(candidates[0] if device() == CPU else MLX)
             known = known | found
@@ -300,22 +300,24 @@ class Tuner:
 
 def is_worth_it(kind: Kind) -> bool:
     """Return whether the candidates of a kind are to be timed: not small ones, and not with GEARBX_TUNE=0."""
-    return is_tuning() and math.prod(kind.shape) >= LEAST_WEIGHTS
+    return is_tuning() and math.prod(kind.shape) >= MIN_WEIGHTS
 
 
-def product_errors(products: Mapping[str, Sequence[Product]], x: mx.array) -> Differences:
-    """Return how far the products by each candidate are from MLX's, in root mean squares of these that are allowed.
+def product_errors(products: Mapping[str, Sequence[Any]], x: mx.array) -> Differences:
+    """Return how far the products by each candidate are from right ones, in the differences that these allow.
 
-    Every layer at hand counts. Empty where nothing can be evaluated (inside of mx.compile, without memory), or no
-    weights are at hand.
+    Right is what is EXPECTED (`rounding.py`), else MLX's product, which allows a share of its root mean square. Every
+    layer at hand counts. Empty where nothing can be evaluated (inside of mx.compile, without memory), or no weights are
+    at hand.
     """
     if not all(products.values()):
         return {}
-    found = {name: 0.0 for name in products if name != MLX}
+    reference = EXPECTED if EXPECTED in products else MLX
+    found = {name: 0.0 for name in products if name != reference}
     try:
-        for number, reference in enumerate(products[MLX]):
-            wanted = reference(x).astype(mx.float32)
-            allowed = tolerance(x.dtype, x.shape[-1]) * mx.sqrt(mx.square(wanted).mean())
+        for number, right in enumerate(products[reference]):
+            wanted, allowed = wanted_and_allowed(right(x), x)
+            mx.eval(wanted, allowed)
             for name in found:
                 for product in products[name][number : number + 1]:
                     found[name] = max(found[name], product_error(product, x, wanted, allowed))
@@ -324,18 +326,12 @@ def product_errors(products: Mapping[str, Sequence[Product]], x: mx.array) -> Di
     return found
 
 
-def errors_on_cpu(products: Mapping[str, Sequence[Any]], x: mx.array) -> Differences:
-    """Like `product_errors`, from what is expected of the first layer (`rounding.py`)."""
-    if not all(products.values()):
-        return {}
-    ours = {name: each[0] for name, each in products.items() if name != EXPECTED}
-    try:
-        expected: Expected = products[EXPECTED][0](x)
-        allowed = expected.allowed(x.dtype)
-        mx.eval(expected.product, allowed)
-        return {name: product_error(product, x, expected.product, allowed) for name, product in ours.items()}
-    except (ValueError, RuntimeError):
-        return {}
+def wanted_and_allowed(right: mx.array | Expected, x: mx.array) -> tuple[mx.array, mx.array]:
+    """Return a right product of x in float32, and how far another one may be from it."""
+    if isinstance(right, Expected):
+        return right.product, right.allowed(x.dtype)
+    wanted = right.astype(mx.float32)
+    return wanted, tolerance(x.dtype, x.shape[-1]) * mx.sqrt(mx.square(wanted).mean())
 
 
 def product_error(product: Product, x: mx.array, wanted: mx.array, allowed: mx.array) -> float:
@@ -407,20 +403,20 @@ def seconds_of(make: Make, calls: int = 1) -> float:
     return time.perf_counter() - start
 
 
-def enough_calls(make: Make, least: float = LEAST_SECONDS) -> int:
-    """Return the power of two of calls whose evaluation takes `least` seconds or more; at most MOST_CALLS.
+def enough_calls(make: Make, least: float = MIN_SECONDS) -> int:
+    """Return the power of two of calls whose evaluation takes `least` seconds or more; at most MAX_CALLS.
 
     The first evaluation is not counted: it may compile a kernel.
     """
     seconds_of(make)
     calls = 1
-    while calls < MOST_CALLS and seconds_of(make, calls) < least:
+    while calls < MAX_CALLS and seconds_of(make, calls) < least:
         calls *= 2
     return calls
 
 
 def timed_in_turn(
-    candidates: Mapping[Key, Make], trials: int = 5, least: float = LEAST_SECONDS, give_up: float = math.inf
+    candidates: Mapping[Key, Make], trials: int = 5, least: float = MIN_SECONDS, give_up: float = math.inf
 ) -> dict[Key, list[float]]:
     """Return seconds of one call of each candidate, trial by trial; a trial goes through all of them in turn.
 

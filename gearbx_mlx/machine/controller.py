@@ -152,7 +152,7 @@ class PID:
 
 THERMAL_SHARES = dict(zip(THERMAL, (1.0, 2 / 3, 1 / 3, 0.0)))
 MEMORY_FULL = 0.95
-LEAST_CHANGE = 0.02  # change of the budget, except to 0 and to 1
+MIN_CHANGE = 0.02  # change of the budget, except to 0 and to 1
 PATIENCE = 5  # readings in a row that have to be higher; their lowest is then the budget
 
 
@@ -183,13 +183,13 @@ class SteadyBudget:
         share = budget(state)
         if share <= self.share:
             self._higher.clear()
-            if share <= self.share - LEAST_CHANGE or share == 0.0:
+            if share <= self.share - MIN_CHANGE or share == 0.0:
                 self.share = share
             return self.share
         self._higher.append(share)
         if len(self._higher) >= PATIENCE:
             lowest = min(self._higher)
-            if lowest >= self.share + LEAST_CHANGE or lowest == 1.0:
+            if lowest >= self.share + MIN_CHANGE or lowest == 1.0:
                 self.share = lowest
             self._higher.clear()
         return self.share

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 from msgspec import Meta, Struct
 
-from ..errors import GearbxError, about
+from ..errors import GearbxError, error_context
 from ..files.reading import json_lines, parse_json, read_text, typed
 
 THERMAL = ("nominal", "fair", "serious", "critical")  # NSProcessInfo.thermalState, in its order
@@ -418,7 +418,7 @@ class Scripted:
         points: list[Point] = []
         unit = None
         for place, entry in read_entries(Path(path)):
-            with about(f"{path}, {place}"):
+            with error_context(f"{path}, {place}"):
                 times = [name for name in ("seconds", "tokens") if getattr(entry, name) is not None]
                 if len(times) != 1:
                     raise GearbxError("give either seconds or tokens")
@@ -449,8 +449,8 @@ def read_entries(path: Path) -> Iterator[tuple[str, ScriptEntry]]:
         for number, entry in json_lines(path, text, ScriptEntry, GIVE_LINES):
             yield f"line {number}", entry
         return
-    with about(path):
+    with error_context(path):
         entries = typed(parse_json(text), list[Any])
     for number, entry in enumerate(entries, 1):
-        with about(f"{path}, entry {number}"):
+        with error_context(f"{path}, entry {number}"):
             yield f"entry {number}", typed(entry, ScriptEntry)

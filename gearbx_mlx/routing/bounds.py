@@ -23,7 +23,7 @@ FLOAT_ERROR = 1e-9  # of sums of probabilities, here
 SINGLE = 2.0**-14  # nats: what single precision loses in the sum of a log-softmax, over any vocabulary
 LARGEST_LOGIT = 32.0  # its steps are assumed where values do not show how large logits are
 BFLOAT16, FLOAT16, FLOAT32 = 2.0**-8, 2.0**-11, 2.0**-24  # half a step of a number, as a part of it, at most
-MOST_DECIMALS = 6  # with more than these, rounding does not matter
+MAX_DECIMALS = 6  # with more than these, rounding does not matter
 PEAK = 1 / math.e  # where -p log p is largest
 
 
@@ -128,7 +128,7 @@ def rounding_as_written(logprobs: Sequence[float]) -> Rounding:
     if all(fits_type(value, "e") for value in values):
         return Rounding(SINGLE + shared_error(values, FLOAT16), FLOAT16)
     digits = max(map(decimals, values))
-    return Rounding(SINGLE + (0.5 * 10.0**-digits if digits <= MOST_DECIMALS else 0.0), FLOAT32)
+    return Rounding(SINGLE + (0.5 * 10.0**-digits if digits <= MAX_DECIMALS else 0.0), FLOAT32)
 
 
 def shared_error(values: Sequence[float], precision: float) -> float:

@@ -24,7 +24,6 @@ from msgspec.structs import asdict
 
 from ..errors import GearbxError, GearbxWarning
 from ..files.reading import Count, check_schema, parse_json, read_as, typed
-from ..gone import gone
 
 DEFAULT_WINDOW = 3  # GEARBX 3.2, the MLX backend
 LOOKAHEAD = 2  # tokens
@@ -307,15 +306,11 @@ def parse_thresholds(text: str) -> ThresholdFile:
     """Parse a thresholds file.
 
     Raises:
-        GearbxError: not JSON, another schema or version, a field of the wrong kind, a mode that is gone.
+        GearbxError: not JSON, another schema or version, a field of the wrong kind.
     """
     content = parse_json(text)
     check_schema(content, "a thresholds file", THRESHOLDS_SCHEMA, THRESHOLDS_VERSION)
-    found = typed(content, ThresholdFile)
-    said = gone(f"a file for mode '{found.mode}'")
-    if said is not None:
-        raise GearbxError(said)
-    return found
+    return typed(content, ThresholdFile)
 
 
 def thresholds_in_bits(

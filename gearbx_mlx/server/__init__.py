@@ -18,7 +18,7 @@ from ..cli.flags import (
 )
 from ..cli.parser import parser_of
 from ..cli.start import command
-from ..errors import GearbxError, about
+from ..errors import GearbxError, error_context
 from ..files.reading import parse_json, typed
 from ..routing.gates import DEFAULT_POLICY, policy_named
 from ..settings import Settings, flag, flag_of, given_names, parse_bytes
@@ -116,7 +116,7 @@ class AnswerSettings(Settings):
 
     def template_arguments(self) -> dict[str, Any]:
         """Raises GearbxError unless --chat-template-args is a JSON object."""
-        with about("--chat-template-args"):
+        with error_context("--chat-template-args"):
             return typed(parse_json(self.chat_template_args), dict[str, Any])
 
 

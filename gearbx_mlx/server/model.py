@@ -13,8 +13,8 @@ from ..cli.build import Geared, Loaded, LoadedPair, load_draft_model, load_pair
 from ..cli.decide import Decision, check_in_ladder, decide
 from ..cli.describe import describe, machine_for
 from ..decoding.mode import SAME, Mode
-from ..decoding.modes import KICKDOWN, LOSSLESS, PAIR, ROUTE, SHIFTING, TELEMETRY_ONLY, made
-from ..errors import GearbxError, about
+from ..decoding.modes import KICKDOWN, LOSSLESS, PAIR, ROUTE, SHIFTING, TELEMETRY_ONLY, make_mode
+from ..errors import GearbxError, choose, error_context
 from ..files.model_directory import context_length
 from ..gears.discovery import vocabulary
 from ..gears.gearbox import Gearbox, Observer
@@ -51,12 +51,12 @@ def mode_of_request(geared: Geared, modes: tuple[str, ...], default: Mode, optio
     given = {name: value for name, value in options if name != "mode" and value is not None}
     wanted = options.mode or mode_of_options(given, default)
     if wanted is not None and wanted not in modes:
-        raise GearbxError(f"mode '{wanted}' is not served here; choose from {', '.join(modes)}")
-    mode = default if wanted in (None, default.name) else made(wanted, flags.given_to_others())
+        raise GearbxError(f"mode '{wanted}' is not served here; {choose(wanted, modes)}")
+    mode = default if wanted in (None, default.name) else make_mode(wanted, flags.given_to_others())
     own = {item.name for item in fields(mode)}
     for name, value in given.items():
         refuse_unless(name in own, name, mode.name)
-        with about(name):
+        with error_context(name):
             found = geared.gearbox.ladder.find(value).name if name in OF_LADDER else tuple(value)
             mode = replace(mode, **{name: found})
     return geared.mode(prompt, mode).settled(geared.gearbox, geared.loaded.tokenizer, None)

@@ -45,7 +45,7 @@ MESSAGES_PATH, MODELS_PATH = "/v1/messages", "/v1/models"
 FIRST_TOKEN = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)  # seconds
 PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 RATE_SECONDS = 10  # seconds over which tokens per second are counted
-MOST_NAMED, LONGEST_NAME = 20, 100  # fields of a request that are not known, and characters of each
+MAX_NAMED, LONGEST_NAME = 20, 100  # fields of a request that are not known, and characters of each
 
 
 # What is counted.
@@ -93,7 +93,7 @@ class Metrics:
         Gauge("tokens_per_second", said, **own).set_function(self.tokens_per_second)
         self.tally = tally = Tally(defaultdict(int), {})
         acceptance.labels("draft").set_function(lambda: tally.accepted / max(1, tally.drafted))
-        acceptance.labels("lookup").set_function(lambda: tally.from_lookup / max(1, tally.looked_up))
+        acceptance.labels("lookup").set_function(lambda: tally.from_lookup / max(1, tally.lookup_drafted))
 
     def answered(self, route: str, status: int) -> None:
         """Count an answered request. route: a path of the server; one name stands for all other paths."""
@@ -116,7 +116,7 @@ class Metrics:
         self.weight_bytes.inc(response.weight_bytes)
         self.drafted.labels("draft").inc(response.drafted)
         self.accepted.labels("draft").inc(response.from_draft)
-        self.drafted.labels("lookup").inc(response.looked_up)
+        self.drafted.labels("lookup").inc(response.lookup_drafted)
         self.accepted.labels("lookup").inc(response.source == LOOKUP)
         self.times.append(self.clock())
         (self.first if first else self.others).observe(seconds)
@@ -328,7 +328,7 @@ async def complete(here: Service, body: BaseModel, request: AnyRequest, dialect:
         body: what the client sent; fields in it that are not known are named in the answer and in the log.
         request: the chat or text completion that answers it.
     """
-    texts, ignored = request.apart(), [name[:LONGEST_NAME] for name in sorted(body.model_extra or ())[:MOST_NAMED]]
+    texts, ignored = request.apart(), [name[:LONGEST_NAME] for name in sorted(body.model_extra or ())[:MAX_NAMED]]
     if ignored:
         here.told["ignored"] = ",".join(ignored)
     came = answers(here, texts)

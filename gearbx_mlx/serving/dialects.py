@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, StrictBool, field_validator
 
+from ..errors import choose
 from ..files.reading import shown
 from .answers import Block, BlockDialect, Event
 from .bodies import AnyObject, ListOf, Part
@@ -175,7 +176,7 @@ def checked_item(item: dict[str, Any]) -> dict[str, Any]:
     """Return an item of the input, if it is one; only messages may leave their type out. Raises ValueError."""
     item = check_block({"type": "message"} | item, ITEMS)
     if item["type"] == "message" and item["role"] not in ROLES:
-        raise ValueError(f"the role of a message is {shown(item['role'])}; choose from {', '.join(ROLES)}")
+        raise ValueError(f"the role of a message is {shown(item['role'])}; {choose(item['role'], ROLES)}")
     return item
 
 

@@ -383,7 +383,7 @@ def keywords_of(job: Job, settings: ServingSettings) -> dict[str, Any]:
     names = ("prefill_step_size", "kv_bits", "kv_group_size", "quantized_kv_start", "kv_gears")
     keywords = {name: getattr(settings, name) for name in names}
     if served.draft_model is not None:
-        keywords |= {"draft_model": served.draft_model, "num_draft_tokens": settings.num_draft_tokens}
+        keywords["draft_model"] = served.draft_model
     if served.controller is not None:
         keywords["controller"] = served.controller
     vision = job.prompt.vision

@@ -202,7 +202,6 @@ class ServingSettings:
     quantized_kv_start: int
     kv_gears: tuple[int, ...] | None
     draft_model: str | None
-    num_draft_tokens: int | None
     pipeline: bool = False
 
 

@@ -6,17 +6,17 @@ from functools import partial
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, StrictBool, ValidationInfo
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, StrictBool, ValidationInfo, model_validator
 from typing_extensions import Self
 
-from ..errors import GearbxError
+from ..errors import GearbxError, choose
 from ..files.reading import shown
 from .bodies import AnyObject, ListOf, Part, parse
 from .grammar import ResponseFormat, function_name
 from .web import Refused
 
 DEFAULT_MODEL = "default_model"  # mlx-lm's name for the model that the server was started with
-MOST_LOGPROBS, MOST_CHOICES = 20, 8
+MAX_LOGPROBS, MAX_CHOICES = 20, 8
 MAX_TEXTS = 128  # of one request
 MAX_TOOLS = 512
 ANOTHER = 0x9E3779B97F4A7C15  # between the seeds of two texts of one request
@@ -29,7 +29,7 @@ Count = Annotated[Whole, Field(ge=0, le=LONGEST_CONTEXT)]
 Share = Annotated[Number, Field(ge=0, le=1)]
 Penalty = Annotated[Number, Field(ge=-100, le=100)]
 Bits = Annotated[Number, Field(ge=0, le=64)]
-Logprobs = StrictBool | Annotated[Whole, Field(ge=0, le=MOST_LOGPROBS)]
+Logprobs = StrictBool | Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)]
 Name = Annotated[str, Field(max_length=4096)]
 OnlyOne = Annotated[Whole, Field(ge=1, le=1)]
 
@@ -62,13 +62,21 @@ ToolName = Annotated[str, Field(min_length=1, max_length=128)]
 Tools = Annotated[list[AnyObject], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
-class Options(Part, frozen=True, extra="forbid"):
+class Options(Part, frozen=True):
     """The request's own `gearbx`: a mode, the gear of mode static, thresholds in bits, and the gear that drafts."""
 
     mode: str | None = None
     gear: str | Whole | None = None
     thresholds: Annotated[list[Bits], Field(max_length=64, fail_fast=True)] | None = None
     draft: str | Whole | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def has_known_fields(cls, content: Any) -> Any:
+        for name in content if isinstance(content, dict) else ():
+            if name not in cls.model_fields:
+                raise ValueError(f"{shown(name)} is not known; {choose(name, cls.model_fields)}")
+        return content
 
 
 class GearRequest(Part, frozen=True, extra="allow"):
@@ -108,7 +116,7 @@ class BaseRequest(GearRequest, frozen=True):
     logit_bias: Biases = None
     seed: Annotated[Whole, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: StopWord | StopWords | None = None
-    n: Annotated[Whole, Field(ge=1, le=MOST_CHOICES)] | None = None
+    n: Annotated[Whole, Field(ge=1, le=MAX_CHOICES)] | None = None
     best_of: OnlyOne | None = None
     suffix: NotServed = None
     draft_model: NotServed = None
@@ -188,7 +196,7 @@ class ChatRequest(BaseRequest, frozen=True):
     messages: Annotated[ListOf[ChatTurn], Field(min_length=1)]
     max_completion_tokens: Tokens | None = None
     logprobs: Logprobs | None = None
-    top_logprobs: Annotated[Whole, Field(ge=-1, le=MOST_LOGPROBS)] | None = None
+    top_logprobs: Annotated[Whole, Field(ge=-1, le=MAX_LOGPROBS)] | None = None
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     chat_template_kwargs: AnyObject | None = None
@@ -316,7 +324,7 @@ def check_block(block: Any, kinds: Kinds) -> dict[str, Any]:
     """Return a block that has what its `type` needs; text may stand for blocks in it. Raises ValueError for another."""
     kind = block.get("type") if isinstance(block, dict) else None
     if not isinstance(kind, str) or kind not in kinds:
-        raise ValueError(f"a block has the type {shown(kind)}; choose from {', '.join(kinds)}")
+        raise ValueError(f"a block has the type {shown(kind)}; {choose(kind, kinds)}")
     for name, wanted in kinds[kind].items():
         value, nested = block.get(name), isinstance(wanted, Mapping)
         if nested and isinstance(value, list):

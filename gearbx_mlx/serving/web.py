@@ -49,7 +49,7 @@ LARGEST_BODY = 2**24  # bytes
 SMALL_BODY = 2**16  # bytes; as many of these as there are connections fit into memory
 MAX_BODIES = 4  # largest bodies that are held at once
 MAX_THREADS = 2  # that work on requests before they are computed
-MOST_HEADERS, LONGEST_PATH = 100, 2**16
+MAX_HEADERS, LONGEST_PATH = 100, 2**16
 LOG_FIELDS = "gearbx.told"  # of a request's scope: what a route knows of its answer, for the log
 PLAIN = re.compile(r"[\w.,:-]+", re.ASCII)
 INLINE = re.compile(rb"<(script|style)>(.*?)</\1>", re.DOTALL)
@@ -222,8 +222,8 @@ class Gatekeeper:
     def length(self, scope: Scope) -> int:
         """Return how many bytes the body of a request has. Raises Refused for a request that may not come in."""
         headers = dict(scope["headers"])
-        if len(scope["headers"]) > MOST_HEADERS:
-            raise Refused(431, f"the request has more than {MOST_HEADERS} headers")
+        if len(scope["headers"]) > MAX_HEADERS:
+            raise Refused(431, f"the request has more than {MAX_HEADERS} headers")
         if len(scope["raw_path"]) > LONGEST_PATH:
             raise Refused(414, f"the path has more than {LONGEST_PATH} bytes")
         scope["query_string"] = b""  # no route has a use for it
@@ -443,7 +443,7 @@ def policy(text: bytes) -> str:
     )
 
 
-MOST_CONNECTIONS = 256
+MAX_CONNECTIONS = 256
 STOPPED = 0.5  # seconds by which a timer is late where the process was stopped
 LAST_LOOK = 0.02  # seconds
 SWITCH = 0.001  # seconds after which a thread of Python makes room for another
@@ -461,7 +461,7 @@ class PatientProtocol(H11Protocol):
         super().connection_made(transport)
         self.wait(True, self.let_go)
         self.since = self.loop.time()
-        if len(self.connections) > MOST_CONNECTIONS - 16:  # as long as others are idle, some are free for new ones
+        if len(self.connections) > MAX_CONNECTIONS - 16:  # as long as others are idle, some are free for new ones
             idle = [each for each in self.connections if isinstance(each, PatientProtocol) and each.is_idle]
             min(idle, key=lambda each: each.since).transport.close()
 
@@ -601,7 +601,7 @@ class Server:
             access_log=False,
             server_header=False,
             headers=[("server", "gearbx-mlx"), ("x-content-type-options", "nosniff")],
-            limit_concurrency=MOST_CONNECTIONS,
+            limit_concurrency=MAX_CONNECTIONS,
             h11_max_incomplete_event_size=2**16,  # bytes of a request before its body
             timeout_graceful_shutdown=LAST_WORDS,
         )

@@ -31,7 +31,7 @@ class Tally:
     recomputed: int = 0
     drafted: int = 0
     accepted: int = 0
-    looked_up: int = 0
+    lookup_drafted: int = 0
     from_lookup: int = 0
     near_ties: int = 0
     caught_up: int = 0
@@ -56,7 +56,7 @@ class Tally:
         self.recomputed += sum(response.passes) > 1
         self.drafted += response.drafted
         self.accepted += response.from_draft
-        self.looked_up += response.looked_up
+        self.lookup_drafted += response.lookup_drafted
         self.near_ties += response.near_tie
         self.caught_up += response.caught_up
         self.kv_bytes.update(response.kv_bytes)
@@ -79,7 +79,7 @@ def draft_summary(tally: Tally, verifications: int) -> dict[str, Any]:
         "accepted": tally.accepted,
         "acceptance_rate": tally.accepted / tally.drafted if tally.drafted else 0.0,
         "verifications": verifications,
-        "looked_up": tally.looked_up,
+        "lookup_drafted": tally.lookup_drafted,
         "lookup_accepted": tally.from_lookup,
         "near_ties": tally.near_ties,
     }
@@ -116,7 +116,7 @@ def draft_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     draft = summary.get("draft_model")
     parts = [
         proposed_line("drafted" + (f" by {draft['name']}" if draft else ""), summary["drafted"], summary["accepted"]),
-        proposed_line("looked up in the text", summary.get("looked_up", 0), summary.get("lookup_accepted", 0)),
+        proposed_line("looked up in the text", summary.get("lookup_drafted", 0), summary.get("lookup_accepted", 0)),
         f"{summary['near_ties']} near-ties, where rounding decides" if summary.get("near_ties") else "",
     ]
     return [("drafts", "; ".join(filter(None, parts)) or "none (plain decoding)")]

@@ -69,7 +69,7 @@ class Token(Protocol):
     weight_bytes: int
     drafted: int
     from_draft: bool
-    looked_up: int
+    lookup_drafted: int
     source: str
     near_tie: bool
     caught_up: int
@@ -183,7 +183,7 @@ class IntervalTally:
 
 
 LONGEST_TRACE = 400  # tokens: beyond that a picture of single tokens shows nothing
-MOST_BARS = 40
+MAX_BARS = 40
 NARROWEST = 0.05  # bits: values that differ by rounding alone have no 50 bins between them
 GREY = "0.6"  # of tokens without a gear
 PICTURES = ("entropy_trace.png", "entropy_histogram.png", "gear_shares.png")
@@ -312,7 +312,7 @@ def draw_histogram(axes: Any, records: Sequence[dict], colors: dict[str, str], t
 
 def draw_shares(axes: Any, records: Sequence[dict], colors: dict[str, str], thresholds: Sequence[float]) -> None:
     """Draw a bar per prompt, divided by gear."""
-    prompts = sorted({entry["prompt"] for entry in records})[:MOST_BARS]
+    prompts = sorted({entry["prompt"] for entry in records})[:MAX_BARS]
     gears = {prompt: [entry["gear"] for entry in records if entry["prompt"] == prompt] for prompt in prompts}
     bottom = [0.0] * len(prompts)
     for name, color in colors.items():

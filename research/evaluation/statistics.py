@@ -13,7 +13,7 @@ import numpy as np
 from gearbx_mlx.evaluation.predictions import quality
 
 EDGES = (0.25, 0.5, 0.75, 0.95)  # of the reference's top probability
-LEAST_BLOCKS = 32
+MIN_BLOCKS = 32
 
 
 def by_bucket(top_probability: np.ndarray, tokens: Mapping[str, np.ndarray]) -> list[dict]:
@@ -38,9 +38,9 @@ def blocks_of(window: np.ndarray) -> np.ndarray:
 
     Tokens of a block share a context and so are not independent; standard errors take the blocks to be independent.
     """
-    if len(np.unique(window)) >= LEAST_BLOCKS:
+    if len(np.unique(window)) >= MIN_BLOCKS:
         return window
-    return np.arange(len(window)) * LEAST_BLOCKS // max(len(window), 1)
+    return np.arange(len(window)) * MIN_BLOCKS // max(len(window), 1)
 
 
 def standard_error(values: np.ndarray, blocks: np.ndarray) -> float:

@@ -245,14 +245,14 @@ class TestCommands:
 
     def test_mode_changes_the_next_answers_and_its_flags_count(self, capsys):
         with chat(gears="3,16", mode="static", max_tokens=12) as session:
-            for line in ("/mode static --gear low", "/mode lossless --draft-length 2", "/mode static"):
+            for line in ("/mode static --gear low", "/mode lossless --num-draft-tokens 2", "/mode static"):
                 type_into(session, line, ASKED)
         lines = said(capsys)
         assert "low 100%" in lines[1]
         assert re.search(r"low \d+% high \d+%", lines[3])  # drafted, and verified
         assert "high 100%" in lines[5]
 
-    @pytest.mark.parametrize("line", ["/mode route", "/mode lossless --draft-length 2", "/gear low"])
+    @pytest.mark.parametrize("line", ["/mode route", "/mode lossless --num-draft-tokens 2", "/gear low"])
     def test_a_model_that_is_only_observed_has_no_other_mode(self, line):
         with (
             chat(mode="telemetry-only") as session,

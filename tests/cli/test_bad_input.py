@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from conftest import save_model, tiny_model
 from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
 from refusals import assert_refused
 
-from gearbx_mlx.__main__ import main
 from gearbx_mlx.loading import DEMO_MODEL, load
 
 
@@ -39,15 +37,6 @@ def test_a_number_in_the_place_of_a_truth_value_is_one(command, copied):
     result = command("generate", "--model", copied, "-m", 3)
     assert result.status == 0
     assert result.out == command("generate", "-m", 3).out
-
-
-@pytest.mark.parametrize(("typed", "meant"), [("chta", "chat"), ("genrate", "generate"), ("xyz", None)])
-def test_a_mistyped_command(monkeypatch, capsys, typed, meant):
-    monkeypatch.setattr(sys, "argv", ["gearbx_mlx", typed])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    assert (f"did you mean {meant}?" if meant else "choose from") in capsys.readouterr().err
 
 
 def test_a_pipe_is_no_model(command, tmp_path):

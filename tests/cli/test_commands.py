@@ -39,7 +39,7 @@ class TestFlags:
         few, every = (flags_in(each.out) for each in shown)
         assert len(few) <= 28  # 25, and those that print
         assert {"--model", "--prompt", "--max-tokens", "--gears", "--mode"} <= few < every
-        assert {"--xtc-probability", "--draft-length"} <= every - few
+        assert {"--xtc-probability", "--num-draft-tokens"} <= every - few
 
     def test_sampling_is_mlx_lms_if_nothing_is_said(self):
         ours, theirs = vars(SamplingSettings()), vars(mlx_lm_flags().parse_args([]))
@@ -190,7 +190,6 @@ def test_analyze_writes_trace_summary_and_pictures(command, tmp_path):
         ({"num_prompts": 0}, "--num-prompts is 0; give 1 or more"),
         ({"shares": "nan,1"}, "shares must be parts of 1"),
         ({"shares": "0.5,0.5"}, "give 3 parts"),
-        ({"target_kl": 1.0}, "--target-kl is gone since gearbx-mlx "),
         ({"method": "median"}, "no setting 'method'"),
         ({"out": ""}, "--out is empty"),
     ],

@@ -181,7 +181,7 @@ def test_the_mode_that_other_flags_belong_to(by_flags):
     assert by_flags("bfloat16").mode.name == otherwise
 
 
-@pytest.mark.parametrize(("parser", "most"), [(setup_arg_parser, 46), (server_parser, 56)], ids=["generate", "server"])
+@pytest.mark.parametrize(("parser", "most"), [(setup_arg_parser, 45), (server_parser, 55)], ids=["generate", "server"])
 def test_there_are_so_many_flags_at_most(parser, most):
     made, printing = parser(), {"--help", "-h", "--help-all", "--version"}
     flags = [action for action in made._actions if not printing & {*action.option_strings}]
@@ -193,8 +193,8 @@ def test_the_flags_of_modes_are_fields_of_their_settings():
     known = {name for mode in SETTINGS for name in flags_of_mode(mode)}
     assert {*flags_in(ModeFlags)} - {"mode"} == known
     for kind in (GenerateSettings, ChatSettings):
-        with pytest.raises(GearbxError, match=f"{flag_of('draft_length')} is 0; give 1 to"):
-            command_settings(kind, {"draft_length": 0})
+        with pytest.raises(GearbxError, match=f"{flag_of('num_draft_tokens')} is 0; give 1 to"):
+            command_settings(kind, {"num_draft_tokens": 0})
 
 
 def test_what_a_request_may_choose_are_fields_of_modes():
@@ -258,7 +258,7 @@ class TestModeLossless:
         [
             ("float16", "4,16", "choose format planes or affine, or make the model bfloat16"),
             ("exact", "5,16", "choose from 4, 16"),
-            ("bfloat16", "4,8,16", "make gears 4,16 of the original, or give --format planes"),
+            ("bfloat16", "4,8,16", "none of 8; choose 4,16, or format planes"),
         ],
     )
     def test_what_the_format_cannot_store_is_refused_in_one_line(self, command, places, model, gears, remedy):

@@ -88,7 +88,7 @@ ROWS = [
     ("BF16", "", "ranks", "lossless 4,16 planes"),
     # a mode or a flag of one
     ("BF16", "--mode lossless", "no compiler", "lossless 4,16 planes base"),
-    ("BF16", "--draft-length 3", "no compiler", "lossless 4,16 planes base"),
+    ("BF16", "--num-draft-tokens 3", "no compiler", "lossless 4,16 planes base"),
     ("BF16", "--mode route", "cpu", "route 4,8,16 planes"),
     ("BF16", "--mode route", "gpu", "route 4,8,16 planes"),
     ("BF16", "--mode kickdown", "no compiler", "kickdown 4,8,16 planes"),
@@ -103,7 +103,7 @@ ROWS = [
     ("BF16", "--draft-model D", "cpu", "lossless 4,8,16 planes"),
     ("BF16", "--draft-model D --mode route", "cpu", "takes no draft model"),
     ("BF16", "--prompt-gear 8 --mode lossless", "cpu", "--prompt-gear is for --mode route or kickdown or static"),
-    ("BF16", "--mode static --draft-length 2", "cpu", "--draft-length is for --mode lossless"),
+    ("BF16", "--mode static --num-draft-tokens 2", "cpu", "--num-draft-tokens is for --mode lossless"),
     # gears and formats
     ("BF16", "--gears 16", "cpu", "static 16 planes"),
     ("BF16", "--gears 16 --mode lossless", "cpu", "lossless 16 planes"),
@@ -113,7 +113,7 @@ ROWS = [
     ("BF16", "--format codebook", "cpu", "lossless 4,16 codebook base"),
     ("BF16", "--format exact --mode route", "cpu", "route 4,16 exact"),
     ("BF16", "--format groupwise --gears 4,8,16", "cpu", "format 'groupwise' has no gear of 8 bits"),
-    ("BF16", "--format exact --gears 4,8,16", "cpu", "make gears 4,16 of the original, or give --format planes"),
+    ("BF16", "--format exact --gears 4,8,16", "cpu", "none of 8; choose 4,16, or format planes"),
     ("BF16", "--kernels dequant-cache", "cpu", "format planes is multiplied packed; give --format rowwise"),
     ("BF16", "--kernels dequant-cache --format rowwise", "cpu", "lossless 4,16 rowwise base"),
     # where idle gears are
@@ -138,7 +138,7 @@ ROWS = [
     ("6 bits", "", "cpu", "lossless 6 planes"),
     ("8 bits", "", "gpu", "lossless 8 planes"),
     ("8 bits", "--kernels native", "mac", "lossless 4,8 planes"),
-    ("8 bits", "--draft-length 3", "gpu", "lossless 4,8 planes"),
+    ("8 bits", "--num-draft-tokens 3", "gpu", "lossless 4,8 planes"),
     ("6 bits", "--gears 4,6", "cpu", "lossless 4,6 planes"),
     ("6 bits", "--mode route", "cpu", "route 4,6 planes"),
     ("5 bits", "--mode static", "no compiler", "static 4,5 planes"),
@@ -173,7 +173,7 @@ ROWS = [
     ("geared exact", "--target-tps 9", "cpu", "route 4,16 exact"),
     ("geared exact", "", "ranks", "lossless 4,16 exact"),
     ("geared 16", "", "cpu", "static 16 planes"),
-    ("geared 16", "--draft-length 2", "cpu", "lossless 16 planes"),
+    ("geared 16", "--num-draft-tokens 2", "cpu", "lossless 16 planes"),
 ]
 
 

@@ -77,7 +77,7 @@ def test_the_gear_of_a_step_is_the_policys(gearbox, tokenizer, policy, expected)
     modes = [Route(thresholds=each, min_gear_duration=1, initial_gear="low") for each in (NEVER, ALWAYS, NEVER)]
     uids = generator.insert([tokenizer.encode(prompt) for prompt in PROMPTS[:3]], [8, 8, 8], modes=modes)
     for place, text in enumerate(until_the_end(generator, uids)):
-        assert [response.wish for response in text] == ["low"] * 2 + (["high"] if place == 1 else ["low"]) * 6
+        assert [response.requested_gear for response in text] == ["low"] * 2 + (["high"] if place == 1 else ["low"]) * 6
         assert [response.gear for response in text][:2] == ["low", "low"]
         assert {response.gear for response in text[2:]} == expected
 
@@ -85,10 +85,10 @@ def test_the_gear_of_a_step_is_the_policys(gearbox, tokenizer, policy, expected)
 def test_the_sequences_of_a_pass_share_its_bytes(written, gearbox):
     batch = written(mode=Static("low"), max_tokens=ROOM)
     whole = {rows: gearbox.weight_bytes_per_token(gearbox.ladder.find("low"), rows) for rows in (1, 2, 3, 4)}
-    assert {each.together for trace in batch.traces for each in trace} >= {4, 1}
+    assert {each.batch_size for trace in batch.traces for each in trace} >= {4, 1}
     for trace in batch.traces:
         assert {each.passes for each in trace} == {(1, 0)}
-        assert all(each.weight_bytes == whole[each.together] // each.together for each in trace)
+        assert all(each.weight_bytes == whole[each.batch_size] // each.batch_size for each in trace)
 
 
 def test_sequences_join_and_leave_and_others_do_not_notice(gearbox, tokenizer, alone):

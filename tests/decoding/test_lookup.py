@@ -16,7 +16,7 @@ from gearbx_mlx.decoding.policy import FixedPolicy
 class Certain(FixedPolicy):
     """Takes every proposal from the text."""
 
-    def looked_up(self, probabilities, room):
+    def lookup_length(self, probabilities, room):
         return min(len(probabilities), room)
 
 
@@ -41,7 +41,7 @@ class TestLookup:
         (theirs, after), (ours, after_ours) = both(geared_demo, demo.tokenizer, TWICE, **how)
         assert_same_text(told(ours), told(theirs))
         assert after == after_ours
-        assert any(r.looked_up for r in ours)
+        assert any(r.lookup_drafted for r in ours)
 
     def test_every_token_has_one_source_and_what_is_looked_up_reads_no_weights(self, geared_demo, demo):
         mode = Lossless()
@@ -49,12 +49,14 @@ class TestLookup:
         low, high = (geared_demo.weight_bytes_per_token(gear) for gear in geared_demo.ladder)
         sources = Counter(r.source for r in run)
         assert sources["model"] == sum(r.passes[1] for r in run)
-        assert 0 < sources["lookup"] <= sum(r.looked_up for r in run)
+        assert 0 < sources["lookup"] <= sum(r.lookup_drafted for r in run)
         assert all(r.passes[0] == r.drafted for r in run)
-        assert all(not (r.drafted and r.looked_up) for r in run)
+        assert all(not (r.drafted and r.lookup_drafted) for r in run)
         for r in run:
             if r.passes[1]:
-                row = geared_demo.weight_bytes_per_token(geared_demo.ladder.top, 1 + r.drafted + r.looked_up) - high
+                row = (
+                    geared_demo.weight_bytes_per_token(geared_demo.ladder.top, 1 + r.drafted + r.lookup_drafted) - high
+                )
                 assert r.weight_bytes == r.passes[0] * low + high + row
             assert r.from_draft == (r.source == "draft")
             assert r.gear == ("low" if r.from_draft else "high")
@@ -69,7 +71,7 @@ class TestLookup:
         for most in (0, 3):
             mode = Lossless(lookup_tokens=most)
             run = list(stream_generate(demo.model, demo.tokenizer, TWICE, 30, gearbox=geared_demo, mode=mode))
-            assert max(r.looked_up for r in run) == most
+            assert max(r.lookup_drafted for r in run) == most
 
     @pytest.mark.parametrize(
         ("setting", "says"),
@@ -90,8 +92,8 @@ class TestLookup:
     ("flags", "says"),
     [
         ((), "drafts save time; lookup proposes up to 15 tokens at once"),
-        (("--draft-length", 4), "lossless: drafts of 4 tokens; lookup proposes nothing"),
-        (("--draft-length", 1), "lossless: drafts of 1 token; lookup proposes nothing"),
+        (("--num-draft-tokens", 4), "lossless: drafts of 4 tokens; lookup proposes nothing"),
+        (("--num-draft-tokens", 1), "lossless: drafts of 1 token; lookup proposes nothing"),
     ],
 )
 def test_verbose_says_how_tokens_are_proposed(command, flags, says):

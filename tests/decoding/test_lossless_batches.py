@@ -35,7 +35,7 @@ def test_texts_are_those_of_the_mode_alone_and_nothing_drafts(demo, geared_demo)
     done = together(geared_demo, demo.tokenizer)
     assert tokens_of(done) == expected
     first = done.traces[0][1]
-    assert (first.gear, first.drafted, first.passes, first.together) == ("high", 0, (0, 1), 4)
+    assert (first.gear, first.drafted, first.passes, first.batch_size) == ("high", 0, (0, 1), 4)
 
 
 def test_no_policy_takes_a_text_from_the_top_gear(demo, geared_demo):

@@ -28,6 +28,13 @@ def test_the_summary_adds_up_the_trace(generated):
     assert f"{told['drafted']} drafted, {told['accepted']} accepted" in done.err
 
 
+@pytest.mark.parametrize("length", [1, 3])
+def test_a_draft_model_drafts_as_many_tokens_as_asked_for(generated, length):
+    done = generated("--gears", 16, "--draft-model", DEMO_MODEL, "--num-draft-tokens", length, "-m", 12)
+    assert {row["drafted"] for row in done.trace[:8]} == {0, length}
+    assert done.summary["lookup_accepted"] == 0
+
+
 def test_a_checkpoint_of_4_bits_has_no_gears_to_compare(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     convert(str(DEMO_MODEL), str(tmp_path / "q"), quantize=True)

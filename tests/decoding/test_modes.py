@@ -71,7 +71,7 @@ class TestWithoutAMode:
             (("--gears", "16"), "static", None),
             (("--gears", "4"), "lossless", None),
             (("--gear", "low"), "static", "--gear"),
-            (("--draft-length", 2), "lossless", None),
+            (("--num-draft-tokens", 2), "lossless", None),
             (("--draft-model", DEMO_MODEL, "--gears", 16), "lossless", None),
             (("--thresholds", "1,2"), "route", "--thresholds"),
             (("--thresholds", "1,2", "--gear", "low"), "route", "--thresholds"),

@@ -149,7 +149,7 @@ class TestArguments:
     @pytest.mark.parametrize(
         ("mode", "complaint"),
         [
-            ("overdrive", "mode 'overdrive' does not exist"),
+            ("overdrive", "mode is overdrive; choose from route"),
             ("telemetry-only", "shifts no gears"),
             (Route((3.0, 1.0)), "ascend"),
             (Route((3.0,)), "3 gears need 2 thresholds"),

@@ -65,7 +65,7 @@ DEFAULTS = [
     ("generate", "| `{}` (default) |", lambda: modes.LOSSLESS),
     ("generate", "The default is {}, scaled by log2 V / 17", lambda: pair.EAD_BITS),
     ("kernels", "| `{}` (default) | on a CPU", lambda: GearFlags().kernels.name),
-    ("kernels", "| `{}` (default) | rounds activations", lambda: ladder.DEFAULT_ACTIVATIONS),
+    ("kernels", "| `{}` (default) | quantizes activations", lambda: ladder.DEFAULT_ACTIVATIONS),
     ("python", "The default is `{}`;", lambda: modes.mode_class(modes.LOSSLESS).__name__),
     ("routing", "the paper's are used: {} and {} bits", lambda: SPREAD[1]),
     ("sensitivity", "| `--bits` | widths to measure | `{}` |", lambda: joined(settings_of("sensitivity"), "bits")),
@@ -221,12 +221,12 @@ OWN = "tests/docs/test_claims.py::test_the_top_gear_is_mlx_lm_bit_for_bit_as_the
 EXACT = "tests/formats/test_exact.py::test_of_weights_of_any_size_with_any_values_among_them"
 # What a page claims to be bit for bit, and the test that shows it.
 BIT_FOR_BIT = {
-    "in one gear** (`Static`) each text is the one that `stream_generate` writes after its prompt alone, bit for bit": (
+    "in one gear** (`Static`) each output equals that of `stream_generate` for its prompt, bit for bit": (
         "tests/decoding/test_batches.py::test_texts_of_sequences_that_join_and_leave_are_those_alone"
     ),
-    "stores them bit for bit": EXACT,
+    "stores bfloat16 weights bit for bit": EXACT,
     "keeps one copy of bfloat16 weights, bit for bit": EXACT,
-    "`--gears 16` alone, which is mlx-lm bit for bit": OWN,
+    "`--gears 16` without `--draft-model`: mlx-lm bit for bit": OWN,
     "The top gear is mlx-lm's, bit for bit, in the checkpoint's own type": OWN,
     "bit for bit with `--kernels mlx` in the checkpoint's own type": OWN,
     "16 bits are the original weights**, bit for bit": OWN,

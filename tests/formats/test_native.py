@@ -41,7 +41,7 @@ class TestExperts:
     def test_where_few_vectors_are_taken_the_experts_of_as_many_tokens_are(self, native, monkeypatch):
         x, chosen = random_pairs(16, 2)  # a verification of 16 tokens, with 2 experts each
         weight = mx.random.normal((EXPERTS, ROWS, COLUMNS)).astype(mx.bfloat16)
-        monkeypatch.setattr(dispatch, "MOST_VECTORS", 16)  # as on a Mac
+        monkeypatch.setattr(dispatch, "MAX_NATIVE_VECTORS", 16)  # as on a Mac
         together = kernel_products.dense_experts(x, weight, chosen)
         alone = [kernel_products.dense_experts(x[i : i + 1], weight, chosen[i : i + 1]) for i in range(16)]
         assert mx.array_equal(together, mx.concatenate(alone)).item()

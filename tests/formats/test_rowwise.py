@@ -8,7 +8,7 @@ from mlx.utils import tree_flatten
 
 from gearbx_mlx.formats.rowwise import (
     CODE_OFFSET,
-    LEAST_SCALES,
+    MIN_SCALES,
     Q_MAX,
     Rowwise,
     dequantize,
@@ -74,7 +74,7 @@ class TestQuantization:
         codes, scales = quantize(weight, bits)
         largest = mx.abs(weight.astype(mx.float32)).max(axis=-1)[:4]
         assert mx.array_equal(scales[:4], (largest / Q_MAX[bits]).astype(dtype)).item()
-        assert scales[4].item() == mx.array(LEAST_SCALES[dtype]).astype(dtype).item()
+        assert scales[4].item() == mx.array(MIN_SCALES[dtype]).astype(dtype).item()
         assert not codes[4].any().item()
 
     def test_error_grows_as_the_paper_says(self):

@@ -182,15 +182,14 @@ class TestShift:
         ("arguments", "complaint"),
         [
             ({"format": "nf4"}, "format 'nf4' does not exist; choose from planes, affine"),
-            ({"manage": "nothing"}, "manage 'nothing' does not exist"),
-            ({"residency": "cloud"}, "residency 'cloud' does not exist"),
-            ({"residency": "host"}, "--residency host is gone since gearbx-mlx .*; it freed next to nothing; use"),
+            ({"manage": "nothing"}, "manage is nothing; choose from all, attention, mlp, everything"),
+            ({"residency": "cloud"}, "residency is cloud; choose from resident, disk, stream"),
             ({"residency": "disk"}, "give checkpoint="),
             ({"residency": "disk", "checkpoint": "nowhere"}, "nowhere: no model"),
-            ({"group_size": 48}, "group size 48"),
-            ({"dtype": "int8"}, "dtype 'int8' does not exist"),
-            ({"kernels": "fast"}, "kernels 'fast' do not exist; choose from auto, native, mlx"),
-            ({"activations": "int4"}, "activations 'int4' do not exist; choose from int16, int8, float"),
+            ({"group_size": 48}, "group size is 48; choose from 32, 64, 128"),
+            ({"dtype": "int8"}, "dtype is int8; choose from auto, float32, bfloat16, float16"),
+            ({"kernels": "fast"}, "kernels is fast; choose from auto, native, mlx"),
+            ({"activations": "int4"}, "activations is int4; did you mean int8"),
         ],
     )
     def test_arguments_that_do_not_exist_are_refused(self, tiny, arguments, complaint):

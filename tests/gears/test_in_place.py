@@ -268,7 +268,7 @@ def test_without_a_lower_gear_the_text_itself_proposes():
     for mode in (Static(), Lossless()):
         model = quantized(4, 32, vocab_size=4096)
         made = [*gearbx_mlx.stream_generate(model, tokenizer, [1, 2, 3], 60, gearbox=Gearbox(model), mode=mode)]
-        told[mode.name] = [response.token for response in made], sum(response.looked_up or 0 for response in made)
+        told[mode.name] = [response.token for response in made], sum(response.lookup_drafted or 0 for response in made)
     assert told["lossless"][0] == told["static"][0]
     assert told["lossless"][1] > 0
     assert not any(response.drafted for response in made)

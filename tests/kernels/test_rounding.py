@@ -15,7 +15,7 @@ from gearbx_mlx.gears.kernel_choices import measure_gears
 from gearbx_mlx.kernels import rounding, tuner
 from gearbx_mlx.kernels.dispatch import NATIVE, always
 from gearbx_mlx.kernels.rounding import LEEWAY, trial_activations
-from gearbx_mlx.kernels.tuner import EXPECTED, errors_on_cpu
+from gearbx_mlx.kernels.tuner import EXPECTED, product_errors
 
 pytestmark = pytest.mark.usefixtures("native")
 
@@ -117,7 +117,7 @@ def fault(wrong: nn.Module, right: nn.Module) -> float:
     """The difference that is found between a wrong native layer and a right one, in those that are allowed."""
     wrong.chosen = always(NATIVE)
     x = trial_activations(1, weights_of(right).shape[1], mx.float32)
-    return errors_on_cpu({EXPECTED: [right.expected], NATIVE: [wrong.product]}, x)[NATIVE]
+    return product_errors({EXPECTED: [right.expected], NATIVE: [wrong.product]}, x)[NATIVE]
 
 
 @pytest.mark.parametrize("shape", [(192, 576), (1536, 1536), (512, 8960)])
@@ -178,12 +178,12 @@ def test_a_refused_kernel_is_said_with_what_it_costs(own_cache, monkeypatch):
 
 def test_a_refused_kernel_of_few_weights_is_not_said(own_cache, monkeypatch):
     monkeypatch.setenv("GEARBX_TUNE", "1")
-    right = tuner.errors_on_cpu
+    right = tuner.product_errors
 
     def wrong_for_the_first(products, x):
         return {name: 1e3 if x.shape[-1] == WIDTH else error for name, error in right(products, x).items()}
 
-    monkeypatch.setattr(tuner, "errors_on_cpu", wrong_for_the_first)
+    monkeypatch.setattr(tuner, "product_errors", wrong_for_the_first)
     box = Gearbox(two_layers(4 * WIDTH, 20 * WIDTH), "4,16", format="affine", kernels="auto")
     measure_gears(box)  # a warning would be an error
     assert len(box.kernel_choices.tuner.wrong) == 2

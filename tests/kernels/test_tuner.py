@@ -15,7 +15,7 @@ from gearbx_mlx.errors import GearbxWarning
 from gearbx_mlx.gears.kernel_choices import measure_gears
 from gearbx_mlx.kernels import dispatch, tuner
 from gearbx_mlx.kernels.dispatch import GPU, METAL, MLX, NATIVE, RECONSTRUCT, CannotMeasure, Kind
-from gearbx_mlx.kernels.measured_file import MOST_MACHINES
+from gearbx_mlx.kernels.measured_file import MAX_MACHINES
 from gearbx_mlx.kernels.rounding import expected_of_dense, tolerance
 from gearbx_mlx.kernels.tuner import EXPECTED, Tuner, TuningCache, enough_calls, fastest, timed_in_turn, times_of
 
@@ -125,7 +125,7 @@ class TestNoKernelThatWasNotChecked:
 
     @pytest.mark.parametrize("wrong", ["registers", "device", "threadgroup"])
     def test_one_that_is_wrong_never_wins(self, on_metal, monkeypatch, wrong):
-        monkeypatch.setattr(tuner, "LEAST_WEIGHTS", 0)
+        monkeypatch.setattr(tuner, "MIN_WEIGHTS", 0)
         made = Tuner(mx.float32, again=True)
         times = {each: 1e-6 if each == wrong else 1e-3 for each in self.STOCK_KIND.candidates(1, mx.float32)}
         made.measured[made.name(self.STOCK_KIND, 1)] = times
@@ -198,7 +198,7 @@ class TestNoKernelThatWasNotChecked:
     @pytest.mark.usefixtures("native")
     def test_on_a_cpu_when_a_kind_is_measured(self, cache, monkeypatch):
         kind = Kind("weights of 32 bits", (256, 384), stock=True, variants=(NATIVE,), most_bits=0)
-        monkeypatch.setattr(tuner, "LEAST_WEIGHTS", 0)
+        monkeypatch.setattr(tuner, "MIN_WEIGHTS", 0)
         first = Tuner(mx.float32)
         assert first.choose(kind, 1, wrong_where(NATIVE)) == MLX
         first.cache.save()
@@ -285,7 +285,7 @@ class TestCache:
         kept.keep(AFFINE, {"mlx": 2.0})
         kept.save()
         assert list(json.loads(cache.read_text())["machines"])[-2:] == ["old 39", tuner.machine()]
-        assert len(json.loads(cache.read_text())["machines"]) == MOST_MACHINES
+        assert len(json.loads(cache.read_text())["machines"]) == MAX_MACHINES
 
 
 class TestCandidates:
@@ -360,9 +360,9 @@ def product(matrix: mx.array):
 
 def test_small_launches_are_many_and_large_ones_few():
     calls = enough_calls(product(FAST), least=0.002)
-    assert 1 < calls <= tuner.MOST_CALLS
+    assert 1 < calls <= tuner.MAX_CALLS
     assert enough_calls(product(SLOW), least=0.0) == 1
-    assert enough_calls(product(mx.ones((2, 2))), least=60) == tuner.MOST_CALLS
+    assert enough_calls(product(mx.ones((2, 2))), least=60) == tuner.MAX_CALLS
 
 
 def test_a_candidate_that_is_too_slow_is_given_up():

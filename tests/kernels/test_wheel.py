@@ -40,7 +40,7 @@ def linked_with(folder: Path, **changes: str) -> None:
 
 
 def test_are_loaded_and_nothing_is_compiled(folder, tmp_path):
-    assert cpu.lacking() is None
+    assert cpu.is_compiled()
     assert cpu.why_not() is None
     assert Path(cpu.native().__file__).parent == folder
     assert not (tmp_path / "cache").exists()
@@ -52,8 +52,8 @@ def test_for_what_gearbx_cpu_asks_for(folder, afresh):
     assert Path(cpu.native().__file__) == folder / f"{PORTABLE}.so"
     afresh.setenv("GEARBX_CPU", NATIVE_CPU)
     cpu._kernels_or_reason.cache_clear()
+    assert not cpu.is_compiled()
     assert cpu.why_not().startswith("no C++ compiler was found; ")
-    assert cpu.lacking() == cpu.why_not()
 
 
 @pytest.mark.parametrize(
@@ -86,8 +86,8 @@ class TestAnotherMlx:
     def test_is_named_with_the_compiler_that_is_not_there(self, folder, change):
         linked_with(folder, **change)
         told = self.FOREIGN.replace("0.1.2", change["mlx"])
-        assert cpu.lacking() == f"{told}; no C++ compiler was found; {compiler.REMEDY}"
-        assert cpu.why_not() == cpu.lacking()
+        assert not cpu.is_compiled()
+        assert cpu.why_not() == f"{told}; no C++ compiler was found; {compiler.REMEDY}"
 
     def test_is_compiled_for_with_one_line(self, folder, native, afresh, tmp_path):
         """The compiler copies what was compiled before."""
@@ -98,12 +98,13 @@ class TestAnotherMlx:
         script.chmod(0o755)
         afresh.setenv("PATH", "/bin:/usr/bin")
         afresh.setenv("CXX", str(script))
-        assert cpu.lacking() is None
+        assert not cpu.is_compiled()
         with pytest.warns(GearbxWarning) as said:
             assert cpu.why_not() is None
         assert [str(line.message) for line in said] == [f"{self.FOREIGN}: they are compiled here"]
         assert compiler.instructions() == NATIVE_CPU
         cpu._kernels_or_reason.cache_clear()
+        assert cpu.is_compiled()
         assert cpu.why_not() is None  # from the cache; a warning would be an error
         assert Path(cpu.native().__file__).parent == tmp_path / "cache" / "gearbx-mlx"
 

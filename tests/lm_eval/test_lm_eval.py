@@ -78,7 +78,7 @@ def test_mistakes(capsys):
             GearbxLM(**{name: value})
     with pytest.raises(GearbxError, match="small_model: lm-eval has one model"):
         GearbxLM(small_model="demo")
-    wrong = {"speed": "--speed=x is no flag", "mode": "invalid choice: 'x'", "path": "--path is gone since gearbx-mlx"}
+    wrong = {"speed": "--speed=x is no flag", "mode": "--mode is x; choose from route"}
     for name, words in wrong.items():
         with pytest.raises(SystemExit, match="2"):
             GearbxLM(**{name: "x"})

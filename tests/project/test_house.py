@@ -53,7 +53,7 @@ def test_no_imports_go_in_a_circle():
 
 
 def test_only_commands_stand_at_the_top():
-    others = {"__init__", "__main__", "errors", "gone", "loading", "settings"}
+    others = {"__init__", "__main__", "errors", "loading", "settings"}
     modules = {path.stem for path in PACKAGE.glob("*.py")} - others
     assert modules | {path.parent.name for path in PACKAGE.glob("*/__main__.py")} == {*COMMANDS}
 

@@ -54,7 +54,7 @@ def test_a_lossless_answer_is_the_top_gears(demo, geared_demo, mode, temperature
     static, lossless = runs
     assert [r.token for r in static] == [r.token for r in lossless]
     check(lossless, PERSON)
-    assert sum(r.drafted + r.looked_up for r in lossless) > 0
+    assert sum(r.drafted + r.lookup_drafted for r in lossless) > 0
     assert any(r.source != "model" for r in lossless)
 
 

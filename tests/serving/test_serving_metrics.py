@@ -24,9 +24,9 @@ def read(metrics):
 def test_tokens_gears_and_drafts():
     metrics = Metrics()
     for seen in (
-        response("low", drafted=4, looked_up=0),
+        response("low", drafted=4, lookup_drafted=0),
         response("high", shifted=True, from_draft=True, source="draft"),
-        response("low", shifted=True, looked_up=2),
+        response("low", shifted=True, lookup_drafted=2),
         response("low", source="lookup"),
     ):
         metrics.token(seen, 0.01)

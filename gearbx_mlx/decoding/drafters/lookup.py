@@ -83,7 +83,7 @@ class Lookup(Drafter):
         found = self.proposed(room)
         if not found:
             return 0
-        return policy.looked_up(self.agreement.probabilities(self.run, len(found)), room)
+        return policy.lookup_length(self.agreement.probabilities(self.run, len(found)), room)
 
     def propose(self, text: GeneratedText, length: int, policy: LearnedPolicy) -> Proposal:
         return Proposal(text.until_end(self.proposed(length)), LOOKUP)

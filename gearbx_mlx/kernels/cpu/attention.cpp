@@ -16,7 +16,7 @@
 namespace gearbx {
 namespace {
 
-constexpr int64_t MOST_PIECES = 1 << 15;
+constexpr int64_t MAX_PIECES = 1 << 15;
 constexpr int64_t WORTH_SHARING = 1 << 17;  // multiplications: to wake another thread takes as long as fewer
 
 struct Job {
@@ -178,8 +178,8 @@ extern "C" void gearbx_attend(const gearbx_attention* given, const float* querie
   const int64_t blocks = (form->shared * form->length + BLOCK - 1) / BLOCK, spans = (form->keys + SPAN - 1) / SPAN;
   Job job = {*form, queries, keys, values, y, key_heads, blocks, spans, 1, {}};
   const bool shared = form->batch * form->heads * form->length * form->keys * form->width >= WORTH_SHARING;
-  const bool few = blocks == 1 && spans > 1 && key_heads < 4 * thread_count() && key_heads * spans < MOST_PIECES;
+  const bool few = blocks == 1 && spans > 1 && key_heads < 4 * thread_count() && key_heads * spans < MAX_PIECES;
   if (shared && few && thread_count() > 1) return attend_few(job);
-  if (shared) job.pieces = std::min(key_heads * blocks, MOST_PIECES);
+  if (shared) job.pieces = std::min(key_heads * blocks, MAX_PIECES);
   share_out(static_cast<int>(job.pieces), attend_blocks, &job);
 }

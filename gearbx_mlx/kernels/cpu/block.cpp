@@ -54,13 +54,13 @@ struct Product {
   void operator()(const gearbx_exact& m) const { gearbx_exact_product(&m, x, vectors, y); }
 };
 
-constexpr size_t MOST_TOGETHER = 3;
+constexpr size_t MAX_MATRICES = 3;
 
 // Computes the products of all layers at once, if all have matrices of this kind.
 template <class Matrix>
 bool multiply_together(void (*product)(const Matrix* const*, int, const float*, int64_t, float* const*),
                        const std::vector<Linear>& linears, const float* x, int64_t vectors, float* const* y) {
-  const Matrix* matrices[MOST_TOGETHER];
+  const Matrix* matrices[MAX_MATRICES];
   for (size_t i = 0; i < linears.size(); i++)
     if (!(matrices[i] = std::get_if<Matrix>(&linears[i].matrix))) return false;
   product(matrices, static_cast<int>(linears.size()), x, vectors, y);
@@ -69,7 +69,7 @@ bool multiply_together(void (*product)(const Matrix* const*, int, const float*, 
 
 // The results of several matrices for the same x, one matrix after the other: y (vectors, rows) of each.
 void multiply(const std::vector<Linear>& linears, const float* x, int64_t vectors, float* y) {
-  float* results[MOST_TOGETHER];
+  float* results[MAX_MATRICES];
   for (size_t i = 0; i < linears.size(); y += vectors * linears[i++].rows()) results[i] = y;
   const bool done = multiply_together(gearbx_stack_products, linears, x, vectors, results) ||
                     multiply_together(gearbx_dense_products, linears, x, vectors, results) ||

@@ -31,7 +31,7 @@ namespace gearbx {
 #if defined(GEARBX_AVX2) || defined(GEARBX_NEON)
 
 constexpr bool ROW_BY_ROW = true;
-constexpr int MOST_OF_A_ROW = 8192, MOST_GROUPS_OF_A_ROW = MOST_OF_A_ROW / 32;  // columns and groups at a time
+constexpr int MAX_COLUMNS_AT_ONCE = 8192, MAX_GROUPS_AT_ONCE = MAX_COLUMNS_AT_ONCE / 32;  // columns and groups at a time
 // How far on memory is asked for, in bytes, and every how many registers: for every line of the cache. For fewer, one
 // core reads 8 bits somewhat faster, and several cores read more slowly.
 constexpr int AHEAD = 3072, STEP = 64 / (4 * LANES);
@@ -93,7 +93,7 @@ struct RowSums {
   // instruction reads one line after the other.
   static void write(const uint8_t* const* row, int blocks, uint32_t flip, const int8_t* x, int32_t* out) {
     static constexpr Order<R> order;
-    alignas(64) int32_t sums[(MOST_OF_A_ROW / G + LANES) * STORED];
+    alignas(64) int32_t sums[(MAX_COLUMNS_AT_ONCE / G + LANES) * STORED];
     const uint8_t* planes[P];
     for (int p = 0; p < P; p++) planes[p] = row[p];
     for (int i = 0; i < blocks * R; i++) {
@@ -170,7 +170,7 @@ class OneVector {
   }
 
   void multiply(int64_t row, int height, float* y) {
-    const int64_t groups = m_.columns / m_.group, most = MOST_OF_A_ROW / m_.group;
+    const int64_t groups = m_.columns / m_.group, most = MAX_COLUMNS_AT_ONCE / m_.group;
     Floats total = all_floats(0.0f);
     for (int64_t first = 0; first < groups; first += most) {
       const int count = static_cast<int>(groups - first < most ? groups - first : most);
@@ -250,8 +250,8 @@ class OneVector {
   const Rounded& x_;
   WriteSums write_;
   void (*scale_)(const gearbx_stack&, int64_t, int64_t, int, const Rounded&, void*);
-  alignas(64) int32_t sums_[LANES][MOST_GROUPS_OF_A_ROW + LANES];
-  alignas(64) uint8_t codes_[MOST_OF_A_ROW + LANES * 128];
+  alignas(64) int32_t sums_[LANES][MAX_GROUPS_AT_ONCE + LANES];
+  alignas(64) uint8_t codes_[MAX_COLUMNS_AT_ONCE + LANES * 128];
 };
 
 #else
@@ -522,7 +522,7 @@ void multiply_written(const Job& job, const Matrix& matrix, int64_t row, int hei
 template <int X, int FIRST, int SECOND = 0>
 void multiply_stored(const Job& job, const Matrix& matrix, int64_t row, float* totals) {
   const gearbx_stack& m = *matrix.stack;
-  alignas(64) float scales[MOST_GROUPS * LANES], offsets[MOST_GROUPS * LANES];
+  alignas(64) float scales[MAX_GROUPS * LANES], offsets[MAX_GROUPS * LANES];
   const Factors by = {scales, offsets, true};
   typedef Stored<FIRST, SECOND, are_signed(FIRST + SECOND, X)> Codes;
   multiply_rows(job, matrix, row, LANES, totals, [&](int64_t first, int count) {
@@ -614,7 +614,7 @@ void integer_products(const gearbx_stack* const* stacks, int count, const float*
     for (int i = 0; i < count; i++) results.push_back(y[i] + first * stacks[i]->rows);
     multiply_some(stacks, count, x + first * inputs_of(*stacks[0]), n, results.data());
   };
-  in_chunks(vectors, some, MOST_AT_ONCE);
+  in_chunks(vectors, some, MAX_AT_ONCE);
 }
 
 }  // namespace gearbx

@@ -28,7 +28,7 @@ bool tiles_allowed();
 #ifdef GEARBX_TILES
 
 constexpr int TILE_HEIGHT = 16, TILE_BYTES = 64;  // of a row
-constexpr int MOST_TILES = 8;
+constexpr int MAX_TILES = 8;
 
 // As the processor reads it: what rows and bytes of a row each tile has.
 struct TileShapes {
@@ -64,7 +64,7 @@ void multiply_bf16_tiles(const Bf16Tiles& job);
 
 struct Tiles {
   TileShapes shapes;
-  alignas(64) uint8_t bytes[MOST_TILES][TILE_HEIGHT][TILE_BYTES];
+  alignas(64) uint8_t bytes[MAX_TILES][TILE_HEIGHT][TILE_BYTES];
 };
 inline thread_local Tiles tiles;
 

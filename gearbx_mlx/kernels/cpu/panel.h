@@ -21,15 +21,15 @@
 
 namespace gearbx {
 
-constexpr int MOST_GROUPS = 16, MOST_COLUMNS = 1024;  // of a panel
+constexpr int MAX_GROUPS = 16, MAX_COLUMNS = 1024;  // of a panel
 constexpr int SPARE = 64;                             // columns: the last 16 bytes of a row may end behind the panel
 
 // The groups of a panel: whole registers of scales, and few enough columns for the processor's first cache.
 inline int groups_of_panel(const gearbx_stack& m) { return m.group == 32 ? 16 : 8; }
 
 struct Panel {
-  alignas(64) uint8_t codes[(MOST_COLUMNS + SPARE) * LANES];
-  alignas(64) float scales[MOST_GROUPS * LANES], offsets[MOST_GROUPS * LANES];
+  alignas(64) uint8_t codes[(MAX_COLUMNS + SPARE) * LANES];
+  alignas(64) float scales[MAX_GROUPS * LANES], offsets[MAX_GROUPS * LANES];
 };
 
 // `count` rows in memory, at most LANES. Bytes after the end of a row are zeros.
@@ -217,7 +217,7 @@ inline void write_codes(const gearbx_stack& m, const Unpacking& how, int64_t row
     const int width = m.widths[0];
     return write(width, m.planes, rows, first * width / 8, end * width / 8, out);
   }
-  constexpr int STRIDE = MOST_COLUMNS + SPARE;  // rows a power of two apart would compete for lines of the cache
+  constexpr int STRIDE = MAX_COLUMNS + SPARE;  // rows a power of two apart would compete for lines of the cache
   alignas(64) uint8_t bytes[LANES * STRIDE];
   const int blocks = static_cast<int>((end - first) / BLOCK);
   for (int p = 0; p < m.planes; p++)

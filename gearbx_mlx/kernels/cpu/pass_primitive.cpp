@@ -21,7 +21,7 @@ namespace {
 using Following = std::tuple<int64_t, float, float>;
 
 constexpr char PASSES[] = "gearbx_passes";
-constexpr int64_t SEEN_TWICE = 4;  // with more, hardly another token wins
+constexpr int64_t RESCORE_TOP_K = 4;  // with more, hardly another token wins
 
 template <class T>
 void widen(const T* from, int64_t count, float* to) {
@@ -69,8 +69,8 @@ class Passes {
   void draft(int64_t offset, float* logits) {
     run(1, offset, logits);
     if (!second_) return;
-    int64_t best[SEEN_TWICE];
-    const int64_t count = std::min(SEEN_TWICE, vocabulary()), at_once = rows_at_once(*second_);
+    int64_t best[RESCORE_TOP_K];
+    const int64_t count = std::min(RESCORE_TOP_K, vocabulary()), at_once = rows_at_once(*second_);
     gearbx_largest(logits, vocabulary(), static_cast<int>(count), best);
     again_.resize(static_cast<size_t>(at_once));
     for (const int64_t* token = best; token < best + count; token++) {

@@ -26,9 +26,9 @@ template <class Matrix>
 constexpr int64_t most_vectors(const Matrix&) {
   return GEARBX_MAX_VECTORS;
 }
-constexpr int64_t most_vectors(const gearbx_dense&) { return MOST_AT_ONCE; }
-constexpr int64_t most_vectors(const gearbx_exact&) { return MOST_AT_ONCE; }
-constexpr int64_t most_vectors(const gearbx_stack& m) { return m.x_bits ? MOST_AT_ONCE : GEARBX_MAX_VECTORS; }
+constexpr int64_t most_vectors(const gearbx_dense&) { return MAX_AT_ONCE; }
+constexpr int64_t most_vectors(const gearbx_exact&) { return MAX_AT_ONCE; }
+constexpr int64_t most_vectors(const gearbx_stack& m) { return m.x_bits ? MAX_AT_ONCE : GEARBX_MAX_VECTORS; }
 
 // The address after the first `count` of `values`.
 const void* after(const void* values, int type, int64_t count) {

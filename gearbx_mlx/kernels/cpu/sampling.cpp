@@ -235,7 +235,7 @@ extern "C" void gearbx_largest(const float* x, int64_t count, int most, int64_t*
 namespace gearbx {
 namespace {
 
-constexpr float MOST_BELOW = 16;  // nats below the largest logit, where the tokens of a nucleus are looked for first
+constexpr float MAX_BELOW = 16;  // nats below the largest logit, where the tokens of a nucleus are looked for first
 
 // As many numbers as lie side by side, of `count` that are left; -inf after their end.
 inline Floats load_row(const float* row, int64_t count) {
@@ -253,7 +253,7 @@ std::vector<float> at_least(const float* logits, int64_t count, float least) {
 float nucleus(const float* logits, int64_t count, float highest, float p) {
   double total = 0;
   for (int64_t i = 0; i < count; i += LANES) total += sum_of(exponential(load_row(logits + i, count - i) - all(highest)));
-  for (const float below : {MOST_BELOW, INFINITY}) {
+  for (const float below : {MAX_BELOW, INFINITY}) {
     std::vector<float> heap = at_least(logits, count, highest - below);
     std::make_heap(heap.begin(), heap.end());
     double mass = 0;
@@ -310,7 +310,7 @@ struct Sampled {
   }
 };
 
-constexpr float MOST_NOISE = 16.7f;  // that of the largest u
+constexpr float MAX_NOISE = 16.7f;  // that of the largest u
 constexpr float SLACK = 2e-7f;       // u is rounded to a float
 
 // Offers the tokens from `first` on, whose logits are z, to `best`. Noise above d has a u above exp(-exp(-d)), and so
@@ -347,7 +347,7 @@ extern "C" int64_t gearbx_sampled(const float* logits, int64_t count, const gear
   for (int64_t i = 0; i < half; i += LANES, place += LANES) {
     const Floats a = load_row(logits + i, half - i), b = load_row(logits + second + i, half - i);
     const float highest = largest(larger(a, b));
-    if (highest < least || highest * inverse_temp + MOST_NOISE < best.bar()) continue;
+    if (highest < least || highest * inverse_temp + MAX_NOISE < best.bar()) continue;
     const auto [of_a, of_b] = hashed<Ints>(how->key, place, place + static_cast<uint32_t>(second));
     take_lanes(best, i, a, of_a, least, inverse_temp);
     take_lanes(best, second + i, b, of_b, least, inverse_temp);

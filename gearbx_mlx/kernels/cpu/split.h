@@ -27,7 +27,7 @@ struct Pieces {
   int64_t first(int piece) const { return piece * height < rows ? piece * height : rows; }
 };
 
-constexpr int64_t MOST_AT_ONCE = 512;  // vectors: for more, activations would take memory, and gain nothing
+constexpr int64_t MAX_AT_ONCE = 512;  // vectors: for more, activations would take memory, and gain nothing
 
 // Calls run(first, count) for chunks of at most `most` whose sizes differ by at most one: nine and eight for seventeen
 // vectors. To read the weights for sixteen vectors and again for one would take longer.

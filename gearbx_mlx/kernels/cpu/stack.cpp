@@ -16,7 +16,7 @@ namespace gearbx {
 // Reads the rows of a stack of bit planes: codes one block at a time, scales one segment of groups at a time.
 
 constexpr int SEGMENT = 64;               // groups whose scales are converted at a time
-constexpr int MOST_BLOCKS = 128 / BLOCK;  // in a group
+constexpr int MAX_BLOCKS = 128 / BLOCK;  // in a group
 
 // One row of planes whose widths the compiler knows.
 template <int... W>
@@ -244,7 +244,7 @@ void several_vectors(const Job& job, int64_t first) {
   const int blocks = m.group / BLOCK;
   const float* sums = job.prepared->sums.data();
   alignas(32) float scales[R][SEGMENT], offsets[R][SEGMENT];
-  F8 total[GEARBX_MAX_VECTORS][R], codes[R][4 * MOST_BLOCKS];
+  F8 total[GEARBX_MAX_VECTORS][R], codes[R][4 * MAX_BLOCKS];
   for (int v = 0; v < job.vectors; v++)
     for (int r = 0; r < R; r++) total[v][r] = zero8();
 

@@ -24,7 +24,7 @@ constexpr int rows_at_once(int vectors) { return vectors > 3 ? 2 : 3; }  // ten 
 constexpr int TILE_ROWS = 3;
 constexpr int rows_at_once(int) { return 3; }
 #endif
-constexpr int64_t MOST_ROWS = 96;  // of a block
+constexpr int64_t MAX_ROWS = 96;  // of a block
 
 // How many rows of `row_bytes` each are multiplied at a time: few for a few vectors, so that they stay in the first
 // cache; for more vectors as many as stay in the second one, since the activations are read for each block. Every
@@ -33,7 +33,7 @@ inline int64_t block_rows(int64_t rows, int64_t row_bytes, int64_t vectors, int6
   constexpr int64_t CACHE = 384 << 10;
   if (vectors <= GEARBX_MAX_VECTORS) return tile;
   const int64_t fit = CACHE / (row_bytes + 1), share = rows / (4 * thread_count()), some = fit < share ? fit : share;
-  return some < tile ? tile : some < MOST_ROWS ? some / tile * tile : MOST_ROWS;
+  return some < tile ? tile : some < MAX_ROWS ? some / tile * tile : MAX_ROWS;
 }
 
 // Rows of a matrix in pieces of whole tiles. A piece has at least a block, and so many bytes, if there are enough for
@@ -55,8 +55,8 @@ struct TilePieces {
 
  private:
   int64_t least(int64_t row_bytes, int64_t block) const {
-    constexpr int64_t MOST_BYTES = 512 << 10;
-    const int64_t share = rows / (4 * thread_count()), most = MOST_BYTES / (row_bytes + 1);
+    constexpr int64_t MAX_BYTES = 512 << 10;
+    const int64_t share = rows / (4 * thread_count()), most = MAX_BYTES / (row_bytes + 1);
     const int64_t some = share < most ? share : most;
     return (some > block ? some : block) / tile;
   }
@@ -524,7 +524,7 @@ void multiply_matrices(const Matrix* const* matrices, int count, const float* x,
 #endif
         });
   };
-  in_chunks(vectors, some, MOST_AT_ONCE);
+  in_chunks(vectors, some, MAX_AT_ONCE);
 }
 
 // The products of any matrices of equal columns, each with its neighbours for which choose(matrix) is the same function.
