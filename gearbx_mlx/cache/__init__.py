@@ -14,6 +14,7 @@ CACHE_KINDS = {
     "gears": "gears made from weights",
     "models": "unpacked GGUF files",
     "times": "measured times and acceptance rates",
+    "imports": "names defined by transformers",
     "history": "typed lines of chat",
     "other": "anything else",
 }

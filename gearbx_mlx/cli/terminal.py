@@ -139,8 +139,8 @@ def counting(text: str, total: int | None, in_bytes: bool = False) -> Iterator[C
 class PromptBar:
     """Progress and speed of prefill on stderr, shown after two seconds, gone at the end.
 
-    It is a context; `update` is mlx-lm's `prompt_progress_callback`. A timer shows the bar, because the first chunk of a
-    prompt may take a minute.
+    It is a context; `update` is mlx-lm's `prompt_progress_callback`. A timer shows the bar, because the first chunk of
+    a prompt may take a minute.
     """
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic):
