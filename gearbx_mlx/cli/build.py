@@ -105,8 +105,8 @@ class Loaded:
     def check_gears(self) -> None:
         """Validate that the model has gears to compare, unlike a quantized one with one gear."""
         if self.decision.one_gear:
-            codes = f", got {self.decision.codes}" if self.decision.codes else ""
-            raise GearbxError(f"{self.name}: quantized, without gears to compare{codes}; use the original")
+            codes = f" ({self.decision.codes})" if self.decision.codes else ""
+            raise GearbxError(f"{self.name}: quantized already, without gears to compare{codes}; use the original")
 
     def gearbox(self) -> Gearbox:
         """Return the gearbox of a model with gears to compare."""

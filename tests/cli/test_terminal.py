@@ -102,13 +102,13 @@ class TestPrompts:
         assert shown.endswith("\x1b[2K")  # the line is erased
 
     def test_both_commands_show_it(self, command, monkeypatch):
-        told = []
-        monkeypatch.setattr(PromptBar, "told", lambda bar, read, tokens: told.append(read / tokens))
+        shares = []
+        monkeypatch.setattr(PromptBar, "update", lambda bar, read, tokens: shares.append(read / tokens))
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Tom has 3 apples.\n")))
         for name in ("generate", "chat"):
-            told.clear()
+            shares.clear()
             assert command(name, "--prefill-step-size", 4, "-m", 4).status == 0
-            assert 0 < told[1] < told[-1] == 1
+            assert 0 < shares[1] < shares[-1] == 1
 
     def test_gears_that_take_long_suggest_a_checkpoint_once(self, command, monkeypatch):
         monkeypatch.setattr("gearbx_mlx.cli.build.SLOW_MAKING", 0.0)
