@@ -31,6 +31,7 @@ from ..errors import GearbxError, GearbxWarning
 from ..files.reading import json_lines, read_text
 from ..files.user_cache import CacheUnusable, cache_entry, check_owner, warn_of
 from ..files.writing import replacing_arrays
+from ..formats import get_format
 from ..formats.base import Format
 from ..formats.tied import linear_of
 from ..gears.discovery import Layer, discover
@@ -172,6 +173,10 @@ class BaseKey:
     group_size: int
     text: str = ""
 
+    def layers(self, model: nn.Module) -> list[Layer]:
+        """Return the managed layers of a model."""
+        return discover(model, self.manage, self.group_size, self.format)[0]
+
     def file(self) -> Path:
         """Return the file, in the user's cache or in $GEARBX_BASES.
 
@@ -252,13 +257,13 @@ def key_of(
     return BaseKey(model_fingerprint(model), format.name, tuple(ladder), manage, group_size, digest)
 
 
-def note_calibration(model: nn.Module, key: BaseKey, format: Format, text: BaseText, alternative: str) -> None:
+def note_calibration(model: nn.Module, key: BaseKey, text: BaseText, alternative: str) -> None:
     """Print the size and the expected time of a calibration before it starts.
 
     Raises:
         GearbxError: a format or a ladder whose lowest codes are not free.
     """
-    layers, _ = free_layers(discover(model, key.manage, key.group_size, format)[0], format, key.ladder, key.group_size)
+    layers, _ = free_layers(key.layers(model), get_format(key.format), key.ladder, key.group_size)
     tokens = min(CHOOSING_TOKENS, sum(map(len, text.texts)) + len(text.requests) * ANSWER_TOKENS)
     minutes = max(1, round(expected_seconds(layers, tokens) / 60))
     answers = f", {len(text.requests)} answers of the model" if text.requests else ""
@@ -287,15 +292,15 @@ def expected_seconds(layers: Sequence[Layer], tokens: int) -> float:
     return work * seconds / PROBE**3
 
 
-def make_base(model: nn.Module, key: BaseKey, format: Format, texts: Sequence[list[int]], progress: Any) -> Base:
+def make_base(model: nn.Module, key: BaseKey, texts: Sequence[list[int]], progress: Any) -> Base:
     """Calibrate the base of a model without gears, and keep it if the cache is writable.
 
     Raises:
         GearbxError: as `calibrate_base`.
     """
-    layers, _ = discover(model, key.manage, key.group_size, format)
     advance = partial(progress.advance, progress.add_task("calibrating", total=steps(model)))
-    found = calibrate_base(model, layers, format, key.ladder, key.group_size, thinned(texts), advance)
+    storage = get_format(key.format), key.ladder, key.group_size
+    found = calibrate_base(model, key.layers(model), *storage, thinned(texts), advance)
     base = Base(found.layers, found.rounded)
     key.keep(base)
     return base
@@ -310,7 +315,6 @@ def thinned(texts: Sequence[list[int]]) -> list[list[int]]:
 def calibrated(
     model: nn.Module,
     key: BaseKey,
-    format: Format,
     text: BaseText,
     open_answering: Callable[[], tuple[nn.Module, Any]],
     alternative: str,
@@ -321,11 +325,11 @@ def calibrated(
         open_answering: returns the model that answers requests, and its tokenizer.
         alternative: the remedy of a user who does not want to wait.
     """
-    note_calibration(model, key, format, text, alternative)
+    note_calibration(model, key, text, alternative)
     with progress_bar() as progress:
         answers = answered(*open_answering(), text.requests, progress) if text.requests else []
         texts = text.texts + answers
-        base = make_base(model, key, format, texts, progress)
+        base = make_base(model, key, texts, progress)
     kept = ", and kept" if base.file else ""
     note(f"base: {len(base.layers)} layers calibrated with {sum(map(len, texts))} tokens{kept}")
     for reason in sorted({*base.rounded.values()}):
@@ -337,14 +341,14 @@ def calibrated(
 
 def find_base(decision: Decision, model: nn.Module, tokenizer: Any) -> Base | None:
     """Return the kept base of a decision that takes one; else a new one if --base names a text, or None."""
-    source, stored, format = decision.settings.gears.base_text, decision.stored, decision.format
+    source, stored = decision.settings.gears.base_text, decision.stored
     text = None if source is None else text_of(tokenizer, source)
     ladder = [gear.bits for gear in decision.ladder]
-    key = key_of(model, format, ladder, stored.manage, stored.group_size, text)
+    key = key_of(model, decision.format, ladder, stored.manage, stored.group_size, text)
     base = key.find()
     if base is not None and base.file is not None:
         note(f"base: calibrated earlier, {base.file.parent}")
     elif text is not None:
         alternative = "omit --base for drafts that are rounded to nearest"
-        base = calibrated(model, key, format, text, lambda: (model, tokenizer), alternative)
+        base = calibrated(model, key, text, lambda: (model, tokenizer), alternative)
     return base

@@ -130,10 +130,10 @@ def calibrated_base(file: str, original: Loads, model: nn.Module, tokenizer: Any
 
     file: of the text; "": what ships, with answers that a copy of the model writes.
     """
-    text, format = text_of(tokenizer, file), get_format(plan.format)
-    key = key_of(model, format, plan.gears, plan.manage, plan.group_size, text)
+    text = text_of(tokenizer, file)
+    key = key_of(model, get_format(plan.format), plan.gears, plan.manage, plan.group_size, text)
     alternative = "use --calibrate none for round-to-nearest, at once"
-    return key.find() or calibrated(model, key, format, text, lambda: original(lazy=False), alternative)
+    return key.find() or calibrated(model, key, text, lambda: original(lazy=False), alternative)
 
 
 def open_original(source: Path) -> OriginalFiles:
