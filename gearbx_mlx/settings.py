@@ -86,7 +86,7 @@ def flag(
         also: more names of the flag.
         exclusive: a label; at most one flag with this label may be set.
         rare: only `--help-all` shows it.
-        default_text: the default in words, where it depends on other flags, files or the machine.
+        default_text: the default in words, if it depends on other flags, files or the machine.
         rules: of `setting`; and of `add_argument`: metavar, nargs, const.
     """
     has_text = default not in (MISSING, None, "", ()) and default is not False

@@ -59,9 +59,9 @@ class ShippedAnswer(msgspec.Struct, frozen=True):
 
 
 class BaseText(NamedTuple):
-    """Calibration text as tokens. texts: sequences to read. requests: prompts that the model answers first."""
+    """Calibration text as tokens. sequences: to read. requests: prompts that the model answers first."""
 
-    texts: list[list[int]]
+    sequences: list[list[int]]
     requests: list[list[int]]
 
 
@@ -83,18 +83,18 @@ def text_of(tokenizer: Any, file: str | None) -> BaseText:
         lines = json_lines(place, read_text(place, "text", REINSTALL), ShippedAnswer, REINSTALL)
         encoded += [tokenizer.encode(f"{line.prompt}\n\n{line.answer}\n") for _, line in lines]
     pieces = [list(text[i : i + LONGEST_TEXT]) for text in encoded for i in range(0, len(text), LONGEST_TEXT)]
-    texts, left = [], TEXT_TOKENS
+    sequences, left = [], TEXT_TOKENS
     for piece in pieces:
         if len(piece) > 1 and left > 0:
-            texts.append(piece[:left])
+            sequences.append(piece[:left])
             left -= len(piece)
-    if not texts:
+    if not sequences:
         raise GearbxError(f"{file}: calibration needs two tokens; use a longer text")
-    tokens = sum(map(len, texts))
+    tokens = sum(map(len, sequences))
     if tokens < LONGEST_TEXT:
         warning = f"{file}: with {tokens} tokens, fewer drafts are accepted than with thousands; use a longer text"
         warnings.warn(warning, GearbxWarning, stacklevel=2)
-    return BaseText(texts, requests)
+    return BaseText(sequences, requests)
 
 
 def requests_of(tokenizer: Any) -> list[list[int]]:
@@ -264,7 +264,7 @@ def note_calibration(model: nn.Module, key: BaseKey, text: BaseText, alternative
         GearbxError: a format or a ladder whose lowest codes are not free.
     """
     layers, _ = free_layers(key.layers(model), get_format(key.format), key.ladder, key.group_size)
-    tokens = min(CHOOSING_TOKENS, sum(map(len, text.texts)) + len(text.requests) * ANSWER_TOKENS)
+    tokens = min(CHOOSING_TOKENS, sum(map(len, text.sequences)) + len(text.requests) * ANSWER_TOKENS)
     minutes = max(1, round(expected_seconds(layers, tokens) / 60))
     answers = f", {len(text.requests)} answers of the model" if text.requests else ""
     note(
@@ -292,7 +292,7 @@ def expected_seconds(layers: Sequence[Layer], tokens: int) -> float:
     return work * seconds / PROBE**3
 
 
-def make_base(model: nn.Module, key: BaseKey, texts: Sequence[list[int]], progress: Any) -> Base:
+def make_base(model: nn.Module, key: BaseKey, sequences: Sequence[list[int]], progress: Any) -> Base:
     """Calibrate the base of a model without gears, and keep it if the cache is writable.
 
     Raises:
@@ -300,16 +300,16 @@ def make_base(model: nn.Module, key: BaseKey, texts: Sequence[list[int]], progre
     """
     advance = partial(progress.advance, progress.add_task("calibrating", total=steps(model)))
     storage = get_format(key.format), key.ladder, key.group_size
-    found = calibrate_base(model, key.layers(model), *storage, thinned(texts), advance)
+    found = calibrate_base(model, key.layers(model), *storage, thinned(sequences), advance)
     base = Base(found.layers, found.rounded)
     key.keep(base)
     return base
 
 
-def thinned(texts: Sequence[list[int]]) -> list[list[int]]:
-    """Return evenly spaced texts of about CHOOSING_TOKENS tokens in all; all texts if they have fewer."""
-    share = min(1.0, CHOOSING_TOKENS / max(1, sum(map(len, texts))))
-    return [text for i, text in enumerate(texts) if math.ceil((i + 1) * share) > math.ceil(i * share)]
+def thinned(sequences: Sequence[list[int]]) -> list[list[int]]:
+    """Return evenly spaced sequences of about CHOOSING_TOKENS tokens in all; all sequences if they have fewer."""
+    share = min(1.0, CHOOSING_TOKENS / max(1, sum(map(len, sequences))))
+    return [each for i, each in enumerate(sequences) if math.ceil((i + 1) * share) > math.ceil(i * share)]
 
 
 def calibrated(
@@ -328,10 +328,10 @@ def calibrated(
     note_calibration(model, key, text, alternative)
     with progress_bar() as progress:
         answers = answered(*open_answering(), text.requests, progress) if text.requests else []
-        texts = text.texts + answers
-        base = make_base(model, key, texts, progress)
+        sequences = text.sequences + answers
+        base = make_base(model, key, sequences, progress)
     kept = ", and kept" if base.file else ""
-    note(f"base: {len(base.layers)} layers calibrated with {sum(map(len, texts))} tokens{kept}")
+    note(f"base: {len(base.layers)} layers calibrated with {sum(map(len, sequences))} tokens{kept}")
     for reason in sorted({*base.rounded.values()}):
         paths = [path for path, why in base.rounded.items() if why == reason]
         more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
