@@ -30,13 +30,13 @@ from ..files.writing import check_directory, make_directory, write_text
 from ..gears.ladder import DEFAULT_LADDER, Ladder
 from ..routing.bounds import BoundedRouting
 from ..routing.gates import Monitor, ReadThresholds, ThresholdGate, thresholds_in_bits
-from ..serving import ASSUMED_VOCABULARY, OtherError
+from ..server.logprobs import ASSUMED_VOCABULARY, OtherError
 from ..telemetry.summary import Tally, as_json
 from ..telemetry.trace import BOUNDS, PICTURES, UNDECIDED, IntervalTally, TraceWriter, draw_report, get_pyplot, record
 from . import AnalyzeSettings
 
 if TYPE_CHECKING:
-    from ..serving.others import ListedToken, Other, Question
+    from ..server.others import ListedToken, Other, Question
 
 TRACE, SUMMARY = "trace.jsonl", "summary.json"
 
@@ -245,7 +245,7 @@ class RunThere(AnalyzedRun):
 def analyzed_there(settings: AnalyzeSettings, texts: Sequence[str], out: Path, draws: bool) -> RunThere:
     """Raises GearbxError for flags that do not fit, or a server that cannot be asked."""
     with needing("server", "analyze --server"):
-        others = import_module("gearbx_mlx.serving.others")
+        others = import_module("gearbx_mlx.server.others")
     ladder = settings.ladder.gears or Ladder.parse(DEFAULT_LADDER)
     routing = make_mode(TELEMETRY_ONLY, settings.mode.given())
     assert isinstance(routing, Route)

@@ -20,12 +20,12 @@ from ..gears.discovery import vocabulary
 from ..gears.gearbox import Gearbox, Observer
 from ..loading import DEMO_MODEL, find
 from ..routing.pair import NAMES
-from ..serving.app import server_application
-from ..serving.provider import GearedProvider, Served, ServingSettings
-from ..serving.requests import Options
-from ..serving.scheduler import Scheduler, join_to_the_end
-from ..serving.web import Guard, Server
 from . import ServerSettings
+from .app import server_application
+from .provider import GearedProvider, Served, ServingSettings
+from .requests import Options
+from .scheduler import Scheduler, join_to_the_end
+from .web import Guard, Server
 
 OF_OPTIONS = {"gear": "static", "thresholds": "route", "draft": "lossless"}  # modes that a request's options mean
 OF_LADDER = "gear", "draft"

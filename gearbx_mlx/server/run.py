@@ -9,10 +9,10 @@ from contextlib import AbstractContextManager, contextmanager
 from ..cli import terminal
 from ..cli.flags import OtherServerSettings
 from ..errors import GearbxError
-from ..serving import ASSUMED_VOCABULARY, is_loopback
-from ..serving.others import Other, RoutedModels, routed_application
-from ..serving.web import Escaping, Guard, Server, host_name
 from . import ServerSettings
+from .logprobs import ASSUMED_VOCABULARY
+from .others import Other, RoutedModels, routed_application
+from .web import Escaping, Guard, Server, host_name, is_loopback
 
 
 def run(settings: ServerSettings) -> int:

@@ -26,7 +26,7 @@ from gearbx_mlx.generate import GenerateSettings, setup_arg_parser
 from gearbx_mlx.kernels.dispatch import CPU, GPU
 from gearbx_mlx.routing.gates import DEFAULT_WINDOW
 from gearbx_mlx.server import setup_arg_parser as server_parser
-from gearbx_mlx.serving.requests import Options
+from gearbx_mlx.server.requests import Options
 from gearbx_mlx.settings import flag_of, flags_in
 
 LOSSLESS = ModeFlags(mode="lossless")

@@ -13,7 +13,7 @@ import httpx
 
 from gearbx_mlx.cli.flags import OtherServerSettings
 from gearbx_mlx.server.run import serving_others
-from gearbx_mlx.serving.web import Guard
+from gearbx_mlx.server.web import Guard
 
 EVENTS, JSON, HTML = "text/event-stream", "application/json", "text/html"
 

@@ -8,10 +8,10 @@ import chromium
 import pytest
 from http_server import events, in_the_making, served
 
-from gearbx_mlx.serving import app
-from gearbx_mlx.serving.answers import event_text
-from gearbx_mlx.serving.job import Batch
-from gearbx_mlx.serving.web import Gatekeeper, Guard, event_stream
+from gearbx_mlx.server import app
+from gearbx_mlx.server.answers import event_text
+from gearbx_mlx.server.job import Batch
+from gearbx_mlx.server.web import Gatekeeper, Guard, event_stream
 from gearbx_mlx.telemetry.trace import gear_color
 
 pytestmark = pytest.mark.browser

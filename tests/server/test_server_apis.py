@@ -32,8 +32,8 @@ from schemathesis import checks
 from scripted_model import save_scripted
 
 from gearbx_mlx.loading import DEMO_MODEL
-from gearbx_mlx.serving.app import server_application
-from gearbx_mlx.serving.web import Guard
+from gearbx_mlx.server.app import server_application
+from gearbx_mlx.server.web import Guard
 
 pytestmark = pytest.mark.processes
 

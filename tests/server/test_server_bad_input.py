@@ -9,7 +9,7 @@ import time
 import pytest
 from http_server import complete, error_of, served
 
-from gearbx_mlx.serving.web import Escaping
+from gearbx_mlx.server.web import Escaping
 
 BOTH = ("/v1/completions", "/v1/chat/completions")
 

@@ -16,7 +16,7 @@ from servers import our_process
 from gearbx_mlx.cli.parser import command_settings
 from gearbx_mlx.server import ServerSettings
 from gearbx_mlx.server.run import serving
-from gearbx_mlx.serving.scheduler import join_to_the_end
+from gearbx_mlx.server.scheduler import join_to_the_end
 
 pytestmark = pytest.mark.processes
 

@@ -23,8 +23,8 @@ from http_server import (
 from scripted_model import save_scripted
 
 from gearbx_mlx.errors import GearbxError
-from gearbx_mlx.serving.job import listed
-from gearbx_mlx.serving.requests import ChatRequest, parse
+from gearbx_mlx.server.job import listed
+from gearbx_mlx.server.requests import ChatRequest, parse
 
 WARM = {"temperature": 1.0, "seed": 7}
 MODES = ({"gear": "high"}, {"mode": "lossless"}, {"mode": "route"}, {"mode": "kickdown"})

@@ -12,6 +12,7 @@ import asyncio
 import functools
 import hashlib
 import hmac
+import ipaddress
 import json
 import logging
 import re
@@ -41,7 +42,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..errors import GearbxError, escaped, one_line
-from . import address_of, is_loopback
 
 PATIENCE = 30.0  # seconds that a client has to send its request
 SILENCE = 1.0  # seconds without a byte of a refused body, after which its connection closes
@@ -49,6 +49,7 @@ LARGEST_BODY = 2**24  # bytes
 SMALL_BODY = 2**16  # bytes; as many of these as there are connections fit into memory
 MAX_BODIES = 4  # largest bodies that are held at once
 MAX_THREADS = 2  # that work on requests before they are computed
+LONGEST_JUDGED = 2**16  # characters of a prompt that choose its gear or its model
 MAX_HEADERS, LONGEST_PATH = 100, 2**16
 LOG_FIELDS = "gearbx.told"  # of a request's scope: what a route knows of its answer, for the log
 PLAIN = re.compile(r"[\w.,:-]+", re.ASCII)
@@ -96,6 +97,20 @@ class Guard:
         if is_loopback(name) or name in (self.host.lower(), *self.allowed_hosts):
             return True
         return address_of(name) is not None and not is_loopback(self.host)
+
+
+def address_of(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return the address that a host's name is; None where it is a word."""
+    try:
+        return ipaddress.ip_address(name)
+    except ValueError:
+        return None
+
+
+def is_loopback(name: str) -> bool:
+    """Tell whether only this machine is meant."""
+    address = address_of(name)
+    return name == "localhost" if address is None else address.is_loopback
 
 
 def host_name(host: str) -> str:
@@ -427,7 +442,7 @@ async def show_the_page() -> Response:
 @functools.cache
 def page() -> Response:
     """Return the page at `/`: one file, of which a browser keeps nothing and runs nothing that is not in it."""
-    text = files("gearbx_mlx.serving").joinpath("page.html").read_bytes()
+    text = files("gearbx_mlx.server").joinpath("page.html").read_bytes()
     headers = {"Content-Security-Policy": policy(text), "Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
     return Response(text, headers=headers, media_type="text/html; charset=utf-8")
 

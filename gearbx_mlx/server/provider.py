@@ -29,7 +29,7 @@ from ..decoding.pair import Pair, pair_cache
 from ..errors import GearbxError, one_line
 from ..gears.gearbox import Gearbox, Observer, model_fingerprint
 from ..routing.gates import default_thresholds
-from . import SYMBOLS
+from .logprobs import SYMBOLS
 from .requests import DEFAULT_MODEL, Options
 from .web import LARGEST_BODY, Refused, RequestLimits
 

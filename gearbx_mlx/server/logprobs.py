@@ -3,12 +3,8 @@
 Here is what flags and the commands that have no use for a server need of it: importing it costs nothing.
 """
 
-import ipaddress
-
 from ..errors import GearbxError
 
-DEFAULT_TIMEOUT = 120.0  # seconds, for another server
-LONGEST_JUDGED = 2**16  # characters of a prompt that choose its gear or its model
 ASSUMED_VOCABULARY = 262144  # Gemma's, the largest that is common: for smaller ones the upper bounds hold too
 
 
@@ -31,17 +27,3 @@ def byte_symbols() -> dict[str, int]:
 
 
 SYMBOLS = byte_symbols()
-
-
-def address_of(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Return the address that a host's name is; None where it is a word."""
-    try:
-        return ipaddress.ip_address(name)
-    except ValueError:
-        return None
-
-
-def is_loopback(name: str) -> bool:
-    """Tell whether only this machine is meant."""
-    address = address_of(name)
-    return name == "localhost" if address is None else address.is_loopback

@@ -20,12 +20,11 @@ from transformers import PreTrainedTokenizerBase
 from ..compat.server import Computing
 from ..decoding.mode import Mode
 from ..errors import one_line
-from . import LONGEST_JUDGED
 from .grammar import constraint_for
 from .job import Asked, Batch, Begun, Job, Prompt, Single
 from .provider import GearedProvider, Served
 from .requests import AnyRequest, ChatRequest, TextRequest
-from .web import Refused, stopping
+from .web import LONGEST_JUDGED, Refused, stopping
 
 LIKELY_LENGTH = 3  # characters of a token, in texts that are likely to fit the context
 PIECE, PIECE_MORE = 2**14, 16  # characters that are counted at once, and tokens that cutting may add

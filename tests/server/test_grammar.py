@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from gearbx_mlx import GearbxError, Lossless, stream_generate
 from gearbx_mlx.loading import DEMO_MODEL
-from gearbx_mlx.serving.grammar import LARGEST_SCHEMA, JsonObject, allow, constraint_for, mask_of
+from gearbx_mlx.server.grammar import LARGEST_SCHEMA, JsonObject, allow, constraint_for, mask_of
 
 END = 0  # the demo model's end of text
 

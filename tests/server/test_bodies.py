@@ -19,10 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from servers import our_process
 
-from gearbx_mlx.serving import bodies
-from gearbx_mlx.serving.bodies import MAX_FIELDS, MAX_ITEMS, check_size
-from gearbx_mlx.serving.requests import MAX_TEXTS, MAX_TOOLS
-from gearbx_mlx.serving.web import LARGEST_BODY, MAX_BODIES, Refused, RequestLimits
+from gearbx_mlx.server import bodies
+from gearbx_mlx.server.bodies import MAX_FIELDS, MAX_ITEMS, check_size
+from gearbx_mlx.server.requests import MAX_TEXTS, MAX_TOOLS
+from gearbx_mlx.server.web import LARGEST_BODY, MAX_BODIES, Refused, RequestLimits
 
 TEXT, CHAT, MESSAGES, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"
 HELLO = b'"messages":[{"role":"user","content":"Hi"}],"max_tokens":1'

@@ -7,10 +7,10 @@ import re
 
 import pytest
 
-from gearbx_mlx.serving import dialects
-from gearbx_mlx.serving.dialects import Messages, MessagesRequest, ResponseDialect, ResponsesRequest
-from gearbx_mlx.serving.requests import parse
-from gearbx_mlx.serving.web import Refused
+from gearbx_mlx.server import dialects
+from gearbx_mlx.server.dialects import Messages, MessagesRequest, ResponseDialect, ResponsesRequest
+from gearbx_mlx.server.requests import parse
+from gearbx_mlx.server.web import Refused
 
 PARAMETERS = {"type": "object", "properties": {"town": {"type": "string"}}, "required": ["town"]}
 WEATHER = {"name": "weather", "description": "The weather of a town.", "input_schema": PARAMETERS}

@@ -36,9 +36,10 @@ from http_server import served
 
 from gearbx_mlx import GearbxError
 from gearbx_mlx.routing.bounds import bits
-from gearbx_mlx.serving import OtherError, others
-from gearbx_mlx.serving.others import Other, Question
-from gearbx_mlx.serving.web import Guard
+from gearbx_mlx.server import others
+from gearbx_mlx.server.logprobs import OtherError
+from gearbx_mlx.server.others import Other, Question
+from gearbx_mlx.server.web import Guard
 
 PAIR = [math.log(0.9), math.log(0.05)]
 

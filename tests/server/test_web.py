@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from http_server import chat, complete, error_of, events, hears_of_the_end, in_the_making, served
 
-from gearbx_mlx.serving.app import LONGEST_NAME
-from gearbx_mlx.serving.web import quoted
+from gearbx_mlx.server.app import LONGEST_NAME
+from gearbx_mlx.server.web import quoted
 
 LINE = re.compile(r'(?P<client>\S+) "(?P<asked>[^"]+)" (?P<status>\d+)(?P<told>( \w+=\S+)*)')
 

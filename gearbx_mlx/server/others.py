@@ -22,13 +22,14 @@ from fastapi.responses import JSONResponse
 from httpx_sse import EventSource
 from msgspec import Struct
 
+from ..cli.flags import DEFAULT_TIMEOUT
 from ..errors import GearbxError, escaped, one_line
 from ..files.reading import parse_json, parse_python_json, typed
 from ..routing.bounds import entropy_bounds, rounding_as_written
 from ..routing.gates import first_gear
-from . import DEFAULT_TIMEOUT, LONGEST_JUDGED, SYMBOLS, OtherError, is_loopback
 from .bodies import BodyRoute
-from .web import Guard, Refused, Stop, application, event_stream, front
+from .logprobs import SYMBOLS, OtherError
+from .web import LONGEST_JUDGED, Guard, Refused, Stop, application, event_stream, front, is_loopback
 
 LARGEST_ANSWER = 2**28  # bytes
 CHAT_PATH, TEXT = "/chat/completions", "/completions"
