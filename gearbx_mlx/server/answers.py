@@ -1,6 +1,6 @@
-"""OpenAI's answers: whole completions, chunks of a stream, usage, log-probabilities and calls of tools.
+"""OpenAI's response objects: completions, chunks of a stream, usage, log-probabilities and tool calls.
 
-An `Answer` turns the tokens of its texts into these objects as they come. Other APIs are dialects of them.
+A `CompletionBuilder` turns the events of its sequences into these objects. Other APIs are dialects of them.
 """
 
 import json
@@ -18,14 +18,14 @@ from pydantic import BaseModel, BeforeValidator, Field, Json
 from typing_extensions import NotRequired, TypedDict
 
 from ..telemetry.summary import Tally
-from .job import Begun, Emitted, Progress
+from .job import GeneratedToken, GenerationContext, PrefillProgress
 from .requests import AnyRequest, ChatRequest
 from .web import Refused
 
 log = logging.getLogger("gearbx_mlx.server")
 
 
-# The objects.
+# Response objects.
 
 
 class PromptTokens(TypedDict):
@@ -33,7 +33,7 @@ class PromptTokens(TypedDict):
 
 
 class Usage(TypedDict):
-    """Tokens of the prompt, of the answer, and those of the prompt that were read for an earlier answer."""
+    """Tokens of prompt and answer; `cached_tokens` are prompt tokens with a KV cache."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -42,10 +42,7 @@ class Usage(TypedDict):
 
 
 class GearsReport(TypedDict):
-    """The gears that wrote an answer, and what they read. A mode adds fields of its own.
-
-    ignored: fields of the request that are not known here.
-    """
+    """The `gearbx` of a response; modes add fields. `ignored` are unknown fields of the request."""
 
     mode: str
     gear_tokens: dict[str, int]
@@ -64,7 +61,7 @@ class ChatMessage(TypedDict):
 
 
 class AnyChoice(TypedDict):
-    """stop_reason: the stop word that ended the text, as vLLM names it."""
+    """A choice; `stop_reason` is its stop word, as in vLLM."""
 
     index: int
     finish_reason: Literal["stop", "length", "tool_calls"]
@@ -99,291 +96,295 @@ class TextCompletion(AnyCompletion):
     choices: list[TextChoice]
 
 
-# The answer.
+# Builders.
 
 
-class WrittenCall(BaseModel):
-    """A call of a tool as a model's parser reads it. Some models write the JSON of the arguments as text."""
+class ParsedCall(BaseModel):
+    """A tool call from a model's parser. Some models write the arguments' JSON as a string."""
 
     name: Annotated[str, Field(min_length=1)]
     arguments: Annotated[dict[str, Any] | Json[dict[str, Any]], BeforeValidator(lambda given: given or {})] = {}
     id: Any = None
 
     def as_chat(self) -> dict[str, Any]:
-        """Return a call as OpenAI has it. Raises ValueError for arguments that JSON does not have."""
+        """Return OpenAI's object of the call. Raises ValueError for arguments beyond JSON."""
         arguments = json.dumps(self.arguments, ensure_ascii=False, allow_nan=False)
         identity = self.id if isinstance(self.id, str) and self.id else str(uuid.uuid4())
         return {"function": {"name": self.name, "arguments": arguments}, "type": "function", "id": identity}
 
 
-class Writing:
-    """One text on its way out, as a choice of OpenAI's.
+class ChoiceBuilder:
+    """A builder of one choice, whole or in deltas.
 
-    mlx-lm's own state machine tells text, thoughts and calls of tools apart. What should be a call and is none is text.
-
-    ended: whether all of it has come. calls: how many tools it has called.
+    mlx-lm's state machine separates text, reasoning and tool calls. An invalid tool call becomes text.
     """
 
-    def __init__(self, request: AnyRequest, index: int, begun: Begun):
-        self.request, self.index, self.begun = request, index, begun
+    def __init__(self, request: AnyRequest, index: int, context: GenerationContext):
+        self.request, self.index, self.context = request, index, context
         self.chat = isinstance(request, ChatRequest)
-        self.parse = begun.prompt.served.tokenizer.tool_parser if request.takes_calls else None
-        self.state = begun.machine.make_state(begun.prompt.state)
-        self.calls, self.call = 0, ""  # the text of a call that is not complete
+        self.parse = context.prompt.served.tokenizer.tool_parser if request.allows_calls else None
+        self.state = context.machine.make_state(context.prompt.state)
+        self.num_calls, self.call_text = 0, ""  # complete calls, and the text of an incomplete one
         self.finish_reason: str | None = None
         self.stop_word: str | None = None
         self.is_first, self.offset = True, 0
-        self.sent()
+        self.start_delta()
 
-    def sent(self) -> None:
-        """Begin the next piece: all that has come was sent."""
-        self.text = self.thoughts = ""
-        self.new_calls, self.emitted = list[dict[str, Any]](), list[Emitted]()
+    def start_delta(self) -> None:
+        """Forget everything that the previous delta had."""
+        self.text = self.reasoning = ""
+        self.new_calls, self.tokens = list[dict[str, Any]](), list[GeneratedToken]()
 
     @property
-    def ended(self) -> bool:
+    def is_complete(self) -> bool:
         return self.finish_reason is not None
 
     @property
-    def has_news(self) -> bool:
-        return bool(self.text or self.thoughts or self.new_calls or self.ended)
+    def has_delta(self) -> bool:
+        return bool(self.text or self.reasoning or self.new_calls or self.is_complete)
 
-    def take(self, emitted: Emitted) -> None:
-        """Sort a token's text; after the last one nothing is kept back as the possible beginning of a mark."""
-        self.emitted.append(emitted)
-        self.stop_word, self.finish_reason = emitted.stop_word, emitted.finish_reason
-        self.state, segments = TextStateMachine.split(self.state, emitted.text)
-        if self.ended:
+    def add(self, token: GeneratedToken) -> None:
+        """Add a token's text to its channel; the last token also flushes a possible start of a mark."""
+        self.tokens.append(token)
+        self.stop_word, self.finish_reason = token.stop_word, token.finish_reason
+        self.state, segments = TextStateMachine.split(self.state, token.text)
+        if self.is_complete:
             self.state, rest, channel = TextStateMachine.flush(self.state)
             segments.append((channel, rest))
         for channel, part in segments:
             if channel == "reasoning":
-                self.thoughts += part
+                self.reasoning += part
             elif channel == "tool":
-                self.call += part
+                self.call_text += part
             else:
                 self.end_call()
                 self.text += part
-        if self.ended:
+        if self.is_complete:
             self.end_call()
-        if self.calls and self.finish_reason == "stop":
+        if self.num_calls and self.finish_reason == "stop":
             self.finish_reason = "tool_calls"
 
     def end_call(self) -> None:
-        """Take what was written as a call for the calls that it is, numbered in a stream, or for text."""
-        calls = self.calls_in(self.call) if self.call else []
-        self.text += "" if calls else self.call
+        """Turn the text of a tool call into calls, with indices in a stream; invalid calls become text."""
+        calls = self.parsed_calls(self.call_text) if self.call_text else []
+        self.text += "" if calls else self.call_text
         if self.request.stream:
-            calls = [call | {"index": index} for index, call in enumerate(calls, self.calls)]
-        self.calls, self.call = self.calls + len(calls), ""
+            calls = [call | {"index": index} for index, call in enumerate(calls, self.num_calls)]
+        self.num_calls, self.call_text = self.num_calls + len(calls), ""
         self.new_calls += calls
 
-    def calls_in(self, text: str) -> list[dict[str, Any]]:
-        """Return the calls that a text is; empty where a part of it is none."""
+    def parsed_calls(self, text: str) -> list[dict[str, Any]]:
+        """Return the tool calls in a text; empty if any part is invalid."""
         if self.parse is None:
             return []
         try:
-            parsed = self.parse(text, self.request.shown_tools)
+            parsed = self.parse(text, self.request.prompt_tools)
             calls = parsed if isinstance(parsed, list) else [parsed]
-            return [WrittenCall.model_validate(call).as_chat() for call in calls]
-        except Exception as error:  # a parser reads what a model wrote, and raises what it likes
-            log.debug("what should be a call of a tool cannot be read: %s", type(error).__name__)
+            return [ParsedCall.model_validate(call).as_chat() for call in calls]
+        except Exception as error:  # parsers raise any type of error for a model's text
+            log.debug("invalid tool call: %s", type(error).__name__)
             return []
 
     def whole(self) -> dict[str, Any]:
-        """Return the choice, once all of its tokens have come."""
+        """Return the complete choice."""
         if not self.chat:
             return self.choice() | {"text": self.text}
         content = self.text or (None if self.new_calls else "")
-        return self.choice() | {"message": {"role": "assistant", "content": content, **self.beside_text()}}
+        return self.choice() | {"message": {"role": "assistant", "content": content, **self.reasoning_and_calls()}}
 
-    def piece(self) -> dict[str, Any]:
-        """Return what is new of the choice; the first one of a chat names the role."""
-        said = self.choice()
+    def delta(self) -> dict[str, Any]:
+        """Return the new part of the choice; a chat's first delta has the role."""
+        choice = self.choice()
         if not self.chat:
-            said["text"] = self.text
+            choice["text"] = self.text
         else:
             delta = {"role": "assistant", "content": ""} if self.is_first else {}
-            said["delta"] = delta | ({"content": self.text} if self.text else {}) | self.beside_text()
-        self.offset += sum(len(one.logprob["token"]) for one in self.emitted if one.logprob is not None)
+            choice["delta"] = delta | ({"content": self.text} if self.text else {}) | self.reasoning_and_calls()
+        self.offset += sum(len(one.logprob["token"]) for one in self.tokens if one.logprob is not None)
         self.is_first = False
-        self.sent()
-        return said
+        self.start_delta()
+        return choice
 
-    def beside_text(self) -> dict[str, Any]:
-        thoughts = {"reasoning": self.thoughts} if self.thoughts else {}
-        return thoughts | ({"tool_calls": self.new_calls} if self.new_calls else {})
+    def reasoning_and_calls(self) -> dict[str, Any]:
+        reasoning = {"reasoning": self.reasoning} if self.reasoning else {}
+        return reasoning | ({"tool_calls": self.new_calls} if self.new_calls else {})
 
     def choice(self) -> dict[str, Any]:
-        """Return what whole choices and pieces have in common."""
+        """Return the common fields of whole choices and deltas."""
         logprobs = None
-        if self.request.alternatives is not None:
-            known = [one.logprob for one in self.emitted if one.logprob is not None]
-            logprobs = {"content": known} if self.chat else text_logprobs(known, self.offset)
+        if self.request.num_logprobs is not None:
+            entries = [one.logprob for one in self.tokens if one.logprob is not None]
+            logprobs = {"content": entries} if self.chat else text_logprobs(entries, self.offset)
         stopped = {} if self.stop_word is None else {"stop_reason": self.stop_word}
         return {"index": self.index, "finish_reason": self.finish_reason, "logprobs": logprobs, **stopped}
 
 
-class Answer:
-    """An answer on its way out: what has come of its texts so far, as OpenAI has it.
+class CompletionBuilder:
+    """A builder of OpenAI's completion, whole or in chunks.
 
     Args:
-        texts: how many texts it has.
-        index, begun: of the first that has begun.
-        ignored: names of fields of the request that are not known.
+        num_choices: sequences of the completion.
+        index, context: of the first sequence that has started.
+        ignored: unknown fields of the request.
     """
 
-    def __init__(self, request: AnyRequest, texts: int, index: int, begun: Begun, ignored: Sequence[str] = ()):
-        self.request, self.texts, self.begun, self.ignored = request, texts, begun, ignored
-        self.writings = {index: Writing(request, index, begun)}
-        self.tally = Tally.of(begun.prompt.served.gears)
+    def __init__(
+        self,
+        request: AnyRequest,
+        num_choices: int,
+        index: int,
+        context: GenerationContext,
+        ignored: Sequence[str] = (),
+    ):
+        self.request, self.num_choices, self.context, self.ignored = request, num_choices, context, ignored
+        self.choices = {index: ChoiceBuilder(request, index, context)}
+        self.tally = Tally.of(context.prompt.served.gears)
         chat = isinstance(request, ChatRequest)
-        self.streams_as = {"object": "chat.completion.chunk"} if chat else {}
+        self.chunk_head = {"object": "chat.completion.chunk"} if chat else {}
         self.head = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
             "object": "chat.completion" if chat else "text_completion",
             "created": int(time.time()),
-            "model": request.model or begun.model,
+            "model": request.model or context.model,
             "system_fingerprint": get_system_fingerprint(),
         }
 
-    def take(self, index: int, found: Any) -> Writing | None:
-        """Count what has come; of a token, the text that it belongs to."""
-        if isinstance(found, Begun):
-            self.writings[index] = Writing(self.request, index, found)
-        if not isinstance(found, Emitted):
+    def add(self, index: int, event: Any) -> ChoiceBuilder | None:
+        """Add an event; return the choice that a token belongs to, None for other events."""
+        if isinstance(event, GenerationContext):
+            self.choices[index] = ChoiceBuilder(self.request, index, event)
+        if not isinstance(event, GeneratedToken):
             return None
-        self.tally.add(found.seen)
-        self.writings[index].take(found)
-        return self.writings[index]
+        self.tally.add(event.response)
+        self.choices[index].add(event)
+        return self.choices[index]
 
     @property
     def usage(self) -> Usage:
-        """All tokens; a prompt of several texts counts once."""
-        prompts = [one.begun for one in self.writings.values() if one.index % self.request.choices == 0]
-        prompt, answer = sum(len(begun.prompt.tokens) for begun in prompts), self.tally.tokens
+        """Tokens of all choices; a prompt of several choices counts once."""
+        prompts = [one.context for one in self.choices.values() if one.index % self.request.choices == 0]
+        prompt, answer = sum(len(context.prompt.tokens) for context in prompts), self.tally.tokens
         return {
             "prompt_tokens": prompt,
             "completion_tokens": answer,
             "total_tokens": prompt + answer,
-            "prompt_tokens_details": {"cached_tokens": sum(begun.cached for begun in prompts)},
+            "prompt_tokens_details": {"cached_tokens": sum(context.cached for context in prompts)},
         }
 
     @property
     def report(self) -> dict[str, Any]:
-        """The `gearbx` of the answer: which gears wrote it, what they read, and what the mode adds."""
+        """The `gearbx` of the completion."""
         tally = self.tally
         return {
-            "mode": self.begun.mode.name,
+            "mode": self.context.mode.name,
             "gear_tokens": tally.gear_tokens,
             "passes": tally.passes,
             "shifts": tally.shifts,
             "mean_entropy_bits": tally.mean(tally.entropy_sum),
             "weight_bytes_per_token": tally.mean(tally.weight_bytes),
-            **self.begun.mode.summary(tally),
+            **self.context.mode.summary(tally),
             **({"ignored": self.ignored} if self.ignored else {}),
         }
 
-    async def whole(self, answers: AsyncIterator[tuple[int, Any]]) -> dict[str, Any]:
-        """Return the completion, once all of its tokens have come."""
-        async for index, found in answers:
-            self.take(index, found)
-        choices = [self.writings[index].whole() for index in range(self.texts)]
+    async def whole(self, events: AsyncIterator[tuple[int, Any]]) -> dict[str, Any]:
+        """Return the completion after all events."""
+        async for index, event in events:
+            self.add(index, event)
+        choices = [self.choices[index].whole() for index in range(self.num_choices)]
         return {**self.head, "choices": choices, "usage": self.usage, "gearbx": self.report}
 
-    async def chunks(self, answers: AsyncIterator[tuple[int, Any]]) -> AsyncIterator[dict[str, Any] | Progress]:
-        """Yield the chunks of a stream, each as soon as its text is certain; how far prompts are read between them."""
-        head, ended = self.head | self.streams_as, 0
-        seen = {"mode": self.begun.mode.name, "thresholds": self.begun.prompt.served.thresholds(self.begun.mode)}
-        async for index, found in answers:
-            writing = self.take(index, found)
-            if isinstance(found, Progress):
-                yield found
-            if writing is None or not writing.has_news:
+    async def chunks(self, events: AsyncIterator[tuple[int, Any]]) -> AsyncIterator[dict[str, Any] | PrefillProgress]:
+        """Yield chunks as soon as their text is final, and the progress of prefills."""
+        head, num_complete = self.head | self.chunk_head, 0
+        mode = self.context.mode
+        first = {"mode": mode.name, "thresholds": self.context.prompt.served.thresholds(mode)}
+        async for index, event in events:
+            choice = self.add(index, event)
+            if isinstance(event, PrefillProgress):
+                yield event
+            if choice is None or not choice.has_delta:
                 continue
-            ended += writing.ended
-            reported = {"tokens": token_reports(writing.emitted), **seen}
-            reported |= self.report if ended == self.texts else {}
-            yield {**head, "choices": [writing.piece()], "gearbx": reported}
-            seen = {}
+            num_complete += choice.is_complete
+            report = {"tokens": token_reports(choice.tokens), **first}
+            report |= self.report if num_complete == self.num_choices else {}
+            yield {**head, "choices": [choice.delta()], "gearbx": report}
+            first = {}
         if self.request.stream_options is not None and self.request.stream_options.include_usage:
             yield {**head, "choices": [], "usage": self.usage}
 
 
-def token_reports(emitted: Sequence[Emitted]) -> list[dict[str, Any]]:
-    """Return the `gearbx.tokens` of a chunk: of each its gear, who proposed it, entropy and rolling mean (bits)."""
+def token_reports(tokens: Sequence[GeneratedToken]) -> list[dict[str, Any]]:
+    """Return the `gearbx.tokens` of a chunk: gear, source, entropy and rolling mean entropy (bits) of each token."""
     return [
         {
-            "gear": one.seen.gear,
-            "source": one.seen.source,
-            "entropy": round(one.seen.entropy, 4),
-            "mean_entropy": round(one.seen.mean_entropy, 4),
+            "gear": one.response.gear,
+            "source": one.response.source,
+            "entropy": round(one.response.entropy, 4),
+            "mean_entropy": round(one.response.mean_entropy, 4),
         }
-        for one in emitted
+        for one in tokens
     ]
 
 
-def text_logprobs(known: Sequence[dict[str, Any]], offset: int) -> dict[str, Any]:
-    """Return tokens of a chat's list as text completions have them; `offset` characters came before them."""
+def text_logprobs(entries: Sequence[dict[str, Any]], offset: int) -> dict[str, Any]:
+    """Return a chat's log-probabilities in the format of text completions, after `offset` characters."""
     return {
-        "tokens": [own["token"] for own in known],
-        "token_logprobs": [own["logprob"] for own in known],
-        "top_logprobs": [{other["token"]: other["logprob"] for other in own["top_logprobs"]} for own in known],
-        "text_offset": list(accumulate((len(own["token"]) for own in known), initial=offset))[:-1],
+        "tokens": [own["token"] for own in entries],
+        "token_logprobs": [own["logprob"] for own in entries],
+        "top_logprobs": [{other["token"]: other["logprob"] for other in own["top_logprobs"]} for own in entries],
+        "text_offset": list(accumulate((len(own["token"]) for own in entries), initial=offset))[:-1],
     }
 
 
-# How an answer looks.
+# Dialects.
 
 Event = tuple[str | None, Any]
-"""Its name, if it has one, and its data."""
+"""Name (or None) and data of a server-sent event."""
 
 
 class Dialect:
-    """How a completion looks to its client: OpenAI's own. One object serves one answer."""
+    """OpenAI's own format of a completion, and the interface of other formats. One object serves one completion."""
 
     def whole(self, completion: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return what becomes of a whole completion."""
+        """Return the response for a whole completion."""
         return completion
 
     def begin(self, usage: Mapping[str, Any]) -> None:
-        """Take note of what is known before the first chunk of a stream: tokens of the prompt."""
+        """Start a stream; `usage` has the prompt's tokens."""
 
     def events(self, chunk: Mapping[str, Any]) -> Iterable[Event]:
-        """Return what becomes of a chunk of a stream."""
+        """Return the events for a chunk."""
         return [(None, chunk)]
 
     def last(self) -> Iterable[Event]:
-        """Return what ends a stream that is complete."""
+        """Return the last events of a complete stream."""
         return [(None, "[DONE]")]
 
     def failed(self, refused: Refused) -> Event:
-        """Return what ends a stream that failed."""
+        """Return the last event of a failed stream."""
         return None, refused.body()
 
 
 @dataclass
 class Block:
-    """A piece of an answer.
+    """A block of an answer; `call` is OpenAI's object of a tool call, whose `text` are its arguments."""
 
-    kind: "thinking", "text" or "call". place: among the blocks, from 0. call: of a tool, as OpenAI has it. text: so
-    far; of a call its arguments.
-    """
-
-    kind: str
+    kind: str  # thinking, text or call
     place: int
     call: Mapping[str, Any]
     text: str = ""
 
 
 class BlockDialect(Dialect):
-    """A dialect in which an answer is a row of blocks, of which one is open at a time.
+    """A dialect with an answer of blocks, of which one at a time is open.
 
-    A class of it says how the `answer` looks, and which events begin it (`opening`), open, continue and close a block
-    (`started`, `grown`, `ended`), and end it (`closing`).
+    Subclasses define the whole `answer` and the events that open the answer (`opening`), open, extend and close a
+    block (`started`, `grown`, `ended`), and close the answer (`closing`).
 
-    head: the first that came of the completion. choice: the one that says why the text ended. report: `gearbx`, without
-    its tokens.
+    Attributes:
+        head: the completion's first chunk.
+        choice: the choice with the finish reason.
+        report: `gearbx`, without tokens.
     """
 
     answer: Any
@@ -406,23 +407,23 @@ class BlockDialect(Dialect):
 
     def whole(self, completion: Mapping[str, Any]) -> Mapping[str, Any]:
         (choice,) = completion["choices"]
-        self.taken({**completion, "choices": [{**choice, "delta": choice["message"]}]})
+        self.add({**completion, "choices": [{**choice, "delta": choice["message"]}]})
         self.close()
         answer: Mapping[str, Any] = self.answer()
         return answer
 
     def events(self, chunk: Mapping[str, Any]) -> Iterable[Event]:
-        return self.named(self.taken(chunk))
+        return self.named(self.add(chunk))
 
     def last(self) -> Iterable[Event]:
         return self.named(self.close() + self.closing())
 
     def named(self, events: Iterable[dict[str, Any]]) -> list[Event]:
-        """Return events with their names, which are their types."""
+        """Return events with their types as names."""
         return [(event["type"], event) for event in events]
 
-    def taken(self, chunk: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the events for a chunk; its `gearbx.tokens` stand with the text that they brought."""
+    def add(self, chunk: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the events for a chunk; its `gearbx.tokens` are in those with text."""
         found: list[dict[str, Any]] = []
         self.usage = chunk.get("usage") or self.usage
         if not self.head:
@@ -432,16 +433,16 @@ class BlockDialect(Dialect):
         tokens = {"gearbx": {"tokens": gearbx.pop("tokens")}} if "tokens" in gearbx else {}
         for choice in chunk["choices"]:
             delta = choice["delta"]
-            written = self.more("thinking", delta.get("reasoning")) + self.more("text", delta.get("content"))
+            events = self.extend("thinking", delta.get("reasoning")) + self.extend("text", delta.get("content"))
             for call in delta.get("tool_calls") or ():
-                written += self.more("call", call["function"]["arguments"], call)
-            found += (event | tokens if "delta" in event else event for event in written)
+                events += self.extend("call", call["function"]["arguments"], call)
+            found += (event | tokens if "delta" in event else event for event in events)
             self.choice = choice if choice.get("finish_reason") else self.choice
         self.report |= gearbx
         return found
 
-    def more(self, kind: str, text: str | None, call: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
-        """Return the events for more text, which begins a block of its own where the open one is of another kind."""
+    def extend(self, kind: str, text: str | None, call: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+        """Return the events for new text; a different kind opens a new block."""
         if not text:
             return []
         found = []
@@ -461,7 +462,7 @@ class BlockDialect(Dialect):
 
 
 def event_text(event: Event) -> str:
-    """Return a server-sent event; text is sent as it is."""
+    """Return a server-sent event; string data is sent verbatim."""
     name, data = event
     text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, allow_nan=False)
     return f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n"

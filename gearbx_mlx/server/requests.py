@@ -1,4 +1,4 @@
-"""What a client may ask for: OpenAI's completions, mlx-lm's further fields, and `gearbx`. Typed and bounded."""
+"""Typed and bounded request bodies: OpenAI's completions with the fields of mlx-lm and `gearbx`."""
 
 import re
 from collections.abc import Mapping
@@ -15,17 +15,17 @@ from .bodies import AnyObject, ListOf, Part, parse
 from .grammar import ResponseFormat, function_name
 from .web import Refused
 
-DEFAULT_MODEL = "default_model"  # mlx-lm's name for the model that the server was started with
+DEFAULT_MODEL = "default_model"  # mlx-lm's name for the command line's model
 MAX_LOGPROBS, MAX_CHOICES = 20, 8
-MAX_TEXTS = 128  # of one request
+MAX_TEXTS = 128  # sequences per request
 MAX_TOOLS = 512
-ANOTHER = 0x9E3779B97F4A7C15  # between the seeds of two texts of one request
-LONGEST_CONTEXT = 2**31
+SEED_STEP = 0x9E3779B97F4A7C15  # between the seeds of a request's sequences
+MAX_CONTEXT = 2**31
 
 Whole = Annotated[int, Field(strict=True)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-Tokens = Annotated[Whole, Field(ge=1, le=LONGEST_CONTEXT)]
-Count = Annotated[Whole, Field(ge=0, le=LONGEST_CONTEXT)]
+Tokens = Annotated[Whole, Field(ge=1, le=MAX_CONTEXT)]
+Count = Annotated[Whole, Field(ge=0, le=MAX_CONTEXT)]
 Share = Annotated[Number, Field(ge=0, le=1)]
 Penalty = Annotated[Number, Field(ge=-100, le=100)]
 Bits = Annotated[Number, Field(ge=0, le=64)]
@@ -35,19 +35,19 @@ OnlyOne = Annotated[Whole, Field(ge=1, le=1)]
 
 
 def refuse_field(value: Any, field: ValidationInfo) -> Any:
-    """Raises ValueError for a field that would change the answer, and is not served."""
+    """Refuse a field that would change the answer but is not supported. Raises ValueError."""
     if value not in (None, False):
-        raise ValueError(f"{field.field_name} is not served; leave it out")
+        raise ValueError(f"{field.field_name} is not served; omit it")
     return value
 
 
 def check_biases(content: Any) -> Any:
-    """Return a logit_bias, which may be as large as the vocabulary. Raises ValueError for its first error alone."""
+    """Return a valid logit_bias. Raises ValueError for its first error only: it may have an entry per token."""
     for token, bias in content.items() if isinstance(content, dict) else ():
         if not re.fullmatch(DIGITS, token):
-            raise ValueError(f"logit_bias has the key {shown(token)}, which is not the number of a token")
+            raise ValueError(f"logit_bias: key is not a token's number, got {shown(token)}; use numbers")
         if type(bias) not in (int, float) or not -100 <= bias <= 100:
-            raise ValueError(f"logit_bias.{token} is {shown(bias)}; send a number from -100 to 100")
+            raise ValueError(f"logit_bias.{token}: out of range, got {shown(bias)}; use a number from -100 to 100")
     return content
 
 
@@ -63,7 +63,7 @@ Tools = Annotated[list[AnyObject], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class Options(Part, frozen=True):
-    """The request's own `gearbx`: a mode, the gear of mode static, thresholds in bits, and the gear that drafts."""
+    """The `gearbx` of a request: mode, gear of mode static, thresholds in bits, and draft gear."""
 
     mode: str | None = None
     gear: str | Whole | None = None
@@ -75,14 +75,14 @@ class Options(Part, frozen=True):
     def has_known_fields(cls, content: Any) -> Any:
         for name in content if isinstance(content, dict) else ():
             if name not in cls.model_fields:
-                raise ValueError(f"{shown(name)} is not known; {choose(name, cls.model_fields)}")
+                raise ValueError(f"unknown field {shown(name)}; {choose(name, cls.model_fields)}")
         return content
 
 
 class GearRequest(Part, frozen=True, extra="allow"):
-    """What any request may say of gears. `mode` and `gear` may stand beside `gearbx`, as `extra_body` sends them.
+    """Fields for gears in any request. The top-level `mode` and `gear` are for `extra_body` of OpenAI's client.
 
-    Fields that are not known are named in the answer.
+    The answer names unknown fields.
     """
 
     mode: str | None = None
@@ -95,7 +95,7 @@ class StreamOptions(Part, frozen=True):
 
 
 class BaseRequest(GearRequest, frozen=True):
-    """Fields that chat and text completions share. Others are ignored, unless the answer would be another with them."""
+    """Common fields of chat and text completions. Fields that would change the answer are refused, others ignored."""
 
     model: Name | None = None
     stream: StrictBool | None = None
@@ -126,26 +126,25 @@ class BaseRequest(GearRequest, frozen=True):
 
     @property
     def choices(self) -> int:
-        """How many texts of each prompt are wanted."""
+        """Number of choices per prompt."""
         return self.n or 1
 
-    def apart(self) -> list[Self]:
-        """Return a request for each text, in their order: with a seed, each text has one of its own."""
-        prompts = self.prompts()
-        texts = [one for one in prompts for _ in range(self.choices)]
-        if len(texts) > MAX_TEXTS:
-            raise Refused(400, f"{len(texts)} texts are asked for; ask for {MAX_TEXTS} at most", param="prompt")
+    def split(self) -> list[Self]:
+        """Return one request per sequence, in order; with a seed, each sequence has its own."""
+        parts = [one for one in self.per_prompt() for _ in range(self.choices)]
+        if len(parts) > MAX_TEXTS:
+            raise Refused(400, f"prompt: too many outputs, got {len(parts)}; use {MAX_TEXTS} at most", param="prompt")
         if self.seed is None:
-            return texts
-        return [one.model_copy(update={"seed": self.seed + place * ANOTHER}) for place, one in enumerate(texts)]
+            return parts
+        return [one.model_copy(update={"seed": self.seed + place * SEED_STEP}) for place, one in enumerate(parts)]
 
-    def prompts(self) -> list[Self]:
-        """Return a request for each prompt."""
+    def per_prompt(self) -> list[Self]:
+        """Return one request per prompt."""
         return [self]
 
     @property
-    def must_call(self) -> list[dict[str, Any]] | None:
-        """The tools, one of which has to be called; None: none has to. Raises GearbxError where it is missing."""
+    def required_tools(self) -> list[dict[str, Any]] | None:
+        """Tools of which one must be called; None if none must. Raises GearbxError for a missing tool."""
         return None
 
     @property
@@ -154,24 +153,24 @@ class BaseRequest(GearRequest, frozen=True):
 
     @property
     def options(self) -> Options:
-        """What is said of gears. Raises Refused for a mode or a gear that is said twice, in two ways."""
+        """The gear options. Raises Refused for contradictory values of a mode or gear."""
         own = self.gearbx or Options()
-        beside = {"mode": self.mode, "gear": self.gear}
-        for name, value in beside.items():
-            within = getattr(own, name)
-            if None not in (value, within) and value != within:
-                why = f"{name} is {shown(value)}, and gearbx.{name} is {shown(within)}; give one of them"
+        top_level = {"mode": self.mode, "gear": self.gear}
+        for name, value in top_level.items():
+            nested = getattr(own, name)
+            if None not in (value, nested) and value != nested:
+                why = f"{name} is {shown(value)}, and gearbx.{name} is {shown(nested)}; omit one of them"
                 raise Refused(400, why, param=name)
-        return own.model_copy(update={name: value for name, value in beside.items() if value is not None})
+        return own.model_copy(update={name: value for name, value in top_level.items() if value is not None})
 
     @property
-    def most_tokens(self) -> int | None:
-        """The most tokens of the answer; None: the server's default."""
+    def max_answer_tokens(self) -> int | None:
+        """Maximum tokens of the answer; None: the server's default."""
         return self.max_tokens
 
 
 class ChatTurn(Part, frozen=True, extra="allow"):
-    """What is checked of a message; the chat template gets all of it."""
+    """Validated fields of a message; the chat template gets all fields."""
 
     role: Annotated[str, Field(min_length=1, max_length=100)]
     content: str | ListOf[AnyObject] | None = None
@@ -188,9 +187,9 @@ class NamedTool(Part, frozen=True):
 
 
 class ChatRequest(BaseRequest, frozen=True):
-    """The body of /v1/chat/completions.
+    """Body of /v1/chat/completions.
 
-    tool_choice: "none" hides the tools; "required" and a tool's name have a grammar make the model call.
+    `tool_choice` "none" hides the tools; "required" and a tool's name force a call with a grammar.
     """
 
     messages: Annotated[ListOf[ChatTurn], Field(min_length=1)]
@@ -202,35 +201,35 @@ class ChatRequest(BaseRequest, frozen=True):
     chat_template_kwargs: AnyObject | None = None
 
     @property
-    def most_tokens(self) -> int | None:
+    def max_answer_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
     @property
-    def typed(self) -> str:
-        """What the user typed last, which chooses the first gear of mode route."""
+    def routing_text(self) -> str:
+        """The user's last message, which selects the initial gear of mode route."""
         last = next((message.content for message in reversed(self.messages) if message.role == "user"), None)
         if isinstance(last, list):
             return " ".join(str(part.get("text", "")) for part in last)
         return last or ""
 
     @property
-    def alternatives(self) -> int | None:
-        """How many of the likeliest tokens are wanted beside each; None: no log-probabilities are."""
-        wanted = max(0, self.top_logprobs or 0, 0 if self.logprobs is True else int(self.logprobs or 0))
-        return wanted if self.logprobs or wanted else None
+    def num_logprobs(self) -> int | None:
+        """Number of alternatives per token; None: no log-probabilities."""
+        count = max(0, self.top_logprobs or 0, 0 if self.logprobs is True else int(self.logprobs or 0))
+        return count if self.logprobs or count else None
 
     @property
-    def shown_tools(self) -> list[dict[str, Any]] | None:
-        """The tools that the prompt names; None: none."""
-        return (self.tools or None) if self.takes_calls else None
+    def prompt_tools(self) -> list[dict[str, Any]] | None:
+        """Tools in the prompt, or None."""
+        return (self.tools or None) if self.allows_calls else None
 
     @property
-    def takes_calls(self) -> bool:
-        """True if an answer may have calls of tools; else they are text."""
+    def allows_calls(self) -> bool:
+        """True if the answer may have tool calls; else they are text."""
         return self.tool_choice != "none"
 
     @property
-    def must_call(self) -> list[dict[str, Any]] | None:
+    def required_tools(self) -> list[dict[str, Any]] | None:
         if self.tool_choice in (None, "none", "auto"):
             return None
         tools = self.tools or []
@@ -238,110 +237,112 @@ class ChatRequest(BaseRequest, frozen=True):
             name = self.tool_choice.function.name
             tools = [tool for tool in tools if function_name(tool) == name]
         if not tools:
-            raise GearbxError("tool_choice: the tool that has to be called is not among the tools; give it there")
+            raise GearbxError("tool_choice: not among the tools; use one of them")
         return tools
 
 
 class TextRequest(BaseRequest, frozen=True):
-    """The body of /v1/completions: a prompt as text or as tokens, or a list of prompts."""
+    """Body of /v1/completions: a prompt as text or tokens, or a list of prompts."""
 
-    shown_tools: ClassVar[None] = None  # such a text calls no tools
-    takes_calls: ClassVar[bool] = False
+    prompt_tools: ClassVar[None] = None  # text completions call no tools
+    allows_calls: ClassVar[bool] = False
 
     prompt: str | TokenList | Prompts
     logprobs: Logprobs | None = None
     echo: NotServed = None
 
-    def prompts(self) -> list[Self]:
+    def per_prompt(self) -> list[Self]:
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self]
         return [self.model_copy(update={"prompt": prompt}) for prompt in self.prompt]
 
     @property
-    def typed(self) -> str:
-        """The prompt, where it is text; else nothing. It chooses the first gear of mode route."""
+    def routing_text(self) -> str:
+        """A text prompt, which selects the initial gear of mode route; "" for tokens."""
         return self.prompt if isinstance(self.prompt, str) else ""
 
     @property
     def tokens(self) -> list[int]:
-        """The prompt, where it is tokens."""
+        """A prompt of tokens; empty for text."""
         return [] if isinstance(self.prompt, str) else [token for token in self.prompt if isinstance(token, int)]
 
     @property
-    def alternatives(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         return None if self.logprobs is None or self.logprobs is False else int(self.logprobs)
 
 
 AnyRequest = ChatRequest | TextRequest
 
-# Requests of other APIs, as chat completions.
+# Chat completions for requests of other APIs.
 
-AS_IN_CHAT = {"model", "max_tokens", "stream", "temperature", "top_p", "top_k", "mode", "gear", "gearbx"}
+COMMON_FIELDS = {"model", "max_tokens", "stream", "temperature", "top_p", "top_k", "mode", "gear", "gearbx"}
 
 
 def as_chat(
     request: BaseModel,
     messages: list[dict[str, Any]],
     functions: list[dict[str, Any]],
-    thinks: bool | None,
-    **further: Any,
+    thinking: bool | None,
+    **fields: Any,
 ) -> ChatRequest:
-    """Return the chat completion that answers a request of another API.
+    """Return the chat completion for a request of a different API.
 
     Args:
-        functions: that may be called.
-        thinks: whether a model that can think before it answers does so; None: as its template has it.
-        further: other fields; what is None is left out.
+        functions: available tools.
+        thinking: enables thinking; None: the template's default.
+        fields: more fields; None omits one.
 
     Raises:
-        Refused: what a chat completion cannot be.
+        Refused: an invalid chat completion.
     """
-    body = request.model_dump(include=AS_IN_CHAT, exclude_none=True, exclude_unset=True) | {"messages": messages}
+    body = request.model_dump(include=COMMON_FIELDS, exclude_none=True, exclude_unset=True) | {"messages": messages}
     if body.get("stream"):
         body["stream_options"] = {"include_usage": True}
     if functions:
         body["tools"] = [{"type": "function", "function": function} for function in functions]
-    if thinks is not None:
-        body["chat_template_kwargs"] = {"enable_thinking": thinks}
-    return parse(ChatRequest, body | {name: value for name, value in further.items() if value is not None})
+    if thinking is not None:
+        body["chat_template_kwargs"] = {"enable_thinking": thinking}
+    return parse(ChatRequest, body | {name: value for name, value in fields.items() if value is not None})
 
 
 def named_tool(name: str | None) -> dict[str, Any]:
-    """Return the `tool_choice` of a chat completion that has to call this function."""
+    """Return the `tool_choice` that forces a call of a function."""
     return {"type": "function", "function": {"name": name}}
 
 
 def tool_call(identity: str, name: str, arguments: str) -> dict[str, Any]:
-    """Return a call in a chat message; its arguments are JSON as text."""
+    """Return a tool call of a chat message; `arguments` is a JSON text."""
     return {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
+JSON_NAMES = {str: "a string", dict: "an object"}
 Kinds = Mapping[str, Mapping[str, Any]]
-"""By the type of a block the fields that it needs: with a type of Python, or the kinds of blocks in it."""
+"""Required fields of a block by its type, each with a Python type or the kinds of nested blocks."""
 
 
 def check_block(block: Any, kinds: Kinds) -> dict[str, Any]:
-    """Return a block that has what its `type` needs; text may stand for blocks in it. Raises ValueError for another."""
+    """Return a block with all required fields; a text may replace nested blocks. Raises ValueError."""
     kind = block.get("type") if isinstance(block, dict) else None
     if not isinstance(kind, str) or kind not in kinds:
-        raise ValueError(f"a block has the type {shown(kind)}; {choose(kind, kinds)}")
-    for name, wanted in kinds[kind].items():
-        value, nested = block.get(name), isinstance(wanted, Mapping)
+        raise ValueError(f"unknown block type {shown(kind)}; {choose(kind, kinds)}")
+    for name, expected in kinds[kind].items():
+        value, nested = block.get(name), isinstance(expected, Mapping)
         if nested and isinstance(value, list):
             for part in value:
-                check_block(part, wanted)
-        elif not isinstance(value, str | NoneType if nested else wanted):
-            raise ValueError(f"{name} of what has the type {kind} is {shown(value)}; mend it")
+                check_block(part, expected)
+        elif not isinstance(value, str | NoneType if nested else expected):
+            names = "text or a list of blocks" if nested else JSON_NAMES[expected]
+            raise ValueError(f"{name} of a {kind} block: wrong type, got {shown(value)}; use {names}")
     return dict(block)
 
 
 def of_kind(kinds: Kinds) -> AfterValidator:
-    """Check a field's value as `check_block` does."""
+    """Return a pydantic validator that calls `check_block`."""
     return AfterValidator(partial(check_block, kinds=kinds))
 
 
 def chat_content(content: str | list[Any] | None) -> str | list[dict[str, Any]]:
-    """Return the content of a chat message; text alone as text, since not every chat template takes parts."""
+    """Return the content of a chat message; text parts become one text, because some chat templates take no parts."""
     if not isinstance(content, list):
         return content or ""
     if all("text" in part["type"] for part in content):
@@ -355,7 +356,7 @@ def chat_content(content: str | list[Any] | None) -> str | list[dict[str, Any]]:
 
 
 def url_of(image: dict[str, Any]) -> str:
-    """Return the URL of an image, which Anthropic's clients may send as a source of data."""
+    """Return the URL of an image; Anthropic's clients may send base64 data."""
     source = image.get("source", {})
     data = f"data:{source.get('media_type')};base64,{source.get('data')}"
     return str(image.get("image_url") or source.get("url") or data)

@@ -1,11 +1,8 @@
-"""What every server here has in common: who may come in, how much of what they send is read, and how errors look.
+"""HTTP layer of every server here: access control, limits on bodies, error objects, the page, and uvicorn in a thread.
 
-The applications are FastAPI's. `Gatekeeper` stands in front of one: it turns foreign pages away, asks for the key,
-holds a body that is not too large, gives a request up when its client leaves, and answers with an error object where
-the application raises. What is wrong with a request gets a status of 4xx, and the server goes on; nothing that a client
-wrote reaches the log unescaped.
-
-`Server` has the socket and uvicorn, in a thread of its own, and no more patience with clients than is good for it.
+The applications are FastAPI's. `Gatekeeper` wraps one: it refuses foreign pages, requires the key, limits bodies,
+cancels requests of clients that disconnect, and answers exceptions with error objects. A wrong request gets a 4xx
+status, and the log escapes all text of clients.
 """
 
 import asyncio
@@ -43,64 +40,26 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..errors import GearbxError, escaped, one_line
 
-PATIENCE = 30.0  # seconds that a client has to send its request
-SILENCE = 1.0  # seconds without a byte of a refused body, after which its connection closes
-LARGEST_BODY = 2**24  # bytes
-SMALL_BODY = 2**16  # bytes; as many of these as there are connections fit into memory
-MAX_BODIES = 4  # largest bodies that are held at once
-MAX_THREADS = 2  # that work on requests before they are computed
-LONGEST_JUDGED = 2**16  # characters of a prompt that choose its gear or its model
-MAX_HEADERS, LONGEST_PATH = 100, 2**16
-LOG_FIELDS = "gearbx.told"  # of a request's scope: what a route knows of its answer, for the log
+REQUEST_TIMEOUT = 30.0  # seconds for a client to send its request
+DRAIN_TIMEOUT = 1.0  # seconds without a byte of a refused body, after which its connection closes
+MAX_BODY_BYTES = 2**24
+SMALL_BODY_BYTES = 2**16  # one such body per connection fits into memory
+MAX_BODIES = 4  # largest bodies in memory at once
+MAX_THREADS = 2  # threads that validate and tokenize requests
+MAX_ROUTING_CHARS = 2**16  # characters of a prompt that select its gear or model
+MAX_HEADERS, MAX_PATH_BYTES = 100, 2**16
+LOG_FIELDS = "gearbx.log_fields"  # key in a request's scope: fields that a route adds to the log line
 PLAIN = re.compile(r"[\w.,:-]+", re.ASCII)
 INLINE = re.compile(rb"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 log = logging.getLogger("gearbx_mlx.server")
 
 
-@dataclass(frozen=True)
-class Guard:
-    """Who may come in.
-
-    api_key: that requests must bring; None: none. allowed_origins: of pages beside the server's own, "*": any.
-    largest_body: bytes; None: as many as the server's models have a use for. patience: seconds that a client has to
-    send its request. host: on which the server listens. allowed_hosts: further names by which requests may reach it.
-    """
-
-    api_key: str | None = None
-    allowed_origins: tuple[str, ...] = ()
-    largest_body: int | None = None
-    patience: float = PATIENCE
-    host: str = "127.0.0.1"
-    allowed_hosts: tuple[str, ...] = ()
-
-    def check_page(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Raises Refused for a request by a name that is not the server's, or of a page of another origin.
-
-        A browser sends every page's requests, and says which page it was. A page that has its own name lead to this
-        machine (DNS rebinding) has the server's origin, so names are checked too.
-        """
-        given = [(name, value.decode("latin-1").lower()) for name, value in headers]
-        hosts = [value for name, value in given if name == b"host"]
-        for host in hosts:
-            if not self.is_reached_by(host_name(host)):
-                why = f"this server is not reached as {host[:200]!a}; start it with --allowed-hosts to allow that"
-                raise Refused(403, why, code="host_not_allowed")
-        own = [f"{scheme}://{host}" for host in hosts for scheme in ("http", "https")]
-        for origin in (value for name, value in given if name == b"origin"):
-            if origin not in own and not {"*", origin} & set(self.allowed_origins):
-                why = f"pages of {origin[:200]!a} may not ask; start the server with --allowed-origins to allow that"
-                raise Refused(403, why, code="origin_not_allowed")
-
-    def is_reached_by(self, name: str) -> bool:
-        """Return whether a request may name the server so; beyond loopback by any address: rebinding needs a name."""
-        if is_loopback(name) or name in (self.host.lower(), *self.allowed_hosts):
-            return True
-        return address_of(name) is not None and not is_loopback(self.host)
+# Access.
 
 
 def address_of(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Return the address that a host's name is; None where it is a word."""
+    """Return the IP address that a host name spells; None for a domain name."""
     try:
         return ipaddress.ip_address(name)
     except ValueError:
@@ -108,23 +67,72 @@ def address_of(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | Non
 
 
 def is_loopback(name: str) -> bool:
-    """Tell whether only this machine is meant."""
+    """Return whether a host name means only this machine."""
     address = address_of(name)
     return name == "localhost" if address is None else address.is_loopback
 
 
 def host_name(host: str) -> str:
-    """Return the host in a header or a URL's authority, without its port; "" where it is none."""
+    """Return the host of a header or URL authority, without port; "" if invalid."""
     try:
         return (urlsplit(f"//{host}").hostname or "").rstrip(".")
     except ValueError:
         return ""
 
 
+@dataclass(frozen=True)
+class Guard:
+    """Access rules of a server.
+
+    Starlette's TrustedHostMiddleware knows neither IPv6 nor address ranges, and its CORSMiddleware refuses no request.
+    """
+
+    api_key: str | None = None  # None: no key is required
+    allowed_origins: tuple[str, ...] = ()  # of pages besides the server's own; "*": all
+    max_body: int | None = None  # bytes; None: as the server's models require
+    request_timeout: float = REQUEST_TIMEOUT
+    host: str = "127.0.0.1"  # host name or address that the server listens on
+    allowed_hosts: tuple[str, ...] = ()  # additional names of the server in requests
+
+    def check_page(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Validate the Host and Origin headers.
+
+        A browser sends requests of any page, with the page's origin. A page whose own name resolves to this machine
+        (DNS rebinding) has the server's origin, so host names are checked too.
+
+        Raises:
+            Refused: a host name that is not the server's, or a page of a foreign origin.
+        """
+        values = [(name, value.decode("latin-1").lower()) for name, value in headers]
+        hosts = [value for name, value in values if name == b"host"]
+        for host in hosts:
+            if not self.is_own_name(host_name(host)):
+                why = f"Host: not a name of this server, got {host[:200]!a}; use --allowed-hosts to allow it"
+                raise Refused(403, why, code="host_not_allowed")
+        own = [f"{scheme}://{host}" for host in hosts for scheme in ("http", "https")]
+        for origin in (value for name, value in values if name == b"origin"):
+            if origin not in own and not {"*", origin} & set(self.allowed_origins):
+                why = f"Origin: foreign page, got {origin[:200]!a}; use --allowed-origins to allow it"
+                raise Refused(403, why, code="origin_not_allowed")
+
+    def is_own_name(self, name: str) -> bool:
+        """Return whether a Host header may have this name. Beyond loopback, any address: rebinding needs a name."""
+        if is_loopback(name) or name in (self.host.lower(), *self.allowed_hosts):
+            return True
+        return address_of(name) is not None and not is_loopback(self.host)
+
+
+# Errors.
+
+
 class Refused(HTTPException):
     """A request that is answered with an error object.
 
-    status: of HTTP. message: one line. kind, code: OpenAI's type and code of the error. param: the field that is wrong.
+    Args:
+        status: HTTP status.
+        message: one line.
+        kind, code: type and code of OpenAI's error object.
+        param: the wrong field.
     """
 
     def __init__(
@@ -139,50 +147,45 @@ class Refused(HTTPException):
         self.message, self.kind, self.param, self.code = message, kind, param, code
 
     def body(self) -> dict[str, Any]:
-        """OpenAI's error object."""
+        """Return OpenAI's error object."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
 
 def refusal(error: BaseException) -> Refused:
-    """Return what a client gets to know of an error: a mistake of its own in full, others by their kind alone."""
+    """Return a client's view of an error: its own mistakes in full, only the type of all others."""
     if isinstance(error, Refused):
         return error
-    if isinstance(error, RequestValidationError):  # only of a body without a byte: BodyRoute has read all others
-        return Refused(400, "the body is not a JSON object")
-    if isinstance(error, HTTPException):  # of the router
-        return Refused(error.status_code, f"{error.detail}: nothing is served in this way here", code="not_found")
+    if isinstance(error, RequestValidationError):  # only for an empty body: BodyRoute parses all others
+        return Refused(400, "body: not a JSON object; use one")
+    if isinstance(error, HTTPException):  # from the router
+        return Refused(error.status_code, f"{error.detail}: no such route", code="not_found")
     if isinstance(error, GearbxError):
         return Refused(400, one_line(error))
     log.error("%s: %s", type(error).__name__, escaped(one_line(error)), exc_info=log.isEnabledFor(logging.DEBUG))
-    return Refused(500, f"the server failed ({type(error).__name__}); its log says why", "server_error")
+    return Refused(500, f"the server failed ({type(error).__name__}); see its log", "server_error")
 
 
 # From the socket to the routes.
 
 
 class RequestLimits(NamedTuple):
-    """Bytes of a body, and values in it, that requests to the server have a use for."""
+    """Maximum bytes of a body, and maximum values in it."""
 
-    body: int = LARGEST_BODY
+    body: int = MAX_BODY_BYTES
     values: int = 2**18
 
 
 @dataclass
 class Gatekeeper:
-    """An application behind its guard.
-
-    public: paths that need no key. error_object: the body of an error, by the request's path. answered: called with the
-    path and the status of every answer. limits: of a request that comes now. held: bytes of the bodies that are larger
-    than SMALL_BODY, of all requests that have no answer yet.
-    """
+    """ASGI middleware that applies a guard."""
 
     app: ASGIApp
     guard: Guard
-    public: Collection[str]
-    error_object: Callable[[str, Refused], Mapping[str, Any]]
-    answered: Callable[[str, int], None]
+    public: Collection[str]  # paths that need no key
+    error_object: Callable[[str, Refused], Mapping[str, Any]]  # body of an error response, by the request's path
+    answered: Callable[[str, int], None]  # called with path and status of every response
     limits: Callable[[], RequestLimits] = RequestLimits
-    held: int = 0
+    held: int = 0  # bytes of all bodies above SMALL_BODY_BYTES whose requests have no response yet
 
     def __post_init__(self) -> None:
         self.inside = CORSMiddleware(
@@ -197,78 +200,78 @@ class Gatekeeper:
             self.answered(scope["path"], refused.status_code)
             log_answer(scope, refused.status_code, {})
             answer = self.response(scope, refused)
-            send = closing(send, receive) if scope["method"] == "POST" else send
+            send = draining(send, receive) if scope["method"] == "POST" else send
         await answer(scope, receive, send)
 
     def response(self, scope: Scope, refused: Refused) -> Response:
         return JSONResponse(self.error_object(scope["path"], refused), refused.status_code)
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request that no foreign page has sent, and log it when the answer has ended."""
-        status, whole, since = 0, False, time.perf_counter()
+        """Answer a request that passed the page check, and log it at its end."""
+        status, is_complete, start = 0, False, time.perf_counter()
         is_read = scope["method"] != "POST"
-        scope[LOG_FIELDS] = told = dict[str, Any]()
+        scope[LOG_FIELDS] = log_fields = dict[str, Any]()
 
         async def sending(message: Message) -> None:
-            nonlocal status, whole
+            nonlocal status, is_complete
             if message["type"] == "http.response.start":
                 status = message["status"]
                 self.answered(scope["path"], status)
             else:
-                whole = not message.get("more_body", False)
+                is_complete = not message.get("more_body", False)
             await send(message)
 
         try:
-            with self.holding(self.length(scope)):
+            with self.holding(self.checked_length(scope)):
                 body = await Request(scope, receive).body() if scope["method"] == "POST" else b""
                 is_read = True
-                await unless_left(lambda: self.app(scope, replayed(body), sending), receive)
+                await until_disconnect(lambda: self.app(scope, replayed(body), sending), receive)
         except ClientDisconnect:
             pass
         except Exception as error:
-            said = self.response(scope, refusal(error))
-            traceback.clear_frames(error.__traceback__)  # which hold the body until Python looks for circles
+            response = self.response(scope, refusal(error))
+            traceback.clear_frames(error.__traceback__)  # frames keep the body until a garbage collection
             if not status:
-                await said(scope, receive, sending if is_read else closing(sending, receive))
+                await response(scope, receive, sending if is_read else draining(sending, receive))
         finally:
-            seconds = f"{time.perf_counter() - since:.3f}"
-            log_answer(scope, status, {"seconds": seconds, **told, **({} if whole else {"left": "early"})})
+            seconds = f"{time.perf_counter() - start:.3f}"
+            log_answer(scope, status, {"seconds": seconds, **log_fields, **({} if is_complete else {"left": "early"})})
 
-    def length(self, scope: Scope) -> int:
-        """Return how many bytes the body of a request has. Raises Refused for a request that may not come in."""
+    def checked_length(self, scope: Scope) -> int:
+        """Return the body's length in bytes. Raises Refused for requests that the headers disqualify."""
         headers = dict(scope["headers"])
         if len(scope["headers"]) > MAX_HEADERS:
-            raise Refused(431, f"the request has more than {MAX_HEADERS} headers")
-        if len(scope["raw_path"]) > LONGEST_PATH:
-            raise Refused(414, f"the path has more than {LONGEST_PATH} bytes")
-        scope["query_string"] = b""  # no route has a use for it
+            raise Refused(431, f"headers: more than {MAX_HEADERS}; omit some")
+        if len(scope["raw_path"]) > MAX_PATH_BYTES:
+            raise Refused(414, f"path: more than {MAX_PATH_BYTES} bytes; use a shorter one")
+        scope["query_string"] = b""  # no route reads it
         if scope["path"] not in self.public:
             self.check_key(headers)
         if scope["method"] != "POST":
             return 0
         length = headers.get(b"content-length", b"")
-        if not length or b"transfer-encoding" in headers:  # whose chunks may be more than the length says
-            raise Refused(411, "the request has no Content-Length, or has a Transfer-Encoding; send the length alone")
+        if not length or b"transfer-encoding" in headers:  # chunks may exceed the announced length
+            raise Refused(411, "Content-Length: missing, or beside a Transfer-Encoding; use it alone")
         if headers.get(b"content-encoding", b"identity").lower() != b"identity":
-            raise Refused(415, "the body is compressed; send it as it is, without Content-Encoding")
+            raise Refused(415, "Content-Encoding: the body is compressed; omit the encoding")
         if len(length) > 18:
-            raise Refused(400, "Content-Length is not a number of bytes")
-        if int(length) > (largest := self.largest_body):
-            raise Refused(413, f"the body has {int(length)} bytes; send {largest} at most")
+            raise Refused(400, "Content-Length: not a number of bytes; use one")
+        if int(length) > (max_body := self.max_body):
+            raise Refused(413, f"body: at most {max_body} bytes, got {int(length)}; use a shorter one")
         kept = [header for header in scope["headers"] if header[0] != b"content-type"]
-        scope["headers"] = [*kept, (b"content-type", b"application/json")]  # whatever the client calls it
+        scope["headers"] = [*kept, (b"content-type", b"application/json")]  # regardless of the client's type
         return int(length)
 
     @property
-    def largest_body(self) -> int:
-        return self.guard.largest_body or self.limits().body
+    def max_body(self) -> int:
+        return self.guard.max_body or self.limits().body
 
     @contextmanager
     def holding(self, size: int) -> Iterator[None]:
-        """Hold a body. Raises Refused where those that are held need too much memory; small ones never do."""
-        size = size if size > SMALL_BODY else 0
-        if size and self.held + size > MAX_BODIES * self.largest_body:
-            why = f"{self.held} bytes of other requests have no answer yet; ask again later"
+        """Count a body as held. Raises Refused if held bodies exceed the memory for them; small ones never do."""
+        size = size if size > SMALL_BODY_BYTES else 0
+        if size and self.held + size > MAX_BODIES * self.max_body:
+            why = f"the server holds {self.held} bytes of pending requests; use it again later"
             raise Refused(503, why, "server_error", code="overloaded")
         self.held += size
         try:
@@ -277,29 +280,30 @@ class Gatekeeper:
             self.held -= size
 
     def check_key(self, headers: dict[bytes, bytes]) -> None:
-        """Raises Refused without the key: `Authorization: Bearer KEY`, or `x-api-key: KEY`."""
+        """Validate the key: `Authorization: Bearer KEY` or `x-api-key: KEY`. Raises Refused."""
         if self.guard.api_key is None:
             return
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         key = given if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
         if not hmac.compare_digest(key.strip(b" \t"), self.guard.api_key.encode("utf-8", "surrogateescape")):
-            raise Refused(401, "no API key, or a wrong one", "authentication_error", code="invalid_api_key")
+            why = "API key: missing or wrong; pass the server's"
+            raise Refused(401, why, "authentication_error", code="invalid_api_key")
 
 
-def log_answer(scope: Scope, status: int, told: Mapping[str, Any]) -> None:
-    """Write the line of an answer into the log: who asked for what, and what is known of the answer."""
+def log_answer(scope: Scope, status: int, log_fields: Mapping[str, Any]) -> None:
+    """Log a response: client, request, status and fields."""
     client = (scope.get("client") or ("?",))[0]
-    more = "".join(f" {name}={quoted(str(value))}" for name, value in told.items())
+    more = "".join(f" {name}={quoted(str(value))}" for name, value in log_fields.items())
     log.info('%s "%s %s" %d%s', client, escaped(scope["method"]), escaped(scope["path"]), status, more)
 
 
 def quoted(value: str) -> str:
-    """Return a value for a line of the log: a word as it is, anything else in quotes, which nobody takes for fields."""
+    """Return a value for a log line: a plain word unchanged, else as a JSON string, so that it forms no other field."""
     return value if PLAIN.fullmatch(value) else json.dumps(value)
 
 
 def replayed(body: bytes) -> Receive:
-    """Return the `receive` of an application: the body; that the client leaves is noticed elsewhere."""
+    """Return a `receive` that delivers a body; `until_disconnect` watches for disconnects."""
     messages = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Message:
@@ -310,11 +314,11 @@ def replayed(body: bytes) -> Receive:
     return receive
 
 
-def closing(send: Send, receive: Receive) -> Send:
-    """Return the `send` for a request whose body is not read: its connection cannot be used again, and closes.
+def draining(send: Send, receive: Receive) -> Send:
+    """Return a `send` for a request with an unread body; its connection closes after the response.
 
-    The client has the response at once. The rest of the body is then dropped for as long as it comes, up to the
-    server's patience: closing a socket with unread bytes would reset the connection and could destroy the response.
+    The client gets the response at once. The rest of the body is then dropped as long as it arrives, up to the request
+    timeout: closing a socket with unread bytes would reset the connection and could destroy the response.
     """
 
     async def sending(message: Message) -> None:
@@ -325,7 +329,7 @@ def closing(send: Send, receive: Receive) -> Send:
             with suppress(TimeoutError):
                 more = True
                 while more:
-                    with anyio.fail_after(SILENCE):
+                    with anyio.fail_after(DRAIN_TIMEOUT):
                         more = (await receive()).get("more_body", False)
             message = {**message, "body": b""}
         await send(message)
@@ -333,9 +337,9 @@ def closing(send: Send, receive: Receive) -> Send:
     return sending
 
 
-async def unless_left(answer: Callable[[], Awaitable[None]], receive: Receive) -> None:
-    """Answer a request; where the client leaves before its end, the answer is cancelled."""
-    failed: Exception | None = None
+async def until_disconnect(answer: Callable[[], Awaitable[None]], receive: Receive) -> None:
+    """Answer a request, and cancel the answer if the client disconnects."""
+    failure: Exception | None = None
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -346,31 +350,31 @@ async def unless_left(answer: Callable[[], Awaitable[None]], receive: Receive) -
         tasks.start_soon(watch)
         try:
             await answer()
-        except Exception as error:  # which a task group would put into a group of errors
-            failed = error
+        except Exception as error:  # a task group would wrap it in an ExceptionGroup
+            failure = error
         tasks.cancel_scope.cancel()
-    if failed is not None:
-        raise failed
+    if failure is not None:
+        raise failure
 
 
 def stopping() -> Refused:
     return Refused(503, "the server is stopping", "server_error")
 
 
-class Stop:
-    """The end of a server, of which all answers that are in the making hear at once."""
+class Shutdown:
+    """The end of a server, as an event that interrupts all pending answers."""
 
     def __init__(self) -> None:
-        self.is_near = False
+        self.is_set = False
         self.loop: asyncio.AbstractEventLoop | None = None
         self.waits = set[anyio.CancelScope]()
 
     @contextmanager
-    def heeded(self) -> Iterator[None]:
-        """Wait inside for a part of an answer. Raises Refused where the server stops before it comes."""
+    def interrupting(self) -> Iterator[None]:
+        """Wait in this context for a part of an answer. Raises Refused if the server stops first."""
         self.loop = asyncio.get_running_loop()
         with anyio.CancelScope() as wait:
-            if self.is_near:
+            if self.is_set:
                 wait.cancel()
             self.waits.add(wait)
             try:
@@ -380,20 +384,20 @@ class Stop:
         if wait.cancelled_caught:
             raise stopping()
 
-    def announce(self) -> None:
-        """End all waits, in any thread, and those that begin later."""
-        self.is_near = True
+    def set(self) -> None:
+        """Cancel all present and future waits, from any thread."""
+        self.is_set = True
         if self.loop is not None:
-            with suppress(RuntimeError):  # the loop has ended, and nothing waits
-                self.loop.call_soon_threadsafe(self.end_waits)
+            with suppress(RuntimeError):  # the loop is closed, so no wait is left
+                self.loop.call_soon_threadsafe(self.cancel_waits)
 
-    def end_waits(self) -> None:
+    def cancel_waits(self) -> None:
         for wait in self.waits:
             wait.cancel()
 
 
 def raise_error(request: Request, error: Exception) -> Response:
-    """Let `Gatekeeper` answer errors."""
+    """Pass an error on to `Gatekeeper`."""
     raise error
 
 
@@ -404,11 +408,11 @@ def application(
     error_object: Callable[[str, Refused], Mapping[str, Any]] = lambda path, refused: refused.body(),
     answered: Callable[[str, int], None] = lambda path, status: None,
     limits: Callable[[], RequestLimits] = RequestLimits,
-    **about: Any,
+    **metadata: Any,
 ) -> FastAPI:
-    """Return the application of these routes; arguments as for `Gatekeeper`, and `about` as for FastAPI."""
-    app = FastAPI(docs_url=None, redoc_url=None, redirect_slashes=False, **about)
-    app.state.stop, app.state.limits, app.state.threads = Stop(), limits, anyio.CapacityLimiter(MAX_THREADS)
+    """Return the application of a router; arguments as for `Gatekeeper`, and `metadata` as for FastAPI."""
+    app = FastAPI(docs_url=None, redoc_url=None, redirect_slashes=False, **metadata)
+    app.state.shutdown, app.state.limits, app.state.threads = Shutdown(), limits, anyio.CapacityLimiter(MAX_THREADS)
     app.include_router(router)
     for kind in (HTTPException, RequestValidationError):
         app.add_exception_handler(kind, raise_error)
@@ -418,37 +422,37 @@ def application(
 
 
 def event_stream(events: AsyncIterable[str | bytes]) -> StreamingResponse:
-    """Return an answer of server-sent events, each sent at once."""
+    """Return a response of server-sent events, each sent at once."""
     headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
     return StreamingResponse(events, headers=headers)
 
 
-def also(media_type: str, schema: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
-    """Return what the description says of an answer that is not JSON."""
+def response_schema(media_type: str, schema: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
+    """Return the OpenAPI description of a response that is not JSON."""
     return {200: {"content": {media_type: {"schema": schema}}}}
 
 
 # The page.
 
-front = APIRouter()
+page_router = APIRouter()
 
 
-@front.head("/", include_in_schema=False)
-@front.get("/", response_class=Response, responses=also("text/html", {"type": "string"}))
-async def show_the_page() -> Response:
+@page_router.head("/", include_in_schema=False)
+@page_router.get("/", response_class=Response, responses=response_schema("text/html", {"type": "string"}))
+async def show_page() -> Response:
     return page()
 
 
 @functools.cache
 def page() -> Response:
-    """Return the page at `/`: one file, of which a browser keeps nothing and runs nothing that is not in it."""
+    """Return the page at `/`, one file; a browser stores none of it and runs only its own scripts."""
     text = files("gearbx_mlx.server").joinpath("page.html").read_bytes()
     headers = {"Content-Security-Policy": policy(text), "Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
     return Response(text, headers=headers, media_type="text/html; charset=utf-8")
 
 
 def policy(text: bytes) -> str:
-    """Return the policy of a page: its own scripts and styles, by their hashes; pictures in it; its own server."""
+    """Return the page's Content-Security-Policy: its own scripts and styles by hash, inline images, its own server."""
     found: dict[bytes, list[str]] = {b"script": [], b"style": []}
     for kind, inside in INLINE.findall(text):
         found[kind].append(f"'sha256-{b64encode(hashlib.sha256(inside).digest()).decode()}'")
@@ -458,88 +462,90 @@ def policy(text: bytes) -> str:
     )
 
 
+# The server.
+
 MAX_CONNECTIONS = 256
-STOPPED = 0.5  # seconds by which a timer is late where the process was stopped
-LAST_WORDS = 2  # seconds in which answers may end once the server stops
-TOO_SLOW = Refused(408, "the request came too slowly", "timeout")
+MAX_TIMER_DELAY = 0.5  # seconds; a timer that is later means that the process was suspended
+SHUTDOWN_TIMEOUT = 2  # seconds for pending answers to end
+TOO_SLOW = Refused(408, "the request arrived too slowly", "timeout")
 
 
 class PatientProtocol(H11Protocol):
-    """uvicorn's HTTP, for clients that send or take too slowly: they are let go after `patience` seconds."""
+    """uvicorn's HTTP/1.1 protocol with a time limit for clients that send or receive slowly."""
 
-    patience = PATIENCE
+    timeout = REQUEST_TIMEOUT  # seconds
 
     def connection_made(self, transport: Any) -> None:
-        self.waits: dict[Any, asyncio.TimerHandle] = {}  # by what happens at their end
+        self.timers: dict[Any, asyncio.TimerHandle] = {}  # by their callbacks
         super().connection_made(transport)
-        self.wait(True, self.let_go)
-        self.since = self.loop.time()
-        if len(self.connections) > MAX_CONNECTIONS - 16:  # as long as others are idle, some are free for new ones
+        self.set_timer(True, self.close_slow)
+        self.idle_since = self.loop.time()
+        if len(self.connections) > MAX_CONNECTIONS - 16:  # idle connections make room for new ones
             idle = [each for each in self.connections if isinstance(each, PatientProtocol) and each.is_idle]
-            min(idle, key=lambda each: each.since).transport.close()
+            min(idle, key=lambda each: each.idle_since).transport.close()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self.wait(self.is_incomplete, self.let_go)
+        self.set_timer(self.is_incomplete, self.close_slow)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self.since = self.loop.time()
-        self.wait(self.is_incomplete, self.let_go)
+        self.idle_since = self.loop.time()
+        self.set_timer(self.is_incomplete, self.close_slow)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self.wait(True, self.transport.abort)
+        self.set_timer(True, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self.wait(False, self.transport.abort)
+        self.set_timer(False, self.transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for handle in self.waits.values():
-            handle.cancel()
+        for timer in self.timers.values():
+            timer.cancel()
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Let a client go that sends no more, as far as anything shows; it gets what can be said at once."""
+        """Close the connection of a client that sends no more, after an immediate response."""
         self.loop.call_later(0.2, self.transport.close)  # seconds
         return True
 
     @property
     def is_idle(self) -> bool:
-        """True if no request is there, whole or with its head."""
+        """True without a request, even a partial one."""
         return self.conn.their_state is h11.IDLE and self.conn.our_state is h11.IDLE and not self.transport.is_closing()
 
     @property
     def is_incomplete(self) -> bool:
-        """True if a request has begun to come, and not all of it is there."""
+        """True if only a part of a request has arrived."""
         state = self.conn.their_state
         return state is h11.SEND_BODY or (state is h11.IDLE and bool(self.conn.trailing_data[0]))
 
-    def wait(self, more: bool, otherwise: Callable[[], None]) -> None:
-        """Wait for more of the client, or not; `otherwise` is called when patience ends."""
-        if not more and otherwise in self.waits:
-            self.waits.pop(otherwise).cancel()
-        elif more and otherwise not in self.waits:
-            due = self.loop.time() + self.patience
-            self.waits[otherwise] = self.loop.call_at(due, self.lose_patience, otherwise, due)
+    def set_timer(self, is_waiting: bool, callback: Callable[[], None]) -> None:
+        """Start the timer of a callback if none runs, or cancel it."""
+        if not is_waiting and callback in self.timers:
+            self.timers.pop(callback).cancel()
+        elif is_waiting and callback not in self.timers:
+            due = self.loop.time() + self.timeout
+            self.timers[callback] = self.loop.call_at(due, self.time_out, callback, due)
 
-    def lose_patience(self, otherwise: Callable[[], None], due: float) -> None:
-        """Call `otherwise`, unless the server itself was stopped (Ctrl-Z) and looks at what has come only now."""
-        if self.loop.time() < due + STOPPED:
-            otherwise()
+    def time_out(self, callback: Callable[[], None], due: float) -> None:
+        """Call `callback`, unless the process was suspended (Ctrl-Z) and reads the client's bytes only now."""
+        if self.loop.time() < due + MAX_TIMER_DELAY:
+            callback()
         else:
-            del self.waits[otherwise]
-            self.wait(True, otherwise)
+            del self.timers[callback]
+            self.set_timer(True, callback)
 
-    def let_go(self) -> None:
-        """Say that the request came too slowly, where nothing was said yet."""
+    def close_slow(self) -> None:
+        """Close the connection, with status 408 if no response has started."""
         if self.is_incomplete and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self.refuse(TOO_SLOW)
         self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what h11 cannot read."""
+        """Refuse a request that h11 cannot parse."""
         error = sys.exc_info()[1]
         status = getattr(error, "error_status_hint", 400)
         if status == 431 and b"\n" not in self.conn.trailing_data[0]:
@@ -557,19 +563,19 @@ class PatientProtocol(H11Protocol):
 
 
 class Server:
-    """Listens from the beginning, and answers from `start` to `stop`, in a thread.
+    """A socket that listens at once, and uvicorn in a thread that answers between `start` and `stop`.
 
     Args:
-        host, port: port 0: any that is free.
-        patience: seconds that a client has to send a request, or to take what was sent.
+        host, port: address; port 0 is any free port.
+        timeout: seconds for a client to send a request, or to receive a response.
 
     Raises:
         GearbxError: an address that does not exist or is taken.
     """
 
-    def __init__(self, host: str, port: int, patience: float = PATIENCE):
-        self.patience = patience
-        self.serves = ""  # what it serves, in a few words
+    def __init__(self, host: str, port: int, timeout: float = REQUEST_TIMEOUT):
+        self.timeout = timeout
+        self.description = ""  # the served models in a few words
         self.app: Any = None
         self.uvicorn: uvicorn.Server | None = None
         self.ended = threading.Event()
@@ -579,7 +585,7 @@ class Server:
             self.socket = socket.create_server((host, port), family=family, backlog=128, dualstack_ipv6=both)
         except (OSError, OverflowError, UnicodeError) as error:
             reason = (getattr(error, "strerror", None) or one_line(error)).partition(" (while")[0]
-            raise GearbxError(f"cannot listen on {host}, port {port} ({reason}); give another") from error
+            raise GearbxError(f"cannot listen on {host}, port {port} ({reason}); use another port or host") from error
 
     def __enter__(self) -> "Server":
         return self
@@ -589,17 +595,16 @@ class Server:
         self.socket.close()
 
     @property
-    def where(self) -> str:
-        """The address as a URL."""
+    def url(self) -> str:
         host, port = self.socket.getsockname()[:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def start(self, app: ASGIApp) -> None:
-        """Answer from now on."""
+        """Start to answer."""
         self.app = app
         config = uvicorn.Config(
             app,
-            http=type("Protocol", (PatientProtocol,), {"patience": self.patience}),
+            http=type("Protocol", (PatientProtocol,), {"timeout": self.timeout}),
             ws="none",
             lifespan="off",
             loop="asyncio",
@@ -610,7 +615,7 @@ class Server:
             headers=[("server", "gearbx-mlx"), ("x-content-type-options", "nosniff")],
             limit_concurrency=MAX_CONNECTIONS,
             h11_max_incomplete_event_size=2**16,  # bytes of a request before its body
-            timeout_graceful_shutdown=LAST_WORDS,
+            timeout_graceful_shutdown=SHUTDOWN_TIMEOUT,
         )
         self.uvicorn = server = uvicorn.Server(config)
 
@@ -626,25 +631,25 @@ class Server:
             time.sleep(0.005)
 
     def wait(self) -> None:
-        """Return when the server has ended; a signal's exception comes through.
+        """Wait for the end of the server; a signal's exception passes through.
 
-        It waits for an event: Python takes a thread for ended where an exception has interrupted a join. It looks up
-        now and then: where a signal came while the server was stopped, another thread may have got it.
+        An exception that interrupts a join would mark the thread as ended, so an event is awaited. The timeout is for
+        a suspended process, where a different thread may receive the signal.
         """
-        while not self.ended.wait(STOPPED):
+        while not self.ended.wait(MAX_TIMER_DELAY):
             pass
 
     def stop(self) -> None:
-        """End. Every answer that is on its way says that the server stops, within LAST_WORDS seconds."""
+        """Stop the server. Pending answers end with an error within SHUTDOWN_TIMEOUT seconds."""
         if self.uvicorn is not None:
-            self.app.state.stop.announce()
+            self.app.state.shutdown.set()
             self.uvicorn.should_exit = True
             self.ended.wait()
             self.thread.join()
 
 
-class Escaping(logging.Formatter):
-    """Writes records so that no text in them makes a line of its own or steers a terminal. Tracebacks are indented."""
+class EscapingFormatter(logging.Formatter):
+    """A formatter that escapes line breaks and terminal codes in records, and indents tracebacks."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(message)s")

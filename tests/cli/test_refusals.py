@@ -172,17 +172,17 @@ REFUSED = [
     ("convert --mlx-path unmade --format codebook:library=16", "library belongs to format codebook-library"),
     ("convert --mlx-path unmade --format planes:rounds=9", "only codebooks have choices; give --format planes"),
     ("convert --mlx-path unmade --format nested", "--format is nested; choose from planes, affine"),
-    ("server --server http://127.0.0.1:1", "--server needs two models or more to choose from"),
+    ("server --server http://127.0.0.1:1", "--server: needs at least two models"),
     ("server --server-model a,b", "--server-model is for a server; name it with --server"),
     *(
         (f"server --server http://127.0.0.1:1 --server-model a,b {flags}", words)
         for flags, words in (
-            ("--model x", "--model is for models that are served here; leave it out with --server"),
-            ("--gears 4,8", "--gears is for models that are served here"),
-            ("--allow-models", "--allow-models is for models that are served here"),
+            ("--model x", "--model is for local models; omit it with --server"),
+            ("--gears 4,8", "--gears is for local models"),
+            ("--allow-models", "--allow-models is for local models"),
             ("--vocab-size 1", "--vocab-size is 1"),
             ("--port 70000", "--port is 70000"),
-            ("--allowed-origins https://example.org/page", "is not the origin of a page"),
+            ("--allowed-origins https://example.org/page", "not an origin"),
         )
     ),
     *(
@@ -198,12 +198,12 @@ REFUSED = [
             ("--gears 5,4", "gears must ascend"),
         )
     ),
-    ("server --server x --server-model a,b", "--server 'x' is not an http or https URL"),
+    ("server --server x --server-model a,b", "--server 'x': not an http or https URL"),
     ("server --gears 4,8,16 --prompt-gear 5", "5"),
     ("server --gears 4,8,16 --mode lossless --prompt-gear turbo", "turbo"),
     ("server --mode telemetry-only --prompt-gear 8", "--prompt-gear"),
     ("server --small-model DEMO --prompt-gear 8", "--prompt-gear"),
-    ("server --keep-alive soon", "--keep-alive: 'soon' is not a time; give seconds, 5m or 1h"),
+    ("server --keep-alive soon", "--keep-alive: not a time, got 'soon'; use seconds, 5m or 1h"),
     ("server --prompt-cache-bytes much", "--prompt-cache-bytes: 'much' is not a size"),
 ]
 

@@ -161,7 +161,7 @@ def routed(url: str, guard: Guard | None = None, models: str = "small,large", **
     settings = OtherServerSettings(server=url, server_model=models, **{"vocab_size": 64, **flags})
     with (
         serving_others(settings, guard or Guard(), ("127.0.0.1", 0)) as server,
-        httpx.Client(base_url=server.where, trust_env=False, timeout=60) as client,
+        httpx.Client(base_url=server.url, trust_env=False, timeout=60) as client,
     ):
         client.server = server
         yield client

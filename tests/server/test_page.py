@@ -117,7 +117,7 @@ def page(client, driver):
     """The page, opened again. Afterwards the console must have no error but the network's own, and no warning."""
     chromium.show_as(driver, 1000, 760)
     page = Page(driver)
-    page.open(client.server.where)
+    page.open(client.server.url)
     page.wait(lambda: page.all("#legend .token"))
     yield page
     said = [entry for entry in driver.get_log("browser") if entry["source"] != "network"]
