@@ -4,7 +4,7 @@ Rank 0 is the hub. It receives every error, shows it, and sends the end of the r
 shown once; every rank shows the loss of a rank that died without a report.
 
 Messages are JSON objects, one per line, over separate TCP connections. A process that dies closes its sockets, even
-during a computation. For a machine that loses power, TCP keepalive probes every two seconds, and gives up after eight.
+during a computation. For a machine that loses power, TCP keepalive probes every two seconds, up to eight.
 
 All ranks meet before MLX connects them, at rank 0's address in the hostfile, which MLX uses right after. MLX's ring
 would block forever, or fail without a rank's name. The connections stay open.
@@ -121,7 +121,7 @@ SAME_ERROR = 0.5  # seconds for rank 0 to find a different rank's error by itsel
 
 
 class RunEnded(BaseException):
-    """The end of the run by a different rank, which has already been reported."""
+    """The end of the run by a different rank, already reported."""
 
 
 @dataclass(frozen=True)
@@ -303,7 +303,7 @@ WAIT = "GEARBX_RANKS_WAIT"
 
 
 class MeetingRefused(Exception):
-    """The refusal of a run by rank 0, which has shown the reason."""
+    """The refusal of a run by rank 0, with the reason on its stderr."""
 
 
 def meeting_timeout() -> float:

@@ -18,7 +18,7 @@ from pydantic import BaseModel, BeforeValidator, Field, Json
 from typing_extensions import NotRequired, TypedDict
 
 from ..telemetry.summary import Tally
-from .job import GeneratedToken, GenerationContext, PrefillProgress
+from .job import GenerationContext, PrefillProgress, TokenEvent
 from .requests import AnyRequest, ChatRequest
 from .web import Refused
 
@@ -133,7 +133,7 @@ class ChoiceBuilder:
     def start_delta(self) -> None:
         """Forget everything that the previous delta had."""
         self.text = self.reasoning = ""
-        self.new_calls, self.tokens = list[dict[str, Any]](), list[GeneratedToken]()
+        self.new_calls, self.tokens = list[dict[str, Any]](), list[TokenEvent]()
 
     @property
     def is_complete(self) -> bool:
@@ -143,7 +143,7 @@ class ChoiceBuilder:
     def has_delta(self) -> bool:
         return bool(self.text or self.reasoning or self.new_calls or self.is_complete)
 
-    def add(self, token: GeneratedToken) -> None:
+    def add(self, token: TokenEvent) -> None:
         """Add a token's text to its channel; the last token also flushes a possible start of a mark."""
         self.tokens.append(token)
         self.stop_word, self.finish_reason = token.stop_word, token.finish_reason
@@ -253,7 +253,7 @@ class CompletionBuilder:
         """Add an event; return the choice that a token belongs to, None for other events."""
         if isinstance(event, GenerationContext):
             self.choices[index] = ChoiceBuilder(self.request, index, event)
-        if not isinstance(event, GeneratedToken):
+        if not isinstance(event, TokenEvent):
             return None
         self.tally.add(event.response)
         self.choices[index].add(event)
@@ -313,7 +313,7 @@ class CompletionBuilder:
             yield {**head, "choices": [], "usage": self.usage}
 
 
-def token_reports(tokens: Sequence[GeneratedToken]) -> list[dict[str, Any]]:
+def token_reports(tokens: Sequence[TokenEvent]) -> list[dict[str, Any]]:
     """Return the `gearbx.tokens` of a chunk: gear, source, entropy and rolling mean entropy (bits) of each token."""
     return [
         {

@@ -27,7 +27,7 @@ from ..telemetry.trace import LOOKUP, Token, writer_of
 from . import dialects
 from .answers import ChatCompletion, CompletionBuilder, Dialect, TextCompletion, event_text
 from .bodies import BodyRoute, in_thread
-from .job import GeneratedToken, GenerationContext, PendingRequest, PrefillProgress
+from .job import GenerationContext, PendingRequest, PrefillProgress, TokenEvent
 from .requests import AnyRequest, ChatRequest, TextRequest
 from .scheduler import Scheduler
 from .web import (
@@ -361,7 +361,7 @@ async def answer_events(here: Service, parts: Sequence[AnyRequest]) -> AsyncGene
                 log_fields |= {"mode": event.mode.name, "prompt": log_fields.get("prompt", 0) + size}
                 log_fields |= {"cached": log_fields.get("cached", 0) + event.cached}
                 log_fields.setdefault("tokens", 0)
-            if isinstance(event, GeneratedToken):
+            if isinstance(event, TokenEvent):
                 now = time.perf_counter()
                 here.metrics.token(event.response, now - times.get(index, start), index not in times)
                 log_fields["tokens"] += 1

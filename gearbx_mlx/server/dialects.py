@@ -7,20 +7,21 @@ import json
 import time
 import uuid
 from collections.abc import Iterable, Mapping
+from functools import partial
+from types import NoneType
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, StrictBool, field_validator
+from pydantic import AfterValidator, BaseModel, Field, StrictBool, field_validator
 
 from ..errors import choose
 from ..files.reading import shown
 from .answers import Block, BlockDialect, Event
-from .bodies import AnyObject, ListOf, Part
+from .bodies import AnyObject, ListOf, Part, parse
 from .requests import (
     MAX_TOOLS,
     ChatRequest,
     Count,
     GearRequest,
-    Kinds,
     Name,
     NotServed,
     Number,
@@ -28,14 +29,97 @@ from .requests import (
     StopWords,
     Tokens,
     ToolName,
-    as_chat,
-    chat_content,
-    check_block,
-    named_tool,
-    of_kind,
-    tool_call,
 )
 from .web import Refused
+
+# Chat completions for requests of other APIs.
+
+COMMON_FIELDS = {"model", "max_tokens", "stream", "temperature", "top_p", "top_k", "mode", "gear", "gearbx"}
+
+
+def as_chat(
+    request: BaseModel,
+    messages: list[dict[str, Any]],
+    functions: list[dict[str, Any]],
+    thinking: bool | None,
+    **fields: Any,
+) -> ChatRequest:
+    """Return the chat completion for a request of a different API.
+
+    Args:
+        functions: available tools.
+        thinking: enables thinking; None: the template's default.
+        fields: more fields; None omits one.
+
+    Raises:
+        Refused: an invalid chat completion.
+    """
+    body = request.model_dump(include=COMMON_FIELDS, exclude_none=True, exclude_unset=True) | {"messages": messages}
+    if body.get("stream"):
+        body["stream_options"] = {"include_usage": True}
+    if functions:
+        body["tools"] = [{"type": "function", "function": function} for function in functions]
+    if thinking is not None:
+        body["chat_template_kwargs"] = {"enable_thinking": thinking}
+    return parse(ChatRequest, body | {name: value for name, value in fields.items() if value is not None})
+
+
+def named_tool(name: str | None) -> dict[str, Any]:
+    """Return the `tool_choice` that forces a call of a function."""
+    return {"type": "function", "function": {"name": name}}
+
+
+def tool_call(identity: str, name: str, arguments: str) -> dict[str, Any]:
+    """Return a tool call of a chat message; `arguments` is a JSON text."""
+    return {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+JSON_NAMES = {str: "a string", dict: "an object"}
+Kinds = Mapping[str, Mapping[str, Any]]
+"""Required fields of a block by its type, each with a Python type or the kinds of nested blocks."""
+
+
+def check_block(block: Any, kinds: Kinds) -> dict[str, Any]:
+    """Return a block with all required fields; a text may replace nested blocks. Raises ValueError."""
+    kind = block.get("type") if isinstance(block, dict) else None
+    if not isinstance(kind, str) or kind not in kinds:
+        raise ValueError(f"unknown block type {shown(kind)}; {choose(kind, kinds)}")
+    for name, expected in kinds[kind].items():
+        value, nested = block.get(name), isinstance(expected, Mapping)
+        if nested and isinstance(value, list):
+            for part in value:
+                check_block(part, expected)
+        elif not isinstance(value, str | NoneType if nested else expected):
+            names = "text or a list of blocks" if nested else JSON_NAMES[expected]
+            raise ValueError(f"{name} of a {kind} block: wrong type, got {shown(value)}; use {names}")
+    return dict(block)
+
+
+def of_kind(kinds: Kinds) -> AfterValidator:
+    """Return a pydantic validator that calls `check_block`."""
+    return AfterValidator(partial(check_block, kinds=kinds))
+
+
+def chat_content(content: str | list[Any] | None) -> str | list[dict[str, Any]]:
+    """Return the content of a chat message; text parts become one text, because some chat templates take no parts."""
+    if not isinstance(content, list):
+        return content or ""
+    if all("text" in part["type"] for part in content):
+        return "\n".join(part["text"] for part in content)
+    return [
+        {"type": "text", "text": part["text"]}
+        if "text" in part["type"]
+        else {"type": "image_url", "image_url": {"url": url_of(part)}}
+        for part in content
+    ]
+
+
+def url_of(image: dict[str, Any]) -> str:
+    """Return the URL of an image; Anthropic's clients may send base64 data."""
+    source = image.get("source", {})
+    data = f"data:{source.get('media_type')};base64,{source.get('data')}"
+    return str(image.get("image_url") or source.get("url") or data)
+
 
 SHOWN: Kinds = {"text": {"text": str}, "image": {"source": dict}}
 MESSAGE_BLOCKS: Kinds = {

@@ -63,7 +63,7 @@ class GenerationContext:
 
 
 @dataclass(frozen=True)
-class GeneratedToken:
+class TokenEvent:
     """A token of an answer, as an event."""
 
     text: str  # newly final text
@@ -85,7 +85,7 @@ class PrefillProgress:
 class PendingRequest:
     """A request for one sequence, and the queue for the events of its answer.
 
-    The events are a GenerationContext or an error; PrefillProgress and GeneratedToken; at last None or an error.
+    The events are a GenerationContext or an error; PrefillProgress and TokenEvent; at last None or an error.
     """
 
     request: AnyRequest
@@ -220,7 +220,7 @@ class Job:
         elif finish_reason is not None:
             text += self.stop_words.flush()
         response = GearResponse(**{**vars(response), "logprobs": NO_LOGPROBS})
-        self.pending.put(GeneratedToken(text, response, finish_reason, logprob, self.stop_words.found))
+        self.pending.put(TokenEvent(text, response, finish_reason, logprob, self.stop_words.found))
         return finish_reason is not None
 
     def logprobs(self, response: GearResponse, count: int, finish_reason: str | None) -> dict[str, Any]:

@@ -190,7 +190,7 @@ class RemoteServer:
         return found
 
     def failed(
-        self, problem: str, remedy: str = "set --server to the API's URL, which usually ends in /v1"
+        self, problem: str, remedy: str = "set --server to the API's URL, such as http://HOST:PORT/v1"
     ) -> RemoteError:
         """Return the error for a failure."""
         return RemoteError(self.hidden(f"{self.shown}: {problem}; {remedy}"), reason=self.hidden(problem))
@@ -274,7 +274,7 @@ def certificates() -> Any:
 
 
 def parsed_url(url: str) -> httpx.URL:
-    """Return a server's URL. Raises GearbxError for an invalid one, without what may be a password."""
+    """Return a server's URL. Raises GearbxError for an invalid one, without a possible password."""
     url = url.strip()
     shown = "--server" if set("@?#") & set(url) else f"--server {url[:100]!a}"
     try:

@@ -237,7 +237,7 @@ class GearedProvider(ModelProvider):
 
     @property
     def has_own(self) -> bool:
-        """True if requests may omit the model."""
+        """Existence of a default model, for requests without a name."""
         return self.models is None or self.own_key[0] is not None
 
     def limits(self) -> RequestLimits:

@@ -513,12 +513,12 @@ class PatientProtocol(H11Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """True without a request, even a partial one."""
+        """Absence of any request, even a partial one."""
         return self.conn.their_state is h11.IDLE and self.conn.our_state is h11.IDLE and not self.transport.is_closing()
 
     @property
     def is_incomplete(self) -> bool:
-        """True if only a part of a request has arrived."""
+        """Presence of a partial request."""
         state = self.conn.their_state
         return state is h11.SEND_BODY or (state is h11.IDLE and bool(self.conn.trailing_data[0]))
 

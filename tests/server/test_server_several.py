@@ -23,8 +23,9 @@ from http_server import (
 from scripted_model import save_scripted
 
 from gearbx_mlx.errors import GearbxError
+from gearbx_mlx.server.bodies import parse
 from gearbx_mlx.server.job import logprob_entry
-from gearbx_mlx.server.requests import ChatRequest, parse
+from gearbx_mlx.server.requests import ChatRequest
 
 WARM = {"temperature": 1.0, "seed": 7}
 MODES = ({"gear": "high"}, {"mode": "lossless"}, {"mode": "route"}, {"mode": "kickdown"})

@@ -8,8 +8,8 @@ import re
 import pytest
 
 from gearbx_mlx.server import dialects
+from gearbx_mlx.server.bodies import parse
 from gearbx_mlx.server.dialects import Messages, MessagesRequest, ResponseDialect, ResponsesRequest
-from gearbx_mlx.server.requests import parse
 from gearbx_mlx.server.web import Refused
 
 PARAMETERS = {"type": "object", "properties": {"town": {"type": "string"}}, "required": ["town"]}
