@@ -114,10 +114,7 @@ class ParsedCall(BaseModel):
 
 
 class ChoiceBuilder:
-    """A builder of one choice, whole or in deltas.
-
-    mlx-lm's state machine separates text, reasoning and tool calls. An invalid tool call becomes text.
-    """
+    """A builder of one choice, whole or in deltas. An invalid tool call becomes text."""
 
     def __init__(self, request: AnyRequest, index: int, context: GenerationContext):
         self.request, self.index, self.context = request, index, context

@@ -300,7 +300,6 @@ def constraint_for(
     """Return the logits processor for a response format or a forced tool call; None for text. It must be the last one.
 
     Args:
-        tokenizer: mlx-lm's.
         thinking: the prompt ends within the thinking part.
         calls: tools of which one must be called, regardless of the response_format; None: none must.
 

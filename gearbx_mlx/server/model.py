@@ -43,10 +43,9 @@ def modes_of(geared: Geared, has_draft_model: bool, governed: bool) -> tuple[str
 
 
 def mode_of_request(geared: Geared, modes: tuple[str, ...], default: Mode, options: Options, prompt: str) -> Mode:
-    """Return the mode of a request: the server's default, or the requested one, with the request's options.
+    """Return the requested or default mode, with the request's options.
 
-    Raises:
-        GearbxError: a mode or gear that is not available here, an option of a different mode.
+    Raises GearbxError for a mode or gear that is not available here, and for options of a different mode.
     """
     flags = geared.loaded.decision.settings.mode
     given = {name: value for name, value in options if name != "mode" and value is not None}

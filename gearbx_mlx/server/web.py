@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from base64 import b64encode
-from collections.abc import AsyncIterable, Awaitable, Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterable, Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.resources import files
@@ -32,6 +32,7 @@ import uvicorn
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
@@ -94,7 +95,7 @@ class Guard:
     host: str = "127.0.0.1"  # host name or address that the server listens on
     allowed_hosts: tuple[str, ...] = ()  # additional names of the server in requests
 
-    def check_page(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
+    def check_page(self, headers: Headers) -> None:
         """Validate the Host and Origin headers.
 
         A browser sends requests of any page, with the page's origin. A page whose own name resolves to this machine
@@ -103,14 +104,13 @@ class Guard:
         Raises:
             Refused: a host name that is not the server's, or a page of a foreign origin.
         """
-        values = [(name, value.decode("latin-1").lower()) for name, value in headers]
-        hosts = [value for name, value in values if name == b"host"]
+        hosts = [host.lower() for host in headers.getlist("host")]
         for host in hosts:
             if not self.is_own_name(host_name(host)):
                 why = f"Host: not a name of this server, got {host[:200]!a}; use --allowed-hosts to allow it"
                 raise Refused(403, why, code="host_not_allowed")
         own = [f"{scheme}://{host}" for host in hosts for scheme in ("http", "https")]
-        for origin in (value for name, value in values if name == b"origin"):
+        for origin in (origin.lower() for origin in headers.getlist("origin")):
             if origin not in own and not {"*", origin} & set(self.allowed_origins):
                 why = f"Origin: foreign page, got {origin[:200]!a}; use --allowed-origins to allow it"
                 raise Refused(403, why, code="origin_not_allowed")
@@ -126,14 +126,7 @@ class Guard:
 
 
 class Refused(HTTPException):
-    """A request that is answered with an error object.
-
-    Args:
-        status: HTTP status.
-        message: one line.
-        kind, code: type and code of OpenAI's error object.
-        param: the wrong field.
-    """
+    """A response with OpenAI's error object, its type `kind` and its `code`; `param` is the wrong field."""
 
     def __init__(
         self,
@@ -195,7 +188,7 @@ class Gatekeeper:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer: ASGIApp = self.inside
         try:
-            self.guard.check_page(scope["headers"])
+            self.guard.check_page(Headers(scope=scope))
         except Refused as refused:
             self.answered(scope["path"], refused.status_code)
             log_answer(scope, refused.status_code, {})
@@ -208,8 +201,7 @@ class Gatekeeper:
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request that passed the page check, and log it at its end."""
-        status, is_complete, start = 0, False, time.perf_counter()
-        is_read = scope["method"] != "POST"
+        status, is_complete, is_read, start = 0, False, scope["method"] != "POST", time.perf_counter()
         scope[LOG_FIELDS] = log_fields = dict[str, Any]()
 
         async def sending(message: Message) -> None:
@@ -239,8 +231,8 @@ class Gatekeeper:
 
     def checked_length(self, scope: Scope) -> int:
         """Return the body's length in bytes. Raises Refused for requests that the headers disqualify."""
-        headers = dict(scope["headers"])
-        if len(scope["headers"]) > MAX_HEADERS:
+        headers = Headers(scope=scope)
+        if len(headers) > MAX_HEADERS:
             raise Refused(431, f"headers: more than {MAX_HEADERS}; omit some")
         if len(scope["raw_path"]) > MAX_PATH_BYTES:
             raise Refused(414, f"path: more than {MAX_PATH_BYTES} bytes; use a shorter one")
@@ -249,17 +241,16 @@ class Gatekeeper:
             self.check_key(headers)
         if scope["method"] != "POST":
             return 0
-        length = headers.get(b"content-length", b"")
-        if not length or b"transfer-encoding" in headers:  # chunks may exceed the announced length
-            raise Refused(411, "Content-Length: missing, or beside a Transfer-Encoding; use it alone")
-        if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+        length = headers.get("content-length", "")
+        if not length or "transfer-encoding" in headers:  # chunks may exceed the announced length
+            raise Refused(411, "Content-Length: missing, or beside a Transfer-Encoding; use it without the latter")
+        if headers.get("content-encoding", "identity").lower() != "identity":
             raise Refused(415, "Content-Encoding: the body is compressed; omit the encoding")
         if len(length) > 18:
             raise Refused(400, "Content-Length: not a number of bytes; use one")
         if int(length) > (max_body := self.max_body):
             raise Refused(413, f"body: at most {max_body} bytes, got {int(length)}; use a shorter one")
-        kept = [header for header in scope["headers"] if header[0] != b"content-type"]
-        scope["headers"] = [*kept, (b"content-type", b"application/json")]  # regardless of the client's type
+        MutableHeaders(scope=scope)["content-type"] = "application/json"  # regardless of the client's type
         return int(length)
 
     @property
@@ -279,15 +270,15 @@ class Gatekeeper:
         finally:
             self.held -= size
 
-    def check_key(self, headers: dict[bytes, bytes]) -> None:
+    def check_key(self, headers: Headers) -> None:
         """Validate the key: `Authorization: Bearer KEY` or `x-api-key: KEY`. Raises Refused."""
         if self.guard.api_key is None:
             return
-        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        key = given if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
-        if not hmac.compare_digest(key.strip(b" \t"), self.guard.api_key.encode("utf-8", "surrogateescape")):
-            why = "API key: missing or wrong; pass the server's"
-            raise Refused(401, why, "authentication_error", code="invalid_api_key")
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        key = given if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        own = self.guard.api_key.encode("utf-8", "surrogateescape")
+        if not hmac.compare_digest(key.strip(" \t").encode("latin-1"), own):
+            raise Refused(401, "API key: missing or wrong; use another", "authentication_error", code="invalid_api_key")
 
 
 def log_answer(scope: Scope, status: int, log_fields: Mapping[str, Any]) -> None:
@@ -410,7 +401,7 @@ def application(
     limits: Callable[[], RequestLimits] = RequestLimits,
     **metadata: Any,
 ) -> FastAPI:
-    """Return the application of a router; arguments as for `Gatekeeper`, and `metadata` as for FastAPI."""
+    """Return the application of a router, with the arguments of `Gatekeeper`, and `metadata` for FastAPI."""
     app = FastAPI(docs_url=None, redoc_url=None, redirect_slashes=False, **metadata)
     app.state.shutdown, app.state.limits, app.state.threads = Shutdown(), limits, anyio.CapacityLimiter(MAX_THREADS)
     app.include_router(router)
@@ -631,10 +622,9 @@ class Server:
             time.sleep(0.005)
 
     def wait(self) -> None:
-        """Wait for the end of the server; a signal's exception passes through.
+        """Wait for the end of the server; a signal's exception passes through, which would break a thread's join.
 
-        An exception that interrupts a join would mark the thread as ended, so an event is awaited. The timeout is for
-        a suspended process, where a different thread may receive the signal.
+        The timeout is for a suspended process, where a different thread may receive the signal.
         """
         while not self.ended.wait(MAX_TIMER_DELAY):
             pass
