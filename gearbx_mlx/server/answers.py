@@ -375,8 +375,8 @@ class Block:
 class BlockDialect(Dialect):
     """A dialect with an answer of blocks, of which one at a time is open.
 
-    Subclasses define the whole `answer` and the events that open the answer (`opening`), open, extend and close a
-    block (`started`, `grown`, `ended`), and close the answer (`closing`).
+    Subclasses define the whole `answer` and its events: those of the answer (`opening`, `closing`), and those of a
+    block (`started`, `grown`, `ended`).
 
     Attributes:
         head: the completion's first chunk.

@@ -275,7 +275,8 @@ class Gatekeeper:
         key = given if scheme.lower() == "bearer" else headers.get("x-api-key", "")
         own = self.guard.api_key.encode("utf-8", "surrogateescape")
         if not hmac.compare_digest(key.strip(" \t").encode("latin-1"), own):
-            raise Refused(401, "API key: missing or wrong; use another", "authentication_error", code="invalid_api_key")
+            why = "API key: missing or wrong; pass the server's"
+            raise Refused(401, why, "authentication_error", code="invalid_api_key")
 
 
 def log_answer(scope: Scope, status: int, log_fields: Mapping[str, Any]) -> None:
