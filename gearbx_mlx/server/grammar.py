@@ -194,7 +194,7 @@ class Constraint:
         field: of the request.
 
     Attributes:
-        error: why the answer cannot be finished, or None. The answer then ends without an exception, which would end
+        error: reason for an incomplete answer, or None. The answer ends without an exception, because one would end
             all sequences of its batch.
     """
 

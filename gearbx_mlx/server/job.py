@@ -293,7 +293,7 @@ class Job:
 
     @property
     def refusal(self) -> Refused | None:
-        """Why a finished answer does not satisfy its grammar; None if it does."""
+        """Refusal of a finished answer that violates its grammar, or None."""
         if self.constraint is None or self.constraint.error is None:
             return None
         return Refused(400, self.constraint.error, param=self.constraint.field)
