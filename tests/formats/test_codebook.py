@@ -255,7 +255,7 @@ class TestOptions:
         assert format.name == "codebook-library:cap=0.05,group=64,library=8,rounds=7,sigma=2.5"
         assert get_format(format.name).options == options
         assert Codebook().name == "codebook"
-        with pytest.raises(GearbxError, match=r"no library or group \(group=64\)"):
+        with pytest.raises(GearbxError, match=r"no library or group, got group=64"):
             get_format("codebook:group=64")
 
     @pytest.mark.parametrize(

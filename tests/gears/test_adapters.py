@@ -251,7 +251,10 @@ class TestRefused:
             ({"lora_parameters": None}, "lora_parameters is missing"),
             ({"lora_parameters": {"rank": 0, "scale": 1.0}}, "lora_parameters.rank is 0"),
             ({"lora_parameters": {"rank": 4, "alpha": 1.0}}, "lora_parameters has no field 'scale'"),
-            ({"lora_parameters": {"rank": 5, "scale": 1.0}}, "has the shape [128, 4], and this model needs [128, 5]"),
+            (
+                {"lora_parameters": {"rank": 5, "scale": 1.0}},
+                "wrong shape for this model, got [128, 4] instead of [128, 5]",
+            ),
             ({"lora_parameters": {"rank": 4, "scale": 1.0, "keys": ["nothing"]}}, "is not in this model"),
             ({"num_layers": 1}, "model.layers.0."),
             ({"num_layers": "two"}, 'num_layers is "two"'),
@@ -269,10 +272,10 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("change", "words"),
         [
-            (lambda arrays: arrays.popitem(), "which its settings ask for"),
-            (lambda arrays: arrays.clear(), "which its settings ask for"),
+            (lambda arrays: arrays.popitem(), "which its settings require"),
+            (lambda arrays: arrays.clear(), "which its settings require"),
             (lambda arrays: arrays.update({"x.lora_a": mx.zeros(2)}), "has x.lora_a, which is not in this model"),
-            (lambda arrays: arrays.update({n: a[1:] for n, a in arrays.items()}), "has the shape"),
+            (lambda arrays: arrays.update({n: a[1:] for n, a in arrays.items()}), "wrong shape"),
             (lambda arrays: arrays.update({n: a.astype(mx.int32) for n, a in arrays.items()}), "type int32"),
         ],
         ids=["one missing", "all missing", "one more", "shapes", "integers"],
@@ -292,6 +295,6 @@ class TestRefused:
         (tmp_path / "full" / "adapter_config.json").write_text('{"fine_tune_type": "full"}')
         arrays = {name: array * 2 for name, array in weights_of(model).items() if "layers.1" in name}
         mx.save_safetensors(str(tmp_path / "full" / "adapters.safetensors"), arrays)
-        words = "is a full fine-tune, whose layers the gears do not have", "fuse it into the original"
+        words = "is a full fine-tune of layers that the gears replace", "fuse it into the original"
         self.refused(command, models / "geared", tmp_path / "full", *words)
         assert far(loaded(models / "original", tmp_path / "full")(PROMPT), expected) > 0.1

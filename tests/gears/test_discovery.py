@@ -143,7 +143,9 @@ class TestMixtures:
         for layer in model.layers:
             del layer.block_sparse_moe.num_experts_per_tok
         model.args.num_experts_per_tok = None
-        with pytest.warns(GearbxWarning, match="layers.*block_sparse_moe.*: the model does not say how many experts"):
+        with pytest.warns(
+            GearbxWarning, match="layers.*block_sparse_moe.*: the number of experts per token is unknown"
+        ):
             gearbox = Gearbox(model)
         told = Gearbox(tiny_model("mixtral"))
         assert gearbox.weight_bytes_per_token(gearbox.ladder.top) > told.weight_bytes_per_token(told.ladder.top)
