@@ -16,7 +16,7 @@ from ..settings import Settings, as_text, flag, flag_of, parse_bytes
 
 TARGET_UNITS = {"bpw": "bits per weight", "bytes": "bytes", "kl": "nats", "tps": "tokens/s"}
 DESCRIPTION = (
-    "Find bits for every layer: each additional byte goes to the layer where it saves the most KL. Measure the "
+    "Find bits for every layer: each additional byte goes to the layer that saves the most KL. Measure the "
     "resulting tables, and store them in the manifest as the tables of gears."
 )
 
@@ -60,7 +60,7 @@ class AllocationSettings(Settings):
     target_bpw: tuple[float, ...] | None = target_flag(
         "bpw",
         "BITS",
-        "Bits per weight, including scales; one for each table, comma-separated. Default: those of the uniform gear",
+        "Bits per weight, including scales; one for each table, comma-separated. Default: as the uniform gear",
     )
     target_bytes: tuple[float, ...] | None = target_flag(
         "bytes", "SIZE", "Bytes of the layers that change gear, such as 3GB; likewise."
@@ -95,7 +95,7 @@ class AllocationSettings(Settings):
         if not wanted:
             return [None] * len(self.bits)
         if len(wanted) > 1:
-            raise GearbxError(f"{' and '.join(flag_of(f'target_{kind}') for kind in wanted)}: use only one of them")
+            raise GearbxError(f"{' and '.join(flag_of(f'target_{kind}') for kind in wanted)}: use only one")
         ((kind, values),) = wanted.items()
         if len(values) != len(self.bits):
             every = f"one for each of --gears {self.gears} but 16"

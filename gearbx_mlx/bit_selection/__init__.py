@@ -29,7 +29,7 @@ class Floors:
 
     @classmethod
     def chosen(cls, strict: float | None = None, lazy: float | None = None) -> "Floors":
-        """Return the given floors, else those of XFP_MIN_COS_STRICT and XFP_MIN_COS_LAZY, else the defaults."""
+        """Return the given floors, else XFP_MIN_COS_STRICT and XFP_MIN_COS_LAZY, else the defaults."""
         given = {"strict": strict, "lazy": lazy}
         return cls(**{name: from_environment(name) if value is None else value for name, value in given.items()})
 

@@ -1,4 +1,4 @@
-"""Bits for every layer: each additional byte goes to the layer where it saves the most KL.
+"""Bits for every layer: each additional byte goes to the layer that saves the most KL.
 
 The KLs of layers that are reduced one at a time add up to about the KL of all of them reduced together. So
 tables are found from the sum, by numbers only. The Allocator then measures its candidates, and improves them by
@@ -40,13 +40,13 @@ def lower_hull(options: Sequence[Option]) -> list[Option]:
     for option in sorted(options, key=lambda o: (o.bytes, o.kl)):
         if hull and option.kl >= hull[-1].kl:
             continue
-        while len(hull) > 1 and gain(hull[-1], option) >= gain(hull[-2], hull[-1]):
+        while len(hull) > 1 and kl_saved_per_byte(hull[-1], option) >= kl_saved_per_byte(hull[-2], hull[-1]):
             hull.pop()
         hull.append(option)
     return hull
 
 
-def gain(low: Option, high: Option) -> float:
+def kl_saved_per_byte(low: Option, high: Option) -> float:
     """Return the KL that a step saves per byte, in nats per token."""
     return (low.kl - high.kl) / (high.bytes - low.bytes)
 
@@ -67,7 +67,7 @@ def greedy_path(options: Mapping[str, Sequence[Option]]) -> list[PathPoint]:
     table = {path: hull[0].bits for path, hull in hulls.items()}
     total, kl = (sum(getattr(hull[0], name) for hull in hulls.values()) for name in ("bytes", "kl"))
     points = [PathPoint(dict(table), total, kl)]
-    steps = [(-gain(hull[0], hull[1]), path) for path, hull in hulls.items() if len(hull) > 1]
+    steps = [(-kl_saved_per_byte(hull[0], hull[1]), path) for path, hull in hulls.items() if len(hull) > 1]
     heapq.heapify(steps)
     while steps:
         _, path = heapq.heappop(steps)
@@ -77,7 +77,7 @@ def greedy_path(options: Mapping[str, Sequence[Option]]) -> list[PathPoint]:
         kl += hull[here].kl - hull[here - 1].kl
         points.append(PathPoint(dict(table), total, kl))
         if here + 1 < len(hull):
-            heapq.heappush(steps, (-gain(hull[here], hull[here + 1]), path))
+            heapq.heappush(steps, (-kl_saved_per_byte(hull[here], hull[here + 1]), path))
     return points
 
 
@@ -98,7 +98,7 @@ def within_bytes(options: Mapping[str, Sequence[Option]], budget: float) -> Path
     now = chosen(options, table)
     while True:
         steps = [
-            (gain(now[path], option), path, option)
+            (kl_saved_per_byte(now[path], option), path, option)
             for path, choices in options.items()
             for option in choices
             if now[path].bytes < option.bytes <= now[path].bytes + budget - total and option.kl < now[path].kl
@@ -196,7 +196,7 @@ class Allocator:
     def for_bytes(self, budget: float) -> MeasuredTable:
         """Return the table of the least KL within a budget in bytes; if none fits, the table of the fewest bytes.
 
-        Its measured KL is at most that of the best uniform gear within the budget: KLs do not always add up.
+        Its measured KL is at most the KL of the best uniform gear within the budget: KLs do not always add up.
         """
         found = [within_bytes(self.options, budget).table, *self._uniform(budget)]
         return self._exchanged(min(map(self._measured, found), key=lambda made: made.distance.kl), budget)

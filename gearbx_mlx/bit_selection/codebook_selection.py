@@ -27,7 +27,7 @@ from . import Floors
 # The quality of codebooks for a matrix
 
 EXPERTS_JUDGED = 4
-# XFP judges every channel. The median of 1024 of 4096 is within 0.0002 of that of all, in a quarter of the time.
+# XFP judges every channel. The median of 1024 of 4096 is within 0.0002 of all, in a quarter of the time.
 WEIGHTS_JUDGED = 2**22
 
 
@@ -129,9 +129,9 @@ def qualities(format: CodebookFormat, weight: mx.array) -> Iterator[Quality]:
     mask = all_outliers(judged, format.options)
     share = float(mask.mean())
     match = match_rows if isinstance(format, Codebook) else match_library
-    for bits, kept, alone in match(format, judged, mask):
+    for bits, kept, whole in match(format, judged, mask):
         effective = 8 * format.stored_bytes(weight.shape, bits, share) / weight.size
-        yield Quality(bits, kept.cosine(), alone.cosine(), kept.error(), share, effective)
+        yield Quality(bits, kept.cosine(), whole.cosine(), kept.error(), share, effective)
 
 
 # The quality of layers
@@ -140,7 +140,7 @@ HEADS = {"lm_head", "embed_out", "output", "ff_out", "head"}  # names of the out
 
 
 def component_kind(path: str, module: nn.Module) -> str:
-    """Return the class of component, which determines the floor: routed, shared, attention, head or mlp."""
+    """Return the class of component, for its floor: routed, shared, attention, head or mlp."""
     if isinstance(module, SwitchLinear):
         return "routed"
     if "shared" in path:
@@ -188,7 +188,7 @@ def measure_qualities(
 class CodebookChoice:
     """The bits of a layer, and its quality at these bits.
 
-    If no codebook reaches the floor, `bits` is 16 and `quality` that of the largest codebook.
+    If no codebook reaches the floor, `bits` is 16 and `quality` is of the largest codebook.
     """
 
     path: str

@@ -40,7 +40,7 @@ KL_BOUND = 0.5  # nats per token: the measured models generate broken text well 
 
 
 @dataclass(frozen=True)
-class Sense:
+class CheckResult:
     """The outcome of the check.
 
     kl: mean over tokens, nats. looped: outputs that end in repetition when the original's do not; more than a quarter
@@ -81,42 +81,42 @@ def continuation(model: nn.Module, tokens: Sequence[int], length: int, ends: Col
 class GarbageCheck:
     """A comparison of models with the original, in its top gear, whose distributions and outputs are kept.
 
-    texts: tokens; distributions are compared over whole sequences, and outputs after their first halves.
-    kl_bound: the most nats per token that pass. written: tokens to generate for each sequence, up to one of `ends`.
+    sequences: tokens; distributions are compared over whole sequences, and outputs after their first halves.
+    kl_bound: the most nats per token that pass. written: tokens to generate for each sequence, before any of `ends`.
     Raises GearbxError without a sequence of two tokens or more.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        texts: Sequence[Sequence[int]],
+        sequences: Sequence[Sequence[int]],
         kl_bound: float = KL_BOUND,
         written: int = 64,  # tokens of each output
         ends: Collection[int] = (),
     ):
-        self.texts = [list(text) for text in texts if len(text) > 1]
-        if not self.texts:
+        self.sequences = [list(text) for text in sequences if len(text) > 1]
+        if not self.sequences:
             raise GearbxError("no calibration text has two tokens or more; use longer ones")
         self.kl_bound, self.written, self.ends = kl_bound, written, ends
         self._logprobs = []
-        for text in self.texts:
+        for text in self.sequences:
             self._logprobs.append(log_probabilities(model, text))
             mx.eval(self._logprobs[-1])
-        self._loops = [loops(self._written(model, text)) for text in self.texts]
+        self._loops = [loops(self._written(model, text)) for text in self.sequences]
 
-    def __call__(self, model: nn.Module) -> Sense:
+    def __call__(self, model: nn.Module) -> CheckResult:
         kl = self.divergence(model)
         if not kl <= self.kl_bound:  # includes NaN
-            return Sense(kl, 0, f"KL {kl:.3g} above {self.kl_bound:g}")
-        looped = sum(loops(self._written(model, text)) and not before for text, before in zip(self.texts, self._loops))
-        return Sense(kl, looped, "repeats itself" if 4 * looped > len(self.texts) else "")
+            return CheckResult(kl, 0, f"KL {kl:.3g} above {self.kl_bound:g}")
+        looped = sum(loops(self._written(model, own)) and not known for own, known in zip(self.sequences, self._loops))
+        return CheckResult(kl, looped, "repeats itself" if 4 * looped > len(self.sequences) else "")
 
     def divergence(self, model: nn.Module) -> float:
-        """Return the mean KL from the original to the model over all tokens of the texts, in nats."""
+        """Return the mean KL from the original to the model over all tokens, in nats."""
         total = 0.0
-        for text, original in zip(self.texts, self._logprobs):
+        for text, original in zip(self.sequences, self._logprobs):
             total += float(np.array((mx.exp(original) * (original - log_probabilities(model, text))).sum()))
-        return total / sum(map(len, self.texts))
+        return total / sum(map(len, self.sequences))
 
     def _written(self, model: nn.Module, text: list[int]) -> list[int]:
         return continuation(model, text[: len(text) // 2], self.written, self.ends) if self.written else []
@@ -181,7 +181,7 @@ class OperatingPoint:
     steady: int
     spike: int
     outcome: str = ""
-    verdict: Sense | None = None
+    verdict: CheckResult | None = None
     reserve: int = 0
 
     @property
@@ -274,7 +274,7 @@ def operating_points(
 
 def search(
     points: Sequence[OperatingPoint],
-    judge: Callable[[Selection], Sense],
+    judge: Callable[[Selection], CheckResult],
     limits: Limits,
     progress: Callable[[OperatingPoint], None] = lambda point: None,
 ) -> FloorSearch:
@@ -330,14 +330,14 @@ def fit_floors(
     ends = tokenizer.eos_token_ids
     starts = [tokenizer.encode(prompt) for prompt in prompts[:16]]
     fast_gearbox(model, codebooks, manage)
-    texts = [
+    sequences = [
         start + continuation(model, start, 48, ends)
         for start in progress.track(starts, description="writing calibration text")
     ]
     judging, trying = progress.add_task("judging codebooks", total=None), progress.add_task("trying", total=None)
     return fit_budget(
         model,
-        texts,
+        sequences,
         codebooks,
         manage,
         limits,
@@ -349,7 +349,7 @@ def fit_floors(
 
 def fit_budget(
     model: nn.Module,
-    texts: Sequence[Sequence[int]],
+    sequences: Sequence[Sequence[int]],
     format: CodebookFormat,
     manage: str | Predicate = "all",
     limits: Limits = Limits(),
@@ -361,7 +361,7 @@ def fit_budget(
 ) -> FloorSearch:
     """Return the last point of a grid of floors that meets the budget and passes the garbage check.
 
-    The model, which is not quantized, is left in its top gear.
+    The model must not be quantized, and is left in its top gear.
 
     Args:
         judged, progress: called with the path of each measured layer, and with each tried point.
@@ -376,10 +376,10 @@ def fit_budget(
     storage = stored_dtype(model)
     rest = layer_bytes(model, storage) - storage.size * sum(layer.module.weight.size for layer in layers)
     fast_gearbox(model, format, manage)
-    check = GarbageCheck(model, texts, kl_bound, ends=ends)
+    check = GarbageCheck(model, sequences, kl_bound, ends=ends)
     measured = measure_qualities(layers, format, Floors(STRICT_FLOORS[-1], LAZY_FLOORS[-1]), judged)
 
-    def judge(selection: Selection) -> Sense:
+    def judge(selection: Selection) -> CheckResult:
         gearbox = fast_gearbox(model, format, selection.predicate)
         gearbox.shift("low")
         try:

@@ -100,7 +100,7 @@ class PrecisionManifest(Struct, frozen=True):
         for gear, table in self.gears.items():
             unknown = sorted(table.bits.keys() - self.layers.keys())
             if unknown:
-                raise GearbxError(f"the table of gear {gear} has {shown(unknown[0])}, which is not in layers")
+                raise GearbxError(f"the table of gear {gear} has {shown(unknown[0])}, but layers do not")
 
     @property
     def bounds(self) -> dict[str, tuple[int, int]]:
@@ -153,7 +153,7 @@ def least_bits(
 ) -> int:
     """Return min_bits of a layer, from KL (nats) and change of perplexity (percent) by its bits.
 
-    It is the lowest width whose perplexity rises by less than the threshold, with a floor from the KL at 4 bits (or the
+    It is the lowest width whose perplexity rises by less than the threshold, with a floor from the 4-bit KL (or the
     first measured width above): 4 bits under 0.02 nats, 6 up to 0.05, else 8. Below
     4 bits the KL must also be under 0.02. If no width is good enough, it is the highest measured one.
     """

@@ -49,7 +49,7 @@ class Distance:
 
 @dataclass
 class Cost:
-    """The computation over the windows of a text, and that of full passes.
+    """The work over all windows, and the work of full passes.
 
     blocks: a partly computed block counts as its share of the calls of managed layers. calls: of managed
     layers. multiplications: of managed layers, per token. Attention, norms and the KL itself are not counted.
@@ -63,7 +63,7 @@ class Cost:
     full_multiplications: int = 0
 
     def shares(self) -> dict[str, float]:
-        """Return the computation as shares of full passes."""
+        """Return the work as shares of full passes."""
         return {
             "blocks": self.blocks / max(self.full_blocks, 1),
             "layer_calls": self.calls / max(self.full_calls, 1),
@@ -75,7 +75,7 @@ class Cost:
 def intercepted(modules: Mapping[Any, nn.Module], through: Callable[..., Any]) -> Iterator[None]:
     """Route calls of modules through a function (key, own call, arguments, keywords) -> result in the block.
 
-    The modules change their class and keep their place in the model, where a gearbox looks for them.
+    The modules change their class and keep their place in the model, so that a gearbox finds them.
     """
 
     def intercepting(key: Hashable, kind: type) -> type:
@@ -88,7 +88,7 @@ def intercepted(modules: Mapping[Any, nn.Module], through: Callable[..., Any]) -
         yield
 
 
-class _Enough(Exception):
+class _PassEnd(Exception):
     """An exception that ends a pass once everything is recorded."""
 
 
@@ -130,7 +130,7 @@ class ExactSensitivity:
         self.layers = {layer.path: layer for layer in gearbox.layers}
         once = {id(block): block for block in getattr(gearbox.model, "layers", ())}
         self._blocks: dict[Hashable, nn.Module] = dict(enumerate(once.values()))
-        # A tied embedding is called as an embedding for inputs, where no gear changes it.
+        # A tied embedding is called as an embedding for inputs, which no gear changes.
         self._heads = [path for path, layer in self.layers.items() if isinstance(layer.module, nn.Embedding)]
         self._linear = {path: layer.module for path, layer in self.layers.items() if path not in self._heads}
         self._sizes = {path: layer.module.weight.size for path, layer in self.layers.items()}
@@ -237,10 +237,10 @@ class ExactSensitivity:
                 return window.blocks[self._passed - 1]
             own(*args, **kwargs)
             cost.blocks += 1
-            raise _Enough
+            raise _PassEnd
 
         for window in self._windows:
-            with intercepted(self._blocks | here, through), contextlib.suppress(_Enough):
+            with intercepted(self._blocks | here, through), contextlib.suppress(_PassEnd):
                 self._logits(window.tokens)
             mx.eval(list(window.calls.values()))
 
@@ -353,7 +353,7 @@ def measure_layers(
 
 
 def measuring_cost(parts: Mapping[str, MeasuredLayer]) -> Cost:
-    """Return the computation of `measure_layers` for all layers of a journal, over all runs that wrote to it."""
+    """Return the work of `measure_layers` for all layers of a journal, over all runs that wrote to it."""
     return Cost(*map(sum, zip(*(part["cost"] for part in parts.values()))))
 
 

@@ -25,7 +25,7 @@ def dtype_named(name: str) -> mx.Dtype:
     return dtype
 
 
-# MLX does not define copies of types, but a gearbox, which is copied with its model, has some.
+# MLX does not define copies of types, but a gearbox has some, and is copied with its model.
 copyreg.pickle(mx.Dtype, lambda dtype: (dtype_named, (dtype_name(dtype),)))
 
 

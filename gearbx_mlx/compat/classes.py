@@ -57,14 +57,14 @@ def calling(kind: Any, replaced: Mapping[str, tuple[Any, Any]]) -> type[nn.Modul
     call = kind.__call__
     if not isinstance(call, FunctionType):
         return None
-    ours = {
+    replacements = {
         name: own
         for name, (theirs, own) in replaced.items()
         if name in call.__code__.co_names and call.__globals__.get(name) is theirs
     }
-    if not ours:
+    if not replacements:
         return None
-    return standing_for(kind, {"__call__": with_globals(call, ours)})
+    return standing_for(kind, {"__call__": with_globals(call, replacements)})
 
 
 def with_globals(function: FunctionType, named: Mapping[str, Any]) -> Any:
@@ -133,7 +133,7 @@ def generation_stream() -> Any:
 
 
 def model_classes(config: dict) -> Any:
-    """Return the class of a model's type and that of its arguments. Raises mlx-lm's errors for an unknown type."""
+    """Return the classes of a model's type and of its arguments. Raises mlx-lm's errors for an unknown type."""
     from mlx_lm.utils import _get_classes
 
     return _get_classes(config)

@@ -57,7 +57,7 @@ def rewritten(kind: Any) -> type[nn.Module] | None:
 
 
 class AlwaysShort(ast.NodeTransformer):
-    """A transformer that meets the condition `L == 1` of every branch with one of ABSORBED."""
+    """A transformer that meets the condition `L == 1` of every branch with an ABSORBED projection."""
 
     found = 0
 

@@ -22,7 +22,7 @@ from .classes import with_globals
 from .versions import is_tested, untested
 
 LogSumExp = Callable[[mx.array], mx.array]
-"""Function of logits (..., V), over the last axis, which it keeps: (..., 1)."""
+"""Function of logits (..., V), over the last axis, with kept dimensions: (..., 1)."""
 
 
 class StandIn:
@@ -87,7 +87,7 @@ class GearedTokens(GenerationBatch):
 
 
 class GearedPrompts(PromptProcessingBatch):
-    """The sequences in prefill, all in the same gear, which also start decoding in the same gear."""
+    """The sequences in prefill, all in the same gear, also for their first token."""
 
     passes: tuple[Pass, Pass]
     logsumexp: LogSumExp | None = None

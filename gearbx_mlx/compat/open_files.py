@@ -1,4 +1,4 @@
-"""Workaround for mlx_lm.utils, which sets the limits of open files on import, and fails below a hard limit of 4,096."""
+"""Workaround for the import of mlx_lm.utils: it sets limits of open files, and fails below a hard limit of 4,096."""
 
 SOFT, HARD = 2048, 4096  # limits that mlx-lm sets
 

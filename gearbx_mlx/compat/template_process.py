@@ -15,14 +15,14 @@ import types
 
 SECONDS = 1.5  # CPU time per rendered text
 MAX_MEMORY = 2**30  # bytes, including the interpreter's own
-LONGEST_LINE = 2**26  # characters of a rendered text
+MAX_TEXT = 2**26  # characters of a rendered text
 PACKAGES = {"transformers": "", "transformers.utils": "/utils"}
 
 
 def load_compiler():
     """Return transformers' function that compiles chat templates.
 
-    The packages around its module are not run, which would take a second.
+    The packages around its module are not run, to save a second.
     """
     with contextlib.suppress(Exception):
         found = importlib.util.find_spec("transformers")
@@ -46,8 +46,8 @@ def render(compiler, template: str, values: dict) -> dict[str, str]:
     signal.setitimer(signal.ITIMER_PROF, SECONDS)  # its signal ends the process
     try:
         text = compiler(template).render(**values)
-        if len(text) > LONGEST_LINE:
-            raise ValueError(f"it makes {len(text)} characters, more than {LONGEST_LINE}")
+        if len(text) > MAX_TEXT:
+            raise ValueError(f"it makes {len(text)} characters, more than {MAX_TEXT}")
         return {"text": text}
     except MemoryError:
         return {"error": "MemoryError", "words": f"it takes more than {MAX_MEMORY >> 30} GB"}

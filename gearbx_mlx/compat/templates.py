@@ -1,4 +1,4 @@
-"""Chat templates, which come with a model and are programs, in separate processes.
+"""Chat templates (programs that come with a model) in separate processes.
 
 transformers compiles a template with `_compile_jinja_template` and calls `render` of the result. `confine` replaces
 that with a `ConfinedTemplate`. So everything that renders a chat, including mlx-lm's server, stays within the limits
@@ -77,7 +77,7 @@ def ended(process: subprocess.Popen[str]) -> None:
 
 
 class ConfinedTemplate:
-    """A chat template, with the `render` of jinja's. environment: of jinja, in which transformers parses templates."""
+    """A chat template, with the `render` of jinja's. environment: of jinja, for parsing templates."""
 
     environment: Any = None
 

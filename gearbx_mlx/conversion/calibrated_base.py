@@ -31,9 +31,9 @@ from ..kernels.bit_planes import Planes
 from ..kernels.dispatch import FUSED_ATTENTION
 from .gptq import Factored, factored, with_codes
 
-LONGEST_TEXT = 512  # tokens that are read of a sequence
-TOKENS_AT_ONCE = 2048  # tokens of a batch, in sequences of similar lengths
-FEWEST_INPUTS = 32  # inputs that an expert needs for its codes
+MAX_LENGTH = 512  # tokens that are read of a sequence
+MAX_BATCH_TOKENS = 2048  # tokens of a batch, in sequences of similar lengths
+MIN_EXPERT_INPUTS = 32  # inputs that an expert needs for its codes
 
 
 @dataclass
@@ -54,7 +54,7 @@ def calibrate_base(
     format: Format,
     ladder: Sequence[int],
     group_size: int,
-    texts: Sequence[Sequence[int]],
+    sequences: Sequence[Sequence[int]],
     advance: Callable[[], object] = lambda: None,
 ) -> CalibratedBase:
     """Return the calibrated lowest gear of a model that is not quantized and has no gears; the model does not change.
@@ -62,25 +62,25 @@ def calibrate_base(
     Args:
         layers: those that change gear (`discover`).
         ladder: bits of all gears, ascending.
-        texts: tokens of sequences; at most 512 of each are read.
+        sequences: tokens; at most 512 of each are read.
         advance: called after every block, and after the head: `steps` times.
 
     Raises:
         GearbxError: a format or a ladder whose lowest codes are not free, no sequence of two tokens, or a model whose
             blocks cannot be run one by one.
     """
-    read = [list(text[:LONGEST_TEXT]) for text in texts if len(text) > 1]
+    read = [list(tokens[:MAX_LENGTH]) for tokens in sequences if len(tokens) > 1]
     if not read:
         raise GearbxError("no text of two tokens or more to calibrate with; use a longer text")
     fit, rounded = free_layers(layers, format, ladder, group_size)
     found = CalibratedBase(rounded=rounded)
-    # Mixtures that sort tokens by expert lose the positions of padding, so their sequences are not padded.
-    walk = Walk(model, batches(read, 0 if any(has_experts(layer) for layer in fit) else TOKENS_AT_ONCE))
-    for number in range(len(walk.blocks) + 1):
-        block = number if number < len(walk.blocks) else None
+    # Mixtures that sort tokens by expert mix up the positions of padding, so their sequences are not padded.
+    run = CalibrationRun(model, batches(read, 0 if any(has_experts(layer) for layer in fit) else MAX_BATCH_TOKENS))
+    for number in range(len(run.blocks) + 1):
+        block = number if number < len(run.blocks) else None
         of_block = [layer for layer in fit if block_number(layer.path) == block]
         if of_block or block is not None:
-            walk.read(number, BlockCodes(of_block, format, ladder, group_size, found, block is None))
+            run.read(number, BlockCodes(of_block, format, ladder, group_size, found, block is None))
             mx.clear_cache()  # otherwise MLX keeps arrays of every batch size
         advance()
     return found
@@ -106,7 +106,7 @@ def free_layers(
 
 
 @dataclass(frozen=True)
-class TextBatch:
+class SequenceBatch:
     """A batch of sequences, padded on the right, which causal attention ignores.
 
     tokens: (sequences, longest). lengths: of the sequences.
@@ -121,15 +121,15 @@ class TextBatch:
         return (np.arange(self.tokens.shape[1]) < np.array(self.lengths)[:, None]).flatten()
 
 
-def batches(texts: Sequence[Sequence[int]], together: int = TOKENS_AT_ONCE) -> list[TextBatch]:
+def batches(sequences: Sequence[Sequence[int]], together: int = MAX_BATCH_TOKENS) -> list[SequenceBatch]:
     """Return batches of at most `together` tokens, or of one sequence, from the longest sequence to the shortest."""
     made: list[list[Sequence[int]]] = []
-    for text in sorted(texts, key=len, reverse=True):
+    for tokens in sorted(sequences, key=len, reverse=True):
         if not made or len(made[-1][0]) * (len(made[-1]) + 1) > together:
             made.append([])
-        made[-1].append(text)
-    filled = [[[*text, *[0] * (len(texts[0]) - len(text))] for text in texts] for texts in made]
-    return [TextBatch(mx.array(rows), [*map(len, texts)]) for rows, texts in zip(filled, made)]
+        made[-1].append(tokens)
+    padded = [[[*row, *[0] * (len(rows[0]) - len(row))] for row in rows] for rows in made]
+    return [SequenceBatch(mx.array(array), [*map(len, rows)]) for array, rows in zip(padded, made)]
 
 
 def steps(model: nn.Module) -> int:
@@ -149,7 +149,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return [modules[".".join(found[number])] for number in sorted(found)]
 
 
-class WasRead(Exception):
+class PassEnd(Exception):
     """An exception that ends a forward pass once the wanted part is computed."""
 
 
@@ -158,7 +158,7 @@ def floats(array: mx.array) -> np.ndarray:
 
 
 def multiplied_by(weight: mx.array) -> np.ndarray | mx.array:
-    """Return a weight for `Watched`: experts become float32 one by one, on use."""
+    """Return a weight for `LayerState`: experts become float32 one by one, on use."""
     return floats(weight) if weight.ndim == 2 else weight
 
 
@@ -178,7 +178,7 @@ class Inputs(NamedTuple):
         return cls(rows.reshape(-1, width), np.array(indices).flatten())
 
     def times(self, weight: np.ndarray | mx.array) -> np.ndarray:
-        """Return the products (n, O), float32. weight: as of `Watched`."""
+        """Return the products (n, O), float32. weight: as of `LayerState`."""
         if self.experts is None:
             return self.rows @ np.asarray(weight).T
         products = np.empty((len(self.rows), weight.shape[-2]), np.float32)
@@ -189,7 +189,7 @@ class Inputs(NamedTuple):
 
 
 @dataclass(eq=False)
-class Watched:
+class LayerState:
     """A layer during calibration.
 
     weight: (O, I) float32; for experts (E, O, I) in their own type. outputs: in the draft, per batch, (n, O) float32;
@@ -213,7 +213,7 @@ class SharedInputs:
     original, draft: their inputs per batch.
     """
 
-    layers: list[Watched]
+    layers: list[LayerState]
     original: list[Inputs] = field(default_factory=list)
     draft: list[Inputs] = field(default_factory=list)
 
@@ -225,12 +225,12 @@ class SharedInputs:
         """
         if expert is not None:
             reached = np.concatenate([draft.rows[draft.experts == expert] for draft in self.draft])
-            return factored(reached) if len(reached) >= FEWEST_INPUTS else None
-        seen = [draft.rows[tokens] for draft, tokens in zip(self.draft, counts)]
+            return factored(reached) if len(reached) >= MIN_EXPERT_INPUTS else None
+        in_draft = [draft.rows[tokens] for draft, tokens in zip(self.draft, counts)]
         own = [original.rows[tokens] for original, tokens in zip(self.original, counts)]
         with np.errstate(invalid="ignore"):  # infinities are found in the Hessian
-            drift = np.concatenate([*map(np.subtract, own, seen)])
-        return factored(np.concatenate(seen), drift)
+            drift = np.concatenate([*map(np.subtract, own, in_draft)])
+        return factored(np.concatenate(in_draft), drift)
 
 
 class BlockCodes:
@@ -251,28 +251,28 @@ class BlockCodes:
     ):
         self.format, self.ladder, self.group_size = format, ladder, group_size
         self.found, self.is_head = found, is_head
-        self.watched = [Watched(layer, multiplied_by(linear_of(layer.module).weight)) for layer in layers]
+        self.watched = [LayerState(layer, multiplied_by(linear_of(layer.module).weight)) for layer in layers]
         self.inputs: list[SharedInputs] = []
         self._last: tuple[Any, Any] = (None, None)
 
-    def original(self, watched: Watched, x: mx.array, indices: mx.array | None = None, *, batch: int) -> mx.array:
+    def original(self, watched: LayerState, x: mx.array, indices: mx.array | None = None, *, batch: int) -> mx.array:
         """Return the original's matmul with a batch. Inputs are kept, and layers with shared inputs are grouped."""
         shared = x is self._last[0]
-        seen = self._inputs(x, indices)
+        inputs = self._inputs(x, indices)
         place = next((inputs for inputs in self.inputs if watched in inputs.layers), None)
         if place is None and shared:
             self.inputs[-1].layers.append(watched)
         elif place is None:
             self.inputs.append(place := SharedInputs([watched]))
         if place is not None and watched is place.layers[0] and len(place.original) == batch:
-            place.original.append(seen)
+            place.original.append(inputs)
         if self.is_head:
-            raise WasRead
-        return shaped(seen.times(watched.weight), watched, x, indices)
+            raise PassEnd
+        return shaped(inputs.times(watched.weight), watched, x, indices)
 
     def draft(
         self,
-        watched: Watched,
+        watched: LayerState,
         x: mx.array,
         indices: mx.array | None = None,
         *,
@@ -282,7 +282,7 @@ class BlockCodes:
         """Return the draft's matmul. Layers whose inputs are `wanted` keep them and end the pass."""
         if wanted is not None and watched in wanted.layers:
             wanted.draft.append(self._inputs(x, indices))
-            raise WasRead
+            raise PassEnd
         return shaped(watched.outputs[batch], watched, x, indices)
 
     def choose(self, inputs: SharedInputs, counts: Sequence[np.ndarray]) -> None:
@@ -298,7 +298,7 @@ class BlockCodes:
             planes, chosen = zip(*codes)
             of_experts = layers[path].weight.ndim > 2
             if not all(chosen):
-                some = f"; or fewer than {FEWEST_INPUTS} reach some of its experts" if of_experts else ""
+                some = f"; or fewer than {MIN_EXPERT_INPUTS} reach some of its experts" if of_experts else ""
                 self.found.rounded[path] = f"its inputs, or its weights, are not finite, or all 0{some}"
             if any(chosen):
                 known[path] = stacked(planes) if of_experts else planes[0]
@@ -309,7 +309,7 @@ class BlockCodes:
                 watched.outputs = [draft.times(weight) for draft in inputs.draft]
         inputs.original, inputs.draft = [], []
 
-    def _codes(self, watched: Watched, expert: int | None, hessian: Factored | None) -> tuple[Planes, bool]:
+    def _codes(self, watched: LayerState, expert: int | None, hessian: Factored | None) -> tuple[Planes, bool]:
         """Return codes of a layer or an expert, and True if they are chosen for its inputs, False for RTN codes."""
         dense = linear_of(watched.layer.module).weight
         dense = dense if expert is None else dense[expert]
@@ -333,7 +333,7 @@ def stacked(planes: Sequence[Planes]) -> Planes:
     return planes[0]._replace(weights=[words], scales=scales, biases=[biases])
 
 
-def shaped(y: np.ndarray, watched: Watched, x: mx.array, indices: mx.array | None) -> mx.array:
+def shaped(y: np.ndarray, watched: LayerState, x: mx.array, indices: mx.array | None) -> mx.array:
     """Return a layer's output, with its bias, from its matmul (n, O) with x."""
     module = watched.layer.module
     if indices is not None:
@@ -365,14 +365,14 @@ def has_experts(layer: Layer) -> bool:
     return type(layer.module) in (SwitchLinear, NativeSwitchLinear)
 
 
-class Walk:
+class CalibrationRun:
     """A calibration run, block by block, of the original and of its draft with the codes of previous blocks.
 
     The model's own code calls its blocks. Earlier blocks return stored outputs, and the current
     block ends the pass. original, draft: outputs of the last block, per batch.
     """
 
-    def __init__(self, model: nn.Module, batches: Sequence[TextBatch]):
+    def __init__(self, model: nn.Module, batches: Sequence[SequenceBatch]):
         self.model, self.batches, self.blocks = model, batches, blocks_of(model)
         self.original: list[Any] = []
         self.draft: list[Any] = []
@@ -398,7 +398,7 @@ class Walk:
             with self._changed(number, states[index : index + 1], codes, partial(product, batch=index), made):
                 try:
                     self.model(batch.tokens)
-                except WasRead:
+                except PassEnd:
                     continue
                 except Exception as error:
                     raise not_block_by_block(self.model, one_line(error)) from error
@@ -424,7 +424,7 @@ class Walk:
             out = kinds[number].__call__(block, h, *others, **named)
             mx.eval(out)
             made.append(out)
-            raise WasRead
+            raise PassEnd
 
         kinds = [type(block) for block in self.blocks]
         if mx.default_device() == mx.cpu and number < len(self.blocks):  # MLX's attention takes most of the time there
@@ -440,7 +440,7 @@ class Walk:
             yield
 
 
-def watching(watched: Watched, product: Callable[..., mx.array]) -> type[nn.Module]:
+def watching(watched: LayerState, product: Callable[..., mx.array]) -> type[nn.Module]:
     """Return a subclass of a linear layer that calls `product`."""
     kind: Any = type(watched.layer.module)
     name = "as_linear" if issubclass(kind, nn.Embedding) else "__call__"

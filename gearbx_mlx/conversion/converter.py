@@ -106,7 +106,7 @@ def pieces_of(array: np.ndarray, axis: int, count: int, interleaved: bool) -> It
         yield array[..., chosen] if axis == -1 else array[..., chosen, :]
 
 
-def seen(array: np.ndarray, view: View) -> np.ndarray:
+def viewed(array: np.ndarray, view: View) -> np.ndarray:
     """Return the part of a parameter that a view describes. Raises GearbxError if the parameter has no such part."""
     if view.matrix is None and not view.transposed:
         return array
@@ -125,7 +125,7 @@ def assembled(tensor: Tensor, parts: list[np.ndarray], shape: tuple[int, ...]) -
     length = list(shape)
     length[tensor.axis] //= len(parts)
     if any(part.size != math.prod(length) for part in parts):
-        raise GearbxError(f"its pieces are not those of {list(shape)}; {RESTORE}")
+        raise GearbxError(f"its pieces do not fit {list(shape)}; {RESTORE}")
     shaped = [part.reshape(length) for part in parts]
     whole = np.stack(shaped, tensor.axis) if tensor.interleaved else np.concatenate(shaped, tensor.axis)
     return np.ascontiguousarray(whole)  # numpy keeps the order of transposed parts
@@ -140,7 +140,7 @@ Arrays = dict[str, mx.array]
 class Plan:
     """The settings of a conversion, as in `Gearbox`.
 
-    bits: path to the fewest bits of a layer; None: each layer has those of the gear.
+    bits: path to the fewest bits of a layer; None: each layer has the gear's.
     """
 
     format: str
@@ -259,7 +259,7 @@ def possible_names(layer: Layer, widths: Iterable[int], format: Format, group_si
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenParameter:
     """The record of a parameter that is written.
 
     shape, sample: for the fingerprint. hashes: of its arrays, by name. packed: without the arrays. views: hash to view,
@@ -289,7 +289,7 @@ class Converter:
 
     def __init__(self, model: nn.Module, plan: Plan, work: Path, planes: Mapping[str, Planes] | None = None):
         self.planes = planes or {}
-        self.done: dict[str, Written] = {}
+        self.done: dict[str, WrittenParameter] = {}
         self.wanted: set[str] = set()
         self.model, self.plan, self.work = model, plan, work
         self.ladder, self.format = Ladder(plan.gears), get_format(plan.format)
@@ -399,7 +399,7 @@ class Converter:
 
     @property
     def packs_rows(self) -> bool:
-        """True if embeddings are quantized as by mlx-lm."""
+        """Flag for embeddings that are quantized as by mlx-lm."""
         return self.plan.embeddings == EMBEDDINGS[0]
 
     def _is_of_codes(self, name: str) -> bool:
@@ -417,7 +417,7 @@ class Converter:
 
     def _write(self, name: str, original: mx.array, packed: Packed) -> None:
         hashes = self.files["base"].append(packed.base.items()) | self.files["gears"].append(packed.gears.items())
-        self.done[name] = Written(
+        self.done[name] = WrittenParameter(
             shape=original.shape,
             sample=np.array(few_values(original)),
             hashes=hashes,

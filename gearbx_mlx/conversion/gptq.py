@@ -5,9 +5,9 @@ draft, previous layers have their codes too, so its inputs X drift away from the
 W + a W (Y - X)^T X (X^T X)^-1 compensate a part a of the effect on its outputs (GPTAQ, arXiv 2504.02692, with a = 1).
 The codes approximate these weights.
 
-1. Scales: of several ranges of a group, the one whose RTN codes cost the least by the Hessian's diagonal (`searched`).
+1. Scales: the range of each group whose RTN codes cost the least by the Hessian's diagonal (`best_ranges`).
 2. Codes: columns are rounded in sequence, those with the largest inputs first. Later columns compensate the
-   effect of each rounding on the outputs (`codes_of`).
+   effect of each rounding on the outputs (`gptq_codes`).
 3. Scales again: the least squares for these codes, by the whole Hessian (`refitted`).
 
 Format `exact` can restore only weights near the value of their code (its `Window`). Too distant codes are replaced by
@@ -25,9 +25,9 @@ from ..formats.base import Window
 from ..kernels.bit_planes import Planes, pack_mlx_codes
 
 DAMPING = 0.01  # of the mean of the Hessian's diagonal, added to the diagonal
-TAKEN_BACK = 0.5  # part a of the drift of outputs: a = 1 overfits the calibration text
+DRIFT_SHARE = 0.5  # part a of the drift of outputs: a = 1 overfits the calibration text
 BLOCK_COLUMNS = 64  # columns whose errors are compensated together
-WIDEST_SOLVED = 128  # columns of a triangular matrix that NumPy inverts as a general one
+MAX_INVERTED = 128  # columns of a triangular matrix that NumPy inverts as a general one
 MAX_NUMBERS = 2**24  # in the largest array for rows that are fitted together
 
 
@@ -50,7 +50,7 @@ class Factored(NamedTuple):
         if self.drift is None:
             return weight
         found, moved = weight.copy(), np.linalg.multi_dot([weight, self.drift.T, self.inputs])
-        found[:, self.order] += TAKEN_BACK * np.linalg.multi_dot([moved[:, self.order], self.upper.T, self.upper])
+        found[:, self.order] += DRIFT_SHARE * np.linalg.multi_dot([moved[:, self.order], self.upper.T, self.upper])
         return found
 
 
@@ -78,7 +78,7 @@ def factored(inputs: np.ndarray, drift: np.ndarray | None = None) -> Factored | 
 
 def inverse_of_lower(matrix: np.ndarray) -> np.ndarray:
     """Return the inverse of a lower triangular matrix (I, I), by halves: three times as fast as a general inverse."""
-    if len(matrix) <= WIDEST_SOLVED:
+    if len(matrix) <= MAX_INVERTED:
         return np.tril(np.linalg.inv(matrix))
     half = len(matrix) // 2
     first, last = inverse_of_lower(matrix[:half, :half]), inverse_of_lower(matrix[half:, half:])
@@ -110,7 +110,7 @@ class Grid(NamedTuple):
         return codes * self.scales[:, None] + self.biases[:, None]
 
     def where(self, better: np.ndarray, other: "Grid") -> "Grid":
-        """Return a grid with the other one's scales in the groups (G, O) where it is better."""
+        """Return a grid with `other`'s scales in the `better` groups (G, O)."""
         scales, biases = (np.where(better, new, own) for new, own in zip(other[:2], self[:2]))
         return self._replace(scales=scales, biases=biases)
 
@@ -144,7 +144,7 @@ def rows_with_codes(
     grouped, wanted = (
         np.ascontiguousarray(array.T).reshape(len(grid.scales), nearest.group_size, -1) for array in (weight, wanted)
     )
-    grid = searched(grouped, grid, hessian, window)
+    grid = best_ranges(grouped, grid, hessian, window)
     codes = gptq_codes(grouped, wanted, grid, hessian, window)
     grid = refitted(grouped, wanted, codes, grid, hessian, window)
     words = pack_mlx_codes(mx.array(np.ascontiguousarray(codes.reshape(-1, len(weight)).T, np.uint8)), bits)
@@ -157,14 +157,14 @@ def by_columns(array: mx.array) -> np.ndarray:
     return np.ascontiguousarray(np.array(array.astype(mx.float32)).T)
 
 
-def searched(weight: np.ndarray, grid: Grid, hessian: Factored, window: Window | None) -> Grid:
+def best_ranges(weight: np.ndarray, grid: Grid, hessian: Factored, window: Window | None) -> Grid:
     """Return a grid over the part of each group's range that costs the least, for a weight (G, g, O)."""
     cost = np.diag(hessian.damped).reshape(*weight.shape[:2], 1)
     low, high = weight.min(1), weight.max(1)
 
     def error(grid: Grid) -> np.ndarray:
         values = grid.values(grid.nearest(weight))
-        return ((weight - values) ** 2 * cost).sum(1) + lost(weight, values, grid, window)
+        return ((weight - values) ** 2 * cost).sum(1) + window_penalty(weight, values, grid, window)
 
     least = error(grid)
     for part in (1.0, 0.95, 0.9, 0.85, 0.8):  # parts of a group's range that its codes may span
@@ -175,7 +175,7 @@ def searched(weight: np.ndarray, grid: Grid, hessian: Factored, window: Window |
     return grid
 
 
-def lost(weight: np.ndarray, values: np.ndarray, grid: Grid, window: Window | None) -> np.ndarray | float:
+def window_penalty(weight: np.ndarray, values: np.ndarray, grid: Grid, window: Window | None) -> np.ndarray | float:
     """Return infinity for the groups (G, O) with a weight that could not be restored, and 0 for the others."""
     if window is None:
         return 0.0
@@ -248,4 +248,4 @@ def refitted(
     at_middle = grid.biases + middle * grid.scales + steps[groups:]
     other = grid._replace(scales=scales, biases=grid.rounded((at_middle - middle * scales).astype(np.float32)))
     sound = np.isfinite(other.scales) & np.isfinite(other.biases)
-    return grid.where(sound & (lost(weight, other.values(codes), other, window) == 0), other)
+    return grid.where(sound & (window_penalty(weight, other.values(codes), other, window) == 0), other)

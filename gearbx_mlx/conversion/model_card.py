@@ -155,7 +155,7 @@ def geared_card(
         f"Format `{manifest.format}`{group}. {len(manifest.layers)} layers with {weights:,} weights change gear"
         + (f"; {len(manifest.unmanaged)} linear layers do not." if manifest.unmanaged else "."),
         table(("gear", "bits", "bits per weight", "size"), rows),
-        "Sizes and bits per weight are those of the layers that change gear, as stored, including scales. Gears share "
+        "Sizes and bits per weight are of the layers that change gear, as stored, including scales. Gears share "
         f"arrays if the format allows it. {original_weights}",
         table(("file", "size"), sizes),
         *rows_text(manifest),

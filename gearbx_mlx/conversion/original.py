@@ -52,7 +52,7 @@ from ..gears.tensor_files import (
 from ..kernels.exact import ExactMatrix
 from ..kernels.products import decoded
 from ..loading import read_config
-from .converter import BASE_FILE, assembled, seen, tensor_of
+from .converter import BASE_FILE, assembled, tensor_of, viewed
 from .model_card import CARD
 
 REPORT = "selection.json"  # bits of every layer, with reasons
@@ -94,7 +94,7 @@ def write_config(source: Path, work: Path, quantization: dict[str, Any] | None) 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "*.npz")
 ORIGINAL_ROOM = 128  # bytes of a header for the entry of one array, without its name
 Key = tuple[str, str]  # a shard's name and a tensor's
-# Names in `original.safetensors` of a shard's header, of a tensor and of another file.
+# Names in `original.safetensors` of a shard's header, of a tensor and of a different file.
 header_key, tensor_key, file_key = "header/{}".format, "tensor/{}/{}".format, "file/{}".format
 
 
@@ -146,7 +146,7 @@ class OriginalFiles:
     def others(self) -> tuple[list[Path], list[str]]:
         """The other restorable files, and the names of the others: weights, folders, hidden files, odd names."""
         kept: list[Path] = []
-        lost: list[str] = []
+        omitted: list[str] = []
         for file in sorted(self.directory.iterdir()):
             is_weight = any(fnmatch(file.name, pattern) for pattern in WEIGHTS)
             if file.name not in self.shards:
@@ -157,8 +157,8 @@ class OriginalFiles:
                     and not is_weight
                     and file.stat().st_size <= LARGEST_JSON
                 )
-                kept.append(file) if plain else lost.append(file.name)
-        return kept, lost
+                kept.append(file) if plain else omitted.append(file.name)
+        return kept, omitted
 
     def keep(self, views: Mapping[str, View], work: Path) -> OriginalModel:
         """Write data that the parameters do not contain into `original.safetensors` of a directory.
@@ -272,8 +272,8 @@ class Restorer:
         for key in ((shard, name) for shard, header in self.headers.items() for name in header.entries):
             parameters = dict.fromkeys(piece.parameter for piece in self.tensor(key).pieces)
             found.setdefault(tuple(parameters), []).append(key)
-        alone = [((), [key]) for key in found.pop((), [])]  # one at a time, since they may be large
-        return alone + list(found.items())
+        stored = [((), [key]) for key in found.pop((), [])]  # one at a time, since they may be large
+        return stored + list(found.items())
 
     def tensor(self, key: Key) -> Tensor:
         """Return the description of a tensor in gears.json."""
@@ -307,7 +307,7 @@ class Restorer:
                 yield key, data
                 continue
             with error_context(f"{self.directory / MANIFEST}: original: {shown(key[1])}"):
-                parts = [seen(arrays[piece.parameter], piece) for piece in tensor.pieces]
+                parts = [viewed(arrays[piece.parameter], piece) for piece in tensor.pieces]
                 if sum(part.nbytes for part in parts) != size:
                     raise GearbxError(f"takes {size} bytes, but its pieces do not; {RESTORE}")
                 whole = assembled(tensor, parts, self.headers[key[0]].entries[key[1]].shape).data

@@ -174,7 +174,7 @@ class ConversionSettings(Settings):
 
     @property
     def asks_text(self) -> bool:
-        """True if a calibration text is requested explicitly."""
+        """Flag for explicit requests of a calibration."""
         return self.calibrate not in (None, "none")
 
 
@@ -228,13 +228,13 @@ class ConvertSettings:
 
     @property
     def writes_table(self) -> bool:
-        """True if a table of a manifest is written instead of gears."""
+        """Flag for writing a table of a manifest instead of gears."""
         gears = self.layout.gears
         return self.conversion.manifest is not None and (gears is None or len(gears) == 1)
 
     @property
     def calibrates(self) -> bool:
-        """True if a text chooses the lowest gear's codes: on request, and by default if they are free."""
+        """Flag for calibrating the lowest gear's codes: on request, and by default if they are free."""
         conversion = self.conversion
         others = self.floors.wanted or self.budget.wanted or conversion.manifest is not None
         by_default = conversion.calibrate is None and not others and self.layout.chosen_format in LIKE_MLX
@@ -242,7 +242,7 @@ class ConvertSettings:
 
     @property
     def ladder(self) -> Ladder:
-        """The gears to write; by default those of mode lossless, of which the lower one has its own codes."""
+        """The gears to write; by default the two of mode lossless."""
         by_quality = self.floors.wanted or self.budget.wanted
         usual = default_ladder(self.layout.chosen_format, by_quality)
         if self.calibrates:

@@ -1,4 +1,4 @@
-"""The command `convert`: a model becomes a checkpoint on disk, which stock mlx-lm reads too."""
+"""The command `convert`: a model becomes a checkpoint on disk, also for stock mlx-lm."""
 
 import contextlib
 import os
@@ -148,9 +148,9 @@ def open_original(source: Path) -> OriginalFiles:
     """Return the files to restore later, hashed. Raises GearbxError if one cannot be read."""
     with counting("hashing", sum(file.stat().st_size for file in weights_in(source)), in_bytes=True) as advance:
         files = OriginalFiles(source, progress=advance)
-    _, lost = files.others
-    if lost and source != DEMO_MODEL:  # the demo model's files are bundled
-        note(f"--restore will not restore {escaped(', '.join(lost))}, which mlx-lm does not read")
+    _, omitted = files.others
+    if omitted and source != DEMO_MODEL:  # the demo model's files are bundled
+        note(f"--restore will not restore {escaped(', '.join(omitted))}, which mlx-lm does not read")
     return files
 
 
@@ -363,7 +363,7 @@ def write_manifest_table(settings: ConvertSettings, source: Path, work: Path, or
     manifest, gear = choose_table(Path(file), settings.layout)
     model, tokenizer, config = load(source, return_config=True, lazy=True, trust_remote_code=trusted)
     if is_quantized(model):
-        raise GearbxError(f"{source}: is already quantized, but --manifest is for original weights; omit --manifest")
+        raise GearbxError(f"{source}: is quantized already, but --manifest is for original weights; omit --manifest")
     with error_context(file):
         manifest, layers, missing = fitted_to(manifest, model, get_format("affine"))
     for path in missing:
@@ -391,7 +391,7 @@ def choose_table(file: Path, layout: LayerSettings) -> tuple[PrecisionManifest, 
     if layout.gears is None and len(wanted) > 1:
         raise GearbxError(f"{file}: has tables for gears {tables}; choose one with --gears")
     if len(wanted) > 1 or wanted[0] not in manifest.gears:
-        raise GearbxError(f"{file}: has no table for gears {layout.gears}; choose one of {tables}")
+        raise GearbxError(f"{file}: has no table for gears {layout.gears}; choose from {tables}")
     if manifest.format != "affine":
         note(f"{file}: was measured with {manifest.format}; mlx-lm's affine layers differ a little from it")
     return manifest, wanted[0]

@@ -139,7 +139,7 @@ def check_supported(format: Format, ladder: Sequence[int], others: Iterable[int]
     if tuple(ladder) not in format.ladders or others:
         choices = " or ".join(",".join(map(str, known)) for known in format.ladders)
         shown += " with other bits for some layers" if others else ""
-        raise GearbxError(f"format {format.name} has gears {choices}, got {shown}; use these, or choose another format")
+        raise GearbxError(f"format {format.name} has gears {choices}, got {shown}; use these, or choose format planes")
 
 
 INFINITY = {mx.bfloat16: (mx.uint16, 0x7F80), mx.float16: (mx.uint16, 0x7C00), mx.float32: (mx.uint32, 0x7F800000)}

@@ -4,7 +4,7 @@ For one token, MLX runs some 27 operations per layer on a CPU, and passing them 
 matmuls. A block with known code runs as one operation instead, over the same modules, with bit-identical arithmetic. So
 do all blocks of a model whose class runs them in sequence. Other blocks run unchanged.
 
-Lossless mode goes further: a forward pass over a few tokens of one sequence is one call, which returns finished logits
+In lossless mode, a forward pass over a few tokens of one sequence is one call, which returns finished logits
 (`pass_logits`). In a draft it returns the next token and its entropy, or its logits (`begin_draft`).
 """
 
@@ -61,9 +61,9 @@ MLP: dict[Code, Sequence[str]] = {  # projections to gate and up
 }
 
 LAYERED = {code_of(kind) for kind in (llama.LlamaModel, qwen2.Qwen2Model, qwen3.Qwen3Model, phi3.Phi3Model)}
-"""Classes that run embedding, blocks and norm, and nothing else with one rank and no window."""
+"""Classes that run embedding, blocks and norm, without other operations, with one rank and no window."""
 WHOLE_MODELS = {code_of(kind) for kind in (llama.Model, qwen2.Model, qwen3.Model, phi3.Model)}
-"""Classes that run one of these and the head, which is the embedding's with `args.tie_word_embeddings`."""
+"""Classes that run one of these and the head, or the tied embedding with `args.tie_word_embeddings`."""
 
 
 class Programs:
@@ -278,11 +278,11 @@ class KeptParts:
         if not self.take(cache):
             return None
         assert self._parts is not None
-        begun = begin(self._parts)
-        if begun is None:
+        started = begin(self._parts)
+        if started is None:
             self._parts = self._find()
-            begun = None if self._parts is None else begin(self._parts)
-        return begun
+            started = None if self._parts is None else begin(self._parts)
+        return started
 
 
 def part_of_head(head: nn.Module, kernels: ModuleType) -> Any:
@@ -343,7 +343,7 @@ class NativeDraft:
     ) -> tuple[int, float, float]:
         """Return as `best`, for the token that a GumbelSampler chooses (decoding/sampling.py). key: MLX's, (2,).
 
-        The margin is that of the sum with the noise, times the temperature.
+        The margin includes the noise, times the temperature.
         """
         table, (row,) = self.parts.rows([token])
         sampled_token, how = self.parts.kernels.sampled_token, (temp, top_p, min_p, top_k, *key.tolist())

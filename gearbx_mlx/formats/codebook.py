@@ -23,8 +23,8 @@ are sorted once, and a round costs O(2^bits log I) per row.
 A round moves every entry towards the mean of its cell. XFP moves it onto the mean. That converges slowly from
 quantiles, whose tails start far from their final place. Here it moves 1.9 times as far, and in the last two rounds onto
 the mean. The error of a cell is a parabola in its entry, lowest at the mean, and any step between 0 and 2 lowers it. So
-the error falls in every round, as in Lloyd's own iteration, and in 20 rounds much further. Nothing is random: two runs
-are bit-identical. A matrix has the values of its outliers in fp16 and their columns in 16 bits, row after row, and the
+the error falls in every round, as in Lloyd's own iteration, and in 20 rounds much more. Without random numbers, two
+runs are bit-identical. A matrix has the values of its outliers in fp16, their columns as uint16, row after row, and the
 offset of each row's first one: 4 bytes per outlier and 4 per row. The lists of stacked experts are padded to the
 longest; the padding is never read.
 """
@@ -62,7 +62,7 @@ ROUNDS = 20
 LLOYD_STEP = 1.9
 
 DEFAULT_OPTIONS = CodebookOptions()
-WIDEST = 2**16  # columns that 16 bits can store
+MAX_WIDTH = 2**16  # columns that 16 bits can store
 OUTLIER_SIZE, OFFSET_SIZE = 4, 4  # bytes
 
 
@@ -92,9 +92,9 @@ class SortedRows:
         found = mx.zeros(bounds.shape, mx.int32)
         step = 1 << (size.bit_length() - 1)
         while step:
-            further = found + step
-            value = mx.take_along_axis(self.values, mx.minimum(further, size) - 1, axis=-1)
-            found = mx.where((further <= size) & (value <= bounds), further, found)
+            candidate = found + step
+            value = mx.take_along_axis(self.values, mx.minimum(candidate, size) - 1, axis=-1)
+            found = mx.where((candidate <= size) & (value <= bounds), candidate, found)
             step //= 2
         return found
 
@@ -209,7 +209,7 @@ class Outliers:
 def outliers_of(matrix: mx.array, options: CodebookOptions = DEFAULT_OPTIONS) -> np.ndarray:
     """Find the outliers of a matrix (O, I) bool: |w - mean| > 3 sigma, but at most the furthest 2%, or as in `options`.
 
-    Mean and sigma are those of the matrix. Among equally distant weights the first ones are taken. If mean or sigma is
+    Mean and sigma are of the matrix. Among equally distant weights the first ones are taken. If mean or sigma is
     not finite, there are no outliers.
     """
     rows, width = matrix.shape
@@ -235,7 +235,7 @@ def all_outliers(weight: mx.array, options: CodebookOptions = DEFAULT_OPTIONS) -
     return np.stack([outliers_of(matrix, options) for matrix in matrices]).reshape(weight.shape)
 
 
-def take_out(weight: mx.array, mask: np.ndarray) -> Outliers:
+def extract_outliers(weight: mx.array, mask: np.ndarray) -> Outliers:
     """Return the outliers of a weight (..., O, I), at the places where `mask` is true."""
     rows, width = weight.shape[-2:]
     matrices, masks = weight.reshape(-1, rows, width), mask.reshape(-1, rows, width)
@@ -323,7 +323,7 @@ def encode(
         parts.append((pack_codebook_codes(codes, bits), codebook))
         mx.eval(parts[-1])
     words, codebooks = (mx.concatenate(list(p)).reshape(*weight.shape[:-1], -1) for p in zip(*parts))
-    arrays = {"weight": words, "codebook": codebooks} | take_out(weight, mask).arrays()
+    arrays = {"weight": words, "codebook": codebooks} | extract_outliers(weight, mask).arrays()
     mx.eval(arrays)
     return arrays
 
@@ -421,8 +421,8 @@ class CodebookFormat(ReconstructedFormat, abc.ABC):
             raise GearbxError(f"format '{self.name}' has no {bits}-bit gear; choose from {choices}, 16")
 
     def fits(self, width: int, group_size: int) -> str | None:
-        if width > WIDEST:  # 16 bits store an outlier's column
-            return f"input width {width} is more than {WIDEST}, the limit for the column of an outlier"
+        if width > MAX_WIDTH:  # 16 bits store an outlier's column
+            return f"input width {width} is more than {MAX_WIDTH}, the limit for the column of an outlier"
         return None
 
     def reconstruct(self, arrays: Arrays, bits: int, width: int, dtype: mx.Dtype) -> mx.array:

@@ -29,9 +29,9 @@ from .codebook import (
     SortedRows,
     all_outliers,
     bulk,
+    extract_outliers,
     lloyd,
     nearest_entries,
-    take_out,
 )
 
 LIBRARY_BITS = (2, 3, 4)
@@ -178,7 +178,7 @@ def encode(
         "entries": entries.reshape(shape),
         "scales": scales.reshape(shape),
         "midpoints": midpoints.reshape(shape),
-    } | take_out(weight, mask).arrays()
+    } | extract_outliers(weight, mask).arrays()
     mx.eval(arrays)
     return arrays
 

@@ -139,11 +139,11 @@ def join(parts: Sequence[ExactMatrix], rows: tuple[int, ...]) -> ExactMatrix:
         made = arrays[0] if len(arrays) == 1 else mx.concatenate(list(arrays))
         return made.reshape(*rows, -1)
 
-    begins, offsets, high = 0, [mx.zeros(1, mx.uint32)], []
+    total, offsets, high = 0, [mx.zeros(1, mx.uint32)], []
     for part in parts:
-        offsets.append(part.offsets[1:] + begins)
+        offsets.append(part.offsets[1:] + total)
         count = np.array(part.offsets)[-1].item()
-        begins += count
+        total += count
         high.append(part.high[:count])
     first = parts[0]
     made = first._replace(
@@ -151,7 +151,7 @@ def join(parts: Sequence[ExactMatrix], rows: tuple[int, ...]) -> ExactMatrix:
         scales=whole([part.scales for part in parts]),
         biases=whole([part.biases for part in parts]),
         low=whole([part.low for part in parts]),
-        high=mx.concatenate(high) if begins else first.high,
+        high=mx.concatenate(high) if total else first.high,
         offsets=mx.concatenate(offsets),
     )
     mx.eval(made.arrays)
@@ -252,7 +252,7 @@ class ExactMultiLinear(ExactModule):
 
 
 class NativeExactMultiLinear(ExactMultiLinear):
-    """A MultiLinear over exact weights, which a native kernel decodes."""
+    """A MultiLinear over exact weights, decoded by a native kernel."""
 
     def dense_weight(self) -> mx.array:
         return decoded(self.matrix)
@@ -261,7 +261,7 @@ class NativeExactMultiLinear(ExactMultiLinear):
 class Exact(Format):
     """One copy of the weights that is both gears, the top one bit for bit.
 
-    The low gear is that of `planes`, over MLX's codes. A layer whose bits in the gears differ from the format's
+    The low gear is a gear of `planes` over MLX's codes. A layer whose bits in the gears differ from the format's
     ladder (it has a floor) stays dense.
     """
 
@@ -323,7 +323,7 @@ class Exact(Format):
         }
 
     def bytes_read(self, shape: Shape, bits: int, ladder: Bits, group_size: int, scale_size: int) -> int:
-        """Return an estimate at 16 bits, for Gaussian weights; a module knows its own."""
+        """Return an estimate of the 16-bit gear for Gaussian weights; a module has the exact number."""
         if bits != DENSE:
             return LOW_PLANES.bytes_read(shape, bits, ladder[:-1], group_size, scale_size)
         weights = math.prod(shape)

@@ -59,7 +59,7 @@ class NativeLlama3RoPE(Llama3RoPE):
 
 @functools.cache
 def inverse_frequencies(dims: int, base: float) -> mx.array:
-    """Return radians per position, base^(-2i / dims), (dims / 2,), bit-identical to those of mx.fast.rope."""
+    """Return radians per position, base^(-2i / dims), (dims / 2,), bit-identical to mx.fast.rope."""
     step = mx.array(np.log(np.float32(base)) / np.float32(dims // 2))
     with mx.stream(mx.cpu):
         frequencies = mx.exp(mx.arange(0, -(dims // 2), -1, dtype=mx.float32) * step)
@@ -156,5 +156,5 @@ FUNCTIONS = {
 @functools.cache
 def native_class(kind: Any, operations: tuple[str, ...] = OPERATIONS) -> type[nn.Module] | None:
     """Return a subclass of mlx-lm's class that calls native FUNCTIONS of these operations; None if it calls none."""
-    wanted = {name: (theirs, ours) for name, (operation, theirs, ours) in FUNCTIONS.items() if operation in operations}
+    wanted = {name: (theirs, own) for name, (operation, theirs, own) in FUNCTIONS.items() if operation in operations}
     return calling(kind, wanted)

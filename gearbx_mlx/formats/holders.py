@@ -36,7 +36,7 @@ class GearedAdapter:
 class GearedDoRALinear(GearedAdapter, DoRALinear):
     """A DoRALinear over a linear layer (..., I) -> (..., O) in any gear: m * (x W + scale x A B) / norms + bias.
 
-    The bias, which the norms do not scale, belongs to this module, and not to the layer inside.
+    The bias is not scaled by the norms, and belongs to this module, and not to the layer inside.
     """
 
     def __call__(self, x: mx.array) -> mx.array:

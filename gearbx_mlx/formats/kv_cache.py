@@ -20,7 +20,7 @@ Layout, for vectors (..., D) in groups of G numbers along D, the last axis:
   an affine weight of MLX if it supports such groups. There is no padding: D * width is a multiple of 32.
 - scales, offsets: (..., D / G), of the type of the vectors.
 
-With vectors (batch, heads, positions, D) the strides of a plane are those of such an array: D * width / 32 words per
+With vectors (batch, heads, positions, D) the strides of a plane are as in such an array: D * width / 32 words per
 position. The capacity of a cache may be larger than its positions; the rest is not read.
 """
 
@@ -80,8 +80,8 @@ def unpack(
             break
         read.append(width)
         places = mx.arange(0, BITS_OF_WORD, width, dtype=mx.uint32)
-        further = (plane[..., None] >> places) & (2**width - 1)
-        codes = (codes << width) | further.reshape(codes.shape)
+        bits_read = (plane[..., None] >> places) & (2**width - 1)
+        codes = (codes << width) | bits_read.reshape(codes.shape)
     step, least = finest(scales.astype(mx.float32), offsets.astype(mx.float32), read)
     grouped = codes.reshape(*scales.shape, -1).astype(mx.float32)
     return (grouped * step[..., None] + least[..., None]).reshape(codes.shape).astype(scales.dtype)
@@ -225,17 +225,17 @@ class NestedKVCache(KVCache):
 
     @property
     def has_entries(self) -> bool:
-        """True if a pass appends to the entries, in any gear."""
+        """Flag for passes that append to the entries, in any gear."""
         return self.keys is not None and (self.gears.exact or self.gears.in_prompt)
 
     @property
     def reads_entries(self) -> bool:
-        """True if a pass reads the entries, in the engaged gear, without packing them."""
+        """Flag for passes that read the entries, in the engaged gear, without packing them."""
         reads = self.gears.in_prompt or (self.gears.exact and self.gears.engaged() == ENTRY_BITS)
         return self.keys is not None and reads
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append as mlx-lm's caches, and return what the engaged gear reads, unpacked."""
+        """Append as mlx-lm's caches, and return the engaged gear's keys and values, unpacked."""
         nested = self.update(keys, values)
         return super().keys_and_values() if nested is None else nested.unpacked()
 

@@ -148,7 +148,7 @@ def experts_kind(kind: Kind) -> Kind | None:
 
 
 class NativeSwitchLinear(Native, SwitchLinear):
-    """A SwitchLinear with native kernels: E experts of one shape, one of them for each vector."""
+    """A SwitchLinear with native kernels: E experts of one shape, each vector using one."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         return with_expert_bias(self, dense_experts(x, self["weight"], indices, sorted_indices, self.x_bits), indices)
@@ -218,14 +218,14 @@ def dense_kind(weight: mx.array) -> Kind:
 
 
 def affine_planes(module: nn.Module) -> Planes:
-    """Return the single plane of one of MLX's quantized modules, or of a native one, which may be in panels."""
+    """Return the single plane of a quantized module of MLX, or of a native one, possibly in panels."""
     kind = getattr(module, "record", Planes)
     arrays = [module["weight"]], module["scales"], [module["biases"]]
     return kind(*arrays, (module.bits,), module.group_size, getattr(module, "rest", 0))
 
 
 def over_plane(module: nn.Module, planes: Planes) -> nn.Module:
-    """Give a bare module of one of MLX's quantized classes its single plane, frozen: the inverse of `affine_planes`."""
+    """Give a bare module of a quantized class of MLX its single plane, frozen: the inverse of `affine_planes`."""
     module.record, module.mode = type(planes), "affine"
     (module.bits,), module.group_size = planes.widths, planes.group_size
     (module.weight,), module.scales, (module.biases,) = planes.weights, planes.scales, planes.biases
@@ -271,7 +271,7 @@ def stored_planes(dense: nn.Module, planes: Planes) -> Planes:
 
 
 def planes_kind(planes: Planes) -> Kind:
-    """Return the kind of matmuls with bit planes, or with a single one, which is MLX's affine weight."""
+    """Return the kind of matmuls with bit planes, or with a single one (MLX's affine weight)."""
     form = "affine" if len(planes.widths) == 1 else "planes"
     bits = "+".join(map(str, planes.widths))
     return Kind(f"{form} {bits}, group {planes.group_size}", planes.shape, stock=True)

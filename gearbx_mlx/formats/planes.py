@@ -6,7 +6,7 @@ S = step * 2^(R - w0) and a bias B in the middle of the range that the other bit
 width w adds (S * p - S (2^w - 1) / 2) * 2^-shift: the same scale, a separate bias, and a power of two.
 
 So every plane is an ordinary affine weight of MLX. 4-bit and 8-bit gears together take 8 bits per weight, and three
-half-precision numbers per group: one scale and two biases. A shift copies nothing.
+half-precision numbers per group: one scale and two biases. A shift makes no copies.
 """
 
 import itertools
@@ -427,7 +427,7 @@ def planes_module(dense: nn.Module, planes: Planes, joined: bool = False) -> nn.
     """Return the module over these planes that replaces a Linear, SwitchLinear or MultiLinear; it shares the bias.
 
     Args:
-        joined: True for all planes of affine codes, which MLX's kernels get in their original form.
+        joined: True for all planes of affine codes, for MLX's kernels, in their original form.
     """
     if len(planes.widths) == 1:
         return quantized_module(dense, planes)

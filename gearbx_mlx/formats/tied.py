@@ -1,4 +1,4 @@
-"""Tied embeddings: one matrix with the rows of input tokens, which is also the output head."""
+"""Tied embeddings: one matrix for the rows of input tokens and for the output head."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -36,7 +36,7 @@ class TiedEmbedding(nn.Embedding):
         return logits
 
     def _extra_repr(self) -> str:
-        return ""  # nn.Embedding's reads the weight, which some subclasses do not have
+        return ""  # nn.Embedding's reads the weight, but some subclasses have none
 
 
 class QuantizedTied(TiedEmbedding):

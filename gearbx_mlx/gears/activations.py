@@ -1,4 +1,4 @@
-"""Floating types of a model: those of its checkpoint, and the one that it computes in.
+"""Floating types of a model: in its checkpoint, and in its computations.
 
 On a CPU, MLX multiplies a quantized matrix by a half-precision vector 8 to 40 times slower than by a float32 one. So a
 half-precision model with quantized gears computes in float32 there. Every half-precision value is a float32 value too,
@@ -23,7 +23,7 @@ from ..kernels.dispatch import on_cpu
 from .adapters import adapters_of, own_arrays
 from .ladder import DTYPE_NAMES
 
-STORED = "stored_dtypes"  # attribute of a model that was converted to another type
+STORED = "stored_dtypes"  # attribute of a model whose type was converted
 DTYPES = {name: getattr(mx, name) for name in DTYPE_NAMES}
 
 
@@ -85,7 +85,7 @@ def compute_in(model: nn.Module, dtype: str, quantized: bool, kept: Iterable[nn.
         ]
         if not hasattr(model, STORED):
             stored = {path: array.dtype for path, array in now}
-            setattr(model, STORED, UserDict(stored | {"": own}))  # no dict, which would be a parameter
+            setattr(model, STORED, UserDict(stored | {"": own}))  # a dict would be a parameter
         unchanged = [
             (module, name, value) for module in kept for name, value in module.items() if isinstance(value, mx.array)
         ]
@@ -103,7 +103,7 @@ def compute_in(model: nn.Module, dtype: str, quantized: bool, kept: Iterable[nn.
     return target
 
 
-class Typed:
+class CurrentType:
     """The current type of a model, read from a parameter that no gear changes. managed: the modules in gears."""
 
     def __init__(self, model: nn.Module, managed: Iterable[nn.Module], dtype: mx.Dtype):

@@ -136,7 +136,7 @@ def check_adapter(weights: Mapping[str, mx.array], expected: Mapping[str, mx.arr
     remedy = "use an adapter that was trained on this model"
     for name, array in sorted(weights.items(), key=itemgetter(0)):
         if name not in expected:
-            raise GearbxError(f"{ARRAYS} has {name}, which is not in this model with this adapter; {remedy}")
+            raise GearbxError(f"{ARRAYS} has {name}, but this model with this adapter does not; {remedy}")
         if array.shape != expected[name].shape:
             shapes = f"{list(array.shape)} instead of {list(expected[name].shape)}"
             raise GearbxError(f"{name}: wrong shape for this model, got {shapes}; {remedy}")
@@ -144,6 +144,6 @@ def check_adapter(weights: Mapping[str, mx.array], expected: Mapping[str, mx.arr
             raise GearbxError(f"{name} has numbers of type {dtype_name(array.dtype)}; download it again")
     missing = sorted({*needed} - weights.keys())
     if missing:
-        raise GearbxError(f"{ARRAYS} has no {missing[0]}, which its settings require; download it again")
+        raise GearbxError(f"{ARRAYS} lacks {missing[0]}, required by its settings; download it again")
     if not weights:
         raise GearbxError(f"adapts no layer of this model; {remedy}")

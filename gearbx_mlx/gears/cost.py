@@ -64,7 +64,7 @@ def kernels_of(module: nn.Module, choice: KernelChoice, format: Format | None) -
     without_metal = experts and device() != METAL
     if format is not None and not (format.native_experts if without_metal else format.native):
         what = f"experts in {format.name}" if experts else format.name
-        return "mlx, native at 16 bits", f"no native kernel for {what}"
+        return "mlx, native in 16-bit gears", f"no native kernel for {what}"
     return "native", choice.why(format is None or format.rounds)
 
 
@@ -101,7 +101,7 @@ class ModelFiles:
 
     @property
     def is_quantized(self) -> bool:
-        """True if it is a quantized model without gears."""
+        """Flag for quantized models without gears."""
         return self.manifest is None and any(name.endswith(".scales") for name in self.arrays)
 
     @property

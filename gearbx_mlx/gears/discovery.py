@@ -3,7 +3,7 @@
 The model's own code shows if an embedding table is a tied output head, and how long the logits are: it runs on one
 token without computing anything. MLX computes only shapes until values are needed.
 
-The default order, without measurements, is that of the Manifest document ("Architecture", "Lessons").
+The default order, without measurements, follows the Manifest document ("Architecture", "Lessons").
 """
 
 import contextlib
@@ -37,7 +37,7 @@ from .sharding import divided_parts, part_misfit
 # As in `nn.quantize`: no, yes, or yes with {"bits": the fewest bits of this layer in any gear}.
 Predicate = Callable[[str, nn.Module], bool | dict]
 # Parts of a path, in lower case and without underscores. The second line has linear attention, attention of T5 and of
-# other decoders to an encoder's output, and OLMo's projections, which are siblings of its MLP's.
+# other decoders to an encoder's output, and OLMo's projections, siblings of its MLP's.
 ATTENTION = {"selfattn", "attention", "attn", "selfattention"}
 ATTENTION |= {"linearattn", "linearattention", "crossattn", "crossattention", "encdecattention", "attproj", "attnout"}
 DENSE_LAYERS = (nn.Linear, NativeDense, SwitchLinear, NativeSwitchLinear, MultiLinear, NativeMultiLinear)
@@ -80,7 +80,7 @@ def discover(
     """Divide all linear layers, with a tied output head, into managed ones and others.
 
     The others include matrices that a class of the model multiplies by itself, such as routers. A layer is managed if
-    the predicate takes it, the model class does not object (with its `quant_predicate`, which may also ask for more
+    the predicate takes it, the model class does not object (with its `quant_predicate`, which may also require more
     bits, as for the routers of some mixtures of experts), and the format can store its input width.
 
     Returns the managed layers in the order of the model, and path to reason of the other linear layers.
@@ -223,7 +223,7 @@ def tables_to_pack(
 ) -> list[Layer]:
     """Return the embeddings that `mlx_lm.convert` would quantize and that are not output heads.
 
-    The list is empty if the base is the original: a format that mlx-lm does not have, and a ladder with 16 bits.
+    The list is empty if the base is the original: a format that mlx-lm does not have, and a ladder with a 16-bit gear.
     """
     lowest, *_ = sorted(widths)
     if lowest == DENSE or (DENSE in widths and format.name not in LIKE_MLX):
@@ -243,7 +243,7 @@ def tables_to_pack(
 
 
 only_shapes: ContextVar[bool] = ContextVar("only_shapes", default=False)
-"""True while a model runs only for the shapes of its outputs: layers that need values skip them."""
+"""Flag while a model runs only for the shapes of its outputs: layers that need values skip them."""
 ONE_TOKEN = mx.zeros((1, 1), mx.int32)
 
 
@@ -290,7 +290,7 @@ def cut_to_one_row(module: dict[str, Any], arrays: Mapping[str, Any], rows: int)
 def multiplies_by_method(model: nn.Module, head: str) -> bool:
     """Return True if a model calls `as_linear` of its tied head, so that a `TiedEmbedding` can replace it.
 
-    A few of mlx-lm's classes multiply by the embedding's weight directly, which no module can replace.
+    A few of mlx-lm's classes multiply by the embedding's weight directly, so no module can replace it.
     """
     table = layers_of(model)[head]
     row = mx.zeros((1, table.weight.shape[-1]), table.weight.dtype)

@@ -185,7 +185,7 @@ def padded(array: mx.array, size: int) -> mx.array:
 class SavedPart(SavedGears):
     """Source of a rank's modules of any gear. The manifest has the shapes of the rank's parts.
 
-    Hashes cover whole arrays, so those of arrays that are read in parts are not compared. parts: path to the rank's
+    Hashes cover whole arrays, so hashes of arrays that are read in parts are not compared. parts: path to the rank's
     part of a layer. bytes_read: of divided layers, so far.
     """
 
@@ -203,7 +203,7 @@ class SavedPart(SavedGears):
                 self._gears |= {array: (path, parameter, dict(names)) for parameter, array in names.items()}
         unmanaged = {name for name in self._stored if name.rpartition(".")[0] in parts}
         self.partial = frozenset(self._gears.keys() | unmanaged)
-        self._kept: list[mx.array] = []  # arrays read before the gearbox exists, which finds them here
+        self._kept: list[mx.array] = []  # arrays read before the gearbox exists
 
     def take(self, path: str, name: str, array: mx.array, part: WeightPart) -> mx.array:
         """Return the rank's part of a parameter of the base. array: the whole one, which stays unread if possible."""

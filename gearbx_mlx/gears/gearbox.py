@@ -27,7 +27,7 @@ from ..formats.tied import linear_of
 from ..kernels.bit_planes import Planes
 from ..kernels.device import check_device, device_in_use
 from ..kernels.dispatch import KernelChoice, on_cpu
-from .activations import Typed, compute_in, layer_bytes, model_dtype, stored_dtype
+from .activations import CurrentType, compute_in, layer_bytes, model_dtype, stored_dtype
 from .adapters import base_arrays, layers_of, places_of, tree_of
 from .cost import (
     LayerPath,
@@ -64,9 +64,9 @@ from .sources import (
     Source,
     differing,
     external_low_gear,
-    giving_back,
     make_all,
     refuse_other_codes,
+    restoring_weights,
     warn_if_quantized,
 )
 from .streaming import Stream, StreamedFiles, residency_of
@@ -78,8 +78,8 @@ class Parts:
     """The parts of a Gearbox: layers, on their kernels and in their types, and the source of their modules.
 
     unmanaged: path to reason of the linear layers that do not change gear. tables: bits of a gear to bits of layers.
-    further: True for the lowest gear, to the other modules that change with it. made: path to the gears that exist
-    from the start, if originals are dropped; None: the originals.
+    extra_modules: True for the lowest gear, to the other modules that change with it. made: path to the initial gears,
+    if originals are dropped; None: the originals.
     """
 
     layers: list[Layer]
@@ -93,7 +93,7 @@ class Parts:
     storage: dict[str, mx.Dtype]
     residency: Residency
     source: Source
-    further: dict[bool, dict[str, nn.Module]]
+    extra_modules: dict[bool, dict[str, nn.Module]]
     made: dict[str, dict[int, nn.Module]] | None
     fingerprint: str
 
@@ -133,11 +133,11 @@ def parts_of(
     in_float32 = chosen.native or (quantized and not layout.of_codes)
     types = compute_dtype, storage, scales = compute_model_in(model, changing, layout, dtype, in_float32)
     place = residency_of(residency, layout.saved, model, checkpoint, scales)
-    source, further = source_of(layout, changing, types, place, of_gears, widths, base, kept), {}
+    source, extra = source_of(layout, changing, types, place, of_gears, widths, base, kept), {}
     if low_model is not None:
         source = external_low_gear(low_model, layers, source, residency)
         others = differing(model, low_model, {layer.path for layer in layers}, compute_dtype)
-        further = dict(zip((False, True), others))
+        extra = dict(zip((False, True), others))
     if quantized and layout.saved is None and layout.codes is None:
         warn_if_quantized([layer.module.weight for layer in layers])
     warn_of_unknown_routing(model)
@@ -145,7 +145,7 @@ def parts_of(
     if isinstance(source, FromCodes) and coded:
         fingerprint = with_adapters(fingerprint_of(samples | source.samples), model)
     layers, embeddings = ([each for each in found if each.path not in larger] for found in (layers, embeddings))
-    known = unmanaged | larger, head, of_gears, places, chosen, compute_dtype, storage, place, source, further, made
+    known = unmanaged | larger, head, of_gears, places, chosen, compute_dtype, storage, place, source, extra, made
     return Parts(layers, embeddings, *known, fingerprint)
 
 
@@ -175,7 +175,7 @@ def source_of(
 def made_at_once(
     source: Source, changing: list[Layer], layout: Layout
 ) -> tuple[dict[str, dict[int, nn.Module]] | None, dict[str, str]]:
-    """Return path to the gears that exist from the start, which are all if originals are dropped; None: the originals.
+    """Return path to the initial gears (all of them if originals are dropped); None: the originals.
 
     The second result is path to reason of the layers that do not change.
     """
@@ -189,7 +189,7 @@ def made_at_once(
     return make_all(changing, source)
 
 
-class Making:
+class GearThread:
     """A thread that makes a gear."""
 
     def __init__(self, gear: Gear, make: Callable[[], Any]):
@@ -223,12 +223,12 @@ class Gearbox:
     in its current gear. After construction the model is in the top gear. A 16-bit top gear has the original
     arrays. On a CPU, a half-precision model is put into float32 if the ladder has quantized gears (`dtype`).
 
-    A geared checkpoint has its gears in files, which are read when they are first engaged. After construction such a
-    model is in the lowest gear; ladder, format, manage and group size are those of the checkpoint.
+    A geared checkpoint has its gears in files, and reads them when they are first engaged. After construction such a
+    model is in the lowest gear; ladder, format, manage and group size come from the checkpoint.
 
     Args:
         model: an mlx-lm model that is not quantized, or one of a geared checkpoint.
-        ladder: a Ladder, or text such as "4,8,16", which is the default ("4,16" for format "exact"). For a geared
+        ladder: a Ladder, or text such as "4,8,16", the default ("4,16" for format "exact"). For a geared
             checkpoint, some of its gears.
         format: storage of quantized gears: "planes" (the default), "affine", "rowwise" (per-channel),
             "groupwise", "codebook", "codebook-library", or a Format. "exact" keeps one copy of bfloat16 weights that
@@ -290,15 +290,15 @@ class Gearbox:
         self.ladder, self.format, self.group_size = layout.ladder, layout.format, layout.group_size
         self.in_place, self.of_codes = layout.codes is not None, layout.of_codes
         self.layers, self._embeddings, self.unmanaged = parts.layers, parts.embeddings, parts.unmanaged
-        self.source, self._further, self.base = parts.source, parts.further, base or {}
+        self.source, self._extra_modules, self.base = parts.source, parts.extra_modules, base or {}
         self.fingerprint, self.head, self._tables = parts.fingerprint, parts.head, parts.tables
         self.kernels, self.compute_dtype, self.storage = parts.kernels, parts.compute_dtype, parts.storage
         self.residency = parts.residency
-        self.keeps_all = not isinstance(self.residency, Disk)  # gears stay in memory while another one is engaged
+        self.keeps_all = not isinstance(self.residency, Disk)  # idle gears stay in memory
         self._places, self._widths = parts.places, tuple(widths)
         self._shapes = {layer.path: layer.module.weight.shape for layer in self.layers}
         self._biases = {layer.path: layer.module.bias.size if "bias" in layer.module else 0 for layer in self.layers}
-        with giving_back(self._changing, None if self.in_place else parts.made):
+        with restoring_weights(self._changing, None if self.in_place else parts.made):
             self._attach(parts.made)
 
     def _attach(self, made: dict[str, dict[int, nn.Module]] | None) -> None:
@@ -306,15 +306,15 @@ class Gearbox:
         self.kernel_choices = KernelChoices(self.model, self.kernels, self.compute_dtype)
         self._modules = GearModules(self._changing, self.source, self.residency, made, self.kernel_choices)
         self.compiled = CompiledSteps(self.model)
-        self._typed = Typed(self.model, [layer.module for layer in self._changing], self.compute_dtype)
+        self._current_type = CurrentType(self.model, [layer.module for layer in self._changing], self.compute_dtype)
         setattr(self.model, ATTACHED, self)
         own(self.model, self._shapes, partial(why_unsaveable, self), partial(trees_of, self))
         self._begin()
 
     def _begin(self) -> None:
-        """Engage the first gear: the top one, or the lowest of a geared checkpoint, which is read fastest."""
+        """Engage the first gear: the top one, or the lowest of a geared checkpoint for a fast start."""
         self._prepared: set[Gear] = set()
-        self._making: Making | None = None
+        self._making: GearThread | None = None
         self._caps: dict[str, int] = {}
         self._token_bytes: dict[tuple[Gear, int], int] = {}
         self._caches: dict[Gear, list[nn.Module]] = {}  # modules that drop reconstructions when their gear is left
@@ -322,7 +322,7 @@ class Gearbox:
         first = self.ladder.top if self.saved is None else self.ladder[0]
         as_loaded = first.dense and self._modules.has_originals and not self._tables.get(DENSE)
         self.gear = first if as_loaded else Gear(len(self.ladder), "original", DENSE)
-        now = {layer.path: layer.module for layer in self._changing} | self._further.get(False, {})
+        now = {layer.path: layer.module for layer in self._changing} | self._extra_modules.get(False, {})
         self._trees, self.active_memory = {self.gear: tree_of(now, self._places)}, dict[str, int]()
         if self.gear != first:
             self.shift(first)
@@ -409,13 +409,13 @@ class Gearbox:
             return
         self._end_making()
         if self.keeps_all and self._modules.has_originals and self.makes_beside:
-            self._making = Making(gear, partial(self._modules.make, self._bits_in(gear)))
+            self._making = GearThread(gear, partial(self._modules.make, self._bits_in(gear)))
         else:
             self.make(gear)
 
     @property
     def makes_beside(self) -> bool:
-        """True if `begin` returns before the gear is made."""
+        """Flag for gears that `begin` makes in a thread."""
         layers = self._changing
         return isinstance(self.source, FromWeights) and all(self.format.shows_damage(layer.module) for layer in layers)
 
@@ -432,7 +432,7 @@ class Gearbox:
         if gear in self._trees:
             return False
         self._complete(gear)
-        self._give_up_idle()
+        self._drop_idle()
         return True
 
     def shift(self, gear: Gear | str | int) -> float:
@@ -477,17 +477,17 @@ class Gearbox:
             size = sum(map(math.prod, self._shapes.values())) * gear.bits // 8 if self.keeps_all else 0
             with large_pages(size):
                 modules = self._modules.complete(self._bits_in(gear))
-            further = self._further.get(gear == self.ladder[0], {})
-            self._trees[gear] = tree_of(modules | further, self._places)
+            extra_modules = self._extra_modules.get(gear == self.ladder[0], {})
+            self._trees[gear] = tree_of(modules | extra_modules, self._places)
             self._caches[gear] = [linear for linear in map(linear_of, modules.values()) if hasattr(linear, "forget")]
             self.making_seconds += time.perf_counter() - start
         if not self.keeps_all:
             self._modules.enter(self._bits_in(gear))
 
-    def _give_up_idle(self) -> None:
-        self._modules.give_up_originals()
+    def _drop_idle(self) -> None:
+        self._modules.drop_originals()
         if not self.keeps_all:
-            self._modules.give_up_idle(self._bits_in(self.gear), self.model)
+            self._modules.drop_idle(self._bits_in(self.gear), self.model)
 
     def _engage(self, gear: Gear) -> None:
         """Put a gear into the model; if that fails, restore the previous one."""
@@ -495,11 +495,11 @@ class Gearbox:
         before = self.gear
         self._complete(gear)
         try:
-            self._typed.follow(self._trees[gear])
+            self._current_type.follow(self._trees[gear])
             self.model.update_modules(self._trees[gear])
             self.compiled.change(before, gear)
             self.gear = gear
-            self._give_up_idle()
+            self._drop_idle()
         except BaseException:  # includes interrupts: the model never has half of a gear
             self.gear = before
             self._complete(before)
@@ -559,7 +559,7 @@ class Gearbox:
             return self._token_bytes[key]
         if positions > 2 and not self._has_experts:
             one, two = (self.weight_bytes_per_token(gear, few) for few in (1, 2))
-            return one + (positions - 1) * (two - one)  # each token looks up one row of an embedding
+            return one + (positions - 1) * (two - one)  # each token reads one row of an embedding
         read = token_bytes(self.model, self._managed_bytes(gear, positions), self.storage, self.head, positions)
         if gear in self._trees:  # made, so that its layers have been counted
             self._token_bytes[key] = read
@@ -567,7 +567,7 @@ class Gearbox:
 
     @cached_property
     def _has_experts(self) -> bool:
-        """True if the bytes that a token reads depend on the other tokens."""
+        """Flag for models in which the bytes that a token reads depend on the other tokens."""
         modules = layers_of(self.model)
         return any(experts_of(path, modules) for path in modules)
 
@@ -652,7 +652,7 @@ def predicted_speedup(gearbox: Gearbox, gear: Gear) -> float:
 
 
 def costed_in(gearbox: Gearbox, ladder: Ladder) -> Gearbox:
-    """Return the same costs for another ladder; the result cannot shift."""
+    """Return the same costs for a different ladder; the result cannot shift."""
     other = copy.copy(gearbox)
     other.ladder, other._token_bytes, other.source = ladder, {}, gearbox.source.for_ladder(ladder)
     return other
@@ -714,7 +714,7 @@ def in_one_gear(
 class Observer:
     """A gearbox that records the gear it would engage, and changes neither precision nor layers.
 
-    Bytes and bits are those of the unchanged model, and its output is mlx-lm's. With kernels "native" its layers are
+    Bytes and bits describe the unchanged model, and its output is mlx-lm's. With kernels "native" its layers are
     replaced, and the output is mlx-lm's except for rounding. A model that has a gearbox keeps it.
 
     Args:
@@ -768,7 +768,7 @@ class Observer:
         return [{"name": gear.name, "bits": gear.bits, "bytes_per_weight": gear.bits / 8} for gear in self.ladder]
 
     def layer_paths(self) -> list[LayerPath]:
-        """Return every linear layer with its bits, which are the same in each gear."""
+        """Return every linear layer with its bits, the same in each gear."""
         modules, found = layers_of(self.model), []
         for path, reason in self.unmanaged.items():
             kernels, _ = kernels_of(linear_of(modules[path]), self.kernels, None)

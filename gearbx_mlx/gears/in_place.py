@@ -27,7 +27,7 @@ from .tensor_files import TensorEntry
 SPLIT = (*QUANTIZED_AS.values(), nn.QuantizedEmbedding)  # as mlx-lm loads them
 LOWER_BITS = 4  # bits of the lower gear by default, if codes have more
 OF_SCALES = 0.5  # bits a weight of scales and biases in groups of 64
-AGREEMENT = 0.78  # top-1 agreement of 4 bits with 6 or 8: docs/tried.md, on SmolLM2
+AGREEMENT = 0.78  # top-1 agreement of a 4-bit gear with 6 or 8 bits: docs/tried.md, on SmolLM2
 
 
 class CodedLayer(NamedTuple):
@@ -54,7 +54,7 @@ class Codes:
 
     @property
     def splits(self) -> bool:
-        """True if there is a lower gear by default."""
+        """Flag for codes with a lower gear by default."""
         return self.bits > LOWER_BITS and self.nested
 
     def watched(self, default: Ladder) -> Ladder:
@@ -68,8 +68,8 @@ class Codes:
         yields 1 + AGREEMENT tokens.
         """
         share = (LOWER_BITS + OF_SCALES) / (self.bits + OF_SCALES)
-        pays = (1 + AGREEMENT) / (1 + share) >= 1.1  # in bytes; drafting has other costs too
-        return self.chosen(None) if pays else Ladder([self.bits])
+        saves_bytes = (1 + AGREEMENT) / (1 + share) >= 1.1  # in bytes; drafting has other costs too
+        return self.chosen(None) if saves_bytes else Ladder([self.bits])
 
     def summary(self, ladder: Ladder | None = None) -> str:
         """Return the uses of these codes, for a message. ladder: the chosen one; None: the default."""
@@ -183,7 +183,7 @@ OF_OTHERS = {
 
 
 def stated_codes(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the codes in config.json, with those of layers that differ by their paths; None if there are none."""
+    """Return the codes in config.json, with exceptions by path of a layer; None if there are none."""
     own, text = config.get("quantization"), config.get("text_config")
     if isinstance(own, dict):
         return own

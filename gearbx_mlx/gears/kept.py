@@ -48,7 +48,7 @@ Gears = dict[str, dict[int, Arrays]]
 
 
 def when_keeping(size: int, folder: Path) -> None:
-    """Do nothing, before `size` bytes of gears are first written; a command replaces this to report it."""
+    """Ignore that `size` bytes of gears will be written; a command replaces this function to report it."""
 
 
 class Remembered(msgspec.Struct):
@@ -89,9 +89,9 @@ def contents_of(origin: Origin) -> str:
 def makers() -> str:
     """Return 16 hexadecimal digits that change with the code that makes gears from weights."""
     folder = Path(formats.__file__).parent
-    texts = [path.read_bytes() for path in sorted((*folder.glob("*.py"), *(folder.parent / "kernels").glob("*.py")))]
+    sources = [path.read_bytes() for path in sorted((*folder.glob("*.py"), *(folder.parent / "kernels").glob("*.py")))]
     about = f"{kernels_hash()} {version('mlx')} {version('gearbx-mlx')}".encode()
-    return hashlib.sha256(b"\0".join([about, *texts])).hexdigest()[:16]
+    return hashlib.sha256(b"\0".join([about, *sources])).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class KeptGears:
 
 
 class Damaged(Exception):
-    """An error for an entry that differs from what was written; the message has the cause."""
+    """An error for an entry that differs from the written one; the message has the cause."""
 
 
 def unshared(gears: Gears) -> tuple[Arrays, dict[str, dict[int, dict[str, str]]]]:
@@ -196,7 +196,7 @@ def write_entry(place: Path, wanted: Any, contents: str, bits: Mapping[str, tupl
 
 
 def read_entry(place: Path, wanted: Any, contents: str) -> Gears:
-    """Return the gears of an entry. Raises Damaged if the entry differs from what was written for these weights."""
+    """Return the gears of an entry. Raises Damaged if the entry was changed, or is for different weights."""
     try:
         with safe_open(place, framework="np") as file:
             about = file.metadata() or {}

@@ -121,11 +121,11 @@ class KernelChoices:
 
     def _warn_of_refused(self, product: str, kind: Kind, members: Sequence[weakref.ref], share: float) -> None:
         """Warn that native kernels are not used, with the cost."""
-        ((ours, difference), *_) = sorted(self.tuner.wrong[product].items(), key=lambda each: each[1])
-        found = {name: products(kind, members, name)[:1] for name in (ours, MLX)}
+        ((native, difference), *_) = sorted(self.tuner.wrong[product].items(), key=lambda each: each[1])
+        found = {name: products(kind, members, name)[:1] for name in (native, MLX)}
         x = trial_activations(1, kind.shape[-1], self.tuner.dtype)
         seconds = times_of(found, x)
-        slower = f", {seconds[MLX] / seconds[ours]:.1f} times slower" if {ours, MLX} <= seconds.keys() else ""
+        slower = f", {seconds[MLX] / seconds[native]:.1f} times slower" if {native, MLX} <= seconds.keys() else ""
         by = "is not a number" if difference == FAILED else f"differs by {difference:.2g} times the rounding bound"
         warnings.warn(
             f"MLX's kernel multiplies {share:.0%} of the weights ({product}){slower}: the native result {by}; "
@@ -162,7 +162,7 @@ AS_IT_IS, AS_EXACT, AS_8_BITS = "as it is", "exact", "8 bits"
 
 
 def seconds_as_stored(model: nn.Module, x_bits: int, group_size: int) -> Times:
-    """Time a native matrix-vector product with a model's weights: original, in format exact, and in 8 bits.
+    """Time a native matrix-vector product with a model's weights: original, in format exact, and 8-bit.
 
     The weights are rows of the largest bfloat16 matrix with whole groups. Results are kept with the times
     of kernels. Returns seconds by `AS_IT_IS`, `AS_EXACT` and `AS_8_BITS`; empty if measuring is disabled

@@ -147,7 +147,7 @@ def bits_text(bits: str | Sequence[int]) -> str:
 def check_kv_gears(
     bits: str | Sequence[int] | None, fixed: int | None, kv_bits: object = None, draft_model: object = None
 ) -> None:
-    """Validate gears of the KV cache, alone and with mlx-lm's kv_bits and draft_model. Raises GearbxError."""
+    """Validate gears of the KV cache, also with mlx-lm's kv_bits and draft_model. Raises GearbxError."""
     if bits is None and fixed is not None:
         raise GearbxError(f"--kv-gear: needs --kv-gears, got only --kv-gear {fixed}; set --kv-gears too")
     if bits is None:

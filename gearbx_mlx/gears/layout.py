@@ -51,7 +51,7 @@ def check_tables(tables: Mapping[str, Bits], ladder: Ladder, layers: Sequence[La
     for name, table in tables.items():
         if table.keys() - paths:
             raise GearbxError(
-                f"the table of {name} has {min(table.keys() - paths)}, which does not change gear; use managed layers"
+                f"the table of {name} has {min(table.keys() - paths)}, but it does not change gear; use managed layers"
             )
         for path, bits in table.items():
             if bits not in WIDTHS:
@@ -61,7 +61,7 @@ def check_tables(tables: Mapping[str, Bits], ladder: Ladder, layers: Sequence[La
 
 @dataclass(frozen=True)
 class Layout:
-    """Storage of gears, which are made from the model's weights unless `saved` or `codes` has them.
+    """Storage of gears. They are made from the model's weights unless `saved` or `codes` has them.
 
     saved: the gears of a geared checkpoint. codes: of a checkpoint that is already quantized.
     """
@@ -74,7 +74,7 @@ class Layout:
 
     @property
     def of_codes(self) -> bool:
-        """True if the top gear is that of a quantized checkpoint: loaded from it, or converted."""
+        """Flag for top gears of a quantized checkpoint, loaded from it or converted."""
         return self.codes is not None or self.format.name == SPLIT_CODES
 
 
@@ -95,8 +95,8 @@ def layout_of(
         codes = own_codes(model)
         if codes is None:
             raise GearbxError(
-                "the model is already quantized, by a gearbox or in parts for several ranks; use telemetry only, the "
-                "original, or its conversion by gearbx_mlx convert, which ranks can divide"
+                "the model is quantized already, by a gearbox or in parts for several ranks; use telemetry only, the "
+                "original, or its conversion by gearbx_mlx convert"
             )
         return Layout(codes.chosen(ladder), get_format(DEFAULT_FORMAT), codes.group_size, codes=codes)
     group_size = DEFAULT_GROUP_SIZE if group_size is None else group_size
@@ -164,7 +164,7 @@ def compute_model_in(
 
     Returns:
         The compute type; the type in which the checkpoint stores the weight, by path and for "" of most of the model,
-        which defines a gear in any compute type; the type of scales, and of the weight at 16 bits, by path.
+        defining a gear in any compute type; the type of scales, and of the weight at 16 bits, by path.
     """
     native = [module for _, module in model.named_modules() if isinstance(module, Native)]
     drops_originals = (layout.saved or layout.codes) is not None or bool(layout.format.ladders)

@@ -120,13 +120,13 @@ class SavedLayer(Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if (len(self.shape) == 3) != (self.kind in ("switch", "multi")):
-            raise GearbxError(f"shape has {len(self.shape)} lengths, which kind {self.kind} does not allow")
+            raise GearbxError(f"shape has {len(self.shape)} lengths, not allowed for kind {self.kind}")
         if self.rows not in (DENSE, min(self.gears)) or (self.rows != DENSE and not self.is_looked_up):
             raise GearbxError(f"rows is {self.rows}, which is only for embeddings with that lowest key of gears")
 
     @property
     def is_looked_up(self) -> bool:
-        """True for an embedding."""
+        """Flag for embeddings."""
         return self.kind in ("embedding", "table")
 
     def rows_at(self, bits: int) -> int:

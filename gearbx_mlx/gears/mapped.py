@@ -1,4 +1,4 @@
-"""Arrays over mapped safetensors files: nothing is copied, and only pages in use take memory.
+"""Arrays over mapped safetensors files: no copies, and only pages in use take memory.
 
 Native CPU kernels make such arrays. On other devices, and for arrays that are not aligned to their type, MLX reads
 them. A loaded model knows its files (`Origin`), so that its kept gears can be found again.
@@ -127,7 +127,7 @@ class Origin:
 
 
 def hash_of(path: Path, over: Any) -> str:
-    """Return 64 hexadecimal digits of all bytes of a file. over: `map`, or that of a pool."""
+    """Return 64 hexadecimal digits of all bytes of a file. over: `map`, or `map` of a pool."""
 
     def hash_from(begin: int) -> bytes:
         with open(path, "rb", buffering=0) as file:
@@ -192,7 +192,7 @@ def warn_of_changes() -> None:
 
 
 def set_origin(model: nn.Module, states: Mapping[Path, Sequence[Any]]) -> None:
-    """Record that the weights of a model, as they are now, are those of files in these states."""
+    """Record that the current weights of a model come from files in these states."""
     arrays = {name: weakref.ref(array) for name, array in base_arrays(model).items()}
     setattr(model, ORIGIN, Origin(states, arrays))
 

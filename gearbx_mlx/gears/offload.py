@@ -1,6 +1,6 @@
 """Residency: location of the arrays of idle gears (GEARBX 6.2, 6.3).
 
-Weights are in pages of 2 MB, which a processor finds faster than the usual 4 KB. A token reads every weight once. On a
+Weights are in pages of 2 MB: a processor finds them faster than pages of 4 KB. A token reads every weight once. On a
 virtual machine, where page tables have two levels of lookups, 16-bit tokens of SmolLM2 take 1.3 times as long with
 small pages. Linux provides large ones for memory that requests them before it is first written (`madvise`, if
 /sys/kernel/mm/transparent_hugepage/enabled allows it). MLX takes an array's memory from `malloc`. So a piece of the
@@ -50,7 +50,7 @@ def glibc() -> Any:
 
 
 @functools.cache
-def system_has_them() -> bool:
+def has_large_pages() -> bool:
     """Return True if the system has large pages for memory that requests them."""
     try:
         return "[never]" not in SYSTEM.read_text(encoding="utf-8")
@@ -64,7 +64,7 @@ def large_pages(size: int) -> Iterator[None]:
 
     Unused memory is returned to the system at the end.
     """
-    library = glibc() if on_cpu() and size >= PAGE and system_has_them() else None
+    library = glibc() if on_cpu() and size >= PAGE and has_large_pages() else None
     if library is None:
         yield
         return
@@ -84,11 +84,11 @@ def large_pages(size: int) -> Iterator[None]:
         library.malloc_trim(0)
 
 
-Key = tuple[str, int]  # path of a layer, bits of one of its gears
+Key = tuple[str, int]  # path of a layer, bits of a gear
 EMPTY = mx.zeros((0,))  # replaces a dropped array
 
 
-def hand_back() -> None:
+def return_memory() -> None:
     """Return freed memory to the system.
 
     MLX keeps freed GPU memory for its next arrays, and glibc keeps it in its heap, whose size then never falls.
@@ -136,7 +136,7 @@ class Disk(Residency):
             self._dropped.setdefault(key, []).extend(names)
             put_parameters(idle[key], dict.fromkeys(names, EMPTY))
         if dropped:
-            hand_back()
+            return_memory()
 
     def enter(self, needed: Mapping[Key, nn.Module]) -> None:
         missing = {key: self._dropped[key] for key in needed if key in self._dropped}

@@ -1,6 +1,6 @@
 """Guards of a model with gears: it is still an `nn.Module`, but refuses changes that would reach only one gear.
 
-Methods of the one model shadow those of its class. Reading works in any gear: parameters, named modules, freeze, train,
+Methods of the one model shadow its class's. Reading works in any gear: parameters, named modules, freeze, train,
 print; and so do copies and casts. Changing or replacing a layer that changes gear is refused, and so is saving or
 counting in a gear that mlx-lm could not load.
 """
@@ -24,7 +24,7 @@ BEFORE = "do that before the model gets a gearbox"
 
 
 class Owned:
-    """Methods that replace those of the class of a model with gears. paths: of the layers that change gear.
+    """Methods of a model with gears that replace its class's. paths: of the layers that change gear.
 
     unsaveable: returns the reason that mlx-lm could not load the current model, with a remedy; None if it could.
     gears: returns the trees of modules that a shift puts into the model.
@@ -141,7 +141,7 @@ def why_unsaveable(gearbox: Any) -> str | None:
         in_base = gearbox.saved is not None and gearbox.saved.in_base(layer, bits)
         in_panels = getattr(linear_of(modules[layer.path]), "record", Planes) is not Planes  # for a CPU's kernels
         if (bits != DENSE or is_whole) and (in_panels or not in_base):
-            first = "" if is_whole else "shift to a gear of 16 bits first, or "
+            first = "" if is_whole else "shift to a 16-bit gear first, or "
             then = f"copy {gearbox.saved.directory}" if in_base else "write the gears with gearbx_mlx convert"
-            return f"mlx-lm would not load {layer.path} as it is in gear '{gearbox.gear.name}'; {first}{then}"
+            return f"mlx-lm would not load {layer.path} of gear '{gearbox.gear.name}'; {first}{then}"
     return None

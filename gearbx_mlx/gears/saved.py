@@ -49,7 +49,7 @@ def saved_gears(model: nn.Module) -> "SavedGears | None":
 class SavedGears:
     """A factory of the modules of a checkpoint's gears, over arrays that are still in the files."""
 
-    partial: frozenset[str] = frozenset()  # arrays that are read in part, which no hash confirms
+    partial: frozenset[str] = frozenset()  # arrays that are read in part, without a hash
 
     def __init__(self, directory: Path, manifest: Manifest, hashes: ArrayHashes):
         self.directory, self.manifest, self.hashes = directory, manifest, hashes
@@ -60,7 +60,7 @@ class SavedGears:
         self._in_every_gear = {*manifest.hashes}.difference(*of_gears)  # the arrays that no gear changes
         self._in_panels: dict[tuple[str, int], bool] = {}  # of the gears that were made
         self._opened_in: threading.Thread | None = None  # MLX reads an array in the thread that opened the file
-        # Gears that share an array in the files share it here too, as long as one of them has it.
+        # Gears that share an array in the files share it here too, as long as any gear has it.
         self._live: weakref.WeakValueDictionary[tuple[str, mx.Dtype | None, int], mx.array]
         self._live = weakref.WeakValueDictionary()
 

@@ -42,7 +42,7 @@ from .kernel_choices import KernelChoices
 from .ladder import DENSE, Ladder
 from .layout import Bits, Layout
 from .mapped import forget
-from .offload import EMPTY, Residency, hand_back
+from .offload import EMPTY, Residency, return_memory
 from .saved import SavedGears
 from .sharding import QUANTIZED_AS, dense_shape
 from .tensor_files import Samples, samples_of
@@ -85,7 +85,7 @@ class Source(ABC):
         return 0
 
     def for_ladder(self, ladder: Ladder) -> "Source":
-        """Return the source of another ladder's gears."""
+        """Return the source for a different ladder."""
         return self
 
 
@@ -94,7 +94,7 @@ class FromWeights(Source):
     """A source that makes gears from the original weights.
 
     storage: path to the type of a layer in the checkpoint, to which scales are rounded. shapes: of the weights, by
-    path. tables: bits of a gear to path to bits, for layers whose bits differ from the gear's. further: additional bits
+    path. tables: bits of a gear to path to bits, for layers whose bits differ from the gear's. extra_widths: more bits
     at which every layer is stored. base: path to a calibrated plane of the lowest gear; other layers are rounded. kept:
     gears of earlier starts from these weights; None: none are kept.
     """
@@ -106,13 +106,13 @@ class FromWeights(Source):
     compute_dtype: mx.Dtype
     shapes: Mapping[str, tuple[int, ...]]
     tables: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
-    further: Sequence[int] = ()
+    extra_widths: Sequence[int] = ()
     base: Mapping[str, Planes] = field(default_factory=dict)
     kept: KeptGears | None = None
 
     def widths(self, layer: Layer) -> tuple[int, ...]:
         in_gears = {self.tables.get(gear.bits, {}).get(layer.path, gear.bits) for gear in self.ladder}
-        return stored_widths(layer, self.format, {*in_gears, *self.further})
+        return stored_widths(layer, self.format, {*in_gears, *self.extra_widths})
 
     def for_ladder(self, ladder: Ladder) -> "FromWeights":
         return dataclasses.replace(self, ladder=ladder)
@@ -366,7 +366,7 @@ class FromCodes(Source):
 
 @dataclass(frozen=True)
 class ExternalLowGear(Source):
-    """A source whose lowest gear has the modules of another model.
+    """A source whose lowest gear has the modules of a second model.
 
     others: source of the other gears. bits: of the lowest gear. layers: path to its module. bytes: path to the bytes
     that one use of this module reads, without its bias.
@@ -405,7 +405,7 @@ def external_low_gear(model: nn.Module, layers: Iterable[Layer], others: Source,
         raise GearbxError("a geared checkpoint has its own low gear; use the original with --base")
     if residency != "resident":
         raise GearbxError(
-            f"residency {residency} drops idle gears, but those of a separate model cannot be read back; use resident"
+            f"residency {residency} drops idle gears, but cannot read back a second model's; use resident"
         )
     if len(others.ladder) < 2:
         raise GearbxError(f"gears {others.ladder} have none above the low gear; use at least two gears")
@@ -454,7 +454,7 @@ def differing(
 ) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
     """Return the other modules that the quantizer changed: norms, into which AWQ puts scales, and embeddings.
 
-    Both are by path, those of `model`, and those of `other`, whose parameters are converted to `dtype`.
+    Both are by path: of `model`, and of `other`, whose parameters are converted to `dtype`.
     """
     before, after = layers_of(model), dict(other.named_modules())
     parents = {path.rpartition(".")[0] for path in before}
@@ -475,7 +475,7 @@ def size_of(layer: Layer) -> int:
     return layer.module.weight.nbytes
 
 
-class Fresh(NamedTuple):
+class NewModules(NamedTuple):
     """Modules that were made together, as arguments of `Source.keep`."""
 
     bits: Mapping[str, int]
@@ -503,7 +503,7 @@ class GearModules:
             layer.path: {DENSE: layer.module} if made is None else made[layer.path] for layer in layers
         }
         self._unread: dict[str, list[nn.Module]] = {}  # made, but not evaluated
-        self._fresh: list[Fresh] = []  # made, but not kept for later starts
+        self._new: list[NewModules] = []  # made, but not kept for later starts
         # Layers whose original belongs to no gear, and the bits that are made from it.
         widths = {layer.path: {*source.widths(layer)} for layer in layers} if self.has_originals else {}
         self._passing = {path: stored for path, stored in widths.items() if DENSE not in stored}
@@ -521,7 +521,7 @@ class GearModules:
                 fresh[layer.path] = made
             self.made[layer.path] = made | self.made[layer.path]
         if missing and not found:
-            self._fresh.append(Fresh(dict(bits), missing, fresh))
+            self._new.append(NewModules(dict(bits), missing, fresh))
         chosen = {path: made[bits[path]] for path, made in self.made.items()}
         self.kernels.take(chosen.values())
         return chosen
@@ -537,12 +537,12 @@ class GearModules:
                 dropped = {*map(id, made)}
                 self.made[path] = {bits: m for bits, m in self.made[path].items() if id(m) not in dropped}
                 del self._unread[path]
-            self._fresh.clear()
+            self._new.clear()
             raise
         for path in unread:
             del self._unread[path]
-        waiting = [one for one in self._fresh if not self._unread.keys().isdisjoint(one.made)]
-        done, self._fresh = [one for one in self._fresh if all(one is not other for other in waiting)], waiting
+        waiting = [one for one in self._new if not self._unread.keys().isdisjoint(one.made)]
+        done, self._new = [one for one in self._new if all(one is not other for other in waiting)], waiting
         for one in done:
             self.source.keep(*one)
         self.kernels.measure(modules.values())
@@ -552,16 +552,16 @@ class GearModules:
         """Read dropped modules back into memory."""
         self.residency.enter({(path, bits[path]): made[bits[path]] for path, made in self.made.items()})
 
-    def give_up_originals(self) -> None:
+    def drop_originals(self) -> None:
         """Drop the originals that belong to no gear, once all gears are made from them."""
         done = [path for path, widths in self._passing.items() if widths <= self.made[path].keys()]
         for path in done:
             self.made[path][DENSE].weight = EMPTY
             del self._passing[path]
         if done:
-            hand_back()
+            return_memory()
 
-    def give_up_idle(self, engaged: Bits, model: nn.Module) -> None:
+    def drop_idle(self, engaged: Bits, model: nn.Module) -> None:
         """Drop modules that are not engaged, depending on the residency."""
         idle = {
             (path, bits): module
@@ -575,17 +575,17 @@ class GearModules:
 Advance = Callable[[int], object]
 
 
-def unnoticed(done: int) -> None:
+def no_advance(done: int) -> None:
     pass
 
 
-def unseen(total: int) -> AbstractContextManager[Advance]:
-    return nullcontext(unnoticed)
+def no_progress(total: int) -> AbstractContextManager[Advance]:
+    return nullcontext(no_advance)
 
 
-# Context of encoding `total` bytes, which takes seconds; called with the bytes of each finished layer. A command puts
+# Context of encoding `total` bytes, for seconds; called with the bytes of each finished layer. A command puts
 # its progress bar here.
-while_encoding: Callable[[int], AbstractContextManager[Advance]] = unseen
+while_encoding: Callable[[int], AbstractContextManager[Advance]] = no_progress
 
 
 def refuse_other_codes(
@@ -597,7 +597,7 @@ def refuse_other_codes(
         others = {"tables": tables, "low_model": low_model, f"residency '{residency}'": residency != "resident"}
         for given in (what for what, value in others.items() if value):
             raise GearbxError(
-                f"the model is already quantized, and its gears are the first bits of its codes; omit {given}, "
+                f"the model is quantized already, and its gears are the first bits of its codes; omit {given}, "
                 "or use the original"
             )
         return
@@ -627,8 +627,8 @@ def make_all(layers: Sequence[Layer], source: FromWeights) -> tuple[dict[str, Ge
     size = sum(layer.module.weight.nbytes for layer in layers)
     lowest = {layer.path: source.widths(layer)[0] for layer in layers}
     found = source.find(lowest, layers)
-    with giving_back(layers, made):
-        with nullcontext(unnoticed) if found else while_encoding(size) as advance:
+    with restoring_weights(layers, made):
+        with nullcontext(no_advance) if found else while_encoding(size) as advance:
             for layer in sorted(layers, key=size_of, reverse=True):
                 gears, reason = (found[layer.path], None) if layer.path in found else all_gears(layer, source)
                 if reason:
@@ -646,7 +646,7 @@ def make_all(layers: Sequence[Layer], source: FromWeights) -> tuple[dict[str, Ge
 
 
 @contextmanager
-def giving_back(layers: Sequence[Layer], made: Mapping[str, Gears] | None) -> Iterator[None]:
+def restoring_weights(layers: Sequence[Layer], made: Mapping[str, Gears] | None) -> Iterator[None]:
     """Restore the weights of layers that were dropped for their gears, if the block fails."""
     try:
         yield

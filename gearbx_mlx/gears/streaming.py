@@ -1,6 +1,6 @@
 """Residency `stream`: the base of an `exact` checkpoint stays in memory, and the rest is read at every use.
 
-The rest is the low and high bytes of each weight, which only the top gear needs: 9 bits of 13.5.
+The rest is the low and high bytes of each weight, only for the top gear: 9 bits of 13.5.
 """
 
 import functools

@@ -62,7 +62,7 @@ class Strip:
 
 @dataclass(frozen=True)
 class Remainder:
-    """The arrays beside the base of one layer, which stay in the file."""
+    """The arrays of one layer that stay in the file, without its base."""
 
     low: Piece
     high: Piece
@@ -172,7 +172,7 @@ class StripReader:
                 if before not in self._next:
                     self._follow(before, after)
         made = []
-        with self._stopping_at_errors():  # those of `compute` too
+        with self._stopping_at_errors():  # including errors of `compute`
             for strip in strips:
                 memory = self._wanted(strip)
                 made.append(compute(strip, memory))
@@ -337,7 +337,7 @@ class StripReader:
             self._sums[part.array] = digest, part.end
         if part.end == place.end and in_order:
             self.hashes.confirm(part.array, self._sums.pop(part.array)[0].hexdigest(), RESTORE)
-        elif part.end == place.end:  # another thread read other strips in between
+        elif part.end == place.end:  # a second thread read different strips in between
             self.hashes.verify([part.array], RESTORE)
 
     def _forget(self, file: int, begin: int, size: int) -> None:

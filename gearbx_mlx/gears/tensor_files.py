@@ -40,7 +40,7 @@ TYPE_NAMES = {
     mx.int8: "I8",
 }
 TYPE_SIZES = {name: dtype.size for dtype, name in TYPE_NAMES.items()}  # bytes of a number
-LENGTH = struct.Struct("<Q")  # of the header, which comes first
+LENGTH = struct.Struct("<Q")  # of the header, at the start of the file
 HASHED_BYTES = 4096  # bytes in the middle of an array that are hashed
 
 
@@ -147,7 +147,7 @@ def hash_place(place: ArrayPlace) -> str:
 
 
 class TensorFile:
-    """A new safetensors file: concatenated arrays, after `room` for the header, which is written last.
+    """A new safetensors file: concatenated arrays, after `room` for the header, written last.
 
     hashed: function for the results of `append`, from an array's bytes.
     """
@@ -179,7 +179,7 @@ class TensorFile:
         return FileHeader(self.path, self.entries, LENGTH.size + self.room).places
 
     def finish(self, about: Mapping[str, str] | None = None) -> None:
-        """Write the header, which completes the file."""
+        """Write the header, and close the file."""
         header = msgspec.json.encode({"__metadata__": {"format": "mlx", **(about or {})}} | self.entries)
         assert len(header) <= self.room, "more names than there is room for"
         self.file.seek(0)
@@ -243,7 +243,7 @@ SAMPLED = 8  # values of each array: enough to distinguish a fine-tuned model fr
 
 
 def with_adapters(base: str, model: nn.Module) -> str:
-    """Return the fingerprint of a model with its adapters, given that of the model without them."""
+    """Return the fingerprint of a model with its adapters, given the fingerprint without them."""
     own = adapter_arrays(model)
     return hashlib.sha256(f"{base} {fingerprint_of(samples_of(own))}".encode()).hexdigest()[:32] if own else base
 

@@ -119,7 +119,7 @@ def estimated(settings: SensitivitySettings, model: nn.Module, windows: Windows)
 
 
 def check_floors(layers: Sequence[Layer], bits: Sequence[int]) -> None:
-    """Validate that each layer can have one of these bits, before the work. Raises GearbxError."""
+    """Validate that each layer can have some of these bits, before the work. Raises GearbxError."""
     for layer in layers:
         if layer.lowest_bits > max(bits):
             raise GearbxError(

@@ -14,9 +14,9 @@ from gearbx_mlx.bit_selection import Floors
 from gearbx_mlx.bit_selection import codebook_selection as report
 from gearbx_mlx.bit_selection.codebook_selection import LayerQualities, Quality, qualities, select, some_experts
 from gearbx_mlx.bit_selection.h_process import (
+    CheckResult,
     GarbageCheck,
     Limits,
-    Sense,
     encoding_spike,
     loops,
     measure_reserve,
@@ -118,7 +118,7 @@ class TestSelection:
             monkeypatch.setenv("XFP_MIN_COS_LAZY", text)
             with pytest.raises(
                 GearbxError,
-                match=f"XFP_MIN_COS_LAZY: must be between 0 and 1, got '?{text}'?; give a cosine between 0 and 1",
+                match=f"XFP_MIN_COS_LAZY: must be between 0 and 1, got '?{text}'?; use a cosine",
             ):
                 Floors.chosen()
 
@@ -135,8 +135,8 @@ class TestReport:
         assert [row["bits"] for row in report.layer_rows(select(LAYERS, Floors(0.98, 0.93)))] == [3, 2]
 
 
-def says(kl: float, reason: str = "") -> Sense:
-    return Sense(kl, 0, reason)
+def says(kl: float, reason: str = "") -> CheckResult:
+    return CheckResult(kl, 0, reason)
 
 
 class TestHProcess:
@@ -225,7 +225,7 @@ class TestGarbage:
         model = fresh_demo.model
         text = fresh_demo.tokenizer.encode("Question: How much is 3 plus 4?\nAnswer: 3+4=<<3+4=7>>7")
         check = GarbageCheck(model, [text], written=4)
-        assert check(model) == Sense(0.0, 0, "")
+        assert check(model) == CheckResult(0.0, 0, "")
         for block in model.layers:
             block.mlp.down_proj.weight = mx.random.normal(block.mlp.down_proj.weight.shape)
         sense = check(model)

@@ -180,8 +180,8 @@ class TestConvert:
         ("arguments", "told"),
         [
             (("--format", "planes"), "are stored as affine"),
-            (("--gears", "8"), "has no table for gears 8; choose one of 4"),
-            (("--q-group-size", 32), "was measured with 64"),
+            (("--gears", "8"), "has no table for gears 8; choose from 4"),
+            (("--q-group-size", 32), "must be that of"),
             (("--manage", "mlp"), "omit --dtype, --manage and --embeddings"),
             (("--target-bpw", 4), "omit the floors and the budget"),
         ],

@@ -139,7 +139,7 @@ REFUSED = [
     ("sensitivity --bits 4,16", "16 is full precision"),
     ("sensitivity --bits 4,3", "gears must ascend"),
     ("sensitivity --num-samples 0", "--num-samples is 0"),
-    ("sensitivity --sequence-length 4096", "made for 512"),
+    ("sensitivity --sequence-length 4096", "use 512 or less"),
     ("sensitivity --data nowhere.txt", "nowhere.txt"),
     ("sensitivity --format exact", "--format exact: … --format planes or affine"),
     ("evaluate --data DATA --out unmade --gears 16", "--gears 16 … two or more"),

@@ -335,7 +335,7 @@ class TestConverting:
             (["--mlx-path", tmp_path / "a", "--model", whole], "already has gears; use the original"),
             (
                 ["--mlx-path", tmp_path / "a", "--model", quantized],
-                "there is no lower gear to write; without conversion 4 bits",
+                "there is no lower gear to write; without conversion 4-bit weights",
             ),
             (["--mlx-path", tmp_path / "a", "--model", "b/" + "c" * 300], "b/ccc"),
             (["--mlx-path", tmp_path / "a", "--upload-repo", "b" * 300], "--upload-repo bbb"),

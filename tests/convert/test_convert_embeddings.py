@@ -169,7 +169,7 @@ class TestGears:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda c: c["tables"]["model.embed_tokens"].update(kind="embedding"), "kind is embedding, which does not"),
+        (lambda c: c["tables"]["model.embed_tokens"].update(kind="embedding"), "kind is embedding, which is not"),
         (lambda c: c["layers"].update(c.pop("tables")), "kind is table, which is not allowed there"),
         (lambda c: c["tables"]["model.embed_tokens"].update(rows=8), "rows is 8, which is only for embeddings with"),
         (lambda c: c["tables"]["model.embed_tokens"]["gears"].pop("16"), "has no key 16, which the 8-bit gear"),

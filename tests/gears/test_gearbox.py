@@ -292,7 +292,7 @@ class TestTables:
     ("table", "told"),
     [
         ({"lowest": {UP: 4}}, "no gear 'lowest' in the ladder 4,8,16"),
-        ({"low": {"nowhere": 4}}, "the table of low has nowhere, which does not change gear"),
+        ({"low": {"nowhere": 4}}, "the table of low has nowhere, but it does not change gear"),
         ({"low": {UP: 7}}, f"the table of low has 7 bits for {UP}; choose from 2, 3, 4, 5, 6, 8, 16"),
     ],
 )

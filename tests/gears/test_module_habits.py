@@ -98,7 +98,7 @@ class TestEveryGear:
         for gear in every_gear(gearbox):
             out = tmp_path / gear.name
             if gear.name == "mid" or (gear.name == "low" and not stock):
-                with pytest.raises(GearbxError, match="shift to a gear of 16 bits first"):
+                with pytest.raises(GearbxError, match="shift to a 16-bit gear first"):
                     mlx_lm.utils.save_model(out, model)
                 assert not any(out.iterdir())
                 continue
@@ -116,7 +116,7 @@ class TestEveryGear:
         with pytest.raises(GearbxError, match="do that before the model gets a gearbox"):
             nn.quantize(model)
         gearbox.shift("mid")
-        with pytest.raises(GearbxError, match="shift to a gear of 16 bits first"):
+        with pytest.raises(GearbxError, match="shift to a 16-bit gear first"):
             nn.quantize(model)
 
 
