@@ -99,8 +99,8 @@ def token_seconds(gearbox: Gearbox) -> float:
 def bytes_for(gearbox: Gearbox, tokens_per_second: float) -> float:
     """Return the bytes of managed layers at which decoding has this speed.
 
-    A token takes the time of reading its bytes, plus a constant: timings of the lowest and the
-    highest quantized gear determine both.
+    A token takes the time of reading its bytes, plus a constant: timings of the lowest and the highest quantized gear
+    determine both.
 
     Raises:
         GearbxError: fewer bytes are not faster on this machine.

@@ -1,7 +1,7 @@
 """Bits for every layer: by quality (floors, a memory budget) or by measured sensitivity (manifest, allocation).
 
-The module itself has quality floors, and defaults that `--help` shows without slow imports. A
-floor is the lowest cosine between a layer's weights and their quantized values (XFP 4.3).
+The module itself has quality floors, and defaults that `--help` shows without slow imports. A floor is the lowest
+cosine between a layer's weights and their quantized values (XFP 4.3).
 """
 
 import contextlib

@@ -1,13 +1,12 @@
 """The H-Process: the highest two floors whose model fits a budget and generates no garbage (XFP 6.3).
 
-Memory bounds the floors from above. During encoding, the encoded layers and the current
-layer are in memory together; during generation, the model and a reserve for its cache and activations. XFP reserves
-8 GiB and 10 GiB for its model; here both are measured by a forward pass over a few tokens.
+Memory bounds the floors from above. During encoding, the encoded layers and the current layer are in memory together;
+during generation, the model and a reserve for its cache and activations. XFP reserves 8 GiB and 10 GiB for its model;
+here both are measured by a forward pass over a few tokens.
 
-Garbage bounds the floors from below, and cosines of weights do not show it: a quantized model generates garbage if its
-distributions on a calibration text are far from the original's, or if it repeats itself and the original does not.
-The search therefore tries points from aggressive to conservative, and takes the last one that fits and passes the
-check.
+Garbage bounds the floors from below, and cosines of weights do not show it: a quantized model's output is garbage if
+its distributions on a calibration text are far from the original's, or if only this model repeats itself. The search
+therefore tries points from aggressive to conservative, and takes the last one that fits and passes the check.
 """
 
 import itertools

@@ -135,8 +135,8 @@ class PrecisionManifest(Struct, frozen=True):
     def fitted(self, paths: Iterable[str]) -> tuple["PrecisionManifest", list[str]]:
         """Return the manifest for a model with these managed layers, and the layers that the manifest lacks.
 
-        Missing layers have full precision in every gear. Raises GearbxError for a layer that the
-        model does not have, or that does not change gear.
+        Missing layers have full precision in every gear. Raises GearbxError for a layer that the model does not have,
+        or that does not change gear.
         """
         paths = list(paths)
         unknown = sorted(self.layers.keys() - {*paths})
@@ -153,9 +153,9 @@ def least_bits(
 ) -> int:
     """Return min_bits of a layer, from KL (nats) and change of perplexity (percent) by its bits.
 
-    It is the lowest width whose perplexity rises by less than the threshold, with a floor from the 4-bit KL (or the
-    first measured width above): 4 bits under 0.02 nats, 6 up to 0.05, else 8. Below
-    4 bits the KL must also be under 0.02. If no width is good enough, it is the highest measured one.
+    It is the lowest width whose perplexity rises by less than the threshold. The 4-bit KL (or that of the first
+    measured width above) gives a floor: 4 bits under 0.02 nats, 6 up to 0.05, else 8. Below 4 bits the KL must also be
+    under 0.02. If no width is good enough, it is the highest measured one.
     """
     widths = sorted(kl)
     at_four = kl[next((bits for bits in widths if bits >= 4), widths[-1])]

@@ -1,9 +1,9 @@
 """Sensitivity of the model to each layer's precision: one layer is reduced, and the text is predicted again.
 
 Only outputs that the layer changes are computed again. Earlier blocks keep their outputs at full precision, and so do
-managed layers of its own block with the same inputs: reducing v_proj does not change the outputs of q_proj and
-k_proj. The result is exact, since the same operations on the same numbers give the same numbers. Results
-become the layers of a precision manifest. The fast method (`estimate_kls`) is mlx-lm's dynamic quantization.
+managed layers of its own block with the same inputs: reducing v_proj does not change the outputs of q_proj and k_proj.
+The result is exact, since the same operations on the same numbers give the same numbers. Results become the layers of a
+precision manifest. The fast method (`estimate_kls`) is mlx-lm's dynamic quantization.
 """
 
 import contextlib

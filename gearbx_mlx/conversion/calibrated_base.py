@@ -368,8 +368,8 @@ def has_experts(layer: Layer) -> bool:
 class CalibrationRun:
     """A calibration run, block by block, of the original and of its draft with the codes of previous blocks.
 
-    The model's own code calls its blocks. Earlier blocks return stored outputs, and the current
-    block ends the pass. original, draft: outputs of the last block, per batch.
+    The model's own code calls its blocks. Earlier blocks return stored outputs, and the current block ends the pass.
+    original, draft: outputs of the last block, per batch.
     """
 
     def __init__(self, model: nn.Module, batches: Sequence[SequenceBatch]):

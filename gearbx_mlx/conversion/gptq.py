@@ -1,9 +1,9 @@
 """GPTQ: codes of a matrix that are chosen for its inputs (arXiv 2210.17323), with scales fitted to the codes.
 
-The Hessian X^T X sums up a layer's inputs X, and an error E of the weights costs E X^T X E^T. In a
-draft, previous layers have their codes too, so its inputs X drift away from the original's, Y. Weights
-W + a W (Y - X)^T X (X^T X)^-1 compensate a part a of the effect on its outputs (GPTAQ, arXiv 2504.02692, with a = 1).
-The codes approximate these weights.
+The Hessian X^T X sums up a layer's inputs X, and an error E of the weights costs E X^T X E^T. In a draft, previous
+layers have their codes too, so its inputs X drift away from the original's, Y. Weights W + a W (Y - X)^T X (X^T X)^-1
+compensate a part a of the effect on its outputs (GPTAQ, arXiv 2504.02692, with a = 1). The codes approximate these
+weights.
 
 1. Scales: the range of each group whose RTN codes cost the least by the Hessian's diagonal (`best_ranges`).
 2. Codes: columns are rounded in sequence, those with the largest inputs first. Later columns compensate the
@@ -222,8 +222,8 @@ def refitted(
 ) -> Grid:
     """Return the scales and biases that minimize the cost of these codes, in groups that can still be restored.
 
-    A row's error is linear in its scales (times the group's codes) and its biases: the normal
-    equations of 2 G unknowns. Codes are centered, which decorrelates scales and biases.
+    A row's error is linear in its scales (times the group's codes) and its biases: the normal equations of 2 G
+    unknowns. Codes are centered, which decorrelates scales and biases.
 
     Args:
         weight, codes: (G, g, O). wanted: weights that the codes approximate, of the same shape.

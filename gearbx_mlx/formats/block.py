@@ -220,8 +220,8 @@ def is_block(layer: nn.Module) -> bool:
 class PassParts(NamedTuple):
     """The parts of a native pass: the embedding, whose dense rows (V, D) are read directly, all blocks, and the head.
 
-    `second`, if any, is a better head for draft rescoring.
-    A gear's parts stay valid while a different gear is engaged, as long as its weights stay in memory.
+    `second`, if any, is a better head for draft rescoring. A gear's parts stay valid while a different gear is engaged,
+    as long as its weights stay in memory.
     """
 
     kernels: ModuleType

@@ -1,8 +1,8 @@
 """Learned codebooks, one per output row, with outliers stored separately (V2 of XFP; XFP 3, 4).
 
-The code of a weight is an index into its row's codebook; an outlier is stored in fp16. An outlier has the code of
-the mean of the row's other weights: one code for all outliers of a row, so that a kernel that has
-summed all codes can subtract it. Entries are rounded to fp16 before codes are fitted to them.
+The code of a weight is an index into its row's codebook; an outlier is stored in fp16. An outlier has the code of the
+mean of the row's other weights: one code for all outliers of a row, so that a kernel that has summed all codes can
+subtract it. Entries are rounded to fp16 before codes are fitted to them.
 
 Codes are packed into words in the layout of XFP, Table 3.3: no code spans two words.
 
@@ -24,9 +24,9 @@ A round moves every entry towards the mean of its cell. XFP moves it onto the me
 quantiles, whose tails start far from their final place. Here it moves 1.9 times as far, and in the last two rounds onto
 the mean. The error of a cell is a parabola in its entry, lowest at the mean, and any step between 0 and 2 lowers it. So
 the error falls in every round, as in Lloyd's own iteration, and in 20 rounds much more. Without random numbers, two
-runs are bit-identical. A matrix has the values of its outliers in fp16, their columns as uint16, row after row, and the
-offset of each row's first one: 4 bytes per outlier and 4 per row. The lists of stacked experts are padded to the
-longest; the padding is never read.
+runs are bit-identical. A matrix has, row after row, the values of its outliers in fp16 and their columns as uint16. The
+offset of each row's first outlier is stored too: 4 bytes per outlier and 4 per row. The lists of stacked experts are
+padded to the longest; the padding is never read.
 """
 
 import abc

@@ -3,9 +3,9 @@
 Each group has the index of a codebook in the library, a scale and a mid-point: 0.31 bits per weight. A weight is
 midpoint + scale * entry, and outliers are stored separately.
 
-As in XFP, the library starts with the codebooks that V2 would fit to the rows, normalized to mean 0 and deviation 1 and
-condensed by Lloyd's iteration over vectors. It is then fitted to the groups that use it, which lowers the 4-bit
-error by a tenth.
+As in XFP, the library starts with V2's codebooks of the rows. They are normalized to mean 0 and deviation 1, and
+condensed by Lloyd's iteration over vectors. The library is then fitted to the groups that use it, which lowers the
+4-bit error by a tenth.
 
 Codes are packed as MLX packs them: a group takes 4 * bits words. For 2 and 4 bits that is XFP's Table 3.3. XFP does not
 support 3 bits, because in its layout a group of 3-bit codes ends within a word.

@@ -1,7 +1,7 @@
 """Format `exact`: one copy of bfloat16 weights, bit for bit, smaller than bfloat16, that contains the low gear.
 
-The low gear is MLX's own 4-bit module. The 16-bit gear reads the same codes and additional bytes: 13.5
-bits per weight. kernels/exact.py has the formula of a weight.
+The low gear is MLX's own 4-bit module. The 16-bit gear reads the same codes and additional bytes: 13.5 bits per weight.
+kernels/exact.py has the formula of a weight.
 
 The encoder verifies its result: it decodes every group, and stores a group differently if a weight is wrong. The window
 of neighbors was found by trial, without a proof; groups with NaN or infinities have no scale.

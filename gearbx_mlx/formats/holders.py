@@ -1,9 +1,9 @@
 """Holders of a layer that changes gear: an adapter, or the communication between ranks about their parts.
 
 mlx-lm's adapters, LoRA and DoRA, stay in their own precision on top of any gear. LoRA adds a matmul to the output of
-its layer. DoRA also divides each output by the norm of its row of W + scale * B A, for
-which mlx-lm's class reads the dense weight again at every token. Here the norms are computed once in each gear, from
-the gear's dequantized weight: as mlx-lm does it over a quantized layer.
+its layer. DoRA also divides each output by the norm of its row of W + scale * B A. For that, mlx-lm's class reads the
+dense weight again at every token. Here the norms are computed once in each gear, from the gear's dequantized weight: as
+mlx-lm does it over a quantized layer.
 
 A rank of a group has some rows or columns of a layer, as a separate layer (`linear`) in any format. A layer whose
 outputs are divided needs no holder: its outputs are the inputs of the rank's next layer.

@@ -276,7 +276,7 @@ class NestedKVCache(KVCache):
         return trimmed
 
     def drop_later_planes(self) -> None:
-        """After trimming, mark positions beyond the cache's end as unpacked; others stay packed."""
+        """Mark positions beyond the end of a trimmed cache as unpacked; others stay packed."""
         self.beside = min(self.beside, self.offset // PACKED_AT_ONCE * PACKED_AT_ONCE)
 
     @property

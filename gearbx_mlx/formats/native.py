@@ -78,7 +78,7 @@ def native_rounding(layer: nn.Module) -> int | None:
 
 @contextlib.contextmanager
 def rounded_to(bits: int, model: nn.Module) -> Iterator[None]:
-    """In the block, quantize activations to at most `bits` in layers of the engaged gear that quantize them."""
+    """Limit the quantized activations of the engaged gear's layers to `bits` in the block."""
     layers = [layer for layer in model.modules() if isinstance(layer, Native) and layer.x_bits > bits]
     before = [layer.x_bits for layer in layers]
     try:
@@ -286,8 +286,8 @@ def with_kernels(module: nn.Module, native: bool, operations: tuple[str, ...] = 
     """Return the native form of a layer or fused operation, or MLX's form, over the same arrays.
 
     operations: those with a native form, besides matmuls (`kernels.operations.native_operations`). Returns the
-    module itself if it has that form already, if its class is unknown and may compute something else, or if native
-    kernels do not read the type of its weights.
+    module itself if it has that form already. The same holds for unknown classes, which may compute something else, and
+    for types of weights that native kernels do not read.
     """
     own: Any = type(module)
     stock = STOCK_OF.get(own) or stock_class(own) or own

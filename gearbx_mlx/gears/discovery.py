@@ -80,8 +80,8 @@ def discover(
     """Divide all linear layers, with a tied output head, into managed ones and others.
 
     The others include matrices that a class of the model multiplies by itself, such as routers. A layer is managed if
-    the predicate takes it, the model class does not object (with its `quant_predicate`, which may also require more
-    bits, as for the routers of some mixtures of experts), and the format can store its input width.
+    the predicate and the model class's `quant_predicate` accept it, and the format can store its input width. The
+    class may also require more bits, as for the routers of some mixtures of experts.
 
     Returns the managed layers in the order of the model, and path to reason of the other linear layers.
     """
@@ -343,8 +343,8 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 def default_sensitivity(modules: Mapping[str, nn.Module]) -> Callable[[str, int], float]:
     """Return the cost of a layer at some bits, as a function of its path and the bits; only the order is meaningful.
 
-    Attention in the middle of the stack is least sensitive, then MLPs there, then the first and the last quarter of the
-    blocks, then the head. Within these classes, blocks near an end of the stack are more sensitive. The squared error
+    Attention in the middle of the stack is least sensitive, then MLPs there, then the outer quarters of the blocks,
+    then the head. Within these classes, blocks near an end of the stack are more sensitive. The squared error
     of a b-bit weight is proportional to 4^-b. So a layer that is one bit more sensitive costs as much as a different
     layer at one bit less.
     """

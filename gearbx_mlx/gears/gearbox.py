@@ -231,8 +231,8 @@ class Gearbox:
         ladder: a Ladder, or text such as "4,8,16", the default ("4,16" for format "exact"). For a geared
             checkpoint, some of its gears.
         format: storage of quantized gears: "planes" (the default), "affine", "rowwise" (per-channel),
-            "groupwise", "codebook", "codebook-library", or a Format. "exact" keeps one copy of bfloat16 weights that
-            contains all gears, the top one bit for bit, and drops the originals.
+            "groupwise", "codebook", "codebook-library", or a Format. "exact" replaces bfloat16 weights by one copy
+            that contains all gears, the top one bit for bit.
         manage: "all" linear layers, "attention", "mlp", or a predicate (path, module) -> bool or {"bits": lowest}.
             "everything" also includes towers for images and sound.
         group_size: inputs that share a scale: 32, 64 or 128; rowwise and groupwise have their own.

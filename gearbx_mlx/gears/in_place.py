@@ -64,8 +64,8 @@ class Codes:
     def drafting(self) -> Ladder:
         """Return the default ladder of mode lossless: with a lower gear only if drafting saves more than it reads.
 
-        Drafting and verifying one token reads (1 + c) times the top gear's bytes, c being the lower gear's share, and
-        yields 1 + AGREEMENT tokens.
+        Drafting and verifying one token yields 1 + AGREEMENT tokens. It reads (1 + c) times the top gear's bytes, c
+        being the lower gear's share.
         """
         share = (LOWER_BITS + OF_SCALES) / (self.bits + OF_SCALES)
         saves_bytes = (1 + AGREEMENT) / (1 + share) >= 1.1  # in bytes; drafting has other costs too

@@ -164,9 +164,9 @@ AS_IT_IS, AS_EXACT, AS_8_BITS = "as it is", "exact", "8 bits"
 def seconds_as_stored(model: nn.Module, x_bits: int, group_size: int) -> Times:
     """Time a native matrix-vector product with a model's weights: original, in format exact, and 8-bit.
 
-    The weights are rows of the largest bfloat16 matrix with whole groups. Results are kept with the times
-    of kernels. Returns seconds by `AS_IT_IS`, `AS_EXACT` and `AS_8_BITS`; empty if measuring is disabled
-    (GEARBX_TUNE=0), or no matrix is large enough.
+    The weights are rows of the largest bfloat16 matrix with whole groups. Results are kept with the times of kernels.
+    Returns seconds by `AS_IT_IS`, `AS_EXACT` and `AS_8_BITS`; empty if measuring is disabled (GEARBX_TUNE=0), or no
+    matrix is large enough.
     """
     matrices = [array for _, array in tree_flatten(model.parameters()) if array.ndim == 2]
     fitting = [array for array in matrices if array.dtype == mx.bfloat16 and not array.shape[1] % group_size]

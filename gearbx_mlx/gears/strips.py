@@ -137,8 +137,8 @@ class StripReader:
     """A reader of strips that reads ahead, in the order of the previous forward pass.
 
     An array is compared with its hash when its strips are first read, before the last of them is returned. After an
-    error, reading ahead stops and the thread ends; the next request starts again. Threads may share a
-    reader, and a copy of a model gets its own.
+    error, reading ahead stops and the thread ends; the next request starts again. Threads may share a reader, and a
+    copy of a model gets its own.
 
     keeps_cache: True if the system may cache the file for the next pass. speed: of the disk. bytes_read: in total.
     """
