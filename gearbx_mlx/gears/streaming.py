@@ -29,7 +29,7 @@ from .sources import FromFiles
 from .strips import Piece, Remainder, Strip, StripReader, strips_of, with_blocks, with_strip
 
 STREAM = "stream"
-CONVERT_EXACT = "use gearbx_mlx convert --format exact"
+CONVERT_EXACT = "use gearbx_mlx convert --format exact on the original"
 
 
 class Streamed(nn.Module):

@@ -204,7 +204,7 @@ class TestThresholds:
         ("changes", "word"),
         [
             ({}, ""),
-            ({"fingerprint": "another"}, "made for a model with different weights (other)"),
+            ({"fingerprint": "another"}, "made for another model (other)"),
             ({"gears": [3, 8, 16]}, "made for gears 3,8,16, not 4,8,16"),
         ],
     )
@@ -221,5 +221,5 @@ class TestThresholds:
     def test_that_calibrate_writes_are_of_their_model(self, command, tmp_path):
         assert command("calibrate", "-m", 6, "--out", tmp_path / "t.json").status == 0
         written = ThresholdFile(**json.loads((tmp_path / "t.json").read_text()))
-        with pytest.warns(GearbxWarning, match="made for a model with different weights"):
+        with pytest.warns(GearbxWarning, match="made for another model"):
             thresholds_of_file(written, written.gears, written.vocab_size, "another")
