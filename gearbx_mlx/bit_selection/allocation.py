@@ -179,7 +179,7 @@ class Allocator:
             if not widths:
                 shown = ", ".join(map(str, known.kl))
                 raise GearbxError(
-                    f"{layer.path}: no measured width is in its range {known.min_bits} to {known.max_bits}, got {shown}"
+                    f"{layer.path}: no width in range {known.min_bits} to {known.max_bits}, got {shown}; omit ranges"
                 )
             self.options[layer.path] = [
                 Option(bits, gearbox.layer_bytes(layer, gearbox.ladder.find(bits)), known.kl[bits]) for bits in widths

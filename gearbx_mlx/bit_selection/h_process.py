@@ -371,7 +371,7 @@ def fit_budget(
     """
     layers, _ = discover(model, manage, 64, format)
     if not layers:
-        raise GearbxError("codebooks can store no layer of this model")
+        raise GearbxError("codebooks can store no layer of this model; choose a different format")
     storage = stored_dtype(model)
     rest = layer_bytes(model, storage) - storage.size * sum(layer.module.weight.size for layer in layers)
     fast_gearbox(model, format, manage)

@@ -24,11 +24,11 @@ import numpy as np
 from ..formats.base import Window
 from ..kernels.bit_planes import Planes, pack_mlx_codes
 
-DAMPING = 0.01  # of the mean of the Hessian's diagonal, added to the diagonal
+DAMPING = 0.01  # share of the mean of the Hessian's diagonal, added to the diagonal
 DRIFT_SHARE = 0.5  # part a of the drift of outputs: a = 1 overfits the calibration text
 BLOCK_COLUMNS = 64  # columns whose errors are compensated together
 MAX_INVERTED = 128  # columns of a triangular matrix that NumPy inverts as a general one
-MAX_NUMBERS = 2**24  # in the largest array for rows that are fitted together
+MAX_NUMBERS = 2**24  # numbers in the largest array for rows that are fitted together
 
 
 class Factored(NamedTuple):

@@ -58,7 +58,7 @@ def write_table(
 
 
 CARD = "README.md"
-KEPT_METADATA = ("license", "license_name", "license_link", "language", "pipeline_tag")  # of the original's metadata
+KEPT_METADATA = ("license", "license_name", "license_link", "language", "pipeline_tag")  # keys to keep
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
             for size in converter:
                 advance(size)
         manifest = converter.finish(files.keep(converter.views, work) if files else None)
-    except RuntimeError as error:  # of MLX, for a file that was removed
+    except RuntimeError as error:  # from MLX, for a file that was removed
         raise GearbxError(f"{source}: cannot be read ({one_line(error)}); download it again") from error
     finally:
         converter.close()
@@ -328,7 +328,7 @@ def destination(mlx_path: str | Path) -> Path:
     if exists:
         raise GearbxError(f"--mlx-path {mlx_path}: already exists; remove it or choose a different path")
     if not has_parent:
-        raise GearbxError(f"--mlx-path {mlx_path}: there is no directory {out.parent}; make it first")
+        raise GearbxError(f"--mlx-path {mlx_path}: there is no directory {out.parent}; use an existing one")
     return out
 
 

@@ -30,7 +30,7 @@ FORMATS = {  # name to module and class
 DEFAULT_FORMAT = "planes"
 RECONSTRUCTED = ("rowwise", "groupwise", "codebook", "codebook-library")  # MLX cannot multiply their packed weights
 CODEBOOKS = ("codebook", "codebook-library")  # their names may have options
-GROUPS = (32, 64, 128, 256)  # of a library of codebooks: whole words of packed codes
+GROUPS = (32, 64, 128, 256)  # group sizes of a library of codebooks: whole words of packed codes
 SPLIT_CODES = "codes"  # format of quantized models that `convert` splits; users cannot request it
 LIKE_MLX = ("planes", "exact", "affine", SPLIT_CODES)  # their lowest gear is what mlx-lm quantizes to
 

@@ -18,9 +18,9 @@ from ..kernels.bit_planes import Planes
 from .native import FLOATING, Native
 
 Arrays = Mapping[str, mx.array]
-Bits = Sequence[int]  # of several gears, ascending, or of planes
+Bits = Sequence[int]  # bits of several gears, ascending, or of planes
 Shape = Sequence[int]
-Gears = dict[int, nn.Module]  # by their bits
+Gears = dict[int, nn.Module]  # bits to module
 K = TypeVar("K")
 
 
@@ -63,7 +63,7 @@ class Format:
     viewed: frozenset[str] = frozenset()  # parameters that are the bits of stored halves, as uint16
     ladders: tuple[tuple[int, ...], ...] = ()  # the only possible ones, including top gears; empty: any, without 16
     layer_bits: Sequence[int] = ()  # outside the ladder, for layers with floors; empty if gears are not made one by one
-    types: tuple[mx.Dtype, ...] = FLOATING  # of the weights that it stores
+    types: tuple[mx.Dtype, ...] = FLOATING  # types of the weights that it stores
     by_rows: bool = True  # True if the storage of a row does not depend on the other rows of its matrix
     takes_base: bool = False  # True if its lowest gear may have codes of a calibrated base
     window: Window | None = None  # codes of a calibrated base that the other gears can use; None: all
@@ -310,7 +310,7 @@ class ReconstructedFormat(Format):
     cache: True to keep reconstructed weights until the gear is left.
     """
 
-    native_kinds: tuple[type[Reconstructed], type[Reconstructed]]  # of linear layers, of experts
+    native_kinds: tuple[type[Reconstructed], type[Reconstructed]]  # classes for linear layers, for experts
 
     def __init__(self, cache: bool = False):
         self.cache = cache

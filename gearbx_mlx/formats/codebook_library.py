@@ -38,7 +38,7 @@ LIBRARY_BITS = (2, 3, 4)
 KERNEL_LIBRARY, KERNEL_GROUP = DEFAULT_OPTIONS.library, DEFAULT_OPTIONS.group  # supported by native kernels
 GROUP_SIZE = 1 + 2 + 2  # bytes per group: index of its codebook, scale, mid-point
 REFITS = 2
-BINS, REACH = 256, 4.0  # of the histogram (in deviations) that determines a group's codebook
+BINS, REACH = 256, 4.0  # number and range (in deviations) of the histogram that determines a group's codebook
 MIN_SCALE = 2.0**-24  # the scale of a group of equal weights: the smallest number of fp16
 
 

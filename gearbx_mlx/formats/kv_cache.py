@@ -191,7 +191,7 @@ class NestedKVCache(KVCache):
         super().__init__()
         self.gears = gears
         self.beside = 0  # entries that are also packed
-        self.planes: list[list[mx.array]] = []  # of keys, of values: planes, scales, offsets (B, H, capacity, ...)
+        self.planes: list[list[mx.array]] = []  # for keys, for values: planes, scales, offsets (B, H, capacity, ...)
 
     @classmethod
     def of(cls, cache: KVCache, gears: KVGears) -> "NestedKVCache":

@@ -254,7 +254,7 @@ def vocabulary(model: nn.Module) -> int:
     except Exception as error:  # a class that reads values while it runs, or that is not a language model
         rows = [len(table.weight) for table in tables(model).values()]
         if not rows:
-            raise GearbxError(f"{type(model).__name__} has no token embedding, so its vocabulary is unknown") from error
+            raise GearbxError(f"{type(model).__name__} has no token embedding; use a language model") from error
         return max(rows)
 
 

@@ -364,7 +364,7 @@ class Gearbox:
         """
         unknown = bits.keys() - self._shapes.keys()
         if unknown:
-            raise GearbxError(f"no layer {min(unknown)} changes gear, so its bits cannot be capped")
+            raise GearbxError(f"no layer {min(unknown)} changes gear, so it has no cap; use managed layers")
         if bits == self._caps:
             return
         before, gear = self._caps, self.gear
@@ -531,7 +531,7 @@ class Gearbox:
         """Return bytes that one use of a layer (all experts) reads in a gear or at a width, with scales and bias."""
         bits = at if isinstance(at, int) else self.bits_of(layer, at)
         if getattr(self.format, "cache", False) and not self.kernels.native:
-            read = math.prod(self._shapes[layer.path]) * self._size(layer)  # of the weight that was unpacked
+            read = math.prod(self._shapes[layer.path]) * self._size(layer)  # bytes of the unpacked weight
         else:
             read = self.source.bytes_read(layer, bits, self._modules.made[layer.path].get(bits))
         return read + self._biases[layer.path] * self._size(layer)
@@ -616,7 +616,7 @@ class Gearbox:
             found.append(LayerPath(layer.path, bits, runs_on, why))
         modules = layers_of(self.model)
         for path, reason in self.unmanaged.items():
-            holder = path if path in modules else path.rpartition(".")[0]  # of a matrix that is not a module
+            holder = path if path in modules else path.rpartition(".")[0]  # the module that has the matrix
             kernels = kernels_of(modules[holder], self.kernels, None)
             own = getattr(modules[holder], "bits", DENSE)
             found.append(LayerPath(path, (own,) * len(self.ladder), *kernels, fixed=reason))

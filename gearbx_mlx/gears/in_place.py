@@ -24,7 +24,7 @@ from .saved import saved_gears
 from .sharding import DENSE_CLASSES, QUANTIZED_AS, blank, dense_shape, sharding_of
 from .tensor_files import TensorEntry
 
-SPLIT = (*QUANTIZED_AS.values(), nn.QuantizedEmbedding)  # as mlx-lm loads them
+SPLIT = (*QUANTIZED_AS.values(), nn.QuantizedEmbedding)  # classes that mlx-lm loads
 LOWER_BITS = 4  # bits of the lower gear by default, if codes have more
 OF_SCALES = 0.5  # bits a weight of scales and biases in groups of 64
 AGREEMENT = 0.78  # top-1 agreement of a 4-bit gear with 6 or 8 bits: docs/tried.md, on SmolLM2

@@ -37,7 +37,7 @@ from .mapped import Origin, load_arrays, origin_of
 from .tensor_files import TYPE_NAMES, TensorFile, bits_in, header_of, sum_of_bytes
 
 FOLDER, THREAD = "gears", "gearbx keep"
-MIN_KEPT_BYTES = 2**25  # of the weights: gears of smaller models are made in milliseconds
+MIN_KEPT_BYTES = 2**25  # bytes of weights: gears of smaller models are made in milliseconds
 SHARE_OF_ROOM = 4  # all entries take at most this fraction (1/4) of free space and their own together
 MAX_REMEMBERED = 64  # files whose hash is remembered
 HEADER_ROOM, ENTRY_ROOM = 4096, 192  # bytes of the header in all, and for each array beside its name

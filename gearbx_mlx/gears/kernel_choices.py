@@ -39,7 +39,7 @@ from ..kernels.tuner import EXPECTED, FAILED, Times, Tuner, TuningCache, times_o
 
 TRIAL_LAYERS = 32  # layers per trial, so that their matrices do not stay in a cache
 TRIAL_BYTES = 2**28
-MIN_SHARE = 0.1  # of a gear's weights: for a smaller share, no warning about a refused kernel
+MIN_SHARE = 0.1  # share of a gear's weights: below it, no warning about a refused kernel
 
 
 def choose_kernels(

@@ -27,7 +27,7 @@ from .saved import SavedGears
 
 SYSTEM = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 PAGE = 2 << 20  # bytes
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # of mallopt
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # parameters of mallopt
 # Bytes from which an array is outside of the heap: the maximum to which glibc itself raises this threshold.
 LARGE_BYTES = 32 << 20
 

@@ -38,7 +38,7 @@ LAYER_KINDS: dict[str, tuple[type[nn.Module], type[nn.Module]]] = {  # dense, an
 }
 SAVED = "saved_gears"  # attribute of a model that was loaded from a geared checkpoint
 OURS_ALONE = "the base of these gears runs only with gearbx-mlx; save the original instead"
-PROJECTION, ROWS = "projection.", "table."  # of a tied embedding: formats/tied.py
+PROJECTION, ROWS = "projection.", "table."  # prefixes in a tied embedding: formats/tied.py
 
 
 def saved_gears(model: nn.Module) -> "SavedGears | None":
@@ -58,7 +58,7 @@ class SavedGears:
         self._unread: dict[str, mx.array] = {}
         of_gears = [names.values() for layer in manifest.changing.values() for names in layer.gears.values()]
         self._in_every_gear = {*manifest.hashes}.difference(*of_gears)  # the arrays that no gear changes
-        self._in_panels: dict[tuple[str, int], bool] = {}  # of the gears that were made
+        self._in_panels: dict[tuple[str, int], bool] = {}  # True for gears in panels
         self._opened_in: threading.Thread | None = None  # MLX reads an array in the thread that opened the file
         # Gears that share an array in the files share it here too, as long as any gear has it.
         self._live: weakref.WeakValueDictionary[tuple[str, mx.Dtype | None, int], mx.array]

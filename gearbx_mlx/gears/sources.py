@@ -47,7 +47,7 @@ from .saved import SavedGears
 from .sharding import QUANTIZED_AS, dense_shape
 from .tensor_files import Samples, samples_of
 
-Gears = dict[int, nn.Module]  # by their bits
+Gears = dict[int, nn.Module]  # bits to module
 
 
 class Source(ABC):
@@ -417,7 +417,7 @@ def external_low_gear(model: nn.Module, layers: Iterable[Layer], others: Source,
         own = dense_shape(layer.module)
         if module is None or dense_shape(module) != own:
             problem = "no such layer" if module is None else f"{dense_shape(module)} instead of {own}"
-            raise GearbxError(f"the model for the low gear does not fit: {problem} at {layer.path}")
+            raise GearbxError(f"the model for the low gear does not fit: {problem} at {layer.path}; use a matching one")
         low_layers[layer.path] = in_gear(module, layer, others.compute_dtype)
     low, rest = others.ladder[0], Ladder([gear.bits for gear in others.ladder][1:])
     read = {path: layer_bytes(found[path], storage) for path in low_layers}
@@ -604,7 +604,7 @@ def refuse_other_codes(
     if tables:
         raise GearbxError(f"format {name} has the same bits in every layer; omit tables")
     if low_model is not None:
-        raise GearbxError(f"format {name} is one copy of the weights, so its low gear cannot be a separate model's")
+        raise GearbxError(f"format {name}: all gears share one copy of the weights, got a separate low model; omit it")
     if residency == "disk" and layout.saved is None:
         raise GearbxError(
             f"format {name} has no originals to read back from disk; use gearbx_mlx convert to write its gears, "

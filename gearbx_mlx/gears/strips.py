@@ -147,7 +147,7 @@ class StripReader:
         self.hashes, self.keeps_cache = hashes, keeps_cache
         self.speed, self.bytes_read = Bandwidth(), 0
         self._files: dict[Path, int] = {}
-        self._sums: dict[str, tuple[Any, int]] = {}  # of arrays not compared yet, and the byte that they have reached
+        self._sums: dict[str, tuple[Any, int]] = {}  # partial hashes, and the byte that they have reached
         self._free: list[mx.array] = []  # unused memory, oldest first
         self._in_use: deque[tuple[mx.array, mx.array]] = deque()  # results, and the memory that they are computed from
         self._next: dict[Strip, Strip] = {}
@@ -209,7 +209,7 @@ class StripReader:
                 count = os.preadv(file, [memory[done:]], part.begin + done)
                 if not count:
                     raise GearbxError(f"{path}: ends before {part.array} does; {RESTORE}")
-                self.speed.add(count, time.perf_counter() - start)  # of the disk, without waits for a lock
+                self.speed.add(count, time.perf_counter() - start)  # time of the disk, without waits for a lock
                 done += count
             self._forget(file, part.begin, part.size)
             self.bytes_read += part.size

@@ -40,7 +40,7 @@ TYPE_NAMES = {
     mx.int8: "I8",
 }
 TYPE_SIZES = {name: dtype.size for dtype, name in TYPE_NAMES.items()}  # bytes of a number
-LENGTH = struct.Struct("<Q")  # of the header, at the start of the file
+LENGTH = struct.Struct("<Q")  # length of the header, at the start of the file
 HASHED_BYTES = 4096  # bytes in the middle of an array that are hashed
 
 
@@ -112,7 +112,7 @@ def header_of(path: Path) -> FileHeader:
         raise GearbxError(f"{path}: damaged or truncated ({one_line(error)})") from error
 
 
-UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}  # by bytes of a number
+UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}  # bytes of a number to its type
 K = TypeVar("K")
 
 

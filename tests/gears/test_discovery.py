@@ -257,5 +257,5 @@ def test_rows_that_are_no_tokens_do_not_count_as_vocabulary():
 
 
 def test_a_model_that_makes_no_logits_of_tokens_has_no_vocabulary():
-    with pytest.raises(GearbxError, match="Linear has no token embedding, so its vocabulary is unknown"):
+    with pytest.raises(GearbxError, match="Linear has no token embedding; use a language model"):
         vocabulary(nn.Linear(4, 4))

@@ -292,7 +292,7 @@ class TestRefusals:
     def test_another_format(self, tmp_path):
         save_model(tiny_model(dtype=mx.bfloat16), tmp_path / "original")
         convert(tmp_path / "original", tmp_path / "planes", gears="4,16", q_group_size=32)
-        with pytest.raises(GearbxError, match=r"for gears of format exact, not planes; use gearbx_mlx convert --format exact"):
+        with pytest.raises(GearbxError, match=r"for gears of format exact, not planes; use gearbx_mlx convert"):
             gearbox_of(tmp_path / "planes")
 
 
