@@ -66,8 +66,8 @@ def calibrate_base(
         advance: called after every block, and after the head: `steps` times.
 
     Raises:
-        GearbxError: a format or a ladder whose lowest codes are not free, no sequence of two tokens, or a model whose
-            blocks cannot be run one by one.
+        GearbxError: a format or a ladder without free lowest codes, no sequence of two tokens, or a model whose blocks
+            cannot be run one by one.
     """
     read = [list(tokens[:MAX_LENGTH]) for tokens in sequences if len(tokens) > 1]
     if not read:

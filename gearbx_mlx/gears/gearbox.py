@@ -236,8 +236,8 @@ class Gearbox:
         manage: "all" linear layers, "attention", "mlp", or a predicate (path, module) -> bool or {"bits": lowest}.
             "everything" also includes towers for images and sound.
         group_size: inputs that share a scale: 32, 64 or 128; rowwise and groupwise have their own.
-        residency: location of idle gears: "resident" (memory), or "disk" (read again). "stream" reads the layers of the
-            top gear from a geared checkpoint of format exact at every use.
+        residency: location of idle gears: "resident" (memory), or "disk" (read again). "stream" reads the top
+            gear's layers from a geared checkpoint of format exact at every use.
         checkpoint: the model's directory, for "disk".
         dtype: the type to compute in: "auto", "float32", "bfloat16" or "float16".
         kernels: "mlx": MLX's kernels; the top gear is then bit-identical to mlx-lm. "native": the package's kernels,

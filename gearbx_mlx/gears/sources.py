@@ -671,8 +671,8 @@ def all_gears(layer: Layer, source: FromWeights) -> tuple[Gears, str | None]:
 def looks_quantized(weights: Sequence[mx.array]) -> bool:
     """Return True if dense matrices (..., O, I) have so few different values that they must have been quantized.
 
-    In a few rows of some of them, the median group of 32 (the smallest in use) has at most 16 values, as with 4-bit
-    codes; or the median row of 1024 or more at most 256, as with one 8-bit scale.
+    In a few of their rows, the median group of 32 (the smallest in use) has at most 16 values, as with 4-bit codes; or
+    the median row of 1024 or more at most 256, as with one 8-bit scale.
     """
     in_group: list[int] = []
     in_row: list[int] = []
