@@ -70,11 +70,12 @@ class Keywords:
         return GeneratedText(prompt, frozenset(tokenizer.eos_token_ids), room)
 
     def caches(self, model: nn.Module) -> tuple[list[Any], list[Any]]:
-        """Return the entries of the model's KV cache, one for each layer, and those of a draft model behind them."""
+        """Return the entries of the model's KV cache, and those of a draft model behind them."""
+        own = make_prompt_cache(model, self.max_kv_size)
         if self.prompt_cache is None:
-            return make_prompt_cache(model, self.max_kv_size), []
-        layers = len(model.layers)
-        return self.prompt_cache[:layers], self.prompt_cache[layers:]
+            return own, []
+        count = len(own)  # layers that read the cache of another one have none
+        return self.prompt_cache[:count], self.prompt_cache[count:]
 
     def of_plan(self) -> dict[str, Any]:
         """Return the fields of a DecodePlan that these keywords set."""

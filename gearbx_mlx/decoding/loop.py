@@ -52,9 +52,6 @@ def decode(plan: DecodePlan, state: DecodeState) -> Generator[GeneratedToken, No
                 mx.clear_cache()
     except GeneratorExit:
         rounds.close()
-        if plan.keeps_cache:
-            leave(plan, state)
-        raise
     except BaseException:  # while a draft was queued: some tokens were not handed out
         cut(state)
         raise
@@ -65,7 +62,7 @@ def decode(plan: DecodePlan, state: DecodeState) -> Generator[GeneratedToken, No
 def decoded(plan: DecodePlan, state: DecodeState) -> Generator[GeneratedToken, None, None]:
     """Yield the tokens after the prompt: the first one, then those of rounds."""
     text = state.text
-    tokens = round_of(plan, state, NO_TOKENS, is_timed=False, **plan.embedded(text.prompt - 1, text.prompt))
+    tokens = round_of(plan, state, NO_TOKENS, is_first=True, **plan.embedded(text.prompt - 1, text.prompt))
     plan.progress(text.prompt, text.prompt)
     yield from handed_out(plan, state, tokens)
     while text.goes_on:
@@ -158,18 +155,24 @@ def accept(
         text.add(token)
         if not text.goes_on:
             break
+    state.random_states = rows.states
     if rows.states:
         set_random_state(rows.states[len(generated) - 1])
     return generated, read[0].tolist() if read else [*(proposal.margins or ())]
 
 
 def round_of(
-    plan: DecodePlan, state: DecodeState, proposal: Proposal, is_timed: bool = True, **of_prompt: mx.array
+    plan: DecodePlan, state: DecodeState, proposal: Proposal, is_first: bool = False, **of_prompt: mx.array
 ) -> list[GeneratedToken]:
-    """Verify a proposal, and return the tokens that follow; the KV cache holds all but the last. If it fails, none."""
+    """Verify a proposal, and return the tokens that follow; the KV cache holds all but the last. If it fails, none.
+
+    Args:
+        is_first: the last token of the prompt is read.
+    """
     draft_seconds = state.seconds(plan) if proposal.is_known and proposal.source == DRAFT else None
     with plan.on_stream():
-        plan.quantize(state.cache)  # before a pass, so that the one before can still be cut
+        if not is_first:  # as mlx-lm, which quantizes after a pass; here before the next one, so that it can be cut
+            plan.quantize(state.cache)
         found = verify(plan, state, proposal, **of_prompt)
         try:
             tokens, margins = accept(plan, state, proposal, found)
@@ -180,11 +183,11 @@ def round_of(
         for drafter in state.drafters:
             drafter.settle(state.text, found)
     state.proposal, state.is_last_read = None, False
-    if is_timed and proposal:
+    if proposal:
         drafted, accepted = len(proposal) * (proposal.source == DRAFT), len(tokens) - 1
         times = {"seconds": state.seconds(plan), "draft_seconds": draft_seconds}
         plan.policy.add_round(drafted=drafted, accepted=accepted, rows=found.count, margins=margins, **times)
-    elif is_timed:
+    elif not is_first:
         state.time_plain(plan)
     return tokens
 
@@ -205,10 +208,15 @@ def leave(plan: DecodePlan, state: DecodeState) -> None:
 
 
 def cut(state: DecodeState) -> bool:
-    """Cut text and KV cache to the tokens that were handed out. Returns whether some of a round were not."""
+    """Cut text, KV cache and random state to the tokens that were handed out. Returns whether some of a round were not.
+
+    As in mlx-lm, which runs ahead, the last of them is in the cache, and the numbers of the next one are drawn.
+    """
     found, text = state.found, state.text
     if found is None or state.shown >= found.kept:
         return False
     del text.tokens[len(text.tokens) - (found.kept - state.shown) :]
     found.keep(state.shown + 1)
+    if state.random_states:
+        set_random_state(state.random_states[state.shown])
     return True

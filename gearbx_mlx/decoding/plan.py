@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,6 +74,7 @@ class DecodeState:
         cache: the KV cache of the verifier, one entry a layer.
         drafters: in the order in which they are asked.
         found: the latest verification.
+        random_states: of MLX, after each of its tokens; empty for greedy ones.
         shown: how many of its tokens were handed out.
         proposal: the next one, if it was queued before its round.
         began: when its round began, and `away` then.
@@ -85,6 +86,7 @@ class DecodeState:
     cache: list[Any]
     drafters: list[Drafter] = field(default_factory=list)
     found: VerifiedPass | None = None
+    random_states: Sequence[mx.array] = ()
     shown: int = 0
     proposal: Proposal | None = None
     began: tuple[float, float] = 0.0, 0.0
