@@ -258,7 +258,7 @@ class TestModeLossless:
         [
             ("float16", "4,16", "choose format planes or affine, or make the model bfloat16"),
             ("exact", "5,16", "choose from 4, 16"),
-            ("bfloat16", "4,8,16", "none of 8; choose 4,16, or format planes"),
+            ("bfloat16", "4,8,16", "got 8; use 4,16, or choose format planes"),
         ],
     )
     def test_what_the_format_cannot_store_is_refused_in_one_line(self, command, places, model, gears, remedy):
