@@ -344,7 +344,7 @@ def load_original(settings: ModelSettings) -> tuple[nn.Module, Any, dict]:
     model, tokenizer, config = load_model(settings)
     if is_quantized(model) or saved_gears(model) is not None:
         codes = own_codes(model)
-        found = "a model in gears" if codes is None else codes.told()
+        found = "a model in gears" if codes is None else codes.summary()
         raise GearbxError(f"{model_name(settings.model)}: not an original model, got {found}; use its original")
     return model, tokenizer, config
 

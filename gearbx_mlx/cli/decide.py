@@ -155,7 +155,7 @@ class Decision(Case):
     def codes(self) -> str:
         """The gears of a quantized model, in words; "" for other models."""
         codes = None if self.model.gearless else self.model.codes
-        return "" if codes is None else codes.told(None if self.observes else self.ladder)
+        return "" if codes is None else codes.summary(None if self.observes else self.ladder)
 
     @property
     def one_gear(self) -> bool:

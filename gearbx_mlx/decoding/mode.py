@@ -56,7 +56,7 @@ class Mode:
             gearbox = attached(model)
         if isinstance(gearbox, Observer) or (gearbox is None and without_gears(model)):
             codes = own_codes(model)
-            told = "" if codes is None else f", or a Gearbox ({codes.told()})"
+            told = "" if codes is None else f", or a Gearbox ({codes.summary()})"
             raise GearbxError(
                 f"mode '{self.name}' needs a gearbox, and this model has an observer or no gears: use 'telemetry-only'"
                 f"{told}"

@@ -1,4 +1,4 @@
-"""Flags of gearbx_mlx.server: mlx_lm.server's, and the gearbox's."""
+"""HTTP server of models in gears, and its flags: those of mlx_lm.server and of the gearbox."""
 
 import argparse
 import math
@@ -27,20 +27,20 @@ TIME_UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
 def parse_span(text: str) -> float:
-    """Return seconds, as Ollama writes them: 90, 90s, 5m, 1h; below zero: always. Raises GearbxError for no time."""
+    """Return seconds from Ollama's format (90, 90s, 5m, 1h); a negative time is infinite. Raises GearbxError."""
     unit = TIME_UNITS.get(text[-1:].lower())
     try:
         seconds = float(text[:-1] if unit else text) * (unit or 1)
     except ValueError:
         seconds = math.nan
     if math.isnan(seconds):
-        raise GearbxError(f"--keep-alive: '{text}' is not a time; give seconds, 5m or 1h")
+        raise GearbxError(f"--keep-alive: not a time, got '{text}'; use seconds, 5m or 1h")
     return math.inf if seconds < 0 else seconds
 
 
 @dataclass(frozen=True)
 class ListenSettings(Settings):
-    """Where the server listens, and who may come in."""
+    """Address of the server, and its access rules."""
 
     title: ClassVar[str] = "server"
 
@@ -88,7 +88,7 @@ class ListenSettings(Settings):
 
 @dataclass(frozen=True)
 class AnswerSettings(Settings):
-    """What requests get that do not say it themselves."""
+    """Defaults of requests."""
 
     title: ClassVar[str] = "answers"
 
@@ -108,20 +108,18 @@ class AnswerSettings(Settings):
         super().__post_init__()
         self.template_arguments()
         if self.chat_template and "{" not in self.chat_template:
-            raise GearbxError(
-                f"--chat-template is {self.chat_template[:200]!a}, which shows no message; give a template's text, "
-                'of a file "$(cat FILE)"'
-            )
+            why = f"--chat-template: not a template, got {self.chat_template[:200]!a}"
+            raise GearbxError(f'{why}; use a template\'s text, such as "$(cat FILE)"')
 
     def template_arguments(self) -> dict[str, Any]:
-        """Raises GearbxError unless --chat-template-args is a JSON object."""
+        """Return the object of --chat-template-args. Raises GearbxError for other JSON."""
         with error_context("--chat-template-args"):
             return typed(parse_json(self.chat_template_args), dict[str, Any])
 
 
 @dataclass(frozen=True)
 class ConcurrencySettings(Settings):
-    """How much is done and kept at once."""
+    """Limits of concurrency and of the prompt cache."""
 
     title: ClassVar[str] = "concurrency"
 
@@ -171,22 +169,22 @@ class ServerSettings:
             self.check_routed()
 
     def check_routed(self) -> None:
-        """Raises GearbxError for flags of a model that is served here, or fewer than two models to choose from."""
+        """Validate the flags of --server. Raises GearbxError for flags of a local model, or fewer than two models."""
         groups = [getattr(self, item.name) for item in fields(self) if item.name not in ("listen", "others")]
         refused = [name for group in groups for name in given_names(group, type(group)())]
         refused += [name for name in ("allow_models", "models", "keep_alive") if getattr(self.listen, name)]
         for name in refused:
-            raise GearbxError(f"{flag_of(name)} is for models that are served here; leave it out with --server")
+            raise GearbxError(f"{flag_of(name)} is for local models; omit it with --server")
         if len(self.others.models) < 2:
-            raise GearbxError("--server needs two models or more to choose from; name them with --server-model A,B")
+            raise GearbxError("--server: needs at least two models; pass --server-model A,B")
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
     return parser_of(
         ServerSettings,
         "server",
-        "Serve a model that changes the precision of its weights while it writes, as mlx_lm.server serves models. With "
-        "--server, prompts are passed on to one of several models there.",
+        "HTTP server of a model that changes the precision of its weights while it generates, with the flags of "
+        "mlx_lm.server. With --server, a proxy that routes prompts among another server's models.",
     )
 
 

@@ -38,7 +38,7 @@ UNKNOWN = {
     "generate --mode fast": "--mode: unknown, got fast; choose from route, kickdown, lossless, ",
     "generate --format plane": "--format: unknown, got plane; did you mean planes?",
     "generate --format codebok:sigma=3": "--format: unknown, got codebok; did you mean codebook?",
-    "generate --format codebook:sigm=3": "no choice 'sigm=3' in 'sigm=3'; did you mean sigma?",
+    "generate --format codebook:sigm=3": "no option 'sigm=3' in 'sigm=3'; did you mean sigma?",
     "convert --format nf4": "--format: unknown, got nf4; choose from planes, affine, ",
     "convert --manage atention": "--manage: unknown, got atention; did you mean attention?",
     "generate --residency dsk": "--residency: unknown, got dsk; did you mean disk?",

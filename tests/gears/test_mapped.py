@@ -77,7 +77,7 @@ class TestMapped:
         os.utime(tmp_path / "written" / "model.safetensors", (0, 0))
         shutil.copyfile(DEMO_MODEL / "model.safetensors", tmp_path / "new")
         (tmp_path / "new").replace(tmp_path / "replaced" / "model.safetensors")
-        with pytest.warns(GearbxWarning, match="was written to while it was in use") as said:
+        with pytest.warns(GearbxWarning, match="was modified while it was in use") as said:
             warn_of_changes()
         assert [str(tmp_path / "written") in str(each.message) for each in said].count(True) == 1
         assert not any(str(tmp_path / "replaced") in str(each.message) for each in said)

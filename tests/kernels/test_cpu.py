@@ -169,7 +169,7 @@ class TestNumbers:
 
 class TestModel:
     def test_activations_are_not_rounded_by_mlxs_kernels(self):
-        with pytest.warns(GearbxWarning, match="activations are not rounded"):
+        with pytest.warns(GearbxWarning, match="activations are not quantized"):
             Gearbox(tiny_model(), kernels="mlx", activations="int8")
 
     def test_the_top_gear_keeps_its_two_bytes(self):

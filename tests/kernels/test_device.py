@@ -120,7 +120,7 @@ def on_cpu_first(request) -> list[np.ndarray]:
 @pytest.mark.some(10)
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("on_cpu_first", FORMATS, indirect=True)
-@pytest.mark.filterwarnings("ignore:MLX's own kernels are used")  # on a GPU that is not a Mac's
+@pytest.mark.filterwarnings("ignore:MLX's kernels are used")  # on a GPU that is not a Mac's
 def test_each_gear_has_nearly_the_logits_of_the_cpu(on_cpu_first, on_gpu, request, kernels):
     format = request.node.callspec.params["on_cpu_first"]
     for ours, expected in zip(logits_in_gears(format, kernels), on_cpu_first):
