@@ -13,7 +13,9 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "gearbx_mlx"
 REMEDY = re.compile(r"\b(use|set|pass|omit|choose)\b|\{(choose\(|remedy\})")
-CHECKED = ("__main__", "benchmark", "cache", "cli", "errors", "generate", "list", "lm_eval", "settings")
+CHECKED = ("__main__", "allocate", "benchmark", "cache", "cli", "errors", "generate", "list", "lm_eval", "sensitivity")
+CHECKED += ("server", "settings")  # directories and modules of the package; others follow
+STRINGS = ast.Constant, ast.JoinedStr, ast.BinOp
 EXCEPTIONS = {  # messages without a remedy, and why
     "{thing}: {error}": "the error inside has one",
     "user's cache: {error}": "the error inside has one",
@@ -32,6 +34,13 @@ class Message(NamedTuple):
     text: str
 
 
+def constants() -> dict[str, str]:
+    """Return the strings at the top of modules, by name: shared remedies."""
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))]
+    assigned = [node for tree in trees for node in tree.body if isinstance(node, ast.Assign)]
+    return {ast.unparse(node.targets[0]): text_of(node.value) for node in assigned if isinstance(node.value, STRINGS)}
+
+
 def text_of(node: ast.expr) -> str:
     """Return a string expression as text."""
     if isinstance(node, ast.Constant):
@@ -45,12 +54,14 @@ def text_of(node: ast.expr) -> str:
 
 def messages() -> Iterator[Message]:
     """Yield the messages of all `GearbxError` in the package."""
+    named = constants()
     for path in sorted(PACKAGE.rglob("*.py")):
         module = path.relative_to(PACKAGE)
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "GearbxError" and node.args:
                 directory = module.parts[0].removesuffix(".py")
-                yield Message(directory, f"{module}:{node.lineno}", text_of(node.args[0]))
+                text = re.sub(r"\{([A-Z_]+)\}", lambda found: named.get(found[1], found[0]), text_of(node.args[0]))
+                yield Message(directory, f"{module}:{node.lineno}", text)
 
 
 def lacks_remedy(message: Message) -> bool:
