@@ -46,15 +46,3 @@ inline void load_rest(const device E* from, int there, thread N* to) {
         }
     }
 }
-
-// COUNT elements, a multiple of 4, that lie `step` apart: nearly always side by side.
-template <int COUNT, typename E, typename N>
-inline void load_apart(const device E* from, int step, thread N* to) {
-    if (step == 1) {
-        load_numbers<COUNT>(from, to);
-    } else {
-        UNROLL for (int i = 0; i < COUNT; i++) {
-            to[i] = N(from[i * step]);
-        }
-    }
-}

@@ -7,8 +7,7 @@
 | product of more vectors, macOS                     | MLX's, which use Accelerate or the GPU's matrix units        |
 | mixture of experts, CPU                            | as a product of as many vectors                              |
 | mixture of experts, packed but not exact, Metal    | as a product, for up to 256 pairs of a vector and an expert  |
-| attention, rotary positions; Metal: with `native`  | native; on Metal up to 16 tokens                             |
-| norm, SwiGLU, GeGLU, CPU                           | native                                                       |
+| attention, rotary positions, norm, SwiGLU, GeGLU, CPU | native                                                    |
 | a whole transformer block of a known form, CPU     | native                                                       |
 
 Everything else runs on MLX's kernels. A native product reads packed weights, or dense weights of two bytes, once for 16
@@ -34,9 +33,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from . import ACTIVATIONS, MEASURE, cpu, metal, metal_attention, proven
+from . import ACTIVATIONS, MEASURE, cpu, metal, proven
 from .compiler import vector_instructions
-from .metal_attention import NestedEntries, are_attention, are_nested, rope_launch, takes_rope
 from .proven import product_key
 
 MLX, RECONSTRUCT, NATIVE = "mlx", "reconstruct", "native"
@@ -264,19 +262,9 @@ def is_tuning() -> bool:
     return os.environ.get("GEARBX_TUNE", "1") != "0"
 
 
-def native_operations(ours_alone: bool) -> tuple[str, ...]:
-    """Return the operations, of OPERATIONS, whose modules are replaced in a model with native kernels.
-
-    A CPU gains by all of them. On a GPU MLX's own are fast. With Metal, those that are replaced on demand give a row
-    the same bits whichever others are in the call (metal/README.md); MLX's norms and gates do so too.
-
-    Args:
-        ours_alone: whether our kernels are asked for wherever there are some.
-    """
-    on = device()
-    if on == CPU:
-        return OPERATIONS
-    return (POSITIONS, FUSED_ATTENTION) if on == METAL and ours_alone else ()
+def native_operations() -> tuple[str, ...]:
+    """Return the operations whose modules are replaced in a model with native kernels: all on a CPU, none on a GPU."""
+    return OPERATIONS if device() == CPU else ()
 
 
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
@@ -297,8 +285,6 @@ def rope(
         offset: of all sequences, or (B,) int32.
     """
     takes = x.ndim == 4 and x.size > 0
-    if metal.available() and takes and isinstance(offset, int) and takes_rope(x):
-        return rope_launch(x, frequencies, offset, traditional, scale).attempt()
     where = (offset,) if isinstance(offset, int) else (0, -offset)
     known = isinstance(offset, int) or (offset.dtype == mx.int32 and offset.shape == x.shape[:1])
     kernel = fused_kernel("rope") if takes and known else None
@@ -320,6 +306,29 @@ def _gated(name: str, gate: mx.array, up: mx.array) -> mx.array | None:
     return None if kernel is None else kernel(gate, up).astype(gate.dtype)
 
 
+@dataclass(frozen=True)
+class NestedEntries:
+    """Keys and values of which the first `packed` positions are read from nested planes (formats/kv_cache.py).
+
+    entries: keys and values (B, H, S, D) of all positions; of any S if all positions are packed.
+    planes: of keys and of values, the arrays that a gear reads: one plane or two, scales, offsets.
+    """
+
+    entries: tuple[mx.array, mx.array]
+    planes: tuple[list[mx.array], list[mx.array]]
+    packed: int
+
+    @property
+    def positions(self) -> int:
+        """The number of positions."""
+        return max(self.packed, self.entries[0].shape[2])
+
+    @property
+    def group_size(self) -> int:
+        """The numbers of a key or value that share a scale."""
+        return self.entries[0].shape[-1] // self.planes[0][-1].shape[-1]
+
+
 def attention(
     queries: mx.array,
     keys: mx.array,
@@ -337,10 +346,7 @@ def attention(
             sequence then has the bits that it has without these keys.
     """
     arrays = queries, keys, values
-    y = metal_attention.attention(*arrays, scale, mask) if metal.available() else None
-    if y is not None:
-        return y
-    kernel = fused_kernel("attention") if are_attention(*arrays, mask) else None
+    kernel = fused_kernel("attention") if takes_attention(*arrays, mask, keys.shape[2]) else None
     how = (False, mask) if isinstance(mask, mx.array) else (mask == "causal", None)
     wide = (array.astype(mx.float32) for array in arrays)
     return None if kernel is None else kernel(*wide, scale, *how, padding).astype(queries.dtype)
@@ -350,15 +356,30 @@ def nested_attention(
     queries: mx.array, nested: NestedEntries, scale: float, mask: mx.array | str | None
 ) -> mx.array | None:
     """Like `attention`, with the first keys and values read from planes; None if there is no kernel."""
-    y = metal_attention.nested_attention(queries, nested, scale, mask) if metal.available() else None
-    if y is not None:
-        return y
     keys, values = nested.entries
-    fits = queries.dtype == mx.float32 and are_nested(queries, keys, values, mask)
+    fits = queries.dtype == mx.float32 and takes_attention(queries, keys, values, mask, nested.positions)
     kernel = fused_kernel("nested_attention") if fits else None
     how = (False, mask) if isinstance(mask, mx.array) else (mask == "causal",)
     where = *nested.planes, nested.packed, nested.group_size
     return None if kernel is None else kernel(queries, keys, values, *where, scale, *how)
+
+
+def takes_attention(
+    queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str | None, positions: int
+) -> bool:
+    """Return whether native attention takes these arrays of one type, over this number of positions.
+
+    Args:
+        queries: (B, H, L, D), L at most `positions`.
+        keys, values: (B, H / a whole number, S, D).
+        mask: "causal", a bool array or None; no kernel takes another one.
+    """
+    known = mask.dtype == mx.bool_ if isinstance(mask, mx.array) else mask in ("causal", None)
+    if not known or any(a.ndim != 4 or a.size == 0 or a.dtype != queries.dtype for a in (queries, keys, values)):
+        return False
+    batch, heads, length, width = queries.shape
+    fits = keys.shape == values.shape and (keys.shape[0], keys.shape[3]) == (batch, width)
+    return fits and heads % keys.shape[1] == 0 and length <= positions
 
 
 def pack_kv(vectors: mx.array, planes: int, group_size: int) -> list[mx.array] | None:

@@ -54,17 +54,14 @@ def definitions(macros: Mapping[str, object], dtype: mx.Dtype) -> str:
 class MetalKernel(Protocol):
     """What `metal.build` needs of a kernel.
 
-    name: unique, because MLX finds compiled kernels by name and types. text: its file in metal/. strided: whether it
-    reads inputs by their strides, so that MLX does not copy those that are not contiguous. read_once: buffers of which
-    a launch reads no byte twice.
+    name: unique, because MLX finds compiled kernels by name and types. text: its file in metal/. read_once: buffers of
+    which a launch reads no byte twice.
     """
 
     @property
     def name(self) -> str: ...
     @property
     def text(self) -> str: ...
-    @property
-    def strided(self) -> bool: ...
     @property
     def input_names(self) -> Sequence[str]: ...
     @property
@@ -85,7 +82,6 @@ class TextKernel:
     dtype: mx.Dtype
     input_names: tuple[str, ...]
     macros: tuple[tuple[str, int], ...]
-    strided: bool = False
     read_once: tuple[str, ...] = ()
     libraries: tuple[str, ...] = ()
 
@@ -213,7 +209,6 @@ def build(spec: MetalKernel) -> Any:
         output_names=["out"],
         source=without_comments(source_text(spec.text)),
         header=without_comments(spec.header),
-        ensure_row_contiguous=not spec.strided,
     )
 
 

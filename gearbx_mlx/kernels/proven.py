@@ -25,19 +25,11 @@ from .metal import source_text
 
 LEAD = 1.05  # ours has to be faster than MLX's by more than this
 
-MATVEC_TEXT, EXACT_TEXT, DENSE_TEXT, ATTENTION_TEXT, ROPE_TEXT = TEXTS = (
-    "matvec",
-    "exact",
-    "dense",
-    "attention",
-    "rope",
-)
+MATVEC_TEXT, EXACT_TEXT, DENSE_TEXT = TEXTS = "matvec", "exact", "dense"
 FILES_OF_TEXT = {  # a text's files of metal/
     MATVEC_TEXT: ("matvec", "codes"),
     EXACT_TEXT: ("exact", "exact_weights", "codes", "loads"),
     DENSE_TEXT: ("dense", "loads"),
-    ATTENTION_TEXT: ("attention", "attention_join", "kv_planes", "loads"),
-    ROPE_TEXT: ("rope",),
 }
 
 Seconds = Annotated[float, msgspec.Meta(gt=0)]

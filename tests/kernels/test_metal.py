@@ -19,7 +19,6 @@ from gearbx_mlx.kernels import metal
 from gearbx_mlx.kernels.bit_planes import Planes, planes_matmul
 from gearbx_mlx.kernels.exact import ExactMatrix
 from gearbx_mlx.kernels.metal import Launch, choose_variant
-from gearbx_mlx.kernels.metal_attention import heads_together, parts_launch, rope_launch, takes_attention, takes_rope
 from gearbx_mlx.kernels.metal_exact import decode_launch, exact_launch, exact_matmul_tiles
 from gearbx_mlx.kernels.metal_products import (
     codebook_launch,
@@ -307,55 +306,11 @@ def test_stacked_experts_are_decoded_and_not_multiplied():
             product(x, ExactMatrix(**given))
 
 
-def attention(heads=4, kv_heads=2, length=2, keys=9, width=16, dtype=mx.float16, mask="causal", **change) -> dict:
-    k = mx.zeros((1, kv_heads, keys, width), dtype)
-    given = {"queries": mx.zeros((1, heads, length, width), dtype), "keys": k, "values": k, "mask": mask}
-    return given | change
-
-
 def test_dense_products_take_each_type_and_up_to_16_vectors():
     weight = mx.zeros((3, 8), mx.bfloat16)
     assert all(takes_dense(mx.zeros((4, 4, 8), dtype), weight) for dtype in (mx.float16, mx.bfloat16, mx.float32))
     assert dense_launch(mx.zeros((4, 4, 8)), weight).shape == (4, 4, 3)
     assert not takes_dense(mx.zeros((4, 5, 8)), weight)
-
-
-def test_rotary_positions_take_up_to_16_tokens_and_frequencies_that_fit():
-    for dims in (0, 20):
-        with pytest.raises(GearbxError, match=f"rotary positions of {dims} values do not fit"):
-            rope_launch(mx.zeros((1, 2, 1, 16)), mx.zeros((dims // 2,)), 0, False, 1.0)
-    assert takes_rope(mx.zeros((3, 2, 16, 8)))
-    assert not takes_rope(mx.zeros((3, 2, 17, 8)))
-    assert not takes_rope(mx.zeros((2, 16, 8)))
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        attention(length=17, keys=20),
-        attention(length=3, keys=2),
-        attention(kv_heads=3),
-        attention(width=256, dtype=mx.float32),  # whose tiles are larger than threadgroup memory
-        attention(keys=0),
-        attention(dtype=mx.int32),
-        attention(values=mx.zeros((1, 2, 9, 8), mx.float16)),
-        attention(values=mx.zeros((1, 2, 9, 16))),
-        attention(queries=mx.zeros((2, 4, 2, 16), mx.float16)),
-        attention(mask="sliding"),
-        attention(mask=mx.zeros((2, 9))),  # which is added
-    ],
-)
-def test_attention_refuses_what_it_cannot_compute(given):
-    assert not takes_attention(**given)
-    assert parts_launch(**given, scale=1.0) is None
-
-
-@pytest.mark.parametrize(
-    ("heads", "length", "width", "together"),
-    [(4, 16, 64, 4), (8, 16, 64, 4), (12, 5, 64, 12), (71, 16, 64, 1), (8, 4, 128, 8), (8, 16, 128, 2), (8, 5, 256, 4)],
-)
-def test_a_threadgroup_has_no_more_queries_than_it_has_room_for(heads, length, width, together):
-    assert heads_together(heads, length, width) == together
 
 
 def test_experts_of_a_verification_are_multiplied_one_by_one_on_metal(monkeypatch):
