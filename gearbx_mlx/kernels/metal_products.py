@@ -69,7 +69,6 @@ class Spec:
     experts: bool = False
 
     text = "matvec"  # its file in metal/
-    strided = False  # inputs are contiguous
 
     @property
     def name(self) -> str:
@@ -394,12 +393,14 @@ def _dense_prepared(shape: tuple[int, ...], dtype: mx.Dtype, rows: int, few: tup
     """For activations of this shape and type."""
     columns = shape[-1]
     vectors = math.prod(shape[:-1])
-    rows_each = 4 if vectors <= MAX_VECTORS // 2 else 2  # of a SIMD group: as many as its registers hold
+    holds_x = vectors <= 4  # registers have room for x; then eight rows share one read of x
+    rows_each = 8 if holds_x else 4 if vectors <= 8 else 2  # rows per SIMD group, limited by its registers
     macros = {
         "VECTORS": vectors,
         "ROWS": rows_each,
         "SIMD_GROUPS": DENSE_SIMD_GROUPS,
         "CHUNK": DENSE_COLUMNS,
+        "HOLDS_X": int(holds_x),
         "RAGGED": int(columns % DENSE_COLUMNS != 0),
     }
     names = ("x", "weight", "sizes")
