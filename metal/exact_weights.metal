@@ -1,6 +1,6 @@
 // A weight of bf16, bit for bit, from the value that its code stands for and what that leaves open.
 //
-// The upper half of the value's bits is the weight's or close to it, and the low byte of the weight says which neighbour it
+// The upper half of the value's bits is the weight's or close to it, and the low byte of the weight says which neighbor it
 // is. Near zero the value says little: such a weight has its high byte in `high`. So have all weights of a group without a
 // scale.
 //
@@ -39,7 +39,7 @@ inline uint find_values(uint word, float scale, float offset, thread float* valu
     return near;
 }
 
-// The weight that ends in `low`: far from zero the one of 256 neighbours of the value, of which the first is WINDOW below it,
+// The weight that ends in `low`: far from zero the one of 256 neighbors of the value, of which the first is WINDOW below it,
 // near zero the one that begins with `high`, a byte in its place.
 inline float weight_of(float value, bool near, ushort high, ushort low) {
     const ushort far = (as_type<ushort2>(value).y + (255 - WINDOW) - low) & HIGH_BYTE;

@@ -11,7 +11,7 @@
 // is written out, so that no compiler chooses where to round.
 //
 // With EXPERTS, the matrices of a mixture follow each other in every array. A pair of a vector and an expert is computed by
-// threadgroups of its own, which are neighbours; they begin by moving every pointer to what is the pair's.
+// threadgroups of its own, which are neighbors; they begin by moving every pointer to what is the pair's.
 //
 // Buffers: x (VECTORS, columns) T; those that the macros name; bias (rows) if HAS_BIAS; sizes: rows, columns and row_words;
 //     out (VECTORS, rows) T. Of TABLES: codebook (ALL_TABLES, ENTRIES), outliers and outlier_columns, and outlier_offsets

@@ -172,7 +172,7 @@ def takes_experts(x: mx.array, indices: mx.array) -> bool:
 
 
 def pairs_of_a_vector(x: mx.array, indices: mx.array) -> int | None:
-    """Return how many neighbouring indices have the same of the vectors x (..., 1, I); None if they do not lie like
+    """Return how many neighboring indices have the same of the vectors x (..., 1, I); None if they do not lie like
     that."""
     if x.ndim < 3 or x.shape[-2] != 1 or indices.size == 0:
         return None

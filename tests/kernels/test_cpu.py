@@ -285,7 +285,7 @@ class TestRoundedActivations:
     @pytest.mark.parametrize(("activations", "error"), [("int16", 1e-3), ("int8", 0.05)])
     def test_a_gearbox_that_rounds(self, activations, error):
         exact, fast = (Gearbox(tiny_model(), "4,8,16", kernels="native", activations=a) for a in ("float", activations))
-        assert f"activations of {activations[3:]} bits" in fast.describe()
+        assert f"{activations[3:]}-bit activations" in fast.describe()
         for gear in every_gear(exact, fast):
             wanted, logits = exact.model(PROMPT), fast.model(PROMPT)
             assert mx.array_equal(wanted, logits).item() is gear.dense

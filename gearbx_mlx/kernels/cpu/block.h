@@ -59,7 +59,7 @@ struct Block {
   int64_t hidden() const { return down.inputs(); }
 };
 
-// Where the numbers of a head (batch, head, position) are. Those of a vector are neighbours, and vectors too.
+// Where the numbers of a head (batch, head, position) are. Those of a vector are neighbors, and vectors too.
 struct Heads {
   float* first;
   int64_t batch_stride, head_stride;

@@ -173,7 +173,7 @@ void multiply(const gearbx_exact* const* matrices, int count, const float* x, in
 extern "C" void gearbx_exact_products(const gearbx_exact* const* matrices, int count, const float* x, int64_t vectors,
                                       float* const* y) {
   using namespace gearbx;
-  multiply_neighbours(matrices, count, x, vectors, y, [](const gearbx_exact& m) {
+  multiply_neighbors(matrices, count, x, vectors, y, [](const gearbx_exact& m) {
 #ifdef GEARBX_TILES
     if (m.x_bits && tiles_allowed()) return multiply<MultiplyPaired, Paired>;
 #endif

@@ -1,8 +1,8 @@
 // Products over bf16 weights that are stored bit for bit inside their own low gear. Plain C, so that a test can call
 // them without Python.
 //
-// A code gives the value v = scale * code + bias of the low gear, v gives the neighbourhood of the weight, and the
-// stored low byte says which of the neighbours it is. Where v is too near zero for that, in the zero cell, `high` has
+// A code gives the value v = scale * code + bias of the low gear, v gives the neighborhood of the weight, and the
+// stored low byte says which of the neighbors it is. Where v is too near zero for that, in the zero cell, `high` has
 // the high bytes, row after row, column after column.
 
 #pragma once

@@ -20,7 +20,7 @@ struct Groups8 {
   }
 };
 
-// What the codes of a group mean, twice 16 bytes each: the low byte of the first neighbour; its high byte and one; and
+// What the codes of a group mean, twice 16 bytes each: the low byte of the first neighbor; its high byte and one; and
 // 255 where the code is in the zero cell.
 struct Meanings {
   __m256i low, high, zero;

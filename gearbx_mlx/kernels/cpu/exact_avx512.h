@@ -42,7 +42,7 @@ GEARBX_INLINE Bytes64 deal_high(HighBytes& high, Bytes64 bytes, __mmask64 places
   return _mm512_mask_expand_epi8(bytes, places, next);
 }
 
-// What the codes of two groups mean, as bytes. The first group's low byte of the first neighbour is at 0 to 15, its
+// What the codes of two groups mean, as bytes. The first group's low byte of the first neighbor is at 0 to 15, its
 // high byte at 16; the second group's are at 32 and 48. `zero`: a bit for each code, for each eight weights of a block.
 struct Meanings {
   Bytes64 bytes, zero[2];

@@ -22,7 +22,7 @@ uint16_t upper_bits(float value) {
 
 bool finite(uint16_t half) { return (half & 0x7f80) != 0x7f80; }
 
-// What the codes say of a weight: the first of its neighbours, and whether it is near zero.
+// What the codes say of a weight: the first of its neighbors, and whether it is near zero.
 struct Prediction {
   uint16_t first;
   bool near;

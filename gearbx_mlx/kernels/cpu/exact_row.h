@@ -7,7 +7,7 @@
 
 namespace gearbx {
 
-constexpr int WINDOW = 144;  // a weight lies 144 neighbours below its low gear's value to 111 above it
+constexpr int WINDOW = 144;  // a weight lies 144 neighbors below its low gear's value to 111 above it
 
 // The part of `high` that belongs to a row. Offsets may lie: `at` goes on counting, and nothing beyond the array is read.
 struct HighBytes {

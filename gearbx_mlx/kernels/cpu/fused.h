@@ -24,7 +24,7 @@ typedef struct {
   int64_t shape[4], strides[4];  // of x, in numbers; y is contiguous
   const float* frequencies;      // (dims / 2), radians from position to position
   int dims;                      // even, at most width; numbers after the first dims are copied
-  int traditional;               // 1: the two numbers of a pair are neighbours; 0: they are dims / 2 apart
+  int traditional;               // 1: the two numbers of a pair are neighbors; 0: they are dims / 2 apart
   float scale;                   // of positions
   int64_t offset;                // first position
   const int32_t* padding;        // (batch): a sequence begins so many positions before the offset; NULL: none

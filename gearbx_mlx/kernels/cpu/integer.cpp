@@ -6,7 +6,7 @@
 // not cancel if the second sum were over the original ones. A result is the sum of its groups, in their order.
 //
 // LANES rows at a time become a panel (panel.h), which is multiplied with all vectors, so that weights are read from
-// memory once. The rows of a panel are neighbours in memory, and the next ones are read meanwhile. One vector goes row
+// memory once. The rows of a panel are neighbors in memory, and the next ones are read meanwhile. One vector goes row
 // by row. Rows that are stored side by side (`panel_rows`) are a panel as they are, for any number of
 // vectors. All of these give the same bits: sums over a group are integers, and floats are added in one order.
 

@@ -230,7 +230,7 @@ inline void write_codes(const gearbx_stack& m, const Unpacking& how, int64_t row
   write(8, 1, &unpacked, 0, end - first, out);
 }
 
-// Of 8 neighbouring codes of W bits, those at even places (K = 0) or at odd ones (K = 1), a byte for each. The lane of a
+// Of 8 neighboring codes of W bits, those at even places (K = 0) or at odd ones (K = 1), a byte for each. The lane of a
 // row has 32 / W codes: the eighth part FROM.
 template <int W, int FROM, int K>
 GEARBX_INLINE Ints every_other(Ints dwords) {

@@ -14,7 +14,7 @@ void gearbx_stack_product(const gearbx_stack* matrix, const float* x, int64_t ve
 void gearbx_dense_product(const gearbx_dense* matrix, const float* x, int64_t vectors, float* y);
 
 // y[i] = x times the transposed matrix i, for matrices of equal columns. Each result has the bits of a product of its
-// own. Threads start once, and activations are prepared once, for neighbours of equal type and x_bits; of stacks, of
+// own. Threads start once, and activations are prepared once, for neighbors of equal type and x_bits; of stacks, of
 // equal group, x_bits and order of codes.
 void gearbx_stack_products(const gearbx_stack* const* matrices, int count, const float* x, int64_t vectors,
                            float* const* y);
@@ -41,7 +41,7 @@ void gearbx_dense_experts(const gearbx_dense* first, const gearbx_pairs* pairs, 
 namespace gearbx {
 
 // Each y (vectors, rows of its matrix) = x times the transposed matrix, for any number of vectors. Activations are
-// rounded once for neighbours of equal columns, groups and order of codes. All of them have x_bits.
+// rounded once for neighbors of equal columns, groups and order of codes. All of them have x_bits.
 void integer_products(const gearbx_stack* const* matrices, int count, const float* x, int64_t vectors, float* const* y);
 
 }  // namespace gearbx

@@ -65,7 +65,7 @@ inline Floats load_values(const float* p) { return load_floats(p); }
 inline Floats load_values(const Bf16* p) { return bf16_to_floats(vld1_u16(&p->bits)); }
 inline Floats load_values(const Fp16* p) { return fp16_to_floats(vld1_u16(&p->bits)); }
 
-// Additions of neighbours keep groups in order.
+// Additions of neighbors keep groups in order.
 template <int R>
 GEARBX_INLINE Ints fold(Ints a, Ints b) {
   static_assert(R == 2);

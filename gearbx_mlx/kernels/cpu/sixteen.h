@@ -69,7 +69,7 @@ inline F16 hold(F16 a) {
 }
 
 #ifdef __AVX512BF16__
-// 32 bf16, whose products are added up in pairs: each of sixteen sums gets the products of two neighbours.
+// 32 bf16, whose products are added up in pairs: each of sixteen sums gets the products of two neighbors.
 #define GEARBX_PAIRS 1
 typedef __m512i Pairs;
 

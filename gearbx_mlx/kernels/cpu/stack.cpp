@@ -167,7 +167,7 @@ inline const float* padded(const gearbx_stack& m, const float* x, int vectors, s
 }
 
 // Activations in the order of unpacked codes (codes.h), once per call. x: per group, per vector, per block, lane l of register k is input 4 l + k divided by PLACE[k]. The vectors of a
-// group are neighbours, since vectors a power of two apart would compete for the same lines of the cache. sums: of the
+// group are neighbors, since vectors a power of two apart would compete for the same lines of the cache. sums: of the
 // activations, per vector and group, with zeros up to whole registers; they are multiplied by the offset that a group's
 // weights share.
 struct Prepared {

@@ -196,7 +196,7 @@ X* reserve(std::vector<X>& memory, int64_t count) {
 
 // Vectors (vectors, columns), in groups of at most VECTORS whose sizes differ by at most one.
 //
-// Packed, the vectors of a group are neighbours: first the first register of the first step, vector after vector, then
+// Packed, the vectors of a group are neighbors: first the first register of the first step, vector after vector, then
 // that of the next step; and after all of these the other registers of each step. Rows of a power of two apart would
 // compete for the same lines of the cache. Columns after the last whole step are not packed.
 template <class X>
@@ -527,9 +527,9 @@ void multiply_matrices(const Matrix* const* matrices, int count, const float* x,
   in_chunks(vectors, some, MAX_AT_ONCE);
 }
 
-// The products of any matrices of equal columns, each with its neighbours for which choose(matrix) is the same function.
+// The products of any matrices of equal columns, each with its neighbors for which choose(matrix) is the same function.
 template <class Matrix, class Choose>
-void multiply_neighbours(const Matrix* const* matrices, int count, const float* x, int64_t vectors, float* const* y,
+void multiply_neighbors(const Matrix* const* matrices, int count, const float* x, int64_t vectors, float* const* y,
                          const Choose& choose) {
   for (int i = 0, end; i < count; i = end) {
     const auto multiply = choose(*matrices[i]);

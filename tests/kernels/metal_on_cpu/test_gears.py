@@ -53,7 +53,7 @@ def test_a_model_decodes_in_every_gear(format, launches):
         launches.clear()
         native.model(PROMPT)
         assert launches == []
-    assert "native (Metal: ours, up to 16 vectors; MLX beyond)" in native.describe()
+    assert "native (Metal: native kernels, up to 16 vectors; MLX beyond)" in native.describe()
 
 
 @pytest.mark.some(2)
