@@ -149,8 +149,8 @@ def prepare_product(
         raise GearbxError("experts: no output bias is supported; omit it, and add it to the results")
     elif not takes_experts(x, indices) or x.shape[-1] != columns:
         raise GearbxError(
-            f"experts: activations must be vectors (1, {columns}) of float16, bfloat16 or float32, one per index or row "
-            f"of indices, got {x.shape} {x.dtype} and indices {indices.shape}"
+            f"experts: activations must be vectors (1, {columns}) of float16, bfloat16 or float32, one per index or "
+            f"row of indices, got {x.shape} {x.dtype} and indices {indices.shape}"
         )
     vectors = x.size // columns if indices is None else 1
     chosen = choose_variant(layout.bits, columns, vectors, x.dtype, variant)

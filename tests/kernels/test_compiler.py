@@ -308,9 +308,7 @@ class TestNames:
         assert compiler.instructions() == asked
         assert compiler.vector_instructions() == "AVX-512"
         machine(ZEN_4, "amx")
-        told = (
-            "^GEARBX_CPU: this processor has no amx_bf16, amx_int8, amx_tile, got 'amx'; choose from native, avx512"
-        )
+        told = "^GEARBX_CPU: this processor has no amx_bf16, amx_int8, amx_tile, got 'amx'; choose from native, avx512"
         with pytest.raises(GearbxError, match=told):
             compiler.instructions()
 
