@@ -74,8 +74,8 @@ inline float dot_all(A a, B b) {
     return total;
 }
 
-// 16 codes of one plane as they lie in their words. Codes that do not lie across words are masked where they are, without
-// a shift: each comes out 2^place times too large.
+// 16 codes of one plane from their words. Codes that do not span words are masked in place, without a shift: each is
+// 2^place times too large.
 template <int WIDTH>
 inline void mask_codes(const thread ushort* words, thread float* masked) {
     const int per_word = 16 / WIDTH;
@@ -85,8 +85,8 @@ inline void mask_codes(const thread ushort* words, thread float* masked) {
     }
 }
 
-// The sum over 16 codes from `mask_codes` of code * x. `X` is a pointer into any address space, or a Cut of one. The sum of
-// those of one place is scaled down once: powers of two, so that nothing is rounded by it.
+// The sum over 16 codes from `mask_codes` of code * x. `X` is a pointer into any address space, or a Cut of one. The sum
+// over one place is scaled down once, by a power of two, without rounding.
 template <int WIDTH, typename X>
 inline float dot_masked(const thread float* masked, X x) {
     if (16 % WIDTH != 0) {

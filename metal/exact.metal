@@ -52,7 +52,7 @@ UNROLL for (int r = 0; r < ROWS; r++) {
 }
 #endif
 
-// All lanes take every step, since they count together; in the last one some have no columns.
+// All lanes take every step, since they count together; in the last step, some have no columns.
 for (uint step = 0; step < units; step += LANES) {
     const uint at = step + lane;
     const bool inside = at < units;
@@ -74,8 +74,8 @@ for (uint step = 0; step < units; step += LANES) {
         }
     }
 
-    float weights[ROWS][CODES];  // what codes stand for, then the weights
-    uint near = 0;               // how many of this lane's are near zero
+    float weights[ROWS][CODES];  // values of codes, then the weights
+    uint near = 0;  // number of this lane's values near zero
     UNROLL for (int r = 0; r < ROWS; r++) {
         const uint count = find_values(words[r], float_of(scale_bits[r]), float_of(offset_bits[r]), weights[r]);
         near |= (inside && first_row + r < rows ? count : 0) << (r * 16);

@@ -112,7 +112,7 @@ for (int k = lane * CODES; k < columns; k += LANES * CODES) {
     ushort words[WIDTH];                                                                                      \
     load_codes<WIDTH>(rest_of_row<ushort>(row_of_words + at, ROW_WORDS(WIDTH) - at), words);
             const size_t group = size_t(row) * groups + k / GROUP_SIZE;
-            // Codes are taken out of their words once, and used for all vectors.
+            // Codes are unpacked once for all vectors.
             float dots[VECTORS];
             float codes[CODES];
 #if PLANE_COUNT == 1 && !TABLES
@@ -157,7 +157,7 @@ for (int k = lane * CODES; k < columns; k += LANES * CODES) {
 }
 
 #if TABLES
-// What the code of an outlier stands for is taken back, and the outlier added.
+// Subtract the values of outliers' codes, and add the outliers.
 UNROLL for (int r = 0; r < ROWS; r++) {
     const int row = first_row + r;
     if (row < rows) {

@@ -210,7 +210,7 @@ class TestShapes:
             ({"group": 48}, "group size"),
             ({"weight": mx.zeros((3, 96))}, "rows of groups"),
             ({"weight": mx.zeros((3, 128), mx.int32)}, "float32, bfloat16 or float16"),
-            ({"widths": [4, 5]}, "bits of a code"),
+            ({"widths": [4, 5]}, "as many bits in all as a code"),
             ({"widths": [0]}, "1 to 8 bits"),
         ],
         ids=str,

@@ -1,4 +1,4 @@
-// Matrix times vectors over dense weights, which are read in the type that they are stored in. Sums are float32.
+// Matrix times vectors over dense weights, read in their stored type. Sums are float32.
 
 #include "products.h"
 #include "tile.h"

@@ -7,7 +7,7 @@
 
 namespace gearbx {
 
-// What the codes of a group mean: the bytes of the first neighbor, and 255 where the code is in the zero cell.
+// The prediction of a group's codes: the bytes of the first neighbor, and 255 in the zero cell.
 struct alignas(32) Meanings {
   uint8_t low[16], high[16], zero[16];
 
