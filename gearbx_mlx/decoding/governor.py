@@ -27,7 +27,7 @@ from ..machine.controller import (
     Sensitivity,
     SteadyBudget,
 )
-from ..machine.readers import MachineState, OwnMemory, Watch
+from ..machine.sensors import MachineState, OwnMemory, Watch
 from ..settings import human_bytes
 from .response import Step
 
@@ -134,13 +134,13 @@ class MemoryGuard:
 
     Args:
         gearbox: of the model.
-        reader: of the memory, with its limit.
+        sensor: of the memory, with its limit.
     """
 
     caps: ClassVar[bool] = False
 
-    def __init__(self, gearbox: Gearbox, reader: OwnMemory, clock: Callable[[], float] = time.perf_counter):
-        self.gearbox, self.reader, self.clock = gearbox, reader, clock
+    def __init__(self, gearbox: Gearbox, sensor: OwnMemory, clock: Callable[[], float] = time.perf_counter):
+        self.gearbox, self.sensor, self.clock = gearbox, sensor, clock
         self.tokens = 0
         self._told = False
 
@@ -150,11 +150,11 @@ class MemoryGuard:
     def after(self, step: Step, seconds: float | None) -> None:
         """Take a token. Raises GearbxError where the limit is passed, and nothing is left to be handed back."""
         self.tokens += 1
-        if self.tokens % DECIDE_EVERY or self.reader.bytes() < MEMORY_FULL * self.reader.limit:
+        if self.tokens % DECIDE_EVERY or self.sensor.bytes() < MEMORY_FULL * self.sensor.limit:
             return
         hand_back()
-        limit, used = human_bytes(self.reader.limit), self.reader.bytes()
-        if used > self.reader.limit:
+        limit, used = human_bytes(self.sensor.limit), self.sensor.bytes()
+        if used > self.sensor.limit:
             raise GearbxError(
                 f"--residency disk:{limit}: this process has {human_bytes(used)} after {self.tokens} tokens; give "
                 "more, or a shorter text, or use --mode route, which caps layers"

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import GearbxError
-from .readers import THERMAL, MachineState
+from .sensors import THERMAL, MachineState
 
 Sensitivity = Callable[[str, int], float]
 """(path, bits) -> the cost of this layer at these bits, such as its KL. Only the order matters."""

@@ -9,7 +9,7 @@ from gearbx_mlx import Gearbox, GearbxError, Governor, Kickdown, Route, stream_g
 from gearbx_mlx.decoding.governor import MemoryGuard
 from gearbx_mlx.formats.tied import linear_of
 from gearbx_mlx.gears.discovery import default_sensitivity
-from gearbx_mlx.machine.readers import MachineState, OwnMemory, Point, Scripted, Watch
+from gearbx_mlx.machine.sensors import MachineState, OwnMemory, Point, Scripted, Watch
 
 PROMPT = "Tom has 3 apples and 4 pears. How many"
 

@@ -1,4 +1,4 @@
-"""Readers of the machine, their readings together, and what happens to readers that fail."""
+"""Sensors of the machine, their readings together, and what happens to sensors that fail."""
 
 import json
 import sys
@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 
 from gearbx_mlx import GearbxError
-from gearbx_mlx.machine import readers
+from gearbx_mlx.machine import sensors
 from gearbx_mlx.machine.controller import PATIENCE, SteadyBudget, budget
-from gearbx_mlx.machine.readers import LinuxThermal, MachineState, Scripted, Watch, merged
+from gearbx_mlx.machine.sensors import LinuxThermal, MachineState, Scripted, Watch, merged
 
 
 class Told:
-    """A reader that returns the value it is given, or calls it."""
+    """A sensor that returns the value it is given, or calls it."""
 
     def __init__(self, name: str, act):
         self.name = name
@@ -97,30 +97,30 @@ class TestReaders:
             LinuxThermal(tmp_path)
 
     def test_macos(self, monkeypatch):
-        monkeypatch.setattr(readers.platform, "system", lambda: "Darwin")
+        monkeypatch.setattr(sensors.platform, "system", lambda: "Darwin")
         info = SimpleNamespace(thermalState=lambda: 2)
         process = SimpleNamespace(processInfo=lambda: info)
         monkeypatch.setitem(sys.modules, "Foundation", SimpleNamespace(NSProcessInfo=process))
-        assert readers.MacThermal().read() == MachineState(thermal="serious")
+        assert sensors.MacThermal().read() == MachineState(thermal="serious")
         monkeypatch.setitem(sys.modules, "Foundation", None)
         with pytest.raises(GearbxError, match="pip install pyobjc"):
-            readers.MacThermal()
+            sensors.MacThermal()
 
     def test_battery_and_memory(self, monkeypatch):
         battery = SimpleNamespace(percent=42.0, power_plugged=None)
         memory = SimpleNamespace(percent=63.0)
         stand_in = SimpleNamespace(sensors_battery=lambda: battery, virtual_memory=lambda: memory)
         monkeypatch.setitem(sys.modules, "psutil", stand_in)
-        assert readers.Battery().read() == MachineState(battery=0.42)
+        assert sensors.Battery().read() == MachineState(battery=0.42)
         battery.power_plugged = True
-        assert readers.Battery().read() == MachineState(battery=0.42, charging=True)
-        assert readers.Memory().read() == MachineState(memory=0.63)
+        assert sensors.Battery().read() == MachineState(battery=0.42, charging=True)
+        assert sensors.Memory().read() == MachineState(memory=0.63)
 
     def test_what_a_machine_has_not_is_told(self, monkeypatch, tmp_path):
         monkeypatch.setitem(sys.modules, "psutil", None)
-        monkeypatch.setattr(readers.platform, "system", lambda: "Linux")
+        monkeypatch.setattr(sensors.platform, "system", lambda: "Linux")
         monkeypatch.setattr(LinuxThermal.__init__, "__defaults__", (tmp_path,))
-        found, absent = readers.this_machine()
+        found, absent = sensors.this_machine()
         assert not found
         assert absent["heat"].startswith("no thermal zone")
         missing = "psutil is not installed; install it with: pip install psutil"
@@ -171,12 +171,12 @@ class TestScript:
 
 
 class TestWatch:
-    def test_puts_together_what_readers_tell(self):
+    def test_puts_together_what_sensors_tell(self):
         with Watch([Told("heat", MachineState("fair")), Told("memory", MachineState(memory=0.5))]) as watch:
             until(lambda: watch.state() == MachineState("fair", memory=0.5))
             assert watch.problems() == []
 
-    def test_a_reader_that_fails_is_left_out_and_told_of_once(self):
+    def test_a_sensor_that_fails_is_left_out_and_told_of_once(self):
         def fails():
             raise OSError("the sensor is gone")
 
@@ -188,7 +188,7 @@ class TestWatch:
             watch.state()
             assert watch.problems() == []
 
-    def test_a_reader_that_blocks_holds_nothing_up(self):
+    def test_a_sensor_that_blocks_holds_nothing_up(self):
         released = threading.Event()
 
         def blocks():

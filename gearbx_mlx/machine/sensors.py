@@ -1,6 +1,6 @@
 """The state of the machine at a moment (heat, battery, memory), and who reads it.
 
-A reader that cannot work says why when it is made. `Watch` reads in a thread of its own, so that no reader can stop or
+A sensor that cannot work says why when it is made. `Watch` reads in a thread of its own, so that no sensor can stop or
 delay generation. `Scripted` plays states from a file, for tests and for trying things out.
 """
 
@@ -53,7 +53,7 @@ READINGS = tuple(field.name for field in fields(MachineState))
 
 
 def merged(states: Iterable[MachineState]) -> MachineState:
-    """Return the states of several readers as one; the worse value where two readers know the same thing."""
+    """Return the states of several sensors as one; the worse value where two sensors know the same thing."""
     found: dict[str, Any] = {}
     for state in states:
         for name, value in state.known.items():
@@ -71,7 +71,7 @@ ZONES = Path("/sys/class/thermal")
 CLOSE = 10_000  # millidegrees Celsius below the trip point
 
 
-class Reader(Protocol):
+class Sensor(Protocol):
     """Reads a part of the machine's state. It may fail or take long; `Watch` handles both."""
 
     name: str
@@ -241,13 +241,13 @@ class OwnMemory:
         return MachineState(memory=charge_of(100 * self.bytes() / self.limit))
 
 
-def this_machine() -> tuple[list[Reader], dict[str, str]]:
-    """Return the readers that work on this machine, and for the others, name to reason."""
+def this_machine() -> tuple[list[Sensor], dict[str, str]]:
+    """Return the sensors that work on this machine, and for the others, name to reason."""
     thermal = MacThermal if platform.system() == "Darwin" else LinuxThermal
-    found: list[Reader] = []
+    found: list[Sensor] = []
     absent = {}
     for kind in (thermal, Battery, Memory):
-        made = in_time(2.0, kind)  # seconds that making one reader may take
+        made = in_time(2.0, kind)  # seconds that making one sensor may take
         if isinstance(made, Exception):
             absent[kind.name] = str(made)
         else:
@@ -255,9 +255,9 @@ def this_machine() -> tuple[list[Reader], dict[str, str]]:
     return found, absent
 
 
-def in_time(seconds: float, make: Callable[[], Reader]) -> Reader | Exception:
-    """Return the reader that `make` returns, or an exception: what a library raised, or that it took too long."""
-    outcome: list[Reader | Exception] = []
+def in_time(seconds: float, make: Callable[[], Sensor]) -> Sensor | Exception:
+    """Return the sensor that `make` returns, or an exception: what a library raised, or that it took too long."""
+    outcome: list[Sensor | Exception] = []
 
     def attempt() -> None:
         try:
@@ -272,15 +272,15 @@ def in_time(seconds: float, make: Callable[[], Reader]) -> Reader | Exception:
 
 
 class Poll(threading.Thread):
-    """A thread that reads one reader again and again.
+    """A thread that reads one sensor again and again.
 
     latest: its last state. failure: why it could not be read. began: when the present reading began; None between two.
     stopped: to be set, so that it ends.
     """
 
-    def __init__(self, reader: Reader, interval: float):
-        super().__init__(name=f"gearbx {reader.name}", daemon=True)
-        self.reader = reader
+    def __init__(self, sensor: Sensor, interval: float):
+        super().__init__(name=f"gearbx {sensor.name}", daemon=True)
+        self.sensor = sensor
         self.interval = interval
         self.latest: MachineState | None = None
         self.failure: str | None = None
@@ -291,7 +291,7 @@ class Poll(threading.Thread):
         while not self.stopped.is_set():
             self.began = time.monotonic()
             try:
-                self.latest, self.failure = self.reader.read(), None
+                self.latest, self.failure = self.sensor.read(), None
             except Exception as error:  # sensors and their libraries raise anything
                 self.latest, self.failure = None, " ".join(f"{type(error).__name__}: {error}".split())
             self.began = None
@@ -299,21 +299,21 @@ class Poll(threading.Thread):
 
 
 class Watch:
-    """The latest state of the machine, from readers that run in threads of their own.
+    """The latest state of the machine, from sensors that run in threads of their own.
 
-    A reader that fails, or takes longer than the timeout, is left out until it answers again; `problems` names it once.
-    A `Scripted` reader needs no thread: it is read when the state is asked for.
+    A sensor that fails, or takes longer than the timeout, is left out until it answers again; `problems` names it once.
+    A `Scripted` sensor needs no thread: it is read when the state is asked for.
 
     Args:
-        readers: of the machine.
+        sensors: of the machine.
         interval: seconds between two readings.
         timeout: seconds that a reading may take.
     """
 
-    def __init__(self, readers: Sequence[Reader], interval: float = 1.0, timeout: float = 5.0):
+    def __init__(self, sensors: Sequence[Sensor], interval: float = 1.0, timeout: float = 5.0):
         self.timeout = timeout
-        self.scripts = [reader for reader in readers if isinstance(reader, Scripted)]
-        self.polls = [Poll(reader, interval) for reader in readers if not isinstance(reader, Scripted)]
+        self.scripts = [sensor for sensor in sensors if isinstance(sensor, Scripted)]
+        self.polls = [Poll(sensor, interval) for sensor in sensors if not isinstance(sensor, Scripted)]
         self._reported: set[str] = set()
         self._problems: list[str] = []
         for poll in self.polls:
@@ -351,14 +351,14 @@ class Watch:
         return merged(states)
 
     def problems(self) -> list[str]:
-        """Return what went wrong since the last call; only the first problem of each reader."""
+        """Return what went wrong since the last call; only the first problem of each sensor."""
         found, self._problems = self._problems, []
         return found
 
     def _report(self, poll: Poll, problem: str) -> None:
-        if poll.reader.name not in self._reported:
-            self._reported.add(poll.reader.name)
-            self._problems.append(f"{poll.reader.name} cannot be read ({problem}); going on without it")
+        if poll.sensor.name not in self._reported:
+            self._reported.add(poll.sensor.name)
+            self._problems.append(f"{poll.sensor.name} cannot be read ({problem}); going on without it")
 
 
 GIVE_LINES = 'give lines such as {"seconds": 30, "thermal": "serious"}'
@@ -391,7 +391,7 @@ class Point:
 
 
 class Scripted:
-    """A reader that takes the state of each moment from a script.
+    """A sensor that takes the state of each moment from a script.
 
     Args:
         points: in the order of their times; a value that a point leaves out stays as it was.
