@@ -36,7 +36,7 @@ from ..routing.gates import BatchPolicy, Gate, Monitor, Reading, highest
 from .caches import Cache, parts
 from .mode import Mode, check_known, decode_lock, vocabulary_of
 from .response import BatchGearResponse, Step, seen_of, single_pass
-from .sampling import Chooser, Processor, Sampler, check_finite, reader_of, sampled_rows, sampler_beside
+from .sampling import Chooser, Processor, Sampler, blame_of, has_nan, reader_of, sampled_rows, sampler_beside
 
 BATCH_SIZES = ("max_tokens", "completion_batch_size", "prefill_batch_size", "prefill_step_size", "max_kv_size")
 BATCH_SETTINGS = frozenset(inspect.signature(MlxBatchGenerator.__init__).parameters) - {"self", "model"}
@@ -284,10 +284,8 @@ class BatchGenerator(StagedGenerator):
         self, token: GenerationBatch.Response, each: BatchText, seen: SeenRow, reading: Reading
     ) -> BatchGearResponse:
         step, batch_size, error = seen.step, seen.texts, None
-        try:
-            check_finite(token.logprobs, seen.entropy, self.gearbox, step.gear)
-        except GearbxError as not_finite:
-            error = each.chooser.error or not_finite
+        if has_nan(token.logprobs, seen.entropy):
+            error = each.chooser.error or blame_of(self.gearbox)(step.gear)
         shown = seen_of(step, seen.entropy, reading.mean, each.before)
         shown |= {
             "weight_bytes": step.weight_bytes // batch_size,

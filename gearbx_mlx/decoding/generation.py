@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, GenerationResponse, maybe_quantize_kv_cache, wired_limit
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
@@ -18,15 +19,15 @@ from mlx_lm.utils import does_model_support_input_embeddings
 
 from ..compat.classes import generation_stream
 from ..errors import GearbxError
+from ..gears.ladder import Gear
 from ..gears.mapped import mapped_bytes
 from ..kernels.device import recommended_memory
-from ..routing.gates import Reading
-from .loop import decode
-from .plan import UNLIMITED, DecodePlan, DecodeState
-from .response import GearResponse
-from .sampling import Chooser, Processor, Sampler
-from .telemetry import Telemetry
-from .text import GeneratedText
+from ..routing.gates import Monitor, Reading
+from .governor import Governor, MemoryGuard
+from .loop import UNLIMITED, DecodePlan, DecodeState, decode
+from .mode import encoded
+from .response import GearResponse, GeneratedText, GeneratedToken, seen_of
+from .sampling import Chooser, Processor, Sampler, has_nan
 
 PREFILL_STEP_SIZE = 2048  # tokens of a prompt at once, as in mlx-lm
 
@@ -52,22 +53,30 @@ class Keywords:
     def chooser(self) -> Chooser:
         return Chooser(self.sampler or greedy_sampler, tuple(self.logits_processors or ()))
 
-    def text(self, prompt: list[int], tokenizer: TokenizerWrapper) -> GeneratedText:
-        """Return a text that has its prompt. Raises ValueError as mlx-lm does: no prompt, or no room for a token."""
+    def text(self, model: nn.Module, tokenizer: TokenizerWrapper, prompt: Any) -> GeneratedText:
+        """Return a text that has its prompt (text or tokens).
+
+        Raises:
+            GearbxError: embeddings that the model does not take, or that are not those of the prompt.
+            ValueError: no prompt, or no room for a token, as in mlx-lm.
+        """
+        if self.input_embeddings is not None and not does_model_support_input_embeddings(model):
+            raise GearbxError(f"{type(model).__name__} takes no input embeddings; give tokens")
+        tokens: list[int] = np.array(encoded(tokenizer, prompt), int).reshape(-1).tolist()
         if self.max_tokens == 0:
             raise ValueError("Maximum number of tokens must be non-zero (use -1 for no limit).")
-        if self.input_embeddings is not None and not prompt:
-            prompt = [0] * len(self.input_embeddings)  # the model reads no tokens then
-        vectors = len(prompt) if self.input_embeddings is None else len(self.input_embeddings)
-        if vectors != len(prompt):
+        if self.input_embeddings is not None and not tokens:
+            tokens = [0] * len(self.input_embeddings)  # the model reads no tokens then
+        vectors = len(tokens) if self.input_embeddings is None else len(self.input_embeddings)
+        if vectors != len(tokens):
             raise GearbxError(
-                f"input_embeddings: must have one vector per token of the prompt, got {vectors} for {len(prompt)} "
+                f"input_embeddings: must have one vector per token of the prompt, got {vectors} for {len(tokens)} "
                 "tokens; pass the embeddings of this prompt"
             )
-        if not prompt:
+        if not tokens:
             raise ValueError("Either input_embeddings or prompt (or both) must be provided.")
         room = math.inf if self.max_tokens < 0 else self.max_tokens
-        return GeneratedText(prompt, frozenset(tokenizer.eos_token_ids), room)
+        return GeneratedText(tokens, frozenset(tokenizer.eos_token_ids), room)
 
     def caches(self, model: nn.Module) -> tuple[list[Any], list[Any]]:
         """Return the entries of the model's KV cache, one for each layer, and those of a draft model behind them."""
@@ -96,14 +105,55 @@ class Keywords:
         if self.prompt_cache is not None:
             self.prompt_cache[: len(cache)] = cache
 
-    def check_embeddings(self, model: nn.Module) -> None:
-        """Raises GearbxError for embeddings that a model does not take."""
-        if self.input_embeddings is not None and not does_model_support_input_embeddings(model):
-            raise GearbxError(f"{type(model).__name__} takes no input embeddings; give tokens")
-
 
 def tokenizer_for(tokenizer: Any) -> TokenizerWrapper:
     return tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
+
+
+class Telemetry:
+    """Turns the tokens of one text into responses.
+
+    Args:
+        monitor: of the rolling entropy that responses show, and that a gate judges.
+        blame: returns the error for logits of a gear that are not finite.
+        controller: caps the gears, or watches memory.
+    """
+
+    def __init__(
+        self,
+        monitor: Monitor,
+        blame: Callable[[Gear], Exception],
+        controller: Governor | MemoryGuard | None = None,
+    ):
+        self._monitor, self._blame, self._controller = monitor, blame, controller
+        self._clock = time.perf_counter if controller is None else controller.clock
+        self._before: Gear | None = None  # of the token before
+        self.resume()
+
+    def governing(self) -> contextlib.AbstractContextManager[None]:
+        """In the block the controller acts."""
+        return contextlib.nullcontext() if self._controller is None else self._controller.governing()
+
+    def resume(self) -> None:
+        """Begin a token: what a caller does between two tokens is not the machine's speed."""
+        self._start = self._clock()
+
+    def response(self, response: GenerationResponse, token: GeneratedToken) -> tuple[GearResponse, Reading]:
+        """Return the response for a token, and what the gate judges.
+
+        Raises:
+            GearbxError: log-probabilities that are not finite.
+        """
+        gear, decision = token.step.gear, None
+        if self._controller is not None:
+            seconds = None if self._before is None else self._clock() - self._start
+            decision = self._controller.after(token.step, seconds)
+        if has_nan(token.logprobs, token.entropy):
+            raise self._blame(gear)
+        reading = self._monitor.update(token.entropy)
+        shown = vars(response) | seen_of(token.step, token.entropy, reading.mean, self._before, token.near_tie)
+        self._before = gear
+        return GearResponse(**shown, decision=decision), reading
 
 
 def responses(

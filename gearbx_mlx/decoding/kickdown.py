@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
@@ -20,15 +19,14 @@ from ..ranks.agreement import Agreement, agreement_of
 from ..routing.gates import Monitor
 from ..telemetry.summary import Tally
 from .caches import Cache
-from .generation import Keywords, responses, tokenizer_for
+from .generation import Keywords, Telemetry, responses, tokenizer_for
 from .governor import Governor
-from .mode import Mode, encoded, gear_of_prompt, thresholds_for, vocabulary_of
+from .loop import DecodePlan, DecodeState
+from .mode import Mode, gear_of_prompt, thresholds_for, vocabulary_of
 from .modes import KickdownSettings
-from .plan import DecodePlan, DecodeState
 from .response import GearResponse, Step
 from .rows import Tokens, Verification, Verifier
-from .sampling import LogitsReader, reader_of
-from .telemetry import Telemetry, blame_of
+from .sampling import LogitsReader, blame_of, reader_of
 
 RecomputeRule = Callable[[float, int, int], bool]
 """Whether to compute a token again, one gear higher: by its entropy in this gear (bits), how many tokens were decoded
@@ -116,8 +114,7 @@ class Kickdown(KickdownSettings, Mode):
         self, model: nn.Module, tokenizer: Any, prompt: Any, *, gearbox: Any, controller: Governor | None, **kwargs: Any
     ) -> Iterator[GearResponse]:
         how, tokenizer = Keywords(**kwargs), tokenizer_for(tokenizer)
-        how.check_embeddings(model)
-        text = how.text(np.array(encoded(tokenizer, prompt), int).reshape(-1).tolist(), tokenizer)
+        text = how.text(model, tokenizer, prompt)
         reader, agreement = reader_of(gearbox), agreement_of(model)
         prefill_gear, _ = self.gears_of_text(gearbox)
         climb = Climb(gearbox, self.rule_for(gearbox), prefill_gear, reader, agreement)

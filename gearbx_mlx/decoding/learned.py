@@ -15,7 +15,7 @@ from ..gears.gearbox import Gearbox, Observer
 from ..kernels.compiler import vectors_at_once
 from ..kernels.dispatch import CPU, device, native_instructions
 from .drafters import Drafter
-from .policy import MAX_DRAFTED, MAX_ON_GPU, MAX_ROWS, FixedPolicy, LearnedPolicy
+from .policy import MAX_DRAFTED, MAX_ON_GPU, MAX_ROWS, LearnedPolicy
 from .sampling import Chooser
 
 CALIBRATED = 0.4  # share of the rejected drafts that a calibrated base has accepted: 0.38 to 0.54 in docs/convert.md
@@ -92,11 +92,6 @@ class Knowledge:
     policy: LearnedPolicy
     keep: Callable[[Mapping[str, float]], None] = lambda state: None
     generated: int = 0
-
-    @classmethod
-    def fixed(cls, length: int) -> "Knowledge":
-        """Return knowledge that drafts a fixed length."""
-        return cls(FixedPolicy(length))
 
     def note(self, tokens: int) -> None:
         """Take a text of so many tokens."""

@@ -18,8 +18,11 @@ Where a device computes by itself, nothing is read between the queued draft and 
 queued before the tokens of a round are handed out: the device works while a terminal or a client takes them.
 """
 
+import contextlib
+import time
 import warnings
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -27,13 +30,116 @@ import numpy as np
 
 from ..compat.arrays import set_random_state
 from ..errors import GearbxError, GearbxWarning, one_line
-from .caches import in_common
-from .plan import DecodePlan, DecodeState
-from .response import DRAFT, GeneratedToken
-from .rows import NO_TOKENS, Proposal, VerifiedPass
-from .sampling import Choice, choose_rows, kv_read, rounding_of
+from ..ranks.agreement import ALONE, Agreement
+from .caches import gears_of, in_common, length
+from .drafters import Drafter
+from .policy import FixedPolicy, LearnedPolicy
+from .response import DRAFT, GeneratedText, GeneratedToken, Step
+from .rows import NO_TOKENS, Proposal, RunsPasses, VerifiedPass
+from .sampling import MLX_READER, Choice, Chooser, ChosenRows, LogitsReader, choose_rows, kv_read, rounding_of
 
+UNLIMITED = 2**40  # entries of a KV cache
+SLOW_READER = 0.2  # of a round's time: readers that take more may keep a device waiting
 CLEARED = 256  # tokens between two times that MLX gives back the memory that it keeps, as in mlx-lm
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """The settings of one text.
+
+    Attributes:
+        verifier: runs the passes whose logits choose the tokens.
+        chooser, reader: choose tokens from logits.
+        policy: how much to propose.
+        agreement: of ranks that share the model.
+        quantize: puts the KV cache into fewer bits once it has `quantized_from` entries, as mlx-lm does.
+        keeps_cache: True if a caller goes on with the KV cache.
+        stream: of MLX, on which all of it is computed.
+        prefill_step: tokens of a prompt that are read at once.
+        progress: called with the tokens of the prompt that were read, and with all of them.
+        embeddings: of the tokens of the prompt (n, D), in place of the model's own.
+        clock: seconds.
+    """
+
+    verifier: RunsPasses
+    chooser: Chooser
+    reader: LogitsReader = MLX_READER
+    policy: LearnedPolicy = field(default_factory=FixedPolicy)
+    agreement: Agreement = ALONE
+    quantize: Callable[[list[Any]], None] = lambda cache: None
+    quantized_from: int = UNLIMITED
+    keeps_cache: bool = False
+    stream: Any = None
+    prefill_step: int = 2048
+    progress: Callable[[int, int], None] = lambda read, tokens: None
+    embeddings: mx.array | None = None
+    clock: Callable[[], float] = time.perf_counter
+
+    def embedded(self, begin: int, end: int) -> dict[str, mx.array]:
+        """Return the keyword of the model for a part of the prompt that has embeddings."""
+        return {} if self.embeddings is None else {"input_embeddings": self.embeddings[None, begin:end]}
+
+    def on_stream(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self.stream is None else mx.stream(self.stream)
+
+
+@dataclass
+class DecodeState:
+    """A text while it is generated.
+
+    Between rounds, `cache` holds all tokens of `text` but the last one. While the tokens of a round are handed out, the
+    text has all of them already.
+
+    Attributes:
+        cache: the KV cache of the verifier, one entry a layer.
+        drafters: in the order in which they are asked.
+        found: the latest verification.
+        shown: how many of its tokens were handed out.
+        proposal: the next one, if it was queued before its round.
+        began: when its round began, and `away` then.
+        away: seconds that readers of the tokens took.
+        is_last_read: the last token is in the KV cache, too: the next pass ran ahead.
+    """
+
+    text: GeneratedText
+    cache: list[Any]
+    drafters: list[Drafter] = field(default_factory=list)
+    found: VerifiedPass | None = None
+    shown: int = 0
+    proposal: Proposal | None = None
+    began: tuple[float, float] = 0.0, 0.0
+    away: float = 0.0
+    is_last_read: bool = False
+
+    def __post_init__(self) -> None:
+        self.kv_gears = gears_of(self.cache)
+        """Of the KV cache, if it has gears."""
+
+    def is_queued(self, plan: DecodePlan) -> bool:
+        """Return whether a device computes by itself what it is given."""
+        return not plan.verifier.computes_at_once(self.cache)
+
+    def room(self, plan: DecodePlan) -> int:
+        """Return the most tokens to propose: the verifier adds one, and a KV cache is quantized between passes."""
+        room = self.text.room - 1
+        if plan.quantized_from < UNLIMITED:
+            until_quantized = plan.quantized_from - length(self.cache) - 1
+            room = room if until_quantized < 0 else min(room, until_quantized)
+        return int(min(room, UNLIMITED))
+
+    def seconds(self, plan: DecodePlan) -> float | None:
+        """Return the seconds since the round began; None if the device may have waited for a reader of the tokens."""
+        begin, away = self.began
+        whole, away = plan.clock() - begin, self.away - away
+        if not self.is_queued(plan):
+            return whole - away
+        return whole if away < SLOW_READER * whole else None
+
+    def time_plain(self, plan: DecodePlan) -> None:
+        """Give the policy the time of a plain token, unless a gear that is made meanwhile has slowed it."""
+        seconds = self.seconds(plan)
+        if seconds is not None and all(drafter.is_ready for drafter in self.drafters):
+            plan.policy.add_plain(seconds)
 
 
 def decode(plan: DecodePlan, state: DecodeState) -> Generator[GeneratedToken, None, None]:
@@ -70,8 +176,8 @@ def decoded(plan: DecodePlan, state: DecodeState) -> Generator[GeneratedToken, N
     yield from handed_out(plan, state, tokens)
     while text.goes_on:
         proposal = propose(plan, state) if state.proposal is None else state.proposal
-        if not proposal and plan.plain is not None and state.is_queued(plan):
-            yield from plan.plain(plan, state)
+        if not proposal and state.is_queued(plan):
+            yield from plain(plan, state)
         else:
             yield from handed_out(plan, state, round_of(plan, state, proposal))
 
@@ -187,6 +293,72 @@ def round_of(
     elif is_timed:
         state.time_plain(plan)
     return tokens
+
+
+@dataclass
+class Queued:
+    """A token that the device computes.
+
+    Attributes:
+        found: the pass.
+        rows: of its logits, one.
+        id: (1,), the token.
+        step: how it comes about.
+        context: the text before it (n,), for logits processors.
+    """
+
+    found: VerifiedPass
+    rows: ChosenRows
+    id: mx.array
+    step: Step
+    context: mx.array | None
+
+
+def plain(plan: DecodePlan, state: DecodeState) -> Iterator[GeneratedToken]:
+    """Yield the verifier's tokens until the text ends or a drafter proposes."""
+    text, state.proposal = state.text, None
+    context = text.array() if plan.chooser.processors else None
+    coming: Queued | None = queue(plan, state, mx.array([text.last], mx.uint32), context)
+    while coming is not None:
+        state.began = plan.clock(), state.away
+        ahead = None
+        if stays_plain(plan, state):
+            known = coming.context
+            context = None if known is None else mx.concatenate([known, coming.id.astype(known.dtype)])
+            ahead = queue(plan, state, coming.id, context)
+        tokens, seen, _ = coming.rows.read(ALONE)
+        text.add(int(tokens[0]))
+        state.found, state.is_last_read = None, ahead is not None
+        for drafter in state.drafters:
+            drafter.settle(text, coming.found)
+        state.time_plain(plan)
+        yield GeneratedToken(text.last, coming.rows.logprobs[0], float(seen[0, Choice.ENTROPY]), coming.step)
+        coming = ahead if text.goes_on else None
+
+
+def stays_plain(plan: DecodePlan, state: DecodeState) -> bool:
+    """Return whether nothing will be proposed after the token that is computed now."""
+    if state.text.room <= 1:
+        return False  # it is the last one
+    room = state.room(plan) - 1
+    return room < 1 or not any(drafter.length(state.text, room, plan.policy) for drafter in state.drafters)
+
+
+def queue(plan: DecodePlan, state: DecodeState, last: mx.array, context: mx.array | None) -> Queued:
+    """Begin to compute the token after `last` (1,)."""
+    with plan.on_stream():
+        plan.quantize(state.cache)
+        found = plan.verifier.verify(last, state.cache)
+        try:
+            rows = choose_rows(plan.chooser, plan.reader, plan.agreement, found.logits[0], context)
+        except BaseException:  # of a sampler or a logits processor, or an interrupt
+            found.keep(0)
+            raise
+        rows = replace(rows, seen=plan.agreement.arrays(rows.seen)[0])
+        token = rows.sampled[0] if rows.sampled else rows.seen[:, Choice.TOKEN].astype(mx.uint32)
+        mx.async_eval(token, rows.seen, rows.logprobs)  # left for later, they made the next passes a tenth slower
+    (step,) = found.steps(NO_TOKENS, 0, **kv_read(state.kv_gears))
+    return Queued(found, rows, token, step, context)
 
 
 def leave(plan: DecodePlan, state: DecodeState) -> None:

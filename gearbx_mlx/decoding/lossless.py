@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import mlx.nn as nn
-import numpy as np
 
 from ..errors import GearbxError
 from ..gears.gearbox import Gearbox, Observer, attached
@@ -19,20 +18,18 @@ from ..kernels.dispatch import CPU, device, is_tuning
 from ..ranks.agreement import agreement_of
 from ..routing.gates import BatchPolicy, Monitor, OneGear, highest
 from ..telemetry.summary import Tally, draft_rows, draft_summary
-from .ahead import plain
 from .batches import BatchGenerator, BatchText, SharedMode
 from .drafters import Drafter, DraftTarget, drafters_for
-from .generation import Keywords, responses, tokenizer_for
+from .generation import Keywords, Telemetry, responses, tokenizer_for
 from .governor import Governor
 from .learned import Knowledge, knowledge, speed_rows
-from .mode import encoded, vocabulary_of
+from .loop import DecodePlan, DecodeState
+from .mode import vocabulary_of
 from .modes import LosslessSettings
-from .plan import DecodePlan, DecodeState
-from .policy import DEFAULT_LENGTH, MAX_DRAFTED
+from .policy import DEFAULT_LENGTH, MAX_DRAFTED, FixedPolicy
 from .response import GearResponse
 from .rows import Verifier, warn_of_other_paths
-from .sampling import Chooser, reader_of
-from .telemetry import Telemetry, blame_of
+from .sampling import Chooser, blame_of, reader_of
 
 
 @dataclass(frozen=True)
@@ -86,8 +83,7 @@ class Lossless(LosslessSettings, SharedMode):
     ) -> Iterator[GearResponse]:
         warn_of_other_paths(gearbox)
         how, tokenizer = Keywords(**kwargs), tokenizer_for(tokenizer)
-        how.check_embeddings(model)
-        text = how.text(np.array(encoded(tokenizer, prompt), int).reshape(-1).tolist(), tokenizer)
+        text = how.text(model, tokenizer, prompt)
         chooser, reader, agreement = how.chooser(), reader_of(gearbox), agreement_of(gearbox.model)
         cache, draft_cache = how.caches(gearbox.model)
         target = DraftTarget(
@@ -95,7 +91,9 @@ class Lossless(LosslessSettings, SharedMode):
             cache,
             chooser,
             reader,
-            self,
+            self.draft,
+            self.most_looked_up,
+            self.is_fixed(gearbox),
             agreement,
             how.draft_model,
             draft_cache,
@@ -103,9 +101,10 @@ class Lossless(LosslessSettings, SharedMode):
             text.prompt + text.room,
         )
         drafters = drafters_for(target)
-        known = self.knowledge(gearbox, next((each for each in drafters if each.reads_weights), None), chooser)
+        drafter = next((each for each in drafters if each.reads_weights), None)
+        known = self.knowledge(gearbox, drafter, chooser)
         verifier = Verifier(gearbox, gearbox.ladder.top)
-        plan = DecodePlan(verifier, chooser, reader, known.policy, plain, agreement, **how.of_plan())
+        plan = DecodePlan(verifier, chooser, reader, known.policy, agreement, **how.of_plan())
         monitor = Monitor(vocabulary_of(gearbox), self.window)
         telemetry = Telemetry(monitor, blame_of(gearbox), controller)
         state = DecodeState(text, cache, drafters)
@@ -122,18 +121,14 @@ class Lossless(LosslessSettings, SharedMode):
         top = gearbox.ladder.top
         return BatchText(OneGear(top.index), Monitor(vocabulary_of(gearbox), self.window), top, top)
 
-    @property
-    def is_fixed(self) -> bool:
-        """True if the lengths of drafts are fixed, so that nothing measured decides them."""
-        return self.draft_length is not None or not is_tuning()
+    def is_fixed(self, gearbox: Gearbox) -> bool:
+        """Return whether drafts do not depend on measurements, which GEARBX_TUNE=0 and the clocks of ranks rule out."""
+        return self.draft_length is not None or not is_tuning() or agreement_of(gearbox.model).group is not None
 
     def knowledge(self, gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> Knowledge:
-        """Return the policy of a gearbox, and what it has learned.
-
-        Drafts have a fixed length if nothing may be measured: with ranks, whose clocks differ, and with GEARBX_TUNE=0.
-        """
-        if self.is_fixed or agreement_of(gearbox.model).group is not None:
-            return Knowledge.fixed(self.draft_length or DEFAULT_LENGTH)
+        """Return the policy of a gearbox, and the numbers that it has learned; a fixed length if `is_fixed`."""
+        if self.is_fixed(gearbox):
+            return Knowledge(FixedPolicy(self.draft_length or DEFAULT_LENGTH))
         return knowledge(gearbox, drafter, chooser)
 
     def about(self) -> str:

@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 
 from ..errors import GearbxError
@@ -28,14 +27,13 @@ from ..routing.gates import AUTO, Gate, Reading
 from ..routing.pair import EAD_BITS, NAMES, first_model, pair_gate, pair_monitor, scaled
 from ..telemetry.summary import Tally
 from .caches import Snapshot, length, parts
-from .generation import PREFILL_STEP_SIZE, Keywords, responses, tokenizer_for
+from .generation import PREFILL_STEP_SIZE, Keywords, Telemetry, responses, tokenizer_for
 from .governor import Governor
-from .mode import Mode, encoded
+from .loop import DecodePlan, DecodeState
+from .mode import Mode
 from .modes import PairSettings
-from .plan import DecodePlan, DecodeState
 from .response import GearResponse, Step
 from .sampling import not_finite, reader_of
-from .telemetry import Telemetry
 
 GEARS = tuple(Gear(index, name, 0) for index, name in enumerate(NAMES))  # the models, as responses name them
 
@@ -247,7 +245,7 @@ class Pair(PairSettings, Mode):
         if how.input_embeddings is not None:
             raise GearbxError("mode 'pair' has no input_embeddings; leave it out")
         check_vocabularies(tokenizer, self.small_model, model)
-        text = how.text(np.array(encoded(tokenizer, prompt), int).reshape(-1).tolist(), tokenizer)
+        text = how.text(model, tokenizer, prompt)
         cache = self.make_cache(model, how.max_kv_size) if how.prompt_cache is None else how.prompt_cache
         check_pair_cache(cache)
         threshold = self.threshold_with(model)

@@ -36,12 +36,12 @@ from ..routing.gates import AUTO, Gate, Monitor, OneGear, ThresholdGate, first_g
 from ..telemetry.summary import Tally
 from .batches import BatchText, SharedMode
 from .caches import gears_of
+from .generation import Telemetry
 from .governor import Governor
 from .mode import encoded, gear_of_prompt, of_model, thresholds_for, vocabulary_of
 from .modes import RouteSettings, StaticSettings
 from .response import GearResponse, GeneratedToken, Step, single_pass
-from .sampling import entropy_bits, kv_read, reader_of
-from .telemetry import Telemetry, blame_of
+from .sampling import blame_of, entropy_bits, kv_read, reader_of
 
 
 @dataclass(frozen=True)

@@ -403,19 +403,6 @@ def sampled_rows(choosers: Sequence[Chooser], logprobs: mx.array) -> mx.array:
     return mx.concatenate([each.sample(logprobs[row : row + 1]) for row, each in enumerate(choosers)])
 
 
-def check_finite(logprobs: mx.array, entropy: float, gearbox: Gearbox | Observer, gear: Gear) -> None:
-    """Raises GearbxError, with the layer to blame, for log-probabilities that are NaN.
-
-    Args:
-        logprobs: of one token, (V,).
-        entropy: of the token, bits.
-        gear: that computed it.
-    """
-    if has_nan(logprobs, entropy):
-        gearbox.shift(gear)
-        raise not_finite(gearbox.model, f"gear '{gear.name}'", gearbox.compute_dtype)
-
-
 def has_nan(logprobs: mx.array, entropy: float) -> bool:
     """Return whether log-probabilities are NaN.
 
@@ -443,6 +430,16 @@ def not_finite(model: nn.Module, where: str, dtype: mx.Dtype) -> GearbxError:
     return GearbxError(
         f"the logits are not finite (NaN) in {where} and {dtype_name(dtype)}, and all weights are; {remedy}"
     )
+
+
+def blame_of(gearbox: Gearbox | Observer) -> Callable[[Gear], Exception]:
+    """Return what names the layer to blame for logits of a gear that are not finite."""
+
+    def error(gear: Gear) -> Exception:
+        gearbox.shift(gear)
+        return not_finite(gearbox.model, f"gear '{gear.name}'", gearbox.compute_dtype)
+
+    return error
 
 
 def sampler_for(tokenizer: Any, **settings: Any) -> Sampler:

@@ -19,8 +19,8 @@ from gearbx_mlx.decoding import drafters, sampling
 from gearbx_mlx.decoding.drafters import DRAFTERS, Drafter, DraftTarget, of_draft
 from gearbx_mlx.decoding.drafters.low_gear import LowGear, draft_cost
 from gearbx_mlx.decoding.policy import FixedPolicy
+from gearbx_mlx.decoding.response import GeneratedText
 from gearbx_mlx.decoding.sampling import Chooser, reader_of
-from gearbx_mlx.decoding.text import GeneratedText
 from gearbx_mlx.ranks.agreement import Agreement
 
 SAMPLERS = {"greedy": greedy_sampler, "sampled": make_sampler(0.8, top_p=0.9), "ours": gearbx_mlx.make_sampler(0.8)}
@@ -268,7 +268,7 @@ def test_a_text_that_is_closed_while_a_device_drafts_leaves_the_cache_at_its_las
 @pytest.mark.parametrize("draft", ["4", "8"])
 def test_low_gear_names_itself_and_its_cost_follows_its_bits(draft):
     gearbox = Gearbox(tiny_model(), "4,8,16")
-    drafter = LowGear.of(DraftTarget(gearbox, [], Chooser(greedy_sampler), mode=Lossless(draft)))
+    drafter = LowGear.of(DraftTarget(gearbox, [], Chooser(greedy_sampler), draft=draft))
     assert drafter.name == f"{draft} bits"
     assert int(draft) / 16 < drafter.cost < 1
 

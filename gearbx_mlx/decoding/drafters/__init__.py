@@ -14,7 +14,7 @@ import math
 import pkgutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,28 +25,15 @@ from ...gears.ladder import Gear
 from ...ranks.agreement import ALONE, Agreement
 from ..caches import Cache
 from ..policy import MAX_DRAFTED, LearnedPolicy
-from ..response import DRAFT
+from ..response import DRAFT, GeneratedText
 from ..rows import Proposal, VerifiedPass
 from ..sampling import MLX_READER, Chooser, LogitsReader
-from ..text import GeneratedText
 
 DRAFTERS = {  # in the order in which they are asked; of those that read weights, a text has the first that it can have
     "lookup": "gearbx_mlx.decoding.drafters.lookup:Lookup",
     "other model": "gearbx_mlx.decoding.drafters.other_model:OtherModel",
     "low gear": "gearbx_mlx.decoding.drafters.low_gear:LowGear",
 }
-
-
-class LosslessMode(Protocol):
-    """The settings of mode lossless that concern drafters."""
-
-    @property
-    def draft(self) -> str | int | None: ...
-    @property
-    def most_looked_up(self) -> int: ...
-    @property
-    def is_fixed(self) -> bool:
-        """True if drafts do not depend on anything measured."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +44,9 @@ class DraftTarget:
         gearbox: its top gear verifies.
         cache: the KV cache of the text; between rounds it holds all tokens but the last.
         chooser, reader: how the tokens are chosen from logits.
-        mode: the settings.
+        draft: name or bits of the gear that drafts; None: the lowest.
+        lookup_tokens: the most tokens of a proposal by prompt lookup; 0: none.
+        is_fixed: True if drafts do not depend on anything measured.
         agreement: of ranks that share the model.
         draft_model, draft_cache: a second model that was given to draft, and its entries of the prompt cache.
         most: tokens that may be drafted at once.
@@ -68,7 +57,9 @@ class DraftTarget:
     cache: Cache
     chooser: Chooser
     reader: LogitsReader = MLX_READER
-    mode: LosslessMode | None = None
+    draft: str | int | None = None
+    lookup_tokens: int = 0
+    is_fixed: bool = True
     agreement: Agreement = ALONE
     draft_model: nn.Module | None = None
     draft_cache: list[Any] = field(default_factory=list)

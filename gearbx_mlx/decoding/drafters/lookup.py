@@ -12,9 +12,8 @@ from weakref import WeakKeyDictionary
 
 from ...routing.gates import RunningMean
 from ..policy import MAX_DRAFTED, LearnedPolicy
-from ..response import LOOKUP
+from ..response import LOOKUP, GeneratedText
 from ..rows import Proposal
-from ..text import GeneratedText
 from . import Drafter, DraftTarget
 
 SHORTEST_RUN, LONGEST_RUN = 2, 8  # tokens of a run; more than the longest count as it
@@ -68,13 +67,12 @@ class Lookup(Drafter):
     @classmethod
     def of(cls, target: DraftTarget) -> "Lookup | None":
         """Return the lookup of a text; None where the mode has none."""
-        mode = target.mode
-        if mode is None or not mode.most_looked_up:
+        if not target.lookup_tokens:
             return None
         agreement = LookupAgreement()
-        if not mode.is_fixed and target.agreement.group is None:
+        if not target.is_fixed:
             agreement = _known.setdefault(target.gearbox, agreement)
-        return cls(agreement, mode.most_looked_up)
+        return cls(agreement, target.lookup_tokens)
 
     def length(self, text: GeneratedText, room: int, policy: LearnedPolicy) -> int:
         """Return how many tokens of the run's continuation are worth a verification."""

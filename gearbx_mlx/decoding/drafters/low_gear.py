@@ -36,9 +36,9 @@ from ...kernels.dispatch import on_cpu
 from ...ranks.agreement import ALONE
 from ..caches import Snapshot
 from ..policy import LearnedPolicy
+from ..response import GeneratedText
 from ..rows import Proposal
 from ..sampling import Chooser, GumbelSampler, LogitsReader
-from ..text import GeneratedText
 from . import Drafter, DraftTarget, of_draft, queued, rewound
 
 Following = Callable[[int, int], tuple[int, float]]
@@ -71,9 +71,8 @@ class LowGear(Drafter):
         Raises:
             GearbxError: the top gear of several.
         """
-        gearbox, named = target.gearbox, None if target.mode is None else target.mode.draft
-        ladder = gearbox.ladder
-        gear = ladder[0] if named is None else ladder.find(named)
+        ladder = target.gearbox.ladder
+        gear = ladder[0] if target.draft is None else ladder.find(target.draft)
         if gear == ladder.top and len(ladder) > 1:
             raise GearbxError(f"gears {ladder}: the top gear cannot draft for itself; give a lower one too")
         if gear == ladder.top:
@@ -84,11 +83,8 @@ class LowGear(Drafter):
 
     def _prepare(self) -> None:
         """Make the gear, or begin to; where nothing may be measured, all texts have the same drafts."""
-        target = self._target
-        if target.mode is None or target.mode.is_fixed or target.agreement is not ALONE:
-            target.gearbox.make(self.gear)
-        else:
-            target.gearbox.begin(self.gear)
+        gearbox = self._target.gearbox
+        (gearbox.make if self._target.is_fixed else gearbox.begin)(self.gear)
 
     @property
     def is_ready(self) -> bool:

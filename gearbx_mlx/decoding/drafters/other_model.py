@@ -11,8 +11,8 @@ from ...errors import GearbxError, GearbxWarning
 from ..caches import check_draftable
 from ..pair import bytes_read
 from ..policy import MAX_DRAFTED, LearnedPolicy
+from ..response import GeneratedText
 from ..rows import Proposal, VerifiedPass
-from ..text import GeneratedText
 from . import Drafter, DraftTarget, of_draft, queued, rewound
 
 COST = 0.25  # of a plain token: a draft model has about a quarter of the weights, or less
