@@ -1,4 +1,4 @@
-"""The own loop behind mlx-lm's keywords: from a prompt to responses, for the modes lossless, kickdown and pair."""
+"""mlx-lm's keywords and responses for the own loop of the modes lossless, kickdown and pair."""
 
 import contextlib
 import math
@@ -29,12 +29,12 @@ from .mode import encoded
 from .response import GearResponse, GeneratedText, GeneratedToken, seen_of
 from .sampling import Chooser, Processor, Sampler, has_nan
 
-PREFILL_STEP_SIZE = 2048  # tokens of a prompt at once, as in mlx-lm
+PREFILL_STEP_SIZE = 2048  # tokens of a prompt per forward pass, as in mlx-lm
 
 
 @dataclass(frozen=True)
 class Keywords:
-    """The keywords of mlx-lm's stream_generate. num_draft_tokens: the most that a draft model drafts at once."""
+    """Keywords of mlx-lm's stream_generate. num_draft_tokens: the most tokens of one draft by a draft model."""
 
     max_tokens: int = 256
     sampler: Sampler | None = None
@@ -54,19 +54,19 @@ class Keywords:
         return Chooser(self.sampler or greedy_sampler, tuple(self.logits_processors or ()))
 
     def text(self, model: nn.Module, tokenizer: TokenizerWrapper, prompt: Any) -> GeneratedText:
-        """Return a text that has its prompt (text or tokens).
+        """Return a sequence with its prompt (text or tokens).
 
         Raises:
-            GearbxError: embeddings that the model does not take, or that are not those of the prompt.
+            GearbxError: embeddings that the model does not take, or of a different prompt.
             ValueError: no prompt, or no room for a token, as in mlx-lm.
         """
         if self.input_embeddings is not None and not does_model_support_input_embeddings(model):
-            raise GearbxError(f"{type(model).__name__} takes no input embeddings; give tokens")
+            raise GearbxError(f"{type(model).__name__}: takes no input_embeddings; pass tokens")
         tokens: list[int] = np.array(encoded(tokenizer, prompt), int).reshape(-1).tolist()
         if self.max_tokens == 0:
             raise ValueError("Maximum number of tokens must be non-zero (use -1 for no limit).")
         if self.input_embeddings is not None and not tokens:
-            tokens = [0] * len(self.input_embeddings)  # the model reads no tokens then
+            tokens = [0] * len(self.input_embeddings)  # placeholders: the model reads the embeddings
         vectors = len(tokens) if self.input_embeddings is None else len(self.input_embeddings)
         if vectors != len(tokens):
             raise GearbxError(
@@ -79,7 +79,7 @@ class Keywords:
         return GeneratedText(tokens, frozenset(tokenizer.eos_token_ids), room)
 
     def caches(self, model: nn.Module) -> tuple[list[Any], list[Any]]:
-        """Return the entries of the model's KV cache, one for each layer, and those of a draft model behind them."""
+        """Return the entries of the model's KV cache, one per layer, and those of a draft model after them."""
         if self.prompt_cache is None:
             return make_prompt_cache(model, self.max_kv_size), []
         layers = len(model.layers)
@@ -98,7 +98,7 @@ class Keywords:
         }
 
     def _quantize(self, cache: list[Any]) -> None:
-        """Quantize the entries of a KV cache as mlx-lm does, in the caller's prompt cache too, which holds them."""
+        """Quantize the entries of a KV cache as mlx-lm does, also in the caller's prompt cache."""
         if self.kv_bits is None:
             return
         maybe_quantize_kv_cache(cache, self.quantized_kv_start, self.kv_group_size, self.kv_bits)
@@ -111,12 +111,12 @@ def tokenizer_for(tokenizer: Any) -> TokenizerWrapper:
 
 
 class Telemetry:
-    """Turns the tokens of one text into responses.
+    """Responses of one sequence with telemetry: entropy, gears, passes and bytes; a controller gets the times.
 
     Args:
-        monitor: of the rolling entropy that responses show, and that a gate judges.
+        monitor: of the rolling entropy, for responses and for the gate.
         blame: returns the error for logits of a gear that are not finite.
-        controller: caps the gears, or watches memory.
+        controller: caps the gears, or watches memory; None without.
     """
 
     def __init__(
@@ -127,19 +127,19 @@ class Telemetry:
     ):
         self._monitor, self._blame, self._controller = monitor, blame, controller
         self._clock = time.perf_counter if controller is None else controller.clock
-        self._before: Gear | None = None  # of the token before
+        self._before: Gear | None = None  # of the previous token
         self.resume()
 
     def governing(self) -> contextlib.AbstractContextManager[None]:
-        """In the block the controller acts."""
+        """Return a context in which the controller acts."""
         return contextlib.nullcontext() if self._controller is None else self._controller.governing()
 
     def resume(self) -> None:
-        """Begin a token: what a caller does between two tokens is not the machine's speed."""
+        """Start the clock of a token: time that a caller takes between tokens does not count."""
         self._start = self._clock()
 
     def response(self, response: GenerationResponse, token: GeneratedToken) -> tuple[GearResponse, Reading]:
-        """Return the response for a token, and what the gate judges.
+        """Return the response for a token, and the reading for the gate.
 
         Raises:
             GearbxError: log-probabilities that are not finite.
@@ -165,20 +165,20 @@ def responses(
     judge: Callable[[Reading], None] = lambda reading: None,
     finish: Callable[[int], None] = lambda tokens: None,
 ) -> Iterator[GearResponse]:
-    """Yield the tokens of a text as mlx-lm's stream_generate does, with their telemetry.
+    """Yield the tokens of a sequence as mlx-lm's stream_generate does, with telemetry.
 
     Args:
-        arrays: returns those that a GPU is to keep in memory.
-        judge: takes the rolling entropy after each token, before the next one is computed.
+        arrays: returns the arrays that a GPU keeps in memory.
+        judge: takes the reading after each token, before the next one is computed.
         finish: takes the number of generated tokens at the end.
     """
     text, detokenizer = state.text, tokenizer.detokenizer
     with contextlib.ExitStack() as generating:
         generating.callback(lambda: finish(len(text.tokens) - text.prompt))
         held = [] if recommended_memory() is None else arrays()
-        with contextlib.redirect_stdout(sys.stderr):  # on which mlx-lm warns of a model that is too large
+        with contextlib.redirect_stdout(sys.stderr):  # mlx-lm prints warnings of too large models
             generating.enter_context(wired_limit(held, [plan.stream]))
-        generating.enter_context(telemetry.governing())  # until the last pass, which closing may run
+        generating.enter_context(telemetry.governing())  # until closing has run the last pass
         tokens = generating.enter_context(contextlib.closing(decode(plan, state)))
         telemetry.resume()
         start, mapped = time.perf_counter(), mapped_bytes()
@@ -191,7 +191,7 @@ def responses(
                 detokenizer.add_token(token.id)
             if over:
                 detokenizer.finalize()
-                next(tokens, None)  # the loop leaves the cache as mlx-lm would
+                next(tokens, None)  # lets the loop leave the cache as mlx-lm does
             response = GenerationResponse(
                 text=detokenizer.last_segment,
                 token=token.id,

@@ -1,6 +1,6 @@
-"""Mode lossless: drafters propose, the top gear verifies; the text is the top gear's (self-speculative decoding).
+"""Mode lossless: self-speculative decoding, whose output equals the top gear's.
 
-The mode is its settings: `loop.py` generates the text, `drafters/` propose tokens, `policy.py` chooses how many.
+This class has the settings: `loop.py` generates, `drafters/` propose tokens, `policy.py` chooses their number.
 """
 
 from collections.abc import Iterator, Mapping
@@ -34,17 +34,17 @@ from .sampling import Chooser, blame_of, reader_of
 
 @dataclass(frozen=True)
 class Lossless(LosslessSettings, SharedMode):
-    """Write the top gear's text, and read fewer bytes of weights for it.
+    """Mode lossless: the top gear's output with fewer bytes of weights read.
 
-    The seconds of passes and how often tokens of a margin are accepted are learned while texts are written, and kept
-    for the next start; where drafts lose, the top gear goes on without. Where nothing may be measured (ranks that share
-    the model, GEARBX_TUNE=0), drafts have 3 tokens.
+    Times of passes and acceptance rates are learned during generation, and kept for the next start. Plain decoding
+    takes over if drafting is slower. If nothing may be measured (ranks that share the model, GEARBX_TUNE=0), drafts
+    have 3 tokens.
 
     Args:
         settings: of `LosslessSettings`.
 
     Raises:
-        GearbxError: a number that does not exist.
+        GearbxError: a number outside its bounds.
     """
 
     name: ClassVar[str] = "lossless"
@@ -56,24 +56,24 @@ class Lossless(LosslessSettings, SharedMode):
         "lookup_drafted",
         "source",
     )
-    uncapped: ClassVar[str] = "writes the top gear's text, which a cap would change"
+    uncapped: ClassVar[str] = "generates the top gear's output, which a cap would change"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("draft_length", "lookup_tokens"):
             tokens = getattr(self, name)
             if tokens is not None and type(tokens) is not int:
-                raise GearbxError(f"{name} is {tokens!r}; give a whole number of tokens")
+                raise GearbxError(f"{name}: must be a whole number of tokens, got {tokens!r}; use an int")
 
     @property
     def most_looked_up(self) -> int:
-        """The most tokens that the text itself may propose at once."""
+        """Most tokens per proposal of prompt lookup."""
         if self.lookup_tokens is not None:
             return self.lookup_tokens
         return MAX_DRAFTED if self.draft_length is None else 0
 
     def gearbox_for(self, model: nn.Module, gearbox: Gearbox | Observer | None) -> Gearbox | Observer | None:
-        """Like Mode's; a new one on a GPU has gears that MLX's own kernels compute fast."""
+        """Return the gearbox, as Mode does; a new one on a GPU has gears that MLX's own kernels compute fast."""
         if gearbox is None and attached(model) is None and device() != CPU and not without_gears(model):
             gearbox = gearbox_of_mlx(model)
         return super().gearbox_for(model, gearbox)
@@ -113,11 +113,11 @@ class Lossless(LosslessSettings, SharedMode):
     def batch_generator(
         self, model: nn.Module, tokenizer: Any, *, gearbox: Any, policy: BatchPolicy = highest, **kwargs: Any
     ) -> BatchGenerator:
-        """Like Mode's. The top gear writes all texts, whatever the policy; drafts pay for one text at a time."""
+        """Return a generator, as Mode does. The top gear generates all sequences, without drafts."""
         return BatchGenerator(model, tokenizer, gearbox, self, highest, **kwargs)
 
     def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: list[int]) -> BatchText:
-        """Return what one text of a batch has of its own."""
+        """Return the state of one sequence of a batch."""
         top = gearbox.ladder.top
         return BatchText(OneGear(top.index), Monitor(vocabulary_of(gearbox), self.window), top, top)
 
@@ -132,11 +132,11 @@ class Lossless(LosslessSettings, SharedMode):
         return knowledge(gearbox, drafter, chooser)
 
     def about(self) -> str:
-        lookup_drafted = f"up to {self.most_looked_up} tokens at once" if self.most_looked_up else "nothing"
-        drafts = "drafts save time"
+        lookup = f"up to {self.most_looked_up} tokens" if self.most_looked_up else "none"
+        drafts = "as long as they save time"
         if self.draft_length is not None:
-            drafts = f"drafts of {self.draft_length} token{'s' * (self.draft_length != 1)}"
-        return f"lossless: {drafts}; lookup proposes {lookup_drafted}"
+            drafts = f"{self.draft_length} token{'s' * (self.draft_length != 1)}"
+        return f"lossless: drafts {drafts}; prompt lookup {lookup}"
 
     def summary(self, tally: Tally) -> dict[str, Any]:
         return draft_summary(tally, verifications=list(tally.passes.values())[-1])  # by the top gear
@@ -146,7 +146,7 @@ class Lossless(LosslessSettings, SharedMode):
 
 
 def gearbox_of_mlx(model: nn.Module) -> Gearbox:
-    """Return the gears of a model for MLX's kernels: as a checkpoint has them, or 4 bits beside original weights."""
+    """Return a gearbox for MLX's kernels: the checkpoint's gears, or 4 bits beside the original weights."""
     codes = own_codes(model)
     if codes is not None:
         return Gearbox(model, Ladder([codes.bits]))

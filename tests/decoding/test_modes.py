@@ -34,22 +34,22 @@ class TestRegistry:
 
     def test_a_default_stands_once(self):
         """What the command takes without a flag is what a program gets."""
-        assert modes.made("route", {}) == Route()
-        assert modes.made("pair", {"small_model": "S"}) == Pair("S")
+        assert modes.make_mode("route", {}) == Route()
+        assert modes.make_mode("pair", {"small_model": "S"}) == Pair("S")
 
     def test_a_file_of_thresholds_says_more_of_the_gate(self, tmp_path):
         file = tmp_path / "t.json"
         gate = {"window": 7, "min_gear_duration": 9}
         file.write_text(json.dumps({"schema": "gearbx-mlx thresholds", "version": 1, "thresholds": [2.0], **gate}))
         source = read_thresholds(str(file))
-        route, pair = (modes.made(name, {"thresholds": source}) for name in ("route", "pair"))
+        route, pair = (modes.make_mode(name, {"thresholds": source}) for name in ("route", "pair"))
         assert (route.window, route.hysteresis, route.min_gear_duration) == (7, Route().hysteresis, 9)
         assert (pair.threshold, pair.window, pair.min_gear_duration) == (2.0, 7, 9)
 
     @pytest.mark.parametrize("mode", [Route(), Kickdown(), Lossless(), Static()], ids=lambda mode: mode.name)
     def test_what_shifts_needs_a_gearbox(self, fresh_demo, mode):
         observer = Observer(fresh_demo.model)
-        with pytest.raises(GearbxError, match=f"mode '{mode.name}' needs a gearbox.*use 'telemetry-only'"):
+        with pytest.raises(GearbxError, match=f"mode '{mode.name}': needs a gearbox.*use 'telemetry-only'"):
             stream_generate(fresh_demo.model, fresh_demo.tokenizer, TALE, mode=mode, gearbox=observer)
 
 

@@ -404,11 +404,15 @@ def test_text_goes_on_from_a_cache_that_is_kept(demo, gearbox, long):
         ("llama", {"kv_gears": "4,16", "kv_gear": 8}, "--kv-gear is 8, and --kv-gears 4,16; choose one of them"),
         ("llama", {"kv_gear": 8}, "--kv-gear is 8, and there are no --kv-gears"),
         ("llama", {"kv_gears": "4,16", "kv_bits": 4}, "--kv-gears and --kv-bits are two ways"),
-        ("llama", {"kv_gears": "4,16", "kv_gear": 4, "mode": "lossless"}, "--kv-gear does not go with mode 'lossless'"),
-        ("qwen2", {"kv_gears": "4,16", "max_kv_size": 8}, "--kv-gears is 4,16, and a cache that rotates"),
-        ("gemma3_text", {"kv_gears": "4,16"}, "--kv-gears is 4,16, and a cache that rotates"),
-        ("mamba", {"kv_gears": "4,16"}, "--kv-gears is 4,16, and ArraysCache has no gears"),
-        ("lfm2", {"kv_gears": "4,16"}, "--kv-gears is 4,16, and ArraysCache has no gears"),
+        (
+            "llama",
+            {"kv_gears": "4,16", "kv_gear": 4, "mode": "lossless"},
+            "--kv-gear: mode 'lossless' drafts in the lowest gear, got 4",
+        ),
+        ("qwen2", {"kv_gears": "4,16", "max_kv_size": 8}, "--kv-gears: a rotating cache"),
+        ("gemma3_text", {"kv_gears": "4,16"}, "--kv-gears: a rotating cache"),
+        ("mamba", {"kv_gears": "4,16"}, "--kv-gears: ArraysCache has no gears, got 4,16"),
+        ("lfm2", {"kv_gears": "4,16"}, "--kv-gears: ArraysCache has no gears, got 4,16"),
     ],
 )
 def test_gears_that_cannot_be_are_refused_in_one_line(demo, architecture, keywords, complaint):
@@ -419,5 +423,5 @@ def test_gears_that_cannot_be_are_refused_in_one_line(demo, architecture, keywor
 
 def test_another_ladder_than_that_of_the_cache_is_refused(demo):
     cache = cache_in_gears(demo.model, None, "4,8")
-    with pytest.raises(GearbxError, match="--kv-gears is 4,16, and the prompt cache has 4,8"):
+    with pytest.raises(GearbxError, match="--kv-gears: must be 4,8 as in the prompt cache, got 4,16"):
         cache_in_gears(demo.model, None, "4,16", cache=cache)
