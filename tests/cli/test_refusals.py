@@ -103,7 +103,10 @@ REFUSED = [
     ("generate --small-model S --gears 4,8", "--gears is for one model"),
     ("generate --small-model S --draft-model D", "--draft-model is for one model"),
     ("generate --small-model S --thresholds 1,2", "--small-model needs one threshold, got 1,2"),
-    ("generate --small-model S --thresholds=-1", "the threshold between two models is -1"),
+    (
+        "generate --small-model S --thresholds=-1",
+        "threshold of a pair: must be 0 bits (large model only) to inf (small only), got -1",
+    ),
     ("generate --small-model S --thresholds t.json", "t.json"),
     ("generate --small-model S --gear low", "gear of a pair is low; choose from auto, small, large"),
     ("generate --small-model nowhere", "nowhere … no such model directory"),

@@ -171,7 +171,7 @@ class TestBadInput:
             ({"seeds": [1, 2]}, "seeds: must have one entry per prompt, got 2 for 4"),
             ({"samplers": [None]}, "samplers: must have one entry per prompt, got 1 for 4"),
             ({"prompt_caches": []}, "caches: must have one entry per prompt, got 0 for 4"),
-            ({"batch_policy": "mean"}, "batch policy 'mean' does not exist"),
+            ({"batch_policy": "mean"}, "batch policy: must be a known name, got 'mean'"),
             ({"mode": Kickdown()}, "mode 'kickdown': generates one sequence at a time"),
             ({"prompts": "Once"}, "prompts: must be a list, got one string; pass a list of strings"),
             ({"prompts": ["x", [7, 10**6]]}, "prompts[1]: tokens must be 0 to 4095, got 1000000; use"),
@@ -185,7 +185,7 @@ class TestBadInput:
             ),
             ({"prefill_step_size": -2}, "prefill_step_size: must be 1 or more, got -2; set"),
             ({"max_kv_size": 0}, "max_kv_size: must be 1 or more, got 0; set"),
-            ({"batch_policy": 3}, "batch policy 3 does not exist"),
+            ({"batch_policy": 3}, "batch policy: must be a known name, got 3"),
             ({"mode": Route(), "batch_policy": lambda w: 7}, "batch policy: must return 0 to 1, got 7; use"),
             ({"seeds": [1, 2, 1.5, None]}, "seeds[2]: must be a whole number from 0, got 1.5; use"),
             (

@@ -123,7 +123,7 @@ class TestReaders:
         found, absent = sensors.this_machine()
         assert not found
         assert absent["heat"].startswith("no thermal zone")
-        missing = "psutil is not installed; install it with: pip install psutil"
+        missing = "psutil: is not installed; use pip install psutil"
         assert absent["battery"] == absent["memory"] == missing
 
 
@@ -151,13 +151,13 @@ class TestScript:
     @pytest.mark.parametrize(
         ("text", "told"),
         [
-            ("", "no states in it"),
+            ("", "must have a state, got none"),
             ('{"seconds": 0}\n{"seconds": 1', "line 2: not JSON"),
             ("[1]", "entry 1: it is 1, not an object"),
             ('{"seconds": 0, "heat": 1}', "line 1: heat is not known; choose from seconds, tokens, thermal"),
-            ('{"thermal": "fair"}', "line 1: give either seconds or tokens"),
-            ('{"seconds": 0}\n{"tokens": 1}', "line 2: tokens, where the lines before have seconds"),
-            ('{"seconds": 5}\n{"seconds": 1}', "line 2: seconds is 1, before the line above"),
+            ('{"thermal": "fair"}', "line 1: needs one time; set either seconds or tokens"),
+            ('{"seconds": 0}\n{"tokens": 1}', "line 2: unit must be seconds as in the lines above, got tokens"),
+            ('{"seconds": 5}\n{"seconds": 1}', "line 2: seconds must ascend, got 1 after 5"),
             ('{"seconds": -1}', "line 1: seconds is -1"),
             ('{"seconds": 0, "battery": 1.5}', "line 1: battery is 1.5"),
             ('{"seconds": 0, "charging": 1}', "line 1: charging is 1, not true or false"),
@@ -183,7 +183,9 @@ class TestWatch:
         with Watch([Told("heat", fails), Told("memory", MachineState(memory=0.5))], interval=0.001) as watch:
             until(lambda: watch.state() == MachineState(memory=0.5) and watch.polls[0].failure)
             watch.state()
-            assert watch.problems() == ["heat cannot be read (OSError: the sensor is gone); going on without it"]
+            assert watch.problems() == [
+                "generation ignores a sensor: heat cannot be read (OSError: the sensor is gone)"
+            ]
             time.sleep(0.02)
             watch.state()
             assert watch.problems() == []
@@ -198,7 +200,7 @@ class TestWatch:
         with Watch([Told("heat", blocks), Told("memory", MachineState(memory=0.5))], timeout=0.05) as watch:
             until(lambda: watch.state() == MachineState(memory=0.5))
             until(lambda: watch.state() == MachineState(memory=0.5) and watch._problems)
-            assert watch.problems() == ["heat cannot be read (no answer for 0.05 s); going on without it"]
+            assert watch.problems() == ["generation ignores a sensor: heat cannot be read (no answer for 0.05 s)"]
             released.set()  # when it answers, it is heard again
             until(lambda: watch.state().thermal == "critical")
             assert watch.problems() == []
