@@ -1,6 +1,6 @@
-"""See which gears a file of prompts would use: of a model, which stays as it is, or of one behind a server.
+"""Analysis of the gears that prompts would use, for a local model without shifts, or one behind a server.
 
-A server shows a few log-probabilities of each token, which give bounds of its entropy.
+A server lists a few log-probabilities of each token, which bound its entropy.
 """
 
 import asyncio
@@ -52,12 +52,12 @@ def run(settings: AnalyzeSettings) -> int:
 
 
 def summary_of_analysis(settings: AnalyzeSettings) -> dict[str, Any]:
-    """Return the content of summary.json, after writing the files."""
+    """Return the content of summary.json, and write the files."""
     return analysis_of(settings).checked()
 
 
 def analysis_of(settings: AnalyzeSettings) -> "AnalyzedRun":
-    """Run the prompts, and write trace, summary and pictures: as far as they came, where something ended them early."""
+    """Run the prompts, and write trace, summary and pictures, also of a run that ended early."""
     named = settings.analysis.prompts
     texts = (list(SHORT_PROMPTS) if named is None else read_prompts(Path(named)))[: settings.analysis.num_prompts]
     out = Path(settings.analysis.out)
@@ -69,24 +69,24 @@ def analysis_of(settings: AnalyzeSettings) -> "AnalyzedRun":
     return (analyzed_here if settings.server.server is None else analyzed_there)(settings, texts, out, draws)
 
 
-# The files.
+# Files of an analysis.
 
 
 def can_draw() -> bool:
-    """Return whether there is matplotlib; say, before work begins, what is missing without."""
+    """Return whether matplotlib is installed; warn before the run if it is not."""
     try:
         get_pyplot()
     except GearbxError as error:
-        warnings.warn(f"trace and summary are written without pictures: {error}", GearbxWarning, stacklevel=2)
+        warnings.warn(f"no pictures of trace and summary: {error}", GearbxWarning, stacklevel=2)
         return False
     return True
 
 
 @dataclass(kw_only=True)
 class AnalyzedRun:
-    """Holds what was recorded, of every prompt so far, and what was written of it; `error` ended it early.
+    """Records of the prompts so far, and the written files; `error` ended the run early.
 
-    draws: pictures too.
+    draws: whether it draws pictures.
     """
 
     ladder: Ladder
@@ -100,7 +100,7 @@ class AnalyzedRun:
     def record(
         self, out: Path, prompts: Sequence[Any], entries: Callable[[int, Any], Iterator[dict[str, Any]]]
     ) -> None:
-        """Write the trace as it comes, into a directory that has no pictures of an earlier run.
+        """Write the trace as it comes, and delete pictures of an earlier run.
 
         entries: yields the records of the tokens after a prompt, as they come; prompts are numbered from 0.
         """
@@ -122,7 +122,7 @@ class AnalyzedRun:
                 self.error = error
 
     def write(self, out: Path, summary: dict[str, Any], thresholds: Sequence[float]) -> None:
-        """Write summary and pictures beside the trace; pictures only of records."""
+        """Write summary and pictures beside the trace; no pictures without records."""
         self.summary = summary
         write_text(out / SUMMARY, as_json(summary))
         gears = [gear.name for gear in self.ladder]
@@ -130,7 +130,7 @@ class AnalyzedRun:
         self.files = [out / TRACE, out / SUMMARY, *pictures]
 
     def checked(self) -> dict[str, Any]:
-        """Return the summary. Raises what ended the run early, if something did; what was recorded is written."""
+        """Return the summary, or raise the error that ended the run early; the records are already written."""
         if self.error is not None:
             raise self.error
         if not self.complete:
@@ -138,11 +138,11 @@ class AnalyzedRun:
         return self.summary
 
 
-# Of a model that is loaded here.
+# Local models.
 
 
 def analyzed_here(settings: AnalyzeSettings, texts: Sequence[str], out: Path, draws: bool) -> AnalyzedRun:
-    """Raises GearbxError for a model, flags or prompts that cannot be analyzed."""
+    """Analyze a local model. Raises GearbxError for a model, flags or prompts that cannot be analyzed."""
     flags = ModeFlags(mode=TELEMETRY_ONLY, **settings.mode.given())
     layout, gears = LayoutSettings(gears=settings.ladder.gears), GearFlags(kernels=settings.analysis.kernels)
     loaded = Loaded.of(decided(JustGears(settings.model, layout, gears, flags)))
@@ -171,14 +171,14 @@ def analyzed_here(settings: AnalyzeSettings, texts: Sequence[str], out: Path, dr
     return found
 
 
-# Of a model behind a server.
+# Models behind a server.
 
 
 @dataclass(kw_only=True)
 class RunThere(AnalyzedRun):
-    """What a server answered.
+    """Records of a model behind a server.
 
-    vocab_size, source: V, and where that comes from. prompts: how many were asked.
+    vocab_size, source: V, and its source in words. prompts: number of prompts sent so far.
     """
 
     settings: AnalyzeSettings
@@ -193,7 +193,7 @@ class RunThere(AnalyzedRun):
     seconds: float = 0.0
 
     def entries(self, number: int, prompt: "Question") -> Iterator[dict[str, Any]]:
-        """Raises OtherError for a server that fails, or gives no log-probabilities, or impossible ones."""
+        """Yield records. Raises OtherError for a server that fails, or without valid log-probabilities."""
         self.prompts, routing, before, started = number + 1, self.routing, None, time.monotonic()
         gate = BoundedRouting(
             lambda: Monitor(self.vocab_size, routing.window),
@@ -220,7 +220,7 @@ class RunThere(AnalyzedRun):
         try:
             return token.entropy(self.vocab_size)
         except GearbxError as error:
-            remedy = f"the vocabulary is {self.vocab_size} ({self.source}): if that is right, use another server"
+            remedy = f"the vocabulary is {self.vocab_size} ({self.source}): if it is right, use a different server"
             raise self.server.failed(f"{place}: {error}", remedy) from error
 
     def summed_up(self) -> dict[str, Any]:
@@ -243,7 +243,7 @@ class RunThere(AnalyzedRun):
 
 
 def analyzed_there(settings: AnalyzeSettings, texts: Sequence[str], out: Path, draws: bool) -> RunThere:
-    """Raises GearbxError for flags that do not fit, or a server that cannot be asked."""
+    """Analyze a model behind a server. Raises GearbxError for invalid flags, or a server that does not answer."""
     with needing("server", "analyze --server"):
         others = import_module("gearbx_mlx.serving.others")
     ladder = settings.ladder.gears or Ladder.parse(DEFAULT_LADDER)
@@ -275,7 +275,7 @@ def analyzed_there(settings: AnalyzeSettings, texts: Sequence[str], out: Path, d
 
 
 def size_of_vocabulary(settings: AnalyzeSettings, said: int | None) -> tuple[int, str]:
-    """Return the size that is given, else what the server said, else that of the thresholds, else an assumption."""
+    """Return the given size of the vocabulary, else the server's, else that of the thresholds, else an assumption."""
     if settings.server.vocab_size is not None:
         return settings.server.vocab_size, "--vocab-size"
     if said is not None:
@@ -284,7 +284,7 @@ def size_of_vocabulary(settings: AnalyzeSettings, said: int | None) -> tuple[int
     if isinstance(thresholds, ReadThresholds) and thresholds.content.vocab_size is not None:
         return thresholds.content.vocab_size, "the thresholds"
     terminal.note(
-        f"the server does not say how large the vocabulary is: {ASSUMED_VOCABULARY} is assumed, which makes upper "
-        "bounds too high rather than too low; --vocab-size makes them tight"
+        f"upper bounds may be too high: the server's vocabulary is unknown, and {ASSUMED_VOCABULARY} is assumed; "
+        "set --vocab-size"
     )
     return ASSUMED_VOCABULARY, "assumed"

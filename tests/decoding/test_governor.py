@@ -37,7 +37,7 @@ class TestOrder:
         assert order[-1] == "lm_head"
 
     def test_bounds_that_no_width_is_in(self, geared):
-        with pytest.raises(GearbxError, match="none is from 7 to 7"):
+        with pytest.raises(GearbxError, match="needs bits from 7 to 7"):
             Governor(geared[0], bounds={geared[0].layers[0].path: (7, 7)})
 
 
@@ -70,7 +70,7 @@ class TestGoverned:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"mode": "lossless"}, "mode 'lossless' writes the top gear's text"),
+            ({"mode": "lossless"}, "mode 'lossless' generates the top gear's output"),
             ({"mode": "route", "draft_model": object()}, "takes no draft model"),
         ],
     )

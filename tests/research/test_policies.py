@@ -53,7 +53,7 @@ def test_prompts_are_read_and_not_predicted(tmp_path):
     ("flags", "words"),
     [
         ({"share": "half"}, "--share 'half'"),
-        ({"between": "16,4"}, "must ascend with the gears"),
+        ({"between": "16,4"}, "lower one first"),
         ({"between": "5,16"}, "--between"),
         ({"gears": "16"}, "--gears 16: one gear"),
         ({"policy": ["hope"]}, "--policy hope: there is none; choose from static"),

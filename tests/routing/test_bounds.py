@@ -104,7 +104,7 @@ def test_what_a_server_computes_in_any_type_brackets_the_entropy(dtype, shift, s
         ([math.nan, -1.0], "must be 0 or less, got nan"),
         ([math.inf], "must be 0 or less, got inf"),
         ([-0.1, -0.1], "must sum to at most 1, got 1.81"),
-        ([-3.0, -3.0, -3.0], "5 unlisted tokens of at most 0.0498 each cannot sum to 0.851"),
+        ([-3.0, -3.0, -3.0], "5 unlisted tokens of at most 0.0498 cannot sum to 0.851"),
         ([-5.0] * 9, "must be at most 8, got 9"),
     ],
 )
