@@ -29,6 +29,7 @@ from gearbx_mlx.cli.bases import Base, answered, key_of, make_base, text_of
 from gearbx_mlx.cli.prompt import read_prompts
 from gearbx_mlx.cli.terminal import progress_bar
 from gearbx_mlx.compat.classes import of_classes
+from gearbx_mlx.decoding.drafters import low_gear
 from gearbx_mlx.decoding.policy import DEFAULT_LENGTH, MAX_DRAFTED
 from gearbx_mlx.decoding.response import DRAFT
 from gearbx_mlx.formats import get_format
@@ -530,6 +531,41 @@ def draft_model(
     rows = [[name, f"{token_ms(each):.1f}", spread(times_faster(first, each))] for name, each in found.items()]
     head = [named(model), "ms/token", "speedup: median (range)"]
     return Found({"draft_model": table_here(head, rows)}, rows)
+
+
+@study("docs/performance.md", minutes=3)
+def draft_activations(
+    prompts: list[Path] = [HELD_OUT, ASSISTANT],  # noqa: B006 - nothing changes it
+    num_prompts: list[int] = [4, 8],  # noqa: B006
+    model: str = "smollm2",
+    draft_length: int = 4,
+    max_tokens: int = 100,
+    pairs: int = 3,
+) -> Found:
+    """Time drafts whose activations are quantized to 16 and to 8 bits, and count how many tokens are accepted.
+
+    Args:
+        prompts: Files: one per line, or JSON Lines as in GSM8K.
+        num_prompts: Of each file.
+        draft_length: Tokens of each draft.
+        pairs: Trials of a prompt, whose median counts.
+    """
+    writer = Writer(model, "4,16", "planes", Lossless(draft_length=draft_length))
+    sampler = make_sampler(0.0)
+
+    def write(bits: int, prompt: list[int], most: int) -> Any:
+        with patch.object(low_gear, "ACTIVATION_BITS", bits):
+            return writer.sampled(sampler, writer.mode, prompt, most)
+
+    ways = {bits: partial(write, bits) for bits in (16, 8)}
+    found = written_in_turn(ways, first_prompts(writer.tokenizer, prompts, num_prompts), max_tokens, pairs)
+    rows = []
+    for bits, way in found.items():
+        counts = [trials[0][0] for trials in way]
+        rate = sum(accepted for _, _, accepted in counts) / sum(drafted for _, drafted, _ in counts)
+        rows.append([f"{bits}", f"{rate:.3f}", f"{token_ms(way):.1f}", spread(times_faster(found[16], way))])
+    head = [f"bits of a draft's activations, {named(model)}", "acceptance rate", "ms/token", "speedup: median (range)"]
+    return Found({"draft_activations": table_here(head, rows)}, rows)
 
 
 SAMPLINGS: dict[str, dict[str, float]] = {

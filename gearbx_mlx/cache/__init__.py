@@ -14,6 +14,7 @@ CACHE_KINDS = {
     "gears": "gears made from weights",
     "models": "unpacked GGUF files",
     "times": "measured times, and what texts taught",
+    "imports": "names that transformers defines",
     "history": "lines that were typed in chat",
     "other": "anything else",
 }

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from ..cli.tables import table_with_head
 from ..cli.terminal import note
+from ..compat.import_structure import SCAN_NAME
 from ..errors import GearbxError
 from ..files.unpacked import HASHES
 from ..files.user_cache import CacheUnusable, chat_history, open_cache
@@ -69,6 +70,8 @@ def kind_in_cache(path: Path) -> str:
         return "kernels"
     if path.name in FOLDERS and path.is_dir():
         return path.name
+    if path.name.startswith(SCAN_NAME):
+        return "imports"
     if path.suffix == ".json":
         return "times"
     is_model = path.is_dir() and (path.name.startswith((".", HASHES)) or (path / "config.json").exists())

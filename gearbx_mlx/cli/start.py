@@ -18,6 +18,7 @@ from typing import Any, NoReturn, cast
 
 from rich.console import Console
 
+from ..compat.import_structure import keep_scan
 from ..errors import GearbxError, OutputLost
 from ..ranks.place import Place, begin, place_here
 from ..ranks.watch import MeetingRefused, RankWatch, RunEnded, meet
@@ -76,6 +77,7 @@ def start(name: str, parse: Callable[[], Any], body_of: Callable[[Any], Callable
                 device.finish()
 
     signals.end_at_once()
+    keep_scan()
     _entered.append(time.perf_counter() if _entered else process_start())
     terminal.run(partial(together, name, run))
 

@@ -119,6 +119,25 @@ def modules_of(model: nn.Module) -> Iterator[nn.Module]:
         waiting += [each for each in within if isinstance(each, dict | list)]
 
 
+def named_modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield what `model.named_modules()` lists, in the same order and a fraction of its time."""
+    yield "", model
+    waiting = [*named_children("", model.children())]
+    while waiting:
+        path, module = waiting.pop()
+        yield path, module
+        waiting += named_children(f"{path}.", module)
+
+
+def named_children(prefix: str, parts: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules directly within a module, and within its lists and dictionaries, by path."""
+    for name, part in parts.items() if isinstance(parts, dict) else enumerate(parts):
+        if isinstance(part, nn.Module):
+            yield f"{prefix}{name}", part
+        elif isinstance(part, dict | list):
+            yield from named_children(f"{prefix}{name}.", part)
+
+
 def become(module: Any, kind: Any) -> None:
     """Make an object one of another class from now on: a subclass of its own, or that class again."""
     object.__setattr__(module, "__class__", kind)

@@ -79,11 +79,12 @@ class Keywords:
         return GeneratedText(tokens, frozenset(tokenizer.eos_token_ids), room)
 
     def caches(self, model: nn.Module) -> tuple[list[Any], list[Any]]:
-        """Return the entries of the model's KV cache, one per layer, and those of a draft model after them."""
+        """Return the entries of the model's KV cache, and those of a draft model after them."""
+        own = make_prompt_cache(model, self.max_kv_size)
         if self.prompt_cache is None:
-            return make_prompt_cache(model, self.max_kv_size), []
-        layers = len(model.layers)
-        return self.prompt_cache[:layers], self.prompt_cache[layers:]
+            return own, []
+        count = len(own)  # not the number of layers, as some share a cache
+        return self.prompt_cache[:count], self.prompt_cache[count:]
 
     def of_plan(self) -> dict[str, Any]:
         """Return the fields of a DecodePlan that these keywords set."""

@@ -21,7 +21,7 @@ round's tokens are yielded.
 import contextlib
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -94,6 +94,7 @@ class DecodeState:
         cache: the verifier's KV cache, one entry per layer.
         drafters: in order of priority.
         found: the latest verification.
+        random_states: MLX's, after each of its tokens; empty for greedy decoding.
         shown: number of its tokens that were yielded.
         proposal: the next one if it is already queued; None otherwise.
         began: start of its round, and `away` at that time, in seconds.
@@ -105,6 +106,7 @@ class DecodeState:
     cache: list[Any]
     drafters: list[Drafter] = field(default_factory=list)
     found: VerifiedPass | None = None
+    random_states: Sequence[mx.array] = ()
     shown: int = 0
     proposal: Proposal | None = None
     began: tuple[float, float] = 0.0, 0.0
@@ -158,9 +160,6 @@ def decode(plan: DecodePlan, state: DecodeState) -> Generator[GeneratedToken, No
                 mx.clear_cache()
     except GeneratorExit:
         rounds.close()
-        if plan.keeps_cache:
-            leave(plan, state)
-        raise
     except BaseException:  # a queued draft may have failed before all tokens were yielded
         cut(state)
         raise
@@ -171,7 +170,7 @@ def decode(plan: DecodePlan, state: DecodeState) -> Generator[GeneratedToken, No
 def decoded(plan: DecodePlan, state: DecodeState) -> Generator[GeneratedToken, None, None]:
     """Yield the first token, then the tokens of rounds."""
     text = state.text
-    tokens = round_of(plan, state, NO_TOKENS, is_timed=False, **plan.embedded(text.prompt - 1, text.prompt))
+    tokens = round_of(plan, state, NO_TOKENS, is_first=True, **plan.embedded(text.prompt - 1, text.prompt))
     plan.progress(text.prompt, text.prompt)
     yield from handed_out(plan, state, tokens)
     while text.goes_on:
@@ -265,18 +264,24 @@ def accept(
         text.add(token)
         if not text.goes_on:
             break
+    state.random_states = rows.states
     if rows.states:
         set_random_state(rows.states[len(generated) - 1])
     return generated, read[0].tolist() if read else [*(proposal.margins or ())]
 
 
 def round_of(
-    plan: DecodePlan, state: DecodeState, proposal: Proposal, is_timed: bool = True, **of_prompt: mx.array
+    plan: DecodePlan, state: DecodeState, proposal: Proposal, is_first: bool = False, **of_prompt: mx.array
 ) -> list[GeneratedToken]:
-    """Verify a proposal and return the next tokens; the KV cache holds all but the last. An error leaves it as is."""
+    """Verify a proposal and return the next tokens; the KV cache holds all but the last. An error leaves it as is.
+
+    Args:
+        is_first: whether the pass reads the last token of the prompt.
+    """
     draft_seconds = state.seconds(plan) if proposal.is_known and proposal.source == DRAFT else None
     with plan.on_stream():
-        plan.quantize(state.cache)  # not after the pass, whose entries may still be cut
+        if not is_first:  # mlx-lm quantizes after a pass, this loop before the next one, so that entries can be cut
+            plan.quantize(state.cache)
         found = verify(plan, state, proposal, **of_prompt)
         try:
             tokens, margins = accept(plan, state, proposal, found)
@@ -287,11 +292,11 @@ def round_of(
         for drafter in state.drafters:
             drafter.settle(state.text, found)
     state.proposal, state.is_last_read = None, False
-    if is_timed and proposal:
+    if proposal:
         drafted, accepted = len(proposal) * (proposal.source == DRAFT), len(tokens) - 1
         times = {"seconds": state.seconds(plan), "draft_seconds": draft_seconds}
         plan.policy.add_round(drafted=drafted, accepted=accepted, rows=found.count, margins=margins, **times)
-    elif is_timed:
+    elif not is_first:
         state.time_plain(plan)
     return tokens
 
@@ -382,10 +387,15 @@ def leave(plan: DecodePlan, state: DecodeState) -> None:
 
 
 def cut(state: DecodeState) -> bool:
-    """Cut text and KV cache to the tokens that were yielded. Return whether some of a round were not."""
+    """Cut text, KV cache and random state to the tokens that were yielded. Return whether some of a round were not.
+
+    As in mlx-lm, which runs ahead, the cache holds the last of them, and the numbers of the next one are drawn.
+    """
     found, text = state.found, state.text
     if found is None or state.shown >= found.kept:
         return False
     del text.tokens[len(text.tokens) - (found.kept - state.shown) :]
     found.keep(state.shown + 1)
+    if state.random_states:
+        set_random_state(state.random_states[state.shown])
     return True

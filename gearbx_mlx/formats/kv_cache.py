@@ -258,6 +258,14 @@ class NestedKVCache(KVCache):
             self._pack_beside((self.offset - new) // PACKED_AT_ONCE * PACKED_AT_ONCE)
             if not self.packed:
                 return None
+        return self._engaged()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """Like that of mlx-lm's caches, for layers that read the cache of another one; low gears where there are no
+        entries."""
+        return super().keys_and_values() if self.keys is not None else self._engaged().unpacked()
+
+    def _engaged(self) -> Nested:
         return self._nested(min(self.gears.engaged() // PLANE_BITS, len(self.gears.widths)))
 
     def count(self, read: Nested | None, new: int = 0) -> None:

@@ -12,7 +12,7 @@ import mlx.nn as nn
 from mlx_lm.models.mla import MultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from ..compat.classes import as_class, stock_class
+from ..compat.classes import as_class, modules_of, stock_class
 from ..compat.versions import is_tested
 from ..kernels.bit_planes import (
     AS_PLANES,
@@ -79,7 +79,7 @@ def native_rounding(layer: nn.Module) -> int | None:
 @contextlib.contextmanager
 def rounded_to(bits: int, model: nn.Module) -> Iterator[None]:
     """In the block, layers of the engaged gear that round activations round them to so many bits at most."""
-    layers = [layer for layer in model.modules() if isinstance(layer, Native) and layer.x_bits > bits]
+    layers = [layer for layer in modules_of(model) if isinstance(layer, Native) and layer.x_bits > bits]
     before = [layer.x_bits for layer in layers]
     try:
         for layer in layers:

@@ -18,6 +18,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from msgspec import to_builtins
 
 from ..compat.arrays import dtype_name
+from ..compat.classes import named_modules_of
 from ..errors import GearbxError, error_context, one_line
 from ..files.model_directory import ARRAYS, Adapter
 from ..formats.holders import OWN_ARRAYS, held_name, inner_name
@@ -27,17 +28,17 @@ Modules = Mapping[str, nn.Module]
 
 def adapters_of(model: nn.Module) -> dict[str, nn.Module]:
     """Path to module of a model's adapters."""
-    return {path: module for path, module in model.named_modules() if inner_name(module) is not None}
+    return {path: module for path, module in named_modules_of(model) if inner_name(module) is not None}
 
 
 def holders_of(model: nn.Module) -> dict[str, nn.Module]:
     """Path to module of all that stands around a layer: adapters, and what ranks tell each other."""
-    return {path: module for path, module in model.named_modules() if held_name(module) is not None}
+    return {path: module for path, module in named_modules_of(model) if held_name(module) is not None}
 
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
     """Path to module of everything inside a model's holders, as `named_modules` of the model without them."""
-    modules, found = dict(model.named_modules()), {}
+    modules, found = dict(named_modules_of(model)), {}
     holders = {path: module for path, module in modules.items() if held_name(module) is not None}
     if not holders:
         return modules

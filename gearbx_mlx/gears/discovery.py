@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -21,7 +22,7 @@ from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ..compat.arrays import dtype_name
-from ..compat.classes import readers
+from ..compat.classes import modules_of, readers
 from ..errors import GearbxError, check_choice
 from ..formats import DEFAULT_FORMAT, LIKE_MLX, get_format
 from ..formats.base import Format, Reconstructed, whole_groups
@@ -252,7 +253,7 @@ def vocabulary(model: nn.Module) -> int:
     try:
         return logits_length(model)
     except Exception as error:  # a class that looks at values while it runs, or that is not a language model
-        rows = [len(table.weight) for table in tables(model).values()]
+        rows = [length_after_token(model, partial(row_and_product, table)) for table in tables(model).values()]
         if not rows:
             raise GearbxError(f"{type(model).__name__} has no token embedding, so its vocabulary is unknown") from error
         return max(rows)
@@ -311,10 +312,20 @@ def is_table(module: nn.Module) -> bool:
 
 def logits_length(model: nn.Module) -> int:
     """Return the length of the logits after one token. Raises what a model raises that cannot run without values."""
+    return length_after_token(model, lambda token: model(token, cache=make_prompt_cache(model)))
+
+
+def row_and_product(table: nn.Module, token: mx.array) -> mx.array:
+    """Return the products of a token's row with all rows of its table, as those of an output head."""
+    return table.as_linear(table(token))
+
+
+def length_after_token(model: nn.Module, run: Callable[[mx.array], mx.array]) -> int:
+    """Return the last length of what a part of the model makes of one token, without computing it."""
     lengths: list[int] = []
 
     def trace(token: mx.array) -> mx.array:
-        lengths.append(model(token, cache=make_prompt_cache(model)).shape[-1])
+        lengths.append(run(token).shape[-1])
         return token  # nothing of the model is left to compile
 
     # While a function is compiled, MLX refuses to compute: no weight of a large model is read by mistake.
@@ -330,7 +341,7 @@ def logits_length(model: nn.Module) -> int:
 @contextlib.contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Undo, in the end, what happened to the modules: some keep products of their weights when they first run."""
-    before = [(module, dict(module), dict(vars(module))) for module in model.modules()]
+    before = [(module, dict(module), dict(vars(module))) for module in modules_of(model)]
     try:
         yield
     finally:

@@ -18,6 +18,7 @@ from ..files.reading import parse_json, shown
 from .web import Refused
 
 PIECE = 2**18  # bytes of a body that are counted at once
+MAX_BLANKS = 2**22  # bytes of white space between values, which are slow to skip
 MAX_LITERAL = 400  # bytes of a number, with the brackets around it; the largest finite number has 309 digits
 MAX_ITEMS = 10_000  # items of a list of messages, parts or tools
 MAX_FIELDS = 1024  # fields of an object
@@ -65,13 +66,15 @@ def check_size(body: bytes, max_values: int) -> None:
     """Validate that a JSON text is cheap to decode.
 
     Raises:
-        Refused: more values than `max_values`, or a number with too many digits.
+        Refused: more values than `max_values`, a number with too many digits, or too much white space.
     """
-    values, strings, inside, literal = 1, 0, 0, 0  # literal: bytes outside of strings since the last comma
+    values, strings, inside, literal, blanks = 1, 0, 0, 0, 0  # literal: bytes outside of strings since the last comma
     for piece in pieces(body):
         bare = piece.replace(rb"\\", b"").replace(rb"\"", b"")  # now each quote begins or ends a string
         parts = bare.split(b'"')
-        outside = b"".join(parts[inside::2]).translate(None, b" \t\r\n")
+        spread = b"".join(parts[inside::2])
+        outside = spread.translate(None, b" \t\r\n")
+        blanks += len(spread) - len(outside)
         inside ^= (len(parts) - 1) & 1
         strings += len(parts) // 2
         values += sum(map(outside.count, (b",", b"[", b"{")))  # one of them is before each value but the first
@@ -79,6 +82,8 @@ def check_size(body: bytes, max_values: int) -> None:
         longest, literal = max(literal + first, *others, 0), others[-1] if others else literal + first
         if values > max_values or strings > 2 * max_values:  # a key and a value each
             raise Refused(400, f"the body has more than {max_values} values; send fewer")
+        if blanks > MAX_BLANKS:
+            raise Refused(400, f"the body has more than {MAX_BLANKS} bytes of white space between values; omit it")
         if longest > MAX_LITERAL:
             why = f"the body is not JSON, or has a number or nested lists of more than {MAX_LITERAL} bytes; shorten it"
             raise Refused(400, why)

@@ -15,12 +15,14 @@ from mlx_lm.sample_utils import greedy_sampler, make_logits_processors, make_sam
 
 import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxWarning, Lossless, stream_generate
+from gearbx_mlx.compat.classes import modules_of
 from gearbx_mlx.decoding import drafters, sampling
 from gearbx_mlx.decoding.drafters import DRAFTERS, Drafter, DraftTarget, of_draft
 from gearbx_mlx.decoding.drafters.low_gear import LowGear, draft_cost
 from gearbx_mlx.decoding.policy import FixedPolicy
 from gearbx_mlx.decoding.response import GeneratedText
 from gearbx_mlx.decoding.sampling import Chooser, reader_of
+from gearbx_mlx.formats.native import Native, rounded_to
 from gearbx_mlx.ranks.agreement import Agreement
 
 SAMPLERS = {"greedy": greedy_sampler, "sampled": make_sampler(0.8, top_p=0.9), "ours": gearbx_mlx.make_sampler(0.8)}
@@ -103,6 +105,22 @@ class TestTheLowGear:
         whole = drafted(gearbox, 9).tokens
         place = next(place for place, token in enumerate(whole) if place and token not in whole[:place])
         assert drafted(gearbox, 9, ends=frozenset({whole[place]})).tokens == whole[: place + 1]
+
+
+@pytest.mark.usefixtures("compiled")
+def test_drafts_quantize_activations_to_8_bits():
+    box, tokens = Gearbox(tiny_model(dtype=mx.bfloat16), "4,16", kernels="native", activations="int16"), PROMPT
+    box.shift("low")
+    low = [layer for layer in modules_of(box.model) if isinstance(layer, Native)]
+    assert any(layer.x_bits == 16 for layer in low)
+    before, bits = box.model(tokens), {id(layer): layer.x_bits for layer in low}
+    drafted(box, 4)
+    box.shift("low")
+    assert mx.array_equal(box.model(tokens), before)
+    assert {id(layer): layer.x_bits for layer in low} == bits
+    with rounded_to(8, box.model):
+        assert {layer.x_bits for layer in modules_of(box.model) if isinstance(layer, Native)} <= {0, 8}
+        assert not mx.array_equal(box.model(tokens), before)
 
 
 class TestAnotherModel:

@@ -249,6 +249,25 @@ class TestCache:
             for a, b in zip(mine.keys_and_values(), other.keys_and_values()):
                 assert mx.array_equal(a, b)
 
+    @pytest.mark.parametrize("keeps", [True, False], ids=["with its cache", "without"])
+    @pytest.mark.parametrize("taken", [1, 2, 4, 5, 6])
+    def test_closed_sampled_text_has_drawn_the_numbers_of_the_next_token(self, tiny, kernels, taken, keeps):
+        """As in mlx-lm, which runs ahead, whatever was drafted."""
+        gearbox, tokenizer, after = Gearbox(tiny, "6,16", kernels=kernels), endless(), []
+        for mode in (None, Lossless(draft_length=3)):
+            cache = {"prompt_cache": make_prompt_cache(tiny)} if keeps else {}
+            gearbox.shift("high")
+            mx.random.seed(7)
+            given = {"sampler": SAMPLERS["ours"]} | cache
+            if mode is None:
+                run = mlx_lm_loop(gearbox)(tiny, tokenizer, PROMPT[0].tolist(), 30, **given)
+            else:
+                run = run_of(gearbox, tokenizer, PROMPT[0].tolist(), 30, mode, **given)
+            assert len(list(itertools.islice(run, taken))) == taken
+            run.close()
+            after.append(mx.random.state[0].tolist())
+        assert after[0] == after[1]
+
     def test_where_drafts_fail_the_top_gear_goes_on_alone(self, tiny):
         class OneAtATime(RotatingKVCache):
             low = False

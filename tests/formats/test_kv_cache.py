@@ -57,8 +57,10 @@ def test_planes_alone_have_every_position(bits):
     cache = cache_of((4, 8), bits)
     keys, values = filled(cache, 70)
     assert cache.keys is None
-    for got, given in zip(cache.read(1).unpacked(), (keys, values)):
+    read = cache.read(1).unpacked()
+    for got, given in zip(read, (keys, values)):
         assert mx.array_equal(got, unpack(*pack(given, (4, 4), 32), (4, 4), bits))
+    assert same_arrays(cache.keys_and_values(), read)  # which a layer may ask of another one's cache
 
 
 @pytest.mark.parametrize("at_once", [1, 16, 30])

@@ -202,6 +202,14 @@ def test_the_vocabulary_is_the_length_of_the_logits_and_asking_changes_nothing(n
         assert found == model(PROMPT, cache=make_prompt_cache(model)).shape[-1]
 
 
+@pytest.mark.parametrize("head", [False, True])
+@pytest.mark.parametrize("name", ["llama", "dbrx"])  # which is one that cannot run without values
+def test_vocabulary_of_tables_whose_weights_are_packed(name, head):
+    model = tiny(name, mx.bfloat16, tie_word_embeddings=head)
+    Gearbox(model, "4,16", format="exact", group_size=32)
+    assert vocabulary(model) == VOCABULARY
+
+
 @pytest.mark.some(6)
 @pytest.mark.parametrize("name", sorted(CONFIGS.keys() - NEEDS_METAL - {"baichuan_m1", "prism_hadamard_qwen35"}))
 def test_the_tied_head_is_the_table_whose_rows_are_the_logits(name):

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from servers import our_process
 
 from gearbx_mlx.serving import bodies
-from gearbx_mlx.serving.bodies import MAX_FIELDS, MAX_ITEMS, check_size
+from gearbx_mlx.serving.bodies import MAX_BLANKS, MAX_FIELDS, MAX_ITEMS, check_size
 from gearbx_mlx.serving.requests import MAX_TEXTS, MAX_TOOLS
 from gearbx_mlx.serving.web import LARGEST_BODY, MAX_BODIES, Refused, RequestLimits
 
@@ -145,6 +145,24 @@ def test_what_is_too_much_is_refused_with_the_number_that_is_read(client, path, 
     assert answer.status_code == 400
     assert str(most) in answer.json()["error"]["message"]
     assert str(most) not in client.post(path, json=body(most)).json().get("error", {}).get("message", "")
+
+
+def test_answer_waits_for_no_acknowledgement_of_its_headers(client):
+    """A client may acknowledge after 40 ms; on a busy machine one of 20 answers is quick."""
+    seconds = []
+    for _ in range(20):
+        since = time.perf_counter()
+        client.get("/health")
+        seconds.append(time.perf_counter() - since)
+    assert min(seconds) < 0.03
+
+
+def test_white_space_between_values_has_a_limit(client):
+    answer = client.post(TEXT, content=b'{"prompt":' + b" " * (MAX_BLANKS + 1) + b'"x","max_tokens":1}')
+    assert answer.status_code == 400
+    assert f"{MAX_BLANKS} bytes of white space" in answer.json()["error"]["message"]
+    in_text = b'{"prompt":"' + b" " * (MAX_BLANKS + 1) + b'","max_tokens":1}'
+    assert "white space" not in client.post(TEXT, content=in_text).json()["error"]["message"]
 
 
 def test_a_compressed_body_is_refused(client):
