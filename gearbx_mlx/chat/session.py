@@ -80,7 +80,7 @@ class GearedChat:
         self.gears: Sequence[str] = [gear.name for gear in gearbox.ladder]
         self._observes = isinstance(gearbox, Observer)
         instead = f" (without it {decision.codes})" if decision.codes else ""
-        self._why = f"no layer of this model changes gear in mode {TELEMETRY_ONLY}, as requested{instead}"
+        self._why = f"no layer of this model changes gear, as requested by mode {TELEMETRY_ONLY}{instead}"
         self.modes: Sequence[str] = [TELEMETRY_ONLY] if self._observes else SHIFTING
         self._mode, self._held, self._first = decision.mode, "", decision.mode.name
         self._check(decision.mode, settings.mode)
@@ -140,7 +140,7 @@ class GearedChat:
             self._held = ""
             return
         if self._observes:
-            raise GearbxError(f"/gear {gear}: {self._why}")
+            raise GearbxError(f"/gear {gear}: {self._why}; omit it")
         name = self._geared.gearbox.ladder.find(gear).name
         self._check(self._in_gear(name), self._settings.mode)
         self._held = name
@@ -164,7 +164,7 @@ class GearedChat:
     def _check(self, mode: Mode, flags: Any) -> None:
         """Validate a mode for this model and the settings. Raises GearbxError if it cannot run."""
         if self._observes and mode.name != TELEMETRY_ONLY:
-            raise GearbxError(f"mode '{mode.name}': needs gears, got an observer: {self._why}; use {TELEMETRY_ONLY}")
+            raise GearbxError(f"mode '{mode.name}': {self._why}; use a new chat without it")
         check_mode(mode.name, self.modes)
         check_governing(self._settings, mode.name)
         check_draft_model(mode.name, self._keywords["draft_model"])
