@@ -77,7 +77,7 @@ def can_draw() -> bool:
     try:
         get_pyplot()
     except GearbxError as error:
-        warnings.warn(f"no pictures of trace and summary: {error}", GearbxWarning, stacklevel=2)
+        warnings.warn(f"no pictures are drawn: {error}", GearbxWarning, stacklevel=2)
         return False
     return True
 
@@ -155,8 +155,8 @@ def analyzed_here(settings: AnalyzeSettings, texts: Sequence[str], out: Path, dr
     tally, speed = Tally.of([gear.name for gear in ladder]), RunSpeed()
 
     def entries(number: int, prompt: tuple[list[int], int]) -> Iterator[dict[str, Any]]:
-        begun = mode.begun(texts[number], ladder)
-        responses = stream_generate(loaded.model, tokenizer, *prompt, mode=begun, gearbox=observer)
+        own = mode.for_prompt(texts[number], ladder)
+        responses = stream_generate(loaded.model, tokenizer, *prompt, mode=own, gearbox=observer)
         for index, response in enumerate(responses):
             tally.add(response)
             yield record(index, response, {"prompt": number})
@@ -166,8 +166,8 @@ def analyzed_here(settings: AnalyzeSettings, texts: Sequence[str], out: Path, dr
     mx.reset_peak_memory()
     found.record(out, prompts, entries)
     result = summary_of(loaded.name, observer, mode, tally, speed)
-    begun = len({entry["prompt"] for entry in found.records})
-    found.write(out, result | {"prompts": begun, "thresholds": list(thresholds)}, thresholds)
+    count = len({entry["prompt"] for entry in found.records})
+    found.write(out, result | {"prompts": count, "thresholds": list(thresholds)}, thresholds)
     return found
 
 
@@ -198,16 +198,16 @@ class RunThere(AnalyzedRun):
         gate = BoundedRouting(
             lambda: Monitor(self.vocab_size, routing.window),
             lambda: ThresholdGate(self.thresholds, routing.hysteresis, routing.min_gear_duration),
-            self.ladder.find(routing.begun(prompt.prompt, self.ladder).initial_gear).index,
+            self.ladder.find(routing.for_prompt(prompt.prompt, self.ladder).initial_gear).index,
         )
         tokens = asyncio.run(self.server.answer(prompt, self.model, self.settings.prompt.max_tokens))
         self.seconds += time.monotonic() - started
         for index, token in enumerate(tokens):
             entropies = self.bounds(token, f"prompt {number + 1}, token {index + 1}")
-            seen = gate.update(entropies)
-            low, high = (self.ladder[gear].name for gear in seen.gears)
-            gear = UNDECIDED if len(seen.possible) > 1 else low
-            pairs = {"entropy": entropies, "mean_entropy": seen.means, "gear": (low, high)}
+            routed = gate.update(entropies)
+            low, high = (self.ladder[gear].name for gear in routed.gears)
+            gear = UNDECIDED if len(routed.possible) > 1 else low
+            pairs = {"entropy": entropies, "mean_entropy": routed.means, "gear": (low, high)}
             entry: dict[str, Any] = {"prompt": number, "index": index, "token": token.number, "text": token.text}
             entry |= {f"{name}_{bound}": pair[i] for name, pair in pairs.items() for i, bound in enumerate(BOUNDS)}
             entry |= {"gear": gear, "shifted": before is not None and before["gear"] != gear}
@@ -255,8 +255,8 @@ def analyzed_there(settings: AnalyzeSettings, texts: Sequence[str], out: Path, d
         check_prompt(text)
     questions = [others.Question(text, not chat.ignore_chat_template, chat.system_prompt, keywords) for text in texts]
     server = others.Other(given.server, given.key, given.server_timeout)
-    model, said = asyncio.run(server.model(given.server_model))
-    size, source = size_of_vocabulary(settings, said)
+    model, reported = asyncio.run(server.model(given.server_model))
+    size, source = size_of_vocabulary(settings, reported)
     found = RunThere(
         ladder=ladder,
         draws=draws,
@@ -274,12 +274,12 @@ def analyzed_there(settings: AnalyzeSettings, texts: Sequence[str], out: Path, d
     return found
 
 
-def size_of_vocabulary(settings: AnalyzeSettings, said: int | None) -> tuple[int, str]:
+def size_of_vocabulary(settings: AnalyzeSettings, reported: int | None) -> tuple[int, str]:
     """Return the given size of the vocabulary, else the server's, else that of the thresholds, else an assumption."""
     if settings.server.vocab_size is not None:
         return settings.server.vocab_size, "--vocab-size"
-    if said is not None:
-        return said, "the server"
+    if reported is not None:
+        return reported, "the server"
     thresholds = settings.mode.thresholds
     if isinstance(thresholds, ReadThresholds) and thresholds.content.vocab_size is not None:
         return thresholds.content.vocab_size, "the thresholds"

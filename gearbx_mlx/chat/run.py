@@ -104,11 +104,11 @@ class ReadlineLines:
                 file.write(f"\n# {datetime.now()}\n+{line}\n")
         return line
 
-    def _complete(self, begun: str, number: int) -> str | None:
+    def _complete(self, prefix: str, number: int) -> str | None:
         """Return the first, second, ... completion of a word, by number; None after the last one."""
         first, space, _ = self._readline.get_line_buffer().partition(" ")
         offered: Iterable[str] = self._words.get(first, ()) if space else self._words
-        found = [f"{word} " for word in offered if word.startswith(begun) and offered is not FILES]
+        found = [f"{word} " for word in offered if word.startswith(prefix) and offered is not FILES]
         return found[number] if number < len(found) else None
 
 
@@ -230,8 +230,8 @@ def session(words: Mapping[str, Words], history: Path | None) -> "PromptSession[
             else:
                 yield from matching(rest, words.get(first, ()))
 
-    def matching(begun: str, offered: Iterable[str]) -> Iterator[Completion]:
-        return (Completion(f"{word} ", -len(begun), word) for word in offered if word.startswith(begun))
+    def matching(prefix: str, offered: Iterable[str]) -> Iterator[Completion]:
+        return (Completion(f"{word} ", -len(prefix), word) for word in offered if word.startswith(prefix))
 
     return PromptSession(
         PROMPT_SIGN,
@@ -425,7 +425,7 @@ CHAT_COMMANDS = {
     "/gear": Command("NAME|auto", "stay in one gear; auto: back to the mode", gear, lambda m: (AUTO, *m.gears)),
     "/mode": Command("NAME [FLAGS]", "change the mode, with its flags as for generate", mode, lambda m: m.modes),
     "/system": Command("[TEXT]", "change the system prompt; without text, remove it", system),
-    "/reset": Command("", "begin a new conversation (r)", reset),
+    "/reset": Command("", "start a new conversation (r)", reset),
     "/save": Command("FILE", "write it as .md or .jsonl, or the KV cache as .safetensors", save_chat, lambda m: FILES),
     "/help": Command("", "show this (h)", show_help),
     "/exit": Command("", "end the chat, as Ctrl-D does (q)", leave_chat),

@@ -115,10 +115,10 @@ class GearedChat:
             return make_prompt_cache(self._model, size)
         return [*make_prompt_cache(self._model), *make_prompt_cache(draft)]
 
-    def save_cache(self, cache: list[Any], begun: BegunConversation, path: Path) -> None:
+    def save_cache(self, cache: list[Any], conversation: BegunConversation, path: Path) -> None:
         """Write caches to a file, with their conversation. Raises GearbxError if they cannot be written."""
         own = cache[: len(make_prompt_cache(self._model))]  # without those of a draft model
-        save_cache(path, own, self._settings.model.model or str(DEMO_MODEL), self._model, begun)
+        save_cache(path, own, self._settings.model.model or str(DEMO_MODEL), self._model, conversation)
 
     def coming(self, message: str) -> NextAnswer:
         """Return mode and gears of the answer to a message, as typed."""
@@ -194,7 +194,7 @@ class PairChat:
     def new_cache(self) -> list[Any]:
         return list(pair_cache(self._pair.small, self._pair.large, self._settings.cache.max_kv_size))
 
-    def save_cache(self, cache: list[Any], begun: BegunConversation, path: Path) -> None:
+    def save_cache(self, cache: list[Any], conversation: BegunConversation, path: Path) -> None:
         raise GearbxError(f"{path}: must hold one KV cache, got a pair with two; use a name with .md or .jsonl")
 
     def coming(self, message: str) -> NextAnswer:
@@ -258,9 +258,9 @@ class Conversation:
             raise GearbxError("/system: needs a chat template, got a chat without one; omit it")
         self.system = system
 
-    def add(self, asked: str, answer: str) -> None:
+    def add(self, message: str, answer: str) -> None:
         # The template adds its own space around an answer. Two spaces would change the tokens that the cache has.
-        self.turns += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer.strip()}]
+        self.turns += [{"role": "user", "content": message}, {"role": "assistant", "content": answer.strip()}]
 
     def tokens(self, message: str) -> list[int]:
         """Return the tokens of the conversation with a new message. Without a template, every turn is a line.
@@ -281,7 +281,7 @@ class Conversation:
         messages = [*self.messages, {"role": "user", "content": message}]
         if self.templated:
             return formatted(self._settings, self._tokenizer, messages)
-        return "\n".join(said["content"] for said in messages)
+        return "\n".join(each["content"] for each in messages)
 
 
 STOPPED = "stopped"
@@ -323,8 +323,8 @@ class Session:
         """Write the KV cache with its conversation. Raises GearbxError if it cannot be written."""
         talk = self.conversation
         bits = min(self.cache.bits, default=0)
-        begun = BegunConversation(talk.before_message(), talk.templated, self.cache.tokens, bits)
-        self.model.save_cache(self.cache.cut_to_tokens(), begun, path)
+        conversation = BegunConversation(talk.before_message(), talk.templated, self.cache.tokens, bits)
+        self.model.save_cache(self.cache.cut_to_tokens(), conversation, path)
 
     def answer(self, message: str) -> None:
         """Answer a message on stdout, and show its cost in a line on stderr.

@@ -124,7 +124,7 @@ class Geared:
 
     def mode(self, typed: str, mode: Mode | None = None) -> Mode:
         """Return the mode for a prompt, as typed; `mode` replaces that of the flags."""
-        return (mode or self.loaded.decision.mode).begun(typed, self.gearbox.ladder)
+        return (mode or self.loaded.decision.mode).for_prompt(typed, self.gearbox.ladder)
 
     def why(self) -> str:
         """Return which gears, format and kernels run, and what decided about them, in one sentence."""

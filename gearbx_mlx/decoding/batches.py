@@ -35,7 +35,7 @@ from ..gears.ladder import Gear
 from ..routing.gates import BatchPolicy, Gate, Monitor, Reading, highest
 from .caches import Cache, parts
 from .mode import Mode, check_known, decode_lock, vocabulary_of
-from .response import BatchGearResponse, Step, seen_of, single_pass
+from .response import BatchGearResponse, Step, single_pass, telemetry_of
 from .sampling import Chooser, Processor, Sampler, blame_of, has_nan, reader_of, sampled_rows, sampler_beside
 
 BATCH_SIZES = ("max_tokens", "completion_batch_size", "prefill_batch_size", "prefill_step_size", "max_kv_size")
@@ -43,17 +43,17 @@ BATCH_SETTINGS = frozenset(inspect.signature(MlxBatchGenerator.__init__).paramet
 
 
 @dataclass(frozen=True)
-class SeenRow:
+class RowTelemetry:
     """One row of a pass, and the gear that its sequence requested then.
 
     Attributes:
         step: of the pass.
-        texts: number of sequences in the pass.
+        batch_size: number of sequences in the pass.
         entropies: waits for the pass and returns its entropies, bits.
     """
 
     step: Step
-    texts: int
+    batch_size: int
     entropies: Callable[[], np.ndarray]
     row: int
     requested_gear: Gear
@@ -76,7 +76,7 @@ class BatchText:
     prompt_gear: Gear
     chooser: Chooser = field(default_factory=Chooser)
     before: Gear | None = None
-    rows: deque[SeenRow] = field(default_factory=deque)
+    rows: deque[RowTelemetry] = field(default_factory=deque)
     """Rows of computed tokens that were not returned yet, since mlx-lm runs one token ahead."""
 
     def __post_init__(self) -> None:
@@ -122,16 +122,16 @@ class RowSampler:
 
     def __init__(self, gearbox: Gearbox | Observer):
         self.gearbox, self.reader = gearbox, reader_of(gearbox)
-        self.texts: Sequence[BatchText] = ()
+        self.sequences: Sequence[BatchText] = ()
         """Sequences of the rows of a pass, in order."""
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         entropies = self.reader.entropy(logprobs)
         step = single_pass(self.gearbox, self.gearbox.gear, len(logprobs))
         read = cache(lambda: np.array(entropies).reshape(-1))
-        for row, each in enumerate(self.texts):
-            each.rows.append(SeenRow(step, len(logprobs), read, row, each.requested_gear))
-        sampled = sampled_rows([each.chooser for each in self.texts], logprobs)
+        for row, each in enumerate(self.sequences):
+            each.rows.append(RowTelemetry(step, len(logprobs), read, row, each.requested_gear))
+        sampled = sampled_rows([each.chooser for each in self.sequences], logprobs)
         return mx.depends([sampled], [entropies])[0]  # so that one evaluation computes tokens and entropies
 
 
@@ -167,9 +167,9 @@ class BatchGenerator(StagedGenerator):
         self._rows = rows = RowSampler(gearbox)
         stops = [[token] for token in tokenizer.eos_token_ids]
         super().__init__(model, **{"stop_tokens": stops, **settings}, sampler=rows)
-        reading = partial(self._pass, lambda texts: texts[0].prompt_gear)  # the same gear for all of them
-        beginning = partial(self._pass, lambda texts: texts[0].first)
-        writing = partial(self._pass, lambda texts: self._policy_gear([each.requested_gear.index for each in texts]))
+        reading = partial(self._pass, lambda batch: batch[0].prompt_gear)  # the same gear for all of them
+        beginning = partial(self._pass, lambda batch: batch[0].first)
+        writing = partial(self._pass, lambda batch: self._policy_gear([each.requested_gear.index for each in batch]))
         prompts = GearedPrompts.of(model, rows, self.prefill_step_size, (reading, beginning), rows.reader.logsumexp)
         self.use(GearedTokens.of(model, rows, writing, rows.reader.logsumexp), prompts)
 
@@ -202,8 +202,8 @@ class BatchGenerator(StagedGenerator):
         lists |= {"logits_processors": logits_processors, "stop_sequences": stop_sequences}
         check_sequences(self.model, vocabulary_of(self.gearbox), segments, {**lists, "seeds": seeds, "modes": modes})
         count = len(segments)
-        begun = all_tokens or [[]] * count
-        prompts = [[*before, *(t for part in parts for t in part)] for before, parts in zip(begun, segments)]
+        read = all_tokens or [[]] * count
+        prompts = [[*before, *(t for part in parts for t in part)] for before, parts in zip(read, segments)]
         joined = [
             mode.sequence(self.gearbox, self.tokenizer, prompt)
             for mode, prompt in zip(modes or [self.mode] * count, prompts)
@@ -231,8 +231,8 @@ class BatchGenerator(StagedGenerator):
 
     def readable(self, waiting: Sequence[int], reading: Sequence[int], most: int) -> int:
         """Return how many prompts share a pass: those with the same gears, or one if padding changes states."""
-        texts = [self.sequences[uid] for uid in (*reading[:1], *waiting)]
-        gears = [(text.prompt_gear, text.first) for text in texts]
+        batch = [self.sequences[uid] for uid in (*reading[:1], *waiting)]
+        gears = [(text.prompt_gear, text.first) for text in batch]
         alike = next((place for place, gear in enumerate(gears[-len(waiting) :]) if gear != gears[0]), most)
         return min(alike, 1 - len(reading)) if self._has_states else alike
 
@@ -245,18 +245,18 @@ class BatchGenerator(StagedGenerator):
     @contextmanager
     def _pass(self, gear: Callable[[Sequence[BatchText]], Gear], uids: Sequence[int]) -> Iterator[None]:
         """Run a pass over rows of these sequences in the chosen gear."""
-        texts = [self.sequences[uid] for uid in uids]
-        if texts:
-            self.gearbox.shift(gear(texts))
-        before, self._rows.texts = self._rows.texts, texts
+        batch = [self.sequences[uid] for uid in uids]
+        if batch:
+            self.gearbox.shift(gear(batch))
+        before, self._rows.sequences = self._rows.sequences, batch
         try:
             yield
         finally:
-            self._rows.texts = before
+            self._rows.sequences = before
 
-    def _policy_gear(self, wishes: Sequence[int]) -> Gear:
+    def _policy_gear(self, requested: Sequence[int]) -> Gear:
         """Return the policy's gear. Raises GearbxError if it is not in the ladder."""
-        chosen, ladder = self.policy(wishes), self.gearbox.ladder
+        chosen, ladder = self.policy(requested), self.gearbox.ladder
         if not is_whole_number(chosen, 0) or chosen >= len(ladder):
             raise GearbxError(
                 f"batch policy: must return 0 to {len(ladder) - 1}, got {chosen!r}; use one of these gears"
@@ -269,12 +269,12 @@ class BatchGenerator(StagedGenerator):
         failed: set[int] = set()
         for token in tokens:
             each = self.sequences[token.uid]
-            seen = each.rows.popleft()
-            reading = each.monitor.update(seen.entropy)
+            row = each.rows.popleft()
+            reading = each.monitor.update(row.entropy)
             each.requested_gear = self.gearbox.ladder[each.gate.update(reading)]
             forecasts.append(each.gate.peek(reading.forecast))
-            responses.append(self._response(token, each, seen, reading))
-            each.before = seen.step.gear
+            responses.append(self._response(token, each, row, reading))
+            each.before = row.step.gear
             if responses[-1].error is not None:
                 failed.add(token.uid)
             if token.finish_reason is not None:
@@ -285,16 +285,16 @@ class BatchGenerator(StagedGenerator):
         return responses
 
     def _response(
-        self, token: GenerationBatch.Response, each: BatchText, seen: SeenRow, reading: Reading
+        self, token: GenerationBatch.Response, each: BatchText, row: RowTelemetry, reading: Reading
     ) -> BatchGearResponse:
-        step, batch_size, error = seen.step, seen.texts, None
-        if has_nan(token.logprobs, seen.entropy):
+        step, batch_size, error = row.step, row.batch_size, None
+        if has_nan(token.logprobs, row.entropy):
             error = each.chooser.error or blame_of(self.gearbox)(step.gear)
-        shown = seen_of(step, seen.entropy, reading.mean, each.before)
+        shown = telemetry_of(step, row.entropy, reading.mean, each.before)
         shown |= {
             "weight_bytes": step.weight_bytes // batch_size,
             "batch_size": batch_size,
-            "requested_gear": seen.requested_gear.name,
+            "requested_gear": row.requested_gear.name,
         }
         return BatchGearResponse(**vars(token), **shown, error=error)
 

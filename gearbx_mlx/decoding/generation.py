@@ -26,7 +26,7 @@ from ..routing.gates import Monitor, Reading
 from .governor import Governor, MemoryGuard
 from .loop import UNLIMITED, DecodePlan, DecodeState, decode
 from .mode import encoded
-from .response import GearResponse, GeneratedText, GeneratedToken, seen_of
+from .response import GearResponse, GeneratedText, GeneratedToken, telemetry_of
 from .sampling import Chooser, Processor, Sampler, has_nan
 
 PREFILL_STEP_SIZE = 2048  # tokens of a prompt per forward pass, as in mlx-lm
@@ -152,7 +152,7 @@ class Telemetry:
         if has_nan(token.logprobs, token.entropy):
             raise self._blame(gear)
         reading = self._monitor.update(token.entropy)
-        shown = vars(response) | seen_of(token.step, token.entropy, reading.mean, self._before, token.near_tie)
+        shown = vars(response) | telemetry_of(token.step, token.entropy, reading.mean, self._before, token.near_tie)
         self._before = gear
         return GearResponse(**shown, decision=decision), reading
 

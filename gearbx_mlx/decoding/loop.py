@@ -252,14 +252,14 @@ def accept(
     context = text.array() if chooser.processors else None
     rows = choose_rows(chooser, plan.reader, plan.agreement, logits, context, proposal.array())
     queued = [each for each in (proposal.tokens, proposal.margins) if isinstance(each, mx.array)]
-    tokens, seen, read = rows.read(plan.agreement, *queued)
+    tokens, choices, read = rows.read(plan.agreement, *queued)
     accepted = in_common(tokens, [*proposal.tokens] if proposal.is_known else read.pop(0))
-    rounding = rounding_of(seen[:, Choice.MAGNITUDE].max(), logits.dtype)
+    rounding = rounding_of(choices[:, Choice.MAGNITUDE].max(), logits.dtype)
     with np.errstate(invalid="ignore"):  # Telemetry refuses logits that are not finite
-        near = (seen[:, Choice.BEST] - seen[:, Choice.NEXT] <= rounding) & (found.count > 1)
+        near = (choices[:, Choice.BEST] - choices[:, Choice.NEXT] <= rounding) & (found.count > 1)
     generated = list[GeneratedToken]()
     for place, step in enumerate(found.steps(proposal, accepted, **kv_read(state.kv_gears))):
-        token, bits = int(tokens[place]), float(seen[place, Choice.ENTROPY])
+        token, bits = int(tokens[place]), float(choices[place, Choice.ENTROPY])
         generated.append(GeneratedToken(token, rows.logprobs[place], bits, step, bool(near[place])))
         text.add(token)
         if not text.goes_on:
@@ -336,13 +336,13 @@ def plain(plan: DecodePlan, state: DecodeState) -> Iterator[GeneratedToken]:
             known = coming.context
             context = None if known is None else mx.concatenate([known, coming.id.astype(known.dtype)])
             ahead = queue(plan, state, coming.id, context)
-        tokens, seen, _ = coming.rows.read(ALONE)
+        tokens, choices, _ = coming.rows.read(ALONE)
         text.add(int(tokens[0]))
         state.found, state.is_last_read = None, ahead is not None
         for drafter in state.drafters:
             drafter.settle(text, coming.found)
         state.time_plain(plan)
-        yield GeneratedToken(text.last, coming.rows.logprobs[0], float(seen[0, Choice.ENTROPY]), coming.step)
+        yield GeneratedToken(text.last, coming.rows.logprobs[0], float(choices[0, Choice.ENTROPY]), coming.step)
         coming = ahead if text.goes_on else None
 
 
@@ -364,9 +364,9 @@ def queue(plan: DecodePlan, state: DecodeState, last: mx.array, context: mx.arra
         except BaseException:  # an interrupt, or an error of a sampler or logits processor
             found.keep(0)
             raise
-        rows = replace(rows, seen=plan.agreement.arrays(rows.seen)[0])
-        token = rows.sampled[0] if rows.sampled else rows.seen[:, Choice.TOKEN].astype(mx.uint32)
-        mx.async_eval(token, rows.seen, rows.logprobs)  # evaluated later, they slow the next passes by a tenth
+        rows = replace(rows, choices=plan.agreement.arrays(rows.choices)[0])
+        token = rows.sampled[0] if rows.sampled else rows.choices[:, Choice.TOKEN].astype(mx.uint32)
+        mx.async_eval(token, rows.choices, rows.logprobs)  # evaluated later, they slow the next passes by a tenth
     (step,) = found.steps(NO_TOKENS, 0, **kv_read(state.kv_gears))
     return Queued(found, rows, token, step, context)
 

@@ -115,7 +115,7 @@ class Mode:
         """Return the mode with all settings that depend on a first prompt (text or tokens)."""
         return self
 
-    def begun(self, typed: str, ladder: Ladder) -> "Mode":
+    def for_prompt(self, typed: str, ladder: Ladder) -> "Mode":
         """Return the mode for a prompt as the user typed it, before a chat template adds words."""
         return self
 

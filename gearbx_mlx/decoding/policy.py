@@ -250,10 +250,10 @@ class LearnedPolicy:
         self.trials.add(True, accepted + 1, unit if is_timed else None)
         self._tokens.add(accepted + 1)
         self._units.add(cost)
-        seen = [True] * accepted + [False] * (accepted < drafted)  # tokens after a rejected one carry no information
-        for is_right in seen:
+        outcomes = [True] * accepted + [False] * (accepted < drafted)  # later tokens carry no information
+        for is_right in outcomes:
             self._acceptance.add(is_right)
-        for margin, is_right in zip(margins, seen):
+        for margin, is_right in zip(margins, outcomes):
             surprise = self._right(margin) - is_right
             self._error = within(self._error * math.exp(ERROR_RATE * surprise), maximum=MAX_ERROR)
         if is_timed:
@@ -278,10 +278,10 @@ class LearnedPolicy:
     def _right(self, margin: float) -> float:  # a(m)
         return 0.5 * math.erfc(-margin / (self._error * math.sqrt(2)))
 
-    def _saved(self, probabilities: Iterable[float], slope: float, begun: int = 0) -> list[float]:
-        """Return the savings of 1, 2, ... tokens after `begun` ones, from their cumulative acceptance rates."""
-        spent, tokens = self.cost(begun, slope), itertools.accumulate(probabilities)
-        return [self._token * more - self.cost(begun + n, slope) + spent for n, more in enumerate(tokens, 1)]
+    def _saved(self, probabilities: Iterable[float], slope: float, proposed: int = 0) -> list[float]:
+        """Return the savings of 1, 2, ... tokens after `proposed` ones, from their cumulative acceptance rates."""
+        spent, tokens = self.cost(proposed, slope), itertools.accumulate(probabilities)
+        return [self._token * more - self.cost(proposed + n, slope) + spent for n, more in enumerate(tokens, 1)]
 
 
 class FixedPolicy(LearnedPolicy):

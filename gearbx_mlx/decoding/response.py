@@ -68,7 +68,7 @@ class Step:
 
     Attributes:
         gear: that computed it; for an accepted draft token, the gear that drafted it.
-        passes, weight_bytes, drafted, lookup_drafted, source, caught_up, kv_bytes, kv_caches: as in `Seen`, per step.
+        passes, weight_bytes, drafted, lookup_drafted, source, caught_up, kv_bytes, kv_caches: see TokenTelemetry.
     """
 
     gear: Gear
@@ -108,7 +108,7 @@ def single_pass(gearbox: Gearbox | Observer, gear: Gear, rows: int = 1) -> Step:
 
 
 @dataclass
-class Seen:
+class TokenTelemetry:
     """Telemetry of a token.
 
     Attributes:
@@ -153,12 +153,12 @@ class Seen:
 
 
 @dataclass
-class GearResponse(Seen, GenerationResponse):
+class GearResponse(TokenTelemetry, GenerationResponse):
     """mlx-lm's response with telemetry."""
 
 
 @dataclass
-class BatchGearResponse(Seen, GenerationBatch.Response):
+class BatchGearResponse(TokenTelemetry, GenerationBatch.Response):
     """mlx-lm's response for a sequence of a batch, with telemetry.
 
     Attributes:
@@ -173,8 +173,10 @@ class BatchGearResponse(Seen, GenerationBatch.Response):
 OF_STEP = ("passes", "weight_bytes", "drafted", "lookup_drafted", "source", "caught_up", "kv_bytes", "kv_caches")
 
 
-def seen_of(step: Step, entropy: float, mean: float, before: Gear | None, near_tie: bool = False) -> dict[str, Any]:
-    """Return the fields of `Seen` that follow from a step, and `from_draft`, by name.
+def telemetry_of(
+    step: Step, entropy: float, mean: float, before: Gear | None, near_tie: bool = False
+) -> dict[str, Any]:
+    """Return the fields of `TokenTelemetry` that follow from a step, and `from_draft`, by name.
 
     Args:
         entropy: of this token, bits.

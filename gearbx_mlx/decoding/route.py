@@ -147,7 +147,7 @@ class Route(RouteSettings, InEngagedGear):
             return replace(self, thresholds=auto_thresholds(gearbox, tokenizer, prompt).thresholds)
         return replace(self, thresholds=self.bits(gearbox))
 
-    def begun(self, typed: str, ladder: Ladder) -> "Route":
+    def for_prompt(self, typed: str, ladder: Ladder) -> "Route":
         if self.initial_gear != AUTO:
             return self
         return replace(self, initial_gear=ladder[first_gear(typed, len(ladder))].name)

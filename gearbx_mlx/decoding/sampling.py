@@ -328,24 +328,24 @@ class ChosenRows:
 
     Attributes:
         logprobs: (K, V), of the sampled distributions.
-        seen: float32 (K, 5), in the columns of `Choice`. The token of greedy decoding is one of them.
+        choices: float32 (K, 5), in the columns of `Choice`. The token of greedy decoding is one of them.
         sampled: the tokens (K,) and the largest magnitude of the logits (1,); empty for greedy decoding.
         states: MLX's random state after each token.
     """
 
     logprobs: mx.array
-    seen: mx.array
+    choices: mx.array
     sampled: tuple[mx.array, ...] = ()
     states: Sequence[mx.array] = ()
 
     def read(self, agreement: Agreement, *arrays: mx.array) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-        """Wait for the device once; return token ids (K,), `seen`, and the other arrays, of 32-bit numbers."""
-        seen, *others = read_together(agreement, self.seen, *self.sampled, *arrays)
+        """Wait for the device once; return token ids (K,), `choices`, and the other arrays, of 32-bit numbers."""
+        choices, *others = read_together(agreement, self.choices, *self.sampled, *arrays)
         if not self.sampled:
-            return seen[:, Choice.TOKEN].astype(int), seen, others
+            return choices[:, Choice.TOKEN].astype(int), choices, others
         tokens, magnitude, *others = others
-        seen[:, Choice.MAGNITUDE] = magnitude
-        return tokens, seen, others
+        choices[:, Choice.MAGNITUDE] = magnitude
+        return tokens, choices, others
 
 
 def choose_rows(

@@ -38,11 +38,11 @@ from .learned import measured_seconds
 from .mode import Mode, check_known, decode_lock, encoded, making, vocabulary_of
 from .modes import check_draft_model, mode_class
 from .pair import Pair, bytes_read
-from .response import BatchGearResponse, GearResponse, Seen
+from .response import BatchGearResponse, GearResponse, TokenTelemetry
 from .sampling import Sampler, sampler_beside
 
 NO_LOGPROBS = mx.zeros(0)
-SHARED = {item.name for item in fields(Seen)} | {"token", "finish_reason", "from_draft"}
+SHARED = {item.name for item in fields(TokenTelemetry)} | {"token", "finish_reason", "from_draft"}
 
 
 def stream_generate(
@@ -269,26 +269,26 @@ def batch_generate(
         raise GearbxError("prompts: must not be empty; pass one prompt or more")
     tokens = [np.array(encoded(tokenizer, prompt), int).reshape(-1).tolist() for prompt in prompts]
     most = list(max_tokens) if isinstance(max_tokens, Sequence) else [max_tokens] * len(tokens)
-    own = {"samplers": samplers, "logits_processors": per_text(logits_processors, len(tokens)), "seeds": seeds}
+    own = {"samplers": samplers, "logits_processors": per_sequence(logits_processors, len(tokens)), "seeds": seeds}
     generator = batch_generator(model, tokenizer, **kwargs)
     try:
         uids = generator.insert(tokens, most, prompt_caches, **own)
-        texts = {uid: WrittenText(tokenizer, prompt) for uid, prompt in zip(uids, tokens)}
-        stats = write(generator, texts, return_logprobs, verbose)
+        sequences = {uid: BatchSequence(tokenizer, prompt) for uid, prompt in zip(uids, tokens)}
+        stats = write(generator, sequences, return_logprobs, verbose)
     finally:
         generator.close()
-    written = [texts[uid] for uid in uids]
+    ordered = [sequences[uid] for uid in uids]
     return GearedBatchResponse(
-        [text.text for text in written],
+        [text.text for text in ordered],
         stats,
-        [text.cache for text in written] if return_prompt_caches else None,
-        [text.tokens for text in written] if return_token_ids else None,
-        [text.logprobs for text in written] if return_logprobs else None,
-        [text.trace for text in written],
+        [text.cache for text in ordered] if return_prompt_caches else None,
+        [text.tokens for text in ordered] if return_token_ids else None,
+        [text.logprobs for text in ordered] if return_logprobs else None,
+        [text.trace for text in ordered],
     )
 
 
-class WrittenText:
+class BatchSequence:
     """One sequence of a batch during generation: its tokens and their responses."""
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int]):
@@ -331,16 +331,16 @@ def as_single(response: BatchGearResponse, text: str, prompt_tokens: int, genera
     )
 
 
-def write(generator: Any, texts: Mapping[int, WrittenText], with_logprobs: bool, verbose: bool) -> BatchStats:
+def write(generator: Any, sequences: Mapping[int, BatchSequence], with_logprobs: bool, verbose: bool) -> BatchStats:
     """Run until all sequences have ended. `verbose` prints the progress, and mlx-lm's statistics at the end."""
     ended = 0
     with generator.stats() as stats:
-        while ended < len(texts):
+        while ended < len(sequences):
             for response in generator.next_generated():
-                texts[response.uid].add(response, with_logprobs)
+                sequences[response.uid].add(response, with_logprobs)
                 ended += response.finish_reason is not None
             if verbose:
-                print(f"{ended} of {len(texts)} sequences finished", end="\r", flush=True)
+                print(f"{ended} of {len(sequences)} sequences finished", end="\r", flush=True)
     if verbose:
         print(f"\nPrompts: {stats.prompt_tokens} tokens, {stats.prompt_tps:.1f} per second")
         print(f"Outputs: {stats.generation_tokens} tokens, {stats.generation_tps:.1f} per second")
@@ -348,12 +348,12 @@ def write(generator: Any, texts: Mapping[int, WrittenText], with_logprobs: bool,
     return stats
 
 
-def per_text(processors: Sequence[Any] | None, texts: int) -> Sequence[Any] | None:
+def per_sequence(processors: Sequence[Any] | None, sequences: int) -> Sequence[Any] | None:
     """Return a list of logits processors per sequence, from one for all sequences or from one per sequence."""
     if not processors:
         return None
     if all(callable(each) for each in processors):
-        return [list(processors)] * texts
+        return [list(processors)] * sequences
     return [[each] if callable(each) else each for each in processors]
 
 

@@ -410,14 +410,14 @@ DEFAULT_POLICY = "highest"
 QUANTILE = "quantile:"
 
 
-def highest(wishes: Sequence[int]) -> int:
+def highest(requested: Sequence[int]) -> int:
     """Return the highest requested gear: no sequence gets a lower one than it requested."""
-    return max(wishes)
+    return max(requested)
 
 
-def most(wishes: Sequence[int]) -> int:
+def most(requested: Sequence[int]) -> int:
     """Return the most requested gear; the highest of several."""
-    counts = Counter(wishes)
+    counts = Counter(requested)
     return max(counts, key=lambda gear: (counts[gear], gear))
 
 
@@ -425,8 +425,8 @@ def quantile(share: float) -> BatchPolicy:
     """Return a policy for the lowest gear that is enough for this share of the sequences: 1 is `highest`, 0 the
     lowest."""
 
-    def policy(wishes: Sequence[int]) -> int:
-        return sorted(wishes)[max(0, math.ceil(share * len(wishes) - 1e-9) - 1)]
+    def policy(requested: Sequence[int]) -> int:
+        return sorted(requested)[max(0, math.ceil(share * len(requested) - 1e-9) - 1)]
 
     return policy
 

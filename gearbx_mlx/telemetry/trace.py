@@ -195,7 +195,7 @@ def get_pyplot() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise GearbxError("pictures need matplotlib; install it with: pip install matplotlib") from error
+        raise GearbxError("matplotlib: is not installed; use pip install matplotlib") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

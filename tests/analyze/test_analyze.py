@@ -192,7 +192,7 @@ def test_trace_and_summary_are_written_and_a_line_says_what_pictures_need(comman
     out = tmp_path / "report"
     done = command("analyze", "--prompts", tmp_path / "prompts.txt", "--out", out, "-m", 4)
     assert done.status == 0, done.err
-    assert "written without pictures: pictures need matplotlib; install it with: pip install matplotlib\n" in done.err
+    assert "no pictures are drawn: matplotlib: is not installed; use pip install matplotlib\n" in done.err
     assert done.out.split() == [str(out / "trace.jsonl"), str(out / "summary.json")]
     assert {path.name for path in out.iterdir()} == {"trace.jsonl", "summary.json"}
     assert json.loads((out / "summary.json").read_text())["tokens"] == 4

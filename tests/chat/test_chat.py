@@ -256,7 +256,9 @@ class TestCommands:
     def test_a_model_that_is_only_observed_has_no_other_mode(self, line):
         with (
             chat(mode="telemetry-only") as session,
-            pytest.raises(GearbxError, match="no layer of this model changes gear, as requested by mode telemetry-only"),
+            pytest.raises(
+                GearbxError, match="no layer of this model changes gear, as requested by mode telemetry-only"
+            ),
         ):
             obey(session, line)
 
