@@ -189,7 +189,7 @@ def test_analyze_writes_trace_summary_and_pictures(command, tmp_path):
         ({"temperature": 1}, "no setting 'temperature'"),
         ({"num_prompts": 0}, "--num-prompts is 0; give 1 or more"),
         ({"shares": "nan,1"}, "shares: must be parts of 1"),
-        ({"shares": "0.5,0.5"}, "give 3 parts"),
+        ({"shares": "0.5,0.5"}, "--shares: must be 3 parts, got 0.5,0.5"),
         ({"method": "median"}, "no setting 'method'"),
         ({"out": ""}, "--out is empty"),
     ],

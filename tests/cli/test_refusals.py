@@ -60,7 +60,7 @@ REFUSED = [
     ("generate --model folder/none.gguf", "folder/none.gguf: no such file"),
     ("analyze --prompts p.txt --num-prompts 0", "--num-prompts is 0"),
     ("analyze --kernels fast", "--kernels is fast; choose from auto, native, mlx"),
-    ("analyze --server http://127.0.0.1:9/v1 --kernels mlx", "--kernels is for a model that is loaded here"),
+    ("analyze --server http://127.0.0.1:9/v1 --kernels mlx", "--kernels: is for a local model, got --server"),
     # gears, thresholds, modes
     *((f"{name} --gears 16,8,4", "ascend") for name in ("generate", "calibrate", "benchmark decode")),
     *((f"{name} --gears 4,7", "not supported") for name in ("generate", "calibrate")),
@@ -145,14 +145,14 @@ REFUSED = [
     ("sensitivity --sequence-length 4096", "made for 512"),
     ("sensitivity --data nowhere.txt", "nowhere.txt"),
     ("sensitivity --format exact", "--format exact: … --format planes or affine"),
-    ("evaluate --data DATA --out unmade --gears 16", "--gears 16 … two or more"),
+    ("evaluate --data DATA --out unmade --gears 16", "--gears: must have two gears to compare, got 16"),
     ("evaluate --data DATA --out unmade --context 1000000", "--context … 1000000"),
     ("evaluate --data DATA --out unmade --context 1", "--context is 1; give 2 or more"),
     ("evaluate --data DATA --out unmade --tokens 0", "--tokens is 0; give 1 or more"),
     ("evaluate --data DATA --out unmade --thresholds 1", "thresholds"),
     ("evaluate --data DATA --out unmade --kv-gears 8,4", "--kv-gears is 8,4 … ascending"),
     ("evaluate --data DATA --out unmade --kv-gears 2,16", "--kv-gears is 2,16"),
-    ("evaluate --data DATA --out unmade --kv-gears 16", "--kv-gears is 16 … add a lower gear"),
+    ("evaluate --data DATA --out unmade --kv-gears 16", "--kv-gears: needs a gear below 16, got 16"),
     ("benchmark decode --shape wide", "not WIDTHxLAYERS"),
     ("benchmark decode --shape 100x2", "multiple of 256"),
     ("benchmark decode --context=-1", "--context is -1; give 0 or more"),
@@ -191,9 +191,9 @@ REFUSED = [
     *(
         (f"analyze --prompts DATA --out unmade --server http://127.0.0.1:9/v1 {flags}", words)
         for flags, words in (
-            ("--model x", "--model is for a model that is loaded here"),
-            ("--dtype float32", "--dtype is for a model that is loaded here"),
-            ("--max-tokens=-1", "--max-tokens is -1"),
+            ("--model x", "--model: is for a local model, got --server"),
+            ("--dtype float32", "--dtype: is for a local model, got --server"),
+            ("--max-tokens=-1", "--max-tokens: must be 1 or more with --server"),
             ("--ignore-chat-template --system-prompt x", "--system-prompt goes into the chat template"),
             ("--server-timeout nan", "--server-timeout is nan"),
             ("--vocab-size 1", "--vocab-size is 1"),
