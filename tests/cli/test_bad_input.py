@@ -133,12 +133,12 @@ def test_a_checkpoint_that_lacks_weights(command, copied):
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        ({"vocab_size": 32000}, "vocabulary of 32000, this model has 4096"),
+        ({"vocab_size": 32000}, "vocabulary of 32000, got a model with 4096"),
         ({"schema": "something else"}, "schema"),
         ({"version": 99}, "has version 99, and this gearbx-mlx reads 1"),
         ({"thresholds": [2.0, 1.0]}, "ascend"),
         ({"thresholds": [1.0]}, "need 2 thresholds"),
-        ({"thresholds": [-1.0, 2.0]}, "-1 bits"),
+        ({"thresholds": [-1.0, 2.0]}, "0 bits or more, got -1"),
         ({"thresholds": [1.0, float("nan")]}, "finite"),
         ({"thresholds": [10**400, 2.0]}, "finite"),
         ({"thresholds": "1,2"}, 'thresholds is "1,2", not a list'),
