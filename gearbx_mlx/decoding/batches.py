@@ -1,8 +1,8 @@
 """mlx-lm's continuous batching in gears: all sequences of a step share the weights, and therefore the gear.
 
-The prompt of a new sequence and its first token are computed in its own gears, so its KV cache does not depend on other
-sequences. Prompts with the same gears share a pass. Models with recurrent layers prefill one prompt at a time, since
-some of mlx-lm's classes include the padding of shorter prompts in their state.
+The prompt of a new sequence and its first token are computed in its own gears. Its KV cache thus does not depend on
+other sequences. Prompts with the same gears share a pass. Models with recurrent layers prefill one prompt at a time,
+since some of mlx-lm's classes include the padding of shorter prompts in their state.
 
 Afterwards a policy chooses the gear of each step from all requested gears. mlx-lm runs one token ahead, so a request
 affects the second token after it.

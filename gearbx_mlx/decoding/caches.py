@@ -105,7 +105,7 @@ class PartState:
 
     @functools.cached_property
     def is_numbers(self) -> bool:
-        """True if no attribute needs a copy, as in a cache that appends; computed for every layer and token."""
+        """Absence of attributes that need a copy, as in a cache that appends; computed for every layer and token."""
         return all(isinstance(value, int) for value in self.attributes.values())
 
     def restore(self) -> None:

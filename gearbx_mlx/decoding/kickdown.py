@@ -29,8 +29,8 @@ from .rows import Tokens, Verification, Verifier
 from .sampling import LogitsReader, blame_of, reader_of
 
 RecomputeRule = Callable[[float, int, int], bool]
-"""From a token's entropy (bits), the number of tokens decoded before it, and the gear's number (from 0) to whether a
-higher gear computes the token again."""
+"""Function of a token's entropy (bits), the number of tokens decoded before it, and the gear's number (from 0). It
+returns whether a higher gear computes the token again."""
 
 
 class Climbing(Verification):

@@ -41,7 +41,7 @@ class GeneratedText:
 
     @property
     def goes_on(self) -> bool:
-        """True until an end-of-sequence token or the last token that has room."""
+        """Continuation: False after an end-of-sequence token, or without room."""
         generated = len(self.tokens) > self.prompt
         return self.room > 0 and not (generated and self.last in self.ends)
 

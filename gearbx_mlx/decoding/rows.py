@@ -8,9 +8,9 @@ Verification accepts the first few proposed tokens. The cache then has to be the
   latest tokens. mlx-lm's mask for several tokens slides over the sinks too, and a few models ask for a window that is
   wider than their cache.
 - A recurrent layer has only the state after the last token. The state after an earlier one is computed again, from the
-  state before the pass and the outputs of the linear layers. A linear layer treats tokens independently, so a pass over
-  K tokens contains the outputs of a pass over the first n of them, computed together or one after the other. This
-  reads no weights of linear layers.
+  state before the pass and the outputs of the linear layers. A linear layer treats tokens independently. The outputs of
+  a pass over K tokens thus contain those of a pass over the first n, computed together or one after the other. No
+  weights of linear layers are read.
 """
 
 import contextlib
@@ -72,7 +72,7 @@ class Proposal:
 
     @property
     def is_known(self) -> bool:
-        """True if the tokens are known, and False if a device may still compute them."""
+        """Readiness of the tokens: False while a device may still compute them."""
         return not isinstance(self.tokens, mx.array)
 
 

@@ -1,4 +1,4 @@
-"""From logits to a token: entropy, near-ties, samplers, NaN.
+"""Sampling: from logits to a token, with entropy, near-ties and checks for NaN.
 
 Entropy is the rev counter of GEARBX 3.1. Near-ties are tokens that rounding may have decided, since a pass over several
 positions sums in a different order from a pass over one. A sequence may have its own random numbers, independent of
@@ -35,9 +35,9 @@ from ..ranks.agreement import Agreement
 
 Entropy = Callable[[mx.array], mx.array]
 Sampler = Callable[[mx.array], mx.array]
-"""From log-probabilities (B, V) to tokens (B,)."""
+"""Function from log-probabilities (B, V) to tokens (B,)."""
 Processor = Callable[[mx.array, mx.array], mx.array]
-"""mlx-lm's logits processor: from the tokens so far (n,) and logits (1, V) to logits."""
+"""mlx-lm's logits processor: function from the tokens so far (n,) and logits (1, V) to logits."""
 
 NOISE = 4  # units in the last place of the largest logit: two logits closer than that are a near-tie
 
@@ -168,7 +168,7 @@ class GumbelSampler:
     xtc_threshold: float = 0.1
     xtc_special_tokens: Sequence[int] | None = None
     native: bool = field(default=True, kw_only=True)
-    """Whether native kernels may sample one token of one sequence; the result differs only by rounding and ties."""
+    """Use of native kernels for one token of one sequence; the result differs only by rounding and ties."""
 
     def __post_init__(self) -> None:
         bounds = {
@@ -207,7 +207,7 @@ class GumbelSampler:
 
     @property
     def is_native(self) -> bool:
-        """True if a native kernel may sample for it."""
+        """Support by a native kernel."""
         return self.native and self.xtc_probability == 0 and self.min_tokens_to_keep == 1
 
     @functools.cached_property
@@ -272,17 +272,17 @@ class Chooser:
 
     @property
     def draws(self) -> bool:
-        """True if MLX's random state changes with each token, or a processor may change it."""
+        """Possible change of MLX's random state, by the sampler or by a processor."""
         return not self.greedy or bool(self.processors)
 
     @property
     def tells_margins(self) -> bool:
-        """True if the margin of a drafted token is known (`drafted`)."""
+        """Support of margins of drafted tokens (`drafted`)."""
         return self.greedy or isinstance(self.sampler, GumbelSampler)
 
     @property
     def has_kernel(self) -> bool:
-        """True if native kernels may choose the tokens."""
+        """Support of the sampler and the processors by native kernels."""
         ours = isinstance(self.sampler, GumbelSampler) and self.sampler.is_native
         return not self.processors and (self.greedy or ours)
 

@@ -271,7 +271,7 @@ class Controller:
 
     @property
     def due(self) -> bool:
-        """Whether a decision follows the next token."""
+        """Need of a decision after the next token."""
         return (self.tokens + 1) % DECIDE_EVERY == 0
 
     def token(self, seconds: float | None, passes: Sequence[float], share: float = 1.0) -> CapDecision | None:

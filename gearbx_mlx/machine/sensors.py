@@ -111,8 +111,9 @@ class LinuxThermal:
     """The worst thermal zone of Linux (Documentation/driver-api/thermal/sysfs-api.rst).
 
     A zone has a temperature and trip points. At a passive or hot point the kernel slows the processor, at a critical
-    point it turns the machine off. "Serious" starts at the lowest passive or hot point (without one, 10 degrees below
-    critical), "fair" 10 degrees below that, "critical" 5 degrees below the critical point.
+    point it turns the machine off. The state "serious" starts at the lowest passive or hot point, or without one 10
+    degrees below the critical point. The state "fair" starts 10 degrees lower, "critical" 5 degrees below the critical
+    point.
 
     Args:
         zones: the directory of the zones.

@@ -403,7 +403,7 @@ def first_gear(prompt: str, gears: int) -> int:
 
 
 BatchPolicy = Callable[[Sequence[int]], int]
-"""From the requested gears of one or more sequences to the gear of a step. Gear 0 is the lowest precision."""
+"""Function from the requested gears of sequences to the gear of a step. Gear 0 is the lowest precision."""
 
 
 DEFAULT_POLICY = "highest"

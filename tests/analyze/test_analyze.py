@@ -102,7 +102,11 @@ LATE = "no token for 1 s; give it more time with --server-timeout"
 @pytest.mark.parametrize(
     ("reply", "words", "came"),
     [
-        (lambda: chat_answer(PAIR, [-0.1, -0.1]), "prompt 2, token 2: probabilities: must sum to at most 1, got 1.81", 2),
+        (
+            lambda: chat_answer(PAIR, [-0.1, -0.1]),
+            "prompt 2, token 2: probabilities: must sum to at most 1, got 1.81",
+            2,
+        ),
         (lambda: chat_answer(PAIR, PAIR, [0.7, -1.0]), "token 3: log-probabilities: must be 0 or less, got 0.7", 3),
         (lambda: chat_answer(PAIR, [math.nan, -1.0]), "token 2: log-probabilities: must be 0 or less, got nan", 2),
         (lambda: chat_answer(PAIR, [-7.1] * 20), "token 2: probabilities: 44 unlisted tokens of at most ", 2),

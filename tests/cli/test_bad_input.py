@@ -99,7 +99,9 @@ def test_a_token_of_a_text_that_the_model_does_not_know(command, copied, tmp_pat
     text.write_text("Once upon a time there was a small house on a hill, and a dog lived in it.")
     result = command(*flags, "--data", text, "--model", copied, "--out", tmp_path / "out")
     assert result.status == 2
-    assert result.err.splitlines()[-1] == f"error: {text}: tokens must be 0 to 4095, got 4096; use this model's tokenizer"
+    assert (
+        result.err.splitlines()[-1] == f"error: {text}: tokens must be 0 to 4095, got 4096; use this model's tokenizer"
+    )
 
 
 def test_a_class_of_mlx_lm_that_ends_the_process(command, copied, tmp_path, monkeypatch):

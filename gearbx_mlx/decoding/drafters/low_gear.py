@@ -40,7 +40,7 @@ from ..sampling import Chooser, GumbelSampler, LogitsReader
 from . import Drafter, DraftTarget, of_draft, queued, rewound
 
 Following = Callable[[int, int], tuple[int, float]]
-"""From a token and its position in a draft (from 0) to the next token and its margin."""
+"""Function from a token and its position in a draft (from 0) to the next token and its margin."""
 
 HEAD = "lm_head"
 RESCORE_TOP_K = 4  # larger values hardly change a token
