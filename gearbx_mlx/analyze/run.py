@@ -1,6 +1,6 @@
 """Analysis of the gears that prompts would use, for a local model without shifts, or one behind a server.
 
-A server lists a few log-probabilities of each token, which bound its entropy.
+A server lists a few log-probabilities of each token; they bound its entropy.
 """
 
 import asyncio

@@ -49,7 +49,7 @@ class CalibrationSettings(Settings):
 
 @dataclass(frozen=True)
 class GateSettings(Settings):
-    """Settings of the gate of mode route, which the file contains besides the thresholds."""
+    """Settings of the gate of mode route, saved beside the thresholds."""
 
     title: ClassVar[str] = "gate"
 

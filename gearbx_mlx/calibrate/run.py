@@ -117,7 +117,7 @@ def recorded(journal: Journal, prompts: Prompts, record: Callable[..., Sequence[
 
 
 def climbed_entropies(gearbox: Gearbox, tokenizer: Any, tokens: list[int], length: int) -> list[tuple[float, ...]]:
-    """Return the entropies in bits of every generated token, in every gear but the top one, which generates it."""
+    """Return the entropies in bits of every generated token, in every gear but the top one."""
     found = list[tuple[float, ...]]()
 
     def climb(entropy: float, position: int, gear: int) -> bool:

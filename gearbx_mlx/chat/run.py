@@ -141,7 +141,7 @@ Lines = PlainLines | EditedLines | ReadlineLines
 
 
 def lines_of(words: Mapping[str, Words], history: bool) -> Lines:
-    """Return the lines of standard input, which is open.
+    """Return the lines of an open standard input.
 
     words: Tab's completions of a line's first word, and of later words. history: whether to keep lines in a file.
     """
@@ -174,7 +174,7 @@ def as_it_was() -> Iterator[None]:
 def ended_by_signals(session: "PromptSession[str]") -> Iterator[Callable[[], None]]:
     """Let a signal that ends the run first end the typed line; the signal's own handler runs after that.
 
-    The handler's exception could remove a task's step from asyncio's loop, which would then wait forever.
+    The handler's exception could remove a task's step from asyncio's loop, so that it waits forever.
 
     Yields:
         a function to call once the line can be typed, for an earlier signal.
@@ -245,7 +245,7 @@ def session(words: Mapping[str, Words], history: Path | None) -> "PromptSession[
 
 
 def history_file() -> Path | None:
-    """Return the user's history file, which no other user can read; None if there cannot be one."""
+    """Return the user's private history file; None if there cannot be one."""
     try:
         path = chat_history()
     except RuntimeError:
@@ -265,7 +265,7 @@ def history_file() -> Path | None:
 
 
 def run(settings: ChatSettings) -> int:
-    if sys.stdin is None:  # checked before the model is loaded, which takes long
+    if sys.stdin is None:  # checked early, since loading the model takes long
         raise GearbxError("standard input: must be open, got a closed one; use a terminal, or a pipe")
     if settings.sampling.seed is not None:
         mx.random.seed(settings.sampling.seed)

@@ -357,7 +357,7 @@ class Session:
                 self.cache.note(unread[:-1], answer.whole, coming.reads)
             else:
                 self.cache.note([*unread, *answer.tokens], answer.whole, min(coming.reads, coming.writes))
-        except BaseException:  # such as a second Ctrl-C, after which the cache's tokens are unknown
+        except BaseException:  # such as a second Ctrl-C; the cache's tokens are then unknown
             self.cache.forget()
             raise
 

@@ -99,7 +99,7 @@ class SharedMode(Mode):
 
 
 def guarded_processor(processor: Processor, owner: Chooser) -> Processor:
-    """Return a processor that raises no errors: it returns NaN logits, which end a sequence, and sets the owner's
+    """Return a processor that raises no errors: it ends a sequence with NaN logits, and sets the owner's
     error."""
 
     def processed(tokens: mx.array, logits: mx.array) -> mx.array:
@@ -114,7 +114,7 @@ def guarded_processor(processor: Processor, owner: Chooser) -> Processor:
 
 
 class RowSampler:
-    """Sampler of all rows of a pass, which mlx-lm sees as the same one for every sequence.
+    """Sampler of all rows of a pass: for mlx-lm, all sequences have the same one.
 
     It records entropy and step of each row, and samples the row as its sequence would on its own. Rows without their
     own sampler and seed are sampled together, as in mlx-lm.
@@ -136,7 +136,7 @@ class RowSampler:
 
 
 class BatchGenerator(StagedGenerator):
-    """Generator of many sequences, which join and leave at any step.
+    """Generator of sequences that join and leave at any step.
 
     Args:
         mode: of sequences without their own.

@@ -53,12 +53,12 @@ def room(part: Any) -> float:
 
 
 def length(cache: Cache) -> int:
-    """Return the number of tokens in a cache; 0 for states, which do not count tokens."""
+    """Return the number of tokens in a cache; 0 for states, as they do not count tokens."""
     return max((offset_of(part) for part in parts(cache)), default=0)
 
 
 def given_tokens(part: Any) -> int | None:
-    """Return the number of tokens that the cache of a layer has taken; None for a state, which does not count them."""
+    """Return the number of tokens that the cache of a layer has taken; None for a state without a count."""
     if hasattr(part, "given"):  # a pair's model may not have prefilled all of them yet
         return part.given
     return offset_of(part) if hasattr(part, "offset") else None
@@ -308,7 +308,7 @@ class KeptCache:
         The caches' counts limit them: mlx-lm runs one token ahead, and a draft model may lack the last tokens.
 
         Args:
-            whole: True if all tokens were given and no others. Otherwise states, which do not count, are forgotten.
+            whole: True if all tokens were given and no others. Otherwise states are forgotten, since they do not count.
             bits: of the lowest gear that computed one of the tokens.
         """
         known = [*self.tokens, *read]

@@ -92,7 +92,7 @@ class Governor:
         """Take a token, decide every few tokens, and apply the caps.
 
         Args:
-            seconds: of its computation; None if unknown, as for the first token, which includes prefill.
+            seconds: of its computation; None if unknown, as for the first token with prefill.
         """
         controller = self.controller
         self.bits_read += controller.schedule.bits(step.weight_bytes, sum(step.passes))
@@ -129,7 +129,7 @@ class Governor:
 class MemoryGuard:
     """Memory limit of this process for modes without caps, as a `controller` of stream_generate.
 
-    When memory is short, MLX frees its cache, which slows generation and leaves the output unchanged. If this is not
+    When memory is short, MLX frees its cache. This slows generation and leaves the output unchanged. If it is not
     enough, the sequence ends with an error that names the remedy.
 
     Args:
@@ -157,7 +157,7 @@ class MemoryGuard:
         if used > self.sensor.limit:
             raise GearbxError(
                 f"--residency: memory must stay below {limit}, got {human_bytes(used)} after {self.tokens} tokens; "
-                f"set a higher limit than disk:{limit}, a lower --max-tokens, or --mode route, which caps layers"
+                f"set a higher limit than disk:{limit}, a lower --max-tokens, or --mode route to cap layers"
             )
         if not self._told:
             self._told = True

@@ -389,7 +389,7 @@ def leave(plan: DecodePlan, state: DecodeState) -> None:
 def cut(state: DecodeState) -> bool:
     """Cut text, KV cache and random state to the tokens that were yielded. Return whether some of a round were not.
 
-    As in mlx-lm, which runs ahead, the cache holds the last of them, and the numbers of the next one are drawn.
+    As in mlx-lm's loop, the cache holds the last of them, and the numbers of the next one are drawn.
     """
     found, text = state.found, state.text
     if found is None or state.shown >= found.kept:

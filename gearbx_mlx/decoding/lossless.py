@@ -122,7 +122,7 @@ class Lossless(LosslessSettings, SharedMode):
         return BatchText(OneGear(top.index), Monitor(vocabulary_of(gearbox), self.window), top, top)
 
     def is_fixed(self, gearbox: Gearbox) -> bool:
-        """Return whether drafts do not depend on measurements, which GEARBX_TUNE=0 and the clocks of ranks rule out."""
+        """Return whether measurements may not decide drafts: with a set length, GEARBX_TUNE=0, or several ranks."""
         return self.draft_length is not None or not is_tuning() or agreement_of(gearbox.model).group is not None
 
     def knowledge(self, gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> Knowledge:

@@ -85,7 +85,7 @@ class Mode:
 
         Args:
             gearbox: from `gearbox_for`.
-            policy: chooses the gear of a step, which all sequences share, from their requested gears.
+            policy: chooses the gear that all sequences share in a step, from their requested gears.
 
         Raises:
             GearbxError: a mode that generates one sequence at a time.
@@ -143,7 +143,7 @@ def gear_of_prompt(gearbox: Gearbox | Observer, wanted: str | int | None, first:
     """Return the prefill gear. Every later token attends to the KV cache entries that it writes (PMPD, 2410.13461).
 
     Prefill reads the weights once for many tokens, so a precise gear costs little there. The prompt's last token has
-    its own forward pass, in the gear of the generated tokens, which computes the first of them.
+    its own forward pass for the first generated token, in that token's gear.
 
     Args:
         wanted: name or bits; "same": the initial gear; None: the best prefill gear in memory.
@@ -167,7 +167,7 @@ def gear_of_prompt(gearbox: Gearbox | Observer, wanted: str | int | None, first:
         megabytes = gearbox.weight_bytes_per_token(best) / 1e6
         message = (
             f"prefill runs in gear '{first.name}', since gear '{best.name}' ({megabytes:.0f} MB) is not in memory; "
-            f"use --prompt-gear {best.name} to load it for every prompt, which makes outputs closer to that gear's"
+            f"use --prompt-gear {best.name} to load it for every prompt, for outputs closer to that gear's"
         )
         warnings.warn(message, GearbxWarning, stacklevel=3)
     return first

@@ -77,7 +77,7 @@ def prompt_gear_flag() -> Any:
 
 @dataclass(frozen=True)
 class RouteSettings(Settings):
-    """Settings of mode route, which shifts by the rolling entropy.
+    """Settings of mode route: shifts by the rolling entropy.
 
     Args:
         thresholds: bits, one fewer than there are gears, or a file's name. "auto": found on three short prompts, once
@@ -100,7 +100,7 @@ class RouteSettings(Settings):
 
 @dataclass(frozen=True)
 class KickdownSettings(Settings):
-    """Settings of mode kickdown, which computes uncertain tokens again in higher gears.
+    """Settings of mode kickdown: uncertain tokens are computed again in higher gears.
 
     Args:
         thresholds: bits, one fewer than there are gears, or a file's name. None: the paper's, scaled to the vocabulary.
@@ -115,7 +115,7 @@ class KickdownSettings(Settings):
 
 @dataclass(frozen=True)
 class StaticSettings(Settings):
-    """Settings of mode static, which stays in one gear.
+    """Settings of mode static: one gear.
 
     Args:
         gear: name or bits; None: the top gear.
@@ -134,7 +134,7 @@ class LosslessSettings(Settings):
 
     Args:
         draft: name or bits of the draft gear; None: the lowest. A `draft_model` takes its place.
-        draft_length: a fixed number of tokens per draft, which never changes the output. None: the fastest length,
+        draft_length: a fixed number of tokens per draft; outputs do not depend on it. None: the fastest length,
             learned on this machine.
         lookup_tokens: the most tokens per proposal of prompt lookup; 0: no lookup. None: 15, or 0 with a draft_length.
         window: tokens in the rolling mean that responses show.

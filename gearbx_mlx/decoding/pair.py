@@ -63,7 +63,7 @@ class TrailingCache:
 
     @property
     def given(self) -> int | None:
-        """Number of prefilled and missed tokens; None for caches of states, which do not count tokens."""
+        """Number of prefilled and missed tokens; None for caches of states, as they do not count tokens."""
         counted = any(hasattr(part, "offset") for part in parts(self.entries))
         return length(self.entries) + self.missing if counted else None
 

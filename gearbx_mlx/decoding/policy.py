@@ -53,9 +53,9 @@ MAX_SURPRISE = 0.5  # a pass that is slower than expected by more includes a pau
 AHEAD = 4  # tokens: a token that saves nothing may lead to tokens that do
 
 # Trials. Keys: True for rounds between plain tokens, False for plain tokens between rounds.
-TRIAL = {True: 3, False: 4}  # passes, of which the median counts; 2 and 6 are equally good
+TRIAL = {True: 3, False: 4}  # passes, whose median counts; 2 and 6 are equally good
 TRIAL_LENGTH = 1  # drafted tokens of a trial round; the best length is 11% slower if drafts cost twice a plain token
-LATEST = 8  # passes of the other method, of which the median counts
+LATEST = 8  # passes of the other method, whose median counts
 TRUST = 0.5  # weight of the latest trial: single trials are off by 40% on noisy machines
 TRIAL_SHARE = {
     True: 0.02,
@@ -64,7 +64,7 @@ TRIAL_SHARE = {
 TRIAL_WAIT = {
     True: (16, 192),
     False: (64, 1024),
-}  # fewest and most tokens before a trial, which bound the cost of a wrong one
+}  # fewest and most tokens before a trial, to bound the cost of a wrong one
 
 
 def expected_tokens(acceptance: float, most: int) -> list[float]:

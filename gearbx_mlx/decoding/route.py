@@ -123,7 +123,7 @@ class InEngagedGear(SharedMode):
 
 @dataclass(frozen=True)
 class Route(RouteSettings, InEngagedGear):
-    """Mode route, which shifts by the rolling entropy.
+    """Mode route: shifts by the rolling entropy.
 
     Args:
         gate: replaces thresholds, hysteresis and duration; None: a ThresholdGate.
@@ -179,7 +179,7 @@ class Route(RouteSettings, InEngagedGear):
 
 @dataclass(frozen=True)
 class Static(StaticSettings, InEngagedGear):
-    """Mode static, which stays in one gear. Args: of `StaticSettings`."""
+    """Mode static: one gear. Args: of `StaticSettings`."""
 
     name: ClassVar[str] = "static"
     uncapped: ClassVar[str] = "stays in the gear that it is given"

@@ -80,7 +80,7 @@ NO_TOKENS = Proposal()
 
 
 class VerifiedPass(Protocol):
-    """One pass over K tokens, of which the first few are accepted.
+    """One pass over K tokens, with the first few of them accepted.
 
     Attributes:
         logits: (1, K, V), after each of the tokens.
@@ -133,7 +133,7 @@ class Verifier:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Return a context in which no other sequence uses the gearbox, and which restores its gear."""
+        """Return a context that keeps other sequences off the gearbox, and restores its gear."""
         with decode_lock(self.gearbox):
             engaged = self.gearbox.gear
             yield

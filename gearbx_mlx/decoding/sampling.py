@@ -72,7 +72,7 @@ class LogitsReader:
     """
 
     logsumexp: LogSumExp | None = None
-    """Native logsumexp; None: MLX's, which takes a CPU half a millisecond over a vocabulary of 49,152."""
+    """Native logsumexp; None: MLX's (half a millisecond on a CPU over a vocabulary of 49,152)."""
 
     def __init__(self, kernels: ModuleType | None = None):
         self.entropy: Entropy = entropy_bits if kernels is None else kernels.entropy_bits
@@ -114,7 +114,7 @@ class LogitsReader:
 def best_two(values: mx.array) -> tuple[mx.array, mx.array, mx.array]:
     """Return the position of the largest of each row (..., V), its value, and the next one: each (..., 1).
 
-    Two maxima are faster than a sort, which takes a GPU a dozen launches.
+    Two maxima are faster than a sort of a dozen launches on a GPU.
     """
     place = mx.argmax(values, axis=-1, keepdims=True)
     others = mx.put_along_axis(values, place, mx.array(-mx.inf, values.dtype), axis=-1)
@@ -312,7 +312,7 @@ class Chooser:
         return nullcontext() if self.random is None else self.random.drawn()
 
     def processed(self, context: mx.array | None, logits: mx.array) -> mx.array:
-        """Return processed logits (1, V) of the token after a context (n,), which only processors need."""
+        """Return processed logits (1, V) of the token after a context (n,), used only by processors."""
         for processor in self.processors:
             assert context is not None
             logits = processor(context, logits)

@@ -68,12 +68,12 @@ def stream_generate(
             default settings. None: Lossless; TelemetryOnly for an Observer, Static for a ladder of only 16 bits without
             a draft_model, Route for a controller that caps.
         gearbox: None: the model's, else a new one with the default ladder; for a quantized model an Observer.
-        controller: for route and kickdown a Governor, which caps the gears by speed and by the machine's state.
+        controller: for route and kickdown a Governor to cap the gears by speed and by the machine's state.
         kv_gears: bits of the KV cache's gears, such as "4,16" (docs/kv_gears.md); changes a `prompt_cache` in place.
         kv_gear: bits of the KV cache gear that all passes read; None: it follows the gear of the weights.
 
     Returns:
-        Responses, which yields a GearResponse per token; its `summary()` is the run so far.
+        Responses: an iterator of a GearResponse per token; its `summary()` is the run so far.
 
     Raises:
         GearbxError: arguments that do not fit together; tokens outside the vocabulary; a gearbox of a different device.
@@ -209,7 +209,7 @@ def batch_generator(
     batch_policy: str | BatchPolicy = DEFAULT_POLICY,
     **kwargs: Any,
 ) -> Any:
-    """Return a generator of many sequences, which join and leave at any step: mlx-lm's BatchGenerator in gears.
+    """Return mlx-lm's BatchGenerator in gears, for sequences that join and leave at any step.
 
     Its `insert` takes `seeds=` as well; its `next` returns BatchGearResponses.
 
@@ -373,7 +373,7 @@ class RunSpeed:
     whole: float = 0.0
 
     def add(self, run: "Responses") -> None:
-        """Add a run, which may be incomplete."""
+        """Add a run, also an incomplete one."""
         last = run.last
         if last is not None:
             self.runs += 1

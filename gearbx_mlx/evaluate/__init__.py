@@ -60,7 +60,7 @@ class EvaluationSettings(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kv_gears == KV_BITS[-1:]:
-            raise GearbxError("--kv-gears: needs a gear below 16, got 16, which all rows have; set a lower one")
+            raise GearbxError("--kv-gears: needs a gear below 16, got 16 as in all rows; set a lower one")
 
 
 @dataclass(frozen=True)

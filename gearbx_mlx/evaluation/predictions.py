@@ -1,7 +1,7 @@
 """Predictions of a model along a text, in one gear or in a mode that shifts, and their distance from the top gear's.
 
-The text is read with a real KV cache, which keeps the entries of a low gear. The statistics are llama.cpp's: perplexity
-and its ratio, mean, median and high quantiles of KL, top-1 agreement. KL is in nats, entropy in bits.
+The text is read with a real KV cache, and low gears leave their entries in it. The statistics are llama.cpp's:
+perplexity and its ratio, mean, median and high quantiles of KL, top-1 agreement. KL is in nats, entropy in bits.
 """
 
 import itertools
@@ -119,7 +119,7 @@ def check_windows(windows: Iterable[Sequence[int]], model: nn.Module, name: str)
 
 
 def encode(tokenizer: Any, document: str) -> list[int]:
-    """Return the tokens of a text, which may exceed the model's context, since it will be cut."""
+    """Return the tokens of a text; it may exceed the model's context, since it will be cut."""
     return list(tokenizer.encode(document, verbose=False))
 
 

@@ -278,7 +278,7 @@ class Controller:
         """Take one token, and return a decision every few tokens, else None.
 
         Args:
-            seconds: its time; None if it does not count, as for the first token, which includes prefill.
+            seconds: its time; None if it does not count, as for the first token with prefill.
             passes: over the weights, in each gear.
             share: the machine's budget, 0 to 1; used if a decision is `due`.
         """

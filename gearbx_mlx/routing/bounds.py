@@ -48,7 +48,7 @@ def entropy_bounds(
 
     Args:
         logprobs: natural, of k tokens, in any order; minus infinity is a probability of 0.
-        vocab_size: V, of which k are known.
+        vocab_size: V.
         rounding: of the log-probabilities.
         unlisted: upper bound of the other V - k log-probabilities; 0: unknown. None: the smallest of `logprobs`, as
             for the k largest.
@@ -136,7 +136,7 @@ def rounding_as_written(logprobs: Sequence[float]) -> Rounding:
 def shared_error(values: Sequence[float], precision: float) -> float:
     """Return the common error of all log-probabilities of a half-precision type, in nats.
 
-    They are logits minus log(sum(exp)), which was rounded to half a step of its size. A logit of at least half that
+    They are logits minus log(sum(exp)), rounded to half a step of its size. A logit of at least half that
     size has steps at least half as large, and so has the difference. A smaller logit has a difference larger than half
     that size, which bounds the size. So every value yields a limit.
 

@@ -346,7 +346,7 @@ def thresholds_of_file(
 
     Raises:
         GearbxError: a different vocabulary or number of gears, thresholds out of order, negative or not finite; in
-            other modes than route also other gears or a different model, for which mode route only warns.
+            other modes than route also other gears or a different model; mode route only warns of them.
     """
     if content.thresholds is None:
         return default_thresholds(len(gears), vocab_size)

@@ -139,5 +139,5 @@ class TestCommand:
         assert ran.status == 2
         assert ran.err.splitlines()[-1] == (
             "error: --residency: memory must stay below 8 GB, got 10 GB after 10 tokens; set a higher limit than "
-            "disk:8 GB, a lower --max-tokens, or --mode route, which caps layers"
+            "disk:8 GB, a lower --max-tokens, or --mode route to cap layers"
         )

@@ -5,7 +5,7 @@ gearbox, whose `module_in(path, ladder.top)` is the top gear's head or embedding
 It returns tokens, their margins if known, and their cost. After each verification it gets the computed rows (`settle`).
 
 Drafting changes neither the KV cache nor the random numbers of the sequence. A token is drafted with the random numbers
-of its position, which maximizes the acceptance rate (GEARBX 10.1).
+of its position, to maximize the acceptance rate (GEARBX 10.1).
 """
 
 import contextlib

@@ -97,7 +97,7 @@ class Lookup(Drafter):
         """Take a sequence: the same list with more tokens, or a different one.
 
         Args:
-            prompt: number of its tokens, for which proposals do not count.
+            prompt: number of its tokens; proposals for them do not count.
         """
         if tokens is not self._tokens or len(tokens) < self._count:
             self._begin(tokens)

@@ -211,7 +211,7 @@ def rescoring(second: SecondHead | None) -> Iterator[None]:
         yield
         return
     holder, name = second.holder, second.name
-    before = holder.get(name)  # None for a tied embedding, which uses its projection
+    before = holder.get(name)  # None for a tied embedding with its projection
     head = holder["projection"] if before is None else before
     if second.rescored is None or second.rescored.head is not head:
         second.rescored = Rescored(head, rows)
