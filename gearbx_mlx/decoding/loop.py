@@ -75,9 +75,9 @@ class DecodePlan:
     embeddings: mx.array | None = None
     clock: Callable[[], float] = time.perf_counter
 
-    def embedded(self, begin: int, end: int) -> dict[str, mx.array]:
+    def embedded(self, start: int, end: int) -> dict[str, mx.array]:
         """Return the model's keyword for a part of the prompt with embeddings; {} without."""
-        return {} if self.embeddings is None else {"input_embeddings": self.embeddings[None, begin:end]}
+        return {} if self.embeddings is None else {"input_embeddings": self.embeddings[None, start:end]}
 
     def on_stream(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self.stream is None else mx.stream(self.stream)
@@ -97,7 +97,7 @@ class DecodeState:
         random_states: MLX's, after each of its tokens; empty for greedy decoding.
         shown: number of its tokens that were yielded.
         proposal: the next one if it is already queued; None otherwise.
-        began: start of its round, and `away` at that time, in seconds.
+        started: start of its round, and `away` at that time, in seconds.
         away: seconds that consumers of the tokens took.
         is_last_read: True if the KV cache holds the last token too, because the next pass ran ahead.
     """
@@ -109,7 +109,7 @@ class DecodeState:
     random_states: Sequence[mx.array] = ()
     shown: int = 0
     proposal: Proposal | None = None
-    began: tuple[float, float] = 0.0, 0.0
+    started: tuple[float, float] = 0.0, 0.0
     away: float = 0.0
     is_last_read: bool = False
 
@@ -131,8 +131,8 @@ class DecodeState:
 
     def seconds(self, plan: DecodePlan) -> float | None:
         """Return the seconds since the round's start; None if the device may have waited for a consumer."""
-        begin, away = self.began
-        whole, away = plan.clock() - begin, self.away - away
+        start, away = self.started
+        whole, away = plan.clock() - start, self.away - away
         if not self.is_queued(plan):
             return whole - away
         return whole if away < SLOW_READER * whole else None
@@ -197,21 +197,21 @@ def prefill(plan: DecodePlan, state: DecodeState) -> None:
     if state.kv_gears is not None:
         state.kv_gears.begin_prompt()
     plan.progress(0, text.prompt)
-    for begin in range(0, last, plan.prefill_step):
-        end = min(begin + plan.prefill_step, last)
+    for start in range(0, last, plan.prefill_step):
+        end = min(start + plan.prefill_step, last)
         with plan.on_stream():
-            plan.verifier.prefill(tokens[begin:end], state.cache, **plan.embedded(begin, end))
+            plan.verifier.prefill(tokens[start:end], state.cache, **plan.embedded(start, end))
             plan.quantize(state.cache)
             mx.eval([part.state for part in state.cache])
             for drafter in state.drafters:
-                drafter.prefill(tokens[begin:end])
+                drafter.prefill(tokens[start:end])
         plan.progress(end, text.prompt)
         mx.clear_cache()
 
 
 def propose(plan: DecodePlan, state: DecodeState) -> Proposal:
     """Return the proposal of the first drafter that has one, queued if a device computes it."""
-    state.began, state.proposal = (plan.clock(), state.away), NO_TOKENS
+    state.started, state.proposal = (plan.clock(), state.away), NO_TOKENS
     room = state.room(plan)
     for drafter in [*state.drafters] if room > 0 else ():
         try:
@@ -330,7 +330,7 @@ def plain(plan: DecodePlan, state: DecodeState) -> Iterator[GeneratedToken]:
     context = text.array() if plan.chooser.processors else None
     coming: Queued | None = queue(plan, state, mx.array([text.last], mx.uint32), context)
     while coming is not None:
-        state.began = plan.clock(), state.away
+        state.started = plan.clock(), state.away
         ahead = None
         if stays_plain(plan, state):
             known = coming.context

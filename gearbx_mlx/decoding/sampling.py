@@ -388,9 +388,9 @@ def read_together(agreement: Agreement, *arrays: mx.array) -> list[np.ndarray]:
     if len(arrays) == 1:
         return [np.array(arrays[0])]
     flat = np.array(mx.concatenate([each.reshape(-1).view(mx.uint32) for each in arrays]))
-    numbers, begin = list[np.ndarray](), 0
+    numbers, start = list[np.ndarray](), 0
     for each in arrays:
-        part, begin = flat[begin : begin + each.size].reshape(each.shape), begin + each.size
+        part, start = flat[start : start + each.size].reshape(each.shape), start + each.size
         numbers.append(part.view(np.float32) if each.dtype == mx.float32 else part)
     return numbers
 

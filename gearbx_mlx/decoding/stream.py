@@ -78,7 +78,7 @@ def stream_generate(
     Raises:
         GearbxError: arguments that do not fit together; tokens outside the vocabulary; a gearbox of a different device.
     """
-    began = time.perf_counter()
+    started = time.perf_counter()
     check_keywords(kwargs)
     if controller is not None and gearbox is None:
         gearbox = controller.gearbox
@@ -94,12 +94,12 @@ def stream_generate(
         chosen.check_controller(controller, box)
     keywords = {"gearbox": box, "controller": controller, "max_tokens": max_tokens, **kwargs}
     if box is None:
-        return Responses(chosen.stream(model, tokenizer, prompt, **keywords), model, chosen, None, began=began)
+        return Responses(chosen.stream(model, tokenizer, prompt, **keywords), model, chosen, None, started=started)
     check_device(box.device)
     keywords["sampler"] = sampler_beside(box, kwargs.get("sampler"))
     with decode_lock(box):
         responses = chosen.stream(model, tokenizer, prompt, **keywords)
-    return Responses(responses, model, chosen, box, controller, kwargs.get("draft_model"), began)
+    return Responses(responses, model, chosen, box, controller, kwargs.get("draft_model"), started)
 
 
 KEYWORDS = {*inspect.signature(generate_step).parameters, *inspect.signature(speculative_generate_step).parameters}
@@ -377,8 +377,8 @@ class RunSpeed:
         last = run.last
         if last is not None:
             self.runs += 1
-            self.first += run.times[0] - run.began
-            self.whole += run.times[1] - run.began
+            self.first += run.times[0] - run.started
+            self.whole += run.times[1] - run.started
             self.prompt_tokens += last.prompt_tokens
             self.prompt_seconds += last.prompt_tokens / last.prompt_tps
             self.tokens += last.generation_tokens
@@ -405,7 +405,7 @@ class Responses(Iterator[GearResponse]):
         responses: of `model` in a mode.
         gearbox: None for a pair, whose large model is `model`.
         draft_model: the second model that drafts; None without.
-        began: time of the call, in seconds of `time.perf_counter`.
+        started: time of the call, in seconds of `time.perf_counter`.
     """
 
     responses: Iterator[GearResponse] = field(repr=False)
@@ -414,7 +414,7 @@ class Responses(Iterator[GearResponse]):
     gearbox: Gearbox | Observer | None = field(repr=False)
     controller: Governor | MemoryGuard | None = None
     draft_model: nn.Module | None = field(default=None, repr=False)
-    began: float = field(default_factory=time.perf_counter, repr=False)
+    started: float = field(default_factory=time.perf_counter, repr=False)
     last: GearResponse | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -439,7 +439,7 @@ class Responses(Iterator[GearResponse]):
 
     def since(self, entered: float) -> dict[str, float]:
         """Return the times of a whole command; entered: its start, in seconds of `time.perf_counter`."""
-        return whole_command(entered, self.began, *self.times)
+        return whole_command(entered, self.started, *self.times)
 
     def summary(self, model: str | None = None, beside: str | None = None) -> dict[str, Any]:
         """Return the run so far: tokens, gears, bytes of weights, drafts, speed, memory; the object of `--summary`.

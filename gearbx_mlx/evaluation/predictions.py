@@ -129,11 +129,11 @@ def beginning(tokenizer: Any) -> list[int]:
     return [token] if token is not None and encode(tokenizer, "a")[:1] == [token] else []
 
 
-def stretches(tokens: list[int], context: int, begin: list[int]) -> list[list[int]]:
-    """Return a text cut into windows of at most `context` tokens, each starting with the tokens of `begin`."""
-    body = tokens[len(begin) :] if tokens[: len(begin)] == begin else tokens
-    size = context - len(begin)
-    return [begin + body[start : start + size] for start in range(0, len(body), size)]
+def stretches(tokens: list[int], context: int, prefix: list[int]) -> list[list[int]]:
+    """Return a text cut into windows of at most `context` tokens, each starting with the tokens of `prefix`."""
+    body = tokens[len(prefix) :] if tokens[: len(prefix)] == prefix else tokens
+    size = context - len(prefix)
+    return [prefix + body[start : start + size] for start in range(0, len(body), size)]
 
 
 PASS_TOKENS = 16  # tokens in a pass, the most that native kernels take

@@ -275,7 +275,7 @@ def in_time(seconds: float, make: Callable[[], Sensor]) -> Sensor | Exception:
 class Poll(threading.Thread):
     """A thread that reads one sensor repeatedly.
 
-    latest: its last state. failure: reason why it could not be read. began: start of the current reading; None between
+    latest: its last state. failure: reason why it could not be read. started: start of the current reading; None between
     two. stopped: ends the thread when set.
     """
 
@@ -285,17 +285,17 @@ class Poll(threading.Thread):
         self.interval = interval
         self.latest: MachineState | None = None
         self.failure: str | None = None
-        self.began: float | None = time.monotonic()
+        self.started: float | None = time.monotonic()
         self.stopped = threading.Event()
 
     def run(self) -> None:
         while not self.stopped.is_set():
-            self.began = time.monotonic()
+            self.started = time.monotonic()
             try:
                 self.latest, self.failure = self.sensor.read(), None
             except Exception as error:  # a sensor or its library may raise any error
                 self.latest, self.failure = None, " ".join(f"{type(error).__name__}: {error}".split())
-            self.began = None
+            self.started = None
             self.stopped.wait(self.interval)
 
 
@@ -342,8 +342,8 @@ class Watch:
             script.moment = tokens if script.unit == "tokens" else seconds
             states.append(script.read())
         for poll in self.polls:
-            began, failure, state = poll.began, poll.failure, poll.latest
-            if began is not None and time.monotonic() - began > self.timeout:
+            started, failure, state = poll.started, poll.failure, poll.latest
+            if started is not None and time.monotonic() - started > self.timeout:
                 self._report(poll, f"no answer for {self.timeout:g} s")
             elif failure is not None:
                 self._report(poll, failure)
