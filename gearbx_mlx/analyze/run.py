@@ -275,7 +275,7 @@ def analyzed_there(settings: AnalyzeSettings, texts: Sequence[str], out: Path, d
 
 
 def size_of_vocabulary(settings: AnalyzeSettings, reported: int | None) -> tuple[int, str]:
-    """Return the given size of the vocabulary, else the server's, else that of the thresholds, else an assumption."""
+    """Return the given size of the vocabulary, else the server's, else the thresholds', else an assumption."""
     if settings.server.vocab_size is not None:
         return settings.server.vocab_size, "--vocab-size"
     if reported is not None:

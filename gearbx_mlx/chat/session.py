@@ -117,7 +117,7 @@ class GearedChat:
 
     def save_cache(self, cache: list[Any], conversation: BegunConversation, path: Path) -> None:
         """Write caches to a file, with their conversation. Raises GearbxError if they cannot be written."""
-        own = cache[: len(make_prompt_cache(self._model))]  # without those of a draft model
+        own = cache[: len(make_prompt_cache(self._model))]  # without a draft model's caches
         save_cache(path, own, self._settings.model.model or str(DEMO_MODEL), self._model, conversation)
 
     def coming(self, message: str) -> NextAnswer:

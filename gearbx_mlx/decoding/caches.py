@@ -267,7 +267,7 @@ class KeptCache:
     """A model's KV cache that outlives a sequence, with its tokens.
 
     Args:
-        make: returns empty caches, as mlx-lm's `prompt_cache`; those of a draft model follow the model's.
+        make: returns empty caches, as mlx-lm's `prompt_cache`; a draft model's follow the model's.
 
     Attributes:
         entries: the prompt_cache for `stream_generate`.
@@ -409,7 +409,7 @@ def cache_in_gears(
 
     Args:
         bits: the ladder of the caches.
-        fixed: bits of the gear that all passes read; None: the gear follows that of the weights.
+        fixed: bits of the gear that all passes read; None: the gear follows the weights' gear.
         max_kv_size: as in mlx-lm; the caches then rotate.
 
     Raises:

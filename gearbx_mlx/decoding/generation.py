@@ -79,7 +79,7 @@ class Keywords:
         return GeneratedText(tokens, frozenset(tokenizer.eos_token_ids), room)
 
     def caches(self, model: nn.Module) -> tuple[list[Any], list[Any]]:
-        """Return the entries of the model's KV cache, and those of a draft model after them."""
+        """Return the entries of the model's KV cache, and a draft model's after them."""
         own = make_prompt_cache(model, self.max_kv_size)
         if self.prompt_cache is None:
             return own, []

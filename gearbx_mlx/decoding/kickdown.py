@@ -104,7 +104,7 @@ class Kickdown(KickdownSettings, Mode):
         return gear_of_prompt(gearbox, self.prompt_gear, gearbox.ladder[0]), None
 
     def rule_for(self, gearbox: Gearbox) -> RecomputeRule:
-        """Return the given rule, or one of thresholds. Raises GearbxError if they do not fit the ladder."""
+        """Return the given rule, or a rule from thresholds. Raises GearbxError if they do not fit the ladder."""
         if self.rule is not None:
             return self.rule
         bits = thresholds_for(self.thresholds, gearbox)

@@ -56,7 +56,7 @@ class DecodePlan:
         keeps_cache: True if a caller uses the KV cache afterwards.
         stream: MLX stream of all computations; None: the default stream.
         prefill_step: tokens of a prompt per forward pass.
-        progress: called with the number of prefilled tokens, and that of the prompt.
+        progress: called with the number of prefilled tokens, and the prompt's.
         embeddings: of the prompt's tokens (n, D); None: the model's own.
         clock: seconds.
     """

@@ -128,7 +128,7 @@ class Trials:
 
     def _wait(self, tokens: float, units: float) -> float:
         """Return the tokens until a trial, from its cost by the latest trial; the very first trial comes soon."""
-        slower = self._latest * tokens / units  # time of plain decoding over that of rounds
+        slower = self._latest * tokens / units  # time of plain decoding over the time of rounds
         cost = TRIAL[False] * (slower - 1) if self._rounds_win else TRIAL[True] * tokens * (1 / slower - 1)
         of_rounds = not self._rounds_win
         least, most = TRIAL_WAIT[of_rounds]
@@ -184,7 +184,7 @@ class LearnedPolicy:
         } | self.trials.state
 
     def cost(self, proposed: int, slope: float | None = None) -> float:
-        """Return C(k); slope: c, that of a draft if None."""
+        """Return C(k); slope: c; None: c of drafts."""
         return 1 + (self._slope if slope is None else slope) * proposed + STEP * (proposed // self._tile)
 
     def best(self, acceptance: float) -> tuple[float, int]:

@@ -131,7 +131,7 @@ class TokenTelemetry:
         kv_caches: with `kv_gears`: number of layer caches that these passes read, by the same bits.
         decision: of the controller after this token; None without one.
         requested_gear: batches: name of the gear that this sequence requested; "" elsewhere.
-        batch_size: sequences that shared the pass; `weight_bytes` is the share of one of them.
+        batch_size: sequences that shared the pass; `weight_bytes` is the share of one sequence.
     """
 
     entropy: float = 0.0

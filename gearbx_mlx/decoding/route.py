@@ -3,7 +3,7 @@
 The gear engaged at the start of a pass computes the token. In mode route, entropies of past tokens choose the gear of
 later ones. mlx-lm runs one token ahead: when token t is yielded, the pass of t + 1 is queued, so a shift first affects
 t + 2. Mode static stays in one gear, with the kernels and types of the other modes: its output in the top gear equals
-that of mode lossless. Mode telemetry-only changes no layer, and names the gear that mode route would use.
+mode lossless's. Mode telemetry-only changes no layer, and names the gear that mode route would use.
 
 Automatic thresholds are found once per gearbox, at first use (GEARBX 4.2, the MLX backend): the top gear continues
 three short prompts. If a model is certain of all its tokens there, the entropies of the prompt are used.
@@ -153,7 +153,7 @@ class Route(RouteSettings, InEngagedGear):
         return replace(self, initial_gear=ladder[first_gear(typed, len(ladder))].name)
 
     def gate_for(self, gearbox: Gearbox | Observer) -> Gate:
-        """Return the given gate, or one of thresholds. Raises GearbxError if they do not fit the ladder."""
+        """Return the given gate, or a gate from thresholds. Raises GearbxError if they do not fit the ladder."""
         if self.gate is not None:
             return self.gate
         return ThresholdGate(self.bits(gearbox), self.hysteresis, self.min_gear_duration)

@@ -142,7 +142,7 @@ MLX_READER = readers(None)
 
 
 def reader_of(gearbox: Gearbox | Observer | None = None) -> LogitsReader:
-    """Return the gearbox's native or MLX reader; without a gearbox, that of `kernels="auto"`."""
+    """Return the gearbox's native or MLX reader; without a gearbox, the reader for `kernels="auto"`."""
     choice = gearbox.kernels if isinstance(gearbox, Gearbox) else choose("auto", "float")
     return readers(cpu_kernels(1) if choice.native else None)
 
@@ -151,7 +151,7 @@ def reader_of(gearbox: Gearbox | Observer | None = None) -> LogitsReader:
 class GumbelSampler:
     """Sampler of the token with the largest sum of log-probability over temperature and Gumbel noise.
 
-    The distribution is that of mlx-lm's sampler with the same arguments. mlx-lm inverts the cumulative distribution.
+    mlx-lm's sampler with the same arguments has the same distribution, and inverts the cumulative distribution.
     Two similar distributions choose the same token more often with common Gumbel noise, so more drafts are accepted
     (Daliri, Musco, Suresh, 2024, arXiv 2408.07978).
 
@@ -328,7 +328,7 @@ class ChosenRows:
 
     Attributes:
         logprobs: (K, V), of the sampled distributions.
-        choices: float32 (K, 5), in the columns of `Choice`. The token of greedy decoding is one of them.
+        choices: float32 (K, 5), in the columns of `Choice`. They include the token of greedy decoding.
         sampled: the tokens (K,) and the largest magnitude of the logits (1,); empty for greedy decoding.
         states: MLX's random state after each token.
     """
@@ -383,7 +383,7 @@ def choose_rows(
 
 
 def read_together(agreement: Agreement, *arrays: mx.array) -> list[np.ndarray]:
-    """Read arrays of 32-bit numbers in one wait for the device; all ranks get those of rank 0."""
+    """Read arrays of 32-bit numbers in one wait for the device; all ranks get rank 0's."""
     arrays = agreement.arrays(*arrays)
     if len(arrays) == 1:
         return [np.array(arrays[0])]

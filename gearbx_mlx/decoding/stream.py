@@ -106,7 +106,7 @@ KEYWORDS = {*inspect.signature(generate_step).parameters, *inspect.signature(spe
 
 
 def check_keywords(given: Mapping[str, Any]) -> None:
-    """Validate keywords of mlx-lm. Raises GearbxError for unknown ones; those of sampling belong to make_sampler."""
+    """Validate keywords of mlx-lm. Raises GearbxError for unknown ones; make_sampler has the keywords of sampling."""
     for name in given.keys() - KEYWORDS:
         if name in inspect.signature(make_sampler).parameters:
             hint = f"use sampler=mlx_lm.sample_utils.make_sampler({name}={given[name]!r})"
@@ -251,14 +251,14 @@ def batch_generate(
 ) -> GearedBatchResponse:
     """Generate a sequence for each prompt, with shared passes over the weights.
 
-    In one gear, each sequence is identical to that of `stream_generate` for its prompt.
+    In one gear, each sequence is identical to `stream_generate`'s for its prompt.
 
     Args:
         model, ..., return_logprobs: as in `mlx_lm.batch_generate`; prompts may be strings too.
         samplers: one per prompt; None: `sampler=`.
         logits_processors: of all sequences, or a list of them per prompt.
         seeds: per prompt; the sequence is then identical to a single one after `mx.random.seed(seed)`.
-        kwargs: of `batch_generator`: mode, gearbox, batch_policy, sampler, and those of mlx-lm's BatchGenerator.
+        kwargs: of `batch_generator`: mode, gearbox, batch_policy, sampler, and mlx-lm's keywords.
 
     Raises:
         GearbxError: no prompts, an empty one or one beyond the context; no room for a token; lists of unlike length.
@@ -318,7 +318,7 @@ class BatchSequence:
 
 
 def as_single(response: BatchGearResponse, text: str, prompt_tokens: int, generation_tokens: int) -> GearResponse:
-    """Return a batch's response for a token as one of `stream_generate`, without its distribution and speeds."""
+    """Return a batch's response for a token as a response of `stream_generate`, without its distribution and speeds."""
     return GearResponse(
         text=text,
         logprobs=NO_LOGPROBS,

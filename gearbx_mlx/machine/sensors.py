@@ -275,7 +275,7 @@ def in_time(seconds: float, make: Callable[[], Sensor]) -> Sensor | Exception:
 class Poll(threading.Thread):
     """A thread that reads one sensor repeatedly.
 
-    latest: its last state. failure: reason why it could not be read. started: start of the current reading; None between
+    latest: its last state. failure: reason why it could not be read. started: time of the current reading; None between
     two. stopped: ends the thread when set.
     """
 

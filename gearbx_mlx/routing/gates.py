@@ -245,7 +245,7 @@ class ThresholdFile(Struct, frozen=True):
 
     `thresholds` are in bits; None: the paper's. `window`, `hysteresis` and `min_gear_duration` are the gate's; None:
     the default. `shares`, if known, are the calibration tokens' shares in each gear. `mode` is the decoding mode of the
-    thresholds. For other modes than route, `gears` and the model's `fingerprint` must be those of the calibration.
+    thresholds. For other modes than route, `gears` and the model's `fingerprint` must match the calibration.
     """
 
     thresholds: list[float] | None = None

@@ -67,7 +67,7 @@ class Tally:
         return total / self.tokens if self.tokens else 0.0
 
     def bits_read(self, per_gear: Mapping[str, float]) -> float:
-        """Return the bits per weight that all passes read, from those of each gear."""
+        """Return the bits per weight that all passes read; per_gear: bits per weight in each gear."""
         return sum(count * per_gear[name] for name, count in self.passes.items())
 
 

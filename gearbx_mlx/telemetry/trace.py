@@ -265,7 +265,7 @@ def draw_trace(axes: Any, records: Sequence[dict], colors: dict[str, str], thres
 
 
 def draw_bounds(axes: Any, records: Sequence[dict], colors: dict[str, str]) -> None:
-    """Draw the bounds of each entropy as a line through its marker, and those of the rolling mean as a band."""
+    """Draw the bounds of each entropy as a line through its marker, and the rolling mean's bounds as a band."""
     sides = [mean_line(records, side) for side in (min, max)]
     places, lows = zip(*sides[0])
     axes.fill_between(places, lows, [high for _, high in sides[1]], color="0.88", linewidth=0, zorder=0)

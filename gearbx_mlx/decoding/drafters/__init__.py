@@ -140,7 +140,7 @@ def queued(
     """Queue the passes of a draft without a read: tokens (k,), and margins (k,) if the chooser knows them.
 
     Args:
-        unread: tokens that the model reads first, up to the last one of the sequence.
+        unread: tokens that the model reads first, including the sequence's last token.
     """
     chooser = target.chooser
     context = text.array() if chooser.processors else None

@@ -18,7 +18,7 @@ from . import Drafter, DraftTarget
 
 SHORTEST_RUN, LONGEST_RUN = 2, 8  # tokens of a run; longer runs count as the longest
 CANDIDATES = 16  # latest earlier occurrences that are compared
-# Acceptance rate of proposals by the length of the run, before any. The values are below those of the demo model
+# Acceptance rate of proposals by the length of the run, before any. The demo model has higher values
 # (docs/lossless.md).
 PRIOR = {2: 0.3, 3: 0.4, 4: 0.5, 5: 0.55, 6: 0.6, 7: 0.65, 8: 0.75}
 PRIOR_WEIGHT = 4.0  # number of proposals that the prior counts as

@@ -90,7 +90,7 @@ class LowGear(Drafter):
 
     @functools.cached_property
     def _parts(self) -> KeptParts:
-        return KeptParts(self._find)  # kept beside those of the verifying gear
+        return KeptParts(self._find)  # kept beside the verifying gear's
 
     def length(self, text: GeneratedText, room: int, policy: LearnedPolicy) -> int:
         """Return the policy's length of the next draft; the policy chooses it once per draft."""
@@ -151,7 +151,7 @@ class LowGear(Drafter):
 
 
 def draft_cost(draft_bits: float, top_bits: float) -> float:
-    """Return the expected cost of a drafted token over that of a plain one, before measurements."""
+    """Return the expected cost of a drafted token over a plain one's, before measurements."""
     return FIXED_SHARE + (1 - FIXED_SHARE) * draft_bits / top_bits
 
 
