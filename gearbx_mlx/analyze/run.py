@@ -66,7 +66,7 @@ def analysis_of(settings: AnalyzeSettings) -> "AnalyzedRun":
         for name in (TRACE, SUMMARY, *PICTURES):
             output_path(out / name)
     draws = can_draw()
-    return (analyzed_here if settings.server.server is None else analyzed_there)(settings, texts, out, draws)
+    return (local_run if settings.server.server is None else remote_run)(settings, texts, out, draws)
 
 
 # Files of an analysis.
@@ -141,7 +141,7 @@ class AnalyzedRun:
 # Local models.
 
 
-def analyzed_here(settings: AnalyzeSettings, texts: Sequence[str], out: Path, draws: bool) -> AnalyzedRun:
+def local_run(settings: AnalyzeSettings, texts: Sequence[str], out: Path, draws: bool) -> AnalyzedRun:
     """Analyze a local model. Raises GearbxError for a model, flags or prompts that cannot be analyzed."""
     flags = ModeFlags(mode=TELEMETRY_ONLY, **settings.mode.given())
     layout, gears = LayoutSettings(gears=settings.ladder.gears), GearFlags(kernels=settings.analysis.kernels)
@@ -175,7 +175,7 @@ def analyzed_here(settings: AnalyzeSettings, texts: Sequence[str], out: Path, dr
 
 
 @dataclass(kw_only=True)
-class RunThere(AnalyzedRun):
+class RemoteRun(AnalyzedRun):
     """Records of a model behind a server.
 
     vocab_size, source: V, and its source in words. prompts: number of prompts sent so far.
@@ -242,7 +242,7 @@ class RunThere(AnalyzedRun):
         }
 
 
-def analyzed_there(settings: AnalyzeSettings, texts: Sequence[str], out: Path, draws: bool) -> RunThere:
+def remote_run(settings: AnalyzeSettings, texts: Sequence[str], out: Path, draws: bool) -> RemoteRun:
     """Analyze a model behind a server. Raises GearbxError for invalid flags, or a server that does not answer."""
     with needing("server", "analyze --server"):
         others = import_module("gearbx_mlx.serving.others")
@@ -257,7 +257,7 @@ def analyzed_there(settings: AnalyzeSettings, texts: Sequence[str], out: Path, d
     server = others.Other(given.server, given.key, given.server_timeout)
     model, reported = asyncio.run(server.model(given.server_model))
     size, source = size_of_vocabulary(settings, reported)
-    found = RunThere(
+    found = RemoteRun(
         ladder=ladder,
         draws=draws,
         settings=settings,
