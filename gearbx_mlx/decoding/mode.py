@@ -98,7 +98,7 @@ class Mode:
     def check_controller(self, controller: Governor | MemoryGuard, gearbox: Any) -> None:
         """Validate that a controller can cap the gears. Raises GearbxError if it cannot."""
         if self.uncapped and controller.caps:
-            raise GearbxError(f"mode '{self.name}' {self.uncapped}; use mode 'route'")
+            raise GearbxError(f"mode '{self.name}': {self.uncapped}; use mode 'route'")
         if agreement_of(controller.gearbox.model).group is not None:
             raise GearbxError("controller: follows the clock of one machine, and ranks share this model; omit it")
         if gearbox is not controller.gearbox:

@@ -217,7 +217,7 @@ class Pair(PairSettings, Mode):
 
     name: ClassVar[str] = "pair"
     trace_fields: ClassVar[tuple[str, ...]] = ("passes", "weight_bytes", "caught_up")
-    uncapped: ClassVar[str] = "changes no gear, so there is nothing to cap"
+    uncapped: ClassVar[str] = "changes no gear that could be capped"
 
     gate: Gate | None = None
 

@@ -182,7 +182,7 @@ class Static(StaticSettings, InEngagedGear):
     """Mode static: one gear. Args: of `StaticSettings`."""
 
     name: ClassVar[str] = "static"
-    uncapped: ClassVar[str] = "stays in the gear that it is given"
+    uncapped: ClassVar[str] = "stays in one gear"
 
     def text(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> BatchText:
         gear = self.gear_of(gearbox)
@@ -203,7 +203,7 @@ class TelemetryOnly(Route):
     """Mode route without shifts: no layer changes, and the tokens are mlx-lm's (GEARBX 12.2)."""
 
     name: ClassVar[str] = "telemetry-only"
-    uncapped: ClassVar[str] = "changes no gear, so there is nothing to cap"
+    uncapped: ClassVar[str] = "changes no gear that could be capped"
 
     def gearbox_for(self, model: nn.Module, gearbox: Gearbox | Observer | None) -> Observer:
         """Return the given observer, or a new one. Raises GearbxError for a gearbox that shifts."""

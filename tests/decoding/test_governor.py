@@ -70,7 +70,7 @@ class TestGoverned:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"mode": "lossless"}, "mode 'lossless' generates the top gear's output"),
+            ({"mode": "lossless"}, "mode 'lossless': generates the top gear's output"),
             ({"mode": "route", "draft_model": object()}, "takes no draft model"),
         ],
     )
