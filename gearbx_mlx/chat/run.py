@@ -68,9 +68,7 @@ def unicode_errors() -> Iterator[None]:
     try:
         yield
     except UnicodeDecodeError as error:
-        raise GearbxError(
-            f"this line: must be UTF-8 text, got bytes that are not ({error.reason}); use UTF-8"
-        ) from error
+        raise GearbxError(f"this line: must be UTF-8 text, got other bytes ({error.reason}); use UTF-8") from error
 
 
 class ReadlineLines:

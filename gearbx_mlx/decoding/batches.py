@@ -258,9 +258,7 @@ class BatchGenerator(StagedGenerator):
         """Return the policy's gear. Raises GearbxError if it is not in the ladder."""
         chosen, ladder = self.policy(requested), self.gearbox.ladder
         if not is_whole_number(chosen, 0) or chosen >= len(ladder):
-            raise GearbxError(
-                f"batch policy: must return 0 to {len(ladder) - 1}, got {chosen!r}; use one of these gears"
-            )
+            raise GearbxError(f"batch policy: must return 0 to {len(ladder) - 1}, got {chosen!r}; use one of these")
         return ladder[int(chosen)]
 
     def _seen(self, tokens: Sequence[GenerationBatch.Response]) -> list[BatchGearResponse]:
@@ -323,8 +321,7 @@ def check_sequences(
         count = len(own.get("all_tokens", ())) + len(tokens)
         if context is not None and count >= context:
             raise GearbxError(
-                f"prompts[{place}]: must be shorter than the model's context of {context}, got {count} tokens; "
-                "use a shorter one"
+                f"prompts[{place}]: must be below the context of {context}, got {count}; use fewer tokens"
             )
         check_known(f"prompts[{place}]", tokens, vocabulary)
         if not is_whole_number(own.get("max_tokens", 1), 1):
@@ -335,9 +332,7 @@ def check_sequences(
             check_shared_cache(f"prompt_caches[{place}]", own["caches"], layers)
         processors = own.get("logits_processors")
         if processors is not None and not (isinstance(processors, Sequence) and all(map(callable, processors))):
-            raise GearbxError(
-                f"logits_processors[{place}]: must be functions, got {processors!r}; pass a list, or None"
-            )
+            raise GearbxError(f"logits_processors[{place}]: must be functions, got {processors!r}; pass a list")
 
 
 def is_whole_number(value: Any, least: int) -> bool:

@@ -161,10 +161,8 @@ class MemoryGuard:
             )
         if not self._told:
             self._told = True
-            message = f"slower generation: memory is near the limit of {limit}, so MLX's cache is freed every"
-            warnings.warn(
-                f"{message} {DECIDE_EVERY} tokens; set a higher limit to avoid this", GearbxWarning, stacklevel=2
-            )
+            message = f"memory is near the limit of {limit}, so MLX's cache is freed every {DECIDE_EVERY} tokens"
+            warnings.warn(f"{message}, which slows generation; set a higher limit", GearbxWarning, stacklevel=2)
 
 
 def cap_schedule_of(gearbox: Gearbox, sensitivity: Sensitivity | None, bounds: Bounds) -> CapSchedule:

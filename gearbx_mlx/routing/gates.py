@@ -364,9 +364,7 @@ def thresholds_of_file(
     if any(bits < 0 for bits in content.thresholds):
         raise GearbxError(f"must have thresholds of 0 bits or more, got {min(content.thresholds):g}")
     for other in others:
-        warnings.warn(
-            f"shares of the gears will differ: thresholds {other}; {MAKE_THRESHOLDS}", GearbxWarning, stacklevel=2
-        )
+        warnings.warn(f"gears will have other shares: thresholds {other}", GearbxWarning, stacklevel=2)
     return tuple(float(t) for t in content.thresholds)
 
 

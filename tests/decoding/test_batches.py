@@ -164,7 +164,7 @@ class TestBadInput:
         [
             ({"prompts": []}, "prompts: must not be empty; pass one prompt or more"),
             ({"prompts": ["x", []], "max_tokens": 3}, "prompts[1]: must have tokens, got none; pass one token or more"),
-            ({"prompts": ["x", [1] * 9999]}, "prompts[1]: must be shorter than the model's context of "),
+            ({"prompts": ["x", [1] * 9999]}, "prompts[1]: must be below the context of "),
             *(({"max_tokens": w}, f"max_tokens[0]: must be 1 or more, got {w}; set") for w in (0, None, 1.5)),
             ({"max_tokens": [3, 3, -1, 3]}, "max_tokens[2]: must be 1 or more, got -1; set"),
             ({"max_tokens": [3]}, "max_tokens: must have one entry per prompt, got 1 for 4; pass all"),
