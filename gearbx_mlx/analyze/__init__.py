@@ -17,12 +17,12 @@ from ..settings import Settings, flag, flag_of, given_names
 
 @dataclass(frozen=True)
 class TelemetrySettings(Settings):
-    """Choose the gear that a record names."""
+    """Thresholds and initial gear of the recorded gears."""
 
     title: ClassVar[str] = "routing"
 
     thresholds: Thresholds = thresholds_flag()
-    gear: str = flag(AUTO, "Name or bits of the gear that begins a text; auto: chosen by the prompt.", named=True)
+    gear: str = flag(AUTO, "Initial gear, by name or bits; auto: chosen by the prompt.", named=True)
 
     def given(self) -> dict[str, Any]:
         """Return the flags of modes, by name."""
@@ -31,23 +31,23 @@ class TelemetrySettings(Settings):
 
 @dataclass(frozen=True)
 class AnalysisSettings(Settings):
-    """Which prompts, which gears, and where the report goes."""
+    """Prompts and kernels of an analysis, and the directory of its report."""
 
     title: ClassVar[str] = "analysis"
 
     prompts: str | None = flag(
-        None, "One prompt per line, or JSON Lines as in GSM8K. Default: three that ship", named=True
+        None, "One prompt per line, or JSON Lines as in GSM8K. Default: three bundled ones", named=True
     )
-    num_prompts: int | None = flag(None, "Use only this many prompts, the first ones.", least=1)
+    num_prompts: int | None = flag(None, "Use only the first N prompts.", least=1)
     out: str = flag("analysis", "Directory for trace, summary and pictures.", named=True)
     kernels: Any = flag(
-        "auto", "As for generate: native is faster on a CPU, and rounds otherwise.", parse=parse_kernels
+        "auto", "As for generate: native is faster on a CPU, and rounds differently.", parse=parse_kernels
     )
 
 
 @dataclass(frozen=True)
 class AnalyzeSettings:
-    """The settings; `mode` are those of mode telemetry-only that are flags."""
+    """Settings of analyze; `mode` has the flags of mode telemetry-only."""
 
     model: ModelSettings
     prompt: PromptSettings
@@ -57,16 +57,16 @@ class AnalyzeSettings:
     server: OtherServerSettings
 
     def __post_init__(self) -> None:
-        """Raises GearbxError for flags that do not go together."""
+        """Validate that the flags go together. Raises GearbxError if they do not."""
         self.server.check_named()
         if self.server.server is None:
             return
         for name in given_names(self.model, ModelSettings()):
-            raise GearbxError(f"{flag_of(name)} is for a model that is loaded here; leave it out with --server")
+            raise GearbxError(f"{flag_of(name)}: is for a local model, got --server; omit one of them")
         if self.analysis.kernels != parse_kernels("auto"):
-            raise GearbxError("--kernels is for a model that is loaded here; leave it out with --server")
+            raise GearbxError("--kernels: is for a local model, got --server; omit one of them")
         if self.prompt.max_tokens == -1:
-            raise GearbxError("--max-tokens is -1, and the context of a server is not known; give 1 or more")
+            raise GearbxError("--max-tokens: must be 1 or more with --server, whose context is unknown, got -1; set it")
         if self.prompt.ignore_chat_template:
             check_untemplated(self.prompt)
 
@@ -75,13 +75,13 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     return parser_of(
         AnalyzeSettings,
         "analyze",
-        "Run prompts with telemetry only: every token is recorded, and no layer changes gear. With --server, the "
-        "model is behind a server, whose log-probabilities give bounds of the entropies.",
+        "Run prompts with telemetry only: every token is recorded, and no layer changes gear. With --server, a server "
+        "runs the model, and its log-probabilities bound the entropies.",
     )
 
 
 def analyze(prompts: str | Path, **keywords: Any) -> dict[str, Any]:
-    """Return the summary of `python -m gearbx_mlx.analyze`, after writing its files into the directory `out`.
+    """Return the summary of `python -m gearbx_mlx.analyze`, and write its files into the directory `out`.
 
     Args:
         prompts: a file with one prompt per line, or JSON Lines as in GSM8K.
@@ -91,7 +91,7 @@ def analyze(prompts: str | Path, **keywords: Any) -> dict[str, Any]:
         the content of summary.json.
 
     Raises:
-        GearbxError: a keyword that does not exist, or settings, a model or prompts that cannot be analyzed.
+        GearbxError: an unknown keyword, or settings, a model or prompts that cannot be analyzed.
     """
     return call("analyze", "summary_of_analysis", command_settings(AnalyzeSettings, {"prompts": prompts, **keywords}))
 

@@ -17,7 +17,7 @@ from ..settings import Settings, as_text, flag
 
 
 def parse_shares(text: str) -> tuple[float, ...]:
-    """--shares as numbers. Raises GearbxError for anything but parts of 1."""
+    """Parse --shares. Raises GearbxError for anything but parts of 1."""
     shares = numbers("--shares", text, float, "0.6,0.3,0.1")
     check_shares(shares)
     return shares
@@ -25,7 +25,7 @@ def parse_shares(text: str) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class CalibrationSettings(Settings):
-    """What to find, how, on which prompts; and the file to write."""
+    """Mode, shares and prompts of a calibration, and its file."""
 
     title: ClassVar[str] = "calibration"
 
@@ -34,30 +34,28 @@ class CalibrationSettings(Settings):
         None, "Parts of 1, lowest gear first, such as 0.6,0.3,0.1. Default: equal parts", parse=parse_shares
     )
     prompts: str | None = flag(
-        None, "One prompt per line, or JSON Lines as in GSM8K. Default: three that ship.", named=True
+        None, "One prompt per line, or JSON Lines as in GSM8K. Default: three bundled ones.", named=True
     )
-    num_prompts: int | None = flag(None, "Use only this many prompts, the first ones.", least=1)
+    num_prompts: int | None = flag(None, "Use only the first N prompts.", least=1)
     out: str | None = flag(None, "File to write. Default: thresholds.json", named=True)
 
     def shares_of(self, gears: int) -> tuple[float, ...]:
-        """Return a share for each gear, lowest first. Raises GearbxError for another number of shares."""
+        """Return a share for each gear, lowest first. Raises GearbxError for a different number of shares."""
         shares = self.shares or (1 / gears,) * gears
         if len(shares) != gears:
-            raise GearbxError(f"--shares '{as_text(shares)}': give {gears} parts, one for each gear")
+            raise GearbxError(f"--shares: must be {gears} parts, got {as_text(shares)}; set one for each gear")
         return shares
 
 
 @dataclass(frozen=True)
 class GateSettings(Settings):
-    """The gate of mode route, which the file has beside the thresholds."""
+    """Settings of the gate of mode route, saved beside the thresholds."""
 
     title: ClassVar[str] = "gate"
 
     window: int = flag(DEFAULT_WINDOW, "Tokens in the rolling mean.", least=1, most=LARGEST_SHOWN, rare=True)
     hysteresis: float = flag(DEFAULT_HYSTERESIS, "Bits.", least=0, most=sys.float_info.max, rare=True)
-    min_gear_duration: int = flag(
-        DEFAULT_MIN_GEAR_DURATION, "Tokens for which a gear stays engaged at least.", least=1, rare=True
-    )
+    min_gear_duration: int = flag(DEFAULT_MIN_GEAR_DURATION, "Fewest tokens in a row in one gear.", least=1, rare=True)
 
 
 @dataclass(frozen=True)
@@ -74,19 +72,19 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     return parser_of(
         CalibrateSettings,
         "calibrate",
-        "Find entropy thresholds between the gears, for generate --thresholds. To continue an interrupted run, give "
-        "the same command again.",
+        "Find entropy thresholds between the gears, for generate --thresholds. To continue an interrupted run, repeat "
+        "the command.",
     )
 
 
 def calibrate(**keywords: Any) -> ThresholdFile:
-    """Return what `python -m gearbx_mlx.calibrate` writes, as an object; written to a file where `out` is given.
+    """Return the result of `python -m gearbx_mlx.calibrate`, and write it to a file if `out` is given.
 
     Args:
         keywords: named like the command's flags, with their defaults: model=..., gears="4,16", mode="kickdown".
 
     Raises:
-        GearbxError: a keyword that does not exist, or settings, a model or prompts that cannot be calibrated.
+        GearbxError: an unknown keyword, or settings, a model or prompts that cannot be calibrated.
     """
     return call("calibrate", "as_object", command_settings(CalibrateSettings, keywords))
 

@@ -35,7 +35,7 @@ from ..kernels import ACTIVATIONS, MEASURE
 from ..kernels.device import recommended_memory
 from ..kernels.tuner import FAILED
 from ..loading import DEMO_MODEL, find, load, load_small, model_name
-from ..machine.readers import OwnMemory, Reader, Scripted, Watch, this_machine
+from ..machine.sensors import OwnMemory, Scripted, Sensor, Watch, this_machine
 from ..ranks.place import current
 from ..settings import human_bytes
 from .bases import Base, find_base
@@ -124,7 +124,7 @@ class Geared:
 
     def mode(self, typed: str, mode: Mode | None = None) -> Mode:
         """Return the mode for a prompt, as typed; `mode` replaces that of the flags."""
-        return (mode or self.loaded.decision.mode).begun(typed, self.gearbox.ladder)
+        return (mode or self.loaded.decision.mode).for_prompt(typed, self.gearbox.ladder)
 
     def why(self) -> str:
         """Return which gears, format and kernels run, and what decided about them, in one sentence."""
@@ -156,7 +156,7 @@ class Geared:
         None where neither is asked for.
 
         Args:
-            verbose: print which readers of this machine work.
+            verbose: print which sensors of this machine work.
 
         Raises:
             GearbxError: a model that changes no gear, or whose layers cannot be capped or timed.
@@ -294,11 +294,11 @@ def own_memory(limit: int) -> OwnMemory:
     return reader
 
 
-def make_watch(own: Sequence[Reader], machine: bool, verbose: bool) -> Watch:
-    """Reads the machine's state, or one that a file plays; prints which readers work, and why the others do not.
+def make_watch(own: Sequence[Sensor], machine: bool, verbose: bool) -> Watch:
+    """Reads the machine's state, or one that a file plays; prints which sensors work, and why the others do not.
 
     Args:
-        own: readers of this process, which are read in any case.
+        own: sensors of this process, which are read in any case.
         machine: read this machine too.
     """
     script = os.environ.get("GEARBX_MACHINE")
@@ -306,15 +306,15 @@ def make_watch(own: Sequence[Reader], machine: bool, verbose: bool) -> Watch:
         return Watch([Scripted.from_file(script), *own])
     if not machine:
         return Watch(own)
-    readers, absent = this_machine()
+    sensors, absent = this_machine()
     reasons: dict[str, list[str]] = {}
-    for reader, reason in absent.items():
-        reasons.setdefault(reason, []).append(reader)
+    for sensor, reason in absent.items():
+        reasons.setdefault(reason, []).append(sensor)
     missing = "".join(f"; no {' and '.join(names)} ({reason})" for reason, names in reasons.items())
     if verbose:
-        names = [reader.name for reader in readers] or ["nothing"]
+        names = [sensor.name for sensor in sensors] or ["nothing"]
         note(f"watching {' and '.join(names)} of this machine{missing}")
-    return Watch([*readers, *own])
+    return Watch([*sensors, *own])
 
 
 def load_model(

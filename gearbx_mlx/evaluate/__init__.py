@@ -15,29 +15,29 @@ from ..gears.ladder import KV_BITS, kv_ladder
 from ..routing.gates import Thresholds, read_thresholds
 from ..settings import Settings, flag
 
-MIXING = ROUTE, KICKDOWN  # whose tokens are not all the top gear's
+MIXING = ROUTE, KICKDOWN  # modes with tokens of several gears
 NONE = "none"
 
 
 @dataclass(frozen=True)
 class EvaluationSettings(Settings):
-    """Name the text, and what reads it besides each gear."""
+    """Text of an evaluation, and the modes and KV cache gears that read it besides each gear."""
 
     title: ClassVar[str] = "evaluation"
 
     data: str | None = flag(
         None,
-        "A text, or JSON Lines with text, or with question and answer, as in GSM8K. Default: the text that ships",
+        "Text, or JSON Lines with text, or question and answer, as in GSM8K. Default: a bundled text",
         metavar="FILE",
         named=True,
     )
     out: str = flag("evaluation", "Directory for the report.", named=True)
     modes: Sequence[str] = flag(
-        MIXING, "Modes that read the text besides each gear alone, or none.", choices=(*MIXING, NONE), nargs="+"
+        MIXING, "Modes to evaluate besides the gears, or none.", choices=(*MIXING, NONE), nargs="+"
     )
     thresholds: Thresholds = flag(
         None,
-        "Of these modes: a file from gearbx_mlx calibrate, or bits such as 1.8,3.5. Default: the paper's",
+        "Thresholds of these modes: a file of gearbx_mlx calibrate, or bits such as 1.8,3.5. Default: the paper's",
         metavar="FILE|BITS",
         named=True,
         parse=read_thresholds,
@@ -47,12 +47,12 @@ class EvaluationSettings(Settings):
     )
     kld: bool = flag(
         False,
-        "As llama.cpp's --kl-divergence: windows of 512 tokens, of which the second half counts, and its figures.",
+        "As llama.cpp's --kl-divergence: its statistics, over the second half of windows of 512 tokens.",
     )
-    tokens: int = flag(2000, "Predictions in all.", least=1, most=LARGEST_SHOWN)
+    tokens: int = flag(2000, "Predictions in total.", least=1, most=LARGEST_SHOWN)
     kv_gears: tuple[int, ...] | None = flag(
         None,
-        "Gears of the KV cache: the top gear of the weights reads the text over each of them, too.",
+        "KV cache gears to evaluate, each with the top gear of the weights.",
         metavar="4,8,16",
         parse=kv_ladder,
     )
@@ -60,7 +60,7 @@ class EvaluationSettings(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kv_gears == KV_BITS[-1:]:
-            raise GearbxError("--kv-gears is 16: keys and values as they are, which all rows have; add a lower gear")
+            raise GearbxError("--kv-gears: needs a gear below 16, got 16 as in all rows; set a lower one")
 
 
 @dataclass(frozen=True)
@@ -80,17 +80,17 @@ def setup_arg_parser() -> argparse.ArgumentParser:
 
 
 def evaluate(data: str | Path, **keywords: Any) -> dict[str, Any]:
-    """Return the report of `python -m gearbx_mlx.evaluate`, after writing its files into the directory `out`.
+    """Return the report of `python -m gearbx_mlx.evaluate`, and write its files into the directory `out`.
 
     Args:
-        data: a text, or JSON Lines with text, or question and answer (GSM8K).
+        data: a file with text, or JSON Lines with text, or question and answer (GSM8K).
         keywords: named like the command's flags, with their defaults: model=..., gears="4,16", modes=["kickdown"].
 
     Returns:
         the content of evaluation.json: a row for each gear and mode in "rows".
 
     Raises:
-        GearbxError: a keyword that does not exist, or settings, a model or data that cannot be evaluated.
+        GearbxError: an unknown keyword, or settings, a model or data that cannot be evaluated.
     """
     return call("evaluate", "report_of", command_settings(EvaluateSettings, {"data": data, **keywords}))
 

@@ -45,7 +45,7 @@ REFUSED = [
     ("generate --prefill-step-size 0", "--prefill-step-size is 0"),
     ("generate --kv-bits 7", "--kv-bits is 7; choose from"),
     ("generate --kv-group-size 5", "--kv-group-size is 5; choose from"),
-    ("generate --kv-bits 4 --kv-group-size 128", "--kv-group-size is 128, and the model's heads have 64 numbers"),
+    ("generate --kv-bits 4 --kv-group-size 128", "--kv-group-size: must divide the heads' 64 numbers, got 128"),
     ("generate --trace same.json --summary same.json", "both --trace and --summary"),
     ("generate --max-tokens some", "--max-tokens: some is not a whole number; … --help shows the flags"),
     ("generate --temp", "--temp: expected one argument"),
@@ -60,7 +60,7 @@ REFUSED = [
     ("generate --model folder/none.gguf", "folder/none.gguf: no such file"),
     ("analyze --prompts p.txt --num-prompts 0", "--num-prompts is 0"),
     ("analyze --kernels fast", "--kernels is fast; choose from auto, native, mlx"),
-    ("analyze --server http://127.0.0.1:9/v1 --kernels mlx", "--kernels is for a model that is loaded here"),
+    ("analyze --server http://127.0.0.1:9/v1 --kernels mlx", "--kernels: is for a local model, got --server"),
     # gears, thresholds, modes
     *((f"{name} --gears 16,8,4", "ascend") for name in ("generate", "calibrate", "benchmark decode")),
     *((f"{name} --gears 4,7", "not supported") for name in ("generate", "calibrate")),
@@ -94,7 +94,7 @@ REFUSED = [
     ("generate --gears 4,8 --prompt-gear 8 --mode lossless", "--prompt-gear"),
     ("generate --target-tps 1e-300", "--target-tps is 1e-300; give tokens per second, 0.001 or more"),
     ("generate --target-tps nan", "--target-tps is nan"),
-    ("generate --target-tps 5 --mode lossless", "--mode lossless writes the top gear's text"),
+    ("generate --target-tps 5 --mode lossless", "--mode lossless generates the top gear's output"),
     ("generate --residency disk:2MB", "--residency disk:2 MB: demo takes about 11 MB in its largest gear alone; "),
     ("generate --target-tps 5 --mode telemetry-only", "--mode telemetry-only changes no gear"),
     # two models
@@ -102,8 +102,11 @@ REFUSED = [
     ("generate --mode route --small-model S", "--mode route has one model … --small-model"),
     ("generate --small-model S --gears 4,8", "--gears is for one model"),
     ("generate --small-model S --draft-model D", "--draft-model is for one model"),
-    ("generate --small-model S --thresholds 1,2", "two models have one threshold"),
-    ("generate --small-model S --thresholds=-1", "the threshold between two models is -1"),
+    ("generate --small-model S --thresholds 1,2", "--small-model needs one threshold, got 1,2"),
+    (
+        "generate --small-model S --thresholds=-1",
+        "threshold of a pair: must be 0 bits (large model only) to inf (small only), got -1",
+    ),
     ("generate --small-model S --thresholds t.json", "t.json"),
     ("generate --small-model S --gear low", "gear of a pair is low; choose from auto, small, large"),
     ("generate --small-model nowhere", "nowhere … no such model directory"),
@@ -142,7 +145,7 @@ REFUSED = [
     ("sensitivity --sequence-length 4096", "use 512 or less"),
     ("sensitivity --data nowhere.txt", "nowhere.txt"),
     ("sensitivity --format exact", "--format exact: … --format planes or affine"),
-    ("evaluate --data DATA --out unmade --gears 16", "--gears 16 … two or more"),
+    ("evaluate --data DATA --out unmade --gears 16", "--gears: must have two gears to compare, got 16"),
     ("evaluate --data DATA --out unmade --context 1000000", "--context … 1000000"),
     ("evaluate --data DATA --out unmade --context 1", "--context is 1; give 2 or more"),
     ("evaluate --data DATA --out unmade --tokens 0", "--tokens is 0; give 1 or more"),
@@ -188,9 +191,9 @@ REFUSED = [
     *(
         (f"analyze --prompts DATA --out unmade --server http://127.0.0.1:9/v1 {flags}", words)
         for flags, words in (
-            ("--model x", "--model is for a model that is loaded here"),
-            ("--dtype float32", "--dtype is for a model that is loaded here"),
-            ("--max-tokens=-1", "--max-tokens is -1"),
+            ("--model x", "--model: is for a local model, got --server"),
+            ("--dtype float32", "--dtype: is for a local model, got --server"),
+            ("--max-tokens=-1", "--max-tokens: must be 1 or more with --server"),
             ("--ignore-chat-template --system-prompt x", "--system-prompt goes into the chat template"),
             ("--server-timeout nan", "--server-timeout is nan"),
             ("--vocab-size 1", "--vocab-size is 1"),

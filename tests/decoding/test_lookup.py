@@ -77,8 +77,8 @@ class TestLookup:
         ("setting", "says"),
         [
             ({"lookup_tokens": 16}, "lookup_tokens is 16; give 0 to 15"),
-            ({"lookup_tokens": True}, "lookup_tokens is True; give a whole number of tokens"),
-            ({"lookup_tokens": 3.0}, "lookup_tokens is 3.0; give a whole number of tokens"),
+            ({"lookup_tokens": True}, "lookup_tokens: must be a whole number of tokens, got True"),
+            ({"lookup_tokens": 3.0}, "lookup_tokens: must be a whole number of tokens, got 3.0"),
             ({"lookup_tokens": "3"}, "lookup_tokens is 3; give 0 to 15"),
         ],
     )
@@ -91,9 +91,9 @@ class TestLookup:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ((), "drafts save time; lookup proposes up to 15 tokens at once"),
-        (("--num-draft-tokens", 4), "lossless: drafts of 4 tokens; lookup proposes nothing"),
-        (("--num-draft-tokens", 1), "lossless: drafts of 1 token; lookup proposes nothing"),
+        ((), "drafts as long as they save time; prompt lookup up to 15 tokens"),
+        (("--num-draft-tokens", 4), "lossless: drafts 4 tokens; prompt lookup none"),
+        (("--num-draft-tokens", 1), "lossless: drafts 1 token; prompt lookup none"),
     ],
 )
 def test_verbose_says_how_tokens_are_proposed(command, flags, says):

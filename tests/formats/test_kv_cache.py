@@ -432,5 +432,5 @@ def test_gears_that_cannot_be_are_refused_in_one_line(demo, architecture, keywor
 
 def test_another_ladder_than_that_of_the_cache_is_refused(demo):
     cache = cache_in_gears(demo.model, None, "4,8")
-    with pytest.raises(GearbxError, match="--kv-gears is 4,16, and the prompt cache has 4,8"):
+    with pytest.raises(GearbxError, match="--kv-gears: must be 4,8 as in the prompt cache, got 4,16"):
         cache_in_gears(demo.model, None, "4,16", cache=cache)
