@@ -30,12 +30,11 @@ from gearbx_mlx.decoding.caches import in_common
 from gearbx_mlx.decoding.drafters import DraftTarget
 from gearbx_mlx.decoding.drafters.lookup import Lookup, LookupAgreement
 from gearbx_mlx.decoding.drafters.low_gear import LowGear, draft_cost
-from gearbx_mlx.decoding.loop import decode
-from gearbx_mlx.decoding.plan import DecodePlan, DecodeState
+from gearbx_mlx.decoding.loop import DecodePlan, DecodeState, decode
 from gearbx_mlx.decoding.policy import FixedPolicy, LearnedPolicy
+from gearbx_mlx.decoding.response import GeneratedText
 from gearbx_mlx.decoding.rows import Verification, Verifier
 from gearbx_mlx.decoding.sampling import GREEDY, reader_of
-from gearbx_mlx.decoding.text import GeneratedText
 from gearbx_mlx.files.writing import write_text
 from gearbx_mlx.kernels.compiler import vectors_at_once
 

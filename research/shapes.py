@@ -22,9 +22,9 @@ from gearbx_mlx.decoding.caches import Snapshot
 from gearbx_mlx.decoding.drafters import DraftTarget
 from gearbx_mlx.decoding.drafters.low_gear import LowGear, rescoring, second_head
 from gearbx_mlx.decoding.policy import MAX_ROWS, FixedPolicy, LearnedPolicy
+from gearbx_mlx.decoding.response import GeneratedText
 from gearbx_mlx.decoding.rows import Verification, Verifier
 from gearbx_mlx.decoding.sampling import GREEDY, reader_of
-from gearbx_mlx.decoding.text import GeneratedText
 from gearbx_mlx.gears.discovery import vocabulary
 from gearbx_mlx.gears.ladder import Gear
 from gearbx_mlx.kernels.dispatch import on_cpu

@@ -17,7 +17,7 @@ from ..settings import Settings, flag, flag_of, given_names
 
 @dataclass(frozen=True)
 class TelemetrySettings(Settings):
-    """Choose the gear that a record names."""
+    """Thresholds and initial gear of the recorded gears."""
 
     title: ClassVar[str] = "routing"
 
@@ -31,7 +31,7 @@ class TelemetrySettings(Settings):
 
 @dataclass(frozen=True)
 class AnalysisSettings(Settings):
-    """Which prompts, which gears, and where the report goes."""
+    """Prompts and kernels of an analysis, and the directory of its report."""
 
     title: ClassVar[str] = "analysis"
 
@@ -45,7 +45,7 @@ class AnalysisSettings(Settings):
 
 @dataclass(frozen=True)
 class AnalyzeSettings:
-    """The settings; `mode` are those of mode telemetry-only that are flags."""
+    """Settings of analyze; `mode` has the flags of mode telemetry-only."""
 
     model: ModelSettings
     prompt: PromptSettings
@@ -55,16 +55,16 @@ class AnalyzeSettings:
     server: OtherServerSettings
 
     def __post_init__(self) -> None:
-        """Raises GearbxError for flags that do not go together."""
+        """Validate that the flags go together. Raises GearbxError if they do not."""
         self.server.check_named()
         if self.server.server is None:
             return
         for name in given_names(self.model, ModelSettings()):
-            raise GearbxError(f"{flag_of(name)} is for a model that is loaded here; leave it out with --server")
+            raise GearbxError(f"{flag_of(name)}: is for a local model, got --server; omit one of them")
         if self.analysis.kernels != parse_kernels("auto"):
-            raise GearbxError("--kernels is for a model that is loaded here; leave it out with --server")
+            raise GearbxError("--kernels: is for a local model, got --server; omit one of them")
         if self.prompt.max_tokens == -1:
-            raise GearbxError("--max-tokens is -1, and the context of a server is not known; give 1 or more")
+            raise GearbxError("--max-tokens: must be 1 or more with --server, whose context is unknown, got -1; set it")
         if self.prompt.ignore_chat_template:
             check_untemplated(self.prompt)
 
@@ -73,13 +73,13 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     return parser_of(
         AnalyzeSettings,
         "analyze",
-        "Run prompts with telemetry only: every token is recorded, and no layer changes gear. With --server, the "
-        "model is behind a server, whose log-probabilities give bounds of the entropies.",
+        "Run prompts with telemetry only: every token is recorded, and no layer changes gear. With --server, a server "
+        "runs the model, and its log-probabilities bound the entropies.",
     )
 
 
 def analyze(prompts: str | Path, **keywords: Any) -> dict[str, Any]:
-    """Return the summary of `python -m gearbx_mlx.analyze`, after writing its files into the directory `out`.
+    """Return the summary of `python -m gearbx_mlx.analyze`, and write its files into the directory `out`.
 
     Args:
         prompts: a file with one prompt per line, or JSON Lines as in GSM8K.
@@ -89,7 +89,7 @@ def analyze(prompts: str | Path, **keywords: Any) -> dict[str, Any]:
         the content of summary.json.
 
     Raises:
-        GearbxError: a keyword that does not exist, or settings, a model or prompts that cannot be analyzed.
+        GearbxError: an unknown keyword, or settings, a model or prompts that cannot be analyzed.
     """
     return call("analyze", "summary_of_analysis", command_settings(AnalyzeSettings, {"prompts": prompts, **keywords}))
 

@@ -1,6 +1,6 @@
-"""See which gears a file of prompts would use: of a model, which stays as it is, or of one behind a server.
+"""Analysis of the gears that prompts would use, for a local model without shifts, or one behind a server.
 
-A server shows a few log-probabilities of each token, which give bounds of its entropy.
+A server lists a few log-probabilities of each token; they bound its entropy.
 """
 
 import asyncio
@@ -53,12 +53,12 @@ def run(settings: AnalyzeSettings) -> int:
 
 
 def summary_of_analysis(settings: AnalyzeSettings) -> dict[str, Any]:
-    """Return the content of summary.json, after writing the files."""
+    """Return the content of summary.json, and write the files."""
     return analysis_of(settings).checked()
 
 
 def analysis_of(settings: AnalyzeSettings) -> "AnalyzedRun":
-    """Run the prompts, and write trace, summary and pictures: as far as they came, where something ended them early."""
+    """Run the prompts, and write trace, summary and pictures, also of a run that ended early."""
     named = settings.analysis.prompts
     texts = (list(SHORT_PROMPTS) if named is None else read_prompts(Path(named)))[: settings.analysis.num_prompts]
     out = Path(settings.analysis.out)
@@ -67,27 +67,27 @@ def analysis_of(settings: AnalyzeSettings) -> "AnalyzedRun":
         for name in (TRACE, SUMMARY, *PICTURES):
             output_path(out / name)
     draws = can_draw()
-    return (analyzed_here if settings.server.server is None else analyzed_there)(settings, texts, out, draws)
+    return (local_run if settings.server.server is None else remote_run)(settings, texts, out, draws)
 
 
-# The files.
+# Files of an analysis.
 
 
 def can_draw() -> bool:
-    """Return whether there is matplotlib; say, before work begins, what is missing without."""
+    """Return whether matplotlib is installed; warn before the run if it is not."""
     try:
         get_pyplot()
     except GearbxError as error:
-        warnings.warn(f"trace and summary are written without pictures: {error}", GearbxWarning, stacklevel=2)
+        warnings.warn(f"no pictures are drawn: {error}", GearbxWarning, stacklevel=2)
         return False
     return True
 
 
 @dataclass(kw_only=True)
 class AnalyzedRun:
-    """Holds what was recorded, of every prompt so far, and what was written of it; `error` ended it early.
+    """Records of the prompts so far, and the written files; `error` ended the run early.
 
-    draws: pictures too.
+    draws: whether it draws pictures.
     """
 
     ladder: Ladder
@@ -101,7 +101,7 @@ class AnalyzedRun:
     def record(
         self, out: Path, prompts: Sequence[Any], entries: Callable[[int, Any], Iterator[dict[str, Any]]]
     ) -> None:
-        """Write the trace as it comes, into a directory that has no pictures of an earlier run.
+        """Write the trace as it comes, and delete pictures of an earlier run.
 
         entries: yields the records of the tokens after a prompt, as they come; prompts are numbered from 0.
         """
@@ -123,7 +123,7 @@ class AnalyzedRun:
                 self.error = error
 
     def write(self, out: Path, summary: dict[str, Any], thresholds: Sequence[float]) -> None:
-        """Write summary and pictures beside the trace; pictures only of records."""
+        """Write summary and pictures beside the trace; no pictures without records."""
         self.summary = summary
         write_text(out / SUMMARY, as_json(summary))
         gears = [gear.name for gear in self.ladder]
@@ -131,7 +131,7 @@ class AnalyzedRun:
         self.files = [out / TRACE, out / SUMMARY, *pictures]
 
     def checked(self) -> dict[str, Any]:
-        """Return the summary. Raises what ended the run early, if something did; what was recorded is written."""
+        """Return the summary, or raise the error that ended the run early; the records are already written."""
         if self.error is not None:
             raise self.error
         if not self.complete:
@@ -139,11 +139,11 @@ class AnalyzedRun:
         return self.summary
 
 
-# Of a model that is loaded here.
+# Local models.
 
 
-def analyzed_here(settings: AnalyzeSettings, texts: Sequence[str], out: Path, draws: bool) -> AnalyzedRun:
-    """Raises GearbxError for a model, flags or prompts that cannot be analyzed."""
+def local_run(settings: AnalyzeSettings, texts: Sequence[str], out: Path, draws: bool) -> AnalyzedRun:
+    """Analyze a local model. Raises GearbxError for a model, flags or prompts that cannot be analyzed."""
     flags = ModeFlags(mode=TELEMETRY_ONLY, **settings.mode.given())
     layout, gears = LayoutSettings(gears=settings.ladder.gears), GearFlags(kernels=settings.analysis.kernels)
     loaded = Loaded.of(decided(JustGears(settings.model, layout, gears, flags)))
@@ -156,8 +156,8 @@ def analyzed_here(settings: AnalyzeSettings, texts: Sequence[str], out: Path, dr
     tally, speed = Tally.of([gear.name for gear in ladder]), RunSpeed()
 
     def entries(number: int, prompt: tuple[list[int], int]) -> Iterator[dict[str, Any]]:
-        begun = mode.begun(texts[number], ladder)
-        responses = stream_generate(loaded.model, tokenizer, *prompt, mode=begun, gearbox=observer)
+        own = mode.for_prompt(texts[number], ladder)
+        responses = stream_generate(loaded.model, tokenizer, *prompt, mode=own, gearbox=observer)
         for index, response in enumerate(responses):
             tally.add(response)
             yield record(index, response, {"prompt": number})
@@ -167,19 +167,19 @@ def analyzed_here(settings: AnalyzeSettings, texts: Sequence[str], out: Path, dr
     mx.reset_peak_memory()
     found.record(out, prompts, entries)
     result = summary_of(loaded.name, observer, mode, tally, speed)
-    begun = len({entry["prompt"] for entry in found.records})
-    found.write(out, result | {"prompts": begun, "thresholds": list(thresholds)}, thresholds)
+    count = len({entry["prompt"] for entry in found.records})
+    found.write(out, result | {"prompts": count, "thresholds": list(thresholds)}, thresholds)
     return found
 
 
-# Of a model behind a server.
+# Models behind a server.
 
 
 @dataclass(kw_only=True)
-class RunThere(AnalyzedRun):
-    """What a server answered.
+class RemoteRun(AnalyzedRun):
+    """Records of a model behind a server.
 
-    vocab_size, source: V, and where that comes from. prompts: how many were asked.
+    vocab_size, source: V, and its source in words. prompts: number of prompts sent so far.
     """
 
     settings: AnalyzeSettings
@@ -194,21 +194,21 @@ class RunThere(AnalyzedRun):
     seconds: float = 0.0
 
     def entries(self, number: int, prompt: "Question") -> Iterator[dict[str, Any]]:
-        """Raises RemoteError for a server that fails, or gives no log-probabilities, or impossible ones."""
+        """Yield records. Raises RemoteError for a server that fails, or without valid log-probabilities."""
         self.prompts, routing, before, started = number + 1, self.routing, None, time.monotonic()
         gate = BoundedRouting(
             lambda: Monitor(self.vocab_size, routing.window),
             lambda: ThresholdGate(self.thresholds, routing.hysteresis, routing.min_gear_duration),
-            self.ladder.find(routing.begun(prompt.prompt, self.ladder).initial_gear).index,
+            self.ladder.find(routing.for_prompt(prompt.prompt, self.ladder).initial_gear).index,
         )
         tokens = asyncio.run(self.server.answer(prompt, self.model, self.settings.prompt.max_tokens))
         self.seconds += time.monotonic() - started
         for index, token in enumerate(tokens):
             entropies = self.bounds(token, f"prompt {number + 1}, token {index + 1}")
-            seen = gate.update(entropies)
-            low, high = (self.ladder[gear].name for gear in seen.gears)
-            gear = UNDECIDED if len(seen.possible) > 1 else low
-            pairs = {"entropy": entropies, "mean_entropy": seen.means, "gear": (low, high)}
+            routed = gate.update(entropies)
+            low, high = (self.ladder[gear].name for gear in routed.gears)
+            gear = UNDECIDED if len(routed.possible) > 1 else low
+            pairs = {"entropy": entropies, "mean_entropy": routed.means, "gear": (low, high)}
             entry: dict[str, Any] = {"prompt": number, "index": index, "token": token.number, "text": token.text}
             entry |= {f"{name}_{bound}": pair[i] for name, pair in pairs.items() for i, bound in enumerate(BOUNDS)}
             entry |= {"gear": gear, "shifted": before is not None and before["gear"] != gear}
@@ -221,7 +221,7 @@ class RunThere(AnalyzedRun):
         try:
             return token.entropy(self.vocab_size)
         except GearbxError as error:
-            remedy = f"the vocabulary is {self.vocab_size} ({self.source}): if that is right, use another server"
+            remedy = f"the vocabulary is {self.vocab_size} ({self.source}): if it is right, use a different server"
             raise self.server.failed(f"{place}: {error}", remedy) from error
 
     def summed_up(self) -> dict[str, Any]:
@@ -243,8 +243,8 @@ class RunThere(AnalyzedRun):
         }
 
 
-def analyzed_there(settings: AnalyzeSettings, texts: Sequence[str], out: Path, draws: bool) -> RunThere:
-    """Raises GearbxError for flags that do not fit, or a server that cannot be asked."""
+def remote_run(settings: AnalyzeSettings, texts: Sequence[str], out: Path, draws: bool) -> RemoteRun:
+    """Analyze a model behind a server. Raises GearbxError for invalid flags, or a server that does not answer."""
     with needing("server", "analyze --server"):
         others = import_module("gearbx_mlx.server.others")
     ladder = settings.ladder.gears or Ladder.parse(DEFAULT_LADDER)
@@ -256,9 +256,9 @@ def analyzed_there(settings: AnalyzeSettings, texts: Sequence[str], out: Path, d
         check_prompt(text)
     questions = [others.Question(text, not chat.ignore_chat_template, chat.system_prompt, keywords) for text in texts]
     server = others.RemoteServer(given.server, given.key, given.server_timeout)
-    model, said = asyncio.run(server.model(given.server_model))
-    size, source = size_of_vocabulary(settings, said)
-    found = RunThere(
+    model, reported = asyncio.run(server.model(given.server_model))
+    size, source = size_of_vocabulary(settings, reported)
+    found = RemoteRun(
         ladder=ladder,
         draws=draws,
         settings=settings,
@@ -275,17 +275,17 @@ def analyzed_there(settings: AnalyzeSettings, texts: Sequence[str], out: Path, d
     return found
 
 
-def size_of_vocabulary(settings: AnalyzeSettings, said: int | None) -> tuple[int, str]:
-    """Return the size that is given, else what the server said, else that of the thresholds, else an assumption."""
+def size_of_vocabulary(settings: AnalyzeSettings, reported: int | None) -> tuple[int, str]:
+    """Return the given size of the vocabulary, else the server's, else the thresholds', else an assumption."""
     if settings.server.vocab_size is not None:
         return settings.server.vocab_size, "--vocab-size"
-    if said is not None:
-        return said, "the server"
+    if reported is not None:
+        return reported, "the server"
     thresholds = settings.mode.thresholds
     if isinstance(thresholds, ReadThresholds) and thresholds.content.vocab_size is not None:
         return thresholds.content.vocab_size, "the thresholds"
     terminal.note(
-        f"the server does not say how large the vocabulary is: {ASSUMED_VOCABULARY} is assumed, which makes upper "
-        "bounds too high rather than too low; --vocab-size makes them tight"
+        f"upper bounds may be too high: the server's vocabulary is unknown, and {ASSUMED_VOCABULARY} is assumed; "
+        "set --vocab-size"
     )
     return ASSUMED_VOCABULARY, "assumed"

@@ -44,7 +44,7 @@ from ..kernels import metal
 from ..kernels.device import available_memory, recommended_memory
 from ..kernels.dispatch import on_cpu
 from ..loading import model_contents, model_name
-from ..machine.readers import Watch
+from ..machine.sensors import Watch
 from ..settings import human_bytes
 from . import MacBenchmark
 from .measuring import counting_reads, machine_name, print_table, spread_of

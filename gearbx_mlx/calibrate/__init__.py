@@ -17,7 +17,7 @@ from ..settings import Settings, as_text, flag
 
 
 def parse_shares(text: str) -> tuple[float, ...]:
-    """--shares as numbers. Raises GearbxError for anything but parts of 1."""
+    """Parse --shares. Raises GearbxError for anything but parts of 1."""
     shares = numbers("--shares", text, float, "0.6,0.3,0.1")
     check_shares(shares)
     return shares
@@ -25,7 +25,7 @@ def parse_shares(text: str) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class CalibrationSettings(Settings):
-    """What to find, how, on which prompts; and the file to write."""
+    """Mode, shares and prompts of a calibration, and its file."""
 
     title: ClassVar[str] = "calibration"
 
@@ -40,16 +40,16 @@ class CalibrationSettings(Settings):
     out: str | None = flag(None, "File to write", default_text="thresholds.json", named=True)
 
     def shares_of(self, gears: int) -> tuple[float, ...]:
-        """Return a share for each gear, lowest first. Raises GearbxError for another number of shares."""
+        """Return a share for each gear, lowest first. Raises GearbxError for a different number of shares."""
         shares = self.shares or (1 / gears,) * gears
         if len(shares) != gears:
-            raise GearbxError(f"--shares '{as_text(shares)}': give {gears} parts, one for each gear")
+            raise GearbxError(f"--shares: must be {gears} parts, got {as_text(shares)}; set one for each gear")
         return shares
 
 
 @dataclass(frozen=True)
 class GateSettings(Settings):
-    """The gate of mode route, which the file has beside the thresholds."""
+    """Settings of the gate of mode route, saved beside the thresholds."""
 
     title: ClassVar[str] = "gate"
 
@@ -72,19 +72,19 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     return parser_of(
         CalibrateSettings,
         "calibrate",
-        "Find entropy thresholds between the gears, for generate --thresholds. To continue an interrupted run, give "
-        "the same command again.",
+        "Find entropy thresholds between the gears, for generate --thresholds. To continue an interrupted run, repeat "
+        "the command.",
     )
 
 
 def calibrate(**keywords: Any) -> ThresholdFile:
-    """Return what `python -m gearbx_mlx.calibrate` writes, as an object; written to a file where `out` is given.
+    """Return the result of `python -m gearbx_mlx.calibrate`, and write it to a file if `out` is given.
 
     Args:
         keywords: named like the command's flags, with their defaults: model=..., gears="4,16", mode="kickdown".
 
     Raises:
-        GearbxError: a keyword that does not exist, or settings, a model or prompts that cannot be calibrated.
+        GearbxError: an unknown keyword, or settings, a model or prompts that cannot be calibrated.
     """
     return call("calibrate", "as_object", command_settings(CalibrateSettings, keywords))
 

@@ -1,4 +1,4 @@
-"""Find when a model should change gear, and write it to a file for generate."""
+"""Calibration of a model's thresholds, for generate."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -27,17 +27,17 @@ from ..routing import calibration
 from ..routing.gates import ThresholdFile
 from . import CalibrateSettings, CalibrationSettings
 
-Prompts = Sequence[tuple[list[int], int]]  # tokens, and how many may follow
+Prompts = Sequence[tuple[list[int], int]]  # tokens, and the most tokens after them
 
 
 def prompts_of(settings: CalibrationSettings) -> list[str]:
-    """Return the prompts of a file or, where none is named, the few that ship."""
+    """Return the prompts of a file, or the bundled ones."""
     found = list(SHORT_PROMPTS) if settings.prompts is None else read_prompts(Path(settings.prompts))
     return found[: settings.num_prompts]
 
 
 def record_inputs(settings: CalibrateSettings, decision: Decision, prompts: Prompts) -> dict[str, Any]:
-    """Return all that the records of prompts depend on."""
+    """Return all inputs that the records of prompts depend on."""
     gears = settings.gears
     return {
         "mode": settings.calibration.mode,
@@ -63,21 +63,21 @@ def record_inputs(settings: CalibrateSettings, decision: Decision, prompts: Prom
 
 
 def calibrate_thresholds(settings: CalibrateSettings, place: Path | None) -> ThresholdFile:
-    """Thresholds from entropies along what the model writes: for kickdown of every gear on the way to the top one, for
-    route of a model that does not change gear.
+    """Return thresholds from entropies along the model's output: for kickdown in every gear up to the top one, for
+    route of the model without shifts.
 
     Args:
-        place: of the journal, if there is one.
+        place: of the journal; None without one.
 
     Raises:
-        GearbxError: gears that need no threshold.
+        GearbxError: a ladder of one gear.
     """
     texts = prompts_of(settings.calibration)
     wanted = JustGears(settings.model, settings.layout, settings.gears)
     decision = decided(wanted)
     ladder = decision.ladder
     if len(ladder) < 2 and not decision.one_gear:
-        raise GearbxError(f"--gears {ladder}: one gear has no thresholds; give two or more")
+        raise GearbxError(f"--gears: must have two gears for a threshold, got {ladder}; set two or more")
     loaded = Loaded.of(decision)
     loaded.check_gears()
     shares, vocab_size = settings.calibration.shares_of(len(ladder)), vocabulary(loaded.model)
@@ -110,14 +110,14 @@ def calibrate_thresholds(settings: CalibrateSettings, place: Path | None) -> Thr
 
 
 def recorded(journal: Journal, prompts: Prompts, record: Callable[..., Sequence[Any]]) -> list[Any]:
-    """Return what is recorded of the text after each prompt, or was by an earlier run."""
+    """Return the record of each prompt, also from an earlier run."""
     with terminal.progress_bar() as progress:
         numbered: Iterable[Any] = enumerate(progress.track(prompts, description="prompts"))
         return [journal.made(f"prompt {number}", partial(record, *prompt)) for number, prompt in numbered]
 
 
 def climbed_entropies(gearbox: Gearbox, tokenizer: Any, tokens: list[int], length: int) -> list[tuple[float, ...]]:
-    """Bits of every generated token in every gear but the top one, which generates it."""
+    """Return the entropies in bits of every generated token, in every gear but the top one."""
     found = list[tuple[float, ...]]()
 
     def climb(entropy: float, position: int, gear: int) -> bool:
@@ -131,7 +131,7 @@ def climbed_entropies(gearbox: Gearbox, tokenizer: Any, tokens: list[int], lengt
 
 
 def generated_entropies(observer: Observer, tokenizer: Any, tokens: list[int], length: int) -> list[float]:
-    """Bits of every generated token; the model does not change gear."""
+    """Return the entropy in bits of every generated token, without shifts."""
     responses = stream_generate(observer.model, tokenizer, tokens, length, mode="telemetry-only", gearbox=observer)
     return [response.entropy for response in responses]
 
@@ -139,21 +139,21 @@ def generated_entropies(observer: Observer, tokenizer: Any, tokens: list[int], l
 def run(settings: CalibrateSettings) -> int:
     out = output_path(settings.calibration.out or "thresholds.json")
     found = calibrated_file(settings, out)
-    put = ", ".join(f"{gear.name} {share:.0%}" for gear, share in zip(Ladder(found.gears), found.shares))
-    terminal.note(f"{found.tokens} tokens; with these thresholds the gate puts {put} of them in each gear")
+    shares = ", ".join(f"{gear.name} {share:.0%}" for gear, share in zip(Ladder(found.gears), found.shares))
+    terminal.note(f"{found.tokens} tokens; shares of the gears with these thresholds: {shares}")
     print(f"{out}: {', '.join(f'{threshold:.3f}' for threshold in found.thresholds or ())} bits")
     return 0
 
 
 def as_object(settings: CalibrateSettings) -> ThresholdFile:
-    """Return what is found; written to a file where --out is given."""
+    """Return the thresholds, and write them if --out is given."""
     out = settings.calibration.out
     return calibrate_thresholds(settings, None) if out is None else calibrated_file(settings, output_path(out))
 
 
 def calibrated_file(settings: CalibrateSettings, out: Path) -> ThresholdFile:
-    """Return what is found, after writing it. An interrupted run leaves its records beside the file for the
-    next one."""
+    """Return the thresholds, and write them. An interrupted run leaves its records beside the file for the next
+    one."""
     place = place_beside(out, JOURNAL)
     found = calibrate_thresholds(settings, place)
     write_text(out, found.text())

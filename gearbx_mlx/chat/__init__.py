@@ -24,7 +24,7 @@ from ..settings import Settings, flag
 
 @dataclass(frozen=True)
 class TerminalSettings(Settings):
-    """Say what to remember of what was typed."""
+    """Settings of the terminal."""
 
     title: ClassVar[str] = "terminal"
 
@@ -57,7 +57,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
 
 
 class LineParser(FlagParser):
-    """A parser of flags that are typed in a chat, which goes on after a wrong one."""
+    """A parser of flags of chat commands, whose errors do not end the chat."""
 
     hint = "gearbx_mlx chat --help shows the flags"
 
@@ -67,13 +67,13 @@ class LineParser(FlagParser):
 
 @dataclass(frozen=True)
 class ModeChange:
-    """The settings that /mode may change."""
+    """Settings that /mode may change."""
 
     mode: ModeFlags
 
 
 def parse_mode(name: str, words: Sequence[str]) -> ModeChange:
-    """Return a mode by its name, with flags as on the command line. Raises GearbxError for what a mode cannot have."""
+    """Parse a mode's name and flags. Raises GearbxError for invalid ones."""
     parser = LineParser(prog="/mode", argument_default=argparse.SUPPRESS, add_help=False, allow_abbrev=False)
     add_flags(parser, ModeFlags)
     return command_settings(ModeChange, vars(parser.parse_args(["--mode", name, *words])))

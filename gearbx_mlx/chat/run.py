@@ -1,4 +1,4 @@
-"""Talk with a model in gears, or with two that take turns: what is typed is a message, or a command with a slash."""
+"""Chat with a model in gears, or with a pair: a typed line is a message, or a command with a slash."""
 
 import contextlib
 import json
@@ -30,28 +30,28 @@ if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
 
 PROMPT_SIGN = ">> "
-NO_EDITOR = "without prompt_toolkit or readline lines are not edited; install the first with pip install prompt_toolkit"
+NO_EDITOR = "lines cannot be edited without prompt_toolkit or readline; use pip install prompt_toolkit"
 Words = Sequence[str]
-FILES: Words = ("FILES",)  # stands for the names of files
+FILES: Words = ("FILES",)  # placeholder for the names of files
 
 
 class PlainLines:
-    """Lines as they come, from a pipe for instance. `interactive`: a person types at a terminal."""
+    """Lines without editing, such as a pipe's. `interactive`: True if a person types at a terminal."""
 
     def __init__(self, interactive: bool):
         self.interactive = interactive
 
     def read(self) -> str | None:
-        """Return the next message, without the end of its line; None: there are no more.
+        """Return the next message, without the end of its line; None after the last one.
 
         Raises:
-            GearbxError: a line that is not text; further lines can be read.
+            GearbxError: a line that is not text; later lines can be read.
             Interrupted: Ctrl-C was typed.
         """
         if self.interactive:
             print(PROMPT_SIGN, end="", file=sys.stderr, flush=True)
         try:
-            line = sys.stdin.buffer.readline()  # as bytes: one wrong line must not take the next ones with it
+            line = sys.stdin.buffer.readline()  # as bytes, so that an invalid line does not affect later ones
         except OSError as error:
             raise OSError(f"standard input cannot be read ({error.strerror})") from error
         if not line:
@@ -64,17 +64,17 @@ class PlainLines:
 
 @contextlib.contextmanager
 def unicode_errors() -> Iterator[None]:
-    """Turns an error of decoding into a GearbxError."""
+    """Turn an error of decoding into a GearbxError."""
     try:
         yield
     except UnicodeDecodeError as error:
-        raise GearbxError(f"this line is not UTF-8 text ({error.reason}); convert it") from error
+        raise GearbxError(f"this line: must be UTF-8 text, got other bytes ({error.reason}); use UTF-8") from error
 
 
 class ReadlineLines:
-    """Lines with editing and history by Python's readline, where prompt_toolkit is not installed.
+    """Lines with editing and history by Python's readline, if prompt_toolkit is not installed.
 
-    Raises ImportError for a Python without readline. The history is prompt_toolkit's file, in its form.
+    Raises ImportError for a Python without readline. The history is prompt_toolkit's file, in its format.
     """
 
     interactive = True
@@ -102,16 +102,16 @@ class ReadlineLines:
                 file.write(f"\n# {datetime.now()}\n+{line}\n")
         return line
 
-    def _complete(self, begun: str, number: int) -> str | None:
-        """Return what Tab offers at first, at second, ... for the word that was begun."""
+    def _complete(self, prefix: str, number: int) -> str | None:
+        """Return the first, second, ... completion of a word, by number; None after the last one."""
         first, space, _ = self._readline.get_line_buffer().partition(" ")
         offered: Iterable[str] = self._words.get(first, ()) if space else self._words
-        found = [f"{word} " for word in offered if word.startswith(begun) and offered is not FILES]
+        found = [f"{word} " for word in offered if word.startswith(prefix) and offered is not FILES]
         return found[number] if number < len(found) else None
 
 
 def remembered(history: Path | None) -> list[str]:
-    """Return the lines of a file that prompt_toolkit writes, the oldest first; of several typed lines the first."""
+    """Return the lines of a history file of prompt_toolkit, oldest first; of an entry with several lines the first."""
     try:
         entries = "" if history is None else history.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -139,16 +139,16 @@ Lines = PlainLines | EditedLines | ReadlineLines
 
 
 def lines_of(words: Mapping[str, Words], history: bool) -> Lines:
-    """Return the lines of standard input, which is open.
+    """Return the lines of an open standard input.
 
-    words: what Tab completes: a word that begins a line, and those that may follow. history: remember lines in a file.
+    words: Tab's completions of a line's first word, and of later words. history: whether to keep lines in a file.
     """
     interactive = sys.stdin.isatty() and (sys.stdout.isatty() or sys.stderr.isatty())
     if interactive:
         file = history_file() if history else None
         with contextlib.suppress(ImportError):
             return EditedLines(words, file)
-        if sys.stdout.isatty():  # where readline writes
+        if sys.stdout.isatty():  # since readline writes there
             with contextlib.suppress(ImportError):
                 return ReadlineLines(words, file)
         terminal.note(NO_EDITOR)
@@ -157,25 +157,25 @@ def lines_of(words: Mapping[str, Words], history: bool) -> Lines:
 
 @contextlib.contextmanager
 def as_it_was() -> Iterator[None]:
-    """Whatever ends the context, the terminal is as before it: a signal may end prompt_toolkit while it cleans up."""
+    """Restore the terminal after the context, since a signal may end prompt_toolkit while it cleans up."""
     import termios
 
     attributes = termios.tcgetattr(sys.stdin)
     try:
         yield
     finally:
-        with contextlib.suppress(termios.error):  # the terminal was closed
+        with contextlib.suppress(termios.error):  # if the terminal was closed
             termios.tcsetattr(sys.stdin, termios.TCSANOW, attributes)
 
 
 @contextlib.contextmanager
 def ended_by_signals(session: "PromptSession[str]") -> Iterator[Callable[[], None]]:
-    """Let a signal that ends the run first end the line that is typed; the signal's own handler runs after that.
+    """Let a signal that ends the run first end the typed line; the signal's own handler runs after that.
 
-    That raises an exception, which can take a step of a task from asyncio's loop: it waits for such a task for ever.
+    The handler's exception could remove a task's step from asyncio's loop, so that it waits forever.
 
     Yields:
-        what is called once the line can be typed, for a signal that came before.
+        a function to call once the line can be typed, for an earlier signal.
     """
     received: list[int] = []
     before = {number: signal.getsignal(number) for number in ENDING if number != signal.SIGINT}  # Ctrl-C is a key
@@ -210,14 +210,14 @@ def session(words: Mapping[str, Words], history: Path | None) -> "PromptSession[
     from prompt_toolkit.shortcuts import CompleteStyle
 
     class UserHistory(FileHistory):
-        """Lines that were typed, with any characters; one that cannot be written is not remembered."""
+        """History of typed lines with any characters; a line that cannot be written is skipped."""
 
         def store_string(self, string: str) -> None:
             with contextlib.suppress(OSError):
                 super().store_string(string.encode(errors="replace").decode())
 
     class CommandCompleter(Completer):
-        """The first word of a line, and then what belongs to it."""
+        """Completion of the first word of a line, and of the words after it."""
 
         def get_completions(self, document: Document, complete_event: Any) -> Any:
             first, space, rest = document.text_before_cursor.partition(" ")
@@ -228,26 +228,26 @@ def session(words: Mapping[str, Words], history: Path | None) -> "PromptSession[
             else:
                 yield from matching(rest, words.get(first, ()))
 
-    def matching(begun: str, offered: Iterable[str]) -> Iterator[Completion]:
-        return (Completion(f"{word} ", -len(begun), word) for word in offered if word.startswith(begun))
+    def matching(prefix: str, offered: Iterable[str]) -> Iterator[Completion]:
+        return (Completion(f"{word} ", -len(prefix), word) for word in offered if word.startswith(prefix))
 
     return PromptSession(
         PROMPT_SIGN,
         history=None if history is None else UserHistory(str(history)),
         completer=CommandCompleter(),
         complete_while_typing=False,
-        complete_style=CompleteStyle.READLINE_LIKE,  # else empty lines below wait for a menu
+        complete_style=CompleteStyle.READLINE_LIKE,  # other styles reserve empty lines below for a menu
         interrupt_exception=Interrupted,
         output=create_output(always_prefer_tty=True),
     )
 
 
 def history_file() -> Path | None:
-    """Return the user's file of lines that were typed, which no other user can read; None where there cannot be one."""
+    """Return the user's private history file; None if there cannot be one."""
     try:
         path = chat_history()
     except RuntimeError:
-        terminal.note("this user has no home directory; lines are not remembered, until XDG_STATE_HOME names one")
+        terminal.note("lines are not kept: this user has no home directory; set XDG_STATE_HOME")
         return None
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -257,14 +257,14 @@ def history_file() -> Path | None:
         finally:
             os.close(handle)
     except OSError as error:
-        terminal.note(f"{path}: cannot be written ({error.strerror}); lines are not remembered")
+        terminal.note(f"lines are not kept: {path} cannot be written ({error.strerror})")
         return None
     return path
 
 
 def run(settings: ChatSettings) -> int:
-    if sys.stdin is None:  # before a model is loaded, which takes long
-        raise GearbxError("standard input is closed; type into a terminal, or pipe lines into the chat")
+    if sys.stdin is None:  # checked early, since loading the model takes long
+        raise GearbxError("standard input: must be open, got a closed one; use a terminal, or a pipe")
     if settings.sampling.seed is not None:
         mx.random.seed(settings.sampling.seed)
     with ExitStack() as stack:
@@ -277,7 +277,7 @@ def run(settings: ChatSettings) -> int:
 
 
 def open_model(settings: ChatSettings, stack: ExitStack) -> ChatModel:
-    """Raises GearbxError as `generate` for the same settings."""
+    """Open the chat's models. Raises GearbxError as `generate` for the same settings."""
     prepare()
     if settings.mode.small_model is not None:
         return PairChat(settings, settings.mode.small_model)
@@ -285,7 +285,7 @@ def open_model(settings: ChatSettings, stack: ExitStack) -> ChatModel:
 
 
 def converse(session: Session, lines: Lines) -> None:
-    """Answer line after line until they end or /exit is typed. A line that cannot be answered does not end the chat."""
+    """Answer line after line until they end or /exit is typed. An error of one line does not end the chat."""
     if lines.interactive:
         keys = "/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends the chat"
         terminal.note(f"mode {session.model.mode}; {keys}")
@@ -306,12 +306,12 @@ def converse(session: Session, lines: Lines) -> None:
 
 
 def take(session: Session, line: str) -> None:
-    """Run a command or answer a message; an empty line does nothing.
+    """Run a command or answer a message; an empty line is ignored.
 
     Raises:
         GearbxError: as `obey` and `Session.answer`.
         Leave: the chat is over.
-        OutputLost: the output is closed, so a further answer could not be read.
+        OutputLost: the output is closed, so answers cannot be read.
     """
     check_unicode(line, "this line")
     try:
@@ -319,22 +319,22 @@ def take(session: Session, line: str) -> None:
             session.answer(line)
     except (GearbxError, Leave, OutputLost):
         raise
-    except Exception as error:  # it ends what was asked for, and the conversation stays
+    except Exception as error:  # ends the answer, and keeps the conversation
         terminal.print_unforeseen(error)
 
 
-# What begins with a slash.
+# Commands with a slash.
 
-SHORT_COMMANDS = {"q": "/exit", "r": "/reset", "h": "/help"}  # mlx_lm.chat's
+SHORT_COMMANDS = {"q": "/exit", "r": "/reset", "h": "/help"}  # as in mlx_lm.chat
 
 
 class Leave(Exception):
-    """The chat is over."""
+    """The end of the chat."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """takes: shows what stands after the name. words: what Tab offers there, for a model."""
+    """A command of the chat. takes: usage of its argument. words: Tab's completions of it, for a model."""
 
     takes: str
     purpose: str
@@ -343,15 +343,15 @@ class Command:
 
 
 def obey(session: Session, line: str) -> bool:
-    """Return whether a line is a command, which was then run. Raises GearbxError for one that cannot be run."""
+    """Run a line if it is a command, and return whether it is. Raises GearbxError for one that cannot run."""
     line = SHORT_COMMANDS.get(line, line)
     if not line.startswith("/"):
         return False
     name, argument = (*line.split(maxsplit=1), "")[:2]
     if name not in CHAT_COMMANDS:
         near = nearest(name, CHAT_COMMANDS)
-        hint = f"{near} is near" if near else "/help lists them"
-        raise GearbxError(f"{escaped(name)}: no such command; {hint}, and a space in front makes it a message")
+        hint = f"use {near}" if near else "use /help for a list"
+        raise GearbxError(f"{escaped(name)}: is not a command; {hint}, or a space in front for a message")
     CHAT_COMMANDS[name].run(session, argument.strip())
     return True
 
@@ -359,7 +359,7 @@ def obey(session: Session, line: str) -> bool:
 def gear(session: Session, argument: str) -> None:
     model = session.model
     if not argument:
-        raise GearbxError(f"/gear needs a gear; choose from {AUTO}, {', '.join(model.gears)}")
+        raise GearbxError(f"/gear: needs a gear; choose from {AUTO}, {', '.join(model.gears)}")
     model.hold(None if argument == AUTO else argument)
     terminal.note(f"mode {model.mode}" if argument == AUTO else f"every token in gear {escaped(argument)}")
 
@@ -368,7 +368,7 @@ def mode(session: Session, argument: str) -> None:
     try:
         words = shlex.split(argument)
     except ValueError as error:
-        raise GearbxError(f"/mode: {error}; close the quotation") from error
+        raise GearbxError(f"/mode: {error}; use closed quotation marks") from error
     if words:
         session.model.change(words[0], words[1:])
     terminal.note(f"mode {session.model.mode}{session.model.missing}")
@@ -376,33 +376,33 @@ def mode(session: Session, argument: str) -> None:
 
 def reset(session: Session, argument: str) -> None:
     session.reset()
-    terminal.note("a new conversation begins")
+    terminal.note("new conversation")
 
 
 def system(session: Session, argument: str) -> None:
     session.conversation.instruct(argument or None)
-    terminal.note("the system prompt has changed" if argument else "there is no system prompt now")
+    terminal.note("system prompt changed" if argument else "system prompt removed")
 
 
 def save_chat(session: Session, argument: str) -> None:
     if not argument:
-        raise GearbxError("/save needs a file name that ends in .md, .jsonl or .safetensors")
+        raise GearbxError("/save: needs a file name; use one with .md, .jsonl or .safetensors")
     try:
         path = Path(argument).expanduser()
     except RuntimeError as error:
-        raise GearbxError(f"{argument}: there is no such home directory; write the path in full") from error
+        raise GearbxError(f"{argument}: has an unknown home directory; use the full path") from error
     messages = session.conversation.messages
     texts = {
-        ".md": "\n".join(f"## {said['role']}\n\n{said['content']}\n" for said in messages),
-        ".jsonl": "".join(json.dumps(said, ensure_ascii=False) + "\n" for said in messages),
+        ".md": "\n".join(f"## {each['role']}\n\n{each['content']}\n" for each in messages),
+        ".jsonl": "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in messages),
     }
     if path.suffix not in (*texts, ".safetensors"):
-        raise GearbxError(f"{path}: what is it to be? end the name in .md, .jsonl or .safetensors (the KV cache)")
+        raise GearbxError(f"{path}: must end in .md, .jsonl or .safetensors (the KV cache); use one of them")
     check_writable(path)
     if path.suffix in texts:
         write_text(path, texts[path.suffix])
     elif not session.cache.tokens:
-        raise GearbxError(f"{path}: the KV cache is empty; say something first")
+        raise GearbxError(f"{path}: needs a KV cache with tokens, got an empty one; use it after a message")
     else:
         session.save_cache(path)
     terminal.note(f"saved in {escaped(str(path))}")
@@ -423,7 +423,7 @@ CHAT_COMMANDS = {
     "/gear": Command("NAME|auto", "stay in one gear; auto: back to the mode", gear, lambda m: (AUTO, *m.gears)),
     "/mode": Command("NAME [FLAGS]", "change the mode, with its flags as for generate", mode, lambda m: m.modes),
     "/system": Command("[TEXT]", "change the system prompt; without text, remove it", system),
-    "/reset": Command("", "begin a new conversation (r)", reset),
+    "/reset": Command("", "start a new conversation (r)", reset),
     "/save": Command("FILE", "write it as .md or .jsonl, or the KV cache as .safetensors", save_chat, lambda m: FILES),
     "/help": Command("", "show this (h)", show_help),
     "/exit": Command("", "end the chat, as Ctrl-D does (q)", leave_chat),

@@ -1,4 +1,4 @@
-"""A chat while it lasts: the model or the two that it talks with, what was said, and what the KV cache holds of it."""
+"""Session of a chat: its models, the conversation, and the KV cache."""
 
 import math
 from collections.abc import Collection, Iterator, Sequence
@@ -45,11 +45,10 @@ from . import ChatSettings, parse_mode
 
 @dataclass(frozen=True)
 class NextAnswer:
-    """Says how a message is answered.
+    """Mode and gears of the next answer.
 
-    reads: bits of the gear that reads it. writes: the fewest bits in which a token of the answer may be computed. Both
-    are 0 where nothing depends on them. reads_again: whether the answer is read again, in the gear of prompts, with the
-    next message.
+    reads: bits of the prefill gear. writes: the fewest bits of a token of the answer. Both are 0 if the cache does not
+    depend on them. reads_again: whether the next message prefills the answer again.
     """
 
     mode: Mode
@@ -59,12 +58,12 @@ class NextAnswer:
 
 
 class GearedChat:
-    """One model in gears, or one that is only observed.
+    """Chat with one model, in gears or observed.
 
-    gears: the names that /gear takes, lowest first. modes: those that /mode takes.
+    gears: the names for /gear, lowest first. modes: the names for /mode.
 
     Args:
-        stack: what lasts as long as the chat: the controller.
+        stack: owns the controller for the time of the chat.
 
     Raises:
         GearbxError: as `generate` for the same settings.
@@ -81,48 +80,48 @@ class GearedChat:
         self.gears: Sequence[str] = [gear.name for gear in gearbox.ladder]
         self._observes = isinstance(gearbox, Observer)
         instead = f" (without it {decision.codes})" if decision.codes else ""
-        self._why = f"no layer of this model changes gear; mode {TELEMETRY_ONLY} was asked for{instead}"
+        self._why = f"no layer of this model changes gear, as requested by mode {TELEMETRY_ONLY}{instead}"
         self.modes: Sequence[str] = [TELEMETRY_ONLY] if self._observes else SHIFTING
         self._mode, self._held, self._first = decision.mode, "", decision.mode.name
         self._check(decision.mode, settings.mode)
 
     @property
     def missing(self) -> str:
-        """Return which gears the mode of the next answer lacks here, in words; "" where it lacks none."""
+        """Gears of the usual ladder that the mode of the next answer lacks, as a note; "" if it lacks none."""
         decision = self._geared.loaded.decision
         gears, usual = decision.ladder, Ladder.parse(DEFAULT_LADDER)
         bits = [str(gear.bits) for gear in usual if gear.bits not in {each.bits for each in gears}]
         if self._held or self._mode.name not in (ROUTE, KICKDOWN) or not (decision.drafts and bits):
             return ""
         return (
-            f" between {' and '.join(str(gear.bits) for gear in gears)} bits alone: this chat began in mode "
-            f"{self._first}, which makes no gear of {', '.join(bits)}; chat --mode {self._mode.name} has {usual}"
+            f" between {' and '.join(str(gear.bits) for gear in gears)} bits only: this chat started in mode "
+            f"{self._first}, without gears of {', '.join(bits)} bits; chat --mode {self._mode.name} has {usual}"
         )
 
     @property
     def of_making(self) -> str:
-        """Return what `Geared.of_making` says."""
+        """Note about making gears, from `Geared.of_making`."""
         return self._geared.of_making()
 
     @property
     def mode(self) -> str:
-        """The mode of the next answer, by name."""
+        """Name of the next answer's mode."""
         return STATIC if self._held else self._mode.name
 
     def new_cache(self) -> list[Any]:
-        """Empty caches."""
+        """Return empty caches."""
         draft, size = self._keywords["draft_model"], self._settings.cache.max_kv_size
         if draft is None:
             return make_prompt_cache(self._model, size)
         return [*make_prompt_cache(self._model), *make_prompt_cache(draft)]
 
-    def save_cache(self, cache: list[Any], begun: SavedConversation, path: Path) -> None:
+    def save_cache(self, cache: list[Any], conversation: SavedConversation, path: Path) -> None:
         """Write caches to a file, with their conversation. Raises GearbxError where they cannot be written."""
         own = cache[: len(make_prompt_cache(self._model))]  # a draft model's follow
-        save_cache(path, own, self._settings.model.model or str(DEMO_MODEL), self._model, begun)
+        save_cache(path, own, self._settings.model.model or str(DEMO_MODEL), self._model, conversation)
 
     def coming(self, message: str) -> NextAnswer:
-        """Return how a message is answered, as typed."""
+        """Return mode and gears of the answer to a message, as typed."""
         mode = self._geared.mode(message, self._in_gear(self._held) if self._held else self._mode)
         gearbox = self._geared.gearbox
         if (self._controller is not None and self._controller.caps) or not isinstance(gearbox, Gearbox):
@@ -131,25 +130,25 @@ class GearedChat:
         return NextAnswer(mode, reads.bits, (writes or gearbox.ladder[0]).bits, reads_again=reads != writes)
 
     def answer(self, mode: Mode, tokens: list[int], max_tokens: int, **keywords: Any) -> Iterator[GearResponse]:
-        """Answer in the mode of `coming`; `tokens` are to be read, `keywords` go to stream_generate."""
+        """Answer in the mode of `coming`; `tokens` are prefilled, `keywords` go to stream_generate."""
         keywords = self._keywords | {"gearbox": self._geared.gearbox, "controller": self._controller} | keywords
         return stream_generate(self._model, self.tokenizer, tokens, max_tokens, mode=mode, **keywords)
 
     def hold(self, gear: str | None) -> None:
-        """Stay in a gear; None: back to the mode. Raises GearbxError for a gear that does not exist."""
+        """Stay in a gear; None: use the mode. Raises GearbxError for an unknown gear."""
         if gear is None:
             self._held = ""
             return
         if self._observes:
-            raise GearbxError(f"/gear {gear}: {self._why}")
+            raise GearbxError(f"/gear {gear}: {self._why}; omit it")
         name = self._geared.gearbox.ladder.find(gear).name
         self._check(self._in_gear(name), self._settings.mode)
         self._held = name
 
     def change(self, mode: str, words: Sequence[str]) -> None:
-        """Take another mode, with flags. Raises GearbxError for one that these models cannot have."""
+        """Change the mode and its flags. Raises GearbxError for a mode that these models cannot have."""
         check_mode(mode, MODES)
-        flags = self._settings.mode  # those that the chat was started with
+        flags = self._settings.mode  # of the chat's command line
         given = flags.given() if mode == self._first else flags.given_to_others()
         if words:
             flags = parse_mode(mode, words).mode
@@ -163,9 +162,9 @@ class GearedChat:
         return make_mode(STATIC, self._settings.mode.given() | {"gear": gear})
 
     def _check(self, mode: Mode, flags: Any) -> None:
-        """Raises GearbxError for a mode that this model cannot have with the settings of the chat."""
+        """Validate a mode for this model and the settings. Raises GearbxError if it cannot run."""
         if self._observes and mode.name != TELEMETRY_ONLY:
-            raise GearbxError(f"mode '{mode.name}' needs gears, and {self._why}")
+            raise GearbxError(f"mode '{mode.name}': {self._why}; use a new chat without it")
         check_mode(mode.name, self.modes)
         check_governing(self._settings, mode.name)
         check_draft_model(mode.name, self._keywords["draft_model"])
@@ -175,7 +174,7 @@ class GearedChat:
 
 
 class PairChat:
-    """A small and a large model that take turns, to be used as a `GearedChat` is, with the same errors."""
+    """Chat with a pair of models, with the interface and errors of `GearedChat`."""
 
     def __init__(self, settings: ChatSettings, small_model: str):
         self._settings = settings
@@ -195,7 +194,7 @@ class PairChat:
     def new_cache(self) -> list[Any]:
         return list(pair_cache(self._pair.small, self._pair.large, self._settings.cache.max_kv_size))
 
-    def save_cache(self, cache: list[Any], begun: SavedConversation, path: Path) -> None:
+    def save_cache(self, cache: list[Any], conversation: SavedConversation, path: Path) -> None:
         raise GearbxError(f"{path}: a pair has two KV caches, and the file is for one; save the text as .md or .jsonl")
 
     def coming(self, message: str) -> NextAnswer:
@@ -215,7 +214,7 @@ class PairChat:
     def change(self, mode: str, words: Sequence[str]) -> None:
         check_mode(mode, self.modes)
         if words:
-            raise GearbxError(f"/mode {PAIR} takes no flags; /gear small or /gear large stays with one model")
+            raise GearbxError(f"/mode {PAIR}: takes no flags; use /gear small or /gear large for one model")
         self._held = ""
 
 
@@ -223,22 +222,22 @@ ChatModel = GearedChat | PairChat
 
 
 def check_mode(mode: str, possible: Collection[str]) -> None:
-    """Raises GearbxError for a mode that does not exist, or that the models of this chat cannot have."""
+    """Validate a mode of this chat. Raises GearbxError for an unknown mode, or one that its models cannot have."""
     if mode not in MODES:
-        raise GearbxError(f"mode is {mode}; {choose(mode, possible)}")
+        raise GearbxError(f"mode: must be one of this chat's, got {mode}; {choose(mode, possible)}")
     if mode not in possible:
         choices = ", ".join(possible)
         geared = mode == TELEMETRY_ONLY and ROUTE in possible
-        why = " is for weights as they are, and these are in gears" if geared else ""
-        raise GearbxError(f"mode '{mode}'{why}: this chat has {choices}; start another one with --mode {mode}")
+        why = "is for original weights, got gears" if geared else "is not available in this chat"
+        raise GearbxError(f"mode '{mode}': {why}; choose from {choices}, or use a new chat with --mode {mode}")
 
 
 Message = dict[str, str]  # role and content
-RESET = "/reset begins a new conversation"
+RESET = "use /reset for a new conversation"
 
 
 class Conversation:
-    """What user and model said, in order; the system prompt, if there is one, stands in front of it."""
+    """Messages of user and model in order, after the system prompt if there is one."""
 
     def __init__(self, settings: PromptSettings, tokenizer: Any):
         self._settings, self._tokenizer = settings, tokenizer
@@ -254,27 +253,27 @@ class Conversation:
         return [*system, *self.turns]
 
     def instruct(self, system: str | None) -> None:
-        """Change the system prompt. Raises GearbxError where there is no chat template that it could go into."""
+        """Change the system prompt. Raises GearbxError without a chat template."""
         if not self.templated:
-            raise GearbxError("a system prompt goes into the chat template, which this chat does not have")
+            raise GearbxError("/system: needs a chat template, got a chat without one; omit it")
         self.system = system
 
-    def add(self, asked: str, answer: str) -> None:
-        # A template puts its own space around an answer. With both, the next turn would be read again from here on.
-        self.turns += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer.strip()}]
+    def add(self, message: str, answer: str) -> None:
+        # The template adds its own space around an answer. Two spaces would change the tokens that the cache has.
+        self.turns += [{"role": "user", "content": message}, {"role": "assistant", "content": answer.strip()}]
 
     def tokens(self, message: str) -> list[int]:
-        """Return all that was said, and a message that is to be answered. Without a template, every turn is a line.
+        """Return the tokens of the conversation with a new message. Without a template, every turn is a line.
 
         Raises GearbxError for messages that the template refuses, and for no tokens.
         """
         tokens = self._tokenizer.encode(self._text(message), add_special_tokens=not self.templated)
         if not tokens:
-            raise GearbxError("the message becomes no token; write something else")
+            raise GearbxError("message: must have tokens, got none; use different words")
         return tokens
 
     def before_message(self) -> str:
-        """Return the text before the next message. Raises GearbxError as `tokens`, or if none is shown."""
+        """Return the text before the next message. Raises GearbxError as `tokens`, or if the template omits it."""
         text = self._text(QUERY)
         return text[: place_of_query(text)]
 
@@ -282,19 +281,19 @@ class Conversation:
         messages = [*self.messages, {"role": "user", "content": message}]
         if self.templated:
             return formatted(self._settings, self._tokenizer, messages)
-        return "\n".join(said["content"] for said in messages)
+        return "\n".join(each["content"] for each in messages)
 
 
 STOPPED = "stopped"
 
 
 class PromptStopped(Exception):
-    """Ctrl-C came between two parts of a prompt."""
+    """Ctrl-C between two parts of a prompt."""
 
 
 @dataclass
 class ChatAnswer:
-    """An answer while it is written. `whole`: it ended by itself or between two tokens."""
+    """An answer during generation. `whole`: False if it stopped during a pass."""
 
     tally: Tally
     tokens: list[int]
@@ -305,7 +304,7 @@ class ChatAnswer:
 
 
 class Session:
-    """A conversation with one or two models; `ctrl_c` stops its answers."""
+    """A conversation with one model or a pair; `ctrl_c` stops its answers."""
 
     def __init__(self, settings: ChatSettings, model: ChatModel, ctrl_c: CtrlC):
         self.settings, self.model, self._ctrl_c = settings, model, ctrl_c
@@ -313,22 +312,22 @@ class Session:
         self.cache = KeptCache(model.new_cache)
         self._out = terminal.WrappedText(model.gears)
         self._bar = terminal.PromptBar()
-        self._told_of_cut = self._told_of_making = False
+        self._noted_cut = self._noted_making = False
 
     def reset(self) -> None:
-        """Forget what was said. The system prompt stays."""
+        """Forget the conversation, except for the system prompt."""
         self.conversation.turns.clear()
         self.cache.forget()
 
     def save_cache(self, path: Path) -> None:
-        """Write the KV cache, and its text. Raises GearbxError where that is impossible."""
-        said = self.conversation
+        """Write the KV cache with its conversation. Raises GearbxError if it cannot be written."""
+        talk = self.conversation
         bits = min(self.cache.bits, default=0)
-        begun = SavedConversation(said.before_message(), said.templated, self.cache.tokens, bits)
-        self.model.save_cache(self.cache.cut_to_tokens(), begun, path)
+        conversation = SavedConversation(talk.before_message(), talk.templated, self.cache.tokens, bits)
+        self.model.save_cache(self.cache.cut_to_tokens(), conversation, path)
 
     def answer(self, message: str) -> None:
-        """Answer a message on stdout, and show what it cost in a line on stderr.
+        """Answer a message on stdout, and show its cost in a line on stderr.
 
         Raises:
             GearbxError: a conversation beyond the model's context, or as `stream_generate`. The message is dropped.
@@ -344,7 +343,7 @@ class Session:
         self._finish(answer)
 
     def _read_and_write(self, message: str, answer: ChatAnswer) -> None:
-        """Read what the cache does not have of the conversation, and write the answer."""
+        """Prefill the tokens that the cache lacks, and generate the answer."""
         tokens = self.conversation.tokens(message)
         most, size = self.settings.prompt.max_tokens, self.settings.cache.max_kv_size
         max_tokens = room_for(self.model.config, len(tokens), most, size, "the conversation", RESET)
@@ -358,12 +357,12 @@ class Session:
                 self.cache.note(unread[:-1], answer.whole, coming.reads)
             else:
                 self.cache.note([*unread, *answer.tokens], answer.whole, min(coming.reads, coming.writes))
-        except BaseException:  # the second Ctrl-C, for one: what was computed then is not known
+        except BaseException:  # such as a second Ctrl-C; the cache's tokens are then unknown
             self.cache.forget()
             raise
 
     def _write(self, responses: Iterator[GearResponse], answer: ChatAnswer) -> None:
-        """Write an answer as it comes, until it ends or Ctrl-C asks it to."""
+        """Print an answer as it comes, until it ends or Ctrl-C stops it."""
         self._out.begin()
         try:
             with closing(responses):  # type: ignore[type-var]  # it is a generator
@@ -388,16 +387,16 @@ class Session:
     def _finish(self, answer: ChatAnswer) -> None:
         last: Any = answer.last
         if last is None:
-            terminal.note("stopped before the answer began; the message is dropped")
+            terminal.note("stopped before the answer; the message is dropped")
             return
         if not answer.text:
             print(flush=True)
         ending = answer.ending or ("cut" if last.finish_reason == "length" else "")
         most = self.settings.prompt.max_tokens
-        if last.finish_reason == "length" and answer.tally.tokens == most and not self._told_of_cut:
-            self._told_of_cut = True
-            terminal.note(f"the answer was cut: --max-tokens is {most}; give more, or -1 for whole answers")
+        if last.finish_reason == "length" and answer.tally.tokens == most and not self._noted_cut:
+            self._noted_cut = True
+            terminal.note(f"the answer was cut at --max-tokens {most}; set more, or -1 for whole answers")
         terminal.messages.print(summary_line(answer.tally, last, self.model.mode, ending), style="dim", soft_wrap=True)
-        if self.model.of_making and not self._told_of_making:
-            self._told_of_making = True
+        if self.model.of_making and not self._noted_making:
+            self._noted_making = True
             terminal.note(self.model.of_making)

@@ -33,7 +33,7 @@ from ..kernels import ACTIVATIONS, MEASURE
 from ..kernels.device import recommended_memory
 from ..kernels.tuner import FAILED
 from ..loading import DEMO_MODEL, find, load, load_small, model_name
-from ..machine.readers import OwnMemory, Reader, Scripted, Watch, this_machine
+from ..machine.sensors import OwnMemory, Scripted, Sensor, Watch, this_machine
 from ..ranks.place import current
 from ..settings import human_bytes
 from .bases import Base, find_base
@@ -125,7 +125,7 @@ class Geared:
 
     def mode(self, typed: str, mode: Mode | None = None) -> Mode:
         """Return the mode for a prompt, as typed. mode: replaces that of the flags."""
-        return (mode or self.loaded.decision.mode).begun(typed, self.gearbox.ladder)
+        return (mode or self.loaded.decision.mode).for_prompt(typed, self.gearbox.ladder)
 
     def why(self) -> str:
         """Return gears, format and kernels with their reasons, in one sentence."""
@@ -286,7 +286,7 @@ def own_memory(limit: int) -> OwnMemory:
     return reader
 
 
-def make_watch(own: Sequence[Reader], machine: bool, verbose: bool) -> Watch:
+def make_watch(own: Sequence[Sensor], machine: bool, verbose: bool) -> Watch:
     """Return a watch of the machine's state, or of a script in $GEARBX_MACHINE.
 
     Args:
@@ -299,15 +299,15 @@ def make_watch(own: Sequence[Reader], machine: bool, verbose: bool) -> Watch:
         return Watch([Scripted.from_file(script), *own])
     if not machine:
         return Watch(own)
-    readers, absent = this_machine()
+    sensors, absent = this_machine()
     reasons: dict[str, list[str]] = {}
-    for reader, reason in absent.items():
-        reasons.setdefault(reason, []).append(reader)
+    for sensor, reason in absent.items():
+        reasons.setdefault(reason, []).append(sensor)
     missing = "".join(f"; no {' and '.join(names)} ({reason})" for reason, names in reasons.items())
     if verbose:
-        names = [reader.name for reader in readers] or ["nothing"]
+        names = [sensor.name for sensor in sensors] or ["nothing"]
         note(f"watching {' and '.join(names)} of this machine{missing}")
-    return Watch([*readers, *own])
+    return Watch([*sensors, *own])
 
 
 def load_model(settings: ModelSettings, chat_template: str = "", **keywords: Any) -> tuple[nn.Module, Any, dict]:

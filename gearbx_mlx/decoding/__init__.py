@@ -1,1 +1,1 @@
-"""From gears to tokens: one file for each way of driving."""
+"""Decoding: from gears to tokens, with one file per mode or part."""

@@ -1,13 +1,13 @@
-"""mlx-lm's continuous batching in gears: all sequences of a step share the weights, and so its gear.
+"""mlx-lm's continuous batching in gears: all sequences of a step share the weights, and therefore the gear.
 
-A newcomer's prompt and its first token are computed in its own gears, as they would be alone, so that its KV cache does
-not depend on its company; prompts share a pass with those of the same gears. Recurrent layers read prompts
-one by one: not all of mlx-lm's classes leave the padding of a shorter prompt out of their state.
+The prompt of a new sequence and its first token are computed in its own gears. Its KV cache thus does not depend on
+other sequences. Prompts with the same gears share a pass. Models with recurrent layers prefill one prompt at a time,
+since some of mlx-lm's classes include the padding of shorter prompts in their state.
 
-From then on the gear of a step is what a policy makes of all wishes. mlx-lm runs one token ahead, so a wish acts two
-tokens after the one that caused it.
+Afterwards a policy chooses the gear of each step from all requested gears. mlx-lm runs one token ahead, so a request
+affects the second token after it.
 
-What callers can get wrong about the sequences of a batch is found before any of them is added.
+All arguments for new sequences are validated before any sequence is added.
 """
 
 import inspect
@@ -35,23 +35,25 @@ from ..gears.ladder import Gear
 from ..routing.gates import BatchPolicy, Gate, Monitor, Reading, highest
 from .caches import Cache, parts
 from .mode import Mode, check_known, decode_lock, vocabulary_of
-from .response import BatchGearResponse, Step, seen_of, single_pass
-from .sampling import Chooser, Processor, Sampler, check_finite, reader_of, sampled_rows, sampler_beside
+from .response import BatchGearResponse, Step, single_pass, telemetry_of
+from .sampling import Chooser, Processor, Sampler, blame_of, has_nan, reader_of, sampled_rows, sampler_beside
 
 BATCH_SIZES = ("max_tokens", "completion_batch_size", "prefill_batch_size", "prefill_step_size", "max_kv_size")
 BATCH_SETTINGS = frozenset(inspect.signature(MlxBatchGenerator.__init__).parameters) - {"self", "model"}
 
 
 @dataclass(frozen=True)
-class SeenRow:
-    """One row of a pass, and the gear that its sequence wanted then.
+class RowTelemetry:
+    """One row of a pass, and the gear that its sequence requested then.
 
-    step: how the pass came about. texts: that shared it. entropies: reads those of the pass, bits; it waits until they
-    are computed.
+    Attributes:
+        step: of the pass.
+        batch_size: number of sequences in the pass.
+        entropies: waits for the pass and returns its entropies, bits.
     """
 
     step: Step
-    texts: int
+    batch_size: int
     entropies: Callable[[], np.ndarray]
     row: int
     requested_gear: Gear
@@ -63,9 +65,9 @@ class SeenRow:
 
 @dataclass
 class BatchText:
-    """A text that shares its passes with others, but has a monitor and a gate, and chooses its tokens, by itself.
+    """A sequence of a batch, with its own monitor, gate and chooser.
 
-    first: the gear that begins it. prompt_gear: reads its prompt, but for the last token.
+    first: initial gear. prompt_gear: prefill gear, for all tokens but the last one.
     """
 
     gate: Gate
@@ -74,8 +76,8 @@ class BatchText:
     prompt_gear: Gear
     chooser: Chooser = field(default_factory=Chooser)
     before: Gear | None = None
-    rows: deque[SeenRow] = field(default_factory=deque)
-    """What belongs to tokens that are computed and not handed out yet: mlx-lm runs one ahead."""
+    rows: deque[RowTelemetry] = field(default_factory=deque)
+    """Rows of computed tokens that were not returned yet, since mlx-lm runs one token ahead."""
 
     def __post_init__(self) -> None:
         self.requested_gear = self.first
@@ -84,10 +86,10 @@ class BatchText:
 
 @dataclass(frozen=True)
 class SharedMode(Mode):
-    """A mode whose texts share passes."""
+    """Base class of modes whose sequences share passes."""
 
     def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: list[int]) -> BatchText:
-        """Return what a text has of its own, by the tokens of its prompt."""
+        """Return the state of a sequence from the tokens of its prompt."""
         raise NotImplementedError
 
     def batch_generator(
@@ -97,14 +99,14 @@ class SharedMode(Mode):
 
 
 def guarded_processor(processor: Processor, owner: Chooser) -> Processor:
-    """Return a processor that raises nothing: where it would, the logits become NaN, which end a sequence, and `owner`
-    knows why."""
+    """Return a processor that raises no errors: it ends a sequence with NaN logits, and sets the owner's
+    error."""
 
     def processed(tokens: mx.array, logits: mx.array) -> mx.array:
         try:
             return processor(tokens, logits)
         except Exception as error:
-            owner.error = GearbxError(f"a logits processor failed ({one_line(error)})")
+            owner.error = GearbxError(f"logits processor: failed with {one_line(error)}; omit it")
             owner.error.__cause__ = error
             return mx.full(logits.shape, mx.nan, logits.dtype)
 
@@ -112,35 +114,35 @@ def guarded_processor(processor: Processor, owner: Chooser) -> Processor:
 
 
 class RowSampler:
-    """A sampler of all rows of a pass, the same one for every sequence, as mlx-lm sees it.
+    """Sampler of all rows of a pass: for mlx-lm, all sequences have the same one.
 
-    It notes entropies and step of each row. Then each row is sampled as its sequence would sample it alone; rows
-    without a sampler and a seed of their own together, as in mlx-lm.
+    It records entropy and step of each row, and samples the row as its sequence would on its own. Rows without their
+    own sampler and seed are sampled together, as in mlx-lm.
     """
 
     def __init__(self, gearbox: Gearbox | Observer):
         self.gearbox, self.reader = gearbox, reader_of(gearbox)
-        self.texts: Sequence[BatchText] = ()
-        """The sequences that the rows of a pass belong to, in their order."""
+        self.sequences: Sequence[BatchText] = ()
+        """Sequences of the rows of a pass, in order."""
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         entropies = self.reader.entropy(logprobs)
         step = single_pass(self.gearbox, self.gearbox.gear, len(logprobs))
         read = cache(lambda: np.array(entropies).reshape(-1))
-        for row, each in enumerate(self.texts):
-            each.rows.append(SeenRow(step, len(logprobs), read, row, each.requested_gear))
-        sampled = sampled_rows([each.chooser for each in self.texts], logprobs)
-        return mx.depends([sampled], [entropies])[0]  # one evaluation makes tokens and entropies
+        for row, each in enumerate(self.sequences):
+            each.rows.append(RowTelemetry(step, len(logprobs), read, row, each.requested_gear))
+        sampled = sampled_rows([each.chooser for each in self.sequences], logprobs)
+        return mx.depends([sampled], [entropies])[0]  # so that one evaluation computes tokens and entropies
 
 
 class BatchGenerator(StagedGenerator):
-    """Writes many texts at once; sequences join and leave at any step.
+    """Generator of sequences that join and leave at any step.
 
     Args:
-        mode: of sequences that bring none.
-        policy: the gear of a step, by the wishes of its sequences.
-        sampler: of sequences that bring none.
-        settings: further keywords of mlx-lm's BatchGenerator.
+        mode: of sequences without their own.
+        policy: chooses the gear of a step from the requested gears.
+        sampler: of sequences without their own.
+        settings: other keywords of mlx-lm's BatchGenerator.
     """
 
     def __init__(
@@ -156,8 +158,8 @@ class BatchGenerator(StagedGenerator):
         check_batch_settings(settings)
         empty = make_prompt_cache(model)
         if kind := unmergeable(empty):
-            raise GearbxError(f"the model's {kind} cannot be shared by several texts; write them one at a time")
-        # Recurrent layers, which have a state in place of keys and values.
+            raise GearbxError(f"batch: sequences cannot share the model's {kind}; use stream_generate for each prompt")
+        # Recurrent layers have a state instead of keys and values.
         self._has_states = any(isinstance(part, ArraysCache) for part in parts(empty))
         self.tokenizer, self.gearbox, self.mode, self.policy = tokenizer, gearbox, mode, policy
         self.sequences: dict[int, BatchText] = {}
@@ -165,9 +167,9 @@ class BatchGenerator(StagedGenerator):
         self._rows = rows = RowSampler(gearbox)
         stops = [[token] for token in tokenizer.eos_token_ids]
         super().__init__(model, **{"stop_tokens": stops, **settings}, sampler=rows)
-        reading = partial(self._pass, lambda texts: texts[0].prompt_gear)  # which they have in common
-        beginning = partial(self._pass, lambda texts: texts[0].first)
-        writing = partial(self._pass, lambda texts: self._policy_gear([each.requested_gear.index for each in texts]))
+        reading = partial(self._pass, lambda batch: batch[0].prompt_gear)  # the same gear for all of them
+        beginning = partial(self._pass, lambda batch: batch[0].first)
+        writing = partial(self._pass, lambda batch: self._policy_gear([each.requested_gear.index for each in batch]))
         prompts = GearedPrompts.of(model, rows, self.prefill_step_size, (reading, beginning), rows.reader.logsumexp)
         self.use(GearedTokens.of(model, rows, writing, rows.reader.logsumexp), prompts)
 
@@ -184,24 +186,24 @@ class BatchGenerator(StagedGenerator):
         seeds: Sequence[int | None] | None = None,
         modes: Sequence[SharedMode] | None = None,
     ) -> list[int]:
-        """Add sequences, as mlx-lm's method does; returns their ids.
+        """Add sequences as mlx-lm's method does, and return their ids.
 
         Args:
             segments: the prompts of N sequences, each in parts.
-            seeds: of sequences that draw random numbers of their own, so that their texts are those that they get
-                alone after `mx.random.seed(seed)`.
+            seeds: of sequences with their own random numbers. Their outputs are bit-identical to single sequences
+                after `mx.random.seed(seed)`.
             modes: with the settings of each sequence, such as its thresholds.
 
         Raises:
-            GearbxError: an empty prompt, one beyond the context, no room for a token, lists of unlike length. No
+            GearbxError: an empty prompt, one beyond the context, no room for a token, lists of different lengths. No
                 sequence is added then.
         """
         lists = {"max_tokens": max_tokens, "caches": caches, "all_tokens": all_tokens, "samplers": samplers}
         lists |= {"logits_processors": logits_processors, "stop_sequences": stop_sequences}
         check_sequences(self.model, vocabulary_of(self.gearbox), segments, {**lists, "seeds": seeds, "modes": modes})
         count = len(segments)
-        begun = all_tokens or [[]] * count
-        prompts = [[*before, *(t for part in parts for t in part)] for before, parts in zip(begun, segments)]
+        read = all_tokens or [[]] * count
+        prompts = [[*before, *(t for part in parts for t in part)] for before, parts in zip(read, segments)]
         joined = [
             mode.sequence(self.gearbox, self.tokenizer, prompt)
             for mode, prompt in zip(modes or [self.mode] * count, prompts)
@@ -218,7 +220,7 @@ class BatchGenerator(StagedGenerator):
         return uids
 
     def insert(self, prompts: list[list[int]], *arguments: Any, **keywords: Any) -> list[int]:
-        """Like `insert_segments`, of prompts that are not in parts."""
+        """Add prompts that are not in parts; see `insert_segments`."""
         return self.insert_segments([[prompt] for prompt in prompts], *arguments, **keywords)
 
     def remove(self, uids: list[int], return_prompt_caches: bool = False) -> dict[int, Any]:
@@ -228,49 +230,49 @@ class BatchGenerator(StagedGenerator):
         return caches
 
     def readable(self, waiting: Sequence[int], reading: Sequence[int], most: int) -> int:
-        """Return how many read together: those of the same gears, or one where padding leaves traces."""
-        texts = [self.sequences[uid] for uid in (*reading[:1], *waiting)]
-        gears = [(text.prompt_gear, text.first) for text in texts]
+        """Return how many prompts share a pass: those with the same gears, or one if padding changes states."""
+        batch = [self.sequences[uid] for uid in (*reading[:1], *waiting)]
+        gears = [(text.prompt_gear, text.first) for text in batch]
         alike = next((place for place, gear in enumerate(gears[-len(waiting) :]) if gear != gears[0]), most)
         return min(alike, 1 - len(reading)) if self._has_states else alike
 
     def seen(self, step: Callable[[], tuple[list[Any], list[Any]]]) -> tuple[list[Any], list[BatchGearResponse]]:
-        """mlx-lm's responses with what was seen of them, in the turn of this generator."""
+        """Return mlx-lm's responses with telemetry, while this generator holds the lock."""
         with decode_lock(self.gearbox):
             prompts, tokens = step()
             return prompts, self._seen(tokens)
 
     @contextmanager
     def _pass(self, gear: Callable[[Sequence[BatchText]], Gear], uids: Sequence[int]) -> Iterator[None]:
-        """Begin a pass over rows of these sequences, in the gear that is chosen for them."""
-        texts = [self.sequences[uid] for uid in uids]
-        if texts:
-            self.gearbox.shift(gear(texts))
-        before, self._rows.texts = self._rows.texts, texts
+        """Run a pass over rows of these sequences in the chosen gear."""
+        batch = [self.sequences[uid] for uid in uids]
+        if batch:
+            self.gearbox.shift(gear(batch))
+        before, self._rows.sequences = self._rows.sequences, batch
         try:
             yield
         finally:
-            self._rows.texts = before
+            self._rows.sequences = before
 
-    def _policy_gear(self, wishes: Sequence[int]) -> Gear:
-        """Raises GearbxError where the policy returns what is not a gear."""
-        chosen, ladder = self.policy(wishes), self.gearbox.ladder
+    def _policy_gear(self, requested: Sequence[int]) -> Gear:
+        """Return the policy's gear. Raises GearbxError if it is not in the ladder."""
+        chosen, ladder = self.policy(requested), self.gearbox.ladder
         if not is_whole_number(chosen, 0) or chosen >= len(ladder):
-            raise GearbxError(f"the batch policy chose gear {chosen!r}; a policy returns 0 to {len(ladder) - 1}")
+            raise GearbxError(f"batch policy: must return 0 to {len(ladder) - 1}, got {chosen!r}; use one of these")
         return ladder[int(chosen)]
 
     def _seen(self, tokens: Sequence[GenerationBatch.Response]) -> list[BatchGearResponse]:
-        """mlx-lm's responses with what was seen of them; each sequence's request follows its token."""
+        """Return mlx-lm's responses with telemetry, and update each sequence's requested gear."""
         responses, forecasts = [], []
         failed: set[int] = set()
         for token in tokens:
             each = self.sequences[token.uid]
-            seen = each.rows.popleft()
-            reading = each.monitor.update(seen.entropy)
+            row = each.rows.popleft()
+            reading = each.monitor.update(row.entropy)
             each.requested_gear = self.gearbox.ladder[each.gate.update(reading)]
             forecasts.append(each.gate.peek(reading.forecast))
-            responses.append(self._response(token, each, seen, reading))
-            each.before = seen.step.gear
+            responses.append(self._response(token, each, row, reading))
+            each.before = row.step.gear
             if responses[-1].error is not None:
                 failed.add(token.uid)
             if token.finish_reason is not None:
@@ -281,18 +283,16 @@ class BatchGenerator(StagedGenerator):
         return responses
 
     def _response(
-        self, token: GenerationBatch.Response, each: BatchText, seen: SeenRow, reading: Reading
+        self, token: GenerationBatch.Response, each: BatchText, row: RowTelemetry, reading: Reading
     ) -> BatchGearResponse:
-        step, batch_size, error = seen.step, seen.texts, None
-        try:
-            check_finite(token.logprobs, seen.entropy, self.gearbox, step.gear)
-        except GearbxError as not_finite:
-            error = each.chooser.error or not_finite
-        shown = seen_of(step, seen.entropy, reading.mean, each.before)
+        step, batch_size, error = row.step, row.batch_size, None
+        if has_nan(token.logprobs, row.entropy):
+            error = each.chooser.error or blame_of(self.gearbox)(step.gear)
+        shown = telemetry_of(step, row.entropy, reading.mean, each.before)
         shown |= {
             "weight_bytes": step.weight_bytes // batch_size,
             "batch_size": batch_size,
-            "requested_gear": seen.requested_gear.name,
+            "requested_gear": row.requested_gear.name,
         }
         return BatchGearResponse(**vars(token), **shown, error=error)
 
@@ -303,62 +303,62 @@ def check_sequences(
     segments: Sequence[Sequence[Sequence[int]]],
     lists: Mapping[str, Sequence[Any] | None],
 ) -> None:
-    """Raises GearbxError for lists of unlike length, and for what a sequence of this model cannot have.
+    """Validate the arguments of new sequences. Raises GearbxError for the first invalid one.
 
     Args:
-        lists: the other arguments of `insert_segments`, of one entry for each sequence, or None.
+        lists: the other arguments of `insert_segments`, with one entry per sequence, or None.
     """
     for name, given in lists.items():
         if given is not None and len(given) != len(segments):
-            raise GearbxError(f"{name} has {len(given)} entries for {len(segments)} prompts; give one for each")
+            raise GearbxError(f"{name}: must have one entry per prompt, got {len(given)} for {len(segments)}; pass all")
     context = context_length(vars(model.args)) if hasattr(model, "args") else None
     layers = len(make_prompt_cache(model)) if lists["caches"] else 0
     for place, prompt in enumerate(segments):
         own = {name: given[place] for name, given in lists.items() if given is not None}
         tokens = [token for part in prompt for token in part]
         if not tokens:
-            raise GearbxError(f"prompts[{place}] is empty; give one token or more")
+            raise GearbxError(f"prompts[{place}]: must have tokens, got none; pass one token or more")
         count = len(own.get("all_tokens", ())) + len(tokens)
         if context is not None and count >= context:
-            raise GearbxError(f"prompts[{place}] has {count} tokens, and the model's context {context}; shorten it")
+            raise GearbxError(
+                f"prompts[{place}]: must be below the context of {context}, got {count}; use fewer tokens"
+            )
         check_known(f"prompts[{place}]", tokens, vocabulary)
         if not is_whole_number(own.get("max_tokens", 1), 1):
-            raise GearbxError(f"max_tokens of prompts[{place}] is {own['max_tokens']!r}; give 1 or more")
+            raise GearbxError(f"max_tokens[{place}]: must be 1 or more, got {own['max_tokens']!r}; set a larger number")
         if own.get("seeds") is not None and not is_whole_number(own["seeds"], 0):
-            raise GearbxError(f"seeds[{place}] is {own['seeds']!r}; give a whole number from 0, or None")
+            raise GearbxError(f"seeds[{place}]: must be a whole number from 0, got {own['seeds']!r}; use one, or None")
         if own.get("caches") is not None:
             check_shared_cache(f"prompt_caches[{place}]", own["caches"], layers)
         processors = own.get("logits_processors")
         if processors is not None and not (isinstance(processors, Sequence) and all(map(callable, processors))):
-            raise GearbxError(f"logits_processors[{place}] is {processors!r}; give a list of functions, or None")
+            raise GearbxError(f"logits_processors[{place}]: must be functions, got {processors!r}; pass a list")
 
 
 def is_whole_number(value: Any, least: int) -> bool:
-    """Return whether a value is a whole number, this one or a larger one."""
+    """Return whether a value is a whole number of at least `least`."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
 def check_shared_cache(name: str, cache: Sequence[Any], layers: int) -> None:
-    """Raises GearbxError for a sequence's KV cache that has another number of layers, or cannot join others."""
+    """Validate that a KV cache has the model's layers and can join a batch. Raises GearbxError if it cannot."""
     if len(cache) != layers:
-        raise GearbxError(f"{name} has {len(cache)} layers, and the model {layers}; make it with this model")
+        raise GearbxError(f"{name}: must have {layers} layers for this model, got {len(cache)}; use this model's cache")
     if kind := unmergeable(cache):
-        raise GearbxError(
-            f"{name} has a {kind}, which several texts cannot share; write it alone, with stream_generate"
-        )
+        raise GearbxError(f"{name}: sequences cannot share a {kind}; use stream_generate for this prompt")
 
 
 def check_batch_settings(settings: Mapping[str, Any]) -> None:
-    """Raises GearbxError for keywords that mlx-lm's BatchGenerator does not have, and for sizes below 1."""
+    """Validate keywords of mlx-lm's BatchGenerator. Raises GearbxError for unknown ones, and for sizes below 1."""
     for name, value in settings.items():
         if name.startswith("kv_"):
-            raise GearbxError(f"{name} is for one text at a time; leave it out, or use stream_generate for each text")
+            raise GearbxError(f"{name}: is not available in batches; omit it, or use stream_generate for each prompt")
         if name not in BATCH_SETTINGS:
-            raise GearbxError(f"a batch has no {name}; {choose(name, sorted(BATCH_SETTINGS))}")
+            raise GearbxError(f"batch: has no {name}; {choose(name, sorted(BATCH_SETTINGS))}")
         if name in BATCH_SIZES and not is_whole_number(value, 1) and not (name == "max_kv_size" and value is None):
-            raise GearbxError(f"{name} is {value!r}; give 1 or more")
+            raise GearbxError(f"{name}: must be 1 or more, got {value!r}; set a larger number")
 
 
 def unmergeable(cache: Cache) -> str | None:
-    """Return the class of the first part of a KV cache that several texts cannot share, if there is one."""
+    """Return the class of the first part of a KV cache that cannot join a batch; None without."""
     return next((type(part).__name__ for part in cache if not hasattr(part, "merge")), None)

@@ -1,6 +1,6 @@
-"""The governor: while a gearbox generates, it caps the gears by speed and by the state of the machine.
+"""Governor: caps the gears of a gearbox during generation, by speed and by the machine's state.
 
-The router (or kickdown) chooses the gear of a token; the governor says how many bits a layer may have in any gear.
+The gate (or kickdown) chooses the gear of a token; the governor limits the bits of each layer in all gears.
 """
 
 import time
@@ -27,25 +27,25 @@ from ..machine.controller import (
     Sensitivity,
     SteadyBudget,
 )
-from ..machine.readers import MachineState, OwnMemory, Watch
+from ..machine.sensors import MachineState, OwnMemory, Watch
 from ..settings import human_bytes
 from .response import Step
 
 Bounds = Mapping[str, tuple[int, int]]
-"""Path to the fewest and the most bits that a layer may be capped to."""
+"""Path to the fewest and the most bits of a layer's cap."""
 
 
 class Governor:
-    """Caps a gearbox while it generates: `stream_generate(..., controller=Governor(gearbox, target_tps=15))`.
+    """Caps a gearbox during generation: `stream_generate(..., controller=Governor(gearbox, target_tps=15))`.
 
-    It remembers what it has learnt from one text to the next. Between texts there is no cap.
+    It keeps its measurements between sequences, and removes its caps at the end of each.
 
     Args:
         gearbox: of the model.
-        target_tps: tokens per second; None: the machine's state alone caps.
-        watch: of the machine; None: speed alone caps.
-        sensitivity: cost of a layer at a number of bits; by kind and place of the layer, if not given.
-        bounds: of layers that may not have all bits that they are stored at.
+        target_tps: tokens per second; None: only the machine's state caps.
+        watch: of the machine; None: only speed caps.
+        sensitivity: cost of a layer at a number of bits; None: by kind and position of the layer.
+        bounds: of layers that may not use all bits that they are stored at.
         clock: seconds.
 
     Raises:
@@ -71,15 +71,15 @@ class Governor:
         self.budget = SteadyBudget()
         self.state = MachineState()
         self.decisions: list[CapDecision] = []
-        """Those that moved a cap."""
+        """Decisions that changed a cap."""
         self.bits_read = 0.0
-        """Bits per weight, added up over all passes."""
+        """Bits per weight, summed over all passes."""
         self._warned = False
         self._began: float | None = None
 
     @contextmanager
     def governing(self) -> Iterator[None]:
-        """While a text is written, the gearbox has the governor's caps."""
+        """Give the gearbox the governor's caps in the context."""
         if self._began is None:
             self._began = self.clock()
         self.gearbox.cap(self.controller.caps)
@@ -89,10 +89,10 @@ class Governor:
             self.gearbox.cap({})
 
     def after(self, step: Step, seconds: float | None) -> CapDecision | None:
-        """Take a token, decide where it is time to, and put the caps into the model.
+        """Take a token, decide every few tokens, and apply the caps.
 
         Args:
-            seconds: that it took to compute; None: not known, as for the first token, which has the prompt in it.
+            seconds: of its computation; None if unknown, as for the first token with prefill.
         """
         controller = self.controller
         self.bits_read += controller.schedule.bits(step.weight_bytes, sum(step.passes))
@@ -127,20 +127,20 @@ class Governor:
 
 
 class MemoryGuard:
-    """Holds a limit of this process's memory for modes that nothing may cap, as a `controller` of stream_generate.
+    """Memory limit of this process for modes without caps, as a `controller` of stream_generate.
 
-    Nothing happens until memory is short. Then MLX hands its spare memory back, which costs speed and no text; where
-    that is not enough, the text ends with an error that names the remedy.
+    When memory is short, MLX frees its cache. This slows generation and leaves the output unchanged. If it is not
+    enough, the sequence ends with an error that names the remedy.
 
     Args:
         gearbox: of the model.
-        reader: of the memory, with its limit.
+        sensor: of the memory, with its limit.
     """
 
     caps: ClassVar[bool] = False
 
-    def __init__(self, gearbox: Gearbox, reader: OwnMemory, clock: Callable[[], float] = time.perf_counter):
-        self.gearbox, self.reader, self.clock = gearbox, reader, clock
+    def __init__(self, gearbox: Gearbox, sensor: OwnMemory, clock: Callable[[], float] = time.perf_counter):
+        self.gearbox, self.sensor, self.clock = gearbox, sensor, clock
         self.tokens = 0
         self._told = False
 
@@ -148,25 +148,25 @@ class MemoryGuard:
         return nullcontext()
 
     def after(self, step: Step, seconds: float | None) -> None:
-        """Take a token. Raises GearbxError where the limit is passed, and nothing is left to be handed back."""
+        """Take a token. Raises GearbxError if memory exceeds the limit after MLX has freed its cache."""
         self.tokens += 1
-        if self.tokens % DECIDE_EVERY or self.reader.bytes() < MEMORY_FULL * self.reader.limit:
+        if self.tokens % DECIDE_EVERY or self.sensor.bytes() < MEMORY_FULL * self.sensor.limit:
             return
         return_memory()
-        limit, used = human_bytes(self.reader.limit), self.reader.bytes()
-        if used > self.reader.limit:
+        limit, used = human_bytes(self.sensor.limit), self.sensor.bytes()
+        if used > self.sensor.limit:
             raise GearbxError(
-                f"--residency disk:{limit}: this process has {human_bytes(used)} after {self.tokens} tokens; give "
-                "more, or a shorter text, or use --mode route, which caps layers"
+                f"--residency: memory must stay below {limit}, got {human_bytes(used)} after {self.tokens} tokens; "
+                f"set a higher limit than disk:{limit}, a lower --max-tokens, or --mode route to cap layers"
             )
         if not self._told:
             self._told = True
-            said = f"memory is near the limit of {limit}: MLX's spare memory is handed back every {DECIDE_EVERY} tokens"
-            warnings.warn(f"{said}, which costs speed; the text stays the same", GearbxWarning, stacklevel=2)
+            message = f"memory is near the limit of {limit}, so MLX's cache is freed every {DECIDE_EVERY} tokens"
+            warnings.warn(f"{message}, which slows generation; set a higher limit", GearbxWarning, stacklevel=2)
 
 
 def cap_schedule_of(gearbox: Gearbox, sensitivity: Sensitivity | None, bounds: Bounds) -> CapSchedule:
-    """Return all tables of caps of a gearbox that has no cap."""
+    """Return all tables of caps of a gearbox without caps."""
     modules = layers_of(gearbox.model)
     layers = [range_of(gearbox, layer, bounds, used_share(layer.path, modules)) for layer in gearbox.layers]
     if sensitivity is None:
@@ -177,16 +177,16 @@ def cap_schedule_of(gearbox: Gearbox, sensitivity: Sensitivity | None, bounds: B
 
 
 def range_of(gearbox: Gearbox, layer: Layer, bounds: Bounds, share: float) -> Range:
-    """Return what a layer may be capped to, and what a token reads of it; `share` of its experts is used.
+    """Return the possible caps of a layer, and the bytes that a token reads; share: of its experts that are used.
 
     Raises:
-        GearbxError: none of the bits that the layer is stored at is within its bounds.
+        GearbxError: a layer without stored bits within its bounds.
     """
     stored = gearbox.widths_of(layer)
     least, most = bounds.get(layer.path, (0, DENSE))
     widths = tuple(bits for bits in stored if least <= bits <= most)
     if not widths:
-        raise GearbxError(f"{layer.path} is stored at {stored} bits, and none is from {least} to {most}; add one")
+        raise GearbxError(f"{layer.path}: needs bits from {least} to {most}, got {stored}; use widths in this range")
     read = {bits: round(share * gearbox.layer_bytes(layer, bits)) for bits in stored}
     gears = tuple(gearbox.bits_of(layer, gear) for gear in gearbox.ladder)
     weights = round(share * gearbox.layer_bytes(layer, DENSE) / gearbox.storage[layer.path].size)

@@ -1,9 +1,9 @@
-"""Mode kickdown: the low gear computes a token first; where it is in doubt, a higher gear computes the token again.
+"""Mode kickdown: the lowest gear computes each token, and uncertain tokens are computed again in higher gears.
 
-The entropy of the token's own distribution, before it is sampled, measures the doubt. What the low gear wrote into the
-KV cache is undone first, so that the cache has the entries of the gear that each token was sampled from.
+The entropy of the token's own distribution, before sampling, measures uncertainty. KV cache entries of the lower gear
+are removed first, so the cache has the entries of the gear that each token was sampled from.
 
-So kickdown is the loop of `loop.py` with nothing proposed, and a verifier that climbs the ladder.
+Kickdown is the loop of `loop.py` without proposals, with a verifier that climbs the ladder.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
@@ -20,19 +19,18 @@ from ..ranks.agreement import Agreement, agreement_of
 from ..routing.gates import Monitor
 from ..telemetry.summary import Tally
 from .caches import Cache
-from .generation import Keywords, responses, tokenizer_for
+from .generation import Keywords, Telemetry, responses, tokenizer_for
 from .governor import Governor
-from .mode import Mode, encoded, gear_of_prompt, thresholds_for, vocabulary_of
+from .loop import DecodePlan, DecodeState
+from .mode import Mode, gear_of_prompt, thresholds_for, vocabulary_of
 from .modes import KickdownSettings
-from .plan import DecodePlan, DecodeState
 from .response import GearResponse, Step
 from .rows import Tokens, Verification, Verifier
-from .sampling import LogitsReader, reader_of
-from .telemetry import Telemetry, blame_of
+from .sampling import LogitsReader, blame_of, reader_of
 
 RecomputeRule = Callable[[float, int, int], bool]
-"""Whether to compute a token again, one gear higher: by its entropy in this gear (bits), how many tokens were decoded
-before it, and the number of the gear, from 0."""
+"""Function of a token's entropy (bits), the number of tokens decoded before it, and the gear's number (from 0). It
+returns whether a higher gear computes the token again."""
 
 
 class Climbing(Verification):
@@ -47,11 +45,11 @@ class Climbing(Verification):
 
 
 class Climb(Verifier):
-    """Computes one token in the lowest gear, and again in the next one as long as the rule asks for it.
+    """Verifier that computes a token in the lowest gear, and again in the next one as long as the rule says so.
 
     Args:
-        rule: whether to compute a token again.
-        prefill_gear: reads the prompt: once for all of its tokens, so that a high gear costs little there.
+        rule: decides whether a token is computed again.
+        prefill_gear: reads its weights once for many tokens, so a high gear costs little.
     """
 
     def __init__(
@@ -68,7 +66,7 @@ class Climb(Verifier):
             try:
                 if verifier is self._in_gear[-1] or not self._is_unsure(found):
                     break
-            except BaseException:  # of the rule, or an interrupt
+            except BaseException:  # an error of the rule, or an interrupt
                 found.keep(0)
                 raise
             found.keep(0)
@@ -76,7 +74,7 @@ class Climb(Verifier):
         return found
 
     def computes_at_once(self, cache: Cache) -> bool:
-        return True  # the entropy of a gear is waited for before the next one runs
+        return True  # since each gear's entropy is read before the next gear runs
 
     def _is_unsure(self, found: Verification) -> bool:
         (entropy,) = self._agreement.arrays(self._reader.entropy(found.logits[:, -1]))
@@ -85,10 +83,10 @@ class Climb(Verifier):
 
 @dataclass(frozen=True)
 class Kickdown(KickdownSettings, Mode):
-    """Climb the ladder for the tokens that need it.
+    """Mode kickdown: uncertain tokens are computed again in higher gears.
 
     Args:
-        rule: whether to compute a token again, in place of thresholds.
+        rule: decides whether a token is computed again; None: thresholds do.
         others: of `KickdownSettings`.
     """
 
@@ -106,7 +104,7 @@ class Kickdown(KickdownSettings, Mode):
         return gear_of_prompt(gearbox, self.prompt_gear, gearbox.ladder[0]), None
 
     def rule_for(self, gearbox: Gearbox) -> RecomputeRule:
-        """Return the rule: the one that is given, or thresholds. Raises GearbxError if they do not fit the ladder."""
+        """Return the given rule, or a rule from thresholds. Raises GearbxError if they do not fit the ladder."""
         if self.rule is not None:
             return self.rule
         bits = thresholds_for(self.thresholds, gearbox)
@@ -116,8 +114,7 @@ class Kickdown(KickdownSettings, Mode):
         self, model: nn.Module, tokenizer: Any, prompt: Any, *, gearbox: Any, controller: Governor | None, **kwargs: Any
     ) -> Iterator[GearResponse]:
         how, tokenizer = Keywords(**kwargs), tokenizer_for(tokenizer)
-        how.check_embeddings(model)
-        text = how.text(np.array(encoded(tokenizer, prompt), int).reshape(-1).tolist(), tokenizer)
+        text = how.text(model, tokenizer, prompt)
         reader, agreement = reader_of(gearbox), agreement_of(model)
         prefill_gear, _ = self.gears_of_text(gearbox)
         climb = Climb(gearbox, self.rule_for(gearbox), prefill_gear, reader, agreement)

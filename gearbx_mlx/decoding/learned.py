@@ -1,4 +1,4 @@
-"""Between mode lossless and its policy: knowledge that outlives a text, a process, and a start; and reports of speed.
+"""Measurements of drafting that outlive a sequence, a process and a start; and reports of speed.
 
 A gearbox has one `Knowledge` per drafter and kind of sampler. The tuner's cache keeps its numbers for the next start on
 this machine.
@@ -15,20 +15,19 @@ from ..gears.gearbox import Gearbox, Observer
 from ..kernels.compiler import vectors_at_once
 from ..kernels.dispatch import CPU, device, native_instructions
 from .drafters import Drafter
-from .policy import MAX_DRAFTED, MAX_ON_GPU, MAX_ROWS, FixedPolicy, LearnedPolicy
+from .policy import MAX_DRAFTED, MAX_ON_GPU, MAX_ROWS, LearnedPolicy
 from .sampling import Chooser
 
-CALIBRATED = 0.4  # share of the rejected drafts that a calibrated base has accepted: 0.38 to 0.54 in docs/convert.md
-MIN_TOKENS = 32  # fewer tokens since the last time are not written to the cache
-NEIGHBORS = 8  # passes before and after a change between rounds and plain decoding, which are compared
-MIN_COMPARED = {True: 32, False: 16}  # tokens in rounds, and in plain decoding: fewer are no comparison
+CALIBRATED = 0.4  # share of the rejected drafts that a calibrated base accepts: 0.38 to 0.54 in docs/convert.md
+MIN_TOKENS = 32  # generated tokens between two writes to the cache
+NEIGHBORS = 8  # passes compared before and after a change between rounds and plain decoding
+MIN_COMPARED = {True: 32, False: 16}  # tokens of a valid comparison, in rounds and in plain decoding
 
 
 class MeasuredPolicy(LearnedPolicy):
-    """A learned policy that notes for reports how long rounds and plain tokens of this process take.
+    """A learned policy that records the times of rounds and plain tokens of this process for reports.
 
-    A machine is slower at one moment than at another. So only passes are compared that are next to a change between
-    rounds and plain decoding.
+    The speed of a machine varies, so only passes next to a change between rounds and plain decoding are compared.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -66,14 +65,14 @@ class MeasuredPolicy(LearnedPolicy):
 
     @property
     def seconds(self) -> tuple[float, float] | None:
-        """Seconds per token in rounds and in plain decoding; None if this process has compared too few."""
+        """Seconds per token in rounds and in plain decoding; None if this process has compared too few tokens."""
         tokens, seconds = self._tokens_of, self._seconds_of
         if any(tokens[kind] < MIN_COMPARED[kind] for kind in tokens):
             return None
         return seconds[True] / tokens[True], seconds[False] / tokens[False]
 
     def speedup(self, accepted: float) -> float | None:
-        """Return the speedup if this share of the rejected drafts were accepted; None before the first drafts."""
+        """Return the speedup if this share of the rejected drafts were accepted; None before the first draft."""
         if not self._has_drafted:
             return None
         better = self.acceptance + accepted * (1 - self.acceptance)
@@ -82,35 +81,30 @@ class MeasuredPolicy(LearnedPolicy):
 
 @dataclass
 class Knowledge:
-    """Knowledge about drafting with a gearbox: how much to draft.
+    """Learned policy of drafting with a gearbox.
 
     Attributes:
-        keep: writes the policy's numbers down for the next start.
-        generated: tokens since then.
+        keep: writes the policy's numbers for the next start.
+        generated: tokens since the last write.
     """
 
     policy: LearnedPolicy
     keep: Callable[[Mapping[str, float]], None] = lambda state: None
     generated: int = 0
 
-    @classmethod
-    def fixed(cls, length: int) -> "Knowledge":
-        """Return knowledge that drafts a fixed length."""
-        return cls(FixedPolicy(length))
-
     def note(self, tokens: int) -> None:
-        """Take a text of so many tokens."""
+        """Count the tokens of a sequence, and keep the policy's numbers from time to time."""
         self.generated += tokens
         if self.generated >= MIN_TOKENS:
             self.generated = 0
             self.keep(self.policy.state)
 
 
-KNOWN: WeakKeyDictionary[Gearbox, dict[str, Knowledge]] = WeakKeyDictionary()  # nothing here may refer to the gearbox
+KNOWN: WeakKeyDictionary[Gearbox, dict[str, Knowledge]] = WeakKeyDictionary()  # values must not refer to the gearbox
 
 
 def knowledge(gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> Knowledge:
-    """Return the knowledge about a gearbox and a drafter; it begins with numbers of earlier starts on this machine."""
+    """Return the knowledge about a gearbox and a drafter, initially from earlier starts on this machine."""
     known, name = KNOWN.setdefault(gearbox, {}), cache_key(gearbox, drafter, chooser)
     if name not in known:
         cache = gearbox.kernel_choices.tuner.cache
@@ -128,7 +122,7 @@ def knowledge(gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> Kn
 
 
 def cache_key(gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> str:
-    """Return the name of everything that times of drafts depend on beside the machine.
+    """Return a key for the times of drafts: everything that they depend on, except for the machine.
 
     Drafts of a sampler without a kernel are slower and have no margins.
     """
@@ -152,22 +146,22 @@ def policies(gearbox: Gearbox | Observer) -> list[MeasuredPolicy]:
 def measured_seconds(gearbox: Gearbox | Observer) -> dict[str, float]:
     """Return the fields of a summary with the seconds per token in rounds and in plain decoding of this process.
 
-    They are absent if it has compared too few.
+    They are absent if it has compared too few tokens.
     """
     found = [seconds for policy in policies(gearbox) if (seconds := policy.seconds) is not None]
     return dict(zip(("seconds_in_rounds", "plain_seconds"), found[-1])) if found else {}
 
 
 def speedup_of_calibration(gearbox: Gearbox | Observer) -> float | None:
-    """Return the speedup that a calibrated base would bring, by this process; None before its first drafts."""
+    """Return the expected speedup of a calibrated base, from this process; None before its first draft."""
     found = [policy.speedup(CALIBRATED) for policy in policies(gearbox)]
     return max((speedup for speedup in found if speedup is not None), default=None)
 
 
 def speed_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return a table's line that compares rounds with plain decoding, if this process has compared them."""
+    """Return a table's line that compares rounds with plain decoding; none without a comparison."""
     rounds, plain = summary.get("seconds_in_rounds"), summary.get("plain_seconds")
     if not rounds or not plain or not summary.get("drafted"):
         return []
     times = f"{1000 * rounds:.3g} ms/token in rounds, {1000 * plain:.3g} ms/token in plain decoding"
-    return [("speed", f"{plain / rounds:.2f} times as fast with drafts: {times}")]
+    return [("speed", f"{plain / rounds:.2f}× with drafts: {times}")]

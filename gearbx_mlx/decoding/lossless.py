@@ -1,6 +1,6 @@
-"""Mode lossless: drafters propose, the top gear verifies; the text is the top gear's (self-speculative decoding).
+"""Mode lossless: self-speculative decoding, whose output equals the top gear's.
 
-The mode is its settings: `loop.py` generates the text, `drafters/` propose tokens, `policy.py` chooses how many.
+This class has the settings: `loop.py` generates, `drafters/` propose tokens, `policy.py` chooses their number.
 """
 
 from collections.abc import Iterator, Mapping
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import mlx.nn as nn
-import numpy as np
 
 from ..errors import GearbxError
 from ..gears.gearbox import Gearbox, Observer, attached
@@ -19,35 +18,33 @@ from ..kernels.dispatch import CPU, device, is_tuning
 from ..ranks.agreement import agreement_of
 from ..routing.gates import BatchPolicy, Monitor, OneGear, highest
 from ..telemetry.summary import Tally, draft_rows, draft_summary
-from .ahead import plain
 from .batches import BatchGenerator, BatchText, SharedMode
 from .drafters import Drafter, DraftTarget, drafters_for
-from .generation import Keywords, responses, tokenizer_for
+from .generation import Keywords, Telemetry, responses, tokenizer_for
 from .governor import Governor
 from .learned import Knowledge, knowledge, speed_rows
-from .mode import encoded, vocabulary_of
+from .loop import DecodePlan, DecodeState
+from .mode import vocabulary_of
 from .modes import LosslessSettings
-from .plan import DecodePlan, DecodeState
-from .policy import DEFAULT_LENGTH, MAX_DRAFTED
+from .policy import DEFAULT_LENGTH, MAX_DRAFTED, FixedPolicy
 from .response import GearResponse
 from .rows import Verifier, warn_of_other_paths
-from .sampling import Chooser, reader_of
-from .telemetry import Telemetry, blame_of
+from .sampling import Chooser, blame_of, reader_of
 
 
 @dataclass(frozen=True)
 class Lossless(LosslessSettings, SharedMode):
-    """Write the top gear's text, and read fewer bytes of weights for it.
+    """Mode lossless: the top gear's output with fewer bytes of weights read.
 
-    The seconds of passes and how often tokens of a margin are accepted are learned while texts are written, and kept
-    for the next start; where drafts lose, the top gear goes on without. Where nothing may be measured (ranks that share
-    the model, GEARBX_TUNE=0), drafts have 3 tokens.
+    Times of passes and acceptance rates are learned during generation, and kept for the next start. Plain decoding
+    takes over if drafting is slower. If nothing may be measured (ranks that share the model, GEARBX_TUNE=0), drafts
+    have 3 tokens.
 
     Args:
         settings: of `LosslessSettings`.
 
     Raises:
-        GearbxError: a number that does not exist.
+        GearbxError: a number outside its bounds.
     """
 
     name: ClassVar[str] = "lossless"
@@ -59,24 +56,24 @@ class Lossless(LosslessSettings, SharedMode):
         "lookup_drafted",
         "source",
     )
-    uncapped: ClassVar[str] = "writes the top gear's text, which a cap would change"
+    uncapped: ClassVar[str] = "generates the top gear's output, which a cap would change"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("draft_length", "lookup_tokens"):
             tokens = getattr(self, name)
             if tokens is not None and type(tokens) is not int:
-                raise GearbxError(f"{name} is {tokens!r}; give a whole number of tokens")
+                raise GearbxError(f"{name}: must be a whole number of tokens, got {tokens!r}; use an int")
 
     @property
     def most_looked_up(self) -> int:
-        """The most tokens that the text itself may propose at once."""
+        """Most tokens per proposal of prompt lookup."""
         if self.lookup_tokens is not None:
             return self.lookup_tokens
         return MAX_DRAFTED if self.draft_length is None else 0
 
     def gearbox_for(self, model: nn.Module, gearbox: Gearbox | Observer | None) -> Gearbox | Observer | None:
-        """Like Mode's; a new one on a GPU has gears that MLX's own kernels compute fast."""
+        """Return the gearbox, as Mode does; a new one on a GPU has gears that MLX's own kernels compute fast."""
         if gearbox is None and attached(model) is None and device() != CPU and not without_gears(model):
             gearbox = gearbox_of_mlx(model)
         return super().gearbox_for(model, gearbox)
@@ -86,8 +83,7 @@ class Lossless(LosslessSettings, SharedMode):
     ) -> Iterator[GearResponse]:
         warn_of_other_paths(gearbox)
         how, tokenizer = Keywords(**kwargs), tokenizer_for(tokenizer)
-        how.check_embeddings(model)
-        text = how.text(np.array(encoded(tokenizer, prompt), int).reshape(-1).tolist(), tokenizer)
+        text = how.text(model, tokenizer, prompt)
         chooser, reader, agreement = how.chooser(), reader_of(gearbox), agreement_of(gearbox.model)
         cache, draft_cache = how.caches(gearbox.model)
         target = DraftTarget(
@@ -95,7 +91,9 @@ class Lossless(LosslessSettings, SharedMode):
             cache,
             chooser,
             reader,
-            self,
+            self.draft,
+            self.most_looked_up,
+            self.is_fixed(gearbox),
             agreement,
             how.draft_model,
             draft_cache,
@@ -103,9 +101,10 @@ class Lossless(LosslessSettings, SharedMode):
             text.prompt + text.room,
         )
         drafters = drafters_for(target)
-        known = self.knowledge(gearbox, next((each for each in drafters if each.reads_weights), None), chooser)
+        drafter = next((each for each in drafters if each.reads_weights), None)
+        known = self.knowledge(gearbox, drafter, chooser)
         verifier = Verifier(gearbox, gearbox.ladder.top)
-        plan = DecodePlan(verifier, chooser, reader, known.policy, plain, agreement, **how.of_plan())
+        plan = DecodePlan(verifier, chooser, reader, known.policy, agreement, **how.of_plan())
         monitor = Monitor(vocabulary_of(gearbox), self.window)
         telemetry = Telemetry(monitor, blame_of(gearbox), controller)
         state = DecodeState(text, cache, drafters)
@@ -114,34 +113,30 @@ class Lossless(LosslessSettings, SharedMode):
     def batch_generator(
         self, model: nn.Module, tokenizer: Any, *, gearbox: Any, policy: BatchPolicy = highest, **kwargs: Any
     ) -> BatchGenerator:
-        """Like Mode's. The top gear writes all texts, whatever the policy; drafts pay for one text at a time."""
+        """Return a generator, as Mode does. The top gear generates all sequences, without drafts."""
         return BatchGenerator(model, tokenizer, gearbox, self, highest, **kwargs)
 
     def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: list[int]) -> BatchText:
-        """Return what one text of a batch has of its own."""
+        """Return the state of one sequence of a batch."""
         top = gearbox.ladder.top
         return BatchText(OneGear(top.index), Monitor(vocabulary_of(gearbox), self.window), top, top)
 
-    @property
-    def is_fixed(self) -> bool:
-        """True if the lengths of drafts are fixed, so that nothing measured decides them."""
-        return self.draft_length is not None or not is_tuning()
+    def is_fixed(self, gearbox: Gearbox) -> bool:
+        """Return whether measurements may not decide drafts: with a set length, GEARBX_TUNE=0, or several ranks."""
+        return self.draft_length is not None or not is_tuning() or agreement_of(gearbox.model).group is not None
 
     def knowledge(self, gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> Knowledge:
-        """Return the policy of a gearbox, and what it has learned.
-
-        Drafts have a fixed length if nothing may be measured: with ranks, whose clocks differ, and with GEARBX_TUNE=0.
-        """
-        if self.is_fixed or agreement_of(gearbox.model).group is not None:
-            return Knowledge.fixed(self.draft_length or DEFAULT_LENGTH)
+        """Return the policy of a gearbox, and the numbers that it has learned; a fixed length if `is_fixed`."""
+        if self.is_fixed(gearbox):
+            return Knowledge(FixedPolicy(self.draft_length or DEFAULT_LENGTH))
         return knowledge(gearbox, drafter, chooser)
 
     def about(self) -> str:
-        lookup_drafted = f"up to {self.most_looked_up} tokens at once" if self.most_looked_up else "nothing"
-        drafts = "drafts save time"
+        lookup = f"up to {self.most_looked_up} tokens" if self.most_looked_up else "none"
+        drafts = "as long as they save time"
         if self.draft_length is not None:
-            drafts = f"drafts of {self.draft_length} token{'s' * (self.draft_length != 1)}"
-        return f"lossless: {drafts}; lookup proposes {lookup_drafted}"
+            drafts = f"{self.draft_length} token{'s' * (self.draft_length != 1)}"
+        return f"lossless: drafts {drafts}; prompt lookup {lookup}"
 
     def summary(self, tally: Tally) -> dict[str, Any]:
         return draft_summary(tally, verifications=list(tally.passes.values())[-1])  # by the top gear
@@ -151,7 +146,7 @@ class Lossless(LosslessSettings, SharedMode):
 
 
 def gearbox_of_mlx(model: nn.Module) -> Gearbox:
-    """Return the gears of a model for MLX's kernels: as a checkpoint has them, or 4 bits beside original weights."""
+    """Return a gearbox for MLX's kernels: the checkpoint's gears, or 4 bits beside the original weights."""
     codes = own_codes(model)
     if codes is not None:
         return Gearbox(model, Ladder([codes.bits]))

@@ -1,6 +1,6 @@
-"""What every mode is: a way from gears to tokens, with its settings. And what all texts share.
+"""Base class of the decoding modes, and helpers that modes share.
 
-That is prompts as tokens, the length of the logits, and turns with one gearbox, also from threads.
+The helpers encode prompts, choose the prefill gear, and lock a gearbox while a sequence computes with it.
 """
 
 import threading
@@ -26,20 +26,22 @@ from ..telemetry.summary import Tally
 from .governor import Governor, MemoryGuard
 from .response import GearResponse
 
-SAME = "same"  # as a prompt gear: the one that begins the text
+SAME = "same"  # as a prefill gear: the gear that generates the first token
 
 _warned: WeakSet[Gearbox] = WeakSet()
 _locks: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 _known: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-making = threading.RLock()  # a model gets one gearbox, however many threads ask for it at once
+making = threading.RLock()  # a model gets one gearbox, even if several threads ask for it at once
 
 
 @dataclass(frozen=True)
 class Mode:
-    """A way to generate, and its settings. A subclass stands in a file of its own and in `modes.MODES`.
+    """A decoding mode with its settings. A subclass has its own file and an entry in `modes.MODES`.
 
-    name: what flags and files call it. trace_fields: fields of GearResponse that it adds to every token's record.
-    uncapped: why a controller cannot cap its gears, if it cannot.
+    Attributes:
+        name: in flags and files.
+        trace_fields: fields of GearResponse that the mode adds to every token's record.
+        uncapped: reason why a controller cannot cap the gears; "" if it can.
     """
 
     name: ClassVar[str]
@@ -47,26 +49,26 @@ class Mode:
     uncapped: ClassVar[str] = ""
 
     def gearbox_for(self, model: nn.Module, gearbox: Gearbox | Observer | None) -> Gearbox | Observer | None:
-        """Return the gearbox to run with: the one that is given, else the one that the model has, else a new one.
+        """Return the gearbox to use: the given one, else the model's, else a new one.
 
         Raises:
-            GearbxError: a gearbox that the mode cannot use, or that belongs to another model.
+            GearbxError: a gearbox that the mode cannot use, or another model's gearbox.
         """
         if gearbox is None:
             gearbox = attached(model)
         if isinstance(gearbox, Observer) or (gearbox is None and without_gears(model)):
             codes = own_codes(model)
-            told = "" if codes is None else f", or a Gearbox ({codes.summary()})"
+            alternative = "" if codes is None else f", or pass a Gearbox ({codes.summary()})"
             raise GearbxError(
-                f"mode '{self.name}' needs a gearbox, and this model has an observer or no gears: use 'telemetry-only'"
-                f"{told}"
+                f"mode '{self.name}': needs a gearbox, got a model with an observer or without gears; "
+                f"use 'telemetry-only'{alternative}"
             )
         return of_model(gearbox or Gearbox(model), model)
 
     def stream(
         self, model: nn.Module, tokenizer: Any, prompt: Any, *, gearbox: Any, controller: Governor | None, **kwargs: Any
     ) -> Iterator[GearResponse]:
-        """Generate; `kwargs` are those of mlx-lm's stream_generate.
+        """Generate a sequence. `kwargs` are the keywords of mlx-lm's stream_generate.
 
         Args:
             gearbox: from `gearbox_for`.
@@ -77,84 +79,83 @@ class Mode:
     def batch_generator(
         self, model: nn.Module, tokenizer: Any, *, gearbox: Any, policy: BatchPolicy = highest, **kwargs: Any
     ) -> Any:
-        """Many texts at once: an object with the methods of mlx-lm's BatchGenerator, whose keywords `kwargs` are.
+        """Return a generator of many sequences, with the methods and keywords of mlx-lm's BatchGenerator.
 
-        Its `next` returns what was read of prompts, and BatchGearResponses: none, one or several of a sequence.
+        Its `next` returns the progress of prompts, and BatchGearResponses: none, one or several per sequence.
 
         Args:
             gearbox: from `gearbox_for`.
-            policy: the gear of a step, which all sequences share, by their wishes.
+            policy: chooses the gear that all sequences share in a step, from their requested gears.
 
         Raises:
-            GearbxError: a mode that writes one text at a time.
+            GearbxError: a mode that generates one sequence at a time.
         """
         raise GearbxError(
-            f"mode '{self.name}' writes one text at a time; use 'route', 'static', 'telemetry-only' or 'lossless', "
-            "or stream_generate for each text"
+            f"mode '{self.name}': generates one sequence at a time; use 'route', 'static', 'telemetry-only' or "
+            "'lossless', or call stream_generate for each prompt"
         )
 
     def check_controller(self, controller: Governor | MemoryGuard, gearbox: Any) -> None:
-        """Raises GearbxError where a controller cannot cap the gears."""
+        """Validate that a controller can cap the gears. Raises GearbxError if it cannot."""
         if self.uncapped and controller.caps:
-            raise GearbxError(f"mode '{self.name}' {self.uncapped}; use mode 'route'")
+            raise GearbxError(f"mode '{self.name}': {self.uncapped}; use mode 'route'")
         if agreement_of(controller.gearbox.model).group is not None:
-            raise GearbxError("a controller follows one machine's clock, and ranks share this model; leave it out")
+            raise GearbxError("controller: follows the clock of one machine, and ranks share this model; omit it")
         if gearbox is not controller.gearbox:
-            raise GearbxError("the controller belongs to another gearbox; make one with Governor(gearbox)")
+            raise GearbxError("controller: belongs to a different gearbox; pass Governor(gearbox)")
 
     def gears_of_text(self, gearbox: Gearbox) -> tuple[Gear, Gear | None]:
-        """Return the gear that reads a prompt, and the one that writes the text after it; None where several do.
+        """Return the prefill gear and the gear of the generated tokens; None in its place if several gears generate.
 
-        So it says what a KV cache holds, and which other texts may go on from it.
+        They describe the contents of a KV cache, and so which later sequences may continue from it.
         """
         return gearbox.ladder.top, gearbox.ladder.top
 
     def settled(self, gearbox: Any, tokenizer: Any, prompt: Any) -> "Mode":
-        """Return the mode with all settings that it finds by itself on a first prompt (text or tokens)."""
+        """Return the mode with all settings that depend on a first prompt (text or tokens)."""
         return self
 
-    def begun(self, typed: str, ladder: Ladder) -> "Mode":
-        """Return the mode of a text whose prompt was typed so: the words of a chat template are not the user's."""
+    def for_prompt(self, typed: str, ladder: Ladder) -> "Mode":
+        """Return the mode for a prompt as the user typed it, before a chat template adds words."""
         return self
 
     def about(self) -> str:
-        """Return what `--verbose all` says of the settings, in one line; nothing by default."""
+        """Return the settings as one line for `--verbose all`; "" by default."""
         return ""
 
     def summary(self, tally: Tally) -> dict[str, Any]:
-        """Return what the mode adds to a run's summary."""
+        """Return the mode's fields of a run's summary."""
         return {}
 
     def rows(self, summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """Return the same as lines of the table under a text: label and figure."""
+        """Return the mode's lines of the table after a run: label and value."""
         return []
 
 
 def of_model(gearbox: Gearbox | Observer, model: nn.Module) -> Gearbox | Observer:
-    """Return the gearbox itself. Raises GearbxError if it belongs to another model."""
+    """Return the gearbox. Raises GearbxError if it belongs to a different model."""
     if gearbox.model is not model:
-        raise GearbxError("the gearbox belongs to another model; make one with Gearbox(model)")
+        raise GearbxError("gearbox: belongs to a different model; pass Gearbox(model)")
     return gearbox
 
 
 def gear_of_prompt(gearbox: Gearbox | Observer, wanted: str | int | None, first: Gear) -> Gear:
-    """Return the gear that reads a prompt: every later token attends to what it writes into the KV cache (PMPD,
-    2410.13461).
+    """Return the prefill gear. Every later token attends to the KV cache entries that it writes (PMPD, 2410.13461).
 
-    A pass over a prompt reads the weights once for many tokens, so that a precise gear costs little there. The prompt's
-    last token has a pass of its own, which makes the first token of the text, in the gear of the text.
+    Prefill reads the weights once for many tokens, so a precise gear costs little there. The prompt's last token has
+    its own forward pass for the first generated token, in that token's gear.
 
     Args:
-        wanted: name or bits; "same": the gear that begins the text; None: the best reader that is in memory.
-        first: the gear that begins the text.
+        wanted: name or bits; "same": the initial gear; None: the best prefill gear in memory.
+        first: the initial gear.
 
     Raises:
-        GearbxError: a gear that the ladder does not have; an observer, which has none to read in.
+        GearbxError: a gear that is not in the ladder; any gear for an observer.
     """
     if wanted == SAME or (wanted is None and isinstance(gearbox, Observer)):
         return first
     if isinstance(gearbox, Observer):
-        raise GearbxError(f"the prompt gear is {wanted}, and this model has one precision; leave it out")
+        raise GearbxError(f"prompt gear: the model has one precision, got {wanted}; omit it")
     if wanted is not None:
         with error_context("prompt gear"):
             return gearbox.ladder.find(wanted)
@@ -164,27 +165,27 @@ def gear_of_prompt(gearbox: Gearbox | Observer, wanted: str | int | None, first:
     if gearbox not in _warned:
         _warned.add(gearbox)
         megabytes = gearbox.weight_bytes_per_token(best) / 1e6
-        said = (
-            f"the prompt is read in gear '{first.name}', since gear '{best.name}' ({megabytes:.0f} MB) is not in "
-            f"memory; --prompt-gear {best.name} brings it in for every prompt, and the text comes closer to that gear's"
+        message = (
+            f"prefill runs in gear '{first.name}', since gear '{best.name}' ({megabytes:.0f} MB) is not in memory; "
+            f"use --prompt-gear {best.name} to load it for every prompt, for outputs closer to that gear's"
         )
-        warnings.warn(said, GearbxWarning, stacklevel=3)
+        warnings.warn(message, GearbxWarning, stacklevel=3)
     return first
 
 
 def best_reader(gearbox: Gearbox) -> Gear:
-    """Return the gear to read prompts in: the top one, or on a CPU 8 bits, where there are some.
+    """Return the best prefill gear: the top gear, or on a CPU an 8-bit gear if the ladder has one.
 
-    Native kernels multiply a prompt by 8 bits as fast as by 4, and by the original weights more slowly; texts after
-    either are as close to the top gear's (`python -m research prompt-gear`).
+    Native kernels prefill in 8 bits as fast as in 4, and more slowly with the original weights. Outputs after either
+    are equally close to the top gear's (`python -m research prompt-gear`).
     """
     quantized = [gear for gear in gearbox.ladder if 8 <= gear.bits < DENSE]
     return quantized[-1] if quantized and gearbox.kernels.native and on_cpu() else gearbox.ladder.top
 
 
 def is_read_again(mode: Mode, gearbox: Gearbox | Observer | None) -> bool:
-    """Return whether a text is read again in a later prompt, as in a chat: it was written in other gears than prompts
-    are."""
+    """Return whether a later prompt prefills generated tokens again, as in a chat: their gear is not the prefill
+    gear."""
     if gearbox is None or isinstance(gearbox, Observer):
         return False
     reads, writes = mode.gears_of_text(gearbox)
@@ -192,7 +193,7 @@ def is_read_again(mode: Mode, gearbox: Gearbox | Observer | None) -> bool:
 
 
 def encoded(tokenizer: Any, prompt: Any) -> Any:
-    """Return a prompt as tokens, as mlx-lm's stream_generate makes them of text."""
+    """Return the tokens of a prompt, encoded as in mlx-lm's stream_generate."""
     if not isinstance(prompt, str):
         return prompt
     special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
@@ -200,19 +201,19 @@ def encoded(tokenizer: Any, prompt: Any) -> Any:
 
 
 def check_known(name: str, tokens: Sequence[int], vocabulary: int) -> None:
-    """Raises GearbxError for a token that a model does not know: MLX would read beyond its table.
+    """Validate that a model has all tokens of a prompt: MLX would read beyond its embedding table.
 
     Args:
-        name: of the prompt.
-        vocabulary: how many tokens there are.
+        name: of the prompt, for the GearbxError that a token outside the vocabulary raises.
+        vocabulary: number of tokens of the model.
     """
     unknown = next((token for token in tokens if not 0 <= token < vocabulary), None)
     if unknown is not None:
-        raise GearbxError(f"{name} has token {unknown}, and the model knows 0 to {vocabulary - 1}")
+        raise GearbxError(f"{name}: tokens must be 0 to {vocabulary - 1}, got {unknown}; use this model's tokenizer")
 
 
 def vocabulary_of(gearbox: Any) -> int:
-    """V of the gearbox's (or Observer's) model. Raises GearbxError for a model that turns no token into logits."""
+    """Return V of the gearbox's (or Observer's) model. Raises GearbxError for a model without logits over tokens."""
     if gearbox not in _known:
         _known[gearbox] = vocabulary(gearbox.model)
     return _known[gearbox]
@@ -225,6 +226,6 @@ def thresholds_for(thresholds: Thresholds, gearbox: Any) -> tuple[float, ...]:
 
 
 def decode_lock(gearbox: Any) -> AbstractContextManager:
-    """Return the lock that a text has while it shifts a gearbox and computes a token with it."""
+    """Return the lock that a sequence holds while it shifts a gearbox and computes a token with it."""
     with making:
         return _locks.setdefault(gearbox, threading.RLock())

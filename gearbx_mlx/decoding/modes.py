@@ -1,8 +1,8 @@
-"""The modes and their settings.
+"""Names and settings of the decoding modes, readable without MLX.
 
-The settings of a mode are declared here, once: a field with its default, its bounds and, if it is a flag, its help.
-The mode itself is a class that inherits them, in a file of its own, which is not imported before it is used: flags are
-read without MLX. One more mode is such a file, and a line in `MODES`; its settings are flags with a line in `SETTINGS`.
+A setting is a field with its default, its bounds and, if it is a flag, its help. The mode's class inherits the settings
+and is imported on first use, so flags are parsed without MLX. A new mode is a file and a line in `MODES`; settings that
+are flags have a line in `SETTINGS`.
 """
 
 import pkgutil
@@ -37,9 +37,9 @@ MODES = {
     STATIC: "gearbx_mlx.decoding.route:Static",
     TELEMETRY_ONLY: "gearbx_mlx.decoding.route:TelemetryOnly",
 }
-SHIFTING = ROUTE, KICKDOWN, LOSSLESS, STATIC  # those of one model whose layers change gear
-COLDEST = 0.001  # temperature; divided by less, logits of half precision overflow
-OF_GATE = "window", "hysteresis", "min_gear_duration"  # settings that a thresholds file has
+SHIFTING = ROUTE, KICKDOWN, LOSSLESS, STATIC  # modes of one model whose layers change gear
+COLDEST = 0.001  # temperature: with a lower one, scaled half-precision logits overflow
+OF_GATE = "window", "hysteresis", "min_gear_duration"  # settings that a thresholds file may contain
 
 
 def thresholds_flag() -> Any:
@@ -77,18 +77,17 @@ def prompt_gear_flag() -> Any:
 
 @dataclass(frozen=True)
 class RouteSettings(Settings):
-    """Shift by the rolling entropy.
+    """Settings of mode route: shifts by the rolling entropy.
 
     Args:
-        thresholds: bits, one fewer than there are gears; the paper's, scaled to the vocabulary, if not given; "auto":
-            found on three short prompts, once for a gearbox (GEARBX 4.2); or the name of a file.
+        thresholds: bits, one fewer than there are gears, or a file's name. "auto": found on three short prompts, once
+            per gearbox (GEARBX 4.2). None: the paper's, scaled to the vocabulary.
         window: tokens in the rolling mean.
         hysteresis: bits.
         min_gear_duration: tokens.
-        initial_gear: name or bits of the gear that begins the text; "auto": chosen by the prompt (GEARBX 11).
-        prompt_gear: name or bits of the gear that reads the prompt, but for its last token, whose pass makes the first
-            token of the text; "same": the one that begins the text. Without it the best one that is in memory
-            (`best_reader`).
+        initial_gear: name or bits of the gear of the first token; "auto": by the prompt (GEARBX 11).
+        prompt_gear: name or bits of the prefill gear, for all tokens of the prompt but the last, which has the initial
+            gear; "same": the initial gear. None: the best one in memory (`best_reader`).
     """
 
     thresholds: Thresholds = thresholds_flag()
@@ -101,13 +100,12 @@ class RouteSettings(Settings):
 
 @dataclass(frozen=True)
 class KickdownSettings(Settings):
-    """Climb the ladder for the tokens that need it.
+    """Settings of mode kickdown: uncertain tokens are computed again in higher gears.
 
     Args:
-        thresholds: bits, one fewer than there are gears, or the name of a file; the paper's, scaled to the vocabulary,
-            if not given.
+        thresholds: bits, one fewer than there are gears, or a file's name. None: the paper's, scaled to the vocabulary.
         window: tokens in the rolling mean that responses show.
-        prompt_gear: as of `RouteSettings`; "same": the lowest.
+        prompt_gear: as in `RouteSettings`; "same": the lowest.
     """
 
     thresholds: Thresholds = thresholds_flag()
@@ -117,12 +115,12 @@ class KickdownSettings(Settings):
 
 @dataclass(frozen=True)
 class StaticSettings(Settings):
-    """Stay in one gear.
+    """Settings of mode static: one gear.
 
     Args:
-        gear: name or bits; the top gear if not given.
+        gear: name or bits; None: the top gear.
         window: tokens in the rolling mean that responses show.
-        prompt_gear: as of `RouteSettings`.
+        prompt_gear: as in `RouteSettings`.
     """
 
     gear: str | int | None = gear_flag()
@@ -132,14 +130,13 @@ class StaticSettings(Settings):
 
 @dataclass(frozen=True)
 class LosslessSettings(Settings):
-    """Write the top gear's text, and read fewer bytes of weights for it.
+    """Settings of mode lossless: the top gear's output with fewer bytes of weights read.
 
     Args:
-        draft: name or bits of the gear that drafts; the lowest if not given. A `draft_model` drafts in its place.
-        draft_length: a fixed number of tokens to draft. Without it drafts are as long as saves time here, which is
-            learned. Texts do not depend on it.
-        lookup_tokens: the most tokens that the text itself may propose at once, where its last tokens occurred before
-            (prompt lookup); 0: none. Without it 15, and none with a draft_length.
+        draft: name or bits of the draft gear; None: the lowest. A `draft_model` takes its place.
+        draft_length: a fixed number of tokens per draft; outputs do not depend on it. None: the fastest length,
+            learned on this machine.
+        lookup_tokens: the most tokens per proposal of prompt lookup; 0: no lookup. None: 15, or 0 with a draft_length.
         window: tokens in the rolling mean that responses show.
     """
 
@@ -160,16 +157,15 @@ class LosslessSettings(Settings):
 
 @dataclass(frozen=True)
 class PairSettings(Settings):
-    """Let a small model write what it is sure of, and the model that is given to stream_generate the rest.
+    """Settings of mode pair: a small model generates while its entropy is low, and the large model the other tokens.
 
     Args:
-        small_model: of the model's tokenizer; geared or quantized models run as they are.
-        threshold: bits; 0 is the large model alone, infinity the small one. EAD's 0.25, scaled to the vocabulary, if
-            not given.
+        small_model: shares the large model's tokenizer; geared or quantized models run unchanged.
+        threshold: bits; 0: large model only, infinity: small model only. None: EAD's 0.25, scaled to the vocabulary.
         window: tokens in the rolling mean.
-        min_gear_duration: tokens for which a model stays engaged at least.
-        initial_gear: "small" or "large": the model that reads the prompt and begins; "auto": the small one, unless the
-            threshold is 0. The other one reads the prompt when its turn comes.
+        min_gear_duration: fewest tokens for which a model stays engaged.
+        initial_gear: "small" or "large": the model that prefills and generates the first token; "auto": the small one,
+            or the large one if the threshold is 0. The other model prefills when it is first engaged.
     """
 
     small_model: Any = flag(
@@ -191,15 +187,15 @@ class PairSettings(Settings):
 
 
 def one_threshold(given: Any) -> float | None:
-    """Return the one threshold of two models. Raises GearbxError for several, or what is none."""
+    """Return the one threshold of a pair. Raises GearbxError for several, or for a value that is not a threshold."""
     if isinstance(given, ReadThresholds):
         given = given.content.thresholds
     if isinstance(given, str):
-        raise GearbxError(f"--thresholds {given}: with --small-model give bits, such as {ead.EAD_BITS:g}")
+        raise GearbxError(f"--thresholds: --small-model needs bits, got {given}; use a number such as {ead.EAD_BITS:g}")
     if isinstance(given, list | tuple):
         if len(given) != 1:
             shown = ",".join(f"{bits:g}" for bits in given)
-            raise GearbxError(f"--thresholds {shown}: two models have one threshold between them")
+            raise GearbxError(f"--thresholds: --small-model needs one threshold, got {shown}; use one number of bits")
         given = given[0]
     if given is not None:
         ead.check_threshold(given)
@@ -228,13 +224,13 @@ def flags_of_mode(name: str) -> dict[str, Field]:
 
 
 def check_draft_model(mode: str, draft_model: object) -> None:
-    """Raises GearbxError for a draft model, or its name, in another mode than lossless."""
+    """Validate that only mode lossless has a draft model. Raises GearbxError for other modes."""
     if draft_model is not None and mode != LOSSLESS:
-        raise GearbxError(f"mode '{mode}' takes no draft model; leave it out, or use mode '{LOSSLESS}'")
+        raise GearbxError(f"mode '{mode}': takes no draft model; omit it, or use mode '{LOSSLESS}'")
 
 
 def make_mode(name: str, given: Mapping[str, Any]) -> "Mode":
-    """Return a mode with the flags that are given and belong to it; a file of thresholds says more of its gate.
+    """Return a mode with its given flags; a thresholds file may set the gate's window, hysteresis and duration.
 
     Raises:
         GearbxError: as the mode's settings.

@@ -1,28 +1,28 @@
-"""Choice of the number of tokens to propose: the one whose expected tokens are worth most over their cost.
+"""Choice of the number of tokens to propose: the number that saves most time.
 
 A round proposes k tokens, and verifies them and the token before them in one forward pass. The unit of time is a round
-that proposes nothing, so that whatever slows all passes alike changes nothing.
+without proposals, so a uniform slowdown changes nothing.
 
-    C(k) = 1 + c k                 cost of a round, and a step more for each further pass over the weights
-    T(k) = 1 + a_1 + ... + a_k     expected tokens of a round; the first i proposals are right with probability a_i
+    C(k) = 1 + c k                 cost of a round; each additional pass over the weights adds a step
+    T(k) = 1 + a_1 + ... + a_k     expected tokens of a round; the first i proposals are accepted with probability a_i
     s                              cost of a token in plain decoding
     g = min(s, C / T)              cost of a token now, in rounds or in plain decoding
 
 A round saves g T(k) - C(k), and the best k is the one that saves most (renewal reward):
 
-- **Proposals with probabilities**, such as those of prompt lookup: k of the largest saving; none if that is negative.
-- **Drafts whose margins arrive one by one**: one token more, as long as some further tokens save more than they cost.
-  The drafter's logits have a normal error, so a token of margin m is right with a(m) = Phi(m / error). If all tokens
-  so far are right with probability P, the next ones are right with P p, P p^2, ...
-- **Other drafts**: a_i = p^i, where p is the acceptance rate; this k has the least C / T, which is then g.
+- **Proposals with probabilities**, such as those of prompt lookup: k of the largest saving; none if it is negative.
+- **Drafts with margins read one by one**: continue while some of the next tokens save more than they cost. The
+  drafter's logits have a normal error, so a token of margin m is accepted with a(m) = Phi(m / error). If all tokens so
+  far are accepted with probability P, the next ones are accepted with P p, P p^2, ...
+- **Other drafts**: a_i = p^i, where p is the acceptance rate; this k has the least C / T, and g is that quotient.
 
-**Rounds or plain decoding?** Rounds run as long as C / T, measured, is below s. A trial compares both: a few plain
-tokens between rounds, or rounds between plain tokens. It is due once its expected cost is a small share of the tokens
-since the last one, so that slow methods are tried rarely, and one that was faster in the latest trial is tried soon.
+**Rounds or plain decoding.** Rounds run while the measured C / T is below s. A trial compares both: a few plain tokens
+between rounds, or rounds between plain tokens. It is due once its expected cost is a small share of the tokens since
+the previous one. Slow methods are therefore tried rarely, and a method that won the latest trial is tried soon.
 
-**What is learned?** c, for drafts and for lookup, from two rounds of different lengths near each other; p; the error,
-which a rejected token of high a(m) raises; tokens and cost of a round; and s. The next start begins with these
-numbers and makes its own choices. Nothing here knows the drafter, except for c before the first round.
+**Learned values**: c, for drafts and for lookup, from two neighboring rounds of different lengths; p; the error, raised
+by a rejected token of high a(m); tokens and cost of a round; s. The next start reads these numbers and makes its own
+choices. Only c before the first round depends on the drafter.
 
 **Regret**: research/tables.md (`python -m research policy-regret`), on whose recordings the constants were measured.
 """
@@ -36,76 +36,76 @@ from collections.abc import Iterable, Mapping, Sequence
 from ..errors import GearbxError
 from ..routing.gates import RunningMean
 
-MAX_DRAFTED = 15  # with the token before them 16 vectors, which native kernels take in one pass over the weights
+MAX_DRAFTED = 15  # with the previous token 16 vectors: native kernels take them in one pass over the weights
 MAX_ROWS = MAX_DRAFTED + 1
-MAX_ON_GPU = 4  # with the token before them 5 rows, which MLX multiplies in one tile on an M3 and later (qmv_wide)
+MAX_ON_GPU = 4  # with the previous token 5 rows: MLX multiplies them in one tile on an M3 and later (qmv_wide)
 DEFAULT_LENGTH = 3  # without measurements: the best fixed length of 4 of 6 recordings, near the best of the others
 
-PLAIN = 0.95  # s before it is measured: 0.81 to 0.96 on the recordings, of which a high one tries drafts first
-ROW, STEP = 0.07, 0.35  # cost of a row, and of a further pass over the weights, on processors; a GPU's is lower
-ACCEPTANCE, ERROR = 0.85, 0.8  # p and error of 4-bit drafts before any: 0.88 to 0.96, and 0.65, on the recordings
-ACCEPTANCE_KEPT, ACCEPTANCE_PRIOR = 0.995, 20.0  # weight kept per token, and tokens of the prior: 0.98, 10 lose 0.6 %
-ROUNDS_KEPT, ROUNDS_PRIOR = 0.98, 10.0  # the same per round: a prior of 20 has drafts that lose off twice as late
-ERROR_RATE, SLOPE_RATE = 0.08, 0.01  # steps of the error per token, of c per pair of rounds: 0.03 for c loses 0.2 %
-MIN_COST, MAX_COST = 0.01, 4.0  # of a token or a row: a slower one is never worth a draft
-MAX_ERROR = 50.0  # a(m) is then 0.5 for all m: with 4, margins that are worth nothing lose 9 % in place of 3 %
-MAX_SURPRISE = 0.5  # a pass that takes longer than expected by more was a pause of the machine
-AHEAD = 4  # tokens: one that does not save alone may lead to some that do
+PLAIN = 0.95  # s before it is measured: 0.81 to 0.96 on the recordings; a high value tries drafts first
+ROW, STEP = 0.07, 0.35  # cost of a row, and of an additional pass over the weights, on CPUs; a GPU's is lower
+ACCEPTANCE, ERROR = 0.85, 0.8  # initial p and error of 4-bit drafts: 0.88 to 0.96, and 0.65, on the recordings
+ACCEPTANCE_KEPT, ACCEPTANCE_PRIOR = 0.995, 20.0  # weight kept per token, tokens of the prior; 0.98, 10: 0.6% slower
+ROUNDS_KEPT, ROUNDS_PRIOR = 0.98, 10.0  # per round; a prior of 20 turns slow drafts off twice as late
+ERROR_RATE, SLOPE_RATE = 0.08, 0.01  # steps of the error per token, of c per pair of rounds; 0.03 for c: 0.2% slower
+MIN_COST, MAX_COST = 0.01, 4.0  # of a token or a row: drafts above the maximum are never faster
+MAX_ERROR = 50.0  # a(m) is then 0.5 for all m; with 4, uninformative margins cost 9% instead of 3%
+MAX_SURPRISE = 0.5  # a pass that is slower than expected by more includes a pause of the machine
+AHEAD = 4  # tokens: a token that saves nothing may lead to tokens that do
 
-# Of trials, where True stands for rounds between plain tokens, and False for plain tokens between rounds:
-TRIAL = {True: 3, False: 4}  # passes, whose median counts: 2 and 6 do as well
-TRIAL_LENGTH = 1  # drafted tokens of its rounds: if they cost twice as much as plain ones, the usual length loses 11 %
-LATEST = 8  # passes of the other kind, whose median counts
-TRUST = 0.5  # weight of the latest trial: single ones are off by 40 % on noisy machines
-TRIAL_SHARE = {True: 0.02, False: 0.005}  # of the tokens they may cost: 0.01 for plain ones loses 0.5 % in short starts
+# Trials. Keys: True for rounds between plain tokens, False for plain tokens between rounds.
+TRIAL = {True: 3, False: 4}  # passes, whose median counts; 2 and 6 are equally good
+TRIAL_LENGTH = 1  # drafted tokens of a trial round; the best length is 11% slower if drafts cost twice a plain token
+LATEST = 8  # passes of the other method, whose median counts
+TRUST = 0.5  # weight of the latest trial: single trials are off by 40% on noisy machines
+TRIAL_SHARE = {True: 0.02, False: 0.005}  # of the tokens they may cost; 0.01 for plain ones: 0.5% slower
 TRIAL_WAIT = {
     True: (16, 192),
     False: (64, 1024),
-}  # fewest and most tokens before one, which bound what a wrong one costs
+}  # fewest and most tokens before a trial, to bound the cost of a wrong one
 
 
 def expected_tokens(acceptance: float, most: int) -> list[float]:
-    """Return T(0), T(1), ... T(most), if each token is right with the same probability."""
+    """Return T(0), T(1), ... T(most), if all tokens have the same acceptance rate."""
     return list(itertools.accumulate(acceptance**place for place in range(most + 1)))
 
 
 def within(value: float, minimum: float = MIN_COST, maximum: float = MAX_COST) -> float:
-    """Return a value, or the limit that it passes."""
+    """Return a value clipped to its limits."""
     return min(max(value, minimum), maximum)
 
 
 class Trials:
-    """Comparison of rounds, which generate so many tokens in a unit, with plain decoding, and the choice of one."""
+    """Comparison of rounds with plain decoding, and the choice of one. tokens: of rounds, per unit."""
 
     def __init__(self, kept: Mapping[str, float], tokens: float):
         self.plain = self._latest = within(kept.get("plain token", PLAIN))
         """s."""
-        self._is_known = "plain token" in kept  # whether there was a trial
+        self._is_known = "plain token" in kept  # a trial has measured s
         self._since = kept.get("tokens since a trial", 0.0)
         self._rounds_win = self._runs_rounds = self.plain * tokens > 1
         self._is_trial = False
-        self._seconds = {is_round: deque[float](maxlen=LATEST) for is_round in (True, False)}  # of units; plain tokens
+        self._seconds = {is_round: deque[float](maxlen=LATEST) for is_round in (True, False)}  # per unit; per token
 
     @property
     def state(self) -> dict[str, float]:
-        """Return what the next start may begin with."""
+        """Measurements for the next start."""
         known = {"plain token": self.plain} if self._is_known else {}
         return known | {"tokens since a trial": max(self._since, MIN_COST)}
 
     @property
     def unit(self) -> float | None:
-        """Seconds of a unit now; None before anything is measured."""
+        """Seconds of a unit now; None before a measurement."""
         latest = self._seconds[self._runs_rounds]
         return statistics.median(latest) / (1 if self._runs_rounds else self.plain) if latest else None
 
     def add(self, is_round: bool, tokens: int, seconds: float | None) -> None:
-        """Take a pass and the seconds of its unit, or of a plain token; None: they are not to count."""
+        """Take a pass and the seconds of its unit, or of a plain token; None: they do not count."""
         self._since += tokens
         if seconds is not None:
             self._seconds[is_round].append(seconds)
 
     def choose(self, tokens: float, units: float) -> int:
-        """Return the most tokens of the next draft, by the tokens and units of a round; 0: plain decoding."""
+        """Return the most tokens of the next draft, from the tokens and units of a round; 0: plain decoding."""
         runs = self._runs_rounds
         if self._is_trial and len(self._seconds[runs]) < TRIAL[runs]:
             return TRIAL_LENGTH if runs else 0
@@ -124,8 +124,8 @@ class Trials:
         return 0 if not self._runs_rounds else TRIAL_LENGTH if self._is_trial else MAX_DRAFTED
 
     def _wait(self, tokens: float, units: float) -> float:
-        """Return the tokens until a trial, by its cost if the latest one was right; the first one of all comes soon."""
-        slower = self._latest * tokens / units  # plain decoding than rounds
+        """Return the tokens until a trial, from its cost by the latest trial; the very first trial comes soon."""
+        slower = self._latest * tokens / units  # time of plain decoding over the time of rounds
         cost = TRIAL[False] * (slower - 1) if self._rounds_win else TRIAL[True] * tokens * (1 / slower - 1)
         of_rounds = not self._rounds_win
         least, most = TRIAL_WAIT[of_rounds]
@@ -133,11 +133,11 @@ class Trials:
 
 
 class LearnedPolicy:
-    """Drafts as long as is fastest on this machine, and none if plain decoding is faster.
+    """Draft lengths that are fastest on this machine; 0 if plain decoding is faster.
 
     Args:
         kept: `state` of an earlier start.
-        draft_share: cost of a drafted token over a plain one's, before anything is measured; None: nothing drafts.
+        draft_share: cost of a drafted token over a plain one's, before measurements; None: no drafter.
         most: tokens of a draft.
         tile: rows that kernels multiply in one pass over the weights.
     """
@@ -160,17 +160,17 @@ class LearnedPolicy:
         self._tokens = RunningMean(ROUNDS_KEPT, kept.get("tokens of a round", tokens), ROUNDS_PRIOR)
         self._units = RunningMean(ROUNDS_KEPT, kept.get("cost of a round", cost), ROUNDS_PRIOR)
         self.trials = Trials(kept, self._tokens.value / self._units.value if self._most else 0.0)
-        self._before: tuple[int, float] | None = None  # drafted tokens, and seconds of a unit, of the round before
-        self._kinds = set[tuple[bool, int]]()  # whether drafted, and rows, of earlier rounds
+        self._before: tuple[int, float] | None = None  # drafted tokens, and seconds of a unit, of the previous round
+        self._kinds = set[tuple[bool, int]]()  # (is drafted, rows) of earlier rounds
 
     @property
     def acceptance(self) -> float:
-        """Probability that a drafted token is right."""
+        """Acceptance rate of drafted tokens."""
         return self._acceptance.value
 
     @property
     def state(self) -> dict[str, float]:
-        """Return what the next start may begin with: costs and rates, all positive."""
+        """Costs and rates for the next start, all positive."""
         return {
             "drafted token": self._slope,
             "row": self._row,
@@ -181,7 +181,7 @@ class LearnedPolicy:
         } | self.trials.state
 
     def cost(self, proposed: int, slope: float | None = None) -> float:
-        """Return C(k), of a draft if no other c is given."""
+        """Return C(k); slope: c; None: c of drafts."""
         return 1 + (self._slope if slope is None else slope) * proposed + STEP * (proposed // self._tile)
 
     def best(self, acceptance: float) -> tuple[float, int]:
@@ -189,14 +189,14 @@ class LearnedPolicy:
         return min((self.cost(k) / tokens, k) for k, tokens in enumerate(expected_tokens(acceptance, self._most)) if k)
 
     def is_first(self, drafted: int, rows: int) -> bool:
-        """Return whether this round is the first of its kind, which may compile kernels and fill caches."""
+        """Return whether this round is the first of its kind; it may compile kernels and fill caches."""
         return (drafted > 0, rows) not in self._kinds
 
     def length(self, room: int, early: bool = False) -> int:
-        """Return the most tokens of the next draft; 0: plain decoding. Ask once for each.
+        """Return the most tokens of the next draft; 0: plain decoding. Call once per draft.
 
         Args:
-            early: whether `goes_on` is asked after each token of this draft; else the length alone ends it.
+            early: whether `goes_on` may end this draft after each token; otherwise only the length does.
         """
         most = min(room, self._most)
         if most < 1:
@@ -205,15 +205,15 @@ class LearnedPolicy:
         return most if early else min(most, self.best(self.acceptance)[1])
 
     def goes_on(self, margins: Sequence[float]) -> bool:
-        """Return whether one more token pays after those with these margins, where they are read one by one."""
+        """Return whether one more token saves time after drafted tokens with these margins."""
         drafted, right = len(margins), math.prod(map(self._right, margins))
         following = [right * self.acceptance**n for n in range(1, min(AHEAD, self._most - drafted) + 1)]
         return any(saved > 0 for saved in self._saved(following, self._slope, drafted))
 
     def lookup_length(self, probabilities: Sequence[float], room: int) -> int:
-        """Return how many tokens of a proposal to verify, if the first, the first two, ... are right with these."""
+        """Return how many tokens of a proposal to verify; probabilities: that the first 1, 2, ... are accepted."""
         saved = self._saved(probabilities[: max(0, min(room, MAX_DRAFTED))], self._row)
-        plain = 1 - self._token  # a round that proposes nothing costs 1
+        plain = 1 - self._token  # since a round without proposals costs 1
         return max(range(len(saved) + 1), key=[plain, *saved].__getitem__)
 
     def add_round(
@@ -226,14 +226,14 @@ class LearnedPolicy:
         draft_seconds: float | None = None,
         margins: Sequence[float] = (),
     ) -> None:
-        """Take a round. The time of the first one of a kind does not count.
+        """Take a round. The time of the first round of a kind does not count.
 
         Args:
             drafted: tokens of the drafter; 0 for prompt lookup.
             accepted: tokens of the proposal.
             rows: of the verification.
-            seconds: of draft and verification, without those of a reader of the tokens; None if they are not known.
-            draft_seconds: of the draft; for classes that record rounds, since c needs only the sum.
+            seconds: of draft and verification, without the time of the tokens' consumer; None if unknown.
+            draft_seconds: of the draft, for classes that record rounds: c needs only the sum.
             margins: of the drafted tokens, if their sampler has them.
         """
         cost = self.cost(drafted) if drafted else self.cost(rows - 1, self._row)
@@ -247,10 +247,10 @@ class LearnedPolicy:
         self.trials.add(True, accepted + 1, unit if is_timed else None)
         self._tokens.add(accepted + 1)
         self._units.add(cost)
-        seen = [True] * accepted + [False] * (accepted < drafted)  # what follows a rejected token says nothing
-        for is_right in seen:
+        outcomes = [True] * accepted + [False] * (accepted < drafted)  # later tokens carry no information
+        for is_right in outcomes:
             self._acceptance.add(is_right)
-        for margin, is_right in zip(margins, seen):
+        for margin, is_right in zip(margins, outcomes):
             surprise = self._right(margin) - is_right
             self._error = within(self._error * math.exp(ERROR_RATE * surprise), maximum=MAX_ERROR)
         if is_timed:
@@ -265,7 +265,7 @@ class LearnedPolicy:
 
     @staticmethod
     def _learned(slope: float, more: int, unit: float, other: float) -> float:
-        """Return c after a round with so many more tokens than another one, by the seconds of a unit in both."""
+        """Return c after a round with `more` tokens than the other one, from the seconds of a unit in both."""
         return within(slope + SLOPE_RATE * more * within(unit / other - 1, -MAX_SURPRISE, MAX_SURPRISE))
 
     @property
@@ -275,18 +275,18 @@ class LearnedPolicy:
     def _right(self, margin: float) -> float:  # a(m)
         return 0.5 * math.erfc(-margin / (self._error * math.sqrt(2)))
 
-    def _saved(self, probabilities: Iterable[float], slope: float, begun: int = 0) -> list[float]:
-        """Return what 1, 2, ... proposed tokens more save than `begun` ones, if they are right with these."""
-        spent, tokens = self.cost(begun, slope), itertools.accumulate(probabilities)
-        return [self._token * more - self.cost(begun + n, slope) + spent for n, more in enumerate(tokens, 1)]
+    def _saved(self, probabilities: Iterable[float], slope: float, proposed: int = 0) -> list[float]:
+        """Return the savings of 1, 2, ... tokens after `proposed` ones, from their cumulative acceptance rates."""
+        spent, tokens = self.cost(proposed, slope), itertools.accumulate(probabilities)
+        return [self._token * more - self.cost(proposed + n, slope) + spent for n, more in enumerate(tokens, 1)]
 
 
 class FixedPolicy(LearnedPolicy):
-    """Drafts of a fixed length, for which nothing is measured. Raises GearbxError if a verification cannot take it."""
+    """Drafts of a fixed length, without measurements. Raises GearbxError if a verification cannot take them."""
 
     def __init__(self, length: int = DEFAULT_LENGTH):
         if not 1 <= length <= MAX_DRAFTED:
-            raise GearbxError(f"draft length: must be 1 to {MAX_DRAFTED} tokens, got {length}; choose another one")
+            raise GearbxError(f"draft length: must be 1 to {MAX_DRAFTED} tokens, got {length}; choose a valid one")
         super().__init__(draft_share=None)  # prompt lookup is compared with plain decoding
         self._length = length
 

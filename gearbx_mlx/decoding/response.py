@@ -1,5 +1,7 @@
-"""What is known of every token: how its logits came about, and the response that comes out for it."""
+"""Records of a sequence and of its tokens, from the forward pass to the response."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,16 +13,62 @@ from ..gears.ladder import Gear
 from ..machine.controller import CapDecision
 from ..telemetry.trace import LOOKUP as LOOKUP
 
-MODEL, DRAFT = "model", "draft"  # who chose a token first: the model itself, a draft; LOOKUP: the text
+MODEL, DRAFT = "model", "draft"  # source of a token: the model or a drafter; LOOKUP: prompt lookup
+
+
+@dataclass
+class GeneratedText:
+    """A sequence during generation.
+
+    Args:
+        tokens: of the prompt, then generated ones.
+        ends: end-of-sequence tokens.
+        room: number of tokens that may still be generated; infinite without a limit.
+    """
+
+    tokens: list[int]
+    ends: frozenset[int] = frozenset()
+    room: float = math.inf
+
+    def __post_init__(self) -> None:
+        self.prompt = len(self.tokens)
+        """Number of tokens of the prompt."""
+
+    @property
+    def last(self) -> int:
+        """Input token of the next forward pass."""
+        return self.tokens[-1]
+
+    @property
+    def goes_on(self) -> bool:
+        """Continuation: False after an end-of-sequence token, or without room."""
+        generated = len(self.tokens) > self.prompt
+        return self.room > 0 and not (generated and self.last in self.ends)
+
+    def ends_with(self, count: int) -> bool:
+        """Return whether the sequence has ended after so many generated tokens."""
+        return not self.goes_on and len(self.tokens) == self.prompt + count
+
+    def add(self, token: int) -> None:
+        self.tokens.append(token)
+        self.room -= 1
+
+    def until_end(self, tokens: Sequence[int]) -> list[int]:
+        """Return the tokens up to and including the first one that ends the sequence."""
+        last = next((place for place, token in enumerate(tokens, 1) if token in self.ends), len(tokens))
+        return list(tokens[:last])
+
+    def array(self) -> mx.array:
+        return mx.array(self.tokens, mx.uint32)
 
 
 @dataclass(frozen=True)
 class Step:
-    """How one token came about.
+    """Passes, bytes and source of one token.
 
     Attributes:
-        gear: computed it; of a drafted token that was accepted, the gear that drafted it.
-        passes, weight_bytes, drafted, lookup_drafted, source, caught_up, kv_bytes, kv_caches: as in `Seen`, per step.
+        gear: that computed it; for an accepted draft token, the gear that drafted it.
+        passes, weight_bytes, drafted, lookup_drafted, source, caught_up, kv_bytes, kv_caches: see TokenTelemetry.
     """
 
     gear: Gear
@@ -39,11 +87,11 @@ class GeneratedToken:
     """A generated token.
 
     Attributes:
-        id: of the vocabulary.
+        id: in the vocabulary.
         logprobs: (V,), of the distribution that it was sampled from.
         entropy: of this distribution, bits.
-        step: how the logits came about.
-        near_tie: rounding may have decided between the two best logits.
+        step: passes and bytes of its logits.
+        near_tie: whether rounding may have decided between the two best logits.
     """
 
     id: int
@@ -54,38 +102,36 @@ class GeneratedToken:
 
 
 def single_pass(gearbox: Gearbox | Observer, gear: Gear, rows: int = 1) -> Step:
-    """Return the step of a token that took one pass in one gear, over so many sequences."""
+    """Return the step of a token from one forward pass in one gear, over a number of rows."""
     passes = tuple(int(gear == other) for other in gearbox.ladder)
     return Step(gear, passes, gearbox.weight_bytes_per_token(gear, rows))
 
 
 @dataclass
-class Seen:
-    """What the gearbox saw of a token.
+class TokenTelemetry:
+    """Telemetry of a token.
 
-    entropy: of the distribution that the token was sampled from, bits.
-    mean_entropy: the rolling mean that the gate sees, bits.
-    gear: name of the gear that computed this token; telemetry only: of the gear that mode route would use. Lossless:
-        the draft gear, for a token that it drafted and the top gear accepted (`from_draft` is true then).
-    shifted: whether the token before had another gear.
-    passes: over the weights since the token before, in each gear of the ladder. The passes of a verification that
-        made several tokens stand with the first of them.
-    weight_bytes: what these passes read.
-    drafted: tokens drafted since the token before.
-    lookup_drafted: lossless: tokens that the text itself proposed since the token before (prompt lookup).
-    source: lossless: who proposed this token, which the top gear then accepted: `draft`, the low gear; `lookup`, the
-        text; `model`, the top gear alone. Other modes: `model`.
-    near_tie: lossless: the two best logits are so close that rounding may have decided between them, so that a pass
-        over this token alone may have chosen the other one. Always false where kernels give a row the same bits in
-        any company (docs/architecture.md).
-    caught_up: pair: tokens that the model had missed and read for this one.
-    kv_bytes: with `kv_gears`: bytes of keys and values that passes have read since the token before, by the bits of
-        the KV cache's gear; a prompt's are not counted.
-    kv_caches: with `kv_gears`: how many layers' caches these passes have read, by the same bits. Both are empty where
-        the cache has no gears.
-    decision: of the controller after this token, if it made one.
-    requested_gear: batches: name of the gear that this sequence would have had by itself; "" elsewhere.
-    batch_size: sequences that shared the pass; `weight_bytes` is the share of one of them.
+    Attributes:
+        entropy: of the distribution that the token was sampled from, bits.
+        mean_entropy: the rolling mean that the gate compares with its thresholds, bits.
+        gear: name of the gear that computed the token. An accepted draft token has its draft gear (`from_draft` is
+            true then). Telemetry-only: the gear that mode route would use.
+        shifted: whether the previous token had a different gear.
+        passes: over the weights since the previous token, in each gear of the ladder. The passes of a verification
+            that yields several tokens count for the first of them.
+        weight_bytes: read by these passes.
+        drafted: tokens drafted since the previous token.
+        lookup_drafted: lossless: tokens that prompt lookup proposed since the previous token.
+        source: lossless: `draft` or `lookup` for an accepted proposal, else `model`. Other modes: `model`.
+        near_tie: lossless: the two best logits are so close that a pass over this token only may have chosen the
+            other one. Always false with batch-invariant kernels (docs/architecture.md).
+        caught_up: pair: tokens generated by the other model that the model prefilled for this one.
+        kv_bytes: with `kv_gears`: bytes of keys and values read since the previous token, by the bits of the KV
+            cache's gear, without prefill.
+        kv_caches: with `kv_gears`: number of layer caches that these passes read, by the same bits.
+        decision: of the controller after this token; None without one.
+        requested_gear: batches: name of the gear that this sequence requested; "" elsewhere.
+        batch_size: sequences that shared the pass; `weight_bytes` is the share of one sequence.
     """
 
     entropy: float = 0.0
@@ -107,16 +153,17 @@ class Seen:
 
 
 @dataclass
-class GearResponse(Seen, GenerationResponse):
-    """mlx-lm's response, and what the gearbox saw."""
+class GearResponse(TokenTelemetry, GenerationResponse):
+    """mlx-lm's response with telemetry."""
 
 
 @dataclass
-class BatchGearResponse(Seen, GenerationBatch.Response):
-    """mlx-lm's response for a sequence of a batch, and what the gearbox saw.
+class BatchGearResponse(TokenTelemetry, GenerationBatch.Response):
+    """mlx-lm's response for a sequence of a batch, with telemetry.
 
-    from_draft: lossless: the draft gear drafted the token, and the top gear accepted it.
-    error: why the sequence ended without a token to believe, if it did: its logits are not numbers.
+    Attributes:
+        from_draft: lossless: whether the token was drafted and accepted.
+        error: why the sequence ended without a valid token, such as logits that are NaN; None if it did not.
     """
 
     from_draft: bool = False
@@ -126,13 +173,15 @@ class BatchGearResponse(Seen, GenerationBatch.Response):
 OF_STEP = ("passes", "weight_bytes", "drafted", "lookup_drafted", "source", "caught_up", "kv_bytes", "kv_caches")
 
 
-def seen_of(step: Step, entropy: float, mean: float, before: Gear | None, near_tie: bool = False) -> dict[str, Any]:
-    """Return the fields of `Seen` that follow from a step, and `from_draft`, by name.
+def telemetry_of(
+    step: Step, entropy: float, mean: float, before: Gear | None, near_tie: bool = False
+) -> dict[str, Any]:
+    """Return the fields of `TokenTelemetry` that follow from a step, and `from_draft`, by name.
 
     Args:
         entropy: of this token, bits.
         mean: the rolling mean, bits.
-        before: the gear of the token before, if there was one.
+        before: the gear of the previous token; None for the first one.
     """
     return {
         **{name: getattr(step, name) for name in OF_STEP},

@@ -1,14 +1,12 @@
-"""mlx-lm's stream_generate, wrapped: the modes route (GEARBX 10.3), static and telemetry-only.
+"""The modes route (GEARBX 10.3), static and telemetry-only, around mlx-lm's stream_generate.
 
-Each token is computed in the gear that is engaged when its pass begins. In mode route, the entropies of past tokens
-choose the gear of coming ones. mlx-lm runs one token ahead: when token t is handed out, the pass that computes t + 1
-is queued. A shift made then first acts on t + 2. Mode static stays in one gear, with the kernels and the type of all
-other modes: the top gear's text is that of mode lossless. Mode telemetry-only replaces and shifts nothing, and
-names the gear that mode route would use.
+The gear engaged at the start of a pass computes the token. In mode route, entropies of past tokens choose the gear of
+later ones. mlx-lm runs one token ahead: when token t is yielded, the pass of t + 1 is queued, so a shift first affects
+t + 2. Mode static stays in one gear, with the kernels and types of the other modes: its output in the top gear equals
+mode lossless's. Mode telemetry-only changes no layer, and names the gear that mode route would use.
 
-Thresholds may be found by the model itself, at first use, once for a gearbox, as GEARBX 4.2 does on MLX: the top gear
-continues three short prompts. A model that is sure of all its tokens there says too little: then the entropies of the
-prompt count.
+Automatic thresholds are found once per gearbox, at first use (GEARBX 4.2, the MLX backend): the top gear continues
+three short prompts. If a model is certain of all its tokens there, the entropies of the prompt are used.
 """
 
 from collections import deque
@@ -36,20 +34,20 @@ from ..routing.gates import AUTO, Gate, Monitor, OneGear, ThresholdGate, first_g
 from ..telemetry.summary import Tally
 from .batches import BatchText, SharedMode
 from .caches import gears_of
+from .generation import Telemetry
 from .governor import Governor
 from .mode import encoded, gear_of_prompt, of_model, thresholds_for, vocabulary_of
 from .modes import RouteSettings, StaticSettings
 from .response import GearResponse, GeneratedToken, Step, single_pass
-from .sampling import entropy_bits, kv_read, reader_of
-from .telemetry import Telemetry, blame_of
+from .sampling import blame_of, entropy_bits, kv_read, reader_of
 
 
 @dataclass(frozen=True)
 class InEngagedGear(SharedMode):
-    """Each token in the gear that is engaged when its pass begins. A subclass chooses the gears."""
+    """Base class of modes that compute each token in the engaged gear. A subclass chooses the gears."""
 
     def text(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> BatchText:
-        """Return the gate and the monitor of a text, and the gear that it begins in."""
+        """Return the state of a sequence: gate, monitor, initial gear and prefill gear."""
         raise NotImplementedError
 
     def stream(
@@ -62,9 +60,9 @@ class InEngagedGear(SharedMode):
         controller: Governor | None,
         **kwargs: Any,
     ) -> Iterator[GearResponse]:
-        """mlx-lm's stream_generate: entropy from its log-probabilities, `model.update_modules` between its tokens."""
+        """Generate with mlx-lm's stream_generate, and call `model.update_modules` between its tokens."""
         text, reader, agreement = self.text(gearbox, tokenizer, prompt), reader_of(gearbox), agreement_of(model)
-        gearbox.shift(text.first)  # so that it is made, and not in the middle of the text
+        gearbox.shift(text.first)  # so that it is made now rather than during generation
         gearbox.shift(text.prompt_gear)
         kv_gears, sampled = gears_of(kwargs.get("prompt_cache")), deque[tuple[mx.array, Step]]()
         sampler, callback = kwargs.get("sampler") or greedy_sampler, kwargs.get("prompt_progress_callback")
@@ -78,8 +76,8 @@ class InEngagedGear(SharedMode):
                 callback(read, tokens)
 
         def sample(logprobs: mx.array) -> mx.array:
-            # Queued here, the entropy is ready with the token. Taken from the response, it would wait for the pass that
-            # mlx-lm has queued behind it: a whole token (GEARBX 3.6).
+            # Queued here, the entropy is ready with the token. Computed from the response, it would wait for the pass
+            # that mlx-lm has queued after it: one token (GEARBX 3.6).
             token, entropy = agreement.arrays(sampler(logprobs), reader.entropy(logprobs))
             mx.async_eval(entropy)
             sampled.append((entropy, replace(single_pass(gearbox, gearbox.gear), **kv_read(kv_gears))))
@@ -98,10 +96,10 @@ class InEngagedGear(SharedMode):
         responses: Iterator[GenerationResponse],
         sampled: deque[tuple[mx.array, Step]],
     ) -> Iterator[GearResponse]:
-        """Pass mlx-lm's responses on, and shift after each as the gate chooses.
+        """Yield mlx-lm's responses with telemetry, and shift after each as the gate chooses.
 
         Args:
-            sampled: entropy in bits and step of the tokens that are still to be handed out.
+            sampled: entropy in bits and step of the tokens that mlx-lm has not yielded yet.
         """
         with telemetry.governing():
             gearbox.shift(text.prompt_gear)
@@ -114,21 +112,21 @@ class InEngagedGear(SharedMode):
                 gearbox.shift(gear)
                 gearbox.prepare(gearbox.ladder[text.gate.peek(reading.forecast)])
                 yield shown
-                gearbox.shift(gear)  # another text may have shifted meanwhile
+                gearbox.shift(gear)  # since other sequences may have shifted
                 telemetry.resume()
 
     def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: list[int]) -> BatchText:
-        """Return what one text of a batch has of its own; of a gate that was given, a copy."""
+        """Return the state of one sequence of a batch; a given gate is copied."""
         text = self.text(gearbox, tokenizer, prompt)
         return replace(text, gate=deepcopy(text.gate))
 
 
 @dataclass(frozen=True)
 class Route(RouteSettings, InEngagedGear):
-    """Shift by the rolling entropy.
+    """Mode route: shifts by the rolling entropy.
 
     Args:
-        gate: a Gate of your own, in place of thresholds, hysteresis and duration.
+        gate: replaces thresholds, hysteresis and duration; None: a ThresholdGate.
         others: of `RouteSettings`.
     """
 
@@ -149,31 +147,30 @@ class Route(RouteSettings, InEngagedGear):
             return replace(self, thresholds=auto_thresholds(gearbox, tokenizer, prompt).thresholds)
         return replace(self, thresholds=self.bits(gearbox))
 
-    def begun(self, typed: str, ladder: Ladder) -> "Route":
+    def for_prompt(self, typed: str, ladder: Ladder) -> "Route":
         if self.initial_gear != AUTO:
             return self
         return replace(self, initial_gear=ladder[first_gear(typed, len(ladder))].name)
 
     def gate_for(self, gearbox: Gearbox | Observer) -> Gate:
-        """Return the gate for a gearbox. Raises GearbxError for thresholds that do not fit its ladder."""
+        """Return the given gate, or a gate from thresholds. Raises GearbxError if they do not fit the ladder."""
         if self.gate is not None:
             return self.gate
         return ThresholdGate(self.bits(gearbox), self.hysteresis, self.min_gear_duration)
 
     def bits(self, gearbox: Gearbox | Observer) -> tuple[float, ...]:
-        """Return the thresholds of a settled mode. Raises GearbxError for those that do not fit the ladder or the
-        model."""
+        """Return the thresholds of a settled mode in bits. Raises GearbxError if they do not fit ladder or model."""
         return thresholds_for(self.thresholds, gearbox)
 
     def gears_of_text(self, gearbox: Gearbox) -> tuple[Gear, Gear | None]:
-        """Like Mode's, of a mode whose initial gear is named."""
+        """Return the gears as Mode does, for a mode with a named initial gear."""
         return gear_of_prompt(gearbox, self.prompt_gear, self.first_gear(gearbox)), None
 
     def first_gear(self, gearbox: Gearbox | Observer, tokenizer: Any = None, prompt: Any = "") -> Gear:
-        """Raises GearbxError for a gear that the ladder does not have."""
+        """Return the initial gear. Raises GearbxError if it is not in the ladder."""
         ladder = gearbox.ladder
         if self.initial_gear == AUTO:
-            if not isinstance(prompt, str):  # special tokens have brackets that are not mathematics
+            if not isinstance(prompt, str):  # without special tokens, whose brackets would count as mathematics
                 tokens = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
                 prompt = tokenizer.decode(tokens, skip_special_tokens=True)
             return ladder[first_gear(prompt, len(ladder))]
@@ -182,10 +179,10 @@ class Route(RouteSettings, InEngagedGear):
 
 @dataclass(frozen=True)
 class Static(StaticSettings, InEngagedGear):
-    """Stay in one gear. Args: of `StaticSettings`."""
+    """Mode static: one gear. Args: of `StaticSettings`."""
 
     name: ClassVar[str] = "static"
-    uncapped: ClassVar[str] = "stays in the gear that it is given"
+    uncapped: ClassVar[str] = "stays in one gear"
 
     def text(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> BatchText:
         gear = self.gear_of(gearbox)
@@ -197,21 +194,21 @@ class Static(StaticSettings, InEngagedGear):
         return gear_of_prompt(gearbox, self.prompt_gear, gear), gear
 
     def gear_of(self, gearbox: Gearbox | Observer) -> Gear:
-        """Raises GearbxError for a gear that the ladder does not have."""
+        """Return the named gear or the top one. Raises GearbxError if it is not in the ladder."""
         return gearbox.ladder.top if self.gear is None else gearbox.ladder.find(self.gear)
 
 
 @dataclass(frozen=True)
 class TelemetryOnly(Route):
-    """Like Route, for a model whose layers stay as they are and whose tokens are mlx-lm's (GEARBX 12.2)."""
+    """Mode route without shifts: no layer changes, and the tokens are mlx-lm's (GEARBX 12.2)."""
 
     name: ClassVar[str] = "telemetry-only"
-    uncapped: ClassVar[str] = "changes no gear, so there is nothing to cap"
+    uncapped: ClassVar[str] = "changes no gear that could be capped"
 
     def gearbox_for(self, model: nn.Module, gearbox: Gearbox | Observer | None) -> Observer:
-        """Return the observer that is given, or a new one. Raises GearbxError for a gearbox that shifts."""
+        """Return the given observer, or a new one. Raises GearbxError for a gearbox that shifts."""
         if isinstance(gearbox, Gearbox):
-            raise GearbxError("mode 'telemetry-only' shifts no gears: give an Observer, or no gearbox")
+            raise GearbxError("mode 'telemetry-only': shifts no gears, got a Gearbox; pass an Observer, or omit it")
         observer = gearbox or Observer(model)
         of_model(observer, model)
         return observer
@@ -225,14 +222,14 @@ SHORT_PROMPTS = (
     "Tom has 5 apples and buys 7 more. He gives 3 to his sister. How many apples does he have?",
     "Explain why the sum of two odd numbers is always even.",
 )
-CONTINUED = 16  # tokens after each of them
-MAX_READ = 1024  # tokens of a prompt: more say no more about the kind of text
-LOGITS = 1 << 24  # numbers at once: 64 MiB in float32
+CONTINUED = 16  # tokens generated after each of them
+MAX_READ = 1024  # tokens of a prompt; more do not improve the thresholds
+LOGITS = 1 << 24  # logits per pass: 64 MiB in float32
 
 
 @dataclass(frozen=True)
 class AutoThresholds:
-    """thresholds: bits, ascending. tokens: whose entropies they come from. source: what these tokens were."""
+    """thresholds: bits, ascending. tokens: number of their entropies. source: of these tokens, in words."""
 
     thresholds: tuple[float, ...]
     tokens: int
@@ -247,13 +244,13 @@ _found: WeakKeyDictionary[Any, AutoThresholds] = WeakKeyDictionary()
 
 
 def auto_thresholds(gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any = None) -> AutoThresholds:
-    """Return the thresholds of a gearbox, found when it is first asked; they do not change afterwards (GEARBX 18.2).
+    """Return the thresholds of a gearbox, found at first use and constant afterwards (GEARBX 18.2).
 
     Args:
-        prompt: text or tokens to find them on, where three short prompts have fewer than five tokens with an entropy.
+        prompt: text or tokens, used if three short prompts yield fewer than five tokens with entropy above 0.
 
     Raises:
-        GearbxError: neither these nor the prompt have five such tokens.
+        GearbxError: the prompt too has fewer than five such tokens.
     """
     if gearbox in _found:
         return _found[gearbox]
@@ -267,7 +264,7 @@ def auto_thresholds(gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any = N
         else:
             entropies, source = list(prompt_entropies(model, tokens, size)), "the prompt"
             thresholds = percentile_thresholds(entropies, gears, size)
-        # Those of rank 0: machines of different kinds round differently.
+        # Rank 0 decides, since machines of different kinds round differently.
         (shared,) = agreement_of(model).arrays(mx.array(thresholds, mx.float32))
     finally:
         gearbox.shift(before)
@@ -276,7 +273,7 @@ def auto_thresholds(gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any = N
 
 
 def prompt_entropies(model: nn.Module, tokens: list[int], vocabulary: int) -> Iterator[float]:
-    """Bits at every position of a prompt, read in parts whose logits take little memory."""
+    """Yield the entropy in bits at every position of a prompt, read in parts with small logits."""
     size, cache = max(LOGITS // vocabulary, 1), make_prompt_cache(model)
     for start in range(0, len(tokens), size):
         logits = model(mx.array(tokens[start : start + size])[None], cache=cache)
@@ -284,7 +281,7 @@ def prompt_entropies(model: nn.Module, tokens: list[int], vocabulary: int) -> It
 
 
 def continued_entropies(model: nn.Module, tokenizer: Any, text: str) -> Iterator[float]:
-    """Bits of the tokens that a model writes after a prompt, greedily."""
+    """Yield the entropy in bits of the tokens that a model generates greedily after a prompt."""
     prompt: Any = text
     if getattr(tokenizer, "chat_template", None):
         prompt = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)

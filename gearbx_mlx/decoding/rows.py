@@ -1,17 +1,16 @@
-"""Verification: one forward pass over several tokens, after which the KV cache is as it was after any of them.
+"""Verification: one forward pass over several tokens, and the KV cache as it is after any of them.
 
-The tokens are proposed ones, of which the text keeps the first few. Afterwards the cache has to be as if there had been
-no others.
+Verification accepts the first few proposed tokens. The cache then has to be the same as without the rejected ones.
 
 - A cache that only appends is cut.
-- A sliding window loses its last entries. The pass has kept all that the first of its tokens still sees. Its mask lets
-  each token see what it would see alone: what is in the cache, the first tokens if they stay there (attention sinks,
-  `--max-kv-size`), and the latest ones. For several tokens, mlx-lm's mask slides over the sinks too, and a few models
-  ask for a window that is wider than their cache.
-- A recurrent layer has the state after the last token alone. The state after an earlier one is computed again, from the
-  state before the pass and the outputs of the linear layers. A linear layer computes every token alone. So the outputs
-  of a pass over K tokens contain those of a pass over the first n of them, whether the layer was given all tokens at
-  once or one after the other. This reads no weights of theirs.
+- A sliding window loses its last entries. The pass has kept all entries that its first token attends to. The mask lets
+  each token attend to the same entries as in a pass of its own: the cache, attention sinks (`--max-kv-size`), and the
+  latest tokens. mlx-lm's mask for several tokens slides over the sinks too, and a few models ask for a window that is
+  wider than their cache.
+- A recurrent layer has only the state after the last token. The state after an earlier one is computed again, from the
+  state before the pass and the outputs of the linear layers. A linear layer treats tokens independently. The outputs of
+  a pass over K tokens thus contain those of a pass over the first n, computed together or one after the other. No
+  weights of linear layers are read.
 """
 
 import contextlib
@@ -42,21 +41,21 @@ from .mode import decode_lock
 from .response import DRAFT, LOOKUP, MODEL, Step, single_pass
 
 PROPOSED = {DRAFT: "drafted", LOOKUP: "lookup_drafted"}  # source of a proposal to the field of a step that counts it
-UNMASKED = {"mlx_lm.models.phi3small"}  # adds its mask of booleans to the scores, so that tokens see later ones
+UNMASKED = {"mlx_lm.models.phi3small"}  # adds its boolean mask to the scores, so tokens attend to later ones
 Tokens = Sequence[int] | mx.array
-"""K token ids that are known, or an array (K,) that the device may still compute."""
+"""K token ids, or an array (K,) that the device may still compute."""
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """Tokens that may follow a text.
+    """Tokens that may follow a sequence.
 
     Attributes:
-        tokens: k token ids: a list where they are known, an array (k,) that the device may still compute.
+        tokens: k token ids: a list if they are known, an array (k,) that the device may still compute.
         source: DRAFT or LOOKUP; MODEL for no tokens.
-        margins: k numbers, by how much each token's logit won; None where that is not known.
-        gear: of the ladder, that drafted them, if one did.
-        weight_bytes: read by the passes of the drafter, one for each token.
+        margins: k differences between a token's logit and the next best one; None if unknown.
+        gear: that drafted them; None without a gear.
+        weight_bytes: read by the drafter's passes, one per token.
     """
 
     tokens: Sequence[int] | mx.array = ()
@@ -73,7 +72,7 @@ class Proposal:
 
     @property
     def is_known(self) -> bool:
-        """True if nothing of it is still to be computed."""
+        """Readiness of the tokens: False while a device may still compute them."""
         return not isinstance(self.tokens, mx.array)
 
 
@@ -81,12 +80,12 @@ NO_TOKENS = Proposal()
 
 
 class VerifiedPass(Protocol):
-    """One pass over K tokens, of which the text keeps the first few.
+    """One pass over K tokens, with the first few of them accepted.
 
     Attributes:
         logits: (1, K, V), after each of the tokens.
         count: K.
-        kept: how many of the tokens the KV cache holds.
+        kept: number of the tokens that the KV cache holds.
     """
 
     logits: mx.array
@@ -98,7 +97,7 @@ class VerifiedPass(Protocol):
 
 
 class RunsPasses(Protocol):
-    """Runs the passes whose logits choose the tokens of a text: `Verifier`, `Climb` (kickdown) or `Turns` (pair)."""
+    """Passes whose logits choose the tokens of a sequence: `Verifier`, `Climb` (kickdown) or `Turns` (pair)."""
 
     def prefill(self, tokens: mx.array, cache: Any, **embedded: mx.array) -> None: ...
     def verify(self, tokens: Any, cache: Any, **embedded: mx.array) -> VerifiedPass: ...
@@ -107,21 +106,20 @@ class RunsPasses(Protocol):
 
 
 class Verifier:
-    """Runs passes in one gear of a gearbox.
-
-    It computes several tokens in one pass as it computes one token alone.
+    """Passes in one gear of a gearbox. A pass over several tokens computes each as in a pass of its own.
 
     Args:
-        prefill_gear: reads the prompt; `gear` if not given.
+        gear: of the passes.
+        prefill_gear: None: `gear`.
     """
 
     def __init__(self, gearbox: Gearbox, gear: Gear, prefill_gear: Gear | None = None):
         self.gearbox, self.gear, self.prefill_gear = gearbox, gear, prefill_gear or gear
         self._found: KeptParts | None = None
-        self._caps = gearbox.caps  # that it was found with
+        self._caps = gearbox.caps  # of the found parts
 
     def prefill(self, tokens: mx.array, cache: Cache, **embedded: mx.array) -> None:
-        """Read a part (n,) of the prompt into the KV cache."""
+        """Prefill a part (n,) of the prompt."""
         self.gearbox.shift(self.prefill_gear)
         self.gearbox.model(tokens[None], cache=cache, **embedded)
 
@@ -129,20 +127,20 @@ class Verifier:
         """Return the logits after each of the tokens.
 
         Args:
-            embedded: `input_embeddings` (1, K, D) of the tokens, in place of the model's own.
+            embedded: `input_embeddings` (1, K, D) of the tokens; without it the model's own.
         """
         return Verification(self, tokens, cache, **embedded)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """In the block no other text computes with the gearbox; its gear is afterwards as before."""
+        """Return a context that keeps other sequences off the gearbox, and restores its gear."""
         with decode_lock(self.gearbox):
             engaged = self.gearbox.gear
             yield
             self.gearbox.shift(engaged)
 
     def computes_at_once(self, cache: Cache) -> bool:
-        """Return whether a pass is computed when it returns, and not by a device that was given it."""
+        """Return whether a pass is computed in the call, and not queued for a device."""
         return self._parts.take(cache)
 
     def run(self, tokens: Tokens, cache: Cache, **embedded: mx.array) -> mx.array:
@@ -161,7 +159,7 @@ class Verifier:
 
     @property
     def _parts(self) -> KeptParts:
-        """Native parts of the gear, found again when a controller has capped layers."""
+        """Native parts of the gear, found again after a controller has capped layers."""
         if self._found is None or self._caps is not self.gearbox.caps:
             self._found, self._caps = KeptParts(self._find), self.gearbox.caps
         return self._found
@@ -172,12 +170,12 @@ class Verifier:
 
     @functools.cached_property
     def linear_layers(self) -> list[nn.Module]:
-        """The linear layers of the gear that is engaged when they are first asked for."""
+        """Linear layers of the engaged gear at first use."""
         return linear_layers(self.gearbox.model)
 
     @functools.cached_property
     def _short_path(self) -> list[tuple[nn.Module, type]]:
-        """Modules of latent attention, each with a class that computes several tokens as its own does one."""
+        """Modules with latent attention, each with a class that computes several tokens as its own computes one."""
         found = [(module, one_token_class(type(module))) for module in latent_attention(self.gearbox.model)]
         return [(module, kind) for module, kind in found if kind is not None]
 
@@ -187,14 +185,14 @@ class Verification:
 
     Args:
         verifier: runs the pass, in its gear.
-        tokens: that are read.
+        tokens: input of the pass.
         cache: of the model.
-        embedded: as of `Verifier.verify`.
+        embedded: as in `Verifier.verify`.
 
     Attributes:
         gear: of the pass.
         logits: (1, K, V), after each of the tokens.
-        kept: how many of the tokens the cache holds: all, until `keep` changes it.
+        kept: number of the tokens that the cache holds: all, until `keep` changes it.
     """
 
     def __init__(self, verifier: Verifier, tokens: Tokens, cache: Cache, **embedded: mx.array):
@@ -216,14 +214,14 @@ class Verification:
 
     @property
     def step(self) -> Step:
-        """How a token came about that this pass alone computed."""
+        """Step of a token that only this pass computed."""
         return single_pass(self._verifier.gearbox, self.gear, self.count)
 
     def steps(self, proposal: Proposal, accepted: int, **of_cache: Any) -> Iterator[Step]:
-        """Yield how the accepted tokens came about, and the one after them. The first has the passes of the round.
+        """Yield the steps of the accepted tokens and of the next one. The first has the passes of the round.
 
         Args:
-            of_cache: fields of a step that tell of the KV cache.
+            of_cache: fields of a step about the KV cache.
         """
         first = self.step
         none, passes = Step(first.gear, (0,) * len(first.passes)), list(first.passes)
@@ -238,7 +236,7 @@ class Verification:
             yield replace(none if place else first, gear=gear, source=by)
 
     def keep(self, rows: int) -> None:
-        """Leave the cache as it is after the first `rows` tokens, at most as many as it holds."""
+        """Restore the cache as it is after the first `rows` tokens; rows: at most `kept`."""
         dropped, self.kept = self.kept - rows, rows
         if not dropped:
             return
@@ -255,7 +253,7 @@ class Verification:
                     part.trim(dropped)
 
     def _again(self, rows: int) -> None:
-        """Compute the states after the first tokens, from the outputs of the linear layers."""
+        """Compute the states after the first tokens again, from the outputs of the linear layers."""
         assert self._outputs is not None
         verifier = self._verifier
         with verifier.gearbox.compiled.aside(), self._outputs.noted_by(recalling):
@@ -268,7 +266,7 @@ def latent_attention(model: nn.Module) -> list[nn.Module]:
 
 
 def warn_of_other_paths(gearbox: Gearbox) -> None:
-    """Name what computes several tokens in another way than one, if that may change a text."""
+    """Warn if a model computes several tokens differently from one, and this may change the output."""
     kinds: set[Any] = {type(module) for module in latent_attention(gearbox.model)}
     others = {kind.__name__ for kind in kinds if one_token_class(kind) is None}
     if type(gearbox.model).__module__ in UNMASKED:
@@ -276,37 +274,36 @@ def warn_of_other_paths(gearbox: Gearbox) -> None:
     elif gearbox.compute_dtype == mx.float32:
         return
     if others:
-        said = (
-            f"{min(others)} computes several tokens in another way than one, so that a text of mode 'lossless' in "
-            f"{dtype_name(gearbox.compute_dtype)} may differ from the top gear's; mode 'route' is not concerned"
+        message = (
+            f"{min(others)} computes several tokens differently from one, so the output of mode 'lossless' in "
+            f"{dtype_name(gearbox.compute_dtype)} may differ from the top gear's; use mode 'route' to avoid this"
         )
-        warnings.warn(said, GearbxWarning, stacklevel=4)
+        warnings.warn(message, GearbxWarning, stacklevel=4)
 
 
 def loses_entries(kind: type) -> bool:
-    """Return whether the last entries can be dropped from a cache after a pass over several tokens: it has them all
-    then."""
+    """Return whether a cache has all its entries after a pass over several tokens, so that the last ones can be
+    dropped."""
     return kind in (*APPENDING, ChunkedKVCache) or (kind is RotatingKVCache and is_tested())
 
 
 def make_mask(part: RotatingKVCache, count: int, window_size: int | None = None, **kwargs: Any) -> Any:
-    """Return which keys each of `count` new tokens sees, (count, keys): the sinks, and the window that ends with the
-    token.
+    """Return the mask (count, keys) of `count` new tokens: the sinks, and the window that ends with each token.
 
-    It is mlx-lm's mask where that is the one of single tokens.
+    It is mlx-lm's mask if that one is the same for single tokens.
     """
     narrow = window_size is not None and window_size < part.max_size
     usual = part.keep == 0 and window_size in (None, part.max_size)
     if count == 1 or narrow or usual:
         return RotatingKVCache.make_mask(part, count, window_size, **kwargs)
-    before = min(part.offset, part.max_size - 1)  # entries that mlx-lm leaves in front of the new ones
+    before = min(part.offset, part.max_size - 1)  # number of entries that mlx-lm keeps before the new ones
     own, keys = mx.arange(before, before + count)[:, None], mx.arange(before + count)
     return (keys <= own) & ((keys < part.keep) | (keys > own - (part.max_size - part.keep)))
 
 
 @contextlib.contextmanager
 def windows_of_single_tokens(cache: Cache) -> Iterator[None]:
-    """In the block, the sliding windows of a cache make such masks."""
+    """Give the sliding windows of a cache these masks in the context."""
     windows = [part for part in parts(cache) if type(part) is RotatingKVCache]
     for part in windows:
         part.make_mask = partial(make_mask, part)
@@ -322,12 +319,12 @@ NOTES = "outputs_of_a_pass"  # attribute of a layer during a pass
 
 
 def linear_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the linear layers of the gear that is engaged."""
+    """Return the linear layers of the engaged gear."""
     return [module for module in model.modules() if isinstance(module, LINEAR)]
 
 
 class LayerOutputs:
-    """The outputs of linear layers in one pass over K tokens.
+    """Outputs of linear layers in one pass over K tokens.
 
     Args:
         layers: of the gear of the pass.
@@ -340,19 +337,19 @@ class LayerOutputs:
         self._outputs: list[list[mx.array | None]] = [[] for _ in layers]
 
     def _usable(self, outputs: list[mx.array | None]) -> Iterator[mx.array | None]:
-        """Yield the outputs of a layer, with None where it is not known to which token an output belongs.
+        """Yield the outputs of a layer, with None where the token of an output is unknown.
 
-        A layer that was given single vectors had the tokens one by one, if it had as many calls as there are tokens.
+        A layer with inputs of single vectors and K calls had the tokens one by one.
         """
         alone = len(outputs) == self.count
         return iter([y if y is not None and (y.ndim == 3 or alone) else None for y in outputs])
 
     @contextlib.contextmanager
     def noted_by(self, kind_of: Callable[[Any, int], type[nn.Module]]) -> Iterator[None]:
-        """In the block, layers are `recording`, or `recalling`: these are given the first n tokens of the pass."""
+        """Make layers `recording` in the context, or `recalling` for the first n tokens of the pass."""
         notes: Iterable[Any] = self._outputs if kind_of is recording else map(self._usable, self._outputs)
         for layer, its_notes in zip(self._layers, notes):
-            object.__setattr__(layer, NOTES, its_notes)  # not into the dictionary of parameters
+            object.__setattr__(layer, NOTES, its_notes)  # outside of the module's dictionary of parameters
         try:
             with of_classes((layer, kind_of(type(layer), self.count)) for layer in self._layers):
                 yield
@@ -363,8 +360,8 @@ class LayerOutputs:
 
 @functools.cache
 def recording(kind: Any, count: int) -> type[nn.Module]:
-    """Return a subclass of a linear layer's class that notes its outputs: None where an input is not (1, K, I) or (1,
-    I)."""
+    """Return a subclass of a linear layer's class that records its outputs: None for inputs other than (1, K, I) or
+    (1, I)."""
 
     def call(self: Any, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
         y: mx.array = kind.__call__(self, x, *args, **kwargs)
@@ -377,7 +374,7 @@ def recording(kind: Any, count: int) -> type[nn.Module]:
 
 @functools.cache
 def recalling(kind: Any, count: int) -> type[nn.Module]:
-    """Return a subclass of a linear layer's class that returns what it noted, as much of it as there are tokens."""
+    """Return a subclass of a linear layer's class that returns recorded outputs, for the tokens of its input."""
 
     def call(self: Any, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
         y: mx.array | None = next(getattr(self, NOTES), None)

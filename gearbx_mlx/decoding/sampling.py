@@ -1,8 +1,8 @@
-"""From logits to a token: all that looks at one distribution.
+"""Sampling: from logits to a token, with entropy, near-ties and checks for NaN.
 
-Its entropy (the rev counter, GEARBX 3.1); near-ties, which rounding may have decided, since several positions in
-one pass are added up in another order than one; logits that are not numbers, and which layer they come from; samplers;
-random numbers of a text's own, whatever other texts draw meanwhile.
+Entropy is the rev counter of GEARBX 3.1. Near-ties are tokens that rounding may have decided, since a pass over several
+positions sums in a different order from a pass over one. A sequence may have its own random numbers, independent of
+other sequences.
 """
 
 import enum
@@ -35,18 +35,18 @@ from ..ranks.agreement import Agreement
 
 Entropy = Callable[[mx.array], mx.array]
 Sampler = Callable[[mx.array], mx.array]
-"""From log-probabilities (B, V) to tokens (B,)."""
+"""Function from log-probabilities (B, V) to tokens (B,)."""
 Processor = Callable[[mx.array, mx.array], mx.array]
-"""mlx-lm's logits processor: from the tokens so far (n,) and logits (1, V) to logits."""
+"""mlx-lm's logits processor: function from the tokens so far (n,) and logits (1, V) to logits."""
 
-NOISE = 4  # units in the last place of the largest logit: less than that between two logits is a near-tie
+NOISE = 4  # units in the last place of the largest logit: two logits closer than that are a near-tie
 
 
 def entropy_bits(logprobs: mx.array) -> mx.array:
-    """H = -sum p log2 p over the last axis, in bits.
+    """Return the entropy H = -sum p log2 p over the last axis, in bits.
 
     Args:
-        logprobs: shape (..., V), any floating type. Log-probabilities or logits: they are normalised here, since
+        logprobs: shape (..., V), any floating type. Log-probabilities or logits: they are normalized here, since
             half-precision log-probabilities do not sum to one. NaN counts as 0, +inf as 1e4 and -inf as -1e4, so -inf
             entries contribute 0, and a vector of NaN is the uniform distribution.
 
@@ -54,7 +54,7 @@ def entropy_bits(logprobs: mx.array) -> mx.array:
         shape (...), float32, from 0 (all mass on one token) to log2 V (uniform); both ends are exact. The array is not
         evaluated: the caller decides when to wait for it (GEARBX 3.6).
     """
-    # GEARBX 10.1: half-precision logits may not be finite, and checking that first would cost a synchronisation.
+    # GEARBX 10.1: half-precision logits may not be finite, and checking that first would cost a synchronization.
     z = mx.nan_to_num(logprobs.astype(mx.float32), nan=0.0, posinf=1e4, neginf=-1e4)
     z = z - z.max(axis=-1, keepdims=True)
     weight = mx.exp(z)
@@ -65,14 +65,14 @@ def entropy_bits(logprobs: mx.array) -> mx.array:
 
 
 class LogitsReader:
-    """What is read off logits and log-probabilities (..., V): by MLX's operations, or natively in a tenth of the time.
+    """Reader of logits and log-probabilities (..., V), with MLX's operations or ten times faster native kernels.
 
     Args:
-        kernels: native CPU kernels.
+        kernels: native CPU kernels; None: MLX's operations.
     """
 
     logsumexp: LogSumExp | None = None
-    """In the place of MLX's, which takes a CPU half a millisecond over a vocabulary of 49,152."""
+    """Native logsumexp; None: MLX's (half a millisecond on a CPU over a vocabulary of 49,152)."""
 
     def __init__(self, kernels: ModuleType | None = None):
         self.entropy: Entropy = entropy_bits if kernels is None else kernels.entropy_bits
@@ -86,14 +86,14 @@ class LogitsReader:
         return self._choices is not None
 
     def normalized(self, logits: mx.array) -> mx.array:
-        """Log-probabilities of the same shape (..., V)."""
+        """Return log-probabilities of the same shape (..., V)."""
         total = mx.logsumexp(logits, axis=-1, keepdims=True) if self.logsumexp is None else self.logsumexp(logits)
         return logits - total
 
     def choices(self, logits: mx.array) -> mx.array:
-        """Return what is read of each row of logits (..., V), float32 (..., 5): `Choice` names the columns.
+        """Return float32 (..., 5) per row of logits (..., V), with the columns of `Choice`.
 
-        The token is the most likely one after rounding to log-probabilities, as mlx-lm chooses it.
+        The token is the most likely one after rounding to log-probabilities, as in mlx-lm.
         """
         if self._choices is not None and logits.dtype == mx.float32:
             return self._choices(logits)
@@ -103,7 +103,7 @@ class LogitsReader:
         return mx.concatenate([each.astype(mx.float32) for each in (token, bits, best, next_best, largest)], axis=-1)
 
     def best(self, logits: mx.array) -> tuple[mx.array, mx.array]:
-        """Return the largest of each row of logits (..., V), uint32 (...), and by how much it is, float32 (...)."""
+        """Return the largest of each row of logits (..., V), uint32 (...), and its margin, float32 (...)."""
         if self._choices is not None and logits.dtype == mx.float32:
             found = self._choices(logits)
             return found[..., Choice.TOKEN].astype(mx.uint32), found[..., Choice.BEST] - found[..., Choice.NEXT]
@@ -112,9 +112,9 @@ class LogitsReader:
 
 
 def best_two(values: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-    """Return where the largest of each row (..., V) is, it, and the next one: each (..., 1).
+    """Return the position of the largest of each row (..., V), its value, and the next one: each (..., 1).
 
-    By two maxima: to sort takes a GPU a dozen launches.
+    Two maxima are faster than a sort of a dozen launches on a GPU.
     """
     place = mx.argmax(values, axis=-1, keepdims=True)
     others = mx.put_along_axis(values, place, mx.array(-mx.inf, values.dtype), axis=-1)
@@ -128,35 +128,35 @@ class Choice(enum.IntEnum):
 
 
 def rounding_of(magnitude: float, dtype: mx.Dtype) -> float:
-    """Return how much rounding may move a logit: two that are no further apart are a near-tie.
+    """Return how much rounding may change a logit: two logits within this distance are a near-tie.
 
     Args:
-        magnitude: the largest logit of the positions that were computed together.
+        magnitude: the largest logit of the positions of one pass.
         dtype: of the logits.
     """
     return float(NOISE * mx.finfo(dtype).eps * magnitude)
 
 
-readers = functools.cache(LogitsReader)  # one for all models: mlx-lm's loops are copied for each
+readers = functools.cache(LogitsReader)  # shared by all models, since each copies mlx-lm's loops
 MLX_READER = readers(None)
 
 
 def reader_of(gearbox: Gearbox | Observer | None = None) -> LogitsReader:
-    """Native where the gearbox uses native kernels; without a gearbox, where `kernels="auto"` would be."""
+    """Return the gearbox's native or MLX reader; without a gearbox, the reader for `kernels="auto"`."""
     choice = gearbox.kernels if isinstance(gearbox, Gearbox) else choose("auto", "float")
     return readers(cpu_kernels(1) if choice.native else None)
 
 
 @dataclass(frozen=True)
 class GumbelSampler:
-    """Samples the token with the largest sum of log-probability over temperature and Gumbel noise.
+    """Sampler of the token with the largest sum of log-probability over temperature and Gumbel noise.
 
-    The distribution is that of mlx-lm's sampler with the same numbers. But two distributions that are alike choose the
-    same token much more often with the same noise than with the same place in their cumulative distributions, which is
-    what MLX takes for one token: so drafts agree more often (Daliri, Musco, Suresh, 2024, arXiv 2408.07978).
+    mlx-lm's sampler with the same arguments has the same distribution, and inverts the cumulative distribution.
+    Two similar distributions choose the same token more often with common Gumbel noise, so more drafts are accepted
+    (Daliri, Musco, Suresh, 2024, arXiv 2408.07978).
 
     Raises:
-        GearbxError: numbers that no sampler has.
+        GearbxError: arguments outside their bounds.
     """
 
     temp: float
@@ -168,7 +168,7 @@ class GumbelSampler:
     xtc_threshold: float = 0.1
     xtc_special_tokens: Sequence[int] | None = None
     native: bool = field(default=True, kw_only=True)
-    """Whether native kernels may sample one token of one text; they choose the same, but for rounding and ties."""
+    """Use of native kernels for one token of one sequence; the result differs only by rounding and ties."""
 
     def __post_init__(self) -> None:
         bounds = {
@@ -192,7 +192,7 @@ class GumbelSampler:
         return mx.argmax(self.scores(logprobs), axis=-1)
 
     def scores(self, logprobs: mx.array) -> mx.array:
-        """Log-probabilities (B, V) over temperature, with noise: the largest one is the token."""
+        """Return log-probabilities (B, V) over temperature, with noise: the largest one is the token."""
         if 0 < self.top_p < 1:
             logprobs = apply_top_p(logprobs, self.top_p)
         if self.min_p > 0:
@@ -207,17 +207,17 @@ class GumbelSampler:
 
     @property
     def is_native(self) -> bool:
-        """True if there is a kernel for it that may be used."""
+        """Support by a native kernel."""
         return self.native and self.xtc_probability == 0 and self.min_tokens_to_keep == 1
 
     @functools.cached_property
     def by_mlx(self) -> "GumbelSampler":
-        """The same by MLX's operations."""
+        """The same sampler with MLX's operations."""
         return replace(self, native=False)
 
     @functools.cached_property
     def of_mlx_lm(self) -> Sampler:
-        """The sampler that mlx-lm makes with these numbers."""
+        """The sampler that mlx-lm makes with these arguments."""
         return mlx_lm_sampler(**{each.name: getattr(self, each.name) for each in fields(self) if each.name != "native"})
 
 
@@ -231,12 +231,12 @@ def make_sampler(
     xtc_threshold: float = 0.1,
     xtc_special_tokens: Sequence[int] | None = None,
 ) -> Sampler:
-    """Return a sampler with mlx-lm's arguments and distribution; drafts agree with it more often (`GumbelSampler`).
+    """Return a sampler with mlx-lm's arguments and distribution, and more accepted drafts (`GumbelSampler`).
 
     At temperature 0 it is mlx-lm's greedy one.
 
     Raises:
-        GearbxError: numbers that no sampler has.
+        GearbxError: arguments outside their bounds.
     """
     xtc = xtc_probability, xtc_threshold, xtc_special_tokens
     sampler = GumbelSampler(temp, top_p, min_p, min_tokens_to_keep, top_k, *xtc)
@@ -244,7 +244,7 @@ def make_sampler(
 
 
 def sampler_beside(gearbox: Gearbox | Observer, sampler: Sampler | None) -> Sampler:
-    """Return the sampler of a text, greedy without: by the kernels of its gearbox; without gears a text is mlx-lm's."""
+    """Return a sequence's sampler (None: greedy), for the gearbox's kernels; without gears, mlx-lm's."""
     if not isinstance(sampler, GumbelSampler):
         return sampler or greedy_sampler
     if not isinstance(gearbox, Gearbox):
@@ -254,10 +254,11 @@ def sampler_beside(gearbox: Gearbox | Observer, sampler: Sampler | None) -> Samp
 
 @dataclass
 class Chooser:
-    """How one text chooses its tokens, whatever texts are written beside it.
+    """Sampler, logits processors and random numbers of one sequence, independent of other sequences.
 
-    processors: mlx-lm's logits processors. random: numbers of its own; None: it draws from MLX's random state. error:
-    of a processor, whose logits are NaN.
+    Attributes:
+        random: its own numbers; None: MLX's random state.
+        error: of a processor whose logits are NaN; None without.
     """
 
     sampler: Sampler = greedy_sampler
@@ -271,17 +272,17 @@ class Chooser:
 
     @property
     def draws(self) -> bool:
-        """True if MLX's random state moves with each token, or a processor may move it."""
+        """Possible change of MLX's random state, by the sampler or by a processor."""
         return not self.greedy or bool(self.processors)
 
     @property
     def tells_margins(self) -> bool:
-        """True if it is known by how much a token won (`drafted`)."""
+        """Support of margins of drafted tokens (`drafted`)."""
         return self.greedy or isinstance(self.sampler, GumbelSampler)
 
     @property
     def has_kernel(self) -> bool:
-        """True if native kernels may choose its tokens."""
+        """Support of the sampler and the processors by native kernels."""
         ours = isinstance(self.sampler, GumbelSampler) and self.sampler.is_native
         return not self.processors and (self.greedy or ours)
 
@@ -291,8 +292,8 @@ class Chooser:
             return self.sampler(logprobs)
 
     def drafted(self, logits: mx.array, reader: LogitsReader) -> tuple[mx.array, mx.array | None]:
-        """Return a token (1,) from logits (1, V), and how much its logit could lose (1,); None for a sampler that hides
-        it."""
+        """Return a token (1,) from logits (1, V), and its margin (1,): how much its logit could drop. None if
+        unknown."""
         if self.greedy:
             return reader.best(logits)
         logprobs = reader.normalized(logits)
@@ -303,7 +304,7 @@ class Chooser:
         return token, self.sampler.temp * margin
 
     def next_key(self) -> np.ndarray:
-        """Return the key (2,) of its next token."""
+        """Return the random key (2,) of the next token."""
         with self._numbers():
             return np.array(next_key())
 
@@ -311,7 +312,7 @@ class Chooser:
         return nullcontext() if self.random is None else self.random.drawn()
 
     def processed(self, context: mx.array | None, logits: mx.array) -> mx.array:
-        """Logits (1, V) of the token after a context (n,), which processors alone ask for."""
+        """Return processed logits (1, V) of the token after a context (n,), used only by processors."""
         for processor in self.processors:
             assert context is not None
             logits = processor(context, logits)
@@ -323,28 +324,28 @@ GREEDY = Chooser()
 
 @dataclass(frozen=True)
 class ChosenRows:
-    """The tokens that the logits of a pass choose, still to be read from the device.
+    """Tokens chosen from the logits of a pass, before they are read from the device.
 
     Attributes:
-        logprobs: (K, V), of the distributions that are sampled.
-        seen: float32 (K, 5), in the columns of `Choice`. Greedily, one of them is the token.
-        sampled: the tokens (K,) and the largest magnitude of the logits (1,), if tokens are sampled.
-        states: MLX's random state after each of them.
+        logprobs: (K, V), of the sampled distributions.
+        choices: float32 (K, 5), in the columns of `Choice`. They include the token of greedy decoding.
+        sampled: the tokens (K,) and the largest magnitude of the logits (1,); empty for greedy decoding.
+        states: MLX's random state after each token.
     """
 
     logprobs: mx.array
-    seen: mx.array
+    choices: mx.array
     sampled: tuple[mx.array, ...] = ()
     states: Sequence[mx.array] = ()
 
     def read(self, agreement: Agreement, *arrays: mx.array) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-        """Wait for the device, once: token ids (K,), `seen`, and the other arrays, of 32-bit numbers."""
-        seen, *others = read_together(agreement, self.seen, *self.sampled, *arrays)
+        """Wait for the device once; return token ids (K,), `choices`, and the other arrays, of 32-bit numbers."""
+        choices, *others = read_together(agreement, self.choices, *self.sampled, *arrays)
         if not self.sampled:
-            return seen[:, Choice.TOKEN].astype(int), seen, others
+            return choices[:, Choice.TOKEN].astype(int), choices, others
         tokens, magnitude, *others = others
-        seen[:, Choice.MAGNITUDE] = magnitude
-        return tokens, seen, others
+        choices[:, Choice.MAGNITUDE] = magnitude
+        return tokens, choices, others
 
 
 def choose_rows(
@@ -355,13 +356,13 @@ def choose_rows(
     context: mx.array | None = None,
     proposed: mx.array | None = None,
 ) -> ChosenRows:
-    """Choose a token from each row of logits (K, V), one after the other.
+    """Choose a token from each row of logits (K, V), in order.
 
-    With processors there are rows up to the first token that was not proposed: a processor sees nothing but text.
+    With processors, rows end with the first rejected proposal, since a processor needs the actual sequence.
 
     Args:
-        context: the text so far (n,), if processors ask for it.
-        proposed: (K - 1,), the tokens that the other rows were computed for, if processors ask for them.
+        context: the sequence so far (n,), for processors.
+        proposed: (K - 1,), the tokens of all rows but the first, for processors.
     """
     if not chooser.draws:
         return ChosenRows(reader.normalized(logits), reader.choices(logits))
@@ -382,20 +383,20 @@ def choose_rows(
 
 
 def read_together(agreement: Agreement, *arrays: mx.array) -> list[np.ndarray]:
-    """Read arrays of 32-bit numbers, those of rank 0 on all ranks, in one wait for the device."""
+    """Read arrays of 32-bit numbers in one wait for the device; all ranks get rank 0's."""
     arrays = agreement.arrays(*arrays)
     if len(arrays) == 1:
         return [np.array(arrays[0])]
     flat = np.array(mx.concatenate([each.reshape(-1).view(mx.uint32) for each in arrays]))
-    numbers, begin = list[np.ndarray](), 0
+    numbers, start = list[np.ndarray](), 0
     for each in arrays:
-        part, begin = flat[begin : begin + each.size].reshape(each.shape), begin + each.size
+        part, start = flat[start : start + each.size].reshape(each.shape), start + each.size
         numbers.append(part.view(np.float32) if each.dtype == mx.float32 else part)
     return numbers
 
 
 def sampled_rows(choosers: Sequence[Chooser], logprobs: mx.array) -> mx.array:
-    """Return a token of each row (B,): where all choose alike, and draw no numbers of their own, together, as in
+    """Return a token of each row (B,): in one call if all sequences share sampler and random numbers, as in
     mlx-lm."""
     first = choosers[0].sampler
     if all(chooser.sampler is first and (chooser.greedy or chooser.random is None) for chooser in choosers):
@@ -403,57 +404,50 @@ def sampled_rows(choosers: Sequence[Chooser], logprobs: mx.array) -> mx.array:
     return mx.concatenate([each.sample(logprobs[row : row + 1]) for row, each in enumerate(choosers)])
 
 
-def check_finite(logprobs: mx.array, entropy: float, gearbox: Gearbox | Observer, gear: Gear) -> None:
-    """Raises GearbxError, with the layer to blame, for log-probabilities that are NaN.
-
-    Args:
-        logprobs: of one token, (V,).
-        entropy: of the token, bits.
-        gear: that computed it.
-    """
-    if has_nan(logprobs, entropy):
-        gearbox.shift(gear)
-        raise not_finite(gearbox.model, f"gear '{gear.name}'", gearbox.compute_dtype)
-
-
 def has_nan(logprobs: mx.array, entropy: float) -> bool:
     """Return whether log-probabilities are NaN.
 
-    A NaN or an infinity among the logits leaves no number but -inf among the log-probabilities, so that their entropy
-    is the largest or 0. Other tokens cost no look at the array.
+    A NaN or an infinity among the logits leaves only NaN and -inf as log-probabilities, whose entropy is 0 or the
+    maximum. Other tokens need no read of the array.
     """
     highest = math.log2(logprobs.shape[-1]) * (1 - 1e-6)
     return not 0.0 < entropy < highest and bool(mx.isnan(logprobs).any())
 
 
 def not_finite(model: nn.Module, where: str, dtype: mx.Dtype) -> GearbxError:
-    """Return the error for logits that are NaN. It names the first parameter that is not finite, if there is one."""
-    # Of format exact the weights count that a layer unpacks.
+    """Return the error for logits that are NaN, with the first parameter that is not finite, if any."""
+    # Weights of format exact are unpacked first.
     exact = ((f"{path}.weight", m.dense_weight()) for path, m in model.named_modules() if isinstance(m, ExactModule))
     for path, array in itertools.chain(tree_flatten(model.parameters()), exact):
         if not is_finite(array):
             layer, _, name = path.rpartition(".")
-            why = "is not finite (NaN or infinity), and so no logits are; check the checkpoint"
+            problem = "not finite (NaN or infinity), so logits are NaN; check the checkpoint"
             if array.dtype == mx.float16 and not mx.isnan(array).any().item():
-                why = (
-                    "is infinite in float16, and so no logits are finite; give --dtype float32, or check the checkpoint"
-                )
-            return GearbxError(f"{layer or 'the model'}: its {name} {why}")
-    remedy = "give --dtype float32" if dtype != mx.float32 else "check the checkpoint, or what processes the logits"
-    return GearbxError(
-        f"the logits are not finite (NaN) in {where} and {dtype_name(dtype)}, and all weights are; {remedy}"
-    )
+                problem = "infinite in float16, so logits are NaN; use --dtype float32, or check the checkpoint"
+            return GearbxError(f"{layer or 'the model'}: {name} is {problem}")
+    remedy = "use --dtype float32" if dtype != mx.float32 else "check the checkpoint, or logits processors"
+    return GearbxError(f"logits: not finite (NaN) in {where} and {dtype_name(dtype)}, with finite weights; {remedy}")
+
+
+def blame_of(gearbox: Gearbox | Observer) -> Callable[[Gear], Exception]:
+    """Return a function from a gear to the error that names the layer with weights that are not finite."""
+
+    def error(gear: Gear) -> Exception:
+        gearbox.shift(gear)
+        return not_finite(gearbox.model, f"gear '{gear.name}'", gearbox.compute_dtype)
+
+    return error
 
 
 def sampler_for(tokenizer: Any, **settings: Any) -> Sampler:
-    """Like `make_sampler`, for a tokenizer: XTC never drops line ends and the ends of texts."""
+    """Return `make_sampler` for a tokenizer: XTC never drops line ends and end-of-sequence tokens."""
     return make_sampler(**settings, xtc_special_tokens=tokenizer.encode("\n") + list(tokenizer.eos_token_ids))
 
 
 def kv_read(gears: KVGears | None) -> dict[str, Any]:
-    """Return the fields of a step that say what was read of a KV cache in gears since the step before.
+    """Return a step's fields about the reads of a KV cache in gears since the previous step; {} without gears.
 
-    The prompt ends with the first step; without gears there are no such fields.
+    The first step ends the prompt.
     """
     if gears is None:
         return {}

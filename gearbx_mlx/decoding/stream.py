@@ -1,7 +1,4 @@
-"""The entries for programs: mlx-lm's stream_generate, generate and batch_generate, with gears.
-
-And the summary of a run: what adds up over its responses, with what the gearbox and the mode know of it.
-"""
+"""Python interface: mlx-lm's stream_generate, generate and batch_generate, with gears; summaries of runs."""
 
 import contextlib
 import inspect
@@ -41,11 +38,11 @@ from .learned import measured_seconds
 from .mode import Mode, check_known, decode_lock, encoded, making, vocabulary_of
 from .modes import check_draft_model, mode_class
 from .pair import Pair, bytes_read
-from .response import BatchGearResponse, GearResponse, Seen
+from .response import BatchGearResponse, GearResponse, TokenTelemetry
 from .sampling import Sampler, sampler_beside
 
 NO_LOGPROBS = mx.zeros(0)
-SHARED = {item.name for item in fields(Seen)} | {"token", "finish_reason", "from_draft"}
+SHARED = {item.name for item in fields(TokenTelemetry)} | {"token", "finish_reason", "from_draft"}
 
 
 def stream_generate(
@@ -61,27 +58,27 @@ def stream_generate(
     kv_gear: int | None = None,
     **kwargs: Any,
 ) -> "Responses":
-    """Generate text while the gearbox changes the precision of the weights.
+    """Generate a sequence while the gearbox changes the precision of the weights.
 
-    Several texts may be begun with one gearbox, in several threads as well: they take turns, and each keeps its gears.
+    Several sequences may use one gearbox at the same time, also in several threads: each keeps its own gears.
 
     Args:
-        model, tokenizer, prompt, max_tokens: as in `mlx_lm.stream_generate`, as are all further keywords.
-        mode: how gears become tokens, such as `Lossless(draft=4)`: Route, Kickdown, Lossless, Pair, Static or
-            TelemetryOnly, or its name for the default settings. Without one Lossless; TelemetryOnly for an
-            Observer, Static for a ladder of 16 alone without a draft_model, Route with a controller that caps.
-        gearbox: without one, the model's, else a new one with the default ladder; for a quantized model, an Observer.
-        controller: route and kickdown: a Governor, which caps the gears by speed and by the machine's state.
-        kv_gears: bits of the KV cache's gears, such as "4,16" (docs/kv_gears.md), which a `prompt_cache` gets in place.
-        kv_gear: bits of the one that all passes read; without it, it follows the gear of the weights.
+        model, tokenizer, prompt, max_tokens: as in `mlx_lm.stream_generate`, as are all other keywords.
+        mode: Route, Kickdown, Lossless, Pair, Static or TelemetryOnly, such as `Lossless(draft=4)`, or a name for
+            default settings. None: Lossless; TelemetryOnly for an Observer, Static for a ladder of only 16 bits without
+            a draft_model, Route for a controller that caps.
+        gearbox: None: the model's, else a new one with the default ladder; for a quantized model an Observer.
+        controller: for route and kickdown a Governor to cap the gears by speed and by the machine's state.
+        kv_gears: bits of the KV cache's gears, such as "4,16" (docs/kv_gears.md); changes a `prompt_cache` in place.
+        kv_gear: bits of the KV cache gear that all passes read; None: it follows the gear of the weights.
 
     Returns:
-        Responses, which yields a GearResponse for each token; its `summary()` is the run so far.
+        Responses: an iterator of a GearResponse per token; its `summary()` is the run so far.
 
     Raises:
-        GearbxError: arguments that do not fit together; unknown tokens; a gearbox of another device.
+        GearbxError: arguments that do not fit together; tokens outside the vocabulary; a gearbox of a different device.
     """
-    began = time.perf_counter()
+    started = time.perf_counter()
     check_keywords(kwargs)
     if controller is not None and gearbox is None:
         gearbox = controller.gearbox
@@ -97,30 +94,30 @@ def stream_generate(
         chosen.check_controller(controller, box)
     keywords = {"gearbox": box, "controller": controller, "max_tokens": max_tokens, **kwargs}
     if box is None:
-        return Responses(chosen.stream(model, tokenizer, prompt, **keywords), model, chosen, None, began=began)
+        return Responses(chosen.stream(model, tokenizer, prompt, **keywords), model, chosen, None, started=started)
     check_device(box.device)
     keywords["sampler"] = sampler_beside(box, kwargs.get("sampler"))
     with decode_lock(box):
         responses = chosen.stream(model, tokenizer, prompt, **keywords)
-    return Responses(responses, model, chosen, box, controller, kwargs.get("draft_model"), began)
+    return Responses(responses, model, chosen, box, controller, kwargs.get("draft_model"), started)
 
 
 KEYWORDS = {*inspect.signature(generate_step).parameters, *inspect.signature(speculative_generate_step).parameters}
 
 
 def check_keywords(given: Mapping[str, Any]) -> None:
-    """Raises GearbxError for a keyword that mlx-lm does not have; those of sampling are make_sampler's."""
+    """Validate keywords of mlx-lm. Raises GearbxError for unknown ones; make_sampler has the keywords of sampling."""
     for name in given.keys() - KEYWORDS:
         if name in inspect.signature(make_sampler).parameters:
             hint = f"use sampler=mlx_lm.sample_utils.make_sampler({name}={given[name]!r})"
         else:
             hint = choose(name, sorted({*KEYWORDS, *inspect.signature(stream_generate).parameters}))
-        raise GearbxError(f"stream_generate has no keyword '{name}'; {hint}")
+        raise GearbxError(f"stream_generate: has no keyword '{name}'; {hint}")
 
 
 def generate(model: nn.Module, tokenizer: Any, prompt: Any, verbose: bool = False, **kwargs: Any) -> str:
-    """Return the whole text at once; keywords as in stream_generate. `verbose` prints it as it comes, and mlx-lm's
-    figures."""
+    """Return the whole output, with the keywords of stream_generate. `verbose` prints it during generation, and
+    mlx-lm's statistics."""
     text, response = "", None
     for response in stream_generate(model, tokenizer, prompt, **kwargs):
         if verbose:
@@ -144,16 +141,16 @@ def mode_or_default(
     governed: bool = False,
     draft_model: bool = False,
 ) -> Mode:
-    """Return the mode that is named; without a name lossless, or what an observer or a controller can have.
+    """Return the named mode, or by default lossless, or the mode for an observer or a controller.
 
-    The top gear writes by itself where it is to be mlx-lm bit for bit, and no draft model drafts.
+    Without a draft model, a ladder of only 16 bits has mode static, whose output is mlx-lm's bit for bit.
 
     Args:
-        governed: a controller caps the gears.
-        draft_model: one drafts.
+        governed: whether a controller caps the gears.
+        draft_model: whether a second model drafts.
 
     Raises:
-        GearbxError: a mode that does not exist.
+        GearbxError: an unknown mode.
     """
     if isinstance(mode, Mode):
         return mode
@@ -179,11 +176,11 @@ def cache_keywords(
     fixed: int | None,
     kwargs: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the `prompt_cache` for mlx-lm where the KV cache has gears; nothing without.
+    """Return the `prompt_cache` for mlx-lm if the KV cache has gears; {} otherwise.
 
     Raises:
-        GearbxError: gears that do not go with the mode, the other keywords or the model; `kv_bits` for a model, or one
-            beside it, whose cache cannot be quantized.
+        GearbxError: gears that do not fit the mode, the other keywords or the model; `kv_bits` for a model whose cache
+            cannot be quantized.
     """
     kv_bits, draft_model, size = kwargs.get("kv_bits"), kwargs.get("draft_model"), kwargs.get("max_kv_size")
     check_kv_gears(bits, fixed, kv_bits, draft_model)
@@ -198,7 +195,7 @@ def cache_keywords(
 
 @dataclass
 class GearedBatchResponse(BatchResponse):
-    """mlx-lm's response, and the trace of each text: a GearResponse for each token, without its distribution."""
+    """mlx-lm's response, and the trace of each sequence: a GearResponse per token, without its distribution."""
 
     traces: list[list[GearResponse]] = field(default_factory=list)
 
@@ -212,25 +209,25 @@ def batch_generator(
     batch_policy: str | BatchPolicy = DEFAULT_POLICY,
     **kwargs: Any,
 ) -> Any:
-    """Many texts at once, which join and leave at any step: mlx-lm's BatchGenerator, whose keywords `kwargs` are.
+    """Return mlx-lm's BatchGenerator in gears, for sequences that join and leave at any step.
 
     Its `insert` takes `seeds=` as well; its `next` returns BatchGearResponses.
 
     Args:
         mode, gearbox: as in `stream_generate`.
-        batch_policy: the gear of a step, by the gears that its sequences want: "highest", "most" (the most wanted one),
+        batch_policy: chooses the gear of a step from the requested gears: "highest", "most" (the most requested),
             "quantile:Q" (the lowest that is enough for a share Q of them), or a function of the gears' numbers.
+        kwargs: of mlx-lm's BatchGenerator.
 
     Raises:
-        GearbxError: a mode that writes one text at a time, a policy that does not exist, a model whose KV caches cannot
-            be shared.
+        GearbxError: a mode for single sequences, an unknown policy, a model whose KV caches cannot be shared.
     """
     policy = policy_named(batch_policy)
     chosen = mode_or_default(model, gearbox, mode)
     with making:
         box = chosen.gearbox_for(model, gearbox)
-    if agreement_of(model).group is not None:  # nothing makes the batches of ranks alike
-        raise GearbxError("ranks share this model, and they write one text at a time; use stream_generate for each")
+    if agreement_of(model).group is not None:  # ranks do not synchronize their batches
+        raise GearbxError("batch: is not available for a model shared by ranks; use stream_generate for each prompt")
     if box is not None:
         check_device(box.device)
     return chosen.batch_generator(model, tokenizer, gearbox=box, policy=policy, **kwargs)
@@ -252,47 +249,47 @@ def batch_generate(
     seeds: Sequence[int | None] | None = None,
     **kwargs: Any,
 ) -> GearedBatchResponse:
-    """Generate a text for each prompt; all of them share each pass over the weights.
+    """Generate a sequence for each prompt, with shared passes over the weights.
 
-    In one gear a text is the one that `stream_generate` makes of the prompt alone.
+    In one gear, each sequence is identical to `stream_generate`'s for its prompt.
 
     Args:
-        model, ..., return_logprobs: as in `mlx_lm.batch_generate`; a prompt may be a text too.
-        samplers: one for each prompt; `sampler=` is that of all others.
-        logits_processors: of all texts, or a list of them for each prompt.
-        seeds: a text that has one is the text alone after `mx.random.seed(seed)`.
-        kwargs: of `batch_generator`: mode, gearbox, batch_policy, sampler, and those of mlx-lm's BatchGenerator.
+        model, ..., return_logprobs: as in `mlx_lm.batch_generate`; prompts may be strings too.
+        samplers: one per prompt; None: `sampler=`.
+        logits_processors: of all sequences, or a list of them per prompt.
+        seeds: per prompt; the sequence is then identical to a single one after `mx.random.seed(seed)`.
+        kwargs: of `batch_generator`: mode, gearbox, batch_policy, sampler, and mlx-lm's keywords.
 
     Raises:
         GearbxError: no prompts, an empty one or one beyond the context; no room for a token; lists of unlike length.
     """
     if isinstance(prompts, str):
-        raise GearbxError("prompts is one text; give a list of texts")
+        raise GearbxError("prompts: must be a list, got one string; pass a list of strings")
     if not len(prompts):
-        raise GearbxError("prompts is empty; give one prompt or more")
+        raise GearbxError("prompts: must not be empty; pass one prompt or more")
     tokens = [np.array(encoded(tokenizer, prompt), int).reshape(-1).tolist() for prompt in prompts]
     most = list(max_tokens) if isinstance(max_tokens, Sequence) else [max_tokens] * len(tokens)
-    own = {"samplers": samplers, "logits_processors": per_text(logits_processors, len(tokens)), "seeds": seeds}
+    own = {"samplers": samplers, "logits_processors": per_sequence(logits_processors, len(tokens)), "seeds": seeds}
     generator = batch_generator(model, tokenizer, **kwargs)
     try:
         uids = generator.insert(tokens, most, prompt_caches, **own)
-        texts = {uid: WrittenText(tokenizer, prompt) for uid, prompt in zip(uids, tokens)}
-        stats = write(generator, texts, return_logprobs, verbose)
+        sequences = {uid: BatchSequence(tokenizer, prompt) for uid, prompt in zip(uids, tokens)}
+        stats = write(generator, sequences, return_logprobs, verbose)
     finally:
         generator.close()
-    written = [texts[uid] for uid in uids]
+    ordered = [sequences[uid] for uid in uids]
     return GearedBatchResponse(
-        [text.text for text in written],
+        [text.text for text in ordered],
         stats,
-        [text.cache for text in written] if return_prompt_caches else None,
-        [text.tokens for text in written] if return_token_ids else None,
-        [text.logprobs for text in written] if return_logprobs else None,
-        [text.trace for text in written],
+        [text.cache for text in ordered] if return_prompt_caches else None,
+        [text.tokens for text in ordered] if return_token_ids else None,
+        [text.logprobs for text in ordered] if return_logprobs else None,
+        [text.trace for text in ordered],
     )
 
 
-class WrittenText:
-    """One text in the making: its tokens, and what was seen of them."""
+class BatchSequence:
+    """One sequence of a batch during generation: its tokens and their responses."""
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int]):
         self.detokenizer, self.prompt_tokens = tokenizer.detokenizer, len(prompt)
@@ -302,7 +299,7 @@ class WrittenText:
         self.cache: list[Any] | None = None
 
     def add(self, response: BatchGearResponse, with_logprob: bool) -> None:
-        """Raises what ended the sequence without a token to believe."""
+        """Add a token. Raises the error that ended the sequence without a valid token."""
         if response.error is not None:
             raise response.error
         if response.finish_reason != "stop":
@@ -321,8 +318,7 @@ class WrittenText:
 
 
 def as_single(response: BatchGearResponse, text: str, prompt_tokens: int, generation_tokens: int) -> GearResponse:
-    """Return the response for a token of a batch as `stream_generate` would give it, without its distribution and
-    speeds."""
+    """Return a batch's response for a token as a response of `stream_generate`, without its distribution and speeds."""
     return GearResponse(
         text=text,
         logprobs=NO_LOGPROBS,
@@ -335,37 +331,37 @@ def as_single(response: BatchGearResponse, text: str, prompt_tokens: int, genera
     )
 
 
-def write(generator: Any, texts: Mapping[int, WrittenText], with_logprobs: bool, verbose: bool) -> BatchStats:
-    """Run until all texts have ended. `verbose` prints how far they are, and mlx-lm's figures at the end."""
+def write(generator: Any, sequences: Mapping[int, BatchSequence], with_logprobs: bool, verbose: bool) -> BatchStats:
+    """Run until all sequences have ended. `verbose` prints the progress, and mlx-lm's statistics at the end."""
     ended = 0
     with generator.stats() as stats:
-        while ended < len(texts):
+        while ended < len(sequences):
             for response in generator.next_generated():
-                texts[response.uid].add(response, with_logprobs)
+                sequences[response.uid].add(response, with_logprobs)
                 ended += response.finish_reason is not None
             if verbose:
-                print(f"{ended} of {len(texts)} texts written", end="\r", flush=True)
+                print(f"{ended} of {len(sequences)} sequences finished", end="\r", flush=True)
     if verbose:
         print(f"\nPrompts: {stats.prompt_tokens} tokens, {stats.prompt_tps:.1f} per second")
-        print(f"Texts: {stats.generation_tokens} tokens, {stats.generation_tps:.1f} per second")
+        print(f"Outputs: {stats.generation_tokens} tokens, {stats.generation_tps:.1f} per second")
         print(f"Peak memory: {stats.peak_memory:.2f} GB")
     return stats
 
 
-def per_text(processors: Sequence[Any] | None, texts: int) -> Sequence[Any] | None:
-    """Return a list of logits processors for each text, from one for all of them or from what is that already."""
+def per_sequence(processors: Sequence[Any] | None, sequences: int) -> Sequence[Any] | None:
+    """Return a list of logits processors per sequence, from one for all sequences or from one per sequence."""
     if not processors:
         return None
     if all(callable(each) for each in processors):
-        return [list(processors)] * texts
+        return [list(processors)] * sequences
     return [[each] if callable(each) else each for each in processors]
 
 
 @dataclass
 class RunSpeed:
-    """mlx-lm's own figures, added up over runs: tokens and seconds of prompts and of generation. And a clock's.
+    """Speed of runs: mlx-lm's tokens and seconds of prompts and of generation, and times of a clock.
 
-    first: seconds from the calls to the first tokens. whole: from the calls to the last ones.
+    first: seconds from the calls to the first tokens. whole: seconds from the calls to the last tokens.
     """
 
     prompt_tokens: int = 0
@@ -377,19 +373,19 @@ class RunSpeed:
     whole: float = 0.0
 
     def add(self, run: "Responses") -> None:
-        """Take a run as far as it came."""
+        """Add a run, also an incomplete one."""
         last = run.last
         if last is not None:
             self.runs += 1
-            self.first += run.times[0] - run.began
-            self.whole += run.times[1] - run.began
+            self.first += run.times[0] - run.started
+            self.whole += run.times[1] - run.started
             self.prompt_tokens += last.prompt_tokens
             self.prompt_seconds += last.prompt_tokens / last.prompt_tps
             self.tokens += last.generation_tokens
             self.seconds += last.generation_tokens / last.generation_tps
 
     def summary(self) -> dict[str, Any]:
-        """Its fields of a summary."""
+        """Return the fields of a summary."""
         return {
             "tokens_per_second": self.tokens / self.seconds if self.seconds else 0.0,
             "prompt_tokens": self.prompt_tokens,
@@ -401,15 +397,15 @@ class RunSpeed:
 
 @dataclass(eq=False)
 class Responses(Iterator[GearResponse]):
-    """The responses of a text as they come, and the summary of the run so far.
+    """Responses of a sequence, and the summary of the run so far.
 
-    Each is computed while no other text uses the gearbox. Between two of them it is free.
+    No other sequence uses the gearbox while a response is computed; between responses it is free.
 
     Args:
         responses: of `model` in a mode.
         gearbox: None for a pair, whose large model is `model`.
-        draft_model: the one that drafts, if any.
-        began: when the text was asked for, in seconds of `time.perf_counter`.
+        draft_model: the second model that drafts; None without.
+        started: time of the call, in seconds of `time.perf_counter`.
     """
 
     responses: Iterator[GearResponse] = field(repr=False)
@@ -418,13 +414,13 @@ class Responses(Iterator[GearResponse]):
     gearbox: Gearbox | Observer | None = field(repr=False)
     controller: Governor | MemoryGuard | None = None
     draft_model: nn.Module | None = field(default=None, repr=False)
-    began: float = field(default_factory=time.perf_counter, repr=False)
+    started: float = field(default_factory=time.perf_counter, repr=False)
     last: GearResponse | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._turn = contextlib.nullcontext() if self.gearbox is None else decode_lock(self.gearbox)
         self.times = (0.0, 0.0)
-        """When the first token came, and the latest one."""
+        """Times of the first token and of the latest one, in seconds of `time.perf_counter`."""
         self.tally = Tally.of(NAMES if self.gearbox is None else [gear.name for gear in self.gearbox.ladder])
 
     def __next__(self) -> GearResponse:
@@ -437,19 +433,19 @@ class Responses(Iterator[GearResponse]):
         return self.last
 
     def close(self) -> None:
-        """End the text."""
+        """End the sequence."""
         if hasattr(self.responses, "close"):
             self.responses.close()
 
     def since(self, entered: float) -> dict[str, float]:
-        """Return the seconds of a whole command; entered: when it began, in seconds of `time.perf_counter`."""
-        return whole_command(entered, self.began, *self.times)
+        """Return the times of a whole command; entered: its start, in seconds of `time.perf_counter`."""
+        return whole_command(entered, self.started, *self.times)
 
     def summary(self, model: str | None = None, beside: str | None = None) -> dict[str, Any]:
         """Return the run so far: tokens, gears, bytes of weights, drafts, speed, memory; the object of `--summary`.
 
         Args:
-            model: its name; without one, the type of its class in mlx-lm.
+            model: its name; None: its type in mlx-lm.
             beside: the name of the small model or of the draft model.
         """
         name, speed = model or type_of(self.model), RunSpeed()
@@ -458,7 +454,7 @@ class Responses(Iterator[GearResponse]):
             return summary_of_pair(name, beside, self.model, self.mode, self.tally, speed)
         assert self.gearbox is not None
         result = summary_of(name, self.gearbox, self.mode, self.tally, speed, self.controller)
-        if self.draft_model is not None:  # one pass for each token that it drafted
+        if self.draft_model is not None:  # which has one pass per drafted token
             passes = self.tally.drafted
             read = {"passes": passes, "weight_bytes": passes * bytes_read(self.draft_model)}
             result["draft_model"] = {"name": beside or type_of(self.draft_model), **read}
@@ -478,7 +474,7 @@ def summary_of(
     speed: RunSpeed,
     controller: Governor | MemoryGuard | None = None,
 ) -> dict[str, Any]:
-    """Return the summary of one run. With a controller, gears had fewer bits at times than by name."""
+    """Return the summary of one run. A controller lowers the bits of gears at times."""
     further: dict[str, Any] = {}
     if isinstance(controller, Governor):
         further = {"effective_bits_per_weight": tally.mean(controller.bits_read), "controller": controller.summary()}
@@ -510,8 +506,8 @@ def summary_of(
 
 
 def parameters_of(models: tuple[nn.Module, nn.Module]) -> tuple[int, int]:
-    """Return numbers of parameters; quantized ones count as the weights that they stand for."""
-    # Past a gearbox, which keeps mlx-lm from saving what it could not load: here its leaf modules are counted alone.
+    """Return the numbers of parameters; quantized weights count as original ones."""
+    # mlx-lm counts leaf modules. A gearbox replaces the model's method for them, so the class's method is used.
     leaves = (SimpleNamespace(leaf_modules=partial(type(model).leaf_modules, model)) for model in models)
     small, large = (int(get_total_parameters(each)) for each in leaves)
     return small, large
@@ -520,7 +516,7 @@ def parameters_of(models: tuple[nn.Module, nn.Module]) -> tuple[int, int]:
 def summary_of_pair(
     name: str, small_name: str | None, large: nn.Module, mode: Pair, tally: Tally, speed: RunSpeed
 ) -> dict[str, Any]:
-    """Return the summary of one run of two models that took turns."""
+    """Return the summary of one run of a pair."""
     models = mode.small_model, large
     counts = parameters_of(models)
     read, parameters = dict(zip(NAMES, map(bytes_read, models))), dict(zip(NAMES, counts))

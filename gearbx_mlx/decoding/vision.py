@@ -1,6 +1,6 @@
-"""`TextModel`: the language model of mlx-vlm's models, called as mlx-lm calls its own.
+"""`TextModel`: the language model of a vision-language model of mlx-vlm, with mlx-lm's interface.
 
-Every mode runs it, images in the prompt.
+Every mode runs it, with images in the prompt.
 """
 
 from typing import Any
@@ -12,51 +12,49 @@ from ..errors import GearbxError
 
 
 class TextModel(nn.Module):
-    """The language model of a model that sees, for `Gearbox` and `stream_generate`.
+    """Language model of a vision-language model, for `Gearbox` and `stream_generate`.
 
-    The layers that read images do not belong to it, and keep their precision.
+    The layers of the vision encoder are not part of it, and keep their precision.
 
     Args:
-        model: of mlx-vlm; it has a `language_model`.
+        model: of mlx-vlm, with a `language_model`.
 
     Raises:
-        GearbxError: a model without a language model of its own.
+        GearbxError: a model without a `language_model`.
     """
 
     def __init__(self, model: nn.Module):
         super().__init__()
         if not hasattr(model, "language_model") or not hasattr(model, "get_input_embeddings"):
-            raise GearbxError(
-                f"{type(model).__name__} is not a model of mlx-vlm's with a language_model; give it as it is"
-            )
+            raise GearbxError(f"{type(model).__name__}: has no language_model of mlx-vlm; pass the model itself")
         self.language_model = model.language_model
-        object.__setattr__(self, "_whole", model)  # not one of the modules
+        object.__setattr__(self, "_whole", model)  # hidden from the modules
         object.__setattr__(self, "_seen", {})
 
     def prompt(self, input_ids: mx.array, pixel_values: mx.array | None = None, **inputs: Any) -> dict[str, Any]:
-        """Return the keywords `prompt` and `input_embeddings` for `stream_generate`, which is to run this prompt next.
+        """Return the keywords `prompt` and `input_embeddings` of the next call of `stream_generate`.
 
         Args:
-            input_ids: tokens (1, n), with the places of the image.
-            pixel_values, inputs: what else `mlx_vlm.utils.prepare_inputs` returned.
+            input_ids: tokens (1, n), with placeholders of the image.
+            pixel_values, inputs: other results of `mlx_vlm.utils.prepare_inputs`.
 
         Raises:
             GearbxError: a batch of prompts.
         """
         if input_ids.shape[0] != 1:
-            raise GearbxError(f"a text has one prompt, and this is a batch of {input_ids.shape[0]}; give one at a time")
+            raise GearbxError(f"input_ids: must be one prompt, got a batch of {input_ids.shape[0]}; pass one at a time")
         inputs["mask"] = inputs.pop("attention_mask", None)
         embedded = self._whole.get_input_embeddings(input_ids, pixel_values, **inputs)
-        further = embedded.to_dict()
-        embeddings = further.pop("inputs_embeds")
-        object.__setattr__(self, "_seen", {name: value for name, value in further.items() if value is not None})
+        features = embedded.to_dict()
+        embeddings = features.pop("inputs_embeds")
+        object.__setattr__(self, "_seen", {name: value for name, value in features.items() if value is not None})
         return {"prompt": input_ids[0], "input_embeddings": embeddings[0]}
 
     def __call__(self, inputs: mx.array, cache: Any = None, input_embeddings: mx.array | None = None) -> mx.array:
-        """Logits (B, N, V)."""
+        """Return logits (B, N, V)."""
         if input_embeddings is None:
             return self.language_model(inputs, cache=cache).logits
-        part = {"n_to_process": inputs.shape[1]} if inputs.shape[1] > 1 else {}  # to cut what belongs to all the prompt
+        part = {"n_to_process": inputs.shape[1]} if inputs.shape[1] > 1 else {}  # cuts inputs of the whole prompt
         return self.language_model(inputs, inputs_embeds=input_embeddings, cache=cache, **self._seen, **part).logits
 
     def make_cache(self) -> list[Any]:

@@ -15,13 +15,13 @@ from ..gears.ladder import KV_BITS, kv_ladder
 from ..routing.gates import Thresholds, read_thresholds
 from ..settings import Settings, flag
 
-MIXING = ROUTE, KICKDOWN  # whose tokens are not all the top gear's
+MIXING = ROUTE, KICKDOWN  # modes with tokens of several gears
 NONE = "none"
 
 
 @dataclass(frozen=True)
 class EvaluationSettings(Settings):
-    """Name the text, and what reads it besides each gear."""
+    """Text of an evaluation, and the modes and KV cache gears that read it besides each gear."""
 
     title: ClassVar[str] = "evaluation"
 
@@ -66,7 +66,7 @@ class EvaluationSettings(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kv_gears == KV_BITS[-1:]:
-            raise GearbxError("--kv-gears is 16: keys and values as they are, which all rows have; add a lower gear")
+            raise GearbxError("--kv-gears: needs a gear below 16, got 16 as in all rows; set a lower one")
 
 
 @dataclass(frozen=True)
@@ -86,17 +86,17 @@ def setup_arg_parser() -> argparse.ArgumentParser:
 
 
 def evaluate(data: str | Path, **keywords: Any) -> dict[str, Any]:
-    """Return the report of `python -m gearbx_mlx.evaluate`, after writing its files into the directory `out`.
+    """Return the report of `python -m gearbx_mlx.evaluate`, and write its files into the directory `out`.
 
     Args:
-        data: a text, or JSON Lines with text, or question and answer (GSM8K).
+        data: a file with text, or JSON Lines with text, or question and answer (GSM8K).
         keywords: named like the command's flags, with their defaults: model=..., gears="4,16", modes=["kickdown"].
 
     Returns:
         the content of evaluation.json: a row for each gear and mode in "rows".
 
     Raises:
-        GearbxError: a keyword that does not exist, or settings, a model or data that cannot be evaluated.
+        GearbxError: an unknown keyword, or settings, a model or data that cannot be evaluated.
     """
     return call("evaluate", "report_of", command_settings(EvaluateSettings, {"data": data, **keywords}))
 

@@ -1,4 +1,4 @@
-"""Measure on a text how far each gear and each mode is from the top gear."""
+"""Evaluation of each gear and mode on a text, by its distance from the top gear."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,9 +48,9 @@ GEAR, KV = "gear", "kv"  # kinds of rows, besides the modes
 
 @dataclass(frozen=True, eq=False)
 class TextReader:
-    """Read a window of the text.
+    """A reader of windows of the text.
 
-    kind: a gear, a mode, or the top gear over a gear of the KV cache. used: the gears that may compute a token.
+    kind: a gear, a mode, or the top gear with a gear of the KV cache. used: the gears that may compute a token.
     """
 
     kind: str
@@ -68,12 +68,12 @@ def run(settings: EvaluateSettings) -> int:
             print(out / name)
     gear = enough(content["rows"])
     if gear is not None:
-        terminal.note(f"of the gears that choose as the top gear does in {AGREEING:.0%}, --gear {gear} reads least")
+        terminal.note(f"--gear {gear} reads least among gears with a top-1 agreement of {AGREEING:.0%} or more")
     return 0
 
 
 def report_of(settings: EvaluateSettings) -> dict[str, Any]:
-    """Return the content of evaluation.json, after writing the files.
+    """Return the content of evaluation.json, and write the files.
 
     Raises:
         GearbxError: a model, a text or thresholds that cannot be used, or a directory that cannot be written.
@@ -93,7 +93,7 @@ def report_of(settings: EvaluateSettings) -> dict[str, Any]:
 
 
 def measured_report(settings: EvaluateSettings) -> dict[str, Any]:
-    """Read the text window by window: first in the top gear, and then by every reader, compared with it."""
+    """Compare every reader's predictions with the top gear's, window by window."""
     wanted = settings.evaluation
     text = wanted.data or str(CALIBRATION)
     documents = read_documents(Path(text))
@@ -101,7 +101,7 @@ def measured_report(settings: EvaluateSettings) -> dict[str, Any]:
     loaded.check_gears()
     decision = loaded.decision
     if len(decision.ladder) < 2 and not wanted.kv_gears:
-        raise GearbxError(f"--gears {decision.ladder}: one gear has nothing to be compared with; give two or more")
+        raise GearbxError(f"--gears: must have two gears to compare, got {decision.ladder}; set two or more")
     gearbox = loaded.gearbox()
     readers = readers_of(settings, gearbox, loaded.tokenizer)
     context = context_for(wanted.context, loaded.config, 512 if wanted.kld else 256)
@@ -134,20 +134,20 @@ def measured_report(settings: EvaluateSettings) -> dict[str, Any]:
 
 
 def readers_of(settings: EvaluateSettings, gearbox: Gearbox, tokenizer: Any) -> list[TextReader]:
-    """Return every gear, the modes that shift, and the gears of the KV cache, in the order of the report.
+    """Return the readers of every gear, of modes that shift, and of KV cache gears, in the order of the report.
 
     Raises:
-        GearbxError: thresholds that do not fit the ladder or the model, or a KV cache that has no gears.
+        GearbxError: thresholds that do not fit the ladder or the model, or a KV cache without gears.
     """
     wanted, ladder = settings.evaluation, gearbox.ladder
     found = [
         TextReader(GEAR, f"{gear.bits} bits", [gear], partial(read_at_once, gearbox, gear=gear)) for gear in ladder
     ]
-    # A window has no prompt, and begins in the lowest gear.
+    # A window has no prompt, so it starts in the lowest gear.
     given = {"thresholds": wanted.thresholds, "gear": ladder[0].bits, "prompt_gear": SAME}
     for name in wanted.modes if len(ladder) > 1 else ():
         if name != NONE:
-            thresholds_for(wanted.thresholds, gearbox)  # refuses those that a prompt would choose
+            thresholds_for(wanted.thresholds, gearbox)  # refuses "auto", as it needs a prompt
             mode = make_mode(name, given).settled(gearbox, tokenizer, None)
             found.append(TextReader(name, name, ladder, partial(read_in_mode, gearbox, tokenizer, mode)))
     if wanted.kv_gears:
@@ -157,7 +157,7 @@ def readers_of(settings: EvaluateSettings, gearbox: Gearbox, tokenizer: Any) -> 
 
 
 def over_cache(gearbox: Gearbox, ladder: Sequence[int], bits: int) -> TextReader:
-    """Return the top gear over a KV cache whose gear has `bits`."""
+    """Return the reader of the top gear with a KV cache gear of `bits`."""
     top = gearbox.ladder.top
 
     def read(window: Sequence[int]) -> Iterable[TextPrediction]:
@@ -180,24 +180,24 @@ def report_row(reader: TextReader, recording: Recording, reference_nll: np.ndarr
 
 
 def context_for(context: int | None, config: dict, default: int = 256) -> int:
-    """Return the tokens in a window: as given, else the default.
+    """Return the tokens in a window: the given number, or the default.
 
     Raises:
-        GearbxError: more than the model was made for.
+        GearbxError: more than the model's context.
     """
     longest = context_length(config)
     if context is None:
         return min(default, longest or default)
     if longest and context > longest:
-        raise GearbxError(f"--context is {context}, and the model was made for {longest}; give at most that")
+        raise GearbxError(f"--context: must be at most the model's {longest}, got {context}; set a smaller number")
     return context
 
 
-AGREEING = 0.98  # of the tokens are the top gear's first choice
+AGREEING = 0.98  # top-1 agreement
 
 
 def enough(rows: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the bits of the gear that reads least and mostly prefers the top gear's tokens; None without one."""
+    """Return the bits of the gear that reads least with a top-1 agreement of AGREEING; None without one."""
     gears = [row for row in rows if row["kind"] == GEAR and row["top1_agreement"] >= AGREEING]
     best = min(gears, key=lambda row: row["weight_bytes_per_token"], default=None)
     return None if best is None else int(best["name"].split()[0])
@@ -211,7 +211,7 @@ DEFAULT_COLUMNS: Columns = {
     "KL mean": lambda row: three_digits(row["kl_mean"]),
     "median": lambda row: three_digits(row["kl_median"]),
     "99 %": lambda row: three_digits(row["kl_p99"]),
-    "same favourite": lambda row: f"{100 * row['top1_agreement']:.1f} %",
+    "top-1 agreement": lambda row: f"{100 * row['top1_agreement']:.1f} %",
 }
 KLD_COLUMNS: Columns = {
     "": DEFAULT_COLUMNS[""],
@@ -227,12 +227,12 @@ KLD_COLUMNS: Columns = {
 
 
 def three_digits(value: float) -> str:
-    """Return three significant digits; "0" for what is below the resolution of float32."""
+    """Return three significant digits; "0" for values below the resolution of float32."""
     return "0" if value < 1e-9 else f"{value:.3g}"
 
 
 def table_of(rows: Sequence[Mapping[str, Any]], columns: Columns = DEFAULT_COLUMNS) -> Table:
-    """Return the rows for the terminal."""
+    """Return the table for the terminal."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for header in columns:
         table.add_column(header, no_wrap=not header)
@@ -273,5 +273,5 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
 
 
 def point_of(row: Mapping[str, Any], field: str = "kl_mean") -> tuple[float, float]:
-    """Return x and y."""
-    return row["weight_bytes_per_token"] / 1e6, max(row[field], 1e-7)  # on a scale that has no 0
+    """Return x (MB) and y (nats)."""
+    return row["weight_bytes_per_token"] / 1e6, max(row[field], 1e-7)  # since a logarithmic axis has no 0

@@ -1,1 +1,1 @@
-"""Quality against cost: a text replayed token by token under a policy, and compared with the top gear."""
+"""Evaluation of quality and cost: a text in each gear and mode, compared with the top gear."""

@@ -1,7 +1,7 @@
-"""A model's predictions along a text, in one gear or in a mode that shifts, and how far they are from the top gear's.
+"""Predictions of a model along a text, in one gear or in a mode that shifts, and their distance from the top gear's.
 
-A text is read on a real KV cache, which keeps the entries that a low gear writes. The figures are llama.cpp's:
-perplexity and its ratio, mean, median and far quantiles of KL, same top token. KL is in nats, entropy in bits.
+The text is read with a real KV cache, and low gears leave their entries in it. The statistics are llama.cpp's:
+perplexity and its ratio, mean, median and high quantiles of KL, top-1 agreement. KL is in nats, entropy in bits.
 """
 
 import itertools
@@ -28,7 +28,7 @@ from ..gears.discovery import vocabulary
 from ..gears.gearbox import Gearbox, costed_in
 from ..gears.ladder import Gear, Ladder
 
-GIVE_TEXT = "give UTF-8 text or JSON Lines"
+GIVE_TEXT = "use UTF-8 text or JSON Lines"
 PROMPT = "Question: {question}\nAnswer:"
 
 
@@ -41,24 +41,24 @@ class TextRow(Struct, frozen=True):
 
 
 def read_documents(path: Path) -> list[str]:
-    """Return a text as one document; of JSON Lines, one for each: `text`, or `question` and `answer` (GSM8K).
+    """Return the documents of a file: a text is one; JSON Lines have `text`, or `question` and `answer` (GSM8K).
 
     Raises:
-        GearbxError: a file that cannot be read, is empty, or has a line that is not such an object.
+        GearbxError: a file that cannot be read, is empty, or has a line without these fields.
     """
     if path.suffix in (".jsonl", ".json"):
         return [row["text"] if "text" in row else f"{PROMPT.format(**row)} {row['answer']}" for row in read_rows(path)]
     text = read_text(path, "text", GIVE_TEXT)
     if not text.strip():
-        raise GearbxError(f"{path}: is empty; give a text, or JSON Lines as in GSM8K")
+        raise GearbxError(f"{path}: must not be empty; use a text, or JSON Lines as in GSM8K")
     return [text]
 
 
 def read_rows(path: Path, fields: tuple[str, ...] | None = None) -> list[dict[str, str]]:
-    """Return the objects of a JSON Lines file: `text`, or `question` and `answer`, with text in each of them.
+    """Return the objects of a JSON Lines file with `text`, or `question` and `answer`, none of them empty.
 
     Raises:
-        GearbxError: as read_documents; `fields` are those that each line must have.
+        GearbxError: as read_documents; if given, each line must have `fields`.
     """
     choices = [fields] if fields else [("text",), ("question", "answer")]
     rows = []
@@ -67,37 +67,37 @@ def read_rows(path: Path, fields: tuple[str, ...] | None = None) -> list[dict[st
         names = next((names for names in choices if filled.issuperset(names)), None)
         if names is None:
             shown = " or ".join(" and ".join(repr(name) for name in names) for names in choices)
-            raise GearbxError(f"{path}, line {number}: no field {shown} with text in it")
+            raise GearbxError(f"{path}, line {number}: must have text in {shown}; set this field")
         rows.append({name: getattr(row, name) for name in names})
     if not rows:
-        raise GearbxError(f"{path}: is empty; give one JSON object per line, as in GSM8K")
+        raise GearbxError(f"{path}: must not be empty; use one JSON object per line, as in GSM8K")
     return rows
 
 
 def windows_of(
     tokenizer: Any, documents: list[str], context: int, tokens: int, name: str, prompt: int = 0
 ) -> list[list[int]]:
-    """Windows of tokens, with `tokens` predictions in all, or as many as the text has.
+    """Return windows of tokens, with `tokens` predictions in total, or as many as the text has.
 
-    A single document is cut into windows that follow each other; several documents are one window each, cut to the
-    context. Where the tokenizer puts a token before a text, every window begins with it.
+    A single document is cut into consecutive windows; several documents are one window each, cut to the context. If the
+    tokenizer adds a first token, every window has it.
 
     Args:
         context: the most tokens in a window.
         name: of the text, for the error.
-        prompt: how many tokens at the beginning of each window are read, and not predicted.
+        prompt: number of first tokens of each window that are read and not predicted.
 
     Raises:
-        GearbxError: a single text that is shorter than a window, or nothing to predict.
+        GearbxError: a single text shorter than a window, or no token to predict.
     """
     if context < 2:
-        raise GearbxError(f"a context of {context} tokens predicts nothing; give 2 or more")
+        raise GearbxError(f"context: must be 2 tokens or more, got {context}; set a larger number")
     encoded = [encode(tokenizer, document) for document in documents]
     if len(encoded) == 1:
         if len(encoded[0]) < context:
             raise GearbxError(
-                f"{name}: {len(encoded[0])} tokens are fewer than a window of {context}; "
-                f"give more text, or --context {max(len(encoded[0]), 2)}"
+                f"{name}: must have a window of {context} tokens, got {len(encoded[0])}; "
+                f"use more text, or set --context {max(len(encoded[0]), 2)}"
             )
         encoded = stretches(encoded[0], context, beginning(tokenizer))
     windows, left = [], tokens
@@ -109,42 +109,42 @@ def windows_of(
         if left <= 0:
             break
     if not windows:
-        raise GearbxError(f"{name}: no document has {prompt + 2} tokens, and fewer predict nothing; give more text")
+        raise GearbxError(f"{name}: must have a document of {prompt + 2} tokens, got shorter ones; use more text")
     return windows
 
 
 def check_windows(windows: Iterable[Sequence[int]], model: nn.Module, name: str) -> None:
-    """Raises GearbxError for a token of a text that the model does not know: its tokenizer is not the model's."""
+    """Validate that a model has all tokens of a text. Raises GearbxError if its tokenizer is not the model's."""
     check_known(name, [token for window in windows for token in window], vocabulary(model))
 
 
 def encode(tokenizer: Any, document: str) -> list[int]:
-    """Return tokens of a text. It may be longer than the model's context, since it will be cut."""
+    """Return the tokens of a text; it may exceed the model's context, since it will be cut."""
     return list(tokenizer.encode(document, verbose=False))
 
 
 def beginning(tokenizer: Any) -> list[int]:
-    """Return the tokens that the tokenizer puts before a text."""
+    """Return the tokens that the tokenizer adds before a text."""
     token = getattr(tokenizer, "bos_token_id", None)
     return [token] if token is not None and encode(tokenizer, "a")[:1] == [token] else []
 
 
-def stretches(tokens: list[int], context: int, begin: list[int]) -> list[list[int]]:
-    """Return a text cut into windows of at most `context` tokens, each with the tokens of `begin` before it."""
-    body = tokens[len(begin) :] if tokens[: len(begin)] == begin else tokens
-    size = context - len(begin)
-    return [begin + body[start : start + size] for start in range(0, len(body), size)]
+def stretches(tokens: list[int], context: int, prefix: list[int]) -> list[list[int]]:
+    """Return a text cut into windows of at most `context` tokens, each starting with the tokens of `prefix`."""
+    body = tokens[len(prefix) :] if tokens[: len(prefix)] == prefix else tokens
+    size = context - len(prefix)
+    return [prefix + body[start : start + size] for start in range(0, len(body), size)]
 
 
-PASS_TOKENS = 16  # tokens in a pass: as many as native kernels take
+PASS_TOKENS = 16  # tokens in a pass, the most that native kernels take
 
 
 @dataclass(frozen=True)
 class TextPrediction:
-    """One prediction.
+    """A prediction of one token.
 
-    window: number of its window. target: the token of the text. logprobs: (V,), float32. gear: computed them. passes:
-    over the weights, in each gear of the ladder.
+    window: its number. target: the token of the text. logprobs: (V,), float32. gear: that computed them. passes: over
+    the weights, in each gear of the ladder.
     """
 
     window: int
@@ -157,11 +157,12 @@ class TextPrediction:
 def read_at_once(
     gearbox: Gearbox, window: Sequence[int], gear: Gear, cache: Sequence[Any] = ()
 ) -> Iterator[TextPrediction]:
-    """Read a window in one gear, several tokens in a pass: only the last bits differ from one token at a time.
+    """Predict a window in one gear, several tokens per pass: only the last bits differ from one token per pass.
 
     Args:
-        cache: KV caches without entries; new ones if none are given.
+        cache: empty KV caches; without them, new ones.
     """
+    passes = [int(each is gear) for each in gearbox.ladder]  # of a token with its own pass
     passes = [int(each is gear) for each in gearbox.ladder]  # of a token that is read alone
     cache = cache or make_prompt_cache(gearbox.model)
     gearbox.shift(gear)
@@ -172,7 +173,7 @@ def read_at_once(
 
 
 def read_in_mode(gearbox: Gearbox, tokenizer: Any, mode: Mode, window: Sequence[int]) -> Iterator[TextPrediction]:
-    """Read a window in a mode that shifts, which writes it token by token."""
+    """Predict a window in a mode that shifts, as the mode would generate it."""
     logits: deque[mx.array] = deque()
 
     def noted(tokens: mx.array, of_token: mx.array) -> mx.array:  # log-probabilities are rounded to the model's type
@@ -188,14 +189,14 @@ def read_in_mode(gearbox: Gearbox, tokenizer: Any, mode: Mode, window: Sequence[
 def written_text(
     model: nn.Module, tokenizer: Any, before: Sequence[int], text: Sequence[int], **how: Any
 ) -> Iterator[GearResponse]:
-    """Write a text of given tokens in a mode, as one of its own is written: each gear acts on single tokens.
+    """Generate given tokens in a mode as if it had chosen them: each gear acts on single tokens.
 
     Args:
-        before: tokens that the text follows, one or more.
+        before: tokens before the text, one or more.
         how: keywords of `stream_generate`.
     """
     endless, coming = copy(tokenizer), iter(text)
-    endless.eos_token_ids = set()  # a text goes on after the token that ends one
+    endless.eos_token_ids = set()  # end-of-sequence tokens do not end the text
     return stream_generate(
         model, endless, list(before), len(text), sampler=lambda logprobs: mx.array([next(coming, 0)]), **how
     )
@@ -213,11 +214,11 @@ def logprobs_of(logits: mx.array) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Recording:
-    """Keep the results of n predictions; arrays of shape (n,), but `passes` (n, gears).
+    """Results of n predictions; arrays of shape (n,), but `passes` (n, gears).
 
-    nll: nats, of the text's own token. kl: of the reference from these predictions, kl_reverse: back, nats. agree: both
-    give the same token the highest probability. entropy: bits. gear: index in the ladder. passes: over the weights, in
-    each gear.
+    nll: of the text's token, nats. kl: of the reference from these predictions, kl_reverse: back, nats. agree: whether
+    both have the same most probable token. entropy: bits. gear: index in the ladder. passes: over the weights, in each
+    gear.
     """
 
     window: np.ndarray
@@ -251,11 +252,11 @@ def recording_of(predictions: Iterable[TextPrediction], reference: Sequence[np.n
 
 
 Read = Callable[[Sequence[int]], Iterable[TextPrediction]]
-"""Takes a window, and returns its predictions."""
+"""Function from a window to its predictions."""
 
 
 def compared(gearbox: Gearbox, window: Sequence[int], readers: Iterable[Read], uncounted: int = 0) -> list[Recording]:
-    """Compare each reader's predictions in a window with the top gear's, but for the first `uncounted` ones."""
+    """Compare each reader's predictions in a window with the top gear's, without the first `uncounted` ones."""
     top = read_at_once(gearbox, window, gearbox.ladder.top)
     reference = [each.logprobs for each in itertools.islice(top, uncounted, None)]
     return [recording_of(itertools.islice(read(window), uncounted, None), reference) for read in readers]
@@ -267,10 +268,10 @@ def joined_recordings(parts: Sequence[Recording]) -> Recording:
 
 
 def read_per_token(gearbox: Gearbox, used: Sequence[Gear], recording: Recording) -> tuple[float, float]:
-    """Return what a recording read per token: bytes of weights, and bits per weight of the managed layers.
+    """Return the reads per token of a recording: bytes of weights, and bits per weight of the managed layers.
 
-    Each pass costs what it would read in a ladder of the used gears alone: a model that stays in one gear need not
-    store it in planes that other gears share. A token that is computed twice reads twice.
+    Each pass costs as much as in a ladder of only the used gears: a model in one gear need not be stored in planes that
+    several gears share. A token that is computed twice reads twice.
     """
     ladder = Ladder([gear.bits for gear in used])
     alone = costed_in(gearbox, ladder)
@@ -281,23 +282,23 @@ def read_per_token(gearbox: Gearbox, used: Sequence[Gear], recording: Recording)
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Log-probabilities over the last axis, float64."""
+    """Return log-probabilities over the last axis, float64."""
     z = np.asarray(logits, np.float64)
     z = z - z.max(axis=-1, keepdims=True)
     return z - np.log(np.exp(z).sum(axis=-1, keepdims=True))
 
 
 def kl_divergence(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """KL(p || q) = sum p (log p - log q) in nats, from log-probabilities of shape (..., V); at least 0."""
-    possible = np.isfinite(p)  # a token that p never says adds nothing
+    """Return KL(p || q) = sum p (log p - log q) in nats, from log-probabilities of shape (..., V); at least 0."""
+    possible = np.isfinite(p)  # tokens of probability 0 add 0
     difference = np.subtract(p, q, out=np.zeros(np.broadcast_shapes(p.shape, q.shape)), where=possible)
     return np.maximum((np.exp(p) * difference).sum(axis=-1), 0.0)
 
 
 def entropy_of_logprobs(logprobs: np.ndarray) -> np.ndarray:
-    """H = -sum p log2 p in bits over the last axis, float64, from log-probabilities of shape (..., V).
+    """Return H = -sum p log2 p in bits over the last axis, float64, from log-probabilities of shape (..., V).
 
-    `decoding.sampling.entropy_bits` is the same on MLX, from logits as well.
+    `decoding.sampling.entropy_bits` computes it with MLX, also from logits.
     """
     finite = np.where(np.isfinite(logprobs), logprobs, 0.0)
     return np.maximum(-(np.exp(logprobs) * finite).sum(axis=-1) / math.log(2), 0.0)
@@ -306,12 +307,12 @@ def entropy_of_logprobs(logprobs: np.ndarray) -> np.ndarray:
 def quality(
     nll: np.ndarray, kl: np.ndarray, kl_reverse: np.ndarray, agree: np.ndarray, reference_nll: np.ndarray
 ) -> dict[str, float]:
-    """Return the figures of a policy over n tokens; {} for none. Every argument has shape (n,).
+    """Return the statistics of a policy over n tokens; {} for none. Every argument has shape (n,).
 
     Args:
         nll, reference_nll: negative log-likelihoods (nats) under the policy and under the reference.
         kl, kl_reverse: KL of the reference from the policy, and back (nats).
-        agree: whether both have the same most likely token.
+        agree: whether both have the same most probable token.
     """
     if not len(nll):
         return {}
@@ -329,12 +330,12 @@ def quality(
 
 
 def error_of_mean(values: np.ndarray) -> float:
-    """Return the standard error of a mean over tokens (n,); NaN for a single one."""
+    """Return the standard error of a mean over tokens (n,); NaN for one token."""
     return float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
 def spread(name: str, values: np.ndarray) -> dict[str, float]:
-    """Mean, median, 90th, 99th and 99.9th percentile, maximum."""
+    """Return mean, median, 90th, 99th and 99.9th percentile, and maximum."""
     shares = {"median": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
     found = {"mean": values.mean(), **{of: np.quantile(values, share) for of, share in shares.items()}}
     return {f"{name}_{of}": float(value) for of, value in {**found, "max": values.max()}.items()}

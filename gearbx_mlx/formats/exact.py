@@ -24,7 +24,7 @@ from ..kernels.bit_planes import PanelPlanes, Planes
 from ..kernels.dispatch import NATIVE, Kind, bits_beside_bfloat16, cpu_kernels
 from ..kernels.exact import (
     CODE_BITS,
-    FIRST_NEIGHBOUR,
+    FIRST_NEIGHBOR,
     ExactMatrix,
     PanelExactMatrix,
     as_floats,
@@ -103,7 +103,7 @@ def in_window(weight: np.ndarray, value: np.ndarray, scale: np.ndarray) -> tuple
     All are float32; the weights are bfloat16 numbers.
     """
     zero = ~(np.abs(value) > np.abs(scale) * np.float32(0.5))
-    first = (value.view(np.uint32) >> 16).astype(np.uint16) - np.uint16(FIRST_NEIGHBOUR)
+    first = (value.view(np.uint32) >> 16).astype(np.uint16) - np.uint16(FIRST_NEIGHBOR)
     return zero | ((weight.view(np.uint32) >> 16).astype(np.uint16) - first < 256), zero
 
 

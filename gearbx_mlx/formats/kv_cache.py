@@ -35,7 +35,7 @@ from ..compat.loops import positions_in
 from ..errors import GearbxError
 from ..kernels import dispatch
 from ..kernels.bit_planes import scale_and_bias
-from ..kernels.metal_attention import NestedEntries
+from ..kernels.dispatch import NestedEntries
 
 BITS_OF_WORD = 32
 

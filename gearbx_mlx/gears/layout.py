@@ -145,7 +145,7 @@ def has_quantized(layout: Layout, tables: Mapping[int, Bits], widths: Sequence[i
 
 def use_kernels(model: nn.Module, choice: KernelChoice, *layers: Sequence[Layer]) -> list[list[Layer]]:
     """Put the whole model on the chosen kernels, and return the layers with their current modules."""
-    operations = native_operations(choice.ours_alone)
+    operations = native_operations()
     for path, module in list(model.named_modules()):
         made = with_kernels(module, choice.native, operations)
         if made is not module:  # one by one, since modules are nested

@@ -1,1 +1,1 @@
-"""What the machine can bear, and what follows from it for the weights. Knows numbers, no models."""
+"""Machine state (heat, battery, memory), and the controller that caps layers by it and by speed. Numbers only."""

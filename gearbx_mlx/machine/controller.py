@@ -1,13 +1,13 @@
-"""Keep a target in tokens per second by capping the bits of layers (Manifest document, "Runtime Policy").
+"""Controller of the speed in tokens per second, by caps on the bits of layers (Manifest document, "Runtime Policy").
 
-The document raises precision when generation is too slow, which runs away: fewer bytes are faster. Here it is the other
-way round. Time is nearly proportional to bytes, so everything is in logarithms: an error of ln(speed / target) is
+The document raises precision when generation is too slow. This is unstable, since fewer bytes are faster, so here it
+lowers precision. Time is nearly proportional to bytes, so all values are logarithms: an error of ln(speed / target) is
 corrected by an equal change of ln(bytes).
 
-The state of the machine sets the most that it may read (same document, "Architecture"): "If thermal state is nominal
-and battery exceeds 50%, allow all layers to use max_precision. Under throttling or low battery, shift layers toward
-min_precision starting with the least sensitive." The document does not say how far. Here it is a share of the way from
-the fewest bytes to the most: 1 is every layer at its most bits, 0 at its fewest.
+The state of the machine limits the bytes (same document, "Architecture"): "If thermal state is nominal and battery
+exceeds 50%, allow all layers to use max_precision. Under throttling or low battery, shift layers toward min_precision
+starting with the least sensitive." The document does not define how far. Here it is a share of the range from the
+fewest bytes to the most: 1 is every layer at its most bits, 0 at its fewest.
 
 The cap schedule has all caps that a controller can choose from, one layer and one width per step.
 """
@@ -22,18 +22,18 @@ from typing import Any
 import numpy as np
 
 from ..errors import GearbxError
-from .readers import THERMAL, MachineState
+from .sensors import THERMAL, MachineState
 
 Sensitivity = Callable[[str, int], float]
-"""(path, bits) -> the cost of this layer at these bits, such as its KL. Only the order matters."""
+"""(path, bits) -> cost of this layer at these bits, such as its KL. Only the order matters."""
 
 
 @dataclass(frozen=True)
 class Range:
     """A layer that can be capped.
 
-    widths: the bits that it may be capped to, ascending. gears: its bits in each gear of the ladder, without a cap.
-    read: bits to the bytes that a token reads at them. weights: their number.
+    widths: its possible caps in bits, ascending. gears: its bits in each gear of the ladder, without a cap. read: bits
+    to the bytes that a token reads. weights: number of its weights.
     """
 
     path: str
@@ -49,7 +49,7 @@ class Range:
 
 @dataclass(frozen=True)
 class CapStep:
-    """A layer's cap, before and after."""
+    """Change of a layer's cap, in bits."""
 
     path: str
     before: int
@@ -57,13 +57,13 @@ class CapStep:
 
 
 class CapSchedule:
-    """Positions from 0, every layer at its most bits, to the last one, every layer at its fewest.
+    """Caps by position, from 0 (every layer at its most bits) to the last one (every layer at its fewest).
 
-    Steps are in the order of their cost, the cheapest first. So the way down begins with the least sensitive layers.
-    The way up takes back the latest step first, so it begins with the most sensitive ones.
+    Steps are sorted by cost, the cheapest first. The way down starts with the least sensitive layers, and the way up
+    with the most sensitive ones.
 
     Args:
-        layers: those that can be capped.
+        layers: that can be capped.
         sensitivity: the cost of a layer at some bits.
         fixed: bytes that a token reads from the rest of the model.
     """
@@ -77,7 +77,7 @@ class CapSchedule:
         for place, layer in enumerate(layers):
             cost = -math.inf
             for before, after in itertools.pairwise(reversed(layer.widths)):
-                # A layer goes down in order, even if the measured costs do not rise.
+                # A layer's bits descend in order, even if the measured costs do not rise.
                 cost = max(cost, sensitivity(layer.path, after))
                 costed.append((cost, -after, place, CapStep(layer.path, before, after)))
         self.steps = tuple(step for *_, step in sorted(costed, key=lambda item: item[:3]))
@@ -92,18 +92,18 @@ class CapSchedule:
         return np.asarray(passes, dtype=float) @ self._bytes
 
     def bits(self, read: float, passes: float) -> float:
-        """Bits per weight of the layers that can be capped, from the bytes that these passes read."""
+        """Return bits per weight of the layers that can be capped, from the bytes that these passes read."""
         return 8 * (float(read) - passes * self.fixed) / self.weights if self.weights else 0.0
 
     def within(self, share: float) -> int:
-        """Return the first position within a budget: a share of the way from the top gear's fewest bytes to
-        its most."""
+        """Return the first position within a budget, a share of the range from the top gear's fewest bytes to its
+        most."""
         read = self._bytes[-1]
         most = read[-1] + share * (read[0] - read[-1])
         return int(np.argmax(read <= most + 1e-9 * read[0]))
 
     def caps(self, position: int) -> dict[str, int]:
-        """Path to the most bits of every layer, at a position."""
+        """Return the most bits of every layer at a position, by path."""
         most = {path: layer.widths[-1] for path, layer in self.layers.items()}
         return most | {step.path: step.after for step in self.steps[:position]}
 
@@ -119,12 +119,12 @@ PROPORTIONAL, INTEGRAL, DERIVATIVE = 0.1, 0.85, 0.05  # factors of the error, of
 
 
 class PID:
-    """u = Kp e + I + Kd (e - e'), with I the sum of Ki e.
+    """PID controller: u = Kp e + I + Kd (e - e'), where I is the sum of Ki e.
 
-    **Anti-windup** by back-calculation: `track` takes the actuator's real position. Where the actuator could not follow
-    u (it is at its end, or it moves in steps), the integral becomes what explains that position. So it never
-    accumulates what the actuator cannot do. (Astrom and Hagglund, PID Controllers, 1995, section 3.5, with a tracking
-    time of one sample.)
+    **Anti-windup** by back-calculation: `track` takes the actuator's real position. If the actuator cannot follow u (at
+    its limit, or because it moves in steps), the integral is set to match that position. It therefore never
+    accumulates an unreachable error. (Astrom and Hagglund, PID Controllers, 1995, section 3.5, with a tracking time of
+    one sample.)
     """
 
     def __init__(self) -> None:
@@ -132,17 +132,17 @@ class PID:
         self._error = self._slope = 0.0
 
     def update(self, error: float) -> float:
-        """Return the position that the actuator should take."""
+        """Return the requested position of the actuator."""
         self._slope, self._error = error - self._error, error
         self.integral += INTEGRAL * error
         return self.integral + self._immediate()
 
     def track(self, actual: float) -> None:
-        """Take the position that the actuator has."""
+        """Take the real position of the actuator."""
         self.integral = actual - self._immediate()
 
     def rest(self, actual: float) -> None:
-        """There is no error (it is within the dead band), and the actuator stays at its position."""
+        """Take an error of 0 (within the dead band), and the actuator's unchanged position."""
         self._error = self._slope = 0.0
         self.integral = actual
 
@@ -153,11 +153,11 @@ class PID:
 THERMAL_SHARES = dict(zip(THERMAL, (1.0, 2 / 3, 1 / 3, 0.0)))
 MEMORY_FULL = 0.95
 MIN_CHANGE = 0.02  # change of the budget, except to 0 and to 1
-PATIENCE = 5  # readings in a row that have to be higher; their lowest is then the budget
+PATIENCE = 5  # higher readings in a row; their lowest is then the budget
 
 
 def budget(state: MachineState) -> float:
-    """Return the smallest share that a known part of the state allows; 1 where nothing is known.
+    """Return the smallest share that a known part of the state allows; 1 if all are unknown.
 
     The charge counts unless the machine is on a charger. Memory counts because weights that are not read may be paged
     out: fewer planes are a smaller working set.
@@ -173,7 +173,7 @@ def budget(state: MachineState) -> float:
 
 
 class SteadyBudget:
-    """A budget that falls at once, and rises only after a while: caps must not follow a reading up and down."""
+    """A budget that falls at once and rises with a delay, so that caps do not follow noisy readings."""
 
     def __init__(self) -> None:
         self.share = 1.0
@@ -197,17 +197,17 @@ class SteadyBudget:
 
 DECIDE_EVERY = 10  # tokens between decisions
 DEAD_BAND = 0.05  # an error up to this share of the target is ignored
-LAG = 2  # tokens that mlx-lm has computed ahead when caps change, with the caps from before
-REMEMBERED = 60  # the most tokens under the same caps that are averaged
+LAG = 2  # tokens that mlx-lm has already computed with the old caps when caps change
+REMEMBERED = 60  # most tokens under the same caps in the mean
 
 
 @dataclass(frozen=True)
 class CapDecision:
-    """What was decided after a token, and why.
+    """Decision after a token, with its reason.
 
-    token: their number so far. position: on the cap schedule, in steps down from no cap. tokens_per_second: over the
-    latest tokens under the same caps; None where there are none. share: the machine's budget. machine: what is known of
-    its state. bits_per_weight: of the top gear now. moved: layers, with their caps before and after.
+    token: number of tokens so far. position: on the cap schedule, in steps down from no cap. tokens_per_second: over
+    the latest tokens under the same caps; None without any. share: the machine's budget. machine: the known part of its
+    state. bits_per_weight: of the top gear now. moved: layers, with their caps before and after.
     """
 
     token: int
@@ -223,7 +223,7 @@ class CapDecision:
 
 @dataclass(frozen=True)
 class Measured:
-    """The speed of some tokens. error: ln(speed / target). chance: the part of it that may be chance."""
+    """Speed of some tokens. error: ln(speed / target). chance: the part of it that may be noise."""
 
     tokens_per_second: float
     error: float
@@ -231,24 +231,24 @@ class Measured:
 
 
 class Controller:
-    """Takes the time of every token and, every few tokens, chooses a position on the cap schedule.
+    """Regulator that takes the time of every token, and every few tokens chooses a position on the cap schedule.
 
-    It knows numbers only: its owner puts `caps` into the model when a decision has moved something.
+    It knows numbers only: its owner applies `caps` to the model after a decision that moved layers.
 
     Args:
-        schedule: the positions to choose from.
-        target: tokens per second; None: the machine's budget alone caps.
+        schedule: the possible positions.
+        target: tokens per second; None: only the machine's budget caps.
 
     Raises:
-        GearbxError: a target that is not positive, nothing to cap.
+        GearbxError: a target that is not positive, or no layer that can be capped.
     """
 
     def __init__(self, schedule: CapSchedule, target: float | None = None):
         if target is not None and not 0 < target < math.inf:
-            raise GearbxError(f"the target is {target} tokens per second; give more than 0")
+            raise GearbxError(f"target: must be more than 0 tokens per second, got {target}; set a larger number")
         if not schedule.last:
             raise GearbxError(
-                "no layer has more than one width, so there is nothing to cap; give a ladder of more gears"
+                "target: needs layers with several widths, got nothing to cap; use a ladder of more gears"
             )
         self.schedule = schedule
         self.target = target
@@ -257,30 +257,30 @@ class Controller:
         self.tokens = 0
         self.top = np.eye(schedule.gears)[-1]  # one pass in the top gear
         self.out_of_reach: str | None = None
-        """Why the target cannot be met, once this is known."""
+        """Reason why the target cannot be met; None while it may be."""
         self._settled = False
         self._skip = 0
         self._seen: deque[tuple[float, tuple[float, ...]]] = deque(maxlen=REMEMBERED)
-        self._new = 0  # the number of these that came since the last decision
+        self._new = 0  # number of these since the last decision
         self._spreads: deque[float] = deque(maxlen=9)  # relative deviation of token times between decisions
 
     @property
     def caps(self) -> dict[str, int]:
-        """Path to the most bits that each layer may have."""
+        """Most bits of each layer, by path."""
         return self.schedule.caps(self.position)
 
     @property
     def due(self) -> bool:
-        """True if a decision follows the next token."""
+        """Need of a decision after the next token."""
         return (self.tokens + 1) % DECIDE_EVERY == 0
 
     def token(self, seconds: float | None, passes: Sequence[float], share: float = 1.0) -> CapDecision | None:
-        """Take one token. Returns a decision every few tokens.
+        """Take one token, and return a decision every few tokens, else None.
 
         Args:
-            seconds: its time; None where it does not count, as for the first token, which includes the prompt.
+            seconds: its time; None if it does not count, as for the first token with prefill.
             passes: over the weights, in each gear.
-            share: the machine's budget, 0 to 1; used where a decision is `due`.
+            share: the machine's budget, 0 to 1; used if a decision is `due`.
         """
         self.tokens += 1
         if self._skip:
@@ -318,8 +318,7 @@ class Controller:
         return CapDecision(self.tokens, reason, goal, speed, self.target, share, {}, bits, moved)
 
     def _regulate(self, measured: Measured, limit: int) -> tuple[int, str]:
-        """Return the position nearest to what the PID asks for that the schedule and the budget allow, and the
-        reason."""
+        """Return the position nearest to the PID's output within the schedule and the budget, and the reason."""
         assert self.target is not None
         error = measured.error
         speed = f"{measured.tokens_per_second:.3g} tokens/s for a target of {self.target:.3g}"
@@ -330,13 +329,13 @@ class Controller:
             return self.position, f"{speed}: near enough" if near else f"{speed}: may be chance"
         self._settled = False
         read = np.log(self.schedule.read(self._passes()))
-        self.pid.track(read[self.position])  # the router may have changed gear since
+        self.pid.track(read[self.position])  # since the gate may have shifted
         bytes_asked = self.pid.update(error)  # logarithm
-        most = len(self.schedule.layers)  # steps at a time: one for each layer
+        most = len(self.schedule.layers)  # steps per decision: one per layer
         up, down = max(limit, self.position - most), self.position + most
         goal = up + int(np.argmin(np.abs(read[up : down + 1] - bytes_asked)))
         self.pid.track(read[goal])
-        if read[goal] == read[self.position]:  # the steps change nothing in these gears
+        if read[goal] == read[self.position]:  # the steps have no effect in these gears
             goal = self.position
         if goal != self.position:
             return goal, speed
@@ -350,9 +349,9 @@ class Controller:
         return goal, f"{speed}: no step brings it nearer"
 
     def _tolerated(self, measured: Measured) -> float:
-        """Return the error to ignore: the larger of dead band and chance, or their sum once the target was surely met.
+        """Return the error to ignore: the larger of dead band and chance, or their sum while the target is met.
 
-        So a speed near the target has to change more before caps move, and caps do not follow noise up and down.
+        Near the target, the speed thus has to change more before caps move, and caps do not follow noise.
         """
         if self._settled:
             return DEAD_BAND + measured.chance
@@ -362,7 +361,7 @@ class Controller:
         self.pid.rest(float(np.log(self.schedule.read(self._passes())[self.position])))
 
     def _passes(self) -> np.ndarray:
-        """Mean passes per token in each gear, under these caps."""
+        """Return the mean passes per token in each gear, under these caps."""
         if not self._seen:
             return self.top
         return np.mean([passes for _, passes in self._seen], axis=0)
@@ -370,20 +369,19 @@ class Controller:
     def _latest(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Return seconds, and seconds per byte, of the latest tokens under the same caps.
 
-        It leaves out tokens that took several times as long as their bytes explain: another program had the machine.
+        Tokens that took three times the median for their bytes are omitted, since they waited for other programs.
         """
         tokens = list(self._seen)[-count:] if count else []
         seconds = np.array([taken for taken, _ in tokens])
         read = np.array([self.schedule.read(passes)[self.position] for _, passes in tokens])
         pace = seconds / read
-        # A token that took three times the median for its bytes is left out.
         usual = pace <= 3.0 * np.median(pace) if tokens else []
         return seconds[usual], pace[usual]
 
     def _notice_spread(self) -> None:
-        """Note how much tokens differ beyond what their gears explain."""
+        """Record the deviation of token times that their gears do not explain."""
         _, pace = self._latest(self._new)
-        if len(pace) >= 5:  # the fewest tokens whose spread means something
+        if len(pace) >= 5:  # fewer tokens have no meaningful deviation
             self._spreads.append(float(np.std(pace, ddof=1) / np.mean(pace)))
 
     def _measured(self, count: int) -> Measured | None:
@@ -393,6 +391,6 @@ class Controller:
             return None
         mean = float(np.mean(seconds))
         error = -math.log(mean * self.target) if self.target else 0.0
-        # A jump shows in one or two of them only.
+        # A jump affects only one or two of them.
         spread = float(np.median(self._spreads)) if self._spreads else math.inf
-        return Measured(1 / mean, error, 3.0 * spread / math.sqrt(len(seconds)))  # three errors may be chance
+        return Measured(1 / mean, error, 3.0 * spread / math.sqrt(len(seconds)))  # three standard errors may be noise

@@ -1,1 +1,1 @@
-"""From the entropy of tokens to a gear: monitor, gate, thresholds, drafting rules. Numbers only, no models."""
+"""Routing from token entropies to a gear: monitor, gates, thresholds, calibration. Numbers only, no models."""

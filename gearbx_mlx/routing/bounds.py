@@ -1,12 +1,12 @@
-"""Bounds of an entropy of which only the k largest log-probabilities are known, and routing by such bounds.
+"""Bounds of the entropy from the k largest log-probabilities, and routing by such bounds.
 
 A server lists the k largest of V probabilities, p_1 >= ... >= p_k. Their part of the entropy is K = -sum p_i log2 p_i.
-The others have r = 1 - sum p_i together, and at most p_k each. By Jensen's inequality the entropy is largest where they
-are all alike: H <= K + r log2((V - k) / r). It is smallest in a corner of 0 <= q_i <= p_k, sum q_i = r, where
-m = floor(r / p_k) tokens have p_k and one has the rest, s = r - m p_k: H >= K - m p_k log2 p_k - s log2 s. If a list is
-shorter than asked for, p_k becomes 1. Every listed value is an interval, as wide as its type or its digits round.
+The others sum to r = 1 - sum p_i, and are at most p_k each. By Jensen's inequality, entropy is largest if they are
+equal: H <= K + r log2((V - k) / r). It is smallest in a corner of 0 <= q_i <= p_k, sum q_i = r: m = floor(r / p_k)
+tokens have p_k and one has the rest, s = r - m p_k, so H >= K - m p_k log2 p_k - s log2 s. If a list is shorter than
+requested, p_k becomes 1. Every listed value is an interval, given by the rounding of its type or its digits.
 
-Routing gives the gear by each bound, and every gear that is possible.
+Routing returns the gear for each bound, and every possible gear.
 """
 
 import math
@@ -18,18 +18,18 @@ from dataclasses import dataclass, replace
 from ..errors import GearbxError
 from .gates import RUN_AHEAD, Monitor, Reading, ThresholdGate
 
-LEAST = -1e4  # nats: e to this power is 0 in any type, like e to the -9999 that OpenAI writes for "very unlikely"
-FLOAT_ERROR = 1e-9  # of sums of probabilities, here
-SINGLE = 2.0**-14  # nats: what single precision loses in the sum of a log-softmax, over any vocabulary
-LARGEST_LOGIT = 32.0  # its steps are assumed where values do not show how large logits are
-BFLOAT16, FLOAT16, FLOAT32 = 2.0**-8, 2.0**-11, 2.0**-24  # half a step of a number, as a part of it, at most
-MAX_DECIMALS = 6  # with more than these, rounding does not matter
-PEAK = 1 / math.e  # where -p log p is largest
+LEAST = -1e4  # nats: its exponential is 0 in any type, like that of -9999, OpenAI's value for "very unlikely"
+FLOAT_ERROR = 1e-9  # of sums of probabilities in this module
+SINGLE = 2.0**-14  # nats: error of single precision in the sum of a log-softmax, over any vocabulary
+LARGEST_LOGIT = 32.0  # assumed if the values do not determine the size of logits
+BFLOAT16, FLOAT16, FLOAT32 = 2.0**-8, 2.0**-11, 2.0**-24  # largest relative rounding error
+MAX_DECIMALS = 6  # with more decimals, their rounding is negligible
+PEAK = 1 / math.e  # maximum of -p log p
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """A log-probability l is off by `absolute` + `relative` |l| at most, in nats."""
+    """Rounding error of a log-probability l: at most `absolute` + `relative` |l|, in nats."""
 
     absolute: float = 0.0
     relative: float = 0.0
@@ -44,14 +44,14 @@ NO_ROUNDING = Rounding()
 def entropy_bounds(
     logprobs: Sequence[float], vocab_size: int, rounding: Rounding = NO_ROUNDING, unlisted: float | None = None
 ) -> tuple[float, float]:
-    """Return the least and the largest entropy, in bits, that a distribution with these log-probabilities can have.
+    """Return the least and the largest entropy, in bits, of distributions with these log-probabilities.
 
     Args:
         logprobs: natural, of k tokens, in any order; minus infinity is a probability of 0.
-        vocab_size: V, of which k are known.
+        vocab_size: V.
         rounding: of the log-probabilities.
-        unlisted: the log-probability that none of the other V - k exceeds; the smallest of `logprobs` if not given,
-            which is right for the k largest. 0: nothing is known of the others.
+        unlisted: upper bound of the other V - k log-probabilities; 0: unknown. None: the smallest of `logprobs`, as
+            for the k largest.
 
     Raises:
         GearbxError: no distribution over V tokens has these log-probabilities.
@@ -65,10 +65,12 @@ def entropy_bounds(
     others = vocab_size - len(known)
     least, most = 1 - math.fsum(high), 1 - math.fsum(low)
     if most < -FLOAT_ERROR:
-        raise GearbxError(f"the probabilities add up to {math.fsum(map(math.exp, known)):.4g}, more than 1")
+        total = math.fsum(map(math.exp, known))
+        raise GearbxError(f"probabilities: must sum to at most 1, got {total:.4g}; use natural logarithms")
     if least > others * most_each + FLOAT_ERROR:
         raise GearbxError(
-            f"the probabilities leave {least:.3g} to {others} other tokens, of at most {most_each:.3g} each"
+            f"probabilities: {others} unlisted tokens of at most {most_each:.3g} cannot sum to {least:.3g}; "
+            "set a larger unlisted bound"
         )
     most = max(0.0, min(most, others * most_each))
     least = min(max(0.0, least), most)
@@ -79,16 +81,16 @@ def entropy_bounds(
 
 
 def bits(probability: float) -> float:
-    """-p log2 p, a token's part of the entropy."""
+    """Return -p log2 p, a token's part of the entropy."""
     return -probability * math.log2(probability) if probability > 0 else 0.0
 
 
 def rest_at_least(least: float, most: float, most_each: float) -> float:
-    """Return the fewest bits of a mass between `least` and `most`, of tokens that have `most_each` at most.
+    """Return the fewest bits of a mass between `least` and `most`, of tokens with at most `most_each`.
 
-    -p log p is concave, so that the minimum packs the mass: as many tokens as possible with `most_each`, one with what
-    remains. Between two multiples of `most_each` that is concave in the mass too; so the ends and the first multiple
-    between them are all that can be the minimum.
+    -p log p is concave, so the minimum packs the mass: as many tokens as possible have `most_each`, and one has the
+    rest. This is concave in the mass between two multiples of `most_each`. Candidates for the minimum are therefore
+    the ends and the first multiple between them.
     """
     if most <= 0 or most_each <= 0:
         return 0.0
@@ -102,26 +104,26 @@ def rest_at_least(least: float, most: float, most_each: float) -> float:
 
 
 def rest_at_most(least: float, most: float, others: int) -> float:
-    """Return the most bits of a mass between `least` and `most`: `others` tokens alike; r log2(n / r) is largest at n /
+    """Return the most bits of a mass between `least` and `most`: n equal tokens have r log2(n / r), largest at n /
     e."""
     mass = min(max(others * PEAK, least), most)
     return mass * (math.log2(others) - math.log2(mass)) if mass > 0 else 0.0
 
 
 def check_logprobs(logprobs: Sequence[float], vocab_size: int, rounding: Rounding) -> None:
-    """Raises GearbxError for numbers that are not log-probabilities, none, or more than there are tokens."""
+    """Validate log-probabilities. Raises GearbxError for positive ones, none, or more than there are tokens."""
     if not logprobs:
-        raise GearbxError("there are no log-probabilities")
+        raise GearbxError("log-probabilities: must not be empty; pass one or more")
     if len(logprobs) > vocab_size:
-        raise GearbxError(f"there are {len(logprobs)} log-probabilities for a vocabulary of {vocab_size}")
+        raise GearbxError(f"log-probabilities: must be at most {vocab_size}, got {len(logprobs)}; set the vocabulary")
     for value in logprobs:
         if not value <= (rounding.of(value) if math.isfinite(value) else 0.0) + FLOAT_ERROR:
-            raise GearbxError(f"{value:g} is not a log-probability, which is 0 or less")
+            raise GearbxError(f"log-probabilities: must be 0 or less, got {value:g}; use natural logarithms")
 
 
 def rounding_as_written(logprobs: Sequence[float]) -> Rounding:
-    """Return how exact log-probabilities can be that were written like these: in half precision, in decimals, or in
-    single."""
+    """Return the rounding of log-probabilities from their values: of half precision, of decimals, or of single
+    precision."""
     values = [value for value in logprobs if math.isfinite(value) and value > LEAST / 10]
     if all(map(is_bfloat16, values)):
         return Rounding(SINGLE + shared_error(values, BFLOAT16), BFLOAT16)
@@ -132,14 +134,14 @@ def rounding_as_written(logprobs: Sequence[float]) -> Rounding:
 
 
 def shared_error(values: Sequence[float], precision: float) -> float:
-    """Return what all log-probabilities of a half-precision type can be off by together, in nats.
+    """Return the common error of all log-probabilities of a half-precision type, in nats.
 
-    They are logits less their log(sum(exp)), which was rounded: to half a step of its size. A logit of at least half
-    that size has steps at least half as large, and so has the difference. A smaller logit is further away than half
-    that size, which then is known by the difference. So every value gives a limit.
+    They are logits minus log(sum(exp)), rounded to half a step of its size. A logit of at least half that
+    size has steps at least half as large, and so has the difference. A smaller logit has a difference larger than half
+    that size, which bounds the size. So every value yields a limit.
 
     Args:
-        precision: half a step of a number, as a part of it, at most.
+        precision: largest relative rounding error of the type.
     """
     limits = (max(binary_step(value), 2 * precision * abs(value) / (1 - precision)) for value in values)
     limit = min(limits, default=math.inf)
@@ -147,7 +149,7 @@ def shared_error(values: Sequence[float], precision: float) -> float:
 
 
 def binary_step(value: float) -> float:
-    """Return the largest power of two, negative exponents included, of which a number is a multiple; infinite for 0."""
+    """Return the largest power of two that divides a number, with negative exponents too; infinite for 0."""
     numerator, denominator = value.as_integer_ratio()
     return (numerator & -numerator) / denominator if numerator else math.inf
 
@@ -157,7 +159,7 @@ def is_bfloat16(value: float) -> bool:
 
 
 def fits_type(value: float, kind: str) -> bool:
-    """Return whether a float16 ("e") or a float32 ("f") has this value."""
+    """Return whether a float16 ("e") or a float32 ("f") can hold this value."""
     try:
         return struct.unpack(f"<{kind}", struct.pack(f"<{kind}", value))[0] == value
     except OverflowError:
@@ -165,7 +167,7 @@ def fits_type(value: float, kind: str) -> bool:
 
 
 def decimals(value: float) -> int:
-    """Digits after the point of the shortest decimal number that reads back as this one."""
+    """Return the number of decimals of the shortest decimal number that reads back as this one."""
     mantissa, _, exponent = repr(value).partition("e")
     fraction = mantissa.partition(".")[2].rstrip("0")
     return max(0, len(fraction) - int(exponent or 0))
@@ -173,9 +175,9 @@ def decimals(value: float) -> int:
 
 @dataclass(frozen=True)
 class Bounded:
-    """A token's rolling means, in bits, and the gears that would have computed it, by the lower and the upper bound.
+    """A token's rolling means, in bits, and its gears, by the lower and the upper bound.
 
-    possible: every gear that entropies between the bounds may lead to.
+    possible: every gear that entropies between the bounds can lead to.
     """
 
     means: tuple[float, float]
@@ -184,15 +186,15 @@ class Bounded:
 
 
 class BoundedRouting:
-    """The gears of a text by both bounds of its entropies. Gears are numbered from 0, the lowest precision.
+    """Gears of a sequence by both bounds of its entropies. Gears are numbered from 0, the lowest precision.
 
-    The same entropies as both bounds give what mode route gives. Gears that the bounds agree on are not certain: a gate
-    remembers when it shifted last, and stays, so that entropies between the bounds can lead to a third gear. So all
-    states that a gate can be in are followed as well. The true gear is always among the possible ones.
+    Equal bounds yield the gears of mode route. Gears that the bounds agree on are not certain: a gate depends on its
+    latest shift, so entropies between the bounds can lead to a third gear. All states that a gate can have are
+    therefore tracked, and the true gear is always among the possible ones.
 
     Args:
-        make_monitor, make_gate: a new one for each bound.
-        first: the gear that the text begins in.
+        make_monitor, make_gate: return a new one for each bound.
+        first: initial gear.
     """
 
     def __init__(
@@ -227,9 +229,9 @@ class BoundedRouting:
 
 
 def distinct_readings(gate: ThresholdGate, low: Reading, high: Reading) -> Iterator[Reading]:
-    """Readings between two that lead a gate to everything that readings between them can lead it to.
+    """Yield readings between two that lead a gate to every state that readings between them can lead it to.
 
-    A gate compares the mean with its levels; so these levels, what follows them and the ends stand for all means.
+    A gate compares the mean with its levels. The levels, their next larger numbers and the ends represent all means.
     """
     levels = [level for level in (*gate.up, *gate.down) if low.mean <= level <= high.mean]
     means = {low.mean, high.mean, *levels, *(min(math.nextafter(level, math.inf), high.mean) for level in levels)}

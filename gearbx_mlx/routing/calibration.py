@@ -1,7 +1,7 @@
-"""Thresholds from recorded entropies: by shares, and those of GEARBX section 4 that find them while a model loads.
+"""Thresholds from recorded entropies: for given shares, or by the statistics of GEARBX section 4.
 
 Every function takes entropies in bits and returns ascending thresholds, one fewer than there are gears. The paper has
-three gears; for other ladders its two thresholds are the ends, and the others are spread between them.
+three gears; for other ladders its two thresholds are the first and the last, and the others are spread evenly.
 """
 
 import math
@@ -38,18 +38,17 @@ def positive(entropies: Sequence[float]) -> list[float]:
     samples = sorted(e for e in entropies if e > 0)
     if len(samples) < FEWEST_SAMPLES:
         raise GearbxError(
-            f"calibration has {len(samples)} tokens with entropy above 0, and needs {FEWEST_SAMPLES}; "
-            "give more or longer prompts"
+            f"calibration: needs {FEWEST_SAMPLES} tokens with entropy above 0, got {len(samples)}; "
+            "use more or longer prompts"
         )
     return samples
 
 
 def widen(low: float, high: float, band: float) -> tuple[float, float]:
-    """Return a band of at least this width (bits): a narrower one is expanded around its centre, and stays above the
-    floor."""
+    """Return a band of at least this width (bits): a narrower one is widened around its center, above the floor."""
     if high - low < band:
-        centre = (low + high) / 2
-        low, high = centre - band / 2, centre + band / 2
+        center = (low + high) / 2
+        low, high = center - band / 2, center + band / 2
     low = max(low, FLOOR)
     return low, max(high, low + band)
 
@@ -73,9 +72,10 @@ def median_thresholds(entropies: Sequence[float], gears: int) -> tuple[float, ..
 
 
 def check_shares(shares: Sequence[float]) -> None:
-    """Raises GearbxError for shares that are negative or do not add up to 1."""
+    """Validate shares of tokens. Raises GearbxError if one is negative, or their sum is not 1."""
     if any(not 0 <= s <= 1 for s in shares) or not math.isclose(sum(shares), 1, abs_tol=0.01):
-        raise GearbxError(f"shares must be parts of 1, one per gear, got {', '.join(f'{s:g}' for s in shares)}")
+        shown = ", ".join(f"{s:g}" for s in shares)
+        raise GearbxError(f"shares: must be parts of 1, one per gear, got {shown}; use numbers with the sum 1")
 
 
 def share_thresholds(
@@ -86,10 +86,10 @@ def share_thresholds(
     hysteresis: float = DEFAULT_HYSTERESIS,
     min_gear_duration: int = DEFAULT_MIN_GEAR_DURATION,
 ) -> tuple[tuple[float, ...], list[float]]:
-    """Thresholds that send a given share of tokens to each gear, lowest gear first.
+    """Return thresholds that send a given share of tokens to each gear, lowest gear first.
 
-    The gate itself is replayed over the recorded sequences: with hysteresis and duration, quantiles alone would give
-    other shares.
+    The gate is replayed over the recorded sequences, since its hysteresis and duration change the shares of plain
+    quantiles.
 
     Returns:
         thresholds in bits, and the shares that the replay reached with them.
@@ -109,9 +109,9 @@ def share_thresholds(
         return (counts / counts.sum()).tolist()
 
     ceiling = math.log2(vocab_size)
-    gap = ceiling * 1e-4  # keeps thresholds apart where the share of a gear is 0
+    gap = ceiling * 1e-4  # keeps thresholds apart if a gear has a share of 0
     thresholds = list(spread_between(gap, ceiling, len(shares)))
-    for _ in range(3):  # each threshold moves the others' shares a little
+    for _ in range(3):  # since each threshold changes the shares of the others slightly
         for k in range(len(thresholds)):
             below = thresholds[k - 1] + gap if k else gap
             above = thresholds[k + 1] - gap if k + 1 < len(thresholds) else ceiling + (len(thresholds) + 1) * gap
@@ -128,14 +128,14 @@ def share_thresholds(
 def kickdown_thresholds(
     entropies: Sequence[Sequence[float]], shares: Sequence[float]
 ) -> tuple[tuple[float, ...], list[float]]:
-    """Thresholds of mode kickdown that leave a given share of tokens to each gear, lowest gear first.
+    """Return thresholds of mode kickdown that leave a given share of tokens to each gear, lowest gear first.
 
     Args:
         entropies: for each token, bits in every gear below the top one.
         shares: parts of 1, one for each gear.
 
     Returns:
-        thresholds in bits, and the shares that these tokens get with them.
+        thresholds in bits, and the shares of these tokens with them.
 
     Raises:
         GearbxError: shares that are negative or do not add up to 1, too few tokens.

@@ -1,10 +1,10 @@
-"""From the entropies of tokens to a gear: the monitor, thresholds and their file, gates, and what stands beside them.
+"""Monitor of entropies, thresholds and their file, gates, the initial gear, and batch policies.
 
 - The monitor: mean, slope, forecast and catastrophe of the last few entropies (GEARBX 3.2 and 3.5).
 - Thresholds between gears: the paper's defaults, their file, and checks. calibration.py finds them on a text.
 - Gates turn a monitor's reading into a gear (GEARBX 3.3, 3.5 and 10.2).
-- The first gear, chosen from the prompt alone (GEARBX 11); entropy takes over after a few tokens.
-- Policies of a batch: the gear of a step, whose weights all sequences share, from the gear that each one wants.
+- The initial gear, chosen from the prompt (GEARBX 11); entropy takes over after a few tokens.
+- Batch policies: the gear of a step, whose weights all sequences share, from their requested gears.
 """
 
 import itertools
@@ -36,10 +36,10 @@ DEFAULT_MIN_GEAR_DURATION = 4  # tokens
 
 @dataclass(frozen=True)
 class Reading:
-    """The state of the monitor after one token, in bits.
+    """State of the monitor after one token, in bits.
 
-    value: of this token. forecast: the mean that is expected two tokens later. catastrophe: the last two values
-    were both above 0.9 log2 V, so the model knows next to nothing.
+    value: of this token. forecast: the expected mean two tokens later. catastrophe: the last two values were both above
+    0.9 log2 V, so the distribution was nearly uniform.
     """
 
     value: float
@@ -50,11 +50,11 @@ class Reading:
 
 
 class RunningMean:
-    """The mean of values, the latest of which weigh most.
+    """Exponentially weighted mean of values.
 
     Args:
-        kept: of the weight of earlier values, at each further one.
-        prior: the mean before there are any; it counts for `weight` values.
+        kept: share of the earlier values' weight that each new value leaves.
+        prior: mean before any value; it has the weight of `weight` values.
     """
 
     def __init__(self, kept: float, prior: float = 1.0, weight: float = 0.0):
@@ -71,7 +71,7 @@ class RunningMean:
 
 
 class Monitor:
-    """A rolling window over the entropy of the tokens.
+    """Rolling window over the entropies of tokens.
 
     Args:
         vocab_size: V, the length of the logits.
@@ -84,17 +84,17 @@ class Monitor:
 
     def __init__(self, vocab_size: int, window: int = DEFAULT_WINDOW, *, catastrophe_share: float = CATASTROPHE_SHARE):
         if window < 1:
-            raise GearbxError(f"window is {window}; give a number of tokens, 1 or more")
+            raise GearbxError(f"window: must be 1 token or more, got {window}; set a larger number")
         self.ceiling = catastrophe_share * math.log2(vocab_size)
         self._window: deque[float] = deque(maxlen=window)
         self.reset()
 
     def reset(self) -> None:
         self._window.clear()
-        self._previous = 0.0  # apart from the window, which may have room for one value only
+        self._previous = 0.0  # separate, since the window may hold only one value
 
     def update(self, value: float) -> Reading:
-        """Take the next token's entropy (bits). Returns the new state."""
+        """Take the next token's entropy (bits) and return the new state."""
         catastrophe = min(value, self._previous) > self.ceiling
         self._window.append(value)
         self._previous = value
@@ -105,47 +105,47 @@ class Monitor:
 
 
 def check_thresholds(thresholds: Sequence[float], gears: int) -> None:
-    """Raises GearbxError unless there is one finite threshold between every two neighbouring gears, ascending."""
+    """Validate thresholds: finite, ascending, one between neighboring gears. Raises GearbxError otherwise."""
     shown = ", ".join(f"{t:g}" for t in thresholds)
     if len(thresholds) != gears - 1:
-        raise GearbxError(f"{gears} gears need {gears - 1} thresholds, got {len(thresholds)} ({shown})")
+        need = f"{gears} gears need {gears - 1} thresholds"
+        raise GearbxError(f"{need}, got {len(thresholds)} ({shown}); use one between neighboring gears")
     if not all(math.isfinite(t) for t in thresholds):
-        raise GearbxError(f"thresholds must be finite numbers of bits, got {shown}")
+        raise GearbxError(f"thresholds: must be finite numbers of bits, got {shown}; use finite ones")
     if any(a >= b for a, b in itertools.pairwise(thresholds)):
-        raise GearbxError(f"thresholds must ascend with the gears, got {shown}; give the lower one first")
+        raise GearbxError(f"thresholds: must ascend with the gears, got {shown}; use ascending numbers")
 
 
 def spread_between(low: float, high: float, gears: int) -> tuple[float, ...]:
-    """One threshold between any two neighbouring gears, spread evenly from `low` to `high` (two gears: `low` alone)."""
+    """Return one threshold between neighboring gears, spread evenly from `low` to `high` (two gears: only `low`)."""
     return tuple(float(t) for t in np.linspace(low, high, max(gears - 1, 0)))
 
 
 def default_thresholds(gears: int, vocab_size: int) -> tuple[float, ...]:
-    """1.8 and 3.5 bits, scaled by log2 V / log2 32768 (GEARBX 3.4); longer ladders are spread between them."""
+    """Return 1.8 and 3.5 bits, scaled by log2 V / log2 32768 (GEARBX 3.4), spread evenly for longer ladders."""
     scale = math.log2(vocab_size) / math.log2(REFERENCE_VOCABULARY)
     return spread_between(LOW_BITS * scale, HIGH_BITS * scale, gears)
 
 
 class Gate(Protocol):
-    """Chooses the gear. Gears are numbered from 0, the lowest precision."""
+    """A rule that chooses the gear. Gears are numbered from 0, the lowest precision."""
 
     def update(self, reading: Reading) -> int:
-        """Take the reading of a token. Returns the gear for what follows."""
+        """Take the reading of a token and return the gear of the next ones."""
 
     def peek(self, level: float) -> int:
-        """Return the gear that a mean entropy of `level` bits would lead to; changes nothing."""
+        """Return the gear for a mean entropy of `level` bits, without a change of state."""
 
     def reset(self, gear: int) -> None:
         """Start a sequence in `gear`."""
 
 
 class ThresholdGate:
-    """Gear k while the rolling mean is between threshold k-1 and threshold k.
+    """A gate that chooses gear k while the rolling mean is between threshold k-1 and threshold k.
 
     To leave the lowest or the highest gear, the mean has to pass the threshold by `hysteresis` bits. In ladders of four
-    gears and more this goes for every step up between inner gears too, so that no boundary is without a margin. The
-    gate stays in a gear for at least `min_gear_duration` tokens. Only catastrophic entropy leads to the top gear at
-    once: waiting in a low gear would protect nothing.
+    or more gears this also holds for every step up between inner gears, so that each boundary has a margin. The gate
+    stays in a gear for at least `min_gear_duration` tokens. Only a catastrophe leads to the top gear at once.
 
     Args:
         thresholds: ascending, in bits, one fewer than there are gears; empty for a ladder of one.
@@ -165,11 +165,11 @@ class ThresholdGate:
     ):
         check_thresholds(thresholds, len(thresholds) + 1)
         if not hysteresis >= 0:
-            raise GearbxError(f"hysteresis is {hysteresis}; give bits, 0 or more")
+            raise GearbxError(f"hysteresis: must be 0 bits or more, got {hysteresis}; set a larger number")
         if min_gear_duration < 1:
-            raise GearbxError(f"minimum gear duration is {min_gear_duration}; give tokens, 1 or more")
+            raise GearbxError(f"min_gear_duration: must be 1 token or more, got {min_gear_duration}; set more")
         last = len(thresholds) - 1
-        # A step up over the last threshold of a longer ladder enters the top gear: GEARBX puts no margin there.
+        # GEARBX has no margin at the top gear, so the last threshold of a longer ladder has none for steps up.
         self.up = [t + (hysteresis if i < last or i == 0 else 0.0) for i, t in enumerate(thresholds)]
         self.down = [t - (hysteresis if i == last else 0.0) for i, t in enumerate(thresholds)]
         self.thresholds = tuple(thresholds)
@@ -198,7 +198,7 @@ class ThresholdGate:
         return self.gear
 
     def _rises_above(self, gear: int, level: float) -> bool:
-        # GEARBX 3.3: low up to and including its threshold, high from its own on.
+        # GEARBX 3.3: the low gear includes its threshold, and so does the high gear.
         reaches_top = gear == self.top - 1 and gear > 0
         return level >= self.up[gear] if reaches_top else level > self.up[gear]
 
@@ -208,7 +208,7 @@ class ThresholdGate:
 
 
 class OneGear:
-    """A gate that stays in one gear, of mode static and as a control."""
+    """A gate that stays in one gear, for mode static and as a control."""
 
     def __init__(self, gear: int = 0):
         self.gear = gear
@@ -223,11 +223,11 @@ class OneGear:
         return self.gear
 
 
-RUN_AHEAD = 2  # tokens: when a token is handed out, the pass for the next one is under way
+RUN_AHEAD = 2  # tokens: when a token is yielded, the next one is already in computation
 
 
 def replay(entropies: Iterable[float], monitor: Monitor, gate: Gate) -> list[int]:
-    """Routing without a model: the gear that the gate chooses after each recorded entropy (bits)."""
+    """Return the gear that the gate chooses after each recorded entropy (bits), without a model."""
     return [gate.update(monitor.update(value)) for value in entropies]
 
 
@@ -237,16 +237,15 @@ NotNegative = Annotated[float, Meta(ge=0)]
 
 
 AUTO: Literal["auto"] = "auto"
-MAKE_THRESHOLDS = "write a new one with gearbx_mlx calibrate"
+MAKE_THRESHOLDS = "use a new one of gearbx_mlx calibrate"
 
 
 class ThresholdFile(Struct, frozen=True):
-    """The file that `--thresholds` reads: `calibrate` writes it, or a person who wants another gate.
+    """Content of a `--thresholds` file, written by `calibrate` or by hand.
 
-    `thresholds` are in bits; without them the paper's are used. Of the gate's `window`, `hysteresis` and
-    `min_gear_duration`, those that are missing have their defaults. `shares`, when known, is the share of the
-    calibration tokens in each gear; `mode` is the decoding mode of the thresholds. In modes other than route they apply
-    only to the `gears`, and to the model with the `fingerprint`, that they were found with.
+    `thresholds` are in bits; None: the paper's. `window`, `hysteresis` and `min_gear_duration` are the gate's; None:
+    the default. `shares`, if known, are the calibration tokens' shares in each gear. `mode` is the decoding mode of the
+    thresholds. For other modes than route, `gears` and the model's `fingerprint` must match the calibration.
     """
 
     thresholds: list[float] | None = None
@@ -270,13 +269,13 @@ class ThresholdFile(Struct, frozen=True):
 
 @dataclass(frozen=True)
 class ReadThresholds:
-    """The content of a thresholds file, and the place that it was read from."""
+    """A thresholds file: its content and its path."""
 
     content: ThresholdFile
     place: str
 
     def bits(self, gears: Sequence[int], vocab_size: int, fingerprint: str) -> tuple[float, ...]:
-        """Return the thresholds. Raises GearbxError as `thresholds_of_file`, with the file's name."""
+        """Return the thresholds in bits. Raises GearbxError as `thresholds_of_file`, with the file's name."""
         try:
             return thresholds_of_file(self.content, gears, vocab_size, fingerprint)
         except GearbxError as error:
@@ -284,11 +283,11 @@ class ReadThresholds:
 
 
 Thresholds = Sequence[float] | Literal["auto"] | ReadThresholds | None
-"""Bits, one fewer than there are gears; a file's; "auto": found on a first prompt; None: the paper's."""
+"""Bits, one fewer than there are gears; a file; "auto": found on short prompts; None: the paper's."""
 
 
 def read_thresholds(text: str) -> Thresholds:
-    """Read what `--thresholds` names: numbers with commas between, "auto", or a file.
+    """Parse the value of `--thresholds`: numbers with commas between, "auto", or a file's name.
 
     Raises:
         GearbxError: neither numbers nor a thresholds file.
@@ -306,7 +305,7 @@ def parse_thresholds(text: str) -> ThresholdFile:
     """Parse a thresholds file.
 
     Raises:
-        GearbxError: not JSON, another schema or version, a field of the wrong kind.
+        GearbxError: not JSON, an unknown schema or version, a field of the wrong type.
     """
     content = parse_json(text)
     check_schema(content, "a thresholds file", THRESHOLDS_SCHEMA, THRESHOLDS_VERSION)
@@ -320,15 +319,15 @@ def thresholds_in_bits(
 
     Args:
         gears: bits of the ladder.
-        fingerprint: returns the model's, which a file may belong to.
+        fingerprint: returns the model's, to compare with a file's.
 
     Raises:
-        GearbxError: thresholds that do not fit the ladder or the model, or that are to be found on a prompt.
+        GearbxError: thresholds that do not fit the ladder or the model, or "auto".
     """
     if isinstance(thresholds, str):
         raise GearbxError(
-            f"thresholds are '{thresholds}', which is for mode route of generate, chat, server and analyze; "
-            "give bits, or a file from gearbx_mlx calibrate"
+            f"thresholds: must be bits here, got '{thresholds}', for mode route of generate, chat, server and analyze; "
+            "use bits, or a file of gearbx_mlx calibrate"
         )
     if isinstance(thresholds, ReadThresholds):
         return thresholds.bits(gears, vocab_size, fingerprint())
@@ -346,16 +345,16 @@ def thresholds_of_file(
         gears: bits.
 
     Raises:
-        GearbxError: another vocabulary, another number of gears, thresholds out of order, negative or not finite; in
-            other modes than route, other gears or another model, of which mode route warns.
+        GearbxError: a different vocabulary or number of gears, thresholds out of order, negative or not finite; in
+            other modes than route also other gears or a different model; mode route only warns of them.
     """
     if content.thresholds is None:
         return default_thresholds(len(gears), vocab_size)
     if content.vocab_size not in (None, vocab_size):
-        raise GearbxError(f"made for a vocabulary of {content.vocab_size}, this model has {vocab_size}")
+        raise GearbxError(f"made for a vocabulary of {content.vocab_size}, got a model with {vocab_size}")
     others = []
     if content.fingerprint not in ("", fingerprint):
-        others.append(f"made for another model ({content.model}), whose weights are not these")
+        others.append(f"made for a different model ({content.model}), whose weights are not these")
     if content.gears and list(content.gears) != list(gears):
         shown, mine = (",".join(map(str, bits)) for bits in (gears, content.gears))
         others.append(f"made for gears {mine}, not {shown}")
@@ -363,9 +362,9 @@ def thresholds_of_file(
         raise GearbxError(others[0])
     check_thresholds(content.thresholds, len(gears))
     if any(bits < 0 for bits in content.thresholds):
-        raise GearbxError(f"has a threshold of {min(content.thresholds):g} bits, and no entropy is below 0")
+        raise GearbxError(f"must have thresholds of 0 bits or more, got {min(content.thresholds):g}")
     for other in others:
-        warnings.warn(f"thresholds {other}: shares of the gears will be others", GearbxWarning, stacklevel=2)
+        warnings.warn(f"gears will have other shares: thresholds {other}", GearbxWarning, stacklevel=2)
     return tuple(float(t) for t in content.thresholds)
 
 
@@ -402,29 +401,30 @@ def first_gear(prompt: str, gears: int) -> int:
 
 
 BatchPolicy = Callable[[Sequence[int]], int]
-"""From the wishes of one or more sequences to the gear of a step. Gears are numbered from 0, the lowest precision."""
+"""Function from the requested gears of sequences to the gear of a step. Gear 0 is the lowest precision."""
 
 
 DEFAULT_POLICY = "highest"
 QUANTILE = "quantile:"
 
 
-def highest(wishes: Sequence[int]) -> int:
-    """Return the highest gear that a sequence wants: none gets less than alone."""
-    return max(wishes)
+def highest(requested: Sequence[int]) -> int:
+    """Return the highest requested gear: no sequence gets a lower one than it requested."""
+    return max(requested)
 
 
-def most(wishes: Sequence[int]) -> int:
-    """Return the gear that most sequences want; of several the highest."""
-    counts = Counter(wishes)
+def most(requested: Sequence[int]) -> int:
+    """Return the most requested gear; the highest of several."""
+    counts = Counter(requested)
     return max(counts, key=lambda gear: (counts[gear], gear))
 
 
 def quantile(share: float) -> BatchPolicy:
-    """Return the lowest gear that is enough for this share of the sequences; 1 is `highest`, 0 the lowest wish."""
+    """Return a policy for the lowest gear that is enough for this share of the sequences: 1 is `highest`, 0 the
+    lowest."""
 
-    def policy(wishes: Sequence[int]) -> int:
-        return sorted(wishes)[max(0, math.ceil(share * len(wishes) - 1e-9) - 1)]
+    def policy(requested: Sequence[int]) -> int:
+        return sorted(requested)[max(0, math.ceil(share * len(requested) - 1e-9) - 1)]
 
     return policy
 
@@ -433,11 +433,10 @@ NAMED: dict[str, BatchPolicy] = {"highest": highest, "most": most}
 
 
 def policy_named(name: str | BatchPolicy) -> BatchPolicy:
-    """Return the policy of a name: "highest", "most" or "quantile:Q", such as "quantile:0.75". A function is one
-    already.
+    """Return a policy by name: "highest", "most" or "quantile:Q", such as "quantile:0.75". Functions are returned.
 
     Raises:
-        GearbxError: a name that no policy has, a share outside of 0 to 1.
+        GearbxError: an unknown name, a share outside of 0 to 1.
     """
     if callable(name):
         return name
@@ -451,6 +450,6 @@ def policy_named(name: str | BatchPolicy) -> BatchPolicy:
         if 0 <= share <= 1:
             return quantile(share)
     raise GearbxError(
-        f"batch policy {name!a} does not exist; choose highest, most, or quantile:Q with Q from 0 to 1, "
+        f"batch policy: must be a known name, got {name!a}; choose highest, most, or quantile:Q with Q from 0 to 1, "
         "such as quantile:0.75"
     )

@@ -1,1 +1,1 @@
-"""Records of a run as files, numbers and pictures. Knows no model."""
+"""Telemetry: the trace, pictures of it, and the summary of a run. Records only, no models."""

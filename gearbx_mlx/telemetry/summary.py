@@ -1,4 +1,4 @@
-"""A run in numbers, counted token by token and summed up at the end."""
+"""Summary of a run: sums over its tokens, and their fields in the summary object."""
 
 import json
 import math
@@ -17,9 +17,9 @@ IMPORTED = time.perf_counter()
 
 @dataclass
 class Tally:
-    """What adds up over the tokens of a run. `gear_tokens` and `passes` name every gear of the ladder, also with 0.
+    """Sums over the tokens of a run. `gear_tokens` and `passes` have every gear of the ladder, also with 0.
 
-    What was looked up is in `from_lookup`, and in no gear.
+    Accepted tokens of prompt lookup are in `from_lookup`, and in no gear.
     """
 
     gear_tokens: dict[str, int]
@@ -63,17 +63,17 @@ class Tally:
         self.kv_caches.update(response.kv_caches)
 
     def mean(self, total: float) -> float:
-        """Per token; 0 without tokens."""
+        """Return a total per token; 0 without tokens."""
         return total / self.tokens if self.tokens else 0.0
 
     def bits_read(self, per_gear: Mapping[str, float]) -> float:
-        """Bits per weight that all passes read, of which each gear has its own."""
+        """Return the bits per weight that all passes read; per_gear: bits per weight in each gear."""
         return sum(count * per_gear[name] for name, count in self.passes.items())
 
 
 def draft_summary(tally: Tally, verifications: int) -> dict[str, Any]:
-    """Fields of a summary: tokens that were drafted, or that the text itself proposed; those of them that were
-    accepted, and the passes that verified them."""
+    """Return fields of a summary: tokens drafted, proposed by prompt lookup and accepted, and the passes that verified
+    them."""
     return {
         "drafted": tally.drafted,
         "accepted": tally.accepted,
@@ -86,10 +86,10 @@ def draft_summary(tally: Tally, verifications: int) -> dict[str, Any]:
 
 
 def kv_summary(tally: Tally, layers: int) -> dict[str, Any]:
-    """Fields of a summary: what passes read of a KV cache in gears, by bits; none without gears.
+    """Return fields of a summary: reads of a KV cache in gears, by bits; {} without gears.
 
     Args:
-        layers: caches that a pass reads.
+        layers: number of layer caches that a pass reads.
     """
     if not tally.kv_bytes:
         return {}
@@ -102,7 +102,7 @@ def kv_summary(tally: Tally, layers: int) -> dict[str, Any]:
 
 
 def kv_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the same as a line of a table: what a pass reads in each gear, in MB, and its share of the top one's."""
+    """Return a table's line of these fields: the MB per pass in each gear, and its share of the top gear's."""
     read = summary.get("kv_bytes_per_pass", {})
     top = list(read.values())[-1] if read else 0
     each = (f"{bits} bits: {count / 1e6:.3g} MB a pass ({count / top:.2f})" for bits, count in read.items())
@@ -110,14 +110,14 @@ def kv_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def draft_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return what was proposed, by a draft and by the text itself, and accepted, as a line of a table."""
+    """Return a table's line of proposed and accepted tokens, of drafts and of prompt lookup."""
     if "drafted" not in summary or not summary["tokens"]:
         return []
     draft = summary.get("draft_model")
     parts = [
         proposed_line("drafted" + (f" by {draft['name']}" if draft else ""), summary["drafted"], summary["accepted"]),
-        proposed_line("looked up in the text", summary.get("lookup_drafted", 0), summary.get("lookup_accepted", 0)),
-        f"{summary['near_ties']} near-ties, where rounding decides" if summary.get("near_ties") else "",
+        proposed_line("by prompt lookup", summary.get("lookup_drafted", 0), summary.get("lookup_accepted", 0)),
+        f"{summary['near_ties']} near-ties (decided by rounding)" if summary.get("near_ties") else "",
     ]
     return [("drafts", "; ".join(filter(None, parts)) or "none (plain decoding)")]
 
@@ -143,10 +143,10 @@ def summarize(
     Args:
         ladder: name, bits, bytes_per_weight of each gear.
         bits_per_weight: of the managed layers, by gear, as one pass reads them.
-        weight_bytes: that one token reads from the whole model, by gear.
-        of_mode: what the mode adds.
-        original_bytes: that a token would read of the original weights; None where that is not known.
-        further: fields that the command knows: speed, memory, layers.
+        weight_bytes: that one token reads of the whole model, by gear.
+        of_mode: the mode's fields.
+        original_bytes: that a token would read of the original weights; None if unknown.
+        further: fields of the command: speed, memory, layers.
     """
     top = weight_bytes[ladder[-1]["name"]]
     original = {} if original_bytes in (None, top) else {"weight_bytes_per_token_original": original_bytes}
@@ -169,13 +169,13 @@ def summarize(
 
 
 def process_start() -> float:
-    """Return when this process was started, in seconds of `time.perf_counter`.
+    """Return when this process started, in seconds of `time.perf_counter`.
 
-    Linux says it to a hundredth of a second; psutil, where it is installed, asks other systems. Elsewhere it is when
-    this module was imported.
+    Linux has the time to a hundredth of a second; psutil, if installed, has it on other systems. The fallback is the
+    import of this module.
     """
     try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()  # the name may have spaces
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()  # after a name that may have spaces
         since_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")
         return time.perf_counter() - (time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot)
     except (OSError, ValueError, IndexError, AttributeError):
@@ -189,7 +189,7 @@ def process_start() -> float:
 
 
 def whole_command(entered: float, ready: float, first: float, last: float) -> dict[str, float]:
-    """Return fields of a summary: seconds from Enter until a prompt could be read, to the first token, to the last one.
+    """Return fields of a summary: seconds from Enter until the model was ready, the first token, the last token.
 
     Args:
         entered, ready, first, last: seconds of `time.perf_counter`; first, last: 0 without a token.
@@ -203,7 +203,7 @@ def as_json(summary: Mapping[str, Any]) -> str:
 
 
 def finite_json(value: Any) -> Any:
-    """Return plain values without the numbers that JSON does not have: infinity becomes "inf", NaN becomes null."""
+    """Return plain values without numbers that JSON lacks: infinity becomes "inf", NaN becomes null."""
     if isinstance(value, dict):
         return {key: finite_json(part) for key, part in value.items()}
     if isinstance(value, list | tuple):

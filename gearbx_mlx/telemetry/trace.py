@@ -1,11 +1,11 @@
-"""The trace: one JSON object per token, and the colours of who wrote it: blue for the low gear, over mauve, to orange
-for the high one, and green for what was looked up in the text itself.
+"""Trace with one JSON object per token, its pictures, and the colors of gears and sources.
 
-The colours ascend in lightness, so that they differ in grey and for every colour blindness, and have a contrast of at
-least 3 against white, black and the grey of dark terminals.
+Colors: blue for the low gear, over mauve, to orange for the high one, and green for prompt lookup. They ascend in
+lightness, so they differ in gray and for every color blindness. Their contrast is at least 3 against white, black and
+the gray of dark terminals.
 
-Pictures of a trace need matplotlib, the extra `plots`. If a record has bounds, as with a server that shows a few
-log-probabilities, `entropy_low` and `entropy_high` stand in the place of `entropy`.
+Pictures of a trace need matplotlib, the extra `plots`. If a record has bounds, as with a server that lists a few
+log-probabilities, it has `entropy_low` and `entropy_high` instead of `entropy`.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from ..files.writing import replacing
 ANCHORS = ((90, 100, 211), (168, 105, 164), (229, 118, 3))
 MARKERS = "o^sDvPX"
 
-# Okabe and Ito's colours for what is not a gear. https://jfly.uni-koeln.de/color
+# Okabe and Ito's colors for anything but gears. https://jfly.uni-koeln.de/color
 BLACK, ORANGE, SKY_BLUE, GREEN, YELLOW, BLUE, VERMILION, PURPLE = SERIES = (
     "#000000",
     "#e69f00",
@@ -35,12 +35,12 @@ BLACK, ORANGE, SKY_BLUE, GREEN, YELLOW, BLUE, VERMILION, PURPLE = SERIES = (
     "#cc79a7",
 )
 
-LOOKUP = "lookup"  # wrote a token that the text itself proposed (prompt lookup)
+LOOKUP = "lookup"  # source of an accepted token of prompt lookup
 LOOKUP_COLOR = GREEN
 
 
 def gear_color(index: int, gears: int) -> str:
-    """#rrggbb of gear `index` (0 is the lowest) in a ladder of `gears`; a single gear has the top gear's colour."""
+    """Return the color #rrggbb of gear `index` (0: lowest) in a ladder of `gears`; a single gear is a top gear."""
     place = (index / (gears - 1) if gears > 1 else 1.0) * (len(ANCHORS) - 1)
     left = min(int(place), len(ANCHORS) - 2)
     mix = place - left
@@ -49,7 +49,7 @@ def gear_color(index: int, gears: int) -> str:
 
 
 def gear_marker(index: int) -> str:
-    """matplotlib's marker of gear `index`, so that a picture does not depend on colour alone."""
+    """Return matplotlib's marker of gear `index`, so that pictures do not depend on color only."""
     return MARKERS[index % len(MARKERS)]
 
 
@@ -57,7 +57,7 @@ FIELDS = ("token", "text", "entropy", "mean_entropy", "gear", "shifted")
 
 
 class Token(Protocol):
-    """What a trace needs to know of a token; mlx-lm's response with the gearbox's fields has it."""
+    """A token with the fields that a trace uses, as in GearResponse."""
 
     token: int
     text: str
@@ -79,7 +79,7 @@ class Token(Protocol):
 
 
 def writer_of(token: Token) -> str:
-    """Return who wrote a token: the name of a gear; LOOKUP, where it was looked up and not computed by a draft."""
+    """Return the source of a token: LOOKUP for an accepted one of prompt lookup, else the name of its gear."""
     return LOOKUP if token.source == LOOKUP else token.gear
 
 
@@ -88,12 +88,12 @@ def record(
 ) -> dict[str, Any]:
     """Return the trace's object for one token.
 
-    A token after which a controller decided something has that as `decision`.
+    The controller's decision after the token, if any, is its `decision`.
 
     Args:
         index: counts from 0.
-        extra: comes first (the prompt's number, say).
-        fields: further fields of the response, which the mode adds.
+        extra: first fields, such as the prompt's number.
+        fields: additional fields of the response, set by the mode.
     """
     entry = {**(extra or {}), "index": index, **{name: getattr(response, name) for name in (*FIELDS, *fields)}}
     return entry if response.decision is None else entry | {"decision": asdict(response.decision)}
@@ -102,8 +102,8 @@ def record(
 class TraceWriter:
     """A context that writes records as they come.
 
-    The file takes its name when the context ends, also by an interrupt or where standard output is lost: the trace is
-    then complete up to there. Any other exception leaves no file.
+    The file gets its name at the end of the context. After an interrupt, or if standard output is lost, it contains the
+    trace up to there. Any other exception leaves no file.
     """
 
     def __init__(self, path: Path | None):
@@ -126,17 +126,17 @@ class TraceWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None and issubclass(kind, KeyboardInterrupt | OutputLost):
-            self._stack.close()  # as if all had ended well
+            self._stack.close()  # completes the file, as without an exception
         else:
             self._stack.__exit__(kind, error, trace)
 
 
-UNDECIDED = "undecided"  # stands for a gear where entropies between the bounds lead to different ones
+UNDECIDED = "undecided"  # gear of tokens whose bounds of the entropy allow several gears
 BOUNDS = ("low", "high")
 
 
 def interval(record: Mapping[str, Any], name: str) -> tuple[float, float]:
-    """Return the bounds of a field; twice its value where that is known."""
+    """Return the bounds of a field; if its value is known, it is both bounds."""
     if name in record:
         return record[name], record[name]
     low, high = (record[f"{name}_{bound}"] for bound in BOUNDS)
@@ -150,7 +150,7 @@ def middle(record: Mapping[str, Any], name: str) -> float:
 
 @dataclass
 class IntervalTally:
-    """What adds up over the tokens of a run; `gear_tokens` names every gear and UNDECIDED, also with 0."""
+    """Sums over the tokens of a run with bounds; `gear_tokens` has every gear and UNDECIDED, also with 0."""
 
     gear_tokens: dict[str, int]
     tokens: int = 0
@@ -162,7 +162,7 @@ class IntervalTally:
         return cls(dict.fromkeys([*gears, UNDECIDED], 0))
 
     def add(self, record: Mapping[str, Any], before: Mapping[str, Any] | None) -> None:
-        """Take a record, and the one before it after the same prompt."""
+        """Take a record, and the previous one of the same prompt; None for the first."""
         self.tokens += 1
         self.gear_tokens[record["gear"]] += 1
         for i, value in enumerate(interval(record, "entropy")):
@@ -171,7 +171,7 @@ class IntervalTally:
             self.shifts[i] += before is not None and record[f"gear_{bound}"] != before[f"gear_{bound}"]
 
     def summary(self) -> dict[str, Any]:
-        """Fields of a summary."""
+        """Return the fields of a summary."""
         tokens = max(1, self.tokens)
         return {
             "tokens": self.tokens,
@@ -182,20 +182,20 @@ class IntervalTally:
         }
 
 
-LONGEST_TRACE = 400  # tokens: beyond that a picture of single tokens shows nothing
+LONGEST_TRACE = 400  # tokens: single tokens of longer traces are not visible
 MAX_BARS = 40
-NARROWEST = 0.05  # bits: values that differ by rounding alone have no 50 bins between them
+NARROWEST = 0.05  # bits: 50 bins need a wider range than rounding errors
 GREY = "0.6"  # of tokens without a gear
 PICTURES = ("entropy_trace.png", "entropy_histogram.png", "gear_shares.png")
 LEGEND_OUTSIDE: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "frameon": False}
 
 
 def get_pyplot() -> Any:
-    """matplotlib's pyplot, which draws to files. Raises GearbxError where matplotlib is not installed."""
+    """Return matplotlib's pyplot, which draws to files. Raises GearbxError if matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError as error:
-        raise GearbxError("pictures need matplotlib; install it with: pip install matplotlib") from error
+        raise GearbxError("matplotlib: is not installed; use pip install matplotlib") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -203,7 +203,7 @@ def get_pyplot() -> Any:
 
 
 def save(figure: Any, path: Path, dpi: int = 110) -> None:
-    """Write a figure as png or svg, by the end of the path's name, and close it. Equal figures are equal bytes.
+    """Write a figure as png or svg, by the path's suffix, and close it. Equal figures yield equal bytes.
 
     Raises:
         GearbxError: the file cannot be written.
@@ -243,7 +243,7 @@ def draw_report(
 
 
 def draw_trace(axes: Any, records: Sequence[dict], colors: dict[str, str], thresholds: Sequence[float]) -> None:
-    """Draw a marker per token, in colour and shape of its gear, and the rolling mean; a line begins a new prompt."""
+    """Draw a marker per token in its gear's color and shape, and the rolling mean; lines separate prompts."""
     shown = records[:LONGEST_TRACE]
     axes.plot(*zip(*mean_line(shown)), color="0.35", linewidth=1, label="rolling mean", zorder=1)
     if not all("entropy" in entry for entry in shown):
@@ -254,18 +254,18 @@ def draw_trace(axes: Any, records: Sequence[dict], colors: dict[str, str], thres
     for i, (name, color) in enumerate(colors.items()):
         places = [place for place, entry in enumerate(shown) if entry["gear"] == name]
         heights = [middle(shown[place], "entropy") for place in places]
-        # A white rim keeps markers apart that lie on each other.
+        # A white edge separates markers that overlap.
         axes.scatter(
             places, heights, s=30, marker=gear_marker(i), color=color, label=name, edgecolors="white", linewidths=0.5
         )
     mark_thresholds(axes.axhline, thresholds)
     more = f" (first {len(shown)} of {len(records)} tokens)" if len(records) > len(shown) else ""
-    axes.set(xlabel="token; a grey line begins a new prompt", ylabel="entropy, bits", title=f"Entropy and gear{more}")
+    axes.set(xlabel="token; gray lines separate prompts", ylabel="entropy, bits", title=f"Entropy and gear{more}")
     axes.legend(**LEGEND_OUTSIDE)
 
 
 def draw_bounds(axes: Any, records: Sequence[dict], colors: dict[str, str]) -> None:
-    """Draw the bounds of each entropy as a line through its marker, and those of the rolling mean as a band."""
+    """Draw the bounds of each entropy as a line through its marker, and the rolling mean's bounds as a band."""
     sides = [mean_line(records, side) for side in (min, max)]
     places, lows = zip(*sides[0])
     axes.fill_between(places, lows, [high for _, high in sides[1]], color="0.88", linewidth=0, zorder=0)
@@ -276,8 +276,8 @@ def draw_bounds(axes: Any, records: Sequence[dict], colors: dict[str, str]) -> N
 def mean_line(
     records: Sequence[dict], side: Callable[[tuple[float, float]], float] = statistics.mean
 ) -> list[tuple[float, float]]:
-    """Return the rolling mean over the tokens, with a gap where a new prompt begins. side: of its bounds;
-    their middle."""
+    """Return the rolling mean over the tokens, with gaps between prompts; side: which of its bounds, or their
+    mean."""
     line: list[tuple[float, float]] = []
     for place, entry in enumerate(records):
         if place and entry["prompt"] != records[place - 1]["prompt"]:
@@ -287,7 +287,7 @@ def mean_line(
 
 
 def draw_histogram(axes: Any, records: Sequence[dict], colors: dict[str, str], thresholds: Sequence[float]) -> None:
-    """Draw how often each rolling mean occurs, which the gate compares with its thresholds, stacked by gear."""
+    """Draw a histogram of the rolling means that the gate compares with its thresholds, stacked by gear."""
     values = [[middle(entry, "mean_entropy") for entry in records if entry["gear"] == name] for name in colors]
     least, most = min(map(min, filter(None, values))), max(map(max, filter(None, values)))
     axes.hist(
@@ -305,7 +305,7 @@ def draw_histogram(axes: Any, records: Sequence[dict], colors: dict[str, str], t
     axes.set(
         xlabel="rolling mean of the entropy, bits" if exact else "rolling mean, middle between its bounds, bits",
         ylabel="tokens",
-        title="Where the thresholds cut (they act two tokens later)",
+        title="Rolling means and thresholds (shifts follow two tokens later)",
     )
     axes.legend(**LEGEND_OUTSIDE)
 

@@ -102,13 +102,17 @@ LATE = "no token for 1 s; set a longer --server-timeout"
 @pytest.mark.parametrize(
     ("reply", "words", "came"),
     [
-        (lambda: chat_answer(PAIR, [-0.1, -0.1]), "prompt 2, token 2: the probabilities add up to 1.81", 2),
-        (lambda: chat_answer(PAIR, PAIR, [0.7, -1.0]), "token 3: 0.7 is not a log-probability", 3),
-        (lambda: chat_answer(PAIR, [math.nan, -1.0]), "token 2: nan is not a log-probability", 2),
-        (lambda: chat_answer(PAIR, [-7.1] * 20), "token 2: the probabilities leave 0.983 to 44 other tokens", 2),
-        (lambda: chat_answer(PAIR, [-5.0] * 70), "token 2: there are 70 log-probabilities for a vocabulary of 64", 2),
-        (lambda: answer(whole([chat_entry(PAIR), {"token": "b"}])), "token 2: there are no log-probabilities", 2),
-        (lambda: answer(whole([], "bare")), "no log-probabilities for m", 1),
+        (
+            lambda: chat_answer(PAIR, [-0.1, -0.1]),
+            "prompt 2, token 2: probabilities: must sum to at most 1, got 1.81",
+            2,
+        ),
+        (lambda: chat_answer(PAIR, PAIR, [0.7, -1.0]), "token 3: log-probabilities: must be 0 or less, got 0.7", 3),
+        (lambda: chat_answer(PAIR, [math.nan, -1.0]), "token 2: log-probabilities: must be 0 or less, got nan", 2),
+        (lambda: chat_answer(PAIR, [-7.1] * 20), "token 2: probabilities: 44 unlisted tokens of at most ", 2),
+        (lambda: chat_answer(PAIR, [-5.0] * 70), "token 2: log-probabilities: must be at most 64, got 70", 2),
+        (lambda: answer(whole([chat_entry(PAIR), {"token": "b"}])), "token 2: log-probabilities: must not be empty", 2),
+        (lambda: answer(whole([], "bare")), "gives no log-probabilities for m", 1),
         (lambda: Answer([b'{"choices": [{']), "not JSON", 1),
         (lambda: answer({"choices": [{"logprobs": {"content": 3}}]}), "content is 3, not a list", 1),
         (lambda: refused("overloaded", 503), "answers 503 (overloaded); see the server's log", 1),
@@ -192,7 +196,7 @@ def test_trace_and_summary_are_written_and_a_line_says_what_pictures_need(comman
     out = tmp_path / "report"
     done = command("analyze", "--prompts", tmp_path / "prompts.txt", "--out", out, "-m", 4)
     assert done.status == 0, done.err
-    assert "written without pictures: pictures need matplotlib; install it with: pip install matplotlib\n" in done.err
+    assert "no pictures are drawn: matplotlib: is not installed; use pip install matplotlib\n" in done.err
     assert done.out.split() == [str(out / "trace.jsonl"), str(out / "summary.json")]
     assert {path.name for path in out.iterdir()} == {"trace.jsonl", "summary.json"}
     assert json.loads((out / "summary.json").read_text())["tokens"] == 4

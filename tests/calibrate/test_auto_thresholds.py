@@ -72,7 +72,7 @@ def test_of_a_model_that_is_sure_there_they_are_the_percentiles_of_the_prompt_wi
 
 
 def test_a_short_prompt_is_refused_then(tokenizer, sure):
-    with pytest.raises(GearbxError, match="calibration has 2 tokens with entropy above 0, and needs 5"):
+    with pytest.raises(GearbxError, match="calibration: needs 5 tokens with entropy above 0, got 2"):
         auto_thresholds(new_gearbox(), tokenizer, [1, 2])
 
 

@@ -197,7 +197,7 @@ class TestPipes:
                 return next(self.lines, None)
 
         refused = {
-            "/save ~nosuchuser/a.md": "~nosuchuser/a.md: there is no such home directory; write the path in full",
+            "/save ~nosuchuser/a.md": "~nosuchuser/a.md: has an unknown home directory; use the full path",
             "/save a\0.md": r"a\x00.md: no file can have a null character in its name; choose another one",
             "/system Be \udcff": "this line: not UTF-8 text (surrogates not allowed); use UTF-8",
             "Be \udcff": "this line: not UTF-8 text (surrogates not allowed); use UTF-8",
@@ -206,7 +206,7 @@ class TestPipes:
             "/rest": "/rest: no such command; /reset is near, and a space in front makes it a message",
             f"/save {tmp_path}/{'n' * 300}.md": "File name too long",
             "/mode route --thresholds a\0": "cannot be read as a thresholds file",
-            "/mode telemetry-only": "mode 'telemetry-only' is for weights as they are, and these are in gears: ",
+            "/mode telemetry-only": "mode 'telemetry-only': is for original weights, got gears; choose from ",
         }
         with chat(gears="3,16") as session:
             converse(session, Typed(*refused))
@@ -221,7 +221,7 @@ class TestPipes:
         monkeypatch.setattr("gearbx_mlx.chat.run.open_model", lambda *_: pytest.fail("the model was loaded"))
         done = command("chat")
         assert (done.status, done.err.count("\n")) == (2, 1)
-        assert done.err.startswith("error: standard input is closed")
+        assert done.err.startswith("error: standard input: must be open")
 
 
 class TestCommands:
@@ -256,7 +256,9 @@ class TestCommands:
     def test_a_model_that_is_only_observed_has_no_other_mode(self, line):
         with (
             chat(mode="telemetry-only") as session,
-            pytest.raises(GearbxError, match="no layer of this model changes gear; mode telemetry-only was asked for"),
+            pytest.raises(
+                GearbxError, match="no layer of this model changes gear, as requested by mode telemetry-only"
+            ),
         ):
             obey(session, line)
 

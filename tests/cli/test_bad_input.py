@@ -99,7 +99,9 @@ def test_a_token_of_a_text_that_the_model_does_not_know(command, copied, tmp_pat
     text.write_text("Once upon a time there was a small house on a hill, and a dog lived in it.")
     result = command(*flags, "--data", text, "--model", copied, "--out", tmp_path / "out")
     assert result.status == 2
-    assert result.err.splitlines()[-1] == f"error: {text} has token 4096, and the model knows 0 to 4095"
+    assert (
+        result.err.splitlines()[-1] == f"error: {text}: tokens must be 0 to 4095, got 4096; use this model's tokenizer"
+    )
 
 
 def test_a_class_of_mlx_lm_that_ends_the_process(command, copied, tmp_path, monkeypatch):
@@ -133,12 +135,12 @@ def test_a_checkpoint_that_lacks_weights(command, copied):
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        ({"vocab_size": 32000}, "vocabulary of 32000, this model has 4096"),
+        ({"vocab_size": 32000}, "vocabulary of 32000, got a model with 4096"),
         ({"schema": "something else"}, "schema"),
         ({"version": 99}, "has version 99, and this gearbx-mlx reads 1"),
         ({"thresholds": [2.0, 1.0]}, "ascend"),
         ({"thresholds": [1.0]}, "need 2 thresholds"),
-        ({"thresholds": [-1.0, 2.0]}, "-1 bits"),
+        ({"thresholds": [-1.0, 2.0]}, "0 bits or more, got -1"),
         ({"thresholds": [1.0, float("nan")]}, "finite"),
         ({"thresholds": [10**400, 2.0]}, "finite"),
         ({"thresholds": "1,2"}, 'thresholds is "1,2", not a list'),

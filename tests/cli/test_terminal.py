@@ -251,7 +251,7 @@ class TestTables:
 
     def test_says_what_was_proposed_and_what_of_it_accepted(self):
         found = {"drafted": 8, "accepted": 6, "lookup_drafted": 4, "lookup_accepted": 1, "near_ties": 0}
-        proposed = "8 drafted, 6 accepted (75%); 4 looked up in the text, 1 accepted (25%)"
+        proposed = "8 drafted, 6 accepted (75%); 4 by prompt lookup, 1 accepted (25%)"
         assert draft_rows(found | {"tokens": 9}) == [("drafts", proposed)]
         assert draft_rows(dict.fromkeys(found, 0) | {"tokens": 9}) == [("drafts", "none (plain decoding)")]
         assert draft_rows({"tokens": 9}) == []

@@ -10,7 +10,7 @@ from refusals import refuses
 from gearbx_mlx import Gearbox, calibrate, stream_generate
 from gearbx_mlx.__main__ import main
 from gearbx_mlx.chat import parse_mode
-from gearbx_mlx.machine.readers import Scripted
+from gearbx_mlx.machine.sensors import Scripted
 
 UNKNOWN = {
     # commands

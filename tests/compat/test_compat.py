@@ -383,7 +383,7 @@ class TestNewerVersions:
     def test_latent_attention_is_named_before_the_text(self, newer, demo):
         versions._warned.add(versions.untested())  # and warned about before
         gearbox = Gearbox(tiny_model("deepseek_v3", dtype=mx.bfloat16), "4,16", dtype="bfloat16")
-        with pytest.warns(GearbxWarning, match="DeepseekV3Attention computes several tokens in another way than one"):
+        with pytest.warns(GearbxWarning, match="DeepseekV3Attention computes several tokens differently from one"):
             stream_generate(gearbox.model, demo.tokenizer, [1, 5, 9], mode=Lossless(), gearbox=gearbox)
 
     @QUIETLY
@@ -438,5 +438,5 @@ def test_several_tokens_have_the_bits_of_single_ones():
 
 def test_a_class_that_lets_tokens_see_later_ones_is_named_before_the_text(demo):
     gearbox = Gearbox(tiny("phi3small"), "4,16", group_size=32)
-    with pytest.warns(GearbxWarning, match="mlx_lm.models.phi3small computes several tokens in another way than one"):
+    with pytest.warns(GearbxWarning, match="mlx_lm.models.phi3small computes several tokens differently from one"):
         stream_generate(gearbox.model, demo.tokenizer, PROMPT[0].tolist(), mode=Lossless(), gearbox=gearbox)

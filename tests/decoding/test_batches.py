@@ -162,32 +162,44 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("keywords", "line"),
         [
-            ({"prompts": []}, "prompts is empty; give one prompt or more"),
-            ({"prompts": ["x", []], "max_tokens": 3}, "prompts[1] is empty; give one token or more"),
-            ({"prompts": ["x", [1] * 9999]}, "prompts[1] has 9999 tokens, and the model's context"),
-            *(({"max_tokens": w}, f"max_tokens of prompts[0] is {w}; give 1 or more") for w in (0, None, 1.5)),
-            ({"max_tokens": [3, 3, -1, 3]}, "max_tokens of prompts[2] is -1; give 1 or more"),
-            ({"max_tokens": [3]}, "max_tokens has 1 entries for 4 prompts; give one for each"),
-            ({"seeds": [1, 2]}, "seeds has 2 entries for 4 prompts"),
-            ({"samplers": [None]}, "samplers has 1 entries for 4 prompts"),
-            ({"prompt_caches": []}, "caches has 0 entries for 4 prompts"),
-            ({"batch_policy": "mean"}, "batch policy 'mean' does not exist"),
-            ({"mode": Kickdown()}, "mode 'kickdown' writes one text at a time"),
-            ({"prompts": "Once"}, "prompts is one text; give a list of texts"),
-            ({"prompts": ["x", [7, 10**6]]}, "prompts[1] has token 1000000, and the model knows 0 to 4095"),
-            ({"prompts": ["x", [-1]]}, "prompts[1] has token -1, and the model knows"),
-            ({"kv_gears": "4,16"}, "kv_gears is for one text at a time; leave it out"),
-            ({"kv_bits": 4}, "kv_bits is for one text at a time; leave it out"),
-            ({"colour": 1}, "a batch has no colour; choose from completion_batch_size, "),
-            *(({f"{of}_batch_size": 0}, f"{of}_batch_size is 0; give 1 or more") for of in ("prefill", "completion")),
-            ({"prefill_step_size": -2}, "prefill_step_size is -2; give 1 or more"),
-            ({"max_kv_size": 0}, "max_kv_size is 0; give 1 or more"),
-            ({"batch_policy": 3}, "batch policy 3 does not exist"),
-            ({"mode": Route(), "batch_policy": lambda w: 7}, "the batch policy chose gear 7; a policy returns 0 to 1"),
-            ({"seeds": [1, 2, 1.5, None]}, "seeds[2] is 1.5; give a whole number from 0, or None"),
-            ({"logits_processors": [None, 5, None, None]}, "logits_processors[1] is 5; give a list of functions"),
-            ({"prompt_caches": [[KVCache()], *[None] * 3]}, "prompt_caches[0] has 1 layers, and the model 6"),
-            ({"prompt_caches": [[QuantizedKVCache()] * 6, *[None] * 3]}, "prompt_caches[0] has a QuantizedKVCache"),
+            ({"prompts": []}, "prompts: must not be empty; pass one prompt or more"),
+            ({"prompts": ["x", []], "max_tokens": 3}, "prompts[1]: must have tokens, got none; pass one token or more"),
+            ({"prompts": ["x", [1] * 9999]}, "prompts[1]: must be below the context of "),
+            *(({"max_tokens": w}, f"max_tokens[0]: must be 1 or more, got {w}; set") for w in (0, None, 1.5)),
+            ({"max_tokens": [3, 3, -1, 3]}, "max_tokens[2]: must be 1 or more, got -1; set"),
+            ({"max_tokens": [3]}, "max_tokens: must have one entry per prompt, got 1 for 4; pass all"),
+            ({"seeds": [1, 2]}, "seeds: must have one entry per prompt, got 2 for 4"),
+            ({"samplers": [None]}, "samplers: must have one entry per prompt, got 1 for 4"),
+            ({"prompt_caches": []}, "caches: must have one entry per prompt, got 0 for 4"),
+            ({"batch_policy": "mean"}, "batch policy: must be a known name, got 'mean'"),
+            ({"mode": Kickdown()}, "mode 'kickdown': generates one sequence at a time"),
+            ({"prompts": "Once"}, "prompts: must be a list, got one string; pass a list of strings"),
+            ({"prompts": ["x", [7, 10**6]]}, "prompts[1]: tokens must be 0 to 4095, got 1000000; use"),
+            ({"prompts": ["x", [-1]]}, "prompts[1]: tokens must be 0 to 4095, got -1"),
+            ({"kv_gears": "4,16"}, "kv_gears: is not available in batches; omit it"),
+            ({"kv_bits": 4}, "kv_bits: is not available in batches; omit it"),
+            ({"colour": 1}, "batch: has no colour; choose from completion_batch_size, "),
+            *(
+                ({f"{of}_batch_size": 0}, f"{of}_batch_size: must be 1 or more, got 0; set")
+                for of in ("prefill", "completion")
+            ),
+            ({"prefill_step_size": -2}, "prefill_step_size: must be 1 or more, got -2; set"),
+            ({"max_kv_size": 0}, "max_kv_size: must be 1 or more, got 0; set"),
+            ({"batch_policy": 3}, "batch policy: must be a known name, got 3"),
+            ({"mode": Route(), "batch_policy": lambda w: 7}, "batch policy: must return 0 to 1, got 7; use"),
+            ({"seeds": [1, 2, 1.5, None]}, "seeds[2]: must be a whole number from 0, got 1.5; use"),
+            (
+                {"logits_processors": [None, 5, None, None]},
+                "logits_processors[1]: must be functions, got 5; pass a list",
+            ),
+            (
+                {"prompt_caches": [[KVCache()], *[None] * 3]},
+                "prompt_caches[0]: must have 6 layers for this model, got 1",
+            ),
+            (
+                {"prompt_caches": [[QuantizedKVCache()] * 6, *[None] * 3]},
+                "prompt_caches[0]: sequences cannot share a QuantizedKVCache",
+            ),
         ],
     )
     def test_is_one_line_that_names_the_value(self, written, keywords, line):
@@ -201,7 +213,7 @@ class TestBadInput:
         (uid,) = generator.insert([tokenizer.encode(PROMPTS[0])], [6])
         tokens = []
         while responses := generator.next_generated():
-            with pytest.raises(GearbxError, match=r"prompts\[1\] is empty"):
+            with pytest.raises(GearbxError, match=r"prompts\[1\]: must have tokens"):
                 generator.insert([[1, 2], []])
             tokens += [response.token for response in responses]
         assert tokens == [each.token for each in alone(PROMPTS[0], 6, mode=Static("high"))]
@@ -210,7 +222,7 @@ class TestBadInput:
     @pytest.mark.parametrize("mode", [Static("high"), Lossless(lookup_tokens=0)], ids=lambda mode: mode.name)
     @pytest.mark.parametrize(
         ("whole", "broken", "words"),
-        [(0, lambda logits: logits * float("nan"), "the logits are not finite"), (3, lambda logits: 1 / 0, "by zero")],
+        [(0, lambda logits: logits * float("nan"), "logits: not finite"), (3, lambda logits: 1 / 0, "by zero")],
     )
     def test_of_one_row_alone_ends_its_sequence_alone(self, gearbox, tokenizer, alone, mode, whole, broken, words):
         tokens = [tokenizer.encode(prompt) for prompt in PROMPTS[:2]]

@@ -60,17 +60,20 @@ def quantized_otherwise(cache):
 
 
 DAMAGED = {
-    "too few": (lambda cache: cache[:3], "holds 3 caches, and the model has 6"),
-    "too many": (lambda cache: [*cache, KVCache.from_state(cache[0].state)], "holds 7 caches, and the model has 6"),
+    "too few": (lambda cache: cache[:3], "must have 6 caches for this model, got 3"),
+    "too many": (
+        lambda cache: [*cache, KVCache.from_state(cache[0].state)],
+        "must have 6 caches for this model, got 7",
+    ),
     "none": (lambda cache: [], "cache"),
-    "another kind": (rotating, "cache 4 is RotatingKVCache"),
-    "heads": (keys(lambda a: a[:, :1]), "cache 2 is KVCache(float 1x1x*x64, float 1x2x*x64)"),
-    "head size": (keys(lambda a: a[..., :32]), "cache 2 is KVCache(float 1x2x*x32, float 1x2x*x64)"),
-    "a batch": (keys(lambda a: mx.concatenate([a, a])), "cache 2 is KVCache(float 2x2x*x64"),
-    "dtype": (keys(lambda a: a.astype(mx.int32)), "cache 2 is KVCache(int32 1x2x*x64"),
-    "keys without values": (keys(lambda a: a[:, :, :3]), "cache 2 says another number of tokens than it has"),
-    "offset": (other_offset, "cache 1 says another number of tokens than it has"),
-    "bits": (quantized_otherwise, "cache 0 is QuantizedKVCache(uint32 1x2x*x8, "),
+    "another kind": (rotating, "got RotatingKVCache"),
+    "heads": (keys(lambda a: a[:, :1]), "got KVCache(float 1x1x*x64, float 1x2x*x64)"),
+    "head size": (keys(lambda a: a[..., :32]), "got KVCache(float 1x2x*x32, float 1x2x*x64)"),
+    "a batch": (keys(lambda a: mx.concatenate([a, a])), "got KVCache(float 2x2x*x64"),
+    "dtype": (keys(lambda a: a.astype(mx.int32)), "got KVCache(int32 1x2x*x64"),
+    "keys without values": (keys(lambda a: a[:, :, :3]), "cache 2: has a wrong number of tokens"),
+    "offset": (other_offset, "cache 1: has a wrong number of tokens"),
+    "bits": (quantized_otherwise, "got QuantizedKVCache(uint32 1x2x*x8, "),
     "NaN": (keys(lambda a: a * float("nan")), "has values that are not finite"),
 }
 
@@ -82,7 +85,7 @@ def test_a_prompt_cache_that_does_not_suit_the_model_is_refused(command, demo, t
     assert (result.status, result.out) == (2, "")
     assert result.err.startswith(f"error: {file}: ")
     assert complaint in result.err
-    assert "make it again" in result.err or "use a file" in result.err
+    assert "use mlx_lm.cache_prompt" in result.err or "make one" in result.err
 
 
 NO_CONVERSATIONS = "[]", "{", '{"before": 1, "templated": true, "tokens": []}'
@@ -147,10 +150,10 @@ def test_tokens_in_a_cache_of_states_and_entries_count_for_the_context(command, 
 @pytest.mark.parametrize(
     ("architecture", "keywords", "complaint"),
     [
-        ("llama", {"kv_group_size": 64}, "--kv-group-size is 64, and the model's heads have 32 numbers"),
-        ("qwen2", {"max_kv_size": 8}, "--kv-bits is 4, and a cache that rotates"),
-        ("gemma3_text", {}, "--kv-bits is 4, and a cache that rotates"),
-        ("mamba", {}, "--kv-bits is 4, and ArraysCache cannot be quantized"),
+        ("llama", {"kv_group_size": 64}, "--kv-group-size: must divide the heads' 32 numbers, got 64"),
+        ("qwen2", {"max_kv_size": 8}, "--kv-bits: a rotating cache .* cannot be quantized, got 4"),
+        ("gemma3_text", {}, "--kv-bits: a rotating cache .* cannot be quantized, got 4"),
+        ("mamba", {}, "--kv-bits: ArraysCache cannot be quantized, got 4"),
     ],
 )
 def test_a_cache_that_cannot_be_quantized_is_refused_before_the_text(demo, architecture, keywords, complaint):

@@ -20,8 +20,8 @@ from gearbx_mlx.decoding import drafters, sampling
 from gearbx_mlx.decoding.drafters import DRAFTERS, Drafter, DraftTarget, of_draft
 from gearbx_mlx.decoding.drafters.low_gear import LowGear, draft_cost
 from gearbx_mlx.decoding.policy import FixedPolicy
+from gearbx_mlx.decoding.response import GeneratedText
 from gearbx_mlx.decoding.sampling import Chooser, reader_of
-from gearbx_mlx.decoding.text import GeneratedText
 from gearbx_mlx.formats.native import Native, rounded_to
 from gearbx_mlx.ranks.agreement import Agreement
 
@@ -153,7 +153,7 @@ class TestAnotherModel:
     def test_one_whose_cache_cannot_be_cut_drafts_nothing(self):
         gearbox = Gearbox(tiny_model(), "16")
         theirs = written(gearbox, TOKENS, 20)
-        with pytest.warns(GearbxWarning, match=r"keeps a state instead of entries.*it drafts nothing") as said:
+        with pytest.warns(GearbxWarning, match=r"a state instead of entries.*drafting is disabled") as said:
             ours = written(gearbox, TOKENS, 20, Lossless(), draft_model=tiny_model("mamba"))
         assert len(said) == 1
         assert_written(ours, theirs)
@@ -286,7 +286,7 @@ def test_a_text_that_is_closed_while_a_device_drafts_leaves_the_cache_at_its_las
 @pytest.mark.parametrize("draft", ["4", "8"])
 def test_low_gear_names_itself_and_its_cost_follows_its_bits(draft):
     gearbox = Gearbox(tiny_model(), "4,8,16")
-    drafter = LowGear.of(DraftTarget(gearbox, [], Chooser(greedy_sampler), mode=Lossless(draft)))
+    drafter = LowGear.of(DraftTarget(gearbox, [], Chooser(greedy_sampler), draft=draft))
     assert drafter.name == f"{draft} bits"
     assert int(draft) / 16 < drafter.cost < 1
 

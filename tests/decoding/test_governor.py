@@ -9,7 +9,7 @@ from gearbx_mlx import Gearbox, GearbxError, Governor, Kickdown, Route, stream_g
 from gearbx_mlx.decoding.governor import MemoryGuard
 from gearbx_mlx.formats.tied import linear_of
 from gearbx_mlx.gears.discovery import default_sensitivity
-from gearbx_mlx.machine.readers import MachineState, OwnMemory, Point, Scripted, Watch
+from gearbx_mlx.machine.sensors import MachineState, OwnMemory, Point, Scripted, Watch
 
 PROMPT = "Tom has 3 apples and 4 pears. How many"
 
@@ -37,7 +37,7 @@ class TestOrder:
         assert order[-1] == "lm_head"
 
     def test_bounds_that_no_width_is_in(self, geared):
-        with pytest.raises(GearbxError, match="none is from 7 to 7"):
+        with pytest.raises(GearbxError, match="needs bits from 7 to 7"):
             Governor(geared[0], bounds={geared[0].layers[0].path: (7, 7)})
 
 
@@ -70,7 +70,7 @@ class TestGoverned:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"mode": "lossless"}, "mode 'lossless' writes the top gear's text"),
+            ({"mode": "lossless"}, "mode 'lossless': generates the top gear's output"),
             ({"mode": "route", "draft_model": object()}, "takes no draft model"),
         ],
     )
@@ -82,7 +82,7 @@ class TestGoverned:
     def test_another_gearbox(self, geared):
         gearbox, tokenizer = geared
         other = Governor(Gearbox(tiny_model()))
-        with pytest.raises(GearbxError, match="belongs to another gearbox"):
+        with pytest.raises(GearbxError, match="belongs to a different gearbox"):
             stream_generate(gearbox.model, tokenizer, PROMPT, gearbox=gearbox, controller=other)
 
 
@@ -112,7 +112,7 @@ class TestCommand:
         assert "nowhere.jsonl: cannot be read" in ran.err
 
     def test_a_process_near_its_limit_is_capped(self, generated, monkeypatch):
-        monkeypatch.setattr(OwnMemory, "bytes", lambda reader: int(0.96 * reader.limit))
+        monkeypatch.setattr(OwnMemory, "bytes", lambda sensor: int(0.96 * sensor.limit))
         flags = "--gears", "4,8", "--mode", "route", "--residency", "disk:8GB"
         ran = generated(*flags, "-m", 24)
         assert "the machine's state; cap changes: 1, top gear at 4.50 bits" in " ".join(ran.err.split())
@@ -124,20 +124,20 @@ class TestCommand:
         flags = ("--gears", "4,16", "-m", 30, "--mode", mode)
         plain = command("generate", *flags)
         shares = iter([0.5, 0.5, 0.96, 0.93, 0.97, 0.93])  # when it is loaded, then of tokens 10, 20 and 30
-        monkeypatch.setattr(OwnMemory, "bytes", lambda reader: int(next(shares, 0.5) * reader.limit))
+        monkeypatch.setattr(OwnMemory, "bytes", lambda sensor: int(next(shares, 0.5) * sensor.limit))
         limited = command("generate", *flags, "--residency", "disk:8GB")
         assert limited.status == 0, limited.err
         assert limited.out == plain.out
-        assert limited.err.count("memory is near the limit of 8 GB: MLX's spare memory is handed back") == 1
+        assert limited.err.count("memory is near the limit of 8 GB, so MLX's cache is freed every 10 tokens") == 1
         assert "controller" not in limited.err
 
     def test_a_lossless_text_ends_with_the_remedy_where_nothing_is_left(self, command, monkeypatch):
         later = []
         monkeypatch.setattr(MemoryGuard, "governing", lambda guard: later.append(1) or nullcontext())
-        monkeypatch.setattr(OwnMemory, "bytes", lambda reader: int(reader.limit * (1.25 if later else 0.5)))
+        monkeypatch.setattr(OwnMemory, "bytes", lambda sensor: int(sensor.limit * (1.25 if later else 0.5)))
         ran = command("generate", "--gears", "4,16", "-m", 30, "--residency", "disk:8GB")
         assert ran.status == 2
         assert ran.err.splitlines()[-1] == (
-            "error: --residency disk:8 GB: this process has 10 GB after 10 tokens; give more, or a shorter text, "
-            "or use --mode route, which caps layers"
+            "error: --residency: memory must stay below 8 GB, got 10 GB after 10 tokens; set a higher limit than "
+            "disk:8 GB, a lower --max-tokens, or --mode route to cap layers"
         )

@@ -122,5 +122,5 @@ class TestKeywords:
         assert [r.token for r in embedded] == [r.token for r in run]
         other = Gearbox(tiny_model("gpt_neox"), "4,16")
         how = {"gearbox": other, "mode": Kickdown((1.0,)), "input_embeddings": mx.zeros((4, 64))}
-        with pytest.raises(GearbxError, match="takes no input embeddings"):
+        with pytest.raises(GearbxError, match="takes no input_embeddings"):
             stream_generate(other.model, endless(), [], 9, **how)

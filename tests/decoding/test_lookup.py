@@ -91,9 +91,9 @@ class TestLookup:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ((), "drafts save time; lookup proposes up to 15 tokens at once"),
-        (("--num-draft-tokens", 4), "lossless: drafts of 4 tokens; lookup proposes nothing"),
-        (("--num-draft-tokens", 1), "lossless: drafts of 1 token; lookup proposes nothing"),
+        ((), "drafts as long as they save time; prompt lookup up to 15 tokens"),
+        (("--num-draft-tokens", 4), "lossless: drafts 4 tokens; prompt lookup none"),
+        (("--num-draft-tokens", 1), "lossless: drafts 1 token; prompt lookup none"),
     ],
 )
 def test_verbose_says_how_tokens_are_proposed(command, flags, says):

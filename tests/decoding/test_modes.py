@@ -49,7 +49,7 @@ class TestRegistry:
     @pytest.mark.parametrize("mode", [Route(), Kickdown(), Lossless(), Static()], ids=lambda mode: mode.name)
     def test_what_shifts_needs_a_gearbox(self, fresh_demo, mode):
         observer = Observer(fresh_demo.model)
-        with pytest.raises(GearbxError, match=f"mode '{mode.name}' needs a gearbox.*use 'telemetry-only'"):
+        with pytest.raises(GearbxError, match=f"mode '{mode.name}': needs a gearbox.*use 'telemetry-only'"):
             stream_generate(fresh_demo.model, fresh_demo.tokenizer, TALE, mode=mode, gearbox=observer)
 
 

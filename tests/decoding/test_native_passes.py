@@ -13,8 +13,8 @@ from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache, make_pro
 
 from gearbx_mlx import Gearbox, entropy_bits, make_sampler
 from gearbx_mlx.decoding.drafters.low_gear import RESCORE_TOP_K, SecondHead, largest, natively, rescoring, second_head
+from gearbx_mlx.decoding.response import GeneratedText
 from gearbx_mlx.decoding.sampling import MLX_READER, Chooser, reader_of
-from gearbx_mlx.decoding.text import GeneratedText
 from gearbx_mlx.formats.block import begin_draft, pass_logits, pass_parts
 from gearbx_mlx.formats.tied import IN_DRAFTS, QuantizedTied, linear_of
 

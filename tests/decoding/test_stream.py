@@ -137,7 +137,7 @@ class TestArguments:
         ],
     )
     def test_an_unknown_keyword_is_refused_at_once(self, demo, mode, given, remedy):
-        with refuses(f"stream_generate has no keyword '{next(iter(given))}'", remedy):
+        with refuses(f"stream_generate: has no keyword '{next(iter(given))}'", remedy):
             gearbx_mlx.stream_generate(demo.model, demo.tokenizer, TALE, mode=mode, **given)
 
     def test_load_takes_the_arguments_of_mlx_lms_in_its_order(self):
@@ -158,7 +158,7 @@ class TestArguments:
             (partial(Route, hysteresis=float("nan")), "hysteresis"),
             (partial(Route, min_gear_duration=0), "duration"),
             (Static("reverse"), "no gear 'reverse'"),
-            ("pair", "mode 'pair' needs a small model"),
+            ("pair", "mode 'pair': needs a small model"),
         ],
     )
     def test_what_does_not_fit_is_refused_before_anything_runs(self, fresh_demo, mode, complaint):
@@ -173,5 +173,5 @@ class TestArguments:
         assert gearbox.gear.name == "high"
 
     def test_a_gearbox_of_another_model_is_refused(self, fresh_demo, tiny):
-        with pytest.raises(GearbxError, match="another model"):
+        with pytest.raises(GearbxError, match="a different model"):
             stream_generate(fresh_demo.model, fresh_demo.tokenizer, TALE, gearbox=Gearbox(tiny))

@@ -89,9 +89,9 @@ def test_mistakes_in_texts(command, tmp_path):
     short.write_text("Only a few words.")
     for file in (empty, tasks):
         file.write_text(" \n")
-    assert_refused(evaluate(command, out, data=short), short, "fewer than a window of 256", "--context")
-    assert_refused(evaluate(command, out, data=empty), empty, "is empty")
-    assert_refused(evaluate(command, out, data=tasks), tasks, "is empty")
+    assert_refused(evaluate(command, out, data=short), short, "must have a window of 256 tokens", "--context")
+    assert_refused(evaluate(command, out, data=empty), empty, "must not be empty")
+    assert_refused(evaluate(command, out, data=tasks), tasks, "must not be empty")
     assert_refused(evaluate(command, out, data=tmp_path / "none.txt"), "none.txt", "cannot be read")
     tasks.write_text('{"question": "2 + 2?"}\n')
     assert_refused(evaluate(command, out, data=tasks), tasks, "line 1", "'question' and 'answer'")

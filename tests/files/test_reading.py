@@ -24,7 +24,7 @@ from gearbx_mlx.files.journal import Journal
 from gearbx_mlx.files.model_directory import context_length
 from gearbx_mlx.files.reading import Count, json_lines, parse_json, read_json, read_text, shown, typed
 from gearbx_mlx.loading import DEMO_MODEL, read_config
-from gearbx_mlx.machine.readers import Scripted
+from gearbx_mlx.machine.sensors import Scripted
 from gearbx_mlx.routing.gates import read_thresholds
 
 LAYERS = 100

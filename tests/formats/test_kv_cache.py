@@ -338,6 +338,17 @@ def long(demo) -> list[int]:
     return tokens
 
 
+@pytest.mark.parametrize(("ladder", "bits"), [("4,8", 8), ("4,16", 4)])
+def test_text_by_attention_of_mlx_is_that_by_native_attention(demo, compiled, long, ladder, bits):
+    """On a GPU, MLX's attention reads the unpacked planes."""
+    tokens = []
+    for kernels in ("native", "mlx"):
+        made = Gearbox(demo.model, "16", kernels=kernels, activations="float", dtype="float32")
+        responses = text(made, demo.tokenizer, long, Static(), 16, kv_gears=ladder, kv_gear=bits)
+        tokens.append([response.token for response in responses])
+    assert tokens[0] == tokens[1]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_drafts_read_a_third_of_what_the_top_gear_reads_at_most(demo, dtype):
     model = tiny_model()
@@ -421,5 +432,5 @@ def test_gears_that_cannot_be_are_refused_in_one_line(demo, architecture, keywor
 
 def test_another_ladder_than_that_of_the_cache_is_refused(demo):
     cache = cache_in_gears(demo.model, None, "4,8")
-    with pytest.raises(GearbxError, match="--kv-gears is 4,16, and the prompt cache has 4,8"):
+    with pytest.raises(GearbxError, match="--kv-gears: must be 4,8 as in the prompt cache, got 4,16"):
         cache_in_gears(demo.model, None, "4,16", cache=cache)

@@ -98,7 +98,7 @@ class TestMapped:
         if ended.returncode == 0:
             pytest.skip("the kernels are not kept in this cache, so that nothing is mapped")
         assert ended.returncode == 1
-        assert ended.stderr.splitlines() == ["error: a file of the model was cut off while it was in use; start again"]
+        assert ended.stderr.splitlines() == ["error: a file of the model was truncated during use; start again"]
 
 
 def test_without_kernels_mlx_reads_the_file(file, monkeypatch):

@@ -189,7 +189,7 @@ class TestController:
 
     @pytest.mark.parametrize("target", [0.0, -1.0, math.nan, math.inf])
     def test_a_target_that_cannot_be(self, target):
-        with pytest.raises(GearbxError, match="give more than 0"):
+        with pytest.raises(GearbxError, match="must be more than 0 tokens per second"):
             Controller(schedule(), target)
 
     @pytest.mark.slow

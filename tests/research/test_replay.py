@@ -128,5 +128,5 @@ class TestWindows:
         assert sum(len(window) - 1 for window in windows) == tokens
 
     def test_a_text_shorter_than_a_window(self):
-        with pytest.raises(ValueError, match=r"t: 4 tokens are fewer than a window of 8.*--context 4"):
+        with pytest.raises(ValueError, match=r"t: must have a window of 8 tokens, got 4.*--context 4"):
             predictions.windows_of(self.Tokenizer(), ["abc"], 8, 100, "t")

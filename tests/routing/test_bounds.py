@@ -99,13 +99,13 @@ def test_what_a_server_computes_in_any_type_brackets_the_entropy(dtype, shift, s
 @pytest.mark.parametrize(
     ("logprobs", "words"),
     [
-        ([], "no log-probabilities"),
-        ([0.3], "0.3 is not a log-probability"),
-        ([math.nan, -1.0], "nan is not a log-probability"),
-        ([math.inf], "inf is not a log-probability"),
-        ([-0.1, -0.1], "add up to 1.81, more than 1"),
-        ([-3.0, -3.0, -3.0], "leave 0.851 to 5 other tokens, of at most 0.0498 each"),
-        ([-5.0] * 9, "9 log-probabilities for a vocabulary of 8"),
+        ([], "must not be empty"),
+        ([0.3], "must be 0 or less, got 0.3"),
+        ([math.nan, -1.0], "must be 0 or less, got nan"),
+        ([math.inf], "must be 0 or less, got inf"),
+        ([-0.1, -0.1], "must sum to at most 1, got 1.81"),
+        ([-3.0, -3.0, -3.0], "5 unlisted tokens of at most 0.0498 cannot sum to 0.851"),
+        ([-5.0] * 9, "must be at most 8, got 9"),
     ],
 )
 def test_what_no_distribution_has_is_refused(logprobs, words):

@@ -53,7 +53,7 @@ class TestMonitor:
         assert (reading.mean, reading.catastrophe) == (14.0, False)
 
     def test_window_below_one_is_refused(self):
-        with pytest.raises(GearbxError, match="window is 0"):
+        with pytest.raises(GearbxError, match="window: must be 1 token or more, got 0"):
             Monitor(VOCABULARY, 0)
 
 
@@ -149,7 +149,7 @@ class TestThresholds:
         assert high - low == pytest.approx(0.3)
 
     def test_too_few_samples_are_refused(self):
-        with pytest.raises(GearbxError, match="has 4 tokens"):
+        with pytest.raises(GearbxError, match="got 4;"):
             calibration.median_thresholds([0.0, 1.0, 1.0, 1.0, 1.0], 3)
 
     @pytest.mark.slow
@@ -217,5 +217,7 @@ def test_the_gear_of_a_step(name, wishes, gear):
 
 @pytest.mark.parametrize("name", ["", "high", "quantile", "quantile:", "quantile:1.1", "quantile:-1", "quantile:nan"])
 def test_a_name_that_no_policy_has_is_refused_in_one_line(name):
-    with pytest.raises(GearbxError, match=r"^batch policy .* does not exist; choose highest, most, or quantile:Q"):
+    with pytest.raises(
+        GearbxError, match=r"^batch policy: must be a known name, got .*; choose highest, most, or quantile:Q"
+    ):
         policy_named(name)

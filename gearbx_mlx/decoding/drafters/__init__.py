@@ -1,12 +1,11 @@
-"""Drafters: what proposes tokens for the top gear to verify. Each is one file here and one line in `DRAFTERS`.
+"""Drafters: sources of tokens for the top gear to verify. Each is a file here and a line in `DRAFTERS`.
 
-A drafter may ask for what is in its `DraftTarget` and in the `GeneratedText`: the tokens so far, the KV cache of the
-text, and the gearbox, whose `module_in(path, ladder.top)` is the top gear's head or embedding. It keeps a KV cache of
-its own if it needs one. After each verification it sees the rows that were computed (`settle`). It gives tokens, their
-margins if it knows them, and their cost.
+A drafter may use its `DraftTarget` and the `GeneratedText`: the tokens so far, the sequence's KV cache, and the
+gearbox, whose `module_in(path, ladder.top)` is the top gear's head or embedding. It has its own KV cache if necessary.
+It returns tokens, their margins if known, and their cost. After each verification it gets the computed rows (`settle`).
 
-A draft leaves no trace: neither in the KV cache of the text, nor in the random numbers. A token is drafted with the
-random numbers that will choose at its place, so that both agree as often as can be (GEARBX 10.1).
+Drafting changes neither the KV cache nor the random numbers of the sequence. A token is drafted with the random numbers
+of its position, to maximize the acceptance rate (GEARBX 10.1).
 """
 
 import contextlib
@@ -14,7 +13,7 @@ import math
 import pkgutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,50 +24,41 @@ from ...gears.ladder import Gear
 from ...ranks.agreement import ALONE, Agreement
 from ..caches import Cache
 from ..policy import MAX_DRAFTED, LearnedPolicy
-from ..response import DRAFT
+from ..response import DRAFT, GeneratedText
 from ..rows import Proposal, VerifiedPass
 from ..sampling import MLX_READER, Chooser, LogitsReader
-from ..text import GeneratedText
 
-DRAFTERS = {  # in the order in which they are asked; of those that read weights, a text has the first that it can have
+DRAFTERS = {  # in order of priority; a sequence uses at most one drafter that reads weights
     "lookup": "gearbx_mlx.decoding.drafters.lookup:Lookup",
     "other model": "gearbx_mlx.decoding.drafters.other_model:OtherModel",
     "low gear": "gearbx_mlx.decoding.drafters.low_gear:LowGear",
 }
 
 
-class LosslessMode(Protocol):
-    """The settings of mode lossless that concern drafters."""
-
-    @property
-    def draft(self) -> str | int | None: ...
-    @property
-    def most_looked_up(self) -> int: ...
-    @property
-    def is_fixed(self) -> bool:
-        """True if drafts do not depend on anything measured."""
-
-
 @dataclass(frozen=True)
 class DraftTarget:
-    """What a drafter drafts for.
+    """Sequence, models and settings of a drafter.
 
     Attributes:
         gearbox: its top gear verifies.
-        cache: the KV cache of the text; between rounds it holds all tokens but the last.
-        chooser, reader: how the tokens are chosen from logits.
-        mode: the settings.
+        cache: the KV cache of the sequence; between rounds it holds all tokens but the last.
+        chooser, reader: choose tokens from logits.
+        draft: name or bits of the draft gear; None: the lowest.
+        lookup_tokens: the most tokens per proposal of prompt lookup; 0: none.
+        is_fixed: True if drafts do not depend on measurements.
         agreement: of ranks that share the model.
-        draft_model, draft_cache: a second model that was given to draft, and its entries of the prompt cache.
-        most: tokens that may be drafted at once.
-        room: tokens that prompt, text and a draft may have together.
+        draft_model, draft_cache: a second model that drafts, and its entries of the prompt cache; None without one.
+        most: tokens per draft.
+        room: tokens of prompt, output and a draft together.
     """
 
     gearbox: Gearbox
     cache: Cache
     chooser: Chooser
     reader: LogitsReader = MLX_READER
-    mode: LosslessMode | None = None
+    draft: str | int | None = None
+    lookup_tokens: int = 0
+    is_fixed: bool = True
     agreement: Agreement = ALONE
     draft_model: nn.Module | None = None
     draft_cache: list[Any] = field(default_factory=list)
@@ -77,12 +67,12 @@ class DraftTarget:
 
 
 class Drafter:
-    """Proposes tokens that may follow a text. A subclass stands in a file of its own and in `DRAFTERS`.
+    """A source of tokens that may follow a sequence. A subclass has its own file and a line in `DRAFTERS`.
 
     Attributes:
-        reads_weights: False for tokens that cost no pass.
-        name: the key under which times and acceptance are kept for it.
-        cost: of a drafted token, as a share of a plain one, before anything is measured.
+        reads_weights: False for tokens without a forward pass.
+        name: key of its times and acceptance rates.
+        cost: of a drafted token, as a share of a plain one, before measurements.
     """
 
     reads_weights: ClassVar[bool] = True
@@ -91,12 +81,12 @@ class Drafter:
 
     @property
     def is_ready(self) -> bool:
-        """False while something is made for it beside the text, so that times of passes do not count."""
+        """False while its gear is made at the same time, since this slows the passes."""
         return True
 
     @classmethod
     def of(cls, target: DraftTarget) -> "Drafter | None":
-        """Return the drafter for a text; None where there can be none.
+        """Return the drafter for a sequence; None if it cannot have this one.
 
         Raises:
             GearbxError: settings that do not fit the target.
@@ -104,30 +94,29 @@ class Drafter:
         raise NotImplementedError
 
     def prefill(self, tokens: mx.array) -> None:
-        """Read a part (n,) of the prompt. Its last token is never read."""
+        """Prefill a part (n,) of the prompt, whose last token is never among them."""
 
     def length(self, text: GeneratedText, room: int, policy: LearnedPolicy) -> int:
-        """Return the most tokens that a proposal would have now, at most `room`; 0: none is worth its time."""
+        """Return the most tokens that a proposal would have now, at most `room`; 0: no proposal saves time."""
         raise NotImplementedError
 
     def propose(self, text: GeneratedText, length: int, policy: LearnedPolicy) -> Proposal:
-        """Return one to `length` tokens. The KV cache of the text is afterwards as it was.
+        """Return one to `length` tokens, and leave the KV cache of the sequence unchanged.
 
-        Where margins are known one by one, `policy.goes_on` is asked after each.
+        With margins known one by one, `policy.goes_on` may end the proposal after each of them.
         """
         raise NotImplementedError
 
     def settle(self, text: GeneratedText, found: VerifiedPass | None) -> None:
-        """Take note of the text after a verification, whoever proposed its tokens.
+        """Take the sequence after a verification, also of another drafter's tokens.
 
         Args:
-            found: the rows of which the first were kept; None: the text has ended or was closed, and all its tokens are
-                in its KV cache.
+            found: the verified rows; None at the end of the sequence, when its KV cache holds all tokens.
         """
 
 
 def drafters_for(target: DraftTarget) -> list[Drafter]:
-    """Return the drafters of a text, in the order in which they are asked. Raises GearbxError as theirs do."""
+    """Return the drafters of a sequence by priority. Raises GearbxError as their `of`."""
     found = list[Drafter]()
     for place in DRAFTERS.values():
         kind: type[Drafter] = pkgutil.resolve_name(place)
@@ -140,18 +129,18 @@ def drafters_for(target: DraftTarget) -> list[Drafter]:
 
 
 def rewound(chooser: Chooser) -> contextlib.AbstractContextManager[None]:
-    """In the block random numbers are drawn that will be drawn again after it."""
-    # A greedy text draws nothing; to put numbers back for each of its drafts would only make MLX's graph longer.
+    """Return a context whose random numbers are drawn again after it."""
+    # Greedy decoding draws none; restoring the random state would only make MLX's graph longer.
     return same_random_numbers() if chooser.draws else contextlib.nullcontext()
 
 
 def queued(
     model: nn.Module, cache: Cache, text: GeneratedText, unread: Sequence[int], length: int, target: DraftTarget
 ) -> tuple[mx.array, mx.array | None]:
-    """Queue the passes of a draft without waiting for any: tokens (k,), and margins (k,) if the chooser knows them.
+    """Queue the passes of a draft without a read: tokens (k,), and margins (k,) if the chooser knows them.
 
     Args:
-        unread: tokens of the text that the model is to read first, the last one among them.
+        unread: tokens that the model reads first, including the sequence's last token.
     """
     chooser = target.chooser
     context = text.array() if chooser.processors else None
@@ -169,5 +158,5 @@ def queued(
 
 
 def of_draft(tokens: Sequence[int] | mx.array, margins: Any, weight_bytes: int, gear: Gear | None = None) -> Proposal:
-    """Return drafted tokens. weight_bytes: of one pass of the drafter."""
+    """Return a proposal of drafted tokens. weight_bytes: per pass of the drafter."""
     return Proposal(tokens, DRAFT, margins, gear, len(tokens) * weight_bytes)

@@ -1,8 +1,8 @@
-"""Prompt lookup: what followed the last tokens of the text where they occurred before is drafted.
+"""Prompt lookup: proposals are copied from an earlier occurrence of the sequence's last tokens (n-grams).
 
-A summary, an edited file or a quotation repeats its source. So the longest run of tokens that ends the text and stands
-in it once more, further up, predicts what comes next, and no weight is read for that. How often it is right depends on
-the text and on how long the run is; this is counted at every token, whether the proposal was used or not.
+Summaries, edited files and quotations repeat their source. The longest run of last tokens that occurred before predicts
+the next tokens without reading weights. Its acceptance rate depends on the sequence and the run's length. Every
+generated token updates this rate, also for proposals that were not used.
 """
 
 import itertools
@@ -12,22 +12,21 @@ from weakref import WeakKeyDictionary
 
 from ...routing.gates import RunningMean
 from ..policy import MAX_DRAFTED, LearnedPolicy
-from ..response import LOOKUP
+from ..response import LOOKUP, GeneratedText
 from ..rows import Proposal
-from ..text import GeneratedText
 from . import Drafter, DraftTarget
 
-SHORTEST_RUN, LONGEST_RUN = 2, 8  # tokens of a run; more than the longest count as it
-CANDIDATES = 16  # earlier places that are compared, the latest ones
-# The share of proposals that are right, by the length of the run: where nothing was counted yet. Chosen below what
-# texts of the demo model show (docs/lossless.md).
+SHORTEST_RUN, LONGEST_RUN = 2, 8  # tokens of a run; longer runs count as the longest
+CANDIDATES = 16  # latest earlier occurrences that are compared
+# Acceptance rate of proposals by the length of the run, before any. The demo model has higher values
+# (docs/lossless.md).
 PRIOR = {2: 0.3, 3: 0.4, 4: 0.5, 5: 0.55, 6: 0.6, 7: 0.65, 8: 0.75}
-PRIOR_WEIGHT = 4.0  # proposals that the prior counts for
-WEIGHT_KEPT = 0.98  # of the weight of earlier proposals, at each further one
+PRIOR_WEIGHT = 4.0  # number of proposals that the prior counts as
+WEIGHT_KEPT = 0.98  # share of the earlier proposals' weight that each new one leaves
 
 
 class LookupAgreement:
-    """The probability that a proposed token is right, by the length of the run before it. It learns over texts."""
+    """Acceptance rate of proposed tokens by the length of the run before them, learned from all sequences."""
 
     def __init__(self) -> None:
         self._shares = {length: RunningMean(WEIGHT_KEPT, share, PRIOR_WEIGHT) for length, share in PRIOR.items()}
@@ -36,7 +35,7 @@ class LookupAgreement:
         self._shares[min(run, LONGEST_RUN)].add(right)
 
     def probabilities(self, run: int, count: int) -> list[float]:
-        """That the first, the first two, ... `count` tokens of a proposal are all right: each one prolongs the run."""
+        """Return the probabilities that the first 1, 2, ... `count` tokens are accepted; each one extends the run."""
         product, found = 1.0, []
         for length in range(run, run + count):
             product *= self._shares[min(length, LONGEST_RUN)].value
@@ -44,18 +43,18 @@ class LookupAgreement:
         return found
 
 
-_known: WeakKeyDictionary[Any, LookupAgreement] = WeakKeyDictionary()  # of each gearbox, over its texts
+_known: WeakKeyDictionary[Any, LookupAgreement] = WeakKeyDictionary()  # one per gearbox, for all its sequences
 
 
 class Lookup(Drafter):
-    """Draft what followed the longest run of tokens that ends the text, where it occurred before.
+    """Prompt lookup by the longest run of last tokens that occurred before.
 
-    Every pair of tokens is linked to the place where it ended before, as in LZ77: following the links from the last
-    pair finds the longest run. A token is added in a time that does not grow with the text.
+    Every pair of tokens links to its previous occurrence, as in LZ77: the links from the last pair lead to the longest
+    run. Adding a token takes constant time.
 
     Args:
-        agreement: counts how often the proposals are right.
-        most: tokens of a proposal.
+        agreement: counts accepted proposals.
+        most: tokens per proposal.
     """
 
     reads_weights = False
@@ -67,17 +66,16 @@ class Lookup(Drafter):
 
     @classmethod
     def of(cls, target: DraftTarget) -> "Lookup | None":
-        """Return the lookup of a text; None where the mode has none."""
-        mode = target.mode
-        if mode is None or not mode.most_looked_up:
+        """Return the lookup of a sequence; None without prompt lookup."""
+        if not target.lookup_tokens:
             return None
         agreement = LookupAgreement()
-        if not mode.is_fixed and target.agreement.group is None:
+        if not target.is_fixed:
             agreement = _known.setdefault(target.gearbox, agreement)
-        return cls(agreement, mode.most_looked_up)
+        return cls(agreement, target.lookup_tokens)
 
     def length(self, text: GeneratedText, room: int, policy: LearnedPolicy) -> int:
-        """Return how many tokens of the run's continuation are worth a verification."""
+        """Return how many of the run's next tokens save time if they are verified."""
         self.follow(text.tokens, text.prompt)
         room = min(room, self._most)
         found = self.proposed(room)
@@ -90,16 +88,16 @@ class Lookup(Drafter):
 
     def _begin(self, tokens: Sequence[int]) -> None:
         self._tokens = tokens
-        self._count = 0  # tokens that are linked
+        self._count = 0  # linked tokens
         self._last: dict[tuple[int, int], int] = {}
-        self._before: list[int] = []  # of each place: where the same pair ended before; -1: nowhere
+        self._before: list[int] = []  # per position, the end of the same pair's previous occurrence; -1: none
         self.run, self._place = 0, 0
 
     def follow(self, tokens: Sequence[int], prompt: int) -> None:
-        """Take a text, the same object as before with more tokens at its end, or another one.
+        """Take a sequence: the same list with more tokens, or a different one.
 
         Args:
-            prompt: tokens at its beginning that were not written by the model, whose proposals are not counted.
+            prompt: number of its tokens; proposals for them do not count.
         """
         if tokens is not self._tokens or len(tokens) < self._count:
             self._begin(tokens)
@@ -115,10 +113,9 @@ class Lookup(Drafter):
         self._find()
 
     def proposed(self, count: int) -> list[int]:
-        """Return the next `count` tokens; none where the last tokens are new.
+        """Return the next `count` tokens; none if the last tokens have not occurred before.
 
-        Past the end of the text the proposal goes on with its own beginning, as LZ77 copies: a text that goes round
-        goes round once more.
+        Past the end of the sequence the proposal repeats its own beginning, as LZ77 does: cyclic outputs continue.
         """
         if not self.run:
             return []
@@ -126,7 +123,7 @@ class Lookup(Drafter):
         return list(itertools.islice(itertools.cycle(period), count))
 
     def _find(self) -> None:
-        """Set `run`, the tokens that the longest run has (0: there is none), and the place after it."""
+        """Set `run`, the length of the longest run (0: none), and the position after its earlier occurrence."""
         self.run, self._place = 0, 0
         if self._count < SHORTEST_RUN:
             return
@@ -140,7 +137,7 @@ class Lookup(Drafter):
             place = self._before[place]
 
     def _run(self, place: int) -> int:
-        """Return how many tokens up to this place are the last ones of the text, whose last two are."""
+        """Return how many tokens up to this position equal the last ones; at least two do."""
         tokens, end, run = self._tokens, self._count - 1, SHORTEST_RUN
         while run < LONGEST_RUN and run <= place and tokens[place - run] == tokens[end - run]:
             run += 1

@@ -1,16 +1,14 @@
-"""The low gear of the model drafts: self-speculative decoding with two precisions of the same weights.
+"""Drafts by the model's low gear: self-speculative decoding with two precisions of the same weights.
 
-It borrows the KV cache of the text, and so has nothing to prefill and to settle. A gear that is still to be made is
-made beside the prompt and the first tokens, if it can be; until then decoding is plain.
+It borrows the sequence's KV cache, so it has nothing to prefill or settle. Its gear may be made during prefill and the
+first tokens; until it is ready, decoding is plain.
 
-Where MLX computes, the passes of a draft are queued one behind the other: each takes the token before it as an array
-that is still computed. The native kernels of a CPU return a token as soon as it is there, and the margin by which it
-won may end the draft early.
+MLX's kernels queue the passes of a draft one after the other: each takes the previous token as an array in computation.
+Native CPU kernels return each token at once, and its margin may end the draft.
 
-**Rescoring.** The best few tokens of a draft get their logits from the top gear's rows of the output head. Many drafts
-fail where the head is quantized, although its input would have chosen the right token: on SmolLM2 that is one token in
-thirty. A few rows of the top gear's head are some kilobytes beside the megabytes of a draft's pass. Only drafts are
-rescored; a text that the low gear generates is its own.
+**Rescoring.** The top gear's rows of the output head recompute the logits of the best few draft tokens. Many drafts are
+rejected only because their head is quantized: one token in thirty on SmolLM2. The rows are some kilobytes, a draft's
+pass reads megabytes. Only drafts are rescored; outputs in the low gear are not.
 """
 
 import contextlib
@@ -36,46 +34,45 @@ from ...kernels.dispatch import on_cpu
 from ...ranks.agreement import ALONE
 from ..caches import Snapshot
 from ..policy import LearnedPolicy
+from ..response import GeneratedText
 from ..rows import Proposal
 from ..sampling import Chooser, GumbelSampler, LogitsReader
-from ..text import GeneratedText
 from . import Drafter, DraftTarget, of_draft, queued, rewound
 
 Following = Callable[[int, int], tuple[int, float]]
-"""From a token, and its place in a draft from 0 on, to the next token and the margin by which it won."""
+"""Function from a token and its position in a draft (from 0) to the next token and its margin."""
 
 HEAD = "lm_head"
-RESCORE_TOP_K = 4  # with more, hardly another token wins
-CHUNK = 256  # logits, of which the largest is found first: to sort all of a vocabulary takes ten times as long
-ACTIVATION_BITS = 8  # of native drafts: as many are accepted as with 16, and a token takes 0.76 (AVX2), 0.9 of the time
-FIXED_SHARE = 0.15  # of a pass, which does not depend on the bits of the gear: attention, norms, the host
-RowsOf = Callable[[mx.array], mx.array]  # numbers (...) to rows (..., D) of a head
+RESCORE_TOP_K = 4  # larger values hardly change a token
+CHUNK = 256  # logits per chunk, whose maxima are compared first: sorting a whole vocabulary takes ten times as long
+ACTIVATION_BITS = 8  # of native drafts: the acceptance rate of 16, in 0.76 (AVX2) to 0.9 of the time per token
+FIXED_SHARE = 0.15  # share of a pass that the gear's bits do not change: attention, norms, the host
+RowsOf = Callable[[mx.array], mx.array]  # row numbers (...) to rows (..., D) of a head
 
 
 class LowGear(Drafter):
-    """Draft in a low gear of the model.
+    """Drafter that uses a low gear of the model.
 
     Args:
-        gear: that drafts; it may be engaged after a draft.
+        gear: that drafts; it may stay engaged after a draft.
     """
 
     def __init__(self, target: DraftTarget, gear: Gear):
         self._target, self.gear = target, gear
         self.name, self.cost = f"{gear.bits} bits", draft_cost(gear.bits, target.gearbox.ladder.top.bits)
-        self._asked = 0  # the length that the policy chose for the next draft, if it was asked
+        self._asked = 0  # length of the next draft by the policy; 0: not chosen yet
 
     @classmethod
     def of(cls, target: DraftTarget) -> "LowGear | None":
-        """Return the gear that drafts, the lowest if none is named; None where there is one gear alone.
+        """Return the drafter for the named gear or the lowest; None if the ladder has one gear.
 
         Raises:
-            GearbxError: the top gear of several.
+            GearbxError: the top gear, if the ladder has others.
         """
-        gearbox, named = target.gearbox, None if target.mode is None else target.mode.draft
-        ladder = gearbox.ladder
-        gear = ladder[0] if named is None else ladder.find(named)
+        ladder = target.gearbox.ladder
+        gear = ladder[0] if target.draft is None else ladder.find(target.draft)
         if gear == ladder.top and len(ladder) > 1:
-            raise GearbxError(f"gears {ladder}: the top gear cannot draft for itself; give a lower one too")
+            raise GearbxError(f"gears {ladder}: the top gear cannot draft for itself; use a ladder with a lower gear")
         if gear == ladder.top:
             return None
         drafter = cls(target, gear)
@@ -83,12 +80,9 @@ class LowGear(Drafter):
         return drafter
 
     def _prepare(self) -> None:
-        """Make the gear, or begin to; where nothing may be measured, all texts have the same drafts."""
-        target = self._target
-        if target.mode is None or target.mode.is_fixed or target.agreement is not ALONE:
-            target.gearbox.make(self.gear)
-        else:
-            target.gearbox.begin(self.gear)
+        """Make the gear, in a thread unless drafts must not depend on measurements."""
+        gearbox = self._target.gearbox
+        (gearbox.make if self._target.is_fixed else gearbox.begin)(self.gear)
 
     @property
     def is_ready(self) -> bool:
@@ -96,12 +90,12 @@ class LowGear(Drafter):
 
     @functools.cached_property
     def _parts(self) -> KeptParts:
-        return KeptParts(self._find)  # they run beside the gear that verifies
+        return KeptParts(self._find)  # kept beside the verifying gear's
 
     def length(self, text: GeneratedText, room: int, policy: LearnedPolicy) -> int:
-        """Return the length of the next draft by the policy, which is asked once for each."""
+        """Return the policy's length of the next draft; the policy chooses it once per draft."""
         if not self.is_ready:
-            self._prepare()  # once more: a controller may have capped layers meanwhile
+            self._prepare()  # again, since a controller may have capped layers
             if not self.is_ready:
                 return 0
         if not self._asked:
@@ -124,7 +118,7 @@ class LowGear(Drafter):
         return of_draft(*drafted, read, self.gear)
 
     def _find(self) -> PassParts | None:
-        """Return what native drafts need of the gear; None where there can be none. The engaged gear stays."""
+        """Return the parts of the gear for native drafts; None if they cannot run. The engaged gear stays."""
         gearbox, engaged = self._target.gearbox, self._target.gearbox.gear
         if self._target.agreement is not ALONE:
             return None
@@ -138,7 +132,7 @@ class LowGear(Drafter):
     def _natively(
         self, native: NativeDraft, text: GeneratedText, length: int, policy: LearnedPolicy
     ) -> tuple[list[int], list[float] | None]:
-        """Draft until a token ends the text, or one more is not worth its time."""
+        """Draft until a token ends the sequence, or one more would not save time."""
         chooser = self._target.chooser
         following, early = natively(native, chooser, text, self._target.reader), chooser.tells_margins
         token, tokens, margins = text.last, list[int](), list[float]()
@@ -152,17 +146,17 @@ class LowGear(Drafter):
 
     @functools.cached_property
     def second(self) -> "SecondHead | None":
-        """The head that rescores; asked for once both gears are made."""
+        """Rescoring head, found once both gears are made; None without."""
         return second_head(self._target.gearbox, self.gear)
 
 
 def draft_cost(draft_bits: float, top_bits: float) -> float:
-    """Return the cost of a drafted token over that of a plain one, before either is measured."""
+    """Return the expected cost of a drafted token over a plain one's, before measurements."""
     return FIXED_SHARE + (1 - FIXED_SHARE) * draft_bits / top_bits
 
 
 def natively(draft: NativeDraft, chooser: Chooser, text: GeneratedText, reader: LogitsReader) -> Following:
-    """Return what drafts the next token in one native call, or from the logits of one."""
+    """Return a function that drafts the next token in one native call, or from the logits of one."""
     sampler = chooser.sampler
     if chooser.has_kernel and not isinstance(sampler, GumbelSampler):
         return lambda token, place: draft.best(token, place)[::2]
@@ -183,10 +177,10 @@ def natively(draft: NativeDraft, chooser: Chooser, text: GeneratedText, reader: 
 
 @dataclass
 class SecondHead:
-    """The head of the top gear, a linear layer or an embedding, and where a draft looks for its own: `holder[name]`.
+    """Output head of the top gear (a linear layer or an embedding); `holder[name]` is the draft's own head.
 
-    rescored: the head in drafts. It is one object for all of them, since native programs of a model know its modules by
-    their identity (formats/block.py), and take milliseconds to be made again.
+    rescored: the head in drafts. All drafts share it, since native programs identify modules by their identity
+    (formats/block.py) and take milliseconds to make.
     """
 
     top: nn.Module
@@ -196,7 +190,7 @@ class SecondHead:
 
 
 def second_head(gearbox: Gearbox, gear: Gear) -> SecondHead | None:
-    """Return the head that rescores drafts of a gear; None where the top gear has the same head, or none in memory."""
+    """Return the head that rescores drafts of a gear; None if both gears share it, or it is not in memory."""
     path = next((layer.path for layer in gearbox.layers if layer.path.split(".")[-1] == HEAD), gearbox.head)
     if path is None or not gearbox.keeps_all or sharding_of(gearbox.model) is not None:
         return None
@@ -211,13 +205,13 @@ def second_head(gearbox: Gearbox, gear: Gear) -> SecondHead | None:
 
 @contextlib.contextmanager
 def rescoring(second: SecondHead | None) -> Iterator[None]:
-    """In the block the engaged head rescores, where rows are looked up fast. Nothing may shift meanwhile."""
+    """Rescore with the engaged head in the context, if rows are read fast. Nothing may shift in it."""
     rows = None if second is None else rows_of(linear_of(second.top))
     if second is None or rows is None:
         yield
         return
     holder, name = second.holder, second.name
-    before = holder.get(name)  # none in a tied embedding, whose rows are looked up in its projection
+    before = holder.get(name)  # None for a tied embedding with its projection
     head = holder["projection"] if before is None else before
     if second.rescored is None or second.rescored.head is not head:
         second.rescored = Rescored(head, rows)
@@ -232,9 +226,9 @@ def rescoring(second: SecondHead | None) -> Iterator[None]:
 
 
 def rows_of(head: nn.Module) -> RowsOf | None:
-    """Return the rows of dense weights, and on a GPU of exact ones.
+    """Return a function from row numbers to dense rows, on a GPU also of exact ones; None otherwise.
 
-    To decode some rows by MLX's operations takes a CPU a third of a draft's pass; natively it takes nothing
+    On a CPU, decoding exact rows with MLX's operations takes a third of a draft's pass. Native kernels do it at no cost
     (formats/block.py).
     """
     if type(head) in DENSE_LAYERS:
@@ -245,7 +239,7 @@ def rows_of(head: nn.Module) -> RowsOf | None:
 class Rescored(nn.Module):
     """A linear layer (..., D) -> (..., V) whose largest outputs come from the rows of another weight (V, D).
 
-    Here activations stay as they are; the native kernels of a draft may round them to bfloat16.
+    Activations are not rounded here; native draft kernels may round them to bfloat16.
     """
 
     def __init__(self, head: nn.Module, rows: RowsOf):
@@ -262,13 +256,13 @@ class Rescored(nn.Module):
 
 
 def largest(logits: mx.array, count: int) -> mx.array:
-    """Return where the largest numbers of each row (..., V) are: (..., count), in no order."""
+    """Return the positions of the largest numbers of each row (..., V): (..., count), unordered."""
     *lead, size = logits.shape
     if size <= CHUNK * count:
         return mx.argpartition(-logits, count - 1, axis=-1)[..., :count]
     filled = mx.pad(logits, [*[(0, 0)] * len(lead), (0, -size % CHUNK)], constant_values=-mx.inf)
     chunks = filled.reshape(*lead, -1, CHUNK)
-    # A number that is among the largest lies in a chunk whose own largest is among those of all chunks.
+    # Each of the largest numbers is in a chunk whose maximum is among the largest maxima.
     chosen = mx.argpartition(-chunks.max(axis=-1), count - 1, axis=-1)[..., :count]
     among = mx.take_along_axis(chunks, chosen[..., None], axis=-2).reshape(*lead, -1)
     places = mx.argpartition(-among, count - 1, axis=-1)[..., :count]

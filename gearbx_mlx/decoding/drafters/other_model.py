@@ -1,4 +1,4 @@
-"""Another, smaller model of the same tokenizer drafts, with a KV cache of its own (Leviathan et al., 2211.17192)."""
+"""Drafts by a smaller model with the same tokenizer and its own KV cache (Leviathan et al., 2211.17192)."""
 
 import warnings
 from typing import Any
@@ -11,18 +11,18 @@ from ...errors import GearbxError, GearbxWarning
 from ..caches import check_draftable
 from ..pair import bytes_read
 from ..policy import MAX_DRAFTED, LearnedPolicy
+from ..response import GeneratedText
 from ..rows import Proposal, VerifiedPass
-from ..text import GeneratedText
 from . import Drafter, DraftTarget, of_draft, queued, rewound
 
-COST = 0.25  # of a plain token: a draft model has about a quarter of the weights, or less
+COST = 0.25  # of a plain token: a draft model has at most about a quarter of the weights
 
 
 class OtherModel(Drafter):
-    """Draft with another model.
+    """Drafter that uses a second model.
 
     Args:
-        cache: of the draft model; like the text's, it holds all tokens but the last.
+        cache: of the draft model; like the sequence's, it holds all tokens but the last.
     """
 
     name, cost = "another model", COST
@@ -30,11 +30,11 @@ class OtherModel(Drafter):
     def __init__(self, target: DraftTarget, model: nn.Module, cache: list[Any]):
         self._target, self._model, self._cache = target, model, cache
         self._weight_bytes = bytes_read(model)
-        self._read = 0  # tokens of the text that are in the cache
+        self._read = 0  # tokens of the sequence in the cache
 
     @classmethod
     def of(cls, target: DraftTarget) -> "OtherModel | None":
-        """Return the draft model, if there is one; None, with a warning, where its KV cache cannot be cut."""
+        """Return the drafter of the draft model; None without one, or, with a warning, if its cache cannot be cut."""
         if target.draft_model is None:
             return None
         cache = target.draft_cache
@@ -42,7 +42,7 @@ class OtherModel(Drafter):
         try:
             check_draftable(cache, target.room + MAX_DRAFTED)
         except GearbxError as error:
-            warnings.warn(f"{error}; it drafts nothing", GearbxWarning, stacklevel=7)
+            warnings.warn(f"{error}; drafting is disabled", GearbxWarning, stacklevel=7)
             return None
         return cls(target, target.draft_model, cache)
 
@@ -58,11 +58,11 @@ class OtherModel(Drafter):
         unread = text.tokens[self._read :]
         with rewound(self._target.chooser):
             tokens, margins = queued(self._model, self._cache, text, unread, length, self._target)
-        self._read = len(text.tokens) + length - 1  # the last drafted token was not read
+        self._read = len(text.tokens) + length - 1  # the last drafted token is not in the cache
         return of_draft(tokens, margins, self._weight_bytes)
 
     def settle(self, text: GeneratedText, found: VerifiedPass | None) -> None:
-        """Take back what was read beyond the text, but for its last token; at the end of the text, read all of it."""
+        """Cut the cache to all tokens but the last; at the end of the sequence, prefill the missing ones."""
         right = len(text.tokens) - 1
         if self._read > right:
             for part in self._cache:

@@ -1,7 +1,7 @@
-"""The state of the machine at a moment (heat, battery, memory), and who reads it.
+"""Machine state (heat, battery, memory) and its sensors.
 
-A reader that cannot work says why when it is made. `Watch` reads in a thread of its own, so that no reader can stop or
-delay generation. `Scripted` plays states from a file, for tests and for trying things out.
+A sensor that cannot work raises the reason when it is made. `Watch` reads sensors in threads, so they cannot stop or
+delay generation. `Scripted` replays states from a file, for tests and experiments.
 """
 
 import importlib
@@ -24,10 +24,10 @@ THERMAL = ("nominal", "fair", "serious", "critical")  # NSProcessInfo.thermalSta
 
 @dataclass(frozen=True)
 class MachineState:
-    """The state of the machine; None is unknown.
+    """State of the machine; None: unknown.
 
-    thermal: one of THERMAL. battery: its charge, 0 to 1. charging: whether the machine is on a charger. memory: the
-    share of memory in use, 0 to 1.
+    thermal: one of THERMAL. battery: its charge, 0 to 1. charging: True on a charger. memory: share of memory in use, 0
+    to 1.
     """
 
     thermal: str | None = None
@@ -37,7 +37,7 @@ class MachineState:
 
     @property
     def known(self) -> dict[str, Any]:
-        """Name to value of what is known."""
+        """Known values by name."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ READINGS = tuple(field.name for field in fields(MachineState))
 
 
 def merged(states: Iterable[MachineState]) -> MachineState:
-    """Return the states of several readers as one; the worse value where two readers know the same thing."""
+    """Return the states of several sensors as one, with the worse value if two sensors have the same one."""
     found: dict[str, Any] = {}
     for state in states:
         for name, value in state.known.items():
@@ -71,29 +71,29 @@ ZONES = Path("/sys/class/thermal")
 CLOSE = 10_000  # millidegrees Celsius below the trip point
 
 
-class Reader(Protocol):
-    """Reads a part of the machine's state. It may fail or take long; `Watch` handles both."""
+class Sensor(Protocol):
+    """A source of a part of the machine's state. It may fail or take long; `Watch` handles both."""
 
     name: str
 
     def read(self) -> MachineState:
-        """Raises GearbxError, OSError, or any error of a library."""
+        """Return the state. Raises GearbxError, OSError, or any error of a library."""
         ...
 
 
 def optional(module: str, package: str) -> ModuleType:
-    """Return the module of a library. Raises GearbxError if the package that has it is missing."""
+    """Return the module of a library. Raises GearbxError if its package is missing."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise GearbxError(f"{package} is not installed; install it with: pip install {package}") from error
+        raise GearbxError(f"{package}: is not installed; use pip install {package}") from error
 
 
 class MacThermal:
     """`NSProcessInfo.thermalState` of macOS 10.10.3 and later, through pyobjc.
 
     Raises:
-        GearbxError: another system, or no pyobjc.
+        GearbxError: a system other than macOS, or no pyobjc.
     """
 
     name = "heat"
@@ -108,11 +108,12 @@ class MacThermal:
 
 
 class LinuxThermal:
-    """Thermal zones of Linux (Documentation/driver-api/thermal/sysfs-api.rst): the worst zone.
+    """The worst thermal zone of Linux (Documentation/driver-api/thermal/sysfs-api.rst).
 
-    A zone has a temperature and trip points. At a passive or hot point the kernel slows the processor down, at a
-    critical point it turns the machine off. "Serious" begins at the lowest passive or hot point (without one, 10
-    degrees below critical), "fair" 10 degrees below that, "critical" 5 degrees below the critical point.
+    A zone has a temperature and trip points. At a passive or hot point the kernel slows the processor, at a critical
+    point it turns the machine off. The state "serious" starts at the lowest passive or hot point, or without one 10
+    degrees below the critical point. The state "fair" starts 10 degrees lower, "critical" 5 degrees below the critical
+    point.
 
     Args:
         zones: the directory of the zones.
@@ -139,7 +140,7 @@ class LinuxThermal:
             try:
                 temperature = number_in(zone / "temp")
                 trips = trip_points(zone)
-            except (OSError, ValueError):  # a sensor that sleeps, or is gone
+            except (OSError, ValueError):  # the zone is asleep, or has disappeared
                 continue
             if trips:
                 yield thermal_state(temperature, trips)
@@ -151,7 +152,7 @@ def number_in(file: Path) -> int:
 
 
 def trip_points(zone: Path) -> dict[str, int]:
-    """Type of trip point to its lowest temperature, in millidegrees Celsius; points at 0 or below are switched off."""
+    """Return the lowest temperature of each type of trip point, in millidegrees Celsius; 0 or below is disabled."""
     found: dict[str, int] = {}
     for file in sorted(zone.glob("trip_point_*_type")):
         kind = file.read_text().strip()
@@ -162,7 +163,7 @@ def trip_points(zone: Path) -> dict[str, int]:
 
 
 def thermal_state(temperature: int, trips: dict[str, int]) -> str:
-    """One of THERMAL, from millidegrees Celsius."""
+    """Return one of THERMAL for a temperature in millidegrees Celsius."""
     off = trips.get("critical")
     slower = min((trips[kind] for kind in ("passive", "hot") if kind in trips), default=None)
     if slower is None:
@@ -174,12 +175,12 @@ def thermal_state(temperature: int, trips: dict[str, int]) -> str:
 
 
 def charge_of(percent: float) -> float:
-    """Percent as a number from 0 to 1."""
+    """Return a percentage as a number from 0 to 1."""
     return round(min(100.0, max(0.0, percent)) / 100, 4)
 
 
 class Battery:
-    """Reads charge and charger, with psutil.
+    """Charge and charger, from psutil.
 
     Raises:
         GearbxError: no psutil, or no battery.
@@ -190,18 +191,18 @@ class Battery:
     def __init__(self) -> None:
         self._psutil = optional("psutil", "psutil")
         if not hasattr(self._psutil, "sensors_battery") or self._psutil.sensors_battery() is None:
-            raise GearbxError("there is none")
+            raise GearbxError("this machine has none")
 
     def read(self) -> MachineState:
         battery = self._psutil.sensors_battery()
         if battery is None:
-            raise GearbxError("the battery is gone")
-        plugged = battery.power_plugged  # None where psutil does not know
+            raise GearbxError("the battery has disappeared")
+        plugged = battery.power_plugged  # None if psutil does not know
         return MachineState(battery=charge_of(battery.percent), charging=None if plugged is None else bool(plugged))
 
 
 class Memory:
-    """Reads the share of memory that is not available to new programs, with psutil.
+    """Share of memory that is not available to new programs, from psutil.
 
     Raises:
         GearbxError: no psutil.
@@ -217,11 +218,11 @@ class Memory:
 
 
 class OwnMemory:
-    """Reads this process's memory as a share of a limit, with psutil: what is resident, or what MLX has on a GPU.
+    """This process's memory as a share of a limit: resident memory (psutil), or MLX's memory on a GPU.
 
     Args:
         limit: bytes.
-        held: bytes that MLX has, where these are not resident.
+        held: returns MLX's bytes, if they are not resident.
 
     Raises:
         GearbxError: no psutil.
@@ -234,20 +235,20 @@ class OwnMemory:
         self._process = optional("psutil", "psutil").Process()
 
     def bytes(self) -> int:
-        """In use now."""
+        """Return the bytes in use now."""
         return max(int(self._process.memory_info().rss), self._held())
 
     def read(self) -> MachineState:
         return MachineState(memory=charge_of(100 * self.bytes() / self.limit))
 
 
-def this_machine() -> tuple[list[Reader], dict[str, str]]:
-    """Return the readers that work on this machine, and for the others, name to reason."""
+def this_machine() -> tuple[list[Sensor], dict[str, str]]:
+    """Return the working sensors of this machine, and name to reason for the others."""
     thermal = MacThermal if platform.system() == "Darwin" else LinuxThermal
-    found: list[Reader] = []
+    found: list[Sensor] = []
     absent = {}
     for kind in (thermal, Battery, Memory):
-        made = in_time(2.0, kind)  # seconds that making one reader may take
+        made = in_time(2.0, kind)  # seconds
         if isinstance(made, Exception):
             absent[kind.name] = str(made)
         else:
@@ -255,9 +256,9 @@ def this_machine() -> tuple[list[Reader], dict[str, str]]:
     return found, absent
 
 
-def in_time(seconds: float, make: Callable[[], Reader]) -> Reader | Exception:
-    """Return the reader that `make` returns, or an exception: what a library raised, or that it took too long."""
-    outcome: list[Reader | Exception] = []
+def in_time(seconds: float, make: Callable[[], Sensor]) -> Sensor | Exception:
+    """Return the sensor that `make` returns, or an exception: its own, or a GearbxError after a timeout."""
+    outcome: list[Sensor | Exception] = []
 
     def attempt() -> None:
         try:
@@ -272,48 +273,48 @@ def in_time(seconds: float, make: Callable[[], Reader]) -> Reader | Exception:
 
 
 class Poll(threading.Thread):
-    """A thread that reads one reader again and again.
+    """A thread that reads one sensor repeatedly.
 
-    latest: its last state. failure: why it could not be read. began: when the present reading began; None between two.
-    stopped: to be set, so that it ends.
+    latest: its last state. failure: reason why it could not be read. started: time of the current reading; None between
+    two. stopped: ends the thread when set.
     """
 
-    def __init__(self, reader: Reader, interval: float):
-        super().__init__(name=f"gearbx {reader.name}", daemon=True)
-        self.reader = reader
+    def __init__(self, sensor: Sensor, interval: float):
+        super().__init__(name=f"gearbx {sensor.name}", daemon=True)
+        self.sensor = sensor
         self.interval = interval
         self.latest: MachineState | None = None
         self.failure: str | None = None
-        self.began: float | None = time.monotonic()
+        self.started: float | None = time.monotonic()
         self.stopped = threading.Event()
 
     def run(self) -> None:
         while not self.stopped.is_set():
-            self.began = time.monotonic()
+            self.started = time.monotonic()
             try:
-                self.latest, self.failure = self.reader.read(), None
-            except Exception as error:  # sensors and their libraries raise anything
+                self.latest, self.failure = self.sensor.read(), None
+            except Exception as error:  # a sensor or its library may raise any error
                 self.latest, self.failure = None, " ".join(f"{type(error).__name__}: {error}".split())
-            self.began = None
+            self.started = None
             self.stopped.wait(self.interval)
 
 
 class Watch:
-    """The latest state of the machine, from readers that run in threads of their own.
+    """Latest state of the machine, from sensors that run in their own threads.
 
-    A reader that fails, or takes longer than the timeout, is left out until it answers again; `problems` names it once.
-    A `Scripted` reader needs no thread: it is read when the state is asked for.
+    A sensor that fails, or exceeds the timeout, is ignored until it answers again; `problems` names it once. A
+    `Scripted` sensor needs no thread: it is read in `state`.
 
     Args:
-        readers: of the machine.
+        sensors: of the machine.
         interval: seconds between two readings.
-        timeout: seconds that a reading may take.
+        timeout: seconds of a reading.
     """
 
-    def __init__(self, readers: Sequence[Reader], interval: float = 1.0, timeout: float = 5.0):
+    def __init__(self, sensors: Sequence[Sensor], interval: float = 1.0, timeout: float = 5.0):
         self.timeout = timeout
-        self.scripts = [reader for reader in readers if isinstance(reader, Scripted)]
-        self.polls = [Poll(reader, interval) for reader in readers if not isinstance(reader, Scripted)]
+        self.scripts = [sensor for sensor in sensors if isinstance(sensor, Scripted)]
+        self.polls = [Poll(sensor, interval) for sensor in sensors if not isinstance(sensor, Scripted)]
         self._reported: set[str] = set()
         self._problems: list[str] = []
         for poll in self.polls:
@@ -326,7 +327,7 @@ class Watch:
         self.close()
 
     def close(self) -> None:
-        """Let the threads end. They are daemons, so a blocked one ends with the program."""
+        """Stop the threads. They are daemons, so a blocked one ends with the program."""
         for poll in self.polls:
             poll.stopped.set()
 
@@ -334,15 +335,15 @@ class Watch:
         """Return the state now, without waiting.
 
         Args:
-            seconds, tokens: since generation began, for scripts.
+            seconds, tokens: since the start of generation, for scripts.
         """
         states = []
         for script in self.scripts:
             script.moment = tokens if script.unit == "tokens" else seconds
             states.append(script.read())
         for poll in self.polls:
-            began, failure, state = poll.began, poll.failure, poll.latest
-            if began is not None and time.monotonic() - began > self.timeout:
+            started, failure, state = poll.started, poll.failure, poll.latest
+            if started is not None and time.monotonic() - started > self.timeout:
                 self._report(poll, f"no answer for {self.timeout:g} s")
             elif failure is not None:
                 self._report(poll, failure)
@@ -351,19 +352,19 @@ class Watch:
         return merged(states)
 
     def problems(self) -> list[str]:
-        """Return what went wrong since the last call; only the first problem of each reader."""
+        """Return the problems since the last call, of each sensor only the first one."""
         found, self._problems = self._problems, []
         return found
 
     def _report(self, poll: Poll, problem: str) -> None:
-        if poll.reader.name not in self._reported:
-            self._reported.add(poll.reader.name)
-            self._problems.append(f"{poll.reader.name} cannot be read ({problem}); going on without it")
+        if poll.sensor.name not in self._reported:
+            self._reported.add(poll.sensor.name)
+            self._problems.append(f"generation ignores a sensor: {poll.sensor.name} cannot be read ({problem})")
 
 
-GIVE_LINES = 'give lines such as {"seconds": 30, "thermal": "serious"}'
+GIVE_LINES = 'use lines such as {"seconds": 30, "thermal": "serious"}'
 
-if TYPE_CHECKING:  # where type checkers see str, msgspec sees the values that are allowed
+if TYPE_CHECKING:  # type checkers see str, msgspec the allowed values
     Thermal = str
 else:
     Thermal = Literal[THERMAL]
@@ -372,7 +373,7 @@ Fraction = Annotated[float, Meta(ge=0, le=1)]
 
 
 class ScriptEntry(Struct, frozen=True, forbid_unknown_fields=True):
-    """A line of a script: a time since generation began, and what changes then."""
+    """A line of a script: a time since the start of generation, and the values that change then."""
 
     seconds: Moment | None = None
     tokens: Moment | None = None
@@ -384,17 +385,17 @@ class ScriptEntry(Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Point:
-    """The state from a moment on: seconds or tokens since generation began."""
+    """State from a time on; at: seconds or tokens since the start of generation."""
 
     at: float
     state: MachineState
 
 
 class Scripted:
-    """A reader that takes the state of each moment from a script.
+    """A sensor that replays states from a script.
 
     Args:
-        points: in the order of their times; a value that a point leaves out stays as it was.
+        points: in the order of their times; values that a point omits stay the same.
         unit: of the times, "seconds" or "tokens".
     """
 
@@ -409,11 +410,11 @@ class Scripted:
     def from_file(cls, path: str | Path) -> "Scripted":
         """Read a script: JSON Lines, or a JSON array, of objects such as {"seconds": 30, "thermal": "serious"}.
 
-        Each has `seconds` or `tokens` since generation began, and any of `thermal`, `battery`, `charging`, `memory`.
+        Each has `seconds` or `tokens` since the start of generation, and any of the fields of MachineState.
 
         Raises:
-            GearbxError: naming file and line (of an array, entry): a value that cannot be, no time or two, another unit
-                than the points before it, or a time before theirs.
+            GearbxError: a value out of range, no time or two, mixed units, or times that descend, with file and line
+                (of an array, entry).
         """
         points: list[Point] = []
         unit = None
@@ -421,15 +422,15 @@ class Scripted:
             with error_context(f"{path}, {place}"):
                 times = [name for name in ("seconds", "tokens") if getattr(entry, name) is not None]
                 if len(times) != 1:
-                    raise GearbxError("give either seconds or tokens")
+                    raise GearbxError("needs one time; set either seconds or tokens")
                 if unit not in (None, times[0]):
-                    raise GearbxError(f"{times[0]}, where the lines before have {unit}; use one of them")
+                    raise GearbxError(f"unit must be {unit} as in the lines above, got {times[0]}; use one of them")
                 unit, at = times[0], getattr(entry, times[0])
                 if points and at < points[-1].at:
-                    raise GearbxError(f"{unit} is {at:g}, before the line above; put them in order")
+                    raise GearbxError(f"{unit} must ascend, got {at:g} after {points[-1].at:g}; use ascending times")
                 points.append(Point(at, MachineState(**{name: getattr(entry, name) for name in READINGS})))
         if unit is None:
-            raise GearbxError(f"{path}: no states in it; {GIVE_LINES}")
+            raise GearbxError(f"{path}: must have a state, got none; {GIVE_LINES}")
         return cls(points, unit)
 
     def read(self) -> MachineState:
@@ -442,8 +443,8 @@ class Scripted:
 
 
 def read_entries(path: Path) -> Iterator[tuple[str, ScriptEntry]]:
-    """Yield each entry of a script, and where it is: "line 3", or of an array "entry 3". Raises GearbxError for a bad
-    one."""
+    """Yield each entry of a script with its place: "line 3", or of an array "entry 3". Raises GearbxError for an
+    invalid one."""
     text = read_text(path, "a script of machine states", GIVE_LINES)
     if not text.lstrip().startswith("["):
         for number, entry in json_lines(path, text, ScriptEntry, GIVE_LINES):

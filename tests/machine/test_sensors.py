@@ -1,4 +1,4 @@
-"""Readers of the machine, their readings together, and what happens to readers that fail."""
+"""Sensors of the machine, their readings together, and what happens to sensors that fail."""
 
 import json
 import sys
@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 
 from gearbx_mlx import GearbxError
-from gearbx_mlx.machine import readers
+from gearbx_mlx.machine import sensors
 from gearbx_mlx.machine.controller import PATIENCE, SteadyBudget, budget
-from gearbx_mlx.machine.readers import LinuxThermal, MachineState, Scripted, Watch, merged
+from gearbx_mlx.machine.sensors import LinuxThermal, MachineState, Scripted, Watch, merged
 
 
 class Told:
-    """A reader that returns the value it is given, or calls it."""
+    """A sensor that returns the value it is given, or calls it."""
 
     def __init__(self, name: str, act):
         self.name = name
@@ -97,33 +97,33 @@ class TestReaders:
             LinuxThermal(tmp_path)
 
     def test_macos(self, monkeypatch):
-        monkeypatch.setattr(readers.platform, "system", lambda: "Darwin")
+        monkeypatch.setattr(sensors.platform, "system", lambda: "Darwin")
         info = SimpleNamespace(thermalState=lambda: 2)
         process = SimpleNamespace(processInfo=lambda: info)
         monkeypatch.setitem(sys.modules, "Foundation", SimpleNamespace(NSProcessInfo=process))
-        assert readers.MacThermal().read() == MachineState(thermal="serious")
+        assert sensors.MacThermal().read() == MachineState(thermal="serious")
         monkeypatch.setitem(sys.modules, "Foundation", None)
         with pytest.raises(GearbxError, match="pip install pyobjc"):
-            readers.MacThermal()
+            sensors.MacThermal()
 
     def test_battery_and_memory(self, monkeypatch):
         battery = SimpleNamespace(percent=42.0, power_plugged=None)
         memory = SimpleNamespace(percent=63.0)
         stand_in = SimpleNamespace(sensors_battery=lambda: battery, virtual_memory=lambda: memory)
         monkeypatch.setitem(sys.modules, "psutil", stand_in)
-        assert readers.Battery().read() == MachineState(battery=0.42)
+        assert sensors.Battery().read() == MachineState(battery=0.42)
         battery.power_plugged = True
-        assert readers.Battery().read() == MachineState(battery=0.42, charging=True)
-        assert readers.Memory().read() == MachineState(memory=0.63)
+        assert sensors.Battery().read() == MachineState(battery=0.42, charging=True)
+        assert sensors.Memory().read() == MachineState(memory=0.63)
 
     def test_what_a_machine_has_not_is_told(self, monkeypatch, tmp_path):
         monkeypatch.setitem(sys.modules, "psutil", None)
-        monkeypatch.setattr(readers.platform, "system", lambda: "Linux")
+        monkeypatch.setattr(sensors.platform, "system", lambda: "Linux")
         monkeypatch.setattr(LinuxThermal.__init__, "__defaults__", (tmp_path,))
-        found, absent = readers.this_machine()
+        found, absent = sensors.this_machine()
         assert not found
         assert absent["heat"].startswith("no thermal zone")
-        missing = "psutil is not installed; install it with: pip install psutil"
+        missing = "psutil: is not installed; use pip install psutil"
         assert absent["battery"] == absent["memory"] == missing
 
 
@@ -151,13 +151,13 @@ class TestScript:
     @pytest.mark.parametrize(
         ("text", "told"),
         [
-            ("", "no states in it"),
+            ("", "must have a state, got none"),
             ('{"seconds": 0}\n{"seconds": 1', "line 2: not JSON"),
             ("[1]", "entry 1: it is 1, not an object"),
             ('{"seconds": 0, "heat": 1}', "line 1: heat is not known; choose from seconds, tokens, thermal"),
-            ('{"thermal": "fair"}', "line 1: give either seconds or tokens"),
-            ('{"seconds": 0}\n{"tokens": 1}', "line 2: tokens, where the lines before have seconds"),
-            ('{"seconds": 5}\n{"seconds": 1}', "line 2: seconds is 1, before the line above"),
+            ('{"thermal": "fair"}', "line 1: needs one time; set either seconds or tokens"),
+            ('{"seconds": 0}\n{"tokens": 1}', "line 2: unit must be seconds as in the lines above, got tokens"),
+            ('{"seconds": 5}\n{"seconds": 1}', "line 2: seconds must ascend, got 1 after 5"),
             ('{"seconds": -1}', "line 1: seconds is -1"),
             ('{"seconds": 0, "battery": 1.5}', "line 1: battery is 1.5"),
             ('{"seconds": 0, "charging": 1}', "line 1: charging is 1, not true or false"),
@@ -171,24 +171,26 @@ class TestScript:
 
 
 class TestWatch:
-    def test_puts_together_what_readers_tell(self):
+    def test_puts_together_what_sensors_tell(self):
         with Watch([Told("heat", MachineState("fair")), Told("memory", MachineState(memory=0.5))]) as watch:
             until(lambda: watch.state() == MachineState("fair", memory=0.5))
             assert watch.problems() == []
 
-    def test_a_reader_that_fails_is_left_out_and_told_of_once(self):
+    def test_a_sensor_that_fails_is_left_out_and_told_of_once(self):
         def fails():
             raise OSError("the sensor is gone")
 
         with Watch([Told("heat", fails), Told("memory", MachineState(memory=0.5))], interval=0.001) as watch:
             until(lambda: watch.state() == MachineState(memory=0.5) and watch.polls[0].failure)
             watch.state()
-            assert watch.problems() == ["heat cannot be read (OSError: the sensor is gone); going on without it"]
+            assert watch.problems() == [
+                "generation ignores a sensor: heat cannot be read (OSError: the sensor is gone)"
+            ]
             time.sleep(0.02)
             watch.state()
             assert watch.problems() == []
 
-    def test_a_reader_that_blocks_holds_nothing_up(self):
+    def test_a_sensor_that_blocks_holds_nothing_up(self):
         released = threading.Event()
 
         def blocks():
@@ -198,7 +200,7 @@ class TestWatch:
         with Watch([Told("heat", blocks), Told("memory", MachineState(memory=0.5))], timeout=0.05) as watch:
             until(lambda: watch.state() == MachineState(memory=0.5))
             until(lambda: watch.state() == MachineState(memory=0.5) and watch._problems)
-            assert watch.problems() == ["heat cannot be read (no answer for 0.05 s); going on without it"]
+            assert watch.problems() == ["generation ignores a sensor: heat cannot be read (no answer for 0.05 s)"]
             released.set()  # when it answers, it is heard again
             until(lambda: watch.state().thermal == "critical")
             assert watch.problems() == []
