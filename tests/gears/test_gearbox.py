@@ -182,8 +182,8 @@ class TestShift:
         ("arguments", "complaint"),
         [
             ({"format": "nf4"}, "format 'nf4' does not exist; choose from planes, affine"),
-            ({"manage": "nothing"}, "manage is nothing; choose from all, attention, mlp, everything"),
-            ({"residency": "cloud"}, "residency is cloud; choose from resident, disk, stream"),
+            ({"manage": "nothing"}, "manage: unknown, got nothing; choose from all, attention, mlp, everything"),
+            ({"residency": "cloud"}, "residency: unknown, got cloud; choose from resident, disk, stream"),
             ({"residency": "disk"}, "pass checkpoint="),
             ({"residency": "disk", "checkpoint": "nowhere"}, "nowhere: no model"),
             ({"group_size": 48}, "group size: unsupported, got 48; choose from 32, 64, 128"),
