@@ -1,12 +1,12 @@
 // Packed codes, CODES at a time: the unit of work of one lane.
 //
-// Most formats pack codes as a little-endian stream of bits, and begin a row at a whole word of 16 bits. CODES is 16 then:
-// 16 codes of WIDTH bits are WIDTH such words exactly, whatever the width, so that lanes share no word. Codes that name an
-// entry of their row's codebook lie as PLACE says, as many as two words hold.
+// Most formats pack codes as a little-endian bit stream, and start rows at a 16-bit word. Then CODES is 16: for any WIDTH,
+// 16 codes fill exactly WIDTH words, so that lanes share no word. Codes of a row's codebook are at the bits PLACE(i), as
+// many as two words hold.
 
 enum { LANES = 32 };
 
-// What lies in memory from some place on, with zeros beyond `left` elements.
+// Elements in memory, with zeros beyond `left` elements.
 template <typename T, typename P>
 struct Cut {
     P from;
@@ -16,7 +16,7 @@ struct Cut {
     }
 };
 
-// The rest of a row: it has `left` elements, of which CODES may want more if the kernel is for RAGGED rows.
+// The rest of a row, with `left` elements; a kernel for RAGGED rows may read more.
 #if RAGGED
 template <typename T, typename P>
 inline Cut<T, P> rest_of_row(P from, int left) {
@@ -37,7 +37,7 @@ inline void load_codes(Words packed, thread ushort* words) {
     }
 }
 
-// The code that begins at a bit, shifted down to its value. It may lie across two words.
+// The value of the code at a bit; the code may span two words.
 template <int WIDTH, typename Words>
 inline uint code_from(Words words, int bit) {
     const int word = bit / 16;
@@ -57,7 +57,7 @@ inline float code_at(const thread ushort* words, int i) {
 }
 
 #if TABLES
-// What CODES codes stand for.
+// Look up the values of CODES codes.
 inline void look_up(const thread ushort* words, const threadgroup float* entries, thread float* values) {
     UNROLL for (int i = 0; i < CODES; i++) {
         values[i] = entries[code_from<BITS>(words, PLACE(i))];
@@ -74,8 +74,8 @@ inline float dot_all(A a, B b) {
     return total;
 }
 
-// 16 codes of one plane as they lie in their words. Codes that do not lie across words are masked where they are, without
-// a shift: each comes out 2^place times too large.
+// 16 codes of one plane from their words. Codes that do not span words are masked in place, without a shift: each is
+// 2^place times too large.
 template <int WIDTH>
 inline void mask_codes(const thread ushort* words, thread float* masked) {
     const int per_word = 16 / WIDTH;
@@ -85,8 +85,8 @@ inline void mask_codes(const thread ushort* words, thread float* masked) {
     }
 }
 
-// The sum over 16 codes from `mask_codes` of code * x. `X` is a pointer into any address space, or a Cut of one. The sum of
-// those of one place is scaled down once: powers of two, so that nothing is rounded by it.
+// The sum over 16 codes from `mask_codes` of code * x. `X` is a pointer into any address space, or a Cut of one. The sum
+// over one place is scaled down once, by a power of two, without rounding.
 template <int WIDTH, typename X>
 inline float dot_masked(const thread float* masked, X x) {
     if (16 % WIDTH != 0) {

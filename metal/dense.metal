@@ -1,12 +1,13 @@
 // out = x W^T for a dense W, of which each byte is read once.
 //
-// One SIMD group computes ROWS rows for all vectors. Its lanes go along the columns, CHUNK at a time. A vector's result has
-// the same bits however many VECTORS there are: each of its sums goes the same way, and `fma` is written out, so that no
-// compiler chooses where to round.
+// One SIMD group computes ROWS rows for all vectors. Its lanes advance along the columns, CHUNK at a time. With HOLDS_X,
+// registers hold x for all vectors and one row of weights; otherwise they hold all rows and x for one vector.
+//
+// The kernel is batch-invariant: each sum has the same order for any VECTORS and ROWS, and `fma` fixes where it is rounded.
 //
 // Buffers: x (VECTORS, columns) T; weight (rows, columns), of a type of its own; sizes: rows and columns; out (VECTORS,
 //     rows) T.
-// Macros: VECTORS, ROWS, SIMD_GROUPS, CHUNK, RAGGED (columns is no multiple of CHUNK).
+// Macros: VECTORS, ROWS, SIMD_GROUPS, CHUNK, HOLDS_X, RAGGED (columns is no multiple of CHUNK).
 // The grid is whole threadgroups of SIMD_GROUPS * 32 threads.
 
 const int rows = sizes[0];
@@ -21,6 +22,7 @@ const int first_row = (threadgroup_position_in_grid.x * SIMD_GROUPS + simdgroup_
 #define LOAD(row, to) load_numbers<CHUNK>((row) + k, to)
 #endif
 
+const auto own_rows = weight + size_t(first_row) * columns;
 float sums[ROWS][VECTORS];
 UNROLL for (int r = 0; r < ROWS; r++) {
     UNROLL for (int v = 0; v < VECTORS; v++) {
@@ -29,10 +31,27 @@ UNROLL for (int r = 0; r < ROWS; r++) {
 }
 
 for (int k = lane * CHUNK; k < columns; k += 32 * CHUNK) {
+#if HOLDS_X
+    float held[VECTORS][CHUNK];
+    UNROLL for (int v = 0; v < VECTORS; v++) {
+        LOAD(x + v * columns, held[v]);
+    }
+    UNROLL for (int r = 0; r < ROWS; r++) {
+        if (first_row + r < rows) {
+            float weights[CHUNK];
+            LOAD(own_rows + r * columns, weights);
+            UNROLL for (int v = 0; v < VECTORS; v++) {
+                UNROLL for (int i = 0; i < CHUNK; i++) {
+                    sums[r][v] = fma(weights[i], held[v][i], sums[r][v]);
+                }
+            }
+        }
+    }
+#else
     float weights[ROWS][CHUNK];
     UNROLL for (int r = 0; r < ROWS; r++) {
         if (first_row + r < rows) {
-            LOAD(weight + size_t(first_row + r) * columns, weights[r]);
+            LOAD(own_rows + r * columns, weights[r]);
         } else {
             UNROLL for (int i = 0; i < CHUNK; i++) {
                 weights[r][i] = 0.0f;
@@ -48,6 +67,7 @@ for (int k = lane * CHUNK; k < columns; k += 32 * CHUNK) {
             }
         }
     }
+#endif
 }
 
 UNROLL for (int r = 0; r < ROWS; r++) {

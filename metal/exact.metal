@@ -1,18 +1,18 @@
-// Weights of the format `exact`, each packed byte read once: multiplied, out = x W^T + bias, or written if VECTORS is 0.
+// Weights of the format `exact`, each packed byte read once: multiplied, out = x W^T + bias, or decoded if VECTORS is 0.
 //
-// One SIMD group computes ROWS rows for all vectors, so that a weight is decoded once. Its lanes go along the columns,
-// CODES at a time. The bytes of `high` lie in the order of a row's columns: those that the lanes before a lane take, and
-// all lanes in the steps before, say where its own begin. What a step reads of all rows is asked for first, so that memory is
-// waited for once; and one sum over the lanes counts for both rows, 16 bits for each.
+// One SIMD group computes ROWS rows for all vectors, so that a weight is decoded once. Its lanes advance along the columns,
+// CODES at a time. The bytes of `high` have the order of a row's columns: a lane's bytes follow those of the lanes before it
+// and of all lanes in previous steps. Each step first loads the data of all rows, to wait for memory once. One sum over the
+// lanes counts for both rows, with 16 bits for each.
 //
-// A vector's result has the same bits in any company: each sum goes through the same operations in the same order,
-// whatever VECTORS and ROWS are. Multiplications are fused by name, so that no compiler chooses.
+// The kernel is batch-invariant: each sum has the same operations in the same order for any VECTORS and ROWS, and `fma`
+// fixes where it is rounded.
 //
 // Buffers: x (VECTORS, columns) T; codes (all rows, columns / 8) words; scales and biases (all rows, columns / GROUP_SIZE),
-//     bits of bf16; low (all rows, columns) bytes; high (high_bytes) bytes; offsets (all rows + 1), where each row's bytes
-//     begin; bias (rows) if HAS_BIAS; chosen (rows), which of all rows, if VECTORS is 0; sizes: rows, columns,
-//     high_bytes, and how many all rows are; out (VECTORS, rows) T, or (rows, columns), bits of bf16.
-// Offsets may lie: a weight whose byte is not in its row's part of `high` is no number, and nothing else is read.
+//     bits of bf16; low (all rows, columns) bytes; high (high_bytes) bytes; offsets (all rows + 1), the start of each row's
+//     bytes; bias (rows) if HAS_BIAS; chosen (rows), indices of rows, if VECTORS is 0; sizes: rows, columns, high_bytes,
+//     number of all rows; out (VECTORS, rows) T, or (rows, columns), bits of bf16.
+// Offsets may be wrong: a weight without a byte in its row's part of `high` is NaN, and no other byte is read.
 // Macros, set by kernels/metal_products.py: VECTORS, ROWS, 1 or 2, SIMD_GROUPS, HAS_BIAS, CODES, 8. By
 //     kernels/metal_exact.py: SIGN_BITS, 0; GROUP_SIZE; CODE_BITS.
 // The grid is whole threadgroups of SIMD_GROUPS * 32 threads.
@@ -23,11 +23,11 @@ const int high_bytes = sizes[2];
 const int lane = thread_index_in_simdgroup;
 const int first_row = (threadgroup_position_in_grid.x * SIMD_GROUPS + simdgroup_index_in_threadgroup) * ROWS;
 
-const uint units = uint(columns) / CODES;  // of a row: what a lane takes at a time
+const uint units = uint(columns) / CODES;  // units of a row, of which a lane takes one at a time
 
-uint units_before[ROWS];  // of all rows, those before this one; the same of groups
+uint units_before[ROWS];  // units and groups of all previous rows
 uint groups_before[ROWS];
-uint next[ROWS];  // where the row's next byte is in `high`, and how many are there from it on
+uint next[ROWS];  // index of the row's next byte in `high`, and number of bytes from it on
 uint left[ROWS];
 UNROLL for (int r = 0; r < ROWS; r++) {
     const bool there = first_row + r < rows;
@@ -52,7 +52,7 @@ UNROLL for (int r = 0; r < ROWS; r++) {
 }
 #endif
 
-// All lanes take every step, since they count together; in the last one some have no columns.
+// All lanes take every step, since they count together; in the last step, some have no columns.
 for (uint step = 0; step < units; step += LANES) {
     const uint at = step + lane;
     const bool inside = at < units;
@@ -74,8 +74,8 @@ for (uint step = 0; step < units; step += LANES) {
         }
     }
 
-    float weights[ROWS][CODES];  // what codes stand for, then the weights
-    uint near = 0;               // how many of this lane's are near zero
+    float weights[ROWS][CODES];  // values of codes, then the weights
+    uint near = 0;  // number of this lane's values near zero
     UNROLL for (int r = 0; r < ROWS; r++) {
         const uint count = find_values(words[r], float_of(scale_bits[r]), float_of(offset_bits[r]), weights[r]);
         near |= (inside && first_row + r < rows ? count : 0) << (r * 16);

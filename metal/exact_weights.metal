@@ -1,14 +1,13 @@
-// A weight of bf16, bit for bit, from the value that its code stands for and what that leaves open.
+// A bf16 weight, bit for bit, from its code's value and additional bits.
 //
-// The upper half of the value's bits is the weight's or close to it, and the low byte of the weight says which neighbour it
-// is. Near zero the value says little: such a weight has its high byte in `high`. So have all weights of a group without a
-// scale.
+// The value's upper 16 bits equal or neighbor the weight's, and the weight's low byte identifies the neighbor. Near zero,
+// the value is too inexact, and the weight's high byte is in `high`; so is that of all weights in a group without a scale.
 //
-// Nothing here is rounded in a way that a compiler may choose: of scale * code + offset, the product is exact. On Apple's
-// cores an addition, a comparison that selects or a bitwise operation takes one cycle, but a shift or a conversion four: so
-// codes become numbers without either, and halves of 32 bits are named, not shifted.
+// No compiler chooses how to round here: in scale * code + offset, the product is exact. On Apple's cores, an addition, a
+// selecting comparison or a bitwise operation takes one cycle, but a shift or a conversion takes four. So codes become
+// numbers without either, and halves of 32 bits are accessed as vector components.
 
-enum { NOT_A_NUMBER = 0x7fc0 };  // a weight whose byte is not there: the file lies
+enum { NOT_A_NUMBER = 0x7fc0 };  // a weight without its byte, in a damaged file
 
 enum { WINDOW = 144, HIGH_BYTE = 0xff00 };
 #define NEAR(value, scale) !(fabs(value) > fabs(scale) * 0.5f)
@@ -20,8 +19,8 @@ inline float float_of(ushort bits) {
     return as_type<float>(halves);
 }
 
-// Code i of a word, as a number. Where the code lies in its half of the word, it is part of the significand of a number that
-// is large enough for the code to count ones; that number is subtracted.
+// Code i of a word, as a number: unshifted, the code becomes part of the significand of a number so large that the code
+// counts ones; then that number is subtracted.
 inline float code_value(uint word, int i) {
     const int place = i % 4 * CODE_BITS;
     const uint large = (127u + 23 - place) << 23;  // 2^(23 - place)
@@ -29,7 +28,7 @@ inline float code_value(uint word, int i) {
     return as_type<float>(large | code) - as_type<float>(large);
 }
 
-// What CODES codes stand for. The result is how many of them are near zero.
+// Decode the values of CODES codes, and return how many of them are near zero.
 inline uint find_values(uint word, float scale, float offset, thread float* values) {
     uint near = 0;
     UNROLL for (int i = 0; i < CODES; i++) {
@@ -39,18 +38,18 @@ inline uint find_values(uint word, float scale, float offset, thread float* valu
     return near;
 }
 
-// The weight that ends in `low`: far from zero the one of 256 neighbours of the value, of which the first is WINDOW below it,
-// near zero the one that begins with `high`, a byte in its place.
+// The weight with low byte `low`. Far from zero, it is one of 256 neighbors of the value, the first of which is WINDOW below
+// it; near zero, its high byte is `high`, already shifted.
 inline float weight_of(float value, bool near, ushort high, ushort low) {
     const ushort far = (as_type<ushort2>(value).y + (255 - WINDOW) - low) & HIGH_BYTE;
     return float_of((near ? high : far) | low);
 }
 
-// Values become weights. All lanes call it together. `high`: where the bytes of all of them begin, `total` bytes, of which
-// `left` are there; `first`, which one is this lane's first.
+// Turn values into weights; all lanes call it together. `high`: the lanes' bytes, `total` of them, of which `left` exist;
+// `first`: index of this lane's first byte.
 //
-// Two bytes of each lane are nearly always enough: lanes load them side by side, and take theirs from each other. Else each
-// lane reads its own, and where one is not there, the weight is no number.
+// Two bytes per lane are nearly always enough: lanes load adjacent bytes and exchange them. Otherwise each lane reads its
+// own bytes, and a weight without its byte is NaN.
 inline void find_weights(
     thread float* values, const thread ushort* lows, float scale, const device uchar* high, uint first, uint total,
     uint left, uint lane) {

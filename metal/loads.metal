@@ -1,9 +1,8 @@
-// Elements that lie side by side in memory, four to an instruction.
+// Loads of adjacent elements, four per instruction.
 //
-// A packed vector may begin at any element, as an element itself may. MLX promises no more of an array: it may be a part of
-// another one.
+// A packed vector needs only the alignment of its elements. MLX guarantees no more, since an array may be a slice.
 
-// What elements of so many bytes are loaded as.
+// The types that load elements of SIZE bytes.
 template <int SIZE>
 struct Loaded;
 template <>
@@ -22,7 +21,7 @@ struct Loaded<4> {
     typedef packed_uint4 Four;
 };
 
-// COUNT elements, a multiple of 4, become numbers of another type.
+// Load COUNT elements, a multiple of 4, as numbers of type N.
 template <int COUNT, typename E, typename N>
 inline void load_numbers(const device E* from, thread N* to) {
     typedef typename Loaded<sizeof(E)>::One One;
@@ -35,7 +34,7 @@ inline void load_numbers(const device E* from, thread N* to) {
     }
 }
 
-// The same of the rest of a row, which has `there` elements. What it has not is 0.
+// Load the rest of a row, which has `there` elements; the others are 0.
 template <int COUNT, typename E, typename N>
 inline void load_rest(const device E* from, int there, thread N* to) {
     if (there >= COUNT) {
@@ -43,18 +42,6 @@ inline void load_rest(const device E* from, int there, thread N* to) {
     } else {
         UNROLL for (int i = 0; i < COUNT; i++) {
             to[i] = i < there ? N(from[i]) : N(0);
-        }
-    }
-}
-
-// COUNT elements, a multiple of 4, that lie `step` apart: nearly always side by side.
-template <int COUNT, typename E, typename N>
-inline void load_apart(const device E* from, int step, thread N* to) {
-    if (step == 1) {
-        load_numbers<COUNT>(from, to);
-    } else {
-        UNROLL for (int i = 0; i < COUNT; i++) {
-            to[i] = N(from[i * step]);
         }
     }
 }

@@ -1,32 +1,31 @@
-// out = x W^T + bias for packed W, of which each byte is read once. Body of the kernel of every format.
+// out = x W^T + bias for packed W, each byte of which is read once. Body of the kernel of every format.
 //
-// One SIMD group computes ROWS rows for all vectors. Its lanes go along the columns, CODES at a time: packed words, codes,
-// products with the activations, scale. A weight is
+// One SIMD group computes ROWS rows for all vectors. Its lanes advance along the columns, CODES at a time: packed words,
+// codes, products with the activations, scale. A weight is
 //     ROW_SCALE(row) * (GROUP_SCALE * sum over planes of 2^-SHIFT code + GROUP_OFFSET);
-// what does not depend on the code is multiplied once by the sum of the activations. Where there are TABLES, the entry that
-// a code names takes the place of the code, and some weights of a row, its outliers, are not what their codes say: those
-// lie beside the codes, row after row, and a row's lanes go through them at its end.
+// terms without the code are multiplied once by the sum of the activations. With TABLES, a code selects an entry, which
+// replaces the code. A row's outliers are weights with other values than their codes' entries; they are stored row by row,
+// and a row's lanes add them at its end.
 //
-// A vector's result has the same bits however many VECTORS there are: its sums go the same way in every variant, and `fma`
-// is written out, so that no compiler chooses where to round.
+// The kernel is batch-invariant: sums have the same order in every variant and for any VECTORS, and `fma` fixes where they
+// are rounded.
 //
-// With EXPERTS, the matrices of a mixture follow each other in every array. A pair of a vector and an expert is computed by
-// threadgroups of its own, which are neighbours; they begin by moving every pointer to what is the pair's.
+// With EXPERTS, every array has the matrices of a mixture in sequence. Adjacent threadgroups compute one pair of a vector and
+// an expert, and first move every pointer to the pair's data.
 //
-// Buffers: x (VECTORS, columns) T; those that the macros name; bias (rows) if HAS_BIAS; sizes: rows, columns and row_words;
-//     out (VECTORS, rows) T. Of TABLES: codebook (ALL_TABLES, ENTRIES), outliers and outlier_columns, and outlier_offsets
-//     (rows + 1), where each row's begin. Of EXPERTS: experts (pairs), x (pairs / pairs_of_a_vector, columns) and out
-//     (pairs, rows), VECTORS is 1, and sizes goes on with pairs_of_a_vector and, of TABLES, the length of an expert's list of
-//     outliers.
+// Buffers: x (VECTORS, columns) T; those named by the macros; bias (rows) if HAS_BIAS; sizes: rows, columns and row_words;
+//     out (VECTORS, rows) T. With TABLES: codebook (ALL_TABLES, ENTRIES), outliers and outlier_columns, and outlier_offsets
+//     (rows + 1), the start of each row's outliers. With EXPERTS: experts (pairs), x (pairs / pairs_of_a_vector, columns), out
+//     (pairs, rows), VECTORS 1, and in sizes also pairs_of_a_vector and, with TABLES, the length of an expert's outliers.
 // Macros, set by kernels/metal_products.py: VECTORS, ROWS, SIMD_GROUPS, HAS_BIAS, EXPERTS (without a bias), RAGGED (columns is
-//     no multiple of CODES), CODES, PLANE_COUNT, TABLES (how many a threadgroup has, or 0), one of X_REGISTERS, X_THREADGROUP,
-//     X_DEVICE; STAGED, VECTORS * columns if X_THREADGROUP.
-// Macros, set by kernels/metal_products.py: PLANES(DO), which is DO(w0, WIDTH, SHIFT) for every plane; ROW_WORDS(WIDTH),
-//     words from a row to the next; SIGN_BITS, of a word of codes that are stored signed; GROUP_SIZE; GROUP_SCALE and
-//     GROUP_OFFSET, of `group` and `scale`; ROW_SCALE(row); SCALE_ARRAYS(DO), which is DO(array, its elements of a matrix) for
-//     each array of scales and of what else rows or groups have. Of TABLES: BITS and PLACE(i) of a code; ENTRIES of a table;
-//     ALL_TABLES and the FIRST_TABLE of a threadgroup; TABLE(row, group), where one begins; STEP_WORDS, that hold CODES;
-//     OWN_CODE, whether an outlier has a code of its own, or all of a row that of the first.
+//     no multiple of CODES), CODES, PLANE_COUNT, TABLES (per threadgroup, or 0), one of X_REGISTERS, X_THREADGROUP, X_DEVICE;
+//     STAGED, VECTORS * columns if X_THREADGROUP.
+// Macros, set by kernels/metal_products.py: PLANES(DO): DO(w0, WIDTH, SHIFT) for every plane; ROW_WORDS(WIDTH), words per
+//     row; SIGN_BITS, of a word of signed codes; GROUP_SIZE; GROUP_SCALE and GROUP_OFFSET, from `group` and `scale`;
+//     ROW_SCALE(row); SCALE_ARRAYS(DO): DO(array, its elements per matrix) for each array of scales and other data of rows or
+//     groups. With TABLES: BITS and PLACE(i) of a code; ENTRIES of a table; ALL_TABLES, and the FIRST_TABLE of a threadgroup;
+//     TABLE(row, group), a table's address; STEP_WORDS, words of CODES; OWN_CODE, whether each outlier has its own code, or
+//     all outliers of a row the first one's.
 // T is the type of x and out.
 // The grid is whole threadgroups of SIMD_GROUPS * 32 threads.
 
@@ -113,7 +112,7 @@ for (int k = lane * CODES; k < columns; k += LANES * CODES) {
     ushort words[WIDTH];                                                                                      \
     load_codes<WIDTH>(rest_of_row<ushort>(row_of_words + at, ROW_WORDS(WIDTH) - at), words);
             const size_t group = size_t(row) * groups + k / GROUP_SIZE;
-            // Codes are taken out of their words once, and used for all vectors.
+            // Codes are unpacked once for all vectors.
             float dots[VECTORS];
             float codes[CODES];
 #if PLANE_COUNT == 1 && !TABLES
@@ -158,7 +157,7 @@ for (int k = lane * CODES; k < columns; k += LANES * CODES) {
 }
 
 #if TABLES
-// What the code of an outlier stands for is taken back, and the outlier added.
+// Subtract the values of outliers' codes, and add the outliers.
 UNROLL for (int r = 0; r < ROWS; r++) {
     const int row = first_row + r;
     if (row < rows) {

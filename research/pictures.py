@@ -149,7 +149,7 @@ def page() -> None:
     settings = command_settings(ServerSettings, {"port": 0, "model": "smollm2", "max_tokens": 100})
     with serving(settings) as server, chromium.browser() as driver:
         chromium.show_as(driver, 900, 660, "light", scale=1.5)
-        ask(driver, server.where)
+        ask(driver, server.url)
         driver.save_screenshot(str(IMAGES / "page.png"))
 
 

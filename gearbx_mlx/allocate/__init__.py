@@ -1,4 +1,4 @@
-"""Flags of `allocate`, and the settings that they become."""
+"""Flags of `allocate`, and their settings."""
 
 import argparse
 import math
@@ -16,14 +16,14 @@ from ..settings import Settings, as_text, flag, flag_of, parse_bytes
 
 TARGET_UNITS = {"bpw": "bits per weight", "bytes": "bytes", "kl": "nats", "tps": "tokens/s"}
 DESCRIPTION = (
-    "Find bits for every layer: give a byte more to the layer where it saves the most KL. Measure the tables that come "
-    "of it, and store them in the manifest as the tables of gears."
+    "Find bits for every layer: each additional byte goes to the layer that saves the most KL. Measure the "
+    "resulting tables, and store them in the manifest as the tables of gears."
 )
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a table is to meet. kind: bpw (bits per weight), bytes, kl (nats per token) or tps (tokens/s)."""
+    """A target of a table. kind: bpw (bits per weight), bytes, kl (nats per token) or tps (tokens/s)."""
 
     kind: str
     value: float
@@ -33,24 +33,24 @@ class Target:
 
 
 def parse_targets(kind: str, text: str) -> tuple[float, ...]:
-    """Numbers with commas between. Raises GearbxError for what is not a positive number."""
+    """Return comma-separated numbers. Raises GearbxError for a number that is not positive."""
     name = f"--target-{kind}"
     if kind == "bytes":
         return tuple(parse_bytes(part, name) for part in text.split(","))
     values = numbers(name, text, float, "4.5,8")
     if not all(0 < value < math.inf for value in values):
-        raise GearbxError(f"{name} '{text}': give numbers above 0")
+        raise GearbxError(f"{name}: must be above 0, got '{text}'; use for example 4.5,8")
     return values
 
 
 def target_flag(kind: str, metavar: str, help: str) -> Any:
-    """Return the flag of one kind of target, of which one kind is given."""
+    """Return the flag of one kind of target; kinds exclude each other."""
     return flag(None, help, metavar=metavar, exclusive="target", parse=partial(parse_targets, kind))
 
 
 @dataclass(frozen=True)
 class AllocationSettings(Settings):
-    """Which tables to find, and where they are stored; out: None means the manifest itself."""
+    """The tables to find, and the output file; out: None means the manifest itself."""
 
     title: ClassVar[str] = "allocation"
 
@@ -60,7 +60,7 @@ class AllocationSettings(Settings):
     target_bpw: tuple[float, ...] | None = target_flag(
         "bpw",
         "BITS",
-        "Bits per weight, scales included; one for each table, with commas. Default: those of the uniform gear",
+        "Bits per weight, including scales; one for each table, comma-separated. Default: as the uniform gear",
     )
     target_bytes: tuple[float, ...] | None = target_flag(
         "bytes", "SIZE", "Bytes of the layers that change gear, such as 3GB; likewise."
@@ -72,12 +72,12 @@ class AllocationSettings(Settings):
         "tps", "TOKENS", "Tokens/s of decoding on this machine; likewise."
     )
     within_ranges: bool = flag(False, "Keep every layer within min_bits and max_bits of the manifest.")
-    exchanges: int = flag(EXCHANGES, "Tables to measure in search of a better one, by exchanges of bits.", least=0)
+    exchanges: int = flag(EXCHANGES, "Tables to measure in search of better ones, by exchanges of bits.", least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.bits:
-            raise GearbxError(f"--gears {self.gears}: 16 is full precision in every layer; give a gear of fewer bits")
+            raise GearbxError(f"--gears {self.gears}: 16 is full precision in every layer; use a gear of fewer bits")
         self.targets()
 
     @property
@@ -95,17 +95,17 @@ class AllocationSettings(Settings):
         if not wanted:
             return [None] * len(self.bits)
         if len(wanted) > 1:
-            raise GearbxError(f"{' and '.join(flag_of(f'target_{kind}') for kind in wanted)}: give one of them")
+            raise GearbxError(f"{' and '.join(flag_of(f'target_{kind}') for kind in wanted)}: use only one")
         ((kind, values),) = wanted.items()
         if len(values) != len(self.bits):
             every = f"one for each of --gears {self.gears} but 16"
-            raise GearbxError(f"--target-{kind} '{as_text(values)}': give {len(self.bits)}, {every}")
+            raise GearbxError(f"--target-{kind}: wrong count, got '{as_text(values)}'; use {len(self.bits)}, {every}")
         return [Target(kind, value) for value in values]
 
 
 @dataclass(frozen=True)
 class AllocateSettings:
-    """Everything that `allocate` runs with."""
+    """All settings of `allocate`."""
 
     model: ModelSettings
     text: CalibrationTextSettings

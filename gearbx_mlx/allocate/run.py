@@ -1,4 +1,4 @@
-"""The body of `allocate`: finds bits for every layer of a gear, and stores them in the precision manifest."""
+"""The command `allocate`: finds bits for every layer of a gear, and stores them in the precision manifest."""
 
 import statistics
 import time
@@ -20,7 +20,7 @@ from ..gears.gearbox import Gearbox
 from ..settings import human_bytes
 from . import AllocateSettings, Target
 
-TOKENS = 48  # of a timing
+TOKENS = 48  # tokens per timing
 
 
 def run(settings: AllocateSettings) -> int:
@@ -30,7 +30,7 @@ def run(settings: AllocateSettings) -> int:
         manifest = read_precision(file)
     except GearbxError as error:
         if isinstance(error.__cause__, FileNotFoundError):
-            raise GearbxError(f"{file}: no such manifest; measure one first with gearbx_mlx sensitivity") from error
+            raise GearbxError(f"{file}: no such manifest; use gearbx_mlx sensitivity to measure one") from error
         raise
     out = output_path(wanted.out or file)
     model, tokenizer, config = load_original(settings.model)
@@ -58,12 +58,12 @@ def run(settings: AllocateSettings) -> int:
 
 
 def uniform_bytes(gearbox: Gearbox, bits: int) -> int:
-    """Return bytes of the managed layers where all of them have these bits."""
+    """Return bytes of the managed layers if all of them have these bits."""
     return sum(gearbox.layer_bytes(layer, gearbox.ladder.find(bits)) for layer in gearbox.layers)
 
 
 def find_table(allocator: Allocator, target: Target) -> MeasuredTable:
-    """Return a table that meets a target; where none does, the nearest, and a note."""
+    """Return a table that meets a target; if none does, the nearest one, with a note."""
     gearbox, kind, value = allocator.exact.gearbox, target.kind, target.value
     if kind == "kl":
         found = allocator.for_kl(value)
@@ -83,7 +83,7 @@ def find_table(allocator: Allocator, target: Target) -> MeasuredTable:
 
 
 def token_seconds(gearbox: Gearbox) -> float:
-    """Per token of greedy decoding after the first one, median."""
+    """Return the median seconds per token of greedy decoding, after the first token."""
 
     def once() -> float:
         steps = generate_step(mx.array([1, 2, 3]), gearbox.model, max_tokens=TOKENS + 1)
@@ -99,11 +99,11 @@ def token_seconds(gearbox: Gearbox) -> float:
 def bytes_for(gearbox: Gearbox, tokens_per_second: float) -> float:
     """Return the bytes of managed layers at which decoding has this speed.
 
-    A token takes the time in which its bytes are read, and a constant: both follow from timings of the lowest and of
-    the highest quantized gear.
+    A token takes the time of reading its bytes, plus a constant: timings of the lowest and the highest quantized gear
+    determine both.
 
     Raises:
-        GearbxError: fewer bytes are not faster here.
+        GearbxError: fewer bytes are not faster on this machine.
     """
     points = []
     for gear in (gearbox.ladder[0], gearbox.ladder[-2]):
@@ -114,13 +114,13 @@ def bytes_for(gearbox: Gearbox, tokens_per_second: float) -> float:
     if slow <= fast:
         raise GearbxError(
             f"{gearbox.ladder[0].bits} bits are not faster than {gearbox.ladder[-2].bits} here "
-            f"({1 / fast:.1f} and {1 / slow:.1f} tokens/s), so that no table is; give --target-bpw"
+            f"({1 / fast:.1f} and {1 / slow:.1f} tokens/s), and so no table is; use --target-bpw"
         )
     return few + (1 / tokens_per_second - fast) * (many - few) / (slow - fast)
 
 
 def report(allocator: Allocator, gear: int, table: GearTable) -> None:
-    """Print the size and the quality of a table, beside those of the uniform gear."""
+    """Print the size and the quality of a table, and of the uniform gear."""
     exact = allocator.exact
     uniform = exact.measure_caps({layer.path: gear for layer in exact.gearbox.layers})
     plain = 8 * uniform_bytes(exact.gearbox, gear) / allocator.weights

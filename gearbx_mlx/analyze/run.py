@@ -30,13 +30,14 @@ from ..files.writing import check_directory, make_directory, write_text
 from ..gears.ladder import DEFAULT_LADDER, Ladder
 from ..routing.bounds import BoundedRouting
 from ..routing.gates import Monitor, ReadThresholds, ThresholdGate, thresholds_in_bits
-from ..serving import ASSUMED_VOCABULARY, OtherError
+from ..server.logprobs import ASSUMED_VOCABULARY, RemoteError
 from ..telemetry.summary import Tally, as_json
 from ..telemetry.trace import BOUNDS, PICTURES, UNDECIDED, IntervalTally, TraceWriter, draw_report, get_pyplot, record
 from . import AnalyzeSettings
 
 if TYPE_CHECKING:
-    from ..serving.others import ListedToken, Other, Question
+    from ..server.logprobs import ListedToken
+    from ..server.others import Question, RemoteServer
 
 TRACE, SUMMARY = "trace.jsonl", "summary.json"
 
@@ -93,7 +94,7 @@ class AnalyzedRun:
     draws: bool
     records: list[dict[str, Any]] = field(default_factory=list)
     complete: bool = False
-    error: OtherError | None = None
+    error: RemoteError | None = None
     summary: dict[str, Any] = field(default_factory=dict)
     files: Sequence[Path] = ()
 
@@ -118,7 +119,7 @@ class AnalyzedRun:
                         self.records.append(entry)
                         writer.write(entry)
                 self.complete = True
-            except OtherError as error:
+            except RemoteError as error:
                 self.error = error
 
     def write(self, out: Path, summary: dict[str, Any], thresholds: Sequence[float]) -> None:
@@ -182,7 +183,7 @@ class RemoteRun(AnalyzedRun):
     """
 
     settings: AnalyzeSettings
-    server: "Other"
+    server: "RemoteServer"
     model: str
     routing: Route
     thresholds: tuple[float, ...]
@@ -193,7 +194,7 @@ class RemoteRun(AnalyzedRun):
     seconds: float = 0.0
 
     def entries(self, number: int, prompt: "Question") -> Iterator[dict[str, Any]]:
-        """Yield records. Raises OtherError for a server that fails, or without valid log-probabilities."""
+        """Yield records. Raises RemoteError for a server that fails, or without valid log-probabilities."""
         self.prompts, routing, before, started = number + 1, self.routing, None, time.monotonic()
         gate = BoundedRouting(
             lambda: Monitor(self.vocab_size, routing.window),
@@ -216,7 +217,7 @@ class RemoteRun(AnalyzedRun):
             before = entry
 
     def bounds(self, token: "ListedToken", place: str) -> tuple[float, float]:
-        """Return the bounds of a token's entropy in bits. Raises OtherError for impossible log-probabilities."""
+        """Return the bounds of a token's entropy in bits. Raises RemoteError for impossible log-probabilities."""
         try:
             return token.entropy(self.vocab_size)
         except GearbxError as error:
@@ -229,7 +230,7 @@ class RemoteRun(AnalyzedRun):
             "model": self.model,
             "mode": "telemetry-only",
             "server": self.server.shown,
-            "top_logprobs": self.server.asked,
+            "top_logprobs": self.server.num_logprobs,
             "vocab_size": self.vocab_size,
             "vocab_size_source": self.source,
             "ladder": [{"name": one.name, "bits": one.bits, "bytes_per_weight": one.bits / 8} for one in self.ladder],
@@ -245,7 +246,7 @@ class RemoteRun(AnalyzedRun):
 def remote_run(settings: AnalyzeSettings, texts: Sequence[str], out: Path, draws: bool) -> RemoteRun:
     """Analyze a model behind a server. Raises GearbxError for invalid flags, or a server that does not answer."""
     with needing("server", "analyze --server"):
-        others = import_module("gearbx_mlx.serving.others")
+        others = import_module("gearbx_mlx.server.others")
     ladder = settings.ladder.gears or Ladder.parse(DEFAULT_LADDER)
     routing = make_mode(TELEMETRY_ONLY, settings.mode.given())
     assert isinstance(routing, Route)
@@ -254,7 +255,7 @@ def remote_run(settings: AnalyzeSettings, texts: Sequence[str], out: Path, draws
     for text in texts:
         check_prompt(text)
     questions = [others.Question(text, not chat.ignore_chat_template, chat.system_prompt, keywords) for text in texts]
-    server = others.Other(given.server, given.key, given.server_timeout)
+    server = others.RemoteServer(given.server, given.key, given.server_timeout)
     model, reported = asyncio.run(server.model(given.server_model))
     size, source = size_of_vocabulary(settings, reported)
     found = RemoteRun(

@@ -1,6 +1,6 @@
-"""Check products, attention and positions beside their definitions, for `benchmark mac --own-kernels`.
+"""Checks of matrix-vector products beside their definitions, for `benchmark mac --own-kernels`.
 
-Of a product a check demands its values, and each row's bits in any company. own_kernels.py times products.
+A check demands a product's values, and that each row is bit-identical in any batch. own_kernels.py times products.
 """
 
 import itertools
@@ -18,13 +18,11 @@ from ..errors import GearbxError, one_line
 from ..formats import codebook, codebook_library, groupwise, rowwise
 from ..formats.codebook import WORD_CODES
 from ..formats.exact import encode
-from ..formats.kv_cache import Nested, pack
 from ..formats.planes import Planes, split
 from ..kernels.bit_planes import split_affine
 from ..kernels.dispatch import RECONSTRUCT, always
 from ..kernels.exact import decode
 from ..kernels.metal import METAL_DTYPES, VARIANTS, fitting_variants
-from ..kernels.metal_attention import TILE_KEYS, attention, nested_attention, rope_launch
 from ..kernels.metal_exact import decode_launch
 from ..kernels.products import (
     SymmetricCodes,
@@ -314,111 +312,3 @@ def decoding_error(kernel: MetalProduct, packed: Any, columns: int) -> float:
     with mx.stream(mx.cpu):
         expected = kernel.dense(packed, columns)
     return error_between(kernel.decoded(packed), expected)
-
-
-# Attention and rotary positions
-
-HEAD_WIDTHS = (64, 128)  # of the heads that are checked
-KEY_COUNTS = (37, 300)  # that are checked: less than a block, and several blocks
-OFFSET, BASE = 1000, 10000.0
-
-GEARS, KV_PLANES, KV_GROUP = (4, 8), (4, 4), 32  # of keys and values in planes
-
-
-def random_entries(heads: int, keys: int, width: int, dtype: mx.Dtype) -> mx.array:
-    return mx.random.normal((1, heads, keys, width)).astype(dtype)
-
-
-def planes_of(entries: mx.array, bits: int) -> list[mx.array]:
-    """Return the planes that the gear with `bits` reads of entries (1, heads, keys, width), scales and offsets."""
-    planes, scales, offsets = pack(entries, KV_PLANES, KV_GROUP)
-    return [*planes[: bits // KV_PLANES[0]], scales, offsets]
-
-
-def operation_checks(vectors: Sequence[int]) -> dict[str, Iterator[Check]]:
-    """Return the checks of each operation, for these numbers of tokens."""
-    return {
-        "attention": attention_checks(vectors),
-        "attention over planes": nested_checks(vectors),
-        "rope": rope_checks(vectors),
-    }
-
-
-def attention_checks(vectors: Sequence[int]) -> Iterator[Check]:
-    """Four heads that share two of keys and values: each type, width, number of keys and of queries, and mask."""
-    for dtype, width, keys, count in itertools.product(METAL_DTYPES, HEAD_WIDTHS, KEY_COUNTS, vectors):
-        queries = random_entries(4, count, width, dtype)
-        cached_keys, values = (random_entries(2, keys, width, dtype) for _ in range(2))
-        sees = mx.random.uniform(shape=(count, keys)) < 0.7
-        sees = sees | (mx.arange(keys) == 0)  # a query that sees nothing has no softmax
-        text = f"{keys} keys, heads of {width}, {count} queries, {dtype_name(dtype)}"
-        for name, mask in {"causal": "causal", "all seen": None, "masked": sees}.items():
-            yield Check(
-                f"{text}, {name}", TOLERANCE[dtype], partial(attention_error, queries, cached_keys, values, mask)
-            )
-        if count > 1:
-            yield Check(f"{text}, the last alone", 0.0, partial(attention_company_error, queries, cached_keys, values))
-
-
-def attention_error(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str | None) -> float:
-    """Return how far attention is from its definition in float32, on the CPU."""
-    length, width, key_count = queries.shape[2], queries.shape[3], keys.shape[2]
-    with mx.stream(mx.cpu):
-        q, k, v = (array.astype(mx.float32) for array in (queries, keys, values))
-        k, v = (mx.repeat(array, queries.shape[1] // keys.shape[1], axis=1) for array in (k, v))
-        scores = width**-0.5 * q @ k.swapaxes(-1, -2)
-        if isinstance(mask, str):
-            mask = mx.arange(key_count) <= mx.arange(key_count - length, key_count)[:, None]
-        if mask is not None:
-            scores = mx.where(mask, scores, -mx.inf)
-        expected = mx.softmax(scores, axis=-1) @ v
-    return error_between(attention(queries, keys, values, width**-0.5, mask), expected)
-
-
-def nested_checks(vectors: Sequence[int]) -> Iterator[Check]:
-    """Four heads that share two of keys and values in planes: each type, width, gear and number of queries."""
-    for dtype, width, keys, bits, count in itertools.product(METAL_DTYPES, HEAD_WIDTHS, KEY_COUNTS, GEARS, vectors):
-        queries = random_entries(4, count, width, dtype)
-        k, v = (random_entries(2, keys, width, dtype) for _ in range(2))
-        packed = keys // TILE_KEYS * TILE_KEYS  # of further positions entries are read
-        text = f"{keys} keys of {bits} bits, heads of {width}, {count} queries, {dtype_name(dtype)}"
-        nested = Nested((k, v), (planes_of(k, bits), planes_of(v, bits)), packed)
-        yield Check(text, TOLERANCE[dtype], partial(nested_error, queries, nested))
-
-
-def nested_error(queries: mx.array, nested: Nested) -> float:
-    """Return how far causal attention over planes is from attention over what they stand for, by our own kernel."""
-    with mx.stream(mx.cpu):
-        keys, values = nested.unpacked()
-    how = queries.shape[3] ** -0.5, "causal"
-    return error_between(nested_attention(queries, nested, *how), attention(queries, keys, values, *how))
-
-
-def attention_company_error(queries: mx.array, keys: mx.array, values: mx.array) -> float:
-    """Return how far the last query's result alone is from the same among others."""
-    among, alone = (attention(some, keys, values, 1.0, "causal") for some in (queries, queries[:, :, -1:]))
-    return error_between(among if among is None else among[:, :, -1:], alone)
-
-
-def rope_checks(vectors: Sequence[int]) -> Iterator[Check]:
-    """Four heads, all or half of their values turned: each type, order of pairs and number of tokens."""
-    for dtype, traditional, dims, count in itertools.product(METAL_DTYPES, (False, True), HEAD_WIDTHS, vectors):
-        x = mx.random.normal((1, 4, count, max(HEAD_WIDTHS))).astype(dtype)
-        text = f"{dims} of {max(HEAD_WIDTHS)} values, {count} tokens, {dtype_name(dtype)}"
-        text += ", neighbours" if traditional else ", halves"
-        yield Check(text, TOLERANCE[dtype], partial(rope_error, x, dims, traditional))
-
-
-def rope_error(x: mx.array, dims: int, traditional: bool) -> float:
-    """Return how far rotary positions are from their definition in float32, on the CPU."""
-    frequencies = mx.power(BASE, mx.arange(0, dims, 2, dtype=mx.float32) / -dims)  # radians from position to position
-    with mx.stream(mx.cpu):
-        angles = mx.arange(OFFSET, OFFSET + x.shape[2], dtype=mx.float32)[:, None] * frequencies
-        cosine, sine = mx.cos(angles), mx.sin(angles)
-        turned = x[..., :dims].astype(mx.float32)
-        axis = -1 if traditional else -2
-        pairs = turned.reshape(*turned.shape[:-1], *((dims // 2, 2) if traditional else (2, dims // 2)))
-        a, b = (mx.take(pairs, place, axis=axis) for place in (0, 1))
-        both = mx.stack([a * cosine - b * sine, a * sine + b * cosine], axis=axis).reshape(turned.shape)
-        expected = mx.concatenate([both, x[..., dims:].astype(mx.float32)], axis=-1)
-    return error_between(rope_launch(x, frequencies, OFFSET, traditional, 1.0).run(), expected)

@@ -25,7 +25,7 @@ from ..kernels.dispatch import MLX, STOCK, Kind
 from ..kernels.exact import decode
 from ..kernels.metal_exact import decode_launch
 from ..kernels.tuner import FAILED, Product, product_errors, timed_in_turn, times_of
-from .metal_checks import all_kernels, examine, mixture_checks, operation_checks, product_checks
+from .metal_checks import all_kernels, examine, mixture_checks, product_checks
 
 Rows = list[dict[str, Any]]
 
@@ -52,7 +52,7 @@ def check_all() -> Iterator[dict[str, Any]]:
     """Yield a row for each kernel: how many comparisons, the largest difference, and a sentence for each fault."""
     kernels = all_kernels(DEFAULT_GROUP_SIZE)
     checks = {kernel.name: product_checks(kernel, CHECKED_VECTORS) for kernel in kernels}
-    checks |= mixture_checks(kernels, CHECKED_VECTORS) | operation_checks(CHECKED_VECTORS)
+    checks |= mixture_checks(kernels, CHECKED_VECTORS)
     with progress_bar() as progress:
         for name, some in progress.track([*checks.items()], description="kernels checked"):
             try:

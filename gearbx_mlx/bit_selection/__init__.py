@@ -1,7 +1,7 @@
 """Bits for every layer: by quality (floors, a memory budget) or by measured sensitivity (manifest, allocation).
 
-Here is what flags say of them: quality floors, and numbers that `--help` shows before anything slow is imported. A
-floor is the least cosine between a layer's weights and their quantized values (XFP 4.3).
+The module itself has quality floors, and defaults that `--help` shows without slow imports. A floor is the lowest
+cosine between a layer's weights and their quantized values (XFP 4.3).
 """
 
 import contextlib
@@ -12,12 +12,12 @@ from ..errors import GearbxError
 
 STRICT, LAZY = 0.98, 0.93
 ACCURACY_THRESHOLD = 0.5  # percent of perplexity that a layer at its fewest bits may add
-EXCHANGES = 16  # tables with an exchange of bits between two layers that are measured, by default
+EXCHANGES = 16  # default for the measured tables with an exchange of bits between two layers
 
 
 @dataclass(frozen=True)
 class Floors:
-    """Least median cosines. Raises GearbxError for one that is not between 0 and 1."""
+    """Lowest median cosines. Raises GearbxError for values that are not between 0 and 1."""
 
     strict: float = STRICT
     lazy: float = LAZY
@@ -25,11 +25,11 @@ class Floors:
     def __post_init__(self) -> None:
         for name in ("strict", "lazy"):
             if not 0 < getattr(self, name) < 1:
-                raise GearbxError(f"the {name} floor is {getattr(self, name):g}; give a cosine between 0 and 1")
+                raise GearbxError(f"{name} floor: must be between 0 and 1, got {getattr(self, name):g}; use a cosine")
 
     @classmethod
     def chosen(cls, strict: float | None = None, lazy: float | None = None) -> "Floors":
-        """Return floors as given, else as XFP_MIN_COS_STRICT and XFP_MIN_COS_LAZY say, else the defaults."""
+        """Return the given floors, else XFP_MIN_COS_STRICT and XFP_MIN_COS_LAZY, else the defaults."""
         given = {"strict": strict, "lazy": lazy}
         return cls(**{name: from_environment(name) if value is None else value for name, value in given.items()})
 
@@ -45,4 +45,4 @@ def from_environment(name: str) -> float:
     with contextlib.suppress(ValueError):
         if 0 < float(text) < 1:
             return float(text)
-    raise GearbxError(f"{variable} is '{text}'; give a cosine between 0 and 1")
+    raise GearbxError(f"{variable}: must be between 0 and 1, got '{text}'; use a cosine")

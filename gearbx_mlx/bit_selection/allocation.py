@@ -1,8 +1,8 @@
-"""Bits for every layer: a byte more goes to the layer where it saves the most KL.
+"""Bits for every layer: each additional byte goes to the layer that saves the most KL.
 
-The KLs of layers that are reduced alone add up to about the KL of all of them reduced together. Tables are therefore
-found from the sum, by numbers only. The Allocator then measures those that it uses, and improves them by exchanges of
-bits between two layers.
+The KLs of layers that are reduced one at a time add up to about the KL of all of them reduced together. So
+tables are found from the sum, by numbers only. The Allocator then measures its candidates, and improves them by
+exchanges of bits between two layers.
 """
 
 import bisect
@@ -18,12 +18,12 @@ from .precision import GearTable, PrecisionManifest
 from .sensitivity import Distance, ExactSensitivity
 
 Bits = dict[str, int]
-KL_ROUNDING = 1e-6  # bytes by which a computed budget may be off
+KL_ROUNDING = 1e-6  # bytes: tolerance of a computed budget
 
 
 @dataclass(frozen=True)
 class Option:
-    """One width of a layer: bytes that a use of it reads, and the KL that it costs (nats per token)."""
+    """One width of a layer: bytes that a use of it reads, and its KL (nats per token)."""
 
     bits: int
     bytes: int
@@ -33,20 +33,20 @@ class Option:
 def lower_hull(options: Sequence[Option]) -> list[Option]:
     """Return the options on the lower convex hull of KL over bytes, by bytes ascending.
 
-    Each step saves less KL per byte than the step before. On a hull, a greedy choice minimises the sum of the KLs. An
-    option that saves nothing is left out.
+    Each step saves less KL per byte than the step before. On a hull, a greedy choice minimizes the sum of the KLs.
+    Options that save no KL are omitted.
     """
     hull: list[Option] = []
     for option in sorted(options, key=lambda o: (o.bytes, o.kl)):
         if hull and option.kl >= hull[-1].kl:
             continue
-        while len(hull) > 1 and gain(hull[-1], option) >= gain(hull[-2], hull[-1]):
+        while len(hull) > 1 and kl_saved_per_byte(hull[-1], option) >= kl_saved_per_byte(hull[-2], hull[-1]):
             hull.pop()
         hull.append(option)
     return hull
 
 
-def gain(low: Option, high: Option) -> float:
+def kl_saved_per_byte(low: Option, high: Option) -> float:
     """Return the KL that a step saves per byte, in nats per token."""
     return (low.kl - high.kl) / (high.bytes - low.bytes)
 
@@ -61,13 +61,13 @@ class PathPoint:
 
 
 def greedy_path(options: Mapping[str, Sequence[Option]]) -> list[PathPoint]:
-    """Tables from the fewest bytes to the most: at each step, the layer that saves the most KL per byte gets more."""
+    """Return tables from the fewest bytes to the most: each step widens the layer that saves the most KL per byte."""
     hulls = {path: lower_hull(choices) for path, choices in options.items()}
     place = dict.fromkeys(hulls, 0)
     table = {path: hull[0].bits for path, hull in hulls.items()}
     total, kl = (sum(getattr(hull[0], name) for hull in hulls.values()) for name in ("bytes", "kl"))
     points = [PathPoint(dict(table), total, kl)]
-    steps = [(-gain(hull[0], hull[1]), path) for path, hull in hulls.items() if len(hull) > 1]
+    steps = [(-kl_saved_per_byte(hull[0], hull[1]), path) for path, hull in hulls.items() if len(hull) > 1]
     heapq.heapify(steps)
     while steps:
         _, path = heapq.heappop(steps)
@@ -77,7 +77,7 @@ def greedy_path(options: Mapping[str, Sequence[Option]]) -> list[PathPoint]:
         kl += hull[here].kl - hull[here - 1].kl
         points.append(PathPoint(dict(table), total, kl))
         if here + 1 < len(hull):
-            heapq.heappush(steps, (-gain(hull[here], hull[here + 1]), path))
+            heapq.heappush(steps, (-kl_saved_per_byte(hull[here], hull[here + 1]), path))
     return points
 
 
@@ -87,9 +87,9 @@ def chosen(options: Mapping[str, Sequence[Option]], table: Mapping[str, int]) ->
 
 
 def within_bytes(options: Mapping[str, Sequence[Option]], budget: float) -> PathPoint:
-    """Return the last table of the greedy path within a budget, and single steps that the rest of the budget allows.
+    """Return the last table of the greedy path within a budget, plus single steps within the rest of the budget.
 
-    Below the fewest bytes that layers can have, the table of the fewest.
+    The table of the fewest bytes is returned if the budget is smaller.
     """
     points = greedy_path(options)
     budget = math.floor(budget + KL_ROUNDING)
@@ -98,7 +98,7 @@ def within_bytes(options: Mapping[str, Sequence[Option]], budget: float) -> Path
     now = chosen(options, table)
     while True:
         steps = [
-            (gain(now[path], option), path, option)
+            (kl_saved_per_byte(now[path], option), path, option)
             for path, choices in options.items()
             for option in choices
             if now[path].bytes < option.bytes <= now[path].bytes + budget - total and option.kl < now[path].kl
@@ -111,23 +111,23 @@ def within_bytes(options: Mapping[str, Sequence[Option]], budget: float) -> Path
 
 
 def least_bytes(points: Sequence[PathPoint], measured: Callable[[Bits], float], kl: float) -> PathPoint | None:
-    """Return the first point of a path with at most this measured KL, by bisection; None where the last has more."""
+    """Return the first point of a path with at most this measured KL, by bisection; None if the last has more."""
     found = bisect.bisect_left(range(len(points)), True, key=lambda place: measured(points[place].table) <= kl)
     return points[found] if found < len(points) else None
 
 
 def moves(options: Mapping[str, Sequence[Option]], table: Mapping[str, int], room: float) -> list[Bits]:
-    """Return tables with one layer a width up and another one down, at most `room` bytes larger; the best sum first."""
+    """Return tables with one layer a width up and one a width down, at most `room` bytes larger; the best sum first."""
     now = chosen(options, table)
 
-    def neighbour(path: str, step: int) -> Option | None:
+    def neighbor(path: str, step: int) -> Option | None:
         choices = sorted(options[path], key=lambda o: o.bits)
         place = choices.index(now[path]) + step
         return choices[place] if 0 <= place < len(choices) else None
 
     found = []
     for up, down in itertools.permutations(options, 2):
-        more, less = neighbour(up, 1), neighbour(down, -1)
+        more, less = neighbor(up, 1), neighbor(down, -1)
         if more is None or less is None:
             continue
         if more.bytes - now[up].bytes + less.bytes - now[down].bytes <= room:
@@ -147,15 +147,15 @@ class MeasuredTable:
 
 
 class Allocator:
-    """Finds tables for budgets.
+    """A search for tables within budgets.
 
     Args:
         exact: measures whole tables.
-        manifest: what every layer costs.
-        ranges: keep every layer in its range, min_bits to max_bits. It comes from what the layer costs alone, by
-            chance for most layers: on SmolLM2 tables in their ranges were worse than a uniform gear.
+        manifest: has the cost of every layer.
+        ranges: True to keep every layer in its range, min_bits to max_bits. The range follows from the layer's own
+            cost, and is random for most layers: on SmolLM2 tables in their ranges were worse than a uniform gear.
         trials: tables to measure in search of a better one, by exchanges of bits.
-        progress: called after every table that is measured.
+        progress: called after every measured table.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class Allocator:
             if not widths:
                 shown = ", ".join(map(str, known.kl))
                 raise GearbxError(
-                    f"{layer.path}: none of its widths {shown} is in its range {known.min_bits} to {known.max_bits}"
+                    f"{layer.path}: no width in range {known.min_bits} to {known.max_bits}, got {shown}; omit ranges"
                 )
             self.options[layer.path] = [
                 Option(bits, gearbox.layer_bytes(layer, gearbox.ladder.find(bits)), known.kl[bits]) for bits in widths
@@ -194,27 +194,27 @@ class Allocator:
         return bits_per_weight * self.weights / 8
 
     def for_bytes(self, budget: float) -> MeasuredTable:
-        """Return the table of the least KL within a budget in bytes; where none fits, the table of the fewest bytes.
+        """Return the table of the least KL within a budget in bytes; if none fits, the table of the fewest bytes.
 
-        It measures no worse than the best uniform gear within the budget: KLs do not always add up.
+        Its measured KL is at most the KL of the best uniform gear within the budget: KLs do not always add up.
         """
         found = [within_bytes(self.options, budget).table, *self._uniform(budget)]
         return self._exchanged(min(map(self._measured, found), key=lambda made: made.distance.kl), budget)
 
     def _uniform(self, budget: float) -> list[Bits]:
-        """Return the table of the most bits within a budget that are the same in every layer; none if there is none."""
+        """Return the widest uniform table within a budget, in a list; empty if there is none."""
         widths = set.intersection(*({option.bits for option in choices} for choices in self.options.values()))
         tables = [dict.fromkeys(self.options, bits) for bits in sorted(widths)]
         return [table for table in tables if self.bytes_of(table) <= budget + KL_ROUNDING][-1:]
 
     def for_kl(self, kl: float) -> MeasuredTable:
-        """Return the table of the fewest bytes that measures at most this KL; where none does, that of the most."""
+        """Return the smallest table with at most this measured KL; if none has, the largest."""
         points = greedy_path(self.options)
         point = least_bytes(points, lambda table: self._measured(table).distance.kl, kl) or points[-1]
         return self._measured(point.table)
 
     def _measured(self, bits: Bits) -> MeasuredTable:
-        """Return a table with its distance, which is measured once."""
+        """Return a table with its distance, measured once."""
         key = frozenset(bits.items())
         if key not in self._known:
             distance = self.exact.measure_caps(bits)
@@ -224,7 +224,7 @@ class Allocator:
         return self._known[key]
 
     def _exchanged(self, best: MeasuredTable, budget: float) -> MeasuredTable:
-        """Give one layer its next width and another one its previous width; keep the table that measures better."""
+        """Try exchanges of one width between two layers, and keep tables that measure better."""
         tried, left = {frozenset(best.bits.items())}, self.trials
         while left:
             for bits in moves(self.options, best.bits, budget - best.bytes):
@@ -241,7 +241,7 @@ class Allocator:
 
 
 def gear_table(found: MeasuredTable, wish: str, weights: int) -> GearTable:
-    """Return the table as the manifest stores it. wish: the target in words; weights: how many the layers have."""
+    """Return the table as the manifest stores it. wish: the target as text; weights: number of the layers' weights."""
     return GearTable(
         bits=found.bits,
         wish=wish,

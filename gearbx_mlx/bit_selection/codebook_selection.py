@@ -1,6 +1,6 @@
 """Bits by quality: for every layer the smallest codebook that reaches a floor (XFP 4.3).
 
-A floor is the least median cosine between the rows of a weight and their reconstruction: a strict one for attention,
+A floor is the lowest median cosine between the rows of a weight and their reconstruction: a strict one for attention,
 shared experts, dense MLPs and the output head, a lazy one for routed experts. A selection is reported as in XFP's
 table 3.
 """
@@ -27,7 +27,7 @@ from . import Floors
 # The quality of codebooks for a matrix
 
 EXPERTS_JUDGED = 4
-# XFP judges every channel. The median of 1024 of 4096 is within 0.0002 of that of all, in a quarter of the time.
+# XFP judges every channel. The median of 1024 of 4096 is within 0.0002 of all, in a quarter of the time.
 WEIGHTS_JUDGED = 2**22
 
 
@@ -35,9 +35,9 @@ WEIGHTS_JUDGED = 2**22
 class Quality:
     """The quality of one matrix at `bits`.
 
-    cosine: median over channels. bulk_cosine: without outliers apart, when codebooks are fitted to all weights.
+    cosine: median over channels. bulk_cosine: without separate outliers, with codebooks fitted to all weights.
     error: squared error over the sum of the squared weights. outlier_share: of the weights.
-    effective_bits: per weight, with everything that is stored.
+    effective_bits: per weight, including all stored arrays.
     """
 
     bits: int
@@ -73,7 +73,7 @@ def match_of(rows: mx.array, made: mx.array) -> Match:
 
 
 def compare_cells(rows: SortedRows, own: mx.array, kept: mx.array, codebook: mx.array) -> Match:
-    """Compare rows with their reconstruction by a codebook (R, K), from the sums of its cells alone.
+    """Compare rows with their reconstruction by a codebook (R, K), using only the sums of its cells.
 
     own, kept: (R,) sums of the squares of the rows, and of their outliers, whose reconstruction is exact.
     """
@@ -83,7 +83,7 @@ def compare_cells(rows: SortedRows, own: mx.array, kept: mx.array, codebook: mx.
 
 
 def judged_rows(weight: mx.array, mask: np.ndarray) -> tuple[mx.array, mx.array]:
-    """Evenly spaced rows of a weight (..., O, I) and of its mask, at most WEIGHTS_JUDGED weights: float32 and bool."""
+    """Return evenly spaced rows of a weight (..., O, I) and its mask, at most WEIGHTS_JUDGED weights: float32, bool."""
     width = weight.shape[-1]
     rows, outlying = weight.reshape(-1, width), mask.reshape(-1, width)
     count = max(1, min(len(rows), WEIGHTS_JUDGED // width))
@@ -92,14 +92,14 @@ def judged_rows(weight: mx.array, mask: np.ndarray) -> tuple[mx.array, mx.array]
 
 
 def some_experts(weight: mx.array) -> mx.array:
-    """EXPERTS_JUDGED evenly spaced experts of (E, O, I), or all if there are fewer; a matrix is returned as it is."""
+    """Return EXPERTS_JUDGED evenly spaced experts of (E, O, I), or all if there are fewer; a matrix is unchanged."""
     if weight.ndim == 2 or len(weight) <= EXPERTS_JUDGED:
         return weight
     return weight[mx.arange(EXPERTS_JUDGED) * len(weight) // EXPERTS_JUDGED]
 
 
 def match_rows(format: CodebookFormat, weight: mx.array, mask: np.ndarray) -> Iterator[tuple[int, Match, Match]]:
-    """Bits, and the match of one codebook per row with outliers apart, and without."""
+    """Yield bits, and the match of one codebook per row with separate outliers, and without."""
     rows, outlying = judged_rows(weight, mask)
     own = mx.square(rows).sum(-1)
     kept = mx.where(outlying, mx.square(rows), 0).sum(-1)
@@ -113,7 +113,7 @@ def match_rows(format: CodebookFormat, weight: mx.array, mask: np.ndarray) -> It
 
 
 def match_library(format: CodebookFormat, weight: mx.array, mask: np.ndarray) -> Iterator[tuple[int, Match, Match]]:
-    """Bits, and the match of a library with outliers apart, and without."""
+    """Yield bits, and the match of a library with separate outliers, and without."""
     rows, outlying = judged_rows(weight, mask)
     for bits in format.layer_bits:
         made = []
@@ -129,18 +129,18 @@ def qualities(format: CodebookFormat, weight: mx.array) -> Iterator[Quality]:
     mask = all_outliers(judged, format.options)
     share = float(mask.mean())
     match = match_rows if isinstance(format, Codebook) else match_library
-    for bits, kept, alone in match(format, judged, mask):
+    for bits, kept, whole in match(format, judged, mask):
         effective = 8 * format.stored_bytes(weight.shape, bits, share) / weight.size
-        yield Quality(bits, kept.cosine(), alone.cosine(), kept.error(), share, effective)
+        yield Quality(bits, kept.cosine(), whole.cosine(), kept.error(), share, effective)
 
 
 # The quality of layers
 
-HEADS = {"lm_head", "embed_out", "output", "ff_out", "head"}  # what model classes call their output head
+HEADS = {"lm_head", "embed_out", "output", "ff_out", "head"}  # names of the output head in model classes
 
 
 def component_kind(path: str, module: nn.Module) -> str:
-    """Return the class of component that decides the floor: routed, shared, attention, head or mlp."""
+    """Return the class of component, for its floor: routed, shared, attention, head or mlp."""
     if isinstance(module, SwitchLinear):
         return "routed"
     if "shared" in path:
@@ -188,7 +188,7 @@ def measure_qualities(
 class CodebookChoice:
     """The bits of a layer, and its quality at these bits.
 
-    Where no codebook reaches the floor, `bits` is 16 and `quality` that of the largest codebook.
+    If no codebook reaches the floor, `bits` is 16 and `quality` is of the largest codebook.
     """
 
     path: str
@@ -205,7 +205,7 @@ class CodebookChoice:
 
 @dataclass(frozen=True)
 class Selection:
-    """The bits of every layer, and why."""
+    """The bits of every layer, with reasons."""
 
     floors: Floors
     choices: Sequence[CodebookChoice]
@@ -217,7 +217,7 @@ class Selection:
 
     @property
     def effective_bits(self) -> float:
-        """Per weight, over all layers."""
+        """Bits per weight, over all layers."""
         return effective(self.choices)
 
     @property
@@ -226,12 +226,12 @@ class Selection:
 
     @property
     def predicate(self) -> Predicate:
-        """For `Gearbox(manage=...)`: no gear has a layer below its chosen bits; a gear of 2 is the selection."""
+        """Argument for `Gearbox(manage=...)`: a layer's chosen bits are its floor; a 2-bit gear is the selection."""
         return with_bits(self.bits)
 
 
 def select(measured: Iterable[LayerQualities], floors: Floors) -> Selection:
-    """Return the first bits of each layer that reach its floor; 16, the weights as they are, where none do."""
+    """Return the first bits of each layer that reach its floor; 16 (the original weights) if none do."""
     choices = []
     for layer in measured:
         floor = floors.of(layer.kind)
@@ -244,12 +244,12 @@ def select(measured: Iterable[LayerQualities], floors: Floors) -> Selection:
 
 
 def effective(choices: Sequence[CodebookChoice]) -> float:
-    """Bits per weight."""
+    """Return bits per weight."""
     return sum(c.weights * c.effective_bits for c in choices) / sum(c.weights for c in choices)
 
 
 def class_rows(selection: Selection) -> list[dict[str, Any]]:
-    """XFP's table 3: class, layers, floor, selected bits, effective bits per weight; the last row is the total."""
+    """Return XFP's table 3: class, layers, floor, bits, effective bits per weight; last row: total."""
     classes: dict[str, list[CodebookChoice]] = defaultdict(list)
     for choice in selection.choices:
         classes[choice.kind].append(choice)
@@ -259,7 +259,7 @@ def class_rows(selection: Selection) -> list[dict[str, Any]]:
 
 def class_row(name: str, choices: Sequence[CodebookChoice], floor: float | None) -> dict[str, Any]:
     counts = Counter(choice.bits for choice in choices)
-    names = {bits: f"xfp{bits}" for bits in counts} | {DENSE: "dense"}  # where no codebook reaches the floor
+    names = {bits: f"xfp{bits}" for bits in counts} | {DENSE: "dense"}  # if no codebook reaches the floor
     return {
         "component": name,
         "layers": len(choices),
@@ -301,7 +301,7 @@ def select_bits(
 ) -> Selection:
     """Return the fewest bits of every managed layer that reach its floor.
 
-    give_up: drop a layer's weights once it is judged: of a lazily read model, one layer is in memory at a time.
+    give_up: True to drop a layer's weights once measured: of a lazily read model, one layer is in memory at a time.
     """
     codebooks = get_format(format)
     assert isinstance(codebooks, CodebookFormat)
@@ -312,7 +312,7 @@ def select_bits(
 
 
 def dropping_weights(layers: Iterable[Layer]) -> Iterator[Layer]:
-    """Yield the layers one by one; each loses its weights when the next one is asked for."""
+    """Yield the layers one by one; each one's weights are dropped before the next."""
     for layer in layers:
         yield layer
         layer.module.weight = EMPTY
@@ -320,7 +320,7 @@ def dropping_weights(layers: Iterable[Layer]) -> Iterator[Layer]:
 
 
 def selection_lines(selection: Selection) -> list[str]:
-    """Return what was chosen, a line for each class: "attention: 24×xfp3, 4.04 bits per weight (floor 0.98)"."""
+    """Return the selection, a line for each class: "attention: 24×xfp3, 4.04 bits per weight (floor 0.98)"."""
     return [
         f"{row['component']}: {row['selected']}, {row['effective_bits']:.2f} bits per weight"
         + (f" (floor {row['floor']:g})" if row["floor"] is not None else "")

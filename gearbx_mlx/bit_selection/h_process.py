@@ -1,13 +1,12 @@
-"""The H-Process: the highest two floors whose model fits a budget and gives no garbage (XFP 6.3).
+"""The H-Process: the highest two floors whose model fits a budget and generates no garbage (XFP 6.3).
 
-Memory bounds the floors from above. While the model is encoded, the layers that are encoded already and the layer in
-work are in memory together; while it generates, the model and a reserve for its cache and activations. XFP reserves
-8 GiB and 10 GiB for its model; here both are measured by reading a few tokens with the model itself.
+Memory bounds the floors from above. During encoding, the encoded layers and the current layer are in memory together;
+during generation, the model and a reserve for its cache and activations. XFP reserves 8 GiB and 10 GiB for its model;
+here both are measured by a forward pass over a few tokens.
 
-Garbage bounds the floors from below, and no cosine of weights shows it: a quantized model gives garbage if its
-distributions on a calibration text are far from the original's, or if it repeats itself where the original does not.
-The search therefore tries points from aggressive to conservative, and takes the last one that fits and passes the
-check.
+Garbage bounds the floors from below, and cosines of weights do not show it: a quantized model's output is garbage if
+its distributions on a calibration text are far from the original's, or if only this model repeats itself. The search
+therefore tries points from aggressive to conservative, and takes the last one that fits and passes the check.
 """
 
 import itertools
@@ -36,15 +35,15 @@ from ..kernels.dispatch import choose
 from . import Floors
 from .codebook_selection import LayerQualities, Selection, measure_qualities, select
 
-KL_BOUND = 0.5  # nats per token: the measured models write broken text well below it
+KL_BOUND = 0.5  # nats per token: the measured models generate broken text well below it
 
 
 @dataclass(frozen=True)
-class Sense:
+class CheckResult:
     """The outcome of the check.
 
-    kl: mean over tokens, nats. looped: texts that end in repetition where the original's do not; more than a quarter of
-    the texts fail. reason: why the check failed; empty if it passed.
+    kl: mean over tokens, nats. looped: outputs that end in repetition when the original's do not; more than a quarter
+    of them fail. reason: of a failed check; empty if it passed.
     """
 
     kl: float
@@ -57,13 +56,13 @@ class Sense:
 
 
 def log_probabilities(model: nn.Module, tokens: Sequence[int]) -> mx.array:
-    """(T, V) float32: after each of T tokens, the log-probability of every token."""
+    """Return (T, V) float32: after each of T tokens, the log-probability of every token."""
     logits = model(mx.array(list(tokens))[None])[0].astype(mx.float32)
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
 def loops(tokens: Sequence[int]) -> bool:
-    """Return whether a text ends in a stretch of up to 8 tokens, at least 4 times and over 16 tokens or more."""
+    """Return True if tokens end in a repeated sequence of up to 8, at least 4 times and over 16 tokens or more."""
     for period in range(1, 9):
         repeats = max(4, math.ceil(16 / period))
         tail = list(tokens[-period * repeats :])
@@ -73,62 +72,62 @@ def loops(tokens: Sequence[int]) -> bool:
 
 
 def continuation(model: nn.Module, tokens: Sequence[int], length: int, ends: Collection[int] = ()) -> list[int]:
-    """Return the tokens that greedy decoding writes after a text, at most `length`, before the first of `ends`."""
+    """Return the tokens that greedy decoding generates after others, at most `length`, before the first of `ends`."""
     steps = (int(token) for token, _ in generate_step(mx.array(list(tokens)), model, max_tokens=length))
     return list(itertools.takewhile(lambda token: token not in ends, steps))
 
 
 class GarbageCheck:
-    """Compares models with the original, in its top gear, whose distributions and texts it keeps.
+    """A comparison of models with the original, in its top gear, whose distributions and outputs are kept.
 
-    texts: tokens; distributions are compared over the whole text, and what the models write after its first half.
-    kl_bound: the most nats per token that pass. written: tokens to generate for each text, up to one of `ends`. Raises
-    GearbxError for no text of two tokens or more.
+    sequences: tokens; distributions are compared over whole sequences, and outputs after their first halves.
+    kl_bound: the most nats per token that pass. written: tokens to generate for each sequence, before any of `ends`.
+    Raises GearbxError without a sequence of two tokens or more.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        texts: Sequence[Sequence[int]],
+        sequences: Sequence[Sequence[int]],
         kl_bound: float = KL_BOUND,
-        written: int = 64,  # tokens of each text
+        written: int = 64,  # tokens of each output
         ends: Collection[int] = (),
     ):
-        self.texts = [list(text) for text in texts if len(text) > 1]
-        if not self.texts:
-            raise GearbxError("no calibration text has two tokens or more; give longer ones")
+        self.sequences = [list(text) for text in sequences if len(text) > 1]
+        if not self.sequences:
+            raise GearbxError("no calibration text has two tokens or more; use longer ones")
         self.kl_bound, self.written, self.ends = kl_bound, written, ends
         self._logprobs = []
-        for text in self.texts:
+        for text in self.sequences:
             self._logprobs.append(log_probabilities(model, text))
             mx.eval(self._logprobs[-1])
-        self._loops = [loops(self._written(model, text)) for text in self.texts]
+        self._loops = [loops(self._written(model, text)) for text in self.sequences]
 
-    def __call__(self, model: nn.Module) -> Sense:
+    def __call__(self, model: nn.Module) -> CheckResult:
         kl = self.divergence(model)
-        if not kl <= self.kl_bound:  # NaN as well
-            return Sense(kl, 0, f"KL {kl:.3g} above {self.kl_bound:g}")
-        looped = sum(loops(self._written(model, text)) and not before for text, before in zip(self.texts, self._loops))
-        return Sense(kl, looped, "repeats itself" if 4 * looped > len(self.texts) else "")
+        if not kl <= self.kl_bound:  # includes NaN
+            return CheckResult(kl, 0, f"KL {kl:.3g} above {self.kl_bound:g}")
+        looped = sum(loops(self._written(model, own)) and not known for own, known in zip(self.sequences, self._loops))
+        return CheckResult(kl, looped, "repeats itself" if 4 * looped > len(self.sequences) else "")
 
     def divergence(self, model: nn.Module) -> float:
-        """Mean KL from the original to the model over all tokens of the texts, in nats."""
+        """Return the mean KL from the original to the model over all tokens, in nats."""
         total = 0.0
-        for text, original in zip(self.texts, self._logprobs):
+        for text, original in zip(self.sequences, self._logprobs):
             total += float(np.array((mx.exp(original) * (original - log_probabilities(model, text))).sum()))
-        return total / sum(map(len, self.texts))
+        return total / sum(map(len, self.sequences))
 
     def _written(self, model: nn.Module, text: list[int]) -> list[int]:
         return continuation(model, text[: len(text) // 2], self.written, self.ends) if self.written else []
 
 
-CONTEXT = 8192  # tokens, where the model's context is longer: few texts are
-CACHE_STEP = 256  # tokens by which mlx-lm's caches grow; one and two steps are read to measure
+CONTEXT = 8192  # tokens, for models with longer contexts, since few sequences are longer
+CACHE_STEP = 256  # tokens by which mlx-lm's caches grow; one and two steps are measured
 
 
 @dataclass(frozen=True)
 class Reserve:
-    """Bytes beside the weights. tokens: of the context that the cache is for; 0 where the user gave the bytes."""
+    """Bytes in addition to the weights. tokens: of the context that the cache is for; 0 if the user set the bytes."""
 
     cache: int
     activations: int = 0
@@ -140,7 +139,7 @@ class Reserve:
 
 
 def cache_bytes(model: nn.Module, tokens: int) -> tuple[int, int]:
-    """Return bytes of the cache after so many tokens, and of that pass's activations. Resets MLX's peak memory."""
+    """Return bytes of the cache after `tokens`, and of that pass's activations. Resets MLX's peak memory."""
     caches = make_prompt_cache(model)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
@@ -151,9 +150,9 @@ def cache_bytes(model: nn.Module, tokens: int) -> tuple[int, int]:
 
 
 def measure_reserve(model: nn.Module) -> Reserve:
-    """Return the reserve for the model's context, at most 8192 tokens of it, read in passes of 2048.
+    """Return the reserve for the model's context, at most 8192 tokens of it, in passes of 2048.
 
-    Two short passes give what 256 tokens add. A window or a state that stops growing counts as if it grew on.
+    Two short passes give the cost of 256 tokens. A window or a state that stops growing counts as if it kept growing.
     """
     made_for = context_length(vars(model.args)) if hasattr(model, "args") else None
     context = min(made_for or CONTEXT, CONTEXT)
@@ -161,7 +160,7 @@ def measure_reserve(model: nn.Module) -> Reserve:
         return Reserve(*cache_bytes(model, context), context)
     (start, _), (end, activations) = cache_bytes(model, CACHE_STEP), cache_bytes(model, 2 * CACHE_STEP)
     steps = math.ceil(context / CACHE_STEP)
-    pass_tokens = min(2048, context)  # mlx-lm reads at most so many in one pass
+    pass_tokens = min(2048, context)  # mlx-lm's limit for one pass
     return Reserve(end + (end - start) * (steps - 2), round(activations * pass_tokens / (2 * CACHE_STEP)), context)
 
 
@@ -181,7 +180,7 @@ class OperatingPoint:
     steady: int
     spike: int
     outcome: str = ""
-    verdict: Sense | None = None
+    verdict: CheckResult | None = None
     reserve: int = 0
 
     @property
@@ -208,10 +207,10 @@ class OperatingPoint:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a point may need at most.
+    """Limits of an operating point.
 
-    memory_budget: bytes, while the model is encoded and while it generates, with the reserve. target_bpw: effective
-    bits per weight of the managed layers. reserve: bytes that generation needs beside the model.
+    memory_budget: bytes, during encoding and generation, with the reserve. target_bpw: effective
+    bits per weight of the managed layers. reserve: bytes that generation needs in addition to the model.
     """
 
     memory_budget: int | None = None
@@ -219,7 +218,7 @@ class Limits:
     reserve: int = 0
 
     def exceeded_by(self, point: OperatingPoint) -> bool:
-        """Return whether a point needs more."""
+        """Return True if a point exceeds the limits."""
         if self.memory_budget is not None and point.needed > self.memory_budget:
             return True
         return self.target_bpw is not None and point.selection.effective_bits > self.target_bpw
@@ -227,14 +226,14 @@ class Limits:
 
 @dataclass(frozen=True)
 class FloorSearch:
-    """The chosen point, and all points that were tried, from aggressive to conservative."""
+    """The chosen point, and all tried points, from aggressive to conservative."""
 
     best: OperatingPoint
     tried: Sequence[OperatingPoint]
 
 
 def encoding_spike(layers: Sequence[Layer], format: CodebookFormat, bits: int) -> int:
-    """Return bytes at the measured peak of encoding the largest layer, itself included. Resets MLX's peak memory."""
+    """Return the measured peak (bytes) of encoding the largest layer, including itself. Resets MLX's peak memory."""
     largest = max(layers, key=lambda layer: layer.module.weight.size).module
     mx.eval(largest.weight)
     before = mx.get_active_memory()
@@ -256,9 +255,9 @@ def operating_points(
 ) -> list[OperatingPoint]:
     """Return points of a grid of floors with different bits for the layers, by bytes ascending.
 
-    The strict floor is never below the lazy one. Pairs of floors that give the same bits are one point, named by the
-    highest of them. More points than `most` are thinned out evenly. measured: layers, each up to the first bits that
-    reach the highest floors. unmanaged: bytes of the rest of the model. reserve: what generation needs beside it.
+    The strict floor is never below the lazy one. Pairs of floors with the same bits are one point, named by the
+    highest of them. More than `most` points are thinned out evenly. measured: layers, each up to the first bits that
+    reach the highest floors. unmanaged: bytes of the rest of the model. reserve: bytes for generation.
     """
     pairs = itertools.product(STRICT_FLOORS, LAZY_FLOORS) if grid is None else grid
     different: dict[tuple, Selection] = {}
@@ -274,15 +273,15 @@ def operating_points(
 
 def search(
     points: Sequence[OperatingPoint],
-    judge: Callable[[Selection], Sense],
+    judge: Callable[[Selection], CheckResult],
     limits: Limits,
     progress: Callable[[OperatingPoint], None] = lambda point: None,
 ) -> FloorSearch:
     """Try points from aggressive to conservative, and take the last that fits and passes the check.
 
     The first point beyond the budget ends the search, because more conservative points are larger. It is not made.
-    points: ascending in bytes. judge: makes the model of a selection and checks it end to end. Raises GearbxError,
-    which names the closest point, if none meets the budget, or none of those passes the check.
+    points: ascending in bytes. judge: makes the model of a selection and checks it end to end. Raises GearbxError
+    with the closest point, if none meets the budget, or none of those passes the check.
     """
     tried: list[OperatingPoint] = []
     for point in points:
@@ -302,10 +301,10 @@ def search(
     if failed:
         closest = min(failed, key=lambda point: point.verdict.kl if point.verdict else 0.0)
         raise GearbxError(
-            f"every point within the budget gives garbage; the closest has {described(closest)} and "
-            f"{closest.outcome}; give a larger budget"
+            f"every point within the budget generates garbage; the closest has {described(closest)} and "
+            f"{closest.outcome}; use a larger budget"
         )
-    raise GearbxError(f"no point meets the budget; the smallest has {described(points[0])}; give that much or more")
+    raise GearbxError(f"no point meets the budget; the smallest has {described(points[0])}; use that much or more")
 
 
 def described(point: OperatingPoint) -> str:
@@ -324,20 +323,20 @@ def fit_floors(
     limits: Limits,
     progress: Progress,
 ) -> FloorSearch:
-    """`fit_budget` on text that the model writes after the prompts."""
+    """Run `fit_budget` on text that the model generates from the prompts."""
     codebooks = get_format(format)
     assert isinstance(codebooks, CodebookFormat)
     ends = tokenizer.eos_token_ids
     starts = [tokenizer.encode(prompt) for prompt in prompts[:16]]
     fast_gearbox(model, codebooks, manage)
-    texts = [
+    sequences = [
         start + continuation(model, start, 48, ends)
         for start in progress.track(starts, description="writing calibration text")
     ]
     judging, trying = progress.add_task("judging codebooks", total=None), progress.add_task("trying", total=None)
     return fit_budget(
         model,
-        texts,
+        sequences,
         codebooks,
         manage,
         limits,
@@ -349,7 +348,7 @@ def fit_floors(
 
 def fit_budget(
     model: nn.Module,
-    texts: Sequence[Sequence[int]],
+    sequences: Sequence[Sequence[int]],
     format: CodebookFormat,
     manage: str | Predicate = "all",
     limits: Limits = Limits(),
@@ -361,10 +360,10 @@ def fit_budget(
 ) -> FloorSearch:
     """Return the last point of a grid of floors that meets the budget and passes the garbage check.
 
-    The model, which is not quantized, is left in its top gear.
+    The model must not be quantized, and is left in its top gear.
 
     Args:
-        judged, progress: called with the path of each layer that has been measured, and with each point tried.
+        judged, progress: called with the path of each measured layer, and with each tried point.
         grid: pairs of strict and lazy floors, if not all of them.
 
     Raises:
@@ -372,14 +371,14 @@ def fit_budget(
     """
     layers, _ = discover(model, manage, 64, format)
     if not layers:
-        raise GearbxError("codebooks can store no layer of this model")
+        raise GearbxError("codebooks can store no layer of this model; choose a different format")
     storage = stored_dtype(model)
     rest = layer_bytes(model, storage) - storage.size * sum(layer.module.weight.size for layer in layers)
     fast_gearbox(model, format, manage)
-    check = GarbageCheck(model, texts, kl_bound, ends=ends)
+    check = GarbageCheck(model, sequences, kl_bound, ends=ends)
     measured = measure_qualities(layers, format, Floors(STRICT_FLOORS[-1], LAZY_FLOORS[-1]), judged)
 
-    def judge(selection: Selection) -> Sense:
+    def judge(selection: Selection) -> CheckResult:
         gearbox = fast_gearbox(model, format, selection.predicate)
         gearbox.shift("low")
         try:
@@ -401,7 +400,7 @@ def fast_gearbox(model: nn.Module, format: CodebookFormat, manage: str | Predica
 
 
 def points_table(found: FloorSearch) -> Table:
-    """Return all points that were tried, in the form of XFP's table 10."""
+    """Return all tried points, in the form of XFP's table 10."""
     table = Table(title="Points tried, from aggressive to conservative")
     for name in ("strict", "lazy", "steady", "reserve", "peak", "bits", "KL", "repeats", ""):
         table.add_column(name, justify="left" if not name else "right")

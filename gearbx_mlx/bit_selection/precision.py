@@ -1,6 +1,6 @@
 """The precision manifest: the cost of every layer's precision, the range of its bits, and the tables of gears.
 
-A JSON file, described by precision.schema.json beside this module.
+The manifest is a JSON file, described by precision.schema.json in this directory.
 """
 
 import json
@@ -40,9 +40,9 @@ Nats = Annotated[float, Meta(ge=0, le=1e100)]
 class LayerPrecision(Struct, frozen=True):
     """One managed layer. Raises GearbxError for an empty range.
 
-    kind: its class (attention, mlp, shared, routed, head). weights: how many. min_bits, max_bits: its range; 16 is
-    the weight as it is. kl: bits to KL of the model in which it alone has them, nats per token. perplexity_change: in
-    percent, likewise; empty where it was not measured.
+    kind: its class (attention, mlp, shared, routed, head). weights: how many. min_bits, max_bits: its range; 16 means
+    the original weight. kl: bits to KL of the model in which only this layer has them, nats per token.
+    perplexity_change: in percent, likewise; empty if it was not measured.
     """
 
     kind: str = field(name="class")
@@ -54,11 +54,11 @@ class LayerPrecision(Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if self.min_bits > self.max_bits:
-            raise GearbxError(f"min_bits is {self.min_bits} and max_bits {self.max_bits}; give a range")
+            raise GearbxError(f"min_bits is {self.min_bits} and max_bits {self.max_bits}; use an ascending range")
 
 
 class GearTable(Struct, frozen=True):
-    """Bits of every layer in one gear; wish: what they were to meet. bits_per_weight: as read, scales included.
+    """Bits of every layer in one gear; wish: the target as text. bits_per_weight: as read, including scales.
     kl (nats per token), perplexity_change (percent): measured, of the whole model; sum_of_parts: of the layers' KLs."""
 
     bits: Annotated[Mapping[str, Width], Meta(min_length=1)]
@@ -73,9 +73,9 @@ class PrecisionManifest(Struct, frozen=True):
     """The content of the file.
 
     method: "exact" or "first order". model: its name; fingerprint: of its weights. calibration: hash of the text's
-    tokens; tokens: how many were predicted. format, group_size, manage: as the Gearbox takes them; bits: its widths.
+    tokens; tokens: how many were predicted. format, group_size, manage: as in `Gearbox`; bits: its widths.
     perplexity: at full precision. gears: bits of a gear of the ladder to its table. cost: the cost of measuring, as
-    parts of passes that compute everything. accuracy_threshold: percent that a layer at min_bits may add to perplexity.
+    shares of full passes. accuracy_threshold: percent that a layer at min_bits may add to perplexity.
     """
 
     method: Method
@@ -96,11 +96,11 @@ class PrecisionManifest(Struct, frozen=True):
     version: int = MANIFEST_VERSION
 
     def check_tables(self) -> None:
-        """Raises GearbxError for a table that has a layer which is not among the layers."""
+        """Validate that tables have no layers that are missing in `layers`. Raises GearbxError."""
         for gear, table in self.gears.items():
             unknown = sorted(table.bits.keys() - self.layers.keys())
             if unknown:
-                raise GearbxError(f"the table of gear {gear} has {shown(unknown[0])}, which is not among the layers")
+                raise GearbxError(f"the table of gear {gear} has {shown(unknown[0])}, but layers do not")
 
     @property
     def bounds(self) -> dict[str, tuple[int, int]]:
@@ -108,9 +108,9 @@ class PrecisionManifest(Struct, frozen=True):
         return {path: (layer.min_bits, layer.max_bits) for path, layer in self.layers.items()}
 
     def sensitivity(self, path: str, bits: int) -> float:
-        """Return the KL of a layer at any width: where it was not measured, fourfold for every bit below the nearest.
+        """Return the KL of a layer at any width; an unmeasured one is fourfold for every bit below the nearest.
 
-        Nothing at 16 bits. A layer that is not known costs more than any other.
+        At 16 bits it is 0. An unknown layer costs more than any other.
         """
         if bits == DENSE:
             return 0.0
@@ -124,19 +124,19 @@ class PrecisionManifest(Struct, frozen=True):
         return json.dumps(msgspec.to_builtins(self), indent=1, allow_nan=False) + "\n"
 
     def tables(self, ladder: Ladder) -> dict[str, dict[str, int]]:
-        """Return what a Gearbox takes: names of the ladder's gears to their tables, where there are some."""
+        """Return names of the ladder's gears to their tables, for a Gearbox; only gears with tables."""
         return {gear.name: dict(self.gears[gear.bits].bits) for gear in ladder if gear.bits in self.gears}
 
     def check_model(self, fingerprint: str) -> None:
-        """Raises GearbxError unless it was made for this model."""
+        """Validate that the manifest is for this model. Raises GearbxError."""
         if self.fingerprint != fingerprint:
-            raise GearbxError(f"made for another model ({self.model}), whose weights are not these; {MAKE}")
+            raise GearbxError(f"made for a model with different weights ({self.model}); {MAKE}")
 
     def fitted(self, paths: Iterable[str]) -> tuple["PrecisionManifest", list[str]]:
-        """Return the manifest for a model with these managed layers, and those of them that it does not know.
+        """Return the manifest for a model with these managed layers, and the layers that the manifest lacks.
 
-        A missing layer stays at the top: its full precision in every gear. Raises GearbxError for a layer that the
-        model does not have, or that does not change gear.
+        Missing layers have full precision in every gear. Raises GearbxError for a layer that the model does not have,
+        or that does not change gear.
         """
         paths = list(paths)
         unknown = sorted(self.layers.keys() - {*paths})
@@ -153,9 +153,9 @@ def least_bits(
 ) -> int:
     """Return min_bits of a layer, from KL (nats) and change of perplexity (percent) by its bits.
 
-    The lowest width whose perplexity rises by less than the threshold, but not below what the KL at 4 bits (or the
-    first measured width above) says: under 0.02 nats 4 are safe, up to 0.05 it wants 6, above that it stays at 8. Below
-    4 bits the KL has to be under 0.02 as well. Where no width is good enough, the highest that was measured.
+    It is the lowest width whose perplexity rises by less than the threshold. The 4-bit KL (or that of the first
+    measured width above) gives a floor: 4 bits under 0.02 nats, 6 up to 0.05, else 8. Below 4 bits the KL must also be
+    under 0.02. If no width is good enough, it is the highest measured one.
     """
     widths = sorted(kl)
     at_four = kl[next((bits for bits in widths if bits >= 4), widths[-1])]
@@ -171,9 +171,9 @@ def least_bits(
 def fitted_to(
     manifest: PrecisionManifest, model: nn.Module, format: Format | None = None
 ) -> tuple[PrecisionManifest, list[Layer], list[str]]:
-    """Return the manifest for a model, the layers whose bits it says, and the paths of those that it does not know.
+    """Return the manifest for a model, the layers with bits in it, and the paths of layers that it lacks.
 
-    format: of the layers; None: the manifest's. Raises GearbxError for another model, or one without its layers.
+    format: of the layers; None: the manifest's. Raises GearbxError for a different model, or one without its layers.
     """
     manifest.check_model(model_fingerprint(model))
     layers, _ = discover(model, manifest.manage, manifest.group_size, format or get_format(manifest.format))
@@ -182,7 +182,7 @@ def fitted_to(
 
 
 def read_precision(file: Path) -> PrecisionManifest:
-    """Return a precision manifest. Raises GearbxError for a file that cannot be read, or a field that cannot be."""
+    """Return a precision manifest. Raises GearbxError for an unreadable file or an invalid field."""
     return read_as(file, lambda text: parse_precision(parse_json(text)), "a precision manifest", MAKE)
 
 

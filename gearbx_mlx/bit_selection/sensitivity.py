@@ -1,9 +1,9 @@
-"""The sensitivity of the model to each layer's precision: one layer is reduced, and the text is read again.
+"""Sensitivity of the model to each layer's precision: one layer is reduced, and the text is predicted again.
 
-Only what the layer changes is computed again. The blocks before it keep their outputs at full precision, and so do the
-managed layers of its own block whose inputs stay the same: to reduce v_proj does not change the outputs of q_proj and
-k_proj. The result is exact, since the same operations on the same numbers give the same numbers. What is measured
-becomes the layers of a precision manifest. The fast way (`estimate_kls`) is that of mlx-lm's dynamic quantization.
+Only outputs that the layer changes are computed again. Earlier blocks keep their outputs at full precision, and so do
+managed layers of its own block with the same inputs: reducing v_proj does not change the outputs of q_proj and k_proj.
+The result is exact, since the same operations on the same numbers give the same numbers. Results become the layers of a
+precision manifest. The fast method (`estimate_kls`) is mlx-lm's dynamic quantization.
 """
 
 import contextlib
@@ -49,9 +49,9 @@ class Distance:
 
 @dataclass
 class Cost:
-    """What was computed over the windows of a text, and what passes that compute everything would have computed.
+    """The work over all windows, and the work of full passes.
 
-    blocks: a block that was computed in part counts as its share of the calls of managed layers. calls: of managed
+    blocks: a partly computed block counts as its share of the calls of managed layers. calls: of managed
     layers. multiplications: of managed layers, per token. Attention, norms and the KL itself are not counted.
     """
 
@@ -63,7 +63,7 @@ class Cost:
     full_multiplications: int = 0
 
     def shares(self) -> dict[str, float]:
-        """Return what was computed, as shares of passes that compute everything."""
+        """Return the work as shares of full passes."""
         return {
             "blocks": self.blocks / max(self.full_blocks, 1),
             "layer_calls": self.calls / max(self.full_calls, 1),
@@ -73,9 +73,9 @@ class Cost:
 
 @contextlib.contextmanager
 def intercepted(modules: Mapping[Any, nn.Module], through: Callable[..., Any]) -> Iterator[None]:
-    """Calls of modules go through a function (key, own call, arguments, keywords) -> result while the block runs.
+    """Route calls of modules through a function (key, own call, arguments, keywords) -> result in the block.
 
-    The modules get another class and keep their place in the model, where a gearbox looks for them.
+    The modules change their class and keep their place in the model, so that a gearbox finds them.
     """
 
     def intercepting(key: Hashable, kind: type) -> type:
@@ -88,12 +88,12 @@ def intercepted(modules: Mapping[Any, nn.Module], through: Callable[..., Any]) -
         yield
 
 
-class _Enough(Exception):
-    """Everything that was to be recorded is recorded."""
+class _PassEnd(Exception):
+    """An exception that ends a pass once everything is recorded."""
 
 
 def same(a: Call, b: Call) -> bool:
-    """Return whether two calls have the same arguments; arrays are compared number for number."""
+    """Return True if two calls have the same arguments; arrays are compared number for number."""
 
     def equal(x: Any, y: Any) -> bool:
         if isinstance(x, mx.array) and isinstance(y, mx.array):
@@ -119,9 +119,9 @@ class _Window:
 
 
 class ExactSensitivity:
-    """Reads windows of tokens, without cache, with one layer reduced, or with any caps of the gearbox.
+    """A measurement on windows of tokens, without cache, with one layer reduced, or with any caps of the gearbox.
 
-    gearbox: with a top gear of 16 bits, and the widths to measure. Its model must not be called from elsewhere
+    gearbox: with a 16-bit top gear, and the widths to measure. Its model must not be called by other code
     meanwhile. progress: called after every window of the first pass.
     """
 
@@ -130,7 +130,7 @@ class ExactSensitivity:
         self.layers = {layer.path: layer for layer in gearbox.layers}
         once = {id(block): block for block in getattr(gearbox.model, "layers", ())}
         self._blocks: dict[Hashable, nn.Module] = dict(enumerate(once.values()))
-        # An embedding that is the head too is called as an embedding going in, where no gear changes it.
+        # A tied embedding is called as an embedding for inputs, which no gear changes.
         self._heads = [path for path, layer in self.layers.items() if isinstance(layer.module, nn.Embedding)]
         self._linear = {path: layer.module for path, layer in self.layers.items() if path not in self._heads}
         self._sizes = {path: layer.module.weight.size for path, layer in self.layers.items()}
@@ -149,11 +149,11 @@ class ExactSensitivity:
 
     @property
     def perplexity(self) -> float:
-        """At full precision."""
+        """Perplexity at full precision."""
         return float(np.exp(self.reference_nll))
 
     def in_order(self) -> list[Layer]:
-        """Layers in the order of their blocks: one recording of a block serves all of its layers."""
+        """Return layers in the order of their blocks: one recording of a block serves all of its layers."""
         return sorted(self.layers.values(), key=lambda layer: self.depth(layer.path))
 
     def depth(self, path: str) -> int:
@@ -161,18 +161,18 @@ class ExactSensitivity:
         return self._depth.get(path, len(self._blocks))
 
     def continue_after(self, paths: Iterable[str]) -> None:
-        """Count no recording of the blocks of these layers: the run that measured the layers has counted it."""
+        """Do not count the recording of these layers' blocks, since the run that measured the layers did."""
         self._counted = {self.depth(path) for path in paths if path in self.layers}
 
     def measure(self, layer: Layer, bits: int) -> Distance:
-        """Return the distance of the model in which this layer alone has these bits."""
+        """Return the distance of the model in which only this layer has these bits."""
         depth = self.depth(layer.path)
         if self._recorded != depth:
             self._record(depth)
         return self._distance({layer.path: bits}, partial(self._replayed, layer.path, depth))
 
     def measure_caps(self, caps: Mapping[str, int]) -> Distance:
-        """Return the distance of the model with these caps; everything is computed."""
+        """Return the distance of the model with these caps, by full passes."""
         return self._distance(caps, lambda window: self._logits(window.tokens))
 
     def _distance(self, caps: Mapping[str, int], read: Callable[[_Window], mx.array]) -> Distance:
@@ -189,7 +189,7 @@ class ExactSensitivity:
         return Distance(kl / count, 100 * (float(np.exp(nll / count - self.reference_nll)) - 1))
 
     def _logits(self, tokens: Sequence[int]) -> mx.array:
-        """(T - 1, V) float32: predictions of all tokens but the first."""
+        """Return (T - 1, V) float32: predictions of all tokens but the first."""
         self._passed = 0
         logits = self.gearbox.model(mx.array([list(tokens[:-1])]))[0].astype(mx.float32)
         mx.eval(logits)
@@ -237,15 +237,15 @@ class ExactSensitivity:
                 return window.blocks[self._passed - 1]
             own(*args, **kwargs)
             cost.blocks += 1
-            raise _Enough
+            raise _PassEnd
 
         for window in self._windows:
-            with intercepted(self._blocks | here, through), contextlib.suppress(_Enough):
+            with intercepted(self._blocks | here, through), contextlib.suppress(_PassEnd):
                 self._logits(window.tokens)
             mx.eval(list(window.calls.values()))
 
     def _replayed(self, changed: str, depth: int, window: _Window) -> mx.array:
-        """Logits with a layer changed; the blocks before it and the layers that it does not reach are replayed."""
+        """Return logits with a layer changed; earlier blocks and unaffected layers are replayed."""
         computed = [changed, *(path for path in self._heads if path != changed)]
         own_block = [path for path in self._linear if self._depth.get(path) == depth]
 
@@ -284,13 +284,13 @@ def calibration_windows(
 ) -> list[list[int]]:
     """Return at most `num_samples` windows of a calibration text, as tokens.
 
-    data: a text or JSON Lines; None: the text that ships. Raises GearbxError for no such text, windows longer than the
-    model's context, or tokens that the model does not know.
+    data: a text or JSON Lines; None: the bundled text. Raises GearbxError for no such text, windows longer than the
+    model's context, or tokens outside of its vocabulary.
     """
     longest = context_length(config)
     if longest and sequence_length > longest:
         raise GearbxError(
-            f"--sequence-length is {sequence_length}, and the model was made for {longest}; give at most that"
+            f"--sequence-length: exceeds the model's context, got {sequence_length}; use {longest} or less"
         )
     file = Path(data or CALIBRATION)
     documents = read_documents(file)[:num_samples]
@@ -308,7 +308,7 @@ def single_layer_gearbox(
     dtype: str = "auto",
     kernels: str = "auto",
 ) -> Gearbox:
-    """Return a gearbox at full precision that can give any one layer each of these bits; settings as of `Gearbox`."""
+    """Return a gearbox at full precision in which any one layer can have these bits; settings as of `Gearbox`."""
     return Gearbox(
         model,
         Ladder([*sorted({*bits} - {DENSE}), DENSE]),
@@ -322,13 +322,13 @@ def single_layer_gearbox(
 
 
 def exact_of(gearbox: Gearbox, windows: Sequence[Sequence[int]], progress: Progress) -> ExactSensitivity:
-    """Measures layers of a gearbox; the pass at full precision is done."""
+    """Return the measurement of a gearbox's layers, after its pass at full precision."""
     task = progress.add_task("full precision", total=len(windows))
     return ExactSensitivity(gearbox, windows, lambda: progress.advance(task))
 
 
 class MeasuredLayer(TypedDict):
-    """A part of the journal: one layer that was reduced alone.
+    """A part of the journal: one layer that was reduced by itself.
 
     distances: width to the KL (nats) and the change of perplexity (percent). cost: the fields of `Cost`, in order.
     """
@@ -344,7 +344,7 @@ def measure_layers(
     exact.continue_after(journal.parts)
     for layer in exact.in_order():
         if layer.path not in journal.parts:
-            exact.cost = Cost()  # from zero: sums of parts round alike in runs that were stopped anywhere
+            exact.cost = Cost()  # from zero, so that sums are rounded alike in runs that were stopped anywhere
             widths = [width for width in bits if width in exact.gearbox.widths_of(layer)]
             found = {str(width): exact.measure(layer, width) for width in widths}
             distances = {width: (there.kl, there.perplexity_change) for width, there in found.items()}
@@ -353,14 +353,14 @@ def measure_layers(
 
 
 def measuring_cost(parts: Mapping[str, MeasuredLayer]) -> Cost:
-    """Return what `measure_layers` computed for all layers of a journal, over all runs that wrote to it."""
+    """Return the work of `measure_layers` for all layers of a journal, over all runs that wrote to it."""
     return Cost(*map(sum, zip(*(part["cost"] for part in parts.values()))))
 
 
 def layer_precisions(
     layers: Sequence[Layer], parts: Mapping[str, MeasuredLayer], threshold: float = ACCURACY_THRESHOLD
 ) -> dict[str, LayerPrecision]:
-    """Return what the manifest says of every layer. parts: of the journal; the rest is as of `layer_precision`."""
+    """Return every layer's entry of the manifest. parts: of the journal; other arguments as of `layer_precision`."""
     made = {}
     for layer in layers:
         found = parts[layer.path]["distances"].items()
@@ -375,9 +375,9 @@ def layer_precision(
     perplexity_change: Mapping[int, float],
     threshold: float = ACCURACY_THRESHOLD,
 ) -> LayerPrecision:
-    """Return what the manifest says of a layer, from KL (nats) and change of perplexity (percent) by its widths.
+    """Return a layer's entry of the manifest, from KL (nats) and change of perplexity (percent) by its widths.
 
-    An estimate knows no such change. threshold: percent that a layer at its fewest bits may add to the perplexity.
+    The change is empty for estimates. threshold: percent that a layer at its fewest bits may add to the perplexity.
     """
     return LayerPrecision(
         kind=component_kind(layer.path, layer.module),
@@ -394,11 +394,11 @@ def first_order(
 ) -> dict[str, float]:
     """Return the sensitivity of each layer (nats per million weights), by path, as mlx_lm.dynamic_quant estimates it.
 
-    It is the gradient of the KL at a model of `low` bits, in the direction of the model of `high` bits: the first-order
-    estimate of what is saved when one layer gets the high bits. The model is as loaded, without a gearbox. Raises
+    It is the gradient of the KL at a `low`-bit model, in the direction of the `high`-bit model: the first-order
+    estimate of the KL saved by giving one layer the high bits. The model is as loaded, without a gearbox. Raises
     GearbxError for a layer that mlx-lm cannot quantize.
     """
-    if on_cpu():  # where half precision is slow. A copy: the gears follow from the type that the model was loaded in
+    if on_cpu():  # half precision is slow there. A copy, since gears depend on the type of the loaded model
         model = copy.deepcopy(model)
         model.set_dtype(mx.float32)
     tokens = [token for window in windows for token in window]
@@ -407,7 +407,7 @@ def first_order(
     try:
         found = estimate_sensitivities(model, rows, low, group_size, high, group_size)
     except ValueError as error:
-        raise GearbxError(f"mlx-lm cannot estimate sensitivities of this model ({error}); measure them") from error
+        raise GearbxError(f"mlx-lm cannot estimate sensitivities of this model ({error}); omit --fast") from error
     return dict(found)
 
 
@@ -415,12 +415,12 @@ def estimate_kls(
     layers: Sequence[Layer], model: nn.Module, windows: Sequence[Sequence[int]], bits: Sequence[int], group_size: int
 ) -> dict[str, dict[int, float]]:
     """Return a proxy for the KL (nats, at least 0) of every layer at every width, by path, from one backward pass."""
-    low = 4 if 4 in bits else bits[0]  # 4, as mlx_lm.dynamic_quant, where there are some
+    low = 4 if 4 in bits else bits[0]  # 4 if possible, as in mlx_lm.dynamic_quant
     high = next((width for width in bits if width > low), 8)
     found = first_order(model, windows, low, high, group_size)
     missing = [layer.path for layer in layers if layer.path not in found]
     if missing:
-        raise GearbxError(f"mlx-lm estimates no sensitivity of {missing[0]}; measure it without --fast")
+        raise GearbxError(f"mlx-lm estimates no sensitivity of {missing[0]}; omit --fast to measure it")
     saved = {layer.path: max(found[layer.path], 0.0) * layer.module.weight.size / 1e6 for layer in layers}
-    # With every bit the error halves, and the KL goes with its square.
+    # Every bit halves the error, and the KL is proportional to its square.
     return {path: {width: kl * 4.0 ** (low - width) for width in bits} for path, kl in saved.items()}

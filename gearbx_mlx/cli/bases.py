@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 from mlx_lm.sample_utils import make_sampler
 
-from ..conversion.calibrated_base import LONGEST_TEXT, calibrate_base, free_layers, steps
+from ..conversion.calibrated_base import MAX_LENGTH, calibrate_base, free_layers, steps
 from ..decoding.stream import batch_generator
 from ..errors import GearbxError, GearbxWarning
 from ..files.reading import json_lines, read_text
@@ -84,7 +84,7 @@ def text_of(tokenizer: Any, file: str | None) -> BaseText:
         place = SHIPPED / "answers.jsonl"
         lines = json_lines(place, read_text(place, "text", REINSTALL), ShippedAnswer, REINSTALL)
         encoded += [tokenizer.encode(f"{line.prompt}\n\n{line.answer}\n") for _, line in lines]
-    pieces = [list(text[i : i + LONGEST_TEXT]) for text in encoded for i in range(0, len(text), LONGEST_TEXT)]
+    pieces = [list(text[i : i + MAX_LENGTH]) for text in encoded for i in range(0, len(text), MAX_LENGTH)]
     texts, left = [], TEXT_TOKENS
     for piece in pieces:
         if len(piece) > 1 and left > 0:
@@ -93,7 +93,7 @@ def text_of(tokenizer: Any, file: str | None) -> BaseText:
     if not texts:
         raise GearbxError(f"{file}: has no two tokens to calibrate with; give more text")
     tokens = sum(map(len, texts))
-    if tokens < LONGEST_TEXT:
+    if tokens < MAX_LENGTH:
         said = f"{file}: has {tokens} tokens; drafts agree more often after thousands: give more text"
         warnings.warn(said, GearbxWarning, stacklevel=2)
     return BaseText(texts, requests)
@@ -107,7 +107,7 @@ def requests_of(tokenizer: Any) -> list[list[int]]:
     try:
         messages = [[{"role": "user", "content": line}] for line in lines]
         made = [tokenizer.apply_chat_template(m, add_generation_prompt=True, return_dict=False) for m in messages]
-        return [list(tokens)[:LONGEST_TEXT] for tokens in made]
+        return [list(tokens)[:MAX_LENGTH] for tokens in made]
     except Exception:  # templates are programs, and some want other messages
         return []
 
@@ -133,7 +133,7 @@ def answered(model: nn.Module, tokenizer: Any, requests: Sequence[list[int]], pr
         completion_batch_size=ANSWERS_TOGETHER,
     )
     try:
-        lengths = [min(ANSWER_TOKENS, LONGEST_TEXT - len(request)) for request in made]
+        lengths = [min(ANSWER_TOKENS, MAX_LENGTH - len(request)) for request in made]
         uids = generator.insert([*map(list, requests)], lengths, seeds=[*range(len(made))])
         texts, left = dict(zip(uids, made)), len(made)
         while left:

@@ -359,7 +359,7 @@ def load_original(settings: ModelSettings) -> tuple[nn.Module, Any, dict]:
     model, tokenizer, config = load_model(settings)
     if is_quantized(model) or saved_gears(model) is not None:
         codes = own_codes(model)
-        told = "" if codes is None else f" ({codes.told()})"
+        told = "" if codes is None else f" ({codes.summary()})"
         name = model_name(settings.model)
         raise GearbxError(f"{name}: is not an original model{told}; give the one that it was made from")
     return model, tokenizer, config

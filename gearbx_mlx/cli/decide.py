@@ -135,7 +135,7 @@ class Decision:
     def codes(self) -> str:
         """What can be done with the codes of a quantized model, in words; "" of others."""
         codes = None if self.model.gearless else self.model.codes
-        return "" if codes is None else codes.told(None if self.observes else self.ladder)
+        return "" if codes is None else codes.summary(None if self.observes else self.ladder)
 
     @property
     def one_gear(self) -> bool:

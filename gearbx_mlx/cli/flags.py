@@ -35,7 +35,6 @@ from ..gears.ladder import (
     kv_ladder,
 )
 from ..kernels import ACTIVATIONS, DEVICES, GROUP_SIZES, KERNELS
-from ..serving import DEFAULT_TIMEOUT
 from ..settings import Settings, flag, flag_of, given_names, parse_bytes
 
 if TYPE_CHECKING:
@@ -544,6 +543,7 @@ def check_pair(settings: GearedSettings, further: Mapping[str, object] = Mapping
 
 
 KEY = "OPENAI_API_KEY"
+DEFAULT_TIMEOUT = 120.0  # seconds
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""All that rests on what MLX, mlx-lm and transformers do not promise: private names, bytecode, source, classes.
+"""Everything that relies on unpromised behavior of MLX, mlx-lm and transformers: private names, bytecode, source.
 
-Each assumption has a test in tests/compat/test_compat.py that names it. What could go wrong without a word where it
-does not hold is off with versions of MLX and mlx-lm that are not tested (`versions.py`).
+Each assumption has a test with its name in tests/compat/test_compat.py. Parts that could silently fail are switched off
+with untested versions of MLX and mlx-lm (`versions.py`).
 """

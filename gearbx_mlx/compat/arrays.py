@@ -1,6 +1,6 @@
-"""What MLX does not promise of its arrays: how a type is copied, where the random key is, that bytes can be written.
+"""Unpromised properties of MLX's arrays: copies of types, the random key, writable memory.
 
-And what mlx-lm does not promise of how it loads them.
+The module also replaces the function by which mlx-lm loads arrays.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ def dtype_named(name: str) -> mx.Dtype:
     return dtype
 
 
-# MLX does not say how a type is copied, and a gearbox, which is copied with its model, has some.
+# MLX does not define copies of types, but a gearbox has some, and is copied with its model.
 copyreg.pickle(mx.Dtype, lambda dtype: (dtype_named, (dtype_name(dtype),)))
 
 
@@ -34,10 +34,10 @@ _loading = threading.Lock()
 
 @contextlib.contextmanager
 def loading_with(load: Callable[[str], Any]) -> Iterator[None]:
-    """In the block, mlx-lm reads files of weights with another function than MLX's; in one thread at a time."""
+    """Let mlx-lm read files of weights with a replacement of MLX's function in the block; one thread at a time."""
 
     class Other:
-        """MLX, but for its function `load`."""
+        """MLX, with a different `load`."""
 
         def __getattr__(self, name: str) -> Any:
             return load if name == "load" else getattr(mx, name)
@@ -52,14 +52,14 @@ def loading_with(load: Callable[[str], Any]) -> Iterator[None]:
 
 
 class OwnRandomState:
-    """MLX's random state as one text alone has it after `mx.random.seed(seed)`."""
+    """MLX's random state of one sequence after `mx.random.seed(seed)`."""
 
     def __init__(self, seed: int):
         self.state = mx.random.key(seed % 2**64)
 
     @contextlib.contextmanager
     def drawn(self) -> Iterator[None]:
-        """Draw inside from this state; afterwards MLX's is as it was."""
+        """Draw from this state in the block, and restore MLX's afterwards."""
         state: Any = mx.random.state
         before = mx.array(state[0])
         state[0][:] = self.state
@@ -68,12 +68,12 @@ class OwnRandomState:
         finally:
             self.state = mx.array(state[0])
             state[0][:] = before
-            mx.async_eval(self.state, state[0])  # else every token would add to both graphs
+            mx.async_eval(self.state, state[0])  # otherwise every token would add to both graphs
 
 
 @contextlib.contextmanager
 def same_random_numbers() -> Iterator[None]:
-    """Random numbers drawn in the block will be drawn again after it."""
+    """Restore the random state after the block, so that its random numbers are drawn again."""
     before = random_state()
     try:
         yield
@@ -82,7 +82,7 @@ def same_random_numbers() -> Iterator[None]:
 
 
 def next_key() -> mx.array:
-    """Return the key with which MLX draws next, if it draws without one; it then counts as drawn."""
+    """Return the key with which MLX draws next without an explicit one, and advance the state."""
     state: Any = mx.random.state
     following, key = mx.random.split(state[0])
     state[0][:] = following
@@ -90,32 +90,32 @@ def next_key() -> mx.array:
 
 
 def random_state() -> mx.array:
-    """Return MLX's random state as it is now, for `set_random_state`."""
+    """Return MLX's current random state, for `set_random_state`."""
     state: Any = mx.random.state
     return mx.array(state[0])
 
 
 def set_random_state(before: mx.array) -> None:
-    """Have the random numbers that were drawn since `random_state` returned this drawn again."""
+    """Restore a state from `random_state`, so that later random numbers are drawn again."""
     state: Any = mx.random.state
     state[0][:] = before
     mx.async_eval(state[0])  # until a number is drawn, each exchange would add to its graph
 
 
 def memory_of(array: mx.array) -> memoryview:
-    """Return the memory of bytes that are evaluated; what is written into it is in the array.
+    """Return the writable memory of an evaluated array of bytes.
 
     Raises:
-        GearbxError: a version of MLX of which this is not true.
+        GearbxError: a version of MLX that copies the memory.
     """
     if not memory_is_shared():
-        raise GearbxError("residency stream writes into the memory of arrays, which this version of MLX copies")
+        raise GearbxError("residency stream: this version of MLX copies arrays' memory; use residency disk")
     return memoryview(cast(Any, array))
 
 
 @functools.cache
 def memory_is_shared() -> bool:
-    """Return whether what is written into the memory of an array is in the array."""
+    """Return True if writes to the memory of an array change the array."""
     array = mx.zeros(1, mx.uint8)
     mx.eval(array)
     try:

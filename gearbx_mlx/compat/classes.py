@@ -1,13 +1,13 @@
-"""Names and classes of mlx-lm and MLX that no documentation promises.
+"""Unpromised names and classes of mlx-lm and MLX.
 
-- Names that begin with an underscore, each behind a function of ours.
-- mlx-lm has many copies of the same class. They are known by the bytecode of their `__call__` (`code_of`).
-- Its models call functions by names in their modules. A subclass has the same code with other functions in their place
-  (`calling`): nothing in mlx-lm is changed.
-- An `nn.Module` is a dictionary of arrays and modules with attributes beside it. So a module of one class becomes one
-  of another over the same arrays (`as_class`), or for a while in its own place (`of_classes`), where gearboxes find it.
-- Some classes read the weight of a module in their own code, instead of calling it. The text of their functions says so
-  (`readers`). A function whose text is not to be had counts as one that reads the weight of every module that it names.
+- Private names (with an underscore), each behind a function.
+- mlx-lm has many copies of the same class. They are identified by the bytecode of their `__call__` (`code_of`).
+- Its models call functions by names in their modules. A subclass has the same code with replaced functions
+  (`calling`): mlx-lm is not changed.
+- An `nn.Module` is a dictionary of arrays and modules, with attributes. So a module can change its class
+  over the same arrays, in a copy (`as_class`) or temporarily in place (`of_classes`), where gearboxes find it.
+- Some classes read the weight of a module directly, instead of calling it. The source of their functions shows it
+  (`readers`). A function without source counts as reading the weight of every module that it names.
 - Some modules compile steps for themselves: such a step keeps the weights of the gear in which it first ran
   (`CompiledSteps`).
 """
@@ -29,47 +29,46 @@ from ..errors import GearbxError
 from .versions import untested
 
 Code = tuple[Any, ...]
-ORIGIN = "mlx_lm_class"  # attribute of a class that stands for one of mlx-lm's: that class
+ORIGIN = "mlx_lm_class"  # attribute of a replacement class: the class of mlx-lm
 
 
 def code_of(kind: type) -> Code:
-    """Return what the `__call__` of a class does, as far as its own code says."""
+    """Return the `__call__` of a class as comparable bytecode; the class itself if it has none."""
     code = getattr(kind.__call__, "__code__", None)
     return (code.co_code, code.co_consts, code.co_names, code.co_argcount, code.co_flags) if code else (kind,)
 
 
 def stock_class(kind: Any) -> type[nn.Module] | None:
-    """Return the class of mlx-lm that `kind` stands for; None for other classes."""
+    """Return the class of mlx-lm that `kind` replaces; None for other classes."""
     return vars(kind).get(ORIGIN)
 
 
 def standing_for(kind: Any, added: Mapping[str, Any], *first: type) -> type[nn.Module]:
-    """Return a subclass of mlx-lm's class `kind` that stands for it. first: classes in front of it."""
+    """Return a subclass that replaces mlx-lm's class `kind`. first: mixins."""
     return type(f"Native{kind.__name__}", (*first, kind), {**added, ORIGIN: kind})
 
 
 def calling(kind: Any, replaced: Mapping[str, tuple[Any, Any]]) -> type[nn.Module] | None:
-    """Return a subclass of mlx-lm's class `kind` whose `__call__` calls other functions; None if it calls none of
-    these.
+    """Return a subclass of mlx-lm's class `kind` whose `__call__` calls replaced functions; None if it calls none.
 
     Args:
-        replaced: name by which mlx-lm's models call a function, to mlx-lm's function and the one in its place.
+        replaced: name by which mlx-lm's models call a function, to mlx-lm's function and its replacement.
     """
     call = kind.__call__
     if not isinstance(call, FunctionType):
         return None
-    ours = {
+    replacements = {
         name: own
         for name, (theirs, own) in replaced.items()
         if name in call.__code__.co_names and call.__globals__.get(name) is theirs
     }
-    if not ours:
+    if not replacements:
         return None
-    return standing_for(kind, {"__call__": with_globals(call, ours)})
+    return standing_for(kind, {"__call__": with_globals(call, replacements)})
 
 
 def with_globals(function: FunctionType, named: Mapping[str, Any]) -> Any:
-    """Return a copy of a function for which these global names mean something else."""
+    """Return a copy of a function with replaced global names."""
     own = {**function.__globals__, **named}
     made = FunctionType(function.__code__, own, function.__name__, function.__defaults__, function.__closure__)
     made.__kwdefaults__ = function.__kwdefaults__
@@ -77,25 +76,24 @@ def with_globals(function: FunctionType, named: Mapping[str, Any]) -> Any:
 
 
 def bare(kind: type[nn.Module]) -> nn.Module:
-    """Return a module without arrays. MLX's constructors draw random numbers, and a shift must not change those of a
-    text."""
+    """Return a module without arrays. MLX's constructors draw random numbers, which a shift must not."""
     module: nn.Module = kind.__new__(kind)  # type: ignore[call-overload]
     nn.Module.__init__(module)
     return module
 
 
 def as_class(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
-    """Return the module as one of another class, over the same arrays."""
+    """Return a copy of the module in a different class, over the same arrays."""
     made = bare(kind)
     dict.update(made, module)
-    own = vars(module).items()  # among them the names that do not train, of which each module has a set
+    own = vars(module).items()  # includes the names that do not train, a set per module
     vars(made).update({name: copy.copy(value) if isinstance(value, set) else value for name, value in own})
     return made
 
 
 @contextlib.contextmanager
 def of_classes(changes: Iterable[tuple[nn.Module, Any]]) -> Iterator[None]:
-    """In the block, modules have other classes: subclasses of their own with another `__call__`."""
+    """Change the classes of modules in the block, to subclasses with a different `__call__`."""
     own = []
     try:
         for module, kind in changes:
@@ -108,9 +106,9 @@ def of_classes(changes: Iterable[tuple[nn.Module, Any]]) -> Iterator[None]:
 
 
 def modules_of(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield what `model.modules()` lists, in a fraction of its time: that makes a name for each."""
+    """Yield the same as `model.modules()`, in a fraction of its time, since that builds a name for each."""
     yield model
-    waiting: list[Any] = list(model.children().values())  # of a wrapper those of its model
+    waiting: list[Any] = list(model.children().values())  # for a wrapper, the children of its model
     while waiting:
         part = waiting.pop()
         if isinstance(part, nn.Module):
@@ -120,7 +118,7 @@ def modules_of(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def named_modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield what `model.named_modules()` lists, in the same order and a fraction of its time."""
+    """Yield the same as `model.named_modules()`, in the same order and a fraction of its time."""
     yield "", model
     waiting = [*named_children("", model.children())]
     while waiting:
@@ -139,23 +137,22 @@ def named_children(prefix: str, parts: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def become(module: Any, kind: Any) -> None:
-    """Make an object one of another class from now on: a subclass of its own, or that class again."""
+    """Change the class of an object, to a subclass or back."""
     object.__setattr__(module, "__class__", kind)
 
 
 def frequencies_of(rope: Any) -> mx.array:
-    """Positions per radian of mlx-lm's Llama3RoPE, (dims / 2,)."""
+    """Return positions per radian of mlx-lm's Llama3RoPE, (dims / 2,)."""
     return rope._freqs
 
 
 def generation_stream() -> Any:
-    """Return the stream on which mlx-lm generates, which it chooses when it is imported; None before."""
+    """Return the stream on which mlx-lm generates, chosen when mlx-lm is imported; None before."""
     return getattr(sys.modules.get("mlx_lm.generate"), "generation_stream", None)
 
 
 def model_classes(config: dict) -> Any:
-    """Return the class of a model's type and that of its arguments. Raises whatever mlx-lm does for a type that it
-    lacks."""
+    """Return the classes of a model's type and of its arguments. Raises mlx-lm's errors for an unknown type."""
     from mlx_lm.utils import _get_classes
 
     return _get_classes(config)
@@ -166,12 +163,12 @@ def own_tokenizer(tokenizer: Any) -> Any:
     return getattr(tokenizer, "_tokenizer", tokenizer)
 
 
-# Methods that run before or beside generation.
+# Methods that are not part of a forward pass.
 NO_PRODUCTS = {"__init__", "_extra_repr", "sanitize", "shard", "fuse", "from_base", "to_quantized", "to_lora"}
 
 
 def readers(model: nn.Module) -> dict[str, str]:
-    """Path of a module to the name of a class whose code reads the module's `weight` instead of calling the module.
+    """Return path of a module to the name of a class whose code reads the module's `weight` without calling it.
 
     Such a module cannot be replaced by one with a packed weight.
     """
@@ -188,7 +185,7 @@ def readers(model: nn.Module) -> dict[str, str]:
 
 def weights_read_by(kind: type[nn.Module]) -> set[str]:
     """Return paths, below a module, of the modules whose weights the code of its class reads."""
-    if kind.__module__.startswith("mlx_lm.tuner"):  # whose layers are parts of adapters
+    if kind.__module__.startswith("mlx_lm.tuner"):  # layers in this package are parts of adapters
         return set()
     functions = inspect.getmembers(kind, inspect.isfunction)
     return {chain for name, function in functions if name not in NO_PRODUCTS for chain in chains(function)}
@@ -197,7 +194,7 @@ def weights_read_by(kind: type[nn.Module]) -> set[str]:
 def chains(function: FunctionType) -> Iterator[str]:
     """Yield the x.y of every self.x.y.weight in a function, and in functions within it."""
     named = names_in(function.__code__)
-    if "weight" not in named:  # few functions know the name, and to read a text takes long
+    if "weight" not in named:  # few functions have the name, and parsing is slow
         return
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
@@ -217,12 +214,12 @@ def names_in(code: CodeType) -> set[str]:
     return {*code.co_names}.union(*within)
 
 
-STEP_NAME = "_step"  # where mlx-lm's classes keep them: kimi_k3, on Metal
+STEP_NAME = "_step"  # attribute for compiled steps in mlx-lm's classes: kimi_k3, on Metal
 COMPILED = type(mx.compile(lambda: None))
 
 
 class CompiledSteps:
-    """The compiled steps of a model, of each gear its own."""
+    """The compiled steps of a model, separate for each gear."""
 
     def __init__(self, model: nn.Module):
         self._model = model
@@ -230,10 +227,10 @@ class CompiledSteps:
         self._steps: dict[Hashable, list[Any]] = {}
 
     def change(self, before: Hashable, gear: Hashable) -> None:
-        """Put the steps of a gear into the model: those that it had there, or none, so that they are compiled again.
+        """Put the steps of a gear into the model: its earlier ones, or none, so that they are compiled again.
 
         Raises:
-            GearbxError: a version of mlx-lm that is not tested keeps steps in other places.
+            GearbxError: an untested version of mlx-lm keeps steps in other attributes.
         """
         for path, module in self._model.named_modules() if untested() else ():
             for name, value in vars(module).items():
@@ -244,7 +241,7 @@ class CompiledSteps:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """In the block there are none, and what is compiled in it is forgotten."""
+        """Remove all steps in the block; steps compiled in it are dropped."""
         steps = [getattr(module, STEP_NAME) for module in self._modules]
         try:
             self._put([None] * len(steps))
@@ -253,7 +250,7 @@ class CompiledSteps:
             self._put(steps)
 
     def forget(self) -> None:
-        """Have all steps compiled again: gears have other layers from now on."""
+        """Drop all steps, since gears have different layers now."""
         self._steps.clear()
         self._put([None] * len(self._modules))
 

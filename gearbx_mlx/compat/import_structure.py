@@ -1,8 +1,8 @@
 """Import of transformers without a scan of its source.
 
-When it is imported, transformers reads all of its 3,000 source files to learn which of them defines which class: a
-fifth of a second. Commands keep the result in the user's cache, by place and time of the installed package. An editable
-installation is scanned at each import, as its files may change.
+On import, transformers reads all of its 3,000 source files to map classes to files, which takes a fifth of a second.
+Commands keep the result in the user's cache, by path and time of the installed package. An editable installation is
+scanned at each import, as its files may change.
 """
 
 import contextlib
@@ -24,15 +24,15 @@ from ..files.writing import write_text
 
 SCANNING = "transformers.utils.import_utils"
 SCAN = "define_import_structure"
-SCAN_NAME = "transformers-"  # how its file in the cache begins
+SCAN_NAME = "transformers-"  # prefix of its file in the cache
 INSTALLED = ("site-packages", "dist-packages")
 
 Structure = dict[frozenset[str], dict[str, set[str]]]
-"""Names of required packages to the modules that need them, and these to the names that they define."""
+"""Names of required packages to the modules that need them, and modules to the names that they define."""
 
 
 class Finder(MetaPathFinder):
-    """Finds the module of transformers that scans, once, and lets its scan of all models be kept."""
+    """A finder of the module of transformers that scans; it replaces the scan of all models, once."""
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != SCANNING:
@@ -45,7 +45,7 @@ class Finder(MetaPathFinder):
 
 
 class Patching(Loader):
-    """Runs a module as its own loader does, and then replaces its scan."""
+    """A loader that runs a module as its own loader does, and then replaces its scan."""
 
     def __init__(self, loader: Loader):
         self._loader = loader
@@ -61,7 +61,7 @@ class Patching(Loader):
 
 
 def keep_scan() -> None:
-    """Let this process import transformers without a scan, if it has not imported it yet."""
+    """Let this process import transformers without a scan, unless it is already imported."""
     if SCANNING not in sys.modules and not any(isinstance(finder, Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, Finder())
 
@@ -75,7 +75,7 @@ def kept_scan(scan: Callable[..., Structure], models: Path) -> Callable[..., Str
             return scan(module_path, prefix)
         try:
             structure = read_or_make(models, scan)
-        except (CacheUnusable, GearbxError, OSError):  # the cache serves speed alone
+        except (CacheUnusable, GearbxError, OSError):  # the cache is only for speed
             return scan(module_path, prefix)
         if prefix is None:
             return structure
@@ -85,7 +85,7 @@ def kept_scan(scan: Callable[..., Structure], models: Path) -> Callable[..., Str
 
 
 def read_or_make(models: Path, scan: Callable[..., Structure]) -> Structure:
-    """Return the structure of a folder: the one in the cache, else that of a scan."""
+    """Return the structure of a folder, from the cache or else from a scan."""
     state = [(str(place), place.stat().st_mtime_ns) for place in (models, models / "__init__.py")]
     place = cache_entry(f"{SCAN_NAME}{hashlib.sha256(json.dumps(state).encode()).hexdigest()[:16]}.json")
     with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):

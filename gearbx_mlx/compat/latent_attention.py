@@ -1,11 +1,11 @@
-"""Several tokens on the path that a model's code takes for one: multi-head latent attention (DeepSeek V2, section 2.1).
+"""Multi-head latent attention for several tokens on the code path for one (DeepSeek V2, section 2.1).
 
 For one token mlx-lm multiplies the query into the latent space and attends to the latents themselves. For several it
-multiplies all latents out to keys and values. Both are the same attention, with other roundings: in half precision they
-differ enough to change a text. Verified tokens must take the path that they would take alone.
+expands all latents to keys and values. Both are the same attention, with different roundings: in half precision they
+differ enough to change the output. Verified tokens must take the path of single tokens.
 
-mlx-lm has nine such classes, each with other projections before and behind the two branches. So the subclass has the
-source of its class, with the condition `L == 1` of these branches met: a copy by hand would be the whole of each.
+mlx-lm has nine such classes, each with different projections before and after the two branches. So the subclass has the
+source of its class, with the condition `L == 1` of these branches always met; a manual copy would be the whole class.
 """
 
 import ast
@@ -21,26 +21,25 @@ from mlx_lm.models.base import create_causal_mask
 
 from .versions import is_tested
 
-ABSORBED = {"embed_q", "unembed_out"}  # what such a branch multiplies by
+ABSORBED = {"embed_q", "unembed_out"}  # projections in such a branch
 
 
 def has_latent_attention(module: nn.Module) -> bool:
-    """Return whether a module is one of latent attention."""
+    """Return True for a module with latent attention."""
     return module.keys() >= ABSORBED
 
 
 def one_token_class(kind: Any) -> type[nn.Module] | None:
-    """Return a subclass of a class of latent attention whose `__call__` takes the branch for one token; nothing else
-    changes.
+    """Return a subclass of a class of latent attention whose `__call__` always takes the branch for one token.
 
-    None where the source is not to be had or has no such branch, and with versions of mlx-lm that are not tested.
+    The result is None if the source is not available or has no such branch, and with untested versions of mlx-lm.
     """
     return rewritten(kind) if is_tested() else None
 
 
 @functools.cache
 def rewritten(kind: Any) -> type[nn.Module] | None:
-    """Like `one_token_class`. It has the code of `kind`: nothing in mlx-lm is changed."""
+    """Return `one_token_class`, with the code of `kind`: mlx-lm is not changed."""
     call = kind.__call__
     if getattr(call, "__closure__", None):
         return None
@@ -58,7 +57,7 @@ def rewritten(kind: Any) -> type[nn.Module] | None:
 
 
 class AlwaysShort(ast.NodeTransformer):
-    """Meets the condition `L == 1` of every branch that multiplies by one of ABSORBED."""
+    """A transformer that meets the condition `L == 1` of every branch with an ABSORBED projection."""
 
     found = 0
 
@@ -77,7 +76,7 @@ def names(node: ast.AST) -> set[str]:
 
 
 def with_mask_array(call: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """`call`, which gets a causal mask as an array: the branch for one token adds it to the scores."""
+    """Return `call` with causal masks converted to arrays, since the branch for one token adds them to the scores."""
     signature = inspect.signature(call)
 
     @functools.wraps(call)

@@ -1,10 +1,9 @@
-"""The insides of mlx-lm's loops, which offer no places to act in.
+"""Internals of mlx-lm's loops, which have no extension points.
 
-Its loops call `mx.logsumexp`, which takes a CPU half a millisecond over a vocabulary of 49,152: without the copies
-below, SmolLM2 needs 1.20 times as long for a 4-bit token and 1.12 times for a 16-bit one (mode static, two cores of an
-EPYC, 2026-11-29). The copies of mlx-lm's functions get a stand-in for `mx`, with another logarithm of a sum of
-exponentials: nothing in mlx-lm changes. Around the passes of its continuous batching, classes stand in front of methods
-that it keeps to itself.
+Its loops call `mx.logsumexp`, which takes a CPU half a millisecond over a vocabulary of 49,152. Without the copies
+below, SmolLM2's tokens take 1.20 (4-bit) and 1.12 times (16-bit) as long (mode static, two EPYC cores, 2026-11-29). The
+copies of mlx-lm's functions use a replacement of `mx` with a faster `logsumexp`: mlx-lm is not changed. Subclasses wrap
+the forward passes of its continuous batching.
 """
 
 import functools
@@ -23,11 +22,11 @@ from .classes import with_globals
 from .versions import is_tested, untested
 
 LogSumExp = Callable[[mx.array], mx.array]
-"""Over the last axis of logits (..., V), which it keeps: (..., 1)."""
+"""Function of logits (..., V), over the last axis, with kept dimensions: (..., 1)."""
 
 
 class StandIn:
-    """`mlx.core` with another `logsumexp` where it goes over the last axis alone."""
+    """`mlx.core` with a different `logsumexp` over the last axis."""
 
     def __init__(self, logsumexp: LogSumExp):
         self._logsumexp = logsumexp
@@ -42,7 +41,7 @@ class StandIn:
 
 @functools.cache
 def streaming_with(logsumexp: LogSumExp | None) -> Callable[..., Iterator[GenerationResponse]]:
-    """mlx-lm's `stream_generate`, with this function; its own without one, or with versions that are not tested."""
+    """Return mlx-lm's `stream_generate` with this function; unchanged without one, or with untested versions."""
     if logsumexp is None or not is_tested():
         return mlx_stream_generate
     step = with_globals(generate_step, {"mx": StandIn(logsumexp)})
@@ -51,14 +50,14 @@ def streaming_with(logsumexp: LogSumExp | None) -> Callable[..., Iterator[Genera
 
 @functools.cache
 def batch_step(logsumexp: LogSumExp | None) -> Callable[[GenerationBatch], Any]:
-    """Like `stream_generate`, mlx-lm's step of a batch that writes."""
+    """Return mlx-lm's decoding step of a batch with this function, as `streaming_with`."""
     step = GenerationBatch._step
     return step if logsumexp is None or not is_tested() else with_globals(step, {"mx": StandIn(logsumexp)})
 
 
 @functools.cache
 def first_step(logsumexp: LogSumExp | None) -> Callable[[PromptProcessingBatch, list[list[int]]], GenerationBatch]:
-    """Like `stream_generate`, what samples the first tokens of texts whose prompts are read."""
+    """Return mlx-lm's first step after prefill with this function, as `streaming_with`."""
     generate, step = PromptProcessingBatch.generate, batch_step(logsumexp)
     if step is GenerationBatch._step:
         return generate
@@ -66,18 +65,18 @@ def first_step(logsumexp: LogSumExp | None) -> Callable[[PromptProcessingBatch, 
 
 
 Pass = Callable[[Sequence[int]], AbstractContextManager]
-"""Takes the ids of the sequences whose rows a pass computes; the pass runs inside."""
+"""Context of a forward pass, from the ids of its sequences."""
 
 
 class GearedTokens(GenerationBatch):
-    """The sequences that have begun to write. Each has a token that is sampled, and still to be given out."""
+    """The sequences that are decoding. Each has a token that is sampled, but not returned yet."""
 
     begin: Pass
     logsumexp: LogSumExp | None = None
 
     @classmethod
     def of(cls, model: nn.Module, sampler: Any, begin: Pass, logsumexp: LogSumExp | None) -> "GearedTokens":
-        """One without sequences, whose log-probabilities are made with this function; with MLX's without one."""
+        """Return an empty batch. logsumexp: for its log-probabilities; None: MLX's."""
         batch = cls.empty(model, sampler)
         batch.begin, batch.logsumexp = begin, logsumexp
         return batch
@@ -88,7 +87,7 @@ class GearedTokens(GenerationBatch):
 
 
 class GearedPrompts(PromptProcessingBatch):
-    """The sequences whose prompts are still read, all in the same gear, and begin to write in the same one."""
+    """The sequences in prefill, all in the same gear, also for their first token."""
 
     passes: tuple[Pass, Pass]
     logsumexp: LogSumExp | None = None
@@ -102,11 +101,11 @@ class GearedPrompts(PromptProcessingBatch):
         passes: tuple[Pass, Pass],
         logsumexp: LogSumExp | None,
     ) -> "GearedPrompts":
-        """One without sequences.
+        """Return an empty batch.
 
         Args:
             passes: over prompts without their last tokens, and over the last tokens.
-            logsumexp: makes the first log-probabilities; without it MLX's.
+            logsumexp: for the first log-probabilities; None: MLX's.
         """
         batch = cls.empty(model, sampler, prefill_step_size)
         batch.passes, batch.logsumexp = passes, logsumexp
@@ -122,7 +121,7 @@ class GearedPrompts(PromptProcessingBatch):
             super().prompt(tokens)
 
     def generate(self, tokens: list[list[int]]) -> GenerationBatch:
-        """Reads the last tokens of prompts, and samples the first of the texts."""
+        """Run the last tokens of prompts, and sample the first of the outputs."""
         if any(len(each) > 1 for each in tokens):
             self.prompt([each[:-1] for each in tokens])
         with self.passes[1](self.uids):
@@ -130,34 +129,34 @@ class GearedPrompts(PromptProcessingBatch):
 
 
 class StagedGenerator(BatchGenerator):
-    """mlx-lm's BatchGenerator with stages of ours.
+    """mlx-lm's BatchGenerator with replaced stages.
 
     Raises:
-        GearbxError: versions of mlx-lm that are not tested.
+        GearbxError: untested versions of mlx-lm.
     """
 
-    _old_wired_limit: Any = None  # mlx-lm looks at it at the end, and it may never come to be set
+    _old_wired_limit: Any = None  # mlx-lm reads it at the end, but may never have set it
 
     def __init__(self, model: nn.Module, **settings: Any):
         if not is_tested():
-            raise GearbxError(f"a batch of texts needs tested versions: {untested()}")
+            raise GearbxError(f"batched generation needs tested versions: {untested()}")
         super().__init__(model, **settings)
 
     def use(self, tokens: GearedTokens, prompts: GearedPrompts) -> None:
-        """Have these stages, both without sequences, in the place of those before."""
+        """Replace the stages by these, both without sequences."""
         self._generation_batch, self._prompt_batch = tokens, prompts
 
     def readable(self, waiting: Sequence[int], reading: Sequence[int], most: int) -> int:
-        """Return how many prompts are read next.
+        """Return the number of prompts for the next prefill.
 
         Args:
-            waiting: ids of the sequences that come next. reading: of those whose prompts are being read.
-            most: prompts at once.
+            waiting: ids of the next sequences. reading: of those in prefill.
+            most: maximum number of prompts.
         """
         return most
 
     def seen(self, step: Callable[[], tuple[list[Any], list[Any]]]) -> tuple[list[Any], list[Any]]:
-        """Return what a step gives out: of prompts and of texts. step: mlx-lm's own."""
+        """Return the results of a step: of prompts and of outputs. step: mlx-lm's."""
         return step()
 
     def _make_batch(self, n: int) -> PromptProcessingBatch:
@@ -169,26 +168,26 @@ class StagedGenerator(BatchGenerator):
 
 
 def positions_in(cache: Any) -> int:
-    """Return how many tokens have been through a cache, padding included."""
+    """Return how many tokens have passed through a cache, including padding."""
     count: int = 0 if cache is None else cache._idx if type(cache) is BatchKVCache else cache.offset
     return count
 
 
 def set_entries(cache: Any, count: int) -> None:
-    """Say that a cache has so many entries."""
-    if type(cache) is BatchKVCache:  # its offsets are always these; a sum for each token would wait for its sum before
+    """Set the number of a cache's entries."""
+    if type(cache) is BatchKVCache:  # always equal to these offsets; a sum per token would wait for the previous one
         cache._idx, cache.offset = count, count - cache.left_padding
     else:
         cache.offset = count
 
 
 def counted(part: Any) -> int:
-    """Return how many entries of its arrays a cache that keeps keys and values uses."""
+    """Return how many entries of its arrays a cache of keys and values uses."""
     return getattr(part, "_idx", part.offset - getattr(part, "start_position", 0))
 
 
 def offset_of(part: Any) -> int:
-    """Return tokens that a cache has been given; of a batch `offset` is an array, and the number has another name."""
+    """Return the number of tokens given to a cache; in a batch `offset` is an array, so the number is separate."""
     return int(getattr(part, "_offset", getattr(part, "offset", 0)))
 
 
@@ -197,4 +196,4 @@ def cut_window(part: RotatingKVCache, entries: int) -> None:
     part.keys, part.values = part.keys[..., :-entries, :], part.values[..., :-entries, :]
     part.offset -= entries
     part._idx = part.keys.shape[2]
-    mx.async_eval(part.keys, part.values)  # another thread could not: what is still to be computed belongs to this one
+    mx.async_eval(part.keys, part.values)  # other threads cannot evaluate operations of this one

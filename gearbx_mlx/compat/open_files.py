@@ -1,6 +1,6 @@
-"""mlx_lm.utils sets the limits of open files to 2,048 and 4,096 when it is imported, and fails below a hard limit."""
+"""Workaround for the import of mlx_lm.utils: it sets limits of open files, and fails below a hard limit of 4,096."""
 
-SOFT, HARD = 2048, 4096  # mlx-lm's
+SOFT, HARD = 2048, 4096  # limits that mlx-lm sets
 
 try:
     import resource
@@ -9,7 +9,7 @@ except ImportError:  # Windows
 
 
 def import_within_limit() -> None:
-    """Import mlx_lm.utils where the hard limit is below mlx-lm's; that limit stays, and the soft one goes up to it."""
+    """Import mlx_lm.utils with a hard limit below mlx-lm's; that limit stays, and the soft one is raised to it."""
     if resource is None:
         return
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

@@ -1,4 +1,4 @@
-"""The thread of computation of mlx-lm's server, whose hooks begin with an underscore."""
+"""The compute thread of mlx-lm's server, whose hooks have private names."""
 
 from threading import Thread
 from typing import Any
@@ -7,7 +7,7 @@ from mlx_lm.server import CompletionRequest, ResponseGenerator
 
 
 class Computing(ResponseGenerator):
-    """mlx-lm's thread, which computes what a subclass says, and makes tokens of prompts by mlx-lm's templates."""
+    """mlx-lm's compute thread, with work defined by a subclass and tokenization by mlx-lm's templates."""
 
     def compute(self) -> None:
         """Do the work of the thread, until `stopping`."""
@@ -31,11 +31,11 @@ class Computing(ResponseGenerator):
         """Return tokens of a request's prompt.
 
         Returns:
-            the tokens, the prompt's parts and their kinds, the state that the answer begins in, and images.
+            The tokens, the prompt's parts and their kinds, the initial state of the answer, and images.
         """
         return self._tokenize(tokenizer, request, arguments)
 
     def text_machine(self, tokenizer: Any) -> Any:
-        """Return what tells thoughts and calls of tools from the text of an answer."""
+        """Return the state machine that separates reasoning and tool calls from the text of an answer."""
         _, machine = self._make_state_machine(self.model_provider.model_key, tokenizer, [])
         return machine

@@ -1,8 +1,8 @@
-"""The process of one chat template: it renders what `templates.py` asks for, within limits of time and memory.
+"""The process of one chat template: it renders requests of `templates.py`, within limits of time and memory.
 
-Its argument is the module search path. It reads lines of JSON from its standard input: values for the template, which
-stands with the first of them. Each gets a line: the `text`, or the kind and the words of an `error`. Python cannot end
-what C code does, such as a huge power, so the system does: it ends the whole process.
+Its argument is the module search path. It reads lines of JSON from its standard input: values for the template; the
+first line also has the template. Each gets a line: the `text`, or the kind and the words of an `error`. Python cannot
+interrupt C code, such as a huge power, so the system ends the whole process.
 """
 
 import contextlib
@@ -13,16 +13,16 @@ import signal
 import sys
 import types
 
-SECONDS = 1.5  # of the processor, for one text
-MAX_MEMORY = 2**30  # bytes, the interpreter's own among them
-LONGEST_LINE = 2**26  # characters of a text
+SECONDS = 1.5  # CPU time per rendered text
+MAX_MEMORY = 2**30  # bytes, including the interpreter's own
+MAX_TEXT = 2**26  # characters of a rendered text
 PACKAGES = {"transformers": "", "transformers.utils": "/utils"}
 
 
 def load_compiler():
     """Return transformers' function that compiles chat templates.
 
-    The packages around its module are not run, which would take a second.
+    The packages around its module are not run, to save a second.
     """
     with contextlib.suppress(Exception):
         found = importlib.util.find_spec("transformers")
@@ -42,12 +42,12 @@ def load_compiler():
 
 
 def render(compiler, template: str, values: dict) -> dict[str, str]:
-    """Return the text that a template makes of values, or its error."""
-    signal.setitimer(signal.ITIMER_PROF, SECONDS)  # whose signal ends the process
+    """Render a template with values, and return its text or its error."""
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)  # its signal ends the process
     try:
         text = compiler(template).render(**values)
-        if len(text) > LONGEST_LINE:
-            raise ValueError(f"it makes {len(text)} characters, and {LONGEST_LINE} are read")
+        if len(text) > MAX_TEXT:
+            raise ValueError(f"it makes {len(text)} characters, more than {MAX_TEXT}")
         return {"text": text}
     except MemoryError:
         return {"error": "MemoryError", "words": f"it takes more than {MAX_MEMORY >> 30} GB"}
@@ -59,7 +59,7 @@ def render(compiler, template: str, values: dict) -> dict[str, str]:
 
 def main() -> None:
     sys.path[:] = json.loads(sys.argv[1])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the asking process ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends this one
     compiler = load_compiler()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(ValueError, OSError):  # a system without this limit, or with a lower one

@@ -1,7 +1,7 @@
-"""Chat templates, which come with a model and are programs, in processes of their own.
+"""Chat templates (programs that come with a model) in separate processes.
 
-transformers compiles a template with `_compile_jinja_template` and calls `render` of what it returns. `confine` puts a
-`ConfinedTemplate` in the place of that. So whatever renders a chat, mlx-lm's server included, does it within the limits
+transformers compiles a template with `_compile_jinja_template` and calls `render` of the result. `confine` replaces
+that with a `ConfinedTemplate`. So everything that renders a chat, including mlx-lm's server, stays within the limits
 of `template_process.py`.
 """
 
@@ -32,13 +32,13 @@ ENDINGS: dict[int, str] = {
 
 
 class TemplateError(GearbxError):
-    """Says what a chat template refuses, or that it takes too much."""
+    """An error of a chat template, or of its limits."""
 
 
 class Renderer:
     """A process that renders one template.
 
-    It imports while this one goes on; nobody needs to wait for it until the first text.
+    It imports in the background; only the first text waits for it.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Renderer:
         weakref.finalize(self, ended, self.process)
 
     def ask(self, asked: dict[str, Any]) -> dict[str, str]:
-        """Return the answer to a request. Raises TemplateError where the process ends instead."""
+        """Return the answer to a request. Raises TemplateError if the process ends instead."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
@@ -77,7 +77,7 @@ def ended(process: subprocess.Popen[str]) -> None:
 
 
 class ConfinedTemplate:
-    """A chat template, with the `render` of jinja's. environment: of jinja, in which transformers parses templates."""
+    """A chat template, with the `render` of jinja's. environment: of jinja, for parsing templates."""
 
     environment: Any = None
 
@@ -87,10 +87,10 @@ class ConfinedTemplate:
         self.renderer: Renderer | None = None
 
     def render(self, **values: Any) -> str:
-        """Return the text. Raises TemplateError for what the template refuses, and for one that takes too much."""
+        """Return the text. Raises TemplateError for errors of the template, and exceeded limits."""
         with self.lock:
             asked: dict[str, Any] = {"values": values}
-            renderer, self.renderer = self.renderer, None  # an error, such as Ctrl-C's, leaves no half answer behind
+            renderer, self.renderer = self.renderer, None  # after an error (Ctrl-C), no half answer remains
             if renderer is None:
                 renderer, asked["template"] = take_spare(), self.template
             answer = renderer.ask(asked)
@@ -104,16 +104,16 @@ _spare: list[Renderer] = []
 
 
 def take_spare() -> Renderer:
-    """Return a process that has no template yet. Raises TemplateError where the system starts none."""
+    """Return a process without a template. Raises TemplateError if the system cannot start one."""
     try:
         return _spare.pop() if _spare else Renderer()
     except OSError as error:
-        raise TemplateError(f"its own process cannot be started: {error.strerror}") from error
+        raise TemplateError(f"its process cannot be started: {error.strerror}") from error
 
 
 def prepare() -> None:
-    """Begin a process for the first template. It imports while the model is loaded."""
-    with contextlib.suppress(OSError):  # of which the first text tells
+    """Start a process for the first template. It imports while the model is loaded."""
+    with contextlib.suppress(OSError):  # the first text reports it
         if not _spare:
             _spare.append(Renderer())
 
@@ -123,12 +123,12 @@ confined = functools.lru_cache(4)(ConfinedTemplate)  # processes
 
 @functools.cache
 def confine() -> None:
-    """From now on render chat templates in processes of their own. Warns where that cannot be done."""
+    """Render chat templates in separate processes from now on. Warns if that is impossible."""
     from transformers.utils import chat_template_utils
 
     compiler = getattr(chat_template_utils, COMPILER, None)
     if compiler is None:
-        why = f"transformers {metadata.version('transformers')} compiles them in another way; install {TESTED}"
+        why = f"transformers {metadata.version('transformers')} compiles them differently; use {TESTED}"
         warnings.warn(f"chat templates run without limits of time and memory: {why}", GearbxWarning, stacklevel=2)
         return
     ConfinedTemplate.environment = compiler("").environment

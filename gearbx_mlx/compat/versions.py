@@ -1,4 +1,4 @@
-"""Versions of MLX and mlx-lm with which the assumptions of this folder are tested."""
+"""Versions of MLX and mlx-lm with which the assumptions of this package are tested."""
 
 import functools
 import warnings
@@ -9,17 +9,17 @@ from ..errors import GearbxWarning
 TESTED_VERSIONS = {"mlx": "0.32", "mlx-lm": "0.32"}
 OFF = "blocks as one operation, some fused operations and latent attention over several tokens"
 
-_said: set[str] = set()
+_warned: set[str] = set()
 
 
 @functools.cache
 def installed_version() -> dict[str, str]:
-    """Return the versions that are in use, by the names of TESTED."""
+    """Return the installed versions, by the names of TESTED."""
     return {name: metadata.version(name) for name in TESTED_VERSIONS}
 
 
 def untested() -> str:
-    """Return the first version in use that is not tested, in words, with the remedy; "" where all of them are."""
+    """Return a message about the first untested version, with the remedy; "" if all versions are tested."""
     for name, version in installed_version().items():
         tested = TESTED_VERSIONS[name]
         if version.split(".")[:2] != tested.split("."):
@@ -28,18 +28,18 @@ def untested() -> str:
 
 
 def is_tested() -> bool:
-    """Return whether what rests on these versions may be used."""
+    """Return True if code that relies on tested versions may be used."""
     return not untested()
 
 
 def program_versions() -> dict[str, str]:
-    """Return the versions of the programs that compute."""
+    """Return the versions of the packages that compute."""
     return {name: metadata.version(name.replace("_", "-")) for name in ("gearbx_mlx", "mlx", "mlx_lm")}
 
 
 def warn_if_untested() -> None:
-    """Say once what is off with the versions in use, if something is."""
+    """Warn once of parts that are off with the installed versions."""
     found = untested()
-    if found and found not in _said:
-        _said.add(found)
+    if found and found not in _warned:
+        _warned.add(found)
         warnings.warn(f"{OFF} are off: {found}", GearbxWarning, stacklevel=2)

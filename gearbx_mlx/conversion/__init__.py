@@ -1,1 +1,1 @@
-"""From a model to a checkpoint on disk."""
+"""Conversion of a model to a checkpoint on disk."""

@@ -1,11 +1,11 @@
-"""A calibrated base: the lowest gear in codes that are chosen for the inputs that its layers see in a text (`gptq`).
+"""Calibrated base: the lowest gear with codes that GPTQ (`gptq`) chooses for the layers' inputs in a calibration text.
 
-The model reads the text block by block, once as it is and once as the draft will, with the codes of the layers before:
-a layer's codes are chosen for what it will see. What each block made of the text is kept, so one block's inputs and
-Hessians are in memory at a time. A layer is rounded to the nearest codes where its format leaves no choice, or where
+The model reads the text block by block, once with original weights and once as the draft, with the codes of previous
+layers. So a layer's codes are chosen for its inputs in the draft. Each block's outputs are kept, so only one block's
+inputs and Hessians are in memory at a time. A layer is rounded to nearest if its format has no free codes, or if
 its inputs are not finite.
 
-Each expert of a mixture has codes for the tokens that the draft sends to it; one that got few of them is rounded.
+Each expert of a mixture has codes for the tokens that the draft routes to it; an expert with few of them is rounded.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,17 +31,17 @@ from ..kernels.bit_planes import Planes
 from ..kernels.dispatch import FUSED_ATTENTION
 from .gptq import Factored, factored, with_codes
 
-LONGEST_TEXT = 512  # tokens of a text that are read
-TOKENS_AT_ONCE = 2048  # tokens that are read at a time, in texts of similar lengths
-FEWEST_INPUTS = 32  # inputs of an expert that say which codes it needs
+MAX_LENGTH = 512  # tokens that are read of a sequence
+MAX_BATCH_TOKENS = 2048  # tokens of a batch, in sequences of similar lengths
+MIN_EXPERT_INPUTS = 32  # inputs that an expert needs for its codes
 
 
 @dataclass
 class CalibratedBase:
-    """What a calibration found.
+    """The result of a calibration.
 
-    layers: path to the plane of the lowest gear. rounded: path to reason of layers that have the nearest codes, all or
-    some of their experts.
+    layers: path to the plane of the lowest gear. rounded: path to reason of layers that are rounded to nearest, all
+    or in some of their experts.
     """
 
     layers: dict[str, Planes] = field(default_factory=dict)
@@ -54,34 +54,34 @@ def calibrate_base(
     format: Format,
     ladder: Sequence[int],
     group_size: int,
-    texts: Sequence[Sequence[int]],
+    sequences: Sequence[Sequence[int]],
     advance: Callable[[], object] = lambda: None,
 ) -> CalibratedBase:
-    """Return the lowest gear, calibrated, of a model that is not quantized and has no gears; it stays as it is.
+    """Return the calibrated lowest gear of a model that is not quantized and has no gears; the model does not change.
 
     Args:
         layers: those that change gear (`discover`).
         ladder: bits of all gears, ascending.
-        texts: tokens; at most 512 of each are read.
+        sequences: tokens; at most 512 of each are read.
         advance: called after every block, and after the head: `steps` times.
 
     Raises:
-        GearbxError: a format or a ladder whose lowest codes are not free, no text of two tokens, or a model whose
-            blocks cannot be read one by one.
+        GearbxError: a format or a ladder without free lowest codes, no sequence of two tokens, or a model whose blocks
+            cannot be run one by one.
     """
-    read = [list(text[:LONGEST_TEXT]) for text in texts if len(text) > 1]
+    read = [list(tokens[:MAX_LENGTH]) for tokens in sequences if len(tokens) > 1]
     if not read:
-        raise GearbxError("no text of two tokens or more to calibrate with; give one")
+        raise GearbxError("no text of two tokens or more to calibrate with; use a longer text")
     fit, rounded = free_layers(layers, format, ladder, group_size)
     found = CalibratedBase(rounded=rounded)
-    # The places of filled-up tokens are lost where a mixture sorts tokens by their experts.
-    walk = Walk(model, batches(read, 0 if any(has_experts(layer) for layer in fit) else TOKENS_AT_ONCE))
-    for number in range(len(walk.blocks) + 1):
-        block = number if number < len(walk.blocks) else None
+    # Mixtures that sort tokens by expert mix up the positions of padding, so their sequences are not padded.
+    run = CalibrationRun(model, batches(read, 0 if any(has_experts(layer) for layer in fit) else MAX_BATCH_TOKENS))
+    for number in range(len(run.blocks) + 1):
+        block = number if number < len(run.blocks) else None
         of_block = [layer for layer in fit if block_number(layer.path) == block]
         if of_block or block is not None:
-            walk.read(number, BlockCodes(of_block, format, ladder, group_size, found, block is None))
-            mx.clear_cache()  # or MLX would keep arrays of every size that a batch has
+            run.read(number, BlockCodes(of_block, format, ladder, group_size, found, block is None))
+            mx.clear_cache()  # otherwise MLX keeps arrays of every batch size
         advance()
     return found
 
@@ -89,9 +89,9 @@ def calibrate_base(
 def free_layers(
     layers: Sequence[Layer], format: Format, ladder: Sequence[int], group_size: int
 ) -> tuple[list[Layer], dict[str, str]]:
-    """Return layers whose lowest codes may be others, and path to reason of the rest. Raises GearbxError for none."""
+    """Return layers with free lowest codes, and path to reason of the others. Raises GearbxError if there are none."""
     if not format.takes_base:
-        raise GearbxError(f"format {format.name} has no codes to calibrate; give --format planes, affine or exact")
+        raise GearbxError(f"format {format.name} has no codes to calibrate; use --format planes, affine or exact")
     free, rounded = list[Layer](), dict[str, str]()
     for layer in layers:
         reason = unfit(layer, format, ladder_of(layer, format, ladder), group_size)
@@ -101,15 +101,15 @@ def free_layers(
             free.append(layer)
     if not free:
         reasons = "; ".join(sorted({*rounded.values()}))
-        raise GearbxError(f"no layer has codes to calibrate: {reasons}; give --gears 4,16")
+        raise GearbxError(f"no layer has codes to calibrate: {reasons}; use --gears 4,16")
     return free, rounded
 
 
 @dataclass(frozen=True)
-class TextBatch:
-    """Texts that are read at once, filled up on the right, where nothing before looks.
+class SequenceBatch:
+    """A batch of sequences, padded on the right, which causal attention ignores.
 
-    tokens: (texts, longest). lengths: of the texts.
+    tokens: (sequences, longest). lengths: of the sequences.
     """
 
     tokens: mx.array
@@ -117,23 +117,23 @@ class TextBatch:
 
     @property
     def rows(self) -> np.ndarray:
-        """Which of the tokens, one text after the other, belong to a text."""
+        """Mask of the tokens, flattened, that are not padding."""
         return (np.arange(self.tokens.shape[1]) < np.array(self.lengths)[:, None]).flatten()
 
 
-def batches(texts: Sequence[Sequence[int]], together: int = TOKENS_AT_ONCE) -> list[TextBatch]:
-    """Texts, the longest first, in batches of at most so many tokens, or of one text."""
+def batches(sequences: Sequence[Sequence[int]], together: int = MAX_BATCH_TOKENS) -> list[SequenceBatch]:
+    """Return batches of at most `together` tokens, or of one sequence, from the longest sequence to the shortest."""
     made: list[list[Sequence[int]]] = []
-    for text in sorted(texts, key=len, reverse=True):
+    for tokens in sorted(sequences, key=len, reverse=True):
         if not made or len(made[-1][0]) * (len(made[-1]) + 1) > together:
             made.append([])
-        made[-1].append(text)
-    filled = [[[*text, *[0] * (len(texts[0]) - len(text))] for text in texts] for texts in made]
-    return [TextBatch(mx.array(rows), [*map(len, texts)]) for rows, texts in zip(filled, made)]
+        made[-1].append(tokens)
+    padded = [[[*row, *[0] * (len(rows[0]) - len(row))] for row in rows] for rows in made]
+    return [SequenceBatch(mx.array(array), [*map(len, rows)]) for array, rows in zip(padded, made)]
 
 
 def steps(model: nn.Module) -> int:
-    """Return how often `calibrate_base` advances."""
+    """Return how often `calibrate_base` calls `advance`."""
     return len(blocks_of(model)) + 1
 
 
@@ -149,8 +149,8 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return [modules[".".join(found[number])] for number in sorted(found)]
 
 
-class WasRead(Exception):
-    """As much has been read as was wanted: what comes after it is not computed."""
+class PassEnd(Exception):
+    """An exception that ends a forward pass once the wanted part is computed."""
 
 
 def floats(array: mx.array) -> np.ndarray:
@@ -158,12 +158,12 @@ def floats(array: mx.array) -> np.ndarray:
 
 
 def multiplied_by(weight: mx.array) -> np.ndarray | mx.array:
-    """Return a weight as `Watched` has it: experts become float32 one by one, when they are used."""
+    """Return a weight for `LayerState`: experts become float32 one by one, on use."""
     return floats(weight) if weight.ndim == 2 else weight
 
 
 class Inputs(NamedTuple):
-    """What a layer multiplies in a batch. rows: (n, I) float32. experts: (n,), which of a mixture multiplies each."""
+    """A layer's inputs in a batch. rows: (n, I) float32. experts: (n,), index of each row's expert in a mixture."""
 
     rows: np.ndarray
     experts: np.ndarray | None = None
@@ -178,7 +178,7 @@ class Inputs(NamedTuple):
         return cls(rows.reshape(-1, width), np.array(indices).flatten())
 
     def times(self, weight: np.ndarray | mx.array) -> np.ndarray:
-        """Return the products (n, O), float32. weight: as of `Watched`."""
+        """Return the products (n, O), float32. weight: as of `LayerState`."""
         if self.experts is None:
             return self.rows @ np.asarray(weight).T
         products = np.empty((len(self.rows), weight.shape[-2]), np.float32)
@@ -189,11 +189,11 @@ class Inputs(NamedTuple):
 
 
 @dataclass(eq=False)
-class Watched:
-    """A layer while texts are read.
+class LayerState:
+    """A layer during calibration.
 
-    weight: (O, I) float32; of experts (E, O, I) as it is. outputs: in the draft, of each batch, (n, O) float32; none
-    before its codes are chosen.
+    weight: (O, I) float32; for experts (E, O, I) in their own type. outputs: in the draft, per batch, (n, O) float32;
+    empty before its codes are chosen.
     """
 
     layer: Layer
@@ -202,7 +202,7 @@ class Watched:
 
     @property
     def matrices(self) -> Sequence[int | None]:
-        """The experts by number; of a linear layer the only matrix, without one."""
+        """Indices of the experts; [None] for the only matrix of a linear layer."""
         return range(len(self.weight)) if self.weight.ndim > 2 else [None]
 
 
@@ -210,34 +210,34 @@ class Watched:
 class SharedInputs:
     """Layers that multiply the same inputs, such as a block's queries, keys and values.
 
-    original, draft: what they see there of each batch.
+    original, draft: their inputs per batch.
     """
 
-    layers: list[Watched]
+    layers: list[LayerState]
     original: list[Inputs] = field(default_factory=list)
     draft: list[Inputs] = field(default_factory=list)
 
     def factored(self, expert: int | None, counts: Sequence[np.ndarray]) -> Factored | None:
-        """Return the Hessian of what a layer, or one of its experts, sees in the draft; None where that says nothing.
+        """Return the Hessian of a layer's or an expert's inputs in the draft; None if there are too few, or not finite.
 
-        The draft may send a token to other experts than the original does: what an expert sees has no counterpart.
-        counts: of each batch, which of its tokens count; all of them for experts.
+        The draft may route a token to other experts than the original does, so an expert has no drift.
+        counts: masks of the tokens that count, per batch; for experts, all tokens count.
         """
         if expert is not None:
             reached = np.concatenate([draft.rows[draft.experts == expert] for draft in self.draft])
-            return factored(reached) if len(reached) >= FEWEST_INPUTS else None
-        seen = [draft.rows[tokens] for draft, tokens in zip(self.draft, counts)]
+            return factored(reached) if len(reached) >= MIN_EXPERT_INPUTS else None
+        in_draft = [draft.rows[tokens] for draft, tokens in zip(self.draft, counts)]
         own = [original.rows[tokens] for original, tokens in zip(self.original, counts)]
         with np.errstate(invalid="ignore"):  # infinities are found in the Hessian
-            drift = np.concatenate([*map(np.subtract, own, seen)])
-        return factored(np.concatenate(seen), drift)
+            drift = np.concatenate([*map(np.subtract, own, in_draft)])
+        return factored(np.concatenate(in_draft), drift)
 
 
 class BlockCodes:
-    """The layers of a block while texts are read, and their codes. Their products are numpy's.
+    """The layers of a block during calibration, and their codes. numpy computes their matmuls.
 
-    found: gets the codes. is_head: no block follows, and no product is wanted. inputs: of the layers, in the order in
-    which the block multiplies them.
+    found: result to extend. is_head: True if no block follows, so that no matmul is needed. inputs: of the layers, in
+    the order in which the block multiplies them.
     """
 
     def __init__(
@@ -251,42 +251,42 @@ class BlockCodes:
     ):
         self.format, self.ladder, self.group_size = format, ladder, group_size
         self.found, self.is_head = found, is_head
-        self.watched = [Watched(layer, multiplied_by(linear_of(layer.module).weight)) for layer in layers]
+        self.watched = [LayerState(layer, multiplied_by(linear_of(layer.module).weight)) for layer in layers]
         self.inputs: list[SharedInputs] = []
         self._last: tuple[Any, Any] = (None, None)
 
-    def original(self, watched: Watched, x: mx.array, indices: mx.array | None = None, *, batch: int) -> mx.array:
-        """Return the original's product with a batch. Inputs are kept, and layers that share theirs are found."""
+    def original(self, watched: LayerState, x: mx.array, indices: mx.array | None = None, *, batch: int) -> mx.array:
+        """Return the original's matmul with a batch. Inputs are kept, and layers with shared inputs are grouped."""
         shared = x is self._last[0]
-        seen = self._inputs(x, indices)
+        inputs = self._inputs(x, indices)
         place = next((inputs for inputs in self.inputs if watched in inputs.layers), None)
         if place is None and shared:
             self.inputs[-1].layers.append(watched)
         elif place is None:
             self.inputs.append(place := SharedInputs([watched]))
         if place is not None and watched is place.layers[0] and len(place.original) == batch:
-            place.original.append(seen)
+            place.original.append(inputs)
         if self.is_head:
-            raise WasRead
-        return shaped(seen.times(watched.weight), watched, x, indices)
+            raise PassEnd
+        return shaped(inputs.times(watched.weight), watched, x, indices)
 
     def draft(
         self,
-        watched: Watched,
+        watched: LayerState,
         x: mx.array,
         indices: mx.array | None = None,
         *,
         batch: int,
         wanted: SharedInputs | None = None,
     ) -> mx.array:
-        """Return the draft's product. The pass ends at layers whose inputs are `wanted`: they are kept."""
+        """Return the draft's matmul. Layers whose inputs are `wanted` keep them and end the pass."""
         if wanted is not None and watched in wanted.layers:
             wanted.draft.append(self._inputs(x, indices))
-            raise WasRead
+            raise PassEnd
         return shaped(watched.outputs[batch], watched, x, indices)
 
     def choose(self, inputs: SharedInputs, counts: Sequence[np.ndarray]) -> None:
-        """Choose the codes of the layers with these inputs. counts: of each batch, which of its tokens count."""
+        """Choose the codes of the layers with these inputs. counts: masks of the tokens that count, per batch."""
         known = self.found.layers
         layers = {each.layer.path: each for each in inputs.layers}
         made: dict[str, list[tuple[Planes, bool]]] = {path: [] for path in layers}
@@ -298,7 +298,7 @@ class BlockCodes:
             planes, chosen = zip(*codes)
             of_experts = layers[path].weight.ndim > 2
             if not all(chosen):
-                some = f"; or fewer than {FEWEST_INPUTS} reach some of its experts" if of_experts else ""
+                some = f"; or fewer than {MIN_EXPERT_INPUTS} reach some of its experts" if of_experts else ""
                 self.found.rounded[path] = f"its inputs, or its weights, are not finite, or all 0{some}"
             if any(chosen):
                 known[path] = stacked(planes) if of_experts else planes[0]
@@ -309,19 +309,19 @@ class BlockCodes:
                 watched.outputs = [draft.times(weight) for draft in inputs.draft]
         inputs.original, inputs.draft = [], []
 
-    def _codes(self, watched: Watched, expert: int | None, hessian: Factored | None) -> tuple[Planes, bool]:
-        """Codes of a layer, or of one of its experts, and whether they are chosen for its inputs, or the nearest."""
+    def _codes(self, watched: LayerState, expert: int | None, hessian: Factored | None) -> tuple[Planes, bool]:
+        """Return codes of a layer or an expert, and True if they are chosen for its inputs, False for RTN codes."""
         dense = linear_of(watched.layer.module).weight
         dense = dense if expert is None else dense[expert]
         nearest = self.format.nearest(dense, ladder_of(watched.layer, self.format, self.ladder), self.group_size)
-        assert nearest is not None  # or it is `unfit`
+        assert nearest is not None  # other layers are `unfit`
         weight = np.asarray(watched.weight) if expert is None else floats(dense)
         if hessian is None or not np.isfinite(weight).all():
             return nearest, False
         return with_codes(weight, nearest, hessian, self.format.window), True
 
     def _inputs(self, x: mx.array, indices: mx.array | None) -> Inputs:
-        """Layers that share their inputs have them once."""
+        """Return the inputs x as rows; layers that share x share the result."""
         if x is not self._last[0]:
             self._last = x, Inputs.of(x, indices)
         return self._last[1]
@@ -333,8 +333,8 @@ def stacked(planes: Sequence[Planes]) -> Planes:
     return planes[0]._replace(weights=[words], scales=scales, biases=[biases])
 
 
-def shaped(y: np.ndarray, watched: Watched, x: mx.array, indices: mx.array | None) -> mx.array:
-    """Return a layer's product with x from its numbers (n, O), with its bias."""
+def shaped(y: np.ndarray, watched: LayerState, x: mx.array, indices: mx.array | None) -> mx.array:
+    """Return a layer's output, with its bias, from its matmul (n, O) with x."""
     module = watched.layer.module
     if indices is not None:
         return with_expert_bias(module, mx.array(y).reshape(*indices.shape, 1, -1), indices)
@@ -348,16 +348,16 @@ def ladder_of(layer: Layer, format: Format, ladder: Sequence[int]) -> tuple[int,
 
 
 def unfit(layer: Layer, format: Format, stored: Sequence[int], group_size: int) -> str | None:
-    """Say why a layer, which is stored at these bits, cannot be calibrated."""
+    """Return why a layer, stored at these bits, cannot be calibrated; None if it can."""
     module = layer.module
     known = type(module) in (nn.Linear, NativeDense) or isinstance(module, nn.Embedding) or has_experts(layer)
     if layer.is_table or not known:
         return "heads and tables are rounded"
     if not stored or (format.ladders and tuple(stored) not in format.ladders):
-        return "has no gear of few bits"
+        return "has no low gear"
     weight = linear_of(module).weight
     if format.nearest(weight.reshape(-1, weight.shape[-1])[:1], stored, group_size) is None:
-        return f"the gears {','.join(map(str, stored))} begin with the same codes"
+        return f"the gears {','.join(map(str, stored))} share their first codes"
     return None
 
 
@@ -365,20 +365,20 @@ def has_experts(layer: Layer) -> bool:
     return type(layer.module) in (SwitchLinear, NativeSwitchLinear)
 
 
-class Walk:
-    """Reads texts block by block, in the original and in its draft: with the codes of the blocks before.
+class CalibrationRun:
+    """A calibration run, block by block, of the original and of its draft with the codes of previous blocks.
 
-    The model's own code calls its blocks. Those before the current one hand out what they made before, and the current
-    one ends the pass. original, draft: what the last block made of each batch.
+    The model's own code calls its blocks. Earlier blocks return stored outputs, and the current block ends the pass.
+    original, draft: outputs of the last block, per batch.
     """
 
-    def __init__(self, model: nn.Module, batches: Sequence[TextBatch]):
+    def __init__(self, model: nn.Module, batches: Sequence[SequenceBatch]):
         self.model, self.batches, self.blocks = model, batches, blocks_of(model)
         self.original: list[Any] = []
         self.draft: list[Any] = []
 
     def read(self, number: int, codes: BlockCodes) -> None:
-        """Read a block, or the head after all of them, and let `codes` choose its codes."""
+        """Run a block, or the head after all of them, and let `codes` choose its codes."""
         original = self._pass(number, self.original, codes, codes.original)
         for inputs in codes.inputs:
             self._pass(number, self.draft, codes, partial(codes.draft, wanted=inputs))
@@ -389,16 +389,16 @@ class Walk:
     def _pass(
         self, number: int, states: Sequence[Any], codes: BlockCodes, product: Callable[..., mx.array]
     ) -> list[Any]:
-        """Read every batch up to block `number`, or until a product ends it, and return what that block makes of each.
+        """Run every batch up to block `number`, or until a matmul ends the pass, and return the block's outputs.
 
-        states: what the block before made of each batch. product: of a watched layer.
+        states: outputs of the previous block, per batch. product: computes the matmul of a watched layer.
         """
         made: list[Any] = []
         for index, batch in enumerate(self.batches):
             with self._changed(number, states[index : index + 1], codes, partial(product, batch=index), made):
                 try:
                     self.model(batch.tokens)
-                except WasRead:
+                except PassEnd:
                     continue
                 except Exception as error:
                     raise not_block_by_block(self.model, one_line(error)) from error
@@ -409,7 +409,7 @@ class Walk:
     def _changed(
         self, number: int, state: Sequence[Any], codes: BlockCodes, product: Callable[..., mx.array], made: list[Any]
     ) -> Iterator[None]:
-        """Watch the model while block `number` reads a batch: `made` gets its output."""
+        """Replace classes while block `number` runs a batch, and append its output to `made`."""
         changes: list[tuple[nn.Module, Any]] = []
 
         def past(block: nn.Module, h: Any, *others: Any, **named: Any) -> Any:
@@ -424,10 +424,10 @@ class Walk:
             out = kinds[number].__call__(block, h, *others, **named)
             mx.eval(out)
             made.append(out)
-            raise WasRead
+            raise PassEnd
 
         kinds = [type(block) for block in self.blocks]
-        if mx.default_device() == mx.cpu and number < len(self.blocks):  # whose own attention takes most of the time
+        if mx.default_device() == mx.cpu and number < len(self.blocks):  # MLX's attention takes most of the time there
             for module in self.blocks[number].modules():
                 stock: Any = type(module)
                 native = native_class(stock, (FUSED_ATTENTION,))
@@ -440,8 +440,8 @@ class Walk:
             yield
 
 
-def watching(watched: Watched, product: Callable[..., mx.array]) -> type[nn.Module]:
-    """Return a subclass of a linear layer that multiplies by `product`."""
+def watching(watched: LayerState, product: Callable[..., mx.array]) -> type[nn.Module]:
+    """Return a subclass of a linear layer that calls `product`."""
     kind: Any = type(watched.layer.module)
     name = "as_linear" if issubclass(kind, nn.Embedding) else "__call__"
 
@@ -452,4 +452,4 @@ def watching(watched: Watched, product: Callable[..., mx.array]) -> type[nn.Modu
 
 
 def not_block_by_block(model: nn.Module, why: str) -> GearbxError:
-    return GearbxError(f"{type(model).__name__}: its blocks cannot be read one by one ({why}), so it is not calibrated")
+    return GearbxError(f"{type(model).__name__}: cannot be calibrated, since its blocks do not run one by one ({why})")

@@ -1,9 +1,9 @@
-"""From a model to a geared checkpoint, one layer at a time.
+"""Conversion of a model to a geared checkpoint, one layer at a time.
 
-The arrays of a layer in all gears are divided between the base, which stock mlx-lm reads, and the file beside it.
+The arrays of a layer in all gears are divided between the base, which stock mlx-lm reads, and a second file.
 
-The bytes of an original tensor are among the parameters, where model classes stack, exchange and divide tensors. Views
-of them are arrays of numpy, of unsigned numbers as large as those that they stand for: bits, and no values.
+The bytes of original tensors are in the parameters, but model classes stack, transpose and divide tensors. Their views
+are numpy arrays of unsigned integers of the same size: bits without values.
 """
 
 import hashlib
@@ -46,7 +46,7 @@ from ..gears.tensor_files import (
 )
 from ..kernels.bit_planes import Planes
 
-COUNTS = (2, 3, 4, 8, 16, 32, 64, 128)  # of equal pieces that classes cut tensors into: gate and up, experts
+COUNTS = (2, 3, 4, 8, 16, 32, 64, 128)  # numbers of equal pieces into which classes cut tensors: gate and up, experts
 TENSOR_CUTS = [(axis, count, False) for axis in (-2, -1) for count in COUNTS] + [(axis, 2, True) for axis in (-2, -1)]
 
 
@@ -56,10 +56,10 @@ def hash_bits(array: np.ndarray) -> str:
 
 
 def views_of(name: str, array: np.ndarray, wanted: Container[str]) -> dict[str, View]:
-    """Hash to view of a parameter, for those views whose hash is wanted.
+    """Return hash to view of a parameter, for those views whose hash is wanted.
 
-    None is, where the parameter is a part of an original tensor, or another one: then all of its numbers, as they are
-    and transposed.
+    No hash is wanted if the parameter is a part of an original tensor, or is new. Then the views are the whole
+    parameter and its transpose.
     """
     whole, view = hash_bits(array), View(name)
     if whole in wanted or array.ndim < 2:
@@ -85,7 +85,7 @@ def matrices(array: np.ndarray) -> np.ndarray:
 
 
 def tensor_of(tensor: np.ndarray, hash: str, views: Mapping[str, View]) -> Tensor:
-    """Return an original tensor with this hash by its pieces; without pieces where `views` (by hash) do not have it."""
+    """Return an original tensor with this hash by its pieces; without pieces if `views` (by hash) do not have them."""
     if hash in views:
         return Tensor(hash, (views[hash],))
     for axis, count, interleaved in TENSOR_CUTS:
@@ -97,7 +97,7 @@ def tensor_of(tensor: np.ndarray, hash: str, views: Mapping[str, View]) -> Tenso
 
 
 def pieces_of(array: np.ndarray, axis: int, count: int, interleaved: bool) -> Iterator[np.ndarray]:
-    """Equal pieces of an array, side by side along an axis or taking turns there; none where they are not equal."""
+    """Yield equal pieces of an array, side by side along an axis or interleaved; none if it cannot be divided."""
     if array.ndim < -axis or array.shape[axis] % count or not array.size:
         return
     length = array.shape[axis] // count
@@ -106,18 +106,18 @@ def pieces_of(array: np.ndarray, axis: int, count: int, interleaved: bool) -> It
         yield array[..., chosen] if axis == -1 else array[..., chosen, :]
 
 
-def seen(array: np.ndarray, view: View) -> np.ndarray:
-    """Return what a view shows of a parameter. Raises GearbxError where the parameter has no such part."""
+def viewed(array: np.ndarray, view: View) -> np.ndarray:
+    """Return the part of a parameter that a view describes. Raises GearbxError if the parameter has no such part."""
     if view.matrix is None and not view.transposed:
         return array
     if array.ndim < 2 or (view.matrix is not None and view.matrix >= len(matrices(array))):
-        raise GearbxError(f"{view.parameter} of shape {list(array.shape)} has no part {view.matrix}; {RESTORE}")
+        raise GearbxError(f"{view.parameter}: has no part {view.matrix}, got shape {list(array.shape)}; {RESTORE}")
     part = array if view.matrix is None else matrices(array)[view.matrix]
     return part.swapaxes(-1, -2) if view.transposed else part
 
 
 def assembled(tensor: Tensor, parts: list[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-    """Return an original tensor from what its views show. Raises GearbxError for parts that are no equal pieces."""
+    """Return an original tensor, given its parts. Raises GearbxError for parts that are no equal pieces."""
     if len(parts) == 1:
         return np.ascontiguousarray(parts[0])
     if len(shape) < -tensor.axis or shape[tensor.axis] % len(parts) or len({part.dtype for part in parts}) > 1:
@@ -125,7 +125,7 @@ def assembled(tensor: Tensor, parts: list[np.ndarray], shape: tuple[int, ...]) -
     length = list(shape)
     length[tensor.axis] //= len(parts)
     if any(part.size != math.prod(length) for part in parts):
-        raise GearbxError(f"its pieces are not those of {list(shape)}; {RESTORE}")
+        raise GearbxError(f"its pieces do not fit {list(shape)}; {RESTORE}")
     shaped = [part.reshape(length) for part in parts]
     whole = np.stack(shaped, tensor.axis) if tensor.interleaved else np.concatenate(shaped, tensor.axis)
     return np.ascontiguousarray(whole)  # numpy keeps the order of transposed parts
@@ -138,9 +138,9 @@ Arrays = dict[str, mx.array]
 
 @dataclass(frozen=True)
 class Plan:
-    """Say what to make, as `Gearbox` takes it.
+    """The settings of a conversion, as in `Gearbox`.
 
-    bits: path to the fewest bits that a layer may have; None: each has those of the gear.
+    bits: path to the fewest bits of a layer; None: each layer has the gear's.
     """
 
     format: str
@@ -152,16 +152,16 @@ class Plan:
 
     @property
     def managed(self) -> str | Predicate:
-        """Return the argument `manage` of `Gearbox`."""
+        """The argument `manage` of `Gearbox`."""
         return self.manage if self.bits is None else with_bits(self.bits)
 
 
 @dataclass(frozen=True)
 class Packed:
-    """What the files get of one layer or embedding.
+    """The arrays of one layer or embedding in the files.
 
-    base, gears: arrays by name. names: as in `SavedLayer.gears`. stock_bits: those that the base has it at, where
-    mlx-lm runs it quantized. rows: as in `SavedLayer`. larger: why the layer stays dense, if it would become larger.
+    base, gears: arrays by name. names: as in `SavedLayer.gears`. stock_bits: quantized bits in the base; None if the
+    base has the dense layer. rows: as in `SavedLayer`. larger: the reason to keep the layer dense, if it would grow.
     """
 
     base: Arrays = field(default_factory=dict)
@@ -182,8 +182,8 @@ def pack_layer(
 ) -> Packed:
     """Return the arrays of a layer at all bits of a ladder. Raises GearbxError for weights that are not finite.
 
-    pack_rows: whether the lowest gear of a tied embedding looks up packed rows, as mlx-lm does. base: the plane of the
-    lowest gear, if it is calibrated.
+    pack_rows: True if input tokens read packed rows in the lowest gear of a tied embedding, as in mlx-lm. base: the
+    calibrated plane of the lowest gear, if any.
     """
     path, original, dense = layer.path, layer.module.weight, linear_of(layer.module)
     wanted = stored_widths(layer, format, widths)
@@ -204,13 +204,13 @@ def pack_layer(
         into[key] = original
         packed.names[DENSE] = {"weight": key}
     mx.eval(packed.base, packed.gears)
-    if not format.ladders:  # which keeps what a weight is, NaN too
+    if not format.ladders:  # such formats restore any weight, including NaN
         check_quantized(path, original, (*packed.base.values(), *packed.gears.values()))
     return packed
 
 
 def packed_gears(layer: Layer, made: Mapping[int, nn.Module], format: Format, group_size: int, stock: bool) -> Packed:
-    """Return the arrays of all gears that were made of a layer. stock: whether the base has the lowest one."""
+    """Return the arrays of all gears of a layer. stock: True if the base has the lowest one."""
     stored, shape, dtype = tuple(sorted(made)), layer.module.weight.shape, layer.module.weight.dtype
     packed = Packed(stock_bits=stored[0] if stock else None)
     for bits in stored:
@@ -226,9 +226,9 @@ def packed_gears(layer: Layer, made: Mapping[int, nn.Module], format: Format, gr
 
 
 def pack_codes(layer: Layer, quantized: nn.Module, widths: Sequence[int]) -> Packed:
-    """Return the arrays of a layer that is quantized already at all bits of a ladder, the highest of which it has.
+    """Return the arrays of a layer that is already quantized, at all bits of a ladder, whose highest are its own.
 
-    layer: the dense one that it stands for. Raises GearbxError for scales that are not finite.
+    layer: its dense form. Raises GearbxError for scales that are not finite.
     """
     format = SplitCodes()
     made = format.of_codes(linear_of(layer.module), affine_planes(quantized), widths)
@@ -240,7 +240,7 @@ def pack_codes(layer: Layer, quantized: nn.Module, widths: Sequence[int]) -> Pac
 
 
 def pack_table(table: Layer, widths: Iterable[int], format: Format, group_size: int) -> Packed:
-    """Return the arrays of an embedding that is not a layer: packed for the lowest gear, and its rows as they are."""
+    """Return the arrays of an embedding that is not a layer: packed for the lowest gear, and its original rows."""
     if format.ladders:
         return pack_layer(table, widths, format, group_size, True)
     bits = max(min(widths), table.lowest_bits)
@@ -250,7 +250,7 @@ def pack_table(table: Layer, widths: Iterable[int], format: Format, group_size: 
 
 
 def possible_names(layer: Layer, widths: Iterable[int], format: Format, group_size: int) -> list[str]:
-    """Return the names of all arrays that a layer or a table may get: no file has more, or longer ones."""
+    """Return upper bounds of the names of all arrays of a layer or a table, for the size of a header."""
     own = get_format("affine") if layer.is_table and not format.ladders else format
     stored = stored_bits(own, stored_widths(layer, own, widths))
     shape, dtype = layer.module.weight.shape, layer.module.weight.dtype
@@ -259,11 +259,11 @@ def possible_names(layer: Layer, widths: Iterable[int], format: Format, group_si
 
 
 @dataclass(frozen=True)
-class Written:
-    """Keep what is said later of a parameter that is done.
+class WrittenParameter:
+    """The record of a parameter that is written.
 
-    shape, sample: for the fingerprint. hashes: of its arrays, by name. packed: without the arrays. views: hash to what
-    it shows of the parameter, where the original is to come back.
+    shape, sample: for the fingerprint. hashes: of its arrays, by name. packed: without the arrays. views: hash to view,
+    if the original is to be restorable.
     """
 
     shape: tuple[int, ...]
@@ -278,18 +278,18 @@ GEARED_ROOM = 144  # bytes of a header for the entry of one array, without its n
 
 
 class Converter:
-    """Writes a geared checkpoint of a model into a directory of its own, which is empty.
+    """A conversion of a model to a geared checkpoint, in an empty directory.
 
-    model: not quantized, or with codes that have gears in place (gears/in_place.py). Weights that are not read yet are
-    read when they are needed; all are dropped once written. planes: path to the lowest gear's plane of a layer whose
-    codes are calibrated. wanted: hashes of tensors that are to be found among the parameters.
+    model: not quantized, or with codes that have gears in place (gears/in_place.py). Unread weights are
+    read when they are needed; all are dropped once written. planes: path to the calibrated plane of a layer's
+    lowest gear. wanted: hashes of tensors to find in the parameters.
 
     Raises GearbxError for a model that has no layer to manage, or bits that the format does not support.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, work: Path, planes: Mapping[str, Planes] | None = None):
         self.planes = planes or {}
-        self.done: dict[str, Written] = {}
+        self.done: dict[str, WrittenParameter] = {}
         self.wanted: set[str] = set()
         self.model, self.plan, self.work = model, plan, work
         self.ladder, self.format = Ladder(plan.gears), get_format(plan.format)
@@ -306,7 +306,7 @@ class Converter:
         parameters = tree_flatten(model.parameters())
         self.dtype = dtype_name(stored_dtype(model))
         self.size = sum(array.nbytes for _, array in parameters)
-        # Everything that changes with the gear, by the name of its weight; and what it was, dense.
+        # Everything that changes with the gear, by the name of its weight; and its original shape and type.
         self.changing = {f"{layer.path}.weight": layer for layer in (*self.layers, *self.tables)}
         dense = {name: layer.module.weight for name, layer in self.changing.items()}
         self.dense = {name: (weight.shape, dtype_name(weight.dtype)) for name, weight in dense.items()}
@@ -317,7 +317,7 @@ class Converter:
         self.files = {"base": TensorFile(work / BASE_FILE, room), "gears": TensorFile(work / GEARS_FILE, room)}
 
     def __iter__(self) -> Iterator[int]:
-        """Convert. Yields the bytes of each parameter that is done."""
+        """Convert. Yields the bytes of each finished parameter."""
         now = dict(tree_flatten(self.model.parameters()))
         for name, layer in self.changing.items():
             weight = now.pop(name)
@@ -344,7 +344,7 @@ class Converter:
         layers = [layer for layer in self.layers if layer.path not in larger]
         if not layers:
             every = "; ".join(sorted(set(larger.values())))
-            raise GearbxError(f"no layer becomes smaller: each {every}; give --format planes or affine")
+            raise GearbxError(f"no layer becomes smaller: each {every}; use --format planes or affine")
         manifest = Manifest(
             format=self.plan.format,
             gears=self.plan.gears,
@@ -365,7 +365,7 @@ class Converter:
         return manifest
 
     def quantization(self) -> dict[str, Any] | None:
-        """Return what config.json says of the base's quantization, by layer; None if the base is dense."""
+        """Return the base's quantization for config.json, by layer; None if the base is dense."""
         known = {} if self.codes is None else stock_quantization(self.model)
         for name, layer in self.changing.items():
             found = self.done[name].packed.stock_bits
@@ -385,12 +385,12 @@ class Converter:
 
     @property
     def hashes(self) -> dict[str, str]:
-        """Name to hash of every array that is written."""
+        """Name to hash of every written array."""
         return {name: hash for each in self.done.values() for name, hash in each.hashes.items()}
 
     @property
     def views(self) -> dict[str, View]:
-        """Hash to what it shows of a parameter, of all parameters that are done."""
+        """Hash to view of all finished parameters."""
         return {hash: view for each in self.done.values() for hash, view in each.views.items()}
 
     def close(self) -> None:
@@ -399,11 +399,11 @@ class Converter:
 
     @property
     def packs_rows(self) -> bool:
-        """True if embeddings are quantized where mlx-lm would quantize them."""
+        """Flag for embeddings that are quantized as by mlx-lm."""
         return self.plan.embeddings == EMBEDDINGS[0]
 
     def _is_of_codes(self, name: str) -> bool:
-        """Return whether a parameter is the scales or the biases of codes that are split, which others replace."""
+        """Return True for scales or biases of split codes, which other arrays replace."""
         path, _, own = name.rpartition(".")
         return self.codes is not None and own in ("scales", "biases") and f"{path}.weight" in self.changing
 
@@ -417,7 +417,7 @@ class Converter:
 
     def _write(self, name: str, original: mx.array, packed: Packed) -> None:
         hashes = self.files["base"].append(packed.base.items()) | self.files["gears"].append(packed.gears.items())
-        self.done[name] = Written(
+        self.done[name] = WrittenParameter(
             shape=original.shape,
             sample=np.array(few_values(original)),
             hashes=hashes,

@@ -1,17 +1,17 @@
-"""A matrix in codes that are chosen for its inputs: GPTQ (arXiv 2210.17323), with scales that fit the codes.
+"""GPTQ: codes of a matrix that are chosen for its inputs (arXiv 2210.17323), with scales fitted to the codes.
 
-The inputs X that a layer saw are summed up in its Hessian X^T X, and an error E of the weights costs E X^T X E^T. In a
-draft, the layers before it have their codes too, so its inputs drift away from those of the original, Y. Weights
-W + a W (Y - X)^T X (X^T X)^-1 take back a part a of what this does to its outputs (GPTAQ, arXiv 2504.02692, all of it):
-these are what codes are to come near to.
+The Hessian X^T X sums up a layer's inputs X, and an error E of the weights costs E X^T X E^T. In a draft, previous
+layers have their codes too, so its inputs X drift away from the original's, Y. Weights W + a W (Y - X)^T X (X^T X)^-1
+compensate a part a of the effect on its outputs (GPTAQ, arXiv 2504.02692, with a = 1). The codes approximate these
+weights.
 
-1. Scales: of some ranges of a group the one whose nearest codes cost the least, by the Hessian's diagonal (`searched`).
-2. Codes: columns are rounded one after the other, those with the largest inputs first. The columns that follow take
-   back what each rounding did to the outputs (`codes_of`).
+1. Scales: the range of each group whose RTN codes cost the least by the Hessian's diagonal (`best_ranges`).
+2. Codes: columns are rounded in sequence, those with the largest inputs first. Later columns compensate the
+   effect of each rounding on the outputs (`gptq_codes`).
 3. Scales again: the least squares for these codes, by the whole Hessian (`refitted`).
 
-Format `exact` can take back only what lies near to a weight (its `Window`). There a code that is too far away is the
-nearest one instead, and a group whose weights would not come back keeps the scale that it had.
+Format `exact` can restore only weights near the value of their code (its `Window`). Too distant codes are replaced by
+RTN codes, and a group whose weights could not be restored keeps its previous scale.
 """
 
 from collections.abc import Callable
@@ -24,19 +24,19 @@ import numpy as np
 from ..formats.base import Window
 from ..kernels.bit_planes import Planes, pack_mlx_codes
 
-DAMPING = 0.01  # of the mean of the Hessian's diagonal, which is added to it
-TAKEN_BACK = 0.5  # of the drift of outputs: all of it fits the text that calibrates, and others less
-BLOCK_COLUMNS = 64  # columns of which the errors are taken back together
-WIDEST_SOLVED = 128  # columns of a triangular matrix that NumPy inverts, as if it were any matrix
-MAX_NUMBERS = 2**24  # in the largest array for rows that are fitted at a time
+DAMPING = 0.01  # share of the mean of the Hessian's diagonal, added to the diagonal
+DRIFT_SHARE = 0.5  # part a of the drift of outputs: a = 1 overfits the calibration text
+BLOCK_COLUMNS = 64  # columns whose errors are compensated together
+MAX_INVERTED = 128  # columns of a triangular matrix that NumPy inverts as a general one
+MAX_NUMBERS = 2**24  # numbers in the largest array for rows that are fitted together
 
 
 class Factored(NamedTuple):
-    """The Hessian of the inputs X that a layer saw, ready to use.
+    """The Hessian of a layer's inputs X, factored.
 
     damped: (I, I) float32. order: of its columns (I,), those with the largest inputs first. upper: the upper Cholesky
     factor U of its inverse U^T U in this order, (I, I) float32. inputs: X, (n, I) float32. drift: Y - X, of the same
-    shape, where Y are the original's inputs; None: it is not known.
+    shape, where Y are the original's inputs; None: unknown.
     """
 
     damped: np.ndarray
@@ -46,16 +46,16 @@ class Factored(NamedTuple):
     drift: np.ndarray | None
 
     def corrected(self, weight: np.ndarray) -> np.ndarray:
-        """Return a weight (O, I) that takes a part of the drift back."""
+        """Return a weight (O, I) that compensates a part of the drift."""
         if self.drift is None:
             return weight
         found, moved = weight.copy(), np.linalg.multi_dot([weight, self.drift.T, self.inputs])
-        found[:, self.order] += TAKEN_BACK * np.linalg.multi_dot([moved[:, self.order], self.upper.T, self.upper])
+        found[:, self.order] += DRIFT_SHARE * np.linalg.multi_dot([moved[:, self.order], self.upper.T, self.upper])
         return found
 
 
 def factored(inputs: np.ndarray, drift: np.ndarray | None = None) -> Factored | None:
-    """Factor the Hessian of inputs (n, I) float32, which may be NaN or infinite: None where they say nothing."""
+    """Factor the Hessian of inputs (n, I) float32; None for inputs that are not finite, or all 0."""
     with np.errstate(invalid="ignore"):
         hessian = (inputs.T @ inputs).astype(np.float64)
     diagonal = np.diag(hessian).copy()
@@ -67,7 +67,7 @@ def factored(inputs: np.ndarray, drift: np.ndarray | None = None) -> Factored | 
     for damping in (DAMPING, 10 * DAMPING, 100 * DAMPING):  # a few tokens leave a Hessian singular
         np.fill_diagonal(hessian, diagonal + damping * mean + (diagonal == 0) * mean)
         try:
-            # Backwards H is L L^T, so that H^-1 is L^-T L^-1; and L^-1 is upper once its columns are in order again.
+            # In reverse order H is L L^T, so H^-1 is L^-T L^-1; restoring the order makes L^-1 upper triangular.
             upper = inverse_of_lower(np.linalg.cholesky(hessian[backwards]))[::-1, ::-1]
         except np.linalg.LinAlgError:
             continue
@@ -77,8 +77,8 @@ def factored(inputs: np.ndarray, drift: np.ndarray | None = None) -> Factored | 
 
 
 def inverse_of_lower(matrix: np.ndarray) -> np.ndarray:
-    """Return the inverse of a lower triangular matrix (I, I), by halves: three times as fast as one of any matrix."""
-    if len(matrix) <= WIDEST_SOLVED:
+    """Return the inverse of a lower triangular matrix (I, I), by halves: three times as fast as a general inverse."""
+    if len(matrix) <= MAX_INVERTED:
         return np.tril(np.linalg.inv(matrix))
     half = len(matrix) // 2
     first, last = inverse_of_lower(matrix[:half, :half]), inverse_of_lower(matrix[half:, half:])
@@ -89,10 +89,10 @@ def inverse_of_lower(matrix: np.ndarray) -> np.ndarray:
 
 
 class Grid(NamedTuple):
-    """What the codes of a matrix may stand for. Columns come first, so that each is one stretch of memory.
+    """The values that codes of a matrix can have. Columns come first, so that each one is contiguous.
 
-    scales, biases: (G, O) float32, with values that `rounded` leaves as they are. bits: of a code. rounded: numbers as
-    they are stored.
+    scales, biases: (G, O) float32, rounded. bits: of a code. rounded: function that rounds numbers to their stored
+    type.
     """
 
     scales: np.ndarray
@@ -101,16 +101,16 @@ class Grid(NamedTuple):
     rounded: Callable[[np.ndarray], np.ndarray]
 
     def nearest(self, weight: np.ndarray) -> np.ndarray:
-        """Codes (G, g, O) for a weight of that shape."""
+        """Return RTN codes (G, g, O) of a weight of that shape."""
         scale, bias = self.scales[:, None], self.biases[:, None]
         return np.clip(np.rint((weight - bias) / scale), 0, 2**self.bits - 1)
 
     def values(self, codes: np.ndarray) -> np.ndarray:
-        """Return what codes (G, g, O) stand for."""
+        """Return the values of codes (G, g, O)."""
         return codes * self.scales[:, None] + self.biases[:, None]
 
     def where(self, better: np.ndarray, other: "Grid") -> "Grid":
-        """This one, and the other one in the groups (G, O) where it is better."""
+        """Return a grid with `other`'s scales in the `better` groups (G, O)."""
         scales, biases = (np.where(better, new, own) for new, own in zip(other[:2], self[:2]))
         return self._replace(scales=scales, biases=biases)
 
@@ -118,7 +118,7 @@ class Grid(NamedTuple):
 def with_codes(weight: np.ndarray, nearest: Planes, hessian: Factored, window: Window | None) -> Planes:
     """Return a matrix (O, I) float32 in codes for these inputs.
 
-    nearest: the plane of its nearest codes, with floating scales. window: which codes may be used; None: all.
+    nearest: the plane of its RTN codes, with floating scales. window: the usable codes; None: all.
     """
     groups = nearest.scales.shape[-1]
     step = max(1, min(MAX_NUMBERS // (2 * groups) ** 2, MAX_NUMBERS // weight.shape[1]))
@@ -134,7 +134,7 @@ def with_codes(weight: np.ndarray, nearest: Planes, hessian: Factored, window: W
 def rows_with_codes(
     weight: np.ndarray, wanted: np.ndarray, nearest: Planes, hessian: Factored, window: Window | None
 ) -> Planes:
-    """`with_codes` for rows that are not too many. wanted: what the codes are to come near to, (O, I)."""
+    """Compute `with_codes` for rows that are few enough. wanted: weights (O, I) that the codes approximate."""
     (bits,), dtype = nearest.widths, nearest.scales.dtype
 
     def rounded(numbers: np.ndarray) -> np.ndarray:
@@ -144,7 +144,7 @@ def rows_with_codes(
     grouped, wanted = (
         np.ascontiguousarray(array.T).reshape(len(grid.scales), nearest.group_size, -1) for array in (weight, wanted)
     )
-    grid = searched(grouped, grid, hessian, window)
+    grid = best_ranges(grouped, grid, hessian, window)
     codes = gptq_codes(grouped, wanted, grid, hessian, window)
     grid = refitted(grouped, wanted, codes, grid, hessian, window)
     words = pack_mlx_codes(mx.array(np.ascontiguousarray(codes.reshape(-1, len(weight)).T, np.uint8)), bits)
@@ -153,18 +153,18 @@ def rows_with_codes(
 
 
 def by_columns(array: mx.array) -> np.ndarray:
-    """(O, K) as (K, O) float32."""
+    """Return an array (O, K) as (K, O) float32."""
     return np.ascontiguousarray(np.array(array.astype(mx.float32)).T)
 
 
-def searched(weight: np.ndarray, grid: Grid, hessian: Factored, window: Window | None) -> Grid:
-    """Return the grid, or one over a part of the range in the groups of a weight (G, g, O) where that costs less."""
+def best_ranges(weight: np.ndarray, grid: Grid, hessian: Factored, window: Window | None) -> Grid:
+    """Return a grid over the part of each group's range that costs the least, for a weight (G, g, O)."""
     cost = np.diag(hessian.damped).reshape(*weight.shape[:2], 1)
     low, high = weight.min(1), weight.max(1)
 
     def error(grid: Grid) -> np.ndarray:
         values = grid.values(grid.nearest(weight))
-        return ((weight - values) ** 2 * cost).sum(1) + lost(weight, values, grid, window)
+        return ((weight - values) ** 2 * cost).sum(1) + window_penalty(weight, values, grid, window)
 
     least = error(grid)
     for part in (1.0, 0.95, 0.9, 0.85, 0.8):  # parts of a group's range that its codes may span
@@ -175,8 +175,8 @@ def searched(weight: np.ndarray, grid: Grid, hessian: Factored, window: Window |
     return grid
 
 
-def lost(weight: np.ndarray, values: np.ndarray, grid: Grid, window: Window | None) -> np.ndarray | float:
-    """Infinity for the groups (G, O) with a weight that would not come back, and 0 for the others."""
+def window_penalty(weight: np.ndarray, values: np.ndarray, grid: Grid, window: Window | None) -> np.ndarray | float:
+    """Return infinity for the groups (G, O) with a weight that could not be restored, and 0 for the others."""
     if window is None:
         return 0.0
     usable, _ = window(weight, values, grid.scales[:, None])
@@ -186,7 +186,7 @@ def lost(weight: np.ndarray, values: np.ndarray, grid: Grid, window: Window | No
 def gptq_codes(
     weight: np.ndarray, wanted: np.ndarray, grid: Grid, hessian: Factored, window: Window | None
 ) -> np.ndarray:
-    """GPTQ's codes (G, g, O) for a weight of that shape, and what its codes are to come near to."""
+    """Return GPTQ's codes (G, g, O). weight: of that shape. wanted: weights that the codes approximate."""
     groups, size, rows = weight.shape
     original, near = weight.reshape(-1, rows), grid.nearest(weight).reshape(-1, rows)
     left, codes = wanted.reshape(-1, rows)[hessian.order], np.empty_like(original)
@@ -209,7 +209,7 @@ def gptq_codes(
 def usable_code(
     window: Window, weight: np.ndarray, code: np.ndarray, nearest: np.ndarray, scale: np.ndarray, bias: np.ndarray
 ) -> np.ndarray:
-    """Return the codes (O,), and the nearest ones where those alone can be used, or take fewer bytes."""
+    """Return the codes (O,), with RTN codes where only those are usable, or take fewer bytes."""
     usable, dear = window(weight, code * scale + bias, scale)
     if usable.all() and not dear.any():
         return code
@@ -220,13 +220,13 @@ def usable_code(
 def refitted(
     weight: np.ndarray, wanted: np.ndarray, codes: np.ndarray, grid: Grid, hessian: Factored, window: Window | None
 ) -> Grid:
-    """Return the scales and biases with which these codes cost the least, in the groups whose weights still come back.
+    """Return the scales and biases that minimize the cost of these codes, in groups that can still be restored.
 
-    A row's error changes by a step of each of its scales times the group's codes, and of its biases: the normal
-    equations of 2 G unknowns. Codes count from the middle, since scales and biases would hang together otherwise.
+    A row's error is linear in its scales (times the group's codes) and its biases: the normal equations of 2 G
+    unknowns. Codes are centered, which decorrelates scales and biases.
 
     Args:
-        weight, codes: (G, g, O). wanted: what the codes are to come near to, of the same shape.
+        weight, codes: (G, g, O). wanted: weights that the codes approximate, of the same shape.
     """
     groups, size, rows = weight.shape
     middle = (2**grid.bits - 1) / 2
@@ -241,11 +241,11 @@ def refitted(
         normal[:, :groups, group] = (centered * of_group).sum(1).T
         normal[:, groups:, group] = normal[:, group, groups:] = of_group.sum(1).T
     diagonal = np.einsum("oii->oi", normal)
-    diagonal *= 1 + 1e-3  # or the least squares may have no solution
+    diagonal *= 1 + 1e-3  # otherwise the least squares may have no solution
     diagonal += np.finfo(np.float32).tiny
     steps = np.linalg.solve(normal.astype(np.float64), sides[..., None].astype(np.float64))[..., 0].T
     scales = grid.rounded((grid.scales + steps[:groups]).astype(np.float32))
     at_middle = grid.biases + middle * grid.scales + steps[groups:]
     other = grid._replace(scales=scales, biases=grid.rounded((at_middle - middle * scales).astype(np.float32)))
     sound = np.isfinite(other.scales) & np.isfinite(other.biases)
-    return grid.where(sound & (lost(weight, other.values(codes), other, window) == 0), other)
+    return grid.where(sound & (window_penalty(weight, other.values(codes), other, window) == 0), other)

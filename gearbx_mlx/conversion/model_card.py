@@ -1,6 +1,6 @@
-"""README.md of a checkpoint: what it holds, in figures of its own conversion, and how to run it.
+"""README.md of a checkpoint: its content, in figures of its conversion, and commands to run it.
 
-Also the stock checkpoint that such a card describes: one table of bits, which mlx-lm reads as its own quantization.
+The module also writes stock checkpoints with one table of bits, which mlx-lm reads as its own quantization.
 """
 
 import contextlib
@@ -34,10 +34,10 @@ def write_table(
     bits: Mapping[str, int],
     group_size: int,
 ) -> None:
-    """Quantize a model and write it into the directory `work`; what is in the directory before is removed.
+    """Quantize a model and write it into the directory `work`, replacing the directory's content.
 
     Args:
-        source: directory of the original, for the files beside the weights.
+        source: directory of the original, for the files in addition to the weights.
         bits: path to the bits of a layer; layers that are missing keep their weights.
     """
 
@@ -45,20 +45,20 @@ def write_table(
         width = bits.get(path, DENSE)
         return {"bits": width, "group_size": group_size, "mode": "affine"} if width != DENSE else False
 
-    with contextlib.redirect_stdout(sys.stderr):  # where mlx-lm prints the bits per weight
+    with contextlib.redirect_stdout(sys.stderr):  # mlx-lm prints the bits per weight
         model, config = quantize_model(model, config, group_size, min(bits.values()), quant_predicate=bits_of)
         for before in work.iterdir():  # the directory itself is locked
             shutil.rmtree(before) if before.is_dir() else before.unlink()
         try:
             save(work, source, model, tokenizer, config)
-        except Exception as error:  # MLX and tokenizers have errors of their own for a disk that is full
+        except Exception as error:  # MLX and tokenizers raise various errors for a full disk
             if not isinstance(error, OSError | RuntimeError) and type(error) is not Exception:
                 raise
             raise OSError(getattr(error, "errno", None), one_line(error)) from error
 
 
 CARD = "README.md"
-KEPT_METADATA = ("license", "license_name", "license_link", "language", "pipeline_tag")  # of the original's metadata
+KEPT_METADATA = ("license", "license_name", "license_link", "language", "pipeline_tag")  # keys to keep
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,10 @@ class GearSize:
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where a checkpoint comes from, and what to call it.
+    """The origin of a checkpoint, and its name.
 
-    name: how a user names the checkpoint: a directory or a Hub repository. base_model: the original's Hub repository;
-    None where it has none. shown: the original's name in a sentence. metadata: of the original's own model card.
+    name: the user's name of the checkpoint: a directory or a Hub repository. base_model: the original's Hub repository;
+    None without one. shown: the original's name in a sentence. metadata: of the original's model card.
     """
 
     name: str
@@ -86,23 +86,23 @@ class Provenance:
 
 
 def provenance(name: str, model: str | None, directory: Path) -> Provenance:
-    """Return the provenance of the checkpoint `name`. model: as the user gave it; directory: where its files are."""
+    """Return the provenance of the checkpoint `name`. model: as the user gave it; directory: of its files."""
     if model is None:
         return Provenance(name, None, "The demo model of gearbx-mlx", {})
     path = Path(model).expanduser()
     if path.is_dir():
         card = directory / CARD
         return Provenance(name, None, directory.resolve().name, read_metadata(card) if card.is_file() else {})
-    if path.is_file() or model == SMOLLM2:  # which the Hub does not know by this name
+    if path.is_file() or model == SMOLLM2:  # a name that the Hub does not have
         return Provenance(name, None, path.name, {})
     return Provenance(name, model, f"[{model}](https://huggingface.co/{model})", read_metadata(model))
 
 
 def read_metadata(card: str | Path) -> dict[str, Any]:
-    """License, language and tags of a model card in a file or on the Hub; nothing where it cannot be read."""
+    """Return license, language and tags of a model card in a file or on the Hub; empty if it cannot be read."""
     try:
         data = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
-    except Exception:  # no network, no card, or metadata that the Hub itself would refuse: the card does without
+    except Exception:  # no network, no card, or metadata that the Hub would refuse: the card omits them
         return {}
     found = {key: data[key] for key in (*KEPT_METADATA, "tags") if data.get(key)}
     if not isinstance(found.get("tags", []), list):
@@ -132,7 +132,7 @@ def geared_card(
 ) -> str:
     """Return the model card of a checkpoint with gears.
 
-    files: name to bytes of the files with weights, the base first. original: bytes of its weights, if they can return.
+    files: name to bytes of the files with weights, the base first. original: bytes of its weights; None if not stored.
     """
     base, others, *_ = files
     rows = [(gear.name, str(gear.bits), f"{gear.bits_per_weight:.2f}", megabytes(gear.bytes)) for gear in gears]
@@ -141,25 +141,25 @@ def geared_card(
     bits = ", ".join(str(gear.bits) for gear in gears)
     group = f", groups of {manifest.group_size}" if manifest.format in LIKE_MLX else ""
     weights = sum(math.prod(layer.shape) for layer in manifest.layers.values())
-    original_weights = "A gear of 16 bits has the original weights."
+    original_weights = "The 16-bit gear has the original weights."
     if manifest.format == SPLIT_CODES:
         original_weights = (
             "The highest gear has the codes, scales and biases of the original; a lower one reads their first bits."
         )
     text = [
         f"# {origin.name}",
-        f"{origin.shown} in gears of {bits} bits. gearbx-mlx changes from one to "
-        f"another while the model writes. Converted with gearbx-mlx {__version__}.",
+        f"{origin.shown} in gears of {bits} bits. gearbx-mlx changes the gear while the model generates. Converted "
+        f"with gearbx-mlx {__version__}.",
         *([] if original is None else [three_in_one(gears, sum(files.values()), original)]),
         "## Gears",
         f"Format `{manifest.format}`{group}. {len(manifest.layers)} layers with {weights:,} weights change gear"
         + (f"; {len(manifest.unmanaged)} linear layers do not." if manifest.unmanaged else "."),
         table(("gear", "bits", "bits per weight", "size"), rows),
-        "Sizes and bits per weight are those of the layers that change gear, as stored, scales included. Gears share "
-        f"arrays where the format can. {original_weights}",
+        "Sizes and bits per weight are of the layers that change gear, as stored, including scales. Gears share "
+        f"arrays if the format allows it. {original_weights}",
         table(("file", "size"), sizes),
         *rows_text(manifest),
-        *run_with_gearbx(origin.name, f"`{others}` holds the gears that `{base}` does not."),
+        *run_with_gearbx(origin.name, f"`{others}` has the gears that `{base}` does not have."),
         *([] if original is None else lossless_text(origin.name)),
         "## Use with mlx-lm",
         mlx_lm_text(manifest, gears),
@@ -170,45 +170,45 @@ def geared_card(
 
 
 def three_in_one(gears: Sequence[GearSize], size: int, original: int) -> str:
-    """Return what a checkpoint is that contains its original. size, original: in bytes."""
+    """Return the summary of a checkpoint that contains its original. size, original: in bytes."""
     bits = gears[0].bits
     return (
         f"It is three models in one: a {bits}-bit model that mlx-lm runs; the lossless pair, in which that model "
-        "drafts and the original decides; and the bfloat16 original, bit for bit. "
+        "drafts and the original verifies; and the bfloat16 original, bit for bit. "
         f"Together they take {megabytes(size)}: {share_text(size, original)}."
     )
 
 
 def share_text(size: int, original: int) -> str:
-    """Return how a size compares with that of the original's weights, both in bytes."""
+    """Return a size relative to the original's weights, both in bytes."""
     return f"{size / original:.2f} of the original's {megabytes(original)}"
 
 
 def lossless_text(name: str) -> list[str]:
-    """Return how to write the original's text with fewer bytes read, and how to have its files again."""
+    """Return how to generate the original's output with fewer bytes read, and how to restore its files."""
     return [
-        "The original's own text, from drafts of the lowest gear:",
+        "The original's output, with drafts of the lowest gear:",
         shell(f"gearbx_mlx generate --model {name} --mode lossless --prompt 'Once upon a time'"),
         "## The original",
         shell(f"gearbx_mlx convert --restore {name} --mlx-path original"),
         "This writes every file that mlx-lm reads of the original, byte for byte; `gears.json` has the SHA-256 of each "
-        f"tensor. `{ORIGINAL_FILE}` holds what no parameter of the model contains, and is needed for this alone.",
+        f"tensor. `{ORIGINAL_FILE}` has the parts that no parameter of the model contains, needed only for this.",
     ]
 
 
 def rows_text(manifest: Manifest) -> list[str]:
-    """Return what input tokens look up, where that changes with the gear."""
+    """Return the bits of input rows, if they depend on the gear."""
     rows = {layer.rows for layer in manifest.changing.values()} - {DENSE}
     if not rows:
         return []
-    others = "; the other gears look up the original ones" if len(manifest.gears) > 1 else ""
-    return [f"In the lowest gear, embeddings look up rows of {', '.join(map(str, sorted(rows)))} bits{others}."]
+    others = "; in the other gears, they read the original rows" if len(manifest.gears) > 1 else ""
+    return [f"In the lowest gear, input tokens read {', '.join(map(str, sorted(rows)))}-bit embedding rows{others}."]
 
 
 def mlx_lm_text(manifest: Manifest, gears: Sequence[GearSize]) -> str:
-    """Return what stock mlx-lm makes of the checkpoint."""
+    """Return how stock mlx-lm reads the checkpoint."""
     if not manifest.stock:
-        return f"mlx-lm does not run this checkpoint: it does not know the format `{manifest.format}`."
+        return f"mlx-lm does not run this checkpoint: it does not have the format `{manifest.format}`."
     if manifest.format in LIKE_MLX:
         return f"mlx-lm runs the base, which is the gear `{gears[0].name}`, as a {gears[0].bits}-bit model:"
     return "mlx-lm runs the base, which is the original:"
@@ -222,17 +222,17 @@ def table_card(bits: Mapping[str, int], size: int, weights: int, files: Mapping[
     counts = [(f"{width}", str(sum(value == width for value in bits.values()))) for width in sorted({*bits.values()})]
     text = [
         f"# {origin.name}",
-        f"{origin.shown} with bits for every layer, chosen by what each layer's precision costs. "
+        f"{origin.shown} with bits for every layer, chosen by measured costs of each layer's precision. "
         f"Converted with gearbx-mlx {__version__}.",
         "## Precision",
         f"{len(bits)} layers with {weights:,} weights take {megabytes(size)}: {8 * size / weights:.2f} bits per weight "
-        "with their scales. A layer of 16 bits has its original weights.",
+        "with their scales. A 16-bit layer has its original weights.",
         table(("bits", "layers"), counts),
         table(("file", "size"), [(f"`{name}`", megabytes(count)) for name, count in files.items()]),
         "## Use with mlx-lm",
-        "This is a model of mlx-lm's own:",
+        "This is a stock model of mlx-lm:",
         shell("pip install mlx-lm", f"mlx_lm.generate --model {origin.name} --prompt 'Once upon a time'"),
-        *run_with_gearbx(origin.name, "gearbx-mlx watches the gears that this model would use; it has no others."),
+        *run_with_gearbx(origin.name, "gearbx-mlx only records the gears that this model would use; it has no others."),
     ]
     return card_text(text, origin)
 

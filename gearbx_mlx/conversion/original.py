@@ -1,6 +1,6 @@
-"""The files of the original: which of them a checkpoint copies, and what it keeps so that all of them come back.
+"""The files of the original: copies in a checkpoint, and the additional data that makes all of them restorable.
 
-`Restorer` makes the original again, from the parameters of a geared checkpoint and what is kept beside them.
+`Restorer` restores the original from the parameters of a geared checkpoint and that additional data.
 """
 
 import json
@@ -52,29 +52,29 @@ from ..gears.tensor_files import (
 from ..kernels.exact import ExactMatrix
 from ..kernels.products import decoded
 from ..loading import read_config
-from .converter import BASE_FILE, assembled, seen, tensor_of
+from .converter import BASE_FILE, assembled, tensor_of, viewed
 from .model_card import CARD
 
-REPORT = "selection.json"  # which bits every layer got, and why
-# What a conversion writes itself.
+REPORT = "selection.json"  # bits of every layer, with reasons
+# Files that a conversion writes itself.
 OWN_FILES = {"config.json", BASE_FILE, GEARS_FILE, ORIGINAL_FILE, MANIFEST, REPORT, PRECISION, CARD}
 
 
 def is_copied(name: str) -> bool:
-    """Return whether a file of the original is copied: the tokenizer and code, but for what a conversion writes."""
+    """Return True for copied files of the original: tokenizer and code, except files that a conversion writes."""
     weights = name.endswith((".safetensors", ".safetensors.index.json"))
     return name not in OWN_FILES and not weights and any(fnmatch(name, pattern) for pattern in DEFAULT_ALLOW_PATTERNS)
 
 
 def copy_companions(source: Path, work: Path) -> None:
-    """Copy tokenizer and code as they are."""
+    """Copy tokenizer and code unchanged."""
     for file in source.iterdir():
         if is_copied(file.name):
             (work / file.name).write_bytes(original_bytes(file))
 
 
 def original_bytes(file: Path) -> bytes:
-    """Raises GearbxError where a file of the original cannot be read."""
+    """Return the content of a file of the original. Raises GearbxError if it cannot be read."""
     try:
         return file.read_bytes()
     except OSError as error:
@@ -82,32 +82,32 @@ def original_bytes(file: Path) -> bytes:
 
 
 def write_config(source: Path, work: Path, quantization: dict[str, Any] | None) -> None:
-    """config.json of the original, and how the base is quantized; None: not at all."""
+    """Write config.json of the original with the base's quantization; None: without one."""
     config = read_config(source)
     if quantization is not None:
         config |= {"quantization": quantization, "quantization_config": quantization}
     (work / "config.json").write_text(json.dumps(config, indent=4), encoding="utf-8")
 
 
-# What comes back
+# Restorable files
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "*.npz")
 ORIGINAL_ROOM = 128  # bytes of a header for the entry of one array, without its name
 Key = tuple[str, str]  # a shard's name and a tensor's
-# Names in `original.safetensors` of a shard's header, of a tensor and of another file.
+# Names in `original.safetensors` of a shard's header, of a tensor and of a different file.
 header_key, tensor_key, file_key = "header/{}".format, "tensor/{}/{}".format, "file/{}".format
 
 
 @dataclass(frozen=True)
 class Header:
-    """The beginning of a safetensors file: the header as it is, and what it says of each tensor."""
+    """The start of a safetensors file: the header's bytes, and its entry of each tensor."""
 
     data: bytes
     entries: dict[str, TensorEntry]
 
     @property
     def start(self) -> int:
-        """Where the data begin."""
+        """Offset of the data in the file, in bytes."""
         return LENGTH.size + len(self.data)
 
     @property
@@ -117,15 +117,15 @@ class Header:
 
 
 def places_in(headers: Mapping[str, Header], directory: Path) -> dict[Key, ArrayPlace]:
-    """Return where each tensor is in the files of a directory. headers: by the name of a file."""
+    """Return the location of each tensor in the files of a directory. headers: by the name of a file."""
     files = {name: FileHeader(directory / name, header.entries, header.start) for name, header in headers.items()}
     return {(name, tensor): place for name, file in files.items() for tensor, place in file.places.items()}
 
 
 class OriginalFiles:
-    """The files of a model that is converted, which are never changed. Raises GearbxError for damaged ones.
+    """The files of a model to convert, which are never changed. Raises GearbxError for damaged ones.
 
-    progress: called with the bytes of each tensor that was hashed.
+    progress: called with the bytes of each hashed tensor.
     """
 
     def __init__(self, directory: Path, progress: Callable[[int], None] = lambda size: None):
@@ -144,9 +144,9 @@ class OriginalFiles:
 
     @property
     def others(self) -> tuple[list[Path], list[str]]:
-        """The other files that come back, and the names of those that do not: weights, folders, hidden, odd names."""
+        """The other restorable files, and the names of the others: weights, folders, hidden files, odd names."""
         kept: list[Path] = []
-        lost: list[str] = []
+        omitted: list[str] = []
         for file in sorted(self.directory.iterdir()):
             is_weight = any(fnmatch(file.name, pattern) for pattern in WEIGHTS)
             if file.name not in self.shards:
@@ -157,13 +157,13 @@ class OriginalFiles:
                     and not is_weight
                     and file.stat().st_size <= LARGEST_JSON
                 )
-                kept.append(file) if plain else lost.append(file.name)
-        return kept, lost
+                kept.append(file) if plain else omitted.append(file.name)
+        return kept, omitted
 
     def keep(self, views: Mapping[str, View], work: Path) -> OriginalModel:
-        """Write what the parameters do not contain into `original.safetensors` of a directory.
+        """Write data that the parameters do not contain into `original.safetensors` of a directory.
 
-        views: hash to what it shows of a parameter. Raises GearbxError for a file of the original that cannot be
+        views: hash to view of a parameter. Raises GearbxError for a file of the original that cannot be
         read, OSError for a directory that cannot be written.
         """
         others, _ = self.others
@@ -188,7 +188,7 @@ class OriginalFiles:
         )
 
     def _kept(self, shard: str, name: str, hash: str, views: Mapping[str, View], out: TensorFile) -> Tensor:
-        """One tensor by its pieces; stored as it is where there are none."""
+        """Return one tensor by its pieces; it is stored whole if there are none."""
         if hash in views:  # without reading it
             return Tensor(hash, (views[hash],))
         entry, data = self.shards[shard].entries[name], read_place(self.places[shard, name])
@@ -206,17 +206,17 @@ def weights_in(directory: Path) -> list[Path]:
 
 
 def check_names(directory: Path) -> None:
-    """Raises GearbxError for a file of weights that could not come back, for its name; before it is hashed."""
+    """Validate the names of the files of weights, before these are hashed. Raises GearbxError."""
     for file in weights_in(directory):
         if not is_plain(file.name):
             raise GearbxError(
-                f"{file}: format exact keeps the names of the weights' files, and this one has a backslash, a control "
-                "character or a byte that is not UTF-8; rename it"
+                f"{file}: format exact keeps the names of weight files, and this one has a backslash, a control "
+                "character or a byte that is not UTF-8; use a different name"
             )
 
 
 def read_header(file: Path) -> Header:
-    """Raises GearbxError for a file that is damaged or cannot be read."""
+    """Return the header of a file. Raises GearbxError for a file that is damaged or cannot be read."""
     try:
         _, entries, start = header_of(file)
         with open(file, "rb") as opened:
@@ -227,7 +227,7 @@ def read_header(file: Path) -> Header:
 
 
 def read_place(place: ArrayPlace) -> bytes:
-    """Raises GearbxError for a file that cannot be read, or is shorter than it was."""
+    """Return the bytes of an array. Raises GearbxError for a file that cannot be read, or became shorter."""
     try:
         with open(place.file, "rb") as file:
             file.seek(place.begin)
@@ -235,7 +235,7 @@ def read_place(place: ArrayPlace) -> bytes:
     except OSError as error:
         raise unreadable(place.file, error) from error
     if len(data) != place.size:
-        raise GearbxError(f"{place.file}: shorter than its header says; download it again")
+        raise GearbxError(f"{place.file}: is shorter than its header requires; download it again")
     return data
 
 
@@ -245,10 +245,10 @@ def store(file: TensorFile, key: str, data: bytes) -> str:
 
 
 class Restorer:
-    """Makes the files of the original again, each with the SHA-256 that gears.json has of it.
+    """A restorer of the original's files, each with its SHA-256 in gears.json.
 
-    Raises GearbxError for a checkpoint that does not have its original, or in which what is kept of it is missing,
-    damaged, or not what gears.json says.
+    Raises GearbxError for a checkpoint without its original, or whose additional data is missing, damaged, or does not
+    fit gears.json.
     """
 
     def __init__(self, saved: SavedGears):
@@ -267,16 +267,16 @@ class Restorer:
 
     @cached_property
     def groups(self) -> list[tuple[tuple[str, ...], list[Key]]]:
-        """All tensors, those of the same parameters together; the parameters come first."""
+        """All tensors, grouped by their parameters."""
         found: dict[tuple[str, ...], list[Key]] = {}
         for key in ((shard, name) for shard, header in self.headers.items() for name in header.entries):
             parameters = dict.fromkeys(piece.parameter for piece in self.tensor(key).pieces)
             found.setdefault(tuple(parameters), []).append(key)
-        alone = [((), [key]) for key in found.pop((), [])]  # one at a time, for they may be large
-        return alone + list(found.items())
+        stored = [((), [key]) for key in found.pop((), [])]  # one at a time, since they may be large
+        return stored + list(found.items())
 
     def tensor(self, key: Key) -> Tensor:
-        """Return what gears.json says of a tensor."""
+        """Return the description of a tensor in gears.json."""
         return self.original.shards[key[0]].tensors[key[1]]
 
     def size_of(self, key: Key) -> int:
@@ -303,13 +303,13 @@ class Restorer:
                 data = self._bytes(tensor_key(*key), tensor.hash)
                 if len(data) != size:
                     kept = self.directory / ORIGINAL_FILE
-                    raise GearbxError(f"{kept}: {shown(key[1])} is not of its own size; {RESTORE}")
+                    raise GearbxError(f"{kept}: {shown(key[1])} has the wrong size; {RESTORE}")
                 yield key, data
                 continue
             with error_context(f"{self.directory / MANIFEST}: original: {shown(key[1])}"):
-                parts = [seen(arrays[piece.parameter], piece) for piece in tensor.pieces]
+                parts = [viewed(arrays[piece.parameter], piece) for piece in tensor.pieces]
                 if sum(part.nbytes for part in parts) != size:
-                    raise GearbxError(f"takes {size} bytes, which its pieces do not have; {RESTORE}")
+                    raise GearbxError(f"takes {size} bytes, but its pieces do not; {RESTORE}")
                 whole = assembled(tensor, parts, self.headers[key[0]].entries[key[1]].shape).data
             check_hash(self.directory, key[1], whole, tensor.hash)
             yield key, whole
@@ -327,7 +327,7 @@ class Restorer:
         return np.frombuffer(data, f"u{TYPE_SIZES[entry.dtype]}").reshape(entry.shape)
 
     def _weight(self, path: str) -> np.ndarray:
-        """Return the bits of the weight of a layer or a table in the gear of 16 bits."""
+        """Return the bits of the weight of a layer or a table in the 16-bit gear."""
         layer = self.saved.manifest.changing[path]
         dtype = self.saved.storage(path)
         blank = bare(LAYER_KINDS[layer.kind][0])
@@ -337,7 +337,7 @@ class Restorer:
         return bits_of_weight(linear_of(module))
 
     def _header(self, shard: str) -> Header:
-        """Raises GearbxError for a header that does not fit gears.json."""
+        """Return the header of a shard. Raises GearbxError if it does not fit gears.json."""
         data = self._bytes(header_key(shard), self.original.shards[shard].header)
         with error_context(f"{self.directory / ORIGINAL_FILE}: the header of {shard}"):
             content = parse_json(data)
@@ -345,16 +345,16 @@ class Restorer:
                 content.pop("__metadata__", None)
             entries = typed(content, dict[str, TensorEntry])
             if entries.keys() != self.original.shards[shard].tensors.keys():
-                raise GearbxError(f"does not have the tensors that {MANIFEST} names; {RESTORE}")
+                raise GearbxError(f"does not have the tensors that {MANIFEST} lists; {RESTORE}")
             end = 0
             for begin, end_of_one in sorted(entry.data_offsets for entry in entries.values()):
                 if begin != end or end_of_one < begin:
-                    raise GearbxError(f"has tensors that do not follow each other; {RESTORE}")
+                    raise GearbxError(f"has tensors that are not consecutive; {RESTORE}")
                 end = end_of_one
         return Header(data, entries)
 
     def _bytes(self, key: str, hash: str) -> bytes:
-        """Return what `original.safetensors` has under a key."""
+        """Return the content of `original.safetensors` under a key."""
         file = self.directory / ORIGINAL_FILE
         if key not in self._kept:
             raise GearbxError(f"{file}: has no {shown(key)}, which {MANIFEST} names; {RESTORE}")
@@ -364,20 +364,20 @@ class Restorer:
 
 
 def check_hash(file: Path, name: str, data: bytes | memoryview, hash: str) -> None:
-    """Raises GearbxError for data that are not the original's."""
+    """Validate data by its hash. Raises GearbxError if it differs from the original's."""
     if hash_bytes(data) != hash:
-        raise GearbxError(f"{file}: {name} is not what the original had; {RESTORE}")
+        raise GearbxError(f"{file}: {name} differs from the original; {RESTORE}")
 
 
 def original_of(saved: SavedGears) -> OriginalModel:
-    """Return what gears.json says of the original. Raises GearbxError for a checkpoint that does not have it."""
+    """Return the description of the original in gears.json. Raises GearbxError if the checkpoint does not have it."""
     manifest = saved.manifest
     if manifest.original is not None and DENSE in manifest.gears:
         return manifest.original
     gears = ",".join(map(str, manifest.gears))
     raise GearbxError(
         f"{saved.directory}: format {manifest.format}, gears {gears}, does not have its original; "
-        "only what was written with --format exact has, and comes back with --restore"
+        "use --restore with checkpoints of --format exact"
     )
 
 
@@ -392,7 +392,7 @@ def bits_of_weight(linear: nn.Module) -> np.ndarray:
 def write_original(restorer: Restorer, work: Path, progress: Callable[[int], None]) -> None:
     """Fill the directory `work` with the files of an original. progress: called with the bytes of every tensor.
 
-    Raises GearbxError for a disk without room or a damaged checkpoint, OSError where nothing can be written.
+    Raises GearbxError for a disk without room or a damaged checkpoint, OSError if a file cannot be written.
     """
     check_disk(restorer, work)
     for name, header in restorer.headers.items():
@@ -411,9 +411,9 @@ def write_original(restorer: Restorer, work: Path, progress: Callable[[int], Non
 
 
 def check_disk(restorer: Restorer, work: Path) -> None:
-    """Raises GearbxError for a disk without room for the files with weights; before the work, not after it."""
+    """Validate that the disk has room for the files with weights, before the work. Raises GearbxError."""
     needed = sum(header.size for header in restorer.headers.values())
     free = shutil.disk_usage(work).free
     if needed > free:
         place = work.parent
-        raise GearbxError(f"{place}: needs {needed} bytes, and the disk has {free} left; make room, or choose another")
+        raise GearbxError(f"{place}: needs {needed} bytes, and the disk has {free} left; choose a disk with more room")

@@ -1,4 +1,4 @@
-"""Flags of `convert`, and the settings that they become."""
+"""Flags of `convert`, and their settings."""
 
 import argparse
 import re
@@ -18,23 +18,23 @@ from ..settings import Settings, flag, given_names, parse_bytes
 
 
 def parse_floors(text: str) -> tuple[float, ...]:
-    """Parse --auto-bits: two numbers at most. Raises GearbxError for anything else."""
+    """Parse --auto-bits: at most two numbers. Raises GearbxError for other text."""
     floors = numbers("--auto-bits", text, float, "0.98,0.93") if text else ()
     if len(floors) > 2:
-        raise GearbxError(f"--auto-bits is {text}; give two floors at most, such as 0.98,0.93")
+        raise GearbxError(f"--auto-bits: at most two floors, got {text}; use for example 0.98,0.93")
     return floors
 
 
 @dataclass(frozen=True)
 class FloorSettings(Settings):
-    """Floors as given; none or one: the others by default."""
+    """Quality floors from the command line; missing ones have defaults."""
 
     title: ClassVar[str] = "quality floors (format codebook or codebook-library)"
 
     auto_bits: tuple[float, ...] | None = flag(
         None,
         "Give every layer the fewest bits whose cosine reaches its floor: one for attention, shared experts, dense "
-        "MLPs and the head, and one for routed experts. A gear of fewer bits has a layer at those. "
+        "MLPs and the head, and one for routed experts. A lower gear has a layer at those. "
         f"Default: XFP_MIN_COS_STRICT or {STRICT}, XFP_MIN_COS_LAZY or {LAZY}",
         metavar="STRICT,LAZY",
         nargs="?",
@@ -48,29 +48,29 @@ class FloorSettings(Settings):
         return self.auto_bits is not None
 
     def floors(self, format: str | None) -> Floors | None:
-        """Return the floors for a format, if some are asked for. Raises GearbxError for a format without codebooks."""
+        """Return the requested floors for a format; None if not requested. Raises GearbxError without codebooks."""
         if self.auto_bits is None:
             return None
         floors = Floors.chosen(*self.auto_bits, *[None] * (2 - len(self.auto_bits)))
         if not has_codebooks(format):
-            raise GearbxError(f"quality floors choose codebooks, and the format is {format}; give --format codebook")
+            raise GearbxError(f"quality floors choose codebooks, got format {format}; use --format codebook")
         return floors
 
 
 @dataclass(frozen=True)
 class BudgetSettings(Settings):
-    """The most bytes of the model while it is encoded, or the most bits per weight; and prompts to compare it on."""
+    """The maximum bytes of the model during encoding, or bits per weight; and prompts for comparison."""
 
     title: ClassVar[str] = "budget (format codebook or codebook-library; instead of floors)"
 
     memory_budget: int | None = flag(
         None,
-        "Find the floors whose model fits this memory, such as 3GB, while it is encoded too, and makes sense.",
+        "Find the floors whose model fits this memory, such as 3GB, also during encoding, and makes sense.",
         metavar="SIZE",
         parse=partial(parse_bytes, shown="--memory-budget"),
     )
     target_bpw: float | None = flag(
-        None, "The same for bits per weight of the layers that change gear.", metavar="BITS"
+        None, "Find floors for these bits per weight of the layers that change gear.", metavar="BITS"
     )
     reserve: str | None = flag(
         None,
@@ -80,14 +80,14 @@ class BudgetSettings(Settings):
     )
     prompts: str | None = flag(
         None,
-        "One prompt per line, or JSON Lines, on which the original is compared. Default: some that ship.",
+        "One prompt per line, or JSON Lines, for comparison with the original. Default: bundled ones.",
         named=True,
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.target_bpw is not None and not 0 < self.target_bpw < 16:
-            raise GearbxError(f"--target-bpw is {self.target_bpw:g}; give bits between 0 and 16")
+            raise GearbxError(f"--target-bpw: must be between 0 and 16, got {self.target_bpw:g}; use 4.5 for example")
         self.reserved()
 
     @property
@@ -95,38 +95,38 @@ class BudgetSettings(Settings):
         return self.memory_budget is not None or self.target_bpw is not None
 
     def reserved(self) -> int | None:
-        """Return bytes of the budget for generation; None: as measured. Raises GearbxError for no such share."""
+        """Return bytes of the budget for generation; None: to be measured. Raises GearbxError for an invalid share."""
         if self.reserve is None:
             return None
         if self.memory_budget is None:
-            raise GearbxError(f"--reserve is {self.reserve}, a part of --memory-budget; give that too, or leave it out")
+            raise GearbxError(f"--reserve: needs --memory-budget, got only {self.reserve}; set both, or omit --reserve")
         found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(%?)\s*", self.reserve)
         if found and found[2]:
             reserved = float(found[1]) / 100 * self.memory_budget
         else:
             reserved = 0.0 if found and float(found[1]) == 0 else parse_bytes(self.reserve, "--reserve")
         if not 0 <= reserved < self.memory_budget:
-            raise GearbxError(f"--reserve is {self.reserve}; give less than --memory-budget: 2GB, 20% or 0")
+            raise GearbxError(f"--reserve: must be less than --memory-budget, got {self.reserve}; use 2GB, 20% or 0")
         return round(reserved)
 
 
 DESCRIPTION = (
-    "Write a checkpoint that holds several gears. mlx-lm reads it as a 4-bit model if the format is planes or affine."
+    "Write a checkpoint with several gears. mlx-lm reads it as a 4-bit model if the format is planes or affine."
 )
 
 
 @dataclass(frozen=True)
 class ConversionSettings(Settings):
-    """Which model to convert (None: the one that ships), and where to write it.
+    """The model to convert (None: the bundled one), and the output directory.
 
-    dtype: the type to save the original weights in; None: theirs. manifest: a precision manifest, one of whose tables
-    is written for mlx-lm, or which lies beside the gears.
+    dtype: the type to save the original weights in; None: theirs. manifest: a precision manifest, to be stored with the
+    gears, or with a table to write for mlx-lm.
     """
 
     title: ClassVar[str] = "conversion"
 
     model: str | None = flag(
-        None, "Local directory or Hub repository. Default: the model that ships.", named=True, also=("--hf-path",)
+        None, "Local directory or Hub repository. Default: the bundled model.", named=True, also=("--hf-path",)
     )
     mlx_path: str = flag("mlx_model", "Path to save the MLX model.", named=True)
     revision: str | None = flag(None, "A branch, a tag or a commit of a Hub repository.", named=True)
@@ -135,32 +135,32 @@ class ConversionSettings(Settings):
     device: str | None = device_flag()
     calibrate: str | None = flag(
         None,
-        "The text whose inputs choose the lowest gear's codes: UTF-8, or JSON Lines as in GSM8K. The base is better in "
-        "as many bits, and drafts agree more often. Without TEXT, and by default: what ships. none: the nearest codes, "
-        "at once.",
+        "Calibration text for the lowest gear's codes: UTF-8, or JSON Lines as in GSM8K. It lowers the gear's error, "
+        "and drafts agree more often. Without TEXT, and by default: bundled text. none: round to nearest, without "
+        "calibration.",
         nargs="?",
         const="",
         metavar="TEXT|none",
     )
     embeddings: str | None = flag(
         None,
-        "Whether the lowest gear looks up quantized rows of embeddings, as mlx_lm.convert does. The other gears "
+        "Rows of input tokens in the lowest gear: quantized, as by mlx_lm.convert, or original. Other gears "
         f"have the original rows. Default: {EMBEDDINGS[0]}",
         choices=EMBEDDINGS,
     )
     upload_repo: str | None = flag(None, "The Hugging Face repo to upload the model to.", named=True)
     manifest: str | None = flag(
         None,
-        "From gearbx_mlx sensitivity or allocate. With several gears it lies in the checkpoint, and says which layers "
-        "a controller caps first, and how far. With one (--gears 4) its table is written, not gears, as a checkpoint "
-        "for mlx-lm with every layer at its own bits.",
+        "From gearbx_mlx sensitivity or allocate. With several gears it is stored in the checkpoint, for a controller "
+        "that caps layers. With one (--gears 4) its table is written, not gears, as a checkpoint "
+        "for mlx-lm with bits per layer.",
         metavar="FILE",
         named=True,
     )
     verify: str | None = flag(
         None,
-        "Instead of converting, compare every array of a geared checkpoint with its hash. For format exact, also make "
-        "the original's files again and compare them.",
+        "Instead of converting, compare every array of a geared checkpoint with its hash. For format exact, also "
+        "restore the original's files and compare them.",
         metavar="DIR",
         named=True,
     )
@@ -174,13 +174,13 @@ class ConversionSettings(Settings):
 
     @property
     def asks_text(self) -> bool:
-        """True if codes are to be chosen by a text, also where that is not the default."""
+        """Flag for explicit requests of a calibration."""
         return self.calibrate not in (None, "none")
 
 
 @dataclass(frozen=True)
 class ConvertSettings:
-    """Everything that `convert` runs with. Raises GearbxError for flags that exclude each other."""
+    """All settings of `convert`. Raises GearbxError for flags that exclude each other."""
 
     conversion: ConversionSettings
     layout: LayerSettings
@@ -194,49 +194,47 @@ class ConvertSettings:
             self._check_manifest()
         elif self.layout.format == "exact" and self.conversion.dtype is not None:
             raise GearbxError(
-                f"--dtype {self.conversion.dtype}: format exact has the weights bit for bit; leave it out, "
-                "or convert the model first with mlx_lm.convert --dtype, which rounds"
+                f"--dtype {self.conversion.dtype}: format exact has the weights bit for bit; omit --dtype, "
+                "or use mlx_lm.convert --dtype first, which rounds"
             )
         elif self.conversion.asks_text and (self.floors.wanted or self.budget.wanted):
-            raise GearbxError("--calibrate chooses codes of 3 and 4 bits; leave it out, or leave out floors and budget")
+            raise GearbxError("--calibrate chooses codes of 3 and 4 bits; omit it, or omit floors and budget")
         elif not self.ladder.quantized_bits:
-            raise GearbxError(f"--gears {self.ladder}: nothing to convert; give a gear of fewer bits")
+            raise GearbxError(f"--gears {self.ladder}: nothing to convert; use a gear of fewer bits")
         elif isinstance(self.quality, BudgetSettings) and self.ladder[0].bits != 2:
             raise GearbxError(
-                f"--gears {self.ladder}: a budget finds the bits of a gear that begins at 2; leave out --gears"
+                f"--gears {self.ladder}: a budget finds the bits of a gear that starts at 2; omit --gears"
             )
 
     def _check_alone(self) -> None:
         conversion, read = self.conversion, {"verify", "restore", "mlx_path", "revision", "device"}
         others = {*given_names(conversion, ConversionSettings()), *given_names(self.layout, LayerSettings())} - read
         if conversion.verify is not None and conversion.restore is not None:
-            raise GearbxError("--restore and --verify are two commands; --restore compares everything that it writes")
+            raise GearbxError("--restore and --verify are two commands; omit --verify, since --restore verifies too")
         if others or self.floors.wanted or self.budget.wanted:
             if conversion.restore is not None:
                 raise GearbxError(
-                    "--restore writes what was converted; leave out all flags but --mlx-path and --revision"
+                    "--restore writes the converted original; omit all flags except --mlx-path and --revision"
                 )
-            raise GearbxError("--verify compares a checkpoint and writes none; leave out what is for writing one")
+            raise GearbxError("--verify compares a checkpoint and writes none; omit flags for writing")
 
     def _check_manifest(self) -> None:
         if self.conversion.dtype or self.layout.manage or self.conversion.embeddings:
-            raise GearbxError(
-                "--manifest names the layers and their weights; leave out --dtype, --manage and --embeddings"
-            )
+            raise GearbxError("--manifest has the layers and their weights; omit --dtype, --manage and --embeddings")
         if self.conversion.asks_text:
-            raise GearbxError("--manifest has measured the nearest codes; leave out --calibrate")
+            raise GearbxError("--manifest was measured with RTN codes; omit --calibrate")
         if self.floors.wanted or self.budget.wanted:
-            raise GearbxError("--manifest has the bits of every layer; leave out the floors and the budget")
+            raise GearbxError("--manifest has the bits of every layer; omit the floors and the budget")
 
     @property
     def writes_table(self) -> bool:
-        """True if a table of a manifest is written, and no gears."""
+        """Flag for writing a table of a manifest instead of gears."""
         gears = self.layout.gears
         return self.conversion.manifest is not None and (gears is None or len(gears) == 1)
 
     @property
     def calibrates(self) -> bool:
-        """True if a text chooses the lowest gear's codes: as asked, and by default where they are free."""
+        """Flag for calibrating the lowest gear's codes: on request, and by default if they are free."""
         conversion = self.conversion
         others = self.floors.wanted or self.budget.wanted or conversion.manifest is not None
         by_default = conversion.calibrate is None and not others and self.layout.chosen_format in LIKE_MLX
@@ -244,7 +242,7 @@ class ConvertSettings:
 
     @property
     def ladder(self) -> Ladder:
-        """The gears to write; by default those of mode lossless, of which the lower one has codes of its own."""
+        """The gears to write; by default the two of mode lossless."""
         by_quality = self.floors.wanted or self.budget.wanted
         usual = default_ladder(self.layout.chosen_format, by_quality)
         if self.calibrates:
@@ -253,14 +251,14 @@ class ConvertSettings:
 
     @property
     def quality(self) -> Floors | BudgetSettings | None:
-        """Floors, a budget, or None: what the bits of every layer follow from. Raises GearbxError for both of them."""
+        """Floors or a budget that determine the bits of every layer; None without. Raises GearbxError for both."""
         format = self.layout.chosen_format
         if not self.budget.wanted:
             return self.floors.floors(format)
         if not has_codebooks(format):
-            raise GearbxError(f"a budget is met by codebooks, and the format is {format}; give --format codebook")
+            raise GearbxError(f"a budget needs codebooks, got format {format}; use --format codebook")
         if self.floors.wanted:
-            raise GearbxError("a budget finds the floors; leave out --auto-bits")
+            raise GearbxError("a budget finds the floors; omit --auto-bits")
         return self.budget
 
 
@@ -272,7 +270,7 @@ MLX_LMS = {"quantize", "q_bits", "q_mode", "quant_predicate", "dequantize"}  # k
 
 
 def convert(hf_path: str | Path | None = None, mlx_path: str | Path = "mlx_model", **keywords: Any) -> Path:
-    """Return the directory of a new checkpoint that holds several gears of a model, as the command `convert` writes it.
+    """Return the directory of a new checkpoint with several gears of a model, as the command `convert` writes it.
 
     Progress and notes go to stderr.
 
@@ -280,22 +278,22 @@ def convert(hf_path: str | Path | None = None, mlx_path: str | Path = "mlx_model
         hf_path: a local directory or a Hub repository, as in `mlx_lm.convert`; None: the demo model.
         mlx_path: the directory to write.
         keywords: the command's other flags by name, with its defaults: gears ("4,16"), format, manage, q_group_size,
-            dtype, device, calibrate (a file of text; "": what ships; "none"), embeddings, revision,
+            dtype, device, calibrate (a file of text; "": the bundled text; "none"), embeddings, revision,
             trust_remote_code, upload_repo, manifest, auto_bits, memory_budget, target_bpw, prompts; restore, a
             checkpoint of format exact whose original is written instead.
 
     Raises:
-        GearbxError: a keyword that does not exist, arguments that exclude each other, a model that cannot be converted,
+        GearbxError: an unknown keyword, arguments that exclude each other, a model that cannot be converted,
             or a directory that exists or cannot be written.
     """
     for name in MLX_LMS & keywords.keys():
         raise GearbxError(
-            f"{name} is mlx_lm.convert's: here gears names the bits that are stored, the lowest of which mlx-lm reads; "
-            'leave it out, and give gears="4,8,16", q_group_size and format'
+            f"{name} is a keyword of mlx_lm.convert; omit it, and set gears (mlx-lm reads the lowest one), "
+            'as in gears="4,8,16", q_group_size and format'
         )
     settings = command_settings(ConvertSettings, {"model": hf_path, "mlx_path": mlx_path, **keywords})
     if settings.conversion.verify is not None:
-        raise GearbxError("verify is for the command, which writes nothing then; leave it out")
+        raise GearbxError("verify is only for the command; omit it")
     return call("convert", "uploaded_checkpoint", settings)
 
 

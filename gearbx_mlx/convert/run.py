@@ -1,4 +1,4 @@
-"""The body of `convert`: from a model to a checkpoint on disk, which stock mlx-lm reads too."""
+"""The command `convert`: a model becomes a checkpoint on disk, also for stock mlx-lm."""
 
 import contextlib
 import os
@@ -62,11 +62,11 @@ from ..telemetry.summary import as_json
 from . import BudgetSettings, ConvertSettings
 
 Loads = Callable[..., tuple[nn.Module, Any]]
-"""Loads a copy of the model that is converted, and its tokenizer. lazy: as of `load`."""
+"""Loads a copy of the model to convert, and its tokenizer. lazy: as of `load`."""
 
 
 def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Provenance) -> None:
-    """Fill the directory `work`. Raises GearbxError for a model that cannot be converted, OSError for a full disk."""
+    """Write geared files into `work`. Raises GearbxError for an unsupported model, OSError for a full disk."""
     conversion = settings.conversion
     original = partial(load_cast, source, conversion.dtype, conversion.trust_remote_code)
     model, tokenizer = original(lazy=True)
@@ -89,7 +89,7 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
         except GearbxError as error:
             if conversion.asks_text:
                 raise
-            note(f"base: the nearest codes, since {one_line(error)}")
+            note(f"base: round-to-nearest, since {one_line(error)}")
     converter = Converter(model, plan, work, base.layers if base else None)
     try:
         files = open_original(source) if get_format(plan.format).ladders else None
@@ -98,7 +98,7 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
             for size in converter:
                 advance(size)
         manifest = converter.finish(files.keep(converter.views, work) if files else None)
-    except RuntimeError as error:  # of MLX, reading what is not there any more
+    except RuntimeError as error:  # from MLX, for a file that was removed
         raise GearbxError(f"{source}: cannot be read ({one_line(error)}); download it again") from error
     finally:
         converter.close()
@@ -109,7 +109,7 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
 
 
 def codes_to_keep(model: nn.Module, settings: ConvertSettings) -> OwnCodes | None:
-    """Return the codes of a quantized model, which its top gear keeps. Raises GearbxError if none is below it."""
+    """Return the codes of a quantized model, for its top gear. Raises GearbxError if no lower gear is possible."""
     codes, conversion = own_codes(model), settings.conversion
     if codes is None:
         return None
@@ -121,20 +121,20 @@ def codes_to_keep(model: nn.Module, settings: ConvertSettings) -> OwnCodes | Non
         "the floors": settings.quality,
     }
     if len(ladder_of_codes(codes, settings.layout, flags)) == 1:
-        raise GearbxError(f"there is no lower gear to write; without conversion {codes.told()}")
+        raise GearbxError(f"there is no lower gear to write; without conversion {codes.summary()}")
     return codes
 
 
 def calibrated_base(file: str, original: Loads, model: nn.Module, tokenizer: Any, plan: Plan) -> Base:
-    """Return the base, which an earlier run kept, or made now. Raises GearbxError where the layout leaves no choice.
+    """Return the base, kept by an earlier run or new. Raises GearbxError if the layout has no free codes.
 
-    file: of the text; "": what ships, with answers that a copy of the model writes.
+    file: of the text; "": bundled prompts, with answers that a copy of the model generates.
     """
     text, format = text_of(tokenizer, file), get_format(plan.format)
     key = key_of(model, format, plan.gears, plan.manage, plan.group_size, text)
     base = key.find()
     if base is None:
-        tell_cost(model, key, format, text, "--calibrate none takes the nearest codes, at once")
+        tell_cost(model, key, format, text, "--calibrate none rounds to nearest, without delay")
         with progress_bar() as progress:
             texts = list(text.texts)
             if text.requests:
@@ -145,17 +145,17 @@ def calibrated_base(file: str, original: Loads, model: nn.Module, tokenizer: Any
 
 
 def open_original(source: Path) -> OriginalFiles:
-    """Return the files that are to come back, hashed. Raises GearbxError where one cannot be read."""
+    """Return the files to restore later, hashed. Raises GearbxError if one cannot be read."""
     with counting("hashing", sum(file.stat().st_size for file in weights_in(source)), in_bytes=True) as advance:
         files = OriginalFiles(source, progress=advance)
-    _, lost = files.others
-    if lost and source != DEMO_MODEL:  # whose own files ship
-        note(f"--restore will not bring back {escaped(', '.join(lost))}, which mlx-lm does not read")
+    _, omitted = files.others
+    if omitted and source != DEMO_MODEL:  # the demo model's files are bundled
+        note(f"--restore will not restore {escaped(', '.join(omitted))}, which mlx-lm does not read")
     return files
 
 
 def precision_of(settings: ConvertSettings, file: str, model: nn.Module) -> PrecisionManifest:
-    """Return the precision manifest that is to lie beside the gears. Raises GearbxError if it is not for this model."""
+    """Return the precision manifest to store with the gears. Raises GearbxError if it is not for this model."""
     manifest = read_precision(Path(file))
     settings.layout.filled(manifest, f"{file} was measured with")
     with error_context(file):
@@ -163,12 +163,12 @@ def precision_of(settings: ConvertSettings, file: str, model: nn.Module) -> Prec
     for path in missing:
         note(f"{file}: has no {path}, which is capped last")
     if manifest.gears:
-        note(f"{file}: its tables stay in the file; every layer has the bits of the gear")
+        note(f"{file}: its tables are not used; every layer has the bits of the gear")
     return manifest
 
 
 def plan_of(settings: ConvertSettings, precision: PrecisionManifest | None) -> Plan:
-    """Return what to write, before the bits of every layer are found."""
+    """Return the plan, before the bits of every layer are known."""
     return Plan(
         **settings.layout.filled(precision, "the manifest was measured with"),
         gears=tuple(gear.bits for gear in settings.ladder),
@@ -177,8 +177,8 @@ def plan_of(settings: ConvertSettings, precision: PrecisionManifest | None) -> P
 
 
 def bits_for(quality: Floors | BudgetSettings, original: Loads, plan: Plan, work: Path) -> dict[str, int]:
-    """Return path to bits, as floors or a budget say, after writing a report into `work`."""
-    lazy = isinstance(quality, Floors)  # of layers that are read one by one, one is in memory at a time
+    """Return path to bits, from floors or a budget, after writing a report into `work`."""
+    lazy = isinstance(quality, Floors)  # only one layer is in memory at a time
     model, tokenizer = original(lazy=lazy)
     report: dict[str, Any] = {}
     with progress_bar() as progress:
@@ -197,23 +197,21 @@ def bits_for(quality: Floors | BudgetSettings, original: Loads, plan: Plan, work
 
 
 def reserve_for(budget: BudgetSettings, model: nn.Module) -> int:
-    """Return bytes of a budget in memory that are for generation; prints what they are for."""
+    """Return bytes of a memory budget reserved for generation, and print their purpose."""
     if budget.memory_budget is None:
         return 0
     given = budget.reserved()
     if given is not None:
-        note(f"reserve: {human_bytes(given)} beside the weights, as given")
+        note(f"reserve: {human_bytes(given)} in addition to the weights, as set")
         return given
     reserve = measure_reserve(model)
     cache, rest = human_bytes(reserve.cache), human_bytes(reserve.activations)
-    note(
-        f"reserve: {cache} for keys and values of {reserve.tokens} tokens, {rest} for activations; --reserve changes it"
-    )
+    note(f"reserve: {cache} for keys and values of {reserve.tokens} tokens, {rest} for activations; set by --reserve")
     return reserve.bytes
 
 
 def load_cast(source: Path, dtype: str | None, trusted: bool, lazy: bool) -> tuple[nn.Module, Any]:
-    """Model and tokenizer, with the weights in a type, as mlx_lm.convert casts them; None: in their own."""
+    """Return model and tokenizer, with the weights in `dtype`, as mlx_lm.convert casts them; None: in their own."""
     model, tokenizer = load(source, lazy=lazy, trust_remote_code=trusted)
     if dtype is not None:
         wanted = getattr(model, "cast_predicate", lambda name: True)
@@ -228,33 +226,33 @@ def load_cast(source: Path, dtype: str | None, trusted: bool, lazy: bool) -> tup
 def write_geared_card(
     converter: Converter, manifest: Manifest, work: Path, origin: Provenance, original: int | None
 ) -> None:
-    """Write the model card, and print the sizes of the files. original: bytes of its weights, if they can come back."""
+    """Write the model card, and print the sizes of the files. original: bytes of its weights; None if not stored."""
     sizes = {name: place.size for file in converter.files.values() for name, place in file.places.items()}
     gears = gear_sizes(manifest, sizes)
     names = [BASE_FILE, GEARS_FILE] if original is None else [BASE_FILE, GEARS_FILE, ORIGINAL_FILE]
     files = {name: (work / name).stat().st_size for name in names}
     (work / CARD).write_text(geared_card(manifest, gears, files, origin, original), encoding="utf-8")
     base, others, *kept = map(human_bytes, files.values())
-    runs = "which mlx-lm runs" if manifest.stock else "which mlx-lm does not run: it does not know the format"
+    runs = "which mlx-lm runs" if manifest.stock else "which mlx-lm does not run, since it does not have the format"
     note(f"base {base}, {runs}; other gears {others}")
     for path, reason in converter.larger.items():
         note(f"{path}: stays dense, since it {reason}")
     if original is not None:
         total = sum(files.values())
-        note(f"original: {kept[0]} beside its parameters; together {human_bytes(total)}, {share_text(total, original)}")
+        note(f"original: {kept[0]} plus its parameters; together {human_bytes(total)}, {share_text(total, original)}")
 
 
 def find_gears(path_or_hf_repo: str, revision: str | None) -> SavedGears:
-    """Return the gears of a checkpoint with what is kept of its original. Raises GearbxError where there are none."""
+    """Return the gears of a checkpoint, including data of its original. Raises GearbxError if there are none."""
     directory = find(path_or_hf_repo, revision, also=(ORIGINAL_FILE,))
     saved = open_gears(directory)
     if saved is None:
-        raise GearbxError(f"{directory}: holds no gears; give what gearbx_mlx convert wrote")
+        raise GearbxError(f"{directory}: has no gears; use a directory that gearbx_mlx convert wrote")
     return saved
 
 
 def verify(path_or_hf_repo: str, revision: str | None) -> str:
-    """Compare every array with its hash, and return a line that says so. Raises GearbxError for damaged ones."""
+    """Compare every array with its hash, and return a line with the result. Raises GearbxError for damaged ones."""
     saved = find_gears(path_or_hf_repo, revision)
     directory = saved.directory
     sizes = {name: place.size for name, place in saved.hashes.places.items()}
@@ -266,12 +264,12 @@ def verify(path_or_hf_repo: str, revision: str | None) -> str:
     if damaged:
         file = saved.hashes.places[damaged[0]].file
         raise GearbxError(f"{file}: {damaged[0]} is damaged ({len(damaged)} of {len(sizes)} arrays are); {RESTORE}")
-    said = f"{directory}: {len(sizes)} arrays, {human_bytes(sum(sizes.values()))}, are what was written"
-    return said if saved.manifest.original is None else f"{said}; {verify_original(saved)}"
+    summary = f"{directory}: {len(sizes)} arrays, {human_bytes(sum(sizes.values()))}, are undamaged"
+    return summary if saved.manifest.original is None else f"{summary}; {verify_original(saved)}"
 
 
 def verify_original(saved: SavedGears) -> str:
-    """Make every file of the original again, compare it with its hash, and return a line that says so."""
+    """Restore every file of the original, compare it with its hash, and return a line with the result."""
     restorer, tensors = Restorer(saved), 0
     with counting("decoding", restorer.size, in_bytes=True) as advance:
         for parameters, keys in restorer.groups:
@@ -279,7 +277,7 @@ def verify_original(saved: SavedGears) -> str:
                 advance(restorer.size_of(key))
                 tensors += 1
     files = sum(1 for _ in restorer.files())
-    return f"decoded, {tensors} tensors and {files} other files are those of the original"
+    return f"restored: {tensors} tensors and {files} other files equal the original's"
 
 
 def run(settings: ConvertSettings) -> int:
@@ -292,7 +290,7 @@ def run(settings: ConvertSettings) -> int:
 
 
 def uploaded_checkpoint(settings: ConvertSettings) -> Path:
-    """Write a checkpoint, which has its name when it is whole, and upload it if a repository is named."""
+    """Write a checkpoint, under its final name once complete, and upload it if a repository is set."""
     conversion = settings.conversion
     out = destination(conversion.mlx_path)
     check_repository(conversion.upload_repo)
@@ -313,7 +311,7 @@ def write_checkpoint(settings: ConvertSettings, work: Path, name: str) -> None:
     conversion = settings.conversion
     source = find(conversion.model or DEMO_MODEL, conversion.revision)
     if checkpoint_gears(source) is not None:
-        raise GearbxError(f"{source}: holds gears already; convert the original")
+        raise GearbxError(f"{source}: already has gears; use the original")
     write = write_manifest_table if settings.writes_table else write_gears
     write(settings, source, work, provenance(name, conversion.model, source))
 
@@ -326,16 +324,16 @@ def destination(mlx_path: str | Path) -> Path:
         out.exists()  # fails for a name that is too long
     except (OSError, ValueError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or one_line(error)
-        raise GearbxError(f"--mlx-path {mlx_path}: no directory can have this name ({reason}); give another") from error
+        raise GearbxError(f"--mlx-path {mlx_path}: invalid name ({reason}); choose a different one") from error
     if exists:
-        raise GearbxError(f"--mlx-path {mlx_path}: is there already; remove it or give another path")
+        raise GearbxError(f"--mlx-path {mlx_path}: already exists; remove it or choose a different path")
     if not has_parent:
-        raise GearbxError(f"--mlx-path {mlx_path}: there is no directory {out.parent}; make it first")
+        raise GearbxError(f"--mlx-path {mlx_path}: there is no directory {out.parent}; use an existing one")
     return out
 
 
 def check_repository(repo: str | None) -> None:
-    """Raises GearbxError for a name that the Hub refuses; before the work, not after it."""
+    """Validate a repository name before the work. Raises GearbxError for names that the Hub refuses."""
     try:
         if repo is not None:
             validate_repo_id(repo)
@@ -352,7 +350,7 @@ def upload(out: Path, repo: str) -> None:
             hub.upload_folder(repo_id=repo, folder_path=out, repo_type="model")
     except Exception as error:  # the network, the Hub, a token without permission
         raise GearbxError(
-            f"{out}: is whole, and was not uploaded ({one_line(error)}); hf upload {repo} {out} goes on"
+            f"{out}: is complete, but was not uploaded ({one_line(error)}); use hf upload {repo} {out} to continue"
         ) from error
 
 
@@ -360,16 +358,16 @@ def upload(out: Path, repo: str) -> None:
 
 
 def write_manifest_table(settings: ConvertSettings, source: Path, work: Path, origin: Provenance) -> None:
-    """Fill the directory `work`. Raises GearbxError as `choose_table`, or for a model that the table is not for."""
+    """Write a table into `work`. Raises GearbxError as `choose_table`, or for a model that does not fit the table."""
     file, trusted = str(settings.conversion.manifest), settings.conversion.trust_remote_code
     manifest, gear = choose_table(Path(file), settings.layout)
     model, tokenizer, config = load(source, return_config=True, lazy=True, trust_remote_code=trusted)
     if is_quantized(model):
-        raise GearbxError(f"{source}: is quantized already, and --manifest has bits for original weights; leave it out")
+        raise GearbxError(f"{source}: is quantized already, but --manifest is for original weights; omit --manifest")
     with error_context(file):
         manifest, layers, missing = fitted_to(manifest, model, get_format("affine"))
     for path in missing:
-        note(f"{file}: has no {path}, which stays as it is")
+        note(f"{file}: has no {path}, which is not quantized")
     bits = manifest.gears[gear].bits
     weights = sum(layer.module.weight.size for layer in layers)
     with messages.status("quantizing"):
@@ -378,29 +376,29 @@ def write_manifest_table(settings: ConvertSettings, source: Path, work: Path, or
 
 
 def choose_table(file: Path, layout: LayerSettings) -> tuple[PrecisionManifest, int]:
-    """Return the manifest, and the gear whose table is written. Raises GearbxError where the flags contradict it."""
+    """Return the manifest, and the gear whose table is written. Raises GearbxError if the flags contradict it."""
     manifest = read_precision(file)
     if layout.format not in (None, "affine"):
-        raise GearbxError(f"--format {layout.format}: a checkpoint with the bits of a manifest is mlx-lm's own, affine")
+        raise GearbxError(f"--format {layout.format}: tables of a manifest are stored as affine; omit --format")
     if layout.q_group_size not in (None, manifest.group_size):
         raise GearbxError(
-            f"--q-group-size is {layout.q_group_size}, and {file} was measured with {manifest.group_size}"
+            f"--q-group-size: must be that of {file}, {manifest.group_size}, got {layout.q_group_size}; omit it"
         )
     tables = ", ".join(map(str, manifest.gears))
     if not tables:
-        raise GearbxError(f"{file}: has no tables; make some with gearbx_mlx allocate --manifest {file}")
+        raise GearbxError(f"{file}: has no tables; use gearbx_mlx allocate --manifest {file} to add some")
     wanted = [*manifest.gears] if layout.gears is None else [gear.bits for gear in layout.gears]
     if layout.gears is None and len(wanted) > 1:
         raise GearbxError(f"{file}: has tables for gears {tables}; choose one with --gears")
     if len(wanted) > 1 or wanted[0] not in manifest.gears:
-        raise GearbxError(f"{file}: has no table for gears {layout.gears}; choose one of {tables}")
+        raise GearbxError(f"{file}: has no table for gears {layout.gears}; choose from {tables}")
     if manifest.format != "affine":
         note(f"{file}: was measured with {manifest.format}; mlx-lm's affine layers differ a little from it")
     return manifest, wanted[0]
 
 
 def write_card(layers: Sequence[Layer], bits: Mapping[str, int], weights: int, work: Path, origin: Provenance) -> None:
-    """Write the model card, with sizes from the files that were written."""
+    """Write the model card, with the sizes of the written files."""
     files = sorted(work.glob("model*.safetensors"))
     sizes = {name: place.size for file in files for name, place in header_of(file).places.items()}
     parts = ("weight", "scales", "biases")

@@ -16,7 +16,7 @@ from ..gears.cost import used_share
 from ..gears.discovery import Layer, default_sensitivity
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import DENSE
-from ..gears.offload import hand_back
+from ..gears.offload import return_memory
 from ..machine.controller import (
     DECIDE_EVERY,
     MEMORY_FULL,
@@ -152,7 +152,7 @@ class MemoryGuard:
         self.tokens += 1
         if self.tokens % DECIDE_EVERY or self.sensor.bytes() < MEMORY_FULL * self.sensor.limit:
             return
-        hand_back()
+        return_memory()
         limit, used = human_bytes(self.sensor.limit), self.sensor.bytes()
         if used > self.sensor.limit:
             raise GearbxError(

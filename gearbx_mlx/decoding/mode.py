@@ -58,7 +58,7 @@ class Mode:
             gearbox = attached(model)
         if isinstance(gearbox, Observer) or (gearbox is None and without_gears(model)):
             codes = own_codes(model)
-            alternative = "" if codes is None else f", or pass a Gearbox ({codes.told()})"
+            alternative = "" if codes is None else f", or pass a Gearbox ({codes.summary()})"
             raise GearbxError(
                 f"mode '{self.name}': needs a gearbox, got a model with an observer or without gears; "
                 f"use 'telemetry-only'{alternative}"

@@ -1,10 +1,9 @@
-"""How one weight matrix is stored. A new format is one file here and one line in FORMATS.
+"""Storage formats of a weight matrix. A new format is one file here and one line in FORMATS.
 
 Importing this module loads neither mlx nor numpy: a format's own module is imported when the format is used.
 
-What a format of codebooks leaves to choose (XFP 3.4, 4.1, 4.2) is part of its name, as in
-"codebook-library:group=64,sigma=2.5". So the choices go wherever the name goes: into a checkpoint, a manifest, a model
-card, and back. A name without choices has XFP's.
+The options of a codebook format (XFP 3.4, 4.1, 4.2) are part of its name, as in "codebook-library:group=64,sigma=2.5".
+So checkpoints, manifests and model cards store them with the name. A name without options has XFP's.
 """
 
 import copy
@@ -29,11 +28,11 @@ FORMATS = {  # name to module and class
     "codebook-library": "gearbx_mlx.formats.codebook_library:CodebookLibrary",
 }
 DEFAULT_FORMAT = "planes"
-RECONSTRUCTED = ("rowwise", "groupwise", "codebook", "codebook-library")  # whose weights MLX cannot multiply packed
-CODEBOOKS = ("codebook", "codebook-library")  # their names may have choices
-GROUPS = (32, 64, 128, 256)  # of a library of codebooks: whole words of packed codes
-SPLIT_CODES = "codes"  # what `convert` makes of a quantized checkpoint; it cannot be asked for
-LIKE_MLX = ("planes", "exact", "affine", SPLIT_CODES)  # whose lowest gear is what mlx-lm quantizes to
+RECONSTRUCTED = ("rowwise", "groupwise", "codebook", "codebook-library")  # MLX cannot multiply their packed weights
+CODEBOOKS = ("codebook", "codebook-library")  # their names may have options
+GROUPS = (32, 64, 128, 256)  # group sizes of a library of codebooks: whole words of packed codes
+SPLIT_CODES = "codes"  # format of quantized models that `convert` splits; users cannot request it
+LIKE_MLX = ("planes", "exact", "affine", SPLIT_CODES)  # their lowest gear is what mlx-lm quantizes to
 
 
 def get_format(name: "str | Format") -> "Format":
@@ -52,14 +51,14 @@ def _load_format(name: str) -> "Format":
 
 
 def with_cache(name: str) -> "Format":
-    """One of RECONSTRUCTED whose layers keep what they unpacked until their gear is left (GEARBX 7.1)."""
+    """Return one of RECONSTRUCTED whose layers keep unpacked weights until their gear is left (GEARBX 7.1)."""
     format = copy.copy(get_format(name))
     format.cache = True  # type: ignore[attr-defined]
     return format
 
 
 def has_codebooks(name: str | None) -> bool:
-    """Return whether a format with this name, which may have choices, stores codebooks."""
+    """Return True if the format of this name, with or without options, stores codebooks."""
     return name is not None and split_name(name)[0] in CODEBOOKS
 
 
@@ -69,13 +68,13 @@ def option(default: float, least: float, most: float, *choices: int) -> Any:
 
 @dataclass(frozen=True)
 class CodebookOptions:
-    """Choices of a codebook format. The defaults are XFP's.
+    """Options of a codebook format. The defaults are XFP's.
 
-    sigma: weights further from the mean than so many standard deviations of the matrix are outliers.
-    cap: the largest share of a matrix's weights that can be outliers; 0: none are.
+    sigma: distance from the mean, in standard deviations of the matrix, beyond which weights are outliers.
+    cap: the largest share of a matrix's weights that can be outliers; 0: no outliers.
     rounds: of Lloyd's iteration.
-    library: codebooks of a matrix; group: weights that share one, with a scale and a mid-point. Both belong to format
-        codebook-library alone.
+    library: codebooks of a matrix; group: weights that share one, with a scale and a mid-point. Both are only for
+        format codebook-library.
 
     Raises:
         GearbxError: a value outside of its range.
@@ -84,7 +83,7 @@ class CodebookOptions:
     sigma: float = option(3.0, 1, 100)
     cap: float = option(0.02, 0, 0.5)
     rounds: int = option(20, 1, 1000)
-    library: int = option(32, 1, 256)  # a group names one with a byte
+    library: int = option(32, 1, 256)  # a group stores its codebook's index in a byte
     group: int = option(128, min(GROUPS), max(GROUPS), *GROUPS)
 
     def __post_init__(self) -> None:
@@ -95,7 +94,7 @@ class CodebookOptions:
             check_range(shown, value, *item.metadata["range"])
 
     def __str__(self) -> str:
-        """Return what differs from the defaults: "group=64,sigma=2.5"."""
+        """Return the differences from the defaults: "group=64,sigma=2.5"."""
         chosen = sorted(name for name, value in vars(self).items() if value != getattr(CodebookOptions, name))
         return ",".join(f"{name}={getattr(self, name):g}" for name in chosen)
 
@@ -112,20 +111,20 @@ class CodebookOptions:
         for part in filter(None, text.split(",")):
             name, _, value = part.partition("=")
             if name not in kinds or name in found:
-                raise GearbxError(f"codebooks have no choice '{part}' in '{text}'; {choose(name, kinds)}")
+                raise GearbxError(f"codebooks have no option '{part}' in '{text}'; {choose(name, kinds)}")
             try:
                 found[name] = int(value) if kinds[name] is int else float(value)
             except ValueError:
-                raise GearbxError(f"{name} of codebooks is '{value}'; give a number") from None
+                raise GearbxError(f"{name} of codebooks: must be a number, got '{value}'; use a number") from None
         return cls(**found)  # type: ignore[arg-type]
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Return the name of a format without its choices, and their text, which may be empty."""
+    """Return the name of a format without its options, and the text of the options, which may be empty."""
     base, _, text = name.partition(":")
     return base, text
 
 
 def name_with(base: str, options: CodebookOptions) -> str:
-    """Return the name of a format with its choices."""
+    """Return the name of a format with its options."""
     return f"{base}:{options}" if str(options) else base

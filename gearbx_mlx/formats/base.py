@@ -1,6 +1,6 @@
-"""The interface of a format, and what formats share.
+"""The interface of formats, and their common code.
 
-Formats that MLX has no kernel for share `Reconstructed`: their modules reconstruct the dense weight, then multiply with
+Formats without an MLX kernel share `Reconstructed`: their modules reconstruct the dense weight, then multiply with
 MLX (GEARBX 7.1).
 """
 
@@ -18,16 +18,16 @@ from ..kernels.bit_planes import Planes
 from .native import FLOATING, Native
 
 Arrays = Mapping[str, mx.array]
-Bits = Sequence[int]  # of several gears, ascending, or of planes
+Bits = Sequence[int]  # bits of several gears, ascending, or of planes
 Shape = Sequence[int]
-Gears = dict[int, nn.Module]  # by their bits
+Gears = dict[int, nn.Module]  # bits to module
 K = TypeVar("K")
 
 
 class StoredArray(NamedTuple):
     """An array of a gear, as a file contains it.
 
-    shape: None stands for a length that the data decide. bits, name: of the gear that the array was made for, and its
+    shape: None is a length that depends on the data. bits, name: of the gear that the array was made for, and its
     name there; gears may share arrays.
     """
 
@@ -39,14 +39,14 @@ class StoredArray(NamedTuple):
 
 StoredArrays = dict[str, StoredArray]
 Window = Callable[[np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
-"""Weights, values of their codes and scales, all (n,) float32, to whether the weights come back, and at a byte more."""
+"""Weights, values of their codes and scales, all (n,) float32, to masks: restorable weights, those with a byte more."""
 
 
 class Format:
-    """A way to store one weight matrix at several precisions.
+    """Storage of one weight matrix at several precisions.
 
-    A gear of 16 bits has the weights themselves, unless the format has `ladders`. Arguments of the methods:
-        dense: the layer as it is: a Linear, weight (O, I), or a SwitchLinear or MultiLinear, (E, O, I).
+    A 16-bit gear has the original weights, unless the format has `ladders`. Arguments of the methods:
+        dense: the layer: a Linear, weight (O, I), or a SwitchLinear or MultiLinear, (E, O, I).
         shape: of a weight, (..., O, I).
         bits: of the gear that is needed.
         ladder: bits of all gears that the format stores, ascending.
@@ -56,31 +56,31 @@ class Format:
     """
 
     name: str
-    native: bool  # whether native kernels compute its linear layers
-    native_experts: bool  # whether native kernels compute its mixtures of experts
-    rounds: bool  # whether native CPU kernels may round the activations that its packed weights meet
+    native: bool  # True if native kernels compute its linear layers
+    native_experts: bool  # True if native kernels compute its mixtures of experts
+    rounds: bool  # True if native CPU kernels may quantize activations for its packed weights
     scales: frozenset[str]  # parameters of its modules that have the `dtype` of `modules`
     viewed: frozenset[str] = frozenset()  # parameters that are the bits of stored halves, as uint16
-    ladders: tuple[tuple[int, ...], ...] = ()  # the only ones, whose top gears it makes too; empty: any, without 16
+    ladders: tuple[tuple[int, ...], ...] = ()  # the only possible ones, including top gears; empty: any, without 16
     layer_bits: Sequence[int] = ()  # outside the ladder, for layers with floors; empty if gears are not made one by one
-    types: tuple[mx.Dtype, ...] = FLOATING  # of the weights that it stores
-    by_rows: bool = True  # whether a row is stored in the same way with any other rows of its matrix
-    takes_base: bool = False  # whether its lowest gear may have other codes than the nearest ones: a calibrated base
-    window: Window | None = None  # which codes of a calibrated base the other gears can do with; None: all
+    types: tuple[mx.Dtype, ...] = FLOATING  # types of the weights that it stores
+    by_rows: bool = True  # True if the storage of a row does not depend on the other rows of its matrix
+    takes_base: bool = False  # True if its lowest gear may have codes of a calibrated base
+    window: Window | None = None  # codes of a calibrated base that the other gears can use; None: all
 
     def check(self, bits: int) -> None:
-        """Raise GearbxError if the format does not support this number of bits."""
+        """Validate this number of bits. Raises GearbxError if the format does not support it."""
 
     def fits(self, width: int, group_size: int) -> str | None:
         """Return the reason why a matrix with `width` inputs cannot be stored, or None if it can."""
         return whole_groups(width, group_size)
 
     def span(self, group_size: int) -> int | None:
-        """Return how many inputs of a row are stored together, so that a row can be divided between them; None: all."""
+        """Return how many inputs of a row are stored together, so that a row can be cut between them; None: all."""
         return None
 
     def widths(self, bits: int, ladder: Bits) -> Bits:
-        """Bits of each plane of the stack that has the gear with `bits`; none for formats without planes."""
+        """Return the bits of each plane of the stack that has the gear with `bits`; none without planes."""
         return ()
 
     def modules(self, dense: nn.Module, bits: int, ladder: Bits, group_size: int, dtype: mx.Dtype) -> Gears:
@@ -91,16 +91,16 @@ class Format:
         raise NotImplementedError
 
     def shows_damage(self, dense: nn.Module) -> bool:
-        """Return whether a weight that is not finite shows in the scales that `modules` makes of it."""
+        """Return True if a weight that is not finite shows in the scales that `modules` makes from it."""
         return False
 
     def module(self, dense: nn.Module, bits: int, arrays: Arrays, ladder: Bits, group_size: int) -> nn.Module:
         """Return the gear with `bits` over stored arrays.
 
         Args:
-            dense: gives the shape, the kernels and the bias; its weight is not read.
-            arrays: flat name to parameter, as a module from `modules` has them: with rows one after the other, or
-                in panels (`PanelPlanes`).
+            dense: has the shape, the kernels and the bias; its weight is not read.
+            arrays: flat name to parameter, as in a module from `modules`: with consecutive rows, or in panels
+                (`PanelPlanes`).
         """
         raise NotImplementedError
 
@@ -109,28 +109,28 @@ class Format:
         raise NotImplementedError
 
     def bytes_read(self, shape: Shape, bits: int, ladder: Bits, group_size: int, scale_size: int) -> int:
-        """Return the bytes that one product with a weight of this shape reads.
+        """Return the bytes that one matmul with a weight of this shape reads.
 
         A scale or bias takes `scale_size` bytes, as in the checkpoint, except in formats that fix its type.
         """
         raise NotImplementedError
 
     def nearest(self, weight: mx.array, ladder: Bits, group_size: int) -> Planes | None:
-        """Return the lowest gear's plane of a matrix (O, I), with floating scales; None where others begin with it."""
+        """Return the RTN plane of a matrix's (O, I) lowest gear, with floating scales; None if other gears need it."""
         raise NotImplementedError
 
     def over_base(self, dense: nn.Module, base: Planes, ladder: Bits, dtype: mx.Dtype) -> Gears:
-        """Like `modules` of the lowest gear, with the codes, scales and biases of `base`."""
+        """Return the modules of the lowest gear, with the codes, scales and biases of `base`."""
         raise NotImplementedError
 
 
 def stored_bits(format: Format, widths: Sequence[int]) -> tuple[int, ...]:
-    """Return the bits of a layer that the format stores; otherwise 16 are the weights themselves."""
+    """Return the bits of a layer that the format stores; 16 bits are otherwise the original weights."""
     return tuple(widths) if tuple(widths) in format.ladders else tuple(bits for bits in widths if bits != DENSE)
 
 
 def check_supported(format: Format, ladder: Sequence[int], others: Iterable[int] = ()) -> None:
-    """Raises GearbxError unless a format has gears of these bits, and `others` beside them."""
+    """Validate that a format has gears of these bits, with `others` for some layers. Raises GearbxError."""
     shown = ",".join(map(str, ladder))
     for bits in sorted({*ladder, *others} - {DENSE}):
         format.check(bits)
@@ -139,15 +139,15 @@ def check_supported(format: Format, ladder: Sequence[int], others: Iterable[int]
     if tuple(ladder) not in format.ladders or others:
         choices = " or ".join(",".join(map(str, known)) for known in format.ladders)
         shown += " with other bits for some layers" if others else ""
-        raise GearbxError(f"format {format.name} has the gears {choices}, not {shown}; choose these, or another format")
+        raise GearbxError(f"format {format.name} has gears {choices}, got {shown}; use these, or choose format planes")
 
 
 INFINITY = {mx.bfloat16: (mx.uint16, 0x7F80), mx.float16: (mx.uint16, 0x7C00), mx.float32: (mx.uint32, 0x7F800000)}
-"""The type of its bits, and those of infinity; without the sign, a NaN has larger ones."""
+"""Type and value of infinity's bits; without the sign, a NaN has larger ones."""
 
 
 def is_finite(array: mx.array) -> bool:
-    """Return whether all numbers are finite. By their largest bits, which takes a CPU a third of `isfinite`'s time."""
+    """Return True if all numbers are finite. Comparing the largest bits takes a CPU a third of `isfinite`'s time."""
     if array.dtype not in INFINITY:
         return not mx.issubdtype(array.dtype, mx.floating) or bool(mx.isfinite(array).all().item())
     bits, infinity = INFINITY[array.dtype]
@@ -162,9 +162,9 @@ def is_finite_by_strips(weight: mx.array) -> bool:
 
 
 def check_quantized(path: str, weight: mx.array, arrays: Iterable[mx.array], shown: bool = False) -> None:
-    """Raises GearbxError for a weight that is not finite, or so large that `arrays` made of it are not.
+    """Validate a weight and the `arrays` made from it as finite. Raises GearbxError.
 
-    shown: whether `arrays` are not finite either where the weight is not, so that it need not be read.
+    shown: True if a weight that is not finite shows in `arrays`, so that it need not be read.
     """
     made_finite = all(map(is_finite, arrays))
     if not (shown and made_finite) and not is_finite_by_strips(weight):
@@ -175,13 +175,13 @@ def check_quantized(path: str, weight: mx.array, arrays: Iterable[mx.array], sho
 
 
 def whole_groups(width: int, group_size: int) -> str | None:
-    """Say why rows of `width` inputs do not consist of whole groups; None if they do."""
+    """Return why rows of `width` inputs do not consist of whole groups; None if they do."""
     return f"input width {width} is not a multiple of the group size {group_size}" if width % group_size else None
 
 
 def row_blocks(rows: int, width: int) -> list[slice]:
-    """Slices of a few rows each, so that an encoder's temporary memory does not grow with the matrix."""
-    height = max(1, 2**22 // width)  # the temporary memory of an encoder is several times their size
+    """Return slices of a few rows each, so that an encoder's temporary memory does not grow with the matrix."""
+    height = max(1, 2**22 // width)  # an encoder's temporary memory is several times the size of these weights
     return [slice(first, first + height) for first in range(0, rows, height)]
 
 
@@ -212,7 +212,7 @@ class Reconstructed(nn.Module):
         self.bits = bits
         self.input_dims = dense.weight.shape[-1]
         self.format = format
-        # The name begins with _, so MLX does not treat the reconstruction as a parameter, to be saved or offloaded.
+        # MLX does not treat names with _ as parameters, so the reconstruction is neither saved nor offloaded.
         self._kept: mx.array | None = None
         self._names = tuple(arrays)
         for name, array in arrays.items():
@@ -223,10 +223,10 @@ class Reconstructed(nn.Module):
 
     def packed(self) -> dict[str, mx.array]:
         """Return the packed weight: the arrays by name."""
-        return {name: self[name] for name in self["_names"]}  # as an attribute it is looked up slowly
+        return {name: self[name] for name in self["_names"]}  # attribute access would be slower
 
     def dense_weight(self, dtype: mx.Dtype = mx.float32) -> mx.array:
-        """Return the whole weight (..., O, I), from the cache if it is there in this type."""
+        """Return the whole weight (..., O, I), from the cache if it has it in this type."""
         if self._kept is not None and self._kept.dtype == dtype:
             return self._kept
         weight = self.format.reconstruct(self.packed(), self.bits, self.input_dims, dtype)
@@ -265,7 +265,7 @@ class ReconstructedSwitchLinear(Reconstructed):
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         if self.format.cache or indices.size >= self.num_experts:
             weight, chosen = self.dense_weight(x.dtype), indices
-        else:  # a token uses few of many experts, and only those are reconstructed
+        else:  # a token uses few of many experts, so only those are reconstructed
             picked = indices.flatten()
             packed = {name: array[picked] for name, array in self.packed().items()}
             weight = self.format.reconstruct(packed, self.bits, self.input_dims, x.dtype)
@@ -279,7 +279,7 @@ class ReconstructedSwitchLinear(Reconstructed):
 
 
 class PackedExperts:
-    """What packed experts say of themselves, as mlx-lm's SwitchLinear does."""
+    """Attributes of packed experts, as in mlx-lm's SwitchLinear."""
 
     weight_shape: tuple[int, ...]  # (E, O, I)
 
@@ -305,12 +305,12 @@ class ReconstructedMultiLinear(Reconstructed):
 
 
 class ReconstructedFormat(Format):
-    """What formats share whose modules reconstruct the dense weight, where no native kernel reads the packed one.
+    """Base of formats whose modules reconstruct the dense weight, unless a native kernel reads the packed one.
 
-    cache: keep reconstructed weights until the gear is left.
+    cache: True to keep reconstructed weights until the gear is left.
     """
 
-    native_kinds: tuple[type[Reconstructed], type[Reconstructed]]  # of linear layers, of experts
+    native_kinds: tuple[type[Reconstructed], type[Reconstructed]]  # classes for linear layers, for experts
 
     def __init__(self, cache: bool = False):
         self.cache = cache

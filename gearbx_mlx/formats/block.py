@@ -1,12 +1,11 @@
-"""Transformer blocks as native operations: all of a model's in one, where that is known, or each by itself.
+"""Transformer blocks as native operations: all blocks of a known model in one, or each separately.
 
-Of one token MLX makes some 27 operations a layer on a CPU, and to hand them from thread to thread takes as long as the
-products. A block that has the code of a known one runs as one operation instead, over the same modules and with the
-same arithmetic, bit for bit; so do all blocks of a model whose class runs them one after the other. Whatever is not
-recognised runs as it did.
+For one token, MLX runs some 27 operations per layer on a CPU, and passing them between threads takes as long as the
+matmuls. A block with known code runs as one operation instead, over the same modules, with bit-identical arithmetic. So
+do all blocks of a model whose class runs them in sequence. Other blocks run unchanged.
 
-What lossless mode runs goes further: a pass over a few tokens of one text is one call, which returns when the logits
-are there (`pass_logits`), or, of a draft, the next token and its entropy, or its logits (`begin_draft`).
+In lossless mode, a forward pass over a few tokens of one sequence is one call, which returns finished logits
+(`pass_logits`). In a draft it returns the next token and its entropy, or its logits (`begin_draft`).
 """
 
 import functools
@@ -36,10 +35,10 @@ from .fused import (
 )
 from .kv_cache import NestedKVCache, block_planes, has_room, read_before, takes_cache, takes_in_place
 
-FEW_TOKENS = 16  # that go through a block at once; of more, the KV cache can be had without the rest of the block
+FEW_TOKENS = 16  # tokens of a block in one operation; with more, the KV cache may be needed without the output
 PROGRAMS = "_gearbx_programs"
 
-# Norms of a block: before attention and its MLP; behind them, if there are some.
+# Norms of a block: before attention and its MLP; after them, if there are any.
 BLOCK_NORMS: dict[Code, tuple[Sequence[str], Sequence[str]]] = {
     code_of(llama.TransformerBlock): (("input_layernorm", "post_attention_layernorm"), ()),
     code_of(gemma3_text.TransformerBlock): (
@@ -55,20 +54,20 @@ ATTENTION_PARTS: dict[Code, tuple[Sequence[str], Sequence[str]]] = {  # projecti
     code_of(phi3.Attention): (("qkv_proj",), ()),
 }
 GELU = code_of(gemma3_text.MLP)
-MLP: dict[Code, Sequence[str]] = {  # what makes gate and up
+MLP: dict[Code, Sequence[str]] = {  # projections to gate and up
     code_of(llama.MLP): ("gate_proj", "up_proj"),
     code_of(phi3.MLP): ("gate_up_proj",),
     GELU: ("gate_proj", "up_proj"),
 }
 
 LAYERED = {code_of(kind) for kind in (llama.LlamaModel, qwen2.Qwen2Model, qwen3.Qwen3Model, phi3.Phi3Model)}
-"""Classes that run embedding, blocks and norm, and nothing else where there is one rank and no window."""
+"""Classes that run embedding, blocks and norm, without other operations, with one rank and no window."""
 WHOLE_MODELS = {code_of(kind) for kind in (llama.Model, qwen2.Model, qwen3.Model, phi3.Model)}
-"""Classes that run one of these and the head, which is the embedding's where `args.tie_word_embeddings` says so."""
+"""Classes that run one of these and the head, or the tied embedding with `args.tie_word_embeddings`."""
 
 
 class Programs:
-    """Native programs of a module, one for each set of modules that it had lately; None where there can be none."""
+    """Native programs of a module, one for each recent set of its modules; None if impossible."""
 
     def __init__(self) -> None:
         self._made: list[tuple[Any, Any]] = []
@@ -79,26 +78,26 @@ class Programs:
     def find(
         self, module: nn.Module, kernels: ModuleType, make: Callable[[nn.Module, ModuleType], Any] | None = None
     ) -> Any:
-        """Return the program for what the module has now: modules, settings, arrays. make: `program_of` of a block."""
+        """Return the program for the module's current modules, settings, arrays. make: `program_of` for a block."""
         for i, (watched, program) in enumerate(self._made):
             if kernels.is_same(watched, module):
                 self._made.insert(0, self._made.pop(i))
                 return program
-        if kernels.has_tracer(module):  # within mx.compile, whose weights are not numbers yet
+        if kernels.has_tracer(module):  # within mx.compile, where weights have no values yet
             return None
         mx.eval(module.parameters())
         program = (make or program_of)(module, kernels)
-        # Eight: one for each gear, and for what a mode puts into a layer for a while.
+        # Eight: one for each gear, and for layers that a mode changes temporarily.
         self._made = [(kernels.watched(module), program), *self._made[:7]]
         return program
 
     def forget(self) -> None:
-        """Make all programs again."""
+        """Drop all programs, so that they are made again."""
         self._made = []
 
 
 class NativeBlock(nn.Module):
-    """What a native block adds to mlx-lm's class, which computes whatever the native operation does not take."""
+    """A mixin that makes mlx-lm's class of a block native; mlx-lm's code computes unsupported inputs."""
 
     operation = WHOLE_BLOCKS
 
@@ -108,7 +107,7 @@ class NativeBlock(nn.Module):
 
 
 class NativeLayers(nn.Module):
-    """What one native operation for all blocks adds to mlx-lm's class of a model without its head."""
+    """A mixin that runs all blocks of mlx-lm's class of a model without its head in one native operation."""
 
     operation = WHOLE_BLOCKS
 
@@ -120,11 +119,11 @@ class NativeLayers(nn.Module):
             y = run_layers(self, x, cache, kernels)
             if y is not None:
                 return y
-        given = () if input_embeddings is None else (input_embeddings,)  # Phi 3 takes none
+        given = () if input_embeddings is None else (input_embeddings,)  # Phi 3 has no such argument
         return super().__call__(inputs, cache, *given)
 
 
-ADDED: dict[Code, type] = {  # code of a class to what makes it native
+ADDED: dict[Code, type] = {  # code of a class to its native mixin
     **dict.fromkeys(BLOCK_NORMS, NativeBlock),
     **dict.fromkeys(LAYERED, NativeLayers),
     code_of(gemma3_text.RMSNorm): NativeShiftedNorm,
@@ -134,7 +133,7 @@ ADDED: dict[Code, type] = {  # code of a class to what makes it native
 
 @functools.cache
 def coded_class(kind: Any) -> type[nn.Module] | None:
-    """Return a native subclass of mlx-lm's class `kind`, which is known by its code; None for classes of other code."""
+    """Return a native subclass of mlx-lm's class `kind`, identified by its code; None for classes of other code."""
     added = ADDED.get(code_of(kind))
     return None if added is None else standing_for(kind, {}, added)
 
@@ -184,9 +183,9 @@ def run_layers(model: nn.Module, x: mx.array, cache: Any, kernels: ModuleType) -
 
 
 def runs_in_turn(model: nn.Module, cache: Any, shape: tuple[int, ...]) -> bool:
-    """Return whether a model runs its blocks one after the other over B x L tokens, each with entries that have room.
+    """Return True if a model runs its blocks in sequence over B x L tokens, each with room in its cache.
 
-    Of more tokens than a few the keys and values are wanted now and then, and nothing else.
+    For more than a few tokens this is False, since a caller may need only the keys and values.
     """
     first: Any = cache[0] if cache else None
     if type(first) not in (KVCache, BatchKVCache) or len(cache) != len(model.layers) or shape[1] > FEW_TOKENS:
@@ -201,7 +200,7 @@ def runs_in_turn(model: nn.Module, cache: Any, shape: tuple[int, ...]) -> bool:
 
 
 def chain_of(model: nn.Module, kernels: ModuleType) -> Any:
-    """Return all blocks of a model and its last norm as one native program; None if some part has none."""
+    """Return all blocks of a model and its last norm as one native program; None if a part is not native."""
     found = [programs_of(layer).find(layer, kernels) if is_block(layer) else None for layer in model.layers]
     blocks = [program.block for program in found if program is not None]
     norm = norm_of(model.norm, kernels)
@@ -214,15 +213,15 @@ def chain_of(model: nn.Module, kernels: ModuleType) -> Any:
 
 
 def is_block(layer: nn.Module) -> bool:
-    """Return whether a layer runs as a native block, as it is: nothing is derived from its class."""
+    """Return True if a layer runs as a native block, and no class is derived from its class."""
     return isinstance(layer, NativeBlock) and ORIGIN in vars(type(layer))
 
 
 class PassParts(NamedTuple):
-    """What a pass runs: the embedding, whose rows (V, D) are read if they are dense, all blocks, and the head.
+    """The parts of a native pass: the embedding, whose dense rows (V, D) are read directly, all blocks, and the head.
 
-    `second`, if there is one, is a better head at which drafts look twice.
-    A gear's parts stay what they are while another gear is engaged, as long as its weights stay in memory.
+    `second`, if any, is a better head for draft rescoring. A gear's parts stay valid while a different gear is engaged,
+    as long as its weights stay in memory.
     """
 
     kernels: ModuleType
@@ -234,7 +233,7 @@ class PassParts(NamedTuple):
     second: Any
 
     def rows(self, tokens: Sequence[int]) -> tuple[mx.array, Sequence[int]]:
-        """Return an array, and which of its rows are those of the tokens."""
+        """Return an array, and the numbers of the tokens' rows in it."""
         if self.table is not None:
             return self.table, tokens
         return self.embedding(mx.array([*tokens])), range(len(tokens))
@@ -259,46 +258,46 @@ Used = TypeVar("Used")
 
 
 class KeptParts:
-    """The parts of a gear's passes, found once: to look for them takes as long as a norm of every layer.
+    """The parts of a gear's passes, found once: finding them takes as long as a norm of every layer.
 
-    find: engages the gear, and returns its parts; None where there can be none.
+    find: engages the gear, and returns its parts; None if impossible.
     """
 
     def __init__(self, find: Callable[[], PassParts | None]):
         self._find, self._parts = find, find()
 
     def take(self, cache: Any) -> bool:
-        """Return whether passes over a cache may be native, which return when they are done."""
+        """Return True if passes over a cache may be native; such passes return when they are done."""
         return self._parts is not None and bool(cache) and type(cache[0]) is KVCache
 
     def use(self, cache: Any, begin: Callable[[PassParts], Used | None]) -> Used | None:
-        """Return what begins with the parts; None where that is not to be had.
+        """Return the result of `begin` for the parts; None if it has none.
 
-        They are found again if memory of their modules was given up.
+        The parts are found again if memory of their modules was freed.
         """
         if not self.take(cache):
             return None
         assert self._parts is not None
-        begun = begin(self._parts)
-        if begun is None:
+        started = begin(self._parts)
+        if started is None:
             self._parts = self._find()
-            begun = None if self._parts is None else begin(self._parts)
-        return begun
+            started = None if self._parts is None else begin(self._parts)
+        return started
 
 
 def part_of_head(head: nn.Module, kernels: ModuleType) -> Any:
-    """Return an output head, a linear layer or a tied embedding, as a part; None if it is not native."""
+    """Return an output head (a linear layer or a tied embedding) as a part; None if it is not native."""
     linear = head.get("projection", head)
     try:
         if not isinstance(linear, nn.Embedding):
             return native_part(linear, kernels)
         return kernels.dense_part(linear.weight, None, getattr(linear, "x_bits", 0))
-    except ValueError:  # weights of another type, or that are not contiguous
+    except ValueError:  # weights of an unsupported type, or that are not contiguous
         return None
 
 
 def begin_pass(parts: PassParts, cache: Any, count: int) -> Any:
-    """Passes behind what is in a cache, with room for so many tokens; None for other caches, or without the memory."""
+    """Return passes after a cache's entries, with room for `count` tokens; None for other caches, or freed memory."""
     if type(cache[0]) is not KVCache or not runs_in_turn(parts.layers, cache, (1, count)):
         return None
     keys, values = [part.keys for part in cache], [part.values for part in cache]
@@ -306,7 +305,7 @@ def begin_pass(parts: PassParts, cache: Any, count: int) -> Any:
 
 
 def pass_logits(parts: PassParts, tokens: Sequence[int], cache: Any) -> mx.array | None:
-    """Logits (1, L, V) after each of L tokens, which are added to the cache; None if the model must run."""
+    """Return logits (1, L, V) after each of L tokens, which are added to the cache; None if the model must run."""
     passes = begin_pass(parts, cache, len(tokens)) if cache else None
     if passes is None:
         return None
@@ -319,10 +318,10 @@ def pass_logits(parts: PassParts, tokens: Sequence[int], cache: Any) -> mx.array
 
 @dataclass(frozen=True)
 class NativeDraft:
-    """A draft behind the entries of a text's KV cache, which count as before. Not to be kept when others write there.
+    """A draft after the entries of a sequence's KV cache, whose count it does not change. Later writes invalidate it.
 
-    cache: the text's, which lives as long as the draft that writes there.
-    room: the most tokens that it may read.
+    cache: the sequence's, kept alive by the draft that writes to it.
+    room: the maximum number of tokens.
     """
 
     parts: PassParts
@@ -332,7 +331,7 @@ class NativeDraft:
     room: int
 
     def best(self, token: int, place: int) -> tuple[int, float, float]:
-        """Return the best token after that at a place of a draft, the entropy of all in bits, and its logit's lead."""
+        """Return the next token with the highest logit at a place of a draft, the entropy (bits), and its margin."""
         table, (row,) = self.parts.rows([token])
         following: tuple[int, float, float] = self.parts.kernels.best_token(
             self.passes, table, row, self.entries + place
@@ -342,9 +341,9 @@ class NativeDraft:
     def sampled(
         self, token: int, place: int, temp: float, top_p: float, min_p: float, top_k: int, key: np.ndarray
     ) -> tuple[int, float, float]:
-        """Like `best`, the token that a GumbelSampler chooses (decoding/sampling.py). key: MLX's random key, (2,).
+        """Return as `best`, for the token that a GumbelSampler chooses (decoding/sampling.py). key: MLX's, (2,).
 
-        Its margin: by how much its sum with the noise won, times the temperature.
+        The margin includes the noise, times the temperature.
         """
         table, (row,) = self.parts.rows([token])
         sampled_token, how = self.parts.kernels.sampled_token, (temp, top_p, min_p, top_k, *key.tolist())
@@ -352,14 +351,14 @@ class NativeDraft:
         return following
 
     def logits(self, token: int, place: int) -> mx.array:
-        """Return those after a token, (1, V)."""
+        """Return the logits (1, V) after a token."""
         table, (row,) = self.parts.rows([token])
         logits: mx.array = self.parts.kernels.draft_logits(self.passes, table, row, self.entries + place)
         return logits
 
 
 def begin_draft(parts: PassParts, cache: Any) -> NativeDraft | None:
-    """Return a draft after what is in the cache; None for other caches, or if memory of the gear was given up."""
+    """Return a draft after the cache's entries; None for other caches, or if memory of the gear was freed."""
     passes = begin_pass(parts, cache, 1)
     if passes is None:
         return None
@@ -368,7 +367,7 @@ def begin_draft(parts: PassParts, cache: Any) -> NativeDraft | None:
 
 
 def is_plain_table(embedding: nn.Module) -> bool:
-    """Return whether an embedding looks up rows of a dense weight, and widens them."""
+    """Return True if an embedding returns rows of a dense weight as float32."""
     weight = embedding.get("weight") if isinstance(embedding, nn.Embedding) else None
     if weight is None:
         return False
@@ -378,7 +377,7 @@ def is_plain_table(embedding: nn.Module) -> bool:
 def in_two_parts(
     layer: nn.Module, program: Any, kernels: ModuleType, x: mx.array, causal: bool, mask: mx.array | None, cache: Any
 ) -> mx.array | None:
-    """Like `run`, in two operations: the cache takes the keys and values in its own way in between."""
+    """Run a block in two operations; in between, the cache stores the keys and values itself."""
     padding = left_padding(cache)
     first = kernels.run_block_heads(program, x, positions_in(cache), padding)
     if first is None:
@@ -398,7 +397,7 @@ def in_two_parts(
 
 
 def kept_result(layer: nn.Module, y: mx.array | None) -> mx.array | None:
-    """Return the result; if there is none, since memory of the program was given up, programs are made again."""
+    """Return the result; None, since memory of the program was freed, drops the programs of the layer."""
     if y is None:
         programs_of(layer).forget()
     return y
@@ -413,21 +412,21 @@ def programs_of(module: nn.Module) -> Programs:
 
 
 def forget_programs(model: nn.Module) -> None:
-    """Make all programs of a model again: its layers may have other kernels from now on."""
+    """Drop all programs of a model: its layers may have different kernels now."""
     for module in model.modules():
         if PROGRAMS in vars(module):
             vars(module)[PROGRAMS].forget()
 
 
 class Program(NamedTuple):
-    """A native block, and a chain of it alone."""
+    """A native block, and a chain of only this block."""
 
     block: Any
     chain: Any
 
 
 def program_of(layer: nn.Module, kernels: ModuleType) -> Program | None:
-    """Return the native program of a block over the modules that it has; None if there is none for these."""
+    """Return the native program of a block over its current modules; None if impossible."""
     try:
         block = known_program(layer, kernels)
         return None if block is None else Program(block, kernels.chain([block]))
@@ -436,12 +435,12 @@ def program_of(layer: nn.Module, kernels: ModuleType) -> Program | None:
 
 
 def known_program(layer: nn.Module, kernels: ModuleType) -> Any:
-    """Like `program_of`. Raises ValueError for arrays that native kernels do not read in place."""
+    """Return as `program_of`. Raises ValueError for arrays that native kernels cannot read in place."""
     attention, mlp = layer.get("self_attn"), layer.get("mlp")
     known, gates = ATTENTION_PARTS.get(stock_code(attention)), MLP.get(stock_code(mlp))
     if known is None or gates is None:
         return None
-    native = next(kind for kind in type(layer).__mro__ if ORIGIN in vars(kind))  # a timer may have derived a class
+    native = next(kind for kind in type(layer).__mro__ if ORIGIN in vars(kind))  # a timer may derive a class
     (before, after), (projections, of_heads) = BLOCK_NORMS[code_of(vars(native)[ORIGIN])], known
     linears = [*(attention[name] for name in (*projections, "o_proj")), *(mlp[name] for name in (*gates, "down_proj"))]
     parts = [native_part(module, kernels) for module in linears]
@@ -473,12 +472,12 @@ def known_program(layer: nn.Module, kernels: ModuleType) -> Any:
 
 
 def stock_code(module: Any) -> Code:
-    """Return the code of mlx-lm's class for a module, which may be of the native class for this code."""
+    """Return the code of mlx-lm's class for a module, which may have the native class for this code."""
     return code_of(vars(type(module)).get(ORIGIN, type(module)))
 
 
 def native_part(module: nn.Module, kernels: ModuleType) -> Any:
-    """Return a linear layer as a part of a block; None if its very class has none, or other kernels were chosen."""
+    """Return a linear layer as a part of a block; None if its exact class has none, or other kernels were chosen."""
     part = vars(type(module)).get("part")
     if part is None or (module.chosen is not None and module.chosen(1) != NATIVE):
         return None
@@ -486,7 +485,7 @@ def native_part(module: nn.Module, kernels: ModuleType) -> Any:
 
 
 def norm_of(module: nn.Module, kernels: ModuleType) -> Any:
-    """Return a norm as a part of a block; None if it is another."""
+    """Return a norm as a part of a block; None for unknown classes."""
     shifted = isinstance(module, NativeShiftedNorm) and ORIGIN in vars(type(module))
     if not shifted and type(module) is not NativeRMSNorm:
         return None
@@ -494,7 +493,7 @@ def norm_of(module: nn.Module, kernels: ModuleType) -> Any:
 
 
 def rotation_of(rope: nn.Module) -> dict[str, Any] | None:
-    """Return the rotation of queries and keys; None if it is another."""
+    """Return the rotation of queries and keys; None for unknown classes."""
     if type(rope) is NativeRoPE:
         frequencies, scale = inverse_frequencies(rope.dims, rope.base), rope.scale
     elif type(rope) is NativeLlama3RoPE:

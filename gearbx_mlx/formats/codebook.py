@@ -1,8 +1,8 @@
 """Learned codebooks, one per output row, with outliers stored separately (V2 of XFP; XFP 3, 4).
 
-The code of a weight names an entry of its row's codebook; an outlier is stored in fp16. In the place of an outlier, the
-codes have that of the mean of the row's other weights: one code for all outliers of a row, so that a kernel that has
-summed all codes knows what to subtract again. Entries are rounded to fp16 before codes are fitted to them.
+The code of a weight is an index into its row's codebook; an outlier is stored in fp16. An outlier has the code of the
+mean of the row's other weights: one code for all outliers of a row, so that a kernel that has summed all codes can
+subtract it. Entries are rounded to fp16 before codes are fitted to them.
 
 Codes are packed into words in the layout of XFP, Table 3.3: no code spans two words.
 
@@ -20,13 +20,13 @@ Codebooks are fitted by Lloyd's iteration, over all rows at once (Lloyd 1982; XF
 the weights nearest to it. In a sorted row that is one interval, and its sum is a difference of two prefix sums: rows
 are sorted once, and a round costs O(2^bits log I) per row.
 
-A round moves every entry towards the mean of its cell. XFP moves it onto the mean. From quantiles, whose tails begin
-far from their place, that converges slowly. Here it moves 1.9 times as far, and in the last two rounds onto
+A round moves every entry towards the mean of its cell. XFP moves it onto the mean. That converges slowly from
+quantiles, whose tails start far from their final place. Here it moves 1.9 times as far, and in the last two rounds onto
 the mean. The error of a cell is a parabola in its entry, lowest at the mean, and any step between 0 and 2 lowers it. So
-the error falls in every round, as in Lloyd's own iteration, and in 20 rounds much further. Nothing is random: two runs
-give the same bits. A matrix has the values of its outliers in fp16 and their columns in 16 bits, row after row, and the
-offset at which each row begins: 4 bytes per outlier and 4 per row. The lists of stacked experts are padded to the
-longest; nothing reads the padding.
+the error falls in every round, as in Lloyd's own iteration, and in 20 rounds much more. Without random numbers, two
+runs are bit-identical. A matrix has, row after row, the values of its outliers in fp16 and their columns as uint16. The
+offset of each row's first outlier is stored too: 4 bytes per outlier and 4 per row. The lists of stacked experts are
+padded to the longest; the padding is never read.
 """
 
 import abc
@@ -62,7 +62,7 @@ ROUNDS = 20
 LLOYD_STEP = 1.9
 
 DEFAULT_OPTIONS = CodebookOptions()
-WIDEST = 2**16  # columns that 16 bits can store
+MAX_WIDTH = 2**16  # columns that 16 bits can store
 OUTLIER_SIZE, OFFSET_SIZE = 4, 4  # bytes
 
 
@@ -70,8 +70,8 @@ OUTLIER_SIZE, OFFSET_SIZE = 4, 4  # bytes
 class SortedRows:
     """Sorted rows with prefix sums, so that the sum of any interval is quick.
 
-    values: (R, I) float32, ascending; values that are left out are +inf, at the end. sums: (R, I + 1), prefix sums of
-    the values that count. counts: (R, 1) int32, how many values count.
+    values: (R, I) float32, ascending; excluded values are +inf, at the end. sums: (R, I + 1), prefix sums of
+    the included values. counts: (R, 1) int32, how many values are included.
     """
 
     values: mx.array
@@ -80,7 +80,7 @@ class SortedRows:
 
     @classmethod
     def of(cls, rows: mx.array, left_out: mx.array) -> "SortedRows":
-        """Sort rows (R, I) float32 without the values where `left_out` (R, I) is true."""
+        """Return sorted rows (R, I) float32 without the values where `left_out` (R, I) is true."""
         values = mx.sort(mx.where(left_out, mx.inf, rows), axis=-1)
         sums = mx.cumsum(mx.where(values == mx.inf, 0, values), axis=-1)
         counts = rows.shape[-1] - left_out.sum(axis=-1, keepdims=True).astype(mx.int32)
@@ -92,28 +92,28 @@ class SortedRows:
         found = mx.zeros(bounds.shape, mx.int32)
         step = 1 << (size.bit_length() - 1)
         while step:
-            further = found + step
-            value = mx.take_along_axis(self.values, mx.minimum(further, size) - 1, axis=-1)
-            found = mx.where((further <= size) & (value <= bounds), further, found)
+            candidate = found + step
+            value = mx.take_along_axis(self.values, mx.minimum(candidate, size) - 1, axis=-1)
+            found = mx.where((candidate <= size) & (value <= bounds), candidate, found)
             step //= 2
         return found
 
     def cells(self, codebook: mx.array) -> tuple[mx.array, mx.array]:
-        """Count and sum of the values nearest to each entry: (R, K) int32 and (R, K) float32."""
+        """Return count and sum of the values nearest to each entry: (R, K) int32 and (R, K) float32."""
         inner = self.below(boundaries(codebook))
         edges = mx.concatenate([mx.zeros_like(self.counts), inner, self.counts], axis=-1)
         sums = mx.take_along_axis(self.sums, edges, axis=-1)
         return edges[:, 1:] - edges[:, :-1], sums[:, 1:] - sums[:, :-1]
 
     def quantiles(self, count: int) -> mx.array:
-        """Return the values (R, count) at quantiles (k + 1/2) / count of each row; 0 where no value counts."""
+        """Return the values (R, count) at quantiles (k + 1/2) / count of each row; 0 in a row without values."""
         middle = (2 * mx.arange(count) + 1) * self.counts // (2 * count)
         found = mx.take_along_axis(self.values, middle, axis=-1)
         return mx.where(self.counts > 0, found, 0)
 
 
 def boundaries(codebook: mx.array) -> mx.array:
-    """Return the values (R, K - 1) half way between neighbouring entries of codebooks (R, K), which are ascending."""
+    """Return the values (R, K - 1) halfway between neighboring entries of ascending codebooks (R, K)."""
     return (codebook[:, 1:] + codebook[:, :-1]) / 2
 
 
@@ -133,7 +133,7 @@ def lloyd(rows: SortedRows, bits: int, rounds: int = ROUNDS) -> mx.array:
 
 
 def nearest_entries(rows: mx.array, codebook: mx.array) -> mx.array:
-    """Return the codes (R, I) uint8 of the entries in codebooks (R, K) nearest to values (R, I); the lower of two."""
+    """Return the codes (R, I) uint8 of the nearest entries in codebooks (R, K), the lower of two, for (R, I)."""
     bounds = boundaries(codebook)
     codes = mx.zeros(rows.shape, mx.uint8)
     for k in range(bounds.shape[-1]):
@@ -145,7 +145,7 @@ def nearest_entries(rows: mx.array, codebook: mx.array) -> mx.array:
 class Outliers:
     """The outliers of a matrix (O, I). For experts (E, O, I), each array has a leading dimension E.
 
-    values: (N,) float16. columns: (N,) uint16. offsets: (O + 1,) uint32, where each row begins, and the end.
+    values: (N,) float16. columns: (N,) uint16. offsets: (O + 1,) uint32, the start of each row, and the end.
     N is at least 1: an array without elements looks like one whose memory was released.
     """
 
@@ -154,12 +154,12 @@ class Outliers:
     offsets: mx.array
 
     def arrays(self) -> dict[str, mx.array]:
-        """Return the arrays by the names that a module gives them."""
+        """Return the arrays by their names in a module."""
         return {"outliers": self.values, "outlier_columns": self.columns, "outlier_offsets": self.offsets}
 
     @staticmethod
     def stored_arrays(shape: Sequence[int], bits: int) -> dict[str, StoredArray]:
-        """`Format.stored_arrays` of them, for a weight of this shape."""
+        """Return `Format.stored_arrays` of outliers, for a weight of this shape."""
         types = {
             "outliers": (mx.float16, None),
             "outlier_columns": (mx.uint16, None),
@@ -174,20 +174,20 @@ class Outliers:
         return cls(arrays["outliers"], arrays["outlier_columns"], arrays["outlier_offsets"])
 
     def check(self, width: int) -> None:
-        """Raises GearbxError unless the lists are in order and every column is one of `width`: kernels index with both.
+        """Validate lists in order, and columns below `width`: kernels index with both. Raises GearbxError.
 
-        The arrays may come from a file whose content was not checked. They are read.
+        The arrays may come from an unchecked file. They are read.
         """
         offsets, columns = np.array(self.offsets).astype(np.int64), np.array(self.columns)
         ascend = not offsets[..., 0].any() and (np.diff(offsets) >= 0).all()
         if not ascend or offsets.max() > columns.shape[-1] or columns.max() >= width:
-            raise GearbxError("its outliers lie outside of the weight")
+            raise GearbxError("its outliers exceed the weight")
 
     def count(self) -> int:
         return int(np.array(self.offsets[..., -1]).sum())
 
     def put_into(self, weight: mx.array) -> mx.array:
-        """Return the matrix (..., O, I) with each outlier in its place, rounded to the matrix's type."""
+        """Return the matrix (..., O, I) with all outliers in place, rounded to the matrix's type."""
         rows, width = weight.shape[-2:]
         flat = weight.reshape(-1, width)
         offsets = self.offsets.reshape(-1, rows + 1).astype(mx.int32)
@@ -196,7 +196,7 @@ class Outliers:
         steps = mx.zeros((len(offsets), length + 1), mx.int32)
         steps = steps.at[mx.arange(len(offsets))[:, None], offsets[:, 1:]].add(1)
         row = mx.cumsum(steps, axis=-1)[:, :length]
-        # Padding writes the last outlier of its list once more. In an empty list it writes the weight that is there.
+        # Padding repeats the last outlier of its list. In an empty list it repeats an existing weight.
         last = offsets[:, -1:] - 1
         entry = mx.maximum(mx.minimum(mx.arange(length), last), 0)
         row = mx.minimum(mx.take_along_axis(row, entry, axis=-1), rows - 1) + rows * mx.arange(len(offsets))[:, None]
@@ -207,10 +207,10 @@ class Outliers:
 
 
 def outliers_of(matrix: mx.array, options: CodebookOptions = DEFAULT_OPTIONS) -> np.ndarray:
-    """Find the outliers of a matrix (O, I) bool: |w - mean| > 3 sigma, but at most the furthest 2 %; or as options say.
+    """Find the outliers of a matrix (O, I) bool: |w - mean| > 3 sigma, but at most the furthest 2%, or as in `options`.
 
-    Mean and sigma are those of the matrix. Among equally distant weights the first ones count. If mean or sigma is not
-    finite, there are no outliers.
+    Mean and sigma are of the matrix. Among equally distant weights the first ones are taken. If mean or sigma is
+    not finite, there are no outliers.
     """
     rows, width = matrix.shape
     blocks = row_blocks(rows, width)
@@ -235,7 +235,7 @@ def all_outliers(weight: mx.array, options: CodebookOptions = DEFAULT_OPTIONS) -
     return np.stack([outliers_of(matrix, options) for matrix in matrices]).reshape(weight.shape)
 
 
-def take_out(weight: mx.array, mask: np.ndarray) -> Outliers:
+def extract_outliers(weight: mx.array, mask: np.ndarray) -> Outliers:
     """Return the outliers of a weight (..., O, I), at the places where `mask` is true."""
     rows, width = weight.shape[-2:]
     matrices, masks = weight.reshape(-1, rows, width), mask.reshape(-1, rows, width)
@@ -263,7 +263,7 @@ def row_bytes(width: int, bits: int) -> int:
 
 
 def pack_codebook_codes(codes: mx.array, bits: int) -> mx.array:
-    """Unsigned codes (..., I), below 2^bits, packed into words (..., row_bytes(I, bits) / size of a word)."""
+    """Return unsigned codes (..., I) below 2^bits, packed into words (..., row_bytes(I, bits) / size of a word)."""
     count, word = WORD_CODES[bits]
     words = row_bytes(codes.shape[-1], bits) // word.size
     missing = words * count - codes.shape[-1]
@@ -286,16 +286,16 @@ ENTRY_SIZE = 2  # bytes: always float16
 
 
 def bulk(rows: mx.array, outlying: mx.array) -> mx.array:
-    """Rows (R, I) with outliers replaced by the mean of the rest of their row, or by 0 if there is no rest."""
+    """Return rows (R, I) with outliers replaced by the mean of the rest of their row, or by 0 if there is no rest."""
     left = mx.maximum(rows.shape[-1] - outlying.sum(axis=-1, keepdims=True), 1)
     mean = mx.where(outlying, 0, rows).sum(axis=-1, keepdims=True) / left
     return mx.where(outlying, mean, rows)
 
 
 def fit(rows: mx.array, outlying: mx.array, bits: int, rounds: int = ROUNDS) -> tuple[mx.array, mx.array]:
-    """Fit a codebook to each row (R, I), without its outliers (R, I) bool, and codes to the codebooks.
+    """Fit a codebook to each row (R, I) without its outliers (R, I) bool, and codes to the codebooks.
 
-    Returns codebooks (R, 2^bits) float16, ascending, not finite for a row that is not; and codes (R, I) uint8.
+    Returns codebooks (R, 2^bits) float16, ascending, not finite for rows that are not finite; and codes (R, I) uint8.
     """
     rows = rows.astype(mx.float32)
     codebook = lloyd(SortedRows.of(rows, outlying), bits, rounds)
@@ -309,10 +309,10 @@ def encode(
     """Quantize a matrix (O, I), or experts (E, O, I), to the arrays of a codebook layer.
 
     Args:
-        mask: (..., O, I) bool, the outliers; found if not given.
+        mask: (..., O, I) bool, the outliers; None: they are found.
 
     Returns:
-        weight: packed codes (..., O, words). codebook: (..., O, 2^bits) float16, not finite in rows that are not.
+        weight: packed codes (..., O, words). codebook: (..., O, 2^bits) float16, not finite for rows that are not.
         outliers, outlier_columns, outlier_offsets: see `Outliers`. All are evaluated, since their number must be known.
     """
     mask = all_outliers(weight, options) if mask is None else mask
@@ -323,13 +323,13 @@ def encode(
         parts.append((pack_codebook_codes(codes, bits), codebook))
         mx.eval(parts[-1])
     words, codebooks = (mx.concatenate(list(p)).reshape(*weight.shape[:-1], -1) for p in zip(*parts))
-    arrays = {"weight": words, "codebook": codebooks} | take_out(weight, mask).arrays()
+    arrays = {"weight": words, "codebook": codebooks} | extract_outliers(weight, mask).arrays()
     mx.eval(arrays)
     return arrays
 
 
 def look_up(arrays: Arrays, bits: int, width: int) -> mx.array:
-    """Return weights (..., O, width) float32 of arrays from an `encode`, with an entry in the place of each outlier."""
+    """Return weights (..., O, width) float32 of arrays from an `encode`, with codebook entries for outliers."""
     if "library" not in arrays:
         codes = unpack_codebook_codes(arrays["weight"], bits, width).astype(mx.uint32)
         return mx.take_along_axis(arrays["codebook"].astype(mx.float32), codes, axis=-1)
@@ -348,15 +348,15 @@ def decode(arrays: Arrays, bits: int, width: int, dtype: mx.Dtype = mx.float32) 
 
 
 def nbytes(arrays: Arrays) -> int:
-    """Return the bytes that a product with the matrix, or all experts, reads: without the padding of their lists."""
-    if arrays["outliers"].ndim == 1:  # no padding, and nothing has to be read from a file that holds the offsets
+    """Return the bytes that a matmul with the matrix, or all experts, reads, without padding of lists."""
+    if arrays["outliers"].ndim == 1:  # no padding, and no offsets to read from a file
         return sum(array.nbytes for array in arrays.values())
     others = sum(array.nbytes for name, array in arrays.items() if name not in ("outliers", "outlier_columns"))
     return others + OUTLIER_SIZE * Outliers.of(arrays).count()
 
 
 def codebook_kind(module: Reconstructed) -> Kind:
-    """Return the kind of products with a layer over codebooks."""
+    """Return the kind of matmuls with a layer over codebooks."""
     form = "codebook library" if "library" in module else "codebook"
     return Kind(f"{form} {module.bits}", module.weight_shape, stock=False, most_bits=0)
 
@@ -384,13 +384,13 @@ class NativeCodebookSwitchLinear(NativeExperts, ReconstructedSwitchLinear):
 
 
 class CodebookFormat(ReconstructedFormat, abc.ABC):
-    """Formats of learned codebooks: every gear has its own codes and tables. The options are a part of the name."""
+    """Base of codebook formats: every gear has its own codes and tables. The options are a part of the name."""
 
     native = native_experts = True
     native_kinds = NativeCodebookLinear, NativeCodebookSwitchLinear
-    rounds = False  # an entry of a table is fp16
+    rounds = False  # entries of a table are fp16
     scales: frozenset[str] = frozenset()  # always float16
-    by_rows = False  # what counts as an outlier depends on the whole matrix
+    by_rows = False  # outliers depend on the whole matrix
 
     def __init__(self, cache: bool = False, options: CodebookOptions = DEFAULT_OPTIONS):
         super().__init__(cache)
@@ -403,26 +403,26 @@ class CodebookFormat(ReconstructedFormat, abc.ABC):
 
     @abc.abstractmethod
     def stored_bytes(self, shape: Sequence[int], bits: int, outlier_share: float | None = None) -> int:
-        """Return the bytes of a weight (..., O, I) with this share of outliers; None: as many as a Gaussian has."""
+        """Return the bytes of a weight (..., O, I) with this share of outliers; None: the share of a Gaussian."""
 
     def outlier_bytes(self, shape: Shape, share: float | None) -> int:
-        """Return the bytes of a weight's outliers; arguments are those of `stored_bytes`."""
+        """Return the bytes of a weight's outliers; arguments as for `stored_bytes`."""
         share = self.options.gaussian_share if share is None else share
         each = OFFSET_SIZE * (shape[-2] + 1) + OUTLIER_SIZE * round(share * shape[-2] * shape[-1])
         return math.prod(shape[:-2]) * each
 
     def check_places(self, arrays: Arrays, width: int) -> None:
-        """Raises GearbxError for arrays with which a kernel would read outside of an array."""
+        """Validate arrays with which a kernel indexes. Raises GearbxError."""
         Outliers.of(arrays).check(width)
 
     def check(self, bits: int) -> None:
         if bits not in self.layer_bits:
             choices = ", ".join(map(str, self.layer_bits))
-            raise GearbxError(f"format '{self.name}' has no gear of {bits} bits; choose from {choices}, 16")
+            raise GearbxError(f"format '{self.name}' has no {bits}-bit gear; choose from {choices}, 16")
 
     def fits(self, width: int, group_size: int) -> str | None:
-        if width > WIDEST:  # 16 bits store an outlier's column
-            return f"input width {width} is more than {WIDEST}, the columns that an outlier can be in"
+        if width > MAX_WIDTH:  # 16 bits store an outlier's column
+            return f"input width {width} is more than {MAX_WIDTH}, the limit for the column of an outlier"
         return None
 
     def reconstruct(self, arrays: Arrays, bits: int, width: int, dtype: mx.Dtype) -> mx.array:
@@ -438,12 +438,12 @@ class CodebookFormat(ReconstructedFormat, abc.ABC):
         return made
 
     def bytes_read(self, shape: Shape, bits: int, ladder: Bits, group_size: int, scale_size: int) -> int:
-        """Return an estimate, with the outliers of a Gaussian; `bytes_read` of a module counts its own outliers."""
+        """Return an estimate, with the outliers of a Gaussian; `bytes_read` of a module uses the actual outliers."""
         return self.stored_bytes(shape, bits)
 
 
 class Codebook(CodebookFormat):
-    """A codebook for each row, fitted to the weights alone."""
+    """A codebook for each row, fitted only to the weights."""
 
     name = "codebook"
     layer_bits = tuple(WORD_CODES)
@@ -451,8 +451,8 @@ class Codebook(CodebookFormat):
     def __init__(self, cache: bool = False, options: CodebookOptions = DEFAULT_OPTIONS):
         if (options.library, options.group) != (DEFAULT_OPTIONS.library, DEFAULT_OPTIONS.group):
             raise GearbxError(
-                f"format {self.name} has a table for each row and no library or group ({options}); "
-                "leave them out, or take format codebook-library"
+                f"format {self.name} has a table for each row and no library or group, got {options}; "
+                "omit them, or choose format codebook-library"
             )
         super().__init__(cache, options)
 

@@ -1,11 +1,11 @@
 """A library of 32 codebooks per matrix, shared by its groups of 128 weights (V2a of XFP; XFP 3.4).
 
-Each group names one codebook of the library, a scale and a mid-point: 0.31 bits per weight. A weight is
+Each group has the index of a codebook in the library, a scale and a mid-point: 0.31 bits per weight. A weight is
 midpoint + scale * entry, and outliers are stored separately.
 
-As in XFP, the library begins with the codebooks that V2 would fit to the rows, normalized to mean 0 and deviation 1 and
-condensed by Lloyd's iteration over vectors. It is then fitted to the groups that use it, which lowers the error at 4
-bits by a tenth.
+As in XFP, the library starts with V2's codebooks of the rows. They are normalized to mean 0 and deviation 1, and
+condensed by Lloyd's iteration over vectors. The library is then fitted to the groups that use it, which lowers the
+4-bit error by a tenth.
 
 Codes are packed as MLX packs them: a group takes 4 * bits words. For 2 and 4 bits that is XFP's Table 3.3. XFP does not
 support 3 bits, because in its layout a group of 3-bit codes ends within a word.
@@ -29,21 +29,21 @@ from .codebook import (
     SortedRows,
     all_outliers,
     bulk,
+    extract_outliers,
     lloyd,
     nearest_entries,
-    take_out,
 )
 
 LIBRARY_BITS = (2, 3, 4)
-KERNEL_LIBRARY, KERNEL_GROUP = DEFAULT_OPTIONS.library, DEFAULT_OPTIONS.group  # those of the kernels
-GROUP_SIZE = 1 + 2 + 2  # bytes per group: number of its codebook, scale, mid-point
+KERNEL_LIBRARY, KERNEL_GROUP = DEFAULT_OPTIONS.library, DEFAULT_OPTIONS.group  # supported by native kernels
+GROUP_SIZE = 1 + 2 + 2  # bytes per group: index of its codebook, scale, mid-point
 REFITS = 2
-BINS, REACH = 256, 4.0  # of the histogram of a group's weights, in deviations, by which its codebook is chosen
+BINS, REACH = 256, 4.0  # number and range (in deviations) of the histogram that determines a group's codebook
 MIN_SCALE = 2.0**-24  # the scale of a group of equal weights: the smallest number of fp16
 
 
 def moments(rows: mx.array, outlying: mx.array) -> tuple[mx.array, mx.array]:
-    """Mean and standard deviation (R, 1) of rows (R, I) without their outliers."""
+    """Return mean and standard deviation (R, 1) of rows (R, I) without their outliers."""
     count = mx.maximum((~outlying).sum(axis=-1, keepdims=True), 1)
     mean = mx.where(outlying, 0, rows).sum(axis=-1, keepdims=True) / count
     square = mx.where(outlying, 0, mx.square(rows - mean)).sum(axis=-1, keepdims=True) / count
@@ -81,14 +81,14 @@ def learn(matrix: mx.array, outlying: mx.array, bits: int, options: CodebookOpti
 
 
 def choose_entries(z: mx.array, outlying: mx.array, library: mx.array) -> mx.array:
-    """Return the number (G,) of the codebook in a library (L, K) with the least error for each group.
+    """Return the index (G,) of the codebook in a library (L, K) with the least error for each group.
 
     The squared error of a codebook is a sum over the bins of a group's histogram: the weights in the bin, times the
-    squared distance from the bin to the nearest entry. For all groups that is one matrix product. z: groups (G, 128)
+    squared distance from the bin to the nearest entry. For all groups that is one matmul. z: groups (G, 128)
     with mean 0 and deviation 1.
     """
-    centres = ((mx.arange(BINS) + 0.5) / BINS * 2 - 1) * REACH
-    off = mx.abs(centres[:, None, None] - library.astype(mx.float32)).min(axis=-1)
+    centers = ((mx.arange(BINS) + 0.5) / BINS * 2 - 1) * REACH
+    off = mx.abs(centers[:, None, None] - library.astype(mx.float32)).min(axis=-1)
     bins = mx.clip(mx.nan_to_num((z / REACH + 1) / 2 * BINS), 0, BINS - 1).astype(mx.int32)
     histogram = mx.zeros((len(z), BINS)).at[mx.arange(len(z))[:, None], bins].add(mx.where(outlying, 0.0, 1.0))
     return (histogram @ mx.square(off)).argmin(axis=-1)
@@ -122,9 +122,9 @@ def fit(groups: mx.array, outlying: mx.array, library: mx.array) -> tuple[mx.arr
 
 
 def refine(groups: mx.array, outlying: mx.array, library: mx.array) -> mx.array:
-    """Return a round of Lloyd's iteration over groups (G, 128): entries move to the mean of weights with their code.
+    """Return a library after a round of Lloyd's iteration over groups (G, 128): entries become means of their weights.
 
-    A weight counts with the square of its group's scale, as its error does. The sums are matrix products, because they
+    A weight counts with the square of its group's scale, as its error does. The sums are matmuls, because they
     add in the same order in every run; scattered additions on a GPU do not.
     """
     codes, entries, scales, midpoints = fit(groups, outlying, library)
@@ -142,7 +142,7 @@ def refine(groups: mx.array, outlying: mx.array, library: mx.array) -> mx.array:
 
 
 def in_groups(rows: mx.array, outlying: mx.array, group: int = KERNEL_GROUP) -> tuple[mx.array, mx.array]:
-    """Rows (R, I) in groups, float32; the padding of a partial last group counts as outliers."""
+    """Return rows (R, I) in groups, float32; the padding of a partial last group counts as outliers."""
     missing = [(0, 0), (0, -rows.shape[-1] % group)]
     filled = mx.pad(rows.astype(mx.float32), missing), mx.pad(outlying, missing, constant_values=True)
     return filled[0].reshape(-1, group), filled[1].reshape(-1, group)
@@ -154,12 +154,12 @@ def encode(
     """Quantize a matrix (O, I), or experts (E, O, I), to the arrays of a layer with a library.
 
     Args:
-        mask: (..., O, I) bool, the outliers; found if not given.
+        mask: (..., O, I) bool, the outliers; None: they are found.
 
     Returns:
-        Shapes with G = I / 128, rounded up, and L = 32; or as options say.
+        Shapes with G = I / 128, rounded up, and L = 32, or as in `options`.
         weight: packed codes (..., O, G * 4 * bits). library: (..., L, 2^bits) float16. entries: (..., O, G) uint8.
-        scales, midpoints: (..., O, G) float16, not finite in groups that are not.
+        scales, midpoints: (..., O, G) float16, not finite for groups that are not finite.
         outliers, outlier_columns, outlier_offsets: see `Outliers`. All evaluated.
     """
     mask = all_outliers(weight, options) if mask is None else mask
@@ -178,7 +178,7 @@ def encode(
         "entries": entries.reshape(shape),
         "scales": scales.reshape(shape),
         "midpoints": midpoints.reshape(shape),
-    } | take_out(weight, mask).arrays()
+    } | extract_outliers(weight, mask).arrays()
     mx.eval(arrays)
     return arrays
 
@@ -199,7 +199,7 @@ class CodebookLibrary(CodebookFormat):
     def check_places(self, arrays: Arrays, width: int) -> None:
         super().check_places(arrays, width)
         if np.array(arrays["entries"]).max() >= self.options.library:
-            raise GearbxError(f"its groups name codebooks beyond the {self.options.library} of the library")
+            raise GearbxError(f"its groups have indices of codebooks beyond the library of {self.options.library}")
 
     def stored_bytes(self, shape: Sequence[int], bits: int, outlier_share: float | None = None) -> int:
         group = self.options.group

@@ -1,10 +1,10 @@
 """Format `exact`: one copy of bfloat16 weights, bit for bit, smaller than bfloat16, that contains the low gear.
 
-The low gear is MLX's own 4-bit module. The gear of 16 bits reads the same codes and what is stored beside them: 13.5
-bits per weight. How a weight follows from these stands in kernels/exact.py.
+The low gear is MLX's own 4-bit module. The 16-bit gear reads the same codes and additional bytes: 13.5 bits per weight.
+kernels/exact.py has the formula of a weight.
 
-The encoder proves itself: it decodes every group, and stores one that does not come back in another way. The window of
-neighbours was found by trying, and not by a proof; groups with NaN or infinities have no scale.
+The encoder verifies its result: it decodes every group, and stores a group differently if a weight is wrong. The window
+of neighbors was found by trial, without a proof; groups with NaN or infinities have no scale.
 """
 
 import math
@@ -24,7 +24,7 @@ from ..kernels.bit_planes import PanelPlanes, Planes
 from ..kernels.dispatch import NATIVE, Kind, bits_beside_bfloat16, cpu_kernels
 from ..kernels.exact import (
     CODE_BITS,
-    FIRST_NEIGHBOUR,
+    FIRST_NEIGHBOR,
     ExactMatrix,
     PanelExactMatrix,
     as_floats,
@@ -45,8 +45,7 @@ LADDER = (CODE_BITS, DENSE)
 def encode(weight: mx.array, group_size: int, base: Planes | None = None) -> ExactMatrix:
     """Return a matrix (..., O, I) of bfloat16, of any bit patterns, in format `exact`.
 
-    base: codes (..., O, I) of the low gear in the place of the nearest ones. Groups that could not come back from them
-    get the nearest.
+    base: calibrated codes (..., O, I) of the low gear. Groups that cannot be restored from them get RTN codes.
     """
     rows, parts = weight.reshape(-1, weight.shape[-1]), []
     base = base and base.each(lambda array: array.reshape(-1, array.shape[-1]))
@@ -57,7 +56,7 @@ def encode(weight: mx.array, group_size: int, base: Planes | None = None) -> Exa
 
 
 def encode_block(weight: mx.array, group_size: int, base: Planes | None = None) -> ExactMatrix:
-    """`encode` for rows (O, I) that are not too many to be encoded at once; evaluated."""
+    """Encode rows (O, I) that are few enough to be encoded at once; evaluated."""
     plane = base.each_scale(lambda array: array.view(mx.uint16)) if base else quantize(weight, group_size)
     values = mx.contiguous(weight).view(mx.uint16)
     kernels = cpu_kernels(1)
@@ -75,49 +74,49 @@ def encode_block(weight: mx.array, group_size: int, base: Planes | None = None) 
         plane = plane.each(lambda array: pick_groups(kept, array, mx.zeros_like(array)))
     matrix = ExactMatrix(plane.weights[0], plane.scales, plane.biases[0], low, high, offsets, group_size)
     if not mx.array_equal(decoded(matrix).view(mx.uint16), values).item():
-        raise GearbxError("a weight does not come back from format exact; please report this, and use another format")
+        raise GearbxError("format exact: a weight is not restored; please report this, and choose a different format")
     return matrix
 
 
 def quantize(weight: mx.array, group_size: int) -> Planes:
-    """MLX's codes of a matrix (O, I), with the bits of their scales and biases, which are bfloat16."""
+    """Return MLX's codes of a matrix (O, I), with the bits of their scales and biases, which are bfloat16."""
     codes, scales, biases = mx.quantize(weight, group_size, CODE_BITS)
     return Planes([codes], scales.view(mx.uint16), [biases.view(mx.uint16)], (CODE_BITS,), group_size)
 
 
 def pick_groups(better: mx.array, own: mx.array, other: mx.array) -> mx.array:
-    """Return an array (O, ...) where its groups are the better ones, and another one elsewhere. better: (O, G)."""
+    """Return an array (O, ...) with groups of `own` where `better` (O, G) is True, and of `other` elsewhere."""
     groups, others = (array.reshape(*better.shape, -1) for array in (own, other))
     return mx.where(better[..., None], groups, others).reshape(own.shape)
 
 
 def mixed(kept: mx.array, planes: Planes, others: Planes) -> Planes:
-    """Return a plane whose groups are those of another one where they are not kept. kept: (O, G)."""
+    """Return a plane with groups of `planes` where `kept` (O, G) is True, and of `others` elsewhere."""
     arrays = ((each.weights[0], each.scales, each.biases[0]) for each in (planes, others))
     words, scales, bias = (pick_groups(kept, own, other) for own, other in zip(*arrays))
     return planes._replace(weights=[words], scales=scales, biases=[bias])
 
 
 def in_window(weight: np.ndarray, value: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return whether a weight comes back from the value of its code, and whether that takes a further byte.
+    """Return masks: weights that can be restored from the values of their codes, and those that take a byte more.
 
     All are float32; the weights are bfloat16 numbers.
     """
     zero = ~(np.abs(value) > np.abs(scale) * np.float32(0.5))
-    first = (value.view(np.uint32) >> 16).astype(np.uint16) - np.uint16(FIRST_NEIGHBOUR)
+    first = (value.view(np.uint32) >> 16).astype(np.uint16) - np.uint16(FIRST_NEIGHBOR)
     return zero | ((weight.view(np.uint32) >> 16).astype(np.uint16) - first < 256), zero
 
 
 def bytes_beside(values: mx.array, plane: Planes) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-    """Return what is stored beside the codes (`quantize`) of weights with these bits (O, I), as native `exact_encode`.
+    """Return the bytes stored in addition to codes (`quantize`) of weights with these bits (O, I), as `exact_encode`.
 
-    kept (O, G): whether a group comes back from its codes; low, high and offsets of an `ExactMatrix`, for which a group
-    that is not kept has codes, scale and biases of 0. With MLX's own operations.
+    kept (O, G): True if a group is restored from its codes; low, high and offsets of an `ExactMatrix`, in which a group
+    that is not kept has codes, scale and biases of 0. Uses MLX's operations.
     """
     found = predict(plane)
     bits = values.reshape(found.near.shape)
     largest = as_floats(plane.scales) * (2**CODE_BITS - 1)
-    bounded = mx.isfinite(largest)  # else a fused product would differ
+    bounded = mx.isfinite(largest)  # otherwise a fused multiply-add would differ
     usable = bounded & are_finite(plane.scales) & are_finite(plane.biases[0])
     kept = usable & (weight_bits(bits & 255, bits >> 8, found) == bits).all(-1)
     near = found.near | ~kept[..., None]
@@ -129,22 +128,22 @@ def bytes_beside(values: mx.array, plane: Planes) -> tuple[mx.array, mx.array, m
 
 
 def are_finite(halves: mx.array) -> mx.array:
-    """Return which of the bfloat16 numbers with these bits are finite."""
+    """Return a mask of the finite bfloat16 numbers, given their bits."""
     return (halves & 0x7F80) != 0x7F80
 
 
 def join(parts: Sequence[ExactMatrix], rows: tuple[int, ...]) -> ExactMatrix:
-    """Return the matrix (*rows, I) from those of its blocks of rows."""
+    """Return the matrix (*rows, I), given its blocks of rows."""
 
     def whole(arrays: Sequence[mx.array]) -> mx.array:
         made = arrays[0] if len(arrays) == 1 else mx.concatenate(list(arrays))
         return made.reshape(*rows, -1)
 
-    begins, offsets, high = 0, [mx.zeros(1, mx.uint32)], []
+    total, offsets, high = 0, [mx.zeros(1, mx.uint32)], []
     for part in parts:
-        offsets.append(part.offsets[1:] + begins)
+        offsets.append(part.offsets[1:] + total)
         count = np.array(part.offsets)[-1].item()
-        begins += count
+        total += count
         high.append(part.high[:count])
     first = parts[0]
     made = first._replace(
@@ -152,7 +151,7 @@ def join(parts: Sequence[ExactMatrix], rows: tuple[int, ...]) -> ExactMatrix:
         scales=whole([part.scales for part in parts]),
         biases=whole([part.biases for part in parts]),
         low=whole([part.low for part in parts]),
-        high=mx.concatenate(high) if begins else first.high,
+        high=mx.concatenate(high) if total else first.high,
         offsets=mx.concatenate(offsets),
     )
     mx.eval(made.arrays)
@@ -162,7 +161,7 @@ def join(parts: Sequence[ExactMatrix], rows: tuple[int, ...]) -> ExactMatrix:
 class ExactModule(nn.Module):
     """A layer whose weight is a matrix of format `exact`; its parameters are frozen, and shared with the low gear.
 
-    Codes and biases are lists of one, as files of checkpoints name them: `codes.0`.
+    Codes and biases are lists of one, as in the files of checkpoints: `codes.0`.
     """
 
     def __init__(self, matrix: ExactMatrix, dense: nn.Module):
@@ -177,7 +176,7 @@ class ExactModule(nn.Module):
 
     @property
     def matrix(self) -> ExactMatrix:
-        """The arrays as they are now."""
+        """The layer's current arrays."""
         beside = self["low"], self["high"], self["offsets"]
         return self.record(self["codes"][0], self["group_scales"], self["group_biases"][0], *beside, self.group_size)
 
@@ -188,7 +187,7 @@ class ExactModule(nn.Module):
 
     @property
     def bytes_read(self) -> int:
-        """The bytes of the whole weight, of all experts."""
+        """Bytes of the whole weight (all experts)."""
         return sum(array.nbytes for array in self.matrix.arrays)
 
     def dense_weight(self) -> mx.array:
@@ -196,7 +195,7 @@ class ExactModule(nn.Module):
         return decoded_by_tiles(self.matrix)
 
     def rows(self, chosen: mx.array) -> mx.array:
-        """Rows of the weight (O, I), (..., I) bfloat16. chosen: (...)."""
+        """Return rows of the weight (O, I), (..., I) bfloat16. chosen: (...)."""
         return exact_rows(self.matrix, chosen)
 
     def _extra_repr(self) -> str:
@@ -253,7 +252,7 @@ class ExactMultiLinear(ExactModule):
 
 
 class NativeExactMultiLinear(ExactMultiLinear):
-    """A MultiLinear over exact weights, which a native kernel decodes."""
+    """A MultiLinear over exact weights, decoded by a native kernel."""
 
     def dense_weight(self) -> mx.array:
         return decoded(self.matrix)
@@ -262,7 +261,7 @@ class NativeExactMultiLinear(ExactMultiLinear):
 class Exact(Format):
     """One copy of the weights that is both gears, the top one bit for bit.
 
-    The low gear is that of `planes`, over codes as MLX has them. A layer whose bits in the gears are not the format's
+    The low gear is a gear of `planes` over MLX's codes. A layer whose bits in the gears differ from the format's
     ladder (it has a floor) stays dense.
     """
 
@@ -275,9 +274,7 @@ class Exact(Format):
 
     def check(self, bits: int) -> None:
         if bits not in LADDER:
-            raise GearbxError(
-                f"format exact has gears of 4 and 16 bits, and none of {bits}; choose 4,16, or format planes"
-            )
+            raise GearbxError(f"format exact has 4-bit and 16-bit gears, got {bits}; use 4,16, or choose format planes")
 
     def modules(self, dense: nn.Module, bits: int, ladder: Bits, group_size: int, dtype: mx.Dtype) -> Gears:
         return self._gears(dense, encode(dense.weight, group_size), dtype)
@@ -291,7 +288,7 @@ class Exact(Format):
         return self._gears(dense, encode(dense.weight, base.group_size, base), dtype)
 
     def _gears(self, dense: nn.Module, matrix: ExactMatrix, dtype: mx.Dtype) -> Gears:
-        """Bits to module of both gears."""
+        """Return bits to module of both gears."""
         if takes_panels(dense, (CODE_BITS,)):
             matrix = matrix.in_panels(panel_rows())
         plane = matrix.plane.each_scale(lambda array: array.view(mx.bfloat16).astype(dtype))
@@ -326,12 +323,12 @@ class Exact(Format):
         }
 
     def bytes_read(self, shape: Shape, bits: int, ladder: Bits, group_size: int, scale_size: int) -> int:
-        """Return an estimate at 16 bits, for Gaussian weights; a module knows its own."""
+        """Return an estimate of the 16-bit gear for Gaussian weights; a module has the exact number."""
         if bits != DENSE:
             return LOW_PLANES.bytes_read(shape, bits, ladder[:-1], group_size, scale_size)
         weights = math.prod(shape)
         per_group = 2 * 2 * weights // group_size
-        near_zero = 0.123  # share of Gaussian weights that have a byte beside the others
+        near_zero = 0.123  # share of Gaussian weights with an additional byte
         return round(weights * (CODE_BITS + 8 + 8 * near_zero) / 8) + per_group + 4 * math.prod(shape[:-1])
 
 
@@ -339,17 +336,17 @@ LOW_PLANES = NestedPlanes()
 
 
 def check_offsets(offsets: mx.array, stored: int) -> None:
-    """Raises GearbxError unless rows' bytes follow each other through all `stored` ones: kernels index with them.
+    """Validate that rows' bytes follow each other through all `stored` ones: kernels index with offsets.
 
-    The array may come from a file whose content was not checked. It is read.
+    The array may come from an unchecked file. It is read. Raises GearbxError.
     """
     found = np.array(offsets).astype(np.int64)
     if found[0] or (np.diff(found) < 0).any() or max(found[-1], 1) != stored:
-        raise GearbxError(f"its offsets do not lead through the {stored} bytes beside its low ones")
+        raise GearbxError(f"its offsets do not cover the {stored} bytes of high")
 
 
 def exact_module(dense: nn.Module, matrix: ExactMatrix) -> nn.Module:
-    """Return the module of 16 bits in the place of a Linear, SwitchLinear or MultiLinear; it shares the bias."""
+    """Return the 16-bit module that replaces a Linear, SwitchLinear or MultiLinear; it shares the bias."""
     native = isinstance(dense, Native)
     if isinstance(dense, MultiLinear):
         return (NativeExactMultiLinear if isinstance(dense, NativeMultiLinear) else ExactMultiLinear)(matrix, dense)
@@ -359,6 +356,6 @@ def exact_module(dense: nn.Module, matrix: ExactMatrix) -> nn.Module:
 
 
 def too_large(module: nn.Module) -> str | None:
-    """Say why an exact module is not worth it, if it takes more bytes than the weight itself."""
+    """Return why an exact module is larger than the weight itself; None if it is not."""
     bits = 8 * module.bytes_read / math.prod(module.weight_shape)
-    return f"would take {bits:.1f} bits a weight in format exact, and takes 16" if bits > DENSE else None
+    return f"would take {bits:.1f} bits a weight in format exact, instead of 16" if bits > DENSE else None

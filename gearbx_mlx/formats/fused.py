@@ -1,6 +1,6 @@
-"""Fused native operations in place of MLX's own: norms, rotary positions, attention, SwiGLU.
+"""Fused native operations that replace MLX's: norms, rotary positions, attention, SwiGLU.
 
-For one token, a CPU spends more time on the many small operations that MLX makes of these than on their arithmetic.
+For one token, a CPU spends more time on MLX's many small operations than on their arithmetic.
 """
 
 import functools
@@ -59,7 +59,7 @@ class NativeLlama3RoPE(Llama3RoPE):
 
 @functools.cache
 def inverse_frequencies(dims: int, base: float) -> mx.array:
-    """Radians from position to position, base^(-2i / dims), shape (dims / 2,); bit for bit those of mx.fast.rope."""
+    """Return radians per position, base^(-2i / dims), (dims / 2,), bit-identical to mx.fast.rope."""
     step = mx.array(np.log(np.float32(base)) / np.float32(dims // 2))
     with mx.stream(mx.cpu):
         frequencies = mx.exp(mx.arange(0, -(dims // 2), -1, dtype=mx.float32) * step)
@@ -68,7 +68,7 @@ def inverse_frequencies(dims: int, base: float) -> mx.array:
 
 
 class NativeShiftedNorm(nn.Module):
-    """What a native norm adds to mlx-lm's class of Gemma, whose weight is one below what it multiplies by."""
+    """A mixin that makes mlx-lm's norm of Gemma native, whose weight is one less than its factor."""
 
     operation = NORMS
 
@@ -77,7 +77,7 @@ class NativeShiftedNorm(nn.Module):
 
 
 class NativeGeGLU(nn.Module):
-    """What one native operation for the gate adds to mlx-lm's class of an MLP that gates by an approximate GELU."""
+    """A mixin that fuses the gate of mlx-lm's class of an MLP with an approximate GELU."""
 
     operation = GATES
 
@@ -95,7 +95,7 @@ class NativeSwiGLU(SwiGLU):
         return swiglu(gate, x)
 
 
-FUSED: dict[type[nn.Module], type[nn.Module]] = {  # MLX's module to ours
+FUSED: dict[type[nn.Module], type[nn.Module]] = {  # MLX's module to its native form
     nn.RMSNorm: NativeRMSNorm,
     nn.RoPE: NativeRoPE,
     Llama3RoPE: NativeLlama3RoPE,
@@ -106,7 +106,7 @@ BY_PRIVATE_NAMES = (Llama3RoPE,)
 
 
 def swiglu(gate: mx.array, up: mx.array) -> mx.array:
-    """silu(gate) * up, of gate's type."""
+    """Return silu(gate) * up, of gate's type."""
     y = dispatch.swiglu(gate, up)
     return activations.swiglu(gate, up) if y is None else y
 
@@ -120,9 +120,9 @@ def attention(
     mask: mx.array | str | None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Attention with the arguments of mlx-lm's `scaled_dot_product_attention`.
+    """Compute attention with the arguments of mlx-lm's `scaled_dot_product_attention`.
 
-    Quantized caches, masks of numbers and sinks go to mlx-lm's own function.
+    Quantized caches, masks of numbers and sinks use mlx-lm's function.
     """
     plain = sinks is None and not hasattr(cache, "bits")
     y = attended(queries, keys, values, cache, scale, mask) if plain else None
@@ -139,14 +139,14 @@ def left_padding(cache: object) -> mx.array | None:
 def attended(
     queries: mx.array, keys: mx.array, values: mx.array, cache: object, scale: float, mask: mx.array | str | None
 ) -> mx.array | None:
-    """Like `attention`, with keys and values of a cache in gears read where they are; None if there is no kernel."""
+    """Compute `attention`, reading keys and values of a cache in gears directly; None if there is no kernel."""
     nested = cache.read(queries.shape[2]) if isinstance(cache, NestedKVCache) else None
     if nested is None:
         return dispatch.attention(queries, keys, values, scale, mask, left_padding(cache))
     return dispatch.nested_attention(queries, nested, scale, mask)
 
 
-# Names by which mlx-lm's models call a function: the operation, mlx-lm's function, and ours in its place.
+# Names by which mlx-lm's models call a function: the operation, mlx-lm's function, and its native replacement.
 FUNCTIONS = {
     "swiglu": (GATES, activations.swiglu, swiglu),
     "scaled_dot_product_attention": (FUSED_ATTENTION, base.scaled_dot_product_attention, attention),
@@ -155,6 +155,6 @@ FUNCTIONS = {
 
 @functools.cache
 def native_class(kind: Any, operations: tuple[str, ...] = OPERATIONS) -> type[nn.Module] | None:
-    """Return a subclass of mlx-lm's class that calls our FUNCTIONS of these operations; None if it calls none."""
-    wanted = {name: (theirs, ours) for name, (operation, theirs, ours) in FUNCTIONS.items() if operation in operations}
+    """Return a subclass of mlx-lm's class that calls native FUNCTIONS of these operations; None if it calls none."""
+    wanted = {name: (theirs, own) for name, (operation, theirs, own) in FUNCTIONS.items() if operation in operations}
     return calling(kind, wanted)

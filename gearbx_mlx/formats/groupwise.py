@@ -1,6 +1,6 @@
 """Symmetric quantization to 4 bits with one float32 scale per group of 32 inputs, two codes to a byte (AION 3.2).
 
-AION asks for symmetric codes without naming their range; here it is -7 to 7. Codes are packed as those of `rowwise`,
+AION requires symmetric codes without defining their range; here it is -7 to 7. Codes are packed as in `rowwise`,
 the first in the low nibble, with an offset of 8. A group takes 16 bytes, so that rows are aligned without padding. A
 partial last group is filled with zeros.
 """
@@ -29,7 +29,7 @@ def quantize(weight: mx.array) -> tuple[mx.array, mx.array]:
     missing = -weight.shape[-1] % GROUP_INPUTS
     w = mx.pad(weight.astype(mx.float32), [(0, 0)] * (weight.ndim - 1) + [(0, missing)])
     w = w.reshape(*weight.shape[:-1], -1, GROUP_INPUTS)
-    # AION names no smallest scale, and a group of zeros needs one: that of per-channel float32 scales.
+    # AION defines no smallest scale, and a group of zeros needs one: the floor of per-channel float32 scales.
     scales = mx.maximum(mx.abs(w).max(axis=-1) / GROUP_Q_MAX, 1e-8)
     codes = mx.clip(mx.round(w / scales[..., None]), -GROUP_Q_MAX, GROUP_Q_MAX).astype(mx.int8)
     return codes.reshape(*weight.shape[:-1], -1), scales
@@ -42,14 +42,14 @@ def dequantize(codes: mx.array, scales: mx.array, width: int, dtype: mx.Dtype = 
 
 
 class Groupwise(SymmetricFormat):
-    """One gear of 4 bits; with the scales, 5 bits per weight. A partial last group is filled with zeros."""
+    """Format with one 4-bit gear; with the scales, 5 bits per weight. A partial last group is filled with zeros."""
 
     name = "groupwise"
     scales: frozenset[str] = frozenset()  # always float32
 
     def check(self, bits: int) -> None:
         if bits != GROUP_BITS:
-            raise GearbxError(f"format 'groupwise' has no gear of {bits} bits; choose from 4, 16")
+            raise GearbxError(f"format 'groupwise' has no {bits}-bit gear; choose from 4, 16")
 
     def span(self, group_size: int) -> int | None:
         return GROUP_INPUTS

@@ -1,12 +1,12 @@
-"""What stands around a layer that changes gear: an adapter, or what ranks tell each other about their parts.
+"""Holders of a layer that changes gear: an adapter, or the communication between ranks about their parts.
 
-mlx-lm's adapters, LoRA and DoRA, stay in their own precision on top of any gear. LoRA adds a product to the output of
-its layer, and asks nothing else of it. DoRA also divides each output by the norm of its row of W + scale * B A, for
-which mlx-lm's class reads the dense weight again at every token. Here the norms are computed once in each gear, from
-the weight that the gear stands for: as mlx-lm does it over a quantized layer.
+mlx-lm's adapters, LoRA and DoRA, stay in their own precision on top of any gear. LoRA adds a matmul to the output of
+its layer. DoRA also divides each output by the norm of its row of W + scale * B A. For that, mlx-lm's class reads the
+dense weight again at every token. Here the norms are computed once in each gear, from the gear's dequantized weight: as
+mlx-lm does it over a quantized layer.
 
-A rank of a group has some rows or columns of a layer, which are a layer of their own (`linear`), in any format. Around
-a layer whose outputs are divided there is nothing: the rank's outputs are what its next layer takes.
+A rank of a group has some rows or columns of a layer, as a separate layer (`linear`) in any format. A layer whose
+outputs are divided needs no holder: its outputs are the inputs of the rank's next layer.
 """
 
 from collections.abc import Callable
@@ -29,14 +29,14 @@ class GearedAdapter:
     """An adapter whose layer changes gear."""
 
     def fuse(self, dequantize: bool = False) -> nn.Module:
-        """Raises GearbxError: the adapter would be in one gear, and not in the others."""
-        raise GearbxError("an adapter cannot be fused into gears; fuse it into the original (mlx_lm.fuse), then shift")
+        """Raise GearbxError, since the adapter would be in one gear, and not in the others."""
+        raise GearbxError("an adapter cannot be fused into gears; use mlx_lm.fuse on the original first")
 
 
 class GearedDoRALinear(GearedAdapter, DoRALinear):
     """A DoRALinear over a linear layer (..., I) -> (..., O) in any gear: m * (x W + scale x A B) / norms + bias.
 
-    The bias, which the norms do not touch, belongs to this module, and not to the layer inside.
+    The bias is not scaled by the norms, and belongs to this module, and not to the layer inside.
     """
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -48,7 +48,7 @@ class GearedDoRALinear(GearedAdapter, DoRALinear):
 
 
 class GearedDoRAEmbedding(GearedAdapter, DoRAEmbedding):
-    """A DoRAEmbedding over a tied embedding, whose head is in any gear. The rows of input tokens are the original's."""
+    """A DoRAEmbedding over a tied embedding with a head in any gear. Input tokens read the original rows."""
 
     def as_linear(self, x: mx.array) -> mx.array:
         y = self.embedding.as_linear(x)
@@ -69,9 +69,9 @@ GEARED: dict[type[nn.Module], type[nn.Module]] = {  # mlx-lm's adapters, and the
 
 
 def row_norms(adapter: nn.Module, linear: nn.Module, delta: Callable[[], mx.array]) -> mx.array:
-    """Return the norm of each row of a layer's weight plus what the adapter adds to it, `delta` (O, I): (O,).
+    """Return the norm (O,) of each row of a layer's weight plus the adapter's product, `delta` (O, I).
 
-    They stay with the layer for as long as the adapter has these arrays: a gear's layer is another module.
+    The layer keeps them as long as the adapter has the same arrays; each gear has its own layer.
     """
     kept = vars(linear).get(ROW_NORMS)
     if kept is not None and all(kept[name] is adapter[name] for name in ("lora_a", "lora_b")):
@@ -90,7 +90,7 @@ def inner_name(module: nn.Module) -> str | None:
 
 
 def over_gears(module: nn.Module) -> nn.Module:
-    """Return the form of an adapter that works over any gear; other modules as they are."""
+    """Return the form of an adapter that works over any gear; other modules are returned unchanged."""
     kind: Any = GEARED.get(type(module))
     if kind is None:
         return module
@@ -106,7 +106,7 @@ def held_name(module: nn.Module) -> str | None:
 
 
 class RankPart(nn.Module):
-    """A rank's part, a layer of its own that changes gear, of a layer whose inputs are divided among the ranks."""
+    """Base of a rank's part of a layer whose inputs are divided among the ranks; the part is a layer in gears."""
 
     def __init__(self, linear: nn.Module, group: mx.distributed.Group):
         super().__init__()
@@ -114,9 +114,9 @@ class RankPart(nn.Module):
 
 
 class SummedLinear(RankPart):
-    """Some columns of a linear layer (..., I / N) -> (..., O): the ranks' products are summed, as mlx-lm does it.
+    """Some columns of a linear layer (..., I / N) -> (..., O): the ranks' products are summed, as in mlx-lm.
 
-    The sum is rounded in another way than that of one process. The bias belongs to this module, and is added once.
+    The sum is rounded differently than in one process. The bias belongs to this module, and is added once.
     """
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -127,7 +127,7 @@ class SummedLinear(RankPart):
 class GatheredLinear(RankPart):
     """Some rows of a linear layer (..., I / N) -> (..., O): every rank gets all inputs, and then all outputs.
 
-    No sum is divided, so each output has the bits that it has in one process, and no group of inputs is cut.
+    No sum is divided, so each output is bit-identical to one process, and no group of inputs is cut.
     """
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -135,9 +135,9 @@ class GatheredLinear(RankPart):
 
 
 class PlacedLinear(RankPart):
-    """The same of a layer whose block sums over the ranks itself, such as experts: it gets zeros for others' outputs.
+    """Some rows of a layer whose block sums over the ranks itself, such as experts: other ranks' outputs are zeros.
 
-    x + 0 is x: the block's sum has the bits of one process.
+    x + 0 is x, so the block's sum is bit-identical to one process.
     """
 
     def __call__(self, x: mx.array, *chosen: mx.array, sorted_indices: bool = False) -> mx.array:

@@ -1,27 +1,27 @@
-"""A KV cache with gears: what a pass reads of keys and values depends on the gear.
+"""A KV cache with gears: the gear determines the bytes of keys and values that a forward pass reads.
 
-With 16 in its ladder the cache keeps the entries as they are, and planes beside them. The top gear reads the entries;
-lower gears read planes of all positions but the latest, which are packed some at a time. Without 16 there are planes
-alone, made of each position as it comes; only a prompt's entries stay until the first token after it is read. A pass
-over a prompt reads entries where there are some, in any gear.
+With 16 in its ladder the cache keeps the unquantized entries, and planes in addition. The top gear reads the entries;
+lower gears read planes of all positions except the latest, which are packed some at a time. Without 16 there are only
+planes, packed at each position; only a prompt's entries stay until the first token after it is read. In prefill, a
+pass reads entries if there are any, in any gear.
 
-Keys and values as nested planes: the first 4 bits of every number are a coarse copy, 4 further bits refine it. Each
-position is quantized by itself, so that a cache appends and trims at any position. A number is
+Keys and values are nested planes: the first 4 bits of every number are a coarse copy, 4 additional bits refine it. Each
+position is quantized separately, so that a cache appends and trims at any position. A number is
 
     in the gear of the first plane:   offset + scale * c0
     with the planes after it:         offset + scale * (c0 + c1 / 2^w1 + ... - (1 - 2^-(w1 + ...)) / 2)
 
-so a coarse number is the middle of the range that the further bits choose from, as in planes.py.
+so a coarse number is the middle of the range that the other bits choose from, as in planes.py.
 
 Layout, for vectors (..., D) in groups of G numbers along D, the last axis:
 
 - planes[i]: (..., D * widths[i] / 32) uint32, most significant plane first, contiguous. A word has 32 / width codes of
   consecutive numbers, the first in the lowest bits, as `mx.quantize` packs them: planes[0] with scales and offsets is
-  MLX's own affine weight where it has such groups. There is no padding: D * width is a multiple of 32.
+  an affine weight of MLX if it supports such groups. There is no padding: D * width is a multiple of 32.
 - scales, offsets: (..., D / G), of the type of the vectors.
 
-With vectors (batch, heads, positions, D) the strides of a plane are those of such an array: from position to position
-D * width / 32 words. The capacity of a cache may be larger than its positions; the rest is not read.
+With vectors (batch, heads, positions, D) the strides of a plane are as in such an array: D * width / 32 words per
+position. The capacity of a cache may be larger than its positions; the rest is not read.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,25 +35,25 @@ from ..compat.loops import positions_in
 from ..errors import GearbxError
 from ..kernels import dispatch
 from ..kernels.bit_planes import scale_and_bias
-from ..kernels.metal_attention import NestedEntries
+from ..kernels.dispatch import NestedEntries
 
 BITS_OF_WORD = 32
 
 PLANE_BITS = 4  # bits of each plane
-ENTRY_BITS = 16  # bits of the gear that reads the entries as they are
-PACKED_AT_ONCE = 64  # positions that are packed at once beside entries; native attention reads planes of 16 at a time
+ENTRY_BITS = 16  # bits of the gear that reads the unquantized entries
+PACKED_AT_ONCE = 64  # positions that are packed at once, with entries kept; native attention reads planes of 16 at once
 
 
 def group_for(dims: int) -> int | None:
-    """Return the group size for heads of so many numbers; None if none divides them."""
+    """Return the group size for heads of `dims` numbers; None if none divides them."""
     return next((size for size in (32, 16, 8) if dims % size == 0), None)  # the best first (docs/kv_gears.md)
 
 
 def pack(vectors: mx.array, widths: Sequence[int], group_size: int) -> tuple[list[mx.array], mx.array, mx.array]:
-    """Return the planes, scales and offsets of vectors (..., D), floating; the layout stands above.
+    """Return the planes, scales and offsets of vectors (..., D), floating, in the layout of this module.
 
-    widths: bits of each plane, most significant first: powers of two, 8 at most together. group_size: divides D; a
-    multiple of 8. Raises GearbxError for those that do not fit.
+    widths: bits of each plane, most significant first: powers of two, at most 8 in total. group_size: divides D; a
+    multiple of 8. Raises GearbxError for unsupported ones.
     """
     check(vectors.shape[-1], widths, group_size)
     bits = sum(widths)
@@ -72,7 +72,7 @@ def pack(vectors: mx.array, widths: Sequence[int], group_size: int) -> tuple[lis
 def unpack(
     planes: Sequence[mx.array], scales: mx.array, offsets: mx.array, widths: Sequence[int], bits: int
 ) -> mx.array:
-    """Return the vectors (..., D), of the scales' type, that the gear with `bits` reads: the first few planes."""
+    """Return the vectors (..., D), of the scales' type, as read by the gear with `bits`: the first few planes."""
     codes = mx.zeros((*planes[0].shape[:-1], planes[0].shape[-1] * BITS_OF_WORD // widths[0]), mx.uint32)
     read: list[int] = []
     for plane, width in zip(planes, widths):
@@ -80,31 +80,31 @@ def unpack(
             break
         read.append(width)
         places = mx.arange(0, BITS_OF_WORD, width, dtype=mx.uint32)
-        further = (plane[..., None] >> places) & (2**width - 1)
-        codes = (codes << width) | further.reshape(codes.shape)
+        bits_read = (plane[..., None] >> places) & (2**width - 1)
+        codes = (codes << width) | bits_read.reshape(codes.shape)
     step, least = finest(scales.astype(mx.float32), offsets.astype(mx.float32), read)
     grouped = codes.reshape(*scales.shape, -1).astype(mx.float32)
     return (grouped * step[..., None] + least[..., None]).reshape(codes.shape).astype(scales.dtype)
 
 
 def finest(scales: mx.array, offsets: mx.array, widths: Sequence[int]) -> tuple[mx.array, mx.array]:
-    """Step and least number of the codes of all these planes together, float32."""
+    """Return step and lowest number of the codes of all these planes together, float32."""
     share = 2.0 ** -sum(widths[1:])
     return scales * share, offsets - scales * ((1 - share) / 2)
 
 
 def check(dims: int, widths: Sequence[int], group_size: int) -> None:
-    """Raises GearbxError for planes that cannot be made of vectors of `dims` numbers."""
+    """Validate planes for vectors of `dims` numbers. Raises GearbxError."""
     if not widths or any(width not in (1, 2, 4, 8) for width in widths) or sum(widths) > 8:
-        raise GearbxError(f"planes of {'+'.join(map(str, widths))} bits: give 1, 2, 4 or 8 bits each, 8 together")
+        raise GearbxError(f"planes of {'+'.join(map(str, widths))} bits: use 1, 2, 4 or 8 bits each, 8 in all")
     if group_size % 8 or dims % group_size or any(dims * width % BITS_OF_WORD for width in widths):
-        raise GearbxError(f"groups of {group_size} numbers do not fit vectors of {dims}; give one that divides them")
+        raise GearbxError(f"groups of {group_size} numbers do not fit vectors of {dims}; use a divisor")
 
 
 class KVMeter:
-    """Counts what passes read of keys and values, but for those over a prompt.
+    """Counter of the keys and values that forward passes read, except in prefill.
 
-    bytes: by gear (bits). caches: how many layers' caches were read, by gear.
+    bytes: by gear (bits). caches: number of layers' caches read, by gear.
     """
 
     def __init__(self) -> None:
@@ -116,17 +116,17 @@ class KVMeter:
         self.caches[bits] = self.caches.get(bits, 0) + 1
 
     def take(self) -> tuple[dict[int, int], dict[int, int]]:
-        """`bytes` and `caches` since the last call."""
+        """Return `bytes` and `caches` since the last call, and reset them."""
         taken = self.bytes, self.caches
         self.bytes, self.caches = {}, {}
         return taken
 
 
 class KVGears:
-    """The ladder of the caches of a model's layers, which is the same object for all of them and for their copies.
+    """The ladder of the caches of a model's layers; all of them and their copies share this object.
 
     ladder: bits in ascending order, of 4, 8 and 16. engaged: returns the bits of the gear that a pass reads now.
-    native: pack with our kernel where there is one. in_prompt: passes read a prompt now.
+    native: True to pack with a native kernel if possible. in_prompt: True during prefill.
     """
 
     def __init__(self, ladder: tuple[int, ...], engaged: Callable[[], int] | None = None, native: bool = False):
@@ -139,12 +139,12 @@ class KVGears:
         self.in_prompt = False
 
     def begin_prompt(self) -> None:
-        """Passes read a prompt from now on."""
+        """Start prefill."""
         self.in_prompt = True
         self.meter.take()
 
     def end_prompt(self) -> None:
-        """Passes read the text that follows the prompt from now on."""
+        """Start decoding, after prefill."""
         self.in_prompt = False
 
     def __deepcopy__(self, memo: object) -> "KVGears":
@@ -153,10 +153,10 @@ class KVGears:
 
 @dataclass(frozen=True)
 class Nested(NestedEntries):
-    """What a pass reads in a low gear: the first `packed` positions as planes, the others as they are."""
+    """The entries that a pass reads in a low gear: the first `packed` positions as planes, the others unquantized."""
 
     def unpacked(self) -> tuple[mx.array, mx.array]:
-        """Keys and values (B, H, positions, D)."""
+        """Return keys and values (B, H, positions, D)."""
         keys, values = (self._whole(*each) for each in zip(self.entries, self.planes))
         return keys, values
 
@@ -167,21 +167,21 @@ class Nested(NestedEntries):
         return mx.concatenate([made, entries[..., self.packed :, :]], axis=2)
 
     def nbytes(self) -> int:
-        """Return bytes of keys and values that a pass reads."""
+        """Return the bytes of keys and values that a pass reads."""
         rest = max(self.entries[0].shape[2] - self.packed, 0)
         packed = sum(position_bytes(array) for arrays in self.planes for array in arrays)
         return self.packed * packed + rest * sum(map(position_bytes, self.entries))
 
 
 def position_bytes(array: mx.array) -> int:
-    """Return bytes of one position of an array (B, H, positions, ...)."""
+    """Return the bytes of one position of an array (B, H, positions, ...)."""
     return array.nbytes // array.shape[2]
 
 
 class NestedKVCache(KVCache):
-    """The cache of one layer, whose gears it shares with those of the others.
+    """The cache of one layer, whose gears all layers share.
 
-    `keys` and `values` are the entries, as in KVCache; None where there are planes alone.
+    `keys` and `values` are the entries, as in KVCache; None if there are only planes.
     """
 
     keys: Any
@@ -190,18 +190,18 @@ class NestedKVCache(KVCache):
     def __init__(self, gears: KVGears):
         super().__init__()
         self.gears = gears
-        self.beside = 0  # positions of the entries that are packed too
-        self.planes: list[list[mx.array]] = []  # of keys, of values: planes, scales, offsets (B, H, capacity, ...)
+        self.beside = 0  # entries that are also packed
+        self.planes: list[list[mx.array]] = []  # for keys, for values: planes, scales, offsets (B, H, capacity, ...)
 
     @classmethod
     def of(cls, cache: KVCache, gears: KVGears) -> "NestedKVCache":
-        """With the entries of a cache of mlx-lm."""
+        """Return a cache with the entries of a cache of mlx-lm."""
         made = cls(gears)
         made.keys, made.values, made.offset = cache.keys, cache.values, cache.offset
         return made
 
     def plain(self) -> KVCache:
-        """mlx-lm's cache with what the top gear reads, which can be written to a file."""
+        """Return mlx-lm's cache with the entries of the top gear, which can be written to a file."""
         made = KVCache()
         made.offset = self.offset
         if self.keys is not None:
@@ -215,32 +215,32 @@ class NestedKVCache(KVCache):
 
     @classmethod
     def merge(cls, caches: Sequence[KVCache]) -> BatchKVCache:
-        """Return what the top gears of several texts' caches read, in a cache of a batch, which has no gears."""
+        """Return the entries of several sequences' top gears, in a cache of a batch, which has no gears."""
         return BatchKVCache.merge([part.plain() if isinstance(part, cls) else part for part in caches])
 
     @property
     def packed(self) -> int:
-        """The positions, from the first one on, that are in planes."""
+        """Number of positions, from the first one on, that are in planes."""
         return self.beside if self.keys is not None else self.offset
 
     @property
     def has_entries(self) -> bool:
-        """True if a pass appends to the entries, whatever it reads."""
+        """Flag for passes that append to the entries, in any gear."""
         return self.keys is not None and (self.gears.exact or self.gears.in_prompt)
 
     @property
     def reads_entries(self) -> bool:
-        """True if a pass reads the entries, in the gear that is engaged, and leaves them entries."""
+        """Flag for passes that read the entries, in the engaged gear, without packing them."""
         reads = self.gears.in_prompt or (self.gears.exact and self.gears.engaged() == ENTRY_BITS)
         return self.keys is not None and reads
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Like that of mlx-lm's caches; what a low gear reads is unpacked where the numbers are asked for."""
+        """Append as mlx-lm's caches, and return the engaged gear's keys and values, unpacked."""
         nested = self.update(keys, values)
         return super().keys_and_values() if nested is None else nested.unpacked()
 
     def update(self, keys: mx.array, values: mx.array) -> Nested | None:
-        """Append keys and values (B, H, new, D), and return what the engaged gear reads; None: the entries."""
+        """Append keys and values (B, H, new, D), and return the planes that the engaged gear reads; None: entries."""
         new = keys.shape[2]
         if self.gears.exact or (self.packed == 0 and self.gears.in_prompt):
             super().update_and_fetch(keys, values)
@@ -251,7 +251,7 @@ class NestedKVCache(KVCache):
         return read
 
     def read(self, new: int) -> Nested | None:
-        """Return what a pass over `new` tokens, which are in the cache already, reads; None: the entries."""
+        """Return the planes that a pass over `new` tokens, already in the cache, reads; None: the entries."""
         if self.reads_entries:
             return None
         if self.keys is not None:
@@ -261,15 +261,14 @@ class NestedKVCache(KVCache):
         return self._engaged()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Like that of mlx-lm's caches, for layers that read the cache of another one; low gears where there are no
-        entries."""
+        """Return keys and values, for layers that share this cache; a low gear's if there are no entries."""
         return super().keys_and_values() if self.keys is not None else self._engaged().unpacked()
 
     def _engaged(self) -> Nested:
         return self._nested(min(self.gears.engaged() // PLANE_BITS, len(self.gears.widths)))
 
     def count(self, read: Nested | None, new: int = 0) -> None:
-        """Note on the meter what a pass reads, and so many entries that came since; nothing of a prompt."""
+        """Add the bytes of a pass to the meter, with `new` entries since `read`; none in prefill."""
         if self.gears.in_prompt:
             return
         if read is not None:
@@ -284,7 +283,7 @@ class NestedKVCache(KVCache):
         return trimmed
 
     def drop_later_planes(self) -> None:
-        """Once the cache is shorter: positions behind its end are not packed; others stay so."""
+        """Mark positions beyond the end of a trimmed cache as unpacked; others stay packed."""
         self.beside = min(self.beside, self.offset // PACKED_AT_ONCE * PACKED_AT_ONCE)
 
     @property
@@ -308,7 +307,7 @@ class NestedKVCache(KVCache):
         return [*entries, *(array for arrays in self.planes for array in arrays)]
 
     def _append(self, keys: mx.array, values: mx.array) -> None:
-        """Put new positions into planes; the entries of a prompt go there too, and are given up."""
+        """Put new positions into planes, including the entries of a prompt, which are then dropped."""
         if self.keys is not None:
             before = super().keys_and_values()
             keys, values = (mx.concatenate([old, new], axis=2) for old, new in zip(before, (keys, values)))
@@ -342,20 +341,20 @@ class NestedKVCache(KVCache):
 
 
 class NoFile:
-    """In the state of a cache in gears, so that mlx-lm does not write a file that it could not read again."""
+    """A part of the state of a cache in gears that stops mlx-lm from writing a file that it could not read again."""
 
     def __str__(self) -> str:
-        return "a KV cache in gears; write [part.plain() for part in cache] instead"
+        return "a KV cache in gears; use [part.plain() for part in cache] instead"
 
 
 def none_of(arrays: list[mx.array]) -> mx.array:
-    """Entries (B, H, 1, D) of zeros, in the place of those that are packed."""
+    """Return entries (B, H, 1, D) of zeros, as placeholders of packed ones."""
     coarse, scales = arrays[0], arrays[-1]
     return mx.zeros((*coarse.shape[:2], 1, coarse.shape[3] * 8), scales.dtype)
 
 
 def put_positions(arrays: list[mx.array], new: list[mx.array], first: int, step: int) -> list[mx.array]:
-    """Arrays (B, H, capacity, ...) with new positions from `first` on; capacity grows in steps."""
+    """Return arrays (B, H, capacity, ...) with new positions from `first` on; capacity grows in steps."""
     end = first + new[0].shape[2]
     if not arrays or end > arrays[0].shape[2]:
         more = (end - first + step - 1) // step * step
@@ -368,7 +367,7 @@ def put_positions(arrays: list[mx.array], new: list[mx.array], first: int, step:
 
 
 def takes_cache(cache: Any) -> bool:
-    """Return whether a block knows how a cache takes keys and values; those that it has must be float32."""
+    """Return True if a block supports a cache; existing keys and values must be float32."""
     if cache is None:
         return True
     known = type(cache) in (KVCache, RotatingKVCache, BatchKVCache, NestedKVCache)
@@ -376,17 +375,17 @@ def takes_cache(cache: Any) -> bool:
 
 
 def takes_in_place(cache: Any) -> bool:
-    """Return whether a pass over a few tokens appends to the entries of a cache, in arrays that grow at times."""
+    """Return True if a pass over a few tokens appends to the entries of a cache, in arrays that sometimes grow."""
     return type(cache) in (KVCache, BatchKVCache) or (type(cache) is NestedKVCache and cache.has_entries)
 
 
 def read_before(cache: Any) -> Nested | None:
-    """Return what a pass reads of tokens that are in a cache already; None: the entries as they are."""
+    """Return the planes that a pass reads of tokens already in a cache; None: the unquantized entries."""
     return cache.read(0) if type(cache) is NestedKVCache else None
 
 
 def block_planes(nested: Nested | None) -> tuple[Any, ...]:
-    """Planes as the last arguments of a native block: of keys, of values, positions in them, the size of groups."""
+    """Return planes as the last arguments of a native block: of keys, of values, positions in them, group size."""
     return () if nested is None else (*nested.planes, nested.packed, nested.group_size)
 
 

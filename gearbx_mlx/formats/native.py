@@ -41,44 +41,44 @@ from .fused import BY_PRIVATE_NAMES, FUSED, native_class
 
 
 class Native:
-    """A layer whose arrays keep the checkpoint's type, usually of two bytes, while activations may have another.
+    """Base of layers whose arrays keep the checkpoint's type, usually of two bytes, with activations of any type.
 
-    A format that quantizes a native dense layer makes native gears. `x_bits`: bits to which a CPU kernel rounds the
-    activations for packed weights; 0 leaves them as they are. For weights of bfloat16 a kernel may round them to that
-    type unless it is 0. `chosen`: the kernels of its products; None: ours on a CPU, wherever there are some.
+    A format that quantizes a native dense layer makes native gears. `x_bits`: bits to which a CPU kernel quantizes the
+    activations for packed weights; 0: it does not. With bfloat16 weights, a kernel may also round activations to that
+    type unless it is 0. `chosen`: the kernels of its matmuls; None: native ones on a CPU, if there are any.
     """
 
     x_bits = 0
     chosen: ChosenKernels | None = None
 
     def kind(self) -> Kind | None:
-        """Return what the speed of its products depends on; None if there is nothing to choose for it."""
+        """Return the properties that determine the speed of its matmuls; None if there is no choice of kernels."""
         return None
 
     def product(self, x: mx.array) -> mx.array:
-        """Return the product (..., O) that `kind` is about."""
+        """Return the matmul (..., O) that `kind` describes."""
         return self(x)  # type: ignore[operator]
 
     def expected(self, x: mx.array) -> Expected:
-        """Return what a product with x (V, I) should be, where `kind` says that MLX has a kernel as well."""
+        """Return the expected product with x (V, I), if `kind` has a stock kernel."""
         raise NotImplementedError
 
     def part(self, kernels: ModuleType) -> Any:
         """Return the layer as a part of a native block (block.py); None if blocks cannot contain it.
 
-        It counts for the very class that defines it: a class derived from that one may compute something else.
+        It is valid only for the exact class that defines it, since a derived class may compute something else.
         """
         return None
 
 
 def native_rounding(layer: nn.Module) -> int | None:
-    """Return the `x_bits` of a native layer, None for another one."""
+    """Return the `x_bits` of a native layer, None for other layers."""
     return layer.x_bits if isinstance(layer, Native) else None
 
 
 @contextlib.contextmanager
 def rounded_to(bits: int, model: nn.Module) -> Iterator[None]:
-    """In the block, layers of the engaged gear that round activations round them to so many bits at most."""
+    """Limit the quantized activations of the engaged gear's layers to `bits` in the block."""
     layers = [layer for layer in modules_of(model) if isinstance(layer, Native) and layer.x_bits > bits]
     before = [layer.x_bits for layer in layers]
     try:
@@ -107,7 +107,7 @@ class NativeDense(Native, nn.Linear):
 
 
 class NativeQuantizedLinear(Native, nn.QuantizedLinear):
-    """An affine QuantizedLinear with native kernels, for which its rows may stand side by side."""
+    """An affine QuantizedLinear with native kernels, whose rows may be in panels."""
 
     def _extra_repr(self) -> str:
         rows, width = affine_planes(self).shape
@@ -118,7 +118,7 @@ class NativeQuantizedLinear(Native, nn.QuantizedLinear):
         return stack_product(x, affine_planes(self), self.get("bias"), self.x_bits, self.chosen)
 
     def dense_weight(self) -> mx.array:
-        """Return the weight (O, I) that these codes stand for, of the scales' type."""
+        """Return the dequantized weight (O, I), of the scales' type."""
         return planes_dense(affine_planes(self).by_row())
 
     def kind(self) -> Kind:
@@ -132,7 +132,7 @@ class NativeQuantizedLinear(Native, nn.QuantizedLinear):
 
 
 class NativeExperts(Native):
-    """What packed experts (E, O, I) with native kernels share: on Metal their kernels are chosen (`Native.kind`)."""
+    """Base of packed experts (E, O, I) with native kernels, which are chosen only on Metal (`Native.kind`)."""
 
     def product(self, x: mx.array) -> mx.array:
         """Return the product (V, n, 1, O) of vectors x (V, I) with the first n experts, as many as a kernel takes."""
@@ -143,12 +143,12 @@ class NativeExperts(Native):
 
 
 def experts_kind(kind: Kind) -> Kind | None:
-    """Return the kind of products with packed experts. On a CPU there is nothing to choose."""
+    """Return the kind of matmuls with packed experts; None on a CPU, which has only one kernel."""
     return replace(kind, form=f"experts of {kind.form}") if device() == METAL else None
 
 
 class NativeSwitchLinear(Native, SwitchLinear):
-    """A SwitchLinear with native kernels: E experts of one shape, one of them for each vector."""
+    """A SwitchLinear with native kernels: E experts of one shape, each vector using one."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         return with_expert_bias(self, dense_experts(x, self["weight"], indices, sorted_indices, self.x_bits), indices)
@@ -165,19 +165,19 @@ class NativeQuantizedSwitchLinear(NativeExperts, QuantizedSwitchLinear):
         return experts_kind(planes_kind(affine_planes(self)))
 
     def dense_weight(self) -> mx.array:
-        """Return the weights (E, O, I) that these codes stand for, of the scales' type."""
+        """Return the dequantized weights (E, O, I), of the scales' type."""
         return planes_dense(affine_planes(self))
 
 
 class NativeMultiLinear(MultiLinear):
-    """A MultiLinear in a model with native kernels: it has none itself, and packed weights in its place may."""
+    """A MultiLinear in a model with native kernels: it has none itself, but its packed weights may."""
 
 
 class NativeEmbedding(Native, nn.Embedding):
     """An Embedding with native kernels, which may also be the output head (`as_linear`).
 
-    `dtype`: of the activations, and of the rows that are looked up, as long as the weight has the type `stored`. A
-    weight that gets another type gives its rows in that type, as stock embeddings do.
+    `dtype`: of the activations and of input rows, as long as the weight has the type `stored`. If the weight's
+    type changes, its rows have that type, as in stock embeddings.
     """
 
     stored = dtype = mx.float32
@@ -211,21 +211,21 @@ FLOATING = (mx.float32, mx.bfloat16, mx.float16)
 
 
 def dense_kind(weight: mx.array) -> Kind:
-    """Return the kind of products with a weight (O, I) as it is."""
+    """Return the kind of matmuls with a dense weight (O, I)."""
     bits = bits_beside_bfloat16() if weight.dtype == mx.bfloat16 else 0
     form = f"weights of {8 * weight.dtype.size} bits"
     return Kind(form, weight.shape, stock=True, variants=(OURS,), most_bits=bits, text=DENSE_TEXT)
 
 
 def affine_planes(module: nn.Module) -> Planes:
-    """Return the single plane of one of MLX's quantized modules, or of a native one, which may be in panels."""
+    """Return the single plane of a quantized module of MLX, or of a native one, possibly in panels."""
     kind = getattr(module, "record", Planes)
     arrays = [module["weight"]], module["scales"], [module["biases"]]
     return kind(*arrays, (module.bits,), module.group_size, getattr(module, "rest", 0))
 
 
 def over_plane(module: nn.Module, planes: Planes) -> nn.Module:
-    """Give a bare module of one of MLX's quantized classes its single plane, frozen: the inverse of `affine_planes`."""
+    """Give a bare module of a quantized class of MLX its single plane, frozen: the inverse of `affine_planes`."""
     module.record, module.mode = type(planes), "affine"
     (module.bits,), module.group_size = planes.widths, planes.group_size
     (module.weight,), module.scales, (module.biases,) = planes.weights, planes.scales, planes.biases
@@ -234,7 +234,7 @@ def over_plane(module: nn.Module, planes: Planes) -> nn.Module:
 
 
 def for_kernels(dense: nn.Module, planes: Planes) -> Planes:
-    """Return a packed weight in the order in which the kernels of its layer read it: in panels, or row by row."""
+    """Return a packed weight in the order that its layer's kernels read: in panels, or row by row."""
     widths = AS_PLANES.get(tuple(planes.widths))
     if widths is not None and takes_panels(dense, widths):
         return split_for_kernels(dense, planes, widths)
@@ -256,10 +256,9 @@ def split_for_kernels(dense: nn.Module, affine: Planes, widths: Sequence[int]) -
 
 
 def takes_panels(dense: nn.Module, widths: Sequence[int]) -> bool:
-    """Return whether kernels read the rows of a layer's weight (O, I) side by side, if its codes have planes of these
-    widths.
+    """Return True if kernels read a layer's weight (O, I) in panels of rows, given the widths of its planes.
 
-    A CPU that rounds activations does, with codes that it multiplies without unpacking them first.
+    A CPU that quantizes activations does, with codes that it multiplies without unpacking them first.
     """
     rounds = isinstance(dense, Native) and dense.x_bits and cpu_kernels(1) is not None
     fits = tuple(widths) in IN_PANELS and dense.weight.ndim == 2
@@ -272,23 +271,23 @@ def stored_planes(dense: nn.Module, planes: Planes) -> Planes:
 
 
 def planes_kind(planes: Planes) -> Kind:
-    """Return the kind of products with bit planes, or with a single one, which is MLX's affine weight."""
+    """Return the kind of matmuls with bit planes, or with a single one (MLX's affine weight)."""
     form = "affine" if len(planes.widths) == 1 else "planes"
     bits = "+".join(map(str, planes.widths))
     return Kind(f"{form} {bits}, group {planes.group_size}", planes.shape, stock=True)
 
 
 def with_expert_bias(module: nn.Module, y: mx.array, indices: mx.array) -> mx.array:
-    """y (..., 1, O) plus the bias of each vector's expert, if the module has one."""
+    """Return y (..., 1, O) plus the bias of each vector's expert, if the module has one."""
     return y + mx.expand_dims(module["bias"][indices].astype(y.dtype), -2) if "bias" in module else y
 
 
 def with_kernels(module: nn.Module, native: bool, operations: tuple[str, ...] = OPERATIONS) -> nn.Module:
     """Return the native form of a layer or fused operation, or MLX's form, over the same arrays.
 
-    operations: beside products, those that have their native form (`kernels.operations.native_operations`). Returns the
-    module itself if it has that form already, if its class is unknown and may compute something else, or if native
-    kernels do not read the type of its weights.
+    operations: those with a native form, besides matmuls (`kernels.operations.native_operations`). Returns the
+    module itself if it has that form already. The same holds for unknown classes, which may compute something else, and
+    for types of weights that native kernels do not read.
     """
     own: Any = type(module)
     stock = STOCK_OF.get(own) or stock_class(own) or own
@@ -301,7 +300,7 @@ def with_kernels(module: nn.Module, native: bool, operations: tuple[str, ...] = 
 def native_form(stock: Any, operations: tuple[str, ...]) -> Any:
     """Return the native class for mlx-lm's class; that class itself if there is none, or none of these operations.
 
-    With versions of mlx-lm that are not tested, classes known by their code or by private names stay as they are.
+    With untested versions of mlx-lm, classes that are known by their code or by private names are not replaced.
     """
     trusted = is_tested()
     kind = NATIVE_OF.get(stock) or (coded_class(stock) if trusted else None)
@@ -309,5 +308,5 @@ def native_form(stock: Any, operations: tuple[str, ...]) -> Any:
         return (native_class(stock, operations) if trusted else None) or stock
     if stock in BY_PRIVATE_NAMES and not trusted:
         return stock
-    operation = getattr(kind, "operation", None)  # a product has none
+    operation = getattr(kind, "operation", None)  # None for matmuls
     return kind if operation is None or operation in operations else stock

@@ -1,12 +1,12 @@
-"""Formats `affine` and `planes`: MLX's own quantization, and nested bit planes of which each gear is a prefix.
+"""Formats `affine` and `planes`: MLX's quantization, and nested bit planes of which each gear is a prefix.
 
-An affine code q of R bits means the weight step * q + offset. Format `affine` has a separate copy for each gear. In
+An affine code q of R bits is the weight step * q + offset. Format `affine` has a separate copy for each gear. In
 format `planes` one matrix of codes is split. Its first w0 bits are the first plane: a coarser affine code with scale
-S = step * 2^(R - w0) and a bias B in the middle of the range that the other bits select from. A further plane p of
-width w adds (S * p - S (2^w - 1) / 2) * 2^-shift: the same scale, a bias of its own, and a power of two.
+S = step * 2^(R - w0) and a bias B in the middle of the range that the other bits select from. A later plane p of
+width w adds (S * p - S (2^w - 1) / 2) * 2^-shift: the same scale, a separate bias, and a power of two.
 
-So every plane is an ordinary affine weight of MLX. Gears of 4 and 8 bits together take 8 bits per weight, and three
-half-precision numbers per group: one scale and two biases. A shift copies nothing.
+So every plane is an ordinary affine weight of MLX. 4-bit and 8-bit gears together take 8 bits per weight, and three
+half-precision numbers per group: one scale and two biases. A shift makes no copies.
 """
 
 import itertools
@@ -53,22 +53,22 @@ from .native import (
     with_expert_bias,
 )
 
-SPLIT_WEIGHTS = 2**23  # weights that are split at a time: the temporary memory is several times their size
+SPLIT_WEIGHTS = 2**23  # weights that are split at once; the temporary memory is several times their size
 
 
 def plane_widths(ladder: Sequence[int]) -> tuple[int, ...]:
-    """Return the widths of the planes for a ladder: gears of 4, 5, 6 and 8 bits need planes of 4, 1, 1 and 2 bits."""
+    """Return the widths of the planes for a ladder: gears 4,5,6,8 need planes of 4, 1, 1 and 2 bits."""
     return (ladder[0], *(high - low for low, high in itertools.pairwise(ladder)))
 
 
 def split(weight: mx.array, widths: Sequence[int], group_size: int, dtype: mx.Dtype | None = None) -> Planes:
     """Quantize a matrix (..., O, I), floating, into planes; I is a multiple of group_size: 32, 64 or 128.
 
-    Scale and bias of the first plane are rounded to the weight's own type before codes are fitted to them. So the top
-    gear loses nothing to the rounding. Those of a single plane are also fitted to the codes, by least squares.
+    Scale and bias of the first plane are rounded to the weight's type before codes are fitted to them. So the
+    rounding costs no accuracy in the top gear. Those of a single plane are also fitted to the codes, by least squares.
 
-    widths: bits of each plane, most significant first; GearbxError for more than 8 together. dtype: of scales and
-    biases; the weight's own type if not given.
+    widths: bits of each plane, most significant first; at most 8 in total. dtype: of scales and biases; None: the
+    weight's type. Raises GearbxError.
     """
     check_together(widths)
     blocks = min(weight.shape[-2], math.ceil(weight.size / SPLIT_WEIGHTS))
@@ -82,19 +82,19 @@ def split(weight: mx.array, widths: Sequence[int], group_size: int, dtype: mx.Dt
 
 
 def check_together(widths: Sequence[int]) -> None:
-    """Raise GearbxError for planes that have more bits together than a code."""
+    """Validate that planes have at most 8 bits together. Raises GearbxError."""
     if sum(widths) > 8:
-        raise GearbxError(f"planes of {'+'.join(map(str, widths))} bits are more than 8 together")
+        raise GearbxError(f"planes: at most 8 bits in total, got {'+'.join(map(str, widths))}; use fewer bits")
 
 
 def split_natively(
     dense: nn.Module, widths: Sequence[int], group_size: int, dtype: mx.Dtype, kernels: ModuleType
 ) -> Planes:
-    """Return the same planes of a native layer's weight in the order of its kernels, made by all cores in one pass."""
+    """Return `split`'s planes of a native layer's weight, in the order of its kernels, made by all cores at once."""
     check_together(widths)
     panels, weight = takes_panels(dense, widths), dense.weight
     how = list(widths), group_size, SCALE_FLOOR[weight.dtype], panels
-    try:  # without an operation of MLX, so that any thread may do it
+    try:  # without operations of MLX, so that any thread may do it
         words, scales, biases = kernels.make_planes(weight, *how)
     except ValueError:
         weight = mx.contiguous(weight)
@@ -110,7 +110,7 @@ def split_natively(
 
 
 def _split(weight: mx.array, widths: Sequence[int], group_size: int, dtype: mx.Dtype) -> Planes:
-    """`split` for rows that are not too many to be split at once."""
+    """Split rows that are few enough to be split at once."""
     rest, own = sum(widths[1:]), weight.dtype
     grouped = weight.astype(mx.float32).reshape(*weight.shape[:-1], -1, group_size)
     scale, first = scale_and_bias(grouped.min(axis=-1), grouped.max(axis=-1), widths, own)
@@ -130,17 +130,17 @@ def _split(weight: mx.array, widths: Sequence[int], group_size: int, dtype: mx.D
 def quantize(
     weight: mx.array, step: mx.array, offset: mx.array, widths: Sequence[int]
 ) -> tuple[list[mx.array], mx.array, mx.array]:
-    """Return the planes of a weight (..., O, I) in steps of its groups from an offset, (..., O, G) float32; and these.
+    """Return the planes of a weight (..., O, I), and the final steps and offsets (..., O, G) float32 of its groups.
 
-    Those of a single plane are fitted to its codes once. Fitting them again hardly changes the predictions of SmolLM2.
-    As the native `make_planes`, with MLX's own operations.
+    Those of a single plane are fitted to its codes once. A second fit hardly changes the predictions of SmolLM2.
+    Equals the native `make_planes`, with MLX's operations.
     """
     bits, grouped = sum(widths), weight.astype(mx.float32).reshape(*step.shape, -1)
     codes = nearest_codes(grouped, step, offset, bits)
     if len(widths) == 1:
         other_step, other_offset = least_squares(grouped, codes, weight.dtype)
         others = nearest_codes(grouped, other_step, other_offset, bits)
-        # Rounded to the weight's type, they may be worse.
+        # After rounding to the weight's type, the fit may be worse.
         better = error_of(grouped, others, other_step, other_offset) < error_of(grouped, codes, step, offset)
         step, offset = mx.where(better, other_step, step), mx.where(better, other_offset, offset)
         codes = mx.where(better[..., None], others, codes)
@@ -148,12 +148,12 @@ def quantize(
 
 
 def nearest_codes(grouped: mx.array, step: mx.array, offset: mx.array, bits: int) -> mx.array:
-    """Return the codes (..., G, g), whole float32 numbers, of weights in steps of their group from its offset."""
+    """Return the RTN codes (..., G, g), whole float32 numbers, of weights, given step and offset of their groups."""
     return mx.round(mx.clip((grouped - offset[..., None]) / step[..., None], 0, 2**bits - 1))
 
 
 def least_squares(grouped: mx.array, codes: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
-    """Step and offset (..., G), rounded to a type, with which codes (..., G, g) come nearest to weights."""
+    """Return step and offset (..., G), rounded to `dtype`, that minimize the error of codes (..., G, g)."""
     count = codes.shape[-1]
     middle = sums(codes) / count
     away = codes - middle[..., None]
@@ -163,18 +163,18 @@ def least_squares(grouped: mx.array, codes: mx.array, dtype: mx.Dtype) -> tuple[
 
 
 def error_of(grouped: mx.array, codes: mx.array, step: mx.array, offset: mx.array) -> mx.array:
-    """Return the sums of squares (..., G) of what codes leave."""
+    """Return the sums of squared errors (..., G) of codes."""
     return sums((grouped - (codes * step[..., None] + offset[..., None])).square())
 
 
 def sums(grouped: mx.array) -> mx.array:
-    """Sums (..., G) over groups (..., G, g), added up in the order of the native kernel, for the same bits."""
+    """Return sums (..., G) over groups (..., G, g), bit-identical to the native kernel by its order of addition."""
     lanes = grouped.reshape(*grouped.shape[:-1], -1, 16).sum(axis=-2)
     return mx.contiguous(mx.moveaxis(lanes, -1, 0)).sum(axis=0)
 
 
 def _join(parts: Sequence[Planes]) -> Planes:
-    """Return the planes of the whole matrix from those of its blocks of rows; planes that shared a bias still do."""
+    """Return the planes of the whole matrix, given its blocks of rows; planes that shared a bias still do."""
 
     def whole(arrays: Sequence[mx.array]) -> mx.array:
         return mx.concatenate(list(arrays), axis=-2)
@@ -203,7 +203,7 @@ class PlanesModule(nn.Module):
 
     @property
     def planes(self) -> Planes:
-        """The arrays as they are now."""
+        """The layer's current arrays."""
         arrays = self["weights"], self["scales"], self["plane_biases"]
         return self.record(*arrays, self["widths"], self.group_size, self.rest)
 
@@ -216,11 +216,11 @@ class PlanesModule(nn.Module):
         return f"shape={self.weight_shape}, widths={self.widths}, group_size={self.group_size}, bias={'bias' in self}"
 
     def dense_weight(self) -> mx.array:
-        """Return the weight (..., O, I) that these planes stand for, float32."""
+        """Return the dequantized weight (..., O, I), float32."""
         return self.planes.dequantize()
 
     def rows(self, x: mx.array) -> mx.array:
-        """Rows x of the matrix, (..., I), for planes that were split from affine codes: as MLX dequantizes those."""
+        """Return rows x of the matrix, (..., I), for planes split from affine codes: as MLX dequantizes those."""
         (codes,), scales, (biases,), (bits,), group_size, _ = self.planes.taken(x.flatten()).joined()
         return mx.dequantize(codes, scales, biases, group_size, bits).reshape(*x.shape, -1)
 
@@ -275,7 +275,7 @@ class PlanesMultiLinear(PlanesModule):
 
 
 class JoinedLinear(PlanesLinear):
-    """A linear layer over planes that were split from affine codes, which are joined again for MLX's own kernel."""
+    """A linear layer over planes split from affine codes, which are joined again for MLX's kernel."""
 
     def __call__(self, x: mx.array) -> mx.array:
         (codes,), scales, (biases,), (bits,), group_size, _ = self.planes.joined()
@@ -284,7 +284,7 @@ class JoinedLinear(PlanesLinear):
 
 
 class JoinedSwitchLinear(PlanesSwitchLinear):
-    """The same of a SwitchLinear; of many experts those that are used are joined."""
+    """A SwitchLinear over planes split from affine codes, joined for MLX's kernel; of many experts, only used ones."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         planes, chosen = self.planes, indices
@@ -295,14 +295,14 @@ class JoinedSwitchLinear(PlanesSwitchLinear):
 
 
 class JoinedMultiLinear(PlanesMultiLinear):
-    """The same of a MultiLinear."""
+    """A MultiLinear over planes split from affine codes, joined for MLX's kernel."""
 
     def __call__(self, x: mx.array, transpose: bool = True) -> mx.array:
         return planes_matmul(x, self.planes.joined(), transpose)
 
 
 class Affine(Format):
-    """Every gear is an `nn.QuantizedLinear` (or mlx-lm's `QuantizedSwitchLinear`), as `mlx_lm.convert` makes it."""
+    """Format whose gears are all `nn.QuantizedLinear` (or `QuantizedSwitchLinear`), as `mlx_lm.convert` makes them."""
 
     name = "affine"
     native = native_experts = rounds = takes_base = True
@@ -340,7 +340,7 @@ class Affine(Format):
 
 
 class NestedPlanes(Affine):
-    """All quantized gears of a layer share one stack of planes; the lowest is MLX's module over the first plane."""
+    """Format whose quantized gears share one stack of planes; the lowest is MLX's module over the first plane."""
 
     name = "planes"
     scales = Affine.scales | {"plane_biases"}
@@ -390,9 +390,9 @@ class NestedPlanes(Affine):
 
 
 class SplitCodes(NestedPlanes):
-    """Gears of affine codes as `split_affine` divides them, in a checkpoint that was converted from a quantized one.
+    """Format of affine codes split by `split_affine`, in a checkpoint converted from a quantized one.
 
-    The lowest is the first plane with a bias of its own, as mlx-lm reads it. The others share the bias of the codes.
+    The lowest gear is the first plane with a separate bias, as mlx-lm reads it. The others share the bias of the codes.
     """
 
     name = SPLIT_CODES
@@ -424,10 +424,10 @@ class SplitCodes(NestedPlanes):
 
 
 def planes_module(dense: nn.Module, planes: Planes, joined: bool = False) -> nn.Module:
-    """Return the module over these planes in the place of a Linear, SwitchLinear or MultiLinear; it shares the bias.
+    """Return the module over these planes that replaces a Linear, SwitchLinear or MultiLinear; it shares the bias.
 
     Args:
-        joined: all planes of affine codes, which MLX's kernels get as they were.
+        joined: True for all planes of affine codes, for MLX's kernels, in their original form.
     """
     if len(planes.widths) == 1:
         return quantized_module(dense, planes)
@@ -441,10 +441,10 @@ def planes_module(dense: nn.Module, planes: Planes, joined: bool = False) -> nn.
 
 
 def quantized_module(dense: nn.Module, planes: Planes) -> nn.Module:
-    """MLX's quantized module for a Linear, SwitchLinear or MultiLinear, over a single plane; it shares the bias.
+    """Return MLX's quantized module for a Linear, SwitchLinear or MultiLinear, over a single plane; shares the bias.
 
-    A native layer gets a native module. No random numbers are drawn: a shift in the middle of a text must not change
-    the numbers that its tokens are sampled with.
+    A native layer gets a native module. No random numbers are drawn: a shift in the middle of a sequence must not
+    change the numbers that sample its tokens.
     """
     kinds: Sequence[type[nn.Module]] = nn.QuantizedLinear, QuantizedSwitchLinear, QuantizedMultiLinear
     if isinstance(dense, Native):
@@ -452,7 +452,7 @@ def quantized_module(dense: nn.Module, planes: Planes) -> nn.Module:
     module = bare(kind_for(dense, *kinds))
     if isinstance(module, QuantizedSwitchLinear):
         module.global_scale = None
-    if planes.rest:  # which native kernels alone read
+    if planes.rest:  # only native kernels read it
         module.rest = planes.rest
     if "bias" in dense:
         module.bias = dense.bias
@@ -460,7 +460,7 @@ def quantized_module(dense: nn.Module, planes: Planes) -> nn.Module:
 
 
 def affine_arrays(shape: Sequence[int], bits: int, group_size: int, dtype: mx.Dtype) -> dict[str, StoredArray]:
-    """`Format.stored_arrays` of a stock quantized module."""
+    """Return `Format.stored_arrays` of a stock quantized module."""
     rows, width = tuple(shape[:-1]), shape[-1]
     groups = (*rows, width // group_size)
     weight = StoredArray(mx.uint32, (*rows, width * bits // 32), bits, "weight")

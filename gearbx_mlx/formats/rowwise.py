@@ -1,8 +1,8 @@
-"""Symmetric per-channel quantization (GEARBX calls it rowwise; 5.1, 5.2): w = scale * code, of 8, 6, 4 or 2 bits.
+"""Symmetric per-channel quantization (GEARBX's rowwise; 5.1, 5.2): w = scale * code, with 8, 6, 4 or 2 bits.
 
 Each output row has one scale. Rows are packed one by one and padded to 16 bytes, so that a vector register can be
 loaded from the start of every row. An offset makes the stored codes unsigned, and the padding contains the code of 0.
-Codes of 8 bits are stored as int8, without an offset.
+8-bit codes are stored as int8, without an offset.
 """
 
 import math
@@ -32,10 +32,10 @@ from .native import Native, NativeExperts, experts_kind, with_expert_bias
 
 Q_MAX = {8: 127, 6: 31, 4: 7, 2: 1}
 CODE_OFFSET = {6: 32, 4: 8, 2: 2}
-UNIT = {8: (1, 1), 6: (4, 3), 4: (2, 1), 2: (4, 1)}  # bits to codes that share bytes, and to these bytes
+UNIT = {8: (1, 1), 6: (4, 3), 4: (2, 1), 2: (4, 1)}  # bits to codes that share bytes, and number of these bytes
 ROW_BYTES = 16  # bytes
 
-# GEARBX gives a floor for fp16, where smaller scales would be subnormal, and one for fp32. bfloat16 has the exponents
+# GEARBX has a floor for fp16, where smaller scales would be subnormal, and one for fp32. bfloat16 has the exponents
 # of fp32, and therefore its floor.
 MIN_SCALES = {mx.float16: 1e-4, mx.bfloat16: 1e-8, mx.float32: 1e-8}
 
@@ -52,7 +52,7 @@ def pack_symmetric_codes(codes: mx.array, bits: int) -> mx.array:
     The first of the codes that share bytes is in the lowest bits of the first byte.
     """
     width, total = codes.shape[-1], row_bytes(codes.shape[-1], bits)
-    filled = -(-total * 8 // bits // CODES_TOGETHER) * CODES_TOGETHER  # of which a row may cut the last ones
+    filled = -(-total * 8 // bits // CODES_TOGETHER) * CODES_TOGETHER  # a row may cut the last ones
     codes = mx.pad(codes.astype(mx.int32), [(0, 0)] * (codes.ndim - 1) + [(0, filled - width)])
     if bits == 8:
         return codes[..., :total].astype(mx.int8)
@@ -75,8 +75,8 @@ def unpack_symmetric_codes(rows: mx.array, bits: int, width: int) -> mx.array:
 def quantize(weight: mx.array, bits: int) -> tuple[mx.array, mx.array]:
     """Quantize a matrix (..., O, I): codes int8, of its shape, and scales (..., O), of its type.
 
-    Each scale is rounded to the weight's own type before codes are fitted to it, so that every code is right for the
-    stored scale: no element is off by more than half a scale. That of a row with NaN or infinity is not finite.
+    Each scale is rounded to the weight's type before codes are fitted to it, so that every code is right for the
+    stored scale: no error exceeds half a scale. The scale of a row with NaN or infinity is not finite.
     """
     w = weight.astype(mx.float32)
     scales = mx.maximum(mx.abs(w).max(axis=-1) / Q_MAX[bits], MIN_SCALES[weight.dtype]).astype(weight.dtype)
@@ -90,11 +90,11 @@ def dequantize(codes: mx.array, scales: mx.array, dtype: mx.Dtype = mx.float32) 
 
 
 class NativeSymmetric(Native, Reconstructed):
-    """What native kernels add to a layer over symmetric codes: they read the packed rows."""
+    """Base of native layers over symmetric codes, whose kernels read the packed rows."""
 
     @property
     def codes(self) -> SymmetricCodes:
-        """The arrays as they are now."""
+        """The layer's current arrays."""
         return SymmetricCodes(self["weight"], self["scales"], self.bits, self.input_dims)
 
     def kind(self) -> Kind | None:
@@ -102,7 +102,7 @@ class NativeSymmetric(Native, Reconstructed):
 
 
 class NativeSymmetricLinear(NativeSymmetric, ReconstructedLinear):
-    """The same of a linear layer."""
+    """A linear layer over symmetric codes, with native kernels that read the packed rows."""
 
     def __call__(self, x: mx.array) -> mx.array:
         y = symmetric_product(x, self.codes, self.get("bias"), self.x_bits, self.chosen)
@@ -114,7 +114,7 @@ class NativeSymmetricLinear(NativeSymmetric, ReconstructedLinear):
 
 
 class NativeSymmetricExperts(NativeExperts, NativeSymmetric, ReconstructedSwitchLinear):
-    """The same of a SwitchLinear, on Metal; a CPU reconstructs the weights of experts."""
+    """A SwitchLinear over symmetric codes, with native kernels on Metal; a CPU reconstructs the weights of experts."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         y = symmetric_experts(x, self.codes, indices, self.chosen)
@@ -126,7 +126,7 @@ class NativeSymmetricExperts(NativeExperts, NativeSymmetric, ReconstructedSwitch
 
 
 class SymmetricFormat(ReconstructedFormat):
-    """What formats of symmetric codes share: every gear has its own codes, and rows or groups are padded."""
+    """Base of formats of symmetric codes: every gear has separate codes, and rows or groups are padded."""
 
     native, native_experts, rounds = True, False, True
     native_kinds = NativeSymmetricLinear, NativeSymmetricExperts
@@ -136,14 +136,14 @@ class SymmetricFormat(ReconstructedFormat):
 
 
 class Rowwise(SymmetricFormat):
-    """Gears of 8, 6, 4 and 2 bits. Scales take next to no memory; the largest weight of a row sets the error of all."""
+    """Format with 8, 6, 4 and 2 bits. Scales take little memory; the largest weight of a row sets the error of all."""
 
     name = "rowwise"
     scales = frozenset({"scales"})
 
     def check(self, bits: int) -> None:
         if bits not in Q_MAX:
-            raise GearbxError(f"format 'rowwise' has no gear of {bits} bits; choose from 2, 4, 6, 8, 16")
+            raise GearbxError(f"format 'rowwise' has no {bits}-bit gear; choose from 2, 4, 6, 8, 16")
 
     def reconstruct(self, arrays: Arrays, bits: int, width: int, dtype: mx.Dtype) -> mx.array:
         return dequantize(unpack_symmetric_codes(arrays["weight"], bits, width), arrays["scales"], dtype)

@@ -1,4 +1,4 @@
-"""A tied embedding: one matrix, whose rows are looked up for input tokens, and which is also the output head."""
+"""Tied embeddings: one matrix for the rows of input tokens and for the output head."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -7,7 +7,7 @@ from ..compat.classes import bare
 from ..kernels.bit_planes import Planes
 from .native import NativeDense, NativeEmbedding, affine_planes, over_plane
 
-IN_DRAFTS = "second"  # the head that takes the projection's place while a draft is written, if there is one
+IN_DRAFTS = "second"  # attribute for a head that replaces the projection during drafting, if there is one
 
 
 class TiedEmbedding(nn.Embedding):
@@ -17,11 +17,11 @@ class TiedEmbedding(nn.Embedding):
     row. In a file it saves most of the matrix (`QuantizedTied`).
 
     weight: (V, D). projection: the head, a linear layer (..., D) -> (..., V) over the same matrix, in any precision.
-    dtype: of the rows that are looked up; the weight's own type if not given, or once the weight gets another.
+    dtype: of the rows of input tokens; the weight's type if not given, or after the weight's type changes.
     """
 
     def __init__(self, weight: mx.array, projection: nn.Module, dtype: mx.Dtype | None = None):
-        nn.Module.__init__(self)  # that of nn.Embedding would draw random numbers
+        nn.Module.__init__(self)  # nn.Embedding's would draw random numbers
         self.weight = weight
         self.projection = projection
         self.stored, self.dtype = weight.dtype, dtype or weight.dtype
@@ -36,7 +36,7 @@ class TiedEmbedding(nn.Embedding):
         return logits
 
     def _extra_repr(self) -> str:
-        return ""  # that of nn.Embedding reads the weight, which some of its kinds do not have
+        return ""  # nn.Embedding's reads the weight, but some subclasses have none
 
 
 class QuantizedTied(TiedEmbedding):
@@ -54,8 +54,8 @@ class QuantizedTied(TiedEmbedding):
 class ExactTied(TiedEmbedding):
     """A tied embedding whose input tokens read their rows of exact weights; or a table that is not an output head.
 
-    rows: the exact linear layer whose rows are looked up; it may be the head itself. dtype: of these rows. It follows a
-    model that gets another type.
+    rows: the exact linear layer whose rows are read; it may be the head itself. dtype: of these rows, which follows the
+    model's type.
     """
 
     def __init__(self, projection: nn.Module, rows: nn.Module, dtype: mx.Dtype):
@@ -71,7 +71,7 @@ class ExactTied(TiedEmbedding):
 
     @property
     def dtype(self) -> mx.Dtype:
-        """The type of an empty array, which `set_dtype` converts: exact weights, whole numbers, stay as they are."""
+        """The type of an empty array, which `set_dtype` converts; exact weights are integers and do not change."""
         return self["typed"].dtype
 
     @dtype.setter
@@ -80,7 +80,7 @@ class ExactTied(TiedEmbedding):
 
 
 class QuantizedTable(nn.QuantizedEmbedding):
-    """MLX's quantized embedding, whose scales may have another type than the rows that are looked up."""
+    """MLX's quantized embedding, whose scales may have a different type than its rows."""
 
     stored = dtype = mx.float32
 
@@ -89,7 +89,7 @@ class QuantizedTable(nn.QuantizedEmbedding):
 
 
 def packed_rows(table: nn.Module, x: mx.array, stored: mx.Dtype, dtype: mx.Dtype) -> mx.array:
-    """Rows x of an affine matrix, (..., D), in `dtype` as long as its scales have the type `stored`, then in theirs."""
+    """Return rows x of an affine matrix, (..., D), in `dtype` while its scales have the type `stored`, else theirs."""
     own = table["scales"].dtype
     dtype = dtype if own == stored else own
     (codes,), scales, (biases,), *_ = affine_planes(table).taken(x.flatten())

@@ -1,10 +1,10 @@
-"""The type that a model computes in.
+"""Floating types of a model: in its checkpoint, and in its computations.
 
 On a CPU, MLX multiplies a quantized matrix by a half-precision vector 8 to 40 times slower than by a float32 one. So a
 half-precision model with quantized gears computes in float32 there. Every half-precision value is a float32 value too,
-so no weight changes. Experts that are not quantized run there in float32 alone.
+so no weight changes. Experts that are not quantized run only in float32 there.
 
-A model may be given another type after its gearbox was made, as by `set_dtype`: gears follow when they are engaged.
+If a model gets a different type after its gearbox was made (`set_dtype`), gears follow when they are engaged.
 """
 
 from collections import Counter, UserDict
@@ -23,7 +23,7 @@ from ..kernels.dispatch import on_cpu
 from .adapters import adapters_of, own_arrays
 from .ladder import DTYPE_NAMES
 
-STORED = "stored_dtypes"  # attribute of a model that was converted to another type
+STORED = "stored_dtypes"  # attribute of a model whose type was converted
 DTYPES = {name: getattr(mx, name) for name in DTYPE_NAMES}
 
 
@@ -37,7 +37,7 @@ def model_dtype(model: nn.Module) -> mx.Dtype:
 
 
 def stored_dtype(model: nn.Module, path: str = "") -> mx.Dtype:
-    """Return the floating type of a parameter in the checkpoint; of most of the model for "", or where it has codes."""
+    """Return the floating type of a parameter in the checkpoint; the most common one for "" or quantized weights."""
     stored: Mapping[str, mx.Dtype] = getattr(model, STORED, {})
     if path in stored:
         return stored[path]
@@ -78,14 +78,14 @@ def compute_in(model: nn.Module, dtype: str, quantized: bool, kept: Iterable[nn.
     else:
         target = DTYPES[dtype]
         if needs_float32 and target != mx.float32:
-            raise GearbxError(f"--dtype {dtype}: on a CPU, MLX multiplies experts in float32 alone; leave out --dtype")
+            raise GearbxError(f"--dtype {dtype}: on a CPU, MLX multiplies experts in float32 only; omit --dtype")
     if target != own or hasattr(model, STORED):  # converted before, and perhaps not all of it
         now = [
             (path, array) for path, array in tree_flatten(model.parameters()) if mx.issubdtype(array.dtype, mx.floating)
         ]
         if not hasattr(model, STORED):
             stored = {path: array.dtype for path, array in now}
-            setattr(model, STORED, UserDict(stored | {"": own}))  # no dict, which would be a parameter
+            setattr(model, STORED, UserDict(stored | {"": own}))  # a dict would be a parameter
         unchanged = [
             (module, name, value) for module in kept for name, value in module.items() if isinstance(value, mx.array)
         ]
@@ -94,7 +94,7 @@ def compute_in(model: nn.Module, dtype: str, quantized: bool, kept: Iterable[nn.
             converted = [(path, array.astype(stored_dtype(model, path))) for path, array in now]
         else:
             converted = [(path, array.astype(target)) for path, array in now]
-        # Of the model's class: of all gears the engaged one is converted alone.
+        # Called on the class: the model's own `update` is for all gears, and only the engaged one is converted.
         type(model).update(model, tree_unflatten(converted))
         for module, name, value in unchanged:
             module[name] = value
@@ -103,8 +103,8 @@ def compute_in(model: nn.Module, dtype: str, quantized: bool, kept: Iterable[nn.
     return target
 
 
-class Typed:
-    """The type that a model is in now, by a parameter that no gear changes. managed: the modules that are in gears."""
+class CurrentType:
+    """The current type of a model, read from a parameter that no gear changes. managed: the modules in gears."""
 
     def __init__(self, model: nn.Module, managed: Iterable[nn.Module], dtype: mx.Dtype):
         of_gears = {*map(id, managed)}
@@ -119,7 +119,7 @@ class Typed:
         self._made_in, self._changed = dtype, False
 
     def follow(self, modules: Any) -> None:
-        """Put a tree of modules into the type of now. Native ones keep that of their arrays, and read any."""
+        """Convert a tree of modules to the current type. Native ones keep the type of their arrays, and read any."""
         if self._place is None:
             return
         module, name = self._place

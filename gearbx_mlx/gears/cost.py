@@ -1,12 +1,12 @@
-"""The cost of a gear (GEARBX 9 and 15): the bytes that a decoded token reads, and the time that they take.
+"""The cost of a gear (GEARBX 9 and 15): bytes read per decoded token, and the time of reading them.
 
 Bytes are counted from the arrays of the modules that run. The formulas for time are the paper's.
 
-A mixture counts with the experts that a token uses; every architecture of mlx-lm has its own place and name for their
-number. How much memory gears will need, the headers of a model's files say before anything is loaded (`needed_memory`).
+A mixture of experts counts with the experts that a token uses; mlx-lm's architectures store their number in different
+places. `needed_memory` estimates the memory of gears from file headers, before anything is loaded.
 
 Floating arrays are counted in the checkpoint's type. On a CPU a half-precision checkpoint computes in float32 (see
-activations.py); counting four bytes per weight there would flatter every gear below the top one.
+activations.py); counting four bytes per weight there would overstate the speedup of lower gears.
 """
 
 import itertools
@@ -37,10 +37,10 @@ from .tensor_files import TYPE_SIZES, TensorEntry, header_of
 
 @dataclass(frozen=True)
 class LayerPath:
-    """What one layer runs on.
+    """The kernels of one layer.
 
-    bits: in each gear of the ladder. kernels: that it runs on; why: the reason. fixed: why it does not change gear, if
-    it does not.
+    bits: in each gear of the ladder. why: the reason for the kernels. fixed: the reason that the layer does not change
+    gear; None if it does.
     """
 
     path: str
@@ -64,12 +64,12 @@ def kernels_of(module: nn.Module, choice: KernelChoice, format: Format | None) -
     without_metal = experts and device() != METAL
     if format is not None and not (format.native_experts if without_metal else format.native):
         what = f"experts in {format.name}" if experts else format.name
-        return "mlx, native at 16 bits", f"no native kernel for {what}"
+        return "mlx, native in 16-bit gears", f"no native kernel for {what}"
     return "native", choice.why(format is None or format.rounds)
 
 
 def alike_paths(layers: Iterable[LayerPath]) -> Iterator[tuple[str, LayerPath, int]]:
-    """Yield layers that differ by numbers alone: a path like "layers.0-23.mlp.up_proj", the first, their count."""
+    """Group layers whose paths differ only in numbers, like "layers.0-23.mlp.up_proj": path, first layer, count."""
     groups: dict[tuple, list[LayerPath]] = {}
     for layer in layers:
         words = tuple("#" if part.isdigit() else part for part in layer.path.split("."))
@@ -81,7 +81,7 @@ def alike_paths(layers: Iterable[LayerPath]) -> Iterator[tuple[str, LayerPath, i
 
 
 def as_runs(values: Iterable[int]) -> str:
-    """Numbers as text: 0, 1, 2, 5 -> "0-2,5"."""
+    """Return numbers as text: 0, 1, 2, 5 -> "0-2,5"."""
     runs = []
     for _, run in itertools.groupby(enumerate(sorted(values)), key=lambda item: item[1] - item[0]):
         members = [value for _, value in run]
@@ -94,19 +94,19 @@ DENSE_TYPES = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """What the headers of a model's files say. manifest: of a geared checkpoint, else None."""
+    """A model's arrays, as listed in the headers of its files. manifest: of a geared checkpoint, else None."""
 
     arrays: Mapping[str, TensorEntry]
     manifest: Manifest | None
 
     @property
     def is_quantized(self) -> bool:
-        """True if it is a quantized model without gears."""
+        """Flag for quantized models without gears."""
         return self.manifest is None and any(name.endswith(".scales") for name in self.arrays)
 
     @property
     def dtype(self) -> str:
-        """The floating type of most numbers, as headers name it; BF16 where there are none."""
+        """The most common floating type, as headers name it; BF16 if there is none."""
         counts: Counter[str] = Counter()
         for entry in self.arrays.values():
             if entry.dtype in DENSE_TYPES:
@@ -120,7 +120,7 @@ class ModelFiles:
 
     @property
     def matrices(self) -> dict[str, TensorEntry]:
-        """About those that change gear: matrices of numbers, but no embeddings that are not the output head too."""
+        """Matrices that probably change gear: floating ones, without embeddings unless they are the output head."""
         untied = "lm_head.weight" in self.arrays
         return {
             name: entry
@@ -130,7 +130,7 @@ class ModelFiles:
 
 
 def read_files(directory: Path) -> ModelFiles:
-    """Return what the headers in a directory say. Raises GearbxError for files that are damaged or cannot be read."""
+    """Return the headers of the files in a directory. Raises GearbxError for damaged or unreadable files."""
     manifest, arrays = read_manifest(directory), dict[str, TensorEntry]()
     for file in sorted({*directory.glob("model*.safetensors"), *directory.glob(GEARS_FILE)}):
         try:
@@ -143,7 +143,7 @@ def read_files(directory: Path) -> ModelFiles:
 
 
 def needed_memory(files: ModelFiles, gears: Sequence[int], format: Format, group_size: int, resident: bool) -> int:
-    """Estimate the bytes of a model in gears, without KV cache; if not `resident`, with the largest gear alone."""
+    """Estimate the bytes of a model in gears, without KV cache; only of the largest gear unless `resident`."""
     if not resident:
         return max(needed_memory(files, [bits], format, group_size, True) for bits in gears)
     if files.is_quantized:
@@ -156,7 +156,7 @@ def needed_memory(files: ModelFiles, gears: Sequence[int], format: Format, group
 
 
 def saved_bytes(files: ModelFiles, manifest: Manifest, gears: Iterable[int]) -> int:
-    """Return bytes of the arrays that some gears of a geared checkpoint read, and of those that every gear does."""
+    """Return bytes of the arrays of a geared checkpoint that these gears read, with those that all gears share."""
     of_gears: set[str] = set()
     wanted: set[str] = set()
     for layer in manifest.changing.values():
@@ -178,7 +178,7 @@ def matrix_bytes(entry: TensorEntry, gears: Sequence[int], format: Format, group
     lengths = [[length for length in array.shape if length is not None] for array in arrays]
     if all(len(known) == len(array.shape) for known, array in zip(lengths, arrays)):
         return dense + sum(math.prod(known) * array.dtype.size for known, array in zip(lengths, arrays))
-    # The data decide how long some arrays are; what a product reads of them is known on average.
+    # The lengths of some arrays depend on the data; the bytes that a matmul reads of them are known on average.
     counted = stored[-1:] if stored in format.ladders else stored
     return dense + sum(format.bytes_read(entry.shape, bits, stored, group_size, dtype.size) for bits in counted)
 
@@ -195,15 +195,14 @@ def token_bytes(
     head: str | None,
     positions: int = 1,
 ) -> int:
-    """Return the bytes of weights of the whole model that decoding one token reads.
+    """Return the bytes of weights that decoding one token reads.
 
-    managed: path to bytes of the layers that change gear; the others count as they are. storage: path to the type in
-    which a layer's floating values are stored; "" for the rest of the model. head: the path of the embedding that is
-    the output head too. positions: tokens computed in one pass.
+    managed: path to bytes of the layers that change gear. storage: path to the type in which a layer's floating values
+    are stored; "" for the rest of the model. head: the path of a tied output head. positions: tokens per forward pass.
 
-    Every parameter counts once, except in towers for images or sound: of a mixture of experts only those that a token
-    uses (for several positions, as if no two used the same), and of an embedding one row, unless it is the output head
-    too. Adapters count in their own type.
+    Every parameter counts once, except in towers for images or sound. A mixture counts with the experts that a token
+    uses (at several positions, as if no two used the same). An embedding that is not the output head counts with one
+    row. Adapters count in their own type.
     """
     modules = layers_of(model)
     containers = {path[:dot] for path in modules for dot, char in enumerate(path) if char == "."} | {""}
@@ -229,7 +228,7 @@ def token_bytes(
 
 
 def adapter_bytes(adapter: nn.Module, storage: mx.Dtype, rows: int | None) -> float:
-    """Return bytes of an adapter that a token reads, without its layer. rows: of an embedding's; None: all."""
+    """Return bytes of an adapter that a token reads, without its layer. rows: of an embedding; None: all."""
     total = float(stored_bytes(adapter["bias"], storage)) if "bias" in adapter else 0.0
     for name, array in own_arrays(adapter).items():
         total += array.nbytes * (1 if rows is None or name == "lora_b" else rows / len(array))
@@ -237,7 +236,7 @@ def adapter_bytes(adapter: nn.Module, storage: mx.Dtype, rows: int | None) -> fl
 
 
 def whole_model_speedup(managed_share: float, reduction: float) -> float:
-    """Decoding speed relative to the top gear, if bytes decide the time (GEARBX 15): 1 / ((1 - f) + f / k).
+    """Return the decoding speedup over the top gear, if bytes decide the time (GEARBX 15): 1 / ((1 - f) + f / k).
 
     Args:
         managed_share: f, the share of the top gear's bytes per token that managed layers read, 0 to 1.
@@ -247,7 +246,7 @@ def whole_model_speedup(managed_share: float, reduction: float) -> float:
 
 
 def break_even_tokens(shift_seconds: float, seconds_before: float, seconds_after: float) -> float | None:
-    """Return tokens after which a faster gear has made up for the shift into it (GEARBX 9); None: it is not faster."""
+    """Return tokens until a faster gear makes up for the time of its shift (GEARBX 9); None: it is not faster."""
     saved = seconds_before - seconds_after
     return shift_seconds / saved if saved > 0 else None
 
@@ -264,9 +263,9 @@ CHOSEN_FIELDS = (  # names for the number of experts that a router chooses
 
 
 def used_share(path: str, modules: Mapping[str, nn.Module], positions: int = 1) -> float:
-    """Return the share of a layer's weights that tokens use: all, the chosen experts of a mixture, nothing of a tower.
+    """Return the share of a layer's weights that tokens use: all, the chosen experts of a mixture, none of a tower.
 
-    positions: tokens computed in one pass, as if no two of them used the same expert.
+    positions: tokens computed in one forward pass, as if no two of them used the same expert.
     """
     if in_tower(path):
         return 0.0
@@ -276,14 +275,14 @@ def used_share(path: str, modules: Mapping[str, nn.Module], positions: int = 1) 
 
 
 def experts_of(path: str, modules: Mapping[str, nn.Module]) -> int:
-    """Return the number of experts that a layer is a stack of, or that it is one of; 0 for other layers."""
+    """Return the number of experts in a layer's stack, or in its list of experts; 0 for other layers."""
     block, _, _ = path.rpartition(".experts.")
     listed = modules[block].get("experts") if block else None
     return getattr(modules[path], "num_experts", 0) or (len(listed) if isinstance(listed, list) else 0)
 
 
 def chosen_experts(path: str, modules: Mapping[str, nn.Module]) -> int | None:
-    """Return how many experts of a layer a token uses; None where the model does not say."""
+    """Return how many experts of a layer a token uses; None if unknown."""
     parts = path.split(".")
     for end in range(len(parts) - 1, -1, -1):  # the block that routes is an ancestor of the experts
         block = modules.get(".".join(parts[:end]))
@@ -296,21 +295,21 @@ def chosen_experts(path: str, modules: Mapping[str, nn.Module]) -> int | None:
 
 
 def places(block: nn.Module) -> Iterator[Any]:
-    """Yield where a block may name the number: itself, its router, and the settings that it was made from."""
+    """Yield the places that may have the number: the block's attributes, its router's, and its settings."""
     yield vars(block)
     yield from (vars(child) for child in block.children().values() if isinstance(child, nn.Module))
     yield from (getattr(block, name) for name in ("args", "config") if hasattr(block, name))
 
 
 def warn_of_unknown_routing(model: nn.Module) -> None:
-    """Warn of mixtures that do not say how many experts a token uses: they are counted as if it used all of them."""
+    """Warn of mixtures with an unknown number of experts per token: they are counted as if it used all of them."""
     modules = dict(model.named_modules())
     mixtures = [path for path, module in modules.items() if "weight" in module and experts_of(path, modules)]
     unknown = [path for path in mixtures if chosen_experts(path, modules) is None]
     if unknown:
         warnings.warn(
-            f"{unknown[0]}: the model does not say how many experts a token uses; its bytes are counted with all of "
-            "them, more than a token reads",
+            f"{unknown[0]}: the number of experts per token is unknown; its bytes are counted with all of them, more "
+            "than a token reads",
             GearbxWarning,
             stacklevel=3,
         )

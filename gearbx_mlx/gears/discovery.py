@@ -1,9 +1,9 @@
-"""Find the layers of a model that change gear (GEARBX 6.1), its output head, and the order in which layers are lowered.
+"""Discovery of the layers that change gear (GEARBX 6.1) and of the output head; order in which layers are lowered.
 
-Whether an embedding table is the output head too, and how long the logits are, the model's own code says, however it is
-written: it runs on one token without computing anything. MLX only works out shapes until values are asked for.
+The model's own code shows if an embedding table is a tied output head, and how long the logits are: it runs on one
+token without computing anything. MLX computes only shapes until values are needed.
 
-The order where nothing was measured is that of the Manifest document ("Architecture", "Lessons").
+The default order, without measurements, follows the Manifest document ("Architecture", "Lessons").
 """
 
 import contextlib
@@ -37,8 +37,8 @@ from .sharding import divided_parts, part_misfit
 
 # As in `nn.quantize`: no, yes, or yes with {"bits": the fewest bits of this layer in any gear}.
 Predicate = Callable[[str, nn.Module], bool | dict]
-# Parts of a path, in lower case and without underscores. The second line: linear attention, that of T5 and of other
-# decoders that read an encoder's output, and OLMo's projections, which stand beside those of its MLP.
+# Parts of a path, in lower case and without underscores. The second line has linear attention, attention of T5 and of
+# other decoders to an encoder's output, and OLMo's projections, siblings of its MLP's.
 ATTENTION = {"selfattn", "attention", "attn", "selfattention"}
 ATTENTION |= {"linearattn", "linearattention", "crossattn", "crossattention", "encdecattention", "attproj", "attnout"}
 DENSE_LAYERS = (nn.Linear, NativeDense, SwitchLinear, NativeSwitchLinear, MultiLinear, NativeMultiLinear)
@@ -65,8 +65,8 @@ TOWER = re.compile(r"vision|visual|image|audio|speech|multi_?modal|mm_projector|
 class Layer:
     """A managed layer.
 
-    module: as loaded. lowest_bits: the fewest bits that it has in any gear. is_table: an embedding whose rows are
-    looked up, and that is not an output head.
+    module: as loaded. lowest_bits: the fewest bits that it has in any gear. is_table: True for an embedding that is
+    not an output head.
     """
 
     path: str
@@ -81,8 +81,8 @@ def discover(
     """Divide all linear layers, with a tied output head, into managed ones and others.
 
     The others include matrices that a class of the model multiplies by itself, such as routers. A layer is managed if
-    the predicate takes it, the model class does not object (with its `quant_predicate`, which may also ask for more
-    bits, as for the routers of some mixtures of experts), and the format can store its input width.
+    the predicate and the model class's `quant_predicate` accept it, and the format can store its input width. The
+    class may also require more bits, as for the routers of some mixtures of experts.
 
     Returns the managed layers in the order of the model, and path to reason of the other linear layers.
     """
@@ -95,7 +95,7 @@ def discover(
         if isinstance(module, TABLES) and path != head:
             continue
         if type(module) not in DENSE_LAYERS and path != head:
-            # An unknown class may compute something else, which a stock quantized layer would not.
+            # An unknown class may compute something that a stock quantized layer would not.
             unmanaged |= {} if isinstance(module, QUANTIZED) else own_matrices(path, module)
             continue
         if path == head and type(module) not in TABLES:
@@ -122,7 +122,7 @@ def discover(
 
 
 def own_matrices(path: str, module: nn.Module) -> dict[str, str]:
-    """Return path to reason of the matrices of a module that no gear changes: its weight, or others but biases."""
+    """Return path to reason of a module's matrices that no gear changes: its weight, or all others except biases."""
     kind = type(module).__name__
     names = [name for name, value in module.items() if name[0] != "_" and "bias" not in name and is_matrix(value)]
     if "weight" in names:
@@ -131,7 +131,7 @@ def own_matrices(path: str, module: nn.Module) -> dict[str, str]:
 
 
 def is_matrix(value: object) -> bool:
-    """Return whether a parameter is an array with more than one row, and more than one column."""
+    """Return True for an array with more than one row, and more than one column."""
     return isinstance(value, mx.array) and sum(length > 1 for length in value.shape) > 1
 
 
@@ -145,22 +145,22 @@ def none_managed(unmanaged: Mapping[str, str]) -> GearbxError:
 
 
 def is_quantized(model: nn.Module) -> bool:
-    """Return whether any module of the model is already quantized."""
+    """Return True if any module of the model is already quantized."""
     return any(isinstance(m, QUANTIZED) for m in model.modules())
 
 
 def natural_order(path: str) -> list[tuple[int, str]]:
-    """Sort key: layers.2 before layers.10."""
+    """Return a sort key that puts layers.2 before layers.10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"\.", path)]
 
 
 def own_predicate(model: nn.Module) -> Predicate:
-    """Return what the model's class says of its layers, as in `mlx_lm.convert`; yes where it says nothing."""
+    """Return the predicate of the model's class, as in `mlx_lm.convert`; by default it accepts all layers."""
     return getattr(model, "quant_predicate", None) or (lambda path, module: True)
 
 
 def get_predicate(manage: str | Predicate) -> Predicate:
-    """Return the predicate of this name, or `manage` itself. Raises GearbxError for a name that does not exist."""
+    """Return the predicate of this name, or `manage` itself. Raises GearbxError for an unknown name."""
     if callable(manage):
         return manage
     check_choice("manage", manage, PREDICATES)
@@ -181,25 +181,25 @@ def with_bits(bits: Mapping[str, int]) -> Predicate:
 
 
 def is_attention(path: str, module: nn.Module) -> bool:
-    """Return whether a part of the path names an attention block. GEARBX manages only these layers."""
+    """Return True if a part of the path names an attention block. GEARBX manages only these layers."""
     return any(part.lower().replace("_", "") in ATTENTION for part in path.split("."))
 
 
 def is_mlp(path: str, module: nn.Module) -> bool:
-    """Return whether the layer is in a block, but not in its attention."""
+    """Return True for a layer in a block that is not in its attention."""
     return any(part.isdigit() for part in path.split(".")) and not is_attention(path, module)
 
 
 def in_tower(path: str) -> bool:
-    """Return whether a module reads images or sound, by the names that mlx-lm and mlx-vlm give to such modules."""
+    """Return True for modules that read images or sound, by the names of mlx-lm and mlx-vlm."""
     return TOWER.search(path.lower()) is not None
 
 
 def stored_widths(layer: Layer, format: Format, gears: Iterable[int]) -> tuple[int, ...]:
-    """Return the bits, ascending, at which a format stores a layer for these gears; none is below its floor.
+    """Return the bits, ascending, at which a format stores a layer for these gears.
 
-    Instead of bits below its floor it has the fewest of the gears or the format that reach it, or else 16. Where a
-    format has certain ladders alone, other layers have 16 bits alone.
+    Bits below the layer's floor become the fewest bits of gears or format that reach it, or else 16. If the format has
+    only certain ladders, other layers have only 16 bits.
     """
     gears = {*gears}
     if layer.is_table:
@@ -210,12 +210,12 @@ def stored_widths(layer: Layer, format: Format, gears: Iterable[int]) -> tuple[i
 
 
 def at_least(widths: Sequence[int], bits: int) -> int:
-    """Return the lowest width of `bits` or more; 16 where there is none."""
+    """Return the lowest width of `bits` or more; 16 if there is none."""
     return next((width for width in widths if width >= bits), DENSE)
 
 
 def at_most(widths: Sequence[int], bits: int) -> int:
-    """Return the highest width of `bits` or fewer; the lowest width where there is none."""
+    """Return the highest width of `bits` or fewer; the lowest width if there is none."""
     return next((width for width in reversed(widths) if width <= bits), widths[0])
 
 
@@ -224,7 +224,7 @@ def tables_to_pack(
 ) -> list[Layer]:
     """Return the embeddings that `mlx_lm.convert` would quantize and that are not output heads.
 
-    None where the base is the original: its format is not one of mlx-lm's, and the ladder has the original weights.
+    The list is empty if the base is the original: a format that mlx-lm does not have, and a ladder with a 16-bit gear.
     """
     lowest, *_ = sorted(widths)
     if lowest == DENSE or (DENSE in widths and format.name not in LIKE_MLX):
@@ -244,25 +244,25 @@ def tables_to_pack(
 
 
 only_shapes: ContextVar[bool] = ContextVar("only_shapes", default=False)
-"""Whether a model runs for the shapes of its outputs: layers that need values do without them."""
+"""Flag while a model runs only for the shapes of its outputs: layers that need values skip them."""
 ONE_TOKEN = mx.zeros((1, 1), mx.int32)
 
 
 def vocabulary(model: nn.Module) -> int:
-    """Return V, the length of the logits. Raises GearbxError for a model that turns no token into logits."""
+    """Return V, the length of the logits. Raises GearbxError if a model has no logits."""
     try:
         return logits_length(model)
-    except Exception as error:  # a class that looks at values while it runs, or that is not a language model
+    except Exception as error:  # a class that reads values while it runs, or that is not a language model
         rows = [length_after_token(model, partial(row_and_product, table)) for table in tables(model).values()]
         if not rows:
-            raise GearbxError(f"{type(model).__name__} has no token embedding, so its vocabulary is unknown") from error
+            raise GearbxError(f"{type(model).__name__} has no token embedding; use a language model") from error
         return max(rows)
 
 
 def tied_head(model: nn.Module) -> str | None:
-    """Return the path of the embedding table that is also the output head; None where the head is another layer.
+    """Return the path of the embedding table that is also the output head; None if the head is a separate layer.
 
-    It is the table of whose rows the logits are: where it has one row, there is one logit.
+    The number of logits then follows the table's rows: a table of one row gives one logit.
     """
     adapters = adapters_of(model)
     for path, table in tables(model).items():
@@ -282,16 +282,16 @@ def tied_head(model: nn.Module) -> str | None:
 
 
 def cut_to_one_row(module: dict[str, Any], arrays: Mapping[str, Any], rows: int) -> None:
-    """Cut those arrays of a module that have so many rows. A packed table has scales, and an adapter factors, too."""
+    """Cut those arrays of a module to one row that have `rows`: also the scales of a packed table, and LoRA factors."""
     for name, array in list(arrays.items()):
         if isinstance(array, mx.array) and len(array) == rows:
             module[name] = array[:1]
 
 
 def multiplies_by_method(model: nn.Module, head: str) -> bool:
-    """Return whether a model multiplies by its tied head with `as_linear`: a `TiedEmbedding` can take its place.
+    """Return True if a model calls `as_linear` of its tied head, so that a `TiedEmbedding` can replace it.
 
-    A few of mlx-lm's classes multiply by the embedding's weight themselves, which no module can replace.
+    A few of mlx-lm's classes multiply by the embedding's weight directly, so no module can replace it.
     """
     table = layers_of(model)[head]
     row = mx.zeros((1, table.weight.shape[-1]), table.weight.dtype)
@@ -302,7 +302,7 @@ def multiplies_by_method(model: nn.Module, head: str) -> bool:
 
 
 def tables(model: nn.Module) -> dict[str, nn.Module]:
-    """Path to module of whatever looks rows up: embeddings of MLX, packed or not, and classes that stand for them."""
+    """Return path to module of all tables of rows: MLX's embeddings, packed or not, and equivalent classes."""
     return {path: module for path, module in layers_of(model).items() if is_table(module)}
 
 
@@ -311,24 +311,24 @@ def is_table(module: nn.Module) -> bool:
 
 
 def logits_length(model: nn.Module) -> int:
-    """Return the length of the logits after one token. Raises what a model raises that cannot run without values."""
+    """Return the length of the logits after one token. Raises any error of a model that cannot run without values."""
     return length_after_token(model, lambda token: model(token, cache=make_prompt_cache(model)))
 
 
 def row_and_product(table: nn.Module, token: mx.array) -> mx.array:
-    """Return the products of a token's row with all rows of its table, as those of an output head."""
+    """Return the products of a token's row with all rows of its table, as an output head computes."""
     return table.as_linear(table(token))
 
 
 def length_after_token(model: nn.Module, run: Callable[[mx.array], mx.array]) -> int:
-    """Return the last length of what a part of the model makes of one token, without computing it."""
+    """Return the last length of a part's output for one token, without computing the output."""
     lengths: list[int] = []
 
     def trace(token: mx.array) -> mx.array:
         lengths.append(run(token).shape[-1])
-        return token  # nothing of the model is left to compile
+        return token  # so that MLX has no operation of the model to compile
 
-    # While a function is compiled, MLX refuses to compute: no weight of a large model is read by mistake.
+    # While it compiles a function, MLX refuses to compute: no weight of a large model is read by mistake.
     with unchanged(model):
         before = only_shapes.set(True)
         try:
@@ -340,7 +340,7 @@ def length_after_token(model: nn.Module, run: Callable[[mx.array], mx.array]) ->
 
 @contextlib.contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Undo, in the end, what happened to the modules: some keep products of their weights when they first run."""
+    """Restore the modules at the end: some keep products of their weights when they first run."""
     before = [(module, dict(module), dict(vars(module))) for module in modules_of(model)]
     try:
         yield
@@ -352,15 +352,15 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 
 def default_sensitivity(modules: Mapping[str, nn.Module]) -> Callable[[str, int], float]:
-    """Return the cost of a layer at some bits, as a function of its path and the bits; only the order means something.
+    """Return the cost of a layer at some bits, as a function of its path and the bits; only the order is meaningful.
 
-    Attention in the middle of the stack is least sensitive, then MLPs there, then the first and the last quarter of the
-    blocks, then the head. Within these classes, blocks near an end of the stack are more sensitive. The squared error
-    of a weight of b bits goes with 4^-b, so a layer that is one bit more sensitive costs as much as another layer at
-    one bit less.
+    Attention in the middle of the stack is least sensitive, then MLPs there, then the outer quarters of the blocks,
+    then the head. Within these classes, blocks near an end of the stack are more sensitive. The squared error
+    of a b-bit weight is proportional to 4^-b. So a layer that is one bit more sensitive costs as much as a different
+    layer at one bit less.
     """
     count = block_count(modules)
-    quarter = max(1, count // 4)  # the first and the last block in four count as outer ones
+    quarter = max(1, count // 4)  # the first and the last quarter of the blocks are outer ones
     extra = {}  # bits by which a layer is more sensitive than attention in the middle of the stack
     for path, module in modules.items():
         number = block_number(path)
@@ -380,5 +380,5 @@ def block_count(paths: Iterable[str]) -> int:
 
 
 def block_number(path: str) -> int | None:
-    """Return the number of the block that a layer is in; None outside of the blocks, as for the head."""
+    """Return the number of a layer's block; None outside of the blocks, as for the head."""
     return next((int(part) for part in path.split(".") if part.isdigit()), None)

@@ -1,7 +1,7 @@
-"""A model becomes one rank's part of it, array by array, so that no rank ever has all of it in memory.
+"""Division of a model among ranks, array by array, so that no rank ever has all of it in memory.
 
-Of a geared checkpoint a rank reads its own rows or columns of every array of a divided layer, and no other bytes. In a
-pipeline each rank has some of the layers, and hidden states go from rank to rank.
+A rank of a geared checkpoint reads only its own rows or columns of a divided layer's arrays. In a pipeline each rank
+has some of the layers, and hidden states are sent from rank to rank.
 """
 
 import copy
@@ -27,36 +27,36 @@ from .saved import SavedGears
 from .sharding import DENSE_CLASSES, SHARDED, Sharding, WeightPart, blank, part_misfit, shard, sharded_parts
 from .tensor_files import ArrayPlace, Samples, few_values, fingerprint_of, samples_of
 
-SHARD_SUMS = ("gather", "sum")  # what ranks do about layers whose inputs are divided
+SHARD_SUMS = ("gather", "sum")  # collective operation for layers whose inputs are divided
 
 
 class Ranks(NamedTuple):
-    """Those that share a model. gather: whether they gather inputs instead of summing products (loading.load)."""
+    """The ranks that share a model. gather: True to gather inputs instead of summing products (loading.load)."""
 
     group: mx.distributed.Group
     gather: bool = True
 
 
 def ranks_of(group: mx.distributed.Group | None, sums: str, adapter: object, keywords: dict[str, Any]) -> Ranks | None:
-    """Return who shares a model; None: nobody. Raises GearbxError for other sums than SHARD_SUMS, or an adapter.
+    """Return the ranks that share a model; None for one process. Raises GearbxError for an adapter, or unknown sums.
 
-    keywords: of `load`; what is loaded for several ranks becomes lazy, since each keeps a part.
+    keywords: of `load`; a model for several ranks is loaded lazily, since each rank keeps a part.
     """
     check_choice("shard_sums", sums, SHARD_SUMS)
     if group is None or group.size() == 1:
         return None
     if adapter is not None:
-        raise GearbxError("ranks cannot share a model with an adapter; fuse it into the model first (mlx_lm.fuse)")
+        raise GearbxError("ranks cannot share a model with an adapter; use mlx_lm.fuse to fuse it into the model first")
     keywords["lazy"] = True
     return Ranks(group, sums == "gather")
 
 
 Take = Callable[[str, str, mx.array, WeightPart], mx.array]
-"""Path of a layer, name of a parameter, the whole array, and the rank's part, to the rank's array."""
+"""A function from a layer's path, a parameter's name, the whole array and the rank's part to the rank's array."""
 
 
 def divide(model: nn.Module, ranks: Ranks) -> None:
-    """Leave a rank its part of a model that no gearbox has, in memory. The model's weights may be unread."""
+    """Keep only a rank's part of a model without gearbox, in memory. The model's weights may be unread."""
     group = ranks.group
     parts, own = parts_of_ranks(model, group, lambda path, part: ranks.gather)
     samples: Samples = {}
@@ -78,9 +78,9 @@ def divide(model: nn.Module, ranks: Ranks) -> None:
 def parts_of_ranks(
     model: nn.Module, group: mx.distributed.Group, gathers: Callable[[str, WeightPart], bool]
 ) -> tuple[dict[str, WeightPart], dict[str, WeightPart]]:
-    """Return path to this rank's part of each layer as `model.shard` divides it, and path to the part that it takes.
+    """Return path to this rank's part of each layer as `model.shard` divides it, and path to the part that it uses.
 
-    gathers: whether ranks gather inputs instead of summing products: they have rows in the place of columns.
+    gathers: if True for a layer, ranks gather inputs instead of summing products, and have rows instead of columns.
     """
     parts = sharded_parts(model, group)
     rows = {path: by_rows(part, group) for path, part in parts.items() if part.columns and gathers(path, part)}
@@ -88,7 +88,7 @@ def parts_of_ranks(
 
 
 def by_rows(part: WeightPart, group: mx.distributed.Group) -> WeightPart:
-    """Return as many rows of a weight as the part has columns, if the ranks' columns and rows are in their order."""
+    """Return a part with as many rows as this one has columns, if the ranks' columns and rows are in rank order."""
     *_, rows, columns = part.whole
     height, width = rows // group.size(), columns // group.size()
     rank = group.rank()
@@ -104,17 +104,17 @@ def take_parts(
     own: Mapping[str, WeightPart],
     take: Take,
 ) -> None:
-    """Leave a rank its part of each divided layer, from `parts_of_ranks`.
+    """Keep only a rank's part of each divided layer, from `parts_of_ranks`.
 
-    They are then mlx-lm's own classes over fewer rows or columns, which a gearbox manages as any others. What the ranks
-    tell each other is in a module around those whose inputs are divided (formats/holders.py).
+    The parts are of mlx-lm's own classes with fewer rows or columns, and a gearbox manages them as usual. For layers
+    whose inputs are divided, a module around the part communicates between ranks (formats/holders.py).
     """
     modules = dict(model.named_modules())
     whole = {path: copy.copy(modules[path]) for path in parts}
     for path, module in whole.items():  # `shard` divides everything else, and does not touch these weights
         placed = blank(DENSE_CLASSES[type(module)], mx.zeros(parts[path].whole, mx.bfloat16), module)
         if "bias" in placed:
-            placed.bias = placed.bias[...]  # which some classes change in its place
+            placed.bias = placed.bias[...]  # a copy, since some classes change the bias in place
         nn.Module.update_modules(model, tree_unflatten([(path, placed)]))
     shard(model, group)
     sharded = dict(model.named_modules())
@@ -130,7 +130,7 @@ def take_parts(
 
 
 def around(own: nn.Module, sharded: nn.Module, part: WeightPart, group: mx.distributed.Group) -> nn.Module:
-    """Return what takes the place of a layer with divided inputs: what `sharded` does, around a rank's own part."""
+    """Return the replacement of a layer with divided inputs: the operation of `sharded`, around a rank's own part."""
     block_sums = not isinstance(sharded, nn.ShardedToAllLinear | nn.QuantizedShardedToAllLinear)
     if part.columns is None:
         return (PlacedLinear if block_sums else GatheredLinear)(own, group)
@@ -145,7 +145,7 @@ def around(own: nn.Module, sharded: nn.Module, part: WeightPart, group: mx.distr
 
 
 NUMPY = {1: np.uint8, 2: np.uint16, 4: np.uint32}  # integers of so many bytes; numpy has no bfloat16
-# Arrays of one list for each row, and the array that says where the lists begin: exact.py, codebook.py.
+# Arrays of one list for each row, and the array with the start of each list: exact.py, codebook.py.
 LISTS = {"high": "offsets", "outliers": "outlier_offsets", "outlier_columns": "outlier_offsets"}
 
 
@@ -158,19 +158,19 @@ class WholeArray(NamedTuple):
 
     @property
     def values(self) -> np.ndarray:
-        """Its numbers, as integers, which the system reads where they are used. Raises OSError as `open`."""
+        """Numbers of the array, as integers; the system reads them on use. Raises OSError as `open`."""
         return np.memmap(self.place.file, NUMPY[self.dtype.size], "r", self.place.begin, self.shape)
 
 
 def matrices_of(part: WeightPart) -> list[int]:
-    """Return the numbers of the rank's experts or heads; 0 of a single matrix."""
+    """Return the numbers of the rank's experts or heads; 0 for a single matrix."""
     if part.matrices is None:
         return [*range(math.prod(part.whole[:-2]))]
     return [number for a, b in part.matrices for number in range(a, b)]
 
 
 def offsets_of(starts: list[list[np.ndarray]], by_matrix: bool) -> mx.array:
-    """Return where the lists of the rank's rows begin once they are alone."""
+    """Return the starts of the lists of the rank's rows, after the other ranks' lists are removed."""
     counts = [np.concatenate([np.diff(each) for each in ranges]) for ranges in starts]
     table = np.stack(counts) if by_matrix else np.concatenate(counts)
     first = np.zeros((*table.shape[:-1], 1), np.int64)
@@ -183,10 +183,10 @@ def padded(array: mx.array, size: int) -> mx.array:
 
 
 class SavedPart(SavedGears):
-    """Makes a rank's modules of any gear. The manifest has the shapes of the rank's parts.
+    """Source of a rank's modules of any gear. The manifest has the shapes of the rank's parts.
 
-    No hash says whether a part is whole: those of arrays that are read in parts are not compared. parts: path to what
-    the rank has of a layer. bytes_read: of divided layers, so far.
+    Hashes cover whole arrays, so hashes of arrays that are read in parts are not compared. parts: path to the rank's
+    part of a layer. bytes_read: of divided layers, so far.
     """
 
     def __init__(self, saved: SavedGears, parts: dict[str, WeightPart]):
@@ -197,21 +197,21 @@ class SavedPart(SavedGears):
         self._stored = {
             name: WholeArray(self.hashes.places[name], array.dtype, array.shape) for name, array in self._open().items()
         }
-        self._gears: dict[str, tuple[str, str, dict[str, str]]] = {}  # array to its layer, parameter, and all of a gear
+        self._gears: dict[str, tuple[str, str, dict[str, str]]] = {}  # array to layer, parameter, all arrays of a gear
         for path, layer in self.manifest.changing.items():
             for names in layer.gears.values() if path in parts else ():
                 self._gears |= {array: (path, parameter, dict(names)) for parameter, array in names.items()}
         unmanaged = {name for name in self._stored if name.rpartition(".")[0] in parts}
         self.partial = frozenset(self._gears.keys() | unmanaged)
-        self._kept: list[mx.array] = []  # what was read before there is a gearbox, which finds it here
+        self._kept: list[mx.array] = []  # arrays read before the gearbox exists
 
     def take(self, path: str, name: str, array: mx.array, part: WeightPart) -> mx.array:
-        """Return the rank's part of a parameter of the base. array: the whole one, which stays unread if it can."""
+        """Return the rank's part of a parameter of the base. array: the whole one, which stays unread if possible."""
         full = f"{path}.{name}"
         if full in self._gears:
             return self._array(full)
         if path in self.manifest.changing and name != "bias":
-            return mx.zeros(part.shape, array.dtype)  # never read: the lowest gear takes its place
+            return mx.zeros(part.shape, array.dtype)  # never read: the lowest gear replaces it
         if full in self._stored and self._stored[full].shape == array.shape:
             return self._read(path, name, {name: full})
         own = part.of(array, name)
@@ -238,9 +238,9 @@ class SavedPart(SavedGears):
             raise GearbxError(f"{self.directory}: {path}: {error}; {RESTORE}") from error
 
     def _cut(self, name: str, part: WeightPart, arrays: Mapping[str, WholeArray]) -> mx.array:
-        """Return the rank's part of a parameter; of planes the name has the number of the plane. arrays: by parameters.
+        """Return the rank's part of a parameter; a plane's name contains its number. arrays: by parameters.
 
-        Raises GearbxError for lists that lie outside of their array.
+        Raises GearbxError for lists outside of their array.
         """
         stored = arrays[name]
         if name in LISTS:
@@ -254,22 +254,22 @@ class SavedPart(SavedGears):
         return mx.array(self._loaded(values)).view(stored.dtype)
 
     def _starts(self, part: WeightPart, offsets: WholeArray) -> list[list[np.ndarray]]:
-        """For each of the rank's matrices and ranges of rows, where the lists begin, and where the last one ends."""
+        """Return, per matrix and range of rows of the rank, the starts of the lists and the end of the last one."""
         rows, values = part.whole[-2], offsets.values.reshape(-1)
-        stride = rows + (len(offsets.shape) == 2)  # each matrix has an end of its own, or all share one
+        stride = rows + (len(offsets.shape) == 2)  # an end per matrix, or one end for all matrices
         return [
             [self._loaded(values[first + a : first + b + 1]).astype(np.int64) for a, b in part.rows or ((0, rows),)]
             for first in (number * stride for number in matrices_of(part))
         ]
 
     def _lists(self, part: WeightPart, starts: list[list[np.ndarray]], stored: WholeArray) -> mx.array:
-        """Return the lists of the rank's rows, one after the other; of each matrix, if the array has that axis."""
+        """Return the lists of the rank's rows, concatenated; per matrix if the array has that axis."""
         own, by_matrix, size, whole = [], len(stored.shape) == 2, stored.shape[-1], stored.values
         for number, ranges in zip(matrices_of(part), starts):
             values, found = whole[number] if by_matrix else whole, []
             for first, last in ((int(start[0]), int(start[-1])) for start in ranges):
                 if not 0 <= first <= last <= size:
-                    raise GearbxError("its lists lie outside of their array")
+                    raise GearbxError("its lists exceed their array")
                 found.append(self._loaded(values[first:last]))
             own.append(mx.array(np.concatenate(found)).view(stored.dtype))
         if not by_matrix:
@@ -278,15 +278,15 @@ class SavedPart(SavedGears):
         return mx.stack([padded(each, longest) for each in own])
 
     def _loaded(self, values: np.ndarray) -> np.ndarray:
-        """Numbers of a file, in memory."""
+        """Return numbers of a file, in memory."""
         self.bytes_read += values.nbytes
         return np.array(values)
 
 
 def divide_saved(model: nn.Module, saved: SavedGears, ranks: Ranks) -> SavedPart:
-    """Leave a rank its part of the base of a geared checkpoint, and return its part of the gears.
+    """Keep only a rank's part of the base of a geared checkpoint, and return its part of the gears.
 
-    A layer whose format stores whole rows, or whose groups a part would cut, always gathers.
+    A layer always gathers if its format stores whole rows, or if a part would cut its groups.
     """
     saved.check(model)
     group = ranks.group
@@ -298,15 +298,15 @@ def divide_saved(model: nn.Module, saved: SavedGears, ranks: Ranks) -> SavedPart
 
 
 def can_be_cut(saved: SavedGears, path: str, part: WeightPart) -> bool:
-    """Return whether the gears of a layer can be cut between the columns of a part."""
+    """Return True if the gears of a layer can be cut between the columns of a part."""
     managed = path in saved.manifest.changing
     return not managed or part_misfit(part, saved.manifest.format_of(path), saved.manifest.group_size) is None
 
 
 def cut_into_stages(model: nn.Module, group: mx.distributed.Group) -> None:
-    """Leave a rank its layers of a model whose weights may be unread, in memory.
+    """Keep only a rank's layers of a model, in memory. The model's weights may be unread.
 
-    Nothing of other ranks' layers is read. What mlx-lm gives to every stage, such as the head, every rank has.
+    Other ranks' layers are not read. Modules that mlx-lm gives to every stage, such as the head, are on every rank.
     """
     into_stages(model, group)
     mx.eval(model.parameters())
@@ -314,7 +314,7 @@ def cut_into_stages(model: nn.Module, group: mx.distributed.Group) -> None:
 
 
 def stage_of(model: nn.Module, saved: SavedGears, group: mx.distributed.Group) -> SavedGears:
-    """Leave a rank its layers of the base of a geared checkpoint, unread, and return their gears."""
+    """Keep only a rank's layers of the base of a geared checkpoint, unread, and return their gears."""
     saved.check(model)
     into_stages(model, group)
     setattr(model, SHARDED, Sharding(group, {}, saved.manifest.fingerprint))
@@ -324,13 +324,13 @@ def stage_of(model: nn.Module, saved: SavedGears, group: mx.distributed.Group) -
 
 
 def into_stages(model: nn.Module, group: mx.distributed.Group) -> None:
-    """Leave a rank its layers; the last has the first. Raises GearbxError for no pipeline, or too many ranks."""
+    """Keep only a rank's layers; the last rank has the first ones. Raises GearbxError if the model cannot be split."""
     inner = getattr(model, "model", None)
     if not isinstance(inner, PipelineMixin):
         name = type(model).__module__.rpartition(".")[2]
-        raise GearbxError(f"mlx-lm's class '{name}' has no pipeline; without one each layer is divided")
+        raise GearbxError(f"mlx-lm's class '{name}' has no pipeline; omit pipeline=True to divide each layer")
     if len(inner.layers) < group.size():
-        raise GearbxError(f"the model has {len(inner.layers)} layers for {group.size()} ranks; start fewer")
+        raise GearbxError(f"the model has {len(inner.layers)} layers for {group.size()} ranks; use fewer ranks")
     inner.pipeline(group)
 
 
@@ -342,7 +342,7 @@ def fingerprint_of_all(model: nn.Module, group: mx.distributed.Group) -> str:
     for rank, arrays in enumerate(gathered_values(group, own)):
         for name, described in arrays.items():
             if every.setdefault(name, described) != described:
-                raise GearbxError(f"rank {rank} has another {name} than the ranks before it; give all the same model")
+                raise GearbxError(f"rank {rank}: {name} differs from other ranks'; use the same model on all ranks")
     return fingerprint_of(
         {name: (shape, np.frombuffer(bytes.fromhex(few), np.float32)) for name, (shape, few) in every.items()}
     )

@@ -1,7 +1,7 @@
-"""The gearbox: for every gear, the module of every managed layer; a shift puts them into the model (GEARBX 6).
+"""The gearbox: the module of every managed layer in every gear; a shift puts one gear's into the model (GEARBX 6).
 
-A model has one gearbox, and a fingerprint that names it in any gear. `Observer` is a gearbox that only observes, for a
-checkpoint that is quantized already, or where no layer may change.
+A model has one gearbox, and a fingerprint that is the same in any gear. `Observer` is a gearbox that only observes, for
+quantized checkpoints, or if no layer may change.
 """
 
 import copy
@@ -27,7 +27,7 @@ from ..formats.tied import linear_of
 from ..kernels.bit_planes import Planes
 from ..kernels.device import check_device, device_in_use
 from ..kernels.dispatch import KernelChoice, on_cpu
-from .activations import Typed, compute_in, layer_bytes, model_dtype, stored_dtype
+from .activations import CurrentType, compute_in, layer_bytes, model_dtype, stored_dtype
 from .adapters import base_arrays, layers_of, places_of, tree_of
 from .cost import (
     LayerPath,
@@ -64,9 +64,9 @@ from .sources import (
     Source,
     differing,
     external_low_gear,
-    giving_back,
     make_all,
     refuse_other_codes,
+    restoring_weights,
     warn_if_quantized,
 )
 from .streaming import Stream, StreamedFiles, residency_of
@@ -75,11 +75,11 @@ from .tensor_files import Samples, fingerprint_of, samples_of, with_adapters
 
 @dataclass(frozen=True)
 class Parts:
-    """What a Gearbox stores: layers, on their kernels and in their types, and where their modules come from.
+    """The parts of a Gearbox: layers, on their kernels and in their types, and the source of their modules.
 
-    unmanaged: path to reason of the linear layers that do not change gear. tables: bits of layers, by those of a gear.
-    further: lowest gear or not, to what changes beside the layers. made: path to the gears that exist from the start,
-    where originals are dropped; None: the originals.
+    unmanaged: path to reason of the linear layers that do not change gear. tables: bits of a gear to bits of layers.
+    extra_modules: True for the lowest gear, to the other modules that change with it. made: path to the initial gears,
+    if originals are dropped; None: the originals.
     """
 
     layers: list[Layer]
@@ -93,7 +93,7 @@ class Parts:
     storage: dict[str, mx.Dtype]
     residency: Residency
     source: Source
-    further: dict[bool, dict[str, nn.Module]]
+    extra_modules: dict[bool, dict[str, nn.Module]]
     made: dict[str, dict[int, nn.Module]] | None
     fingerprint: str
 
@@ -129,15 +129,15 @@ def parts_of(
     places = places_of(model)
     layers, embeddings = use_kernels(model, chosen, layers, embeddings)
     changing = [*layers, *embeddings]
-    # MLX's kernels compute what mlx-lm would compute with a quantized checkpoint, in its type.
+    # With MLX's kernels, results equal mlx-lm's with a quantized checkpoint, in its type.
     in_float32 = chosen.native or (quantized and not layout.of_codes)
     types = compute_dtype, storage, scales = compute_model_in(model, changing, layout, dtype, in_float32)
     place = residency_of(residency, layout.saved, model, checkpoint, scales)
-    source, further = source_of(layout, changing, types, place, of_gears, widths, base, kept), {}
+    source, extra = source_of(layout, changing, types, place, of_gears, widths, base, kept), {}
     if low_model is not None:
         source = external_low_gear(low_model, layers, source, residency)
         others = differing(model, low_model, {layer.path for layer in layers}, compute_dtype)
-        further = dict(zip((False, True), others))
+        extra = dict(zip((False, True), others))
     if quantized and layout.saved is None and layout.codes is None:
         warn_if_quantized([layer.module.weight for layer in layers])
     warn_of_unknown_routing(model)
@@ -145,7 +145,7 @@ def parts_of(
     if isinstance(source, FromCodes) and coded:
         fingerprint = with_adapters(fingerprint_of(samples | source.samples), model)
     layers, embeddings = ([each for each in found if each.path not in larger] for found in (layers, embeddings))
-    known = unmanaged | larger, head, of_gears, places, chosen, compute_dtype, storage, place, source, further, made
+    known = unmanaged | larger, head, of_gears, places, chosen, compute_dtype, storage, place, source, extra, made
     return Parts(layers, embeddings, *known, fingerprint)
 
 
@@ -159,7 +159,7 @@ def source_of(
     base: Mapping[str, Planes],
     kept: KeptGears | None,
 ) -> Source:
-    """Return where modules come from: files or codes of a checkpoint, or the model's weights. types: of a model."""
+    """Return the source of modules: files or quantized weights of a checkpoint, or the model's weights. types: its."""
     compute_dtype, storage, scales = types
     if layout.saved is not None and isinstance(residency, Stream):
         return StreamedFiles(layout.saved, scales, compute_dtype, residency.reader)
@@ -175,9 +175,9 @@ def source_of(
 def made_at_once(
     source: Source, changing: list[Layer], layout: Layout
 ) -> tuple[dict[str, dict[int, nn.Module]] | None, dict[str, str]]:
-    """Return the gears that exist from the start, which is all where originals are dropped; None: the originals.
+    """Return path to the initial gears (all of them if originals are dropped); None: the originals.
 
-    And path to reason of the layers that stay as they are.
+    The second result is path to reason of the layers that do not change.
     """
     if isinstance(source, FromCodes):
         return source.make_all(changing), {}
@@ -189,8 +189,8 @@ def made_at_once(
     return make_all(changing, source)
 
 
-class Making:
-    """A gear that a thread makes."""
+class GearThread:
+    """A thread that makes a gear."""
 
     def __init__(self, gear: Gear, make: Callable[[], Any]):
         self.gear = gear
@@ -199,14 +199,14 @@ class Making:
         pool.shutdown(wait=False)  # it ends with its work
 
     def __deepcopy__(self, memo: dict) -> None:
-        """A copy of the model makes its own."""
+        """Return None: a copy of the model makes its own gears."""
 
     def has_made(self, gear: Gear) -> bool:
-        """Return whether the gear is this one, and made."""
+        """Return True if the gear is this one, and made."""
         return gear == self.gear and self._done.done()
 
     def wait(self) -> float:
-        """Return the seconds that the gear took, once it is made. Raises what the thread raised."""
+        """Return the seconds that making the gear took, once it is made. Raises any error of the thread."""
         return self._done.result()
 
     @staticmethod
@@ -217,49 +217,48 @@ class Making:
 
 
 class Gearbox:
-    """Puts one of several precisions into a model, and back.
+    """A model's modules at several precisions, of which one is engaged.
 
     A gear is made when it is first engaged, and kept. A shift swaps all layers, or none: if it fails, the model stays
-    in the gear that it had. After construction the model is in the top gear. A top gear of 16 bits has the original
+    in its current gear. After construction the model is in the top gear. A 16-bit top gear has the original
     arrays. On a CPU, a half-precision model is put into float32 if the ladder has quantized gears (`dtype`).
 
-    A model that `load` got from a geared checkpoint has its gears in the files. They are read when they are first
-    engaged. After construction this model is in the lowest gear; ladder, format, manage and group size are those of
-    the checkpoint.
+    A geared checkpoint has its gears in files, and reads them when they are first engaged. After construction such a
+    model is in the lowest gear; ladder, format, manage and group size come from the checkpoint.
 
     Args:
         model: an mlx-lm model that is not quantized, or one of a geared checkpoint.
-        ladder: a Ladder, or text such as "4,8,16", which is the default ("4,16" for format "exact"); of a geared
-            checkpoint some of its gears.
-        format: how quantized gears are stored: "planes" (the default), "affine", "rowwise" (per-channel),
-            "groupwise", "codebook", "codebook-library", or a Format. "exact" keeps one copy of bfloat16 weights that
-            contains all gears, the top one bit for bit, and drops the originals.
+        ladder: a Ladder, or text such as "4,8,16", the default ("4,16" for format "exact"). For a geared
+            checkpoint, some of its gears.
+        format: storage of quantized gears: "planes" (the default), "affine", "rowwise" (per-channel),
+            "groupwise", "codebook", "codebook-library", or a Format. "exact" replaces bfloat16 weights by one copy
+            that contains all gears, the top one bit for bit.
         manage: "all" linear layers, "attention", "mlp", or a predicate (path, module) -> bool or {"bits": lowest}.
-            "everything" takes those of towers for images and sound too.
+            "everything" also includes towers for images and sound.
         group_size: inputs that share a scale: 32, 64 or 128; rowwise and groupwise have their own.
-        residency: where idle gears are: "resident" (in memory), or "disk" (read again). "stream": all that the
-            low gears do not need is read from a geared checkpoint of format exact at every use.
+        residency: location of idle gears: "resident" (memory), or "disk" (read again). "stream" reads the top
+            gear's layers from a geared checkpoint of format exact at every use.
         checkpoint: the model's directory, for "disk".
         dtype: the type to compute in: "auto", "float32", "bfloat16" or "float16".
-        kernels: "mlx": MLX's own; the top gear is then mlx-lm bit for bit. "native": ours, compiled for this CPU or
-            for Metal; results differ from MLX's in the last bits. "auto": on a CPU what is fastest as measured on this
-            machine, if the ladder has quantized gears; on a GPU MLX's own, and on a Mac ours where they were proven.
-            "measure": the fastest, and all is measured once more.
-        activations: what native kernels of the CPU multiply weights by. "float": activations as they are. "int16",
-            "int8": rounded to 16 or 8 bits, with one step for each token and group of inputs; 16 are more exact than
-            bfloat16, 8 are faster (docs/performance.md). For weights of bfloat16 both may round to that type.
-        tables: name of a gear to path to bits, for layers that have other bits than the gear.
-        widths: further bits at which every layer is stored, so that `cap` can put it there.
-        low_model: a quantized model that becomes the lowest gear: its layers, and what else its quantizer changed.
+        kernels: "mlx": MLX's kernels; the top gear is then bit-identical to mlx-lm. "native": the package's kernels,
+            compiled for this CPU or for Metal; results differ from MLX's in the last bits. "auto": on a CPU the fastest
+            measured ones, if the ladder has quantized gears; on a GPU MLX's, and on a Mac proven native ones.
+            "measure": the fastest, after new measurements.
+        activations: precision of activations in native CPU kernels. "float": not quantized. "int16", "int8":
+            quantized to 16 or 8 bits, with one scale for each token and group of inputs. int16 is more exact than
+            bfloat16, int8 is faster (docs/performance.md). With bfloat16 weights, both may round to bfloat16.
+        tables: name of a gear to path to bits, for layers whose bits differ from the gear's.
+        widths: additional bits at which every layer is stored, so that `cap` can use them.
+        low_model: a quantized model that becomes the lowest gear: its layers, and all else that its quantizer changed.
         base: path to the plane of a layer in the lowest gear, from `calibrate_base`; other layers are rounded.
-        keep: use gears that an earlier start kept in the user's cache, and keep those that are made. For a model as
-            `load` returned it, whose arrays are what its files have.
+        keep: use gears that an earlier start kept in the user's cache, and keep new ones. The model must be unchanged
+            since `load`.
 
     Raises:
-        GearbxError: an argument that does not exist, bits that the format does not support, a quantized model, no
-            layer to manage, a table of another gear or layer.
+        GearbxError: an unknown argument, unsupported bits, a quantized model, no layer to manage, or a table of an
+            unknown gear or layer.
 
-    It is for the device on which MLX computes when it is made (`device`), and refuses to shift on another.
+    A gearbox is for MLX's device at its construction (`device`), and refuses to shift on a different one.
     """
 
     def __init__(
@@ -291,15 +290,15 @@ class Gearbox:
         self.ladder, self.format, self.group_size = layout.ladder, layout.format, layout.group_size
         self.in_place, self.of_codes = layout.codes is not None, layout.of_codes
         self.layers, self._embeddings, self.unmanaged = parts.layers, parts.embeddings, parts.unmanaged
-        self.source, self._further, self.base = parts.source, parts.further, base or {}
+        self.source, self._extra_modules, self.base = parts.source, parts.extra_modules, base or {}
         self.fingerprint, self.head, self._tables = parts.fingerprint, parts.head, parts.tables
         self.kernels, self.compute_dtype, self.storage = parts.kernels, parts.compute_dtype, parts.storage
         self.residency = parts.residency
-        self.keeps_all = not isinstance(self.residency, Disk)  # gears stay in memory while another one is engaged
+        self.keeps_all = not isinstance(self.residency, Disk)  # idle gears stay in memory
         self._places, self._widths = parts.places, tuple(widths)
         self._shapes = {layer.path: layer.module.weight.shape for layer in self.layers}
         self._biases = {layer.path: layer.module.bias.size if "bias" in layer.module else 0 for layer in self.layers}
-        with giving_back(self._changing, None if self.in_place else parts.made):
+        with restoring_weights(self._changing, None if self.in_place else parts.made):
             self._attach(parts.made)
 
     def _attach(self, made: dict[str, dict[int, nn.Module]] | None) -> None:
@@ -307,28 +306,28 @@ class Gearbox:
         self.kernel_choices = KernelChoices(self.model, self.kernels, self.compute_dtype)
         self._modules = GearModules(self._changing, self.source, self.residency, made, self.kernel_choices)
         self.compiled = CompiledSteps(self.model)
-        self._typed = Typed(self.model, [layer.module for layer in self._changing], self.compute_dtype)
+        self._current_type = CurrentType(self.model, [layer.module for layer in self._changing], self.compute_dtype)
         setattr(self.model, ATTACHED, self)
         own(self.model, self._shapes, partial(why_unsaveable, self), partial(trees_of, self))
         self._begin()
 
     def _begin(self) -> None:
-        """Engage the first gear: the top one, or the lowest of a geared checkpoint, which is read fastest."""
+        """Engage the first gear: the top one, or the lowest of a geared checkpoint for a fast start."""
         self._prepared: set[Gear] = set()
-        self._making: Making | None = None
+        self._making: GearThread | None = None
         self._caps: dict[str, int] = {}
         self._token_bytes: dict[tuple[Gear, int], int] = {}
-        self._caches: dict[Gear, list[nn.Module]] = {}  # what has reconstructions to forget when its gear is left
+        self._caches: dict[Gear, list[nn.Module]] = {}  # modules that drop reconstructions when their gear is left
         self.shifts, self.shift_seconds, self.making_seconds = 0, 0.0, 0.0
         first = self.ladder.top if self.saved is None else self.ladder[0]
         as_loaded = first.dense and self._modules.has_originals and not self._tables.get(DENSE)
         self.gear = first if as_loaded else Gear(len(self.ladder), "original", DENSE)
-        now = {layer.path: layer.module for layer in self._changing} | self._further.get(False, {})
+        now = {layer.path: layer.module for layer in self._changing} | self._extra_modules.get(False, {})
         self._trees, self.active_memory = {self.gear: tree_of(now, self._places)}, dict[str, int]()
         if self.gear != first:
             self.shift(first)
-            self.shifts, self.shift_seconds = 0, 0.0  # to be read from files at first is to be made
-            if self.saved is not None:  # what no gear changes: another thread could not read it
+            self.shifts, self.shift_seconds = 0, 0.0  # the first read from files counts as making
+            if self.saved is not None:  # parameters that no gear changes: no other thread could read them
                 self.saved.read(self.model.parameters())
             elif self.in_place:
                 mx.eval(self.model.parameters())
@@ -336,7 +335,7 @@ class Gearbox:
             self.active_memory[first.name] = active_memory()
 
     def widths_of(self, layer: Layer) -> tuple[int, ...]:
-        """Bits that a layer can be put to, ascending; of a geared checkpoint all that it has, unless `widths` chose."""
+        """Return all bits of a layer, ascending; for a geared checkpoint all stored ones, unless `widths` chose."""
         widths = self.source.widths(layer)
         if self.saved is None or not self._widths:
             return widths
@@ -344,28 +343,28 @@ class Gearbox:
         return tuple(bits for bits in widths if bits in wanted)
 
     def bits_of(self, layer: Layer, gear: Gear) -> int:
-        """Return the bits of a layer in a gear, by its table and cap: the next at which the layer is stored."""
+        """Return the bits of a layer in a gear, by its table and cap, rounded up to a stored width."""
         bits = self._stored_bits(layer, gear)
         return min(bits, at_most(self.source.widths(layer), self._caps.get(layer.path, bits)))
 
     def _stored_bits(self, layer: Layer, gear: Gear) -> int:
-        """Return the same without a cap."""
+        """Return the bits of a layer in a gear without a cap."""
         widths = self.source.widths(layer)
         bits = at_least(widths, self._tables.get(gear.bits, {}).get(layer.path, gear.bits))
         return min(bits, widths[-1])  # a layer of a quantized checkpoint may have fewer bits than the top gear
 
     def cap(self, bits: Mapping[str, int]) -> None:
-        """Bound layers from now on: path to the most bits that it has in any gear. Layers not named have no bound.
+        """Limit the bits of layers from now on: path to the most bits in any gear. Layers not named have no limit.
 
-        Nothing is copied: modules of the layers whose bits change are swapped. A layer that is stored at no width so
-        low has its lowest.
+        No weight is copied: only modules of the layers whose bits change are swapped. A layer without a width that low
+        gets its lowest.
 
         Raises:
-            GearbxError: no such layer; weights that cannot be quantized or read back. The caps stay what they were.
+            GearbxError: no such layer; weights that cannot be quantized or read back. The caps stay unchanged.
         """
         unknown = bits.keys() - self._shapes.keys()
         if unknown:
-            raise GearbxError(f"no layer {min(unknown)} changes gear, and so none can be capped")
+            raise GearbxError(f"no layer {min(unknown)} changes gear, so it has no cap; use managed layers")
         if bits == self._caps:
             return
         before, gear = self._caps, self.gear
@@ -379,11 +378,11 @@ class Gearbox:
 
     @property
     def caps(self) -> Mapping[str, int]:
-        """Path to the most bits of a layer; another object after each change."""
+        """Path to the most bits of a layer; a new object after each change."""
         return self._caps
 
     def prepare(self, gear: Gear) -> None:
-        """Make a gear that will soon be engaged; where idle gears stay in memory, without waiting for it."""
+        """Make a gear that will soon be engaged; without waiting for it if idle gears stay in memory."""
         if gear in self._trees or gear in self._prepared:
             return
         self._end_making()
@@ -394,38 +393,38 @@ class Gearbox:
             self.make(gear)
 
     def module_in(self, path: str, gear: Gear) -> nn.Module | None:
-        """Return the module of a layer in a gear, if that is made; None for a layer that does not change."""
+        """Return the module of a layer in a gear, if it is made; None for a layer that does not change."""
         layer = next((layer for layer in self._changing if layer.path == path), None)
         return None if layer is None else self._modules.made[path].get(self.bits_of(layer, gear))
 
     def begin(self, gear: Gear) -> None:
-        """Begin to make a gear beside the work of the model, which may go on in another one; else make it now.
+        """Start making a gear in a thread while the model works in a different one; otherwise make it now.
 
-        Native kernels of the CPU make planes so: they need no operation of MLX, which binds those to threads.
+        A thread makes planes only with native CPU kernels, since MLX binds its operations to threads.
 
         Raises:
-            GearbxError: as `make`, where it is made now.
+            GearbxError: as `make`, if it is made now.
         """
         if gear in self._trees or (self._making is not None and self._making.gear == gear):
             return
         self._end_making()
         if self.keeps_all and self._modules.has_originals and self.makes_beside:
-            self._making = Making(gear, partial(self._modules.make, self._bits_in(gear)))
+            self._making = GearThread(gear, partial(self._modules.make, self._bits_in(gear)))
         else:
             self.make(gear)
 
     @property
     def makes_beside(self) -> bool:
-        """True if `begin` returns before the gear is made."""
+        """Flag for gears that `begin` makes in a thread."""
         layers = self._changing
         return isinstance(self.source, FromWeights) and all(self.format.shows_damage(layer.module) for layer in layers)
 
     def ready(self, gear: Gear) -> bool:
-        """Return whether a gear is made, so that a shift to it waits for little."""
+        """Return True if a gear is made, so that a shift to it is fast."""
         return gear in self._trees or (self._making is not None and self._making.has_made(gear))
 
     def make(self, gear: Gear) -> bool:
-        """Make a gear's modules before they are needed; the one that is engaged stays. Returns whether there were none.
+        """Make a gear's modules without engaging it. Returns True if there were none.
 
         Raises:
             GearbxError: weights that cannot be quantized or read back.
@@ -433,15 +432,15 @@ class Gearbox:
         if gear in self._trees:
             return False
         self._complete(gear)
-        self._give_up_idle()
+        self._drop_idle()
         return True
 
     def shift(self, gear: Gear | str | int) -> float:
-        """Engage a gear, given itself or by its name or bits, and return the seconds that this took.
+        """Engage a gear, given as itself, a name or bits, and return the seconds that the shift took.
 
         Raises:
-            GearbxError: no such gear; weights that cannot be quantized or read back; another gearbox that was put on
-                this model since. The gear stays what it was.
+            GearbxError: no such gear; weights that cannot be quantized or read back; a newer gearbox on this model.
+                The gear stays unchanged.
         """
         gear = self.ladder.find(gear)
         check_attached(self)
@@ -459,18 +458,18 @@ class Gearbox:
         return seconds
 
     def _bits_in(self, gear: Gear) -> dict[str, int]:
-        """Path of everything that changes to its bits in a gear."""
+        """Return path of everything that changes to its bits in a gear."""
         return {layer.path: self.bits_of(layer, gear) for layer in self._changing}
 
     def _end_making(self) -> None:
-        """Wait for what `begin` began. Raises GearbxError for weights that cannot be quantized."""
+        """Wait for the gear that `begin` started. Raises GearbxError for weights that cannot be quantized."""
         making, self._making = self._making, None
         if making is not None:
             self.making_seconds += making.wait()
             self._complete(making.gear)
 
     def _complete(self, gear: Gear) -> None:
-        """See to it that all modules of a gear are made, evaluated and in memory."""
+        """Make, evaluate and load all modules of a gear."""
         if gear not in self._trees:
             self._end_making()
         if gear not in self._trees:
@@ -478,30 +477,30 @@ class Gearbox:
             size = sum(map(math.prod, self._shapes.values())) * gear.bits // 8 if self.keeps_all else 0
             with large_pages(size):
                 modules = self._modules.complete(self._bits_in(gear))
-            further = self._further.get(gear == self.ladder[0], {})
-            self._trees[gear] = tree_of(modules | further, self._places)
+            extra_modules = self._extra_modules.get(gear == self.ladder[0], {})
+            self._trees[gear] = tree_of(modules | extra_modules, self._places)
             self._caches[gear] = [linear for linear in map(linear_of, modules.values()) if hasattr(linear, "forget")]
             self.making_seconds += time.perf_counter() - start
         if not self.keeps_all:
             self._modules.enter(self._bits_in(gear))
 
-    def _give_up_idle(self) -> None:
-        self._modules.give_up_originals()
+    def _drop_idle(self) -> None:
+        self._modules.drop_originals()
         if not self.keeps_all:
-            self._modules.give_up_idle(self._bits_in(self.gear), self.model)
+            self._modules.drop_idle(self._bits_in(self.gear), self.model)
 
     def _engage(self, gear: Gear) -> None:
-        """Put a gear into the model, or leave the one that is in it."""
+        """Put a gear into the model; if that fails, restore the previous one."""
         check_attached(self)
         before = self.gear
         self._complete(gear)
         try:
-            self._typed.follow(self._trees[gear])
+            self._current_type.follow(self._trees[gear])
             self.model.update_modules(self._trees[gear])
             self.compiled.change(before, gear)
             self.gear = gear
-            self._give_up_idle()
-        except BaseException:  # an interrupt as well: never half of one gear and half of another
+            self._drop_idle()
+        except BaseException:  # includes interrupts: the model never has half of a gear
             self.gear = before
             self._complete(before)
             self.model.update_modules(self._trees[before])
@@ -509,16 +508,16 @@ class Gearbox:
             raise
 
     def _bound(self, caps: dict[str, int]) -> None:
-        """Take caps, and forget what depends on them."""
+        """Set caps, and forget everything that depends on them."""
         self._caps = caps
         self.compiled.forget()
         for dependent in (self._trees, self._caches, self._token_bytes):
             dependent.clear()
 
-    # What gears cost: questions that change nothing.
+    # Costs of gears: queries without side effects.
 
     def arrays(self) -> list[mx.array]:
-        """Return all arrays of the model, and of gears that are not engaged; one that gears share is there once."""
+        """Return all arrays of the model, including gears that are not engaged; a shared array is listed once."""
         modules = [self.model, *(module for made in self._modules.made.values() for module in made.values())]
         found = (array for module in modules for _, array in tree_flatten(module.parameters()))
         return [*{id(array): array for array in found}.values()]
@@ -529,23 +528,23 @@ class Gearbox:
         return [*self.layers, *self._embeddings]
 
     def layer_bytes(self, layer: Layer, at: Gear | int) -> int:
-        """Return bytes that one use of a layer, of all experts, reads in a gear or at a width, scales and bias too."""
+        """Return bytes that one use of a layer (all experts) reads in a gear or at a width, with scales and bias."""
         bits = at if isinstance(at, int) else self.bits_of(layer, at)
         if getattr(self.format, "cache", False) and not self.kernels.native:
-            read = math.prod(self._shapes[layer.path]) * self._size(layer)  # of the weight that was unpacked
+            read = math.prod(self._shapes[layer.path]) * self._size(layer)  # bytes of the unpacked weight
         else:
             read = self.source.bytes_read(layer, bits, self._modules.made[layer.path].get(bits))
         return read + self._biases[layer.path] * self._size(layer)
 
     def bits_per_weight(self, gear: Gear) -> float:
-        """Bits that a managed weight takes in a gear as it is read, scales included."""
+        """Return the bits read per managed weight in a gear, including scales."""
         weights = sum(map(math.prod, self._shapes.values()))
         if not weights:
             return 8.0 * self.storage[""].size
         return 8 * sum(self.layer_bytes(layer, gear) for layer in self.layers) / weights
 
     def ladder_report(self) -> list[dict]:
-        """Return name, bits and bytes per weight of each gear, and the bits of its layers where these are others."""
+        """Return name, bits and bytes per weight of each gear, and the bits of its layers if they differ."""
         return [self._gear_report(gear) for gear in self.ladder]
 
     def _gear_report(self, gear: Gear) -> dict[str, Any]:
@@ -554,13 +553,13 @@ class Gearbox:
         return {"name": gear.name, "bits": gear.bits, "bytes_per_weight": self.bits_per_weight(gear) / 8, **others}
 
     def weight_bytes_per_token(self, gear: Gear, positions: int = 1) -> int:
-        """Return bytes of weights that one token, or a pass over several positions, reads of the model in a gear."""
+        """Return bytes of weights that a forward pass over some positions reads in a gear."""
         key = gear, positions
         if key in self._token_bytes:
             return self._token_bytes[key]
         if positions > 2 and not self._has_experts:
             one, two = (self.weight_bytes_per_token(gear, few) for few in (1, 2))
-            return one + (positions - 1) * (two - one)  # each token looks up one row of an embedding
+            return one + (positions - 1) * (two - one)  # each token reads one row of an embedding
         read = token_bytes(self.model, self._managed_bytes(gear, positions), self.storage, self.head, positions)
         if gear in self._trees:  # made, so that its layers have been counted
             self._token_bytes[key] = read
@@ -568,18 +567,18 @@ class Gearbox:
 
     @cached_property
     def _has_experts(self) -> bool:
-        """True if what a token reads depends on what the others read."""
+        """Flag for models in which the bytes that a token reads depend on the other tokens."""
         modules = layers_of(self.model)
         return any(experts_of(path, modules) for path in modules)
 
     def _managed_bytes(self, gear: Gear, positions: int) -> dict[str, float]:
-        """Path of everything that changes with the gear to the bytes that a pass over so many tokens reads of it."""
+        """Return path to bytes read in one forward pass, for everything that changes with the gear."""
         managed: dict[str, float] = {layer.path: self.layer_bytes(layer, gear) for layer in self.layers}
         for layer in self.layers:
             if layer.path != self.head:
                 continue
             bits = self.bits_of(layer, gear)
-            if self.source.rows_at(layer, bits) != bits:  # which the head does not read
+            if self.source.rows_at(layer, bits) != bits:  # rows of the embedding that the head does not read
                 managed[layer.path] += positions * self._shapes[layer.path][-1] * self._size(layer)
         for table in self._embeddings:
             bits = self.bits_of(table, gear)
@@ -590,7 +589,7 @@ class Gearbox:
     def original_bytes_per_token(self) -> int:
         """Return bytes of weights that one token would read if every layer had its original weight.
 
-        Of a checkpoint that is quantized already, its own codes.
+        For a checkpoint that is already quantized, its quantized weights count.
         """
         if self.of_codes:
             return self.weight_bytes_per_token(self.ladder.top)
@@ -602,11 +601,11 @@ class Gearbox:
         return token_bytes(self.model, managed, self.storage, self.head)
 
     def _size(self, layer: Layer) -> int:
-        """Return bytes of a number of a layer, as the checkpoint stores it."""
+        """Return bytes per number of a layer, as stored in the checkpoint."""
         return self.storage[layer.path].size
 
     def layer_paths(self) -> list[LayerPath]:
-        """Return what every layer runs on and why: those that change gear, other linear layers, a tied head."""
+        """Return the kernels of every layer with reasons: managed layers, other linear layers, a tied head."""
         found = []
         for layer in self.layers:
             bits = tuple(self.bits_of(layer, gear) for gear in self.ladder)
@@ -617,7 +616,7 @@ class Gearbox:
             found.append(LayerPath(layer.path, bits, runs_on, why))
         modules = layers_of(self.model)
         for path, reason in self.unmanaged.items():
-            holder = path if path in modules else path.rpartition(".")[0]  # of a matrix that is not a module
+            holder = path if path in modules else path.rpartition(".")[0]  # the module that has the matrix
             kernels = kernels_of(modules[holder], self.kernels, None)
             own = getattr(modules[holder], "bits", DENSE)
             found.append(LayerPath(path, (own,) * len(self.ladder), *kernels, fixed=reason))
@@ -625,9 +624,9 @@ class Gearbox:
         return [dataclasses.replace(row, why=row.why + parts.get(row.path, "")) for row in found]
 
     def describe(self) -> str:
-        """`layer_paths` as text, one line for each: "lm_head: 4, 8, 16; native (16 vectors at a time)".
+        """Return `layer_paths` as text, one line each: "lm_head: 4, 8, 16; native (16 vectors at a time)".
 
-        Of a model that ranks have divided, a last line says how much of it every rank reads.
+        For a model divided among ranks, a last line has the bytes that every rank reads.
         """
         lines, top = [*map(str, self.layer_paths())], self.ladder.top
         if divided_parts(self.model):
@@ -637,13 +636,13 @@ class Gearbox:
 
 
 def undivided_bytes_per_token(gearbox: Gearbox, gear: Gear) -> int:
-    """Return the part of `weight_bytes_per_token` that every rank reads: layers that the ranks have not divided."""
+    """Return the bytes per token that every rank reads: layers that the ranks have not divided."""
     managed = gearbox._managed_bytes(gear, 1) | dict.fromkeys(divided_parts(gearbox.model), 0.0)
     return token_bytes(gearbox.model, managed, gearbox.storage, gearbox.head)
 
 
 def predicted_speedup(gearbox: Gearbox, gear: Gear) -> float:
-    """Decoding speed in a gear against the ladder's top gear, if time is bytes of weights (GEARBX 15)."""
+    """Return the decoding speedup of a gear over the top gear, if time is proportional to bytes read (GEARBX 15)."""
     if not gearbox.layers:
         return 1.0
     fixed = dict.fromkeys((layer.path for layer in gearbox._changing), 0.0)
@@ -653,14 +652,14 @@ def predicted_speedup(gearbox: Gearbox, gear: Gear) -> float:
 
 
 def costed_in(gearbox: Gearbox, ladder: Ladder) -> Gearbox:
-    """Return the same costs for another ladder; the result cannot shift."""
+    """Return the same costs for a different ladder; the result cannot shift."""
     other = copy.copy(gearbox)
     other.ladder, other._token_bytes, other.source = ladder, {}, gearbox.source.for_ladder(ladder)
     return other
 
 
 def trees_of(gearbox: Gearbox) -> Collection[Any]:
-    """Return what a shift puts into the model: the modules of each gear that is made."""
+    """Return the trees that a shift puts into the model: the modules of each gear that is made."""
     return gearbox._trees.values()
 
 
@@ -670,20 +669,20 @@ def attached(model: nn.Module) -> Any:
 
 
 def check_attached(gearbox: Any) -> None:
-    """Raise GearbxError unless a Gearbox is the one that its model has, and MLX computes on its device."""
+    """Validate that a Gearbox is its model's current one, on MLX's current device. Raises GearbxError."""
     if attached(gearbox.model) is not gearbox:
-        raise GearbxError("another gearbox was put on this model since; use that one")
+        raise GearbxError("this gearbox was replaced by a newer one on the same model; use the newer one")
     check_device(gearbox.device)
 
 
 def samples_beside(model: nn.Module, coded: set[str]) -> Samples:
-    """Samples of the arrays that are not those of the layers with these paths, whose codes are read later."""
+    """Return samples of all arrays except of the layers with these paths, whose quantized weights are read later."""
     arrays = base_arrays(model)
     return samples_of({name: array for name, array in arrays.items() if name.rpartition(".")[0] not in coded})
 
 
 def model_fingerprint(model: nn.Module) -> str:
-    """Return the fingerprint of the model as it was loaded, in any gear; of a rank's part that of the whole model."""
+    """Return the fingerprint of the model as loaded, in any gear; for a rank's part, that of the whole model."""
     gearbox, saved, sharding = attached(model), saved_gears(model), sharding_of(model)
     if gearbox is not None:
         return gearbox.fingerprint
@@ -696,10 +695,10 @@ def model_fingerprint(model: nn.Module) -> str:
 def in_one_gear(
     model: nn.Module, dtype: str = "auto", kernels: str = DEFAULT_KERNELS, activations: str = DEFAULT_ACTIVATIONS
 ) -> Gearbox | None:
-    """Put a model whose precision stays as it is on the kernels that are fastest here; arguments as of `Gearbox`.
+    """Put a model whose precision does not change on the fastest kernels; arguments as of `Gearbox`.
 
-    On a CPU with "auto" these are ours, whose text is mlx-lm's but for rounding; on a GPU they are MLX's. Returns the
-    gearbox that holds its one gear, or that it has already; None for a model that mlx-lm computes.
+    With "auto" these are native kernels on a CPU (output equal to mlx-lm's except for rounding), and MLX's on a GPU.
+    Returns the model's gearbox, new or existing; None for a model that mlx-lm computes.
     """
     if attached(model) is not None:
         return attached(model)
@@ -713,13 +712,13 @@ def in_one_gear(
 
 
 class Observer:
-    """Has the interface of a Gearbox and names the gear that it would engage, but changes neither precision nor layers.
+    """A gearbox that records the gear it would engage, and changes neither precision nor layers.
 
-    Bytes and bits are those of the model as it is, and its text is mlx-lm's. With kernels "native" its layers are
-    replaced, and the text is mlx-lm's but for rounding. A model that has a gearbox keeps it.
+    Bytes and bits describe the unchanged model, and its output is mlx-lm's. With kernels "native" its layers are
+    replaced, and the output is mlx-lm's except for rounding. A model that has a gearbox keeps it.
 
     Args:
-        dtype, activations: as of `Gearbox`. kernels: "auto" stands for "mlx".
+        dtype, activations: as of `Gearbox`. kernels: "auto" means "mlx".
     """
 
     def __init__(
@@ -765,11 +764,11 @@ class Observer:
         return self._bits
 
     def ladder_report(self) -> list[dict]:
-        """Name, bits and nominal bytes per weight (GEARBX Table 7) of each gear. No gear was made."""
+        """Return name, bits and nominal bytes per weight (GEARBX Table 7) of each gear. No gear was made."""
         return [{"name": gear.name, "bits": gear.bits, "bytes_per_weight": gear.bits / 8} for gear in self.ladder]
 
     def layer_paths(self) -> list[LayerPath]:
-        """Return every linear layer with its bits, which are the same in each gear."""
+        """Return every linear layer with its bits, the same in each gear."""
         modules, found = layers_of(self.model), []
         for path, reason in self.unmanaged.items():
             kernels, _ = kernels_of(linear_of(modules[path]), self.kernels, None)

@@ -1,8 +1,8 @@
-"""A checkpoint that is quantized already: which of its layers have gears in place, and which ladders it allows.
+"""Quantized checkpoints: layers with gears in place, and possible ladders.
 
-The upper bits of an affine code are a coarser affine code. So a layer of 8, 6 or 5 bits has lower gears without an
-original: its codes are split into planes, and a lower gear reads the first ones. The top gear is the checkpoint as it
-is. A layer of fewer bits than a gear is the same in both.
+The upper bits of an affine code are a coarser affine code. So an 8-, 6- or 5-bit layer has lower gears without an
+original: its codes are split into planes, and a lower gear reads the first ones. The top gear is the unchanged
+checkpoint. A layer with fewer bits than a gear is the same in both.
 """
 
 import collections
@@ -24,14 +24,14 @@ from .saved import saved_gears
 from .sharding import DENSE_CLASSES, QUANTIZED_AS, blank, dense_shape, sharding_of
 from .tensor_files import TensorEntry
 
-SPLIT = (*QUANTIZED_AS.values(), nn.QuantizedEmbedding)  # as mlx-lm loads them
-LOWER_BITS = 4  # bits of the lower gear by default, where codes have more
+SPLIT = (*QUANTIZED_AS.values(), nn.QuantizedEmbedding)  # classes that mlx-lm loads
+LOWER_BITS = 4  # bits of the lower gear by default, if codes have more
 OF_SCALES = 0.5  # bits a weight of scales and biases in groups of 64
-AGREEMENT = 0.78  # the share of tokens that 4 bits of 6 or 8 choose alike: docs/tried.md, on SmolLM2
+AGREEMENT = 0.78  # top-1 agreement of a 4-bit gear with 6 or 8 bits: docs/tried.md, on SmolLM2
 
 
 class CodedLayer(NamedTuple):
-    """A quantized layer: bits and group size of its codes, whether these are affine, and the number of its weights."""
+    """A quantized layer: bits and group size of its codes, True if these are affine, and the number of its weights."""
 
     bits: int
     group_size: int
@@ -41,10 +41,10 @@ class CodedLayer(NamedTuple):
 
 @dataclass(frozen=True)
 class Codes:
-    """The codes of a quantized checkpoint, as headers or layers show them.
+    """The quantized weights of a checkpoint, by headers or layers.
 
-    bits: those of most weights. widths: the bits of all layers, ascending; several in mixed recipes. group_size: of
-    most layers; each keeps its own. nested: whether coarser codes are inside, which only affine ones have.
+    bits: of most weights. widths: the bits of all layers, ascending; several in mixed recipes. group_size: of most
+    layers; each keeps its own. nested: True if coarser codes are inside, as in affine codes.
     """
 
     bits: int
@@ -54,38 +54,38 @@ class Codes:
 
     @property
     def splits(self) -> bool:
-        """True if there is a lower gear by default."""
+        """Flag for codes with a lower gear by default."""
         return self.bits > LOWER_BITS and self.nested
 
     def watched(self, default: Ladder) -> Ladder:
-        """Return the gears that a record names where none is engaged: its own, if there are several."""
+        """Return the gears that a record names if none is engaged: its own, if there are several."""
         return self.chosen(None) if self.splits else default
 
     def drafting(self) -> Ladder:
-        """Return the default of mode lossless: with the lower gear only where its drafts save more than they read.
+        """Return the default ladder of mode lossless: with a lower gear only if drafting saves more than it reads.
 
-        One drafted token and its verification read (1 + c) times the top gear's bytes, c being the lower gear's share,
-        for 1 + AGREEMENT tokens.
+        Drafting and verifying one token yields 1 + AGREEMENT tokens. It reads (1 + c) times the top gear's bytes, c
+        being the lower gear's share.
         """
         share = (LOWER_BITS + OF_SCALES) / (self.bits + OF_SCALES)
-        pays = (1 + AGREEMENT) / (1 + share) >= 1.1  # in bytes; drafts have costs besides
-        return self.chosen(None) if pays else Ladder([self.bits])
+        saves_bytes = (1 + AGREEMENT) / (1 + share) >= 1.1  # in bytes; drafting has other costs too
+        return self.chosen(None) if saves_bytes else Ladder([self.bits])
 
-    def told(self, ladder: Ladder | None = None) -> str:
-        """Return what can be done with these codes, for a message. ladder: what is chosen; None: what could be."""
+    def summary(self, ladder: Ladder | None = None) -> str:
+        """Return the uses of these codes, for a message. ladder: the chosen one; None: the default."""
         ladder, bits = self.chosen(ladder), " and ".join(map(str, self.widths))
         if len(ladder) > 1:
-            return f"{bits} bits: gears {ladder} in place"
-        more = "for more, give the original, and this model as its --base"
+            return f"{bits}-bit weights: gears {ladder} in place"
+        more = "for gears, use the original, and this model as its --base"
         if self.widths[-1] > LOWER_BITS and self.nested:
-            more = f"gears {LOWER_BITS},{self.widths[-1]} in place draft too"
-        return f"{bits} bits: drafts come by lookup; {more}"
+            more = f"gears {LOWER_BITS},{self.widths[-1]} in place can draft too"
+        return f"{bits}-bit weights: drafts by prompt lookup; {more}"
 
     def chosen(self, ladder: Ladder | str | None) -> Ladder:
-        """Return the ladder that is asked for; else 4 bits below codes of more, and the codes alone below that.
+        """Return the requested ladder; by default a 4-bit gear below wider codes, and only the codes otherwise.
 
-        The top gear of a mixed recipe has the bits of most layers, or the most bits of any. Raises GearbxError for
-        a ladder whose top gear is not the checkpoint, naming those that there are.
+        The top gear of a mixed recipe has the bits of most layers, or the most bits of any. Raises GearbxError if the
+        ladder's top gear is not the checkpoint.
         """
         if ladder is None or ladder == "":
             return Ladder([LOWER_BITS, self.bits] if self.splits else [self.bits])
@@ -94,19 +94,17 @@ class Codes:
         if ladder.top.bits not in tops or (len(ladder) > 1 and not self.nested):
             pairs = [f"{b},{top}" for top in tops for b in reversed(QUANTIZED_BITS) if b < top] if self.nested else []
             shown = " and ".join(map(str, self.widths))
-            reason = (
-                "of which a gear has the first ones" if self.nested else "in codes that have no coarser ones inside"
-            )
-            choices = ", ".join([*pairs, f"{'or ' if pairs else ''}{self.bits} alone"])
+            reason = "of which a gear uses the first ones" if self.nested else "in codes without coarser ones inside"
+            choices = ", ".join([*pairs, f"{'or ' if pairs else ''}only {self.bits}"])
             raise GearbxError(
-                f"gears {ladder}: the model is quantized to {shown} bits, {reason}; choose from {choices}, or give "
+                f"gears {ladder}: the model is quantized to {shown} bits, {reason}; choose from {choices}, or use "
                 "the original"
             )
         return ladder
 
 
 def summarized(layers: Sequence[CodedLayer]) -> Codes:
-    """Return the codes of layers, of which there is one at least."""
+    """Return the codes of one or more layers."""
     affine, weights = [layer for layer in layers if layer.affine], collections.Counter[int]()
     for layer in affine or layers:
         weights[layer.bits] += layer.weights
@@ -118,18 +116,18 @@ def summarized(layers: Sequence[CodedLayer]) -> Codes:
 
 @dataclass(frozen=True)
 class OwnCodes(Codes):
-    """The quantized layers of a model, which a gearbox can take as they are.
+    """The quantized layers of a model, from which a gearbox can make gears.
 
-    modules: path to the module as loaded, which loses its arrays when its codes are split.
+    modules: path to the module as loaded, whose arrays are removed when its codes are split.
     """
 
     modules: dict[str, nn.Module]
 
 
 def own_codes(model: nn.Module) -> OwnCodes | None:
-    """Return the layers of a quantized model that a gearbox can take as they are; None for another model.
+    """Return the layers of a quantized model from which a gearbox can make gears; None for other models.
 
-    Layers with codes that are not affine, such as mxfp4's, stay what they are.
+    Layers with codes that are not affine, such as mxfp4's, do not change.
     """
     others = saved_gears(model), sharding_of(model), getattr(model, ATTACHED, None)
     if any(other is not None for other in others) or not is_quantized(model):
@@ -147,9 +145,9 @@ def own_codes(model: nn.Module) -> OwnCodes | None:
 
 
 def codes_in(config: Mapping[str, Any], arrays: Mapping[str, TensorEntry]) -> Codes | None:
-    """Return what `own_codes` will find in a model, by its configuration and the headers of its files.
+    """Return the codes that `own_codes` will find in a model, by its configuration and the headers of its files.
 
-    None where mlx-lm loads no quantized layer: of some checkpoints in 8 bits of others it makes weights of 16 bits.
+    None if mlx-lm loads no quantized layer: it converts some other programs' 8-bit checkpoints to 16 bits.
     """
     stated = stated_codes(config)
     usual = {} if stated is None else stated
@@ -162,18 +160,18 @@ def codes_in(config: Mapping[str, Any], arrays: Mapping[str, TensorEntry]) -> Co
         own = usual.get(path, usual)
         words, groups = weight.shape[-1], scales.shape[-1]
         group_size = own.get("group_size", DEFAULT_GROUP_SIZE)
-        bits = words * 32 // (groups * group_size)  # mlx-lm trusts the arrays before config.json
+        bits = words * 32 // (groups * group_size)  # mlx-lm prefers the arrays to config.json
         if path in usual or bits not in QUANTIZED_BITS:
             bits = own.get("bits", bits)
         layers.append(CodedLayer(bits, group_size, scales.dtype != "U8", math.prod(weight.shape) * 32 // bits))
     if layers:
         return summarized(layers)
-    if stated is None or "quantization" in config:  # whose arrays would have these names
+    if stated is None or "quantization" in config:  # a checkpoint whose arrays would have these names
         return None
     return summarized([CodedLayer(stated["bits"], stated["group_size"], stated["mode"] == "affine", 1)])
 
 
-# By the name in "quantization_config", what mlx-lm reads the codes of other programs as.
+# By the name in "quantization_config", mlx-lm's equivalent of other programs' codes.
 OF_OTHERS = {
     "mxfp4": {"group_size": 32, "bits": 4, "mode": "mxfp4"},
     "mxfp8": {"group_size": 32, "bits": 8, "mode": "mxfp8"},
@@ -185,7 +183,7 @@ OF_OTHERS = {
 
 
 def stated_codes(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the codes that config.json states, with those of layers that differ by their paths; None without."""
+    """Return the codes in config.json, with exceptions by path of a layer; None if there are none."""
     own, text = config.get("quantization"), config.get("text_config")
     if isinstance(own, dict):
         return own
@@ -197,20 +195,20 @@ def stated_codes(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def stock_quantization(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return what config.json says of each layer that mlx-lm loaded quantized, by path."""
+    """Return the config.json entry of each layer that mlx-lm loaded quantized, by path."""
     stored = {path: module for path, module in layers_of(model).items() if type(module) in SPLIT}
     return {path: {key: getattr(one, key) for key in ("group_size", "bits", "mode")} for path, one in stored.items()}
 
 
 def without_gears(model: nn.Module) -> bool:
-    """Return whether a model is quantized in a way that a `Gearbox` cannot make gears of."""
+    """Return True for a quantized model from which a `Gearbox` cannot make gears."""
     return is_quantized(model) and saved_gears(model) is None and own_codes(model) is None
 
 
 def coded_layers(model: nn.Module, codes: OwnCodes, manage: str | Predicate) -> tuple[list[Layer], dict[str, str]]:
     """Return the layers and embeddings as dense ones without weights, and path to reason of the others.
 
-    What `manage` does not select keeps its bits.
+    Layers that `manage` does not select keep their bits.
     """
     head, predicate = tied_head(model), get_predicate(manage)
     _, unmanaged = discover(model, lambda path, module: False)
@@ -247,6 +245,6 @@ def alike_layers(
 
 
 def widths_in(layer: Layer, bits: int, ladder: Sequence[int]) -> tuple[int, ...]:
-    """Return the bits, ascending, that a layer with codes of `bits` has in gears of a ladder; the top one has all."""
+    """Return the bits, ascending, that a layer with codes of `bits` has in gears of a ladder; the top gear has all."""
     lower = (max(gear, layer.lowest_bits) for gear in ladder[:-1])
     return (bits,) if layer.is_table else tuple(sorted({*(min(gear, bits) for gear in lower), bits}))

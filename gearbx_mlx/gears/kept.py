@@ -1,11 +1,11 @@
-"""Gears that were made of a model's weights, kept in the user's cache: the next start maps them.
+"""Gears made from a model's weights, kept in the user's cache: the next start maps them.
 
-An entry is a safetensors file, named by a sample of the weights and by what was made of them. It is used where a hash
-of all weights is the one that it was made of; that hash is remembered for as long as the system does not say that a
-file of the model has changed. A sum of each array shows damage. What was used least lately goes when the entries
-together would take more than a quarter of the room that their disk has.
+An entry is a safetensors file, named by samples of the weights and by the settings of its gears. It is used if the hash
+of all weights equals the entry's. That hash is remembered until the system reports a change of a model file. A
+checksum of each array detects damage. The least recently used entries are removed if all entries together would
+take more than a quarter of the disk space available to them.
 
-A thread writes an entry beside the work of the model, at the lowest priority.
+A thread writes an entry in the background, at the lowest priority.
 """
 
 import functools
@@ -37,8 +37,8 @@ from .mapped import Origin, load_arrays, origin_of
 from .tensor_files import TYPE_NAMES, TensorFile, bits_in, header_of, sum_of_bytes
 
 FOLDER, THREAD = "gears", "gearbx keep"
-MIN_KEPT_BYTES = 2**25  # of the weights: gears of smaller models are made in some milliseconds
-SHARE_OF_ROOM = 4  # all entries take at most this part of the room, with what they take already
+MIN_KEPT_BYTES = 2**25  # bytes of weights: gears of smaller models are made in milliseconds
+SHARE_OF_ROOM = 4  # all entries take at most this fraction (1/4) of free space and their own together
 MAX_REMEMBERED = 64  # files whose hash is remembered
 HEADER_ROOM, ENTRY_ROOM = 4096, 192  # bytes of the header in all, and for each array beside its name
 
@@ -48,11 +48,11 @@ Gears = dict[str, dict[int, Arrays]]
 
 
 def when_keeping(size: int, folder: Path) -> None:
-    """Called before `size` bytes of gears are first written: a command says so here."""
+    """Ignore that `size` bytes of gears will be written; a command replaces this function to report it."""
 
 
 class Remembered(msgspec.Struct):
-    """The file of the cache that has the hash of all weights of models, by the state of their files."""
+    """The cache file with the hash of all weights of each model, by the state of its files."""
 
     models: dict[str, str] = {}
 
@@ -70,7 +70,7 @@ def remembered_as(origin: Origin) -> str:
 
 
 def contents_of(origin: Origin) -> str:
-    """Return the hash of all weights, remembered or made now. Raises GearbxError as `Origin.whole`."""
+    """Return the hash of all weights, from the cache or computed. Raises GearbxError as `Origin.whole`."""
     name, file = remembered_as(origin), memory()
     found = file.read(quietly=True).models.get(name)
     if found is None:
@@ -87,23 +87,23 @@ def contents_of(origin: Origin) -> str:
 
 @functools.cache
 def makers() -> str:
-    """Return 16 hexadecimal digits that change with the code that makes gears of weights."""
+    """Return 16 hexadecimal digits that change with the code that makes gears from weights."""
     folder = Path(formats.__file__).parent
-    texts = [path.read_bytes() for path in sorted((*folder.glob("*.py"), *(folder.parent / "kernels").glob("*.py")))]
+    sources = [path.read_bytes() for path in sorted((*folder.glob("*.py"), *(folder.parent / "kernels").glob("*.py")))]
     about = f"{kernels_hash()} {version('mlx')} {version('gearbx-mlx')}".encode()
-    return hashlib.sha256(b"\0".join([about, *texts])).hexdigest()[:16]
+    return hashlib.sha256(b"\0".join([about, *sources])).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class KeptGears:
-    """The gears that are kept of one model."""
+    """The kept gears of one model."""
 
     origin: Origin
 
     def find(self, wanted: Any) -> Gears | None:
-        """Return gears as they were kept, mapped; None where they are to be made.
+        """Return kept gears, mapped; None if they must be made.
 
-        wanted: all that the gears depend on beside the weights, as JSON. A damaged entry is removed, with a word.
+        wanted: the settings that the gears depend on, as JSON. A damaged entry is removed, with a warning.
         """
         try:
             place = self._place(wanted)
@@ -111,7 +111,7 @@ class KeptGears:
                 return None
             check_owner(place)
             found = read_entry(place, wanted, contents_of(self.origin))
-            os.utime(place)  # which was used last
+            os.utime(place)  # marks it as recently used
             return found
         except Damaged as error:
             warnings.warn(f"{error}; the gears are made again", GearbxWarning, stacklevel=2)
@@ -123,7 +123,7 @@ class KeptGears:
         return None
 
     def keep(self, wanted: Any, gears: Gears) -> None:
-        """Write gears, evaluated, in a thread of its own; what refuses that is said."""
+        """Write gears, evaluated, in a separate thread; warns on failure."""
         arrays, names = unshared(gears)
         bits = {name: (TYPE_NAMES[array.dtype], array.shape, bits_in(array)) for name, array in arrays.items()}
         size = sum(data.nbytes for _, _, data in bits.values())
@@ -160,13 +160,13 @@ class KeptGears:
 
 
 class Damaged(Exception):
-    """An entry is not what was written; the message says which."""
+    """An error for an entry that differs from the written one; the message has the cause."""
 
 
 def unshared(gears: Gears) -> tuple[Arrays, dict[str, dict[int, dict[str, str]]]]:
-    """Return each array once, by a name, and the names in the place of the arrays; the largest arrays first.
+    """Return each array once, by a name, and gears with names instead of arrays; the largest arrays first.
 
-    What begins at a multiple of 64 bytes ends at one, so that only small arrays lie across the lines of a cache.
+    Arrays whose size is a multiple of 64 bytes come first, so that only small arrays cross cache lines.
     """
     found: dict[int, tuple[str, mx.array]] = {}
     for path, made in gears.items():
@@ -182,7 +182,7 @@ def unshared(gears: Gears) -> tuple[Arrays, dict[str, dict[int, dict[str, str]]]
 
 
 def write_entry(place: Path, wanted: Any, contents: str, bits: Mapping[str, tuple], names: Any) -> None:
-    """Write an entry whole, or not at all."""
+    """Write an entry atomically."""
     about = {"wanted": json.dumps(wanted), "contents": contents, "names": json.dumps(names)}
     room = sum(ENTRY_ROOM + 2 * len(name) for name in bits) + 2 * sum(len(json.dumps(text)) for text in about.values())
     with replacing(place) as beside:
@@ -192,11 +192,11 @@ def write_entry(place: Path, wanted: Any, contents: str, bits: Mapping[str, tupl
             file.finish(about | {"sums": json.dumps(sums)})
         finally:
             file.close()
-    place.chmod(0o600)  # with any umask: what others may write to is never used
+    place.chmod(0o600)  # with any umask: files that other users can write are never used
 
 
 def read_entry(place: Path, wanted: Any, contents: str) -> Gears:
-    """Return the gears of an entry. Raises Damaged for one that is not what was written of these weights."""
+    """Return the gears of an entry. Raises Damaged if the entry was changed, or is for different weights."""
     try:
         with safe_open(place, framework="np") as file:
             about = file.metadata() or {}
@@ -212,11 +212,11 @@ def read_entry(place: Path, wanted: Any, contents: str) -> Gears:
             for path, made in json.loads(about["names"]).items()
         }
     except (SafetensorError, GearbxError, KeyError, ValueError, RuntimeError) as error:
-        raise Damaged(f"{place}: is damaged, or not what was written there") from error
+        raise Damaged(f"{place}: is damaged, or was changed") from error
 
 
 def make_room(folder: Path, size: int) -> bool:
-    """Remove the entries that were used least lately until another one fits; False: it does not fit alone."""
+    """Remove the least recently used entries until a new one fits; return False if it cannot fit."""
     entries = sorted(folder.glob("*.safetensors"), key=lambda path: path.stat().st_mtime)
     sizes = {path: path.stat().st_size for path in entries}
     limit = (shutil.disk_usage(folder).free + sum(sizes.values())) // SHARE_OF_ROOM
@@ -231,10 +231,10 @@ def make_room(folder: Path, size: int) -> bool:
 
 
 def in_background(write: Callable[[], None]) -> None:
-    """Call a function in a thread that waits for all others, where the system has priorities of threads."""
+    """Call a function in a thread that yields to all others, if the system supports thread priorities."""
 
     def run() -> None:
-        if sys.platform == "linux":  # where a thread has its own
+        if sys.platform == "linux":  # Linux has a priority per thread
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         write()
 
@@ -242,9 +242,9 @@ def in_background(write: Callable[[], None]) -> None:
 
 
 def kept_gears(model: Any) -> KeptGears | None:
-    """Return what is kept of a model; None where nothing is to be: it is small, or not any more what was loaded."""
+    """Return the kept gears of a model; None if it is small, or changed since it was loaded."""
     origin = origin_of(model)
     try:
         return KeptGears(origin) if origin is not None and origin.size >= MIN_KEPT_BYTES else None
-    except OSError:  # a file has gone
+    except OSError:  # a file was removed
         return None

@@ -1,4 +1,4 @@
-"""Give the linear layers of a model their kernels: the fastest ones, as measured with weights of the model itself."""
+"""Kernels of a model's linear layers: the fastest ones, as measured with the model's own weights."""
 
 import warnings
 import weakref
@@ -37,52 +37,52 @@ from ..kernels.dispatch import (
 from ..kernels.rounding import trial_activations
 from ..kernels.tuner import EXPECTED, FAILED, Times, Tuner, TuningCache, times_of
 
-TRIAL_LAYERS = 32  # that a trial streams through; so many matrices do not stay in a cache
+TRIAL_LAYERS = 32  # layers per trial, so that their matrices do not stay in a cache
 TRIAL_BYTES = 2**28
-MIN_SHARE = 0.1  # of a gear's weights: for fewer, a kernel that is refused costs too little to be said
+MIN_SHARE = 0.1  # share of a gear's weights: below it, no warning about a refused kernel
 
 
 def choose_kernels(
     kernels: str, quantized: bool, activations: str, ours_alone: bool = False, rounds: bool = True
 ) -> KernelChoice:
-    """Return the kernels that a Gearbox runs on; warns where native ones were asked for and cannot be used.
+    """Return the kernels of a Gearbox; warns if native ones were requested and cannot be used.
 
-    With "auto" a ladder without quantized gears stays on MLX's kernels, so that the model is mlx-lm bit for bit, where
-    MLX has a kernel for the top gear. quantized: whether the ladder has quantized gears. ours_alone: whether MLX has no
-    kernel for the top gear. rounds: whether kernels of the format may round activations. Raises GearbxError for a name
-    that is not one of KERNELS, or of ACTIVATIONS.
+    With "auto" a ladder without quantized gears stays on MLX's kernels, bit-identical to mlx-lm, if MLX has a kernel
+    for the top gear. quantized: True if the ladder has quantized gears. ours_alone: True if MLX has no kernel for the
+    top gear. rounds: True if kernels of the format may quantize activations. Raises GearbxError for names that are not
+    in KERNELS or ACTIVATIONS.
     """
     check_choice("kernels", kernels, KERNELS)
     check_choice("activations", activations, ACTIVATIONS)
     if kernels in ("auto", MEASURE) and not quantized and not ours_alone:
-        return KernelChoice(False, "the original weights alone stay mlx-lm bit for bit")
+        return KernelChoice(False, "with only original weights, the model stays bit-identical to mlx-lm")
     choice = choose(kernels, activations)
     expected = kernels == "mlx" or (kernels == "auto" and device() != CPU and not ours_alone)
     if not expected and not choice.native:
-        warnings.warn(f"MLX's own kernels are used: {choice.reason}", GearbxWarning, stacklevel=3)
+        warnings.warn(f"MLX's kernels are used: {choice.reason}", GearbxWarning, stacklevel=3)
     elif activations == "int8" and choice.x_bits and not rounds:
-        what = "codebooks take activations as they are; int8 rounds only those of other weights, if there are any"
+        what = "codebooks do not quantize activations; int8 applies only to layers in other formats, if any"
         warnings.warn(what, GearbxWarning, stacklevel=3)
     elif activations == "int8" and not choice.x_bits:
-        warnings.warn("activations are not rounded: native kernels of a CPU do that", GearbxWarning, stacklevel=3)
+        warnings.warn("activations are not quantized: only native CPU kernels do that", GearbxWarning, stacklevel=3)
     return choice
 
 
 class KernelChoices:
-    """Chooses the kernels of a model's layers as they are now, for activations of a type."""
+    """The kernels of a model's current layers, for activations of a type."""
 
     def __init__(self, model: nn.Module, choice: KernelChoice, dtype: mx.Dtype):
         self.choice = choice
         self.tuner = Tuner(dtype, choice.x_bits, choice.ours_alone, choice.again)
-        forget_programs(model)  # and what else an earlier gearbox chose
+        forget_programs(model)  # and all other choices of an earlier gearbox
         for layer in natives(model.modules()):
             layer.chosen = None
         self.take(model.modules())
 
     def take(self, modules: Iterable[nn.Module]) -> None:
-        """Let layers have their kernels chosen at their first product, those that have none yet.
+        """Let layers without kernels choose them at their first matmul.
 
-        Modules of the same kind among `modules` lend their weights for measuring.
+        Modules of the same kind among `modules` provide weights for measuring.
         """
         if not self.choice.native:
             return
@@ -100,16 +100,16 @@ class KernelChoices:
                 layer.chosen = ChosenKernels(partial(self._choose, member, kind, members, share))
 
     def measure(self, modules: Iterable[nn.Module], vectors: Sequence[int] = (1,)) -> None:
-        """Choose the kernels for products of these numbers of vectors now. The weights are in memory."""
+        """Choose the kernels for these numbers of vectors now. The weights must be in memory."""
         chosen = {kind: layer.chosen for layer in natives(modules) if layer.chosen and (kind := layer.kind())}
-        for kind in sorted(chosen, key=lambda kind: prod(kind.shape)):  # of sizes alike the smallest counts
+        for kind in sorted(chosen, key=lambda kind: prod(kind.shape)):  # the smallest represents similar sizes
             for count in vectors:
                 chosen[kind](count)
 
     def _choose(
         self, layer: "weakref.ref[Native]", taken: Kind, members: Sequence[weakref.ref], share: float, vectors: int
     ) -> str:
-        """Choose for a layer that had the kind `taken`; its weights may have another type by now."""
+        """Choose for a layer that had the kind `taken`; its weights may have a different type by now."""
         now, refused = layer(), {*self.tuner.wrong}
         kind = (now.kind() if now is not None else None) or taken
         name = self.tuner.choose(kind, vectors, partial(products, kind, members))
@@ -120,16 +120,16 @@ class KernelChoices:
         return name
 
     def _warn_of_refused(self, product: str, kind: Kind, members: Sequence[weakref.ref], share: float) -> None:
-        """Say in one line that kernels of ours are not used, and what that costs."""
-        ((ours, difference), *_) = sorted(self.tuner.wrong[product].items(), key=lambda each: each[1])
-        found = {name: products(kind, members, name)[:1] for name in (ours, MLX)}
+        """Warn that native kernels are not used, with the cost."""
+        ((native, difference), *_) = sorted(self.tuner.wrong[product].items(), key=lambda each: each[1])
+        found = {name: products(kind, members, name)[:1] for name in (native, MLX)}
         x = trial_activations(1, kind.shape[-1], self.tuner.dtype)
         seconds = times_of(found, x)
-        slower = f", {seconds[MLX] / seconds[ours]:.1f} times as slowly" if {ours, MLX} <= seconds.keys() else ""
-        by = "is not a number" if difference == FAILED else f"differs by {difference:.2g} times what rounding explains"
+        slower = f", {seconds[MLX] / seconds[native]:.1f} times slower" if {native, MLX} <= seconds.keys() else ""
+        by = "is not a number" if difference == FAILED else f"differs by {difference:.2g} times the rounding bound"
         warnings.warn(
-            f"MLX's own kernel multiplies {share:.0%} of the weights ({product}){slower}: the result of ours {by}; "
-            "use --kernels native to have ours nevertheless",
+            f"MLX's kernel multiplies {share:.0%} of the weights ({product}){slower}: the native result {by}; "
+            "use --kernels native to force native kernels",
             GearbxWarning,
             stacklevel=2,
         )
@@ -142,14 +142,14 @@ def natives(modules: Iterable[nn.Module]) -> list[Native]:
 
 
 def products(kind: Kind, members: Sequence[weakref.ref], candidate: str) -> list[Callable[[mx.array], Any]]:
-    """Return the products by a candidate with the layers of a kind that are in memory, or what is EXPECTED of them."""
+    """Return a candidate's matmuls with the layers of a kind that are in memory, or the EXPECTED results."""
     found: list[Callable[[mx.array], Any]] = []
     size = 0
     for layer in filter(None, (member() for member in members)):
         if found and (size > TRIAL_BYTES or len(found) == TRIAL_LAYERS):
             break
         sizes = [array.nbytes for _, array in tree_flatten(layer.parameters())]
-        if all(sizes) and layer.kind() == kind:  # else its weights were given up for a while
+        if all(sizes) and layer.kind() == kind:  # otherwise its weights are temporarily dropped
             trial = as_class(layer, type(layer))  # the layer itself may be in use
             trial.chosen = always(candidate)
             found.append(trial.expected if candidate == EXPECTED else trial.product)
@@ -162,18 +162,18 @@ AS_IT_IS, AS_EXACT, AS_8_BITS = "as it is", "exact", "8 bits"
 
 
 def seconds_as_stored(model: nn.Module, x_bits: int, group_size: int) -> Times:
-    """Time a native product of one vector with weights of a model as they are, in format exact, and in 8 bits.
+    """Time a native matrix-vector product with a model's weights: original, in format exact, and 8-bit.
 
-    The weights are rows of its largest matrix of bfloat16 with whole groups. What was measured is kept beside the times
-    of kernels. Returns seconds by `AS_IT_IS`, `AS_EXACT` and `AS_8_BITS`; nothing where nothing is to be measured
-    (GEARBX_TUNE=0), or no matrix is large enough for it.
+    The weights are rows of the largest bfloat16 matrix with whole groups. Results are kept with the times of kernels.
+    Returns seconds by `AS_IT_IS`, `AS_EXACT` and `AS_8_BITS`; empty if measuring is disabled (GEARBX_TUNE=0), or no
+    matrix is large enough.
     """
     matrices = [array for _, array in tree_flatten(model.parameters()) if array.ndim == 2]
     fitting = [array for array in matrices if array.dtype == mx.bfloat16 and not array.shape[1] % group_size]
     weight = max(fitting, key=lambda array: array.size, default=None)
     if weight is None or weight.size < MIN_WEIGHTS or not is_tuning():
         return {}
-    weight = weight[: max(1, 2**24 // weight.shape[1])]  # weights: more than caches hold, encoded in a second
+    weight = weight[: max(1, 2**24 // weight.shape[1])]  # exceeds caches, and is encoded in a second
     cache, name = TuningCache(), f"stored otherwise, {weight.shape}, groups of {group_size}, {x_bits} bits"
     if name not in cache.times:
         cache.keep(name, measure_stored(weight, x_bits, group_size))
@@ -182,7 +182,7 @@ def seconds_as_stored(model: nn.Module, x_bits: int, group_size: int) -> Times:
 
 
 def measure_stored(weight: mx.array, x_bits: int, group_size: int) -> Times:
-    """Return seconds, by how a matrix (O, I) is stored, of a native product with it; medians of trials in turns."""
+    """Return seconds per native matmul with a matrix (O, I), by its storage; medians of interleaved trials."""
     dense = nn.Linear(1, 1, bias=False)
     dense.weight = weight
     dense = with_kernels(dense, native=True)
@@ -200,7 +200,7 @@ def measure_stored(weight: mx.array, x_bits: int, group_size: int) -> Times:
 
 
 def measure_gears(gearbox: Any, vectors: Sequence[int] = (1,)) -> None:
-    """Choose the kernels of a Gearbox in every gear now, for products of these numbers of vectors."""
+    """Choose the kernels of a Gearbox in every gear now, for these numbers of vectors."""
     with uncounted(gearbox):
         for gear in gearbox.ladder:
             gearbox.shift(gear)
@@ -210,7 +210,7 @@ def measure_gears(gearbox: Any, vectors: Sequence[int] = (1,)) -> None:
 
 @contextmanager
 def uncounted(gearbox: Any) -> Iterator[None]:
-    """After the block the gear is the one before it, and the shifts in it do not count."""
+    """Restore the gear after the block, and do not count the shifts in it."""
     before, shifts, seconds, memory = gearbox.gear, gearbox.shifts, gearbox.shift_seconds, gearbox.active_memory
     gearbox.active_memory = dict(memory)
     try:

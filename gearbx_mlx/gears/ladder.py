@@ -1,7 +1,7 @@
 """Gears and ladders: a gear is one precision of the model, a ladder the gears in ascending precision.
 
-With the names and defaults of a gearbox's settings, and the ladder of a KV cache. To import this does not load MLX:
-flags are checked before a model is loaded.
+The module also has the names and defaults of a gearbox's settings, and the ladder of a KV cache. Its import does not
+load MLX, so flags are checked before a model is loaded.
 """
 
 import itertools
@@ -19,7 +19,7 @@ SUPPORTED = ", ".join(map(str, WIDTHS))
 
 @dataclass(frozen=True)
 class Gear:
-    """One precision of all managed layers. bits: of a code; 16 stands for the weights as they are."""
+    """One precision of all managed layers. bits: of a code; 16 means the original weights."""
 
     index: int
     name: str
@@ -43,7 +43,7 @@ class Ladder(Sequence[Gear]):
     def __init__(self, bits: Sequence[int]):
         shown = ",".join(map(str, bits))
         if not bits:
-            raise GearbxError(f"a ladder needs at least one gear; give bits in ascending order, each of {SUPPORTED}")
+            raise GearbxError(f"a ladder needs at least one gear; use bits in ascending order, each of {SUPPORTED}")
         for b in bits:
             if b not in WIDTHS:
                 raise GearbxError(f"gear of {b} bits in '{shown}' is not supported; choose from {SUPPORTED}")
@@ -87,7 +87,7 @@ class Ladder(Sequence[Gear]):
         return tuple(g.bits for g in self.gears if not g.dense)
 
     def find(self, gear: Gear | str | int) -> Gear:
-        """Return the gear with this name or these bits; a gear of the ladder is returned as it is.
+        """Return the gear with this name or these bits; a gear of the ladder is returned unchanged.
 
         Raises:
             GearbxError: the ladder does not have it.
@@ -100,24 +100,24 @@ class Ladder(Sequence[Gear]):
 
     @property
     def choices(self) -> str:
-        """Bits and names, for messages: 4 (low), 16 (high)."""
+        """Text for messages, with bits and names: 4 (low), 16 (high)."""
         return ", ".join(f"{gear.bits} ({gear.name})" for gear in self.gears)
 
 
 DEFAULT_LADDER = "4,8,16"
 EXACT_FORMAT, EXACT_LADDER = "exact", "4,16"  # format and gears of bfloat16 weights in mode lossless
-DRAFT_FORMAT = "affine"  # on a GPU: MLX makes it fast, and it drafts no worse than fitted codes (docs/tried.md)
+DRAFT_FORMAT = "affine"  # for GPUs: fast in MLX, and drafts as well as fitted codes (docs/tried.md)
 DEFAULT_KERNELS = "auto"
 DEFAULT_ACTIVATIONS = "int16"
 DEFAULT_GROUP_SIZE = 64
-EMBEDDINGS = ("quantize", "keep")  # in a geared checkpoint
+EMBEDDINGS = ("quantize", "keep")  # options for embeddings in a geared checkpoint
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 MANAGE = ("all", "attention", "mlp", "everything")
 RESIDENCIES = ("resident", "disk", "stream")
 
 
 def default_ladder(format: str, by_quality: bool = False) -> Ladder:
-    """Return the default ladder of a format: codebooks have no 8 bits, and quality floors begin at 2."""
+    """Return the default ladder of a format: codebooks have no 8-bit gear, and quality floors start at 2 bits."""
     if format == EXACT_FORMAT:
         return Ladder.parse(EXACT_LADDER)
     if not has_codebooks(format):
@@ -125,7 +125,7 @@ def default_ladder(format: str, by_quality: bool = False) -> Ladder:
     return Ladder((2, 16) if by_quality else (4, 16))
 
 
-KV_BITS = (4, 8, 16)  # 16: keys and values as they are
+KV_BITS = (4, 8, 16)  # 16: unquantized keys and values
 
 
 def kv_ladder(bits: str | Sequence[int]) -> tuple[int, ...]:
@@ -135,26 +135,26 @@ def kv_ladder(bits: str | Sequence[int]) -> tuple[int, ...]:
     except (TypeError, ValueError):
         ladder = ()
     if not ladder or any(each not in KV_BITS for each in ladder) or list(ladder) != sorted(set(ladder)):
-        raise GearbxError(f"--kv-gears is {bits_text(bits)}; give ascending bits of 4, 8 and 16, such as 4,16")
+        raise GearbxError(f"--kv-gears: must ascend, of 4, 8 and 16, got {bits_text(bits)}; use for example 4,16")
     return ladder
 
 
 def bits_text(bits: str | Sequence[int]) -> str:
-    """Return the ladder as its flag has it."""
+    """Return the ladder as text for its flag."""
     return bits if isinstance(bits, str) else ",".join(map(str, bits))
 
 
 def check_kv_gears(
     bits: str | Sequence[int] | None, fixed: int | None, kv_bits: object = None, draft_model: object = None
 ) -> None:
-    """Raises GearbxError for gears of the KV cache that do not go together, or with mlx-lm's kv_bits, draft_model."""
+    """Validate gears of the KV cache, also with mlx-lm's kv_bits and draft_model. Raises GearbxError."""
     if bits is None and fixed is not None:
-        raise GearbxError(f"--kv-gear is {fixed}, and there are no --kv-gears; give these too")
+        raise GearbxError(f"--kv-gear: needs --kv-gears, got only --kv-gear {fixed}; set --kv-gears too")
     if bits is None:
         return
     ladder = kv_ladder(bits)
     if fixed is not None and fixed not in ladder:
-        raise GearbxError(f"--kv-gear is {fixed}, and --kv-gears {bits_text(ladder)}; choose one of them")
+        raise GearbxError(f"--kv-gear: must be one of --kv-gears, got {fixed}; choose from {bits_text(ladder)}")
     for flag, given in (("--kv-bits", kv_bits), ("--draft-model", draft_model)):
         if given is not None:
-            raise GearbxError(f"--kv-gears and {flag} are two ways to treat one KV cache; leave one of them out")
+            raise GearbxError(f"--kv-gears: cannot be combined with {flag}; omit one of them")

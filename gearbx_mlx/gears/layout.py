@@ -1,4 +1,4 @@
-"""Before a gearbox is made: which gears of which layers it has, and what the model is computed in and with."""
+"""Layout of a gearbox before it is made: gears and managed layers; the model's kernels and its type."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,7 +37,7 @@ Bits = Mapping[str, int]
 
 
 def check_as_saved(manifest: Manifest, **settings: Any) -> None:
-    """Raises GearbxError for a setting of a Gearbox that differs from the checkpoint's."""
+    """Validate settings of a Gearbox against the checkpoint's. Raises GearbxError."""
     for name, value in settings.items():
         own, value = getattr(manifest, name), getattr(value, "name", value)
         if value not in (None, own):
@@ -46,12 +46,12 @@ def check_as_saved(manifest: Manifest, **settings: Any) -> None:
 
 
 def check_tables(tables: Mapping[str, Bits], ladder: Ladder, layers: Sequence[Layer]) -> dict[int, Bits]:
-    """Return the tables by their gears' bits. Raises GearbxError for a gear, a layer or a width that does not exist."""
+    """Return the tables by their gears' bits. Raises GearbxError for an unknown gear, layer or width."""
     paths = {layer.path for layer in layers}
     for name, table in tables.items():
         if table.keys() - paths:
             raise GearbxError(
-                f"the table of {name} has {min(table.keys() - paths)}, which is not a layer that changes gear"
+                f"the table of {name} has {min(table.keys() - paths)}, but it does not change gear; use managed layers"
             )
         for path, bits in table.items():
             if bits not in WIDTHS:
@@ -61,9 +61,9 @@ def check_tables(tables: Mapping[str, Bits], ladder: Ladder, layers: Sequence[La
 
 @dataclass(frozen=True)
 class Layout:
-    """How gears are stored. saved: the gears of a geared checkpoint. codes: of a checkpoint that is quantized already.
+    """Storage of gears. They are made from the model's weights unless `saved` or `codes` has them.
 
-    Without both they are made of the model's weights.
+    saved: the gears of a geared checkpoint. codes: of a checkpoint that is already quantized.
     """
 
     ladder: Ladder
@@ -74,7 +74,7 @@ class Layout:
 
     @property
     def of_codes(self) -> bool:
-        """True if the top gear is what a quantized checkpoint has: loaded from it, or converted."""
+        """Flag for top gears of a quantized checkpoint, loaded from it or converted."""
         return self.codes is not None or self.format.name == SPLIT_CODES
 
 
@@ -85,7 +85,7 @@ def layout_of(
     manage: str | Predicate | None,
     group_size: int | None,
 ) -> Layout:
-    """Return the layout as asked for, else by default. Raises GearbxError for another than a checkpoint's own."""
+    """Return the layout of these settings, with defaults. Raises GearbxError if a checkpoint has a different one."""
     saved = saved_gears(model)
     if saved is not None:
         manifest = saved.manifest
@@ -95,8 +95,8 @@ def layout_of(
         codes = own_codes(model)
         if codes is None:
             raise GearbxError(
-                "the model is quantized already, by another gearbox or in parts of several ranks: run it with "
-                "telemetry only, or load the original, or what gearbx_mlx convert makes of it, which ranks can divide"
+                "the model is quantized already, by a gearbox or in parts for several ranks; use telemetry only, the "
+                "original, or its conversion by gearbx_mlx convert"
             )
         return Layout(codes.chosen(ladder), get_format(DEFAULT_FORMAT), codes.group_size, codes=codes)
     group_size = DEFAULT_GROUP_SIZE if group_size is None else group_size
@@ -112,8 +112,8 @@ def managed_layers(
 ) -> tuple[list[Layer], list[Layer], dict[str, str]]:
     """Return layers that change gear, embeddings that change with it, and path to reason of the other linear layers.
 
-    Those of a checkpoint with gears or codes take their places in the model as dense ones without weights. Only there,
-    and in formats that drop the originals, are the rows of embeddings packed. Adapters get the form that works over any
+    With gears or codes from a checkpoint, dense layers without weights replace them in the model. Rows of embeddings
+    are packed only in that case, and in formats that drop the originals. Adapters get the form that works over any
     gear.
     """
     adapters = [(path, over_gears(adapter)) for path, adapter in adapters_of(model).items()]
@@ -134,7 +134,7 @@ def managed_layers(
 
 
 def has_quantized(layout: Layout, tables: Mapping[int, Bits], widths: Sequence[int]) -> bool:
-    """Return whether any layer is stored at fewer than 16 bits. Raises GearbxError for bits that the format lacks."""
+    """Return True if any layer is stored at fewer than 16 bits. Raises GearbxError for bits that the format lacks."""
     if layout.codes is not None:
         return bool(layout.ladder.quantized_bits)
     others = {*widths, *(bits for table in tables.values() for bits in table.values())}
@@ -144,15 +144,15 @@ def has_quantized(layout: Layout, tables: Mapping[int, Bits], widths: Sequence[i
 
 
 def use_kernels(model: nn.Module, choice: KernelChoice, *layers: Sequence[Layer]) -> list[list[Layer]]:
-    """Have the whole model run on the chosen kernels; returns the layers with the modules that it has now."""
-    operations = native_operations(choice.ours_alone)
+    """Put the whole model on the chosen kernels, and return the layers with their current modules."""
+    operations = native_operations()
     for path, module in list(model.named_modules()):
         made = with_kernels(module, choice.native, operations)
-        if made is not module:  # one by one, since some are in others
+        if made is not module:  # one by one, since modules are nested
             nn.Module.update_modules(model, tree_unflatten([(path, made)]))
     for module in model.modules():
         if isinstance(module, Native):
-            module.x_bits = choice.x_bits  # which decides how its gears lie in memory
+            module.x_bits = choice.x_bits  # determines the memory layout of its gears
     now = layers_of(model)
     return [[replace(layer, module=now[layer.path]) for layer in found] for found in layers]
 
@@ -160,15 +160,15 @@ def use_kernels(model: nn.Module, choice: KernelChoice, *layers: Sequence[Layer]
 def compute_model_in(
     model: nn.Module, layers: Sequence[Layer], layout: Layout, dtype: str, quantized: bool
 ) -> tuple[mx.Dtype, dict[str, mx.Dtype], dict[str, mx.Dtype]]:
-    """Put the model into the type that it is computed in.
+    """Put the model into its compute type.
 
     Returns:
-        that type; by path, and for "" that of most of the model, the type in which the checkpoint stores the weight:
-        it decides what a gear is, in any type of computation; by path the type of scales, and of the weight at 16 bits.
+        The compute type; the checkpoint's type of each weight, by path and for "" of most of the model, which defines
+        a gear in any compute type; the type of scales, and of the weight at 16 bits, by path.
     """
     native = [module for _, module in model.named_modules() if isinstance(module, Native)]
     drops_originals = (layout.saved or layout.codes) is not None or bool(layout.format.ladders)
-    unread = [layer.module for layer in layers if drops_originals]  # unread, or to be dropped
+    unread = [layer.module for layer in layers if drops_originals]  # weights that are unread, or will be dropped
     compute_dtype = compute_in(model, dtype, quantized, [*native, *unread])
     for module in native:
         if isinstance(module, NativeEmbedding):

@@ -1,7 +1,7 @@
 """gears.json: the description of the gears in a geared checkpoint, beside a model that stock mlx-lm reads.
 
-A part of it says what the model was converted from, so that `convert --restore` can write that back. Values are checked
-by msgspec as they are read; type checkers see plain numbers and text.
+A part of it describes the model before conversion, so that `convert --restore` can write that back. msgspec validates
+values when it reads them; type checkers see plain numbers and text.
 """
 
 import json
@@ -39,9 +39,9 @@ else:
     Kind = Literal["linear", "switch", "multi", "embedding", "table"]
 
 
-ORIGINAL_FILE = "original.safetensors"  # of the original, what the model's parameters do not contain
+ORIGINAL_FILE = "original.safetensors"  # parts of the original that the model's parameters do not contain
 
-# Of a file inside a directory: not hidden, and without slashes, control characters and bytes that are not UTF-8.
+# A file inside a directory: not hidden, and without slashes, control characters and bytes that are not UTF-8.
 NAME_PATTERN = r"[^/\\\x00-\x1f\ud800-\udfff.][^/\\\x00-\x1f\ud800-\udfff]*"
 PlainName = Annotated[str, Meta(pattern=rf"^{NAME_PATTERN}\Z", max_length=255)]
 ShardName = Annotated[str, Meta(pattern=rf"^{NAME_PATTERN}\.safetensors\Z", max_length=255)]
@@ -50,7 +50,7 @@ ShardName = Annotated[str, Meta(pattern=rf"^{NAME_PATTERN}\.safetensors\Z", max_
 class View(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The bytes of a parameter of the model, or of a part of it.
 
-    matrix: which one of those along the last two axes; None: all. transposed: each with its last two axes exchanged.
+    matrix: index of one along the last two axes; None: all. transposed: each with its last two axes exchanged.
     """
 
     parameter: str
@@ -61,8 +61,8 @@ class View(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
 class Tensor(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One tensor of the original.
 
-    hash: the SHA-256 of its bytes. pieces: what they are; none: `original.safetensors` has them. Several pieces are
-    equal, and side by side along `axis`, or take turns there if `interleaved`.
+    hash: the SHA-256 of its bytes. pieces: views with its bytes; none: `original.safetensors` has them. Several pieces
+    are equal, and side by side along `axis`, or alternate there if `interleaved`.
     """
 
     hash: Hash
@@ -79,10 +79,10 @@ class OriginalShard(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OriginalModel(Struct, frozen=True, forbid_unknown_fields=True):
-    """The files that a checkpoint was converted from, by name.
+    """The files of the original, by name.
 
-    shards: those with weights. files: the SHA-256 of the others. kept: those of them that `original.safetensors` has;
-    the others are copies beside it.
+    shards: files with weights. files: the SHA-256 of the others. kept: other files inside `original.safetensors`;
+    the rest are copies next to it.
     """
 
     shards: Annotated[Mapping[ShardName, OriginalShard], Meta(min_length=1)]
@@ -91,13 +91,13 @@ class OriginalModel(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def is_plain(name: str) -> bool:
-    """Return whether a file of this name can come back."""
+    """Return True if a file of this name can be restored."""
     return re.fullmatch(NAME_PATTERN, name) is not None
 
 
 GEARS_VERSION = 4
 GEARS_FILE, MANIFEST = "gears.safetensors", "gears.json"
-PRECISION = "precision.json"  # a precision manifest: which layers to cap first, and how far
+PRECISION = "precision.json"  # a precision manifest: order and limits of caps
 WHAT = "a manifest of gears"
 RESTORE = "download it again, or make it again with gearbx_mlx convert"
 
@@ -105,11 +105,10 @@ RESTORE = "download it again, or make it again with gearbx_mlx convert"
 class SavedLayer(Struct, frozen=True):
     """One managed layer. Raises GearbxError for fields that contradict each other.
 
-    kind: embedding: one that is the output head too; table: one that is not. shape, dtype: of the original weight.
-    lowest_bits: its floor. gears: bits to the arrays of that gear's module: the names of its parameters, its bias
-    aside, to their names in the files. rows: of an embedding: where the gear of so many bits runs, its packed rows are
-    looked up, and else those of the highest gear, which are the original ones or of quantized checkpoints all codes;
-    16: always these.
+    kind: embedding: a tied output head; table: any other embedding. shape, dtype: of the original weight.
+    lowest_bits: its floor. gears: bits to the arrays of that gear's module: its parameters' names, except the bias, to
+    names in the files. rows: for embeddings, the bits of the gear that reads its own packed rows; other gears read the
+    rows of the highest gear (the original ones, or all codes of a quantized checkpoint). 16: no gear has its own rows.
     """
 
     kind: Kind
@@ -121,34 +120,34 @@ class SavedLayer(Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if (len(self.shape) == 3) != (self.kind in ("switch", "multi")):
-            raise GearbxError(f"shape has {len(self.shape)} lengths, which kind {self.kind} does not allow")
+            raise GearbxError(f"shape has {len(self.shape)} lengths, not allowed for kind {self.kind}")
         if self.rows not in (DENSE, min(self.gears)) or (self.rows != DENSE and not self.is_looked_up):
-            raise GearbxError(f"rows is {self.rows}, which only an embedding with that lowest key of gears may have")
+            raise GearbxError(f"rows is {self.rows}, which is only for embeddings with that lowest key of gears")
 
     @property
     def is_looked_up(self) -> bool:
-        """True if it is an embedding, whose rows are looked up."""
+        """Flag for embeddings."""
         return self.kind in ("embedding", "table")
 
     def rows_at(self, bits: int) -> int:
-        """Return the bits of the rows that are looked up in the gear of these bits."""
+        """Return the bits of the embedding rows that are read in the gear of these bits."""
         return bits if bits == self.rows else max(self.gears)
 
     @property
     def looked_up(self) -> set[int]:
-        """The bits of all rows that are looked up in some gear."""
+        """The bits of all embedding rows that some gear reads."""
         return {self.rows_at(bits) for bits in self.gears} if self.is_looked_up else set()
 
 
 class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     """The content of gears.json.
 
-    format, gears, group_size, manage: as the Gearbox takes them; gears are bits, ascending. dtype: that most of the
-    original is in. fingerprint: of the original model. stock: whether mlx-lm can run the base.
+    format, gears, group_size, manage: as in `Gearbox`; gears are bits, ascending. dtype: the original's most common
+    type. fingerprint: of the original model. stock: True if mlx-lm can run the base.
     base: hash of every file of the base. layers: by path. tables: embeddings with packed rows that are not layers, by
     path; they have affine arrays in every format. unmanaged: path to reason. hashes: SHA-256 of every array in
-    the files, by name. gears_hash: of gears.safetensors, as in `base`. original: the files that the model was
-    converted from, in format `exact`.
+    the files, by name. gears_hash: of gears.safetensors, as in `base`. original: the files before conversion, in
+    format `exact`.
     """
 
     format: str
@@ -177,40 +176,40 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
         return {**self.layers, **self.tables}
 
     def place_of(self, path: str) -> str:
-        """Return where gears.json has a layer or a table."""
+        """Return the location of a layer or a table in gears.json."""
         return f"{'tables' if path in self.tables else 'layers'}[{shown(path)}]"
 
     def format_of(self, path: str) -> Format:
-        """Return how a layer or a table is stored."""
+        """Return the format of a layer or a table."""
         own = get_format(self.format)
         return get_format("affine") if path in self.tables and not own.ladders else own
 
     def stored(self, path: str) -> tuple[int, ...]:
-        """Bits of a layer or table that its format stores, ascending; others are the weights themselves."""
+        """Return the bits of a layer or table that its format stores, ascending; other bits are the original's."""
         return stored_bits(self.format_of(path), sorted(self.changing[path].gears))
 
     def chosen(self, gears: str | Ladder | None) -> Ladder:
-        """Return some of the gears, or all. Raises GearbxError for one that the checkpoint does not have."""
+        """Return some of the gears, or all. Raises GearbxError for a gear that the checkpoint lacks."""
         if gears is None:
             return self.ladder
         ladder = gears if isinstance(gears, Ladder) else Ladder.parse(gears)
         for gear in ladder:
             if gear.bits not in self.gears:
                 choices = ", ".join(map(str, self.gears))
-                raise GearbxError(f"the checkpoint holds no gear of {gear.bits} bits; choose from {choices}")
+                raise GearbxError(f"the checkpoint has no {gear.bits}-bit gear; choose from {choices}")
         return ladder
 
     def as_json(self) -> str:
         return json.dumps(msgspec.to_builtins(self), indent=1)
 
     def check(self) -> None:
-        """Raises GearbxError for fields that contradict each other."""
+        """Validate fields against each other. Raises GearbxError."""
         check_supported(get_format(self.format), self.gears)
         check_choice("manage", self.manage, PREDICATES)
         for field, found in {"layers": self.layers, "tables": self.tables}.items():
             for path, layer in found.items():
                 if (layer.kind == "table") != (field == "tables"):
-                    raise GearbxError(f"{field}[{shown(path)}].kind is {layer.kind}, which does not belong there")
+                    raise GearbxError(f"{field}[{shown(path)}].kind is {layer.kind}, which is not allowed there")
         for path, layer in self.changing.items():
             place = self.place_of(path)
             format = self.format_of(path)
@@ -219,7 +218,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
             if misfit:
                 raise GearbxError(f"{place}.shape is {list(layer.shape)}: {misfit}")
             if layer.rows != DENSE and format.name not in LIKE_MLX:
-                raise GearbxError(f"{place}.rows is {layer.rows}, and format {format.name} looks no packed rows up")
+                raise GearbxError(f"{place}.rows is {layer.rows}, and format {format.name} has no packed rows")
             for bits in quantized:
                 format.check(bits)
             if format.name != SPLIT_CODES and layer.looked_up - {layer.rows, DENSE}:
@@ -228,22 +227,22 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def check_widths(place: str, layer: SavedLayer, ladder: Ladder) -> None:
-    """Raises GearbxError unless a layer has the bits of every gear, or the next above its floor, and no others."""
+    """Validate that a layer has exactly the bits of every gear, or the next above its floor. Raises GearbxError."""
     widths = sorted(layer.gears)
     served = layer.looked_up
     for gear in ladder:
         needed = at_least(widths, max(gear.bits, layer.lowest_bits))
-        exact = layer.kind != "table"  # which has the original rows in every gear but the lowest
+        exact = layer.kind != "table"  # a table has the original rows in every gear but the lowest
         if needed not in widths or (exact and layer.lowest_bits <= gear.bits != needed):
             missing = gear.bits if exact else needed
-            raise GearbxError(f"{place}.gears has no key {missing}, which the gear of {gear.bits} bits needs")
+            raise GearbxError(f"{place}.gears has no key {missing}, which the {gear.bits}-bit gear needs")
         served.add(needed)
     if served != {*widths}:
         raise GearbxError(f"{place}.gears has the key {min({*widths} - served)}, which no gear uses")
 
 
 class ManifestVersion(Struct, frozen=True):
-    """The field of gears.json that tells how to read the others."""
+    """The field of gears.json that determines the meaning of the others."""
 
     version: Annotated[int, Meta(ge=1)]
 
@@ -258,7 +257,7 @@ def read_manifest(directory: Path) -> Manifest | None:
     version = read_json(file, ManifestVersion, WHAT, RESTORE).version
     if version != GEARS_VERSION:
         remedy = "upgrade gearbx-mlx" if version > GEARS_VERSION else "convert the original again"
-        raise GearbxError(f"{file}: of version {version}, and this gearbx-mlx reads {GEARS_VERSION}; {remedy}")
+        raise GearbxError(f"{file}: unsupported version, got {version} instead of {GEARS_VERSION}; {remedy}")
 
     def parse(text: str) -> Manifest:
         manifest = typed(parse_json(text), Manifest)

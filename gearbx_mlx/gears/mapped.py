@@ -1,7 +1,7 @@
-"""Arrays of safetensors files where the files are mapped: nothing is copied, and only pages that are used take memory.
+"""Arrays over mapped safetensors files: no copies, and only pages in use take memory.
 
-Native kernels of the CPU make such arrays. Elsewhere, and where an array does not lie on the bounds of its type, MLX
-reads it. What was loaded knows its files (`Origin`), so that what is made of it can be found again.
+Native CPU kernels make such arrays. On other devices, and for arrays that are not aligned to their type, MLX reads
+them. A loaded model knows its files (`Origin`), so that its kept gears can be found again.
 """
 
 import atexit
@@ -33,20 +33,20 @@ from .tensor_files import TYPE_NAMES, header_of
 TYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
 ORIGIN = "origin"  # attribute of a model that has the weights of files
 _mapped: dict[Path, Sequence[Any]] = {}  # files to their states when they were mapped
-_arrays = weakref.WeakValueDictionary[int, mx.array]()  # that are mapped, by their id()
+_arrays = weakref.WeakValueDictionary[int, mx.array]()  # mapped arrays, by their id()
 HASHED_TOGETHER = 2**24  # bytes of a file that one core hashes
 
 
 def mapping_kernels() -> ModuleType | None:
-    """Return the native kernels, where MLX computes on the CPU and they need not be compiled first."""
+    """Return the native kernels, if MLX computes on the CPU and they are already compiled."""
     return cpu.native() if on_cpu() and cpu.is_compiled() else None
 
 
 def load_arrays(file: str | Path) -> dict[str, mx.array]:
-    """Return the arrays of a safetensors file, mapped where that can be, else unread. Raises RuntimeError as MLX."""
+    """Return the arrays of a safetensors file, mapped if possible, else unread. Raises RuntimeError as MLX."""
     kernels = mapping_kernels()
     if kernels is not None:
-        with suppress(GearbxError, OSError):  # no such file, or a damaged one: MLX says so
+        with suppress(GearbxError, OSError):  # no such file, or a damaged one: MLX raises
             return dict(mapped(kernels, Path(file)))
     return cast(dict[str, mx.array], mx.load(str(file)))
 
@@ -67,9 +67,9 @@ def mapped(kernels: ModuleType, path: Path) -> Iterator[tuple[str, mx.array]]:
 
 
 def forget(array: mx.array) -> None:
-    """Have the system forget the pages of a mapped array that is what its file has; its next use reads them again.
+    """Release the pages of a mapped array that is unchanged since it was mapped; its next use reads them again.
 
-    Others stay as they are.
+    Other arrays are not affected.
     """
     kernels = mapping_kernels()
     if kernels is not None and _arrays.get(id(array)) is array:
@@ -77,18 +77,18 @@ def forget(array: mx.array) -> None:
 
 
 def mapped_bytes() -> int:
-    """Return the bytes of all arrays that are mapped, which MLX does not count as memory."""
+    """Return the bytes of all mapped arrays, which MLX does not count as memory."""
     return sum(array.nbytes for array in list(_arrays.values()))
 
 
 def active_memory() -> int:
-    """Return the bytes of MLX's arrays, those that are mapped too."""
+    """Return the bytes of MLX's arrays, including mapped ones."""
     return mx.get_active_memory() + mapped_bytes()
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The files that the weights of a model are in.
+    """The files of a model's weights.
 
     states: of each file when it was read. arrays: as they were loaded, by name.
     """
@@ -109,7 +109,7 @@ class Origin:
     def whole(self) -> str:
         """Return 64 hexadecimal digits of all bytes. Raises GearbxError for files that changed since they were read.
 
-        All cores hash, unless this is a thread beside the work of the model, or the process ends.
+        All cores hash, except in a background thread and at the end of the process.
         """
         if threading.current_thread() is threading.main_thread():
             with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -120,14 +120,14 @@ class Origin:
         return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
 
     def check(self) -> None:
-        """Raise GearbxError for a file that is not any more what was read."""
+        """Validate that no file changed since it was read. Raises GearbxError."""
         for path, state in self.states.items():
             if not path.is_file() or state_of(path) != state:
                 raise GearbxError(f"{path}: changed while it was in use; start again")
 
 
 def hash_of(path: Path, over: Any) -> str:
-    """Return 64 hexadecimal digits of all bytes of a file. over: `map`, or that of a pool."""
+    """Return 64 hexadecimal digits of all bytes of a file. over: `map`, or `map` of a pool."""
 
     def hash_from(begin: int) -> bytes:
         with open(path, "rb", buffering=0) as file:
@@ -142,12 +142,12 @@ def hash_of(path: Path, over: Any) -> str:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the files that mlx-lm reads the weights of a model from."""
+    """Return the files from which mlx-lm reads a model's weights."""
     return sorted(directory.glob("model*.safetensors"))
 
 
 def load_mapped(directory: Path, load: Any) -> tuple:
-    """Return what a function of mlx-lm returns for a directory, whose weights are mapped; its model has an `Origin`."""
+    """Return the result of mlx-lm's `load` for a directory, with mapped weights and an `Origin` of the model."""
     states = {path: state_of(path) for path in weight_files(directory)}
     _mapped.update(states)
     with loading_with(load_arrays):
@@ -157,10 +157,10 @@ def load_mapped(directory: Path, load: Any) -> tuple:
 
 
 def into_memory(model: nn.Module) -> None:
-    """Copy the mapped arrays of a model into memory, in large pages where the system has some.
+    """Copy the mapped arrays of a model into memory, in large pages if the system has some.
 
-    A token of SmolLM2 in 16 bits takes 0.87 of the time then: files are mapped in pages of 4 KB. So this is for weights
-    that each token reads, and not for those of which gears are made.
+    A 16-bit token of SmolLM2 then takes 0.87 of the time: files are mapped in pages of 4 KB. So this is for weights
+    that each token reads, and not for originals from which gears are made.
     """
     places = [
         (module, name, value)
@@ -181,24 +181,24 @@ def into_memory(model: nn.Module) -> None:
 
 @atexit.register
 def warn_of_changes() -> None:
-    """Warn of files that were written to after they were mapped; one that was replaced stays as it was."""
+    """Warn of files that were modified after they were mapped; replacing a file is safe."""
     for path, state in _mapped.items():
         with suppress(OSError):
             now = state_of(path)
-            if now[:3] == state[:3] and now[3:5] != state[3:5]:  # the same file, of another size or time
-                message = f"{path}: was written to while it was in use, so that the output may be wrong; start again"
+            if now[:3] == state[:3] and now[3:5] != state[3:5]:  # the same file, with a new size or time
+                message = f"{path}: was modified while it was in use, so the output may be wrong; start again"
                 warnings.warn(message, GearbxWarning, stacklevel=2)
     _mapped.clear()
 
 
 def set_origin(model: nn.Module, states: Mapping[Path, Sequence[Any]]) -> None:
-    """Remember that the weights of a model, as they are now, are those of files in these states."""
+    """Record that the current weights of a model come from files in these states."""
     arrays = {name: weakref.ref(array) for name, array in base_arrays(model).items()}
     setattr(model, ORIGIN, Origin(states, arrays))
 
 
 def origin_of(model: nn.Module) -> Origin | None:
-    """Return where the weights of a model are from; None where any of them is not any more what was loaded."""
+    """Return the files of a model's weights; None if a weight changed since it was loaded."""
     origin: Origin | None = getattr(model, ORIGIN, None)
     if origin is None:
         return None

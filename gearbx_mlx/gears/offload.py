@@ -1,10 +1,10 @@
-"""Residency: what becomes of the arrays of idle gears (GEARBX 6.2, 6.3).
+"""Residency: location of the arrays of idle gears (GEARBX 6.2, 6.3).
 
-Weights are in pages of 2 MB, which a processor finds faster than the usual 4 KB. A token reads every weight once. On a
-virtual machine, where each page is looked up in two tables, SmolLM2's tokens in 16 bits take 1.3 times as long from
-small pages. Linux gives large ones to memory that asks for them before it is first written (`madvise`, where
-/sys/kernel/mm/transparent_hugepage/enabled says so). MLX takes an array's memory from `malloc`; so a piece of the heap
-that is large enough for the weights asks, and is freed again for them to be put there.
+Weights are in pages of 2 MB: a processor finds them faster than pages of 4 KB. A token reads every weight once. On a
+virtual machine, where page tables have two levels of lookups, 16-bit tokens of SmolLM2 take 1.3 times as long with
+small pages. Linux provides large ones for memory that requests them before it is first written (`madvise`, if
+/sys/kernel/mm/transparent_hugepage/enabled allows it). MLX takes an array's memory from `malloc`. So a piece of the
+heap as large as the weights requests large pages, and is freed again to be reused for the weights.
 """
 
 import contextlib
@@ -27,14 +27,14 @@ from .saved import SavedGears
 
 SYSTEM = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 PAGE = 2 << 20  # bytes
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # of mallopt
-# Bytes from which an array is beside the heap: as far as glibc raises that by itself, once such arrays are freed.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # parameters of mallopt
+# Bytes from which an array is outside of the heap: the maximum to which glibc itself raises this threshold.
 LARGE_BYTES = 32 << 20
 
 
 @functools.cache
 def glibc() -> Any:
-    """Return the functions of glibc; None where another library allocates."""
+    """Return the functions of glibc; None with other C libraries."""
     if sys.platform != "linux":
         return None
     try:
@@ -50,8 +50,8 @@ def glibc() -> Any:
 
 
 @functools.cache
-def system_has_them() -> bool:
-    """Return whether the system has large pages for memory that asks for them."""
+def has_large_pages() -> bool:
+    """Return True if the system has large pages for memory that requests them."""
     try:
         return "[never]" not in SYSTEM.read_text(encoding="utf-8")
     except OSError:
@@ -60,18 +60,18 @@ def system_has_them() -> bool:
 
 @contextlib.contextmanager
 def large_pages(size: int) -> Iterator[None]:
-    """In the block, `size` bytes of arrays are put into large pages, where the system has some; else nothing changes.
+    """Put `size` bytes of the block's arrays into large pages, if the system has some.
 
-    Memory that is not needed after all is handed back at the end.
+    Unused memory is returned to the system at the end.
     """
-    library = glibc() if on_cpu() and size >= PAGE and system_has_them() else None
+    library = glibc() if on_cpu() and size >= PAGE and has_large_pages() else None
     if library is None:
         yield
         return
     library.mallopt(M_MMAP_MAX, 0)  # everything comes from the heap
-    library.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)  # which would shrink at once
+    library.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)  # otherwise the heap would shrink at once
     try:
-        place = library.malloc(size + 2 * PAGE)  # none under a limit of the process
+        place = library.malloc(size + 2 * PAGE)  # NULL if it exceeds a limit of the process
         if place:
             first = -(-place // PAGE) * PAGE
             library.madvise(first, size, 14)  # MADV_HUGEPAGE
@@ -84,14 +84,14 @@ def large_pages(size: int) -> Iterator[None]:
         library.malloc_trim(0)
 
 
-Key = tuple[str, int]  # path of a layer, bits of one of its gears
-EMPTY = mx.zeros((0,))  # in the place of an array that was given up
+Key = tuple[str, int]  # path of a layer, bits of a gear
+EMPTY = mx.zeros((0,))  # replaces a dropped array
 
 
-def hand_back() -> None:
-    """Hand memory that was given up back to the system.
+def return_memory() -> None:
+    """Return freed memory to the system.
 
-    MLX keeps what a GPU gave up for its next arrays, and glibc keeps it in its heap, whose size then never falls.
+    MLX keeps freed GPU memory for its next arrays, and glibc keeps it in its heap, whose size then never falls.
     """
     mx.clear_cache()
     library = glibc()
@@ -100,19 +100,19 @@ def hand_back() -> None:
 
 
 class Residency:
-    """Gives up arrays of idle gears, and brings them back before their gear is engaged; this one keeps them all."""
+    """Residency of idle gears: drops their arrays, and restores them before use. This class keeps all in memory."""
 
     name = "resident"
 
     def leave(self, idle: Mapping[Key, nn.Module], model: nn.Module) -> None:
-        """Give up the arrays of idle modules, except those that the model uses."""
+        """Drop the arrays of idle modules, except those that the model uses."""
 
     def enter(self, needed: Mapping[Key, nn.Module]) -> None:
-        """Bring back everything that `leave` took from these modules; if that fails, nothing."""
+        """Restore all arrays that `leave` dropped from these modules; if that fails, none."""
 
 
 class Disk(Residency):
-    """Drops idle gears, and reads them again from files when they are entered."""
+    """A residency that drops idle gears, and reads them again from files when they are entered."""
 
     name = "disk"
 
@@ -121,7 +121,7 @@ class Disk(Residency):
         self._dropped: dict[Key, list[str]] = {}
 
     def has(self, key: Key) -> bool:
-        """Return whether the files have the arrays of a gear."""
+        """Return True if the files have the arrays of a gear."""
         return True
 
     def read(self, wanted: Mapping[Key, list[str]]) -> dict[Key, dict[str, mx.array]]:
@@ -136,7 +136,7 @@ class Disk(Residency):
             self._dropped.setdefault(key, []).extend(names)
             put_parameters(idle[key], dict.fromkeys(names, EMPTY))
         if dropped:
-            hand_back()
+            return_memory()
 
     def enter(self, needed: Mapping[Key, nn.Module]) -> None:
         missing = {key: self._dropped[key] for key in needed if key in self._dropped}
@@ -146,9 +146,9 @@ class Disk(Residency):
 
 
 class SavedDisk(Disk):
-    """Reads all gears from the files of a geared checkpoint.
+    """A residency that reads all gears from the files of a geared checkpoint.
 
-    dtypes: path to the type that the scales of a layer, and its weight at 16 bits, are put in.
+    dtypes: path to the type of a layer's scales, and of its weight at 16 bits.
     """
 
     def __init__(self, saved: SavedGears, dtypes: Mapping[str, mx.Dtype]):
@@ -165,16 +165,16 @@ class SavedDisk(Disk):
 
 
 class OriginalDisk(Disk):
-    """Reads the dense originals from the checkpoint of a model without gears; others stay in memory.
+    """A residency that reads the dense originals from a checkpoint without gears; other gears stay in memory.
 
-    model: its class has the `sanitize` that maps the names in the files to the names of the model. dtypes: path to the
-    type of each layer's weights in memory. Raises GearbxError for files that do not have these weights.
+    model: its class's `sanitize` maps the names in the files to the names of the model. dtypes: path to the
+    type of each layer's weights in memory. Raises GearbxError for files without these weights.
     """
 
     def __init__(self, model: nn.Module, checkpoint: str | Path | None, dtypes: Mapping[str, mx.Dtype]):
         super().__init__(dtypes)
         if checkpoint is None:
-            raise GearbxError("residency 'disk' reads weights back from the checkpoint; give checkpoint=its directory")
+            raise GearbxError("residency 'disk' reads weights back from the checkpoint; pass checkpoint=its directory")
         self.directory = Path(checkpoint)
         # Some models change themselves in `sanitize` (a tied gemma3 drops its head), so it runs on a blank model.
         self._blank = type(model)(model.args) if hasattr(model, "args") else copy.deepcopy(model)
@@ -213,7 +213,7 @@ class OriginalDisk(Disk):
                 weights = copy.deepcopy(self._blank).sanitize(weights)
             return {name: weights[name] for name in names}
         except KeyError as error:
-            raise GearbxError(f"{self.directory}: {error} is not in the checkpoint; keep gears resident") from error
+            raise GearbxError(f"{self.directory}: {error} is not in the checkpoint; use residency resident") from error
         except (RuntimeError, ValueError) as error:
             raise self._unreadable(error) from error
 
@@ -222,12 +222,12 @@ class OriginalDisk(Disk):
 
 
 def arrays_in_use(model: nn.Module) -> set[int]:
-    """id() of every array of the model as it is now."""
+    """Return id() of every current array of the model."""
     return {id(array) for _, array in tree_flatten(model.parameters())}
 
 
 def idle_parameters(module: nn.Module, in_use: set[int]) -> dict[str, mx.array]:
-    """Flat name to array of a module's arrays that the model does not use, without those given up before."""
+    """Return flat name to array of a module's arrays that the model does not use, without dropped ones."""
     return {name: a for name, a in tree_flatten(module.parameters()) if a.size and id(a) not in in_use}
 
 

@@ -1,8 +1,8 @@
-"""A model with gears is still an `nn.Module`: what would reach one of its gears alone is refused, in words.
+"""Guards of a model with gears: it is still an `nn.Module`, but refuses changes that would reach only one gear.
 
-Methods of this one model stand in front of those of its class. Reading is free in any gear: parameters, named modules,
-freeze, train, print; and so are copies and casts. Changing or replacing a layer that changes gear is refused, and so is
-saving or counting in a gear that mlx-lm could not load.
+Methods of the one model shadow its class's. Reading works in any gear: parameters, named modules, freeze, train,
+print; and so do copies and casts. Changing or replacing a layer that changes gear is refused, and so is saving or
+counting in a gear that mlx-lm could not load.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -24,9 +24,9 @@ BEFORE = "do that before the model gets a gearbox"
 
 
 class Owned:
-    """The methods that a model with gears has in place of its class's. paths: of the layers that change gear.
+    """Methods of a model with gears that replace its class's. paths: of the layers that change gear.
 
-    unsaveable: why mlx-lm could not load the model as it is now, with the remedy; None: it could.
+    unsaveable: returns the reason that mlx-lm could not load the current model, with a remedy; None if it could.
     gears: returns the trees of modules that a shift puts into the model.
     """
 
@@ -40,7 +40,7 @@ class Owned:
         self.model, self.paths, self.unsaveable, self.gears = model, paths, unsaveable, gears
 
     def update(self, parameters: Any, strict: bool = True) -> nn.Module:
-        """Raises GearbxError for other values of a layer that changes gear. Types may change, and all other layers."""
+        """Update parameters. Raises GearbxError for new values of a layer that changes gear; its type may change."""
         given = dict(tree_flatten(parameters))
         if given and not any(array.size for array in given.values()):
             raise GearbxError("a model with gears keeps its arrays; save it with donate_model=False")
@@ -48,7 +48,7 @@ class Owned:
         for name in self._owned(iter(given)):
             if is_cast(given[name], now.get(name)):
                 continue
-            why = "belongs to a layer that changes gear, and the other gears would keep theirs"
+            why = "belongs to a layer that changes gear, and the other gears would keep the old values"
             raise GearbxError(f"{name} {why}; {BEFORE}")
         return type(self.model).update(self.model, parameters, strict)
 
@@ -56,18 +56,18 @@ class Owned:
         """Put a gear into the model, or other modules beside its gears.
 
         Raises:
-            GearbxError: another module in the place of a layer that changes gear.
+            GearbxError: a replacement for a layer that changes gear.
         """
         if any(modules is gear for gear in self.gears()):
             return type(self.model).update_modules(self.model, modules, strict)
         given = dict(tree_flatten(modules, is_leaf=nn.Module.is_module))
         now = dict(self.model.named_modules())
         for path in self._owned(path for path, module in given.items() if module is not now.get(path)):
-            raise GearbxError(f"{path} changes gear, and the next shift would undo this; {BEFORE}")
+            raise GearbxError(f"{path} changes gear, so the next shift would undo this; {BEFORE}")
         return type(self.model).update_modules(self.model, modules, strict)
 
     def load_weights(self, file_or_weights: Any, strict: bool = True) -> nn.Module:
-        """Raises GearbxError as `update`, and for weights that are not those of the engaged gear."""
+        """Load weights. Raises GearbxError as `update`, and for weights that do not fit the engaged gear."""
         try:
             return type(self.model).load_weights(self.model, file_or_weights, strict)
         except GearbxError:
@@ -76,17 +76,17 @@ class Owned:
             raise GearbxError(f"these are not the weights of the engaged gear: {one_line(error)}") from error
 
     def save_weights(self, file: str) -> None:
-        """Raises GearbxError in a gear that mlx-lm could not load."""
+        """Save the weights. Raises GearbxError in a gear that mlx-lm could not load."""
         self._check_saveable()
         type(self.model).save_weights(self.model, file)
 
     def leaf_modules(self) -> Any:
-        """Raises GearbxError in a gear that mlx-lm could not load: it saves, quantizes and counts leaf modules."""
+        """Return the leaf modules, which mlx-lm saves, quantizes and counts. Raises GearbxError as `save_weights`."""
         self._check_saveable()
         return type(self.model).leaf_modules(self.model)
 
     def _owned(self, names: Iterator[str]) -> Iterator[str]:
-        """Yield those names that are in a layer that changes gear, or are one, or contain one."""
+        """Yield the names of layers that change gear, with names inside of them and of modules that contain them."""
         places = places_of(self.model)
         owned = tuple(f"{places.get(path, path)}." for path in self.paths)
         return (
@@ -95,10 +95,10 @@ class Owned:
 
     def _check_saveable(self) -> None:
         if sharding_of(self.model) is not None:
-            raise GearbxError("this rank has a part of the model, which could not be loaded; save it from one process")
+            raise GearbxError("this rank has only a part of the model; save the model from one process")
         if adapters_of(self.model):
             raise GearbxError(
-                "mlx-lm loads no model with adapters inside; fuse them into the original (mlx_lm.fuse), and use that"
+                "mlx-lm cannot load a model with adapters inside; fuse them (mlx_lm.fuse), and use the result"
             )
         reason = self.unsaveable()
         if reason is not None:
@@ -106,7 +106,7 @@ class Owned:
 
 
 def is_cast(array: mx.array, now: mx.array | None) -> bool:
-    """Return whether an array has the values of the one in its place, in whatever type."""
+    """Return True if an array has the values of the current one, in whatever type."""
     if array is now:
         return True
     return now is not None and array.shape == now.shape and bool(mx.array_equal(now.astype(array.dtype), array).item())
@@ -118,14 +118,14 @@ def own(
     unsaveable: Callable[[], str | None],
     gears: Callable[[], Collection[Any]] | None = None,
 ) -> None:
-    """Give a model the methods of `Owned`. paths, unsaveable, gears: as there; no `gears` without a gearbox."""
+    """Give a model the methods of `Owned`, with its arguments; `gears` is None without a gearbox."""
     owned = Owned(model, paths, unsaveable, gears or tuple)
     for name in ("update", "load_weights", "save_weights", "leaf_modules"):
         setattr(model, name, getattr(owned, name))
-    if gears is None:  # adapters may still come
+    if gears is None:  # adapters may be added later
         return
     model.update_modules = owned.update_modules
-    blocks = {*map(id, getattr(model, "layers", ()))}  # which mlx-lm puts adapters into, one block at a time
+    blocks = {*map(id, getattr(model, "layers", ()))}  # mlx-lm puts adapters into one block at a time
     for path, block in model.named_modules():
         if id(block) in blocks:
             inside = [each.removeprefix(f"{path}.") for each in paths if each.startswith(f"{path}.")]
@@ -133,7 +133,7 @@ def own(
 
 
 def why_unsaveable(gearbox: Any) -> str | None:
-    """Say why mlx-lm could not load what the model of a Gearbox is in the engaged gear; None: it could."""
+    """Return why mlx-lm could not load the model of a Gearbox in the engaged gear; None if it could."""
     modules = layers_of(gearbox.model)
     for layer in gearbox.layers:
         bits = gearbox.bits_of(layer, gearbox.gear)
@@ -141,7 +141,7 @@ def why_unsaveable(gearbox: Any) -> str | None:
         in_base = gearbox.saved is not None and gearbox.saved.in_base(layer, bits)
         in_panels = getattr(linear_of(modules[layer.path]), "record", Planes) is not Planes  # for a CPU's kernels
         if (bits != DENSE or is_whole) and (in_panels or not in_base):
-            first = "" if is_whole else "shift to a gear of 16 bits first, or "
+            first = "" if is_whole else "shift to a 16-bit gear first, or "
             then = f"copy {gearbox.saved.directory}" if in_base else "write the gears with gearbx_mlx convert"
-            return f"mlx-lm would not load {layer.path} as it is in gear '{gearbox.gear.name}'; {first}{then}"
+            return f"mlx-lm would not load {layer.path} of gear '{gearbox.gear.name}'; {first}{then}"
     return None

@@ -1,6 +1,6 @@
-"""The gears of a checkpoint that `convert` wrote: they are read from its files when they are engaged.
+"""The gears of a checkpoint that `convert` wrote, read from its files when they are engaged.
 
-What gears.json says is compared with the arrays in the files, and with the model, before any module is made.
+gears.json is compared with the arrays in the files, and with the model, before any module is made.
 """
 
 import copy
@@ -37,8 +37,8 @@ LAYER_KINDS: dict[str, tuple[type[nn.Module], type[nn.Module]]] = {  # dense, an
     "table": (nn.Embedding, nn.QuantizedEmbedding),
 }
 SAVED = "saved_gears"  # attribute of a model that was loaded from a geared checkpoint
-OURS_ALONE = "the base of these gears runs with gearbx-mlx alone; save the original instead"
-PROJECTION, ROWS = "projection.", "table."  # of a tied embedding: formats/tied.py
+OURS_ALONE = "the base of these gears runs only with gearbx-mlx; save the original instead"
+PROJECTION, ROWS = "projection.", "table."  # prefixes in a tied embedding: formats/tied.py
 
 
 def saved_gears(model: nn.Module) -> "SavedGears | None":
@@ -47,9 +47,9 @@ def saved_gears(model: nn.Module) -> "SavedGears | None":
 
 
 class SavedGears:
-    """Makes the modules of any gear of a checkpoint, over arrays that are still in the files."""
+    """A factory of the modules of a checkpoint's gears, over arrays that are still in the files."""
 
-    partial: frozenset[str] = frozenset()  # arrays of which a part is read, which no hash confirms
+    partial: frozenset[str] = frozenset()  # arrays that are read in part, without a hash
 
     def __init__(self, directory: Path, manifest: Manifest, hashes: ArrayHashes):
         self.directory, self.manifest, self.hashes = directory, manifest, hashes
@@ -58,14 +58,14 @@ class SavedGears:
         self._unread: dict[str, mx.array] = {}
         of_gears = [names.values() for layer in manifest.changing.values() for names in layer.gears.values()]
         self._in_every_gear = {*manifest.hashes}.difference(*of_gears)  # the arrays that no gear changes
-        self._in_panels: dict[tuple[str, int], bool] = {}  # of the gears that were made
+        self._in_panels: dict[tuple[str, int], bool] = {}  # True for gears in panels
         self._opened_in: threading.Thread | None = None  # MLX reads an array in the thread that opened the file
-        # Gears that share an array share it here too, for as long as one of them has it.
+        # Gears that share an array in the files share it here too, as long as any gear has it.
         self._live: weakref.WeakValueDictionary[tuple[str, mx.Dtype | None, int], mx.array]
         self._live = weakref.WeakValueDictionary()
 
     def check(self, model: nn.Module) -> None:
-        """Raises GearbxError unless every layer of the manifest is a module of the model, of its kind and shape."""
+        """Validate that the model has every layer of the manifest, of its kind and shape. Raises GearbxError."""
         modules = layers_of(model)
         for path, layer in self.manifest.changing.items():
             module = modules.get(path)
@@ -97,22 +97,22 @@ class SavedGears:
         return DTYPES[self.manifest.changing[path].dtype]
 
     def layers(self, model: nn.Module) -> list[Layer]:
-        """Return the managed layers of a model as dense ones, without the numbers of their weights."""
+        """Return the managed layers of a model as dense ones without weights."""
         return self._blanks(model, self.manifest.layers)
 
     def tables(self, model: nn.Module) -> list[Layer]:
-        """Return the same of the embeddings that change with the gear and are not layers."""
+        """Return the embeddings that change with the gear and are not layers, as dense ones without weights."""
         return self._blanks(model, self.manifest.tables)
 
     def dense(self, model: nn.Module) -> dict[str, nn.Module]:
-        """Path to the dense module of everything that changes with the gear."""
+        """Return path to the dense module of everything that changes with the gear."""
         return {layer.path: layer.module for layer in (*self.layers(model), *self.tables(model))}
 
     def module(self, layer: Layer, bits: int, dtype: mx.Dtype, activations: mx.Dtype, panels: bool = True) -> nn.Module:
-        """Return the module that takes a layer's place in a gear, unread.
+        """Return the module of a layer in a gear, unread.
 
-        layer: with the dense module that `layers` or `tables` gave. dtype: of scales, and of the weight at 16 bits.
-        activations: of the rows that an embedding looks up. panels: whether codes stand in some if kernels take that.
+        layer: with the dense module from `layers` or `tables`. dtype: of scales, and of the weight at 16 bits.
+        activations: of embedding rows. panels: True to pack codes in panels if kernels support that.
         """
         saved, group_size = self.manifest.changing[layer.path], self.manifest.group_size
         stored = self.manifest.stored(layer.path)
@@ -151,7 +151,7 @@ class SavedGears:
         return {name: self._parameter(path, bits, name, dtype) for name in names}
 
     def parameter(self, path: str, bits: int, name: str, dtype: mx.Dtype) -> mx.array:
-        """Return a parameter of such a module by its flat name, unread unless another module has it."""
+        """Return a parameter of a gear's module by its flat name, unread unless a live module has it."""
         layer = self.manifest.changing[path]
         if layer.kind == "embedding" and not name.startswith(PROJECTION):
             bits = layer.rows_at(bits)
@@ -167,11 +167,11 @@ class SavedGears:
         return self._array(self.manifest.changing[path].gears[bits][name], read_as, rows)
 
     def widths(self, layer: Layer) -> tuple[int, ...]:
-        """Bits of a layer's gears, ascending."""
+        """Return the bits of a layer's gears, ascending."""
         return tuple(sorted(self.manifest.changing[layer.path].gears))
 
     def in_base(self, layer: Layer, bits: int) -> bool:
-        """Return whether mlx-lm reads this gear of a layer from the checkpoint."""
+        """Return True if mlx-lm reads this gear of a layer from the checkpoint."""
         saved = self.manifest.layers[layer.path]
         return saved.kind != "embedding" and saved.gears[bits].get("weight") == f"{layer.path}.weight"
 
@@ -179,10 +179,10 @@ class SavedGears:
         return self  # a copy of the model reads the same files
 
     def __reduce__(self) -> Any:
-        raise GearbxError(f"{self.directory}: a model with gears cannot be pickled; load it again where it is needed")
+        raise GearbxError(f"{self.directory}: a model with gears cannot be pickled; use load in the other process")
 
     def read(self, arrays: Any) -> None:
-        """Read arrays into memory. Raises GearbxError where the files cannot be read, or are not what was written."""
+        """Read arrays into memory. Raises GearbxError for unreadable or changed files."""
         wanted = {id(array) for _, array in tree_flatten(arrays)}
         names = {name for (name, *_), array in self._live.items() if id(array) in wanted}
         self.hashes.verify((names | self._in_every_gear) - self.partial, RESTORE)
@@ -200,7 +200,7 @@ class SavedGears:
         return blanks
 
     def _array(self, name: str, dtype: mx.Dtype | None = None, rows: int = 1) -> mx.array:
-        """Return an array of the files, in panels of `rows`, in its type or another (uint16: the bits of halves)."""
+        """Return an array of the files, in panels of `rows`, in its type or `dtype` (uint16: the bits of halves)."""
         found = self._live.get((name, dtype, rows))
         if found is None:
             found = self._live.get((name, None, 1))
@@ -243,9 +243,7 @@ def open_gears(directory: Path) -> "SavedGears | None":
     for name, expected in manifest.base.items():
         file = open_header(directory / name, "missing, and the gears beside it need it")
         if file.hash != expected:
-            raise GearbxError(
-                f"{directory / name}: changed since the gears beside it were made, which do not fit it now; {RESTORE}"
-            )
+            raise GearbxError(f"{directory / name}: changed since its gears were made, so they do not fit; {RESTORE}")
         base |= file.entries
         places |= file.places
     try:
@@ -256,7 +254,7 @@ def open_gears(directory: Path) -> "SavedGears | None":
 
 
 def open_header(file: Path, missing: str) -> FileHeader:
-    """Return the header of a file. Raises GearbxError for a damaged one, or with `missing` where there is none."""
+    """Return the header of a file. Raises GearbxError for a damaged one, or with `missing` if there is none."""
     try:
         return header_of(file)
     except FileNotFoundError as error:
@@ -268,7 +266,7 @@ def open_header(file: Path, missing: str) -> FileHeader:
 
 
 def check_files(manifest: Manifest, gears: Mapping[str, TensorEntry], base: Mapping[str, TensorEntry]) -> None:
-    """Raises GearbxError unless a manifest fits the entries of gears.safetensors and of the base's files, by name."""
+    """Validate a manifest against the entries of gears.safetensors and of the base. Raises GearbxError."""
     entries = {**base, **gears}
     used = set()
     for path, layer in manifest.changing.items():
@@ -291,7 +289,7 @@ def check_files(manifest: Manifest, gears: Mapping[str, TensorEntry], base: Mapp
 
 
 def stored_arrays(manifest: Manifest, path: str, bits: int) -> dict[str, StoredArray]:
-    """Return the arrays that a gear of a layer or a table has."""
+    """Return the arrays of a gear of a layer or a table."""
     layer = manifest.changing[path]
     dtype = DTYPES[layer.dtype]
     stored = manifest.stored(path)
@@ -307,8 +305,8 @@ def check_gear(
     expected: Mapping[str, StoredArray],
     entries: Mapping[str, TensorEntry],
 ) -> None:
-    """Raises GearbxError unless the arrays of one gear are what its format makes for the layer."""
-    free = set()  # lengths that the data decide, of which a gear has one
+    """Validate the arrays of one gear against its format. Raises GearbxError."""
+    free = set()  # lengths that depend on the data; a gear has only one
     for parameter, array in expected.items():
         name = names[parameter]
         if name not in entries:

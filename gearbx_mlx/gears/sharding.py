@@ -1,6 +1,6 @@
-"""A model's class divides its weights among ranks (`shard`). Here a rank learns its part before any weight is read.
+"""A rank's part of each weight, by the division of the model's class (`shard`), known before any weight is read.
 
-A part is ranges of a weight's heads or experts, rows and columns.
+A part consists of ranges of a weight's heads or experts, rows and columns.
 """
 
 import copy
@@ -23,14 +23,14 @@ from ..errors import GearbxError, one_line
 from ..formats.base import Format
 
 Ranges = tuple[tuple[int, int], ...]  # from the first index to the one after the last
-WHOLE_AXES = ("library",)  # arrays whose second axis does not count rows: codebook_library.py
+WHOLE_AXES = ("library",)  # arrays whose second axis is not rows: codebook_library.py
 
 
 @dataclass(frozen=True)
 class WeightPart:
-    """What one rank has of a weight.
+    """One rank's part of a weight.
 
-    whole: the shape of the weight, (O, I), or (E, O, I) of experts or heads. matrices, rows, columns: the rank's own,
+    whole: the shape of the weight, (O, I), or (E, O, I) for experts or heads. matrices, rows, columns: the rank's own,
     along the axes of E, O and I; None: all of them.
     """
 
@@ -48,10 +48,10 @@ class WeightPart:
         )
 
     def cuts(self, shape: tuple[int, ...], name: str = "weight") -> list[tuple[int, Ranges]]:
-        """Axis and ranges of what a rank has of an array that belongs to the weight.
+        """Return axes with the rank's ranges, for an array that belongs to the weight.
 
         shape: of the whole array: (..., O, K) with K in proportion to I, or (..., O). name: of the parameter; a bias
-        is (..., O), and a library belongs to a matrix. Raises GearbxError for columns that end inside of a number.
+        is (..., O), and a library belongs to a matrix. Raises GearbxError for columns that split a stored number.
         """
         lead = len(self.whole) - 2
         found = [(0, self.matrices)] if lead else []
@@ -66,19 +66,19 @@ class WeightPart:
         if rest:
             raise GearbxError(
                 f"a rank's columns end at {column} of {self.whole[-1]}, inside of a group or a word of a quantized "
-                "weight; load with shard_sums 'gather', or start another number of ranks"
+                "weight; set shard_sums to 'gather', or use a different number of ranks"
             )
         return place
 
     def of(self, array: mx.array, name: str = "weight") -> mx.array:
-        """Return the rank's part of an array that belongs to the weight; arguments are those of `cuts`."""
+        """Return the rank's part of an array that belongs to the weight; arguments as for `cuts`."""
         for axis, ranges in self.cuts(array.shape, name):
             pieces = [array[(slice(None),) * axis + (slice(*each),)] for each in ranges]
             array = mx.concatenate(pieces, axis=axis) if len(pieces) > 1 else pieces[0]
         return mx.contiguous(array)
 
     def __str__(self) -> str:
-        """Return what the rank has, in words: "rows 0-127 of 256"."""
+        """Return the rank's part as text: "rows 0-127 of 256"."""
         lead = len(self.whole) - 2
         axes = [("matrices", self.matrices, 0), ("rows", self.rows, lead), ("columns", self.columns, lead + 1)]
         return ", ".join(
@@ -89,25 +89,23 @@ class WeightPart:
 
 
 def part_misfit(part: WeightPart | None, format: Format, group_size: int) -> str | None:
-    """Say why a part of a weight is not stored as the whole one is; None: it is, or it is whole."""
+    """Return why a part of a weight cannot be stored like the whole; None if it can, or is whole."""
     if part is None:
         return None
     if part.rows and not format.by_rows:
-        return f"codes of format {format.name} depend on the whole matrix, of which ranks have rows; convert it first"
+        return f"codes of format {format.name} depend on the whole matrix, but ranks have rows; use convert first"
     if part.columns is None:
         return None
     span = format.span(group_size)
     if span is None:
-        return (
-            f"format {format.name} stores whole rows, of which ranks have some columns; load with shard_sums 'gather'"
-        )
+        return f"format {format.name} stores whole rows, but ranks have some columns; set shard_sums to 'gather'"
     if any(a % span or b % span for a, b in part.columns):
-        return f"ranks have columns that end inside of a group of {span}; load with shard_sums 'gather'"
+        return f"ranks have columns that end inside of a group of {span}; set shard_sums to 'gather'"
     return None
 
 
 def ranges_of(indices: Iterable[int]) -> Ranges:
-    """Indices as ranges, in their order: 4, 5, 6, 1, 2 -> ((4, 7), (1, 3))."""
+    """Return indices as ranges, in their order: 4, 5, 6, 1, 2 -> ((4, 7), (1, 3))."""
     found: list[tuple[int, int]] = []
     for index in indices:
         if found and found[-1][1] == index:
@@ -121,12 +119,12 @@ SHARDED = "sharded_over"  # attribute of a model of which each rank has a part
 QUANTIZED_AS: dict[type[nn.Module], type[nn.Module]] = {  # dense class to the one that mlx-lm quantizes it to
     **{nn.Linear: nn.QuantizedLinear, SwitchLinear: QuantizedSwitchLinear, MultiLinear: QuantizedMultiLinear}
 }
-# Of the layers that can be divided, the dense class.
+# Dense class of each layer class that can be divided.
 DENSE_CLASSES = {kind: dense for dense, quantized in QUANTIZED_AS.items() for kind in (dense, quantized)}
 
 
 class Sharding(NamedTuple):
-    """How a model is divided. parts: path of each divided layer to the rank's part. fingerprint: of the whole model."""
+    """A model's division. parts: path of each divided layer to the rank's part. fingerprint: of the whole model."""
 
     group: mx.distributed.Group
     parts: Mapping[str, WeightPart]
@@ -137,32 +135,32 @@ class Sharding(NamedTuple):
 
 
 def sharding_of(model: nn.Module) -> Sharding | None:
-    """Return how a model is divided among ranks, if it is."""
+    """Return a model's division among ranks, if any."""
     return getattr(model, SHARDED, None)
 
 
 def divided_parts(model: nn.Module) -> Mapping[str, WeightPart]:
-    """Path of each layer that ranks have divided to what this rank has of it."""
+    """Return path to this rank's part of each divided layer."""
     sharding = sharding_of(model)
     return {} if sharding is None else sharding.parts
 
 
 def sharded_parts(model: nn.Module, group: mx.distributed.Group) -> dict[str, WeightPart]:
-    """Path to this rank's part of each layer that `model.shard` divides. Raises GearbxError where it cannot divide.
+    """Return path to this rank's part of each layer that `model.shard` divides. Raises GearbxError if it cannot.
 
-    It is run on copies of the model whose weights are the numbers of their rows and columns. The model's own weights
+    `shard` runs on copies of the model with numbers of rows and columns as weights. The model's own weights
     stay unread.
     """
     if not hasattr(model, "shard"):
         name = type(model).__module__.rpartition(".")[2]
-        raise GearbxError(f"mlx-lm's class '{name}' cannot be sharded; run it in one process, or as a pipeline")
+        raise GearbxError(f"mlx-lm's class '{name}' cannot be sharded; use one process, or a pipeline")
     shapes = {path: dense_shape(module) for path, module in model.named_modules() if type(module) in DENSE_CLASSES}
     numbers = {path: numbered_rows(shape, group.size()) for path, shape in shapes.items()}
     found = sharded_layers(model, group, numbers)
     parts = {path: rows_in(module.weight, shapes[path]) for path, module in found.items()}
     narrow = {path for path, module in found.items() if module.weight.shape[-1] < group.size()}
     if narrow:
-        for path in narrow:  # a weight of one row; each number is its column's
+        for path in narrow:  # a weight of one row; each value is the number of its column
             *lead, _, width = shapes[path]
             numbers[path] = mx.broadcast_to(mx.arange(width), (*lead, 1, width))
         found = sharded_layers(model, group, numbers)
@@ -170,21 +168,20 @@ def sharded_parts(model: nn.Module, group: mx.distributed.Group) -> dict[str, We
         weight = found[path].weight
         columns = ranges_of(numbers_in(weight.reshape(-1, weight.shape[-1])[0]))
         parts[path] = dataclasses.replace(parts[path], columns=columns)
-    # Where there are more ranks than heads, some classes leave a rank all of a layer, as a class that a gearbox does
-    # not know.
+    # With more ranks than heads, some classes leave a rank a whole layer, in a class that a gearbox does not know.
     return {
         path: part for path, part in parts.items() if part.shape != part.whole or type(found[path]) not in DENSE_CLASSES
     }
 
 
 def dense_shape(module: nn.Module) -> tuple[int, ...]:
-    """Return the shape (..., O, I) of the weight that a stock layer, quantized or not, stands for."""
+    """Return the shape (..., O, I) of the weight of a stock layer, quantized or not."""
     shape: tuple[int, ...] = module.weight.shape
     return (*shape[:-1], shape[-1] * 32 // module.bits) if "scales" in module else shape
 
 
 def blank(kind: type[nn.Module], weight: mx.array, now: nn.Module) -> nn.Module:
-    """Return a layer of a dense class, with a weight that is never read and the bias of the module in its place."""
+    """Return a layer of a dense class, with a weight that is never read and the bias of the current module."""
     made = bare(kind)
     made.weight = weight
     if "bias" in now:
@@ -194,7 +191,7 @@ def blank(kind: type[nn.Module], weight: mx.array, now: nn.Module) -> nn.Module:
 
 
 def numbered_rows(shape: tuple[int, ...], ranks: int) -> mx.array:
-    """Return a weight in the shape (..., O, I) with as many columns as ranks; each number is its row's."""
+    """Return a weight (..., O, columns) with one column per rank; each value is the number of its row."""
     count = mx.arange(math.prod(shape[:-1])).reshape(*shape[:-1], 1)
     return mx.broadcast_to(count, (*shape[:-1], ranks))
 
@@ -214,9 +211,9 @@ def numbers_in(array: mx.array) -> list[int]:
 def sharded_layers(
     model: nn.Module, group: mx.distributed.Group, weights: Mapping[str, mx.array]
 ) -> dict[str, nn.Module]:
-    """Return path to what `model.shard` makes of layers with these weights, on a copy of the model."""
+    """Return path to the divided layers that `model.shard` makes from these weights, on a copy of the model."""
     arrays = [value for module in model.modules() for value in module.values() if isinstance(value, mx.array)]
-    # Arrays of its own that are not computed: some classes change a bias in its place.
+    # Unevaluated copies of the arrays: some classes change a bias in place.
     other = copy.deepcopy(model, {id(array): array[...] for array in arrays})
     modules = dict(other.named_modules())
     for path, weight in weights.items():
@@ -230,17 +227,17 @@ def sharded_layers(
 
 
 def shard(model: nn.Module, group: mx.distributed.Group) -> None:
-    """`model.shard`. Raises GearbxError where the class cannot divide this model by the number of ranks.
+    """Run `model.shard`. Raises GearbxError if the class cannot divide this model by the number of ranks.
 
-    It makes layers with random weights, and the same seed is to give the text of one process: so the random numbers
-    drawn here will be drawn again.
+    `shard` makes layers with random weights. The random state is restored, so that a seed gives the output of one
+    process.
     """
     ranks, before = group.size(), head_counts(model)
     try:
         with same_random_numbers():
             model.shard(group)
     except (ValueError, AssertionError, ZeroDivisionError) as error:
-        raise undivided(ranks, one_line(error) or "its class does not say why") from error
+        raise undivided(ranks, one_line(error) or "its class has no reason") from error
     for (path, name), count in head_counts(model).items():
         was = before.get((path, name), count)
         if count != was and count * ranks < was:  # most classes round down
@@ -248,7 +245,7 @@ def shard(model: nn.Module, group: mx.distributed.Group) -> None:
 
 
 def head_counts(model: nn.Module) -> dict[tuple[str, str], int]:
-    """Path of a module and name of an attribute to the number of heads that it says."""
+    """Return path of a module and name of an attribute to its number of heads."""
     return {
         (path, name): value
         for path, module in model.named_modules()
@@ -258,4 +255,4 @@ def head_counts(model: nn.Module) -> dict[tuple[str, str], int]:
 
 
 def undivided(ranks: int, why: str) -> GearbxError:
-    return GearbxError(f"the model cannot be divided among {ranks} ranks ({why}); start another number of them")
+    return GearbxError(f"the model cannot be divided among {ranks} ranks ({why}); use a different number of ranks")

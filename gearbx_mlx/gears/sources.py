@@ -1,8 +1,8 @@
-"""Sources make the modules of gears: from the loaded weights, a geared checkpoint, quantized codes or another model.
+"""Sources of gears' modules: the loaded weights, a geared checkpoint, quantized weights or a separate model.
 
-Formats whose top gear contains the original have all gears of a layer made at once, and the original dropped
-(`make_all`). Every module is made when it is first needed, and given up where memory is short (`GearModules`). Weights
-that were quantized before and widened again are warned of (GEARBX 6.4, 13.3).
+Formats whose top gear contains the original make all gears of a layer at once, and drop the original
+(`make_all`). Every module is made when it is first needed, and dropped if memory is short (`GearModules`). A warning
+is given for weights that were quantized before and widened again (GEARBX 6.4, 13.3).
 """
 
 import collections
@@ -42,16 +42,16 @@ from .kernel_choices import KernelChoices
 from .ladder import DENSE, Ladder
 from .layout import Bits, Layout
 from .mapped import forget
-from .offload import EMPTY, Residency, hand_back
+from .offload import EMPTY, Residency, return_memory
 from .saved import SavedGears
 from .sharding import QUANTIZED_AS, dense_shape
 from .tensor_files import Samples, samples_of
 
-Gears = dict[int, nn.Module]  # by their bits
+Gears = dict[int, nn.Module]  # bits to module
 
 
 class Source(ABC):
-    """Makes the module of any layer at any of its bits."""
+    """A source of the modules of any layer at any of its bits."""
 
     @abstractmethod
     def widths(self, layer: Layer) -> tuple[int, ...]:
@@ -63,40 +63,40 @@ class Source(ABC):
 
     @abstractmethod
     def rows_at(self, layer: Layer, bits: int) -> int:
-        """Return the bits of the rows that input tokens read of a tied embedding whose head has `bits`."""
+        """Return the bits of the input rows of a tied embedding whose head has `bits`."""
 
     @abstractmethod
     def modules(self, layer: Layer, bits: int) -> dict[int, nn.Module]:
-        """Bits to the module that takes the layer's place, with `bits` among them; not evaluated."""
+        """Return bits to the modules of a layer, including `bits`; not evaluated."""
 
     @abstractmethod
     def read(self, made: Mapping[str, Iterable[nn.Module]], originals: Mapping[str, mx.array]) -> None:
-        """Evaluate modules that were made together of an original, if any. Raises GearbxError for damaged weights."""
+        """Evaluate modules that were made together, from an original if any. Raises GearbxError for bad weights."""
 
     def find(self, bits: Mapping[str, int], layers: Sequence[Layer]) -> dict[str, Gears]:
-        """Return modules of layers at these bits that an earlier start made, complete; none where they are missing."""
+        """Return complete modules that an earlier start made for layers at these bits; without missing ones."""
         return {}
 
     def keep(self, bits: Mapping[str, int], layers: Sequence[Layer], made: Mapping[str, Gears]) -> None:  # noqa: B027
-        """Keep modules that were made together, and are complete, for later starts; nothing where that cannot be."""
+        """Keep modules that were made together, and are complete, for later starts, if possible."""
 
     def disk_bytes(self, layer: Layer, bits: int) -> int:
-        """Return the part of `bytes_read` that every use reads from the disk."""
+        """Return the part of `bytes_read` that every use reads from disk."""
         return 0
 
     def for_ladder(self, ladder: Ladder) -> "Source":
-        """Return the source of another ladder's gears."""
+        """Return the source for a different ladder."""
         return self
 
 
 @dataclass(frozen=True)
 class FromWeights(Source):
-    """Makes gears from the original weights.
+    """A source that makes gears from the original weights.
 
     storage: path to the type of a layer in the checkpoint, to which scales are rounded. shapes: of the weights, by
-    path. tables: bits of a gear to path to bits, for layers whose bits differ from the gear's. further: more bits at
-    which every layer is stored. base: path to the lowest gear's plane, where its codes are not the nearest ones. kept:
-    what earlier starts made of these weights; None: nothing is to be kept.
+    path. tables: bits of a gear to path to bits, for layers whose bits differ from the gear's. extra_widths: more bits
+    at which every layer is stored. base: path to a calibrated plane of the lowest gear; other layers are rounded. kept:
+    gears of earlier starts from these weights; None: none are kept.
     """
 
     format: Format
@@ -106,13 +106,13 @@ class FromWeights(Source):
     compute_dtype: mx.Dtype
     shapes: Mapping[str, tuple[int, ...]]
     tables: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
-    further: Sequence[int] = ()
+    extra_widths: Sequence[int] = ()
     base: Mapping[str, Planes] = field(default_factory=dict)
     kept: KeptGears | None = None
 
     def widths(self, layer: Layer) -> tuple[int, ...]:
         in_gears = {self.tables.get(gear.bits, {}).get(layer.path, gear.bits) for gear in self.ladder}
-        return stored_widths(layer, self.format, {*in_gears, *self.further})
+        return stored_widths(layer, self.format, {*in_gears, *self.extra_widths})
 
     def for_ladder(self, ladder: Ladder) -> "FromWeights":
         return dataclasses.replace(self, ladder=ladder)
@@ -139,22 +139,22 @@ class FromWeights(Source):
         return self._in_place(layer, made)
 
     def _forget(self, original: mx.array) -> None:
-        """Let the pages of an original go of which gears were made, and that belongs to none: they are in its file.
+        """Release the pages of an original that belongs to no gear once gears are made from it: its file has them.
 
-        With `kept`, originals are known to be what their files have.
+        With `kept`, originals are known to equal their files.
         """
         if self.kept is not None and (self.format.ladders or not self.ladder.top.dense):
             forget(original)
 
     def _dense(self, layer: Layer) -> tuple[nn.Module, mx.Dtype]:
-        """Return the linear layer that gears are made of, and the type of their scales."""
+        """Return the linear layer from which gears are made, and the type of their scales."""
         dense = copy.copy(linear_of(layer.module))
         dense.weight = dense.weight.astype(self.storage[layer.path])
-        # Native kernels widen scales as they read; MLX's are fast only with scales of the type they compute in.
+        # Native kernels widen scales as they read; MLX's are fast only with scales of the compute type.
         return dense, self.storage[layer.path] if isinstance(dense, Native) else self.compute_dtype
 
     def _in_place(self, layer: Layer, made: Gears) -> Gears:
-        """Return the modules in the layer's place that have these linear layers."""
+        """Return the layer's modules with these linear layers inside."""
         if DENSE in made and isinstance(layer.module, nn.Embedding):
             return whole_embedding(made, layer.is_table, self.compute_dtype)
         return {b: in_place_of(layer.module, linear, self.compute_dtype) for b, linear in made.items()}
@@ -164,7 +164,7 @@ class FromWeights(Source):
         return {layer.path: self._kept(layer, found[layer.path]) for layer in layers if found and layer.path in found}
 
     def _kept(self, layer: Layer, arrays: Mapping[int, Mapping[str, mx.array]]) -> Gears:
-        """Return the modules of a layer over arrays that were kept."""
+        """Return the modules of a layer over kept arrays."""
         dense, _ = self._dense(layer)
         stored, size = self.stored(layer), self.group_size
         return self._in_place(layer, {b: self.format.module(dense, b, own, stored, size) for b, own in arrays.items()})
@@ -178,7 +178,7 @@ class FromWeights(Source):
             self.kept.keep(self._wanted(bits, layers), gears)
 
     def _wanted(self, bits: Mapping[str, int], layers: Sequence[Layer]) -> Any:
-        """Return all that modules at these bits depend on beside the weights, as JSON."""
+        """Return the settings, as JSON, on which modules at these bits depend in addition to the weights."""
         own = []
         for layer in layers:
             dense, dtype = self._dense(layer)
@@ -191,9 +191,9 @@ class FromWeights(Source):
 
     def read(self, made: Mapping[str, Iterable[nn.Module]], originals: Mapping[str, mx.array]) -> None:
         for path, modules in made.items():  # one by one, so that temporary memory is freed before the next
-            # All that was made together: an array that is not yet computed keeps the original weight in memory.
+            # All modules at once: an array that is not yet computed keeps the original weight in memory.
             mx.eval([module.parameters() for module in modules])
-            names = ("scales", "codebook", "library", "outliers")  # which show weights that are too large
+            names = ("scales", "codebook", "library", "outliers")  # arrays that show weights that are too large
             fitted = [linear_of(module).get(name) for module in modules for name in names]
             fitted = [array for array in fitted if array is not None]
             shown = all(self.format.shows_damage(linear_of(module)) for module in modules)
@@ -208,7 +208,7 @@ def packed_arrays(module: nn.Module) -> dict[str, mx.array]:
 
 
 def is_same(made: Gears, arrays: Mapping[int, Mapping[str, mx.array]]) -> bool:
-    """Return whether modules have these arrays, by their names."""
+    """Return True if modules have these arrays, by their names."""
     found = {bits: packed_arrays(module) for bits, module in made.items()}
     return all(
         found[bits].keys() == own.keys() and all(found[bits][name] is array for name, array in own.items())
@@ -225,7 +225,7 @@ def made_over(
     dtype: mx.Dtype,
     base: Planes | None,
 ) -> dict[int, nn.Module]:
-    """Like `Format.modules`, with the codes of a calibrated base where the lowest gear is among those made."""
+    """Return `Format.modules`, with the codes of a calibrated base if the lowest gear is among them."""
     makes_lowest = bits == stored[0] or bool(format.ladders)
     if base is None or not makes_lowest or not format.takes_base:
         return format.modules(dense, bits, stored, group_size, dtype)
@@ -241,7 +241,7 @@ def bytes_of(
     size: int,
     made: nn.Module | None,
 ) -> int:
-    """Return the bytes that one use of a weight reads. A format estimates the number of outliers; a module knows it."""
+    """Return the bytes that one use of a weight reads. A format estimates outliers; a module knows their number."""
     if bits == DENSE and DENSE not in stored:
         return math.prod(shape) * size
     counted = 0 if made is None else getattr(linear_of(made), "bytes_read", 0)
@@ -249,9 +249,9 @@ def bytes_of(
 
 
 def whole_embedding(made: Mapping[int, nn.Module], is_table: bool, dtype: mx.Dtype) -> dict[int, nn.Module]:
-    """Return bits to embedding, with rows of `dtype`, from two linear layers of which the one of 16 bits is exact.
+    """Return bits to embedding, with rows of `dtype`, from two linear layers of which the 16-bit one is exact.
 
-    is_table: whether rows are looked up and nothing else; else the linear layers are the output head too.
+    is_table: True for an embedding that is not the output head.
     """
     low = min(made)
     exact = made[DENSE]
@@ -261,9 +261,9 @@ def whole_embedding(made: Mapping[int, nn.Module], is_table: bool, dtype: mx.Dty
 
 @dataclass(frozen=True)
 class FromFiles(Source):
-    """Reads gears from a geared checkpoint.
+    """A source that reads gears from a geared checkpoint.
 
-    dtypes: path to the type of a layer's scales, and of its weight at 16 bits. panels: whether codes may stand in some.
+    dtypes: path to the type of a layer's scales, and of its weight at 16 bits. panels: True if codes may be in panels.
     """
 
     saved: SavedGears
@@ -291,10 +291,10 @@ class FromFiles(Source):
 
 @dataclass(frozen=True)
 class FromCodes(Source):
-    """Splits the codes of a checkpoint that is quantized already (in_place.py).
+    """A source that splits the codes of a checkpoint that is already quantized (in_place.py).
 
-    codes: its modules lose their arrays when these are split.
-    samples: of the arrays that were split, for the model's fingerprint; reading all for it would take memory twice.
+    codes: the arrays of its modules are removed when they are split.
+    samples: of the arrays that were split, for the model's fingerprint; reading all for it would take twice the memory.
     """
 
     codes: OwnCodes
@@ -309,7 +309,7 @@ class FromCodes(Source):
         return dataclasses.replace(self, ladder=ladder)
 
     def bytes_read(self, layer: Layer, bits: int, made: nn.Module | None) -> int:
-        weight = layer.module.weight  # the first plane alone has biases
+        weight = layer.module.weight  # only the first plane has biases
         group_size = self.codes.modules[layer.path].group_size
         return math.prod(weight.shape) * bits // 8 + 2 * weight.size // group_size * weight.dtype.size
 
@@ -328,9 +328,9 @@ class FromCodes(Source):
                 raise GearbxError(f"{path}: scales are not finite; check the checkpoint")
 
     def make_all(self, layers: Iterable[Layer]) -> dict[str, Gears]:
-        """Return all gears of all layers; of each layer the array of the checkpoint leaves when its planes are made.
+        """Return all gears of all layers; a layer's array of the checkpoint is dropped once its planes are made.
 
-        The largest comes first: weights that are not read yet take no memory beside it.
+        The largest layer comes first, since weights that are not read yet take no memory.
         """
         layers, made = list(layers), dict[str, Gears]()
         for layer in sorted(layers, key=lambda layer: -layer.module.weight.size):
@@ -366,10 +366,10 @@ class FromCodes(Source):
 
 @dataclass(frozen=True)
 class ExternalLowGear(Source):
-    """A source whose lowest gear has the modules of another model.
+    """A source whose lowest gear has the modules of a second model.
 
-    others: makes the other gears. bits: of the lowest gear. layers: path to its module. bytes: path to the bytes that
-    one use of this module reads, without its bias.
+    others: source of the other gears. bits: of the lowest gear. layers: path to its module. bytes: path to the bytes
+    that one use of this module reads, without its bias.
     """
 
     others: FromWeights
@@ -396,28 +396,28 @@ class ExternalLowGear(Source):
 def external_low_gear(model: nn.Module, layers: Iterable[Layer], others: Source, residency: str) -> ExternalLowGear:
     """Return the source of a gearbox whose lowest gear is a quantized model.
 
-    The model has the same architecture; mlx-lm's DWQ, AWQ, GPTQ and dynamic quantization write such ones. A layer has
-    native kernels if it has them in the other gears. What the quantizer left dense stays dense.
+    The model has the same architecture, as from mlx-lm's DWQ, AWQ, GPTQ and dynamic quantization. A layer has
+    native kernels if it has them in the other gears. Dense layers of the quantized model stay dense.
 
     Raises GearbxError for a model that is not quantized, or has other layers; a residency other than resident.
     """
     if not isinstance(others, FromWeights):
-        raise GearbxError("a geared checkpoint has its low gear; give a model for it beside the original")
+        raise GearbxError("a geared checkpoint has its own low gear; use the original with --base")
     if residency != "resident":
         raise GearbxError(
-            f"residency {residency} gives idle gears up, and those of another model would not come back; use resident"
+            f"residency {residency} drops idle gears, but cannot read back a second model's; use resident"
         )
     if len(others.ladder) < 2:
-        raise GearbxError(f"gears {others.ladder} have none above the one that the other model is; give another")
+        raise GearbxError(f"gears {others.ladder} have none above the low gear; use at least two gears")
     if not is_quantized(model):
-        raise GearbxError("the model for the low gear is not quantized; give what a quantizer has written")
+        raise GearbxError("the model for the low gear is not quantized; use a quantized model")
     found, low_layers, storage = dict(model.named_modules()), {}, stored_dtype(model)
     for layer in layers:
         module = found.get(layer.path)
         own = dense_shape(layer.module)
         if module is None or dense_shape(module) != own:
-            problem = "no such layer" if module is None else f"{dense_shape(module)} in place of {own}"
-            raise GearbxError(f"the model for the low gear is another model: {problem} at {layer.path}")
+            problem = "no such layer" if module is None else f"{dense_shape(module)} instead of {own}"
+            raise GearbxError(f"the model for the low gear does not fit: {problem} at {layer.path}; use a matching one")
         low_layers[layer.path] = in_gear(module, layer, others.compute_dtype)
     low, rest = others.ladder[0], Ladder([gear.bits for gear in others.ladder][1:])
     read = {path: layer_bytes(found[path], storage) for path in low_layers}
@@ -426,7 +426,7 @@ def external_low_gear(model: nn.Module, layers: Iterable[Layer], others: Source,
 
 
 def in_gear(module: nn.Module, layer: Layer, dtype: mx.Dtype) -> nn.Module:
-    """Return a layer of the quantized model as it runs here: with native kernels, or converted to `dtype`."""
+    """Return a layer of the quantized model for this gearbox: with native kernels, or converted to `dtype`."""
     affine = getattr(module, "mode", None) == "affine"
     if affine and any(isinstance(module, kind) for kind in QUANTIZED_AS.values()):
         made = quantized_module(layer.module, for_kernels(layer.module, affine_planes(module)))
@@ -443,7 +443,7 @@ def in_gear(module: nn.Module, layer: Layer, dtype: mx.Dtype) -> nn.Module:
 
 
 def cast(module: nn.Module, dtype: mx.Dtype) -> None:
-    """Convert the floating parameters of a module to another type, in place."""
+    """Convert the floating parameters of a module to `dtype`, in place."""
     module.update(
         tree_map(lambda a: a.astype(dtype) if mx.issubdtype(a.dtype, mx.floating) else a, module.parameters())
     )
@@ -454,7 +454,7 @@ def differing(
 ) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
     """Return the other modules that the quantizer changed: norms, into which AWQ puts scales, and embeddings.
 
-    By path, those of `model`, and those of `other`, whose parameters are converted to `dtype`.
+    Both are by path: of `model`, and of `other`, whose parameters are converted to `dtype`.
     """
     before, after = layers_of(model), dict(other.named_modules())
     parents = {path.rpartition(".")[0] for path in before}
@@ -475,8 +475,8 @@ def size_of(layer: Layer) -> int:
     return layer.module.weight.nbytes
 
 
-class Fresh(NamedTuple):
-    """What was made together: as the arguments of `Source.keep`."""
+class NewModules(NamedTuple):
+    """Modules that were made together, as arguments of `Source.keep`."""
 
     bits: Mapping[str, int]
     layers: Sequence[Layer]
@@ -484,9 +484,9 @@ class Fresh(NamedTuple):
 
 
 class GearModules:
-    """Makes, keeps and gives up modules of the managed layers.
+    """The modules of the managed layers, made and dropped as needed.
 
-    made: path to the gears of a layer that exist already; None: a layer has its original alone.
+    made: path to the existing gears of a layer; None: a layer has only its original.
     """
 
     def __init__(
@@ -502,14 +502,14 @@ class GearModules:
         self.made: dict[str, dict[int, nn.Module]] = {
             layer.path: {DENSE: layer.module} if made is None else made[layer.path] for layer in layers
         }
-        self._unread: dict[str, list[nn.Module]] = {}  # made, and still to be evaluated
-        self._fresh: list[Fresh] = []  # made, and still to be kept
-        # Layers whose original belongs to no gear, and the bits that are made of it.
+        self._unread: dict[str, list[nn.Module]] = {}  # made, but not evaluated
+        self._new: list[NewModules] = []  # made, but not kept for later starts
+        # Layers whose original belongs to no gear, and the bits that are made from it.
         widths = {layer.path: {*source.widths(layer)} for layer in layers} if self.has_originals else {}
         self._passing = {path: stored for path, stored in widths.items() if DENSE not in stored}
 
     def make(self, bits: Bits) -> dict[str, nn.Module]:
-        """Path to module at these bits; modules that are missing are made, unevaluated."""
+        """Return path to module at these bits; missing modules are made, unevaluated."""
         missing = [layer for layer in self.layers if bits[layer.path] not in self.made[layer.path]]
         if self.has_originals:
             self.residency.enter({(layer.path, DENSE): layer.module for layer in missing})
@@ -521,48 +521,48 @@ class GearModules:
                 fresh[layer.path] = made
             self.made[layer.path] = made | self.made[layer.path]
         if missing and not found:
-            self._fresh.append(Fresh(dict(bits), missing, fresh))
+            self._new.append(NewModules(dict(bits), missing, fresh))
         chosen = {path: made[bits[path]] for path, made in self.made.items()}
         self.kernels.take(chosen.values())
         return chosen
 
     def complete(self, bits: Bits) -> dict[str, nn.Module]:
-        """Like `make`, evaluated."""
+        """Return `make`'s modules, evaluated."""
         modules = self.make(bits)
         unread = {path: made for path, made in self._unread.items() if any(m is modules[path] for m in made)}
         try:
             self.source.read(unread, {path: self.made[path][DENSE].weight for path in unread if self.has_originals})
-        except BaseException:  # other gears are not to wait for modules that could not be read
+        except BaseException:  # so that other gears do not wait for modules that could not be read
             for path, made in unread.items():
                 dropped = {*map(id, made)}
                 self.made[path] = {bits: m for bits, m in self.made[path].items() if id(m) not in dropped}
                 del self._unread[path]
-            self._fresh.clear()
+            self._new.clear()
             raise
         for path in unread:
             del self._unread[path]
-        waiting = [one for one in self._fresh if not self._unread.keys().isdisjoint(one.made)]
-        done, self._fresh = [one for one in self._fresh if all(one is not other for other in waiting)], waiting
+        waiting = [one for one in self._new if not self._unread.keys().isdisjoint(one.made)]
+        done, self._new = [one for one in self._new if all(one is not other for other in waiting)], waiting
         for one in done:
             self.source.keep(*one)
         self.kernels.measure(modules.values())
         return modules
 
     def enter(self, bits: Bits) -> None:
-        """Bring modules back into memory that were given up."""
+        """Read dropped modules back into memory."""
         self.residency.enter({(path, bits[path]): made[bits[path]] for path, made in self.made.items()})
 
-    def give_up_originals(self) -> None:
-        """Give up the originals of which everything has been made and that belong to no gear."""
+    def drop_originals(self) -> None:
+        """Drop the originals that belong to no gear, once all gears are made from them."""
         done = [path for path, widths in self._passing.items() if widths <= self.made[path].keys()]
         for path in done:
             self.made[path][DENSE].weight = EMPTY
             del self._passing[path]
         if done:
-            hand_back()
+            return_memory()
 
-    def give_up_idle(self, engaged: Bits, model: nn.Module) -> None:
-        """Give up what is not engaged, as the residency says."""
+    def drop_idle(self, engaged: Bits, model: nn.Module) -> None:
+        """Drop modules that are not engaged, depending on the residency."""
         idle = {
             (path, bits): module
             for path, made in self.made.items()
@@ -575,60 +575,60 @@ class GearModules:
 Advance = Callable[[int], object]
 
 
-def unnoticed(done: int) -> None:
+def no_advance(done: int) -> None:
     pass
 
 
-def unseen(total: int) -> AbstractContextManager[Advance]:
-    return nullcontext(unnoticed)
+def no_progress(total: int) -> AbstractContextManager[Advance]:
+    return nullcontext(no_advance)
 
 
-# Surrounds the encoding of `total` bytes, which takes seconds, and is called with the bytes of each layer that is done:
-# a command puts its progress bar here.
-while_encoding: Callable[[int], AbstractContextManager[Advance]] = unseen
+# Context of encoding `total` bytes, for seconds; called with the bytes of each finished layer. A command puts
+# its progress bar here.
+while_encoding: Callable[[int], AbstractContextManager[Advance]] = no_progress
 
 
 def refuse_other_codes(
     layout: Layout, layers: Sequence[Layer], tables: Mapping, low_model: nn.Module | None, residency: str
 ) -> None:
-    """Raises GearbxError for settings that give gears other codes than those of the format, or need the originals."""
+    """Validate settings against formats with their own codes, or without originals. Raises GearbxError."""
     name = layout.format.name
     if layout.codes is not None:
         others = {"tables": tables, "low_model": low_model, f"residency '{residency}'": residency != "resident"}
         for given in (what for what, value in others.items() if value):
             raise GearbxError(
-                f"the model is quantized already, and its gears are the first bits of its codes: leave out {given}, "
-                "or give the original"
+                f"the model is quantized already, and its gears are the first bits of its codes; omit {given}, "
+                "or use the original"
             )
         return
     if tables:
-        raise GearbxError(f"format {name} has the same bits in every layer; leave out tables")
+        raise GearbxError(f"format {name} has the same bits in every layer; omit tables")
     if low_model is not None:
-        raise GearbxError(f"format {name} is one copy of the weights, and its low gear cannot be another model's")
+        raise GearbxError(f"format {name}: all gears share one copy of the weights, got a separate low model; omit it")
     if residency == "disk" and layout.saved is None:
         raise GearbxError(
-            f"format {name} has no originals to read again from disk; write its gears there with gearbx_mlx convert, "
-            "or leave out residency 'disk'"
+            f"format {name} has no originals to read back from disk; use gearbx_mlx convert to write its gears, "
+            "or omit residency 'disk'"
         )
     shared = collections.Counter(id(layer.module) for layer in layers)
     for layer in layers:
         if shared[id(layer.module)] > 1:
-            raise GearbxError(f"{layer.path} is a module of two places, which format {name} cannot drop; use another")
+            raise GearbxError(f"{layer.path} is a module in two places, which format {name} cannot drop; use planes")
 
 
 def make_all(layers: Sequence[Layer], source: FromWeights) -> tuple[dict[str, Gears], dict[str, str]]:
-    """Make all gears of all layers, and drop each original once its gears are there; if this fails, none is dropped.
+    """Make all gears of all layers, and drop each original once its gears exist; if this fails, restore all.
 
-    Returns path to the gears of a layer, and path to reason of layers that stay as they are: they would become larger,
-    or have floors. Raises GearbxError if all do.
+    Returns path to the gears of a layer, and path to reason of unchanged layers: they would become larger, or have
+    floors. Raises GearbxError if all do.
     """
     made: dict[str, Gears] = {}
     larger: dict[str, str] = {}
     size = sum(layer.module.weight.nbytes for layer in layers)
     lowest = {layer.path: source.widths(layer)[0] for layer in layers}
     found = source.find(lowest, layers)
-    with giving_back(layers, made):
-        with nullcontext(unnoticed) if found else while_encoding(size) as advance:
+    with restoring_weights(layers, made):
+        with nullcontext(no_advance) if found else while_encoding(size) as advance:
             for layer in sorted(layers, key=size_of, reverse=True):
                 gears, reason = (found[layer.path], None) if layer.path in found else all_gears(layer, source)
                 if reason:
@@ -646,8 +646,8 @@ def make_all(layers: Sequence[Layer], source: FromWeights) -> tuple[dict[str, Ge
 
 
 @contextmanager
-def giving_back(layers: Sequence[Layer], made: Mapping[str, Gears] | None) -> Iterator[None]:
-    """If what is inside fails, layers get the weights again that were dropped when their gears were made."""
+def restoring_weights(layers: Sequence[Layer], made: Mapping[str, Gears] | None) -> Iterator[None]:
+    """Restore the weights of layers that were dropped for their gears, if the block fails."""
     try:
         yield
     except BaseException:
@@ -658,10 +658,10 @@ def giving_back(layers: Sequence[Layer], made: Mapping[str, Gears] | None) -> It
 
 
 def all_gears(layer: Layer, source: FromWeights) -> tuple[Gears, str | None]:
-    """Return all gears of a layer, evaluated; or none, and the reason why it stays as it is."""
+    """Return all gears of a layer, evaluated; or none, and the reason for leaving it unchanged."""
     lowest, *others = source.widths(layer)
     if not others:
-        return {}, f"has a floor of {layer.lowest_bits} bits, and format {source.format.name} no such gears"
+        return {}, f"has a floor of {layer.lowest_bits} bits, which format {source.format.name} does not have"
     gears = source.modules(layer, lowest)
     source.read({layer.path: gears.values()}, {layer.path: layer.module.weight})
     reason = too_large(linear_of(gears[DENSE]))
@@ -669,10 +669,10 @@ def all_gears(layer: Layer, source: FromWeights) -> tuple[Gears, str | None]:
 
 
 def looks_quantized(weights: Sequence[mx.array]) -> bool:
-    """Return whether dense matrices (..., O, I) have so few different values that they must have been quantized.
+    """Return True if dense matrices (..., O, I) have so few different values that they must have been quantized.
 
-    In a few rows of some of them, the median group of 32 (the smallest in use) has at most 16 values, as many as 4-bit
-    codes have; or the median row of 1024 or more at most 256, as many as with one 8-bit scale.
+    In a few of their rows, the median group of 32 (the smallest in use) has at most 16 values, as with 4-bit codes; or
+    the median row of 1024 or more at most 256, as with one 8-bit scale.
     """
     in_group: list[int] = []
     in_row: list[int] = []
@@ -688,11 +688,11 @@ def looks_quantized(weights: Sequence[mx.array]) -> bool:
 
 
 def warn_if_quantized(weights: Sequence[mx.array]) -> None:
-    """Warn if weights look quantized: quantizing them again loses more."""
+    """Warn if weights look quantized: quantizing them again increases the error."""
     if looks_quantized(weights):
         warnings.warn(
-            "the weights have few different values, as if they had been quantized before: "
-            "quantizing them again adds to their error, most of all in the lowest gear",
+            "the weights have few different values, as if they had been quantized before: quantizing them again "
+            "increases their error, most of all in the lowest gear; use the original",
             GearbxWarning,
             stacklevel=3,
         )

@@ -1,6 +1,6 @@
-"""Residency `stream`: the base of a checkpoint of format `exact` is in memory, the rest is read at every use.
+"""Residency `stream`: the base of an `exact` checkpoint stays in memory, and the rest is read at every use.
 
-What the top gear has beside the codes of the low gears are the low and high bytes of each weight: 9 bits of 13.5.
+The rest is the low and high bytes of each weight, only for the top gear: 9 bits of 13.5.
 """
 
 import functools
@@ -29,18 +29,18 @@ from .sources import FromFiles
 from .strips import Piece, Remainder, Strip, StripReader, strips_of, with_blocks, with_strip
 
 STREAM = "stream"
-CONVERT_EXACT = "convert the original with gearbx_mlx convert --format exact"
+CONVERT_EXACT = "use gearbx_mlx convert --format exact on the original"
 
 
 class Streamed(nn.Module):
-    """What the layers share: an exact layer without `low` and `high`, and where these are."""
+    """Base of streamed layers: an exact layer without `low` and `high`, and their location."""
 
     remainder: Remainder
     reader: StripReader
 
     @property
     def matrix(self) -> ExactMatrix:
-        """What is in memory, with zeros for the rest: enough to work out shapes."""
+        """The matrix with zeros for all that is not in memory: enough to compute shapes."""
         scales = self["group_scales"]
         low = mx.zeros((*scales.shape[:-1], scales.shape[-1] * self.group_size), mx.uint8)
         beside = low, mx.zeros(1, mx.uint8), self["offsets"]
@@ -48,7 +48,7 @@ class Streamed(nn.Module):
 
     @property
     def bytes_read(self) -> int:
-        """The bytes of the whole weight, of all experts, in memory and in the file."""
+        """Bytes of the whole weight (all experts), in memory and in the file."""
         matrix = self.matrix
         arrays = matrix.codes, matrix.scales, matrix.biases, matrix.offsets
         return sum(array.nbytes for array in arrays) + self.remainder.nbytes
@@ -61,7 +61,7 @@ class Streamed(nn.Module):
         return mx.concatenate(self.by_strips(compute)).reshape(self.weight_shape)
 
     def rows(self, chosen: mx.array) -> mx.array:
-        """Rows of the weight (O, I), (..., I) bfloat16, which alone are read. chosen: (...)."""
+        """Return rows of the weight (O, I), (..., I) bfloat16, reading only those. chosen: (...)."""
         if only_shapes.get():
             return mx.zeros((*chosen.shape, self.weight_shape[-1]), mx.bfloat16)
         numbers, places = np.unique(np.array(chosen), return_inverse=True)
@@ -70,24 +70,24 @@ class Streamed(nn.Module):
 
     @functools.cached_property
     def offsets_on_cpu(self) -> np.ndarray:
-        """Where the bytes of each row begin."""
+        """Offsets of the bytes of each row."""
         return np.array(self["offsets"])
 
     @functools.cached_property
     def strips(self) -> list[Strip]:
-        """All rows, in the parts in which they are read."""
+        """All rows, in the strips in which they are read."""
         return strips_of(self.remainder, self.matrix.flat, self.offsets_on_cpu)
 
     def by_strips(self, compute: Callable[[ExactMatrix], mx.array]) -> list[mx.array]:
-        """Return what `compute` makes of each strip."""
+        """Return the results of `compute` for all strips."""
         matrix = self.matrix.flat
         return self.reader.over(self.strips, lambda strip, memory: compute(with_strip(matrix, strip, memory)))
 
     def blocks(self, chosen: np.ndarray, height: int) -> ExactMatrix:
-        """Return some blocks of `height` rows as one matrix (rows, I), complete, which alone are read.
+        """Return some blocks of `height` rows as one matrix (rows, I), complete, reading only those.
 
         Args:
-            chosen: numbers of blocks. One beyond the last is the last: MLX reads anything there.
+            chosen: numbers of blocks. Numbers beyond the last are clipped: MLX may read anything there.
         """
         offsets = self.offsets_on_cpu
         numbers = np.clip(chosen.astype(np.int64), 0, (len(offsets) - 1) // height - 1)
@@ -111,11 +111,11 @@ class StreamedLinear(Streamed):
         return y + self["bias"].astype(y.dtype) if "bias" in self else y
 
     def kind(self) -> None:
-        """Return None: to measure kernels would be to read the disk."""
+        """Return None: measuring kernels would read the disk."""
 
 
 class StreamedSwitchLinear(Streamed):
-    """A SwitchLinear. The experts that `indices` names are read, when their names are known: nothing is read ahead."""
+    """A SwitchLinear that reads the experts in `indices` once these are known, so never ahead."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         if only_shapes.get():
@@ -135,13 +135,13 @@ STREAMED_KINDS: dict[Any, type[Streamed]] = {ExactLinear: StreamedLinear, ExactS
 
 @functools.cache
 def streamed(kind: Any) -> type[nn.Module]:
-    """Return the class of streamed layers in the place of a class of exact layers, native or not."""
+    """Return the streamed class for a class of exact layers, native or not."""
     own = next((made for exact, made in STREAMED_KINDS.items() if issubclass(kind, exact)), Streamed)
     return type(f"Streamed{kind.__name__}", (own, kind), {})
 
 
 def stream(module: nn.Module, remainder: Remainder, reader: StripReader) -> None:
-    """Make an exact layer over unread arrays one that reads them at every use, and does not keep them."""
+    """Turn an exact layer over unread arrays into one that reads them at every use, and does not keep them."""
     own = {"remainder": remainder, "reader": reader}
     for name in ("low", "high"):
         del module[name]
@@ -152,9 +152,9 @@ def stream(module: nn.Module, remainder: Remainder, reader: StripReader) -> None
 
 
 class Stream(Residency):
-    """Keeps every gear of a checkpoint of format `exact` in memory, except for what `reader` reads, and measures.
+    """A residency that keeps gears of format `exact` in memory, except for strips, which its `reader` reads and times.
 
-    Raises GearbxError for a checkpoint of another format.
+    Raises GearbxError for a checkpoint of a different format.
     """
 
     name = STREAM
@@ -168,7 +168,7 @@ class Stream(Residency):
         self.reader = StripReader(saved.hashes, keeps_cache=fits_in_memory(saved))
 
     def summary(self, tokens: int) -> dict[str, float]:
-        """Return what a run of so many tokens read from the disk, for each of them, and how fast."""
+        """Return the disk bytes per token of a run, and the read speed (bytes per second)."""
         return {
             "disk_bytes_per_token": self.reader.bytes_read / max(1, tokens),
             "disk_bytes_per_second": self.reader.speed.bytes_per_second or 0.0,
@@ -177,7 +177,7 @@ class Stream(Residency):
 
 @dataclass(frozen=True)
 class StreamedFiles(FromFiles):
-    """Reads the base from a geared checkpoint, and leaves the rest to a reader."""
+    """A source that reads the base from a geared checkpoint, and leaves the rest to a reader."""
 
     reader: StripReader
     panels = False
@@ -196,14 +196,14 @@ class StreamedFiles(FromFiles):
 
 
 def remainder_of(saved: SavedGears, path: str) -> Remainder:
-    """Return where a layer's low and high bytes are."""
+    """Return the location of a layer's low and high bytes."""
     names = (saved.manifest.changing[path].gears[DENSE][parameter] for parameter in ("low", "high"))
     places = {name: saved.hashes.places[name] for name in names}
     return Remainder(*(Piece(name, place.begin, place.end) for name, place in places.items()))
 
 
 def fits_in_memory(saved: SavedGears) -> bool:
-    """Return whether the machine has twice the memory of the checkpoint, so that the system may keep what was read."""
+    """Return True if memory is at least twice the checkpoint, so that the system may cache it."""
     size = sum(place.size for place in saved.hashes.places.values())
     return 2 * size <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
@@ -214,9 +214,9 @@ def residency_of(
     """Return the residency of this name. Raises GearbxError if it does not exist, or not for this model."""
     check_choice("residency", name, RESIDENCIES)
     if sharding_of(model) is not None and (name == STREAM or (name == "disk" and saved is None)):
-        raise GearbxError(f"residency {name} reads whole layers, and ranks have parts of them; use resident")
+        raise GearbxError(f"residency {name} reads whole layers, but ranks have parts of them; use resident")
     if name == STREAM and saved is None:
-        raise GearbxError(f"residency stream reads a geared checkpoint, and this model is from none; {CONVERT_EXACT}")
+        raise GearbxError(f"residency stream needs a geared checkpoint, got a model without gears; {CONVERT_EXACT}")
     if name == "disk":
         return OriginalDisk(model, checkpoint, dtypes) if saved is None else SavedDisk(saved, dtypes)
     return Stream(saved) if saved is not None and name == STREAM else Residency()

@@ -1,6 +1,6 @@
-"""Strips: what of a layer is read from the disk at a time, by a thread of its own, ahead of who computes with them.
+"""Strips: parts of a layer that a separate thread reads from disk, ahead of their use.
 
-They are read into memory that is used again and again, since new memory costs the system time.
+They are read into memory that is reused, since the system takes time to provide new memory.
 """
 
 import contextlib
@@ -34,11 +34,11 @@ def zeros(size: int) -> mx.array:
     return array
 
 
-ALIGNED = 64  # bytes: where the second array of a strip may begin in memory
+ALIGNED = 64  # bytes: alignment of the second array of a strip in memory
 
 
 class Piece(NamedTuple):
-    """A piece of an array in a file: of which array, and from which byte of the file to the one before which."""
+    """A piece of an array in a file: name of the array, first byte in the file, and the one after the last."""
 
     array: str
     begin: int
@@ -50,19 +50,19 @@ class Piece(NamedTuple):
 
 
 class Strip:
-    """Consecutive rows of a layer, and the pieces `low` and `high` that belong to them. Equal to itself alone."""
+    """Consecutive rows of a layer, and their pieces of `low` and `high`. Compared by identity."""
 
     def __init__(self, first: int, end: int, low: Piece, high: Piece):
         self.first, self.end, self.low, self.high = first, end, low, high
         self.second = -(-low.size // ALIGNED) * ALIGNED
-        """Where `high` begins in the memory of a strip, in which `low` begins at 0."""
+        """Offset of `high` in the memory of a strip, in which `low` is at 0."""
         self.size = self.second + max(1, high.size)
         """Bytes of memory."""
 
 
 @dataclass(frozen=True)
 class Remainder:
-    """The arrays beside the base of one layer, which stay in the file."""
+    """The arrays of one layer that stay in the file, without its base."""
 
     low: Piece
     high: Piece
@@ -72,7 +72,7 @@ class Remainder:
         return self.low.size + self.high.size
 
     def rows(self, first: int, end: int, offsets: np.ndarray) -> Strip:
-        """Return the rows from `first` to the one before `end`. offsets: of the layer."""
+        """Return the rows from `first` to before `end`. offsets: of the layer."""
         width = self.low.size // (len(offsets) - 1)
         low = (self.low.begin + width * row for row in (first, end))
         high = (self.high.begin + int(offsets[row]) for row in (first, end))
@@ -80,16 +80,16 @@ class Remainder:
 
 
 def strips_of(remainder: Remainder, matrix: ExactMatrix, offsets: np.ndarray) -> list[Strip]:
-    """Return the strips of a matrix (O, I): the parts of rows in which MLX's kernels decode a resident one.
+    """Return the strips of a matrix (O, I): the tiles of rows that MLX's kernels decode together.
 
-    They have every byte of the two arrays, also the one of a `high` of which no row needs any.
+    They cover every byte of the two arrays, including an unused byte of `high`.
     """
     *strips, last = (remainder.rows(first, end, offsets) for first, end in tile_ends(matrix))
     return [*strips, Strip(last.first, last.end, last.low, last.high._replace(end=remainder.high.end))]
 
 
 def with_strip(matrix: ExactMatrix, strip: Strip, memory: mx.array) -> ExactMatrix:
-    """Return the rows of a strip, read into memory (uint8), of a matrix (O, I) without low and high; complete."""
+    """Return the rows of a strip, complete: from a matrix (O, I) without low and high, and the strip's memory."""
     rows = matrix.rows(strip.first, strip.end)
     return rows._replace(
         low=memory[: strip.low.size].reshape(strip.end - strip.first, -1),
@@ -101,9 +101,9 @@ def with_strip(matrix: ExactMatrix, strip: Strip, memory: mx.array) -> ExactMatr
 def with_blocks(
     matrix: ExactMatrix, chosen: np.ndarray, height: int, strips: Sequence[Strip], low: mx.array, high: mx.array
 ) -> ExactMatrix:
-    """Return blocks of rows, by number, of a matrix (O, I) without low and high, one after the other, complete.
+    """Return blocks of rows, by number, of a matrix (O, I) without low and high, concatenated, complete.
 
-    strips: what was read of each block. low, high: the pieces of the strips, one after the other.
+    strips: of each block. low, high: the pieces of the strips, concatenated.
     """
     rows = mx.array((chosen[:, None] * height + np.arange(height)).reshape(-1))
     lengths = mx.concatenate([matrix.offsets[strip.first + 1 : strip.end + 1] for strip in strips])
@@ -115,11 +115,11 @@ def with_blocks(
     )
 
 
-OLDER_SHARE = 0.99  # of the weight that the reads so far have in the speed, at each further read
+OLDER_SHARE = 0.99  # decay of earlier reads in the speed, per read
 
 
 class Bandwidth:
-    """Bytes per second, as measured lately. `add` takes one measurement."""
+    """Recent bytes per second. `add` takes one measurement."""
 
     def __init__(self) -> None:
         self._bytes = self._seconds = 0.0
@@ -129,32 +129,31 @@ class Bandwidth:
 
     @property
     def bytes_per_second(self) -> float | None:
-        """None before the first measurement."""
+        """Bytes per second; None before the first measurement."""
         return self._bytes / self._seconds if self._seconds else None
 
 
 class StripReader:
-    """Hands out the strips of layers, and reads those ahead that were wanted next the last time.
+    """A reader of strips that reads ahead, in the order of the previous forward pass.
 
-    An array is compared with its hash when its strips are first read: before the last of them is handed out. After an
-    error nothing is read ahead, and the thread ends; the next strip that is wanted starts again. Threads may share a
-    reader, and a copy of a model gets one of its own.
+    An array is compared with its hash when its strips are first read, before the last of them is returned. After an
+    error, reading ahead stops and the thread ends; the next request starts again. Threads may share a reader, and a
+    copy of a model gets its own.
 
-    keeps_cache: whether the system may keep what was read in memory of its own, for the next pass. speed: of the disk.
-    bytes_read: all that were read.
+    keeps_cache: True if the system may cache the file for the next pass. speed: of the disk. bytes_read: in total.
     """
 
     def __init__(self, hashes: ArrayHashes, keeps_cache: bool):
         self.hashes, self.keeps_cache = hashes, keeps_cache
         self.speed, self.bytes_read = Bandwidth(), 0
         self._files: dict[Path, int] = {}
-        self._sums: dict[str, tuple[Any, int]] = {}  # of arrays not compared yet, and the byte up to which they go
-        self._free: list[mx.array] = []  # memory that no strip is in, in the order in which it came
-        self._in_use: deque[tuple[mx.array, mx.array]] = deque()  # what is made of memory, and the memory
+        self._sums: dict[str, tuple[Any, int]] = {}  # partial hashes, and the byte that they have reached
+        self._free: list[mx.array] = []  # unused memory, oldest first
+        self._in_use: deque[tuple[mx.array, mx.array]] = deque()  # results, and the memory that they are computed from
         self._next: dict[Strip, Strip] = {}
         self._size = self._largest = 0  # bytes of the strips that have a next one, and of the largest strip
-        self._last: Strip | None = None  # that was wanted
-        self._reading: dict[Strip, tuple[mx.array, Future]] = {}  # in the order in which they will be wanted
+        self._last: Strip | None = None  # last requested strip
+        self._reading: dict[Strip, tuple[mx.array, Future]] = {}  # in the expected order of requests
         self._thread: ThreadPoolExecutor | None = None
         self._lock, self._files_lock = threading.RLock(), threading.Lock()
         weakref.finalize(self, close, self._files)
@@ -163,17 +162,17 @@ class StripReader:
         return StripReader(self.hashes, self.keeps_cache)
 
     def over(self, strips: Sequence[Strip], compute: Callable[[Strip, mx.array], mx.array]) -> list[mx.array]:
-        """Return what is computed with each strip. Computing has begun, and at most two strips wait for it.
+        """Return the results for all strips. They are being computed, and at most two strips wait for that.
 
-        compute: makes an array of a strip and the memory that it is in. Raises GearbxError for a file that cannot be
-        read any more, or is not what was written.
+        compute: makes an array from a strip and its memory. Raises GearbxError for a file that cannot be read any
+        more, or was changed.
         """
         with self._lock:
             for before, after in itertools.pairwise(strips):
                 if before not in self._next:
                     self._follow(before, after)
         made = []
-        with self._stopping_at_errors():  # those of `compute` too
+        with self._stopping_at_errors():  # including errors of `compute`
             for strip in strips:
                 memory = self._wanted(strip)
                 made.append(compute(strip, memory))
@@ -182,7 +181,7 @@ class StripReader:
         return made
 
     def verify(self, *names: str) -> None:
-        """Compare arrays of which only some pieces are wanted with their hashes. Raises GearbxError as `over`."""
+        """Compare arrays that are read in pieces with their hashes. Raises GearbxError as `over`."""
         if self.hashes.pending.isdisjoint(names):
             return
         with self._stopping_at_errors():
@@ -191,7 +190,7 @@ class StripReader:
             self._forget(self._opened(place.file), place.begin, place.size)
 
     def joined(self, parts: Sequence[Piece]) -> mx.array:
-        """Pieces of an array one after the other, uint8, at least one byte. Raises GearbxError as `over`."""
+        """Return pieces of an array concatenated, uint8, at least one byte. Raises GearbxError as `over`."""
         array = zeros(sum(part.size for part in parts) or 1)
         view, place = memory_of(array), 0
         with self._stopping_at_errors():
@@ -210,7 +209,7 @@ class StripReader:
                 count = os.preadv(file, [memory[done:]], part.begin + done)
                 if not count:
                     raise GearbxError(f"{path}: ends before {part.array} does; {RESTORE}")
-                self.speed.add(count, time.perf_counter() - start)  # of the disk: no wait for a lock is in it
+                self.speed.add(count, time.perf_counter() - start)  # time of the disk, without waits for a lock
                 done += count
             self._forget(file, part.begin, part.size)
             self.bytes_read += part.size
@@ -218,12 +217,12 @@ class StripReader:
             raise GearbxError(f"{path}: cannot be read any more ({error.strerror}); {RESTORE}") from error
 
     def stop(self) -> None:
-        """Read nothing ahead any more, and end the thread."""
+        """Stop reading ahead, and end the thread."""
         with self._lock:
             for strip in list(self._reading):
                 self._drop(strip)
             if self._thread is not None:
-                self._thread.shutdown(wait=False)  # what others wait for is still read
+                self._thread.shutdown(wait=False)  # strips that other threads wait for are still read
             self._thread = self._last = None
             self._in_use.clear()
 
@@ -241,7 +240,7 @@ class StripReader:
             if self._last is not None:
                 self._follow(self._last, strip)
             self._last = strip
-            for other in list(self._reading):  # those before it were not wanted
+            for other in list(self._reading):  # earlier ones were not requested
                 if other is strip:
                     break
                 self._drop(other)
@@ -253,12 +252,12 @@ class StripReader:
         return memory
 
     def _follow(self, before: Strip, after: Strip) -> None:
-        """Expect a strip after another."""
+        """Expect `after` to be requested after `before`."""
         self._size += 0 if before in self._next else before.size
         self._next[before] = after
 
     def _read_ahead(self) -> None:
-        """Begin the strips that are expected, as far as memory goes."""
+        """Start reading the expected strips, as far as memory allows."""
         latest = next(reversed(self._reading), self._last)
         while latest is not None:
             latest = self._next.get(latest)
@@ -268,7 +267,7 @@ class StripReader:
 
     @property
     def _room(self) -> int:
-        """Bytes of memory for further strips."""
+        """Bytes of memory for more strips."""
         memories = itertools.chain((memory for memory, _ in self._reading.values()), (free for _, free in self._in_use))
         most = max(4 * self._largest, self._size // 8)  # the disk reads an eighth while the low gear drafts
         return most - sum(memory.size for memory in memories)
@@ -281,7 +280,7 @@ class StripReader:
         self._reading[strip] = memory, self._thread.submit(self._read_strip, strip, memory)
 
     def _take(self, size: int) -> mx.array:
-        """Memory of at least `size` bytes: the smallest that is free, or new, for which what is free may go."""
+        """Return memory of at least `size` bytes: the smallest free one, or a new one in exchange for free memory."""
         fitting = [(free.size, place) for place, free in enumerate(self._free) if size <= free.size <= 1.25 * size]
         if fitting:
             return self._free.pop(min(fitting)[1])
@@ -289,24 +288,24 @@ class StripReader:
         return zeros(size)
 
     def _drop(self, strip: Strip) -> None:
-        """Forget a strip; its memory is free once no read into it runs."""
+        """Forget a strip; its memory is free once no read uses it."""
         memory, future = self._reading.pop(strip)
         future.cancel()
         future.add_done_callback(lambda _: self._give(memory))
 
     def _give(self, memory: mx.array) -> None:
-        """Keep memory for another strip, as far as there is room."""
+        """Keep memory for a later strip, as far as there is room."""
         with self._lock:
             self._free.append(memory)
             self._shrink(self._room)
 
     def _shrink(self, room: int) -> None:
-        """Let go of what has been free longest, until no more bytes are free than `room`."""
+        """Release the oldest free memory, until at most `room` bytes are free."""
         while self._free and sum(free.size for free in self._free) > room:
             self._free.pop(0)
 
     def _used(self, made: mx.array, memory: mx.array) -> None:
-        """Take memory back once what is made of it is computed; wait for that if too much is in use."""
+        """Reclaim memory once its result is computed; wait for that if too much is in use."""
         with self._lock:
             self._in_use.append((made, memory))
             waiting = [self._in_use.popleft() for _ in range(len(self._in_use) - 2)]
@@ -318,7 +317,7 @@ class StripReader:
                 self._read_ahead()
 
     def _read_strip(self, strip: Strip, memory: mx.array) -> None:
-        """Do the work of the thread."""
+        """Read a strip, in the thread."""
         view = memory_of(memory)
         pieces = (strip.low, view[: strip.low.size]), (strip.high, view[strip.second :][: strip.high.size])
         for part, piece in pieces:
@@ -327,7 +326,7 @@ class StripReader:
                 self._add_to_hash(part, piece)
 
     def _add_to_hash(self, part: Piece, piece: memoryview) -> None:
-        """Compare an array with its hash at its last strip."""
+        """Add a piece to the hash of its array, and compare it at the last strip."""
         place = self.hashes.places[part.array]
         digest, end = self._sums.pop(part.array, (None, 0))
         if part.begin == place.begin:
@@ -338,11 +337,11 @@ class StripReader:
             self._sums[part.array] = digest, part.end
         if part.end == place.end and in_order:
             self.hashes.confirm(part.array, self._sums.pop(part.array)[0].hexdigest(), RESTORE)
-        elif part.end == place.end:  # another thread wanted other strips in between
+        elif part.end == place.end:  # a second thread read different strips in between
             self.hashes.verify([part.array], RESTORE)
 
     def _forget(self, file: int, begin: int, size: int) -> None:
-        """Have the system forget what it has read of a file, where it is not to keep it."""
+        """Drop a file's bytes from the system's cache, unless it may keep them."""
         if not self.keeps_cache and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file, begin, size, os.POSIX_FADV_DONTNEED)
 
@@ -357,7 +356,7 @@ class StripReader:
 
 
 def without_cache(file: int) -> None:
-    """Have a Mac keep nothing of a file in memory. Elsewhere this takes a word after each read."""
+    """Disable a Mac's cache for a file. Other systems need a call after each read."""
     with contextlib.suppress(ImportError, OSError):
         import fcntl
 

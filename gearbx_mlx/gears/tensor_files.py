@@ -1,8 +1,8 @@
 """Headers and hashes of safetensors files, and the fingerprint of a model.
 
-The hash of a file tells it from another without reading all of it. That of every array of a geared checkpoint is
-compared when a layer is first read, so that damage does not show in a text. A calibration file names the fingerprint of
-its model, and is refused by any other.
+The hash of a file identifies it without reading all of it. The hash of every array of a geared checkpoint is compared
+when a layer is first read, so that damage never reaches the output. A calibration file has the fingerprint of its
+model, and is refused for other models.
 """
 
 import hashlib
@@ -40,12 +40,12 @@ TYPE_NAMES = {
     mx.int8: "I8",
 }
 TYPE_SIZES = {name: dtype.size for dtype, name in TYPE_NAMES.items()}  # bytes of a number
-LENGTH = struct.Struct("<Q")  # of the header, which comes first
-HASHED_BYTES = 4096  # bytes in the middle of an array that are looked at
+LENGTH = struct.Struct("<Q")  # length of the header, at the start of the file
+HASHED_BYTES = 4096  # bytes in the middle of an array that are hashed
 
 
 class TensorEntry(Struct, frozen=True):
-    """What the header says of an array; data_offsets: its first byte, and the one after its last."""
+    """The header's entry of an array. data_offsets: its first byte, and the one after its last."""
 
     dtype: str
     shape: tuple[Count, ...]
@@ -54,7 +54,7 @@ class TensorEntry(Struct, frozen=True):
 
 @dataclass(frozen=True)
 class ArrayPlace:
-    """Where an array is: in a file, from byte `begin` to the one before `end`."""
+    """Location of an array: in a file, from byte `begin` to before `end`."""
 
     file: Path
     begin: int
@@ -62,12 +62,12 @@ class ArrayPlace:
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """Size in bytes."""
         return self.end - self.begin
 
 
 class FileHeader(NamedTuple):
-    """What the header of a safetensors file says. entries: of its arrays, by name. start: of the data."""
+    """The header of a safetensors file. entries: of its arrays, by name. start: of the data."""
 
     path: Path
     entries: dict[str, TensorEntry]
@@ -75,7 +75,7 @@ class FileHeader(NamedTuple):
 
     @property
     def places(self) -> dict[str, ArrayPlace]:
-        """Where the arrays are, by name."""
+        """Locations of the arrays, by name."""
         return {
             name: ArrayPlace(self.path, *(self.start + offset for offset in entry.data_offsets))
             for name, entry in self.entries.items()
@@ -83,10 +83,10 @@ class FileHeader(NamedTuple):
 
     @property
     def hash(self) -> str:
-        """64 hexadecimal digits of names, types, shapes, and of the middle of every array. Raises OSError.
+        """Hash of names, types, shapes, and of the middle of every array: 64 hexadecimal digits. Raises OSError.
 
-        A model that was trained on, quantized again or merged with another differs in all of its arrays. To read the
-        whole file would take longer than everything else that loading does.
+        Training, quantizing or merging a model changes all of its arrays. Reading the whole file would take longer
+        than all other steps of loading.
         """
         digest = hashlib.sha256(json.dumps(msgspec.to_builtins(self.entries), sort_keys=True).encode())
         with open(self.path, "rb") as file:
@@ -100,7 +100,7 @@ class FileHeader(NamedTuple):
 def header_of(path: Path) -> FileHeader:
     """Return the header of a safetensors file. Raises OSError for one that cannot be read.
 
-    Raises GearbxError for something else, or an incomplete file; the message names the file, but no remedy.
+    Raises GearbxError for a different or incomplete file; the message names the file, but no remedy.
     """
     try:
         with safe_open(path, framework="np"), open(path, "rb") as file:  # the library checks sizes and places
@@ -112,7 +112,7 @@ def header_of(path: Path) -> FileHeader:
         raise GearbxError(f"{path}: damaged or truncated ({one_line(error)})") from error
 
 
-UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}  # by bytes of a number
+UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}  # bytes of a number to its type
 K = TypeVar("K")
 
 
@@ -122,7 +122,7 @@ def hash_bytes(data: Any) -> str:
 
 
 def sum_of_bytes(data: np.ndarray) -> int:
-    """Return the sum of the words of 64 bits, which a flipped bit changes; it is ten times as fast as a hash."""
+    """Return the sum of the 64-bit words, which a flipped bit changes; it is ten times as fast as a hash."""
     flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
     whole = len(flat) // 8 * 8
     words = int(flat[:whole].view("<u8").sum(dtype=np.uint64))
@@ -130,12 +130,12 @@ def sum_of_bytes(data: np.ndarray) -> int:
 
 
 def bits_in(array: mx.array) -> np.ndarray:
-    """Return the bits of an evaluated array, of its shape."""
+    """Return the bits of an evaluated array as integers, in its shape."""
     return np.array(array.reshape(-1).view(UNSIGNED[array.dtype.size]), copy=False).reshape(array.shape)
 
 
 def hash_place(place: ArrayPlace) -> str:
-    """Return the same of an array in a file. Raises OSError where it cannot be read."""
+    """Return the SHA-256 of an array in a file, in 64 hexadecimal digits. Raises OSError if it cannot be read."""
     digest = hashlib.sha256()
     with open(place.file, "rb", buffering=0) as file:
         file.seek(place.begin)
@@ -147,9 +147,9 @@ def hash_place(place: ArrayPlace) -> str:
 
 
 class TensorFile:
-    """A new safetensors file: arrays one after the other, after `room` for the header, which is known last.
+    """A new safetensors file: concatenated arrays, after `room` for the header, written last.
 
-    hashed: what `append` returns of an array's bytes.
+    hashed: function for the results of `append`, from an array's bytes.
     """
 
     def __init__(self, path: Path, room: int, hashed: Callable[[Any], Any] = hash_bytes):
@@ -175,11 +175,11 @@ class TensorFile:
 
     @property
     def places(self) -> dict[str, ArrayPlace]:
-        """Return where each array is."""
+        """Locations of the arrays, by name."""
         return FileHeader(self.path, self.entries, LENGTH.size + self.room).places
 
     def finish(self, about: Mapping[str, str] | None = None) -> None:
-        """Write the header, which completes the file."""
+        """Write the header, and close the file."""
         header = msgspec.json.encode({"__metadata__": {"format": "mlx", **(about or {})}} | self.entries)
         assert len(header) <= self.room, "more names than there is room for"
         self.file.seek(0)
@@ -203,7 +203,7 @@ def hash_places(places: Mapping[K, ArrayPlace], remedy: str = "restore it") -> I
 
 
 class ArrayHashes:
-    """Compares arrays with their hashes, each once. Threads may share it.
+    """Hashes of arrays, each compared once. Threads may share it.
 
     expected: name to hash; arrays without one are not compared. pending: the names that were not compared yet.
     """
@@ -214,7 +214,7 @@ class ArrayHashes:
         self._lock = threading.Lock()
 
     def verify(self, names: Iterable[str], remedy: str) -> None:
-        """Compare arrays that were not compared before. Raises GearbxError, with `remedy`, for another hash."""
+        """Compare arrays that were not compared before. Raises GearbxError, with `remedy`, for a wrong hash."""
         with self._lock:
             wanted = sorted(self.pending.intersection(names))
             for name, is_whole in self.compare(wanted, remedy):
@@ -223,27 +223,27 @@ class ArrayHashes:
             self.pending.difference_update(wanted)
 
     def confirm(self, name: str, found: str, remedy: str) -> None:
-        """Take the hash of an array that other code has read whole. Raises GearbxError if it is another one."""
+        """Accept the hash of an array that other code has read whole. Raises GearbxError for a wrong hash."""
         if found != self.expected[name]:
             raise self.damaged(name, remedy)
         with self._lock:
             self.pending.discard(name)
 
     def damaged(self, name: str, remedy: str) -> GearbxError:
-        """Return the error for an array whose hash is not the expected one."""
-        return GearbxError(f"{self.places[name].file}: {name} is damaged, or of another model; {remedy}")
+        """Return the error for an array with a wrong hash."""
+        return GearbxError(f"{self.places[name].file}: {name} is damaged, or from a different model; {remedy}")
 
     def compare(self, names: Iterable[str], remedy: str) -> Iterator[tuple[str, bool]]:
-        """Yield each array, and whether its hash is the expected one. Raises GearbxError as `hash_places`."""
+        """Yield each array, and True if its hash is the expected one. Raises GearbxError as `hash_places`."""
         for name, found in hash_places({name: self.places[name] for name in names}, remedy):
             yield name, found == self.expected[name]
 
 
-SAMPLED = 8  # values of each array: enough to tell a fine-tuned model from the one that it came from
+SAMPLED = 8  # values of each array: enough to distinguish a fine-tuned model from its original
 
 
 def with_adapters(base: str, model: nn.Module) -> str:
-    """Return the fingerprint of a model with its adapters, from that of the model without them."""
+    """Return the fingerprint of a model with its adapters, given the fingerprint without them."""
     own = adapter_arrays(model)
     return hashlib.sha256(f"{base} {fingerprint_of(samples_of(own))}".encode()).hexdigest()[:32] if own else base
 

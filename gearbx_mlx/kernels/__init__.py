@@ -1,12 +1,11 @@
-"""Kernels over packed arrays. Knows arrays only, no modules.
+"""Kernels over packed arrays, without modules.
 
-Here are the names of devices, kernels and activations, for flags and settings: importing them loads neither mlx nor
-numpy.
+This file has names of devices, kernels and activations for flags and settings, and imports neither mlx nor numpy.
 """
 
 DEVICES = ("cpu", "gpu")
-DENSE = 16  # bits of the weights as they are, in the type of the checkpoint
-GROUP_SIZES = (32, 64, 128)  # of planes: inputs that share a scale
+DENSE = 16  # bits that stand for the original weights, in the checkpoint's type
+GROUP_SIZES = (32, 64, 128)  # inputs that share a scale of planes
 MEASURE = "measure"
 KERNELS = ("auto", "native", "mlx", MEASURE)
-ACTIVATIONS = {"int16": 16, "int8": 8, "float": 0}  # bits to which native CPU kernels round activations; 0: none
+ACTIVATIONS = {"int16": 16, "int8": 8, "float": 0}  # bits of quantized activations in CPU kernels; 0: not quantized

@@ -1,7 +1,7 @@
-"""Bit planes as arrays: the record of a stack, how codes are packed, and products with MLX's own kernels.
+"""Bit planes as arrays: the record of a stack, the packing of codes, and matmuls with MLX's kernels.
 
-A plane is an ordinary affine weight of MLX: its codes are a little-endian stream of bits, 32 codes in `bits` words. A
-stack of r planes takes r calls. A native kernel reads all planes in one pass; its results must agree with these.
+A plane is an ordinary affine weight of MLX: its codes are a little-endian stream of bits, 32 codes in `bits` words. MLX
+multiplies a stack of r planes in r calls. A native kernel reads all planes in one pass, and must agree with MLX.
 """
 
 import itertools
@@ -12,11 +12,11 @@ from typing import NamedTuple
 import mlx.core as mx
 
 CODES_TOGETHER = 32
-# Widths of stacks whose rows native kernels of a CPU take side by side.
+# Widths of stacks whose rows native CPU kernels read as panels.
 IN_PANELS = ((4,), (8,), (4, 4), (4, 2), (4, 1))
-AS_PLANES: dict[tuple[int, ...], tuple[int, ...]] = {(5,): (4, 1), (6,): (4, 2)}  # codes that they take so as planes
+AS_PLANES: dict[tuple[int, ...], tuple[int, ...]] = {(5,): (4, 1), (6,): (4, 2)}  # codes split for panels
 
-# The smallest scale: groups of equal weights have no range.
+# The smallest scale, for groups of equal weights, which have no range.
 SCALE_FLOOR = {mx.float16: 2.0**-24, mx.bfloat16: 2.0**-100, mx.float32: 2.0**-100}
 
 
@@ -25,11 +25,11 @@ class Planes(NamedTuple):
 
     A single plane is an affine weight of MLX.
 
-    weights: per plane, (..., O, I * width / 32) uint32 as `mx.quantize` packs them, most significant plane first.
-    scales: (..., O, I / group_size), of the first plane; the others are powers of two below it. biases: of the first
-    plane and some of the next, the same shape; those of the others are 0. widths: bits of each plane. group_size:
-    inputs that share a scale. rest: bits of longer codes, whose biases these are, that the stack leaves out: a weight
-    lies in the middle of what they select from.
+    weights: per plane, (..., O, I * width / 32) uint32 packed as by `mx.quantize`, most significant plane first.
+    scales: (..., O, I / group_size), of the first plane; a power of two smaller for each later plane. biases: of the
+    first plane and possibly later ones, same shape; 0 for the other planes. widths: bits of each plane. group_size:
+    number of inputs that share a scale. rest: number of lower bits of longer codes that the stack omits. The biases
+    are then those of the longer codes, and a weight is the middle of the range of the omitted bits.
     """
 
     weights: Sequence[mx.array]
@@ -50,16 +50,16 @@ class Planes(NamedTuple):
         return (*self.weights, self.scales, *self.biases)
 
     def gear(self, bits: int) -> "Planes":
-        """Return the first planes, of `bits` together, which are what the gear with these bits reads."""
+        """Return the first planes with a total of `bits` bits, as read by that gear."""
         count = list(itertools.accumulate(self.widths)).index(bits) + 1
         return self._replace(weights=self.weights[:count], biases=self.biases[:count], widths=self.widths[:count])
 
     def each(self, change: Callable[[mx.array], mx.array]) -> "Planes":
-        """Return the same change to every array."""
+        """Return the stack with a change to every array."""
         return self.each_scale(change)._replace(weights=[change(codes) for codes in self.weights])
 
     def each_scale(self, change: Callable[[mx.array], mx.array]) -> "Planes":
-        """Return the same change to the scales and all biases."""
+        """Return the stack with a change to the scales and all biases."""
         return self._replace(scales=change(self.scales), biases=[change(bias) for bias in self.biases])
 
     def taken(self, chosen: mx.array) -> "Planes":
@@ -67,11 +67,11 @@ class Planes(NamedTuple):
         return self.each(lambda array: array[chosen])
 
     def by_row(self) -> "Planes":
-        """Return the same weight with its rows one after the other, as MLX has them."""
+        """Return the same weight with consecutive rows, as in MLX."""
         return self
 
     def in_panels(self, rows: int) -> "Planes":
-        """Return the same weight (O, I) in panels of so many rows, of which O is a multiple."""
+        """Return the same weight (O, I) in panels of `rows` rows, a divisor of O."""
         made = PanelPlanes(*self.each(partial(side_by_side, rows=rows)))
         mx.eval(made.arrays)
         return made
@@ -85,21 +85,20 @@ class Planes(NamedTuple):
         return mx.dequantize(codes, step, bias, self.group_size, sum(self.widths))
 
     def joined(self) -> "Planes":
-        """One plane with the codes, scales and biases that `split_affine` made this stack of, bit for bit."""
+        """Return one plane, the inverse of `split_affine`, bit for bit."""
         planes, shift = self.by_row(), plane_shifts(self.widths)[-1]
         codes = joined_codes(planes.weights, planes.widths)
         return Planes([codes], planes.scales * 2.0**-shift, planes.biases[:1], (sum(planes.widths),), self.group_size)
 
     def prefix(self, bits: int) -> "Planes":
-        """Return the first `bits` of a stack from `split_affine`: weights in the middle of what the other bits
-        select."""
+        """Return the first `bits` of a stack from `split_affine`: weights in the middle of the omitted bits' range."""
         return self.gear(bits)._replace(rest=sum(self.widths) - bits)
 
     def with_biases(self, dtype: mx.Dtype | None = None) -> "Planes":
-        """Return the same with a bias of each plane and nothing left out, as MLX's kernels need it.
+        """Return the stack with a bias for each plane and `rest` 0, as MLX's kernels need it.
 
         Args:
-            dtype: of the bias in the middle of what is left out; the scales' own rounds it by some of its steps.
+            dtype: of the first bias if bits are omitted; the scales' type, the default, rounds it by some steps.
         """
         if not self.rest and len(self.biases) == len(self.widths):
             return self
@@ -112,9 +111,9 @@ class Planes(NamedTuple):
 
 
 class PanelPlanes(Planes):
-    """A weight (O, I) whose rows stand side by side in panels of R rows, as a CPU multiplies them.
+    """A weight (O, I) in panels of R rows, which a CPU multiplies together.
 
-    What is (O, K) in the stack is (O / R, K, R): the first number of each row of a panel, then the second of each.
+    An array (O, K) of the stack becomes (O / R, K, R): the first number of each row of a panel, then the second.
     """
 
     __slots__ = ()
@@ -139,7 +138,7 @@ class PanelPlanes(Planes):
 
 
 def side_by_side(array: mx.array, rows: int) -> mx.array:
-    """(O, K) as (O / rows, K, rows)."""
+    """Return an array (O, K) as (O / rows, K, rows)."""
     return mx.contiguous(array.reshape(-1, rows, array.shape[-1]).swapaxes(1, 2))
 
 
@@ -149,13 +148,12 @@ def plane_shifts(widths: Sequence[int]) -> list[int]:
 
 
 def middle_of(rest: int) -> float:
-    """Return the middle of what further bits add to a weight, in units of its scale."""
+    """Return the middle of the range of `rest` omitted bits, in units of the scale."""
     return (1 - 2.0**-rest) / 2
 
 
 def sum_planes(product: Callable[[mx.array, mx.array, int], mx.array], planes: Planes) -> mx.array:
-    """Return the sum of product(weight, bias, width) over the planes, each times its power of two, which rounds
-    nothing."""
+    """Return the sum of product(weight, bias, width) over the planes, each times an (exact) power of two."""
     planes = planes.with_biases()
     parts = [product(*plane) for plane in zip(planes.weights, planes.biases, planes.widths)]
     total = parts[0]
@@ -165,7 +163,7 @@ def sum_planes(product: Callable[[mx.array, mx.array, int], mx.array], planes: P
 
 
 def planes_matmul(x: mx.array, planes: Planes, transpose: bool = True) -> mx.array:
-    """x (..., I) @ W^T, (..., O); or x (..., O) @ W, (..., I), without `transpose`."""
+    """Return x (..., I) @ W^T, (..., O); without `transpose`, x (..., O) @ W, (..., I)."""
 
     def product(weight: mx.array, bias: mx.array, width: int) -> mx.array:
         return mx.quantized_matmul(x, weight, planes.scales, bias, transpose, planes.group_size, width)
@@ -183,7 +181,7 @@ def planes_dense(planes: Planes) -> mx.array:
 
 
 def planes_gather_matmul(x: mx.array, planes: Planes, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-    """Like `planes_matmul`, for stacked experts (E, O, ...); `indices` names an expert for each vector."""
+    """Multiply as `planes_matmul`, by stacked experts (E, O, ...); `indices` has an expert for each vector."""
 
     def product(weight: mx.array, bias: mx.array, width: int) -> mx.array:
         arrays, group_size = (weight, planes.scales, bias), planes.group_size
@@ -193,25 +191,25 @@ def planes_gather_matmul(x: mx.array, planes: Planes, indices: mx.array, sorted_
 
 
 def split_affine(affine: Planes, widths: Sequence[int]) -> Planes:
-    """Return an affine weight of one plane as a stack that stands for exactly the same numbers.
+    """Return an affine weight of one plane as a stack of exactly the same numbers.
 
-    The first plane has all of the bias, and its scale is a power of two above that of the codes.
+    The first plane has the whole bias, and the codes' scale times a power of two.
 
     Args:
-        widths: of the planes, most significant first; together as many bits as a code has.
+        widths: bits of the planes, most significant first; their sum is the bits of a code.
     """
     (words,), (bits,) = affine.weights, affine.widths
     return scaled_for(affine, widths)._replace(weights=split_codes(words, bits, widths))
 
 
 def scaled_for(affine: Planes, widths: Sequence[int]) -> Planes:
-    """`split_affine` before codes are split."""
+    """Return the stack of `split_affine` with unsplit codes."""
     scales = affine.scales * 2.0 ** (affine.widths[0] - widths[0])
     return affine._replace(scales=scales, widths=tuple(widths))
 
 
 def split_codes(words: mx.array, bits: int, widths: Sequence[int]) -> list[mx.array]:
-    """Packed codes (..., n * bits / 32) as packed planes of these widths."""
+    """Return packed codes (..., n * bits / 32) as packed planes of these widths."""
     if tuple(widths) == (bits,):
         return [words]
     if words.ndim > 1 and words.size > 2**19 and len(words) > 1:  # unpacked, codes take several times their size
@@ -219,7 +217,7 @@ def split_codes(words: mx.array, bits: int, widths: Sequence[int]) -> list[mx.ar
         parts = [split_codes(rows, bits, widths) for rows in (words[:half], words[half:])]
         mx.eval(parts)
         return [mx.concatenate(list(planes)) for planes in zip(*parts)]
-    if tuple(widths) == (4, 4):  # the halves of two bytes side by side are those of one byte
+    if tuple(widths) == (4, 4):  # the nibbles of two adjacent bytes form one byte of each plane
         pairs = words.view(mx.uint16)
         high, low = pairs >> 4, pairs
         halves = (((each & 0x0F) | ((each >> 4) & 0xF0)).astype(mx.uint8) for each in (high, low))
@@ -251,10 +249,10 @@ def joined_codes(weights: Sequence[mx.array], widths: Sequence[int]) -> mx.array
 
 
 def scale_and_bias(low: mx.array, high: mx.array, widths: Sequence[int], dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
-    """Scale and bias of the first plane for groups of numbers with these ends, (..., groups) float32.
+    """Return scale and bias of the first plane for groups with these extremes, (..., groups) float32.
 
     Returns:
-        Two arrays (..., groups) float32, rounded to a type.
+        Two arrays (..., groups) float32, rounded to `dtype`.
     """
     bits, rest = sum(widths), sum(widths[1:])
     scale = rounded(mx.maximum((high - low) / (2**bits - 1) * 2**rest, SCALE_FLOOR[dtype]), dtype)
@@ -262,12 +260,12 @@ def scale_and_bias(low: mx.array, high: mx.array, widths: Sequence[int], dtype: 
 
 
 def rounded(values: mx.array, dtype: mx.Dtype) -> mx.array:
-    """Return the nearest numbers of a type, float32."""
+    """Return float32 values rounded to a type."""
     return values.astype(dtype).astype(mx.float32)
 
 
 def pack_mlx_codes(codes: mx.array, bits: int) -> mx.array:
-    """Unsigned codes (..., n), below 2^bits, packed into (..., n * bits / 32) uint32; n is a multiple of 32."""
+    """Pack unsigned codes (..., n) below 2^bits into (..., n * bits / 32) uint32; n is a multiple of 32."""
     groups = codes.astype(mx.uint32).reshape(*codes.shape[:-1], -1, CODES_TOGETHER)
     words: list[mx.array | None] = [None] * bits
 

@@ -1,9 +1,8 @@
-"""Compile the CPU kernels in `cpu/` with the C++ compiler of this machine, as a Python extension over MLX.
+"""Compilation of the CPU kernels in `cpu/` with this machine's C++ compiler, as a Python extension over MLX.
 
-The kernels are compiled side by side, for speed. What binds them to MLX and Python takes longer to read than to
-compile, because of the headers of both, and runs once per operation: it is compiled together, for size. A
-`CompileTarget` is what they are compiled for: a system, its processor, and the MLX that they are linked with.
-GEARBX_CPU says which of the processor's instructions they use.
+The kernels are compiled in parallel and for speed. The bindings to MLX and Python run once per operation, and their
+headers take most of the time: they are compiled together and for size. A `CompileTarget` is a system, its processor and
+the MLX to link with. GEARBX_CPU selects the processor's instructions.
 """
 
 import hashlib
@@ -36,12 +35,12 @@ AMX_TWIN = "amx-twin"  # for tests: matrix tiles in plain C++, many times slower
 X86_64 = ("x86_64", "amd64", "AMD64")
 ARM = ("arm64", "aarch64")
 X86_64_V3 = {"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"}
-BEYOND_V4 = ("vnni", "bf16", "vbmi", "vbmi2", "bitalg")  # what Zen 4 and Sapphire Rapids add to x86-64-v4
+BEYOND_V4 = ("vnni", "bf16", "vbmi", "vbmi2", "bitalg")  # additions of Zen 4 and Sapphire Rapids to x86-64-v4
 
 
 @dataclass(frozen=True)
 class InstructionSet:
-    """Instructions that several processors have. flags: the compiler's. needs: how Linux names them."""
+    """An instruction set of several processors. flags: of the compiler. needs: names in Linux's /proc/cpuinfo."""
 
     machines: tuple[str, ...]
     flags: tuple[str, ...]
@@ -63,35 +62,34 @@ INSTRUCTION_SETS = {  # the best first
     AVX2: InstructionSet(X86_64, ("-march=x86-64-v3",), frozenset(X86_64_V3)),
     NEON: InstructionSet(ARM, ("-march=armv8.2-a+dotprod",), frozenset({"asimddp"})),
 }
-DEFINED = {  # what cpu/simd.h and cpu/matrix_tiles.h ask for; portable kernels have the vectors of GCC and Clang
+DEFINED = {  # macros of cpu/simd.h and cpu/matrix_tiles.h; portable kernels use the vectors of GCC and Clang
     PORTABLE: ("-DGEARBX_PORTABLE",),
     AMX_TWIN: ("-DGEARBX_TILE_TWIN",),
 }
-OLDEST_MAC = "apple-m1"  # as compilers name its processor; GCC does from version 15 on
+OLDEST_MAC = "apple-m1"  # compilers' name of its processor; known to GCC 15 and later
 CPUINFO = Path("/proc/cpuinfo")  # Linux
 
 SOURCES = Path(__file__).with_name("cpu")
 COMPILERS = ("c++", "g++", "clang++")
-# No contraction: a vector must get the same bits from each of the loops that the compiler makes of one template.
+# No contraction: all loops that the compiler makes of one template must give bit-identical results.
 FLAGS = ("-std=c++20", "-O3", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing")
 COLD = ("-Os",)  # for the bindings
-PLACEHOLDERS = Path("/usr/bin")  # where macOS has them
+PLACEHOLDERS = Path("/usr/bin")  # macOS's folder of placeholder compilers
 MAX_SECONDS_TO_COMPILE = 300
 ZIG = ("zig", "ziglang")  # `zig c++`, `python -m ziglang c++`
 REMEDY = "install g++ or clang, set CXX, or install a wheel with kernels"
 
 
 class Unavailable(Exception):
-    """Native CPU kernels cannot be used; the message is the reason, in one line."""
+    """Error if native CPU kernels cannot be used; its message is a one-line reason."""
 
 
 @dataclass(frozen=True)
 class CompileTarget:
-    """A machine to compile for; usually this one.
+    """A machine to compile for, usually this one.
 
-    system, machine: as `sys.platform` and `platform.machine()` name them. mlx: the directory of its MLX.
-    instructions: native for all that its processor has, the name of one of INSTRUCTION_SETS, or portable for no vectors
-    of our own.
+    system, machine: values of `sys.platform` and `platform.machine()`. mlx: the directory of its MLX. instructions:
+    native (all of its processor), a name in INSTRUCTION_SETS, or portable (no explicit vector instructions).
     """
 
     system: str
@@ -109,7 +107,7 @@ class CompileTarget:
 
     @property
     def processor_flags(self) -> tuple[str, ...]:
-        """The compiler's flags for the processor. A Mac's cache may move to another Mac, so there it is the oldest."""
+        """The compiler's flags for the processor; on a Mac for the oldest one, since its cache may move to others."""
         if self.instructions in INSTRUCTION_SETS:
             return INSTRUCTION_SETS[self.instructions].flags
         own = DEFINED.get(self.instructions, ())
@@ -122,32 +120,32 @@ class CompileTarget:
 
     @property
     def is_for_one_processor(self) -> bool:
-        """Other processors may lack what the compiler finds on this one."""
+        """Use of instructions that other processors may lack."""
         return self.processor_flags[0].endswith("=native")
 
 
 def this_target() -> CompileTarget:
-    """This machine, its MLX, and the instructions that GEARBX_CPU asks for. Raises GearbxError as `instructions`."""
+    """Return this machine, its MLX, and the instructions of GEARBX_CPU. Raises GearbxError as `instructions`."""
     return CompileTarget(sys.platform, platform.machine(), Path(mx.__file__).parent, instructions())
 
 
 def instructions() -> str:
-    """Return what GEARBX_CPU asks for; where it is not set, the best that a wheel brings kernels for, else `native`.
+    """Return the value of GEARBX_CPU; by default, the best instruction set in the wheel, or `native` without one.
 
     Raises:
-        GearbxError: no such name, or this processor lacks these instructions.
+        GearbxError: unknown name, or instructions that this processor lacks.
     """
-    asked = os.environ.get(CPU_VARIABLE) or best_brought()
+    requested = os.environ.get(CPU_VARIABLE) or best_brought()
     works = [NATIVE_CPU, *(name for name in INSTRUCTION_SETS if not lacking(name)), PORTABLE]
-    if asked in (*works, AMX_TWIN):
-        return asked
-    why = f"this processor has no {', '.join(lacking(asked))}" if asked in INSTRUCTION_SETS else "that name is unknown"
-    raise GearbxError(f"{CPU_VARIABLE} is {asked!r}, and {why}; choose from {', '.join(works)}")
+    if requested in (*works, AMX_TWIN):
+        return requested
+    known = requested in INSTRUCTION_SETS
+    why = f"this processor has no {', '.join(lacking(requested))}" if known else "unknown name"
+    raise GearbxError(f"{CPU_VARIABLE}: {why}, got {requested!r}; choose from {', '.join(works)}")
 
 
 def lacking(name: str) -> list[str]:
-    """Return the instructions of a set that this processor does not have, or is not known to have; empty if it has
-    all."""
+    """Return the instructions of a set that this processor lacks, or may lack; empty if it has all."""
     wanted = INSTRUCTION_SETS[name]
     fields = ("flags", "Features")
     flags = {word for line in cpuinfo() if line.startswith(fields) for word in line.split()}
@@ -155,7 +153,7 @@ def lacking(name: str) -> list[str]:
 
 
 def best_brought() -> str:
-    """Return the best set of instructions that this processor has among those that a wheel brings kernels for."""
+    """Return the best instruction set of this processor among those in the wheel; `native` without one."""
     if not wheel.FOLDER.is_dir():
         return NATIVE_CPU
     able = [*(name for name in INSTRUCTION_SETS if not lacking(name)), PORTABLE]
@@ -163,7 +161,7 @@ def best_brought() -> str:
 
 
 def cpuinfo() -> list[str]:
-    """Return the lines in which Linux describes the processor; none on other systems."""
+    """Return Linux's lines about the processor; none on other systems."""
     try:
         return CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -171,7 +169,7 @@ def cpuinfo() -> list[str]:
 
 
 def processor_model() -> str:
-    """Return the name of this processor, such as `Apple M2 Pro`; empty where the system has none."""
+    """Return the name of this processor, such as `Apple M2 Pro`; empty if the system has none."""
     lines = cpuinfo()
     if not lines:
         return apple_model()
@@ -179,27 +177,27 @@ def processor_model() -> str:
 
 
 def vector_instructions() -> str:
-    """Name the vector instructions of the kernels as people do: AVX-512, AVX2, NEON, or none."""
-    asked = instructions()
-    if asked == PORTABLE or platform.machine() in ARM:
-        return "no vector instructions" if asked == PORTABLE else "NEON"
+    """Return the common name of the kernels' vector instructions: AVX-512, AVX2, NEON, or none."""
+    selected = instructions()
+    if selected == PORTABLE or platform.machine() in ARM:
+        return "no vector instructions" if selected == PORTABLE else "NEON"
     flags = next((line.split() for line in cpuinfo() if line.startswith("flags")), [])
-    if asked in (NATIVE_CPU, AMX, AVX512, AMX_TWIN) and "avx512f" in flags:
+    if selected in (NATIVE_CPU, AMX, AVX512, AMX_TWIN) and "avx512f" in flags:
         return "AVX-512"
     return "AVX2" if "avx2" in flags else "SSE"
 
 
 def vectors_at_once(instructions: str) -> int:
-    """Return how many vectors kernels multiply in one pass over the weights (VECTORS in cpu/tile.h).
+    """Return the number of vectors that kernels multiply in one pass over the weights (VECTORS in cpu/tile.h).
 
     Args:
-        instructions: of the kernels, as `native_instructions` (dispatch.py) names them.
+        instructions: name from `native_instructions` (dispatch.py).
     """
     return {"AMX": 16, "AVX-512": 8, "AVX2": 5}.get(instructions, 4)
 
 
 def processor_features() -> str:
-    """This processor's model and, on Linux, its instruction sets, on which -march=native depends."""
+    """Return this processor's model and, on Linux, its instruction sets, on which -march=native depends."""
     lines = cpuinfo()
     if not lines:
         return f"{platform.machine()} {apple_model() or platform.processor()}"
@@ -208,7 +206,7 @@ def processor_features() -> str:
 
 
 def processor_key() -> str:
-    """8 hexadecimal digits that change with this processor and with GEARBX_CPU: times under others do not count."""
+    """Return 8 hexadecimal digits that change with this processor and GEARBX_CPU, to which times belong."""
     return hashlib.sha256(f"{instructions()}\n{processor_features()}".encode()).hexdigest()[:8]
 
 
@@ -223,10 +221,10 @@ def apple_model() -> str:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to compile: each kernel and all bindings with `command`, then the objects into one library with `link` added.
+    """The commands of a compilation: one per kernel, one for all bindings, and one to link the objects into a library.
 
-    compiler: its command, empty where there is none. flags: its further arguments. processor: what `native` stands for
-    among them, empty where they name one; machines with different ones may share a home directory and its cache.
+    compiler: its command, empty without one. flags: its arguments. link: more arguments to link. processor: the
+    processor of `-march=native`, empty for other flags; different machines may share a home directory and its cache.
     """
 
     compiler: list[str]
@@ -238,10 +236,10 @@ class Recipe:
 
 
 def find_compiler() -> list[str]:
-    """Return the compiler's command: CXX, or the first of COMPILERS that is installed.
+    """Return the compiler's command: CXX, or the first installed one of COMPILERS.
 
     Raises:
-        Unavailable: there is no compiler, CXX does not name one, or macOS has only a placeholder for it.
+        Unavailable: no compiler, CXX does not name one, or macOS has only a placeholder for it.
     """
     named = os.environ.get("CXX")
     if named:
@@ -253,46 +251,49 @@ def find_compiler() -> list[str]:
     if this_target().is_mac:
         ask_for_developer_tools(command)
     elif any(Path(word).stem in ZIG for word in command):
-        raise Unavailable(f"{shlex.join(command)} has another C++ library, libc++, than MLX; {REMEDY}")
+        raise Unavailable(f"{shlex.join(command)} uses the C++ library libc++, and MLX does not; {REMEDY}")
     return command
 
 
 def split_command(named: str) -> list[str]:
-    """Return the words of CXX. Raises Unavailable if they are no command, or the first is no program."""
+    """Return the words of CXX. Raises Unavailable if it is no command, or its first word is no program."""
     try:
         words = shlex.split(named)
     except ValueError as error:
-        raise Unavailable(f"CXX is {named!r}, which is not a command ({error}); set it to one such as g++") from None
+        raise Unavailable(f"CXX: not a command ({error}), got {named!r}; set it to a compiler such as g++") from None
     if not words or not shutil.which(words[0]):
-        raise Unavailable(f"CXX is {named!r}, and there is no such compiler")
+        raise Unavailable(f"CXX: no such compiler, got {named!r}; set it to a compiler such as g++")
     return words
 
 
 def ask_for_developer_tools(command: list[str]) -> None:
-    """Raises Unavailable where macOS would open a dialog instead of compiling.
+    """Validate that macOS compiles and does not open a dialog.
 
-    Without the developer tools, compilers in /usr/bin are placeholders that offer to install them.
+    Without the developer tools, compilers in /usr/bin are placeholders that offer to install the tools.
+
+    Raises:
+        Unavailable: the developer tools are missing.
     """
     programs = (shutil.which(word) for word in command)  # CXX may be `ccache c++`
     if not any(program and Path(program).parent == PLACEHOLDERS for program in programs):
         return
     with suppress(OSError):
         if subprocess.run(["xcode-select", "-p"], stdin=subprocess.DEVNULL, capture_output=True).returncode:
-            raise Unavailable("the developer tools of macOS are not installed; run xcode-select --install")
+            raise Unavailable("macOS's developer tools are not installed; run xcode-select --install")
 
 
 def make_recipe(compiler: list[str], target: CompileTarget | None = None, runtime: str | None = None) -> Recipe:
-    """Return the recipe for a machine and its MLX. Raises Unavailable where there can be none.
+    """Return the recipe for a machine and its MLX. Raises Unavailable on Windows or without MLX's headers.
 
     Args:
-        compiler: its command; empty for the recipe of kernels that another process compiled.
-        target: the machine; None for this one. Headers of nanobind and Python are this one's.
-        runtime: where the kernels look for MLX when they are loaded; None: where it is now.
+        compiler: its command; empty for the recipe of kernels that a different process compiled.
+        target: the machine; None for this one. Headers of nanobind and Python are this machine's.
+        runtime: folder of MLX when kernels are loaded; None for its present folder.
     """
     target = target or this_target()
     if target.system == "win32":
         raise Unavailable("native CPU kernels are for Linux and macOS")
-    import nanobind  # a dependency on Linux and macOS alone
+    import nanobind  # a dependency only on Linux and macOS
 
     nanobind_source = Path(nanobind.source_dir())
     if not (target.mlx / "include" / "mlx").is_dir():
@@ -304,11 +305,11 @@ def make_recipe(compiler: list[str], target: CompileTarget | None = None, runtim
         sysconfig.get_path("include"),
     ]
     threads = [] if target.is_mac else ["-pthread"]
-    # MLX's own bindings use this domain of nanobind; within one domain, extensions can pass arrays to each other.
+    # MLX's bindings use this domain of nanobind: extensions can pass arrays to each other within one domain.
     defines = ("-DNB_DOMAIN=mlx", "-DNB_COMPACT_ASSERTIONS")
     flags = [*FLAGS, *target.processor_flags, *threads, *defines, *(f"-I{p}" for p in include)]
     link = [f"-L{target.mlx / 'lib'}", "-lmlx", f"-Wl,-rpath,{runtime or target.mlx / 'lib'}"]
-    if target.is_mac:  # Python's functions are in the process; Linux needs no flag for that
+    if target.is_mac:  # Python's functions are in the process, for which Linux needs no flag
         link += ["-undefined", "dynamic_lookup"]
     processor = processor_features() if target.is_for_one_processor else ""
     sources = sorted(SOURCES.glob("*.cpp"))
@@ -318,11 +319,9 @@ def make_recipe(compiler: list[str], target: CompileTarget | None = None, runtim
 
 
 def hash_recipe(recipe: Recipe) -> str:
-    """24 hexadecimal digits that change with everything the compiled library depends on, except the compiler."""
+    """Return 24 hexadecimal digits that change with everything a compiled library depends on, except the compiler."""
     digest = hashlib.sha256()
-    names = (
-        source.name for source in (*recipe.kernels, *recipe.bindings)
-    )  # a clone and an installed package share what is compiled
+    names = (each.name for each in (*recipe.kernels, *recipe.bindings))  # clone and installed package share a library
     texts = (*recipe.flags, *COLD, *names, *recipe.link)
     for text in (*texts, recipe.processor, version("mlx"), version("nanobind"), sys.version):
         digest.update(os.fsencode(text) + b"\0")
@@ -333,22 +332,22 @@ def hash_recipe(recipe: Recipe) -> str:
 
 
 def hash_compiler(recipe: Recipe) -> str:
-    """8 hexadecimal digits that change with the compiler's command."""
+    """Return 8 hexadecimal digits that change with the compiler's command."""
     return hashlib.sha256(os.fsencode("\0".join(recipe.compiler))).hexdigest()[:8]
 
 
 def compile_library(recipe: Recipe, library: Path, compiled: Callable[[], None] = lambda: None) -> None:
-    """Compile the sources into `library`; the object files stay beside it.
+    """Compile the sources into `library`, beside which the object files stay.
 
     Args:
-        compiled: called each time that the compiler has run: for each kernel, for the bindings, and to link.
+        compiled: called after each run of the compiler: for each kernel, for the bindings, and to link.
 
     Raises:
         Unavailable: the compiler cannot be run, fails, takes too long, or writes no library.
     """
     command, bindings = [*recipe.compiler, *recipe.flags], library.with_name("bindings.cpp")
     bindings.write_text("".join(f'#include "{source}"\n' for source in recipe.bindings))
-    units = {bindings: [*COLD, f"-I{SOURCES}"]} | {kernel: [] for kernel in recipe.kernels}  # the longest one first
+    units = {bindings: [*COLD, f"-I{SOURCES}"]} | {kernel: [] for kernel in recipe.kernels}  # longest time first
     objects = {source: str(library.with_name(f"{source.stem}.o")) for source in units}
     compilers = Compilers()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -356,10 +355,10 @@ def compile_library(recipe: Recipe, library: Path, compiled: Callable[[], None] 
         try:
             for _ in pool.map(compilers.run, commands):
                 compiled()
-        except KeyboardInterrupt:  # a compiler takes up to a minute to end by itself
+        except KeyboardInterrupt:  # a compiler may run for another minute
             compilers.end()
             raise
-    # Of an inline function in several objects, the linker keeps the first: the bindings' slower one is the last.
+    # The linker keeps the first copy of an inline function; the bindings' slower copy comes last.
     linked = [*(objects[kernel] for kernel in recipe.kernels), objects[bindings]]
     compilers.run([*command, "-shared", *linked, *recipe.link, "-o", str(library)])
     compiled()
@@ -368,7 +367,7 @@ def compile_library(recipe: Recipe, library: Path, compiled: Callable[[], None] 
 
 
 def build_for_wheel(folder: Path) -> None:
-    """Compile the kernels of a wheel for this system, Python and MLX into a folder, for each set of instructions.
+    """Compile the kernels of a wheel for this system, Python and MLX into a folder, for each instruction set.
 
     Raises:
         Unavailable: as `find_compiler` and `compile_library`.
@@ -386,25 +385,25 @@ def build_for_wheel(folder: Path) -> None:
 
 
 def sets_of_wheel(target: CompileTarget) -> tuple[str, ...]:
-    """Return the sets of instructions that a wheel for such machines has kernels for; a Mac's suit every Mac."""
+    """Return the instruction sets of a wheel's kernels; a Mac's kernels suit every Mac."""
     if target.is_mac:
         return (NATIVE_CPU,)
     return (NEON,) if target.is_arm else (AVX512, AVX2, PORTABLE)
 
 
 class Compilers:
-    """Runs commands of the compiler, several at a time, and ends those that run where the whole is interrupted."""
+    """Runner of several compiler commands at a time, which an interrupt ends."""
 
     def __init__(self) -> None:
         self._lock, self._ended = threading.Lock(), False
         self._running: set[subprocess.Popen[str]] = set()
 
     def start(self, command: list[str]) -> "subprocess.Popen[str]":
-        """Start a command in a process group of its own. Raises Unavailable where it cannot be run."""
+        """Start a command in a separate process group. Raises Unavailable if it cannot be run."""
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
         with self._lock:
             if self._ended:
-                raise Unavailable("it was interrupted")
+                raise Unavailable("compilation was interrupted")
             try:
                 process = subprocess.Popen(command, text=True, errors="replace", start_new_session=True, **streams)
             except OSError as error:
@@ -413,14 +412,15 @@ class Compilers:
         return process
 
     def run(self, command: list[str]) -> None:
-        """Run one command. Raises Unavailable with the first error that it prints.
+        """Run one command.
 
-        Where that is that it does not know a Mac's processor, the message ends with compilers that do.
+        Raises:
+            Unavailable: with the first error that it prints; with a remedy if it does not know a Mac's processor.
         """
         name = Path(command[0]).name
         with self.start(command) as process:
             try:
-                _, said = process.communicate(timeout=MAX_SECONDS_TO_COMPILE)
+                _, output = process.communicate(timeout=MAX_SECONDS_TO_COMPILE)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 raise Unavailable(f"{name} did not compile the CPU kernels within {MAX_SECONDS_TO_COMPILE} s") from None
@@ -430,15 +430,15 @@ class Compilers:
             finally:
                 self._running.discard(process)
         if process.returncode:
-            lines = [line for line in said.splitlines() if "error" in line.lower()] or said.splitlines()
+            lines = [line for line in output.splitlines() if "error" in line.lower()] or output.splitlines()
             first = lines[0].strip()[:200] if lines else f"status {process.returncode}"
             remedy = "; use Apple's c++ (CXX=/usr/bin/c++), or GCC 15" if OLDEST_MAC in first else ""
             raise Unavailable(f"{name} could not compile the CPU kernels: {first}{remedy}")
 
     def end(self) -> None:
-        """End the commands that run, with the processes that they started, and wait for them; no other one starts.
+        """End running commands with their child processes, wait for them, and start no more.
 
-        Waits here too, since an executor joins no thread that an interrupt found at its start.
+        The executor does not join a thread that is interrupted at its start, so that this function waits.
         """
         with self._lock:
             self._ended, running = True, list(self._running)

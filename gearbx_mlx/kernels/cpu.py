@@ -1,18 +1,16 @@
-"""The native CPU kernels of this machine: those of a wheel, or compiled when first needed and kept in the user's cache.
+"""The native CPU kernels of this machine, from a wheel, or compiled at first use and kept in the user's cache.
 
-The sources in `cpu/` become operations of MLX's own graph. The library's name contains a hash of everything that it
-depends on, and one of the compiler: kernels in the cache are used where the compiler has gone. A wheel may bring them
-compiled (`wheel.py`); then nothing is compiled, unless GEARBX_CPU asks for `native`. Kernels are used only if they
-compute products with known results. If anything goes wrong, `why_not` gives the reason in one line, and everything runs
-on MLX's own kernels.
+The sources in `cpu/` become operations of MLX's graph. A library's name has a hash of everything it depends on, and a
+hash of the compiler: cached kernels work without the compiler. A wheel may contain compiled kernels (`wheel.py`). They
+are used unless GEARBX_CPU is `native`. Kernels are used only if they compute known results. After any failure,
+`why_not` returns a one-line reason, and MLX's kernels compute everything.
 
-A library is code: a user who can write it runs code as the user who loads it. So the cache is used only if it belongs
-to this user or to root, and no other user may write to it, nor to a directory above it. Then no other user can exchange
-a file between the moment when it is checked and the one when it is loaded, and it can be loaded by its name. A SHA-256
-beside each library shows that it is whole: a truncated one may crash the process that maps it.
+A library is code: any user who can write it can run code as the user who loads it. So the cache must belong to this
+user or root, and no other user may write to it or to a directory above it. Then no other user can replace a file
+between its check and its loading by name. A SHA-256 beside each library detects truncation, which may crash the process
+that maps it.
 
-A process compiles in a directory of its own, which is removed when it ends, or by a later process if it was killed
-(`files/writing.py`).
+A process compiles in a temporary directory. A later process removes it if this one is killed (`files/writing.py`).
 """
 
 import atexit
@@ -52,12 +50,12 @@ from .compiler import (
 from .exact import ExactMatrix
 
 BUILDING_LOCK = ".lock"
-UNUSED = 30 * 86400  # seconds without a use after which a library goes
+UNUSED = 30 * 86400  # seconds without a use until a library is removed
 
 
 @dataclass(frozen=True)
 class CachedLibrary:
-    """One library of the cache, with its hash beside it; or, if it does not work, with the reason."""
+    """One library of the cache, beside its hash, or beside the reason why it does not work."""
 
     library: Path
 
@@ -70,14 +68,14 @@ class CachedLibrary:
         return self.library.with_name(f"{self.library.name}.why-not")
 
     def is_whole(self) -> bool:
-        """Return whether the library is there and is what was stored."""
+        """Return whether the library exists and matches its hash."""
         try:
             return self.hash_file.read_bytes().strip() == hash_file(self.library)
         except OSError:
             return False
 
     def read_failure(self) -> str | None:
-        """Say why this library does not work, as `store_failure` wrote it; None if that is unknown or unreadable."""
+        """Return the reason from `store_failure` why this library does not work; None if absent or unreadable."""
         try:
             reason = self.failure_file.read_bytes().decode()
         except (OSError, UnicodeDecodeError):
@@ -86,12 +84,12 @@ class CachedLibrary:
 
     @contextmanager
     def building(self, waiting: Callable[[], None]) -> Iterator[Path]:
-        """Yield a path for a new library, in a directory beside the cached ones that is removed afterwards.
+        """Yield a path for a new library, in a temporary directory beside the cached ones.
 
-        One process builds at a time. Those that wait for it should look again whether the library is whole.
+        One process builds at a time. After waiting, a process should check again whether the library is whole.
 
         Args:
-            waiting: called if another process builds now, before the wait for it.
+            waiting: called before this process waits for a build by a different one.
         """
         lock = FileLock(self.library.with_name(BUILDING_LOCK), mode=0o600)
         try:
@@ -106,12 +104,12 @@ class CachedLibrary:
             lock.release()
 
     def note_use(self) -> None:
-        """Note that the library is loaded now: `remove_unused` leaves it."""
-        with suppress(OSError):  # a cache that is read-only
+        """Record that the library is loaded now, so that `remove_unused` keeps it."""
+        with suppress(OSError):  # the cache may be read-only
             os.utime(self.hash_file)
 
     def remove_unused(self) -> None:
-        """Remove libraries that no process has loaded for some time, such as those of earlier versions."""
+        """Remove libraries that no process has loaded for 30 days, such as earlier versions."""
         oldest = time.time() - UNUSED
         for file in self.library.parent.glob(f"{self.library.name.partition('-')[0]}-*"):
             entry = CachedLibrary(file.with_name(file.name.removesuffix(".sha256").removesuffix(".why-not")))
@@ -153,7 +151,7 @@ def owned(entry: CachedLibrary) -> CachedLibrary:
 
 @functools.cache
 def private_directory() -> Path:
-    """Return a directory for this process alone, removed when the process ends. Raises OSError if there can be none."""
+    """Return a private directory that is removed when the process ends. Raises OSError if none can be made."""
     directory = tempfile.TemporaryDirectory(prefix="gearbx-cpu-")
     atexit.register(directory.cleanup)
     return Path(directory.name)
@@ -165,28 +163,29 @@ def hash_file(file: Path) -> bytes:
 
 
 def replace(source: Path, target: Path) -> None:
-    """Move a file to its place, whole: after a crash the place has all of the old file or all of the new one."""
-    source.chmod(0o600)  # with any umask: a file that others may write to is never used
+    """Move a file atomically: after a crash, `target` is the whole old file or the whole new one."""
+    source.chmod(0o600)  # for any umask, because files that others may write to are never used
     with source.open("rb") as file:
         os.fsync(file.fileno())
     os.replace(source, target)
 
 
 MODULE_NAME = "_gearbx_cpu"
-LIBCXX = "St3__1"  # in names of libc++, which zig and some clangs have
+LIBCXX = "St3__1"  # part of symbols of libc++, the library of zig and some clangs
 LIBRARY_SUFFIX = sysconfig.get_config_var("EXT_SUFFIX") or ".so"
 
 
 def while_compiling(files: int, kept: bool) -> AbstractContextManager[Callable[[], None]]:
-    """Surrounds a compilation, and gives what is called after each file: a command puts its progress bar here.
+    """Return a context for a compilation; its value is called after each file. Commands replace it by a progress bar.
 
-    kept: for later processes, too.
+    Args:
+        files: number of files. kept: whether later processes can use the library.
     """
     return nullcontext(lambda: None)
 
 
 def before_waiting() -> None:
-    """Called before this process waits for another one's compilation: a command says so here."""
+    """Do nothing before a wait for a different process's compilation; commands replace it by a message."""
 
 
 def native() -> ModuleType | None:
@@ -201,7 +200,7 @@ def why_not() -> str | None:
 
 
 def is_compiled() -> bool:
-    """Return whether `native` has nothing to compile: kernels are loaded, of a wheel, or whole in the cache."""
+    """Return whether kernels need no compilation: they are loaded, in a wheel, or whole in the cache."""
     if _kernels_or_reason.cache_info().currsize:
         return native() is not None
     if wheel.library_for(instructions()):
@@ -224,13 +223,12 @@ def _kernels_or_reason() -> tuple[ModuleType | None, str | None]:
 
 
 def _without_wheel(reason: Unavailable) -> str:
-    """Return the reason why kernels cannot be compiled, after the one why those of the wheel are not used."""
+    """Return the reasons why a wheel's kernels are not used and why kernels cannot be compiled."""
     return "; ".join(filter(None, (wheel.why_foreign(), str(reason))))
 
 
 def _get_kernels() -> ModuleType:
-    """Return the kernels of the wheel, from the cache, or compiled into it; where the cache cannot be used, compiled
-    for this process."""
+    """Return the kernels from the wheel or cache, otherwise compiled: into the cache, or for this process only."""
     brought = wheel.library_for(instructions())
     if brought is not None:
         return check_kernels(_load(brought))
@@ -243,13 +241,11 @@ def _get_kernels() -> ModuleType:
         return _load_cached(recipe, open_entry(name))
     except (CacheUnusable, OSError) as error:
         problem = why(error)
-    warnings.warn(f"CPU kernels are compiled for this process alone: {problem}", GearbxWarning, stacklevel=2)
+    warnings.warn(f"CPU kernels are compiled for this process only: {problem}", GearbxWarning, stacklevel=2)
     try:
         library = private_directory() / name
     except OSError:
-        raise Unavailable(
-            "there is no directory to put the compiled CPU kernels in; set XDG_CACHE_HOME to one"
-        ) from None
+        raise Unavailable("no directory for the compiled CPU kernels; set XDG_CACHE_HOME to one") from None
     _compile(recipe, library, kept=False)
     return check_kernels(_load(library))
 
@@ -259,13 +255,13 @@ def library_name(recipe: Recipe) -> str:
 
 
 def _load_kept(reason: str) -> ModuleType:
-    """Return the kernels in the cache that any compiler made of the same sources.
+    """Return cached kernels of the same sources, from any compiler.
 
     Args:
-        reason: why nothing can be compiled now.
+        reason: why kernels cannot be compiled now.
 
     Raises:
-        Unavailable: with that reason, if there are none.
+        Unavailable: no such kernels; with `reason`.
     """
     try:
         entries = _kept()
@@ -279,22 +275,21 @@ def _load_kept(reason: str) -> ModuleType:
 
 
 def _kept() -> list[CachedLibrary]:
-    """Return the entries of kernels that any compiler made of the same sources. Raises as `find_entries` and
-    `make_recipe`."""
+    """Return cache entries of the same sources, from any compiler. Raises as `find_entries` and `make_recipe`."""
     return find_entries(f"{MODULE_NAME}-{hash_recipe(make_recipe([]))}-*{LIBRARY_SUFFIX}")
 
 
 def _load_cached(recipe: Recipe, entry: CachedLibrary) -> ModuleType:
-    """Return the kernels of a cache entry, which is compiled if it is missing or damaged."""
+    """Return the kernels of a cache entry, compiled first if it is missing or damaged."""
     if kept := _load_whole(entry):
         return kept
     with entry.building(before_waiting) as unfinished:
-        if kept := _load_whole(entry):  # another process compiled it in the meantime
+        if kept := _load_whole(entry):  # a different process compiled it in the meantime
             return kept
         _compile(recipe, unfinished, kept=True)
         try:
             check_kernels(_load(unfinished))
-        except Unavailable as reason:  # kept, so that kernels that do not work are compiled once
+        except Unavailable as reason:  # stored, so that kernels that do not work are compiled only once
             entry.store_failure(unfinished, str(reason))
             raise
         entry.store(unfinished)
@@ -304,7 +299,7 @@ def _load_cached(recipe: Recipe, entry: CachedLibrary) -> ModuleType:
 
 
 def _load_whole(entry: CachedLibrary) -> ModuleType | None:
-    """Return the kernels of a cache entry; None if they must be compiled. Raises Unavailable if they never work."""
+    """Return the kernels of a cache entry; None if they must be compiled. Raises Unavailable if they do not work."""
     if entry.is_whole():
         with suppress(Unavailable):
             kernels = check_kernels(_load(entry.library))
@@ -318,7 +313,7 @@ def _load_whole(entry: CachedLibrary) -> ModuleType | None:
 def _compile(recipe: Recipe, library: Path, kept: bool) -> None:
     if foreign := wheel.why_foreign():
         warnings.warn(f"{foreign}: they are compiled here", GearbxWarning, stacklevel=2)
-    with while_compiling(len(recipe.kernels) + 2, kept) as compiled:  # with the bindings, and what links all
+    with while_compiling(len(recipe.kernels) + 2, kept) as compiled:  # plus the bindings and the linker
         compile_library(recipe, library, compiled)
 
 
@@ -332,27 +327,26 @@ def _load(library: Path) -> ModuleType:
         loader.exec_module(module)
     except (ImportError, OSError, RuntimeError) as error:
         first = str(error).splitlines()[0]
-        remedy = "; use g++, or clang++ with libstdc++, which MLX has" if LIBCXX in first else ""
+        remedy = "; use g++, or clang++ with MLX's libstdc++" if LIBCXX in first else ""
         raise Unavailable(f"the compiled CPU kernels cannot be loaded: {first}{remedy}") from None
     return module
 
 
 def check_kernels(module: ModuleType) -> ModuleType:
-    """Return the module itself, after it has computed known products: bindings of another ABI fail here, not in a
-    model.
+    """Validate a module on known results, and return it: bindings with the wrong ABI fail here and not in a model.
 
     Raises:
-        Unavailable: a kernel fails, or gives a wrong result.
+        Unavailable: a kernel fails, or its result is wrong.
     """
     with mx.stream(mx.cpu):
         for compute, expected in known_results(module):
             try:
-                right = mx.array_equal(compute(), expected).item()  # small whole numbers: no rounding
+                right = mx.array_equal(compute(), expected).item()  # small integers are not rounded
             except (TypeError, RuntimeError, ValueError) as error:
                 reason = str(error).splitlines()[0]
                 raise Unavailable(
                     f"the compiled CPU kernels do not work with MLX {version('mlx')} and nanobind "
-                    f"{version('nanobind')} ({reason}); another version of nanobind may"
+                    f"{version('nanobind')} ({reason}); install a different nanobind"
                 ) from None
             if not right:
                 raise Unavailable("the compiled CPU kernels give wrong results")
@@ -360,7 +354,7 @@ def check_kernels(module: ModuleType) -> ModuleType:
 
 
 def known_results(module: ModuleType) -> list[tuple[Callable[[], mx.array], mx.array]]:
-    """Calls of each kind of kernel, with what they must return."""
+    """Return calls of each kind of kernel with their expected results."""
     x = mx.array([[(i % 7) - 3.0 for i in range(64)]])
     weight = mx.array([[float((i * j) % 16) for i in range(64)] for j in range(3)])
     words = mx.array(
@@ -392,7 +386,7 @@ def known_results(module: ModuleType) -> list[tuple[Callable[[], mx.array], mx.a
 
 
 def exact_matrix(words: mx.array, weight: mx.array) -> ExactMatrix:
-    """Exact weights 0 to 15, which are their own codes. Scale 1 and bias 0: code 0 is near zero."""
+    """Return exact weights 0 to 15 that equal their codes. Scale 1 and bias 0: code 0 is near zero."""
     one, none = mx.full((3, 1), 0x3F80, mx.uint16), mx.zeros((3, 1), mx.uint16)  # 0x3F80: bf16 of 1
     low = (weight.view(mx.uint16) & 255).astype(mx.uint8)
     offsets = mx.concatenate([mx.array([0]), mx.cumsum((weight == 0).sum(-1))]).astype(mx.uint32)

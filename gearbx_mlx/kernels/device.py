@@ -1,4 +1,4 @@
-"""The device that MLX computes on: one for a process, chosen before mlx-lm is imported."""
+"""MLX's device: one per process, chosen before mlx-lm is imported."""
 
 import os
 from collections.abc import Iterator
@@ -13,82 +13,83 @@ from . import DEVICES
 
 
 def use_device(name: str) -> None:
-    """Compute everything from now on on the "cpu" or the "gpu".
+    """Set the default device to "cpu" or "gpu".
 
-    Call it before mlx-lm is imported: mlx-lm keeps the device that it finds then.
+    Call it before mlx-lm is imported, because mlx-lm keeps the default device of that moment.
 
     Raises:
-        GearbxError: another name, no GPU here, or mlx-lm generates on another device already.
+        GearbxError: unknown name, no GPU, or mlx-lm already uses a different device.
     """
     check_choice("device", name, DEVICES)
     wanted = mx.Device(mx.gpu if name == "gpu" else mx.cpu)
     if not mx.is_available(wanted):
-        raise GearbxError(f"device {name}: MLX has no such device here; leave it out, and MLX's own choice is used")
+        raise GearbxError(f"device: MLX has no such device here, got {name}; omit it to use MLX's default device")
     check_generation(name)
     mx.set_default_device(wanted)
 
 
 def device_in_use() -> str:
-    """Return the device on which MLX computes now, as `name_of`."""
+    """Return the name of MLX's default device, as from `device_name`."""
     return device_name(mx.default_device())
 
 
 def device_name(device: mx.Device) -> str:
-    """cpu, gpu, or Device(gpu, 1) where there are several."""
+    """Return "cpu" or "gpu"; such as "Device(gpu, 1)" for any GPU but the first."""
     return device.type.name if device == mx.Device(device.type) else str(device)
 
 
 def check_device(name: str) -> None:
-    """Raise GearbxError unless MLX computes, and mlx-lm generates, on the device of a gearbox.
+    """Validate that MLX and mlx-lm use the device of a gearbox, for which it chose kernels and types.
 
-    The gearbox chose its kernels and the type of its weights for this device.
+    Raises:
+        GearbxError: MLX or mlx-lm uses a different device.
     """
     now = device_in_use()
     if now != name:
         raise GearbxError(
-            f"this gearbox was made on {name}, and MLX now computes on {now}; "
-            f"go back to {name}, or load the model again and make a new gearbox"
+            f"device: this gearbox was made on {name}, got {now}; "
+            f"set {name}, or load the model again and make a new gearbox"
         )
     check_generation(name)
 
 
 def check_generation(name: str) -> None:
-    """Raise GearbxError if mlx-lm was imported while MLX computed on another device."""
+    """Validate that mlx-lm was imported while MLX used this device. Raises GearbxError."""
     stream = generation_stream()
     pinned = name if stream is None else device_name(stream.device)
     if pinned != name:
         raise GearbxError(
-            f"mlx-lm generates on {pinned} since it was imported, and not on {name}; "
-            "call gearbx_mlx.use_device before anything imports mlx_lm"
+            f"device: mlx-lm was imported for {pinned}, got {name}; "
+            "set it with gearbx_mlx.use_device before the first import of mlx_lm"
         )
 
 
 def finish() -> None:
-    """Wait for what is still computed, such as the pass beyond a text's end that mlx-lm begins.
+    """Wait for running computations, such as mlx-lm's forward pass after the last token.
 
-    While a process ends, MLX destroys its CPU allocator and lets the threads of its streams run: one that frees memory
-    at that moment may abort the process.
+    At the end of a process, MLX destroys its CPU allocator while the threads of its streams still run. A thread that
+    frees memory at that moment may abort the process.
     """
     for stream in (None, generation_stream()):  # None: the default one
-        with suppress(RuntimeError):  # of a pass that nobody asks for
+        with suppress(RuntimeError):  # an error of a forward pass whose result is not used
             mx.synchronize(stream)
 
 
 def recommended_memory() -> int | None:
-    """Return bytes that a program should have on this GPU at most, as macOS recommends; None for other devices."""
+    """Return macOS's recommended maximum of bytes for a program on this GPU; None for other devices."""
     found = mx.device_info().get("max_recommended_working_set_size")
     return None if found is None else int(found)
 
 
 def whole_memory() -> int:
-    """Return bytes of memory that the device has in all; a Mac's GPU and a CPU have the machine's."""
+    """Return the device's memory in bytes; the machine's for a CPU or a Mac's GPU."""
     info = mx.device_info()
     found = info.get("memory_size", info.get("total_memory"))
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if found is None else int(found)
 
 
 def available_memory() -> int:
-    """Return bytes that new programs can use; without psutil, all of the machine's memory."""
+    """Return bytes available to new programs; without psutil, the machine's memory."""
     try:
         psutil = import_module("psutil")  # an optional dependency
     except ImportError:
@@ -98,9 +99,9 @@ def available_memory() -> int:
 
 @contextmanager
 def wired_memory() -> Iterator[None]:
-    """Within it, what the GPU uses is kept in memory, up to what macOS recommends; elsewhere it does nothing.
+    """Keep the GPU's arrays wired in memory, up to macOS's recommendation; no effect on other devices.
 
-    mlx-lm does so while it generates, and not for a pass that is called directly, as evaluation does.
+    mlx-lm does so during generation, but not for a forward pass that is called directly, as in evaluation.
     """
     most = recommended_memory()
     if most is None:
@@ -110,5 +111,5 @@ def wired_memory() -> Iterator[None]:
     try:
         yield
     finally:
-        mx.synchronize()  # the limit must not change while something is computed
+        mx.synchronize()  # the limit must not change during a computation
         mx.set_wired_limit(before)

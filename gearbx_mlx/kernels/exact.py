@@ -1,8 +1,8 @@
-"""Matrices of format `exact`: how they are decoded, and products over them.
+"""Matrices of format `exact`: decoding, and matmuls over them.
 
-The low gear, of 4 bits, says roughly what a weight is. Its value v picks 256 neighbouring bfloat16 numbers, and the low
-byte of the weight says which one of them it is. Where v is near zero, neighbours differ too much in size: the weight's
-high byte is stored there. `decode` does it with MLX's own operations; native kernels must agree with it bit for bit.
+The 4-bit low gear approximates a weight. Its value v selects 256 neighboring bfloat16 numbers, among which the weight's
+low byte identifies the weight. If v is near zero, neighbors differ too much in size, and the weight's high byte is
+stored as well. `decode` uses MLX's operations; native kernels are bit-identical.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,17 +13,17 @@ import mlx.core as mx
 from .bit_planes import PanelPlanes, Planes, unpack_mlx_codes
 
 CODE_BITS = 4
-FIRST_NEIGHBOUR = 144  # neighbours of a value: from 144 below its upper 16 bits on, 256 of them
-WEIGHTS_DECODED_AT_ONCE = 2**20  # weights that are decoded at a time for a product with many vectors
+FIRST_NEIGHBOR = 144  # the first of 256 neighbors is this far below the upper 16 bits of a value
+WEIGHTS_DECODED_AT_ONCE = 2**20  # weights decoded at a time for a matmul with many vectors
 
 
 class ExactMatrix(NamedTuple):
     """A matrix (..., O, I) of bfloat16 in the arrays of format `exact`; the fields are the arguments of native kernels.
 
-    codes: as `mx.quantize` packs them, (..., O, I / 8) uint32. scales, biases: (..., O, G) uint16, the bits of bfloat16
+    codes: packed as by `mx.quantize`, (..., O, I / 8) uint32. scales, biases: (..., O, G) uint16, the bits of bfloat16
     numbers, so that no cast changes them. low: the low byte of every weight, (..., O, I) uint8. high: (N,) uint8, the
-    high bytes of weights near zero, in order. offsets: (rows + 1,) uint32: where the bytes of each row begin.
-    group_size: inputs that share a scale.
+    high bytes of weights near zero, in order. offsets: (rows + 1,) uint32, start of each row's bytes in `high`.
+    group_size: number of inputs that share a scale.
     """
 
     codes: mx.array
@@ -50,21 +50,20 @@ class ExactMatrix(NamedTuple):
         return Planes([self.codes], self.scales, [self.biases], [CODE_BITS], self.group_size)
 
     def each(self, change: Callable[[mx.array], mx.array]) -> "ExactMatrix":
-        """Return the same change to every array that has the rows (..., O) as its first axes; not to `high` and
-        `offsets`."""
+        """Return the matrix with a change to every array whose first axes are (..., O): not `high` and `offsets`."""
         codes, scales, biases, low = map(change, (self.codes, self.scales, self.biases, self.low))
         return self._replace(codes=codes, scales=scales, biases=biases, low=low)
 
     def by_row(self) -> "ExactMatrix":
-        """Return the same matrix with its rows one after the other."""
+        """Return the same matrix with consecutive rows."""
         return self
 
     def in_panels(self, rows: int) -> "ExactMatrix":
-        """Return the same matrix with codes, scales and biases in panels of so many rows (`Planes.in_panels`)."""
+        """Return the same matrix with codes, scales and biases in panels of `rows` rows (`Planes.in_panels`)."""
         return PanelExactMatrix(*self.with_plane(self.plane.in_panels(rows)))
 
     def with_plane(self, plane: Planes) -> "ExactMatrix":
-        """Return the same with other codes, scales and biases."""
+        """Return the matrix with the codes, scales and biases of a plane."""
         return self._replace(codes=plane.weights[0], scales=plane.scales, biases=plane.biases[0])
 
     def rows(self, first: int, end: int) -> "ExactMatrix":
@@ -73,11 +72,11 @@ class ExactMatrix(NamedTuple):
 
     @property
     def flat(self) -> "ExactMatrix":
-        """The same as a matrix (rows, I): the matrices of experts and heads one after the other."""
+        """The same matrix as (rows, I), with the rows of experts and heads in sequence."""
         return self.each(lambda array: array.reshape(-1, array.shape[-1]))
 
     def after(self, computed: list[mx.array]) -> "ExactMatrix":
-        """Return the same matrix, which MLX begins to decode when these arrays are computed."""
+        """Return the same matrix, whose decoding waits until MLX has computed these arrays."""
 
         def later(array: mx.array) -> mx.array:
             return mx.depends([array], computed)[0] if computed else array
@@ -85,14 +84,13 @@ class ExactMatrix(NamedTuple):
         return self.each(later)._replace(offsets=later(self.offsets))
 
     def taken(self, chosen: mx.array) -> "ExactMatrix":
-        """Return the rows, or experts, `chosen` (n,). Their bytes are where they were, so that native kernels refuse
-        this."""
-        begins = self.offsets[:-1].reshape(self.scales.shape[:-1])[chosen].flatten()
-        return self.each(lambda array: array[chosen])._replace(offsets=mx.concatenate([begins, self.offsets[-1:]]))
+        """Return the rows, or experts, `chosen` (n,). `high` is unchanged, so that native kernels refuse the result."""
+        starts = self.offsets[:-1].reshape(self.scales.shape[:-1])[chosen].flatten()
+        return self.each(lambda array: array[chosen])._replace(offsets=mx.concatenate([starts, self.offsets[-1:]]))
 
 
 class PanelExactMatrix(ExactMatrix):
-    """A matrix (O, I) whose codes, scales and biases are those of `PanelPlanes`; the rest is as it was."""
+    """A matrix (O, I) with codes, scales and biases in panels, as in `PanelPlanes`."""
 
     __slots__ = ()
 
@@ -113,27 +111,27 @@ class PanelExactMatrix(ExactMatrix):
 
 
 class Prediction(NamedTuple):
-    """What the codes say of each weight (..., G, group_size).
+    """A prediction of each weight (..., G, group_size) from its code.
 
-    neighbour: the first of its neighbours, uint16. near: whether it is near zero.
+    neighbor: the first of its neighbors, uint16. near: whether it is near zero.
     """
 
-    neighbour: mx.array
+    neighbor: mx.array
     near: mx.array
 
 
 def predict(plane: Planes) -> Prediction:
-    """Return what codes say of the weights. plane: with the bits of scales and biases, as in `ExactMatrix`."""
+    """Return the prediction of weights from codes. plane: with the bits of scales and biases, as in `ExactMatrix`."""
     grouped = (*plane.scales.shape, plane.group_size)
     codes = unpack_mlx_codes(plane.weights[0], CODE_BITS).reshape(grouped).astype(mx.float32)
     scale, bias = (as_floats(array)[..., None] for array in (plane.scales, plane.biases[0]))
     value = scale * codes + bias
     near = ~(mx.abs(value) > mx.abs(scale) * 0.5)  # true for NaN as well
-    return Prediction(upper_bits(value) - FIRST_NEIGHBOUR, near)
+    return Prediction(upper_bits(value) - FIRST_NEIGHBOR, near)
 
 
 def decode(matrix: ExactMatrix) -> mx.array:
-    """Return the weight (..., O, I), bfloat16. The bytes of its rows may be anywhere in `high`."""
+    """Return the weight (..., O, I), bfloat16. The bytes of a row may have any position in `high`."""
     found = predict(matrix.plane)
     low = matrix.low.astype(mx.uint16).reshape(found.near.shape)
     bytes_of = found.near.astype(mx.uint32).reshape(matrix.shape)
@@ -146,14 +144,14 @@ def weight_bits(low: mx.array, high: mx.array, found: Prediction) -> mx.array:
     """Return the bits of weights, uint16.
 
     Args:
-        low: their low bytes. high: their high bytes, which count near zero alone.
+        low: their low bytes. high: their high bytes, used only near zero.
     """
-    far = found.neighbour + ((low - found.neighbour) & 255)
+    far = found.neighbor + ((low - found.neighbor) & 255)
     return mx.where(found.near, high << 8 | low, far)
 
 
 def as_floats(bits: mx.array) -> mx.array:
-    """Return the float32 numbers of which these uint16 are the upper bits."""
+    """Return the float32 numbers with these uint16 as upper bits."""
     return bits.view(mx.bfloat16).astype(mx.float32)
 
 
@@ -163,7 +161,7 @@ def upper_bits(values: mx.array) -> mx.array:
 
 
 def tile_ends(matrix: ExactMatrix) -> Iterator[tuple[int, int]]:
-    """First row and end of each part of a matrix (O, I) that is decoded at a time: at most TILE weights, or a row."""
+    """Yield first row and end of each tile of a matrix (O, I): at most WEIGHTS_DECODED_AT_ONCE weights, or a row."""
     rows, width = matrix.shape
     height = max(1, WEIGHTS_DECODED_AT_ONCE // width)
     for first in range(0, rows, height):
@@ -171,13 +169,12 @@ def tile_ends(matrix: ExactMatrix) -> Iterator[tuple[int, int]]:
 
 
 def tiles(matrix: ExactMatrix) -> Iterator[ExactMatrix]:
-    """Yield the parts of a matrix (O, I) that are decoded at a time."""
+    """Return an iterator over the tiles of a matrix (O, I)."""
     return (matrix.rows(*ends) for ends in tile_ends(matrix))
 
 
 def decoded_by_tiles(matrix: ExactMatrix) -> mx.array:
-    """Return the weight (..., O, I), bfloat16, decoded tile after tile: what MLX computes on the way takes 20 times a
-    tile."""
+    """Return the weight (..., O, I), bfloat16, decoded tile by tile, since MLX's temporaries take 20 times a tile."""
     parts: list[mx.array] = []
     for tile in tiles(matrix.by_row().flat):
         parts.append(decode(tile.after(parts[-1:])))
@@ -185,7 +182,7 @@ def decoded_by_tiles(matrix: ExactMatrix) -> mx.array:
 
 
 def product_by_tiles(x: mx.array, matrix: ExactMatrix) -> mx.array:
-    """x (..., I) @ W^T of x's type, with MLX's product over one decoded tile after the other."""
+    """Return x (..., I) @ W^T of x's type, by MLX's matmul over one decoded tile at a time."""
     parts: list[mx.array] = []
     for tile in tiles(matrix.by_row()):
         parts.append(x @ decode(tile.after(parts[-1:])).astype(x.dtype).T)

@@ -1,6 +1,6 @@
-"""A JSON file of the user's cache with what was measured, by machine; several processes may write it.
+"""A JSON file of measurements in the user's cache, by machine, for several concurrent processes.
 
-Anything wrong with the file costs a measurement, and one line that says so.
+A damaged file costs a measurement and a one-line warning.
 """
 
 import warnings
@@ -16,7 +16,7 @@ from ..files.reading import read_json
 from ..files.user_cache import CacheUnusable, cache_entry, warn_of
 from ..files.writing import write_text
 
-MAX_MACHINES = 16  # a new version of MLX makes another one
+MAX_MACHINES = 16  # each version of MLX counts as a machine
 
 T = TypeVar("T")
 E = TypeVar("E")
@@ -26,18 +26,18 @@ class MeasuredFile(Generic[T]):
     """A file of the user's cache.
 
     Args:
-        name: of the file, or its path in another place.
+        name: of the file in the cache, or a path.
         kind: a Struct with defaults, whose fields are dictionaries by machine.
-        what: the file has, in the plural.
-        remedy: for one that cannot be read.
-        unwritten: what follows if it cannot be written.
+        what: plural noun for the content.
+        remedy: part of the warning if it cannot be read.
+        unwritten: effect if it cannot be written, for the warning.
     """
 
     def __init__(self, name: str | Path, kind: type[T], what: str, remedy: str, unwritten: str):
         self.name, self.kind, self.what, self.remedy, self.unwritten = name, kind, what, remedy, unwritten
 
     def place(self) -> Path | None:
-        """Return where it is; None, said once, where another user could have written it or there is no cache."""
+        """Return its path; None, with one warning, without a cache or if other users could have written it."""
         if isinstance(self.name, Path):
             return self.name
         try:
@@ -47,7 +47,7 @@ class MeasuredFile(Generic[T]):
             return None
 
     def read(self, quietly: bool = False) -> T:
-        """Return the content; nothing, with a warning unless `quietly`, where it is not what `change` wrote."""
+        """Return the content; empty, with a warning unless `quietly`, if the file is damaged."""
         place = self.place()
         if place is None or not place.is_file():
             return self.kind()
@@ -59,7 +59,7 @@ class MeasuredFile(Generic[T]):
             return self.kind()
 
     def change(self, change: Callable[[T], None]) -> None:
-        """Change the content; what other processes wrote meanwhile stays."""
+        """Change the content, and keep concurrent changes by other processes."""
         place = self.place()
         if place is None:
             return
@@ -68,13 +68,13 @@ class MeasuredFile(Generic[T]):
                 content = self.read(quietly=True)
                 change(content)
                 write_text(place, msgspec.json.format(msgspec.json.encode(content), indent=1).decode())
-                place.chmod(0o600)  # with any umask: what others may write to is never used
-        except (GearbxError, OSError, NotImplementedError) as error:  # the last one where files cannot be locked
+                place.chmod(0o600)  # for any umask, because files that others may write to are never used
+        except (GearbxError, OSError, NotImplementedError) as error:  # NotImplementedError if files cannot be locked
             warnings.warn(f"{error}; {self.unwritten}", GearbxWarning, stacklevel=4)
 
 
 def become_newest(machines: dict[str, dict[str, E]], machine: str, found: dict[str, E]) -> None:
-    """Add what was found on a machine, which becomes the last one; the oldest machines are left out."""
+    """Add measurements of a machine, move it to the end, and delete the oldest machines."""
     if found:
         machines[machine] = machines.pop(machine, {}) | found
     for oldest in list(machines)[:-MAX_MACHINES]:

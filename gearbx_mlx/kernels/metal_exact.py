@@ -1,8 +1,7 @@
-"""Metal launches for `exact`: bf16 weights, bit for bit, from the low gear's codes and what those leave open.
+"""Metal launches for `exact`: bit-identical bf16 weights from the low gear's codes and additional bits.
 
-Up to 16 vectors are multiplied from the packed form. For more, such as a prompt, tiles of rows are decoded one after
-the other, and MLX multiplies. Scales and biases are the bits of bf16 numbers, so that no cast of a model's type changes
-them.
+Up to 16 vectors are multiplied by the packed form. For more, as in prefill, tiles of rows are decoded in sequence, and
+MLX multiplies. Scales and biases are the bits of bf16 numbers, so that no cast of a model's type changes them.
 """
 
 import functools
@@ -17,9 +16,9 @@ from .exact import CODE_BITS, ExactMatrix
 from .metal import Launch, PackedLayout, Prepared, Variant, options, places_of_few, source_text
 from .metal_products import Spec, check_product, macros_with, product_launch, threads
 
-TILE_WEIGHTS = 2**22  # weights that are decoded at a time
-MAX_HIGH_BYTES = 2**31 - 1  # of `high`; kernels get numbers of 32 bits
-# Two rows of a SIMD group share activations, and a sum over its lanes; four would take twice the registers.
+TILE_WEIGHTS = 2**22  # weights decoded at a time
+MAX_HIGH_BYTES = 2**31 - 1  # bytes of `high`; kernels take 32-bit numbers
+# Two rows of a SIMD group share activations and a sum over the lanes; four would take twice the registers.
 PRODUCT, DECODER = Variant("registers", 2, 2), Variant("registers", 2, 1)
 
 
@@ -37,10 +36,7 @@ def exact_layout(group_size: int) -> PackedLayout:
 
 @dataclass(frozen=True)
 class ExactSpec(Spec):
-    """Everything that the text of a kernel for exact weights depends on.
-
-    One that decodes them has 0 vectors.
-    """
+    """The properties that the source of a kernel for exact weights depends on; a decoder has 0 vectors."""
 
     text = "exact"
 
@@ -54,20 +50,18 @@ class ExactSpec(Spec):
 
     @property
     def header(self) -> str:
-        """The macros that specialize metal/exact.metal, and the functions that it calls."""
+        """Macros for metal/exact.metal, and the functions that it calls."""
         return super().header + source_text("loads") + source_text("exact_weights")
 
 
 def exact_launch(x: mx.array, matrix: ExactMatrix, bias: mx.array | None = None) -> Launch:
-    """Return the launch for x @ W^T + bias over exact weights, each decoded once for all vectors; the product is (...,
-    O).
+    """Return the launch for x @ W^T + bias, (..., O), over exact weights, each decoded once for all vectors.
 
-    A vector's result has the same bits with any other vectors in the call.
+    The launch is batch-invariant.
 
     Args:
         x: (..., I) float16, bfloat16 or float32; 1 to 16 vectors.
-        matrix: (O, I). `high` has 1 byte or more. A weight whose byte is not there counts as NaN. Groups have 32, 64 or
-            128 inputs.
+        matrix: (O, I), in groups of 32, 64 or 128. `high` has 1 byte or more; a weight without its byte is NaN.
         bias: (O,), or None.
 
     Raises:
@@ -87,8 +81,8 @@ def decode_launch(matrix: ExactMatrix, chosen: mx.array | None = None) -> Launch
 
     Args:
         matrix: (..., O, I), as for `exact_launch`, or stacked experts.
-        chosen: (n,) the rows to decode, counted over all experts, for a result (n, I). By default (None) all of them,
-            (..., O, I). A number beyond the last row counts as the last one.
+        chosen: (n,) indices of rows over all experts, for a result (n, I); None for all rows, (..., O, I). An index
+            beyond the last row selects the last one.
 
     Raises:
         GearbxError: the arguments do not fit each other.
@@ -96,34 +90,34 @@ def decode_launch(matrix: ExactMatrix, chosen: mx.array | None = None) -> Launch
     layout = _checked_layout(matrix)
     *leading, columns = matrix.shape
     total = math.prod(leading)
-    which = mx.arange(total) if chosen is None else chosen
-    shape = matrix.shape if chosen is None else (which.size, columns)
+    rows = mx.arange(total) if chosen is None else chosen
+    shape = matrix.shape if chosen is None else (rows.size, columns)
     spec = ExactSpec(layout, 0, DECODER, False, mx.bfloat16)
-    how = options(*threads(DECODER, which.size), shape, mx.uint16)
-    sizes = mx.array([which.size, columns, matrix.high.size, total], mx.int32)
-    inputs = (*matrix.arrays, which.astype(mx.uint32))
+    how = options(*threads(DECODER, rows.size), shape, mx.uint16)
+    sizes = mx.array([rows.size, columns, matrix.high.size, total], mx.int32)
+    inputs = (*matrix.arrays, rows.astype(mx.uint32))
     return Launch(Prepared(spec, how, (sizes,), places_of_few(inputs), mx.bfloat16), inputs)
 
 
 def exact_matmul_tiles(x: mx.array, matrix: ExactMatrix, tile: int = TILE_WEIGHTS) -> mx.array | None:
-    """x (..., I) @ W^T over exact weights for any number of vectors, (..., O) of x's type, in MLX's matrix products.
+    """Return x (..., I) @ W^T over exact weights, (..., O) of x's type, for any number of vectors, by MLX's matmul.
 
-    None where the kernel that decodes cannot run.
+    The result is None if the decoding kernel cannot run.
 
     Args:
         matrix: as for `exact_launch`.
-        tile: the most weights that are dense at a time; one row at least.
+        tile: maximum number of decoded weights at a time; at least one row is decoded.
 
     Raises:
         GearbxError: the arguments do not fit each other, or Metal is not available.
     """
     total, columns = _shape(matrix)
     if x.ndim == 0 or x.shape[-1] != columns:
-        raise GearbxError(f"activations of shape {x.shape} do not fit weights of {columns} columns")
+        raise GearbxError(f"activations: weights have {columns} columns, got shape {x.shape}")
     height = max(1, tile // columns)
     parts: list[mx.array] = []
     for first in range(0, total, height):
-        # MLX may order what does not depend on each other as it likes: all tiles first would be the whole matrix.
+        # Each tile depends on the previous result, since MLX might otherwise decode the whole matrix first.
         after = mx.depends([matrix.offsets], parts[-1:])[0] if parts else matrix.offsets
         launch = decode_launch(matrix._replace(offsets=after), mx.arange(first, min(first + height, total)))
         weight = launch.attempt()
@@ -134,20 +128,20 @@ def exact_matmul_tiles(x: mx.array, matrix: ExactMatrix, tile: int = TILE_WEIGHT
 
 
 def _shape(matrix: ExactMatrix) -> tuple[int, int]:
-    """Rows and columns of one matrix that has weights."""
+    """Return rows and columns of one matrix that is not empty."""
     if matrix.scales.ndim != 2 or matrix.scales.size == 0:
-        raise GearbxError(f"scales of shape {matrix.scales.shape} are not those of one matrix")
+        raise GearbxError(f"scales: must belong to one matrix, got shape {matrix.scales.shape}")
     rows, columns = matrix.shape
     return rows, columns
 
 
 def _checked_layout(matrix: ExactMatrix) -> PackedLayout:
-    """Return the layout of a matrix. Raises GearbxError where a shape or type is not the format's, or has no kernel."""
+    """Return the layout of a matrix. Raises GearbxError for a wrong shape or type, or one without a kernel."""
     scales, high = matrix.scales, matrix.high
     if matrix.group_size not in GROUP_SIZES:
-        raise GearbxError(f"group size {matrix.group_size} is none of 32, 64, 128")
+        raise GearbxError(f"group size: must be 32, 64 or 128, got {matrix.group_size}")
     if scales.ndim < 2:
-        raise GearbxError(f"scales of shape {scales.shape} have no rows")
+        raise GearbxError(f"scales: must have rows, got shape {scales.shape}")
     *leading, columns = matrix.shape
     wanted: list[tuple[mx.Dtype, tuple[int, ...]]] = [
         (mx.uint32, (*leading, columns * CODE_BITS // 32)),
@@ -160,7 +154,7 @@ def _checked_layout(matrix: ExactMatrix) -> PackedLayout:
     layout = exact_layout(matrix.group_size)
     for name, array, (dtype, shape) in zip(layout.arrays, matrix.arrays, wanted):
         if (array.dtype, array.shape) != (dtype, shape):
-            raise GearbxError(f"{name} of exact weights is {array.shape} {array.dtype}, not {shape} {dtype}")
+            raise GearbxError(f"{name} of exact weights: must be {shape} {dtype}, got {array.shape} {array.dtype}")
     if not 0 < high.size <= MAX_HIGH_BYTES:
-        raise GearbxError(f"high of exact weights is {high.size} bytes, not 1 to {MAX_HIGH_BYTES}")
+        raise GearbxError(f"high of exact weights: must have 1 to {MAX_HIGH_BYTES} bytes, got {high.size}")
     return layout

@@ -1,11 +1,11 @@
 """Metal launches for matrix-vector products over packed and dense weights.
 
-Those over packed weights come from one text, `metal/matvec.metal`, but for exact weights (`metal_exact.py`); a
-`PackedLayout` has the macros that specialize the text for a format. A launch over codebooks (XFP 3.3, 3.4) copies those
-that a threadgroup needs into its memory as float32: those of its rows, or the whole library. Dense products have a text
-of their own, since MLX's change with the number of rows (metal/README.md).
+All packed formats except exact (`metal_exact.py`) share the source `metal/matvec.metal`, which the macros of a
+`PackedLayout` specialize. A launch over codebooks (XFP 3.3, 3.4) copies them into threadgroup memory as float32: those
+of its rows, or the whole library. Dense weights have a separate source, because the results of MLX's dense matmul
+depend on the number of rows (metal/README.md).
 
-Each launch checks its arrays first: with wrong ones a kernel would read beyond an array, or give wrong numbers.
+Each launch first validates its arrays: with wrong arrays, a kernel would read out of bounds or give wrong results.
 """
 
 import functools
@@ -38,13 +38,13 @@ from .metal import (
 )
 
 DENSE_COLUMNS = 8  # columns of a dense weight that a lane reads at a time
-DENSE_SIMD_GROUPS = 2  # of a dense product's threadgroup
+DENSE_SIMD_GROUPS = 2  # per threadgroup
 
-SYMMETRIC_OFFSET = {8: 128, 6: 32, 4: 8, 2: 2}  # codes of 8 bits are stored signed, and read as unsigned plus it
+SYMMETRIC_OFFSET = {8: 128, 6: 32, 4: 8, 2: 2}  # bits to the offset of unsigned codes; 8-bit codes are stored signed
 GROUPWISE_SIZE = 32
-ROW_ALIGNMENT = 16  # bytes; of a row
+ROW_ALIGNMENT = 16  # bytes
 
-ROW_CODES = {2: 16, 3: 10, 4: 8, 5: 6, 6: 5}  # bits to codes in two words of 16 bits, with one codebook per row
+ROW_CODES = {2: 16, 3: 10, 4: 8, 5: 6, 6: 5}  # bits to codes in two 16-bit words, with one codebook per row
 LIBRARY_SIZE, LIBRARY_GROUP = 32, 128
 OUTLIERS = ("outliers", "outlier_columns", "outlier_offsets")
 OF_GROUPS = {"entries": mx.uint8, "scales": mx.float16, "midpoints": mx.float16}
@@ -52,11 +52,11 @@ OF_GROUPS = {"entries": mx.uint8, "scales": mx.float16, "midpoints": mx.float16}
 
 @dataclass(frozen=True)
 class Spec:
-    """Everything that the text of a product's kernel depends on.
+    """The properties that a matmul kernel's source depends on.
 
-    dtype: of activations and product. ragged: the last step of a row has fewer columns. staged: elements of x in
-    threadgroup memory. experts: each vector has a matrix of its own, one of several. Rows and columns are no part of
-    it: Metal's compiler would have a kernel for each shape.
+    dtype: of activations and result. ragged: whether the last step of a row has fewer columns. staged: elements of x in
+    threadgroup memory. experts: whether each vector has its own matrix of several. Rows and columns are not included,
+    because Metal's compiler would compile a kernel for each shape.
     """
 
     layout: PackedLayout
@@ -69,11 +69,10 @@ class Spec:
     experts: bool = False
 
     text = "matvec"  # its file in metal/
-    strided = False  # inputs are contiguous
 
     @property
     def name(self) -> str:
-        """The kernel's name, which is unique, because MLX finds compiled kernels by name and types."""
+        """The kernel's unique name: MLX finds compiled kernels by name and types."""
         kind = f"{self.layout.name}_{TYPES[self.dtype]}_v{self.vectors}"
         variant = f"{self.variant.name}{self.variant.simd_groups}x{self.variant.rows}"
         flags = f"b{int(self.has_bias)}r{int(self.ragged)}s{self.staged}{'e' if self.experts else ''}"
@@ -91,9 +90,7 @@ class Spec:
 
     @property
     def read_once(self) -> list[str]:
-        """The buffers of which a launch reads no byte twice. Codes below outliers are read again, and
-        those of an expert by each of its pairs.
-        """
+        """Buffers whose bytes a launch reads once. Codes of outliers are read again, and experts once per pair."""
         return [] if self.layout.tables or self.experts else self.planes
 
     @property
@@ -102,7 +99,7 @@ class Spec:
 
     @property
     def header(self) -> str:
-        """The macros that specialize metal/matvec.metal, and the functions that it calls."""
+        """Macros for metal/matvec.metal, and the functions that it calls."""
         macros = {
             "VECTORS": self.vectors,
             "ROWS": self.variant.rows,
@@ -130,31 +127,30 @@ def prepare_product(
     indices: mx.array | None = None,
     most_outliers: int | None = None,
 ) -> Launch:
-    """Prepare the launch for x W^T + bias, with sums in float32 and one rounding, to the type of x.
+    """Return the launch for x W^T + bias, with float32 sums and one rounding to the type of x.
 
     Args:
-        x: (..., columns) float16, bfloat16 or float32; 1 to 16 vectors, for which the weights are read once. Of
-            experts (..., 1, columns), a vector for each of the indices, or for all that differ in the last dimension.
-        layout: of the weights. arrays: its buffers, whose shapes the caller has checked.
-        rows, columns: of W. row_words: 16-bit words from one row to the next; for planes, words for each bit.
-        bias: (rows,), or None. Of experts None.
-        variant: `registers`, `threadgroup` or `device`; None lets `choose_variant` decide.
-        indices: (...), of experts, below their number, which nothing checks. The arrays then have them as their first
-            dimension, and the result is (..., 1, rows). A product has the bits that it has with the expert's matrix
-            alone.
-        most_outliers: the length of an expert's lists of outliers, of layouts that have some.
+        x: (..., columns) float16, bfloat16 or float32; 1 to 16 vectors, for which weights are read once. For experts
+            (..., 1, columns): a vector per index, or one for all indices that differ in the last dimension.
+        layout: of the weights. arrays: its buffers, with validated shapes.
+        rows, columns: of W. row_words: 16-bit words between rows; for planes, words per bit.
+        bias: (rows,), or None; None for experts.
+        variant: `registers`, `threadgroup` or `device`; None for the default of `choose_variant`.
+        indices: (...) of experts, which must be below their number (not checked). The arrays then have experts as first
+            dimension, and the result (..., 1, rows) is bit-identical to that with the expert's matrix.
+        most_outliers: length of an expert's lists of outliers; None for layouts without outliers.
 
     Raises:
-        GearbxError: the activations, the indices or the bias do not fit the weights.
+        GearbxError: activations, indices or bias do not fit the weights.
     """
     if indices is None:
         check_product(x, rows, columns, bias)
     elif bias is not None:
-        raise GearbxError("experts take no output bias; add it to their products")
+        raise GearbxError("experts: no output bias is supported; omit it, and add it to the results")
     elif not takes_experts(x, indices) or x.shape[-1] != columns:
         raise GearbxError(
-            f"activations {x.shape} {x.dtype} and indices {indices.shape} are not vectors (1, {columns}) of float16, "
-            "bfloat16 or float32, one for each index or for all that differ in the last dimension"
+            f"experts: activations must be vectors (1, {columns}) of float16, bfloat16 or float32, one per index or "
+            f"row of indices, got {x.shape} {x.dtype} and indices {indices.shape}"
         )
     vectors = x.size // columns if indices is None else 1
     chosen = choose_variant(layout.bits, columns, vectors, x.dtype, variant)
@@ -168,13 +164,12 @@ def prepare_product(
 
 
 def takes_experts(x: mx.array, indices: mx.array) -> bool:
-    """Return whether kernels take these activations and indices of experts: how they lie, and the type."""
+    """Return whether kernels take activations and indices of experts with these shapes and types."""
     return x.dtype in METAL_DTYPES and pairs_of_a_vector(x, indices) is not None
 
 
 def pairs_of_a_vector(x: mx.array, indices: mx.array) -> int | None:
-    """Return how many neighbouring indices have the same of the vectors x (..., 1, I); None if they do not lie like
-    that."""
+    """Return the number of adjacent indices that share a vector of x (..., 1, I); None for other shapes."""
     if x.ndim < 3 or x.shape[-2] != 1 or indices.size == 0:
         return None
     if x.shape[:-2] == indices.shape:
@@ -183,28 +178,28 @@ def pairs_of_a_vector(x: mx.array, indices: mx.array) -> int | None:
 
 
 def check_product(x: mx.array, rows: int, columns: int, bias: mx.array | None) -> None:
-    """Raise GearbxError unless weights (rows, columns) take these activations and this output bias."""
+    """Validate activations and output bias for weights (rows, columns). Raises GearbxError."""
     if x.dtype not in METAL_DTYPES:
-        raise GearbxError(f"activations of {x.dtype} are none of float16, bfloat16, float32")
+        raise GearbxError(f"activations: must be float16, bfloat16 or float32, got {x.dtype}")
     if x.ndim == 0 or x.shape[-1] != columns:
-        raise GearbxError(f"activations of shape {x.shape} do not fit weights of {columns} columns")
+        raise GearbxError(f"activations: weights have {columns} columns, got shape {x.shape}")
     if not takes(x, columns):
-        raise GearbxError(f"activations of shape {x.shape} are not 1 to {MAX_VECTORS} vectors")
+        raise GearbxError(f"activations: must be 1 to {MAX_VECTORS} vectors, got shape {x.shape}")
     if bias is not None and bias.shape != (rows,):
-        raise GearbxError(f"an output bias of shape {bias.shape} does not fit {rows} rows")
+        raise GearbxError(f"output bias: must have {rows} rows, got shape {bias.shape}")
 
 
 def threads(variant: Variant, rows: int) -> tuple[int, int]:
-    """Return how many threads there are, in all and of a threadgroup: as many threadgroups as all rows need."""
+    """Return the number of threads for all rows, in all and per threadgroup."""
     threadgroup = LANES * variant.simd_groups
     return math.ceil(rows / (variant.simd_groups * variant.rows)) * threadgroup, threadgroup
 
 
 def product_launch(spec: Spec, inputs: Sequence[mx.array], sizes: list[int], indices: mx.array | None = None) -> Launch:
-    """Return the launch of a product's kernel.
+    """Return the launch of a matmul's kernel.
 
     Args:
-        inputs: x, packed arrays, then the bias or the indices. sizes: rows first, as the text reads them.
+        inputs: x, packed arrays, then the bias or the indices. sizes: rows first, in the kernel's order.
     """
     rows, leading, pairs = sizes[0], inputs[0].shape[:-1], 1
     if indices is not None:
@@ -215,7 +210,7 @@ def product_launch(spec: Spec, inputs: Sequence[mx.array], sizes: list[int], ind
 
 
 def macros_with(**macros: object) -> tuple[tuple[str, object], ...]:
-    """Macros of metal/matvec.metal, as names and values; a name includes the parameter, if the macro has one."""
+    """Return names, with parameters, and values of macros of metal/matvec.metal."""
     parameters = {
         "PLANES": "(DO)",
         "ROW_WORDS": "(WIDTH)",
@@ -229,7 +224,7 @@ def macros_with(**macros: object) -> tuple[tuple[str, object], ...]:
 
 @functools.cache
 def planes_layout(widths: tuple[int, ...], group_size: int, biases: int, rest: int) -> PackedLayout:
-    """Return the layout of bit planes. biases: of how many of them. rest: as in `Planes`."""
+    """Return the layout of bit planes. biases: number of planes that have biases. rest: as in `Planes`."""
     shifts = plane_shifts(widths)
     planes = range(len(widths))
     offsets = [f"float(b{i}[group]) * {2.0 ** -shifts[i]}f" for i in range(biases)]
@@ -261,11 +256,11 @@ def planes_launch(
     variant: str | None = None,
     indices: mx.array | None = None,
 ) -> Launch:
-    """Return the launch for x @ W^T + bias over a prefix of bit planes, all in one pass; the product is (..., O).
+    """Return the launch for x @ W^T + bias, (..., O), over a prefix of bit planes in one pass.
 
     Args:
-        x, bias, variant, indices: as for `prepare`.
-        planes: (O, I), or of experts (E, O, I), 8 bits at most together, in groups of 32, 64 or 128.
+        x, bias, variant, indices: as for `prepare_product`.
+        planes: (O, I), or of experts (E, O, I); at most 8 bits in all, in groups of 32, 64 or 128.
 
     Raises:
         GearbxError: the arguments do not fit each other.
@@ -274,33 +269,34 @@ def planes_launch(
     """
     weights, scales, biases, widths, group_size, rest = planes
     if group_size not in GROUP_SIZES:
-        raise GearbxError(f"group size {group_size} is none of 32, 64, 128")
+        raise GearbxError(f"group size: must be 32, 64 or 128, got {group_size}")
     if not widths or min(widths) < 1 or sum(widths) > 8:
-        raise GearbxError(f"planes of {'+'.join(map(str, widths))} bits are not 1 to 8 bits together")
-    if scales.ndim != dimensions(indices) or len(weights) != len(widths) or not 1 <= len(biases) <= len(widths):
+        raise GearbxError(f"planes: must have 1 to 8 bits in all, got {'+'.join(map(str, widths))} bits")
+    count, ndim = len(widths), dimensions(indices)
+    if scales.ndim != ndim or len(weights) != count or not 1 <= len(biases) <= count:
         raise GearbxError(
-            f"{len(widths)} planes need as many weights, 1 to as many biases, and scales of {dimensions(indices)} "
-            "dimensions"
+            f"planes: must be {count} weights, 1 to {count} biases, and scales of {ndim} dimensions, got "
+            f"{len(weights)}, {len(biases)} and {scales.ndim}"
         )
     *experts, rows, columns = planes.shape
     for i, (weight, width) in enumerate(zip(weights, widths)):
         if weight.shape != (*experts, rows, columns * width // 32) or weight.dtype != mx.uint32:
-            raise GearbxError(f"plane {i} is {weight.shape} {weight.dtype}, not {rows} rows of {width}-bit codes")
+            raise GearbxError(f"plane {i}: must be {rows} rows of {width}-bit codes, got {weight.shape} {weight.dtype}")
     for i, bias_of_plane in enumerate(biases):
         if bias_of_plane.shape != scales.shape:
-            raise GearbxError(f"biases of plane {i} are {bias_of_plane.shape}, scales {scales.shape}")
+            raise GearbxError(f"biases of plane {i}: must be {scales.shape} as scales, got {bias_of_plane.shape}")
     layout = planes_layout(tuple(widths), group_size, len(biases), rest)
     return prepare_product(x, layout, planes.arrays, rows, columns, columns // 16, bias, variant, indices)
 
 
 def dimensions(indices: mx.array | None) -> int:
-    """Return the dimensions of a weight: experts have one more."""
+    """Return the number of dimensions of a weight: 2, or 3 for experts."""
     return 2 if indices is None else 3
 
 
 @functools.cache
 def symmetric_layout(bits: int, grouped: bool) -> PackedLayout:
-    """Return the layout of symmetric codes with a scale per row, or per group."""
+    """Return the layout of symmetric codes with a scale per row, or per group if `grouped`."""
     offset = f"-{SYMMETRIC_OFFSET[bits]}.0f"
     of_scales: dict[str, object] = {
         "GROUP_SIZE": GROUPWISE_SIZE if grouped else "columns",
@@ -329,15 +325,15 @@ def symmetric_launch(
     variant: str | None = None,
     indices: mx.array | None = None,
 ) -> Launch:
-    """Return the launch for x @ W^T + bias over symmetric codes; the product is (..., O).
+    """Return the launch for x @ W^T + bias, (..., O), over symmetric codes.
 
     Args:
-        x, bias, variant, indices: as for `prepare`.
-        weight: (O, bytes) from `formats.rowwise.pack_symmetric_codes`: int8 for 8 bits, else uint8. Of experts, this
-            and `scales` have a leading dimension E.
-        scales: (O,), of rows; or (O, G) of codes of 4 bits in groups, G = width / 32 rounded up.
+        x, bias, variant, indices: as for `prepare_product`.
+        weight: (O, bytes) from `formats.rowwise.pack_symmetric_codes`: int8 for 8 bits, otherwise uint8. For experts,
+            it and `scales` have a leading dimension E.
+        scales: (O,), per row; or (O, G), per group of 4-bit codes, G = width / 32 rounded up.
         bits: 8, 6, 4 or 2.
-        width: codes of a row without padding.
+        width: number of codes of a row, without padding.
 
     Raises:
         GearbxError: the arguments do not fit each other.
@@ -345,31 +341,31 @@ def symmetric_launch(
     Source: GEARBX 5.2, 8.1, 8.2; AION 3.2 for groups.
     """
     if bits not in SYMMETRIC_OFFSET:
-        raise GearbxError(f"per-channel codes of {bits} bits are none of 8, 6, 4, 2")
+        raise GearbxError(f"per-channel codes: must have 8, 6, 4 or 2 bits, got {bits}")
     _check_rows(weight, mx.int8 if bits == 8 else mx.uint8, bits, width, dimensions(indices))
     (rows, row_bytes), groups = weight.shape[-2:], -(-width // GROUPWISE_SIZE)
     grouped = scales.ndim == weight.ndim
     if scales.shape != (*weight.shape[:-1], *([groups] if grouped else [])):
         of_groups = f" of {groups} groups" if grouped else ""
-        raise GearbxError(f"scales of shape {scales.shape} do not fit {rows} rows{of_groups}")
+        raise GearbxError(f"scales: must have {rows} rows{of_groups}, got shape {scales.shape}")
     layout = symmetric_layout(bits, grouped)
     return prepare_product(x, layout, [weight, scales], rows, width, row_bytes // 2, bias, variant, indices)
 
 
 def _check_rows(weight: mx.array, dtype: mx.Dtype, bits: int, width: int, ndim: int) -> None:
-    """Raise GearbxError unless rows are aligned, and have room for `width` codes and little padding."""
+    """Validate that rows are aligned and have `width` codes with little padding. Raises GearbxError."""
     fits = weight.ndim == ndim and weight.dtype == dtype and weight.shape[-1] % ROW_ALIGNMENT == 0
     if not (fits and width > 0 and 0 <= weight.shape[-1] * 8 - width * bits < 8 * 2 * ROW_ALIGNMENT):
-        raise GearbxError(f"weights {weight.shape} {weight.dtype} are not rows of {width} {bits}-bit codes")
+        raise GearbxError(f"weights: must be rows of {width} {bits}-bit codes, got {weight.shape} {weight.dtype}")
 
 
 def takes_dense(x: mx.array, weight: mx.array) -> bool:
-    """Return whether `dense_launch` takes activations (..., I) and a weight (O, I): their number and types."""
+    """Return whether `dense_launch` takes the number and types of activations (..., I) and a weight (O, I)."""
     return takes(x, x.shape[-1]) and weight.dtype in METAL_DTYPES
 
 
 def dense_launch(x: mx.array, weight: mx.array) -> Launch:
-    """Return the launch for x W^T, with sums in float32 and one rounding, to the type of x; the product is (..., O).
+    """Return the launch for x W^T, (..., O), with float32 sums and one rounding to the type of x.
 
     Args:
         x: (..., I) float16, bfloat16 or float32; 1 to 16 vectors, for which the weight is read once.
@@ -379,11 +375,11 @@ def dense_launch(x: mx.array, weight: mx.array) -> Launch:
         GearbxError: the arguments do not fit each other.
     """
     if weight.ndim != 2 or x.ndim == 0 or x.shape[-1] != weight.shape[1]:
-        raise GearbxError(f"activations of shape {x.shape} do not fit a weight of shape {weight.shape}")
+        raise GearbxError(f"activations: do not fit the weight, got {x.shape} and {weight.shape}")
     if not takes_dense(x, weight):
         raise GearbxError(
-            f"activations {x.shape} {x.dtype} and a weight of {weight.dtype} are not 1 to {MAX_VECTORS} vectors of "
-            "float16, bfloat16 or float32"
+            f"activations: must be 1 to {MAX_VECTORS} vectors, and they and weights float16, bfloat16 or float32, got "
+            f"{x.shape} {x.dtype} and {weight.dtype}"
         )
     inputs = x, weight
     return Launch(_dense_prepared(x.shape, x.dtype, weight.shape[0], places_of_few(inputs)), inputs)
@@ -391,15 +387,17 @@ def dense_launch(x: mx.array, weight: mx.array) -> Launch:
 
 @functools.cache
 def _dense_prepared(shape: tuple[int, ...], dtype: mx.Dtype, rows: int, few: tuple[int, ...]) -> Prepared:
-    """For activations of this shape and type."""
+    """Return the launch without arrays for activations of this shape and type."""
     columns = shape[-1]
     vectors = math.prod(shape[:-1])
-    rows_each = 4 if vectors <= MAX_VECTORS // 2 else 2  # of a SIMD group: as many as its registers hold
+    holds_x = vectors <= 4  # registers have room for x; then eight rows share one read of x
+    rows_each = 8 if holds_x else 4 if vectors <= 8 else 2  # rows per SIMD group, limited by its registers
     macros = {
         "VECTORS": vectors,
         "ROWS": rows_each,
         "SIMD_GROUPS": DENSE_SIMD_GROUPS,
         "CHUNK": DENSE_COLUMNS,
+        "HOLDS_X": int(holds_x),
         "RAGGED": int(columns % DENSE_COLUMNS != 0),
     }
     names = ("x", "weight", "sizes")
@@ -470,7 +468,7 @@ def library_layout(bits: int) -> PackedLayout:
 
 
 def codebook_inputs(arrays: Mapping[str, mx.array]) -> list[mx.array]:
-    """Return the arrays in the order in which a kernel takes them, after the activations."""
+    """Return the arrays in the order of a kernel's inputs, after the activations."""
     names = ("library", *OUTLIERS, *OF_GROUPS) if "library" in arrays else ("codebook", *OUTLIERS)
     return [arrays[name] for name in ("weight", *names)]
 
@@ -483,15 +481,14 @@ def codebook_launch(
     variant: str | None = None,
     indices: mx.array | None = None,
 ) -> Launch:
-    """Return the launch for x @ W^T + bias over one codebook per row, or a library of 32 codebooks; the product is
-    (..., O).
+    """Return the launch for x @ W^T + bias, (..., O), over one codebook per row, or a library of 32 codebooks.
 
     Args:
-        x, bias, variant, indices: as for `prepare`.
+        x, bias, variant, indices: as for `prepare_product`.
         arrays: from `formats.codebook.encode`: `weight` (O, words), `codebook` (O, 2^bits) float16, and the outliers.
             From `formats.codebook_library.encode`: `weight`, `library` (32, 2^bits) float16; `entries`, `scales` and
-            `midpoints` (O, I / 128 rounded up); and the outliers. Of experts, all have a leading dimension E.
-        bits: 2 to 6; of a library 2, 3 or 4.
+            `midpoints` (O, I / 128 rounded up); and the outliers. For experts, all have a leading dimension E.
+        bits: 2 to 6; for a library 2, 3 or 4.
 
     Raises:
         GearbxError: the arguments do not fit each other.
@@ -510,9 +507,9 @@ def codebook_launch(
 def _sizes_of_codebook(
     x: mx.array, arrays: Mapping[str, mx.array], bits: int, experts: tuple[int, ...]
 ) -> tuple[int, int, int]:
-    """Rows, columns and words of 16 bits from row to row. Raises GearbxError for arrays that do not fit each other."""
+    """Return rows, columns and 16-bit words per row. Raises GearbxError if the arrays do not fit each other."""
     if bits not in ROW_CODES:
-        raise GearbxError(f"codebooks of {bits} bits are none of 2 to 6")
+        raise GearbxError(f"codebooks: must have 2 to 6 bits, got {bits}")
     width, rows = x.shape[-1] if x.ndim else 0, arrays["weight"].shape[-2]
     words = -(-width // ROW_CODES[bits]) * 2
     wanted = {
@@ -526,9 +523,9 @@ def _sizes_of_codebook(
 def _sizes_of_library(
     x: mx.array, arrays: Mapping[str, mx.array], bits: int, experts: tuple[int, ...]
 ) -> tuple[int, int, int]:
-    """Return the same for a library."""
+    """Return the sizes of `_sizes_of_codebook` for a library."""
     if bits not in (2, 3, 4):
-        raise GearbxError(f"libraries of {bits} bits are none of 2, 3, 4")
+        raise GearbxError(f"codebook library: must have 2, 3 or 4 bits, got {bits}")
     width, rows = x.shape[-1] if x.ndim else 0, arrays["weight"].shape[-2]
     groups = -(-width // LIBRARY_GROUP)
     wanted = {
@@ -545,10 +542,10 @@ def _check(
     rows: int,
     experts: tuple[int, ...],
 ) -> None:
-    """Raises GearbxError unless arrays have these types and shapes, and the lists of outliers fit each other."""
+    """Validate types and shapes of arrays, and that the lists of outliers fit each other. Raises GearbxError."""
     count = arrays["outliers"].shape
     if len(count) != 1 + len(experts):
-        raise GearbxError(f"outliers of shape {count} are not a list{' for each expert' if experts else ''}")
+        raise GearbxError(f"outliers: must be one list{' per expert' if experts else ''}, got shape {count}")
     of_outliers = {
         "outliers": (mx.float16, count[-1:]),
         "outlier_columns": (mx.uint16, count[-1:]),
@@ -557,4 +554,4 @@ def _check(
     for name, (dtype, shape) in {**wanted, **of_outliers}.items():
         array = arrays[name]
         if array.dtype != dtype or array.shape != (*experts, *shape):
-            raise GearbxError(f"{name} is {array.shape} {array.dtype}, not {(*experts, *shape)} {dtype}")
+            raise GearbxError(f"{name}: must be {(*experts, *shape)} {dtype}, got {array.shape} {array.dtype}")

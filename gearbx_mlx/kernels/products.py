@@ -1,6 +1,6 @@
-"""The products of linear layers and of mixtures of experts, each by the kernel that was chosen for it (dispatch.py).
+"""Matmuls of linear layers and mixtures of experts, by the kernels that dispatch.py chose.
 
-For experts, `indices` names one for each vector (..., 1, I), and a weight has a leading dimension E.
+For experts, `indices` has an expert for each vector (..., 1, I), and a weight has a leading dimension E.
 """
 
 import math
@@ -26,14 +26,14 @@ from .metal_products import (
     takes_experts,
 )
 
-MAX_EXPERTS = 16  # of a token
-MAX_PAIRS = metal.MAX_VECTORS * MAX_EXPERTS  # of a vector and an expert, that a Metal kernel takes
+MAX_EXPERTS = 16  # per token
+MAX_PAIRS = metal.MAX_VECTORS * MAX_EXPERTS  # pairs of a vector and an expert in a Metal launch
 
 
 class SymmetricCodes(NamedTuple):
     """A weight (O, I) of format `rowwise` or `groupwise`.
 
-    weight: packed codes. scales: one for each row (O,), or for each of its groups (O, G). bits: of a code. width: I.
+    weight: packed codes. scales: per row (O,), or per group (O, G). bits: of a code. width: I.
     """
 
     weight: mx.array
@@ -45,11 +45,11 @@ class SymmetricCodes(NamedTuple):
 def stack_product(
     x: mx.array, planes: Planes, bias: mx.array | None = None, x_bits: int = 0, chosen: ChosenKernels | None = None
 ) -> mx.array:
-    """x (..., I) @ W^T + bias over a stack of bit planes, (..., O) of x's type, accumulated in float32.
+    """Return x (..., I) @ W^T + bias over a stack of bit planes, (..., O) of x's type, accumulated in float32.
 
     Args:
         bias: (O,) or None.
-        x_bits: 8 or 16: CPU kernels round activations to this number of bits, and multiply integers. 0: they do not.
+        x_bits: bits to which CPU kernels quantize activations, 8 or 16, for integer matmuls; 0: not quantized.
         chosen: as for `kernel_for`.
     """
     y = again(x, planes.arrays, bias, chosen)
@@ -58,7 +58,7 @@ def stack_product(
     kernel, y = on_metal(kernel_for(x, chosen), bias, chosen, partial(planes_launch, x, planes, bias))
     if y is not None:
         return y
-    if kernel in STOCK:  # ours do not round the bias of a gear of longer codes
+    if kernel in STOCK:  # native kernels do not round the bias of a gear with omitted bits
         planes = planes.by_row().with_biases(mx.float32)
     if kernel == MLX:
         return add_bias(planes_matmul(x, planes).astype(x.dtype), bias)  # scales may be wider
@@ -74,9 +74,9 @@ def symmetric_product(
     x_bits: int = 0,
     chosen: ChosenKernels | None = None,
 ) -> mx.array | None:
-    """x (..., I) @ W^T + bias over symmetric codes, arguments as for `stack_product`.
+    """Return x (..., I) @ W^T + bias over symmetric codes, with the arguments of `stack_product`.
 
-    Returns None if none of our kernels computes it: the caller then reconstructs the weight.
+    The result is None without a native kernel; the caller then reconstructs the weight.
     """
     y = again(x, codes[:2], bias, chosen)
     if y is not None:
@@ -94,7 +94,7 @@ def dense_product(
     x_bits: int = 0,
     bias: mx.array | None = None,
 ) -> mx.array:
-    """x (..., I) @ weight (O, I)^T + bias, of x's type; a native kernel reads the weight in its own type."""
+    """Return x (..., I) @ weight (O, I)^T + bias, of x's type; a native kernel reads the weight in its own type."""
     y = again(x, (weight,), None, chosen)
     if y is not None:
         return add_bias(y, bias)
@@ -116,11 +116,11 @@ def codebook_product(
     bias: mx.array | None = None,
     chosen: ChosenKernels | None = None,
 ) -> mx.array:
-    """x (..., I) @ W^T + bias over one codebook per row, or over a library of codebooks, of x's type.
+    """Return x (..., I) @ W^T + bias over one codebook per row, or a library of codebooks, of x's type.
 
     Args:
-        arrays: by their names in the format; with a `library`, or else with a `codebook`.
-        dense: makes W (O, I) of x's type, for MLX's kernels.
+        arrays: by name in the format; with a `library` or a `codebook`.
+        dense: returns W (O, I) of x's type, for MLX's kernels.
     """
     y = again(x, codebook_inputs(arrays), bias, chosen)
     if y is not None:
@@ -141,7 +141,7 @@ def exact_product(
     chosen: ChosenKernels | None = None,
     x_bits: int = 0,
 ) -> mx.array:
-    """x (..., I) @ W^T + bias over exact weights, of x's type. chosen, x_bits: as for `dense_product`."""
+    """Return x (..., I) @ W^T + bias over exact weights, of x's type. chosen, x_bits: as for `dense_product`."""
     y = again(x, matrix.arrays, bias, chosen)
     if y is not None:
         return y
@@ -158,7 +158,7 @@ def exact_product(
 
 
 def decoded(matrix: ExactMatrix) -> mx.array:
-    """Return the weight (..., O, I), bfloat16, by a native kernel if there is one, else by `decode`."""
+    """Return the weight (..., O, I), bfloat16, by a native kernel if available, otherwise by `decode`."""
     weight = decoded_on_metal(matrix)
     if weight is not None:
         return weight
@@ -167,7 +167,7 @@ def decoded(matrix: ExactMatrix) -> mx.array:
 
 
 def decoded_on_metal(matrix: ExactMatrix, chosen: mx.array | None = None) -> mx.array | None:
-    """`decode_launch` where this machine has proven that it is right and faster than `decode`; else None."""
+    """Return the result of `decode_launch` if it was proven correct and faster than `decode` here; otherwise None."""
     if not metal.available() or not proven.won(proven.EXACT_TEXT, proven.decoder_key(matrix.group_size)):
         return None
     return decode_launch(matrix, chosen).attempt()
@@ -175,10 +175,10 @@ def decoded_on_metal(matrix: ExactMatrix, chosen: mx.array | None = None) -> mx.
 
 def exact_rows(matrix: ExactMatrix, chosen: mx.array) -> mx.array:
     """Return the rows `chosen` (...) of a weight (O, I), (..., I) bfloat16."""
-    which = chosen.flatten()
-    rows = decoded_on_metal(matrix, which)
+    flat = chosen.flatten()
+    rows = decoded_on_metal(matrix, flat)
     if rows is None:
-        rows = decode(matrix.taken(which))
+        rows = decode(matrix.taken(flat))
     return rows.reshape(*chosen.shape, -1)
 
 
@@ -190,7 +190,7 @@ def stack_experts(
     x_bits: int = 0,
     chosen: ChosenKernels | None = None,
 ) -> mx.array:
-    """Like `stack_product`, for stacked experts."""
+    """Multiply as `stack_product`, for stacked experts."""
     y = again(x, planes.arrays, indices, chosen)
     if y is not None:
         return y
@@ -206,7 +206,7 @@ def stack_experts(
 def symmetric_experts(
     x: mx.array, codes: SymmetricCodes, indices: mx.array, chosen: ChosenKernels | None = None
 ) -> mx.array | None:
-    """Multiply as `symmetric_product`, for stacked experts; on Metal alone."""
+    """Multiply as `symmetric_product`, for stacked experts; None without a Metal kernel."""
     y = again(x, codes[:2], indices, chosen)
     if y is not None:
         return y
@@ -217,7 +217,7 @@ def symmetric_experts(
 def dense_experts(
     x: mx.array, weight: mx.array, indices: mx.array, sorted_indices: bool = False, x_bits: int = 0
 ) -> mx.array:
-    """Like `dense_product`, for stacked experts."""
+    """Multiply as `dense_product`, for stacked experts."""
     module = cpu_kernels_for_experts(x, indices)
     if module is None:
         return dense_experts_of_mlx(x, weight, indices, sorted_indices)
@@ -231,8 +231,7 @@ def codebook_experts(
     indices: mx.array,
     chosen: ChosenKernels | None = None,
 ) -> mx.array | None:
-    """Multiply as `codebook_product`, for stacked experts, each with its own tables and outliers; None if
-    there is no kernel."""
+    """Multiply as `codebook_product`, for stacked experts with their own tables and outliers; None without a kernel."""
     y = again(x, codebook_inputs(arrays), indices, chosen)
     if y is not None:
         return y
@@ -247,7 +246,7 @@ def codebook_experts(
 def exact_experts(
     x: mx.array, matrix: ExactMatrix, indices: mx.array, sorted_indices: bool, x_bits: int | None
 ) -> mx.array:
-    """Like `exact_product`, for stacked experts. x_bits: None where native kernels may not compute it."""
+    """Multiply as `exact_product`, for stacked experts. x_bits: None to exclude native kernels."""
     native = x_bits is not None
     module = cpu_kernels_for_experts(x, indices) if native else None
     if module is not None:
@@ -261,31 +260,31 @@ def exact_experts(
 
 
 def dense_experts_of_mlx(x: mx.array, weight: mx.array, indices: mx.array, sorted_indices: bool) -> mx.array:
-    """`dense_experts` by MLX's own product."""
-    computed = mx.float32 if on_cpu() else x.dtype  # a CPU has it for no other type
+    """Multiply as `dense_experts`, by MLX's matmul."""
+    computed = mx.float32 if on_cpu() else x.dtype  # MLX's only type for it on a CPU
     transposed = weight.astype(computed).swapaxes(-1, -2)
     in_order = uses_order(indices, sorted_indices)
     return mx.gather_mm(x.astype(computed), transposed, rhs_indices=indices, sorted_indices=in_order).astype(x.dtype)
 
 
 def kernel_for(x: mx.array, chosen: ChosenKernels | None) -> str:
-    """Return the candidate that computes a linear layer's product with activations (..., I).
+    """Return the candidate for a linear layer's matmul with activations (..., I).
 
     Args:
-        chosen: for the layer; None: ours on a CPU, where it takes these activations, and MLX's on Metal.
+        chosen: the layer's candidates; None: native on a CPU if it takes these activations, MLX's on Metal.
     """
     vectors = x.size // x.shape[-1] if x.size else 0
-    ours = is_metal(x) or cpu_kernels(vectors) is not None
+    native = is_metal(x) or cpu_kernels(vectors) is not None
     if chosen is None or not vectors:
-        return NATIVE if ours and not metal.available() else MLX
+        return NATIVE if native and not metal.available() else MLX
     name = chosen(vectors)
-    return name if ours or name in STOCK else MLX
+    return name if native or name in STOCK else MLX
 
 
 def kernel_for_experts(x: mx.array, indices: mx.array, chosen: ChosenKernels | None) -> str:
-    """Return the candidate that computes the product with stacked experts; arguments as for `kernel_for`.
+    """Return the candidate for the matmul with stacked experts; arguments as for `kernel_for`.
 
-    On Metal one candidate serves any number of pairs, or a pair's bits would depend on the others.
+    On Metal, one candidate serves any number of pairs, so that a pair's bits do not depend on the others.
     """
     if not metal.available():
         return MLX if cpu_kernels_for_experts(x, indices) is None else NATIVE
@@ -295,32 +294,31 @@ def kernel_for_experts(x: mx.array, indices: mx.array, chosen: ChosenKernels | N
 
 
 def native_kernels() -> ModuleType:
-    """Return the native CPU kernels, where `kernel_for` names them."""
+    """Return the native CPU kernels, after `kernel_for` selected them."""
     module = cpu.native()
     assert module is not None
     return module
 
 
 def panel_rows() -> int:
-    """Return how many rows of a matrix the native CPU kernels multiply side by side."""
+    """Return the number of rows in a panel of the native CPU kernels."""
     rows: int = native_kernels().panel_rows()
     return rows
 
 
 def cpu_kernels_for_experts(x: mx.array, indices: mx.array) -> ModuleType | None:
-    """Return the native CPU kernels, if each index has one vector (..., 1, I); MLX's kernels also take several vectors.
+    """Return the native CPU kernels if each index has one vector (..., 1, I); MLX's kernels also take several vectors.
 
-    Where they take few vectors, they take those of as many tokens: a token uses up to MAX_EXPERTS experts.
+    A limit of vectors applies to tokens here, each of which uses up to MAX_EXPERTS experts.
     """
     tokens = math.ceil(indices.size / MAX_EXPERTS)
     return cpu_kernels(tokens) if x.ndim >= 2 and x.shape[-2] == 1 and x.size > 0 else None
 
 
 def uses_order(indices: mx.array, sorted_indices: bool) -> bool:
-    """Return whether MLX is to use that experts' indices ascend: on Metal, it then multiplies several vectors at a
-    time.
+    """Return whether to pass MLX the flag of sorted indices, with which Metal multiplies several vectors at a time.
 
-    For the tokens of one verification it is not: each vector is multiplied alone, like that of a single token.
+    Verification omits it, so that each vector is multiplied separately, as for a single token.
     """
     return sorted_indices and not (metal.available() and indices.size <= MAX_PAIRS)
 
@@ -328,9 +326,9 @@ def uses_order(indices: mx.array, sorted_indices: bool) -> bool:
 def again(
     x: mx.array, inputs: Sequence[mx.array], last: mx.array | None, chosen: ChosenKernels | None
 ) -> mx.array | None:
-    """Return the product by the Metal kernel that `on_metal` prepared for such activations; None if there was none.
+    """Return the result of the Metal launch that `on_metal` prepared for such activations; None without one.
 
-    This is the way of every token on a Mac, where each microsecond counts.
+    Every token takes this path on a Mac, so that each microsecond counts.
 
     Args:
         last: the bias, or the indices of experts.
@@ -346,13 +344,12 @@ def again(
 def on_metal(
     kernel: str, last: mx.array | None, chosen: ChosenKernels | None, prepare: Callable[[str | None], metal.Launch]
 ) -> tuple[str, mx.array | None]:
-    """Return what computes otherwise, and the product by a Metal kernel; None where none is chosen, or it cannot run.
+    """Return the fallback candidate, and the Metal kernel's result; None if none is chosen or it cannot run.
 
-    The launch is kept for the layer. A trial of one candidate, of which somebody wants to know whether it runs, raises
-    what MLX raises.
+    The launch is kept for the layer. If a trial cannot run, MLX's error is raised.
 
     Args:
-        kernel: the candidate. last: as of `again`. prepare: gives the launch of a variant; None: the expected one.
+        kernel: the candidate. last: as for `again`. prepare: returns the launch of a variant; None: the expected one.
     """
     if kernel in STOCK or not metal.available():
         return kernel, None

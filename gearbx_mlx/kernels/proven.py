@@ -1,9 +1,8 @@
-"""Which of our Metal kernels were proven on this machine: compiled, found right, and timed beside MLX's.
+"""Proofs of Metal kernels on this machine: kernels that compiled, were correct, and were timed beside MLX's.
 
-Nothing of ours runs on Metal unasked before that. `gearbx_mlx benchmark mac --own-kernels` proves kernels for the
-shapes of a model and calls `keep`; a model that runs asks `proof` or `won`, and measures nothing. An entry counts for
-one chip, macOS, MLX and text of the kernel: where any of these is another one, MLX's operations run until it is proven
-again.
+Unproven Metal kernels run only on request. `gearbx_mlx benchmark mac --own-kernels` proves kernels for the shapes of a
+model and calls `keep`. Models only read `proof` and `won`, and measure no time. An entry applies to one chip, macOS,
+MLX and source of the kernel: after a change of any of these, MLX's operations run until the kernel is proven again.
 
     {"machines": {"Apple M4 Pro, macOS 26.1, mlx 0.32.1": {"exact 1f0c...": {"product exact, group 64, ...": {...}}}}}
 """
@@ -23,43 +22,35 @@ from ..compat.arrays import dtype_name
 from .measured_file import MeasuredFile, become_newest
 from .metal import source_text
 
-LEAD = 1.05  # ours has to be faster than MLX's by more than this
+LEAD = 1.05  # factor by which a kernel must be faster than MLX's
 
-MATVEC_TEXT, EXACT_TEXT, DENSE_TEXT, ATTENTION_TEXT, ROPE_TEXT = TEXTS = (
-    "matvec",
-    "exact",
-    "dense",
-    "attention",
-    "rope",
-)
-FILES_OF_TEXT = {  # a text's files of metal/
+MATVEC_TEXT, EXACT_TEXT, DENSE_TEXT = TEXTS = "matvec", "exact", "dense"
+FILES_OF_TEXT = {  # source files in metal/
     MATVEC_TEXT: ("matvec", "codes"),
     EXACT_TEXT: ("exact", "exact_weights", "codes", "loads"),
     DENSE_TEXT: ("dense", "loads"),
-    ATTENTION_TEXT: ("attention", "attention_join", "kv_planes", "loads"),
-    ROPE_TEXT: ("rope",),
 }
 
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class Proof(msgspec.Struct, frozen=True):
-    """Seconds of one launch that compiled and was right, and of MLX's operations for the same."""
+    """Seconds of one correct launch, and of MLX's operations for the same matmul."""
 
     ours: Seconds
     mlx: Seconds
 
     @property
     def won(self) -> bool:
-        return self.ours * LEAD < self.mlx
+        return self.ours * LEAD < self.mlx  # seconds
 
 
 Entries = dict[str, dict[str, Proof]]
-"""A text and its hash to what it was proven for, to the proof."""
+"""Proofs by source and its hash, then by matmul."""
 
 
 class ProvenFile(msgspec.Struct):
-    """The file: by machine."""
+    """The file: proofs by machine."""
 
     machines: dict[str, Entries] = {}
 
@@ -74,33 +65,33 @@ PROOFS = MeasuredFile(
 
 
 def product_key(form: str, shape: Sequence[int], dtype: mx.Dtype, vectors: int, candidate: str) -> str:
-    """Name a product in the file.
+    """Return the name of a matmul in the file.
 
     Args:
         form: of `Kind`, such as "planes 4+4, group 64". shape: (O, I), or (E, O, I) of experts. dtype: of activations.
-        vectors: in one product. candidate: of `Kind.candidates`.
+        vectors: number of vectors. candidate: of `Kind.candidates`.
     """
     sizes, many = " x ".join(map(str, shape)), "s" * (vectors > 1)
     return f"product {form}, {sizes}, {dtype_name(dtype)}, {vectors} vector{many}, {candidate}"
 
 
 def decoder_key(group_size: int) -> str:
-    """Name the decoding of weights in format exact, of any shape."""
+    """Return the name in the file for decoding weights of format exact, of any shape."""
     return f"decoding, group {group_size}"
 
 
 def keep(text: str, key: str, ours: float, mlx: float) -> None:
-    """Write down that a kernel compiled and was right here, and its seconds and MLX's for the same."""
+    """Keep the proof of a kernel that was correct here: its seconds and MLX's."""
     change(text, key, Proof(ours, mlx))
 
 
 def forget(text: str, key: str) -> None:
-    """Forget a proof, where the kernel does not compile any more or is wrong."""
+    """Delete the proof of a kernel that does not compile or is wrong."""
     change(text, key, None)
 
 
 def proof(text: str, key: str) -> Proof | None:
-    """Return what proved a kernel on this machine; None where nothing did.
+    """Return the proof of a kernel on this machine; None if it is unproven.
 
     Args:
         text: of TEXTS. key: of `product_key` or `decoder_key`.
@@ -109,26 +100,26 @@ def proof(text: str, key: str) -> Proof | None:
 
 
 def won(text: str, key: str) -> bool:
-    """Return whether a kernel was right, and faster than MLX's operations, on this machine."""
+    """Return whether a kernel was correct, and faster than MLX's operations, on this machine."""
     found = proof(text, key)
     return found is not None and found.won
 
 
 def any_won() -> bool:
-    """Return whether any kernel of ours was proven faster on this machine."""
+    """Return whether any kernel was proven faster than MLX's on this machine."""
     return any(each.won for name in map(text_name, TEXTS) for each in proofs_here().get(name, {}).values())
 
 
 @functools.cache
 def metal_machine() -> str:
-    """Name the chip, macOS and MLX."""
+    """Return a name for chip, macOS and MLX."""
     system = f"macOS {platform.mac_ver()[0]}" if platform.system() == "Darwin" else platform.platform(terse=True)
     return f"{mx.device_info().get('device_name', platform.machine())}, {system}, mlx {version('mlx')}"
 
 
 @functools.cache
 def text_name(text: str) -> str:
-    """Name a text with 12 hexadecimal digits of all that Apple's compiler is given, and of what writes its macros."""
+    """Return the name of a source with 12 hexadecimal digits that change with its files and the code of its macros."""
     digest = hashlib.sha256()
     for part in FILES_OF_TEXT[text]:
         digest.update(source_text(part).encode() + b"\0")
@@ -138,13 +129,13 @@ def text_name(text: str) -> str:
 
 
 def proofs_here() -> Entries:
-    """Return what was proven on this machine."""
+    """Return the proofs of this machine."""
     return proofs_in(PROOFS.place())
 
 
 @functools.cache
 def proofs_in(place: Path | None) -> Entries:
-    """Return the entries of this machine in the file at a place, which is read once."""
+    """Return the proofs of this machine in a file, and read each file once."""
     return PROOFS.read().machines.get(metal_machine(), {})
 
 

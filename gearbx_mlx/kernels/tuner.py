@@ -1,18 +1,17 @@
-"""Which candidate computes each kind of product: one that is right, and the fastest of those as measured here.
+"""Selection of the fastest correct candidate for each kind of matmul, as measured on this machine.
 
-At the first product of a kind, its candidates are timed for some milliseconds on the weights at hand. What was found is
-kept in a small JSON file in the user's cache, so that a later start measures nothing. An entry counts for one machine:
-device, system, MLX and our kernels. Anything wrong with the file costs a measurement, and one line that says so.
+The first matmul of a kind times its candidates for some milliseconds on the model's weights. A JSON file in the user's
+cache keeps the times for later starts. An entry applies to one machine: device, system, MLX and native kernels. A
+damaged file costs a measurement and a one-line warning.
 
-On Metal that is so where our kernels are asked for; else `proven.py` says what computes, and nothing is measured.
-Before a kernel is used on a GPU, its product is compared with MLX's on the model's own weights, for the very shape and
-number of vectors; on a CPU that is done when a kind is measured, with a product and a bound for each row that no kernel
-of ours made (`rounding.py`). One that differs by more than its types round is never used. The differences stand in the
-same file.
+On Metal, candidates are measured only if native kernels are requested; by default `proven.py` selects them. On a GPU, a
+kernel's result is first compared with MLX's, on the model's weights, for the exact shape and number of vectors. On a
+CPU, this happens when a kind is measured, with a reference and a bound for each row (`rounding.py`). A kernel whose
+error exceeds rounding is never used. The same file keeps the differences.
 
-How long a launch takes: its graph is built before the clock starts, and one evaluation has many launches. A single
-small launch says more of Python and of the wait for a GPU than of the kernel. `compare` lets evaluations of all
-candidates take about as long, so that what an evaluation itself costs raises all times by much the same factor.
+Timing: the graph is built before the clock starts, and one evaluation has many launches. A single small launch would
+measure Python and the wait for a GPU. Evaluations of all candidates take about the same time (`timed_in_turn`), so that
+their overhead raises all times by a similar factor.
 """
 
 import atexit
@@ -54,43 +53,39 @@ from .rounding import Expected, tolerance, trial_activations
 
 Key = TypeVar("Key")
 Make = Callable[[], Sequence[mx.array]]
-"""Builds one launch or several, each an array that is not evaluated. They should not depend on each other."""
+"""Function that builds one or more independent, unevaluated launches."""
 
-MIN_SECONDS = 0.004  # of an evaluation: twenty times what waiting for a GPU costs
+MIN_SECONDS = 0.004  # seconds of an evaluation, twenty times the wait for a GPU
 MAX_CALLS = 4096
 
 Times = dict[str, float]
-"""Name of a candidate to seconds of a product."""
+"""Candidate to seconds of a matmul."""
 
 FAILED = 1e9  # seconds of a candidate that cannot be compiled: JSON has no infinity
-REFUSED = ("metal library", "kernel")  # in what MLX says if Metal's compiler refuses a text
+REFUSED = ("metal library", "kernel")  # words in MLX's errors if Metal's compiler refuses the source
 
 Differences = dict[str, float]
-"""Name of a candidate to the largest difference of its product from MLX's; a right one's is at most 1."""
+"""Candidate to the largest difference from the reference, in allowed differences: at most 1 if correct."""
 
 Product = Callable[[mx.array], mx.array]
 Products = Callable[[str], Sequence[Product]]
-"""The products by a candidate, each with other weights of one kind; none if no weights are in memory.
+"""Candidate to its matmuls with several weights of one kind; none if no weights are in memory.
 
-By EXPECTED: functions from activations to `Expected`, of kinds that a CPU compares.
+For EXPECTED, on a CPU: functions from activations to `Expected`.
 """
 
 EXPECTED = "expected"
 
 
 class Stored(msgspec.Struct):
-    """The file: machine to kind of product to what was measured, and to what was compared."""
+    """The file: times and differences by machine, kind of matmul and candidate."""
 
     machines: dict[str, dict[str, dict[str, Annotated[float, msgspec.Meta(gt=0)]]]] = {}
     differences: dict[str, dict[str, dict[str, Annotated[float, msgspec.Meta(ge=0)]]]] = {}
 
 
 class TuningCache:
-    """What was measured on this machine.
-
-    Args:
-        file: in the place of the user's.
-    """
+    """Measurements of this machine. file: path; None for the user's cache."""
 
     def __init__(self, file: Path | None = None):
         remedy, unwritten = "it is written again", "kernels will be measured again at the next start"
@@ -102,24 +97,24 @@ class TuningCache:
 
     @functools.cached_property
     def times(self) -> dict[str, Times]:
-        """By the name of a kind of product."""
+        """Times by kind of matmul."""
         return self._file.read().machines.get(self.machine, {})
 
     @functools.cached_property
     def differences(self) -> dict[str, Differences]:
-        """By the name of a kind of product, its shape and number of vectors."""
+        """Differences by kind of matmul, shape and number of vectors."""
         return self._file.read(quietly=True).differences.get(self.machine, {})
 
     def keep(self, name: str, times: Times) -> None:
-        """Take what was measured for a kind of product; `save` writes it."""
+        """Keep the times of a kind of matmul until `save` writes them."""
         self.times[name] = self._fresh[name] = times
 
     def keep_differences(self, name: str, found: Differences) -> None:
-        """Take how far products differ from MLX's; `save` writes it."""
+        """Keep the differences of a kind of matmul until `save` writes them."""
         self.differences[name] = self._fresh_differences[name] = found
 
     def save(self) -> None:
-        """Write what was measured since, beside what other processes wrote meanwhile."""
+        """Write new measurements, and keep those that other processes wrote in the meantime."""
         if self._fresh or self._fresh_differences:
             self._saved = time.monotonic()
             self._file.change(self._write)
@@ -130,7 +125,7 @@ class TuningCache:
         become_newest(stored.differences, self.machine, self._fresh_differences)
 
     def save_soon(self) -> None:
-        """Write at most once in a second, since a file takes as long as some tokens; the rest at the end."""
+        """Save at most once a second, since writing takes as long as some tokens; save the rest at exit."""
         if time.monotonic() - self._saved >= 1.0:
             self.save()
         else:
@@ -140,7 +135,7 @@ class TuningCache:
 
 @functools.cache
 def kernels_hash() -> str:
-    """8 hexadecimal digits that change with the text of our kernels."""
+    """Return 8 hexadecimal digits that change with the source of the native kernels."""
     digest = hashlib.sha256()
     for folder in (SOURCES, metal_folder()):
         for path in sorted(folder.iterdir()):
@@ -150,8 +145,7 @@ def kernels_hash() -> str:
 
 
 def machine() -> str:
-    """Return what times depend on beside the product: device, system, MLX, our kernels; on a CPU its instructions,
-    threads."""
+    """Return the device, system, MLX and kernels, and a CPU's instructions and threads: times depend on them."""
     on = device()
     name = f"{mx.device_info().get('device_name', '')} ({on})"
     if on == CPU:
@@ -161,13 +155,17 @@ def machine() -> str:
 
 
 class Tuner:
-    """Chooses candidates for the products of a model.
+    """Chooser of candidates for the matmuls of a model.
 
     Args:
-        dtype: of the activations. x_bits: to which CPU kernels round them.
-        ours_alone: choose among our kernels alone, where there are some.
-        again: measure everything once more.
-        cache: what was measured earlier; the user's, if not given.
+        dtype: of the activations. x_bits: bits to which CPU kernels quantize them.
+        ours_alone: use MLX's kernels only for lack of a native one.
+        again: measure every candidate again.
+        cache: earlier measurements; None for those of the user's cache.
+
+    Attributes:
+        measured, used, wrong: this tuner's times, choices and refused candidates, by kind of matmul.
+        seconds: duration of its measurements.
     """
 
     def __init__(
@@ -180,20 +178,20 @@ class Tuner:
     ):
         self.dtype, self.x_bits, self.ours_alone, self.again = dtype, x_bits, ours_alone, again
         self.cache = TuningCache() if cache is None else cache
-        self.measured: dict[str, Times] = {}  # by this tuner
-        self.seconds = 0.0  # that measuring took
-        self.used: dict[str, tuple[str, Times]] = {}  # product to what was chosen for it, and by which times
-        self.wrong: dict[str, Differences] = {}  # product to the candidates that are not used
-        self._compared: set[tuple[str, str]] = set()  # products and candidates, by this tuner
+        self.measured: dict[str, Times] = {}
+        self.seconds = 0.0
+        self.used: dict[str, tuple[str, Times]] = {}
+        self.wrong: dict[str, Differences] = {}
+        self._compared: set[tuple[str, str]] = set()  # kinds and candidates
 
     def choose(self, kind: Kind, vectors: int, products: Products) -> str:
-        """Return the candidate for a product of this number of vectors; measured if that was not done yet.
+        """Return the candidate for a matmul of this number of vectors; measure if not done yet.
 
-        On a CPU one candidate computes any number of vectors: ours give a vector the same bits in any company there.
-        MLX's has to be faster for one vector and for many. On Metal nothing is measured unasked (`proven.py`).
+        On a CPU, one candidate computes any number of vectors, because native kernels are batch-invariant. MLX's kernel
+        must be faster for one vector and for many. On Metal, proofs decide by default (`proven.py`).
 
         Raises:
-            CannotMeasure: nothing can be evaluated now, or no weights are in memory.
+            CannotMeasure: MLX cannot evaluate now, or no weights are in memory.
         """
         on_cpu = device() == CPU
         if device() == METAL and not (self.ours_alone or self.again):
@@ -213,7 +211,7 @@ class Tuner:
     def _right_on_metal(
         self, kind: Kind, vectors: int, products: Products, candidates: Sequence[str]
     ) -> tuple[str, ...]:
-        """Return all right candidates where they are timed, else the first of them."""
+        """Return all correct candidates if they are timed, otherwise the first one."""
         if is_worth_it(kind):
             return self.right(kind, vectors, products, candidates)
         for each in candidates:
@@ -224,13 +222,13 @@ class Tuner:
     def right(
         self, kind: Kind, vectors: int, products: Products, candidates: Sequence[str], compare_now: bool = True
     ) -> tuple[str, ...]:
-        """Return the candidates whose products are MLX's as far as the types can tell; MLX where none is.
+        """Return the candidates whose results agree with the reference within rounding; MLX if none does.
 
         Args:
-            compare_now: compare those that were not compared yet; else they count as right.
+            compare_now: compare candidates that were not compared yet; otherwise they count as correct.
 
         Raises:
-            CannotMeasure: nothing can be evaluated now, or no weights are in memory.
+            CannotMeasure: MLX cannot evaluate now, or no weights are in memory.
         """
         name = self.name(kind, vectors, exactly=True)
         known = self.cache.differences.get(name, {})
@@ -260,55 +258,56 @@ class Tuner:
         return chosen
 
     def known(self, name: str, candidates: Sequence[str]) -> Times | None:
-        """Return seconds of all of these candidates, as measured earlier; None if that was not done."""
+        """Return earlier times of these candidates, in seconds; None if any is missing."""
         times = (self.measured if self.again else self.cache.times).get(name, {})
         return times if times.keys() >= {*candidates} else None
 
     def times(self, name: str, kind: Kind, vectors: int, products: Products, candidates: Sequence[str]) -> Times:
-        """Return seconds of a product by each candidate, from the cache or measured now. Raises CannotMeasure."""
+        """Return the times of a matmul, from the cache or measured now.
+
+        Raises:
+            CannotMeasure: MLX cannot evaluate now, or no weights are in memory.
+        """
         if known := self.known(name, candidates):
             return known
-        begun = time.perf_counter()
+        started = time.perf_counter()
         x = mx.random.normal((vectors, kind.shape[-1]), self.dtype, key=mx.random.key(0))
         try:
             found = times_of({each: products(each) for each in candidates}, x)
         except GearbxError:
             raise
-        except (ValueError, RuntimeError):  # inside of mx.compile; without memory for it
+        except (ValueError, RuntimeError):  # inside mx.compile, or out of memory
             raise CannotMeasure(candidates[0]) from None
         if not found:
             raise CannotMeasure(candidates[0])
-        self.seconds += time.perf_counter() - begun
+        self.seconds += time.perf_counter() - started
         self.measured[name] = found
         self.cache.keep(name, found)
         return found
 
     def name(self, kind: Kind, vectors: int, exactly: bool = False) -> str:
-        """Return what a kind of product is called in the cache: sizes up to the next power of two share an entry.
-
-        exactly: they do not.
-        """
-        # Weights with more rows or columns than 2^13 are streamed alike.
+        """Return the name of a kind of matmul in the cache; unless `exactly`, sizes between powers of two share one."""
+        # Streaming takes the same time per weight from 2^13 rows or columns.
         sizes = kind.shape if exactly else [min(size_class(size), 2**13) for size in kind.shape]
         bits = kind.rounding(self.x_bits)
-        what = "bfloat16" if kind.most_bits == BFLOAT16_BITS else f"{bits} bits"
-        rounded = f", activations of {what}" if bits else ""
+        precision = "bfloat16" if kind.most_bits == BFLOAT16_BITS else f"{bits} bits"
+        rounded = f", activations of {precision}" if bits else ""
         number = vectors if exactly else size_class(vectors)
         shape, dtype, many = " x ".join(map(str, sizes)), dtype_name(self.dtype), "s" * (number > 1)
         return f"{kind.form}, {shape}, {dtype}{rounded}, {number} vector{many}"
 
 
 def is_worth_it(kind: Kind) -> bool:
-    """Return whether the candidates of a kind are to be timed: not small ones, and not with GEARBX_TUNE=0."""
+    """Return whether to time the candidates of a kind: not if it is small, nor with GEARBX_TUNE=0."""
     return is_tuning() and math.prod(kind.shape) >= MIN_WEIGHTS
 
 
 def product_errors(products: Mapping[str, Sequence[Any]], x: mx.array) -> Differences:
-    """Return how far the products by each candidate are from right ones, in the differences that these allow.
+    """Return the largest difference of each candidate from the reference, in allowed differences.
 
-    Right is what is EXPECTED (`rounding.py`), else MLX's product, which allows a share of its root mean square. Every
-    layer at hand counts. Empty where nothing can be evaluated (inside of mx.compile, without memory), or no weights are
-    at hand.
+    The reference is EXPECTED (`rounding.py`), otherwise MLX's result with a tolerance relative to its root mean square.
+    All layers in memory are compared. The result is empty if MLX cannot evaluate (inside mx.compile, out of memory), or
+    no weights are in memory.
     """
     if not all(products.values()):
         return {}
@@ -327,7 +326,7 @@ def product_errors(products: Mapping[str, Sequence[Any]], x: mx.array) -> Differ
 
 
 def wanted_and_allowed(right: mx.array | Expected, x: mx.array) -> tuple[mx.array, mx.array]:
-    """Return a right product of x in float32, and how far another one may be from it."""
+    """Return the reference result for x in float32, and the allowed difference from it."""
     if isinstance(right, Expected):
         return right.product, right.allowed(x.dtype)
     wanted = right.astype(mx.float32)
@@ -335,7 +334,7 @@ def wanted_and_allowed(right: mx.array | Expected, x: mx.array) -> tuple[mx.arra
 
 
 def product_error(product: Product, x: mx.array, wanted: mx.array, allowed: mx.array) -> float:
-    """Return the largest difference from what is wanted, in those that are allowed; FAILED if it is not a number."""
+    """Return the largest difference from `wanted`, in allowed differences; FAILED if it is not a number."""
     try:
         y = product(x).astype(mx.float32)
         mx.eval(y)
@@ -350,16 +349,17 @@ def product_error(product: Product, x: mx.array, wanted: mx.array, allowed: mx.a
 
 
 def times_of(products: Mapping[str, Sequence[Product]], x: mx.array) -> Times:
-    """Return seconds of one product by each candidate, medians; FAILED for one that Metal cannot compile; or nothing at
-    all.
+    """Return the median seconds of one matmul by each candidate; FAILED for one that Metal cannot compile.
+
+    The result is empty without weights in memory.
 
     Raises:
-        ValueError, RuntimeError: from MLX, where something else cannot be evaluated.
+        ValueError, RuntimeError: MLX cannot evaluate for a different reason.
     """
     if not all(products.values()):
         return {}
     found = {name: seconds_of_one(each[0], x) for name, each in products.items()}
-    # A candidate that takes three times as long for a single product is not timed over many.
+    # A candidate that takes three times as long for a single matmul is not timed over many.
     hopeful = [name for name, seconds in found.items() if seconds <= 3.0 * min(found.values())]
     if len(hopeful) > 1:
         makes = {name: partial(built, products[name], x) for name in hopeful}
@@ -369,7 +369,7 @@ def times_of(products: Mapping[str, Sequence[Product]], x: mx.array) -> Times:
 
 
 def seconds_of_one(product: Product, x: mx.array) -> float:
-    """Return seconds of one product, after another one that may compile its kernel."""
+    """Return seconds of one matmul, after a first one that may compile its kernel."""
     try:
         mx.eval(product(x))
     except RuntimeError as error:
@@ -380,12 +380,12 @@ def seconds_of_one(product: Product, x: mx.array) -> float:
 
 
 def built(products: Sequence[Product], x: mx.array) -> list[mx.array]:
-    """One product of each, not evaluated."""
+    """Return one unevaluated result of each matmul."""
     return [product(x) for product in products]
 
 
 def fastest(times: Times, candidates: Sequence[str]) -> str:
-    """Return the candidate to use: the first, unless another one is faster by a margin."""
+    """Return the candidate to use: the first, unless a later one is more than 5% faster."""
     known = {name: times[name] for name in candidates if name in times}
     if not known:
         return candidates[0]
@@ -395,7 +395,7 @@ def fastest(times: Times, candidates: Sequence[str]) -> str:
 
 
 def seconds_of(make: Make, calls: int = 1) -> float:
-    """Return seconds in which one evaluation computes everything that so many calls of `make` build."""
+    """Return seconds of one evaluation of all arrays that this number of calls of `make` builds."""
     built = [array for _ in range(calls) for array in make()]
     mx.synchronize()
     start = time.perf_counter()
@@ -404,9 +404,9 @@ def seconds_of(make: Make, calls: int = 1) -> float:
 
 
 def enough_calls(make: Make, least: float = MIN_SECONDS) -> int:
-    """Return the power of two of calls whose evaluation takes `least` seconds or more; at most MAX_CALLS.
+    """Return a power of two of calls whose evaluation takes `least` seconds or more; at most MAX_CALLS.
 
-    The first evaluation is not counted: it may compile a kernel.
+    The first evaluation does not count, because it may compile a kernel.
     """
     seconds_of(make)
     calls = 1
@@ -418,16 +418,15 @@ def enough_calls(make: Make, least: float = MIN_SECONDS) -> int:
 def timed_in_turn(
     candidates: Mapping[Key, Make], trials: int = 5, least: float = MIN_SECONDS, give_up: float = math.inf
 ) -> dict[Key, list[float]]:
-    """Return seconds of one call of each candidate, trial by trial; a trial goes through all of them in turn.
+    """Return seconds of one call of each candidate in each trial; a trial times all of them in turn.
 
     Args:
-        trials: 1 or more; every second one goes backwards.
+        trials: 1 or more; every second one reverses the order.
         least: seconds of an evaluation, as in `enough_calls`.
-        give_up: a candidate that takes so many times as long as the fastest one of a trial is not timed again, so that
-            it has fewer times.
+        give_up: a candidate this many times slower than the fastest one of a trial is not timed again.
 
     Raises:
-        RuntimeError: from MLX, where a candidate cannot be evaluated.
+        RuntimeError: MLX cannot evaluate a candidate.
     """
     calls = {key: enough_calls(make, least) for key, make in candidates.items()}
     times: dict[Key, list[float]] = {key: [] for key in candidates}

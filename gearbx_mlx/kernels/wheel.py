@@ -1,10 +1,10 @@
-"""CPU kernels that a wheel brings, compiled when it was built: a machine without a compiler then has them.
+"""Compiled CPU kernels of a wheel, for machines without a compiler.
 
     GEARBX_WHEEL=kernels pip wheel --no-deps .
 
-builds such a wheel (`compiler.build_for_wheel`). It has a library for each of several sets of instructions, linked with
-one MLX, for one version of Python. MLX promises nothing about its C++ interface: the libraries are loaded where MLX has
-the same minor version and the same headers as that one. Elsewhere kernels are compiled at first use, as in a clone.
+builds such a wheel (`compiler.build_for_wheel`). It has a library for each of several instruction sets, linked with one
+MLX, for one version of Python. Because MLX's C++ interface may change, the libraries are loaded only if MLX has the
+same minor version and headers. Otherwise kernels are compiled at first use, as in a clone.
 """
 
 import functools
@@ -15,9 +15,9 @@ from pathlib import Path
 import mlx.core as mx
 import msgspec
 
-FOLDER = Path(__file__).with_name("brought")  # which clones do not have
+FOLDER = Path(__file__).with_name("brought")  # absent in clones
 RECORD = "linked_with.json"
-VERSION_HEADER = "version.h"  # which differs between versions whose interface is the same
+VERSION_HEADER = "version.h"  # differs even between versions with the same interface
 TO_MLX = "../../../mlx/lib"  # from the folder, both in site-packages
 
 
@@ -29,16 +29,16 @@ class LinkedWith(msgspec.Struct):
 
 
 def library_for(instructions: str) -> Path | None:
-    """Return the library with the kernels for a set of instructions; None where there is none, or for another MLX."""
+    """Return the library for an instruction set; None without one, or if it was linked with a different MLX."""
     library = FOLDER / f"{instructions}.so"
     return library if library.exists() and not why_foreign() else None
 
 
 @functools.cache
 def why_foreign() -> str:
-    """Return why the kernels of this wheel are not used with the MLX that is installed; "" if they are, or it has none.
+    """Return why the wheel's kernels do not fit the installed MLX; "" if they do, or the wheel has no kernels.
 
-    Headers are compared where the versions differ: they take some milliseconds to read.
+    Headers take some milliseconds to read, and are compared only if the versions differ.
     """
     try:
         linked = msgspec.json.decode((FOLDER / RECORD).read_bytes(), type=LinkedWith)
@@ -58,7 +58,7 @@ def minor(version: str) -> list[str]:
 
 
 def hash_headers() -> str:
-    """Return 24 hexadecimal digits that change with the C++ interface of the MLX that is installed."""
+    """Return 24 hexadecimal digits that change with the C++ interface of the installed MLX."""
     digest, include = hashlib.sha256(), Path(mx.__file__).parent / "include"
     for header in sorted(include.rglob("*.h")):
         if header.name != VERSION_HEADER:
@@ -67,5 +67,5 @@ def hash_headers() -> str:
 
 
 def keep(folder: Path) -> None:
-    """Write down, beside libraries in a folder, the MLX that they were linked with: the one that is installed."""
+    """Write the record of the installed MLX beside the libraries that were linked with it."""
     (folder / RECORD).write_bytes(msgspec.json.encode(LinkedWith(version("mlx"), hash_headers())))

@@ -1,1 +1,1 @@
-"""Several processes that run one model: who they are, whether all of them are there, and what they agree on."""
+"""Runs of several processes that share one model: their places, agreement, connections and common end."""

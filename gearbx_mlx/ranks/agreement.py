@@ -1,10 +1,10 @@
-"""Numbers that decide what comes next are rank 0's on every rank: so all ranks sample and shift alike.
+"""Agreement of all ranks on rank 0's numbers, so that all ranks sample the same tokens and shift at the same time.
 
-Machines of different kinds round differently, and kernels are chosen by the clock. A rank that took one other token or
-gear would compute something else with the others from there on, or wait for ever. A few numbers of rank 0 for each
-token rule that out. They are part of the graph: only a reader waits for them.
+Different machines round differently, and kernels are chosen by measured times. A rank with a different token or gear
+would compute wrong results with the others, or block forever. A few numbers of rank 0 per token prevent this. They are
+part of the graph, so that only code that reads them waits.
 
-What all ranks must have in common, flags and versions, is compared before anything is computed together.
+Flags and versions are compared before the first common computation.
 """
 
 import json
@@ -21,10 +21,10 @@ from ..errors import GearbxError
 
 
 class Agreement:
-    """What rank 0 says, on all ranks of a group. Every rank has to ask in the same order.
+    """Values of rank 0 on all ranks of a group. Every rank must request them in the same order.
 
     Args:
-        group: None: this process is alone, and agrees with itself.
+        group: None for a single process, which keeps its own values.
     """
 
     def __init__(self, group: mx.distributed.Group | None = None):
@@ -32,12 +32,12 @@ class Agreement:
         self._first = self.group is None or self.group.rank() == 0
 
     def arrays(self, *arrays: mx.array) -> tuple[mx.array, ...]:
-        """Rank 0's arrays, bit for bit. They have the same shapes on all ranks, and elements of 32 bits."""
+        """Return rank 0's arrays, bit-identical. They have the same shapes on all ranks, and 32-bit elements."""
         if self.group is None:
             return arrays
         flat = mx.concatenate([array.reshape(-1).view(mx.uint32) for array in arrays])
-        # A product keeps every rank's own pass in its graph, as all ranks have to talk in one order. MLX's ring takes
-        # one stream: that of the model.
+        # The multiplication keeps every rank's own forward pass in its graph, which fixes one order of communication.
+        # MLX's ring takes one stream: that of the model.
         mine = flat * mx.array(int(self._first), mx.uint32)
         shared = mx.distributed.all_sum(mine, group=self.group)
         ends = [sum(array.size for array in arrays[: i + 1]) for i in range(len(arrays))]
@@ -45,7 +45,7 @@ class Agreement:
         return tuple(part.view(array.dtype).reshape(array.shape) for part, array in zip(parts, arrays))
 
     def numbers(self, values: Sequence[int]) -> list[int]:
-        """Rank 0's whole numbers, below 2^32 x 2^31."""
+        """Return rank 0's integers, below 2^63."""
         if self.group is None:
             return list(values)
         halves = [half for value in values for half in (value >> 32, value & 0xFFFFFFFF)]
@@ -59,31 +59,31 @@ ALONE = Agreement()
 
 
 def in_turn() -> AbstractContextManager[Any]:
-    """Within it, ranks talk after all passes that are still computed: on the stream on which mlx-lm generates.
+    """Return a context for communication after all pending forward passes: mlx-lm's generation stream.
 
-    mlx-lm leaves a pass behind when a text ends. MLX's ring has one connection for all streams, and mixes up what two
-    of them say at once.
+    mlx-lm leaves a forward pass pending when a sequence ends. MLX's ring has one connection for all streams, and would
+    mix up simultaneous messages of two streams.
     """
     stream = generation_stream()
     return nullcontext() if stream is None else mx.stream(stream)
 
 
 def agreement_of(model: nn.Module) -> Agreement:
-    """Return the agreement of the ranks that share a model; a model that is whole here needs none."""
+    """Return the agreement of the ranks that share a model; `ALONE` for a model of one process."""
     for module in modules_of(model):
-        if isinstance(getattr(module, "group", None), mx.distributed.Group):  # what tells other ranks its outputs
+        if isinstance(getattr(module, "group", None), mx.distributed.Group):  # it sends outputs to other ranks
             return Agreement(module.group)
         if getattr(module, "pipeline_size", 1) > 1:
             return Agreement(mx.distributed.init())
     return ALONE
 
 
-SHOWN_CHARACTERS = 60  # characters of a value that a message shows
-MISSING = "nothing"
+SHOWN_CHARACTERS = 60  # characters of a value in a message
+MISSING = "missing"
 
 
 def gathered_values(group: mx.distributed.Group, value: Any) -> list[Any]:
-    """Return a value of every rank, by rank; it becomes JSON on the way."""
+    """Return the JSON-serializable value of every rank, by rank."""
     data = np.frombuffer(json.dumps(value).encode(), np.uint8)
     with in_turn():
         sizes = [int(size) for size in np.array(all_of(group, mx.array([data.size], mx.int32)))]
@@ -94,30 +94,30 @@ def gathered_values(group: mx.distributed.Group, value: Any) -> list[Any]:
 
 
 def all_of(group: mx.distributed.Group, array: mx.array) -> mx.array:
-    """Return the arrays of all ranks, one after the other."""
+    """Return the concatenated arrays of all ranks."""
     return mx.distributed.all_gather(array, group=group, stream=mx.cpu)
 
 
 def check_equal(group: mx.distributed.Group, facts: Mapping[str, str]) -> None:
-    """Compare named values of all ranks.
+    """Validate that named values are equal on all ranks.
 
     Raises:
-        GearbxError: on all ranks, for the first that differs from rank 0's; it names the rank.
+        GearbxError: on all ranks, with the first rank that differs from rank 0.
     """
     if problem := first_difference(gathered_values(group, dict(facts))):
         raise GearbxError(problem)
 
 
 def first_difference(facts: Sequence[Mapping[str, str]]) -> str | None:
-    """Return what the first rank that differs from rank 0 has that is different, and what rank 0 has; None: nothing."""
+    """Return an error message with the first value that differs from rank 0's; None if all are equal."""
     first = facts[0]
     for rank, own in enumerate(facts):
         for name in {**first, **own}:
             here, there = own.get(name, MISSING), first.get(name, MISSING)
             if here != there:
+                problem = f"{name} is {shortened(here)}, and on rank 0 {shortened(there)}"
                 return (
-                    f"rank {rank} differs from rank 0: {name} is {shortened(here)}, and on rank 0 {shortened(there)}; "
-                    "start all ranks with the same model, flags and versions"
+                    f"rank {rank} differs from rank 0: {problem}; use the same model, flags and versions on all ranks"
                 )
     return None
 

@@ -1,6 +1,6 @@
-"""Which rank of a run this process is, as the environment says: MLX's launcher and MPI's set variables.
+"""This process's rank, from the environment variables of MLX's launcher or MPI.
 
-There is one run per process, as MLX's group of all ranks is.
+A process takes part in one run, like MLX's global group.
 """
 
 import json
@@ -14,22 +14,22 @@ from ..errors import GearbxError, one_line
 
 RANK, HOSTFILE, JACCL_DEVICES = "MLX_RANK", "MLX_HOSTFILE", "MLX_IBV_DEVICES"
 MPI = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
-HOSTFILE_LAYOUT = 'MLX\'s ring takes [["HOST:PORT"], ["HOST:PORT"]], a list of addresses for each rank'
+HOSTFILE_LAYOUT = 'use the layout [["HOST:PORT"], ["HOST:PORT"]], with a list of addresses per rank'
 
 Address = tuple[str, int]
 
 
 @dataclass(frozen=True)
 class Place:
-    """This process's rank among `size`. addresses: of each rank, host and port; empty unless MLX's ring is used."""
+    """This process's rank among `size`."""
 
     rank: int
     size: int
     backend: str
-    addresses: tuple[tuple[Address, ...], ...] = ()
+    addresses: tuple[tuple[Address, ...], ...] = ()  # of each rank; empty except with MLX's ring
 
     def name_of(self, rank: int) -> str:
-        """Return a rank for a message, with its first address."""
+        """Return a rank's name in messages, with its first address."""
         return f"rank {rank} ({host_port(self.addresses[rank][0])})" if self.addresses else f"rank {rank}"
 
 
@@ -38,10 +38,10 @@ def host_port(address: Address) -> str:
 
 
 def place_here(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """This process's place, or None where it runs alone.
+    """Return this process's place; None for a single process.
 
     Raises:
-        GearbxError: variables that contradict each other, or what is not a hostfile.
+        GearbxError: contradictory variables, or an invalid hostfile.
     """
     if RANK in environment and environment.get(HOSTFILE):
         addresses = read_hostfile(Path(environment[HOSTFILE]))
@@ -51,11 +51,11 @@ def place_here(environment: Mapping[str, str] = os.environ) -> Place | None:
         if rank >= len(addresses):
             raise GearbxError(
                 f"{environment[HOSTFILE]}: names {len(addresses)} ranks, and this process is rank {rank} ({RANK}); "
-                "start as many processes as the hostfile has ranks, numbered from 0"
+                "use as many processes as the hostfile has ranks, numbered from 0"
             )
         return Place(rank, len(addresses), "ring", addresses)
     if RANK in environment and environment.get(JACCL_DEVICES):
-        devices = parsed(Path(environment[JACCL_DEVICES]), "a list of devices for each rank")
+        devices = parsed(Path(environment[JACCL_DEVICES]), "use a list of devices per rank")
         return Place(rank_number(environment, RANK), len(devices), "jaccl")
     for rank_name, size_name in MPI:
         if size_name in environment and rank_number(environment, size_name) > 1:
@@ -64,18 +64,18 @@ def place_here(environment: Mapping[str, str] = os.environ) -> Place | None:
 
 
 def rank_number(environment: Mapping[str, str], name: str) -> int:
-    """Return a variable's number. Raises GearbxError for anything else."""
+    """Return a variable's number. Raises GearbxError for other text."""
     text = environment.get(name, "")
     if not (text.isascii() and text.isdigit()):
-        raise GearbxError(f"{name} is {text!r}; it is the number of a rank, from 0, and mlx.launch sets it")
+        raise GearbxError(f"{name}: not the number of a rank, got {text!r}; use mlx.launch, or set it from 0")
     return int(text)
 
 
 def read_hostfile(file: Path) -> tuple[tuple[Address, ...], ...]:
-    """Return the addresses of each rank. An empty file, which `mlx.launch -n 1` writes, names none.
+    """Return the addresses of each rank; none for the empty file of `mlx.launch -n 1`.
 
     Raises:
-        GearbxError: no such file, no JSON, or something else than addresses in it.
+        GearbxError: a missing file, or one without a JSON list of addresses.
     """
     content = parsed(file, HOSTFILE_LAYOUT)
     ranks = [entry if isinstance(entry, list) else [None] for entry in content]
@@ -86,17 +86,17 @@ def read_hostfile(file: Path) -> tuple[tuple[Address, ...], ...]:
     flat = [address for several in addresses for address in several]
     twice = next((address for place, address in enumerate(flat) if address in flat[:place]), None)
     if twice is not None:
-        raise GearbxError(f"{file}: {host_port(twice)} is there twice; give each rank a port of its own")
+        raise GearbxError(f"{file}: duplicate address, got {host_port(twice)}; use a different port for each rank")
     return addresses
 
 
 def parsed(file: Path, layout: str) -> list:
-    """Return the list that a file of JSON has; an empty one for an empty file. Raises GearbxError for another file."""
+    """Return the list in a JSON file, empty for an empty file. Raises GearbxError for any other file."""
     try:
         text = file.read_text(encoding="utf-8").strip()
         content = json.loads(text) if text else []
     except OSError as error:
-        raise GearbxError(f"{file}: cannot be read ({error.strerror}); name a hostfile in {HOSTFILE}") from error
+        raise GearbxError(f"{file}: cannot be read ({error.strerror}); set {HOSTFILE} to a hostfile") from error
     except (ValueError, RecursionError) as error:
         raise GearbxError(f"{file}: not JSON; {layout}") from error
     if not isinstance(content, list):
@@ -105,31 +105,31 @@ def parsed(file: Path, layout: str) -> list:
 
 
 def parsed_address(file: Path, text: object) -> Address:
-    """Host and port. Raises GearbxError for anything else."""
+    """Return host and port. Raises GearbxError for other text."""
     host, colon, port = text.rpartition(":") if isinstance(text, str) else ("", "", "")
     if not host or not colon or not (port.isascii() and port.isdigit()) or not 0 < int(port[:6]) < 65536:
-        raise GearbxError(f"{file}: {json.dumps(text)[:60]} is not an address; {HOSTFILE_LAYOUT}")
+        raise GearbxError(f"{file}: not an address, got {json.dumps(text)[:60]}; {HOSTFILE_LAYOUT}")
     return host, int(port)
 
 
 @dataclass(frozen=True)
 class Run:
-    """group: of all ranks, connected."""
+    """A connected run."""
 
     place: Place
-    group: Any
+    group: Any  # of all ranks
 
 
 _run: Run | None = None
 
 
 def begin(place: Place) -> None:
-    """Connect MLX's group. All ranks do that at once: MLX waits for the others for a few seconds alone.
+    """Connect MLX's group. All ranks must connect at once: MLX waits only a few seconds for the others.
 
     Raises:
-        GearbxError: MLX cannot.
+        GearbxError: MLX cannot connect.
     """
-    import mlx.core as mx  # a command that runs alone does not wait for it here
+    import mlx.core as mx  # slow, and unnecessary for a single process
 
     global _run
     try:
@@ -139,5 +139,5 @@ def begin(place: Place) -> None:
 
 
 def current() -> Run | None:
-    """Return the run that this process is a rank of; None: it computes alone."""
+    """Return this process's run; None for a single process."""
     return _run

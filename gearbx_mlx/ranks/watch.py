@@ -1,14 +1,13 @@
-"""A thread that knows when another rank is gone, and ends this one: MLX alone would wait for ever, or write ten lines.
+"""A thread that ends this rank when the run ends elsewhere, where MLX would block forever or print ten lines.
 
-Rank 0 is in the middle. It hears of every error, shows it, and says to all other ranks how the run ended. What ends a
-run is shown once if a rank could still say it, and by every rank where one died without a word.
+Rank 0 is the hub. It receives every error, shows it, and sends the end of the run to all ranks. A reported error is
+shown once; every rank shows the loss of a rank that died without a report.
 
-Ranks talk beside MLX's own connections: JSON objects, one per line, over TCP. A process that dies closes its sockets,
-whatever it computes at that moment. A machine that is switched off does not: so the system asks every two seconds
-whether the other end is still there, and gives up after eight.
+Messages are JSON objects, one per line, over separate TCP connections. A process that dies closes its sockets, even
+during a computation. For a machine that loses power, TCP keepalive probes every two seconds, up to eight.
 
-All ranks meet before MLX connects them, at rank 0's address in the hostfile, which MLX gets for itself right after:
-MLX's ring would wait for ever, or fail without saying for whom. The connections stay.
+All ranks meet before MLX connects them, at rank 0's address in the hostfile, which MLX uses right after. MLX's ring
+would block forever, or fail without a rank's name. The connections stay open.
 """
 
 import contextlib
@@ -30,12 +29,12 @@ from ..errors import GearbxError, one_line
 from ..files.writing import drop_unfinished
 from .place import Address, Place, host_port
 
-LONGEST_MESSAGE = 1 << 16  # characters of a message
+MAX_MESSAGE_CHARS = 1 << 16
 KEEPALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPALIVE": 2, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}  # macOS: KEEPALIVE for IDLE
 
 
 class Channel:
-    """One end of a connection. Several threads may send, one receives."""
+    """One end of a connection. Several threads may send, only one may receive."""
 
     def __init__(self, connection: socket.socket):
         self.connection = connection
@@ -50,15 +49,15 @@ class Channel:
         return self.connection.fileno()
 
     def send(self, **message: Any) -> None:
-        """Send a message; nothing happens where the other end is gone, which the receiver will notice."""
+        """Send a message. The receiver, not the sender, detects a closed connection."""
         with suppress(OSError):
             self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> dict[str, Any] | None:
-        """Return the next message; None: the other end is gone, or talks about something else.
+        """Return the next message; None after the end of the connection, or for invalid data.
 
         Raises:
-            TimeoutError: none within the connection's time limit.
+            TimeoutError: no message within the connection's time limit.
         """
         while b"\n" not in self._rest:
             try:
@@ -67,7 +66,7 @@ class Channel:
                 raise
             except OSError:
                 return None
-            if not data or len(self._rest) > LONGEST_MESSAGE:
+            if not data or len(self._rest) > MAX_MESSAGE_CHARS:
                 return None
             self._rest += data
         line, _, self._rest = self._rest.partition(b"\n")
@@ -77,8 +76,8 @@ class Channel:
             return None
         return message if isinstance(message, dict) else None
 
-    def waiting(self) -> bool:
-        """Return whether a message has come already, with an earlier one."""
+    def has_message(self) -> bool:
+        """Return whether the buffer has a complete message."""
         return b"\n" in self._rest
 
     def close(self) -> None:
@@ -86,11 +85,11 @@ class Channel:
 
 
 def listen(address: Address) -> socket.socket:
-    """Return a socket that listens at an address of this machine. Raises GearbxError where that is not possible."""
+    """Return a socket that listens at an address of this machine. Raises GearbxError."""
     try:
         family, kind, _, _, place = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
-        raise GearbxError(f"{host_port(address)}: unknown host ({one_line(error)}); correct the hostfile") from error
+        raise GearbxError(f"{host_port(address)}: unknown host ({one_line(error)}); set it in the hostfile") from error
     listener = socket.socket(family, kind)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -100,7 +99,7 @@ def listen(address: Address) -> socket.socket:
         listener.close()
         raise GearbxError(
             f"{host_port(address)}: cannot be used ({error.strerror}); "
-            "give this rank an address of its own machine with a free port (mlx.launch --starting-port)"
+            "use an address of this rank's machine with a free port (mlx.launch --starting-port)"
         ) from error
     return listener
 
@@ -110,39 +109,40 @@ def connect(address: Address, seconds: float) -> Channel | None:
     try:
         return Channel(socket.create_connection(address, max(seconds, 0.01)))
     except (socket.gaierror, UnicodeError) as error:
-        raise GearbxError(f"{host_port(address)}: unknown host ({one_line(error)}); correct the hostfile") from error
+        raise GearbxError(f"{host_port(address)}: unknown host ({one_line(error)}); set it in the hostfile") from error
     except OSError:
         return None
 
 
 DIED = 1  # exit status
 LOST = "[ring] connection to a peer was lost"
-ANSWER_SECONDS = 3.0  # seconds in which a run that is over has to end by itself
-SAME_ERROR = 0.5  # seconds in which rank 0 may find the error of another rank by itself
+ANSWER_SECONDS = 3.0  # seconds for an ended run to stop by itself
+SAME_ERROR = 0.5  # seconds for rank 0 to find a different rank's error by itself
 
 
 class RunEnded(BaseException):
-    """Another rank has ended the run: nothing is left to be said."""
+    """The end of the run by a different rank, already reported."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a run ended that another rank ended: exit status, and what this rank is to show (None: nothing)."""
+    """The end of a run by a different rank: exit status, and the message for this rank to show, or None."""
 
     status: int
     text: str | None = None
 
 
 class RankWatch:
-    """Ends this process when another rank is gone or says so. Begins at once, and ends with the process.
+    """A thread that ends this process when a different rank ends or disappears. It runs as long as the process.
 
     Args:
-        channels: from `meet`; none where the launcher alone sees to it that all ranks end.
+        channels: from `meet`; empty if the launcher has to end all ranks.
         show: shows an error in one line.
-        interrupt: ends this process's work as a signal does, unless a signal has done so.
+        interrupt: interrupts this process's work like a signal, unless a signal already has.
         ending: numbers of the signals that end a run.
 
-    `verdict`: how another rank ended the run; None while it goes on.
+    Attributes:
+        verdict: end of the run by a different rank; None during the run.
     """
 
     def __init__(
@@ -155,12 +155,12 @@ class RankWatch:
     ):
         self.place, self.channels, self.show, self.interrupt, self.ending = place, channels, show, interrupt, ending
         self.verdict: Verdict | None = None
-        self._finished = threading.Event()  # this rank has said how it ends
-        self._status = 0  # how, once it has said so
-        self._left: set[int] = set()  # ranks that have said so
+        self._finished = threading.Event()  # this rank has reported its end
+        self._status = 0  # the reported exit status
+        self._left: set[int] = set()  # ranks that have reported their end
         self._all_left = threading.Event()
-        self._last_moment: tuple[float, int] | None = None  # when a signal ends this process anyway, and its number
-        # Handlers in Python wait until MLX is done, which may be never. The numbers come here at once.
+        self._deadline: tuple[float, int] | None = None  # when a signal ends this process, and its number
+        # Python's signal handlers wait for MLX, which may block forever. The wakeup socket does not wait.
         self._signals, self._wakeup = socket.socketpair()
         self._wakeup.setblocking(False)
         if threading.current_thread() is threading.main_thread():
@@ -169,42 +169,42 @@ class RankWatch:
         threading.Thread(target=self._run, name="ranks", daemon=True).start()
 
     def fail(self, text: str, status: int) -> bool:
-        """Say that an error ends this rank; whether it has been shown, or another one that ended the run before."""
-        if LOST in text:  # by which MLX says that a rank is gone, and not which one
+        """Report an error that ends this rank; return whether it, or an earlier end of the run, has been shown."""
+        if LOST in text:  # MLX reports a lost rank without its number
             time.sleep(SAME_ERROR)
         if self.verdict is not None:
             return True
         self._finish(status)
         if self.place.rank == 0:
-            self._tell_all(Verdict(status))
+            self._send_all(Verdict(status))
             return False
         if self.channels:
             self.channels[0].send(error=text, status=status)
-            time.sleep(ANSWER_SECONDS)  # rank 0 shows it, and ends this process meanwhile
+            time.sleep(ANSWER_SECONDS)  # meanwhile rank 0 shows it and ends this process
         self.show(f"rank {self.place.rank}: {text}")
         return True
 
     def finish(self, status: int) -> None:
-        """Say that this rank has ended; on all ranks but 0 wait until rank 0 has too.
+        """Report the end of this rank; on all ranks except 0, wait for rank 0's.
 
-        Rank 0 that ends well waits for the others' last words: one of them may be an error.
+        After success, rank 0 waits for the other ranks' reports, which may be errors.
         """
         self._finish(status)
         if self.place.rank == 0:
             if status == 0 and self.channels:
                 self._all_left.wait(ANSWER_SECONDS)
-            self._tell_all(Verdict(status))
+            self._send_all(Verdict(status))
         elif self.channels:
             self.channels[0].send(bye=status)
-            threading.Event().wait()  # until rank 0 says how the run ended
+            threading.Event().wait()  # until rank 0 ends this process
 
     def end_at_once(self, number: int, frame: FrameType | None) -> None:
-        """Handles a signal while there is nothing to finish, on rank 0 or where ranks cannot hear of each other."""
+        """Handle a signal before the work starts, on rank 0 or without channels."""
         self.finish(128 + number)
         os._exit(128 + number)
 
     def leave_to_first(self, number: int, frame: FrameType | None) -> None:
-        """Handles a signal on every rank but 0: rank 0 hears of it, and ends the run as if the signal were its own."""
+        """Ignore a signal on all other ranks: the thread reports it to rank 0, which ends the run."""
 
     def _finish(self, status: int) -> None:
         self._status = status
@@ -212,80 +212,80 @@ class RankWatch:
 
     def _run(self) -> None:
         while True:
-            ready = [rank for rank, channel in self.channels.items() if channel.waiting()]
+            ready = [rank for rank, channel in self.channels.items() if channel.has_message()]
             if not ready:
                 sources: list[socket.socket | Channel] = [self._signals, *self.channels.values()]
-                found = select(sources, [], [], self._patience())[0]
+                found = select(sources, [], [], self._time_left())[0]
                 ready = [rank for rank, channel in self.channels.items() if channel in found]
                 if self._signals in found:
-                    self._signalled(self._signals.recv(64))
+                    self._report_signals(self._signals.recv(64))
             for rank in ready:
                 message = self.channels[rank].receive()
                 if message is None:
-                    self._gone(rank)
+                    self._remove(rank)
                 elif self.place.rank == 0:
-                    self._heard(rank, message)
+                    self._handle(rank, message)
                 elif "status" in message:
                     self._end(Verdict(message["status"], message.get("text")))
 
-    def _signalled(self, numbers: bytes) -> None:
-        """Let rank 0 hear of signals. What they interrupt gets a moment to end; rank 0 is to be the first to end."""
+    def _report_signals(self, numbers: bytes) -> None:
+        """Send signals to rank 0, and set a deadline for the interrupted work. Rank 0 has the earlier one."""
         for number in self.ending & {*numbers}:
             if self.place.rank != 0 and self.channels:
                 self.channels[0].send(signal=number)
-            if self._last_moment is None:
-                moment = ANSWER_SECONDS if self.place.rank == 0 else 2 * ANSWER_SECONDS
-                self._last_moment = time.monotonic() + moment, number
+            if self._deadline is None:
+                seconds = ANSWER_SECONDS if self.place.rank == 0 else 2 * ANSWER_SECONDS
+                self._deadline = time.monotonic() + seconds, number
 
-    def _patience(self) -> float | None:
-        """Return seconds that a signal leaves this process (None: there was none). Ends it when they are over."""
-        if self._last_moment is None:
+    def _time_left(self) -> float | None:
+        """Return the seconds until a signal's deadline (None without a signal), and end the process then."""
+        if self._deadline is None:
             return None
-        until, number = self._last_moment
+        until, number = self._deadline
         if until <= time.monotonic():
-            self._tell_all(Verdict(128 + number))
+            self._send_all(Verdict(128 + number))
             drop_unfinished()
             os._exit(128 + number)
         return until - time.monotonic()
 
-    def _heard(self, rank: int, message: dict[str, Any]) -> None:
-        """Do what rank 0 does with a message."""
+    def _handle(self, rank: int, message: dict[str, Any]) -> None:
+        """Handle a message on rank 0."""
         if "bye" in message:
-            self._leaves(rank)
+            self._mark_left(rank)
         elif "signal" in message:
             self.interrupt(message["signal"])
         elif "error" in message:
             if self._finished.wait(SAME_ERROR) and (self._status or not message["status"]):
-                self._leaves(rank)  # rank 0 has shown what it takes for the same
+                self._mark_left(rank)  # rank 0 has shown an error of its own, presumably the same
                 return
             status = message["status"] or DIED
-            self._tell_all(Verdict(status))
+            self._send_all(Verdict(status))
             self._end(Verdict(status, f"rank {rank}: {message['error']}"))
 
-    def _leaves(self, rank: int) -> None:
+    def _mark_left(self, rank: int) -> None:
         self._left.add(rank)
         if len(self._left) == self.place.size - 1:
             self._all_left.set()
 
-    def _gone(self, rank: int) -> None:
-        """Take note that a connection has ended."""
+    def _remove(self, rank: int) -> None:
+        """Handle the end of a connection."""
         channel = self.channels.pop(rank)
         channel.close()
         if self.place.rank == 0 and (rank in self._left or self._finished.is_set()):
-            self._leaves(rank)
+            self._mark_left(rank)
             return
-        verdict = Verdict(DIED, f"{self.place.name_of(rank)} is gone, which ends the run; start all ranks again")
-        self._tell_all(verdict)
+        verdict = Verdict(DIED, f"{self.place.name_of(rank)} is gone, and the run has ended; start all ranks again")
+        self._send_all(verdict)
         self._end(verdict)
 
-    def _tell_all(self, verdict: Verdict) -> None:
-        """Say to all other ranks how the run ended; only rank 0 knows them."""
+    def _send_all(self, verdict: Verdict) -> None:
+        """Send the end of the run from rank 0 to all other ranks."""
         if self.place.rank == 0:
             for channel in list(self.channels.values()):
                 channel.send(status=verdict.status, text=verdict.text)
 
     def _end(self, verdict: Verdict) -> None:
-        """End this process. Rank 0 alone has files that may be half written: its work gets a moment to remove them."""
+        """End this process. Only rank 0 may have unfinished files: its work gets time to remove them."""
         self.verdict = verdict
         if verdict.text is not None:
             self.show(verdict.text)
@@ -303,26 +303,26 @@ WAIT = "GEARBX_RANKS_WAIT"
 
 
 class MeetingRefused(Exception):
-    """Rank 0 has shown why this run does not begin."""
+    """The refusal of a run by rank 0, with the reason on its stderr."""
 
 
-def patience() -> float:
-    """Return seconds to wait for the other ranks. Raises GearbxError for a variable that is not a number of seconds."""
+def meeting_timeout() -> float:
+    """Return seconds to wait for the other ranks. Raises GearbxError for an invalid variable."""
     text = os.environ.get(WAIT, "8")
     with contextlib.suppress(ValueError):
         if 0 < float(text) < 86400:
             return float(text)
-    raise GearbxError(f"{WAIT} is {text!r}; give seconds")
+    raise GearbxError(f"{WAIT}: not a time, got {text!r}; use seconds")
 
 
 def meet(place: Place) -> dict[int, Channel]:
-    """Channels by rank, once all ranks are there: of rank 0 to every other one, of the others to rank 0.
+    """Wait for all ranks, and return channels by rank: on rank 0 to all others, elsewhere to rank 0.
 
     Raises:
-        GearbxError: an address that cannot be used, a rank that does not come or has another hostfile.
-        MeetingRefused: rank 0 raised one of these.
+        GearbxError: an unusable address, a missing rank, or one with a different hostfile.
+        MeetingRefused: rank 0 raised one of these errors.
     """
-    until = time.monotonic() + patience()
+    until = time.monotonic() + meeting_timeout()
     return gather_all(place, until) if place.rank == 0 else {0: report_to_first(place, until)}
 
 
@@ -331,38 +331,38 @@ def hosts_hash(place: Place) -> str:
 
 
 def check_addresses(place: Place) -> None:
-    """Raises GearbxError unless this rank can listen where MLX will."""
+    """Validate that this rank can listen at MLX's addresses. Raises GearbxError."""
     for address in place.addresses[place.rank]:
         listen(address).close()
 
 
 def gather_all(place: Place, until: float) -> dict[int, Channel]:
-    """Rank 0's part of `meet`."""
+    """Return rank 0's channels to all other ranks."""
     check_addresses(place)
-    came: dict[int, Channel] = {}
+    found: dict[int, Channel] = {}
     with listen(place.addresses[0][0]) as listener:
         try:
-            while len(came) < place.size - 1:
+            while len(found) < place.size - 1:
                 if not select([listener], [], [], max(0, until - time.monotonic()))[0]:
-                    absent = ", ".join(place.name_of(rank) for rank in range(1, place.size) if rank not in came)
-                    remedy = f"start all {place.size} ranks of the hostfile, or correct it"
-                    raise GearbxError(f"{absent} did not come within {patience():g} seconds; {remedy}")
+                    absent = ", ".join(place.name_of(rank) for rank in range(1, place.size) if rank not in found)
+                    remedy = f"use all {place.size} ranks of the hostfile, or a different hostfile"
+                    raise GearbxError(f"{absent}: no connection within {meeting_timeout():g} seconds; {remedy}")
                 channel = Channel(listener.accept()[0])
-                hello = first_words(channel)
+                hello = first_message(channel)
                 if hello is None:
-                    channel.close()  # who knows what that was
+                    channel.close()  # an unrelated client
                     continue
-                came[check_hello(place, hello, came, channel)] = channel
+                found[check_hello(place, hello, found, channel)] = channel
         except GearbxError:
-            for channel in came.values():
+            for channel in found.values():
                 channel.send(refused=True)
             raise
-    for channel in came.values():
+    for channel in found.values():
         channel.send(go=True)
-    return came
+    return found
 
 
-def first_words(channel: Channel) -> dict[str, Any] | None:
+def first_message(channel: Channel) -> dict[str, Any] | None:
     channel.connection.settimeout(1)
     try:
         hello = channel.receive()
@@ -372,13 +372,13 @@ def first_words(channel: Channel) -> dict[str, Any] | None:
     return hello if hello is not None and type(hello.get("rank")) is int else None
 
 
-def check_hello(place: Place, hello: dict[str, Any], came: dict[int, Channel], channel: Channel) -> int:
-    """Return the rank that says hello. Raises GearbxError for one that cannot take part."""
+def check_hello(place: Place, hello: dict[str, Any], found: dict[int, Channel], channel: Channel) -> int:
+    """Return the rank in a first message. Raises GearbxError for one that cannot take part."""
     rank, problem = hello["rank"], hello.get("problem")
     if problem is None and hello.get("hosts") != hosts_hash(place):
-        problem = f"has another hostfile, of {hello.get('size')} ranks; give all ranks the same one"
-    elif problem is None and (rank in came or not 0 < rank < place.size):
-        problem = "two processes have this number; give each its own"
+        problem = f"has a different hostfile, of {hello.get('size')} ranks; use the same one on all ranks"
+    elif problem is None and (rank in found or not 0 < rank < place.size):
+        problem = "two processes have this number; set a different one for each"
     if problem is None:
         return rank
     channel.send(refused=True)
@@ -386,7 +386,7 @@ def check_hello(place: Place, hello: dict[str, Any], came: dict[int, Channel], c
 
 
 def report_to_first(place: Place, until: float) -> Channel:
-    """Return the part of `meet` of every rank but 0."""
+    """Return the channel to rank 0 of any other rank."""
     problem = None
     try:
         check_addresses(place)
@@ -396,9 +396,8 @@ def report_to_first(place: Place, until: float) -> Channel:
     while channel is None:
         channel = connect(place.addresses[0][0], until - time.monotonic())
         if channel is None and time.monotonic() > until:
-            raise GearbxError(
-                problem or f"{place.name_of(0)} did not answer within {patience():g} seconds; start it too"
-            )
+            name = place.name_of(0)
+            raise GearbxError(problem or f"{name}: no answer within {meeting_timeout():g} seconds; use all ranks")
         if channel is None:
             time.sleep(0.05)
     channel.send(rank=place.rank, size=place.size, hosts=hosts_hash(place), problem=problem)
@@ -411,4 +410,4 @@ def report_to_first(place: Place, until: float) -> Channel:
         if answer is not None and "refused" in answer:
             raise MeetingRefused
     channel.close()
-    raise GearbxError(f"{place.name_of(0)} did not begin the run; see what it says")
+    raise GearbxError(f"{place.name_of(0)}: it did not start the run; see its error")

@@ -1,4 +1,4 @@
-"""Flags of `sensitivity`, and the settings that they become."""
+"""Flags of `sensitivity`, and their settings."""
 
 import argparse
 from dataclasses import dataclass
@@ -13,29 +13,29 @@ from ..gears.ladder import Ladder
 from ..settings import Settings, flag
 
 DESCRIPTION = (
-    "Measure, for every layer and every width, the KL from full precision and the change of perplexity when this layer "
-    "alone is reduced. To continue an interrupted run, give the same command again."
+    "Measure, for every layer and width, the KL from full precision and the change of perplexity when only this layer "
+    "is reduced. To continue an interrupted run, use the same command again."
 )
 
 
 def parse_widths(text: str) -> tuple[int, ...]:
-    """--bits as numbers. Raises GearbxError for bits that make no ladder, or include 16."""
+    """Return --bits as numbers. Raises GearbxError for bits that make no ladder, or include 16."""
     ladder = Ladder.parse(text)
     if ladder.top.dense:
-        raise GearbxError(f"--bits {text}: 16 is full precision, which the others are compared with; leave it out")
+        raise GearbxError(f"--bits {text}: 16 is full precision, the reference of the others; omit 16")
     return ladder.quantized_bits
 
 
 @dataclass(frozen=True)
 class MeasurementSettings(Settings):
-    """What to measure, how, and where to write it."""
+    """The measurements, and the output file."""
 
     title: ClassVar[str] = "sensitivity"
 
     bits: tuple[int, ...] = flag((3, 4, 5, 6, 8), "Widths, ascending. Default: 3,4,5,6,8", parse=parse_widths)
     accuracy_threshold: float = flag(
         ACCURACY_THRESHOLD,
-        "Percent that one layer alone may add to the perplexity: its fewest bits are those that stay below.",
+        "Percent that one layer may add to the perplexity: its fewest bits are those that stay below.",
         least=0.001,
         most=LARGEST_SHOWN,
     )
@@ -45,7 +45,7 @@ class MeasurementSettings(Settings):
 
 @dataclass(frozen=True)
 class SensitivitySettings:
-    """Everything that `sensitivity` runs with."""
+    """All settings of `sensitivity`."""
 
     model: ModelSettings
     text: CalibrationTextSettings

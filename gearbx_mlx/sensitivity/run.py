@@ -1,4 +1,4 @@
-"""The body of `sensitivity`: measures what every layer's precision costs, and writes a precision manifest."""
+"""The command `sensitivity`: measures the cost of every layer's precision, and writes a precision manifest."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,16 +61,16 @@ def run(settings: SensitivitySettings) -> int:
 
 
 def check_format(name: str) -> None:
-    """Raises GearbxError for a format whose layers cannot have bits of their own; before the model is loaded."""
+    """Validate that layers of a format can have different bits, before the model is loaded. Raises GearbxError."""
     if get_format(name).ladders:
         raise GearbxError(
-            f"--format {name}: all layers have the same gears, so there are no bits to choose for one of them; "
-            "give --format planes or affine"
+            f"--format {name}: all layers have the same gears, so their bits cannot be chosen separately; "
+            "use --format planes or affine"
         )
 
 
 def inputs_of_journal(settings: SensitivitySettings, model: nn.Module, windows: Windows) -> dict[str, Any]:
-    """Everything that the results depend on; the manifest says it beside its layers."""
+    """Return everything that the results depend on, as in the manifest."""
     return {
         "model": model_name(settings.model.model),
         "fingerprint": model_fingerprint(model),
@@ -84,7 +84,7 @@ def inputs_of_journal(settings: SensitivitySettings, model: nn.Module, windows: 
 def measured_layers(
     settings: SensitivitySettings, model: nn.Module, windows: Windows, file: Path | None
 ) -> PrecisionManifest:
-    """Return the manifest of a model whose layers are reduced one at a time. file: of the journal, if there is one."""
+    """Return the manifest of a model whose layers are reduced one at a time. file: of the journal, or None."""
     inputs, bits = inputs_of_journal(settings, model, windows), settings.measurement.bits
     dtype, threshold = settings.model.dtype, settings.measurement.accuracy_threshold
     show_compiling()
@@ -108,7 +108,7 @@ def measured_layers(
 
 
 def estimated(settings: SensitivitySettings, model: nn.Module, windows: Windows) -> PrecisionManifest:
-    """Return the manifest to first order."""
+    """Return the first-order manifest."""
     inputs, bits = inputs_of_journal(settings, model, windows), settings.measurement.bits
     layout = settings.layout.filled(None, "")
     layers, _ = discover(model, layout["manage"], layout["group_size"], get_format(layout["format"]))
@@ -119,18 +119,17 @@ def estimated(settings: SensitivitySettings, model: nn.Module, windows: Windows)
 
 
 def check_floors(layers: Sequence[Layer], bits: Sequence[int]) -> None:
-    """Raises GearbxError for a layer that can have none of these bits; before the work, not after it."""
+    """Validate that each layer can have some of these bits, before the work. Raises GearbxError."""
     for layer in layers:
         if layer.lowest_bits > max(bits):
             raise GearbxError(
                 f"--bits {','.join(map(str, bits))}: {layer.path} has {layer.lowest_bits} bits or more; "
-                f"measure {layer.lowest_bits} as well"
+                f"use {layer.lowest_bits} as well"
             )
 
 
 def classes_table(manifest: PrecisionManifest) -> Table:
-    """Return a line for each class of layers: the fewest bits that they may have, and what all of them cost at each
-    width."""
+    """Return a table of layer classes: the fewest allowed bits, and the summed KL at each width."""
     rows = []
     for kind in dict.fromkeys(layer.kind for layer in manifest.layers.values()):
         layers = [layer for layer in manifest.layers.values() if layer.kind == kind]

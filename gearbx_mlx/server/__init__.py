@@ -1,4 +1,4 @@
-"""Flags of gearbx_mlx.server: mlx_lm.server's, and the gearbox's."""
+"""HTTP server of models in gears, and its flags: those of mlx_lm.server and of the gearbox."""
 
 import argparse
 import math
@@ -27,58 +27,51 @@ TIME_UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
 def parse_span(text: str) -> float:
-    """Return seconds, as Ollama writes them: 90, 90s, 5m, 1h; below zero: always. Raises GearbxError for no time."""
+    """Return seconds from Ollama's format (90, 90s, 5m, 1h); a negative time is infinite. Raises GearbxError."""
     unit = TIME_UNITS.get(text[-1:].lower())
     try:
         seconds = float(text[:-1] if unit else text) * (unit or 1)
     except ValueError:
         seconds = math.nan
     if math.isnan(seconds):
-        raise GearbxError(f"--keep-alive: '{text}' is not a time; give seconds, 5m or 1h")
+        raise GearbxError(f"--keep-alive: not a time, got '{text}'; use seconds, 5m or 1h")
     return math.inf if seconds < 0 else seconds
 
 
 @dataclass(frozen=True)
 class ListenSettings(Settings):
-    """Where the server listens, and who may come in."""
+    """Address of the server, and its access rules."""
 
     title: ClassVar[str] = "server"
 
-    host: str = flag("127.0.0.1", "Host for the HTTP server; 0.0.0.0 lets other machines in.", named=True)
-    port: int = flag(8080, "Port for the HTTP server; 0: any that is free.", least=0, most=65535)
+    host: str = flag("127.0.0.1", "Host for the HTTP server; 0.0.0.0 admits other machines.", named=True)
+    port: int = flag(8080, "Port for the HTTP server; 0: any free port.", least=0, most=65535)
     allowed_origins: str = flag(
         "",
-        "Origins of pages beside the server's own that may ask, such as https://example.org, with commas between; *: "
-        "any. Default: none",
-        rare=True,
-    )
-    allowed_hosts: str = flag(
-        "",
-        "Names by which requests may reach the server, beside --host and this machine's loopback, with commas between. "
+        "Comma-separated origins of additional web pages that may send requests, such as https://example.org; *: all. "
         "Default: none",
         rare=True,
     )
+    allowed_hosts: str = flag(
+        "", "Comma-separated names of the server in requests, besides --host and loopback. Default: none", rare=True
+    )
     api_key: str | None = flag(
-        None, "Key that requests must bring. Default: the environment's GEARBX_API_KEY, or none", named=True
+        None, "Key that requests must have. Default: GEARBX_API_KEY of the environment, or none", named=True
     )
     max_body_bytes: int | None = flag(
-        None, "The most bytes of a request. Default: as the model's context needs", least=1, most=2**31, rare=True
+        None, "Maximum bytes of a request. Default: by the model's context", least=1, most=2**31, rare=True
     )
-    request_timeout: float = flag(
-        30.0, "Seconds that a client has to send its request.", least=0.1, most=3600, rare=True
-    )
-    allow_models: bool = flag(
-        False, "Requests may name other models, which are then loaded in place of this one.", rare=True
-    )
+    request_timeout: float = flag(30.0, "Seconds for a client to send its request.", least=0.1, most=3600, rare=True)
+    allow_models: bool = flag(False, "Load other models that requests name, in place of this one.", rare=True)
     models: str | None = flag(
         None,
-        "Directory whose checkpoints requests may ask for by the names of their folders; one is in memory at a time.",
+        "Directory of checkpoints; requests choose one by its folder's name, and one is in memory at a time.",
         metavar="DIR",
     )
     keep_alive: float | None = flag(
         None,
-        "How long a model stays in memory after its last answer: seconds, 5m or 1h; -1: always. Default: 5m with "
-        "--models, else -1",
+        "Time in memory after a model's last answer: seconds, 5m or 1h; -1: no limit. Default: 5m with --models, else "
+        "-1",
         parse=parse_span,
         metavar="TIME",
     )
@@ -89,7 +82,7 @@ class ListenSettings(Settings):
 
 @dataclass(frozen=True)
 class AnswerSettings(Settings):
-    """What requests get that do not say it themselves."""
+    """Defaults of requests."""
 
     title: ClassVar[str] = "answers"
 
@@ -109,31 +102,27 @@ class AnswerSettings(Settings):
         super().__post_init__()
         self.template_arguments()
         if self.chat_template and "{" not in self.chat_template:
-            raise GearbxError(
-                f"--chat-template is {self.chat_template[:200]!a}, which shows no message; give a template's text, "
-                'of a file "$(cat FILE)"'
-            )
+            why = f"--chat-template: not a template, got {self.chat_template[:200]!a}"
+            raise GearbxError(f'{why}; use a template\'s text, such as "$(cat FILE)"')
 
     def template_arguments(self) -> dict[str, Any]:
-        """Raises GearbxError unless --chat-template-args is a JSON object."""
+        """Return the object of --chat-template-args. Raises GearbxError for other JSON."""
         with error_context("--chat-template-args"):
             return typed(parse_json(self.chat_template_args), dict[str, Any])
 
 
 @dataclass(frozen=True)
 class ConcurrencySettings(Settings):
-    """How much is done and kept at once."""
+    """Limits of concurrency and of the prompt cache."""
 
     title: ClassVar[str] = "concurrency"
 
-    decode_concurrency: int = flag(32, "Answers that are in the making at once.", least=1, most=4096)
-    prompt_concurrency: int = flag(
-        8, "Prompts that are read at once, of answers in one gear.", least=1, most=4096, rare=True
-    )
+    decode_concurrency: int = flag(32, "Sequences to generate at once.", least=1, most=4096)
+    prompt_concurrency: int = flag(8, "Prompts to prefill at once in a batch.", least=1, most=4096, rare=True)
     batch_policy: str = flag(
         DEFAULT_POLICY,
-        "The gear of a step in which several texts share the weights, by the gears that they want: highest, most (the "
-        "most wanted), or quantile:Q (the lowest that is enough for a share Q of them).",
+        "Gear of a batch's step, by the gears that its sequences request: highest, most (the most frequent), or "
+        "quantile:Q (the lowest that is at least the request of a share Q).",
         named=True,
         rare=True,
     )
@@ -172,22 +161,22 @@ class ServerSettings:
             self.check_routed()
 
     def check_routed(self) -> None:
-        """Raises GearbxError for flags of a model that is served here, or fewer than two models to choose from."""
+        """Validate the flags of --server. Raises GearbxError for flags of a local model, or fewer than two models."""
         groups = [getattr(self, item.name) for item in fields(self) if item.name not in ("listen", "others")]
         refused = [name for group in groups for name in given_names(group, type(group)())]
         refused += [name for name in ("allow_models", "models", "keep_alive") if getattr(self.listen, name)]
         for name in refused:
-            raise GearbxError(f"{flag_of(name)} is for models that are served here; leave it out with --server")
+            raise GearbxError(f"{flag_of(name)} is for local models; omit it with --server")
         if len(self.others.models) < 2:
-            raise GearbxError("--server needs two models or more to choose from; name them with --server-model A,B")
+            raise GearbxError("--server: needs at least two models; pass --server-model A,B")
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
     return parser_of(
         ServerSettings,
         "server",
-        "Serve a model that changes the precision of its weights while it writes, as mlx_lm.server serves models. With "
-        "--server, prompts are passed on to one of several models there.",
+        "HTTP server of a model that changes the precision of its weights while it generates, with the flags of "
+        "mlx_lm.server. With --server, a proxy that routes prompts among another server's models.",
     )
 
 

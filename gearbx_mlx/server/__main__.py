@@ -1,4 +1,4 @@
-"""python -m gearbx_mlx.server."""
+"""Entry point of `python -m gearbx_mlx.server`."""
 
 from . import main
 

@@ -1,4 +1,4 @@
-"""Serve a model in gears, or two models that take turns."""
+"""Server of a model in gears, or of a pair of models."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -20,19 +20,19 @@ from ..gears.discovery import vocabulary
 from ..gears.gearbox import Gearbox, Observer
 from ..loading import DEMO_MODEL, find
 from ..routing.pair import NAMES
-from ..serving.app import server_application
-from ..serving.provider import GearedProvider, Served, ServingSettings
-from ..serving.requests import Options
-from ..serving.scheduler import Scheduler, join_to_the_end
-from ..serving.web import Guard, Server
 from . import ServerSettings
+from .app import server_application
+from .provider import GearedProvider, ServedModel, ServingSettings
+from .requests import Options
+from .scheduler import Scheduler, join_to_the_end
+from .web import Guard, Server
 
-OF_OPTIONS = {"gear": "static", "thresholds": "route", "draft": "lossless"}  # modes that a request's options mean
-OF_LADDER = "gear", "draft"
+MODE_OF_OPTION = {"gear": "static", "thresholds": "route", "draft": "lossless"}
+GEAR_OPTIONS = "gear", "draft"
 
 
 def modes_of(geared: Geared, has_draft_model: bool, governed: bool) -> tuple[str, ...]:
-    """Return the modes that requests may ask for."""
+    """Return the modes that requests may name."""
     if not isinstance(geared.gearbox, Gearbox):
         return (TELEMETRY_ONLY,)
     if governed:
@@ -43,48 +43,48 @@ def modes_of(geared: Geared, has_draft_model: bool, governed: bool) -> tuple[str
 
 
 def mode_of_request(geared: Geared, modes: tuple[str, ...], default: Mode, options: Options, prompt: str) -> Mode:
-    """Return the mode of a request: the server's own, changed as its options say, which are settings of the mode.
+    """Return the requested or default mode, with the request's options.
 
-    Raises GearbxError for a mode or a gear that the server was not started for, and options of another mode.
+    Raises GearbxError for a mode or gear that is not available here, and for options of a different mode.
     """
     flags = geared.loaded.decision.settings.mode
     given = {name: value for name, value in options if name != "mode" and value is not None}
-    wanted = options.mode or mode_of_options(given, default)
-    if wanted is not None and wanted not in modes:
-        raise GearbxError(f"mode '{wanted}' is not served here; {choose(wanted, modes)}")
-    mode = default if wanted in (None, default.name) else make_mode(wanted, flags.given_to_others())
+    requested = options.mode or mode_of_options(given, default)
+    if requested is not None and requested not in modes:
+        raise GearbxError(f"mode '{requested}' is not served here; {choose(requested, modes)}")
+    mode = default if requested in (None, default.name) else make_mode(requested, flags.given_to_others())
     own = {item.name for item in fields(mode)}
     for name, value in given.items():
         refuse_unless(name in own, name, mode.name)
         with error_context(name):
-            found = geared.gearbox.ladder.find(value).name if name in OF_LADDER else tuple(value)
-            mode = replace(mode, **{name: found})
+            setting = geared.gearbox.ladder.find(value).name if name in GEAR_OPTIONS else tuple(value)
+            mode = replace(mode, **{name: setting})
     return geared.mode(prompt, mode).settled(geared.gearbox, geared.loaded.tokenizer, None)
 
 
 def mode_of_options(given: Mapping[str, Any], default: Mode) -> str | None:
-    """Return the mode that a request's other options belong to, if it names none; None: the server's own."""
+    """Return the mode that a request's options imply; None for the server's default."""
     own = {item.name for item in fields(default)}
-    return next((mode for name, mode in OF_OPTIONS.items() if name in given and name not in own), None)
+    return next((mode for name, mode in MODE_OF_OPTION.items() if name in given and name not in own), None)
 
 
-def refuse_unless(fits: bool, field: str, mode: str) -> None:
-    if not fits:
-        raise GearbxError(f"{field} does not belong to mode '{mode}'; leave it out, or give another mode")
+def refuse_unless(is_option: bool, field: str, mode: str) -> None:
+    if not is_option:
+        raise GearbxError(f"{field}: not an option of mode '{mode}'; omit it, or use a different mode")
 
 
-def serve_pair(pair: LoadedPair, flags: Mapping[str, Any]) -> Served:
-    """Serve two models that take turns. flags: of modes."""
+def serve_pair(pair: LoadedPair, flags: Mapping[str, Any]) -> ServedModel:
+    """Return a served pair with these mode flags."""
 
     def mode(options: Options, prompt: str) -> Mode:
         if options.mode not in (None, PAIR):
-            raise GearbxError(f"mode '{options.mode}' is not served here; two models take turns: {PAIR}")
-        for name in OF_LADDER:
+            raise GearbxError(f"mode '{options.mode}' is not served here; two models take turns, use {PAIR}")
+        for name in GEAR_OPTIONS:
             refuse_unless(getattr(options, name) is None, name, PAIR)
         own = {} if options.thresholds is None else {"thresholds": tuple(options.thresholds)}
         return pair.mode({**flags, **own})
 
-    return Served(
+    return ServedModel(
         model=pair.large,
         tokenizer=pair.tokenizer,
         config=pair.config,
@@ -101,17 +101,17 @@ def serve_pair(pair: LoadedPair, flags: Mapping[str, Any]) -> Served:
 
 @contextmanager
 def serving_model(settings: ServerSettings, guard: Guard) -> Iterator[Server]:
-    """Yield a server of a model, which answers while the context lasts. Raises GearbxError as `serving`."""
-    with Server(settings.listen.host, settings.listen.port, guard.patience) as server:
+    """Yield the server of a model; it answers until the context ends. Raises GearbxError."""
+    with Server(settings.listen.host, settings.listen.port, guard.request_timeout) as server:
         prepare = partial(prepared, settings)
         listen = settings.listen
-        keep = listen.keep_alive if listen.keep_alive is not None else 300.0 if listen.models else math.inf
+        keep_alive = listen.keep_alive if listen.keep_alive is not None else 300.0 if listen.models else math.inf
         own = serving_settings(settings), settings.model.model
-        provider = GearedProvider(*own, prepare, listen.allow_models, listen.models, keep)
+        provider = GearedProvider(*own, prepare, listen.allow_models, listen.models, keep_alive)
         concurrency = settings.concurrency
-        kept = LRUPromptCache(concurrency.prompt_cache_size, concurrency.prompt_cache_bytes or 1 << 63)
-        server.serves = said_of(provider)
-        scheduler = Scheduler(provider, kept)
+        prompt_cache = LRUPromptCache(concurrency.prompt_cache_size, concurrency.prompt_cache_bytes or 1 << 63)
+        server.description = description_of(provider)
+        scheduler = Scheduler(provider, prompt_cache)
         try:
             server.start(server_application(guard, scheduler))
             yield server
@@ -119,19 +119,19 @@ def serving_model(settings: ServerSettings, guard: Guard) -> Iterator[Server]:
             scheduler.stop()
             server.stop()
             join_to_the_end(scheduler.thread)
-            provider.forget()
+            provider.unload()
 
 
-def said_of(provider: GearedProvider) -> str:
-    """Return what is served, in a few words. Here, since a model that is replaced must have no name that stays."""
+def description_of(provider: GearedProvider) -> str:
+    """Return a short description of the models. In the caller, a local variable would keep a replaced model alive."""
     served = provider.served
     if served is None:
-        return f"serving {', '.join(provider.catalogue)}, each when it is asked for"
+        return f"serving {', '.join(provider.catalog)}, each on demand"
     return f"serving {provider.name}, mode {served.default_mode}, gears {', '.join(served.gears)}"
 
 
-def prepared(settings: ServerSettings, path: str | None, adapter: str | None) -> Callable[[], Served]:
-    """Return what loads a model with its gears, or a pair. Raises GearbxError for none, or flags that do not fit."""
+def prepared(settings: ServerSettings, path: str | None, adapter: str | None) -> Callable[[], ServedModel]:
+    """Return the loader of a model or pair. Raises GearbxError for a missing model, or unsuitable flags."""
     model, template = replace(settings.model, model=path, adapter_path=adapter), settings.answers.chat_template
     small = settings.mode.small_model
     if small is not None:
@@ -139,17 +139,17 @@ def prepared(settings: ServerSettings, path: str | None, adapter: str | None) ->
         return lambda: serve_pair(load_pair(model, small, template), settings.mode.given())
     settings = replace(settings, model=model)
     described = describe(settings)
-    decide(settings, described, several_modes=True)  # refuses while another model may still be served
+    decide(settings, described, several_modes=True)  # refuses while the previous model is still loaded
 
-    def load() -> Served:
-        free = replace(described, machine=machine_for(settings))  # that model's memory is free by now
+    def load() -> ServedModel:
+        free = replace(described, machine=machine_for(settings))  # the previous model's memory is free by now
         return load_geared(decide(settings, free, several_modes=True), template)
 
     return load
 
 
-def load_geared(decision: Decision, template: str) -> Served:
-    """Return a model with its gears, as it is served. Raises GearbxError for one that cannot be loaded."""
+def load_geared(decision: Decision, template: str) -> ServedModel:
+    """Load a model with its gears. Raises GearbxError."""
     settings = decision.settings
     with ExitStack() as stack:
         loaded = Loaded.of(decision, template)
@@ -163,11 +163,11 @@ def load_geared(decision: Decision, template: str) -> Served:
         own = geared.mode("").settled(geared.gearbox, loaded.tokenizer, None)
 
         def mode(options: Options, prompt: str) -> Mode:
-            if options == Options() and not hasattr(own, "initial_gear"):  # which a prompt chooses
+            if options == Options() and not hasattr(own, "initial_gear"):  # the prompt selects an initial gear
                 return own
             return mode_of_request(geared, modes, default, options, prompt)
 
-        return Served(
+        return ServedModel(
             model=loaded.model,
             tokenizer=loaded.tokenizer,
             config=loaded.config,
@@ -180,18 +180,18 @@ def load_geared(decision: Decision, template: str) -> Served:
             vocabulary=vocabulary(loaded.model),
             draft_model=draft_model,
             controller=controller,
-            close=stack.pop_all().close,  # of what watches the machine
+            close=stack.pop_all().close,  # stops the controller's sensors
         )
 
 
-def check_prompt_gear(wanted: str | None, gearbox: Gearbox | Observer) -> None:
-    """Raises GearbxError for a prompt gear that the loaded model does not have, before a request asks for it."""
-    if wanted not in (None, SAME) and not isinstance(gearbox, Gearbox):
-        raise GearbxError(f"--prompt-gear {wanted}: this model has one precision; leave the flag out")
+def check_prompt_gear(gear: str | None, gearbox: Gearbox | Observer) -> None:
+    """Validate a prefill gear before the first request. Raises GearbxError for a model in one precision."""
+    if gear not in (None, SAME) and not isinstance(gearbox, Gearbox):
+        raise GearbxError(f"--prompt-gear {gear}: this model has one precision; omit the flag")
 
 
 def serving_settings(settings: ServerSettings) -> ServingSettings:
-    """Return those of the flags that requests depend on."""
+    """Return the flags that concern requests."""
     groups = settings.model, settings.answers, settings.concurrency, settings.cache
     values = {name: value for group in groups for name, value in vars(group).items()}
     values["chat_template_args"] = settings.answers.template_arguments()

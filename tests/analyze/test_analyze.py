@@ -94,7 +94,7 @@ def test_where_the_bounds_choose_different_gears_the_gear_is_undecided(asked, tm
     assert wide.summary["undecided_share"] == 0
 
 
-LATE = "no token for 1 s; give it more time with --server-timeout"
+LATE = "no token for 1 s; set a longer --server-timeout"
 
 
 @pytest.mark.slow
@@ -112,10 +112,10 @@ LATE = "no token for 1 s; give it more time with --server-timeout"
         (lambda: chat_answer(PAIR, [-7.1] * 20), "token 2: probabilities: 44 unlisted tokens of at most ", 2),
         (lambda: chat_answer(PAIR, [-5.0] * 70), "token 2: log-probabilities: must be at most 64, got 70", 2),
         (lambda: answer(whole([chat_entry(PAIR), {"token": "b"}])), "token 2: log-probabilities: must not be empty", 2),
-        (lambda: answer(whole([], "bare")), "gives no log-probabilities for m", 1),
+        (lambda: answer(whole([], "bare")), "no log-probabilities for m", 1),
         (lambda: Answer([b'{"choices": [{']), "not JSON", 1),
         (lambda: answer({"choices": [{"logprobs": {"content": 3}}]}), "content is 3, not a list", 1),
-        (lambda: refused("overloaded", 503), "answers 503 (overloaded); look at the server's log", 1),
+        (lambda: refused("overloaded", 503), "answers 503 (overloaded); see the server's log", 1),
         *((lambda sent=sent: Answer(slowly(itertools.repeat(sent), 0.02)), LATE, 1) for sent in (b"", b"x")),
     ],
 )
@@ -140,7 +140,7 @@ def test_a_server_that_cannot_answer_or_is_down_is_one_line_and_no_picture(asked
         assert result.status == 2
         assert f"{fake.url}/v1: {words}" in errors(result)[0]
         assert (result.files, result.records) == (["summary.json", "trace.jsonl"], [])
-    assert "start the server, or check --server" in errors(down)[0]
+    assert "start the server, or set --server" in errors(down)[0]
 
 
 def test_a_compressed_answer_is_not_unpacked(asked):

@@ -217,8 +217,8 @@ class TestCommand:
         ("arguments", "told"),
         [
             (("--gears", "16"), "16 is full precision in every layer"),
-            (("--gears", "4,16", "--target-bpw", "4,5"), "give 1, one for each of --gears 4,16 but 16"),
-            (("--target-kl", "0,1"), "give numbers above 0"),
+            (("--gears", "4,16", "--target-bpw", "4,5"), "use 1, one for each of --gears 4,16 but 16"),
+            (("--target-kl", "0,1"), "must be above 0"),
             (("--target-kl", "little,less"), "are not numbers with commas between"),
             (("--target-bytes", "much,more"), "'much' is not a size"),
             (("--exchanges", -1), "--exchanges is -1"),

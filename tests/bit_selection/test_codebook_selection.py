@@ -14,9 +14,9 @@ from gearbx_mlx.bit_selection import Floors
 from gearbx_mlx.bit_selection import codebook_selection as report
 from gearbx_mlx.bit_selection.codebook_selection import LayerQualities, Quality, qualities, select, some_experts
 from gearbx_mlx.bit_selection.h_process import (
+    CheckResult,
     GarbageCheck,
     Limits,
-    Sense,
     encoding_spike,
     loops,
     measure_reserve,
@@ -101,9 +101,9 @@ class TestSelection:
 
     @pytest.mark.parametrize("floor", [0.0, 1.0, -0.5, 1.5, float("nan")])
     def test_floors_outside_0_and_1(self, floor):
-        with pytest.raises(GearbxError, match=r"the strict floor is .*; give a cosine between 0 and 1"):
+        with pytest.raises(GearbxError, match=r"strict floor: must be between 0 and 1, got .*; use a cosine"):
             Floors(strict=floor)
-        with pytest.raises(GearbxError, match="the lazy floor is"):
+        with pytest.raises(GearbxError, match="lazy floor: must be between"):
             Floors(lazy=floor)
 
     def test_the_environment(self, monkeypatch):
@@ -116,7 +116,10 @@ class TestSelection:
         assert Floors.chosen(strict=0.99) == Floors(0.99, 0.9)
         for text in ("much", "1", "nan"):
             monkeypatch.setenv("XFP_MIN_COS_LAZY", text)
-            with pytest.raises(GearbxError, match=f"XFP_MIN_COS_LAZY is '?{text}'?; give a cosine between 0 and 1"):
+            with pytest.raises(
+                GearbxError,
+                match=f"XFP_MIN_COS_LAZY: must be between 0 and 1, got '?{text}'?; use a cosine",
+            ):
                 Floors.chosen()
 
 
@@ -132,8 +135,8 @@ class TestReport:
         assert [row["bits"] for row in report.layer_rows(select(LAYERS, Floors(0.98, 0.93)))] == [3, 2]
 
 
-def says(kl: float, reason: str = "") -> Sense:
-    return Sense(kl, 0, reason)
+def says(kl: float, reason: str = "") -> CheckResult:
+    return CheckResult(kl, 0, reason)
 
 
 class TestHProcess:
@@ -171,7 +174,9 @@ class TestHProcess:
         found = search(points, judge, Limits(target_bpw=2.7))
         assert [p.outcome for p in found.tried] == ["KL 9 above 0.5", "fits", "over budget"]
         assert found.best.selection is points[1].selection
-        with pytest.raises(GearbxError, match=r"gives garbage; the closest has floors 0\.93 and 0\.93.*give a larger"):
+        with pytest.raises(
+            GearbxError, match=r"generates garbage; the closest has floors 0\.93 and 0\.93.*use a larger"
+        ):
             search(points, judge, Limits(memory_budget=points[0].spike))
 
     def test_a_reserve_counts_where_it_is_more_than_encoding_needs(self):
@@ -220,7 +225,7 @@ class TestGarbage:
         model = fresh_demo.model
         text = fresh_demo.tokenizer.encode("Question: How much is 3 plus 4?\nAnswer: 3+4=<<3+4=7>>7")
         check = GarbageCheck(model, [text], written=4)
-        assert check(model) == Sense(0.0, 0, "")
+        assert check(model) == CheckResult(0.0, 0, "")
         for block in model.layers:
             block.mlp.down_proj.weight = mx.random.normal(block.mlp.down_proj.weight.shape)
         sense = check(model)
@@ -263,10 +268,10 @@ class TestFlags:
     @pytest.mark.parametrize(
         ("text", "budget", "words"),
         [
-            ("3kB", "3kB", "--reserve is 3kB; give less than --memory-budget"),
-            ("100%", "3kB", "--reserve is 100%; give less than --memory-budget"),
+            ("3kB", "3kB", "--reserve: must be less than --memory-budget, got 3kB"),
+            ("100%", "3kB", "--reserve: must be less than --memory-budget, got 100%"),
             ("-1%", "3kB", "'-1%' is not a size"),
-            ("1kB", None, "--reserve is 1kB, a part of --memory-budget; give that too"),
+            ("1kB", None, "--reserve: needs --memory-budget, got only 1kB; set both"),
         ],
     )
     def test_a_reserve_that_there_is_not(self, text, budget, words):
@@ -276,5 +281,5 @@ class TestFlags:
     def test_floors_that_there_are_not(self, command, tmp_path):
         flags = "--mlx-path", tmp_path / "out", "--auto-bits"
         done = command("convert", "--format", "codebook", "--gears", "2,16", *flags, "0.98,1.2")
-        assert_refused(done, "the lazy floor is 1.2; give a cosine between 0 and 1")
-        assert_refused(command("convert", *flags), "the format is planes; give --format codebook")
+        assert_refused(done, "lazy floor: must be between 0 and 1, got 1.2; use a cosine")
+        assert_refused(command("convert", *flags), "got format planes; use --format codebook")

@@ -136,10 +136,10 @@ class TestGenerate:
     @pytest.mark.parametrize(
         ("place", "value", "told"),
         [
-            (("fingerprint",), "f" * 32, "made for another model (demo), whose weights are not these"),
+            (("fingerprint",), "f" * 32, "made for a model with different weights (demo)"),
             (("version",), 9, "has version 9, and this gearbx-mlx reads 1"),
             (("layers", "model.layers.9.mlp.up_proj"), None, "mlp.up_proj, which is not a layer of this"),
-            (("layers", UP, "min_bits"), 16, f'layers["{UP}"]: min_bits is 16 and max_bits 8; give a range'),
+            (("layers", UP, "min_bits"), 16, f'layers["{UP}"]: min_bits is 16 and max_bits 8; use an ascending range'),
             (("layers", UP, "kl"), {"4": float("nan")}, "NaN is not a finite number"),
             (("layers", UP, "perplexity_change"), {"4": float("inf")}, "Infinity is not a finite number"),
             (("gears", "4", "bits"), {"nowhere": 4}, 'the table of gear 4 has "nowhere"'),
@@ -179,11 +179,11 @@ class TestConvert:
     @pytest.mark.parametrize(
         ("arguments", "told"),
         [
-            (("--format", "planes"), "is mlx-lm's own, affine"),
-            (("--gears", "8"), "has no table for gears 8; choose one of 4"),
-            (("--q-group-size", 32), "was measured with 64"),
-            (("--manage", "mlp"), "leave out --dtype, --manage and --embeddings"),
-            (("--target-bpw", 4), "leave out the floors and the budget"),
+            (("--format", "planes"), "are stored as affine"),
+            (("--gears", "8"), "has no table for gears 8; choose from 4"),
+            (("--q-group-size", 32), "must be that of"),
+            (("--manage", "mlp"), "omit --dtype, --manage and --embeddings"),
+            (("--target-bpw", 4), "omit the floors and the budget"),
         ],
     )
     def test_flags_that_do_not_go_with_it(self, command, tmp_path, for_demo, arguments, told):

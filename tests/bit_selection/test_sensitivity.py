@@ -105,7 +105,7 @@ def test_the_command_writes_a_manifest(succeeds, tmp_path):
 def test_bits_below_the_floor_of_a_router_are_refused(command, tmp_path, how):
     save_model(tiny_model("qwen3_moe", vocab_size=4096), tmp_path / "mixture")
     flags = ["--model", tmp_path / "mixture", "--bits", "3,4", "--num-samples", 1, "--sequence-length", 8, *how]
-    words = "--bits 3,4: model.layers.0.mlp.gate has 8 bits or more; measure 8 as well"
+    words = "--bits 3,4: model.layers.0.mlp.gate has 8 bits or more; use 8 as well"
     assert_refused(command("sensitivity", *flags, "--out", tmp_path / "m.json"), words)
     assert {path.name for path in tmp_path.iterdir()} == {"mixture"}
 

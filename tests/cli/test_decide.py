@@ -26,7 +26,7 @@ from gearbx_mlx.generate import GenerateSettings, setup_arg_parser
 from gearbx_mlx.kernels.dispatch import CPU, GPU
 from gearbx_mlx.routing.gates import DEFAULT_WINDOW
 from gearbx_mlx.server import setup_arg_parser as server_parser
-from gearbx_mlx.serving.requests import Options
+from gearbx_mlx.server.requests import Options
 from gearbx_mlx.settings import flag_of, flags_in
 
 LOSSLESS = ModeFlags(mode="lossless")
@@ -258,7 +258,7 @@ class TestModeLossless:
         [
             ("float16", "4,16", "choose format planes or affine, or make the model bfloat16"),
             ("exact", "5,16", "choose from 4, 16"),
-            ("bfloat16", "4,8,16", "none of 8; choose 4,16, or format planes"),
+            ("bfloat16", "4,8,16", "got 8; use 4,16, or choose format planes"),
         ],
     )
     def test_what_the_format_cannot_store_is_refused_in_one_line(self, command, places, model, gears, remedy):

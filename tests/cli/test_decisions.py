@@ -112,8 +112,8 @@ ROWS = [
     ("BF16", "--format affine", "cpu", "lossless 4,16 affine base"),
     ("BF16", "--format codebook", "cpu", "lossless 4,16 codebook base"),
     ("BF16", "--format exact --mode route", "cpu", "route 4,16 exact"),
-    ("BF16", "--format groupwise --gears 4,8,16", "cpu", "format 'groupwise' has no gear of 8 bits"),
-    ("BF16", "--format exact --gears 4,8,16", "cpu", "none of 8; choose 4,16, or format planes"),
+    ("BF16", "--format groupwise --gears 4,8,16", "cpu", "format 'groupwise' has no 8-bit gear"),
+    ("BF16", "--format exact --gears 4,8,16", "cpu", "got 8; use 4,16, or choose format planes"),
     ("BF16", "--kernels dequant-cache", "cpu", "format planes is multiplied packed; give --format rowwise"),
     ("BF16", "--kernels dequant-cache --format rowwise", "cpu", "lossless 4,16 rowwise base"),
     # where idle gears are
@@ -145,7 +145,7 @@ ROWS = [
     ("4 bits", "", "cpu", "lossless 4 planes"),
     ("3 bits", "--mode route", "cpu", "route 3 planes"),
     ("mxfp4", "", "cpu", "lossless 4 planes"),
-    ("mxfp4", "--gears 2,4", "cpu", "in codes that have no coarser ones inside; choose from 4 alone"),
+    ("mxfp4", "--gears 2,4", "cpu", "in codes without coarser ones inside; choose from only 4"),
     ("gptq", "--gears 2,4", "cpu", "lossless 2,4 planes"),
     ("8 bits", "--gears 4,16", "cpu", "the model is quantized to 8 bits"),
     (
@@ -165,7 +165,7 @@ ROWS = [
     ("geared 4,8", "", "cpu", "lossless 4,8 planes"),
     ("geared 4,8,16", "--gears 4,16", "gpu", "lossless 4,16 planes"),
     ("geared 4,8,16", "", "no compiler", "lossless 4,8,16 planes"),
-    ("geared 4,8", "--gears 3,8", "cpu", "M: the checkpoint holds no gear of 3 bits; choose from 4, 8"),
+    ("geared 4,8", "--gears 3,8", "cpu", "M: the checkpoint has no 3-bit gear; choose from 4, 8"),
     ("geared 4,8", "--format affine", "cpu", "--format is affine, and the gears of M have planes; leave out --format"),
     ("geared 4,8", "--base", "cpu", "M: has its codes; leave out --base"),
     ("geared 4,8", "--kernels dequant-cache", "cpu", "M has its gears packed"),

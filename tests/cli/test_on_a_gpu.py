@@ -42,7 +42,7 @@ def texts(monkeypatch, own_cache):
 
     monkeypatch.setattr(metal, "available", lambda: True)
     monkeypatch.setattr(mx.fast, "metal_kernel", refused)
-    monkeypatch.setattr(metal, "TAKEN", {})
+    monkeypatch.setattr(metal, "ACCEPTED", {})
     metal.build.cache_clear()
     yield asked
     metal.build.cache_clear()
@@ -149,7 +149,7 @@ def test_a_proof_of_a_text_that_is_refused_later_costs_one_line(command, models,
     assert done.status == 0, done.err
     assert texts != []
     said = [line for line in done.err.splitlines() if "does not run here" in line]
-    assert len(said) == len({spec.text for spec in metal.TAKEN}) > 0
+    assert len(said) == len({spec.text for spec in metal.ACCEPTED}) > 0
     monkeypatch.setattr(metal, "available", lambda: False)
     assert done.out == command(*common, "--kernels", "mlx").out
 

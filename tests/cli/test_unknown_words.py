@@ -38,7 +38,7 @@ UNKNOWN = {
     "generate --mode fast": "--mode is fast; choose from route, kickdown, lossless, ",
     "generate --format plane": "--format is plane; did you mean planes?",
     "generate --format codebok:sigma=3": "--format is codebok; did you mean codebook?",
-    "generate --format codebook:sigm=3": "no choice 'sigm=3' in 'sigm=3'; did you mean sigma?",
+    "generate --format codebook:sigm=3": "no option 'sigm=3' in 'sigm=3'; did you mean sigma?",
     "convert --format nf4": "--format is nf4; choose from planes, affine, ",
     "convert --manage atention": "--manage is atention; did you mean attention?",
     "generate --residency dsk": "--residency is dsk; did you mean disk?",

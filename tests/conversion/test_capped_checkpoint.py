@@ -31,4 +31,4 @@ def test_tables_of_a_manifest_run_on_a_checkpoint_of_its_model_that_stores_their
     assert_refused(command(*given, *flags), "3 bits")
     edit(manifest, fingerprint="0" * 32)
     for more in ((), ("--target-tps", "5")):
-        assert_refused(command(*given, *more), f"error: {manifest}: made for another model")
+        assert_refused(command(*given, *more), f"error: {manifest}: made for a model with different weights")

@@ -71,7 +71,7 @@ class TestLayersThatWouldBecomeLarger:
         manifest = json.loads((tmp_path / "geared" / MANIFEST).read_text())
         path = "model.layers.0.mlp.gate_proj"
         assert list(manifest["unmanaged"]) == [path]
-        assert "bits a weight in format exact, and takes 16" in manifest["unmanaged"][path]
+        assert "bits a weight in format exact, instead of 16" in manifest["unmanaged"][path]
         assert path not in manifest["layers"]
         loaded, _ = gearbx_mlx.load(tmp_path / "geared")
         for gear in (4, 16):
@@ -85,7 +85,7 @@ class TestLayersThatWouldBecomeLarger:
                 module.weight = sparse(*module.weight.shape)
         done = convert(command, tmp_path, model)
         assert_refused(
-            done, "no layer becomes smaller", "in format exact, and takes 16", "give --format planes or affine"
+            done, "no layer becomes smaller", "in format exact, instead of 16", "use --format planes or affine"
         )
         assert [file.name for file in tmp_path.iterdir()] == ["original"]
 
@@ -129,7 +129,7 @@ class TestDamage:
         other = exact(tmp_path / "other", tiny_model(dtype=mx.bfloat16, seed=1, rope_theta=5000.0))
         shutil.copy(other / file, geared / file)
         done = restore(command, geared)
-        words = "is not the one that" if file == GEARS_FILE else "config.json is not what the original had"
+        words = "is not the one that" if file == GEARS_FILE else "config.json differs from the original"
         assert_refused(done, f"{geared / file}: ", words, "download it again")
         if file == GEARS_FILE:
             assert_not_loaded(geared, f"{geared / file}: {words}")
@@ -145,7 +145,7 @@ class TestDamage:
         sign_arrays(geared)
         model, _ = gearbx_mlx.load(geared)
         gearbox = Gearbox(model, kernels="mlx")
-        with refuses(f"{GEARS_FILE}: {UP}: its offsets do not lead through the"):
+        with refuses(f"{GEARS_FILE}: {UP}: its offsets do not cover the"):
             gearbox.shift(16)
         assert gearbox.gear.bits == 4
 
@@ -153,9 +153,9 @@ class TestDamage:
         """Only the hash of the original's tensor shows it."""
         change_array(geared / GEARS_FILE, f"{UP}@16.low", flip)
         sign_arrays(geared)
-        assert_refused(command("convert", "--verify", geared), f"{UP}.weight is not what the original had")
+        assert_refused(command("convert", "--verify", geared), f"{UP}.weight differs from the original")
         done = restore(command, geared)
-        assert_refused(done, f"{UP}.weight is not what the original had")
+        assert_refused(done, f"{UP}.weight differs from the original")
 
     @pytest.mark.parametrize(
         "piece",
@@ -170,7 +170,7 @@ class TestDamage:
         done = command("convert", "--verify", checkpoint)
         tensors = len(weights_of(tiny_model()))
         assert (done.status, done.err) == (0, "")
-        assert done.out.endswith(f"decoded, {tensors} tensors and 3 other files are those of the original\n")
+        assert done.out.endswith(f"restored: {tensors} tensors and 3 other files equal the original's\n")
 
 
 class TestRestoringWhatCannotBe:
@@ -191,4 +191,4 @@ class TestRestoringWhatCannotBe:
 def test_a_checkpoint_of_other_gears_is_refused_with_those_of_the_format(geared, command, gears, missing):
     edit(geared / MANIFEST, gears=gears)
     done = command("generate", "--model", geared, "-m", 1)
-    assert_refused(done, geared / MANIFEST, f"format exact has gears of 4 and 16 bits, and none of {missing}")
+    assert_refused(done, geared / MANIFEST, f"format exact has 4-bit and 16-bit gears, got {missing}")

@@ -296,7 +296,7 @@ class TestOddNames:
         (original / "back\\slash.md").write_text("odd")
         flags = "--model", original, "--format", "exact", "--gears", "4,16", "--q-group-size", 32
         done = succeeds("convert", *flags, "--mlx-path", tmp_path / "geared")
-        assert r"--restore will not bring back back\slash.md, odd\x07.txt" in done.err.replace("\n", " ")
+        assert r"--restore will not restore back\slash.md, odd\x07.txt" in done.err.replace("\n", " ")
         assert str(original) not in done.err
         succeeds("convert", "--restore", tmp_path / "geared", "--mlx-path", tmp_path / "restored")
         assert contents(tmp_path / "restored") == wanted
@@ -306,7 +306,7 @@ class TestOddNames:
         original = Path(shutil.copytree(two_shards.with_name("original"), tmp_path / "original"))
         (original / "model-00002-of-00002.safetensors").rename(original / shard)
         done = command("convert", "--model", original, "--format", "exact", "--mlx-path", tmp_path / "out")
-        assert_refused(done, original, escaped(shard), "rename it")
+        assert_refused(done, original, escaped(shard), "use a different name")
         assert [file.name for file in tmp_path.iterdir()] == ["original"]
 
 

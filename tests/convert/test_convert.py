@@ -80,7 +80,7 @@ class TestChosenCodes:
     @pytest.mark.parametrize(
         ("gears", "why"),
         [
-            ("4,8,16", "no layer has codes to calibrate: the gears 4,8 begin with the same codes; give --gears 4,16"),
+            ("4,8,16", "no layer has codes to calibrate: the gears 4,8 share their first codes; use --gears 4,16"),
             ("4,16", "prompts[0]: tokens must be"),  # the demo model's tokenizer knows more of them
         ],
     )
@@ -91,7 +91,7 @@ class TestChosenCodes:
         monkeypatch.setattr(ConvertSettings, "calibrates", CALIBRATES)
         given = "convert", "--model", source, "--gears", gears, "--mlx-path"
         done = succeeds(*given, tmp_path / "default")
-        assert f"base: the nearest codes, since {why}" in done.err
+        assert f"base: round-to-nearest, since {why}" in done.err
         done = command(*given, tmp_path / "asked", "--calibrate")
         assert done.status == 2
         assert why in done.err
@@ -140,7 +140,7 @@ class TestGearsFromDisk:
         made = Gearbox(gearbx_mlx.load(source)[0], "4,5,6,8,16")
         made.shift(6)
         assert same_model(model, made.model)
-        with pytest.raises(GearbxError, match="no gear of 3 bits; choose from 4, 5, 6, 8, 16"):
+        with pytest.raises(GearbxError, match="no 3-bit gear; choose from 4, 5, 6, 8, 16"):
             Gearbox(gearbx_mlx.load(out)[0], "3,16")
 
     @pytest.mark.parametrize(("format", "manage"), [("planes", "mlp"), ("rowwise", "all")])
@@ -277,7 +277,7 @@ class TestLoading:
     @pytest.mark.parametrize(("away", "remedy"), [(1, "upgrade gearbx-mlx"), (-1, "convert the original again")])
     def test_another_version(self, broken, away, remedy):
         edit(broken / "gears.json", version=GEARS_VERSION + away)
-        words = f"gears.json: of version {GEARS_VERSION + away}, and this gearbx-mlx reads {GEARS_VERSION}; {remedy}"
+        words = f"gears.json: unsupported version, got {GEARS_VERSION + away} instead of {GEARS_VERSION}; {remedy}"
         assert_not_loaded(broken, words)
 
     @pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 4}', '{"version": "1"}', "\x00"])
@@ -328,20 +328,20 @@ class TestConverting:
         for name in ("gears.json", "gears.safetensors"):
             (quantized / name).unlink()
         for flags, words in (
-            (["--mlx-path", tmp_path / "there"], "is there already; remove it or give another path"),
-            (["--mlx-path", tmp_path / "link"], "is there already; remove it or give another path"),
+            (["--mlx-path", tmp_path / "there"], "already exists; remove it or choose a different path"),
+            (["--mlx-path", tmp_path / "link"], "already exists; remove it or choose a different path"),
             (["--mlx-path", tmp_path / "no" / "where"], "there is no directory"),
-            (["--mlx-path", tmp_path / "a", "--gears", "16"], "nothing to convert; give a gear of fewer bits"),
-            (["--mlx-path", tmp_path / "a", "--model", whole], "holds gears already; convert the original"),
+            (["--mlx-path", tmp_path / "a", "--gears", "16"], "nothing to convert; use a gear of fewer bits"),
+            (["--mlx-path", tmp_path / "a", "--model", whole], "already has gears; use the original"),
             (
                 ["--mlx-path", tmp_path / "a", "--model", quantized],
-                "there is no lower gear to write; without conversion 4 bits",
+                "there is no lower gear to write; without conversion 4-bit weights",
             ),
             (["--mlx-path", tmp_path / "a", "--model", "b/" + "c" * 300], "b/ccc"),
             (["--mlx-path", tmp_path / "a", "--upload-repo", "b" * 300], "--upload-repo bbb"),
-            (["--mlx-path", "."], "is there already"),
-            (["--mlx-path", "~no-such-user/a"], "no directory can have this name"),
-            (["--mlx-path", tmp_path / ("a" * 300)], "no directory can have this name (File name too long)"),
+            (["--mlx-path", "."], "already exists"),
+            (["--mlx-path", "~no-such-user/a"], "invalid name"),
+            (["--mlx-path", tmp_path / ("a" * 300)], "invalid name (File name too long)"),
         ):
             assert_refused(command("convert", *flags), words)
             assert {path.name for path in tmp_path.iterdir()} == {"there", "link", "quantized"}

@@ -96,9 +96,9 @@ def test_a_gguf(convert, tmp_path, own_cache):
 @pytest.mark.parametrize(
     ("bits", "flags", "words"),
     [
-        (4, (), "4 bits: drafts come by lookup"),
-        (8, ("--gears", "8"), "8 bits: gears 4,8 in place"),
-        (8, ("--gears", "4,16"), "choose from 6,8, 5,8, 4,8, 3,8, 2,8, or 8 alone"),
+        (4, (), "4-bit weights: drafts by prompt lookup"),
+        (8, ("--gears", "8"), "8-bit weights: gears 4,8 in place"),
+        (8, ("--gears", "4,16"), "choose from 6,8, 5,8, 4,8, 3,8, 2,8, or only 8"),
         (8, ("--format", "exact"), "leave out --format"),
         (8, ("--dtype", "float16"), "leave out --dtype"),
         (8, ("--calibrate",), "leave out --calibrate"),

@@ -169,14 +169,14 @@ class TestGears:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda c: c["tables"]["model.embed_tokens"].update(kind="embedding"), "kind is embedding, which does not"),
-        (lambda c: c["layers"].update(c.pop("tables")), "kind is table, which does not belong there"),
-        (lambda c: c["tables"]["model.embed_tokens"].update(rows=8), "rows is 8, which only an embedding with"),
-        (lambda c: c["tables"]["model.embed_tokens"]["gears"].pop("16"), "has no key 16, which the gear of 8"),
-        (lambda c: c["tables"]["model.embed_tokens"]["gears"].pop("4"), "rows is 4, which only an embedding with"),
+        (lambda c: c["tables"]["model.embed_tokens"].update(kind="embedding"), "kind is embedding, which is not"),
+        (lambda c: c["layers"].update(c.pop("tables")), "kind is table, which is not allowed there"),
+        (lambda c: c["tables"]["model.embed_tokens"].update(rows=8), "rows is 8, which is only for embeddings with"),
+        (lambda c: c["tables"]["model.embed_tokens"]["gears"].pop("16"), "has no key 16, which the 8-bit gear"),
+        (lambda c: c["tables"]["model.embed_tokens"]["gears"].pop("4"), "rows is 4, which is only for embeddings with"),
         (lambda c: c["tables"].clear(), "does not name"),
         (lambda c: c["tables"]["model.embed_tokens"].update(shape=[64, 64]), "and gears.json needs"),
-        (lambda c: c["layers"]["lm_head"].update(rows=4), "rows is 4, which only an embedding with"),
+        (lambda c: c["layers"]["lm_head"].update(rows=4), "rows is 4, which is only for embeddings with"),
     ],
 )
 def test_damage_of_gears_json_is_refused_in_one_line(convert, change, words):

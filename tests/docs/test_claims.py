@@ -26,7 +26,7 @@ from gearbx_mlx.formats import DEFAULT_FORMAT
 from gearbx_mlx.formats.codebook import DEFAULT_OPTIONS
 from gearbx_mlx.gears import ladder
 from gearbx_mlx.kernels.dispatch import on_cpu
-from gearbx_mlx.ranks.watch import patience
+from gearbx_mlx.ranks.watch import meeting_timeout
 from gearbx_mlx.routing import gates, pair
 
 
@@ -57,7 +57,7 @@ DEFAULTS = [
     ("chat", "`--max-tokens` ({} by default)", lambda: settings_of("chat").prompt.max_tokens),
     ("convert", "`--gears` ({} by default)", lambda: settings_of("convert", "--calibrate").ladder),
     ("convert", "| `{}` (default) |", lambda: ladder.EMBEDDINGS[0]),
-    ("distributed", "seconds to wait for the other ranks; {:.0f} by default", patience),
+    ("distributed", "seconds to wait for the other ranks; {:.0f} by default", meeting_timeout),
     ("formats", "| `{}` (default) | 2, 3, 4, 5, 6, 8 |", lambda: DEFAULT_FORMAT),
     ("formats", "`convert --q-group-size` inputs ({})", lambda: ladder.DEFAULT_GROUP_SIZE),
     ("formats", "`{}` (the default: all linear layers", lambda: ladder.MANAGE[0]),

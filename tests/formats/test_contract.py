@@ -231,7 +231,7 @@ class TestGearbox:
     @pytest.mark.parametrize(("name", "bits"), [("rowwise", 3), ("groupwise", 8), ("codebook", 8), (LIBRARY, 5)])
     def test_bits_that_a_format_has_not_are_refused(self, tiny, name, bits):
         choices = ", ".join(map(str, [*GEARS[name], 16]))
-        with pytest.raises(GearbxError, match=f"format '{name}' has no gear of {bits} bits; choose from {choices}$"):
+        with pytest.raises(GearbxError, match=f"format '{name}' has no {bits}-bit gear; choose from {choices}$"):
             Gearbox(tiny, f"{bits},16", format=name)
 
     @pytest.mark.parametrize("name", RECONSTRUCTED)

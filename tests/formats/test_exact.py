@@ -199,12 +199,12 @@ class TestALayer:
     def test_in_two_places_is_refused(self):
         model = model_of()
         model.model.layers[1].mlp.up_proj = model.model.layers[0].mlp.up_proj
-        with pytest.raises(GearbxError, match="is a module of two places"):
+        with pytest.raises(GearbxError, match="is a module in two places"):
             boxed(model=model)
 
     def test_with_a_floor_stays_dense_in_every_gear(self):
         gearbox = boxed(manage=lambda path, module: {"bits": 8} if path == LINEAR else True)
-        assert gearbox.unmanaged == {LINEAR: "has a floor of 8 bits, and format exact no such gears"}
+        assert gearbox.unmanaged == {LINEAR: "has a floor of 8 bits, which format exact does not have"}
         gearbox.shift("low")
         assert type(layer_in(gearbox, LINEAR)) is nn.Linear
 
@@ -255,15 +255,15 @@ def test_a_model_has_its_weights_again_if_encoding_is_stopped(stop, monkeypatch)
 @pytest.mark.parametrize(
     ("dtype", "keywords", "complaint"),
     [
-        (mx.bfloat16, {"ladder": "4"}, "format exact has the gears 4,16, not 4"),
-        (mx.bfloat16, {"ladder": "8,16"}, "none of 8"),
-        (mx.bfloat16, {"ladder": "3,16"}, "none of 3; choose 4,16, or format planes"),
-        (mx.bfloat16, {"ladder": "4,8,16"}, "none of 8; choose 4,16, or format planes"),
-        (mx.bfloat16, {"widths": [5]}, "none of 5"),
+        (mx.bfloat16, {"ladder": "4"}, "format exact has gears 4,16, got 4"),
+        (mx.bfloat16, {"ladder": "8,16"}, "got 8"),
+        (mx.bfloat16, {"ladder": "3,16"}, "got 3; use 4,16, or choose format planes"),
+        (mx.bfloat16, {"ladder": "4,8,16"}, "got 8; use 4,16, or choose format planes"),
+        (mx.bfloat16, {"widths": [5]}, "got 5"),
         (mx.bfloat16, {"widths": [4]}, "with other bits for some layers"),
-        (mx.bfloat16, {"tables": {"low": {LINEAR: 16}}}, "leave out tables"),
-        (mx.bfloat16, {"low_model": nn.Linear(1, 1)}, "cannot be another model's"),
-        (mx.bfloat16, {"residency": "disk"}, "leave out residency 'disk'"),
+        (mx.bfloat16, {"tables": {"low": {LINEAR: 16}}}, "omit tables"),
+        (mx.bfloat16, {"low_model": nn.Linear(1, 1)}, "got a separate low model"),
+        (mx.bfloat16, {"residency": "disk"}, "omit residency 'disk'"),
         (mx.float32, {}, "weights of float32, and format exact is for bfloat16; .*or make the model bfloat16"),
         (mx.float16, {}, "weights of float16, and format exact is for bfloat16; .*or make the model bfloat16"),
     ],

@@ -157,7 +157,7 @@ def test_merged_caches_have_what_the_top_gears_read():
 def test_file_that_could_not_be_read_again_is_not_written(tmp_path):
     cache = cache_of((4, 8), 8)
     filled(cache, 20)
-    with pytest.raises(ValueError, match=r"write \[part.plain\(\) for part in cache\] instead"):
+    with pytest.raises(ValueError, match=r"use \[part.plain\(\) for part in cache\] instead"):
         save_prompt_cache(str(tmp_path / "cache.safetensors"), [cache])
     assert not list(tmp_path.iterdir())
 
@@ -338,6 +338,17 @@ def long(demo) -> list[int]:
     return tokens
 
 
+@pytest.mark.parametrize(("ladder", "bits"), [("4,8", 8), ("4,16", 4)])
+def test_text_by_attention_of_mlx_is_that_by_native_attention(demo, compiled, long, ladder, bits):
+    """On a GPU, MLX's attention reads the unpacked planes."""
+    tokens = []
+    for kernels in ("native", "mlx"):
+        made = Gearbox(demo.model, "16", kernels=kernels, activations="float", dtype="float32")
+        responses = text(made, demo.tokenizer, long, Static(), 16, kv_gears=ladder, kv_gear=bits)
+        tokens.append([response.token for response in responses])
+    assert tokens[0] == tokens[1]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_drafts_read_a_third_of_what_the_top_gear_reads_at_most(demo, dtype):
     model = tiny_model()
@@ -399,13 +410,13 @@ def test_text_goes_on_from_a_cache_that_is_kept(demo, gearbox, long):
 @pytest.mark.parametrize(
     ("architecture", "keywords", "complaint"),
     [
-        ("llama", {"kv_gears": "4,5"}, "--kv-gears is 4,5; give ascending bits of 4, 8 and 16"),
-        ("llama", {"kv_gears": "8,4"}, "--kv-gears is 8,4; give ascending"),
-        ("llama", {"kv_gears": "four"}, "--kv-gears is four; give ascending"),
-        ("llama", {"kv_gears": ()}, "--kv-gears is ; give ascending"),
-        ("llama", {"kv_gears": "4,16", "kv_gear": 8}, "--kv-gear is 8, and --kv-gears 4,16; choose one of them"),
-        ("llama", {"kv_gear": 8}, "--kv-gear is 8, and there are no --kv-gears"),
-        ("llama", {"kv_gears": "4,16", "kv_bits": 4}, "--kv-gears and --kv-bits are two ways"),
+        ("llama", {"kv_gears": "4,5"}, "--kv-gears: must ascend, of 4, 8 and 16, got 4,5"),
+        ("llama", {"kv_gears": "8,4"}, "--kv-gears: must ascend, of 4, 8 and 16, got 8,4"),
+        ("llama", {"kv_gears": "four"}, "--kv-gears: must ascend, of 4, 8 and 16, got four"),
+        ("llama", {"kv_gears": ()}, "--kv-gears: must ascend, of 4, 8 and 16, got ;"),
+        ("llama", {"kv_gears": "4,16", "kv_gear": 8}, "--kv-gear: must be one of --kv-gears, got 8; choose from 4,16"),
+        ("llama", {"kv_gear": 8}, "--kv-gear: needs --kv-gears, got only --kv-gear 8"),
+        ("llama", {"kv_gears": "4,16", "kv_bits": 4}, "--kv-gears: cannot be combined with --kv-bits"),
         (
             "llama",
             {"kv_gears": "4,16", "kv_gear": 4, "mode": "lossless"},

@@ -107,7 +107,7 @@ class TestExperts:
         exact = tiny_model("mixtral")(PROMPT)
         model = Gearbox(tiny_model("mixtral", dtype=mx.bfloat16), "16", kernels="mlx").model
         assert mx.allclose(model(PROMPT), exact, atol=0.05).item()
-        with pytest.raises(GearbxError, match="--dtype bfloat16: on a CPU, MLX multiplies experts in float32 alone"):
+        with pytest.raises(GearbxError, match="--dtype bfloat16: on a CPU, MLX multiplies experts in float32 only"):
             Gearbox(tiny_model("mixtral"), "16", dtype="bfloat16")
 
     @pytest.mark.parametrize("quantized", [False, True])
@@ -177,7 +177,7 @@ def test_layers_that_change_no_gear_run_natively_too():
 class TestDescription:
     def test_the_original_weights_alone_stay_mlx_lm_unless_asked(self):
         alone = Gearbox(tiny_model(dtype=mx.bfloat16), "16", kernels="auto")
-        assert "mlx (the original weights alone stay mlx-lm bit for bit)" in alone.describe()
+        assert "mlx (with only original weights, the model stays bit-identical to mlx-lm)" in alone.describe()
         assert mx.array_equal(alone.model(PROMPT), tiny_model(dtype=mx.bfloat16)(PROMPT)).item()
         assert "native (" in Gearbox(tiny_model(), "16", kernels="native").describe()
 

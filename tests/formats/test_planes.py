@@ -196,5 +196,5 @@ def test_gears_of_four_and_eight_bits_share_their_arrays():
 
 
 def test_planes_of_more_than_a_byte_are_refused():
-    with pytest.raises(GearbxError, match="8 together"):
+    with pytest.raises(GearbxError, match=r"at most 8 bits in total, got 4\+4\+4"):
         split(matrix(4, 64), (4, 4, 4), GROUP)

@@ -91,7 +91,7 @@ class TestResidency:
         assert same_weights(weights_of(model), before)
 
     def test_disk_without_the_layers_in_the_checkpoint_is_refused_at_once(self, tiny):
-        with pytest.raises(GearbxError, match=r"is not in the checkpoint; keep gears resident"):
+        with pytest.raises(GearbxError, match=r"is not in the checkpoint; use residency resident"):
             Gearbox(tiny, residency="disk", checkpoint=DEMO_MODEL, manage=lambda path, m: "lm_head" in path)
 
     def test_a_checkpoint_that_is_gone_leaves_the_gear_as_it_was(self, tmp_path):

@@ -143,7 +143,9 @@ class TestMixtures:
         for layer in model.layers:
             del layer.block_sparse_moe.num_experts_per_tok
         model.args.num_experts_per_tok = None
-        with pytest.warns(GearbxWarning, match="layers.*block_sparse_moe.*: the model does not say how many experts"):
+        with pytest.warns(
+            GearbxWarning, match="layers.*block_sparse_moe.*: the number of experts per token is unknown"
+        ):
             gearbox = Gearbox(model)
         told = Gearbox(tiny_model("mixtral"))
         assert gearbox.weight_bytes_per_token(gearbox.ladder.top) > told.weight_bytes_per_token(told.ladder.top)
@@ -263,5 +265,5 @@ def test_rows_that_are_no_tokens_do_not_count_as_vocabulary():
 
 
 def test_a_model_that_makes_no_logits_of_tokens_has_no_vocabulary():
-    with pytest.raises(GearbxError, match="Linear has no token embedding, so its vocabulary is unknown"):
+    with pytest.raises(GearbxError, match="Linear has no token embedding; use a language model"):
         vocabulary(nn.Linear(4, 4))

@@ -184,7 +184,7 @@ class TestShift:
             ({"format": "nf4"}, "format 'nf4' does not exist; choose from planes, affine"),
             ({"manage": "nothing"}, "manage is nothing; choose from all, attention, mlp, everything"),
             ({"residency": "cloud"}, "residency is cloud; choose from resident, disk, stream"),
-            ({"residency": "disk"}, "give checkpoint="),
+            ({"residency": "disk"}, "pass checkpoint="),
             ({"residency": "disk", "checkpoint": "nowhere"}, "nowhere: no model"),
             ({"group_size": 48}, "group size is 48; choose from 32, 64, 128"),
             ({"dtype": "int8"}, "dtype is int8; choose from auto, float32, bfloat16, float16"),
@@ -223,7 +223,7 @@ class TestShift:
 
     def test_a_second_gearbox_takes_the_place_of_the_first_unless_gears_are_shifted(self, tiny):
         first, second = Gearbox(tiny), Gearbox(tiny)
-        with pytest.raises(GearbxError, match="another gearbox"):
+        with pytest.raises(GearbxError, match="was replaced by a newer one"):
             first.shift("low")
         second.shift("low")
         with pytest.raises(GearbxError, match="quantized already"):
@@ -292,7 +292,7 @@ class TestTables:
     ("table", "told"),
     [
         ({"lowest": {UP: 4}}, "no gear 'lowest' in the ladder 4,8,16"),
-        ({"low": {"nowhere": 4}}, "the table of low has nowhere, which is not a layer that changes gear"),
+        ({"low": {"nowhere": 4}}, "the table of low has nowhere, but it does not change gear"),
         ({"low": {UP: 7}}, f"the table of low has 7 bits for {UP}; choose from 2, 3, 4, 5, 6, 8, 16"),
     ],
 )

@@ -189,7 +189,7 @@ def test_codes_that_are_not_read_yet_take_no_memory_twice(tmp_path, native):
 def test_a_ladder_that_the_codes_do_not_have(bits, ladder):
     with pytest.raises(GearbxError, match=f"gears {ladder}: the model is quantized to {bits} bits") as caught:
         Gearbox(quantized(bits), ladder)
-    assert f"{bits} alone" in str(caught.value)
+    assert f"only {bits}" in str(caught.value)
 
 
 @pytest.mark.parametrize("change", [{"residency": "disk"}, {"tables": {"low": {"lm_head": 5}}}])
@@ -219,7 +219,10 @@ def test_the_command(command, tmp_path):
     assert [gear["bits"] for gear in json.loads((tmp_path / "s.json").read_text())["ladder"]] == [4, 8]
     done = command("generate", "--model", tmp_path / "4", *flags)
     assert "--base" in done.err
-    for bits, instead in ((8, "8 bits: gears 4,8 in place\n"), (4, "4 bits: drafts come by lookup; for more, ")):
+    for bits, instead in (
+        (8, "8-bit weights: gears 4,8 in place\n"),
+        (4, "4-bit weights: drafts by prompt lookup; for gears, "),
+    ):
         done = command("generate", "--model", tmp_path / str(bits), *flags, "--mode", "telemetry-only")
         assert done.err.count(f"changes no gear in mode telemetry-only; other modes use its {instead}") == 1
     assert_refused(command("generate", "--model", tmp_path / "8", *flags, "--gears", "4,16"), "4,8")
@@ -368,7 +371,7 @@ def test_the_low_gear_runs_natively(made, name, native):
 @pytest.mark.parametrize(
     ("gears", "low_model", "words"),
     [
-        ("4,16", lambda: quantized(4, vocab_size=2048), "another model: (2048, 64) in place of (4096, 64) at lm_head"),
+        ("4,16", lambda: quantized(4, vocab_size=2048), "does not fit: (2048, 64) instead of (4096, 64) at lm_head"),
         ("4,16", original_model, "not quantized"),
         ("4", lambda: quantized(4, vocab_size=4096), "gears 4 have none above"),
     ],

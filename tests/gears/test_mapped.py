@@ -77,7 +77,7 @@ class TestMapped:
         os.utime(tmp_path / "written" / "model.safetensors", (0, 0))
         shutil.copyfile(DEMO_MODEL / "model.safetensors", tmp_path / "new")
         (tmp_path / "new").replace(tmp_path / "replaced" / "model.safetensors")
-        with pytest.warns(GearbxWarning, match="was written to while it was in use") as said:
+        with pytest.warns(GearbxWarning, match="was modified while it was in use") as said:
             warn_of_changes()
         assert [str(tmp_path / "written") in str(each.message) for each in said].count(True) == 1
         assert not any(str(tmp_path / "replaced") in str(each.message) for each in said)
@@ -98,7 +98,7 @@ class TestMapped:
         if ended.returncode == 0:
             pytest.skip("the kernels are not kept in this cache, so that nothing is mapped")
         assert ended.returncode == 1
-        assert ended.stderr.splitlines() == ["error: a file of the model was cut off while it was in use; start again"]
+        assert ended.stderr.splitlines() == ["error: a file of the model was truncated during use; start again"]
 
 
 def test_without_kernels_mlx_reads_the_file(file, monkeypatch):

@@ -142,7 +142,7 @@ def test_columns_are_cut_between_groups(format):
     ("format", "gather", "paths", "reason"),
     [
         ("planes", False, {"o_proj"}, "columns that end inside of a group of 64"),
-        ("rowwise", False, {"o_proj", "down_proj"}, "stores whole rows, of which ranks have some columns"),
+        ("rowwise", False, {"o_proj", "down_proj"}, "stores whole rows, but ranks have some columns"),
         ("codebook", True, {"q_proj", "o_proj", "down_proj", "up_proj"}, "depend on the whole matrix"),
     ],
 )
@@ -234,5 +234,5 @@ def test_what_cannot_be_divided_is_refused(act, said):
 def test_a_part_is_not_saved_as_a_model(tmp_path):
     model = load(group=rank(0))[0]
     Gearbox(model)
-    with pytest.raises(GearbxError, match="this rank has a part of the model"):
+    with pytest.raises(GearbxError, match="this rank has only a part of the model"):
         model.save_weights(str(tmp_path / "model.safetensors"))

@@ -70,11 +70,11 @@ def test_a_flipped_bit_of_the_base_is_found_at_once(geared):
 
 def test_verify_names_the_first_and_counts_all(geared, command, succeeds):
     done = succeeds("convert", "--verify", geared)
-    assert done.out.endswith("are what was written\n")
+    assert done.out.endswith("are undamaged\n")
     flip_bit(geared / GEARS_FILE, f"{UP}@8.weights.1")
     flip_bit(geared / GEARS_FILE, f"{UP}@16.weight")
     assert_refused(command("convert", "--verify", geared), "is damaged (2 of ")
-    assert_refused(command("convert", "--verify", DEMO_MODEL), "holds no gears")
+    assert_refused(command("convert", "--verify", DEMO_MODEL), "has no gears")
 
 
 @pytest.mark.parametrize("missing", ["hashes", "gears_hash"])

@@ -13,7 +13,7 @@ import httpx
 
 from gearbx_mlx.cli.flags import OtherServerSettings
 from gearbx_mlx.server.run import serving_others
-from gearbx_mlx.serving.web import Guard
+from gearbx_mlx.server.web import Guard
 
 EVENTS, JSON, HTML = "text/event-stream", "application/json", "text/html"
 
@@ -161,7 +161,7 @@ def routed(url: str, guard: Guard | None = None, models: str = "small,large", **
     settings = OtherServerSettings(server=url, server_model=models, **{"vocab_size": 64, **flags})
     with (
         serving_others(settings, guard or Guard(), ("127.0.0.1", 0)) as server,
-        httpx.Client(base_url=server.where, trust_env=False, timeout=60) as client,
+        httpx.Client(base_url=server.url, trust_env=False, timeout=60) as client,
     ):
         client.server = server
         yield client

@@ -31,7 +31,7 @@ def served(**settings):
     """A client of a server on a free port, with the server as `client.server`."""
     with (
         serving(command_settings(ServerSettings, {"port": 0, **settings})) as server,
-        httpx.Client(base_url=server.where, timeout=60) as client,
+        httpx.Client(base_url=server.url, timeout=60) as client,
     ):
         client.server = server
         client.scheduler = server.app.state.service.scheduler
@@ -97,7 +97,7 @@ def by_openai(client):
     """OpenAI's client of a server."""
     import openai  # takes a second
 
-    return openai.OpenAI(base_url=f"{client.server.where}/v1", api_key="none", max_retries=0)
+    return openai.OpenAI(base_url=f"{client.server.url}/v1", api_key="none", max_retries=0)
 
 
 def error_of(answer, status=400):

@@ -1,6 +1,6 @@
 """Schemas of answers, and a prompt for them."""
 
-from gearbx_mlx.serving.grammar import JsonSchema, Schema
+from gearbx_mlx.server.grammar import JsonSchema, Schema
 
 PROMPT = "Question: Tom is 8 years old and likes milk. Who is Tom?\nAnswer:"
 PERSON = {

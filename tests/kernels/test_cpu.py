@@ -169,7 +169,7 @@ class TestNumbers:
 
 class TestModel:
     def test_activations_are_not_rounded_by_mlxs_kernels(self):
-        with pytest.warns(GearbxWarning, match="activations are not rounded"):
+        with pytest.warns(GearbxWarning, match="activations are not quantized"):
             Gearbox(tiny_model(), kernels="mlx", activations="int8")
 
     def test_the_top_gear_keeps_its_two_bytes(self):
@@ -210,7 +210,7 @@ class TestShapes:
             ({"group": 48}, "group size"),
             ({"weight": mx.zeros((3, 96))}, "rows of groups"),
             ({"weight": mx.zeros((3, 128), mx.int32)}, "float32, bfloat16 or float16"),
-            ({"widths": [4, 5]}, "bits of a code"),
+            ({"widths": [4, 5]}, "as many bits in all as a code"),
             ({"widths": [0]}, "1 to 8 bits"),
         ],
         ids=str,
@@ -285,7 +285,7 @@ class TestRoundedActivations:
     @pytest.mark.parametrize(("activations", "error"), [("int16", 1e-3), ("int8", 0.05)])
     def test_a_gearbox_that_rounds(self, activations, error):
         exact, fast = (Gearbox(tiny_model(), "4,8,16", kernels="native", activations=a) for a in ("float", activations))
-        assert f"activations of {activations[3:]} bits" in fast.describe()
+        assert f"{activations[3:]}-bit activations" in fast.describe()
         for gear in every_gear(exact, fast):
             wanted, logits = exact.model(PROMPT), fast.model(PROMPT)
             assert mx.array_equal(wanted, logits).item() is gear.dense

@@ -85,7 +85,7 @@ class TestCompiledOnce:
     def test_and_not_used_without_a_compiler_where_something_changed_or_is_damaged(self, cache, afresh, tmp_path):
         file = cache.load()
         afresh.setenv("CXX", "no-such-compiler")
-        reason = "CXX is 'no-such-compiler', and there is no such compiler"
+        reason = "CXX: no such compiler, got 'no-such-compiler'; set it to a compiler such as g++"
         with afresh.context() as changed:
             changed.setattr(compiler, "processor_features", lambda: "another")
             assert cache.why_not() == reason
@@ -205,9 +205,9 @@ class TestNeverLoaded:
 
         cache.directory.parents[2].write_text("in the way", encoding="utf-8")
         afresh.setattr(cpu, "private_directory", refuse)
-        with pytest.warns(GearbxWarning, match="for this process alone"):
+        with pytest.warns(GearbxWarning, match="for this process only"):
             assert cpu.native() is None
-        assert cpu.why_not() == "there is no directory to put the compiled CPU kernels in; set XDG_CACHE_HOME to one"
+        assert cpu.why_not() == "no directory for the compiled CPU kernels; set XDG_CACHE_HOME to one"
 
     def test_from_where_the_process_happens_to_run(self, cache, afresh, tmp_path):
         afresh.setenv("XDG_CACHE_HOME", "relative")

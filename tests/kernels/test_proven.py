@@ -31,7 +31,7 @@ def on_metal(monkeypatch, own_cache):
 
     monkeypatch.setattr(metal, "available", lambda: True)
     monkeypatch.setattr(mx.fast, "metal_kernel", refused)
-    monkeypatch.setattr(metal, "TAKEN", {})
+    monkeypatch.setattr(metal, "ACCEPTED", {})
     of_earlier = metal.build, metal_products._dense_prepared
     for kept in of_earlier:
         kept.cache_clear()
@@ -145,7 +145,7 @@ class TestATextThatDoesNotCompile:
         with pytest.warns(GearbxWarning, match=r"metal/dense\.metal does not run here .*Unable to build") as said:
             assert [dense_launch(normal(n, 64), weight).attempt() for n in (1, 1, 2)] == [None] * 3
         assert len(said) == 1
-        assert [*metal.TAKEN.values()] == [False, False]
+        assert [*metal.ACCEPTED.values()] == [False, False]
 
     def test_is_not_tried_inside_of_compile(self, on_metal):
         mx.fast.metal_kernel = lambda **text: lambda inputs, **how: [inputs[0] @ inputs[1].T]
@@ -158,7 +158,7 @@ class TestATextThatDoesNotCompile:
 
         mx.eval(mx.compile(step)(normal(1, 64)))
         assert tried == [None]
-        assert metal.TAKEN == {}
+        assert metal.ACCEPTED == {}
 
     @pytest.mark.filterwarnings("ignore::gearbx_mlx.errors.GearbxWarning")
     def test_leaves_the_weights_of_format_exact_to_mlx(self, on_metal):
@@ -168,7 +168,7 @@ class TestATextThatDoesNotCompile:
         chosen = mx.array([[3, 1]])
         assert mx.array_equal(products.exact_rows(matrix, chosen), weight[chosen]).item()
         assert mx.array_equal(decode(matrix), weight).item()
-        assert [spec.text for spec in metal.TAKEN] == ["exact"]
+        assert [spec.text for spec in metal.ACCEPTED] == ["exact"]
 
     @pytest.mark.parametrize("format", ["planes", "affine", "rowwise", "groupwise", "codebook", "codebook-library"])
     def test_leaves_a_model_to_mlx(self, on_metal, format, monkeypatch):

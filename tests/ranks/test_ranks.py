@@ -54,14 +54,14 @@ class TestPlace:
         [
             ("[[", {}, "hosts.json … not JSON"),
             ('{"hosts": []}', {}, "hosts.json … no list"),
-            ([["a:1"], "b:2"], {}, "hosts.json … null is not an address"),
+            ([["a:1"], "b:2"], {}, "hosts.json … not an address, got null"),
             ([["a:1"], []], {}, "hosts.json … rank 1 has no address"),
-            ([["a:1"], ["b"]], {}, 'hosts.json … "b" is not an address'),
-            ([["a:1"], ["b:0"]], {}, 'hosts.json … "b:0" is not an address'),
-            ([["a:1"], ["b:65536"]], {}, 'hosts.json … "b:65536" is not an address'),
-            ([["a:1"], ["b:-1"]], {}, 'hosts.json … "b:-1" is not an address'),
-            ([["a:1"], [7]], {}, "hosts.json … 7 is not an address"),
-            ([["a:1"], ["a:1"]], {}, "hosts.json … a:1 is there twice"),
+            ([["a:1"], ["b"]], {}, 'hosts.json … not an address, got "b"'),
+            ([["a:1"], ["b:0"]], {}, 'hosts.json … not an address, got "b:0"'),
+            ([["a:1"], ["b:65536"]], {}, 'hosts.json … not an address, got "b:65536"'),
+            ([["a:1"], ["b:-1"]], {}, 'hosts.json … not an address, got "b:-1"'),
+            ([["a:1"], [7]], {}, "hosts.json … not an address, got 7"),
+            ([["a:1"], ["a:1"]], {}, "hosts.json … duplicate address, got a:1"),
             *(([["a:1"], ["b:2"]], {"MLX_RANK": rank}, "MLX_RANK") for rank in ("", "x", "-1", "²")),
             ([["a:1"], ["b:2"]], {"MLX_RANK": "2"}, "names 2 ranks, and this process is rank 2"),
             ([], {"MLX_HOSTFILE": "none.json"}, "none.json: cannot be read (No such file"),
@@ -133,7 +133,7 @@ class TestEnds:
         for each in others:
             line = each.stderr.splitlines()[-1]
             assert line.startswith(f"error: rank {dies} (127.0.0.1:")
-            assert line.endswith("is gone, which ends the run; start all ranks again")
+            assert line.endswith("is gone, and the run has ended; start all ranks again")
             assert each.stderr.count("\n") <= 2  # with "begun"
 
     @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

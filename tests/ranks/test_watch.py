@@ -13,7 +13,7 @@ from gearbx_mlx import GearbxError
 from gearbx_mlx.ranks import watch
 from gearbx_mlx.ranks.agreement import first_difference
 from gearbx_mlx.ranks.place import Place
-from gearbx_mlx.ranks.watch import LONGEST_MESSAGE, Channel, RankWatch, connect, listen
+from gearbx_mlx.ranks.watch import MAX_MESSAGE_CHARS, Channel, RankWatch, connect, listen
 
 # The thread of a rank that ends; it would end the process.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -182,11 +182,11 @@ class TestChannel:
         near, far = ends
         far.connection.sendall(b'{"a": 1}\n{"b": 2}\n')
         assert near.receive() == {"a": 1}
-        assert near.waiting()
+        assert near.has_message()
         assert near.receive() == {"b": 2}
-        assert not near.waiting()
+        assert not near.has_message()
 
-    @pytest.mark.parametrize("data", [b"", b"not JSON\n", b"7\n", b"x" * (LONGEST_MESSAGE + 5000)])
+    @pytest.mark.parametrize("data", [b"", b"not JSON\n", b"7\n", b"x" * (MAX_MESSAGE_CHARS + 5000)])
     def test_what_is_no_message_is_none(self, ends, data):
         near, far = ends
         threading.Thread(target=lambda: (far.connection.sendall(data), far.close())).start()
@@ -240,13 +240,13 @@ class TestMeeting:
     def test_the_other_does_not_come(self, monkeypatch, comes):
         monkeypatch.setenv("GEARBX_RANKS_WAIT", "0.2")
         said = str(self.meet(self.place(comes))[comes])
-        assert f"did not {('come', 'answer')[comes]} within 0.2 seconds" in said
+        assert f"no {('connection', 'answer')[comes]} within 0.2 seconds" in said
         assert f"rank {1 - comes} (127.0.0.1:" in said
 
     def test_another_hostfile(self):
         first = self.place(0)
         found = self.meet(first, Place(1, 2, "ring", (first.addresses[0], self.place(1).addresses[1])))
-        assert str(found[0]) == "rank 1: has another hostfile, of 2 ranks; give all ranks the same one"
+        assert str(found[0]) == "rank 1: has a different hostfile, of 2 ranks; use the same one on all ranks"
         assert isinstance(found[1], watch.MeetingRefused)
 
     def test_a_number_that_is_there_twice(self):
@@ -257,8 +257,8 @@ class TestMeeting:
     @pytest.mark.parametrize("text", ["", "x", "-1", "0", "nan", "1e9"])
     def test_the_wait_is_a_number_of_seconds(self, monkeypatch, text):
         monkeypatch.setenv("GEARBX_RANKS_WAIT", text)
-        with pytest.raises(GearbxError, match="GEARBX_RANKS_WAIT is"):
-            watch.patience()
+        with pytest.raises(GearbxError, match="GEARBX_RANKS_WAIT: not a time"):
+            watch.meeting_timeout()
 
     def test_an_address_in_use(self):
         with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(GearbxError, match="cannot be used"):
@@ -273,6 +273,6 @@ def test_the_first_difference_names_the_rank_and_both_values():
     assert first_difference([same, same]) is None
     found = first_difference([same, same, same | {"--seed": "2"}])
     assert found.startswith("rank 2 differs from rank 0: --seed is 2, and on rank 0 1;")
-    assert "more is nothing, and on rank 0 here" in first_difference([same | {"more": "here"}, same])
+    assert "more is missing, and on rank 0 here" in first_difference([same | {"more": "here"}, same])
     found = first_difference([{"--prompt": "x" * 100}, {"--prompt": "y"}])
     assert f"--prompt is y, and on rank 0 {'x' * 57}...;" in found

@@ -8,10 +8,10 @@ import chromium
 import pytest
 from http_server import events, in_the_making, served
 
-from gearbx_mlx.serving import app
-from gearbx_mlx.serving.answers import event_text
-from gearbx_mlx.serving.job import Batch
-from gearbx_mlx.serving.web import Gatekeeper, Guard, event_stream
+from gearbx_mlx.server import app
+from gearbx_mlx.server.answers import event_text
+from gearbx_mlx.server.job import Batch
+from gearbx_mlx.server.web import Gatekeeper, Guard, event_stream
 from gearbx_mlx.telemetry.trace import gear_color
 
 pytestmark = pytest.mark.browser
@@ -117,7 +117,7 @@ def page(client, driver):
     """The page, opened again. Afterwards the console must have no error but the network's own, and no warning."""
     chromium.show_as(driver, 1000, 760)
     page = Page(driver)
-    page.open(client.server.where)
+    page.open(client.server.url)
     page.wait(lambda: page.all("#legend .token"))
     yield page
     said = [entry for entry in driver.get_log("browser") if entry["source"] != "network"]
@@ -267,7 +267,7 @@ def test_the_key_is_asked_for_and_kept_for_the_tab(page, monkeypatch):
     check, sesame = Gatekeeper.check_key, SimpleNamespace(guard=Guard("sesame"))
     monkeypatch.setattr(Gatekeeper, "check_key", lambda _, headers: check(sesame, headers))
     page.driver.refresh()  # the list of models needs it too
-    for key, why in (("wrong", "asks for a key"), ("sesame", "does not take this key")):
+    for key, why in (("wrong", "requires a key"), ("sesame", "refuses this key")):
         page.wait(lambda why=why: why in page.text("#ask-why") and page.find("#ask").is_displayed())
         page.find("#key").send_keys(key + "\ue007")
     page.wait(lambda: page.all("#legend .token"))
@@ -297,8 +297,8 @@ def test_an_answer_that_breaks_off_keeps_what_came(page, scripted):
     page.send("Hello")
     answer = page.answer()
     assert (answer["text"], len(answer["points"])) == ("Half", 1)
-    assert page.text("#problem") == "The answer broke off: the server ended the connection."
-    assert page.text(".summary").startswith("broken off · 1 token · ")
+    assert page.text("#problem") == "Incomplete answer: the server closed the connection."
+    assert page.text(".summary").startswith("incomplete · 1 token · ")
 
 
 def test_hostile_text_is_text(page, scripted):

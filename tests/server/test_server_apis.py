@@ -32,8 +32,8 @@ from schemathesis import checks
 from scripted_model import save_scripted
 
 from gearbx_mlx.loading import DEMO_MODEL
-from gearbx_mlx.serving.app import server_application
-from gearbx_mlx.serving.web import Guard
+from gearbx_mlx.server.app import server_application
+from gearbx_mlx.server.web import Guard
 
 pytestmark = pytest.mark.processes
 
@@ -55,7 +55,7 @@ def ours(client):
 
 @pytest.fixture(scope="module")
 def theirs(client):
-    return anthropic.Anthropic(base_url=client.server.where, api_key="none", max_retries=0)
+    return anthropic.Anthropic(base_url=client.server.url, api_key="none", max_retries=0)
 
 
 class TestResponses:
@@ -142,7 +142,7 @@ class TestForcedCalls:
             jsonschema.validate(json.loads(call["function"]["arguments"]), schema)
 
     def test_as_anthropic_asks(self, caller):
-        theirs = anthropic.Anthropic(base_url=caller.server.where, api_key="none", max_retries=0)
+        theirs = anthropic.Anthropic(base_url=caller.server.url, api_key="none", max_retries=0)
         tools = [{"name": each["function"]["name"], "input_schema": each["function"]["parameters"]} for each in TOOLS]
         for choice in ({"type": "any"}, {"type": "tool", "name": "add"}):
             answer = theirs.messages.create(**ASKED | {"tools": tools, "tool_choice": choice, "max_tokens": 80})
@@ -201,7 +201,7 @@ class TestSchemas:
         thread.start()
         message = error_of(client.post("/v1/completions", json=failed))
         assert "cannot be finished" in message
-        assert "give a smaller schema" in message
+        assert "use a smaller schema" in message
         with client.stream("POST", "/v1/completions", json=failed | {"stream": True}) as answer:
             data = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
         assert "cannot be finished" in data[-1]["error"]["message"]
@@ -299,7 +299,7 @@ def shorten(body):
 @settings(max_examples=10, suppress_health_check=list(HealthCheck))
 def test_every_answer_is_as_described(described, case):
     shorten(case.body)
-    case.call_and_validate(base_url=described.server.where, checks=CHECKED, timeout=20)
+    case.call_and_validate(base_url=described.server.url, checks=CHECKED, timeout=20)
 
 
 GREEDY = {"model": "demo", "max_tokens": 24, "temperature": 0}

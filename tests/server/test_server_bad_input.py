@@ -9,7 +9,7 @@ import time
 import pytest
 from http_server import complete, error_of, served
 
-from gearbx_mlx.serving.web import Escaping
+from gearbx_mlx.server.web import EscapingFormatter
 
 BOTH = ("/v1/completions", "/v1/chat/completions")
 
@@ -178,7 +178,7 @@ def test_every_record_is_escaped_with_its_traceback():
         raise ValueError(bad)
     except ValueError:
         record = logging.LogRecord("other", logging.ERROR, "", 1, "said: %s", (bad,), sys.exc_info(), sinfo=bad)
-    first, *others = Escaping().format(record).split("\n")
+    first, *others = EscapingFormatter().format(record).split("\n")
     assert all(line.isprintable() for line in (first, *others))
     assert first.endswith(r"ERROR said: \x1b[31mred\n2026-01-01 ERROR forged")
     assert "  Traceback (most recent call last):" in others

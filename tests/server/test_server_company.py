@@ -10,7 +10,7 @@ import pytest
 from conftest import save_model, tiny_model
 from http_server import WORD_PROBLEM, complete, error_of, in_the_making, served, text_of
 
-from gearbx_mlx.serving import job
+from gearbx_mlx.server import job
 
 QUIET = {"log_level": "ERROR"}
 LONG = "Tom has 5 apples and buys 7 more. " * 30

@@ -16,7 +16,7 @@ from servers import our_process
 from gearbx_mlx.cli.parser import command_settings
 from gearbx_mlx.server import ServerSettings
 from gearbx_mlx.server.run import serving
-from gearbx_mlx.serving.scheduler import join_to_the_end
+from gearbx_mlx.server.scheduler import join_to_the_end
 
 pytestmark = pytest.mark.processes
 
@@ -43,7 +43,7 @@ def test_no_thread_is_left_when_a_server_has_ended():
     before, said = threading.enumerate(), []
     with serving(command_settings(ServerSettings, {"gears": "4,16", "port": 0, "kernels": "mlx"})) as server:
         body = {"prompt": "Tom has 3 apples. He", "max_tokens": 400, "stream": True}
-        with httpx.stream("POST", server.where + "/v1/completions", json=body, trust_env=False, timeout=60) as answer:
+        with httpx.stream("POST", server.url + "/v1/completions", json=body, trust_env=False, timeout=60) as answer:
             lines = answer.iter_lines()
             next(lines)
             reader = threading.Thread(target=lambda: said.extend(lines))

@@ -6,7 +6,7 @@ import pytest
 from http_server import events, served
 from scripted_model import save_spelling
 
-from gearbx_mlx.serving import SYMBOLS
+from gearbx_mlx.server.logprobs import SYMBOLS
 
 BYTEWISE = {byte: symbol for symbol, byte in SYMBOLS.items()}
 

@@ -104,7 +104,7 @@ def test_models_of_a_directory_are_loaded_by_name_one_at_a_time(shelf):
             assert loaded(client) == [name]
         for name in ("none", "three", "../shelf/one", str(shelf / "one")):
             assert "one, two" in error_of(client.post("/v1/completions", json=body | {"model": name}), 404)
-        assert "name a model" in error_of(client.post("/v1/completions", json=body))
+        assert "model: missing" in error_of(client.post("/v1/completions", json=body))
         deadline = time.monotonic() + 30
         while loaded(client) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -115,7 +115,7 @@ def test_models_of_a_directory_are_loaded_by_name_one_at_a_time(shelf):
 def test_a_time_to_keep_a_model_is_as_ollama_writes_it():
     assert [parse_span(text) for text in ("90", "90s", "5m", "1.5h", "0", "-1")] == [90, 90, 300, 5400, 0, math.inf]
     for text in ("", "m", "soon", "nan", "5d"):
-        with pytest.raises(GearbxError, match="give seconds, 5m or 1h"):
+        with pytest.raises(GearbxError, match="use seconds, 5m or 1h"):
             parse_span(text)
 
 

@@ -23,8 +23,9 @@ from http_server import (
 from scripted_model import save_scripted
 
 from gearbx_mlx.errors import GearbxError
-from gearbx_mlx.serving.job import listed
-from gearbx_mlx.serving.requests import ChatRequest, parse
+from gearbx_mlx.server.bodies import parse
+from gearbx_mlx.server.job import logprob_entry
+from gearbx_mlx.server.requests import ChatRequest
 
 WARM = {"temperature": 1.0, "seed": 7}
 MODES = ({"gear": "high"}, {"mode": "lossless"}, {"mode": "route"}, {"mode": "kickdown"})
@@ -111,14 +112,14 @@ def test_a_stream_has_the_same_texts(client, path, body):
 
 def test_too_many_texts_are_refused(client):
     said = error_of(client.post("/v1/completions", json={"prompt": ["x"] * 65, "n": 2}))
-    assert said == "130 texts are asked for; ask for 128 at most"
+    assert said == "prompt: too many outputs, got 130; use 128 at most"
 
 
 YES_OR_NO = {"type": "json_schema", "json_schema": {"schema": {"enum": ["yes", "no"]}}}
 
 
 def test_an_impossible_token_has_minus_9999():
-    assert listed(2, -math.inf, b"b") == {"id": 2, "token": "b", "logprob": -9999.0, "bytes": [98]}
+    assert logprob_entry(2, -math.inf, b"b") == {"id": 2, "token": "b", "logprob": -9999.0, "bytes": [98]}
 
 
 @pytest.mark.parametrize(("asked", "found"), [(3, 3), (1, 1), (True, 0)])
@@ -207,8 +208,8 @@ def test_a_template_that_is_none_is_said_at_the_start(template):
 def test_tools_are_shown_unless_none_may_be_called():
     named = {"type": "function", "function": {"name": "add"}}
     for choice, shown in (("none", None), ("auto", [TOOL]), ("required", [TOOL]), (named, [TOOL])):
-        assert parse(ChatRequest, asked(tool_choice=choice)).shown_tools == shown
-    assert parse(ChatRequest, asked(tools=[])).shown_tools is None
+        assert parse(ChatRequest, asked(tool_choice=choice)).prompt_tools == shown
+    assert parse(ChatRequest, asked(tools=[])).prompt_tools is None
 
 
 @pytest.mark.slow

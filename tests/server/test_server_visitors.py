@@ -8,7 +8,7 @@ from gearbx_mlx.cli.parser import command_settings
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.server import ServerSettings
 from gearbx_mlx.server.run import guard_of
-from gearbx_mlx.serving.web import Guard
+from gearbx_mlx.server.web import Guard
 
 EVIL = "https://evil.example"
 

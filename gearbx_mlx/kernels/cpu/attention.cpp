@@ -1,8 +1,7 @@
 // Attention over blocks of queries and spans of keys, without the matrix of all scores.
 //
-// A query's softmax is made for each span by itself, and then spans are merged in order. Spans begin at multiples of
-// SPAN behind the padding, so that this order is the same for a query in a prompt, for one that is decoded, and for one
-// in a batch.
+// A query's softmax is computed for each span separately, and then spans are merged in order. Spans start at multiples
+// of SPAN behind the padding, so that this order is the same for a query in prefill, in decoding and in a batch.
 
 #include "attention.h"
 
@@ -17,7 +16,7 @@ namespace gearbx {
 namespace {
 
 constexpr int64_t MAX_PIECES = 1 << 15;
-constexpr int64_t WORTH_SHARING = 1 << 17;  // multiplications: to wake another thread takes as long as fewer
+constexpr int64_t WORTH_SHARING = 1 << 17;  // multiplications; waking another thread takes as long as fewer
 
 struct Job {
   const gearbx_attention& form;
@@ -25,7 +24,7 @@ struct Job {
   float* y;
   int64_t key_heads, blocks, spans;  // key_heads of the whole batch; blocks of queries of each; spans of keys
   int64_t pieces;
-  Sums parts;  // of each key head and span, if threads share the spans too
+  Sums parts;  // for each key head and span, if threads share the spans too
 };
 
 Block block_of(const Job& job, int64_t key_head, int64_t block) {
@@ -60,7 +59,7 @@ void merge(const Sums& part, int64_t queries, int64_t wide, const Sums& total) {
   }
 }
 
-// The result of a query that sees no key; zeros if there is none but padding.
+// The result of a query that sees no key; zeros if all keys are padding.
 void mean_of_values(const Block& block, float* y) {
   const gearbx_attention& f = block.form;
   std::fill_n(y, f.width, 0.0f);
@@ -85,7 +84,7 @@ void write(const Block& block, const Sums& total, float* all_y) {
   }
 }
 
-// One block of queries over all spans, which `sums_of` gives one after another.
+// One block of queries over all spans, in the order of `sums_of`.
 template <class SumsOf>
 void attend_block(const Job& job, const Block& block, SumsOf sums_of) {
   static thread_local Softmax softmax[BLOCK];
@@ -105,7 +104,7 @@ Space& space_for(const Block& block) {
   return space;
 }
 
-// Blocks of queries; the last ones, which see the most keys, first.
+// Blocks of queries, the last ones first, which see the most keys.
 void attend_blocks(const void* context, int piece) {
   const Job& job = *static_cast<const Job*>(context);
   static thread_local Softmax softmax[BLOCK];
@@ -122,7 +121,7 @@ void attend_blocks(const void* context, int piece) {
   }
 }
 
-// Where the sums of a key head's only block over a span lie.
+// The sums of a key head's only block over a span.
 Sums part_of(const Job& job, int64_t key_head, int64_t span) {
   const int64_t first = (key_head * job.spans + span) * job.form.shared * job.form.length;
   return {job.parts.softmax + first, job.parts.values + first * round_up(job.form.width)};
@@ -152,7 +151,7 @@ void attend_few(Job& job) {
   share_out(static_cast<int>(job.key_heads), merge_spans, &job);
 }
 
-// Whether a mask, seen by all heads, hides the padding and what a causal one hides, and no other key.
+// Whether a mask, shared by all heads, hides exactly the padding and the keys that a causal mask hides.
 bool is_causal(const gearbx_attention& f) {
   if (f.mask_strides[1] || f.mask_strides[3] != 1 || f.keys < f.length) return false;
   for (int64_t batch = 0; batch < f.batch; batch++)

@@ -11,8 +11,8 @@ extern "C" {
 // Keys or values as nested planes of 4 bits each (formats/kv_planes.py), all of them contiguous:
 // (batch, heads / shared, capacity, ...).
 typedef struct {
-  const uint32_t *coarse, *fine;  // width / 8 words a position; `fine` is NULL where the coarse plane alone is read
-  const float *scales, *offsets;  // width / group a position
+  const uint32_t *coarse, *fine;  // width / 8 words per position; `fine` is NULL if only the coarse plane is read
+  const float *scales, *offsets;  // width / group per position
   int64_t capacity, group;
 } gearbx_kv_planes;
 
@@ -23,16 +23,15 @@ typedef struct {
   int64_t query_strides[3], key_strides[3], value_strides[3];  // of batch, head, position, in numbers
   float scale;
   int causal;           // query i of n sees all keys except the last n - 1 - i; if 0, all keys
-  const uint8_t* mask;  // hides those of these keys where it is 0; NULL hides none
+  const uint8_t* mask;  // 0 hides a key; NULL hides none
   int64_t mask_strides[4];  // of batch, head, query, key
-  const int32_t* padding;   // (batch): so many first keys of a sequence no query sees; NULL: none
-  int64_t packed;  // this many keys and values, the first ones, are read from these planes: all, or a multiple of 16
+  const int32_t* padding;   // (batch): number of hidden first keys of each sequence; NULL: none
+  int64_t packed;  // number of first keys and values that are read from these planes: all, or a multiple of 16
   gearbx_kv_planes key_planes, value_planes;
 } gearbx_attention;
 
-// y = softmax(scale * queries keys^T) values; a query that sees no key gets the mean of all values. The bits of a
-// query's result depend neither on other queries, nor on padding, nor on keys after the last one that it sees, nor on
-// the number of threads.
+// y = softmax(scale * queries keys^T) values; a query that sees no key gets the mean of all values. A query's result is
+// bit-identical for any other queries, padding, keys after the last one that it sees, and number of threads.
 void gearbx_attend(const gearbx_attention* form, const float* queries, const float* keys, const float* values,
                    float* y);
 

@@ -1,4 +1,4 @@
-// Queries, keys, values, and what hides keys, as inputs of MLX's operations.
+// Queries, keys, values, mask and padding as inputs of MLX's operations.
 
 #pragma once
 
@@ -31,7 +31,7 @@ class Vectors {
   bool copied_;
 };
 
-// Adds the padding of each sequence to the inputs of an operation, if there is some.
+// Adds the padding of each sequence, if any, to the inputs of an operation.
 inline void add_padding(const std::optional<mx::array>& padding, int batch, std::vector<mx::array>& inputs,
                         mx::Stream s) {
   if (!padding) return;
@@ -50,13 +50,13 @@ inline void add_hidden(const std::optional<mx::array>& mask, const std::optional
   add_padding(padding, scores[0], inputs, s);
 }
 
-// The padding among an operation's inputs from `first` on; null if there is none.
+// The padding among an operation's inputs from `first` on; null without.
 inline const int32_t* padding_of(const std::vector<mx::array>& inputs, size_t first) {
   const bool padded = inputs.size() > first && inputs.back().dtype() == mx::int32;
   return padded ? inputs.back().data<int32_t>() : nullptr;
 }
 
-// What `add_hidden` added as inputs from `first` on.
+// The mask and padding that `add_hidden` added as inputs from `first` on.
 inline void take_hidden(const std::vector<mx::array>& inputs, size_t first, gearbx_attention& form) {
   form.padding = padding_of(inputs, first);
   if (inputs.size() <= first || inputs[first].dtype() != mx::bool_) return;
@@ -69,14 +69,14 @@ inline void take_hidden(const std::vector<mx::array>& inputs, size_t first, gear
 
 typedef std::vector<mx::array> Arrays;
 
-// What an operation has to know of nested keys and values beside their arrays. packed: 0 where there are none.
+// The form of nested keys and values, without their arrays. packed: 0 for none.
 struct KVPlanesForm {
   int64_t packed = 0, group = 0;
   bool fine = false;  // whether the second plane is read
 
   size_t arrays() const { return packed ? (fine ? 8 : 6) : 0; }
 
-  // Takes the arrays, which begin at an input of the operation.
+  // Takes the arrays, the first of which is at an index of the operation's inputs.
   void take(const Arrays& inputs, size_t first, gearbx_attention& form) const {
     form.packed = packed;
     if (!packed) return;
@@ -99,11 +99,11 @@ struct KVPlanesForm {
   }
 };
 
-// Checks nested keys and values (batch, heads, capacity, ...), each planes, scales and offsets, for vectors of `width`
-// numbers, and adds them to an operation's inputs.
+// Validates nested keys and values (batch, heads, capacity, ...), each planes, scales and offsets, for vectors of
+// `width` numbers, and adds them to an operation's inputs.
 inline KVPlanesForm add_kv_planes(const Arrays& keys, const Arrays& values, int64_t packed, int64_t group,
                                   const mx::Shape& heads, int64_t width, Arrays& inputs, mx::Stream s) {
-  require(packed > 0 && group > 0 && group % 8 == 0 && width % group == 0, "planes have groups that divide a vector");
+  require(packed > 0 && group > 0 && group % 8 == 0 && width % group == 0, "groups must divide a vector");
   require(keys.size() == values.size() && (keys.size() == 3 || keys.size() == 4), "there must be one plane or two");
   const bool fine = keys.size() == 4;
   for (const Arrays* arrays : {&keys, &values})

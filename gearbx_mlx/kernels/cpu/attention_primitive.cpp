@@ -7,8 +7,8 @@
 namespace gearbx {
 namespace {
 
-// Inputs: queries, keys, values; the arrays of nested keys and values, if there are some; and, if there are such, the
-// mask in the shape of the scores, and the padding.
+// Inputs: queries, keys, values; the arrays of nested keys and values, if any; the mask in the shape of the scores, and
+// the padding, if any.
 class Attention : public Operation {
  public:
   Attention(mx::Stream s, float scale, bool causal, KVPlanesForm planes)
@@ -71,8 +71,8 @@ mx::array attention(const mx::array& queries, const mx::array& keys, const mx::a
   return attend({queries, keys, values}, {}, keys.shape(2), scale, causal, mask, padding, s);
 }
 
-// Attention over keys and values of which the first `packed` are read from planes. `keys` and `values` are those that
-// are not packed and, before them, anything; if all are packed, any arrays (batch, key heads, 1, width).
+// Attention over keys and values of which the first `packed` are read from planes. `keys` and `values` have all
+// positions, of which packed ones are not read; if all are packed, any arrays (batch, key heads, 1, width).
 mx::array nested_attention(const mx::array& queries, const mx::array& keys, const mx::array& values,
                            const Arrays& key_planes, const Arrays& value_planes, int64_t packed, int64_t group,
                            float scale, bool causal, const std::optional<mx::array>& mask) {
@@ -86,7 +86,7 @@ mx::array nested_attention(const mx::array& queries, const mx::array& keys, cons
   return attend(std::move(inputs), planes, seen, scale, causal, mask, std::nullopt, s);
 }
 
-constexpr int64_t VECTORS = 256;  // of a piece of work that threads share
+constexpr int64_t VECTORS = 256;  // per piece of work
 
 void pack_all(const KVRows& rows, const PackedKV& to) {
   const struct Job {

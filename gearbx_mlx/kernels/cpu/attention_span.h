@@ -1,4 +1,4 @@
-// What some queries get from one span of keys and values.
+// The contribution of one span of keys and values to some queries.
 
 #pragma once
 
@@ -14,10 +14,10 @@
 
 namespace gearbx {
 
-// The two matrix products of attention, in tiles of registers: queries by keys, and weights by values.
+// The two matmuls of attention, in tiles of registers: queries by keys, and weights by values.
 
 constexpr int TILE_ROWS = 6;
-constexpr int TILE_SUMS = LANES == 8 ? 12 : 24;  // registers that a tile adds up in
+constexpr int TILE_SUMS = LANES == 8 ? 12 : 24;  // registers of sums in a tile
 
 // c (R, N * LANES) += a (R, count) times b (count, N * LANES): each number of c by its own multiply-adds, in the order
 // of `count`. Strides are in numbers, from row to row.
@@ -39,7 +39,7 @@ void multiply_tile(const float* a, int64_t a_stride, const float* b, int64_t b_s
     for (int n = 0; n < N; n++) store(c + r * c_stride + n * LANES, sums[r][n]);
 }
 
-// The same for `columns` of b and c, a multiple of LANES, N vectors of them at a time, then fewer.
+// Multiplies `columns` of b and c, a multiple of LANES, N vectors of them at a time, then fewer.
 template <int R, int N = 8>
 void multiply_columns(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t count, float* c,
                       int64_t c_stride, int64_t columns) {
@@ -50,7 +50,7 @@ void multiply_columns(const float* a, int64_t a_stride, const float* b, int64_t 
   if constexpr (N > 1) multiply_columns<R, N / 2>(a, a_stride, b, b_stride, count, c, c_stride, columns);
 }
 
-// The same for 1 to TILE_ROWS rows of a and c.
+// Multiplies 1 to TILE_ROWS rows of a and c.
 inline void multiply_rows(int64_t rows, const float* a, int64_t a_stride, const float* b, int64_t b_stride,
                           int64_t count, float* c, int64_t c_stride, int64_t columns) {
   static_assert(TILE_ROWS == 6);
@@ -162,28 +162,28 @@ inline void score16(int64_t rows, const float* queries, int64_t width, const flo
 
 #endif
 
-constexpr int64_t SPAN = 256;   // keys; spans begin at multiples of it behind the padding, in every call
-constexpr int64_t AHEAD = 32;   // keys that are fetched early, because processors do not foresee the order of a tile
-constexpr int64_t COPIED = 32;  // values that are copied or unpacked at a time, into the fastest cache
-constexpr int64_t BLOCK = 96;   // queries of a piece of work
-constexpr int64_t PARTS = 16;   // sums of weights side by side: of keys i, i + 16, ...
+constexpr int64_t SPAN = 256;   // keys; spans start at multiples of it behind the padding, in every call
+constexpr int64_t AHEAD = 32;   // keys fetched early, because processors do not predict the order of a tile
+constexpr int64_t COPIED = 32;  // values copied or unpacked at a time, into the fastest cache
+constexpr int64_t BLOCK = 96;   // queries per piece of work
+constexpr int64_t PARTS = 16;   // partial sums of weights: of keys i, i + 16, ...
 
 inline int64_t round_up(int64_t count) { return (count + PARTS - 1) / PARTS * PARTS; }
 
-// The softmax of a query over some keys, before it is divided by the sum of its weights.
+// The softmax of a query over some keys, before the division by the sum of its weights.
 struct Softmax {
   float sums[PARTS] = {};      // of exp(score - highest)
   float highest = -INFINITY;   // score
   bool any = false;            // whether it has seen a key
 };
 
-// Of several queries: their softmax, and the sums of values times weights, (queries, round_up(width)).
+// For several queries: their softmax, and the sums of values times weights, (queries, round_up(width)).
 struct Sums {
   Softmax* softmax;
   float* values;
 };
 
-// Memory for floats, aligned to cache lines, that grows when more is asked for.
+// Growing memory for floats, aligned to cache lines.
 class Memory {
  public:
   float* of(int64_t count) {
@@ -203,8 +203,8 @@ class Memory {
   int64_t count_ = 0;
 };
 
-// At most BLOCK queries of heads that share their keys and values. Query i has position i / shared. Keys and values
-// are those behind the padding, `count_keys` of them.
+// At most BLOCK queries of heads that share their keys and values. Query i has position i / shared. Keys and values are
+// those behind the padding, `count_keys` of them.
 struct Block {
   const gearbx_attention& form;
   int64_t batch, key_head, first, count, padding, count_keys;
@@ -225,7 +225,7 @@ struct Block {
 // Work space of one thread. scores: (BLOCK, SPAN), which become weights.
 struct Space {
   float *queries, *scores, *padded;
-  int64_t seen[BLOCK];  // of each query, the keys of the span up to the last one that it sees
+  int64_t seen[BLOCK];  // per query, the number of keys of the span up to the last visible one
   Memory memory;
 
   void prepare(int64_t wide) {
@@ -243,7 +243,7 @@ inline void copy_rows(const float* from, int64_t stride, int64_t count, int64_t 
   }
 }
 
-// `count` keys or values from `key` on, those that are packed from their planes, as rows of round_up(width) numbers.
+// `count` keys or values from `key` on, packed ones from their planes, as rows of round_up(width) numbers.
 inline void read_rows(const Block& block, const gearbx_kv_planes& planes, const float* from, int64_t stride,
                       int64_t key, int64_t count, float* to) {
   const int64_t width = block.form.width, wide = round_up(width), packed = block.packed(key, count);
@@ -251,7 +251,7 @@ inline void read_rows(const Block& block, const gearbx_kv_planes& planes, const 
   if (packed < count) copy_rows(from + (key + packed) * stride, stride, count - packed, width, to + packed * wide);
 }
 
-// Copies queries that may lie apart into rows, times the scale.
+// Copies strided queries into rows, times the scale.
 inline void scale_queries(const Block& block, Space& space) {
   const int64_t width = block.form.width, wide = round_up(width);
   for (int64_t row = 0; row < block.count; row++) {
@@ -275,7 +275,7 @@ inline int64_t find_seen(const Block& block, int64_t start, Space& space) {
   return most;
 }
 
-// scores = queries times the first `most` keys of the span. Behind them, up to a multiple of 16, may be anything.
+// scores = queries times the first `most` keys of the span, followed by arbitrary numbers up to a multiple of 16.
 inline void score(const Block& block, int64_t start, int64_t most, Space& space) {
   const int64_t width = block.form.width, wide = round_up(width), stride = block.form.key_strides[2];
   for (int64_t key = 0; key < most; key += PARTS) {
@@ -334,7 +334,7 @@ inline void add_some_values(const Block& block, int64_t first, int64_t count, co
   }
 }
 
-// sums.values = weights times values. No query meets a value after the last key that it sees, be it NaN.
+// sums.values = weights times values. No query uses a value after its last visible key, even if the value is NaN.
 inline void add_values(const Block& block, int64_t start, int64_t most, Space& space, const Sums& sums) {
   const int64_t width = block.form.width, wide = round_up(width);
   const int64_t stride = block.form.value_strides[2];
@@ -348,7 +348,7 @@ inline void add_values(const Block& block, int64_t start, int64_t most, Space& s
   }
 }
 
-// The sums of a block of queries over the span that begins with key `start`.
+// The sums of a block of queries over the span from key `start` on.
 inline void attend_span(const Block& block, int64_t start, Space& space, const Sums& sums) {
   const int64_t most = find_seen(block, start, space);
   if (most > 0) score(block, start, most, space);

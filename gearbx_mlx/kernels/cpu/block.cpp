@@ -8,9 +8,9 @@
 namespace gearbx {
 namespace {
 
-constexpr int64_t KEPT = 1 << 20;           // numbers of scratch memory that a thread keeps from block to block
+constexpr int64_t KEPT = 1 << 20;           // numbers of scratch memory that a thread keeps between blocks
 
-// Memory for what comes and goes within a block. Not filled with zeros.
+// Temporary memory of a block, not filled with zeros.
 class Scratch {
  public:
   explicit Scratch(int64_t numbers) {
@@ -67,7 +67,7 @@ bool multiply_together(void (*product)(const Matrix* const*, int, const float*, 
   return true;
 }
 
-// The results of several matrices for the same x, one matrix after the other: y (vectors, rows) of each.
+// The results of several matrices for the same x, in sequence: y (vectors, rows) of each.
 void multiply(const std::vector<Linear>& linears, const float* x, int64_t vectors, float* y) {
   float* results[MAX_MATRICES];
   for (size_t i = 0; i < linears.size(); y += vectors * linears[i++].rows()) results[i] = y;
@@ -99,7 +99,7 @@ void copy_heads(const Positions& at, int64_t heads, int64_t width, const float* 
                     from + b * strides[0] + h * strides[1] + t * strides[2], static_cast<size_t>(width) * 4);
 }
 
-// scratch: as many numbers as there are in these heads.
+// scratch: numbers of these heads
 void rotate(const Rotation& by, const Positions& at, const Projected& from, int64_t heads, int64_t width,
             float* scratch, const Heads& to) {
   const gearbx_rotation rotation = {{at.batch, heads, at.length, width},
@@ -110,13 +110,13 @@ void rotate(const Rotation& by, const Positions& at, const Projected& from, int6
   copy_heads(at, heads, width, scratch, {heads * head, head, width}, to);
 }
 
-// sum = x + the branch's result (vectors, columns), which is normed before if the block does so.
+// sum = x + the branch's result (vectors, columns), normed first if the block does so.
 void add(const float* x, const Norm& by, float* branch, int64_t vectors, int64_t columns, float* sum) {
   if (by.weight) norm(by, branch, vectors, columns, branch);
   for (int64_t i = 0; i < vectors * columns; i++) sum[i] = x[i] + branch[i];
 }
 
-// silu(gate) * up, or gelu(gate) * up, for each vector; `projected` is what multiply wrote for block.gates.
+// silu(gate) * up, or gelu(gate) * up, for each vector; `projected` is the output of multiply for block.gates.
 void gate(const Block& block, const float* projected, int64_t vectors, float* y) {
   const int64_t hidden = block.hidden();
   const auto gated = block.gelu ? gearbx_geglu : gearbx_swiglu;

@@ -1,7 +1,7 @@
 // A transformer block: norm, heads, rotation, attention, sum, norm, gated MLP, sum. One call runs all of it, on the
-// thread of the caller and the pool's, which look for work in between and do not sleep.
+// caller's thread and the pool's, which poll for work in between and do not sleep.
 //
-// Every step is the kernel that the same operation has by itself, so that a block gives the bits of its operations.
+// Every step uses the kernel of its operation, so that a block is bit-identical to its operations.
 
 #pragma once
 
@@ -15,7 +15,7 @@
 
 namespace gearbx {
 
-// x times a transposed matrix, plus a bias if there is one.
+// x times a transposed matrix, plus a bias if any.
 struct Linear {
   std::variant<gearbx_stack, gearbx_dense, gearbx_exact> matrix;
   const void* bias = nullptr;  // (rows), of `bias_type` (matvec.h)
@@ -27,19 +27,19 @@ struct Linear {
 
 int64_t rows_of(const std::vector<Linear>& linears);
 
-// A layer of some of another's rows, and of how many rows this has to be a multiple.
+// `count` rows of a layer, and the number of rows of which `first` and `count` must be multiples.
 Linear some_rows(const Linear& linear, int64_t first, int64_t count);
 int64_t rows_at_once(const Linear& linear);
 
 struct Norm {
-  const void* weight = nullptr;  // none: there is no norm here
+  const void* weight = nullptr;  // null: no norm here
   int type = GEARBX_FLOAT32;
   float eps = 0;
   bool plus_one = false;  // multiplies by 1 + weight
 };
 
 struct Rotation {
-  const float* frequencies;  // (dims / 2), radians from position to position
+  const float* frequencies;  // (dims / 2), radians per position
   int dims, traditional;     // as in gearbx_rotation
   float scale;
 };
@@ -49,7 +49,7 @@ struct Block {
   std::vector<Linear> projections;  // to queries, keys and values: three matrices, or one with the rows of all
   Linear output;
   std::vector<Linear> gates;  // gate and up: two matrices, or one with the rows of both
-  bool gelu;                  // what gates: gelu, or else silu
+  bool gelu;                  // the gate: gelu, otherwise silu
   Linear down;
   int64_t heads, key_heads, width;  // numbers of a head
   Rotation rotation;
@@ -59,13 +59,13 @@ struct Block {
   int64_t hidden() const { return down.inputs(); }
 };
 
-// Where the numbers of a head (batch, head, position) are. Those of a vector are neighbours, and vectors too.
+// The addresses of a head's numbers (batch, head, position). Those of a vector are contiguous, and so are vectors.
 struct Heads {
   float* first;
   int64_t batch_stride, head_stride;
 };
 
-// Which vectors x (batch, length, inputs) are. The first one of a sequence has position `offset`, less its padding.
+// The positions of vectors x (batch, length, inputs): a sequence's first one has position `offset`, less its padding.
 struct Positions {
   int64_t batch, length, offset;
   const int32_t* padding = nullptr;  // (batch), or none
@@ -86,7 +86,7 @@ struct Entries {
   int64_t room;
 };
 
-// Attention of x over the entries before it and its own. What hides keys, and planes, are for the caller to add.
+// Attention of x over the entries before it and its own. The callers add mask, padding and planes.
 gearbx_attention attention_over(const Block& block, const Positions& at, int64_t room, bool causal);
 
 // y (batch, length, inputs) = the block's result for x, whose keys and values are written into the entries.

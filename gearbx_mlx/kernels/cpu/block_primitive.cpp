@@ -1,4 +1,4 @@
-// Transformer blocks as operations of MLX's graph: one for a whole block, or two, with a KV cache of any kind between.
+// Transformer blocks as operations of MLX's graph: one for a whole block, or two with any kind of KV cache in between.
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -14,7 +14,7 @@ namespace {
 
 // Norms and linear layers as parts of a block, and blocks of them.
 
-// The linear layer whose matrix `matrix_of` makes once it is known that these arrays can be read in place.
+// A linear layer, whose matrix `matrix_of` makes after a check that these arrays can be read in place.
 template <class MatrixOf>
 nb::capsule linear_part(const std::vector<mx::array>& arrays, const std::optional<mx::array>& bias,
                         const MatrixOf& matrix_of) {
@@ -80,7 +80,7 @@ nb::capsule make_block(nb::capsule before_attention, std::vector<nb::capsule> pr
 }
 
 nb::capsule make_chain(const std::vector<nb::capsule>& blocks, const std::optional<nb::capsule>& norm) {
-  require(!blocks.empty(), "a chain has at least one block");
+  require(!blocks.empty(), "a chain needs at least one block");
   auto chain = std::make_shared<Chain>();
   for (const nb::capsule& block : blocks) chain->blocks.push_back(from_capsule<Program>(BLOCK, block));
   for (const Program& block : chain->blocks)
@@ -93,7 +93,7 @@ nb::capsule make_chain(const std::vector<nb::capsule>& blocks, const std::option
 
 constexpr char KEPT[] = "gearbx_kept";
 
-// Runs run(x, y) on the stream of an operation; nothing that it reads is freed before.
+// Runs run(x, y) on the stream of an operation, and keeps its inputs until then.
 class OverMemory : public Operation {
  public:
   OverMemory(mx::Stream s, Kept kept, int64_t offset, bool causal)
@@ -116,8 +116,8 @@ class OverMemory : public Operation {
   bool causal_;
 };
 
-// Whole blocks, one after the other. Inputs: x; of each block the keys and values of the KV cache, with room; the arrays
-// of nested keys and values, if one block alone has some; what hides keys. Outputs: y; of each block the keys and values
+// Whole blocks in sequence. Inputs: x; for each block the keys and values of the KV cache, with room; the arrays of
+// nested keys and values, if the only block has some; mask and padding. Outputs: y; for each block the keys and values
 // with those of x.
 class WholeBlocks : public OverMemory {
  public:
@@ -155,15 +155,15 @@ class WholeBlocks : public OverMemory {
   const char* name() const override { return "GearbxBlocks"; }
 
  private:
-  // Every output has the inputs, although the operation runs once: they are let go but by one, so that it can be seen
-  // whether other arrays share them.
+  // MLX gives the inputs to every output, although the operation runs once. All but one release them, so that sharing
+  // of the arrays can be detected.
   static void let_go(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
     for (mx::array& out : outputs)
       if (&out.inputs() != &inputs && !out.is_tracer()) out.inputs().clear();
   }
 
-  // The entries of a cache before and after. They are written in place, if no other array shares them: as in MLX's own
-  // slice updates. This waits for an operation that still has to read them: to wait is faster than to copy.
+  // A cache's entries before and after. They are written in place if no other array shares them, as in MLX's slice
+  // updates. This waits for an operation that still has to read them, because waiting is faster than copying.
   struct Written {
     Written(const mx::array& in, mx::array& out, mx::Stream s) {
       if (!in.is_donatable()) mx::synchronize(s);
@@ -182,7 +182,7 @@ class WholeBlocks : public OverMemory {
       if (from) std::memcpy(to, from->read(rows), count * sizeof(float));
     }
 
-    std::optional<Rows> from;  // none: they are in place
+    std::optional<Rows> from;  // empty if they are in place
     size_t count = 0;
     float* to;
   };
@@ -220,7 +220,7 @@ class BlockHeads : public OverMemory {
 };
 
 // The second half. Inputs: x, the output of the first half, the keys and values to read, the arrays of nested keys and
-// values if there are some, and what hides keys.
+// values if any, mask and padding.
 class BlockRest : public OverMemory {
  public:
   BlockRest(mx::Stream s, Program program, Kept kept, bool causal, KVPlanesForm planes)
@@ -232,7 +232,7 @@ class BlockRest : public OverMemory {
     const Block& block = program_->block();
     gearbx_attention form = attention_over(block, at, seen, causal_);
     form.keys = seen;
-    form.query_strides[0] = (block.heads + 2 * block.key_heads) * at.length * block.width;  // others stand between
+    form.query_strides[0] = (block.heads + 2 * block.key_heads) * at.length * block.width;  // keys, values between
     planes_.take(inputs, 4, form);
     take_hidden(inputs, 4 + planes_.arrays(), form);
     const Vectors keys(inputs[2], form.key_strides), values(inputs[3], form.value_strides);
@@ -266,7 +266,7 @@ mx::Shape scores_of(const Block& block, const mx::array& x, int64_t keys) {
   return {x.shape(0), static_cast<int>(block.heads), x.shape(1), static_cast<int>(keys)};
 }
 
-// y, after writing the keys and values of x into the arrays of the caches. None if memory was given up.
+// y, after writing the keys and values of x into the arrays of the caches. Null if memory was offloaded.
 std::optional<mx::array> run_blocks(const nb::capsule& chain_of, const mx::array& x, const std::vector<mx::array*>& keys,
                                     const std::vector<mx::array*>& values, int64_t offset, bool causal,
                                     const std::optional<mx::array>& mask, const std::optional<mx::array>& padding,
@@ -277,10 +277,10 @@ std::optional<mx::array> run_blocks(const nb::capsule& chain_of, const mx::array
   auto kept = chain->keep();
   if (!kept) return std::nullopt;
   const size_t count = chain->blocks.size();
-  require(keys.size() == count && values.size() == count, "each block has its keys and values");
-  require(!padding || !packed, "keys and values of a padded batch are in no planes");
+  require(keys.size() == count && values.size() == count, "each block needs keys and values");
+  require(!padding || !packed, "a padded batch cannot have planes");
   require(packed <= offset && packed % 16 == 0, "a multiple of 16 positions before x must be packed");
-  require(!packed || count == 1, "one block alone may have planes");
+  require(!packed || count == 1, "only a single block may have planes");
   const Block& first = chain->blocks.front()->block();
   check_vectors(first, x);
   std::vector<mx::array> inputs = {x};
@@ -307,7 +307,7 @@ std::optional<mx::array> run_blocks(const nb::capsule& chain_of, const mx::array
   return made[0];
 }
 
-// The output of the first half, and the memory for the second one: between the two, a gearbox may give it up.
+// The output of the first half, and the memory of the second one, which a gearbox may offload in between.
 std::optional<std::pair<mx::array, nb::capsule>> run_heads(const nb::capsule& block_program, const mx::array& x,
                                                            int64_t offset,
                                                            const std::optional<mx::array>& padding) {
@@ -335,7 +335,7 @@ mx::array run_rest(const nb::capsule& block_program, const nb::capsule& kept, co
   check_vectors(block, x);
   check_entries(block, x, keys, values);
   const int64_t seen = std::max<int64_t>(keys.shape(2), packed);
-  require(!padding || !packed, "keys and values of a padded batch are in no planes");
+  require(!padding || !packed, "a padded batch cannot have planes");
   require(!causal || seen >= x.shape(1), "causal attention needs at least as many keys as queries");
   std::vector<mx::array> inputs = {x, heads, keys, values};
   KVPlanesForm planes;
@@ -345,17 +345,17 @@ mx::array run_rest(const nb::capsule& block_program, const nb::capsule& kept, co
   return mx::array(x.shape(), mx::float32, operation, std::move(inputs));
 }
 
-// A block is put together once for the modules and arrays of a layer; a shift, an adapter or a user may put others in
-// their places. To look at all of them takes Python a tenth of a millisecond for each token, and this microseconds.
+// A block is assembled once for the modules and arrays of a layer; a shift, an adapter or a user may replace these.
+// Checking all of them takes Python a tenth of a millisecond per token, and this code microseconds.
 
 constexpr char WATCHED[] = "gearbx_watched";
 
-// What a block takes from the attributes of its modules.
+// The attributes of a block's modules.
 constexpr const char* SETTINGS[] = {"eps",   "dims",    "base",       "scale", "traditional",
                                     "n_heads", "n_kv_heads", "bits", "group_size", "x_bits"};
 
-// What a module had when this was made: its settings, its items, and theirs. Nothing but settings is kept alive: an
-// object is looked at only after the one that has it was found where it was.
+// A module's state when this was made: its settings, its items, and theirs. It keeps only settings alive: an object is
+// accessed only after it was found in its owner.
 class Watched {
  public:
   explicit Watched(nb::handle root) { add(root, -1, nb::none()); }
@@ -376,9 +376,9 @@ class Watched {
   bool has_tracer() const { return has_tracer_; }
 
  private:
-  // Where the numbers of an array are, and how they are read.
+  // The memory of an array, and its layout.
   struct Array {
-    const void* first = nullptr;  // none: it is still to be computed
+    const void* first = nullptr;  // null: not computed yet
     mx::Shape shape;
     mx::Strides strides;
 
@@ -399,13 +399,13 @@ class Watched {
   };
 
   struct Seen {
-    int owner;       // number of the object that has it
-    nb::object key;  // name or number there
+    int owner;       // number of its owner
+    nb::object key;  // its name or index there
     PyObject* object;
     PyTypeObject* type;
     bool is_array = false;
     Array array = {};
-    Py_ssize_t count = -1, attributes = -1;  // of items; of attributes beside them, -1 where there are none
+    Py_ssize_t count = -1, attributes = -1;  // of items; of other attributes, -1 without any
     std::vector<std::pair<nb::object, nb::object>> settings = {};  // name and value
   };
 
@@ -424,7 +424,7 @@ class Watched {
 
   static bool has_settings(nb::handle object, const Seen& was) {
     const nb::object attributes = attributes_of(object);
-    if (PyDict_GET_SIZE(attributes.ptr()) != was.attributes) return false;  // else none was added
+    if (PyDict_GET_SIZE(attributes.ptr()) != was.attributes) return false;  // otherwise none was added
     for (const auto& [name, value] : was.settings) {
       const nb::handle now = PyDict_GetItem(attributes.ptr(), name.ptr());
       if (now.ptr() != value.ptr() && (!now || !now.equal(value))) return false;
@@ -433,7 +433,7 @@ class Watched {
   }
 
   static void note_settings(nb::handle object, Seen& seen) {
-    if (!nb::hasattr(object, "__dict__")) return;  // a dictionary, and no module
+    if (!nb::hasattr(object, "__dict__")) return;  // a dictionary, no module
     const nb::object attributes = attributes_of(object);
     seen.attributes = PyDict_GET_SIZE(attributes.ptr());
     for (const char* setting : SETTINGS) {

@@ -1,4 +1,4 @@
-// A block with the memory that it reads, put together from norms and linear layers that Python passes on in capsules.
+// A block with the memory that it reads, assembled from norms and linear layers that Python passes on in capsules.
 
 #pragma once
 
@@ -14,14 +14,14 @@ constexpr char LINEAR[] = "gearbx_linear", NORM[] = "gearbx_norm", BLOCK[] = "ge
 using Memory = std::vector<std::weak_ptr<mx::array::Data>>;
 using Kept = std::vector<std::shared_ptr<mx::array::Data>>;
 
-// Registers the memory of an array that a block will read in place.
+// Records the memory of an array that a block reads in place.
 inline const mx::array& note(const mx::array& a, Memory& memory) {
-  require(a.is_available() && a.flags().row_contiguous, "a block reads arrays that are evaluated and contiguous");
+  require(a.is_available() && a.flags().row_contiguous, "a block's arrays must be evaluated and contiguous");
   memory.push_back(a.data_shared_ptr());
   return a;
 }
 
-// The memory, or nothing if some of it was given up.
+// The memory, or null if some of it was offloaded.
 inline std::optional<Kept> locked(const Memory& memory) {
   Kept kept;
   kept.reserve(memory.size());
@@ -32,8 +32,8 @@ inline std::optional<Kept> locked(const Memory& memory) {
   return kept;
 }
 
-// A linear layer or a norm of a block, with the memory that it reads. Blocks do not keep memory: what a gearbox gives
-// up is free.
+// A linear layer or norm of a block, with the memory that it reads. Blocks do not keep memory, so that a gearbox can
+// free it.
 template <class Value>
 struct Part {
   Value value;
@@ -87,7 +87,7 @@ class BlockProgram {
 
   const Block& block() const { return block_; }
 
-  // The memory, or nothing if some of it was given up.
+  // The memory, or null if some of it was offloaded.
   std::optional<Kept> keep() const { return locked(memory_); }
 
  private:
@@ -108,8 +108,8 @@ class BlockProgram {
             "projections and heads do not fit");
     require((b.gates.size() == 1 || b.gates.size() == 2) && rows_of(b.gates) == 2 * b.hidden(), "gates do not fit");
     for (const auto& parts : {b.projections, b.gates})
-      for (const Linear& part : parts) require(part.inputs() == b.inputs(), "a matrix has another width than x");
-    require(b.down.rows() == b.inputs(), "the last matrix has another number of rows than x is wide");
+      for (const Linear& part : parts) require(part.inputs() == b.inputs(), "a matrix and x differ in width");
+    require(b.down.rows() == b.inputs(), "the last matrix must have as many rows as x has columns");
   }
 
   Block block_{};
@@ -119,7 +119,7 @@ class BlockProgram {
 
 typedef std::shared_ptr<const BlockProgram> Program;
 
-// Blocks one after the other, with the norm behind the last one if there is one.
+// Blocks in sequence, with the norm after the last one if any.
 struct Chain {
   std::vector<Program> blocks;
   NormPart norm;

@@ -1,6 +1,6 @@
 // Matrix times vectors over codebooks. For a group with a library, sum (midpoint + scale entry) x is computed as scale
-// sum entry x + midpoint sum x. Outliers come last: the product of the code in their place is subtracted, and their own
-// is added. All rows and vectors go through the same operations in the same order.
+// sum entry x + midpoint sum x. Outliers come last: the product of the code in their position is subtracted, and the
+// outlier's is added. All rows and vectors go through the same operations in the same order.
 
 #include "codebook.h"
 
@@ -29,7 +29,7 @@ struct ByRow {
   static constexpr int K = B == 5 ? 6 : 32 / B;  // codes in 32 bits
   static constexpr int W = B == 5 ? 2 : B == 6 ? 4 : 1;
   static constexpr int N = W * K, COLUMNS = 8 * N;
-  static constexpr int SPAN = N >= 16 ? 2 : 4;  // blocks that are decoded at a time for several vectors
+  static constexpr int SPAN = N >= 16 ? 2 : 4;  // blocks decoded at a time for several vectors
 
   static constexpr int place(int k) { return B == 5 ? k / 3 * 16 + k % 3 * 5 : k * B; }
 
@@ -46,7 +46,7 @@ struct ByRow {
   const gearbx_codebook& m;
   const uint32_t* words;
   const uint16_t* halves;
-  float below = 0.0f;  // the weight of the code in the places of outliers, which is the same in all of the row
+  float below = 0.0f;  // the value of the code at outliers, equal in the whole row
 
   ByRow(const gearbx_codebook& matrix, int64_t row)
       : m(matrix), words(m.weights + row * m.row_words), halves(m.codebook + (row << B)), table(halves) {
@@ -220,7 +220,7 @@ F8 add_midpoints(const Job& job, const Row& row, int vector, F8 total) {
 
 inline F8 sum_of(const F8 sums[SUMS]) { return add8(add8(sums[0], sums[1]), add8(sums[2], sums[3])); }
 
-// R rows at a time. For several vectors, the codes of SPAN blocks at a time become floats once for all of them.
+// R rows at a time. For several vectors, the codes of SPAN blocks at a time are decoded once for all of them.
 template <class Row, int R, bool ONE>
 void some_rows(const Job& job, int64_t first) {
   constexpr int N = Row::N, SPAN = Row::SPAN, MOST = ONE ? 1 : GEARBX_MAX_VECTORS;
@@ -296,7 +296,7 @@ void do_piece(const void* context, int piece) {
   }
 }
 
-// Puts the activations in the order of the codes, with zeros where there is no column, and sums them over groups.
+// Reorders the activations like the codes, with zeros beyond the columns, and sums them over groups.
 template <class Row>
 void prepare(Job& job) {
   constexpr int N = Row::N;

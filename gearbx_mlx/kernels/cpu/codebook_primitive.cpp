@@ -1,4 +1,4 @@
-// Products over codebooks as operations of MLX's graph.
+// Matmuls over codebooks as operations of MLX's graph.
 
 #include "codebook.h"
 #include "graph.h"
@@ -6,12 +6,12 @@
 namespace gearbx {
 namespace {
 
-enum { X, WEIGHT, CODEBOOK, OUTLIERS, COLUMNS, OFFSETS, ENTRIES, SCALES, MIDPOINTS };  // inputs; three are a library's
+enum { X, WEIGHT, CODEBOOK, OUTLIERS, COLUMNS, OFFSETS, ENTRIES, SCALES, MIDPOINTS };  // the last three: of libraries
 
-// The matrix, or the first one of experts.
+// The matrix, or the first expert's.
 gearbx_codebook matrix_of(const std::vector<mx::array>& inputs, bool library, int bits, int rows) {
   const auto halves = [&](int i) { return static_cast<const uint16_t*>(inputs[i].data<void>()); };
-  const int words_of_bits = bits == 5 ? 2 : 1;  // in a word of the kernels: the arrays of 5 bits have words of 16 bits
+  const int words_of_bits = bits == 5 ? 2 : 1;  // 5-bit codes have 16-bit words
   gearbx_codebook m = {};
   m.rows = rows;
   m.columns = inputs[X].shape(-1);
@@ -73,13 +73,13 @@ class CodebookExperts : public Experts {
   int bits_;
 };
 
-// Requires an array of this type and shape, with the number of experts before it if there are experts.
+// Requires an array of this type and shape, after the number of experts if there are experts.
 void require_array(const mx::array& a, mx::Dtype dtype, mx::Shape shape, const mx::Shape& experts, const char* what) {
   shape.insert(shape.begin(), experts.begin(), experts.end());
   require(a.dtype() == dtype && a.shape() == shape, what);
 }
 
-// Checks the arrays of a matrix, or of experts, and puts their rows in order. Returns the inputs after x.
+// Validates the arrays of a matrix or of experts, and makes their rows contiguous. Returns the inputs after x.
 std::vector<mx::array> checked(const mx::array& x, const std::vector<mx::array>& arrays, int bits, int dimensions,
                                mx::Stream s) {
   const bool library = arrays.size() >= MIDPOINTS;
@@ -100,7 +100,7 @@ std::vector<mx::array> checked(const mx::array& x, const std::vector<mx::array>&
     has(CODEBOOK, mx::float16, {GEARBX_CODEBOOK_LIBRARY, 1 << bits}, "a library must have 32 float16 codebooks");
     has(ENTRIES, mx::uint8, {rows, groups}, "there must be a uint8 entry for each group");
     has(SCALES, mx::float16, {rows, groups}, "there must be a float16 scale for each group");
-    has(MIDPOINTS, mx::float16, {rows, groups}, "there must be a float16 mid-point for each group");
+    has(MIDPOINTS, mx::float16, {rows, groups}, "there must be a float16 midpoint for each group");
   } else {
     has(CODEBOOK, mx::float16, {rows, 1 << bits}, "there must be a float16 codebook for each row");
   }

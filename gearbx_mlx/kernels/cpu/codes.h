@@ -1,10 +1,10 @@
-// Unpacks a block of 32 codes to 32 floats, for every width that MLX packs: a little-endian stream of bits, 4 * width
+// Unpacks a block of 32 codes to 32 floats, for every width of MLX's packing: a little-endian bit stream, 4 * width
 // bytes per block.
 //
 // A block first becomes one byte per code. Planes are combined as bytes (codes have at most 8 bits) and only then
-// become floats, so that a stack of planes costs little more than one plane. Byte k of dword l is masked in place and
-// not shifted down: lane l of register k is code 4 l + k times PLACE[k]. The activations are put in that order, and
-// divided by the same powers of two, once for all rows (stack.cpp). Nothing is read beyond the block.
+// become floats, so that a stack costs little more than one plane. Byte k of dword l is masked in place and not shifted
+// down: lane l of register k is code 4 l + k times PLACE[k]. Activations have that order, and are divided by the same
+// powers of two, once for all rows (stack.cpp). No byte beyond the block is read.
 
 #pragma once
 
@@ -19,12 +19,12 @@ struct Bytes32 {
   uint8x16_t half[2];
 };
 
-// Where half of a block, 16 codes or 2 * W bytes, lies in a table of 16 bytes. A code is the byte in which it begins,
-// shifted down, and the next byte, shifted up; beyond the table a byte is 0. `first` belongs to the first and second half.
+// The bytes of half a block, 16 codes or 2 * W bytes, in a table of 16 bytes. A code is its first byte, shifted down,
+// and the next byte, shifted up; beyond the table a byte is 0. `first` is for the first and second half.
 template <int W>
 struct Windows {
   static constexpr int LOADED = W == 1 ? 4 : W < 4 ? 8 : 16;  // bytes
-  static constexpr int SECOND = 4 * W - LOADED;               // where those for the second half begin
+  static constexpr int SECOND = 4 * W - LOADED;               // start of the bytes for the second half
   uint8_t first[2][16];
   int8_t down[2][16], up[2][16];
 
@@ -123,9 +123,9 @@ typedef __m256i Bytes32;
 inline __m128i load16(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
 inline __m128i load8_bytes(const uint8_t* p) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)); }
 
-// Unpacks widths that do not divide a byte. The two bytes around each code become a value of 16 bits, a multiplication
-// moves the code to its top, and a shift moves it down. Half of a block is 2 * W bytes, which one load of 16 or 8 bytes
-// contains; the load for the second half ends at the end of the block. The byte after the last code does not matter.
+// Unpacks widths that do not divide a byte. The two bytes around each code become a 16-bit value, a multiplication
+// moves the code to its top, and a shift moves it down. Half a block is 2 * W bytes, which one load of 16 or 8 bytes
+// contains; the load for the second half ends at the end of the block. The byte after the last code has no effect.
 template <int W>
 struct Windows {
   static constexpr int LOADED = 2 * W < 8 ? 8 : 16, SECOND = 4 * W - LOADED;

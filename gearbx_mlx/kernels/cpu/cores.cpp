@@ -26,7 +26,7 @@ int fast_cores(const char*) {
 
 namespace {
 
-// The cores that this process may run on.
+// The cores available to this process.
 std::vector<int> own_cores() {
   std::vector<int> cores;
   cpu_set_t allowed;
@@ -51,14 +51,14 @@ bool contains(const std::string& list, int core) {
   return false;
 }
 
-// Of Intel's hybrid processors.
+// For Intel's hybrid processors.
 int named_cores(const std::string& devices, const std::vector<int>& cores) {
   std::string list;
   if (!std::getline(std::ifstream(devices + "/cpu_core/cpus"), list)) return 0;
   return static_cast<int>(std::count_if(cores.begin(), cores.end(), [&](int core) { return contains(list, core); }));
 }
 
-// Of ARM's.
+// For ARM.
 int capable_cores(const std::string& devices, const std::vector<int>& cores) {
   std::vector<long> capacities;
   for (int core : cores) {

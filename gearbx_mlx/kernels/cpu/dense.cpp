@@ -1,4 +1,4 @@
-// Matrix times vectors over dense weights, which are read in the type that they are stored in. Sums are float32.
+// Matrix times vectors over dense weights, read in their stored type. Sums are float32.
 
 #include "products.h"
 #include "tile.h"
@@ -48,7 +48,7 @@ template void multiply_rows(const Rows<Bf16>&, const Activations<Bf16>&, float*,
 extern "C" void gearbx_dense_products(const gearbx_dense* const* matrices, int count, const float* x, int64_t vectors,
                                       float* const* y) {
   using namespace gearbx;
-  multiply_neighbours(matrices, count, x, vectors, y, [](const gearbx_dense& m) {
+  multiply_neighbors(matrices, count, x, vectors, y, [](const gearbx_dense& m) {
 #ifdef GEARBX_TILES
     if (m.type == GEARBX_BFLOAT16 && m.x_bits && tiles_allowed()) return multiply<Bf16, Paired>;
 #endif

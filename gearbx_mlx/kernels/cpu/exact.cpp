@@ -1,4 +1,4 @@
-// Products over exact weights: a row is decoded once, and multiplied as a row of dense bf16 weights would be.
+// Matmuls over exact weights: a row is decoded once, and multiplied like a row of dense bf16 weights.
 
 #include "exact.h"
 
@@ -21,7 +21,7 @@ namespace {
 inline void set_nan(float* p) { *p = NAN; }
 inline void set_nan(Bf16* p) { p->bits = 0x7fc0; }
 
-// y[row] = the row times x. What decoding needs in registers stays there from row to row.
+// y[row] = the row times x. The decoder's registers are kept from row to row.
 template <class Codes, class X>
 void multiply_one_vector(const ByRow& m, int64_t first, int64_t end, const X* x, float* y) {
   ExactRow row(m, first);
@@ -33,7 +33,7 @@ void multiply_one_vector(const ByRow& m, int64_t first, int64_t end, const X* x,
       sums = multiply_add(weights, x + column, sums);
     });
     const EvenOdd halves = join_sums(sums);
-    // + 0: as dense rows, which never give -0
+    // + 0: as dense rows, which never return -0
     y[r] = row.high.sufficed() ? sum8(add8(halves.even, halves.odd)) + 0.0f : NAN;
   }
 }
@@ -58,11 +58,11 @@ Decoded* decoded_rows(int64_t rows, int64_t columns) {
   return reserve(memory, rows * columns);
 }
 
-// Of matrix tiles only one at a time, whose decoded weights stay in the first cache.
+// Only one matrix tile at a time, whose decoded weights stay in the first-level cache.
 template <class X>
 constexpr int64_t TILE = std::is_same_v<X, Paired> ? 16 : TILE_ROWS;
 
-// How many rows are decoded at a time.
+// The number of rows decoded at a time.
 template <class X>
 int64_t rows_at_once(const gearbx_exact& m, int64_t vectors) {
   return block_rows(m.rows, m.columns * static_cast<int64_t>(sizeof(Decoded)), vectors, TILE<X>);
@@ -70,8 +70,8 @@ int64_t rows_at_once(const gearbx_exact& m, int64_t vectors) {
 
 constexpr int64_t SOME_ROWS = 48;  // whole panels, and whole tiles
 
-// Calls work(matrix, row, end, y) for the rows from `row` to `end`, some at a time where they are in panels: of those it
-// makes a matrix whose codes, scales and biases are row after row. `y` is the result of its first row.
+// Calls work(matrix, row, end, y) for the rows from `row` to `end`. For panels, it first makes a matrix of some rows
+// whose codes, scales and biases are row by row. `y` is the result of its first row.
 template <class Y, class Work>
 void by_rows(const gearbx_exact& m, int64_t row, int64_t end, int64_t at_once, Y* y, int64_t y_row, const Work& work) {
   if (!m.panel_rows) return work(ByRow{m}, row, end, y);
@@ -105,7 +105,7 @@ void by_rows(const gearbx_exact& m, int64_t row, int64_t end, int64_t at_once, Y
 
 template <class Codes, class X>
 struct Multiply {
-  // Else one vector, too, meets decoded rows: that is compiled for both types of activations, and this for one.
+  // Otherwise one vector also uses decoded rows: they are compiled for both types of activations, this for one.
   static constexpr bool WHILE_DECODING = std::is_same_v<X, RoundedForBf16>;
 
   static void rows(const gearbx_exact& m, const Activations<X>& x, int64_t row, int64_t end, float* y) {
@@ -155,7 +155,7 @@ auto find_work(const gearbx_exact& m) {
 
 template <class X>
 TilePieces pieces_of(const gearbx_exact& m, int vectors) {
-  const int64_t row_bytes = m.columns * 27 / 16;  // about
+  const int64_t row_bytes = m.columns * 27 / 16;  // approximate
   return TilePieces(m.rows, row_bytes, rows_at_once<X>(m, vectors), vectors, TILE<X>);
 }
 
@@ -173,7 +173,7 @@ void multiply(const gearbx_exact* const* matrices, int count, const float* x, in
 extern "C" void gearbx_exact_products(const gearbx_exact* const* matrices, int count, const float* x, int64_t vectors,
                                       float* const* y) {
   using namespace gearbx;
-  multiply_neighbours(matrices, count, x, vectors, y, [](const gearbx_exact& m) {
+  multiply_neighbors(matrices, count, x, vectors, y, [](const gearbx_exact& m) {
 #ifdef GEARBX_TILES
     if (m.x_bits && tiles_allowed()) return multiply<MultiplyPaired, Paired>;
 #endif

@@ -1,5 +1,5 @@
-// Decodes rows with AVX2, 32 weights at a time: a lookup is a shuffle of bytes, and so is dealing out the bytes of the
-// zero cell, by how many weights of the cell there are up to each.
+// Decodes rows with AVX2, 32 weights at a time. Lookups are byte shuffles; so is the distribution of the zero cell's
+// bytes, by the number of the cell's weights up to each position.
 
 #pragma once
 
@@ -20,8 +20,8 @@ struct Groups8 {
   }
 };
 
-// What the codes of a group mean, twice 16 bytes each: the low byte of the first neighbour; its high byte and one; and
-// 255 where the code is in the zero cell.
+// The prediction of a group's codes, twice 16 bytes each: the low byte of the first neighbor; its high byte plus one;
+// and 255 in the zero cell.
 struct Meanings {
   __m256i low, high, zero;
 };
@@ -37,7 +37,7 @@ struct Decoder {
     const __m256i below = _mm256_set1_epi32((256 - WINDOW) << 16);  // subtracts the window, and adds one to the high byte
     const __m256i bytes = _mm256_setr_epi8(2, 6, 10, 14, 3, 7, 11, 15, 0, 0, 0, 0, 0, 0, 0, 0,  //
                                            2, 6, 10, 14, 3, 7, 11, 15, 0, 0, 0, 0, 0, 0, 0, 0);
-    // In an order in which packing, which works within lanes, puts codes 0 to 7 into the first lane.
+    // In an order for which packing within lanes puts codes 0 to 7 into the first lane.
     const F8 codes[2] = {_mm256_setr_ps(0, 1, 2, 3, 8, 9, 10, 11), _mm256_setr_ps(4, 5, 6, 7, 12, 13, 14, 15)};
     __m256i first[2], cell[2];
     for (int i = 0; i < 2; i++) {
@@ -51,7 +51,7 @@ struct Decoder {
             _mm256_permute4x64_epi64(cells, 0x88)};
   }
 
-  // A row's next bytes of `high`, dealt out to the places of two times 16 that are 255, and anything elsewhere.
+  // A row's next bytes of `high`, at the positions of two times 16 that are 255; other positions are arbitrary.
   template <bool ALL_THERE>
   static GEARBX_INLINE __m256i deal_high(HighBytes& high, __m256i places) {
     uint8_t copy[32];
@@ -92,14 +92,14 @@ struct Decoder {
   }
 
  private:
-  // ALL_THERE: whether `high` has so many bytes from the row's on that no row needs more.
+  // ALL_THERE: whether `high` has enough bytes from the row's on for any row.
   template <bool ALL_THERE, class Use>
   GEARBX_INLINE void each32_of(Use use) {
     const int64_t groups = row.columns / GROUP;
     const uint8_t *codes = row.codes, *low = row.low, *ahead = row.ahead;
     const uint16_t *scales = row.scales, *biases = row.biases;
     uint16_t few[2][8] = {};
-    if (groups < 8) {  // nothing is read beyond a row
+    if (groups < 8) {  // no byte beyond a row is read
       for (int64_t g = 0; g < groups; g++) few[0][g] = scales[g], few[1][g] = biases[g];
       scales = few[0], biases = few[1];
     }

@@ -1,5 +1,5 @@
-// Decodes rows with AVX-512, 64 weights at a time: a lookup is one instruction, and `vpexpandb` deals out the bytes of
-// the zero cell.
+// Decodes rows with AVX-512, 64 weights at a time: a lookup is one instruction, and `vpexpandb` distributes the bytes
+// of the zero cell.
 
 #pragma once
 
@@ -16,19 +16,19 @@ inline Bytes64 bytes64(Place place) {
   return _mm512_load_si512(bytes);
 }
 
-// Stays in a register, or in memory. Otherwise GCC makes it again for each use.
+// Keeps a constant in a register or memory. Otherwise GCC makes it again for each use.
 GEARBX_INLINE Bytes64 constant(Bytes64 value) {
   asm("" : "+v"(value));
   return value;
 }
 
-// Sixteen bf16 as floats, or as many as are left, and zeros.
+// Sixteen bf16 as floats, or the remaining ones, and zeros.
 GEARBX_INLINE __m512 widen16(const uint16_t* p, int64_t left) {
   const __mmask16 some = left < 16 ? static_cast<__mmask16>((1u << left) - 1) : static_cast<__mmask16>(-1);
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, p)), 16));
 }
 
-// A row's next bytes of `high`, as many as `places` has bits, dealt out to their places among `bytes`.
+// A row's next bytes of `high`, one per bit of `places`, distributed to their positions among `bytes`.
 GEARBX_INLINE Bytes64 deal_high(HighBytes& high, Bytes64 bytes, __mmask64 places) {
   Bytes64 next;
   if (__builtin_expect(high.at + 64 <= high.count, 1)) {
@@ -42,8 +42,8 @@ GEARBX_INLINE Bytes64 deal_high(HighBytes& high, Bytes64 bytes, __mmask64 places
   return _mm512_mask_expand_epi8(bytes, places, next);
 }
 
-// What the codes of two groups mean, as bytes. The first group's low byte of the first neighbour is at 0 to 15, its
-// high byte at 16; the second group's are at 32 and 48. `zero`: a bit for each code, for each eight weights of a block.
+// The prediction of two groups' codes, as bytes. The first group's low byte of the first neighbor is at 0 to 15, its
+// high byte at 16; the second group's are at 32 and 48. `zero`: a bit per code, for each eight weights of a block.
 struct Meanings {
   Bytes64 bytes, zero[2];
 };
@@ -88,7 +88,7 @@ struct Decoder {
     return m;
   }
 
-  // Uses COUNT weights, 64 or 32, from a column on; they belong to group number WHICH of the meanings, or to both.
+  // Uses COUNT weights, 64 or 32, from a column on, with the prediction of group number WHICH, or of both groups.
   template <int COUNT, int WHICH, class Use>
   GEARBX_INLINE void block(const Meanings& m, int64_t column, Use use) {
     constexpr __mmask64 all = COUNT == 64 ? ~uint64_t{0} : 0xffffffff;

@@ -7,7 +7,7 @@
 
 namespace gearbx {
 
-// What the codes of a group mean: the bytes of the first neighbour, and 255 where the code is in the zero cell.
+// The prediction of a group's codes: the bytes of the first neighbor, and 255 in the zero cell.
 struct alignas(32) Meanings {
   uint8_t low[16], high[16], zero[16];
 
@@ -56,7 +56,7 @@ GEARBX_INLINE Weights32 decode(const Meanings& m, const Bytes32& codes, const ui
     const uint8x16_t far = vsubq_u8(vqtbl1q_u8(vld1q_u8(m.high), code), wraps);
     const uint8x16_t zero = vqtbl1q_u8(vld1q_u8(m.zero), code);
     uint8x16_t sets = vandq_u8(zero, bit);
-    for (int step = 0; step < 3; step++) sets = vpaddq_u8(sets, sets);  // neighbours, until each byte is a set
+    for (int step = 0; step < 3; step++) sets = vpaddq_u8(sets, sets);  // neighbors, until each byte is a set
     const unsigned both = vgetq_lane_u16(vreinterpretq_u16_u8(sets), 0), first = both & 255, second = both >> 8;
     const uint8_t* next = next_high(row, copy);
     const int of_first = COUNTS.of[first];

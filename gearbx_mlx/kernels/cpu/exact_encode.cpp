@@ -1,4 +1,4 @@
-// The encoder of format `exact`. It runs once for a weight, so that it is plain C++ on all threads.
+// The encoder of format `exact`, in plain C++ on all threads, because it runs once per weight.
 
 #include "exact.h"
 
@@ -22,17 +22,17 @@ uint16_t upper_bits(float value) {
 
 bool finite(uint16_t half) { return (half & 0x7f80) != 0x7f80; }
 
-// What the codes say of a weight: the first of its neighbours, and whether it is near zero.
+// The prediction of a weight from its code: the first of its neighbors, and whether it is near zero.
 struct Prediction {
   uint16_t first;
   bool near;
 };
 
-// A group of weights, and what its codes say of them.
+// A group of weights, and the prediction of its codes.
 struct Group {
   const gearbx_exact_source& m;
   const uint16_t* values;
-  int64_t number;  // of all groups of the matrix
+  int64_t number;  // index among all groups of the matrix
   float scale, bias;
   Prediction of[LARGEST_GROUP];
 

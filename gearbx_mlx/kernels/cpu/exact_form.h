@@ -7,8 +7,8 @@
 
 namespace gearbx {
 
-// The arrays of an exact matrix, or of one for each expert, as inputs of an operation: codes, scales, biases, low, high,
-// offsets.
+// The arrays of an exact matrix, or of one for each expert, as inputs of an operation: codes, scales, biases, low,
+// high, offsets.
 struct ExactForm {
   int group, x_bits;
   bool in_panels;  // codes, scales and biases are (panels, ..., rows of a panel)
@@ -23,7 +23,7 @@ struct ExactForm {
   int rows(const mx::array& scales) const { return in_panels ? scales.shape(0) * scales.shape(2) : scales.shape(-2); }
   int columns(const mx::array& scales) const { return scales.shape(in_panels ? 1 : -1) * group; }
 
-  // The matrix, or the first expert's; its arrays begin at inputs[at].
+  // The matrix, or the first expert's; its first array is inputs[at].
   gearbx_exact matrix(const std::vector<mx::array>& inputs, size_t at) const {
     const auto next = [&]() -> const mx::array& { return inputs[at++]; };
     const auto bytes = [](const mx::array& a) { return static_cast<const uint8_t*>(a.data<void>()); };
@@ -45,7 +45,7 @@ struct ExactForm {
     return m;
   }
 
-  // The inputs of an operation, after checking them; `dimensions` of scales and biases.
+  // The inputs of an operation, after validation; `dimensions` of scales and biases.
   std::vector<mx::array> inputs(const mx::array& codes, const mx::array& scales, const mx::array& biases,
                                 const mx::array& low, const mx::array& high, const mx::array& offsets,
                                 size_t dimensions, mx::Stream s) const {

@@ -1,4 +1,4 @@
-// Products over exact weights, and the weights themselves, as operations of MLX's graph.
+// Matmuls over exact weights, and decoded weights, as operations of MLX's graph.
 
 #include <nanobind/stl/tuple.h>
 
@@ -59,7 +59,7 @@ class ExactDecode : public Operation {
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
     gearbx_exact m = form_.matrix(inputs, 0);
-    m.rows = static_cast<int64_t>(outputs[0].size()) / m.columns;  // all experts' rows follow each other
+    m.rows = static_cast<int64_t>(outputs[0].size()) / m.columns;  // the rows of all experts are in sequence
     enqueue<uint16_t>(inputs, outputs[0], [m](uint16_t* y) { gearbx_exact_decode(&m, y); });
   }
 
@@ -107,9 +107,9 @@ mx::array exact_decode(const mx::array& codes, const mx::array& scales, const mx
   return mx::array(shape, mx::bfloat16, std::make_shared<ExactDecode>(s, form), std::move(inputs));
 }
 
-// What makes packed weights, for Python: the encoder of format `exact`, and what makes planes. They are no operations
-// of MLX's graph: they take evaluated arrays, and compute at once. The number of bytes that the encoder writes is known
-// when it is done; and what planes are made of can be given up at once.
+// Encoders of packed weights for Python: of format `exact`, and of planes. They are no operations of MLX's graph, but
+// take evaluated arrays and compute at once: the exact encoder's output size is known only at its end, and the inputs
+// of planes can be freed at once.
 
 void require_evaluated(const mx::array& a, mx::Dtype dtype, const mx::Shape& shape, const char* what) {
   require(a.dtype() == dtype && a.shape() == shape, what);
@@ -150,14 +150,14 @@ std::tuple<mx::array, mx::array, mx::array, mx::array> exact_encode(const mx::ar
   return {kept, low, high, offsets};
 }
 
-// Planes of these widths for rows of so many times 32 columns, which `job` fills: (..., O, I * width / 32), or panels.
+// Planes of these widths for rows of `groups` times 32 columns, written by `job`: (..., O, I * width / 32), or panels.
 std::vector<mx::array> planes_by(gearbx_splitting job, mx::Shape shape, const std::vector<int>& widths, bool in_panels) {
   int together = 0;
   for (int width : widths) {
     require(width >= 1 && width <= 8, "planes must have 1 to 8 bits");
     together += width;
   }
-  require(together >= 1 && together <= 8 && together == job.bits, "planes must have the bits of a code together");
+  require(together >= 1 && together <= 8 && together == job.bits, "planes must have as many bits in all as a code");
   const int height = gearbx_panel_rows(), blocks = static_cast<int>(job.columns / 32);
   require(!in_panels || (shape.size() == 2 && shape[0] % height == 0), "panels must be whole");
   std::vector<mx::array> planes;
@@ -188,7 +188,7 @@ std::vector<mx::array> split_codes(const mx::array& codes, int bits, const std::
   return planes_by(job, codes.shape(), widths, in_panels);
 }
 
-// The shape (..., O, I / group) of what each group of a weight has.
+// The shape (..., O, I / group) of values per group of a weight.
 mx::Shape groups_of(const mx::array& weight, int group) {
   require(group == 32 || group == 64 || group == 128, "the group size must be 32, 64 or 128");
   require(weight.ndim() >= 2 && weight.size() > 0 && weight.shape(-1) % group == 0, "weights must be rows of groups");
@@ -198,8 +198,8 @@ mx::Shape groups_of(const mx::array& weight, int group) {
   return groups;
 }
 
-// weight: (..., O, I). Returns planes of its nearest codes, scales, and the bias of the first plane and of those of each
-// other width, in the type of the weight; all by row, or in panels. As `split` of formats/planes.py, without Python's lock.
+// weight: (..., O, I). Returns round-to-nearest planes, scales, and the biases of the first plane and of each other
+// width, in the weight's type; by row or in panels. As `split` of formats/planes.py, without Python's lock.
 std::tuple<std::vector<mx::array>, mx::array, std::vector<mx::array>> make_planes(const mx::array& weight,
                                                                                  const std::vector<int>& widths, int group,
                                                                                  float least, bool in_panels) {

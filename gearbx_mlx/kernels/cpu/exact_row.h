@@ -1,4 +1,4 @@
-// What every decoder of exact rows needs: where a row's arrays lie, and its bytes of `high`, read within bounds.
+// Common parts of all decoders of exact rows: addresses of a row's arrays, and bounded reads of its bytes of `high`.
 
 #pragma once
 
@@ -7,9 +7,9 @@
 
 namespace gearbx {
 
-constexpr int WINDOW = 144;  // a weight lies 144 neighbours below its low gear's value to 111 above it
+constexpr int WINDOW = 144;  // a weight is between 144 neighbors below its low gear's value and 111 above it
 
-// The part of `high` that belongs to a row. Offsets may lie: `at` goes on counting, and nothing beyond the array is read.
+// The part of `high` that belongs to a row. Offsets may be wrong: `at` may exceed the array, which is not read there.
 struct HighBytes {
   const uint8_t* bytes;
   int64_t at, end, count;
@@ -34,7 +34,7 @@ inline const uint8_t* next_high(const HighBytes& high, uint8_t copy[32]) {
   return copy;
 }
 
-// For each set of eight places: which of the next bytes goes to which place, and 128 for none.
+// For each set of eight positions: the index of the next byte for each position, or 128 for none.
 struct Places {
   alignas(8) uint8_t of[256][8];
   constexpr Places() : of() {
@@ -44,7 +44,7 @@ struct Places {
 };
 inline constexpr Places PLACES;
 
-// How many places a set has: a load, where counting bits takes several instructions.
+// The size of a set: a load replaces several instructions that count bits.
 struct Counts {
   uint8_t of[256];
   constexpr Counts() : of() {
@@ -53,8 +53,8 @@ struct Counts {
 };
 inline constexpr Counts COUNTS;
 
-// 32 consecutive weights of a row, decoded: bf16 with AVX-512 and AVX2, else floats. multiply_add adds their products
-// with activations to the sums of a row, as a dense row of bf16 does (tile.h); join_sums puts these side by side.
+// 32 consecutive decoded weights of a row: bf16 with AVX-512 and AVX2, otherwise floats. multiply_add adds their
+// products with activations to the sums of a row, as for dense bf16 (tile.h); join_sums brings these into one register.
 #if defined(GEARBX_AVX512)
 struct Weights32 {
   __m512i words;
@@ -130,7 +130,7 @@ GEARBX_INLINE F16 multiply_add(const Weights32& w, const Bf16* x, F16 sums) {
 
 constexpr int64_t AHEAD_OF_ROW = 1024;  // distance of the prefetch, in weights
 
-// A matrix, or some rows of one, whose codes are row after row. `ahead`: what is asked for while the codes at the same
+// A matrix, or some rows of one, whose codes are row by row. `ahead`: memory to prefetch while the codes at the same
 // distance from `codes` are decoded.
 struct ByRow : gearbx_exact {
   int64_t groups;  // of a row

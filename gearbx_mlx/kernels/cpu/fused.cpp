@@ -11,15 +11,15 @@
 
 namespace gearbx {
 
-// Sines and cosines of eight numbers at once, within one unit in the last place: the C library's take 10 ns each.
+// Sines and cosines of eight numbers at once, within one unit in the last place: the C library takes 10 ns each.
 
 typedef float Eight __attribute__((vector_size(32)));
 typedef double Doubles __attribute__((vector_size(64)));
 typedef int64_t Longs __attribute__((vector_size(64)));
 
 inline void sine_and_cosine(F8 angles, F8& sines, F8& cosines) {
-  // x = n pi / 2 + r with |r| <= pi / 4, in double precision: pi / 2 is the sum of 33 bits and a rest.
-  const double rounding = 6755399441055744.0;  // 1.5 * 2^52: a sum with it is rounded to an integer, in the lowest bits
+  // x = n pi / 2 + r with |r| <= pi / 4, in double precision: pi / 2 is the sum of 33 bits and a remainder.
+  const double rounding = 6755399441055744.0;  // 1.5 * 2^52: sums with it are rounded to integers
   Eight numbers;
   std::memcpy(&numbers, &angles, sizeof numbers);
   const Doubles x = __builtin_convertvector(numbers, Doubles);
@@ -48,7 +48,7 @@ inline void sine_and_cosine(F8 angles, F8& sines, F8& cosines) {
 
 namespace {
 
-constexpr int64_t WORTH_SHARING = 1 << 15;  // numbers: to wake another thread takes as long as fewer
+constexpr int64_t WORTH_SHARING = 1 << 15;  // numbers; waking another thread takes as long as fewer
 
 // Calls work(first, end) for ranges of 0 to `count`, on several threads if there are enough numbers.
 template <class Work>
@@ -94,7 +94,7 @@ void norm_rows(const float* x, int64_t rows, int64_t columns, const Weight* weig
   });
 }
 
-// Turns the pairs i to i + count, at most eight, of a vector whose numbers are `stride` apart.
+// Rotates the pairs i to i + count, at most eight, of a vector whose numbers are `stride` apart.
 void turn_pairs(const gearbx_rotation& r, F8 cosines, F8 sines, int64_t i, int64_t count, const float* x,
                 int64_t stride, float* y) {
   // Pair i is the numbers at first * i and first * i + second.
@@ -116,7 +116,7 @@ void turn_pairs(const gearbx_rotation& r, F8 cosines, F8 sines, int64_t i, int64
   }
 }
 
-// All vectors number t of the sequences `first` to `end`, which have one position.
+// All vectors number t of the sequences `first` to `end`, at the same position.
 void turn_position(const gearbx_rotation& r, int64_t first, int64_t end, int64_t t, const float* x, float* y) {
   const int64_t length = r.shape[2], width = r.shape[3], half = r.dims / 2, stride = r.strides[3];
   const int64_t offset = r.offset - (r.padding ? r.padding[first] : 0);

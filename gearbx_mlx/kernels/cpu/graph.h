@@ -1,5 +1,4 @@
-// Shared parts of the kernels' operations in MLX's graph, which are lazy: MLX's CPU stream runs them once their inputs
-// are computed.
+// Shared parts of the kernels' operations in MLX's lazy graph: MLX's CPU stream runs them after their inputs.
 
 #pragma once
 
@@ -41,8 +40,8 @@ inline mx::array in_rows(const mx::array& a, mx::Stream s) {
   return a.is_available() && a.flags().row_contiguous ? a : mx::contiguous(a, false, s);
 }
 
-// The numbers of an input, row after row. Inputs usually are row-contiguous and are not copied. That is known only when
-// the operation runs, and mx::contiguous would cost every product one more operation.
+// The numbers of an input, row by row. Inputs usually are row-contiguous and are not copied. This is known only when
+// the operation runs, and mx::contiguous would add an operation to every matmul.
 class Rows {
  public:
   explicit Rows(const mx::array& a) : data_(a.data<float>()), size_(a.size()) {
@@ -51,7 +50,7 @@ class Rows {
     strides_ = a.strides();
   }
 
-  // Uses `copy` if the input is not row-contiguous. To be called on the stream, when the input is computed.
+  // Uses `copy` if the input is not row-contiguous. Called on the stream, after the input is computed.
   const float* read(std::vector<float>& copy) const {
     if (shape_.empty()) return data_;
     std::vector<int> at(shape_.size() - 1);  // indices of the next row
@@ -83,7 +82,7 @@ inline void check_x(const mx::array& x, int64_t columns) {
   require(columns > 0 && x.size() > 0, "x must have at least one vector");
 }
 
-// An operation with one output, which a function of plain C computes.
+// An operation with one output, computed by a function of plain C.
 class Operation : public mx::Primitive {
  public:
   using mx::Primitive::Primitive;
@@ -124,14 +123,14 @@ inline gearbx_dense dense_of(const mx::array& w, int x_bits = 0) {
 }
 
 inline void check_x_bits(int x_bits) {
-  require(x_bits == 0 || x_bits == 8 || x_bits == 16, "x_bits must be 8 or 16, or 0 for activations as they are");
+  require(x_bits == 0 || x_bits == 8 || x_bits == 16, "x_bits must be 8 or 16, or 0 for unquantized activations");
 }
 
 inline void check_symmetric(const mx::array& weight, const mx::array& scales, int inputs, int bits, int x_bits) {
   check_x_bits(x_bits);
   require(bits == 2 || bits == 4 || bits == 6 || bits == 8, "symmetric codes must have 2, 4, 6 or 8 bits");
   require(weight.dtype() == (bits == 8 ? mx::int8 : mx::uint8) && weight.ndim() == 2,
-          "the weight must be rows of bytes: int8 for codes of 8 bits, else uint8");
+          "the weight must be rows of bytes: int8 for 8-bit codes, otherwise uint8");
   require((static_cast<int64_t>(inputs) * bits + 7) / 8 <= weight.shape(1), "x is wider than the weights");
   type_of(scales);
   const bool by_row = scales.ndim() == 1, by_group = scales.ndim() == 2 && scales.shape(1) == (inputs + 31) / 32;
@@ -161,7 +160,7 @@ inline gearbx_stack symmetric_of(const mx::array& weight, const mx::array& scale
 struct StackForm {
   std::vector<int> widths;
   int group;
-  int rest;  // bits of longer codes, whose biases these are, that the stack leaves out
+  int rest;  // lower bits of longer codes that the stack omits; the biases are those of the longer codes
   int x_bits;
   bool in_panels = false;  // arrays are (panels, ..., rows of a panel)
 
@@ -200,7 +199,7 @@ struct StackForm {
     return m;
   }
 
-  // The inputs of an operation, after checking them; `dimensions` of all arrays of the stack.
+  // The inputs of an operation, after validation; `dimensions` of all arrays of the stack.
   std::vector<mx::array> inputs(const mx::array& x, const std::vector<mx::array>& weights, const mx::array& scales,
                                 const std::vector<mx::array>& biases, size_t dimensions, mx::Stream s) {
     const size_t planes = widths.size();
@@ -209,7 +208,7 @@ struct StackForm {
             "there must be 1 to 8 planes, each with weights, and biases of the first ones");
     require(rest >= 0 && rest <= 7, "0 to 7 bits may be left out");
     biases_ = static_cast<int>(biases.size());
-    require(x_bits == 0 || x_bits == 8 || x_bits == 16, "x_bits must be 8 or 16, or 0 for activations as they are");
+    require(x_bits == 0 || x_bits == 8 || x_bits == 16, "x_bits must be 8 or 16, or 0 for unquantized activations");
     require(group == 32 || group == 64 || group == 128, "the group size must be 32, 64 or 128");
     if (in_panels) check_panels(scales);
     else
@@ -229,7 +228,7 @@ struct StackForm {
       bits += widths[p];
       all.push_back(in_rows(weights[p], s));
     }
-    require(bits <= 8, "planes must have at most 8 bits together");
+    require(bits <= 8, "planes must have at most 8 bits in all");
     all.push_back(in_rows(scales, s));
     for (const auto& b : biases) {
       require(b.dtype() == scales.dtype() && b.shape() == scales.shape(),
@@ -244,22 +243,22 @@ struct StackForm {
 
   void check_panels(const mx::array& scales) const {
     require(scales.shape(2) == gearbx_panel_rows(), "panels must have as many rows as this processor multiplies at once");
-    require(x_bits != 0, "panels are multiplied with activations of 8 or 16 bits");
+    require(x_bits != 0, "panels need activations of 8 or 16 bits");
     const int second = widths.size() > 1 ? widths[1] : 0;
     const bool four = widths[0] == 4 && widths.size() <= 2 && second != 3;
     require(four || widths == std::vector<int>{8}, "panels must have a plane of 8 bits, or of 4 and one of 4, 2 or 1");
   }
 };
 
-// Adds the products over codebooks (codebook_primitive.cpp).
+// Adds matmuls over codebooks (codebook_primitive.cpp).
 void bind_codebooks(nb::module_& m);
 
-// Adds arrays over files that are mapped (mapped_primitive.cpp).
+// Adds arrays over mapped files (mapped_primitive.cpp).
 void bind_mapped(nb::module_& m);
 
 // Adds the encoder of format exact (exact_primitive.cpp).
 void bind_exact_encode(nb::module_& m);
-// Adds products over exact weights (exact_primitive.cpp).
+// Adds matmuls over exact weights (exact_primitive.cpp).
 void bind_exact(nb::module_& m);
 
 // Adds attention (attention_primitive.cpp).
@@ -271,8 +270,8 @@ void bind_blocks(nb::module_& m);
 // Adds norms, rotary positions and SwiGLU (fused_primitive.cpp).
 void bind_fused(nb::module_& m);
 
-// Values of C++ that Python only passes on. Not classes of nanobind: a process may load the kernels twice, and can
-// register a class once.
+// C++ values that Python only passes on. They are no nanobind classes, because a process may load the kernels twice,
+// but can register a class only once.
 
 template <class T>
 nanobind::capsule in_capsule(const char* name, T value) {
@@ -284,10 +283,10 @@ const T& from_capsule(const char* name, const nanobind::capsule& capsule) {
   return *static_cast<const T*>(capsule.data(name));
 }
 
-// Sees whether a module still has the modules and arrays that it had (block_primitive.cpp).
+// Adds the check of a module's modules and arrays for changes (block_primitive.cpp).
 void bind_watched(nanobind::module_& m);
 
-// What operations over mixtures of experts share: which vector meets which expert.
+// Common parts of operations over mixtures of experts: the vector and expert of each pair.
 
 // The number of the vector in each pair, after x (..., 1, I) and the indices are broadcast against each other.
 inline std::vector<int32_t> vectors_of_pairs(const mx::Shape& x, const mx::Shape& pairs) {

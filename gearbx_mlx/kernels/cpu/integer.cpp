@@ -1,14 +1,14 @@
-// Products of stacks with activations of 8 or 16 bits, so that codes need not become floats. For a group,
+// Matmuls of stacks with activations of 8 or 16 bits, so that codes need not become floats. For a group,
 //
 //   sum_i (scale code_i + bias) x_i  ~  step (scale sum_i code_i q_i + bias sum_i q_i),   x_i ~ step q_i
 //
-// Both sums are exact, and both are over the rounded activations: codes are not centered, so that rounding errors would
-// not cancel if the second sum were over the original ones. A result is the sum of its groups, in their order.
+// Both sums are exact, and both use the quantized activations: codes are not centered, so that rounding errors would
+// not cancel if the second sum used the original activations. A result is the sum of its groups, in their order.
 //
 // LANES rows at a time become a panel (panel.h), which is multiplied with all vectors, so that weights are read from
-// memory once. The rows of a panel are neighbours in memory, and the next ones are read meanwhile. One vector goes row
-// by row. Rows that are stored side by side (`panel_rows`) are a panel as they are, for any number of
-// vectors. All of these give the same bits: sums over a group are integers, and floats are added in one order.
+// memory once. The rows of a panel are neighbors in memory, and the next panel is prefetched. One vector is multiplied
+// row by row. Rows that are stored in panels (`panel_rows`) need no conversion, for any number of vectors. All variants
+// are bit-identical: sums over a group are integers, and floats are added in one order.
 
 #include "products.h"
 
@@ -21,9 +21,8 @@
 
 namespace gearbx {
 
-// One vector times the rows of a stack, row after row, as memory is read fastest. The results have the bits of a
-// product of panels: the sum over a group is an integer, and what follows are the same operations on
-// floats.
+// One vector times the rows of a stack, row by row, as memory is read fastest. The results are bit-identical to those
+// of panels: the sum over a group is an integer, followed by the same operations on floats.
 //
 // A register is 4 * LANES bytes of a row, in one or several groups. The registers of LANES groups are folded until each
 // lane is the sum over one group.
@@ -32,11 +31,11 @@ namespace gearbx {
 
 constexpr bool ROW_BY_ROW = true;
 constexpr int MAX_COLUMNS_AT_ONCE = 8192, MAX_GROUPS_AT_ONCE = MAX_COLUMNS_AT_ONCE / 32;  // columns and groups at a time
-// How far on memory is asked for, in bytes, and every how many registers: for every line of the cache. For fewer, one
-// core reads 8 bits somewhat faster, and several cores read more slowly.
+// Distance of the prefetch in bytes, and its period in registers: for every cache line. With a lower period, one core
+// reads 8-bit codes somewhat faster, and several cores read them more slowly.
 constexpr int AHEAD = 3072, STEP = 64 / (4 * LANES);
 
-// Where lanes come from, so that groups are in order after folding that began with R lanes of each group.
+// Sources of lanes, so that groups are in order after folding from R lanes per group.
 template <int R>
 struct Order {
   alignas(64) int32_t from[LANES];
@@ -50,10 +49,10 @@ struct Order {
 // The codes of P planes of W bits, times activations of X bytes.
 template <int W, int P, int G, int X>
 struct RowSums {
-  static constexpr int IN_BYTE = 8 / W, CODES = 4 * LANES * IN_BYTE;        // of a register
-  static constexpr int SPAN = G > CODES ? G / CODES : 1;                    // registers with one group alone
-  static constexpr int R = G > CODES ? LANES : LANES * G / CODES;           // lanes of a group
-  static constexpr int STORED = R == LANES ? R / 2 : R;                     // of which as many are written
+  static constexpr int IN_BYTE = 8 / W, CODES = 4 * LANES * IN_BYTE;        // per register
+  static constexpr int SPAN = G > CODES ? G / CODES : 1;                    // registers with only one group
+  static constexpr int R = G > CODES ? LANES : LANES * G / CODES;           // lanes per group
+  static constexpr int STORED = R == LANES ? R / 2 : R;                     // lanes that are written
   static constexpr bool NARROW = W * P <= 4;
 
   template <int K>
@@ -89,8 +88,8 @@ struct RowSums {
       return fold<2 * STORED / N>(folded<N / 2>(sums), folded<N / 2>(sums + N / 2 * LANES));
   }
 
-  // The sums of `blocks` times LANES groups. Registers are read in a loop of their own: processors foresee what one
-  // instruction reads one line after the other.
+  // The sums of `blocks` times LANES groups. Registers are read in a separate loop, because processors predict the
+  // reads of one instruction along consecutive lines.
   static void write(const uint8_t* const* row, int blocks, uint32_t flip, const int8_t* x, int32_t* out) {
     static constexpr Order<R> order;
     alignas(64) int32_t sums[(MAX_COLUMNS_AT_ONCE / G + LANES) * STORED];
@@ -116,7 +115,7 @@ WriteSums find_sums(int group, int bytes) {
   return bytes == 1 ? RowSums<W, P, 128, 1>::write : RowSums<W, P, 128, 2>::write;
 }
 
-// LANES values; after `left`, where the array ends, zeros.
+// LANES values; zeros after `left`, at the end of the array.
 template <class T>
 GEARBX_INLINE Floats load_some(const T* p, int64_t left) {
   if (left >= LANES) return load_values(p);
@@ -125,7 +124,7 @@ GEARBX_INLINE Floats load_some(const T* p, int64_t left) {
   return load_values(some);
 }
 
-// Makes floats of a row's sums over groups: their share of the result.
+// Turns a row's sums over groups into floats: their shares of the result.
 template <class T>
 void scale_sums(const gearbx_stack& m, int64_t row, int64_t first, int count, const Rounded& x, void* sums) {
   const int64_t groups = m.columns / m.group, from = row * groups + first, end = m.rows * groups;
@@ -154,7 +153,7 @@ void scale_sums(const gearbx_stack& m, int64_t row, int64_t first, int count, co
   }
 }
 
-// The rows of one tile: at most LANES. Some columns at a time, those that room is made for here.
+// The rows of one tile, at most LANES, with as many columns at a time as there is memory for here.
 class OneVector {
  public:
   OneVector(const gearbx_stack& m, const Unpacking& how, const Rounded& x) : m_(m), how_(how), x_(x) {
@@ -193,7 +192,7 @@ class OneVector {
   }
 
  private:
-  // Asks for the scales and biases some rows further on.
+  // Prefetches the scales and biases of later rows.
   void prefetch_scales(int64_t row, int64_t first, int count) const {
     if (m_.kind == GEARBX_SYMMETRIC_ROWS) return;
     const int64_t size = m_.scale_type == GEARBX_FLOAT32 ? 4 : 2, at = (row * (m_.columns / m_.group) + first) * size;
@@ -277,8 +276,8 @@ struct Job {
   const Rounding& rounding;
 };
 
-// The codes of the next LANES rows, as much of them as a panel has. Memory is asked for them, in one stream of a plane,
-// while the panel is multiplied: to write a panel takes too little time to wait for the next one.
+// The codes of the next LANES rows, as many as a panel has. They are prefetched, in one stream per plane, while the
+// panel is multiplied, because writing a panel takes too little time to wait for the next one.
 class Ahead {
  public:
   Ahead() = default;
@@ -302,7 +301,7 @@ class Ahead {
   const char* next_[GEARBX_MAX_PLANES];
 };
 
-// Codes of a panel that was written for this product (panel.h).
+// Codes of a panel written for this matmul (panel.h).
 struct Written {
   static constexpr int AT_ONCE = 1;
   const uint8_t* codes;
@@ -320,10 +319,10 @@ struct Written {
   }
 };
 
-// Codes of rows that are stored side by side: a plane of FIRST bits, and a second one of SECOND bits below it, or none.
+// Codes of rows in panels: a plane of FIRST bits, and a second one of SECOND bits below it, or none.
 template <int FIRST, int SECOND, bool FLIP>
 struct Stored {
-  static constexpr int LEAST = SECOND ? SECOND : FIRST, AT_ONCE = 8 / LEAST;  // registers that a dword of the plane fills
+  static constexpr int LEAST = SECOND ? SECOND : FIRST, AT_ONCE = 8 / LEAST;  // registers per dword of the plane
   static constexpr int64_t DISTANCE = 2048;  // of the prefetch, in bytes
   const uint8_t *first, *second;
 
@@ -336,7 +335,7 @@ struct Stored {
     first += 4 * LANES * (FIRST / LEAST);
     second += 4 * LANES * (SECOND / LEAST);
   }
-  // The next codes of a group, a byte each; uses `room` unless they are bytes as they are.
+  // The next codes of a group, a byte each; uses `room` unless they are stored as bytes.
   GEARBX_INLINE const uint8_t* next_group(int group, uint8_t* room) {
     if constexpr (FIRST == 8 && !FLIP) {
       for (int run = 0; run < group; run += 4 * RUN, first += 4 * RUN * LANES) fetch();
@@ -368,7 +367,7 @@ struct Factors {
   bool affine;
 };
 
-// A total, and the share of one group, whose sum is this, for a vector.
+// A vector's total, plus the share of one group with this sum.
 GEARBX_INLINE Floats add_group(Floats total, Ints sum, float step, float x_sum, Floats scale, Floats offset, bool affine) {
   const Floats floats = multiply_floats(to_floats(sum), all_floats(step));
   return add_floats(total, affine ? multiply_add_floats(floats, scale, multiply_floats(offset, all_floats(x_sum)))
@@ -379,7 +378,7 @@ GEARBX_INLINE Floats add_group(Floats total, Ints sum, float step, float x_sum, 
 template <int N, int X, bool NARROW, class Codes>
 void multiply(Codes codes, const Factors& by, int groups, int group, Rounded x, float* totals) {
   constexpr bool WORDS = AS_WORDS && X == 2;
-  constexpr int PARTS = WORDS ? 1 : X;  // sums of a vector: of its bytes, or of its words
+  constexpr int PARTS = WORDS ? 1 : X;  // sums per vector: of its bytes, or of its words
   Floats total[N];
   for (int v = 0; v < N; v++) total[v] = load_floats(totals + v * LANES);
   for (int g = 0; g < groups; g++, x.starts += N, x.steps += N, x.sums += N) {
@@ -412,8 +411,8 @@ void multiply(Codes codes, const Factors& by, int groups, int group, Rounded x, 
 
 #ifdef GEARBX_TILES
 
-// The same of `n` vectors by matrix tiles: A has a row of bytes for each vector, B a column of codes for each row of the
-// panel, as they lie in it. Sums are integers, so the bits are those of the other way.
+// `n` vectors by matrix tiles: A has a row of bytes for each vector, B a column of codes for each row of the panel, in
+// the panel's layout. Sums are integers, so that the results are bit-identical to those without tiles.
 template <int X, class Code, class Codes>
 void multiply_by_tiles(Codes codes, const Factors& by, int groups, int group, int n, Rounded x, float* totals) {
   constexpr int ROW = 4 * LANES;  // bytes of B and C
@@ -503,7 +502,7 @@ void multiply_rows(const Job& job, const Matrix& matrix, int64_t row, int height
     std::memcpy(matrix.y + v * m.rows + row, totals + v * LANES, static_cast<size_t>(height) * 4);
 }
 
-// Rows that are stored one after the other, times activations of X bytes: some groups become a panel first.
+// Rows by rows, times activations of X bytes: some groups become a panel first.
 template <int X, int BITS>
 void multiply_written(const Job& job, const Matrix& matrix, int64_t row, int height, float* totals) {
   const gearbx_stack& m = *matrix.stack;
@@ -518,7 +517,7 @@ void multiply_written(const Job& job, const Matrix& matrix, int64_t row, int hei
   });
 }
 
-// Rows that are stored side by side, times activations of X bytes.
+// Rows in panels, times activations of X bytes.
 template <int X, int FIRST, int SECOND = 0>
 void multiply_stored(const Job& job, const Matrix& matrix, int64_t row, float* totals) {
   const gearbx_stack& m = *matrix.stack;
@@ -573,8 +572,8 @@ void do_piece(const void* context, int piece) {
 #endif
 }
 
-// Whether rows are read one after the other: for one vector, unless they are stored side by side, or are so short that
-// most of the sums over LANES groups would be of nothing.
+// Whether rows are read one by one: for one vector, unless they are in panels, or so short that most sums over LANES
+// groups would be empty.
 bool reads_row_by_row(const gearbx_stack& m, int64_t vectors) {
   return ROW_BY_ROW && !m.panel_rows && vectors == 1 && 2 * m.columns > int64_t{LANES} * m.group;
 }
@@ -583,7 +582,7 @@ Rounding rounding_of(const gearbx_stack& m, int64_t vectors) {
   const bool row_by_row = reads_row_by_row(m, vectors);
   const Unpacking how(m, row_by_row);
   const int bytes = m.x_bits / 8;
-  // For fewer vectors the processor's own products of bytes are as fast as memory is read.
+  // For fewer vectors, the processor's byte products are as fast as memory is read.
   const bool by_tiles = vectors * bytes >= 4 && tiles_allowed();
   return {inputs_of(m), m.columns, m.group, bytes, how.in_byte, how.middle, row_by_row, by_tiles};
 }
@@ -653,7 +652,7 @@ extern "C" void gearbx_rows_of_words(const uint16_t* panel, int64_t words, uint1
   for (; i + 8 <= words; i += 8) {
     __m128i a[8], b[8];
     for (int k = 0; k < 8; k++) a[k] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(panel + (i + k) * 8));
-    // Three times each register takes turns with another one, which transposes eight by eight words.
+    // Three times, each register alternates with another, which transposes eight by eight words.
     for (int k = 0; k < 4; k++) {
       b[k] = _mm_unpacklo_epi16(a[k], a[k + 4]);
       b[k + 4] = _mm_unpackhi_epi16(a[k], a[k + 4]);

@@ -14,7 +14,7 @@ namespace gearbx {
 
 constexpr int64_t CODES = 8;  // of 4 bits in a word
 
-// LANES codes from number i on, which is a multiple of LANES, in the lowest bits; above them are further codes.
+// LANES codes from number i on, a multiple of LANES, in the lowest bits; the bits above are other codes.
 GEARBX_INLINE Ints words_at(const uint32_t* words, int64_t i) {
   Ints shifts;
   for (int lane = 0; lane < LANES; lane++) shifts[lane] = static_cast<uint32_t>(lane % CODES * 4);
@@ -23,34 +23,34 @@ GEARBX_INLINE Ints words_at(const uint32_t* words, int64_t i) {
   const __m512i which = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
   const Ints spread = reinterpret_cast<Ints>(_mm512_permutexvar_epi32(which, two));
 #else
-  const Ints spread = Ints{} + (words[i / CODES] >> i % CODES * 4);  // eight lanes begin a word, four begin half of one
+  const Ints spread = Ints{} + (words[i / CODES] >> i % CODES * 4);  // eight lanes are a word, four are half of one
 #endif
   return spread >> shifts;
 }
 GEARBX_INLINE Ints codes_at(const uint32_t* words, int64_t i) { return words_at(words, i) & (Ints{} + 15); }
 
-// Small whole numbers as floats: behind 2^23 the lowest bits of a float count ones.
+// Small integers as floats: behind 2^23, the lowest bits of a float count ones.
 GEARBX_INLINE Floats whole(Ints codes) { return as_floats(codes | (Ints{} + 0x4b000000u)) - all(8388608.0f); }
 
-// The numbers of one group, or of a part of it: step times code plus the least number.
+// The numbers of one group, or a part of it: scale times code plus the lowest number.
 struct Steps {
   float step, least;
   Steps(float scale, float offset, bool refined)
       : step(refined ? scale * 0.0625f : scale), least(refined ? offset - scale * 0.46875f : offset) {}
 };
 
-// The numbers of all sixteen codes of a coarse plane, by which one instruction turns codes into numbers.
+// The numbers of all sixteen codes of a coarse plane, for lookups by one instruction.
 #ifdef GEARBX_AVX512
 GEARBX_INLINE Floats numbers_of(Floats step, Floats least) {
   const __m512i codes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   return multiply_add(step, _mm512_cvtepi32_ps(codes), least);
 }
-GEARBX_INLINE Floats chosen(Floats numbers, Ints words) {  // reads the lowest four bits of each word alone
+GEARBX_INLINE Floats chosen(Floats numbers, Ints words) {  // reads only the lowest four bits of each word
   return _mm512_permutexvar_ps(reinterpret_cast<__m512i>(words), numbers);
 }
 #endif
 
-// Unpacks groups one after the other, of positions that follow each other, into numbers that do so too.
+// Unpacks groups of consecutive positions into consecutive numbers.
 template <bool REFINED>
 void unpack_groups(const gearbx_kv_planes& from, int64_t first, int64_t groups, float* to) {
   const int64_t size = from.group, before = first * size / CODES;
@@ -72,7 +72,7 @@ void unpack_groups(const gearbx_kv_planes& from, int64_t first, int64_t groups, 
       if constexpr (REFINED) codes = codes << 4 | codes_at(fine, i);
       store(to + i, multiply_add(step, whole(codes), least));
     }
-    for (; i < end; i++) {  // groups of fewer numbers than there are lanes
+    for (; i < end; i++) {  // groups of fewer numbers than LANES
       uint32_t code = coarse[i / CODES] >> i % CODES * 4 & 15;
       if constexpr (REFINED) code = code << 4 | (fine[i / CODES] >> i % CODES * 4 & 15);
       to[i] = __builtin_fmaf(steps.step, static_cast<float>(code), steps.least);
@@ -98,18 +98,18 @@ inline void unpack_vectors(const gearbx_kv_planes& from, int64_t head, int64_t f
 
 // Keys or values to nested planes, with the arithmetic of formats/kv_planes.py.
 
-// Where the planes of vectors go, one vector after the other. `fine` is NULL where there is one plane.
+// Memory for the planes of consecutive vectors. `fine` is NULL with one plane.
 struct PackedKV {
   uint32_t *coarse, *fine;
   float *scales, *offsets;
 };
 
-constexpr int64_t AT_ONCE = 32;  // codes, of one byte each before they become words
+constexpr int64_t AT_ONCE = 32;  // codes, a byte each before they are packed into words
 
 // NaN if x is.
 inline float larger_or_nan(float x, float least) { return x < least ? least : x; }
 
-// The least and the greatest of some numbers, at least 8 of them; NaN both if one of them is.
+// The lowest and highest of at least 8 numbers; both NaN if any is NaN.
 inline std::pair<float, float> range_of(const float* x, int64_t count) {
   Floats high = all(-INFINITY), low = high;  // low: of -x
   int64_t i = 0;
@@ -127,7 +127,7 @@ inline std::pair<float, float> range_of(const float* x, int64_t count) {
   return {-largest(low) + nan, largest(high) + nan};
 }
 
-// The codes of some numbers, 0 for NaN. Behind 2^23 there are whole numbers alone: a sum rounds to them, halves to even.
+// The codes of some numbers, 0 for NaN. Behind 2^23, all floats are integers: a sum rounds to them, halves to even.
 GEARBX_INLINE Ints codes_of(Floats x, Floats step, Floats least, Floats most) {
   const Floats inside = larger((x - least) / step, all(0.0f)), capped = -larger(-inside, -most);
   return as_ints(capped + all(8388608.0f)) & (Ints{} + 255);
@@ -145,7 +145,7 @@ inline void encode(const float* x, int64_t count, const Steps& steps, float most
   for (int64_t i = 0; i < count; i++) codes[i] = static_cast<uint8_t>(wide[i]);
 }
 
-// The lower halves of eight bytes, the first one in the lowest bits.
+// The lower halves of eight bytes, the first in the lowest bits.
 inline uint32_t word_of(uint64_t bytes) {
   bytes &= 0x0f0f0f0f0f0f0f0full;
   bytes = (bytes | bytes >> 4) & 0x00ff00ff00ff00ffull;

@@ -1,5 +1,5 @@
-// Vectors of as many float32 as the processor adds at once: sixteen with AVX-512, four with NEON, else eight (simd.h).
-// For operations on each number by itself, whose results do not depend on how many lie side by side.
+// Vectors of as many float32 as the processor adds at once: sixteen with AVX-512, four with NEON, otherwise eight
+// (simd.h). For elementwise operations, whose results do not depend on the number of lanes.
 
 #pragma once
 
@@ -19,7 +19,7 @@ inline void store(float* p, Floats a) { _mm512_storeu_ps(p, a); }
 inline Floats all(float value) { return _mm512_set1_ps(value); }
 inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 inline Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }
-// a where z is at least `least` or NaN, else 0.
+// a if z is at least `least` or NaN, otherwise 0.
 inline Floats unless_less(Floats z, float least, Floats a) {
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(z, all(least), _CMP_NLT_UQ), a);
 }
@@ -58,7 +58,7 @@ inline Floats unless_less(Floats z, float least, Floats a) {
   return _mm256_and_ps(_mm256_cmp_ps(z, all(least), _CMP_NLT_UQ), a);
 }
 #else
-// The larger of each pair; b where one of the two is NaN.
+// The larger of each pair; b if one of the two is NaN.
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 inline Floats unless_less(Floats z, float least, Floats a) { return z < all(least) ? Floats{} : a; }
 #endif
@@ -101,7 +101,7 @@ inline double sum_of(Floats a) {
   return sum;
 }
 
-// The largest number; NaN counts as none.
+// The largest number; NaN is ignored.
 inline float largest(Floats a) {
   float numbers[LANES], found = -__builtin_inff();
   store(numbers, a);
@@ -109,14 +109,14 @@ inline float largest(Floats a) {
   return found;
 }
 
-// exp of several numbers at once. MLX calls that of the C library, which takes 20 ns per number on x86.
+// exp of several numbers at once. MLX calls the C library's, which takes 20 ns per number on x86.
 
 constexpr float LEAST = -80.0f;  // exp of less is negligible next to 1
 
 // exp(z) for z <= 0, and 0 where z is below LEAST: 2^n exp(r), n whole, |r| <= log(2) / 2, by its Taylor polynomial.
 // exp(0) is exactly 1, and exp(NaN) is NaN.
 inline Floats exponential(Floats z) {
-  const Floats rounding = all(12582912.0f);  // 1.5 * 2^23: a sum with it is rounded to an integer, in the lowest bits
+  const Floats rounding = all(12582912.0f);  // 1.5 * 2^23: the sum with it is rounded to an integer, in the lowest bits
   const Floats sum = multiply_add(z, all(1.44269504f), rounding), n = sum - rounding;
   const Floats r = multiply_add(n, all(2.12194440e-4f), multiply_add(n, all(-0.693359375f), z));
   Floats p = all(1.0f / 5040);

@@ -43,7 +43,7 @@ inline Words load_words(const uint32_t* p, int64_t count) {
   return {{vld1q_u32(some), vld1q_u32(some + 4)}};
 }
 
-// Four or eight entries, looked up by the lowest bits of dwords: two bytes of each entry, one after the other.
+// Four or eight entries, looked up by the lowest bits of dwords: first byte of each entry, then the second.
 template <int B>
 struct FloatTable {
   static_assert(B == 2 || B == 3);
@@ -125,7 +125,7 @@ inline Words masked(Words words, int up, unsigned mask) {
 }
 
 // Four or eight entries as floats. A permutation looks up one of eight by the lowest three bits of a dword and ignores
-// the others. Four entries are there twice, so that the third bit is ignored too.
+// the others. Four entries are stored twice, so that the third bit is ignored too.
 template <int B>
 struct FloatTable {
   static_assert(B == 2 || B == 3);
@@ -140,8 +140,8 @@ struct FloatTable {
   F8 operator[](Words dwords) const { return _mm256_permutevar8x32_ps(entries, dwords); }
 };
 
-// Sixteen entries or more as low bytes and high bytes. A byte shuffle looks up one of sixteen, each further bit of the
-// code chooses between two halves, and low and high byte together are the fp16 entry.
+// Sixteen entries or more as low bytes and high bytes. A byte shuffle looks up one of sixteen, each additional bit of
+// the code chooses between two halves, and low and high byte together are the fp16 entry.
 template <int B>
 struct HalfTable {
   static constexpr int PARTS = 1 << (B - 4);

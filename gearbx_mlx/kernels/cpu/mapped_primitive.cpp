@@ -1,8 +1,8 @@
-// Arrays that lie where a file is mapped: nothing is copied, and only pages that are used take memory.
+// Arrays over a mapped file: without copies, and only used pages take memory.
 //
-// The mapping is private: whoever writes into such an array gets pages of its own, and the file keeps its bytes. Each array
-// has a mapping for itself, so that its memory is free once it is gone. A file that another process cuts off meanwhile has
-// no bytes to give; the process then ends with a line that says so, and not with a signal alone.
+// The mapping is private: a write to an array gets new pages, and the file keeps its bytes. Each array has its own
+// mapping, whose memory is free after the array's end. If a different process truncates the file, this process ends
+// with a one-line message instead of only a signal.
 
 #include <fcntl.h>
 #include <signal.h>
@@ -21,15 +21,15 @@
 namespace gearbx {
 namespace {
 
-std::atomic<uintptr_t> lowest{UINTPTR_MAX}, highest{0};  // between them lie all mappings that ever were
+std::atomic<uintptr_t> lowest{UINTPTR_MAX}, highest{0};  // range of all mappings so far
 
 void end_with_a_line(int, siginfo_t* info, void*) {
   const auto place = reinterpret_cast<uintptr_t>(info->si_addr);
   if (place < lowest.load() || place >= highest.load()) {
-    signal(SIGBUS, SIG_DFL);  // the same access fails again, as it would have without this
+    signal(SIGBUS, SIG_DFL);  // the same access fails again, with the default action
     return;
   }
-  static const char line[] = "error: a file of the model was cut off while it was in use; start again\n";
+  static const char line[] = "error: a file of the model was truncated during use; start again\n";
   [[maybe_unused]] const auto written = write(STDERR_FILENO, line, sizeof line - 1);
   _exit(1);
 }
@@ -48,7 +48,7 @@ void watch(uintptr_t begin, uintptr_t end) {
   }
 }
 
-// Where MLX's allocator puts the data of a buffer, after its pointer: there it notes the size.
+// MLX's allocator notes the size of a buffer after its pointer, at this place.
 size_t before_data() {
   static const size_t bytes = [] {
     auto buffer = mx::allocator::allocator().malloc(64);
@@ -59,26 +59,26 @@ size_t before_data() {
   return bytes;
 }
 
-// The array of a shape and a type from byte `offset` of an open file on. Throws where this version of MLX, or the place of
+// An array of a shape and type, from byte `offset` of an open file. Throws if this version of MLX, or the alignment of
 // the array, does not allow it.
 mx::array map_array(int file, int64_t offset, const std::vector<int>& lengths, mx::Dtype dtype) {
   const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE)), note = before_data(), at = static_cast<size_t>(offset);
   const mx::Shape shape(lengths.begin(), lengths.end());
   size_t size = dtype.size();
   for (int length : shape) size *= static_cast<size_t>(length);
-  require(note == 0 || note == sizeof(size_t), "this version of MLX has its buffers in another way");
-  require(size > 0 && offset >= static_cast<int64_t>(note) && at % dtype.size() == 0, "the array does not lie on its type's bounds");
+  require(note == 0 || note == sizeof(size_t), "this version of MLX has an unknown layout of buffers");
+  require(size > 0 && offset >= static_cast<int64_t>(note) && at % dtype.size() == 0, "the array is misaligned for its type");
   const size_t first = (at - note) / page * page, length = at + size - first;
   void* pages = mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, file, static_cast<off_t>(first));
-  require(pages != MAP_FAILED, "the system maps no more files");
+  require(pages != MAP_FAILED, "the system cannot map the file");
   char* data = static_cast<char*>(pages) + (at - first);
   watch(reinterpret_cast<uintptr_t>(pages), reinterpret_cast<uintptr_t>(pages) + length);
-  if (note) std::memcpy(data - note, &size, sizeof size);  // into a page of our own
+  if (note) std::memcpy(data - note, &size, sizeof size);  // into a private page
   auto unmap = [pages, length](mx::allocator::Buffer) { munmap(pages, length); };
   return mx::array(mx::allocator::Data(mx::allocator::Buffer(data - note), unmap), shape, dtype);
 }
 
-// Has the system forget the pages of a mapped array that nobody wrote to; the next use reads them again.
+// Let the system drop unwritten pages of a mapped array; the next use reads them again.
 void forget_pages(const mx::array& array) {
   const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   const auto begin = reinterpret_cast<uintptr_t>(array.data<void>()), end = begin + array.nbytes();
@@ -86,12 +86,12 @@ void forget_pages(const mx::array& array) {
   if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
 }
 
-// Copies of evaluated arrays, side by side in one piece of memory, made by all cores. Its pages are large where the system
-// has some: weights that each token reads are read faster from them.
+// Copies of evaluated arrays, contiguous in one allocation, made by all cores. Its pages are large if available:
+// weights that each token reads are read faster from them.
 std::vector<mx::array> in_large_pages(const std::vector<mx::array>& arrays) {
   constexpr size_t LARGE = size_t{1} << 21, APART = 64, PIECE = size_t{1} << 22;
   const size_t note = before_data();
-  require(note == 0 || note == sizeof(size_t), "this version of MLX has its buffers in another way");
+  require(note == 0 || note == sizeof(size_t), "this version of MLX has an unknown layout of buffers");
   struct Piece {
     size_t to;
     const char* from;
@@ -129,7 +129,7 @@ std::vector<mx::array> in_large_pages(const std::vector<mx::array>& arrays) {
     char* data = first + places[i];
     const size_t bytes = arrays[i].nbytes();
     if (note) std::memcpy(data - note, &bytes, sizeof bytes);
-    const auto keep = [memory](mx::allocator::Buffer) {};  // it goes with the last of its arrays
+    const auto keep = [memory](mx::allocator::Buffer) {};  // freed with the last of its arrays
     copies.emplace_back(mx::allocator::Data(mx::allocator::Buffer(data - note), keep), arrays[i].shape(), arrays[i].dtype());
   }
   return copies;

@@ -1,4 +1,4 @@
-// Whether there are matrix tiles, their shapes, and products of bf16 by them.
+// Availability of matrix tiles, their shapes, and bf16 matmuls by them.
 
 #include "matrix_tiles.h"
 
@@ -22,7 +22,7 @@ bool tiles_allowed() {
 #ifdef GEARBX_TILE_TWIN
   return true;
 #else
-  constexpr long REQUEST = 0x1023, TILE_DATA = 18;  // as Linux numbers them
+  constexpr long REQUEST = 0x1023, TILE_DATA = 18;  // Linux's numbers
   static const bool allowed = syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
   return allowed;
 #endif

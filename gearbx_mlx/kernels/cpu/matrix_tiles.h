@@ -1,10 +1,10 @@
-// Matrix tiles (Intel's AMX, in servers since 2023): registers of 16 rows of 64 bytes, of which one instruction multiplies
-// two. Its time does not depend on how many vectors a tile holds, so that 16 of them cost what one does.
+// Matrix tiles (Intel's AMX, in servers since 2023): registers of 16 rows of 64 bytes, of which one instruction
+// multiplies two. Its time does not depend on the number of vectors in a tile: 16 cost as much as one.
 //
-// A is rows of numbers as they lie in memory. B has in row k, for each column, the numbers that meet dword k of A: two
-// bf16, or four bytes. C has float32, or int32, in its row m and column n: the sum over row m of A and column n of B.
+// A has rows of numbers in their memory layout. B has in row k, for each column, the factors of dword k of A: two bf16,
+// or four bytes. C has float32 or int32: row m, column n is the sum over row m of A and column n of B.
 //
-// This file has all operations on tiles, and with GEARBX_TILE_TWIN the same in plain C++, bit for bit, so that layouts and
+// This file has all operations on tiles, and with GEARBX_TILE_TWIN bit-identical ones in plain C++, so that layouts and
 // edges are tested on every processor.
 
 #pragma once
@@ -21,16 +21,16 @@
 
 namespace gearbx {
 
-// Whether this process may use tiles, and so whether all its products for which there are tiles do. The system is asked
-// once; it may refuse.
+// Whether this process may use tiles; if so, all its matmuls that have a tile kernel do. The system is asked once, and
+// may refuse.
 bool tiles_allowed();
 
 #ifdef GEARBX_TILES
 
-constexpr int TILE_HEIGHT = 16, TILE_BYTES = 64;  // of a row
+constexpr int TILE_HEIGHT = 16, TILE_BYTES = 64;  // per row
 constexpr int MAX_TILES = 8;
 
-// As the processor reads it: what rows and bytes of a row each tile has.
+// The processor's format: rows, and bytes of a row, for each tile.
 struct TileShapes {
   uint8_t palette = 1, start = 0, zeros[14] = {};
   uint16_t bytes[16] = {};
@@ -43,13 +43,13 @@ struct TileShapes {
 };
 static_assert(sizeof(TileShapes) == 64);
 
-// Gives the tiles of the calling thread these shapes; their contents are lost unless they have them already. Each piece
-// of work ends with release_tiles(), so that a thread which waits has nothing that the system would save.
+// Sets the shapes of the calling thread's tiles, whose contents are lost if the shapes change. Each piece of work ends
+// with release_tiles(), so that the system saves no tiles of a waiting thread.
 void shape_tiles(const TileShapes& shapes);
 void release_tiles();
 
-// Rows of bf16 weights, times one group of vectors or two: `x`, in the order of Paired (tile.h), of `vectors`. y has the
-// first result, those of a vector `stride` from those of the one before.
+// Rows of bf16 weights, times one or two groups of vectors: `x`, in the order of Paired (tile.h), of `vectors`. y is
+// the first result; the results of consecutive vectors are `stride` apart.
 struct Bf16Tiles {
   const uint16_t* w;
   int64_t rows, columns, steps;  // of 32 columns
@@ -104,8 +104,8 @@ inline float flushed(float value) {
   return value;
 }
 
-// The products of even places, and those of odd ones, are added up from zero, each after a rounding; then both sums are
-// added, and that to C.
+// The products of even columns, and those of odd ones, are added from zero, each with a rounding; then both sums are
+// added, and the total is added to C.
 template <int C, int A, int B>
 void add_bf16_products() {
   const auto bf16 = [](int tile, int row, int at) {
@@ -125,7 +125,7 @@ void add_bf16_products() {
     }
 }
 
-// Bytes of A are signed; those of B as OfB.
+// Bytes of A are signed; those of B have the type OfB.
 template <int C, int A, int B, class OfB>
 void add_byte_products() {
   for (int m = 0; m < tiles.shapes.rows[C]; m++)
@@ -139,7 +139,7 @@ void add_byte_products() {
 
 #else
 
-// In assembler, since the intrinsics of GCC take no template's argument for a tile, and do not say that they read memory.
+// In assembler, since GCC's intrinsics take no template argument for a tile, and do not declare that they read memory.
 template <int TILE>
 inline void zero_tile() {
   asm volatile("tilezero %%tmm%c0" ::"i"(TILE));

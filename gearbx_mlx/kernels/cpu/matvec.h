@@ -14,29 +14,29 @@ enum { GEARBX_MAX_PLANES = 8, GEARBX_MAX_VECTORS = 16 };
 // A stack of bit planes, most significant first; one plane is an ordinary affine weight of MLX.
 //
 // A plane's weight is scale * code + bias, with a scale and a bias per group of inputs. The planes of a stack share the
-// scale, each has its own biases or none, and plane i is multiplied by 2^-(widths[1] + ... + widths[i]). Where a stack is
-// the beginning of longer codes and has their biases, `middle` times the scale is added to these.
+// scale, each has its own biases or none, and plane i is multiplied by 2^-(widths[1] + ... + widths[i]). If a stack has
+// the first bits of longer codes, with their biases, `middle` times the scale is added to the biases.
 //
-// Symmetric codes are one plane without biases. A weight is scale * (code - 2^(width - 1)); for codes of 8 bits, which
-// are stored signed, it is scale * code. Rows may be padded, and may end within a group.
+// Symmetric codes are one plane without biases. A weight is scale * (code - 2^(width - 1)); for 8-bit codes, which are
+// stored signed, it is scale * code. Rows may be padded, and may end within a group.
 enum { GEARBX_AFFINE = 0, GEARBX_SYMMETRIC_GROUPS = 1, GEARBX_SYMMETRIC_ROWS = 2 };
 
 typedef struct {
   int64_t rows, columns;  // columns is a multiple of group
   int group;              // 32, 64 or 128
-  int planes;             // of 1 to 6 or 8 bits, at most 8 together
+  int planes;             // of 1 to 6 or 8 bits, at most 8 in all
   int widths[GEARBX_MAX_PLANES];           // zeros after the last
   const void* weights[GEARBX_MAX_PLANES];  // (rows, columns * width / 32) uint32; symmetric: (rows, row_bytes)
   const void* scales;                      // (rows, columns / group); GEARBX_SYMMETRIC_ROWS: (rows)
   const void* biases[GEARBX_MAX_PLANES];   // (rows, columns / group); null: zeros; symmetric: none
-  float middle;                            // 0, or of r bits that are not read (1 - 2^-r) / 2
+  float middle;                            // 0, or (1 - 2^-r) / 2 for r omitted bits
   int scale_type;                          // of scales and biases
   int kind;
-  int64_t inputs, row_bytes;  // symmetric: columns without padding; bytes from row to row
-  int x_bits;  // 0: activations as they are; 8, 16: rounded, with a step per vector and group, for integer products
-  // 0, or the rows of a panel, gearbx_panel_rows(), which are stored side by side: their first uint32, then their second
-  // one, and so on; scales and biases too. For affine stacks with x_bits, of one plane of 8 bits, or of 4 bits
-  // and perhaps a second one of 4, 2 or 1.
+  int64_t inputs, row_bytes;  // symmetric: columns without padding; bytes per row
+  int x_bits;  // 0: unquantized activations; 8, 16: quantized, with a scale per vector and group, for integer matmuls
+  // 0, or the rows of a panel, gearbx_panel_rows(), with interleaved data: the first uint32 of each row, then the
+  // second, and so on; scales and biases too. For affine stacks with x_bits, of one plane of 8 bits, or of 4 bits and
+  // possibly a second one of 4, 2 or 1.
   int panel_rows;
 } gearbx_stack;
 
@@ -44,13 +44,13 @@ typedef struct {
   int64_t rows, columns;
   const void* weights;  // (rows, columns)
   int type;
-  // 0: activations as they are. Else for weights of bf16 those of all whole groups of 32 columns are rounded to bf16, if
-  // gearbx_rounds_to_bf16(); subnormal activations, weights and sums then count as 0.
+  // 0: unquantized activations. Otherwise, for bf16 weights, those of all whole groups of 32 columns are rounded to
+  // bf16, if gearbx_rounds_to_bf16(); subnormal activations, weights and sums then count as 0.
   int x_bits;
 } gearbx_dense;
 
-// y (vectors, rows) = x (vectors, columns) times the transposed matrix, accumulated in float32, 1 to 16 vectors. The
-// weights are read once. The bits of a vector's result depend neither on other vectors nor on the number of threads.
+// y (vectors, rows) = x (vectors, columns) times the transposed matrix, accumulated in float32, 1 to 16 vectors.
+// Weights are read once. Results are batch-invariant, and independent of the number of threads.
 void gearbx_stack_matvec(const gearbx_stack* matrix, const float* x, int vectors, float* y);
 
 // Shannon entropy in bits of each row of log-probabilities or logits (rows, count).
@@ -59,44 +59,44 @@ void gearbx_entropy_bits(const float* logprobs, int64_t rows, int64_t count, flo
 // The logarithm of the sum of exponentials of each row (rows, count): y (rows).
 void gearbx_logsumexp(const float* logits, int64_t rows, int64_t count, float* y);
 
-// Of each row of logits (rows, count): the most likely token, the entropy of all in bits, the two largest
-// log-probabilities, and the largest magnitude of a logit: y (rows, 5). Numbers that are equal count each, and the first
-// one is the token; NaN counts as none.
+// For each row of logits (rows, count): the most likely token, the entropy in bits, the two largest log-probabilities,
+// and the largest magnitude of a logit: y (rows, 5). Equal numbers count separately, and the first one is the token;
+// NaN is ignored.
 void gearbx_choices(const float* logits, int64_t rows, int64_t count, float* y);
 
-// Where the `most` largest of `count` numbers are, the largest first, and of equal ones the first. There are at least as
-// many numbers. NaN is larger than none.
+// Indices of the `most` largest of at least as many numbers, in descending order, the first of equal ones first. NaN is
+// the smallest.
 void gearbx_largest(const float* x, int64_t count, int most, int64_t* places);
 
-// How a token is sampled (GumbelSampler in decoding/sampling.py). top_p 1, min_p 0 and top_k 0 keep every token. key:
-// of MLX's random numbers.
+// Settings of sampling (GumbelSampler in decoding/sampling.py). top_p 1, min_p 0 and top_k 0 keep every token. key: of
+// MLX's random numbers.
 typedef struct {
   float temp, top_p, min_p;
   int top_k;
   uint32_t key[2];
 } gearbx_sampling;
 
-// The token with the largest sum of logit over temperature and Gumbel noise, among those of `count` that the filters
-// keep. margin, if there is one: by how much it won, times the temperature; so much its logit could lose.
+// The token with the largest sum of logit over temperature and Gumbel noise, among `count` tokens that the filters
+// keep. margin, if not null: its lead, times the temperature, by which its logit could drop.
 int64_t gearbx_sampled(const float* logits, int64_t count, const gearbx_sampling* how, float* margin);
 
-// The sum of 32-bit words, modulo 2^32, on all threads, to measure how fast memory is read.
+// The sum of 32-bit words, modulo 2^32, on all threads, to measure memory bandwidth.
 uint32_t gearbx_read_sum(const uint32_t* words, int64_t count);
 
-// The rows of a panel (gearbx_stack): as many as this processor multiplies side by side.
+// The rows of a panel (gearbx_stack): the number that this processor multiplies together.
 int gearbx_panel_rows(void);
 
-// Writes what belongs to each row of a panel one row after the other. dwords, words: of a row.
+// Converts a panel's interleaved data to consecutive rows. dwords, words: per row.
 void gearbx_rows_of_dwords(const uint32_t* panel, int64_t dwords, uint32_t* rows);
 void gearbx_rows_of_words(const uint16_t* panel, int64_t words, uint16_t* rows);
 
-// Whether this processor multiplies bf16 so fast that activations are rounded to it, for weights of that type.
+// Whether this processor multiplies bf16 so fast that activations are rounded to it for bf16 weights.
 int gearbx_rounds_to_bf16(void);
 
 // 1: products are by matrix tiles (matrix_tiles.h); 0: these kernels have none; -1: the system refuses them.
 int gearbx_tiles(void);
 
-// The number of threads that compute a product, the caller's included (pool.h).
+// The number of threads of a matmul, with the caller's (pool.h).
 int gearbx_threads(void);
 
 #ifdef __cplusplus
@@ -106,7 +106,7 @@ namespace gearbx {
 inline int64_t inputs_of(const gearbx_stack& m) { return m.kind == GEARBX_AFFINE ? m.columns : m.inputs; }
 inline int64_t inputs_of(const gearbx_dense& m) { return m.columns; }
 
-// The bytes from row to row of a plane.
+// The bytes per row of a plane.
 inline int64_t bytes_of_row(const gearbx_stack& m, int plane) {
   return m.kind == GEARBX_AFFINE ? m.columns / 8 * m.widths[plane] : m.row_bytes;
 }

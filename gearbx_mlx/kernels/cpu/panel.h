@@ -1,10 +1,9 @@
 // A panel: some groups of LANES rows of a stack, in the form in which they are multiplied with any number of vectors.
-// Codes are bytes, those of all planes in one; a lane of a register has four codes of its row. Scales and offsets are
-// floats.
+// Codes are bytes, over all planes; a lane of a register has four codes of its row. Scales and offsets are floats.
 //
-// Codes of 2, 4 and 8 bits are masked where they are: register k of a dword has the codes at bit k * W of its bytes,
-// which are every (8 / W)-th, and the activations are put in that order (below). Codes of other widths, and of
-// planes of different widths, are unpacked row by row first (codes.h) and keep their order.
+// Codes of 2, 4 and 8 bits are masked in place: register k of a dword has the codes at bit k * W of its bytes, every (8
+// / W)-th code, and activations have the same order (below). Codes of other widths, and of planes of different widths,
+// are first unpacked row by row (codes.h) and keep their order.
 
 #pragma once
 
@@ -21,10 +20,10 @@
 
 namespace gearbx {
 
-constexpr int MAX_GROUPS = 16, MAX_COLUMNS = 1024;  // of a panel
-constexpr int SPARE = 64;                             // columns: the last 16 bytes of a row may end behind the panel
+constexpr int MAX_GROUPS = 16, MAX_COLUMNS = 1024;  // per panel
+constexpr int SPARE = 64;                             // columns; the last 16 bytes of a row may end behind the panel
 
-// The groups of a panel: whole registers of scales, and few enough columns for the processor's first cache.
+// The groups of a panel: whole registers of scales, and few enough columns for the processor's first-level cache.
 inline int groups_of_panel(const gearbx_stack& m) { return m.group == 32 ? 16 : 8; }
 
 struct Panel {
@@ -39,7 +38,7 @@ struct Rows {
   int count;
 };
 
-// Copies 16 bytes of each row, where the rows end.
+// Copies 16 bytes of each row at the ends of rows.
 __attribute__((noinline)) inline void copy_ends(const Rows& rows, int64_t at, uint8_t* copy) {
   const int64_t left = rows.bytes - at, size = left < 0 ? 0 : left < 16 ? left : 16;
   std::memset(copy, 0, 16 * LANES);
@@ -60,7 +59,7 @@ GEARBX_INLINE void read_dwords(const Rows& rows, int64_t at, Ints* out) {
 template <int W, int K, int TO>
 GEARBX_INLINE Ints codes_at(Ints dwords) {
 #ifdef GEARBX_NEON
-  if constexpr (K > 0 && K + W == 8 && TO == 0) return shift_bytes<K>(dwords);  // which leaves nothing to mask
+  if constexpr (K > 0 && K + W == 8 && TO == 0) return shift_bytes<K>(dwords);  // no bits remain to mask
 #endif
   return and_ints(shift_ints<TO - K>(dwords), ((1u << W) - 1) * 0x01010101u << TO);
 }
@@ -74,7 +73,7 @@ GEARBX_INLINE Ints joined(const Ints (*dwords)[D], int j) {
     return or_ints(codes, joined<W, P, K, D, I + 1>(dwords, j));
 }
 
-// Writes the codes of D dwords of each row, in P planes of W bits, from byte `at`. FLIP: with the other sign.
+// Writes the codes of D dwords of each row, in P planes of W bits, from byte `at`. FLIP: with the opposite sign.
 template <int W, int P, bool FLIP, int D>
 GEARBX_INLINE uint8_t* write_dwords(const Rows* planes, int64_t at, uint8_t* out) {
   const auto write = [&](Ints codes) __attribute__((always_inline)) {
@@ -113,7 +112,7 @@ GEARBX_INLINE void unpack_block(const uint8_t* from, bool append, uint8_t* out) 
 
 #if defined(GEARBX_AVX512_VNNI) && defined(__AVX512VBMI__)
 
-// Eight codes are W bytes: they are put together, and each byte takes its bits from them.
+// Eight codes are W bytes: they are joined, and each byte takes its bits from them.
 template <int W>
 struct Eights {
   alignas(64) uint8_t from[64], shifts[64];
@@ -146,7 +145,7 @@ GEARBX_INLINE void unpack_two(const uint8_t* from, bool append, uint8_t* out) {
 
 #endif
 
-// The same of `blocks`, of which the row has `left` bytes.
+// Unpacks `blocks` blocks, of which the row has `left` bytes.
 template <int W>
 void unpack_blocks(const uint8_t* from, int64_t left, int blocks, bool append, uint8_t* out) {
   const int whole = left < blocks * 4 * W ? static_cast<int>(left < 0 ? 0 : left / (4 * W)) : blocks;
@@ -174,13 +173,13 @@ inline void unpack_blocks(int width, const uint8_t* from, int64_t left, int bloc
   }
 }
 
-// How a stack's codes become bytes.
+// Conversion of a stack's codes to bytes.
 struct Unpacking {
-  int bits = 0;         // of all planes
-  int in_byte = 1;      // codes that are masked where they are; 1: also those that are unpacked first
+  int bits = 0;         // over all planes
+  int in_byte = 1;      // codes per byte that are masked in place; 1 also for codes that are unpacked first
   bool in_place = true;
-  bool flip;            // codes of eight bits are stored signed and products take unsigned ones, or the reverse
-  int32_t middle;       // to be added to every code
+  bool flip;            // 8-bit codes are stored signed and matmuls take unsigned ones, or the reverse
+  int32_t middle;       // added to every code
 
   Unpacking(const gearbx_stack& m, bool row_by_row) {
     const int width = m.widths[0];
@@ -217,7 +216,7 @@ inline void write_codes(const gearbx_stack& m, const Unpacking& how, int64_t row
     const int width = m.widths[0];
     return write(width, m.planes, rows, first * width / 8, end * width / 8, out);
   }
-  constexpr int STRIDE = MAX_COLUMNS + SPARE;  // rows a power of two apart would compete for lines of the cache
+  constexpr int STRIDE = MAX_COLUMNS + SPARE;  // rows a power of two apart would compete for cache lines
   alignas(64) uint8_t bytes[LANES * STRIDE];
   const int blocks = static_cast<int>((end - first) / BLOCK);
   for (int p = 0; p < m.planes; p++)
@@ -230,8 +229,8 @@ inline void write_codes(const gearbx_stack& m, const Unpacking& how, int64_t row
   write(8, 1, &unpacked, 0, end - first, out);
 }
 
-// Of 8 neighbouring codes of W bits, those at even places (K = 0) or at odd ones (K = 1), a byte for each. The lane of a
-// row has 32 / W codes: the eighth part FROM.
+// Of 8 neighboring codes of W bits, the even ones (K = 0) or odd ones (K = 1), a byte each. The lane of a row has 32 /
+// W codes; FROM selects the eighth.
 template <int W, int FROM, int K>
 GEARBX_INLINE Ints every_other(Ints dwords) {
   constexpr int AT = 8 * W * FROM;
@@ -298,8 +297,8 @@ void write_scales(const gearbx_stack& m, int64_t row, int height, int64_t first,
   write_values<T>(rows(m.scales), first, count, factor, false, out.scales);
 }
 
-// The scales of the lowest plane and the sums of the biases of all planes, `count` of them from place `at`, where rows are
-// stored side by side. The operations are those of write_scales.
+// The scales of the lowest plane and the sums of the biases of all planes, `count` of them from index `at`, for rows in
+// panels. The operations are those of write_scales.
 template <class T>
 void stored_scales(const gearbx_stack& m, int64_t at, int count, float* scales, float* offsets) {
   float factor = 1.0f;
@@ -337,13 +336,13 @@ inline void write_panel(const gearbx_stack& m, const Unpacking& how, int64_t row
 
 // Activations of 8 or 16 bits, in the order in which panels are multiplied with them.
 //
-// Activations have a step for each vector and group of inputs. The largest activation of a group is 127 steps, or 32384
-// with two bytes, which is far finer than bfloat16. Two bytes are the nearest multiple of BASE, and the rest; or a
-// number of 16 bits, for products that take words (products_of_bytes.h).
+// Activations have a scale for each vector and group of inputs. The largest activation of a group is 127 steps, or
+// 32384 with two bytes, far finer than bfloat16. Two bytes are the nearest multiple of BASE and the remainder; or a
+// 16-bit number for matmuls of words (products_of_bytes.h).
 
 constexpr int BASE = 254;
 
-// Memory that grows, and whose content is lost then. Unlike a vector it is not filled with zeros.
+// Memory that grows without keeping its content. Unlike a vector, it is not filled with zeros.
 template <class T>
 class Buffer {
  public:
@@ -360,36 +359,36 @@ class Buffer {
   int64_t size_ = 0;
 };
 
-// Columns up to a whole register of groups.
+// Columns, up to a whole register of groups.
 inline int64_t whole_blocks(int64_t columns, int group) {
   const int64_t block = int64_t{LANES} * group;
   return (columns + block - 1) / block * block;
 }
 
-// What activations of several matrices have in common, if they can be prepared once for all of them.
+// Common properties of the activations of several matrices, which are then prepared only once.
 struct Rounding {
   int64_t inputs, columns;
   int group, bytes, in_byte;
   int32_t middle;
-  bool row_by_row;  // for one vector; else panels
+  bool row_by_row;  // for one vector; otherwise panels
   bool by_tiles;    // panels by matrix tiles
   bool words() const { return AS_WORDS && bytes == 2 && !row_by_row && !by_tiles; }
-  int64_t vectors() const { return by_tiles ? 16 : TILE; }  // of a tile
+  int64_t vectors() const { return by_tiles ? 16 : TILE; }  // per tile
   bool operator==(const Rounding&) const = default;
 };
 
-// Tiles of at most Rounding::vectors(), one after the other. Of a tile: for four columns, its vectors, each with the bytes
-// of four activations, or all first bytes before all second ones, or four words. For a group, its vectors. By matrix tiles:
-// for a group its vectors, each with all first bytes; then with all second ones.
+// Tiles of at most Rounding::vectors() in sequence. In a tile, four columns have a block: of each vector the bytes of
+// four activations, or all first bytes before all second ones, or four words. A group has its vectors. With matrix
+// tiles, a group has its vectors: of each all first bytes, then of each all second ones.
 struct Rounded {
   const int8_t* x;
-  const int32_t* starts;  // the sum of rounded activations, times what is to be added to every code
+  const int32_t* starts;  // the sum of quantized activations, times the number to add to every code
   const float* steps;
-  const float* sums;  // of the rounded activations
+  const float* sums;  // of the quantized activations
 };
 
-// A group's activations in steps of which the largest is `most`, and their sum. If one is not finite, the step is NaN,
-// and with it all results of the vector. The loops have no branches, so that compilers vectorize them.
+// A group's activations in units of their scale, of which the largest is `most`, and their sum. If one is not finite,
+// the scale is NaN, and so are all results of the vector. The loops have no branches, so that compilers vectorize them.
 template <int G>
 inline float round_group(const float* x, int32_t most, int32_t* out, int32_t* sum) {
   constexpr uint32_t INFINITE = 0x7f800000;
@@ -401,7 +400,7 @@ inline float round_group(const float* x, int32_t most, int32_t* out, int32_t* su
   const float step = std::bit_cast<float>(largest) / static_cast<float>(most);
   const bool finite = largest < INFINITE, some = finite && step >= 0x1p-126f;
   const float inverse = some ? 1.0f / step : 0.0f;
-  constexpr float ROUND = 0x1.8p23f;  // adding it to a number rounds that to an integer
+  constexpr float ROUND = 0x1.8p23f;  // the sum with a number is rounded to an integer
   int32_t total = 0;
   for (int i = 0; i < G; i++) {
     out[i] = std::bit_cast<int32_t>((some ? x[i] : 0.0f) * inverse + ROUND) - std::bit_cast<int32_t>(ROUND);
@@ -411,8 +410,8 @@ inline float round_group(const float* x, int32_t most, int32_t* out, int32_t* su
   return finite ? (some ? step : 0.0f) : NAN;
 }
 
-// Rounded activations as bytes: all first ones, and all second ones if there are two. Those of words are the lower and
-// the upper half.
+// Quantized activations as bytes: all first ones, and all second ones if there are two. Bytes of words are the lower
+// and upper halves.
 template <int G, int BYTES>
 inline void to_bytes(const int32_t* whole, bool words, int8_t (*out)[G]) {
   if (words) {
@@ -431,8 +430,8 @@ inline void to_bytes(const int32_t* whole, bool words, int8_t (*out)[G]) {
   }
 }
 
-// The order of codes that are masked where they are, in 16 columns: for each dword its registers, or, row by row, for
-// each register its dwords. Words: of each register those at even places first.
+// The order of codes that are masked in place, in 16 columns: for each dword its registers, or, row by row, for each
+// register its dwords. Words: in each register, even ones first.
 inline const int8_t* order_of(const Rounding& r) {
   static constexpr int8_t BYTES[3][16] = {{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
                                           {0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15},
@@ -455,9 +454,8 @@ inline void put_in_order(const int8_t* from, const int8_t* order, int8_t* out) {
 #endif
 }
 
-// Writes byte `b` of activations `at` to `at` + 15 of one vector, for products row by row: for each register of
-// weights, those of its codes at the lowest bit, then at the next. All first bytes of a register precede the second
-// ones.
+// Writes byte `b` of activations `at` to `at` + 15 of one vector, for matmuls row by row: for each register of weights,
+// the bytes for codes at the lowest bit, then at the next. All first bytes of a register precede the second ones.
 template <int BYTES>
 inline void put_for_rows(const int8_t* ordered, int64_t at, int b, int in_byte, int8_t* out) {
   const int64_t codes = 4 * LANES * in_byte, unit = at / codes, inside = at % codes / in_byte;
@@ -466,7 +464,7 @@ inline void put_for_rows(const int8_t* ordered, int64_t at, int b, int in_byte, 
   for (int k = 0; k < in_byte; k++) std::memcpy(to + k * 4 * LANES, ordered + k * size, static_cast<size_t>(size));
 }
 
-// Writes words of 16 columns, of which there are the lower and the upper halves, for each dword of a tile of `n` vectors.
+// Writes the words of 16 columns, given as lower and upper halves, for each dword of a tile of `n` vectors.
 inline void put_words(const int8_t* lower, const int8_t* upper, int n, int8_t* out) {
   alignas(64) int8_t words[32];
 #if defined(GEARBX_AVX2)
@@ -480,7 +478,7 @@ inline void put_words(const int8_t* lower, const int8_t* upper, int n, int8_t* o
   for (int dword = 0; dword < 4; dword++) std::memcpy(out + dword * n * 8, words + 8 * dword, 8);
 }
 
-// All of a tile: `n` vectors. The tile's arrays begin at the places of its first vector.
+// A tile of `n` vectors. Its arrays start at the positions of its first vector.
 template <int G, int BYTES>
 void round_tile(const Rounding& r, const float* x, int n, int8_t* out, int32_t* starts, float* steps, float* sums) {
   constexpr int32_t MOST = BYTES == 1 ? 127 : 127 * BASE + BASE / 2 - 1;
@@ -492,7 +490,7 @@ void round_tile(const Rounding& r, const float* x, int n, int8_t* out, int32_t* 
     for (int64_t g = 0; g < r.columns / G; g++) {
       const float* from = x + v * r.inputs + g * G;
       const int64_t left = r.inputs - g * G;
-      if (left < G) {  // the columns that are padding
+      if (left < G) {  // padding columns
         std::memset(rest, 0, sizeof rest);
         if (left > 0) std::memcpy(rest, from, static_cast<size_t>(left) * 4);
         from = rest;
@@ -547,7 +545,7 @@ struct RoundingJob {
   }
 };
 
-// Rounds vectors, on all threads if there are many. The result is valid until this thread's next call.
+// Quantizes vectors, on all threads if there are many. The result is valid until this thread's next call.
 inline Rounded round_all(const Rounding& how, const float* x, int64_t vectors) {
   static thread_local Buffer<int8_t> bytes;
   static thread_local Buffer<int32_t> starts;

@@ -1,9 +1,9 @@
-// Passes over a few tokens of one text, in one call that returns when the result is there: rows of the embedding, all
-// blocks, the head. They are no operations of MLX's graph: no call waits for a thread to take them up, which a
-// system does milliseconds late where it puts that thread onto the core of one that still looks for work.
+// Forward passes over a few tokens of one sequence, in one call that returns with the result: embedding, all blocks,
+// head. They are no operations of MLX's graph, so that no call waits for a thread. A system may start that thread
+// milliseconds late if it assigns it to the core of a polling one.
 //
-// A draft is such a pass over each token in turn. What it writes into the KV cache stands behind the entries that count,
-// so that nothing has to be undone. Its head may look twice: the largest few logits are then those of a second head.
+// A draft is a sequence of such passes over one token each. They write to the KV cache behind the entries in use, so
+// that no write has to be undone. With draft rescoring, a second head computes the largest few logits again.
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/tuple.h>
@@ -17,11 +17,11 @@
 namespace gearbx {
 namespace {
 
-// A token of a draft, the entropy (bits) of its distribution, and how much its logit could lose before another one won.
+// A drafted token, the entropy (bits) of its distribution, and its margin: the loss of logit until a second token wins.
 using Following = std::tuple<int64_t, float, float>;
 
 constexpr char PASSES[] = "gearbx_passes";
-constexpr int64_t RESCORE_TOP_K = 4;  // with more, hardly another token wins
+constexpr int64_t RESCORE_TOP_K = 4;  // with more, other tokens hardly ever win
 
 template <class T>
 void widen(const T* from, int64_t count, float* to) {
@@ -35,7 +35,7 @@ void look_up(const gearbx_dense& table, int64_t row, float* to) {
   widen(static_cast<const float*>(table.weights) + at, n, to);
 }
 
-// Passes that have begun. They keep what they read, and must not outlive the entries that they write.
+// Running passes. They keep their inputs, and must not outlive the entries that they write.
 class Passes {
  public:
   Passes(std::shared_ptr<const Chain> chain, Linear head, std::optional<Linear> second, Kept kept,
@@ -46,13 +46,13 @@ class Passes {
   int64_t vocabulary() const { return head_.rows(); }
   int64_t room() const { return entries_.front().room; }
 
-  // Where the rows of the embedding go that are read next (count, inputs).
+  // Memory for the embedding's rows to read next (count, inputs).
   float* rows(int64_t count) {
     for (auto* each : {&x_, &y_}) each->resize(static_cast<size_t>(count * inputs()));
     return x_.data();
   }
 
-  // Logits (count, vocabulary) after each of these rows, the first of which stands at `offset`.
+  // Logits (count, vocabulary) after these rows, the first of which is at `offset`.
   void run(int64_t count, int64_t offset, float* logits) {
     const Positions at = {1, count, offset};
     float *from = x_.data(), *to = y_.data();
@@ -65,7 +65,7 @@ class Passes {
     state_ = from;
   }
 
-  // Those of a draft (vocabulary), after the row.
+  // Logits of a draft (vocabulary) after the row.
   void draft(int64_t offset, float* logits) {
     run(1, offset, logits);
     if (!second_) return;
@@ -80,7 +80,7 @@ class Passes {
     }
   }
 
-  // The token after the row that choose(logits, vocabulary, margin) takes, the entropy (bits) of all, and the margin.
+  // The token after the row from choose(logits, vocabulary, margin), the entropy (bits) of all tokens, and the margin.
   template <class Choose>
   Following next(int64_t offset, const Choose& choose) {
     logits_.resize(static_cast<size_t>(vocabulary()));
@@ -98,10 +98,10 @@ class Passes {
   Kept kept_;
   std::vector<Entries> entries_;
   std::vector<float> x_, y_, logits_, again_;
-  const float* state_ = nullptr;  // what the head read
+  const float* state_ = nullptr;  // input of the head
 };
 
-// Where the entries of a cache are; none if an array has another owner, since then they must not be written in place.
+// The memory of a cache's entries; null if an array has a second owner, since then it must not be written in place.
 std::optional<Entries> entries_of(mx::array& keys, mx::array& values) {
   for (mx::array* a : {&keys, &values}) {
     a->eval();
@@ -110,8 +110,7 @@ std::optional<Entries> entries_of(mx::array& keys, mx::array& values) {
   return Entries{keys.data<float>(), values.data<float>(), keys.shape(2)};
 }
 
-// None where memory was given up, or other arrays share the entries of a cache. `second_of`: the head at which drafts
-// look twice.
+// Null if memory was offloaded, or other arrays share the cache's entries. `second_of`: the head for draft rescoring.
 std::optional<nb::capsule> begin(const nb::capsule& chain_of, const nb::capsule& head_of,
                                  const std::vector<mx::array*>& keys, const std::vector<mx::array*>& values,
                                  const std::optional<nb::capsule>& second_of) {
@@ -131,7 +130,7 @@ std::optional<nb::capsule> begin(const nb::capsule& chain_of, const nb::capsule&
     }
   }
   require(head.value.inputs() == chain->inputs(), "the blocks and the head differ in width");
-  require(keys.size() == chain->blocks.size() && values.size() == keys.size(), "each block has its keys and values");
+  require(keys.size() == chain->blocks.size() && values.size() == keys.size(), "each block needs keys and values");
   std::vector<Entries> entries;
   for (size_t i = 0; i < keys.size(); i++) {
     const Block& block = chain->blocks[i]->block();
@@ -146,7 +145,7 @@ std::optional<nb::capsule> begin(const nb::capsule& chain_of, const nb::capsule&
   return in_capsule(PASSES, Passes(chain, head.value, second, std::move(*kept), std::move(entries)));
 }
 
-// Passes, with the rows of these tokens looked up. table: a row for each token.
+// Passes over the embeddings of these tokens. table: a row per token.
 Passes& looked_up(const nb::capsule& passes_of, mx::array& table, const std::vector<int64_t>& tokens, int64_t offset) {
   auto& passes = const_cast<Passes&>(from_capsule<Passes>(PASSES, passes_of));
   const auto count = static_cast<int64_t>(tokens.size());

@@ -19,7 +19,7 @@
 namespace gearbx {
 namespace {
 
-// How long a thread polls for work before it sleeps: about the time between two layers of one token.
+// The time for which a thread polls for work before it sleeps: about that between two layers of one token.
 constexpr std::chrono::microseconds PATIENCE(50);
 constexpr int MAX_THREADS = 256;
 
@@ -31,7 +31,7 @@ inline void breathe() {
 #endif
 }
 
-// Polls ready() and returns true once it does; false after PATIENCE. The clock is read only where that takes a while.
+// Polls ready() and returns true when it does; false after PATIENCE. The clock is read only after some polls.
 template <class Ready>
 bool spin_until(Ready ready) {
   std::chrono::steady_clock::time_point end{};
@@ -46,7 +46,7 @@ bool spin_until(Ready ready) {
   }
 }
 
-// A Mac chooses cores by what a thread is for: it runs this one on performance cores while some are free.
+// A Mac chooses cores by a thread's class: this class runs on performance cores while some are free.
 void prefer_fast_cores() {
 #if defined(__APPLE__)
   pthread_set_qos_class_self_np(QOS_CLASS_USER_INTERACTIVE, 0);
@@ -81,14 +81,14 @@ class Pool {
   }
 
  private:
-  // Every thread begins with a range of its own, since memory is read fastest in order; then it helps the others.
+  // Every thread starts with its own range, since memory is read fastest in order; then it helps the others.
   //
-  // A ticket is the range's end << 32 | next piece, in one word. A thread that adds 1 to it owns the piece that it found
-  // there, whichever call of run() the ticket is from by then: work_ and context_ were written before the ticket, and
-  // cannot change before that piece is finished. Threads look before they add, so that each adds once too often at most.
+  // A ticket is the range's end << 32 | next piece, in one word. A thread that adds 1 to it owns the piece that it
+  // found, in any call of run(): work_ and context_ were written before the ticket, and cannot change before that piece
+  // is finished. Threads read before they add, so that each adds at most once too often.
   static bool is_open(uint64_t ticket) { return (ticket & 0xffffffff) < ticket >> 32; }
 
-  // Does pieces until none is left, and counts them at the end: each count takes a cache line from another thread.
+  // Computes pieces until none is left, and counts them only at the end, because a count takes others' cache line.
   void take_pieces(int own) {
     int done = 0;
     for (int i = 0; i < threads_; i++) {
@@ -118,7 +118,7 @@ class Pool {
     }
   }
 
-  static constexpr size_t LINE = 64;  // bytes: what a thread that works writes does not delay one that polls
+  static constexpr size_t LINE = 64;  // bytes; writes to one line do not delay polls of the next
 
   struct alignas(LINE) Ticket {
     std::atomic<uint64_t> value{0};
@@ -135,7 +135,7 @@ class Pool {
   std::condition_variable awake_, finished_;
 };
 
-// Never destroyed, because its threads may run while the process ends.
+// Never destroyed, because its threads may run at the end of the process.
 struct Shared {
   std::atomic_flag busy = ATOMIC_FLAG_INIT;
   Pool pool{thread_count()};
@@ -144,7 +144,7 @@ struct Shared {
 std::atomic<Shared*> shared{nullptr};
 std::mutex* making = new std::mutex;
 
-// A forked child has no such threads, and makes its own.
+// A forked child has no such threads, and starts new ones.
 void forget_threads() {
   shared.store(nullptr);
   making = new std::mutex;
@@ -162,7 +162,7 @@ Shared* get_shared() {
   return now;
 }
 
-// Cores that are worth a thread. Slow ones are not: a call waits for its slowest piece (AION 6.2.5).
+// Cores that justify a thread. Slow ones do not, because a call waits for its slowest piece (AION 6.2.5).
 long count_cores(bool slow_ones_too) {
   const int fast = slow_ones_too ? 0 : fast_cores();
   return fast > 0 ? fast : static_cast<long>(std::thread::hardware_concurrency());
@@ -190,7 +190,7 @@ void share_out(int pieces, void (*work)(const void*, int), const void* context) 
   for (int i = 0; i < pieces; i++) work(context, i);
 }
 
-// The memory bandwidth of this machine, to compare kernels with: a plain sum on all threads.
+// The memory bandwidth of this machine, as reference for kernels: a plain sum on all threads.
 
 namespace {
 

@@ -1,4 +1,4 @@
-// Products of matrices and vectors as operations of MLX's graph, and the Python module of all kernels.
+// Matmuls as operations of MLX's graph, and the Python module of all kernels.
 
 #include "graph.h"
 
@@ -24,7 +24,7 @@ class StackMatvec : public Operation {
   StackForm form_;
 };
 
-// A product with symmetric codes. Inputs: x, weight, scales.
+// A matmul with symmetric codes. Inputs: x, weight, scales.
 class SymmetricMatvec : public Operation {
  public:
   SymmetricMatvec(mx::Stream s, int bits, int x_bits) : Operation(s), bits_(bits), x_bits_(x_bits) {}
@@ -98,7 +98,7 @@ mx::array dense_matvec(const mx::array& x, const mx::array& weight, int x_bits) 
                 {in_float32(x, s), in_rows(weight, s)});
 }
 
-// Products of mixtures of experts: mx::gather_mm and mx::gather_qmm for single vectors.
+// Matmuls of mixtures of experts: mx::gather_mm and mx::gather_qmm for single vectors.
 
 class StackExperts : public Experts {
  public:
@@ -163,7 +163,7 @@ mx::array dense_experts(const mx::array& x, const mx::array& weight, mx::array i
 
 typedef void (*OfRows)(const float* x, int64_t rows, int64_t count, float* y);
 
-// What a function reads off each row of logits or log-probabilities.
+// A reduction of each row of logits or log-probabilities.
 class Reading : public Operation {
  public:
   Reading(mx::Stream s, OfRows read) : Operation(s), read_(read) {}
@@ -182,7 +182,7 @@ class Reading : public Operation {
   OfRows read_;
 };
 
-// `each` numbers of a row (..., each); 0: one, without an axis of its own.
+// `each` numbers per row (..., each); 0: one, without a separate axis.
 template <OfRows read, int each>
 mx::array reading(const mx::array& x) {
   const auto s = mx::default_stream(mx::Device::cpu);
@@ -193,7 +193,7 @@ mx::array reading(const mx::array& x) {
   return mx::array(shape, mx::float32, std::make_shared<Reading>(s, read), {in_float32(x, s)});
 }
 
-// The token that is sampled from a row of logits (gearbx_sampled); the key (2,) is read when the row is.
+// The token sampled from a row of logits (gearbx_sampled); the key (2,) is read together with the row.
 class Sampled : public Operation {
  public:
   Sampled(mx::Stream s, gearbx_sampling how) : Operation(s), how_(how) {}

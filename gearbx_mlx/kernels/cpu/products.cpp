@@ -1,4 +1,4 @@
-// Builds products of any number of vectors, and of mixtures of experts, from products of a few vectors.
+// Builds matmuls of any number of vectors, and of mixtures of experts, from matmuls of a few vectors.
 
 #include "products.h"
 
@@ -21,7 +21,7 @@ void multiply(const gearbx_dense& m, const float* x, int n, float* y) { gearbx_d
 void multiply(const gearbx_exact& m, const float* x, int n, float* y) { gearbx_exact_product(&m, x, n, y); }
 void multiply(const gearbx_codebook& m, const float* x, int n, float* y) { gearbx_codebook_product(&m, x, n, y); }
 
-// How many vectors the kernel of a matrix takes at once.
+// The number of vectors that the kernel of a matrix takes at once.
 template <class Matrix>
 constexpr int64_t most_vectors(const Matrix&) {
   return GEARBX_MAX_VECTORS;

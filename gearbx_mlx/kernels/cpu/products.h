@@ -1,4 +1,4 @@
-// Products of any number of vectors, and of mixtures of experts. Plain C, so that a test can call them without Python.
+// Matmuls of any number of vectors, and of mixtures of experts. Plain C, so that a test can call them without Python.
 
 #pragma once
 
@@ -9,19 +9,19 @@ extern "C" {
 #endif
 
 // y (vectors, rows) = x (vectors, columns) times the transposed matrix. The weights are read once for every 512
-// vectors; packed ones without x_bits once for every 16. The bits of a vector's result do not depend on other vectors.
+// vectors; packed ones without x_bits once for every 16. The results are batch-invariant.
 void gearbx_stack_product(const gearbx_stack* matrix, const float* x, int64_t vectors, float* y);
 void gearbx_dense_product(const gearbx_dense* matrix, const float* x, int64_t vectors, float* y);
 
-// y[i] = x times the transposed matrix i, for matrices of equal columns. Each result has the bits of a product of its
-// own. Threads start once, and activations are prepared once, for neighbours of equal type and x_bits; of stacks, of
-// equal group, x_bits and order of codes.
+// y[i] = x times the transposed matrix i, for matrices of equal columns. Each result is bit-identical to a separate
+// matmul. Threads start once, and activations are prepared once, for neighbors of equal type and x_bits; for stacks
+// also of equal group, x_bits and order of codes.
 void gearbx_stack_products(const gearbx_stack* const* matrices, int count, const float* x, int64_t vectors,
                            float* const* y);
 void gearbx_dense_products(const gearbx_dense* const* matrices, int count, const float* x, int64_t vectors,
                            float* const* y);
 
-// The products to compute: pair p is vector `vector[p]` of x times the matrix of expert `expert[p]`.
+// The pairs to compute: pair p is vector `vector[p]` of x times the matrix of expert `expert[p]`.
 typedef struct {
   int64_t count;
   int experts;
@@ -30,8 +30,8 @@ typedef struct {
 } gearbx_pairs;
 
 // y (count, rows). `first` is the first expert's matrix; the others follow it in memory. An expert's weights are read
-// as often as for a product of its vectors, and not at all if it has none. The bits of a pair's result do not depend on other
-// pairs. The result for an expert that does not exist is NaN.
+// as often as for a matmul of its vectors, and not at all without vectors. A pair's bits do not depend on other pairs.
+// The result for an expert that does not exist is NaN.
 void gearbx_stack_experts(const gearbx_stack* first, const gearbx_pairs* pairs, const float* x, float* y);
 void gearbx_dense_experts(const gearbx_dense* first, const gearbx_pairs* pairs, const float* x, float* y);
 
@@ -41,7 +41,7 @@ void gearbx_dense_experts(const gearbx_dense* first, const gearbx_pairs* pairs, 
 namespace gearbx {
 
 // Each y (vectors, rows of its matrix) = x times the transposed matrix, for any number of vectors. Activations are
-// rounded once for neighbours of equal columns, groups and order of codes. All of them have x_bits.
+// quantized once for neighbors of equal columns, groups and order of codes. All of them have x_bits.
 void integer_products(const gearbx_stack* const* matrices, int count, const float* x, int64_t vectors, float* const* y);
 
 }  // namespace gearbx

@@ -1,10 +1,10 @@
-// Sums of products of codes and activations as bytes: four of each row at a time, by the processor's own instruction
-// where there is one.
+// Sums of byte products of codes and activations: four of each row at a time, by the processor's instruction if it has
+// one.
 //
-// Sums<NARROW> are added to over at most RUN steps of four columns: begin, add, ..., add, end. NARROW codes have at
-// most four bits and are unsigned; others are stored as SIGNED_BYTES says.
+// Sums<NARROW> take at most RUN steps of four columns: begin, add, ..., add, end. NARROW codes have at most four bits
+// and are unsigned; other codes are stored as in SIGNED_BYTES.
 //
-// Where AS_WORDS, activations of two bytes are not multiplied byte by byte: WordSums take them whole, and codes unsigned.
+// With AS_WORDS, two-byte activations are not multiplied byte by byte: WordSums take whole words, and unsigned codes.
 
 #pragma once
 
@@ -63,13 +63,13 @@ constexpr bool SIGNED_BYTES = true;
 
 #if defined(GEARBX_AVX2)
 
-// Adds to a sum, now: compilers would rather add all products of a run in pairs, and have no registers for so many.
+// Adds to a sum at once: compilers would add all products of a run in pairs, and lack registers for that.
 GEARBX_INLINE void add_now(Ints& sum, Ints a) {
   sum = add_ints(sum, a);
   asm("" : "+x"(sum));
 }
 
-// Of narrow codes, sums fit 16 bits over a whole run: 15 * 127 * 2 * RUN < 2^15. Others give their sign to the
+// Sums of narrow codes fit 16 bits over a whole run: 15 * 127 * 2 * RUN < 2^15. Other codes give their sign to the
 // activation, and the sum of two products fits: 128 * 127 * 2.
 template <bool NARROW>
 struct Sums {
@@ -123,14 +123,14 @@ struct Sums {
 
 #if defined(GEARBX_AVX2) && !defined(GEARBX_AVX512_VNNI) && !defined(GEARBX_VNNI)
 
-// A byte by byte product takes nine operations for four columns, where this takes four, and two for any number of vectors.
+// A byte-by-byte product takes nine operations for four columns; this takes four, and two for any number of vectors.
 constexpr bool AS_WORDS = true;
 
 struct WordSums {
   Ints sums;
   GEARBX_INLINE void begin(Ints before) { sums = before; }
   GEARBX_INLINE Ints end(Ints) const { return sums; }
-  // Codes at even places, then those at odd ones, each with two activations of 16 bits.
+  // Even codes, then odd ones, each with two 16-bit activations.
   GEARBX_INLINE void add(Ints even, Ints odd, const int8_t* x) {
     add_now(sums, _mm256_madd_epi16(even, all_bytes(x)));
     add_now(sums, _mm256_madd_epi16(odd, all_bytes(x + 4)));
@@ -151,10 +151,10 @@ struct WordSums;
 
 #endif
 
-// Whether codes of so many bits are stored signed where they meet activations of X bytes, in panels.
+// Whether panels store codes of `bits` bits signed for activations of X bytes.
 constexpr bool are_signed(int bits, int x_bytes) { return SIGNED_BYTES && bits > 4 && !(AS_WORDS && x_bytes == 2); }
 
-// Adds the products of codes and COUNT times four activations, one after the other, to as many sums.
+// Adds the products of codes and COUNT times four consecutive activations to as many sums.
 template <int COUNT, bool NARROW>
 GEARBX_INLINE void add_all(Ints codes, const int8_t* x, Sums<NARROW>* sums) {
   int i = 0;

@@ -1,8 +1,8 @@
-// Registers in which each lane is another row of a matrix, so that no sum crosses lanes: sixteen rows with AVX-512,
-// four with NEON, else eight. A lane of Ints is an integer or four codes; a lane of Floats belongs to the same row.
+// Registers in which each lane is a different row of a matrix, so that no sum crosses lanes: sixteen rows with AVX-512,
+// four with NEON, otherwise eight. A lane of Ints has an integer or four codes, a lane of Floats a number of that row.
 //
-// Products multiply codes and activations as bytes, four at a time, by the processor's own instruction where there is
-// one. NARROW codes have at most four bits. Every operation on floats is the same in each lane of every form.
+// Matmuls multiply codes and activations as bytes, four at a time, by the processor's instruction if it has one. NARROW
+// codes have at most four bits. Every operation on floats is the same in each lane of every form.
 
 #pragma once
 
@@ -65,7 +65,7 @@ inline Floats load_values(const float* p) { return load_floats(p); }
 inline Floats load_values(const Bf16* p) { return bf16_to_floats(vld1_u16(&p->bits)); }
 inline Floats load_values(const Fp16* p) { return fp16_to_floats(vld1_u16(&p->bits)); }
 
-// Additions of neighbours keep groups in order.
+// Additions of neighbors keep groups in order.
 template <int R>
 GEARBX_INLINE Ints fold(Ints a, Ints b) {
   static_assert(R == 2);
@@ -100,7 +100,7 @@ namespace gearbx {
 #if defined(GEARBX_AVX512_VNNI)
 
 constexpr int LANES = 16;
-constexpr int DWORDS = 16;  // of a row that are read at once where there are so many; else 4
+constexpr int DWORDS = 16;  // of a row that are read at once if there are enough; otherwise 4
 constexpr int TILE = 8;  // vectors at a time: their sums stay in registers
 typedef __m512i Ints;
 typedef __m512 Floats;
@@ -137,7 +137,7 @@ inline Floats load_values(const Fp16* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 
-// Two registers, of which R lanes each belong together, become one, of which R / 2 do, by additions.
+// Two registers, with groups of R lanes, become one with groups of R / 2 lanes, by additions.
 template <int R>
 GEARBX_INLINE Ints fold(Ints a, Ints b) {
   if constexpr (R == 16) return add_ints(_mm512_shuffle_i64x2(a, b, 0x44), _mm512_shuffle_i64x2(a, b, 0xee));
@@ -174,11 +174,11 @@ GEARBX_INLINE void transpose_dwords(Ints a, Ints b, Ints c, Ints d, Ints* out) {
   out[3] = _mm512_unpackhi_epi64(q, s);
 }
 
-// 4 * D bytes of each row, `stride` bytes apart: register j has dword j of every row. Whole lines of the cache are read
-// at once: rows a power of two apart compete for few places in it.
+// 4 * D bytes of each row, `stride` bytes apart: register j has dword j of every row. Whole cache lines are read at
+// once, because rows a power of two apart compete for the same few lines.
 template <int D>
 GEARBX_INLINE void transpose(const uint8_t* p, int64_t stride, Ints* out) {
-  Ints rows[4][4];  // of i: rows i, i + 4, i + 8 and i + 12, whose quarters stand side by side afterwards
+  Ints rows[4][4];  // row i: rows i, i + 4, i + 8 and i + 12, whose quarters become adjacent
   for (int i = 0; i < 4; i++) {
     if constexpr (D == 16) {
       for (int k = 0; k < 4; k++) rows[i][k] = load_ints(p + (i + 4 * k) * stride);

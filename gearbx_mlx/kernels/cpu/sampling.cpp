@@ -1,8 +1,8 @@
-// What is read off rows of logits or log-probabilities: their entropy, the logarithm of their sum of exponentials, and
-// the two largest. Over a whole vocabulary MLX's operations take a noticeable part of a token's time.
+// Reductions of rows of logits or log-probabilities: entropy, the logarithm of the sum of exponentials, and the two
+// largest numbers. Over a whole vocabulary, MLX's operations take a noticeable part of a token's time.
 //
-// A row is read in pieces of one size, on several threads, and what the pieces give is put together in their order: so
-// results depend neither on the number of threads nor on other rows.
+// Threads read a row in pieces of one size, and the pieces' results are merged in order: results depend neither on the
+// number of threads nor on other rows.
 
 #include <algorithm>
 #include <cmath>
@@ -18,7 +18,7 @@ namespace gearbx {
 namespace {
 
 constexpr float LARGEST = 3.4028235e38f;
-constexpr int64_t PIECE = 8192;  // numbers: to start threads takes as long as to read some thousand
+constexpr int64_t PIECE = 8192;  // numbers; starting threads takes as long as reading some thousand
 
 // NaN counts as 0, +inf as 1e4 and -inf as -1e4 (GEARBX 10.1).
 inline Floats sane(Floats z) {
@@ -35,7 +35,7 @@ inline Floats load_sane(const float* row, int64_t i, int64_t count) {
   return load_some(numbers, count - i, -INFINITY);
 }
 
-// The sums of exp(z) and of exp(z) z over some numbers, where z is the distance to the highest of them.
+// Sums of exp(z) and exp(z) z over some numbers, with z the distance to the highest of them.
 struct Moments {
   double highest, total, weighted;
 };
@@ -53,7 +53,7 @@ Moments moments_of(const float* row, int64_t count) {
   return {static_cast<double>(largest(highest_lanes)), sum_of(total), sum_of(weighted)};
 }
 
-// Those of all pieces.
+// The moments of all pieces.
 Moments joined(const Moments* pieces, int64_t count) {
   Moments all = {pieces[0].highest, 0, 0};
   for (int64_t i = 1; i < count; i++) all.highest = std::max(all.highest, pieces[i].highest);
@@ -109,7 +109,7 @@ bool has_no_number(const float* row, int64_t count) {
   return std::isnan(sum_of(sum));
 }
 
-// As MLX's, of rows that contain an infinity or NaN.
+// Equals MLX's result for rows with an infinity or NaN.
 float plain_logsumexp(const float* row, int64_t count) {
   float highest = -INFINITY;
   for (int64_t i = 0; i < count; i++) {
@@ -133,7 +133,7 @@ float entropy_of(const Moments& m, int64_t count) {
   return static_cast<float>(found < 0 ? 0 : found > most ? most : found);
 }
 
-// The two largest numbers of a row, the place of the largest, the first of equal ones, and the largest magnitude.
+// The two largest numbers of a row, the index of the largest (the first of equal ones), and the largest magnitude.
 struct Best {
   int64_t place = 0;
   float first = -INFINITY, second = -INFINITY, magnitude = 0;
@@ -143,7 +143,7 @@ struct Best {
     else if (x > second) second = x;
   }
 
-  void take(const Best& other) {  // of numbers behind these
+  void take(const Best& other) {  // `other`: of later numbers
     const float next = other.second;
     take(other.first, other.place);
     take(next, other.place);
@@ -151,7 +151,7 @@ struct Best {
   }
 };
 
-// Of the numbers from `begin` to `end`, less `total` each, as MLX subtracts it; the magnitude is that of the numbers.
+// The best of the numbers from `begin` to `end`, less `total` each, as in MLX; the magnitude is that of the numbers.
 Best best_of(const float* row, int64_t begin, int64_t end, float total) {
   Best best;
   Floats magnitude = all(0);
@@ -229,15 +229,15 @@ extern "C" void gearbx_largest(const float* x, int64_t count, int most, int64_t*
   for (; i < count; i++) take(i);
 }
 
-// The token that is sampled from a row of logits: mlx-lm's filters, then Gumbel noise as MLX makes it, which is computed
-// only for tokens that could still win.
+// The token sampled from a row of logits: mlx-lm's filters, then Gumbel noise as in MLX, computed only for tokens that
+// can still win.
 
 namespace gearbx {
 namespace {
 
-constexpr float MAX_BELOW = 16;  // nats below the largest logit, where the tokens of a nucleus are looked for first
+constexpr float MAX_BELOW = 16;  // nats below the largest logit, the first range for the tokens of a nucleus
 
-// As many numbers as lie side by side, of `count` that are left; -inf after their end.
+// A register of the `count` remaining numbers; -inf after their end.
 inline Floats load_row(const float* row, int64_t count) {
   return count >= LANES ? load(row) : load_some(row, count, -INFINITY);
 }
@@ -249,7 +249,7 @@ std::vector<float> at_least(const float* logits, int64_t count, float least) {
   return found;
 }
 
-// The least logit of the fewest tokens that have a share `p` of all probability together.
+// The lowest logit of the fewest tokens with a total probability of at least `p`.
 float nucleus(const float* logits, int64_t count, float highest, float p) {
   double total = 0;
   for (int64_t i = 0; i < count; i += LANES) total += sum_of(exponential(load_row(logits + i, count - i) - all(highest)));
@@ -266,7 +266,7 @@ float nucleus(const float* logits, int64_t count, float highest, float p) {
   return -INFINITY;
 }
 
-// The least logit that mlx-lm's filters keep, one after the other.
+// The lowest logit that mlx-lm's filters keep, applied in sequence.
 float least_kept(const float* logits, int64_t count, float highest, const gearbx_sampling& how) {
   float least = -INFINITY;
   if (how.top_p > 0 && how.top_p < 1) least = nucleus(logits, count, highest, how.top_p);
@@ -281,7 +281,7 @@ float least_kept(const float* logits, int64_t count, float highest, const gearbx
   return least;
 }
 
-// The hash of MLX's random numbers, Threefry-2x32 (Salmon et al., 2011): of uint32, or of several at once.
+// The hash of MLX's random numbers, Threefry-2x32 (Salmon et al., 2011), of one or several uint32.
 template <class T>
 std::pair<T, T> hashed(const uint32_t key[2], T a, T b) {
   constexpr int ROTATIONS[2][4] = {{13, 15, 26, 6}, {17, 29, 16, 24}};
@@ -294,7 +294,7 @@ std::pair<T, T> hashed(const uint32_t key[2], T a, T b) {
   return {a, b};
 }
 
-// The winner so far, and the largest sum of another token. What cannot exceed `bar` is not looked at.
+// The winner so far, and the largest sum of the other tokens. Numbers that cannot exceed `bar` are skipped.
 struct Sampled {
   int64_t token;
   bool wants_second;
@@ -310,11 +310,11 @@ struct Sampled {
   }
 };
 
-constexpr float MAX_NOISE = 16.7f;  // that of the largest u
+constexpr float MAX_NOISE = 16.7f;  // for the largest u
 constexpr float SLACK = 2e-7f;       // u is rounded to a float
 
-// Offers the tokens from `first` on, whose logits are z, to `best`. Noise above d has a u above exp(-exp(-d)), and so
-// 1 - u is below exp(-d): that is compared first.
+// Offers the tokens from `first` on, with logits z, to `best`. Noise above d has a u above exp(-exp(-d)), and therefore
+// 1 - u below exp(-d), which is compared first.
 void take_lanes(Sampled& best, int64_t first, Floats z, Ints bits, float least, float inverse_temp) {
   const Floats scaled = z * all(inverse_temp);
   const Floats most = exponential(-larger(all(best.bar()) - scaled, all(0)));
@@ -338,7 +338,7 @@ extern "C" int64_t gearbx_sampled(const float* logits, int64_t count, const gear
   gearbx_largest(logits, count, 1, &likeliest);
   const float least = least_kept(logits, count, logits[likeliest], *how), inverse_temp = 1 / how->temp;
   Sampled best = {likeliest, margin != nullptr};
-  // MLX hashes a place in the first half of a row together with one in the second; an odd one is left in the middle.
+  // MLX hashes an index in the first half of a row with one in the second; an odd middle one is hashed separately.
   const int64_t half = count / 2, second = count - half;
   if (second > half && logits[half] >= least)
     best.take(half, logits[half] * inverse_temp, hashed<uint32_t>(how->key, static_cast<uint32_t>(half), 0).first);

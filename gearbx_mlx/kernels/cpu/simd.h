@@ -1,8 +1,8 @@
-// Vectors of eight floats: AVX2 or NEON if the compiler targets it, else vectors of GCC and Clang, which work on every
+// Vectors of eight floats: AVX2 or NEON if the compiler targets it, otherwise vectors of GCC and Clang, for every
 // processor.
 //
-// Every operation that rounds is explicit here, so that results do not depend on how the compiler treats the loops
-// around.
+// Every operation that rounds is explicit here, so that results do not depend on the compiler's treatment of the loops
+// around it.
 
 #pragma once
 
@@ -17,8 +17,8 @@
 #define GEARBX_NEON 1
 #include <arm_neon.h>
 
-// Vectors of eight floats in the two registers that they need on a 64-bit ARM. A type of their own: GCC keeps its
-// vectors of 32 bytes in memory there.
+// Vectors of eight floats in two registers of a 64-bit ARM. They are a separate type, because GCC keeps its vectors of
+// 32 bytes in memory there.
 namespace gearbx {
 
 struct F8 {
@@ -56,7 +56,7 @@ inline void store8(float* p, F8 a) {
   vst1q_f32(p + 4, a.high);
 }
 
-// Loads are instructions of their own, so that compilers do not repeat them.
+// Loads are explicit instructions, so that compilers do not repeat them.
 inline F8 hold(F8 a) { return a; }
 
 // The sums of four vectors, in the order of sum8.
@@ -73,8 +73,7 @@ inline float32x4_t sums4(F8 a, F8 b, F8 c, F8 d) {
 
 #endif
 
-// For functions that run for every few bytes: a call, or a value that goes through memory, would take longer than the
-// work.
+// For functions that run for every few bytes: a call, or a value in memory, would take longer than the work.
 #define GEARBX_INLINE inline __attribute__((always_inline))
 
 namespace gearbx {
@@ -171,8 +170,8 @@ inline float rounded_to_bf16(float value) {
 }
 inline float rounded_to_fp16(float value) {
   const float size = value < 0 ? -value : value;
-  if (!(size < 65520.0f)) return size >= 65520.0f ? value * INFINITY : value;  // infinite, or NaN
-  const float rounding = size < 0x1p-14f ? 0x1p-1f : 0.0f;  // below normal numbers the step is 2^-24
+  if (!(size < 65520.0f)) return size >= 65520.0f ? value * INFINITY : value;  // infinity or NaN
+  const float rounding = size < 0x1p-14f ? 0x1p-1f : 0.0f;  // for subnormal numbers the step is 2^-24
   if (rounding != 0.0f) return value < 0 ? -((size + rounding) - rounding) : (size + rounding) - rounding;
   uint32_t bits;
   std::memcpy(&bits, &value, 4);

@@ -1,5 +1,5 @@
-// Sixteen float32 side by side, which is what products over rows of floats add up: one register of AVX-512, or an even
-// and an odd vector of eight. Both give the same bits. Dense rows by AVX2 add up eight (tile.h).
+// Sixteen float32, the sums of matmuls over rows of floats: one register of AVX-512, or an even and an odd vector of
+// eight. Both are bit-identical. AVX2 uses eight sums for dense rows (tile.h).
 
 #pragma once
 
@@ -69,7 +69,7 @@ inline F16 hold(F16 a) {
 }
 
 #ifdef __AVX512BF16__
-// 32 bf16, whose products are added up in pairs: each of sixteen sums gets the products of two neighbours.
+// 32 bf16, whose products are added in pairs: each of sixteen sums gets the products of two neighbors.
 #define GEARBX_PAIRS 1
 typedef __m512i Pairs;
 
@@ -81,7 +81,7 @@ inline Pairs hold(Pairs a) {
   asm("" : "+v"(a));
   return a;
 }
-// The nearest bf16 of 32 numbers, but zeros for subnormal ones.
+// The nearest bf16 of 32 numbers; zeros for subnormal ones.
 inline Pairs round32(const float* p) {
   return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(_mm512_loadu_ps(p + 16), _mm512_loadu_ps(p)));
 }

@@ -1,4 +1,4 @@
-// Divides the rows of a matrix into pieces of work, and many vectors into chunks that a kernel takes at once.
+// Divides the rows of a matrix into pieces of work, and many vectors into a kernel's chunks.
 
 #pragma once
 
@@ -8,8 +8,8 @@
 
 namespace gearbx {
 
-// Pieces are large enough that taking one takes no time compared with its work, and small enough that a thread which
-// the system does not run delays little.
+// Taking a piece takes little time compared with its work, but pieces are small enough that a suspended thread delays
+// little.
 struct Pieces {
   int64_t rows, height;
   int count;
@@ -27,10 +27,10 @@ struct Pieces {
   int64_t first(int piece) const { return piece * height < rows ? piece * height : rows; }
 };
 
-constexpr int64_t MAX_AT_ONCE = 512;  // vectors: for more, activations would take memory, and gain nothing
+constexpr int64_t MAX_AT_ONCE = 512;  // vectors; with more, activations would take memory without a gain in speed
 
-// Calls run(first, count) for chunks of at most `most` whose sizes differ by at most one: nine and eight for seventeen
-// vectors. To read the weights for sixteen vectors and again for one would take longer.
+// Calls run(first, count) for chunks of at most `most` vectors of nearly equal size: nine and eight for seventeen
+// vectors. Reading the weights for sixteen vectors and again for one would take longer.
 template <class Run>
 void in_chunks(int64_t vectors, Run run, int64_t most = GEARBX_MAX_VECTORS) {
   const int64_t chunks = (vectors + most - 1) / most;

@@ -1,5 +1,5 @@
-// Eight codes of any width are moved at a time: to the lower bits of eight bytes, and from there side by side. Codes that
-// are to be found are bytes from the start. Of a group, sums go along 16 lanes, in an order that no compiler changes.
+// Eight codes of any width are moved at a time: to the lower bits of eight bytes, and from there to packed form. New
+// codes are bytes from the start. Sums over a group use 16 lanes, in an order that no compiler changes.
 
 #include "split_codes.h"
 
@@ -30,7 +30,7 @@ constexpr uint64_t upper(int size) {
   return fields(2 * N, size) ^ fields(N, size);
 }
 
-// Eight codes of W bits, one after the other, to eight bytes: upper halves move up, of all, of fours and of pairs.
+// Eight consecutive codes of W bits, to eight bytes: upper halves move up, of all, of fours and of pairs.
 template <int W>
 uint64_t apart(uint64_t v) {
   v = (v & fields(4 * W, 64)) | (v & upper<4 * W>(64)) << (32 - 4 * W);
@@ -72,7 +72,7 @@ constexpr Pack PACK[] = {pack_row<1>, pack_row<2>, pack_row<3>, pack_row<4>,
                          pack_row<5>, pack_row<6>, pack_row<7>, pack_row<8>};
 
 constexpr int SUMS = 16;
-constexpr float WHOLE = 12582912.0f;  // added to a number below 2^22, it leaves the nearest whole one, ties to even
+constexpr float WHOLE = 12582912.0f;  // added to a number below 2^22, it gives the nearest integer, ties to even
 
 float sum_of(const float* lanes) {
   float sum = lanes[0];
@@ -90,12 +90,12 @@ float rounded_to(float value) {
 template <int GROUP>
 void nearest(const float* w, float step, float offset, float most, float* codes) {
   for (int i = 0; i < GROUP; i++) {
-    const float at = (w[i] - offset) / step, above = at > 0 ? at : 0;  // and 0 for what is no number
+    const float at = (w[i] - offset) / step, above = at > 0 ? at : 0;  // and 0 for NaN
     codes[i] = ((above < most ? above : most) + WHOLE) - WHOLE;
   }
 }
 
-// The step and the offset with which codes come nearest to the weights, as numbers of a type.
+// The scale and offset that bring codes nearest to the weights, rounded to a type.
 template <class T, int GROUP>
 void least_squares(const float* w, const float* codes, float least, float* step, float* offset) {
   float of_codes[SUMS] = {}, of_weights[SUMS] = {}, squares[SUMS] = {}, products[SUMS] = {};
@@ -113,7 +113,7 @@ void least_squares(const float* w, const float* codes, float least, float* step,
   *offset = rounded_to<T>(sum_of(of_weights) / count - *step * middle);
 }
 
-// The sum of squares of what codes leave.
+// The sum of squared errors of the codes.
 template <int GROUP>
 float error_of(const float* w, const float* codes, float step, float offset) {
   float squares[SUMS] = {};
@@ -128,7 +128,7 @@ float error_of(const float* w, const float* codes, float step, float offset) {
 // The smallest and the largest weight of a group; false if one is not finite.
 template <int GROUP>
 bool ends_of(const float* w, float* least, float* most) {
-  float low[SUMS], high[SUMS], zeros[SUMS];  // a number less itself is 0 if it is finite
+  float low[SUMS], high[SUMS], zeros[SUMS];  // a finite number minus itself is 0
   for (int lane = 0; lane < SUMS; lane++) low[lane] = high[lane] = w[lane], zeros[lane] = w[lane] - w[lane];
   for (int i = SUMS; i < GROUP; i += SUMS)
     for (int lane = 0; lane < SUMS; lane++) {
@@ -142,7 +142,7 @@ bool ends_of(const float* w, float* least, float* most) {
   return sum_of(zeros) == 0;
 }
 
-// A number that is rounded to the type already.
+// A number that is already rounded to the type.
 void put(float* numbers, int64_t at, float value) { numbers[at] = value; }
 
 void put(Bf16* numbers, int64_t at, float value) {
@@ -190,7 +190,7 @@ void find_row(const gearbx_splitting& m, int64_t row, uint8_t* bytes) {
       float other_step, other_offset;
       least_squares<T, GROUP>(w, codes, grid.least, &other_step, &other_offset);
       nearest<GROUP>(w, other_step, other_offset, most, others);
-      // Rounded to T, they may be worse.
+      // rounding to T may increase the error
       if (error_of<GROUP>(w, others, other_step, other_offset) < error_of<GROUP>(w, codes, step, offset)) {
         scale = other_step, first = other_offset;
         std::copy_n(others, GROUP, codes);

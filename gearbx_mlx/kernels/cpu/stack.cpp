@@ -60,7 +60,7 @@ struct AnyPlanes {
   }
 };
 
-// One row of symmetric codes, made unsigned. It may end within a block: missing codes meet activations of zero.
+// One row of symmetric codes, made unsigned. It may end within a block: activations of missing codes are zero.
 template <int W>
 struct SymmetricRow {
   static constexpr int BITS = W;
@@ -133,8 +133,8 @@ constexpr Form form() {
   return {{W...}, Kernel<Planes<W...>>::piece};
 }
 
-// Finds Kernel<Row>::piece for the planes of a matrix. MLX's own weights and the stacks of the usual ladders have forms
-// of their own; one form serves all other stacks.
+// Finds Kernel<Row>::piece for the planes of a matrix. MLX's weights and the stacks of common ladders have specialized
+// forms; one general form serves all other stacks.
 template <template <class> class Kernel>
 Work find_work(const gearbx_stack& m) {
   static constexpr Form forms[] = {
@@ -166,10 +166,10 @@ inline const float* padded(const gearbx_stack& m, const float* x, int vectors, s
   return copy.data();
 }
 
-// Activations in the order of unpacked codes (codes.h), once per call. x: per group, per vector, per block, lane l of register k is input 4 l + k divided by PLACE[k]. The vectors of a
-// group are neighbours, since vectors a power of two apart would compete for the same lines of the cache. sums: of the
-// activations, per vector and group, with zeros up to whole registers; they are multiplied by the offset that a group's
-// weights share.
+// Activations in the order of unpacked codes (codes.h), once per call. x: per group, per vector, per block, lane l of
+// register k is input 4 l + k divided by PLACE[k]. The vectors of a group are neighbors, since vectors a power of two
+// apart would compete for the same cache lines. sums: of the activations, per vector and group, with zeros up to
+// whole registers; they are multiplied by the offset that a group's weights share.
 struct Prepared {
   std::vector<float> x, sums, padded;
   int64_t sums_stride;
@@ -235,8 +235,8 @@ void one_vector(const Job& job, int64_t row) {
   job.y[row] = sum8(total);
 }
 
-// R rows at a time, one group at a time. The codes become floats once for all vectors, and a vector's activations are
-// read once for all rows. For each row and vector, the sums are those of one_vector, in the same order.
+// R rows at a time, one group at a time. Codes become floats once for all vectors, and a vector's activations are read
+// once for all rows. For each row and vector, the sums equal those of one_vector, in the same order.
 template <class Row, int R>
 void several_vectors(const Job& job, int64_t first) {
   const gearbx_stack& m = *job.matrix;

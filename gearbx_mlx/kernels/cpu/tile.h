@@ -1,4 +1,4 @@
-// Products of a few rows and a few vectors at a time, whose sums fit the registers. Every loaded weight is used for
+// Matmuls of a few rows and a few vectors at a time, whose sums fit the registers. Every loaded weight is used for
 // each vector, and every activation for each row. A row and a vector go through the same operations in every tile.
 
 #pragma once
@@ -14,9 +14,9 @@
 
 namespace gearbx {
 
-// Shares the rows of several matrices out at once.
+// Shares the rows of several matrices among threads at once.
 
-// Rows of a block for a few vectors, of which so many at once have their sums in registers (tile.h).
+// Rows of a block for a few vectors, with sums in registers for `rows_at_once` rows.
 #if defined(GEARBX_AVX2) && !defined(GEARBX_AVX512)
 constexpr int TILE_ROWS = 6;
 constexpr int rows_at_once(int vectors) { return vectors > 3 ? 2 : 3; }  // ten of sixteen registers are sums
@@ -24,11 +24,11 @@ constexpr int rows_at_once(int vectors) { return vectors > 3 ? 2 : 3; }  // ten 
 constexpr int TILE_ROWS = 3;
 constexpr int rows_at_once(int) { return 3; }
 #endif
-constexpr int64_t MAX_ROWS = 96;  // of a block
+constexpr int64_t MAX_ROWS = 96;  // per block
 
-// How many rows of `row_bytes` each are multiplied at a time: few for a few vectors, so that they stay in the first
+// The number of rows of `row_bytes` that are multiplied at a time: for a few vectors few, which stay in the first-level
 // cache; for more vectors as many as stay in the second one, since the activations are read for each block. Every
-// thread gets some blocks, which are whole tiles.
+// thread gets some blocks of whole tiles.
 inline int64_t block_rows(int64_t rows, int64_t row_bytes, int64_t vectors, int64_t tile = TILE_ROWS) {
   constexpr int64_t CACHE = 384 << 10;
   if (vectors <= GEARBX_MAX_VECTORS) return tile;
@@ -36,8 +36,8 @@ inline int64_t block_rows(int64_t rows, int64_t row_bytes, int64_t vectors, int6
   return some < tile ? tile : some < MAX_ROWS ? some / tile * tile : MAX_ROWS;
 }
 
-// Rows of a matrix in pieces of whole tiles. A piece has at least a block, and so many bytes, if there are enough for
-// every thread, that it takes long compared with the first of them, which are read without a prefetch.
+// Rows of a matrix in pieces of whole tiles. A piece has at least a block. If there are enough bytes for every thread,
+// it is so large that its first bytes, which are read without a prefetch, take little of its time.
 struct TilePieces {
   int64_t rows, tile;
   Pieces tiles;
@@ -89,7 +89,7 @@ void share_rows(int matrices, PiecesOf pieces_of, const Work& work) {
   }
 }
 
-// The sums of a row and a vector are PARTS registers. A tile has as many vectors as the registers hold the sums of.
+// The sums of a row and a vector are PARTS registers. A tile has as many vectors as registers can hold sums of.
 #ifdef GEARBX_AVX512
 typedef F16 Lanes;
 constexpr int PARTS = 1, TILE_VECTORS = 8;
@@ -105,8 +105,8 @@ inline EvenOdd join_parts(const F8* parts) { return {parts[0], parts[1]}; }
 #endif
 constexpr int LANES = sizeof(Lanes) / sizeof(float);
 
-// A register of activations of type X, and how many it holds; LOADS of them are added to a sum in one step. Weights are
-// loaded into registers of the same kind.
+// A register of activations of type X, and its size; LOADS of them are added to a sum in one step. Weights are loaded
+// into registers of the same kind.
 template <class X>
 struct Register {
   typedef Lanes type;
@@ -119,8 +119,8 @@ inline void pack(const float* from, float* to) {
 }
 
 #if defined(GEARBX_AVX2) && !defined(GEARBX_AVX512)
-// Float32 for weights of bf16: of sixteen columns the even ones, then the odd ones. One operation each makes floats of the
-// even weights, and of the odd ones, of a register.
+// Float32 activations for bf16 weights: the even ones of sixteen columns, then the odd ones. One operation makes floats
+// of a register's even weights, and one of the odd ones.
 struct Split {
   float value;
 };
@@ -136,8 +136,8 @@ inline void pack(const float* from, Split* to) {
 typedef float ForBf16;
 #endif
 
-// Activations are float32. For weights of bf16 they may be rounded to it, as MLX rounds them in a model of that type,
-// where the processor adds up pairs of products of bf16.
+// Activations are float32. For bf16 weights they may be rounded to bf16, as MLX does in bf16 models, if the processor
+// adds pairs of bf16 products.
 #ifdef GEARBX_PAIRS
 typedef Bf16 RoundedForBf16;
 #else
@@ -155,12 +155,12 @@ struct Register<Bf16> {
 inline void pack(const float* from, Bf16* to) { _mm512_storeu_si512(to, round32(from)); }
 #endif
 
-// Activations that are rounded to bf16, for matrix tiles: of 32 columns the first two of each vector, then the next two.
+// Activations rounded to bf16 for matrix tiles: of 32 columns the first two of each vector, then the next two.
 struct Paired {
   uint16_t bits;
 };
 
-// The nearest bf16 of 32 numbers, but zeros for subnormal ones.
+// The nearest bf16 of 32 numbers; zeros for subnormal ones.
 inline void round_step(const float* from, Paired* to) {
 #ifdef GEARBX_PAIRS
   _mm512_storeu_si512(to, round32(from));
@@ -172,7 +172,7 @@ inline void round_step(const float* from, Paired* to) {
 #endif
 }
 
-// A row is multiplied in steps of this many columns, with so many vectors at once.
+// Columns of a row per step, and vectors at a time.
 template <class X>
 inline constexpr int64_t STEP = PARTS * Register<X>::COUNT * Register<X>::LOADS;
 template <>
@@ -185,7 +185,7 @@ int64_t whole_steps(int64_t columns) {
   return columns / STEP<X> * STEP<X>;
 }
 
-// Room for `count` numbers in `memory`, from the beginning of a line of the cache on, so that no load needs two lines.
+// Space for `count` numbers in `memory`, aligned to a cache line, so that no load needs two lines.
 template <class X>
 X* reserve(std::vector<X>& memory, int64_t count) {
   constexpr size_t LINE = 64;
@@ -196,17 +196,17 @@ X* reserve(std::vector<X>& memory, int64_t count) {
 
 // Vectors (vectors, columns), in groups of at most VECTORS whose sizes differ by at most one.
 //
-// Packed, the vectors of a group are neighbours: first the first register of the first step, vector after vector, then
-// that of the next step; and after all of these the other registers of each step. Rows of a power of two apart would
-// compete for the same lines of the cache. Columns after the last whole step are not packed.
+// Packed, the vectors of a group are neighbors: the first register of the first step of each vector, then that of the
+// next step; after all of these the other registers of each step. Rows a power of two apart would compete for the same
+// cache lines. Columns after the last whole step are not packed.
 template <class X>
 struct Activations {
   const float* x;
   int64_t vectors, columns;
   const X* packed;
 
-  // Packs vectors into memory of the calling thread, which its next call overwrites. A single one that is not to be
-  // rounded stays as it is.
+  // Packs vectors into memory of the calling thread, which its next call overwrites. A single unrounded vector is not
+  // copied.
   Activations(const float* from, int64_t count, int64_t width) : x(from), vectors(count), columns(width) {
     if constexpr (std::is_same_v<X, float>) packed = x;
     if (vectors == 1 && std::is_same_v<X, float>) return;
@@ -266,7 +266,7 @@ inline void load(const Bf16* p, Pairs& out) { out = load32(p); }
 inline F16 multiply_add(Pairs a, Pairs b, F16 c) { return multiply_add_pairs(a, b, c); }
 #endif
 
-// Adds a product to a sum, which stays in its register: of sixteen registers, a tile leaves none to move it to.
+// Adds a product to a sum in its register: of sixteen registers, a tile leaves none for a copy.
 template <class V>
 GEARBX_INLINE void add_product(V a, V b, Lanes& sum) {
 #if defined(GEARBX_AVX2) && !defined(GEARBX_AVX512)
@@ -290,8 +290,8 @@ GEARBX_INLINE void load_weights(const T* step, int i, typename Register<X>::type
   load(step + i * Register<X>::COUNT, out);
 }
 
-// Asks for what is read soon, from `next` to `end`. It goes through memory in order, since several rows at once are
-// read more slowly than one after the other, and into the second cache, which can wait for more lines than the first.
+// Prefetches from `next` to `end`. It reads memory in order, since several rows at once are read more slowly than one
+// by one, and into the second-level cache, which can wait for more lines than the first.
 struct Prefetch {
   const char *next = nullptr, *end = nullptr;
 
@@ -316,7 +316,7 @@ struct Prefetch {
   }
 };
 
-// Consecutive rows of weights, and what is read after them.
+// Consecutive rows of weights, and the memory that is read after them.
 template <class T>
 struct Rows {
   const T* w;
@@ -324,11 +324,11 @@ struct Rows {
   Prefetch next;
 };
 
-// Whether one vector meets row after row. One register of eight sums would wait for each addition.
+// Whether one vector is multiplied row by row. One register of eight sums would wait for each addition.
 constexpr bool ROW_BY_ROW = PARTS * LANES == 16;
 
-// The sum of all sums, of the products of the columns after the last whole step, if there are any: eight at a time,
-// added to the first sums, and then one by one.
+// The sum of all sums, and of the products of the columns after the last whole step: eight at a time, added to the
+// first sums, and then one by one.
 template <class X, class T>
 float finish_row(const T* w, const float* x, int64_t columns, F8 even, F8 odd) {
   int64_t i = whole_steps<X>(columns);
@@ -358,8 +358,8 @@ float multiply_row(const T* w, const X* packed, const float* x, int64_t columns,
   return finish_row<X>(w, x, columns, both.even, both.odd);
 }
 
-// Adds the products of columns `from` to `to`, whole steps, of R rows with V vectors; `x` is packed. There are many
-// sums, so that an addition need not wait for the one before.
+// Adds the products of columns `from` to `to`, whole steps, of R rows with V vectors; `x` is packed. With many sums, an
+// addition need not wait for the previous one.
 template <int R, int V, class T, class X>
 GEARBX_INLINE void add_columns(const T* w, int64_t columns, const X* x, int64_t from, int64_t to,
                                Prefetch& prefetch, Lanes (&sums)[R][V][PARTS]) {
@@ -401,7 +401,7 @@ GEARBX_INLINE void add_columns(const T* w, int64_t columns, const X* x, int64_t 
   prefetch = local;
 }
 
-// The results of R rows for V vectors, `stride` apart; `x` is as it came.
+// The results of R rows for V vectors, `stride` apart; `x` is not packed.
 template <class X, int R, int V, class T>
 GEARBX_INLINE void finish_tile(const T* w, const float* x, int64_t columns, const Lanes (&sums)[R][V][PARTS], float* y,
                                int64_t stride) {
@@ -421,11 +421,11 @@ GEARBX_INLINE void finish_tile(const T* w, const float* x, int64_t columns, cons
   }
   float results[8 * EIGHTS];
   for (int i = 0; i < EIGHTS; i++)
-    store8(results + 8 * i, add8(sums8(halves[i]), zero8()));  // + 0: as finish_row, which never gives -0
+    store8(results + 8 * i, add8(sums8(halves[i]), zero8()));  // + 0: as finish_row, which never returns -0
   for (int v = 0; v < V; v++) std::memcpy(y + v * stride, results + v * R, sizeof(float) * R);
 }
 
-// R rows times V vectors. Where sums are in several parts, these take turns over columns that stay in the first cache.
+// R rows times V vectors. Sums in several parts alternate over columns that stay in the first-level cache.
 template <int R, int V, class T, class X>
 void multiply_tile(const T* w, int64_t columns, const X* packed, const float* x, Prefetch& prefetch, float* y,
                    int64_t stride) {
@@ -460,8 +460,8 @@ auto group_kernel(int64_t vectors) {
   return multiply_group<V, T, X>;
 }
 
-// Rows times all vectors, whose results are `stride` apart. Of a few vectors each group asks for its share of what follows
-// the rows, so that memory is read all the time. Of many the first group does, and then for the activations of the next.
+// Rows times all vectors, whose results are `stride` apart. With few vectors, each group prefetches its share of the
+// data after the rows, so that memory is read all the time. With many, the first group does, then the next activations.
 template <class T, class X>
 void multiply_rows(const Rows<T>& rows, const Activations<X>& a, float* y, int64_t stride) {
   if (ROW_BY_ROW && a.vectors == 1) {
@@ -484,7 +484,7 @@ void multiply_rows(const Rows<T>& rows, const Activations<X>& a, float* y, int64
 }
 
 #ifdef GEARBX_TILES
-// By matrix tiles; the columns after the last whole step as other products have them.
+// By matrix tiles; columns after the last whole step as in other matmuls.
 inline void multiply_rows(const Rows<Bf16>& rows, const Activations<Paired>& a, float* y, int64_t stride) {
   const int64_t columns = rows.columns, groups = a.groups();
   const auto size = [&](int64_t g) { return g < groups ? a.first(g + 1) - a.first(g) : 0; };
@@ -506,8 +506,8 @@ extern template void multiply_rows(const Rows<Bf16>&, const Activations<ForBf16>
 extern template void multiply_rows(const Rows<Bf16>&, const Activations<Bf16>&, float*, int64_t);
 #endif
 
-// The products of matrices of equal columns with activations of type X, in chunks of vectors: activations are prepared
-// once for all matrices, whose rows the threads share. pieces_of(matrix, vectors) gives a matrix's TilePieces, and
+// The matmuls of matrices of equal columns with activations of type X, in chunks of vectors: activations are prepared
+// once for all matrices, whose rows the threads share. pieces_of(matrix, vectors) returns a matrix's TilePieces, and
 // work(matrix, activations, row, end, y) multiplies some of its rows.
 template <class X, class Matrix, class PiecesOf, class Work>
 void multiply_matrices(const Matrix* const* matrices, int count, const float* x, int64_t vectors, float* const* y,
@@ -527,9 +527,9 @@ void multiply_matrices(const Matrix* const* matrices, int count, const float* x,
   in_chunks(vectors, some, MAX_AT_ONCE);
 }
 
-// The products of any matrices of equal columns, each with its neighbours for which choose(matrix) is the same function.
+// The matmuls of any matrices of equal columns, each with its neighbors that have the same function choose(matrix).
 template <class Matrix, class Choose>
-void multiply_neighbours(const Matrix* const* matrices, int count, const float* x, int64_t vectors, float* const* y,
+void multiply_neighbors(const Matrix* const* matrices, int count, const float* x, int64_t vectors, float* const* y,
                          const Choose& choose) {
   for (int i = 0, end; i < count; i = end) {
     const auto multiply = choose(*matrices[i]);

@@ -21,25 +21,6 @@ def exact(array: mx.array) -> np.ndarray:
     return np.array(array.astype(mx.float32)).astype(np.float64)
 
 
-def attended(
-    queries: np.ndarray, keys: np.ndarray, values: np.ndarray, seen: np.ndarray, scale: float, dtype: mx.Dtype
-) -> tuple[np.ndarray, np.ndarray]:
-    """Attention in float64, and how far sums in float32, rounded to a type, may be from it.
-
-    Args:
-        queries: (B, H, L, D). keys, values: (B, KV, S, D). seen: (L, S) bool, at least one key for each query.
-    """
-    shared, width = queries.shape[1] // keys.shape[1], queries.shape[3]
-    scores = scale * queries @ np.repeat(keys, shared, 1).swapaxes(2, 3)
-    weights = np.where(seen, np.exp(scores - scores.max(-1, keepdims=True)), 0.0)
-    weights /= weights.sum(-1, keepdims=True)
-    wanted = weights @ np.repeat(values, shared, 1)
-    # A score is rounded once for each dimension, and its exponential magnifies that; then come the sums over the keys.
-    size = scale * np.abs(queries).sum(-1).max() * np.abs(keys).max()
-    sums = (2 * width * size + 2 * keys.shape[2] + 30) * 2.0**-24 * np.abs(values).max()
-    return wanted, sums + UNIT[dtype] * np.abs(wanted) + SMALLEST[dtype]
-
-
 def weights(case: Case, p: Problem) -> tuple[np.ndarray, np.ndarray]:
     """Return what the packed weights stand for, and the sum of the absolute values that a kernel adds up for it.
 

@@ -15,7 +15,6 @@ Neither is what Apple's compiler makes of the text. They compare two texts.
 
 import ctypes
 import json
-import math
 import re
 import sys
 from collections import Counter, defaultdict
@@ -28,7 +27,6 @@ import numpy as np
 import object_store
 
 from gearbx_mlx.kernels.metal import Launch, build
-from gearbx_mlx.kernels.metal_attention import parts_launch
 from gearbx_mlx.kernels.metal_products import dense_launch
 
 from .compiler import PRELUDE, SHIM, _load_runtime, _run, _version, find_clang, translation_unit
@@ -57,14 +55,12 @@ CYCLES = {"mul": 4, "sitofp": 4, "uitofp": 4, "fptosi": 4, "fptoui": 4, "fptrunc
 SHIFTS = ("shl", "lshr", "ashr")
 SHIFT = 4
 BRANCH = 3  # the mask of lanes is pushed, tested and popped
-CALLS = {"fma": 1, "umin": 1, "umax": 1, "smin": 1, "smax": 1, "ctpop": 4, "exp": 8}
+CALLS = {"fma": 1, "umin": 1, "umax": 1, "smin": 1, "smax": 1, "ctpop": 4}
 OVER_LANES = 15  # five times, a number from another lane and an addition
 LANES_EXCHANGE = {
     "simd_shuffle": 2,
     "simd_broadcast": 2,
-    "simd_any": 2,
     "simd_sum": OVER_LANES,
-    "simd_max": OVER_LANES,
     "simd_prefix_exclusive_sum": OVER_LANES,
 }
 SPACES = {"1": "device", "2": "constant", "3": "threadgroup"}
@@ -82,7 +78,7 @@ class Block:
 class Costs:
     """What a launch takes.
 
-    cycles, loads, branches: of a core's 128 lanes, for each weight or number of a key or value. registers: of a thread,
+    cycles, loads, branches: of a core's 128 lanes, for each weight. registers: of a thread,
     on a GPU of AMD. spilled: numbers that have none.
     """
 
@@ -251,7 +247,7 @@ def found_clang() -> str:
 
 
 def costs(made: Launch, numbers: int) -> Costs:
-    """Return what a launch takes for each of so many weights, or numbers of keys and values."""
+    """Return what a launch takes for each of so many weights."""
     prepared = made.prepared
     text = generated_text(build(prepared.spec), prepared.completed(made.inputs), prepared.options)
     total, (used, spilled) = executed(text, made), registers(text, prepared.options["threadgroup"][0])
@@ -260,8 +256,8 @@ def costs(made: Launch, numbers: int) -> Costs:
 
 
 def launches() -> Iterator[tuple[str, Launch, int]]:
-    """Yield launches by name, with what they read: bf16 weights of 8 rows, or keys and values of one head."""
-    rows, columns, keys = 8, 2048, 256
+    """Yield launches by name, with the number of their bf16 weights, of 16 rows: a threadgroup or more."""
+    rows, columns = 16, 2048
     weight = np.random.default_rng(0).standard_normal((rows, columns)) * 0.05
     exact, dense = encode(rounded(weight)), mx.array(weight.astype(np.float32)).astype(mx.bfloat16)
     for vectors in (1, 4, 8, 16):
@@ -270,11 +266,6 @@ def launches() -> Iterator[tuple[str, Launch, int]]:
         yield f"dense, {vectors}", dense_launch(x, dense), rows * columns
     yield "exact, decoded", Product(rounded(weight), exact, x, None).decoder(), rows * columns
     yield "dense of odd rows, 4", dense_launch(x[:4, :-3], dense[:, :-3]), rows * (columns - 3)
-    for width, heads, length in ((128, 4, 1), (128, 4, 5), (128, 8, 8), (128, 8, 16), (256, 8, 16)):
-        q, k = mx.ones((1, heads, length, width), mx.bfloat16), mx.ones((1, 1, keys, width), mx.bfloat16)
-        launch = parts_launch(q, k, k, 1 / math.sqrt(width), "causal")
-        assert launch
-        yield f"attention of {width}, {heads} heads x {length}", launch, 2 * keys * width
 
 
 if __name__ == "__main__":

@@ -65,23 +65,11 @@ def _as_it_lies(array: mx.array) -> np.ndarray:
     return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array, copy=False)
 
 
-def _content(value: Any, strided: bool = False) -> np.ndarray:
-    """The bytes of an array or a number; of a strided array also those between its elements."""
+def _content(value: Any) -> np.ndarray:
+    """Return the bytes of an array or a number."""
     if not isinstance(value, mx.array):
         return np.array(value, np.float32 if isinstance(value, float) else np.int32)
-    array = _as_it_lies(value)
-    if not strided:
-        return np.ascontiguousarray(array)
-    span = sum((count - 1) * stride for count, stride in zip(array.shape, array.strides)) + array.itemsize
-    return np.frombuffer(ctypes.string_at(array.ctypes.data, span), np.uint8)
-
-
-def _described(name: str, inputs: dict[str, Any]) -> np.ndarray:
-    """What MLX passes with an input: its shape, or its strides in elements."""
-    array = _as_it_lies(inputs[name.removesuffix("_shape").removesuffix("_strides")])
-    if name.endswith("_shape"):
-        return np.array(array.shape, np.int32)
-    return np.array(array.strides, np.int64) // array.itemsize
+    return np.ascontiguousarray(_as_it_lies(value))
 
 
 def _from_bytes(raw: np.ndarray, shape: tuple[int, ...], dtype: mx.Dtype) -> np.ndarray:
@@ -132,8 +120,7 @@ def run_text(
         if name in outputs:
             shape, dtype = outputs[name]
             return _Memory(int(np.prod(shape)) * dtype.size, None)
-        strided = f"{name}_strides" in names
-        content = _content(inputs[name], strided) if name in inputs else _described(name, inputs)
+        content = _content(inputs[name])
         return _Memory(content.nbytes, content)
 
     names = [p.name for p in parameters(text) if p.is_buffer]

@@ -19,10 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from servers import our_process
 
-from gearbx_mlx.serving import bodies
-from gearbx_mlx.serving.bodies import MAX_BLANKS, MAX_FIELDS, MAX_ITEMS, check_size
-from gearbx_mlx.serving.requests import MAX_TEXTS, MAX_TOOLS
-from gearbx_mlx.serving.web import LARGEST_BODY, MAX_BODIES, Refused, RequestLimits
+from gearbx_mlx.server import bodies
+from gearbx_mlx.server.bodies import MAX_BLANKS, MAX_FIELDS, MAX_ITEMS, check_size
+from gearbx_mlx.server.requests import MAX_TEXTS, MAX_TOOLS
+from gearbx_mlx.server.web import MAX_BODIES, MAX_BODY_BYTES, Refused, RequestLimits
 
 TEXT, CHAT, MESSAGES, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"
 HELLO = b'"messages":[{"role":"user","content":"Hi"}],"max_tokens":1'
@@ -87,7 +87,7 @@ HOSTILE = {
 def hostile(name: str, times: int) -> bytes:
     """The body of a row, in which something is repeated so often; at most as long as the longest that are read."""
     _, before, item, after = HOSTILE[name]
-    times = min(times, (LARGEST_BODY - len(before + after)) // (len(item) + 5 * (b"%d" in item)))
+    times = min(times, (MAX_BODY_BYTES - len(before + after)) // (len(item) + 5 * (b"%d" in item)))
     repeated = b"".join(item % number for number in range(times)) if b"%d" in item else item * times
     return before + repeated + after
 
@@ -99,12 +99,12 @@ def values_in(content) -> int:
 
 @pytest.fixture(scope="module")
 def client():
-    with served(gears="4,16", log_level="ERROR", max_body_bytes=LARGEST_BODY) as client:
+    with served(gears="4,16", log_level="ERROR", max_body_bytes=MAX_BODY_BYTES) as client:
         yield client
 
 
 @pytest.mark.some(6)
-@pytest.mark.parametrize("times", [2**17 - 4, LARGEST_BODY], ids=["as many values as are read", "the largest body"])
+@pytest.mark.parametrize("times", [2**17 - 4, MAX_BODY_BYTES], ids=["as many values as are read", "the largest body"])
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_body_is_refused_and_the_server_serves_on(client, name, times):
     answer = client.post(HOSTILE[name][0], content=hostile(name, times))
@@ -212,7 +212,7 @@ def test_a_refused_body_keep_alive_client_goes_on(client):
 def test_bodies_that_are_held_have_a_sum(client):
     """More of the largest bodies than are held are announced; small requests are answered meanwhile."""
     with ExitStack() as stack:
-        waiting = [stack.enter_context(announced(client, LARGEST_BODY)) for _ in range(MAX_BODIES + 1)]
+        waiting = [stack.enter_context(announced(client, MAX_BODY_BYTES)) for _ in range(MAX_BODIES + 1)]
         ready, _, _ = select.select(waiting, [], [], 10)
         assert [connection.recv(65536).split()[1] for connection in ready] == [b"503"]
         assert complete(client, max_tokens=1)["usage"]["completion_tokens"] == 1
@@ -220,7 +220,7 @@ def test_bodies_that_are_held_have_a_sum(client):
 
 def test_the_largest_body_follows_from_the_model(client):
     limits = client.scheduler.provider.limits()
-    assert limits.body < LARGEST_BODY  # a context of 512 tokens
+    assert limits.body < MAX_BODY_BYTES  # a context of 512 tokens
     assert limits.values == RequestLimits().values
     with served(gears="16", log_level="ERROR") as other:
         assert other.post(TEXT, content=b" " * (limits.body + 1)).status_code == 413
@@ -252,7 +252,7 @@ def watch_health(url: str, ended, longest) -> None:
 def test_a_hostile_body_costs_little_time_and_memory_and_nobody_waits_for_it():
     spawn = multiprocessing.get_context("spawn")
     with (
-        our_process("--max-body-bytes", LARGEST_BODY, "--log-level", "WARNING") as server,
+        our_process("--max-body-bytes", MAX_BODY_BYTES, "--log-level", "WARNING") as server,
         httpx.Client(base_url=server.url, timeout=60, trust_env=False) as client,
     ):
         process = server.process
@@ -264,7 +264,7 @@ def test_a_hostile_body_costs_little_time_and_memory_and_nobody_waits_for_it():
         watcher.start()
         seconds = {}
         for name in HOSTILE:
-            for times in (2**17 - 4, LARGEST_BODY):
+            for times in (2**17 - 4, MAX_BODY_BYTES):
                 body, since = hostile(name, times), time.perf_counter()
                 assert client.post(HOSTILE[name][0], content=body).status_code == 400
                 seconds[name] = max(seconds.get(name, 0), time.perf_counter() - since)

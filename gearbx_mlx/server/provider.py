@@ -1,7 +1,6 @@
-"""The models that a server serves, each with its gears, in the place of mlx-lm's own provider.
+"""The served models with their gears, in place of mlx-lm's ModelProvider, and the bytes that each token adds to a text.
 
-`Spelling` says what each token adds to a text, as characters and bytes: `decode([token])` drops spaces and parts of
-characters.
+`decode([token])` would drop spaces and parts of characters, so `VocabularyBytes` decodes tokens in context.
 """
 
 import codecs
@@ -29,15 +28,15 @@ from ..decoding.pair import Pair, pair_cache
 from ..errors import GearbxError, one_line
 from ..gears.gearbox import Gearbox, Observer, model_fingerprint
 from ..routing.gates import default_thresholds
-from . import SYMBOLS
+from .logprobs import SYMBOLS
 from .requests import DEFAULT_MODEL, Options
-from .web import LARGEST_BODY, Refused, RequestLimits
+from .web import MAX_BODY_BYTES, Refused, RequestLimits
 
-MIN_ROOM = 2**22  # bytes: 128 texts, or 512 tools with their schemas, of 32 and 8 kB
+MIN_BODY_BYTES = 2**22  # for 128 prompts of 32 kB, or 512 tools with schemas of 8 kB
 
 
-class Vocabulary:
-    """The tokens of the vocabulary of mlx-lm's tokenizer as bytes, in the midst of a text."""
+class VocabularyBytes:
+    """Bytes of each token of mlx-lm's tokenizer, within a text."""
 
     def __init__(self, tokenizer: Any):
         self._own = own_tokenizer(tokenizer)
@@ -45,18 +44,18 @@ class Vocabulary:
         self.is_bytewise = isinstance(detokenizer, BPEStreamingDetokenizer)
         self.is_spaced = isinstance(detokenizer, SPMStreamingDetokenizer)
         self._trims = self.is_bytewise or getattr(detokenizer, "trim_space", False)
-        self.spelled = functools.lru_cache(2**16)(self._spelled)
+        self.within = functools.lru_cache(2**16)(self._within)
 
     def first(self, token: int) -> bytes:
-        """Return what a token adds to an empty text: mlx-lm takes the space away with which that begins."""
+        """Return the bytes of a text's first token, without the leading space that mlx-lm trims."""
         if self.is_bytewise or self.is_spaced:
-            return self.spelled(token).removeprefix(b" " if self._trims else b"")
+            return self.within(token).removeprefix(b" " if self._trims else b"")
         once: str = self._own.decode([token])
-        return self.spelled(token) if "\ufffd" in once else once.encode()
+        return self.within(token) if "\ufffd" in once else once.encode()
 
-    def _spelled(self, token: int) -> bytes:
+    def _within(self, token: int) -> bytes:
         piece = self._own.convert_ids_to_tokens(token) if token < len(self._own) else None
-        if piece is None:  # beyond the vocabulary, for which mlx-lm writes this
+        if piece is None:  # beyond the vocabulary; mlx-lm writes "!"
             return b"!" if self.is_bytewise else b""
         if not self.is_bytewise and len(piece) == 6 and piece.startswith("<0x"):
             return bytes([int(piece[3:5], 16)])
@@ -69,53 +68,48 @@ class Vocabulary:
         return twice[len(once) :].encode()
 
 
-class Spelling:
-    """The tokens of one text, which together are the text. A character belongs to the token that completes it."""
+class SequenceBytes:
+    """Bytes of each token of one text, which join to the text. A character belongs to the token that completes it."""
 
-    def __init__(self, vocabulary: Vocabulary):
+    def __init__(self, vocabulary: VocabularyBytes):
         self._vocabulary = vocabulary
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._is_empty = True
 
     def alternative(self, token: int) -> bytes:
-        """Return what a token would add."""
-        return self._vocabulary.first(token) if self._is_empty else self._vocabulary.spelled(token)
+        """Return the bytes that a token would add."""
+        return self._vocabulary.first(token) if self._is_empty else self._vocabulary.within(token)
 
-    def add(self, token: int, last: bool, is_end: bool) -> tuple[str, bytes]:
-        """Return what a token adds: nothing where it is the mark of the end."""
+    def add(self, token: int, is_last: bool, is_end: bool) -> tuple[str, bytes]:
+        """Return the text and bytes that a token adds; an end-of-sequence token adds none."""
         added = b"" if is_end else self.alternative(token)
-        text = self._decoder.decode(added, last)
+        text = self._decoder.decode(added, is_last)
         self._is_empty &= not added and (is_end or self._vocabulary.is_spaced)
         return text, added
 
 
 @dataclass(frozen=True)
-class Served:
-    """A model that is served.
-
-    gearbox: None for a pair. mode: makes the mode of a request from its options and its prompt; raises GearbxError for
-    options that the server was not started for. modes: that may be asked for. context: tokens, if the model has an
-    end. vocabulary: V, the length of the logits. close: ends what watches the machine for it.
-    """
+class ServedModel:
+    """A loaded model with its gears."""
 
     model: nn.Module
     tokenizer: Any
     config: dict
-    gearbox: Gearbox | Observer | None
-    mode: Callable[[Options, str], Mode]
-    modes: tuple[str, ...]
+    gearbox: Gearbox | Observer | None  # None for a pair
+    mode: Callable[[Options, str], Mode]  # mode of a request, by options and prompt; raises GearbxError if unavailable
+    modes: tuple[str, ...]  # available in requests
     default_mode: str
     gears: tuple[str, ...]
-    context: int | None
-    vocabulary: int
+    context: int | None  # tokens; None: unlimited
+    vocabulary: int  # V, the length of the logits
     draft_model: nn.Module | None = None
     small_model: nn.Module | None = None
     controller: Governor | MemoryGuard | None = None
-    close: Callable[[], None] = lambda: None
+    close: Callable[[], None] = lambda: None  # stops the controller's sensors
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Of the weights and adapters, to which KV caches belong: files of a name may be replaced."""
+        """Hash of weights and adapters, as a key of KV caches: the files behind a name may change."""
         return " ".join(model_fingerprint(model) for model in (self.model, self.small_model) if model is not None)
 
     @functools.cached_property
@@ -124,51 +118,47 @@ class Served:
         return max(map(len, self.tokenizer.get_vocab()), default=1)
 
     @functools.cached_property
-    def spelled(self) -> Vocabulary:
-        """The tokens of the vocabulary as bytes."""
-        return Vocabulary(self.tokenizer)
+    def vocabulary_bytes(self) -> VocabularyBytes:
+        """Bytes of the vocabulary's tokens."""
+        return VocabularyBytes(self.tokenizer)
 
     def make_cache(self, max_kv_size: int | None) -> list[Any]:
-        """Return a KV cache for a new text."""
+        """Return an empty KV cache."""
         if self.small_model is not None:
             return list(pair_cache(self.small_model, self.model, max_kv_size))
         cache = make_prompt_cache(self.model, max_kv_size)
         return cache if self.draft_model is None else cache + make_prompt_cache(self.draft_model)
 
-    def keys(self, mode: Mode) -> list[str]:
-        """Return the KV caches that a text may go on from, each kind named by the lowest gear that read any of its
-        tokens.
+    def cache_gears(self, mode: Mode) -> list[str]:
+        """Return the gears whose KV caches a mode may continue: from the top gear down to its prefill gear.
 
-        They are those of the gear that reads prompts, which comes last, and of all gears above it, the top gear first.
-        So mode lossless, whose prompts the top gear reads, takes nothing that another gear read.
+        A KV cache belongs to the lowest gear that computed any of its tokens. So mode lossless, which prefills in the
+        top gear, continues no cache of a lower gear.
         """
         if self.gearbox is None or isinstance(self.gearbox, Observer):
             return [""]
         if self.controller is not None:
             return [mode.name]
-        reads = mode.gears_of_text(self.gearbox)[0]
-        return [gear.name for gear in self.gearbox.ladder if gear.index >= reads.index][::-1]
+        prefill_gear = mode.gears_of_text(self.gearbox)[0]
+        return [gear.name for gear in self.gearbox.ladder if gear.index >= prefill_gear.index][::-1]
 
-    def kept(self, mode: Mode, prompt: int, answer: int) -> int:
-        """Return how many tokens of a text, from the first on, have entries of the gear of prompts, or of a higher one.
+    def num_reusable(self, mode: Mode, prompt: int, answer: int) -> int:
+        """Return how many of a sequence's tokens have KV entries of the prefill gear or a higher one.
 
-        So an answer in a lower gear is read again in that of prompts, with the next question. The last token of a
-        prompt is computed as the answer is.
+        The next question prefills an answer of a lower gear again. The prompt's last token counts as the answer's:
+        both have the same gear.
         """
         again = self.controller is None and is_read_again(mode, self.gearbox)
         return prompt - 1 if again else prompt + answer
 
     @property
     def bits(self) -> dict[str, int]:
-        """Bits of the gears, by name; empty for a pair, whose gears are models."""
+        """Bits of the gears by name; empty for a pair, whose gears are models."""
         return {} if self.gearbox is None else {gear.name: gear.bits for gear in self.gearbox.ladder}
 
     def thresholds(self, mode: Mode) -> tuple[float, ...]:
-        """Return the finite thresholds between the gears of a mode, bits; empty where the mode has none."""
-        if isinstance(mode, Pair):
-            found: Any = (mode.threshold,)
-        else:
-            found = getattr(mode, "thresholds", ())
+        """Return a mode's finite thresholds in bits; empty for a mode without thresholds."""
+        found: Any = (mode.threshold,) if isinstance(mode, Pair) else getattr(mode, "thresholds", ())
         if found is None:
             found = default_thresholds(len(self.gears), self.vocabulary)
         return tuple(each for each in found if each is not None and math.isfinite(each))
@@ -176,10 +166,7 @@ class Served:
 
 @dataclass(frozen=True)
 class ServingSettings:
-    """What requests get that do not say it themselves, and how much is done at once.
-
-    mlx-lm's server reads these fields too, so they have the names of its flags. pipeline: of ranks, which do not serve.
-    """
+    """Defaults of requests, and limits of concurrency. mlx-lm's server reads these fields too, by its flags' names."""
 
     model: str | None
     adapter_path: str | None
@@ -202,18 +189,18 @@ class ServingSettings:
     quantized_kv_start: int
     kv_gears: tuple[int, ...] | None
     draft_model: str | None
-    pipeline: bool = False
+    pipeline: bool = False  # of ranks, which do not serve
 
 
 class GearedProvider(ModelProvider):
-    """Loads what is served, on demand, and keeps one model.
+    """A provider that loads models on demand and keeps one in memory.
 
     Args:
-        name: of the model that the server was started with; None: the demo model.
-        prepare: finds a model by its path and adapter and returns what loads it; raises GearbxError if there is none.
-        allow_models: whether requests may name other models, and adapters.
-        models: a directory whose checkpoints requests may name; then none is loaded at first, unless one is named.
-        keep_alive: seconds after the last answer in which a model stays in memory.
+        name: model of the command line; None: the demo model.
+        prepare: checks path and adapter of a model and returns its loader. Raises GearbxError.
+        allow_models: requests may name other models and adapters.
+        models: directory of checkpoints that requests may name. No model is loaded at first, unless `name` is set.
+        keep_alive: seconds after the last answer until the model is unloaded.
 
     Raises:
         GearbxError: a model that cannot be loaded, a directory without checkpoints.
@@ -223,7 +210,7 @@ class GearedProvider(ModelProvider):
         self,
         settings: ServingSettings,
         name: str | None,
-        prepare: Callable[[str | None, str | None], Callable[[], Served]],
+        prepare: Callable[[str | None, str | None], Callable[[], ServedModel]],
         allow_models: bool = False,
         models: str | None = None,
         keep_alive: float = math.inf,
@@ -235,39 +222,36 @@ class GearedProvider(ModelProvider):
         self.prepare, self.allow_models = prepare, allow_models
         self.own_key = (name, settings.adapter_path)
         self.models, self.keep_alive = models, keep_alive
-        self.served: Served | None = None
+        self.served: ServedModel | None = None
         if models is None or name is not None:
             self.load_key(self.own_key)
-        elif not self.catalogue:
-            raise GearbxError(f"--models {models}: no folder in it has a config.json; give one that has checkpoints")
+        elif not self.catalog:
+            raise GearbxError(f"--models {models}: no subdirectory has a config.json; use a directory of checkpoints")
 
     @property
-    def catalogue(self) -> dict[str, tuple[str | None, str | None]]:
-        """The models that requests may name: path and adapter of each.
-
-        Those of the directory of models are looked up again each time: they come and go.
-        """
+    def catalog(self) -> dict[str, tuple[str | None, str | None]]:
+        """Path and adapter of each named model; the directory of checkpoints is listed anew each time."""
         configs = sorted(Path(self.models).glob("*/config.json")) if self.models is not None else []
         own = {self.name: self.own_key} if self.has_own else {}
         return own | {config.parent.name: (str(config.parent), None) for config in configs}
 
     @property
     def has_own(self) -> bool:
-        """True if there is a model for requests that name none."""
+        """Existence of a default model, for requests without a name."""
         return self.models is None or self.own_key[0] is not None
 
     def limits(self) -> RequestLimits:
-        """Return how large a request may be: as a context needs, with room for many short texts, or for images."""
+        """Return limits that fit the context, and either many short prompts or images."""
         served = self.served
         if served is None or served.context is None or self.allow_models or self.models is not None:
             return RequestLimits()
         text = served.context * served.longest_token
-        body = LARGEST_BODY if self.processor is not None else min(max(text, MIN_ROOM), LARGEST_BODY)
+        body = MAX_BODY_BYTES if self.processor is not None else min(max(text, MIN_BODY_BYTES), MAX_BODY_BYTES)
         return RequestLimits(body, max(RequestLimits().values, 2 * served.context))
 
     @property
     def names(self) -> set[str]:
-        """What requests may call the server's own model."""
+        """Names of the server's own model in requests."""
         names = {DEFAULT_MODEL, self.name}
         path = Path(self.name)
         if path.exists():
@@ -275,39 +259,39 @@ class GearedProvider(ModelProvider):
         return names
 
     def key_of(self, model: str | None, adapters: str | None) -> tuple[str | None, str | None]:
-        """Return path and adapter of the model that a request names. Raises Refused for those that are not served."""
-        own, catalogue = not model or model in self.names, self.catalogue
-        if model in catalogue and adapters is None:
-            return catalogue[model]
+        """Return path and adapter of a requested model. Raises Refused for one that is not served."""
+        own, catalog = not model or model in self.names, self.catalog
+        if model in catalog and adapters is None:
+            return catalog[model]
         if own and not self.has_own:
-            raise Refused(400, f"name a model; {', '.join(catalogue)} are served here", param="model")
+            raise Refused(400, f"model: missing; choose from {', '.join(catalog)}", param="model")
         if own and adapters in (None, self.own_key[1]):
             return self.own_key
         if not self.allow_models:
-            what = f"the adapter {adapters[:200]!a}" if own and adapters else f"the model {str(model)[:200]!a}"
-            why = f"{what} is not served here; {', '.join(catalogue)} is"
+            field, value = ("adapters", adapters) if own and adapters else ("model", model)
+            why = f"{field}: not served here, got {str(value)[:200]!a}; choose from {', '.join(catalog)}"
             raise Refused(404, why, param="model", code="model_not_found")
         return (self.own_key[0] if own else model), adapters
 
     def name_of(self, key: tuple[str | None, str | None]) -> str:
-        """Return the name of a model as answers have it."""
-        return next((name for name, (path, _) in self.catalogue.items() if path == key[0]), self.name)
+        """Return a model's name in answers."""
+        return next((name for name, (path, _) in self.catalog.items() if path == key[0]), self.name)
 
-    def current(self, key: tuple[str | None, str | None]) -> Served | None:
-        """Return the model, if it is the one that is loaded."""
+    def current(self, key: tuple[str | None, str | None]) -> ServedModel | None:
+        """Return the model if it is loaded."""
         return self.served if self.model_key == key else None
 
-    def load_key(self, key: tuple[str | None, str | None]) -> Served:
-        """Return the model, loaded in place of the one before. Raises GearbxError as the command that opens a model."""
+    def load_key(self, key: tuple[str | None, str | None]) -> ServedModel:
+        """Return the model, after loading it in place of the present one. Raises GearbxError."""
         if self.current(key) is None:
-            load = self.prepare(*key)  # which may fail, and then the model before stays
-            self.forget()
+            load = self.prepare(*key)  # an error here leaves the present model loaded
+            self.unload()
             self.take(key, load())
         assert self.served is not None
         return self.served
 
-    def forget(self) -> None:
-        """Give up the loaded model and its memory."""
+    def unload(self) -> None:
+        """Free the loaded model."""
         if self.served is not None:
             self.served.close()
         self.reset()
@@ -315,14 +299,14 @@ class GearedProvider(ModelProvider):
         collect_and_freeze()
         mx.clear_cache()
 
-    def take(self, key: tuple[str | None, str | None], served: Served) -> None:
-        """Raises GearbxError for a --chat-template that is not a template."""
+    def take(self, key: tuple[str | None, str | None], served: ServedModel) -> None:
+        """Make a loaded model the present one. Raises GearbxError for an invalid --chat-template."""
         if self.settings.chat_template:
             try:
                 served.tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
             except TemplateError as error:
                 served.close()
-                raise GearbxError(f"--chat-template is not a template: {one_line(error)}; mend it") from error
+                raise GearbxError(f"--chat-template: not a template ({one_line(error)}); use a valid one") from error
         self.model_key, self.served = key, served
         self.model, self.tokenizer = served.model, served.tokenizer
         self.draft_model = served.draft_model
@@ -334,10 +318,10 @@ class GearedProvider(ModelProvider):
 
 
 def collect_and_freeze() -> None:
-    """Free what is not used any more, and keep Python's later collections from the rest.
+    """Collect garbage, and exempt the remaining objects from later collections.
 
-    A request of many small values starts collections. Each looks at all objects of the program, and nothing else runs
-    meanwhile.
+    A request with many small values triggers collections. Each would scan all objects of the process, and all threads
+    would wait.
     """
     gc.unfreeze()
     gc.collect()

@@ -7,10 +7,10 @@ import re
 
 import pytest
 
-from gearbx_mlx.serving import dialects
-from gearbx_mlx.serving.dialects import Messages, MessagesRequest, ResponseDialect, ResponsesRequest
-from gearbx_mlx.serving.requests import parse
-from gearbx_mlx.serving.web import Refused
+from gearbx_mlx.server import dialects
+from gearbx_mlx.server.bodies import parse
+from gearbx_mlx.server.dialects import Messages, MessagesRequest, ResponseDialect, ResponsesRequest
+from gearbx_mlx.server.web import Refused
 
 PARAMETERS = {"type": "object", "properties": {"town": {"type": "string"}}, "required": ["town"]}
 WEATHER = {"name": "weather", "description": "The weather of a town.", "input_schema": PARAMETERS}
@@ -102,15 +102,18 @@ def said_by_user(*content):
         ({"max_tokens": "9"}, 'max_tokens is "9": input should be a valid integer'),
         ({"messages": []}, "messages is []"),
         ({"messages": [{"role": "robot", "content": ""}]}, 'messages[0].role is "robot"'),
-        (said_by_user({"type": "document"}), 'a block has the type "document"; choose from text, image'),
-        (said_by_user({"type": []}), "a block has the type []"),
-        (said_by_user({"type": "text"}), "text of what has the type text is null; mend it"),
-        (said_by_user({"type": "tool_result", "tool_use_id": "x", "content": [3]}), "a block has the type null"),
-        (said_by_user({"type": "tool_result", "tool_use_id": "x", "content": 3}), "content of what has the type"),
+        (said_by_user({"type": "document"}), 'unknown block type "document"; choose from text, image'),
+        (said_by_user({"type": []}), "unknown block type []"),
+        (said_by_user({"type": "text"}), "text of a text block: wrong type, got null; use a string"),
+        (said_by_user({"type": "tool_result", "tool_use_id": "x", "content": [3]}), "unknown block type null"),
+        (
+            said_by_user({"type": "tool_result", "tool_use_id": "x", "content": 3}),
+            "content of a tool_result block: wrong type",
+        ),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content is 3"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].input_schema: field required"),
         ({"temperature": -1}, "temperature is -1"),
-        ({"messages": [{"role": "assistant", "content": "So"}]}, "end with the user's"),
+        ({"messages": [{"role": "assistant", "content": "So"}]}, "use the user's"),
     ],
 )
 def test_a_request_that_is_wrong_is_refused(fields, words):
@@ -122,11 +125,11 @@ def test_a_request_that_is_wrong_is_refused(fields, words):
     ("fields", "words"),
     [
         ({"input": []}, "input is []"),
-        ({"input": [{"role": "robot", "content": ""}]}, 'the role of a message is "robot"; choose from user'),
-        ({"input": [{"type": "function_call", "call_id": "x"}]}, "name of what has the type function_call is null"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, 'a block has the type "item_reference"'),
-        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, 'a block has the type "input_file"'),
-        ({"tools": [{"type": "web_search"}]}, 'tools[0]: a block has the type "web_search"'),
+        ({"input": [{"role": "robot", "content": ""}]}, 'unknown role "robot"; choose from user'),
+        ({"input": [{"type": "function_call", "call_id": "x"}]}, "name of a function_call block: wrong type, got null"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, 'unknown block type "item_reference"'),
+        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, 'unknown block type "input_file"'),
+        ({"tools": [{"type": "web_search"}]}, 'tools[0]: unknown block type "web_search"'),
         ({"previous_response_id": "resp_1"}, "previous_response_id is not served"),
         ({"background": True}, "background is not served"),
     ],

@@ -1,27 +1,27 @@
-"""Anthropic's Messages API and OpenAI's Responses API, as chat completions: requests, answers, streams and errors.
+"""Anthropic's Messages API and OpenAI's Responses API, without storage, translated to and from chat completions.
 
-Nothing is stored. In a stream `gearbx.tokens` stands with the text that the tokens brought, and the rest of `gearbx` at
-the end.
+Events with text have its `gearbx.tokens`; the last event has the other fields of `gearbx`.
 """
 
 import json
 import time
 import uuid
 from collections.abc import Iterable, Mapping
+from functools import partial
+from types import NoneType
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, StrictBool, field_validator
+from pydantic import AfterValidator, BaseModel, Field, StrictBool, field_validator
 
 from ..errors import choose
 from ..files.reading import shown
 from .answers import Block, BlockDialect, Event
-from .bodies import AnyObject, ListOf, Part
+from .bodies import AnyObject, ListOf, Part, parse
 from .requests import (
     MAX_TOOLS,
     ChatRequest,
     Count,
     GearRequest,
-    Kinds,
     Name,
     NotServed,
     Number,
@@ -29,14 +29,97 @@ from .requests import (
     StopWords,
     Tokens,
     ToolName,
-    as_chat,
-    chat_content,
-    check_block,
-    named_tool,
-    of_kind,
-    tool_call,
 )
 from .web import Refused
+
+# Chat completions for requests of other APIs.
+
+COMMON_FIELDS = {"model", "max_tokens", "stream", "temperature", "top_p", "top_k", "mode", "gear", "gearbx"}
+
+
+def as_chat(
+    request: BaseModel,
+    messages: list[dict[str, Any]],
+    functions: list[dict[str, Any]],
+    thinking: bool | None,
+    **fields: Any,
+) -> ChatRequest:
+    """Return the chat completion for a request of a different API.
+
+    Args:
+        functions: available tools.
+        thinking: enables thinking; None: the template's default.
+        fields: more fields; None omits one.
+
+    Raises:
+        Refused: an invalid chat completion.
+    """
+    body = request.model_dump(include=COMMON_FIELDS, exclude_none=True, exclude_unset=True) | {"messages": messages}
+    if body.get("stream"):
+        body["stream_options"] = {"include_usage": True}
+    if functions:
+        body["tools"] = [{"type": "function", "function": function} for function in functions]
+    if thinking is not None:
+        body["chat_template_kwargs"] = {"enable_thinking": thinking}
+    return parse(ChatRequest, body | {name: value for name, value in fields.items() if value is not None})
+
+
+def named_tool(name: str | None) -> dict[str, Any]:
+    """Return the `tool_choice` that forces a call of a function."""
+    return {"type": "function", "function": {"name": name}}
+
+
+def tool_call(identity: str, name: str, arguments: str) -> dict[str, Any]:
+    """Return a tool call of a chat message; `arguments` is a JSON text."""
+    return {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+JSON_NAMES = {str: "a string", dict: "an object"}
+Kinds = Mapping[str, Mapping[str, Any]]
+"""Required fields of a block by its type, each with a Python type or the kinds of nested blocks."""
+
+
+def check_block(block: Any, kinds: Kinds) -> dict[str, Any]:
+    """Return a block with all required fields; a text may replace nested blocks. Raises ValueError."""
+    kind = block.get("type") if isinstance(block, dict) else None
+    if not isinstance(kind, str) or kind not in kinds:
+        raise ValueError(f"unknown block type {shown(kind)}; {choose(kind, kinds)}")
+    for name, expected in kinds[kind].items():
+        value, nested = block.get(name), isinstance(expected, Mapping)
+        if nested and isinstance(value, list):
+            for part in value:
+                check_block(part, expected)
+        elif not isinstance(value, str | NoneType if nested else expected):
+            names = "text or a list of blocks" if nested else JSON_NAMES[expected]
+            raise ValueError(f"{name} of a {kind} block: wrong type, got {shown(value)}; use {names}")
+    return dict(block)
+
+
+def of_kind(kinds: Kinds) -> AfterValidator:
+    """Return a pydantic validator that calls `check_block`."""
+    return AfterValidator(partial(check_block, kinds=kinds))
+
+
+def chat_content(content: str | list[Any] | None) -> str | list[dict[str, Any]]:
+    """Return the content of a chat message; text parts become one text, because some chat templates take no parts."""
+    if not isinstance(content, list):
+        return content or ""
+    if all("text" in part["type"] for part in content):
+        return "\n".join(part["text"] for part in content)
+    return [
+        {"type": "text", "text": part["text"]}
+        if "text" in part["type"]
+        else {"type": "image_url", "image_url": {"url": url_of(part)}}
+        for part in content
+    ]
+
+
+def url_of(image: dict[str, Any]) -> str:
+    """Return the URL of an image; Anthropic's clients may send base64 data."""
+    source = image.get("source", {})
+    data = f"data:{source.get('media_type')};base64,{source.get('data')}"
+    return str(image.get("image_url") or source.get("url") or data)
+
 
 SHOWN: Kinds = {"text": {"text": str}, "image": {"source": dict}}
 MESSAGE_BLOCKS: Kinds = {
@@ -44,9 +127,9 @@ MESSAGE_BLOCKS: Kinds = {
     "tool_use": {"id": str, "name": str, "input": dict},
     "tool_result": {"tool_use_id": str, "content": SHOWN},
     "thinking": {"thinking": str},
-    "redacted_thinking": {},  # thinking that only another server can read; it is left out
+    "redacted_thinking": {},  # encrypted by a different server, and omitted
 }
-CHOICES: Kinds = {"auto": {}, "any": {}, "none": {}, "tool": {"name": str}}  # any: one of the tools has to be called
+CHOICES: Kinds = {"auto": {}, "any": {}, "none": {}, "tool": {"name": str}}  # any: one of the tools must be called
 THINKING: Kinds = {kind: {} for kind in ("enabled", "disabled", "adaptive", "between_tools")}
 CONTENT_PARTS: Kinds = {kind: {"text": str} for kind in ("input_text", "output_text", "text")} | {
     "input_image": {"image_url": str}
@@ -55,14 +138,14 @@ ITEMS: Kinds = {
     "message": {"role": str, "content": CONTENT_PARTS},
     "function_call": {"call_id": str, "name": str, "arguments": str},
     "function_call_output": {"call_id": str, "output": CONTENT_PARTS},
-    "reasoning": {},  # what a model thought before; it is left out
+    "reasoning": {},  # of earlier answers, and omitted
 }
 ANSWER_FORMATS: Kinds = {"text": {}, "json_object": {}, "json_schema": {"schema": dict}}
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
 
 class ForeignRequest(GearRequest, frozen=True):
-    """Fields that requests of both have as a chat completion has them."""
+    """Common fields of both APIs, equal to those of chat completions."""
 
     model: Name | None = None
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
@@ -75,7 +158,7 @@ class TextConfig(Part, frozen=True):
 
     @property
     def response_format(self) -> dict[str, Any] | None:
-        """What the answer has to fit, as a chat completion asks for it."""
+        """The response format of the chat completion."""
         wanted = self.format
         if wanted is None or wanted["type"] != "json_schema":
             return wanted
@@ -83,7 +166,7 @@ class TextConfig(Part, frozen=True):
         return {"type": "json_schema", "json_schema": schema}
 
 
-# Requests of Anthropic's clients.
+# Requests of the Messages API.
 
 
 class Turn(Part, frozen=True):
@@ -92,7 +175,7 @@ class Turn(Part, frozen=True):
 
 
 class ClientTool(Part, frozen=True):
-    """A function of the client's. `input_schema` is a JSON schema."""
+    """A tool; `input_schema` is a JSON schema."""
 
     name: ToolName
     input_schema: AnyObject
@@ -113,8 +196,8 @@ class CountTokensRequest(ForeignRequest, frozen=True):
     @field_validator("messages")
     @classmethod
     def ends_with_the_user(cls, messages: list[Turn]) -> list[Turn]:
-        if messages[-1].role == "assistant":  # an answer that is begun already: a chat completion has none
-            raise ValueError("the last of the messages is the assistant's; end with the user's")
+        if messages[-1].role == "assistant":  # chat completions cannot continue a partial answer
+            raise ValueError("messages: the last one is the assistant's; use the user's")
         return messages
 
 
@@ -126,7 +209,7 @@ class MessagesRequest(CountTokensRequest, frozen=True):
 
 
 def chat_of_messages(request: CountTokensRequest) -> ChatRequest:
-    """Return the chat completion that answers a request. Raises Refused for what a chat completion cannot be."""
+    """Return the chat completion for a request. Raises Refused for an invalid one."""
     messages = [{"role": "system", "content": chat_content(request.system)}] if request.system else []
     for turn in request.messages:
         messages += chat_messages(turn)
@@ -145,7 +228,7 @@ def chat_of_messages(request: CountTokensRequest) -> ChatRequest:
 
 
 def chat_messages(turn: Turn) -> list[dict[str, Any]]:
-    """Return a message as those of a chat: what tools returned stands in messages of their own."""
+    """Return the chat messages for a message; tool results become separate messages."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
     by_kind: dict[str, list[dict[str, Any]]] = {kind: [] for kind in MESSAGE_BLOCKS}
@@ -163,20 +246,21 @@ def chat_messages(turn: Turn) -> list[dict[str, Any]]:
 
 
 def result_of(block: dict[str, Any]) -> dict[str, Any]:
-    """Return what a tool returned as a message."""
+    """Return the chat message for a tool result."""
     content = chat_content(block.get("content"))
-    said = f"Error: {content}" if block.get("is_error") is True and isinstance(content, str) else content
-    return {"role": "tool", "tool_call_id": block["tool_use_id"], "content": said}
+    if block.get("is_error") is True and isinstance(content, str):
+        content = f"Error: {content}"
+    return {"role": "tool", "tool_call_id": block["tool_use_id"], "content": content}
 
 
-# Requests of clients of the Responses API.
+# Requests of the Responses API.
 
 
 def checked_item(item: dict[str, Any]) -> dict[str, Any]:
-    """Return an item of the input, if it is one; only messages may leave their type out. Raises ValueError."""
+    """Return a valid item of the input; only messages may omit their type. Raises ValueError."""
     item = check_block({"type": "message"} | item, ITEMS)
     if item["type"] == "message" and item["role"] not in ROLES:
-        raise ValueError(f"the role of a message is {shown(item['role'])}; {choose(item['role'], ROLES)}")
+        raise ValueError(f"unknown role {shown(item['role'])}; {choose(item['role'], ROLES)}")
     return item
 
 
@@ -192,7 +276,7 @@ class ResponsesRequest(ForeignRequest, frozen=True):
     tools: Annotated[ListOf[Function], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | Function | None = None
     text: TextConfig = TextConfig()
-    reasoning: AnyObject | None = None  # a model that can think does so with every effort but "none"
+    reasoning: AnyObject | None = None  # every effort except "none" enables thinking
     previous_response_id: NotServed = None
     conversation: NotServed = None
     background: NotServed = None
@@ -201,10 +285,10 @@ class ResponsesRequest(ForeignRequest, frozen=True):
 
 
 def chat_of_response(request: ResponsesRequest) -> ChatRequest:
-    """Return the chat completion that answers a request. Raises Refused for what a chat completion cannot be."""
+    """Return the chat completion for a request. Raises Refused for an invalid one."""
     messages = [{"role": "system", "content": request.instructions}] if request.instructions else []
-    said = request.input
-    for item in [{"type": "message", "role": "user", "content": said}] if isinstance(said, str) else said:
+    items = request.input
+    for item in [{"type": "message", "role": "user", "content": items}] if isinstance(items, str) else items:
         add_item(messages, item)
     choice, effort = request.tool_choice, (request.reasoning or {}).get("effort")
     fields = ("name", "description", "parameters")
@@ -220,7 +304,7 @@ def chat_of_response(request: ResponsesRequest) -> ChatRequest:
 
 
 def add_item(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
-    """Add an item of the input to the messages of a chat; calls belong to the assistant's message before them."""
+    """Add an item to the messages of a chat; tool calls join the preceding message of the assistant."""
     if item["type"] == "message":
         messages.append({"role": ROLES[item["role"]], "content": chat_content(item.get("content"))})
     elif item["type"] == "function_call_output":
@@ -232,28 +316,28 @@ def add_item(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
         messages[-1].setdefault("tool_calls", []).append(call)
 
 
-# Answers to Anthropic's clients.
+# Answers of the Messages API.
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-DELTAS = {  # by the kind of a block: type, and the name of what is new
+DELTAS = {  # by the kind of a block: type and text field of a delta
     "thinking": ("thinking_delta", "thinking"),
     "text": ("text_delta", "text"),
     "call": ("input_json_delta", "partial_json"),
 }
-ERRORS = {  # by status; other statuses are the server's
+ERRORS = {  # by status; all other statuses are api_error
     **{400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"},
     **{413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"},
 }
 
 
 def messages_error(refused: Refused) -> dict[str, Any]:
-    """Return an error as Anthropic's clients read it; in a stream, the data of an event `error`."""
+    """Return Anthropic's error object, which is also the data of a stream's event `error`."""
     kind = ERRORS.get(refused.status_code, "api_error")
     return {"type": "error", "error": {"type": kind, "message": refused.message}}
 
 
 class Messages(BlockDialect):
-    """How a chat completion, with `include_usage`, looks to a client of Anthropic's API."""
+    """Anthropic's format of a chat completion with `include_usage`."""
 
     def answer(self) -> dict[str, Any]:
         return {
@@ -267,17 +351,17 @@ class Messages(BlockDialect):
 
     @property
     def counted(self) -> dict[str, int]:
-        """Tokens; those of the prompt that were cached stand beside the others."""
+        """Usage; `input_tokens` excludes cached tokens."""
         cached = self.usage["prompt_tokens_details"]["cached_tokens"]
-        read = {"input_tokens": self.usage["prompt_tokens"] - cached, "cache_read_input_tokens": cached}
-        return {**read, "cache_creation_input_tokens": 0, "output_tokens": self.usage["completion_tokens"]}
+        prompt = {"input_tokens": self.usage["prompt_tokens"] - cached, "cache_read_input_tokens": cached}
+        return {**prompt, "cache_creation_input_tokens": 0, "output_tokens": self.usage["completion_tokens"]}
 
     @property
     def ending(self) -> dict[str, Any]:
-        """Why the text ended, as far as it has. A choice may name the stop word in `stop_reason`."""
-        word, reason = self.choice.get("stop_reason"), self.choice.get("finish_reason", "")
-        stopped = "stop_sequence" if isinstance(word, str) else STOP_REASONS.get(reason)
-        return {"stop_reason": stopped, "stop_sequence": word}
+        """Stop reason, None before the end. A choice's `stop_reason` is its stop word."""
+        word, finish_reason = self.choice.get("stop_reason"), self.choice.get("finish_reason", "")
+        reason = "stop_sequence" if isinstance(word, str) else STOP_REASONS.get(finish_reason)
+        return {"stop_reason": reason, "stop_sequence": word}
 
     def opening(self) -> list[dict[str, Any]]:
         return [{"type": "message_start", "message": self.answer()}, {"type": "ping"}]
@@ -301,7 +385,7 @@ class Messages(BlockDialect):
 
 
 def content_block(block: Block) -> dict[str, Any]:
-    """Return a block of an answer as far as it has come."""
+    """Return Anthropic's object of a block so far."""
     if block.kind == "thinking":
         return {"type": "thinking", "thinking": block.text, "signature": ""}
     if block.kind == "text":
@@ -310,9 +394,9 @@ def content_block(block: Block) -> dict[str, Any]:
     return {"type": "tool_use", **named, "input": json.loads(block.text or "{}")}
 
 
-# Answers to clients of the Responses API.
+# Answers of the Responses API.
 
-ITEM: dict[str, tuple[str, dict[str, Any], str]] = {  # of a block: prefix of its id, its item, the name of its part
+ITEM: dict[str, tuple[str, dict[str, Any], str]] = {  # by the kind of a block: id prefix, item, name of its part
     "thinking": ("rs", {"type": "reasoning", "summary": []}, "reasoning_text"),
     "text": ("msg", {"type": "message", "role": "assistant"}, "output_text"),
     "call": ("fc", {"type": "function_call"}, "function_call_arguments"),
@@ -320,17 +404,14 @@ ITEM: dict[str, tuple[str, dict[str, Any], str]] = {  # of a block: prefix of it
 
 
 class ResponseDialect(BlockDialect):
-    """How a chat completion, with `include_usage`, looks to a client of the Responses API.
-
-    A block is an item of the output, and text and thoughts are a part of one.
-    """
+    """Format of the Responses API for a chat completion with `include_usage`. Each block is an output item."""
 
     def __init__(self, request: ResponsesRequest):
         super().__init__()
         self.identity, self.created, self.number = uuid.uuid4().hex, int(time.time()), 0
-        self.asked = request.model_dump(include={"instructions", "temperature", "top_p", "max_output_tokens"})
-        self.asked |= {"tools": [], "tool_choice": "auto"}
-        self.asked |= request.model_dump(include={"tools", "tool_choice"}, exclude_none=True)
+        self.request_fields = request.model_dump(include={"instructions", "temperature", "top_p", "max_output_tokens"})
+        self.request_fields |= {"tools": [], "tool_choice": "auto"}
+        self.request_fields |= request.model_dump(include={"tools", "tool_choice"}, exclude_none=True)
 
     def answer(self) -> dict[str, Any]:
         is_cut = self.choice.get("finish_reason") == "length"
@@ -338,7 +419,8 @@ class ResponseDialect(BlockDialect):
             **{"id": f"resp_{self.identity}", "object": "response", "created_at": self.created},
             "status": "incomplete" if is_cut else "completed" if self.choice else "in_progress",
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            **{"error": None, "parallel_tool_calls": True, "store": False, "model": self.head["model"], **self.asked},
+            **{"error": None, "parallel_tool_calls": True, "store": False, "model": self.head["model"]},
+            **self.request_fields,
             "output": [self.item(block) for block in self.blocks],
             "usage": response_usage(self.usage) if self.usage else None,
             **({"gearbx": self.report} if self.report else {}),
@@ -367,28 +449,28 @@ class ResponseDialect(BlockDialect):
         return [added, *self.part_event(block, "added")]
 
     def grown(self, block: Block, text: str) -> dict[str, Any]:
-        return {"type": f"response.{ITEM[block.kind][2]}.delta", **self.where(block), "delta": text}
+        return {"type": f"response.{ITEM[block.kind][2]}.delta", **self.location(block), "delta": text}
 
     def ended(self, block: Block) -> list[dict[str, Any]]:
-        said = {"arguments" if block.kind == "call" else "text": block.text}
-        done = {"type": f"response.{ITEM[block.kind][2]}.done", **self.where(block), **said}
+        content = {"arguments" if block.kind == "call" else "text": block.text}
+        done = {"type": f"response.{ITEM[block.kind][2]}.done", **self.location(block), **content}
         item = {"type": "response.output_item.done", "output_index": block.place, "item": self.item(block)}
         return [done, *self.part_event(block, "done"), item]
 
-    def part_event(self, block: Block, what: str) -> list[dict[str, Any]]:
-        """Return the event that begins or ends the part of an item; a call has none."""
+    def part_event(self, block: Block, suffix: str) -> list[dict[str, Any]]:
+        """Return the event that opens ("added") or closes ("done") an item's part; a tool call has no part."""
         if block.kind == "call":
             return []
-        return [{"type": f"response.content_part.{what}", **self.where(block), "part": text_part(block)}]
+        return [{"type": f"response.content_part.{suffix}", **self.location(block), "part": text_part(block)}]
 
-    def where(self, block: Block) -> dict[str, Any]:
-        """Return item and part to which an event belongs."""
+    def location(self, block: Block) -> dict[str, Any]:
+        """Return the fields for an event's item and part."""
         part = {} if block.kind == "call" else {"content_index": 0}
         logprobs: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
         return {"item_id": self.item(block)["id"], "output_index": block.place, **part, **logprobs}
 
     def item(self, block: Block) -> dict[str, Any]:
-        """Return a block as an item of the output, as far as it has come."""
+        """Return the output item of a block so far."""
         prefix, item, _ = ITEM[block.kind]
         own: dict[str, Any] = {"content": [text_part(block)]}
         if block.kind == "call":

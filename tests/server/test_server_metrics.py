@@ -6,7 +6,7 @@ from conftest import Clock
 from prometheus_client.parser import text_string_to_metric_families
 
 from gearbx_mlx.decoding.response import GearResponse
-from gearbx_mlx.serving.app import Metrics
+from gearbx_mlx.server.app import Metrics
 
 
 def response(gear="low", **fields):

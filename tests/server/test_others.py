@@ -36,16 +36,17 @@ from http_server import served
 
 from gearbx_mlx import GearbxError
 from gearbx_mlx.routing.bounds import bits
-from gearbx_mlx.serving import OtherError, others
-from gearbx_mlx.serving.others import Other, Question
-from gearbx_mlx.serving.web import Guard
+from gearbx_mlx.server import others
+from gearbx_mlx.server.logprobs import RemoteError, decoded_names
+from gearbx_mlx.server.others import Question, RemoteServer
+from gearbx_mlx.server.web import Guard
 
 PAIR = [math.log(0.9), math.log(0.05)]
 
 
 def ask(fake, question: Question | None = None, key=None, tokens=8, timeout=5.0):
     """The tokens of an answer, and the server as asked."""
-    server = Other(fake.url, key, timeout)
+    server = RemoteServer(fake.url, key, timeout)
     return asyncio.run(server.answer(question or Question("Hello"), "m", tokens)), server
 
 
@@ -63,7 +64,7 @@ class TestQuestions:
         messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
         expected = {"model": "m", "max_tokens": 7, "temperature": 0.0, "logprobs": True, "top_logprobs": 20}
         assert body == expected | {"chat_template_kwargs": {"thinking": False}, "messages": messages}
-        assert server.asked == 20
+        assert server.num_logprobs == 20
 
     def test_a_text_completion_has_lists_and_objects_and_may_lack_some(self):
         tops = [{" a": -0.1, " c": -2.5}, None]
@@ -85,33 +86,36 @@ class TestQuestions:
     @pytest.mark.parametrize(
         ("reply", "words"),
         [
-            (lambda: answer(whole([], "bare")), "gives no log-probabilities for m; start it with them"),
+            (lambda: answer(whole([], "bare")), "no log-probabilities for m; start it with log-probabilities"),
             (lambda: refused("logprobs are not supported"), r"for m \(logprobs are not supported\)"),
-            (lambda: refused("no such model", 404), r"answers 404 \(no such model\); check --server-model"),
+            (lambda: refused("no such model", 404), r"answers 404 \(no such model\); set --server-model"),
             (lambda: answer({"detail": "?"}), "answers without choices"),
             (lambda: answer({"error": "kaput"}), "reports an error: kaput"),
             (lambda: Answer([b"[1]"]), r"is \[1\], not an object"),
         ],
     )
     def test_what_gives_none_is_named_with_its_url(self, reply, words):
-        with fake_server(chatting(lambda body: reply())) as fake, pytest.raises(OtherError, match=words) as failed:
+        with fake_server(chatting(lambda body: reply())) as fake, pytest.raises(RemoteError, match=words) as failed:
             ask(fake)
         assert fake.url in str(failed.value)
         assert "\n" not in str(failed.value)
 
     def test_an_answer_without_an_end_is_one_of_too_many_bytes(self, monkeypatch):
-        monkeypatch.setattr(others, "LARGEST_ANSWER", 1000)
+        monkeypatch.setattr(others, "MAX_ANSWER_BYTES", 1000)
         endless = Answer(itertools.repeat(b"x" * 100))
-        with fake_server(chatting(lambda body: endless)) as fake, pytest.raises(OtherError, match="more than 1000 byt"):
+        with (
+            fake_server(chatting(lambda body: endless)) as fake,
+            pytest.raises(RemoteError, match="more than 1000 byt"),
+        ):
             ask(fake)
 
     def test_a_key_is_sent_and_never_shown(self):
         reply = refused("the key sk-secret is wrong", 401)
-        with fake_server(chatting(lambda body: reply)) as fake, pytest.raises(OtherError) as failed:
+        with fake_server(chatting(lambda body: reply)) as fake, pytest.raises(RemoteError) as failed:
             ask(fake, key="sk-secret")
         assert {headers["Authorization"] for headers in fake.headers} == {"Bearer sk-secret"}
         assert "sk-secret" not in str(failed.value)
-        assert "give --server-api-key" in str(failed.value)
+        assert "pass --server-api-key" in str(failed.value)
 
 
 class TestAddresses:
@@ -126,17 +130,17 @@ class TestAddresses:
 
     @pytest.mark.parametrize("url", WRONG)
     def test_a_url_that_is_none_is_refused_without_its_password(self, url):
-        with pytest.raises(GearbxError, match=r"--server.*; give one such as http://") as refusal:
-            Other(url)
+        with pytest.raises(GearbxError, match=r"--server.*; use one such as http://") as refusal:
+            RemoteServer(url)
         assert "secret" not in str(refusal.value)
 
     def test_a_password_is_not_shown_and_a_path_is_added_where_there_is_none(self):
-        assert Other("http://me:secret@127.0.0.1:9/").shown == "http://127.0.0.1:9/v1"
-        assert Other("http://127.0.0.1:9/api/").shown == "http://127.0.0.1:9/api"
+        assert RemoteServer("http://me:secret@127.0.0.1:9/").shown == "http://127.0.0.1:9/v1"
+        assert RemoteServer("http://127.0.0.1:9/api/").shown == "http://127.0.0.1:9/api"
 
     def test_a_key_that_no_header_can_have_is_refused(self):
         with pytest.raises(GearbxError, match="API key has characters"):
-            Other("http://127.0.0.1:9", "sk\nInjected: yes")
+            RemoteServer("http://127.0.0.1:9", "sk\nInjected: yes")
 
 
 class TestModels:
@@ -151,18 +155,18 @@ class TestModels:
     )
     def test_a_list_may_say_how_large_the_vocabulary_is(self, fields, size):
         with fake_server(lambda path, body: one_model(fields)) as fake:
-            assert asyncio.run(Other(fake.url).model(None)) == ("m", size)
+            assert asyncio.run(RemoteServer(fake.url).model(None)) == ("m", size)
 
     def test_one_of_several_has_to_be_named(self):
         rows = {"data": [{"id": "a"}, {"id": "b"}, {"id": 3}, 4]}
         with fake_server(lambda path, body: answer(rows)) as fake:
-            with pytest.raises(OtherError, match="its models are a, b; name one with --server-model"):
-                asyncio.run(Other(fake.url).model(None))
-            assert asyncio.run(Other(fake.url).model("b")) == ("b", None)
+            with pytest.raises(RemoteError, match="its models are a, b; choose one with --server-model"):
+                asyncio.run(RemoteServer(fake.url).model(None))
+            assert asyncio.run(RemoteServer(fake.url).model("b")) == ("b", None)
 
     def test_a_server_without_a_list_is_asked_for_a_model_that_is_named(self):
         with fake_server(lambda path, body: None) as fake:
-            assert asyncio.run(Other(fake.url).model("m")) == ("m", None)
+            assert asyncio.run(RemoteServer(fake.url).model("m")) == ("m", None)
 
 
 class TestUnlisted:
@@ -216,7 +220,7 @@ class TestUnlisted:
     ],
 )
 def test_entries_of_a_vocabulary_become_the_text_of_the_answer(names, text, texts):
-    assert others.spelled(names, text) == texts
+    assert decoded_names(names, text) == texts
 
 
 # Requests that are passed on.
@@ -297,7 +301,9 @@ class TestRouting:
             got = [client.post(CHAT, json=EASY | {"stream": stream}) for stream in (False, True)]
         assert got[0].json()["gearbx"] == {"mode": "prompt", "gear": "small", "tokens": []}
         assert chunks(got[1].text)[0]["choices"][0]["delta"]["content"] == "small "
-        assert sum(path == CHAT for path, _ in fake.requests) == len(others.ASK) + 2  # it is asked for them once
+        assert (
+            sum(path == CHAT for path, _ in fake.requests) == len(others.LOGPROB_COUNTS) + 2
+        )  # it is asked for them once
 
     def test_what_a_client_does_wrong_says_nothing_of_the_server(self):
         def reply(body):
@@ -348,8 +354,8 @@ class TestFailures:
             (lambda: refused("wrong key sk-secret", 401), 502, "wrong key ***"),
             (lambda: refused("kaput", 500), 502, "kaput"),
             (lambda: Answer([], 302), 502, "no reason given"),
-            (lambda: Answer([b"<html>"], kind="text/html"), 502, "not of this API"),
-            (lambda: Answer([b"{"], length=9), 502, "cut its answer short"),
+            (lambda: Answer([b"<html>"], kind="text/html"), 502, "not an answer of OpenAI's API"),
+            (lambda: Answer([b"{"], length=9), 502, "incomplete answer"),
             (lambda: Answer(slowly([b" "] * 9, 0.2)), 502, "no token for 0.5 s"),
         ],
     )
@@ -365,9 +371,9 @@ class TestFailures:
     @pytest.mark.parametrize(
         ("rest", "words"),
         [
-            ([], "cut its stream short"),
+            ([], "incomplete stream"),
             ([b'data: {"error": {"message": "out of memory"}}\n\n'], "out of memory"),
-            ([b"data: {\n\n"], "not of this API"),
+            ([b"data: {\n\n"], "not an answer of OpenAI's API"),
             (slowly(itertools.repeat(b": ping\n\n"), 0.1), "no token for 0.5 s"),
         ],
     )
@@ -386,7 +392,7 @@ class TestFailures:
 @pytest.mark.processes
 def test_the_command_routes_to_a_server_of_ours_and_ends_with_a_signal():
     with served(gears="4,16", log_level="ERROR") as ours:
-        url = ours.server.where
+        url = ours.server.url
         command = [sys.executable, "-m", "gearbx_mlx", "server", "--server", url, "--server-model", "demo,demo"]
         with subprocess.Popen([*command, "--port", "0"], stderr=subprocess.PIPE, text=True) as process:
             try:

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from http_server import chat, complete, error_of, events, hears_of_the_end, in_the_making, served
 
-from gearbx_mlx.serving.app import LONGEST_NAME
-from gearbx_mlx.serving.web import quoted
+from gearbx_mlx.server.app import MAX_NAME_LENGTH
+from gearbx_mlx.server.web import quoted
 
 LINE = re.compile(r'(?P<client>\S+) "(?P<asked>[^"]+)" (?P<status>\d+)(?P<told>( \w+=\S+)*)')
 
@@ -60,8 +60,8 @@ class TestAccessLog:
 
     @pytest.mark.parametrize("name", ["a b", "a\nb", "a=b", "\x1b[31m", "é", '"', "x" * 10**5])
     def test_no_name_of_a_client_is_taken_for_another_field(self, name):
-        line = quoted(name[:LONGEST_NAME])
-        assert len(line) <= LONGEST_NAME
+        line = quoted(name[:MAX_NAME_LENGTH])
+        assert len(line) <= MAX_NAME_LENGTH
         assert line.isascii()
         assert line.isprintable()
         assert line == name[: len(line)] or json.loads(line) == name
@@ -108,7 +108,7 @@ class TestChoiceBesideGearbx:
 def test_all_clients_of_a_server_that_stops_hear_of_it(flags):
     with served(gears="4,16", log_level="ERROR", decode_concurrency=2, **flags) as client:
         with ThreadPoolExecutor(6) as pool:
-            ended = pool.map(lambda number: hears_of_the_end(client.server.where, number, number % 2 == 0), range(6))
+            ended = pool.map(lambda number: hears_of_the_end(client.server.url, number, number % 2 == 0), range(6))
             while in_the_making(client, waiting=True) < 6:
                 time.sleep(0.01)
             client.server.stop()

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from gearbx_mlx import GearbxError, Lossless, stream_generate
 from gearbx_mlx.loading import DEMO_MODEL
-from gearbx_mlx.serving.grammar import LARGEST_SCHEMA, JsonObject, allow, constraint_for, mask_of
+from gearbx_mlx.server.grammar import MAX_SCHEMA_BYTES, JsonObject, allow, constraint_for, mask_of
 
 END = 0  # the demo model's end of text
 
@@ -116,7 +116,7 @@ def test_what_may_follow_depends_on_the_tokens_alone(demo):
 def test_a_token_that_does_not_fit_ends_the_text_and_may_be_taken_back(demo):
     constraint = constraint_for(demo.tokenizer, format_of(PERSON))
     assert allowed(demo, constraint, '{"name": "Tom", "age": 8, "likes": [] and') == {None}
-    assert "another logits processor" in constraint.error
+    assert "different logits processor" in constraint.error
     fresh = constraint_for(demo.tokenizer, format_of(PERSON))
     assert allowed(demo, constraint, '{"name": "Tom"') == allowed(demo, fresh, '{"name": "Tom"')
 
@@ -177,7 +177,7 @@ for _ in range(70):
         ({"$ref": "#"}, "no grammar"),
         ({"not": {"type": "object"}}, "Unimplemented"),
         (DEEP, "64 levels deep"),
-        ({"enum": ["x" * LARGEST_SCHEMA]}, f"at most {LARGEST_SCHEMA}"),
+        ({"enum": ["x" * MAX_SCHEMA_BYTES]}, f"at most {MAX_SCHEMA_BYTES}"),
     ],
 )
 def test_a_schema_that_cannot_be_kept_is_refused_in_one_line(demo, schema, said):
