@@ -1,7 +1,7 @@
 """An automatic transmission for language models on MLX.
 
-`__init__.pyi` names the exports, once. Each is imported when it is first used: mlx-lm takes seconds to import, and
-`--help` should not wait for it. EAGER_IMPORT=1 imports all of them at once.
+`__init__.pyi` lists the exports. Each is imported at first use, because mlx-lm takes seconds to import and `--help`
+should respond at once. EAGER_IMPORT=1 imports all of them at once.
 """
 
 import os
@@ -10,14 +10,14 @@ import sys
 
 
 def _is_command() -> bool:
-    """Return whether Python was started for a command of this package: by its script, or by -m, until that is found."""
+    """Return whether Python was started for a command of this package, by its script or by -m."""
     name, *rest = sys.argv or [""]
     started = sys.orig_argv[-1 - len(rest)] if name == "-m" else os.path.basename(name).replace("-", "_")
     return started.partition(".")[0] == __name__
 
 
 if _is_command() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the imports below have nothing to finish, and a traceback of no use
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of imports
 
 from importlib.metadata import PackageNotFoundError, version  # noqa: E402
 

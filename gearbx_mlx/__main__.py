@@ -1,4 +1,4 @@
-"""gearbx_mlx COMMAND: every command under one name, as in mlx_lm. Without a command, list them."""
+"""gearbx_mlx COMMAND: all commands under one name, as in mlx_lm. Without a command, a list of them."""
 
 import sys
 from importlib import import_module
@@ -6,25 +6,25 @@ from pathlib import Path
 
 from .cli import signals
 
-signals.end_at_once()  # the imports below take time
+signals.end_at_once()  # the imports below are slow
 
 from .cli import terminal  # noqa: E402
 from .cli.parser import version_line  # noqa: E402
 from .errors import GearbxError, choose  # noqa: E402
 
 COMMANDS = {
-    "generate": "write a text, and watch the gears while it is written",
-    "chat": "talk with a model, and watch the gears while it answers",
-    "convert": "write a geared checkpoint, which stock mlx-lm reads too",
-    "calibrate": "find when a model should change gear",
-    "analyze": "see which gears prompts would use, without changing the model",
-    "evaluate": "measure what gears and modes cost on a text: KL, perplexity, the same favourite",
-    "sensitivity": "measure what the precision of each layer costs",
+    "generate": "generate text, and watch its gears",
+    "chat": "chat with a model, and watch its gears",
+    "convert": "write a geared checkpoint, which mlx-lm reads too",
+    "calibrate": "find entropy thresholds between the gears",
+    "analyze": "record the gears that prompts would use, without shifting",
+    "evaluate": "measure KL, perplexity and top-1 agreement of gears and modes",
+    "sensitivity": "measure the cost of each layer's precision",
     "allocate": "find bits for every layer from these measurements",
-    "benchmark": "time gears on this machine, and beside mlx-lm on a Mac",
-    "server": "serve a model in gears, to clients of OpenAI's API",
-    "list": "list the models at hand, with their sizes and gears",
-    "cache": "show the size of what is kept for later runs, or remove it",
+    "benchmark": "time gears, and on a Mac the speedup over mlx-lm",
+    "server": "serve a model in gears with OpenAI's API",
+    "list": "list available models with sizes and gears",
+    "cache": "show or remove entries of the user's cache",
     "lm_eval": "run lm-eval's tasks on a model in gears",
 }
 USAGE = "usage: gearbx_mlx COMMAND [flags]; gearbx_mlx COMMAND --help shows the flags\n\n" + "\n".join(
@@ -33,7 +33,7 @@ USAGE = "usage: gearbx_mlx COMMAND [flags]; gearbx_mlx COMMAND --help shows the 
 
 
 def main() -> None:
-    """Run the command that the first argument names, with the arguments after it."""
+    """Run the command named by the first argument, with the other arguments."""
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name not in COMMANDS:
         terminal.run(lambda: show_commands(name))
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def show_commands(name: str) -> None:
-    """Raises GearbxError unless the commands are asked for, or the version."""
+    """Print the commands or the version; another name is an error."""
     if name == "--version":
         print(version_line())
     elif name in ("-h", "--help"):

@@ -1,8 +1,7 @@
-"""A setting is a field of a frozen dataclass, with everything that a flag, a file or a program needs to give it.
+"""Settings: fields of frozen dataclasses with default, bounds, choices and parser, each stated once.
 
-`flag` makes a field that is a flag as well, with its name, bounds, choices and help, and how its text is parsed: once.
-`setting` makes one that programs and files alone set. `Settings` checks the values. Whoever has such a group gets its
-default from the field, where it stands once.
+`setting` makes a field that programs and files set. `flag` makes one that is a flag too, with name and help. `Settings`
+validates the values.
 """
 
 import math
@@ -17,19 +16,23 @@ BYTE_UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI":
 
 
 def parse_bytes(text: str, shown: str) -> int:
-    """Return the bytes of "3GB", "3 GiB", "500M" or "1e9". Raises GearbxError, about `shown`, for anything else."""
+    """Parse bytes such as "3GB", "3 GiB", "500M" or "1e9". shown: name for the message.
+
+    Raises:
+        GearbxError: other text.
+    """
     found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([KMGT]?I?)B?\s*", text.upper().replace("E", "e"))
     try:
         count = float(found[1]) * BYTE_UNITS[found[2]] if found else 0.0
     except (ValueError, KeyError):
         count = 0.0
     if not 1 <= count < math.inf:
-        raise GearbxError(f"{shown}: '{text}' is not a size; give bytes such as 3GB, 500MB or 2GiB")
+        raise GearbxError(f"{shown}: not a size, got '{text}'; use bytes such as 3GB, 500MB or 2GiB")
     return round(count)
 
 
 def human_bytes(count: float) -> str:
-    """Return bytes for people: 1234567 is 1.23 MB, in powers of ten as mlx-lm reports memory."""
+    """Return bytes with three digits and a unit: 1234567 is 1.23 MB. Powers of ten, as in mlx-lm."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if count < 1000 or unit == "TB":
             break
@@ -40,26 +43,26 @@ def human_bytes(count: float) -> str:
 def setting(
     default: Any = MISSING,
     *,
-    least: float | None = None,
-    most: float = math.inf,
+    minimum: float | None = None,
+    maximum: float = math.inf,
     choices: tuple[Any, ...] = (),
     named: bool = False,
     parse: Callable[[str], Any] | None = None,
     kw_only: bool = False,
     **rules: Any,
 ) -> Any:
-    """Return a field that `Settings` checks.
+    """Return a field that `Settings` validates.
 
     Args:
-        least, most: bounds of a number; NaN is outside.
-        choices: the values that it can have.
-        named: a path or the name of a model, which is not empty.
-        parse: makes the field's value of text, once; a program may give the value itself.
-        rules: what else is to be known of it.
+        minimum, maximum: bounds of a number, inclusive; NaN is outside.
+        choices: allowed values.
+        named: True for a path or the name of a model, which must not be empty.
+        parse: converts text to the field's value; a program may pass the value itself.
+        rules: more metadata.
     """
     rules |= {"choices": choices, "named": named, "parse": parse}
-    if least is not None:
-        rules["bounds"] = least, most
+    if minimum is not None:
+        rules["bounds"] = minimum, maximum
     return field(default=default, metadata=rules, kw_only=kw_only)
 
 
@@ -71,36 +74,39 @@ def flag(
     also: tuple[str, ...] = (),
     exclusive: str = "",
     rare: bool = False,
+    default_text: str = "",
     **rules: Any,
 ) -> Any:
     """Return a `setting` that is a flag.
 
     Args:
         default: a required flag has none.
-        help: the default is added to it, unless it names one.
-        name: as a field has it, where that is not the field's own.
-        also: further names of the flag.
-        exclusive: at most one flag of those with the same word here may be given.
-        rare: `--help-all` shows it, and `--help` does not.
+        help: a fragment without a period, of 20 words at most with the default, which is added to it.
+        name: the flag's name with underscores, if not the field's.
+        also: more names of the flag.
+        exclusive: a label; at most one flag with this label may be set.
+        rare: only `--help-all` shows it.
+        default_text: the default in words, if it depends on other flags, files or the machine.
         rules: of `setting`; and of `add_argument`: metavar, nargs, const.
     """
-    if default not in (MISSING, None, "") and default is not False and "Default:" not in help:
-        help = f"{help} Default: {default}"
+    has_text = default not in (MISSING, None, "", ()) and default is not False
+    if default_text or has_text:
+        help = f"{help} [default: {default_text or as_text(default)}]"
     return setting(default, help=help, flag=name, also=also, exclusive=exclusive, rare=rare, **rules)
 
 
 def flags_in(kind: Any) -> dict[str, Field]:
-    """Return the fields of a group that are flags, by the flag's name as a field has it."""
+    """Return the fields of a group that are flags, by the flag's name with underscores."""
     return {item.metadata["flag"] or item.name: item for item in fields(kind) if "flag" in item.metadata}
 
 
 def shown_name(item: Field) -> str:
-    """Return what a message calls a field: its flag, or its own name."""
+    """Return a field's name in messages: its flag, or its own name."""
     return flag_of(item.metadata["flag"] or item.name) if "flag" in item.metadata else item.name
 
 
 def as_text(value: Any) -> str:
-    """Return the text that a flag's value was parsed of."""
+    """Return a flag's value as text that it could be parsed from."""
     if isinstance(value, float) and float(f"{value:g}") == value:
         return f"{value:g}"
     return ",".join(map(as_text, value)) if isinstance(value, tuple) else str(value)
@@ -113,10 +119,10 @@ def flag_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class Settings:
-    """A group of flags and settings that checks its own fields. `title` stands above the flags in `--help`.
+    """A group of flags and settings that validates its own fields. title: heading in `--help`.
 
     Raises:
-        GearbxError: a value outside of its field's bounds or choices, an empty name, text that cannot be parsed.
+        GearbxError: a value outside its bounds or choices, an empty name, or text that cannot be parsed.
     """
 
     title: ClassVar[str | None] = None
@@ -132,7 +138,7 @@ class Settings:
                 for one in value if isinstance(value, list | tuple) else [value]:
                     check_choice(flag_of(item.name), one, rules["choices"])
             if rules.get("named") and isinstance(value, str) and not value.strip():
-                raise GearbxError(f"{shown_name(item)} is empty; name something, or leave the flag out")
+                raise GearbxError(f"{shown_name(item)}: empty; use a name, or omit it")
             if rules.get("parse") and isinstance(value, str):
                 object.__setattr__(self, item.name, rules["parse"](value))
 

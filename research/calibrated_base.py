@@ -136,7 +136,7 @@ def gptq(folder: Path, model: str = "smollm2", windows: int = 64, length: int = 
     geared, tokenizer = load(model)
     text = text_of(tokenizer, None)
     with progress_bar() as progress:
-        texts = text.texts + answered(geared, tokenizer, text.requests, progress)
+        texts = text.sequences + answered(geared, tokenizer, text.requests, progress)
     original, _, config = load(model, return_config=True)  # answers put gears on the other one
     original.set_dtype(mx.float32)  # which NumPy has
     tokens = [token for each in texts for token in each][: windows * length]

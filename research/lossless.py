@@ -291,8 +291,8 @@ def shipped_base(model: Any, tokenizer: Any, format: Format, ladder: Sequence[in
     base = key.find()
     if base is None:
         with progress_bar() as progress:
-            texts = text.texts + answered(model, tokenizer, text.requests, progress)
-            base = make_base(model, key, format, texts, progress)
+            texts = text.sequences + answered(model, tokenizer, text.requests, progress)
+            base = make_base(model, key, texts, progress)
     return base
 
 

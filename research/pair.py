@@ -12,6 +12,8 @@ from gearbx_mlx.cli.build import LoadedPair, load_pair
 from gearbx_mlx.cli.flags import ModelSettings
 from gearbx_mlx.compat.arrays import dtype_name
 from gearbx_mlx.decoding.modes import PairSettings
+from gearbx_mlx.decoding.pair import bytes_read
+from gearbx_mlx.decoding.stream import parameters_of
 from gearbx_mlx.errors import GearbxError, numbers
 from gearbx_mlx.evaluate.run import context_for
 from gearbx_mlx.evaluation.predictions import PROMPT, encode, read_documents, read_rows, windows_of
@@ -98,8 +100,8 @@ def pair_sweep(
         "model": model_name(model),
         "small_model": small_model,
         "data": str(data),
-        "parameters": dict(zip(NAMES, models.parameters)),
-        "weight_bytes": dict(zip(NAMES, models.weight_bytes)),
+        "parameters": dict(zip(NAMES, parameters_in(models))),
+        "weight_bytes": dict(zip(NAMES, weight_bytes_in(models))),
         "compute_dtype": dtype_name(model_dtype(models.large)),
         "gate": {"window": turns.window, "min_duration": turns.min_gear_duration},
         "seed": seed,
@@ -116,6 +118,16 @@ def limits_of(text: str) -> tuple[float, ...]:
     for each in bits:
         check_threshold(each)
     return bits
+
+
+def parameters_in(models: LoadedPair) -> tuple[int, int]:
+    """Return the numbers of parameters (small, large); quantized ones count as the weights that they stand for."""
+    return parameters_of((models.small, models.large))
+
+
+def weight_bytes_in(models: LoadedPair) -> tuple[int, int]:
+    """Return the bytes of weights that a token reads (small, large), in the type of the checkpoint."""
+    return bytes_read(models.small), bytes_read(models.large)
 
 
 def along_text(
@@ -138,7 +150,7 @@ def along_text(
     if not windows:
         raise GearbxError(f"{data}: no question leaves room for its answer in {most} tokens; raise --context")
     recording = pair.record_pair(models.small, models.large, track(windows, "both models"), models.vocab_size)
-    rates = turns.window, turns.min_gear_duration, models.parameters, models.weight_bytes
+    rates = turns.window, turns.min_gear_duration, parameters_in(models), weight_bytes_in(models)
     return {
         "context": most,
         "answers_only": answers_only,
@@ -202,14 +214,14 @@ def writing(
             coins[coin] = partial(solve, pair.by_chance(share, turns.min_gear_duration, seed))
             thresholds[coin] = threshold
     return pair.answer_rows(
-        attempts | kept(journal, coins, len(prompts)), thresholds | {pair.DRAFT: 0.0}, models.parameters
+        attempts | kept(journal, coins, len(prompts)), thresholds | {pair.DRAFT: 0.0}, parameters_in(models)
     )
 
 
 def about_writing(models: LoadedPair, prompts: Sequence[pair.Prompt], turns: PairSettings, seed: int) -> dict[str, Any]:
     """Return what attempts depend on."""
     return {
-        "parameters": models.parameters,
+        "parameters": parameters_in(models),
         "prompts": hash_of_tokens([tokens for tokens, _, _ in prompts]),
         "room": max(room for _, room, _ in prompts),
         "window": turns.window,

@@ -98,8 +98,8 @@ def policies(
                 "model": model_name(model),
                 "data": str(data),
                 "format": loaded.decision.format.name,
-                "manage": loaded.decision.manage,
-                "group_size": loaded.decision.group_size,
+                "manage": loaded.decision.stored.manage,
+                "group_size": loaded.decision.stored.group_size,
                 "kernels": "native" if gearbox.kernels.native else "mlx",
                 "context": window,
             }

@@ -43,9 +43,9 @@ def parse_targets(kind: str, text: str) -> tuple[float, ...]:
     return values
 
 
-def target_flag(kind: str, metavar: str, help: str) -> Any:
-    """Return the flag of one kind of target; kinds exclude each other."""
-    return flag(None, help, metavar=metavar, exclusive="target", parse=partial(parse_targets, kind))
+def target_flag(kind: str, metavar: str, help: str, **rules: Any) -> Any:
+    """Return the flag of one kind of target; only one kind may be set. rules: as for `flag`."""
+    return flag(None, help, metavar=metavar, exclusive="target", parse=partial(parse_targets, kind), **rules)
 
 
 @dataclass(frozen=True)
@@ -54,25 +54,26 @@ class AllocationSettings(Settings):
 
     title: ClassVar[str] = "allocation"
 
-    manifest: str = flag("manifest.json", "From gearbx_mlx sensitivity.", named=True)
-    out: str | None = flag(None, "File to write. Default: the manifest itself", named=True)
-    gears: Ladder = flag(Ladder.parse(DEFAULT_LADDER), "A table for each but 16.", parse=Ladder.parse)
+    manifest: str = flag("manifest.json", "Manifest from gearbx_mlx sensitivity", named=True)
+    out: str | None = flag(None, "File to write", default_text="the manifest itself", named=True)
+    gears: Ladder = flag(Ladder.parse(DEFAULT_LADDER), "Gears that get a table, except 16", parse=Ladder.parse)
     target_bpw: tuple[float, ...] | None = target_flag(
         "bpw",
         "BITS",
-        "Bits per weight, including scales; one for each table, comma-separated. Default: as the uniform gear",
+        "Bits per weight with scales, one for each table, comma-separated",
+        default_text="those of the uniform gear",
     )
     target_bytes: tuple[float, ...] | None = target_flag(
-        "bytes", "SIZE", "Bytes of the layers that change gear, such as 3GB; likewise."
+        "bytes", "SIZE", "Bytes of the managed layers, such as 3GB, one for each table"
     )
     target_kl: tuple[float, ...] | None = target_flag(
-        "kl", "NATS", "Most KL from full precision, nats per token; likewise."
+        "kl", "NATS", "Maximum KL from full precision in nats per token, one for each table"
     )
     target_tps: tuple[float, ...] | None = target_flag(
-        "tps", "TOKENS", "Tokens/s of decoding on this machine; likewise."
+        "tps", "TOKENS", "Decoding speed on this machine in tokens/s, one for each table"
     )
-    within_ranges: bool = flag(False, "Keep every layer within min_bits and max_bits of the manifest.")
-    exchanges: int = flag(EXCHANGES, "Tables to measure in search of better ones, by exchanges of bits.", least=0)
+    within_ranges: bool = flag(False, "Keep every layer within min_bits and max_bits of the manifest")
+    exchanges: int = flag(EXCHANGES, "Tables to measure while exchanging bits between layers", minimum=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -22,7 +22,7 @@ class TelemetrySettings(Settings):
     title: ClassVar[str] = "routing"
 
     thresholds: Thresholds = thresholds_flag()
-    gear: str = flag(AUTO, "Initial gear, by name or bits; auto: chosen by the prompt.", named=True)
+    gear: str = flag(AUTO, "Initial gear: name or bits; auto: by the prompt", named=True)
 
     def given(self) -> dict[str, Any]:
         """Return the flags of modes, by name."""
@@ -36,13 +36,11 @@ class AnalysisSettings(Settings):
     title: ClassVar[str] = "analysis"
 
     prompts: str | None = flag(
-        None, "One prompt per line, or JSON Lines as in GSM8K. Default: three bundled ones", named=True
+        None, "File with one prompt per line, or JSON Lines as in GSM8K", default_text="three bundled ones", named=True
     )
-    num_prompts: int | None = flag(None, "Use only the first N prompts.", least=1)
-    out: str = flag("analysis", "Directory for trace, summary and pictures.", named=True)
-    kernels: Any = flag(
-        "auto", "As for generate: native is faster on a CPU, and rounds differently.", parse=parse_kernels
-    )
+    num_prompts: int | None = flag(None, "Number of prompts to use, from the first", minimum=1)
+    out: str = flag("analysis", "Directory for trace, summary and pictures", named=True)
+    kernels: Any = flag("auto", "Kernels, as for generate", parse=parse_kernels)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
-"""gearbx_mlx benchmark: what a model gains on a Mac (mac), and tokens per second of its gears (decode).
+"""Flags of gearbx_mlx benchmark: the speedup of a model on a Mac (mac), and the speed of its gears (decode).
 
-Here are the flags of each benchmark; the module with its name measures, and prints and writes the rows.
+The module named like a benchmark measures, prints and writes its rows.
 
-A trial goes through everything that is compared in turn, and the first trial is not counted: other work on the machine
-then slows all of it alike. Compare ratios within a run; times of different runs are not comparable.
+Everything compared alternates within a trial, so that other work on the machine slows all of it alike. The first trial
+is not counted. Compare ratios within a run; times of different runs are not comparable.
 """
 
 import argparse
@@ -18,70 +18,71 @@ from ..errors import GearbxError
 from ..gears.ladder import Ladder
 from ..settings import Settings, flag
 
-MAX_TRIALS = 100_000  # trials or tokens: more take days
+MAX_TRIALS = 100_000  # maximum number of trials or tokens; more take days
 HEAD_WIDTH = 64  # width of an attention head of the random Llama
 
 
 def parse_shape(text: str) -> tuple[int, int]:
-    """Width and layers of the random Llama.
+    """Parse width and layers of the random Llama.
 
     Raises:
-        GearbxError: what is not of the form WIDTHxLAYERS, or a width that its heads do not divide.
+        GearbxError: text not of the form WIDTHxLAYERS, or a width that its heads do not divide.
     """
     try:
         width, layers = (int(part) for part in text.split("x"))
     except ValueError as error:
-        raise GearbxError(f"--shape '{text}' is not WIDTHxLAYERS, such as 1024x24") from error
+        raise GearbxError(f"--shape: not WIDTHxLAYERS, got '{text}'; use numbers such as 1024x24") from error
     if width % (4 * HEAD_WIDTH) or width < 4 * HEAD_WIDTH or layers < 1:
-        raise GearbxError(f"--shape '{text}': give a width that is a multiple of {4 * HEAD_WIDTH}, and 1 layer or more")
+        raise GearbxError(f"--shape: out of range, got {text}; use a multiple of {4 * HEAD_WIDTH}, and 1 layer or more")
     return width, layers
 
 
 @dataclass(frozen=True)
 class ModelBenchmark(Settings):
-    """Says what is decoded. model: None means a random Llama of `shape`; gears: None means its own, or 4,8,16."""
+    """The decoded model. model: None for a random Llama of `shape`. gears: None for its own, or 4,8,16."""
 
-    trials: int = flag(5, "Counted trials.", least=1, most=MAX_TRIALS)
-    json: str | None = flag(None, "Write all rows as JSON.", metavar="FILE", named=True)
+    trials: int = flag(5, "Counted trials", minimum=1, maximum=MAX_TRIALS)
+    json: str | None = flag(None, "File for all rows as JSON", metavar="FILE", named=True)
     device: str | None = device_flag()
-    model: str | None = flag(None, "Local directory or Hub repository. Default: a random Llama of --shape", named=True)
-    shape: tuple[int, int] = flag((1024, 8), "WIDTHxLAYERS of the random Llama. Default: 1024x8", parse=parse_shape)
-    gears: Ladder | None = flag(
-        None, "Bits of the gears. Default: those of a geared checkpoint, or 4,8,16", parse=Ladder.parse
+    model: str | None = flag(
+        None, "Local directory or Hub repository", default_text="a random Llama of --shape", named=True
     )
-    tokens: int = flag(16, "Tokens in a trial.", least=1, most=MAX_TRIALS)
+    shape: tuple[int, int] = flag(
+        (1024, 8), "WIDTHxLAYERS of the random Llama", default_text="1024x8", parse=parse_shape
+    )
+    gears: Ladder | None = flag(
+        None, "Bits of the gears", default_text="those of a geared checkpoint, or 4,8,16", parse=Ladder.parse
+    )
+    tokens: int = flag(16, "Tokens in a trial", minimum=1, maximum=MAX_TRIALS)
 
 
 @dataclass(frozen=True)
 class DecodeBenchmark(ModelBenchmark):
-    """Tokens per second of each gear. context: tokens in the KV cache before the first one."""
+    """Speed of each gear in tokens/s."""
 
     what: ClassVar[str] = "decode"
 
-    context: int = flag(0, "Tokens in the KV cache before the first one. Default: 0", least=0, most=10**15)
+    context: int = flag(0, "Tokens in the KV cache before the first one", minimum=0, maximum=10**15)
 
 
 @dataclass(frozen=True)
 class MacBenchmark(Settings):
-    """On a Mac: mlx-lm alone and with a draft model, the default, fixed drafts and one gear, in turn; a verdict."""
+    """Speedup over mlx-lm on a Mac, of the default, fixed drafts and single gears."""
 
     what: ClassVar[str] = "mac"
 
     model: str | None = flag(
         None,
-        "An original model of bfloat16 or float16, local directory or Hub repository. Default: the demo model",
+        "Original bfloat16 or float16 model: local directory or Hub repository",
+        default_text="the demo model",
         named=True,
     )
-    tokens: int = flag(200, "Most tokens of a text.", least=2, most=MAX_TRIALS)
-    minutes: float = flag(
-        10, "Write no further round of texts that would end later; the first one is written at any speed.", least=0
-    )
+    tokens: int = flag(200, "Maximum number of tokens in an output", minimum=2, maximum=MAX_TRIALS)
+    minutes: float = flag(10, "Time limit in minutes; the first series is always complete", minimum=0)
     own_kernels: bool = flag(
-        False, "First compile, check and time our Metal kernels for this model, and keep which of them won."
+        False, "First compile, check and time this package's Metal kernels, and keep the faster ones"
     )
-    json: str = flag(
-        "mac.json", "Write everything as JSON; an interrupted run goes on there.", metavar="FILE", named=True
-    )
+    json: str = flag("mac.json", "Report as JSON, which an interrupted run continues", metavar="FILE", named=True)
     device: str | None = device_flag()
 
 
@@ -90,7 +91,7 @@ BENCHMARKS: dict[str, type[Benchmark]] = {kind.what: kind for kind in get_args(B
 
 
 def main() -> None:
-    """Parse the flags, and run the benchmark that they name."""
+    """Parse the flags, and run their benchmark."""
     start(
         "benchmark",
         lambda: setup_arg_parser().settings(),
@@ -99,7 +100,7 @@ def main() -> None:
 
 
 class BenchmarkParser(FlagParser):
-    """Takes a word, and the flags of the settings that it stands for."""
+    """A parser of a benchmark's name and its flags."""
 
     def settings(self) -> Benchmark:
         flags = vars(self.parse_args())
@@ -110,6 +111,6 @@ def setup_arg_parser() -> FlagParser:
     parser = BenchmarkParser("benchmark", Benchmark, description="Time the gears of a model on this machine.")
     commands = parser.add_subparsers(dest="benchmark", required=True, metavar=f"{{{','.join(BENCHMARKS)}}}")
     for what, kind in BENCHMARKS.items():
-        subparser = commands.add_parser(what, help=kind.__doc__, argument_default=argparse.SUPPRESS)
+        subparser = commands.add_parser(what, help=(kind.__doc__ or "").rstrip("."), argument_default=argparse.SUPPRESS)
         subparser.add_rare(add_flags(subparser, kind))
     return parser

@@ -1,4 +1,4 @@
-"""Tokens per second of every gear, on native kernels and on MLX's own, of a model or of a random Llama."""
+"""The benchmark `decode`: speed of every gear of a model or a random Llama, with native and with MLX's kernels."""
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,7 +50,7 @@ DECODE_COLUMNS = (
 
 
 def run(settings: DecodeBenchmark) -> int:
-    """Print the rows as a table, and write them to a file if one is named."""
+    """Print the rows as a table, and write them to a file, if any."""
     out = None if settings.json is None else output_path(settings.json)
     machine = machine_name()
     rows = [row | {"machine": machine} for row in benchmark_decode(settings)]
@@ -65,7 +65,7 @@ def run(settings: DecodeBenchmark) -> int:
 
 @dataclass
 class GearCase:
-    """A gear on a path, and what the trials measured: seconds per token, seconds of a shift into it, peak memory."""
+    """A gear on a path, with measurements: seconds per token, seconds of a shift into it, peak memory in bytes."""
 
     path: str
     gear: Gear
@@ -84,16 +84,16 @@ class GearCase:
 
 
 def benchmark_decode(settings: DecodeBenchmark) -> Rows:
-    """Return a row for each gear on each path; trials go through all of them in turn.
+    """Return a row for each gear on each path; all alternate within a trial.
 
     Raises:
-        GearbxError: a model that cannot be loaded, or more than memory allows.
+        GearbxError: a model that cannot be loaded, or does not fit into memory.
     """
     check_gears(settings, len(paths_here()), settings.context)
     read_bandwidth, cases = BandwidthMeter(), list[GearCase]()
-    for path, kernels, activations in paths_here():  # each path has a model of its own
+    for path, kernels, activations in paths_here():  # each path has its own model
         gearbox = Gearbox(model_of(settings), settings.gears, kernels=kernels, activations=activations)
-        # Beside weights of bfloat16 both round to that type.
+        # With bfloat16 weights both paths round activations to that type.
         gears = [gear for gear in gearbox.ladder if path != INT8 or not gear.dense]
         cases += [GearCase(path, gear, gearbox) for gear in gears]
     bandwidth = statistics.median(time_cases(cases, settings, read_bandwidth))
@@ -106,7 +106,7 @@ def benchmark_decode(settings: DecodeBenchmark) -> Rows:
 
 
 def time_cases(cases: Sequence[GearCase], settings: DecodeBenchmark, read_bandwidth: BandwidthMeter) -> list[float]:
-    """Fill in what the trials measure. Returns the read bandwidths that were measured between them, in GB/s."""
+    """Run the trials of all cases. Return the read bandwidths measured between them, in GB/s."""
     bandwidths = []
     for trial in trials(settings.trials):
         for case in cases:
@@ -123,15 +123,15 @@ def time_cases(cases: Sequence[GearCase], settings: DecodeBenchmark, read_bandwi
 
 
 def trials(count: int) -> Iterator[int]:
-    """Numbers from 0 to count, with a progress bar. Trial 0 warms up and does not count."""
+    """Yield 0 to count with a progress bar. Trial 0 is the warm-up."""
     with progress_bar() as progress:
         yield from progress.track(range(count + 1), description="trials")
 
 
 def case_row(case: GearCase, cases: Sequence[GearCase], top: Gear, bandwidth: float) -> dict[str, Any]:
-    """Return the row of a case, apart from what all rows share.
+    """Return the row of a case, without the fields that all rows share.
 
-    Ratios are to MLX's own top gear, speedups to the top gear of the same path, or of the one that rounds as it does.
+    Ratios are to the top gear with MLX's kernels, speedups to the top gear of a path with the same rounding.
     bandwidth: in GB/s.
     """
     tops = {other.path: other.seconds_per_token for other in cases if other.gear == top}
@@ -156,7 +156,7 @@ def case_row(case: GearCase, cases: Sequence[GearCase], top: Gear, bandwidth: fl
 
 
 def check_gears(settings: ModelBenchmark, copies: int = 1, context: int = 0) -> None:
-    """Raises GearbxError for wrong gears, or where copies of the random Llama and a KV cache do not fit."""
+    """Validate the gears, and that copies of the random Llama and a KV cache fit into memory."""
     ladder = decided(JustGears(ModelSettings(settings.model), LayoutSettings(gears=settings.gears))).ladder
     if settings.model is None:
         what = "--shape {}x{}".format(*settings.shape) + (f" --context {context}" if context else "")
@@ -164,14 +164,14 @@ def check_gears(settings: ModelBenchmark, copies: int = 1, context: int = 0) -> 
 
 
 def model_of(settings: ModelBenchmark) -> nn.Module:
-    """Return the model that is named, or a random Llama."""
+    """Return the model of --model, or a random Llama."""
     return random_llama(settings.shape) if settings.model is None else load(settings.model)[0]
 
 
 def llama_bytes(shape: tuple[int, int], ladder: Ladder, copies: int, context: int) -> float:
-    """Return bytes that copies of the random Llama take at least, with one KV cache of `context` tokens.
+    """Return the minimum bytes of copies of the random Llama, with one KV cache of `context` tokens.
 
-    Weights have half precision, and those of the largest gear are beside them; keys and values are float32.
+    Weights have half precision, with those of the largest gear beside them; keys and values are float32.
     """
     width, layers = shape
     weights = layers * (3 + 3 * 11 / 4) * width**2 + 2 * DECODED_TOKENS * width
@@ -180,12 +180,12 @@ def llama_bytes(shape: tuple[int, int], ladder: Ladder, copies: int, context: in
 
 
 def key_heads(width: int) -> int:
-    """Heads of keys and values of the random Llama: half as many as of queries."""
+    """Return the number of KV heads of the random Llama, half that of query heads."""
     return width // (2 * HEAD_WIDTH)
 
 
 def random_llama(shape: tuple[int, int]) -> nn.Module:
-    """Return a Llama in bfloat16: MLP 2.75 times as wide, heads of 64, half as many for keys and values."""
+    """Return a Llama in bfloat16: an MLP 2.75 times as wide, heads of 64, half as many KV heads."""
     width, layers = shape
     sizes = {
         "model_type": "llama",
@@ -215,10 +215,10 @@ def decode_seconds(model: nn.Module, tokens: int, context: int = 0) -> float:
     """Return seconds per token of mlx-lm's greedy decoding, after the first token.
 
     Args:
-        context: further tokens before the prompt, whose keys and values are random.
+        context: additional tokens before the prompt, with random keys and values.
 
     Raises:
-        GearbxError: a context that the model's cache does not take, or that does not fit into memory.
+        GearbxError: a context that the model's cache does not accept, or that does not fit into memory.
     """
     cache = make_prompt_cache(model)
     if context:
@@ -229,12 +229,12 @@ def decode_seconds(model: nn.Module, tokens: int, context: int = 0) -> float:
 
 
 def fill_cache(model: nn.Module, cache: Sequence[Any], context: int) -> None:
-    """Put random keys and values of further tokens into a KV cache."""
+    """Fill a KV cache with random keys and values of `context` tokens."""
     model(mx.array([FIRST_TOKENS]), cache=cache)  # gives keys and values their shapes
     needed = 0
     for layer in cache:
         if not isinstance(layer, KVCache):
-            raise GearbxError(f"--context {context}: the model has a {type(layer).__name__}; leave it out")
+            raise GearbxError(f"--context: needs a plain KVCache, got {type(layer).__name__}; omit it")
         needed += sum(array.nbytes // array.shape[2] for array in (layer.keys, layer.values)) * context
     check_room(needed, f"--context {context}")
     for layer in cache:

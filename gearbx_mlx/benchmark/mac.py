@@ -1,8 +1,8 @@
-"""Measure what a model gains on a Mac: mlx-lm alone and with a draft model, ours, and one gear, in one page and file.
+"""The benchmark `mac`: speedup over mlx-lm of its draft models, this package's modes and single gears.
 
-Each way writes the same prompts' texts, one way after the other, so that heat and other programs slow all of them
-alike, and is compared with the text that mlx-lm wrote in the same turn. A series is a text of each way for each prompt;
-there are as many as there is time for. MLX's CPU and other GPUs can run it too.
+All methods alternate on each prompt, so that heat and other programs slow all of them alike. Each is compared with
+mlx-lm's output of the same turn. A series is one output of each method for each prompt; the time limit sets the number
+of series. MLX's CPU and other GPUs can run it too.
 """
 
 import contextlib
@@ -60,19 +60,19 @@ MLX_LM = "mlx-lm"
 BY_DRAFT_MODEL = {tokens: f"mlx-lm, {DRAFT_BITS}-bit drafts of {tokens}" for tokens in (2, 3, 4)}
 FIXED = {tokens: f"ours, drafts of {tokens}" for tokens in (1, 2, 3, 4)}
 AS_TYPED = "ours, as typed"
-ONE_GEAR_WAYS = {bits: f"one gear of {bits} bits" for bits in (4, 6, 8)}
-ORDER = (MLX_LM, *BY_DRAFT_MODEL.values(), *FIXED.values(), AS_TYPED, *ONE_GEAR_WAYS.values())
+ONE_GEAR = {bits: f"one gear of {bits} bits" for bits in (4, 6, 8)}
+ORDER = (MLX_LM, *BY_DRAFT_MODEL.values(), *FIXED.values(), AS_TYPED, *ONE_GEAR.values())
 
-WARM_UP = 24  # tokens of each way that do not count: its kernels are compiled, and the policy sees some rounds
+WARM_UP = 24  # uncounted tokens of each method, in which kernels are compiled and the policy sees some rounds
 
 
 @dataclass(frozen=True)
-class TimedWay:
-    """A way to write a text.
+class TimedMethod:
+    """A method of generation.
 
     Attributes:
-        write: what was typed, its tokens and the most tokens of the text, to mlx-lm's responses.
-        weights: bytes of all arrays that it holds.
+        write: from the typed prompt, its tokens and the maximum number of tokens to mlx-lm's responses.
+        weights: bytes of its arrays.
     """
 
     name: str
@@ -80,21 +80,23 @@ class TimedWay:
     weights: int
 
 
-class MacText(msgspec.Struct):
-    """A text that was written.
+class MacOutput(msgspec.Struct):
+    """An output and its measurements.
 
     Attributes:
-        series, prompt, way: which.
-        tokens, first_seconds: how many, and what the first took, with the prompt.
-        seconds, rounds, reads, waited: after the first token: time; tokens that the model itself chose, which is one a
-            round; how often Python read from the device, and the seconds that it waited there.
-        memory: bytes, the way's weights and the most that the text took beside them.
-        agreed: how many tokens at the beginning are those of mlx-lm's text. same: all of them are.
+        series, prompt, method: its place in the benchmark.
+        tokens: number of tokens.
+        first_seconds: time of the first token, with prefill.
+        seconds, rounds, reads, waited: after the first token: time (s), tokens from the model itself (one a round),
+            reads from the device by Python, and seconds of waiting for them.
+        memory: bytes of weights and of the largest use beside them.
+        agreed: number of tokens at the start equal to mlx-lm's.
+        same: True if all tokens are equal.
     """
 
     series: int
     prompt: str
-    way: str
+    method: str
     tokens: int
     first_seconds: float
     seconds: float
@@ -112,7 +114,7 @@ class MacText(msgspec.Struct):
 
 
 class MacFacts(msgspec.Struct, frozen=True):
-    """Names what has to be the same where a run goes on."""
+    """Facts that must be equal if a run resumes."""
 
     machine: str
     mlx: str
@@ -124,15 +126,15 @@ class MacFacts(msgspec.Struct, frozen=True):
 
 
 class MacReport(msgspec.Struct):
-    """The file (docs/files.md)."""
+    """Content of the file (docs/files.md)."""
 
     facts: MacFacts
     date: str
     dtype: str
     memory_bytes: int
     device: dict[str, Any]
-    texts: list[MacText] = []
-    ways: list[dict[str, Any]] = []
+    outputs: list[MacOutput] = []
+    methods: list[dict[str, Any]] = []
     left_out: dict[str, str] = {}
     failed: dict[str, str] = {}
     state: list[str] = []
@@ -144,27 +146,27 @@ class MacReport(msgspec.Struct):
 
 
 def run(settings: MacBenchmark) -> int:
-    """Measure, print one page and write the file. Returns 1 where a way fails or a kernel is wrong, else 0.
+    """Measure, print one page and write the file. Return 1 if a method fails or a kernel is wrong, else 0.
 
     Raises:
-        GearbxError: no Metal for own kernels; a model that is no original, that cannot be loaded, or does not fit; a
-            file that cannot be written.
+        GearbxError: no Metal for own kernels; a model that is not original, cannot be loaded or does not fit; a file
+            that cannot be written.
     """
     out = output_path(settings.json)
     if settings.own_kernels:
         metal.check_available()
     if on_cpu():
-        note("MLX computes on the CPU here: these figures say nothing of a GPU")
+        note("MLX computes on the CPU here, so the figures do not apply to a GPU")
     loaded = load_as_mlx_lm(settings.model)
     report = resumed(out, new_report(settings, loaded))
     try:
         with make_watch([], True, False) as watch:
             if settings.own_kernels:
                 try_own_kernels(report, loaded)
-            write_series(settings, make_ways(loaded, report), loaded, report, watch, out)
+            write_series(settings, make_methods(loaded, report), loaded, report, watch, out)
         report.complete = True
     finally:
-        if report.texts or report.checks:
+        if report.outputs or report.checks:
             summarise(report)
             save_report(out, report)
             show_page(report, out)
@@ -172,68 +174,68 @@ def run(settings: MacBenchmark) -> int:
 
 
 def try_own_kernels(report: MacReport, loaded: Loaded) -> None:
-    """Fill in what own kernels are worth here; what is right is kept for this machine."""
+    """Check and time own kernels; correct ones are kept for this machine."""
     for row in check_all():
         report.checks.append(row)
     for row in prove_all(loaded.model):
         report.kernels.append(row)
 
 
-# The model, and the ways that it is used.
+# The model and the methods.
 
 
 def as_typed(model: str | None, gears: Ladder | None = None, **mode: Any) -> JustGears:
-    """Return the settings of `gearbx_mlx generate --model MODEL`, with these gears and flags of modes."""
+    """Return the settings of `gearbx_mlx generate --model MODEL`, with these gears and mode flags."""
     return JustGears(ModelSettings(model), LayoutSettings(gears=gears), mode=ModeFlags(**mode))
 
 
 def load_as_mlx_lm(name: str | None) -> Loaded:
-    """Return the model as loaded.
+    """Return the loaded model.
 
     Raises:
-        GearbxError: one that is quantized or in gears, that does not fit into memory, or as `Loaded.of`.
+        GearbxError: a model that is quantized, in gears or too large, or as `Loaded.of`.
     """
     decision = decided(as_typed(name))
     check_fits(model_name(name), decision.model.size)
     if not decision.model.original:
-        raise GearbxError(f"{model_name(name)}: is quantized or has gears; give the original, of 16 bits a weight")
+        raise GearbxError(f"{model_name(name)}: quantized or in gears; use the original, with 16 bits per weight")
     return Loaded.of(decision)
 
 
 def most_memory() -> int:
-    """Return the bytes that weights may take here."""
-    # The rest is for KV caches and what is computed.
+    """Return the maximum bytes of weights here."""
+    # The rest is for KV caches and activations.
     return int(0.9 * (recommended_memory() or available_memory() + mx.get_active_memory()))
 
 
 def check_fits(name: str, size: int) -> None:
-    """Raise GearbxError for a model of so many bytes that does not fit."""
+    """Validate that a model of `size` bytes fits."""
     most = most_memory()
     if size > most:
         raise GearbxError(
-            f"{name}: needs about {human_bytes(size)}, and its weights should have at most {human_bytes(most)} here; "
-            "give a smaller model"
+            f"{name}: too large for the {human_bytes(most)} for weights here, got about {human_bytes(size)}; "
+            "use a smaller model"
         )
 
 
 def twin(model: nn.Module) -> nn.Module:
-    """Return a model with modules of its own over the same arrays."""
+    """Return a copy of a model with new modules over the same arrays."""
     return copy.deepcopy(model, {id(array): array for _, array in tree_flatten(model.parameters())})
 
 
-def make_ways(loaded: Loaded, report: MacReport) -> list[TimedWay]:
-    """Return all ways that memory has room for, and note the others; one model's arrays serve all of them."""
+def make_methods(loaded: Loaded, report: MacReport) -> list[TimedMethod]:
+    """Return the methods that fit into memory, and record the others. All share the arrays of one model."""
     base, tokenizer = twin(loaded.model), loaded.tokenizer
-    whole, found = held([base]), list[TimedWay]()
+    whole, found = held([base]), list[TimedMethod]()
 
     def add(name: str, write: Callable[[str, list[int], int], Iterator[Any]], weights: int) -> None:
-        found.append(TimedWay(name, write, weights))
+        found.append(TimedMethod(name, write, weights))
 
     def fits(bits: int, *names: str) -> bool:
         needed = whole * bits // 16
         over = mx.get_active_memory() + needed - most_memory()
         for name in names if over > 0 else ():
-            report.left_out[name] = f"it needs {human_bytes(needed)}, {human_bytes(over)} more than there is"
+            report.left_out[name] = f"it needs {human_bytes(needed)}, {human_bytes(over)} more than available"
         return over <= 0
 
     add(MLX_LM, partial(by_mlx_lm, base, tokenizer), whole)
@@ -250,16 +252,16 @@ def make_ways(loaded: Loaded, report: MacReport) -> list[TimedWay]:
         for tokens, name in BY_DRAFT_MODEL.items():
             how = {"draft_model": draft, "num_draft_tokens": tokens}
             add(name, partial(by_mlx_lm, base, tokenizer, **how), held([base, draft]))
-    for bits, name in reversed(ONE_GEAR_WAYS.items()):  # the largest first, which most people would take
+    for bits, name in reversed(ONE_GEAR.items()):  # the largest first, the most likely choice
         if fits(bits, name):
             settings = as_typed(loaded.decision.settings.model.model, Ladder((bits,)), mode="static")
             geared = in_gears(loaded, settings, twin(base))
             add(name, partial(ours, geared, None), held_in_gears(geared.gearbox))
-    return sorted(found, key=lambda way: ORDER.index(way.name))
+    return sorted(found, key=lambda method: ORDER.index(method.name))
 
 
 def quantized(model: nn.Module) -> nn.Module:
-    """Quantize the layers of a model to a draft's bits, in place, as mlx_lm.convert does."""
+    """Quantize the layers of a model for drafting, in place, as mlx_lm.convert does."""
 
     def can_be(path: str, module: nn.Module) -> bool:
         return hasattr(module, "to_quantized") and module.weight.shape[-1] % DEFAULT_GROUP_SIZE == 0
@@ -270,19 +272,19 @@ def quantized(model: nn.Module) -> nn.Module:
 
 
 def in_gears(loaded: Loaded, settings: JustGears, model: nn.Module) -> Geared:
-    """Return a model, with modules of its own, in the gears that these settings decide."""
+    """Return a model in the gears of these settings."""
     decision = decide(settings, loaded.decision.model)
     return Loaded(decision, model, loaded.tokenizer, loaded.config).in_gears()
 
 
 def held(models: Sequence[nn.Module]) -> int:
-    """Return the bytes of the arrays of models, those that they share once."""
+    """Return the bytes of the arrays of models, without duplicates."""
     arrays = {id(array): array for model in models for _, array in tree_flatten(model.parameters())}
     return sum(array.nbytes for array in arrays.values())
 
 
 def held_in_gears(gearbox: Any) -> int:
-    """Return the bytes of the arrays of all gears, those that they share once."""
+    """Return the bytes of the arrays of all gears, without duplicates."""
     arrays: dict[int, mx.array] = {}
     before = gearbox.gear
     for gear in gearbox.ladder:
@@ -293,142 +295,146 @@ def held_in_gears(gearbox: Any) -> int:
 
 
 def by_mlx_lm(model: nn.Module, tokenizer: Any, typed: str, prompt: list[int], most: int, **how: Any) -> Iterator[Any]:
-    """Write a text as mlx_lm.generate does."""
+    """Generate as mlx_lm.generate does."""
     yield from mlx_lm.stream_generate(model, tokenizer, prompt, most, **how)
 
 
 def ours(geared: Geared, mode: Mode | None, typed: str, prompt: list[int], most: int) -> Iterator[Any]:
-    """Write a text as `gearbx_mlx generate` does; `mode` replaces that of the flags."""
+    """Generate as `gearbx_mlx generate` does. mode: replaces that of the flags."""
     gearbox, tokenizer = geared.gearbox, geared.loaded.tokenizer
     keywords = generation_keywords(SamplingSettings(), CacheSettings(), tokenizer)
     mode = geared.mode(typed, mode).settled(gearbox, tokenizer, prompt)
     yield from stream_generate(gearbox.model, tokenizer, prompt, most, mode=mode, gearbox=gearbox, **keywords)
 
 
-# The texts.
+# The outputs.
 
 
 def write_series(
-    settings: MacBenchmark, ways: Sequence[TimedWay], loaded: Loaded, report: MacReport, watch: Watch, out: Path
+    settings: MacBenchmark, methods: Sequence[TimedMethod], loaded: Loaded, report: MacReport, watch: Watch, out: Path
 ) -> None:
-    """Write series of texts until the next one would end too late; the file has every turn that is complete.
+    """Generate series of outputs until the next one would exceed the time limit. The file has every complete turn.
 
     Raises:
-        GearbxError: mlx-lm alone cannot write.
+        GearbxError: mlx-lm itself fails.
     """
     prompts = {name: encode_prompt(PromptSettings(), loaded.tokenizer, text) for name, text in PROMPTS.items()}
-    begun = time.perf_counter()
-    keep_whole_turns(report, ways)
-    written = {(text.series, text.prompt) for text in report.texts}
-    warm_up(ways, prompts, settings.tokens, report)
+    start = time.perf_counter()
+    keep_whole_turns(report, methods)
+    written = {(output.series, output.prompt) for output in report.outputs}
+    warm_up(methods, prompts, settings.tokens, report)
     for series in itertools.count():
-        began = time.perf_counter()
+        series_start = time.perf_counter()
         with progress_bar() as progress:
-            task = progress.add_task(f"texts of series {series + 1}", total=len(prompts) * len(ways))
+            task = progress.add_task(f"outputs of series {series + 1}", total=len(prompts) * len(methods))
             for name, prompt in prompts.items():
                 most = room_for(loaded.config, len(prompt), settings.tokens)
-                for _ in () if (series, name) in written else write_turn(ways, series, name, prompt, most, report):
+                for _ in () if (series, name) in written else write_turn(methods, series, name, prompt, most, report):
                     progress.advance(task)
                 save_report(out, report)
         report.state.append(str(watch.state()))
         now = time.perf_counter()
-        if now - begun + now - began > 60 * settings.minutes:
+        if now - start + now - series_start > 60 * settings.minutes:
             return
 
 
-def keep_whole_turns(report: MacReport, ways: Sequence[TimedWay]) -> None:
-    """Leave out texts of a turn that was interrupted: only what was written close together is compared."""
-    names = {way.name for way in ways}
+def keep_whole_turns(report: MacReport, methods: Sequence[TimedMethod]) -> None:
+    """Drop outputs of interrupted turns, because only outputs of one turn are compared."""
+    names = {method.name for method in methods}
     turns: dict[tuple[int, str], set[str]] = {}
-    for text in report.texts:
-        turns.setdefault((text.series, text.prompt), set()).add(text.way)
+    for output in report.outputs:
+        turns.setdefault((output.series, output.prompt), set()).add(output.method)
     whole = {turn for turn, there in turns.items() if there | report.failed.keys() >= names}
-    report.texts = [text for text in report.texts if (text.series, text.prompt) in whole]
+    report.outputs = [output for output in report.outputs if (output.series, output.prompt) in whole]
 
 
-def warm_up(ways: Sequence[TimedWay], prompts: Mapping[str, list[int]], most: int, report: MacReport) -> None:
-    """Write some tokens in each way that do not count, and say how long a series takes."""
+def warm_up(methods: Sequence[TimedMethod], prompts: Mapping[str, list[int]], most: int, report: MacReport) -> None:
+    """Generate uncounted tokens with each method, and print the expected time of a series."""
     name, prompt = next(iter(prompts.items()))
-    texts, first = len(ways) * len(prompts), min(most, WARM_UP)
+    outputs, first = len(methods) * len(prompts), min(most, WARM_UP)
     note(
-        f"a series has {texts} texts ({len(ways)} ways, {len(prompts)} prompts) of at most {most} tokens: up to "
-        f"{texts * most:,} forward passes, and up to {len(ways) * first:,} to warm up"
+        f"series: {outputs} outputs ({len(methods)} methods, {len(prompts)} prompts) of at most {most} tokens, up to "
+        f"{outputs * most:,} forward passes, and up to {len(methods) * first:,} for warm-up"
     )
     with progress_bar() as progress:
-        for way in progress.track(ways, description="ways warmed up"):
-            with noting_failure(report, way.name):
-                text, _ = timed_text(way, 0, name, prompt, first)
-                if way.name == MLX_LM and text.tokens > 1:
-                    minutes = expected_seconds(text, texts, most) / 60
-                    note(f"a series takes about {minutes:.2g} minutes at mlx-lm's speed; Ctrl-C keeps what is measured")
+        for method in progress.track(methods, description="methods warmed up"):
+            with noting_failure(report, method.name):
+                output, _ = timed_output(method, 0, name, prompt, first)
+                if method.name == MLX_LM and output.tokens > 1:
+                    minutes = expected_seconds(output, outputs, most) / 60
+                    note(f"series: about {minutes:.2g} minutes at mlx-lm's speed; Ctrl-C keeps the results")
 
 
-def expected_seconds(text: MacText, texts: int, tokens: int) -> float:
-    """Return the seconds for so many texts of so many tokens at the speed of one text."""
-    return texts * (text.first_seconds + (tokens - 1) / text.speed)
+def expected_seconds(output: MacOutput, outputs: int, tokens: int) -> float:
+    """Return the seconds for outputs of a number of tokens, at the speed of one output."""
+    return outputs * (output.first_seconds + (tokens - 1) / output.speed)
 
 
 def write_turn(
-    ways: Sequence[TimedWay], series: int, name: str, prompt: list[int], most: int, report: MacReport
+    methods: Sequence[TimedMethod], series: int, name: str, prompt: list[int], most: int, report: MacReport
 ) -> Iterator[None]:
-    """Write a text in each way, mlx-lm alone first, the others forwards and backwards by turns."""
-    alone, *others = ways
-    wanted: list[int] = []
-    for way in [alone, *(others if series % 2 == 0 else reversed(others))]:
-        if way.name not in report.failed:
-            with noting_failure(report, way.name):
-                text, tokens = timed_text(way, series, name, prompt, most)
-                wanted = wanted or tokens
-                same = [one == other for one, other in zip(tokens, wanted)]
-                text.agreed, text.same = [*same, False].index(False), tokens == wanted
-                report.texts.append(text)
+    """Generate one output with each method: mlx-lm first, the others in alternating order."""
+    baseline, *others = methods
+    expected: list[int] = []
+    for method in [baseline, *(others if series % 2 == 0 else reversed(others))]:
+        if method.name not in report.failed:
+            with noting_failure(report, method.name):
+                output, tokens = timed_output(method, series, name, prompt, most)
+                expected = expected or tokens
+                same = [one == other for one, other in zip(tokens, expected)]
+                output.agreed, output.same = [*same, False].index(False), tokens == expected
+                report.outputs.append(output)
         yield
 
 
 @contextlib.contextmanager
 def noting_failure(report: MacReport, name: str) -> Iterator[None]:
-    """Note that a way cannot write, and go on with the others. Raises GearbxError where that is mlx-lm alone."""
+    """Record the failure of a method, so that the others continue. A failure of mlx-lm itself is an error."""
     try:
         yield
     except (GearbxError, RuntimeError, ValueError, NotImplementedError) as error:
         if name == MLX_LM:
-            raise GearbxError(f"{report.facts.model}: mlx-lm cannot write with it here ({one_line(error)})") from error
+            raise GearbxError(
+                f"{report.facts.model}: mlx-lm cannot generate with it here ({one_line(error)})"
+            ) from error
         report.failed[name] = one_line(error)
 
 
-def timed_text(way: TimedWay, series: int, name: str, prompt: list[int], most: int) -> tuple[MacText, list[int]]:
-    """Write a text, and return what it took, and its tokens."""
+def timed_output(
+    method: TimedMethod, series: int, name: str, prompt: list[int], most: int
+) -> tuple[MacOutput, list[int]]:
+    """Generate an output; return it with its measurements, and its tokens."""
     mx.reset_peak_memory()
     before, rounds = mx.get_active_memory(), 0
     with counting_reads() as reads:
         start = time.perf_counter()
-        steps = way.write(PROMPTS[name], prompt, most)
+        steps = method.write(PROMPTS[name], prompt, most)
         tokens = [next(steps).token]
         first, reads_before, waited_before = time.perf_counter(), reads.count, reads.seconds
         for step in steps:
             tokens.append(step.token)
             rounds += getattr(step, "source", DRAFT if step.from_draft else MODEL) not in (DRAFT, LOOKUP)
         end = time.perf_counter()
-    text = MacText(
+    output = MacOutput(
         series=series,
         prompt=name,
-        way=way.name,
+        method=method.name,
         tokens=len(tokens),
         first_seconds=first - start,
         seconds=end - first,
         rounds=rounds,
         reads=reads.count - reads_before,
         waited=reads.seconds - waited_before,
-        memory=way.weights + max(0, mx.get_peak_memory() - before),
+        memory=method.weights + max(0, mx.get_peak_memory() - before),
     )
-    return text, tokens
+    return output, tokens
 
 
 # The file.
 
 
 def new_report(settings: MacBenchmark, loaded: Loaded) -> MacReport:
-    """Return a report of this machine and model, without texts."""
+    """Return an empty report of this machine and model."""
     facts = MacFacts(
         machine=f"{machine_name()} {platform.mac_ver()[0]}".rstrip(),
         mlx=version("mlx"),
@@ -444,61 +450,61 @@ def new_report(settings: MacBenchmark, loaded: Loaded) -> MacReport:
 
 
 def resumed(file: Path, report: MacReport) -> MacReport:
-    """Return the report with the texts of a file that a run of the same kind left unfinished; say why not of others."""
+    """Return the report with the outputs of an interrupted run with equal facts; note the reason against others."""
     if not file.is_file():
         return report
     try:
-        before = read_json(file, MacReport, "a report of benchmark mac", "it is not used, and is written anew")
+        before = read_json(file, MacReport, "a report of benchmark mac", "it is ignored and replaced")
     except GearbxError as error:
         note(str(error))
         return report
     now, then = (msgspec.structs.asdict(each.facts) for each in (report, before))
     for name in now:
         if then[name] != now[name]:
-            what = f"{name.replace('_', '-')} {then[name]}, and here it is {now[name]}"
-            note(f"{file}: measured with {what}: it is not used, and is written anew")
+            change = f"{name.replace('_', '-')} {then[name]}, got {now[name]}"
+            note(f"{file}: measured with {change}; it is ignored and replaced")
             return report
     if not before.complete:
-        note(f"{file}: goes on after {len(before.texts)} texts of an interrupted run")
-        report.texts, report.state, report.failed = before.texts, before.state, before.failed
+        note(f"{file}: resumes after {len(before.outputs)} outputs of an interrupted run")
+        report.outputs, report.state, report.failed = before.outputs, before.state, before.failed
     return report
 
 
 def save_report(file: Path, report: MacReport) -> None:
-    """Write the file. Raises GearbxError where it cannot be written."""
+    """Write the file."""
     write_text(file, msgspec.json.format(msgspec.json.encode(report), indent=1).decode() + "\n")
 
 
 def summarise(report: MacReport) -> None:
-    """Fill in what follows from the texts: a row for each way, the verdict, and the line for an issue."""
-    timed = [text for text in report.texts if text.tokens > 1]
-    alone = {(text.series, text.prompt): text for text in timed if text.way == MLX_LM}
-    report.ways = []
+    """Compute a row for each method, the verdict and the line for an issue."""
+    timed = [output for output in report.outputs if output.tokens > 1]
+    baseline = {(output.series, output.prompt): output for output in timed if output.method == MLX_LM}
+    report.methods = []
     for name in ORDER:
-        texts = [text for text in timed if text.way == name and (text.series, text.prompt) in alone]
-        if texts:
-            report.ways.append(way_row(name, texts, [alone[text.series, text.prompt] for text in texts]))
-    rows = {row["way"]: row for row in report.ways}
+        outputs = [each for each in timed if each.method == name and (each.series, each.prompt) in baseline]
+        if outputs:
+            report.methods.append(method_row(name, outputs, [baseline[each.series, each.prompt] for each in outputs]))
+    rows = {row["method"]: row for row in report.methods}
     report.verdict, report.line = verdict(report, rows), line(report, rows)
 
 
-def way_row(name: str, texts: Sequence[MacText], alone: Sequence[MacText]) -> dict[str, Any]:
-    """Return medians over the texts of a way. alone: what mlx-lm wrote in the turn of each."""
-    ratios = [text.speed / other.speed for text, other in zip(texts, alone)]
-    rounds, seconds = (sum(getattr(text, what) for text in texts) for what in ("rounds", "seconds"))
+def method_row(name: str, outputs: Sequence[MacOutput], baseline: Sequence[MacOutput]) -> dict[str, Any]:
+    """Return medians over the outputs of a method. baseline: mlx-lm's output of the same turn, for each."""
+    ratios = [output.speed / other.speed for output, other in zip(outputs, baseline)]
+    rounds, seconds = (sum(getattr(output, what) for output in outputs) for what in ("rounds", "seconds"))
     return {
-        "way": name,
-        "texts": len(texts),
-        "tokens_per_second": statistics.median(text.speed for text in texts),
+        "method": name,
+        "outputs": len(outputs),
+        "tokens_per_second": statistics.median(output.speed for output in outputs),
         "ratio": statistics.median(ratios),
         "spread": spread_of(ratios),
-        "tokens_a_round": sum(text.tokens - 1 for text in texts) / max(rounds, 1),
-        "reads_a_round": sum(text.reads for text in texts) / max(rounds, 1),
-        "host_share": 1 - sum(text.waited for text in texts) / seconds,
-        "first_seconds": statistics.median(text.first_seconds for text in texts),
-        "memory_bytes": max(text.memory for text in texts),
-        "same": sum(text.same for text in texts),
-        "agreed": min(text.agreed for text in texts),
+        "tokens_a_round": sum(output.tokens - 1 for output in outputs) / max(rounds, 1),
+        "reads_a_round": sum(output.reads for output in outputs) / max(rounds, 1),
+        "host_share": 1 - sum(output.waited for output in outputs) / seconds,
+        "first_seconds": statistics.median(output.first_seconds for output in outputs),
+        "memory_bytes": max(output.memory for output in outputs),
+        "same": sum(output.same for output in outputs),
+        "agreed": min(output.agreed for output in outputs),
     }
 
 
@@ -506,19 +512,19 @@ def way_row(name: str, texts: Sequence[MacText], alone: Sequence[MacText]) -> di
 
 
 def show_page(report: MacReport, file: Path) -> None:
-    """Print the tables, what is missing, the verdict and the line for an issue."""
-    facts, series = report.facts, len({text.series for text in report.texts})
+    """Print the tables, missing methods, the verdict and the line for an issue."""
+    facts, series = report.facts, len({output.series for output in report.outputs})
     print(f"{facts.machine}, {human_bytes(report.memory_bytes)}; {versions_of(facts)}; {report.date}")
     print(f"{facts.model}, {report.dtype}: {len(PROMPTS)} prompts, {facts.tokens} tokens, {series} series\n")
-    tables = [[shown_row(row) for row in report.ways]]
+    tables = [[shown_row(row) for row in report.methods]]
     if report.kernels:
         tables.append(in_short(report.kernels))
     for table in filter(None, tables):
         print_table(table, [*table[0]])
         print()
-    for what, reasons in {"left out": report.left_out, "failed": report.failed}.items():
+    for heading, reasons in {"left out": report.left_out, "failed": report.failed}.items():
         for name, reason in reasons.items():
-            print(f"{what}: {name}: {reason}")
+            print(f"{heading}: {name}: {reason}")
     for wrong in [each for row in report.checks for each in row["wrong"]]:
         print(f"wrong: {wrong}")
     print(f"state of the machine after each series: {'; '.join(dict.fromkeys(report.state)) or 'not read'}")
@@ -532,10 +538,10 @@ def versions_of(facts: MacFacts) -> str:
 
 
 def shown_row(row: Mapping[str, Any]) -> dict[str, str]:
-    """Return the cells of a way, by the heads of the table."""
-    agreed = "" if row["same"] == row["texts"] else f", else {row['agreed']}+ alike"
+    """Return the cells of a method by the heads of the table."""
+    agreed = "" if row["same"] == row["outputs"] else f", else {row['agreed']}+ alike"
     return {
-        "way": row["way"],
+        "method": row["method"],
         "tokens/s": f"{row['tokens_per_second']:.3g}",
         "of mlx-lm": f"{row['ratio']:.2f}",
         "from, to": "-".join(f"{each:.2f}" for each in row["spread"]),
@@ -544,48 +550,48 @@ def shown_row(row: Mapping[str, Any]) -> dict[str, str]:
         "host": f"{row['host_share']:.0%}",
         "first": f"{row['first_seconds']:.2f} s",
         "memory": human_bytes(row["memory_bytes"]),
-        "same text": f"{row['same']} of {row['texts']}{agreed}",
+        "same text": f"{row['same']} of {row['outputs']}{agreed}",
     }
 
 
 Rows = Mapping[str, Mapping[str, Any]]
-"""Name of a way to its row."""
+"""Rows by the name of the method."""
 
 
 def verdict(report: MacReport, rows: Rows) -> list[str]:
-    """Return what the figures say, in three sentences; less where ways were not written."""
+    """Return the conclusions in three sentences, or fewer if methods are missing."""
     found = []
     if AS_TYPED in rows:
-        row, alone = rows[AS_TYPED], rows[MLX_LM]
+        row, baseline = rows[AS_TYPED], rows[MLX_LM]
         ratio, (least, greatest) = row["ratio"], row["spread"]
-        word = "gains" if ratio > 1.05 else "loses" if ratio < 0.97 else "neither gains nor loses"
+        word = "faster than" if ratio > 1.05 else "slower than" if ratio < 0.97 else "as fast as"
         found.append(
-            f"As typed, {report.facts.model} {word}: {ratio:.2f} ({least:.2f} to {greatest:.2f}) times mlx-lm's "
-            f"{alone['tokens_per_second']:.3g} tokens/s, with mlx-lm's text in {row['same']} of {row['texts']}."
+            f"As typed, {report.facts.model} is {word} mlx-lm: {ratio:.2f}× ({least:.2f} to {greatest:.2f}) its "
+            f"{baseline['tokens_per_second']:.3g} tokens/s, with mlx-lm's output in {row['same']} of {row['outputs']}."
         )
     drafts = {what: best(rows, names) for what, names in (("ours", FIXED), ("mlx-lm's", BY_DRAFT_MODEL))}
-    told = [f"{what} {row['ratio']:.2f} with {tokens}" for what, (tokens, row) in drafts.items() if row]
-    if told:
-        found.append(f"Of drafts of a fixed number of tokens, the best are {' and '.join(told)}.")
-    gears = [f"{bits} bits {rows[name]['ratio']:.2f}" for bits, name in ONE_GEAR_WAYS.items() if name in rows]
+    fastest = [f"{what} {row['ratio']:.2f}× with {tokens}" for what, (tokens, row) in drafts.items() if row]
+    if fastest:
+        found.append(f"The fastest drafts of a fixed length are {' and '.join(fastest)} tokens.")
+    gears = [f"{bits} bits {rows[name]['ratio']:.2f}×" for bits, name in ONE_GEAR.items() if name in rows]
     if gears:
-        found.append(f"One gear, with a text of its own, has {', '.join(gears)} times mlx-lm's speed.")
+        found.append(f"One gear, with different output, has {', '.join(gears)} mlx-lm's speed.")
     return found
 
 
 def best(rows: Rows, names: Mapping[int, str]) -> tuple[int, Mapping[str, Any]]:
-    """Return the number of tokens whose way is the fastest, and its row; 0 and nothing without rows."""
+    """Return draft length and row of the fastest method; 0 and an empty row without rows."""
     there = {tokens: rows[name] for tokens, name in names.items() if name in rows}
     return max(there.items(), key=lambda item: item[1]["ratio"], default=(0, {}))
 
 
 def line(report: MacReport, rows: Rows) -> str:
-    """Return everything that matters in one line."""
+    """Return the main results in one line."""
     facts = report.facts
 
-    def told(what: str, names: Mapping[Any, str]) -> str:
+    def ratios_of(label: str, names: Mapping[Any, str]) -> str:
         ratios = (f"{key}{rows[name]['ratio']:.2f}" for key, name in names.items() if name in rows)
-        return " ".join([what, *ratios])
+        return " ".join([label, *ratios])
 
     def numbered(names: Mapping[int, str]) -> dict[str, str]:
         return {f"{number}:": name for number, name in names.items()}
@@ -594,12 +600,12 @@ def line(report: MacReport, rows: Rows) -> str:
         f"{facts.machine}, {human_bytes(report.memory_bytes)}",
         versions_of(facts),
         f"{facts.model} {report.dtype}",
-        f"mlx-lm {rows[MLX_LM]['tokens_per_second']:.3g} tokens/s" if MLX_LM in rows else "no texts",
-        told("as typed", {"": AS_TYPED}),
-        told("drafts", numbered(FIXED)),
-        told("draft model", numbered(BY_DRAFT_MODEL)),
-        told("bits", numbered(ONE_GEAR_WAYS)),
-        f"same text {rows.get(AS_TYPED, {}).get('same', 0)}/{rows.get(AS_TYPED, {}).get('texts', 0)}",
+        f"mlx-lm {rows[MLX_LM]['tokens_per_second']:.3g} tokens/s" if MLX_LM in rows else "no outputs",
+        ratios_of("as typed", {"": AS_TYPED}),
+        ratios_of("drafts", numbered(FIXED)),
+        ratios_of("draft model", numbered(BY_DRAFT_MODEL)),
+        ratios_of("bits", numbered(ONE_GEAR)),
+        f"same text {rows.get(AS_TYPED, {}).get('same', 0)}/{rows.get(AS_TYPED, {}).get('outputs', 0)}",
         f"{report.state[-1] if report.state else 'state not read'}",
         f"{len(report.failed)} failed, {len(report.left_out)} left out" + ("" if report.complete else ", interrupted"),
     ]

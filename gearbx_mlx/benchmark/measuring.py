@@ -1,6 +1,6 @@
-"""What all benchmarks share: the paths that they compare, the read bandwidth, the check of memory, tables and files.
+"""Parts shared by benchmarks: compared paths, read bandwidth, memory checks, tables.
 
-On a GPU nothing asks for the CPU's kernels, which would need a C++ compiler.
+On a GPU, CPU kernels are not compiled, because they would need a C++ compiler.
 """
 
 import contextlib
@@ -28,22 +28,22 @@ from ..settings import human_bytes
 Rows = list[dict[str, Any]]
 
 GIGABYTE, GIBIBYTE = 1e9, 2**30
-READ_BYTES = GIBIBYTE  # in a measurement of the read bandwidth
-SUMS_AT_ONCE = 4  # of an evaluation, so that waiting for a GPU counts little
-# Names of paths. int16, int8: activations that are rounded, which only kernels of a CPU do.
+READ_BYTES = GIBIBYTE  # bytes per measurement of the read bandwidth
+SUMS_AT_ONCE = 4  # sums per evaluation, so that waiting for a GPU counts little
+# Names of paths. int16, int8: quantized activations, on a CPU only.
 NATIVE_PATH, INT16, INT8, METAL_PATH, MLX_PATH = "native", "native int16", "native int8", "metal", "mlx"
 ON_CPU = ((NATIVE_PATH, "native", "float"), (INT16, "native", "int16"), (INT8, "native", "int8"))
 BY_MLX = ((MLX_PATH, "mlx", "float"),)
 
 
 class BandwidthMeter:
-    """Measures GB/s of a sum over a large buffer when called: by the native kernels on all threads, or by MLX.
+    """A function that measures the GB/s of a sum over a large buffer, by native kernels on all threads or by MLX.
 
     Args:
-        size: bytes of the buffer; READ if None.
+        size: bytes of the buffer; READ_BYTES if None.
 
     Attributes:
-        row: what every row says of it: who sums (`native`, `mlx cpu` or `mlx gpu`), and on how many threads of ours.
+        row: fields of every row: read_by (`native`, `mlx cpu` or `mlx gpu`) and threads (None with MLX).
     """
 
     def __init__(self, size: int | None = None):
@@ -63,7 +63,7 @@ class BandwidthMeter:
 
 
 def timed(work: Callable[[], Any]) -> float:
-    """Return seconds that it takes."""
+    """Return the seconds of a call."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
@@ -71,7 +71,7 @@ def timed(work: Callable[[], Any]) -> float:
 
 @dataclass
 class Reads:
-    """Counts how often Python read arrays, and the seconds that it waited for them."""
+    """Number of arrays read by Python, and seconds of waiting for them."""
 
     count: int = 0
     seconds: float = 0.0
@@ -83,7 +83,7 @@ READERS = ("item", "tolist", "__array__", "__bool__", "__float__", "__int__", "_
 
 @contextlib.contextmanager
 def counting_reads() -> Iterator[Reads]:
-    """Count within it how often Python waits for the device: whatever makes numbers of arrays, or evaluates them."""
+    """Count how often Python waits for the device, in functions that evaluate or read arrays."""
     reads = Reads()
 
     def counted(function: Callable[..., Any], always: bool) -> Callable[..., Any]:
@@ -110,7 +110,7 @@ def counting_reads() -> Iterator[Reads]:
 
 
 def cpu_module() -> Any:
-    """Return the native kernels of the CPU, or None: on a GPU, or where there are none."""
+    """Return the native CPU kernels; None on a GPU, or without kernels."""
     if metal.available() or not on_cpu():
         return None
     show_compiling()
@@ -118,32 +118,32 @@ def cpu_module() -> Any:
 
 
 def paths_here() -> tuple[tuple[str, str, str], ...]:
-    """Return the paths of a gearbox on this machine: name, `kernels` and `activations`; the last one is MLX's."""
+    """Return the paths on this machine (name, kernels, activations); the last one is MLX's."""
     if metal.available():
         return ((METAL_PATH, "native", "float"), *BY_MLX)
     return BY_MLX if cpu_module() is None else ON_CPU + BY_MLX
 
 
 def machine_name() -> str:
-    """Say what computes, as people do: processor, vector instructions, cores and system; on a GPU its name too."""
+    """Return processor, vector instructions, cores and system; on a GPU its name too."""
     processor = compiler.processor_model() or platform.processor() or platform.machine()
     system = {"Darwin": "macOS"}.get(platform.system(), platform.system())
     name = f"{processor} with {native_instructions()}, {os.cpu_count()} cores, {system}"
     return name if on_cpu() else f"{mx.device_info()['device_name']}, {name}"
 
 
-def check_room(needed: float, what: str) -> None:
-    """Raises GearbxError where something needs more bytes than there are."""
+def check_room(needed: float, flags: str) -> None:
+    """Validate that bytes are available. flags: their cause, for the message."""
     available = available_memory()
     if needed > available:
         raise GearbxError(
-            f"{what} needs at least {human_bytes(needed)} of memory, and {human_bytes(available)} are available; "
-            "give less"
+            f"{flags}: too large for the {human_bytes(available)} of available memory, got at least "
+            f"{human_bytes(needed)}; use less"
         )
 
 
 def spread_of(ratios: Sequence[float]) -> list[float]:
-    """Return the least and the greatest."""
+    """Return minimum and maximum."""
     return [min(ratios), max(ratios)]
 
 

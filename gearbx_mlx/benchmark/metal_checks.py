@@ -42,17 +42,20 @@ STACKS = ((4, 4), (4, 1, 1, 2))
 IN_PLACE = ((4, 8), (5, 8), (4, 6))
 
 Product = Callable[..., Any]
-"""x, a packed matrix and `chosen` to the result, as of `kernels/products.py`; of experts, indices before `chosen`."""
+"""A function of `kernels/products.py`: x, a packed matrix and `chosen`; for experts, indices before `chosen`."""
 
 
 @dataclass(frozen=True)
 class MetalProduct:
     """A format at some bits.
 
-    pack: a matrix (O, I) to an array or a record of arrays. dense: what was packed and I to the dequantized matrix
-    (O, I), float32. experts: the product with stacked matrices, if there is a kernel for it. multiple: the columns have
-    to be a multiple of it. variants: that there are; "" where there is one. decoded: what was packed to the weight, bit
-    for bit, by a launch; None: there is no such kernel.
+    Attributes:
+        pack: from a matrix (O, I) to an array or a record of arrays.
+        dense: from a packed matrix and I to the dequantized matrix (O, I), float32.
+        experts: the matmul with stacked matrices; None without a kernel.
+        multiple: divisor of the number of columns.
+        variants: names of variants; "" for a single one.
+        decoded: from a packed matrix to the weight, bit for bit, by a launch; None without a kernel.
     """
 
     name: str
@@ -65,12 +68,12 @@ class MetalProduct:
     decoded: Callable[[Any], mx.array] | None = None
 
     def multiply(self, x: mx.array, packed: Any, variant: str) -> mx.array:
-        """Return the result for x (V, I), by a launch that is prepared for it alone."""
+        """Return the result (V, O) for x (V, I), by its own launch."""
         return self.product(x, packed, chosen=always(variant))
 
 
 def stack_kernel(name: str, pack: Callable[..., Planes], group_size: int, **of: Any) -> MetalProduct:
-    """Bit planes. pack: of a matrix, the group size and the keywords `of`."""
+    """Return the kernel of bit planes. pack: takes a matrix, the group size and the keywords `of`."""
     made = partial(pack, group_size=group_size, **of)
     return MetalProduct(
         name, made, lambda planes, columns: planes.dequantize(), stack_product, stack_experts, group_size
@@ -78,23 +81,23 @@ def stack_kernel(name: str, pack: Callable[..., Planes], group_size: int, **of: 
 
 
 def mlx_weights(weight: mx.array, bits: int, group_size: int) -> Planes:
-    """MLX's own weights, as a stack of one plane."""
+    """Return MLX's quantized weights, as a stack of one plane."""
     words, scales, biases = mx.quantize(weight, group_size, bits)
     return Planes([words], scales, [biases], (bits,), group_size)
 
 
 def first_bits(weight: mx.array, bits: int, of: int, group_size: int) -> Planes:
-    """Return the first `bits` of the `of` bits of MLX's own weights."""
+    """Return the first `bits` of the `of` bits of MLX's quantized weights."""
     return split_affine(mlx_weights(weight, of, group_size), (bits, of - bits)).prefix(bits)
 
 
 def planes_kernel_codes(codes: mx.array, scales: mx.array, bits: int, width: int) -> SymmetricCodes:
-    """Quantized codes, packed."""
+    """Return packed codes."""
     return SymmetricCodes(rowwise.pack_symmetric_codes(codes, bits), scales, bits, width)
 
 
 def symmetric_kernel(bits: int, grouped: bool = False) -> MetalProduct:
-    """Symmetric codes with a scale per row, or per group."""
+    """Return the kernel of symmetric codes with a scale per row, or per group."""
 
     def pack(weight: mx.array) -> SymmetricCodes:
         made = groupwise.quantize(weight) if grouped else rowwise.quantize(weight, bits)
@@ -112,7 +115,7 @@ def symmetric_kernel(bits: int, grouped: bool = False) -> MetalProduct:
 
 
 def codebook_kernel(format: str, encode: Callable[..., Any], bits: int) -> MetalProduct:
-    """Codebooks with outliers: one per row, or a library."""
+    """Return the kernel of codebooks with outliers: one per row, or a library."""
 
     def dense(packed: Any, columns: int) -> mx.array:
         return codebook.decode(packed, bits, columns)
@@ -127,7 +130,7 @@ def codebook_kernel(format: str, encode: Callable[..., Any], bits: int) -> Metal
 
 
 def exact_kernel(group_size: int) -> MetalProduct:
-    """bfloat16 weights, from the packed form, or in tiles that are decoded for MLX's product."""
+    """Return the kernel of exact bfloat16 weights, packed or decoded in tiles for MLX's matmul."""
     return MetalProduct(
         "exact",
         lambda weight: encode(weight.astype(mx.bfloat16), group_size),
@@ -140,7 +143,7 @@ def exact_kernel(group_size: int) -> MetalProduct:
 
 
 def all_kernels(group_size: int) -> list[MetalProduct]:
-    """Return every kernel; the last one is our product with the weight as it is."""
+    """Return every kernel; the last one multiplies original weights."""
     return [
         *(stack_kernel(f"affine {bits}", mlx_weights, group_size, bits=bits) for bits in AFFINE_BITS),
         *(stack_kernel(f"planes {'+'.join(map(str, each))}", split, group_size, widths=each) for each in STACKS),
@@ -154,7 +157,7 @@ def all_kernels(group_size: int) -> list[MetalProduct]:
     ]
 
 
-# The largest difference from the reference that is allowed, relative to the largest value: some roundings of the type.
+# Largest allowed difference from the reference, relative to the largest value: a few roundings of the type.
 TOLERANCE = {mx.float16: 2.0**-9, mx.bfloat16: 2.0**-6, mx.float32: 2.0**-15}
 CHECKED = ((37, 640), (13, 533))  # rows and columns; 533 is not a multiple of a group
 
@@ -163,8 +166,10 @@ CHECKED = ((37, 640), (13, 533))  # rows and columns; 533 is not a multiple of a
 class Check:
     """One comparison.
 
-    text: of what. most: the largest difference that is allowed, relative to the largest value; 0: the same bits. error:
-    computes the difference.
+    Attributes:
+        text: its subject.
+        most: largest allowed difference, relative to the largest value; 0: bit-identical.
+        error: computes the difference.
     """
 
     text: str
@@ -173,17 +178,16 @@ class Check:
 
 
 def examine(name: str, checks: Iterable[Check]) -> dict[str, Any]:
-    """Return what came of some checks: how many, the largest difference as a share of what is allowed, and what is
-    wrong.
+    """Return the results of checks: their number, the largest share of the allowed difference, and failures.
 
-    Raises whatever making a check raises, such as packing a matrix. An error of the check itself counts as wrong.
+    An error inside a check is a failure. An error while a check is made, such as in packing, is raised.
     """
     checked, largest, wrong = 0, 0.0, []
     for check in checks:
         checked += 1
         try:
             error = check.error()
-        except (RuntimeError, ValueError) as failure:  # Metal's compiler refuses the text, or MLX the arrays
+        except (RuntimeError, ValueError) as failure:  # refused by Metal's compiler, or by MLX
             wrong.append(f"{name}, {check.text}: {one_line(failure)}")
             continue
         if not error <= check.most:  # or it is NaN
@@ -194,7 +198,7 @@ def examine(name: str, checks: Iterable[Check]) -> dict[str, Any]:
 
 
 def error_between(result: mx.array | None, expected: mx.array | None) -> float:
-    """Return the largest difference, relative to the largest value that is expected."""
+    """Return the largest difference, relative to the largest expected value."""
     if result is None or expected is None:
         raise GearbxError("there is no kernel for it")
     with mx.stream(mx.cpu):
@@ -212,7 +216,7 @@ def random_matrix(rows: int, columns: int, dtype: mx.Dtype) -> mx.array:
 
 
 def product_checks(kernel: MetalProduct, vectors: Sequence[int]) -> Iterator[Check]:
-    """Yield every shape, type, number of vectors and variant of a product."""
+    """Yield the checks of a matmul: every shape, type, number of vectors and variant."""
     for (rows, columns), dtype in itertools.product(CHECKED, METAL_DTYPES):
         if columns % kernel.multiple:
             continue
@@ -224,19 +228,19 @@ def product_checks(kernel: MetalProduct, vectors: Sequence[int]) -> Iterator[Che
             for variant in fitting_variants(kernel.variants, columns, count, dtype):
                 text = f"{rows}x{columns}, {count} vectors, {dtype_name(dtype)}, {path_of(variant)}"
                 yield Check(text, TOLERANCE[dtype], partial(product_error, kernel, packed, x, variant))
-                if count > 1 and variant != RECONSTRUCT:  # which MLX multiplies
-                    yield Check(f"{text}, the first alone", 0.0, partial(company_error, kernel, packed, x, variant))
+                if count > 1 and variant != RECONSTRUCT:  # that variant uses MLX's matmul
+                    yield Check(f"{text}, the first alone", 0.0, partial(batch_error, kernel, packed, x, variant))
 
 
 def product_error(kernel: MetalProduct, packed: Any, x: mx.array, variant: str) -> float:
-    """Return how far a product is from one in float32, on the CPU: a GPU may round what it multiplies."""
+    """Return the error of a matmul against float32 on the CPU, because a GPU may round inputs."""
     with mx.stream(mx.cpu):
         expected = x.astype(mx.float32) @ widened(kernel, packed, x.shape[-1]).T
     return error_between(kernel.multiply(x, packed, variant), expected)
 
 
 def widened(kernel: MetalProduct, packed: Any, columns: int) -> mx.array:
-    """Return the matrix that was packed, of scales of float32."""
+    """Return the packed matrix, dequantized with float32 scales."""
 
     def wide(part: Any) -> Any:
         is_scale = isinstance(part, mx.array) and mx.issubdtype(part.dtype, mx.floating)
@@ -245,16 +249,16 @@ def widened(kernel: MetalProduct, packed: Any, columns: int) -> mx.array:
     return kernel.dense(tree_map(wide, packed), columns)
 
 
-EXPERTS, EXPERTS_CHOSEN = 3, 2  # that are checked, and of these for each vector
+EXPERTS, EXPERTS_CHOSEN = 3, 2  # experts in all, and for each vector
 
 
 def mixture_checks(kernels: Iterable[MetalProduct], vectors: Sequence[int]) -> dict[str, Iterator[Check]]:
-    """Return the checks of each kernel of experts."""
+    """Return the checks of each kernel of experts, by name."""
     return {f"experts of {each.name}": experts_checks(each, vectors) for each in kernels if each.experts}
 
 
 def experts_checks(kernel: MetalProduct, vectors: Sequence[int]) -> Iterator[Check]:
-    """Yield every shape, type, number of vectors and variant of a product with experts."""
+    """Yield the checks of a matmul with experts: every shape, type, number of vectors and variant."""
     for (rows, columns), dtype in itertools.product(CHECKED, METAL_DTYPES):
         if columns % kernel.multiple:
             continue
@@ -269,8 +273,8 @@ def experts_checks(kernel: MetalProduct, vectors: Sequence[int]) -> Iterator[Che
 
 
 def as_experts(*same: Any) -> Any:
-    """Return an array of each expert as one of a mixture; lists of outliers are padded to the longest."""
-    if not isinstance(same[0], mx.array):  # of a record
+    """Stack arrays of experts; lists of outliers are padded to the longest."""
+    if not isinstance(same[0], mx.array):  # another field of a record
         return same[0]
     most = max(map(len, same))
     return mx.stack([mx.pad(array, [(0, most - len(array)), *[(0, 0)] * (array.ndim - 1)]) for array in same])
@@ -279,13 +283,13 @@ def as_experts(*same: Any) -> Any:
 def product_of_experts(
     kernel: MetalProduct, each: Sequence[Any], x: mx.array, indices: mx.array, variant: str
 ) -> mx.array:
-    """x (V, 1, 1, I) times the experts that indices (V, n) name, (V, n, 1, O)."""
+    """Return x (V, 1, 1, I) times the experts at indices (V, n): (V, n, 1, O)."""
     assert kernel.experts is not None
     return kernel.experts(x, tree_map(as_experts, *each), indices, chosen=always(variant))
 
 
 def experts_error(kernel: MetalProduct, each: Sequence[Any], x: mx.array, indices: mx.array, variant: str) -> float:
-    """Return how far a product with experts is from one in float32, on the CPU."""
+    """Return the error of a matmul with experts against float32 on the CPU."""
     with mx.stream(mx.cpu):
         weights = mx.stack([widened(kernel, packed, x.shape[-1]) for packed in each])
         expected = x.astype(mx.float32) @ weights[indices].swapaxes(-1, -2)
@@ -295,19 +299,19 @@ def experts_error(kernel: MetalProduct, each: Sequence[Any], x: mx.array, indice
 def expert_alone_error(
     kernel: MetalProduct, each: Sequence[Any], x: mx.array, indices: mx.array, variant: str
 ) -> float:
-    """Return how far the last pair's product is from the product with that expert's matrix."""
+    """Return the difference of the last pair's result from the matmul with that expert's matrix."""
     among = product_of_experts(kernel, each, x, indices, variant)[-1, -1]
     expert = each[int(np.asarray(indices[-1, -1]))]
     return error_between(among, kernel.multiply(x[-1, 0], expert, variant))
 
 
-def company_error(kernel: MetalProduct, packed: Any, x: mx.array, variant: str) -> float:
-    """Return how far the first vector's product alone is from the same among others."""
+def batch_error(kernel: MetalProduct, packed: Any, x: mx.array, variant: str) -> float:
+    """Return the difference of the first vector's result in a batch from its result in a batch of one."""
     return error_between(kernel.multiply(x, packed, variant)[:1], kernel.multiply(x[:1], packed, variant))
 
 
 def decoding_error(kernel: MetalProduct, packed: Any, columns: int) -> float:
-    """Return how far a decoded weight is from the one that MLX's operations decode."""
+    """Return the difference of a decoded weight from that of MLX's operations."""
     assert kernel.decoded is not None
     with mx.stream(mx.cpu):
         expected = kernel.dense(packed, columns)

@@ -1,7 +1,7 @@
-"""Our Metal kernels here, for the shapes of a model: do they compile, are they right, and which are faster than MLX's.
+"""Proofs of this package's Metal kernels for the shapes of a model: they compile, are correct, and are timed.
 
-What is right is kept for this machine (kernels/proven.py) with its time beside MLX's, and nothing else of ours runs
-unasked. metal_checks.py has the checks that need no model.
+Correct kernels are kept for this machine (kernels/proven.py) with their times and MLX's. By default no other kernel of
+this package runs. metal_checks.py has the checks that need no model.
 """
 
 import statistics
@@ -30,12 +30,12 @@ from .metal_checks import all_kernels, examine, mixture_checks, product_checks
 Rows = list[dict[str, Any]]
 
 CHECKED_VECTORS = (1, 2, 4, 8)
-PROVEN_VECTORS = (1, 2, 3, 4, 5, 8, 16)  # of a verification of up to four drafted tokens, and of text that is looked up
-TEXT_OF = {"weights as they are": proven.DENSE_TEXT, "4 bits": proven.MATVEC_TEXT, EXACT_FORMAT: proven.EXACT_TEXT}
+PROVEN_VECTORS = (1, 2, 3, 4, 5, 8, 16)  # rows of verification, with up to four drafted tokens or prompt lookup
+TEXT_OF = {"original weights": proven.DENSE_TEXT, "4 bits": proven.MATVEC_TEXT, EXACT_FORMAT: proven.EXACT_TEXT}
 
 
 class Layers(NamedTuple):
-    """Layers of one shape, stored in one way, a name of TEXT_OF; dtype: of the activations."""
+    """Layers of one shape and storage. stored: a key of TEXT_OF. dtype: of the activations."""
 
     stored: str
     layers: list[Native]
@@ -49,7 +49,7 @@ class Layers(NamedTuple):
 
 
 def check_all() -> Iterator[dict[str, Any]]:
-    """Yield a row for each kernel: how many comparisons, the largest difference, and a sentence for each fault."""
+    """Yield a row for each kernel: number of comparisons, largest difference, and a sentence for each failure."""
     kernels = all_kernels(DEFAULT_GROUP_SIZE)
     checks = {kernel.name: product_checks(kernel, CHECKED_VECTORS) for kernel in kernels}
     checks |= mixture_checks(kernels, CHECKED_VECTORS)
@@ -57,19 +57,19 @@ def check_all() -> Iterator[dict[str, Any]]:
         for name, some in progress.track([*checks.items()], description="kernels checked"):
             try:
                 yield examine(name, some)
-            except (RuntimeError, ValueError) as error:  # the check itself cannot be made
+            except (RuntimeError, ValueError) as error:  # the check cannot be made
                 yield {"what": name, "checked": 0, "largest_error": 0.0, "wrong": [f"{name}: {one_line(error)}"]}
 
 
 def prove_all(model: nn.Module) -> Iterator[dict[str, Any]]:
-    """Yield a row for each product of the model's shapes, and keep what is right on this machine."""
-    proven.forget(TEXT_OF[EXACT_FORMAT], proven.decoder_key(DEFAULT_GROUP_SIZE))  # so that MLX's operations encode
+    """Yield a row for each matmul of the model's shapes, and keep the correct kernels of this machine."""
+    proven.forget(TEXT_OF[EXACT_FORMAT], proven.decoder_key(DEFAULT_GROUP_SIZE))  # MLX's operations then encode
     decodes = True
     with counting("kernels timed", None) as advance:
         for layers in layers_of_shapes(model):
             if layers.stored == EXACT_FORMAT and decodes:
                 row = prove_decoding(layers)
-                decodes = not row["wrong"]  # one proof is for all shapes
+                decodes = not row["wrong"]  # one proof covers all shapes
                 yield row
             for vectors in PROVEN_VECTORS:
                 yield from prove_products(layers, vectors)
@@ -77,16 +77,16 @@ def prove_all(model: nn.Module) -> Iterator[dict[str, Any]]:
 
 
 def layers_of_shapes(model: nn.Module) -> Iterator[Layers]:
-    """Yield layers for each shape of linear layers of a model: as they are, in 4 bits, and in format exact."""
+    """Yield layers for each shape of a model's linear layers: original, in 4 bits, and in format exact."""
     alike: dict[tuple[Any, ...], list[mx.array]] = {}
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding) and module.weight.shape[-1] % DEFAULT_GROUP_SIZE == 0:
             alike.setdefault((module.weight.shape, module.weight.dtype), []).append(module.weight)
     for (shape, dtype), weights in alike.items():
-        # From several layers, more weights than caches hold, and encoded in some seconds.
+        # Several layers, to exceed CPU caches, but few enough to encode in seconds.
         some = weights[: max(1, 2**26 // (shape[0] * shape[1]))]
         dense = [native_linear(weight) for weight in some]
-        yield Layers("weights as they are", dense, dtype)
+        yield Layers("original weights", dense, dtype)
         yield Layers("4 bits", [stored_as("planes", layer, 4, Ladder((4,)), dtype) for layer in dense], dtype)
         if dtype == mx.bfloat16:
             yield Layers(
@@ -97,14 +97,14 @@ def layers_of_shapes(model: nn.Module) -> Iterator[Layers]:
 
 
 def native_linear(weight: mx.array) -> Native:
-    """Return a layer with a weight as it is."""
+    """Return a layer with an original weight."""
     layer = nn.Linear(1, 1, bias=False)
     layer.weight = weight
     return with_kernels(layer, native=True)
 
 
 def stored_as(format: str, layer: Any, bits: int, ladder: Ladder, dtype: mx.Dtype) -> Native:
-    """Return the gear of a layer in a format."""
+    """Return a layer's module of a gear in a format."""
     widths = tuple(gear.bits for gear in ladder)
     made: Native = get_format(format).modules(layer, bits, widths, DEFAULT_GROUP_SIZE, dtype)[bits]
     mx.eval(made.parameters())  # type: ignore[attr-defined]
@@ -112,7 +112,7 @@ def stored_as(format: str, layer: Any, bits: int, ladder: Ladder, dtype: mx.Dtyp
 
 
 def prove_products(layers: Layers, vectors: int) -> Iterator[dict[str, Any]]:
-    """Yield a row for each of our kernels for products of so many vectors."""
+    """Yield a row for each of this package's kernels, for matmuls of this number of vectors."""
     kind, dtype = layers.kind, layers.dtype
     members = [weakref.ref(layer) for layer in layers.layers]
     x = mx.random.normal((vectors, kind.shape[-1]), key=mx.random.key(vectors)).astype(dtype)
@@ -129,22 +129,22 @@ def prove_products(layers: Layers, vectors: int) -> Iterator[dict[str, Any]]:
 
 
 def product_fault(found: Mapping[str, Sequence[Product]], candidate: str, x: mx.array) -> str:
-    """Return what is wrong with our products; "" where they are MLX's, and a row has the same bits alone."""
+    """Return the failure of a candidate's matmul; "" if it agrees with MLX's and is batch-invariant."""
     apart = product_errors(found, x).get(candidate, FAILED)
     if apart == FAILED:
         return "does not run, or is no number"
     if apart > 1:
-        return f"differs from MLX's by {apart:.2g} times what rounding explains"
+        return f"differs from MLX's by {apart:.2g}× the rounding bound"
     product = found[candidate][0]
     try:
         same = mx.array_equal(product(x)[:1], product(x[:1])).item()
-    except RuntimeError as error:  # of the kernel for one row
+    except RuntimeError as error:  # the kernel for one row fails
         return one_line(error)
     return "" if same else "a row among others has other bits"
 
 
 def prove_decoding(layers: Layers) -> dict[str, Any]:
-    """Return a row for the kernel that decodes whole weights of format exact, of which all bits have to be right."""
+    """Return a row for the kernel that decodes weights of format exact, bit for bit."""
     module: Any = layers.layers[0]
     matrix = module.matrix
     wrong, ours, by_mlx = "", FAILED, FAILED
@@ -163,7 +163,7 @@ def prove_decoding(layers: Layers) -> dict[str, Any]:
 def keep_proofs(
     layers: Layers, key: str, vectors: int, candidate: str, wrong: str, ours: float, by_mlx: float
 ) -> dict[str, Any]:
-    """Keep what was found of a kernel for this machine, and return it as a row."""
+    """Keep the result for a kernel on this machine, and return it as a row."""
     text = TEXT_OF[layers.stored]
     if wrong:
         proven.forget(text, key)
@@ -182,7 +182,7 @@ def keep_proofs(
 
 
 def in_short(rows: Rows) -> list[dict[str, str]]:
-    """Return a line for each way to store weights and number of vectors: how often ours won, and by how much."""
+    """Return a row for each storage and number of vectors: how often this package's kernels won, and by how much."""
     found, key = [], itemgetter("stored", "vectors")
     for (stored, vectors), some in groupby(sorted(rows, key=key), key):
         shapes: dict[tuple[int, ...], Rows] = {}

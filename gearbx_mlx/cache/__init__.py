@@ -1,4 +1,4 @@
-"""Flags of `cache`, and the kinds of what is kept in the user's cache."""
+"""Flags of `cache`, and the kinds of entries in the user's cache."""
 
 import argparse
 from dataclasses import dataclass
@@ -13,34 +13,34 @@ CACHE_KINDS = {
     "bases": "codes of calibrated bases",
     "gears": "gears made from weights",
     "models": "unpacked GGUF files",
-    "times": "measured times, and what texts taught",
-    "imports": "names that transformers defines",
-    "history": "lines that were typed in chat",
+    "times": "measured times and acceptance rates",
+    "imports": "names defined by transformers",
+    "history": "typed lines of chat",
     "other": "anything else",
 }
 
 
 @dataclass(frozen=True)
 class EmptySettings(Settings):
-    """Say what to remove from the cache; nothing without the flag."""
+    """The kind of entries to remove; None: no entries."""
 
     title: ClassVar[str] = "cache"
 
     empty: str | None = flag(
-        None, "Remove what is kept of one kind, or all of it.", choices=("all", *CACHE_KINDS), named=True
+        None, "Kind of entries to remove, or all of them", choices=("all", *CACHE_KINDS), named=True
     )
 
 
 @dataclass(frozen=True)
 class UsersCacheSettings:
-    """Everything that `cache` runs with."""
+    """Settings of `cache`."""
 
     cache: EmptySettings
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    said = "Show how large the user's cache is, or empty it. What is missing there is made again when it is needed."
-    return parser_of(UsersCacheSettings, "cache", said)
+    text = "Show the size of the user's cache, or empty it. Missing entries are made again when needed."
+    return parser_of(UsersCacheSettings, "cache", text)
 
 
 main = command("cache")

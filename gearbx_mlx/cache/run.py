@@ -1,4 +1,4 @@
-"""Show what the user's cache has, by kind, or remove it."""
+"""A table of the user's cache by kind, and removal of its entries."""
 
 import shutil
 import time
@@ -20,12 +20,12 @@ from ..kernels.cpu import BUILDING_LOCK, MODULE_NAME
 from ..settings import human_bytes
 from . import CACHE_KINDS, UsersCacheSettings
 
-FOLDERS = ("bases", "gears")  # with a file for each entry
+FOLDERS = ("bases", "gears")  # folders with a file for each entry
 
 
 @dataclass(frozen=True)
 class Kept:
-    """A file or directory of the cache. used: when it was last written, or a library last loaded."""
+    """A file or directory of the cache. used: time of the last write, or of the last load of a library."""
 
     path: Path
     kind: str
@@ -34,11 +34,11 @@ class Kept:
 
 
 def run(settings: UsersCacheSettings) -> int:
-    """Print a line for each kind on stdout, after removing what is to go."""
+    """Remove the requested entries, and print a row for each kind on stdout."""
     try:
         directory = open_cache()
     except CacheUnusable as error:
-        raise GearbxError(f"the cache cannot be used: {error}") from error
+        raise GearbxError(f"user's cache: {error}") from error
     wanted = settings.cache.empty
     if wanted is not None:
         empty(directory, [wanted] if wanted in CACHE_KINDS else list(CACHE_KINDS))
@@ -52,7 +52,7 @@ def run(settings: UsersCacheSettings) -> int:
 
 
 def cache_entries(directory: Path) -> Iterator[Kept]:
-    """Find what is in the cache, except for locks, which belong to processes, and the history of chats beside it."""
+    """Yield the entries of the cache without locks, and the history of chats beside it."""
     with suppress(OSError, RuntimeError):
         history = chat_history()
         yield Kept(history, "history", disk_size(history), history.stat().st_mtime)
@@ -65,7 +65,7 @@ def cache_entries(directory: Path) -> Iterator[Kept]:
 
 
 def kind_in_cache(path: Path) -> str:
-    """Return the kind of a file or directory right below the cache."""
+    """Return the kind of a file or directory at the top of the cache."""
     if path.name.lstrip(".").startswith(MODULE_NAME):
         return "kernels"
     if path.name in FOLDERS and path.is_dir():
@@ -86,7 +86,7 @@ def disk_size(path: Path) -> int:
 
 
 def row(kind: str, found: list[Kept]) -> tuple[str, ...] | None:
-    """Return a kind's line of the table; None where nothing of it is kept."""
+    """Return the table row of a kind; None without entries."""
     if not found:
         return None
     days = (time.time() - max(entry.used for entry in found)) / 86400
@@ -95,7 +95,7 @@ def row(kind: str, found: list[Kept]) -> tuple[str, ...] | None:
 
 
 def empty(directory: Path, kinds: list[str]) -> None:
-    """Remove what is kept of these kinds, while no process compiles. Raises GearbxError for what cannot be removed."""
+    """Remove the entries of these kinds, while no process compiles."""
     with FileLock(directory / BUILDING_LOCK, mode=0o600):
         entries = [entry for entry in cache_entries(directory) if entry.kind in kinds]
         for entry in entries:
@@ -105,7 +105,7 @@ def empty(directory: Path, kinds: list[str]) -> None:
                 else:
                     entry.path.unlink(missing_ok=True)
             except OSError as error:
-                raise GearbxError(f"{error.filename}: cannot be removed ({error.strerror}); do it by hand") from error
+                raise GearbxError(f"{error.filename}: cannot be removed ({error.strerror}); use rm") from error
     for kind in kinds:
         if sizes := [entry.size for entry in entries if entry.kind == kind]:
             note(f"removed {kind}: {len(sizes)}, {human_bytes(sum(sizes))}")

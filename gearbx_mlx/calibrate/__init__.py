@@ -29,15 +29,15 @@ class CalibrationSettings(Settings):
 
     title: ClassVar[str] = "calibration"
 
-    mode: str = flag(ROUTE, "The mode of the thresholds.", choices=(ROUTE, KICKDOWN))
+    mode: str = flag(ROUTE, "Mode of the thresholds", choices=(ROUTE, KICKDOWN))
     shares: tuple[float, ...] | None = flag(
-        None, "Parts of 1, lowest gear first, such as 0.6,0.3,0.1. Default: equal parts", parse=parse_shares
+        None, "Shares of tokens, lowest gear first, such as 0.6,0.3,0.1", default_text="equal", parse=parse_shares
     )
     prompts: str | None = flag(
-        None, "One prompt per line, or JSON Lines as in GSM8K. Default: three bundled ones.", named=True
+        None, "File with one prompt per line, or JSON Lines as in GSM8K", default_text="three bundled ones", named=True
     )
-    num_prompts: int | None = flag(None, "Use only the first N prompts.", least=1)
-    out: str | None = flag(None, "File to write. Default: thresholds.json", named=True)
+    num_prompts: int | None = flag(None, "Number of prompts to use, from the first", minimum=1)
+    out: str | None = flag(None, "File to write", default_text="thresholds.json", named=True)
 
     def shares_of(self, gears: int) -> tuple[float, ...]:
         """Return a share for each gear, lowest first. Raises GearbxError for a different number of shares."""
@@ -53,9 +53,9 @@ class GateSettings(Settings):
 
     title: ClassVar[str] = "gate"
 
-    window: int = flag(DEFAULT_WINDOW, "Tokens in the rolling mean.", least=1, most=LARGEST_SHOWN, rare=True)
-    hysteresis: float = flag(DEFAULT_HYSTERESIS, "Bits.", least=0, most=sys.float_info.max, rare=True)
-    min_gear_duration: int = flag(DEFAULT_MIN_GEAR_DURATION, "Fewest tokens in a row in one gear.", least=1, rare=True)
+    window: int = flag(DEFAULT_WINDOW, "Tokens in the rolling mean", minimum=1, maximum=LARGEST_SHOWN, rare=True)
+    hysteresis: float = flag(DEFAULT_HYSTERESIS, "Hysteresis in bits", minimum=0, maximum=sys.float_info.max, rare=True)
+    min_gear_duration: int = flag(DEFAULT_MIN_GEAR_DURATION, "Minimum number of tokens in a gear", minimum=1, rare=True)
 
 
 @dataclass(frozen=True)

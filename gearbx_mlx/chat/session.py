@@ -13,7 +13,7 @@ from ..cli import terminal
 from ..cli.build import Loaded, decided, generation_keywords, load_pair
 from ..cli.decide import check_flags, check_governing, check_in_ladder
 from ..cli.prompt import QUERY, PromptSettings, check_untemplated, formatted, place_of_query, room_for
-from ..cli.prompt_cache import BegunConversation, save_cache
+from ..cli.prompt_cache import SavedConversation, save_cache
 from ..cli.signals import CtrlC, Interrupted
 from ..cli.tables import summary_line
 from ..decoding.caches import KeptCache
@@ -115,9 +115,9 @@ class GearedChat:
             return make_prompt_cache(self._model, size)
         return [*make_prompt_cache(self._model), *make_prompt_cache(draft)]
 
-    def save_cache(self, cache: list[Any], conversation: BegunConversation, path: Path) -> None:
-        """Write caches to a file, with their conversation. Raises GearbxError if they cannot be written."""
-        own = cache[: len(make_prompt_cache(self._model))]  # without a draft model's caches
+    def save_cache(self, cache: list[Any], conversation: SavedConversation, path: Path) -> None:
+        """Write caches to a file, with their conversation. Raises GearbxError where they cannot be written."""
+        own = cache[: len(make_prompt_cache(self._model))]  # a draft model's follow
         save_cache(path, own, self._settings.model.model or str(DEMO_MODEL), self._model, conversation)
 
     def coming(self, message: str) -> NextAnswer:
@@ -194,8 +194,8 @@ class PairChat:
     def new_cache(self) -> list[Any]:
         return list(pair_cache(self._pair.small, self._pair.large, self._settings.cache.max_kv_size))
 
-    def save_cache(self, cache: list[Any], conversation: BegunConversation, path: Path) -> None:
-        raise GearbxError(f"{path}: must hold one KV cache, got a pair with two; use a name with .md or .jsonl")
+    def save_cache(self, cache: list[Any], conversation: SavedConversation, path: Path) -> None:
+        raise GearbxError(f"{path}: a pair has two KV caches, and the file is for one; save the text as .md or .jsonl")
 
     def coming(self, message: str) -> NextAnswer:
         flags = self._settings.mode.given()
@@ -323,7 +323,7 @@ class Session:
         """Write the KV cache with its conversation. Raises GearbxError if it cannot be written."""
         talk = self.conversation
         bits = min(self.cache.bits, default=0)
-        conversation = BegunConversation(talk.before_message(), talk.templated, self.cache.tokens, bits)
+        conversation = SavedConversation(talk.before_message(), talk.templated, self.cache.tokens, bits)
         self.model.save_cache(self.cache.cut_to_tokens(), conversation, path)
 
     def answer(self, message: str) -> None:
@@ -379,8 +379,8 @@ class Session:
             answer.ending, answer.whole = STOPPED, False
 
     def _read(self, read: int, tokens: int) -> None:
-        """Show the progress of prefill, and stop between two parts; mlx-lm calls this after each of them."""
-        self._bar.told(read, tokens)
+        """Show how far a prompt is read, and stop between two parts; mlx-lm calls this after each of them."""
+        self._bar.update(read, tokens)
         if self._ctrl_c.asked and read < tokens:
             raise PromptStopped
 

@@ -1,11 +1,11 @@
-"""Bases of models are made once and kept: one file each, in the user's cache.
+"""Calibrated bases, made once for a model and kept: one file each, in the user's cache.
 
-A base is to agree with the original where the original writes. So a model that chats answers requests at a temperature,
-and reads its own answers beside the problems and the prose that ship. A model that does not chat reads answers that
-another model wrote.
+A base should agree with the original on the original's own outputs. A chat model therefore answers requests at a
+temperature, and calibration reads these answers beside the bundled problems and prose. For other models it reads
+bundled answers of another model.
 
-A base stands under the fingerprint of its model, with how gears are stored and the hash of the text. Its file has the
-planes under the names that mlx-lm gives them.
+A file's name has the fingerprint of the model, the storage of its gears and the hash of the text. The file has the
+planes under mlx-lm's names.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from ..errors import GearbxError, GearbxWarning
 from ..files.reading import json_lines, read_text
 from ..files.user_cache import CacheUnusable, cache_entry, check_owner, warn_of
 from ..files.writing import replacing_arrays
+from ..formats import get_format
 from ..formats.base import Format
 from ..formats.tied import linear_of
 from ..gears.discovery import Layer, discover
@@ -40,14 +41,14 @@ from ..loading import DEMO_MODEL
 from .decide import Decision
 from .terminal import note, progress_bar
 
-CHOOSING_TOKENS = 10_240  # tokens at most that choose codes: twice as many take twice as long, and are worth little
+CHOOSING_TOKENS = 10_240  # maximum number of calibration tokens: twice as many take twice as long, and help little
 PLANE_ARRAYS = ("weight", "scales", "biases")
 SHIPPED = Path(DEMO_MODEL) / "calibration"
-TEXT_TOKENS = 16_384  # tokens of a text that are read
-ANSWER_TOKENS = 128  # tokens of an answer at most
-ANSWERS_TOGETHER = 24  # answers that are written at a time
-PROBE = 1024  # rows and columns of a product that is timed
-REINSTALL = "install the package again"
+TEXT_TOKENS = 16_384  # maximum number of tokens read from a text
+ANSWER_TOKENS = 128  # maximum number of tokens in an answer
+ANSWERS_TOGETHER = 24  # answers in a batch
+PROBE = 1024  # rows and columns of a timed matmul
+REINSTALL = "use a new installation of the package"
 
 
 class ShippedAnswer(msgspec.Struct, frozen=True):
@@ -58,23 +59,20 @@ class ShippedAnswer(msgspec.Struct, frozen=True):
 
 
 class BaseText(NamedTuple):
-    """What calibrates a base, as tokens. texts: to be read. requests: that the model is to answer, and then to read."""
+    """Calibration text as tokens. sequences: to read. requests: prompts that the model answers first."""
 
-    texts: list[list[int]]
+    sequences: list[list[int]]
     requests: list[list[int]]
 
 
 def text_of(tokenizer: Any, file: str | None) -> BaseText:
-    """Return the text to calibrate with, `LONGEST` tokens at most in each piece.
+    """Return the calibration text in pieces of at most `MAX_LENGTH` tokens; warn if it is shorter than one piece.
 
     Args:
-        file: text, or JSON Lines as in GSM8K; None or "": what ships, and requests if the tokenizer has a template.
+        file: text, or JSON Lines as in GSM8K; None or "": the bundled text, and requests if there is a chat template.
 
     Raises:
-        GearbxError: a file that cannot be read or is empty, or that is shorter than two tokens.
-
-    Warns:
-        GearbxWarning: a file that is shorter than one such piece.
+        GearbxError: a file that cannot be read, or has fewer than two tokens.
     """
     from ..evaluation.predictions import read_documents  # few runs need it
 
@@ -85,22 +83,22 @@ def text_of(tokenizer: Any, file: str | None) -> BaseText:
         lines = json_lines(place, read_text(place, "text", REINSTALL), ShippedAnswer, REINSTALL)
         encoded += [tokenizer.encode(f"{line.prompt}\n\n{line.answer}\n") for _, line in lines]
     pieces = [list(text[i : i + MAX_LENGTH]) for text in encoded for i in range(0, len(text), MAX_LENGTH)]
-    texts, left = [], TEXT_TOKENS
+    sequences, left = [], TEXT_TOKENS
     for piece in pieces:
         if len(piece) > 1 and left > 0:
-            texts.append(piece[:left])
+            sequences.append(piece[:left])
             left -= len(piece)
-    if not texts:
-        raise GearbxError(f"{file}: has no two tokens to calibrate with; give more text")
-    tokens = sum(map(len, texts))
+    if not sequences:
+        raise GearbxError(f"{file}: calibration needs two tokens; use a longer text")
+    tokens = sum(map(len, sequences))
     if tokens < MAX_LENGTH:
-        said = f"{file}: has {tokens} tokens; drafts agree more often after thousands: give more text"
-        warnings.warn(said, GearbxWarning, stacklevel=2)
-    return BaseText(texts, requests)
+        warning = f"{file}: with {tokens} tokens, fewer drafts are accepted than with thousands; use a longer text"
+        warnings.warn(warning, GearbxWarning, stacklevel=2)
+    return BaseText(sequences, requests)
 
 
 def requests_of(tokenizer: Any) -> list[list[int]]:
-    """Return the requests that ship, in the model's own chat template; none if it has no template that takes them."""
+    """Return the bundled requests in the model's chat template; none without a template that accepts them."""
     if not getattr(tokenizer, "has_chat_template", False):
         return []
     lines = read_text(SHIPPED / "requests.txt", "text", REINSTALL).splitlines()
@@ -113,16 +111,16 @@ def requests_of(tokenizer: Any) -> list[list[int]]:
 
 
 def answered(model: nn.Module, tokenizer: Any, requests: Sequence[list[int]], progress: Any) -> list[list[int]]:
-    """Return the requests with the answers that the model writes to them: the same at every run on this machine.
+    """Return the requests with the model's answers, the same in every run on this machine.
 
-    A gearbox is put on the model, if there are requests.
+    The model gets a gearbox if there are requests.
     """
     if not requests:
         return []
-    task = progress.add_task("writing text", total=len(requests))
-    made = [list(request) for request in requests]
+    task = progress.add_task("answering requests", total=len(requests))
+    answers = [list(request) for request in requests]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the gearbox that is made with the base warns of the same
+        warnings.simplefilter("ignore")  # the final gearbox gives the same warnings
         gearbox = Gearbox(model, "4,16")
     generator = batch_generator(
         model,
@@ -133,28 +131,30 @@ def answered(model: nn.Module, tokenizer: Any, requests: Sequence[list[int]], pr
         completion_batch_size=ANSWERS_TOGETHER,
     )
     try:
-        lengths = [min(ANSWER_TOKENS, MAX_LENGTH - len(request)) for request in made]
-        uids = generator.insert([*map(list, requests)], lengths, seeds=[*range(len(made))])
-        texts, left = dict(zip(uids, made)), len(made)
+        lengths = [min(ANSWER_TOKENS, MAX_LENGTH - len(request)) for request in requests]
+        uids = generator.insert([*map(list, requests)], lengths, seeds=[*range(len(requests))])
+        by_uid, left = dict(zip(uids, answers)), len(requests)
         while left:
             for response in generator.next_generated():
                 if response.error is not None:
                     raise response.error
-                texts[response.uid].append(response.token)
+                by_uid[response.uid].append(response.token)
                 if response.finish_reason is not None:
                     left -= 1
                     progress.advance(task)
     finally:
         generator.close()
-    return made
+    return answers
 
 
 @dataclass
 class Base:
     """A calibrated base.
 
-    layers: path to the lowest gear's plane. rounded: path to reason of layers that have the nearest codes, all or some
-    of their experts. file: in which it is kept, if it is.
+    Attributes:
+        layers: the lowest gear's plane by path.
+        rounded: reason by path for layers that are rounded to nearest, in all or some of their experts.
+        file: None if it is not kept.
     """
 
     layers: dict[str, Planes]
@@ -164,7 +164,7 @@ class Base:
 
 @dataclass(frozen=True)
 class BaseKey:
-    """What a base depends on. ladder: bits of all gears. text: hash of the tokens; "": of any text."""
+    """Key of a kept base. ladder: bits of all gears. text: hash of the tokens; "": any text."""
 
     fingerprint: str
     format: str
@@ -173,26 +173,27 @@ class BaseKey:
     group_size: int
     text: str = ""
 
+    def layers(self, model: nn.Module) -> list[Layer]:
+        """Return the managed layers of a model."""
+        return discover(model, self.manage, self.group_size, self.format)[0]
+
     def file(self) -> Path:
-        """Return the file, in the user's cache or in the folder GEARBX_BASES.
+        """Return the file, in the user's cache or in $GEARBX_BASES.
 
         Raises:
             CacheUnusable: another user could write to the folder, or the cache cannot be used.
             OSError: the folder cannot be read.
         """
-        about = f"3 {self.format} {self.ladder} {self.manage} {self.group_size}"
-        short = hashlib.sha256(about.encode()).hexdigest()[:8]
-        name = f"{self.fingerprint[:16]}-{short}-{self.text or '*'}.safetensors"
-        named = os.environ.get("GEARBX_BASES")
-        folder = Path(named) if named else cache_entry("bases")
+        storage = f"3 {self.format} {self.ladder} {self.manage} {self.group_size}"
+        digest = hashlib.sha256(storage.encode()).hexdigest()[:8]
+        folder = Path(os.environ.get("GEARBX_BASES") or cache_entry("bases"))
         check_owner(folder)
-        return folder / name
+        return folder / f"{self.fingerprint[:16]}-{digest}-{self.text or '*'}.safetensors"
 
     def find(self) -> "Base | None":
-        """Return the base that is kept, the latest one for any text; None where there is none, or it is damaged.
+        """Return the kept base, the latest one for any text; None if none is kept, or it is damaged.
 
-        Warns:
-            GearbxWarning: another user could have written it; it is not read.
+        A base that another user could have written is ignored with a warning.
         """
         try:
             file = self.file()
@@ -205,20 +206,20 @@ class BaseKey:
         return None
 
     def keep(self, base: Base) -> None:
-        """Write a base; warn where it cannot be kept."""
+        """Write a base; warn if it cannot be kept."""
         arrays = {
             f"{path}.{name}": array
             for path, planes in base.layers.items()
             for name, array in zip(PLANE_ARRAYS, planes.arrays)
         }
-        about = {"fingerprint": self.fingerprint, "group_size": str(self.group_size), "bits": str(self.ladder[0])}
-        about["rounded"] = msgspec.json.encode(base.rounded).decode()
+        metadata = {"fingerprint": self.fingerprint, "group_size": str(self.group_size), "bits": str(self.ladder[0])}
+        metadata["rounded"] = msgspec.json.encode(base.rounded).decode()
         try:
             file = self.file()
             file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with replacing_arrays(file) as place:
-                mx.save_safetensors(place, arrays, about)
-            file.chmod(0o600)  # with any umask: what others may write to is never used
+                mx.save_safetensors(place, arrays, metadata)
+            file.chmod(0o600)  # with any umask: a file that others may write to is ignored
             base.file = file
         except (CacheUnusable, OSError) as error:
             warn_of(error)
@@ -227,18 +228,18 @@ class BaseKey:
 
 
 def read_base(file: Path, key: BaseKey) -> Base | None:
-    """Return the base of a file; None where it is another one's or damaged."""
+    """Return the base of a file; None if it belongs to another model or is damaged."""
     try:
-        arrays, about = cast(tuple[dict[str, mx.array], dict[str, str]], mx.load(str(file), return_metadata=True))
-        mx.eval(arrays)  # which a file that was cut off does not have
-        if about["fingerprint"] != key.fingerprint:
+        arrays, metadata = cast(tuple[dict[str, mx.array], dict[str, str]], mx.load(str(file), return_metadata=True))
+        mx.eval(arrays)  # fails for a truncated file
+        if metadata["fingerprint"] != key.fingerprint:
             return None
-        bits, group_size = int(about["bits"]), int(about["group_size"])
+        bits, group_size = int(metadata["bits"]), int(metadata["group_size"])
         layers = {}
         for path in {name.rpartition(".")[0] for name in arrays}:
             words, scales, biases = (arrays[f"{path}.{name}"] for name in PLANE_ARRAYS)
             layers[path] = Planes([words], scales, [biases], (bits,), group_size)
-        return Base(layers, msgspec.json.decode(about["rounded"], type=dict[str, str]), file)
+        return Base(layers, msgspec.json.decode(metadata["rounded"], type=dict[str, str]), file)
     except (RuntimeError, KeyError, ValueError):
         return None
 
@@ -251,32 +252,32 @@ def key_of(
     group_size: int,
     text: BaseText | None = None,
 ) -> BaseKey:
-    """Return what the base of a model depends on. text: None: of any."""
+    """Return the key of a model's base. text: None for any text."""
     digest = hashlib.sha256(msgspec.json.encode(text)).hexdigest()[:16] if text else ""
     return BaseKey(model_fingerprint(model), format.name, tuple(ladder), manage, group_size, digest)
 
 
-def tell_cost(model: nn.Module, key: BaseKey, format: Format, text: BaseText, instead: str) -> None:
-    """Say what a calibration does, for about how long, and what takes less (`instead`), before it begins.
+def note_calibration(model: nn.Module, key: BaseKey, text: BaseText, alternative: str) -> None:
+    """Print the size and the expected time of a calibration before it starts.
 
     Raises:
         GearbxError: a format or a ladder whose lowest codes are not free.
     """
-    layers, _ = free_layers(discover(model, key.manage, key.group_size, format)[0], format, key.ladder, key.group_size)
-    tokens = min(CHOOSING_TOKENS, sum(map(len, text.texts)) + len(text.requests) * ANSWER_TOKENS)
+    layers, _ = free_layers(key.layers(model), get_format(key.format), key.ladder, key.group_size)
+    tokens = min(CHOOSING_TOKENS, sum(map(len, text.sequences)) + len(text.requests) * ANSWER_TOKENS)
     minutes = max(1, round(expected_seconds(layers, tokens) / 60))
-    answers = f"the model answers {len(text.requests)} requests, and " if text.requests else ""
+    answers = f", {len(text.requests)} answers of the model" if text.requests else ""
     note(
-        f"base: {answers}{tokens} tokens choose the codes of {len(layers)} layers, which takes about {minutes} "
-        f"minute{'s' * (minutes > 1)} here and is kept; {instead}"
+        f"base: calibrating {len(layers)} layers on {tokens} tokens{answers}: about {minutes} "
+        f"minute{'s' * (minutes > 1)}, once; {alternative}"
     )
 
 
 def expected_seconds(layers: Sequence[Layer], tokens: int) -> float:
-    """Estimate how long a calibration takes, by a product of numpy, which does most of it.
+    """Return the estimated seconds of a calibration, from the time of a numpy matmul.
 
-    For each layer (O, I) the text is read twice and its inputs are summed up in two matrices (I, I). These are inverted
-    and factored, and columns correct those that follow, for codes and scales.
+    For each layer (O, I) the text is read twice, and its inputs are summed in two matrices (I, I). These are inverted
+    and factored; then each column corrects the following ones, for codes and scales.
     """
     work = 0.0
     for layer in layers:
@@ -291,55 +292,63 @@ def expected_seconds(layers: Sequence[Layer], tokens: int) -> float:
     return work * seconds / PROBE**3
 
 
-def make_base(model: nn.Module, key: BaseKey, format: Format, texts: Sequence[list[int]], progress: Any) -> Base:
-    """Calibrate the base of a model without gears, and keep it where the cache can be written.
+def make_base(model: nn.Module, key: BaseKey, sequences: Sequence[list[int]], progress: Any) -> Base:
+    """Calibrate the base of a model without gears, and keep it if the cache is writable.
 
     Raises:
         GearbxError: as `calibrate_base`.
     """
-    layers, _ = discover(model, key.manage, key.group_size, format)
-    task = progress.add_task("calibrating", total=steps(model))
-    advance = partial(progress.advance, task)
-    found = calibrate_base(model, layers, format, key.ladder, key.group_size, thinned(texts), advance)
+    advance = partial(progress.advance, progress.add_task("calibrating", total=steps(model)))
+    storage = get_format(key.format), key.ladder, key.group_size
+    found = calibrate_base(model, key.layers(model), *storage, thinned(sequences), advance)
     base = Base(found.layers, found.rounded)
     key.keep(base)
     return base
 
 
-def thinned(texts: Sequence[list[int]]) -> list[list[int]]:
-    """Return texts of CHOOSING_TOKENS in all, or a little more, from everywhere in them; all if they have fewer."""
-    share = min(1.0, CHOOSING_TOKENS / max(1, sum(map(len, texts))))
-    return [text for i, text in enumerate(texts) if math.ceil((i + 1) * share) > math.ceil(i * share)]
+def thinned(sequences: Sequence[list[int]]) -> list[list[int]]:
+    """Return evenly spaced sequences of about CHOOSING_TOKENS tokens in all; all sequences if they have fewer."""
+    share = min(1.0, CHOOSING_TOKENS / max(1, sum(map(len, sequences))))
+    return [each for i, each in enumerate(sequences) if math.ceil((i + 1) * share) > math.ceil(i * share)]
+
+
+def calibrated(
+    model: nn.Module,
+    key: BaseKey,
+    text: BaseText,
+    open_answering: Callable[[], tuple[nn.Module, Any]],
+    alternative: str,
+) -> Base:
+    """Return a new calibrated base of a model without gears, kept for later runs.
+
+    Args:
+        open_answering: returns the model that answers requests, and its tokenizer.
+        alternative: the remedy of a user who does not want to wait.
+    """
+    note_calibration(model, key, text, alternative)
+    with progress_bar() as progress:
+        answers = answered(*open_answering(), text.requests, progress) if text.requests else []
+        sequences = text.sequences + answers
+        base = make_base(model, key, sequences, progress)
+    kept = ", and kept" if base.file else ""
+    note(f"base: {len(base.layers)} layers calibrated with {sum(map(len, sequences))} tokens{kept}")
+    for reason in sorted({*base.rounded.values()}):
+        paths = [path for path, why in base.rounded.items() if why == reason]
+        more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+        note(f"base: {', '.join(paths[:3])}{more} rounded to nearest: {reason}")
+    return base
 
 
 def find_base(decision: Decision, model: nn.Module, tokenizer: Any) -> Base | None:
-    """Return the calibrated base of a model that takes one: one that is kept; else one that is made, if there is text
-    for it.
-
-    Raises:
-        GearbxError: as `text_of` and `make_base`.
-    """
-    source = decision.settings.gears.base_text
+    """Return the kept base of a decision that takes one; else a new one if --base names a text, or None."""
+    source, stored = decision.settings.gears.base_text, decision.stored
     text = None if source is None else text_of(tokenizer, source)
     ladder = [gear.bits for gear in decision.ladder]
-    key = key_of(model, decision.format, ladder, decision.manage, decision.group_size, text)
+    key = key_of(model, decision.format, ladder, stored.manage, stored.group_size, text)
     base = key.find()
     if base is not None and base.file is not None:
         note(f"base: calibrated earlier, {base.file.parent}")
     elif text is not None:
-        tell_cost(model, key, decision.format, text, "without --base drafts have the nearest codes")
-        with progress_bar() as progress:
-            texts = text.texts + answered(model, tokenizer, text.requests, progress)
-            base = make_base(model, key, decision.format, texts, progress)
-        kept = ", and kept" if base.file else ""
-        note(f"base: {len(base.layers)} layers calibrated with {sum(map(len, texts))} tokens{kept}")
-        show_rounded(base)
+        alternative = "omit --base for drafts that are rounded to nearest"
+        base = calibrated(model, key, text, lambda: (model, tokenizer), alternative)
     return base
-
-
-def show_rounded(base: Base) -> None:
-    """Name the layers of a base that have the nearest codes, by their reason."""
-    for reason in sorted({*base.rounded.values()}):
-        paths = [path for path, why in base.rounded.items() if why == reason]
-        more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
-        note(f"base: {', '.join(paths[:3])}{more} rounded: {reason}")

@@ -1,6 +1,6 @@
-"""What was decided is made: `build` makes the model, its gearbox and the mode, and decides nothing.
+"""Making a decided model: `Loaded.of` loads it, and `in_gears` adds its gearbox. Nothing is decided here.
 
-A command that has to look at a prompt before gears are made takes two steps: `Loaded.of`, then `in_gears`.
+Between the two steps a command can look at its prompt, before anything takes long.
 """
 
 import contextlib
@@ -8,7 +8,6 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
@@ -19,9 +18,7 @@ from ..decoding.caches import check_heads
 from ..decoding.governor import Governor, MemoryGuard
 from ..decoding.mode import Mode
 from ..decoding.modes import PAIR, make_mode
-from ..decoding.pair import bytes_read
 from ..decoding.sampling import sampler_for
-from ..decoding.stream import parameters_of
 from ..errors import GearbxError, GearbxWarning, error_context
 from ..files.reading import shown
 from ..gears.cost import read_files
@@ -29,6 +26,7 @@ from ..gears.discovery import is_quantized, vocabulary
 from ..gears.gearbox import Gearbox, Observer, in_one_gear
 from ..gears.in_place import own_codes
 from ..gears.kernel_choices import AS_8_BITS, AS_EXACT, AS_IT_IS, measure_gears, seconds_as_stored
+from ..gears.ladder import EXACT_FORMAT
 from ..gears.mapped import active_memory
 from ..gears.saved import saved_gears
 from ..kernels import ACTIVATIONS, MEASURE
@@ -42,26 +40,21 @@ from .bases import Base, find_base
 from .decide import Decision, decide
 from .describe import describe
 from .flags import CacheSettings, GearedSettings, ModelSettings, SamplingSettings, check_sampling
-from .memory import beyond
+from .memory import memory_warning
 from .tables import kernels_table
 from .terminal import messages, note, show_compiling, show_encoding, show_keeping, spinner
 
-SLOW_MAKING = 5.0  # seconds that gears take to be made, from which on a geared checkpoint is worth its disk
+SLOW_MAKING = 5.0  # seconds to make gears, from which on a geared checkpoint is worth its disk space
 
 
 def decided(settings: GearedSettings, several_modes: bool = False) -> Decision:
-    """Return how the model that settings name is to run. Raises GearbxError as `describe` and `decide`."""
+    """Return the decision for the model that settings name."""
     return decide(settings, describe(settings), several_modes)
-
-
-def build(decision: Decision) -> "Geared":
-    """Return the model with its gearbox. Raises GearbxError where it cannot be loaded, or gears do not fit it."""
-    return Loaded.of(decision).in_gears()
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model as loaded, before anything takes long, and how it is to run."""
+    """A loaded model without gears, and the decision on how it runs."""
 
     decision: Decision
     model: nn.Module
@@ -70,45 +63,53 @@ class Loaded:
 
     @classmethod
     def of(cls, decision: Decision, chat_template: str = "") -> "Loaded":
-        """Load the model, without gears as yet. Raises GearbxError as `load_model`.
+        """Load the model.
 
         Args:
             chat_template: replaces the tokenizer's.
+
+        Raises:
+            GearbxError: as `load_model`.
         """
-        for said in decision.warnings:
-            warnings.warn(said, GearbxWarning, stacklevel=2)
-        # Codes that are split as they are read take no memory twice.
-        lazy = bool(decision.codes) and not decision.observes
-        # Originals that no gear keeps are read once, when gears are made.
-        passing = not decision.observes and not decision.ladder.top.dense
-        how: dict[str, Any] = {"lazy": lazy, "directory": decision.model.directory, "keep_mapped": passing}
-        return cls(decision, *load_model(decision.settings.model, chat_template, **how))
+        for warning in decision.warnings:
+            warnings.warn(warning, GearbxWarning, stacklevel=2)
+        keywords: dict[str, Any] = {
+            "directory": decision.model.directory,
+            # Codes that are split while they are read take no memory twice.
+            "lazy": bool(decision.codes) and not decision.observes,
+            # Original weights that no gear keeps are read once, when gears are made.
+            "keep_mapped": not decision.observes and not decision.ladder.top.dense,
+        }
+        return cls(decision, *load_model(decision.settings.model, chat_template, **keywords))
 
     @property
     def name(self) -> str:
         return self.decision.model.title
 
     def in_gears(self) -> "Geared":
-        """Return the model with its gearbox. Raises GearbxError for gears that do not fit the model."""
-        decision = self.decision
-        settings = decision.settings
+        """Return the model with its gearbox.
+
+        Raises:
+            GearbxError: gears that do not fit the model.
+        """
+        decision, settings = self.decision, self.decision.settings
         if settings.cache.kv_gears is not None:
             check_heads(self.model, settings.cache.kv_gears)
-        for said in decision.notes:
-            note(said)
-        if decision.exact_for_room:
-            note_cost(self.model, ACTIVATIONS[settings.gears.kernels.activations], decision.group_size)
+        for line in decision.notes:
+            note(line)
+        if decision.drafts and decision.format.name == EXACT_FORMAT:
+            note_cost(self.model, ACTIVATIONS[settings.gears.kernels.activations], decision.stored.group_size)
         base = find_base(decision, self.model, self.tokenizer) if decision.takes_base else None
         return Geared(self, make_gearbox(decision, self.model, base))
 
     def check_gears(self) -> None:
-        """Validate that gears can be compared. Raises GearbxError for a quantized model whose codes have one gear."""
+        """Validate that the model has gears to compare, unlike a quantized one with one gear."""
         if self.decision.one_gear:
-            told = f" ({self.decision.codes})" if self.decision.codes else ""
-            raise GearbxError(f"{self.name}: is quantized already and has no gears to compare{told}; give the original")
+            codes = f" ({self.decision.codes})" if self.decision.codes else ""
+            raise GearbxError(f"{self.name}: quantized already, without gears to compare{codes}; use the original")
 
     def gearbox(self) -> Gearbox:
-        """Like `in_gears`. Raises GearbxError for a model that has no gears, too."""
+        """Return the gearbox of a model with gears to compare."""
         self.check_gears()
         gearbox = self.in_gears().gearbox
         assert isinstance(gearbox, Gearbox)
@@ -117,17 +118,17 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Geared:
-    """A loaded model with its gearbox, or with an observer where nothing shifts."""
+    """A loaded model with its gearbox, or with an observer if no layer changes gear."""
 
     loaded: Loaded
     gearbox: Gearbox | Observer
 
     def mode(self, typed: str, mode: Mode | None = None) -> Mode:
-        """Return the mode for a prompt, as typed; `mode` replaces that of the flags."""
+        """Return the mode for a prompt, as typed. mode: replaces that of the flags."""
         return (mode or self.loaded.decision.mode).for_prompt(typed, self.gearbox.ladder)
 
     def why(self) -> str:
-        """Return which gears, format and kernels run, and what decided about them, in one sentence."""
+        """Return gears, format and kernels with their reasons, in one sentence."""
         gearbox, reasons = self.gearbox, "; ".join(self.loaded.decision.reasons)
         if not isinstance(gearbox, Gearbox):
             return f"gears {gearbox.ladder} are only named: no layer changes gear"
@@ -136,24 +137,23 @@ class Geared:
         return f"gears {gearbox.ladder} in format {gearbox.format.name}, {kernels}: {reasons}{calibrated}"
 
     def of_making(self) -> str:
-        """Return what makes later starts faster, where making the gears took long; "" elsewhere."""
+        """Return a hint for faster starts if making the gears took long; else ""."""
         gearbox, decision = self.gearbox, self.loaded.decision
-        if not isinstance(gearbox, Gearbox) or decision.saved or decision.codes or gearbox.making_seconds < SLOW_MAKING:
+        if not isinstance(gearbox, Gearbox) or decision.model.saved or decision.codes:
             return ""
-        if getattr(gearbox.source, "kept", None) is not None:  # the next start maps them
+        is_kept = getattr(gearbox.source, "kept", None) is not None  # the next start maps the gears
+        if is_kept or gearbox.making_seconds < SLOW_MAKING:
             return ""
         model = decision.settings.model.model
         flags = f"{f'--model {model} ' if model else ''}--mlx-path DIR --gears {gearbox.ladder}"
         return (
-            f"making the gears took {gearbox.making_seconds:.0f} s: gearbx_mlx convert {flags} --format "
-            f"{gearbox.format.name} writes them once, and --model DIR starts without that"
+            f"gears made in {gearbox.making_seconds:.0f} s; use gearbx_mlx convert {flags} --format "
+            f"{gearbox.format.name} once, then --model DIR, to start without that"
         )
 
     @contextlib.contextmanager
     def governor(self, verbose: bool = True) -> Iterator[Governor | MemoryGuard | None]:
-        """Yield what caps the gears while the context lasts, or only holds a limit of memory.
-
-        None where neither is asked for.
+        """Yield a governor of the gears, or a guard of a memory limit; None if no flag requests one.
 
         Args:
             verbose: print which sensors of this machine work.
@@ -168,11 +168,11 @@ class Geared:
             return
         if not isinstance(self.gearbox, Gearbox):
             flag = "--residency with a size" if target is None else "--target-tps"
-            raise GearbxError(f"the model changes no gear, so nothing can be capped; leave out {flag}")
+            raise GearbxError(f"{flag}: the model changes no gear, so nothing can be capped; omit it")
         if limit is not None and not decision.caps:
             yield MemoryGuard(self.gearbox, own_memory(limit))
             return
-        order: dict[str, Any] = {}  # of the layers to cap
+        order: dict[str, Any] = {}  # in which layers are capped
         if decision.precision is not None:
             order = {"sensitivity": decision.precision.sensitivity, "bounds": decision.precision.bounds}
         own = [] if limit is None else [own_memory(limit)]
@@ -181,40 +181,36 @@ class Geared:
 
 
 def note_cost(model: nn.Module, x_bits: int, group_size: int) -> None:
-    """Say what products in format exact cost here, and those of one gear of 8 bits, where that can be timed."""
+    """Print the cost of matmuls in format exact, and of one 8-bit gear, if they can be timed."""
     seconds = seconds_as_stored(model, x_bits, group_size)
     if seconds:
         exact, quantized = (f"{seconds[name] / seconds[AS_IT_IS]:.2f}" for name in (AS_EXACT, AS_8_BITS))
         note(
-            f"products in format exact take {exact} times as long as with the weights as they are, and those of one "
-            f"gear of 8 bits {quantized} times, for less memory and a small loss: --mode static --gears 8"
+            f"matmuls in format exact take {exact}× the time of original weights, and one 8-bit gear {quantized}×; "
+            "use --mode static --gears 8 for less memory and a small loss"
         )
 
 
 def make_gearbox(decision: Decision, model: nn.Module, base: Base | None = None) -> Gearbox | Observer:
-    """Return a gearbox with everything that was asked for; an observer for a model without gears.
-
-    Raises:
-        GearbxError: gears that do not fit the model.
-    """
+    """Return the gearbox of a decision, or an observer of a model without gears."""
     settings = decision.settings
     dtype, gears = settings.model.dtype, settings.gears
-    kernels, residency = gears.kernels, gears.residency.name
+    kernels, residency, precision = gears.kernels, gears.residency.name, decision.precision
     show_compiling()
     if decision.observes:
         return Observer(model, decision.ladder, dtype=dtype, **kernels.of_gearbox)
     show_encoding()
     show_keeping()
-    layers: dict[str, Any] = {"manage": decision.manage, "widths": decision.cap_bits}
-    if decision.precision is not None and decision.saved is None:
-        layers = layers_of_manifest(decision, decision.precision, model)
-    elif decision.precision is not None and gears.manifest is not None:
-        layers["tables"] = stored_tables(decision, decision.precision)
+    layers: dict[str, Any] = {"manage": decision.stored.manage, "widths": decision.cap_bits}
+    if precision is not None and decision.model.saved is None:
+        layers |= layers_of_manifest(decision, precision, model)
+    elif precision is not None and gears.manifest is not None:
+        layers["tables"] = stored_tables(decision, precision)
     gearbox = Gearbox(
         model,
         decision.ladder,
         format=decision.format,
-        group_size=decision.group_size,
+        group_size=decision.stored.group_size,
         low_model=None if gears.low_model is None else load(gears.low_model)[0],
         residency=residency,
         checkpoint=decision.model.directory if residency == "disk" else None,
@@ -232,29 +228,21 @@ def make_gearbox(decision: Decision, model: nn.Module, base: Base | None = None)
 
 
 def show_kernels(gearbox: Gearbox) -> None:
-    """Print, on stderr, which kernels were chosen by what was measured."""
+    """Print, on stderr, the kernels that measurements chose."""
     tuner = gearbox.kernel_choices.tuner
     for product, wrong in tuner.wrong.items():
-        for name, difference in wrong.items():
-            by = (
-                "is not a number"
-                if difference == FAILED
-                else f"differs by {difference:.2g} times what rounding explains"
-            )
-            note(f"kernel {name} is not used for {product}: its product {by}")
+        for name, error in wrong.items():
+            reason = "is not a number" if error == FAILED else f"differs by {error:.2g}× the rounding bound"
+            note(f"kernel {name}: not used for {product}; its result {reason}")
     if tuner.used:
         messages.print(kernels_table(tuner.used))
         note(f"kernels: measured in {tuner.seconds:.2f} s" if tuner.seconds else "kernels: as measured earlier")
     else:
-        note("kernels: nothing to choose, for layers so small, with GEARBX_TUNE=0 or without native kernels")
+        note("kernels: no choice, because layers are small, GEARBX_TUNE=0 is set or native kernels are missing")
 
 
 def layers_of_manifest(decision: Decision, precision: PrecisionManifest, model: nn.Module) -> dict[str, Any]:
-    """Return the manifest's part of a gearbox's keywords: manage, tables and widths.
-
-    Raises:
-        GearbxError: it belongs to another model, or names a layer that this model does not have.
-    """
+    """Return the manifest's part of a gearbox's keywords: tables and widths."""
     file = decision.settings.gears.manifest
     with error_context(file):
         manifest, _, missing = fitted_to(precision, model)
@@ -263,43 +251,48 @@ def layers_of_manifest(decision: Decision, precision: PrecisionManifest, model: 
     tables = manifest.tables(decision.ladder)
     uniform = [gear.name for gear in decision.ladder if gear.name not in tables and not gear.dense]
     if uniform:
-        note(f"{file}: has no table for {', '.join(uniform)}: all layers alike; gearbx_mlx allocate makes one")
-    return {"manage": decision.manage, "tables": tables, "widths": sorted({*manifest.bits, *decision.cap_bits})}
+        note(f"{file}: no table for {', '.join(uniform)}, so all layers are alike; use gearbx_mlx allocate for one")
+    return {"tables": tables, "widths": sorted({*manifest.bits, *decision.cap_bits})}
 
 
 def stored_tables(decision: Decision, precision: PrecisionManifest) -> dict[str, dict[str, int]]:
-    """Return the tables of a manifest for a geared checkpoint. Raises GearbxError for bits that it does not store."""
-    assert decision.saved is not None
-    tables, stored = precision.tables(decision.ladder), decision.saved.gears
+    """Return the tables of a manifest, with bits that the geared checkpoint stores."""
+    assert decision.model.saved is not None
+    tables, stored = precision.tables(decision.ladder), decision.model.saved.gears
     wanted = sorted({bits for table in tables.values() for bits in table.values()} | {*stored})
     missing = [bits for bits in wanted if bits not in stored]
     if missing:
         settings = decision.settings
         raise GearbxError(
-            f"{settings.gears.manifest}: its tables have {missing[0]} bits, which {settings.model.model} does not "
-            f"store; convert the original with --gears {','.join(map(str, wanted))}"
+            f"{settings.gears.manifest}: {settings.model.model} does not store the tables' bits, got {missing[0]}; "
+            f"use a checkpoint converted with --gears {','.join(map(str, wanted))}"
         )
     return tables
 
 
 def own_memory(limit: int) -> OwnMemory:
-    """Reads this process's memory. Raises GearbxError where the model alone takes more."""
+    """Return the sensor of this process's memory, which is below the limit.
+
+    Args:
+        limit: bytes.
+    """
     reader = OwnMemory(limit, active_memory)
     if reader.bytes() > limit:
-        size = human_bytes(limit)
+        used = human_bytes(reader.bytes())
         raise GearbxError(
-            f"--residency disk:{size}: with the model loaded this process has {human_bytes(reader.bytes())}; "
-            "give more, or use fewer --gears"
+            f"--residency disk:{human_bytes(limit)}: below the process's memory with the model, got {used}; "
+            "use a larger size, or fewer --gears"
         )
     return reader
 
 
 def make_watch(own: Sequence[Sensor], machine: bool, verbose: bool) -> Watch:
-    """Reads the machine's state, or one that a file plays; prints which sensors work, and why the others do not.
+    """Return a watch of the machine's state, or of a script in $GEARBX_MACHINE.
 
     Args:
-        own: sensors of this process, which are read in any case.
-        machine: read this machine too.
+        own: sensors of this process, always read.
+        machine: read this machine's sensors too.
+        verbose: print which of them work, and why others do not.
     """
     script = os.environ.get("GEARBX_MACHINE")
     if script:
@@ -317,79 +310,68 @@ def make_watch(own: Sequence[Sensor], machine: bool, verbose: bool) -> Watch:
     return Watch([*sensors, *own])
 
 
-def load_model(
-    settings: ModelSettings,
-    chat_template: str = "",
-    *,
-    lazy: bool = False,
-    directory: Path | None = None,
-    keep_mapped: bool = False,
-) -> tuple[nn.Module, Any, dict]:
+def load_model(settings: ModelSettings, chat_template: str = "", **keywords: Any) -> tuple[nn.Module, Any, dict]:
     """Load model, tokenizer and configuration.
 
     Args:
         chat_template: replaces the tokenizer's.
-        lazy: weights are not read yet.
-        keep_mapped: as of `load`.
-        directory: where the model is, if that is known.
+        keywords: directory (of the model, if known), and those of `load`.
 
     Raises:
-        GearbxError: as `load`; an end-of-text token that the vocabulary does not have.
+        GearbxError: as `load`; an end-of-text token that the vocabulary lacks.
     """
     confine()
-    trusted = settings.trust_remote_code
-    keywords: dict[str, Any] = {"trust_remote_code": trusted, "adapter_path": settings.adapter_path, "lazy": lazy}
-    keywords["keep_mapped"] = keep_mapped
+    place = keywords.pop("directory", None) or settings.model
+    keywords |= {"trust_remote_code": settings.trust_remote_code, "adapter_path": settings.adapter_path}
     if chat_template:
         keywords["tokenizer_config"] = {"chat_template": chat_template}
     run = current()
     if run is not None:
         keywords |= {"group": run.group, "pipeline": os.environ.get("GEARBX_PIPELINE") == "1"}
-    model, tokenizer, config = load(directory or settings.model, return_config=True, **keywords)
+    model, tokenizer, config = load(place, return_config=True, **keywords)
     known = tokenizer.get_vocab() if settings.extra_eos_token else {}
     for token in settings.extra_eos_token:
-        if token not in known and token not in map(str, known.values()):  # mlx-lm takes other words, and ends nothing
-            raise GearbxError(f"--extra-eos-token {shown(token)}: is not in the vocabulary; give a token or its number")
+        if token not in known and token not in map(str, known.values()):  # mlx-lm accepts it, and ends nothing
+            raise GearbxError(
+                f"--extra-eos-token: not in the vocabulary, got {shown(token)}; use a token or its number"
+            )
         tokenizer.add_eos_token(token)
     return model, tokenizer, config
 
 
 def load_original(settings: ModelSettings) -> tuple[nn.Module, Any, dict]:
-    """Like `load_model`. Raises GearbxError for a model that is quantized, or whose checkpoint has gears."""
+    """Load model, tokenizer and configuration of a model that is neither quantized nor in gears."""
     model, tokenizer, config = load_model(settings)
     if is_quantized(model) or saved_gears(model) is not None:
         codes = own_codes(model)
-        told = "" if codes is None else f" ({codes.summary()})"
-        name = model_name(settings.model)
-        raise GearbxError(f"{name}: is not an original model{told}; give the one that it was made from")
+        found = "a model in gears" if codes is None else codes.summary()
+        raise GearbxError(f"{model_name(settings.model)}: not an original model, got {found}; use its original")
     return model, tokenizer, config
 
 
 def generation_keywords(
     sampling: SamplingSettings, cache: CacheSettings, tokenizer: Any, prompt_cache: Any = None
 ) -> dict[str, Any]:
-    """Keywords of mlx-lm's stream_generate.
+    """Return keywords of mlx-lm's stream_generate.
 
     Raises:
-        GearbxError: numbers beyond the vocabulary, a draft model that cannot be loaded or has another vocabulary.
+        GearbxError: numbers beyond the vocabulary, or a draft model that cannot be loaded or has another vocabulary.
     """
     check_sampling(sampling, tokenizer.vocab_size)
-    chosen = {name: value for name, value in vars(sampling).items() if name != "seed"}
-    sampler = sampler_for(tokenizer, **chosen)
+    sampler = sampler_for(tokenizer, **{name: value for name, value in vars(sampling).items() if name != "seed"})
     draft_model = load_draft_model(cache.draft_model, tokenizer)
     return vars(cache) | {"sampler": sampler, "prompt_cache": prompt_cache, "draft_model": draft_model}
 
 
 def load_draft_model(path: str | None, tokenizer: Any) -> Any:
-    """Return the draft model on the kernels that are fastest here, or None. Raises GearbxError for another
-    vocabulary."""
+    """Return the draft model with the fastest kernels here, or None without a path."""
     if path is None:
         return None
     show_compiling()
     model, own = load(path)
     if own.vocab_size != tokenizer.vocab_size:
         raise GearbxError(
-            f"--draft-model {path}: its vocabulary is not that of the model; give one with the same tokenizer"
+            f"--draft-model {path}: the vocabulary is not that of the model; use a model with the same tokenizer"
         )
     in_one_gear(model)
     return model
@@ -397,7 +379,7 @@ def load_draft_model(path: str | None, tokenizer: Any) -> Any:
 
 @dataclass(frozen=True)
 class LoadedPair:
-    """Two loaded models and their figures: (small, large) each."""
+    """Two loaded models of mode pair."""
 
     small: nn.Module
     large: nn.Module
@@ -408,37 +390,26 @@ class LoadedPair:
     def vocab_size(self) -> int:
         return min(vocabulary(self.small), vocabulary(self.large))
 
-    @property
-    def parameters(self) -> tuple[int, int]:
-        """Numbers of parameters; quantized ones count as the weights that they stand for."""
-        return parameters_of((self.small, self.large))
-
-    @property
-    def weight_bytes(self) -> tuple[int, int]:
-        """Bytes that a token reads, in the type of the checkpoint."""
-        return bytes_read(self.small), bytes_read(self.large)
-
     def mode(self, flags: Mapping[str, Any]) -> Mode:
-        """Mode pair, with the flags of modes that were given."""
+        """Return mode pair. flags: values of mode flags by name."""
         return make_mode(PAIR, {**flags, "small_model": self.small})
 
 
-def warn_of_pair(small: str, large: str | None) -> None:
-    """Warn of two models that do not fit into memory together."""
-    most = recommended_memory()
-    needed = 0 if most is None else sum(read_files(find(name or DEMO_MODEL)).total for name in (small, large))
-    if most is not None and needed > most:
-        pair = f"the pair of {small} and {model_name(large)}"
-        warnings.warn(beyond(pair, needed, most, "give quantized models"), GearbxWarning, stacklevel=3)
-
-
 def load_pair(settings: ModelSettings, small_model: str, chat_template: str = "") -> LoadedPair:
-    """Return both models, in the type that --dtype asks for, on the kernels that are fastest here.
+    """Return both models, in the type of --dtype, with the fastest kernels here.
 
     Raises:
         GearbxError: a model that cannot be loaded, or another tokenizer.
     """
-    warn_of_pair(small_model, settings.model)
+    limit = recommended_memory()
+    needed = (
+        0
+        if limit is None
+        else sum(read_files(find(each or DEMO_MODEL)).total for each in (small_model, settings.model))
+    )
+    if limit is not None and needed > limit:
+        pair = f"the pair of {small_model} and {model_name(settings.model)}"
+        warnings.warn(memory_warning(pair, needed, limit, "use quantized models"), GearbxWarning, stacklevel=2)
     large, tokenizer, config = load_model(settings, chat_template)
     small = load_small(small_model, tokenizer, trust_remote_code=settings.trust_remote_code)
     for model in (small, large):

@@ -1,6 +1,7 @@
-"""What is known of a model before a weight is read: config.json, the headers of its files, what stands beside them.
+"""Description of a model and this machine, before a weight is read: the only inputs of `decide` besides flags.
 
-And of the machine: what MLX computes on, its memory, and whether there are native kernels. `decide` asks no more.
+The model's part is config.json, the headers of its files and files beside them. The machine's part is device, memory
+and native kernels.
 """
 
 from collections.abc import Mapping
@@ -24,11 +25,15 @@ from .terminal import show_compiling
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a model is to run.
+    """The machine that runs a model.
 
-    device: what MLX computes on. available: bytes of memory that new programs can use. whole: bytes that there are.
-    recommended: bytes that a program should have on this GPU; None on others. ranked: whether ranks share the model.
-    no_kernels: why gears cannot run on native kernels of the CPU; "" where they can, or where nobody asks.
+    Attributes:
+        device: MLX's device.
+        available: bytes of memory for new programs.
+        whole: bytes of memory.
+        recommended: maximum bytes of a program on this GPU; None on a CPU.
+        ranked: True if ranks share the model.
+        no_kernels: the reason against native CPU kernels; "" if they run, or do not matter.
     """
 
     device: str
@@ -38,17 +43,16 @@ class Machine:
     ranked: bool = False
     no_kernels: str = ""
 
-    @property
-    def native_kernels(self) -> bool:
-        return not self.no_kernels
-
 
 @dataclass(frozen=True)
 class Description:
-    """A model's files, and the machine.
+    """The files of a model, and the machine.
 
-    name: as given; None: the model that ships. directory: where it is. files: what the headers say. precision: the
-    manifest that a flag names; else, where a controller is asked for, the one beside the gears of a checkpoint.
+    Attributes:
+        name: as typed; None for the bundled model.
+        directory: its place.
+        files: contents of the headers.
+        precision: the manifest of --manifest, or with a controller that of a geared checkpoint.
     """
 
     name: str | None
@@ -60,7 +64,7 @@ class Description:
 
     @property
     def title(self) -> str:
-        """What to call the model."""
+        """The name of the model in messages."""
         return model_name(self.name)
 
     @property
@@ -80,12 +84,12 @@ class Description:
 
     @property
     def original(self) -> bool:
-        """True if gears are made of the weights."""
+        """True if gears are made from the weights."""
         return self.saved is None and self.codes is None
 
     @property
     def dtype(self) -> str:
-        """The floating type of most weights, as headers name it."""
+        """The floating-point type of most weights, by its name in the headers."""
         return self.files.dtype
 
     @property
@@ -99,17 +103,17 @@ class Description:
 
     @property
     def vocabulary(self) -> int | None:
-        """Length of the logits, if config.json says so."""
+        """Length of the logits, if config.json has it."""
         text = self.config.get("text_config")
         found = self.config.get("vocab_size") or (text.get("vocab_size") if isinstance(text, dict) else None)
         return found if isinstance(found, int) else None
 
 
 def describe(settings: GearedSettings) -> Description:
-    """Describe the model that settings name, and this machine. A Hub repository is downloaded; no weight is read.
+    """Describe a model and this machine. A Hub repository is downloaded; no weight is read.
 
     Raises:
-        GearbxError: no such model, files that are damaged or do not belong together, code that is not trusted.
+        GearbxError: a missing model, damaged or inconsistent files, or code that is not trusted.
     """
     model = settings.model
     directory = find(model.model or DEMO_MODEL)
@@ -120,7 +124,7 @@ def describe(settings: GearedSettings) -> Description:
 
 
 def machine_for(settings: GearedSettings) -> Machine:
-    """Describe this machine. Kernels are compiled where nobody asked for gears, which then depend on them."""
+    """Describe this machine. Without --gears, kernels are compiled, because default gears depend on them."""
     on, flag, no_kernels = device(), settings.gears.kernels, ""
     if on == CPU and settings.layout.gears is None:
         show_compiling()
@@ -131,10 +135,10 @@ def machine_for(settings: GearedSettings) -> Machine:
 
 
 def precision_of(settings: GearedSettings, described: Description) -> PrecisionManifest | None:
-    """Return the manifest that is named; else, where a controller is asked for, the one that lies beside saved gears.
+    """Return the manifest of --manifest; with a controller, else that of a geared checkpoint.
 
     Raises:
-        GearbxError: a file that cannot be read, or is another model's.
+        GearbxError: a file that cannot be read, or belongs to another model.
     """
     given, saved = settings.gears.manifest, described.saved
     if saved is None:

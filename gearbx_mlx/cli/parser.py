@@ -1,6 +1,6 @@
-"""The parser of a command: argparse's, made from the groups of settings that the command has.
+"""Argument parsers of commands, made from their groups of settings.
 
-A flag that is not given is not in the parser's result, so that each default stands once, at its field.
+The parser's result has only flags that are set, so each default is stated once, at its field.
 """
 
 import argparse
@@ -25,33 +25,33 @@ OF_ARGPARSE = "metavar", "nargs", "const"  # keywords of `add_argument` that a f
 
 
 class FlagParser(argparse.ArgumentParser):
-    """A parser that names the nearest flag for a mistyped one, and whose `--help` leaves out what few people need.
+    """A parser that suggests the nearest flag for a mistyped one, and whose `--help` omits rare flags.
 
     Args:
-        kind: what its flags make: a dataclass of groups of settings.
-        keywords: of ArgumentParser. Without `prog`, the command's name is as it was typed.
+        kind: a dataclass of groups of settings, made by `settings`.
+        keywords: of ArgumentParser. `prog` defaults to the command as typed.
     """
 
     def __init__(self, command: str = "", kind: Any = None, **keywords: Any):
         super().__init__(**{"prog": name_as_typed(command)} | keywords)
         self.rare: list[argparse.Action] = []
         self.words: tuple[str, ...] = ()
-        """Fields that so many words without a flag stand for, where none of them is given as a flag."""
+        """Fields for this number of words without flags, if none of these fields is set by a flag."""
         self.kind = kind
         if command:
-            said = "show the versions of the packages and exit"
-            self.add_argument("--version", action="version", version=version_line(), help=said)
+            help = "show the versions of the packages and exit"
+            self.add_argument("--version", action="version", version=version_line(), help=help)
 
     @property
     def hint(self) -> str:
-        """The remedy where no name is near."""
+        """The remedy if no flag is similar."""
         return f"{self.prog} --help shows the flags"
 
     def add_rare(self, actions: Sequence[argparse.Action]) -> None:
-        """Let these be shown by `--help-all` alone."""
+        """Show these flags only with `--help-all`."""
         if actions and not self.rare:
-            said = f"show {len(actions)} more flags and exit"
-            self.add_argument("--help-all", action=HelpAll, nargs=0, dest=argparse.SUPPRESS, help=said)
+            help = f"show {len(actions)} more flags and exit"
+            self.add_argument("--help-all", action=HelpAll, nargs=0, dest=argparse.SUPPRESS, help=help)
         self.rare += actions
 
     def format_help(self) -> str:
@@ -67,10 +67,10 @@ class FlagParser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         known = [*self.flags()]
         for word in takewhile("--".__ne__, sys.argv[1:] if args is None else args):
-            # argparse takes the beginning of a flag's name, and text with a space as a value.
-            begun = word.split("=")[0]
-            if begun.startswith("--") and " " not in word and not any(name.startswith(begun) for name in known):
-                self.refuse(word)  # before a flag that is missing is asked for
+            # argparse accepts the start of a flag's name, and text with a space as a value.
+            prefix = word.split("=")[0]
+            if prefix.startswith("--") and " " not in word and not any(name.startswith(prefix) for name in known):
+                self.refuse(word)  # before argparse reports a missing flag
         parsed, unknown = self.parse_known_args(args, namespace)
         words = [word for word in unknown if not word.startswith("-")]
         if unknown == words and len(words) == len(self.words) and not any(hasattr(parsed, name) for name in self.words):
@@ -81,8 +81,7 @@ class FlagParser(argparse.ArgumentParser):
         return parsed
 
     def settings(self) -> Any:
-        """Return the settings of the command line. Raises GearbxError for flags that contradict each other or the
-        files."""
+        """Return the settings of the command line."""
         return command_settings(self.kind, vars(self.parse_args()))
 
     def error(self, message: str) -> NoReturn:
@@ -101,16 +100,16 @@ class FlagParser(argparse.ArgumentParser):
         if self.words and not name.startswith("-"):
             shown = " ".join(map(str.upper, self.words))
             hint = f"use {flag_of(self.words[-1])} {shlex.quote(word)}, or {self.prog} {shown}"
-        what = "is no flag" if name.startswith("-") else "belongs to no flag"
-        self.end(f"{word} {what}; {hint}")
+        what = "not a flag" if name.startswith("-") else "belongs to no flag"
+        self.end(f"{word}: {what}; {hint}")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             shown = (action.option_strings or [action.dest])[-1]
-            self.end(f"{shown} is {value}; {choose(value, action.choices)}")
+            self.end(f"{shown}: unknown, got {value}; {choose(value, action.choices)}")
 
     def flag_of_word(self, name: str) -> str | None:
-        """Return the flag, with its value, that has a word of an unknown flag in the value: --summary FILE.json."""
+        """Return the flag whose metavar has the word of an unknown flag: --summary FILE.json for --json."""
         word = name.strip("-").lower()
         found = [
             f"{action.option_strings[-1]} {action.metavar}"
@@ -120,7 +119,7 @@ class FlagParser(argparse.ArgumentParser):
         return min(found, key=len, default=None)
 
     def flags(self) -> Iterator[str]:
-        """Yield the names of all flags, those of subcommands too."""
+        """Yield the names of all flags, with those of subcommands."""
         for action in self._actions:
             yield from action.option_strings
             for parser in action.choices.values() if isinstance(action, argparse._SubParsersAction) else ():
@@ -128,7 +127,7 @@ class FlagParser(argparse.ArgumentParser):
 
 
 class HelpAll(argparse.Action):
-    """A flag that shows all flags; it is not a setting."""
+    """The flag --help-all, which is not a setting."""
 
     def __call__(self, parser: Any, *_: Any) -> None:
         parser.rare = []
@@ -137,19 +136,20 @@ class HelpAll(argparse.Action):
 
 
 def version_line() -> str:
-    """gearbx-mlx 0.1.0 (mlx-lm 0.32.2, mlx 0.32.4)"""
+    """Return the versions, such as `gearbx-mlx 0.1.0 (mlx-lm 0.32.2, mlx 0.32.4)`."""
     return "gearbx-mlx {} (mlx-lm {}, mlx {})".format(*map(version, ("gearbx-mlx", "mlx-lm", "mlx")))
 
 
 def name_as_typed(command: str) -> str:
-    """`gearbx_mlx generate`, `gearbx_mlx.generate` or `python -m gearbx_mlx.generate`."""
+    """Return the command as typed, or `python -m gearbx_mlx.generate`."""
     typed = Path(sys.argv[0]).name
     return typed if typed.startswith("gearbx") and not typed.endswith(".py") else f"python -m gearbx_mlx.{command}"
 
 
 def parser_of(kind: type, command: str, description: str, epilog: str | None = None) -> FlagParser:
-    """Return the parser of a command whose settings are a dataclass of groups of settings."""
-    parser = FlagParser(command, kind, description=description, epilog=epilog, argument_default=argparse.SUPPRESS)
+    """Return the parser of a command. kind: its dataclass of groups of settings."""
+    texts = {"usage": "%(prog)s [flags]", "description": description, "epilog": epilog}
+    parser = FlagParser(command, kind, **texts, argument_default=argparse.SUPPRESS)
     rare: list[argparse.Action] = []
     for group in get_type_hints(kind).values():
         rare += add_flags(parser.add_argument_group(group.title), group)
@@ -158,7 +158,7 @@ def parser_of(kind: type, command: str, description: str, epilog: str | None = N
 
 
 def add_flags(group: Any, kind: type[Settings]) -> list[argparse.Action]:
-    """Add the flags of some settings to a parser, or to a group of one; those that are rare."""
+    """Add the flags of settings to a parser or one of its groups; return the rare ones."""
     rare = []
     exclusive: dict[str, Any] = {}
     types = get_type_hints(kind)
@@ -176,7 +176,7 @@ def add_flags(group: Any, kind: type[Settings]) -> list[argparse.Action]:
 
 
 def argparse_keywords(item: Any, annotation: Any) -> dict[str, Any]:
-    """Keywords of `add_argument` for a field: its type, choices and whether it is required."""
+    """Return keywords of `add_argument` for a field: type, choices, required."""
     kind = next(part for part in get_args(annotation) or (annotation,) if part is not NoneType)
     keywords: dict[str, Any] = {"required": item.default is MISSING}
     if kind is bool:
@@ -184,38 +184,37 @@ def argparse_keywords(item: Any, annotation: Any) -> dict[str, Any]:
     if kind in (int, float) and not item.metadata["parse"]:
         keywords["type"] = partial(parsed_number, kind)
     if choices := item.metadata["choices"]:
-        # argparse refuses a word; the settings refuse a number, in one line like any other number out of bounds.
+        # argparse checks words, and the settings check numbers, like other numbers out of range.
         keywords |= {"choices": choices} if kind is str else {"metavar": f"{{{','.join(map(str, choices))}}}"}
     return keywords | {name: item.metadata[name] for name in OF_ARGPARSE if name in item.metadata}
 
 
 def parsed_number(kind: type, text: str) -> Any:
-    """Return a flag's number. Raises ArgumentTypeError, which argparse shows with the flag's name, for other text."""
+    """Parse a flag's number. argparse shows an ArgumentTypeError with the flag's name."""
     try:
         return kind(text)
     except ValueError:
         what = "whole number" if kind is int else "number"
-        raise argparse.ArgumentTypeError(f"{' '.join(text.split()) or repr(text)} is not a {what}") from None
+        raise argparse.ArgumentTypeError(f"not a {what}, got {' '.join(text.split()) or repr(text)}") from None
 
 
 def command_settings(kind: type[T], values: Mapping[str, Any]) -> T:
     """Return the settings of a command, from parsed flags or from a program's keywords.
 
     Args:
-        kind: a dataclass whose fields are groups of settings; a value belongs to the group that has a field of its
-            name.
+        kind: a dataclass of groups of settings; a value belongs to the group with a field of its name.
 
     Raises:
-        GearbxError: a name that no group has, or as the groups.
+        GearbxError: a name without a group, or as the groups.
     """
     groups: dict[str, Any] = {item.name: item.type for item in fields(kind)}  # type: ignore[arg-type]
     names = {group: [item.name for item in fields(group_kind)] for group, group_kind in groups.items()}
     known = sorted(name for members in names.values() for name in members)
     for unknown in sorted(values.keys() - known):
-        raise GearbxError(f"there is no setting '{unknown}'; {choose(unknown, known)}")
+        raise GearbxError(f"{unknown}: no such setting; {choose(unknown, known)}")
     for name, value in values.items():
-        if value == []:  # what argparse makes of --flag=--
-            raise GearbxError(f"{flag_of(name)} is --; give a value, or leave the flag out")
+        if value == []:  # argparse's result for --flag=--
+            raise GearbxError(f"{flag_of(name)}: no value, got --; pass a value, or omit the flag")
     values = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in values.items()}
     return kind(
         **{

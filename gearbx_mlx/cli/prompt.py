@@ -1,4 +1,4 @@
-"""Flags of the prompt and of the text's length, and a prompt as tokens."""
+"""Flags of prompt and output length, and the conversion of a prompt to tokens."""
 
 import os
 import select
@@ -18,50 +18,52 @@ from ..settings import Settings, flag
 from .terminal import note
 
 DEFAULT_MAX_TOKENS = 100
-QUERY = "<query>"  # a message that shows where the template puts one
+QUERY = "<query>"  # a message whose place in a rendered template is searched
 
 
 @dataclass(frozen=True)
 class PromptSettings(Settings):
-    """How a prompt becomes tokens, and how many may follow it (-1: as many as fit the context)."""
+    """Conversion of a prompt to tokens, and the maximum output length (-1: as many as fit the context)."""
 
     title: ClassVar[str] = "prompt"
 
     system_prompt: str | None = flag(None, "System prompt to be used for the chat template")
-    ignore_chat_template: bool = flag(False, "Use the raw prompt without the chat template.", rare=True)
-    chat_template_config: str | None = flag(None, "JSON of additional arguments for `apply_chat_template`.", rare=True)
-    max_tokens: int = flag(DEFAULT_MAX_TOKENS, "Tokens to generate, -1: as many as fit the context.", also=("-m",))
+    ignore_chat_template: bool = flag(False, "Use the raw prompt without the chat template", rare=True)
+    chat_template_config: str | None = flag(None, "JSON of additional arguments for `apply_chat_template`", rare=True)
+    max_tokens: int = flag(
+        DEFAULT_MAX_TOKENS, "Maximum number of tokens to generate; -1: as many as fit the context", also=("-m",)
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.max_tokens == 0 or self.max_tokens < -1:
             raise GearbxError(
-                f"--max-tokens is {self.max_tokens}; give 1 or more, or -1 for as many as fit the context"
+                f"--max-tokens: out of range, got {self.max_tokens}; use 1 or more, or -1 to fill the context"
             )
         self.template_keywords()
 
     def templates(self, tokenizer: Any) -> bool:
-        """Return whether prompts go through the tokenizer's chat template."""
+        """Return whether prompts are rendered with the tokenizer's chat template."""
         return tokenizer.has_chat_template and not self.ignore_chat_template
 
     def template_keywords(self) -> dict[str, Any]:
-        """Keywords for `apply_chat_template`. Raises GearbxError unless --chat-template-config is a JSON object."""
+        """Return keywords for `apply_chat_template`, from a JSON object in --chat-template-config."""
         with error_context("--chat-template-config"):
             return typed(parse_json(self.chat_template_config or "{}"), dict[str, Any])
 
 
 @dataclass(frozen=True)
 class AnswerLengthSettings(PromptSettings):
-    """How a message or a problem becomes tokens, and how long its answer may be."""
+    """Conversion of a message to tokens, and the maximum length of its answer."""
 
-    max_tokens: int = flag(256, "Tokens of an answer, -1: as many as fit the context.", also=("-m",))
+    max_tokens: int = flag(256, "Maximum number of tokens in an answer; -1: as many as fit the context", also=("-m",))
 
 
 def read_prompt(text: str) -> str:
-    """The prompt as given, with \\n and \\t understood; - reads standard input.
+    """Return the prompt with escapes \\n and \\t replaced; - reads standard input.
 
     Raises:
-        GearbxError: a prompt that is empty or not Unicode text; standard input that is closed or not UTF-8.
+        GearbxError: an empty prompt, one that is not Unicode, or standard input that is closed or not UTF-8.
     """
     prompt = read_stdin() if text == "-" else text.replace("\\n", "\n").replace("\\t", "\t")
     check_prompt(prompt)
@@ -69,18 +71,18 @@ def read_prompt(text: str) -> str:
 
 
 def piped_prompt() -> str | None:
-    """Return the text that waits in a pipe or a file on standard input, where no prompt is given; None for none.
+    """Return the text in a pipe or file on standard input, used without --prompt; None if there is none.
 
-    A pipe in which nothing waits yet may be one that a program left open: it is not read, and a note says so.
+    An empty pipe may have been left open by a program, so it is not read, and a note is printed.
     """
     try:
         mode, waiting = os.fstat(0).st_mode, select.select([0], [], [], 0)[0]
-    except (OSError, ValueError):  # closed, or no handle of a kind that can be asked
+    except (OSError, ValueError):  # closed, or a handle without a status
         return None
     if sys.stdin is None or sys.stdin.closed or not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode)):
         return None
     if not waiting:
-        note("standard input is a pipe in which nothing waits yet; --prompt - waits for it")
+        note("standard input: an empty pipe is ignored; use --prompt - to wait for it")
         return None
     text = read_stdin()
     return text if text.strip() else None
@@ -88,31 +90,31 @@ def piped_prompt() -> str | None:
 
 def read_stdin() -> str:
     if sys.stdin is None or sys.stdin.closed:
-        raise GearbxError("--prompt - reads standard input, which is closed; give the prompt itself")
+        raise GearbxError("--prompt -: standard input is closed; pass the prompt itself")
     try:
         return sys.stdin.read()
     except UnicodeDecodeError as error:
-        raise GearbxError(f"standard input is not UTF-8 text ({error.reason}); convert it") from error
+        raise GearbxError(f"standard input: not UTF-8 text ({error.reason}); use UTF-8") from error
     except OSError as error:
-        raise GearbxError(f"standard input cannot be read ({error.strerror}); give the prompt itself") from error
+        raise GearbxError(f"standard input: cannot be read ({error.strerror}); pass the prompt itself") from error
 
 
 def check_prompt(prompt: str) -> None:
-    """Raises GearbxError for a prompt that is empty or not Unicode text."""
+    """Validate that a prompt is not empty, and is Unicode text."""
     if not prompt.strip():
-        raise GearbxError("the prompt is empty; give some text with --prompt, or - to read it from standard input")
+        raise GearbxError("--prompt: empty; pass some text, or - for standard input")
     check_unicode(prompt, "the prompt")
 
 
 def check_unicode(text: str, what: str) -> None:
-    """Raises GearbxError for text that has halves of characters in it, as a terminal makes of wrong bytes."""
+    """Validate that text has no lone surrogates, which stand for invalid bytes of a terminal."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise GearbxError(f"{what} is not UTF-8 text ({error.reason}); convert it") from error
+        raise GearbxError(f"{what}: not UTF-8 text ({error.reason}); use UTF-8") from error
 
 
-AS_LINES = "give one prompt per line, or JSON Lines"
+AS_LINES = "use one prompt per line, or JSON Lines"
 TRIVIAL = (
     "Count from one to twenty: one, two, three, four,",
     "The days of the week are Monday, Tuesday, Wednesday,",
@@ -126,7 +128,7 @@ HARD = (
 
 
 class Row(Struct, frozen=True):
-    """A line of JSON Lines: the prompt is the first of these fields that has text in it."""
+    """A line of JSON Lines. The prompt is the first field that has text."""
 
     question: str | None = None
     prompt: str | None = None
@@ -134,10 +136,10 @@ class Row(Struct, frozen=True):
 
 
 def read_prompts(path: Path) -> list[str]:
-    """One prompt per line, or of JSON Lines the field "question" (GSM8K), "prompt" or "text".
+    """Return the prompts of a file: one per line, or in JSON Lines in "question" (GSM8K), "prompt" or "text".
 
     Raises:
-        GearbxError: a file that cannot be read, has no prompt, or has a line that is not such an object.
+        GearbxError: a file that cannot be read, without prompts, or with an invalid line.
     """
     text = read_text(path, "text", AS_LINES)
     if path.suffix in (".jsonl", ".json"):
@@ -145,42 +147,42 @@ def read_prompts(path: Path) -> list[str]:
     else:
         prompts = [line.strip("\r") for line in text.split("\n") if line.strip()]
     if not prompts:
-        raise GearbxError(f"{path}: has no prompt; give one per line")
+        raise GearbxError(f"{path}: no prompt; use one per line")
     return prompts
 
 
 def row_prompt(row: Row, place: str) -> str:
-    """Raises GearbxError for a line without text."""
+    """Return the text of a line."""
     for found in (row.question, row.prompt, row.text):
         if found and found.strip():
             return found
-    raise GearbxError(f"{place}: no field 'question', 'prompt' or 'text' with text in it")
+    raise GearbxError(f"{place}: no text; use a field 'question', 'prompt' or 'text'")
 
 
 def encode_prompt(
     settings: PromptSettings, tokenizer: Any, prompt: str, prefill: str | None = None, before: str | None = None
 ) -> list[int]:
-    """Return tokens of a prompt, through the chat template if the tokenizer has one, as in mlx_lm.generate.
+    """Return the tokens of a prompt, in the tokenizer's chat template if any, as in mlx_lm.generate.
 
     Args:
-        prefill: how the answer begins.
-        before: takes the place of what the template puts before the message, which a prompt cache may hold already.
+        prefill: the start of the answer.
+        before: replaces the template's text before the message, which a prompt cache may already contain.
 
     Raises:
-        GearbxError: an empty prompt, or one of no tokens; a configuration that does not suit the template.
+        GearbxError: a prompt without text or tokens, or a configuration that the template refuses.
     """
     check_prompt(prompt)
     if not settings.templates(tokenizer):
         check_untemplated(settings, prefill)
-        tokens, remedy = tokenizer.encode((before or "") + prompt), "change --prompt"
+        tokens, remedy = tokenizer.encode((before or "") + prompt), "use another --prompt"
     else:
         text = templated(settings, tokenizer, prompt, prefill)
         if before is not None:
             text = before + text[place_of_query(templated(settings, tokenizer, QUERY, prefill)) :]
         tokens = tokenizer.encode(text, add_special_tokens=False)
-        remedy = "the chat template may leave it out; use --ignore-chat-template"
+        remedy = "use --ignore-chat-template if the chat template omits it"
     if not tokens:
-        raise GearbxError(f"the prompt becomes no token; {remedy}")
+        raise GearbxError(f"--prompt: becomes no token; {remedy}")
     return tokens
 
 
@@ -190,20 +192,22 @@ def room_for(
     max_tokens: int,
     max_kv_size: int | None = None,
     what: str = "the prompt",
-    remedy: str = "shorten the prompt",
+    remedy: str = "use a shorter prompt",
 ) -> int:
-    """Return how many tokens to generate after a prompt: a rotating cache (max_kv_size) forgets, and so has no end.
+    """Return the number of tokens to generate after a prompt. A rotating cache (max_kv_size) has no limit.
 
-    `prompt_tokens` counts those of a prompt cache as well. `what` and `remedy` are the words of the error.
+    Args:
+        prompt_tokens: with those of a prompt cache.
+        what, remedy: words of the error.
 
     Raises:
-        GearbxError: the prompt leaves no room in the model's context.
+        GearbxError: the prompt fills the model's context.
     """
     context = context_length(dict(config))
     if context is None:
         return max_tokens
     if prompt_tokens >= context:
-        raise GearbxError(f"{what} is {prompt_tokens} tokens, and the model's context {context}; {remedy}")
+        raise GearbxError(f"{what}: exceeds the model's context of {context}, got {prompt_tokens} tokens; {remedy}")
     if max_kv_size is not None:
         return max_tokens
     room = context - prompt_tokens
@@ -213,34 +217,34 @@ def room_for(
 def encoded_prompts(
     texts: Iterable[str], settings: PromptSettings, tokenizer: Any, config: Mapping[str, Any]
 ) -> list[tuple[list[int], int]]:
-    """Return the tokens of each prompt, and how many tokens may follow it. Raises GearbxError as `room_for`."""
+    """Return the tokens of each prompt, and the maximum length of its output."""
     tokens = [encode_prompt(settings, tokenizer, text) for text in texts]
     return [(prompt, room_for(config, len(prompt), settings.max_tokens)) for prompt in tokens]
 
 
 def check_untemplated(settings: PromptSettings, prefill: str | None = None) -> None:
-    """Raises GearbxError for flags that do nothing without a chat template."""
+    """Validate that flags of the chat template are not set without one."""
     given = {
         "--system-prompt": settings.system_prompt,
         "--prefill-response": prefill,
         "--chat-template-config": settings.chat_template_config,
     }
-    why = "which --ignore-chat-template leaves out" if settings.ignore_chat_template else "and the model has none"
+    why = "which --ignore-chat-template disables" if settings.ignore_chat_template else "and the model has none"
     for name, value in given.items():
         if value is not None:
-            raise GearbxError(f"{name} goes into the chat template, {why}; leave {name} out")
+            raise GearbxError(f"{name}: goes into the chat template, {why}; omit {name}")
 
 
 def place_of_query(text: str) -> int:
-    """Return where the message QUERY begins in a rendered conversation. Raises GearbxError where it is not shown."""
-    found = text.rfind(QUERY)  # the last one: a user may have said it before
+    """Return the index of the message QUERY in a rendered conversation."""
+    found = text.rfind(QUERY)  # the last one, because earlier messages may contain it
     if found < 0:
-        raise GearbxError("the chat template does not show the message; use --ignore-chat-template")
+        raise GearbxError("chat template: does not contain the message; use --ignore-chat-template")
     return found
 
 
 def templated(settings: PromptSettings, tokenizer: Any, message: str, prefill: str | None) -> str:
-    """Return the message in the chat template. Raises GearbxError if the template refuses it."""
+    """Return the message, rendered with the chat template."""
     messages = []
     if settings.system_prompt is not None:
         messages.append({"role": "system", "content": settings.system_prompt})
@@ -251,10 +255,10 @@ def templated(settings: PromptSettings, tokenizer: Any, message: str, prefill: s
 
 
 def formatted(settings: PromptSettings, tokenizer: Any, messages: list[dict[str, str]], continued: bool = False) -> str:
-    """Messages in the chat template, and what it puts before the next answer.
+    """Return messages, rendered with the chat template, up to the next answer.
 
     Args:
-        continued: the last message is the beginning of that answer.
+        continued: True if the last message is the start of that answer.
 
     Raises:
         GearbxError: the template refuses them.
@@ -267,9 +271,9 @@ def formatted(settings: PromptSettings, tokenizer: Any, messages: list[dict[str,
     try:
         text = tokenizer.apply_chat_template(messages, **(keywords | settings.template_keywords()))
         if not isinstance(text, str):
-            raise TypeError("it makes no text")
+            raise TypeError("its result is not text")
         return text
-    except Exception as error:  # a template is a program, and raises what it likes
+    except Exception as error:  # a template is a program with any exceptions
         raise GearbxError(
-            f"the chat template refuses this ({one_line(error)}); use --ignore-chat-template or change the messages"
+            f"chat template: refuses the messages ({one_line(error)}); use --ignore-chat-template, or other messages"
         ) from error

@@ -1,4 +1,4 @@
-"""Prompt caches in files: the keys and values of a text that was read, which a later run continues."""
+"""Prompt caches in files: KV caches of processed text, which a later run continues."""
 
 import warnings
 from dataclasses import asdict, dataclass
@@ -17,15 +17,18 @@ from ..files.reading import parse_json, typed
 from ..files.writing import replacing_arrays
 from ..gears.gearbox import Gearbox, Observer, model_fingerprint
 
-CONVERSATION, FINGERPRINT = "conversation", "fingerprint"  # where they are in the metadata
+CONVERSATION, FINGERPRINT = "conversation", "fingerprint"  # keys of the metadata
 
 
 @dataclass(frozen=True)
-class BegunConversation:
-    """A conversation that goes on.
+class SavedConversation:
+    """A conversation to continue.
 
-    before: its text up to where the next message begins. templated: a chat template made it.
-    tokens: those in the cache. bits: of the lowest gear that computed any of them; 0: not known.
+    Attributes:
+        before: its text up to the next message.
+        templated: True if a chat template made it.
+        tokens: tokens in the cache.
+        bits: of the lowest gear that computed any of them; 0 if unknown.
     """
 
     before: str
@@ -36,66 +39,73 @@ class BegunConversation:
 
 @dataclass(frozen=True)
 class PromptCache:
-    """The caches of a model's layers, as a file has them.
+    """The KV caches of a model's layers, from a file.
 
-    fingerprint: of the model that read the text, with its adapters; "" and `begun` None where no chat saved the file.
+    Attributes:
+        conversation: None if no chat saved the file.
+        fingerprint: of the model with its adapters; "" if no chat saved the file.
     """
 
     file: str
     model: str
     entries: list[Any]
-    begun: BegunConversation | None
+    conversation: SavedConversation | None
     fingerprint: str
 
     def before(self, templated: bool) -> str:
-        """Return what stands before the message in the template's place; "" where the cache is all that is
-        known of it."""
-        return self.begun.before if self.begun is not None and self.begun.templated == templated else ""
+        """Return the text before the message, in the place of the template's; "" if only the cache is known."""
+        return (
+            self.conversation.before
+            if self.conversation is not None and self.conversation.templated == templated
+            else ""
+        )
 
     def check_weights(self, model: nn.Module) -> None:
-        """Raises GearbxError where other weights or adapters read the text than the model has, whatever its name."""
+        """Validate that the model has the weights and adapters that made the cache, whatever its name."""
         found = model_fingerprint(model)
         if self.fingerprint not in ("", found):
             raise GearbxError(
-                f"{self.file}: made with the weights and adapters {self.fingerprint[:8]}, and {self.model} has "
-                f"{found[:8]} now; give the prompt again, or those weights"
+                f"{self.file}: made with weights and adapters {self.fingerprint[:8]}, got {found[:8]} in {self.model}; "
+                "use those weights, or pass the prompt again"
             )
 
     def check_gear(self, mode: Mode, gearbox: Gearbox | Observer) -> None:
-        """Warn where another gear computed the entries than reads prompts now: they are used as they are."""
-        made = 0 if self.begun is None else self.begun.bits
-        if made and isinstance(gearbox, Gearbox):
+        """Warn if the prefill gear is not the gear that computed the cache. The cache is used unchanged."""
+        cached = 0 if self.conversation is None else self.conversation.bits
+        if cached and isinstance(gearbox, Gearbox):
             bits = mode.gears_of_text(gearbox)[0].bits
-            if bits != made:
-                said = f"{self.file}: was read in {made} bits, and prompts are read in {bits} here; it is used as it is"
-                warnings.warn(said, GearbxWarning, stacklevel=2)
+            if bits != cached:
+                warning = (
+                    f"{self.file}: computed in {cached} bits, and the prefill gear has {bits}; it is used unchanged"
+                )
+                warnings.warn(warning, GearbxWarning, stacklevel=2)
 
     def unread(
         self, model: nn.Module, tokens: list[int], max_kv_size: int | None, before: str
     ) -> tuple[list[int], list[Any]]:
-        """Return the tokens that the cache does not have, and the caches that go on with them.
+        """Return the tokens that the cache lacks, and the caches to continue with them.
 
         Args:
-            max_kv_size: of caches that are made again, as where states cannot be cut to what the tokens begin with.
-            before: what the tokens begin with; "": they follow the cache.
+            max_kv_size: of new caches, which replace recurrent states that cannot be cut.
+            before: the text at the start of the tokens; "" if the tokens follow the cache.
 
         Raises:
-            GearbxError: the cache does not suit the model.
+            GearbxError: the cache does not fit the model.
         """
         with error_context(self.file):
             check_prompt_cache(self.entries, model)
-        if not before or self.begun is None:
+        if not before or self.conversation is None:
             return tokens, self.entries
         kept = KeptCache(lambda: make_prompt_cache(model, max_kv_size))
-        kept.entries, kept.tokens = self.entries, self.begun.tokens
-        kept.bits = [self.begun.bits] * len(kept.tokens)
+        kept.entries, kept.tokens = self.entries, self.conversation.tokens
+        kept.bits = [self.conversation.bits] * len(kept.tokens)
         return kept.unread(tokens), kept.entries
 
 
-def save_cache(path: Path, entries: list[Any], name: str, model: nn.Module, begun: BegunConversation) -> None:
-    """Write the cache of a chat with the model of this name. Raises GearbxError where it cannot be written."""
+def save_cache(path: Path, entries: list[Any], name: str, model: nn.Module, conversation: SavedConversation) -> None:
+    """Write the cache of a chat. name: the model's."""
     metadata = {"model": name, "tokenizer_config": "{}", FINGERPRINT: model_fingerprint(model)}
-    metadata[CONVERSATION] = msgspec.json.encode(asdict(begun)).decode()
+    metadata[CONVERSATION] = msgspec.json.encode(asdict(conversation)).decode()
     with replacing_arrays(path) as place:
         save_prompt_cache(place, plain_cache(entries), metadata)
 
@@ -104,20 +114,20 @@ def load_cache(file: str | None, model: str | None) -> PromptCache | None:
     """Return a prompt cache; None without a file.
 
     Raises:
-        GearbxError: not a prompt cache, or one of another model than the one that is named.
+        GearbxError: not a prompt cache, or the cache of another model.
     """
     if file is None:
         return None
     try:
         entries, metadata = load_prompt_cache(file, return_metadata=True)
-        mx.eval([part.state for part in entries])  # reads the values, which a truncated file does not have
+        mx.eval([part.state for part in entries])  # reads the values, which fails for a truncated file
         made_with = metadata["model"]
-        said = metadata.get(CONVERSATION)
-        begun = None if said is None else typed(parse_json(said), BegunConversation)
+        text = metadata.get(CONVERSATION)
+        conversation = None if text is None else typed(parse_json(text), SavedConversation)
     except Exception as error:  # a file of another kind fails in any way
         raise GearbxError(
-            f"{file}: not a prompt cache ({one_line(error)}); make one with mlx_lm.cache_prompt"
+            f"{file}: not a prompt cache ({one_line(error)}); use a file from mlx_lm.cache_prompt"
         ) from error
     if model not in (None, made_with):
-        raise GearbxError(f"{file}: made with the model {made_with}, not {model}; name that one")
-    return PromptCache(file, made_with, entries, begun, metadata.get(FINGERPRINT, ""))
+        raise GearbxError(f"{file}: made with the model {made_with}, got {model}; use --model {made_with}")
+    return PromptCache(file, made_with, entries, conversation, metadata.get(FINGERPRINT, ""))

@@ -1,7 +1,7 @@
-"""Signals that end a run: Ctrl-C, `kill`, a terminal that closes. Each ends it as Ctrl-C does.
+"""Signals that end a run: Ctrl-C, `kill`, a closed terminal. Each acts as Ctrl-C does.
 
-While a command's imports run there is nothing to finish, and a signal ends the process at once. Then the signal raises
-KeyboardInterrupt, so that files and summary become whole. When the body has ended, the process ends by itself.
+During a command's imports a signal ends the process at once. Later it raises KeyboardInterrupt, so that files and
+summary are completed.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from ..errors import OutputLost
 
 
 class Stdout:
-    """Standard output; it raises OutputLost where it cannot be written."""
+    """Standard output that raises OutputLost if it cannot be written."""
 
     def __init__(self, stream: TextIO | None):
         self.stream = stream
@@ -51,17 +51,17 @@ class Stdout:
 
 
 class Stderr(Stdout):
-    """Standard error; a message that cannot be written is lost, and the work goes on. `lost` remembers it."""
+    """Standard error that drops messages it cannot write. `lost` is then True."""
 
     lost = False
 
     def fail(self, error: OSError) -> None:
-        self.lost = self.stream is not None  # a closed stderr means that no messages are asked for
+        self.lost = self.stream is not None  # a closed stderr requests no messages
         discard(self.stream)
 
 
 def discard(stream: TextIO | None) -> None:
-    """Point a stream to the null device, so that what is left in its buffer cannot fail again when Python exits."""
+    """Point a stream to the null device, so that its buffer cannot fail again when Python exits."""
     if stream is None:
         return
     with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as nowhere:
@@ -72,8 +72,8 @@ def discard(stream: TextIO | None) -> None:
 def guarded_streams() -> Iterator[Stderr]:
     """Guard stdout and stderr while the context lasts.
 
-    A stdout that fails raises OutputLost; a stderr that fails only loses messages. Characters that an encoding such as
-    ASCII does not have are written as question marks.
+    A failing stdout raises OutputLost; a failing stderr loses messages. Characters outside of an encoding such as ASCII
+    become question marks.
     """
     occupy_closed_descriptors()
     before = sys.stdout, sys.stderr
@@ -91,7 +91,7 @@ def guarded_streams() -> Iterator[Stderr]:
 def occupy_closed_descriptors() -> None:
     """Open the null device in place of closed standard streams.
 
-    Otherwise the next file that is opened gets the number of such a stream, and what a library prints goes into it.
+    Otherwise the next opened file would get such a stream's number, and a library's output.
     """
     for descriptor in range(3):
         try:
@@ -106,15 +106,15 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 _running: "Signals | None" = None
-_elsewhere = False  # another process decides what signals do to this one
+_elsewhere = False  # True if a distributed run handles signals
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C where it ends less than the run: an answer, or a line that is typed."""
+    """Ctrl-C that ends less than the run: an answer, or a typed line."""
 
 
 class Signals:
-    """`received` is the signal that ended the run, or None."""
+    """Handlers of ending signals. received: the signal that ended the run, or None."""
 
     received: int | None = None
 
@@ -123,7 +123,7 @@ class Signals:
         raise KeyboardInterrupt
 
     def raise_again(self, unraisable: Any) -> None:
-        """Send a signal again that came while Python ran a callback, where an exception is lost."""
+        """Send a signal again that arrived in a callback, where Python drops exceptions."""
         number = signal.SIGINT if issubclass(unraisable.exc_type, Interrupted) else self.received
         if issubclass(unraisable.exc_type, KeyboardInterrupt) and number is not None:
             threading.Timer(SOON, os.kill, (os.getpid(), number)).start()
@@ -132,9 +132,9 @@ class Signals:
 
 
 def end_at_once() -> None:
-    """From now on an ending signal ends the process without a word, unless a program handles it or ignores it.
+    """Let ending signals end the process silently from now on, unless a program handles or ignores them.
 
-    For the time in which a command is imported: there is nothing to finish.
+    This holds during the imports of a command, which leave no files incomplete.
     """
     for number in ENDING:
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
@@ -146,13 +146,13 @@ def exit_at_once(number: int, frame: object) -> None:
 
 
 def interrupt(number: int) -> None:
-    """Send this process a signal, unless one has ended its work already."""
+    """Send this process a signal, unless its work has ended already."""
     if _running is None or _running.received is None:
         os.kill(os.getpid(), number)
 
 
 def handle(handler: Callable[[int, FrameType | None], None]) -> None:
-    """From now on let ending signals call a handler, whatever runs; the process may ignore some."""
+    """Let ending signals call a handler from now on, except ignored ones."""
     global _elsewhere
     _elsewhere = True
     set_handlers(handler)
@@ -165,7 +165,7 @@ def set_handlers(handler: Callable[[int, FrameType | None], None]) -> None:
 
 
 def run_to_end(body: Callable[[], int | None]) -> int:
-    """Return the exit status of a command's body: 128 and the signal's number where a signal ended it."""
+    """Run a command's body. Return its exit status, or 128 plus the number of the signal that ended it."""
     with handled() as signals:
         try:
             status = body() or 0
@@ -176,10 +176,10 @@ def run_to_end(body: Callable[[], int | None]) -> int:
 
 @contextlib.contextmanager
 def handled() -> Iterator[Signals]:
-    """While the context lasts, each ending signal raises KeyboardInterrupt, except those that the process ignores."""
+    """Let ending signals raise KeyboardInterrupt inside the context, except ignored ones."""
     signals = Signals()
     global _running
-    if _elsewhere or threading.current_thread() is not threading.main_thread():  # which alone runs handlers
+    if _elsewhere or threading.current_thread() is not threading.main_thread():  # only it runs handlers
         yield signals
         return
     before = {number: signal.getsignal(number) for number in ENDING}
@@ -196,14 +196,14 @@ def handled() -> Iterator[Signals]:
 
 
 class CtrlC:
-    """What Ctrl-C means while `caught` lasts. `asked`: an answer is to stop when its next token is there."""
+    """State of Ctrl-C inside `caught`. asked: True if an answer should stop at its next token."""
 
     def __init__(self) -> None:
         self.asked = self._answering = False
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
-        """Let the first Ctrl-C inside ask the answer to stop; the next one does not wait, and raises Interrupted."""
+        """Let the first Ctrl-C inside stop the answer at its next token, and the second one raise Interrupted."""
         self.asked, self._answering = False, True
         try:
             yield
@@ -218,7 +218,7 @@ class CtrlC:
 
 @contextlib.contextmanager
 def caught() -> Iterator[CtrlC]:
-    """While the context lasts, Ctrl-C ends no run, unless the process ignores it; other signals do what they did."""
+    """Let Ctrl-C not end the run inside the context, unless it is ignored. Other signals are unchanged."""
     ctrl_c, before = CtrlC(), signal.getsignal(signal.SIGINT)
     if before is signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
         yield ctrl_c

@@ -1,10 +1,9 @@
-"""How a command starts: flags, device, signals, the body; and where the environment says so, as one of several ranks.
+"""The start of a command: flags, device, signals, the body; in a distributed run, as one of several ranks.
 
-A command's flags are parsed before its body is imported: the body needs mlx-lm, whose import takes seconds, and
-`--help` or a mistyped flag need not wait for it. Signals are handled while the body runs and not before, since an
-interrupted import prints a traceback of its own.
+Flags are parsed before the body is imported, because the body needs mlx-lm, whose import takes seconds. Signals are
+handled only while the body runs, because an interrupted import prints its own traceback.
 
-A command that is one of several ranks begins when all are there, rank 0 writes, and all end together.
+Ranks start when all have connected, rank 0 writes, and all end together.
 """
 
 import contextlib
@@ -32,10 +31,10 @@ _entered: list[float] = []
 
 
 def command(name: str, extra: str = "") -> Callable[[], None]:
-    """Return the `main` of a command: gearbx_mlx.NAME has `setup_arg_parser`; gearbx_mlx.NAME.run has `run`.
+    """Return the `main` of a command: gearbx_mlx.NAME has `setup_arg_parser`, gearbx_mlx.NAME.run has `run`.
 
     Args:
-        extra: of the package, which the command needs.
+        extra: the package's extra that the command needs; "" for none.
     """
 
     def parse() -> Any:
@@ -50,30 +49,30 @@ def command(name: str, extra: str = "") -> Callable[[], None]:
 
 @contextlib.contextmanager
 def needing(extra: str, what: str) -> Iterator[None]:
-    """Import inside what an extra brings. Raises GearbxError with what installs it, where it is missing."""
+    """Turn a failing import of an extra's module into an error with the command that installs it."""
     try:
         yield
     except ModuleNotFoundError as error:
         if not extra or (error.name or "").startswith("gearbx_mlx"):
             raise
         install = f"pip install 'gearbx-mlx[{extra}]' (in a clone: pip install '.[{extra}]')"
-        raise GearbxError(f"{what} needs {error.name}, which is not installed: {install}") from error
+        raise GearbxError(f"{what}: {error.name} is not installed; use {install}") from error
 
 
 def start(name: str, parse: Callable[[], Any], body_of: Callable[[Any], Callable[[Any], int | None]]) -> None:
-    """Run a command with its errors, signals and exit status; `body_of` imports what runs with the settings."""
+    """Run a command with its errors, signals and exit status. body_of: imports the function that takes the settings."""
 
     def run() -> int | None:
         settings = parse()
-        choose_device(settings)  # before the body imports mlx-lm, which keeps the device that it finds
+        choose_device(settings)  # before the body imports mlx-lm, which keeps its first device
         body = body_of(settings)
-        import_module("gearbx_mlx.kernels.compiler").instructions()  # refuses a wrong GEARBX_CPU before work begins
+        import_module("gearbx_mlx.kernels.compiler").instructions()  # refuses a wrong GEARBX_CPU early
         device = import_module("gearbx_mlx.kernels.device")
         try:
             with device.wired_memory():
                 return signals.run_to_end(partial(body, settings))
         finally:
-            if place_here() is None:  # else a pass may wait for a rank that is gone
+            if place_here() is None:  # a pass of a rank may wait for a missing rank
                 device.finish()
 
     signals.end_at_once()
@@ -83,14 +82,12 @@ def start(name: str, parse: Callable[[], Any], body_of: Callable[[Any], Callable
 
 
 def entered() -> float:
-    """Return when this command was asked for, in seconds of `time.perf_counter`: its process's start, if it is the
-    first one in it.
-    """
+    """Return the time of this command's start (s, `time.perf_counter`); of the process's start for the first one."""
     return _entered[-1] if _entered else process_start()
 
 
 def call(command: str, function: str, settings: Any) -> Any:
-    """Return what a function of a command's body returns for settings that a program made."""
+    """Return the result of a function of a command's body, for a program's settings."""
     choose_device(settings)
     body = import_module(f"gearbx_mlx.{command}.run")
     with import_module("gearbx_mlx.kernels.device").wired_memory():
@@ -98,10 +95,10 @@ def call(command: str, function: str, settings: Any) -> Any:
 
 
 def together(name: str, body: Callable[[], int | None]) -> int | None:
-    """Return the exit status of a command's body, which is one of several ranks where the environment says so.
+    """Run a command's body, in a distributed run as one of its ranks. Return the exit status.
 
     Raises:
-        GearbxError: an environment that contradicts itself, a command that takes no ranks, ranks that do not come.
+        GearbxError: an inconsistent environment, a command without ranks, or ranks that do not connect.
     """
     place = place_here()
     if place is None:
@@ -119,31 +116,31 @@ def together(name: str, body: Callable[[], int | None]) -> int | None:
     watch = RankWatch(place, channels, show, signals.interrupt, {*signals.ENDING})
     terminal.on_error = watch.fail
     if place.rank == 0 or not channels:
-        signals.set_handlers(watch.end_at_once)  # until the command's body has handlers of its own
+        signals.set_handlers(watch.end_at_once)  # until the body has its own handlers
     else:
         signals.handle(watch.leave_to_first)
     return end(watch, place, body)
 
 
 def refuse_ranks(name: str, place: Place) -> int:
-    """Raises GearbxError on rank 0; the others end without a word."""
+    """Refuse ranks with an error on rank 0, and silently on others."""
     if place.rank == 0:
-        takes = " and ".join(f"gearbx_mlx.{each}" for each in TAKE_RANKS)
-        raise GearbxError(f"gearbx_mlx.{name} runs as one process, and these are {place.size} ranks; use {takes}")
+        takes = " or ".join(f"gearbx_mlx.{each}" for each in TAKE_RANKS)
+        raise GearbxError(f"gearbx_mlx.{name}: runs as one process, got {place.size} ranks; use {takes}")
     return terminal.USER_ERROR
 
 
 def end(watch: RankWatch, place: Place, body: Callable[[], int | None]) -> NoReturn:
-    """Run the body of a command, and end the process with a status that all other ranks hear of."""
+    """Run the body of a command, and end the process with a status that is sent to all other ranks."""
 
     def connected() -> int | None:
         begin(place)
         try:
             return body()
-        except SystemExit as ended:  # from argparse; the others would wait for this rank
+        except SystemExit as ended:  # by argparse; other ranks would wait for this one
             if place.rank != 0 and not isinstance(ended.code, str):
-                said = "its flags ended it (--help, or one that does not exist); give all ranks the same flags"
-                watch.fail(said, ended.code or 0)
+                reason = "ended by --help or an unknown flag; use the same flags on all ranks"
+                watch.fail(reason, ended.code or 0)
             raise
 
     try:
@@ -159,13 +156,13 @@ def end(watch: RankWatch, place: Place, body: Callable[[], int | None]) -> NoRet
     if watch.verdict is not None:
         status = watch.verdict.status
     sys.stderr.flush()
-    os._exit(status)  # a pass that waits for a rank that is gone would keep Python from ending
+    os._exit(status)  # a pass that waits for a missing rank would block Python's exit
 
 
 def own_stderr(place: Place) -> Console:
-    """Leave stderr to this package, and on all ranks but 0 stdout and stderr to errors alone, by the console returned.
+    """Return a console on stderr, and silence other output: of MLX's ring, and on other ranks than 0 all of it.
 
-    MLX's ring writes up to ten lines of its own where a rank is gone; MLX_RING_VERBOSE shows them.
+    The ring writes up to ten lines if a rank is missing; MLX_RING_VERBOSE shows them.
     """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     stream = os.fdopen(os.dup(2), "w", buffering=1, errors="replace")

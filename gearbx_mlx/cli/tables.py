@@ -1,4 +1,4 @@
-"""The tables of a run: its summary, and what each layer of the model runs on."""
+"""Tables of a run: the summary, and bits and kernels of each layer."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ ENTROPY_DECIDES = ("route", "kickdown", "pair", TELEMETRY_ONLY)
 
 
 def table_with_head(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """Rows under a head: the first column has names, and the others numbers."""
+    """Return a table of rows under a head: names in the first column, numbers in the others."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for place, name in enumerate(head):
         table.add_column(name, justify="right" if place else "left", overflow="fold")
@@ -31,12 +31,12 @@ def table_with_head(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table
 
 
 def summary_line(tally: Tally, last: Any, mode: str, ending: str = "") -> Text:
-    """Return tokens read and written, tokens/s, who wrote them, the entropy where it decided that, bytes per token.
+    """Return tokens, tokens/s, shares of gears, entropy (if it sets the gear) and bytes per token, in one line.
 
-    ending: why the answer ended, where it did not end by itself.
+    ending: why the answer was cut; "" for a complete one.
     """
     parts = [
-        Text(f"{last.prompt_tokens} read, {tally.tokens} written{f' ({ending})' if ending else ''}"),
+        Text(f"{last.prompt_tokens} prefilled, {tally.tokens} generated{f' ({ending})' if ending else ''}"),
         Text(f"{speed(last.generation_tps)} tokens/s"),
         shares_of_gears(tally, mode),
         *([Text(f"entropy {tally.mean(tally.entropy_sum):.2f} bits")] if mode in ENTROPY_DECIDES else []),
@@ -46,50 +46,50 @@ def summary_line(tally: Tally, last: Any, mode: str, ending: str = "") -> Text:
 
 
 def speed(tokens_per_second: float) -> str:
-    """Three digits, or all before the point."""
+    """Return tokens/s with three digits, or without decimals from 100 on."""
     return f"{tokens_per_second:.0f}" if tokens_per_second >= 100 else f"{tokens_per_second:.3g}"
 
 
 def shares_of_gears(tally: Tally, mode: str) -> Text:
-    """Return the share of tokens of each gear that generated any, and of prompt lookup, in its colour."""
+    """Return the shares of tokens by gear and of prompt lookup, in colors."""
     shares = by_origin({name: tally.mean(count) for name, count in tally.gear_tokens.items()}, mode)
     prefix = Text("would use " if mode == TELEMETRY_ONLY else "")
     return prefix + in_colors(shares, tally.mean(tally.from_lookup), " ")
 
 
 def by_origin(shares: Mapping[str, float], mode: str) -> dict[str, float]:
-    """Return the shares of tokens by gear, the lowest first: in mode lossless all but the top gear only draft."""
+    """Return the shares by gear, lowest first. In mode lossless all gears except the top one only draft."""
     top = list(shares)[-1]
     return {f"drafts of {name}" if mode == LOSSLESS and name != top else name: part for name, part in shares.items()}
 
 
 def colors_line(ladder: Sequence[Mapping[str, Any]], has_draft_model: bool) -> Text:
-    """Return the legend of the colours of mode lossless. ladder: as in a summary."""
+    """Return the legend of token colors in mode lossless. ladder: as in a summary."""
     low, top = bits_shown(ladder[0]), bits_shown(ladder[-1])
-    drafted = (f"drafted by {low} bits, accepted by {top}", gear_color(0, len(ladder)))
-    own = (f"written by {top} bits", gear_color(len(ladder) - 1, len(ladder)))
-    if has_draft_model:  # which is no gear, and has no colour
-        own = (f"{own[0]}, or accepted of the draft model", own[1])
-    told = [*([] if has_draft_model else [drafted]), ("looked up in the text, accepted", LOOKUP_COLOR), own]
-    return Text("tokens: ") + Text(BETWEEN).join(Text(said, style=color) for said, color in told)
+    drafted = (f"drafted in {low} bits, accepted", gear_color(0, len(ladder)))
+    own = (f"generated in {top} bits", gear_color(len(ladder) - 1, len(ladder)))
+    if has_draft_model:  # a draft model has no color
+        own = (f"{own[0]}, or drafted by the draft model", own[1])
+    labels = [*([] if has_draft_model else [drafted]), ("prompt lookup, accepted", LOOKUP_COLOR), own]
+    return Text("tokens: ") + Text(BETWEEN).join(Text(label, style=color) for label, color in labels)
 
 
 def in_colors(gears: Mapping[str, float], looked_up: float, between: str) -> Text:
-    """Return names of gears, the lowest first, with their shares in their colours, except those without a share."""
+    """Return gears, lowest first, and prompt lookup with their nonzero shares, in colors."""
     named = [(name, share, gear_color(place, len(gears))) for place, (name, share) in enumerate(gears.items())]
-    named.append(("looked up", looked_up, LOOKUP_COLOR))
+    named.append(("prompt lookup", looked_up, LOOKUP_COLOR))
     return Text(between).join(Text(f"{name} {share:.0%}", style=color) for name, share, color in named if share)
 
 
-ROUNDING_NOTE = "MLX's kernels (mlx, reconstruct) and ours give other last bits; ours among each other give the same."
+ROUNDING_NOTE = "MLX's kernels (mlx, reconstruct) round differently from native kernels, which are bit-identical."
 
 
 def kernels_table(used: Mapping[str, tuple[str, Times]]) -> Table:
-    """Return a row for each product of `Tuner.used`: the chosen kernel, its microseconds, and what others take."""
+    """Return a table of the matmuls in `Tuner.used`: chosen kernel, microseconds, and relative times of others."""
     last_bits_differ = any({name in STOCK for name in times} == {True, False} for _, times in used.values())
     caption = ROUNDING_NOTE if last_bits_differ else None
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left")
-    for name in ("product", "kernel", "us", "others take"):
+    for name in ("matmul", "kernel", "us", "others"):
         table.add_column(name, justify="right" if name == "us" else "left")
     for product, (chosen, times) in used.items():
         others = ", ".join(f"{name} {ratio(times, name, chosen)}" for name in times if name != chosen)
@@ -98,7 +98,7 @@ def kernels_table(used: Mapping[str, tuple[str, Times]]) -> Table:
 
 
 def ratio(times: Times, name: str, chosen: str) -> str:
-    return "does not run" if times[name] == FAILED else f"{times[name] / times[chosen]:.2f} times"
+    return "fails" if times[name] == FAILED else f"{times[name] / times[chosen]:.2f}×"
 
 
 if TYPE_CHECKING:
@@ -109,21 +109,21 @@ Row = tuple[str, str | Text]
 
 
 def summary_table(summary: dict[str, Any], mode_rows: Sequence[Row] = (), full: bool = False) -> Table:
-    """Return the table under a text that one model wrote: twelve rows at most, and those of `further_rows`.
+    """Return the summary table of one model: at most twelve rows, and those of `further_rows`.
 
     Args:
         summary: the object that `--summary` writes.
-        mode_rows: what the mode adds.
-        full: all that is known.
+        mode_rows: additional rows of the mode.
+        full: show every figure.
     """
     watching = summary["mode"] == TELEMETRY_ONLY
     controller, by = summary.get("controller"), summary.get("mode_chosen_by")
     return two_columns(
         [
             ("time", time_line(summary)),
-            ("model", f"{summary['model']}, mode {summary['mode']}{f' (as {by} asks)' if by else ''}"),
+            ("model", f"{summary['model']}, mode {summary['mode']}{f' (by {by})' if by else ''}"),
             *speed_rows(summary),
-            ("tokens would be from" if watching else "tokens from", writers(summary)),
+            ("tokens would be from" if watching else "tokens from", token_shares(summary)),
             *([("shifts", shifts_line(summary))] if summary["mode"] in ("route", TELEMETRY_ONLY) else []),
             *mode_rows,
             ("controller", controller_line(controller) if controller else ""),
@@ -138,10 +138,10 @@ def summary_table(summary: dict[str, Any], mode_rows: Sequence[Row] = (), full: 
 
 
 def further_rows(summary: dict[str, Any]) -> list[Row]:
-    """Return what `--verbose all` shows besides."""
+    """Return the additional rows of `--verbose all`."""
     draft, watching = summary.get("draft_model"), summary["mode"] == TELEMETRY_ONLY
     making, shifting = (f"{1000 * summary[name]:.1f} ms" for name in ("making_seconds", "shift_seconds"))
-    read = f"{draft['passes']} passes, {human_bytes(draft['weight_bytes'])} of weights read" if draft else ""
+    read = f"{draft['passes']} forward passes, {human_bytes(draft['weight_bytes'])} of weights read" if draft else ""
     gears = ", ".join(f"{name} {human_bytes(count)}" for name, count in summary["active_memory_bytes"].items())
     which = "linear" if watching else "managed"
     return [
@@ -156,7 +156,7 @@ def further_rows(summary: dict[str, Any]) -> list[Row]:
 
 
 def pair_table(summary: dict[str, Any], mode_rows: Sequence[Row]) -> Table:
-    """Return the table under a text that two models wrote in turns; arguments as for `summary_table`."""
+    """Return the summary table of mode pair; arguments as for `summary_table`."""
     shares = Text()
     for i, name in enumerate(NAMES):
         parameters = summary["parameters"][name] / 1e6
@@ -169,7 +169,7 @@ def pair_table(summary: dict[str, Any], mode_rows: Sequence[Row]) -> Table:
             *speed_rows(summary),
             ("turns", shares),
             *mode_rows,
-            ("mean entropy", f"{entropy:.2f} bits; the threshold is {threshold:.3g}"),
+            ("mean entropy", f"{entropy:.2f} bits, threshold {threshold:.3g}"),
             ("parameters", f"{summary['parameter_ratio']:.0%} of the large model's per token"),
             ("weights read", weights_line(summary, "large model")),
             ("memory", f"peak {human_bytes(summary['peak_memory_bytes'])}"),
@@ -178,7 +178,7 @@ def pair_table(summary: dict[str, Any], mode_rows: Sequence[Row]) -> Table:
 
 
 def two_columns(rows: Iterable[Row]) -> Table:
-    """Rows of a name and a value; one without a value is left out."""
+    """Return a table of names and values, without rows that have no value."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column()
     table.add_column(overflow="fold")  # a long path is shown whole
@@ -189,7 +189,7 @@ def two_columns(rows: Iterable[Row]) -> Table:
 
 
 def time_line(summary: dict[str, Any]) -> str:
-    """Return how long a reader waited: of a command from Enter on, with all that was loaded and made."""
+    """Return the times of a run; for a command from its start, with loading and making gears."""
     if not summary["tokens"]:
         return ""
     if "command_seconds_to_ready" not in summary:
@@ -201,15 +201,15 @@ def time_line(summary: dict[str, Any]) -> str:
 
 
 def speed_rows(summary: dict[str, Any]) -> list[Row]:
-    """Return how many tokens were read and written, and how fast."""
+    """Return the rows of tokens and tokens/s, generated and in the prompt."""
     return [
-        ("text", f"{summary['tokens']} tokens, {speed(summary['tokens_per_second'])} tokens/s"),
+        ("output", f"{summary['tokens']} tokens, {speed(summary['tokens_per_second'])} tokens/s"),
         ("prompt", f"{summary['prompt_tokens']} tokens, {speed(summary['prompt_tokens_per_second'])} tokens/s"),
     ]
 
 
-def writers(summary: dict[str, Any]) -> Text:
-    """Return the share of tokens of each gear that generated any, of a draft model and of prompt lookup."""
+def token_shares(summary: dict[str, Any]) -> Text:
+    """Return the shares of tokens by gear, of a draft model and of prompt lookup, in colors."""
     tokens, top = max(1, summary["tokens"]), summary["ladder"][-1]["name"]
     counts, draft = dict(summary["gear_tokens"]), summary.get("draft_model")
     drafted = summary["accepted"] if draft else 0
@@ -220,67 +220,66 @@ def writers(summary: dict[str, Any]) -> Text:
 
 
 def bits_shown(gear: Mapping[str, Any]) -> str:
-    """Return the bits of a gear's layers, which a checkpoint may store with other bits than the gear's name."""
+    """Return the bits of a gear's layers, which a table may set to others than the gear's name."""
     fewest, most = gear.get("layer_bits", (gear["bits"], gear["bits"]))
     return f"{fewest}" if fewest == most else f"{fewest} to {most}"
 
 
 def shifts_line(summary: dict[str, Any]) -> str:
-    """Return how often the gear changed, and the entropy that changes it."""
-    return f"{summary['shifts']}, at a mean entropy of {summary['mean_entropy_bits']:.2f} bits"
+    """Return the number of shifts and the mean entropy."""
+    return f"{summary['shifts']}, mean entropy {summary['mean_entropy_bits']:.2f} bits"
 
 
 def controller_line(summary: dict[str, Any]) -> str:
-    """Return what a controller aimed at, and what it did for it."""
+    """Return the target of a controller, and its changes."""
     target = summary["target_tps"]
     aim = "the machine's state" if target is None else f"target {target:g} tokens/s"
     changes, bits = summary["cap_changes"], summary["capped_bits_per_weight"]
-    moved = f"caps moved {changes} times, the top gear now {bits:.2f} bits per weight"
+    moved = f"cap changes: {changes}, top gear at {bits:.2f} bits per weight"
     machine = "".join(f"; {name} {value}" for name, value in summary["machine"].items())
     return f"{aim}; {moved}{machine}" + ("; out of reach" if summary["out_of_reach"] else "")
 
 
 def weights_line(summary: dict[str, Any], reference: str) -> str:
-    """Return bytes of weights that a token reads, compared with what it reads in `reference` (unless that is empty),
-    and with the original weights, where `reference` stores them in another way."""
+    """Return the bytes of weights per token, relative to `reference` (if any), and to original weights if stored
+    differently there."""
     read = summary["weight_bytes_per_token"]
-    if not read:  # the prompt was interrupted
+    if not read:  # prefill was interrupted
         return ""
     compared = {reference: summary["weight_bytes_per_token_top"]} if reference else {}
     if reference and "weight_bytes_per_token_original" in summary:
         compared[f"original in {summary['storage_dtype']}"] = summary["weight_bytes_per_token_original"]
-    others = [f", the {name} {human_bytes(most)} ({most / read:.2f} times as much)" for name, most in compared.items()]
+    others = [f", {name} {human_bytes(most)} ({most / read:.2f}×)" for name, most in compared.items()]
     return f"{human_bytes(read)} per token" + "".join(others)
 
 
 def disk_line(read: dict[str, Any] | None) -> str:
-    """Return what was read from the disk, where the top gear is streamed."""
+    """Return the bytes read from disk if the top gear is streamed."""
     if read is None:
         return ""
     token, second = (human_bytes(read[f"disk_bytes_per_{unit}"]) for unit in ("token", "second"))
-    return f"{token} per token, at {second} per second"
+    return f"{token} per token, {second}/s"
 
 
 def layers_line(summary: dict[str, Any]) -> str:
-    """Return how many layers change gear, and why the others do not."""
+    """Return the numbers of managed and other layers, with reasons."""
     if len(summary["ladder"]) > 1:
         counts = f"{summary['managed_layers']} change gear, {summary['unmanaged_layers']} do not"
     else:
-        counts = f"{summary['managed_layers']} have the bits of the gear, {summary['unmanaged_layers']} are as loaded"
+        counts = f"{summary['managed_layers']} have the bits of the gear, {summary['unmanaged_layers']} are unchanged"
     reasons = "; ".join(f"{count}: {reason}" for reason, count in summary["unmanaged_reasons"].items())
     return counts + (f" ({reasons})" if reasons else "")
 
 
 def dtype_line(computed: str, stored: str) -> str:
-    """Return the type to compute in, where the checkpoint has another one."""
-    why = "which is fast here; the values are kept" if computed == "float32" else "as asked for: values are rounded"
+    """Return the compute type, if the checkpoint has another one."""
+    why = "faster here, same values" if computed == "float32" else "by --dtype, values are rounded"
     return "" if computed == stored else f"{computed} ({stored} checkpoint), {why}"
 
 
 def layers_table(ladder: "Ladder", layers: "Sequence[LayerPath]") -> Group:
-    """Return a table for each kind of kernels and the reason for them; one row for the layers of all blocks that are
-    alike."""
-    from ..gears.cost import alike_paths  # imports mlx, which --help does not wait for
+    """Return a table for each kind of kernels with the reason, and one row for equal layers of all blocks."""
+    from ..gears.cost import alike_paths  # imports mlx, which is slow
 
     tables: dict[str, Table] = {}
     for path, layer, count in alike_paths(layers):
@@ -291,7 +290,7 @@ def layers_table(ladder: "Ladder", layers: "Sequence[LayerPath]") -> Group:
 
 
 def bits_table(ladder: "Ladder") -> Table:
-    """Return a table without rows: a column with the bits of each gear, the layers and their number."""
+    """Return an empty table with columns for the bits of each gear, the layers and their number."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for i, gear in enumerate(ladder):
         table.add_column(gear.name, justify="right", style=gear_color(i, len(ladder)))
@@ -301,19 +300,19 @@ def bits_table(ladder: "Ladder") -> Table:
 
 
 def server_table(summary: dict[str, Any]) -> Table:
-    """Return the table under an analysis of a server, from the object that is written as its summary."""
-    shares = writers(summary) + Text(f"   {UNDECIDED} {summary['undecided_share']:.0%}")
+    """Return the summary table of an analysis of a server."""
+    shares = token_shares(summary) + Text(f"   {UNDECIDED} {summary['undecided_share']:.0%}")
     listed, size, source = (summary[name] for name in ("top_logprobs", "vocab_size", "vocab_size_source"))
     low, high = summary["mean_entropy_low_bits"], summary["mean_entropy_high_bits"]
     return two_columns(
         [
             ("model", f"{summary['model']}, mode {summary['mode']}"),
             ("server", summary["server"]),
-            ("text", f"{summary['tokens']} tokens, {speed(summary['tokens_per_second'])} tokens/s"),
+            ("output", f"{summary['tokens']} tokens, {speed(summary['tokens_per_second'])} tokens/s"),
             ("tokens would be from", shares),
             (
                 "would shift",
-                f"{summary['shifts_low']} times by the lower bounds, {summary['shifts_high']} by the upper",
+                f"{summary['shifts_low']} times by lower bounds, {summary['shifts_high']} by upper bounds",
             ),
             ("mean entropy", f"{low:.2f} to {high:.2f} bits"),
             ("known", f"{listed} log-probabilities of {size} ({source})"),

@@ -1,4 +1,4 @@
-"""How a command runs in a terminal: text on stdout, everything else on stderr, errors in one line, an exit status."""
+"""Terminal output of a command: text on stdout, everything else on stderr, one-line errors, an exit status."""
 
 import os
 import re
@@ -35,11 +35,11 @@ from ..settings import human_bytes
 from ..telemetry.trace import LOOKUP, LOOKUP_COLOR, gear_color
 from .signals import INTERRUPTED, guarded_streams
 
-SHORT_SECONDS = 2.0  # seconds: shorter work writes no line
+SHORT_SECONDS = 2.0  # seconds of work before a line of progress
 
 
 class ProgressLines(Progress):
-    """Writes how far a task is, two seconds after its start and then every ten seconds."""
+    """Progress of a task as lines, two seconds after its start and then every ten seconds."""
 
     def __init__(self, console: Console, in_bytes: bool, clock: Callable[[], float] = time.monotonic):
         super().__init__(console=console, auto_refresh=False, disable=True)
@@ -62,22 +62,22 @@ class ProgressLines(Progress):
         self.console.print(Text(f"{task.description}: {self.count(task.completed)}{total}"), soft_wrap=True)
 
 
-BROKEN_PIPE = 141  # as a shell reports a process that SIGPIPE ended
+BROKEN_PIPE = 141  # a shell's status for SIGPIPE
 USER_ERROR = 2
 TRACEBACK = "GEARBX_TRACEBACK"
 MLX_COMPILES = re.compile(r"\[Compile::eval_cpu\]|^filesystem error: .*/mlx/")  # messages of its compiler on a CPU
 COMPILING = "compiling kernels for this CPU"
-READING_PROMPT = "reading the prompt"
-WAITING = "another process compiles the CPU kernels: this one waits for it"
+READING_PROMPT = "prefill"
+WAITING = "waiting for another process that compiles the CPU kernels"
 
 messages = Console(stderr=True, highlight=False)
 on_error: Callable[[str, int], bool] | None = None
-"""Called with an error and its exit status in place of showing it; False: show it."""
-_waiting: list[Text] | None = None  # what is said in the middle of a text; None: no text has begun
+"""A handler of an error and its exit status; if it returns False, the error is shown."""
+_waiting: list[Text] | None = None  # lines that wait for the end of the output; None: no output has started
 
 
 def say(text: Text) -> None:
-    """Print a line on stderr; in the middle of a text, at its end."""
+    """Print a line on stderr; during output, at its end."""
     if _waiting is None:
         messages.print(text, soft_wrap=True)
     else:
@@ -102,17 +102,17 @@ def show_error(console: Console, text: str) -> None:
 
 
 def progress_bar(in_bytes: bool = False, console: Console | None = None) -> Progress:
-    """Shows on stderr how far long work is: `with progress_bar() as progress: for x in progress.track(xs): ...`.
+    """Return a progress display on stderr: `with progress_bar() as progress: for x in progress.track(xs): ...`.
 
     On a terminal it is a bar that vanishes at the end. Elsewhere it is a line such as `layers: 12 of 43`, at most
     every ten seconds, and none for work of under two seconds.
 
     Args:
         in_bytes: totals are bytes, shown as kB, MB, GB.
-        console: where to draw it in the place of stderr.
+        console: replaces stderr.
     """
     console = console or messages
-    if _waiting is not None:  # a bar would stand in the middle of a text
+    if _waiting is not None:  # a bar would interrupt the output
         return Progress(console=console, disable=True)
     return bar_of(columns_of(DownloadColumn() if in_bytes else MofNCompleteColumn()), console, in_bytes)
 
@@ -125,23 +125,22 @@ def bar_of(columns: Sequence[ProgressColumn], console: Console, in_bytes: bool) 
     """Return a bar on a terminal, and lines elsewhere."""
     if not (console.is_interactive and console.file.isatty()):
         return ProgressLines(console, in_bytes)
-    # What a command prints on stdout must stay there: rich would send it to the bar's console.
+    # A command's stdout must stay there, but rich would redirect it to the bar's console.
     return Progress(*columns, console=console, transient=True, redirect_stdout=False)
 
 
 @contextmanager
 def counting(text: str, total: int | None, in_bytes: bool = False) -> Iterator[Callable[..., None]]:
-    """Show a progress bar of one task; yield what advances it by a number, or by one. total: None where it is
-    not known."""
+    """Show a progress bar of one task; yield a function that advances it. total: None if unknown."""
     with progress_bar(in_bytes) as progress:
         yield partial(progress.advance, progress.add_task(text, total=total))
 
 
 class PromptBar:
-    """Shows on stderr how far a prompt is read, and how fast, once that has taken two seconds; then it vanishes.
+    """Progress and speed of prefill on stderr, shown after two seconds, gone at the end.
 
-    It is a context, and its `told` what mlx-lm calls `prompt_progress_callback`. A timer shows the bar, since the first
-    part of a prompt may be all that is read for a minute.
+    It is a context; `update` is mlx-lm's `prompt_progress_callback`. A timer shows the bar, because the first chunk of
+    a prompt may take a minute.
     """
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic):
@@ -155,7 +154,7 @@ class PromptBar:
     def __exit__(self, *error: object) -> None:
         self._end()
 
-    def told(self, read: int, tokens: int) -> None:
+    def update(self, read: int, tokens: int) -> None:
         if read >= tokens:
             self._end()
         elif self._progress is None:
@@ -175,7 +174,7 @@ class PromptBar:
         self._timer.start()
 
     def _show(self) -> None:
-        with self._lock, suppress(LiveError):  # another bar is shown
+        with self._lock, suppress(LiveError):  # another bar is active
             if self._progress is not None:
                 self._progress.start()
                 self._progress.update(self._task)
@@ -204,7 +203,7 @@ def run(command: Callable[[], int | None]) -> NoReturn:
 
 
 def output_lost(lost: OutputLost) -> int:
-    """Return the exit status where stdout is gone; one line on stderr, unless its reader has gone."""
+    """Return the exit status without stdout; print one line on stderr, unless a pipe was closed."""
     if lost.closed_pipe:
         return BROKEN_PIPE
     print_error(str(lost), 1)
@@ -222,7 +221,7 @@ def status_of(command: Callable[[], int | None]) -> int:
         return INTERRUPTED
     except OutputLost:
         raise
-    except SystemExit as ended:  # from argparse, after --help or a flag that it does not know
+    except SystemExit as ended:  # by argparse, after --help or an unknown flag
         if isinstance(ended.code, str):
             print_error(ended.code, 1)
             return 1
@@ -239,24 +238,24 @@ def status_of(command: Callable[[], int | None]) -> int:
 
 
 def not_compiled(error: str) -> str:
-    """Return one line for an error of MLX's compiler on a CPU, which quotes the whole output of g++."""
-    folder = os.environ.get("TMPDIR", "/tmp")  # as MLX chooses it
+    """Return one line for an error of MLX's CPU compiler, which contains all output of g++."""
+    folder = os.environ.get("TMPDIR", "/tmp")  # MLX's choice
     found = re.findall(r"error: (.+)", error)
     reason = found[-1] if found else " ".join(error.split())[-100:]
-    remedy = "make room there, set TMPDIR to another directory, or set MLX_DISABLE_COMPILE=1"
+    remedy = "set TMPDIR to another directory, or MLX_DISABLE_COMPILE=1"
     return f"{folder}: MLX cannot compile a function there ({reason}); {remedy}"
 
 
 def print_unforeseen(error: Exception) -> None:
-    """One line for an unforeseen error, and how to see where it comes from; raises it if that is asked."""
+    """Print an unexpected error in one line, or raise it with GEARBX_TRACEBACK=1."""
     if os.environ.get(TRACEBACK):
         raise error
     print_error(f"{type(error).__name__}: {one_line(error)} ({TRACEBACK}=1 shows where)", 1)
 
 
 def show_compiling() -> None:
-    """Say on stderr, in a pipe too, that CPU kernels are compiled, how far that is, and how long it took."""
-    from ..kernels import cpu  # imports mlx, which --help does not wait for
+    """Show compilation of CPU kernels on stderr: start, progress and time."""
+    from ..kernels import cpu  # imports mlx, which is slow
 
     cpu.while_compiling = compiling
     cpu.before_waiting = partial(note, WAITING)
@@ -264,47 +263,47 @@ def show_compiling() -> None:
 
 @contextmanager
 def compiling(files: int, kept: bool) -> Iterator[Callable[[], None]]:
-    """Show a progress bar for as many files; yield what is called after each. kept: for later commands, too."""
-    began = time.monotonic()
-    note(f"{COMPILING}: this {'happens once, and ' * kept}may take a minute")
+    """Show a progress bar of files; yield the function to call after each. kept: True if later commands use them."""
+    start = time.monotonic()
+    note(f"{COMPILING}: {'once, ' * kept}up to a minute")
     with counting(COMPILING, files) as advance:
         yield advance
-    note(f"compiled in {time.monotonic() - began:.0f} s{', and kept' * kept}")
+    note(f"compiled in {time.monotonic() - start:.0f} s{', and kept' * kept}")
 
 
 def spinner(text: str) -> AbstractContextManager:
-    """Return a spinner turns on a terminal, and nothing elsewhere."""
+    """Return a spinner on a terminal, and an empty context elsewhere."""
     return messages.status(text) if messages.is_terminal and _waiting is None else nullcontext()
 
 
 def show_encoding() -> None:
-    """Let a bar show how far a model's weights are put into format exact: a second for 16 million of them."""
+    """Show a bar while weights are encoded in format exact, about 16 million per second."""
     from ..gears import sources  # imports mlx
 
     sources.while_encoding = partial(counting, "encoding", in_bytes=True)
 
 
 def show_keeping() -> None:
-    """Say which gears a start keeps for later ones."""
+    """Print the size and place of gears that are kept for later starts."""
     from ..gears import kept  # imports mlx
 
     kept.when_keeping = lambda size, folder: note(
-        f"gears: {human_bytes(size)} are kept in {folder}, and the next start maps them; --no-cache keeps none"
+        f"gears: {human_bytes(size)} kept in {folder} for the next start; use --no-cache to keep none"
     )
 
 
 def color_system() -> str | None:
-    """Return how stdout shows colours; None where it shows none."""
+    """Return the color system of stdout; None without colors."""
     console = Console()
     return None if console.no_color else console.color_system
 
 
 class TintedText:
-    """Writes text on stdout as it is made, each piece in the colour of who wrote it (`writer_of`): a gear or LOOKUP.
+    """Generated text on stdout, each piece in the color of its origin (`writer_of`): a gear or LOOKUP.
 
     Args:
         gears: names of the ladder's gears, lowest first.
-        tinted: on a terminal, or with FORCE_COLOR, unless NO_COLOR is set; False: never.
+        tinted: use colors on a terminal or with FORCE_COLOR, unless NO_COLOR is set.
     """
 
     def __init__(self, gears: Sequence[str], tinted: bool = True):
@@ -316,12 +315,12 @@ class TintedText:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Keep what is said for the end of the text that is written inside, and end its last line."""
+        """Hold back other lines until the end of the text inside, and end its last line."""
         self._is_whole = True
         try:
             yield
         except BaseException:
-            with suppress(OutputLost):  # the error that ended the text says more
+            with suppress(OutputLost):  # the first error is more specific
                 self._end()
             raise
         self._end()
@@ -331,21 +330,21 @@ class TintedText:
         self._is_whole = False
         if _waiting is None:
             return
-        said, _waiting = _waiting, None
+        lines, _waiting = _waiting, None
         try:
             print(flush=True)
         finally:
-            for text in said:
-                say(text)
+            for line in lines:
+                say(line)
 
     def write(self, text: str, writer: str) -> None:
         self._begin(text)
-        # Not through a console, which would expand the text's tabs and drop its control characters.
+        # A console would expand tabs and drop control characters.
         sys.stdout.write(self.tinted(text, writer))
         sys.stdout.flush()
 
     def _begin(self, text: str) -> None:
-        """Let what is said wait from the first letter on."""
+        """Hold back other lines from the first letter on."""
         global _waiting
         if text and self._is_whole and _waiting is None:
             _waiting = []
@@ -355,10 +354,10 @@ class TintedText:
 
 
 class WrappedText(TintedText):
-    """The same, with lines that a terminal shows broken between words. Elsewhere nothing is broken.
+    """Colored text with lines wrapped between words on a terminal.
 
-    A word comes in pieces, so that it may turn out to be too long only when its beginning stands there already. The
-    beginning is then taken back and written again on the next line.
+    A word comes in pieces, so its start may be on the screen before it turns out to be too long. The start is then
+    erased and written again on the next line.
     """
 
     def __init__(self, gears: Sequence[str]):
@@ -366,16 +365,16 @@ class WrappedText(TintedText):
         self.begin()
 
     def begin(self) -> None:
-        """Begin at the left edge."""
-        self._column = 0  # of the line
-        self._word = list[tuple[str, str]]()  # letters of its last word, each with who wrote it
+        """Start at the left edge."""
+        self._column = 0  # column in the line
+        self._word = list[tuple[str, str]]()  # letters of its last word, each with its origin
 
     def write(self, text: str, writer: str) -> None:
         if not sys.stdout.isatty():
             super().write(text, writer)
             return
         self._begin(text)
-        width = shutil.get_terminal_size().columns - 1  # behind the last column terminals differ in where they are
+        width = shutil.get_terminal_size().columns - 1  # after the last column, terminals differ in the cursor's place
         written = line = ""
         for letter in text:
             moved = self._moved(letter, width)
@@ -389,11 +388,11 @@ class WrappedText(TintedText):
         sys.stdout.flush()
 
     def _moved(self, letter: str, width: int) -> str | None:
-        """Return what begins a new line for a letter, with the beginning of its word; None where it has room."""
+        """Return the text that moves a letter and the start of its word to a new line; None if it has room."""
         if letter == "\n" or self._column + self._cells(letter) <= width:
             return None
         back = sum(self._cells(part) for part, _ in self._word)
-        if letter.isspace() or back >= self._column:  # it stands for the break, or no line has room for this word
+        if letter.isspace() or back >= self._column:  # the break replaces a space, or the word is longer than a line
             self.begin()
             return "\n"
         self._column = back

@@ -33,9 +33,8 @@ class FloorSettings(Settings):
 
     auto_bits: tuple[float, ...] | None = flag(
         None,
-        "Give every layer the fewest bits whose cosine reaches its floor: one for attention, shared experts, dense "
-        "MLPs and the head, and one for routed experts. A lower gear has a layer at those. "
-        f"Default: XFP_MIN_COS_STRICT or {STRICT}, XFP_MIN_COS_LAZY or {LAZY}",
+        "Minimum cosines that set each layer's bits: STRICT, and LAZY for routed experts",
+        default_text=f"$XFP_MIN_COS_STRICT or {STRICT}, $XFP_MIN_COS_LAZY or {LAZY}",
         metavar="STRICT,LAZY",
         nargs="?",
         const="",
@@ -65,22 +64,23 @@ class BudgetSettings(Settings):
 
     memory_budget: int | None = flag(
         None,
-        "Find the floors whose model fits this memory, such as 3GB, also during encoding, and makes sense.",
+        "Memory for which to find floors, such as 3GB",
         metavar="SIZE",
         parse=partial(parse_bytes, shown="--memory-budget"),
     )
     target_bpw: float | None = flag(
-        None, "Find floors for these bits per weight of the layers that change gear.", metavar="BITS"
+        None, "Bits per weight of the managed layers for which to find floors", metavar="BITS"
     )
     reserve: str | None = flag(
         None,
-        "Part of the memory budget for keys, values and activations while the model generates, such as 2GB or 20%%. "
-        "Default: measured, for the model's context, at most 8192 tokens of it.",
+        "Share of the memory budget for KV cache and activations: 2GB or 20%%",
+        default_text="measured, for at most 8192 tokens",
         metavar="SIZE",
     )
     prompts: str | None = flag(
         None,
-        "One prompt per line, or JSON Lines, for comparison with the original. Default: bundled ones.",
+        "File of prompts to compare with the original: one per line, or JSON Lines",
+        default_text="bundled ones",
         named=True,
     )
 
@@ -126,48 +126,47 @@ class ConversionSettings(Settings):
     title: ClassVar[str] = "conversion"
 
     model: str | None = flag(
-        None, "Local directory or Hub repository. Default: the bundled model.", named=True, also=("--hf-path",)
+        None,
+        "Local directory or Hub repository",
+        default_text="the bundled demo model",
+        named=True,
+        also=("--hf-path",),
     )
-    mlx_path: str = flag("mlx_model", "Path to save the MLX model.", named=True)
-    revision: str | None = flag(None, "A branch, a tag or a commit of a Hub repository.", named=True)
-    trust_remote_code: bool = flag(False, "Enable trusting remote code for tokenizer")
-    dtype: str | None = flag(None, "Type to save the original weights in. Default: theirs", choices=DTYPE_NAMES)
+    mlx_path: str = flag("mlx_model", "Directory to write", named=True)
+    revision: str | None = flag(None, "Branch, tag or commit of a Hub repository", named=True)
+    trust_remote_code: bool = flag(False, "Run code of the model and its tokenizer")
+    dtype: str | None = flag(None, "Type of the saved original weights", default_text="theirs", choices=DTYPE_NAMES)
     device: str | None = device_flag()
     calibrate: str | None = flag(
         None,
-        "Calibration text for the lowest gear's codes: UTF-8, or JSON Lines as in GSM8K. It lowers the gear's error, "
-        "and drafts agree more often. Without TEXT, and by default: bundled text. none: round to nearest, without "
-        "calibration.",
+        "Calibration text for the lowest gear, or JSON Lines as in GSM8K; none: round-to-nearest",
+        default_text="the bundled text",
         nargs="?",
         const="",
         metavar="TEXT|none",
     )
     embeddings: str | None = flag(
         None,
-        "Rows of input tokens in the lowest gear: quantized, as by mlx_lm.convert, or original. Other gears "
-        f"have the original rows. Default: {EMBEDDINGS[0]}",
+        "Embeddings of the lowest gear: quantized as by mlx_lm.convert, or original",
+        default_text=EMBEDDINGS[0],
         choices=EMBEDDINGS,
     )
-    upload_repo: str | None = flag(None, "The Hugging Face repo to upload the model to.", named=True)
+    upload_repo: str | None = flag(None, "Hugging Face repository to upload the model to", named=True)
     manifest: str | None = flag(
         None,
-        "From gearbx_mlx sensitivity or allocate. With several gears it is stored in the checkpoint, for a controller "
-        "that caps layers. With one (--gears 4) its table is written, not gears, as a checkpoint "
-        "for mlx-lm with bits per layer.",
+        "Manifest from gearbx_mlx sensitivity or allocate; with one gear, its table becomes a checkpoint for mlx-lm",
         metavar="FILE",
         named=True,
     )
     verify: str | None = flag(
         None,
-        "Instead of converting, compare every array of a geared checkpoint with its hash. For format exact, also "
-        "restore the original's files and compare them.",
+        "Compare the arrays of a geared checkpoint with their hashes, and format exact with the original files",
         metavar="DIR",
         named=True,
     )
     restore: str | None = flag(
         None,
-        "Instead of converting, write the original of a geared checkpoint of format exact to --mlx-path: every file "
-        "that mlx-lm reads, byte for byte.",
+        "Write the original files of a geared checkpoint of format exact to --mlx-path, byte for byte",
         metavar="DIR",
         named=True,
     )

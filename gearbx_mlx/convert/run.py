@@ -19,7 +19,7 @@ from ..bit_selection import Floors
 from ..bit_selection.codebook_selection import select_bits, selection_as_dict, selection_lines
 from ..bit_selection.h_process import Limits, fit_floors, measure_reserve, point_rows, points_table
 from ..bit_selection.precision import PrecisionManifest, fitted_to, read_precision
-from ..cli.bases import Base, answered, key_of, make_base, show_rounded, tell_cost, text_of
+from ..cli.bases import Base, calibrated, key_of, text_of
 from ..cli.decide import ladder_of_codes
 from ..cli.flags import LayerSettings
 from ..cli.prompt import HARD, TRIVIAL, read_prompts
@@ -130,18 +130,10 @@ def calibrated_base(file: str, original: Loads, model: nn.Module, tokenizer: Any
 
     file: of the text; "": bundled prompts, with answers that a copy of the model generates.
     """
-    text, format = text_of(tokenizer, file), get_format(plan.format)
-    key = key_of(model, format, plan.gears, plan.manage, plan.group_size, text)
-    base = key.find()
-    if base is None:
-        tell_cost(model, key, format, text, "--calibrate none rounds to nearest, without delay")
-        with progress_bar() as progress:
-            texts = list(text.texts)
-            if text.requests:
-                texts += answered(*original(lazy=False), text.requests, progress)
-            base = make_base(model, key, format, texts, progress)
-        show_rounded(base)
-    return base
+    text = text_of(tokenizer, file)
+    key = key_of(model, get_format(plan.format), plan.gears, plan.manage, plan.group_size, text)
+    alternative = "use --calibrate none for round-to-nearest, at once"
+    return key.find() or calibrated(model, key, text, lambda: original(lazy=False), alternative)
 
 
 def open_original(source: Path) -> OriginalFiles:

@@ -45,8 +45,8 @@ OF_GATE = "window", "hysteresis", "min_gear_duration"  # settings that a thresho
 def thresholds_flag() -> Any:
     return flag(
         None,
-        "For --mode route, which it implies: bits such as 1.8,3.5, auto (three short prompts), or a calibrate file, "
-        "which may have the gate's window, hysteresis and duration. Default: the paper's",
+        "Entropy thresholds in bits such as 1.8,3.5, auto (measured), or a file from gearbx_mlx calibrate",
+        default_text="the paper's",
         name="thresholds",
         metavar="FILE|BITS|auto",
         named=True,
@@ -57,8 +57,8 @@ def thresholds_flag() -> Any:
 def gear_flag(default: str | None = None) -> Any:
     return flag(
         default,
-        "The gear of --mode static, which it implies: name or bits. In modes route and pair the initial gear. "
-        "Default: static: the top gear, route: by the prompt, pair: the small model",
+        "Gear of static, initial gear of route and pair: name or bits",
+        default_text="top; route: by prompt; pair: small",
         name="gear",
         named=True,
     )
@@ -67,8 +67,8 @@ def gear_flag(default: str | None = None) -> Any:
 def prompt_gear_flag() -> Any:
     return flag(
         None,
-        "The prefill gear of --mode route, kickdown and static: name, bits, or same (the initial gear). "
-        "Default: the top gear, on a CPU 8 bits if in the ladder",
+        "Prefill gear of route, kickdown and static: name, bits, or same (the initial gear)",
+        default_text="top; on a CPU 8",
         named=True,
         rare=True,
         kw_only=True,
@@ -91,9 +91,9 @@ class RouteSettings(Settings):
     """
 
     thresholds: Thresholds = thresholds_flag()
-    window: int = setting(DEFAULT_WINDOW, least=1)
-    hysteresis: float = setting(DEFAULT_HYSTERESIS, least=0)
-    min_gear_duration: int = setting(DEFAULT_MIN_GEAR_DURATION, least=1)
+    window: int = setting(DEFAULT_WINDOW, minimum=1)
+    hysteresis: float = setting(DEFAULT_HYSTERESIS, minimum=0)
+    min_gear_duration: int = setting(DEFAULT_MIN_GEAR_DURATION, minimum=1)
     initial_gear: str | int = gear_flag(AUTO)
     prompt_gear: str | int | None = prompt_gear_flag()
 
@@ -109,7 +109,7 @@ class KickdownSettings(Settings):
     """
 
     thresholds: Thresholds = thresholds_flag()
-    window: int = setting(DEFAULT_WINDOW, least=1)
+    window: int = setting(DEFAULT_WINDOW, minimum=1)
     prompt_gear: str | int | None = prompt_gear_flag()
 
 
@@ -124,7 +124,7 @@ class StaticSettings(Settings):
     """
 
     gear: str | int | None = gear_flag()
-    window: int = setting(DEFAULT_WINDOW, least=1)
+    window: int = setting(DEFAULT_WINDOW, minimum=1)
     prompt_gear: str | int | None = prompt_gear_flag()
 
 
@@ -143,16 +143,16 @@ class LosslessSettings(Settings):
     draft: str | int | None = setting(None)
     draft_length: int | None = flag(
         None,
-        f"For --mode lossless: always draft N tokens, 1 to {MAX_DRAFTED}, without prompt lookup. Default: as many as "
-        "save time",
+        f"Fixed draft length in mode lossless, 1 to {MAX_DRAFTED}, without prompt lookup",
+        default_text="as many as save time",
         name="num_draft_tokens",
-        least=1,
-        most=MAX_DRAFTED,
+        minimum=1,
+        maximum=MAX_DRAFTED,
         metavar="N",
         rare=True,
     )
-    lookup_tokens: int | None = setting(None, least=0, most=MAX_DRAFTED)
-    window: int = setting(DEFAULT_WINDOW, least=1)
+    lookup_tokens: int | None = setting(None, minimum=0, maximum=MAX_DRAFTED)
+    window: int = setting(DEFAULT_WINDOW, minimum=1)
 
 
 @dataclass(frozen=True)
@@ -170,15 +170,14 @@ class PairSettings(Settings):
 
     small_model: Any = flag(
         None,
-        "Local directory or Hub repository of a smaller model with the tokenizer of --model (EAD). --thresholds is "
-        f"then bits, 0 (large model only) to inf (small only; default: {ead.EAD_BITS:g}, scaled to the vocabulary).",
+        "Smaller model of mode pair, with the tokenizer of --model; --thresholds is then one number of bits",
         named=True,
     )
     threshold: float | None = flag(
-        None, "As in the other modes.", name="thresholds", parse=read_thresholds, metavar="BITS"
+        None, "One entropy threshold in bits", name="thresholds", parse=read_thresholds, metavar="BITS"
     )
-    window: int = setting(ead.DEFAULT_WINDOW, least=1)
-    min_gear_duration: int = setting(ead.DEFAULT_MIN_DURATION, least=1)
+    window: int = setting(ead.DEFAULT_WINDOW, minimum=1)
+    min_gear_duration: int = setting(ead.DEFAULT_MIN_DURATION, minimum=1)
     initial_gear: str = gear_flag(AUTO)
 
     def __post_init__(self) -> None:

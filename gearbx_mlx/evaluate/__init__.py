@@ -27,32 +27,38 @@ class EvaluationSettings(Settings):
 
     data: str | None = flag(
         None,
-        "Text, or JSON Lines with text, or question and answer, as in GSM8K. Default: a bundled text",
+        "Text, or JSON Lines with text, or with question and answer (GSM8K)",
+        default_text="the bundled text",
         metavar="FILE",
         named=True,
     )
-    out: str = flag("evaluation", "Directory for the report.", named=True)
+    out: str = flag("evaluation", "Directory for the report", named=True)
     modes: Sequence[str] = flag(
-        MIXING, "Modes to evaluate besides the gears, or none.", choices=(*MIXING, NONE), nargs="+"
+        MIXING, "Modes to evaluate besides each single gear, or none", choices=(*MIXING, NONE), nargs="+"
     )
     thresholds: Thresholds = flag(
         None,
-        "Thresholds of these modes: a file of gearbx_mlx calibrate, or bits such as 1.8,3.5. Default: the paper's",
+        "Entropy thresholds of these modes: bits such as 1.8,3.5, or a file from gearbx_mlx calibrate",
+        default_text="the paper's",
         metavar="FILE|BITS",
         named=True,
         parse=read_thresholds,
     )
     context: int | None = flag(
-        None, "Tokens in a window. Default: 256, or the model's context if less", least=2, most=LARGEST_SHOWN
+        None,
+        "Tokens in a window",
+        default_text="256, or the model's context if shorter",
+        minimum=2,
+        maximum=LARGEST_SHOWN,
     )
     kld: bool = flag(
         False,
-        "As llama.cpp's --kl-divergence: its statistics, over the second half of windows of 512 tokens.",
+        "Windows of 512 tokens, second half counted, and the figures of llama.cpp's --kl-divergence",
     )
-    tokens: int = flag(2000, "Predictions in total.", least=1, most=LARGEST_SHOWN)
+    tokens: int = flag(2000, "Number of predictions", minimum=1, maximum=LARGEST_SHOWN)
     kv_gears: tuple[int, ...] | None = flag(
         None,
-        "KV cache gears to evaluate, each with the top gear of the weights.",
+        "Gears of the KV cache to evaluate with the top gear of the weights",
         metavar="4,8,16",
         parse=kv_ladder,
     )

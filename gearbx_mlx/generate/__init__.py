@@ -32,19 +32,18 @@ DEFAULT_PROMPT = (
 
 @dataclass(frozen=True)
 class InputSettings(Settings):
-    """What is to be answered, how the answer begins, and what was read before."""
+    """The prompt, the start of its answer, and a prompt cache."""
 
     title: ClassVar[str] = "input"
 
     prompt: str = flag(
         DEFAULT_PROMPT,
-        "Message to be processed ('-' reads from stdin). Default: what is piped, or a word problem",
+        "Message to be processed; -: read from stdin",
+        default_text="piped input, or a word problem",
         also=("-p",),
     )
     prefill_response: str | None = flag(None, "Prefill response to be used for the chat template", rare=True)
-    prompt_cache_file: str | None = flag(
-        None, "A file containing saved KV caches to avoid recomputing them", named=True, rare=True
-    )
+    prompt_cache_file: str | None = flag(None, "File with saved KV caches to continue", named=True, rare=True)
 
 
 @dataclass(frozen=True)
@@ -68,19 +67,18 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     parser = parser_of(
         GenerateSettings,
         "generate",
-        "Generate text with a model that changes the precision of its weights while it writes. "
+        "Generate text with a model that changes the precision of its weights meanwhile. "
         "`generate MODEL PROMPT` stands for --model MODEL --prompt PROMPT.",
-        "In mode route, a shift acts two tokens after the one that caused it: mlx-lm computes one token ahead. In mode "
-        "lossless, 'token for token' means: as --mode static writes with the same gears, kernels and type. Without "
-        "native kernels (on a GPU, say) several rows are rounded in another way than one, so that a near-tie between "
-        "two tokens may end differently; the summary counts near-ties.",
+        "Modes: lossless: the low gear drafts, the top gear verifies, with the output of --mode static. route: the "
+        "entropy of past tokens sets the gear. kickdown: an uncertain token is computed again, one gear higher. "
+        "static: one gear. pair: two models take turns. telemetry-only: records entropies, and no layer changes gear.",
     )
     parser.words = ("model", "prompt")
     return parser
 
 
 def __getattr__(name: str) -> Any:
-    """`generate`, the function: mlx-lm's, in gears. Its import takes seconds, and `--help` does not wait for it."""
+    """Return the function `generate`: mlx-lm's, in gears. Its import takes seconds, so `--help` avoids it."""
     if name != "generate":
         raise AttributeError(f"module 'gearbx_mlx.generate' has no attribute '{name}'")
     return import_module("gearbx_mlx.decoding.stream").generate

@@ -1,4 +1,4 @@
-"""Write a text with one model in gears."""
+"""Generation with one model in gears, or with a pair of models."""
 
 import os
 import platform
@@ -20,7 +20,7 @@ from ..cli.build import (
     load_pair,
     show_kernels,
 )
-from ..cli.flags import SILENT, OutputSettings
+from ..cli.flags import QUIET, OutputSettings
 from ..cli.prompt import encode_prompt, piped_prompt, read_prompt, room_for
 from ..cli.prompt_cache import PromptCache, load_cache
 from ..cli.start import entered
@@ -61,15 +61,15 @@ def run_pair(
     mode = pair.mode(settings.mode.given())
     keywords = generation_keywords(settings.sampling, settings.cache, pair.tokenizer)
     bar = terminal.PromptBar()
-    if settings.output.told:
-        keywords["prompt_progress_callback"] = bar.told
+    if settings.output.is_verbose:
+        keywords["prompt_progress_callback"] = bar.update
     responses = stream_generate(pair.large, pair.tokenizer, tokens, max_tokens, mode=mode, **keywords)
-    if prompt == DEFAULT_PROMPT and settings.output.told:
+    if prompt == DEFAULT_PROMPT and settings.output.is_verbose:
         introduce(mode)
     with bar:
         status = write_out(responses, NAMES, mode.trace_fields, settings.output, trace)
     result = responses.summary(model_name(settings.model.model), small_model) | responses.since(entered())
-    show_summary(result, pair_table(result, mode.rows(result)), settings.output.told, summary)
+    show_summary(result, pair_table(result, mode.rows(result)), settings.output.is_verbose, summary)
     return status
 
 
@@ -80,14 +80,14 @@ def write_out(
     output: OutputSettings,
     trace: Path | None,
 ) -> int:
-    """Write text and trace as they come; Ctrl-C ends both whole. Returns the exit status.
+    """Write text and trace as they are generated, complete after Ctrl-C too. Return the exit status.
 
     Args:
         gears: names, lowest first.
-        fields: of a response, that the mode adds to the trace.
+        fields: fields of a response that the mode adds to the trace.
     """
     text = ""
-    out = terminal.TintedText(gears, output.told)
+    out = terminal.TintedText(gears, output.is_verbose)
     status = 0
     mx.reset_peak_memory()
     try:
@@ -95,18 +95,18 @@ def write_out(
             for number, response in enumerate(responses):
                 writer.write(record(number, response, fields=fields))
                 text += response.text
-                if output.told:
+                if output.is_verbose:
                     out.write(response.text, writer_of(response))
     except KeyboardInterrupt:
         status = terminal.INTERRUPTED
-    if not (output.told and text):
-        with suppress(OutputLost) if status else nullcontext():  # a terminal that closes takes stdout with it
+    if not (output.is_verbose and text):
+        with suppress(OutputLost) if status else nullcontext():  # a closed terminal has no stdout
             print(text, flush=True)
     return status
 
 
 def show_summary(result: dict[str, Any], table: Table, verbose: bool, file: Path | None) -> None:
-    """Print the summary's table under the text, and write the summary as JSON where that is asked for."""
+    """Print the summary's table, and write the summary as JSON to a file, if any."""
     if verbose:
         terminal.messages.print()
         terminal.messages.print(table)
@@ -114,25 +114,23 @@ def show_summary(result: dict[str, Any], table: Table, verbose: bool, file: Path
         write_text(file, as_json(result))
 
 
-UNCOMPARED = ("model", "trace", "summary", "verbose")  # a fingerprint says more, or rank 0 alone writes
-TEXT_FLAGS = ("prompt", "prefill_response")  # flags that are text, also where a file has that name
-ONE_PROCESS = {  # flags of which one process alone can do what they ask for, and why
-    "small_model": "two models that take turns run in one process",
-    "draft_model": "a draft model runs in one process; in mode lossless a low gear drafts without one",
-    "adapter_path": "ranks cannot share adapters; fuse them first (mlx_lm.fuse)",
-    "prompt_cache_file": "a file of KV caches has all heads and layers, of which a rank has its own; give the prompt",
-    "base": "the lowest gear of a base cannot be divided; convert with --calibrate first",
-    "target_tps": "the clock and the state of one machine would choose the gears of all",
+UNCOMPARED = ("model", "trace", "summary", "verbose")  # compared by fingerprint, or used by rank 0 only
+TEXT_FLAGS = ("prompt", "prefill_response")  # text even if a file has that name
+ONE_PROCESS = {  # flags that ranks cannot have: the reason, with a remedy
+    "small_model": "ranks run a single model",
+    "draft_model": "in mode lossless a low gear drafts without one",
+    "adapter_path": "use mlx_lm.fuse first",
+    "prompt_cache_file": "pass the prompt instead",
+    "base": "use gearbx_mlx convert --calibrate first",
+    "target_tps": "one machine's speed would set the gears of all",
 }
 
 
 def on_this_rank(settings: GenerateSettings) -> GenerateSettings:
-    """Return the settings of this rank; unchanged where one process runs alone. On other ranks than 0 nothing is
-    written.
+    """Return the settings of this rank, unchanged without ranks. Only rank 0 writes output.
 
     Raises:
-        GearbxError: flags, files that they name, or versions that differ between ranks, or flags that ranks cannot
-            have.
+        GearbxError: flags, their files or versions that differ between ranks, or flags that ranks cannot have.
     """
     run = current()
     if run is None:
@@ -142,14 +140,14 @@ def on_this_rank(settings: GenerateSettings) -> GenerateSettings:
     check_equal(run.group, computing | {"kind of machine": platform.machine()} | flag_facts(given))
     for name, why in ONE_PROCESS.items():
         if given.get(name) not in (None, False):
-            raise GearbxError(f"{flag_of(name)} is for one process, and these are {run.place.size} ranks: {why}")
+            raise GearbxError(f"{flag_of(name)}: needs one process, got {run.place.size} ranks; omit it ({why})")
     if settings.input.prompt == "-":
-        raise GearbxError("--prompt - reads standard input, which mlx.launch never ends; give the prompt itself")
-    return settings if run.place.rank == 0 else replace(settings, output=OutputSettings(verbose=SILENT))
+        raise GearbxError("--prompt -: mlx.launch never closes standard input; pass the prompt itself")
+    return settings if run.place.rank == 0 else replace(settings, output=OutputSettings(verbose=QUIET))
 
 
 def flag_facts(given: Mapping[str, Any]) -> dict[str, str]:
-    """Return what each flag asks for, by its name. A file counts by its content, wherever it lies on a machine."""
+    """Return the value of each flag by its name; for a file its digest, because paths differ between machines."""
     return {
         flag_of(name): str(given[name]) if name in TEXT_FLAGS else fact(given[name])
         for name in given
@@ -166,15 +164,11 @@ def fact(value: Any) -> str:
         whole = ArrayPlace(Path(value), 0, os.path.getsize(value))
         return f"a file with the digest {hash_place(whole)[:32]}"
     except OSError:
-        return str(value)  # who needs the file says why it cannot be read
+        return str(value)  # the error comes from the code that reads the file
 
 
 def check_together(gearbox: Gearbox | Observer, mode: Mode, tokens: Sequence[int]) -> None:
-    """Compare what decides the order and the size of what ranks tell each other.
-
-    Raises:
-        GearbxError: a model, bits of its layers, a mode or a prompt that are not the same on all ranks.
-    """
+    """Validate that model, bits of layers, mode and prompt are equal on all ranks, as their messages require."""
     run = current()
     if run is None:
         return
@@ -183,13 +177,13 @@ def check_together(gearbox: Gearbox | Observer, mode: Mode, tokens: Sequence[int
 
 
 def mode_facts(mode: Mode) -> dict[str, str]:
-    """Return the mode and its settings."""
+    """Return the mode and its settings, for comparison."""
     settings = {f"{item.name} of mode {mode.name}": str(getattr(mode, item.name)) for item in fields(mode)}
     return {"the mode": mode.name} | settings
 
 
 def model_facts(gearbox: Gearbox | Observer) -> dict[str, str]:
-    """Return the model, and what every gear makes of its layers."""
+    """Return the model and the bits of its layers in every gear, for comparison."""
     layers = [(each.path, each.bits) for each in gearbox.layer_paths()]
     facts = {
         "the model's fingerprint": model_fingerprint(gearbox.model),
@@ -221,7 +215,7 @@ def run(settings: GenerateSettings) -> int:
     if settings.mode.small_model is not None:
         return run_pair(settings, settings.mode.small_model, prompt, trace, summary)
     cache = load_cache(settings.input.prompt_cache_file, settings.model.model)
-    if cache is not None:  # it names the model, too
+    if cache is not None:  # the cache names the model
         settings = replace(settings, model=replace(settings.model, model=cache.model))
     loaded = Loaded.of(decided(settings))
     model, tokenizer = loaded.model, loaded.tokenizer
@@ -244,51 +238,51 @@ def run(settings: GenerateSettings) -> int:
         terminal.note(geared.why())
         if mode.about():
             terminal.note(mode.about())
-    with geared.governor(settings.output.told) as controller, terminal.PromptBar() as bar:
+    with geared.governor(settings.output.is_verbose) as controller, terminal.PromptBar() as bar:
         keywords |= {"mode": mode, "gearbox": gearbox, "controller": controller}
-        if settings.output.told:
-            keywords["prompt_progress_callback"] = bar.told
+        if settings.output.is_verbose:
+            keywords["prompt_progress_callback"] = bar.update
         responses = stream_generate(model, tokenizer, tokens, max_tokens, **keywords)
-        if first and settings.output.told:
+        if first and settings.output.is_verbose:
             introduce(mode, gearbox.ladder_report(), settings.cache.draft_model is not None)
         names = [gear.name for gear in gearbox.ladder]
         status = write_out(responses, names, trace_fields(mode, keywords), settings.output, trace)
     result = responses.summary(loaded.name, settings.cache.draft_model) | responses.since(entered())
-    if geared.loaded.decision.mode_by:
-        result["mode_chosen_by"] = flag_of(geared.loaded.decision.mode_by)
+    if loaded.decision.chosen.by:
+        result["mode_chosen_by"] = flag_of(loaded.decision.chosen.by)
     table = summary_table(result, mode.rows(result), settings.output.describes)
-    show_summary(result, table, settings.output.told, summary)
-    if settings.output.told and geared.of_making():
+    show_summary(result, table, settings.output.is_verbose, summary)
+    if settings.output.is_verbose and geared.of_making():
         terminal.note(geared.of_making())
-    if settings.output.told:
-        tell_gain(geared, result)
+    if settings.output.is_verbose:
+        note_calibration_speedup(geared, result)
         if isinstance(gearbox, Observer) and on_cpu() and settings.gears.kernels.name == DEFAULT_KERNELS:
-            terminal.note(f"mode {mode.name} keeps MLX's kernels; --kernels native is many times as fast here")
+            terminal.note(f"mode {mode.name}: MLX's kernels, slow on this CPU; use --kernels native for speed")
     if settings.output.describes and isinstance(gearbox, Gearbox) and gearbox.kernels.native:
-        show_kernels(gearbox)  # of the gears and numbers of vectors that the text had
+        show_kernels(gearbox)  # for the gears and numbers of vectors of this output
     return status
 
 
-def tell_gain(geared: Geared, summary: Mapping[str, Any]) -> None:
-    """Say what a calibrated base would gain where many drafts were rejected, and there is none."""
+def note_calibration_speedup(geared: Geared, summary: Mapping[str, Any]) -> None:
+    """Print the speedup of a calibrated base, if there is none and many drafts were rejected."""
     decision, gearbox = geared.loaded.decision, geared.gearbox
     if not decision.takes_base or not isinstance(gearbox, Gearbox) or gearbox.base:
         return
-    gain, rejected = speedup_of_calibration(gearbox), 1 - summary["acceptance_rate"]
-    if gain is not None and gain >= 1.05 and rejected >= 0.15:
+    speedup, rejected = speedup_of_calibration(gearbox), 1 - summary["acceptance_rate"]
+    if speedup is not None and speedup >= 1.05 and rejected >= 0.15:
         terminal.note(
-            f"{rejected:.0%} of the drafts were rejected. By the times of this run, a calibrated base would make it "
-            f"about {gain:.2f} times as fast: give --base once, which takes minutes and is kept"
+            f"{rejected:.0%} of the drafts were rejected; use --base once (minutes, kept) for a calibrated base and a "
+            f"speedup of about {speedup:.2f}×, by the times of this run"
         )
 
 
 def to_read(
     settings: GenerateSettings, loaded: Loaded, prompt: str, cache: PromptCache | None
 ) -> tuple[list[int], list[Any] | None]:
-    """Return the tokens that the model is to read, and the caches of its layers (None: new ones).
+    """Return the tokens to prefill, and the caches of the layers (None: new ones).
 
     Raises:
-        GearbxError: as `encode_prompt`; a prompt cache that does not suit the model.
+        GearbxError: as `encode_prompt`, or a prompt cache that does not fit the model.
     """
     prefill = settings.input.prefill_response
     if cache is None:
@@ -299,17 +293,17 @@ def to_read(
 
 
 def mode_of_prompt(settings: GenerateSettings, geared: Geared, prompt: str, tokens: list[int]) -> Mode:
-    """Return the mode, with thresholds that are found on the prompt if the settings ask for that; a note says which."""
+    """Return the mode, with measured thresholds for --thresholds auto, which a note shows."""
     mode = geared.mode(prompt).settled(geared.gearbox, geared.loaded.tokenizer, tokens)
-    if settings.mode.thresholds == AUTO and settings.output.told:
+    if settings.mode.thresholds == AUTO and settings.output.is_verbose:
         terminal.note(auto_thresholds(geared.gearbox, geared.loaded.tokenizer).about())
     return mode
 
 
 def drafting_always(mode: Mode) -> Mode:
-    """Return mode lossless with drafts, whether or not they gain time; another mode as it is.
+    """Return mode lossless with fixed drafts, even if drafting is slower; another mode unchanged.
 
-    The demo model is so small that they do not, and the first command is to show what larger models do.
+    Drafting is slower with the small demo model, but the first command should show drafts as larger models have them.
     """
     if not isinstance(mode, Lossless) or mode.draft_length is not None:
         return mode
@@ -317,13 +311,13 @@ def drafting_always(mode: Mode) -> Mode:
 
 
 def introduce(mode: Mode, ladder: Sequence[Mapping[str, Any]] = (), has_draft_model: bool = False) -> None:
-    """Show the question that nobody has typed, and in mode lossless the legend of the colours of its answer."""
+    """Print the default prompt, and in mode lossless the legend of token colors."""
     terminal.note(DEFAULT_PROMPT)
     if isinstance(mode, Lossless) and len(ladder) > 1 and terminal.color_system():
         terminal.say(colors_line(ladder, has_draft_model))
 
 
 def trace_fields(mode: Any, keywords: dict[str, Any]) -> tuple[str, ...]:
-    """Fields of a response that the trace shows in this mode, and with a KV cache in gears."""
+    """Return additional trace fields of the mode, and of a KV cache in gears."""
     of_cache = ("kv_bytes", "kv_caches") if keywords["kv_gears"] is not None else ()
     return (*mode.trace_fields, *of_cache)

@@ -11,23 +11,23 @@ from ..settings import Settings, flag
 
 @dataclass(frozen=True)
 class PlaceSettings(Settings):
-    """Name the directory whose models are listed beside those of the Hub's cache."""
+    """The directory to list besides the Hub's cache."""
 
     title: ClassVar[str] = "list"
 
-    directory: str = flag(".", "Where converted models and GGUF files are.", named=True)
+    directory: str = flag(".", "Directory of converted models and GGUF files", named=True)
 
 
 @dataclass(frozen=True)
 class ListSettings:
-    """Everything that `list` runs with."""
+    """Settings of `list`."""
 
     place: PlaceSettings
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    said = "List the models at hand, with what --model takes: the Hub's cache, a directory, and what is installed."
-    return parser_of(ListSettings, "list", said)
+    text = "List the models in the Hub's cache, a directory and installed packages, by their names for --model."
+    return parser_of(ListSettings, "list", text)
 
 
 main = command("list")

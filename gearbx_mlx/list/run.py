@@ -1,4 +1,4 @@
-"""List the models that `--model` can name without a download, with their size and their gears."""
+"""A table of the models available without a download, with sizes and gears."""
 
 import json
 import os
@@ -20,13 +20,13 @@ from ..gears.manifest import read_manifest
 from ..settings import human_bytes
 from . import ListSettings
 
-UNBROKEN = 10_000  # columns where no terminal breaks lines: a name stays whole
-NO_MODELS = "no models here; --model takes a Hub name such as mlx-community/Llama-3.2-1B-Instruct-bf16 and downloads it"
+UNBROKEN = 10_000  # columns outside of a terminal, where names stay on one line
+NO_MODELS = "no models here; use a Hub name such as --model mlx-community/Llama-3.2-1B-Instruct-bf16 to download one"
 
 
 @dataclass(frozen=True)
 class ModelAtHand:
-    """A model by the name that `--model` takes. size: bytes of its weights."""
+    """A model by its name for `--model`. size: bytes of weights."""
 
     name: str
     place: str
@@ -35,7 +35,7 @@ class ModelAtHand:
 
 
 def run(settings: ListSettings) -> int:
-    """Print a table of the models, on stdout. Raises GearbxError for a directory that cannot be read."""
+    """Print a table of the models on stdout."""
     models = [*installed_models(), *hub_models(), *models_in(Path(settings.place.directory))]
     rows = [(escaped(each.name), each.place, human_bytes(each.size), each.gears) for each in models]
     console = Console(highlight=False, width=None if sys.stdout.isatty() else UNBROKEN)
@@ -47,13 +47,13 @@ def run(settings: ListSettings) -> int:
 
 
 def installed_models() -> Iterator[ModelAtHand]:
-    """Yield SmolLM2, where its package is installed."""
+    """Yield SmolLM2 if its package is installed."""
     with suppress(GearbxError):
         yield ModelAtHand(SMOLLM2, "installed", installed_file().stat().st_size, "original: made at the start")
 
 
 def hub_models() -> Iterator[ModelAtHand]:
-    """Yield the models of the Hub's cache in their latest revision, by name; data sets and others are left out."""
+    """Yield the models of the Hub's cache in their latest revisions, by name, without data sets."""
     with suppress(CacheNotFound):
         for repo in sorted(scan_cache_dir().repos, key=lambda repo: repo.repo_id):
             for revision in sorted(repo.revisions, key=lambda each: each.last_modified)[-1:]:
@@ -62,13 +62,13 @@ def hub_models() -> Iterator[ModelAtHand]:
 
 
 def models_in(directory: Path) -> Iterator[ModelAtHand]:
-    """Yield the models in a directory, by name: folders as mlx-lm has them, and GGUF files."""
+    """Yield the models in a directory, by name: mlx-lm's folders and GGUF files."""
     try:
         entries = sorted(directory.iterdir())
     except OSError as error:
-        raise GearbxError(f"{directory}: cannot be read ({error.strerror}); give another --directory") from error
+        raise GearbxError(f"{directory}: cannot be read ({error.strerror}); use another --directory") from error
     for entry in entries:
-        with suppress(OSError):  # of another user, or removed meanwhile
+        with suppress(OSError):  # the file may be another user's, or removed meanwhile
             if entry.suffix == ".gguf" and entry.is_file():
                 yield ModelAtHand(str(entry), "GGUF file", entry.stat().st_size, "its own codes")
             elif entry.is_dir():
@@ -76,17 +76,14 @@ def models_in(directory: Path) -> Iterator[ModelAtHand]:
 
 
 def model_in(directory: Path, name: str, place: str) -> Iterator[ModelAtHand]:
-    """Yield the model of a directory, if it has a configuration and weights."""
+    """Yield the model of a directory with a configuration and weights."""
     weights = [file for file in directory.glob("*.safetensors") if file.is_file()]
     if weights and os.path.lexists(directory / "config.json"):
         yield ModelAtHand(name, place, sum(file.stat().st_size for file in weights), gears_of(directory))
 
 
 def gears_of(directory: Path) -> str:
-    """Return the gears that a checkpoint stores, or the bits of its codes; gears of an original are made at the start.
-
-    A damaged file is named in the place of gears: the others are listed all the same.
-    """
+    """Return the stored gears or the bits of a checkpoint; for a damaged file the error, so that others are listed."""
     try:
         manifest = read_manifest(directory)
         config: Any = json.loads((directory / "config.json").read_bytes())

@@ -13,13 +13,13 @@ from ..kernels import DEVICES
 HELP = """usage: gearbx_mlx lm_eval --model gearbx --model_args model=MODEL[,FLAG=VALUE...] --tasks TASK[,TASK...]
 
 Run lm-eval's tasks on a model in gears. --model_args are flags of gearbx_mlx generate without dashes, with colons for
-commas in their values: model=smollm2,gears=4:16. All other flags are lm-eval's, which shows them where it is installed:
+commas in their values: model=smollm2,gears=4:16. All other flags are lm-eval's, which shows them if installed:
 pip install 'gearbx-mlx[lm-eval]'
 """
 
 
 def run_lm_eval() -> None:
-    """Raises GearbxError where lm-eval is not installed, or for a device that is not here."""
+    """Run lm-eval's command. Its absence, or that of the device, is an error of one line."""
     if {"-h", "--help"} & {*sys.argv[1:]} and not find_spec("lm_eval"):
         print(HELP, end="")
         return
@@ -31,7 +31,7 @@ def run_lm_eval() -> None:
 
 
 def device_of_command() -> argparse.Namespace:
-    """lm-eval's own flag --device, read before mlx-lm is imported; one that only torch knows, such as mps, is left."""
+    """Return lm-eval's own flag --device, read before mlx-lm is imported; torch's devices, such as mps, are ignored."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--device", nargs="?")
     found, _ = parser.parse_known_args()

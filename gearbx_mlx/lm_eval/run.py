@@ -1,7 +1,7 @@
-"""The model `gearbx` of lm-eval: mlx_lm's, in the gears that flags of `gearbx_mlx generate` say.
+"""The model `gearbx` of lm-eval: mlx_lm's class, in gears set by flags of `gearbx_mlx generate`.
 
-mlx_lm's class scores a whole span in one pass and generates in batches: no gear of a single token would ever act there.
-So a span is written token by token, as a text is, by a sampler that chooses the tokens of the span.
+mlx_lm's class scores a span in one forward pass and generates in batches, so gears could not change per token. Here a
+span is generated token by token, with a sampler that chooses the span's own tokens.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from lm_eval.api.registry import register_model
 from mlx_lm.evaluate import DEFAULT_MAX_TOKENS, MLXLM
 from tqdm import tqdm
 
-from ..cli.build import build, decided
+from ..cli.build import Loaded, decided
 from ..cli.parser import command_settings
 from ..decoding.lossless import Lossless
 from ..decoding.route import Static
@@ -24,38 +24,38 @@ from ..evaluation.predictions import written_text
 from ..generate import GenerateSettings, setup_arg_parser
 from ..settings import flag_of, given_names
 
-MEANINGLESS = ("input", "sampling", "cache", "controller", "output")  # groups of flags that have no meaning here
+MEANINGLESS = ("input", "sampling", "cache", "controller", "output")  # groups of flags without effect here
 
 
 @register_model("gearbx")
 class GearbxLM(MLXLM):
-    """lm-eval's face of a model in gears.
+    """A model in gears with lm-eval's interface.
 
     Args:
-        batch_size, max_batch_size, device: as lm-eval gives them. A token is computed at a time, and the command has
-            chosen the device before mlx-lm was imported.
-        flags: of `gearbx_mlx generate`, as `settings_of` takes them.
+        batch_size, max_batch_size, device: lm-eval's, without effect. One token is computed at a time, and the command
+            has set the device before mlx-lm was imported.
+        flags: of `gearbx_mlx generate`, for `settings_of`.
     """
 
     def __init__(self, batch_size: Any = 1, max_batch_size: Any = None, device: Any = None, **flags: Any) -> None:
         LM.__init__(self)
         settings = settings_of(flags)
-        geared = build(decided(settings))
+        geared = Loaded.of(decided(settings)).in_gears()
         self._model, self.tokenizer = geared.loaded.model, geared.loaded.tokenizer
         mode = geared.mode("").settled(geared.gearbox, self.tokenizer, None)
-        mode = Static() if isinstance(mode, Lossless) else mode  # whose texts and scores are the same
+        mode = Static() if isinstance(mode, Lossless) else mode  # with the same outputs and scores
         self._max_tokens = settings.prompt.max_tokens if "max_tokens" in flags else None
         self.use_chat_template = self.tokenizer.has_chat_template and not settings.prompt.ignore_chat_template
         self.how: dict[str, Any] = {"mode": mode, "gearbox": geared.gearbox}
 
     def scored(self, before: Sequence[int], span: Sequence[int]) -> Iterator[tuple[float, bool]]:
-        """Yield the log-probability of each token of a span, and whether it is the likeliest."""
+        """Yield the log-probability (nats) of each token of a span, and whether it is the most likely one."""
         for token, response in zip(span, written_text(self._model, self.tokenizer, before, span, **self.how)):
             logprobs = response.logprobs.reshape(-1)
             yield logprobs[token].item(), logprobs.argmax().item() == token
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """Score each (context, continuation): its log-probability, and whether all of it is the likeliest."""
+        """Score each (context, continuation): log-probability, and whether every token is the most likely one."""
         found = []
         for context, continuation in (request.args for request in tqdm(requests)):
             before, whole = self._tokenize([context, context + continuation])
@@ -86,28 +86,28 @@ class GearbxLM(MLXLM):
 
 
 def settings_of(flags: Mapping[str, Any]) -> GenerateSettings:
-    """Return what --model_args say: flags of generate, with colons for the commas, at which lm-eval splits.
+    """Return the settings in --model_args: flags of generate, with colons for commas, at which lm-eval splits.
 
     Raises:
-        GearbxError: a flag that has no meaning here.
-        SystemExit: one that does not exist.
+        GearbxError: a flag without effect here.
+        SystemExit: an unknown flag.
     """
     parser: Any = setup_arg_parser()
     words = [flag_of(name) + ("" if value is True else f"={value}".replace(":", ",")) for name, value in flags.items()]
     settings: GenerateSettings = command_settings(parser.kind, vars(parser.parse_args(words)))
     for name, group in vars(settings).items():
         for flag in given_names(group, type(group)()) if name in MEANINGLESS else ():
-            raise GearbxError(f"--model_args {flag} has no meaning for lm-eval; leave it out")
+            raise GearbxError(f"--model_args {flag}: no meaning for lm-eval; omit it")
     if settings.mode.small_model is not None:
-        raise GearbxError("--model_args small_model: lm-eval has one model; leave it out")
+        raise GearbxError("--model_args small_model: lm-eval has one model; omit it")
     return settings
 
 
 def main() -> None:
-    """Run lm-eval's command line, in whose registry the model now is.
+    """Run lm-eval's command line, with this model in its registry.
 
     Raises:
-        GearbxError: a mistake that lm-eval itself reports, such as a task or a file that is not there.
+        GearbxError: a mistake reported by lm-eval, such as a missing task or file.
     """
     try:
         cli_evaluate()

@@ -32,15 +32,15 @@ class MeasurementSettings(Settings):
 
     title: ClassVar[str] = "sensitivity"
 
-    bits: tuple[int, ...] = flag((3, 4, 5, 6, 8), "Widths, ascending. Default: 3,4,5,6,8", parse=parse_widths)
+    bits: tuple[int, ...] = flag((3, 4, 5, 6, 8), "Bits to measure, ascending", parse=parse_widths)
     accuracy_threshold: float = flag(
         ACCURACY_THRESHOLD,
-        "Percent that one layer may add to the perplexity: its fewest bits are those that stay below.",
-        least=0.001,
-        most=LARGEST_SHOWN,
+        "Maximum increase of the perplexity by one layer, in percent, for the layer's minimum bits",
+        minimum=0.001,
+        maximum=LARGEST_SHOWN,
     )
-    out: str = flag("manifest.json", "File to write.", named=True)
-    fast: bool = flag(False, "Estimate to first order, from one backward pass, as in mlx_lm.dynamic_quant.")
+    out: str = flag("manifest.json", "File to write", named=True)
+    fast: bool = flag(False, "First-order estimate from one backward pass, as in mlx_lm.dynamic_quant")
 
 
 @dataclass(frozen=True)

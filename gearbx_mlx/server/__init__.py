@@ -44,40 +44,46 @@ class ListenSettings(Settings):
 
     title: ClassVar[str] = "server"
 
-    host: str = flag("127.0.0.1", "Host for the HTTP server; 0.0.0.0 admits other machines.", named=True)
-    port: int = flag(8080, "Port for the HTTP server; 0: any free port.", least=0, most=65535)
+    host: str = flag("127.0.0.1", "Host for the HTTP server; 0.0.0.0 accepts other machines", named=True)
+    port: int = flag(8080, "Port for the HTTP server; 0: any free port", minimum=0, maximum=65535)
     allowed_origins: str = flag(
         "",
-        "Comma-separated origins of additional web pages that may send requests, such as https://example.org; *: all. "
-        "Default: none",
+        "Further allowed origins of web pages, such as https://example.org, comma-separated; *: any",
+        default_text="none",
         rare=True,
     )
     allowed_hosts: str = flag(
-        "", "Comma-separated names of the server in requests, besides --host and loopback. Default: none", rare=True
+        "",
+        "Further allowed host names of requests, beside --host and loopback, comma-separated",
+        default_text="none",
+        rare=True,
     )
-    api_key: str | None = flag(
-        None, "Key that requests must have. Default: GEARBX_API_KEY of the environment, or none", named=True
-    )
+    api_key: str | None = flag(None, "Key that requests must send", default_text="$GEARBX_API_KEY, or none", named=True)
     max_body_bytes: int | None = flag(
-        None, "Maximum bytes of a request. Default: by the model's context", least=1, most=2**31, rare=True
+        None,
+        "Maximum size of a request in bytes",
+        default_text="by the model's context",
+        minimum=1,
+        maximum=2**31,
+        rare=True,
     )
-    request_timeout: float = flag(30.0, "Seconds for a client to send its request.", least=0.1, most=3600, rare=True)
-    allow_models: bool = flag(False, "Load other models that requests name, in place of this one.", rare=True)
+    request_timeout: float = flag(
+        30.0, "Seconds for a client to send its request", minimum=0.1, maximum=3600, rare=True
+    )
+    allow_models: bool = flag(False, "Let requests name other models, which then replace this one", rare=True)
     models: str | None = flag(
         None,
-        "Directory of checkpoints; requests choose one by its folder's name, and one is in memory at a time.",
+        "Directory of checkpoints that requests may name by folder; one is in memory at a time",
         metavar="DIR",
     )
     keep_alive: float | None = flag(
         None,
-        "Time in memory after a model's last answer: seconds, 5m or 1h; -1: no limit. Default: 5m with --models, else "
-        "-1",
+        "Time that an idle model stays in memory: seconds, 5m or 1h; -1: always",
+        default_text="-1; --models: 5m",
         parse=parse_span,
         metavar="TIME",
     )
-    log_level: str = flag(
-        "INFO", "Set the logging level.", choices=("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"), rare=True
-    )
+    log_level: str = flag("INFO", "Logging level", choices=("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"), rare=True)
 
 
 @dataclass(frozen=True)
@@ -86,15 +92,15 @@ class AnswerSettings(Settings):
 
     title: ClassVar[str] = "answers"
 
-    max_tokens: int = flag(512, "Default maximum number of tokens to generate.", least=1)
-    temp: float = flag(0.0, "Default sampling temperature.", least=0, most=1000)
-    top_p: float = flag(1.0, "Default nucleus sampling top-p.", least=0, most=1, rare=True)
-    top_k: int = flag(0, "Default top-k sampling; 0 disables it.", least=0, rare=True)
-    min_p: float = flag(0.0, "Default min-p sampling; 0 disables it.", least=0, most=1, rare=True)
+    max_tokens: int = flag(512, "Default maximum number of tokens to generate", minimum=1)
+    temp: float = flag(0.0, "Default sampling temperature", minimum=0, maximum=1000)
+    top_p: float = flag(1.0, "Default nucleus sampling top-p", minimum=0, maximum=1, rare=True)
+    top_k: int = flag(0, "Default top-k sampling; 0 disables it", minimum=0, rare=True)
+    min_p: float = flag(0.0, "Default min-p sampling; 0 disables it", minimum=0, maximum=1, rare=True)
     chat_template: str = flag("", "Specify a chat template for the tokenizer", rare=True)
     chat_template_args: str = flag(
         "{}",
-        "JSON of arguments for the tokenizer's apply_chat_template, e.g. '{\"enable_thinking\":false}'.",
+        "JSON of arguments for the tokenizer's apply_chat_template, such as '{\"enable_thinking\":false}'",
         rare=True,
     )
 
@@ -117,21 +123,23 @@ class ConcurrencySettings(Settings):
 
     title: ClassVar[str] = "concurrency"
 
-    decode_concurrency: int = flag(32, "Sequences to generate at once.", least=1, most=4096)
-    prompt_concurrency: int = flag(8, "Prompts to prefill at once in a batch.", least=1, most=4096, rare=True)
+    decode_concurrency: int = flag(32, "Maximum number of answers generated at once", minimum=1, maximum=4096)
+    prompt_concurrency: int = flag(
+        8, "Maximum number of prompts prefilled at once, in one gear", minimum=1, maximum=4096, rare=True
+    )
     batch_policy: str = flag(
         DEFAULT_POLICY,
-        "Gear of a batch's step, by the gears that its sequences request: highest, most (the most frequent), or "
-        "quantile:Q (the lowest that is at least the request of a share Q).",
+        "Gear of a batch: highest or most frequent requested gear (most), or quantile:Q of the requested gears",
         named=True,
         rare=True,
     )
     prompt_cache_size: int = flag(
-        10, "Maximum number of distinct KV caches to hold in the prompt cache.", least=1, rare=True
+        10, "Maximum number of distinct KV caches to hold in the prompt cache", minimum=1, rare=True
     )
     prompt_cache_bytes: int | None = flag(
         None,
-        "Maximum size in bytes of the KV caches, such as 2GB. Default: no limit",
+        "Maximum size of the KV caches, such as 2GB",
+        default_text="no limit",
         parse=partial(parse_bytes, shown="--prompt-cache-bytes"),
         rare=True,
     )

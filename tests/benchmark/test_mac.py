@@ -46,9 +46,9 @@ def test_one_page_and_one_file(bench, tiny_directory):
     report = written()
     assert report["complete"]
     assert report["failed"] == report["left_out"] == {}
-    assert [row["way"] for row in report["ways"]] == WAYS
-    assert {(text["series"], text["prompt"]) for text in report["texts"]} == {(0, name) for name in subject.PROMPTS}
-    rows = {row["way"]: row for row in report["ways"]}
+    assert [row["method"] for row in report["methods"]] == WAYS
+    assert {(text["series"], text["prompt"]) for text in report["outputs"]} == {(0, name) for name in subject.PROMPTS}
+    rows = {row["method"]: row for row in report["methods"]}
     alone = rows[subject.MLX_LM]
     assert (alone["ratio"], alone["spread"], alone["tokens_a_round"]) == (1.0, [1.0, 1.0], 1.0)
     assert alone["reads_a_round"] == 1.0
@@ -60,7 +60,7 @@ def test_one_page_and_one_file(bench, tiny_directory):
         assert row["first_seconds"] > 0
     own = sum(array.nbytes for array in mx.load(str(tiny_directory / "model.safetensors")).values())
     assert own <= alone["memory_bytes"] < rows[subject.BY_DRAFT_MODEL[2]]["memory_bytes"]
-    assert rows[subject.ONE_GEAR_WAYS[4]]["memory_bytes"] < rows[subject.ONE_GEAR_WAYS[8]]["memory_bytes"]
+    assert rows[subject.ONE_GEAR[4]]["memory_bytes"] < rows[subject.ONE_GEAR[8]]["memory_bytes"]
     lines = done.out.splitlines()
     assert [way for way in WAYS if f"| {way} " not in done.out] == []
     assert report["facts"]["machine"] in lines[0]
@@ -72,14 +72,14 @@ def test_one_page_and_one_file(bench, tiny_directory):
     assert re.search(r"about \S+ minutes at mlx-lm's speed", " ".join(done.err.split()))
 
 
-def text(way: str, seconds: float, series: int = 0, **change: object) -> subject.MacText:
+def text(way: str, seconds: float, series: int = 0, **change: object) -> subject.MacOutput:
     plain = {"tokens": 11, "first_seconds": 0.5, "rounds": 10, "reads": 10, "waited": seconds / 2, "memory": 100}
-    return subject.MacText(series=series, prompt="prose", way=way, seconds=seconds, **(plain | change))
+    return subject.MacOutput(series=series, prompt="prose", method=way, seconds=seconds, **(plain | change))
 
 
-def report_of(*texts: subject.MacText) -> subject.MacReport:
+def report_of(*texts: subject.MacOutput) -> subject.MacReport:
     facts = subject.MacFacts("a Mac", "1", "2", "3", "a model", "00", 11)
-    report = subject.MacReport(facts, "2026-11-28", "bfloat16", 2**34, {}, texts=list(texts))
+    report = subject.MacReport(facts, "2026-11-28", "bfloat16", 2**34, {}, outputs=list(texts))
     subject.summarise(report)
     return report
 
@@ -88,13 +88,13 @@ def test_a_way_is_compared_with_the_text_of_the_same_turn():
     texts = [text(subject.MLX_LM, 1.0)]
     texts += [text(subject.AS_TYPED, 0.5, rounds=4, reads=5, waited=0.1, same=True, agreed=11)]
     texts += [text(subject.MLX_LM, 4.0, 1), text(subject.AS_TYPED, 2.5, 1, rounds=6, reads=6, waited=0.2, agreed=3)]
-    alone, row = report_of(*texts).ways
+    alone, row = report_of(*texts).methods
     assert row["spread"] == [1.6, 2.0]
     assert row["ratio"] == pytest.approx(1.8)
     assert row["tokens_a_round"] == 2.0
     assert row["reads_a_round"] == 1.1
     assert row["host_share"] == pytest.approx(0.9)
-    assert (row["same"], row["texts"], row["agreed"]) == (1, 2, 3)
+    assert (row["same"], row["outputs"], row["agreed"]) == (1, 2, 3)
     assert subject.shown_row(row)["same text"] == "1 of 2, else 3+ alike"
     assert alone["host_share"] == 0.5
 
@@ -104,7 +104,7 @@ def test_expected_seconds_of_a_series():
     assert subject.expected_seconds(one, 36, 201) == pytest.approx(36 * (0.5 + 40))
 
 
-@pytest.mark.parametrize(("seconds", "word"), [(0.8, "gains"), (1.0, "neither gains nor loses"), (1.1, "loses")])
+@pytest.mark.parametrize(("seconds", "word"), [(0.8, "faster than"), (1.0, "as fast as"), (1.1, "slower than")])
 def test_the_verdict_follows_from_the_figures(seconds, word):
     report = report_of(
         text(subject.MLX_LM, 1.0),
@@ -112,13 +112,13 @@ def test_the_verdict_follows_from_the_figures(seconds, word):
         text(subject.FIXED[1], 0.9),
         text(subject.FIXED[3], 0.7),
         text(subject.BY_DRAFT_MODEL[2], 1.25),
-        text(subject.ONE_GEAR_WAYS[8], 0.625),
+        text(subject.ONE_GEAR[8], 0.625),
     )
     first, second, third = report.verdict
-    assert f"a model {word}: {1 / seconds:.2f}" in first
-    assert "with mlx-lm's text in 1 of 1" in first
-    assert second == "Of drafts of a fixed number of tokens, the best are ours 1.43 with 3 and mlx-lm's 0.80 with 2."
-    assert third == "One gear, with a text of its own, has 8 bits 1.60 times mlx-lm's speed."
+    assert f"a model is {word} mlx-lm: {1 / seconds:.2f}×" in first
+    assert "with mlx-lm's output in 1 of 1" in first
+    assert second == "The fastest drafts of a fixed length are ours 1.43× with 3 and mlx-lm's 0.80× with 2 tokens."
+    assert third == "One gear, with different output, has 8 bits 1.60× mlx-lm's speed."
     assert f"as typed {1 / seconds:.2f} | drafts 1:1.11 3:1.43 | draft model 2:0.80 | bits 8:1.60" in report.line
 
 
@@ -142,7 +142,7 @@ class TestInterrupted:
     @pytest.fixture
     def interrupted(self, bench, monkeypatch):
         """Write some texts and interrupt."""
-        timed, count = subject.timed_text, []
+        timed, count = subject.timed_output, []
 
         def until(*arguments):
             count.append(arguments)
@@ -158,19 +158,19 @@ class TestInterrupted:
         assert interrupted.status == 130
         report = written()
         assert not report["complete"]
-        assert len(report["texts"]) == len(WAYS) + 2
-        assert [row["texts"] for row in report["ways"]] == [2, 2] + [1] * (len(WAYS) - 2)
+        assert len(report["outputs"]) == len(WAYS) + 2
+        assert [row["outputs"] for row in report["methods"]] == [2, 2] + [1] * (len(WAYS) - 2)
         assert f"| {subject.MLX_LM} " in interrupted.out
         assert "interrupted" in report["line"]
 
     def test_it_goes_on_with_turns_that_are_whole(self, interrupted, bench):
-        first = written()["texts"][: len(WAYS)]
+        first = written()["outputs"][: len(WAYS)]
         done = bench()
-        assert f"goes on after {len(WAYS) + 2} texts" in done.err
+        assert f"resumes after {len(WAYS) + 2} outputs" in done.err
         report = written()
         assert report["complete"]
-        assert report["texts"][: len(WAYS)] == first
-        assert len(report["texts"]) == 3 * len(WAYS)
+        assert report["outputs"][: len(WAYS)] == first
+        assert len(report["outputs"]) == 3 * len(WAYS)
 
     def test_a_file_of_another_kind_is_not_used(self, bench):
         Path("mac.json").write_text('{"rows": []}')
@@ -195,7 +195,7 @@ def test_a_way_that_fails_is_named_and_the_others_go_on(bench, monkeypatch):
     assert {*written()["failed"]} == {*subject.BY_DRAFT_MODEL.values()}
     name = subject.BY_DRAFT_MODEL[2]
     assert f"failed: {name}: Speculative decoding requires a trimmable prompt cache" in done.out
-    assert [row["way"] for row in written()["ways"]] == [way for way in WAYS if way not in written()["failed"]]
+    assert [row["method"] for row in written()["methods"]] == [way for way in WAYS if way not in written()["failed"]]
 
 
 @pytest.mark.slow
@@ -204,7 +204,7 @@ def test_what_memory_has_no_room_for_is_left_out(bench, monkeypatch, tiny_direct
     monkeypatch.setattr(subject, "most_memory", lambda: size)
     done = bench()
     assert done.status == 0, done.err
-    assert {*written()["left_out"]} == {*subject.BY_DRAFT_MODEL.values(), *subject.ONE_GEAR_WAYS.values()}
+    assert {*written()["left_out"]} == {*subject.BY_DRAFT_MODEL.values(), *subject.ONE_GEAR.values()}
     assert "left out: one gear of 8 bits: it needs" in done.out
 
 
@@ -223,11 +223,13 @@ class TestRefused:
 
     def test_a_model_that_is_too_large(self, bench, monkeypatch):
         monkeypatch.setattr(subject, "most_memory", lambda: 1000)
-        assert re.search("needs about .* at most 1 kB here", self.refused(bench()))
+        assert re.search(
+            "too large for the 1 kB for weights here, got about .* MB; use a smaller", self.refused(bench())
+        )
 
     def test_a_quantized_model(self, bench, command, succeeds, tmp_path):
         succeeds("convert", "--mlx-path", tmp_path / "geared", "--gears", "4,8")
-        assert "give the original" in self.refused(command("benchmark", "mac", "--model", tmp_path / "geared"))
+        assert "use the original" in self.refused(command("benchmark", "mac", "--model", tmp_path / "geared"))
 
     def test_a_hub_name_without_a_network(self, command, monkeypatch, tmp_path):
         monkeypatch.chdir(tmp_path)

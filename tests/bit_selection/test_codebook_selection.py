@@ -256,7 +256,7 @@ class TestFitting:
 
     @pytest.mark.parametrize("text", ["", "much", "-3GB", "0", "3XB", "GB", "1.2.3GB"])
     def test_what_is_no_size(self, text):
-        with pytest.raises(GearbxError, match=r"--size: .* is not a size; give bytes such as 3GB"):
+        with pytest.raises(GearbxError, match=r"--size: not a size, got .*; use bytes such as 3GB"):
             parse_bytes(text, "--size")
 
 

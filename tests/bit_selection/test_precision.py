@@ -153,7 +153,7 @@ class TestGenerate:
 
     def test_flags_that_say_otherwise(self, command, tmp_path, for_demo):
         result = self.run(command, tmp_path, for_demo, "--format", "planes")
-        assert_refused(result, "--format is planes", "was measured with affine; leave out --format")
+        assert_refused(result, "--format: ", "was measured with affine, got planes; omit --format")
         assert_refused(command("generate", "--manifest", tmp_path / "none.json"), "none.json: cannot be read")
 
 

@@ -84,8 +84,8 @@ def test_a_cut_answer_says_once_what_makes_it_longer(capsys):
     with chat(max_tokens=3) as session:
         answers_of(session, ASKED, MORE)
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "the answer was cut at --max-tokens 3; set more, or -1 for whole answers"
-    assert [" 3 written (cut) " in line for line in lines] == [False, True, True]
+    assert lines[0] == "the answer was cut: --max-tokens is 3; give more, or -1 for whole answers"
+    assert [" 3 generated (cut) " in line for line in lines] == [False, True, True]
 
 
 class TestTurns:
@@ -96,7 +96,7 @@ class TestTurns:
             session.answer(ASKED)
             before = list(session.cache.tokens)
             session.answer(MORE)
-        read = int(capsys.readouterr().err.splitlines()[-1].split(" read")[0])
+        read = int(capsys.readouterr().err.splitlines()[-1].split(" prefilled")[0])
         *asked, answered = session.conversation.turns
         prompt = tokens_of(whole, asked)
         assert before == prompt[: len(before)]
@@ -119,8 +119,8 @@ class TestTurns:
         *asked, answered = session.conversation.turns
         assert answered["content"] == as_without_a_cache(whole, asked, 24)
         first, second = said(capsys)
-        assert f"{tokens} written (stopped)" in first
-        assert "24 written (cut)" in second
+        assert f"{tokens} generated (stopped)" in first
+        assert "24 generated (cut)" in second
 
     def test_a_second_ctrl_c_does_not_wait_and_the_chat_goes_on(self, whole, pressed):
         with caught() as ctrl_c, chat(ctrl_c, gears="16") as session:
@@ -149,7 +149,7 @@ class TestTurns:
             session.answer(ASKED)
             assert (session.conversation.turns, capsys.readouterr().out) == ([], "")
             session.answer(ASKED)
-        read = int(capsys.readouterr().err.splitlines()[-1].split(" read")[0])
+        read = int(capsys.readouterr().err.splitlines()[-1].split(" prefilled")[0])
         asked, answered = session.conversation.turns
         assert read < len(whole.tokenizer.encode(ASKED))
         assert answered["content"] == as_without_a_cache(whole, [asked], 24)
@@ -199,11 +199,11 @@ class TestPipes:
         refused = {
             "/save ~nosuchuser/a.md": "~nosuchuser/a.md: has an unknown home directory; use the full path",
             "/save a\0.md": r"a\x00.md: no file can have a null character in its name; choose another one",
-            "/system Be \udcff": "this line is not UTF-8 text (surrogates not allowed); convert it",
-            "Be \udcff": "this line is not UTF-8 text (surrogates not allowed); convert it",
-            "/": "/: is not a command; use /help for a list, or a space in front for a message",
-            "/stats": "/stats: is not a command; use /help for a list, or a space in front for a message",
-            "/rest": "/rest: is not a command; use /reset, or a space in front for a message",
+            "/system Be \udcff": "this line: not UTF-8 text (surrogates not allowed); use UTF-8",
+            "Be \udcff": "this line: not UTF-8 text (surrogates not allowed); use UTF-8",
+            "/": "/: no such command; /help lists them, and a space in front makes it a message",
+            "/stats": "/stats: no such command; /help lists them, and a space in front makes it a message",
+            "/rest": "/rest: no such command; /reset is near, and a space in front makes it a message",
             f"/save {tmp_path}/{'n' * 300}.md": "File name too long",
             "/mode route --thresholds a\0": "cannot be read as a thresholds file",
             "/mode telemetry-only": "mode 'telemetry-only': is for original weights, got gears; choose from ",

@@ -19,8 +19,8 @@ from gearbx_mlx.chat.run import history_file
 pytestmark = pytest.mark.processes
 
 CHAT = [sys.executable, "-m", "gearbx_mlx.chat", "--gears", "3,16"]
-DONE = r"\d+ read, \d+ written[^\n]*/token\n"
-STOPPED = r"\d+ read, (\d+) written \(stopped\)"
+DONE = r"\d+ prefilled, \d+ generated[^\n]*/token\n"
+STOPPED = r"\d+ prefilled, (\d+) generated \(stopped\)"
 ENDLESS = "100000"  # tokens
 
 

@@ -170,7 +170,7 @@ def test_an_output_that_cannot_be_written(command, tmp_path, flag):
 
 def test_a_prompt_longer_than_the_context(command, tmp_path):
     result = command("generate", "-p", "king " * 600, "--summary", tmp_path / "s.json", "--trace", tmp_path / "t.jsonl")
-    assert_refused(result, "the prompt is 6", "context 512", folder=tmp_path)
+    assert_refused(result, "the prompt: exceeds the model's context of 512, got 6", folder=tmp_path)
 
 
 def test_prompts_files(command, tmp_path):
@@ -179,9 +179,9 @@ def test_prompts_files(command, tmp_path):
     broken.write_text('{"question": "one"}\n\n{"question"')
     strange.write_text('{"riddle": "one"}')
     for file, words in [
-        (empty, "has no prompt"),
+        (empty, "no prompt; use one per line"),
         (broken, "line 3: not JSON"),
-        (strange, "line 1: no field"),
+        (strange, "line 1: no text; use a field"),
         (tmp_path / "none.txt", "cannot be read"),
     ]:
         assert_refused(command("analyze", "--prompts", file, "--out", tmp_path / "out"), file, words)
@@ -217,7 +217,7 @@ def with_template(tmp_path):
     return make
 
 
-NO_TOKEN = "the prompt becomes no token; "
+NO_TOKEN = "--prompt: becomes no token; "
 WITHOUT_A = {"normalizer": {"type": "Replace", "pattern": {"String": "a"}, "content": ""}, "post_processor": None}
 
 
@@ -228,11 +228,11 @@ WITHOUT_A = {"normalizer": {"type": "Replace", "pattern": {"String": "a"}, "cont
             "{% if false %}{% endif %}",
             {},
             (),
-            f"{NO_TOKEN}the chat template may leave it out; use --ignore-chat-template",
+            f"{NO_TOKEN}use --ignore-chat-template if the chat template omits it",
         ),
-        (None, WITHOUT_A, ("-p", "aaa"), f"{NO_TOKEN}change --prompt"),
+        (None, WITHOUT_A, ("-p", "aaa"), f"{NO_TOKEN}use another --prompt"),
         *(
-            (None, {}, (flag, value), f"{flag} goes into the chat template, and the model has none; leave {flag} out")
+            (None, {}, (flag, value), f"{flag}: goes into the chat template, and the model has none; omit {flag}")
             for flag, value in (
                 ("--system-prompt", "Be brief."),
                 ("--prefill-response", "It"),
@@ -243,7 +243,7 @@ WITHOUT_A = {"normalizer": {"type": "Replace", "pattern": {"String": "a"}, "cont
             "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
             {},
             ("--prefill-response", "It is"),
-            "error: the chat template refuses this (",
+            "error: chat template: refuses the messages (",
         ),
     ],
 )
@@ -259,4 +259,4 @@ def test_a_template_that_hides_the_message_is_refused_after_a_prompt_cache(comma
     file = tmp_path / "cache.safetensors"
     save_prompt_cache(str(file), cache, {"model": str(model), "tokenizer_config": "{}"})
     result = command("generate", "--model", model, "--prompt-cache-file", file)
-    assert_refused(result, "the chat template does not show the message; use --ignore-chat-template")
+    assert_refused(result, "chat template: does not contain the message; use --ignore-chat-template")

@@ -85,8 +85,8 @@ class TestGenerate:
         done = generated("--gears", "4,16", "-m", 60)
         assert question == DEFAULT_PROMPT
         assert "tokens: " not in done.err
-        drafted = "drafted by 4 bits, accepted by 16"
-        assert colors == f"tokens: {drafted} · looked up in the text, accepted · written by 16 bits"
+        drafted = "drafted in 4 bits, accepted"
+        assert colors == f"tokens: {drafted} · prompt lookup, accepted · generated in 16 bits"
         summary = done.summary
         assert summary["accepted"] > 0
         assert summary["accepted"] + summary["lookup_accepted"] + summary["gear_tokens"]["high"] == summary["tokens"]
@@ -132,7 +132,7 @@ class TestGenerate:
         piped(read)
         waiting = command("generate", "-m", 8)
         assert waiting.out == expected
-        assert "--prompt - waits for it" in waiting.err
+        assert "use --prompt - to wait for it" in waiting.err
         os.close(write)
         assert command("generate", "-m", 8).out == expected
 
@@ -186,12 +186,12 @@ def test_analyze_writes_trace_summary_and_pictures(command, tmp_path):
 @pytest.mark.parametrize(
     ("keywords", "words"),
     [
-        ({"temperature": 1}, "no setting 'temperature'"),
-        ({"num_prompts": 0}, "--num-prompts is 0; give 1 or more"),
-        ({"shares": "nan,1"}, "shares: must be parts of 1"),
-        ({"shares": "0.5,0.5"}, "--shares: must be 3 parts, got 0.5,0.5"),
-        ({"method": "median"}, "no setting 'method'"),
-        ({"out": ""}, "--out is empty"),
+        ({"temperature": 1}, "temperature: no such setting"),
+        ({"num_prompts": 0}, "--num-prompts: out of range, got 0; use 1 or more"),
+        ({"shares": "nan,1"}, "shares must be parts of 1"),
+        ({"shares": "0.5,0.5"}, "give 3 parts"),
+        ({"method": "median"}, "method: no such setting"),
+        ({"out": ""}, "--out: empty"),
     ],
 )
 def test_mistakes_of_a_program(keywords, words):

@@ -95,9 +95,9 @@ def test_the_first_answer_needs_no_model(places):
 @pytest.mark.parametrize(
     ("model", "flags", "says"),
     [
-        ("geared", GearFlags(base=""), "has its codes; leave out --base"),
-        ("8 bits", GearFlags(base=""), "is quantized already, .* leave out --base"),
-        ("8 bits", GearFlags(residency="disk"), "leave out --residency disk"),
+        ("geared", GearFlags(base=""), "has its codes; omit --base"),
+        ("8 bits", GearFlags(base=""), "quantized already, .* omit --base"),
+        ("8 bits", GearFlags(residency="disk"), "omit --residency disk"),
     ],
 )
 def test_what_does_not_fit_the_model_is_refused(places, model, flags, says):
@@ -129,9 +129,8 @@ def stated(flag: str, words: str) -> tuple[str, ...]:
 @pytest.mark.parametrize("device", [CPU, GPU])
 @pytest.mark.parametrize("model", ORIGINAL)
 def test_original_weights(by_flags, model, device, mode):
-    others, drafting = stated("gears", r"of original weights ([\d,]+), and in mode lossless or .* ([\d,]+)$")
-    words = r"Default: (\w+); of original weights whose gears mode lossless .* on a GPU (\w+),"
-    usual, on_gpu = stated("format", words)
+    others, drafting = stated("gears", r"default: ([\d,]+); lossless, .*?: ([\d,]+);")
+    usual, on_gpu = stated("format", r"default: (\w+); lossless: (\w+) \(GPU\)")
     found = by_flags(model, device, mode=mode)
     drafts = found.mode.name == "lossless"
     assert str(found.ladder) == (drafting if drafts else others)
@@ -140,38 +139,38 @@ def test_original_weights(by_flags, model, device, mode):
 
 @pytest.mark.parametrize("model", ORIGINAL)
 def test_original_weights_where_memory_is_short(by_flags, native, model):
-    (usual,), (format, kind) = stated("format", r"Default: (\w+)"), stated("format", r"CPU (\w+) where they are (\w+)")
+    usual, format, kind = stated("format", r"default: (\w+); .*, (\w+) \((\w+), memory short\)")
     assert by_flags(model, memory=1000).format.name == (format if model == kind else usual)
     assert by_flags(model, memory=1000, gears="4,16").format.name == usual
 
 
 def test_formats_without_a_gear_of_8_bits(by_flags):
-    one, other, gears = stated("gears", r"with format (\w+) or (\w+) ([\d,]+)$")
+    one, other, gears = stated("gears", r"lossless, (\w+) or (\w+): ([\d,]+);")
     for format in (one, other):
         assert str(by_flags("bfloat16", mode="route", format=format).ladder) == gears
 
 
-def looks_up_alone(bits: int, device: str) -> bool:
-    """Return whether the page's table says that mode lossless takes no gear of a model in so many bits."""
-    rows = re.findall(r"^\| affine, ([\d or]+) bits.*?\|.*?\|(.*)\|$", PAGE, re.MULTILINE)
-    (said,) = (row for codes, row in rows if str(bits) in codes)
-    here, _, on_gpu = said.partition("on a GPU")
-    return "lookup" in (on_gpu if on_gpu and device == GPU else here)
+def documented_ladder(bits: int, device: str, drafts: bool) -> str:
+    """Return the ladder that the page's table has for a model in so many bits."""
+    rows = re.findall(r"^\| affine, ([\d or]+) bits.*?\|(.*?)\|(.*)\|$", PAGE, re.MULTILINE)
+    ((ladders, lossless),) = (row for codes, *row in rows if str(bits) in codes)
+    here, _, on_gpu = lossless.partition("on a GPU")
+    only_lookup = "lookup" in (on_gpu if on_gpu and device == GPU else here)
+    found = re.findall(rf"\d,{bits}", ladders)
+    return str(bits) if not found or (drafts and only_lookup) else found[0]
 
 
 @pytest.mark.parametrize("mode", [None, *MODES])
 @pytest.mark.parametrize("device", [CPU, GPU])
 @pytest.mark.parametrize("model", CODES)
 def test_a_quantized_model(by_flags, model, device, mode):
-    low, least = map(int, stated("gears", r"a quantized model's own bits, with (\d) below (\d) or more"))
-    bits, found = CODES[model], by_flags(model, device, mode=mode)
-    alone = bits < least or (found.mode.name == "lossless" and looks_up_alone(bits, device))
-    assert str(found.ladder) == (str(bits) if alone else f"{low},{bits}")
+    found = by_flags(model, device, mode=mode)
+    assert str(found.ladder) == documented_ladder(CODES[model], device, found.mode.name == "lossless")
 
 
 def test_the_mode_that_other_flags_belong_to(by_flags):
-    said, otherwise = stated("mode", r"the other flags belong to \((.*)\), else (\w+)$")
-    pairs = re.findall(r"(--.*?): (\w+)", said)
+    otherwise, by_flag = stated("mode", r"default: (\w+); (.*)\]$")
+    pairs = re.findall(r"(--.*?): (\w+)", by_flag)
     of_help = {flag: mode for flags, mode in pairs for flag in re.findall("--[a-z-]+", flags)}
     table = PAGE.partition("Without `--mode`")[2].partition("With `--mode`")[0]
     assert of_help == dict(re.findall(r"^\| `(--[a-z-]+).*?\| `([a-z-]+)`", table, re.MULTILINE))
@@ -193,7 +192,7 @@ def test_the_flags_of_modes_are_fields_of_their_settings():
     known = {name for mode in SETTINGS for name in flags_of_mode(mode)}
     assert {*flags_in(ModeFlags)} - {"mode"} == known
     for kind in (GenerateSettings, ChatSettings):
-        with pytest.raises(GearbxError, match=f"{flag_of('num_draft_tokens')} is 0; give 1 to"):
+        with pytest.raises(GearbxError, match=f"{flag_of('num_draft_tokens')}: out of range, got 0; use 1 to"):
             command_settings(kind, {"num_draft_tokens": 0})
 
 
@@ -216,7 +215,7 @@ class TestModeLossless:
     @pytest.mark.parametrize(
         ("free", "said"),
         [
-            (1e12, "planes, native kernels: a draft beside the weights as they are"),
+            (1e12, "planes, native kernels: a draft beside the original weights"),
             (1000, "exact, native kernels: one exact copy of the weights with its draft inside"),
         ],
     )
@@ -230,7 +229,7 @@ class TestModeLossless:
         monkeypatch.setenv("GEARBX_TUNE", "1")
         flags = "--model", places / "bfloat16", *GENERATE
         said = [" ".join(command("generate", *flags).err.split()) for _ in range(2)]
-        words = r"take (\S+) times as long .* 8 bits (\S+) times, .*--mode static --gears 8"
+        words = r"take (\S+)× the time .* 8-bit gear (\S+)×; use --mode static --gears 8"
         found = [re.search(words, text) for text in said]
         assert all(found), said
         assert found[0].groups() == found[1].groups()  # measured once

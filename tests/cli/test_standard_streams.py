@@ -27,7 +27,7 @@ MODES = {
     "a draft model": ("--mode", "lossless", "--draft-model", DEMO_MODEL),
 }
 NEEDS_FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-NO_SPACE = "error: standard output cannot be written (No space left on device); redirect it to another place"
+NO_SPACE = "error: standard output: cannot be written (No space left on device); use another destination"
 
 
 def run_in_shell(redirection: str, *flags: object):
@@ -59,7 +59,7 @@ class TestClosedAndFull:
     def test_closed_stdout_is_one_line(self):
         done = run_in_shell(">&-")
         assert done.returncode == 1
-        said = "error: standard output cannot be written (it is closed); redirect it to another place"
+        said = "error: standard output: cannot be written (it is closed); use another destination"
         assert done.stderr.splitlines()[-1] == said
 
     @pytest.mark.slow

@@ -80,40 +80,40 @@ class TestPrompts:
 
     def told(self, clock: Clock, console: Console, *steps: tuple[float, int], seconds: float = 0.0) -> str:
         with PromptBar(console, clock) as bar:
-            bar.told(0, 100)
+            bar.update(0, 100)
             time.sleep(seconds)
             for step, read in steps:
                 clock.now += step
-                bar.told(read, 100)
+                bar.update(read, 100)
         return console.file.getvalue()
 
     def test_a_log_gets_tokens_a_second_after_two_seconds(self, clock, monkeypatch):
         monkeypatch.setattr(ProgressLines, "__init__", partialmethod(ProgressLines.__init__, clock=clock))
         lines = self.told(clock, log(), (1, 10), (2, 60), (11, 98), (1, 100)).splitlines()
-        assert lines == ["reading the prompt, 20 tokens/s: 60 of 100", "reading the prompt, 7 tokens/s: 98 of 100"]
+        assert lines == ["prefill, 20 tokens/s: 60 of 100", "prefill, 7 tokens/s: 98 of 100"]
         assert self.told(clock, log(), (0.5, 50), (0.5, 100)) == ""
 
     def test_a_terminal_gets_a_bar_before_the_first_part_is_read(self, clock, monkeypatch):
         monkeypatch.setattr(progress_module, "SHORT_SECONDS", 0.01)
         console = Console(file=Screen(), force_terminal=True, width=100, _environ={"TERM": "xterm"})
         shown = self.told(clock, console, (4, 60), (1, 100), seconds=0.3)
-        assert "reading the prompt" in shown
+        assert "prefill" in shown
         assert "0/100" in shown
         assert shown.endswith("\x1b[2K")  # the line is erased
 
     def test_both_commands_show_it(self, command, monkeypatch):
-        told = []
-        monkeypatch.setattr(PromptBar, "told", lambda bar, read, tokens: told.append(read / tokens))
+        shares = []
+        monkeypatch.setattr(PromptBar, "update", lambda bar, read, tokens: shares.append(read / tokens))
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Tom has 3 apples.\n")))
         for name in ("generate", "chat"):
-            told.clear()
+            shares.clear()
             assert command(name, "--prefill-step-size", 4, "-m", 4).status == 0
-            assert 0 < told[1] < told[-1] == 1
+            assert 0 < shares[1] < shares[-1] == 1
 
     def test_gears_that_take_long_suggest_a_checkpoint_once(self, command, monkeypatch):
         monkeypatch.setattr("gearbx_mlx.cli.build.SLOW_MAKING", 0.0)
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Tom has 3 apples.\nAnd now?\n")))
-        advice = "gearbx_mlx convert --mlx-path DIR --gears 4,16 --format planes writes them once"
+        advice = "gearbx_mlx convert --mlx-path DIR --gears 4,16 --format planes once"
         for name in ("generate", "chat"):
             assert command(name, "--gears", "4,16", "-m", 4).err.count(advice) == 1
 
@@ -245,7 +245,7 @@ class TestTables:
     def test_the_summary_shows_figures_and_names_as_they_are(self):
         lines = "\n".join(shown(summary_table(SUMMARY, [("drafts", "18 drafted, 17 accepted")])))
         figures = "[bold]mine, mode lossless, 20 tok, 10 tok, 5 tok, 50 tok, 0.10 s, 2.10 s, low (4 bits) 50%"
-        figures += ", high (16 bits) 25%, looked up 25%, 18 drafted, 5 MB, 10 MB, 2.00, 30 MB, 43 change gear"
+        figures += ", high (16 bits) 25%, prompt lookup 25%, 18 drafted, 5 MB, 10 MB, 2.00, 30 MB, 43 change gear"
         for figure in (*figures.split(", "), "1: its [odd] width"):
             assert figure in lines
 
@@ -280,7 +280,7 @@ class TestTables:
 
     def test_one_gear_changes_no_layer(self):
         lines = "\n".join(shown(summary_table(SUMMARY | {"ladder": SUMMARY["ladder"][:1]}, [])))
-        assert "43 have the bits of the gear, 1 are as loaded" in lines
+        assert "43 have the bits of the gear, 1 are unchanged" in lines
 
     @pytest.mark.parametrize("mode", [*MODES])
     def test_has_twelve_rows_at_most(self, mode):
@@ -312,4 +312,4 @@ def test_names_with_control_characters_stay_on_one_line(command):
         assert_refused(result, f"{shown}: cannot be read as text")
         assert result.err.count("\n") == 1
         assert "\x1b[2J" not in result.err
-    assert_refused(command("convert", "--memory-budget", "a\nb"), r"'a\nb' is not a size")
+    assert_refused(command("convert", "--memory-budget", "a\nb"), r"not a size, got 'a\nb'")

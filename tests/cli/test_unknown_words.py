@@ -18,37 +18,37 @@ UNKNOWN = {
     "'ch\nat'": r"ch\nat: no such command; did you mean chat?",
     "genrate": "genrate: no such command; did you mean generate?",
     "xyz": "xyz: no such command; choose from generate, chat, ",
-    "benchmark mca": "benchmark is mca; did you mean mac?",
-    "benchmark energy": "benchmark is energy; choose from decode, mac",
+    "benchmark mca": "benchmark: unknown, got mca; did you mean mac?",
+    "benchmark energy": "benchmark: unknown, got energy; choose from decode, mac",
     # flags, also before one that is missing
-    "benchmark decode --jsn x": "--jsn is no flag; did you mean --json?",
-    "generate --max-tokns 5": "--max-tokns is no flag; did you mean --max-tokens?",
-    "generate --modle smollm2": "--modle is no flag; did you mean --model?",
-    "generate --json": "--json is no flag; did you mean --summary FILE.json?",
-    "generate '--mo\nde'": r"--mo\nde is no flag; did you mean --mode?",
-    "generate --wings 2": "--wings is no flag; ",
-    "server --prot=80": "--prot=80 is no flag; did you mean --port?",
-    "evaluate --dta x": "--dta is no flag; did you mean --data?",
-    "list --directry .": "--directry is no flag; did you mean --directory?",
-    "generate -z": "-z is no flag; ",
+    "benchmark decode --jsn x": "--jsn: not a flag; did you mean --json?",
+    "generate --max-tokns 5": "--max-tokns: not a flag; did you mean --max-tokens?",
+    "generate --modle smollm2": "--modle: not a flag; did you mean --model?",
+    "generate --json": "--json: not a flag; did you mean --summary FILE.json?",
+    "generate '--mo\nde'": r"--mo\nde: not a flag; did you mean --mode?",
+    "generate --wings 2": "--wings: not a flag; ",
+    "server --prot=80": "--prot=80: not a flag; did you mean --port?",
+    "evaluate --dta x": "--dta: not a flag; did you mean --data?",
+    "list --directry .": "--directry: not a flag; did you mean --directory?",
+    "generate -z": "-z: not a flag; ",
     # modes, formats, choices
-    "generate --mode losless": "--mode is losless; did you mean lossless?",
-    "generate --mode 'loss\nless'": r"--mode is loss\nless; did you mean lossless?",
-    "generate --residency 'di\nsk'": r"--residency is di\nsk; did you mean disk?",
-    "generate --mode fast": "--mode is fast; choose from route, kickdown, lossless, ",
-    "generate --format plane": "--format is plane; did you mean planes?",
-    "generate --format codebok:sigma=3": "--format is codebok; did you mean codebook?",
-    "generate --format codebook:sigm=3": "no option 'sigm=3' in 'sigm=3'; did you mean sigma?",
-    "convert --format nf4": "--format is nf4; choose from planes, affine, ",
-    "convert --manage atention": "--manage is atention; did you mean attention?",
-    "generate --residency dsk": "--residency is dsk; did you mean disk?",
-    "generate --kernels nativ": "--kernels is nativ; did you mean native?",
-    "generate --kernels auto:flot": "--kernels auto:flot: activations is flot; did you mean float?",
-    "generate --dtype float3": "--dtype is float3; did you mean float32?",
-    "generate --device cup": "--device is cup; did you mean cpu?",
-    "generate --verbose al": "--verbose is al; did you mean all?",
-    "sensitivity --kernels nativ": "--kernels is nativ; did you mean native?",
-    "cache --empty kernel": "--empty is kernel; did you mean kernels?",
+    "generate --mode losless": "--mode: unknown, got losless; did you mean lossless?",
+    "generate --mode 'loss\nless'": r"--mode: unknown, got loss\nless; did you mean lossless?",
+    "generate --residency 'di\nsk'": r"--residency: unknown, got di\nsk; did you mean disk?",
+    "generate --mode fast": "--mode: unknown, got fast; choose from route, kickdown, lossless, ",
+    "generate --format plane": "--format: unknown, got plane; did you mean planes?",
+    "generate --format codebok:sigma=3": "--format: unknown, got codebok; did you mean codebook?",
+    "generate --format codebook:sigm=3": "no choice 'sigm=3' in 'sigm=3'; did you mean sigma?",
+    "convert --format nf4": "--format: unknown, got nf4; choose from planes, affine, ",
+    "convert --manage atention": "--manage: unknown, got atention; did you mean attention?",
+    "generate --residency dsk": "--residency: unknown, got dsk; did you mean disk?",
+    "generate --kernels nativ": "--kernels: unknown, got nativ; did you mean native?",
+    "generate --kernels auto:flot": "--kernels auto:flot: activations: unknown, got flot; did you mean float?",
+    "generate --dtype float3": "--dtype: unknown, got float3; did you mean float32?",
+    "generate --device cup": "--device: unknown, got cup; did you mean cpu?",
+    "generate --verbose al": "--verbose: unknown, got al; did you mean all?",
+    "sensitivity --kernels nativ": "--kernels: unknown, got nativ; did you mean native?",
+    "cache --empty kernel": "--empty: unknown, got kernel; did you mean kernels?",
 }
 
 
@@ -67,9 +67,9 @@ def test_word_of_a_command_line_is_refused(line, monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["losless"], "--mode is losless; did you mean lossless?"),
-        (["route", "--thresholdz", "1,2"], "/mode: --thresholdz is no flag; did you mean --thresholds?"),
-        (["route", "--wings", "1,2"], "/mode: --wings is no flag; gearbx_mlx chat --help shows the flags"),
+        (["losless"], "--mode: unknown, got losless; did you mean lossless?"),
+        (["route", "--thresholdz", "1,2"], "/mode: --thresholdz: not a flag; did you mean --thresholds?"),
+        (["route", "--wings", "1,2"], "/mode: --wings: not a flag; gearbx_mlx chat --help shows the flags"),
     ],
 )
 def test_word_after_mode_of_a_chat_is_refused(flags, said):
@@ -80,12 +80,12 @@ def test_word_after_mode_of_a_chat_is_refused(flags, said):
 def test_keyword_of_a_program_is_refused(demo, tiny):
     with refuses("no keyword 'max_token'; did you mean max_tokens?"):
         next(stream_generate(demo.model, demo.tokenizer, "Once", max_token=5))
-    with refuses("no setting 'num_prompt'; did you mean num_prompts?"):
+    with refuses("num_prompt: no such setting; did you mean num_prompts?"):
         calibrate(num_prompt=3)
     for keywords, said in (
         ({"format": "plane"}, "format 'plane' does not exist; did you mean planes?"),
-        ({"residency": "dsk"}, "residency is dsk; did you mean disk?"),
-        ({"manage": "atention"}, "manage is atention; did you mean attention?"),
+        ({"residency": "dsk"}, "residency: unknown, got dsk; did you mean disk?"),
+        ({"manage": "atention"}, "manage: unknown, got atention; did you mean attention?"),
     ):
         with refuses(said):
             Gearbox(tiny, **keywords)

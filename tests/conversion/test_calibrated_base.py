@@ -181,7 +181,7 @@ class TestCache:
         key = key_of(model, format, (4, 16), "all", GROUP, TEXT)
         assert key.find() is None
         with progress_bar() as progress:
-            made = make_base(model, key, format, TEXTS, progress)
+            made = make_base(model, key, TEXTS, progress)
         for found in (key.find(), key_of(model, format, (4, 16), "all", GROUP).find()):
             assert found is not None
             assert found.layers.keys() == made.layers.keys()
@@ -217,7 +217,7 @@ class TestCache:
         cache.write_text("in the way")
         key = key_of(model, get_format("exact"), (4, 16), "all", GROUP, TEXT)
         with progress_bar() as progress, pytest.warns(GearbxWarning, match="set XDG_CACHE_HOME to another directory"):
-            base = make_base(model, key, get_format("exact"), TEXTS, progress)
+            base = make_base(model, key, TEXTS, progress)
         assert base.layers
         assert base.file is None
 
@@ -259,7 +259,7 @@ def test_a_converted_base_agrees_more_often_and_restores(cache, tmp_path):
     again = load(tmp_path / "original")[0]
     assert all(mx.array_equal(a, weights_of(again)[name]) for name, a in weights_of(shipped).items())
     _, tokenizer = load(None)
-    texts = [mx.array([text]) for text in text_of(tokenizer, None).texts]
+    texts = [mx.array([text]) for text in text_of(tokenizer, None).sequences]
     wanted = [mx.argmax(shipped(text), axis=-1) for text in texts]
     differing = []
     for name in ("nearest", "base"):

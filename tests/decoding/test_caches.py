@@ -144,7 +144,7 @@ def test_tokens_in_a_cache_of_states_and_entries_count_for_the_context(command, 
     cache = make_prompt_cache(model)
     model(mx.array([[5] * 250]), cache=cache)
     result = command("generate", "--prompt-cache-file", saved(cache, tmp_path, tmp_path / "model"))
-    assert_refused(result, "the prompt is 2", "context 256")
+    assert_refused(result, "the prompt: exceeds the model's context of 256, got 2")
 
 
 @pytest.mark.parametrize(

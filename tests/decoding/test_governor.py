@@ -92,7 +92,7 @@ class TestCommand:
         script.write_text('{"tokens": 0, "thermal": "nominal"}\n{"tokens": 15, "thermal": "critical"}\n')
         monkeypatch.setenv("GEARBX_MACHINE", str(script))
         ran = generated("--gears", "4,8", "--target-tps", 0, "-m", 30)
-        said = "the machine's state; caps moved 1 times, the top gear now 4.50 bits per weight; thermal critical"
+        said = "the machine's state; cap changes: 1, top gear at 4.50 bits per weight; thermal critical"
         assert said in " ".join(ran.err.split())
         decided = {record["index"]: record["decision"] for record in ran.trace if "decision" in record}
         assert list(decided) == [9, 19, 29]
@@ -115,7 +115,7 @@ class TestCommand:
         monkeypatch.setattr(OwnMemory, "bytes", lambda sensor: int(0.96 * sensor.limit))
         flags = "--gears", "4,8", "--mode", "route", "--residency", "disk:8GB"
         ran = generated(*flags, "-m", 24)
-        assert "the machine's state; caps moved 1 times, the top gear now 4.50 bits" in " ".join(ran.err.split())
+        assert "the machine's state; cap changes: 1, top gear at 4.50 bits" in " ".join(ran.err.split())
         assert ran.trace[9]["decision"]["machine"] == {"memory": 0.96}
 
     @pytest.mark.parametrize("mode", ["lossless", "static"])

@@ -76,10 +76,10 @@ class TestLookup:
     @pytest.mark.parametrize(
         ("setting", "says"),
         [
-            ({"lookup_tokens": 16}, "lookup_tokens is 16; give 0 to 15"),
-            ({"lookup_tokens": True}, "lookup_tokens: must be a whole number of tokens, got True"),
-            ({"lookup_tokens": 3.0}, "lookup_tokens: must be a whole number of tokens, got 3.0"),
-            ({"lookup_tokens": "3"}, "lookup_tokens is 3; give 0 to 15"),
+            ({"lookup_tokens": 16}, "lookup_tokens: out of range, got 16; use 0 to 15"),
+            ({"lookup_tokens": True}, "lookup_tokens is True; give a whole number of tokens"),
+            ({"lookup_tokens": 3.0}, "lookup_tokens is 3.0; give a whole number of tokens"),
+            ({"lookup_tokens": "3"}, "lookup_tokens: out of range, got 3; use 0 to 15"),
         ],
     )
     def test_refuses_what_does_not_exist(self, setting, says):

@@ -98,4 +98,4 @@ def test_a_saved_conversation_says_which_gear_read_it(command, tmp_path):
     assert str(saved) not in command(*given).err
     result = command(*given, "--prompt-gear", "3")
     assert result.status == 0
-    assert f"{saved}: was read in 16 bits" in result.err
+    assert f"{saved}: computed in 16 bits" in result.err

@@ -76,12 +76,12 @@ def test_native_kernels_choose_what_mlxs_operations_do(size):
 @pytest.mark.parametrize(
     ("numbers", "told"),
     [
-        ({"temp": -1.0}, "temp is -1.0; give 0 or more"),
-        ({"temp": float("nan")}, "temp is nan"),
-        ({"temp": 1.0, "min_p": 1.5}, "min_p is 1.5; give 0 to 1"),
-        ({"temp": 1.0, "top_k": -1}, "top_k is -1; give 0 or more"),
-        ({"temp": 0.0, "top_p": 2.0}, "top_p is 2.0; give 0 to 1"),
-        ({"temp": 1.0, "xtc_threshold": 0.9}, "xtc_threshold is 0.9; give 0 to 0.5"),
+        ({"temp": -1.0}, "temp: out of range, got -1.0; use 0 or more"),
+        ({"temp": float("nan")}, "temp: out of range, got nan"),
+        ({"temp": 1.0, "min_p": 1.5}, "min_p: out of range, got 1.5; use 0 to 1"),
+        ({"temp": 1.0, "top_k": -1}, "top_k: out of range, got -1; use 0 or more"),
+        ({"temp": 0.0, "top_p": 2.0}, "top_p: out of range, got 2.0; use 0 to 1"),
+        ({"temp": 1.0, "xtc_threshold": 0.9}, "xtc_threshold: out of range, got 0.9; use 0 to 0.5"),
     ],
 )
 def test_numbers_that_no_sampler_has(numbers, told):

@@ -149,12 +149,12 @@ class TestArguments:
     @pytest.mark.parametrize(
         ("mode", "complaint"),
         [
-            ("overdrive", "mode is overdrive; choose from route"),
+            ("overdrive", "mode: unknown, got overdrive; choose from route"),
             ("telemetry-only", "shifts no gears"),
             (Route((3.0, 1.0)), "ascend"),
             (Route((3.0,)), "3 gears need 2 thresholds"),
             (Route(initial_gear="reverse"), "no gear 'reverse'"),
-            (partial(Route, window=0), "window is 0"),
+            (partial(Route, window=0), "window: out of range, got 0"),
             (partial(Route, hysteresis=float("nan")), "hysteresis"),
             (partial(Route, min_gear_duration=0), "duration"),
             (Static("reverse"), "no gear 'reverse'"),

@@ -153,7 +153,7 @@ HUGE = "{{ 'a' * (2 * 10**9) }}"
 )
 def test_a_chat_template_without_end(command, model, template, reason):
     edit(model / "tokenizer_config.json", chat_template=template)
-    assert_refused(command("generate", "--model", model), "the chat template refuses this", reason)
+    assert_refused(command("generate", "--model", model), "chat template: refuses the messages", reason)
 
 
 @pytest.mark.processes

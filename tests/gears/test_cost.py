@@ -252,9 +252,9 @@ def test_a_model_that_does_not_fit_is_named_with_gears_that_would(succeeds, room
     all_gears, low = (needed_memory(files, bits, planes, 64, resident=True) for bits in ([4, 8, 16], [4, 8]))
     room(low + 1)
     done = succeeds("generate", "--mode", "route", "--max-tokens", 1, "--verbose", "False")
-    most = f"and this GPU should have at most {low / 1e6:.3g} MB"
-    remedies = f"--gears 4,8 ({low / 1e6:.3g} MB) would fit"  # and with --residency disk the original alone would not
-    assert f"warning: demo needs about {all_gears / 1e6:.3g} MB, {most}: {remedies}\n" in done.err
+    sizes = f"about {all_gears / 1e6:.3g} MB exceed the {(low + 1) / 1e6:.3g} MB recommended for this GPU"
+    remedy = f"use --gears 4,8 ({low / 1e6:.3g} MB)"  # with --residency disk the original alone would not fit
+    assert f"warning: demo: {sizes}; {remedy}\n" in done.err
 
 
 def test_a_draft_that_does_not_fit_is_named_with_what_does(succeeds, room, monkeypatch):
@@ -263,16 +263,16 @@ def test_a_draft_that_does_not_fit_is_named_with_what_does(succeeds, room, monke
     eight, four = (needed_memory(files, [bits], get_format("planes"), 64, True) for bits in (8, 4))
     monkeypatch.setattr(metal, "available", lambda: True)
     for most, ways in (
-        (whole - 1, ("--gears 16", "--mode static --gears 8", "--format exact", "a checkpoint in 4 bits")),
-        (exact, ("--mode static --gears 8", "--format exact", "a checkpoint in 4 bits")),
-        (four, ("a checkpoint in 4 bits",)),
+        (whole - 1, ("--gears 16", "--mode static --gears 8", "--format exact", "a 4-bit checkpoint")),
+        (exact, ("--mode static --gears 8", "--format exact", "a 4-bit checkpoint")),
+        (four, ("a 4-bit checkpoint",)),
     ):
         room(most)
         done = succeeds("generate", "--max-tokens", 1, "--verbose", "False")
         sizes = dict(zip(("--gears 16", "--mode static --gears 8", "--format exact"), (files.total, eight, exact)))
         remedies = " or ".join(f"{way} ({human_bytes(sizes.get(way, four))})" for way in ways)
-        said = f"about {human_bytes(whole)}, and this GPU should have at most {human_bytes(most)}: {remedies}"
-        assert f"demo needs {said} would fit\n" in done.err
+        sizes = f"about {human_bytes(whole)} exceed the {human_bytes(most)} recommended for this GPU"
+        assert f"demo: {sizes}; use {remedies}\n" in done.err
 
 
 def test_a_model_that_a_mac_has_no_memory_for_is_refused_before_it_is_read(command, monkeypatch):
@@ -281,8 +281,8 @@ def test_a_model_that_a_mac_has_no_memory_for_is_refused_before_it_is_read(comma
     monkeypatch.setattr(mx, "device_info", lambda *device: {LIMIT: size // 2, "memory_size": size - 1})
     monkeypatch.setattr("gearbx_mlx.cli.build.load_model", lambda *arguments: pytest.fail("it was read"))
     done = command("generate", "--max-tokens", 1)
-    sizes = f"has {human_bytes(size)} of weights, and this machine {human_bytes(size - 1)} of memory"
-    assert_refused(done, f"demo: {sizes}; give a checkpoint in fewer bits, or a smaller model")
+    sizes = f"{human_bytes(size)} of weights exceed this machine's {human_bytes(size - 1)} of memory"
+    assert_refused(done, f"demo: {sizes}; use a checkpoint in fewer bits, or a smaller model")
 
 
 @pytest.mark.parametrize("flags", [("--gears", "4,16"), ("--mode", "kickdown", "--gears", "8,16"), ("--gears", "16")])
@@ -297,10 +297,10 @@ def test_a_pair_is_counted_together(command, room):
     both = 2 * read_files(DEMO_MODEL).total
     room(both - 1)
     done = command("generate", "--small-model", DEMO_MODEL, "--max-tokens", 1, "--verbose", "False")
-    assert f"the pair of {DEMO_MODEL} and demo needs about {both / 1e6:.3g} MB, and this GPU should have" in done.err
+    assert f"the pair of {DEMO_MODEL} and demo: about {both / 1e6:.3g} MB exceed the" in done.err
     room(both)
     done = command("generate", "--small-model", DEMO_MODEL, "--max-tokens", 1, "--verbose", "False")
-    assert "needs about" not in done.err
+    assert "exceed the" not in done.err
 
 
 def test_memory_is_wired_within_and_not_behind(room):

@@ -186,10 +186,10 @@ class TestShift:
             ({"residency": "cloud"}, "residency is cloud; choose from resident, disk, stream"),
             ({"residency": "disk"}, "pass checkpoint="),
             ({"residency": "disk", "checkpoint": "nowhere"}, "nowhere: no model"),
-            ({"group_size": 48}, "group size is 48; choose from 32, 64, 128"),
-            ({"dtype": "int8"}, "dtype is int8; choose from auto, float32, bfloat16, float16"),
-            ({"kernels": "fast"}, "kernels is fast; choose from auto, native, mlx"),
-            ({"activations": "int4"}, "activations is int4; did you mean int8"),
+            ({"group_size": 48}, "group size: unsupported, got 48; choose from 32, 64, 128"),
+            ({"dtype": "int8"}, "dtype: unknown, got int8; choose from auto, float32, bfloat16, float16"),
+            ({"kernels": "fast"}, "kernels: unknown, got fast; choose from auto, native, mlx"),
+            ({"activations": "int4"}, "activations: unknown, got int4; did you mean int8"),
         ],
     )
     def test_arguments_that_do_not_exist_are_refused(self, tiny, arguments, complaint):

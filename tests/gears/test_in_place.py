@@ -224,7 +224,7 @@ def test_the_command(command, tmp_path):
         (4, "4-bit weights: drafts by prompt lookup; for gears, "),
     ):
         done = command("generate", "--model", tmp_path / str(bits), *flags, "--mode", "telemetry-only")
-        assert done.err.count(f"changes no gear in mode telemetry-only; other modes use its {instead}") == 1
+        assert done.err.count(f"no gear changes in mode telemetry-only; other modes use its {instead}") == 1
     assert_refused(command("generate", "--model", tmp_path / "8", *flags, "--gears", "4,16"), "4,8")
     assert_refused(command("generate", "--model", tmp_path / "8", *flags, "--format", "exact"), "--format")
 

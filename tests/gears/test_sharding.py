@@ -222,7 +222,7 @@ def quantized(**sizes: int) -> nn.Module:
         (lambda: divide(tiny_model("gemma3_text"), Ranks(rank(0))), "class 'gemma3_text' cannot be sharded"),
         (lambda: divide(quantized(intermediate_size=192), Ranks(rank(0), False)), "columns end at 96 of 192, inside"),
         (lambda: load(group=rank(0, 4)), "cannot be divided among 4 ranks"),
-        (lambda: load(group=rank(0), shard_sums="max"), "shard_sums is max; choose from gather, sum"),
+        (lambda: load(group=rank(0), shard_sums="max"), "shard_sums: unknown, got max; choose from gather, sum"),
         (lambda: load(group=rank(0), adapter_path="here"), "ranks cannot share a model with an adapter"),
     ],
 )

@@ -69,7 +69,7 @@ def test_a_command_ends_when_nothing_is_computed_any_more(command, monkeypatch):
 
 
 def test_a_device_that_does_not_exist():
-    with pytest.raises(GearbxError, match="device is tpu; did you mean gpu"):
+    with pytest.raises(GearbxError, match="device: unknown, got tpu; did you mean gpu"):
         use_device("tpu")
 
 

@@ -74,11 +74,11 @@ def test_mistakes(capsys):
     with pytest.raises(GearbxError, match="3 gears need 2 thresholds"):
         GearbxLM(gears="4:8:16", thresholds=1.0, mode="route")
     for name, value in {"temp": 1, "target_tps": 9, "kv_bits": 4}.items():
-        with pytest.raises(GearbxError, match=f"--model_args {name} has no meaning for lm-eval; leave it out"):
+        with pytest.raises(GearbxError, match=f"--model_args {name}: no meaning for lm-eval; omit it"):
             GearbxLM(**{name: value})
     with pytest.raises(GearbxError, match="small_model: lm-eval has one model"):
         GearbxLM(small_model="demo")
-    wrong = {"speed": "--speed=x is no flag", "mode": "--mode is x; choose from route"}
+    wrong = {"speed": "--speed=x: not a flag", "mode": "--mode: unknown, got x; choose from route"}
     for name, words in wrong.items():
         with pytest.raises(SystemExit, match="2"):
             GearbxLM(**{name: "x"})

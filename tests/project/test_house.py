@@ -113,10 +113,10 @@ def test_every_command_shows_its_help_without_extras(name):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("server",), "server needs"),
-        (("server", "--server", "http://127.0.0.1:9", "--server-model", "a,b"), "server needs"),
-        (("analyze", "--server", "http://127.0.0.1:9", "--prompts", "prompts.txt"), "analyze --server needs"),
-        (("lm_eval", "--tasks", "x"), "lm_eval needs lm_eval"),
+        (("server",), "server: "),
+        (("server", "--server", "http://127.0.0.1:9", "--server-model", "a,b"), "server: "),
+        (("analyze", "--server", "http://127.0.0.1:9", "--prompts", "prompts.txt"), "analyze --server: "),
+        (("lm_eval", "--tasks", "x"), "lm_eval: lm_eval is not installed"),
     ],
 )
 def test_what_needs_an_extra_says_what_installs_it(arguments, said, tmp_path, monkeypatch):
@@ -127,5 +127,5 @@ def test_what_needs_an_extra_says_what_installs_it(arguments, said, tmp_path, mo
     install = f"pip install 'gearbx-mlx[{extra}]' (in a clone: pip install '.[{extra}]')"
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     assert done.stderr.startswith(f"error: {said}")
-    assert done.stderr.endswith(f", which is not installed: {install}\n")
+    assert done.stderr.endswith(f" is not installed; use {install}\n")
     assert done.stderr.count("\n") == 1

@@ -77,7 +77,7 @@ def test_commands_of_one_process_refuse_on_rank_0(command):
     ended = run_ranks(2, ["-m", f"gearbx_mlx.{command}"])
     assert [each.status for each in ended] == [2, 2]
     assert errors(ended) == [
-        [f"error: gearbx_mlx.{command} runs as one process, and these are 2 ranks; use gearbx_mlx.generate"],
+        [f"error: gearbx_mlx.{command}: runs as one process, got 2 ranks; use gearbx_mlx.generate"],
         [],
     ]
 
@@ -86,7 +86,7 @@ class TestDifferences:
     def test_an_error_of_a_rank_is_shown_once_with_its_number(self):
         ended = run_ranks(2, GENERATE, each={1: ["--temp", "-1"]})
         assert [each.status for each in ended] == [2, 2]
-        assert errors(ended) == [["error: rank 1: --temp is -1.0; give 0 to 1000"], []]
+        assert errors(ended) == [["error: rank 1: --temp: out of range, got -1.0; use 0 to 1000"], []]
 
     def test_another_seed_is_refused_before_anything_is_loaded(self):
         ended = run_ranks(2, [*GENERATE, "--model", "/nowhere"], each={0: ["--seed", "1"], 1: ["--seed", "2"]})

@@ -94,7 +94,7 @@ def model() -> nn.Module:
 
 def test_what_is_right_is_kept_for_each_way_to_store(short, model):
     rows = list(subject.prove_all(model))
-    ways = {("weights as they are", 2), ("4 bits", 2), ("exact", 0), ("exact", 2)}
+    ways = {("original weights", 2), ("4 bits", 2), ("exact", 0), ("exact", 2)}
     assert {(row["stored"], row["vectors"]) for row in rows} == ways
     assert [row["wrong"] for row in rows if row["wrong"]] == []
     kept = {name.split()[0]: proofs for name, proofs in proven.proofs_here().items()}
