@@ -84,7 +84,7 @@ def test_a_cut_answer_says_once_what_makes_it_longer(capsys):
     with chat(max_tokens=3) as session:
         answers_of(session, ASKED, MORE)
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "the answer was cut: --max-tokens is 3; give more, or -1 for whole answers"
+    assert lines[0] == "the answer was cut at --max-tokens 3; set more, or -1 for whole answers"
     assert [" 3 generated (cut) " in line for line in lines] == [False, True, True]
 
 
@@ -201,9 +201,9 @@ class TestPipes:
             "/save a\0.md": r"a\x00.md: no file can have a null character in its name; choose another one",
             "/system Be \udcff": "this line: not UTF-8 text (surrogates not allowed); use UTF-8",
             "Be \udcff": "this line: not UTF-8 text (surrogates not allowed); use UTF-8",
-            "/": "/: no such command; /help lists them, and a space in front makes it a message",
-            "/stats": "/stats: no such command; /help lists them, and a space in front makes it a message",
-            "/rest": "/rest: no such command; /reset is near, and a space in front makes it a message",
+            "/": "/: is not a command; use /help for a list, or a space in front for a message",
+            "/stats": "/stats: is not a command; use /help for a list, or a space in front for a message",
+            "/rest": "/rest: is not a command; use /reset, or a space in front for a message",
             f"/save {tmp_path}/{'n' * 300}.md": "File name too long",
             "/mode route --thresholds a\0": "cannot be read as a thresholds file",
             "/mode telemetry-only": "mode 'telemetry-only': is for original weights, got gears; choose from ",

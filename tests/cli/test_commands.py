@@ -188,8 +188,8 @@ def test_analyze_writes_trace_summary_and_pictures(command, tmp_path):
     [
         ({"temperature": 1}, "temperature: no such setting"),
         ({"num_prompts": 0}, "--num-prompts: out of range, got 0; use 1 or more"),
-        ({"shares": "nan,1"}, "shares must be parts of 1"),
-        ({"shares": "0.5,0.5"}, "give 3 parts"),
+        ({"shares": "nan,1"}, "shares: must be parts of 1"),
+        ({"shares": "0.5,0.5"}, "--shares: must be 3 parts, got 0.5,0.5"),
         ({"method": "median"}, "method: no such setting"),
         ({"out": ""}, "--out: empty"),
     ],
