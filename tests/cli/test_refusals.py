@@ -154,7 +154,7 @@ REFUSED = [
     ("sensitivity --bits 4,16", "16 is full precision"),
     ("sensitivity --bits 4,3", "gears must ascend"),
     ("sensitivity --num-samples 0", "--num-samples: out of range, got 0"),
-    ("sensitivity --sequence-length 4096", "made for 512"),
+    ("sensitivity --sequence-length 4096", "use 512 or less"),
     ("sensitivity --data nowhere.txt", "nowhere.txt"),
     ("sensitivity --format exact", "--format exact: … --format planes or affine"),
     ("evaluate --data DATA --out unmade --gears 16", "--gears: must have two gears to compare, got 16"),
@@ -184,9 +184,9 @@ REFUSED = [
         "convert --mlx-path unmade --format codebook:cap=0.9",
         "--format: cap of codebooks: out of range, got 0.9; use 0 to 0.5",
     ),
-    ("convert --mlx-path unmade --format codebook:rounds=two", "rounds of codebooks is 'two'; give a number"),
+    ("convert --mlx-path unmade --format codebook:rounds=two", "rounds of codebooks: must be a number, got 'two'"),
     ("convert --mlx-path unmade --format codebook:sigma=nan", "got nan; use 1 to 100"),
-    ("convert --mlx-path unmade --format codebook:depth=3", "no choice 'depth=3'"),
+    ("convert --mlx-path unmade --format codebook:depth=3", "no option 'depth=3'"),
     (
         "convert --mlx-path unmade --format codebook:rounds=0",
         "--format: rounds of codebooks: out of range, got 0; use 1 to 1000",
@@ -205,17 +205,17 @@ REFUSED = [
         "only codebooks have choices, got planes:rounds=9; use --format planes",
     ),
     ("convert --mlx-path unmade --format nested", "--format: unknown, got nested; choose from planes, affine"),
-    ("server --server http://127.0.0.1:1", "--server needs two models or more to choose from"),
+    ("server --server http://127.0.0.1:1", "--server: needs at least two models"),
     ("server --server-model a,b", "--server-model: only for a server; pass --server"),
     *(
         (f"server --server http://127.0.0.1:1 --server-model a,b {flags}", words)
         for flags, words in (
-            ("--model x", "--model is for models that are served here; leave it out with --server"),
-            ("--gears 4,8", "--gears is for models that are served here"),
-            ("--allow-models", "--allow-models is for models that are served here"),
+            ("--model x", "--model is for local models; omit it with --server"),
+            ("--gears 4,8", "--gears is for local models"),
+            ("--allow-models", "--allow-models is for local models"),
             ("--vocab-size 1", "--vocab-size: out of range, got 1"),
             ("--port 70000", "--port: out of range, got 70000"),
-            ("--allowed-origins https://example.org/page", "is not the origin of a page"),
+            ("--allowed-origins https://example.org/page", "not an origin"),
         )
     ),
     *(
@@ -236,7 +236,7 @@ REFUSED = [
     ("server --gears 4,8,16 --mode lossless --prompt-gear turbo", "turbo"),
     ("server --mode telemetry-only --prompt-gear 8", "--prompt-gear"),
     ("server --small-model DEMO --prompt-gear 8", "--prompt-gear"),
-    ("server --keep-alive soon", "--keep-alive: 'soon' is not a time; give seconds, 5m or 1h"),
+    ("server --keep-alive soon", "--keep-alive: not a time, got 'soon'; use seconds, 5m or 1h"),
     ("server --prompt-cache-bytes much", "--prompt-cache-bytes: not a size, got 'much'"),
 ]
 
