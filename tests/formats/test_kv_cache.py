@@ -417,11 +417,15 @@ def test_text_goes_on_from_a_cache_that_is_kept(demo, gearbox, long):
         ("llama", {"kv_gears": "4,16", "kv_gear": 8}, "--kv-gear: must be one of --kv-gears, got 8; choose from 4,16"),
         ("llama", {"kv_gear": 8}, "--kv-gear: needs --kv-gears, got only --kv-gear 8"),
         ("llama", {"kv_gears": "4,16", "kv_bits": 4}, "--kv-gears: cannot be combined with --kv-bits"),
-        ("llama", {"kv_gears": "4,16", "kv_gear": 4, "mode": "lossless"}, "--kv-gear does not go with mode 'lossless'"),
-        ("qwen2", {"kv_gears": "4,16", "max_kv_size": 8}, "--kv-gears is 4,16, and a cache that rotates"),
-        ("gemma3_text", {"kv_gears": "4,16"}, "--kv-gears is 4,16, and a cache that rotates"),
-        ("mamba", {"kv_gears": "4,16"}, "--kv-gears is 4,16, and ArraysCache has no gears"),
-        ("lfm2", {"kv_gears": "4,16"}, "--kv-gears is 4,16, and ArraysCache has no gears"),
+        (
+            "llama",
+            {"kv_gears": "4,16", "kv_gear": 4, "mode": "lossless"},
+            "--kv-gear: mode 'lossless' drafts in the lowest gear, got 4",
+        ),
+        ("qwen2", {"kv_gears": "4,16", "max_kv_size": 8}, "--kv-gears: a rotating cache"),
+        ("gemma3_text", {"kv_gears": "4,16"}, "--kv-gears: a rotating cache"),
+        ("mamba", {"kv_gears": "4,16"}, "--kv-gears: ArraysCache has no gears, got 4,16"),
+        ("lfm2", {"kv_gears": "4,16"}, "--kv-gears: ArraysCache has no gears, got 4,16"),
     ],
 )
 def test_gears_that_cannot_be_are_refused_in_one_line(demo, architecture, keywords, complaint):
