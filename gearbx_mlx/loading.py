@@ -29,7 +29,7 @@ from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, load_model, load_tokenizer
 from .compat.arrays import dtype_name
 from .compat.classes import model_classes
 from .errors import GearbxError, error_context, one_line
-from .files.gguf_model import gguf_directory, is_gguf
+from .files.gguf_model import gguf_weights, is_gguf
 from .files.model_directory import (
     COMPLETE,
     REFETCH,
@@ -42,14 +42,15 @@ from .files.model_directory import (
     read_adapter,
 )
 from .files.reading import read_as, shown
-from .files.smollm2 import SMOLLM2, smollm2_directory
+from .files.smollm2 import SMOLLM2, SMOLLM2_DTYPE, known_file
 from .files.unpacked import contents
 from .gears.adapters import add_adapter
 from .gears.dividing import Ranks, cut_into_stages, divide, divide_saved, ranks_of, stage_of
 from .gears.manifest import GEARS_FILE, Manifest, read_manifest
-from .gears.mapped import into_memory, load_mapped, mapping_kernels
+from .gears.mapped import into_memory, mapping_kernels
 from .gears.offload import large_pages
 from .gears.saved import SavedGears, open_gears
+from .gears.weight_files import gguf_directory, load_mapped, reading, weights_size
 
 SAMPLES = (  # what tokenizers differ in: digits, spaces, line ends, capitals, other scripts, signs
     "The 3 brothers paid $1,234.50 each.",
@@ -145,7 +146,8 @@ def cannot_load(directory: Path, error: Exception) -> GearbxError:
 
 def check_model(directory: Path, trusted: bool, change: dict) -> None:
     """Raises GearbxError for a directory that is damaged, too large or untrusted. change: fields of config.json."""
-    arrays = count_arrays(directory)
+    weights = gguf_weights(directory)
+    arrays = count_arrays(directory) if weights is None else len(weights.tensors)
     config = read_config(directory) | change
     check_layers(config, arrays, directory / "config.json")
     check_quantization(config, directory / "config.json")
@@ -189,11 +191,14 @@ def load_plain(
 ) -> tuple[nn.Module, Any, dict]:
     """Return a model without gears, as `mlx_lm.load` has it; or a rank's part of it."""
     load = functools.partial(read_together, directory, keep_mapped=keep_mapped, **kwargs)
-    if ranks is None and mapping_kernels() is not None:
-        model, tokenizer, config = load_mapped(directory, load)
-    else:
-        with large_pages(sum(file.stat().st_size for file in directory.glob("*.safetensors"))):
-            model, tokenizer, config = load()
+    mapped = ranks is None and mapping_kernels() is not None
+    copied = not mapped or gguf_weights(directory) is not None  # else `into_memory` makes large pages
+    with large_pages(weights_size(directory) if copied else 0):
+        if mapped:
+            model, tokenizer, config = load_mapped(directory, load)
+        else:
+            with reading(directory):
+                model, tokenizer, config = load()
     with error_context(directory):
         check_kinds(model)
         if ranks is not None:
@@ -296,7 +301,7 @@ def find(path_or_hf_repo: str | Path, revision: str | None = None, also: Sequenc
     if name.endswith(".gguf"):
         raise GearbxError(f"{name}: no such file; check the path")
     if name == SMOLLM2:
-        return smollm2_directory()
+        return gguf_directory(known_file(), SMOLLM2, SMOLLM2_DTYPE)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith(("./", "../", "~")):
         raise GearbxError(f"{name}: no such model directory; give a directory, or a Hub repository as owner/name")
     directory = snapshot_of(name, revision, tuple(also))

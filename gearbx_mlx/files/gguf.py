@@ -60,11 +60,11 @@ class GgufTensor:
         return math.prod(self.shape) // block * size
 
 
-class Gguf:
-    """A GGUF file: `metadata` by key, with arrays of numbers as numpy's, and `tensors` by name.
+class GgufFile:
+    """An open GGUF file, for the blocks of tensors whose places are known.
 
     Raises:
-        GearbxError: no such file, no GGUF, damaged or truncated, or a type of weights that is not known.
+        GearbxError: a file that cannot be read, or is shorter than its tensors.
     """
 
     def __init__(self, path: Path):
@@ -75,26 +75,10 @@ class Gguf:
             self._size = os.fstat(self._file.fileno()).st_size
         except OSError as error:
             raise unreadable(path, error) from error
-        if not self._size:
-            raise self._damaged("is empty")
-        self._at = self._items = 0
-        if self._numbers("u1", len(MAGIC)).tobytes() != MAGIC:
-            raise GearbxError(f"{path}: is not a GGUF file; give the file of a model for llama.cpp")
-        self._check_version(self._number("<u4"))
-        tensors, entries = self._count(MAX_THINGS), self._count(MAX_THINGS)
-        self.metadata: Mapping[str, Any] = self._unique((self._text(), self._value()) for _ in range(entries))
-        infos = [self._info() for _ in range(tensors)]
-        alignment = self.metadata.get("general.alignment", 32)
-        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-            raise self._damaged(f"general.alignment is {alignment}, not a power of two")
-        start = -(-self._at // alignment) * alignment
-        self.tensors: Mapping[str, GgufTensor] = self._unique(
-            (info[0], self._tensor(*info, start, alignment)) for info in infos
-        )
-        ordered = sorted(self.tensors.values(), key=lambda tensor: tensor.place)
-        for one, other in itertools.pairwise(ordered):  # or a small file could become any number of weights
-            if one.place + one.nbytes > other.place:
-                raise self._damaged(f"{shown(one.name)} and {shown(other.name)} lie on each other")
+
+    def fileno(self) -> int:
+        """Return the number that the system has for the file."""
+        return self._file.fileno()
 
     def weights(self, tensor: GgufTensor) -> np.ndarray:
         """Return the weights of a tensor in float32, of its shape."""
@@ -104,6 +88,53 @@ class Gguf:
     def blocks(self, tensor: GgufTensor) -> np.ndarray:
         """Return the bytes of a tensor, (blocks, bytes of a block) uint8."""
         return self._read("u1", tensor.nbytes, tensor.place).reshape(-1, GGML_QUANT_SIZES[tensor.kind][1])
+
+    def _read(self, format: str, count: int, start: int) -> np.ndarray:
+        """Return `count` numbers from byte `start` on."""
+        numbers = np.empty(count, format)
+        try:
+            self._file.seek(start)
+            size = self._file.readinto(numbers.view("u1").data)
+        except OSError as error:
+            raise unreadable(self.path, error) from error
+        if size < numbers.nbytes:
+            raise self.damaged(f"ends at byte {start + size}, which it did not when it was opened")
+        return numbers
+
+    def damaged(self, problem: str) -> GearbxError:
+        """Return the error for a file that is not whole."""
+        return GearbxError(f"{self.path}: damaged or truncated ({problem}); {REFETCH}")
+
+
+class Gguf(GgufFile):
+    """A GGUF file: `metadata` by key, with arrays of numbers as numpy's, and `tensors` by name.
+
+    Raises:
+        GearbxError: no such file, no GGUF, damaged or truncated, or an unknown type of weights.
+    """
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        if not self._size:
+            raise self.damaged("is empty")
+        self._at = self._items = 0
+        if self._numbers("u1", len(MAGIC)).tobytes() != MAGIC:
+            raise GearbxError(f"{path}: is not a GGUF file; give the file of a model for llama.cpp")
+        self._check_version(self._number("<u4"))
+        tensors, entries = self._count(MAX_THINGS), self._count(MAX_THINGS)
+        self.metadata: Mapping[str, Any] = self._unique((self._text(), self._value()) for _ in range(entries))
+        infos = [self._info() for _ in range(tensors)]
+        alignment = self.metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+            raise self.damaged(f"general.alignment is {alignment}, not a power of two")
+        start = -(-self._at // alignment) * alignment
+        self.tensors: Mapping[str, GgufTensor] = self._unique(
+            (info[0], self._tensor(*info, start, alignment)) for info in infos
+        )
+        ordered = sorted(self.tensors.values(), key=lambda tensor: tensor.place)
+        for one, other in itertools.pairwise(ordered):  # or a small file could become any number of weights
+            if one.place + one.nbytes > other.place:
+                raise self.damaged(f"{shown(one.name)} and {shown(other.name)} lie on each other")
 
     def _check_version(self, version: int) -> None:
         if version in VERSIONS:
@@ -132,22 +163,22 @@ class Gguf:
             raise GearbxError(f"{self.path}: {shown(name)} has weights of {found}; give a file of {known}")
         tensor, block = GgufTensor(name, shape, kind, start + offset), GGML_QUANT_SIZES[kind][0]
         if not shape or min(shape) < 1:
-            raise self._damaged(f"{shown(name)} has the shape {shape}")
+            raise self.damaged(f"{shown(name)} has the shape {shape}")
         if shape[-1] % block:
-            raise self._damaged(
+            raise self.damaged(
                 f"{shown(name)} has rows of {shape[-1]} weights, and {kind.name} needs blocks of {block}"
             )
         if offset % alignment:
-            raise self._damaged(f"{shown(name)} begins at byte {offset}, which is not a multiple of {alignment}")
+            raise self.damaged(f"{shown(name)} begins at byte {offset}, which is not a multiple of {alignment}")
         if tensor.place + tensor.nbytes > self._size:
-            raise self._damaged(f"{shown(name)} ends at byte {tensor.place + tensor.nbytes}, behind the file's end")
+            raise self.damaged(f"{shown(name)} ends at byte {tensor.place + tensor.nbytes}, behind the file's end")
         return tensor
 
     def _unique(self, pairs: Any) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for name, value in pairs:
             if name in found:
-                raise self._damaged(f"has {shown(name)} twice")
+                raise self.damaged(f"has {shown(name)} twice")
             found[name] = value
         return found
 
@@ -155,7 +186,7 @@ class Gguf:
         """Read the name, shape, type and offset of a tensor."""
         name, count = self._text(), self._number("<u4")
         if count > 4:
-            raise self._damaged(f"{shown(name)} has {count} dimensions")
+            raise self.damaged(f"{shown(name)} has {count} dimensions")
         shape = tuple(self._number("<u8") for _ in range(count))[::-1]  # ggml counts from the innermost
         return name, shape, self._number("<u4"), self._number("<u8")
 
@@ -172,7 +203,7 @@ class Gguf:
             if element == STRING:
                 return [self._text() for _ in range(count)]
             return self._numbers(SCALARS[element], count)
-        raise self._damaged(f"{'an array' if kind == ARRAY else 'a value'} of type {element} at byte {self._at}")
+        raise self.damaged(f"{'an array' if kind == ARRAY else 'a value'} of type {element} at byte {self._at}")
 
     def _text(self) -> str:
         return self._numbers("u1", self._count()).tobytes().decode("utf-8", "replace")
@@ -182,7 +213,7 @@ class Gguf:
         count, room = self._number("<u8"), self._size - self._at
         if count > room or (most is not None and count > most):
             more = "more than the file can hold" if count > room else f"more than {most}"
-            raise self._damaged(f"claims {count} things at byte {self._at}, {more}")
+            raise self.damaged(f"claims {count} things at byte {self._at}, {more}")
         return count
 
     def _number(self, format: str) -> Any:
@@ -192,34 +223,19 @@ class Gguf:
         """Read numbers of the header."""
         start, size = self._at, count * np.dtype(format).itemsize
         if size > self._size - start:
-            raise self._damaged(f"ends at byte {self._size}, in the middle of its header")
+            raise self.damaged(f"ends at byte {self._size}, in the middle of its header")
         self._at += size
         return self._read(format, count, start)
-
-    def _read(self, format: str, count: int, start: int) -> np.ndarray:
-        """Return numbers from a byte on. Raises GearbxError if the file is shorter by now, or cannot be read."""
-        numbers = np.empty(count, format)
-        try:
-            self._file.seek(start)
-            size = self._file.readinto(numbers.view("u1").data)
-        except OSError as error:
-            raise unreadable(self.path, error) from error
-        if size < numbers.nbytes:
-            raise self._damaged(f"ends at byte {start + size}, which it did not when it was opened")
-        return numbers
-
-    def _damaged(self, what: str) -> GearbxError:
-        return GearbxError(f"{self.path}: damaged or truncated ({what}); {REFETCH}")
 
 
 # Affine codes, which stay packed
 
 GGUF_GROUP = 32  # weights that share a scale
 CODED = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q8_0": 8, "Q4_K": 4, "Q5_K": 5}  # bits of codes in such groups
-BLOCKS_AT_ONCE = 2**14  # blocks that are packed at a time: a code takes 8 bytes meanwhile
+BLOCKS_AT_ONCE = 2**12  # blocks packed at a time, which a cache holds
 
 
-def affine_codes(gguf: Gguf, tensor: GgufTensor) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+def affine_codes(gguf: GgufFile, tensor: GgufTensor) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
     """Return the codes of a matrix as MLX packs them; None for types that have none in groups of 32, as Q6_K.
 
     These are words (..., I * bits / 32) uint32, and scales and biases (..., I / 32) float16.
@@ -240,8 +256,11 @@ def packed(blocks: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray, np.nd
     """Return the codes of blocks as a stream of bits, in words, and their scales and biases in float16."""
     bits, k_quant = CODED[name], name.endswith("_K")
     codes, scales, biases = parts_of_k(blocks, bits) if k_quant else parts_of_32(blocks, bits, name.endswith("_1"))
-    shifts = np.arange(8, dtype=np.uint64) * np.uint64(bits)
-    eights = np.bitwise_or.reduce(codes.reshape(-1, 8).astype("<u8") << shifts, axis=1)
+    eights = codes.reshape(-1, 8).view("<u8")
+    for width in (1, 2, 4):  # codes side by side, in halves of what is put together
+        lowest = sum((1 << width * bits) - 1 << at for at in range(0, 64, 16 * width))
+        above = eights >> np.uint64(width * (8 - bits)) & np.uint64(lowest << width * bits)
+        eights = eights & np.uint64(lowest) | above
     stream = np.ascontiguousarray(eights.view(np.uint8).reshape(-1, 8)[:, :bits])
     return stream.reshape(-1).view(np.uint32), scales.astype(np.float16), biases.astype(np.float16)
 

@@ -17,29 +17,24 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
+import msgspec
 import numpy as np
-from mlx_lm.utils import load_model
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from ..errors import GearbxError, GearbxWarning, error_context, one_line
-from .gguf import CODED, GGUF_GROUP, MAGIC, Gguf, GgufTensor, affine_codes
+from .gguf import CODED, GGUF_GROUP, MAGIC, Gguf, GgufTensor
 from .model_directory import MAX_LAYERS, REFETCH
 from .reading import shown, unreadable
-from .unpacked import is_in_state, state_and_contents, unpacked
-from .writing import align_arrays
+from .unpacked import State, state_and_contents, unpacked
 
-LARGE_BYTES = 2**29  # in the cache, from which on a user should know of them
-WIDENED = "gguf_unpacked"  # a field of config.json that is ours: what takes more memory than in the file
+TENSORS = "tensors.json"  # of a directory: places of the weights in their file
 BLOCKS_OF_27B = {"gemma2": 46, "gemma3_text": 62}  # of Gemma 2 and 3: it scales queries by the mean width of a head
 ROPE_THETA = 10000.0  # where the file has none
-# F32 is for norms and biases, and becomes the type of the others.
-AS_THEY_ARE = {"F16": mx.float16, "BF16": mx.bfloat16}
 
 # A part of a tensor's name in GGUF to its name in mlx-lm.
 LLAMA_NAMES = {
@@ -139,78 +134,105 @@ def is_gguf(file: Path) -> bool:
         raise unreadable(file, error) from error
 
 
-def gguf_directory(file: Path) -> Path:
-    """Return the directory that a file becomes at its first use. Raises GearbxError for a file that cannot be read."""
+@dataclass(frozen=True)
+class ModelTensor:
+    """A tensor of a GGUF file, and its place in mlx-lm's model.
+
+    Attributes:
+        name: of the parameter in mlx-lm.
+        heads: of q or k, whose rows are in pairs; 0: rows are as in mlx-lm.
+        minus: subtracted from the weights.
+    """
+
+    tensor: GgufTensor
+    name: str
+    heads: int = 0
+    minus: int = 0
+
+
+@dataclass(frozen=True)
+class GgufWeights:
+    """The weights of a model in a GGUF file.
+
+    Attributes:
+        state: of the file when it was hashed.
+        dtype: name of the type of all weights; None: quantized weights stay packed.
+    """
+
+    file: Path
+    state: State
+    dtype: str | None
+    tensors: Sequence[ModelTensor]
+
+
+_weights: dict[Path, GgufWeights] = {}  # directories of the cache to their weights
+
+
+def gguf_weights(directory: Path) -> GgufWeights | None:
+    """Return the weights of a directory that this process made or found for a GGUF file; None: it is another model."""
+    return _weights.get(directory)
+
+
+def model_directory(file: Path, name: str, dtype: str | None, check: Callable[[Path, GgufWeights], None]) -> Path:
+    """Return the cache directory of a GGUF file, which has everything of a model but its weights.
+
+    Args:
+        name: start of the directory's name.
+        dtype: name of the type of all weights; None: quantized weights stay packed.
+        check: validates the weights when the directory is written.
+
+    Raises:
+        GearbxError: a file that cannot be read, or a cache that cannot be written.
+    """
     state, source = state_and_contents(file)
 
     def write(place: Path) -> None:
-        write_model(file, place)
-        if not is_in_state(file, state):  # the same bytes as before may have been others meanwhile
-            raise GearbxError(f"{file}: was replaced while it was unpacked; start again when the file is complete")
+        check(place, GgufWeights(file, state, dtype, write_model(file, place, dtype)))
 
-    directory = unpacked(file.stem, source, write)
-    warn_of_widened(file, directory)
+    directory = unpacked(name, f"{source} {dtype}", write)
+    tensors = msgspec.json.decode((directory / TENSORS).read_bytes(), type=list[ModelTensor])
+    _weights[directory] = GgufWeights(file, state, dtype, tensors)
+    if dtype is None:
+        warn_of_widened(file, directory)
     return directory
 
 
 @functools.cache  # once, though a command looks several times for the directory
 def warn_of_widened(file: Path, directory: Path) -> None:
     """Warn of weights that take more memory than in the file."""
-    try:
-        widened = json.loads((directory / "config.json").read_bytes()).get(WIDENED, {})
-    except (OSError, ValueError):  # of which the loading of the directory tells
-        return
+    widened = [each.tensor for each in _weights[directory].tensors if each.tensor.kind.name not in CODED]
+    widened = [tensor for tensor in widened if 2 * math.prod(tensor.shape) > tensor.nbytes]
     if widened:
-        stored, own = (sum(sizes) / 1e6 for sizes in zip(*widened.values()))
+        stored, own = sum(tensor.nbytes for tensor in widened), sum(2 * math.prod(tensor.shape) for tensor in widened)
         warnings.warn(
-            f"{file}: weights of {' and '.join(widened)} become float16, {own:.0f} MB in place of {stored:.0f} MB; "
-            f"weights of {', '.join(CODED)} stay packed",
+            f"{file}: weights of {' and '.join(dict.fromkeys(tensor.kind.name for tensor in widened))} become float16, "
+            f"{own / 1e6:.0f} MB in place of {stored / 1e6:.0f} MB; weights of {', '.join(CODED)} stay packed",
             GearbxWarning,
             stacklevel=2,
         )
 
 
-def write_model(file: Path, directory: Path, dtype: mx.Dtype | None = None) -> None:
-    """Write a GGUF into an empty directory, as mlx-lm loads it. dtype: of all weights; None: codes stay codes."""
+def write_model(file: Path, directory: Path, dtype: str | None) -> list[ModelTensor]:
+    """Write configuration, tokenizer and places of weights into an empty directory, and return these places."""
     gguf = Gguf(file)
     with error_context(file):
         check_metadata(gguf)
-    tell_size(gguf)
     try:
-        config, weights = config_of(gguf, dtype), weights_of(gguf, dtype)
+        config, tensors = config_of(gguf, dtype), tensors_of(gguf)
         write_tokenizer(gguf.metadata, directory)
         (directory / "config.json").write_text(json.dumps(config, indent=1))
     except (GearbxError, OSError):
         raise
     except KeyError as error:
-        raise not_fitting(gguf, f"{error} is missing, or a list") from error
+        raise not_fitting(file, f"{error} is missing, or a list") from error
     except Exception as error:  # numbers that are beyond what there is fail in a hundred ways
-        raise not_fitting(gguf, f"a number of heads, a token or another field: {one_line(error)}") from error
-    try:
-        mx.save_safetensors(str(directory / "model.safetensors"), weights, metadata={"format": "mlx"})
-        del weights
-        align_arrays(directory / "model.safetensors")
-    except RuntimeError as error:  # MLX's, of a disk that is full for instance
-        raise OSError(one_line(error)) from error
-    check_loads(gguf, directory)
+        raise not_fitting(file, f"a number of heads, a token or another field: {one_line(error)}") from error
+    (directory / TENSORS).write_bytes(msgspec.json.encode(tensors))
+    return tensors
 
 
-def tell_size(gguf: Gguf) -> None:
-    """Say how much room a large file takes in the cache, before it does."""
-    size = sum(unpacked_bytes(tensor) for tensor in gguf.tensors.values())
-    if size > LARGE_BYTES:
-        said = f"{gguf.path}: takes about {size / 1e9:.2g} GB in the cache too, once; gearbx_mlx cache --empty models"
-        warnings.warn(f"{said} frees them", GearbxWarning, stacklevel=2)
-
-
-def unpacked_bytes(tensor: GgufTensor) -> int:
-    """Return the bytes that a tensor takes as mlx-lm loads it."""
-    weights, bits = math.prod(tensor.shape), CODED.get(tensor.kind.name)
-    return 2 * weights if bits is None else weights * bits // 8 + 2 * 2 * weights // GGUF_GROUP
-
-
-def not_fitting(gguf: Gguf, reason: str) -> GearbxError:
-    return GearbxError(f"{gguf.path}: its metadata do not fit its tensors ({reason}); {REFETCH}")
+def not_fitting(file: Path, reason: str) -> GearbxError:
+    return GearbxError(f"{file}: its metadata do not fit its tensors ({reason}); {REFETCH}")
 
 
 def said(value: Any) -> str:
@@ -250,47 +272,19 @@ def check_metadata(gguf: Gguf) -> None:
         raise GearbxError(f"has {len(tokens)} tokens and {embedding.shape[0]} rows of token_embd.weight; {REFETCH}")
 
 
-def check_loads(gguf: Gguf, directory: Path) -> None:
-    """Raises GearbxError for metadata, such as a number of layers or widths, with which mlx-lm has other weights."""
-    try:
-        load_model(directory, lazy=True)
-    except Exception as error:  # a configuration that does not fit fails in a hundred ways
-        raise not_fitting(gguf, one_line(error).partition(",")[0]) from error
-
-
-def weights_of(gguf: Gguf, dtype: mx.Dtype | None) -> dict[str, mx.array]:
-    """Return the arrays of a model by their names in mlx-lm."""
+def tensors_of(gguf: Gguf) -> list[ModelTensor]:
+    """Return the tensors of a model, by their order in the file."""
     kind = ARCHITECTURES[gguf.metadata["general.architecture"]]
-    heads = {"attn_q": heads_of(gguf)[0], "attn_k": heads_of(gguf)[1]} if kind.in_pairs else {}
-    weights: dict[str, mx.array] = {}
+    heads = dict(zip(("attn_q", "attn_k"), heads_of(gguf))) if kind.in_pairs else {}
+    found = []
     for tensor in gguf.tensors.values():
-        name = mlx_name(tensor.name, kind.parts)
-        if name is None:  # how positions are stretched: config.json has it
+        name, own = mlx_name(tensor.name, kind.parts), heads.get(tensor.name.split(".")[-2], 0)
+        if name is None:  # config.json has the stretching of positions
             continue
-        own = heads.get(tensor.name.split(".")[-2])
-        for part, array in arrays_in(gguf, tensor, dtype, int(kind.plus_one and "norm" in name)):
-            stored = array if own is None else heads_in_halves(array, own)
-            mx.eval(stored)  # or what it was made of stays in memory
-            weights[f"{name.rpartition('.')[0]}.{part}" if part else name] = stored
-    return weights
-
-
-def arrays_in(gguf: Gguf, tensor: GgufTensor, dtype: mx.Dtype | None, one: int = 0) -> Iterator[tuple[str, mx.array]]:
-    """Yield what a tensor is in MLX: its codes, scales and biases by their names; or, with the name "", its weights.
-
-    dtype: of weights that are not to stay codes. one: what is subtracted from weights.
-    """
-    codes = affine_codes(gguf, tensor) if dtype is None else None
-    if codes is not None:
-        arrays = dict(zip(("weight", "scales", "biases"), map(mx.array, codes)))
-    else:
-        wide = mx.array(gguf.weights(tensor)) - one
-        arrays = {"": wide.astype(dtype or AS_THEY_ARE.get(tensor.kind.name, mx.float16))}
-    for name, array in arrays.items():
-        if name != "weight" and not mx.all(mx.isfinite(array)).item():
-            what = f"weights that are no finite numbers in {name_of_type(array.dtype)}"
-            raise GearbxError(f"{gguf.path}: {shown(tensor.name)} has {what}; {REFETCH}")
-    yield from arrays.items()
+        if own and tensor.shape[0] % (2 * own):
+            raise ValueError(f"{shown(tensor.name)} has {tensor.shape[0]} rows, and {own} heads")
+        found.append(ModelTensor(tensor, name, own, int(kind.plus_one and "norm" in name)))
+    return found
 
 
 def mlx_name(tensor: str, parts: Mapping[str, str]) -> str | None:
@@ -301,15 +295,6 @@ def mlx_name(tensor: str, parts: Mapping[str, str]) -> str | None:
     if part is None or kind not in ("weight", "bias"):
         return None
     return f"model.layers.{block[1]}.{part}.{kind}" if block else f"{part}.{kind}"
-
-
-def name_of_type(dtype: mx.Dtype) -> str:
-    return str(dtype).rpartition(".")[2]
-
-
-def heads_in_halves(weight: mx.array, heads: int) -> mx.array:
-    """Return rows of q or k as mlx-lm rotates them, in halves of a head; llama.cpp keeps those of a Llama in pairs."""
-    return weight.reshape(heads, -1, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
 def own_metadata(gguf: Gguf) -> dict[str, Any]:
@@ -330,7 +315,7 @@ def heads_of(gguf: Gguf) -> tuple[int, int]:
     return both
 
 
-def config_of(gguf: Gguf, dtype: mx.Dtype | None) -> dict[str, Any]:
+def config_of(gguf: Gguf, dtype: str | None) -> dict[str, Any]:
     """Return config.json of a model in a GGUF."""
     of, kind = own_metadata(gguf), ARCHITECTURES[gguf.metadata["general.architecture"]]
     vocabulary, width = gguf.tensors["token_embd.weight"].shape
@@ -354,13 +339,13 @@ def config_of(gguf: Gguf, dtype: mx.Dtype | None) -> dict[str, Any]:
         "attention_bias": has_biases,
         "mlp_bias": False,
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
-        "torch_dtype": name_of_type(dtype or mx.float16),
+        "torch_dtype": dtype or "float16",
         "bos_token_id": of.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": ends_of(gguf.metadata),
         **kind.fields(of, width // heads),
     }
     if dtype is None:
-        config |= quantization_of(gguf, kind) | {WIDENED: widened_by(gguf)}
+        config |= quantization_of(gguf, kind)
     return config
 
 
@@ -404,17 +389,6 @@ def quantization_of(gguf: Gguf, kind: Architecture) -> dict[str, Any]:
     return {"quantization": {"group_size": GGUF_GROUP, "bits": most, "mode": "affine", **others}}
 
 
-def widened_by(gguf: Gguf) -> dict[str, list[int]]:
-    """Return types whose weights become larger as float16, with their bytes in the file and then."""
-    found: dict[str, list[int]] = {}
-    for tensor in gguf.tensors.values():
-        own = 2 * math.prod(tensor.shape)
-        if tensor.kind.name not in CODED and own > tensor.nbytes:
-            before = found.get(tensor.kind.name, [0, 0])
-            found[tensor.kind.name] = [before[0] + tensor.nbytes, before[1] + own]
-    return found
-
-
 BPE, PIECES = "gpt2", "llama"
 UNKNOWN_KIND, SPECIAL, OF_USER = 2, 3, 4  # types of tokens: the last are tokens that no text is cut in
 PIECE_SPACE = "▁"  # of SentencePiece
@@ -455,7 +429,7 @@ def write_tokenizer(of: Mapping[str, Any], directory: Path) -> None:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, ids["bos"])]
         )
-    (directory / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+    (directory / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **{f"{name}_token": tokens[place] for name, place in ids.items() if place is not None},

@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from filelock import FileLock
 
 from ..errors import GearbxError, GearbxWarning
@@ -25,12 +24,11 @@ from .reading import unreadable
 from .user_cache import CacheUnusable, cache_entry, check_owner, open_cache
 from .writing import FULL, new_directory, remove, write_text
 
-FORM = 4  # of what is written; another one has other names
+FORM = 5  # of what is written; another one has other names
 RECORD = "unpacked.json"
 HASHES = "hashes"  # a directory of the cache
 PART_BYTES = 2**22  # that one thread hashes at a time
 SETTLED_NS = 2 * 10**9  # the coarsest clock of a file system
-SUMMED_BYTES = 2**24
 
 State = tuple[Any, ...]
 
@@ -126,7 +124,7 @@ def unpacked(stem: str, source: str, write: Callable[[Path], None]) -> Path:
                 remove_damaged(directory)
                 make(directory, source, write)
     except CacheUnusable as error:
-        raise GearbxError(f"{stem}: its unpacked weights cannot be kept in the cache: {error}") from error
+        raise GearbxError(f"{stem}: its tokenizer cannot be kept in the cache: {error}") from error
     except OSError as error:
         raise no_room(name, error) from error
     return directory
@@ -181,22 +179,9 @@ def state_of(file: Path) -> State:
 
 
 def record_of(directory: Path, source: str) -> dict[str, Any]:
-    """Return what an entry was made of, and the size and sum of its files."""
+    """Return the source of an entry, and a hash of each of its files."""
     files = sorted(file for file in directory.iterdir() if file.name != RECORD)
-    return {"source": source, "files": {file.name: [file.stat().st_size, sum_of(file)] for file in files}}
-
-
-def sum_of(file: Path) -> int:
-    """Return the sum of a file's words of 64 bits, which a lost page or a flipped bit changes.
-
-    It is ten times as fast as a hash, and the check of the owner keeps away who could forge it.
-    """
-    total = 0
-    with open(file, "rb") as opened:
-        while block := opened.read(SUMMED_BYTES):
-            words = np.frombuffer(block + bytes(-len(block) % 8), "<u8")
-            total += int(words.sum(dtype=np.uint64))
-    return total % 2**64
+    return {"source": source, "files": {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}}
 
 
 def no_room(name: str, error: OSError) -> GearbxError:

@@ -21,10 +21,9 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..compat.arrays import loading_with
 from ..errors import GearbxError, GearbxWarning
 from ..files.reading import unreadable
-from ..files.unpacked import state_of
+from ..files.unpacked import contents, state_of
 from ..kernels import cpu
 from ..kernels.dispatch import on_cpu
 from .adapters import base_arrays
@@ -58,12 +57,17 @@ def mapped(kernels: ModuleType, path: Path) -> Iterator[tuple[str, mx.array]]:
         for name, entry in header.entries.items():
             offset = header.start + entry.data_offsets[0]
             try:
-                array = kernels.map_array(file.fileno(), offset, entry.shape, TYPES[entry.dtype])
-                _arrays[id(array)] = array
-                yield name, array
+                yield name, map_array(kernels, file.fileno(), offset, entry.shape, TYPES[entry.dtype])
             except (KeyError, ValueError):
                 unread = unread or cast(dict[str, mx.array], mx.load(str(path)))
                 yield name, unread[name]
+
+
+def map_array(kernels: ModuleType, file: int, offset: int, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    """Return an array of an open file, mapped. Raises ValueError for a place that is not on the bounds of its type."""
+    array: mx.array = kernels.map_array(file, offset, shape, dtype)
+    _arrays[id(array)] = array
+    return array
 
 
 def forget(array: mx.array) -> None:
@@ -103,7 +107,7 @@ class Origin:
 
     def sampled(self) -> str:
         """Return 64 hexadecimal digits of names, types and shapes, and of the middle of every array."""
-        hashes = [header_of(path).hash for path in sorted(self.states)]
+        hashes = [sample_of(path) for path in sorted(self.states)]
         return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
 
     def whole(self) -> str:
@@ -126,6 +130,11 @@ class Origin:
                 raise GearbxError(f"{path}: changed while it was in use; start again")
 
 
+def sample_of(path: Path) -> str:
+    """Return 64 hexadecimal digits of the middle of every array of safetensors; of all bytes of another file."""
+    return header_of(path).hash if path.suffix == ".safetensors" else contents(path)
+
+
 def hash_of(path: Path, over: Any) -> str:
     """Return 64 hexadecimal digits of all bytes of a file. over: `map`, or that of a pool."""
 
@@ -141,19 +150,9 @@ def hash_of(path: Path, over: Any) -> str:
         raise unreadable(path, error) from error
 
 
-def weight_files(directory: Path) -> list[Path]:
-    """Return the files that mlx-lm reads the weights of a model from."""
-    return sorted(directory.glob("model*.safetensors"))
-
-
-def load_mapped(directory: Path, load: Any) -> tuple:
-    """Return what a function of mlx-lm returns for a directory, whose weights are mapped; its model has an `Origin`."""
-    states = {path: state_of(path) for path in weight_files(directory)}
+def note_mapped(states: Mapping[Path, Sequence[Any]]) -> None:
+    """Remember the states of files that are mapped from now on, for `warn_of_changes`."""
     _mapped.update(states)
-    with loading_with(load_arrays):
-        model, *others = load()
-    set_origin(model, states)
-    return model, *others
 
 
 def into_memory(model: nn.Module) -> None:
