@@ -12,7 +12,7 @@ CACHE_KINDS = {
     "kernels": "compiled CPU kernels",
     "bases": "codes of calibrated bases",
     "gears": "gears made from weights",
-    "models": "unpacked GGUF files",
+    "models": "configuration and tokenizer of GGUF files",
     "times": "measured times, and what texts taught",
     "imports": "names that transformers defines",
     "history": "lines that were typed in chat",

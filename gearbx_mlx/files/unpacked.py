@@ -10,6 +10,7 @@ import errno
 import hashlib
 import json
 import os
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -69,14 +70,19 @@ def is_in_state(file: Path, state: State) -> bool:
 
 
 def hash_of(file: Path) -> str:
-    """Return a SHA-256 of the hashes of a file's parts, which all cores compute."""
+    """Return a SHA-256 of the hashes of a file's parts.
+
+    All cores compute them, unless this is a thread beside the work of the model, or the process ends.
+    """
 
     def part(place: int) -> bytes:
         return hashlib.sha256(os.pread(opened.fileno(), PART_BYTES, place)).digest()
 
+    alone = threading.current_thread() is not threading.main_thread()
     with open(file, "rb") as opened, ThreadPoolExecutor(os.cpu_count()) as pool:
-        size = os.fstat(opened.fileno()).st_size
-        return hashlib.sha256(b"".join(pool.map(part, range(0, size, PART_BYTES)))).hexdigest()
+        places = range(0, os.fstat(opened.fileno()).st_size, PART_BYTES)
+        hashes = map(part, places) if alone else pool.map(part, places)
+        return hashlib.sha256(b"".join(hashes)).hexdigest()
 
 
 def kept_hash(file: Path) -> tuple[State, str] | None:

@@ -6,12 +6,9 @@ reads it. What was loaded knows its files (`Origin`), so that what is made of it
 
 import atexit
 import hashlib
-import os
-import threading
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +19,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import GearbxError, GearbxWarning
-from ..files.reading import unreadable
-from ..files.unpacked import contents, state_of
+from ..files.unpacked import contents, state_and_contents, state_of
 from ..kernels import cpu
 from ..kernels.dispatch import on_cpu
 from .adapters import base_arrays
@@ -33,7 +29,6 @@ TYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
 ORIGIN = "origin"  # attribute of a model that has the weights of files
 _mapped: dict[Path, Sequence[Any]] = {}  # files to their states when they were mapped
 _arrays = weakref.WeakValueDictionary[int, mx.array]()  # that are mapped, by their id()
-HASHED_TOGETHER = 2**24  # bytes of a file that one core hashes
 
 
 def mapping_kernels() -> ModuleType | None:
@@ -111,43 +106,17 @@ class Origin:
         return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
 
     def whole(self) -> str:
-        """Return 64 hexadecimal digits of all bytes. Raises GearbxError for files that changed since they were read.
-
-        All cores hash, unless this is a thread beside the work of the model, or the process ends.
-        """
-        if threading.current_thread() is threading.main_thread():
-            with ThreadPoolExecutor(os.cpu_count()) as pool:
-                hashes = [hash_of(path, pool.map) for path in sorted(self.states)]
-        else:
-            hashes = [hash_of(path, map) for path in sorted(self.states)]
-        self.check()
-        return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
-
-    def check(self) -> None:
-        """Raise GearbxError for a file that is not any more what was read."""
+        """Return 64 hexadecimal digits of all bytes. Raises GearbxError for files that changed since they were read."""
+        found = {path: state_and_contents(path) for path in sorted(self.states)}
         for path, state in self.states.items():
-            if not path.is_file() or state_of(path) != state:
+            if found[path][0] != state:
                 raise GearbxError(f"{path}: changed while it was in use; start again")
+        return hashlib.sha256(" ".join(whole for _, whole in found.values()).encode()).hexdigest()
 
 
 def sample_of(path: Path) -> str:
     """Return 64 hexadecimal digits of the middle of every array of safetensors; of all bytes of another file."""
     return header_of(path).hash if path.suffix == ".safetensors" else contents(path)
-
-
-def hash_of(path: Path, over: Any) -> str:
-    """Return 64 hexadecimal digits of all bytes of a file. over: `map`, or that of a pool."""
-
-    def hash_from(begin: int) -> bytes:
-        with open(path, "rb", buffering=0) as file:
-            file.seek(begin)
-            return hashlib.sha256(file.read(HASHED_TOGETHER)).digest()
-
-    try:
-        parts = over(hash_from, range(0, path.stat().st_size, HASHED_TOGETHER))
-        return hashlib.sha256(b"".join(parts)).hexdigest()
-    except OSError as error:
-        raise unreadable(path, error) from error
 
 
 def note_mapped(states: Mapping[Path, Sequence[Any]]) -> None:
