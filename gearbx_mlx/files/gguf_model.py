@@ -1,14 +1,12 @@
 """A GGUF file as a model that mlx-lm loads: `--model FILE.gguf`, or any name.
 
-At its first use it becomes a directory of the cache: weights, configuration, tokenizer. Types of affine codes in groups
-of 32 (`CODED`) are put in MLX's order without a detour through dense weights. F16 and BF16 stay as they are. All others
-become float16: Q6_K, for one, since 16 of its weights share a scale.
+The first use writes a directory of the cache: configuration, tokenizer and the places of the tensors. The weights stay
+in the file. Types with affine codes in groups of 32 (`CODED`) stay quantized; F16 and BF16 are unchanged. All others
+become float16, such as Q6_K, in which 16 weights share a scale.
 
-Source: llama.cpp's gguf-py (names of tensors and keys) and its convert_hf_to_gguf.py (what it changes of weights).
-
-Two kinds of tokenizers are known: byte-level BPE ("gpt2"), whose texts are cut by an expression first, and
-SentencePiece ("llama"), whose pieces have scores. Source: llama.cpp's llama-vocab.cpp (how texts are cut, what begins
-them), and how transformers reads SentencePiece.
+Sources: llama.cpp's gguf-py (names of tensors and keys) and convert_hf_to_gguf.py (changes to weights). Tokenizers are
+byte-level BPE ("gpt2"), which splits text by a regular expression first, and SentencePiece ("llama"), whose pieces have
+scores. Sources: llama.cpp's llama-vocab.cpp, and the conversion of SentencePiece in transformers.
 """
 
 import collections
@@ -32,11 +30,11 @@ from .model_directory import MAX_LAYERS, REFETCH
 from .reading import shown, unreadable
 from .unpacked import State, state_and_contents, unpacked
 
-TENSORS = "tensors.json"  # of a directory: places of the weights in their file
-BLOCKS_OF_27B = {"gemma2": 46, "gemma3_text": 62}  # of Gemma 2 and 3: it scales queries by the mean width of a head
-ROPE_THETA = 10000.0  # where the file has none
+TENSORS = "tensors.json"  # file of a directory with the places of the tensors
+BLOCKS_OF_27B = {"gemma2": 46, "gemma3_text": 62}  # Gemma 2 and 3 27B scale queries by the mean width of a head
+ROPE_THETA = 10000.0  # default, if the file has none
 
-# A part of a tensor's name in GGUF to its name in mlx-lm.
+# Parts of tensor names in GGUF to names in mlx-lm.
 LLAMA_NAMES = {
     **{"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"},
     **{"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj"},
@@ -44,7 +42,7 @@ LLAMA_NAMES = {
     **{"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"},
     **{"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"},
 }
-AROUND = {  # the norms of a block that has one behind its attention and its MLP, too
+AROUND = {  # norms of blocks with a norm after attention and MLP, too
     **{"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm"},
     "post_ffw_norm": "post_feedforward_layernorm",
 }
@@ -53,11 +51,11 @@ JOINED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 
 @dataclass(frozen=True)
 class Architecture:
-    """What an architecture of llama.cpp is in mlx-lm.
+    """An architecture of llama.cpp as mlx-lm has it.
 
-    name: of the class, as transformers has it. model_type: of mlx-lm. parts: names of tensors. in_pairs: whether rows
-    of q and k are kept in pairs. plus_one: whether the weights of norms have 1 added. fields: those of config.json that
-    the others do not have, of the metadata without the architecture's name and the width of a head.
+    name: the class in transformers. model_type: mlx-lm's. parts: names of tensors. in_pairs: whether rows of q and k
+    are stored in pairs. plus_one: whether norms store their weights plus 1. fields: makes the own fields of config.json
+    from the metadata, without the architecture's prefix, and the width of a head.
     """
 
     name: str
@@ -102,11 +100,11 @@ def fields_of_gemma3(of: Mapping[str, Any], head: int) -> dict[str, Any]:
 
 
 def scaled_by(of: Mapping[str, Any], head: int, model_type: str) -> int:
-    """Return the number by whose root a Gemma divides queries. head: the mean width of one."""
+    """Return the number whose square root divides the queries of a Gemma. head: mean width of a head."""
     return head if of["block_count"] == BLOCKS_OF_27B[model_type] else of.get("attention.key_length", head)
 
 
-ARCHITECTURES = {  # Mistral's models call themselves llama
+ARCHITECTURES = {  # Mistral's models have the name llama
     "llama": Architecture("LlamaForCausalLM", "llama", LLAMA_NAMES, in_pairs=True),
     "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", LLAMA_NAMES),
     "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", LLAMA_NAMES),
@@ -118,13 +116,13 @@ ARCHITECTURES = {  # Mistral's models call themselves llama
         "Gemma3ForCausalLM", "gemma3_text", LLAMA_NAMES | AROUND, plus_one=True, fields=fields_of_gemma3
     ),
 }
-FREQUENCIES = "rope_freqs.weight"  # how much positions are stretched, by their frequency
+FREQUENCIES = "rope_freqs.weight"  # factors by which frequencies are divided
 STRETCHED = (FREQUENCIES, "rope_factors_long.weight", "rope_factors_short.weight")
 OF_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def is_gguf(file: Path) -> bool:
-    """Return whether a file's name or its first bytes say that it is a GGUF. Raises GearbxError if it is unreadable."""
+    """Return whether the suffix or the first bytes are those of a GGUF. Raises GearbxError for an unreadable file."""
     if file.suffix == ".gguf":
         return True
     try:
@@ -169,12 +167,12 @@ _weights: dict[Path, GgufWeights] = {}  # directories of the cache to their weig
 
 
 def gguf_weights(directory: Path) -> GgufWeights | None:
-    """Return the weights of a directory that this process made or found for a GGUF file; None: it is another model."""
+    """Return the weights of a directory that this process found for a GGUF file; None: any other model."""
     return _weights.get(directory)
 
 
 def model_directory(file: Path, name: str, dtype: str | None, check: Callable[[Path, GgufWeights], None]) -> Path:
-    """Return the cache directory of a GGUF file, which has everything of a model but its weights.
+    """Return the cache directory of a GGUF file, with everything of a model except its weights.
 
     Args:
         name: start of the directory's name.
@@ -197,9 +195,9 @@ def model_directory(file: Path, name: str, dtype: str | None, check: Callable[[P
     return directory
 
 
-@functools.cache  # once, though a command looks several times for the directory
+@functools.cache  # once, though a command asks for the directory several times
 def warn_of_widened(file: Path, directory: Path) -> None:
-    """Warn of weights that take more memory than in the file."""
+    """Warn of weights that take more memory as float16 than in the file."""
     widened = [each.tensor for each in _weights[directory].tensors if each.tensor.kind.name not in CODED]
     widened = [tensor for tensor in widened if 2 * math.prod(tensor.shape) > tensor.nbytes]
     if widened:
@@ -225,7 +223,7 @@ def write_model(file: Path, directory: Path, dtype: str | None) -> list[ModelTen
         raise
     except KeyError as error:
         raise not_fitting(file, f"{error} is missing, or a list") from error
-    except Exception as error:  # numbers that are beyond what there is fail in a hundred ways
+    except Exception as error:  # numbers out of range fail in a hundred ways
         raise not_fitting(file, f"a number of heads, a token or another field: {one_line(error)}") from error
     (directory / TENSORS).write_bytes(msgspec.json.encode(tensors))
     return tensors
@@ -235,33 +233,33 @@ def not_fitting(file: Path, reason: str) -> GearbxError:
     return GearbxError(f"{file}: its metadata do not fit its tensors ({reason}); {REFETCH}")
 
 
-def said(value: Any) -> str:
-    """Return a value of the metadata for a message."""
+def shown_value(value: Any) -> str:
+    """Return a value of the metadata as a message shows it."""
     return shown(value) if value is None or isinstance(value, str | int | float) else "a list"
 
 
 def check_metadata(gguf: Gguf) -> None:
-    """Raises GearbxError for an architecture, a tokenizer or a tensor that is not known, or that is missing."""
+    """Validate architecture, tokenizer and tensors. Raises GearbxError for unknown or missing ones."""
     of = gguf.metadata
     known: dict[str, Collection[str]] = {"general.architecture": ARCHITECTURES, "tokenizer.ggml.model": (BPE, PIECES)}
     if of.get("tokenizer.ggml.model") == BPE:
         known["tokenizer.ggml.pre"] = WORD_CUTS
     for key, choices in known.items():
         if not isinstance(of.get(key), str) or of[key] not in choices:
-            found = f"{key} is {said(of.get(key))}; what can be read has {' or '.join(choices)}"
-            raise GearbxError(f"{found}; give the model as safetensors")
+            found = f"{key} is {shown_value(of.get(key))}; known are {' and '.join(choices)}"
+            raise GearbxError(f"{found}; use the model as safetensors")
     pieces = of.get("split.count", 1)
     if isinstance(pieces, int) and pieces > 1:
-        raise GearbxError(f"is one of {pieces} files of a model; join them with llama-gguf-split --merge")
+        raise GearbxError(f"is one of {pieces} files of a model; use llama-gguf-split --merge to join them")
     architecture = of["general.architecture"]
     for name in gguf.tensors:
         if mlx_name(name, ARCHITECTURES[architecture].parts) is None and name not in STRETCHED:
-            found = f"has a tensor {shown(name)}, which no {architecture} of mlx-lm has"
-            raise GearbxError(f"{found}; give the model as safetensors")
+            found = f"has a tensor {shown(name)}, unknown to {architecture} in mlx-lm"
+            raise GearbxError(f"{found}; use the model as safetensors")
     count = of.get(f"{architecture}.block_count")
     blocks = len({name.split(".")[1] for name in gguf.tensors if name.startswith("blk.")})
     if not isinstance(count, int) or count != blocks:
-        found = f"{architecture}.block_count is {said(count)}, and there are tensors of {blocks} blocks"
+        found = f"{architecture}.block_count is {shown_value(count)}, and there are tensors of {blocks} blocks"
         raise GearbxError(f"{found}; {REFETCH}")
     if blocks > MAX_LAYERS:
         raise GearbxError(f"has {blocks} blocks, and no model has more than {MAX_LAYERS}; {REFETCH}")
@@ -298,7 +296,7 @@ def mlx_name(tensor: str, parts: Mapping[str, str]) -> str | None:
 
 
 def own_metadata(gguf: Gguf) -> dict[str, Any]:
-    """Return the metadata without lists, those of the architecture without its name."""
+    """Return the metadata without lists, and without the prefix of the architecture."""
     own = f"{gguf.metadata['general.architecture']}."
     return {
         key.removeprefix(own): value for key, value in gguf.metadata.items() if not isinstance(value, list | np.ndarray)
@@ -306,7 +304,7 @@ def own_metadata(gguf: Gguf) -> dict[str, Any]:
 
 
 def heads_of(gguf: Gguf) -> tuple[int, int]:
-    """Return how many heads of queries and of keys there are. Raises ValueError for none."""
+    """Return the numbers of query and key heads. Raises ValueError for none."""
     of = own_metadata(gguf)
     heads = of["attention.head_count"]
     both = heads, of.get("attention.head_count_kv", heads)
@@ -350,7 +348,7 @@ def config_of(gguf: Gguf, dtype: str | None) -> dict[str, Any]:
 
 
 def stretching_of(gguf: Gguf, of: Mapping[str, Any], head: int) -> dict[str, Any] | None:
-    """Return how a Llama 3.1 or later stretches positions. Raises GearbxError for other ways, but Gemma 3's own."""
+    """Return the RoPE scaling of Llama 3.1 and later. Raises GearbxError for all other scaling except Gemma 3's."""
     scaling, kind = of.get("rope.scaling.type", "none"), of["general.architecture"]
     stretched = [name for name in STRETCHED if name in gguf.tensors]
     if scaling == "linear" and kind == "gemma3" and not stretched:
@@ -364,11 +362,11 @@ def stretching_of(gguf: Gguf, of: Mapping[str, Any], head: int) -> dict[str, Any
             return {"rope_type": "llama3", "factor": factor, **OF_LLAMA3}
     elif scaling == "none" and not stretched:
         return None
-    raise GearbxError(f"{gguf.path}: stretches rotary positions, which is not read; give the model as safetensors")
+    raise GearbxError(f"{gguf.path}: has RoPE scaling that cannot be read; use the model as safetensors")
 
 
 def factors_of_llama3(theta: float, head: int, factor: float) -> np.ndarray:
-    """Return by how much each pair of a head's numbers turns slower: those that turn slowly by `factor`."""
+    """Return the divisor of each RoPE frequency, (head / 2,): `factor` for low frequencies, 1 for high ones."""
     lengths = 2 * math.pi * theta ** (np.arange(0, head, 2) / head)  # in tokens
     low, high, original = OF_LLAMA3.values()
     smooth = np.clip((original / lengths - low) / (high - low), 0, 1)
@@ -376,7 +374,7 @@ def factors_of_llama3(theta: float, head: int, factor: float) -> np.ndarray:
 
 
 def quantization_of(gguf: Gguf, kind: Architecture) -> dict[str, Any]:
-    """Return the field of config.json: what most layers have, and by path what others have; none without codes."""
+    """Return the `quantization` of config.json: the most common bits, and by path other bits; empty without codes."""
     bits = {
         (mlx_name(tensor.name, kind.parts) or "").rpartition(".")[0]: CODED[tensor.kind.name]
         for tensor in gguf.tensors.values()
@@ -390,10 +388,10 @@ def quantization_of(gguf: Gguf, kind: Architecture) -> dict[str, Any]:
 
 
 BPE, PIECES = "gpt2", "llama"
-UNKNOWN_KIND, SPECIAL, OF_USER = 2, 3, 4  # types of tokens: the last are tokens that no text is cut in
+UNKNOWN_KIND, SPECIAL, OF_USER = 2, 3, 4  # types of tokens; the last two are never split
 PIECE_SPACE = "▁"  # of SentencePiece
 
-# How texts are cut before byte-level BPE, by tokenizer.ggml.pre: digits one by one, or this expression.
+# Pre-tokenizers of byte-level BPE by tokenizer.ggml.pre: a regular expression; None: single digits.
 CONTRACTED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 WORDS = rf"{CONTRACTED}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}%s| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{REST}"
@@ -408,12 +406,12 @@ WORD_CUTS = {
     **dict.fromkeys(("llama-bpe", "dbrx", "smaug-bpe"), WORDS % "{1,3}"),
     **{"gpt-4o": BY_CASE % (CONTRACTED + "?", CONTRACTED + "?", "{1,3}"), "tekken": BY_CASE % ("", "", "")},
 }
-WHOLE_WORDS = ("llama-bpe", "tekken")  # look a word up before they cut it, and begin a text with its token
+WHOLE_WORDS = ("llama-bpe", "tekken")  # match whole words first, and prepend the BOS token
 ENDS_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 
 
 def write_tokenizer(of: Mapping[str, Any], directory: Path) -> None:
-    """Write tokenizer.json and its settings from a GGUF's metadata. Raises any error where these do not fit."""
+    """Write tokenizer.json and its settings from the metadata. Raises any error if these do not fit."""
     pieces = of["tokenizer.ggml.model"] == PIECES
     tokenizer = of_pieces(of) if pieces else of_bytes(of)
     tokens, kinds = of["tokenizer.ggml.tokens"], of["tokenizer.ggml.token_type"]
@@ -441,7 +439,7 @@ def write_tokenizer(of: Mapping[str, Any], directory: Path) -> None:
 
 
 def ends_of(of: Mapping[str, Any]) -> list[int]:
-    """Return the tokens at which a text ends: that of the file, and that which ends a turn of a chat."""
+    """Return the EOS tokens: the file's, and the end of a chat turn."""
     tokens, kinds = of["tokenizer.ggml.tokens"], of["tokenizer.ggml.token_type"]
     turns = [place for place, token in enumerate(tokens) if token in ENDS_OF_TURN and kinds[place] == SPECIAL]
     named = [of["tokenizer.ggml.eos_token_id"], of.get("tokenizer.ggml.eot_token_id")]
@@ -449,7 +447,7 @@ def ends_of(of: Mapping[str, Any]) -> list[int]:
 
 
 def of_bytes(of: Mapping[str, Any]) -> Tokenizer:
-    """Byte-level BPE."""
+    """Return a tokenizer of byte-level BPE."""
     tokens, pre = of["tokenizer.ggml.tokens"], of["tokenizer.ggml.pre"]
     merges = [tuple(merge.split(" ")) for merge in of["tokenizer.ggml.merges"]]
     places = {token: place for place, token in enumerate(tokens)}
@@ -462,7 +460,7 @@ def of_bytes(of: Mapping[str, Any]) -> Tokenizer:
 
 
 def cutting(pre: str) -> list[Any]:
-    """Return how a text is cut before its parts are merged."""
+    """Return the pre-tokenizers of `tokenizer.ggml.pre`."""
     expression = WORD_CUTS[pre]
     if expression is None:
         return [
@@ -474,7 +472,7 @@ def cutting(pre: str) -> list[Any]:
 
 
 def of_pieces(of: Mapping[str, Any]) -> Tokenizer:
-    """SentencePiece's BPE: of neighbours that a piece consists of, those with the highest score are merged first."""
+    """Return a tokenizer of SentencePiece's BPE, which merges the neighbors with the highest score first."""
     tokens, spaced = of["tokenizer.ggml.tokens"], of.get("tokenizer.ggml.add_space_prefix", True)
     places = {token: place for place, token in enumerate(tokens)}
     unknown = tokens[of.get("tokenizer.ggml.unknown_token_id", 0)]
@@ -489,7 +487,7 @@ def of_pieces(of: Mapping[str, Any]) -> Tokenizer:
 
 
 def merges_of(places: Mapping[str, int], scores: list[float], kinds: list[int]) -> list[tuple[str, str]]:
-    """Return the pairs that make a piece, best first."""
+    """Return the pairs that form a piece, highest score first."""
     found = []
     for piece, place in places.items():
         if kinds[place] in (UNKNOWN_KIND, SPECIAL):

