@@ -50,13 +50,13 @@ def check_weights(directory: Path, weights: GgufWeights) -> None:
     """Validate the weights of a GGUF once, when its directory is written.
 
     Raises:
-        GearbxError: metadata with which mlx-lm has other weights, weights that are not finite, or a file that changes.
+        GearbxError: metadata that do not fit the weights, weights that are not finite, or a file that changes.
     """
     blank = {name: mx.zeros(shape, dtype) for name, (dtype, shape) in kinds_of(weights).items()}
     try:
         with loading_with(lambda _: blank, [str(weights.file)]):
             load_model(directory, lazy=True)
-    except Exception as error:  # a configuration that does not fit fails in a hundred ways
+    except Exception as error:  # an unsuitable configuration fails in a hundred ways
         raise not_fitting(weights.file, one_line(error).partition(",")[0]) from error
     try:
         for each in weights.tensors:
@@ -73,10 +73,10 @@ def check_weights(directory: Path, weights: GgufWeights) -> None:
 def array_kinds(each: ModelTensor, dtype: str | None) -> dict[str, tuple[mx.Dtype, tuple[int, ...]]]:
     """Return type and shape of each array that a tensor becomes, by name."""
     kind, shape = each.tensor.kind.name, each.tensor.shape
-    if dtype is not None or kind not in CODED:
-        return {each.name: (mx.float16 if dtype is None else dtype_named(dtype), shape)} | (
-            {each.name: (STORED[kind], shape)} if dtype is None and kind in STORED else {}
-        )
+    if dtype is not None:
+        return {each.name: (dtype_named(dtype), shape)}
+    if kind not in CODED:
+        return {each.name: (STORED.get(kind, mx.float16), shape)}
     words, groups = (*shape[:-1], shape[-1] * CODED[kind] // 32), (*shape[:-1], shape[-1] // GGUF_GROUP)
     stem = each.name.rpartition(".")[0]
     kinds = ((mx.uint32, words), (mx.float16, groups), (mx.float16, groups))
@@ -106,7 +106,7 @@ def read_weights(weights: GgufWeights) -> dict[str, mx.array]:
 
 
 def check_state(weights: GgufWeights) -> None:
-    """Validate that nobody has written to a GGUF file since it was hashed.
+    """Validate that a GGUF file is the one that was hashed.
 
     Raises:
         GearbxError: a file that was written to, replaced or removed.
@@ -166,7 +166,7 @@ def by_numpy(weights: GgufWeights, tensors: Sequence[ModelTensor]) -> Iterator[t
 
 
 def heads_in_halves(weight: mx.array, heads: int) -> mx.array:
-    """Return rows of q or k as mlx-lm rotates them, in halves of a head; llama.cpp keeps those of a Llama in pairs."""
+    """Return rows of q or k in halves of a head, as mlx-lm rotates them; llama.cpp stores a Llama's in pairs."""
     return weight.reshape(heads, -1, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
@@ -178,7 +178,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def reading(directory: Path) -> Iterator[None]:
-    """In the block, mlx-lm reads the weights of a model: mapped where that can be, or from its GGUF file.
+    """In the block, mlx-lm reads the weights of a model: mapped safetensors if possible, or its GGUF file.
 
     Raises:
         GearbxError: a GGUF file that was written to meanwhile.
@@ -196,7 +196,7 @@ def reading(directory: Path) -> Iterator[None]:
 
 
 def load_mapped(directory: Path, load: Any) -> tuple:
-    """Return what a function of mlx-lm returns for a directory, whose weights are mapped; its model has an `Origin`."""
+    """Return the result of a function of mlx-lm for a directory with mapped weights; its model has an `Origin`."""
     weights = gguf_weights(directory)
     if weights is None:
         states = {path: state_of(path) for path in weight_files(directory)}
@@ -257,5 +257,5 @@ def write_safetensors(directory: Path, out: Path) -> None:
     try:
         mx.save_safetensors(str(out / "model.safetensors"), read_weights(weights), metadata={"format": "mlx"})
         align_arrays(out / "model.safetensors")
-    except RuntimeError as error:  # MLX's, of a disk that is full for instance
+    except RuntimeError as error:  # from MLX, for instance on a full disk
         raise OSError(one_line(error)) from error
