@@ -173,7 +173,7 @@ def arguments_of(config: dict, file: Path) -> type:
 
 
 def check_fields(config: dict, arguments: type, file: Path) -> None:
-    """Validate fields that must be numbers, on which some layers fail late. Raises GearbxError for text."""
+    """Validate that numbers are no text, since some layers fail late. Raises GearbxError for text."""
     kinds = get_type_hints(arguments)
     for name in config.keys() & kinds.keys():
         wanted = get_args(kinds[name]) or (kinds[name],)
@@ -265,17 +265,17 @@ def load_small(path_or_hf_repo: str | Path, tokenizer: Any, **kwargs: Any) -> nn
 
 def check_same_tokenizer(small: Any, large: Any, name: str) -> None:
     """Validate that two tokenizers are the same. name: of the small model. Raises GearbxError for different ones."""
-    ours, theirs = small.get_vocab(), large.get_vocab()
+    own, expected = small.get_vocab(), large.get_vocab()
     remedy = "a pair needs models of one tokenizer; choose a smaller model of the same family"
-    if ours != theirs:
-        differing = len(ours.items() ^ theirs.items())
+    if own != expected:
+        differing = len(own.items() ^ expected.items())
         raise GearbxError(
-            f"{name}: its tokenizer is not the model's: {len(ours)} and {len(theirs)} tokens, "
+            f"{name}: its tokenizer is not the model's: {len(own)} and {len(expected)} tokens, "
             f"of which {differing} differ; {remedy}"
         )
     for text in SAMPLES:
         if small.encode(text) != large.encode(text):
-            raise GearbxError(f"{name}: its tokenizer cuts {text!r} in another way than the model's; {remedy}")
+            raise GearbxError(f"{name}: its tokenizer splits {text!r} differently from the model's; {remedy}")
 
 
 def find(path_or_hf_repo: str | Path, revision: str | None = None, also: Sequence[str] = ()) -> Path:

@@ -97,7 +97,7 @@ class GgufFile:
         except OSError as error:
             raise unreadable(self.path, error) from error
         if size < numbers.nbytes:
-            raise self.damaged(f"ends at byte {start + size}, which it did not when it was opened")
+            raise self.damaged(f"ends at byte {start + size}, earlier than when it was opened")
         return numbers
 
     def damaged(self, problem: str) -> GearbxError:
@@ -231,7 +231,7 @@ class Gguf(GgufFile):
 
 GGUF_GROUP = 32  # weights that share a scale
 CODED = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q8_0": 8, "Q4_K": 4, "Q5_K": 5}  # bits of codes in such groups
-BLOCKS_AT_ONCE = 2**12  # blocks packed at a time, which a cache holds
+BLOCKS_AT_ONCE = 2**12  # blocks packed at a time, few enough for a cache
 
 
 def affine_codes(gguf: GgufFile, tensor: GgufTensor) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:

@@ -5,8 +5,8 @@ in the file. Types with affine codes in groups of 32 (`CODED`) stay quantized; F
 become float16, such as Q6_K, in which 16 weights share a scale.
 
 Sources: llama.cpp's gguf-py (names of tensors and keys) and convert_hf_to_gguf.py (changes to weights). Tokenizers are
-byte-level BPE ("gpt2"), which splits text by a regular expression first, and SentencePiece ("llama"), whose pieces have
-scores. Sources: llama.cpp's llama-vocab.cpp, and the conversion of SentencePiece in transformers.
+byte-level BPE ("gpt2") after a split by a regular expression, and SentencePiece ("llama") with a score for each piece.
+Sources: llama.cpp's llama-vocab.cpp, and the conversion of SentencePiece in transformers.
 """
 
 import collections
@@ -420,9 +420,9 @@ def write_tokenizer(of: Mapping[str, Any], directory: Path) -> None:
         added = [AddedToken(token, special=special, normalized=pieces and not special) for token in whole]
         (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
     named = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-    ids = {ours: of.get(f"tokenizer.ggml.{theirs}_token_id") for ours, theirs in named.items()}
-    begins = of.get("tokenizer.ggml.add_bos_token", pieces or of.get("tokenizer.ggml.pre") in WHOLE_WORDS)
-    if begins and ids["bos"] is not None:
+    ids = {name: of.get(f"tokenizer.ggml.{key}_token_id") for name, key in named.items()}
+    adds_bos = of.get("tokenizer.ggml.add_bos_token", pieces or of.get("tokenizer.ggml.pre") in WHOLE_WORDS)
+    if adds_bos and ids["bos"] is not None:
         bos = tokens[ids["bos"]]
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, ids["bos"])]

@@ -54,10 +54,10 @@ class Journal:
             self.parts[part.part] = part.found
         self.end = len(complete.encode())
         try:
-            alone = lock_for_good(file)
+            is_locked = lock_for_good(file)
         except OSError as error:
             raise GearbxError(f"{file}: cannot be written ({error.strerror}); choose another --out") from error
-        if not alone or os.path.getsize(file) != len(text.encode()):
+        if not is_locked or os.path.getsize(file) != len(text.encode()):
             raise GearbxError(f"{file}: another process writes it; wait for it, or end it")
         if not complete:
             self._append(inputs)

@@ -46,7 +46,7 @@ LAYER_FIELDS = (
     *("layer_types", "layers_block_type", "block_types", "block_configs", "hybrid_override_pattern"),
 )
 MAX_LAYERS = 1000
-SPARE = 64  # layers that share the arrays of another layer: the maximum in any model
+SPARE = 64  # maximum number of layers without arrays of their own
 
 
 def count_arrays(directory: Path, names: str = "model*.safetensors") -> int:
@@ -67,7 +67,7 @@ def count_arrays(directory: Path, names: str = "model*.safetensors") -> int:
 
 
 def check_layers(config: dict[str, Any], arrays: int, file: Path) -> None:
-    """Validate the number of layers, which mlx-lm builds before it reads arrays. Raises GearbxError for too many."""
+    """Validate the number of layers: mlx-lm builds them before it reads arrays. Raises GearbxError for too many."""
     most = min(MAX_LAYERS, arrays + SPARE)
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         for name in LAYER_FIELDS:
@@ -80,7 +80,7 @@ def check_layers(config: dict[str, Any], arrays: int, file: Path) -> None:
 
 
 def check_quantization(config: Mapping[str, Any], file: Path) -> None:
-    """Validate group sizes and bits, by which MLX divides. Raises GearbxError for those below 1."""
+    """Validate group sizes and bits, divisors in MLX. Raises GearbxError for numbers below 1."""
     for part in (config.get("quantization"), config.get("quantization_config")):
         levels = (part, *part.values()) if isinstance(part, dict) else ()
         for name in ("group_size", "bits"):
@@ -93,8 +93,8 @@ def check_regular(directory: Path) -> None:
     """Validate that no file of a model is a pipe or a device, which would block. Raises GearbxError for one."""
     try:
         for place in directory.iterdir():
-            ours = any(fnmatch(place.name, pattern) for pattern in PATTERNS)
-            if ours and place.exists() and not (place.is_file() or place.is_dir()):
+            is_read = any(fnmatch(place.name, pattern) for pattern in PATTERNS)
+            if is_read and place.exists() and not (place.is_file() or place.is_dir()):
                 raise GearbxError(f"{place}: is a pipe or a device, not a file; {COMPLETE}")
     except OSError as error:
         raise unreadable(directory, error) from error

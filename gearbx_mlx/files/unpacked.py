@@ -1,8 +1,8 @@
-"""Cache directories of GGUF files, and hashes of files of any size, which the cache keeps too.
+"""Cache directories of GGUF files, and kept hashes of files of any size.
 
 An entry is named by a hash of its source. The hash is computed again if inode, size or times of the source change. A
-record has the source's hash and one of each file. Damaged entries are made again; entries that other users can write
-are refused.
+record has the hashes of the source and of each file. Damaged entries are made again; entries that other users can
+write are refused.
 """
 
 import contextlib
@@ -78,10 +78,10 @@ def hash_of(file: Path) -> str:
     def part(place: int) -> bytes:
         return hashlib.sha256(os.pread(opened.fileno(), PART_BYTES, place)).digest()
 
-    alone = threading.current_thread() is not threading.main_thread()
+    in_background = threading.current_thread() is not threading.main_thread()
     with open(file, "rb") as opened, ThreadPoolExecutor(os.cpu_count()) as pool:
         places = range(0, os.fstat(opened.fileno()).st_size, PART_BYTES)
-        hashes = map(part, places) if alone else pool.map(part, places)
+        hashes = map(part, places) if in_background else pool.map(part, places)
         return hashlib.sha256(b"".join(hashes)).hexdigest()
 
 
@@ -115,7 +115,7 @@ def hash_place(file: Path) -> Path:
 
 
 def unpacked(stem: str, source: str, write: Callable[[Path], None]) -> Path:
-    """Return a directory of the cache, which is written if it is missing or damaged.
+    """Return a directory of the cache; a missing or damaged one is written.
 
     stem: start of its name. source: hash of its source. write: fills an empty directory; its errors pass.
     Raises GearbxError for a cache that cannot be written, or that other users can write to.
@@ -126,7 +126,7 @@ def unpacked(stem: str, source: str, write: Callable[[Path], None]) -> Path:
         if is_as_written(directory, source):
             return directory
         with FileLock(directory.parent / ".unpacking.lock", mode=0o600):  # one process unpacks at a time
-            if not is_as_written(directory, source):  # else another process has been quicker
+            if not is_as_written(directory, source):  # else a different process was faster
                 remove_damaged(directory)
                 make(directory, source, write)
     except CacheUnusable as error:

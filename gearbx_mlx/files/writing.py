@@ -99,7 +99,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def replacing_arrays(path: Path) -> Iterator[str]:
-    """Like `replacing`, for MLX's functions, which need the suffix .safetensors and raise RuntimeError."""
+    """Like `replacing`, for functions of MLX: they need the suffix .safetensors and raise RuntimeError."""
     with replacing(path) as place:
         beside = place.with_name(f"{place.name}.safetensors")
         try:
@@ -198,10 +198,10 @@ def remove_parts(directory: Path, names: str = ".*") -> list[Path]:
         found += (path for path in directory.iterdir() if part.fullmatch(path.name))
     in_work = []
     for path in found:
-        with contextlib.suppress(OSError), locked(path) as alone:
-            if alone:
+        with contextlib.suppress(OSError), locked(path) as is_stale:
+            if is_stale:
                 remove(path)
-            elif alone is False:
+            elif is_stale is False:
                 in_work.append(path)
     return in_work
 
