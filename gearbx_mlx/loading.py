@@ -1,4 +1,4 @@
-"""From a directory or a Hub repository to a model and its tokenizer."""
+"""Models and tokenizers from a directory, a GGUF file or a Hub repository."""
 
 import contextlib
 import functools
@@ -29,7 +29,7 @@ from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, load_model, load_tokenizer
 from .compat.arrays import dtype_name
 from .compat.classes import model_classes
 from .errors import GearbxError, error_context, one_line
-from .files.gguf_model import gguf_directory, is_gguf
+from .files.gguf_model import gguf_weights, is_gguf
 from .files.model_directory import (
     COMPLETE,
     REFETCH,
@@ -42,24 +42,25 @@ from .files.model_directory import (
     read_adapter,
 )
 from .files.reading import read_as, shown
-from .files.smollm2 import SMOLLM2, smollm2_directory
+from .files.smollm2 import SMOLLM2, SMOLLM2_DTYPE, known_file
 from .files.unpacked import contents
 from .gears.adapters import add_adapter
 from .gears.dividing import Ranks, cut_into_stages, divide, divide_saved, ranks_of, stage_of
 from .gears.manifest import GEARS_FILE, Manifest, read_manifest
-from .gears.mapped import into_memory, load_mapped, mapping_kernels
+from .gears.mapped import into_memory, mapping_kernels
 from .gears.offload import large_pages
 from .gears.saved import SavedGears, open_gears
+from .gears.weight_files import gguf_directory, load_mapped, reading, weights_size
 
-SAMPLES = (  # what tokenizers differ in: digits, spaces, line ends, capitals, other scripts, signs
+SAMPLES = (  # text on which tokenizers differ: digits, spaces, line ends, capitals, scripts, symbols
     "The 3 brothers paid $1,234.50 each.",
     "def f(x):\n    return x  # twice\n\n\n",
     "naïve ÀÉ 漢字 🙂 don't",
 )
-# transformers' name of a warning, that a text is longer than the context, which it gives unless it was given before.
+# transformers' name of its warning of text beyond the context length, which it shows once.
 TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
 DEMO_MODEL = Path(__file__).parent / "demo_model"
-TOKENIZERS = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*")  # files, of which a model has one at least
+TOKENIZERS = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*")  # a model has at least one of these files
 
 
 def load(
@@ -77,21 +78,21 @@ def load(
     keep_mapped: bool = False,
     **kwargs: Any,
 ) -> tuple:
-    """`mlx_lm.load` with the demo model as default and errors that a user can act on.
+    """Load a model as `mlx_lm.load`, with the demo model as default and one-line errors.
 
-    A geared checkpoint is checked and left unread: `Gearbox(model)` reads its gears as they are engaged, and mlx-lm's
-    functions its base.
+    A geared checkpoint is validated but not read: `Gearbox(model)` reads gears as they are engaged, mlx-lm's functions
+    read the base.
 
     Args:
-        path_or_hf_repo: a local directory or a Hub repository that mlx-lm takes; the demo model if not given.
-        tokenizer_config, model_config, adapter_path, lazy, revision: as mlx-lm takes them.
+        path_or_hf_repo: a local directory, a GGUF file or a Hub repository; None: the demo model.
+        tokenizer_config, model_config, adapter_path, lazy, revision: as in `mlx_lm.load`.
         return_config: whether to return the model's configuration as well.
-        group: the ranks that share the model; each gets its part of the layers that mlx-lm's class divides (`shard`).
-        shard_sums: of layers whose inputs are divided. "gather": every rank gets all inputs and has some rows, so that
-            texts are those of one process. "sum": it has some columns, and products are summed, as in mlx-lm, which
-            sends less and rounds otherwise.
-        pipeline: each rank gets some of the layers, and not a part of every layer.
-        keep_mapped: leave weights mapped from their files, for gears made of them; else copy them into large pages.
+        group: the ranks that share the model; each gets a part of the layers that mlx-lm's class divides (`shard`).
+        shard_sums: for layers with divided inputs. "gather": each rank gets all inputs and has some rows, so that
+            outputs are those of one process. "sum": it has some columns and the products are summed, as in mlx-lm,
+            which sends less and rounds differently.
+        pipeline: each rank gets some of the layers (pipeline parallelism), not a part of every layer.
+        keep_mapped: keep weights mapped, for gears made of them; otherwise they are copied into large pages.
         kwargs: further keywords of `mlx_lm.load`. Without `trust_remote_code` no code of the model runs.
 
     Returns:
@@ -105,7 +106,7 @@ def load(
     kwargs |= {"model_config": model_config, "lazy": lazy}
     ranks = ranks_of(group, shard_sums, adapter_path, kwargs)
     check_model(directory, trusted, model_config or {})
-    # Where this is not said, transformers asks on the terminal, and runs the code if the answer is y.
+    # Without this, transformers asks on the terminal, and runs the code if the answer is y.
     kwargs["tokenizer_config"] = {"trust_remote_code": trusted} | (tokenizer_config or {})
     saved = open_gears(directory)
     adapter = None if adapter_path is None else read_adapter(Path(adapter_path))
@@ -116,7 +117,7 @@ def load(
         if adapter is not None and adapter_path is not None:
             add_adapter(model, adapter, Path(adapter_path), None if saved is None else saved.dense(model))
         check_longest(tokenizer, directory / "tokenizer_config.json")
-        getattr(tokenizer, "deprecation_warnings", {})[TOO_LONG] = True  # room_for says it in one line
+        getattr(tokenizer, "deprecation_warnings", {})[TOO_LONG] = True  # room_for warns in one line
     except GearbxError:
         raise
     except Exception as error:  # a configuration that does not fit fails in a hundred ways
@@ -125,14 +126,14 @@ def load(
 
 
 def check_longest(tokenizer: Any, file: Path) -> None:
-    """Raises GearbxError for a longest text that is not a number: transformers compares every text with it."""
+    """Validate the tokenizer's maximum length, used for every encoding. Raises GearbxError if it is no number."""
     longest = getattr(tokenizer, "model_max_length", 0)
     if not isinstance(longest, int | float):
         raise GearbxError(f"{file}: model_max_length is {shown(longest)}, not a number; download the file again")
 
 
 def cannot_load(directory: Path, error: Exception) -> GearbxError:
-    """Return what a user can do about a model that mlx-lm cannot load. Raises GearbxError where a file is not JSON."""
+    """Return the error, with its remedy, for a model that mlx-lm cannot load. Raises GearbxError for malformed JSON."""
     if "trust_remote_code" in str(error):
         return untrusted(directory)
     check_json(directory)
@@ -144,34 +145,35 @@ def cannot_load(directory: Path, error: Exception) -> GearbxError:
 
 
 def check_model(directory: Path, trusted: bool, change: dict) -> None:
-    """Raises GearbxError for a directory that is damaged, too large or untrusted. change: fields of config.json."""
-    arrays = count_arrays(directory)
+    """Validate a model directory. change: to config.json. Raises GearbxError if damaged, too large or untrusted."""
+    weights = gguf_weights(directory)
+    arrays = count_arrays(directory) if weights is None else len(weights.tensors)
     config = read_config(directory) | change
     check_layers(config, arrays, directory / "config.json")
     check_quantization(config, directory / "config.json")
     if config.get("model_file") is None:
         check_fields(config, arguments_of(config, directory / "config.json"), directory / "config.json")
-    elif not trusted:  # mlx-lm before 0.32 runs it without a question
+    elif not trusted:  # mlx-lm before 0.32 runs it without asking
         raise untrusted(directory)
 
 
 def arguments_of(config: dict, file: Path) -> type:
-    """Return mlx-lm's class for a configuration. Raises GearbxError for a type of model that cannot be loaded here."""
-    said = io.StringIO()
+    """Return mlx-lm's arguments class of a configuration. Raises GearbxError for unknown model types."""
+    output = io.StringIO()
     try:
-        with contextlib.redirect_stdout(said):
+        with contextlib.redirect_stdout(output):
             _, arguments = model_classes(config)
-    except (Exception, SystemExit) as error:  # a class that lacks a package ends the process, with a word on stdout
-        why = " ".join(said.getvalue().split()) or one_line(error).rstrip(".")
+    except (Exception, SystemExit) as error:  # a class without its package prints a line and ends the process
+        why = " ".join(output.getvalue().split()) or one_line(error).rstrip(".")
         raise GearbxError(
             f"{file}: model_type is {shown(config.get('model_type'))}, which mlx-lm cannot load ({why}); "
-            "update mlx-lm, or give a model of another type"
+            "update mlx-lm, or use a model of a different type"
         ) from error
     return arguments
 
 
 def check_fields(config: dict, arguments: type, file: Path) -> None:
-    """Raises GearbxError for text where mlx-lm's class takes numbers alone, on which some layers fail much later."""
+    """Validate that numbers are no text, since some layers fail late. Raises GearbxError for text."""
     kinds = get_type_hints(arguments)
     for name in config.keys() & kinds.keys():
         wanted = get_args(kinds[name]) or (kinds[name],)
@@ -181,19 +183,22 @@ def check_fields(config: dict, arguments: type, file: Path) -> None:
 
 
 def untrusted(directory: Path) -> GearbxError:
-    return GearbxError(f"{directory}: needs Python code of its own; read it, and give --trust-remote-code to run it")
+    return GearbxError(f"{directory}: needs Python code of its own; read it, and pass --trust-remote-code to run it")
 
 
 def load_plain(
     directory: Path, ranks: Ranks | None, pipeline: bool, keep_mapped: bool = False, **kwargs: Any
 ) -> tuple[nn.Module, Any, dict]:
-    """Return a model without gears, as `mlx_lm.load` has it; or a rank's part of it."""
+    """Return a model without gears, or a rank's part of it, as `mlx_lm.load` does."""
     load = functools.partial(read_together, directory, keep_mapped=keep_mapped, **kwargs)
-    if ranks is None and mapping_kernels() is not None:
-        model, tokenizer, config = load_mapped(directory, load)
-    else:
-        with large_pages(sum(file.stat().st_size for file in directory.glob("*.safetensors"))):
-            model, tokenizer, config = load()
+    mapped = ranks is None and mapping_kernels() is not None
+    copied = not mapped or gguf_weights(directory) is not None  # else `into_memory` makes large pages
+    with large_pages(weights_size(directory) if copied else 0):
+        if mapped:
+            model, tokenizer, config = load_mapped(directory, load)
+        else:
+            with reading(directory):
+                model, tokenizer, config = load()
     with error_context(directory):
         check_kinds(model)
         if ranks is not None:
@@ -210,7 +215,7 @@ def read_together(
     trust_remote_code: bool = False,
     keep_mapped: bool = False,
 ) -> tuple[nn.Module, Any, dict]:
-    """Return what `mlx_lm.load` does: it reads weights and then the tokenizer, which takes as long, and needs none."""
+    """Return the result of `mlx_lm.load`, but read the tokenizer, which takes as long, beside the weights."""
     how: dict[str, Any] = {"model_config": model_config, "trust_remote_code": trust_remote_code}
     model, config = load_model(directory, lazy=True, **how)
     with ThreadPoolExecutor(1) as pool:
@@ -233,7 +238,7 @@ def load_base(
     lazy: bool = True,
     trust_remote_code: bool = False,
 ) -> tuple[nn.Module, Any, dict]:
-    """Return the base of a geared checkpoint, unread, as `mlx_lm.load` has it; or a rank's part of it."""
+    """Return the base of a geared checkpoint, or a rank's part of it, unread, as `mlx_lm.load` does."""
     how: dict[str, Any] = {"model_config": model_config, "trust_remote_code": trust_remote_code}
     model, config = load_model(directory, lazy=True, strict=saved.manifest.stock, **how)
     if ranks is not None:
@@ -243,15 +248,15 @@ def load_base(
 
 
 def checkpoint_gears(path_or_hf_repo: str | Path | None) -> Manifest | None:
-    """Return what gears a model's checkpoint holds, if it is a geared one; downloads it as `load` does."""
+    """Return the manifest of a geared checkpoint; None: any other model. Downloads it as `load` does."""
     return None if path_or_hf_repo is None else read_manifest(find(path_or_hf_repo))
 
 
 def load_small(path_or_hf_repo: str | Path, tokenizer: Any, **kwargs: Any) -> nn.Module:
-    """Return the small model of a pair, whose tokenizer has to be that of the large one.
+    """Return the small model of a pair, which must have the tokenizer of the large one.
 
     Raises:
-        GearbxError: as `load`, or another tokenizer.
+        GearbxError: as `load`, or a different tokenizer.
     """
     model, own = load(path_or_hf_repo, **kwargs)
     check_same_tokenizer(own, tokenizer, str(path_or_hf_repo))
@@ -259,24 +264,24 @@ def load_small(path_or_hf_repo: str | Path, tokenizer: Any, **kwargs: Any) -> nn
 
 
 def check_same_tokenizer(small: Any, large: Any, name: str) -> None:
-    """Raises GearbxError unless both tokenizers make the same tokens of the same text. name: of the small model."""
-    ours, theirs = small.get_vocab(), large.get_vocab()
+    """Validate that two tokenizers are the same. name: of the small model. Raises GearbxError for different ones."""
+    own, expected = small.get_vocab(), large.get_vocab()
     remedy = "a pair needs models of one tokenizer; choose a smaller model of the same family"
-    if ours != theirs:
-        differing = len(ours.items() ^ theirs.items())
+    if own != expected:
+        differing = len(own.items() ^ expected.items())
         raise GearbxError(
-            f"{name}: its tokenizer is not the model's: {len(ours)} and {len(theirs)} tokens, "
+            f"{name}: its tokenizer is not the model's: {len(own)} and {len(expected)} tokens, "
             f"of which {differing} differ; {remedy}"
         )
     for text in SAMPLES:
         if small.encode(text) != large.encode(text):
-            raise GearbxError(f"{name}: its tokenizer cuts {text!r} in another way than the model's; {remedy}")
+            raise GearbxError(f"{name}: its tokenizer splits {text!r} differently from the model's; {remedy}")
 
 
 def find(path_or_hf_repo: str | Path, revision: str | None = None, also: Sequence[str] = ()) -> Path:
-    """Return the local directory of a model, which is downloaded or unpacked if it is not here yet.
+    """Return the local directory of a model, downloaded if necessary.
 
-    also: files to download beside those that a model runs with.
+    also: further files to download.
     """
     name = str(path_or_hf_repo)
     try:
@@ -292,15 +297,15 @@ def find(path_or_hf_repo: str | Path, revision: str | None = None, also: Sequenc
         return gguf_directory(path)
     if is_there:
         what = "a file" if is_file else "a pipe or a device"
-        raise GearbxError(f"{name}: is {what}; give the model's directory, or a GGUF file")
+        raise GearbxError(f"{name}: is {what}; use the directory of a model, or a GGUF file")
     if name.endswith(".gguf"):
         raise GearbxError(f"{name}: no such file; check the path")
     if name == SMOLLM2:
-        return smollm2_directory()
+        return gguf_directory(known_file(), SMOLLM2, SMOLLM2_DTYPE)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith(("./", "../", "~")):
-        raise GearbxError(f"{name}: no such model directory; give a directory, or a Hub repository as owner/name")
+        raise GearbxError(f"{name}: no such model directory; use a directory, or a Hub repository as owner/name")
     directory = snapshot_of(name, revision, tuple(also))
-    if not directory.is_dir():  # deleted since this process looked it up
+    if not directory.is_dir():  # deleted since this process found it
         snapshot_of.cache_clear()
         directory = snapshot_of(name, revision, tuple(also))
     return directory
@@ -308,7 +313,7 @@ def find(path_or_hf_repo: str | Path, revision: str | None = None, also: Sequenc
 
 @functools.cache
 def snapshot_of(name: str, revision: str | None, also: tuple[str, ...]) -> Path:
-    """Return where a Hub repository is here. A process looks each up once, and so uses one version of it.
+    """Return the local directory of a Hub repository. A process resolves each once, and so uses one version.
 
     Raises:
         GearbxError: as `find`.
@@ -317,9 +322,7 @@ def snapshot_of(name: str, revision: str | None, also: tuple[str, ...]) -> Path:
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except GatedRepoError as error:
-        raise GearbxError(
-            f"{name}: the Hub gives it to members only; ask for access there and log in with hf"
-        ) from error
+        raise GearbxError(f"{name}: the Hub restricts access; request it there, and log in with hf") from error
     except (RevisionNotFoundError, HFValidationError) as error:
         raise GearbxError(f"{name}: {one_line(error)}") from error
     except RepositoryNotFoundError as error:
@@ -327,22 +330,22 @@ def snapshot_of(name: str, revision: str | None, also: tuple[str, ...]) -> Path:
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError) as error:
         raise GearbxError(
             f"{name}: not a directory here, and the Hub cannot be reached to download it ({type(error).__name__}); "
-            "connect to the network or give a local directory"
+            "connect to the network, or use a local directory"
         ) from error
     except (OSError, RuntimeError) as error:
         raise GearbxError(f"{name}: cannot be downloaded ({one_line(error)})") from error
 
 
 def check_no_gguf(directory: Path) -> None:
-    """Raises GearbxError for a directory of GGUF files, which are models by themselves."""
+    """Validate that a directory is not one of GGUF files, each of which is a model. Raises GearbxError for one."""
     found = sorted(file.name for file in directory.glob("*.gguf"))
     if found and not os.path.lexists(directory / "config.json"):
         more = f" or one of {len(found) - 1} others" if len(found) > 1 else ""
-        raise GearbxError(f"{directory}: has no config.json; give the GGUF file {directory / found[0]}{more}")
+        raise GearbxError(f"{directory}: has no config.json; use the GGUF file {directory / found[0]}{more}")
 
 
 def fingerprint(*files: Path) -> str:
-    """Return a hash of the names and of all contents of files."""
+    """Return a hash of the names and all bytes of files."""
     digest = hashlib.sha256()
     for file in sorted(files):
         digest.update(f"{file.name} {contents(file)} ".encode())
@@ -369,16 +372,16 @@ def read_config(directory: Path) -> dict:
 
 
 def check_kinds(model: nn.Module) -> None:
-    """Raises GearbxError for weights that are not real numbers, with which every layer computes something or other."""
+    """Validate that weights are real numbers. Raises GearbxError for integers and complex numbers."""
     for path, module in model.named_modules():
         weight = module.get("weight")
         if not isinstance(weight, mx.array) or mx.issubdtype(weight.dtype, mx.floating):
             continue
-        if not any("scale" in name for name in module):  # quantized weights are whole numbers
+        if not any("scale" in name for name in module):  # quantized weights are integers
             kind = dtype_name(weight.dtype)
-            raise GearbxError(f"{path}.weight has numbers of type {kind}; give a model of floating-point weights")
+            raise GearbxError(f"{path}.weight has numbers of type {kind}; use a model with floating-point weights")
 
 
 def model_name(path_or_hf_repo: str | None) -> str:
-    """Return what to call the model in a report."""
+    """Return the model's name in reports."""
     return str(path_or_hf_repo) if path_or_hf_repo else "demo"

@@ -16,14 +16,12 @@ from pathlib import Path
 from typing import Literal
 from zipfile import BadZipFile, ZipFile
 
-import mlx.core as mx
-
 from gearbx_mlx.errors import GearbxError, one_line
 from gearbx_mlx.files import smollm2
-from gearbx_mlx.files.gguf_model import write_model
 from gearbx_mlx.files.user_cache import CacheUnusable, open_cache
 from gearbx_mlx.files.writing import make_directory, new_directory, replacing
 from gearbx_mlx.gears.tensor_files import ArrayPlace, hash_place
+from gearbx_mlx.gears.weight_files import gguf_directory, write_safetensors
 
 from .studies import study
 
@@ -204,5 +202,5 @@ def real_models(
         shutil.rmtree(directory)
     if not directory.is_dir():
         with new_directory(directory) as work:
-            write_model(file, work, getattr(mx, type))
+            write_safetensors(gguf_directory(file, dtype=type), work)
     print(f"{name}: {model.title}, {type}: {directory}")

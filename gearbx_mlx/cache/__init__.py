@@ -12,7 +12,7 @@ CACHE_KINDS = {
     "kernels": "compiled CPU kernels",
     "bases": "codes of calibrated bases",
     "gears": "gears made from weights",
-    "models": "unpacked GGUF files",
+    "models": "configuration and tokenizer of GGUF files",
     "times": "measured times and acceptance rates",
     "imports": "names defined by transformers",
     "history": "typed lines of chat",

@@ -6,8 +6,10 @@ The module also replaces the function by which mlx-lm loads arrays.
 import contextlib
 import copyreg
 import functools
+import glob
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import mlx.core as mx
@@ -33,8 +35,12 @@ _loading = threading.Lock()
 
 
 @contextlib.contextmanager
-def loading_with(load: Callable[[str], Any]) -> Iterator[None]:
-    """Let mlx-lm read files of weights with a replacement of MLX's function in the block; one thread at a time."""
+def loading_with(load: Callable[[str], Any], files: Sequence[str] | None = None) -> Iterator[None]:
+    """Let mlx-lm read files of weights with a replacement of MLX's function in the block; one thread at a time.
+
+    Args:
+        files: of the weights; None: those that mlx-lm finds.
+    """
 
     class Other:
         """MLX, with a different `load`."""
@@ -45,10 +51,12 @@ def loading_with(load: Callable[[str], Any]) -> Iterator[None]:
     with _loading:
         utils: Any = mlx_lm.utils
         utils.mx = Other()
+        if files is not None:
+            utils.glob = SimpleNamespace(glob=lambda pattern: files)
         try:
             yield
         finally:
-            utils.mx = mx
+            utils.mx, utils.glob = mx, glob
 
 
 class OwnRandomState:

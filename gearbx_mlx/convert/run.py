@@ -56,6 +56,7 @@ from ..gears.ladder import EMBEDDINGS
 from ..gears.manifest import GEARS_FILE, ORIGINAL_FILE, PRECISION, RESTORE, Manifest
 from ..gears.saved import SavedGears, open_gears
 from ..gears.tensor_files import header_of
+from ..gears.weight_files import in_safetensors
 from ..loading import DEMO_MODEL, checkpoint_gears, find, load, model_name
 from ..settings import human_bytes
 from ..telemetry.summary import as_json
@@ -301,11 +302,11 @@ def uploaded_checkpoint(settings: ConvertSettings) -> Path:
 def write_checkpoint(settings: ConvertSettings, work: Path, name: str) -> None:
     """Fill a directory with a checkpoint of this name. Raises GearbxError for a model that cannot be converted."""
     conversion = settings.conversion
-    source = find(conversion.model or DEMO_MODEL, conversion.revision)
-    if checkpoint_gears(source) is not None:
-        raise GearbxError(f"{source}: already has gears; use the original")
-    write = write_manifest_table if settings.writes_table else write_gears
-    write(settings, source, work, provenance(name, conversion.model, source))
+    with in_safetensors(find(conversion.model or DEMO_MODEL, conversion.revision), work.parent) as source:
+        if checkpoint_gears(source) is not None:
+            raise GearbxError(f"{source}: already has gears; use the original")
+        write = write_manifest_table if settings.writes_table else write_gears
+        write(settings, source, work, provenance(name, conversion.model, source))
 
 
 def destination(mlx_path: str | Path) -> Path:

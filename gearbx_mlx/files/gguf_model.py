@@ -1,14 +1,12 @@
 """A GGUF file as a model that mlx-lm loads: `--model FILE.gguf`, or any name.
 
-At its first use it becomes a directory of the cache: weights, configuration, tokenizer. Types of affine codes in groups
-of 32 (`CODED`) are put in MLX's order without a detour through dense weights. F16 and BF16 stay as they are. All others
-become float16: Q6_K, for one, since 16 of its weights share a scale.
+The first use writes a directory of the cache: configuration, tokenizer and the places of the tensors. The weights stay
+in the file. Types with affine codes in groups of 32 (`CODED`) stay quantized; F16 and BF16 are unchanged. All others
+become float16, such as Q6_K, in which 16 weights share a scale.
 
-Source: llama.cpp's gguf-py (names of tensors and keys) and its convert_hf_to_gguf.py (what it changes of weights).
-
-Two kinds of tokenizers are known: byte-level BPE ("gpt2"), whose texts are cut by an expression first, and
-SentencePiece ("llama"), whose pieces have scores. Source: llama.cpp's llama-vocab.cpp (how texts are cut, what begins
-them), and how transformers reads SentencePiece.
+Sources: llama.cpp's gguf-py (names of tensors and keys) and convert_hf_to_gguf.py (changes to weights). Tokenizers are
+byte-level BPE ("gpt2") after a split by a regular expression, and SentencePiece ("llama") with a score for each piece.
+Sources: llama.cpp's llama-vocab.cpp, and the conversion of SentencePiece in transformers.
 """
 
 import collections
@@ -17,31 +15,26 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
+import msgspec
 import numpy as np
-from mlx_lm.utils import load_model
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from ..errors import GearbxError, GearbxWarning, error_context, one_line
-from .gguf import CODED, GGUF_GROUP, MAGIC, Gguf, GgufTensor, affine_codes
+from .gguf import CODED, GGUF_GROUP, MAGIC, Gguf, GgufTensor
 from .model_directory import MAX_LAYERS, REFETCH
 from .reading import shown, unreadable
-from .unpacked import is_in_state, state_and_contents, unpacked
-from .writing import align_arrays
+from .unpacked import State, state_and_contents, unpacked
 
-LARGE_BYTES = 2**29  # in the cache, from which on a user should know of them
-WIDENED = "gguf_unpacked"  # a field of config.json that is ours: what takes more memory than in the file
-BLOCKS_OF_27B = {"gemma2": 46, "gemma3_text": 62}  # of Gemma 2 and 3: it scales queries by the mean width of a head
-ROPE_THETA = 10000.0  # where the file has none
-# F32 is for norms and biases, and becomes the type of the others.
-AS_THEY_ARE = {"F16": mx.float16, "BF16": mx.bfloat16}
+TENSORS = "tensors.json"  # file of a directory with the places of the tensors
+BLOCKS_OF_27B = {"gemma2": 46, "gemma3_text": 62}  # Gemma 2 and 3 27B scale queries by the mean width of a head
+ROPE_THETA = 10000.0  # default, if the file has none
 
-# A part of a tensor's name in GGUF to its name in mlx-lm.
+# Parts of tensor names in GGUF to names in mlx-lm.
 LLAMA_NAMES = {
     **{"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"},
     **{"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj"},
@@ -49,7 +42,7 @@ LLAMA_NAMES = {
     **{"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"},
     **{"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"},
 }
-AROUND = {  # the norms of a block that has one behind its attention and its MLP, too
+AROUND = {  # norms of blocks with a norm after attention and MLP, too
     **{"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm"},
     "post_ffw_norm": "post_feedforward_layernorm",
 }
@@ -58,11 +51,11 @@ JOINED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 
 @dataclass(frozen=True)
 class Architecture:
-    """What an architecture of llama.cpp is in mlx-lm.
+    """An architecture of llama.cpp as mlx-lm has it.
 
-    name: of the class, as transformers has it. model_type: of mlx-lm. parts: names of tensors. in_pairs: whether rows
-    of q and k are kept in pairs. plus_one: whether the weights of norms have 1 added. fields: those of config.json that
-    the others do not have, of the metadata without the architecture's name and the width of a head.
+    name: the class in transformers. model_type: mlx-lm's. parts: names of tensors. in_pairs: whether rows of q and k
+    are stored in pairs. plus_one: whether norms store their weights plus 1. fields: makes the own fields of config.json
+    from the metadata, without the architecture's prefix, and the width of a head.
     """
 
     name: str
@@ -107,11 +100,11 @@ def fields_of_gemma3(of: Mapping[str, Any], head: int) -> dict[str, Any]:
 
 
 def scaled_by(of: Mapping[str, Any], head: int, model_type: str) -> int:
-    """Return the number by whose root a Gemma divides queries. head: the mean width of one."""
+    """Return the number whose square root divides the queries of a Gemma. head: mean width of a head."""
     return head if of["block_count"] == BLOCKS_OF_27B[model_type] else of.get("attention.key_length", head)
 
 
-ARCHITECTURES = {  # Mistral's models call themselves llama
+ARCHITECTURES = {  # Mistral's models have the name llama
     "llama": Architecture("LlamaForCausalLM", "llama", LLAMA_NAMES, in_pairs=True),
     "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", LLAMA_NAMES),
     "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", LLAMA_NAMES),
@@ -123,13 +116,13 @@ ARCHITECTURES = {  # Mistral's models call themselves llama
         "Gemma3ForCausalLM", "gemma3_text", LLAMA_NAMES | AROUND, plus_one=True, fields=fields_of_gemma3
     ),
 }
-FREQUENCIES = "rope_freqs.weight"  # how much positions are stretched, by their frequency
+FREQUENCIES = "rope_freqs.weight"  # factors by which frequencies are divided
 STRETCHED = (FREQUENCIES, "rope_factors_long.weight", "rope_factors_short.weight")
 OF_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def is_gguf(file: Path) -> bool:
-    """Return whether a file's name or its first bytes say that it is a GGUF. Raises GearbxError if it is unreadable."""
+    """Return whether the suffix or the first bytes are those of a GGUF. Raises GearbxError for an unreadable file."""
     if file.suffix == ".gguf":
         return True
     try:
@@ -139,107 +132,134 @@ def is_gguf(file: Path) -> bool:
         raise unreadable(file, error) from error
 
 
-def gguf_directory(file: Path) -> Path:
-    """Return the directory that a file becomes at its first use. Raises GearbxError for a file that cannot be read."""
+@dataclass(frozen=True)
+class ModelTensor:
+    """A tensor of a GGUF file, and its place in mlx-lm's model.
+
+    Attributes:
+        name: of the parameter in mlx-lm.
+        heads: of q or k, whose rows are in pairs; 0: rows are as in mlx-lm.
+        minus: subtracted from the weights.
+    """
+
+    tensor: GgufTensor
+    name: str
+    heads: int = 0
+    minus: int = 0
+
+
+@dataclass(frozen=True)
+class GgufWeights:
+    """The weights of a model in a GGUF file.
+
+    Attributes:
+        state: of the file when it was hashed.
+        dtype: name of the type of all weights; None: quantized weights stay packed.
+    """
+
+    file: Path
+    state: State
+    dtype: str | None
+    tensors: Sequence[ModelTensor]
+
+
+_weights: dict[Path, GgufWeights] = {}  # directories of the cache to their weights
+
+
+def gguf_weights(directory: Path) -> GgufWeights | None:
+    """Return the weights of a directory that this process found for a GGUF file; None: any other model."""
+    return _weights.get(directory)
+
+
+def model_directory(file: Path, name: str, dtype: str | None, check: Callable[[Path, GgufWeights], None]) -> Path:
+    """Return the cache directory of a GGUF file, with everything of a model except its weights.
+
+    Args:
+        name: start of the directory's name.
+        dtype: name of the type of all weights; None: quantized weights stay packed.
+        check: validates the weights when the directory is written.
+
+    Raises:
+        GearbxError: a file that cannot be read, or a cache that cannot be written.
+    """
     state, source = state_and_contents(file)
 
     def write(place: Path) -> None:
-        write_model(file, place)
-        if not is_in_state(file, state):  # the same bytes as before may have been others meanwhile
-            raise GearbxError(f"{file}: was replaced while it was unpacked; start again when the file is complete")
+        check(place, GgufWeights(file, state, dtype, write_model(file, place, dtype)))
 
-    directory = unpacked(file.stem, source, write)
-    warn_of_widened(file, directory)
+    directory = unpacked(name, f"{source} {dtype}", write)
+    tensors = msgspec.json.decode((directory / TENSORS).read_bytes(), type=list[ModelTensor])
+    _weights[directory] = GgufWeights(file, state, dtype, tensors)
+    if dtype is None:
+        warn_of_widened(file, directory)
     return directory
 
 
-@functools.cache  # once, though a command looks several times for the directory
+@functools.cache  # once, though a command asks for the directory several times
 def warn_of_widened(file: Path, directory: Path) -> None:
-    """Warn of weights that take more memory than in the file."""
-    try:
-        widened = json.loads((directory / "config.json").read_bytes()).get(WIDENED, {})
-    except (OSError, ValueError):  # of which the loading of the directory tells
-        return
+    """Warn of weights that take more memory as float16 than in the file."""
+    widened = [each.tensor for each in _weights[directory].tensors if each.tensor.kind.name not in CODED]
+    widened = [tensor for tensor in widened if 2 * math.prod(tensor.shape) > tensor.nbytes]
     if widened:
-        stored, own = (sum(sizes) / 1e6 for sizes in zip(*widened.values()))
+        stored, own = sum(tensor.nbytes for tensor in widened), sum(2 * math.prod(tensor.shape) for tensor in widened)
         warnings.warn(
-            f"{file}: weights of {' and '.join(widened)} become float16, {own:.0f} MB in place of {stored:.0f} MB; "
-            f"weights of {', '.join(CODED)} stay packed",
+            f"{file}: weights of {' and '.join(dict.fromkeys(tensor.kind.name for tensor in widened))} become float16, "
+            f"{own / 1e6:.0f} MB in place of {stored / 1e6:.0f} MB; weights of {', '.join(CODED)} stay packed",
             GearbxWarning,
             stacklevel=2,
         )
 
 
-def write_model(file: Path, directory: Path, dtype: mx.Dtype | None = None) -> None:
-    """Write a GGUF into an empty directory, as mlx-lm loads it. dtype: of all weights; None: codes stay codes."""
+def write_model(file: Path, directory: Path, dtype: str | None) -> list[ModelTensor]:
+    """Write configuration, tokenizer and places of weights into an empty directory, and return these places."""
     gguf = Gguf(file)
     with error_context(file):
         check_metadata(gguf)
-    tell_size(gguf)
     try:
-        config, weights = config_of(gguf, dtype), weights_of(gguf, dtype)
+        config, tensors = config_of(gguf, dtype), tensors_of(gguf)
         write_tokenizer(gguf.metadata, directory)
         (directory / "config.json").write_text(json.dumps(config, indent=1))
     except (GearbxError, OSError):
         raise
     except KeyError as error:
-        raise not_fitting(gguf, f"{error} is missing, or a list") from error
-    except Exception as error:  # numbers that are beyond what there is fail in a hundred ways
-        raise not_fitting(gguf, f"a number of heads, a token or another field: {one_line(error)}") from error
-    try:
-        mx.save_safetensors(str(directory / "model.safetensors"), weights, metadata={"format": "mlx"})
-        del weights
-        align_arrays(directory / "model.safetensors")
-    except RuntimeError as error:  # MLX's, of a disk that is full for instance
-        raise OSError(one_line(error)) from error
-    check_loads(gguf, directory)
+        raise not_fitting(file, f"{error} is missing, or a list") from error
+    except Exception as error:  # numbers out of range fail in a hundred ways
+        raise not_fitting(file, f"a number of heads, a token or another field: {one_line(error)}") from error
+    (directory / TENSORS).write_bytes(msgspec.json.encode(tensors))
+    return tensors
 
 
-def tell_size(gguf: Gguf) -> None:
-    """Say how much room a large file takes in the cache, before it does."""
-    size = sum(unpacked_bytes(tensor) for tensor in gguf.tensors.values())
-    if size > LARGE_BYTES:
-        said = f"{gguf.path}: takes about {size / 1e9:.2g} GB in the cache too, once; gearbx_mlx cache --empty models"
-        warnings.warn(f"{said} frees them", GearbxWarning, stacklevel=2)
+def not_fitting(file: Path, reason: str) -> GearbxError:
+    return GearbxError(f"{file}: its metadata do not fit its tensors ({reason}); {REFETCH}")
 
 
-def unpacked_bytes(tensor: GgufTensor) -> int:
-    """Return the bytes that a tensor takes as mlx-lm loads it."""
-    weights, bits = math.prod(tensor.shape), CODED.get(tensor.kind.name)
-    return 2 * weights if bits is None else weights * bits // 8 + 2 * 2 * weights // GGUF_GROUP
-
-
-def not_fitting(gguf: Gguf, reason: str) -> GearbxError:
-    return GearbxError(f"{gguf.path}: its metadata do not fit its tensors ({reason}); {REFETCH}")
-
-
-def said(value: Any) -> str:
-    """Return a value of the metadata for a message."""
+def shown_value(value: Any) -> str:
+    """Return a value of the metadata as a message shows it."""
     return shown(value) if value is None or isinstance(value, str | int | float) else "a list"
 
 
 def check_metadata(gguf: Gguf) -> None:
-    """Raises GearbxError for an architecture, a tokenizer or a tensor that is not known, or that is missing."""
+    """Validate architecture, tokenizer and tensors. Raises GearbxError for unknown or missing ones."""
     of = gguf.metadata
     known: dict[str, Collection[str]] = {"general.architecture": ARCHITECTURES, "tokenizer.ggml.model": (BPE, PIECES)}
     if of.get("tokenizer.ggml.model") == BPE:
         known["tokenizer.ggml.pre"] = WORD_CUTS
     for key, choices in known.items():
         if not isinstance(of.get(key), str) or of[key] not in choices:
-            found = f"{key} is {said(of.get(key))}; what can be read has {' or '.join(choices)}"
-            raise GearbxError(f"{found}; give the model as safetensors")
+            found = f"{key} is {shown_value(of.get(key))}; known are {' and '.join(choices)}"
+            raise GearbxError(f"{found}; use the model as safetensors")
     pieces = of.get("split.count", 1)
     if isinstance(pieces, int) and pieces > 1:
-        raise GearbxError(f"is one of {pieces} files of a model; join them with llama-gguf-split --merge")
+        raise GearbxError(f"is one of {pieces} files of a model; use llama-gguf-split --merge to join them")
     architecture = of["general.architecture"]
     for name in gguf.tensors:
         if mlx_name(name, ARCHITECTURES[architecture].parts) is None and name not in STRETCHED:
-            found = f"has a tensor {shown(name)}, which no {architecture} of mlx-lm has"
-            raise GearbxError(f"{found}; give the model as safetensors")
+            found = f"has a tensor {shown(name)}, unknown to {architecture} in mlx-lm"
+            raise GearbxError(f"{found}; use the model as safetensors")
     count = of.get(f"{architecture}.block_count")
     blocks = len({name.split(".")[1] for name in gguf.tensors if name.startswith("blk.")})
     if not isinstance(count, int) or count != blocks:
-        found = f"{architecture}.block_count is {said(count)}, and there are tensors of {blocks} blocks"
+        found = f"{architecture}.block_count is {shown_value(count)}, and there are tensors of {blocks} blocks"
         raise GearbxError(f"{found}; {REFETCH}")
     if blocks > MAX_LAYERS:
         raise GearbxError(f"has {blocks} blocks, and no model has more than {MAX_LAYERS}; {REFETCH}")
@@ -250,47 +270,19 @@ def check_metadata(gguf: Gguf) -> None:
         raise GearbxError(f"has {len(tokens)} tokens and {embedding.shape[0]} rows of token_embd.weight; {REFETCH}")
 
 
-def check_loads(gguf: Gguf, directory: Path) -> None:
-    """Raises GearbxError for metadata, such as a number of layers or widths, with which mlx-lm has other weights."""
-    try:
-        load_model(directory, lazy=True)
-    except Exception as error:  # a configuration that does not fit fails in a hundred ways
-        raise not_fitting(gguf, one_line(error).partition(",")[0]) from error
-
-
-def weights_of(gguf: Gguf, dtype: mx.Dtype | None) -> dict[str, mx.array]:
-    """Return the arrays of a model by their names in mlx-lm."""
+def tensors_of(gguf: Gguf) -> list[ModelTensor]:
+    """Return the tensors of a model, by their order in the file."""
     kind = ARCHITECTURES[gguf.metadata["general.architecture"]]
-    heads = {"attn_q": heads_of(gguf)[0], "attn_k": heads_of(gguf)[1]} if kind.in_pairs else {}
-    weights: dict[str, mx.array] = {}
+    heads = dict(zip(("attn_q", "attn_k"), heads_of(gguf))) if kind.in_pairs else {}
+    found = []
     for tensor in gguf.tensors.values():
-        name = mlx_name(tensor.name, kind.parts)
-        if name is None:  # how positions are stretched: config.json has it
+        name, own = mlx_name(tensor.name, kind.parts), heads.get(tensor.name.split(".")[-2], 0)
+        if name is None:  # config.json has the stretching of positions
             continue
-        own = heads.get(tensor.name.split(".")[-2])
-        for part, array in arrays_in(gguf, tensor, dtype, int(kind.plus_one and "norm" in name)):
-            stored = array if own is None else heads_in_halves(array, own)
-            mx.eval(stored)  # or what it was made of stays in memory
-            weights[f"{name.rpartition('.')[0]}.{part}" if part else name] = stored
-    return weights
-
-
-def arrays_in(gguf: Gguf, tensor: GgufTensor, dtype: mx.Dtype | None, one: int = 0) -> Iterator[tuple[str, mx.array]]:
-    """Yield what a tensor is in MLX: its codes, scales and biases by their names; or, with the name "", its weights.
-
-    dtype: of weights that are not to stay codes. one: what is subtracted from weights.
-    """
-    codes = affine_codes(gguf, tensor) if dtype is None else None
-    if codes is not None:
-        arrays = dict(zip(("weight", "scales", "biases"), map(mx.array, codes)))
-    else:
-        wide = mx.array(gguf.weights(tensor)) - one
-        arrays = {"": wide.astype(dtype or AS_THEY_ARE.get(tensor.kind.name, mx.float16))}
-    for name, array in arrays.items():
-        if name != "weight" and not mx.all(mx.isfinite(array)).item():
-            what = f"weights that are no finite numbers in {name_of_type(array.dtype)}"
-            raise GearbxError(f"{gguf.path}: {shown(tensor.name)} has {what}; {REFETCH}")
-    yield from arrays.items()
+        if own and tensor.shape[0] % (2 * own):
+            raise ValueError(f"{shown(tensor.name)} has {tensor.shape[0]} rows, and {own} heads")
+        found.append(ModelTensor(tensor, name, own, int(kind.plus_one and "norm" in name)))
+    return found
 
 
 def mlx_name(tensor: str, parts: Mapping[str, str]) -> str | None:
@@ -303,17 +295,8 @@ def mlx_name(tensor: str, parts: Mapping[str, str]) -> str | None:
     return f"model.layers.{block[1]}.{part}.{kind}" if block else f"{part}.{kind}"
 
 
-def name_of_type(dtype: mx.Dtype) -> str:
-    return str(dtype).rpartition(".")[2]
-
-
-def heads_in_halves(weight: mx.array, heads: int) -> mx.array:
-    """Return rows of q or k as mlx-lm rotates them, in halves of a head; llama.cpp keeps those of a Llama in pairs."""
-    return weight.reshape(heads, -1, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
-
-
 def own_metadata(gguf: Gguf) -> dict[str, Any]:
-    """Return the metadata without lists, those of the architecture without its name."""
+    """Return the metadata without lists, and without the prefix of the architecture."""
     own = f"{gguf.metadata['general.architecture']}."
     return {
         key.removeprefix(own): value for key, value in gguf.metadata.items() if not isinstance(value, list | np.ndarray)
@@ -321,7 +304,7 @@ def own_metadata(gguf: Gguf) -> dict[str, Any]:
 
 
 def heads_of(gguf: Gguf) -> tuple[int, int]:
-    """Return how many heads of queries and of keys there are. Raises ValueError for none."""
+    """Return the numbers of query and key heads. Raises ValueError for none."""
     of = own_metadata(gguf)
     heads = of["attention.head_count"]
     both = heads, of.get("attention.head_count_kv", heads)
@@ -330,7 +313,7 @@ def heads_of(gguf: Gguf) -> tuple[int, int]:
     return both
 
 
-def config_of(gguf: Gguf, dtype: mx.Dtype | None) -> dict[str, Any]:
+def config_of(gguf: Gguf, dtype: str | None) -> dict[str, Any]:
     """Return config.json of a model in a GGUF."""
     of, kind = own_metadata(gguf), ARCHITECTURES[gguf.metadata["general.architecture"]]
     vocabulary, width = gguf.tensors["token_embd.weight"].shape
@@ -354,18 +337,18 @@ def config_of(gguf: Gguf, dtype: mx.Dtype | None) -> dict[str, Any]:
         "attention_bias": has_biases,
         "mlp_bias": False,
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
-        "torch_dtype": name_of_type(dtype or mx.float16),
+        "torch_dtype": dtype or "float16",
         "bos_token_id": of.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": ends_of(gguf.metadata),
         **kind.fields(of, width // heads),
     }
     if dtype is None:
-        config |= quantization_of(gguf, kind) | {WIDENED: widened_by(gguf)}
+        config |= quantization_of(gguf, kind)
     return config
 
 
 def stretching_of(gguf: Gguf, of: Mapping[str, Any], head: int) -> dict[str, Any] | None:
-    """Return how a Llama 3.1 or later stretches positions. Raises GearbxError for other ways, but Gemma 3's own."""
+    """Return the RoPE scaling of Llama 3.1 and later. Raises GearbxError for all other scaling except Gemma 3's."""
     scaling, kind = of.get("rope.scaling.type", "none"), of["general.architecture"]
     stretched = [name for name in STRETCHED if name in gguf.tensors]
     if scaling == "linear" and kind == "gemma3" and not stretched:
@@ -379,11 +362,11 @@ def stretching_of(gguf: Gguf, of: Mapping[str, Any], head: int) -> dict[str, Any
             return {"rope_type": "llama3", "factor": factor, **OF_LLAMA3}
     elif scaling == "none" and not stretched:
         return None
-    raise GearbxError(f"{gguf.path}: stretches rotary positions, which is not read; give the model as safetensors")
+    raise GearbxError(f"{gguf.path}: has RoPE scaling that cannot be read; use the model as safetensors")
 
 
 def factors_of_llama3(theta: float, head: int, factor: float) -> np.ndarray:
-    """Return by how much each pair of a head's numbers turns slower: those that turn slowly by `factor`."""
+    """Return the divisor of each RoPE frequency, (head / 2,): `factor` for low frequencies, 1 for high ones."""
     lengths = 2 * math.pi * theta ** (np.arange(0, head, 2) / head)  # in tokens
     low, high, original = OF_LLAMA3.values()
     smooth = np.clip((original / lengths - low) / (high - low), 0, 1)
@@ -391,7 +374,7 @@ def factors_of_llama3(theta: float, head: int, factor: float) -> np.ndarray:
 
 
 def quantization_of(gguf: Gguf, kind: Architecture) -> dict[str, Any]:
-    """Return the field of config.json: what most layers have, and by path what others have; none without codes."""
+    """Return the `quantization` of config.json: the most common bits, and by path other bits; empty without codes."""
     bits = {
         (mlx_name(tensor.name, kind.parts) or "").rpartition(".")[0]: CODED[tensor.kind.name]
         for tensor in gguf.tensors.values()
@@ -404,22 +387,11 @@ def quantization_of(gguf: Gguf, kind: Architecture) -> dict[str, Any]:
     return {"quantization": {"group_size": GGUF_GROUP, "bits": most, "mode": "affine", **others}}
 
 
-def widened_by(gguf: Gguf) -> dict[str, list[int]]:
-    """Return types whose weights become larger as float16, with their bytes in the file and then."""
-    found: dict[str, list[int]] = {}
-    for tensor in gguf.tensors.values():
-        own = 2 * math.prod(tensor.shape)
-        if tensor.kind.name not in CODED and own > tensor.nbytes:
-            before = found.get(tensor.kind.name, [0, 0])
-            found[tensor.kind.name] = [before[0] + tensor.nbytes, before[1] + own]
-    return found
-
-
 BPE, PIECES = "gpt2", "llama"
-UNKNOWN_KIND, SPECIAL, OF_USER = 2, 3, 4  # types of tokens: the last are tokens that no text is cut in
+UNKNOWN_KIND, SPECIAL, OF_USER = 2, 3, 4  # types of tokens; the last two are never split
 PIECE_SPACE = "▁"  # of SentencePiece
 
-# How texts are cut before byte-level BPE, by tokenizer.ggml.pre: digits one by one, or this expression.
+# Pre-tokenizers of byte-level BPE by tokenizer.ggml.pre: a regular expression; None: single digits.
 CONTRACTED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 WORDS = rf"{CONTRACTED}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}%s| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{REST}"
@@ -434,12 +406,12 @@ WORD_CUTS = {
     **dict.fromkeys(("llama-bpe", "dbrx", "smaug-bpe"), WORDS % "{1,3}"),
     **{"gpt-4o": BY_CASE % (CONTRACTED + "?", CONTRACTED + "?", "{1,3}"), "tekken": BY_CASE % ("", "", "")},
 }
-WHOLE_WORDS = ("llama-bpe", "tekken")  # look a word up before they cut it, and begin a text with its token
+WHOLE_WORDS = ("llama-bpe", "tekken")  # match whole words first, and prepend the BOS token
 ENDS_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 
 
 def write_tokenizer(of: Mapping[str, Any], directory: Path) -> None:
-    """Write tokenizer.json and its settings from a GGUF's metadata. Raises any error where these do not fit."""
+    """Write tokenizer.json and its settings from the metadata. Raises any error if these do not fit."""
     pieces = of["tokenizer.ggml.model"] == PIECES
     tokenizer = of_pieces(of) if pieces else of_bytes(of)
     tokens, kinds = of["tokenizer.ggml.tokens"], of["tokenizer.ggml.token_type"]
@@ -448,14 +420,14 @@ def write_tokenizer(of: Mapping[str, Any], directory: Path) -> None:
         added = [AddedToken(token, special=special, normalized=pieces and not special) for token in whole]
         (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
     named = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-    ids = {ours: of.get(f"tokenizer.ggml.{theirs}_token_id") for ours, theirs in named.items()}
-    begins = of.get("tokenizer.ggml.add_bos_token", pieces or of.get("tokenizer.ggml.pre") in WHOLE_WORDS)
-    if begins and ids["bos"] is not None:
+    ids = {name: of.get(f"tokenizer.ggml.{key}_token_id") for name, key in named.items()}
+    adds_bos = of.get("tokenizer.ggml.add_bos_token", pieces or of.get("tokenizer.ggml.pre") in WHOLE_WORDS)
+    if adds_bos and ids["bos"] is not None:
         bos = tokens[ids["bos"]]
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, ids["bos"])]
         )
-    (directory / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+    (directory / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **{f"{name}_token": tokens[place] for name, place in ids.items() if place is not None},
@@ -467,7 +439,7 @@ def write_tokenizer(of: Mapping[str, Any], directory: Path) -> None:
 
 
 def ends_of(of: Mapping[str, Any]) -> list[int]:
-    """Return the tokens at which a text ends: that of the file, and that which ends a turn of a chat."""
+    """Return the EOS tokens: the file's, and the end of a chat turn."""
     tokens, kinds = of["tokenizer.ggml.tokens"], of["tokenizer.ggml.token_type"]
     turns = [place for place, token in enumerate(tokens) if token in ENDS_OF_TURN and kinds[place] == SPECIAL]
     named = [of["tokenizer.ggml.eos_token_id"], of.get("tokenizer.ggml.eot_token_id")]
@@ -475,7 +447,7 @@ def ends_of(of: Mapping[str, Any]) -> list[int]:
 
 
 def of_bytes(of: Mapping[str, Any]) -> Tokenizer:
-    """Byte-level BPE."""
+    """Return a tokenizer of byte-level BPE."""
     tokens, pre = of["tokenizer.ggml.tokens"], of["tokenizer.ggml.pre"]
     merges = [tuple(merge.split(" ")) for merge in of["tokenizer.ggml.merges"]]
     places = {token: place for place, token in enumerate(tokens)}
@@ -488,7 +460,7 @@ def of_bytes(of: Mapping[str, Any]) -> Tokenizer:
 
 
 def cutting(pre: str) -> list[Any]:
-    """Return how a text is cut before its parts are merged."""
+    """Return the pre-tokenizers of `tokenizer.ggml.pre`."""
     expression = WORD_CUTS[pre]
     if expression is None:
         return [
@@ -500,7 +472,7 @@ def cutting(pre: str) -> list[Any]:
 
 
 def of_pieces(of: Mapping[str, Any]) -> Tokenizer:
-    """SentencePiece's BPE: of neighbours that a piece consists of, those with the highest score are merged first."""
+    """Return a tokenizer of SentencePiece's BPE, which merges the neighbors with the highest score first."""
     tokens, spaced = of["tokenizer.ggml.tokens"], of.get("tokenizer.ggml.add_space_prefix", True)
     places = {token: place for place, token in enumerate(tokens)}
     unknown = tokens[of.get("tokenizer.ggml.unknown_token_id", 0)]
@@ -515,7 +487,7 @@ def of_pieces(of: Mapping[str, Any]) -> Tokenizer:
 
 
 def merges_of(places: Mapping[str, int], scores: list[float], kinds: list[int]) -> list[tuple[str, str]]:
-    """Return the pairs that make a piece, best first."""
+    """Return the pairs that form a piece, highest score first."""
     found = []
     for piece, place in places.items():
         if kinds[place] in (UNKNOWN_KIND, SPECIAL):

@@ -1,7 +1,7 @@
-"""Measurements of a long run that are kept as soon as they are made, so that the same command goes on where it ended.
+"""Measurements of a long run, kept as soon as they are made, so that a rerun of the same command resumes.
 
-A Journal is a file beside an output with a line for each part that is done. It continues only with the same inputs,
-such as the fingerprint of the model's files.
+A Journal is a file beside an output, with a line for each finished part. It resumes only with identical inputs, such as
+the fingerprint of the model's files.
 """
 
 import dataclasses
@@ -19,24 +19,24 @@ from .reading import json_lines, read_text, shown
 from .writing import check_writable, lock_for_good
 
 F = TypeVar("F")
-JOURNAL = ".journal"  # behind the name of an output that is not complete yet
+JOURNAL = ".journal"  # suffix of the name of an incomplete output
 REMOVE = "remove it, and the same command starts again"
 
 
 class JournalPart(Struct, Generic[F], frozen=True):
-    """A line of the journal after the first, which has the inputs."""
+    """A line of the journal; the first line, with the inputs, has a different form."""
 
     part: str
     found: F
 
 
 class Journal:
-    """Keeps what was measured, so that a rerun with the same inputs does not measure it again.
+    """A file of measurements that a rerun with the same inputs does not repeat.
 
-    file: the journal continues where it ends; a line that is not complete is cut off. None: nothing is kept. inputs:
-    all that the parts depend on, as JSON can express it. found: the type of the value of a part.
+    file: is continued; an incomplete last line is cut off. None: no measurement is kept. inputs: all inputs of the
+    parts, as JSON. found: the type of a part's value.
 
-    Raises GearbxError for a file that cannot be read or written, has a damaged line, or belongs to other inputs.
+    Raises GearbxError for a file that cannot be read or written, has a damaged line, or has different inputs.
     """
 
     def __init__(self, file: Path | None, inputs: Mapping[str, Any], found: Any = Any):
@@ -54,27 +54,27 @@ class Journal:
             self.parts[part.part] = part.found
         self.end = len(complete.encode())
         try:
-            alone = lock_for_good(file)
+            is_locked = lock_for_good(file)
         except OSError as error:
             raise GearbxError(f"{file}: cannot be written ({error.strerror}); choose another --out") from error
-        if not alone or os.path.getsize(file) != len(text.encode()):
+        if not is_locked or os.path.getsize(file) != len(text.encode()):
             raise GearbxError(f"{file}: another process writes it; wait for it, or end it")
         if not complete:
             self._append(inputs)
 
     def add(self, part: str, found: Any) -> None:
-        """Keep a part for good."""
+        """Keep the value of a part."""
         self.parts[part] = found
         self._append({"part": part, "found": found})
 
     def made(self, part: str, make: Callable[[], Any]) -> Any:
-        """Return the value of a part, which is made and kept unless it exists."""
+        """Return the value of a part; a missing one is made and kept."""
         if part not in self.parts:
             self.add(part, make())
         return self.parts[part]
 
     def _append(self, line: Any) -> None:
-        """Return when the line is on the disk. What a killed or failed append left behind is cut off first."""
+        """Append a line, and return when it is on the disk. The rest of a failed append is cut off first."""
         if self.file is None:
             return
         try:
@@ -95,20 +95,20 @@ class Journal:
 
 
 def place_beside(out: Path, ending: str) -> Path | None:
-    """Return where the parts of an output are kept until it is complete; None: nowhere, for a device or a pipe.
+    """Return the place of the parts of an incomplete output; None: the output is a device or a pipe.
 
-    Raises GearbxError for a place that cannot be written to.
+    Raises GearbxError for a place that cannot be written.
     """
     if out.exists() and not out.is_file():
         return None
     place = Path(f"{os.path.realpath(out) if out.is_symlink() else out}{ending}")
-    if not os.path.isdir(place):  # unlike Path.is_dir, also for a name that is too long
+    if not os.path.isdir(place):  # unlike Path.is_dir, it accepts names that are too long
         check_writable(place)
     return place
 
 
 def check_inputs(before: Mapping[str, Any], inputs: Mapping[str, Any], file: Path) -> None:
-    """Raises GearbxError that names the first input of measurements in a file that is another one now."""
+    """Validate that inputs are those of a journal. Raises GearbxError with the first different one."""
     now = json.loads(json.dumps(inputs))
     for name in {**before, **now}:
         if before.get(name) != now.get(name):
@@ -120,5 +120,5 @@ def check_inputs(before: Mapping[str, Any], inputs: Mapping[str, Any], file: Pat
 
 
 def hash_of_tokens(sequences: Sequence[Sequence[int]]) -> str:
-    """16 hexadecimal digits of sequences of tokens, such as prompts or the windows of a text."""
+    """Return 16 hexadecimal digits of token sequences, such as prompts or windows."""
     return hashlib.sha256(repr([list(tokens) for tokens in sequences]).encode()).hexdigest()[:16]

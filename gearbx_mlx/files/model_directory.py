@@ -1,6 +1,6 @@
-"""What stands in the directory of a model or an adapter, looked at before any library opens it.
+"""Validation of the directory of a model or an adapter before any library opens it.
 
-mlx-lm builds as many layers as config.json asks for, and the libraries do not say which file they cannot parse.
+mlx-lm builds as many layers as config.json claims, and errors of the libraries do not name the file.
 """
 
 import os
@@ -17,7 +17,7 @@ from .reading import parse_json, parse_python_json, read_as, shown, typed, unrea
 
 
 def context_length(config: Mapping[str, Any]) -> int | None:
-    """Return tokens that the model was made for, if its configuration says so."""
+    """Return the context length in tokens; None: the configuration has none."""
     parts = (part for part in (config, config.get("text_config")) if isinstance(part, Mapping))
     for part in parts:
         for key in ("max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx"):
@@ -26,31 +26,31 @@ def context_length(config: Mapping[str, Any]) -> int | None:
     return None
 
 
-COMPLETE = "give the directory of a complete model"
+COMPLETE = "use the directory of a complete model"
 REFETCH = "download it again"
 
 JSON_FILES = (
     *("config.json", "generation_config.json", "hf_quant_config.json", "tokenizer.json", "tokenizer_config.json"),
     *("vocab.json", "added_tokens.json", "special_tokens_map.json", "adapter_config.json"),
 )
-PATTERNS = (  # what a model, a geared checkpoint or an adapter is read from
+PATTERNS = (  # files of a model, a geared checkpoint or an adapter
     *JSON_FILES,
     *("gears.json", "chat_template.json", "*processor_config.json", "*.safetensors.index.json"),
     *("*.safetensors", "*.gguf", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "*.py"),
 )
 
-# Fields from which mlx-lm takes how many layers to build, as a number, or as a list or a string with one item for each.
+# Fields with the number of layers that mlx-lm builds: a number, or a list or string with one item for each layer.
 LAYER_FIELDS = (
     *("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_transformer_layers", "num_kv_reuse_layers"),
     *("num_loops", "altup_num_inputs"),
     *("layer_types", "layers_block_type", "block_types", "block_configs", "hybrid_override_pattern"),
 )
 MAX_LAYERS = 1000
-SPARE = 64  # a layer without arrays of its own shares those of another; no model has more of them
+SPARE = 64  # maximum number of layers without arrays of their own
 
 
 def count_arrays(directory: Path, names: str = "model*.safetensors") -> int:
-    """Return how many arrays the safetensors of a pattern have. Raises GearbxError for missing or damaged ones."""
+    """Return the number of arrays in safetensors of a pattern. Raises GearbxError for missing or damaged files."""
     files = sorted(directory.glob(names))
     if not files:
         raise GearbxError(f"{directory}: no {names} there; {COMPLETE}")
@@ -67,7 +67,7 @@ def count_arrays(directory: Path, names: str = "model*.safetensors") -> int:
 
 
 def check_layers(config: dict[str, Any], arrays: int, file: Path) -> None:
-    """Raises GearbxError for more layers than the arrays can fill: mlx-lm builds them before it looks for arrays."""
+    """Validate the number of layers: mlx-lm builds them before it reads arrays. Raises GearbxError for too many."""
     most = min(MAX_LAYERS, arrays + SPARE)
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         for name in LAYER_FIELDS:
@@ -80,7 +80,7 @@ def check_layers(config: dict[str, Any], arrays: int, file: Path) -> None:
 
 
 def check_quantization(config: Mapping[str, Any], file: Path) -> None:
-    """Raises GearbxError for groups or codes of no size, of the model or of a layer: MLX divides by them and ends."""
+    """Validate group sizes and bits, divisors in MLX. Raises GearbxError for numbers below 1."""
     for part in (config.get("quantization"), config.get("quantization_config")):
         levels = (part, *part.values()) if isinstance(part, dict) else ()
         for name in ("group_size", "bits"):
@@ -90,18 +90,18 @@ def check_quantization(config: Mapping[str, Any], file: Path) -> None:
 
 
 def check_regular(directory: Path) -> None:
-    """Raises GearbxError for a pipe or a device in the place of a file of a model, which would be waited for."""
+    """Validate that no file of a model is a pipe or a device, which would block. Raises GearbxError for one."""
     try:
         for place in directory.iterdir():
-            ours = any(fnmatch(place.name, pattern) for pattern in PATTERNS)
-            if ours and place.exists() and not (place.is_file() or place.is_dir()):
+            is_read = any(fnmatch(place.name, pattern) for pattern in PATTERNS)
+            if is_read and place.exists() and not (place.is_file() or place.is_dir()):
                 raise GearbxError(f"{place}: is a pipe or a device, not a file; {COMPLETE}")
     except OSError as error:
         raise unreadable(directory, error) from error
 
 
 def check_no_file_of_model(path: Path) -> None:
-    """Raises GearbxError for a place that belongs to a model or an adapter, also one behind a link."""
+    """Validate that an output is no file of a model or an adapter, also behind a link. Raises GearbxError for one."""
     for place in (path, Path(os.path.realpath(path))):
         own = any(fnmatch(place.name, pattern) for pattern in PATTERNS)
         if own and any((place.parent / name).exists() for name in ("config.json", "adapter_config.json")):
@@ -109,9 +109,9 @@ def check_no_file_of_model(path: Path) -> None:
 
 
 def check_json(directory: Path) -> None:
-    """Raises GearbxError for a file of JSON that no library could read, by its name.
+    """Validate the JSON files of a directory. Raises GearbxError, which names the file, for a malformed one.
 
-    To be called when a library failed: reading a large tokenizer a second time takes long.
+    Called only after a library failed, since reading a large tokenizer a second time takes long.
     """
     for path in (directory / name for name in JSON_FILES):
         if path.exists():
@@ -119,12 +119,12 @@ def check_json(directory: Path) -> None:
 
 
 def parse_object(text: str) -> dict[str, Any]:
-    """Return the content of a JSON object, as Python's json writes it. Raises GearbxError for anything else."""
+    """Return the content of a JSON object as Python's json writes it. Raises GearbxError for other content."""
     return typed(parse_python_json(text), dict[str, Any])
 
 
 ARRAYS, ADAPTER_FILE = "adapters.safetensors", "adapter_config.json"
-GIVE_ADAPTER = "give the directory that mlx_lm.lora wrote"
+USE_ADAPTER = "use a directory that mlx_lm.lora wrote"
 if TYPE_CHECKING:
     Kind = str
 else:
@@ -132,7 +132,7 @@ else:
 
 
 class Lora(Struct, frozen=True):
-    """rank: r. scale: of the product. keys: names of the adapted layers; None: all that mlx-lm can adapt."""
+    """Settings of LoRA. rank: r. scale: factor of B A. keys: names of adapted layers; None: all that mlx-lm adapts."""
 
     rank: Annotated[int, Meta(ge=1, le=2**16)]
     scale: float
@@ -141,7 +141,7 @@ class Lora(Struct, frozen=True):
 
 
 class Adapter(Struct, frozen=True):
-    """The settings of an adapter. num_layers: blocks that it changes, counted from the last one; -1 and 0: all."""
+    """Settings of an adapter. num_layers: number of adapted blocks, from the last one; -1 and 0: all."""
 
     fine_tune_type: Kind = "lora"
     num_layers: Annotated[int, Meta(ge=-1, le=2**16)] = -1
@@ -153,17 +153,17 @@ class Adapter(Struct, frozen=True):
 
 
 def read_adapter(directory: Path) -> Adapter:
-    """Return the settings of an adapter. Raises GearbxError for files that are missing, damaged, or no files."""
+    """Return the settings of an adapter. Raises GearbxError for missing or damaged files, pipes and devices."""
     try:
         if not directory.is_dir():
             what = "is a file" if directory.exists() else "the adapter path does not exist"
-            raise GearbxError(f"{directory}: {what}; {GIVE_ADAPTER}")
+            raise GearbxError(f"{directory}: {what}; {USE_ADAPTER}")
         check_regular(directory)
         for name in (ARRAYS, ADAPTER_FILE):
             if not os.path.lexists(directory / name):
-                raise GearbxError(f"{directory}: no {name} there; {GIVE_ADAPTER}")
+                raise GearbxError(f"{directory}: no {name} there; {USE_ADAPTER}")
         count_arrays(directory, ARRAYS)
     except OSError as error:
         raise unreadable(directory, error) from error
     what = "the settings of an adapter"
-    return read_as(directory / ADAPTER_FILE, lambda text: typed(parse_json(text), Adapter), what, GIVE_ADAPTER)
+    return read_as(directory / ADAPTER_FILE, lambda text: typed(parse_json(text), Adapter), what, USE_ADAPTER)

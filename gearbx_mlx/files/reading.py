@@ -1,6 +1,6 @@
-"""Text and JSON from files of any origin: typed contents, or one line that says what is wrong.
+"""Typed contents of text and JSON files of any origin, or one line with the error.
 
-msgspec checks the types; `misfit` puts what it says into words, with the exact place and the value.
+msgspec validates the types; `why_unfit` rewrites its errors with the exact place and the value.
 """
 
 import json
@@ -17,7 +17,7 @@ import msgspec
 
 from ..errors import GearbxError, choose, one_line
 
-LONGEST_SHOWN = 60  # characters of a value that a message shows
+MAX_SHOWN = 60  # characters of a value in a message
 TYPE_WORDS = {
     "int": "a whole number",
     "float": "a number",
@@ -34,20 +34,20 @@ Step = str | int
 
 
 def shown(value: Any) -> str:
-    """Return a value of a JSON file for a message: one line, shortened; of a large one the beginning is written."""
-    start = value[:LONGEST_SHOWN] if isinstance(value, str) else value
+    """Return a JSON value for a message: one line, shortened to `MAX_SHOWN`; only its start is serialized."""
+    start = value[:MAX_SHOWN] if isinstance(value, str) else value
     parts = accumulate(json.JSONEncoder().iterencode(start))
-    text = next((text for text in parts if len(text) > LONGEST_SHOWN), None) or json.dumps(start)
-    return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 3]}..."
+    text = next((text for text in parts if len(text) > MAX_SHOWN), None) or json.dumps(start)
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
 
 
 def malformed(error: Exception, text: str | bytes) -> str:
-    """Say why a text is not JSON, and where."""
+    """Return the reason why text is not JSON, and its place."""
     if isinstance(error, UnicodeError):
         return f"not JSON: not UTF-8 text ({error.reason})" if hasattr(error, "reason") else "not JSON: not UTF-8 text"
-    if "Invalid UTF-8" in str(error):  # as msgspec 0.23 says it
+    if "Invalid UTF-8" in str(error):  # message of msgspec 0.23
         return "not JSON: not UTF-8 text"
-    if isinstance(error, msgspec.ValidationError):  # the only one that needs no type
+    if isinstance(error, msgspec.ValidationError):  # the only validation without a type
         return "not JSON: a number has too many digits"
     found = re.fullmatch(r"JSON is malformed: (.*) \(byte (\d+)\)", str(error))
     if found is None:
@@ -61,7 +61,7 @@ def malformed(error: Exception, text: str | bytes) -> str:
 
 
 def why_unfit(error: msgspec.ValidationError, content: Any, kind: Any, place: Sequence[Step] = ()) -> str:
-    """Say why a value, which has this place in a larger one, does not fit a type: its first part that does not."""
+    """Return the reason why a value does not fit a type, at its first part that does not. place: of the value."""
     for step, part, wanted in typed_parts(content, kind):
         try:
             msgspec.convert(part, wanted, str_keys=True)
@@ -84,11 +84,11 @@ def why_unfit(error: msgspec.ValidationError, content: Any, kind: Any, place: Se
     expected = expectation(message, kind)
     if expected:
         return f"{where(place)} is {shown(content)}, {expected}"
-    return f"{where(place)}: {message}" if place else message  # from a check of our own
+    return f"{where(place)}: {message}" if place else message  # from a validation of this package
 
 
 def typed_parts(content: Any, kind: Any) -> Iterator[tuple[Step, Any, Any]]:
-    """Yield the parts of a JSON value, each with its name or number and the type that it is to have."""
+    """Yield the parts of a JSON value: name or number, value, and expected type."""
     for member in members(kind):
         origin, types = get_origin(member), get_args(member)
         if isinstance(content, dict):
@@ -100,7 +100,7 @@ def typed_parts(content: Any, kind: Any) -> Iterator[tuple[Step, Any, Any]]:
 
 
 def fields_of(kind: Any) -> dict[str, Any] | None:
-    """Return the types of an object's fields by their names in JSON; None for what has no fixed fields."""
+    """Return the types of an object's fields by their names in JSON; None for types without fixed fields."""
     own = get_origin(kind) or kind
     if isinstance(own, type) and issubclass(own, msgspec.Struct):
         return {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
@@ -108,7 +108,7 @@ def fields_of(kind: Any) -> dict[str, Any] | None:
 
 
 def members(kind: Any) -> list[Any]:
-    """Return the types of a union, or the one type that it is, without what limits their values."""
+    """Return the types of a union, or a single type, without the bounds of their values."""
     if get_origin(kind) is Annotated:
         return members(get_args(kind)[0])
     if get_origin(kind) in (Union, UnionType):
@@ -118,13 +118,13 @@ def members(kind: Any) -> list[Any]:
 
 def where(place: Sequence[Step]) -> str:
     """Return a place in a JSON value as JavaScript writes it: layers["a.b"].shape[1]."""
-    plain = [isinstance(step, str) and step.isidentifier() and len(step) < LONGEST_SHOWN for step in place]
+    plain = [isinstance(step, str) and step.isidentifier() and len(step) < MAX_SHOWN for step in place]
     parts = [f".{step}" if is_name else f"[{shown(step)}]" for step, is_name in zip(place, plain)]
     return "".join(parts).removeprefix(".") or "it"
 
 
 def expectation(message: str, kind: Any) -> str:
-    """Return what a value is not, from msgspec's message; empty for a message that msgspec did not write."""
+    """Return the expected kind of value from msgspec's message; empty for messages of other code."""
     if message.startswith("Invalid enum value"):
         values = [value for member in members(kind) if get_origin(member) is Literal for value in get_args(member)]
         return f"not one of {', '.join(map(str, sorted(values)))}"
@@ -138,11 +138,11 @@ def expectation(message: str, kind: Any) -> str:
 
 
 T = TypeVar("T")
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # as far as every reader of JSON counts exactly
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # the largest integers that every JSON reader has exactly
 
 
 def finite(text: str) -> float:
-    """Return a number of JSON. Raises ValueError for one that is too large."""
+    """Return a number of JSON. Raises ValueError for an infinite one."""
     number = float(text)
     if math.isinf(number):
         raise ValueError
@@ -155,10 +155,10 @@ DEEPEST = 64  # levels of objects and lists inside each other
 
 
 def read_text(path: Path, what: str, remedy: str, largest: int = 2**30) -> str:
-    """Return the text of a UTF-8 file of at most so many characters.
+    """Return the text of a UTF-8 file of at most `largest` characters.
 
-    what: the file is to be, with its article, such as "a precision manifest". remedy: for a file of another kind.
-    Raises GearbxError for one that cannot be opened, is not UTF-8 text, or is too large.
+    what: the expected kind with its article, such as "a precision manifest". remedy: for a file of a different kind.
+    Raises GearbxError for a file that cannot be opened, is not UTF-8 text, or is too large.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -175,15 +175,15 @@ def read_text(path: Path, what: str, remedy: str, largest: int = 2**30) -> str:
 
 
 def unreadable(path: Path, error: OSError) -> GearbxError:
-    """Return the error for a file that seems to be there and cannot be read."""
+    """Return the error for a file that cannot be read."""
     return GearbxError(f"{path}: cannot be read ({error.strerror or error}); check the path and its permissions")
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return what a JSON text contains.
+    """Return the value of JSON.
 
-    Raises GearbxError, which names neither a file nor a remedy, for what is not JSON, or nested too deeply; NaN,
-    Infinity and unpaired surrogates are not JSON.
+    Raises GearbxError, without file and remedy, for other text and too deep nesting; NaN, Infinity and unpaired
+    surrogates are not JSON.
     """
     try:
         content = JSON.decode(text)
@@ -196,7 +196,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_python_json(text: str) -> Any:
-    """Return what a JSON text contains that may have NaN and Infinity, as a config.json. Errors of `parse_json`."""
+    """Return the value of JSON with NaN and Infinity, such as a config.json. Raises GearbxError as `parse_json`."""
     try:
         content = json.loads(text)
         check_depth(content)
@@ -213,7 +213,7 @@ def parse_python_json(text: str) -> Any:
 
 
 def check_depth(content: Any) -> None:
-    """Raises GearbxError if objects and lists are nested too deeply for what works on them next."""
+    """Validate the depth of objects and lists, which recursive code reads next. Raises GearbxError above `DEEPEST`."""
     level = [content]
     for _ in range(DEEPEST):
         parts = (part for part in level if isinstance(part, dict | list))
@@ -225,9 +225,9 @@ def check_depth(content: Any) -> None:
 
 
 def typed(content: Any, kind: type[T]) -> T:
-    """Return what `parse_json` returned as a value of a type, such as a msgspec Struct, a dataclass or list[str].
+    """Return a value of `parse_json` as a typed value, such as a msgspec Struct, a dataclass or list[str].
 
-    Raises GearbxError that names the field that does not fit, and its value, but neither a file nor a remedy.
+    Raises GearbxError with the field that does not fit and its value, without file and remedy.
     """
     try:
         return msgspec.convert(content, kind, str_keys=True)
@@ -236,7 +236,7 @@ def typed(content: Any, kind: type[T]) -> T:
 
 
 def check_schema(content: Any, what: str, schema: str, version: int) -> None:
-    """Raises GearbxError unless a JSON object has this schema and version. what: it is to be: "a drafting file"."""
+    """Validate schema and version of a JSON object. what: such as "a drafting file". Raises GearbxError for others."""
     found = content.get("schema") if isinstance(content, dict) else None
     if found != schema:
         raise GearbxError(f"it is not {what}: its schema is not '{schema}'")
@@ -245,10 +245,10 @@ def check_schema(content: Any, what: str, schema: str, version: int) -> None:
 
 
 def read_as(path: Path, parse: Callable[[str], T], what: str, remedy: str) -> T:
-    """Return what a function makes of the text of a JSON file.
+    """Return the result of `parse` for the text of a JSON file.
 
-    parse: raises GearbxError without naming the file. what, remedy: as in `read_text`. Raises GearbxError, naming
-    the file and the remedy, where it cannot be read, or `parse` raised one.
+    parse: raises GearbxError without the file's name. what, remedy: as in `read_text`. Raises GearbxError, with file
+    and remedy, if the file cannot be read or `parse` raises one.
     """
     text = read_text(path, what, remedy, LARGEST_JSON)
     try:
@@ -265,8 +265,8 @@ def read_json(path: Path, kind: type[T], what: str, remedy: str) -> T:
 def json_lines(path: Path, text: str, kind: type[T], remedy: str, first: int = 1) -> Iterator[tuple[int, T]]:
     """Yield the number and value of each line of JSON Lines, from `first` on; empty lines are skipped.
 
-    Only "\\n" ends a line: splitlines() would also split at separators inside a string. Raises GearbxError for a line
-    that does not fit the type; the message names file, line and remedy.
+    Only "\\n" ends a line: splitlines() would also split at separators inside a string. Raises GearbxError, with file,
+    line and remedy, for a line that does not fit the type.
     """
     for number, line in enumerate(text.split("\n"), first):
         if line.strip():

@@ -1,8 +1,8 @@
-"""Models that GGUF files become at their first use: directories of the user's cache.
+"""Cache directories of GGUF files, and kept hashes of files of any size.
 
-An entry is named by a hash of all that it was made of, which is kept too: a file is read again when its inode, its size
-or its times change. The entry's record has the hash again, and a sum of each file. So an entry that is damaged, or of
-other contents, is made again, and one that another user could have written is refused.
+An entry is named by a hash of its source. The hash is computed again if inode, size or times of the source change. A
+record has the hashes of the source and of each file. Damaged entries are made again; entries that other users can
+write are refused.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import errno
 import hashlib
 import json
 import os
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -17,7 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from filelock import FileLock
 
 from ..errors import GearbxError, GearbxWarning
@@ -25,26 +25,25 @@ from .reading import unreadable
 from .user_cache import CacheUnusable, cache_entry, check_owner, open_cache
 from .writing import FULL, new_directory, remove, write_text
 
-FORM = 4  # of what is written; another one has other names
+FORM = 5  # version of the entries, part of their names
 RECORD = "unpacked.json"
-HASHES = "hashes"  # a directory of the cache
-PART_BYTES = 2**22  # that one thread hashes at a time
+HASHES = "hashes"  # directory of the cache
+PART_BYTES = 2**22  # hashed by one thread at a time
 SETTLED_NS = 2 * 10**9  # the coarsest clock of a file system
-SUMMED_BYTES = 2**24
 
 State = tuple[Any, ...]
 
-_hashed: dict[Path, tuple[State, str]] = {}  # files that this process has hashed
-_seen: dict[Path, list[Any]] = {}  # entries that this process found whole: a command looks several times
+_hashed: dict[Path, tuple[State, str]] = {}  # hashes of this process
+_seen: dict[Path, list[Any]] = {}  # states of entries that this process validated
 
 
 def contents(file: Path) -> str:
-    """Return a hash of all of a file. Raises GearbxError as `state_and_contents`."""
+    """Return a hash of all bytes of a file. Raises GearbxError as `state_and_contents`."""
     return state_and_contents(file)[1]
 
 
 def state_and_contents(file: Path) -> tuple[State, str]:
-    """Return a file's state and a hash of all of it: the one kept from before while the state is the same.
+    """Return a file's state and a hash of all its bytes: the kept one if the state is the same.
 
     Raises GearbxError for a file that cannot be read, or that changes meanwhile.
     """
@@ -54,7 +53,7 @@ def state_and_contents(file: Path) -> tuple[State, str]:
         if known is None or known[0] != state:
             known = state, hash_of(file)
             if state_of(file) != state:
-                raise GearbxError(f"{file}: changes while it is read; start again when the file is complete")
+                raise GearbxError(f"{file}: changes while it is read; wait until it is complete, and start again")
             keep_hash(file, *known)
     except OSError as error:
         raise unreadable(file, error) from error
@@ -63,7 +62,7 @@ def state_and_contents(file: Path) -> tuple[State, str]:
 
 
 def is_in_state(file: Path, state: State) -> bool:
-    """Return whether a file is still there, and nobody has written to it since it had a state."""
+    """Return whether a file exists and has the same state as before."""
     try:
         return state_of(file) == state
     except OSError:
@@ -71,18 +70,23 @@ def is_in_state(file: Path, state: State) -> bool:
 
 
 def hash_of(file: Path) -> str:
-    """Return a SHA-256 of the hashes of a file's parts, which all cores compute."""
+    """Return a SHA-256 of the hashes of a file's parts.
+
+    All cores compute them, unless this is a thread beside the work of the model, or the process ends.
+    """
 
     def part(place: int) -> bytes:
         return hashlib.sha256(os.pread(opened.fileno(), PART_BYTES, place)).digest()
 
+    in_background = threading.current_thread() is not threading.main_thread()
     with open(file, "rb") as opened, ThreadPoolExecutor(os.cpu_count()) as pool:
-        size = os.fstat(opened.fileno()).st_size
-        return hashlib.sha256(b"".join(pool.map(part, range(0, size, PART_BYTES)))).hexdigest()
+        places = range(0, os.fstat(opened.fileno()).st_size, PART_BYTES)
+        hashes = map(part, places) if in_background else pool.map(part, places)
+        return hashlib.sha256(b"".join(hashes)).hexdigest()
 
 
 def kept_hash(file: Path) -> tuple[State, str] | None:
-    """Return a file's state and hash as an earlier process kept them; None where there are none, or not as written."""
+    """Return the state and hash that an earlier process kept for a file; None: missing or damaged."""
     try:
         path, state, known = json.loads(hash_place(file).read_bytes())
         return (tuple(state), known) if path == os.path.abspath(file) else None
@@ -91,9 +95,9 @@ def kept_hash(file: Path) -> tuple[State, str] | None:
 
 
 def keep_hash(file: Path, state: State, known: str) -> None:
-    """Keep a file's hash for later processes, where the cache can be written to.
+    """Keep a file's hash for later processes, if the cache is writable.
 
-    A file that was written a moment ago may change again at what the system calls the same time.
+    A file that was written a moment ago could change again within the same tick of the file system's clock.
     """
     if time.time_ns() - max(state[-2:]) < SETTLED_NS:
         return
@@ -105,16 +109,16 @@ def keep_hash(file: Path, state: State, known: str) -> None:
 
 
 def hash_place(file: Path) -> Path:
-    """Return the place of a file's hash in the cache. Raises CacheUnusable if another user could have written it."""
+    """Return the place of a file's hash in the cache. Raises CacheUnusable if other users can write to it."""
     check_owner(open_cache() / HASHES)
     return cache_entry(f"{HASHES}/{hashlib.sha256(os.path.abspath(file).encode()).hexdigest()[:16]}.json")
 
 
 def unpacked(stem: str, source: str, write: Callable[[Path], None]) -> Path:
-    """Return a directory of the cache, which is written if it is not there, or is damaged.
+    """Return a directory of the cache; a missing or damaged one is written.
 
-    stem: how its name begins. source: a hash of what it is made of. write: fills an empty directory; its errors pass.
-    Raises GearbxError for a cache that cannot be written, or that others may write to.
+    stem: start of its name. source: hash of its source. write: fills an empty directory; its errors pass.
+    Raises GearbxError for a cache that cannot be written, or that other users can write to.
     """
     name = f"{stem[:100]}-{hashlib.sha256(f'{FORM} {source}'.encode()).hexdigest()[:16]}"
     try:
@@ -122,23 +126,23 @@ def unpacked(stem: str, source: str, write: Callable[[Path], None]) -> Path:
         if is_as_written(directory, source):
             return directory
         with FileLock(directory.parent / ".unpacking.lock", mode=0o600):  # one process unpacks at a time
-            if not is_as_written(directory, source):  # else another process has been quicker
+            if not is_as_written(directory, source):  # else a different process was faster
                 remove_damaged(directory)
                 make(directory, source, write)
     except CacheUnusable as error:
-        raise GearbxError(f"{stem}: its unpacked weights cannot be kept in the cache: {error}") from error
+        raise GearbxError(f"{stem}: its tokenizer cannot be kept in the cache: {error}") from error
     except OSError as error:
         raise no_room(name, error) from error
     return directory
 
 
 def make(directory: Path, source: str, write: Callable[[Path], None]) -> None:
-    """Fill an entry beside its place, which it takes when all of it is on the disk."""
+    """Fill an entry beside its place, and rename it when all of it is on the disk."""
     try:
         with new_directory(directory, mode=0o700) as work:
             write(work)
             for file in work.iterdir():
-                file.chmod(0o600)  # with any umask: what others may write to is never used
+                file.chmod(0o600)  # with any umask: entries that others can write are never used
             (work / RECORD).write_text(json.dumps(record_of(work, source)))
             (work / RECORD).chmod(0o600)
     except GearbxError as error:
@@ -155,7 +159,7 @@ def remove_damaged(directory: Path) -> None:
 
 
 def is_as_written(directory: Path, source: str) -> bool:
-    """Return whether an entry is there as it was written. Raises CacheUnusable if another user could write it."""
+    """Return whether an entry exists as written. Raises CacheUnusable if other users can write to it."""
     check_owner(directory)
     if not directory.is_dir():
         return False
@@ -175,28 +179,15 @@ def is_as_written(directory: Path, source: str) -> bool:
 
 
 def state_of(file: Path) -> State:
-    """Return what the system changes whenever a file's contents change: the times come last."""
+    """Return the fields of a file's status that change with its contents; the times come last."""
     status = file.stat()
     return file.name, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def record_of(directory: Path, source: str) -> dict[str, Any]:
-    """Return what an entry was made of, and the size and sum of its files."""
+    """Return the source of an entry, and a hash of each of its files."""
     files = sorted(file for file in directory.iterdir() if file.name != RECORD)
-    return {"source": source, "files": {file.name: [file.stat().st_size, sum_of(file)] for file in files}}
-
-
-def sum_of(file: Path) -> int:
-    """Return the sum of a file's words of 64 bits, which a lost page or a flipped bit changes.
-
-    It is ten times as fast as a hash, and the check of the owner keeps away who could forge it.
-    """
-    total = 0
-    with open(file, "rb") as opened:
-        while block := opened.read(SUMMED_BYTES):
-            words = np.frombuffer(block + bytes(-len(block) % 8), "<u8")
-            total += int(words.sum(dtype=np.uint64))
-    return total % 2**64
+    return {"source": source, "files": {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}}
 
 
 def no_room(name: str, error: OSError) -> GearbxError:

@@ -1,7 +1,7 @@
-"""The user's cache: kept only where no other user could have written to it.
+"""The user's cache, used only if no other user can write to it.
 
-What is read from it is as good as the weights and the code that it was made of, so one check of owner and mode is for
-all of it, and for the directories above it.
+Its entries are trusted like the weights and the code that they were made of. So one check of owner and mode covers all
+of it, and the directories above it.
 """
 
 import functools
@@ -19,45 +19,45 @@ CACHE_NAME = "gearbx-mlx"
 
 
 class CacheUnusable(Exception):
-    """The cache cannot be used; the message says why, and what to do, in one line."""
+    """Unusable cache; the message is one line with reason and remedy."""
 
 
 def unusable(error: OSError) -> CacheUnusable:
-    """Return the error for what the system refuses in the cache."""
+    """Return the error for a failed operation in the cache."""
     place = f"{error.filename}: " if error.filename else ""
     remedy = "make room, or set" if error.errno in FULL else "set"
     return CacheUnusable(f"{place}{error.strerror or one_line(error)}; {remedy} XDG_CACHE_HOME to another directory")
 
 
 def why(error: CacheUnusable | OSError) -> str:
-    """Return why something in the cache cannot be used, and what to do."""
+    """Return the reason and the remedy of an unusable entry of the cache."""
     return str(unusable(error) if isinstance(error, OSError) else error)
 
 
 def warn_of(error: CacheUnusable | OSError) -> None:
-    """Say once why something in the cache is neither read nor written."""
-    say_once(f"{why(error)}; until then it is not used")
+    """Warn once of an entry of the cache that is neither read nor written."""
+    warn_once(f"{why(error)}; until then it is not used")
 
 
 @functools.cache  # Python's own "once" forgets at each warnings.catch_warnings
-def say_once(text: str) -> None:
+def warn_once(text: str) -> None:
     warnings.warn(text, GearbxWarning, stacklevel=3)
 
 
 def open_cache() -> Path:
-    """Return the user's cache, which is created if it is missing, without what killed processes left there.
+    """Return the user's cache, created if missing and without unfinished entries of killed processes.
 
-    It is `gearbx-mlx` in $XDG_CACHE_HOME, ~/.cache or ~/Library/Caches. Raises CacheUnusable for one that another user
-    could have written to, or that cannot be created or read.
+    It is `gearbx-mlx` in $XDG_CACHE_HOME, ~/.cache or ~/Library/Caches. Raises CacheUnusable if other users can
+    write to it, or if it cannot be created or read.
     """
     try:
         directory = platformdirs.user_cache_path(CACHE_NAME, appauthor=False)
-        if not directory.is_absolute():  # an earlier platformdirs leaves ~ as it is where there is no home directory
+        if not directory.is_absolute():  # earlier versions of platformdirs keep ~ without a home directory
             raise CacheUnusable(f"there is no home directory for {directory}; set XDG_CACHE_HOME to a directory")
         directory = Path(os.path.realpath(directory.parent)) / directory.name
         for each in reversed(directory.parents):
             each.mkdir(mode=0o700, exist_ok=True)
-            if each != each.parent:  # the root is root's, who has another number in some containers
+            if each != each.parent:  # / belongs to root, who has a different number in some containers
                 check_owner(each, shared=True)
         directory.mkdir(mode=0o700, exist_ok=True)
         check_owner(directory)
@@ -70,12 +70,12 @@ def open_cache() -> Path:
 
 
 def chat_history() -> Path:
-    """Return the place of the lines that were typed in chat. Raises RuntimeError where there is no home directory."""
+    """Return the place of chat's input history. Raises RuntimeError if there is no home directory."""
     return platformdirs.user_state_path(CACHE_NAME, appauthor=False) / "chat_history"
 
 
 def cache_entry(name: str) -> Path:
-    """Return a place in the cache, which may be missing. Raises CacheUnusable if another user could have written it."""
+    """Return a place in the cache, which may be missing. Raises CacheUnusable if other users can write to it."""
     place = open_cache() / name
     try:
         check_owner(place)
@@ -85,11 +85,11 @@ def cache_entry(name: str) -> Path:
 
 
 def check_owner(path: Path, shared: bool = False) -> None:
-    """Make sure that only this user and root can have written a file or directory; a missing one passes.
+    """Validate that only this user and root can write to a file or directory; a missing one passes.
 
-    shared: others may write to the directory if they cannot replace what is not theirs, as in /tmp. Raises
-    CacheUnusable for what belongs to another user, or others may write to, for neither file nor directory, and for a
-    file with a second name, in a place that was not checked.
+    shared: others may write to the directory if they cannot replace foreign entries, as in /tmp. Raises CacheUnusable
+    if it belongs to someone else, if others can write to it, if it is neither a file nor a directory, and for a file
+    with a second hard link in an unchecked place.
     """
     try:
         status = path.lstat()
@@ -99,7 +99,7 @@ def check_owner(path: Path, shared: bool = False) -> None:
         raise CacheUnusable(f"{path} is neither a file nor a directory; remove it")
     if stat.S_ISREG(status.st_mode) and status.st_nlink > 1:
         raise CacheUnusable(f"{path} has a second name elsewhere, a hard link; remove it")
-    if not hasattr(os, "geteuid"):  # Windows has other rights, and a cache in the user's own folder
+    if not hasattr(os, "geteuid"):  # Windows has other permissions, and a cache in the user's own folder
         return
     if status.st_uid not in (0, os.geteuid()):
         raise CacheUnusable(f"{path} belongs to another user; set XDG_CACHE_HOME to a directory of yours")

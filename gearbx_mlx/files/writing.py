@@ -1,6 +1,6 @@
 """Output files that are complete or absent: written beside their place, then renamed into it.
 
-A lock (flock) on the file beside tells other processes that it is still being written. It ends with its process.
+A lock (flock) on the unfinished file marks it as being written. The lock ends with its process.
 """
 
 import contextlib
@@ -18,14 +18,14 @@ from .model_directory import check_no_file_of_model
 
 try:
     import fcntl
-except ImportError:  # Windows, where nothing is locked
+except ImportError:  # Windows has no such locks
     fcntl = None  # type: ignore[assignment]
 
-_locked_for_good: dict[tuple[int, int], IO[bytes]] = {}  # device and number of a file to its open handle
+_locked_for_good: dict[tuple[int, int], IO[bytes]] = {}  # (device, inode) to open file
 
 
 def lock(handle: int) -> bool | None:
-    """Lock an open file or directory until it is closed: False if another process has it locked.
+    """Lock an open file or directory until it is closed; False: a different process has locked it.
 
     None: there are no locks, as on Windows and on some network file systems.
     """
@@ -51,7 +51,7 @@ def locked(path: Path) -> Iterator[bool | None]:
 
 
 def lock_for_good(file: Path) -> bool:
-    """Lock a file, made if it is missing, until this process ends; False: another process has it locked."""
+    """Lock a file, created if missing, until this process ends; False: a different process has locked it."""
     opened = file.open("ab")
     status = os.fstat(opened.fileno())
     key = status.st_dev, status.st_ino
@@ -62,7 +62,7 @@ def lock_for_good(file: Path) -> bool:
     return key in _locked_for_good
 
 
-PART = ".part"  # ends the name of a file or a directory that is being written
+PART = ".part"  # suffix of unfinished files and directories
 _unfinished: set[Path] = set()
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -71,9 +71,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a path to write to: it is renamed to `path` when the block ends, and removed if the block raises.
 
-    A symbolic link stays and its target is replaced; to a device or a pipe the block writes directly. What processes
-    left that were killed while they wrote the same file is removed. Raises GearbxError for a file that cannot be
-    written. Errors of other files pass.
+    A symbolic link stays and its target is replaced; to a device or a pipe the block writes directly. Unfinished files
+    of killed processes are removed. Raises GearbxError for a file that cannot be written. Errors of other files pass.
     """
     target = Path(os.path.realpath(path))
     beside: Path | None = None
@@ -100,13 +99,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def replacing_arrays(path: Path) -> Iterator[str]:
-    """Like `replacing`, for MLX's functions, which write to names that end in .safetensors, and have own errors."""
+    """Like `replacing`, for functions of MLX: they need the suffix .safetensors and raise RuntimeError."""
     with replacing(path) as place:
         beside = place.with_name(f"{place.name}.safetensors")
         try:
             yield str(beside)
             beside.replace(place)
-        except RuntimeError as error:  # MLX's, of a disk that is full for instance
+        except RuntimeError as error:  # from MLX, for instance on a full disk
             raise GearbxError(f"{path}: cannot be written ({one_line(error)}); choose another place") from error
         finally:
             beside.unlink(missing_ok=True)
@@ -116,9 +115,9 @@ def replacing_arrays(path: Path) -> Iterator[str]:
 def new_directory(path: Path, mode: int | None = None) -> Iterator[Path]:
     """Make a directory to fill: it gets the name `path` when the block ends, and is removed if the block raises.
 
-    All of its files are on the disk before it has its name. What processes left that were killed while they wrote the
-    same directory is removed. mode: its permissions; None: those of any new directory. Raises GearbxError for one that
-    cannot be written, is there already, or is written by another process.
+    All of its files are on the disk before it has its name. Unfinished directories of killed processes are removed.
+    mode: its permissions; None: the default. Raises GearbxError if it cannot be written, exists, or is being written by
+    a different process.
     """
     try:
         if remove_parts(path.parent, re.escape(part_name(path))):
@@ -141,7 +140,7 @@ def work_directory(path: Path) -> Iterator[Path]:
     """Make a directory beside `path` that is locked, and removed when the block ends."""
     while True:
         beside = Path(tempfile.mkdtemp(prefix=f".{part_name(path)}.", suffix=PART, dir=path.parent))
-        with contextlib.suppress(FileNotFoundError):  # another process took it for a stale one, before it was locked
+        with contextlib.suppress(FileNotFoundError):  # removed as stale by a different process before it was locked
             handle = os.open(beside, os.O_RDONLY)
             if lock(handle) is not False and beside.exists():
                 break
@@ -156,7 +155,7 @@ def work_directory(path: Path) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Return when a file, or the names in a directory, are on the disk."""
+    """Wait until a file, or the names in a directory, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -165,7 +164,7 @@ def sync(path: Path) -> None:
 
 
 def drop_unfinished() -> None:
-    """Remove what this process has not finished writing: for an end that does not wait for its other threads."""
+    """Remove unfinished outputs of this process, which ends without waiting for its other threads."""
     for path in list(_unfinished):
         with contextlib.suppress(OSError):
             remove(path)
@@ -177,38 +176,38 @@ def remove(path: Path) -> None:
 
 
 def is_about(error: OSError, *paths: Path | None) -> bool:
-    """Return whether an error is one of writing to these files: it names one of them, or none, as `write` does."""
+    """Return whether an error concerns these files: it names one of them or, as from `write`, none."""
     return error.filename is None or error.filename in (*map(str, filter(None, paths)), *paths)
 
 
 def open_part(target: Path) -> tuple[int, Path]:
-    """Return a new file beside the target, and the descriptor that locks it for as long as this process writes it."""
+    """Return the descriptor and path of a new, locked file beside the target."""
     while True:
         handle, name = tempfile.mkstemp(prefix=f".{part_name(target)}.", suffix=PART, dir=target.parent)
         lock(handle)
-        if os.fstat(handle).st_nlink:  # else another process took it for a stale one, before it was locked
+        if os.fstat(handle).st_nlink:  # else removed as stale by a different process before it was locked
             return handle, Path(name)
         os.close(handle)
 
 
 def remove_parts(directory: Path, names: str = ".*") -> list[Path]:
-    """Remove what killed processes left of outputs with such names, which is not locked; returns what is."""
+    """Remove unfinished outputs of killed processes whose names match, and return those that are locked."""
     part = re.compile(rf"\.(?:{names})\.[a-z0-9_]{{8}}{re.escape(PART)}")  # as tempfile names them
     found: list[Path] = []
-    with contextlib.suppress(OSError):  # a directory that may be written to, and not be listed
+    with contextlib.suppress(OSError):  # a directory that is writable but not readable
         found += (path for path in directory.iterdir() if part.fullmatch(path.name))
     in_work = []
     for path in found:
-        with contextlib.suppress(OSError), locked(path) as alone:
-            if alone:
+        with contextlib.suppress(OSError), locked(path) as is_stale:
+            if is_stale:
                 remove(path)
-            elif alone is False:
+            elif is_stale is False:
                 in_work.append(path)
     return in_work
 
 
 def part_name(target: Path) -> str:
-    """Return how the part of an output is named: short enough for every file system."""
+    """Return the stem of an unfinished output's name, short enough for every file system."""
     return target.name[:100]
 
 
@@ -224,12 +223,12 @@ def umask() -> int:
 
 
 def check_writable(path: Path) -> None:
-    """Raises GearbxError for a path that no file can be written to, or that is a model's; before the work."""
+    """Validate an output file before the work. Raises GearbxError if it cannot be written, or is a model's."""
     if "\0" in str(path):
         raise GearbxError(f"{path}: no file can have a null character in its name; choose another one")
     try:
         if path.is_dir():
-            raise GearbxError(f"{path}: is a directory; give a file name")
+            raise GearbxError(f"{path}: is a directory; choose a file name")
         if not path.parent.is_dir():
             raise GearbxError(f"{path}: there is no directory {path.parent}; make it first")
         if path.exists() and not os.access(path, os.W_OK):
@@ -243,20 +242,20 @@ def check_writable(path: Path) -> None:
 
 
 def check_directory(path: Path) -> None:
-    """Raises GearbxError for a path that cannot be a directory; before the work, not after it."""
+    """Validate an output directory before the work. Raises GearbxError for a path that cannot be one."""
     try:
         if not path.exists():
             above = next(each for each in path.absolute().parents if each.exists())
             with tempfile.TemporaryDirectory(dir=above):
                 pass
         elif not path.is_dir():
-            raise GearbxError(f"{path}: is a file; give the name of a directory")
+            raise GearbxError(f"{path}: is a file; choose the name of a directory")
     except OSError as error:
         raise GearbxError(f"{path}: cannot be made ({error.strerror}); choose another directory") from error
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and those above it, where they do not exist. Raises GearbxError if that fails."""
+    """Make a directory and its missing parents. Raises GearbxError if that fails."""
     check_directory(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -264,11 +263,11 @@ def make_directory(path: Path) -> None:
         raise GearbxError(f"{path}: cannot be made ({error.strerror}); choose another directory") from error
 
 
-LINE = 64  # bytes of a cache; the arrays of a file that begin on one can be used where they lie
+LINE = 64  # bytes of a cache line; mapped arrays are aligned to it
 
 
 def align_arrays(path: Path) -> None:
-    """Move the arrays of a safetensors file that MLX has written to where a line begins. Raises OSError."""
+    """Align the arrays of a safetensors file by MLX to cache lines. Raises OSError."""
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         spaces = -(8 + length) % LINE
@@ -282,6 +281,6 @@ def align_arrays(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file. Raises GearbxError if that fails; the file that was there before then stays."""
+    """Write a text file. Raises GearbxError if that fails; a previous file then stays."""
     with replacing(path) as place:
         place.write_text(text, encoding="utf-8")

@@ -22,6 +22,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import GearbxError, GearbxWarning
+from ..files.gguf_model import gguf_weights
 from ..files.model_directory import REFETCH
 from ..files.reading import unreadable
 from ..formats.base import Format, stored_bits
@@ -32,7 +33,8 @@ from .adapters import holders_of, layers_of, own_arrays
 from .discovery import at_least, in_tower, is_table
 from .ladder import DENSE
 from .manifest import GEARS_FILE, RESTORE, Manifest, read_manifest
-from .tensor_files import TYPE_SIZES, TensorEntry, header_of
+from .tensor_files import TYPE_NAMES, TYPE_SIZES, TensorEntry, header_of
+from .weight_files import kinds_of
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,10 @@ class ModelFiles:
 
 def read_files(directory: Path) -> ModelFiles:
     """Return the headers of the files in a directory. Raises GearbxError for damaged or unreadable files."""
+    weights = gguf_weights(directory)
+    if weights is not None:
+        kinds = kinds_of(weights).items()
+        return ModelFiles({name: TensorEntry(TYPE_NAMES[dtype], shape, (0, 0)) for name, (dtype, shape) in kinds}, None)
     manifest, arrays = read_manifest(directory), dict[str, TensorEntry]()
     for file in sorted({*directory.glob("model*.safetensors"), *directory.glob(GEARS_FILE)}):
         try:

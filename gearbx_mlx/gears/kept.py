@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import msgspec
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
@@ -31,7 +30,6 @@ from .. import formats
 from ..errors import GearbxError, GearbxWarning
 from ..files.user_cache import CacheUnusable, check_owner, open_cache, unusable, warn_of
 from ..files.writing import remove_parts, replacing
-from ..kernels import measured_file
 from ..kernels.tuner import kernels_hash
 from .mapped import Origin, load_arrays, origin_of
 from .tensor_files import TYPE_NAMES, TensorFile, bits_in, header_of, sum_of_bytes
@@ -39,7 +37,6 @@ from .tensor_files import TYPE_NAMES, TensorFile, bits_in, header_of, sum_of_byt
 FOLDER, THREAD = "gears", "gearbx keep"
 MIN_KEPT_BYTES = 2**25  # bytes of weights: gears of smaller models are made in milliseconds
 SHARE_OF_ROOM = 4  # all entries take at most this fraction (1/4) of free space and their own together
-MAX_REMEMBERED = 64  # files whose hash is remembered
 HEADER_ROOM, ENTRY_ROOM = 4096, 192  # bytes of the header in all, and for each array beside its name
 
 Arrays = dict[str, mx.array]
@@ -49,40 +46,6 @@ Gears = dict[str, dict[int, Arrays]]
 
 def when_keeping(size: int, folder: Path) -> None:
     """Ignore that `size` bytes of gears will be written; a command replaces this function to report it."""
-
-
-class Remembered(msgspec.Struct):
-    """The cache file with the hash of all weights of each model, by the state of its files."""
-
-    models: dict[str, str] = {}
-
-
-def memory() -> measured_file.MeasuredFile:
-    """Return the file of hashes."""
-    unwritten = "the weights are hashed again at the next start"
-    return measured_file.MeasuredFile("weights.json", Remembered, "hashes of weights", "it is written again", unwritten)
-
-
-def remembered_as(origin: Origin) -> str:
-    """Return the name of a model's files in their present state."""
-    states = [[str(path.resolve()), *state] for path, state in sorted(origin.states.items())]
-    return hashlib.sha256(json.dumps(states).encode()).hexdigest()
-
-
-def contents_of(origin: Origin) -> str:
-    """Return the hash of all weights, from the cache or computed. Raises GearbxError as `Origin.whole`."""
-    name, file = remembered_as(origin), memory()
-    found = file.read(quietly=True).models.get(name)
-    if found is None:
-        whole = found = origin.whole()
-
-        def remember(content: Remembered) -> None:
-            content.models[name] = whole
-            for oldest in list(content.models)[:-MAX_REMEMBERED]:
-                del content.models[oldest]
-
-        file.change(remember)
-    return found
 
 
 @functools.cache
@@ -110,7 +73,7 @@ class KeptGears:
             if not place.is_file():
                 return None
             check_owner(place)
-            found = read_entry(place, wanted, contents_of(self.origin))
+            found = read_entry(place, wanted, self.origin.whole())
             os.utime(place)  # marks it as recently used
             return found
         except Damaged as error:
@@ -152,7 +115,7 @@ class KeptGears:
 
     def _write(self, place: Path, wanted: Any, bits: Mapping[str, tuple], names: Any) -> None:
         try:
-            write_entry(place, wanted, contents_of(self.origin), bits, names)
+            write_entry(place, wanted, self.origin.whole(), bits, names)
         except (CacheUnusable, OSError) as error:
             warn_of(error)
         except GearbxError as error:

@@ -6,12 +6,9 @@ them. A loaded model knows its files (`Origin`), so that its kept gears can be f
 
 import atexit
 import hashlib
-import os
-import threading
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +18,8 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..compat.arrays import loading_with
 from ..errors import GearbxError, GearbxWarning
-from ..files.reading import unreadable
-from ..files.unpacked import state_of
+from ..files.unpacked import contents, state_and_contents, state_of
 from ..kernels import cpu
 from ..kernels.dispatch import on_cpu
 from .adapters import base_arrays
@@ -34,7 +29,6 @@ TYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
 ORIGIN = "origin"  # attribute of a model that has the weights of files
 _mapped: dict[Path, Sequence[Any]] = {}  # files to their states when they were mapped
 _arrays = weakref.WeakValueDictionary[int, mx.array]()  # mapped arrays, by their id()
-HASHED_TOGETHER = 2**24  # bytes of a file that one core hashes
 
 
 def mapping_kernels() -> ModuleType | None:
@@ -58,12 +52,17 @@ def mapped(kernels: ModuleType, path: Path) -> Iterator[tuple[str, mx.array]]:
         for name, entry in header.entries.items():
             offset = header.start + entry.data_offsets[0]
             try:
-                array = kernels.map_array(file.fileno(), offset, entry.shape, TYPES[entry.dtype])
-                _arrays[id(array)] = array
-                yield name, array
+                yield name, map_array(kernels, file.fileno(), offset, entry.shape, TYPES[entry.dtype])
             except (KeyError, ValueError):
                 unread = unread or cast(dict[str, mx.array], mx.load(str(path)))
                 yield name, unread[name]
+
+
+def map_array(kernels: ModuleType, file: int, offset: int, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    """Return an array of an open file, mapped. Raises ValueError for a place that is not on the bounds of its type."""
+    array: mx.array = kernels.map_array(file, offset, shape, dtype)
+    _arrays[id(array)] = array
+    return array
 
 
 def forget(array: mx.array) -> None:
@@ -103,57 +102,26 @@ class Origin:
 
     def sampled(self) -> str:
         """Return 64 hexadecimal digits of names, types and shapes, and of the middle of every array."""
-        hashes = [header_of(path).hash for path in sorted(self.states)]
+        hashes = [sample_of(path) for path in sorted(self.states)]
         return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
 
     def whole(self) -> str:
-        """Return 64 hexadecimal digits of all bytes. Raises GearbxError for files that changed since they were read.
-
-        All cores hash, except in a background thread and at the end of the process.
-        """
-        if threading.current_thread() is threading.main_thread():
-            with ThreadPoolExecutor(os.cpu_count()) as pool:
-                hashes = [hash_of(path, pool.map) for path in sorted(self.states)]
-        else:
-            hashes = [hash_of(path, map) for path in sorted(self.states)]
-        self.check()
-        return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
-
-    def check(self) -> None:
-        """Validate that no file changed since it was read. Raises GearbxError."""
+        """Return 64 hexadecimal digits of all bytes. Raises GearbxError for files that changed since they were read."""
+        found = {path: state_and_contents(path) for path in sorted(self.states)}
         for path, state in self.states.items():
-            if not path.is_file() or state_of(path) != state:
+            if found[path][0] != state:
                 raise GearbxError(f"{path}: changed while it was in use; start again")
+        return hashlib.sha256(" ".join(whole for _, whole in found.values()).encode()).hexdigest()
 
 
-def hash_of(path: Path, over: Any) -> str:
-    """Return 64 hexadecimal digits of all bytes of a file. over: `map`, or `map` of a pool."""
-
-    def hash_from(begin: int) -> bytes:
-        with open(path, "rb", buffering=0) as file:
-            file.seek(begin)
-            return hashlib.sha256(file.read(HASHED_TOGETHER)).digest()
-
-    try:
-        parts = over(hash_from, range(0, path.stat().st_size, HASHED_TOGETHER))
-        return hashlib.sha256(b"".join(parts)).hexdigest()
-    except OSError as error:
-        raise unreadable(path, error) from error
+def sample_of(path: Path) -> str:
+    """Return 64 hexadecimal digits of the middle of every array of safetensors; of all bytes of another file."""
+    return header_of(path).hash if path.suffix == ".safetensors" else contents(path)
 
 
-def weight_files(directory: Path) -> list[Path]:
-    """Return the files from which mlx-lm reads a model's weights."""
-    return sorted(directory.glob("model*.safetensors"))
-
-
-def load_mapped(directory: Path, load: Any) -> tuple:
-    """Return the result of mlx-lm's `load` for a directory, with mapped weights and an `Origin` of the model."""
-    states = {path: state_of(path) for path in weight_files(directory)}
+def note_mapped(states: Mapping[Path, Sequence[Any]]) -> None:
+    """Remember the states of files that are mapped from now on, for `warn_of_changes`."""
     _mapped.update(states)
-    with loading_with(load_arrays):
-        model, *others = load()
-    set_origin(model, states)
-    return model, *others
 
 
 def into_memory(model: nn.Module) -> None:

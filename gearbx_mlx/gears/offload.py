@@ -24,6 +24,7 @@ from ..errors import GearbxError
 from ..kernels.dispatch import on_cpu
 from .ladder import DENSE
 from .saved import SavedGears
+from .weight_files import arrays_in, weight_files
 
 SYSTEM = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 PAGE = 2 << 20  # bytes
@@ -198,17 +199,12 @@ class OriginalDisk(Disk):
 
     def _find(self, names: Iterable[str]) -> dict[str, mx.array]:
         """Return the arrays of these names, unread."""
-        files = sorted(self.directory.glob("model*.safetensors"))
-        if not files:
+        if not weight_files(self.directory):
             raise GearbxError(
                 f"{self.directory}: no model*.safetensors to read weights back from; restore the checkpoint"
             )
-        weights: dict[str, mx.array] = {}
         try:
-            for file in files:
-                arrays = mx.load(str(file))
-                assert isinstance(arrays, dict)
-                weights.update(arrays)
+            weights = arrays_in(self.directory)
             if hasattr(self._blank, "sanitize"):
                 weights = copy.deepcopy(self._blank).sanitize(weights)
             return {name: weights[name] for name in names}

@@ -23,13 +23,13 @@ def copied(tmp_path) -> Path:
 
 def test_a_model_without_a_tokenizer(command, copied):
     (copied / "tokenizer.json").unlink()
-    said = f"{copied}: no tokenizer there, such as tokenizer.json; give"
+    said = f"{copied}: no tokenizer there, such as tokenizer.json; use"
     assert_refused(command("generate", "--model", copied), said)
 
 
 def test_a_folder_of_a_gguf_file(command, tmp_path):
     (tmp_path / "model.gguf").touch()
-    assert_refused(command("generate", "--model", tmp_path), f"give the GGUF file {tmp_path / 'model.gguf'}")
+    assert_refused(command("generate", "--model", tmp_path), f"use the GGUF file {tmp_path / 'model.gguf'}")
 
 
 def test_a_number_in_the_place_of_a_truth_value_is_one(command, copied):
@@ -41,7 +41,7 @@ def test_a_number_in_the_place_of_a_truth_value_is_one(command, copied):
 
 def test_a_pipe_is_no_model(command, tmp_path):
     os.mkfifo(tmp_path / "model.gguf")
-    assert_refused(command("generate", "--model", tmp_path / "model.gguf"), "model.gguf: is a pipe or a device; give")
+    assert_refused(command("generate", "--model", tmp_path / "model.gguf"), "model.gguf: is a pipe or a device; use")
 
 
 def test_a_hub_name_without_a_network(command, monkeypatch):

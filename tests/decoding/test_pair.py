@@ -183,7 +183,7 @@ class TestWherePrecautionsAreNeeded:
         check_same_tokenizer(own, own, "S")
         with pytest.raises(GearbxError, match=r"^S: its tokenizer is not the model's: 2 and 4096 tokens, of which"):
             check_same_tokenizer(Other({"a": 0, "b": 1}, own.encode), own, "S")
-        with pytest.raises(GearbxError, match=r"^S: its tokenizer cuts"):
+        with pytest.raises(GearbxError, match=r"^S: its tokenizer splits"):
             check_same_tokenizer(Other(own.get_vocab(), lambda text: own.encode(text.lower())), own, "S")
 
 

@@ -123,10 +123,10 @@ def test_a_damaged_header_is_refused_or_harmless(place, value, tmp_path_factory)
     [
         (b"", "is empty"),
         (b"PK\3\4" + bytes(40), "is not a GGUF file"),
-        (gguf(version=1), "version 1, and versions 2 and 3 can be read; give a file that a newer llama.cpp wrote"),
-        (gguf(version=3 << 24), "is a big-endian GGUF, and little-endian ones can be read; change it with gguf-conv"),
-        (gguf([("a", (2, 256), Q8_K, bytes(584))]), "has weights of Q8_K; give a file of F32, F16, Q4_0, Q4_1, Q5_0"),
-        (gguf([("a", (2, 256), 99, bytes(168))]), "has weights of type 99; give a file of F32"),
+        (gguf(version=1), "version 1, and versions 2 and 3 can be read; use a file by a newer llama.cpp"),
+        (gguf(version=3 << 24), "is a big-endian GGUF, and only little-endian ones can be read; use gguf-conv"),
+        (gguf([("a", (2, 256), Q8_K, bytes(584))]), "has weights of Q8_K; use a file of F32, F16, Q4_0, Q4_1, Q5_0"),
+        (gguf([("a", (2, 256), 99, bytes(168))]), "has weights of type 99; use a file of F32"),
         (gguf([("a", (2, 96), Q6_K, bytes(420))]), "needs blocks of 256"),
         (gguf([("a", (2, 33), Q4_0, bytes(36))]), "rows of 33"),
         (gguf([("a", (2, 2**40), F32, bytes(36))]), "behind the file's end"),
@@ -156,7 +156,7 @@ def test_what_is_wrong_is_named(opened, content, words):
 
 @pytest.mark.parametrize(
     ("offsets", "words"),
-    [((0, 68), '"b" begins at byte 68, which is not a multiple of 32'), ((0, 32), '"a" and "b" lie on each other')],
+    [((0, 68), '"b" is at byte 68, not a multiple of 32'), ((0, 32), '"a" and "b" overlap')],
 )
 def test_places_that_are_wrong(opened, offsets, words):
     tensors = [("a", (16,), F32, bytes(64)), ("b", (16,), F32, bytes(64))]

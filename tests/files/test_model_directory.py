@@ -198,7 +198,7 @@ class TestCode:
     @pytest.mark.some(4)
     @pytest.mark.parametrize("name", ["convert", "analyze", *MODEL_FLAGS, "--small-model"])
     def test_is_not_run(self, command, model, planted, tmp_path, name):
-        assert_refused(command(*run_of(name, model, tmp_path)), model, "give --trust-remote-code")
+        assert_refused(command(*run_of(name, model, tmp_path)), model, "pass --trust-remote-code")
         assert not planted.exists()
 
     def test_is_not_run_for_a_look_at_the_gears(self, model, planted):

@@ -1,5 +1,6 @@
 """Unpacked GGUF files in the cache: by contents, complete or absent, and of nobody else."""
 
+import errno
 import json
 import os
 import shutil
@@ -134,8 +135,9 @@ def test_a_file_that_is_replaced_while_it_is_unpacked_is_refused(file, own_cache
     whole = gguf_model.write_model
 
     def write_and_replace(*args):
-        whole(*args)
+        tensors = whole(*args)
         change(file)
+        return tensors
 
     monkeypatch.setattr(gguf_model, "write_model", write_and_replace)
     with refuses("was replaced while it was unpacked", "start again"):
@@ -154,11 +156,11 @@ def test_files_of_one_size_that_differ_in_the_middle_have_other_fingerprints(tmp
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda directory: flip_bit(directory / "model.safetensors", -1000),
-        lambda directory: os.truncate(directory / "model.safetensors", 5000),
+        lambda directory: flip_bit(directory / "tokenizer.json", -1000),
+        lambda directory: os.truncate(directory / "tensors.json", 1000),
         lambda directory: (directory / "config.json").unlink(),
         lambda directory: (directory / "unpacked.json").write_text("{"),
-        lambda directory: (directory / "model2.safetensors").write_bytes(b""),
+        lambda directory: (directory / "model.safetensors").write_bytes(b""),
     ],
     ids=["a bit", "the end", "no config", "no record", "another file"],
 )
@@ -180,7 +182,7 @@ def test_one_of_another_source_is_not_taken(file):
     assert json.loads((directory / "unpacked.json").read_bytes()) == record
 
 
-@pytest.mark.parametrize("name", ["", "model.safetensors", "config.json"])
+@pytest.mark.parametrize("name", ["", "tensors.json", "config.json"])
 def test_one_that_others_may_write_to_is_refused(file, name):
     place = find(file) / name
     place.chmod(place.stat().st_mode | 0o020)
@@ -210,12 +212,11 @@ def test_what_a_killed_process_left_is_removed_at_the_next_start(file, own_cache
 
 def test_a_full_disk_is_told_of_the_cache(file, own_cache, monkeypatch):
 
-    def full(*_, **__):
-        raise RuntimeError("[write] Unable to write 100 bytes to file.")
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(mx, "save_safetensors", full)
-    words = "in the cache: cannot be written ([write] Unable to write 100 bytes to file.); make room"
-    with refuses(words, "XDG_CACHE_HOME"):
+    monkeypatch.setattr(gguf_model, "write_tokenizer", full)
+    with refuses("in the cache: cannot be written (No space left on device); make room", "XDG_CACHE_HOME"):
         find(file)
     assert not [*own_cache.glob("model-*"), *own_cache.glob(".*.part")]
 

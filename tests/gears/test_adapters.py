@@ -267,7 +267,7 @@ class TestRefused:
     @pytest.mark.parametrize("name", ["adapter_config.json", "adapters.safetensors"])
     def test_a_file_that_is_missing(self, command, source, adapter, name):
         (adapter / name).unlink()
-        self.refused(command, source, adapter, f"no {name} there", "give the directory that mlx_lm.lora wrote")
+        self.refused(command, source, adapter, f"no {name} there", "use a directory that mlx_lm.lora wrote")
 
     @pytest.mark.parametrize(
         ("change", "words"),

@@ -253,6 +253,9 @@ struct StackForm {
 // Adds matmuls over codebooks (codebook_primitive.cpp).
 void bind_codebooks(nb::module_& m);
 
+// Adds the unpacking of GGUF files (gguf_primitive.cpp).
+void bind_gguf(nb::module_& m);
+
 // Adds arrays over mapped files (mapped_primitive.cpp).
 void bind_mapped(nb::module_& m);
 

@@ -251,6 +251,7 @@ NB_MODULE(_gearbx_cpu, m) {
         "rest"_a, "indices"_a, "x_bits"_a = 0);
   m.def("dense_experts", &dense_experts, "x"_a, "weight"_a, "indices"_a, "x_bits"_a = 0);
   bind_codebooks(m);
+  bind_gguf(m);
   bind_mapped(m);
   bind_exact_encode(m);
   bind_exact(m);
