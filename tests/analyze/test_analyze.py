@@ -73,7 +73,7 @@ def test_it_writes_trace_summary_and_pictures(asked):
 
 
 @pytest.mark.slow
-def test_where_the_bounds_choose_different_gears_the_gear_is_undecided(asked, tmp_path):
+def test_bounds_with_different_gears_are_undecided(asked, tmp_path):
     """A shift acts two tokens later, as in mode route."""
     with fake_server(chatting(lambda body: chat_answer(*[PAIR] * 6), VOCABULARY)) as fake:
         result = asked(fake.url + "/v1", "--thresholds", "0.7", "--gears", "4,16", "--gear", "low")
@@ -119,7 +119,7 @@ LATE = "no token for 1 s; set a longer --server-timeout"
         *((lambda sent=sent: Answer(slowly(itertools.repeat(sent), 0.02)), LATE, 1) for sent in (b"", b"x")),
     ],
 )
-def test_a_server_that_lies_or_stops_is_one_line_and_the_files_have_what_came(asked, reply, words, came):
+def test_invalid_server_stream_keeps_received_tokens(asked, reply, words, came):
     replies = itertools.chain([chat_answer(PAIR)], iter(reply, None))
     with fake_server(chatting(lambda body: next(replies), VOCABULARY)) as fake:
         result = asked(fake.url + "/v1", "--server-timeout", 1)
@@ -132,7 +132,7 @@ def test_a_server_that_lies_or_stops_is_one_line_and_the_files_have_what_came(as
     assert result.files == sorted(["trace.jsonl", "summary.json", *PICTURES])
 
 
-def test_a_server_that_cannot_answer_or_is_down_is_one_line_and_no_picture(asked):
+def test_unreachable_server_is_refused_without_picture(asked):
     with fake_server(chatting(lambda body: Answer([b"<html>gone</html>"], 502, HTML))) as fake:
         cannot = asked(fake.url + "/v1")
     down = asked(fake.url + "/v1", "--server-model", "m")
@@ -152,14 +152,14 @@ def test_a_compressed_answer_is_not_unpacked(asked):
     assert result.status == 2
 
 
-def test_no_more_tokens_are_read_than_were_asked_for(asked):
+def test_reading_stops_at_requested_tokens(asked):
     with fake_server(chatting(lambda body: chat_answer(*[PAIR] * 50), VOCABULARY)) as fake:
         result = asked(fake.url + "/v1")
     assert (result.status, len(result.records)) == (0, 16)
 
 
 @pytest.mark.slow
-def test_bounds_bracket_the_entropies_of_the_same_text(asked, command, tmp_path):
+def test_bounds_bracket_entropies_of_same_output(asked, command, tmp_path):
     """The demo model, which lists 11 log-probabilities in bfloat16."""
     flags = "--ignore-chat-template", "--max-tokens", 40, "--gear", "low"
     with mlx_lm_server() as url:
@@ -178,7 +178,7 @@ def test_bounds_bracket_the_entropies_of_the_same_text(asked, command, tmp_path)
 
 
 @pytest.mark.usefixtures("compiled")
-def test_kernels_mlx_is_the_default_and_native_differs_by_rounding(command, tmp_path):
+def test_default_kernels_are_mlx_native_differs_by_rounding(command, tmp_path):
     (tmp_path / "prompts.txt").write_text("Tom has 3 apples.\n")
     entropies = {}
     for name in ("auto", "mlx", "native"):
@@ -190,7 +190,7 @@ def test_kernels_mlx_is_the_default_and_native_differs_by_rounding(command, tmp_
     assert entropies["native"] == pytest.approx(entropies["mlx"], abs=0.1)
 
 
-def test_trace_and_summary_are_written_and_a_line_says_what_pictures_need(command, tmp_path, monkeypatch):
+def test_summary_names_missing_picture_packages(command, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     (tmp_path / "prompts.txt").write_text("Tom has 3 apples.\n")
     out = tmp_path / "report"

@@ -30,7 +30,7 @@ def test_routing():
         assert row["seconds_of_mlx_lm"] > 0
 
 
-def test_a_mixture_of_the_papers_shares_has_its_bound():
+def test_mixed_gears_of_paper_shares_have_bound():
     """GEARBX 9: 55, 25 and 20 percent of the tokens, and bytes in the paper's ratios."""
     plan = plan_of(Ladder.parse("4,8,16"), (0.55, 0.25, 0.20), 100, 10)
     assert [sum(gear.bits == bits for gear in plan) for bits in (4, 8, 16)] == [55, 25, 20]
@@ -61,7 +61,7 @@ def test_decode(succeeds, tmp_path):
     assert top["roofline_share"] > 0
 
 
-def test_half_precision_of_mlx_is_timed_on_a_gpu(monkeypatch):
+def test_mlx_half_precision_is_timed_on_gpu(monkeypatch):
     """MLX's default device claims to be a GPU without Metal, and nothing is compiled."""
 
     def compiled() -> None:

@@ -84,7 +84,7 @@ def report_of(*texts: subject.MacOutput) -> subject.MacReport:
     return report
 
 
-def test_a_way_is_compared_with_the_text_of_the_same_turn():
+def test_variant_is_compared_within_same_turn():
     texts = [text(subject.MLX_LM, 1.0)]
     texts += [text(subject.AS_TYPED, 0.5, rounds=4, reads=5, waited=0.1, same=True, agreed=11)]
     texts += [text(subject.MLX_LM, 4.0, 1), text(subject.AS_TYPED, 2.5, 1, rounds=6, reads=6, waited=0.2, agreed=3)]
@@ -122,7 +122,7 @@ def test_the_verdict_follows_from_the_figures(seconds, word):
     assert f"as typed {1 / seconds:.2f} | drafts 1:1.11 3:1.43 | draft model 2:0.80 | bits 8:1.60" in report.line
 
 
-def test_reads_are_counted_once_with_the_time_that_they_wait():
+def test_reads_are_counted_once_with_waiting_time():
     array = mx.arange(4)
     with counting_reads() as reads:
         mx.eval(array + 1)
@@ -154,7 +154,7 @@ class TestInterrupted:
             patched.setattr(subject, "timed_text", until)
             return bench()
 
-    def test_what_was_measured_is_kept(self, interrupted):
+    def test_completed_measurements_are_kept(self, interrupted):
         assert interrupted.status == 130
         report = written()
         assert not report["complete"]
@@ -163,7 +163,7 @@ class TestInterrupted:
         assert f"| {subject.MLX_LM} " in interrupted.out
         assert "interrupted" in report["line"]
 
-    def test_it_goes_on_with_turns_that_are_whole(self, interrupted, bench):
+    def test_resumes_with_whole_turns(self, interrupted, bench):
         first = written()["outputs"][: len(WAYS)]
         done = bench()
         assert f"resumes after {len(WAYS) + 2} outputs" in done.err
@@ -172,7 +172,7 @@ class TestInterrupted:
         assert report["outputs"][: len(WAYS)] == first
         assert len(report["outputs"]) == 3 * len(WAYS)
 
-    def test_a_file_of_another_kind_is_not_used(self, bench):
+    def test_file_of_other_kind_is_ignored(self, bench):
         Path("mac.json").write_text('{"rows": []}')
         done = bench()
         assert done.status == 0
@@ -181,7 +181,7 @@ class TestInterrupted:
 
 
 @pytest.mark.slow
-def test_a_way_that_fails_is_named_and_the_others_go_on(bench, monkeypatch):
+def test_failed_variant_is_named_and_others_run(bench, monkeypatch):
     whole = subject.by_mlx_lm
 
     def broken(*arguments, **how):
@@ -199,7 +199,7 @@ def test_a_way_that_fails_is_named_and_the_others_go_on(bench, monkeypatch):
 
 
 @pytest.mark.slow
-def test_what_memory_has_no_room_for_is_left_out(bench, monkeypatch, tiny_directory):
+def test_variants_beyond_memory_are_skipped(bench, monkeypatch, tiny_directory):
     size = sum(array.nbytes for array in mx.load(str(tiny_directory / "model.safetensors")).values())
     monkeypatch.setattr(subject, "most_memory", lambda: size)
     done = bench()
@@ -221,7 +221,7 @@ class TestRefused:
     def test_own_kernels_without_metal(self, bench):
         assert "Metal" in self.refused(bench("--own-kernels"))
 
-    def test_a_model_that_is_too_large(self, bench, monkeypatch):
+    def test_too_large_model(self, bench, monkeypatch):
         monkeypatch.setattr(subject, "most_memory", lambda: 1000)
         assert re.search(
             "too large for the 1 kB for weights here, got about .* MB; use a smaller", self.refused(bench())

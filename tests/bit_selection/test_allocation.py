@@ -50,17 +50,17 @@ def some_layers(draw):
 
 
 class TestGreedy:
-    def test_goes_past_a_width_that_saves_little(self):
+    def test_skips_widths_that_save_little(self):
         assert [option.bits for option in lower_hull(LAYERS["a"])] == [3, 8]
         assert [option.bits for option in lower_hull(LAYERS["b"])] == [3, 4, 8]
 
-    def test_the_path_begins_with_the_steepest_step(self):
+    def test_path_starts_with_steepest_step(self):
         points = greedy_path(LAYERS)
         assert [(point.table["a"], point.table["b"]) for point in points] == [(3, 3), (3, 4), (8, 4), (8, 8)]
         assert [point.bytes for point in points] == [60, 70, 120, 160]
         assert [point.kl for point in points] == pytest.approx([5.0, 2.0, 1.0, 0.5])
 
-    def test_what_is_left_of_a_budget_is_used(self):
+    def test_remaining_budget_is_used(self):
         found = within_bytes(LAYERS, 80)
         assert (found.table, found.bytes, found.kl) == ({"a": 4, "b": 4}, 80, pytest.approx(1.95))
 
@@ -187,7 +187,7 @@ class TestCommand:
         assert made.gears[4].kl > made.gears[8].kl >= 0
         assert "uniform 4 bits: 4.500" in result.err
 
-    def test_a_target_outside_of_the_ranges_gets_the_nearest_table_and_a_word(self, succeeds, manifest, tmp_path):
+    def test_target_outside_ranges_gets_nearest_table(self, succeeds, manifest, tmp_path):
         file = tmp_path / "ranged.json"
         made = json.loads(manifest.read_text())
         for layer in made["layers"].values():

@@ -47,7 +47,7 @@ LAYERS = [
 
 class TestQuality:
     @pytest.mark.parametrize("name", ["codebook", "codebook-library"])
-    def test_it_is_that_of_the_reconstruction(self, name):
+    def test_quality_matches_reconstruction(self, name):
         weight, format = heavy(48, 384), get_format(name)
         for quality in qualities(format, weight):
             module = format.modules(layer_with(weight), quality.bits, (quality.bits,), 64, mx.float32)[quality.bits]
@@ -81,7 +81,7 @@ class TestQuality:
 
 
 class TestSelection:
-    def test_the_first_bits_that_reach_the_floor(self):
+    def test_chooses_first_bits_above_floor(self):
         """Layers that no codebook brings to their floor stay as they are."""
         assert select(LAYERS, Floors(0.98, 0.93)).bits == {"a.q_proj": 3, "a.experts": 2}
         assert select(LAYERS, Floors(0.93, 0.93)).bits == {"a.q_proj": 2, "a.experts": 2}
@@ -153,7 +153,7 @@ class TestHProcess:
         assert len(self.points(most=2)) == 2
         assert len(self.points(grid=[(0.98, 0.93), (0.981, 0.931), (0.9, 0.95)])) == 1
 
-    def test_the_most_conservative_that_fits_and_makes_sense(self):
+    def test_most_conservative_valid_point_is_chosen(self):
         points = self.points()
         budget = points[2].spike
         found = search(points, lambda selection: says(0.1), Limits(memory_budget=budget))
@@ -179,7 +179,7 @@ class TestHProcess:
         ):
             search(points, judge, Limits(memory_budget=points[0].spike))
 
-    def test_a_reserve_counts_where_it_is_more_than_encoding_needs(self):
+    def test_reserve_above_encoding_memory_counts(self):
         points = self.points()
         assert [p.needed for p in self.points(reserve=400)] == [p.spike for p in points]
         reserved = self.points(reserve=700)
@@ -190,7 +190,7 @@ class TestHProcess:
         with pytest.raises(GearbxError, match="no point meets the budget"):
             search(reserved, lambda selection: says(0.1), Limits(memory_budget=points[0].spike))
 
-    def test_the_reserve_is_what_the_cache_of_the_context_takes(self):
+    def test_reserve_is_cache_size_of_context(self):
         model = tiny_model(max_position_embeddings=3000)
         reserve = measure_reserve(model)
         caches = make_prompt_cache(model)
@@ -200,7 +200,7 @@ class TestHProcess:
         assert reserve.bytes == reserve.cache + reserve.activations > reserve.cache
         assert measure_reserve(tiny_model(max_position_embeddings=10**6)).tokens == 8192
 
-    def test_a_budget_that_no_point_meets(self):
+    def test_unreachable_budget_is_refused(self):
         with pytest.raises(GearbxError, match=r"no point meets the budget; the smallest has floors 0\.93 and 0\.93"):
             search(self.points(), lambda selection: says(0.0), Limits(memory_budget=10))
 
@@ -232,7 +232,7 @@ class TestGarbage:
         assert not sense.passed
         assert sense.reason.startswith("KL ")
 
-    def test_repeating_text_that_the_original_does_not_repeat(self, monkeypatch):
+    def test_repetition_absent_from_original(self, monkeypatch):
         model = tiny_model()
         check = GarbageCheck(model, [[1, 2, 3, 4]], kl_bound=1e9, written=16)
         monkeypatch.setattr("gearbx_mlx.bit_selection.h_process.continuation", lambda *args: [5] * 16)
@@ -241,7 +241,7 @@ class TestGarbage:
         check._loops = [True]
         assert check(model).passed  # the original does it too
 
-    def test_no_text(self):
+    def test_too_short_texts_are_refused(self):
         with pytest.raises(GearbxError, match="no calibration text has two tokens or more"):
             GarbageCheck(SimpleNamespace(), [[1]])
 
@@ -255,7 +255,7 @@ class TestFitting:
         assert parse_bytes(text, "--size") == count
 
     @pytest.mark.parametrize("text", ["", "much", "-3GB", "0", "3XB", "GB", "1.2.3GB"])
-    def test_what_is_no_size(self, text):
+    def test_invalid_size_is_refused(self, text):
         with pytest.raises(GearbxError, match=r"--size: not a size, got .*; use bytes such as 3GB"):
             parse_bytes(text, "--size")
 
@@ -274,11 +274,11 @@ class TestFlags:
             ("1kB", None, "--reserve: needs --memory-budget, got only 1kB; set both"),
         ],
     )
-    def test_a_reserve_that_there_is_not(self, text, budget, words):
+    def test_missing_reserve_is_refused(self, text, budget, words):
         with pytest.raises(GearbxError, match=words):
             BudgetSettings(memory_budget=budget, reserve=text)
 
-    def test_floors_that_there_are_not(self, command, tmp_path):
+    def test_missing_floors_are_refused(self, command, tmp_path):
         flags = "--mlx-path", tmp_path / "out", "--auto-bits"
         done = command("convert", "--format", "codebook", "--gears", "2,16", *flags, "0.98,1.2")
         assert_refused(done, "lazy floor: must be between 0 and 1, got 1.2; use a cosine")

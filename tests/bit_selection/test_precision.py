@@ -72,12 +72,12 @@ def test_rules_of_the_document(kl, change, bits):
 
 
 class TestFile:
-    def test_is_read_as_it_was_written(self, tmp_path):
+    def test_round_trip_is_equal(self, tmp_path):
         made = manifest()
         (tmp_path / "m.json").write_text(made.as_json())
         assert read_precision(tmp_path / "m.json") == made
 
-    def test_is_what_the_schema_says(self, for_demo):
+    def test_file_matches_schema(self, for_demo):
         schema = json.loads(SCHEMA_FILE.read_text())
         jsonschema.Draft202012Validator.check_schema(schema)
         jsonschema.validate(content_of(manifest()), schema)
@@ -98,7 +98,7 @@ class TestFile:
             (("gears", "4", "kl"), None),
         ],
     )
-    def test_what_the_schema_refuses_is_refused(self, place, value):
+    def test_invalid_schema_is_refused(self, place, value):
         content = replaced(content_of(manifest()), place, value)
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(content, json.loads(SCHEMA_FILE.read_text()))
@@ -110,7 +110,7 @@ class TestFile:
         assert manifest().tables(Ladder.parse("3,16")) == {}
 
 
-def test_the_controller_is_told_ranges_and_costs():
+def test_controller_receives_ranges_and_costs():
     made = manifest()
     assert made.bounds == {UP: (3, 16), DOWN: (4, 8)}
     assert [made.sensitivity(UP, bits) for bits in (3, 4, 8, 16)] == [0.01, 0.0025, 0.0, 0.0]
@@ -146,19 +146,19 @@ class TestGenerate:
             (("gears", "4", "bits"), {UP: 7}, f'gears["4"].bits["{UP}"] is 7, not one of 2, 3, 4, 5, 6, 8, 16'),
         ],
     )
-    def test_bad_manifests_are_told_in_one_line(self, command, tmp_path, for_demo, place, value, told):
+    def test_bad_manifests_are_refused(self, command, tmp_path, for_demo, place, value, told):
         narrow = replaced(for_demo, ("layers", UP, "max_bits"), 8)
         content = replaced(narrow, place, narrow["layers"][UP] if value is None else value)
         assert_refused(self.run(command, tmp_path, content), tmp_path / "m.json", told)
 
-    def test_flags_that_say_otherwise(self, command, tmp_path, for_demo):
+    def test_conflicting_flags_are_refused(self, command, tmp_path, for_demo):
         result = self.run(command, tmp_path, for_demo, "--format", "planes")
         assert_refused(result, "--format: ", "was measured with affine, got planes; omit --format")
         assert_refused(command("generate", "--manifest", tmp_path / "none.json"), "none.json: cannot be read")
 
 
 class TestConvert:
-    def test_writes_what_mlx_lm_loads(self, succeeds, tmp_path, for_demo):
+    def test_mlx_lm_loads_output(self, succeeds, tmp_path, for_demo):
         file, out = tmp_path / "m.json", tmp_path / "mixed"
         content = replaced(for_demo, ("gears", "4", "bits", DOWN), 16)
         file.write_text(json.dumps(content))
@@ -186,7 +186,7 @@ class TestConvert:
             (("--target-bpw", 4), "omit the floors and the budget"),
         ],
     )
-    def test_flags_that_do_not_go_with_it(self, command, tmp_path, for_demo, arguments, told):
+    def test_incompatible_flags_are_refused(self, command, tmp_path, for_demo, arguments, told):
         file = tmp_path / "m.json"
         file.write_text(json.dumps(for_demo))
         assert_refused(command("convert", "--manifest", file, "--mlx-path", tmp_path / "out", *arguments), told)

@@ -24,13 +24,13 @@ def exact_of(model, format: str = "affine", **change) -> ExactSensitivity:
 class TestExact:
     @pytest.mark.some(2)
     @pytest.mark.parametrize("architecture", ARCHITECTURES)
-    def test_what_is_given_again_is_what_would_be_computed(self, architecture):
+    def test_reused_values_match_recomputation(self, architecture):
         exact = exact_of(tiny_model(architecture))
         for layer in exact.in_order():
             assert exact.measure(layer, 3) == exact.measure_caps({layer.path: 3}), layer.path
         assert sum(exact.measure(layer, 3).kl > 0 for layer in exact.in_order()) > len(exact.layers) / 2
 
-    def test_a_tied_head_is_a_layer_of_its_own(self):
+    def test_tied_head_is_separate_layer(self):
         exact = exact_of(tiny_model(tie_word_embeddings=True))
         head = exact.in_order()[-1]
         assert head.path == "model.embed_tokens"
@@ -38,7 +38,7 @@ class TestExact:
         assert exact.measure(head, 3) == exact.measure_caps({head.path: 3})
         assert exact.cost.calls - before == 2  # windows: only the head is computed
 
-    def test_counts_what_is_computed(self):
+    def test_counts_computed_passes(self):
         exact = exact_of(tiny_model())
         by_path = exact.layers
         exact.measure(by_path["model.layers.1.mlp.down_proj"], 3)
@@ -47,7 +47,7 @@ class TestExact:
         exact.measure(by_path["model.layers.1.self_attn.v_proj"], 3)
         assert exact.cost.calls == recorded + 2 * 2 + 2 * (1 + 1 + 3 + 1)  # v, o, the MLP, the head
 
-    def test_kl_and_perplexity_are_what_they_are_called(self):
+    def test_kl_and_perplexity_match_definitions(self):
         exact = exact_of(tiny_model())
         layer = exact.layers["lm_head"]
         logits = {}
@@ -68,7 +68,7 @@ class TestExact:
         assert found.perplexity_change == pytest.approx(change, rel=1e-4)
         assert exact.perplexity == pytest.approx(np.exp(np.mean(reference)), rel=1e-5)
 
-    def test_the_model_is_left_as_it_was(self):
+    def test_model_is_unchanged(self):
         model = tiny_model()
         exact = exact_of(model)
         kinds = {path: type(module) for path, module in model.named_modules()}
@@ -78,7 +78,7 @@ class TestExact:
         assert mx.array_equal(model(mx.array([windows()[0]])), before).item()
 
 
-def test_the_fast_way_is_mlx_lms_estimate_and_leaves_the_model():
+def test_fast_method_matches_mlx_lm_and_leaves_model():
     model = tiny_model(dtype=mx.bfloat16)
     found = first_order(model, windows(), 4, 5, 64)
     assert found.keys() >= {"lm_head", "model.layers.0.mlp.up_proj"}
@@ -102,7 +102,7 @@ def test_the_command_writes_a_manifest(succeeds, tmp_path):
 
 
 @pytest.mark.parametrize("how", [[], ["--fast"]])
-def test_bits_below_the_floor_of_a_router_are_refused(command, tmp_path, how):
+def test_bits_below_router_floor_are_refused(command, tmp_path, how):
     save_model(tiny_model("qwen3_moe", vocab_size=4096), tmp_path / "mixture")
     flags = ["--model", tmp_path / "mixture", "--bits", "3,4", "--num-samples", 1, "--sequence-length", 8, *how]
     words = "--bits 3,4: model.layers.0.mlp.gate has 8 bits or more; use 8 as well"
@@ -110,6 +110,6 @@ def test_bits_below_the_floor_of_a_router_are_refused(command, tmp_path, how):
     assert {path.name for path in tmp_path.iterdir()} == {"mixture"}
 
 
-def test_what_was_computed_is_a_share_of_passes_that_compute_everything():
+def test_computed_share_counts_full_passes():
     cost = Cost(blocks=1.5, calls=2, multiplications=30, full_blocks=3, full_calls=8, full_multiplications=40)
     assert cost.shares() == {"blocks": 0.5, "layer_calls": 0.25, "multiplications": 0.75}

@@ -55,7 +55,7 @@ def test_one_kind_is_removed_or_all(command, kept):
     assert {path.name for path in kept.iterdir()} == {".lock", "bases", "gears"}
 
 
-def test_what_was_removed_is_named_and_all_includes_the_history_of_chats(command, kept, tmp_path):
+def test_remove_all_names_entries_and_chat_history(command, kept, tmp_path):
     history = tmp_path / "state" / "gearbx-mlx" / "chat_history"
     history.parent.mkdir(parents=True)
     history.write_bytes(bytes(1000))
@@ -65,13 +65,13 @@ def test_what_was_removed_is_named_and_all_includes_the_history_of_chats(command
     assert not history.exists()
 
 
-def test_a_cache_that_others_may_write_to_is_refused(command, kept):
+def test_cache_writable_by_others_is_refused(command, kept):
     kept.chmod(0o777)
     assert_refused(command("cache", "--empty", "all"), kept)
     assert (kept / LIBRARY).exists()
 
 
-def test_libraries_that_nobody_uses_go(kept):
+def test_unused_libraries_are_removed(kept):
     old, failed, used = (kept / f"_gearbx_cpu-{name}-bb.so" for name in ("old", "failed", "used"))
     files = [old, CachedLibrary(old).hash_file, CachedLibrary(failed).failure_file, used, CachedLibrary(used).hash_file]
     for file in files:

@@ -34,7 +34,7 @@ def by_hand(model, tokens):
     return min(low, 0.06 * ceiling), min(high, 0.12 * ceiling)
 
 
-def test_they_are_the_median_of_three_short_prompts_in_the_top_gear(tokenizer):
+def test_thresholds_are_median_of_three_short_prompts(tokenizer):
     gearbox = new_gearbox()
     gearbox.shift("low")
     found = auto_thresholds(gearbox, tokenizer, PROMPT)
@@ -63,7 +63,7 @@ def sure(monkeypatch):
 
 
 @pytest.mark.slow
-def test_of_a_model_that_is_sure_there_they_are_the_percentiles_of_the_prompt_with_caps(tokenizer, sure):
+def test_confident_model_uses_capped_prompt_percentiles(tokenizer, sure):
     gearbox, tokens = new_gearbox(), tokenizer.encode(PROMPT)
     found = auto_thresholds(gearbox, tokenizer, PROMPT)
     assert (found.source, found.tokens) == ("the prompt", len(tokens))

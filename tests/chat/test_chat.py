@@ -79,7 +79,7 @@ def type_into(session, *lines: str) -> None:
         obey(session, line) or session.answer(line)
 
 
-def test_a_cut_answer_says_once_what_makes_it_longer(capsys):
+def test_truncated_answer_suggests_longer_limit_once(capsys):
     """What a chat says beside its answers."""
     with chat(max_tokens=3) as session:
         answers_of(session, ASKED, MORE)
@@ -91,7 +91,7 @@ def test_a_cut_answer_says_once_what_makes_it_longer(capsys):
 class TestTurns:
     @pytest.mark.some(2)
     @pytest.mark.parametrize("flags", MODES.values(), ids=MODES)
-    def test_the_next_answer_is_that_of_a_chat_without_a_cache(self, whole, capsys, flags):
+    def test_next_answer_equals_uncached_chat(self, whole, capsys, flags):
         with chat(**flags) as session:
             session.answer(ASKED)
             before = list(session.cache.tokens)
@@ -108,7 +108,7 @@ class TestTurns:
     @pytest.mark.some(2)
     @pytest.mark.parametrize("tokens", [1, 7])
     @pytest.mark.parametrize("flags", MODES.values(), ids=MODES)
-    def test_so_it_is_after_ctrl_c_in_the_middle_of_an_answer(self, whole, pressed, capsys, flags, tokens):
+    def test_next_answer_after_ctrl_c_equals_uncached(self, whole, pressed, capsys, flags, tokens):
         with caught() as ctrl_c, chat(ctrl_c, **flags) as session:
             out = pressed(tokens)
             session.answer(ASKED)
@@ -122,7 +122,7 @@ class TestTurns:
         assert f"{tokens} generated (stopped)" in first
         assert "24 generated (cut)" in second
 
-    def test_a_second_ctrl_c_does_not_wait_and_the_chat_goes_on(self, whole, pressed):
+    def test_second_ctrl_c_keeps_chat_running(self, whole, pressed):
         with caught() as ctrl_c, chat(ctrl_c, gears="16") as session:
             pressed(5, times=2)
             session.answer(ASKED)
@@ -131,7 +131,7 @@ class TestTurns:
         assert asked[1]["content"]
         assert answered["content"] == as_without_a_cache(whole, asked, 24)
 
-    def test_ctrl_c_stops_a_prompt_between_two_parts_and_what_was_read_is_kept(self, whole, capsys):
+    def test_ctrl_c_between_prefill_parts_keeps_cache(self, whole, capsys):
         class AtTheThirdLook(CtrlC):
             looks = 0
 
@@ -154,7 +154,7 @@ class TestTurns:
         assert read < len(whole.tokenizer.encode(ASKED))
         assert answered["content"] == as_without_a_cache(whole, [asked], 24)
 
-    def test_thoughts_that_the_template_takes_out_of_earlier_turns_are_read_no_more(self, tmp_path, capsys):
+    def test_thoughts_dropped_by_template_leave_cache(self, tmp_path, capsys):
         model = tmp_path / "model"
         with_roles(model, "{{ message.content.split('apples')[-1] }}")
         with chat(model=str(model), gears="16") as session:
@@ -216,7 +216,7 @@ class TestPipes:
             assert error.startswith("error: ")
             assert complaint in error
 
-    def test_standard_input_is_looked_at_before_a_model_is_loaded(self, command, monkeypatch):
+    def test_stdin_is_validated_before_model_loads(self, command, monkeypatch):
         monkeypatch.setattr("sys.stdin", None)
         monkeypatch.setattr("gearbx_mlx.chat.run.open_model", lambda *_: pytest.fail("the model was loaded"))
         done = command("chat")
@@ -225,7 +225,7 @@ class TestPipes:
 
 
 class TestCommands:
-    def test_gear_holds_one_gear_and_auto_returns_to_the_mode(self, capsys):
+    def test_gear_holds_gear_and_auto_restores_mode(self, capsys):
         with chat(gears="4,16", mode="route", max_tokens=12) as session:
             type_into(session, "/gear 4", ASKED, "/gear auto", "/gear high", ASKED, "/gear auto", ASKED)
         lines = said(capsys)
@@ -243,7 +243,7 @@ class TestCommands:
         assert "large 100%" in large
         assert re.search(r"small \d\d% large \d\d%", both)
 
-    def test_mode_changes_the_next_answers_and_its_flags_count(self, capsys):
+    def test_mode_applies_to_next_answers_with_flags(self, capsys):
         with chat(gears="3,16", mode="static", max_tokens=12) as session:
             for line in ("/mode static --gear low", "/mode lossless --num-draft-tokens 2", "/mode static"):
                 type_into(session, line, ASKED)
@@ -253,7 +253,7 @@ class TestCommands:
         assert "high 100%" in lines[5]
 
     @pytest.mark.parametrize("line", ["/mode route", "/mode lossless --num-draft-tokens 2", "/gear low"])
-    def test_a_model_that_is_only_observed_has_no_other_mode(self, line):
+    def test_observed_model_has_single_mode(self, line):
         with (
             chat(mode="telemetry-only") as session,
             pytest.raises(
@@ -262,13 +262,13 @@ class TestCommands:
         ):
             obey(session, line)
 
-    def test_reset_begins_a_new_conversation(self, whole, capsys):
+    def test_reset_starts_new_conversation(self, whole, capsys):
         with chat(gears="16") as session:
             type_into(session, ASKED, "r", MORE)
         asked, answered = session.conversation.turns
         assert answered["content"] == as_without_a_cache(whole, [asked], 24)
 
-    def test_what_was_said_is_saved(self, tmp_path, capsys):
+    def test_conversation_is_saved(self, tmp_path, capsys):
         with chat(gears="16") as session:
             type_into(session, ASKED, f"/save {tmp_path / 'a b.jsonl'}", f"/save {tmp_path / 'a.md'}")
         said = capsys.readouterr().out.strip()
@@ -278,7 +278,7 @@ class TestCommands:
         assert (tmp_path / "a.md").read_text() == f"## user\n\n{ASKED}\n\n## assistant\n\n{said}\n"
 
     @pytest.mark.parametrize("draft", [None, str(DEMO_MODEL)], ids=["alone", "with a draft model"])
-    def test_a_saved_cache_is_one_that_generate_goes_on_from(self, tmp_path, command, demo, draft):
+    def test_saved_cache_continues_in_generate(self, tmp_path, command, demo, draft):
         file = tmp_path / "cache.safetensors"
         with chat(gears="16", draft_model=draft) as session:
             type_into(session, ASKED, f"/save {file}")
@@ -292,7 +292,7 @@ class TestCommands:
         assert done.status == 0
 
     @pytest.mark.parametrize("flags", [{}, {"ignore_chat_template": True}], ids=["template", "lines"])
-    def test_generate_reads_after_a_saved_cache_what_the_chat_would_read(self, tmp_path, flags):
+    def test_generate_after_saved_cache_matches_chat(self, tmp_path, flags):
         """It also reads what the template puts between an answer and the next message."""
         file = tmp_path / "cache.safetensors"
         with chat(gears="16", **flags) as session:

@@ -62,7 +62,7 @@ def leave(terminal: PseudoTerminal) -> None:
     assert terminal.is_cooked()
 
 
-def test_an_answer_is_tinted_and_its_summary_is_one_dim_line(state):
+def test_answer_is_tinted_and_summary_dim(state):
     with opened(state, "--gears", "4,16", "--mode", "static", "--gear", "low") as terminal:
         terminal.type("Tom has 3 apples.\r")
         line = terminal.expect(DONE)[0]
@@ -75,7 +75,7 @@ def test_an_answer_is_tinted_and_its_summary_is_one_dim_line(state):
     assert terminal.text.count("/token\n") == 1
 
 
-def test_a_pasted_text_of_several_lines_is_one_message(state, tmp_path):
+def test_pasted_lines_are_one_message(state, tmp_path):
     with opened(state) as terminal:
         say(terminal, "\x1b[200~one é漢🙂\ntwo\tthree\x1b[201~\r", DONE)
         say(terminal, f"/save {tmp_path / 'said.jsonl'}\r", "saved in")
@@ -85,7 +85,7 @@ def test_a_pasted_text_of_several_lines_is_one_message(state, tmp_path):
     assert asked == {"role": "user", "content": "one é漢🙂\ntwo\tthree"}
 
 
-def test_an_empty_line_does_nothing_and_ctrl_c_forgets_what_was_typed(state):
+def test_empty_line_is_ignored_and_ctrl_c_clears(state):
     with opened(state, "--no-history") as terminal:
         terminal.type("\r")
         terminal.expect(">>")
@@ -101,7 +101,7 @@ def test_an_empty_line_does_nothing_and_ctrl_c_forgets_what_was_typed(state):
     assert not history(state).exists()
 
 
-def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(state, endless):
+def test_ctrl_c_stops_answer_and_chat_continues(state, endless):
     with opened(state, "--model", str(endless), "-m", ENDLESS) as terminal:
         for _ in range(2):
             terminal.type("Tom has 3 apples.\r")
@@ -114,7 +114,7 @@ def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(state, endless):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("answering", [False, True], ids=["typing", "answering"])
-def test_other_signals_end_the_chat_and_leave_the_terminal_as_it_was(state, endless, number, answering):
+def test_other_signals_end_chat_and_restore_terminal(state, endless, number, answering):
     with opened(state, "--model", str(endless), "-m", ENDLESS) as terminal:
         terminal.type("Tom has 3 apples.")
         terminal.expect("apples")
@@ -128,7 +128,7 @@ def test_other_signals_end_the_chat_and_leave_the_terminal_as_it_was(state, endl
 
 
 class TestHistory:
-    def test_lines_come_back_in_the_next_chat_and_nobody_else_reads_them(self, state):
+    def test_lines_return_in_next_chat_and_stay_private(self, state):
         with opened(state) as terminal:
             say(terminal, "Tom has 3 apples.\r", DONE)
             leave(terminal)
@@ -141,7 +141,7 @@ class TestHistory:
             terminal.expect(">>")
             leave(terminal)
 
-    def test_a_file_that_others_can_read_is_closed_to_them(self, state, monkeypatch):
+    def test_file_readable_by_others_is_made_private(self, state, monkeypatch):
         history(state).parent.mkdir(parents=True)
         history(state).write_text("")
         history(state).chmod(0o666)

@@ -32,14 +32,14 @@ def test_a_folder_of_a_gguf_file(command, tmp_path):
     assert_refused(command("generate", "--model", tmp_path), f"use the GGUF file {tmp_path / 'model.gguf'}")
 
 
-def test_a_number_in_the_place_of_a_truth_value_is_one(command, copied):
+def test_number_for_boolean_is_accepted(command, copied):
     edit(copied / "config.json", rope_traditional=0)
     result = command("generate", "--model", copied, "-m", 3)
     assert result.status == 0
     assert result.out == command("generate", "-m", 3).out
 
 
-def test_a_pipe_is_no_model(command, tmp_path):
+def test_pipe_as_model_is_refused(command, tmp_path):
     os.mkfifo(tmp_path / "model.gguf")
     assert_refused(command("generate", "--model", tmp_path / "model.gguf"), "model.gguf: is a pipe or a device; use")
 
@@ -65,7 +65,7 @@ def test_a_hub_name_without_a_network(command, monkeypatch):
     ],
 )
 @pytest.mark.parametrize("linked", [False, True])
-def test_an_output_never_takes_the_place_of_a_file_of_the_model(flags, name, linked, command, copied, tmp_path):
+def test_output_never_replaces_model_file(flags, name, linked, command, copied, tmp_path):
     before = {path.name: path.read_bytes() for path in copied.iterdir() if path.is_file()}
     out = copied / name
     if linked:
@@ -75,7 +75,7 @@ def test_an_output_never_takes_the_place_of_a_file_of_the_model(flags, name, lin
     assert {path.name: path.read_bytes() for path in copied.iterdir() if path.is_file()} == before
 
 
-def test_an_output_of_another_name_may_stand_beside_the_model(command, copied):
+def test_output_beside_model_is_allowed(command, copied):
     assert command("generate", "-m", 2, "--model", copied, "--summary", copied / "summary.json").status == 0
     assert json.loads((copied / "summary.json").read_text())["tokens"] == 2
 
@@ -92,7 +92,7 @@ def edit(file: Path, **change: object) -> None:
     ],
     ids=str,
 )
-def test_a_token_of_a_text_that_the_model_does_not_know(command, copied, tmp_path, flags):
+def test_token_beyond_model_vocabulary_is_refused(command, copied, tmp_path, flags):
     """A tokenizer with one token more than the model: NumPy or MLX would read beyond the array."""
     edit(copied / "tokenizer_config.json", eos_token=" ")
     text = tmp_path / "text.txt"
@@ -104,7 +104,7 @@ def test_a_token_of_a_text_that_the_model_does_not_know(command, copied, tmp_pat
     )
 
 
-def test_a_class_of_mlx_lm_that_ends_the_process(command, copied, tmp_path, monkeypatch):
+def test_exiting_mlx_lm_class_is_refused(command, copied, tmp_path, monkeypatch):
     """mlx_lm.models.olmo ends the process like this where a package is missing."""
     (tmp_path / "needy.py").write_text("print('needs a package:\\n pip install it')\nraise SystemExit(1)\n")
     monkeypatch.setattr(mlx_lm.models, "__path__", [*mlx_lm.models.__path__, str(tmp_path)])
@@ -123,7 +123,7 @@ def test_a_model_without_a_linear_layer(command, tmp_path):
     assert result.err.splitlines()[-1] == said
 
 
-def test_a_checkpoint_that_lacks_weights(command, copied):
+def test_missing_checkpoint_weights_are_refused(command, copied):
     """mlx-lm lists them on separate lines; here they are on one line."""
     arrays = mx.load(str(copied / "model.safetensors"))
     missing = ["model.layers.3.mlp.up_proj.weight", "model.norm.weight"]
@@ -148,7 +148,7 @@ def test_a_checkpoint_that_lacks_weights(command, copied):
         ({"window": 0}, "window is 0"),
     ],
 )
-def test_a_thresholds_file_that_does_not_fit(command, tmp_path, change, word):
+def test_mismatched_thresholds_file(command, tmp_path, change, word):
     file = tmp_path / "thresholds.json"
     content = {"schema": "gearbx-mlx thresholds", "version": 1, "vocab_size": 4096, "thresholds": [1.0, 2.0]}
     content |= {"model": "demo", "method": "share", "gears": [4, 8, 16], "tokens": 100}
@@ -158,7 +158,7 @@ def test_a_thresholds_file_that_does_not_fit(command, tmp_path, change, word):
 
 
 @pytest.mark.parametrize("flag", ["--summary", "--trace"])
-def test_an_output_that_cannot_be_written(command, tmp_path, flag):
+def test_unwritable_output_is_refused(command, tmp_path, flag):
     assert_refused(command("generate", flag, tmp_path / "no" / "s.json"), "there is no directory", folder=tmp_path)
     assert_refused(command("generate", flag, tmp_path), "is a directory", folder=tmp_path)
     if Path("/proc").is_dir():
@@ -188,13 +188,13 @@ def test_prompts_files(command, tmp_path):
         assert not (tmp_path / "out").exists()
 
 
-def test_a_summary_that_was_there_survives_a_failed_run(command, tmp_path):
+def test_existing_summary_survives_failed_run(command, tmp_path):
     (tmp_path / "s.json").write_text("before")
     assert_refused(command("generate", "--gears", "9", "--summary", tmp_path / "s.json"), "9")
     assert (tmp_path / "s.json").read_text() == "before"
 
 
-def test_what_was_not_foreseen_is_one_line_too(command, monkeypatch):
+def test_unexpected_error_is_single_line(command, monkeypatch):
     def broken(*_, **__):
         raise ZeroDivisionError("a bug")
 
@@ -247,11 +247,11 @@ WITHOUT_A = {"normalizer": {"type": "Replace", "pattern": {"String": "a"}, "cont
         ),
     ],
 )
-def test_what_a_template_has_no_room_for(command, with_template, template, tokenizer, flags, complaint):
+def test_message_unsupported_by_template(command, with_template, template, tokenizer, flags, complaint):
     assert_refused(command("generate", "--model", with_template(template, **tokenizer), *flags), complaint)
 
 
-def test_a_template_that_hides_the_message_is_refused_after_a_prompt_cache(command, with_template, tmp_path):
+def test_template_hiding_message_after_cache_is_refused(command, with_template, tmp_path):
     model = with_template("Question: {{ messages[0].content | upper }}")
     loaded, _ = load(model)
     cache = make_prompt_cache(loaded)

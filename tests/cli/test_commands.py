@@ -33,7 +33,7 @@ def read_json(path: Path) -> dict:
 
 
 class TestFlags:
-    def test_help_shows_what_most_need_and_help_all_every_flag(self, command):
+    def test_help_shows_common_flags_and_help_all_every(self, command):
         shown = [command("generate", flag) for flag in ("--help", "--help-all")]
         assert [each.status for each in shown] == [0, 0]
         few, every = (flags_in(each.out) for each in shown)
@@ -41,7 +41,7 @@ class TestFlags:
         assert {"--model", "--prompt", "--max-tokens", "--gears", "--mode"} <= few < every
         assert {"--xtc-probability", "--num-draft-tokens"} <= every - few
 
-    def test_sampling_is_mlx_lms_if_nothing_is_said(self):
+    def test_default_sampling_matches_mlx_lm(self):
         ours, theirs = vars(SamplingSettings()), vars(mlx_lm_flags().parse_args([]))
         assert ours == {name: theirs[name] for name in ours}
 
@@ -52,7 +52,7 @@ def flags_in(text: str) -> set[str]:
 
 
 class TestGenerate:
-    def test_writes_a_worked_text_trace_and_summary(self, generated, tmp_path):
+    def test_writes_output_trace_and_summary(self, generated, tmp_path):
         result = generated("--mode", "route", "--max-tokens", 60)
         summary, trace = result.summary, result.trace
         assert summary.keys() >= SUMMARY_FIELDS
@@ -76,7 +76,7 @@ class TestGenerate:
             assert words in result.err
         assert {path.name for path in tmp_path.iterdir()} == {"summary.json", "trace.jsonl"}
 
-    def test_the_first_command_shows_what_the_project_is(self, command, generated, monkeypatch):
+    def test_first_command_shows_question_legend_and_drafts(self, command, generated, monkeypatch):
         """Its question, a legend where there are colours, and drafts."""
         monkeypatch.setenv("FORCE_COLOR", "1")
         colored = command("generate", "--gears", "4,16", "-m", 3).err
@@ -92,7 +92,7 @@ class TestGenerate:
         assert summary["accepted"] + summary["lookup_accepted"] + summary["gear_tokens"]["high"] == summary["tokens"]
         assert done.out == command("generate", "--gears", "4,16", "-m", 60, "--mode", "static").out
 
-    def test_not_verbose_is_the_text_alone(self, command):
+    def test_not_verbose_prints_output_only(self, command):
         result = command("generate", "-m", 12, "--verbose", "False")
         assert result.err == ""
         assert result.out == command("generate", "-m", 12).out
@@ -115,7 +115,7 @@ class TestGenerate:
         os.dup2(before, 0)
         os.close(before)
 
-    def test_what_is_piped_is_the_prompt_where_there_is_none(self, command, piped, tmp_path):
+    def test_piped_input_is_default_prompt(self, command, piped, tmp_path):
         expected = command("generate", "-m", 8, "-p", "Once upon a time").out
         read, write = os.pipe()
         os.write(write, b"Once upon a time")
@@ -126,7 +126,7 @@ class TestGenerate:
         piped(os.open(tmp_path / "prompt.txt", os.O_RDONLY))
         assert command("generate", "-m", 8).out == expected
 
-    def test_an_empty_pipe_and_one_that_stays_open_leave_the_default(self, command, piped):
+    def test_empty_or_open_pipe_keeps_default_prompt(self, command, piped):
         expected = command("generate", "-m", 8).out
         read, write = os.pipe()
         piped(read)
@@ -146,7 +146,7 @@ class TestGenerate:
         summary = generated("-p", "KING:\n" * 120, "-m", -1, *sampled).summary
         assert summary["prompt_tokens"] + summary["tokens"] <= 512
 
-    def test_a_link_is_written_through_and_a_pipe_is_written_to(self, command, tmp_path):
+    def test_output_follows_links_and_writes_to_pipes(self, command, tmp_path):
         (tmp_path / "link.json").symlink_to(tmp_path / "target.json")
         (tmp_path / "target.json").write_text("before")
         command("generate", "-m", 3, "--summary", tmp_path / "link.json", "--trace", "/dev/null")
@@ -154,7 +154,7 @@ class TestGenerate:
         assert read_json(tmp_path / "target.json")["tokens"] == 3
         assert Path("/dev/null").is_char_device()
 
-    def test_tinted_text_is_the_text(self, monkeypatch):
+    def test_tinted_output_equals_plain_output(self, monkeypatch):
         written = io.StringIO()
         monkeypatch.setattr(sys, "stdout", written)
         monkeypatch.setenv("FORCE_COLOR", "1")
@@ -208,7 +208,7 @@ class TestThresholds:
             ({"gears": [3, 8, 16]}, "made for gears 3,8,16, not 4,8,16"),
         ],
     )
-    def test_of_another_model_or_ladder_are_taken_with_a_word(self, command, tmp_path, changes, word):
+    def test_other_model_or_ladder_is_used_with_warning(self, command, tmp_path, changes, word):
         content = {"schema": "gearbx-mlx thresholds", "version": 1, "thresholds": [1.0, 2.0], "vocab_size": 4096}
         content |= {"model": "other", "method": "x", "gears": [4, 8, 16], "tokens": 1}
         content |= {"window": 3, "hysteresis": 0.1, "min_gear_duration": 4}
@@ -218,7 +218,7 @@ class TestThresholds:
         assert ("thresholds made for" in done.err) == bool(word)
         assert word in done.err
 
-    def test_that_calibrate_writes_are_of_their_model(self, command, tmp_path):
+    def test_calibrate_output_belongs_to_its_model(self, command, tmp_path):
         assert command("calibrate", "-m", 6, "--out", tmp_path / "t.json").status == 0
         written = ThresholdFile(**json.loads((tmp_path / "t.json").read_text()))
         with pytest.warns(GearbxWarning, match="made for a different model"):

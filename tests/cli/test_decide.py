@@ -68,14 +68,14 @@ def decided(place, **groups):
         ("8 bits", {}, "4,8", "planes", "the checkpoint's own codes"),
     ],
 )
-def test_what_runs_and_why(places, model, groups, ladder, format, why):
+def test_decisions_and_reasons(places, model, groups, ladder, format, why):
     found = decided(places / model, **groups)
     assert (str(found.ladder), found.format.name, found.reasons[0]) == (ladder, format, why)
 
 
 @pytest.mark.parametrize(("free", "note"), [(1e12, "drafts take about"), (1000, "memory is short")])
 @pytest.mark.parametrize(("model", "short"), [("float16", "planes"), ("bfloat16", "exact")])
-def test_drafts_take_what_memory_has_room_for(places, native, monkeypatch, model, short, free, note):
+def test_drafts_fit_memory(places, native, monkeypatch, model, short, free, note):
     monkeypatch.setattr(module, "available_memory", lambda: free)
     found = decided(places / model, mode=LOSSLESS)
     assert (str(found.ladder), found.format.name) == ("4,16", short if free < 1e6 else "planes")
@@ -100,7 +100,7 @@ def test_the_first_answer_needs_no_model(places):
         ("8 bits", GearFlags(residency="disk"), "omit --residency disk"),
     ],
 )
-def test_what_does_not_fit_the_model_is_refused(places, model, flags, says):
+def test_mismatched_model_is_refused(places, model, flags, says):
     with pytest.raises(GearbxError, match=says):
         decided(places / model, gears=flags)
 
@@ -138,13 +138,13 @@ def test_original_weights(by_flags, model, device, mode):
 
 
 @pytest.mark.parametrize("model", ORIGINAL)
-def test_original_weights_where_memory_is_short(by_flags, native, model):
+def test_original_weights_in_short_memory(by_flags, native, model):
     usual, format, kind = stated("format", r"default: (\w+); .*, (\w+) \((\w+), memory short\)")
     assert by_flags(model, memory=1000).format.name == (format if model == kind else usual)
     assert by_flags(model, memory=1000, gears="4,16").format.name == usual
 
 
-def test_formats_without_a_gear_of_8_bits(by_flags):
+def test_formats_without_8_bit_gear(by_flags):
     one, other, gears = stated("gears", r"lossless, (\w+) or (\w+): ([\d,]+);")
     for format in (one, other):
         assert str(by_flags("bfloat16", mode="route", format=format).ladder) == gears
@@ -168,7 +168,7 @@ def test_a_quantized_model(by_flags, model, device, mode):
     assert str(found.ladder) == documented_ladder(CODES[model], device, found.mode.name == "lossless")
 
 
-def test_the_mode_that_other_flags_belong_to(by_flags):
+def test_flags_select_their_mode(by_flags):
     otherwise, by_flag = stated("mode", r"default: (\w+); (.*)\]$")
     pairs = re.findall(r"(--.*?): (\w+)", by_flag)
     of_help = {flag: mode for flags, mode in pairs for flag in re.findall("--[a-z-]+", flags)}
@@ -188,7 +188,7 @@ def test_there_are_so_many_flags_at_most(parser, most):
     assert len([action for action in flags if action not in made.rare]) <= 25
 
 
-def test_the_flags_of_modes_are_fields_of_their_settings():
+def test_mode_flags_are_settings_fields():
     known = {name for mode in SETTINGS for name in flags_of_mode(mode)}
     assert {*flags_in(ModeFlags)} - {"mode"} == known
     for kind in (GenerateSettings, ChatSettings):
@@ -196,12 +196,12 @@ def test_the_flags_of_modes_are_fields_of_their_settings():
             command_settings(kind, {"num_draft_tokens": 0})
 
 
-def test_what_a_request_may_choose_are_fields_of_modes():
+def test_request_choices_are_mode_fields():
     fields = {name for kind in SETTINGS.values() for name in kind.__dataclass_fields__}
     assert {*Options.model_fields} - {"mode"} <= fields
 
 
-def test_a_file_of_a_gate_alone(generated, tmp_path):
+def test_gate_file_without_thresholds_uses_defaults(generated, tmp_path):
     """Thresholds are the paper's where a file has none, and what it does not have is the default."""
     file = tmp_path / "gate.json"
     file.write_text(json.dumps({"schema": "gearbx-mlx thresholds", "version": 1, "window": DEFAULT_WINDOW + 1}))
@@ -219,12 +219,12 @@ class TestModeLossless:
             (1000, "exact, native kernels: one exact copy of the weights with its draft inside"),
         ],
     )
-    def test_describe_says_why(self, command, places, native, monkeypatch, free, said):
+    def test_describe_gives_reason(self, command, places, native, monkeypatch, free, said):
         monkeypatch.setattr(module, "available_memory", lambda: free)
         done = command("generate", "--model", places / "bfloat16", *GENERATE, "--verbose", "all")
         assert f"gears 4,16 in format {said}" in " ".join(done.err.split())
 
-    def test_says_what_else_costs_where_memory_is_short(self, command, places, native, monkeypatch):
+    def test_reports_other_costs_in_short_memory(self, command, places, native, monkeypatch):
         monkeypatch.setattr(module, "available_memory", lambda: 1000)
         monkeypatch.setenv("GEARBX_TUNE", "1")
         flags = "--model", places / "bfloat16", *GENERATE
@@ -260,6 +260,6 @@ class TestModeLossless:
             ("bfloat16", "4,8,16", "got 8; use 4,16, or choose format planes"),
         ],
     )
-    def test_what_the_format_cannot_store_is_refused_in_one_line(self, command, places, model, gears, remedy):
+    def test_weights_beyond_format_are_refused(self, command, places, model, gears, remedy):
         flags = "--model", places / model, *GENERATE, "--format", "exact", "--gears", gears
         assert_refused(command("generate", *flags), remedy)

@@ -27,7 +27,7 @@ def original(tmp_path_factory):
     return folder
 
 
-def test_headers_say_what_the_weights_are(original):
+def test_headers_describe_weights(original):
     weights, _ = load_model(original)
     before = active_memory()
     found = described(original)
@@ -43,14 +43,14 @@ def test_headers_say_what_the_weights_are(original):
     ids=str,
 )
 @pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
-def test_headers_say_which_codes_mlx_lm_will_load(architecture, packing, tmp_path):
+def test_headers_name_codes_for_mlx_lm(architecture, packing, tmp_path):
     save_model(tiny_model(architecture, dtype=mx.bfloat16), tmp_path / "original")
     mlx_lm.convert(str(tmp_path / "original"), str(tmp_path / "coded"), quantize=True, **packing)
     found, loaded = described(tmp_path / "coded").codes, own_codes(load_model(tmp_path / "coded", lazy=True)[0])
     assert vars(found) == {name: value for name, value in vars(loaded).items() if name != "modules"}
 
 
-def test_a_mixed_recipe_has_the_bits_of_most_weights(original, tmp_path):
+def test_mixed_recipe_has_most_common_bits(original, tmp_path):
     def recipe(path, module):
         return {"bits": 6, "group_size": 64} if "down_proj" in path else {"bits": 4, "group_size": 64}
 
@@ -59,7 +59,7 @@ def test_a_mixed_recipe_has_the_bits_of_most_weights(original, tmp_path):
     assert (codes.bits, codes.widths, codes.nested) == (4, (4, 6), True)
 
 
-def test_gears_are_those_that_lie_there(original, tmp_path):
+def test_gears_are_read_from_checkpoint(original, tmp_path):
     convert(str(original), tmp_path / "geared", gears="4,8")
     found = described(tmp_path / "geared")
     assert found.saved.gears == (4, 8)

@@ -8,7 +8,7 @@ import pytest
 
 
 @pytest.mark.processes
-def test_generate_without_room_for_mlx_compiler_is_one_line(tmp_path):
+def test_generate_without_room_for_compiler_is_refused(tmp_path):
     (tmp_path / "mlx").touch()  # MLX makes a directory of this name, as impossible as on a full disk
     command = [sys.executable, "-m", "gearbx_mlx", "generate", "--prompt", "Hi", "-m", "2"]
     environment = os.environ | {"TMPDIR": str(tmp_path)}

@@ -55,7 +55,7 @@ def loaded(model, mode: str | None = None, **flags: object) -> Loaded:
 
 @pytest.mark.parametrize("others", [False, True], ids=["nothing proven", "kernels of another model proven"])
 @pytest.mark.parametrize("name", TYPES)
-def test_the_top_gear_is_mlx_lm_bit_for_bit(models, texts, name, others):
+def test_top_gear_is_mlx_lm_bit_for_bit(models, texts, name, others):
     """Computed in the type of the checkpoint, as a GPU does and a CPU here would not."""
     if others:
         key = proven.product_key("weights of 16 bits", (8, 8), mx.bfloat16, 1, "native")
@@ -73,7 +73,7 @@ def test_the_top_gear_is_mlx_lm_bit_for_bit(models, texts, name, others):
     assert texts == []
 
 
-def test_the_low_gear_is_mlx_lms_own_4_bits_beside_the_weights(models, texts):
+def test_low_gear_is_mlx_lms_4_bit_model(models, texts):
     gearbox = loaded(models / "bfloat16", dtype="bfloat16").gearbox()
     gearbox.shift("low")
     plain, _ = mlx_lm.load(str(models / "bfloat16"))
@@ -82,7 +82,7 @@ def test_the_low_gear_is_mlx_lms_own_4_bits_beside_the_weights(models, texts):
     assert all(map(mx.array_equal, mx.quantize(original.weight, 64, 4), (layer.weight, layer.scales, layer.biases)))
 
 
-def test_no_pass_runs_before_the_first_token_but_those_of_the_prompt(models, texts, monkeypatch):
+def test_only_prefill_runs_before_first_token(models, texts, monkeypatch):
     monkeypatch.setenv("GEARBX_TUNE", "1")
     started = loaded(models / "bfloat16")
     gearbox, passes = started.gearbox(), []
@@ -123,7 +123,7 @@ def test_drafts_have_four_tokens_at_most(models, texts, monkeypatch):
 @pytest.mark.parametrize(
     "flags", [("--mode", "lossless"), ("--format", "exact"), ("--mode", "route"), ("--format", "rowwise")], ids=str
 )
-def test_no_command_dies_by_a_text_that_apples_compiler_refuses(command, models, texts, monkeypatch, flags, kernels):
+def test_refused_kernel_source_ends_no_command(command, models, texts, monkeypatch, flags, kernels):
     monkeypatch.setenv("GEARBX_TUNE", "1")
     common = "generate", "--model", models / "bfloat16", *GENERATE, *flags, "--kernels"
     done = command(*common, kernels)
@@ -141,7 +141,7 @@ def test_no_command_dies_by_a_text_that_apples_compiler_refuses(command, models,
 
 
 @pytest.mark.parametrize("format", ["exact", "affine"])
-def test_a_proof_of_a_text_that_is_refused_later_costs_one_line(command, models, texts, monkeypatch, format):
+def test_later_refused_proof_prints_single_line(command, models, texts, monkeypatch, format):
     monkeypatch.setattr(proven, "proof", lambda text, key: proven.Proof(1e-9, 1.0))
     monkeypatch.setattr(proven, "any_won", lambda: True)
     common = "generate", "--model", models / "bfloat16", *GENERATE, "--gears", "4,16", "--format", format
@@ -154,7 +154,7 @@ def test_a_proof_of_a_text_that_is_refused_later_costs_one_line(command, models,
     assert done.out == command(*common, "--kernels", "mlx").out
 
 
-def test_another_gpu_has_the_same(models, monkeypatch):
+def test_other_gpu_has_same_gears_and_format(models, monkeypatch):
     for module in (dispatch, describe, kernel_choices):
         monkeypatch.setattr(module, "device", lambda: GPU)
     gearbox = loaded(models / "float16").gearbox()

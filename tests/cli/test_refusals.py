@@ -242,7 +242,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("name", sorted({*COMMANDS} - {"benchmark", "list", "lm_eval"}))
-def test_each_wrong_number_or_choice_of_a_command_is_one_line(name, capsys):
+def test_invalid_value_of_each_flag_is_refused(name, capsys):
     parser = import_module(f"gearbx_mlx.{name}").setup_arg_parser()
     wrong = [action.option_strings[-1] for action in parser._actions if action.type or action.choices]
     assert wrong

@@ -56,14 +56,14 @@ def endless(tmp_path_factory) -> list[str]:
 
 class TestClosedAndFull:
     @pytest.mark.slow
-    def test_closed_stdout_is_one_line(self):
+    def test_closed_stdout_is_refused(self):
         done = run_in_shell(">&-")
         assert done.returncode == 1
         said = "error: standard output: cannot be written (it is closed); use another destination"
         assert done.stderr.splitlines()[-1] == said
 
     @pytest.mark.slow
-    def test_closed_stderr_loses_the_messages_alone(self):
+    def test_closed_stderr_loses_only_messages(self):
         done = run_in_shell("2>&-")
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout == run_in_shell("2>/dev/null").stdout != ""
@@ -87,7 +87,7 @@ class TestClosedAndFull:
 
 class TestPipes:
     @pytest.mark.processes
-    def test_a_reader_that_goes_ends_the_run_quietly_and_keeps_the_trace(self, endless, tmp_path):
+    def test_closed_reader_ends_run_and_keeps_trace(self, endless, tmp_path):
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         with subprocess.Popen([*endless, "--mode", "route", "--trace", str(tmp_path / "t.jsonl")], **pipes) as process:
             process.stdout.read(1)  # like head -c1
@@ -98,7 +98,7 @@ class TestPipes:
         assert len(read_trace(tmp_path / "t.jsonl")) > 1
 
     @pytest.mark.processes
-    def test_a_trace_whose_reader_goes_is_named(self):
+    def test_trace_with_closed_reader_is_named(self):
         done = run_in_shell("--trace >(head -c1 >/dev/null)", "-m", 100)
         assert done.returncode == 2
         assert "error: /dev/fd/" in done.stderr
@@ -107,7 +107,7 @@ class TestPipes:
 
 
 @pytest.mark.parametrize(("encoding", "shown"), [("ascii", "caf? ??"), ("latin-1", "café ??")])
-def test_characters_that_an_encoding_lacks_are_question_marks(encoding, shown):
+def test_unencodable_characters_become_question_marks(encoding, shown):
     program = "from gearbx_mlx.cli import terminal; terminal.run(lambda: print('café ─語'))"
     environment = os.environ | {"PYTHONIOENCODING": encoding}
     done = run_python("-c", program, env=environment, text=False)
@@ -118,7 +118,7 @@ def test_characters_that_an_encoding_lacks_are_question_marks(encoding, shown):
 class TestSignals:
     @pytest.mark.processes
     @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
-    def test_a_signal_ends_the_text_with_its_summary_and_whole_trace(self, name, endless, tmp_path):
+    def test_signal_ends_output_with_summary_and_trace(self, name, endless, tmp_path):
         number = signal.Signals[name]
         files = ["--trace", tmp_path / "t.jsonl", "--summary", tmp_path / "s.json"]
         # A test run in the background ignores interrupts, and its children would too.
@@ -158,7 +158,7 @@ class TestSignals:
         assert (summary["tokens"], summary["weight_bytes_per_token"]) == (0, 0)
         assert read_trace(tmp_path / "t.jsonl") == []
 
-    def test_a_signal_that_comes_in_a_callback_is_not_lost(self):
+    def test_signal_in_callback_is_not_lost(self):
         code = """
 import os, signal, sys, time, weakref
 from gearbx_mlx.cli.signals import run_to_end
@@ -173,7 +173,7 @@ sys.exit(run_to_end(body))
         done = run_python("-c", code)
         assert (done.returncode, done.stderr) == (143, "")
 
-    def test_a_program_that_imports_the_package_keeps_its_own_signals(self, tmp_path):
+    def test_importing_program_keeps_its_signal_handlers(self, tmp_path):
         (tmp_path / "mine").mkdir()
         (tmp_path / "mine" / "__init__.py").write_text("import gearbx_mlx")
         code = "import signal; assert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
@@ -182,7 +182,7 @@ sys.exit(run_to_end(body))
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
         subprocess.run([sys.executable, "-m", "mine"], preexec_fn=default, env=environment, check=True)
 
-    def test_an_interrupt_of_the_first_moments_has_no_traceback(self):
+    def test_early_interrupt_has_no_traceback(self):
         """The package's imports are watched, so that the interrupt comes during them."""
         default = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
         watched = [sys.executable, "-X", "importtime"]
@@ -208,7 +208,7 @@ class TestCommands:
         packages = {file.parent.name for file in DEMO_MODEL.parent.glob("*/__main__.py")}
         assert set(names) == modules - {"__main__"} | packages
 
-    def test_an_unknown_command_is_one_line(self):
+    def test_unknown_command_is_refused(self):
         done = run_python("-m", "gearbx_mlx", "fly")
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr.startswith("error: fly: no such command; choose from generate, ")

@@ -42,7 +42,7 @@ class TestProgress:
                 clock.now += seconds
         return console.file.getvalue().splitlines()
 
-    def test_a_log_gets_a_line_after_two_seconds_and_then_every_ten(self, clock):
+    def test_log_gets_line_after_two_seconds_then_ten(self, clock):
         assert self.lines(clock, 1.0, 25) == ["layers: 2 of 25", "layers: 12 of 25", "layers: 22 of 25"]
         assert self.lines(clock, 0.1, 19) == []
 
@@ -54,7 +54,7 @@ class TestProgress:
             progress.advance(task, 1.5e6)
         assert console.file.getvalue() == "converting: 1.5 MB of 4 GB\n"
 
-    def test_a_terminal_gets_a_bar_that_vanishes_and_stdout_what_is_printed_beside_it(self, capsys):
+    def test_terminal_bar_vanishes_and_stdout_keeps_lines(self, capsys):
         console = Console(file=Screen(), force_terminal=True, width=80, _environ={"TERM": "xterm"})
         with progress_bar(console=console) as progress:
             for _ in progress.track(range(3), description="layers"):
@@ -87,13 +87,13 @@ class TestPrompts:
                 bar.update(read, 100)
         return console.file.getvalue()
 
-    def test_a_log_gets_tokens_a_second_after_two_seconds(self, clock, monkeypatch):
+    def test_log_gets_tokens_per_second(self, clock, monkeypatch):
         monkeypatch.setattr(ProgressLines, "__init__", partialmethod(ProgressLines.__init__, clock=clock))
         lines = self.told(clock, log(), (1, 10), (2, 60), (11, 98), (1, 100)).splitlines()
         assert lines == ["prefill, 20 tokens/s: 60 of 100", "prefill, 7 tokens/s: 98 of 100"]
         assert self.told(clock, log(), (0.5, 50), (0.5, 100)) == ""
 
-    def test_a_terminal_gets_a_bar_before_the_first_part_is_read(self, clock, monkeypatch):
+    def test_terminal_bar_appears_before_first_part(self, clock, monkeypatch):
         monkeypatch.setattr(progress_module, "SHORT_SECONDS", 0.01)
         console = Console(file=Screen(), force_terminal=True, width=100, _environ={"TERM": "xterm"})
         shown = self.told(clock, console, (4, 60), (1, 100), seconds=0.3)
@@ -110,7 +110,7 @@ class TestPrompts:
             assert command(name, "--prefill-step-size", 4, "-m", 4).status == 0
             assert 0 < shares[1] < shares[-1] == 1
 
-    def test_gears_that_take_long_suggest_a_checkpoint_once(self, command, monkeypatch):
+    def test_slow_gears_suggest_checkpoint_once(self, command, monkeypatch):
         monkeypatch.setattr("gearbx_mlx.cli.build.SLOW_MAKING", 0.0)
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Tom has 3 apples.\nAnd now?\n")))
         advice = "gearbx_mlx convert --mlx-path DIR --gears 4,16 --format planes once"
@@ -160,7 +160,7 @@ def test_lines_break_between_words_however_they_come(pieces, columns, color):
         assert [word for line in lines for word in line.split()] == words
 
 
-def test_a_file_gets_its_lines_as_they_are(monkeypatch):
+def test_file_gets_unchanged_lines(monkeypatch):
     written = io.StringIO()
     monkeypatch.setattr(sys, "stdout", written)
     WrappedText(["low"]).write("word " * 100, "low")
@@ -205,14 +205,14 @@ class TestMessages:
         assert screen.lines() == lines
 
     @pytest.mark.parametrize("error", [GearbxError("a layer is NaN"), KeyboardInterrupt()])
-    def test_wait_where_an_error_ends_it(self, monkeypatch, error):
+    def test_wait_until_error(self, monkeypatch, error):
         screen = self.screen(monkeypatch)
         with pytest.raises(type(error)):
             self.write("find nectar by", error)
         progress_module.print_error("a layer is NaN")
         assert screen.lines() == ["find nectar by", "said", "error: a layer is NaN", ""]
 
-    def test_are_shown_where_the_text_is_lost(self, monkeypatch):
+    def test_are_shown_after_lost_output(self, monkeypatch):
         screen = self.screen(monkeypatch)
 
         def lost(*_: object, **how: object) -> None:
@@ -242,28 +242,28 @@ def shown(table: object) -> list[str]:
 
 
 class TestTables:
-    def test_the_summary_shows_figures_and_names_as_they_are(self):
+    def test_summary_keeps_figures_and_names(self):
         lines = "\n".join(shown(summary_table(SUMMARY, [("drafts", "18 drafted, 17 accepted")])))
         figures = "[bold]mine, mode lossless, 20 tok, 10 tok, 5 tok, 50 tok, 0.10 s, 2.10 s, low (4 bits) 50%"
         figures += ", high (16 bits) 25%, prompt lookup 25%, 18 drafted, 5 MB, 10 MB, 2.00, 30 MB, 43 change gear"
         for figure in (*figures.split(", "), "1: its [odd] width"):
             assert figure in lines
 
-    def test_says_what_was_proposed_and_what_of_it_accepted(self):
+    def test_shows_drafted_and_accepted_tokens(self):
         found = {"drafted": 8, "accepted": 6, "lookup_drafted": 4, "lookup_accepted": 1, "near_ties": 0}
         proposed = "8 drafted, 6 accepted (75%); 4 by prompt lookup, 1 accepted (25%)"
         assert draft_rows(found | {"tokens": 9}) == [("drafts", proposed)]
         assert draft_rows(dict.fromkeys(found, 0) | {"tokens": 9}) == [("drafts", "none (plain decoding)")]
         assert draft_rows({"tokens": 9}) == []
 
-    def test_what_no_token_came_from_has_no_row(self):
+    def test_unused_sources_have_no_row(self):
         nothing = SUMMARY | {"tokens": 0, "gear_tokens": {"low": 0, "high": 0}, "lookup_accepted": 0}
         nothing |= {"weight_bytes_per_token": 0, "drafted": 0, "accepted": 0}
         lines = "\n".join(shown(summary_table(nothing, draft_rows(nothing))))
         assert "0 tokens" in lines
         assert not [name for name in ("tokens from", "drafts", "weights read") if name in lines]
 
-    def test_a_low_gear_drafts_in_mode_lossless_and_writes_in_others(self):
+    def test_low_gear_drafts_in_lossless_and_generates_elsewhere(self):
         for mode, low in (("lossless", "drafts of low (4 bits) 50%"), ("route", "tokens from low (4 bits) 50%")):
             assert low in "\n".join(shown(summary_table(SUMMARY | {"mode": mode}, [])))
 
@@ -306,7 +306,7 @@ def test_bytes_are_in_powers_of_ten():
     assert found == ["0 B", "999 B", "1.23 MB", "5 GB", "1.5 TB"]
 
 
-def test_names_with_control_characters_stay_on_one_line(command):
+def test_control_characters_in_names_are_escaped(command):
     for name, shown in {"a\nb": r"a\nb", "a\x1b[2Jb": r"a\x1b[2Jb", "a\r\u2028b": r"a\r\u2028b"}.items():
         result = command("analyze", "--prompts", name)
         assert_refused(result, f"{shown}: cannot be read as text")

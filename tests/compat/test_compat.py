@@ -69,7 +69,7 @@ class TestVersions:
     def test_the_installed_ones_are_tested(self):
         assert versions.untested() == ""
 
-    def test_the_pins_are_those_that_are_tested(self):
+    def test_pins_match_tested_versions(self):
         project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
         for name, tested in versions.TESTED_VERSIONS.items():
             major, minor = map(int, tested.split("."))
@@ -86,14 +86,14 @@ class TestArrays:
         assert copy.deepcopy(mx.bfloat16) == mx.bfloat16
         assert arrays.dtype_named(arrays.dtype_name(mx.float16)) == mx.float16
 
-    def test_the_random_key_is_an_array_that_can_be_written(self):
+    def test_random_key_is_writable_array(self):
         mx.random.seed(3)
         with arrays.same_random_numbers():
             first = mx.random.uniform(shape=(4,))
             mx.eval(first)
         assert mx.array_equal(mx.random.uniform(shape=(4,)), first)
 
-    def test_a_state_of_its_own_is_that_of_its_seed(self):
+    def test_separate_state_matches_its_seed(self):
         mx.random.seed(5)
         expected = mx.random.uniform(shape=(4,))
         mx.random.seed(0)
@@ -103,7 +103,7 @@ class TestArrays:
         mx.eval(drawn, expected)
         assert mx.array_equal(drawn, expected)
 
-    def test_a_state_of_its_own_leaves_no_graph_behind(self):
+    def test_separate_state_leaves_no_graph(self):
         state = arrays.OwnRandomState(5)
         for _ in range(3):
             with state.drawn():
@@ -115,25 +115,25 @@ class TestArrays:
         mx.export_to_dot(graphs[1], state.state)
         assert all("->" not in graph.getvalue() for graph in graphs)
 
-    def test_what_is_written_into_memory_is_in_the_array(self):
+    def test_memory_writes_show_in_array(self):
         array = mx.zeros(5, mx.uint8)
         mx.eval(array)
         arrays.memory_of(array)[1:3] = b"\x07\x08"
         assert array.tolist() == [0, 7, 8, 0, 0]
 
-    def test_nothing_is_streamed_into_memory_that_is_a_copy(self, monkeypatch):
+    def test_copied_memory_is_never_streamed(self, monkeypatch):
         monkeypatch.setattr(arrays, "memory_is_shared", lambda: False)
         with pytest.raises(GearbxError, match="residency stream: this version of MLX copies"):
             arrays.memory_of(mx.zeros(5, mx.uint8))
 
 
 class TestClasses:
-    def test_copies_of_a_class_have_its_code_and_others_do_not(self):
+    def test_class_copies_share_code_and_others_not(self):
         assert classes.code_of(llama.TransformerBlock) == classes.code_of(qwen3.TransformerBlock)
         assert classes.code_of(llama.TransformerBlock) != classes.code_of(gemma3_text.TransformerBlock)
         assert classes.code_of(llama.Attention) != classes.code_of(qwen3.Attention)
 
-    def test_a_subclass_calls_other_functions_and_the_class_does_not(self):
+    def test_subclass_replaces_functions_only_for_itself(self):
         swiglu, called = llama.swiglu, []
 
         def noted(gate, up):
@@ -150,7 +150,7 @@ class TestClasses:
         assert type(mlp) is llama.MLP
         assert classes.calling(llama.MLP, {"swiglu": (noted, swiglu)}) is None
 
-    def test_a_module_is_a_dictionary_with_attributes_beside_it(self):
+    def test_module_is_dictionary_with_attributes(self):
         class Other(nn.Linear):
             pass
 
@@ -166,7 +166,7 @@ class TestClasses:
 
 
 class TestCaches:
-    def test_the_entries_of_a_batch_are_counted_by_idx(self):
+    def test_batch_entries_are_counted_by_idx(self):
         cache = BatchKVCache([1, 0])
         cache.update_and_fetch(mx.zeros((2, 1, 3, 4)), mx.zeros((2, 1, 3, 4)))
         assert loops.positions_in(cache) == cache._idx == 3
@@ -174,7 +174,7 @@ class TestCaches:
         loops.set_entries(cache, 2)
         assert cache.offset.tolist() == [1, 2]
 
-    def test_a_window_that_is_cut_goes_on_as_one_that_never_had_more(self):
+    def test_trimmed_window_continues_like_short_one(self):
         keys = mx.random.normal((1, 1, 6, 4))
         longer, shorter = RotatingKVCache(max_size=8), RotatingKVCache(max_size=8)
         longer.update_and_fetch(keys, keys)
@@ -185,7 +185,7 @@ class TestCaches:
             assert mx.array_equal(longer.update_and_fetch(new, new)[0], shorter.update_and_fetch(new, new)[0])
         assert longer._idx == shorter._idx
 
-    def test_a_batch_counts_its_tokens_by_another_name_than_offset(self):
+    def test_batch_counts_tokens_under_other_name(self):
         cache = KVCache()
         cache.update_and_fetch(mx.zeros((1, 1, 3, 4)), mx.zeros((1, 1, 3, 4)))
         assert loops.offset_of(cache) == 3
@@ -200,16 +200,16 @@ class TestBatches:
             (BatchGenerator, ["_make_batch", "_next", "insert_segments", "remove"]),
         ],
     )
-    def test_mlx_lm_has_the_methods_that_ours_stand_in_front_of(self, kind, methods):
+    def test_mlx_lm_has_wrapped_methods(self, kind, methods):
         for method in methods:
             assert callable(vars(kind)[method] if method != "empty" else getattr(kind, method)), method
 
-    def test_mlx_lm_uses_the_names_that_ours_read(self):
+    def test_mlx_lm_batches_use_accessed_names(self):
         said = inspect.getsource(BatchGenerator)
         for name in ("_generation_batch", "_prompt_batch", "_unprocessed_sequences", "_old_wired_limit"):
             assert f"self.{name}" in said, name
 
-    def test_a_sequence_is_given_out_up_to_its_end(self, demo):
+    def test_sequence_is_emitted_up_to_its_end(self, demo):
         generator = Route().batch_generator(demo.model, demo.tokenizer, gearbox=Gearbox(demo.model, "16"))
         assert isinstance(generator, loops.StagedGenerator)
         generator.insert([[1, 2, 3]], max_tokens=[2])
@@ -236,16 +236,16 @@ class TestLoops:
             assert mine.token == other.token
             assert mx.array_equal(mine.logprobs, other.logprobs)
 
-    def test_a_step_of_a_batch_takes_the_sum_by_the_same_name(self):
+    def test_batch_step_takes_sum_by_same_name(self):
         assert "logsumexp" in GenerationBatch._step.__code__.co_names
         assert loops.batch_step(None) is GenerationBatch._step
 
-    def test_stay_as_they_are_with_newer_versions(self, newer):
+    def test_are_unchanged_with_newer_versions(self, newer):
         assert stream_of.__wrapped__(lambda logits: 1 / 0) is mlx_lm.stream_generate
 
 
 @pytest.mark.parametrize("module", [llama, qwen2, qwen3, phi3])
-def test_layers_run_one_after_the_other_over_one_mask_and_are_normed(module):
+def test_layers_run_in_order_with_one_mask(module):
     """A chain of blocks replaces them; and only the head follows it."""
     model = tiny_model(module.__name__.rpartition(".")[2])
     x = model.model.embed_tokens(PROMPT)
@@ -258,7 +258,7 @@ def test_layers_run_one_after_the_other_over_one_mask_and_are_normed(module):
 
 
 class TestLatentAttention:
-    def test_every_class_of_mlx_lm_that_has_two_paths_is_known(self):
+    def test_two_path_classes_of_mlx_lm_are_known(self):
         found = set()
         for kind in classes_of_models():
             names_used = getattr(kind.__call__, "__code__", None) and {*kind.__call__.__code__.co_names}
@@ -281,18 +281,18 @@ class Reader(nn.Module):
         return x @ self.proj.weight.T + inner() + self.norm(x)
 
 
-class TestWeightsThatAreRead:
-    def test_they_are_found_in_the_text_of_a_class(self):
+class TestReadWeights:
+    def test_names_are_found_in_class_source(self):
         assert classes.weights_read_by(Reader) == {"proj", "experts.gate"}
 
-    def test_without_a_text_every_name_counts(self):
+    def test_without_source_every_name_counts(self):
         made = {}
         exec("def call(self, x):\n    return x @ self.proj.weight.T", made)
         kind = type("Made", (nn.Module,), {"__call__": made["call"]})
         assert "proj" in classes.weights_read_by(kind)
 
 
-def test_what_is_compiled_is_of_a_class():
+def test_compiled_functions_belong_to_classes():
     assert isinstance(mx.compile(lambda x: x + 1), COMPILED)
 
 
@@ -304,7 +304,7 @@ class TestNames:
         assert classes.model_classes({"model_type": "llama"})[0] is llama.Model
         assert classes.own_tokenizer(demo.tokenizer) is not demo.tokenizer
 
-    def test_the_server_of_mlx_lm_begins_a_thread_that_its_subclass_computes_in(self):
+    def test_mlx_lm_server_starts_computing_thread(self):
         computed = Event()
 
         class Own(Computing):
@@ -342,7 +342,7 @@ def reaches_inside(file: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_nothing_else_reaches_inside_of_others():
+def test_only_listed_private_names_are_used():
     package = ROOT / "gearbx_mlx"
     files = {path.relative_to(package).as_posix(): reaches_inside(path) for path in package.rglob("*.py")}
     assert {name: found for name, found in files.items() if found and not name.startswith("compat/")} == {}
@@ -352,7 +352,7 @@ def test_nothing_else_reaches_inside_of_others():
 class TestNewerVersions:
     """What depends on the assumptions is off, with one message, and results are those of stock classes."""
 
-    def test_it_is_said_once(self, newer):
+    def test_warning_is_shown_once(self, newer):
         with pytest.warns(GearbxWarning, match=r"are off: mlx is 0\.33\.1, and gearbx-mlx is tested"):
             Gearbox(tiny_model(), "16")
         with warnings.catch_warnings():
@@ -361,7 +361,7 @@ class TestNewerVersions:
 
     @QUIETLY
     @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
-    def test_blocks_and_functions_stay_those_of_mlx_lm(self, newer, native, name):
+    def test_blocks_and_functions_remain_mlx_lms(self, newer, native, name):
         model = tiny_model(name)
         gearbox = Gearbox(model, "4,16", kernels="native")
         kinds = {type(module) for module in model.modules()}
@@ -371,7 +371,7 @@ class TestNewerVersions:
         assert np.allclose(np.array(logits), np.array(stock), atol=1e-4)
 
     @QUIETLY
-    def test_drafts_over_a_sliding_window_leave_the_text_as_it_is(self, newer, demo):
+    def test_sliding_window_drafts_leave_output_unchanged(self, newer, demo):
         gearbox = Gearbox(tiny_model("gemma3_text", sliding_window=8), "4,16")
         prompt = [1, 5, 9, 2, 7]
         texts = [
@@ -380,7 +380,7 @@ class TestNewerVersions:
         ]
         assert texts[0] == texts[1]
 
-    def test_latent_attention_is_named_before_the_text(self, newer, demo):
+    def test_latent_attention_is_named_before_generation(self, newer, demo):
         versions._warned.add(versions.untested())  # and warned about before
         gearbox = Gearbox(tiny_model("deepseek_v3", dtype=mx.bfloat16), "4,16", dtype="bfloat16")
         with pytest.warns(GearbxWarning, match="DeepseekV3Attention computes several tokens differently from one"):
@@ -393,7 +393,7 @@ class TestNewerVersions:
             Route().batch_generator(demo.model, demo.tokenizer, gearbox=gearbox)
 
     @QUIETLY
-    def test_a_step_that_is_kept_elsewhere_is_refused(self, newer):
+    def test_compiled_step_under_other_name_is_refused(self, newer):
         model = tiny_model()
         steps = CompiledSteps(model)
         steps.change("low", "high")
@@ -436,7 +436,7 @@ def test_several_tokens_have_the_bits_of_single_ones():
     assert mx.array_equal(rows.logits, single)
 
 
-def test_a_class_that_lets_tokens_see_later_ones_is_named_before_the_text(demo):
+def test_class_with_bidirectional_attention_is_named(demo):
     gearbox = Gearbox(tiny("phi3small"), "4,16", group_size=32)
     with pytest.warns(GearbxWarning, match="mlx_lm.models.phi3small computes several tokens differently from one"):
         stream_generate(gearbox.model, demo.tokenizer, PROMPT[0].tolist(), mode=Lossless(), gearbox=gearbox)

@@ -41,7 +41,7 @@ def kept_file(tmp_path):
     return place
 
 
-def test_second_import_scans_nothing(imported, tmp_path):
+def test_second_import_scans_no_source(imported, tmp_path):
     plain, first, second = imported(), imported("kept"), imported("kept")
     assert plain[0] == first[0] == second[0]
     assert plain[1] > first[1] > 100 > second[1]  # some packages scan their own folder
@@ -49,14 +49,14 @@ def test_second_import_scans_nothing(imported, tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"[", b"{}", b'[[["torch"],{"a":"b"}]]'])
-def test_damaged_scan_is_made_anew(imported, tmp_path, content):
+def test_damaged_scan_is_replaced(imported, tmp_path, content):
     whole, kept = imported("kept"), imported("kept")
     kept_file(tmp_path).write_bytes(content)
     assert imported("kept") == whole
     assert imported("kept") == kept != whole
 
 
-def test_scan_that_others_may_write_is_ignored(imported, tmp_path):
+def test_scan_writable_by_others_is_ignored(imported, tmp_path):
     imported("kept")
     kept_file(tmp_path).chmod(0o666)
     names, scanned = imported("kept")
@@ -64,7 +64,7 @@ def test_scan_that_others_may_write_is_ignored(imported, tmp_path):
     assert scanned > 100
 
 
-def test_cache_that_cannot_be_created_costs_a_scan(imported, tmp_path):
+def test_uncreatable_cache_costs_a_scan(imported, tmp_path):
     (tmp_path / "gearbx-mlx").write_text("")
     names, scanned = imported("kept")
     assert names == imported()[0]

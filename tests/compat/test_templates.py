@@ -26,7 +26,7 @@ LONG = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% end
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_a_text_is_that_of_transformers(template):
+def test_rendering_matches_transformers(template):
     values = {"messages": MESSAGES, "tools": None, "add_generation_prompt": True}
     expected = chat_template_utils._cached_compile_jinja_template(template).render(**values)
     assert ConfinedTemplate(template).render(**values) == expected
@@ -43,7 +43,7 @@ def test_an_error_has_the_words_of_transformers(template):
     assert str(error.value) == str(expected.value)
 
 
-def test_a_process_serves_one_template_and_ends_with_it():
+def test_process_serves_one_template():
     template = ConfinedTemplate("{{ n }}")
     assert [template.render(n=n) for n in (1, "b")] == ["1", "b"]
     process = template.renderer.process
@@ -54,7 +54,7 @@ def test_a_process_serves_one_template_and_ends_with_it():
     assert process.returncode is not None
 
 
-def test_after_a_text_without_end_the_next_one_is_rendered():
+def test_endless_template_leaves_next_one_rendered():
     template = ConfinedTemplate("{% if n %}" + LONG + "{% endif %}whole")
     assert template.render(n=0) == "whole"
     began, used = time.monotonic(), os.times().children_user
@@ -64,7 +64,7 @@ def test_after_a_text_without_end_the_next_one_is_rendered():
     assert template.render(n=0) == "whole"
 
 
-def test_what_renders_a_chat_does_it_there(demo):
+def test_chat_is_rendered_in_process(demo):
     confine()
     assert getattr(chat_template_utils, COMPILER) is confined
     tokenizer = load()[1]
@@ -76,7 +76,7 @@ def test_what_renders_a_chat_does_it_there(demo):
     assert confined.cache_info().currsize >= min(before + 1, 4)
 
 
-def test_with_another_transformers_a_warning_says_that_nothing_is_limited(monkeypatch):
+def test_other_transformers_version_warns_of_missing_limit(monkeypatch):
     monkeypatch.delattr(chat_template_utils, COMPILER)
     with pytest.warns(GearbxWarning, match="transformers"):
         confine.__wrapped__()

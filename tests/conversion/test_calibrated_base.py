@@ -72,7 +72,7 @@ def fitted_grid() -> tuple[Grid, np.ndarray, np.ndarray, Factored]:
 
 class TestCodes:
     @pytest.mark.parametrize(("format", "most"), [("planes", 0.3), ("affine", 0.3), ("exact", 0.6)])
-    def test_outputs_are_nearer_than_with_the_nearest_codes(self, format, most):
+    def test_calibrated_outputs_are_nearer_than_rtn(self, format, most):
         nearest, found = output_errors(format)
         assert found < most * nearest
 
@@ -93,7 +93,7 @@ class TestCodes:
 
     @pytest.mark.filterwarnings("error")
     @pytest.mark.parametrize("value", [np.nan, np.inf, 0.0])
-    def test_inputs_that_say_nothing_are_not_factored(self, value):
+    def test_uninformative_inputs_are_not_factored(self, value):
         rows = np.full((4, 8), value, np.float32)
         assert factored(rows) is None
         assert SharedInputs([], [Inputs(rows)], [Inputs(rows)]).factored(None, [np.ones(4, bool)]) is None
@@ -119,7 +119,7 @@ class TestExactWeights:
         assert np.allclose(dense_weight(dict(model.named_modules())[path]), base.layers[path].dequantize(), atol=1e-2)
 
 
-def test_codes_take_back_what_the_layers_before_did():
+def test_codes_correct_errors_of_earlier_layers():
     """For drifted inputs, outputs come nearer to the original's than with codes that know only these inputs."""
     original = np.array(normal(600, 16, seed=1) @ normal(16, 64, seed=2)) + 0.1 * np.array(normal(600, 64, seed=3))
     inputs = (original + original @ np.array(normal(64, 64, seed=4)) * 0.03).astype(np.float32)
@@ -139,14 +139,14 @@ class TestWalk:
         calibrate_base(model, layers, made, (4, 16), GROUP, TEXTS, lambda: blocks.append(1))
         assert len(blocks) == steps(model) == len(blocks_of(model)) + 1
 
-    def test_layers_whose_inputs_are_not_finite_are_rounded_and_named(self, model):
+    def test_layers_with_nonfinite_inputs_use_rtn(self, model):
         block = model.layers[1]
         block.input_layernorm.weight = mx.full(block.input_layernorm.weight.shape, mx.nan, mx.bfloat16)
         base = base_of(model)
         assert "model.layers.1.self_attn.q_proj" in base.rounded
         assert "model.layers.0.self_attn.q_proj" in base.layers
 
-    def test_a_text_needs_two_tokens(self, model):
+    def test_text_needs_two_tokens(self, model):
         assert base_of(model, texts=[[5], [5, 6]]).layers
         with pytest.raises(GearbxError, match="no text of two tokens"):
             base_of(model, texts=[[5], []])
@@ -170,13 +170,13 @@ class TestWalk:
         assert distance(base.layers) < distance(others) < distance({})
 
     @pytest.mark.parametrize(("format", "ladder"), [("planes", (4, 8, 16)), ("rowwise", (4, 8))])
-    def test_gears_that_share_codes_are_refused(self, model, format, ladder):
+    def test_gears_sharing_codes_are_refused(self, model, format, ladder):
         with pytest.raises(GearbxError):
             base_of(model, format, ladder)
 
 
 class TestCache:
-    def test_a_base_that_is_kept_is_found_for_its_text_and_for_any(self, model, cache):
+    def test_cached_base_is_found_with_and_without_text(self, model, cache):
         format = get_format("exact")
         key = key_of(model, format, (4, 16), "all", GROUP, TEXT)
         assert key.find() is None
@@ -189,7 +189,7 @@ class TestCache:
 
     @pytest.mark.some(2)
     @pytest.mark.parametrize("change", [{"format": "planes"}, {"ladder": (3, 16)}, {"group_size": 64}, {"seed": 1}])
-    def test_nothing_is_found_for_anything_else(self, model, cache, change):
+    def test_other_keys_find_no_base(self, model, cache, change):
         own = {"format": "exact", "ladder": (4, 16), "group_size": GROUP, "seed": 0}
         key_of(model, get_format("exact"), (4, 16), "all", GROUP, TEXT).keep(Base(base_of(model).layers))
         other = own | change
@@ -197,7 +197,7 @@ class TestCache:
         format = get_format(other["format"])
         assert key_of(asked, format, other["ladder"], "all", other["group_size"]).find() is None
 
-    def test_a_file_that_was_cut_off_is_made_again(self, model, cache):
+    def test_truncated_file_is_replaced(self, model, cache):
         key = key_of(model, get_format("exact"), (4, 16), "all", GROUP, TEXT)
         key.keep(Base(base_of(model).layers))
         for size in (key.file().stat().st_size // 2, 0):
@@ -205,7 +205,7 @@ class TestCache:
             assert key.find() is None
 
     @pytest.mark.parametrize("place", ["file", "folder"])
-    def test_one_that_others_may_write_to_is_not_read(self, model, cache, place):
+    def test_file_writable_by_others_is_ignored(self, model, cache, place):
         key = key_of(model, get_format("exact"), (4, 16), "all", GROUP, TEXT)
         key.keep(Base(base_of(model).layers))
         path = key.file() if place == "file" else key.file().parent
@@ -213,7 +213,7 @@ class TestCache:
         with pytest.warns(GearbxWarning, match=f"^others may write to {path}; run chmod go-w on it; until then"):
             assert key.find() is None
 
-    def test_one_that_cannot_be_kept_is_used(self, model, cache):
+    def test_uncacheable_base_is_used(self, model, cache):
         cache.write_text("in the way")
         key = key_of(model, get_format("exact"), (4, 16), "all", GROUP, TEXT)
         with progress_bar() as progress, pytest.warns(GearbxWarning, match="set XDG_CACHE_HOME to another directory"):
@@ -223,7 +223,7 @@ class TestCache:
 
 
 class TestText:
-    def test_an_empty_text_is_refused_by_its_name(self, demo, tmp_path):
+    def test_empty_text_is_refused_by_name(self, demo, tmp_path):
         file = tmp_path / "empty.txt"
         file.write_text(" \n")
         with pytest.raises(GearbxError, match=r"empty\.txt"):

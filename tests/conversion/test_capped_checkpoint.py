@@ -10,7 +10,7 @@ from gearbx_mlx import convert
 SMALL = "--num-samples", 1, "--sequence-length", 16, "--bits", "4,5,6,8", "--manage", "attention"
 
 
-def test_tables_of_a_manifest_run_on_a_checkpoint_of_its_model_that_stores_their_bits(command, succeeds, tmp_path):
+def test_manifest_tables_run_on_their_checkpoint(command, succeeds, tmp_path):
     """The same bits in every layer and the same text as on the original."""
     manifest, checkpoint = tmp_path / "m.json", tmp_path / "geared"
     succeeds("sensitivity", *SMALL, "--out", manifest)

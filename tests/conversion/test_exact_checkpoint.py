@@ -43,7 +43,7 @@ def sparse(*shape: int) -> mx.array:
     return (normal(*shape) * 0.001 + spikes).astype(mx.bfloat16)
 
 
-def test_a_wide_gaussian_model_takes_at_most_085_of_its_weights(tmp_path):
+def test_wide_gaussian_model_takes_at_most_085(tmp_path):
     change = {"num_hidden_layers": 1, "hidden_size": 1024, "intermediate_size": 1024, "head_dim": 64}
     change |= {"num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 128}
     model = tiny_model(dtype=mx.bfloat16, **change)
@@ -61,8 +61,8 @@ def convert(command, folder: Path, model: nn.Module):
     return command("convert", *flags, "--format", "exact", "--gears", "4,16")
 
 
-class TestLayersThatWouldBecomeLarger:
-    def test_one_stays_as_it_is_and_is_named(self, tmp_path, succeeds):
+class TestLargerLayers:
+    def test_one_is_kept_and_named(self, tmp_path, succeeds):
         model = tiny_model(dtype=mx.bfloat16)
         layer = model.model.layers[0].mlp.gate_proj
         layer.weight = sparse(*layer.weight.shape)
@@ -94,7 +94,7 @@ class TestLayersThatWouldBecomeLarger:
     ("dtype", "remedy"),
     [(mx.float32, "mlx_lm.convert --dtype bfloat16"), (mx.float16, "choose format planes or affine")],
 )
-def test_weights_of_other_types_are_refused_with_what_to_do(dtype, remedy, tmp_path, command):
+def test_other_weight_types_are_refused_with_remedy(dtype, remedy, tmp_path, command):
     done = convert(command, tmp_path, tiny_model(dtype=dtype))
     assert_refused(done, f"weights of {str(dtype).split('.')[-1]}, and format exact is for bfloat16", remedy)
     assert [file.name for file in tmp_path.iterdir()] == ["original"]
@@ -106,7 +106,7 @@ def restore(command, geared: Path):
 
 class TestDamage:
     @pytest.mark.parametrize("array", ["low", "high", "offsets"])
-    def test_a_flipped_bit_is_found_when_the_layer_is_read_and_by_verify(self, geared, command, array):
+    def test_flipped_bit_is_found_on_read_and_verify(self, geared, command, array):
         change_array(geared / GEARS_FILE, f"{UP}@16.{array}", flip)
         sign_files(geared)
         model, _ = gearbx_mlx.load(geared)
@@ -124,7 +124,7 @@ class TestDamage:
         assert_refused(done, f"{geared / file}: damaged or truncated", "download it again")
 
     @pytest.mark.parametrize("file", [GEARS_FILE, ORIGINAL_FILE])
-    def test_a_remainder_of_another_model_of_the_same_shape(self, geared, tmp_path, command, file):
+    def test_remainder_of_other_model_is_refused(self, geared, tmp_path, command, file):
         (tmp_path / "other").mkdir()
         other = exact(tmp_path / "other", tiny_model(dtype=mx.bfloat16, seed=1, rope_theta=5000.0))
         shutil.copy(other / file, geared / file)
@@ -135,7 +135,7 @@ class TestDamage:
             assert_not_loaded(geared, f"{geared / file}: {words}")
 
     @pytest.mark.parametrize("lie", [[1], [0, 2**31], [0, 7, 3]], ids=["begin", "end", "descend"])
-    def test_offsets_that_lie_with_the_right_hashes(self, geared, lie):
+    def test_false_offsets_with_right_hashes(self, geared, lie):
         def change(data: bytes) -> bytes:
             offsets = np.frombuffer(data, np.uint32).copy()
             offsets[: len(lie)] = lie
@@ -149,7 +149,7 @@ class TestDamage:
             gearbox.shift(16)
         assert gearbox.gear.bits == 4
 
-    def test_low_bytes_that_lie_with_the_right_hashes(self, geared, command):
+    def test_false_low_bytes_with_right_hashes(self, geared, command):
         """Only the hash of the original's tensor shows it."""
         change_array(geared / GEARS_FILE, f"{UP}@16.low", flip)
         sign_arrays(geared)
@@ -161,26 +161,26 @@ class TestDamage:
         "piece",
         [{"parameter": "no.such"}, {"parameter": f"{UP}.weight", "matrix": 5}, {"parameter": "model.norm.weight"}],
     )
-    def test_pieces_that_lie(self, geared, command, piece):
+    def test_false_pieces_are_found(self, geared, command, piece):
         place = "original", "shards", "model.safetensors", "tensors", f"{UP}.weight"
         edit(geared / MANIFEST, lambda content: value_at(content, place).update(pieces=[piece]))
         assert_refused(restore(command, geared), MANIFEST, "download it again")
 
-    def test_verify_says_that_the_original_comes_back(self, checkpoint, command):
+    def test_verify_confirms_restorable_original(self, checkpoint, command):
         done = command("convert", "--verify", checkpoint)
         tensors = len(weights_of(tiny_model()))
         assert (done.status, done.err) == (0, "")
         assert done.out.endswith(f"restored: {tensors} tensors and 3 other files equal the original's\n")
 
 
-class TestRestoringWhatCannotBe:
-    def test_another_format(self, tmp_path, command):
+class TestUnrestorable:
+    def test_other_format_is_refused(self, tmp_path, command):
         save_model(tiny_model(dtype=mx.bfloat16), tmp_path / "original")
         geared = gearbx_mlx.convert(tmp_path / "original", tmp_path / "geared", gears="4,16", q_group_size=32)
         done = restore(command, geared)
         assert_refused(done, f"{geared}: format planes, gears 4,16, does not have its original", "--format exact")
 
-    def test_without_what_is_kept_of_the_original_only_the_model_runs(self, geared, command):
+    def test_without_original_files_only_model_runs(self, geared, command):
         (geared / ORIGINAL_FILE).unlink()
         assert gearbx_mlx.load(geared)[0](PROMPT).shape == (1, 5, 128)
         done = restore(command, geared)
@@ -188,7 +188,7 @@ class TestRestoringWhatCannotBe:
 
 
 @pytest.mark.parametrize(("gears", "missing"), [([3, 16], 3), ([4, 8, 16], 8)])
-def test_a_checkpoint_of_other_gears_is_refused_with_those_of_the_format(geared, command, gears, missing):
+def test_checkpoint_of_other_gears_is_refused(geared, command, gears, missing):
     edit(geared / MANIFEST, gears=gears)
     done = command("generate", "--model", geared, "-m", 1)
     assert_refused(done, geared / MANIFEST, f"format exact has 4-bit and 16-bit gears, got {missing}")

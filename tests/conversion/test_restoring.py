@@ -191,7 +191,7 @@ def odd_weights(model) -> Weights:
     return weights
 
 
-def test_weights_that_are_not_numbers_come_back_and_are_zero_in_the_low_gear(tmp_path):
+def test_nan_weights_return_and_are_zero_when_low(tmp_path):
     model = tiny_model(dtype=mx.bfloat16)
     geared = exact(tmp_path, model, odd_weights(model) | {"model.norm.weight": mx.ones(64, mx.bfloat16)})
     assert_restored(geared)
@@ -273,7 +273,7 @@ def two_shards(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("restores", [False, True])
-def test_every_file_is_on_the_disk_before_the_directory_has_its_name(two_shards, tmp_path, monkeypatch, restores):
+def test_files_are_synced_before_directory_rename(two_shards, tmp_path, monkeypatch, restores):
     """Otherwise a power failure leaves empty files in a directory that looks whole."""
     synced, fsync, replace = set(), os.fsync, os.replace
     before = []
@@ -302,7 +302,7 @@ class TestOddNames:
         assert contents(tmp_path / "restored") == wanted
 
     @pytest.mark.parametrize("shard", ["model\x07.safetensors", "model\\1.safetensors"])
-    def test_a_shard_that_could_not_come_back(self, two_shards, tmp_path, command, shard):
+    def test_unrestorable_shard_is_refused(self, two_shards, tmp_path, command, shard):
         original = Path(shutil.copytree(two_shards.with_name("original"), tmp_path / "original"))
         (original / "model-00002-of-00002.safetensors").rename(original / shard)
         done = command("convert", "--model", original, "--format", "exact", "--mlx-path", tmp_path / "out")
@@ -311,7 +311,7 @@ class TestOddNames:
 
 
 @pytest.mark.parametrize("command_flag", ["--restore", "--verify"])
-def test_the_revision_is_that_of_the_checkpoint(two_shards, tmp_path, command, monkeypatch, command_flag):
+def test_revision_matches_checkpoint(two_shards, tmp_path, command, monkeypatch, command_flag):
     asked = []
 
     def download(name: str, revision: str | None, allow_patterns: list[str]) -> Path:

@@ -66,13 +66,13 @@ class TestChosenCodes:
             ({"format": "codebook", "auto_bits": ""}, False, "2,16"),
         ],
     )
-    def test_where_nothing_else_chooses_them(self, monkeypatch, flags, chosen, ladder):
+    def test_default_codes_are_calibrated(self, monkeypatch, flags, chosen, ladder):
         monkeypatch.setattr(ConvertSettings, "calibrates", CALIBRATES)
         settings = command_settings(ConvertSettings, flags)
         assert (settings.calibrates, str(settings.ladder)) == (chosen, ladder)
 
     @pytest.mark.parametrize("format", ALL_FORMATS)
-    def test_in_every_format_that_has_free_codes(self, monkeypatch, format):
+    def test_every_format_with_free_codes_is_calibrated(self, monkeypatch, format):
         monkeypatch.setattr(ConvertSettings, "calibrates", CALIBRATES)
         settings = command_settings(ConvertSettings, {"format": format, "gears": "4,16"})
         assert settings.calibrates == get_format(format).takes_base
@@ -84,7 +84,7 @@ class TestChosenCodes:
             ("4,16", "prompts[0] has token"),  # the demo model's tokenizer knows more of them
         ],
     )
-    def test_what_cannot_be_calibrated_has_the_nearest_unless_it_was_asked_for(
+    def test_uncalibratable_layers_use_rtn_unless_requested(
         self, convert, command, succeeds, monkeypatch, tmp_path, gears, why
     ):
         source, _ = convert("llama", "--gears", "4,16")
@@ -108,7 +108,7 @@ class TestGearsFromDisk:
     @pytest.mark.parametrize("kernels", ["mlx", "native"])
     @pytest.mark.parametrize("architecture", MODELS)
     @pytest.mark.parametrize("format", FORMATS)
-    def test_are_bit_for_bit_those_made_in_memory(self, convert, format, architecture, kernels):
+    def test_equal_in_memory_gears_bit_for_bit(self, convert, format, architecture, kernels):
         source, out = convert(architecture, "--format", format, "--gears", FORMATS[format], "--embeddings", "keep")
         model, original = gearbx_mlx.load(out)[0], gearbx_mlx.load(source)[0]
         saved = Gearbox(model, kernels=kernels)
@@ -174,7 +174,7 @@ class TestGearsFromDisk:
         assert active_memory() - before <= 1.05 * held
 
 
-class TestTheBase:
+class TestBase:
     def test_names_every_layer_in_its_configuration(self, convert):
         _, out = convert("qwen3_moe")
         quantization = json.loads((out / "config.json").read_text())["quantization"]
@@ -212,13 +212,13 @@ class TestModelCard:
         assert f"mlx_lm.generate --model {out.name}" in card.text
 
     @pytest.mark.parametrize("given", ["smollm2", "tales.gguf"])
-    def test_looks_nothing_up_on_the_hub_for_what_is_not_there(self, given, tmp_path, monkeypatch):
+    def test_absent_metadata_needs_no_hub_request(self, given, tmp_path, monkeypatch):
         monkeypatch.setattr(ModelCard, "load", lambda *_, **__: pytest.fail("looked up"))
         monkeypatch.chdir(tmp_path)
         Path("tales.gguf").touch()
         assert provenance("geared", given, tmp_path) == Provenance("geared", None, given, {})
 
-    def test_is_what_is_uploaded(self, succeeds, tmp_path, monkeypatch):
+    def test_card_matches_upload(self, succeeds, tmp_path, monkeypatch):
         uploaded = {}
         monkeypatch.setattr(HfApi, "create_repo", lambda self, repo_id, exist_ok: uploaded.update(repo=repo_id))
 
@@ -275,7 +275,7 @@ class TestLoading:
         assert_not_loaded(broken, f"gears.{gone}: missing beside gears.{left}; download it again, or make it again")
 
     @pytest.mark.parametrize(("away", "remedy"), [(1, "upgrade gearbx-mlx"), (-1, "convert the original again")])
-    def test_another_version(self, broken, away, remedy):
+    def test_other_version_is_refused(self, broken, away, remedy):
         edit(broken / "gears.json", version=GEARS_VERSION + away)
         words = f"gears.json: unsupported version, got {GEARS_VERSION + away} instead of {GEARS_VERSION}; {remedy}"
         assert_not_loaded(broken, words)
@@ -285,7 +285,7 @@ class TestLoading:
         (broken / "gears.json").write_text(text)
         assert_not_loaded(broken, "gears.json: cannot be read as a manifest of gears")
 
-    def test_gears_that_vanish_later(self, broken):
+    def test_gears_removed_after_loading(self, broken):
         model, _ = gearbx_mlx.load(broken)
         gearbox = gearbx_mlx.Gearbox(model, residency="disk")
         gearbox.shift("mid")
@@ -300,7 +300,7 @@ class TestLoading:
 class TestConverting:
     @pytest.mark.some(1)
     @pytest.mark.parametrize("after", [0, 1, 30])
-    def test_a_disk_that_fills_up(self, whole, tmp_path, command, monkeypatch, after):
+    def test_full_disk_is_reported(self, whole, tmp_path, command, monkeypatch, after):
         appends, append = iter(range(after)), converter.TensorFile.append
 
         def full(self, arrays):
@@ -319,7 +319,7 @@ class TestConverting:
         assert command("convert", "--mlx-path", out).status == 0
         assert contents(out) == contents(whole)
 
-    def test_what_makes_no_sense(self, whole, tmp_path, command):
+    def test_invalid_requests_are_refused(self, whole, tmp_path, command):
         (tmp_path / "there").mkdir()
         (tmp_path / "there" / "a.txt").touch()
         (tmp_path / "link").symlink_to(tmp_path / "nowhere")

@@ -46,7 +46,7 @@ def loaded(path, ladder=None, **keywords):
 @pytest.mark.some(5)
 @pytest.mark.parametrize("architecture", MODELS)
 @pytest.mark.parametrize(("bits", "ladder"), [(8, "4,8"), (6, "4,6"), (8, "3,5,8")])
-def test_gears_are_those_in_place(convert, tmp_path, architecture, bits, ladder):
+def test_gears_equal_in_place_gears(convert, tmp_path, architecture, bits, ladder):
     source = save_quantized(tmp_path / "quantized", architecture, bits)
     out = convert(source, "--gears", ladder)
     stock, expected = mlx_lm.load(str(source))[0], loaded(source, ladder, kernels="mlx")
@@ -68,7 +68,7 @@ def test_mlx_lm_runs_the_lowest_gear(convert, tmp_path, architecture):
     assert mx.array_equal(base(PROMPT), loaded(out, kernels="mlx").model(PROMPT))
 
 
-def test_layers_of_other_bits_stay_as_they_are(convert, tmp_path):
+def test_layers_of_other_bits_are_unchanged(convert, tmp_path):
     def choose(path, module):
         return {"bits": 4, "group_size": 64} if "v_proj" in path else "gate_proj" not in path
 
@@ -106,7 +106,7 @@ def test_a_gguf(convert, tmp_path, own_cache):
         (8, ("--q-group-size", "64"), "omit --q-group-size"),
     ],
 )
-def test_what_is_refused(command, tmp_path, bits, flags, words):
+def test_unsupported_models_are_refused(command, tmp_path, bits, flags, words):
     source = save_quantized(tmp_path / "quantized", bits=bits)
     assert_refused(command("convert", "--model", source, "--mlx-path", tmp_path / "out", *flags), words)
     assert not [file for file in tmp_path.iterdir() if file.name.startswith("out")]

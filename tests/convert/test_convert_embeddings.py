@@ -61,11 +61,11 @@ def gearbox_of(directory, ladder=None, **keywords: object) -> Gearbox:
     return Gearbox(gearbx_mlx.load(directory)[0], ladder, kernels="mlx", **keywords)
 
 
-class TestTheBase:
+class TestBase:
     @pytest.mark.some(4)
     @pytest.mark.parametrize("format", ["planes", "affine"])
     @pytest.mark.parametrize("name", TABLES)
-    def test_has_the_size_of_what_mlx_lm_converts_to(self, convert, tmp_path, name, format):
+    def test_size_matches_mlx_lm_conversion(self, convert, tmp_path, name, format):
         source, out = convert(name, format=format)
         mlx_lm.convert(str(source), str(tmp_path / "mlx"), quantize=True, q_bits=4, q_group_size=GROUP)
         ours, theirs = (mx.load(str(path / "model.safetensors")) for path in (out, tmp_path / "mlx"))
@@ -73,7 +73,7 @@ class TestTheBase:
         assert array_bytes(out, "model.safetensors") == array_bytes(tmp_path / "mlx", "model.safetensors")
         assert list(tables_in(out)) == TABLES[name]
 
-    def test_is_everything_where_it_is_the_only_gear(self, convert, tmp_path):
+    def test_only_gear_includes_everything(self, convert, tmp_path):
         _, out = convert("tied", gears="4")
         assert array_bytes(out, "gears.safetensors") == 0
         gearbox = gearbox_of(out)
@@ -84,7 +84,7 @@ class TestTheBase:
     @pytest.mark.some(4)
     @pytest.mark.parametrize("format", ["planes", "affine"])
     @pytest.mark.parametrize("name", [*TABLES, "qwen3_moe", "gpt_neox"])
-    def test_is_run_by_mlx_lm_as_our_lowest_gear(self, convert, name, format):
+    def test_mlx_lm_runs_base_as_lowest_gear(self, convert, name, format):
         _, out = convert(name, format=format, dtype="float32")  # MLX's CPU kernels are slow in half precision
         stock, tokenizer = mlx_lm.load(str(out))
         kinds = {path: type(module) for path, module in stock.named_modules()}
@@ -95,14 +95,14 @@ class TestTheBase:
         assert mx.array_equal(gearbox.model(PROMPT), stock(PROMPT)).item()
 
     @pytest.mark.parametrize("format", ["rowwise", "codebook"])
-    def test_stays_the_original_where_the_format_is_not_mlx_lms(self, convert, format):
+    def test_other_formats_keep_original_embeddings(self, convert, format):
         source, out = convert("untied", format=format, gears=FORMATS[format])
         assert tables_in(out) == {}
         ours, theirs = (mx.load(str(path / "model.safetensors")) for path in (out, source))
         assert all(mx.array_equal(ours[name], theirs[name]).item() for name in theirs)
 
     @pytest.mark.parametrize(("answer", "rows"), [({"bits": 8, "group_size": GROUP}, 8), (False, None), (True, 4)])
-    def test_does_what_the_model_class_says(self, convert, monkeypatch, answer, rows):
+    def test_follows_model_class_predicate(self, convert, monkeypatch, answer, rows):
         def predicate(model, path, module):
             return answer if path == "model.embed_tokens" else hasattr(module, "to_quantized")
 
@@ -120,7 +120,7 @@ class TestGears:
     @pytest.mark.some(2)
     @pytest.mark.parametrize("name", ["untied", "tied", "gemma4"])
     @pytest.mark.parametrize("format", FORMATS)
-    def test_the_top_one_is_the_original_in_every_format(self, convert, name, format):
+    def test_top_gear_is_original_in_every_format(self, convert, name, format):
         source, out = convert(name, format=format, gears=FORMATS[format])
         saved = gearbox_of(out)
         saved.shift("high")
@@ -131,7 +131,7 @@ class TestGears:
     @pytest.mark.some(2)
     @pytest.mark.parametrize("name", ["untied", "tied"])
     @pytest.mark.parametrize("format", WITHOUT_ORIGINAL)
-    def test_the_top_one_has_exact_rows_without_a_gear_of_16_bits(self, convert, name, format):
+    def test_top_gear_without_16_bits_has_exact_rows(self, convert, name, format):
         source, out = convert(name, format=format, gears=WITHOUT_ORIGINAL[format])
         saved = gearbox_of(out)
         made = gearbox_of(source, WITHOUT_ORIGINAL[format], format=format, group_size=GROUP)
@@ -145,7 +145,7 @@ class TestGears:
         ("name", "format", "more"),
         [("tied", "rowwise", {}), ("tied", "codebook", {}), ("untied", "rowwise", {"embeddings": "keep"})],
     )
-    def test_a_base_that_mlx_lm_cannot_run_is_its_lowest_gear(self, convert, name, format, more):
+    def test_base_unsupported_by_mlx_lm_is_lowest_gear(self, convert, name, format, more):
         source, out = convert(name, format=format, gears=WITHOUT_ORIGINAL[format], **more)
         model = gearbx_mlx.load(out)[0]
         made = gearbox_of(source, WITHOUT_ORIGINAL[format], format=format)
@@ -155,7 +155,7 @@ class TestGears:
 
     @pytest.mark.some(2)
     @pytest.mark.parametrize("name", TABLES)
-    def test_all_have_the_original_rows_if_embeddings_are_kept(self, convert, name):
+    def test_kept_embeddings_have_original_rows(self, convert, name):
         source, out = convert(name, embeddings="keep")
         assert tables_in(out) == {}
         quantization = json.loads((out / "config.json").read_text())["quantization"]
@@ -179,7 +179,7 @@ class TestGears:
         (lambda c: c["layers"]["lm_head"].update(rows=4), "rows is 4, which is only for embeddings with"),
     ],
 )
-def test_damage_of_gears_json_is_refused_in_one_line(convert, change, words):
+def test_damaged_gears_json_is_refused(convert, change, words):
     _, out = convert("untied")
     edit(out / "gears.json", change)
     assert_not_loaded(out, words)

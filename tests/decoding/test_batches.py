@@ -49,7 +49,7 @@ def until_the_end(generator, uids):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gear", ["low", "high"])
-def test_in_one_gear_each_text_and_its_trace_are_those_of_the_prompt_alone(written, alone, gear):
+def test_fixed_gear_outputs_and_traces_equal_single(written, alone, gear):
     batch = written(mode=Static(gear), max_tokens=ROOM, return_token_ids=True)
     for text, trace, tokens, prompt, room in zip(batch.texts, batch.traces, batch.token_ids, PROMPTS, ROOM):
         single = alone(prompt, room, mode=Static(gear))
@@ -59,7 +59,7 @@ def test_in_one_gear_each_text_and_its_trace_are_those_of_the_prompt_alone(writt
             assert [getattr(each, field) for each in trace] == [getattr(each, field) for each in single], field
 
 
-def test_texts_with_seeds_leave_the_random_numbers_of_others_alone(written):
+def test_seeded_outputs_leave_other_random_numbers(written):
     mx.random.seed(5)
     expected = mx.random.uniform(shape=(3,)).tolist()
     mx.random.seed(5)
@@ -91,7 +91,7 @@ def test_the_sequences_of_a_pass_share_its_bytes(written, gearbox):
         assert all(each.weight_bytes == whole[each.batch_size] // each.batch_size for each in trace)
 
 
-def test_sequences_join_and_leave_and_others_do_not_notice(gearbox, tokenizer, alone):
+def test_joining_and_leaving_leave_other_outputs_unchanged(gearbox, tokenizer, alone):
     generator = batch_generator(gearbox.model, tokenizer, mode=Static("high"), gearbox=gearbox)
     tokens = [tokenizer.encode(prompt) for prompt in PROMPTS]
     first, leaver = generator.insert(tokens[:2], [24, 24])
@@ -110,7 +110,7 @@ def test_sequences_join_and_leave_and_others_do_not_notice(gearbox, tokenizer, a
     assert generator.sequences == {}
 
 
-def test_a_newcomers_prompt_and_first_token_have_its_own_first_gear(gearbox, tokenizer, alone):
+def test_new_sequence_starts_in_its_first_gear(gearbox, tokenizer, alone):
     """In any gear of the others, so that its KV cache does not depend on them."""
     modes = [Route(thresholds=ALWAYS, initial_gear="high"), Route(thresholds=NEVER, initial_gear="low")]
     generator = batch_generator(gearbox.model, tokenizer, mode="route", gearbox=gearbox)
@@ -124,7 +124,7 @@ def test_a_newcomers_prompt_and_first_token_have_its_own_first_gear(gearbox, tok
     assert texts[1][0].entropy == first.entropy  # the prompt was not read in the others' gear
 
 
-def test_a_cache_of_the_first_tokens_and_the_cache_at_the_end(written, gearbox, tokenizer):
+def test_returned_cache_continues_generation(written, gearbox, tokenizer):
     keywords = {"mode": Static("high"), "return_prompt_caches": True, "return_token_ids": True}
     whole = written(PROMPTS[:1], max_tokens=12, **keywords)
     begun = written(PROMPTS[:1], max_tokens=6, **keywords)
@@ -133,7 +133,7 @@ def test_a_cache_of_the_first_tokens_and_the_cache_at_the_end(written, gearbox, 
     assert written([tokens[6:7]], max_tokens=5, prompt_caches=[cache], **keywords).token_ids == [tokens[7:]]
 
 
-def test_log_probabilities_are_those_of_the_tokens(written, alone):
+def test_log_probabilities_match_tokens(written, alone):
     batch = written(mode=Static("high"), return_logprobs=True, max_tokens=5)
     for logprobs, prompt in zip(batch.logprobs, PROMPTS):
         assert logprobs == [each.logprobs[each.token].item() for each in alone(prompt, 5, mode=Static("high"))]
@@ -202,13 +202,13 @@ class TestBadInput:
             ),
         ],
     )
-    def test_is_one_line_that_names_the_value(self, written, keywords, line):
+    def test_error_names_value(self, written, keywords, line):
         with pytest.raises(GearbxError) as error:
             written(**keywords)
         assert str(error.value).startswith(line)
         assert "\n" not in str(error.value)
 
-    def test_leaves_those_that_are_in_the_making_alone(self, gearbox, tokenizer, alone):
+    def test_running_sequences_continue(self, gearbox, tokenizer, alone):
         generator = batch_generator(gearbox.model, tokenizer, mode=Static("high"), gearbox=gearbox)
         (uid,) = generator.insert([tokenizer.encode(PROMPTS[0])], [6])
         tokens = []
@@ -224,7 +224,7 @@ class TestBadInput:
         ("whole", "broken", "words"),
         [(0, lambda logits: logits * float("nan"), "logits: not finite"), (3, lambda logits: 1 / 0, "by zero")],
     )
-    def test_of_one_row_alone_ends_its_sequence_alone(self, gearbox, tokenizer, alone, mode, whole, broken, words):
+    def test_bad_row_ends_only_its_sequence(self, gearbox, tokenizer, alone, mode, whole, broken, words):
         tokens = [tokenizer.encode(prompt) for prompt in PROMPTS[:2]]
 
         def fails(before, logits):
@@ -286,7 +286,7 @@ BATCHES = [
 @pytest.mark.usefixtures("native")
 @MANY_VECTORS
 @pytest.mark.parametrize(("how", "lengths", "at_first"), BATCHES, ids=str)
-def test_texts_of_sequences_that_join_and_leave_are_those_alone(how, lengths, at_first):
+def test_joining_and_leaving_outputs_equal_single_sequences(how, lengths, at_first):
     box = boxed(**how)
     for gear in box.ladder:
         box.shift(gear)

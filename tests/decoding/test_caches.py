@@ -79,7 +79,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize(("damage", "complaint"), DAMAGED.values(), ids=DAMAGED)
-def test_a_prompt_cache_that_does_not_suit_the_model_is_refused(command, demo, tmp_path, damage, complaint):
+def test_mismatched_prompt_cache_is_refused(command, demo, tmp_path, damage, complaint):
     file = saved(damage(read_by(demo.model)), tmp_path)
     result = command("generate", "--prompt-cache-file", file, "-m", 5)
     assert (result.status, result.out) == (2, "")
@@ -98,7 +98,7 @@ NO_CONVERSATIONS = "[]", "{", '{"before": 1, "templated": true, "tokens": []}'
         *(({"conversation": told}, "not a prompt cache (") for told in NO_CONVERSATIONS),
     ],
 )
-def test_a_prompt_cache_that_says_something_wrong_of_itself_is_refused(command, demo, tmp_path, metadata, said):
+def test_prompt_cache_with_false_metadata_is_refused(command, demo, tmp_path, metadata, said):
     file = saved(read_by(demo.model), tmp_path, **metadata)
     assert_refused(command("generate", "--model", DEMO_MODEL, "--prompt-cache-file", file), f"{file}: ", said)
 
@@ -125,7 +125,7 @@ def test_a_truncated_prompt_cache_is_refused(command, demo, tmp_path):
         ("llama", {}, None, 8),
     ],
 )
-def test_every_kind_of_cache_goes_on_as_in_mlx_lm(command, demo, tmp_path, architecture, further, max_kv_size, bits):
+def test_every_cache_kind_continues_as_in_mlx_lm(command, demo, tmp_path, architecture, further, max_kv_size, bits):
     model = tiny_model(architecture, vocab_size=4096, **further)
     save_model(model, tmp_path / "model")
     cache = read_by(model, max_kv_size)
@@ -138,7 +138,7 @@ def test_every_kind_of_cache_goes_on_as_in_mlx_lm(command, demo, tmp_path, archi
     assert result.out == mlx_lm.generate(model, demo.tokenizer, tokens, max_tokens=12, prompt_cache=cache) + "\n"
 
 
-def test_tokens_in_a_cache_of_states_and_entries_count_for_the_context(command, tmp_path):
+def test_mixed_cache_tokens_count_for_context(command, tmp_path):
     model = tiny_model("lfm2", vocab_size=4096)
     save_model(model, tmp_path / "model")
     cache = make_prompt_cache(model)
@@ -156,7 +156,7 @@ def test_tokens_in_a_cache_of_states_and_entries_count_for_the_context(command, 
         ("mamba", {}, "--kv-bits: ArraysCache cannot be quantized, got 4"),
     ],
 )
-def test_a_cache_that_cannot_be_quantized_is_refused_before_the_text(demo, architecture, keywords, complaint):
+def test_unquantizable_cache_is_refused_before_generation(demo, architecture, keywords, complaint):
     model = tiny_model(architecture)
     with pytest.raises(GearbxError, match=complaint):
         stream_generate(model, demo.tokenizer, [1, 5, 9], 5, kv_bits=4, **{"kv_group_size": 32} | keywords)
@@ -190,7 +190,7 @@ def assert_read(model, cache: KeptCache, tokens: list[int]) -> None:
 
 
 @given(TOKENS, TOKENS)
-def test_what_two_sequences_share_is_their_longest_common_beginning(a, b):
+def test_shared_prefix_is_longest_common_prefix(a, b):
     count = in_common(a, b)
     assert a[:count] == b[:count]
     assert a[count : count + 1] != b[count : count + 1] or count == len(a) == len(b)
@@ -215,7 +215,7 @@ SHORTER = BEGUN[:4]
         ("lfm2", CHANGED, CHANGED),
     ],
 )
-def test_only_what_is_new_is_read_and_the_logits_are_those_of_reading_everything(architecture, next_turn, unread):
+def test_only_new_tokens_are_read_with_equal_logits(architecture, next_turn, unread):
     model, cache = begun(architecture)
     assert cache.unread(next_turn) == unread
     assert_read(model, cache, next_turn)
@@ -223,24 +223,24 @@ def test_only_what_is_new_is_read_and_the_logits_are_those_of_reading_everything
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mamba", "lfm2"])
-def test_a_token_that_was_read_ahead_and_not_shown_is_forgotten(architecture):
+def test_unshown_lookahead_token_is_forgotten(architecture):
     assert_read(*begun(architecture, surplus=[12]), CONTINUED)
 
 
-def test_caches_that_were_cut_too_short_are_read_again():
+def test_overtrimmed_caches_are_read_again():
     _, cache = begun()
     cache.entries[0].trim(3)  # an interrupt came in the middle of cutting
     assert cache.unread(CONTINUED) == CONTINUED
 
 
-def test_a_window_that_slid_goes_on_and_cannot_be_cut():
+def test_slid_window_continues_and_cannot_be_trimmed():
     model, cache = begun("qwen2", len(BEGUN))  # whose class leaves the window to mlx-lm
     assert cache.unread(CONTINUED) == [4, 8]
     read(model, cache, CONTINUED)
     assert cache.unread(CHANGED) == CHANGED
 
 
-def test_a_prompt_that_was_stopped_goes_on_where_it_was():
+def test_stopped_prefill_continues():
     model = tiny_model()
     cache = KeptCache(lambda: make_prompt_cache(model))
     model(mx.array([cache.unread(BEGUN)[:4]]), cache=cache.entries)
@@ -249,7 +249,7 @@ def test_a_prompt_that_was_stopped_goes_on_where_it_was():
     assert_read(model, cache, BEGUN)
 
 
-def test_a_draft_model_that_is_behind_shortens_what_is_known():
+def test_lagging_draft_model_shortens_known_prefix():
     model, draft = tiny_model(), tiny_model(seed=1)
     cache = KeptCache(lambda: [*make_prompt_cache(model), *make_prompt_cache(draft)])
     unread = cache.unread(BEGUN)
@@ -275,7 +275,7 @@ class BothModels:
         return self.turns.verify([tokens[0, -1].item()], cache).logits
 
 
-def test_both_models_of_a_pair_are_cut_and_what_one_missed_counts():
+def test_pair_trims_both_models_and_counts_missed_tokens():
     pair = BothModels()
     cache = KeptCache(pair.make_cache)
     read(pair, cache, BEGUN)
@@ -284,7 +284,7 @@ def test_both_models_of_a_pair_are_cut_and_what_one_missed_counts():
     assert [entry.given for entry in cache.entries] == [len(CHANGED)] * 2
 
 
-def test_entries_that_cannot_be_cut_are_refused_and_read_again():
+def test_untrimmable_entries_are_refused_and_read_again():
     _, cache = begun("qwen2", len(BEGUN), surplus=[12])
     with pytest.raises(GearbxError, match="cannot be cut"):
         cache.cut_to_tokens()
@@ -310,7 +310,7 @@ def go_on(command, file, *flags):
 
 
 @pytest.mark.parametrize("flags", [("--gears", 16), ("--gears", "4,16"), ("--mode", "telemetry-only")])
-def test_the_same_weights_go_on_in_any_gears(command, of_a_chat, flags):
+def test_same_weights_continue_in_any_gears(command, of_a_chat, flags):
     done = go_on(command, of_a_chat[1], *flags)
     assert done.status == 0, done.err
 

@@ -60,11 +60,11 @@ def drafted(gearbox, most, goes_on=lambda margins: True, ends=frozenset(), setti
     return proposal
 
 
-class TestTheLowGear:
+class TestLowGear:
     @pytest.mark.some(2)
     @pytest.mark.parametrize("processors", PROCESSORS)
     @pytest.mark.parametrize("sampler", SAMPLERS)
-    def test_proposes_what_it_would_write_with_the_same_random_numbers(self, kernels, sampler, processors):
+    def test_drafts_equal_its_output_with_same_seed(self, kernels, sampler, processors):
         gearbox = Gearbox(tiny_model(), "6,16", kernels=kernels)
         given = {"sampler": SAMPLERS[sampler], "processors": PROCESSORS[processors]}
         proposal = drafted(gearbox, 6, **given)
@@ -83,13 +83,13 @@ class TestTheLowGear:
         assert margins[0] == pytest.approx(margins[1], abs=1e-2)
         assert (margins[0] > 0).all()
 
-    def test_a_sampler_that_hides_its_margins_has_none(self, kernels):
+    def test_sampler_hiding_margins_has_none(self, kernels):
         gearbox = Gearbox(tiny_model(), "6,16", kernels=kernels)
         proposal = drafted(gearbox, 5, goes_on=lambda margins: False, sampler=SAMPLERS["sampled"])
         assert proposal.margins is None
         assert len(proposal) == 5  # nothing ends a draft early
 
-    def test_a_margin_ends_a_draft_where_it_is_known_at_once(self, compiled):
+    def test_known_margin_ends_draft_at_once(self, compiled):
         gearbox, asked = native_box(), []
 
         def goes_on(margins):
@@ -123,14 +123,14 @@ def test_drafts_quantize_activations_to_8_bits():
         assert not mx.array_equal(box.model(tokens), before)
 
 
-class TestAnotherModel:
+class TestDraftModel:
     """A draft model with a KV cache of its own; the text is the same as without."""
 
     @pytest.mark.some(2)
     @pytest.mark.parametrize("processors", PROCESSORS)
     @pytest.mark.parametrize("sampler", SAMPLERS)
     @pytest.mark.parametrize("seed", [0, 1])  # the same model, and one that agrees by chance
-    def test_the_text_is_that_of_the_model_alone(self, seed, sampler, processors):
+    def test_output_equals_plain_decoding(self, seed, sampler, processors):
         gearbox, given = Gearbox(tiny_model(), "16"), {"logits_processors": PROCESSORS[processors]}
         given["sampler"] = SAMPLERS[sampler]
         theirs = written(gearbox, TOKENS, 30, **given)
@@ -150,7 +150,7 @@ class TestAnotherModel:
         assert sum(r.weight_bytes for r in responses) == drafted * (one + two - one) + passes * one
         assert run.summary()["draft_model"]["passes"] == drafted
 
-    def test_one_whose_cache_cannot_be_cut_drafts_nothing(self):
+    def test_untrimmable_cache_disables_drafts(self):
         gearbox = Gearbox(tiny_model(), "16")
         theirs = written(gearbox, TOKENS, 20)
         with pytest.warns(GearbxWarning, match=r"a state instead of entries.*drafting is disabled") as said:
@@ -187,7 +187,7 @@ class Parrot(Drafter):
 
 
 @pytest.mark.parametrize("gears", ["16", "4,16"])
-def test_a_new_drafter_is_a_class_and_a_line_of_the_registry(kernels, gears, monkeypatch):
+def test_new_drafter_needs_class_and_registry_line(kernels, gears, monkeypatch):
     monkeypatch.setattr(Parrot, "calls", [])
     monkeypatch.setattr(drafters, "DRAFTERS", {"parrot": f"{__name__}:Parrot", **DRAFTERS})
     gearbox = Gearbox(tiny_model(), gears, kernels=kernels)
@@ -250,7 +250,7 @@ def simulated(monkeypatch):
     return simulate
 
 
-def test_a_device_drafts_while_a_reader_takes_the_tokens(simulated):
+def test_device_drafts_while_reader_takes_tokens(simulated):
     gearbox = Gearbox(tiny_model(), "4,16", kernels="mlx")
     device, mode = simulated(gearbox), Lossless(draft_length=3, lookup_tokens=0)
     run = stream_generate(gearbox.model, endless(), TOKENS, 30, gearbox=gearbox, mode=mode)
@@ -260,7 +260,7 @@ def test_a_device_drafts_while_a_reader_takes_the_tokens(simulated):
     device.wait()
 
 
-def test_a_device_computes_the_next_token_while_a_reader_takes_one(simulated):
+def test_device_computes_next_token_during_read(simulated):
     gearbox = Gearbox(tiny_model(), "16", kernels="mlx")
     device, mode = simulated(gearbox), Lossless(lookup_tokens=0)
     run = stream_generate(gearbox.model, endless(), TOKENS, 30, gearbox=gearbox, mode=mode)
@@ -271,7 +271,7 @@ def test_a_device_computes_the_next_token_while_a_reader_takes_one(simulated):
 
 
 @pytest.mark.parametrize("taken", [1, 4, 6, 9])
-def test_a_text_that_is_closed_while_a_device_drafts_leaves_the_cache_at_its_last_token(taken):
+def test_close_during_queued_draft_trims_cache(taken):
     gearbox, cache = Gearbox(tiny_model(), "4,16", kernels="mlx"), None
     for mode in (Lossless(draft_length=3, lookup_tokens=0), gearbx_mlx.Static("high")):
         before, cache = cache, make_prompt_cache(gearbox.model)
@@ -284,19 +284,19 @@ def test_a_text_that_is_closed_while_a_device_drafts_leaves_the_cache_at_its_las
 
 
 @pytest.mark.parametrize("draft", ["4", "8"])
-def test_low_gear_names_itself_and_its_cost_follows_its_bits(draft):
+def test_low_gear_cost_follows_its_bits(draft):
     gearbox = Gearbox(tiny_model(), "4,8,16")
     drafter = LowGear.of(DraftTarget(gearbox, [], Chooser(greedy_sampler), draft=draft))
     assert drafter.name == f"{draft} bits"
     assert int(draft) / 16 < drafter.cost < 1
 
 
-def test_draft_of_the_top_gears_bits_costs_a_plain_token():
+def test_draft_of_top_gear_bits_costs_plain_token():
     assert draft_cost(8, 8) == 1.0
     assert draft_cost(4, 16) < draft_cost(4, 8) < draft_cost(8, 8)
 
 
-def test_a_gear_that_is_made_beside_a_text_drafts_for_later_ones_too(compiled, monkeypatch):
+def test_gear_made_during_generation_drafts_later(compiled, monkeypatch):
     monkeypatch.setenv("GEARBX_TUNE", "1")
     gearbox = Gearbox(tiny_model(dtype=mx.bfloat16), "4,8,16", kernels="native")
     next(stream_generate(gearbox.model, endless(), TOKENS, 1, gearbox=gearbox, mode=Lossless(4)))

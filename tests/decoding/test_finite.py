@@ -21,7 +21,7 @@ def with_value(value, **change):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
-def test_a_weight_that_is_not_finite_is_named_in_every_mode(demo, mode, value):
+def test_nonfinite_weight_is_named_in_every_mode(demo, mode, value):
     model = with_value(value)
     gearbox = Gearbox(model, "4,16")
     with pytest.raises(GearbxError, match=f"{NORM}: weight is not finite .*check the checkpoint"):
@@ -29,7 +29,7 @@ def test_a_weight_that_is_not_finite_is_named_in_every_mode(demo, mode, value):
 
 
 @pytest.mark.parametrize(("threshold", "broken"), [(0.0, "large"), (float("inf"), "small")])
-def test_a_pair_names_the_weight_of_the_model_that_ran(demo, threshold, broken):
+def test_pair_names_weight_of_running_model(demo, threshold, broken):
     models = {"small": tiny_model(vocab_size=4096), "large": tiny_model(vocab_size=4096)}
     models[broken] = with_value(float("nan"), vocab_size=4096)
     with pytest.raises(GearbxError, match=NORM):
@@ -37,7 +37,7 @@ def test_a_pair_names_the_weight_of_the_model_that_ran(demo, threshold, broken):
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
-def test_logits_that_overflow_name_the_gear_and_the_type(demo, mode):
+def test_overflowing_logits_name_gear_and_dtype(demo, mode):
     model = tiny_model()
     model.model.norm.weight = model.model.norm.weight * 60000.0
     gearbox = Gearbox(model, "4,16", dtype="float16")
@@ -46,7 +46,7 @@ def test_logits_that_overflow_name_the_gear_and_the_type(demo, mode):
         list(stream_generate(model, demo.tokenizer, PROMPT, 5, mode=mode, gearbox=gearbox))
 
 
-def test_convert_refuses_a_norm_that_is_not_finite(command, tmp_path):
+def test_convert_refuses_nonfinite_norm(command, tmp_path):
     save_model(with_value(float("nan")), tmp_path / "model")
     result = command("convert", "--model", tmp_path / "model", "--mlx-path", tmp_path / "geared", "--gears", "4,16")
     assert result.status == 2
@@ -64,7 +64,7 @@ def with_query(*values, **change):
 
 
 @pytest.mark.parametrize("format", ["affine", "codebook"])
-def test_weights_beyond_what_a_format_can_store_are_called_large(command, tmp_path, format):
+def test_weights_beyond_format_range_are_called_large(command, tmp_path, format):
     model = with_query(3e38, -3e38, dtype=mx.bfloat16, vocab_size=4096)
     save_model(model, tmp_path / "model")
     convert = ("convert", "--mlx-path", tmp_path / "geared", "--format", format)
@@ -74,7 +74,7 @@ def test_weights_beyond_what_a_format_can_store_are_called_large(command, tmp_pa
         assert f"{QUERY}: has weights up to 3e+38, too large to be quantized; check the checkpoint" in done.err
 
 
-def test_weights_that_only_float16_cannot_hold_are_not_blamed_on_the_checkpoint(demo):
+def test_float16_overflow_is_not_blamed_on_checkpoint(demo):
     model = with_query(1e6, dtype=mx.bfloat16)
     with pytest.raises(GearbxError, match=f"{QUERY}: weight is infinite in float16, .*use --dtype float32"):
         list(stream_generate(model, demo.tokenizer, PROMPT, 5, gearbox=Gearbox(model, "16", dtype="float16")))

@@ -36,7 +36,7 @@ class TestOrder:
         assert {path.split(".")[2] for path in order[28:-1]} == {"0", "1", "6", "7"}
         assert order[-1] == "lm_head"
 
-    def test_bounds_that_no_width_is_in(self, geared):
+    def test_bounds_without_width_are_refused(self, geared):
         with pytest.raises(GearbxError, match="needs bits from 7 to 7"):
             Governor(geared[0], bounds={geared[0].layers[0].path: (7, 7)})
 
@@ -44,7 +44,7 @@ class TestOrder:
 class TestGoverned:
     @pytest.mark.slow
     @pytest.mark.parametrize("mode", [Route(initial_gear="high"), Kickdown()], ids=["route", "kickdown"])
-    def test_caps_are_in_the_model_while_it_generates_and_not_afterwards(self, geared, mode):
+    def test_caps_apply_only_during_generation(self, geared, mode):
         gearbox, tokenizer = geared
         governor = Governor(gearbox, watch=Watch([Scripted([Point(0, MachineState("critical"))])]))
         how, seen = {"gearbox": gearbox, "mode": mode, "controller": governor}, []
@@ -59,7 +59,7 @@ class TestGoverned:
         assert {*bits_in(gearbox).values()} == {8}
         assert governor.summary()["machine"] == {"thermal": "critical"}
 
-    def test_the_next_text_begins_where_this_one_ended(self, geared):
+    def test_next_output_starts_at_last_cap(self, geared):
         gearbox, tokenizer = geared
         governor = Governor(gearbox, watch=Watch([Scripted([Point(0, MachineState("critical"))])]))
         options = {"gearbox": gearbox, "controller": governor}
@@ -74,12 +74,12 @@ class TestGoverned:
             ({"mode": "route", "draft_model": object()}, "takes no draft model"),
         ],
     )
-    def test_where_gears_cannot_be_capped(self, geared, options, message):
+    def test_uncappable_gears_are_refused(self, geared, options, message):
         gearbox, tokenizer = geared
         with pytest.raises(GearbxError, match=message):
             stream_generate(gearbox.model, tokenizer, PROMPT, gearbox=gearbox, controller=Governor(gearbox), **options)
 
-    def test_another_gearbox(self, geared):
+    def test_other_gearbox_is_refused(self, geared):
         gearbox, tokenizer = geared
         other = Governor(Gearbox(tiny_model()))
         with pytest.raises(GearbxError, match="belongs to a different gearbox"):
@@ -102,7 +102,7 @@ class TestCommand:
         assert ran.summary["controller"]["cap_changes"] == 1
         assert ran.summary["effective_bits_per_weight"] > 4.5
 
-    def test_what_cannot_be_governed(self, command, monkeypatch):
+    def test_ungovernable_commands_are_refused(self, command, monkeypatch):
         ran = command("generate", "--target-tps", "5", "--gears", "16", "--format", "affine")
         assert ran.status == 2
         assert "nothing to cap" in ran.err.splitlines()[-1]
@@ -119,7 +119,7 @@ class TestCommand:
         assert ran.trace[9]["decision"]["machine"] == {"memory": 0.96}
 
     @pytest.mark.parametrize("mode", ["lossless", "static"])
-    def test_a_limit_changes_no_text_of_a_mode_that_is_not_capped(self, command, monkeypatch, mode):
+    def test_limit_leaves_uncapped_modes_unchanged(self, command, monkeypatch, mode):
         """Where memory is short, it says what it gives up."""
         flags = ("--gears", "4,16", "-m", 30, "--mode", mode)
         plain = command("generate", *flags)
@@ -131,7 +131,7 @@ class TestCommand:
         assert limited.err.count("memory is near the limit of 8 GB, so MLX's cache is freed every 10 tokens") == 1
         assert "controller" not in limited.err
 
-    def test_a_lossless_text_ends_with_the_remedy_where_nothing_is_left(self, command, monkeypatch):
+    def test_lossless_output_beyond_limit_ends_with_remedy(self, command, monkeypatch):
         later = []
         monkeypatch.setattr(MemoryGuard, "governing", lambda guard: later.append(1) or nullcontext())
         monkeypatch.setattr(OwnMemory, "bytes", lambda sensor: int(sensor.limit * (1.25 if later else 0.5)))

@@ -41,7 +41,7 @@ class TestKickdown:
     @pytest.mark.some(5)
     @pytest.mark.parametrize("architecture", ARCHITECTURES)
     @pytest.mark.parametrize("gear", [0, 1])
-    def test_held_in_one_gear_it_is_that_gear(self, architecture, gear):
+    def test_held_gear_equals_that_gear(self, architecture, gear):
         gearbox = Gearbox(tiny_model(architecture), "4,16")
         name, how = gearbox.ladder[gear].name, {"gearbox": gearbox}
         texts = []
@@ -52,7 +52,7 @@ class TestKickdown:
             assert np.array_equal(np.array(mine.logprobs), np.array(theirs.logprobs))
 
     @pytest.mark.slow
-    def test_climbs_exactly_where_it_is_in_doubt(self, fresh_demo):
+    def test_climbs_exactly_in_doubt(self, fresh_demo):
         model, tokenizer = fresh_demo.model, fresh_demo.tokenizer
         gearbox = Gearbox(model, "4,8,16", kernels="mlx")
         responses = list(stream_generate(model, tokenizer, TALE, 40, gearbox=gearbox, mode=Kickdown((4.0, 5.0))))
@@ -63,7 +63,7 @@ class TestKickdown:
             assert np.array_equal(np.array(logits - mx.logsumexp(logits)), np.array(response.logprobs))
             assert response.entropy == pytest.approx(entropy_bits(logits).item(), abs=1e-5)
 
-    def test_a_decision_of_ones_own_sees_entropy_position_and_gear(self, fresh_demo):
+    def test_custom_decision_receives_entropy_position_and_gear(self, fresh_demo):
         gearbox = Gearbox(fresh_demo.model, "4,8,16")
         seen = []
 
@@ -91,7 +91,7 @@ class TestKickdown:
 class TestKeywords:
     @pytest.mark.some(1)
     @pytest.mark.parametrize("keywords", KEYWORDS.values(), ids=KEYWORDS)
-    def test_in_the_top_gear_it_is_mlx_lm_with_every_keyword(self, demo, geared_demo, keywords):
+    def test_top_gear_matches_mlx_lm_with_every_keyword(self, demo, geared_demo, keywords):
         runs = []
         for mode in (None, Kickdown(rule=climb_to(1), prompt_gear="high")):
             geared_demo.shift("high")
@@ -104,7 +104,7 @@ class TestKeywords:
             runs.append(written(run))
         assert_same_text(*runs)
 
-    def test_a_prompt_is_read_in_its_gear_however_it_is_cut(self, demo, geared_demo):
+    def test_prefill_gear_is_same_for_any_split(self, demo, geared_demo):
         prompt, found = demo.tokenizer.encode(TALE), []
         for step in (2048, len(prompt) - 2, 3, 1):
             how = {"mode": Kickdown([99.0], prompt_gear="high"), "gearbox": geared_demo, "prefill_step_size": step}
@@ -112,7 +112,7 @@ class TestKeywords:
         for logprobs in found[1:]:
             np.testing.assert_allclose(logprobs, found[0], atol=1e-3)
 
-    def test_input_embeddings_go_to_models_that_take_them(self):
+    def test_input_embeddings_reach_supporting_models(self):
         model = tiny_model("qwen3")
         gearbox, prompt = Gearbox(model, "4,16"), PROMPT[0].tolist()
         how = {"gearbox": gearbox, "mode": Kickdown((1.0,))}

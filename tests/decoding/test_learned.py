@@ -42,7 +42,7 @@ class Start:
         return self.policy.length(15) > 0
 
 
-def test_drafts_save_time_unless_nothing_may_be_measured(file, monkeypatch):
+def test_policy_is_learned_unless_measuring_is_disabled(file, monkeypatch):
     gearbox = Gearbox(tiny_model(), "4,16")
     drafter = LowGear.of(DraftTarget(gearbox, [], GREEDY))
     assert isinstance(Lossless().knowledge(gearbox, drafter, GREEDY).policy, LearnedPolicy)
@@ -51,7 +51,7 @@ def test_drafts_save_time_unless_nothing_may_be_measured(file, monkeypatch):
 
 
 @pytest.mark.parametrize(("drafted", "wins"), [(FAST, True), (SLOW, False)])
-def test_the_way_that_was_faster_writes_first_at_the_next_start(file, drafted, wins):
+def test_faster_method_starts_next_run(file, drafted, wins):
     Start().write(400, drafted)
     assert Start().drafts() == wins
 
@@ -72,17 +72,17 @@ def test_other_models_and_settings_learn_for_themselves(file):
         assert other.drafts()
 
 
-def test_nothing_is_kept_of_a_few_tokens(file):
+def test_few_tokens_are_not_kept(file):
     Start().write(20, FAST)
     assert not file.exists()
 
 
-def test_measuring_again_begins_without_what_is_kept(file):
+def test_new_measurement_ignores_kept_state(file):
     Start().write(400, SLOW)
     assert Start(kernels="measure").drafts()
 
 
-def test_the_summary_compares_what_this_run_has_seen(file):
+def test_summary_compares_only_this_run(file):
     start = Start()
     assert measured_seconds(start.gearbox) == {}
     start.write(4000, FAST)
@@ -92,20 +92,20 @@ def test_the_summary_compares_what_this_run_has_seen(file):
     assert measured_seconds(Start().gearbox) == {}
 
 
-def test_a_text_teaches(file):
+def test_output_updates_state(file):
     gearbox = Gearbox(tiny_model(), "4,16")
     list(stream_generate(gearbox.model, endless(), [1, 5, 9], 60, gearbox=gearbox, mode=Lossless()))
     assert "drafts by 4 bits for 16 bits" in file.read_text()
 
 
 class TestFigures:
-    def test_nothing_is_said_after_a_few_tokens(self):
+    def test_few_tokens_give_no_figures(self):
         policy = MeasuredPolicy()
         write(policy, Machine(), 6)
         assert policy.seconds is None
 
     @pytest.mark.parametrize("early", [True, False])
-    def test_says_what_was_measured_in_this_run(self, early):
+    def test_figures_come_from_this_run(self, early):
         machine, policy = Machine(), MeasuredPolicy()
         spent, lengths = write(policy, machine, 4000, early=early)
         rounds, plain = policy.seconds
@@ -113,7 +113,7 @@ class TestFigures:
         in_rounds = (spent - machine.plain * lengths.count(0)) / (4000 - lengths.count(0))
         assert rounds == pytest.approx(in_rounds, rel=0.15)
 
-    def test_a_machine_that_becomes_slower_changes_no_comparison(self):
+    def test_slowing_machine_changes_no_comparison(self):
         machine, policy = Machine(), MeasuredPolicy()
         write(policy, machine, 4000, slow=lambda token: 1 + token / 1000)
         usual = MeasuredPolicy()
@@ -121,7 +121,7 @@ class TestFigures:
         (rounds, plain), (usual_rounds, usual_plain) = policy.seconds, usual.seconds
         assert rounds / plain == pytest.approx(usual_rounds / usual_plain, rel=0.15)
 
-    def test_says_nothing_of_an_earlier_start(self):
+    def test_earlier_start_gives_no_figures(self):
         first = MeasuredPolicy()
         write(first, Machine(), 600)
         again = MeasuredPolicy(first.state)
@@ -130,7 +130,7 @@ class TestFigures:
 
 
 class TestSpeedup:
-    def test_is_what_better_drafts_bring_on_this_machine(self):
+    def test_estimates_effect_of_better_drafts(self):
         """Estimated from rounds with bad drafts, it is near to what drafts write that are right more often."""
         machine, policy = Machine(), MeasuredPolicy()
         slow, _ = write(policy, machine, 4000, share=0.6)

@@ -36,14 +36,14 @@ class TestLookup:
 
     @pytest.mark.some(2)
     @pytest.mark.parametrize("sampler", ["greedy", "temperature", "top-p"])
-    def test_with_the_same_seed_it_draws_the_same_tokens(self, geared_demo, demo, sampler):
+    def test_same_seed_draws_same_tokens(self, geared_demo, demo, sampler):
         how = {"max_tokens": 50, "sampler": SAMPLERS[sampler], "mode": Trusting()}
         (theirs, after), (ours, after_ours) = both(geared_demo, demo.tokenizer, TWICE, **how)
         assert_same_text(told(ours), told(theirs))
         assert after == after_ours
         assert any(r.lookup_drafted for r in ours)
 
-    def test_every_token_has_one_source_and_what_is_looked_up_reads_no_weights(self, geared_demo, demo):
+    def test_lookup_tokens_have_source_and_read_no_weights(self, geared_demo, demo):
         mode = Lossless()
         run = list(stream_generate(demo.model, demo.tokenizer, TWICE, 40, gearbox=geared_demo, mode=mode))
         low, high = (geared_demo.weight_bytes_per_token(gear) for gear in geared_demo.ladder)
@@ -61,7 +61,7 @@ class TestLookup:
             assert r.from_draft == (r.source == "draft")
             assert r.gear == ("low" if r.from_draft else "high")
 
-    def test_the_same_text_has_the_same_passes_where_nothing_is_measured(self, geared_demo, demo):
+    def test_same_output_has_same_passes_without_measuring(self, geared_demo, demo):
         how = {"gearbox": geared_demo, "mode": Lossless()}
         runs = [stream_generate(demo.model, demo.tokenizer, TWICE, 30, **how) for _ in range(2)]
         first, second = ([(r.token, r.passes, r.source) for r in run] for run in runs)
@@ -82,7 +82,7 @@ class TestLookup:
             ({"lookup_tokens": "3"}, "lookup_tokens: out of range, got 3; use 0 to 15"),
         ],
     )
-    def test_refuses_what_does_not_exist(self, setting, says):
+    def test_unknown_values_are_refused(self, setting, says):
         with pytest.raises(GearbxError, match=says):
             Lossless(**setting)
 
@@ -96,7 +96,7 @@ class TestLookup:
         (("--num-draft-tokens", 1), "lossless: drafts 1 token; prompt lookup none"),
     ],
 )
-def test_verbose_says_how_tokens_are_proposed(command, flags, says):
+def test_verbose_names_token_drafters(command, flags, says):
     done = command("generate", "-p", "The", "-m", 2, "--mode", "lossless", "--verbose", "all", *flags)
     assert done.status == 0
     assert says in done.err.replace("\n", " ")

@@ -102,7 +102,7 @@ def both(gearbox, tokenizer, prompt, seed=3, mode=None, **keywords):
     return runs
 
 
-class TestIsTheTopGear:
+class TestTopGearOutput:
     @pytest.mark.some(2)
     @pytest.mark.parametrize("architecture", ARCHITECTURES)
     def test_bit_for_bit_on_every_architecture(self, architecture, kernels):
@@ -115,7 +115,7 @@ class TestIsTheTopGear:
     @pytest.mark.some(2)
     @pytest.mark.parametrize("processors", PROCESSORS)
     @pytest.mark.parametrize("sampler", ["greedy", "top-p", "ours"])
-    def test_with_drafts_of_all_lengths_and_tokens_alone(self, kernels, sampler, processors):
+    def test_with_every_draft_length_and_plain_decoding(self, kernels, sampler, processors):
         gearbox = Gearbox(tiny_model(), "6,16", kernels=kernels)
         given = {"sampler": SAMPLERS[sampler], "logits_processors": PROCESSORS[processors]}
         theirs = written(gearbox, PROMPT[0].tolist(), **given)
@@ -141,7 +141,7 @@ class TestIsTheTopGear:
         assert [token for token, _ in ours] == [token for token, _ in theirs]
 
     @pytest.mark.slow
-    def test_a_row_has_the_same_bits_in_any_company(self, demo, kernels):
+    def test_row_is_batch_invariant(self, demo, kernels):
         model, _ = mlx_lm.load(str(demo.path))
         gearbox = Gearbox(model, "4,8,16", kernels=kernels)
         tokens = demo.tokenizer.encode(QUESTION * 16)
@@ -162,7 +162,7 @@ class TestIsTheTopGear:
     @pytest.mark.some(2)
     @pytest.mark.parametrize("sampler", SAMPLERS)
     @pytest.mark.parametrize("prompt", [QUESTION, TALE])
-    def test_with_the_same_seed_it_draws_the_same_tokens(self, geared_demo, demo, sampler, prompt):
+    def test_same_seed_draws_same_tokens(self, geared_demo, demo, sampler, prompt):
         given = {"max_tokens": 50, "sampler": SAMPLERS[sampler], "mode": Lossless(lookup_tokens=0)}
         (theirs, after), (ours, after_ours) = both(geared_demo, demo.tokenizer, prompt, **given)
         assert_same_text(told(ours), told(theirs))
@@ -194,14 +194,14 @@ class TestIsTheTopGear:
         assert all(tokens[: len(prompt)] == prompt and len(tokens) < len(prompt) + 30 for tokens in drafts)
         assert sum(tokens in checks for tokens in drafts) > 15  # drafts on the right path attend to the same tokens
 
-    def test_separate_prompts_and_gears_of_eight_bits(self, demo):
+    def test_separate_prompts_and_8_bit_gears(self, demo):
         model, tokenizer = mlx_lm.load(str(demo.path))
         gearbox = Gearbox(model, "3,8", kernels="auto")
         for prompt in (QUESTION, TALE):
             (theirs, _), (ours, _) = both(gearbox, tokenizer, prompt, max_tokens=40)
             assert_same_text(told(ours), told(theirs))
 
-    def test_stop_tokens_inside_a_draft_end_the_text(self, geared_demo, demo):
+    def test_stop_tokens_inside_draft_end_output(self, geared_demo, demo):
         tokenizer = copy.deepcopy(demo.tokenizer)
         (theirs, _), _ = both(geared_demo, tokenizer, QUESTION, max_tokens=40)
         tokenizer.eos_token_ids = {theirs[20].token}
@@ -210,7 +210,7 @@ class TestIsTheTopGear:
         assert ours[-1].finish_reason == "stop"
         assert len(ours) <= 21
 
-    def test_the_model_is_left_in_the_top_gear_as_it_was(self, fresh_demo):
+    def test_model_is_left_in_unchanged_top_gear(self, fresh_demo):
         gearbox = Gearbox(fresh_demo.model, "3,16", kernels="auto")
         before = weights_of(fresh_demo.model)
         list(run_of(gearbox, fresh_demo.tokenizer, TALE, 12))
@@ -220,7 +220,7 @@ class TestIsTheTopGear:
 
 class TestCache:
     @pytest.mark.parametrize("ends", ["length", "stop", "closed"])
-    def test_holds_what_the_top_gear_alone_would_have_put_there(self, geared_demo, demo, ends):
+    def test_entries_equal_plain_decoding(self, geared_demo, demo, ends):
         tokenizer = copy.deepcopy(demo.tokenizer)
 
         def begun():
@@ -251,7 +251,7 @@ class TestCache:
 
     @pytest.mark.parametrize("keeps", [True, False], ids=["with its cache", "without"])
     @pytest.mark.parametrize("taken", [1, 2, 4, 5, 6])
-    def test_closed_sampled_text_has_drawn_the_numbers_of_the_next_token(self, tiny, kernels, taken, keeps):
+    def test_closed_sampling_draws_numbers_of_next_token(self, tiny, kernels, taken, keeps):
         """As in mlx-lm, which runs ahead, whatever was drafted."""
         gearbox, tokenizer, after = Gearbox(tiny, "6,16", kernels=kernels), endless(), []
         for mode in (None, Lossless(draft_length=3)):
@@ -268,7 +268,7 @@ class TestCache:
             after.append(mx.random.state[0].tolist())
         assert after[0] == after[1]
 
-    def test_where_drafts_fail_the_top_gear_goes_on_alone(self, tiny):
+    def test_failed_drafting_continues_with_plain_decoding(self, tiny):
         class OneAtATime(RotatingKVCache):
             low = False
 
@@ -287,7 +287,7 @@ class TestCache:
         assert len(said) == 1
         assert [token for token, _ in ours] == [token for token, _ in theirs]
 
-    def test_an_interrupt_within_a_round_leaves_the_text_so_far(self, geared_demo, demo):
+    def test_interrupt_within_round_keeps_output(self, geared_demo, demo):
         """A processor that is interrupted in the middle of a verification: the cache goes on as if it had not been."""
         prompt, calls = demo.tokenizer.encode(QUESTION), []
 
@@ -311,8 +311,8 @@ class TestCache:
         assert mx.allclose(*following, atol=1e-4)
 
 
-class TestWhatIsCounted:
-    def test_tokens_drafts_checks_and_bytes(self, geared_demo, demo):
+class TestCounts:
+    def test_tokens_drafts_verifications_and_bytes(self, geared_demo, demo):
         responses = list(run_of(geared_demo, demo.tokenizer, QUESTION, 40, Lossless(draft_length=4)))
         low, high = (geared_demo.weight_bytes_per_token(gear) for gear in geared_demo.ladder)
         drafted, checks = sum(r.drafted for r in responses), sum(r.passes[1] for r in responses)
@@ -326,7 +326,7 @@ class TestWhatIsCounted:
         # The kernel takes it from float32 logits, and sums 4096 of them in an order of its own.
         assert responses[0].entropy == pytest.approx(-np.sum(np.exp(logprobs) * logprobs) / math.log(2), abs=1e-5)
 
-    def test_a_check_of_experts_reads_more_of_them_than_a_token(self):
+    def test_verification_reads_more_experts_than_token(self):
         gearbox = Gearbox(tiny_model("mixtral"), "4,16")  # 2 experts of 4
         top = gearbox.ladder.top
         one, two, many = (gearbox.weight_bytes_per_token(top, n) for n in (1, 2, 16))
@@ -334,7 +334,7 @@ class TestWhatIsCounted:
         assert one < two
         assert many - two == 14 * row
 
-    def test_near_ties_are_told(self):
+    def test_near_ties_are_reported(self):
         model = tiny_model("llama")
         # Two tokens with equal logits: rounding may decide between them in either way.
         model.lm_head.weight = mx.concatenate([model.lm_head.weight[:64]] * 2)
@@ -342,12 +342,12 @@ class TestWhatIsCounted:
         checked = [r.near_tie for r in run_of(gearbox, load()[1], [1, 5, 9], 12, Lossless(draft_length=3))]
         assert sum(checked) >= len(checked) - 1
 
-    def test_text_without_near_ties_has_none(self, geared_demo, demo):
+    def test_output_without_near_ties_reports_none(self, geared_demo, demo):
         assert not any(r.near_tie for r in run_of(geared_demo, demo.tokenizer, QUESTION, 30))
 
 
 @pytest.mark.parametrize(("ladder", "sampler"), [("6,16", None), ("6,16", "ours"), ("6,16", "top-p"), ("16", None)])
-def test_where_mlx_computes_a_round_waits_for_the_device_once(ladder, sampler):
+def test_mlx_round_waits_for_device_once(ladder, sampler):
     gearbox = Gearbox(tiny_model(), ladder, kernels="mlx")
     mode, given = Lossless(draft_length=3, lookup_tokens=0), {"sampler": SAMPLERS.get(sampler)}
     run = run_of(gearbox, endless(), [1, 5, 9], 40, mode, **given)

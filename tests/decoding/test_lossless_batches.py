@@ -30,7 +30,7 @@ def tokens_of(done):
     return [[response.token for response in trace] for trace in done.traces]
 
 
-def test_texts_are_those_of_the_mode_alone_and_nothing_drafts(demo, geared_demo):
+def test_outputs_equal_single_runs_without_drafts(demo, geared_demo):
     expected = [alone(geared_demo, demo.tokenizer, prompt, mode=Lossless(draft_length=3)) for prompt in PROMPTS]
     done = together(geared_demo, demo.tokenizer)
     assert tokens_of(done) == expected
@@ -38,12 +38,12 @@ def test_texts_are_those_of_the_mode_alone_and_nothing_drafts(demo, geared_demo)
     assert (first.gear, first.drafted, first.passes, first.batch_size) == ("high", 0, (0, 1), 4)
 
 
-def test_no_policy_takes_a_text_from_the_top_gear(demo, geared_demo):
+def test_policies_keep_sequences_in_top_gear(demo, geared_demo):
     done = together(geared_demo, demo.tokenizer, PROMPTS[:2], 6, batch_policy=min)
     assert {response.gear for trace in done.traces for response in trace} == {"high"}
 
 
-def test_sampled_ones_are_those_of_their_seeds(demo, geared_demo):
+def test_sampled_outputs_match_their_seeds(demo, geared_demo):
     samplers, seeds = [make_sampler(0.8), None, make_sampler(0.8, xtc_probability=0.5)], [3, None, 7]
     expected = [
         alone(geared_demo, demo.tokenizer, prompt, 24, seed, sampler=sampler)

@@ -29,13 +29,13 @@ def test_the_summary_adds_up_the_trace(generated):
 
 
 @pytest.mark.parametrize("length", [1, 3])
-def test_a_draft_model_drafts_as_many_tokens_as_asked_for(generated, length):
+def test_draft_model_drafts_requested_tokens(generated, length):
     done = generated("--gears", 16, "--draft-model", DEMO_MODEL, "--num-draft-tokens", length, "-m", 12)
     assert {row["drafted"] for row in done.trace[:8]} == {0, length}
     assert done.summary["lookup_accepted"] == 0
 
 
-def test_a_checkpoint_of_4_bits_has_no_gears_to_compare(command, tmp_path, monkeypatch):
+def test_4_bit_checkpoint_has_no_gears_to_compare(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     convert(str(DEMO_MODEL), str(tmp_path / "q"), quantize=True)
     done = command("calibrate", "--model", tmp_path / "q", "--mode", "kickdown", "-m", 3, "--ignore-chat-template")
@@ -46,7 +46,7 @@ def test_a_checkpoint_of_4_bits_has_no_gears_to_compare(command, tmp_path, monke
 @pytest.mark.parametrize(
     ("rejected", "gain", "told"), [(0.3, 1.2, True), (0.05, 1.2, False), (0.3, 1.01, False), (0.3, None, False)]
 )
-def test_where_drafts_were_rejected_it_says_what_calibration_would_gain(capsys, monkeypatch, rejected, gain, told):
+def test_rejected_drafts_suggest_calibration_speedup(capsys, monkeypatch, rejected, gain, told):
     monkeypatch.setattr(run, "speedup_of_calibration", lambda gearbox: gain)
     box = Mock(spec=Gearbox, base={})
     geared = SimpleNamespace(gearbox=box, loaded=SimpleNamespace(decision=SimpleNamespace(takes_base=True)))

@@ -29,15 +29,15 @@ TALE = "Once upon a time there was a king"
 
 
 class TestRegistry:
-    def test_every_mode_has_the_name_that_it_is_registered_under(self):
+    def test_every_mode_has_its_registered_name(self):
         assert {name: modes.mode_class(name).name for name in modes.MODES} == {name: name for name in modes.MODES}
 
-    def test_a_default_stands_once(self):
+    def test_command_and_program_share_defaults(self):
         """What the command takes without a flag is what a program gets."""
         assert modes.make_mode("route", {}) == Route()
         assert modes.make_mode("pair", {"small_model": "S"}) == Pair("S")
 
-    def test_a_file_of_thresholds_says_more_of_the_gate(self, tmp_path):
+    def test_thresholds_file_sets_gate(self, tmp_path):
         file = tmp_path / "t.json"
         gate = {"window": 7, "min_gear_duration": 9}
         file.write_text(json.dumps({"schema": "gearbx-mlx thresholds", "version": 1, "thresholds": [2.0], **gate}))
@@ -47,7 +47,7 @@ class TestRegistry:
         assert (pair.threshold, pair.window, pair.min_gear_duration) == (2.0, 7, 9)
 
     @pytest.mark.parametrize("mode", [Route(), Kickdown(), Lossless(), Static()], ids=lambda mode: mode.name)
-    def test_what_shifts_needs_a_gearbox(self, fresh_demo, mode):
+    def test_shifting_modes_need_gearbox(self, fresh_demo, mode):
         observer = Observer(fresh_demo.model)
         with pytest.raises(GearbxError, match=f"mode '{mode.name}': needs a gearbox.*use 'telemetry-only'"):
             stream_generate(fresh_demo.model, fresh_demo.tokenizer, TALE, mode=mode, gearbox=observer)
@@ -61,7 +61,7 @@ def geared(tmp_path_factory):
     return path
 
 
-class TestWithoutAMode:
+class TestDefaultMode:
     @pytest.mark.some(5)
     @pytest.mark.parametrize("model", ["original", "geared"])
     @pytest.mark.parametrize(
@@ -83,11 +83,11 @@ class TestWithoutAMode:
         ],
         ids=str,
     )
-    def test_the_command_drafts_or_takes_the_mode_that_a_flag_is_of(self, generated, geared, model, flags, mode, by):
+    def test_command_drafts_or_infers_mode_from_flags(self, generated, geared, model, flags, mode, by):
         summary = generated("-m", 3, "--model", geared if model == "geared" else DEMO_MODEL, *flags).summary
         assert (summary["mode"], summary.get("mode_chosen_by")) == (mode, by)
 
-    def test_a_program_drafts_where_a_model_can(self, demo, fresh_demo):
+    def test_program_drafts_if_model_can(self, demo, fresh_demo):
         def mode_of(model, **keywords):
             responses = stream_generate(model, demo.tokenizer, TALE, 6, **keywords)
             assert len(list(responses)) == 6
@@ -135,7 +135,7 @@ class TestStatic:
         assert summary["passes"] == {"mid": 20}
         assert summary["effective_bits_per_weight"] == pytest.approx(9.0)
 
-    def test_each_gear_is_that_gear(self, geared_demo, demo):
+    def test_output_of_each_gear_matches_mlx_lm(self, geared_demo, demo):
         for gear in geared_demo.ladder:
             how = {"mode": Static(gear.bits, prompt_gear="same"), "gearbox": geared_demo}
             ours = list(stream_generate(demo.model, demo.tokenizer, TALE, 15, **how))

@@ -64,7 +64,7 @@ MODELS = [
 
 
 @pytest.mark.parametrize(("architecture", "settings"), MODELS)
-def test_a_pass_has_the_bits_of_the_models_own(architecture, settings):
+def test_pass_equals_model_bit_for_bit(architecture, settings):
     box = boxed(architecture, **settings)
     for gear in box.ladder:
         for count in (1, 2, 5, 16):
@@ -78,7 +78,7 @@ def test_a_pass_has_the_bits_of_the_models_own(architecture, settings):
                     assert np.array_equal(np.array(a), np.array(b))
 
 
-def test_a_pass_is_the_models_own_where_there_is_no_room_or_another_cache():
+def test_pass_is_declined_without_room_or_known_cache():
     box = boxed()
     cache = begun(box)
     assert pass_logits(pass_parts(box.model), [0] * 17, cache) is None
@@ -88,7 +88,7 @@ def test_a_pass_is_the_models_own_where_there_is_no_room_or_another_cache():
 
 
 @pytest.mark.parametrize(("architecture", "settings"), MODELS)
-def test_is_what_the_model_writes(architecture, settings):
+def test_native_draft_equals_model_output(architecture, settings):
     box = boxed(architecture, **settings)
     for gear in box.ladder:
         cache = begun(box, gear.bits)
@@ -102,7 +102,7 @@ def test_is_what_the_model_writes(architecture, settings):
             assert entropy == pytest.approx(bits, abs=1e-4)
 
 
-def test_keeps_the_cache_where_it_writes():
+def test_native_draft_holds_cache_memory():
     box = boxed()
     cache = begun(box)
     expected = drafted(box, cache).best(3, 0)
@@ -112,7 +112,7 @@ def test_keeps_the_cache_where_it_writes():
     assert step.best(3, 0) == expected
 
 
-def test_leaves_the_cache_as_it_was():
+def test_native_draft_leaves_cache_unchanged():
     box = boxed()
     cache = begun(box)
     before = [(np.array(part.keys[..., : part.offset, :]), part.offset) for part in cache]
@@ -124,7 +124,7 @@ def test_leaves_the_cache_as_it_was():
         assert mx.array_equal(part.keys[..., :offset, :], mx.array(keys))
 
 
-def test_follows_a_shift_and_a_weight_that_changes():
+def test_native_draft_follows_shifts_and_changed_weights():
     box = boxed()
     cache = begun(box)
     low = drafted(box, cache).best(3, 0)[1]
@@ -136,7 +136,7 @@ def test_follows_a_shift_and_a_weight_that_changes():
     assert drafted(box, cache).best(3, 0)[1] not in (low, top)
 
 
-def test_goes_on_beside_another_gear_and_is_over_when_its_weights_are_given_up(tmp_path):
+def test_native_draft_continues_until_weights_are_freed(tmp_path):
     model = tiny_model(dtype=mx.bfloat16)
     box = Gearbox(model, "4,16", kernels="native", **on_disk(model, tmp_path))
     cache = begun(box, 16)
@@ -153,7 +153,7 @@ def test_goes_on_beside_another_gear_and_is_over_when_its_weights_are_given_up(t
     assert (token, bits) == (expected[0][0], pytest.approx(expected[0][1], abs=1e-4))
 
 
-def test_entries_that_somebody_else_has_are_not_written():
+def test_native_draft_needs_unshared_entries():
     box = boxed()
     cache = begun(box)
     kept = copy.copy(cache[0].keys)
@@ -162,7 +162,7 @@ def test_entries_that_somebody_else_has_are_not_written():
     assert drafted(box, cache) is not None
 
 
-def test_is_refused_where_it_would_leave_the_entries():
+def test_native_draft_refuses_places_beyond_room():
     box = boxed()
     cache = begun(box)
     step = drafted(box, cache)
@@ -187,7 +187,7 @@ def test_other_models_and_caches_have_none():
     assert drafted(other, begun(other)) is None
 
 
-def test_a_layer_that_is_not_known_is_run_by_mlx():
+def test_unknown_layer_disables_native_draft():
     box = boxed()
     cache = begun(box)
     layer = box.model.layers[0].mlp.down_proj
@@ -197,7 +197,7 @@ def test_a_layer_that_is_not_known_is_run_by_mlx():
 
 
 @pytest.mark.parametrize("values", [normal(3, 5000), normal(2, 49152, seed=1), normal(4, 17, seed=2), normal(1, 1)])
-def test_what_is_read_off_logits(values):
+def test_native_logits_reader_matches_mlx(values):
     reader = reader_of(boxed())
     x = 7 * values
     assert np.allclose(np.array(reader.normalized(x)), np.array(MLX_READER.normalized(x)), atol=2e-5)
@@ -217,7 +217,7 @@ def test_what_is_read_off_logits(values):
     assert mx.array_equal(rows, reader.logsumexp(x))  # a row has the same bits in any company
 
 
-def test_logits_that_are_masked_or_no_numbers():
+def test_native_logits_reader_handles_masked_and_nonfinite():
     reader = reader_of(boxed())
     rows = np.array(normal(5, 300))
     rows[0, 5:] = -np.inf
@@ -292,7 +292,7 @@ def test_the_head_rescores_without_native_passes_too(change):
     assert np.array_equal(np.array(box.model(tokens, cache=copy.deepcopy(cache))[0]), low)
 
 
-def test_a_tied_head_whose_rows_are_packed_rescores_too():
+def test_packed_tied_head_rescores():
     mx.random.seed(1)
     top = nn.Linear(64, 96, bias=False)
     tied = QuantizedTied(nn.QuantizedLinear.from_linear(top, 32, 4), mx.float32)
@@ -316,7 +316,7 @@ def test_the_largest_logits_are_found(size, count, seed):
     assert np.array_equal(np.sort(found, axis=-1), np.sort(expected, axis=-1))
 
 
-def test_no_head_rescores_where_gears_share_it_or_are_given_up(tmp_path):
+def test_shared_or_released_head_never_rescores(tmp_path):
     model = tiny_model(dtype=mx.bfloat16)
     idle = Gearbox(model, "4,16", kernels="native", **on_disk(model, tmp_path))
     assert second_head(idle, idle.ladder[0]) is None

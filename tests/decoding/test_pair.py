@@ -36,7 +36,7 @@ def large():
 @pytest.mark.some(2)
 @pytest.mark.parametrize(("threshold", "alone"), [(0.0, "large"), (math.inf, "small"), (99.0, "small")])
 @pytest.mark.parametrize("keywords", KEYWORDS.values(), ids=KEYWORDS)
-def test_one_model_alone_writes_what_mlx_lm_writes(demo, small, large, threshold, alone, keywords):
+def test_single_model_output_equals_mlx_lm(demo, small, large, threshold, alone, keywords):
     keywords = {"max_tokens": 25} | keywords
     mx.random.seed(3)
     stream = streaming_with(reader_of().logsumexp)  # mlx-lm's, with the log-probabilities of this processor
@@ -54,7 +54,7 @@ class TestCachesInStep:
     @pytest.mark.some(2)
     @pytest.mark.parametrize("keywords", [{}, {"prefill_step_size": 3}], ids=["one pass", "in pieces"])
     @pytest.mark.parametrize("initial", ["small", "large"])
-    def test_every_token_is_of_a_model_that_saw_all_before_it(self, demo, small, large, initial, keywords):
+    def test_each_token_follows_complete_cache(self, demo, small, large, initial, keywords):
         how = {"gate": Script(self.SCRIPT), "initial": initial} | keywords
         responses = list(stream_pair(small, large, demo.tokenizer, TALE, 16, **how))
         models, text = {"small": small, "large": large}, demo.tokenizer.encode(TALE)
@@ -68,7 +68,7 @@ class TestCachesInStep:
             assert response.entropy == pytest.approx(float(entropy_bits(logits)), abs=1e-4)
             text.append(response.token)
 
-    def test_catching_up_has_the_bits_of_the_same_passes(self, small, large):
+    def test_catching_up_equals_same_passes_bitwise(self, small, large):
         turns, cache, alone = Turns(small, large, SMALL), pair_cache(small, large), make_prompt_cache(large)
         tokens = mx.array([5, 9, 2, 7, 3, 8, 1])
         for start, stop in [(0, 3), (3, 4), (4, 6)]:
@@ -79,7 +79,7 @@ class TestCachesInStep:
         assert turn.step.passes == (0, 1)
         assert mx.array_equal(turn.logits, large(tokens[None], cache=alone)[:, -1:]).item()
 
-    def test_a_turn_that_is_not_kept_leaves_both_caches_as_they_were(self, small, large):
+    def test_discarded_turn_leaves_both_caches_unchanged(self, small, large):
         turns, cache = Turns(small, large, SMALL), pair_cache(small, large)
         turns.prefill(mx.array([5, 9, 2, 7]), cache)
         for engaged, model in ((LARGE, large), (SMALL, small)):
@@ -91,7 +91,7 @@ class TestCachesInStep:
             assert mx.allclose(turn.logits[:, -1], expected, atol=2e-5)
             turn.keep(0)
 
-    def test_what_is_caught_up_is_what_was_missed(self, demo, small, large):
+    def test_catching_up_reads_missed_tokens(self, demo, small, large):
         prompt = len(demo.tokenizer.encode(TALE))
         responses = list(stream_pair(small, large, demo.tokenizer, TALE, 8, gate=Script([0, 0, 1, 1, 1, 0, 0, 1, 1])))
         # The large one misses the prompt and two tokens; then the small one misses what the large one read alone.
@@ -106,7 +106,7 @@ class TestCachesInStep:
         assert responses[2].weight_bytes == math.ceil((prompt + 2) / 4) * bytes_read(large)
 
     @pytest.mark.parametrize("trims", [(3,), (1, 2), (1,)], ids=str)
-    def test_trimmed_caches_forget_what_was_not_read_first(self, small, large, trims):
+    def test_trimmed_caches_forget_unread_tokens_first(self, small, large, trims):
         turns, cache = Turns(small, large, SMALL), pair_cache(small, large)
         turns.prefill(mx.array([5, 9, 2, 7]), cache)
         turns.engaged = LARGE
@@ -122,7 +122,7 @@ class TestCachesInStep:
             assert np.allclose(np.array(logits[0, -1]), np.array(expected[0, -1]), atol=2e-5)
 
 
-class TestTheGate:
+class TestGate:
     def test_the_paper_by_hand(self):
         entropies = [0.0, 0.0, 0.0, 0.0, 1.5, 1.5, 1.5, 0.0, 0.0, 0.0, 0.0, 0.0]
         gears = replay(entropies, pair_monitor(TOKENS, 2), pair_gate(0.75, 3))
@@ -135,7 +135,7 @@ class TestTheGate:
         assert len(runs) > 3
         assert min(runs[:-1]) == 7
 
-    def test_gears_and_means_are_those_of_the_gate(self, demo, small):
+    def test_gears_and_means_match_gate(self, demo, small):
         how = {"threshold": 5.0, "window": 3, "min_duration": 4}
         responses = list(stream_pair(small, demo.model, demo.tokenizer, TALE, 80, **how))
         entropies = [r.entropy for r in responses]
@@ -156,8 +156,8 @@ class TestTheGate:
             pair_gate(threshold)
 
 
-class TestWherePrecautionsAreNeeded:
-    def test_a_model_that_does_not_know_the_tokens(self, demo, large):
+class TestPairRefusals:
+    def test_model_lacking_the_tokens(self, demo, large):
         with pytest.raises(GearbxError, match="small model: must have a vocabulary of 4096 tokens or more, got 128"):
             stream_pair(tiny_model(), large, demo.tokenizer, TALE)
 
@@ -169,12 +169,12 @@ class TestWherePrecautionsAreNeeded:
             ("prompt_cache", r"use Pair.make_cache\(model\)"),
         ],
     )
-    def test_what_a_pair_has_not(self, demo, small, large, name, complaint):
+    def test_unsupported_pair_options(self, demo, small, large, name, complaint):
         given = make_prompt_cache(large) if name == "prompt_cache" else small
         with pytest.raises(GearbxError, match=complaint):
             stream_pair(small, large, demo.tokenizer, TALE, **{name: given})
 
-    def test_another_tokenizer(self, demo):
+    def test_other_tokenizer_is_refused(self, demo):
         class Other:
             def __init__(self, vocabulary, encode):
                 self.get_vocab, self.encode = lambda: vocabulary, encode
@@ -187,7 +187,7 @@ class TestWherePrecautionsAreNeeded:
             check_same_tokenizer(Other(own.get_vocab(), lambda text: own.encode(text.lower())), own, "S")
 
 
-class TestOneWayIn:
+class TestConstruction:
     def test_a_small_model_means_a_pair(self, demo, small):
         responses = list(stream_generate(demo.model, demo.tokenizer, TALE, 15, mode=Pair(small)))
         # The paper's defaults: the mean over five, ten tokens of the small model, a threshold far below either model's.

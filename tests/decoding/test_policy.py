@@ -74,7 +74,7 @@ def best_length(machine, share):
 
 class TestFixed:
     @pytest.mark.parametrize("length", [0, -1, 16])
-    def test_a_draft_must_fit_a_check(self, length):
+    def test_draft_fits_verification(self, length):
         with pytest.raises(GearbxError, match="1 to 15"):
             FixedPolicy(length)
 
@@ -82,7 +82,7 @@ class TestFixed:
         assert [FixedPolicy(4).length(room) for room in (0, 1, 3, 4, 100)] == [0, 1, 3, 4, 4]
         assert [FixedPolicy(3).goes_on([1.0] * drafted) for drafted in (1, 2, 3)] == [True, True, False]
 
-    def test_a_proposal_is_taken_as_far_as_pays_at_usual_costs(self):
+    def test_proposal_is_cut_to_fastest_length(self):
         assert FixedPolicy().lookup_length([0.9, 0.8, 0.7], 9) == 3
         assert FixedPolicy().lookup_length([0.9, 0.02], 9) == 1
         assert FixedPolicy().lookup_length([0.9, 0.7], 1) == 1
@@ -90,7 +90,7 @@ class TestFixed:
 
 
 class TestLearning:
-    def test_comes_to_what_a_drafted_token_costs(self):
+    def test_learns_cost_of_drafted_token(self):
         machine, policy, rng = Machine(), LearnedPolicy(draft_share=0.1), random.Random(0)
         for _ in range(800):
             length = rng.randrange(1, 9)
@@ -98,14 +98,14 @@ class TestLearning:
             policy.add_round(drafted=length, accepted=length, rows=length + 1, seconds=seconds)
         assert policy.cost(8) / policy.cost(1) == pytest.approx(machine.round(8) / machine.round(1), rel=0.1)
 
-    def test_rounds_of_one_length_say_nothing_of_others(self):
+    def test_single_length_rounds_inform_no_others(self):
         policy = LearnedPolicy()
         before = policy.cost(8)
         for _ in range(2000):
             policy.add_round(drafted=3, accepted=2, rows=4, seconds=1.15)
         assert policy.cost(8) == before
 
-    def test_a_further_pass_over_the_weights_costs_more_than_a_row(self):
+    def test_extra_weight_pass_costs_more_than_row(self):
         costs = [LearnedPolicy(tile=4).cost(drafted) for drafted in range(6)]
         steps = [after - before for before, after in itertools.pairwise(costs)]
         assert steps[3] > steps[2] == pytest.approx(steps[4])
@@ -118,7 +118,7 @@ class TestLearning:
             policy.add_round(drafted=length, accepted=0, rows=length + 1, seconds=seconds)
         assert policy.cost(5) == pytest.approx(before, rel=0.1)
 
-    def test_what_follows_a_rejected_token_says_nothing(self):
+    def test_tokens_after_rejection_are_ignored(self):
         one, other = LearnedPolicy(), LearnedPolicy()
         one.add_round(drafted=4, accepted=1, rows=5, seconds=1.0, margins=[1.1, 0.5, 3.0, 3.0])
         other.add_round(drafted=2, accepted=1, rows=3, seconds=1.0, margins=[1.1, 0.5])
@@ -127,7 +127,7 @@ class TestLearning:
 
     @settings(deadline=None)
     @given(st.lists(st.one_of(rounds, st.floats(1e-6, 1e3)), max_size=60))
-    def test_whatever_happens_choices_and_state_stay_in_their_range(self, passes):
+    def test_choices_and_state_stay_in_range(self, passes):
         policy = LearnedPolicy(tile=4)
         for each in passes:
             if isinstance(each, float):
@@ -163,7 +163,7 @@ class TestLength:
         assert [policy.length(room, early=True) for room in (-1, 0, 1, 3)] == [0, 0, 1, 3]
         assert policy.length(1000, early=True) <= MAX_DRAFTED
 
-    def test_where_drafts_lose_the_top_gear_writes_and_trials_are_rare(self):
+    def test_slower_drafting_makes_trials_rare(self):
         machine = Machine(drafted=0.03)
         policy = LearnedPolicy()
         seconds, lengths = write(policy, machine, 4000)
@@ -172,11 +172,11 @@ class TestLength:
         assert sum(length > 0 for length in first) < 0.1 * len(first)
         assert seconds < 1.1 * 4000 * machine.plain
 
-    def test_where_nothing_drafted_is_right_drafts_end_soon(self):
+    def test_rejected_drafts_end_soon(self):
         _, lengths = write(LearnedPolicy(), Machine(), 200, share=0.2)
         assert lengths[:100].count(0) > 50
 
-    def test_where_drafts_pay_plain_tokens_are_rare(self):
+    def test_faster_drafting_makes_plain_tokens_rare(self):
         machine = Machine()
         policy = LearnedPolicy()
         write(policy, machine, 400)
@@ -190,7 +190,7 @@ class TestLength:
         late = lengths[-300:]
         assert late.count(0) < 0.1 * len(late)
 
-    def test_one_noisy_minute_settles_nothing(self):
+    def test_noisy_minute_is_forgotten(self):
         """Rounds take four times as long for a while; some hundred tokens later they write again."""
         machine, policy = Machine(), LearnedPolicy()
         write(policy, machine, 400)
@@ -204,7 +204,7 @@ class TestLength:
         late = lengths[-200:]
         assert late.count(0) < 0.1 * len(late)
 
-    def test_what_makes_all_passes_slower_changes_nothing(self):
+    def test_uniform_slowdown_changes_no_choice(self):
         machine, policy = Machine(), LearnedPolicy()
         write(policy, machine, 400)
         seconds, _ = write(policy, machine, 1200, slow=lambda token: 3.0 if 200 < token < 700 else 1.0, seed=1)
@@ -215,7 +215,7 @@ class TestLength:
 
 
 class TestMargins:
-    def test_a_draft_goes_on_after_sure_tokens_and_ends_after_doubtful_ones(self):
+    def test_draft_continues_while_tokens_are_certain(self):
         policy = LearnedPolicy()
         write(policy, Machine(), 1000, early=True)
         assert policy.goes_on([5.0])
@@ -224,7 +224,7 @@ class TestMargins:
     def test_is_never_longer_than_a_verification_takes(self):
         assert not LearnedPolicy().goes_on([9.0] * MAX_DRAFTED)
 
-    def test_margins_gain_over_any_length(self):
+    def test_margins_are_faster_than_fixed_lengths(self):
         machine, share, count = Machine(), 0.75, 4000
         policy = LearnedPolicy()
         write(policy, machine, 600, share, early=True)
@@ -233,7 +233,7 @@ class TestMargins:
 
 
 class TestLookup:
-    def test_takes_what_saves_most(self):
+    def test_takes_fastest_proposal(self):
         policy = LearnedPolicy()
         write(policy, Machine(), 1000)
         assert policy.lookup_length([0.99**place for place in range(1, 16)], 15) >= 10
@@ -241,7 +241,7 @@ class TestLookup:
         assert policy.lookup_length([0.99] * 15, 4) == 4
         assert policy.lookup_length([], 15) == policy.lookup_length([0.99], 0) == 0
 
-    def test_rows_that_turn_out_dear_are_not_taken_again(self):
+    def test_expensive_rows_are_not_taken_again(self):
         machine, policy = Machine(), LearnedPolicy()
         write(policy, machine, 1000)
         proposal = [0.8**place for place in range(1, 16)]
@@ -250,7 +250,7 @@ class TestLookup:
             policy.add_round(drafted=0, accepted=1, rows=taken + 1, seconds=10 * machine.plain)
         assert policy.lookup_length(proposal, 15) < taken
 
-    def test_without_a_drafter_rows_are_compared_with_plain_tokens(self):
+    def test_without_drafter_rows_compete_with_plain_tokens(self):
         policy = LearnedPolicy(draft_share=None)
         proposal = [0.8**place for place in range(1, 16)]
         taken = policy.lookup_length(proposal, 15)
@@ -260,7 +260,7 @@ class TestLookup:
             policy.add_round(drafted=0, accepted=1, rows=taken + 1, seconds=0.15)
         assert policy.lookup_length(proposal, 15) < taken
 
-    def test_the_text_alone_may_propose(self):
+    def test_lookup_may_draft_without_other_drafters(self):
         policy = LearnedPolicy(draft_share=None)
         for _ in range(20):
             assert policy.length(100) == 0
@@ -269,9 +269,9 @@ class TestLookup:
         assert policy.lookup_length([0.01], 3) == 0
 
 
-class TestKept:
+class TestKeptState:
     @pytest.mark.parametrize("share", [0.36, None])
-    def test_the_state_is_positive_and_says_no_choice(self, share):
+    def test_state_is_positive_and_stores_no_choice(self, share):
         policy = LearnedPolicy(draft_share=share)
         write(policy, Machine(), 1000, early=True)
         assert min(policy.state.values()) > 0
@@ -287,7 +287,7 @@ class TestKept:
         }
 
     @pytest.mark.parametrize("early", [True, False])
-    def test_another_start_begins_with_it(self, early):
+    def test_next_start_uses_it(self, early):
         machine = Machine(drafted=0.03)
         first = LearnedPolicy()
         write(first, machine, 1000, early=early)

@@ -28,14 +28,14 @@ def by_hand(demo, gearbox, reads, writes, count):
     return text[1:]
 
 
-class TestWhoReads:
+class TestPrefillGear:
     @pytest.mark.parametrize(("mode", "reads"), LOW_TEXTS, ids=str)
-    def test_the_text_is_that_of_a_prompt_in_this_gear(self, demo, geared_demo, mode, reads):
+    def test_output_matches_prefill_in_this_gear(self, demo, geared_demo, mode, reads):
         found = list(stream_generate(demo.model, demo.tokenizer, TALE, 12, mode=mode, gearbox=geared_demo))
         assert [response.token for response in found] == by_hand(demo, geared_demo, reads, "low", 12)
         assert {response.gear for response in found} == {"low"}
 
-    def test_a_batch_writes_what_each_text_is_alone(self, demo, geared_demo):
+    def test_batch_outputs_equal_single_outputs(self, demo, geared_demo):
         prompts = [TALE, "There was a miller"]
         modes = Static("low"), Static("low", prompt_gear="same")
         for mode in modes:
@@ -44,7 +44,7 @@ class TestWhoReads:
             alone = [generate(demo.model, demo.tokenizer, each, **shared) for each in prompts]
             assert found.texts == alone
 
-    def test_where_the_top_gear_is_not_in_memory_the_prompt_is_read_in_that_of_the_text(self, demo, tmp_path):
+    def test_without_top_gear_prefill_uses_output_gear(self, demo, tmp_path):
         model = tiny_model()
         gearbox = Gearbox(model, "4,16", **on_disk(model, tmp_path))
         keywords = {"mode": Static("low"), "gearbox": gearbox, "max_tokens": 3}
@@ -56,7 +56,7 @@ class TestWhoReads:
 
 class TestChat:
     @pytest.mark.parametrize("gear", ["low", "high"])
-    def test_an_answer_in_a_low_gear_is_read_again_in_that_of_prompts(self, gear):
+    def test_low_gear_answer_is_read_again(self, gear):
         with chat(gears="3,16", gear=gear) as session:
             asked = session.conversation.tokens(ASKED)
             session.answer(ASKED)
@@ -72,7 +72,7 @@ class TestChat:
                 count = len(session.cache.tokens)
                 assert np.allclose(np.array(mine.keys[..., :count, :]), np.array(top.keys[..., :count, :]), atol=1e-3)
 
-    def test_a_mode_reads_again_what_a_lower_gear_read_and_nothing_else(self):
+    def test_mode_rereads_only_lower_gear_tokens(self):
         with chat(gears="3,8,16", mode="static", gear="low", prompt_gear="8") as session:
             read = session.cache
             session.answer(ASKED)
@@ -89,7 +89,7 @@ class TestChat:
             assert read.unread(asked, 16) == asked[top:]
 
 
-def test_a_saved_conversation_says_which_gear_read_it(command, tmp_path):
+def test_saved_conversation_names_its_prefill_gear(command, tmp_path):
     saved = tmp_path / "kept.safetensors"
     with chat(gears="3,16", gear="low") as session:
         session.answer(ASKED)

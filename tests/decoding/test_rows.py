@@ -84,7 +84,7 @@ class TestSnapshots:
     @pytest.mark.parametrize("name", CACHES)
     @pytest.mark.parametrize("length", [0, 3, 13])
     @pytest.mark.parametrize("counts", [(1,), (4,), (1, 1, 5, 1)])
-    def test_whatever_is_written_is_undone(self, name, length, counts):
+    def test_all_writes_are_undone(self, name, length, counts):
         cache, other = CACHES[name](), CACHES[name]()
         for each in (cache, other):
             for token in range(length):
@@ -99,7 +99,7 @@ class TestSnapshots:
                 write(each, count, 50 + seed)
         assert contents(cache) == contents(other)
 
-    def test_an_interrupt_in_the_middle_of_a_pass_undoes_all_layers(self):
+    def test_interrupt_during_pass_undoes_all_layers(self):
         cache = [KVCache(), caches.RotatingKVCache(8), ArraysCache(1)]
         for part in cache:
             write(part, 5, 0)
@@ -122,7 +122,7 @@ class TestRows:
     @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", *STATES])
     @pytest.mark.parametrize("length", [3, 70])
     @pytest.mark.parametrize("rows", [1, 2, 4, 5])
-    def test_the_cache_is_as_if_there_had_been_no_further_tokens(self, architecture, length, rows, tmp_path):
+    def test_cache_is_as_without_rejected_tokens(self, architecture, length, rows, tmp_path):
         model = tiny_model(architecture)
         cache, other = begun(model, length), begun(model, length)
         several = rows_of(model, TOKENS, cache)
@@ -138,7 +138,7 @@ class TestRows:
             assert mx.allclose(plain(model, [3, 4], each), following, atol=1e-5)
 
     @pytest.mark.parametrize(("architecture", "tokens"), [("llama", 4), ("mamba", 1)])
-    def test_layers_note_nothing_where_no_state_may_have_to_be_computed(self, architecture, tokens, monkeypatch):
+    def test_layers_without_computed_states_record_none(self, architecture, tokens, monkeypatch):
         def noted(*_):
             raise AssertionError("outputs of layers are kept in vain")
 
@@ -147,7 +147,7 @@ class TestRows:
         rows_of(model, TOKENS[:tokens], begun(model, 3))
 
     @pytest.mark.parametrize("architecture", STATES)
-    def test_earlier_states_are_computed_without_the_weights_of_linear_layers(self, architecture):
+    def test_earlier_states_need_no_linear_weights(self, architecture):
         model = tiny_model(architecture)
         gearbox = Gearbox(model, "4,16")
         verifier = Verifier(gearbox, gearbox.ladder.top)
@@ -172,7 +172,7 @@ class TestRows:
         rows_of(model, TOKENS, cache).keep(0)
         assert mx.allclose(plain(model, [3, 4], cache), plain(model, [3, 4], other), atol=1e-5)
 
-    def test_a_failure_in_the_middle_of_the_pass_leaves_the_cache_as_it_was(self):
+    def test_failure_during_pass_leaves_cache_unchanged(self):
         model = tiny_model("lfm2")
         cache, other = begun(model, 3), begun(model, 3)
 
@@ -192,7 +192,7 @@ class TestRows:
 class TestModels:
     """Kickdown on caches of every kind: windows of 64 tokens or less, states, and both."""
 
-    def test_a_cache_goes_on_in_another_thread(self):
+    def test_cache_continues_in_other_thread(self):
         model = tiny_model("gemma3_text")
         gearbox, cache = Gearbox(model, "6,16"), make_prompt_cache(model)
         mode, tokenizer = Lossless(draft_length=3), load()[1]
@@ -203,7 +203,7 @@ class TestModels:
         assert mx.isfinite(model(mx.array([[3]]), cache=cache)).all()
 
     @pytest.mark.parametrize("architecture", ["gemma3_text", *STATES])
-    def test_kickdown_to_the_top_gear_leaves_nothing_of_the_lower_ones(self, architecture):
+    def test_kickdown_to_top_gear_drops_lower_entries(self, architecture):
         model = tiny_model(architecture)
         gearbox = Gearbox(model, "4,6,16")
         theirs, _ = written(gearbox, list(range(70)), 60)

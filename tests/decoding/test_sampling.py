@@ -59,7 +59,7 @@ def test_tokens_left_out_by_xtc_are_the_likeliest():
 
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("size", [1, 2, 7, 16, 31, 32, 33, 4099])
-def test_native_kernels_choose_what_mlxs_operations_do(size):
+def test_native_kernels_choose_same_tokens_as_mlx(size):
     sampler = make_sampler(0.8, min_p=0.01)
     for seed in range(60):
         logits = 3 * mx.random.normal((1, size), key=mx.random.key(seed))
@@ -84,7 +84,7 @@ def test_native_kernels_choose_what_mlxs_operations_do(size):
         ({"temp": 1.0, "xtc_threshold": 0.9}, "xtc_threshold: out of range, got 0.9; use 0 to 0.5"),
     ],
 )
-def test_numbers_that_no_sampler_has(numbers, told):
+def test_invalid_numbers_are_refused(numbers, told):
     with pytest.raises(GearbxError, match=told):
         make_sampler(**numbers)
 
@@ -96,7 +96,7 @@ def test_cold_is_greedy():
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("kept", [{}, {"top_p": 0.9}])
-def test_distributions_that_are_alike_choose_the_same_token_more_often_than_with_mlx_lms(kept):
+def test_similar_distributions_agree_more_than_mlx_lms(kept):
     logits = 3 * mx.random.normal((1, 200), key=mx.random.key(0))
     others = [logits + 0.5 * mx.random.normal(logits.shape, key=mx.random.key(1 + i)) for i in range(200)]
     same = dict.fromkeys((mlx_lm_sampler, make_sampler), 0)
@@ -128,7 +128,7 @@ logits = arrays(np.float32, st.tuples(st.integers(1, 4), st.integers(2, 300)), e
 
 @EITHER
 @given(logits)
-def test_lies_between_zero_and_log2_of_the_vocabulary(entropy_bits, values):
+def test_entropy_is_between_zero_and_log2_vocabulary(entropy_bits, values):
     bits = np.array(entropy_bits(mx.array(values)))
     assert bits.shape == values.shape[:1]
     assert (bits >= 0).all()
@@ -154,7 +154,7 @@ EXACT = [
 
 @EITHER
 @pytest.mark.parametrize(("values", "bits"), EXACT, ids=range(len(EXACT)))
-def test_uniform_is_log2_of_the_vocabulary_and_one_hot_is_zero(entropy_bits, values, bits):
+def test_uniform_is_log2_vocabulary_and_one_hot_zero(entropy_bits, values, bits):
     """Minus infinity adds nothing, infinity is certain, and what is not a number is uniform."""
     assert entropy_bits(values).item() == bits
 

@@ -23,7 +23,7 @@ def told(demo, gearbox, tokens, mode):
     return list(stream_generate(demo.model, demo.tokenizer, TALE, tokens, gearbox=gearbox, mode=mode))
 
 
-class TestHeldInOneGear:
+class TestHeldGear:
     @pytest.mark.slow
     @pytest.mark.parametrize("keywords", KEYWORDS.values(), ids=KEYWORDS)
     def test_tokens_and_logprobs_are_mlx_lms_own(self, demo, keywords):
@@ -35,7 +35,7 @@ class TestHeldInOneGear:
         ours = written(stream_generate(demo.model, demo.tokenizer, QUESTION, gearbox=gearbox, **keywords))
         assert_same_text(ours, theirs)
 
-    def test_a_low_gear_is_what_mlx_lm_computes_with_quantized_weights(self, fresh_demo, demo):
+    def test_low_gear_equals_mlx_lm_quantized(self, fresh_demo, demo):
         fresh_demo.model.set_dtype(mx.float32)
         nn.quantize(fresh_demo.model, 64, 4, class_predicate=lambda path, m: isinstance(m, nn.Linear))
         theirs = written(mlx_lm.stream_generate(fresh_demo.model, demo.tokenizer, TALE, 20))
@@ -58,7 +58,7 @@ class TestRouting:
         assert [r.shifted for r in responses] == [False, *(a != b for a, b in itertools.pairwise(gears))]
 
     @pytest.mark.slow
-    def test_every_token_was_computed_by_the_gear_it_names(self, fresh_demo):
+    def test_token_is_computed_by_named_gear(self, fresh_demo):
         model, gate = fresh_demo.model, Script([1, 0, 1, 1, 0, 0, 1, 0, 1, 0, 1, 0])
         gearbox = Gearbox(model, "4,16")
         responses = told(fresh_demo, gearbox, 12, Route(initial_gear="low", gate=gate, prompt_gear="same"))
@@ -74,7 +74,7 @@ class TestRouting:
             last = response.token
 
     @pytest.mark.slow
-    def test_entropies_and_gears_are_those_of_the_gate(self, fresh_demo):
+    def test_entropies_and_gears_match_gate(self, fresh_demo):
         gearbox = Gearbox(fresh_demo.model, kernels="mlx")
         thresholds = (1.0, 2.0)
         responses = told(fresh_demo, gearbox, 60, Route(thresholds, initial_gear="low", min_gear_duration=2))
@@ -87,7 +87,7 @@ class TestRouting:
         assert [r.gear for r in responses] == ["low", "low", *(names[g] for g in chosen[:-2])]
         assert len({r.gear for r in responses}) > 1
 
-    def test_the_gear_that_the_forecast_points_to_is_made_before_it_is_needed(self, fresh_demo):
+    def test_forecast_gear_is_made_in_advance(self, fresh_demo):
         class Foreseeing(Script):
             def peek(self, level):
                 return 1
@@ -100,7 +100,7 @@ class TestRouting:
         assert mx.get_active_memory() == pytest.approx(made, abs=2e5)  # nothing was left to make
 
 
-def test_telemetry_only_names_the_gears_that_routing_on_the_same_tokens_would_use(demo):
+def test_telemetry_only_names_gears_of_routing(demo):
     observer = gearbx_mlx.Observer(demo.model, "4,8,16", dtype="bfloat16")
     responses = told(demo, observer, 40, gearbx_mlx.TelemetryOnly((1.0, 2.0), initial_gear="low"))
     chosen = replay([r.entropy for r in responses], Monitor(4096), ThresholdGate((1.0, 2.0)))
@@ -108,7 +108,7 @@ def test_telemetry_only_names_the_gears_that_routing_on_the_same_tokens_would_us
 
 
 class TestArguments:
-    def test_without_a_gearbox_the_one_on_the_model_is_used_again(self, fresh_demo):
+    def test_existing_gearbox_of_model_is_reused(self, fresh_demo):
         model = fresh_demo.model
         low, high = (told(fresh_demo, None, 6, Route((11.0, 11.5), initial_gear=gear)) for gear in ("low", "high"))
         assert low[-1].gear == "low"
@@ -116,7 +116,7 @@ class TestArguments:
         assert isinstance(model.model.layers[0].mlp.up_proj, nn.QuantizedLinear)  # back to low after four tokens
         assert not np.array_equal(np.array(low[0].logprobs), np.array(high[0].logprobs))
 
-    def test_generate_returns_the_text(self, fresh_demo, capsys):
+    def test_generate_returns_output(self, fresh_demo, capsys):
         how = {"gearbox": Gearbox(fresh_demo.model, "16"), "max_tokens": 20, "verbose": True}
         text = gearbx_mlx.generate(fresh_demo.model, fresh_demo.tokenizer, TALE, **how)
         assert text == mlx_lm.generate(fresh_demo.model, fresh_demo.tokenizer, TALE, max_tokens=20)
@@ -140,7 +140,7 @@ class TestArguments:
         with refuses(f"stream_generate: has no keyword '{next(iter(given))}'", remedy):
             gearbx_mlx.stream_generate(demo.model, demo.tokenizer, TALE, mode=mode, **given)
 
-    def test_load_takes_the_arguments_of_mlx_lms_in_its_order(self):
+    def test_load_keeps_argument_order_of_mlx_lm(self):
         arguments = (gearbx_mlx.loading.DEMO_MODEL, {"padding_side": "left"}, {"rope_theta": 5000.0}, None, True, True)
         model, tokenizer, config = gearbx_mlx.load(*arguments)
         assert (tokenizer.padding_side, model.args.rope_theta, config["rope_theta"]) == ("left", 5000.0, 5000.0)
@@ -161,7 +161,7 @@ class TestArguments:
             ("pair", "mode 'pair': needs a small model"),
         ],
     )
-    def test_what_does_not_fit_is_refused_before_anything_runs(self, fresh_demo, mode, complaint):
+    def test_invalid_arguments_are_refused_before_running(self, fresh_demo, mode, complaint):
         gearbox = Gearbox(fresh_demo.model)
 
         def begin():
@@ -172,6 +172,6 @@ class TestArguments:
             begin()
         assert gearbox.gear.name == "high"
 
-    def test_a_gearbox_of_another_model_is_refused(self, fresh_demo, tiny):
+    def test_gearbox_of_other_model_is_refused(self, fresh_demo, tiny):
         with pytest.raises(GearbxError, match="a different model"):
             stream_generate(fresh_demo.model, fresh_demo.tokenizer, TALE, gearbox=Gearbox(tiny))

@@ -44,7 +44,7 @@ def in_turns(texts):
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize("number", range(4), ids=["route", "static", "kickdown", "lossless"])
-def test_texts_in_turns_are_what_they_are_alone(demo, number):
+def test_alternating_outputs_equal_single_outputs(demo, number):
     model = tiny_model()
     gearbox = Gearbox(model, "3,16", kernels="mlx")
     alone = [[seen(r) for r in text] for text in begun(model, demo.tokenizer, gearbox, modes()[number])]
@@ -52,7 +52,7 @@ def test_texts_in_turns_are_what_they_are_alone(demo, number):
     assert in_turns(begun(model, demo.tokenizer, gearbox, modes()[number])) == alone
 
 
-def test_texts_that_are_only_observed_name_their_own_gears(demo):
+def test_observed_outputs_name_their_own_gears(demo):
     model = tiny_model()
     observer = Observer(model, "3,16")
     chosen = [TelemetryOnly(**vars(mode)) for mode in routes()]
@@ -60,7 +60,7 @@ def test_texts_that_are_only_observed_name_their_own_gears(demo):
     assert in_turns(begun(model, demo.tokenizer, observer, chosen)) == alone
 
 
-def test_a_text_that_was_dropped_leaves_the_gearbox_free(demo):
+def test_dropped_output_frees_gearbox(demo):
     model = tiny_model()
     gearbox = Gearbox(model, "3,16", kernels="mlx")
     first, second = (begun(model, demo.tokenizer, gearbox, routes())[1] for _ in range(2))
@@ -104,7 +104,7 @@ IN_THREADS = """
 
 @pytest.mark.processes
 @pytest.mark.parametrize("geared", [False, True], ids=["original", "geared checkpoint"])
-def test_texts_in_threads_are_what_they_are_alone(command, demo, tmp_path, geared):
+def test_threaded_outputs_equal_single_outputs(command, demo, tmp_path, geared):
     model = demo.path
     if geared:
         model = tmp_path / "geared"

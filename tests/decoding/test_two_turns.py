@@ -241,7 +241,7 @@ def of_pair(case, architecture):
 @pytest.mark.filterwarnings("ignore:mode 'lossless' cannot draft")  # where a window is full
 @pytest.mark.filterwarnings("ignore:.*drafting is disabled")  # a model that keeps states
 @pytest.mark.parametrize("architecture", CASES)
-def test_a_second_turn_goes_on_as_in_plain_decoding(architecture):
+def test_second_turn_continues_as_in_plain_decoding(architecture):
     number = random.getrandbits(64) if "HYPOTHESIS_SEARCH" in os.environ else zlib.crc32(architecture.encode())
 
     @seed(number)
@@ -256,7 +256,7 @@ def test_a_second_turn_goes_on_as_in_plain_decoding(architecture):
 
 @pytest.mark.parametrize("start", [9, 12])
 @pytest.mark.parametrize("taken", [1, 2, 4, 6])
-def test_a_text_that_is_closed_where_its_cache_was_quantized_has_no_entry_too_many(start, taken):
+def test_close_after_cache_quantization_leaves_no_extra_entry(start, taken):
     gearbox = Gearbox(tiny_model(), "6,16", kernels="mlx")
     cache, how = make_prompt_cache(gearbox.model), {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": start}
     mode = Lossless(draft_length=3, lookup_tokens=0)
@@ -267,7 +267,7 @@ def test_a_text_that_is_closed_where_its_cache_was_quantized_has_no_entry_too_ma
 
 
 @pytest.mark.parametrize("mode", [Lossless(draft_length=3), held("high")], ids=["lossless", "kickdown"])
-def test_prompt_of_one_token_is_read_before_its_cache_is_quantized(mode):
+def test_single_token_prefill_precedes_cache_quantization(mode):
     gearbox, found = Gearbox(tiny("llama"), "6,16"), []
     for each in (Static("high"), mode):
         how = {"gearbox": gearbox, "mode": each, "kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": 0}
@@ -276,7 +276,7 @@ def test_prompt_of_one_token_is_read_before_its_cache_is_quantized(mode):
 
 
 @pytest.mark.parametrize("architecture", ["iquestloopcoder", "nanbeige", "longcat_flash_ngram"])
-def test_all_entries_of_a_cache_are_used_where_layers_have_two(architecture):
+def test_layers_with_two_caches_use_all_entries(architecture):
     gearbox, found = Gearbox(tiny(architecture), "6,16", group_size=32), []
     for mode in (Static("high"), Lossless(draft_length=3)):
         cache = make_prompt_cache(gearbox.model)
@@ -286,7 +286,7 @@ def test_all_entries_of_a_cache_are_used_where_layers_have_two(architecture):
     assert found[0] == found[1]
 
 
-def test_a_draft_model_knows_the_first_turn_in_the_second():
+def test_draft_model_remembers_first_turn():
     gearbox, other = Gearbox(tiny_model(), "16"), tiny_model()
     cache = [*make_prompt_cache(gearbox.model), *make_prompt_cache(other)]
     for prompt in TURNS:
@@ -296,7 +296,7 @@ def test_a_draft_model_knows_the_first_turn_in_the_second():
     assert len({length([part]) for part in cache}) == 1
 
 
-def test_a_draft_model_has_a_cache_beside_layers_that_share_theirs():
+def test_draft_model_has_cache_beside_shared_ones():
     gearbox, found = Gearbox(tiny_model("gemma3n"), "16"), []
     for mode, others in ((Static(), []), (Lossless(draft_length=3), [tiny_model()])):
         cache = [entry for model in (gearbox.model, *others) for entry in make_prompt_cache(model)]
@@ -307,7 +307,7 @@ def test_a_draft_model_has_a_cache_beside_layers_that_share_theirs():
 
 @pytest.mark.parametrize("mode", [Lossless(draft_length=3), Kickdown((1.0,))], ids=["lossless", "kickdown"])
 @pytest.mark.parametrize("count", [3, 9])
-def test_embeddings_that_are_not_those_of_the_prompt_are_refused(mode, count):
+def test_embeddings_of_other_prompt_are_refused(mode, count):
     gearbox = Gearbox(tiny_model("qwen3"), "4,16")
     with pytest.raises(GearbxError, match=f"one vector per token of the prompt, got {count} for 7"):
         stream_generate(

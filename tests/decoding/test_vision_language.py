@@ -43,7 +43,7 @@ def written(text, tokenizer, mode, seed: int = 0, **keywords) -> list[int]:
     return [response.token for response in responses]
 
 
-def test_the_top_gear_writes_what_mlx_vlm_writes(tokenizer):
+def test_top_gear_output_equals_mlx_vlm(tokenizer):
     from mlx_vlm.generate import generate_step
 
     model, given = seeing_model(), inputs()
@@ -69,7 +69,7 @@ def test_route_and_kickdown_shift_over_an_image(tokenizer):
     assert gears == [["low"] * 2 + ["high"] * 6, ["high"] * 8]
 
 
-def test_the_layers_that_read_images_keep_their_precision():
+def test_image_layers_keep_their_precision():
     model = seeing_model()
     gearbox = Gearbox(TextModel(model), "4,16", kernels="mlx")
     before = {path: type(module) for path, module in model.vision_tower.named_modules()}

@@ -30,7 +30,7 @@ def test_it_is_small_and_complete():
     assert names >= {"model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json", "README.md"}
 
 
-def test_its_tokenizer_reads_numbers_digit_by_digit_and_any_text_back(demo):
+def test_tokenizer_splits_digits_and_restores_any_text(demo):
     pieces = [demo.tokenizer.decode([i]) for i in demo.tokenizer.encode("1024")]
     assert pieces[-4:] == ["1", "0", "2", "4"]
     for text in ("<<48/2=24>>24", "Ünïcödé → 漢字 🎈\n\ttabs  and  spaces"):

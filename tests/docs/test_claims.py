@@ -118,7 +118,7 @@ DECIDED += ("integers; by default activations of 16 bits", "`--kernels auto:floa
 DECIDED += ("would copy activations; by default", "integers; by default", "by default as the model needs")
 
 
-def test_every_default_that_a_page_names_is_checked():
+def test_every_default_of_page_is_tested():
     for name in PAGES:
         text = text_of(name)
         for page, sentence, value in DEFAULTS:
@@ -132,7 +132,7 @@ def test_every_default_that_a_page_names_is_checked():
 
 
 @pytest.mark.parametrize("mode", [*modes.MODES])
-def test_the_settings_of_a_mode_are_those_of_its_class(mode):
+def test_mode_settings_match_class(mode):
     kind = modes.mode_class(mode)
     (cells,) = re.findall(rf"^\| `{kind.__name__}` \| (.*) \|$", PAGES["docs/python.md"].read_text(), re.MULTILINE)
     named = re.fullmatch(r"as `(\w+)`", cells)
@@ -143,7 +143,7 @@ def test_the_settings_of_a_mode_are_those_of_its_class(mode):
 CALL = re.compile(r"`(?:gearbx_mlx\.)?([A-Z]\w+|[a-z]\w*)\((?:model, )?([^`]*)\)`")
 
 
-def test_every_keyword_of_a_call_in_a_page_exists():
+def test_every_keyword_in_page_exists():
     checked = set()
     for name in PAGES:
         for called, given in CALL.findall(PAGES[name].read_text(encoding="utf-8")):
@@ -180,7 +180,7 @@ def subparsers(parser: argparse.ArgumentParser) -> list:
     return [each for action in found for each in action.choices.values()]
 
 
-def test_a_value_of_a_flag_in_a_page_is_one_that_a_command_takes():
+def test_flag_value_in_page_is_accepted():
     """Those with choices: `--mode static`, `--kernels mlx` and so on."""
     checked = set()
     for name in PAGES:
@@ -205,7 +205,7 @@ def bfloat16_model():
         ("4,8,16", {"kernels": "mlx", "dtype": "bfloat16"}),
     ],
 )
-def test_the_top_gear_is_mlx_lm_bit_for_bit_as_the_pages_say(gears, how):
+def test_top_gear_is_mlx_lm_bit_for_bit(gears, how):
     """--gears 16 alone; --kernels mlx in the checkpoint's own type."""
     gearbox = Gearbox(bfloat16_model(), gears, **how)
     gearbox.shift(16)
@@ -213,16 +213,16 @@ def test_the_top_gear_is_mlx_lm_bit_for_bit_as_the_pages_say(gears, how):
 
 
 @pytest.mark.skipif(not on_cpu(), reason="a GPU keeps the type")
-def test_quantized_gears_of_bfloat16_weights_compute_in_float32_on_a_cpu():
+def test_bfloat16_gears_compute_in_float32_on_cpu():
     assert Gearbox(bfloat16_model(), "4,16", kernels="mlx").compute_dtype == mx.float32
 
 
-OWN = "tests/docs/test_claims.py::test_the_top_gear_is_mlx_lm_bit_for_bit_as_the_pages_say"
-EXACT = "tests/formats/test_exact.py::test_of_weights_of_any_size_with_any_values_among_them"
+OWN = "tests/docs/test_claims.py::test_top_gear_is_mlx_lm_bit_for_bit"
+EXACT = "tests/formats/test_exact.py::test_weights_of_any_size_and_values"
 # What a page claims to be bit for bit, and the test that shows it.
 BIT_FOR_BIT = {
     "in one gear** (`Static`) each output equals that of `stream_generate` for its prompt, bit for bit": (
-        "tests/decoding/test_batches.py::test_texts_of_sequences_that_join_and_leave_are_those_alone"
+        "tests/decoding/test_batches.py::test_joining_and_leaving_outputs_equal_single_sequences"
     ),
     "stores bfloat16 weights bit for bit": EXACT,
     "keeps one copy of bfloat16 weights, bit for bit": EXACT,
@@ -233,13 +233,13 @@ BIT_FOR_BIT = {
     "each row with the same row alone, bit for bit": "gearbx_mlx/benchmark/metal_checks.py::batch_error",
     "were checked bit for bit without such a processor": "tests/kernels/test_native_cores.py::test_under_sanitizers",
     "The top gear's logits are the model's own, bit for bit": (
-        "tests/docs/test_documents.py::test_a_few_rows_of_the_models_page_are_what_the_script_finds"
+        "tests/docs/test_documents.py::test_models_page_rows_match_script"
     ),
 }
 
 
 @pytest.mark.parametrize("name", [name for name in PAGES if not name.startswith("research/")])
-def test_every_bit_for_bit_has_a_test_that_shows_it(name):
+def test_every_bit_for_bit_claim_names_a_test(name):
     text = text_of(name)
     claimed = [claim for claim in BIT_FOR_BIT if claim.lower() in text.lower()]
     assert text.lower().count("bit for bit") == len(claimed), f"{name}: add what shows it to BIT_FOR_BIT"

@@ -44,7 +44,7 @@ def test_lines_run_as_typed(page, tmp_path, monkeypatch, command):
 
 
 @pytest.mark.parametrize("line", [line for line in PARSED if not line.python], ids=str)
-def test_a_line_that_is_not_run_parses(line, tmp_path, monkeypatch):
+def test_unrun_line_parses(line, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for part in parts(line):
         if part.startswith("mlx_lm."):
@@ -72,7 +72,7 @@ def check_lm_eval(arguments: str) -> None:
 
 
 @pytest.mark.parametrize("line", OTHER, ids=str)
-def test_other_programs_are_installers_and_scripts_that_exist(line):
+def test_other_programs_are_installers_and_existing_scripts(line):
     for part in parts(line):
         words = shlex.split(part)
         while re.fullmatch(r"\w+=.*", words[0]):
@@ -99,7 +99,7 @@ OTHER_PAGES = ("tests/README.md", "metal/README.md", "gearbx_mlx/demo_model/READ
 
 
 @pytest.mark.parametrize("name", [*PAGES, *OTHER_PAGES])
-def test_every_module_and_study_that_a_page_starts_exists(name):
+def test_modules_and_studies_started_by_pages_exist(name):
     text = (ROOT / name).read_text(encoding="utf-8")
     for module, first in re.findall(r"python3? -m (\w[\w.]*)(?:[ \t]+([a-z][\w-]*))?", text):
         package, _, command = module.partition(".")
@@ -165,7 +165,7 @@ def known_flags() -> set[str]:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_every_flag_that_a_page_names_exists(name):
+def test_every_flag_in_page_exists(name):
     codes = [code for code in re.findall(r"`([^`]+)`", prose(PAGES[name])) if not code.startswith("python scripts/")]
     named = {flag for code in codes for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", code)}
     families = {flag.rstrip("-") for flag in named if flag.endswith("-")}  # --xtc-*
@@ -174,7 +174,7 @@ def test_every_flag_that_a_page_names_exists(name):
 
 
 @pytest.mark.slow
-def test_a_few_rows_of_the_models_page_are_what_the_script_finds(monkeypatch):
+def test_models_page_rows_match_script(monkeypatch):
     """An instance of each class takes too long here."""
     monkeypatch.setattr(sys, "argv", ["describe_models.py", "--check", "llama", "phi3small", "nemotron_h", "olmo"])
     with pytest.raises(SystemExit) as stopped:
@@ -182,7 +182,7 @@ def test_a_few_rows_of_the_models_page_are_what_the_script_finds(monkeypatch):
     assert stopped.value.code == 0
 
 
-def test_every_class_of_mlx_lm_has_a_row_of_the_models_page():
+def test_every_mlx_lm_class_has_models_page_row():
     rows = [line.split("`")[1] for line in PAGES["docs/models.md"].read_text().splitlines() if line.startswith("| `")]
     assert rows == sorted(rows, key=str.lower)
     assert set(installed()) <= set(rows)

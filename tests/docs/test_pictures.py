@@ -26,13 +26,13 @@ def flags_of(shown: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_terminal_in_the_readme_shows_what_generate_writes():
+def test_readme_terminal_shows_generate_output():
     shown = (IMAGES / "generate.txt").read_text(encoding="utf-8")
     assert words(pictures.terminal_text(flags_of(shown)).plain) == words(shown)
 
 
 @pytest.mark.real
-def test_the_answer_in_the_readme_is_the_real_models(smollm2_model):
+def test_readme_answer_comes_from_real_model(smollm2_model):
     shown = (IMAGES / "smollm2.txt").read_text(encoding="utf-8")
     answer = shown.split("\nmodel", 1)[0].splitlines()[-3:]
     assert len(" ".join(answer).split()) > 20
@@ -40,18 +40,18 @@ def test_the_answer_in_the_readme_is_the_real_models(smollm2_model):
 
 
 @pytest.mark.slow
-def test_the_chat_in_the_docs_is_what_chat_writes():
+def test_docs_chat_matches_chat_output():
     shown = (IMAGES / "chat.txt").read_text(encoding="utf-8")
     assert words(pictures.recorded().plain) == words(shown)
 
 
-def test_every_picture_of_the_docs_is_there_and_every_picture_is_shown():
+def test_every_docs_picture_exists_and_is_shown():
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "research").glob("*.md")]
     shown = {name for page in pages for name in re.findall(r"images/(\w+\.png)", page.read_text(encoding="utf-8"))}
     assert shown == {file.name for file in IMAGES.glob("*.png")}
 
 
-def test_every_picture_and_every_measured_table_has_a_name_in_the_script():
+def test_pictures_and_measured_tables_have_script_names():
     listed = "\n".join([*studies.listed(), studies.OTHER_MODELS])
     for picture in IMAGES.glob("*.png"):
         assert picture.name in listed

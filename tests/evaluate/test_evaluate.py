@@ -34,14 +34,14 @@ class TestReport:
             assert 0 <= row["kl_median"] <= row["kl_p90"] <= row["kl_p99"] <= row["kl_p999"] <= row["kl_max"]
             assert sum(row["gear_shares"].values()) == pytest.approx(1)
 
-    def test_the_top_gear_is_exact_and_costs_one_pass(self, report):
+    def test_top_gear_is_exact_in_single_pass(self, report):
         low, mid, top = report["rows"][:3]
         assert (top["kl_mean"], top["kl_max"], top["top1_agreement"], top["perplexity_ratio"]) == (0, 0, 1, 1)
         assert top["effective_bits"] == 16
         assert low["weight_bytes_per_token"] < mid["weight_bytes_per_token"] < top["weight_bytes_per_token"]
         assert low["kl_mean"] > 100 * mid["kl_mean"] > 0
 
-    def test_modes_are_between_the_gears_and_kickdown_reads_tokens_twice(self, report):
+    def test_modes_lie_between_gears_and_kickdown_rereads(self, report):
         low, _, top, route, kickdown = report["rows"]
         for row in (route, kickdown):
             assert 0 < row["gear_shares"]["high"] < 1
@@ -70,7 +70,7 @@ def test_kld_counts_the_second_half_of_windows(command, tmp_path):
     assert half["rows"][0]["kl_mean_error"] > 0
 
 
-def test_the_gear_that_is_enough_reads_least_of_those_that_agree():
+def test_sufficient_gear_reads_least_among_agreeing():
     rows = [
         {"kind": "gear", "name": f"{bits} bits", "top1_agreement": share, "weight_bytes_per_token": bits}
         for bits, share in ((4, 0.9), (6, 0.985), (8, 1.0), (16, 1.0))
@@ -79,11 +79,11 @@ def test_the_gear_that_is_enough_reads_least_of_those_that_agree():
     assert enough(rows[:1]) is None
 
 
-def test_a_divergence_has_three_digits_and_none_below_what_float32_resolves():
+def test_divergence_has_three_digits_above_float32_resolution():
     assert [three_digits(value) for value in (0.0, 3e-10, 2e-9, 0.123456, 2.0)] == ["0", "0", "2e-09", "0.123", "2"]
 
 
-def test_mistakes_in_texts(command, tmp_path):
+def test_invalid_text_files(command, tmp_path):
     out = tmp_path / "out"
     short, empty, tasks = tmp_path / "short.txt", tmp_path / "empty.txt", tmp_path / "tasks.jsonl"
     short.write_text("Only a few words.")

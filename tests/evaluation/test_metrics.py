@@ -33,7 +33,7 @@ class TestDivergence:
         assert predictions.kl_divergence(p, q) == pytest.approx(nats)
 
     @given(LOGITS, LOGITS)
-    def test_it_is_never_negative_and_zero_for_the_same(self, a, b):
+    def test_is_nonnegative_and_zero_for_equal(self, a, b):
         p, q = predictions.log_softmax(a), predictions.log_softmax(b)
         assert (predictions.kl_divergence(p, q) >= 0).all()
         assert (predictions.kl_divergence(p, p) == 0).all()
@@ -70,7 +70,7 @@ class TestQuality:
         result = predictions.quality(**tokens([i / 1000 for i in range(1001)], [True] * 1001))
         assert [result[name] for name in ("kl_p90", "kl_p99", "kl_p999")] == pytest.approx([0.9, 0.99, 0.999])
 
-    def test_a_token_on_an_edge_is_in_the_upper_bucket(self):
+    def test_token_on_edge_is_in_upper_bucket(self):
         rows = statistics.by_bucket(np.array([0.1, 0.25, 0.5, 0.95, 1.0]), tokens([1.0, 2, 3, 4, 5], [True] * 5))
         assert [row["tokens"] for row in rows] == [1, 1, 1, 0, 2]
         assert [row["top_probability"] for row in rows] == ["0-0.25", "0.25-0.5", "0.5-0.75", "0.75-0.95", "0.95-1"]
@@ -84,7 +84,7 @@ class TestErrors:
         error = statistics.standard_error(values, np.arange(10_000))
         assert error == pytest.approx(values.std(ddof=1) / 100, rel=1e-6)
 
-    def test_tokens_that_go_together_have_a_larger_one(self):
+    def test_correlated_tokens_have_larger_error(self):
         blocks = np.repeat(np.arange(100), 100)
         values = np.random.default_rng(0).normal(size=100)[blocks]
         assert statistics.standard_error(values, blocks) == pytest.approx(values.std() / 10, rel=0.02)

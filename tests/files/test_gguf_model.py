@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.mark.parametrize("architecture", gguf_model.ARCHITECTURES)
-def test_logits_of_codes_are_those_of_the_model(tmp_path, architecture):
+def test_logits_of_codes_match_model(tmp_path, architecture):
     model, prompt = tiny_as(architecture), mx.array([[1, 2, 3, 4]])
     loaded, _ = gearbx_mlx.load(write(tmp_path / "model.gguf", model, Q8_0, architecture))
     expected = model(prompt)
@@ -62,7 +62,7 @@ def test_a_file_is_known_by_its_first_bytes(tmp_path, command):
 
 
 @pytest.mark.parametrize(("kind", "ladder"), [(Q8_0, "4,8"), (Q5_0, "4,5")])
-def test_codes_of_8_and_5_bits_get_gears_and_draft(tmp_path, native, kind, ladder):
+def test_codes_of_5_and_8_bits_get_gears(tmp_path, native, kind, ladder):
     model, tokenizer = gearbx_mlx.load(write(tmp_path / "model.gguf", tiny_as("llama"), kind))
     box = Gearbox(model, kernels="native")
     assert str(box.ladder) == ladder
@@ -94,7 +94,7 @@ def test_a_file_of_any_type_opens(tmp_path, kind, recwarn):
         assert len(told) == (kind not in (F16, BF16))
 
 
-def test_what_takes_more_memory_than_in_the_file_is_announced(tmp_path):
+def test_memory_above_file_size_is_announced(tmp_path):
     file = Gguf(write(tmp_path / "model.gguf", tiny_as("llama", **WIDE), Q6_K))
     stored = [tensor for tensor in file.tensors.values() if tensor.kind == Q6_K]
     before, after = sum(each.nbytes for each in stored) / 1e6, sum(2 * math.prod(each.shape) for each in stored) / 1e6
@@ -118,7 +118,7 @@ def test_weights_of_any_type_take_no_room_in_the_cache(tmp_path, own_cache, kind
 
 
 @pytest.mark.parametrize("architecture", gguf_model.ARCHITECTURES)
-def test_logits_of_float16_are_those_of_the_same_weights_as_safetensors(tmp_path, architecture):
+def test_float16_logits_equal_safetensors(tmp_path, architecture):
     model = tiny_as(architecture, dtype=mx.float16)
     loaded, _ = gearbx_mlx.load(write(tmp_path / "model.gguf", model, F16, architecture))
     (tmp_path / "model").mkdir()
@@ -185,7 +185,7 @@ def test_pieces_of_sentencepiece(tmp_path, line, spaced, expected):
     assert tokenizer.decode(found, skip_special_tokens=True) == line
 
 
-def test_a_text_ends_where_a_turn_ends(tmp_path):
+def test_output_ends_at_end_of_turn(tmp_path):
     names = ["<eos>", *WORDS, *"éèáà", "<|im_end|>"]
     rows = struct.pack("<IQ", STRING, 256) + b"".join(map(text, names))
     kinds = struct.pack("<IQ256i", 5, 256, 3, *[1] * 254, 3)
@@ -214,12 +214,12 @@ def test_a_text_ends_where_a_turn_ends(tmp_path):
         ({"tokenizer.ggml.tokens": (ARRAY, struct.pack("<IQ", STRING, 1) + text("a"))}, "do not fit"),
     ],
 )
-def test_metadata_that_are_unknown_or_lie(tmp_path, changes, words):
+def test_unknown_or_false_metadata(tmp_path, changes, words):
     with refuses(words):
         gearbx_mlx.load(write(tmp_path / "model.gguf", tiny_as("llama"), **changes))
 
 
-def test_weights_that_are_no_numbers(tmp_path):
+def test_nonfinite_weights_are_named(tmp_path):
     for name, array in (("infinite", np.full(64, 1e30)), ("nan", np.full(64, np.nan))):
         model = tiny_as("llama")
         model.model.norm.weight = mx.array(array)
@@ -228,7 +228,7 @@ def test_weights_that_are_no_numbers(tmp_path):
             gearbx_mlx.load(write(tmp_path / f"{name}.gguf", model))
 
 
-def test_tensors_of_another_architecture(tmp_path):
+def test_tensors_of_other_architecture(tmp_path):
     content = gguf([("blk.0.ssm_a", (2, 32), F16, bytes(128))], [("general.architecture", STRING, text("llama"))])
     (tmp_path / "model.gguf").write_bytes(content)
     with pytest.raises(GearbxError, match="tokenizer"):

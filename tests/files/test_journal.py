@@ -60,7 +60,7 @@ def files_of_at_most(size: int):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
-def test_an_interrupted_command_goes_on_to_the_same_result(command, flags, tmp_path, monkeypatch, name):
+def test_interrupted_command_resumes_to_same_result(command, flags, tmp_path, monkeypatch, name):
     once, out = tmp_path / "once", tmp_path / "out"
     with parts_added(monkeypatch) as all_parts:
         assert command(*flags[name], "--out", once).status == 0
@@ -75,7 +75,7 @@ def test_an_interrupted_command_goes_on_to_the_same_result(command, flags, tmp_p
     assert {path.name for path in tmp_path.iterdir()} == {"once", "out"}
 
 
-def test_other_prompts_or_lengths_do_not_go_on(command, flags, tmp_path, monkeypatch):
+def test_other_prompts_or_lengths_do_not_resume(command, flags, tmp_path, monkeypatch):
     out, prompts = tmp_path / "t.json", tmp_path / "prompts.txt"
     prompts.write_text("Once upon a time\nTwo and two are\n")
     route = (*flags["route"], "--prompts", prompts, "--out", out)
@@ -88,8 +88,8 @@ def test_other_prompts_or_lengths_do_not_go_on(command, flags, tmp_path, monkeyp
     assert (tmp_path / "t.json.journal").read_bytes() == kept
 
 
-class TestAFullDisk:
-    def test_a_journal_that_may_not_grow_is_one_line_and_nothing_is_lost(self, tmp_path):
+class TestFullDisk:
+    def test_unwritable_journal_is_refused_and_parts_kept(self, tmp_path):
         file = tmp_path / "journal"
         journal = Journal(file, {"model": "a"})
         journal.add("first", [1.0] * 10)
@@ -103,7 +103,7 @@ class TestAFullDisk:
         journal.add("second", [2.0] * 10)
         assert Journal(file, {"model": "a"}).parts == {"first": [1.0] * 10, "second": [2.0] * 10}
 
-    def test_a_journal_that_another_process_writes_is_refused(self, tmp_path, holding):
+    def test_journal_of_running_process_is_refused(self, tmp_path, holding):
         process = holding("if Journal(path, {'model': 'a'}):", tmp_path / "journal")
         with pytest.raises(GearbxError, match="journal: another process writes it; wait for it, or end it"):
             Journal(tmp_path / "journal", {"model": "a"})
@@ -112,7 +112,7 @@ class TestAFullDisk:
 
 
 @pytest.mark.processes
-def test_a_killed_command_goes_on_to_the_same_result(command, flags, tmp_path):
+def test_killed_command_resumes_to_same_result(command, flags, tmp_path):
     name, *more = flags["route"]
     once, out = tmp_path / "once", tmp_path / "out"
     assert command(name, *more, "--out", once).status == 0

@@ -91,7 +91,7 @@ DAMAGES = [  # a file; its content, what its JSON says instead, how many bytes a
 
 
 @pytest.mark.parametrize(("name", "content", "words"), DAMAGES, ids=lambda value: str(value)[:30])
-def test_damage_is_told_in_one_line(command, model, tmp_path, name, content, words):
+def test_damage_is_refused(command, model, tmp_path, name, content, words):
     file = model / name
     if content is None:
         file.unlink()
@@ -113,7 +113,7 @@ def test_damage_is_told_in_one_line(command, model, tmp_path, name, content, wor
         *(("--adapter-path", name) for name in ("adapters.safetensors", "adapter_config.json")),
     ],
 )
-def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(command, model, flag, name):
+def test_pipe_in_place_of_file_is_refused_immediately(command, model, flag, name):
     (model / name).unlink(missing_ok=True)
     os.mkfifo(model / name)
     assert_refused(command("generate", flag, model), f"{model / name}: is a pipe or a device, not a file")
@@ -122,13 +122,13 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(command, model, flag, n
 @pytest.mark.some(8)
 @pytest.mark.parametrize("text", UNREADABLE, ids=("lists", "objects", "digits", "list"))
 @pytest.mark.parametrize("name", LIBRARIES_READ)
-def test_json_that_no_library_can_read_is_named(command, model, name, text):
+def test_unreadable_json_is_named(command, model, name, text):
     (model / name).write_text(text)
     assert_refused(command("generate", "--model", model), f"{model / name}: cannot be read as")
 
 
 @pytest.mark.parametrize("dtype", [mx.int32, mx.uint8, mx.bool_, mx.complex64], ids=str)
-def test_weights_of_another_kind(command, model, dtype):
+def test_other_weight_types(command, model, dtype):
     """Without this error, a layer would compute something from them. float8 arrives as uint8."""
     file = str(model / "model.safetensors")
     arrays = mx.load(file)
@@ -157,7 +157,7 @@ def test_a_chat_template_without_end(command, model, template, reason):
 
 
 @pytest.mark.processes
-def test_a_chat_template_takes_neither_seconds_nor_memory_and_ctrl_c_ends_it(model):
+def test_endless_template_is_limited_and_ctrl_c_works(model):
     """The processor's seconds are those of the template's own process and of the one that loads the model."""
     edit(model / "tokenizer_config.json", chat_template=HUGE)
     run = [sys.executable, "-m", "gearbx_mlx.generate", "--model", str(model), "-m", "2"]
@@ -201,7 +201,7 @@ class TestCode:
         assert_refused(command(*run_of(name, model, tmp_path)), model, "pass --trust-remote-code")
         assert not planted.exists()
 
-    def test_is_not_run_for_a_look_at_the_gears(self, model, planted):
+    def test_is_not_run_to_inspect_gears(self, model, planted):
         assert checkpoint_gears(model) is None
         assert not planted.exists()
 

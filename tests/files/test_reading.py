@@ -75,7 +75,7 @@ class TestTyped:
         with pytest.raises(GearbxError, match=f"^{re.escape(told)}"):
             typed({"layers": layers}, Model)
 
-    def test_names_fields_that_are_missing_or_unknown(self):
+    def test_names_missing_and_unknown_fields(self):
         for content, message in (
             ({}, "it has no field 'layers'"),
             ({"layers": {"a": {}}}, "layers.a has no field 'shape'"),
@@ -103,11 +103,11 @@ class TestParse:
             (b'"\xff"', "not JSON: not UTF-8 text"),
         ],
     )
-    def test_says_why_a_text_is_not_json(self, text, message):
+    def test_names_json_error(self, text, message):
         with refuses(message):
             parse_json(text)
 
-    def test_takes_what_is_deep_enough(self):
+    def test_accepts_moderate_depth(self):
         content = parse_json("[" * 64 + "]" * 64)
         for _ in range(63):
             (content,) = content
@@ -115,7 +115,7 @@ class TestParse:
 
 
 class TestRead:
-    def test_a_file_that_is_too_long(self, tmp_path, monkeypatch):
+    def test_too_long_file(self, tmp_path, monkeypatch):
         file = tmp_path / "long.json"
         file.write_text(f'["{"x" * 100}"]')
         assert read_json(file, list[str], "a list", "remedy") == ["x" * 100]
@@ -128,12 +128,12 @@ class TestRead:
             read_text("/dev/zero", "text", "mend it", largest=1000)
 
     @pytest.mark.parametrize("content", [b"\xff", b"\xed\xa0\x80"])
-    def test_bytes_that_are_not_text(self, tmp_path, content):
+    def test_bytes_that_are_invalid_utf8(self, tmp_path, content):
         (tmp_path / "t.txt").write_bytes(content)
         with pytest.raises(GearbxError, match=r"t\.txt: cannot be read as text \(not UTF-8 text: .*\); mend it"):
             read_text(tmp_path / "t.txt", "text", "mend it")
 
-    def test_lines_end_where_json_lines_end(self, tmp_path):
+    def test_lines_end_as_in_json_lines(self, tmp_path):
         text = '["a\u2028b"]\r\n\n["c"]'
         assert list(json_lines(tmp_path, text, list[str], "mend it")) == [(1, ["a\u2028b"]), (3, ["c"])]
 
@@ -144,7 +144,7 @@ def test_a_value_is_shown_in_one_short_line():
     assert shown({"a": [1, None]}) == '{"a": [1, null]}'
 
 
-def test_a_count_is_a_whole_number_that_every_reader_of_json_has():
+def test_count_accepts_only_json_safe_integers():
     assert msgspec.json.decode(str(2**53), type=Count) == 2**53
     for text in (str(2**53 + 1), "-1"):
         with pytest.raises(msgspec.ValidationError):
@@ -202,14 +202,14 @@ def loads_or_is_refused(file: Path, text: str, read) -> bool:
 
 @pytest.mark.parametrize("name", READERS | LINES)
 class TestFiles:
-    def test_is_read_as_it_was_written(self, tmp_path, name):
+    def test_round_trip_is_equal(self, tmp_path, name):
         content, read = (READERS | LINES)[name]
         assert loads_or_is_refused(tmp_path / name, "\n".join(map(json.dumps, content)) + "\n", read)
 
     @pytest.mark.some(6)
     @SEARCH
     @given(data=st.data())
-    def test_damage_is_refused_or_does_nothing(self, tmp_path, name, data):
+    def test_damage_is_refused_or_harmless(self, tmp_path, name, data):
         content, read = (READERS | LINES)[name]
         line = data.draw(st.integers(0, len(content) - 1))
         lines = [data.draw(damaged(row)) if i == line else json.dumps(row) for i, row in enumerate(content)]
@@ -218,7 +218,7 @@ class TestFiles:
 
 @pytest.mark.parametrize("text", ["", "[1", DEEP, '{"a": ' * 10000, "9" * 5000, '"\\ud800"', "\ud800", "NaN", "nul"])
 @pytest.mark.parametrize("name", READERS)
-def test_another_content_is_refused(tmp_path, name, text):
+def test_other_content_is_refused(tmp_path, name, text):
     assert not loads_or_is_refused(tmp_path / name, text, READERS[name][1])
 
 
@@ -226,7 +226,7 @@ def test_another_content_is_refused(tmp_path, name, text):
     "text", ["[1", DEEP, "9" * 5000, '{"prompt": "\\ud800"}', "3", '{"text": 3}', '{"question": 3, "answer": 4}']
 )
 @pytest.mark.parametrize("name", LINES)
-def test_another_line_is_named(tmp_path, name, text):
+def test_other_line_is_named(tmp_path, name, text):
     content, read = LINES[name]
     (tmp_path / name).write_text(json.dumps(content[0]) + "\n" + text + "\n")
     with refuses(f"{name}, line 2: "):

@@ -35,7 +35,7 @@ def real_file(name):
         pytest.skip(str(error))
 
 
-def test_the_real_file_has_the_tokens_of_its_unpacked_form():
+def test_real_file_has_tokens_of_unpacked_form():
     model, tokenizer = gearbx_mlx.load(real_file("smollm2"))
     _, unpacked = gearbx_mlx.load("smollm2")
     assert [tokenizer.encode(line) for line in TEXTS] == [unpacked.encode(line) for line in TEXTS]
@@ -43,7 +43,7 @@ def test_the_real_file_has_the_tokens_of_its_unpacked_form():
     assert "Paris" in said
 
 
-def test_the_larger_qwen_has_the_tokenizer_of_the_smaller_one():
+def test_qwen_sizes_share_a_tokenizer():
     """So what the next test finds of tokens holds for both."""
     small, large = (Gguf(real_file(name)).metadata for name in ("qwen-0.5b", "qwen-1.5b"))
     keys = [key for key in small if key.startswith("tokenizer.ggml.")]
@@ -96,7 +96,7 @@ def best_in_llama_cpp(file, tokens):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_random_model_of_every_architecture_has_llama_cpps_logits(tmp_path, own_cache, architecture):
+def test_random_model_of_every_architecture_matches_llama_cpp(tmp_path, own_cache, architecture):
     model = tiny_as(architecture, dtype=mx.float16)
     file, tokens = write(tmp_path / "model.gguf", model, F16, architecture), [5, 6, 7, 8, 9, 30]
     loaded, _ = gearbx_mlx.load(file)

@@ -32,7 +32,7 @@ def flip_bit(file, place):
     file.write_bytes(flip(file.read_bytes(), place))
 
 
-def test_a_replaced_file_of_the_same_size_and_time_is_another_one(file):
+def test_replaced_file_of_same_size_is_unpacked_again(file):
     first, before = loaded_weights(file), file.stat()
     write(file, tiny_as("llama", seed=1))
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -50,7 +50,7 @@ def test_the_same_contents_are_unpacked_once(file, tmp_path, monkeypatch):
     assert find(copy) == directory
 
 
-def test_a_byte_at_any_place_makes_another_file(tmp_path, own_cache):
+def test_any_changed_byte_makes_different_file(tmp_path, own_cache):
     file = tmp_path / "model.gguf"
     size = 2 * unpacked.PART_BYTES + 100
     file.write_bytes(bytes(size))
@@ -72,13 +72,13 @@ def hashed(tmp_path, own_cache, monkeypatch):
     return file, kept
 
 
-def test_a_file_that_did_not_change_is_not_read_again(hashed, monkeypatch):
+def test_unchanged_file_is_not_hashed_again(hashed, monkeypatch):
     file, kept = hashed
     monkeypatch.setattr(unpacked, "hash_of", lambda _: pytest.fail("read again"))
     assert unpacked.contents(file) == kept
 
 
-def test_a_file_that_was_written_a_moment_ago_is_read_again(tmp_path, own_cache):
+def test_recently_written_file_keeps_no_hash(tmp_path, own_cache):
     file = tmp_path / "model.gguf"
     file.write_bytes(b"weights")
     unpacked.contents(file)
@@ -98,7 +98,7 @@ def test_a_file_that_was_written_a_moment_ago_is_read_again(tmp_path, own_cache)
     ],
     ids=["no JSON", "of another file", "a number", "others may write", "others may replace", "a link", "a pipe"],
 )
-def test_a_kept_hash_that_cannot_be_trusted_is_not_used(hashed, own_cache, damage):
+def test_untrusted_kept_hash_is_not_used(hashed, own_cache, damage):
     file, kept = hashed
     (entry,) = own_cache.glob("hashes/*")
     edited = entry.read_text().replace(kept, "0" * 64)
@@ -131,7 +131,7 @@ def replace_by_a_pipe(file):
     ],
     ids=["another file", "its end cut off", "removed", "a pipe", "another file and back"],
 )
-def test_a_file_that_is_replaced_while_it_is_unpacked_is_refused(file, own_cache, monkeypatch, change):
+def test_file_replaced_during_unpacking_is_refused(file, own_cache, monkeypatch, change):
     whole = gguf_model.write_model
 
     def write_and_replace(*args):
@@ -145,7 +145,7 @@ def test_a_file_that_is_replaced_while_it_is_unpacked_is_refused(file, own_cache
     assert not [*own_cache.glob("model-*"), *own_cache.glob(".*.part")]
 
 
-def test_files_of_one_size_that_differ_in_the_middle_have_other_fingerprints(tmp_path, own_cache):
+def test_files_differing_in_middle_have_different_fingerprints(tmp_path, own_cache):
     file = tmp_path / "model.safetensors"
     file.write_bytes(bytes(2**23))
     before = fingerprint(file)
@@ -173,7 +173,7 @@ def test_a_damaged_one_is_made_again(file, damage):
     assert contents(directory) == whole
 
 
-def test_one_of_another_source_is_not_taken(file):
+def test_entry_of_other_source_is_replaced(file):
     directory = find(file)
     record = json.loads((directory / "unpacked.json").read_bytes())
     edit(directory / "unpacked.json", source="0" * 64)
@@ -183,14 +183,14 @@ def test_one_of_another_source_is_not_taken(file):
 
 
 @pytest.mark.parametrize("name", ["", "tensors.json", "config.json"])
-def test_one_that_others_may_write_to_is_refused(file, name):
+def test_entry_writable_by_others_is_refused(file, name):
     place = find(file) / name
     place.chmod(place.stat().st_mode | 0o020)
     with pytest.raises(GearbxError, match=r"model: .*others may write to .*; run chmod go-w on it$"):
         find(file)
 
 
-def test_with_any_umask_it_is_taken_the_next_time(file, monkeypatch):
+def test_entry_is_reused_with_any_umask(file, monkeypatch):
     before = os.umask(0)
     try:
         directory = find(file)
@@ -200,7 +200,7 @@ def test_with_any_umask_it_is_taken_the_next_time(file, monkeypatch):
     assert find(file) == directory
 
 
-def test_what_a_killed_process_left_is_removed_at_the_next_start(file, own_cache):
+def test_files_of_killed_process_are_removed_at_start(file, own_cache):
     left = own_cache / ".other-0123456789abcdef.ab_cd123.part"
     left.mkdir()
     (left / "model.safetensors").write_bytes(bytes(99))
@@ -210,7 +210,7 @@ def test_what_a_killed_process_left_is_removed_at_the_next_start(file, own_cache
         assert in_work.is_dir()
 
 
-def test_a_full_disk_is_told_of_the_cache(file, own_cache, monkeypatch):
+def test_full_disk_error_names_cache(file, own_cache, monkeypatch):
 
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -221,7 +221,7 @@ def test_a_full_disk_is_told_of_the_cache(file, own_cache, monkeypatch):
     assert not [*own_cache.glob("model-*"), *own_cache.glob(".*.part")]
 
 
-def test_a_bad_file_leaves_nothing(file, own_cache):
+def test_bad_file_leaves_no_entry(file, own_cache):
     os.truncate(file, 3000)
     with pytest.raises(GearbxError, match=r"model\.gguf: damaged or truncated"):
         find(file)

@@ -20,7 +20,7 @@ from gearbx_mlx.files.user_cache import CacheUnusable, cache_entry, open_cache, 
         (CacheUnusable("it is so"), "^it is so$"),
     ],
 )
-def test_what_the_system_refuses_is_one_line(error, said):
+def test_system_refusal_is_single_line(error, said):
     assert re.search(said, why(error))
 
 
@@ -31,7 +31,7 @@ def test_a_file_in_its_place_is_named(own_cache, monkeypatch):
         open_cache()
 
 
-def test_a_user_without_a_home_is_told_of_the_variable(monkeypatch):
+def test_missing_home_error_names_variable(monkeypatch):
     for variable in ("HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # as a container's user that /etc/passwd does not have
@@ -40,7 +40,7 @@ def test_a_user_without_a_home_is_told_of_the_variable(monkeypatch):
     assert history_file() is None
 
 
-def test_an_entry_is_of_this_user_alone(own_cache):
+def test_entry_is_private_to_user(own_cache):
     assert cache_entry("new") == own_cache / "new"
     (own_cache / "new").mkdir(mode=0o700)
     assert cache_entry("new") == own_cache / "new"
@@ -49,7 +49,7 @@ def test_an_entry_is_of_this_user_alone(own_cache):
         cache_entry("new")
 
 
-def test_what_a_killed_process_compiled_in_is_removed_and_what_a_living_one_uses_stays(own_cache, holding):
+def test_killed_compilations_are_removed_and_running_ones_kept(own_cache, holding):
     compiling = "with work_directory(path) as place:\n    (place / 'kernels.o').touch()"
     dead = holding(compiling, own_cache / "kernels.so")
     (abandoned,) = own_cache.iterdir()

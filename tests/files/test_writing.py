@@ -18,7 +18,7 @@ def names(directory: Path) -> set[str]:
 
 
 class TestReplacing:
-    def test_what_a_killed_process_left_is_removed(self, tmp_path, holding):
+    def test_files_of_killed_process_are_removed(self, tmp_path, holding):
         file = tmp_path / "a[1]*.json"
         process = holding("with replacing(path):", file)
         assert len(names(tmp_path)) == 1
@@ -56,7 +56,7 @@ class TestReplacing:
         assert names(tmp_path) == {"a", ".a.tar.gz.part"}
 
 
-class TestANewDirectory:
+class TestNewDirectory:
     def test_is_one_process_at_a_time(self, tmp_path, holding, command):
         """What a killed process left is removed."""
         out = tmp_path / "geared"
@@ -73,15 +73,15 @@ class TestANewDirectory:
         assert names(tmp_path) == {"geared"}
         assert names(out) == {"a.txt"}
 
-    def test_does_not_replace_what_came_in_between(self, tmp_path):
+    def test_concurrently_created_directory_is_not_replaced(self, tmp_path):
         out = tmp_path / "geared"
         with pytest.raises(GearbxError, match=r"geared: cannot be written \(File exists"), new_directory(out):
             out.mkdir()
         assert names(tmp_path) == {"geared"}
 
 
-class TestAFailedConversion:
-    def test_leaves_nothing_after_a_mistake(self, tmp_path, command):
+class TestFailedConversion:
+    def test_user_error_leaves_no_files(self, tmp_path, command):
         model = tiny_model()
         model.model.layers[1].mlp.up_proj.weight[3, 5] = float("nan")
         save_model(model, tmp_path / "original")
@@ -89,7 +89,7 @@ class TestAFailedConversion:
         assert names(tmp_path) == {"original"}
 
     @pytest.mark.parametrize("error", [SystemExit, MemoryError, GearbxError, KeyboardInterrupt])
-    def test_leaves_nothing_after_anything_else(self, tmp_path, monkeypatch, error):
+    def test_other_exception_leaves_no_files(self, tmp_path, monkeypatch, error):
         def fail(self, *_):
             raise error("in the end")
 
@@ -98,7 +98,7 @@ class TestAFailedConversion:
             gearbx_mlx.convert(mlx_path=tmp_path / "geared")
         assert not names(tmp_path)
 
-    def test_blames_the_file_that_cannot_be_read(self, tmp_path, command):
+    def test_error_names_unreadable_file(self, tmp_path, command):
         save_model(tiny_model(), tmp_path / "original")
         (tmp_path / "original" / "tokenizer.model").mkdir()
         done = command("convert", "--model", tmp_path / "original", "--mlx-path", tmp_path / "geared")

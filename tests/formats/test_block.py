@@ -93,7 +93,7 @@ def check_once(logits, calls: SimpleNamespace, blocks: int) -> None:
 
 class TestBits:
     @pytest.mark.parametrize(("architecture", "change"), MODELS)
-    def test_are_those_of_the_operations(self, architecture, change, calls):
+    def test_bits_equal_separate_operations(self, architecture, change, calls):
         check_every_gear(boxed(architecture, change), calls)
 
     @pytest.mark.some(5)
@@ -102,7 +102,7 @@ class TestBits:
     def test_of_every_format(self, format, activations, calls):
         check_every_gear(boxed(format=format, activations=activations), calls)
 
-    def test_of_a_sliding_window_that_turns(self, calls):
+    def test_wrapping_sliding_window_has_equal_bits(self, calls):
         box = boxed()
 
         def logits() -> list[mx.array]:
@@ -112,7 +112,7 @@ class TestBits:
         check_once(logits, calls, 13 * len(box.model.layers))
 
     @MANY_VECTORS
-    def test_of_a_long_prompt_that_threads_share(self, calls):
+    def test_threaded_long_prompt_has_equal_bits(self, calls):
         box = boxed()
         tokens = mx.arange(700)[None] % 50
         check_once(lambda: [box.model(tokens)], calls, len(box.model.layers))
@@ -120,7 +120,7 @@ class TestBits:
 
 class TestCache:
     @pytest.mark.parametrize("evaluate", [mx.eval, mx.async_eval])
-    def test_entries_are_written_where_they_are(self, evaluate, calls):
+    def test_entries_are_written_in_place(self, evaluate, calls):
         box = boxed()
         cache = make_prompt_cache(box.model)
         box.model(PROMPT, cache=cache)
@@ -135,7 +135,7 @@ class TestCache:
         assert mx.get_peak_memory() - before < cache[0].keys.nbytes / 10
         assert calls.native == 6 * len(cache)
 
-    def test_whoever_has_the_entries_keeps_their_values(self, calls):
+    def test_holders_of_entries_keep_their_values(self, calls):
         box = boxed()
         cache = make_prompt_cache(box.model)
         mx.eval(box.model(PROMPT, cache=cache))
@@ -146,7 +146,7 @@ class TestCache:
         assert same_arrays(kept, values)
         assert not mx.array_equal(cache[0].keys, values[0]).item()
 
-    def test_passes_that_are_evaluated_at_last_see_their_own_entries(self, calls):
+    def test_late_evaluated_passes_see_their_own_entries(self, calls):
         box = boxed()
 
         def logits() -> list[mx.array]:
@@ -164,7 +164,7 @@ class TestCache:
 
 class TestModules:
     @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
-    def test_whatever_changes_counts_at_once(self, architecture, calls):
+    def test_changes_take_effect_at_once(self, architecture, calls):
         box = boxed(architecture)
         layer = box.model.layers[0]
         down, norm, rope = layer.mlp.down_proj, layer.input_layernorm, layer.self_attn.rope
@@ -195,7 +195,7 @@ class TestModules:
             assert not mx.array_equal(before, after).item()
             before = after
 
-    def test_weights_that_do_not_lie_in_rows_run_as_they_did(self, calls):
+    def test_noncontiguous_weights_run_unchanged(self, calls):
         box = boxed()
         before = box.model(PROMPT)
         calls.native = 0
@@ -225,7 +225,7 @@ class TestModules:
         assert calls.native == len(box.model.layers) - 1
         assert not mx.array_equal(before, after).item()
 
-    def test_memory_that_a_gear_gives_up_is_free(self, calls, request, tmp_path):
+    def test_memory_of_released_gear_is_free(self, calls, request, tmp_path):
         cached = mx.set_cache_limit(0)  # a buffer that is used again may be larger than its array
         request.addfinalizer(lambda: mx.set_cache_limit(cached))
         model = tiny_model("llama", hidden_size=256, intermediate_size=1024)

@@ -53,7 +53,7 @@ class TestPacking:
         assert np.array_equal(np.array(unpack_codebook_codes(words, bits, width)), codes)
 
     @pytest.mark.parametrize(("bits", "held", "size"), [(2, 16, 32), (3, 10, 32), (4, 8, 32), (5, 3, 16), (6, 5, 32)])
-    def test_words_are_those_of_table_3_3(self, bits, held, size):
+    def test_words_match_table_3_3(self, bits, held, size):
         codes = [(7 * i + 3) % 2**bits for i in range(held)]
         word = np.array(pack_codebook_codes(mx.array(codes), bits))[0]
         assert word.nbytes * 8 == size
@@ -73,7 +73,7 @@ class TestOutliers:
             assert distance[mask].min() > 3 * values.std(dtype=np.float64) * (1 - 1e-4)
             assert distance[mask].min() >= np.sort(distance.ravel())[-mask.sum()] * (1 - 1e-5)
 
-    def test_without_the_bound_they_are_those_beyond_three_sigma(self):
+    def test_unbounded_outliers_exceed_three_sigma(self):
         values = np.array(matrix(64, 512))
         expected = np.abs(values - values.mean()) > 3 * values.std()
         assert np.array_equal(outliers_of(mx.array(values)), expected)
@@ -81,7 +81,7 @@ class TestOutliers:
 
     @settings(deadline=None)
     @given(st.sampled_from([(5, 33), (1, 1), (3, 4, 40), (2, 3, 8)]), st.floats(0, 1), seeds)
-    def test_they_come_back_exactly_where_they_were(self, shape, share, seed):
+    def test_outliers_are_restored_at_exact_positions(self, shape, share, seed):
         random = np.random.default_rng(seed)
         weight = mx.array(random.standard_normal(shape).astype(np.float16).astype(np.float32))
         mask = random.random(shape) < share * random.random(shape[:-1])[..., None]
@@ -91,7 +91,7 @@ class TestOutliers:
         assert np.array_equal(back, np.where(mask, np.array(weight), 9.0))
 
     @pytest.mark.parametrize("name", MODULES)
-    def test_an_outlier_of_a_half_precision_checkpoint_is_exact(self, name):
+    def test_outlier_of_half_precision_checkpoint_is_exact(self, name):
         weight = heavy(32, 256).astype(mx.float16)
         mask = all_outliers(weight)
         assert mask.any()
@@ -140,7 +140,7 @@ class TestLloyd:
             expected = [counted[member == k].mean() if (member == k).any() else before[k] for k in range(8)]
             assert np.allclose(moved[r], expected, atol=1e-6)
 
-    def test_it_starts_at_quantiles_of_what_counts(self):
+    def test_starts_at_quantiles_of_weighted_values(self):
         rows = SortedRows.of(mx.arange(20.0)[None], mx.arange(20)[None] >= 16)
         assert rows.quantiles(4).tolist() == [[2, 6, 10, 14]]
 
@@ -154,7 +154,7 @@ class TestLloyd:
         chosen = np.abs(values - np.take_along_axis(table, codes.astype(int), axis=1))
         assert np.allclose(chosen, np.abs(values[..., None] - table[:, None]).min(axis=-1), atol=1e-6)
 
-    def test_longer_steps_get_further_in_as_many_rounds(self):
+    def test_longer_steps_converge_further_in_equal_rounds(self):
         weight = heavy(64, 4096)
         rows = SortedRows.of(weight, mx.array(outliers_of(weight)))
         plain = rows.quantiles(16)
@@ -173,7 +173,7 @@ class TestLloyd:
 
 class TestCodebooks:
     @pytest.mark.parametrize(("bits", "cosine"), [(2, 0.939), (3, 0.983), (4, 0.995)])
-    def test_cosines_of_a_gaussian_are_those_of_theory(self, bits, cosine):
+    def test_gaussian_cosines_match_theory(self, bits, cosine):
         weight = matrix(128, 4096)
         arrays = codebook.encode(weight, bits)
         alone = codebook.fit(weight, mx.zeros(weight.shape, mx.bool_), bits)
@@ -185,7 +185,7 @@ class TestCodebooks:
     @pytest.mark.some(2)
     @pytest.mark.parametrize(("matrix", "below"), [(matrix, 0.20), (heavy, 0.40)])
     @pytest.mark.parametrize("bits", [3, 4])
-    def test_error_is_far_below_that_of_affine_at_the_same_effective_bits(self, matrix, below, bits):
+    def test_error_is_far_below_affine_at_equal_bits(self, matrix, below, bits):
         weight = matrix(256, 4096)
         arrays = codebook.encode(weight, bits)
         curve = {}
@@ -200,12 +200,12 @@ class TestCodebooks:
         assert error(codebook.decode(arrays, bits, 4096), weight) < (1 - below) * affine
 
     @pytest.mark.parametrize("bits", codebook_library.LIBRARY_BITS)
-    def test_a_library_is_no_worse_than_a_codebook_a_row(self, bits):
+    def test_library_error_is_below_row_codebooks(self, bits):
         weight = heavy(256, 1024)
         made = {name: error(codebook.decode(m.encode(weight, bits), bits, 1024), weight) for name, m in MODULES.items()}
         assert made["codebook-library"] < made["codebook"]
 
-    def test_a_group_of_a_library_costs_0_31_bits_a_weight(self):
+    def test_library_group_costs_0_31_bits_per_weight(self):
         arrays = codebook_library.encode(matrix(64, 1024), 4)
         assert arrays["library"].shape == (KERNEL_LIBRARY, 16)
         beside = sum(arrays[name].nbytes for name in ("entries", "scales", "midpoints"))
@@ -233,13 +233,13 @@ class TestCodebooks:
 
 class TestModules:
     @pytest.mark.parametrize(("name", "bits"), CASES)
-    def test_bytes_read_are_those_of_the_arrays(self, name, bits):
+    def test_bytes_read_match_arrays(self, name, bits):
         module = get_format(name).modules(layer_with(heavy(64, 384)), bits, (bits,), 64, mx.float32)[bits]
         assert module.bytes_read == sum(a.nbytes for _, a in tree_flatten(module.parameters()))
         share = int(outliers_of(heavy(64, 384)).sum()) / (64 * 384)
         assert get_format(name).stored_bytes((64, 384), bits, share) == module.bytes_read
 
-    def test_what_fills_up_lists_of_outliers_is_not_read(self):
+    def test_padding_of_outlier_lists_is_not_read(self):
         weight = matrix(4, 16, 64)
         weight[2, 3, :10] = 5.0
         arrays = codebook.encode(weight, 2)
@@ -249,7 +249,7 @@ class TestModules:
 
 
 class TestOptions:
-    def test_the_name_of_a_format_has_them_and_gives_them_back(self):
+    def test_format_name_round_trips_options(self):
         options = CodebookOptions(sigma=2.5, cap=0.05, rounds=7, library=8, group=64)
         format = CodebookLibrary(options=options)
         assert format.name == "codebook-library:cap=0.05,group=64,library=8,rounds=7,sigma=2.5"
@@ -281,7 +281,7 @@ class TestOptions:
 
 
 class TestGearbox:
-    def test_a_layer_with_a_floor_gets_bits_that_the_ladder_has_not(self):
+    def test_floored_layer_gets_bits_outside_ladder(self):
         def floor(path, module):
             return {"bits": 5} if "q_proj" in path else True
 

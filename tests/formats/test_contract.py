@@ -62,7 +62,7 @@ class TestModules:
         [(*case, (48, 256)) for case in CASES]
         + [(*case, shape) for case in OF_ANY_WIDTH for shape in ((1, 64), (16, 1), (1, 1), (7, 37))],
     )
-    def test_a_layer_computes_with_the_weight_that_it_stands_for(self, name, bits, shape, bias):
+    def test_layer_computes_with_its_dequantized_weight(self, name, bits, shape, bias):
         dense = layer_of(name, matrix(*shape), bias)
         module = gear(name, dense, bits)
         weight = dense_weight(module).astype(mx.float32)
@@ -90,7 +90,7 @@ class TestModules:
                 assert mx.allclose(y[row, 0], gear(name, alone, bits)(x[row]), atol=1e-5).item()
 
     @pytest.mark.parametrize(("name", "bits"), CASES)
-    def test_it_has_the_arrays_that_a_file_is_said_to_have_and_is_made_of_them_again(self, name, bits):
+    def test_arrays_match_file_layout_and_rebuild_module(self, name, bits):
         format, ladder = get_format(name), GEARS[name]
         dense = layer_of(name, matrix(32, 256))
         dense.set_dtype(mx.bfloat16)
@@ -109,7 +109,7 @@ class TestModules:
 
     @pytest.mark.parametrize("shape", [(4, 256), (9, 37), (3, 5, 21), (1, 1)])
     @pytest.mark.parametrize("name", ["planes", "affine", "rowwise", "groupwise"])  # lists of others differ in length
-    def test_bytes_read_are_those_of_the_arrays(self, name, shape):
+    def test_bytes_read_match_arrays(self, name, shape):
         if shape[-1] % GROUP and name not in RECONSTRUCTED:
             assert get_format(name).fits(shape[-1], GROUP)
             return
@@ -121,7 +121,7 @@ class TestModules:
             assert get_format(name).bytes_read(shape, bits, GEARS[name], GROUP, 2) == nbytes(module) + again
 
     @pytest.mark.parametrize("name", MADE_ONE_BY_ONE)
-    def test_a_gear_is_the_same_whatever_it_is_computed_in(self, name):
+    def test_gear_is_same_in_any_compute_dtype(self, name):
         dense = layer_of(name, matrix(16, 128))
         dense.set_dtype(mx.bfloat16)
         half, single = (
@@ -146,13 +146,13 @@ class TestReconstructed:
 
     @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
     @pytest.mark.parametrize("name", RECONSTRUCTED)
-    def test_the_type_computed_in_is_that_of_the_activations(self, name, dtype):
+    def test_compute_dtype_follows_activations(self, name, dtype):
         module, x = gear(name, layer_of(name, matrix(8, 40)), 4), matrix(40, 3, scale=1.0)
         assert module(x.T.astype(dtype)).dtype == dtype
         assert mx.allclose(module(x.T), module(mx.contiguous(x.T)), atol=1e-6).item()
 
     @pytest.mark.parametrize("name", RECONSTRUCTED)
-    def test_the_cache_changes_no_bit_and_is_no_parameter(self, name):
+    def test_cache_changes_no_bits_or_parameters(self, name):
         dense, x = layer_of(name, matrix(24, 70)), matrix(3, 70, scale=1.0)
         cached, plain = gear(name, dense, 4, cache=True), gear(name, dense, 4)
         before = cached.parameters().keys()
@@ -173,7 +173,7 @@ class TestReconstructed:
         assert mx.array_equal(cached(x, chosen), plain(x, chosen)).item()
 
     @pytest.mark.parametrize("is_dropped", [False, True])
-    def test_a_shift_drops_what_was_cached_and_changes_nothing(self, tmp_path, is_dropped):
+    def test_shift_drops_cache_and_keeps_results(self, tmp_path, is_dropped):
         model, plain = tiny_model(), tiny_model()
         idle = on_disk(model, tmp_path) if is_dropped else {}
         gearbox = Gearbox(model, "2,6,16", format=with_cache("rowwise"), kernels="mlx", **idle)
@@ -188,7 +188,7 @@ class TestReconstructed:
                 assert mx.array_equal(model(PROMPT), plain(PROMPT)).item()
             assert name == "high" or up.up_proj._kept is not None
 
-    def test_with_a_cache_bytes_are_those_of_the_weights_that_are_multiplied(self):
+    def test_cached_bytes_count_multiplied_weights(self):
         cached, packed = (
             Gearbox(tiny_model(), "4,16", format=format, kernels="mlx") for format in (with_cache("rowwise"), "rowwise")
         )
@@ -198,7 +198,7 @@ class TestReconstructed:
         assert packed.weight_bytes_per_token(high) == cached.weight_bytes_per_token(high)
 
     @pytest.mark.parametrize("format", ["planes", "affine"])
-    def test_a_format_that_is_multiplied_packed_has_no_cache(self, command, format):
+    def test_packed_format_has_no_cache(self, command, format):
         done = command("generate", "--format", format, "--kernels", "dequant-cache", "-m", 1)
         assert_refused(done, f"format {format} is multiplied packed; give --format rowwise")
 
@@ -207,7 +207,7 @@ class TestGearbox:
     @pytest.mark.some(9)
     @pytest.mark.parametrize("architecture", ARCHITECTURES)
     @pytest.mark.parametrize("name", MADE_ONE_BY_ONE)
-    def test_every_architecture_runs_in_every_gear_and_comes_back(self, architecture, name):
+    def test_every_architecture_runs_every_gear_and_returns(self, architecture, name):
         model = tiny_model(architecture)
         before, logits = weights_of(model), model(PROMPT)
         gearbox = Gearbox(model, LADDERS.get(name, "4,8,16"), format=name, kernels="mlx")
@@ -220,7 +220,7 @@ class TestGearbox:
 
     @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
     @pytest.mark.parametrize("name", MADE_ONE_BY_ONE)
-    def test_weights_that_are_not_finite_are_named(self, tiny, name, value):
+    def test_nonfinite_weights_are_named(self, tiny, name, value):
         layer = tiny.model.layers[1].mlp.up_proj
         layer.weight = mx.concatenate([mx.full((1, 64), value), layer.weight[1:]])
         gearbox = Gearbox(tiny, LADDERS.get(name, "4,8,16"), format=name)
@@ -229,7 +229,7 @@ class TestGearbox:
         assert gearbox.gear.name == "high"
 
     @pytest.mark.parametrize(("name", "bits"), [("rowwise", 3), ("groupwise", 8), ("codebook", 8), (LIBRARY, 5)])
-    def test_bits_that_a_format_has_not_are_refused(self, tiny, name, bits):
+    def test_unsupported_bits_are_refused(self, tiny, name, bits):
         choices = ", ".join(map(str, [*GEARS[name], 16]))
         with pytest.raises(GearbxError, match=f"format '{name}' has no {bits}-bit gear; choose from {choices}$"):
             Gearbox(tiny, f"{bits},16", format=name)
@@ -249,7 +249,7 @@ class TestGearbox:
 
 
 class TestNames:
-    def test_every_format_has_the_name_that_it_is_registered_by(self):
+    def test_every_format_has_its_registered_name(self):
         assert {name: get_format(name).name for name in FORMATS} == {name: name for name in FORMATS}
         assert get_format("planes") is get_format(get_format("planes"))
 

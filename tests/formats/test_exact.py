@@ -54,7 +54,7 @@ def linear_weights(model: nn.Module) -> dict[str, np.ndarray]:
     return {name: bits_of(array) for name, array in weights_of(model).items() if array.ndim > 1}
 
 
-class TestEveryBitComesBack:
+class TestBitExactRoundTrip:
     @settings(max_examples=40)
     @given(
         seed=st.integers(0, 2**32 - 1),
@@ -65,9 +65,7 @@ class TestEveryBitComesBack:
         heavy=st.booleans(),
         special=st.lists(st.integers(0, 65535), max_size=6),
     )
-    def test_of_weights_of_any_size_with_any_values_among_them(
-        self, seed, rows, groups, group_size, exponent, heavy, special
-    ):
+    def test_weights_of_any_size_and_values(self, seed, rows, groups, group_size, exponent, heavy, special):
         random = np.random.default_rng(seed)
         shape = rows, groups * group_size
         values = random.standard_t(2, shape) if heavy else random.standard_normal(shape)
@@ -98,13 +96,13 @@ class TestEveryBitComesBack:
         np.testing.assert_array_equal(bits_of(rows), bits_of(weight[chosen]))
 
 
-class TestTheLowGear:
+class TestLowGear:
     def test_has_the_codes_of_mlx(self):
         dense = layer_with((normal(64, 128) * 0.02).astype(mx.bfloat16))
         theirs = get_format("affine").modules(dense, 4, (4,), 64, mx.bfloat16)[4]
         assert same_weights(weights_of(gears(dense)[4]), weights_of(theirs))
 
-    def test_takes_little_less_than_the_weights_alone(self):
+    def test_size_is_slightly_below_original_weights(self):
         """Gaussian rows 4096 wide; the figure is that of docs/exact.md."""
         made = gears(layer_with((normal(64, 4096) * 0.02).astype(mx.bfloat16)))[16]
         arrays = sum(array.nbytes for _, array in tree_flatten(made.parameters()))
@@ -114,7 +112,7 @@ class TestTheLowGear:
 
 
 @pytest.mark.some(1)
-def test_many_vectors_never_decode_a_whole_matrix_at_once(monkeypatch):
+def test_many_vectors_never_decode_whole_matrix(monkeypatch):
     """MLX's own operations need some twenty times a weight's memory on the way; the number of tiles must not matter."""
     monkeypatch.setattr(kernels_exact, "WEIGHTS_DECODED_AT_ONCE", 2**14)
 
@@ -140,7 +138,7 @@ TIED = {"tie_word_embeddings": True}
     ids=["untied", "tied", "experts", "heads", "biases"],
 )
 @pytest.mark.parametrize("kernels", ["mlx", "native"])
-def test_a_model_has_every_weight_and_the_low_gear_of_format_affine(architecture, change, kernels):
+def test_model_has_every_weight_and_affine_low_gear(architecture, change, kernels):
     before = linear_weights(model_of(architecture, **change))
     ours = boxed(model=model_of(architecture, **change), kernels=kernels)
     theirs = boxed(model=model_of(architecture, **change), format="affine", kernels=kernels)
@@ -165,7 +163,7 @@ def layer_in(gearbox: Gearbox, path: str) -> nn.Module:
 
 
 class TestMemory:
-    def test_layers_that_would_be_larger_stay_as_they_are(self):
+    def test_growing_layers_are_left_unchanged(self):
         model = model_of()
         noise = np.random.default_rng(0).integers(0, 65536, (128, 64))
         layer = model.model.layers[0].mlp.up_proj
@@ -177,7 +175,7 @@ class TestMemory:
         for _ in every_gear(gearbox):
             np.testing.assert_array_equal(bits_of(layer_in(gearbox, LINEAR).weight.astype(mx.bfloat16)), before)
 
-    def test_counts_of_bytes_are_those_of_the_arrays(self):
+    def test_byte_counts_match_arrays(self):
         gearbox = boxed("4,16")
         layer = next(layer for layer in gearbox.layers if layer.path == LINEAR)
         for _ in every_gear(gearbox):
@@ -188,8 +186,8 @@ class TestMemory:
         assert gearbox.original_bytes_per_token() == dense.weight_bytes_per_token(dense.ladder.top)
 
 
-class TestALayer:
-    def test_cannot_be_the_only_one_with_a_floor_above_all_gears(self):
+class TestLayer:
+    def test_only_layer_with_floor_above_gears_is_refused(self):
         model = model_of()
         before = linear_weights(model)
         with pytest.raises(GearbxError, match="no layer can change gear: has a floor of 8 bits"):
@@ -208,7 +206,7 @@ class TestALayer:
         gearbox.shift("low")
         assert type(layer_in(gearbox, LINEAR)) is nn.Linear
 
-    def test_of_another_type_stays_dense_and_says_so(self):
+    def test_other_dtype_stays_dense_and_is_reported(self):
         model = model_of()
         layer = model.model.layers[0].mlp.up_proj
         layer.weight = layer.weight.astype(mx.float16)
@@ -230,7 +228,7 @@ def test_shifts_and_other_types_change_no_weight():
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, MemoryError])
-def test_a_model_has_its_weights_again_if_encoding_is_stopped(stop, monkeypatch):
+def test_stopped_encoding_restores_model_weights(stop, monkeypatch):
     model = model_of(tie_word_embeddings=True)
     before = linear_weights(model)
     done = []
@@ -268,7 +266,7 @@ def test_a_model_has_its_weights_again_if_encoding_is_stopped(stop, monkeypatch)
         (mx.float16, {}, "weights of float16, and format exact is for bfloat16; .*or make the model bfloat16"),
     ],
 )
-def test_what_the_format_does_not_have_is_refused(dtype, keywords, complaint):
+def test_unsupported_options_are_refused(dtype, keywords, complaint):
     model = tiny("llama", dtype)
     before = weights_of(model)
     with pytest.raises(GearbxError, match=rf"^.*{complaint}.*$"):  # one line
@@ -277,7 +275,7 @@ def test_what_the_format_does_not_have_is_refused(dtype, keywords, complaint):
 
 
 @pytest.mark.parametrize("gear", ["low", "high"])
-def test_weights_that_mlx_lm_could_not_load_are_not_saved(gear, tmp_path):
+def test_weights_unloadable_by_mlx_lm_are_not_saved(gear, tmp_path):
     gearbox = boxed()
     gearbox.shift(gear)
     with pytest.raises(GearbxError, match=r"write the gears with gearbx_mlx convert"):

@@ -21,7 +21,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embedding
 class TestNorms:
     @settings(max_examples=40)
     @given(st.integers(1, 20), st.integers(1, 300), st.sampled_from(TYPES), st.integers(0, 1 << 30))
-    def test_are_those_of_exact_arithmetic_and_the_same_in_any_company(self, rows, width, dtype, seed):
+    def test_norms_are_exact_and_batch_invariant(self, rows, width, dtype, seed):
         x, weight = normal(rows, width, seed=seed), normal(width, seed=seed + 1).astype(dtype)
         y = dispatch.rms_norm(x, weight, 1e-5)
         exact = float64(x) / np.sqrt((float64(x) ** 2).mean(-1, keepdims=True) + 1e-5) * float64(weight)
@@ -30,14 +30,14 @@ class TestNorms:
 
     @pytest.mark.parametrize("dtype", TYPES, ids=str)
     @pytest.mark.parametrize("weights", TYPES, ids=str)
-    def test_have_the_type_that_mlx_gives_them(self, dtype, weights):
+    def test_dtype_matches_mlx(self, dtype, weights):
         x, weight = normal(2, 3, 40).astype(dtype), normal(40, seed=1).astype(weights)
         y, expected = dispatch.rms_norm(x, weight, 1e-5), mx.fast.rms_norm(x, weight, 1e-5)
         assert y.dtype == expected.dtype
         assert y.shape == x.shape
         assert mx.allclose(y, expected, rtol=2e-2).item()
 
-    def test_of_nothing_zeros_and_what_is_no_number(self):
+    def test_empty_zero_and_nonfinite_inputs(self):
         weight = mx.ones(8)
         assert dispatch.rms_norm(mx.zeros((0, 8)), weight, 1e-5).shape == (0, 8)
         y = dispatch.rms_norm(mx.array([[0.0] * 8, [1.0] * 7 + [float("nan")], [1.0] * 8]), weight, 1e-5)
@@ -45,7 +45,7 @@ class TestNorms:
         assert mx.isnan(y[1]).all().item()
         assert mx.allclose(y[2], weight).item()
 
-    def test_a_weight_of_another_width_is_refused(self):
+    def test_weight_of_wrong_width_is_refused(self):
         with pytest.raises(ValueError, match="x and the weights differ in width"):
             dispatch.rms_norm(mx.ones((1, 8)), mx.ones(7), 1e-5)
 
@@ -72,21 +72,21 @@ class TestRotaryPositions:
         rounding = {mx.float32: 1e-5, mx.bfloat16: 2**-8, mx.float16: 2**-11}[dtype]
         assert mx.allclose(y, stock(x.astype(mx.float32), offset), rtol=rounding, atol=1e-5).item()
 
-    def test_one_position_has_the_same_bits_in_any_company(self):
+    def test_position_is_batch_invariant(self):
         turn, x = with_kernels(nn.RoPE(16), native=True), normal(1, 2, 7, 16)
         together = turn(x, 40)
         for t in range(7):
             assert mx.array_equal(turn(x[:, :, t : t + 1], 40 + t), together[:, :, t : t + 1]).item()
 
     @pytest.mark.parametrize("stock", [nn.RoPE(16), Llama3RoPE(16, 512, scaling_config=LLAMA3)], ids=["plain", "3"])
-    def test_are_mlxs_and_with_an_offset_for_each_sequence_those_of_the_sequence_alone(self, stock):
+    def test_sequence_offsets_equal_single_sequence_results(self, stock):
         turn, x, offsets = with_kernels(stock, native=True), normal(3, 2, 4, 16), [40, 0, 300]
         assert mx.allclose(turn(x, 100), stock(x, 100), atol=1e-5).item()
         together = turn(x, mx.array(offsets))
         for row, offset in enumerate(offsets):
             assert mx.array_equal(together[row], turn(x[row : row + 1], offset)[0]).item()
 
-    def test_offsets_and_vectors_of_other_shapes_go_to_mlx(self):
+    def test_other_offset_and_vector_shapes_use_mlx(self):
         stock = nn.RoPE(8)
         turn, x = with_kernels(stock, native=True), normal(2, 3, 4, 8)
         assert mx.array_equal(turn(x, mx.array(2)), stock(x, mx.array(2))).item()
@@ -103,7 +103,7 @@ class TestGatedUnits:
         st.sampled_from(TYPES),
         st.integers(0, 1 << 30),
     )
-    def test_are_those_of_exact_arithmetic(self, unit, rows, width, dtype, seed):
+    def test_gated_units_match_exact_arithmetic(self, unit, rows, width, dtype, seed):
         gate, up = ((10 * normal(rows, width, seed=seed + i)).astype(dtype) for i in range(2))
         y, x = getattr(dispatch, unit)(gate, up), float64(gate)
         tanh = np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))
@@ -113,14 +113,14 @@ class TestGatedUnits:
         np.testing.assert_allclose(float64(y), exact, rtol=rounding, atol=1e-6)
 
     @pytest.mark.parametrize("unit", [dispatch.swiglu, dispatch.geglu])
-    def test_have_the_same_bits_wherever_a_number_lies(self, unit):
+    def test_bits_are_same_at_any_position(self, unit):
         gate, up = normal(3, 21), normal(3, 21, seed=1)
         together = unit(gate, up)
         assert mx.array_equal(unit(gate.T, up.T), together.T).item()
         assert mx.array_equal(unit(gate[:, 20:], up[:, 20:]), together[:, 20:]).item()
 
     @pytest.mark.parametrize("unit", [dispatch.swiglu, dispatch.geglu])
-    def test_of_what_is_large_or_no_number(self, unit):
+    def test_large_or_nonfinite_inputs(self, unit):
         gate = mx.array([[200.0, -1e30, 0.0, float("nan"), float("inf"), -float("inf")]])
         y = unit(gate, mx.full((1, 6), 2.0))[0]
         np.testing.assert_array_equal(y, [400, 0, 0, np.nan, np.inf, np.nan])  # the last: -inf times 0, as in MLX
@@ -144,7 +144,7 @@ class TestModels:
         assert mx.array_equal(again._freqs, turn._freqs).item()
         assert mx.array_equal(model(PROMPT), expected).item()
 
-    def test_classes_that_are_not_known_stay_as_they_are(self):
+    def test_unknown_classes_are_unchanged(self):
         class Norm(nn.RMSNorm):
             """May compute something of its own."""
 

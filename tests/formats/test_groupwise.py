@@ -15,7 +15,7 @@ DTYPES = [mx.float16, mx.bfloat16, mx.float32]
 @pytest.mark.slow
 @settings(deadline=None, max_examples=200)
 @given(st.sampled_from(DTYPES), st.integers(1, 4), st.integers(1, 130), st.floats(-6, 2), st.integers(0, 2**32 - 1))
-def test_round_trip_is_exact_and_no_element_off_by_more_than_half_a_scale(dtype, rows, width, magnitude, seed):
+def test_round_trip_is_exact_within_half_a_scale(dtype, rows, width, magnitude, seed):
     values = np.random.default_rng(seed).standard_normal((rows, width)) * 10.0**magnitude
     weight = mx.array(values.astype(np.float32)).astype(dtype)
     codes, scales = quantize(weight)

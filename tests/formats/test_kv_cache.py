@@ -42,7 +42,7 @@ def test_top_gear_reads_the_entries_themselves(ladder):
 
 
 @pytest.mark.parametrize(("ladder", "bits"), [((4, 16), 4), ((4, 8, 16), 8)])
-def test_low_gear_reads_planes_of_all_but_the_latest_entries(ladder, bits):
+def test_low_gear_reads_planes_except_latest_entries(ladder, bits):
     cache = cache_of(ladder, bits)
     keys, values = filled(cache, 150)
     for got, given in zip(cache.read(1).unpacked(), (keys, values)):
@@ -53,7 +53,7 @@ def test_low_gear_reads_planes_of_all_but_the_latest_entries(ladder, bits):
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_planes_alone_have_every_position(bits):
+def test_planes_hold_every_position(bits):
     cache = cache_of((4, 8), bits)
     keys, values = filled(cache, 70)
     assert cache.keys is None
@@ -64,7 +64,7 @@ def test_planes_alone_have_every_position(bits):
 
 
 @pytest.mark.parametrize("at_once", [1, 16, 30])
-def test_prompt_reads_its_entries_which_become_planes_with_the_next_token(at_once):
+def test_prefill_entries_become_planes_with_next_token(at_once):
     cache = cache_of((4, 8), 8)
     cache.gears.begin_prompt()
     keys, _ = filled(cache, 90, at_once=at_once)
@@ -75,7 +75,7 @@ def test_prompt_reads_its_entries_which_become_planes_with_the_next_token(at_onc
     assert mx.array_equal(cache.read(1).unpacked()[0][:, :, :90], unpack(*pack(keys, (4, 4), 32), (4, 4), 8))
 
 
-def test_low_gear_reads_the_entries_of_a_prompt_and_counts_none_of_them():
+def test_low_gear_prefill_entries_are_not_counted():
     cache = cache_of((4, 16), 4)
     filled(cache, 100)
     cache.gears.begin_prompt()
@@ -87,7 +87,7 @@ def test_low_gear_reads_the_entries_of_a_prompt_and_counts_none_of_them():
 
 
 @pytest.mark.parametrize(("ladder", "bits"), [((4, 16), 4), ((4, 8), 8), ((4, 8), 4)])
-def test_positions_that_are_trimmed_and_written_again_read_as_if_written_once(ladder, bits):
+def test_trimmed_and_rewritten_positions_read_equally(ladder, bits):
     cache, straight = cache_of(ladder, bits), cache_of(ladder, bits)
     keys, values = filled(straight, 140)
     filled(cache, 140)
@@ -99,7 +99,7 @@ def test_positions_that_are_trimmed_and_written_again_read_as_if_written_once(la
     assert same_arrays(cache.read(1).unpacked(), straight.read(1).unpacked())
 
 
-def test_draft_that_is_undone_leaves_the_planes_of_what_was_before_it():
+def test_undone_draft_leaves_earlier_planes():
     cache, straight = cache_of((4, 16), 4), cache_of((4, 16), 4)
     keys, values = filled(straight, 140)
     cache.gears.begin_prompt()
@@ -116,7 +116,7 @@ def test_draft_that_is_undone_leaves_the_planes_of_what_was_before_it():
     assert same_arrays(cache.read(1).unpacked(), straight.read(1).unpacked())
 
 
-def test_copy_is_a_cache_of_its_own():
+def test_copy_is_independent_cache():
     cache = cache_of((4, 8), 8)
     filled(cache, 20)
     second = copy.deepcopy(cache)
@@ -127,7 +127,7 @@ def test_copy_is_a_cache_of_its_own():
 
 
 @pytest.mark.parametrize("ladder", [(4, 16), (4, 8)])
-def test_plain_cache_is_what_the_top_gear_reads(ladder):
+def test_plain_cache_equals_top_gear_entries(ladder):
     cache = cache_of(ladder, ladder[-1])
     filled(cache, 80)
     (plain,) = plain_cache([cache])
@@ -137,7 +137,7 @@ def test_plain_cache_is_what_the_top_gear_reads(ladder):
     assert same_arrays(plain.keys_and_values(), expected)
 
 
-def test_quantized_cache_has_what_the_top_gear_reads():
+def test_quantized_cache_equals_top_gear_entries():
     cache = cache_of((4, 8), 8)
     filled(cache, 40)
     made, expected = cache.to_quantized(32, 8), cache.plain().to_quantized(32, 8)
@@ -145,7 +145,7 @@ def test_quantized_cache_has_what_the_top_gear_reads():
     assert same_arrays((*made.keys, *made.values), (*expected.keys, *expected.values))
 
 
-def test_merged_caches_have_what_the_top_gears_read():
+def test_merged_caches_equal_top_gear_entries():
     caches = [cache_of((4, 8), 8), cache_of((4, 16), 16), cache_of((4, 8), 8)]
     filled(caches[0], 20)
     filled(caches[1], 30)
@@ -154,7 +154,7 @@ def test_merged_caches_have_what_the_top_gears_read():
     assert same_arrays((made.keys, made.values), (expected.keys, expected.values))
 
 
-def test_file_that_could_not_be_read_again_is_not_written(tmp_path):
+def test_unreadable_file_is_not_written(tmp_path):
     cache = cache_of((4, 8), 8)
     filled(cache, 20)
     with pytest.raises(ValueError, match=r"use \[part.plain\(\) for part in cache\] instead"):
@@ -173,7 +173,7 @@ def steps(vectors: mx.array, bits: int, group_size: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("dims", "group_size"), [(64, 64), (64, 32), (80, 16), (16, 16), (8, 8), (128, 32)])
-def test_each_gear_is_off_by_half_a_step_at_most(dims, group_size):
+def test_gear_error_is_at_most_half_a_step(dims, group_size):
     vectors = normal(2, 3, 5, dims)
     packed = pack(vectors, WIDTHS, group_size)
     for bits in (4, 8):
@@ -181,7 +181,7 @@ def test_each_gear_is_off_by_half_a_step_at_most(dims, group_size):
         assert (off <= steps(vectors, bits, group_size) * 0.5001 + 1e-6).all()
 
 
-def test_position_is_packed_by_itself_into_arrays_of_the_documented_shapes_and_types():
+def test_position_is_packed_into_documented_arrays():
     planes, scales, offsets = pack(normal(1, 2, 3, 64).astype(mx.bfloat16), WIDTHS, 32)
     assert [(p.shape, p.dtype) for p in planes] == [((1, 2, 3, 8), mx.uint32)] * 2
     assert scales.shape == offsets.shape == (1, 2, 3, 2)
@@ -197,7 +197,7 @@ def test_position_is_packed_by_itself_into_arrays_of_the_documented_shapes_and_t
     [(64, 0.3125, 0.5625), (96, 0.3125, 0.5625), (16, 0.375, 0.625), (80, 0.375, 0.625), (8, 0.5, 0.75),
      (24, 0.5, 0.75), (40, 0.5, 0.75)],
 )  # fmt: skip
-def test_shares_of_bytes_in_bfloat16_are_those_of_the_page(dims, four, eight):
+def test_bfloat16_byte_shares_match_page(dims, four, eight):
     vectors = normal(1, 1, 1, dims).astype(mx.bfloat16)
     (coarse, fine), scales, offsets = pack(vectors, WIDTHS, group_for(dims))
     read = coarse.nbytes + scales.nbytes + offsets.nbytes
@@ -210,7 +210,7 @@ def test_group_divides_the_head(dims, group):
 
 
 @pytest.mark.parametrize(("widths", "group_size"), [((4, 8), 64), ((3,), 64), ((), 64), ((4, 4), 48), ((4, 4), 4)])
-def test_planes_that_cannot_be_made_are_refused(widths, group_size):
+def test_impossible_planes_are_refused(widths, group_size):
     with pytest.raises(GearbxError):
         pack(normal(1, 1, 1, 64), widths, group_size)
 
@@ -226,7 +226,7 @@ def test_native_packing_has_the_bits_of_mlx(compiled, planes, dims):
 
 
 @pytest.mark.parametrize("place", [0, 5, 31])
-def test_a_number_that_is_none_makes_its_group_such(compiled, place):
+def test_nan_makes_its_group_nan(compiled, place):
     vectors = normal(1, 1, 1, 64)
     vectors[0, 0, 0, place] = mx.nan
     expected = unpack(*pack(vectors, (4, 4), 32), (4, 4), 8)
@@ -240,7 +240,7 @@ def test_a_number_that_is_none_makes_its_group_such(compiled, place):
 ])  # fmt: skip
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("masked", ["none", "causal", "some"])
-def test_native_attention_over_planes_is_that_over_unpacked_keys(compiled, dims, queries, keys, packed, bits, masked):
+def test_native_plane_attention_matches_unpacked_keys(compiled, dims, queries, keys, packed, bits, masked):
     nested = nested_of(dims, keys, packed, bits)
     x = normal(2, 4, queries, dims, seed=3)
     mask = {"none": None, "causal": "causal", "some": normal(queries, keys, seed=4) > -0.5}[masked]
@@ -258,7 +258,7 @@ def nested_of(dims: int, keys: int, packed: int, bits: int):
     return type(read)(entries, read.planes, packed)
 
 
-def test_query_has_the_same_bits_in_any_company(compiled):
+def test_query_is_batch_invariant(compiled):
     nested = nested_of(64, 528, 512, 4)
     x = normal(2, 4, 16, 64, seed=3)
 
@@ -272,7 +272,7 @@ def test_query_has_the_same_bits_in_any_company(compiled):
 
 
 @pytest.mark.parametrize(("ladder", "bits"), [((4, 16), 4), ((4, 8, 16), 8), ((4, 8), 4)])
-def test_block_over_planes_is_one_operation_or_many_with_the_same_bits(demo, compiled, ladder, bits):
+def test_block_over_planes_matches_separate_operations_bitwise(demo, compiled, ladder, bits):
     gearbox = Gearbox(demo.model, "4,16", kernels="native")
 
     def logits(how) -> list[mx.array]:
@@ -339,7 +339,7 @@ def long(demo) -> list[int]:
 
 
 @pytest.mark.parametrize(("ladder", "bits"), [("4,8", 8), ("4,16", 4)])
-def test_text_by_attention_of_mlx_is_that_by_native_attention(demo, compiled, long, ladder, bits):
+def test_mlx_attention_output_equals_native_attention_output(demo, compiled, long, ladder, bits):
     """On a GPU, MLX's attention reads the unpacked planes."""
     tokens = []
     for kernels in ("native", "mlx"):
@@ -350,7 +350,7 @@ def test_text_by_attention_of_mlx_is_that_by_native_attention(demo, compiled, lo
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_drafts_read_a_third_of_what_the_top_gear_reads_at_most(demo, dtype):
+def test_drafts_read_at_most_third_of_top_gear(demo, dtype):
     model = tiny_model()
     gearbox = Gearbox(model, "4,16", dtype=dtype)
     tally = Tally.of(["low", "high"])
@@ -373,7 +373,7 @@ def test_drafts_read_a_third_of_what_the_top_gear_reads_at_most(demo, dtype):
         ("16", "4,8", {"high": 8}),
     ],
 )
-def test_gear_of_the_cache_follows_that_of_the_weights(demo, gears, ladder, expected):
+def test_cache_gear_follows_weight_gear(demo, gears, ladder, expected):
     gearbox = Gearbox(tiny_model(), gears)
     for name, bits in expected.items():
         responses = text(gearbox, demo.tokenizer, SHORT, Static(gear=name), 3, kv_gears=ladder)
@@ -381,7 +381,7 @@ def test_gear_of_the_cache_follows_that_of_the_weights(demo, gears, ladder, expe
 
 
 @pytest.mark.parametrize("mode", [Route(), Kickdown(), Static(), "telemetry-only"])
-def test_one_gear_of_the_cache_may_be_asked_for(demo, tiny, mode):
+def test_fixed_cache_gear_may_be_requested(demo, tiny, mode):
     gearbox, model = (None, tiny_model()) if mode == "telemetry-only" else (tiny, tiny.model)
     responses = stream_generate(model, demo.tokenizer, SHORT, 4, gearbox=gearbox, mode=mode, kv_gears=(4, 8), kv_gear=4)
     assert set().union(*(r.kv_bytes for r in responses)) == {4}
@@ -395,7 +395,7 @@ def test_kickdown_reads_both_caches_as_it_climbs(demo, tiny):
 
 
 @pytest.mark.slow
-def test_text_goes_on_from_a_cache_that_is_kept(demo, gearbox, long):
+def test_generation_continues_from_kept_cache(demo, gearbox, long):
     cache = make_prompt_cache(demo.model)
     first = text(gearbox, demo.tokenizer, long, Static(), 5, kv_gears="4,8", prompt_cache=cache)
     assert {type(part) for part in cache} == {NestedKVCache}
@@ -428,13 +428,13 @@ def test_text_goes_on_from_a_cache_that_is_kept(demo, gearbox, long):
         ("lfm2", {"kv_gears": "4,16"}, "--kv-gears: ArraysCache has no gears, got 4,16"),
     ],
 )
-def test_gears_that_cannot_be_are_refused_in_one_line(demo, architecture, keywords, complaint):
+def test_invalid_gears_are_refused(demo, architecture, keywords, complaint):
     model = tiny_model(architecture)
     with refuses(complaint):
         stream_generate(model, demo.tokenizer, [1, 5, 9], 5, **keywords)
 
 
-def test_another_ladder_than_that_of_the_cache_is_refused(demo):
+def test_ladder_different_from_cache_is_refused(demo):
     cache = cache_in_gears(demo.model, None, "4,8")
     with pytest.raises(GearbxError, match="--kv-gears: must be 4,8 as in the prompt cache, got 4,16"):
         cache_in_gears(demo.model, None, "4,16", cache=cache)

@@ -38,7 +38,7 @@ def products(native) -> list:
 
 
 class TestExperts:
-    def test_where_few_vectors_are_taken_the_experts_of_as_many_tokens_are(self, native, monkeypatch):
+    def test_verification_experts_equal_single_token_experts(self, native, monkeypatch):
         x, chosen = random_pairs(16, 2)  # a verification of 16 tokens, with 2 experts each
         weight = mx.random.normal((EXPERTS, ROWS, COLUMNS)).astype(mx.bfloat16)
         monkeypatch.setattr(dispatch, "MAX_NATIVE_VECTORS", 16)  # as on a Mac
@@ -58,7 +58,7 @@ class TestExperts:
                 matrix = float64(matrices[chosen[p].item()])
                 assert_products_close(y[p], x[p], matrix, np.abs(matrix) + cancelling)
 
-    def test_a_pair_has_the_same_bits_whatever_else_is_in_the_call(self, native):
+    def test_pair_is_batch_invariant(self, native):
         x, chosen = random_pairs(70)
         for product in products(native):
             together = product(x, chosen)
@@ -80,7 +80,7 @@ class TestExperts:
         assert found.shape == expected.shape
         assert mx.allclose(found, expected, atol=1e-4).item()
 
-    def test_an_expert_that_does_not_exist_gives_no_number(self, native):
+    def test_missing_expert_gives_nan(self, native):
         x, _ = random_pairs(3)
         for product in products(native):
             y = product(x, mx.array([1, EXPERTS, -1]))
@@ -102,7 +102,7 @@ class TestExperts:
             with pytest.raises(ValueError, match=r"."):
                 native.dense_experts(*arguments)
 
-    def test_a_mixture_of_half_precision_runs_without_quantized_gears(self):
+    def test_half_precision_experts_run_without_quantized_gears(self):
         """On a CPU, MLX multiplies experts in float32 only."""
         exact = tiny_model("mixtral")(PROMPT)
         model = Gearbox(tiny_model("mixtral", dtype=mx.bfloat16), "16", kernels="mlx").model
@@ -131,7 +131,7 @@ class TestExperts:
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "phi3", "gemma3_text", "mixtral", "qwen3_moe"])
 @pytest.mark.parametrize("format", ["planes", "affine"])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_every_gear_differs_from_mlx_in_last_bits_only(architecture, format, dtype):
+def test_gears_differ_from_mlx_in_last_bits(architecture, format, dtype):
     how = {"format": format, "group_size": 32, "activations": "float"}
     stock, fast = (Gearbox(tiny_model(architecture, dtype=dtype), kernels=k, **how) for k in ("mlx", "native"))
     is_large = architecture == "gemma3_text"  # its numbers, and so their differences
@@ -149,7 +149,7 @@ def test_every_gear_differs_from_mlx_in_last_bits_only(architecture, format, dty
     assert stock.weight_bytes_per_token(stock.gear) == fast.weight_bytes_per_token(fast.gear)
 
 
-def test_a_tied_head_runs_natively_and_keeps_its_two_bytes():
+def test_tied_head_is_native_and_keeps_two_bytes():
     model = tiny_model(dtype=mx.bfloat16, tie_word_embeddings=True)
     weight = model.model.embed_tokens.weight
     stock = Gearbox(tiny_model(dtype=mx.bfloat16, tie_word_embeddings=True), activations="float")
@@ -167,7 +167,7 @@ def test_a_tied_head_runs_natively_and_keeps_its_two_bytes():
     assert mx.allclose(gearbox.model(PROMPT), stock.model(PROMPT), rtol=1e-4, atol=1e-5).item()
 
 
-def test_layers_that_change_no_gear_run_natively_too():
+def test_layers_without_gears_run_natively():
     stock, fast = (Gearbox(tiny_model(), manage="attention", kernels=k, activations="float") for k in ("mlx", "native"))
     assert isinstance(fast.model.layers[0].mlp.up_proj, Native)
     for _ in every_gear(stock, fast):
@@ -175,13 +175,13 @@ def test_layers_that_change_no_gear_run_natively_too():
 
 
 class TestDescription:
-    def test_the_original_weights_alone_stay_mlx_lm_unless_asked(self):
+    def test_original_weights_use_mlx_lm_by_default(self):
         alone = Gearbox(tiny_model(dtype=mx.bfloat16), "16", kernels="auto")
         assert "mlx (with only original weights, the model stays bit-identical to mlx-lm)" in alone.describe()
         assert mx.array_equal(alone.model(PROMPT), tiny_model(dtype=mx.bfloat16)(PROMPT)).item()
         assert "native (" in Gearbox(tiny_model(), "16", kernels="native").describe()
 
-    def test_layers_that_are_alike_are_one_line(self):
+    def test_equal_layers_share_a_line(self):
         layers = [LayerPath(f"layers.{i}.mlp.{name}", (4, 16), "native", "") for i in (0, 1, 2, 10) for name in "ab"]
         layers.append(LayerPath("layers.5.mlp.a", (8, 16), "native", ""))
         layers.append(LayerPath("lm_head", (4, 16), "native", ""))

@@ -50,7 +50,7 @@ def test_exact_weights(native, shape, group_size):
             assert mx.array_equal(native.exact_matvec(x, *panels, bits), native.exact_matvec(x, *matrix, bits))
 
 
-def test_rows_that_are_looked_up(native):
+def test_embedding_rows_are_looked_up(native):
     matrix = encode(weight((96, 576)), 64)
     panels, chosen = matrix.in_panels(native.panel_rows()), mx.array([0, 95, 17, 17])
     assert mx.array_equal(native.exact_decode(*panels)[chosen], weight((96, 576))[chosen])
@@ -58,7 +58,7 @@ def test_rows_that_are_looked_up(native):
 
 
 @pytest.mark.parametrize("widths", WIDTHS)
-def test_the_way_back(native, widths):
+def test_panels_convert_back_to_rows(native, widths):
     planes = split(weight((96, 576)), widths, 64)
     panels = planes.in_panels(native.panel_rows())
     assert same_arrays(panels.by_row().arrays, planes.arrays)
@@ -70,13 +70,13 @@ def test_the_way_back(native, widths):
 @pytest.mark.parametrize(
     ("shape", "widths"), [((50, 64), (4,)), ((48, 64), (3,)), ((48, 64), (4, 3)), ((2, 48, 64), (4,))]
 )
-def test_what_does_not_fit_stays_as_it_is(native, shape, widths):
+def test_unsuitable_weights_get_no_panels(native, shape, widths):
     dense, planes = with_kernels(nn.Linear(shape[-1], shape[-2]), native=True), split(weight(shape), widths, 64)
     dense.weight, dense.x_bits = weight(shape), 8
     assert for_kernels(dense, planes) is planes
 
 
-def test_what_the_kernels_refuse(native):
+def test_kernels_refuse_mismatched_panels(native):
     rows = native.panel_rows()
     panels, x = split(weight((96, 576)), (4,), 64).in_panels(rows), mx.zeros((1, 576))
     with pytest.raises(ValueError, match="8 or 16 bits"):
@@ -88,7 +88,7 @@ def test_what_the_kernels_refuse(native):
 
 
 @pytest.mark.parametrize("format", ["planes", "affine", "exact"])
-def test_a_gearbox_has_them_where_activations_are_rounded(native, format):
+def test_gearbox_with_quantized_activations_has_panels(native, format):
     def linear(activations):
         model = nn.Sequential(layer_with(weight((96, 128))))
         box = Gearbox(model, "4,16", format=format, kernels="native", activations=activations)

@@ -51,7 +51,7 @@ def test_every_prefix_computes_with_its_own_dequantization(widths, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("widths", WIDTHS)
-def test_the_full_stack_is_one_affine_code_within_rounding_of_the_storage_type(widths, dtype):
+def test_full_stack_is_affine_within_storage_rounding(widths, dtype):
     weight = matrix(32, 256, dtype=dtype)
     planes = split(weight, widths, GROUP)
     bits = sum(widths)
@@ -73,7 +73,7 @@ def test_the_full_stack_is_one_affine_code_within_rounding_of_the_storage_type(w
 
 @pytest.mark.parametrize("scale", [1e-5, 1e-4, 0.02, 1.0])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_error_is_no_worse_than_stock_quantization(dtype, scale):
+def test_error_is_at_most_stock_quantization(dtype, scale):
     weight = matrix(128, 512, dtype=dtype, scale=scale)
     planes = split(weight, (4, 4), GROUP)
     for bits in (4, 8):
@@ -101,7 +101,7 @@ def plain_errors(weight: mx.array, bits: int) -> np.ndarray:
     st.sampled_from([1e-3, 1.0, 50.0]),
     st.sampled_from([0.0, 3.0]),
 )
-def test_no_group_of_a_single_plane_is_worse_than_between_its_ends(values, bits, dtype, scale, offset):
+def test_single_plane_groups_are_no_worse_than_rtn(values, bits, dtype, scale, offset):
     weight = (mx.array(values) * scale + offset).astype(dtype)
     left = float64(split(weight, (bits,), GROUP).dequantize()) - float64(weight)
     errors = (left.reshape(2, -1, GROUP) ** 2).sum(axis=-1)
@@ -111,7 +111,7 @@ def test_no_group_of_a_single_plane_is_worse_than_between_its_ends(values, bits,
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("bits", "share"), [(3, 0.92), (4, 0.95)])
-def test_a_single_plane_leaves_less_than_the_nearest_codes_between_its_ends(dtype, bits, share):
+def test_single_plane_error_is_below_rtn(dtype, bits, share):
     weight = matrix(64, 512, dtype=dtype)
     left = float64(split(weight, (bits,), GROUP).dequantize()) - float64(weight)
     assert (left**2).sum() < share * plain_errors(weight, bits).sum()
@@ -135,7 +135,7 @@ def test_native_kernels_make_planes_of_the_same_bits(values, widths, group, dtyp
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("widths", [(4,), (4, 4)])
-def test_native_scale_of_a_group_that_is_not_finite_is_no_number(widths, bad):
+def test_native_scale_of_nonfinite_group_is_nan(widths, bad):
     weight = matrix(4, 256).astype(mx.bfloat16)
     weight[1, 70] = bad
     scales = split_natively(layer_with(weight), widths, GROUP, mx.bfloat16, cpu.native()).scales
@@ -150,7 +150,7 @@ def test_native_scale_of_a_group_that_is_not_finite_is_no_number(widths, bad):
     st.sampled_from([1e-3, 1.0, 50.0]),
     st.sampled_from([0.0, 3.0]),
 )
-def test_whatever_the_weights_every_gear_is_within_half_a_step_and_rounding(values, widths, dtype, scale, offset):
+def test_any_weights_are_within_half_a_step(values, widths, dtype, scale, offset):
     weight = (mx.array(values) * scale + offset).astype(dtype)
     planes = split(weight, widths, GROUP)
     exact = weight.astype(mx.float32).reshape(2, -1, GROUP)
@@ -175,7 +175,7 @@ def test_groups_without_range_keep_their_value(value, dtype):
         assert difference <= (tolerance if bits == 8 else tolerance + 6.2e-5 * 8)
 
 
-def test_low_gear_is_a_stock_module_on_the_first_plane():
+def test_low_gear_is_stock_module_on_first_plane():
     dense = nn.Linear(128, 16)
     modules = get_format("planes").modules(dense, 4, (4, 6, 8), GROUP, mx.float32)
     low, mid, high = modules[4], modules[6], modules[8]
@@ -187,7 +187,7 @@ def test_low_gear_is_a_stock_module_on_the_first_plane():
     assert low.bias is dense.bias is high.bias
 
 
-def test_gears_of_four_and_eight_bits_share_their_arrays():
+def test_4_and_8_bit_gears_share_arrays():
     dense = layer_with(matrix(256, 512, dtype=mx.float16))
     modules = get_format("planes").modules(dense, 4, (4, 8), GROUP, mx.float16)
     arrays = {id(a): a.nbytes for m in modules.values() for _, a in tree_flatten(m.parameters())}

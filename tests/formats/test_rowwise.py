@@ -38,7 +38,7 @@ class TestPacking:
         assert np.array_equal(np.array(back), codes)
 
     @pytest.mark.parametrize("bits", [6, 4, 2])
-    def test_layout_is_a_little_endian_stream_of_offset_codes(self, bits):
+    def test_layout_is_little_endian_offset_codes(self, bits):
         codes = np.random.default_rng(0).integers(-Q_MAX[bits], Q_MAX[bits] + 1, 37)
         packed = np.array(pack_symmetric_codes(mx.array(codes), bits)).tobytes()
         stream = int.from_bytes(packed, "little")
@@ -57,7 +57,7 @@ class TestPacking:
 class TestQuantization:
     @settings(deadline=None, max_examples=200)
     @given(st.sampled_from(BITS), st.sampled_from(DTYPES), st.integers(1, 5), widths, st.floats(-6, 2), seeds)
-    def test_no_element_is_off_by_more_than_half_a_scale(self, bits, dtype, rows, width, magnitude, seed):
+    def test_elements_are_within_half_a_scale(self, bits, dtype, rows, width, magnitude, seed):
         values = np.random.default_rng(seed).standard_normal((rows, width)) * 10.0**magnitude
         weight = mx.array(values.astype(np.float32)).astype(dtype)
         codes, scales = quantize(weight, bits)
@@ -69,7 +69,7 @@ class TestQuantization:
 
     @pytest.mark.parametrize("bits", BITS)
     @pytest.mark.parametrize("dtype", DTYPES)
-    def test_scales_are_those_of_the_paper_and_have_its_floor(self, bits, dtype):
+    def test_scales_match_paper_with_floor(self, bits, dtype):
         weight = mx.concatenate([normal(4, 50).astype(dtype), mx.zeros((1, 50), dtype)])
         codes, scales = quantize(weight, bits)
         largest = mx.abs(weight.astype(mx.float32)).max(axis=-1)[:4]
@@ -77,7 +77,7 @@ class TestQuantization:
         assert scales[4].item() == mx.array(MIN_SCALES[dtype]).astype(dtype).item()
         assert not codes[4].any().item()
 
-    def test_error_grows_as_the_paper_says(self):
+    def test_error_grows_as_in_paper(self):
         weight = mx.random.uniform(-1, 1, (64, 4096), key=mx.random.key(0))
         mse = {bits: ((dequantize(*quantize(weight, bits)) - weight) ** 2).mean().item() for bits in BITS}
         for bits, factor in {6: 16.8, 4: 329, 2: 16129}.items():
@@ -85,7 +85,7 @@ class TestQuantization:
 
 
 @pytest.mark.parametrize(("bits", "bytes_per_weight"), [(8, 1.0), (6, 0.75), (4, 0.5), (2, 0.25)])
-def test_bytes_per_weight_are_those_of_table_5(bits, bytes_per_weight):
+def test_bytes_per_weight_match_table_5(bits, bytes_per_weight):
     dense = layer_with(normal(256, 2048).astype(mx.float16))
     arrays = tree_flatten(Rowwise().modules(dense, bits, (bits,), 64, mx.float16)[bits].parameters())
     assert sum(a.nbytes for _, a in arrays) / dense.weight.size == bytes_per_weight + 2 / 2048

@@ -73,7 +73,7 @@ def far(a: mx.array, b: mx.array) -> float:
 @pytest.mark.some(2)
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "tied"])
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_with_mlxs_kernels_the_top_gear_is_mlx_lms(adapted, kind, architecture):
+def test_top_gear_with_mlx_kernels_equals_mlx_lm(adapted, kind, architecture):
     source, adapter = adapted(kind, architecture)
     expected, without = mlx_lms(source, adapter)(PROMPT), loaded(source)(PROMPT)
     model = loaded(source, adapter)
@@ -88,7 +88,7 @@ def test_with_mlxs_kernels_the_top_gear_is_mlx_lms(adapted, kind, architecture):
 @pytest.mark.parametrize("kernels", ["mlx", "native"])
 @pytest.mark.parametrize("format", LADDERS)
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_every_gear_is_mlx_lms_adapter_over_the_gears_weights(adapted, kind, format, kernels):
+def test_every_gear_applies_adapter_like_mlx_lm(adapted, kind, format, kernels):
     source, adapter = adapted(kind)
     reference, model = mlx_lms(source, adapter), loaded(source, adapter)
     gearbox = Gearbox(model, LADDERS[format], format=format, kernels=kernels, activations="float")
@@ -97,7 +97,7 @@ def test_every_gear_is_mlx_lms_adapter_over_the_gears_weights(adapted, kind, for
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_it_is_on_top_of_another_quantizers_low_gear(adapted, kind):
+def test_adapter_is_on_top_of_other_low_gear(adapted, kind):
     source, adapter = adapted(kind)
     low_model, model = loaded(source), loaded(source, adapter)
     low_model.model.norm.weight = low_model.model.norm.weight * 1.5  # as AWQ changes norms
@@ -123,9 +123,7 @@ def test_it_is_on_top_of_another_quantizers_low_gear(adapted, kind):
         ("tied", "rowwise", "4,8"),
     ],
 )
-def test_a_geared_checkpoint_takes_it_as_the_original_does(
-    adapted, tmp_path, kind, architecture, format, gears, kernels
-):
+def test_geared_checkpoint_accepts_adapter_like_original(adapted, tmp_path, kind, architecture, format, gears, kernels):
     source, adapter = adapted(kind, architecture)
     convert(model=str(source), mlx_path=str(tmp_path / "geared"), gears=gears, format=format, embeddings="keep")
     original, model = loaded(source, adapter), loaded(tmp_path / "geared", adapter)
@@ -136,7 +134,7 @@ def test_a_geared_checkpoint_takes_it_as_the_original_does(
         assert gearbox.weight_bytes_per_token(gear) == expected.weight_bytes_per_token(gear)
 
 
-def test_experts_take_lora_in_every_gear_and_no_dora(adapted, tmp_path):
+def test_experts_accept_lora_and_refuse_dora(adapted, tmp_path):
     source, adapter = adapted("lora", "qwen3_moe")
     convert(model=str(source), mlx_path=str(tmp_path / "geared"), gears="4,16", embeddings="keep")
     original, model = loaded(source, adapter), loaded(tmp_path / "geared", adapter)
@@ -153,7 +151,7 @@ def test_experts_take_lora_in_every_gear_and_no_dora(adapted, tmp_path):
 @pytest.mark.some(2)
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("kernels", ["mlx", "native"])
-def test_every_mode_runs_and_lossless_writes_the_top_gears_text(adapted, kind, kernels):
+def test_every_mode_runs_and_lossless_equals_top_gear(adapted, kind, kernels):
     source, adapter = adapted(kind)
     model, tokenizer = loaded(source, adapter), load_tokenizer(source)
     gearbox = Gearbox(model, "4,8,16", kernels=kernels)
@@ -165,7 +163,7 @@ def test_every_mode_runs_and_lossless_writes_the_top_gears_text(adapted, kind, k
     assert all(len(tokens) == 24 for tokens in texts.values())
 
 
-def test_the_norms_follow_another_adapter(adapted, tmp_path):
+def test_norms_follow_second_adapter(adapted, tmp_path):
     source, adapter = adapted("dora")
     other = save_adapter(adapted_model(seed=1), tmp_path / "other", "dora")
     model = loaded(source, adapter)
@@ -182,7 +180,7 @@ def test_the_norms_follow_another_adapter(adapted, tmp_path):
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_it_keeps_its_own_type_in_which_its_bytes_are_counted(tmp_path, kind, dtype):
+def test_adapter_keeps_dtype_for_byte_counts(tmp_path, kind, dtype):
     source, model = tmp_path / "source", adapted_model()
     model.set_dtype(mx.bfloat16)
     save_model(model, source)
@@ -196,7 +194,7 @@ def test_it_keeps_its_own_type_in_which_its_bytes_are_counted(tmp_path, kind, dt
         assert more == sum(array.nbytes for array in arrays.values())
 
 
-def test_of_an_embedding_a_token_reads_a_row_and_of_experts_the_chosen_ones(tmp_path):
+def test_embedding_and_experts_count_only_read_rows(tmp_path):
     for architecture, keys in (("llama", ["model.embed_tokens"]), ("qwen3_moe", ["mlp.switch_mlp.up_proj"])):
         source = tmp_path / architecture
         save_model(adapted_model(architecture), source)
@@ -265,7 +263,7 @@ class TestRefused:
         self.refused(command, source, adapter, words, "trained on this model" if "model" in words else "mlx_lm.lora")
 
     @pytest.mark.parametrize("name", ["adapter_config.json", "adapters.safetensors"])
-    def test_a_file_that_is_missing(self, command, source, adapter, name):
+    def test_missing_file_is_named(self, command, source, adapter, name):
         (adapter / name).unlink()
         self.refused(command, source, adapter, f"no {name} there", "use a directory that mlx_lm.lora wrote")
 

@@ -64,14 +64,14 @@ def test_every_matrix_changes_gear_or_is_reported(built, request):
     assert all(gearbox.unmanaged.values())
 
 
-def test_the_top_gear_is_the_model_bit_for_bit(built):
+def test_top_gear_equals_model_bit_for_bit(built):
     assert built.gearbox.layers
     for gear in every_gear(built.gearbox, gears=("high", "low", "mid", "high", "low", "high")):
         same = np.array_equal(logits(built.model), built.plain)
         assert same == (gear == "high"), gear
 
 
-def test_a_text_is_written_while_it_shifts(built):
+def test_generation_continues_while_shifting(built):
     responses = text(built, Route(gate=Script([1, 2, 0]), initial_gear="low"))
     assert len(responses) == LENGTH
     assert {r.gear for r in responses} == {"low", "mid", "high"}
@@ -79,7 +79,7 @@ def test_a_text_is_written_while_it_shifts(built):
 
 
 @pytest.mark.filterwarnings("ignore:the top gear goes on alone")  # where a window is full
-def test_lossless_writes_the_text_of_the_top_gear(built, request):
+def test_lossless_output_equals_top_gear_output(built, request):
     expect(request, "lossless", built.name)
     built.gearbox.shift("high")
     theirs = mlx_lm.stream_generate(built.model, built.tokenizer, PROMPT, LENGTH)
@@ -90,7 +90,7 @@ def test_lossless_writes_the_text_of_the_top_gear(built, request):
     assert sum(r.drafted for r in responses) > 0
 
 
-def test_the_bytes_counted_are_those_of_the_weights_that_a_step_reads(built, request):
+def test_counted_bytes_are_weights_of_step(built, request):
     expect(request, "bytes", built.name)
     for gear in every_gear(built.gearbox, gears=("high", "low")):
         counted = built.gearbox.weight_bytes_per_token(built.gearbox.gear)

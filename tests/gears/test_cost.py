@@ -34,7 +34,7 @@ from gearbx_mlx.settings import human_bytes
 
 class TestDtype:
     @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
-    def test_half_precision_is_computed_in_single_on_a_cpu_and_keeps_its_values(self, dtype):
+    def test_half_precision_computes_in_float32_on_cpu(self, dtype):
         model = tiny_model(dtype=dtype)
         before = weights_of(model)
         gearbox = Gearbox(model, "4,8,16")
@@ -46,12 +46,12 @@ class TestDtype:
         assert gearbox.bits_per_weight(gearbox.gear) == 4.5
         assert model(PROMPT).dtype == expected
 
-    def test_one_dense_gear_changes_nothing(self):
+    def test_single_dense_gear_changes_no_dtype(self):
         model = tiny_model(dtype=mx.bfloat16)
         assert Gearbox(model, "16").compute_dtype == mx.bfloat16
         assert model(PROMPT).dtype == mx.bfloat16
 
-    def test_parameters_of_a_type_of_their_own_get_it_back(self):
+    def test_parameters_of_other_dtype_are_restored(self):
         model = tiny_model(dtype=mx.bfloat16)
         model.model.norm.weight = mx.random.normal((64,))
         before = weights_of(model)
@@ -90,11 +90,11 @@ class TestResidency:
             gearbox.shift(gear)
         assert same_weights(weights_of(model), before)
 
-    def test_disk_without_the_layers_in_the_checkpoint_is_refused_at_once(self, tiny):
+    def test_disk_without_checkpoint_layers_is_refused(self, tiny):
         with pytest.raises(GearbxError, match=r"is not in the checkpoint; use residency resident"):
             Gearbox(tiny, residency="disk", checkpoint=DEMO_MODEL, manage=lambda path, m: "lm_head" in path)
 
-    def test_a_checkpoint_that_is_gone_leaves_the_gear_as_it_was(self, tmp_path):
+    def test_missing_checkpoint_leaves_gear_unchanged(self, tmp_path):
         copied = shutil.copytree(DEMO_MODEL, tmp_path / "model")
         model, _ = mlx_lm.load(str(copied))
         gearbox = Gearbox(model, "4,16", residency="disk", checkpoint=copied)
@@ -138,21 +138,21 @@ def test_residency_disk_gives_memory_back_to_the_system(tmp_path):
     assert high - low > 0.9 * dense
 
 
-def test_more_than_a_process_may_have_changes_nothing():
+def test_large_pages_beyond_process_limit_are_ignored():
     with large_pages(1 << 60):
         assert mx.ones(4).sum().item() == 4
 
 
 class TestDoubleQuantization:
     @pytest.mark.parametrize("bits", [2, 4])
-    def test_weights_that_were_quantized_before_are_warned_about(self, bits):
+    def test_previously_quantized_weights_are_warned_about(self, bits):
         model = tiny_model()
         for layer in linear_layers(model).values():
             layer.weight = mx.dequantize(*mx.quantize(layer.weight, 64, bits), 64, bits)
         with pytest.warns(GearbxWarning, match="quantized before"):
             Gearbox(model)
 
-    def test_eight_bits_per_row_are_noticed_in_long_rows(self):
+    def test_8_bit_rows_are_noticed_in_long_rows(self):
         from gearbx_mlx.gears.sources import looks_quantized
 
         weight = mx.random.normal((64, 4096)).astype(mx.bfloat16)
@@ -167,7 +167,7 @@ class TestCost:
         expected = sum(a.size * 2 for a in weights_of(fresh_demo.model).values())  # stored in bfloat16
         assert gearbox.weight_bytes_per_token(gearbox.ladder.top) == expected
 
-    def test_is_the_same_in_whatever_gear_it_is_asked(self, tiny, tmp_path):
+    def test_cost_is_same_in_every_gear(self, tiny, tmp_path):
         gearbox = Gearbox(tiny)
         before = [gearbox.weight_bytes_per_token(gear) for gear in gearbox.ladder]
         other = Gearbox(tiny_model(), **on_disk(tiny_model(), tmp_path))
@@ -183,7 +183,7 @@ class TestCost:
         assert break_even_tokens(0.003, 0.02, 0.02) is None
 
 
-def test_an_observer_counts_the_layers_that_a_gearbox_counts(fresh_demo):
+def test_observer_and_gearbox_count_same_layers(fresh_demo):
     observed = Observer(fresh_demo.model, "16")
     gearbox = Gearbox(fresh_demo.model, "16")
     assert len(observed.unmanaged) == len(gearbox.layers) == 43  # the tied output head is the 43rd
@@ -232,14 +232,14 @@ def bytes_in(gearbox: Gearbox) -> int:
     ("format", "gears"),
     [("planes", "4,8,16"), ("planes", "3,4"), ("affine", "4,8,16"), ("rowwise", "4,8,16"), ("groupwise", "4,16")],
 )
-def test_what_gears_need_is_known_from_the_files(directory, format, gears):
+def test_gear_sizes_are_known_from_files(directory, format, gears):
     gearbox = Gearbox(load(directory)[0], gears, format=format, kernels="mlx")
     bits = [gear.bits for gear in gearbox.ladder]
     needed = needed_memory(read_files(directory), bits, get_format(format), 64, resident=True)
     assert needed == pytest.approx(bytes_in(gearbox), rel=0.02)
 
 
-def test_the_gears_of_a_checkpoint_are_counted_in_its_files(directory, tmp_path):
+def test_checkpoint_gears_are_counted_in_its_files(directory, tmp_path):
     out = convert(directory, tmp_path / "geared", gears="4,8,16")
     for gears in ("4", "4,8", "4,8,16"):
         bits = [int(part) for part in gears.split(",")]
@@ -247,7 +247,7 @@ def test_the_gears_of_a_checkpoint_are_counted_in_its_files(directory, tmp_path)
         assert needed == pytest.approx(bytes_in(Gearbox(load(out)[0], gears, kernels="mlx")), rel=0.02)
 
 
-def test_a_model_that_does_not_fit_is_named_with_gears_that_would(succeeds, room):
+def test_model_beyond_memory_is_named_with_fitting_gears(succeeds, room):
     files, planes = read_files(DEMO_MODEL), get_format("planes")
     all_gears, low = (needed_memory(files, bits, planes, 64, resident=True) for bits in ([4, 8, 16], [4, 8]))
     room(low + 1)
@@ -257,7 +257,7 @@ def test_a_model_that_does_not_fit_is_named_with_gears_that_would(succeeds, room
     assert f"warning: demo: {sizes}; {remedy}\n" in done.err
 
 
-def test_a_draft_that_does_not_fit_is_named_with_what_does(succeeds, room, monkeypatch):
+def test_draft_beyond_memory_is_named_with_alternative(succeeds, room, monkeypatch):
     files = read_files(DEMO_MODEL)
     whole, exact = [needed_memory(files, [4, 16], get_format(name), 64, True) for name in ("affine", "exact")]
     eight, four = (needed_memory(files, [bits], get_format("planes"), 64, True) for bits in (8, 4))
@@ -275,7 +275,7 @@ def test_a_draft_that_does_not_fit_is_named_with_what_does(succeeds, room, monke
         assert f"demo: {sizes}; use {remedies}\n" in done.err
 
 
-def test_a_model_that_a_mac_has_no_memory_for_is_refused_before_it_is_read(command, monkeypatch):
+def test_model_beyond_mac_memory_is_refused_unread(command, monkeypatch):
     size = read_files(DEMO_MODEL).total
     monkeypatch.setattr(metal, "available", lambda: True)
     monkeypatch.setattr(mx, "device_info", lambda *device: {LIMIT: size // 2, "memory_size": size - 1})
@@ -286,7 +286,7 @@ def test_a_model_that_a_mac_has_no_memory_for_is_refused_before_it_is_read(comma
 
 
 @pytest.mark.parametrize("flags", [("--gears", "4,16"), ("--mode", "kickdown", "--gears", "8,16"), ("--gears", "16")])
-def test_mlx_lms_own_warning_counts_what_is_in_memory(command, room, flags):
+def test_mlx_lm_warning_counts_resident_memory(command, room, flags):
     room(1)
     done = command("generate", "--max-tokens", 1, "--verbose", "False", "--kernels", "mlx", *flags)
     (told,) = re.findall(r"\[WARNING\] Generating with a model that requires (\d+) MB", done.out + done.err)

@@ -36,7 +36,7 @@ class TestHeads:
 
     @pytest.mark.some(2)
     @pytest.mark.parametrize("format", [name for name in FORMATS if name != "exact"])  # of bfloat16: test_exact
-    def test_multiply_by_one_matrix_from_both_sides_in_every_format(self, format):
+    def test_head_and_embedding_share_matrix_in_every_format(self, format):
         model = latent()
         gearbox = Gearbox(model, LADDERS.get(format, "4,8,16"), format=format, group_size=32)
         path, layer = "model.layers.0.self_attn.embed_q", model.model.layers[0].self_attn
@@ -50,7 +50,7 @@ class TestHeads:
             assert error < 2.0**-gear.bits * 4
             assert gear.dense or error > 0
 
-    def test_the_low_gear_is_what_mlx_lm_quantizes(self):
+    def test_low_gear_equals_mlx_lm_quantization(self):
         model, stock = latent(), latent()
         gearbox = Gearbox(model, "4,8,16", format="affine", group_size=32, kernels="mlx")
         nn.quantize(
@@ -62,7 +62,7 @@ class TestHeads:
 
 class TestOthers:
     @pytest.mark.parametrize("architecture", ["llama4_text", "seed_oss", "minicpm"])
-    def test_a_head_that_multiplies_by_the_embeddings_weight_stays_dense_and_says_so(self, architecture):
+    def test_head_using_embedding_weight_stays_dense(self, architecture):
         model = tiny(architecture, tie_word_embeddings=True)
         gearbox = Gearbox(model, group_size=32, kernels="mlx")
         assert gearbox.unmanaged["model.embed_tokens"] == "class Model reads its weight itself"
@@ -81,7 +81,7 @@ class TestOthers:
             ("recurrent_gemma", f"{RG_LRU}.input_gate_weight", "a matrix that class RGLRU multiplies by itself"),
         ],
     )
-    def test_matrices_that_a_class_multiplies_by_itself_are_reported(self, architecture, path, reason):
+    def test_matrices_multiplied_by_class_are_reported(self, architecture, path, reason):
         model = tiny(architecture)
         gearbox = Gearbox(model, group_size=32)
         assert gearbox.unmanaged[path] == reason
@@ -89,7 +89,7 @@ class TestOthers:
         assert re.search(rf"^{numbers}: dense \({reason}\)", gearbox.describe(), re.MULTILINE)
         assert gearbox.weight_bytes_per_token(gearbox.ladder.top) == bytes_read(model, STEP)
 
-    def test_a_layer_whose_weight_the_model_reads_stays_dense(self):
+    def test_layer_with_weight_read_by_model_stays_dense(self):
         """Gemma 3n clips such weights before it multiplies by them; packed weights are codes."""
         model = tiny("gemma3n")
         before = model(PROMPT)
@@ -110,7 +110,7 @@ class TestTowers:
         return model
 
     @pytest.mark.parametrize("manage", ["all", "mlp", "attention"])
-    def test_stays_dense_and_is_no_part_of_a_token(self, manage):
+    def test_tower_stays_dense_and_outside_token_cost(self, manage):
         plain, seeing = Gearbox(tiny_model(), manage=manage), Gearbox(self.seeing(), manage=manage)
         assert [layer.path for layer in seeing.layers] == [layer.path for layer in plain.layers]
         reason = "reads images or sound, and is selected by manage 'everything'"
@@ -133,12 +133,12 @@ class TestTowers:
 class TestMixtures:
     @pytest.mark.some(41)
     @pytest.mark.parametrize("architecture", [name for name in CONFIGS if why_not(name) is None])
-    def test_every_one_says_how_many_experts_a_token_uses(self, architecture):
+    def test_every_class_reports_experts_per_token(self, architecture):
         modules = dict(as_initialised(architecture).named_modules())
         found = {path for path, module in modules.items() if "weight" in module and experts_of(path, modules)}
         assert {chosen_experts(path, modules) for path in found} <= {1, 2}
 
-    def test_one_that_does_not_say_is_counted_whole_with_a_warning(self):
+    def test_unreported_experts_are_counted_whole_with_warning(self):
         model = tiny_model("mixtral")
         for layer in model.layers:
             del layer.block_sparse_moe.num_experts_per_tok
@@ -195,7 +195,7 @@ def state(model: nn.Module) -> dict[str, dict]:
 
 @pytest.mark.some(43)
 @pytest.mark.parametrize("name", sorted(CONFIGS))
-def test_the_vocabulary_is_the_length_of_the_logits_and_asking_changes_nothing(name):
+def test_vocabulary_is_logits_length_without_side_effects(name):
     model = as_initialised(name).eval()
     before = state(model)
     found = vocabulary(model)
@@ -214,7 +214,7 @@ def test_vocabulary_of_tables_whose_weights_are_packed(name, head):
 
 @pytest.mark.some(6)
 @pytest.mark.parametrize("name", sorted(CONFIGS.keys() - NEEDS_METAL - {"baichuan_m1", "prism_hadamard_qwen35"}))
-def test_the_tied_head_is_the_table_whose_rows_are_the_logits(name):
+def test_tied_head_is_table_of_logits(name):
     model = tied(name).eval()
     token = mx.array([[0]])
     logits = model(token, cache=make_prompt_cache(model))
@@ -230,7 +230,7 @@ def test_the_tied_head_is_the_table_whose_rows_are_the_logits(name):
 
 
 @pytest.mark.parametrize("name", PER_LAYER)
-def test_a_table_of_one_row_per_layer_is_no_head_and_counts_a_row_a_token(name):
+def test_per_layer_table_counts_row_per_token(name):
     head, per_layer = PER_LAYER[name]
     model = as_initialised(name).eval()
     sizes = {path: array.nbytes for path, array in weights_of(model).items()}
@@ -247,7 +247,7 @@ class Table(nn.Embedding):
     """A class outside mlx-lm."""
 
 
-def test_a_head_of_an_unknown_class_stays_dense_and_says_so():
+def test_head_of_unknown_class_stays_dense():
     model = tiny_model(tie_word_embeddings=True)
     table = Table(VOCABULARY, 64)
     model.model.embed_tokens = table
@@ -257,13 +257,13 @@ def test_a_head_of_an_unknown_class_stays_dense_and_says_so():
     assert gearbox.weight_bytes_per_token(gearbox.ladder.top) == total
 
 
-def test_rows_that_are_no_tokens_do_not_count_as_vocabulary():
+def test_padding_rows_are_excluded_from_vocabulary():
     model = tiny_model()
     model.model.embed_tokens = nn.Embedding(VOCABULARY + 64, 64)  # padded, beside a head that is not
     assert vocabulary(model) == VOCABULARY
     assert tied_head(model) is None
 
 
-def test_a_model_that_makes_no_logits_of_tokens_has_no_vocabulary():
+def test_model_without_token_logits_has_no_vocabulary():
     with pytest.raises(GearbxError, match="Linear has no token embedding; use a language model"):
         vocabulary(nn.Linear(4, 4))

@@ -80,14 +80,14 @@ class TestDiscovery:
         assert model.model.layers[0].mlp.gate.bits == 8
         assert model.model.layers[0].mlp.switch_mlp.up_proj.bits == 4
 
-    def test_layers_of_an_odd_width_stay_dense_and_are_reported(self):
+    def test_layers_of_odd_width_stay_dense(self):
         model = tiny_model()
         model.model.layers[1].mlp.down_proj = nn.Linear(100, 64, bias=False)
         gearbox = Gearbox(model)
         assert gearbox.unmanaged == {DOWN: "input width 100 is not a multiple of the group size 64"}
         assert "down_proj: dense (input width 100" in gearbox.describe()
 
-    def test_classes_of_their_own_stay_as_they_are_and_are_reported(self, tiny):
+    def test_custom_classes_are_unchanged_and_reported(self, tiny):
         class SplitLinear(nn.Linear):
             def __call__(self, x):
                 return super().__call__(x)
@@ -96,7 +96,7 @@ class TestDiscovery:
         gearbox = Gearbox(tiny)
         assert gearbox.unmanaged == {"model.layers.0.mlp.up_proj": "layers of class SplitLinear are not known"}
 
-    def test_a_model_with_nothing_to_manage_is_refused(self, tiny):
+    def test_model_without_managed_layers_is_refused(self, tiny):
         with pytest.raises(GearbxError, match="no layer can change gear: not selected by manage"):
             Gearbox(tiny, manage=lambda path, module: False)
 
@@ -123,7 +123,7 @@ class TestShift:
 
     @pytest.mark.parametrize("is_dropped", [False, True])
     @pytest.mark.parametrize("start", ["high", "low"])
-    def test_a_shift_that_fails_in_the_making_changes_nothing(self, tiny, monkeypatch, tmp_path, start, is_dropped):
+    def test_failure_making_gear_changes_no_layer(self, tiny, monkeypatch, tmp_path, start, is_dropped):
         gearbox = Gearbox(tiny, "4,8,16", format="affine", **(on_disk(tiny, tmp_path) if is_dropped else {}))
         gearbox.shift(start)
         before, modules = weights_of(tiny), dict(tiny.named_modules())
@@ -138,7 +138,7 @@ class TestShift:
         assert gearbox.gear.name == "mid"
 
     @pytest.mark.parametrize("format", ["affine", "planes", "rowwise"])
-    def test_a_shift_is_one_call_of_update_modules_with_the_modules_of_the_gear(self, tiny, monkeypatch, format):
+    def test_shift_calls_update_modules_once(self, tiny, monkeypatch, format):
         gearbox, calls = Gearbox(tiny, "4,8,16", format=format, kernels="mlx"), []
         put = type(tiny).update_modules
 
@@ -158,7 +158,7 @@ class TestShift:
             assert {type(module) for module in calls[0].values()} == {nn.QuantizedLinear}
 
     @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-    def test_a_shift_that_fails_in_the_swapping_changes_nothing(self, tiny, monkeypatch, error):
+    def test_failure_swapping_modules_changes_no_layer(self, tiny, monkeypatch, error):
         gearbox = Gearbox(tiny, "4,8,16")
         gearbox.shift("low")
         gearbox.shift("high")
@@ -192,11 +192,11 @@ class TestShift:
             ({"activations": "int4"}, "activations: unknown, got int4; did you mean int8"),
         ],
     )
-    def test_arguments_that_do_not_exist_are_refused(self, tiny, arguments, complaint):
+    def test_unknown_arguments_are_refused(self, tiny, arguments, complaint):
         with pytest.raises(GearbxError, match=complaint):
             Gearbox(tiny, **arguments)
 
-    def test_a_shift_that_fails_in_giving_up_idle_gears_changes_nothing(self, tiny, monkeypatch, tmp_path):
+    def test_failure_releasing_idle_gears_changes_no_layer(self, tiny, monkeypatch, tmp_path):
         gearbox = Gearbox(tiny, "4,8,16", **on_disk(tiny, tmp_path))
         before = weights_of(tiny)
         monkeypatch.setattr("gearbx_mlx.gears.offload.idle_parameters", failing(idle_parameters, 3, MemoryError()))
@@ -205,13 +205,13 @@ class TestShift:
         assert (gearbox.gear.name, gearbox.shifts) == ("high", 0)
         assert same_weights(weights_of(tiny), before)
 
-    def test_originals_that_no_gear_uses_are_given_up(self, tiny):
+    def test_unused_originals_are_released(self, tiny):
         layer = tiny.model.layers[0].mlp.up_proj
         Gearbox(tiny, "4,8", kernels="mlx")
         assert layer.weight.size == 0
         assert mx.isfinite(tiny(PROMPT)).all().item()
 
-    def test_gears_by_name_bits_or_themselves_and_no_others(self, tiny):
+    def test_accepts_gear_name_bits_or_gear(self, tiny):
         gearbox = Gearbox(tiny)
         for wanted in ("mid", "8", 8, gearbox.ladder[1]):
             gearbox.shift("high")
@@ -221,7 +221,7 @@ class TestShift:
             with pytest.raises(GearbxError, match="no gear"):
                 gearbox.shift(wanted)
 
-    def test_a_second_gearbox_takes_the_place_of_the_first_unless_gears_are_shifted(self, tiny):
+    def test_second_gearbox_replaces_unshifted_first(self, tiny):
         first, second = Gearbox(tiny), Gearbox(tiny)
         with pytest.raises(GearbxError, match="was replaced by a newer one"):
             first.shift("low")
@@ -271,7 +271,7 @@ class TestTables:
         gearbox.shift("mid")
         assert set(bits_in(gearbox).values()) == {8}
 
-    def test_a_layer_computes_as_in_a_gear_of_its_bits(self, format):
+    def test_layer_matches_gear_of_its_bits(self, format):
         mixed, plain = tiny_model(), tiny_model()
         gearbox = Gearbox(mixed, "4,16", format=format, tables={"low": {UP: 6}})
         gearbox.shift("low")
@@ -280,7 +280,7 @@ class TestTables:
         x = mx.random.normal((3, 64), key=mx.random.key(0))
         assert mx.array_equal(mixed.model.layers[0].mlp.up_proj(x), plain.model.layers[0].mlp.up_proj(x)).item()
 
-    def test_bytes_are_those_of_the_table(self, format):
+    def test_bytes_match_table(self, format):
         gearbox = Gearbox(tiny_model(), "4,16", format=format, tables={"low": {UP: 8}})
         plain = Gearbox(tiny_model(), "4,16", format=format)
         low, (layer,) = gearbox.ladder[0], [e for e in gearbox.layers if e.path == UP]
@@ -296,7 +296,7 @@ class TestTables:
         ({"low": {UP: 7}}, f"the table of low has 7 bits for {UP}; choose from 2, 3, 4, 5, 6, 8, 16"),
     ],
 )
-def test_a_table_that_cannot_be_is_refused_in_one_line(table, told):
+def test_impossible_table_is_refused(table, told):
     with pytest.raises(GearbxError, match=told):
         Gearbox(tiny_model(), tables=table)
 
@@ -320,11 +320,11 @@ class TestCaps:
             assert bits_in(gearbox)[UP] == min(gear.bits, 5)
             assert bits_in(gearbox)[DOWN] == gear.bits
 
-    def test_a_layer_has_the_next_width_below_its_cap(self, gearbox):
+    def test_capped_layer_has_next_lower_width(self, gearbox):
         gearbox.cap({UP: 7, DOWN: 2})
         assert bits_in(gearbox) | {UP: 6, DOWN: 3} == bits_in(gearbox)
 
-    def test_lifted_caps_leave_the_gear_bit_for_bit_as_it_was(self, gearbox):
+    def test_lifted_caps_restore_gear_bit_for_bit(self, gearbox):
         gearbox.shift("mid")
         before, logits = weights_of(gearbox.model), gearbox.model(PROMPT)
         read = gearbox.weight_bytes_per_token(gearbox.gear)
@@ -335,7 +335,7 @@ class TestCaps:
         assert mx.array_equal(gearbox.model(PROMPT), logits).item()
         assert gearbox.weight_bytes_per_token(gearbox.gear) == read
 
-    def test_a_cap_that_fails_changes_nothing(self, gearbox, monkeypatch):
+    def test_failing_cap_changes_no_layer(self, gearbox, monkeypatch):
         gearbox.cap({DOWN: 4})
         before = bits_in(gearbox)
         kind = type(gearbox.model)
@@ -347,7 +347,7 @@ class TestCaps:
         gearbox.shift("high")
         assert bits_in(gearbox) == before
 
-    def test_originals_that_no_gear_needs_are_given_up_once_all_widths_are_made(self):
+    def test_unneeded_originals_are_released_after_all_widths(self):
         gearbox = Gearbox(tiny_model(), "4,8", format="affine", widths=[6])
         assert all(layer.module.weight.size for layer in gearbox.layers)
         gearbox.shift("low")
@@ -358,7 +358,7 @@ class TestCaps:
 
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("ladder", ["4,16", "4,8,16"])
-def test_a_gear_that_begins_beside_the_model_is_the_one_that_make_makes(ladder):
+def test_background_gear_equals_made_gear(ladder):
     beside, now = (Gearbox(load()[0], ladder, kernels="native") for _ in range(2))
     before = beside.model(PROMPT)
     assert beside.makes_beside
@@ -372,7 +372,7 @@ def test_a_gear_that_begins_beside_the_model_is_the_one_that_make_makes(ladder):
         assert mx.array_equal(beside.model(PROMPT), now.model(PROMPT)).item()
 
 
-def test_a_gear_that_no_thread_can_make_is_made_when_it_begins():
+def test_gear_unmakeable_in_thread_is_made_synchronously():
     gearbox = Gearbox(load()[0], "4,16", kernels="mlx")
     assert not gearbox.makes_beside
     gearbox.begin(gearbox.ladder[0])
@@ -380,7 +380,7 @@ def test_a_gear_that_no_thread_can_make_is_made_when_it_begins():
 
 
 @pytest.mark.usefixtures("compiled")
-def test_damage_that_a_thread_finds_is_told_at_the_shift():
+def test_damage_found_by_thread_is_raised_at_shift():
     model = load()[0]
     model.layers[0].mlp.up_proj.weight = model.layers[0].mlp.up_proj.weight * float("nan")
     mx.eval(model.parameters())

@@ -39,7 +39,7 @@ def codes_of(model):
 
 @pytest.mark.parametrize("widths", [(4, 4), (5, 3), (3, 5), (4, 2, 2), (4, 2), (3, 3), (4, 1), (2, 3)])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_planes_stand_for_the_same_numbers(widths, dtype):
+def test_planes_represent_same_numbers(widths, dtype):
     bits = sum(widths)
     codes, scales, biases = mx.quantize(mx.random.normal((48, 256), key=mx.random.key(1)).astype(dtype), 64, bits)
     planes = split_affine(Planes([codes], scales, [biases], (bits,), 64), widths)
@@ -52,7 +52,7 @@ def test_planes_stand_for_the_same_numbers(widths, dtype):
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_a_prefix_lies_in_the_middle_of_what_it_leaves_open(dtype):
+def test_prefix_is_midpoint_of_its_range(dtype):
     codes, scales, biases = mx.quantize(mx.random.normal((48, 256), key=mx.random.key(1)).astype(dtype), 64, 8)
     planes = split_affine(Planes([codes], scales, [biases], (8,), 64), (4, 4))
     error = (planes.prefix(4).dequantize() - planes.dequantize()).reshape(48, 4, 64)
@@ -127,7 +127,7 @@ def test_no_kernel_is_refused_for_a_lower_gear(native, own_cache, monkeypatch):
 @pytest.mark.some(2)
 @pytest.mark.parametrize("kernels", ["mlx", "native"])
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
-def test_lossless_writes_the_text_of_static(kernels, architecture, request):
+def test_lossless_output_equals_static_output(kernels, architecture, request):
     if kernels == "native":
         request.getfixturevalue("native")
     texts = {}
@@ -144,7 +144,7 @@ def test_lossless_writes_the_text_of_static(kernels, architecture, request):
         assert expected in texts.values()
 
 
-def test_a_layer_of_few_bits_is_the_same_in_every_gear():
+def test_low_bit_layer_is_same_in_every_gear():
     def choose(path, module):
         return {"bits": 4, "group_size": 32} if "v_proj" in path else "gate_proj" not in path
 
@@ -156,7 +156,7 @@ def test_a_layer_of_few_bits_is_the_same_in_every_gear():
     assert (bits["v_proj"], bits["q_proj"], bits["gate_proj"]) == ((4, 4), (4, 8), (16, 16))
 
 
-def test_a_mixed_recipe_has_the_gears_of_its_widest_codes():
+def test_mixed_recipe_has_gears_of_widest_codes():
     def choose(path, module):
         return {"bits": 6, "group_size": 32} if "v_proj" in path else True
 
@@ -172,7 +172,7 @@ def test_a_mixed_recipe_has_the_gears_of_its_widest_codes():
     assert not mx.array_equal(model(PROMPT), stock)
 
 
-def test_codes_that_are_not_read_yet_take_no_memory_twice(tmp_path, native):
+def test_unread_codes_take_no_double_memory(tmp_path, native):
     folder = tmp_path / "model"
     save_model(quantized(8, 64, hidden_size=512, intermediate_size=1024, num_hidden_layers=6), folder)
     edit(folder / "config.json", quantization={"group_size": 64, "bits": 8})
@@ -186,14 +186,14 @@ def test_codes_that_are_not_read_yet_take_no_memory_twice(tmp_path, native):
 
 
 @pytest.mark.parametrize(("bits", "ladder"), [(6, "5,8"), (8, "4,16"), (8, "4,6"), (4, "4,8")])
-def test_a_ladder_that_the_codes_do_not_have(bits, ladder):
+def test_ladder_missing_from_codes(bits, ladder):
     with pytest.raises(GearbxError, match=f"gears {ladder}: the model is quantized to {bits} bits") as caught:
         Gearbox(quantized(bits), ladder)
     assert f"only {bits}" in str(caught.value)
 
 
 @pytest.mark.parametrize("change", [{"residency": "disk"}, {"tables": {"low": {"lm_head": 5}}}])
-def test_what_needs_the_original_is_refused(change):
+def test_options_needing_original_are_refused(change):
     with pytest.raises(GearbxError, match="quantized already"):
         Gearbox(quantized(8), **change)
 
@@ -242,7 +242,7 @@ def eight_bits(tmp_path_factory):
 QUIET = "--ignore-chat-template", "-m", 6
 
 
-def test_thresholds_and_gears_are_those_of_the_codes(command, eight_bits):
+def test_thresholds_and_gears_follow_codes(command, eight_bits):
     """This works although the number of gears is unknown until the weights are read."""
     model = "--model", eight_bits / "model", "-p", "Once", *QUIET
     assert command("generate", *model, "--mode", "route", "--thresholds", "2").status == 0
@@ -264,7 +264,7 @@ def test_a_converted_model_keeps_its_biases(native):
     assert mx.array_equal(model(PROMPT), as_loaded(PROMPT))
 
 
-def test_without_a_lower_gear_the_text_itself_proposes():
+def test_without_lower_gear_lookup_drafts():
     """The text of a tiny model soon repeats itself; the single gear verifies what the text proposes."""
     _, tokenizer = gearbx_mlx.load()
     told = {}
@@ -376,6 +376,6 @@ def test_the_low_gear_runs_natively(made, name, native):
         ("4", lambda: quantized(4, vocab_size=4096), "gears 4 have none above"),
     ],
 )
-def test_a_model_that_is_no_low_gear_is_refused(gears, low_model, words):
+def test_model_other_than_low_gear_is_refused(gears, low_model, words):
     with refuses(words):
         gearbx_mlx.Gearbox(original_model(), gears, low_model=low_model())

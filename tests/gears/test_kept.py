@@ -75,7 +75,7 @@ def made(monkeypatch) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(("format", "ladder"), CASES)
-def test_the_second_start_makes_nothing_and_computes_the_same(model, cache, made, format, ladder):
+def test_second_start_reuses_gears_with_equal_results(model, cache, made, format, ladder):
     first = logits(started(model, format, ladder))
     made.layers = 0
     second = logits(started(model, format, ladder))
@@ -83,14 +83,14 @@ def test_the_second_start_makes_nothing_and_computes_the_same(model, cache, made
     assert same_arrays(first, second)
 
 
-def test_nothing_is_kept_unless_asked_or_of_a_small_model(model, own_cache):
+def test_kept_only_on_request_and_for_large_models(model, own_cache):
     started(model)
     Gearbox(load(model)[0], "4,16").shift(4)
     written()
     assert not (own_cache / "gears").exists()
 
 
-def test_weights_that_changed_have_gears_of_their_own(model, cache, made):
+def test_changed_weights_have_separate_gears(model, cache, made):
     first, file = logits(started(model)), model / "model.safetensors"
     before = file.stat()
     data = bytearray(file.read_bytes())
@@ -111,7 +111,7 @@ def test_the_same_weights_elsewhere_have_the_same_gears(model, cache, made, tmp_
     assert made.layers == 0
 
 
-def test_an_array_that_was_replaced_after_loading_is_not_taken_for_the_file(model, cache):
+def test_array_replaced_after_loading_is_not_reused(model, cache):
     started(model)
     changed = load(model)[0]
     changed.layers[0].mlp.up_proj.weight = changed.layers[0].mlp.up_proj.weight * 2
@@ -145,7 +145,7 @@ def test_a_damaged_entry_is_made_again(model, cache, made, damage):
     assert made.layers == 0
 
 
-def test_an_entry_that_others_may_write_to_is_not_used(model, cache, made):
+def test_entry_writable_by_others_is_ignored(model, cache, made):
     first = logits(started(model))
     (entry,) = entries(cache)
     entry.chmod(0o666)
@@ -167,7 +167,7 @@ def test_a_full_disk_costs_a_warning(model, cache, monkeypatch):
     assert same_arrays(found, logits(Gearbox(load(model)[0], "4,16")))
 
 
-def test_weights_that_change_before_gears_are_written_keep_none(model, cache, monkeypatch):
+def test_weights_changed_before_writing_keep_no_gears(model, cache, monkeypatch):
     loaded = load(model)[0]
     monkeypatch.setattr(kept, "in_background", lambda write: write())
     gearbox = Gearbox(loaded, "4,16", keep=True)
@@ -190,7 +190,7 @@ def test_two_starts_at_once_leave_one_whole_entry(model, cache, made):
     assert made.layers == 0
 
 
-def test_what_a_killed_process_left_goes(model, cache):
+def test_files_of_killed_process_are_removed(model, cache):
     (cache / "gears").mkdir(mode=0o700)
     left = cache / "gears" / ".x-y.safetensors.abcdefgh.part"
     left.write_bytes(b"half")
@@ -198,7 +198,7 @@ def test_what_a_killed_process_left_goes(model, cache):
     assert not left.exists()
 
 
-def test_the_least_recently_used_goes_when_room_ends(model, cache, monkeypatch):
+def test_least_recently_used_is_evicted(model, cache, monkeypatch):
     started(model, ladder="4,16")
     (first,) = entries(cache)
     os.utime(first, (0, 0))
@@ -214,7 +214,7 @@ def test_the_least_recently_used_goes_when_room_ends(model, cache, monkeypatch):
     assert second not in entries(cache)
 
 
-def test_what_does_not_fit_is_not_kept(model, cache, monkeypatch):
+def test_gears_beyond_room_are_not_kept(model, cache, monkeypatch):
     monkeypatch.setattr(kept.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     started(model)
     assert entries(cache) == []

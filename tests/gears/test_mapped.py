@@ -32,7 +32,7 @@ def file(tmp_path):
 @pytest.mark.usefixtures("compiled")
 class TestMapped:
     @pytest.mark.parametrize("aligned", [True, False])
-    def test_arrays_are_those_that_mlx_reads(self, file, aligned):
+    def test_arrays_equal_mlx_arrays(self, file, aligned):
         if aligned:
             align_arrays(file)
         found = load_arrays(file)
@@ -41,7 +41,7 @@ class TestMapped:
             n: (a.shape, a.dtype) for n, a in ARRAYS.items()
         }
 
-    def test_what_is_written_into_an_array_stays_out_of_the_file(self, file):
+    def test_array_writes_stay_out_of_file(self, file):
         align_arrays(file)
         before = file.read_bytes()
         found = load_arrays(file)
@@ -51,7 +51,7 @@ class TestMapped:
         assert file.read_bytes() == before
         assert same_weights(load_arrays(file), ARRAYS)
 
-    def test_an_array_stays_when_its_file_is_replaced_or_removed(self, file):
+    def test_array_survives_replaced_or_removed_file(self, file):
         align_arrays(file)
         found = load_arrays(file)
         other = file.with_name("other")
@@ -59,7 +59,7 @@ class TestMapped:
         other.replace(file)
         assert same_weights(found, ARRAYS)
 
-    def test_pages_that_are_forgotten_are_read_again(self, file):
+    def test_dropped_pages_are_read_again(self, file):
         align_arrays(file)
         found = load_arrays(file)
         mine = mx.ones((2048, 64))
@@ -69,7 +69,7 @@ class TestMapped:
         assert same_weights(found, ARRAYS)
         assert mx.array_equal(mine, mx.ones((2048, 64))).item()
 
-    def test_a_file_that_is_written_to_is_said_and_one_that_is_replaced_is_not(self, tmp_path):
+    def test_modified_file_is_reported_and_replaced_is_not(self, tmp_path):
         for name in ("written", "replaced"):
             load(shutil.copytree(DEMO_MODEL, tmp_path / name))
         with open(tmp_path / "written" / "model.safetensors", "r+b") as opened:
@@ -83,7 +83,7 @@ class TestMapped:
         assert not any(str(tmp_path / "replaced") in str(each.message) for each in said)
 
     @pytest.mark.slow
-    def test_a_file_that_is_cut_off_ends_the_process_with_one_line(self, tmp_path):
+    def test_truncated_file_ends_process_with_message(self, tmp_path):
         place = tmp_path / "large.safetensors"
         mx.save_safetensors(str(place), {"a": mx.zeros((1024, 1024))})
         align_arrays(place)

@@ -69,7 +69,7 @@ class TestEveryGear:
             assert not tree_flatten(model.freeze().trainable_parameters())
 
     @pytest.mark.some(2)
-    def test_a_change_that_one_gear_alone_would_have_is_refused(self, make, kind):
+    def test_change_to_single_gear_is_refused(self, make, kind):
         model, gearbox = make(kind)
         changes = [
             lambda: model.update(in_the_first_layer({"weight": mx.zeros((64, 64))})),
@@ -85,13 +85,13 @@ class TestEveryGear:
                     change()
             assert mx.array_equal(gearbox.model(PROMPT), before)
 
-    def test_a_block_around_layers_that_change_gear_is_not_replaced(self, make, kind):
+    def test_block_around_shifting_layers_is_not_replaced(self, make, kind):
         model, _ = make(kind)
         with pytest.raises(GearbxError, match="the next shift would undo this"):
             model.update_modules({"model": {"layers": [nn.Linear(64, 64)]}})
 
     @pytest.mark.some(2)
-    def test_save_model_writes_what_mlx_lm_loads_or_nothing(self, make, kind, directory, tmp_path):
+    def test_save_model_writes_loadable_weights_or_none(self, make, kind, directory, tmp_path):
         model, gearbox = make(kind)
         source = directory / ("checkpoint" if kind == "checkpoint" else "original")
         stock = kind == "checkpoint" and make.kernels == "mlx"  # a CPU's own kernels may have rows side by side
@@ -120,13 +120,13 @@ class TestEveryGear:
             nn.quantize(model)
 
 
-class TestACheckpointWithoutAGearbox:
-    def test_its_base_is_saved_as_mlx_lm_reads_it(self, directory, tmp_path):
+class TestCheckpointWithoutGearbox:
+    def test_base_is_saved_readable_by_mlx_lm(self, directory, tmp_path):
         model, tokenizer, config = gearbx_mlx.load(directory / "checkpoint", return_config=True)
         mlx_lm.utils.save(tmp_path / "saved", directory / "checkpoint", model, tokenizer, config, donate_model=False)
         assert mx.array_equal(mlx_lm.load(str(tmp_path / "saved"))[0](PROMPT), model(PROMPT))
 
-    def test_one_that_mlx_lm_cannot_run_is_not_saved(self, directory, tmp_path):
+    def test_base_unsupported_by_mlx_lm_is_not_saved(self, directory, tmp_path):
         model, _ = gearbx_mlx.load(directory / "alone")
         with pytest.raises(GearbxError, match="runs only with gearbx-mlx; save the original instead"):
             mlx_lm.utils.save_model(tmp_path / "saved", model)
@@ -141,7 +141,7 @@ class TestACheckpointWithoutAGearbox:
         assert mx.array_equal(model(PROMPT), before)
 
 
-def test_an_adapter_comes_before_the_gearbox_and_a_model_with_one_is_not_saved_in_any_gear(tmp_path):
+def test_adapter_precedes_gearbox_and_is_never_saved(tmp_path):
     model, rank = tiny_model(), {"rank": 2, "scale": 1.0, "dropout": 0.0}
     Gearbox(model, "4,16")
     before = model(PROMPT)
@@ -177,7 +177,7 @@ def test_settings_are_pickled_and_copied(settings):
 
 @pytest.mark.parametrize("kernels", ["mlx", "native"])
 @pytest.mark.parametrize("is_dropped", [False, True])
-def test_a_copy_has_a_gearbox_of_its_own_with_the_same_gears(tmp_path, kernels, is_dropped):
+def test_copy_has_separate_gearbox_with_same_gears(tmp_path, kernels, is_dropped):
     model = tiny_model(dtype=mx.bfloat16)
     gearbox = Gearbox(model, "4,8,16", kernels=kernels, **(on_disk(model, tmp_path) if is_dropped else {}))
     gearbox.shift("low")
@@ -197,7 +197,7 @@ def test_a_copy_has_a_gearbox_of_its_own_with_the_same_gears(tmp_path, kernels, 
 @pytest.mark.some(3)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kernels", ["mlx", "native"])
-def test_logits_and_cache_have_the_type_that_the_model_is_given_later(kernels, tied):
+def test_logits_and_cache_follow_later_dtype(kernels, tied):
     model = tiny_model("gemma3_text", tie_word_embeddings=tied)
     gearbox = Gearbox(model, "4,8,16", kernels=kernels)
     for gear in ("low", "mid", "high"):  # made in float32

@@ -26,7 +26,7 @@ def bfloat16() -> nn.Module:
 
 @pytest.mark.parametrize("make", [quantized, bfloat16])
 class TestOneGear:
-    def test_it_has_native_layers_and_the_logits_of_mlx_lm_but_for_rounding(self, make):
+    def test_native_layers_match_mlx_lm_within_rounding(self, make):
         model, exact = make(), make()
         exact.set_dtype(mx.float32)
         observer = Observer(model, "4,8,16", kernels="native")
@@ -36,7 +36,7 @@ class TestOneGear:
         assert mx.allclose(model(PROMPT), exact(PROMPT), atol=0.02).item()
 
     @pytest.mark.parametrize("kernels", ["auto", "mlx"])
-    def test_by_default_no_layer_is_replaced_and_the_logits_are_mlx_lm_s(self, make, kernels):
+    def test_default_replaces_no_layer_and_equals_mlx_lm(self, make, kernels):
         model = make()
         layers = dict(model.named_modules())
         observer = Observer(model, "4,8,16", kernels=kernels)
@@ -57,14 +57,14 @@ class TestOneGear:
         assert in_one_gear(model) is None
         assert attached(model) is None
 
-    def test_a_model_that_has_gears_keeps_them(self, make):
+    def test_model_with_gears_keeps_them(self, make):
         model = make()
         gearbox = Gearbox(model, "4" if make is quantized else "4,16")
         assert in_one_gear(model) is gearbox
         assert Observer(model).kernels is gearbox.kernels
 
 
-def test_telemetry_writes_the_text_of_mlx_lm(demo):
+def test_telemetry_output_equals_mlx_lm(demo):
     def quantized_demo():
         model, _ = load()
         nn.quantize(model, group_size=64, bits=8)

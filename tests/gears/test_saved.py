@@ -60,14 +60,14 @@ def arrays_of(directory: Path) -> list[dict[str, mx.array]]:
 class TestEveryFormat:
     @pytest.mark.some(5)
     @pytest.mark.parametrize("other", FORMATS)
-    def test_another_format(self, checkpoints, tmp_path, format, other):
+    def test_other_format_is_refused(self, checkpoints, tmp_path, format, other):
         directory = Path(shutil.copytree(checkpoints(format), tmp_path / "geared"))
         if other != format:
             edit(directory / MANIFEST, format=other)
             assert_not_loaded(directory, "gears.json")
 
     @pytest.mark.parametrize("size", [64, 128, None, 0, "32"])
-    def test_another_group_size(self, checkpoints, tmp_path, format, size):
+    def test_other_group_size(self, checkpoints, tmp_path, format, size):
         directory = Path(shutil.copytree(checkpoints(format), tmp_path / "geared"))
         edit(directory / MANIFEST, group_size=size)
         if size not in (64, 128) or format in ("planes", "affine"):
@@ -87,7 +87,7 @@ def move(content: dict, path: str) -> None:
     content["layers"][path] = content["layers"].pop(UP)
 
 
-class TestWhatItSaysOfArrays:
+class TestArrayMetadata:
     @pytest.mark.parametrize(
         ("change", "words"),
         [
@@ -136,7 +136,7 @@ class TestWhatItSaysOfArrays:
         ("codebook-library", "entries", 32),
     ],
 )
-def test_arrays_that_kernels_index_with_lie_inside_of_the_others(checkpoints, tmp_path, format, name, value):
+def test_index_arrays_stay_within_other_arrays(checkpoints, tmp_path, format, name, value):
     directory = Path(shutil.copytree(checkpoints(format), tmp_path / "geared"))
     arrays = mx.load(str(directory / "gears.safetensors"))
     bits = FORMATS[format][0]

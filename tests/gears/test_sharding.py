@@ -103,7 +103,7 @@ def test_ranges_are_the_indices_in_their_order(indices):
 
 
 @pytest.mark.parametrize("name", sorted(name for name in CONFIGS if not why_not(name)))
-def test_a_rank_has_of_every_layer_what_the_models_class_gives_it(name):
+def test_rank_has_model_class_share_of_layers(name):
     model = tiny(name, **two_heads(CONFIGS[name]))
     if not hasattr(model, "shard") or name == "prism_hadamard_qwen35":  # mlx-lm's `shard` fails on its layers
         pytest.skip("mlx-lm cannot shard it")
@@ -121,7 +121,7 @@ def test_a_rank_has_of_every_layer_what_the_models_class_gives_it(name):
 @pytest.mark.some(2)
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize("format", LADDERS)
-def test_a_gear_of_a_part_is_the_part_of_the_gear(format, number):
+def test_part_of_gear_equals_gear_of_part(format, number):
     model = divisible("qwen3_moe", dtype=mx.bfloat16)
     other = copy.deepcopy(model)
     divide(model, Ranks(rank(number)))
@@ -146,7 +146,7 @@ def test_columns_are_cut_between_groups(format):
         ("codebook", True, {"q_proj", "o_proj", "down_proj", "up_proj"}, "depend on the whole matrix"),
     ],
 )
-def test_what_a_part_would_store_otherwise_stays_dense(format, gather, paths, reason):
+def test_part_stored_differently_stays_dense(format, gather, paths, reason):
     model = divisible(num_attention_heads=2, head_dim=32)
     divide(model, Ranks(rank(0), gather))
     gearbox = Gearbox(model, SAVED[format], format=format)
@@ -155,7 +155,7 @@ def test_what_a_part_would_store_otherwise_stays_dense(format, gather, paths, re
 
 
 @pytest.mark.parametrize(("gather", "kind"), [(True, GatheredLinear), (False, SummedLinear)])
-def test_ranks_tell_each_other_inputs_or_sums_of_layers_whose_inputs_are_divided(gather, kind):
+def test_ranks_exchange_inputs_or_sums_of_divided_layers(gather, kind):
     model, whole = divisible(), divisible()
     divide(model, Ranks(rank(1), gather))
     around = {path for path, module in model.named_modules() if isinstance(module, RankPart)}
@@ -170,7 +170,7 @@ def test_ranks_tell_each_other_inputs_or_sums_of_layers_whose_inputs_are_divided
 @pytest.mark.some(2)
 @pytest.mark.parametrize("gather", [True, False])
 @pytest.mark.parametrize("format", SAVED)
-def test_a_rank_reads_its_own_part_of_a_geared_checkpoint(format, gather, tmp_path):
+def test_rank_reads_own_part_of_geared_checkpoint(format, gather, tmp_path):
     source, geared = tmp_path / "original", tmp_path / "geared"
     save_model(divisible(dtype=mx.bfloat16), source)
     convert(source, geared, gears=SAVED[format], format=format, q_group_size=32)
@@ -226,7 +226,7 @@ def quantized(**sizes: int) -> nn.Module:
         (lambda: load(group=rank(0), adapter_path="here"), "ranks cannot share a model with an adapter"),
     ],
 )
-def test_what_cannot_be_divided_is_refused(act, said):
+def test_indivisible_models_are_refused(act, said):
     with pytest.raises(GearbxError, match=said):
         act()
 

@@ -95,7 +95,7 @@ def remainder_of(box, positions=1):
     return sum(shares[layer.path] * box.source.disk_bytes(layer, box.bits_of(layer, top)) for layer in box.layers)
 
 
-class TestTheSameAsResident:
+class TestResidentEquality:
     @pytest.mark.parametrize(("kernels", "strip"), [("mlx", 2**20), ("native", 2**20), ("auto", 2**10)])
     def test_logits_in_every_gear(self, checkpoint, monkeypatch, kernels, strip):
         monkeypatch.setattr("gearbx_mlx.kernels.exact.WEIGHTS_DECODED_AT_ONCE", strip)
@@ -119,7 +119,7 @@ class TestTheSameAsResident:
 
     @pytest.mark.some(1)
     @pytest.mark.parametrize("mode", ["static", "route", "kickdown", "lossless"])
-    def test_texts(self, checkpoint, mode):
+    def test_outputs_are_equal(self, checkpoint, mode):
         path = checkpoint()
         assert text(path, gearbox_of(path), mode) == text(path, gearbox_of(path, "resident"), mode)
 
@@ -184,7 +184,7 @@ def place_of(path, name):
     return open_gears(path).hashes.places[name]
 
 
-class TestFilesThatFail:
+class TestDamagedFiles:
     def spoil(self, path, name, at=-1):
         """Change one byte of an array."""
         change_array(place_of(path, name).file, name, lambda data: flip(data, at))
@@ -201,7 +201,7 @@ class TestFilesThatFail:
             box.model(PROMPT)
         assert_no_reader_is_left()
 
-    def test_a_changed_byte_that_no_row_needs(self, tmp_path):
+    def test_changed_byte_outside_read_rows(self, tmp_path):
         model = tiny_model(dtype=mx.bfloat16)
         for layer in model.layers:
             layer.mlp.up_proj.weight = mx.ones_like(layer.mlp.up_proj.weight)  # nothing near zero
@@ -214,7 +214,7 @@ class TestFilesThatFail:
         with pytest.raises(GearbxError, match=rf"{name} is damaged, or from a different model; download it again"):
             logits(box)
 
-    def test_offsets_of_another_layer(self, copied):
+    def test_offsets_of_other_layer(self, copied):
         place = place_of(copied, names_of(copied, "2.mlp.up_proj")["offsets"])
         for first in (0, 2**31):
             with open(place.file, "r+b") as file:
@@ -264,7 +264,7 @@ def first_byte(strip, memory):
 
 
 class TestReader:
-    def test_memory_is_an_eighth_in_bytes_where_sizes_differ(self, layer):
+    def test_memory_is_eighth_of_bytes_with_mixed_sizes(self, layer):
         reader, strips = layer(240, 2**16)
         whole, none = Piece("low", 0, 10 * 2**16), strips[0].high._replace(end=strips[0].high.begin)
         large = [Strip(0, 10, whole, none) for _ in range(4)]
@@ -276,7 +276,7 @@ class TestReader:
             mx.eval(reader.over(wanted, first_byte))
         assert mx.get_peak_memory() - before < size / 8 + 2**14  # and the computation
 
-    def test_an_array_whose_strips_are_wanted_in_another_order(self, layer):
+    def test_reordered_strips_are_verified(self, layer):
         reader, strips = layer(6, 2**10)
         with open(reader.hashes.places["low"].file, "r+b") as file:
             file.write(bytes(8))  # in the first strip, which is not read
@@ -285,11 +285,11 @@ class TestReader:
 
 
 class TestRefusals:
-    def test_a_model_that_is_no_geared_checkpoint(self):
+    def test_ungeared_checkpoint_is_refused(self):
         with pytest.raises(GearbxError, match=r"needs a geared checkpoint.*convert --format exact"):
             Gearbox(tiny_model(dtype=mx.bfloat16), "4,16", format="exact", residency="stream")
 
-    def test_another_format(self, tmp_path):
+    def test_other_format_is_refused(self, tmp_path):
         save_model(tiny_model(dtype=mx.bfloat16), tmp_path / "original")
         convert(tmp_path / "original", tmp_path / "planes", gears="4,16", q_group_size=32)
         with pytest.raises(GearbxError, match=r"for gears of format exact, not planes; use gearbx_mlx convert"):

@@ -35,7 +35,7 @@ def flip_bit(file: Path, array: str) -> None:
     sign_files(file.parent)
 
 
-def test_a_flipped_bit_is_found_when_its_gear_is_engaged(geared):
+def test_flipped_bit_is_found_when_gear_engages(geared):
     flip_bit(geared / GEARS_FILE, f"{UP}@8.weights.1")
     model, _ = gearbx_mlx.load(geared)
     gearbox = Gearbox(model)
@@ -61,7 +61,7 @@ def test_every_array_is_compared(tmp_path, format, tied):
     assert gearbox.saved.hashes.pending == set()
 
 
-def test_a_flipped_bit_of_the_base_is_found_at_once(geared):
+def test_flipped_base_bit_is_found_at_once(geared):
     flip_bit(geared / "model.safetensors", f"{UP}.weight")
     model, _ = gearbx_mlx.load(geared)
     with pytest.raises(GearbxError, match=f"model.safetensors: {UP}.weight is damaged"):

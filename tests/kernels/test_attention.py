@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("native")
     mask=st.sampled_from([None, "causal"]),
     seed=st.integers(0, 1 << 30),
 )
-def test_attention_is_that_of_exact_arithmetic(batch, heads, shared, length, before, width, mask, seed):
+def test_attention_matches_exact_arithmetic(batch, heads, shared, length, before, width, mask, seed):
     queries = 2 * normal(batch, length, heads * shared, width, seed=seed).swapaxes(1, 2)
     held = normal(2, batch, heads, length + before + 5, width, seed=seed + 1)  # a cache has more room
     keys, values = held[:, :, :, : length + before]
@@ -41,7 +41,7 @@ def test_attention_is_that_of_exact_arithmetic(batch, heads, shared, length, bef
     assert np.all(np.abs(float64(y) - weights @ v) <= rounding * (weights @ np.abs(v)))
 
 
-def test_a_query_has_the_same_bits_in_any_company():
+def test_query_is_batch_invariant():
     queries, keys, values = normal(1, 4, 9, 64), normal(1, 2, 300, 64, seed=1), normal(1, 2, 300, 64, seed=2)
     together = dispatch.attention(queries, keys, values, 0.1, "causal")
     for i in range(9):
@@ -50,13 +50,13 @@ def test_a_query_has_the_same_bits_in_any_company():
         assert mx.array_equal(alone, together[:, :, i : i + 1]).item()
 
 
-def test_of_vectors_whose_numbers_lie_apart():
+def test_attention_accepts_strided_vectors():
     queries, keys = normal(1, 2, 16, 3).swapaxes(-1, -2), normal(1, 2, 16, 7, seed=1).swapaxes(-1, -2)
     expected = mx.fast.scaled_dot_product_attention(queries, keys, keys, scale=0.25)
     assert mx.allclose(dispatch.attention(queries, keys, keys, 0.25, None), expected, atol=1e-6).item()
 
 
-def test_what_is_no_number_stays_none():
+def test_nonfinite_inputs_stay_nonfinite():
     keys = normal(1, 1, 20, 8)
     broken = mx.where(mx.arange(20)[:, None] == 3, float("nan"), keys)
     assert mx.isnan(dispatch.attention(normal(1, 1, 1, 8), broken, keys, 1.0, None)).all().item()
@@ -89,7 +89,7 @@ def test_a_window_over_many_keys():
     assert mx.array_equal(alone, y[:, :, 7:8]).item()
 
 
-def test_a_mask_that_hides_the_last_keys_leaves_the_bits_of_the_others():
+def test_masked_last_keys_equal_shorter_cache_bitwise():
     queries, keys, values = normal(1, 4, 1, 64), normal(1, 2, 300, 64, seed=1), normal(1, 2, 300, 64, seed=2)
     mask = mx.arange(300)[None] < 123
     hidden = dispatch.attention(queries, keys, values, 0.1, mask)
@@ -115,7 +115,7 @@ def test_half_precision_is_rounded_once(dtype):
     masked=st.booleans(),
     seed=st.integers(0, 1 << 30),
 )
-def test_behind_padding_a_sequence_has_the_bits_that_it_has_alone(real, length, heads, shared, more, masked, seed):
+def test_padded_sequence_equals_unpadded_bitwise(real, length, heads, shared, more, masked, seed):
     real = [max(count, length) for count in real]
     batch, count, width = len(real), max(real) + more, 20
     queries = normal(batch, heads * shared, length, width, seed=seed)
@@ -130,14 +130,14 @@ def test_behind_padding_a_sequence_has_the_bits_that_it_has_alone(real, length, 
         assert mx.array_equal(together[row : row + 1], dispatch.attention(*alone, 0.2, "causal")).item()
 
 
-def test_a_sequence_of_padding_alone_has_zeros():
+def test_padding_only_sequence_has_zeros():
     x = normal(2, 1, 4, 8)
     y = dispatch.attention(x, x, x, 1.0, None, mx.array([4, 1]))
     assert mx.array_equal(y[0], mx.zeros_like(y[0])).item()
     assert mx.abs(y[1]).max().item() > 0
 
 
-def test_masks_that_are_added_and_other_widths_go_to_mlx():
+def test_additive_masks_and_other_widths_use_mlx():
     x = normal(1, 2, 3, 8)
     assert dispatch.attention(x, x, x, 1.0, mx.zeros((3, 3))) is None
     assert dispatch.attention(x, x, normal(1, 2, 3, 4), 1.0, None) is None

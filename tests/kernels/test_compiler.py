@@ -50,7 +50,7 @@ def script(afresh, tmp_path):
     ],
 )
 @pytest.mark.parametrize("kernels", ["auto", "native"])
-def test_a_name_that_is_no_compiler(afresh, tmp_path, named, reason, kernels):
+def test_invalid_compiler_name(afresh, tmp_path, named, reason, kernels):
     afresh.setenv("XDG_CACHE_HOME", str(tmp_path))
     afresh.setenv("PATH", str(tmp_path))
     afresh.delenv("CXX", raising=False) if named is None else afresh.setenv("CXX", named)
@@ -73,13 +73,13 @@ def test_a_name_that_is_no_compiler(afresh, tmp_path, named, reason, kernels):
         ("\x7fELF and no more", "cannot be run: Exec format error"),
     ],
 )
-def test_a_compiler_that_fails(script, text, reason):
+def test_failing_compiler_is_named(script, text, reason):
     cache = script(text)
     assert cpu.why_not() == f"own-compiler {reason}"
     assert [file.name for file in cache.iterdir()] == [BUILDING_LOCK]
 
 
-def test_without_a_compiler_nothing_is_quantized_unasked(afresh, generated, tmp_path):
+def test_missing_compiler_disables_default_quantization(afresh, generated, tmp_path):
     afresh.setenv("XDG_CACHE_HOME", str(tmp_path))
     afresh.setenv("PATH", str(tmp_path))
     afresh.delenv("CXX", raising=False)
@@ -91,7 +91,7 @@ def test_without_a_compiler_nothing_is_quantized_unasked(afresh, generated, tmp_
     assert plain.out == done.out
 
 
-def test_a_compiler_that_writes_something_else_is_run_once(script, tmp_path):
+def test_compiler_writing_other_file_runs_once(script, tmp_path):
     log = tmp_path / "log"
     script(f'#!/bin/sh\nfor last; do :; done\necho "$last" >> {log}\necho text > "$last"\n')
     for _ in range(2):
@@ -100,13 +100,13 @@ def test_a_compiler_that_writes_something_else_is_run_once(script, tmp_path):
     assert sum(line.endswith(cpu.LIBRARY_SUFFIX) for line in log.read_text().splitlines()) == 1
 
 
-def test_a_compiler_that_takes_too_long(afresh, script):
+def test_slow_compiler_is_stopped(afresh, script):
     afresh.setattr(compiler, "MAX_SECONDS_TO_COMPILE", 0.2)
     script("#!/bin/sh\nexec sleep 60\n")
     assert cpu.why_not() == "own-compiler did not compile the CPU kernels within 0.2 s"
 
 
-def test_a_compiler_ends_with_the_command_that_is_interrupted(afresh, script, tmp_path):
+def test_compiler_ends_with_interrupted_command(afresh, script, tmp_path):
     log = tmp_path / "log"
     cache = script(f"#!/bin/sh\necho $$ >> {log}\nexec sleep 600\n")
 
@@ -129,7 +129,7 @@ def test_a_compiler_ends_with_the_command_that_is_interrupted(afresh, script, tm
     assert [file.name for file in cache.iterdir()] == [BUILDING_LOCK]
 
 
-def test_an_interrupt_while_a_thread_starts_waits_for_the_compiler(afresh, script, tmp_path):
+def test_interrupt_during_thread_start_waits_for_compiler(afresh, script, tmp_path):
     log = tmp_path / "log"
     script(f"#!/bin/sh\ntrap 'sleep 0.3; exit 1' TERM\necho $$ >> {log}\nwhile :; do sleep 0.05; done\n")
     start = threading.Thread.start
@@ -218,14 +218,14 @@ def test_the_compiler_is_run_with_developer_tools(mac, tmp_path):
     assert not {"-march=native", "-mcpu=native", "-pthread"} & set(flags)
 
 
-def test_a_compiler_that_does_not_know_the_processor(mac, afresh, tmp_path):
+def test_compiler_lacking_the_processor(mac, afresh, tmp_path):
     said = "error: unknown value 'apple-m1' for '-mcpu'"
     afresh.setenv("CXX", str(shell(tmp_path / "gcc-14", f'echo "cc1plus: {said}" >&2; exit 1')))
     expected = f"gcc-14 could not compile the CPU kernels: cc1plus: {said}; "
     assert cpu.why_not() == expected + "use Apple's c++ (CXX=/usr/bin/c++), or GCC 15"
 
 
-def test_a_library_serves_any_mac_and_only_the_same_processor_elsewhere(afresh):
+def test_mac_library_serves_all_macs_others_one_processor(afresh):
     def keys(system: str) -> set[str]:
         found = set()
         for features in ("Apple M1", "Apple M4 Max"):
@@ -297,13 +297,13 @@ def machine(afresh, tmp_path):
 
 class TestNames:
     @pytest.mark.parametrize("asked", [None, "", *NAMES])
-    def test_that_work(self, machine, asked):
+    def test_valid_names_are_accepted(self, machine, asked):
         machine(ZEN_3, asked)
         assert compiler.instructions() == (asked or "native")
         assert compiler.this_target().instructions == (asked or "native")
 
     @pytest.mark.parametrize("asked", ["amx", "avx512"])
-    def test_that_servers_of_intel_have(self, machine, asked):
+    def test_intel_server_names_need_their_features(self, machine, asked):
         machine(SAPPHIRE_RAPIDS, asked)
         assert compiler.instructions() == asked
         assert compiler.vector_instructions() == "AVX-512"
@@ -313,7 +313,7 @@ class TestNames:
             compiler.instructions()
 
     @pytest.mark.parametrize("asked", ["AVX2", "avx1024", "native ", "nein\n", "\udcff"])
-    def test_that_nobody_knows(self, machine, asked):
+    def test_unknown_names_are_refused(self, machine, asked):
         machine(ZEN_3, asked)
         told = f"GEARBX_CPU: unknown name, got {asked!r}; choose from native, avx2, portable"
         with pytest.raises(GearbxError, match=f"^{re.escape(told)}$"):
@@ -327,7 +327,7 @@ class TestNames:
             (ZEN_3.replace(" avx2 ", " "), "avx2"),
         ],
     )
-    def test_that_this_processor_lacks(self, machine, flags, lacks):
+    def test_unsupported_names_are_refused(self, machine, flags, lacks):
         machine(flags, "avx2")
         told = f"^GEARBX_CPU: this processor has no {lacks}, got 'avx2'; choose from native, portable$"
         with pytest.raises(GearbxError, match=told):
@@ -372,7 +372,7 @@ def test_flags_for_sets_of_instructions(name, machine, flags):
     assert not target.is_for_one_processor
 
 
-def test_a_set_of_instructions_is_for_processors_that_have_all(machine):
+def test_instruction_set_needs_all_its_features(machine):
     machine(ZEN_4, "avx512")
     assert compiler.instructions() == "avx512"
     assert compiler.vector_instructions() == "AVX-512"
@@ -382,7 +382,7 @@ def test_a_set_of_instructions_is_for_processors_that_have_all(machine):
         compiler.instructions()
 
 
-def test_a_compiler_with_another_standard_library_is_not_run(afresh, tmp_path):
+def test_compiler_with_other_standard_library_is_not_run(afresh, tmp_path):
     """zig's libc++ has other strings and vectors than libstdc++, with which MLX was compiled."""
     if compiler.this_target().is_mac:
         pytest.skip("a Mac's compilers all have libc++")
@@ -395,7 +395,7 @@ def test_a_compiler_with_another_standard_library_is_not_run(afresh, tmp_path):
     assert not (tmp_path / "log").exists()
 
 
-def test_a_library_is_for_one_choice_or_processor_and_times_are_for_both(machine):
+def test_library_depends_on_choice_and_times_on_both(machine):
     libraries, times = {}, set()
     for asked, flags in itertools.product(NAMES, (ZEN_3, ZEN_4)):
         machine(flags, asked)
@@ -454,14 +454,14 @@ def fast(counting_program, tmp_path):
         *((nothing, 8, 0) for nothing in ("", "\n", "nonsense", "-", "20-30")),
     ],
 )
-def test_cores_that_intel_names_count_where_the_process_may_use_them(fast, tmp_path, named, allowed, count):
+def test_usable_intel_cores_count(fast, tmp_path, named, allowed, count):
     (tmp_path / "cpu_core").mkdir()
     (tmp_path / "cpu_core" / "cpus").write_text(named)
     assert fast(allowed) == count
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux says of cores")
-def test_of_arms_cores_the_smallest_of_three_kinds_are_left_out(fast, tmp_path):
+def test_smallest_of_three_arm_core_kinds_is_skipped(fast, tmp_path):
     for core, capacity in enumerate((250, 250, 250, 250, 870, 870, 870, 1024)):
         folder = tmp_path / "system" / "cpu" / f"cpu{core}"
         folder.mkdir(parents=True)
@@ -474,7 +474,7 @@ def test_of_arms_cores_the_smallest_of_three_kinds_are_left_out(fast, tmp_path):
     assert fast(8) == 3
 
 
-def test_a_compilation_that_is_interrupted_leaves_nothing(afresh, script):
+def test_interrupted_compilation_leaves_no_files(afresh, script):
     cache = script("#!/bin/sh\nexit 1\n")
 
     def interrupt(files: int, kept: bool) -> None:

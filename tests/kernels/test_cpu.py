@@ -90,7 +90,7 @@ class TestNumbers:
         changes=st.lists(st.tuples(st.integers(0, 2**20), st.sampled_from([np.nan, np.inf, -np.inf])), max_size=3),
         seed=st.integers(0, 1 << 30),
     )
-    def test_dense_bits_in_any_company(self, dtype, x_bits, rows, columns, vectors, changes, seed):
+    def test_dense_bits_are_batch_invariant(self, dtype, x_bits, rows, columns, vectors, changes, seed):
         random = np.random.default_rng(seed)
         weight, x = (random.standard_normal((n, columns)).astype(np.float32) for n in (rows, vectors))
         for place, value in changes:
@@ -113,7 +113,7 @@ class TestNumbers:
             exec(PRODUCTS, {})
         assert done.stdout == own.getvalue(), done.stderr
 
-    def test_activations_and_weights_that_are_not_in_rows(self, native):
+    def test_noncontiguous_activations_and_weights(self, native):
         weight = mx.random.normal((48, 64))
         x = mx.random.normal((64, 6))
         y = native.dense_matvec(x.T[::2], weight[::3])
@@ -132,7 +132,7 @@ class TestNumbers:
         assert products.dense_product(mx.ones((1, 64), mx.float16), weight).dtype == mx.float16
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-    def test_what_is_not_finite_shows_in_its_row_alone(self, native, value):
+    def test_nonfinite_input_affects_only_its_row(self, native, value):
         spot = mx.arange(17)[:, None] == 3
         x = mx.random.normal((2, 64))
         for dtype in TYPES:
@@ -197,7 +197,7 @@ def test_integer_products_compile_for_newer_processors(tmp_path, flags):
 
 class TestShapes:
     @pytest.mark.parametrize("vectors", [3, 40])
-    def test_activations_and_indices_that_are_not_in_rows(self, native, vectors):
+    def test_noncontiguous_activations_and_indices(self, native, vectors):
         weight = mx.random.normal((4, 9, 64)).astype(mx.float16)
         wide = mx.random.normal((64, 1, 2 * vectors))
         x, chosen = wide.T[::2], mx.random.randint(0, 4, (vectors, 3)).T[1]
@@ -215,7 +215,7 @@ class TestShapes:
         ],
         ids=str,
     )
-    def test_weights_that_cannot_become_planes(self, native, change, said):
+    def test_weights_unsuitable_for_planes(self, native, change, said):
         given = {"weight": mx.zeros((3, 128)), "widths": [4], "group": 64, "least": 1e-30, "in_panels": False} | change
         mx.eval(given["weight"])
         with pytest.raises(ValueError, match=said):
@@ -226,7 +226,7 @@ STEPS = {8: 127, 16: 32384}  # of the largest activation of a group
 
 
 @pytest.mark.usefixtures("compiled")
-class TestRoundedActivations:
+class TestQuantizedActivations:
     @settings(max_examples=100)
     @given(
         bits=st.sampled_from([2, 3, 4, 5, 6, 8]),
@@ -268,7 +268,7 @@ class TestRoundedActivations:
 
     @pytest.mark.parametrize("x_bits", [0, *STEPS])
     @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-    def test_what_is_not_finite_shows_in_its_vector_alone(self, native, value, x_bits):
+    def test_nonfinite_input_affects_only_its_vector(self, native, value, x_bits):
         weight, scales, biases = mx.quantize(mx.random.normal((9, 128)), 32, 4)
         x = mx.where((mx.arange(3)[:, None] == 1) & (mx.arange(128) == 70), value, mx.random.normal((3, 128)))
         finite = np.isfinite(float64(native.stack_matvec(x, [weight], scales, [biases], [4], 32, x_bits=x_bits)))
@@ -283,7 +283,7 @@ class TestRoundedActivations:
             assert mx.abs(y).max().item() < 1e-36
 
     @pytest.mark.parametrize(("activations", "error"), [("int16", 1e-3), ("int8", 0.05)])
-    def test_a_gearbox_that_rounds(self, activations, error):
+    def test_gearbox_quantizes_activations(self, activations, error):
         exact, fast = (Gearbox(tiny_model(), "4,8,16", kernels="native", activations=a) for a in ("float", activations))
         assert f"{activations[3:]}-bit activations" in fast.describe()
         for gear in every_gear(exact, fast):
@@ -323,7 +323,7 @@ class TestSymmetricCodes:
         # Codes are multiplied with their offset; the sum of the activations removes it again.
         assert_products_close(y, x, weights, np.abs(weights) + 2.0 ** (bits - 1) * sizes)
 
-    def test_same_bits_in_any_company(self, native):
+    def test_bits_are_batch_invariant(self, native):
         codes, scales = rowwise.quantize(mx.random.normal((50, 203)), 6)
         packed, x = rowwise.pack_symmetric_codes(codes, 6), mx.random.normal((20, 203))
         for x_bits in (0, 8, 16):
@@ -360,7 +360,7 @@ def kernel(native, module, kind="matvec"):
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize(("module", "bits"), CASES)
-def test_experts_are_products_with_each_one_s_own_tables_and_outliers(native, module, bits):
+def test_experts_use_their_own_tables_and_outliers(native, module, bits):
     values = np.array(heavy(4, 9, 300))
     values[1] = 0.5 * np.random.default_rng(1).standard_normal((9, 300))  # other tables, and fewer outliers
     values[2, 3, ::20] = 2.0
@@ -379,7 +379,7 @@ def test_experts_are_products_with_each_one_s_own_tables_and_outliers(native, mo
             assert mx.array_equal(y[token, k], kernel(native, module)(x[token], **one, bits=bits)).item()
 
 
-def test_an_expert_that_does_not_exist_gives_nan_and_arrays_that_do_not_fit_are_refused(native):
+def test_missing_expert_gives_nan_and_mismatched_arrays_fail(native):
     arrays = codebook.encode(heavy(2, 4, 100), 3)
     y = native.codebook_experts(mx.ones((1, 1, 100)), **arrays, indices=mx.array([[1, 2]]), bits=3)
     assert mx.isfinite(y[0, 0]).all().item()
@@ -404,7 +404,7 @@ def test_many_outliers_at_their_places(native, module, bits):
         assert mx.allclose(kernel(native, module)(x, **arrays, bits=bits)[0], expected, atol=1e-6).item()
 
 
-def test_arguments_that_do_not_go_together(native):
+def test_incompatible_arguments_are_refused(native):
     arrays = codebook.encode(heavy(4, 100), 3)
     for width, bits, change, said in (
         (200, 3, {}, "do not fit the width of x"),

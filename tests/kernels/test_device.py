@@ -54,32 +54,32 @@ def test_a_command_chooses_before_mlx_lm_is_imported():
         *("analyze --prompts none", "evaluate --data none"),
     ],
 )
-def test_a_gpu_that_is_not_here_is_one_line(command, line):
+def test_missing_gpu_is_refused(command, line):
     done = command(*line.split(), "--device", "gpu")
     assert (done.status, done.out) == (2, "")
     assert done.err == "error: device: MLX has no such device here, got gpu; omit it to use MLX's default device\n"
 
 
 @WITHOUT_GPU
-def test_a_command_ends_when_nothing_is_computed_any_more(command, monkeypatch):
+def test_command_ends_after_computation(command, monkeypatch):
     waited = []
     monkeypatch.setattr(mx, "synchronize", lambda *streams: waited.extend(streams))
     assert command("generate", "-m", 2, "--gears", "4,16", "--mode", "static").status == 0
     assert any(stream is generation_stream() for stream in waited)
 
 
-def test_a_device_that_does_not_exist():
+def test_unknown_device_is_refused():
     with pytest.raises(GearbxError, match="device: unknown, got tpu; did you mean gpu"):
         use_device("tpu")
 
 
-def test_a_device_that_mlx_lm_does_not_generate_on(generating_elsewhere):
+def test_device_unsupported_by_mlx_lm_generation(generating_elsewhere):
     now = mx.default_device().type.name
     with pytest.raises(GearbxError, match=f"mlx-lm was imported for .pu, got {now};"):
         use_device(now)
 
 
-def test_a_gearbox_refuses_to_shift_on_another_device(tiny, monkeypatch):
+def test_gearbox_refuses_shift_on_other_device(tiny, monkeypatch):
     gearbox = Gearbox(tiny, "4,16")
     before = weights_of(tiny)
     with monkeypatch.context() as patch:
@@ -92,7 +92,7 @@ def test_a_gearbox_refuses_to_shift_on_another_device(tiny, monkeypatch):
     assert gearbox.gear.name == "low"
 
 
-def test_a_gearbox_writes_no_text_on_another_device(fresh_demo, generating_elsewhere):
+def test_gearbox_refuses_generation_on_other_device(fresh_demo, generating_elsewhere):
     gearbox = Gearbox(fresh_demo.model, "4,16")
     with pytest.raises(GearbxError, match="use_device before the first import of mlx_lm"):
         next(stream_generate(fresh_demo.model, fresh_demo.tokenizer, "x", 2, gearbox=gearbox))
@@ -121,7 +121,7 @@ def on_cpu_first(request) -> list[np.ndarray]:
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("on_cpu_first", FORMATS, indirect=True)
 @pytest.mark.filterwarnings("ignore:MLX's kernels are used")  # on a GPU that is not a Mac's
-def test_each_gear_has_nearly_the_logits_of_the_cpu(on_cpu_first, on_gpu, request, kernels):
+def test_gear_logits_are_close_to_cpu(on_cpu_first, on_gpu, request, kernels):
     format = request.node.callspec.params["on_cpu_first"]
     for ours, expected in zip(logits_in_gears(format, kernels), on_cpu_first):
         np.testing.assert_allclose(ours, expected, atol=2e-2 * np.abs(expected).max())

@@ -26,7 +26,7 @@ special = st.sampled_from([0, 0x8000, 1, 0x8001, 0x7F, 0x80, 0x7F7F, 0xFF7F, 0x7
 
 
 @pytest.mark.parametrize("group", [32, 64])
-def test_the_encoder_of_mlx_stores_what_the_native_one_does(native, group):
+def test_mlx_encoder_equals_native_encoder(native, group):
     """Also for groups that are stored whole: numbers far apart, and values that are not finite."""
     bits = gaussian(12, 4 * group)
     bits[1, ::7], bits[2, 5], bits[3, group + 1], bits[4, :3] = 0x7F00, 0x7F80, 0x7FC1, (0, 0x8000, 1)
@@ -121,7 +121,7 @@ def test_only_rows_with_hostile_offsets_become_nan(native, place, lie, wrong, co
     assert same(mx.array(y[:, others]), native.dense_matvec(x, as_bf16(bits))[:, mx.array(others)])
 
 
-def test_arguments_that_do_not_go_together(native):
+def test_incompatible_arguments_are_refused(native):
     arrays, x = encode(gaussian(4, 128), 64), normal(1, 128)
     for wrong, message in (
         ({"codes": arrays["codes"][:, :8]}, "shapes that do not fit"),

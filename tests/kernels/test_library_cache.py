@@ -64,7 +64,7 @@ class TestCompiledOnce:
         assert cache.compilations() == 1
         assert set(cache.kept()) == {file, file.with_name(f"{file.name}.sha256")}
 
-    def test_and_loaded_again_whatever_the_umask(self, cache):
+    def test_and_loaded_again_with_any_umask(self, cache):
         before = os.umask(0)
         try:
             assert cache.load() == cache.load()
@@ -82,7 +82,7 @@ class TestCompiledOnce:
         assert cache.load() == file
         assert cache.compilations() == 1
 
-    def test_and_not_used_without_a_compiler_where_something_changed_or_is_damaged(self, cache, afresh, tmp_path):
+    def test_and_ignored_without_compiler_if_changed_or_damaged(self, cache, afresh, tmp_path):
         file = cache.load()
         afresh.setenv("CXX", "no-such-compiler")
         reason = "CXX: no such compiler, got 'no-such-compiler'; set it to a compiler such as g++"
@@ -103,7 +103,7 @@ class TestCompiledOnce:
         cache.load()
         assert cache.compilations() == 1
 
-    def test_kernels_that_do_not_work(self, cache, afresh):
+    def test_kernels_that_fail(self, cache, afresh):
         def refuse(module: object) -> None:
             raise compiler.Unavailable("incompatible function arguments")
 
@@ -111,7 +111,7 @@ class TestCompiledOnce:
         assert [cache.why_not() for _ in range(2)] == ["incompatible function arguments"] * 2
         assert cache.compilations() == 1
 
-    def test_unless_something_changes_on_which_the_library_depends(self, afresh):
+    def test_unless_a_dependency_changes(self, afresh):
         afresh.setenv("GEARBX_CPU", "native")
 
         def keys() -> set[str]:
@@ -125,7 +125,7 @@ class TestCompiledOnce:
         assert len(found) == 9
 
 
-class TestCompiledAgain:
+class TestRecompiled:
     @pytest.mark.some(2)
     @pytest.mark.parametrize("size", [0, 100, 0.6, 0.99])
     def test_after_a_library_was_cut_off(self, cache, size):
@@ -139,7 +139,7 @@ class TestCompiledAgain:
         assert cache.compilations() == 2
 
     @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"0" * 64, None], ids=str)
-    def test_when_the_hash_is_another(self, cache, content):
+    def test_when_hash_differs(self, cache, content):
         file = cache.load()
         hashed = file.with_name(f"{file.name}.sha256")
         expected = hashed.read_bytes()
@@ -168,7 +168,7 @@ class TestNeverLoaded:
     @pytest.mark.some(6)
     @pytest.mark.parametrize("mode", [0o777, 0o775, 0o757], ids=oct)
     @pytest.mark.parametrize("place", ["library", "hash", "cache", "home", "far above"])
-    def test_where_others_may_write(self, cache, place, mode):
+    def test_if_writable_by_others(self, cache, place, mode):
         file = cache.load()
         path = self.places(cache, file)[place]
         path.chmod(mode)
@@ -177,7 +177,7 @@ class TestNeverLoaded:
         assert cache.load() == file
 
     @pytest.mark.parametrize("place", ["library", "cache", "home", "far above"])
-    def test_where_another_user_owns_it(self, cache, afresh, place):
+    def test_if_owned_by_other_user(self, cache, afresh, place):
         file = cache.load()
         path = self.places(cache, file)[place]
         if os.geteuid() == 0:
@@ -188,18 +188,18 @@ class TestNeverLoaded:
         self.assert_private(cache, f"{path} belongs to another user; set XDG_CACHE_HOME to a directory of yours")
 
     @pytest.mark.parametrize("kind", ["link", "pipe"])
-    def test_where_something_else_is_in_its_place(self, cache, kind):
+    def test_if_link_or_pipe_is_in_place(self, cache, kind):
         file = cache.load()
         file.rename(elsewhere := cache.directory / "elsewhere")
         file.symlink_to(elsewhere) if kind == "link" else os.mkfifo(file)
         self.assert_private(cache, f"{file} is neither a file nor a directory; remove it")
 
-    def test_where_nothing_can_be_written(self, cache):
+    def test_if_folder_is_unwritable(self, cache):
         far = cache.directory.parents[2]
         far.write_text("in the way", encoding="utf-8")
         self.assert_private(cache, f"{far}.*; set XDG_CACHE_HOME to another directory")
 
-    def test_nowhere_to_write_at_all(self, cache, afresh, tmp_path):
+    def test_without_any_writable_folder(self, cache, afresh, tmp_path):
         def refuse() -> None:
             raise PermissionError
 
@@ -209,7 +209,7 @@ class TestNeverLoaded:
             assert cpu.native() is None
         assert cpu.why_not() == "no directory for the compiled CPU kernels; set XDG_CACHE_HOME to one"
 
-    def test_from_where_the_process_happens_to_run(self, cache, afresh, tmp_path):
+    def test_from_working_directory(self, cache, afresh, tmp_path):
         afresh.setenv("XDG_CACHE_HOME", "relative")
         afresh.setenv("HOME", str(tmp_path / "own"))
         afresh.chdir(tmp_path)
@@ -217,7 +217,7 @@ class TestNeverLoaded:
         assert not (tmp_path / "relative").exists()
 
     @pytest.mark.parametrize("suffix", ["", ".sha256"])
-    def test_where_a_file_has_a_second_name(self, cache, suffix):
+    def test_if_file_has_second_name(self, cache, suffix):
         file = cache.load()
         named = file.with_name(file.name + suffix)
         os.link(named, cache.directory / "elsewhere")

@@ -74,13 +74,13 @@ def decode_exact(chosen=None, x=None, **matrix) -> Launch:
     return decode_launch(ExactMatrix(**matrix), chosen)
 
 
-def test_without_metal_one_line_says_why():
+def test_missing_metal_is_explained():
     assert not metal.available()
     with pytest.raises(GearbxError, match=r"^Metal.*$"):
         launch_planes(**arguments()).run()
 
 
-def test_nothing_is_built_at_import():
+def test_import_builds_no_kernels():
     program = "import mlx.core as mx; mx.fast = None; import gearbx_mlx.kernels.metal_products"
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 
@@ -192,7 +192,7 @@ DO_NOT_FIT = [
 
 
 @pytest.mark.parametrize(("kind", "name", "value", "said"), DO_NOT_FIT)
-def test_arguments_that_do_not_fit_are_refused(kind, name, value, said):
+def test_mismatched_arguments_are_refused(kind, name, value, said):
     launch, given = kind
     with pytest.raises(GearbxError, match=said):
         launch(**given() | {name: value})
@@ -267,7 +267,7 @@ def arrays_of(found, depth: int = 4) -> list[mx.array]:
 
 
 @pytest.mark.parametrize("launch", [launch_planes(**arguments()), symmetric_launch(**rowwise_arguments())])
-def test_what_is_prepared_keeps_no_weights(launch):
+def test_prepared_calls_keep_no_weights(launch):
     """Otherwise an offloaded gear would stay in memory."""
     assert {id(array) for array in launch.inputs} <= {id(array) for array in arrays_of(launch)}
     assert [array.tolist()[:2] for array in arrays_of(launch.prepared)] == [[8, launch.inputs[0].shape[-1]]]
@@ -306,14 +306,14 @@ def test_stacked_experts_are_decoded_and_not_multiplied():
             product(x, ExactMatrix(**given))
 
 
-def test_dense_products_take_each_type_and_up_to_16_vectors():
+def test_dense_products_take_dtypes_and_16_vectors():
     weight = mx.zeros((3, 8), mx.bfloat16)
     assert all(takes_dense(mx.zeros((4, 4, 8), dtype), weight) for dtype in (mx.float16, mx.bfloat16, mx.float32))
     assert dense_launch(mx.zeros((4, 4, 8)), weight).shape == (4, 4, 3)
     assert not takes_dense(mx.zeros((4, 5, 8)), weight)
 
 
-def test_experts_of_a_verification_are_multiplied_one_by_one_on_metal(monkeypatch):
+def test_experts_of_verification_multiply_separately_on_metal(monkeypatch):
     few, many = mx.zeros((16 * 10,), mx.uint32), mx.zeros((512 * 8,), mx.uint32)
     monkeypatch.setattr(metal, "available", lambda: False)
     assert [uses_order(few, is_sorted) for is_sorted in (True, False)] == [True, False]

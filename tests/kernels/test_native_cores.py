@@ -24,5 +24,5 @@ def test_on_an_emulated_arm_processor(check, compiler, flag, processor):
     programs.run_on_arm(check, compiler, flag, processor)
 
 
-def test_products_of_unsigned_bytes_on_an_emulated_arm_processor():
+def test_unsigned_byte_products_on_emulated_arm_processor():
     programs.run_on_arm(FOLDER / "check_core.c", *programs.UNSIGNED_BYTES)

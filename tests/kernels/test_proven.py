@@ -46,8 +46,8 @@ def prove(kind: Kind, vectors: int, **seconds: tuple[float, float]) -> None:
         proven.keep(kind.text, proven.product_key(kind.form, kind.shape, mx.bfloat16, vectors, candidate), ours, mlx)
 
 
-class TestTheFile:
-    def test_keeps_what_was_proven(self, own_cache):
+class TestFile:
+    def test_keeps_proven_kernels(self, own_cache):
         assert proven.proof(proven.EXACT_TEXT, KEY) is None
         proven.keep(proven.EXACT_TEXT, KEY, 1.0, 2.0)
         proven.keep(proven.EXACT_TEXT, proven.decoder_key(64), 2.0, 1.0)
@@ -60,7 +60,7 @@ class TestTheFile:
         assert proven.proof(proven.EXACT_TEXT, KEY) is None
         assert not proven.any_won()
 
-    def test_names_chip_system_mlx_and_text(self, own_cache):
+    def test_names_chip_system_mlx_and_source(self, own_cache):
         proven.metal_machine.cache_clear()
         proven.keep(proven.EXACT_TEXT, KEY, 1.0, 2.0)
         ((machine, texts),) = json.loads((own_cache / "proven.json").read_text())["machines"].items()
@@ -68,7 +68,7 @@ class TestTheFile:
         assert ", mlx " in machine
         assert [name.partition(" ")[0] for name in texts] == ["exact"]
 
-    def test_of_another_machine_stays_and_is_not_used(self, own_cache, monkeypatch):
+    def test_entry_of_other_machine_stays_unused(self, own_cache, monkeypatch):
         proven.keep(proven.EXACT_TEXT, KEY, 1.0, 2.0)
         monkeypatch.setattr(proven, "metal_machine", lambda: "Apple M9, macOS 30.0, mlx 0.32.1")
         proven.proofs_in.cache_clear()
@@ -78,7 +78,7 @@ class TestTheFile:
         proven.proofs_in.cache_clear()
 
     @pytest.mark.parametrize("changed", ["exact_weights", "codes"])
-    def test_of_another_text_is_not_used(self, own_cache, monkeypatch, changed):
+    def test_entry_of_other_source_is_unused(self, own_cache, monkeypatch, changed):
         proven.keep(proven.EXACT_TEXT, KEY, 1.0, 2.0)
         proven.keep(proven.DENSE_TEXT, KEY, 1.0, 2.0)
         read = proven.source_text
@@ -90,19 +90,19 @@ class TestTheFile:
         proven.text_name.cache_clear()
 
     @pytest.mark.parametrize("content", [b"{", b'{"machines": {"a": {"b": {"c": {"ours": 0, "mlx": 1}}}}}'])
-    def test_that_is_corrupt_is_said_and_written_again(self, own_cache, content):
+    def test_corrupt_file_is_reported_and_rewritten(self, own_cache, content):
         (own_cache / "proven.json").write_bytes(content)
         with pytest.warns(GearbxWarning, match=r"proven\.json: .*benchmark mac"):
             assert not proven.any_won()
         proven.keep(proven.EXACT_TEXT, KEY, 1.0, 2.0)
         assert proven.won(proven.EXACT_TEXT, KEY)
 
-    def test_every_text_of_the_folder_has_a_name(self):
+    def test_every_source_in_folder_has_name(self):
         parts = {part for parts in proven.FILES_OF_TEXT.values() for part in parts}
         assert parts == {file.stem for file in metal.metal_folder().glob("*.metal")}
 
 
-class TestUnasked:
+class TestDefaultKernels:
     @pytest.fixture(autouse=True)
     def metal_tuner(self, monkeypatch, on_metal):
         monkeypatch.setenv("GEARBX_TUNE", "1")
@@ -115,11 +115,11 @@ class TestUnasked:
 
         return Tuner(mx.bfloat16).choose(kind, vectors, unmeasured)
 
-    def test_mlx_computes_what_was_not_proven(self):
+    def test_mlx_computes_without_proven_kernels(self):
         assert [self.chosen(PLANES, vectors) for vectors in (1, 5, 600)] == [MLX] * 3
         assert [self.chosen(EXACT, vectors) for vectors in (1, 5, 600)] == [MLX] * 3
 
-    def test_what_won_computes_these_shapes_and_numbers_of_vectors(self):
+    def test_proven_kernel_computes_its_shapes_and_counts(self):
         prove(PLANES, 1, registers=(1.0, 2.0), device=(0.5, 2.0))
         prove(PLANES, 4, registers=(2.0, 2.0))
         assert [self.chosen(PLANES, vectors) for vectors in (1, 2, 4)] == ["device", MLX, MLX]
@@ -130,7 +130,7 @@ class TestUnasked:
         proven.keep(proven.EXACT_TEXT, EXACT.decoding, 1.0, 9.0)
         assert [self.chosen(EXACT, vectors) for vectors in (1, 2, 600)] == [MLX, RECONSTRUCT, RECONSTRUCT]
 
-    def test_no_layer_has_our_kernels_before_any_was_proven(self):
+    def test_layers_use_own_kernels_only_after_proof(self):
         assert dispatch.choose("native").ours_alone
         assert not dispatch.choose("auto").native
         assert not dispatch.choose("mlx").native
@@ -139,8 +139,8 @@ class TestUnasked:
         assert not dispatch.choose("auto").ours_alone
 
 
-class TestATextThatDoesNotCompile:
-    def test_is_said_once_and_not_tried_again(self, on_metal):
+class TestUncompilableSource:
+    def test_is_reported_once_and_not_retried(self, on_metal):
         weight = normal(32, 64)
         with pytest.warns(GearbxWarning, match=r"metal/dense\.metal does not run here .*Unable to build") as said:
             assert [dense_launch(normal(n, 64), weight).attempt() for n in (1, 1, 2)] == [None] * 3

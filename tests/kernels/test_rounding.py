@@ -79,7 +79,7 @@ def spreads_apart(layer: nn.Module, dtype: mx.Dtype = mx.float32, vectors: int =
 
 @pytest.mark.parametrize("x_bits", [16, 8, 0])
 @pytest.mark.parametrize("form", [AS_IT_IS, *FORMS])
-def test_right_products_are_within_half_of_what_is_allowed(form, x_bits):
+def test_right_products_are_within_half_tolerance(form, x_bits):
     for shape in ((192, 576), (576, 1536), (256, 4864)):
         layer = layer_of(matrix(*shape), form, x_bits, bias=normal(shape[0], seed=3, scale=100.0))
         assert 0 < spreads_apart(layer) < LEEWAY / 2
@@ -123,7 +123,7 @@ def fault(wrong: nn.Module, right: nn.Module) -> float:
 @pytest.mark.parametrize("shape", [(192, 576), (1536, 1536), (512, 8960)])
 class TestWrongKernels:
     @pytest.mark.parametrize(("row", "group"), [(0, 0), (77, 5), (191, 8)])
-    def test_one_scale_that_is_a_hundredth_too_large(self, shape, row, group):
+    def test_scale_one_hundredth_too_large(self, shape, row, group):
         weight = matrix(*shape)
         right, wrong = (layer_of(weight, "6 bits") for _ in range(2))
         assert fault(wrong, right) < 1
@@ -132,7 +132,7 @@ class TestWrongKernels:
 
     @pytest.mark.parametrize("column", [0, 100, -1])
     @pytest.mark.parametrize("form", [AS_IT_IS, "8 bits"])
-    def test_a_column_that_is_left_out(self, shape, column, form):
+    def test_omitted_column_is_found(self, shape, column, form):
         weight = matrix(*shape)
         less = weight + 0
         less[:, column] = 0
@@ -147,7 +147,7 @@ class TestWrongKernels:
 
     @pytest.mark.parametrize("x_bits", [16, 8, 0])
     @pytest.mark.parametrize("form", [AS_IT_IS, *FORMS])
-    def test_two_rows_that_changed_places(self, shape, form, x_bits):
+    def test_swapped_rows_are_found(self, shape, form, x_bits):
         weight = matrix(*shape)
         right = layer_of(weight, form, x_bits)
         assert fault(layer_of(swapped(weight), form, x_bits), right) > 1
@@ -161,7 +161,7 @@ def two_layers(first: int, second: int) -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, first, bias=False), nn.Linear(first, second, bias=False))
 
 
-def test_a_refused_kernel_is_said_with_what_it_costs(own_cache, monkeypatch):
+def test_refused_kernel_is_reported_with_its_cost(own_cache, monkeypatch):
     """Once for each kind of product, where that is more than a tenth of the weights."""
     monkeypatch.setenv("GEARBX_TUNE", "1")
     monkeypatch.setattr(rounding, "LEEWAY", 1e-6)  # as if every kernel of ours were wrong
@@ -176,7 +176,7 @@ def test_a_refused_kernel_is_said_with_what_it_costs(own_cache, monkeypatch):
     assert box.kernel_choices.tuner.wrong.keys() == {re.search(r"\((.*)\)", line).group(1) for line in lines}
 
 
-def test_a_refused_kernel_of_few_weights_is_not_said(own_cache, monkeypatch):
+def test_refused_kernel_of_few_weights_is_silent(own_cache, monkeypatch):
     monkeypatch.setenv("GEARBX_TUNE", "1")
     right = tuner.product_errors
 

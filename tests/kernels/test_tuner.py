@@ -58,7 +58,7 @@ class TestGearbox:
         measure_gears(boxed())
         assert cache.read_bytes() == first
 
-    def test_computes_by_what_was_faster(self, cache):
+    def test_uses_fastest_kernel(self, cache):
         x, results = normal(1, WIDTH), {}
         for winner, loser in ((NATIVE, MLX), (MLX, NATIVE)):
             plant(cache, AFFINE, **{winner: 1e-6, loser: 2e-6})
@@ -80,7 +80,7 @@ class TestGearbox:
         assert max(times.values()) < 1
         assert chosen == fastest(times, [NATIVE, MLX])
 
-    def test_measures_nothing_if_told_so_and_native_leaves_mlx_out(self, cache, monkeypatch):
+    def test_measuring_is_optional_and_native_excludes_mlx(self, cache, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setenv("GEARBX_TUNE", "0")
             measure_gears(boxed())
@@ -113,7 +113,7 @@ def wrong_where(name: str, change=lambda y: 1.25 * y):
     return products
 
 
-class TestNoKernelThatWasNotChecked:
+class TestVerifiedKernels:
     STOCK_KIND = Kind("planes 4+4, group 64", (256, 384), stock=True)
     OUR_KIND = Kind("exact, group 64", (256, 384), stock=False, variants=(NATIVE,), most_bits=0)
 
@@ -124,7 +124,7 @@ class TestNoKernelThatWasNotChecked:
         return cache
 
     @pytest.mark.parametrize("wrong", ["registers", "device", "threadgroup"])
-    def test_one_that_is_wrong_never_wins(self, on_metal, monkeypatch, wrong):
+    def test_wrong_kernel_never_wins(self, on_metal, monkeypatch, wrong):
         monkeypatch.setattr(tuner, "MIN_WEIGHTS", 0)
         made = Tuner(mx.float32, again=True)
         times = {each: 1e-6 if each == wrong else 1e-3 for each in self.STOCK_KIND.candidates(1, mx.float32)}
@@ -139,7 +139,7 @@ class TestNoKernelThatWasNotChecked:
         assert right.choose(self.STOCK_KIND, 1, wrong_where("none")) == wrong
         assert right.wrong == {}
 
-    def test_mlx_computes_what_has_no_right_kernel(self, on_metal):
+    def test_mlx_computes_without_right_kernel(self, on_metal):
         for vectors in (1, 3, 600):  # of many, the weight that our kernel decodes
             made = Tuner(mx.bfloat16, ours_alone=True)
             first = self.OUR_KIND.candidates(vectors, mx.bfloat16)[0]
@@ -147,7 +147,7 @@ class TestNoKernelThatWasNotChecked:
             wrong = Tuner(mx.bfloat16, ours_alone=True, cache=TuningCache(on_metal.with_name(f"{vectors}")))
             assert wrong.choose(self.OUR_KIND, vectors, wrong_where(first)) != first
 
-    def test_a_kernel_is_checked_for_the_very_number_of_vectors(self, on_metal):
+    def test_kernel_is_verified_at_exact_vector_count(self, on_metal):
         def products(candidate: str) -> list:
             (one, _) = wrong_where("none")(candidate)
             return [lambda x: one(x) + (candidate == NATIVE and len(x) == 3)]
@@ -174,21 +174,21 @@ class TestNoKernelThatWasNotChecked:
         assert [stored] == [*first.wrong.values()]
 
     @pytest.mark.parametrize("result", [mx.nan, mx.inf])
-    def test_what_is_no_number_is_wrong(self, on_metal, result):
+    def test_nonfinite_results_are_wrong(self, on_metal, result):
         made = Tuner(mx.float32, ours_alone=True)
         assert made.choose(self.OUR_KIND, 1, wrong_where(NATIVE, lambda y: result * y)) == MLX
         made.cache.save()
         assert TuningCache().differences
 
     @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-    def test_rounding_is_no_difference(self, on_metal, dtype):
+    def test_rounding_is_accepted(self, on_metal, dtype):
         eps = mx.finfo(dtype).eps
         for size, chosen in ((1 / 4, NATIVE), (64, MLX)):
             made = Tuner(dtype, ours_alone=True, cache=TuningCache(on_metal.with_name(f"{size}")))
             found = made.choose(self.OUR_KIND, 1, wrong_where(NATIVE, lambda y, size=size: (1 + size * eps) * y))
             assert found == chosen
 
-    def test_nothing_is_known_where_nothing_can_be_computed(self, on_metal):
+    def test_uncomputable_candidates_have_no_results(self, on_metal):
         made = Tuner(mx.float32, ours_alone=True)
         with pytest.raises(CannotMeasure) as raised:
             made.choose(self.OUR_KIND, 1, lambda candidate: [])
@@ -208,7 +208,7 @@ class TestNoKernelThatWasNotChecked:
         assert next(iter(first.wrong.values())).keys() == {NATIVE}
 
     @pytest.mark.usefixtures("native")
-    def test_our_cpu_kernels_are_right(self, cache):
+    def test_own_cpu_kernels_are_right(self, cache):
         box = boxed()
         measure_gears(box)
         assert box.kernel_choices.tuner.wrong == {}
@@ -216,7 +216,7 @@ class TestNoKernelThatWasNotChecked:
 
 
 class TestCache:
-    def test_of_another_machine_stays_and_is_not_used(self, cache):
+    def test_entry_of_other_machine_stays_unused(self, cache):
         cache.write_text(json.dumps({"machines": {"a GPU that went": {AFFINE: {"native": 1.0}}}}))
         kept = TuningCache()
         assert kept.times == {}
@@ -225,7 +225,7 @@ class TestCache:
         stored = json.loads(cache.read_text())["machines"]
         assert stored == {"a GPU that went": {AFFINE: {"native": 1.0}}, tuner.machine(): {AFFINE: {"mlx": 2.0}}}
 
-    def test_of_another_device_is_another_machine(self, monkeypatch):
+    def test_other_device_is_other_machine(self, monkeypatch):
         names = set()
         for device in (dispatch.CPU, METAL, GPU):
             monkeypatch.setattr(tuner, "device", lambda device=device: device)
@@ -233,7 +233,7 @@ class TestCache:
         assert len(names) == 3
 
     @pytest.mark.parametrize("content", [b"{", b"[]", b'{"machines": {"a": {"b": {"c": -1}}}}', b"\xff", b""])
-    def test_that_is_corrupt_is_said_and_written_again(self, cache, content):
+    def test_corrupt_cache_is_reported_and_rewritten(self, cache, content):
         cache.write_bytes(content)
         kept = TuningCache()
         with pytest.warns(GearbxWarning, match=r"tuning\.json: .*written again"):
@@ -243,7 +243,7 @@ class TestCache:
         assert TuningCache().times == {AFFINE: {"mlx": 2.0}}  # a warning would be an error
 
     @pytest.mark.parametrize("place", ["file", "folder"])
-    def test_that_others_may_write_to_is_neither_read_nor_written(self, cache, place):
+    def test_cache_writable_by_others_is_ignored(self, cache, place):
         cache.write_text(json.dumps({"machines": {tuner.machine(): {AFFINE: {"mlx": 2.0}}}}))
         path = cache if place == "file" else cache.parent
         path.chmod(path.stat().st_mode | 0o020)
@@ -255,7 +255,7 @@ class TestCache:
         kept.save()
         assert cache.read_bytes() == before
 
-    def test_keeps_what_others_wrote_meanwhile(self, cache):
+    def test_keeps_concurrent_entries(self, cache):
         first, second = TuningCache(), TuningCache()
         for kept, name in ((first, "a"), (second, "b")):
             assert kept.times == {}
@@ -302,7 +302,7 @@ class TestCandidates:
         assert PLANES.candidates(16, mx.float32) == (MLX, "device", "registers", RECONSTRUCT)  # 256 KiB of activations
         assert PLANES.candidates(17, mx.float16) == (MLX, RECONSTRUCT)
 
-    def test_a_token_never_reconstructs_weights_where_there_is_a_kernel(self, on, native):
+    def test_single_token_never_dequantizes_if_kernel_exists(self, on, native):
         for device in (METAL, dispatch.CPU):
             on(device)
             assert RECONSTRUCT not in ROWWISE.candidates(1, mx.float32)
@@ -311,19 +311,19 @@ class TestCandidates:
         assert PLANES.candidates(1, mx.float16) == (MLX,)
         assert PLANES.candidates(8, mx.float16) == (MLX, RECONSTRUCT)
 
-    def test_the_first_stays_unless_another_is_faster_by_a_margin(self):
+    def test_first_stays_unless_other_is_faster_by_margin(self):
         assert fastest({"a": 1.04, "b": 1.0}, ["a", "b"]) == "a"
         assert fastest({"a": 1.06, "b": 1.0}, ["a", "b"]) == "b"
         assert fastest({"b": 1.0}, ["a", "b"]) == "b"
         assert fastest({}, ["a", "b"]) == "a"
 
-    def test_sizes_between_powers_of_two_share_what_was_measured(self, cache):
+    def test_sizes_between_powers_of_two_share_measurements(self, cache):
         made = Tuner(mx.float16)
         name = made.name(Kind("rowwise 4", (1025, 3000), stock=False), 5)
         assert name == "rowwise 4, 2048 x 4096, float16, 8 vectors"
         assert name == made.name(Kind("rowwise 4", (2048, 4096), stock=False), 8)
 
-    def test_one_that_does_not_compile_is_never_chosen(self):
+    def test_uncompilable_candidate_is_never_chosen(self):
         def refused(x: mx.array) -> mx.array:
             raise RuntimeError("[metal::Device] Unable to build metal library from source")
 
@@ -331,7 +331,7 @@ class TestCandidates:
         assert times["a"] == tuner.FAILED
         assert fastest(times, ["a", "b"]) == "b"
 
-    def test_no_memory_is_no_measurement(self, cache, monkeypatch):
+    def test_memory_error_is_no_measurement(self, cache, monkeypatch):
         def without_memory(x: mx.array) -> mx.array:
             raise RuntimeError("[malloc] Unable to allocate")
 
@@ -342,7 +342,7 @@ class TestCandidates:
         assert raised.value.instead == MLX
         assert made.cache.times == {}
 
-    def test_on_a_cpu_mlx_has_to_win_for_many_vectors_too(self, cache, native):
+    def test_mlx_on_cpu_must_win_for_many_vectors(self, cache, native):
         made = Tuner(mx.float32)
         kind = Kind("weights of 32 bits", (512, 512), stock=True, most_bits=0)
         for one, many, chosen in ((2.0, 2.0, MLX), (2.0, 0.5, NATIVE), (0.5, 2.0, NATIVE)):
@@ -365,6 +365,6 @@ def test_small_launches_are_many_and_large_ones_few():
     assert enough_calls(product(mx.ones((2, 2))), least=60) == tuner.MAX_CALLS
 
 
-def test_a_candidate_that_is_too_slow_is_given_up():
+def test_slow_candidate_is_abandoned():
     times = timed_in_turn({"slow": product(SLOW), "fast": product(FAST)}, trials=4, least=0.001, give_up=3)
     assert (len(times["slow"]), len(times["fast"])) == (1, 4)

@@ -39,14 +39,14 @@ def linked_with(folder: Path, **changes: str) -> None:
     wheel.why_foreign.cache_clear()
 
 
-def test_are_loaded_and_nothing_is_compiled(folder, tmp_path):
+def test_kernels_are_loaded_without_compilation(folder, tmp_path):
     assert cpu.is_compiled()
     assert cpu.why_not() is None
     assert Path(cpu.native().__file__).parent == folder
     assert not (tmp_path / "cache").exists()
 
 
-def test_for_what_gearbx_cpu_asks_for(folder, afresh):
+def test_kernels_follow_gearbx_cpu(folder, afresh):
     afresh.setenv("GEARBX_CPU", PORTABLE)
     assert cpu.why_not() is None
     assert Path(cpu.native().__file__) == folder / f"{PORTABLE}.so"
@@ -67,7 +67,7 @@ def test_for_what_gearbx_cpu_asks_for(folder, afresh):
         ("aarch64", [], PORTABLE),
     ],
 )
-def test_the_best_that_the_processor_has(folder, afresh, tmp_path, machine, flags, best):
+def test_best_supported_kernels_are_chosen(folder, afresh, tmp_path, machine, flags, best):
     lines = tmp_path / "cpuinfo"
     lines.write_text(f"flags : {' '.join(flags)}\nFeatures : {' '.join(flags)}\n")
     afresh.setattr(compiler, "CPUINFO", lines)
@@ -75,7 +75,7 @@ def test_the_best_that_the_processor_has(folder, afresh, tmp_path, machine, flag
     assert compiler.instructions() == best
 
 
-class TestAnotherMlx:
+class TestDifferentMlx:
     FOREIGN = f"the CPU kernels of this wheel are for MLX 0.1.2, and MLX {NOW} is installed"
 
     def test_of_the_same_interface_is_used(self, folder):
@@ -83,13 +83,13 @@ class TestAnotherMlx:
         assert cpu.why_not() is None
 
     @pytest.mark.parametrize("change", [{"mlx": "0.1.2"}, {"mlx": f"{NOW}.post1", "headers": "others"}])
-    def test_is_named_with_the_compiler_that_is_not_there(self, folder, change):
+    def test_missing_compiler_is_named(self, folder, change):
         linked_with(folder, **change)
         told = self.FOREIGN.replace("0.1.2", change["mlx"])
         assert not cpu.is_compiled()
         assert cpu.why_not() == f"{told}; no C++ compiler was found; {compiler.REMEDY}"
 
-    def test_is_compiled_for_with_one_line(self, folder, native, afresh, tmp_path):
+    def test_is_compiled_for_and_reported(self, folder, native, afresh, tmp_path):
         """The compiler copies what was compiled before."""
         linked_with(folder, mlx="0.1.2")
         script = tmp_path / "copying"
@@ -109,13 +109,13 @@ class TestAnotherMlx:
         assert Path(cpu.native().__file__).parent == tmp_path / "cache" / "gearbx-mlx"
 
     @pytest.mark.parametrize("content", ["", "{}", "\xff"])
-    def test_that_is_not_known_counts_as_damage(self, folder, content):
+    def test_unreadable_record_counts_as_damage(self, folder, content):
         (folder / wheel.RECORD).write_text(content, encoding="latin-1")
         told = "the CPU kernels of this wheel are damaged; install gearbx-mlx again"
         assert cpu.why_not() == f"{told}; no C++ compiler was found; {compiler.REMEDY}"
 
 
-def test_a_library_that_cannot_be_loaded_is_said(folder):
+def test_unloadable_library_is_reported(folder):
     for library in folder.glob("*.so"):
         library.write_bytes(b"not a library")
     assert cpu.why_not().startswith("the compiled CPU kernels cannot be loaded: ")

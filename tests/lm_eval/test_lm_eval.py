@@ -33,13 +33,13 @@ def scores(model) -> list[float]:
     return [score for score, _ in model.loglikelihood([asked(*pair) for pair in PAIRS])]
 
 
-def test_it_is_registered_beside_those_of_lm_eval():
+def test_model_is_registered_beside_lm_eval_models():
     assert get_model("gearbx") is GearbxLM
     assert get_model("dummy") is not None
 
 
 @pytest.mark.parametrize("mode", ["static", "lossless"])
-def test_the_top_gear_scores_and_writes_as_mlx_lm(mode):
+def test_top_gear_scores_and_generates_like_mlx_lm(mode):
     plain, model = MLXLM(str(DEMO_MODEL)), GearbxLM(gears="4:16", mode=mode, kernels="mlx")
     expected = plain.loglikelihood([asked(*pair) for pair in PAIRS[:3]])
     found = model.loglikelihood([asked(*pair) for pair in PAIRS])
@@ -54,7 +54,7 @@ def test_the_top_gear_scores_and_writes_as_mlx_lm(mode):
     assert "." not in written
 
 
-def test_a_mode_has_the_scores_of_its_gears_where_it_is_in_them():
+def test_mode_scores_equal_its_gears_scores():
     low = scores(GearbxLM(gears="2:16", mode="static", gear=2))
     top = scores(GearbxLM(gears="2:16", mode="static"))
     assert scores(GearbxLM(gears="2:16", mode="kickdown", thresholds=1e-06)) == pytest.approx(top, abs=1e-3)

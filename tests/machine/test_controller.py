@@ -57,13 +57,13 @@ class Plant:
 
 
 class TestStairs:
-    def test_goes_down_from_the_least_sensitive_and_up_from_the_most(self):
+    def test_moves_least_sensitive_down_and_most_sensitive_up(self):
         found = schedule(3, (4, 8), sensitivity=lambda path, bits: {"layers.0": 2, "layers.1": 3, "layers.2": 1}[path])
         assert [step.path for step in found.steps] == ["layers.2", "layers.0", "layers.1"]
         assert found.caps(1) == {"layers.0": 8, "layers.1": 8, "layers.2": 4}
         assert found.caps(2)["layers.0"] == 4  # the first to be taken back
 
-    def test_bytes_are_those_of_the_caps(self):
+    def test_bytes_match_caps(self):
         found = schedule(5, gears=(4, 8))
         for position in (0, 3, 8, found.last):
             caps = found.caps(position)
@@ -72,7 +72,7 @@ class TestStairs:
             low = sum(layer.read[4] for layer in found.layers.values())
             assert found.read([2, 0])[position] == 2 * (low + found.fixed)
 
-    def test_within_is_a_share_of_the_way(self):
+    def test_within_is_a_fraction(self):
         found = schedule()
         read = found.read([1])
         assert found.within(1.0) == 0
@@ -82,7 +82,7 @@ class TestStairs:
 
 
 class TestPID:
-    def test_is_what_its_formula_says(self, monkeypatch):
+    def test_update_matches_formula(self, monkeypatch):
         for name, factor in (("PROPORTIONAL", 0.5), ("INTEGRAL", 0.25), ("DERIVATIVE", 2.0)):
             monkeypatch.setattr(numbers, name, factor)
         pid, errors = PID(), [1.0, 3.0, -2.0]
@@ -129,7 +129,7 @@ class TestController:
             moved += np.count_nonzero(np.diff(plant.positions[-1000:]))
         assert moved <= 5  # of 1000 decisions
 
-    def test_a_pause_of_the_machine_is_not_its_speed(self):
+    def test_machine_pause_does_not_count_as_speed(self):
         controller = Controller(schedule(), 1.0)
         plant = Plant(controller)
         plant.run(100)
@@ -150,7 +150,7 @@ class TestController:
         plant.run(45)
         assert controller.position == 0
 
-    def test_the_budget_goes_before_the_target(self):
+    def test_budget_precedes_target(self):
         controller = Controller(schedule(), 0.5)
         plant = Plant(controller)
         plant.run(DECIDE_EVERY, share=0.5)
@@ -161,21 +161,21 @@ class TestController:
         plant.run(60)
         assert controller.position == 0
 
-    def test_without_a_target_the_budget_alone_caps(self):
+    def test_without_target_only_budget_caps(self):
         controller = Controller(schedule())
         plant = Plant(controller)
         for share in (1.0, 0.3, 0.0, 0.6):
             plant.run(DECIDE_EVERY, share=share)
             assert controller.position == controller.schedule.within(share)
 
-    def test_gears_that_do_not_feel_a_cap_move_none(self):
+    def test_unaffected_gears_move_no_caps(self):
         controller = Controller(schedule(gears=(4, 8)), 5.0)
         plant = Plant(controller, passes=(1, 0))
         plant.run(100)
         assert controller.position == 0
         assert controller.out_of_reach is not None
 
-    def test_a_decision_tells_what_and_why(self):
+    def test_decision_describes_action_and_reason(self):
         controller = Controller(schedule(), 2.0)
         plant = Plant(controller)
         plant.run(DECIDE_EVERY)
@@ -188,7 +188,7 @@ class TestController:
         assert {step.path: step.after for step in decision.moved} == capped
 
     @pytest.mark.parametrize("target", [0.0, -1.0, math.nan, math.inf])
-    def test_a_target_that_cannot_be(self, target):
+    def test_impossible_target_is_refused(self, target):
         with pytest.raises(GearbxError, match="must be more than 0 tokens per second"):
             Controller(schedule(), target)
 

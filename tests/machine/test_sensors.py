@@ -52,7 +52,7 @@ class TestBudget:
             (MachineState("fair", memory=0.99), 0.0),
         ],
     )
-    def test_is_what_the_worst_of_them_allows(self, state, share):
+    def test_is_minimum_of_readings(self, state, share):
         assert budget(state) == pytest.approx(share)
 
     def test_falls_at_once_and_rises_after_a_while(self):
@@ -61,7 +61,7 @@ class TestBudget:
         shares = [steady.update(state) for state in (cool, hot, cool, hot, *[cool] * PATIENCE)]
         assert shares == pytest.approx([1, *[1 / 3] * (2 + PATIENCE), 1])
 
-    def test_readings_that_waver_move_nothing(self):
+    def test_fluctuating_readings_change_no_budget(self):
         steady = SteadyBudget()
         shares = {steady.update(MachineState(memory=0.900 + 0.001 * (i % 2))) for i in range(100)}
         assert len(shares) <= 2
@@ -87,7 +87,7 @@ class TestReaders:
         zone(tmp_path, 1, 30_000, critical=100_000, passive=-274_000)
         assert LinuxThermal(tmp_path).read() == MachineState(thermal=state)
 
-    def test_a_zone_that_only_turns_off(self, tmp_path):
+    def test_zone_with_only_critical_trip(self, tmp_path):
         zone(tmp_path, 0, 91_000, critical=100_000)
         assert LinuxThermal(tmp_path).read().thermal == "serious"
 
@@ -116,7 +116,7 @@ class TestReaders:
         assert sensors.Battery().read() == MachineState(battery=0.42, charging=True)
         assert sensors.Memory().read() == MachineState(memory=0.63)
 
-    def test_what_a_machine_has_not_is_told(self, monkeypatch, tmp_path):
+    def test_missing_readings_are_reported(self, monkeypatch, tmp_path):
         monkeypatch.setitem(sys.modules, "psutil", None)
         monkeypatch.setattr(sensors.platform, "system", lambda: "Linux")
         monkeypatch.setattr(LinuxThermal.__init__, "__defaults__", (tmp_path,))
@@ -164,7 +164,7 @@ class TestScript:
             ('\n{"seconds": 0, "thermal": "hot"}', 'line 2: thermal is "hot", not one of critical, fair'),
         ],
     )
-    def test_what_is_wrong_is_named_with_its_line(self, tmp_path, text, told):
+    def test_errors_name_their_line(self, tmp_path, text, told):
         with pytest.raises(GearbxError, match=told) as raised:
             self.read(tmp_path, text)
         assert "machine.jsonl" in str(raised.value)
@@ -176,7 +176,7 @@ class TestWatch:
             until(lambda: watch.state() == MachineState("fair", memory=0.5))
             assert watch.problems() == []
 
-    def test_a_sensor_that_fails_is_left_out_and_told_of_once(self):
+    def test_failing_sensor_is_skipped_and_reported_once(self):
         def fails():
             raise OSError("the sensor is gone")
 

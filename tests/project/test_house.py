@@ -37,7 +37,7 @@ def test_no_function_is_longer_than_60_lines():
     assert [found for found in lengths if found[2] > 60] == []
 
 
-def test_a_name_of_a_class_stands_for_one_thing():
+def test_class_names_are_unique_in_package():
     places: dict[str, list[str]] = {}
     for path in PACKAGE.rglob("*.py"):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -52,7 +52,7 @@ def test_no_imports_go_in_a_circle():
     graphlib.TopologicalSorter(imports).prepare()  # raises CycleError
 
 
-def test_only_commands_stand_at_the_top():
+def test_top_level_holds_only_commands():
     others = {"__init__", "__main__", "errors", "loading", "settings"}
     modules = {path.stem for path in PACKAGE.glob("*.py")} - others
     assert modules | {path.parent.name for path in PACKAGE.glob("*/__main__.py")} == {*COMMANDS}
@@ -60,7 +60,7 @@ def test_only_commands_stand_at_the_top():
 
 @pytest.mark.some(4)
 @pytest.mark.parametrize("name", PARSED)
-def test_a_command_is_parsed_before_mlx_lm_is_loaded(name):
+def test_command_is_parsed_before_mlx_lm_loads(name):
     """So --help answers at once."""
     code = f"import sys; sys.argv = ['x', '--help']; from gearbx_mlx.{name} import main; main()"
     code = f"import atexit, sys; atexit.register(lambda: print('mlx_lm' in sys.modules)); {code}"
@@ -119,7 +119,7 @@ def test_every_command_shows_its_help_without_extras(name):
         (("lm_eval", "--tasks", "x"), "lm_eval: lm_eval is not installed"),
     ],
 )
-def test_what_needs_an_extra_says_what_installs_it(arguments, said, tmp_path, monkeypatch):
+def test_missing_extra_names_its_install_command(arguments, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompts.txt").write_text("Hello\n")
     done = without_extras(*arguments)

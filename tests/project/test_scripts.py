@@ -18,7 +18,7 @@ RUN = [sys.executable, str(SCRIPTS / "run_mlx_lm_tests.py")]
 
 @pytest.mark.fuzz
 @pytest.mark.skipif(sys.platform == "darwin", reason="macOS does not let a process fork that has loaded Metal")
-def test_half_a_minute_of_wrong_flags_and_damaged_files_shows_no_failure():
+def test_fuzzing_flags_and_files_finds_no_failure():
     done = subprocess.run([*FUZZ, "--minutes", "0.5", "--jobs", "2"], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert ", 0 failures" in done.stdout
@@ -49,7 +49,7 @@ UNFORESEEN = "unforeseen error: KeyError: PATH (GEARBX_TRACEBACK=N shows where)"
         (Outcome(1, "error: KeyError: 'a/b' (GEARBX_TRACEBACK=1 shows where)\n", 1), UNFORESEEN),
     ],
 )
-def test_what_is_a_failure(outcome, problem):
+def test_outcome_has_expected_problem(outcome, problem):
     assert outcome.problem == problem
 
 
@@ -63,7 +63,7 @@ def tests() -> Path:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("file", ["prompt_cache", "generate"])
-def test_mlx_lms_tests_pass_with_our_models(tests, file):
+def test_mlx_lm_tests_pass_with_our_models(tests, file):
     expression = {"prompt_cache": "quant or save_load", "generate": "test_stream_generate_max_tokens"}[file]
     wrappers = ["--wrapper", "low gear", "--wrapper", "mid gear", "--wrapper", "high gear"]
     command = [*RUN, "--tests", str(tests), "--only", file, "-k", expression, *wrappers]

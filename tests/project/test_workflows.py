@@ -35,7 +35,7 @@ def test_a_command_of_the_readme(name):
     assert subprocess.run([COMMAND, name], capture_output=True, text=True, check=True).stdout == expected
 
 
-def test_a_command_that_the_readme_lacks():
+def test_missing_readme_command_is_refused():
     assert subprocess.run([COMMAND, "none"], capture_output=True).returncode == 1
 
 
@@ -46,7 +46,7 @@ def test_a_workflow_runs_both_commands_of_the_readme(file):
     assert {"main", "test"} <= set(re.findall(r"\.ci/readme_command (\w+)", text))
 
 
-def test_a_step_fails_where_the_readme_has_lost_its_command(tmp_path):
+def test_step_fails_without_readme_command(tmp_path):
     (tmp_path / ".ci").mkdir()
     file = tmp_path / ".ci" / "readme_command"
     file.write_text("#!/bin/sh\nexit 1\n", encoding="utf-8")
@@ -57,7 +57,7 @@ def test_a_step_fails_where_the_readme_has_lost_its_command(tmp_path):
         assert subprocess.run(["bash", "-e", "-c", script], cwd=tmp_path).returncode == 1
 
 
-def test_a_release_has_wheels_with_kernels_for_every_python():
+def test_release_has_kernel_wheels_for_every_python():
     """Of those that pyproject.toml names, on Linux and on macOS."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     versions = {*re.findall(r"Python :: (3\.\d+)", text)}
@@ -69,7 +69,7 @@ def test_a_release_has_wheels_with_kernels_for_every_python():
     assert 'GEARBX_WHEEL = "kernels"' in macos
 
 
-def test_the_macs_workflow_uploads_what_it_measured():
+def test_mac_workflow_uploads_measurements():
     files = re.findall(r"--json (\S+)", commands(MACOS))
     assert {"mac.json", "mac_own_kernels.json"} <= {*files}
     job = yaml.safe_load(MACOS.read_text(encoding="utf-8"))["jobs"]["macos"]
@@ -77,14 +77,14 @@ def test_the_macs_workflow_uploads_what_it_measured():
     assert all(Path(file).match("*.json") and Path(file).parent == Path() for file in files)
 
 
-def test_the_tests_that_the_macs_workflow_names_are_there():
+def test_tests_named_in_mac_workflow_exist():
     files = re.findall(r"tests/\S+\.py", commands(MACOS))
     assert files
     assert [file for file in files if not (ROOT / file).is_file()] == []
     assert any("on_metal" in (ROOT / file).read_text(encoding="utf-8") for file in files)
 
 
-def test_what_needs_a_gpu_runs_where_it_computes():
+def test_gpu_benchmarks_run_where_gpu_computes():
     for step in steps(MACOS):
         if "benchmark mac" in step["run"] and "--device cpu" not in step["run"]:
             assert "steps.gpu.outputs.computes == 'yes'" in step["if"]

@@ -100,17 +100,17 @@ def alone(model):
     return texts(1, "nothing", model)[0]
 
 
-class TestTexts:
+class TestOutputs:
     @pytest.mark.parametrize("ranks", [2, 4])
-    def test_every_mode_writes_what_one_process_writes_with_equal_bits_on_all_ranks(self, model, alone, ranks):
+    def test_every_mode_equals_single_process_on_all_ranks(self, model, alone, ranks):
         for found in texts(ranks, "nothing", model):
             assert found == alone
 
-    def test_so_does_a_pipeline(self, model, alone):
+    def test_pipeline_equals_single_process(self, model, alone):
         for found in texts(2, "nothing", model, "pipeline"):
             assert found == alone
 
-    def test_other_logits_on_a_rank_change_neither_tokens_nor_gears(self, model, alone):
+    def test_deviating_rank_logits_change_no_tokens_or_gears(self, model, alone):
         first, second = texts(2, "logits", model)
         assert first == alone
         for mode, (tokens, gears, hashes) in second.items():
@@ -119,7 +119,7 @@ class TestTexts:
 
 
 class TestCommand:
-    def test_rank_0_alone_writes_text_trace_and_summary(self, tmp_path):
+    def test_only_rank_0_writes_output_trace_and_summary(self, tmp_path):
         files = "--trace", str(tmp_path / "trace.jsonl"), "--summary", str(tmp_path / "summary.json")
         alone = subprocess.run([sys.executable, *GENERATE], capture_output=True, text=True)
         first, second = run_ranks(2, [*GENERATE, *files])
@@ -130,7 +130,7 @@ class TestCommand:
         assert json.loads((tmp_path / "summary.json").read_text())["tokens"] == 24
         assert sorted(path.name for path in tmp_path.iterdir()) == ["summary.json", "trace.jsonl"]
 
-    def test_models_that_differ_are_refused(self, tmp_path):
+    def test_different_models_are_refused(self, tmp_path):
         for seed in (0, 1):
             save_model(tiny_model("qwen2", seed, vocab_size=4096, num_key_value_heads=2), tmp_path / str(seed))
         each = {rank: ["--model", str(tmp_path / str(rank))] for rank in (0, 1)}
@@ -143,7 +143,7 @@ class TestCommand:
 
 @pytest.mark.parametrize("dies", [0, 1])
 @pytest.mark.parametrize("when", ["prefill", "decode"])
-def test_a_rank_killed_while_it_computes_ends_the_other_with_a_line(model, tmp_path, when, dies):
+def test_killed_rank_ends_computing_peer_with_message(model, tmp_path, when, dies):
     """Prefill: one token per pass, for thousands of passes. Decode: thousands of tokens."""
     prompt = "one " * (5000 if when == "prefill" else 1)
     flags = ["--ignore-chat-template", "--prompt", prompt, "--prefill-step-size", "1", "--model", str(model)]
@@ -224,7 +224,7 @@ def wide(tmp_path):
     return path
 
 
-def test_two_ranks_write_the_texts_of_one_process_and_read_half(tmp_path):
+def test_two_ranks_equal_single_process_and_read_half(tmp_path):
     from gearbx_mlx.loading import DEMO_MODEL
 
     one, two = facts(DEMO_MODEL), on_ranks(2, tmp_path, DEMO_MODEL)
@@ -240,7 +240,7 @@ def test_two_ranks_write_the_texts_of_one_process_and_read_half(tmp_path):
 
 
 @pytest.mark.parametrize("quantized", [False, True])
-def test_ranks_over_a_geared_checkpoint_write_the_texts_of_one_process(wide, tmp_path, quantized):
+def test_ranks_with_geared_checkpoint_equal_single_process(wide, tmp_path, quantized):
     geared = tmp_path / "geared"
     if quantized:
         mlx_lm.convert(str(wide), str(tmp_path / "quantized"), quantize=True, q_bits=8)
@@ -257,7 +257,7 @@ def test_sums_over_ranks_agree_on_all_ranks(wide, tmp_path):
     assert any("this rank has columns 0-63 of 128" in line for line in two[0]["said"])
 
 
-def test_a_file_that_a_flag_names_counts_by_its_content(tmp_path):
+def test_flag_files_are_compared_by_content(tmp_path):
     names = [tmp_path / name for name in ("one.json", "two.json", "other.json")]
     for name, content in zip(names, ("{}", "{}", "[]")):
         name.write_text(content)
@@ -277,7 +277,7 @@ def test_a_file_that_a_flag_names_counts_by_its_content(tmp_path):
     )
 
 
-def test_a_prompt_is_text_where_a_file_has_its_name_too(tmp_path, monkeypatch):
+def test_prompt_equal_to_file_name_stays_text(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hello").write_text("a file")
     assert flag_facts({"prompt": "hello"}) == {"--prompt": "hello"}
@@ -292,7 +292,7 @@ def test_a_prompt_is_text_where_a_file_has_its_name_too(tmp_path, monkeypatch):
         ({"tables": {"low": {"model.layers.0.mlp.down_proj": 8}}}, "the bits of the layers"),
     ],
 )
-def test_gears_that_are_not_the_same_are_named(wide, keywords, named):
+def test_different_gears_are_named(wide, keywords, named):
     first, other = (model_facts(Gearbox(load(str(wide))[0], **given)) for given in ({}, keywords))
     assert first_difference([first, first]) is None
     assert first_difference([first, other]).startswith(f"rank 1 differs from rank 0: {named} is ")

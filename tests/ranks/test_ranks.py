@@ -33,19 +33,19 @@ def hostfile(directory, content):
 
 class TestPlace:
     @pytest.mark.parametrize("variables", [{}, {"MLX_RANK": "0"}, {"MLX_RANK": "0", "MLX_HOSTFILE": ""}])
-    def test_without_a_file_of_ranks_a_process_runs_alone(self, variables):
+    def test_without_hostfile_single_process_runs(self, variables):
         assert place_here(variables) is None
 
     @pytest.mark.parametrize("content", ["", "[]", [["127.0.0.1:5000"]]])
-    def test_one_rank_runs_alone(self, tmp_path, content):
+    def test_single_rank_runs_without_peers(self, tmp_path, content):
         assert place_here(hostfile(tmp_path, content)) is None
 
-    def test_a_hostfile_says_where_the_ranks_are(self, tmp_path):
+    def test_hostfile_gives_rank_addresses(self, tmp_path):
         place = place_here(hostfile(tmp_path, [["a:1", "a:2"], ["[::1]:3"]]))
         assert (place.rank, place.size, place.backend) == (0, 2, "ring")
         assert place.addresses == ((("a", 1), ("a", 2)), (("[::1]", 3),))
 
-    def test_mpi_says_how_many_ranks_there_are(self):
+    def test_mpi_gives_rank_count(self):
         place = place_here({"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"})
         assert (place.rank, place.size, place.backend, place.addresses) == (2, 4, "mpi", ())
 
@@ -67,7 +67,7 @@ class TestPlace:
             ([], {"MLX_HOSTFILE": "none.json"}, "none.json: cannot be read (No such file"),
         ],
     )
-    def test_what_is_no_place_in_a_hostfile_is_refused(self, tmp_path, content, variables, said):
+    def test_invalid_hostfile_entry_is_refused(self, tmp_path, content, variables, said):
         with refuses(*said.split(" … ")):
             place_here(hostfile(tmp_path, content) | variables)
 
@@ -83,12 +83,12 @@ def test_commands_of_one_process_refuse_on_rank_0(command):
 
 
 class TestDifferences:
-    def test_an_error_of_a_rank_is_shown_once_with_its_number(self):
+    def test_rank_error_is_shown_once_with_number(self):
         ended = run_ranks(2, GENERATE, each={1: ["--temp", "-1"]})
         assert [each.status for each in ended] == [2, 2]
         assert errors(ended) == [["error: rank 1: --temp: out of range, got -1.0; use 0 to 1000"], []]
 
-    def test_another_seed_is_refused_before_anything_is_loaded(self):
+    def test_different_seed_is_refused_before_loading(self):
         ended = run_ranks(2, [*GENERATE, "--model", "/nowhere"], each={0: ["--seed", "1"], 1: ["--seed", "2"]})
         assert [each.status for each in ended] == [2, 2]
         (line,), silent = errors(ended)
@@ -121,7 +121,7 @@ STUCK = WAITING.replace(
 
 class TestEnds:
     @pytest.mark.parametrize("dies", [0, 2])
-    def test_a_killed_rank_ends_all_with_a_line_each(self, dies):
+    def test_killed_rank_ends_all_with_messages(self, dies):
         with Ranks(3, ["-c", WAITING]) as ranks:
             ranks.until_all_begin()
             ranks.processes[dies].kill()
@@ -138,7 +138,7 @@ class TestEnds:
 
     @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
     @pytest.mark.parametrize("gets", [[0], [1], [0, 1]])
-    def test_a_signal_to_any_rank_ends_all_without_a_word(self, number, status, gets):
+    def test_signal_to_any_rank_ends_all_silently(self, number, status, gets):
         with Ranks(2, ["-c", WAITING]) as ranks:
             ranks.until(0, "begun")
             for rank in gets:
@@ -149,7 +149,7 @@ class TestEnds:
 
     @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
     @pytest.mark.parametrize("gets", [0, 1])
-    def test_so_does_one_while_rank_0_waits_for_ever_inside_mlx(self, number, status, gets):
+    def test_signal_while_rank_0_blocks_ends_all(self, number, status, gets):
         with Ranks(2, ["-c", STUCK]) as ranks:
             ranks.until(0, "begun")
             ranks.processes[gets].send_signal(number)

@@ -80,7 +80,7 @@ def rank(monkeypatch):
 
 class TestRank0:
     @pytest.mark.parametrize(("status", "shown"), [(2, 2), (0, 1)])
-    def test_shows_the_error_of_another_rank_and_ends_all(self, rank, status, shown):
+    def test_shows_error_of_other_rank_and_ends_all(self, rank, status, shown):
         first = rank(0)
         first.far[1].send(error="--temp is -1", status=status)
         assert first.ended.wait(ENOUGH)
@@ -90,7 +90,7 @@ class TestRank0:
         assert first.killed == [os.getpid()]  # its own work removes files that are half written
 
     @pytest.mark.parametrize("end", [Channel.close, lambda far: far.connection.sendall(b"[1]\n")])
-    def test_says_which_rank_is_gone(self, rank, end):
+    def test_names_missing_rank(self, rank, end):
         """A message that is none is as good as gone."""
         first = rank(0)
         end(first.far[2])
@@ -100,7 +100,7 @@ class TestRank0:
         assert line.startswith("rank 2 (127.0.0.1:5002) is gone")
         assert first.far[1].receive() == {"status": 1, "text": line}
 
-    def test_a_signal_of_another_rank_is_its_own(self, rank):
+    def test_signal_of_other_rank_becomes_its_own(self, rank):
         first = rank(0)
         first.far[1].send(signal=15)
         until(lambda: first.interrupted)
@@ -113,7 +113,7 @@ class TestRank0:
         assert [far.receive() for far in first.far.values()] == [{"status": 2, "text": None}] * 2
         assert first.shown == []
 
-    def test_the_same_error_of_another_rank_is_shown_once(self, rank):
+    def test_same_error_of_other_rank_is_shown_once(self, rank):
         first = rank(0)
         first.watch.fail("no such model", 2)
         first.far[1].send(error="no such model", status=2)
@@ -140,9 +140,9 @@ class TestRank0:
         assert first.killed == []
 
 
-class TestTheOthers:
+class TestOtherRanks:
     @pytest.mark.parametrize("text", [None, "rank 0: no such model"])
-    def test_end_as_rank_0_says(self, rank, text):
+    def test_end_on_message_of_rank_0(self, rank, text):
         second = rank(1)
         second.far[0].send(status=2, text=text)
         assert second.ended.wait(ENOUGH)
@@ -156,7 +156,7 @@ class TestTheOthers:
         assert second.far[0].receive() == {"error": "out of memory", "status": 1}
         assert second.shown == ["rank 1: out of memory"]  # since rank 0 did not end the run meanwhile
 
-    def test_say_nothing_about_an_error_that_ended_the_run(self, rank):
+    def test_stay_silent_about_error_that_ended_run(self, rank):
         second = rank(1)
         second.far[0].send(status=1, text="rank 2 is gone")
         assert second.ended.wait(ENOUGH)
@@ -178,7 +178,7 @@ class TestChannel:
         near.close()
         far.close()
 
-    def test_messages_that_come_together_are_two(self, ends):
+    def test_joined_messages_are_separated(self, ends):
         near, far = ends
         far.connection.sendall(b'{"a": 1}\n{"b": 2}\n')
         assert near.receive() == {"a": 1}
@@ -187,7 +187,7 @@ class TestChannel:
         assert not near.has_message()
 
     @pytest.mark.parametrize("data", [b"", b"not JSON\n", b"7\n", b"x" * (MAX_MESSAGE_CHARS + 5000)])
-    def test_what_is_no_message_is_none(self, ends, data):
+    def test_invalid_message_reads_as_none(self, ends, data):
         near, far = ends
         threading.Thread(target=lambda: (far.connection.sendall(data), far.close())).start()
         assert near.receive() is None
@@ -243,13 +243,13 @@ class TestMeeting:
         assert f"no {('connection', 'answer')[comes]} within 0.2 seconds" in said
         assert f"rank {1 - comes} (127.0.0.1:" in said
 
-    def test_another_hostfile(self):
+    def test_different_hostfile_is_refused(self):
         first = self.place(0)
         found = self.meet(first, Place(1, 2, "ring", (first.addresses[0], self.place(1).addresses[1])))
         assert str(found[0]) == "rank 1: has a different hostfile, of 2 ranks; use the same one on all ranks"
         assert isinstance(found[1], watch.MeetingRefused)
 
-    def test_a_number_that_is_there_twice(self):
+    def test_duplicate_rank_is_refused(self):
         first = self.place(0, size=3)
         found = self.meet(first, *(Place(1, 3, "ring", first.addresses) for _ in range(2)))
         assert "rank 1: two processes have this number" in str(found[0])
@@ -264,11 +264,11 @@ class TestMeeting:
         with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(GearbxError, match="cannot be used"):
             listen(other.getsockname())
 
-    def test_nobody_listens(self):
+    def test_missing_listener_gives_none(self):
         assert connect(self.place(0).addresses[0][0], 1.0) is None
 
 
-def test_the_first_difference_names_the_rank_and_both_values():
+def test_first_difference_names_rank_and_both_values():
     same = {"--seed": "1", "--temp": "0"}
     assert first_difference([same, same]) is None
     found = first_difference([same, same, same | {"--seed": "2"}])

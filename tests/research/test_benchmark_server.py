@@ -28,12 +28,12 @@ def test_one_client_beside_mlx_lms_server():
     assert equal == [1, 1, 1]  # both compute with MLX's kernels
 
 
-def test_a_server_that_does_not_serve_says_why():
+def test_failing_server_gives_reason():
     with pytest.raises(GearbxError, match=r"gearbx_mlx\.server does not serve: .*nowhere"):
         server(model="nowhere", kernels=["mlx"])
 
 
-def test_a_server_of_loopback_is_found_where_the_environment_names_a_proxy(url, monkeypatch):
+def test_loopback_server_is_found_despite_proxy(url, monkeypatch):
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     for name in ("NO_PROXY", "no_proxy"):
@@ -44,7 +44,7 @@ def test_a_server_of_loopback_is_found_where_the_environment_names_a_proxy(url, 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_that_is_refused_is_an_error_in_the_servers_words(url, stream):
+def test_refused_request_repeats_server_error(url, stream):
     with Client(url) as client, pytest.raises(GearbxError, match=r"/v1/completions answers 400: .* context") as caught:
         client.ask(ClientRequest(WORD_PROBLEM * 100, 4, stream))
     assert "\n" not in str(caught.value)

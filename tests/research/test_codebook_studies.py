@@ -9,7 +9,7 @@ from research.codebook import as_mixture
 TOKENS = mx.array([[(7 * i + i * i) % 50 for i in range(24)]])
 
 
-def test_a_llama_as_a_mixture_computes_the_same():
+def test_llama_as_moe_computes_the_same():
     model = tiny_model()
     mixture = as_mixture(model, 2)
     experts = mixture.layers[0].block_sparse_moe.switch_mlp

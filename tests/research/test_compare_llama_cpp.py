@@ -10,7 +10,7 @@ from research.llama_cpp import gguf_name, interleaved, write_gguf
 HEADS, SIZE = 3, 8
 
 
-def test_queries_meet_keys_in_llama_cpps_rotation_as_in_mlx_lms():
+def test_query_key_products_match_llama_cpp_rotation():
     """A product of rotated heads does not depend on the order of rows, if pairs on both sides rotate together."""
     inputs = normal(1, 5, 16, seed=1)
 

@@ -17,7 +17,7 @@ def zone(powercap, place, name, microjoules, largest=10_000_000):
     return directory / "energy_uj"
 
 
-def test_packages_count_with_their_memory_and_without_their_cores(tmp_path):
+def test_packages_count_with_memory_without_cores(tmp_path):
     package = zone(tmp_path, "intel-rapl:0", "package-0", 1_000_000)
     cores = zone(tmp_path, "intel-rapl:0:0", "core", 500_000)
     memory = zone(tmp_path, "intel-rapl:0:1", "dram", 100_000)
@@ -28,7 +28,7 @@ def test_packages_count_with_their_memory_and_without_their_cores(tmp_path):
     assert meter.joules() == pytest.approx(2.25)
 
 
-def test_a_counter_may_begin_again_more_than_once(tmp_path):
+def test_counter_may_wrap_repeatedly(tmp_path):
     file = zone(tmp_path, "intel-rapl:0", "package-0", 9_000_000)
     meter = energy.Rapl(tmp_path)
     found = []
@@ -38,7 +38,7 @@ def test_a_counter_may_begin_again_more_than_once(tmp_path):
     assert found == pytest.approx([2.0, 9.0, 13.0])
 
 
-def test_a_machine_without_counters_says_so(tmp_path):
+def test_machine_without_counters_is_reported(tmp_path):
     with pytest.raises(GearbxError, match="has no RAPL zone"):
         energy.Rapl(tmp_path)
     zone(tmp_path, "intel-rapl:0", "package-0", "none")
@@ -73,7 +73,7 @@ class Told:
         pass
 
 
-def test_the_study_has_the_joules_of_a_token_in_each_gear(monkeypatch):
+def test_study_reports_joules_per_token_by_gear(monkeypatch):
     monkeypatch.setattr(energy, "this_meter", Told)
     found = energy.energy(gears="4,16", tokens=12, trials=2)
     assert found.data == {4: [0.5, 0.5], 16: [0.5, 0.5]}

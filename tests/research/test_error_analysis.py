@@ -30,7 +30,7 @@ def linears(block: nn.Module) -> list[np.ndarray]:
     return [np.array(m.weight) for m in block.modules() if isinstance(m, nn.Linear)]
 
 
-def test_the_error_of_a_layer_is_that_of_all_its_weights(model):
+def test_layer_error_covers_all_its_weights(model):
     rows = {(row["layer"], row["bits"]): row for row in analysis.layer_errors(model)}
     assert len(rows) == 4 * len(model.layers)
     for number, block in enumerate(model.layers):
@@ -45,7 +45,7 @@ def test_the_error_of_a_layer_is_that_of_all_its_weights(model):
             assert row["ratio"] == pytest.approx(row["mse"] / rows[number, 8]["mse"])
 
 
-def test_the_parts_of_the_error_of_quantizing_twice_add_up():
+def test_double_quantization_error_parts_add_up():
     weight = heavy(32, 256)
     parts = analysis.twice(weight, analysis.by_groups(4), analysis.by_rows(4))
     exact = np.array(weight)
@@ -60,7 +60,7 @@ def test_the_parts_of_the_error_of_quantizing_twice_add_up():
 
 
 @pytest.mark.parametrize("architecture", [None, "qwen3", "phi3", "gpt_neox", "gemma3_text"])
-def test_what_heads_add_is_the_output_of_attention(architecture, model):
+def test_head_contributions_sum_to_attention_output(architecture, model):
     model = tiny_model(architecture) if architecture else model
     with attention.watched(model) as noted:
         model(mx.array([TOKENS]))
@@ -75,7 +75,7 @@ def test_what_heads_add_is_the_output_of_attention(architecture, model):
         np.testing.assert_allclose(np.array(call.attended.probabilities().sum(axis=-1)), 1, atol=1e-5)
 
 
-def test_an_error_in_one_projection_is_that_of_its_own_output(model):
+def test_projection_error_equals_its_output_error(model):
     rows = attention_errors(model, [TOKENS], lambda weight: 1.1 * weight, first=0)
     by_part = {part: [row for row in rows if row["part"] == part and row["samples"]] for part in PARTS}
     for part in ("V", "output"):  # outputs are linear in both: a tenth more

@@ -22,7 +22,7 @@ More.
 COUNTS = "python -c \"open('runs', 'a').write('x')\" --json report.json"
 
 
-def test_commands_of_a_page_are_those_that_write_a_report():
+def test_page_commands_are_those_writing_reports():
     train, evaluate = evidence.page_commands(PAGE)
     assert train == "OMP_NUM_THREADS=1 python scripts/train.py --data DIR --out small --steps 10"
     script = str(ROOT / "scripts" / "train.py")
@@ -38,7 +38,7 @@ def test_every_table_of_the_page_has_its_commands():
     assert "lossless_demo_16.json" in outputs
 
 
-def test_a_command_runs_once_and_again_when_the_code_has_changed(tmp_path, monkeypatch):
+def test_command_runs_once_until_code_changes(tmp_path, monkeypatch):
     def make(keep=False):
         evidence.make_all([COUNTS], tmp_path, tmp_path, keep)
         return len((tmp_path / "runs").read_text())
@@ -50,7 +50,7 @@ def test_a_command_runs_once_and_again_when_the_code_has_changed(tmp_path, monke
     assert json.loads((tmp_path / "made.json").read_text())[COUNTS]["code"] == "other"
 
 
-def test_a_command_that_fails_is_made_again(tmp_path):
+def test_failed_command_runs_again(tmp_path):
     with pytest.raises(subprocess.CalledProcessError):
         evidence.make_all(["python -c 1/0 --json report.json"], tmp_path, tmp_path, keep=False)
     assert evidence.made_so_far(tmp_path) == {}

@@ -35,7 +35,7 @@ def test_every_picture_is_drawn(data, name, tmp_path):
     assert (tmp_path / "x.svg").read_bytes() == before
 
 
-def test_bytes_are_those_of_the_formula(data):
+def test_bytes_match_formula(data):
     found = data["memory_by_format"]
     size = linear_size()
     assert found["fp16"] == 2 * size

@@ -45,7 +45,7 @@ class TestBoxes:
     def test_the_last_one_is_the_answer(self, text, answer):
         assert boxed_answer(text) == answer
 
-    def test_writing_ends_with_the_line_of_a_whole_box(self):
+    def test_generation_ends_at_line_of_closed_box(self):
         assert not box_finished("\\boxed{\\frac{1}{2}")
         assert not box_finished("\\boxed{1}$.")
         assert box_finished("\\boxed{1}$.\n")
@@ -91,7 +91,7 @@ class TestEqualAnswers:
             ("2/03", r"\frac{2}{3}"),
         ],
     )
-    def test_the_public_rule_goes_no_further(self, one, other):
+    def test_public_rule_distinguishes_other_answers(self, one, other):
         assert normalised(one) != normalised(other)
 
 
@@ -101,7 +101,7 @@ class TestReading:
         assert [boxed_answer(row["answer"]) for row in rows] == [r"\frac{7}{8}", r"3\sqrt{2}", "5", "12", "(-1,3)"]
         assert [row["level"] for row in rows] == [f"Level {n}" for n in (1, 2, 2, 3, 3)]
 
-    def test_a_folder_as_published_in_the_order_of_its_numbers(self, tmp_path):
+    def test_published_folder_is_read_in_numeric_order(self, tmp_path):
         for name in ("algebra/10", "algebra/2", "geometry/1"):
             file = tmp_path / f"{name}.json"
             file.parent.mkdir(exist_ok=True)
@@ -132,7 +132,7 @@ HOW = {"task": "math", "ways": WAYS, "num_problems": 2, "num_shots": 1, "max_tok
 
 @pytest.mark.slow
 class TestStudy:
-    def test_goes_on_where_it_ended_and_makes_the_table_again(self, compiled, tmp_path):
+    def test_resumes_and_rebuilds_table(self, compiled, tmp_path):
         out, copy = tmp_path / "answers", tmp_path / "copy"
         found = final_answers(SAMPLE, out, **HOW)
         before = {way: (out / f"{way}.jsonl").read_text() for way in WAYS}
@@ -146,11 +146,11 @@ class TestStudy:
         assert {way: (copy / f"{way}.jsonl").read_text() for way in WAYS} == before
         assert final_answers(SAMPLE, copy, **HOW | {"only_table": True}).tables == found.tables
 
-    def test_an_unknown_way_is_named(self, tmp_path):
+    def test_unknown_method_is_named(self, tmp_path):
         with pytest.raises(GearbxError, match="--ways 7: choose from 16, 8"):
             final_answers(SAMPLE, tmp_path, ways=["7"])
 
-    def test_problems_that_calibrate_are_not_scored(self, tmp_path):
+    def test_calibration_problems_are_not_scored(self, tmp_path):
         with pytest.raises(GearbxError, match="has 40, of which the last 12 are examples or find"):
             final_answers(HELD_OUT, tmp_path, ways=["16", "route-5"], num_problems=29)
 

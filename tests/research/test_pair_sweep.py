@@ -23,7 +23,7 @@ def small():
 
 class TestReplay:
     @pytest.mark.slow
-    def test_it_takes_the_turns_that_generation_took(self, small, demo):
+    def test_replay_repeats_turns_of_generation(self, small, demo):
         prompt = demo.tokenizer.encode(TALE)
         mode = Pair(small, threshold=5.0, window=3, min_gear_duration=4)
         responses = list(stream_generate(demo.model, demo.tokenizer, TALE, 60, mode=mode))
@@ -65,7 +65,7 @@ class TestSweep:
 
 class TestStudy:
     @pytest.mark.slow
-    def test_along_a_text(self, small, held_out, tmp_path):
+    def test_along_an_output(self, small, held_out, tmp_path):
         path, data = tmp_path / "small", tmp_path / "gsm8k.jsonl"
         save_model(small, path)
         data.write_text("".join(json.dumps(row) + "\n" for row in held_out[:3]))

@@ -16,7 +16,7 @@ def report(tmp_path_factory):
 
 @pytest.mark.slow
 class TestReport:
-    def test_bytes_of_a_token_computed_again_are_counted_twice(self, report):
+    def test_recomputed_token_bytes_are_counted_twice(self, report):
         rows = {row["name"]: row for row in report["policies"]}
         low, top = (rows[name]["weight_bytes_per_token"] for name in ("static-3", "static-16"))
         for name in ("kickdown-0.25", "oracle-0.25", "inverted-0.25"):
@@ -25,7 +25,7 @@ class TestReport:
             share = rows[name]["share_top"]
             assert rows[name]["weight_bytes_per_token"] == pytest.approx((1 - share) * low + share * top)
 
-    def test_oracle_kickdown_chance_and_inverted_are_in_that_order(self, report):
+    def test_oracle_kickdown_random_and_inverted_are_ordered(self, report):
         change = {
             row["policy"]: row["against_random_same_share"]["kl_mean_change"]
             for row in report["policies"]
@@ -61,7 +61,7 @@ def test_prompts_are_read_and_not_predicted(tmp_path):
         ({"prompt_tokens": 300}, "--prompt-tokens is 300, and a window has 256"),
     ],
 )
-def test_what_cannot_be_compared(tmp_path, flags, words):
+def test_incomparable_flags_are_refused(tmp_path, flags, words):
     with pytest.raises(GearbxError, match=words):
         policies(HELD_OUT, tmp_path / "out", **flags)
     assert not (tmp_path / "out").exists()

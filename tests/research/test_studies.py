@@ -49,7 +49,7 @@ def test_a_study_shows_its_flags(name, nothing_imported, monkeypatch, capsys):
     assert "--write" in shown
 
 
-def test_a_name_that_is_no_study(nothing_imported):
+def test_unknown_study_name(nothing_imported):
     with pytest.raises(GearbxError) as error:
         start("xyz", [])
     assert str(error.value).startswith("xyz: no such study; choose from figures, ")
@@ -57,7 +57,7 @@ def test_a_name_that_is_no_study(nothing_imported):
     assert not studies.STUDIES
 
 
-def test_a_package_that_is_missing_stops_its_own_studies_alone(nothing_imported, monkeypatch):
+def test_missing_package_stops_only_its_own_studies(nothing_imported, monkeypatch):
     monkeypatch.delitem(sys.modules, "asked_servers", raising=False)  # which needs httpx
     monkeypatch.setitem(sys.modules, "httpx", None)
     with pytest.raises(GearbxError, match=r"^server needs the package httpx, which is not installed$"):
@@ -110,7 +110,7 @@ def test_flags_are_the_parameters():
     assert "One that is read, line by line." in " ".join(parser.format_help().split())
 
 
-def test_tables_go_into_the_page_and_figures_into_the_file(tmp_path, monkeypatch, capsys):
+def test_tables_go_to_page_and_figures_to_file(tmp_path, monkeypatch, capsys):
     page = tmp_path / "x.md"
     page.write_text("<!-- some -->\nold\n<!-- end -->\n<!-- other 5 -->\nold\n<!-- end -->\n")
     monkeypatch.setattr(studies, "ROOT", tmp_path)
@@ -125,7 +125,7 @@ def test_tables_go_into_the_page_and_figures_into_the_file(tmp_path, monkeypatch
     assert some in capsys.readouterr().out
 
 
-def test_tables_of_another_model_have_its_name_and_leave_the_usual_ones(tmp_path, monkeypatch):
+def test_tables_of_other_model_leave_default_ones(tmp_path, monkeypatch):
     page = tmp_path / "x.md"
     page.write_text("<!-- some -->\nold\n<!-- end -->\n")
     other = tmp_path / studies.OTHER_MODELS

@@ -36,7 +36,7 @@ def together(gearbox, prompts, reads, choosers):
 
 
 @pytest.mark.parametrize("mode", [Static("low", prompt_gear="same"), Route(thresholds=THRESHOLDS)])
-def test_texts_of_gates(loaded, mode):
+def test_outputs_of_gates(loaded, mode):
     gearbox, tokenizer, prompts = loaded
     states = [mode.text(gearbox, tokenizer, prompt) for prompt in prompts]
     choosers = [Shifting(gearbox, state) for state in states]
@@ -46,7 +46,7 @@ def test_texts_of_gates(loaded, mode):
         assert all(len(bits) == 1 for bits in text.entropies)
 
 
-def test_texts_that_climb(loaded):
+def test_outputs_with_climbs(loaded):
     gearbox, tokenizer, prompts = loaded
     choosers = [Climbing(gearbox, THRESHOLDS) for _ in prompts]
     texts = together(gearbox, prompts, [gearbox.ladder.top] * len(prompts), choosers)

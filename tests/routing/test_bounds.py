@@ -37,14 +37,14 @@ def logs(probabilities) -> list[float]:
 
 
 @given(distributions(), st.data())
-def test_the_entropy_lies_between_the_bounds(probabilities, data):
+def test_entropy_is_between_bounds(probabilities, data):
     k = data.draw(st.integers(1, len(probabilities)))
     low, high = entropy_bounds(logs(probabilities[:k]), len(probabilities))
     assert low - ROUNDED <= entropy(probabilities) <= high + ROUNDED
 
 
 @given(distributions(), st.data())
-def test_the_upper_bound_is_attained_by_a_flat_rest(probabilities, data):
+def test_upper_bound_is_attained_by_flat_rest(probabilities, data):
     k = data.draw(st.integers(1, len(probabilities)))
     others = len(probabilities) - k
     flat = probabilities[:k] + [math.fsum(probabilities[k:]) / max(1, others)] * others
@@ -52,7 +52,7 @@ def test_the_upper_bound_is_attained_by_a_flat_rest(probabilities, data):
 
 
 @given(distributions(), st.data())
-def test_the_lower_bound_is_attained_by_a_packed_rest(probabilities, data):
+def test_lower_bound_is_attained_by_packed_rest(probabilities, data):
     """The rest consists of as many tokens of the k-th one's probability as fit, and one with the remainder."""
     k = data.draw(st.integers(1, len(probabilities)))
     rest, each, packed = math.fsum(probabilities[k:]), probabilities[k - 1], probabilities[:k]
@@ -64,7 +64,7 @@ def test_the_lower_bound_is_attained_by_a_packed_rest(probabilities, data):
 
 
 @given(distributions(), st.data())
-def test_any_listed_tokens_bracket_the_entropy_where_nothing_is_known_of_the_others(probabilities, data):
+def test_partial_lists_bracket_the_entropy(probabilities, data):
     listed = data.draw(st.sets(st.integers(0, len(probabilities) - 1), min_size=1))
     low, high = entropy_bounds(logs(probabilities[i] for i in sorted(listed)), len(probabilities), unlisted=0.0)
     assert low - ROUNDED <= entropy(probabilities) <= high + ROUNDED
@@ -84,7 +84,7 @@ def test_rounded_log_probabilities_bracket_the_entropy(probabilities, data):
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32], ids=str)
 @pytest.mark.parametrize("shift", [0.0, 40.0, -80.0, 400.0])
 @pytest.mark.parametrize("scale", [0.5, 2.0, 6.0])
-def test_what_a_server_computes_in_any_type_brackets_the_entropy(dtype, shift, scale):
+def test_server_values_in_any_dtype_bracket_entropy(dtype, shift, scale):
     """mlx-lm subtracts the rounded log(sum(exp)) of logits in the model's type, so no list adds up to 1."""
     for seed in range(30):
         logits = (shift + scale * mx.random.normal((512,), key=mx.random.key(seed))).astype(dtype)
@@ -108,7 +108,7 @@ def test_what_a_server_computes_in_any_type_brackets_the_entropy(dtype, shift, s
         ([-5.0] * 9, "must be at most 8, got 9"),
     ],
 )
-def test_what_no_distribution_has_is_refused(logprobs, words):
+def test_impossible_probabilities_are_refused(logprobs, words):
     with pytest.raises(GearbxError, match=words):
         entropy_bounds(logprobs, 8)
 
@@ -140,7 +140,7 @@ def delayed(gears: list[int], first: int) -> list[int]:
 
 
 @given(GATES, st.integers(1, 3), st.lists(st.tuples(ENTROPY, ENTROPY, st.floats(0, 1)), max_size=30), st.data())
-def test_the_gear_of_entropies_between_the_bounds_is_possible(settings, window, tokens, data):
+def test_gear_of_entropy_within_bounds_is_possible(settings, window, tokens, data):
     first = data.draw(st.integers(0, len(settings[0])))
     bounded, monitor, gate = routing(settings, window, first)
     bounds = [(min(a, b), max(a, b)) for a, b, _ in tokens]
@@ -153,7 +153,7 @@ def test_the_gear_of_entropies_between_the_bounds_is_possible(settings, window, 
 
 
 @given(GATES, st.integers(1, 3), st.lists(ENTROPY, max_size=30), st.data())
-def test_a_known_entropy_has_one_gear_which_is_that_of_mode_route(settings, window, entropies, data):
+def test_known_entropy_has_single_gear_of_route(settings, window, entropies, data):
     first = data.draw(st.integers(0, len(settings[0])))
     bounded, monitor, gate = routing(settings, window, first)
     for value, gear in zip(entropies, delayed(replay(entropies, monitor, gate), first)):

@@ -23,7 +23,7 @@ def steady(level: float) -> Reading:
 
 class TestMonitor:
     @given(sequences, st.integers(1, 8))
-    def test_mean_is_that_of_the_last_window(self, values, window):
+    def test_mean_covers_last_window(self, values, window):
         monitor = Monitor(VOCABULARY, window)
         for i, value in enumerate(values):
             reading = monitor.update(value)
@@ -93,17 +93,17 @@ class TestGate:
         assert [gate.update(steady(level)) for _ in range(5)] == [settled] * 5
 
     @given(bits, ladders, st.floats(0.01, 1))
-    def test_a_signal_that_trembles_less_than_the_margin_does_not_shift_twice(self, level, thresholds, hysteresis):
+    def test_signal_trembling_within_margin_shifts_once(self, level, thresholds, hysteresis):
         assume(all(b - a > 2 * hysteresis for a, b in itertools.pairwise(thresholds)))
         gate = ThresholdGate(thresholds, hysteresis, 1)
         gears = [gate.update(steady(max(0, level + hysteresis * (0.49 if i % 2 else -0.49)))) for i in range(12)]
         assert sum(a != b for a, b in itertools.pairwise(gears)) <= 1
 
-    def test_catastrophe_goes_to_the_top_at_once(self):
+    def test_catastrophe_engages_top_gear_at_once(self):
         gate = ThresholdGate((1.8, 3.5), min_gear_duration=50)
         assert replay([14.0, 14.0, 0.1, 0.1], Monitor(VOCABULARY), gate) == [0, 2, 2, 2]
 
-    def test_peeking_changes_nothing(self):
+    def test_peeking_changes_no_state(self):
         gate = ThresholdGate((1.8, 3.5), min_gear_duration=1)
         assert gate.peek(5.0) == 2
         assert gate.gear == 0
@@ -174,7 +174,7 @@ class TestThresholds:
         assert reached == [np.mean(stays == gear) for gear in range(len(shares))]
 
     @pytest.mark.parametrize("shares", [(0.5, 0.1, 0.1), (1.5, -0.5), (math.nan, 0.5)])
-    def test_shares_that_are_no_parts_of_one_are_refused(self, shares):
+    def test_shares_not_summing_to_one_are_refused(self, shares):
         with pytest.raises(GearbxError, match="parts of 1"):
             calibration.share_thresholds([[1.0] * 10], shares, VOCABULARY)
 
@@ -216,7 +216,7 @@ def test_the_gear_of_a_step(name, wishes, gear):
 
 
 @pytest.mark.parametrize("name", ["", "high", "quantile", "quantile:", "quantile:1.1", "quantile:-1", "quantile:nan"])
-def test_a_name_that_no_policy_has_is_refused_in_one_line(name):
+def test_unknown_policy_name_is_refused(name):
     with pytest.raises(
         GearbxError, match=r"^batch policy: must be a known name, got .*; choose highest, most, or quantile:Q"
     ):

@@ -106,7 +106,7 @@ def client():
 @pytest.mark.some(6)
 @pytest.mark.parametrize("times", [2**17 - 4, MAX_BODY_BYTES], ids=["as many values as are read", "the largest body"])
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_body_is_refused_and_the_server_serves_on(client, name, times):
+def test_hostile_body_is_refused_and_server_continues(client, name, times):
     answer = client.post(HOSTILE[name][0], content=hostile(name, times))
     assert answer.status_code == 400, answer.text[:200]
     assert len(answer.json()["error"]["message"]) < 1000
@@ -120,7 +120,7 @@ JSON = st.recursive(
 
 
 @given(JSON, st.booleans(), st.sampled_from([None, 2]), st.sampled_from([1, 2, 3, 50]))
-def test_values_are_counted_as_they_are_decoded(content, as_ascii, indent, piece):
+def test_values_are_counted_during_decoding(content, as_ascii, indent, piece):
     text, values = json.dumps(content, ensure_ascii=as_ascii, indent=indent).encode(), values_in(content)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bodies, "PIECE", piece)
@@ -140,7 +140,7 @@ AT_MOST = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("path", "most", "body"), AT_MOST.values(), ids=AT_MOST)
-def test_what_is_too_much_is_refused_with_the_number_that_is_read(client, path, most, body):
+def test_excess_is_refused_with_limit(client, path, most, body):
     answer = client.post(path, json=body(most + 1))
     assert answer.status_code == 400
     assert str(most) in answer.json()["error"]["message"]
@@ -203,13 +203,13 @@ def test_a_refused_body_whole_response_then_connection_closes(client, status, ex
     assert json.loads(body)["error"]["message"]
 
 
-def test_a_refused_body_keep_alive_client_goes_on(client):
+def test_refused_body_keep_alive_client_continues(client):
     for _ in range(3):
         assert client.post(TEXT, content=bytes(2**26)).status_code == 413
         assert complete(client, max_tokens=1)["usage"]["completion_tokens"] == 1
 
 
-def test_bodies_that_are_held_have_a_sum(client):
+def test_total_size_of_held_bodies_is_limited(client):
     """More of the largest bodies than are held are announced; small requests are answered meanwhile."""
     with ExitStack() as stack:
         waiting = [stack.enter_context(announced(client, MAX_BODY_BYTES)) for _ in range(MAX_BODIES + 1)]
@@ -249,7 +249,7 @@ def watch_health(url: str, ended, longest) -> None:
 
 @pytest.mark.processes
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_a_hostile_body_costs_little_time_and_memory_and_nobody_waits_for_it():
+def test_hostile_body_costs_little_and_delays_no_client():
     spawn = multiprocessing.get_context("spawn")
     with (
         our_process("--max-body-bytes", MAX_BODY_BYTES, "--log-level", "WARNING") as server,

@@ -58,7 +58,7 @@ def test_a_lossless_answer_is_the_top_gears(demo, geared_demo, mode, temperature
     assert any(r.source != "model" for r in lossless)
 
 
-def test_texts_of_a_batch_have_schemas_of_their_own(demo):
+def test_outputs_of_batch_have_separate_schemas(demo):
     """mlx-lm's server does so: the cache has all tokens of the second prompt but two."""
     schemas, prompts = [PERSON, CHOICE], [demo.tokenizer.encode(PROMPT), demo.tokenizer.encode("Is it?")]
     caches = [mlx_lm.models.cache.make_prompt_cache(demo.model) for _ in prompts]
@@ -90,14 +90,14 @@ def allowed(demo, constraint, text, prompt=(5, 6)):
     return {demo.tokenizer.decode([t]) if t != END else None for t in np.flatnonzero(np.isfinite(np.array(left[0])))}
 
 
-def test_a_text_may_end_where_its_grammar_is_complete(demo):
+def test_output_may_end_when_grammar_is_complete(demo):
     constraint = constraint_for(demo.tokenizer, format_of({"type": "integer", "maximum": 12, "minimum": 0}))
     assert None not in allowed(demo, constraint, "")
     assert allowed(demo, constraint, "1") == {None, "0", "1", "2"}
     assert allowed(demo, constraint, "12") == {None}
 
 
-def test_what_may_follow_depends_on_the_tokens_alone(demo):
+def test_allowed_tokens_depend_only_on_tokens(demo):
     """Calls in any order, as when drafts are dropped or texts continue from another place."""
     random = np.random.default_rng(3)
     texts = '{"name": "Tom", "age": 8, "likes": ["tea"]}', '{"name": "Tim", "age": 81,', '{ "name":\n"', '{"name": "\\"'
@@ -113,7 +113,7 @@ def test_what_may_follow_depends_on_the_tokens_alone(demo):
         assert mx.array_equal(ours, theirs).item()
 
 
-def test_a_token_that_does_not_fit_ends_the_text_and_may_be_taken_back(demo):
+def test_disallowed_token_ends_output_and_is_reversible(demo):
     constraint = constraint_for(demo.tokenizer, format_of(PERSON))
     assert allowed(demo, constraint, '{"name": "Tom", "age": 8, "likes": [] and') == {None}
     assert "different logits processor" in constraint.error
@@ -133,7 +133,7 @@ def test_logits_of_other_tokens_are_minus_infinity(dtype, size):
 
 
 @pytest.mark.parametrize("opened", [True, False])
-def test_a_grammar_begins_after_the_thinking_part_which_the_tokenizer_knows(demo, opened):
+def test_grammar_starts_after_thinking_part(demo, opened):
     """The tokenizer's vocabulary is larger than the logits of the demo model here, since vocabularies are padded."""
     tokens = AutoTokenizer.from_pretrained(DEMO_MODEL)
     tokens.add_tokens(["<think>", "</think>"])
@@ -155,7 +155,7 @@ def test_a_grammar_begins_after_the_thinking_part_which_the_tokenizer_knows(demo
     assert not {END, *word, start} & grammar
 
 
-def test_a_text_ends_where_its_grammar_takes_too_long(demo):
+def test_slow_grammar_ends_output(demo):
     responses, constraint = written(demo.model, demo.tokenizer, TOO_MUCH, mode="telemetry-only")
     assert responses[-1].finish_reason == "stop"
     assert constraint.error.startswith("response_format: the answer cannot be finished (")
@@ -180,7 +180,7 @@ for _ in range(70):
         ({"enum": ["x" * MAX_SCHEMA_BYTES]}, f"at most {MAX_SCHEMA_BYTES}"),
     ],
 )
-def test_a_schema_that_cannot_be_kept_is_refused_in_one_line(demo, schema, said):
+def test_unsupported_schema_is_refused(demo, schema, said):
     start = time.perf_counter()
     with pytest.raises(GearbxError, match="response_format") as error:
         constraint_for(demo.tokenizer, format_of(schema))

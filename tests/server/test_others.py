@@ -66,7 +66,7 @@ class TestQuestions:
         assert body == expected | {"chat_template_kwargs": {"thinking": False}, "messages": messages}
         assert server.num_logprobs == 20
 
-    def test_a_text_completion_has_lists_and_objects_and_may_lack_some(self):
+    def test_completion_has_partial_lists_and_objects(self):
         tops = [{" a": -0.1, " c": -2.5}, None]
         with fake_server(lambda path, body: text_answer([" a", " b", " c"], tops)) as fake:
             tokens, _ = ask(fake, Question("Hello", chat=False))
@@ -74,7 +74,7 @@ class TestQuestions:
         assert fake.requests[-1][0] == TEXT
         assert (fake.requests[-1][1]["prompt"], fake.requests[-1][1]["logprobs"]) == ("Hello", 20)
 
-    def test_fewer_are_asked_for_after_a_refusal_that_names_them_and_the_server_remembers(self):
+    def test_smaller_request_follows_refusal_and_is_remembered(self):
         def reply(body):
             return chat_answer(PAIR) if body["top_logprobs"] <= 5 else refused("top_logprobs must be at most 5")
 
@@ -94,13 +94,13 @@ class TestQuestions:
             (lambda: Answer([b"[1]"]), r"is \[1\], not an object"),
         ],
     )
-    def test_what_gives_none_is_named_with_its_url(self, reply, words):
+    def test_answer_without_logprobs_names_url(self, reply, words):
         with fake_server(chatting(lambda body: reply())) as fake, pytest.raises(RemoteError, match=words) as failed:
             ask(fake)
         assert fake.url in str(failed.value)
         assert "\n" not in str(failed.value)
 
-    def test_an_answer_without_an_end_is_one_of_too_many_bytes(self, monkeypatch):
+    def test_endless_answer_is_limited_in_bytes(self, monkeypatch):
         monkeypatch.setattr(others, "MAX_ANSWER_BYTES", 1000)
         endless = Answer(itertools.repeat(b"x" * 100))
         with (
@@ -129,16 +129,16 @@ class TestAddresses:
     )
 
     @pytest.mark.parametrize("url", WRONG)
-    def test_a_url_that_is_none_is_refused_without_its_password(self, url):
+    def test_invalid_url_is_refused_without_its_password(self, url):
         with pytest.raises(GearbxError, match=r"--server.*; use one such as http://") as refusal:
             RemoteServer(url)
         assert "secret" not in str(refusal.value)
 
-    def test_a_password_is_not_shown_and_a_path_is_added_where_there_is_none(self):
+    def test_password_is_hidden_and_missing_path_added(self):
         assert RemoteServer("http://me:secret@127.0.0.1:9/").shown == "http://127.0.0.1:9/v1"
         assert RemoteServer("http://127.0.0.1:9/api/").shown == "http://127.0.0.1:9/api"
 
-    def test_a_key_that_no_header_can_have_is_refused(self):
+    def test_key_invalid_in_header_is_refused(self):
         with pytest.raises(GearbxError, match="API key has characters"):
             RemoteServer("http://127.0.0.1:9", "sk\nInjected: yes")
 
@@ -153,7 +153,7 @@ class TestModels:
             *(({"meta": wrong}, None) for wrong in (None, [1])),
         ],
     )
-    def test_a_list_may_say_how_large_the_vocabulary_is(self, fields, size):
+    def test_list_may_state_vocabulary_size(self, fields, size):
         with fake_server(lambda path, body: one_model(fields)) as fake:
             assert asyncio.run(RemoteServer(fake.url).model(None)) == ("m", size)
 
@@ -164,7 +164,7 @@ class TestModels:
                 asyncio.run(RemoteServer(fake.url).model(None))
             assert asyncio.run(RemoteServer(fake.url).model("b")) == ("b", None)
 
-    def test_a_server_without_a_list_is_asked_for_a_model_that_is_named(self):
+    def test_server_without_list_needs_named_model(self):
         with fake_server(lambda path, body: None) as fake:
             assert asyncio.run(RemoteServer(fake.url).model("m")) == ("m", None)
 
@@ -187,14 +187,14 @@ class TestUnlisted:
             (chat_entry([-0.5, -1.5, -2.5]), 3, -0.5),  # more: the last of those asked for
         ],
     )
-    def test_it_is_the_last_that_was_asked_for(self, entry, most, unlisted):
+    def test_unlisted_bound_is_last_requested_token(self, entry, most, unlisted):
         assert [token.unlisted for token in self.tokens(entry, most)] == [unlisted]
 
-    def test_a_chosen_token_beyond_the_listed_ones_is_known_and_no_limit(self):
+    def test_chosen_token_beyond_list_is_no_limit(self):
         (token,) = self.tokens({**chat_entry([-0.5]), "token": "rare", "logprob": -3.0})
         assert (token.logprobs, token.unlisted) == ((-0.5, -3.0), -0.5)
 
-    def test_an_object_can_lack_a_token_if_it_ends_with_the_chosen_one(self):
+    def test_object_ending_with_chosen_token_may_lack_one(self):
         """Tokens with the same text share a key, and the chosen token may come on top of the requested ones."""
         tops = [{"a": -0.5, "b": -1.0, "c": -4.0, "d": -4.5, "e": -5.0}] * 2
 
@@ -204,7 +204,7 @@ class TestUnlisted:
         with fake_server(answers) as fake:
             assert [token.unlisted for token in ask(fake, Question("Hello", chat=False))[0]] == [-5.0, 0.0]
 
-    def test_mlx_lm_names_the_first_of_an_unordered_list_where_the_greedy_token_is_another(self):
+    def test_greedy_token_is_found_in_unordered_list(self):
         assert known(self.tokens(chat_entry([-2.5, -0.1, -3.0], ["a", "b", "c"]))) == [("b", (-0.1, -2.5, -3.0))]
 
 
@@ -219,7 +219,7 @@ class TestUnlisted:
         (["a"], "\ud800", ["a"]),
     ],
 )
-def test_entries_of_a_vocabulary_become_the_text_of_the_answer(names, text, texts):
+def test_vocabulary_entries_become_answer_text(names, text, texts):
     assert decoded_names(names, text) == texts
 
 
@@ -271,7 +271,7 @@ class TestRouting:
         assert token == {"gear": model} | {name: pytest.approx(value, abs=5e-3) for name, value in BOUNDS.items()}
         assert other.requests[-1][1]["messages"] == body["messages"]
 
-    def test_a_stream_has_text_entropy_and_gear_in_each_event(self, client):
+    def test_stream_events_have_text_entropy_and_gear(self, client):
         got = client.post(CHAT, json=EASY | {"stream": True})
         assert got.headers["content-type"] == "text/event-stream"
         assert got.text.endswith("data: [DONE]\n\n")
@@ -286,7 +286,7 @@ class TestRouting:
         assert usage["usage"] == {"completion_tokens": 2}
 
     @pytest.mark.parametrize("stream", [False, True])
-    def test_log_probabilities_that_a_client_asks_for_are_its_own(self, client, other, stream):
+    def test_requested_log_probabilities_reach_their_client(self, client, other, stream):
         got = client.post(CHAT, json=EASY | {"stream": stream, "logprobs": True, "top_logprobs": 2})
         first = chunks(got.text)[0] if stream else got.json()
         assert first["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
@@ -305,7 +305,7 @@ class TestRouting:
             sum(path == CHAT for path, _ in fake.requests) == len(others.LOGPROB_COUNTS) + 2
         )  # it is asked for them once
 
-    def test_what_a_client_does_wrong_says_nothing_of_the_server(self):
+    def test_client_error_changes_no_assumption_about_server(self):
         def reply(body):
             return refused("logit_bias is 'logprobs'") if "logit_bias" in body else saying(body)
 
@@ -324,7 +324,7 @@ class TestRouting:
                 assert (got["choices"][0]["text"], got["gearbx"]["gear"]) == (model, model)
                 assert len(got["gearbx"]["tokens"]) == 1
 
-    def test_the_models_are_listed_and_health_is_that_of_the_server(self, client):
+    def test_models_and_health_come_from_server(self, client):
         rows = client.get("/v1/models").json()["data"]
         assert [row["id"] for row in rows] == ["auto", "small", "large"]
         assert rows[0]["gearbx"] == {"gears": ["small", "large"]}
@@ -334,7 +334,7 @@ class TestRouting:
             assert (sick.get("/health").status_code, sick.get("/health").json()["reason"]) == (503, "busy")
 
     @pytest.mark.parametrize(("field", "value", "status"), [("stream", "yes", 400), ("model", "gpt", 404)])
-    def test_what_cannot_be_passed_on_is_refused(self, client, field, value, status):
+    def test_unsupported_fields_are_refused(self, client, field, value, status):
         got = client.post(CHAT, json=EASY | {field: value})
         assert (got.status_code, got.json()["error"]["param"]) == (status, field)
 
@@ -377,7 +377,7 @@ class TestFailures:
             (slowly(itertools.repeat(b": ping\n\n"), 0.1), "no token for 0.5 s"),
         ],
     )
-    def test_in_the_midst_the_last_event_has_the_reason_and_there_is_no_end(self, rest, words):
+    def test_error_in_stream_is_last_event(self, rest, words):
         first, _ = events(chat_event(chat_entry(PAIR))).parts
         parts = itertools.chain([first], rest)
         reply = chatting(lambda body: Answer(parts, kind=EVENTS))
@@ -390,7 +390,7 @@ class TestFailures:
 
 
 @pytest.mark.processes
-def test_the_command_routes_to_a_server_of_ours_and_ends_with_a_signal():
+def test_command_routes_to_own_server_until_signal():
     with served(gears="4,16", log_level="ERROR") as ours:
         url = ours.server.url
         command = [sys.executable, "-m", "gearbx_mlx", "server", "--server", url, "--server-model", "demo,demo"]

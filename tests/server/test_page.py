@@ -141,7 +141,7 @@ def scripted(monkeypatch):
     return answer_with
 
 
-def test_tokens_appear_in_the_colour_of_their_gear_with_a_point_each(page):
+def test_tokens_have_gear_color_and_point(page):
     page.send(QUESTION)
     answer = page.answer()
     assert len(answer["points"]) == 40
@@ -159,7 +159,7 @@ def test_tokens_appear_in_the_colour_of_their_gear_with_a_point_each(page):
     assert page.find("#message").get_attribute("value") == ""
 
 
-def test_mode_and_gear_are_those_that_were_chosen(page):
+def test_mode_and_gear_match_choice(page):
     modes = page.run("return [...document.querySelectorAll('#mode option')].map((option) => option.value)")
     assert modes == ["route", "kickdown", "lossless", "static"]
     page.choose("gear", "mid")
@@ -216,7 +216,7 @@ def test_several_turns_are_one_conversation_until_reset(page, scripted):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_has_a_contrast_of_4_5(page, scripted, scheme):
+def test_text_contrast_is_at_least_4_5(page, scripted, scheme):
     chromium.show_as(page.driver, 1000, 760, scheme)
     scripted(*(chunk(gear, (gear, 1.0, 1.0)) for gear in GEARS), {"error": {"message": "no"}})
     page.send("Hello")
@@ -226,7 +226,7 @@ def test_text_has_a_contrast_of_4_5(page, scripted, scheme):
     assert {name: contrast for name, contrast in found.items() if contrast < 4.5} == {}
 
 
-def test_everything_has_a_name_for_those_who_do_not_see_it(page, scripted):
+def test_every_element_has_accessible_name(page, scripted):
     scripted(chunk("Yes", ("low", 1.0, 1.0)))
     page.send("Hello")
     page.answer()
@@ -237,7 +237,7 @@ def test_everything_has_a_name_for_those_who_do_not_see_it(page, scripted):
     assert page.find("#problem").aria_role == "alert"
 
 
-def test_the_page_is_one_file_that_no_browser_keeps(client):
+def test_page_is_single_uncached_file(client):
     answer = client.get("/")
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
     assert answer.headers["cache-control"] == "no-store"
@@ -263,7 +263,7 @@ def test_thresholds_and_rolling_means_are_the_modes_own(client):
 HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>&lt;b&gt;'
 
 
-def test_the_key_is_asked_for_and_kept_for_the_tab(page, monkeypatch):
+def test_key_is_requested_and_kept_per_tab(page, monkeypatch):
     check, sesame = Gatekeeper.check_key, SimpleNamespace(guard=Guard("sesame"))
     monkeypatch.setattr(Gatekeeper, "check_key", lambda _, headers: check(sesame, headers))
     page.driver.refresh()  # the list of models needs it too
@@ -280,7 +280,7 @@ def test_the_key_is_asked_for_and_kept_for_the_tab(page, monkeypatch):
     assert not page.find("#ask").is_displayed()
 
 
-def test_an_error_of_the_server_is_one_line(page):
+def test_server_error_is_single_line(page):
     page.run("document.getElementById('message').value = 'word '.repeat(600)")
     page.send("")
     page.wait(lambda: page.text("#problem"))
@@ -292,7 +292,7 @@ def test_an_error_of_the_server_is_one_line(page):
     page.answer()
 
 
-def test_an_answer_that_breaks_off_keeps_what_came(page, scripted):
+def test_interrupted_answer_keeps_received_tokens(page, scripted):
     scripted(chunk("Half", ("low", 1.0, 1.0)), ended=False)
     page.send("Hello")
     answer = page.answer()
@@ -301,7 +301,7 @@ def test_an_answer_that_breaks_off_keeps_what_came(page, scripted):
     assert page.text(".summary").startswith("incomplete · 1 token · ")
 
 
-def test_hostile_text_is_text(page, scripted):
+def test_hostile_output_is_escaped(page, scripted):
     tokens = (HOSTILE, 1.0, 1.0), ("low", 1.0, 1.0)
     error = {"error": {"message": HOSTILE}}
     scripted({"choices": [{"delta": {"reasoning": HOSTILE}}]}, chunk(HOSTILE, *tokens), error)
@@ -313,7 +313,7 @@ def test_hostile_text_is_text(page, scripted):
     assert page.run("return window.hacked ?? null") is None
 
 
-def test_even_a_script_in_the_page_would_not_run(page):
+def test_injected_script_in_page_is_blocked(page):
     page.run(
         """const script = document.createElement("script");
         script.textContent = "window.hacked = 1";

@@ -19,7 +19,7 @@ def client():
         yield client
 
 
-def test_the_text_is_that_of_generate(client):
+def test_output_equals_generate_output(client):
     model, tokenizer = load()
     expected = generate(model, tokenizer, WORD_PROBLEM, max_tokens=24, mode=Static("high"), gearbox=None)
     assert text_of(client, gearbx={"gear": "high"}) == expected
@@ -28,7 +28,7 @@ def test_the_text_is_that_of_generate(client):
 @pytest.mark.some(3)
 @pytest.mark.parametrize("gearbx", MODES, ids=str)
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_stream_is_the_whole_answer_in_pieces_with_gear_and_entropy_of_each_token(client, path, gearbx):
+def test_stream_equals_answer_with_gears_and_entropies(client, path, gearbx):
     if path == "/v1/completions":
         body, whole = {"prompt": WORD_PROBLEM}, text_of(client, gearbx=gearbx)
     else:
@@ -47,14 +47,14 @@ def test_a_stream_is_the_whole_answer_in_pieces_with_gear_and_entropy_of_each_to
     assert {gear: chosen.count(gear) for gear in counted} == counted
 
 
-def test_mode_lossless_writes_the_top_gears_text_and_counts_its_drafts(client):
+def test_lossless_equals_top_gear_and_counts_drafts(client):
     top = text_of(client, gearbx={"gear": "high"})
     answer = complete(client, gearbx={"mode": "lossless"})
     assert answer["choices"][0]["text"] == top
     assert answer["gearbx"]["drafted"] >= answer["gearbx"]["accepted"] > 0
 
 
-def test_the_gear_that_drafts_may_be_chosen(client):
+def test_drafting_gear_may_be_chosen(client):
     seen = complete(client, gearbx={"mode": "lossless", "draft": 8})["gearbx"]
     assert seen["passes"]["low"] == 0
     assert seen["passes"]["mid"] == seen["drafted"] > 0
@@ -68,7 +68,7 @@ def test_thresholds_may_be_chosen(client):
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize("gearbx", MODES, ids=str)
-def test_answers_in_company_are_those_given_alone(client, gearbx):
+def test_concurrent_answers_equal_single_answers(client, gearbx):
     seed = 3 if gearbx == {"mode": "route"} else None  # without one, all requests of a batch share the gear of its step
     alone = [text_of(client, prompt, gearbx=gearbx, seed=seed) for prompt in PROMPTS]
     assert at_once(lambda prompt: text_of(client, prompt, gearbx=gearbx, seed=seed), PROMPTS) == alone
@@ -76,7 +76,7 @@ def test_answers_in_company_are_those_given_alone(client, gearbx):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("policy", ["highest", "quantile:0"])
-def test_answers_of_mode_route_share_passes_whose_gear_is_the_policys(policy):
+def test_route_answers_share_passes_of_policy_gear(policy):
     """One of two requests wants the top gear as soon as its gate may shift; the other never does."""
     wishes = [[0.0, 0.001], [60.0, 61.0]]
     with served(gears="4,8,16", log_level="ERROR", batch_policy=policy, mode="route", gear="low") as client:
@@ -92,7 +92,7 @@ def test_answers_of_mode_route_share_passes_whose_gear_is_the_policys(policy):
 
 
 @pytest.mark.parametrize("gearbx", [{"mode": "route"}, {"mode": "lossless"}, {"gear": "high"}], ids=str)
-def test_a_seed_makes_an_answer_again_whatever_others_draw_meanwhile(client, gearbx):
+def test_seed_repeats_answer_despite_concurrent_sampling(client, gearbx):
     body = {"temperature": 1.0, "seed": 7, "gearbx": gearbx}
     first = text_of(client, **body)
     others = threading.Thread(target=text_of, args=(client, "Once"), kwargs={"temperature": 1.0, "max_tokens": 60})
@@ -124,7 +124,7 @@ def test_models_and_health(client):
 @pytest.mark.some(3)
 @pytest.mark.parametrize(("stream", "texts"), [(True, 1), (False, 1), (True, 4)])
 @pytest.mark.parametrize("gearbx", MODES, ids=str)
-def test_work_stops_when_the_client_goes_away(client, gearbx, stream, texts):
+def test_work_stops_when_client_disconnects(client, gearbx, stream, texts):
     body = {"prompt": WORD_PROBLEM, "n": texts, "max_tokens": 400, "gearbx": gearbx, "stream": stream}
     body["logit_bias"] = {str(token): -100 for token in (0, 1, 2)}  # so the text does not end by itself
     patience = 60 if stream else 0.5

@@ -61,7 +61,7 @@ def theirs(client):
 class TestResponses:
     """OpenAI's newer API, as its client reads it."""
 
-    def test_a_response_has_the_text_of_the_chat(self, ours):
+    def test_response_equals_chat_output(self, ours):
         chat = ours.chat.completions.create(**ASKED)
         answer = ours.responses.create(model="default_model", input=WORD_PROBLEM, max_output_tokens=16)
         assert answer.output_text == chat.choices[0].message.content
@@ -132,7 +132,7 @@ class TestForcedCalls:
     """The demo model has never seen a tool: the grammar alone makes it call one."""
 
     @pytest.mark.parametrize("gearbx", [{"gear": "high"}, {"mode": "lossless"}], ids=str)
-    def test_one_of_the_tools_or_the_one_that_is_named(self, caller, gearbx):
+    def test_any_tool_or_named_tool_is_called(self, caller, gearbx):
         for tools, wanted, name, schema in ((TOOLS[:1], "required", "add", ADD), (TOOLS, NOW, "now", NOTHING)):
             asked = {"tools": tools, "tool_choice": wanted, "max_tokens": 80, "gearbx": gearbx}
             (choice,) = chat(caller, **asked)["choices"]
@@ -158,7 +158,7 @@ class TestForcedCalls:
         ],
         ids=str,
     )
-    def test_what_cannot_be_called_is_refused(self, caller, asked):
+    def test_uncallable_tools_are_refused(self, caller, asked):
         answer = caller.post("/v1/chat/completions", json={"messages": MESSAGES, **asked})
         assert "tool_choice" in error_of(answer)
 
@@ -190,7 +190,7 @@ class TestSchemas:
                 jsonschema.validate(json.loads(text), schema)
 
     @pytest.mark.parametrize("gearbx", [{"gear": "high"}, {"mode": "lossless"}], ids=str)
-    def test_an_answer_that_cannot_be_finished_is_an_error_and_others_go_on(self, client, gearbx):
+    def test_unfinishable_answer_fails_and_others_continue(self, client, gearbx):
         response_format = {"type": "json_schema", "json_schema": {"schema": TOO_MUCH}}
         failed = {"prompt": WORD_PROBLEM, "gearbx": gearbx, "response_format": response_format}
         alone = complete(client, gearbx=gearbx, max_tokens=40)["choices"]
@@ -307,7 +307,7 @@ CALL = ["<tool_call>", '{"name": "add", "arguments": {"a": 5,', ' "b": 7}}', "</
 
 
 class TestOpenAI:
-    def test_a_completion_in_a_gear_of_its_own(self, client, ours):
+    def test_completion_in_its_own_gear(self, client, ours):
         gear = {"gearbx": {"gear": "low"}}
         answer = ours.completions.create(prompt=WORD_PROBLEM, extra_body=gear, **GREEDY)
         assert answer.choices[0].text == text_of(client, **gear)

@@ -59,7 +59,7 @@ BODIES = {
 @pytest.mark.some(6)
 @pytest.mark.parametrize("path", BOTH)
 @pytest.mark.parametrize(("field", "value"), [(field, value) for field in BODIES for value in BODIES[field]])
-def test_a_field_that_is_wrong_is_named(client, path, field, value):
+def test_invalid_field_is_named(client, path, field, value):
     body = {"prompt": "Once", "messages": [{"role": "user", "content": "Once"}], field: value}
     answer = client.post(path, json=body)
     message = error_of(answer, 404 if field in ("model", "adapters") and value not in (5, "", "x" * 5000) else 400)
@@ -67,7 +67,7 @@ def test_a_field_that_is_wrong_is_named(client, path, field, value):
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"no", b'{"prompt": NaN}', b'{"prompt": "\xff"}', b"[" * 5000])
-def test_a_body_that_is_no_json_object_is_refused(client, body):
+def test_body_other_than_json_object_is_refused(client, body):
     assert "JSON" in error_of(client.post("/v1/completions", content=body))
 
 
@@ -82,12 +82,12 @@ def test_a_body_that_is_no_json_object_is_refused(client, body):
     ],
     ids=str,
 )
-def test_messages_that_are_none_are_refused(client, messages):
+def test_invalid_messages_are_refused(client, messages):
     error_of(client.post("/v1/chat/completions", json={"messages": messages}))
 
 
 @pytest.mark.parametrize("prompt", [5, None, [], [[]], [["a"]], ["a", 1], [1, "a"], [-1], [[1], -1], {}])
-def test_prompts_that_are_none_are_refused(client, prompt):
+def test_invalid_prompts_are_refused(client, prompt):
     error_of(client.post("/v1/completions", json={"prompt": prompt}))
 
 
@@ -96,14 +96,14 @@ def test_tokens_beyond_the_vocabulary_are_refused(client, body):
     assert "4096" in error_of(client.post("/v1/completions", json=body))
 
 
-def test_a_prompt_beyond_the_context_and_a_body_that_is_too_large_are_refused(client):
+def test_oversized_prompt_and_body_are_refused(client):
     answer = client.post("/v1/completions", json={"prompt": "king " * 600})
     assert "the model's context 512" in error_of(answer)
     assert answer.json()["error"]["code"] == "context_length_exceeded"
     error_of(client.post("/v1/completions", json={"prompt": "x" * 200_000}), 413)
 
 
-def test_what_is_not_there_is_404(client):
+def test_unknown_path_is_404(client):
     error_of(client.get("/v1/nothing"), 404)
     error_of(client.post("/v1/nothing", json={}), 404)
     error_of(client.get("/v1/models/other"), 404)
@@ -121,7 +121,7 @@ def raw(client, *parts, pause=0.0):
         return found
 
 
-def test_connections_without_a_request_keep_nobody_out(client):
+def test_idle_connections_block_no_client(client):
     with contextlib.ExitStack() as stack:
         for _ in range(300):
             stack.enter_context(socket.create_connection(client.server.socket.getsockname(), timeout=10))
@@ -130,7 +130,7 @@ def test_connections_without_a_request_keep_nobody_out(client):
 
 
 @pytest.mark.slow
-def test_a_client_that_sends_slowly_is_let_go(client):
+def test_slow_sender_is_disconnected(client):
     drops = [b"POST /v1/completions HTTP/1.1\r\n", *[b"x" for _ in range(3)]]
     start = time.monotonic()
     raw(client, *drops, pause=0.2)
@@ -155,13 +155,13 @@ IMPROPER = [
 
 @pytest.mark.some(5)
 @pytest.mark.parametrize(("status", "request_"), IMPROPER, ids=range(len(IMPROPER)))
-def test_what_is_no_proper_request_gets_an_error(client, status, request_):
+def test_malformed_request_gets_error(client, status, request_):
     answer = raw(client, request_ + b"\r\n")
     assert answer.split()[1] == status
     assert b'"error"' in answer
 
 
-def test_the_log_has_no_text_of_clients_unescaped(client, caplog):
+def test_log_escapes_client_text(client, caplog):
     caplog.set_level(logging.DEBUG)
     raw(client, b"GET /\x1b[31mred\x07 HTTP/1.1\r\nHost: localhost\r\nX: \x1b]0;title\x07\r\n\r\n")
     client.post("/v1/completions", content=b'{"prompt": "\x1b[31m", "gearbx": {"mode": "\\u001b[31m"}}')
@@ -187,7 +187,7 @@ def test_every_record_is_escaped_with_its_traceback():
 
 @pytest.mark.some(1)
 @pytest.mark.parametrize("key", ["sch\u00fcssel", "voil\u00e0", "\u00c5ngstr\u00f6m\u00c5", "\u93587"])
-def test_the_key_is_asked_for_and_may_have_any_letters(key):
+def test_key_is_required_and_takes_any_letters(key):
     with served(gears="16", api_key=key, log_level="ERROR") as client:
         sent = key.encode()
         for headers in ({"Authorization": b"Bearer " + sent}, {"x-api-key": sent}):
@@ -201,7 +201,7 @@ def test_the_key_is_asked_for_and_may_have_any_letters(key):
 
 
 @pytest.mark.slow
-def test_a_client_that_takes_nothing_is_let_go_after_the_time_that_a_request_has(client):
+def test_nonreading_client_is_disconnected_after_request_timeout(client):
     """It asks for the page many times and reads no answer."""
     length, times = int(client.get("/").headers["content-length"]), 400
     with socket.socket() as connection:

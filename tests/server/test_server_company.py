@@ -33,7 +33,7 @@ def beside(client, others, **body):
 
 
 @pytest.mark.slow
-def test_a_sampler_that_fails_ends_its_own_answer_alone(client, monkeypatch):
+def test_failing_sampler_ends_only_its_answer(client, monkeypatch):
     def broken(tokenizer, **settings):
         def sample(logprobs):
             raise ZeroDivisionError("a bug")
@@ -84,14 +84,14 @@ def test_a_client_cannot_bring_its_own_template(client, arguments):
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_text_far_beyond_the_context_is_refused_before_it_becomes_tokens(client, path):
+def test_text_beyond_context_is_refused_before_tokenization(client, path):
     text = "king " * 300_000
     body = {"prompt": text, "messages": [{"role": "user", "content": text}]}
     assert "characters" in error_of(client.post(path, json=body))
 
 
 @pytest.mark.slow
-def test_a_model_that_was_replaced_is_given_up(tmp_path):
+def test_replaced_model_is_released(tmp_path):
     save_model(tiny_model(vocab_size=4096), tmp_path / "other")
     with served(gears="4,16", allow_models=True, **QUIET) as client:
         complete(client, max_tokens=2)

@@ -24,7 +24,7 @@ TASKS = Path("/proc/self/task")
 
 
 @pytest.mark.skipif(not TASKS.exists(), reason="this system does not list threads as files")
-def test_a_thread_that_computed_is_gone_when_it_is_joined():
+def test_joined_compute_thread_is_gone():
     """Python's own join returns while MLX still frees the thread's arrays: most of these runs would show that."""
 
     def compute():
@@ -38,7 +38,7 @@ def test_a_thread_that_computed_is_gone_when_it_is_joined():
         assert not (TASKS / str(native)).exists()
 
 
-def test_no_thread_is_left_when_a_server_has_ended():
+def test_ended_server_leaves_no_thread():
     """Neither the one that computes, which has an answer in the making, nor the one that listens."""
     before, said = threading.enumerate(), []
     with serving(command_settings(ServerSettings, {"gears": "4,16", "port": 0, "kernels": "mlx"})) as server:
@@ -71,7 +71,7 @@ def test_every_client_hears_of_a_signal(number, stream):
 
 
 @pytest.mark.parametrize("stopped", [1.9, 3.5], ids=["until its patience has just ended", "for longer"])
-def test_a_server_that_was_stopped_goes_on_and_has_patience_anew(stopped):
+def test_stopped_server_continues_with_fresh_timeouts(stopped):
     """With Ctrl-Z; the rest of a request comes meanwhile. A signal that ends the server comes while it is stopped."""
     body = b'{"prompt": "Tom has", "max_tokens": 2}'
     with our_process("--gears", "16", "--kernels", "mlx", "--request-timeout", "2") as server:

@@ -41,7 +41,7 @@ KINDS = {
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokens_give_the_text_and_bytes_its_bytes(tmp_path, kind):
+def test_tokens_join_to_output_and_bytes(tmp_path, kind):
     pieces, decoder, text = KINDS[kind]
     save_spelling(tmp_path / "model", pieces, decoder)
     body = {"max_tokens": 24, "logprobs": True, "temperature": 0}

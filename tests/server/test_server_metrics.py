@@ -73,7 +73,7 @@ def test_times_are_histograms():
     assert found[f"{others}_sum",] == pytest.approx(7.023)
 
 
-def test_tokens_per_second_are_those_of_the_last_ten_seconds():
+def test_tokens_per_second_cover_last_ten_seconds():
     clock = Clock()
     metrics = Metrics(clock=clock)
     for _ in range(12):

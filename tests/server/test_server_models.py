@@ -59,7 +59,7 @@ def test_a_draft_model_drafts(small):
 
 
 @pytest.mark.slow
-def test_other_models_are_loaded_only_where_that_is_allowed(small):
+def test_other_models_load_only_if_allowed(small):
     body = {"prompt": "Once", "max_tokens": 8, "model": small}
     with served(gears="4,16", **QUIET) as client:
         assert error_of(client.post("/v1/completions", json=body), 404).endswith("demo is")
@@ -76,12 +76,12 @@ UNUSABLE = {"host": "no.such.host.invalid", "model": "/nowhere/at/all", "mode": 
 
 
 @pytest.mark.parametrize(("flag", "value"), [*UNUSABLE.items(), ("chat_template_args", "[]")])
-def test_what_no_server_can_be_started_with_is_refused(flag, value):
+def test_invalid_server_options_are_refused(flag, value):
     with pytest.raises(GearbxError), served(**{flag: value}):
         pass
 
 
-def test_a_port_that_is_taken_is_named():
+def test_occupied_port_is_named():
     with served(gears="16", **QUIET) as client:
         port = client.server.socket.getsockname()[1]
         with pytest.raises(GearbxError, match=f"port {port}"), served(port=port):
@@ -94,7 +94,7 @@ def loaded(client):
 
 
 @pytest.mark.slow
-def test_models_of_a_directory_are_loaded_by_name_one_at_a_time(shelf):
+def test_directory_models_load_by_name_singly(shelf):
     body = {"prompt": "Once", "max_tokens": 4}
     with served(models=str(shelf), keep_alive=1.0, **QUIET) as client:
         assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["one", "two"]
@@ -112,14 +112,14 @@ def test_models_of_a_directory_are_loaded_by_name_one_at_a_time(shelf):
         assert complete(client, "Once", model="one", max_tokens=4)["usage"]["completion_tokens"] == 4
 
 
-def test_a_time_to_keep_a_model_is_as_ollama_writes_it():
+def test_keep_alive_duration_follows_ollama():
     assert [parse_span(text) for text in ("90", "90s", "5m", "1.5h", "0", "-1")] == [90, 90, 300, 5400, 0, math.inf]
     for text in ("", "m", "soon", "nan", "5d"):
         with pytest.raises(GearbxError, match="use seconds, 5m or 1h"):
             parse_span(text)
 
 
-def test_a_kv_cache_is_not_used_with_other_weights_of_the_same_name(tmp_path):
+def test_kv_cache_is_not_shared_with_other_weights(tmp_path):
     model = tmp_path / "model"
     save_model(tiny_model(vocab_size=4096), model)
     with served(models=str(tmp_path), gears="16", keep_alive=math.inf, **QUIET) as client:

@@ -41,13 +41,13 @@ def unread(client, options: dict, prompt: str = TALE, **further) -> int:
     return usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
 
 
-def test_every_mode_goes_on_from_what_the_top_gear_read(kept):
+def test_every_mode_continues_top_gear_prefix(kept):
     forget(kept)
     assert unread(kept, LOSSLESS) > 10
     assert [unread(kept, options) for options in (LOW, ROUTE, KICKDOWN, TOP, LOSSLESS)] == [1] * 5
 
 
-def test_the_top_gear_reads_again_what_a_lower_gear_read(in_eight_bits):
+def test_top_gear_rereads_lower_gear_tokens(in_eight_bits):
     for first, second, read_again in ((LOW, LOSSLESS, True), (ROUTE, TOP, False), (TOP, ROUTE, False)):
         forget(in_eight_bits)
         whole = unread(in_eight_bits, first)
@@ -56,7 +56,7 @@ def test_the_top_gear_reads_again_what_a_lower_gear_read(in_eight_bits):
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize("before", list(itertools.permutations([LOSSLESS, LOW, ROUTE])), ids=str)
-def test_a_lossless_text_depends_on_no_request_before_it(in_eight_bits, kept, before):
+def test_lossless_output_is_independent_of_earlier_requests(in_eight_bits, kept, before):
     expected = fresh(kept, TALE, LOSSLESS)
     forget(in_eight_bits)
     for options in before:
@@ -66,7 +66,7 @@ def test_a_lossless_text_depends_on_no_request_before_it(in_eight_bits, kept, be
         complete(in_eight_bits, TALE[:40], gearbx=LOSSLESS)  # so the beginning of the next text is in the top gear
 
 
-def test_a_beginning_of_the_top_gear_and_an_end_of_a_lower_one_are_not_the_top_gears(in_eight_bits):
+def test_mixed_gear_prefix_is_not_top_gears(in_eight_bits):
     forget(in_eight_bits)
     begun = unread(in_eight_bits, LOSSLESS, TALE)
     longer = f"{TALE} sold the mill, the donkey and the cat."
@@ -76,7 +76,7 @@ def test_a_beginning_of_the_top_gear_and_an_end_of_a_lower_one_are_not_the_top_g
     assert text_of(in_eight_bits, longer, gearbx=LOSSLESS) == fresh(in_eight_bits, longer, LOSSLESS)
 
 
-def test_a_text_with_a_seed_depends_on_no_request_before_it(in_eight_bits):
+def test_seeded_output_is_independent_of_earlier_requests(in_eight_bits):
     forget(in_eight_bits)
     whole = unread(in_eight_bits, LOSSLESS)
     assert unread(in_eight_bits, LOW, seed=1) == whole
@@ -85,7 +85,7 @@ def test_a_text_with_a_seed_depends_on_no_request_before_it(in_eight_bits):
 @pytest.mark.processes
 @pytest.mark.parametrize("mode", [ROUTE, KICKDOWN], ids=str)
 @pytest.mark.parametrize("end", ["!", " me", " There are 36 roses and 44 tulips."])
-def test_a_text_does_not_depend_on_what_was_asked_before(kept, mode, end):
+def test_output_is_independent_of_earlier_requests(kept, mode, end):
     """Not even if it continues an answer of several gears. All requests have one prompt gear here."""
     begin = "Of the king and his daughter"
     text = fresh(kept, begin + end, mode)
@@ -97,7 +97,7 @@ def test_a_text_does_not_depend_on_what_was_asked_before(kept, mode, end):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("mode", [ROUTE, KICKDOWN], ids=str)
-def test_the_kv_cache_of_a_prompt_is_used_by_the_next_one(kept, mode):
+def test_prompt_kv_cache_is_reused_by_next(kept, mode):
     forget(kept)
     first, second = (complete(kept, TALE + end, gearbx=mode, max_tokens=4)["usage"] for end in ("", " met a wolf."))
     cached = second["prompt_tokens_details"]["cached_tokens"]
@@ -105,7 +105,7 @@ def test_the_kv_cache_of_a_prompt_is_used_by_the_next_one(kept, mode):
 
 
 @pytest.mark.processes
-def test_a_kept_kv_cache_does_not_hold_the_whole_batch(kept):
+def test_kept_kv_cache_releases_batch(kept):
     forget(kept)
     prompts, before = [f"{number}. {WORD_PROBLEM * 6}" for number in range(8)], active_memory()
     at_once(lambda prompt: complete(kept, prompt, max_tokens=8, gearbx=TOP), prompts)

@@ -55,7 +55,7 @@ def streamed(chunks):
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize("gearbx", MODES, ids=str)
-def test_seeded_texts_differ_are_repeatable_and_the_first_is_that_of_one(client, gearbx):
+def test_seeded_outputs_differ_repeat_and_start_alike(client, gearbx):
     whole = [complete(client, n=4, gearbx=gearbx, **WARM) for _ in range(2)]
     texts = texts_of(whole[0])
     assert len(set(texts)) == 4
@@ -65,7 +65,7 @@ def test_seeded_texts_differ_are_repeatable_and_the_first_is_that_of_one(client,
     assert sum(whole[0]["gearbx"]["gear_tokens"].values()) == whole[0]["usage"]["completion_tokens"]
 
 
-def test_a_prompt_of_several_texts_counts_once(client):
+def test_prompt_of_several_outputs_counts_once(client):
     one, three = (complete(client, n=n, **WARM)["usage"] for n in (1, 3))
     assert three["prompt_tokens"] == one["prompt_tokens"]
     assert three["completion_tokens"] == 3 * 24
@@ -74,7 +74,7 @@ def test_a_prompt_of_several_texts_counts_once(client):
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize("gearbx", MODES, ids=str)
-def test_every_prompt_of_a_list_gets_what_it_gets_alone(client, gearbx):
+def test_listed_prompts_equal_single_prompts(client, gearbx):
     alone = [complete(client, prompt, gearbx=gearbx) for prompt in PROMPTS]
     together = complete(client, PROMPTS, gearbx=gearbx)
     assert texts_of(together) == [texts_of(one)[0] for one in alone]
@@ -82,7 +82,7 @@ def test_every_prompt_of_a_list_gets_what_it_gets_alone(client, gearbx):
         assert together["usage"][count] == sum(one["usage"][count] for one in alone)
 
 
-def test_texts_of_several_prompts_stand_prompt_by_prompt(client):
+def test_outputs_are_ordered_by_prompt(client):
     answer = complete(client, PROMPTS[:2], n=2, logprobs=1)
     alone = [text_of(client, prompt) for prompt in PROMPTS[:2]]
     assert texts_of(answer) == [alone[0], alone[0], alone[1], alone[1]]
@@ -99,7 +99,7 @@ def test_texts_of_several_prompts_stand_prompt_by_prompt(client):
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_a_stream_has_the_same_texts(client, path, body):
+def test_stream_has_same_outputs(client, path, body):
     whole = client.post(path, json=body | {"max_tokens": 24}).json()
     chunks = events(client, path, **body, stream_options={"include_usage": True})
     assert streamed(chunks) == (texts_of(whole), [1, 1, 1])
@@ -110,7 +110,7 @@ def test_a_stream_has_the_same_texts(client, path, body):
     assert [sum(report["gear_tokens"].values()) for report in reports] == [chunks[-1]["usage"]["completion_tokens"]]
 
 
-def test_too_many_texts_are_refused(client):
+def test_too_many_outputs_are_refused(client):
     said = error_of(client.post("/v1/completions", json={"prompt": ["x"] * 65, "n": 2}))
     assert said == "prompt: too many outputs, got 130; use 128 at most"
 
@@ -123,7 +123,7 @@ def test_an_impossible_token_has_minus_9999():
 
 
 @pytest.mark.parametrize(("asked", "found"), [(3, 3), (1, 1), (True, 0)])
-def test_a_chat_may_ask_for_a_number_of_logprobs(client, asked, found):
+def test_chat_may_request_number_of_logprobs(client, asked, found):
     entries = chat(client, logprobs=asked, max_tokens=2)["choices"][0]["logprobs"]["content"]
     assert [len(entry["top_logprobs"]) for entry in entries] == [found] * 2
 
@@ -171,7 +171,7 @@ def writing(path, *texts):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("text", NO_CALLS)
-def test_what_is_no_call_is_text_and_no_line_of_the_log(tmp_path, caplog, text):
+def test_invalid_call_is_text_and_not_logged(tmp_path, caplog, text):
     with writing(tmp_path, text) as client:
         choice = chat(client, **asked())["choices"][0]
         assert choice["message"]["content"] == text
@@ -188,7 +188,7 @@ def test_what_is_no_call_is_text_and_no_line_of_the_log(tmp_path, caplog, text):
 
 
 @pytest.mark.slow
-def test_several_calls_are_numbered_and_one_that_is_none_makes_all_of_them_text(tmp_path):
+def test_calls_are_numbered_and_invalid_one_voids_all(tmp_path):
     one, none = {"name": "add", "arguments": {"a": 1}}, {"name": "add", "arguments": {"a": math.nan}}
     texts = [json.dumps(calls) for calls in ([one, one | {"id": "call_2"}], [one, none], one)]
     with writing(tmp_path, *texts) as client:
@@ -200,7 +200,7 @@ def test_several_calls_are_numbered_and_one_that_is_none_makes_all_of_them_text(
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize("template", ["{% if %}", "{{ x", "{% for x in y %}", "{{ messages | nothing }}", "chat.jinja"])
-def test_a_template_that_is_none_is_said_at_the_start(template):
+def test_invalid_template_is_reported_at_start(template):
     with pytest.raises(GearbxError, match="--chat-template"), served(gears="16", chat_template=template):
         pass
 
@@ -214,7 +214,7 @@ def test_tools_are_shown_unless_none_may_be_called():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["owner/name", None])
-def test_a_model_is_found_by_the_name_that_is_listed(tmp_path, monkeypatch, name):
+def test_model_is_found_by_listed_name(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "owner").mkdir()
     save_model(tiny_model(vocab_size=4096), tmp_path / "owner" / "name")

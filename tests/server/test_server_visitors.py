@@ -35,7 +35,7 @@ def ask(client, **headers):
 
 @pytest.mark.some(4)
 @pytest.mark.parametrize("origin", [EVIL, "null", "http://127.0.0.1", "http://localhost:1", "https://good.example.org"])
-def test_a_page_of_another_origin_is_turned_away(client, origin):
+def test_page_of_other_origin_is_refused(client, origin):
     asked = len(getattr(client, "upstream", ()))
     for answer in (ask(client, Origin=origin), client.get("/v1/models", headers={"Origin": origin})):
         assert answer.status_code == 403
@@ -47,7 +47,7 @@ def test_a_page_of_another_origin_is_turned_away(client, origin):
     assert len(getattr(client, "upstream", ())) == asked
 
 
-def test_pages_of_the_server_and_those_that_are_named_are_answered(client):
+def test_own_and_allowed_pages_are_answered(client):
     assert ask(client, Origin=str(client.base_url).rstrip("/")).status_code == 200
     assert ask(client).status_code == 200
     answer = ask(client, Origin="https://good.example")
@@ -59,7 +59,7 @@ def test_pages_of_the_server_and_those_that_are_named_are_answered(client):
 @pytest.mark.parametrize(
     "name", ["evil.example", "evil.example:8080", "localhost.evil.example", "192.168.0.7", "[x", ""]
 )
-def test_a_name_that_is_not_the_servers_is_refused(client, name):
+def test_foreign_host_name_is_refused(client, name):
     """A page sends such a name if it makes its own name lead to this machine."""
     answer = ask(client, Host=name, Origin=f"http://{name}")
     assert answer.status_code == 403
@@ -68,12 +68,12 @@ def test_a_name_that_is_not_the_servers_is_refused(client, name):
 
 
 @pytest.mark.parametrize("name", ["localhost", "LOCALHOST:99", "localhost.", "127.0.0.1:8080", "127.1.2.3", "[::1]:80"])
-def test_loopback_and_names_that_are_allowed_reach_the_server(client, name):
+def test_loopback_and_allowed_names_reach_server(client, name):
     assert client.get("/health", headers={"Host": name}).status_code == 200
     assert client.get("/health", headers={"Host": "good.example:1234"}).status_code == 200
 
 
-def test_a_server_that_other_machines_reach_has_any_address_and_no_name():
+def test_public_server_accepts_addresses_and_refuses_names():
     with served(gears="16", log_level="ERROR", host="0.0.0.0") as client:
         for name, status in {"192.168.0.7:8080": 200, "[fe80::1]": 200, "0.0.0.0": 200, "evil.example": 403}.items():
             assert client.get("/health", headers={"Host": name}).status_code == status
@@ -86,7 +86,7 @@ def test_messages_have_anthropics_error(client):
 
 
 @pytest.mark.parametrize("own", [{}, {"api_key": "mine"}])
-def test_any_origin_is_refused_together_with_keys_and_models_on_demand(own, monkeypatch):
+def test_any_origin_with_keys_and_loading_is_refused(own, monkeypatch):
     any_page = {"allowed_origins": "https://a, *"} | own
     with pytest.raises(GearbxError, match="--allowed-origins"):
         guard_of(command_settings(ServerSettings, any_page | {"allow_models": True}))

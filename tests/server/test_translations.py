@@ -25,7 +25,7 @@ def chat_of(**fields):
     return dialects.chat_of_messages(parse(MessagesRequest, said | fields)).model_dump(exclude_unset=True)
 
 
-def test_a_request_becomes_that_of_a_chat():
+def test_request_becomes_chat_request():
     same = {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "stream": True, "gearbx": {"gear": 4}}
     expected = {"model": "demo", "max_tokens": 9, "stop": ["\n"], "stream_options": {"include_usage": True}, **same}
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
@@ -116,7 +116,7 @@ def said_by_user(*content):
         ({"messages": [{"role": "assistant", "content": "So"}]}, "use the user's"),
     ],
 )
-def test_a_request_that_is_wrong_is_refused(fields, words):
+def test_invalid_request_is_refused(fields, words):
     with pytest.raises(Refused, match=re.escape(words)):
         chat_of(**fields)
 
@@ -134,7 +134,7 @@ def test_a_request_that_is_wrong_is_refused(fields, words):
         ({"background": True}, "background is not served"),
     ],
 )
-def test_a_response_that_is_wrong_is_refused(fields, words):
+def test_invalid_response_is_refused(fields, words):
     with pytest.raises(Refused, match=re.escape(words)):
         parse(ResponsesRequest, {"input": "x"} | fields)
 
@@ -172,7 +172,7 @@ WHOLE = {"role": "assistant", "content": "I look.", "reasoning": "They ask for r
 
 
 @pytest.mark.parametrize("dialect", [Messages, lambda: ResponseDialect(parse(ResponsesRequest, {"input": "Rain?"}))])
-def test_thoughts_text_and_calls_are_blocks_of_a_stream_and_of_a_whole_answer(dialect):
+def test_blocks_are_same_in_stream_and_answer(dialect):
     streamed, whole = dialect(), dialect()
     streamed.begin(USAGE | {"completion_tokens": 0})
     events = [data for chunk in CHUNKS for _, data in streamed.events(chunk)]
@@ -203,7 +203,7 @@ def test_thoughts_text_and_calls_are_blocks_of_a_stream_and_of_a_whole_answer(di
         assert text == "They ask for rain.I look." + 2 * '{"town": "Ulm"}'
 
 
-def test_a_stop_word_is_named_and_an_error_ends_a_stream():
+def test_stop_word_is_named_and_error_ends_stream():
     dialect = Messages()
     choices = [{"index": 0, "finish_reason": "stop", "stop_reason": "\n", "message": {"content": "Rain."}}]
     answer = dialect.whole(HEAD | {"choices": choices, "usage": USAGE})

@@ -53,20 +53,20 @@ class TestAccessLog:
             assert int(told["prompt"]) == usage["prompt_tokens"]
             assert int(told["cached"]) == usage["prompt_tokens_details"]["cached_tokens"]
 
-    def test_fields_that_are_not_known_are_named_on_one_line(self, client, caplog):
+    def test_unknown_fields_are_named_together(self, client, caplog):
         answer = chat(client, temprature=1, user="x")
         assert logged(caplog, "/v1/chat/completions")["ignored"] == "temprature,user"
         assert answer["gearbx"]["ignored"] == ["temprature", "user"]
 
     @pytest.mark.parametrize("name", ["a b", "a\nb", "a=b", "\x1b[31m", "é", '"', "x" * 10**5])
-    def test_no_name_of_a_client_is_taken_for_another_field(self, name):
+    def test_client_name_forges_no_field(self, name):
         line = quoted(name[:MAX_NAME_LENGTH])
         assert len(line) <= MAX_NAME_LENGTH
         assert line.isascii()
         assert line.isprintable()
         assert line == name[: len(line)] or json.loads(line) == name
 
-    def test_a_client_that_leaves_early(self, client, caplog):
+    def test_client_leaving_early_is_logged(self, client, caplog):
         with client.stream("POST", "/v1/completions", json={"prompt": "x", "max_tokens": 4000, "stream": True}) as one:
             next(one.iter_lines())
         assert logged(caplog, "/v1/completions")["left"] == "early"
@@ -94,7 +94,7 @@ class TestChoiceBesideGearbx:
         assert found[0] == found[1]
         assert found[0]["mode"] == beside.get("mode", "static")
 
-    def test_it_may_be_said_twice_in_one_way_alone(self, client):
+    def test_choice_repeated_in_both_places_must_agree(self, client):
         assert complete(client, gear="low", gearbx={"gear": "low"})["gearbx"]["mode"] == "static"
         body = {"prompt": "x", "mode": "route", "gearbx": {"mode": "static"}}
         message = error_of(client.post("/v1/completions", json=body))
@@ -105,7 +105,7 @@ class TestChoiceBesideGearbx:
 
 
 @pytest.mark.parametrize("flags", [{"mode": "static"}, {"mode": "kickdown"}, {"mode": "lossless"}], ids=str)
-def test_all_clients_of_a_server_that_stops_hear_of_it(flags):
+def test_all_clients_hear_of_server_stop(flags):
     with served(gears="4,16", log_level="ERROR", decode_concurrency=2, **flags) as client:
         with ThreadPoolExecutor(6) as pool:
             ended = pool.map(lambda number: hears_of_the_end(client.server.url, number, number % 2 == 0), range(6))

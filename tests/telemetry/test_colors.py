@@ -55,18 +55,18 @@ def test_any_two_gears_differ_for_every_eye(gears, distance, blindness):
 
 
 @pytest.mark.parametrize("blindness", BLINDNESS)
-def test_what_was_looked_up_differs_from_the_gears_of_a_lossless_text(blindness):
+def test_lookup_color_differs_from_lossless_gears(blindness):
     assert least_distance([*ladder(2), LOOKUP_COLOR], BLINDNESS[blindness]) >= 24
 
 
 @pytest.mark.parametrize("gears", [2, 3, 4, 5])
-def test_lightness_ascends_so_that_gears_differ_in_grey(gears):
+def test_lightness_ascends_and_gears_differ_in_gray(gears):
     lightness = [lab(linear(color))[0] for color in ladder(gears)]
     assert min(np.diff(lightness)) >= 9 / (gears - 1)
 
 
 @pytest.mark.parametrize("background", ["#ffffff", "#000000", "#1e1e1e"])
-def test_every_gear_can_be_read_on_light_and_dark(background):
+def test_every_gear_is_readable_on_light_and_dark(background):
     assert min(contrast(color, background) for color in (*ladder(9), LOOKUP_COLOR)) >= 3
 
 

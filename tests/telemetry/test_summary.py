@@ -30,11 +30,11 @@ def test_seconds_count_from_enter_to_the_last_token():
     }
 
 
-def test_without_a_token_the_clock_ends_when_the_model_was_ready():
+def test_clock_without_tokens_ends_at_ready_model():
     assert {*whole_command(2.0, 2.5, 0.0, 0.0).values()} == {0.5}
 
 
-def test_a_command_says_what_the_whole_of_it_took(generated):
+def test_command_reports_its_total_time(generated):
     before = time.perf_counter() - process_start()
     found = generated("-m", 4).summary
     ready, first, last = (found[f"command_seconds_to_{name}"] for name in ("ready", "first_token", "last_token"))

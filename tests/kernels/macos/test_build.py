@@ -157,14 +157,14 @@ def test_it_is_an_extension_for_apple_silicon(mac):
     assert "_PyInit__gearbx_cpu" in mac.library.exports
 
 
-def test_mlx_has_every_function_that_is_called(mac):
+def test_mlx_has_every_called_function(mac):
     of_mlx = {name for name, where in mac.library.needs.items() if where == "@rpath/libmlx.dylib"}
     assert len(of_mlx) > 20
     assert of_mlx <= read_library(mac.mlx / "lib" / "libmlx.dylib").exports
     assert unresolved(mac.library) == set()
 
 
-def test_a_function_that_mlx_lacks_is_found_out(mac, tmp_path):
+def test_missing_mlx_function_is_found(mac, tmp_path):
     source = tmp_path / "calls.cpp"
     source.write_text(
         "namespace mlx::core { int no_such_function(); }\n"

@@ -35,7 +35,7 @@ def test_instructions_have_their_cycles():
 
 
 @pytest.mark.clang
-def test_a_simd_group_takes_what_one_of_its_lanes_takes():
+def test_simd_group_costs_same_as_lane():
     source = "const int i = thread_position_in_grid.x; float y = x[i]; if (i == 37) y += x[i - 1]; out[i] = y;"
     kernel = mx.fast.metal_kernel(name="one_lane", input_names=["x"], output_names=["out"], source=source)
     x, how = mx.zeros((64,)), options(64, 64, (64,), mx.float32)

@@ -61,7 +61,7 @@ def cases():
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize("case", list(cases()), ids=str)
-def test_one_pass_reads_every_packed_byte_once_and_is_right(case):
+def test_pass_reads_packed_bytes_once_and_is_right(case):
     p = product(case)
     for order, schedule in ((0, 0), (1, 1), (2, 7)):
         assert fault(case, p, run_launch(p.launch(), order, schedule)) == ""
@@ -77,7 +77,7 @@ def test_any_number_of_rows():
 
 @pytest.mark.some(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_vector_has_the_same_bits_in_any_company(dtype):
+def test_vector_is_batch_invariant(dtype):
     """Alone, or among up to 16 vectors, in any place, and with any order of reductions."""
     p = product(ExactCase(9, 1088, vectors=16, dtype=dtype, bias=True))
     for order in range(3):
@@ -163,7 +163,7 @@ def lying(p: Product, lie: str) -> Product:
 
 @pytest.mark.some(7)
 @pytest.mark.parametrize("lie", LIES)
-def test_offsets_that_lie_stay_inside_and_give_no_number(lie):
+def test_false_offsets_stay_inside_and_give_nan(lie):
     p = product(ExactCase(6, 576, vectors=3))
     false = lying(p, lie)
     report: Report = run_launch(false.launch())
@@ -178,7 +178,7 @@ def test_offsets_that_lie_stay_inside_and_give_no_number(lie):
     assert np.isnan(as_float(decoded(false))).any(axis=1).tolist() == short.tolist()
 
 
-def test_a_list_of_bytes_that_is_cut_stays_inside():
+def test_truncated_byte_list_stays_inside():
     p = product(ExactCase(6, 576))
     for size in (1, 5, 100):
         cut = dataclasses.replace(p, packed=dataclasses.replace(p.packed, high=p.packed.high[:size]))

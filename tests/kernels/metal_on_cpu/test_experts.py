@@ -79,7 +79,7 @@ def fault_of_experts(case: Case, shared: bool, change: Callable[[str], str] | No
 @pytest.mark.clang
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("shared", [True, False], ids=["a vector for both", "a vector each"])
-def test_a_pair_has_the_bits_of_the_expert_alone_and_reads_its_bytes(case, shared):
+def test_pair_equals_single_expert_and_reads_its_bytes(case, shared):
     assert fault_of_experts(case, shared) == ""
 
 
@@ -115,7 +115,7 @@ def test_a_mistake_is_caught(case, name):
         ((3, 1, 2, 8), (3, 2), None),
     ],
 )
-def test_how_vectors_and_indices_lie(x, indices, together):
+def test_vector_and_index_layouts(x, indices, together):
     assert pairs_of_a_vector(mx.zeros(x), mx.zeros(indices, mx.uint32)) == together
 
 
@@ -125,7 +125,7 @@ def refused(case: Case, x: mx.array, arrays: dict[str, mx.array], **how) -> str:
     return str(caught.value)
 
 
-def test_arrays_that_do_not_fit_are_refused():
+def test_mismatched_arrays_are_refused():
     case = CASES[1]
     arrays, x = stacked(alone(case)), mx.zeros((3, 1, 1, case.columns), case.dtype)
     assert "codebook is" in refused(case, x, arrays | {"codebook": arrays["codebook"][:2]})
@@ -169,7 +169,7 @@ def stacks_of(gearbox: Gearbox) -> int:
 @pytest.mark.slow
 @pytest.mark.clang
 @pytest.mark.parametrize("format", MODELS)
-def test_a_mixture_decodes_with_a_launch_for_each_stack_of_experts(format, launches):
+def test_moe_decode_launches_once_per_expert_stack(format, launches):
     native, stock = (boxed(format, kernels) for kernels in ("native", "mlx"))
     wanted = exact(stock.model(TOKEN))
     np.testing.assert_allclose(exact(native.model(TOKEN)), wanted, atol=1e-4 * np.abs(wanted).max())
@@ -183,7 +183,7 @@ def test_a_mixture_decodes_with_a_launch_for_each_stack_of_experts(format, launc
 
 @pytest.mark.clang
 @pytest.mark.parametrize("format", ["affine", "rowwise"])
-def test_auto_launches_experts_where_their_kernel_was_proven(format, launches, monkeypatch):
+def test_auto_launches_proven_expert_kernels(format, launches, monkeypatch):
     assert of_experts(boxed(format, "auto"), launches) == []
 
     def proof(text: str, key: str) -> proven.Proof | None:

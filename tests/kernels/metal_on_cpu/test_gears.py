@@ -59,7 +59,7 @@ def test_a_model_decodes_in_every_gear(format, launches):
 @pytest.mark.some(2)
 @pytest.mark.clang
 @pytest.mark.parametrize("format", GEARS)
-def test_auto_launches_what_was_proven_on_this_machine_and_nothing_else(format, launches, monkeypatch):
+def test_auto_launches_only_kernels_proven_here(format, launches, monkeypatch):
     def texts(gearbox: Gearbox) -> list[str]:
         launches.clear()
         for _ in every_gear(gearbox):
@@ -75,7 +75,7 @@ def test_auto_launches_what_was_proven_on_this_machine_and_nothing_else(format, 
     assert texts(gearbox) == ["matvec"] * packed + ["dense"] * len(gearbox.layers)
 
 
-def test_on_a_gpu_the_kernels_of_the_cpu_are_neither_compiled_nor_used(monkeypatch):
+def test_gpu_neither_compiles_nor_uses_cpu_kernels(monkeypatch):
     def compiled() -> None:
         raise AssertionError("compiled")
 
@@ -85,7 +85,7 @@ def test_on_a_gpu_the_kernels_of_the_cpu_are_neither_compiled_nor_used(monkeypat
     assert dispatch.fused_kernel("entropy_bits") is None
 
 
-def test_what_goes_to_metal(monkeypatch):
+def test_metal_takes_few_floating_point_vectors(monkeypatch):
     x = mx.zeros((1, 8, 64), mx.bfloat16)
     monkeypatch.setattr(metal, "available", lambda: False)
     assert not dispatch.is_metal(x)
@@ -108,7 +108,7 @@ def model():
 
 @pytest.mark.slow
 @pytest.mark.clang
-def test_the_top_gear_is_the_dense_model_on_kernels_of_its_own(launches):
+def test_top_gear_equals_dense_model_on_own_kernels(launches):
     native = Gearbox(model(), "4,16", format="exact", kernels="native")
     for tokens in (LONG_PROMPT[:, :1], LONG_PROMPT[:, :16], LONG_PROMPT):
         launches.clear()
@@ -119,7 +119,7 @@ def test_the_top_gear_is_the_dense_model_on_kernels_of_its_own(launches):
 
 @pytest.mark.slow
 @pytest.mark.clang
-def test_a_wrong_kernel_is_found_on_the_models_own_weights_and_not_used(launches, monkeypatch):
+def test_wrong_kernel_is_found_and_not_used(launches, monkeypatch):
     broken = changer("WINDOW = 144", "WINDOW = 16")
 
     def run(self: Prepared, *inputs: mx.array) -> mx.array:
@@ -146,7 +146,7 @@ def classes(model) -> dict[str, str]:
     return dict(zip(STOCK, (type(part).__name__ for part in parts)))
 
 
-def test_operations_are_replaced_on_a_cpu_and_none_on_metal(native, monkeypatch):
+def test_operations_are_replaced_only_on_cpu(native, monkeypatch):
     """Another gearbox gives back what it does not replace."""
     model = tiny_model()
     Gearbox(model, "16", kernels="native")

@@ -43,7 +43,7 @@ def ramp(dtype: mx.Dtype = mx.float32) -> mx.array:
 
 
 @pytest.mark.clang
-class TestWhatItComputes:
+class TestComputation:
     def test_copies_count_each_byte(self):
         report = run(GRID + "out[i] = x[i];", ramp())
         assert report.error == ""
@@ -168,7 +168,7 @@ def test_loops_can_be_unrolled(name):
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_a_text_declares_each_attribute_that_it_names(name):
+def test_source_declares_each_named_attribute(name):
     """MLX declares those that it finds in a kernel's body; it does not look into the header."""
     text = text_of(LAUNCHES[name]())
     declared = {each.name for each in parameters(text) if not each.is_buffer}
@@ -177,7 +177,7 @@ def test_a_text_declares_each_attribute_that_it_names(name):
 
 
 @pytest.mark.clang
-def test_a_loop_that_cannot_be_unrolled_is_noticed():
+def test_unrollable_loop_is_noticed():
     text = changer("place < per_word; place++", "place < int(masked[0]); place++")(text_of(LAUNCHES["one plane"]()))
     with pytest.raises(DoesNotCompile, match="unroll"):
         unroll(text)

@@ -47,7 +47,7 @@ def cases():
 
 @pytest.mark.some(4)
 @pytest.mark.parametrize("case", list(cases()), ids=str)
-def test_one_pass_reads_every_packed_byte_once_and_is_right(case):
+def test_pass_reads_packed_bytes_once_and_is_right(case):
     """In codebooks, the code below an outlier is read again: one in a row, or each of them with a library."""
     p = problem(case)
     for order, schedule in ((0, 0), (1, 1), (2, 7)):
@@ -86,7 +86,7 @@ def activation_reads(variant: str) -> tuple[int, int]:
     return int(report.reads["x"].sum()), report.threadgroup_bytes
 
 
-def test_variants_differ_in_where_activations_are_read():
+def test_variants_differ_in_activation_reads():
     vector = 1024 * 2
     assert activation_reads("registers") == (4 * vector, 0)  # each of 4 SIMD groups, once for its 4 rows
     assert activation_reads("threadgroup") == (vector, vector)  # the threadgroup, once
@@ -114,7 +114,7 @@ def test_no_number_reaches_its_row_only(value):
         assert np.isfinite(np.delete(y, 4)).all()
 
 
-def test_the_vector_after_a_ragged_one_does_not_reach_it():
+def test_vector_after_ragged_one_does_not_affect_it():
     """The memory after a vector holds the next one."""
     for format, bits in WITHOUT_GROUPS:
         case = Case(bits, 4, 21, vectors=2, format=format)

@@ -240,7 +240,7 @@ OF_LIES = {
 
 
 @pytest.mark.parametrize("name", OF_LIES)
-def test_mutation_is_caught_by_offsets_that_lie(name):
+def test_mutation_is_caught_by_false_offsets(name):
     lie, old, new, said = OF_LIES[name]
     p = lying(product(ExactCase(6, 576)), lie)
     report = run_launch(p.launch(), change=changer(old, new))
@@ -249,7 +249,7 @@ def test_mutation_is_caught_by_offsets_that_lie(name):
     assert said in found, found or "not caught"
 
 
-def test_company_is_seen_in_the_bits():
+def test_batch_variance_shows_in_bits():
     """The test of equal bits can fail: a vector alone, summed in another order, has other bits."""
     p = product(ExactCase(9, 1088, vectors=2, dtype=mx.float32))
     alone = dataclasses.replace(p, x=p.x[:1])

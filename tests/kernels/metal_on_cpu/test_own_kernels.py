@@ -40,7 +40,7 @@ def only(monkeypatch, *which: str) -> None:
     monkeypatch.setattr(subject, "mixture_checks", named)
 
 
-def test_checks_every_kernel(short):
+def test_verifies_every_kernel(short):
     rows = list(subject.check_all())
     assert [row["wrong"] for row in rows if row["wrong"]] == []
     assert all(row["checked"] and 0 < row["largest_error"] <= 1 for row in rows)
@@ -92,7 +92,7 @@ def model() -> nn.Module:
     return layers
 
 
-def test_what_is_right_is_kept_for_each_way_to_store(short, model):
+def test_right_kernels_are_kept_for_each_format(short, model):
     rows = list(subject.prove_all(model))
     ways = {("original weights", 2), ("4 bits", 2), ("exact", 0), ("exact", 2)}
     assert {(row["stored"], row["vectors"]) for row in rows} == ways
@@ -105,7 +105,7 @@ def test_what_is_right_is_kept_for_each_way_to_store(short, model):
 
 
 @pytest.mark.parametrize("refused", [False, True])
-def test_what_is_wrong_or_does_not_compile_is_named_and_not_kept_any_more(short, model, monkeypatch, refused):
+def test_wrong_or_uncompilable_kernels_are_named_and_dropped(short, model, monkeypatch, refused):
     list(subject.prove_all(model))
     right = Prepared.__call__
 
@@ -120,14 +120,14 @@ def test_what_is_wrong_or_does_not_compile_is_named_and_not_kept_any_more(short,
     assert not any(proven.proofs_here().values())
 
 
-def test_the_shapes_are_those_of_a_model():
+def test_shapes_match_model():
     model = tiny_model(dtype=mx.bfloat16)
     shapes = {tuple(layers.kind.shape) for layers in subject.layers_of_shapes(model)}
     linear = {tuple(module.weight.shape) for module in model.modules() if isinstance(module, nn.Linear)}
     assert linear <= shapes | {shape for shape in linear if shape[1] % 64}
 
 
-def test_a_line_says_how_often_ours_won():
+def test_summary_counts_own_kernels_faster_than_mlx():
     plain = {"stored": "4 bits", "vectors": 2, "kernel": "registers", "wrong": "", "won": False, "seconds_of_mlx": 1.0}
     rows = [
         {**plain, "shape": [8, 64], "seconds": 2.0},

@@ -54,7 +54,7 @@ def same_bits(a: mx.array, b: mx.array) -> bool:
 class TestDenseProducts:
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize(("vectors", "rows", "columns"), [(3, 13, 70), (4, 21, 512), (9, 8, 512), (1, 1, 3)])
-    def test_are_those_of_exact_arithmetic_and_read_the_weight_once(self, vectors, rows, columns, dtype):
+    def test_products_are_exact_and_read_weight_once(self, vectors, rows, columns, dtype):
         x, weight = normal(vectors, columns, dtype=dtype), normal(rows, columns, dtype=mx.bfloat16, seed=1)
         wanted, sizes = exact(x) @ exact(weight).T, np.abs(exact(x)) @ np.abs(exact(weight)).T
         bound = (columns / 32 + 8 + 5) * 2.0**-24 * sizes + UNIT[dtype] * np.abs(wanted) + SMALLEST[dtype]
@@ -66,7 +66,7 @@ class TestDenseProducts:
     @pytest.mark.some(3)
     @pytest.mark.parametrize("vectors", [2, 9, 16])
     @pytest.mark.parametrize("columns", [70, 512])
-    def test_a_vector_has_the_same_bits_in_any_company(self, columns, vectors):
+    def test_vector_is_batch_invariant(self, columns, vectors):
         x, weight = normal(1, vectors, columns), normal(13, columns, dtype=mx.float16, seed=1)
         y, _ = ran(dense_launch(x, weight))
         assert all(same_bits(ran(dense_launch(x[0, v], weight))[0], y[0, v]) for v in range(vectors))
@@ -88,7 +88,7 @@ class TestDenseProducts:
     ids=str,
 )
 @pytest.mark.parametrize("vectors", [3, 16])
-def test_a_vector_has_the_same_bits_in_any_company(case, vectors):
+def test_vector_is_batch_invariant(case, vectors):
     packed, x = problem(case), normal(vectors, case.columns, dtype=case.dtype, seed=2)
     best = dataclasses.replace(case, variant=None)
 
@@ -101,7 +101,7 @@ def test_a_vector_has_the_same_bits_in_any_company(case, vectors):
 
 @pytest.mark.metal_mutations
 @pytest.mark.parametrize("text", ORDER_BY_ROWS)
-def test_a_kernel_whose_order_depends_on_the_vectors_is_noticed(text):
+def test_batch_dependent_kernel_is_noticed(text):
     made, sound, dependent = ORDER_BY_ROWS[text]
     x = normal(3, 512)
     together = run_launch(made(x), change=changer(sound, dependent)).out[0][:1]
