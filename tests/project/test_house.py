@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from gearbx_mlx.__main__ import COMMANDS
 
 PACKAGE = Path(gearbx_mlx.__file__).parent
 SCRIPTS = Path(__file__).parents[2] / "scripts"
+TESTS = Path(__file__).parents[1]
 MODULES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
 MODULES |= {f"scripts/{path.relative_to(SCRIPTS).as_posix()}": path for path in sorted(SCRIPTS.rglob("*.py"))}
 PARSED = [name for name in COMMANDS if name != "lm_eval"]  # whose flags are lm-eval's own
@@ -35,6 +37,12 @@ def test_no_module_is_longer_than_800_lines():
 def test_no_function_is_longer_than_60_lines():
     lengths = [(n, f, lines) for n, path in MODULES.items() for f, lines in functions(path).items()]
     assert [found for found in lengths if found[2] > 60] == []
+
+
+def test_no_test_name_is_longer_than_8_words():
+    names = [name for path in TESTS.rglob("*.py") for name in re.findall(r"def (test_\w+)", path.read_text("utf-8"))]
+    assert len(names) > 1000
+    assert [name for name in names if name.count("_") > 8] == []
 
 
 def test_class_names_are_unique_in_package():
