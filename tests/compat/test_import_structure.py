@@ -5,9 +5,11 @@ import os
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).resolve().parents[2]
 IMPORT = """
 import json, sys
 if sys.argv[1:]:
@@ -25,9 +27,11 @@ print(json.dumps([sorted(dir(transformers)), LlamaConfig.__name__, scanned]))
 def imported(tmp_path):
     """Imports transformers in a process of its own: names that it has, and folders that it scanned."""
 
-    def run(*flags, env=os.environ):
+    def run(*flags):
         code = [sys.executable, "-c", IMPORT, *flags]
-        done = subprocess.run(code, env={**env, "XDG_CACHE_HOME": str(tmp_path)}, capture_output=True, text=True)
+        env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+        env.pop("PYTHONPATH", None)  # its startup/sitecustomize.py keeps a scan for the tests
+        done = subprocess.run(code, env=env, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         names, kind, scanned = json.loads(done.stdout.splitlines()[-1])
         assert kind == "LlamaConfig"

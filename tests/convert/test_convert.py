@@ -81,7 +81,7 @@ class TestChosenCodes:
         ("gears", "why"),
         [
             ("4,8,16", "no layer has codes to calibrate: the gears 4,8 share their first codes; use --gears 4,16"),
-            ("4,16", "prompts[0] has token"),  # the demo model's tokenizer knows more of them
+            ("4,16", "prompts[0]: tokens must be"),  # the demo model's tokenizer knows more of them
         ],
     )
     def test_uncalibratable_layers_use_rtn_unless_requested(

@@ -107,7 +107,7 @@ def test_memory_above_file_size_is_announced(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:.*become float16")
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_weights_of_any_type_take_no_room_in_the_cache(tmp_path, own_cache, kind):
+def test_weights_add_nothing_to_the_cache(tmp_path, own_cache, kind):
     small, large = (write(tmp_path / f"{n}.gguf", tiny_as("llama", **WIDE, num_hidden_layers=n), kind) for n in (1, 4))
     gearbx_mlx.load(small)
     first = {file: file.stat().st_size for file in own_cache.rglob("*") if file.suffix != ".gguf"}

@@ -200,7 +200,7 @@ class TestReconstructed:
     @pytest.mark.parametrize("format", ["planes", "affine"])
     def test_packed_format_has_no_cache(self, command, format):
         done = command("generate", "--format", format, "--kernels", "dequant-cache", "-m", 1)
-        assert_refused(done, f"format {format} is multiplied packed; give --format rowwise")
+        assert_refused(done, f"format {format} is multiplied packed; use --format rowwise")
 
 
 class TestGearbox:

@@ -57,14 +57,14 @@ def test_half_precision_weights_are_mapped(tmp_path, own_cache, native, kind):
     ],
     ids=["another file", "its end cut off", "removed", "a pipe"],
 )
-def test_a_file_that_changes_between_its_hash_and_its_weights_is_refused(file, change):
+def test_file_changed_before_weights_is_refused(file, change):
     directory = find(file)
     change(file)
     with refuses("was replaced while it was unpacked", "start again"):
         gearbx_mlx.load(directory)
 
 
-def test_a_file_that_changes_while_its_weights_are_read_is_refused(file, monkeypatch):
+def test_file_changed_during_reading_is_refused(file, monkeypatch):
     read = weight_files.read_weights
 
     def read_and_change(weights):
@@ -77,7 +77,7 @@ def test_a_file_that_changes_while_its_weights_are_read_is_refused(file, monkeyp
         gearbx_mlx.load(file)
 
 
-def test_a_file_that_is_cut_off_before_its_weights_are_used_is_an_error(tmp_path, own_cache, native):
+def test_file_truncated_before_use_is_an_error(tmp_path, own_cache, native):
     file = write(tmp_path / "model.gguf", tiny_as("llama"), Q8_0)
     model, _ = gearbx_mlx.load(file, lazy=True)
     os.truncate(file, 3000)
@@ -92,7 +92,7 @@ def test_the_headers_have_the_size_of_the_weights(tmp_path, own_cache, kind):
     assert weight_files.weights_size(directory) == sum(array.nbytes for array in arrays.values())
 
 
-def test_gears_are_kept_by_the_contents_of_the_file(file, own_cache, monkeypatch, tmp_path):
+def test_gears_are_kept_by_file_contents(file, own_cache, monkeypatch, tmp_path):
     monkeypatch.setattr(kept, "MIN_KEPT_BYTES", 0)
     made = logits(started(file))
     assert len(entries(own_cache)) == 1
@@ -116,7 +116,7 @@ def test_originals_are_read_back_from_the_file(file):
     assert mx.array_equal(model(prompt), expected)
 
 
-def test_a_converted_file_has_the_gears_of_the_same_weights_as_safetensors(tmp_path, file):
+def test_converted_gguf_has_gears_of_its_safetensors(tmp_path, file):
     plain = tmp_path / "plain"
     plain.mkdir()
     weight_files.write_safetensors(find(file), plain)

@@ -52,7 +52,7 @@ def test_prompts_are_read_and_not_predicted(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ({"share": "half"}, "--share 'half'"),
+        ({"share": "half"}, "--share: not numbers, got 'half'"),
         ({"between": "16,4"}, "lower one first"),
         ({"between": "5,16"}, "--between"),
         ({"gears": "16"}, "--gears 16: one gear"),

@@ -128,8 +128,8 @@ def refused(case: Case, x: mx.array, arrays: dict[str, mx.array], **how) -> str:
 def test_mismatched_arrays_are_refused():
     case = CASES[1]
     arrays, x = stacked(alone(case)), mx.zeros((3, 1, 1, case.columns), case.dtype)
-    assert "codebook is" in refused(case, x, arrays | {"codebook": arrays["codebook"][:2]})
-    assert "not a list for each expert" in refused(case, x, arrays | {"outliers": arrays["outliers"][0]})
+    assert "codebook: must be" in refused(case, x, arrays | {"codebook": arrays["codebook"][:2]})
+    assert "must be one list per expert" in refused(case, x, arrays | {"outliers": arrays["outliers"][0]})
     assert "weight is" in refused(case, mx.zeros((3, 1, 1, 2 * case.columns), case.dtype), arrays)
     case = Case((4, 4), 13, 128)
     arrays, x = stacked(alone(case)), mx.zeros((3, 1, 1, case.columns), case.dtype)
