@@ -111,7 +111,9 @@ def keep_hash(file: Path, state: State, known: str) -> None:
 def hash_place(file: Path) -> Path:
     """Return the place of a file's hash in the cache. Raises CacheUnusable if other users can write to it."""
     check_owner(open_cache() / HASHES)
-    return cache_entry(f"{HASHES}/{hashlib.sha256(os.path.abspath(file).encode()).hexdigest()[:16]}.json")
+    return cache_entry(
+        f"{HASHES}/{hashlib.sha256(f'{PART_BYTES} {os.path.abspath(file)}'.encode()).hexdigest()[:16]}.json"
+    )
 
 
 def unpacked(stem: str, source: str, write: Callable[[Path], None]) -> Path:
