@@ -207,8 +207,8 @@ def run(command: Callable[[], int | None]) -> NoReturn:
 
 def leave(status: int) -> NoReturn:
     """Exit with a status; in a process of this package without Python's teardown of modules, which takes 0.2 s."""
-    main = sys.modules["__main__"]
-    name = main.__spec__.name if main.__spec__ else Path(main.__file__ or "").name
+    main: Any = sys.modules["__main__"]
+    name = main.__spec__.name if main.__spec__ else Path(getattr(main, "__file__", "")).name
     if not name.startswith(PROGRAMS):  # a program that called a command goes on
         sys.exit(status)
     threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing ends a process: threads first

@@ -28,7 +28,7 @@ def test_manifest_tables_run_on_their_checkpoint(command, succeeds, tmp_path):
     layers["model.layers.0.self_attn.q_proj"] = 3
     edit(manifest, bits=[3, 4, 5, 6, 8], gears={"4": table})
     given = "generate", "--model", checkpoint, "--manifest", manifest
-    assert_refused(command(*given, *flags), "3-bit")
+    assert_refused(command(*given, *flags), "tables' bits, got 3;")
     edit(manifest, fingerprint="0" * 32)
     for more in ((), ("--target-tps", "5")):
         assert_refused(command(*given, *more), f"error: {manifest}: made for a model with different weights")
