@@ -30,7 +30,8 @@ from gearbx_mlx.decoding.caches import in_common
 from gearbx_mlx.decoding.drafters import DraftTarget
 from gearbx_mlx.decoding.drafters.lookup import Lookup, LookupAgreement
 from gearbx_mlx.decoding.drafters.low_gear import LowGear, draft_cost
-from gearbx_mlx.decoding.loop import DecodePlan, DecodeState, decode
+from gearbx_mlx.decoding.loop import decode
+from gearbx_mlx.decoding.plan import DecodePlan, DecodeState
 from gearbx_mlx.decoding.policy import FixedPolicy, LearnedPolicy
 from gearbx_mlx.decoding.response import GeneratedText
 from gearbx_mlx.decoding.rows import Verification, Verifier

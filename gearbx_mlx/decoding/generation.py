@@ -24,8 +24,9 @@ from ..gears.mapped import mapped_bytes
 from ..kernels.device import recommended_memory
 from ..routing.gates import Monitor, Reading
 from .governor import Governor, MemoryGuard
-from .loop import UNLIMITED, DecodePlan, DecodeState, decode
+from .loop import decode
 from .mode import encoded
+from .plan import UNLIMITED, DecodePlan, DecodeState
 from .response import GearResponse, GeneratedText, GeneratedToken, telemetry_of
 from .sampling import Chooser, Processor, Sampler, has_nan
 

@@ -21,9 +21,9 @@ from ..telemetry.summary import Tally
 from .caches import Cache
 from .generation import Keywords, Telemetry, responses, tokenizer_for
 from .governor import Governor
-from .loop import DecodePlan, DecodeState
 from .mode import Mode, gear_of_prompt, thresholds_for, vocabulary_of
 from .modes import KickdownSettings
+from .plan import DecodePlan, DecodeState
 from .response import GearResponse, Step
 from .rows import Tokens, Verification, Verifier
 from .sampling import LogitsReader, blame_of, reader_of

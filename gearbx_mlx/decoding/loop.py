@@ -18,11 +18,8 @@ A GPU is never idle: draft and verification are queued without a read in between
 round's tokens are yielded.
 """
 
-import contextlib
-import time
 import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -30,118 +27,14 @@ import numpy as np
 
 from ..compat.arrays import set_random_state
 from ..errors import GearbxError, GearbxWarning, one_line
-from ..ranks.agreement import ALONE, Agreement
-from .caches import gears_of, in_common, length
-from .drafters import Drafter
-from .policy import FixedPolicy, LearnedPolicy
-from .response import DRAFT, GeneratedText, GeneratedToken, Step
-from .rows import NO_TOKENS, Proposal, RunsPasses, VerifiedPass
-from .sampling import MLX_READER, Choice, Chooser, ChosenRows, LogitsReader, choose_rows, kv_read, rounding_of
+from .ahead import plain
+from .caches import in_common
+from .plan import DecodePlan, DecodeState
+from .response import DRAFT, GeneratedToken
+from .rows import NO_TOKENS, Proposal, VerifiedPass
+from .sampling import Choice, choose_rows, kv_read, rounding_of
 
-UNLIMITED = 2**40  # entries of a KV cache
-SLOW_READER = 0.2  # share of a round's time; slower consumers of the tokens may keep a device waiting
 CLEARED = 256  # tokens between calls of mx.clear_cache, as in mlx-lm
-
-
-@dataclass(frozen=True)
-class DecodePlan:
-    """Settings of one sequence.
-
-    Attributes:
-        verifier: runs the passes whose logits choose the tokens.
-        chooser, reader: choose tokens from logits.
-        policy: chooses the number of proposed tokens.
-        agreement: of ranks that share the model.
-        quantize: quantizes the KV cache once it has `quantized_from` entries, as mlx-lm does.
-        keeps_cache: True if a caller uses the KV cache afterwards.
-        stream: MLX stream of all computations; None: the default stream.
-        prefill_step: tokens of a prompt per forward pass.
-        progress: called with the number of prefilled tokens, and the prompt's.
-        embeddings: of the prompt's tokens (n, D); None: the model's own.
-        clock: seconds.
-    """
-
-    verifier: RunsPasses
-    chooser: Chooser
-    reader: LogitsReader = MLX_READER
-    policy: LearnedPolicy = field(default_factory=FixedPolicy)
-    agreement: Agreement = ALONE
-    quantize: Callable[[list[Any]], None] = lambda cache: None
-    quantized_from: int = UNLIMITED
-    keeps_cache: bool = False
-    stream: Any = None
-    prefill_step: int = 2048
-    progress: Callable[[int, int], None] = lambda read, tokens: None
-    embeddings: mx.array | None = None
-    clock: Callable[[], float] = time.perf_counter
-
-    def embedded(self, start: int, end: int) -> dict[str, mx.array]:
-        """Return the model's keyword for a part of the prompt with embeddings; {} without."""
-        return {} if self.embeddings is None else {"input_embeddings": self.embeddings[None, start:end]}
-
-    def on_stream(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if self.stream is None else mx.stream(self.stream)
-
-
-@dataclass
-class DecodeState:
-    """State of a sequence during generation.
-
-    Between rounds, `cache` holds all tokens of `text` but the last one. `text` already has all tokens of a round while
-    they are yielded.
-
-    Attributes:
-        cache: the verifier's KV cache, one entry per layer.
-        drafters: in order of priority.
-        found: the latest verification.
-        random_states: MLX's, after each of its tokens; empty for greedy decoding.
-        shown: number of its tokens that were yielded.
-        proposal: the next one if it is already queued; None otherwise.
-        started: start of its round, and `away` at that time, in seconds.
-        away: seconds that consumers of the tokens took.
-        is_last_read: True if the KV cache holds the last token too, because the next pass ran ahead.
-    """
-
-    text: GeneratedText
-    cache: list[Any]
-    drafters: list[Drafter] = field(default_factory=list)
-    found: VerifiedPass | None = None
-    random_states: Sequence[mx.array] = ()
-    shown: int = 0
-    proposal: Proposal | None = None
-    started: tuple[float, float] = 0.0, 0.0
-    away: float = 0.0
-    is_last_read: bool = False
-
-    def __post_init__(self) -> None:
-        self.kv_gears = gears_of(self.cache)
-        """Gears of the KV cache; None without."""
-
-    def is_queued(self, plan: DecodePlan) -> bool:
-        """Return whether passes are queued for a device, rather than computed in the call."""
-        return not plan.verifier.computes_at_once(self.cache)
-
-    def room(self, plan: DecodePlan) -> int:
-        """Return the most tokens to propose: the verifier adds one, and a KV cache is quantized between passes."""
-        room = self.text.room - 1
-        if plan.quantized_from < UNLIMITED:
-            until_quantized = plan.quantized_from - length(self.cache) - 1
-            room = room if until_quantized < 0 else min(room, until_quantized)
-        return int(min(room, UNLIMITED))
-
-    def seconds(self, plan: DecodePlan) -> float | None:
-        """Return the seconds since the round's start; None if the device may have waited for a consumer."""
-        start, away = self.started
-        whole, away = plan.clock() - start, self.away - away
-        if not self.is_queued(plan):
-            return whole - away
-        return whole if away < SLOW_READER * whole else None
-
-    def time_plain(self, plan: DecodePlan) -> None:
-        """Report the time of a plain token to the policy, unless a gear made at the same time has slowed it."""
-        seconds = self.seconds(plan)
-        if seconds is not None and all(drafter.is_ready for drafter in self.drafters):
-            plan.policy.add_plain(seconds)
 
 
 def decode(plan: DecodePlan, state: DecodeState) -> Generator[GeneratedToken, None, None]:
@@ -299,76 +192,6 @@ def round_of(
     elif not is_first:
         state.time_plain(plan)
     return tokens
-
-
-@dataclass
-class Queued:
-    """A token that the device computes.
-
-    Attributes:
-        found: the forward pass.
-        rows: tokens chosen from its logits (one row).
-        id: (1,), the token.
-        step: passes and bytes of the token.
-        context: the tokens before it (n,), for logits processors.
-    """
-
-    found: VerifiedPass
-    rows: ChosenRows
-    id: mx.array
-    step: Step
-    context: mx.array | None
-
-
-def plain(plan: DecodePlan, state: DecodeState) -> Iterator[GeneratedToken]:
-    """Yield tokens without proposals, one pass ahead, until the sequence ends or a drafter proposes.
-
-    As in mlx-lm, the next pass is queued before the previous token is read, so a device never waits for Python. Native
-    CPU kernels compute in the call, so their plain tokens are rounds of one row.
-    """
-    text, state.proposal = state.text, None
-    context = text.array() if plan.chooser.processors else None
-    coming: Queued | None = queue(plan, state, mx.array([text.last], mx.uint32), context)
-    while coming is not None:
-        state.started = plan.clock(), state.away
-        ahead = None
-        if stays_plain(plan, state):
-            known = coming.context
-            context = None if known is None else mx.concatenate([known, coming.id.astype(known.dtype)])
-            ahead = queue(plan, state, coming.id, context)
-        tokens, choices, _ = coming.rows.read(ALONE)
-        text.add(int(tokens[0]))
-        state.found, state.is_last_read = None, ahead is not None
-        for drafter in state.drafters:
-            drafter.settle(text, coming.found)
-        state.time_plain(plan)
-        yield GeneratedToken(text.last, coming.rows.logprobs[0], float(choices[0, Choice.ENTROPY]), coming.step)
-        coming = ahead if text.goes_on else None
-
-
-def stays_plain(plan: DecodePlan, state: DecodeState) -> bool:
-    """Return whether no drafter will propose tokens after the one in computation."""
-    if state.text.room <= 1:
-        return False  # this token is the last one
-    room = state.room(plan) - 1
-    return room < 1 or not any(drafter.length(state.text, room, plan.policy) for drafter in state.drafters)
-
-
-def queue(plan: DecodePlan, state: DecodeState, last: mx.array, context: mx.array | None) -> Queued:
-    """Queue the token after `last` (1,)."""
-    with plan.on_stream():
-        plan.quantize(state.cache)
-        found = plan.verifier.verify(last, state.cache)
-        try:
-            rows = choose_rows(plan.chooser, plan.reader, plan.agreement, found.logits[0], context)
-        except BaseException:  # an interrupt, or an error of a sampler or logits processor
-            found.keep(0)
-            raise
-        rows = replace(rows, choices=plan.agreement.arrays(rows.choices)[0])
-        token = rows.sampled[0] if rows.sampled else rows.choices[:, Choice.TOKEN].astype(mx.uint32)
-        mx.async_eval(token, rows.choices, rows.logprobs)  # evaluated later, they slow the next passes by a tenth
-    (step,) = found.steps(NO_TOKENS, 0, **kv_read(state.kv_gears))
-    return Queued(found, rows, token, step, context)
 
 
 def leave(plan: DecodePlan, state: DecodeState) -> None:

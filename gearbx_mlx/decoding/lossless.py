@@ -23,9 +23,9 @@ from .drafters import Drafter, DraftTarget, drafters_for
 from .generation import Keywords, Telemetry, responses, tokenizer_for
 from .governor import Governor
 from .learned import Knowledge, knowledge, speed_rows
-from .loop import DecodePlan, DecodeState
 from .mode import vocabulary_of
 from .modes import LosslessSettings
+from .plan import DecodePlan, DecodeState
 from .policy import DEFAULT_LENGTH, MAX_DRAFTED, FixedPolicy
 from .response import GearResponse
 from .rows import Verifier, warn_of_other_paths

@@ -29,9 +29,9 @@ from ..telemetry.summary import Tally
 from .caches import Snapshot, length, parts
 from .generation import PREFILL_STEP_SIZE, Keywords, Telemetry, responses, tokenizer_for
 from .governor import Governor
-from .loop import DecodePlan, DecodeState
 from .mode import Mode
 from .modes import PairSettings
+from .plan import DecodePlan, DecodeState
 from .response import GearResponse, Step
 from .sampling import not_finite, reader_of
 

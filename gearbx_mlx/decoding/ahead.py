@@ -1,0 +1,86 @@
+"""Plain decoding one token ahead, as in mlx-lm: the next pass is queued before the previous token is known.
+
+Mode lossless uses it where a device computes and nothing is proposed, so the device never waits for Python. Native CPU
+kernels return when a pass is done, so there each token is a round of one row.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+
+from ..ranks.agreement import ALONE
+from .plan import DecodePlan, DecodeState
+from .response import GeneratedToken, Step
+from .rows import NO_TOKENS, VerifiedPass
+from .sampling import Choice, ChosenRows, choose_rows, kv_read
+
+
+@dataclass
+class Queued:
+    """A token that the device computes.
+
+    Attributes:
+        found: the forward pass.
+        rows: tokens chosen from its logits (one row).
+        id: (1,), the token.
+        step: passes and bytes of the token.
+        context: the tokens before it (n,), for logits processors.
+    """
+
+    found: VerifiedPass
+    rows: ChosenRows
+    id: mx.array
+    step: Step
+    context: mx.array | None
+
+
+def plain(plan: DecodePlan, state: DecodeState) -> Iterator[GeneratedToken]:
+    """Yield tokens without proposals, one pass ahead, until the sequence ends or a drafter proposes.
+
+    As in mlx-lm, the next pass is queued before the previous token is read, so a device never waits for Python. Native
+    CPU kernels compute in the call, so their plain tokens are rounds of one row.
+    """
+    text, state.proposal = state.text, None
+    context = text.array() if plan.chooser.processors else None
+    coming: Queued | None = queue(plan, state, mx.array([text.last], mx.uint32), context)
+    while coming is not None:
+        state.started = plan.clock(), state.away
+        ahead = None
+        if stays_plain(plan, state):
+            known = coming.context
+            context = None if known is None else mx.concatenate([known, coming.id.astype(known.dtype)])
+            ahead = queue(plan, state, coming.id, context)
+        tokens, choices, _ = coming.rows.read(ALONE)
+        text.add(int(tokens[0]))
+        state.found, state.is_last_read = None, ahead is not None
+        for drafter in state.drafters:
+            drafter.settle(text, coming.found)
+        state.time_plain(plan)
+        yield GeneratedToken(text.last, coming.rows.logprobs[0], float(choices[0, Choice.ENTROPY]), coming.step)
+        coming = ahead if text.goes_on else None
+
+
+def stays_plain(plan: DecodePlan, state: DecodeState) -> bool:
+    """Return whether no drafter will propose tokens after the one in computation."""
+    if state.text.room <= 1:
+        return False  # this token is the last one
+    room = state.room(plan) - 1
+    return room < 1 or not any(drafter.length(state.text, room, plan.policy) for drafter in state.drafters)
+
+
+def queue(plan: DecodePlan, state: DecodeState, last: mx.array, context: mx.array | None) -> Queued:
+    """Queue the token after `last` (1,)."""
+    with plan.on_stream():
+        plan.quantize(state.cache)
+        found = plan.verifier.verify(last, state.cache)
+        try:
+            rows = choose_rows(plan.chooser, plan.reader, plan.agreement, found.logits[0], context)
+        except BaseException:  # an interrupt, or an error of a sampler or logits processor
+            found.keep(0)
+            raise
+        rows = replace(rows, choices=plan.agreement.arrays(rows.choices)[0])
+        token = rows.sampled[0] if rows.sampled else rows.choices[:, Choice.TOKEN].astype(mx.uint32)
+        mx.async_eval(token, rows.choices, rows.logprobs)  # evaluated later, they slow the next passes by a tenth
+    (step,) = found.steps(NO_TOKENS, 0, **kv_read(state.kv_gears))
+    return Queued(found, rows, token, step, context)
