@@ -142,7 +142,7 @@ def test_mismatched_arrays_are_refused():
     for case in (Case(6, 13, 85, format="rowwise"), Case(4, 13, 85, format="groupwise")):
         arrays, x = stacked(alone(case)), mx.zeros((3, 1, 1, case.columns), case.dtype)
         assert "must be rows of 85" in refused(case, x, arrays | {"w0": arrays["w0"][0]})
-        assert "do not fit 13 rows" in refused(case, x, arrays | {"scales": arrays["scales"][:2]})
+        assert "scales: must have 13 rows" in refused(case, x, arrays | {"scales": arrays["scales"][:2]})
 
 
 MODELS = {"codebook": 3, "codebook-library": 4, "affine": 5, "rowwise": 6, "groupwise": 4}
