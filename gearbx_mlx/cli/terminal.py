@@ -213,9 +213,9 @@ def leave(status: int) -> NoReturn:
         sys.exit(status)
     threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing ends a process: threads first
     atexit._run_exitfuncs()
-    with suppress(OSError, ValueError):  # closed streams
-        sys.stdout.flush()
-        sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # closed, or None where the process was given none
+            stream.flush()
     os._exit(status)
 
 

@@ -67,7 +67,7 @@ def test_one_page_and_one_file(bench, tiny_directory):
     assert lines[-1] == report["line"]
     assert len(report["verdict"]) == 3
     assert " ".join(report["verdict"]) in done.out
-    assert "these figures say nothing of a GPU" in done.err
+    assert "the figures do not apply to a GPU" in done.err
     assert f"{3 * len(WAYS) * 6:,} forward passes" in " ".join(done.err.split())
     assert re.search(r"about \S+ minutes at mlx-lm's speed", " ".join(done.err.split()))
 
@@ -177,7 +177,7 @@ class TestInterrupted:
         done = bench()
         assert done.status == 0
         assert "mac.json" in done.err
-        assert "it is not used" in done.err
+        assert "it is ignored and replaced" in done.err
 
 
 @pytest.mark.slow

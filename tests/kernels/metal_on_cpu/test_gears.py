@@ -127,7 +127,7 @@ def test_wrong_kernel_is_found_and_not_used(launches, monkeypatch):
         return self.result(mx.array(report.out[0], self.options["output_dtypes"][0]))
 
     monkeypatch.setattr(Prepared, "__call__", run)
-    with pytest.warns(GearbxWarning, match="times what rounding explains"):
+    with pytest.warns(GearbxWarning, match="times the rounding bound"):
         made = Gearbox(model(), "4,16", format="exact", kernels="native")
     y, wanted = exact(made.model(LONG_PROMPT[:, :1])), exact(model()(LONG_PROMPT[:, :1]))
     np.testing.assert_allclose(y, wanted, atol=3e-2 * np.abs(wanted).max())
