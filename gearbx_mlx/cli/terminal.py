@@ -213,8 +213,8 @@ def leave(status: int) -> NoReturn:
         sys.exit(status)
     threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing ends a process: threads first
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):  # closed, or None where the process was given none
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None if the process was started without one
+        with suppress(OSError, ValueError):  # closed
             stream.flush()
     os._exit(status)
 
