@@ -112,7 +112,7 @@ LATE = "no token for 1 s; set a longer --server-timeout"
         (lambda: chat_answer(PAIR, [-7.1] * 20), "token 2: probabilities: 44 unlisted tokens of at most ", 2),
         (lambda: chat_answer(PAIR, [-5.0] * 70), "token 2: log-probabilities: must be at most 64, got 70", 2),
         (lambda: answer(whole([chat_entry(PAIR), {"token": "b"}])), "token 2: log-probabilities: must not be empty", 2),
-        (lambda: answer(whole([], "bare")), "gives no log-probabilities for m", 1),
+        (lambda: answer(whole([], "bare")), "no log-probabilities for m", 1),
         (lambda: Answer([b'{"choices": [{']), "not JSON", 1),
         (lambda: answer({"choices": [{"logprobs": {"content": 3}}]}), "content is 3, not a list", 1),
         (lambda: refused("overloaded", 503), "answers 503 (overloaded); see the server's log", 1),

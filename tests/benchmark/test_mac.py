@@ -151,7 +151,7 @@ class TestInterrupted:
             return timed(*arguments)
 
         with monkeypatch.context() as patched:
-            patched.setattr(subject, "timed_text", until)
+            patched.setattr(subject, "timed_output", until)
             return bench()
 
     def test_completed_measurements_are_kept(self, interrupted):

@@ -62,7 +62,7 @@ def test_a_draft_model_drafts(small):
 def test_other_models_load_only_if_allowed(small):
     body = {"prompt": "Once", "max_tokens": 8, "model": small}
     with served(gears="4,16", **QUIET) as client:
-        assert error_of(client.post("/v1/completions", json=body), 404).endswith("demo is")
+        assert error_of(client.post("/v1/completions", json=body), 404).endswith("choose from demo")
     with served(gears="4,16", allow_models=True, **QUIET) as client:
         own = text_of(client, "Once", max_tokens=8)
         other = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
