@@ -170,7 +170,10 @@ def error_of(grouped: mx.array, codes: mx.array, step: mx.array, offset: mx.arra
 def sums(grouped: mx.array) -> mx.array:
     """Return sums (..., G) over groups (..., G, g), bit-identical to the native kernel by its order of addition."""
     lanes = grouped.reshape(*grouped.shape[:-1], -1, 16).sum(axis=-2)
-    return mx.contiguous(mx.moveaxis(lanes, -1, 0)).sum(axis=0)
+    while lanes.shape[-1] > 1:
+        lower, upper = mx.split(lanes, 2, axis=-1)
+        lanes = lower + upper
+    return lanes.squeeze(-1)
 
 
 def _join(parts: Sequence[Planes]) -> Planes:

@@ -65,6 +65,8 @@ inline Floats unless_less(Floats z, float least, Floats a) { return z < all(leas
 
 #endif
 
+inline Floats smaller(Floats a, Floats b) { return -larger(-a, -b); }
+
 constexpr int LANES = sizeof(Floats) / 4;
 typedef uint32_t Ints __attribute__((vector_size(sizeof(Floats))));
 

@@ -182,9 +182,15 @@ inline float rounded_to_fp16(float value) {
 
 // The sum of all eight numbers, always in this order.
 inline float sum8(F8 a) {
+#ifdef GEARBX_AVX2
+  const __m128 fours = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  const __m128 twos = _mm_add_ps(fours, _mm_movehl_ps(fours, fours));
+  return _mm_cvtss_f32(_mm_add_ss(twos, _mm_movehdup_ps(twos)));
+#else
   float v[8];
   store8(v, a);
   return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
+#endif
 }
 
 // Stored types, with overloads that convert them.

@@ -1,17 +1,17 @@
 // Eight codes of any width are moved at a time: to the lower bits of eight bytes, and from there to packed form. New
-// codes are bytes from the start. Sums over a group use 16 lanes, in an order that no compiler changes.
+// codes are bytes from the start. Sums over a group use 16 lanes, which are then added by halves: an order that no
+// compiler changes, in which four additions wait for each other instead of sixteen.
 
 #include "split_codes.h"
 
-#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <type_traits>
 #include <vector>
 
+#include "lanes.h"
 #include "matvec.h"
 #include "pool.h"
-#include "simd.h"
 #include "split.h"
 
 namespace gearbx {
@@ -71,13 +71,35 @@ constexpr Unpack UNPACK[] = {unpack_row<1>, unpack_row<2>, unpack_row<3>, unpack
 constexpr Pack PACK[] = {pack_row<1>, pack_row<2>, pack_row<3>, pack_row<4>,
                          pack_row<5>, pack_row<6>, pack_row<7>, pack_row<8>};
 
-constexpr int SUMS = 16;
 constexpr float WHOLE = 12582912.0f;  // added to a number below 2^22, it gives the nearest integer, ties to even
 
-float sum_of(const float* lanes) {
-  float sum = lanes[0];
-  for (int lane = 1; lane < SUMS; lane++) sum += lanes[lane];
-  return sum;
+constexpr int SUMS = 16, PARTS = SUMS / LANES;  // sums over a group, in as many vectors
+typedef Floats Sums[PARTS];
+
+// The weights or codes of a group.
+template <int GROUP>
+struct Group {
+  static constexpr int VECTORS = GROUP / LANES;
+  Floats at[VECTORS];
+};
+
+float sum_of(const Sums& sums) {
+#ifdef GEARBX_AVX512
+  const EvenOdd halves = in_halves(sums[0]);
+  return sum8(add8(halves.even, halves.odd));
+#elif defined(GEARBX_NEON)
+  return sum8({sums[0] + sums[2], sums[1] + sums[3]});
+#else
+  return sum8(add8(sums[0], sums[1]));
+#endif
+}
+
+float largest(const Sums& sums) {
+  float v[SUMS];
+  for (int i = 0; i < PARTS; i++) store(v + i * LANES, sums[i]);
+  const auto of = [](float a, float b) { return a > b ? a : b; };
+  for (int i = 0; i < 8; i++) v[i] = of(v[i], v[i + 8]);
+  return of(of(of(v[0], v[4]), of(v[2], v[6])), of(of(v[1], v[5]), of(v[3], v[7])));
 }
 
 template <class T>
@@ -88,57 +110,60 @@ float rounded_to(float value) {
 }
 
 template <int GROUP>
-void nearest(const float* w, float step, float offset, float most, float* codes) {
-  for (int i = 0; i < GROUP; i++) {
-    const float at = (w[i] - offset) / step, above = at > 0 ? at : 0;  // and 0 for NaN
-    codes[i] = ((above < most ? above : most) + WHOLE) - WHOLE;
+Group<GROUP> nearest(const Group<GROUP>& w, float step, float offset, float most) {
+  Group<GROUP> codes;
+  for (int i = 0; i < w.VECTORS; i++) {
+    const Floats at = (w.at[i] - all(offset)) / all(step), above = larger(at, all(0));  // and 0 for NaN
+    codes.at[i] = (smaller(above, all(most)) + all(WHOLE)) - all(WHOLE);
   }
+  return codes;
 }
+
+// A group, its codes, and the step and offset that bring them back.
+template <int GROUP>
+struct Fit {
+  Group<GROUP> w, codes;
+  float step, offset;
+};
 
 // The scale and offset that bring codes nearest to the weights, rounded to a type.
 template <class T, int GROUP>
-void least_squares(const float* w, const float* codes, float least, float* step, float* offset) {
-  float of_codes[SUMS] = {}, of_weights[SUMS] = {}, squares[SUMS] = {}, products[SUMS] = {};
-  for (int i = 0; i < GROUP; i += SUMS)
-    for (int lane = 0; lane < SUMS; lane++) of_codes[lane] += codes[i + lane], of_weights[lane] += w[i + lane];
+void least_squares(const Fit<GROUP>& of, float least, float* step, float* offset) {
+  Sums of_codes = {}, of_weights = {}, squares = {}, products = {};
+  for (int i = 0; i < of.w.VECTORS; i++) of_codes[i % PARTS] += of.codes.at[i], of_weights[i % PARTS] += of.w.at[i];
   const float count = static_cast<float>(GROUP), middle = sum_of(of_codes) / count;
-  for (int i = 0; i < GROUP; i += SUMS)
-    for (int lane = 0; lane < SUMS; lane++) {
-      const float away = codes[i + lane] - middle;
-      squares[lane] += away * away;
-      products[lane] += away * w[i + lane];
-    }
+  for (int i = 0; i < of.w.VECTORS; i++) {
+    const Floats away = of.codes.at[i] - all(middle);
+    squares[i % PARTS] += away * away;
+    products[i % PARTS] += away * of.w.at[i];
+  }
   const float square = sum_of(squares), best = sum_of(products) / (square > 1e-9f ? square : 1e-9f);
   *step = rounded_to<T>(best > least ? best : least);
   *offset = rounded_to<T>(sum_of(of_weights) / count - *step * middle);
 }
 
-// The sum of squared errors of the codes.
 template <int GROUP>
-float error_of(const float* w, const float* codes, float step, float offset) {
-  float squares[SUMS] = {};
-  for (int i = 0; i < GROUP; i += SUMS)
-    for (int lane = 0; lane < SUMS; lane++) {
-      const float left = w[i + lane] - (codes[i + lane] * step + offset);
-      squares[lane] += left * left;
-    }
+float squared_error(const Fit<GROUP>& of) {
+  Sums squares = {};
+  for (int i = 0; i < of.w.VECTORS; i++) {
+    const Floats left = of.w.at[i] - (of.codes.at[i] * all(of.step) + all(of.offset));
+    squares[i % PARTS] += left * left;
+  }
   return sum_of(squares);
 }
 
 // The smallest and the largest weight of a group; false if one is not finite.
 template <int GROUP>
-bool ends_of(const float* w, float* least, float* most) {
-  float low[SUMS], high[SUMS], zeros[SUMS];  // a finite number minus itself is 0
-  for (int lane = 0; lane < SUMS; lane++) low[lane] = high[lane] = w[lane], zeros[lane] = w[lane] - w[lane];
-  for (int i = SUMS; i < GROUP; i += SUMS)
-    for (int lane = 0; lane < SUMS; lane++) {
-      const float value = w[i + lane];
-      low[lane] = value < low[lane] ? value : low[lane];
-      high[lane] = value > high[lane] ? value : high[lane];
-      zeros[lane] += value - value;
-    }
-  *least = *std::min_element(low, low + SUMS);
-  *most = *std::max_element(high, high + SUMS);
+bool ends_of(const Group<GROUP>& w, float* least, float* most) {
+  Sums low, high, zeros = {};
+  for (int i = 0; i < PARTS; i++) low[i] = -w.at[i], high[i] = w.at[i];
+  for (int i = 0; i < w.VECTORS; i++) {
+    low[i % PARTS] = larger(-w.at[i], low[i % PARTS]);
+    high[i % PARTS] = larger(w.at[i], high[i % PARTS]);
+    zeros[i % PARTS] += w.at[i] - w.at[i];  // 0 for a finite number
+  }
+  *least = -largest(low);
+  *most = largest(high);
   return sum_of(zeros) == 0;
 }
 
@@ -162,7 +187,9 @@ void put(Fp16* numbers, int64_t at, float value) {
   numbers[at].bits = static_cast<uint16_t>((bits >> 16 & 0x8000) | half);
 }
 
-// As `scale_and_bias` of kernels/bit_planes.py. The codes of a row, each in a byte.
+// As `scale_and_bias` of kernels/bit_planes.py, and `quantize` of formats/planes.py. The codes of a row, each in a byte.
+//
+// What is found of a group waits for what was found before, so each step takes several groups in turn.
 template <class T, int GROUP>
 void find_row(const gearbx_splitting& m, int64_t row, uint8_t* bytes) {
   const gearbx_grid& grid = *m.grid;
@@ -170,35 +197,44 @@ void find_row(const gearbx_splitting& m, int64_t row, uint8_t* bytes) {
   const int rest = m.bits - m.widths[0];
   const auto most = static_cast<float>((1 << m.bits) - 1), above = static_cast<float>(1 << rest), below = 1 / above;
   const int64_t groups = m.columns / GROUP, height = m.panel_rows ? m.panel_rows : 1;
-  float w[GROUP], codes[GROUP], others[GROUP];
-  for (int64_t g = 0; g < groups; g++) {
-    for (int i = 0; i < GROUP; i++) w[i] = to_float(from[g * GROUP + i]);
-    float low, high;
-    const bool finite = ends_of<GROUP>(w, &low, &high);
-    const float span = (high - low) / most * above;
-    float scale = rounded_to<T>(span > grid.least ? span : grid.least);
-    float first = rounded_to<T>(low + scale * below * (above - 1) / 2), step = scale * below, offset = first;
-    const int64_t at = (row / height * groups + g) * height + row % height;
-    for (int p = 1, shift = 0; p < m.planes; p++) {
-      shift += m.widths[p];
-      const float bias = rounded_to<T>(-scale * static_cast<float>((1 << m.widths[p]) - 1) / 2);
-      offset = offset + bias / static_cast<float>(1 << shift);
-      put(static_cast<T*>(grid.biases[p]), at, bias);
-    }
-    nearest<GROUP>(w, step, offset, most, codes);
-    if (!rest) {
-      float other_step, other_offset;
-      least_squares<T, GROUP>(w, codes, grid.least, &other_step, &other_offset);
-      nearest<GROUP>(w, other_step, other_offset, most, others);
-      // rounding to T may increase the error
-      if (error_of<GROUP>(w, others, other_step, other_offset) < error_of<GROUP>(w, codes, step, offset)) {
-        scale = other_step, first = other_offset;
-        std::copy_n(others, GROUP, codes);
+  constexpr int AT_ONCE = 8;
+  Fit<GROUP> fits[AT_ONCE];
+  float scales[AT_ONCE], firsts[AT_ONCE];  // of the first plane
+  for (int64_t begin = 0; begin < groups; begin += AT_ONCE) {
+    const int count = static_cast<int>(groups - begin < AT_ONCE ? groups - begin : AT_ONCE);
+    const auto place = [&](int k) { return (row / height * groups + begin + k) * height + row % height; };
+    for (int k = 0; k < count; k++) {
+      Group<GROUP>& w = fits[k].w;
+      for (int i = 0; i < w.VECTORS; i++) w.at[i] = load(from + (begin + k) * GROUP + i * LANES);
+      float low, high;
+      const bool finite = ends_of(w, &low, &high);
+      const float span = (high - low) / most * above, scale = rounded_to<T>(span > grid.least ? span : grid.least);
+      fits[k].step = scale * below;
+      fits[k].offset = firsts[k] = rounded_to<T>(low + scale * below * (above - 1) / 2);
+      scales[k] = finite ? scale : NAN;
+      for (int p = 1, shift = 0; p < m.planes; p++) {
+        shift += m.widths[p];
+        const float bias = rounded_to<T>(-scale * static_cast<float>((1 << m.widths[p]) - 1) / 2);
+        fits[k].offset += bias / static_cast<float>(1 << shift);
+        put(static_cast<T*>(grid.biases[p]), place(k), bias);
       }
     }
-    put(static_cast<T*>(grid.scales), at, finite ? scale : NAN);
-    put(static_cast<T*>(grid.biases[0]), at, first);
-    for (int i = 0; i < GROUP; i++) bytes[g * GROUP + i] = static_cast<uint8_t>(codes[i]);
+    for (int k = 0; k < count; k++) fits[k].codes = nearest(fits[k].w, fits[k].step, fits[k].offset, most);
+    for (int k = 0; k < count && !rest; k++) {
+      Fit<GROUP> other = fits[k];
+      least_squares<T>(fits[k], grid.least, &other.step, &other.offset);
+      other.codes = nearest(other.w, other.step, other.offset, most);
+      if (!(squared_error(other) < squared_error(fits[k]))) continue;  // rounding to T may increase the error
+      fits[k].codes = other.codes, firsts[k] = other.offset;
+      if (scales[k] == scales[k]) scales[k] = other.step;
+    }
+    for (int k = 0; k < count; k++) {
+      put(static_cast<T*>(grid.scales), place(k), scales[k]);
+      put(static_cast<T*>(grid.biases[0]), place(k), firsts[k]);
+      float codes[GROUP];
+      for (int i = 0; i < fits[k].codes.VECTORS; i++) store(codes + i * LANES, fits[k].codes.at[i]);
+      for (int i = 0; i < GROUP; i++) bytes[(begin + k) * GROUP + i] = static_cast<uint8_t>(codes[i]);
+    }
   }
 }
 
