@@ -360,6 +360,7 @@ def written(
             policy.add_round(
                 drafted=count,
                 accepted=accepted,
+                tokens=accepted + 1,
                 rows=count + 1,
                 seconds=draft + rest,
                 draft_seconds=draft if early else None,

@@ -20,7 +20,7 @@ from gearbx_mlx import Gearbox, Lossless
 from gearbx_mlx.benchmark.decode import random_model
 from gearbx_mlx.decoding.caches import Snapshot
 from gearbx_mlx.decoding.drafters import DraftTarget
-from gearbx_mlx.decoding.drafters.low_gear import LowGear, rescoring, second_head
+from gearbx_mlx.decoding.drafters.low_gear import LowGear, rescoring, rescoring_head
 from gearbx_mlx.decoding.policy import MAX_ROWS, FixedPolicy, LearnedPolicy
 from gearbx_mlx.decoding.response import GeneratedText
 from gearbx_mlx.decoding.rows import Verification, Verifier
@@ -78,7 +78,7 @@ def drafts_along(box: Gearbox, prompt: list[int], text: list[int]) -> tuple[list
     for start in range(0, len(inputs), BLOCK):
         block, before = mx.array(inputs[start : start + BLOCK])[None], Snapshot(cache)
         box.shift(low)
-        with rescoring(second_head(box, low)):
+        with rescoring(rescoring_head(box, low)):
             logits = box.model(block, cache=cache)[0]
         before.restore()
         margins += np.array(reader.best(logits)[1]).tolist()
@@ -177,7 +177,9 @@ class PassSeconds:
                         "draft_seconds": drafted * self.draft,
                         "margins": margins[place : place + drafted],
                     }
-                    policy.add_round(drafted=drafted, accepted=accepted, rows=rows, seconds=seconds, **how)
+                    policy.add_round(
+                        drafted=drafted, accepted=accepted, tokens=accepted + 1, rows=rows, seconds=seconds, **how
+                    )
                 else:
                     seconds = self.alone
                     policy.add_plain(seconds)

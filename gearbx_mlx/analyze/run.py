@@ -22,6 +22,7 @@ from ..cli.flags import GearFlags, LayoutSettings, ModeFlags, output_path
 from ..cli.prompt import check_prompt, encoded_prompts, read_prompts
 from ..cli.start import needing
 from ..cli.tables import server_table, summary_table
+from ..decoding.mode import thresholds_for
 from ..decoding.modes import TELEMETRY_ONLY, make_mode
 from ..decoding.route import SHORT_PROMPTS, Route
 from ..decoding.stream import RunSpeed, stream_generate, summary_of
@@ -152,7 +153,7 @@ def local_run(settings: AnalyzeSettings, texts: Sequence[str], out: Path, draws:
     observer, routing = loaded.in_gears().gearbox, loaded.decision.mode
     assert isinstance(routing, Route)
     mode = routing.settled(observer, tokenizer, prompts[0][0])
-    thresholds = mode.bits(observer)
+    thresholds = thresholds_for(mode.thresholds, observer)
     tally, speed = Tally.of([gear.name for gear in ladder]), RunSpeed()
 
     def entries(number: int, prompt: tuple[list[int], int]) -> Iterator[dict[str, Any]]:

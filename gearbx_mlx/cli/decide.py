@@ -121,7 +121,7 @@ class Case:
     @property
     def caps(self) -> bool:
         """True if a controller caps the gears: for a speed, or for memory in a mode whose gears can be capped."""
-        limited = self.settings.gears.residency.limit is not None and not mode_class(self.chosen.name).uncapped
+        limited = self.settings.gears.residency.limit is not None and not mode_class(self.chosen.name).no_caps_reason
         return limited or self.settings.controller.target_tps is not None
 
 
@@ -271,7 +271,7 @@ def check_governing(settings: GearedSettings, mode: str) -> None:
     """
     timed = settings.controller.target_tps is not None
     flag = "--target-tps" if timed else "--residency with a size"
-    reason = mode_class(mode).uncapped
+    reason = mode_class(mode).no_caps_reason
     if reason and (timed or (settings.gears.residency.limit is not None and mode not in (LOSSLESS, STATIC))):
         raise GearbxError(f"--mode {mode}: {reason}; omit {flag}, or use --mode route")
 

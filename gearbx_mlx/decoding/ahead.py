@@ -13,11 +13,11 @@ from ..ranks.agreement import ALONE
 from .plan import DecodePlan, DecodeState
 from .response import GeneratedToken, Step
 from .rows import NO_TOKENS, VerifiedPass
-from .sampling import Choice, ChosenRows, choose_rows, kv_read
+from .sampling import Choice, ChosenRows, choose_rows, take_kv_reads
 
 
 @dataclass
-class Queued:
+class QueuedToken:
     """A token that the device computes.
 
     Attributes:
@@ -35,22 +35,18 @@ class Queued:
     context: mx.array | None
 
 
-def plain(plan: DecodePlan, state: DecodeState) -> Iterator[GeneratedToken]:
-    """Yield tokens without proposals, one pass ahead, until the sequence ends or a drafter proposes.
-
-    As in mlx-lm, the next pass is queued before the previous token is read, so a device never waits for Python. Native
-    CPU kernels compute in the call, so their plain tokens are rounds of one row.
-    """
+def decode_ahead(plan: DecodePlan, state: DecodeState) -> Iterator[GeneratedToken]:
+    """Yield tokens without proposals, one pass ahead, until the sequence ends or a drafter proposes."""
     text, state.proposal = state.text, None
     context = text.array() if plan.chooser.processors else None
-    coming: Queued | None = queue(plan, state, mx.array([text.last], mx.uint32), context)
+    coming: QueuedToken | None = queue_token(plan, state, mx.array([text.last], mx.uint32), context)
     while coming is not None:
         state.started = plan.clock(), state.away
         ahead = None
         if stays_plain(plan, state):
             known = coming.context
             context = None if known is None else mx.concatenate([known, coming.id.astype(known.dtype)])
-            ahead = queue(plan, state, coming.id, context)
+            ahead = queue_token(plan, state, coming.id, context)
         tokens, choices, _ = coming.rows.read(ALONE)
         text.add(int(tokens[0]))
         state.found, state.is_last_read = None, ahead is not None
@@ -62,14 +58,14 @@ def plain(plan: DecodePlan, state: DecodeState) -> Iterator[GeneratedToken]:
 
 
 def stays_plain(plan: DecodePlan, state: DecodeState) -> bool:
-    """Return whether no drafter will propose tokens after the one in computation."""
+    """Return whether no drafter has a proposal for the text so far, without the token in computation."""
     if state.text.room <= 1:
         return False  # this token is the last one
     room = state.room(plan) - 1
     return room < 1 or not any(drafter.length(state.text, room, plan.policy) for drafter in state.drafters)
 
 
-def queue(plan: DecodePlan, state: DecodeState, last: mx.array, context: mx.array | None) -> Queued:
+def queue_token(plan: DecodePlan, state: DecodeState, last: mx.array, context: mx.array | None) -> QueuedToken:
     """Queue the token after `last` (1,)."""
     with plan.on_stream():
         plan.quantize(state.cache)
@@ -81,6 +77,6 @@ def queue(plan: DecodePlan, state: DecodeState, last: mx.array, context: mx.arra
             raise
         rows = replace(rows, choices=plan.agreement.arrays(rows.choices)[0])
         token = rows.sampled[0] if rows.sampled else rows.choices[:, Choice.TOKEN].astype(mx.uint32)
-        mx.async_eval(token, rows.choices, rows.logprobs)  # evaluated later, they slow the next passes by a tenth
-    (step,) = found.steps(NO_TOKENS, 0, **kv_read(state.kv_gears))
-    return Queued(found, rows, token, step, context)
+        mx.async_eval(token, rows.choices, rows.logprobs)  # else the next passes do, and become 10% slower
+    (step,) = found.steps(NO_TOKENS, 0, **take_kv_reads(state.kv_gears))
+    return QueuedToken(found, rows, token, step, context)

@@ -64,7 +64,7 @@ class RowTelemetry:
 
 
 @dataclass
-class BatchText:
+class SequenceState:
     """A sequence of a batch, with its own monitor, gate and chooser.
 
     first: initial gear. prompt_gear: prefill gear, for all tokens but the last one.
@@ -88,7 +88,7 @@ class BatchText:
 class SharedMode(Mode):
     """Base class of modes whose sequences share passes."""
 
-    def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: list[int]) -> BatchText:
+    def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: list[int]) -> SequenceState:
         """Return the state of a sequence from the tokens of its prompt."""
         raise NotImplementedError
 
@@ -122,7 +122,7 @@ class RowSampler:
 
     def __init__(self, gearbox: Gearbox | Observer):
         self.gearbox, self.reader = gearbox, reader_of(gearbox)
-        self.sequences: Sequence[BatchText] = ()
+        self.sequences: Sequence[SequenceState] = ()
         """Sequences of the rows of a pass, in order."""
 
     def __call__(self, logprobs: mx.array) -> mx.array:
@@ -162,16 +162,17 @@ class BatchGenerator(StagedGenerator):
         # Recurrent layers have a state instead of keys and values.
         self._has_states = any(isinstance(part, ArraysCache) for part in parts(empty))
         self.tokenizer, self.gearbox, self.mode, self.policy = tokenizer, gearbox, mode, policy
-        self.sequences: dict[int, BatchText] = {}
+        self.sequences: dict[int, SequenceState] = {}
         self._sampler = sampler
         self._rows = rows = RowSampler(gearbox)
         stops = [[token] for token in tokenizer.eos_token_ids]
         super().__init__(model, **{"stop_tokens": stops, **settings}, sampler=rows)
-        reading = partial(self._pass, lambda batch: batch[0].prompt_gear)  # the same gear for all of them
-        beginning = partial(self._pass, lambda batch: batch[0].first)
-        writing = partial(self._pass, lambda batch: self._policy_gear([each.requested_gear.index for each in batch]))
-        prompts = GearedPrompts.of(model, rows, self.prefill_step_size, (reading, beginning), rows.reader.logsumexp)
-        self.use(GearedTokens.of(model, rows, writing, rows.reader.logsumexp), prompts)
+        prefill_pass = partial(self._pass, lambda batch: batch[0].prompt_gear)  # the same gear for all of them
+        first_token_pass = partial(self._pass, lambda batch: batch[0].first)
+        decode_pass = partial(self._pass, lambda batch: self._policy_gear([one.requested_gear.index for one in batch]))
+        passes, logsumexp = (prefill_pass, first_token_pass), rows.reader.logsumexp
+        prompts = GearedPrompts.of(model, rows, self.prefill_step_size, passes, logsumexp)
+        self.use(GearedTokens.of(model, rows, decode_pass, logsumexp), prompts)
 
     def insert_segments(
         self,
@@ -243,7 +244,7 @@ class BatchGenerator(StagedGenerator):
             return prompts, self._seen(tokens)
 
     @contextmanager
-    def _pass(self, gear: Callable[[Sequence[BatchText]], Gear], uids: Sequence[int]) -> Iterator[None]:
+    def _pass(self, gear: Callable[[Sequence[SequenceState]], Gear], uids: Sequence[int]) -> Iterator[None]:
         """Run a pass over rows of these sequences in the chosen gear."""
         batch = [self.sequences[uid] for uid in uids]
         if batch:
@@ -283,7 +284,7 @@ class BatchGenerator(StagedGenerator):
         return responses
 
     def _response(
-        self, token: GenerationBatch.Response, each: BatchText, row: RowTelemetry, reading: Reading
+        self, token: GenerationBatch.Response, each: SequenceState, row: RowTelemetry, reading: Reading
     ) -> BatchGearResponse:
         step, batch_size, error = row.step, row.batch_size, None
         if has_nan(token.logprobs, row.entropy):

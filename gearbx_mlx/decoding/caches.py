@@ -60,7 +60,7 @@ def length(cache: Cache) -> int:
 def given_tokens(part: Any) -> int | None:
     """Return the number of tokens that the cache of a layer has taken; None for a state without a count."""
     if hasattr(part, "given"):  # a pair's model may not have prefilled all of them yet
-        return part.given
+        return part.total_tokens
     return offset_of(part) if hasattr(part, "offset") else None
 
 

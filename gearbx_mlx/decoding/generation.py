@@ -164,14 +164,14 @@ def responses(
     tokenizer: TokenizerWrapper,
     telemetry: Telemetry,
     arrays: Callable[[], list[mx.array]] = list,
-    judge: Callable[[Reading], None] = lambda reading: None,
+    on_reading: Callable[[Reading], None] = lambda reading: None,
     finish: Callable[[int], None] = lambda tokens: None,
 ) -> Iterator[GearResponse]:
     """Yield the tokens of a sequence as mlx-lm's stream_generate does, with telemetry.
 
     Args:
         arrays: returns the arrays that a GPU keeps in memory.
-        judge: takes the reading after each token, before the next one is computed.
+        on_reading: takes the reading after each token, before the next one is computed.
         finish: takes the number of generated tokens at the end.
     """
     text, detokenizer = state.text, tokenizer.detokenizer
@@ -188,7 +188,7 @@ def responses(
             if count == 1:
                 prompt_tps = text.prompt / (time.perf_counter() - start)
                 start = time.perf_counter()
-            stopped, over = token.id in text.ends, text.ends_with(count)
+            stopped, over = token.id in text.ends, text.has_ended_after(count)
             if not stopped:
                 detokenizer.add_token(token.id)
             if over:
@@ -207,6 +207,6 @@ def responses(
                 finish_reason=("stop" if stopped else "length") if over else None,
             )
             shown, reading = telemetry.response(response, token)
-            judge(reading)
+            on_reading(reading)
             yield shown
             telemetry.resume()

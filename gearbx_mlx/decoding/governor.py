@@ -142,7 +142,7 @@ class MemoryGuard:
     def __init__(self, gearbox: Gearbox, sensor: OwnMemory, clock: Callable[[], float] = time.perf_counter):
         self.gearbox, self.sensor, self.clock = gearbox, sensor, clock
         self.tokens = 0
-        self._told = False
+        self._has_warned = False
 
     def governing(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -159,14 +159,14 @@ class MemoryGuard:
                 f"--residency: memory must stay below {limit}, got {human_bytes(used)} after {self.tokens} tokens; "
                 f"set a higher limit than disk:{limit}, a lower --max-tokens, or --mode route to cap layers"
             )
-        if not self._told:
-            self._told = True
+        if not self._has_warned:
+            self._has_warned = True
             message = f"memory is near the limit of {limit}, so MLX's cache is freed every {DECIDE_EVERY} tokens"
             warnings.warn(f"{message}, which slows generation; set a higher limit", GearbxWarning, stacklevel=2)
 
 
 def cap_schedule_of(gearbox: Gearbox, sensitivity: Sensitivity | None, bounds: Bounds) -> CapSchedule:
-    """Return all tables of caps of a gearbox without caps."""
+    """Return the cap schedule of a gearbox that has no caps now."""
     modules = layers_of(gearbox.model)
     layers = [range_of(gearbox, layer, bounds, used_share(layer.path, modules)) for layer in gearbox.layers]
     if sensitivity is None:

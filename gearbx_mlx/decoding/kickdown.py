@@ -33,7 +33,7 @@ RecomputeRule = Callable[[float, int, int], bool]
 returns whether a higher gear computes the token again."""
 
 
-class Climbing(Verification):
+class KickdownPass(Verification):
     """A pass in one gear, after passes in all gears below it."""
 
     @property
@@ -44,7 +44,7 @@ class Climbing(Verification):
         return Step(gear, passes, sum(map(gearbox.weight_bytes_per_token, ran)))
 
 
-class Climb(Verifier):
+class KickdownVerifier(Verifier):
     """Verifier that computes a token in the lowest gear, and again in the next one as long as the rule says so.
 
     Args:
@@ -62,7 +62,7 @@ class Climb(Verifier):
 
     def verify(self, tokens: Tokens, cache: Cache, **embedded: mx.array) -> Verification:
         for verifier in self._in_gear:
-            found = Climbing(verifier, tokens, cache, **embedded)
+            found = KickdownPass(verifier, tokens, cache, **embedded)
             try:
                 if verifier is self._in_gear[-1] or not self._is_unsure(found):
                     break
@@ -73,7 +73,7 @@ class Climb(Verifier):
         self._position += 1
         return found
 
-    def computes_at_once(self, cache: Cache) -> bool:
+    def is_synchronous(self, cache: Cache) -> bool:
         return True  # since each gear's entropy is read before the next gear runs
 
     def _is_unsure(self, found: Verification) -> bool:
@@ -117,8 +117,8 @@ class Kickdown(KickdownSettings, Mode):
         text = how.text(model, tokenizer, prompt)
         reader, agreement = reader_of(gearbox), agreement_of(model)
         prefill_gear, _ = self.gears_of_text(gearbox)
-        climb = Climb(gearbox, self.rule_for(gearbox), prefill_gear, reader, agreement)
-        plan = DecodePlan(climb, how.chooser(), reader, agreement=agreement, **how.of_plan())
+        verifier = KickdownVerifier(gearbox, self.rule_for(gearbox), prefill_gear, reader, agreement)
+        plan = DecodePlan(verifier, how.chooser(), reader, agreement=agreement, **how.of_plan())
         telemetry = Telemetry(Monitor(vocabulary_of(gearbox), self.window), blame_of(gearbox), controller)
         cache, _ = how.caches(model)
         return responses(plan, DecodeState(text, cache), tokenizer, telemetry, gearbox.arrays)

@@ -1,7 +1,7 @@
 """Measurements of drafting that outlive a sequence, a process and a start; and reports of speed.
 
-A gearbox has one `Knowledge` per drafter and kind of sampler. The tuner's cache keeps its numbers for the next start on
-this machine.
+A gearbox has one `KeptPolicy` per drafter and kind of sampler. The tuner's cache keeps its numbers for the next start
+on this machine.
 """
 
 from collections import deque
@@ -37,11 +37,11 @@ class MeasuredPolicy(LearnedPolicy):
         self._has_drafted = False
         self._tokens_of, self._seconds_of = {True: 0, False: 0}, {True: 0.0, False: 0.0}
 
-    def add_round(self, *, drafted: int, accepted: int, rows: int, seconds: float | None, **found: Any) -> None:
+    def add_round(self, *, drafted: int, tokens: int, rows: int, seconds: float | None, **found: Any) -> None:
         self._has_drafted |= drafted > 0
         if seconds is not None and not self.is_first(drafted, rows):
-            self._note(True, accepted + 1, seconds)
-        super().add_round(drafted=drafted, accepted=accepted, rows=rows, seconds=seconds, **found)
+            self._note(True, tokens, seconds)
+        super().add_round(drafted=drafted, tokens=tokens, rows=rows, seconds=seconds, **found)
 
     def add_plain(self, seconds: float) -> None:
         self._note(False, 1, seconds)
@@ -50,16 +50,16 @@ class MeasuredPolicy(LearnedPolicy):
     def _note(self, is_round: bool, tokens: int, seconds: float) -> None:
         if is_round is not self._is_round:
             for before in self._latest:
-                self._compare(self._is_round, *before)
+                self._count(self._is_round, *before)
             self._latest.clear()
             self._is_round, self._after_change = is_round, 0
         if self._after_change < NEIGHBORS:
             self._after_change += 1
-            self._compare(is_round, tokens, seconds)
+            self._count(is_round, tokens, seconds)
         else:
             self._latest.append((tokens, seconds))
 
-    def _compare(self, is_round: bool, tokens: int, seconds: float) -> None:
+    def _count(self, is_round: bool, tokens: int, seconds: float) -> None:
         self._tokens_of[is_round] += tokens
         self._seconds_of[is_round] += seconds
 
@@ -80,7 +80,7 @@ class MeasuredPolicy(LearnedPolicy):
 
 
 @dataclass
-class Knowledge:
+class KeptPolicy:
     """Learned policy of drafting with a gearbox.
 
     Attributes:
@@ -100,12 +100,13 @@ class Knowledge:
             self.keep(self.policy.state)
 
 
-KNOWN: WeakKeyDictionary[Gearbox, dict[str, Knowledge]] = WeakKeyDictionary()  # values must not refer to the gearbox
+# The values must not refer to the gearbox.
+POLICIES: WeakKeyDictionary[Gearbox, dict[str, KeptPolicy]] = WeakKeyDictionary()
 
 
-def knowledge(gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> Knowledge:
-    """Return the knowledge about a gearbox and a drafter, initially from earlier starts on this machine."""
-    known, name = KNOWN.setdefault(gearbox, {}), cache_key(gearbox, drafter, chooser)
+def policy_of(gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> KeptPolicy:
+    """Return the policy of a gearbox and a drafter, initially from earlier starts on this machine."""
+    known, name = POLICIES.setdefault(gearbox, {}), cache_key(gearbox, drafter, chooser)
     if name not in known:
         cache = gearbox.kernel_choices.tuner.cache
         kept = {} if gearbox.kernels.again else cache.times.get(name, {})
@@ -117,14 +118,14 @@ def knowledge(gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> Kn
         most = MAX_DRAFTED if device() == CPU else MAX_ON_GPU
         tile = vectors_at_once(native_instructions()) if gearbox.kernels.native else MAX_ROWS
         policy = MeasuredPolicy(kept, None if drafter is None else drafter.cost, most, tile)
-        known[name] = Knowledge(policy, keep)
+        known[name] = KeptPolicy(policy, keep)
     return known[name]
 
 
 def cache_key(gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> str:
     """Return a key for the times of drafts: everything that they depend on, except for the machine.
 
-    Drafts of a sampler without a kernel are slower and have no margins.
+    Drafts are slower without a sampling kernel; only greedy and Gumbel sampling have margins.
     """
     kernels = "native" if gearbox.kernels.native else "mlx"
     if gearbox.base:
@@ -134,12 +135,12 @@ def cache_key(gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> st
     how = f"{gearbox.format.name}, {dtype_name(gearbox.compute_dtype)}, {kernels} kernels"
     if not chooser.has_kernel:
         how += ", another sampler"
-    by = "the text" if drafter is None else drafter.name
+    by = "prompt lookup" if drafter is None else drafter.name
     return f"drafts by {by} for {gearbox.ladder.top.bits} bits, model {gearbox.fingerprint[:8]}, {how}"
 
 
 def policies(gearbox: Gearbox | Observer) -> list[MeasuredPolicy]:
-    known = KNOWN.get(gearbox, {}).values() if isinstance(gearbox, Gearbox) else ()
+    known = POLICIES.get(gearbox, {}).values() if isinstance(gearbox, Gearbox) else ()
     return [each.policy for each in known if isinstance(each.policy, MeasuredPolicy)]
 
 

@@ -6,16 +6,17 @@
         found    = verify(proposal)    # one forward pass over the last token and the proposed ones
         tokens   = accept(found)       # the accepted tokens and one more; one read of the device
 
-This is speculative decoding (Leviathan, Kalman, Matias, 2023, 2211.17192, Algorithm 1). Every token is chosen from the
-verifier's logits, so the output equals the verifier's: a rejected proposal costs time only. In mode lossless the
+This is speculative decoding (Leviathan, Kalman, Matias, 2023, 2211.17192), with another rule of acceptance: a proposed
+token is accepted if it equals the token that the verifier samples there, not with probability min(1, p/q). So the
+output equals the verifier's: a rejected proposal costs time only. In mode lossless the
 verifier is the top gear. In kickdown it is the lowest gear that is certain of the token, in pair one of two models;
 both have no proposals.
 
 Sampling is exact by common random numbers: a token is drafted with the random numbers of its position, from logits
 after the same processors (GEARBX 10.1).
 
-A GPU is never idle: draft and verification are queued without a read in between. The next draft is queued before the
-round's tokens are yielded.
+A device waits for Python once per round: draft and verification are queued without a read in between, and the next
+draft before the round's tokens are yielded.
 """
 
 import warnings
@@ -27,54 +28,54 @@ import numpy as np
 
 from ..compat.arrays import set_random_state
 from ..errors import GearbxError, GearbxWarning, one_line
-from .ahead import plain
+from .ahead import decode_ahead
 from .caches import in_common
 from .plan import DecodePlan, DecodeState
-from .response import DRAFT, GeneratedToken
+from .response import DRAFT, MODEL, GeneratedToken
 from .rows import NO_TOKENS, Proposal, VerifiedPass
-from .sampling import Choice, choose_rows, kv_read, rounding_of
+from .sampling import Choice, choose_rows, rounding_of, take_kv_reads
 
-CLEARED = 256  # tokens between calls of mx.clear_cache, as in mlx-lm
+CLEAR_EVERY = 256  # tokens between calls of mx.clear_cache, as in mlx-lm
 
 
 def decode(plan: DecodePlan, state: DecodeState) -> Generator[GeneratedToken, None, None]:
     """Prefill the prompt, and yield the generated tokens.
 
-    At the end, or when closed, the KV cache holds exactly the tokens that were yielded.
+    At the end, or when closed, the KV cache holds the prompt and exactly the yielded tokens, if a caller keeps it.
     """
     prefill(plan, state)
-    rounds = decoded(plan, state)
+    rounds = generate_tokens(plan, state)
     try:
         for count, token in enumerate(rounds):
-            left = plan.clock()
+            paused_at = plan.clock()
             yield token
-            state.away += plan.clock() - left
-            if count % CLEARED == 0:
+            state.away += plan.clock() - paused_at
+            if count % CLEAR_EVERY == 0:
                 mx.clear_cache()
     except GeneratorExit:
         rounds.close()
-    except BaseException:  # a queued draft may have failed before all tokens were yielded
-        cut(state)
+    except BaseException:  # drafting may raise after a round's tokens joined the text, before they are yielded
+        rewind_to_yielded(state)
         raise
     if plan.keeps_cache or plan.chooser.draws:
-        leave(plan, state)
+        finish_cache(plan, state)
 
 
-def decoded(plan: DecodePlan, state: DecodeState) -> Generator[GeneratedToken, None, None]:
+def generate_tokens(plan: DecodePlan, state: DecodeState) -> Generator[GeneratedToken, None, None]:
     """Yield the first token, then the tokens of rounds."""
     text = state.text
-    tokens = round_of(plan, state, NO_TOKENS, is_first=True, **plan.embedded(text.prompt - 1, text.prompt))
+    tokens = run_round(plan, state, NO_TOKENS, is_first=True, **plan.embedded(text.prompt - 1, text.prompt))
     plan.progress(text.prompt, text.prompt)
-    yield from handed_out(plan, state, tokens)
+    yield from yield_round(plan, state, tokens)
     while text.goes_on:
         proposal = propose(plan, state) if state.proposal is None else state.proposal
         if not proposal and state.is_queued(plan):
-            yield from plain(plan, state)
+            yield from decode_ahead(plan, state)
         else:
-            yield from handed_out(plan, state, round_of(plan, state, proposal))
+            yield from yield_round(plan, state, run_round(plan, state, proposal))
 
 
-def handed_out(plan: DecodePlan, state: DecodeState, tokens: list[GeneratedToken]) -> Iterator[GeneratedToken]:
+def yield_round(plan: DecodePlan, state: DecodeState, tokens: list[GeneratedToken]) -> Iterator[GeneratedToken]:
     """Yield the tokens of a round. A device drafts the next ones at the same time."""
     if state.is_queued(plan) and state.text.goes_on:
         propose(plan, state)
@@ -117,19 +118,19 @@ def propose(plan: DecodePlan, state: DecodeState) -> Proposal:
             raise
         except Exception as error:  # a failed draft must not end the sequence
             state.drafters.remove(drafter)
-            message = f"mode 'lossless' cannot draft for this model ({one_line(error)}); plain decoding takes over"
+            message = f"drafting by {drafter.name} failed ({one_line(error)}); this sequence goes on without it"
             warnings.warn(message, GearbxWarning, stacklevel=7)
     return state.proposal
 
 
-def verify(plan: DecodePlan, state: DecodeState, proposal: Proposal, **of_prompt: mx.array) -> VerifiedPass:
+def verify(plan: DecodePlan, state: DecodeState, proposal: Proposal, **embedded: mx.array) -> VerifiedPass:
     """Return the verifier's logits after the last token and each proposed one, from one forward pass."""
     last = [state.text.last]
     if proposal.is_known:
         rows: Any = [*last, *proposal.tokens]
     else:
         rows = mx.concatenate([mx.array(last, mx.uint32), proposal.array()])
-    state.found, state.shown = plan.verifier.verify(rows, state.cache, **of_prompt), 0
+    state.found, state.shown = plan.verifier.verify(rows, state.cache, **embedded), 0
     return state.found
 
 
@@ -148,10 +149,10 @@ def accept(
     tokens, choices, read = rows.read(plan.agreement, *queued)
     accepted = in_common(tokens, [*proposal.tokens] if proposal.is_known else read.pop(0))
     rounding = rounding_of(choices[:, Choice.MAGNITUDE].max(), logits.dtype)
-    with np.errstate(invalid="ignore"):  # Telemetry refuses logits that are not finite
+    with np.errstate(invalid="ignore"):  # NaN is reported later, by Telemetry.response
         near = (choices[:, Choice.BEST] - choices[:, Choice.NEXT] <= rounding) & (found.count > 1)
     generated = list[GeneratedToken]()
-    for place, step in enumerate(found.steps(proposal, accepted, **kv_read(state.kv_gears))):
+    for place, step in enumerate(found.steps(proposal, accepted, **take_kv_reads(state.kv_gears))):
         token, bits = int(tokens[place]), float(choices[place, Choice.ENTROPY])
         generated.append(GeneratedToken(token, rows.logprobs[place], bits, step, bool(near[place])))
         text.add(token)
@@ -163,10 +164,12 @@ def accept(
     return generated, read[0].tolist() if read else [*(proposal.margins or ())]
 
 
-def round_of(
-    plan: DecodePlan, state: DecodeState, proposal: Proposal, is_first: bool = False, **of_prompt: mx.array
+def run_round(
+    plan: DecodePlan, state: DecodeState, proposal: Proposal, is_first: bool = False, **embedded: mx.array
 ) -> list[GeneratedToken]:
-    """Verify a proposal and return the next tokens; the KV cache holds all but the last. An error leaves it as is.
+    """Verify a proposal and return the next tokens. The KV cache then holds all tokens but the last.
+
+    After an error the cache is unchanged.
 
     Args:
         is_first: whether the pass reads the last token of the prompt.
@@ -175,7 +178,7 @@ def round_of(
     with plan.on_stream():
         if not is_first:  # mlx-lm quantizes after a pass, this loop before the next one, so that entries can be cut
             plan.quantize(state.cache)
-        found = verify(plan, state, proposal, **of_prompt)
+        found = verify(plan, state, proposal, **embedded)
         try:
             tokens, margins = accept(plan, state, proposal, found)
         except BaseException:  # an interrupt, or an error of a sampler or logits processor
@@ -186,19 +189,24 @@ def round_of(
             drafter.settle(state.text, found)
     state.proposal, state.is_last_read = None, False
     if proposal:
-        drafted, accepted = len(proposal) * (proposal.source == DRAFT), len(tokens) - 1
-        times = {"seconds": state.seconds(plan), "draft_seconds": draft_seconds}
-        plan.policy.add_round(drafted=drafted, accepted=accepted, rows=found.count, margins=margins, **times)
+        counts = {
+            "drafted": len(proposal) * (proposal.source == DRAFT),
+            "accepted": sum(token.step.source != MODEL for token in tokens),
+            "tokens": len(tokens),
+            "rows": found.count,
+        }
+        seconds = state.seconds(plan)
+        plan.policy.add_round(**counts, seconds=seconds, draft_seconds=draft_seconds, margins=margins)
     elif not is_first:
         state.time_plain(plan)
     return tokens
 
 
-def leave(plan: DecodePlan, state: DecodeState) -> None:
-    """Leave the KV caches as mlx-lm does: they hold the last token too."""
+def finish_cache(plan: DecodePlan, state: DecodeState) -> None:
+    """Add the last token to the KV caches, and draw the next token's random numbers, as mlx-lm does one token ahead."""
     text = state.text
-    with plan.verifier.aside(), plan.on_stream():
-        if not cut(state) and not state.is_last_read:
+    with plan.verifier.exclusive(), plan.on_stream():
+        if not rewind_to_yielded(state) and not state.is_last_read:
             context = text.array() if plan.chooser.processors else None
             plan.quantize(state.cache)
             last = plan.verifier.verify([text.last], state.cache)
@@ -209,10 +217,10 @@ def leave(plan: DecodePlan, state: DecodeState) -> None:
             drafter.settle(text, None)
 
 
-def cut(state: DecodeState) -> bool:
-    """Cut text, KV cache and random state to the tokens that were yielded. Return whether some of a round were not.
+def rewind_to_yielded(state: DecodeState) -> bool:
+    """Rewind text, KV cache and random state to the yielded tokens. Return True if some of the round were not yielded.
 
-    As in mlx-lm's loop, the cache holds the last of them, and the numbers of the next one are drawn.
+    As in mlx-lm's loop, the cache holds the last of them, and the random numbers of the next one are drawn.
     """
     found, text = state.found, state.text
     if found is None or state.shown >= found.kept:

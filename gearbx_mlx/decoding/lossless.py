@@ -18,11 +18,11 @@ from ..kernels.dispatch import CPU, device, is_tuning
 from ..ranks.agreement import agreement_of
 from ..routing.gates import BatchPolicy, Monitor, OneGear, highest
 from ..telemetry.summary import Tally, draft_rows, draft_summary
-from .batches import BatchGenerator, BatchText, SharedMode
+from .batches import BatchGenerator, SequenceState, SharedMode
 from .drafters import Drafter, DraftTarget, drafters_for
 from .generation import Keywords, Telemetry, responses, tokenizer_for
 from .governor import Governor
-from .learned import Knowledge, knowledge, speed_rows
+from .learned import KeptPolicy, policy_of, speed_rows
 from .mode import vocabulary_of
 from .modes import LosslessSettings
 from .plan import DecodePlan, DecodeState
@@ -56,7 +56,7 @@ class Lossless(LosslessSettings, SharedMode):
         "lookup_drafted",
         "source",
     )
-    uncapped: ClassVar[str] = "generates the top gear's output, which a cap would change"
+    no_caps_reason: ClassVar[str] = "generates the top gear's output, which a cap would change"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,14 +66,14 @@ class Lossless(LosslessSettings, SharedMode):
                 raise GearbxError(f"{name}: must be a whole number of tokens, got {tokens!r}; use an int")
 
     @property
-    def most_looked_up(self) -> int:
+    def max_lookup_tokens(self) -> int:
         """Most tokens per proposal of prompt lookup."""
         if self.lookup_tokens is not None:
             return self.lookup_tokens
         return MAX_DRAFTED if self.draft_length is None else 0
 
     def gearbox_for(self, model: nn.Module, gearbox: Gearbox | Observer | None) -> Gearbox | Observer | None:
-        """Return the gearbox, as Mode does; a new one on a GPU has gears that MLX's own kernels compute fast."""
+        """Return the gearbox, as Mode does; on a GPU without one, create gears that MLX's kernels run fast."""
         if gearbox is None and attached(model) is None and device() != CPU and not without_gears(model):
             gearbox = gearbox_of_mlx(model)
         return super().gearbox_for(model, gearbox)
@@ -91,24 +91,24 @@ class Lossless(LosslessSettings, SharedMode):
             cache,
             chooser,
             reader,
-            self.draft,
-            self.most_looked_up,
-            self.is_fixed(gearbox),
-            agreement,
-            how.draft_model,
-            draft_cache,
-            MAX_DRAFTED if how.draft_model is None else min(how.num_draft_tokens or MAX_DRAFTED, MAX_DRAFTED),
-            text.prompt + text.room,
+            agreement=agreement,
+            draft=self.draft,
+            lookup_tokens=self.max_lookup_tokens,
+            is_fixed=self.is_fixed(gearbox),
+            draft_model=how.draft_model,
+            draft_cache=draft_cache,
+            most=MAX_DRAFTED if how.draft_model is None else min(how.num_draft_tokens or MAX_DRAFTED, MAX_DRAFTED),
+            room=text.prompt + text.room,
         )
         drafters = drafters_for(target)
         drafter = next((each for each in drafters if each.reads_weights), None)
-        known = self.knowledge(gearbox, drafter, chooser)
+        kept = self.policy_for(gearbox, drafter, chooser)
         verifier = Verifier(gearbox, gearbox.ladder.top)
-        plan = DecodePlan(verifier, chooser, reader, known.policy, agreement, **how.of_plan())
+        plan = DecodePlan(verifier, chooser, reader, kept.policy, agreement, **how.of_plan())
         monitor = Monitor(vocabulary_of(gearbox), self.window)
         telemetry = Telemetry(monitor, blame_of(gearbox), controller)
         state = DecodeState(text, cache, drafters)
-        return responses(plan, state, tokenizer, telemetry, gearbox.arrays, finish=known.note)
+        return responses(plan, state, tokenizer, telemetry, gearbox.arrays, finish=kept.note)
 
     def batch_generator(
         self, model: nn.Module, tokenizer: Any, *, gearbox: Any, policy: BatchPolicy = highest, **kwargs: Any
@@ -116,23 +116,23 @@ class Lossless(LosslessSettings, SharedMode):
         """Return a generator, as Mode does. The top gear generates all sequences, without drafts."""
         return BatchGenerator(model, tokenizer, gearbox, self, highest, **kwargs)
 
-    def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: list[int]) -> BatchText:
+    def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: list[int]) -> SequenceState:
         """Return the state of one sequence of a batch."""
         top = gearbox.ladder.top
-        return BatchText(OneGear(top.index), Monitor(vocabulary_of(gearbox), self.window), top, top)
+        return SequenceState(OneGear(top.index), Monitor(vocabulary_of(gearbox), self.window), top, top)
 
     def is_fixed(self, gearbox: Gearbox) -> bool:
-        """Return whether measurements may not decide drafts: with a set length, GEARBX_TUNE=0, or several ranks."""
+        """Return whether draft lengths are fixed: `draft_length` is set, GEARBX_TUNE=0, or several ranks."""
         return self.draft_length is not None or not is_tuning() or agreement_of(gearbox.model).group is not None
 
-    def knowledge(self, gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> Knowledge:
-        """Return the policy of a gearbox, and the numbers that it has learned; a fixed length if `is_fixed`."""
+    def policy_for(self, gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> KeptPolicy:
+        """Return the learned policy of a gearbox; one of a fixed length if `is_fixed`."""
         if self.is_fixed(gearbox):
-            return Knowledge(FixedPolicy(self.draft_length or DEFAULT_LENGTH))
-        return knowledge(gearbox, drafter, chooser)
+            return KeptPolicy(FixedPolicy(self.draft_length or DEFAULT_LENGTH))
+        return policy_of(gearbox, drafter, chooser)
 
     def about(self) -> str:
-        lookup = f"up to {self.most_looked_up} tokens" if self.most_looked_up else "none"
+        lookup = f"up to {self.max_lookup_tokens} tokens" if self.max_lookup_tokens else "none"
         drafts = "as long as they save time"
         if self.draft_length is not None:
             drafts = f"{self.draft_length} token{'s' * (self.draft_length != 1)}"
@@ -146,7 +146,7 @@ class Lossless(LosslessSettings, SharedMode):
 
 
 def gearbox_of_mlx(model: nn.Module) -> Gearbox:
-    """Return a gearbox for MLX's kernels: the checkpoint's gears, or 4 bits beside the original weights."""
+    """Return a gearbox for MLX's kernels: the checkpoint's own gears or bits, else a 4-bit gear beside the weights."""
     codes = own_codes(model)
     if codes is not None:
         return Gearbox(model, Ladder([codes.bits]))

@@ -31,7 +31,7 @@ SAME = "same"  # as a prefill gear: the gear that generates the first token
 _warned: WeakSet[Gearbox] = WeakSet()
 _locks: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 _known: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-making = threading.RLock()  # a model gets one gearbox, even if several threads ask for it at once
+creation_lock = threading.RLock()  # a model gets one gearbox, even if several threads ask for it at once
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class Mode:
     Attributes:
         name: in flags and files.
         trace_fields: fields of GearResponse that the mode adds to every token's record.
-        uncapped: reason why a controller cannot cap the gears; "" if it can.
+        no_caps_reason: reason why a controller cannot cap the gears; "" if it can.
     """
 
     name: ClassVar[str]
     trace_fields: ClassVar[tuple[str, ...]] = ()
-    uncapped: ClassVar[str] = ""
+    no_caps_reason: ClassVar[str] = ""
 
     def gearbox_for(self, model: nn.Module, gearbox: Gearbox | Observer | None) -> Gearbox | Observer | None:
         """Return the gearbox to use: the given one, else the model's, else a new one.
@@ -97,8 +97,8 @@ class Mode:
 
     def check_controller(self, controller: Governor | MemoryGuard, gearbox: Any) -> None:
         """Validate that a controller can cap the gears. Raises GearbxError if it cannot."""
-        if self.uncapped and controller.caps:
-            raise GearbxError(f"mode '{self.name}': {self.uncapped}; use mode 'route'")
+        if self.no_caps_reason and controller.caps:
+            raise GearbxError(f"mode '{self.name}': {self.no_caps_reason}; use mode 'route'")
         if agreement_of(controller.gearbox.model).group is not None:
             raise GearbxError("controller: follows the clock of one machine, and ranks share this model; omit it")
         if gearbox is not controller.gearbox:
@@ -112,7 +112,7 @@ class Mode:
         return gearbox.ladder.top, gearbox.ladder.top
 
     def settled(self, gearbox: Any, tokenizer: Any, prompt: Any) -> "Mode":
-        """Return the mode with all settings that depend on a first prompt (text or tokens)."""
+        """Return the mode with automatic settings resolved, if necessary by a first prompt (text or tokens)."""
         return self
 
     def for_prompt(self, typed: str, ladder: Ladder) -> "Mode":
@@ -159,7 +159,7 @@ def gear_of_prompt(gearbox: Gearbox | Observer, wanted: str | int | None, first:
     if wanted is not None:
         with error_context("prompt gear"):
             return gearbox.ladder.find(wanted)
-    best = max(first, best_reader(gearbox), key=lambda gear: gear.index)
+    best = max(first, best_prefill_gear(gearbox), key=lambda gear: gear.index)
     if first == best or gearbox.keeps_all:
         return best
     if gearbox not in _warned:
@@ -173,7 +173,7 @@ def gear_of_prompt(gearbox: Gearbox | Observer, wanted: str | int | None, first:
     return first
 
 
-def best_reader(gearbox: Gearbox) -> Gear:
+def best_prefill_gear(gearbox: Gearbox) -> Gear:
     """Return the best prefill gear: the top gear, or on a CPU an 8-bit gear if the ladder has one.
 
     Native kernels prefill in 8 bits as fast as in 4, and more slowly with the original weights. Outputs after either
@@ -227,5 +227,5 @@ def thresholds_for(thresholds: Thresholds, gearbox: Any) -> tuple[float, ...]:
 
 def decode_lock(gearbox: Any) -> AbstractContextManager:
     """Return the lock that a sequence holds while it shifts a gearbox and computes a token with it."""
-    with making:
+    with creation_lock:
         return _locks.setdefault(gearbox, threading.RLock())

@@ -87,7 +87,7 @@ class RouteSettings(Settings):
         min_gear_duration: tokens.
         initial_gear: name or bits of the gear of the first token; "auto": by the prompt (GEARBX 11).
         prompt_gear: name or bits of the prefill gear, for all tokens of the prompt but the last, which has the initial
-            gear; "same": the initial gear. None: the best one in memory (`best_reader`).
+            gear; "same": the initial gear. None: the best one in memory (`best_prefill_gear`).
     """
 
     thresholds: Thresholds = thresholds_flag()

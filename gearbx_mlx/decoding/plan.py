@@ -16,8 +16,8 @@ from .response import GeneratedText
 from .rows import Proposal, RunsPasses, VerifiedPass
 from .sampling import MLX_READER, Chooser, LogitsReader
 
-UNLIMITED = 2**40  # entries of a KV cache
-SLOW_READER = 0.2  # share of a round's time; slower consumers of the tokens may keep a device waiting
+UNLIMITED = 2**40  # no limit: more than any KV cache or output has
+MAX_PAUSE = 0.2  # share of a round; if the consumer of tokens takes more, the round's time is not used
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,10 @@ class DecodeState:
         cache: the verifier's KV cache, one entry per layer.
         drafters: in order of priority.
         found: the latest verification.
-        random_states: MLX's, after each of its tokens; empty for greedy decoding.
-        shown: number of its tokens that were yielded.
+        random_states: MLX's, after each token of `found`; empty for greedy decoding.
+        shown: number of tokens of `found` that were yielded.
         proposal: the next one if it is already queued; None otherwise.
-        started: start of its round, and `away` at that time, in seconds.
+        started: start of the proposal's round, and `away` at that time, in seconds.
         away: seconds that consumers of the tokens took.
         is_last_read: True if the KV cache holds the last token too, because the next pass ran ahead.
     """
@@ -96,10 +96,10 @@ class DecodeState:
 
     def is_queued(self, plan: DecodePlan) -> bool:
         """Return whether passes are queued for a device, rather than computed in the call."""
-        return not plan.verifier.computes_at_once(self.cache)
+        return not plan.verifier.is_synchronous(self.cache)
 
     def room(self, plan: DecodePlan) -> int:
-        """Return the most tokens to propose: the verifier adds one, and a KV cache is quantized between passes."""
+        """Return the maximum length of a proposal: the verifier adds a token, and no pass crosses `quantized_from`."""
         room = self.text.room - 1
         if plan.quantized_from < UNLIMITED:
             until_quantized = plan.quantized_from - length(self.cache) - 1
@@ -112,10 +112,10 @@ class DecodeState:
         whole, away = plan.clock() - start, self.away - away
         if not self.is_queued(plan):
             return whole - away
-        return whole if away < SLOW_READER * whole else None
+        return whole if away < MAX_PAUSE * whole else None
 
     def time_plain(self, plan: DecodePlan) -> None:
-        """Report the time of a plain token to the policy, unless a gear made at the same time has slowed it."""
+        """Report the time of a plain token to the policy, unless a thread makes a draft gear, which slows it."""
         seconds = self.seconds(plan)
         if seconds is not None and all(drafter.is_ready for drafter in self.drafters):
             plan.policy.add_plain(seconds)

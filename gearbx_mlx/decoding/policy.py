@@ -22,7 +22,7 @@ the previous one. Slow methods are therefore tried rarely, and a method that won
 
 **Learned values**: c, for drafts and for lookup, from two neighboring rounds of different lengths; p; the error, raised
 by a rejected token of high a(m); tokens and cost of a round; s. The next start reads these numbers and makes its own
-choices. Only c before the first round depends on the drafter.
+choices. Only the initial c depends on the drafter.
 
 **Regret**: research/tables.md (`python -m research policy-regret`), on whose recordings the constants were measured.
 """
@@ -47,21 +47,18 @@ ACCEPTANCE, ERROR = 0.85, 0.8  # initial p and error of 4-bit drafts: 0.88 to 0.
 ACCEPTANCE_KEPT, ACCEPTANCE_PRIOR = 0.995, 20.0  # weight kept per token, tokens of the prior; 0.98, 10: 0.6% slower
 ROUNDS_KEPT, ROUNDS_PRIOR = 0.98, 10.0  # per round; a prior of 20 turns slow drafts off twice as late
 ERROR_RATE, SLOPE_RATE = 0.08, 0.01  # steps of the error per token, of c per pair of rounds; 0.03 for c: 0.2% slower
-MIN_COST, MAX_COST = 0.01, 4.0  # of a token or a row: drafts above the maximum are never faster
+MIN_COST, MAX_COST = 0.01, 4.0  # of learned numbers: drafts above the maximum are never faster
 MAX_ERROR = 50.0  # a(m) is then 0.5 for all m; with 4, uninformative margins cost 9% instead of 3%
 MAX_SURPRISE = 0.5  # a pass that is slower than expected by more includes a pause of the machine
 AHEAD = 4  # tokens: a token that saves nothing may lead to tokens that do
 
-# Trials. Keys: True for rounds between plain tokens, False for plain tokens between rounds.
+# Trials. Keys: is_round, True for rounds between plain tokens, False for plain tokens between rounds.
 TRIAL = {True: 3, False: 4}  # passes, whose median counts; 2 and 6 are equally good
 TRIAL_LENGTH = 1  # drafted tokens of a trial round; the best length is 11% slower if drafts cost twice a plain token
-LATEST = 8  # passes of the other method, whose median counts
+LATEST = 8  # passes of each method; their medians are compared
 TRUST = 0.5  # weight of the latest trial: single trials are off by 40% on noisy machines
 TRIAL_SHARE = {True: 0.02, False: 0.005}  # of the tokens they may cost; 0.01 for plain ones: 0.5% slower
-TRIAL_WAIT = {
-    True: (16, 192),
-    False: (64, 1024),
-}  # fewest and most tokens before a trial, to bound the cost of a wrong one
+TRIAL_WAIT = {True: (16, 192), False: (64, 1024)}  # fewest and most tokens before a trial bound a wrong one's cost
 
 
 def expected_tokens(acceptance: float, most: int) -> list[float]:
@@ -75,11 +72,10 @@ def within(value: float, minimum: float = MIN_COST, maximum: float = MAX_COST) -
 
 
 class Trials:
-    """Comparison of rounds with plain decoding, and the choice of one. tokens: of rounds, per unit."""
+    """Comparison of rounds with plain decoding, and the choice of one. tokens: expected per unit in rounds."""
 
     def __init__(self, kept: Mapping[str, float], tokens: float):
-        self.plain = self._latest = within(kept.get("plain token", PLAIN))
-        """s."""
+        self.plain = self._latest = within(kept.get("plain token", PLAIN))  # s
         self._is_known = "plain token" in kept  # a trial has measured s
         self._since = kept.get("tokens since a trial", 0.0)
         self._rounds_win = self._runs_rounds = self.plain * tokens > 1
@@ -118,7 +114,7 @@ class Trials:
             self._rounds_win, self._since = wins, 0
         is_measured = len(self._seconds[wins]) >= TRIAL[wins]
         self._is_trial = is_measured and self._since >= self._wait(tokens, units)
-        self._runs_rounds = wins is not self._is_trial
+        self._runs_rounds = wins is not self._is_trial  # a trial runs the slower method
         if self._runs_rounds is not runs:
             self._seconds[self._runs_rounds].clear()
         return 0 if not self._runs_rounds else TRIAL_LENGTH if self._is_trial else MAX_DRAFTED
@@ -213,7 +209,7 @@ class LearnedPolicy:
     def lookup_length(self, probabilities: Sequence[float], room: int) -> int:
         """Return how many tokens of a proposal to verify; probabilities: that the first 1, 2, ... are accepted."""
         saved = self._saved(probabilities[: max(0, min(room, MAX_DRAFTED))], self._row)
-        plain = 1 - self._token  # since a round without proposals costs 1
+        plain = 1 - self._token  # `_saved` counts from a round without proposals, which costs 1
         return max(range(len(saved) + 1), key=[plain, *saved].__getitem__)
 
     def add_round(
@@ -221,6 +217,7 @@ class LearnedPolicy:
         *,
         drafted: int,
         accepted: int,
+        tokens: int,
         rows: int,
         seconds: float | None,
         draft_seconds: float | None = None,
@@ -231,23 +228,26 @@ class LearnedPolicy:
         Args:
             drafted: tokens of the drafter; 0 for prompt lookup.
             accepted: tokens of the proposal.
+            tokens: that the round generated, one more unless an accepted one ended the sequence.
             rows: of the verification.
             seconds: of draft and verification, without the time of the tokens' consumer; None if unknown.
             draft_seconds: of the draft, for classes that record rounds: c needs only the sum.
             margins: of the drafted tokens, if their sampler has them.
         """
         cost = self.cost(drafted) if drafted else self.cost(rows - 1, self._row)
-        is_timed, unit = seconds is not None and not self.is_first(drafted, rows), (seconds or 0.0) / cost
+        is_timed = seconds is not None and not self.is_first(drafted, rows)
+        unit = (seconds or 0.0) / cost
         self._kinds.add((drafted > 0, rows))
         if not drafted:
             if is_timed and self.trials.unit is not None:
                 self._row = self._learned(self._row, rows - 1, unit, self.trials.unit)
-            self.trials.add(True, accepted + 1, None)
+            self.trials.add(True, tokens, None)
             return
-        self.trials.add(True, accepted + 1, unit if is_timed else None)
-        self._tokens.add(accepted + 1)
+        self.trials.add(True, tokens, unit if is_timed else None)
+        self._tokens.add(tokens)
         self._units.add(cost)
-        outcomes = [True] * accepted + [False] * (accepted < drafted)  # later tokens carry no information
+        # Tokens after a rejected one, or after the end of the sequence, carry no information.
+        outcomes = [True] * accepted + [False] * (accepted < min(drafted, tokens))
         for is_right in outcomes:
             self._acceptance.add(is_right)
         for margin, is_right in zip(margins, outcomes):

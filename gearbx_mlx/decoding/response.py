@@ -1,7 +1,6 @@
 """Records of a sequence and of its tokens, from the forward pass to the response."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,18 +44,13 @@ class GeneratedText:
         generated = len(self.tokens) > self.prompt
         return self.room > 0 and not (generated and self.last in self.ends)
 
-    def ends_with(self, count: int) -> bool:
+    def has_ended_after(self, count: int) -> bool:
         """Return whether the sequence has ended after so many generated tokens."""
         return not self.goes_on and len(self.tokens) == self.prompt + count
 
     def add(self, token: int) -> None:
         self.tokens.append(token)
         self.room -= 1
-
-    def until_end(self, tokens: Sequence[int]) -> list[int]:
-        """Return the tokens up to and including the first one that ends the sequence."""
-        last = next((place for place, token in enumerate(tokens, 1) if token in self.ends), len(tokens))
-        return list(tokens[:last])
 
     def array(self) -> mx.array:
         return mx.array(self.tokens, mx.uint32)

@@ -29,24 +29,24 @@ from ..errors import GearbxError
 from ..gears.gearbox import Gearbox, Observer
 from ..gears.ladder import Gear, Ladder
 from ..ranks.agreement import agreement_of
-from ..routing.calibration import FEWEST_SAMPLES, median_thresholds, percentile_thresholds
+from ..routing.calibration import MIN_SAMPLES, median_thresholds, percentile_thresholds
 from ..routing.gates import AUTO, Gate, Monitor, OneGear, ThresholdGate, first_gear
 from ..telemetry.summary import Tally
-from .batches import BatchText, SharedMode
+from .batches import SequenceState, SharedMode
 from .caches import gears_of
 from .generation import Telemetry
 from .governor import Governor
 from .mode import encoded, gear_of_prompt, of_model, thresholds_for, vocabulary_of
 from .modes import RouteSettings, StaticSettings
 from .response import GearResponse, GeneratedToken, Step, single_pass
-from .sampling import blame_of, entropy_bits, kv_read, reader_of
+from .sampling import blame_of, entropy_bits, reader_of, take_kv_reads
 
 
 @dataclass(frozen=True)
 class InEngagedGear(SharedMode):
     """Base class of modes that compute each token in the engaged gear. A subclass chooses the gears."""
 
-    def text(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> BatchText:
+    def text(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> SequenceState:
         """Return the state of a sequence: gate, monitor, initial gear and prefill gear."""
         raise NotImplementedError
 
@@ -60,7 +60,7 @@ class InEngagedGear(SharedMode):
         controller: Governor | None,
         **kwargs: Any,
     ) -> Iterator[GearResponse]:
-        """Generate with mlx-lm's stream_generate, and call `model.update_modules` between its tokens."""
+        """Generate with mlx-lm's stream_generate, and shift between its tokens."""
         text, reader, agreement = self.text(gearbox, tokenizer, prompt), reader_of(gearbox), agreement_of(model)
         gearbox.shift(text.first)  # so that it is made now rather than during generation
         gearbox.shift(text.prompt_gear)
@@ -76,11 +76,11 @@ class InEngagedGear(SharedMode):
                 callback(read, tokens)
 
         def sample(logprobs: mx.array) -> mx.array:
-            # Queued here, the entropy is ready with the token. Computed from the response, it would wait for the pass
-            # that mlx-lm has queued after it: one token (GEARBX 3.6).
+            # Queued with the token. Computed from the response, the entropy would wait for the pass that mlx-lm has
+            # queued after this one (GEARBX 3.6).
             token, entropy = agreement.arrays(sampler(logprobs), reader.entropy(logprobs))
             mx.async_eval(entropy)
-            sampled.append((entropy, replace(single_pass(gearbox, gearbox.gear), **kv_read(kv_gears))))
+            sampled.append((entropy, replace(single_pass(gearbox, gearbox.gear), **take_kv_reads(kv_gears))))
             return token
 
         kwargs |= {"sampler": sample, "prompt_progress_callback": progress}
@@ -91,7 +91,7 @@ class InEngagedGear(SharedMode):
     def shifting(
         self,
         gearbox: Gearbox | Observer,
-        text: BatchText,
+        text: SequenceState,
         telemetry: Telemetry,
         responses: Iterator[GenerationResponse],
         sampled: deque[tuple[mx.array, Step]],
@@ -115,7 +115,7 @@ class InEngagedGear(SharedMode):
                 gearbox.shift(gear)  # since other sequences may have shifted
                 telemetry.resume()
 
-    def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: list[int]) -> BatchText:
+    def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: list[int]) -> SequenceState:
         """Return the state of one sequence of a batch; a given gate is copied."""
         text = self.text(gearbox, tokenizer, prompt)
         return replace(text, gate=deepcopy(text.gate))
@@ -134,18 +134,18 @@ class Route(RouteSettings, InEngagedGear):
 
     gate: Gate | None = None
 
-    def text(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> BatchText:
+    def text(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> SequenceState:
         gate = self.settled(gearbox, tokenizer, prompt).gate_for(gearbox)
         monitor = Monitor(vocabulary_of(gearbox), self.window)
         first = self.first_gear(gearbox, tokenizer, prompt)
-        return BatchText(gate, monitor, first, gear_of_prompt(gearbox, self.prompt_gear, first))
+        return SequenceState(gate, monitor, first, gear_of_prompt(gearbox, self.prompt_gear, first))
 
     def settled(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> "Route":
         if self.gate is not None or self.thresholds is None:
             return self
         if self.thresholds == AUTO:
             return replace(self, thresholds=auto_thresholds(gearbox, tokenizer, prompt).thresholds)
-        return replace(self, thresholds=self.bits(gearbox))
+        return replace(self, thresholds=thresholds_for(self.thresholds, gearbox))
 
     def for_prompt(self, typed: str, ladder: Ladder) -> "Route":
         if self.initial_gear != AUTO:
@@ -156,11 +156,7 @@ class Route(RouteSettings, InEngagedGear):
         """Return the given gate, or a gate from thresholds. Raises GearbxError if they do not fit the ladder."""
         if self.gate is not None:
             return self.gate
-        return ThresholdGate(self.bits(gearbox), self.hysteresis, self.min_gear_duration)
-
-    def bits(self, gearbox: Gearbox | Observer) -> tuple[float, ...]:
-        """Return the thresholds of a settled mode in bits. Raises GearbxError if they do not fit ladder or model."""
-        return thresholds_for(self.thresholds, gearbox)
+        return ThresholdGate(thresholds_for(self.thresholds, gearbox), self.hysteresis, self.min_gear_duration)
 
     def gears_of_text(self, gearbox: Gearbox) -> tuple[Gear, Gear | None]:
         """Return the gears as Mode does, for a mode with a named initial gear."""
@@ -182,12 +178,12 @@ class Static(StaticSettings, InEngagedGear):
     """Mode static: one gear. Args: of `StaticSettings`."""
 
     name: ClassVar[str] = "static"
-    uncapped: ClassVar[str] = "stays in one gear"
+    no_caps_reason: ClassVar[str] = "stays in one gear"
 
-    def text(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> BatchText:
+    def text(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> SequenceState:
         gear = self.gear_of(gearbox)
         reads = gear_of_prompt(gearbox, self.prompt_gear, gear)
-        return BatchText(OneGear(gear.index), Monitor(vocabulary_of(gearbox), self.window), gear, reads)
+        return SequenceState(OneGear(gear.index), Monitor(vocabulary_of(gearbox), self.window), gear, reads)
 
     def gears_of_text(self, gearbox: Gearbox) -> tuple[Gear, Gear | None]:
         gear = self.gear_of(gearbox)
@@ -203,7 +199,7 @@ class TelemetryOnly(Route):
     """Mode route without shifts: no layer changes, and the tokens are mlx-lm's (GEARBX 12.2)."""
 
     name: ClassVar[str] = "telemetry-only"
-    uncapped: ClassVar[str] = "changes no gear that could be capped"
+    no_caps_reason: ClassVar[str] = "changes no gear that could be capped"
 
     def gearbox_for(self, model: nn.Module, gearbox: Gearbox | Observer | None) -> Observer:
         """Return the given observer, or a new one. Raises GearbxError for a gearbox that shifts."""
@@ -259,7 +255,7 @@ def auto_thresholds(gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any = N
     gearbox.shift(gearbox.ladder.top)
     try:
         entropies = [entropy for text in SHORT_PROMPTS for entropy in continued_entropies(model, tokenizer, text)]
-        if sum(entropy > 0 for entropy in entropies) >= FEWEST_SAMPLES:
+        if sum(entropy > 0 for entropy in entropies) >= MIN_SAMPLES:
             thresholds, source = median_thresholds(entropies, gears), "three short prompts"
         else:
             entropies, source = list(prompt_entropies(model, tokens, size)), "the prompt"

@@ -80,7 +80,7 @@ NO_TOKENS = Proposal()
 
 
 class VerifiedPass(Protocol):
-    """One pass over K tokens, with the first few of them accepted.
+    """One pass over K tokens, of which the KV cache keeps the first few.
 
     Attributes:
         logits: (1, K, V), after each of the tokens.
@@ -97,12 +97,12 @@ class VerifiedPass(Protocol):
 
 
 class RunsPasses(Protocol):
-    """Passes whose logits choose the tokens of a sequence: `Verifier`, `Climb` (kickdown) or `Turns` (pair)."""
+    """Passes whose logits choose the tokens of a sequence: `Verifier`, `KickdownVerifier` or `PairVerifier`."""
 
     def prefill(self, tokens: mx.array, cache: Any, **embedded: mx.array) -> None: ...
     def verify(self, tokens: Any, cache: Any, **embedded: mx.array) -> VerifiedPass: ...
-    def computes_at_once(self, cache: Any) -> bool: ...
-    def aside(self) -> contextlib.AbstractContextManager[None]: ...
+    def is_synchronous(self, cache: Any) -> bool: ...
+    def exclusive(self) -> contextlib.AbstractContextManager[None]: ...
 
 
 class Verifier:
@@ -132,20 +132,20 @@ class Verifier:
         return Verification(self, tokens, cache, **embedded)
 
     @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        """Return a context that keeps other sequences off the gearbox, and restores its gear."""
+    def exclusive(self) -> Iterator[None]:
+        """Lock the gearbox in the context, and restore its gear afterwards."""
         with decode_lock(self.gearbox):
             engaged = self.gearbox.gear
             yield
             self.gearbox.shift(engaged)
 
-    def computes_at_once(self, cache: Cache) -> bool:
+    def is_synchronous(self, cache: Cache) -> bool:
         """Return whether a pass is computed in the call, and not queued for a device."""
-        return self._parts.take(cache)
+        return self._parts.fits(cache)
 
     def run(self, tokens: Tokens, cache: Cache, **embedded: mx.array) -> mx.array:
         """Return logits (1, K, V)."""
-        if self._parts.take(cache) and not embedded:
+        if self._parts.fits(cache) and not embedded:
             known: list[int] = np.array(tokens).tolist() if isinstance(tokens, mx.array) else [*tokens]
             logits = self._parts.use(cache, lambda parts: pass_logits(parts, known, cache))
             if logits is not None:
@@ -154,7 +154,7 @@ class Verifier:
         inputs = (tokens if isinstance(tokens, mx.array) else mx.array([*tokens], mx.uint32))[None]
         if inputs.shape[1] == 1:
             return self.gearbox.model(inputs, cache=cache, **embedded)
-        with windows_of_single_tokens(cache), of_classes(self._short_path):
+        with single_token_masks(cache), of_classes(self._short_path):
             return self.gearbox.model(inputs, cache=cache, **embedded)
 
     @property
@@ -200,7 +200,7 @@ class Verification:
         self.gear = verifier.gear
         self.kept = self.count = len(tokens)
         self._before = Snapshot(cache)
-        has_states = any(not loses_entries(kind) for kind in {*map(type, self._before.parts)})
+        has_states = any(not can_drop_last(kind) for kind in {*map(type, self._before.parts)})
         self._outputs: LayerOutputs | None = None
         if has_states and self.count > 1:
             verifier.gearbox.shift(verifier.gear)
@@ -236,7 +236,7 @@ class Verification:
             yield replace(none if place else first, gear=gear, source=by)
 
     def keep(self, rows: int) -> None:
-        """Restore the cache as it is after the first `rows` tokens; rows: at most `kept`."""
+        """Set the cache to its state after the first `rows` tokens; rows: at most `kept`."""
         dropped, self.kept = self.kept - rows, rows
         if not dropped:
             return
@@ -281,16 +281,15 @@ def warn_of_other_paths(gearbox: Gearbox) -> None:
         warnings.warn(message, GearbxWarning, stacklevel=4)
 
 
-def loses_entries(kind: type) -> bool:
-    """Return whether a cache has all its entries after a pass over several tokens, so that the last ones can be
-    dropped."""
+def can_drop_last(kind: type) -> bool:
+    """Return whether a cache keeps all entries in a pass over several tokens, so that the last ones can be dropped."""
     return kind in (*APPENDING, ChunkedKVCache) or (kind is RotatingKVCache and is_tested())
 
 
 def make_mask(part: RotatingKVCache, count: int, window_size: int | None = None, **kwargs: Any) -> Any:
     """Return the mask (count, keys) of `count` new tokens: the sinks, and the window that ends with each token.
 
-    It is mlx-lm's mask if that one is the same for single tokens.
+    It is mlx-lm's mask if every token attends there to the same entries as in a pass of its own.
     """
     narrow = window_size is not None and window_size < part.max_size
     usual = part.keep == 0 and window_size in (None, part.max_size)
@@ -302,8 +301,8 @@ def make_mask(part: RotatingKVCache, count: int, window_size: int | None = None,
 
 
 @contextlib.contextmanager
-def windows_of_single_tokens(cache: Cache) -> Iterator[None]:
-    """Give the sliding windows of a cache these masks in the context."""
+def single_token_masks(cache: Cache) -> Iterator[None]:
+    """Use `make_mask` for the sliding windows of a cache in the context."""
     windows = [part for part in parts(cache) if type(part) is RotatingKVCache]
     for part in windows:
         part.make_mask = partial(make_mask, part)
@@ -339,10 +338,10 @@ class LayerOutputs:
     def _usable(self, outputs: list[mx.array | None]) -> Iterator[mx.array | None]:
         """Yield the outputs of a layer, with None where the token of an output is unknown.
 
-        A layer with inputs of single vectors and K calls had the tokens one by one.
+        A layer that was called K times with one vector each got the tokens one by one.
         """
-        alone = len(outputs) == self.count
-        return iter([y if y is not None and (y.ndim == 3 or alone) else None for y in outputs])
+        one_by_one = len(outputs) == self.count
+        return iter([y if y is not None and (y.ndim == 3 or one_by_one) else None for y in outputs])
 
     @contextlib.contextmanager
     def noted_by(self, kind_of: Callable[[Any, int], type[nn.Module]]) -> Iterator[None]:

@@ -1,8 +1,8 @@
 """Sampling: from logits to a token, with entropy, near-ties and checks for NaN.
 
-Entropy is the rev counter of GEARBX 3.1. Near-ties are tokens that rounding may have decided, since a pass over several
-positions sums in a different order from a pass over one. A sequence may have its own random numbers, independent of
-other sequences.
+Entropy is the signal that chooses gears (GEARBX 3.1). Near-ties are tokens that rounding may have decided, since a pass
+over several positions sums in a different order from a pass over one. A sequence may have its own random numbers,
+independent of other sequences.
 """
 
 import enum
@@ -81,10 +81,6 @@ class LogitsReader:
             self.logsumexp = lambda logits: kernels.logsumexp(logits).astype(logits.dtype)
             self._choices = kernels.choices
 
-    @property
-    def is_native(self) -> bool:
-        return self._choices is not None
-
     def normalized(self, logits: mx.array) -> mx.array:
         """Return log-probabilities of the same shape (..., V)."""
         total = mx.logsumexp(logits, axis=-1, keepdims=True) if self.logsumexp is None else self.logsumexp(logits)
@@ -137,7 +133,7 @@ def rounding_of(magnitude: float, dtype: mx.Dtype) -> float:
     return float(NOISE * mx.finfo(dtype).eps * magnitude)
 
 
-readers = functools.cache(LogitsReader)  # shared by all models, since each copies mlx-lm's loops
+readers = functools.cache(LogitsReader)  # one per kernel module: each has copies of mlx-lm's loops
 MLX_READER = readers(None)
 
 
@@ -258,7 +254,7 @@ class Chooser:
 
     Attributes:
         random: its own numbers; None: MLX's random state.
-        error: of a processor whose logits are NaN; None without.
+        error: raised by a processor, whose logits are then NaN; None without.
     """
 
     sampler: Sampler = greedy_sampler
@@ -276,15 +272,15 @@ class Chooser:
         return not self.greedy or bool(self.processors)
 
     @property
-    def tells_margins(self) -> bool:
+    def has_margins(self) -> bool:
         """Support of margins of drafted tokens (`drafted`)."""
         return self.greedy or isinstance(self.sampler, GumbelSampler)
 
     @property
     def has_kernel(self) -> bool:
         """Support of the sampler and the processors by native kernels."""
-        ours = isinstance(self.sampler, GumbelSampler) and self.sampler.is_native
-        return not self.processors and (self.greedy or ours)
+        is_gumbel = isinstance(self.sampler, GumbelSampler) and self.sampler.is_native
+        return not self.processors and (self.greedy or is_gumbel)
 
     def sample(self, logprobs: mx.array) -> mx.array:
         """Return a token (1,) from log-probabilities (1, V)."""
@@ -444,11 +440,8 @@ def sampler_for(tokenizer: Any, **settings: Any) -> Sampler:
     return make_sampler(**settings, xtc_special_tokens=tokenizer.encode("\n") + list(tokenizer.eos_token_ids))
 
 
-def kv_read(gears: KVGears | None) -> dict[str, Any]:
-    """Return a step's fields about the reads of a KV cache in gears since the previous step; {} without gears.
-
-    The first step ends the prompt.
-    """
+def take_kv_reads(gears: KVGears | None) -> dict[str, Any]:
+    """End prefill, and return a step's fields of the KV cache reads since the last call; {} without KV gears."""
     if gears is None:
         return {}
     gears.end_prompt()

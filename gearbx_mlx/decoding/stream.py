@@ -35,7 +35,7 @@ from ..telemetry.summary import Tally, kv_summary, summarize, whole_command
 from .caches import cache_in_gears, check_kv_mode, check_quantizable
 from .governor import Governor, MemoryGuard
 from .learned import measured_seconds
-from .mode import Mode, check_known, decode_lock, encoded, making, vocabulary_of
+from .mode import Mode, check_known, creation_lock, decode_lock, encoded, vocabulary_of
 from .modes import check_draft_model, mode_class
 from .pair import Pair, bytes_read
 from .response import BatchGearResponse, GearResponse, TokenTelemetry
@@ -85,7 +85,7 @@ def stream_generate(
     drafted = kwargs.get("draft_model") is not None
     chosen = mode_or_default(model, gearbox, mode, controller is not None and controller.caps, drafted)
     check_draft_model(chosen.name, kwargs.get("draft_model"))
-    with making:
+    with creation_lock:
         box = chosen.gearbox_for(model, gearbox)
     if box is not None and not isinstance(prompt, str):
         check_known("prompt", np.array(prompt, int).reshape(-1).tolist(), vocabulary_of(box))
@@ -118,17 +118,13 @@ def check_keywords(given: Mapping[str, Any]) -> None:
 def generate(model: nn.Module, tokenizer: Any, prompt: Any, verbose: bool = False, **kwargs: Any) -> str:
     """Return the whole output, with the keywords of stream_generate. `verbose` prints it during generation, and
     mlx-lm's statistics."""
-    text, response = "", None
+    text = ""
     for response in stream_generate(model, tokenizer, prompt, **kwargs):
         if verbose:
             print(response.text, end="", flush=True)
         text += response.text
     if verbose:
-        print()
-    if verbose and response is None:
-        print("No text generated for this prompt")
-    elif verbose and response is not None:
-        print(f"Prompt: {response.prompt_tokens} tokens, {response.prompt_tps:.3f} tokens-per-sec")
+        print(f"\nPrompt: {response.prompt_tokens} tokens, {response.prompt_tps:.3f} tokens-per-sec")
         print(f"Generation: {response.generation_tokens} tokens, {response.generation_tps:.3f} tokens-per-sec")
         print(f"Peak memory: {response.peak_memory:.3f} GB")
     return text
@@ -158,13 +154,13 @@ def mode_or_default(
         box, saved = gearbox or attached(model), saved_gears(model)
         observed = isinstance(box, Observer) or (box is None and without_gears(model))
         ladder = box.ladder if box is not None else None if saved is None else saved.manifest.ladder
-        alone = not draft_model and ladder is not None and ladder[0].dense
+        dense_only = not draft_model and ladder is not None and ladder[0].dense
         if observed:
             mode = "telemetry-only"
         elif governed:
             mode = "route"
         else:
-            mode = "static" if alone else "lossless"
+            mode = "static" if dense_only else "lossless"
     return mode_class(mode)()
 
 
@@ -224,7 +220,7 @@ def batch_generator(
     """
     policy = policy_named(batch_policy)
     chosen = mode_or_default(model, gearbox, mode)
-    with making:
+    with creation_lock:
         box = chosen.gearbox_for(model, gearbox)
     if agreement_of(model).group is not None:  # ranks do not synchronize their batches
         raise GearbxError("batch: is not available for a model shared by ranks; use stream_generate for each prompt")
@@ -274,7 +270,7 @@ def batch_generate(
     try:
         uids = generator.insert(tokens, most, prompt_caches, **own)
         sequences = {uid: BatchSequence(tokenizer, prompt) for uid, prompt in zip(uids, tokens)}
-        stats = write(generator, sequences, return_logprobs, verbose)
+        stats = run_batch(generator, sequences, return_logprobs, verbose)
     finally:
         generator.close()
     ordered = [sequences[uid] for uid in uids]
@@ -331,7 +327,7 @@ def as_single(response: BatchGearResponse, text: str, prompt_tokens: int, genera
     )
 
 
-def write(generator: Any, sequences: Mapping[int, BatchSequence], with_logprobs: bool, verbose: bool) -> BatchStats:
+def run_batch(generator: Any, sequences: Mapping[int, BatchSequence], with_logprobs: bool, verbose: bool) -> BatchStats:
     """Run until all sequences have ended. `verbose` prints the progress, and mlx-lm's statistics at the end."""
     ended = 0
     with generator.stats() as stats:
@@ -359,7 +355,7 @@ def per_sequence(processors: Sequence[Any] | None, sequences: int) -> Sequence[A
 
 @dataclass
 class RunSpeed:
-    """Speed of runs: mlx-lm's tokens and seconds of prompts and of generation, and times of a clock.
+    """Token counts and times of runs: prefill and decoding by mlx-lm's rates, first and last token by a clock.
 
     first: seconds from the calls to the first tokens. whole: seconds from the calls to the last tokens.
     """
@@ -418,13 +414,13 @@ class Responses(Iterator[GearResponse]):
     last: GearResponse | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._turn = contextlib.nullcontext() if self.gearbox is None else decode_lock(self.gearbox)
+        self._lock = contextlib.nullcontext() if self.gearbox is None else decode_lock(self.gearbox)
         self.times = (0.0, 0.0)
         """Times of the first token and of the latest one, in seconds of `time.perf_counter`."""
         self.tally = Tally.of(NAMES if self.gearbox is None else [gear.name for gear in self.gearbox.ladder])
 
     def __next__(self) -> GearResponse:
-        with self._turn:
+        with self._lock:
             response = next(self.responses)
         now = time.perf_counter()
         self.times = (self.times[0] if self.last else now), now
@@ -441,23 +437,23 @@ class Responses(Iterator[GearResponse]):
         """Return the times of a whole command; entered: its start, in seconds of `time.perf_counter`."""
         return whole_command(entered, self.started, *self.times)
 
-    def summary(self, model: str | None = None, beside: str | None = None) -> dict[str, Any]:
+    def summary(self, model: str | None = None, second_model: str | None = None) -> dict[str, Any]:
         """Return the run so far: tokens, gears, bytes of weights, drafts, speed, memory; the object of `--summary`.
 
         Args:
             model: its name; None: its type in mlx-lm.
-            beside: the name of the small model or of the draft model.
+            second_model: the name of the small model or of the draft model.
         """
         name, speed = model or type_of(self.model), RunSpeed()
         speed.add(self)
         if isinstance(self.mode, Pair):
-            return summary_of_pair(name, beside, self.model, self.mode, self.tally, speed)
+            return summary_of_pair(name, second_model, self.model, self.mode, self.tally, speed)
         assert self.gearbox is not None
         result = summary_of(name, self.gearbox, self.mode, self.tally, speed, self.controller)
         if self.draft_model is not None:  # which has one pass per drafted token
             passes = self.tally.drafted
             read = {"passes": passes, "weight_bytes": passes * bytes_read(self.draft_model)}
-            result["draft_model"] = {"name": beside or type_of(self.draft_model), **read}
+            result["draft_model"] = {"name": second_model or type_of(self.draft_model), **read}
         return result
 
 

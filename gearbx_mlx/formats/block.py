@@ -266,7 +266,7 @@ class KeptParts:
     def __init__(self, find: Callable[[], PassParts | None]):
         self._find, self._parts = find, find()
 
-    def take(self, cache: Any) -> bool:
+    def fits(self, cache: Any) -> bool:
         """Return True if passes over a cache may be native; such passes return when they are done."""
         return self._parts is not None and bool(cache) and type(cache[0]) is KVCache
 
@@ -275,7 +275,7 @@ class KeptParts:
 
         The parts are found again if memory of their modules was freed.
         """
-        if not self.take(cache):
+        if not self.fits(cache):
             return None
         assert self._parts is not None
         started = begin(self._parts)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from ..errors import GearbxError
 from .gates import RUN_AHEAD, Monitor, Reading, ThresholdGate
 
-LEAST = -1e4  # nats: its exponential is 0 in any type, like that of -9999, OpenAI's value for "very unlikely"
+MIN_LOGPROB = -1e4  # nats: its exponential is 0 in any type, like that of -9999, OpenAI's value for "very unlikely"
 FLOAT_ERROR = 1e-9  # of sums of probabilities in this module
 SINGLE = 2.0**-14  # nats: error of single precision in the sum of a log-softmax, over any vocabulary
 LARGEST_LOGIT = 32.0  # assumed if the values do not determine the size of logits
@@ -57,10 +57,10 @@ def entropy_bounds(
         GearbxError: no distribution over V tokens has these log-probabilities.
     """
     check_logprobs(logprobs, vocab_size, rounding)
-    known = [max(value, LEAST) for value in logprobs]
+    known = [max(value, MIN_LOGPROB) for value in logprobs]
     low = [math.exp(value - rounding.of(value)) for value in known]
     high = [min(1.0, math.exp(value + rounding.of(value))) for value in known]
-    limit = min(known) if unlisted is None else max(unlisted, LEAST)
+    limit = min(known) if unlisted is None else max(unlisted, MIN_LOGPROB)
     most_each = min(1.0, math.exp(limit + rounding.of(limit)))
     others = vocab_size - len(known)
     least, most = 1 - math.fsum(high), 1 - math.fsum(low)
@@ -124,7 +124,7 @@ def check_logprobs(logprobs: Sequence[float], vocab_size: int, rounding: Roundin
 def rounding_as_written(logprobs: Sequence[float]) -> Rounding:
     """Return the rounding of log-probabilities from their values: of half precision, of decimals, or of single
     precision."""
-    values = [value for value in logprobs if math.isfinite(value) and value > LEAST / 10]
+    values = [value for value in logprobs if math.isfinite(value) and value > MIN_LOGPROB / 10]
     if all(map(is_bfloat16, values)):
         return Rounding(SINGLE + shared_error(values, BFLOAT16), BFLOAT16)
     if all(fits_type(value, "e") for value in values):

@@ -26,7 +26,7 @@ LOW_CAP, HIGH_CAP = 0.06, 0.12  # of log2 V
 PERCENTILE_BAND, MEDIAN_BAND = 0.2, 0.3  # bits
 FLOOR = 0.01  # bits
 MEDIAN_FACTOR = 2.5
-FEWEST_SAMPLES = 5
+MIN_SAMPLES = 5
 
 
 def positive(entropies: Sequence[float]) -> list[float]:
@@ -36,9 +36,9 @@ def positive(entropies: Sequence[float]) -> list[float]:
         GearbxError: fewer than five such samples (GEARBX 4.1).
     """
     samples = sorted(e for e in entropies if e > 0)
-    if len(samples) < FEWEST_SAMPLES:
+    if len(samples) < MIN_SAMPLES:
         raise GearbxError(
-            f"calibration: needs {FEWEST_SAMPLES} tokens with entropy above 0, got {len(samples)}; "
+            f"calibration: needs {MIN_SAMPLES} tokens with entropy above 0, got {len(samples)}; "
             "use more or longer prompts"
         )
     return samples

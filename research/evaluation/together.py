@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from gearbx_mlx.decoding.batches import BatchText
+from gearbx_mlx.decoding.batches import SequenceState
 from gearbx_mlx.decoding.sampling import Choice, reader_of
 from gearbx_mlx.evaluation.predictions import PASS_TOKENS
 from gearbx_mlx.gears.gearbox import Gearbox
@@ -26,7 +26,7 @@ from gearbx_mlx.routing.gates import RUN_AHEAD
 class Shifting:
     """Choose the gears of a text as modes static and route do: a token's entropy acts two passes later."""
 
-    def __init__(self, gearbox: Gearbox, text: BatchText):
+    def __init__(self, gearbox: Gearbox, text: SequenceState):
         self.gearbox, self.text = gearbox, text
         self.coming = deque([text.first] * RUN_AHEAD)
 

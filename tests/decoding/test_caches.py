@@ -15,7 +15,7 @@ from refusals import assert_refused
 
 from gearbx_mlx import GearbxError, stream_generate
 from gearbx_mlx.decoding.caches import KeptCache, in_common, length
-from gearbx_mlx.decoding.pair import Turns, pair_cache
+from gearbx_mlx.decoding.pair import PairVerifier, pair_cache
 from gearbx_mlx.loading import DEMO_MODEL
 
 BEGUN = [5, 9, 2, 7, 11, 6, 3]
@@ -265,7 +265,7 @@ class BothModels:
     """A pair, called as a model is."""
 
     def __init__(self):
-        self.turns = Turns(tiny_model(), tiny_model(seed=1), 0)
+        self.turns = PairVerifier(tiny_model(), tiny_model(seed=1), 0)
 
     def make_cache(self):
         return pair_cache(*self.turns.models)
@@ -281,7 +281,7 @@ def test_pair_trims_both_models_and_counts_missed_tokens():
     read(pair, cache, BEGUN)
     pair.turns.engaged = 1
     assert_read(pair, cache, CHANGED)
-    assert [entry.given for entry in cache.entries] == [len(CHANGED)] * 2
+    assert [entry.total_tokens for entry in cache.entries] == [len(CHANGED)] * 2
 
 
 def test_untrimmable_entries_are_refused_and_read_again():

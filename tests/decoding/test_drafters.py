@@ -161,6 +161,12 @@ class TestDraftModel:
         assert len(said) == 1
         assert_written(ours, theirs)
 
+    @pytest.mark.filterwarnings("ignore:.*drafting is disabled")
+    def test_low_gear_does_not_replace_draft_model(self):
+        gearbox = Gearbox(tiny_model(), "4,16")
+        run = stream_generate(gearbox.model, endless(), TOKENS, 8, gearbox=gearbox, draft_model=tiny_model("mamba"))
+        assert not any(response.drafted for response in run)
+
 
 class Parrot(Drafter):
     """A toy: the text goes on as it has gone on after its last token before, else with this token again."""

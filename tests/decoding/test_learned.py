@@ -10,7 +10,7 @@ from test_policy import Machine, write
 from gearbx_mlx import Gearbox, Lossless, stream_generate
 from gearbx_mlx.decoding.drafters import DraftTarget
 from gearbx_mlx.decoding.drafters.low_gear import LowGear
-from gearbx_mlx.decoding.learned import MeasuredPolicy, knowledge, measured_seconds
+from gearbx_mlx.decoding.learned import MeasuredPolicy, measured_seconds, policy_of
 from gearbx_mlx.decoding.policy import FixedPolicy, LearnedPolicy
 from gearbx_mlx.decoding.sampling import GREEDY, Chooser
 
@@ -30,7 +30,7 @@ class Start:
     def __init__(self, seed=0, chooser=GREEDY, **settings):
         self.gearbox = Gearbox(tiny_model(seed=seed), "4,16", **settings)
         self.drafter = LowGear.of(DraftTarget(self.gearbox, [], chooser))
-        self.known = knowledge(self.gearbox, self.drafter, chooser)
+        self.known = policy_of(self.gearbox, self.drafter, chooser)
         self.policy = self.known.policy
 
     def write(self, tokens, drafted):
@@ -45,9 +45,9 @@ class Start:
 def test_policy_is_learned_unless_measuring_is_disabled(file, monkeypatch):
     gearbox = Gearbox(tiny_model(), "4,16")
     drafter = LowGear.of(DraftTarget(gearbox, [], GREEDY))
-    assert isinstance(Lossless().knowledge(gearbox, drafter, GREEDY).policy, LearnedPolicy)
+    assert isinstance(Lossless().policy_of(gearbox, drafter, GREEDY).policy, LearnedPolicy)
     monkeypatch.setenv("GEARBX_TUNE", "0")
-    assert isinstance(Lossless().knowledge(gearbox, drafter, GREEDY).policy, FixedPolicy)
+    assert isinstance(Lossless().policy_of(gearbox, drafter, GREEDY).policy, FixedPolicy)
 
 
 @pytest.mark.parametrize(("drafted", "wins"), [(FAST, True), (SLOW, False)])

@@ -9,7 +9,7 @@ from lossless_texts import TWICE, assert_written, written
 from test_lossless import SAMPLERS, both
 
 from gearbx_mlx import Gearbox, GearbxError, Lossless, stream_generate
-from gearbx_mlx.decoding.learned import Knowledge
+from gearbx_mlx.decoding.learned import KeptPolicy
 from gearbx_mlx.decoding.policy import FixedPolicy
 
 
@@ -22,7 +22,7 @@ class Certain(FixedPolicy):
 
 class Trusting(Lossless):
     def knowledge(self, gearbox, drafter, chooser):
-        return Knowledge(Certain(4))
+        return KeptPolicy(Certain(4))
 
 
 class TestLookup:

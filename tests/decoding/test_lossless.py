@@ -17,7 +17,7 @@ import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxWarning, Lossless, load, stream_generate
 from gearbx_mlx.benchmark.measuring import counting_reads
 from gearbx_mlx.decoding.caches import Snapshot
-from gearbx_mlx.decoding.learned import Knowledge
+from gearbx_mlx.decoding.learned import KeptPolicy
 from gearbx_mlx.decoding.policy import FixedPolicy
 
 PROCESSORS = {"plain": (), "repetition": tuple(make_logits_processors(repetition_penalty=1.3))}
@@ -81,7 +81,7 @@ class Varying(Lossless):
     """Drafts of all lengths in one text, and tokens alone in between, of which some run ahead."""
 
     def knowledge(self, gearbox, drafter, chooser):
-        return Knowledge(InTurn((1, 5, 0, 2, 9, 0, 0, 0, 15, 3)))
+        return KeptPolicy(InTurn((1, 5, 0, 2, 9, 0, 0, 0, 15, 3)))
 
 
 def both(gearbox, tokenizer, prompt, seed=3, mode=None, **keywords):

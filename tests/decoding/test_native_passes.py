@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from gearbx_mlx import Gearbox, entropy_bits, make_sampler
-from gearbx_mlx.decoding.drafters.low_gear import RESCORE_TOP_K, SecondHead, largest, natively, rescoring, second_head
+from gearbx_mlx.decoding.drafters.low_gear import (
+    RESCORE_TOP_K,
+    RescoringHead,
+    largest,
+    native_step,
+    rescoring,
+    rescoring_head,
+)
 from gearbx_mlx.decoding.response import GeneratedText
 from gearbx_mlx.decoding.sampling import MLX_READER, Chooser, reader_of
 from gearbx_mlx.formats.block import begin_draft, pass_logits, pass_parts
@@ -239,7 +246,7 @@ def test_the_head_of_a_draft_rescores(gears, change):
     format, ladder = gears.split()
     box = boxed(format=format, ladder=ladder, **change)
     cache = begun(box)
-    second = second_head(box, box.ladder[0])
+    second = rescoring_head(box, box.ladder[0])
     # The output of the low gear's blocks, through the low gear's head and through the top gear's.
     hidden = box.model.model(mx.array([[3]]), cache=copy.deepcopy(cache))[0]
     low = np.array(linear_of(second.holder if change else second.holder[second.name])(hidden)[0])
@@ -261,13 +268,13 @@ def test_the_head_of_a_draft_rescores(gears, change):
 def test_samples_like_mlxs_operations(sampling, vocabulary):
     box = boxed(vocab_size=vocabulary)
     cache, sampler = begun(box), make_sampler(**sampling)
-    draft = begin_draft(pass_parts(box.model, second_head(box, box.ladder[0]).top), cache)
+    draft = begin_draft(pass_parts(box.model, rescoring_head(box, box.ladder[0]).top), cache)
     logits = draft.logits(3, 0)
     for seed in range(40):
         mx.random.seed(seed)
         expected = sampler.by_mlx(logits - mx.logsumexp(logits)).item()
         mx.random.seed(seed)
-        token, margin = natively(draft, Chooser(sampler), GeneratedText([3]), MLX_READER)(3, 0)
+        token, margin = native_step(draft, Chooser(sampler), GeneratedText([3]), MLX_READER)(3, 0)
         mx.random.seed(seed)
         assert token == sampler(logits - mx.logsumexp(logits)).item() == expected
         mx.random.seed(seed)
@@ -279,7 +286,7 @@ def test_samples_like_mlxs_operations(sampling, vocabulary):
 def test_the_head_rescores_without_native_passes_too(change):
     box = boxed(activations="float", **change)  # MLX computes the best again
     cache = begun(box)
-    second, tokens = second_head(box, box.ladder[0]), mx.array([[3, 5, 7]])
+    second, tokens = rescoring_head(box, box.ladder[0]), mx.array([[3, 5, 7]])
     low = np.array(box.model(tokens, cache=copy.deepcopy(cache))[0])
     with rescoring(second):
         twice = np.array(box.model(tokens, cache=copy.deepcopy(cache))[0])
@@ -298,7 +305,7 @@ def test_packed_tied_head_rescores():
     tied = QuantizedTied(nn.QuantizedLinear.from_linear(top, 32, 4), mx.float32)
     x, tokens = mx.random.normal((1, 2, 64)), mx.array([[3, 5]])
     low, rows = np.array(tied.as_linear(x)), np.array(tied(tokens))
-    with rescoring(SecondHead(top, tied, IN_DRAFTS)):
+    with rescoring(RescoringHead(top, tied, IN_DRAFTS)):
         twice = np.array(tied.as_linear(x))
         assert np.array_equal(np.array(tied(tokens)), rows)
     assert (twice != low).sum() == 2 * RESCORE_TOP_K
@@ -319,6 +326,6 @@ def test_the_largest_logits_are_found(size, count, seed):
 def test_shared_or_released_head_never_rescores(tmp_path):
     model = tiny_model(dtype=mx.bfloat16)
     idle = Gearbox(model, "4,16", kernels="native", **on_disk(model, tmp_path))
-    assert second_head(idle, idle.ladder[0]) is None
+    assert rescoring_head(idle, idle.ladder[0]) is None
     box = boxed(ladder="4,16")
-    assert second_head(box, box.ladder.top) is None
+    assert rescoring_head(box, box.ladder.top) is None

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from gearbx_mlx import Gearbox, GearbxError, Pair, stream_generate
 from gearbx_mlx.compat.loops import streaming_with
-from gearbx_mlx.decoding.pair import TrailingCache, Turns, bytes_read, pair_cache
+from gearbx_mlx.decoding.pair import PairVerifier, TrailingCache, bytes_read, pair_cache
 from gearbx_mlx.decoding.sampling import entropy_bits, reader_of
 from gearbx_mlx.loading import check_same_tokenizer
 from gearbx_mlx.routing.gates import replay
@@ -69,7 +69,7 @@ class TestCachesInStep:
             text.append(response.token)
 
     def test_catching_up_equals_same_passes_bitwise(self, small, large):
-        turns, cache, alone = Turns(small, large, SMALL), pair_cache(small, large), make_prompt_cache(large)
+        turns, cache, alone = PairVerifier(small, large, SMALL), pair_cache(small, large), make_prompt_cache(large)
         tokens = mx.array([5, 9, 2, 7, 3, 8, 1])
         for start, stop in [(0, 3), (3, 4), (4, 6)]:
             turns.prefill(tokens[start:stop], cache)
@@ -80,12 +80,12 @@ class TestCachesInStep:
         assert mx.array_equal(turn.logits, large(tokens[None], cache=alone)[:, -1:]).item()
 
     def test_discarded_turn_leaves_both_caches_unchanged(self, small, large):
-        turns, cache = Turns(small, large, SMALL), pair_cache(small, large)
+        turns, cache = PairVerifier(small, large, SMALL), pair_cache(small, large)
         turns.prefill(mx.array([5, 9, 2, 7]), cache)
         for engaged, model in ((LARGE, large), (SMALL, small)):
             turns.engaged = engaged
             turns.verify([3], cache).keep(0)
-            assert [entry.given for entry in cache] == [4, 4]
+            assert [entry.total_tokens for entry in cache] == [4, 4]
             expected = model(mx.array([[5, 9, 2, 7, 8]]))[:, -1]
             turn = turns.verify([8], cache)
             assert mx.allclose(turn.logits[:, -1], expected, atol=2e-5)
@@ -107,7 +107,7 @@ class TestCachesInStep:
 
     @pytest.mark.parametrize("trims", [(3,), (1, 2), (1,)], ids=str)
     def test_trimmed_caches_forget_unread_tokens_first(self, small, large, trims):
-        turns, cache = Turns(small, large, SMALL), pair_cache(small, large)
+        turns, cache = PairVerifier(small, large, SMALL), pair_cache(small, large)
         turns.prefill(mx.array([5, 9, 2, 7]), cache)
         turns.engaged = LARGE
         turns.verify([3], cache)
@@ -243,6 +243,6 @@ def test_a_trailing_cache_forgets_unread_tokens_first():
     model(mx.array([[1, 2, 3]]), cache=cache.entries)
     cache.missed = [mx.array([[4, 5]])]
     assert cache.trim(1) == 1
-    assert (cache.given, cache.missing, cache.offset) == (4, 1, 3)
+    assert (cache.total_tokens, cache.missing, cache.offset) == (4, 1, 3)
     assert cache.trim(2) == 2
-    assert (cache.given, cache.missing, cache.offset) == (2, 0, 2)
+    assert (cache.total_tokens, cache.missing, cache.offset) == (2, 0, 2)

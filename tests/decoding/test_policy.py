@@ -52,6 +52,7 @@ def write(policy, machine, tokens, share=0.85, early=False, slow=lambda token: 1
             policy.add_round(
                 drafted=length,
                 accepted=accepted,
+                tokens=accepted + 1,
                 rows=length + 1,
                 seconds=spent,
                 draft_seconds=drafting,
@@ -95,14 +96,14 @@ class TestLearning:
         for _ in range(800):
             length = rng.randrange(1, 9)
             seconds = machine.round(length) * rng.uniform(0.9, 1.1)
-            policy.add_round(drafted=length, accepted=length, rows=length + 1, seconds=seconds)
+            policy.add_round(drafted=length, accepted=length, tokens=length + 1, rows=length + 1, seconds=seconds)
         assert policy.cost(8) / policy.cost(1) == pytest.approx(machine.round(8) / machine.round(1), rel=0.1)
 
     def test_single_length_rounds_inform_no_others(self):
         policy = LearnedPolicy()
         before = policy.cost(8)
         for _ in range(2000):
-            policy.add_round(drafted=3, accepted=2, rows=4, seconds=1.15)
+            policy.add_round(drafted=3, accepted=2, tokens=3, rows=4, seconds=1.15)
         assert policy.cost(8) == before
 
     def test_extra_weight_pass_costs_more_than_row(self):
@@ -115,15 +116,22 @@ class TestLearning:
         write(policy, Machine(), 1000)
         before = policy.cost(5)
         for length, seconds in ((2, 0.03), (6, 90.0), (2, 0.03)):
-            policy.add_round(drafted=length, accepted=0, rows=length + 1, seconds=seconds)
+            policy.add_round(drafted=length, accepted=0, tokens=1, rows=length + 1, seconds=seconds)
         assert policy.cost(5) == pytest.approx(before, rel=0.1)
 
     def test_tokens_after_rejection_are_ignored(self):
         one, other = LearnedPolicy(), LearnedPolicy()
-        one.add_round(drafted=4, accepted=1, rows=5, seconds=1.0, margins=[1.1, 0.5, 3.0, 3.0])
-        other.add_round(drafted=2, accepted=1, rows=3, seconds=1.0, margins=[1.1, 0.5])
+        one.add_round(drafted=4, accepted=1, tokens=2, rows=5, seconds=1.0, margins=[1.1, 0.5, 3.0, 3.0])
+        other.add_round(drafted=2, accepted=1, tokens=2, rows=3, seconds=1.0, margins=[1.1, 0.5])
         assert one.acceptance == other.acceptance
         assert one.state["error"] == other.state["error"]
+
+    def test_accepted_end_of_sequence_is_no_rejection(self):
+        ended, longer = LearnedPolicy(), LearnedPolicy()
+        ended.add_round(drafted=4, accepted=2, tokens=2, rows=5, seconds=1.0, margins=[1.1, 0.5, 3.0, 3.0])
+        longer.add_round(drafted=2, accepted=2, tokens=3, rows=3, seconds=1.0, margins=[1.1, 0.5])
+        assert ended.acceptance == longer.acceptance > LearnedPolicy().acceptance
+        assert ended.state["error"] == longer.state["error"]
 
     @settings(deadline=None)
     @given(st.lists(st.one_of(rounds, st.floats(1e-6, 1e3)), max_size=60))
@@ -134,7 +142,12 @@ class TestLearning:
                 policy.add_plain(each)
             else:
                 drafted, accepted, seconds, margin = each
-                found = {"accepted": min(accepted, drafted), "rows": drafted + 1, "margins": [margin] * drafted}
+                found = {
+                    "accepted": min(accepted, drafted),
+                    "tokens": min(accepted, drafted) + 1,
+                    "rows": drafted + 1,
+                    "margins": [margin] * drafted,
+                }
                 policy.add_round(drafted=drafted, seconds=seconds, **found)
             assert 0 <= policy.length(20) <= MAX_DRAFTED
         assert policy.goes_on([0.1]) in (True, False)
@@ -197,7 +210,9 @@ class TestLength:
         for _ in range(60):
             length = policy.length(100)
             if length:
-                policy.add_round(drafted=length, accepted=0, rows=length + 1, seconds=4 * machine.round(length))
+                policy.add_round(
+                    drafted=length, accepted=0, tokens=1, rows=length + 1, seconds=4 * machine.round(length)
+                )
             else:
                 policy.add_plain(machine.plain)
         _, lengths = write(policy, machine, 2000, seed=1)
@@ -247,7 +262,7 @@ class TestLookup:
         proposal = [0.8**place for place in range(1, 16)]
         taken = policy.lookup_length(proposal, 15)
         for _ in range(30):
-            policy.add_round(drafted=0, accepted=1, rows=taken + 1, seconds=10 * machine.plain)
+            policy.add_round(drafted=0, accepted=1, tokens=2, rows=taken + 1, seconds=10 * machine.plain)
         assert policy.lookup_length(proposal, 15) < taken
 
     def test_without_drafter_rows_compete_with_plain_tokens(self):
@@ -257,7 +272,7 @@ class TestLookup:
         for _ in range(30):
             for _ in range(8):
                 policy.add_plain(0.015)
-            policy.add_round(drafted=0, accepted=1, rows=taken + 1, seconds=0.15)
+            policy.add_round(drafted=0, accepted=1, tokens=2, rows=taken + 1, seconds=0.15)
         assert policy.lookup_length(proposal, 15) < taken
 
     def test_lookup_may_draft_without_other_drafters(self):

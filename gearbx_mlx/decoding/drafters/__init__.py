@@ -49,7 +49,7 @@ class DraftTarget:
         agreement: of ranks that share the model.
         draft_model, draft_cache: a second model that drafts, and its entries of the prompt cache; None without one.
         most: tokens per draft.
-        room: tokens of prompt, output and a draft together.
+        room: maximum tokens of prompt and output.
     """
 
     gearbox: Gearbox
@@ -81,7 +81,7 @@ class Drafter:
 
     @property
     def is_ready(self) -> bool:
-        """False while its gear is made at the same time, since this slows the passes."""
+        """False while the draft gear is made in a thread, which slows the passes."""
         return True
 
     @classmethod
@@ -94,7 +94,7 @@ class Drafter:
         raise NotImplementedError
 
     def prefill(self, tokens: mx.array) -> None:
-        """Prefill a part (n,) of the prompt, whose last token is never among them."""
+        """Prefill tokens (n,) of the prompt; its last token is never among them."""
 
     def length(self, text: GeneratedText, room: int, policy: LearnedPolicy) -> int:
         """Return the most tokens that a proposal would have now, at most `room`; 0: no proposal saves time."""
@@ -134,7 +134,7 @@ def rewound(chooser: Chooser) -> contextlib.AbstractContextManager[None]:
     return same_random_numbers() if chooser.draws else contextlib.nullcontext()
 
 
-def queued(
+def queue_draft(
     model: nn.Module, cache: Cache, text: GeneratedText, unread: Sequence[int], length: int, target: DraftTarget
 ) -> tuple[mx.array, mx.array | None]:
     """Queue the passes of a draft without a read: tokens (k,), and margins (k,) if the chooser knows them.

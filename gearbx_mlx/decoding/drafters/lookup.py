@@ -18,7 +18,7 @@ from . import Drafter, DraftTarget
 
 SHORTEST_RUN, LONGEST_RUN = 2, 8  # tokens of a run; longer runs count as the longest
 CANDIDATES = 16  # latest earlier occurrences that are compared
-# Acceptance rate of proposals by the length of the run, before any. The demo model has higher values
+# Acceptance rate of proposals by the length of the run, before any observation. The demo model has higher values
 # (docs/lossless.md).
 PRIOR = {2: 0.3, 3: 0.4, 4: 0.5, 5: 0.55, 6: 0.6, 7: 0.65, 8: 0.75}
 PRIOR_WEIGHT = 4.0  # number of proposals that the prior counts as
@@ -58,7 +58,7 @@ class Lookup(Drafter):
     """
 
     reads_weights = False
-    name, cost = "the text", 0.0
+    name, cost = "prompt lookup", 0.0
 
     def __init__(self, agreement: LookupAgreement, most: int = MAX_DRAFTED):
         self.agreement, self._most = agreement, most
@@ -84,7 +84,9 @@ class Lookup(Drafter):
         return policy.lookup_length(self.agreement.probabilities(self.run, len(found)), room)
 
     def propose(self, text: GeneratedText, length: int, policy: LearnedPolicy) -> Proposal:
-        return Proposal(text.until_end(self.proposed(length)), LOOKUP)
+        tokens = self.proposed(length)
+        last = next((place for place, token in enumerate(tokens, 1) if token in text.ends), length)
+        return Proposal(tokens[:last], LOOKUP)
 
     def _begin(self, tokens: Sequence[int]) -> None:
         self._tokens = tokens

@@ -37,7 +37,7 @@ from ..policy import LearnedPolicy
 from ..response import GeneratedText
 from ..rows import Proposal
 from ..sampling import Chooser, GumbelSampler, LogitsReader
-from . import Drafter, DraftTarget, of_draft, queued, rewound
+from . import Drafter, DraftTarget, of_draft, queue_draft, rewound
 
 Following = Callable[[int, int], tuple[int, float]]
 """Function from a token and its position in a draft (from 0) to the next token and its margin."""
@@ -45,7 +45,7 @@ Following = Callable[[int, int], tuple[int, float]]
 HEAD = "lm_head"
 RESCORE_TOP_K = 4  # larger values hardly change a token
 CHUNK = 256  # logits per chunk, whose maxima are compared first: sorting a whole vocabulary takes ten times as long
-ACTIVATION_BITS = 8  # of native drafts: the acceptance rate of 16, in 0.76 (AVX2) to 0.9 of the time per token
+ACTIVATION_BITS = 8  # of native drafts: accepted as often as with 16, in 0.76 (AVX2) to 0.9 of the time per token
 FIXED_SHARE = 0.15  # share of a pass that the gear's bits do not change: attention, norms, the host
 RowsOf = Callable[[mx.array], mx.array]  # row numbers (...) to rows (..., D) of a head
 
@@ -60,11 +60,11 @@ class LowGear(Drafter):
     def __init__(self, target: DraftTarget, gear: Gear):
         self._target, self.gear = target, gear
         self.name, self.cost = f"{gear.bits} bits", draft_cost(gear.bits, target.gearbox.ladder.top.bits)
-        self._asked = 0  # length of the next draft by the policy; 0: not chosen yet
+        self._next_length = 0  # by the policy; 0: not chosen yet
 
     @classmethod
     def of(cls, target: DraftTarget) -> "LowGear | None":
-        """Return the drafter for the named gear or the lowest; None if the ladder has one gear.
+        """Return the drafter for the named gear or the lowest; None if the ladder has one gear, or with a draft model.
 
         Raises:
             GearbxError: the top gear, if the ladder has others.
@@ -73,7 +73,7 @@ class LowGear(Drafter):
         gear = ladder[0] if target.draft is None else ladder.find(target.draft)
         if gear == ladder.top and len(ladder) > 1:
             raise GearbxError(f"gears {ladder}: the top gear cannot draft for itself; use a ladder with a lower gear")
-        if gear == ladder.top:
+        if gear == ladder.top or target.draft_model is not None:
             return None
         drafter = cls(target, gear)
         drafter._prepare()
@@ -95,26 +95,26 @@ class LowGear(Drafter):
     def length(self, text: GeneratedText, room: int, policy: LearnedPolicy) -> int:
         """Return the policy's length of the next draft; the policy chooses it once per draft."""
         if not self.is_ready:
-            self._prepare()  # again, since a controller may have capped layers
+            self._prepare()  # again, since the controller of another sequence may have capped layers
             if not self.is_ready:
                 return 0
-        if not self._asked:
+        if not self._next_length:
             target = self._target
-            early = target.chooser.tells_margins and self._parts.take(target.cache)
-            self._asked = policy.length(min(room, target.most), early)
-        return min(self._asked, room)
+            early = target.chooser.has_margins and self._parts.fits(target.cache)
+            self._next_length = policy.length(min(room, target.most), early)
+        return min(self._next_length, room)
 
     def propose(self, text: GeneratedText, length: int, policy: LearnedPolicy) -> Proposal:
-        target, self._asked = self._target, 0
+        target, self._next_length = self._target, 0
         read = target.gearbox.weight_bytes_per_token(self.gear)
         with rewound(target.chooser):
             native = self._parts.use(target.cache, lambda parts: begin_draft(parts, target.cache))
             if native is not None:
-                tokens, margins = self._natively(native, text, length, policy)
+                tokens, margins = self._draft_natively(native, text, length, policy)
                 return of_draft(tokens, margins, read, self.gear)
             target.gearbox.shift(self.gear)
-            with Snapshot(target.cache).borrowed(), rescoring(self.second):
-                drafted = queued(target.gearbox.model, target.cache, text, [text.last], length, target)
+            with Snapshot(target.cache).borrowed(), rescoring(self.rescoring_head):
+                drafted = queue_draft(target.gearbox.model, target.cache, text, [text.last], length, target)
         return of_draft(*drafted, read, self.gear)
 
     def _find(self) -> PassParts | None:
@@ -125,16 +125,16 @@ class LowGear(Drafter):
         gearbox.shift(self.gear)
         try:
             with rounded_to(ACTIVATION_BITS, gearbox.model):
-                return pass_parts(gearbox.model, None if self.second is None else self.second.top)
+                return pass_parts(gearbox.model, None if self.rescoring_head is None else self.rescoring_head.top)
         finally:
             gearbox.shift(engaged)
 
-    def _natively(
+    def _draft_natively(
         self, native: NativeDraft, text: GeneratedText, length: int, policy: LearnedPolicy
     ) -> tuple[list[int], list[float] | None]:
         """Draft until a token ends the sequence, or one more would not save time."""
         chooser = self._target.chooser
-        following, early = natively(native, chooser, text, self._target.reader), chooser.tells_margins
+        following, early = native_step(native, chooser, text, self._target.reader), chooser.has_margins
         token, tokens, margins = text.last, list[int](), list[float]()
         for place in range(min(length, native.room)):
             token, margin = following(token, place)
@@ -145,9 +145,9 @@ class LowGear(Drafter):
         return tokens, margins if early else None
 
     @functools.cached_property
-    def second(self) -> "SecondHead | None":
-        """Rescoring head, found once both gears are made; None without."""
-        return second_head(self._target.gearbox, self.gear)
+    def rescoring_head(self) -> "RescoringHead | None":
+        """Head of the top gear, found once both gears are made; None without."""
+        return rescoring_head(self._target.gearbox, self.gear)
 
 
 def draft_cost(draft_bits: float, top_bits: float) -> float:
@@ -155,7 +155,7 @@ def draft_cost(draft_bits: float, top_bits: float) -> float:
     return FIXED_SHARE + (1 - FIXED_SHARE) * draft_bits / top_bits
 
 
-def natively(draft: NativeDraft, chooser: Chooser, text: GeneratedText, reader: LogitsReader) -> Following:
+def native_step(draft: NativeDraft, chooser: Chooser, text: GeneratedText, reader: LogitsReader) -> Following:
     """Return a function that drafts the next token in one native call, or from the logits of one."""
     sampler = chooser.sampler
     if chooser.has_kernel and not isinstance(sampler, GumbelSampler):
@@ -176,7 +176,7 @@ def natively(draft: NativeDraft, chooser: Chooser, text: GeneratedText, reader: 
 
 
 @dataclass
-class SecondHead:
+class RescoringHead:
     """Output head of the top gear (a linear layer or an embedding); `holder[name]` is the draft's own head.
 
     rescored: the head in drafts. All drafts share it, since native programs identify modules by their identity
@@ -189,7 +189,7 @@ class SecondHead:
     rescored: "Rescored | None" = None
 
 
-def second_head(gearbox: Gearbox, gear: Gear) -> SecondHead | None:
+def rescoring_head(gearbox: Gearbox, gear: Gear) -> RescoringHead | None:
     """Return the head that rescores drafts of a gear; None if both gears share it, or it is not in memory."""
     path = next((layer.path for layer in gearbox.layers if layer.path.split(".")[-1] == HEAD), gearbox.head)
     if path is None or not gearbox.keeps_all or sharding_of(gearbox.model) is not None:
@@ -198,24 +198,24 @@ def second_head(gearbox: Gearbox, gear: Gear) -> SecondHead | None:
     if own is None or top is None or own is top:
         return None
     if isinstance(own, TiedEmbedding):
-        return SecondHead(top, own, IN_DRAFTS)
+        return RescoringHead(top, own, IN_DRAFTS)
     place, _, name = path.rpartition(".")
-    return SecondHead(top, dict(gearbox.model.named_modules())[place], name)
+    return RescoringHead(top, dict(gearbox.model.named_modules())[place], name)
 
 
 @contextlib.contextmanager
-def rescoring(second: SecondHead | None) -> Iterator[None]:
-    """Rescore with the engaged head in the context, if rows are read fast. Nothing may shift in it."""
-    rows = None if second is None else rows_of(linear_of(second.top))
-    if second is None or rows is None:
+def rescoring(rescorer: RescoringHead | None) -> Iterator[None]:
+    """Rescore drafts with rows of the top gear's head in the context, if these are read fast. No gear shifts in it."""
+    rows = None if rescorer is None else rows_of(linear_of(rescorer.top))
+    if rescorer is None or rows is None:
         yield
         return
-    holder, name = second.holder, second.name
-    before = holder.get(name)  # None for a tied embedding with its projection
+    holder, name = rescorer.holder, rescorer.name
+    before = holder.get(name)  # None: a tied embedding without IN_DRAFTS yet; `projection` is its head
     head = holder["projection"] if before is None else before
-    if second.rescored is None or second.rescored.head is not head:
-        second.rescored = Rescored(head, rows)
-    holder[name] = second.rescored
+    if rescorer.rescored is None or rescorer.rescored.head is not head:
+        rescorer.rescored = Rescored(head, rows)
+    holder[name] = rescorer.rescored
     try:
         yield
     finally:

@@ -13,7 +13,7 @@ from ..pair import bytes_read
 from ..policy import MAX_DRAFTED, LearnedPolicy
 from ..response import GeneratedText
 from ..rows import Proposal, VerifiedPass
-from . import Drafter, DraftTarget, of_draft, queued, rewound
+from . import Drafter, DraftTarget, of_draft, queue_draft, rewound
 
 COST = 0.25  # of a plain token: a draft model has at most about a quarter of the weights
 
@@ -22,7 +22,7 @@ class OtherModel(Drafter):
     """Drafter that uses a second model.
 
     Args:
-        cache: of the draft model; like the sequence's, it holds all tokens but the last.
+        cache: of the draft model. It lacks the last token, and after a fully accepted draft the one before.
     """
 
     name, cost = "another model", COST
@@ -57,7 +57,7 @@ class OtherModel(Drafter):
     def propose(self, text: GeneratedText, length: int, policy: LearnedPolicy) -> Proposal:
         unread = text.tokens[self._read :]
         with rewound(self._target.chooser):
-            tokens, margins = queued(self._model, self._cache, text, unread, length, self._target)
+            tokens, margins = queue_draft(self._model, self._cache, text, unread, length, self._target)
         self._read = len(text.tokens) + length - 1  # the last drafted token is not in the cache
         return of_draft(tokens, margins, self._weight_bytes)
 
