@@ -25,13 +25,12 @@ from mlx_lm.models.cache import make_prompt_cache
 from rich.progress import track
 
 from gearbx_mlx import Gearbox, load
-from gearbx_mlx.compat.classes import generation_stream
 from gearbx_mlx.decoding.caches import in_common
 from gearbx_mlx.decoding.drafters import DraftTarget
 from gearbx_mlx.decoding.drafters.lookup import Lookup, LookupAgreement
 from gearbx_mlx.decoding.drafters.low_gear import LowGear, draft_cost
 from gearbx_mlx.decoding.loop import decode
-from gearbx_mlx.decoding.plan import DecodePlan, DecodeState
+from gearbx_mlx.decoding.plan import DecodePlan, DecodeState, Keywords
 from gearbx_mlx.decoding.policy import FixedPolicy, LearnedPolicy
 from gearbx_mlx.decoding.response import GeneratedText
 from gearbx_mlx.decoding.rows import Verification, Verifier
@@ -97,7 +96,7 @@ class Machine:
         """Write a text as mode lossless does, by a policy."""
         text = GeneratedText(list(prompt), frozenset(self.tokenizer.eos_token_ids), tokens)
         cache = make_prompt_cache(self.gearbox.model)
-        plan = DecodePlan(self.verifier, GREEDY, reader_of(self.gearbox), policy, stream=generation_stream())
+        plan = DecodePlan(self.verifier, Keywords(), GREEDY, reader_of(self.gearbox), policy)
         for _ in decode(plan, DecodeState(text, cache, [self.drafter(cache)])):
             pass
 

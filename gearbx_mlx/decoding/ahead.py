@@ -68,7 +68,7 @@ def stays_plain(plan: DecodePlan, state: DecodeState) -> bool:
 def queue_token(plan: DecodePlan, state: DecodeState, last: mx.array, context: mx.array | None) -> QueuedToken:
     """Queue the token after `last` (1,)."""
     with plan.on_stream():
-        plan.quantize(state.cache)
+        plan.keywords.quantize(state.cache)
         found = plan.verifier.verify(last, state.cache)
         try:
             rows = choose_rows(plan.chooser, plan.reader, plan.agreement, found.logits[0], context)

@@ -59,14 +59,16 @@ def length(cache: Cache) -> int:
 
 def given_tokens(part: Any) -> int | None:
     """Return the number of tokens that the cache of a layer has taken; None for a state without a count."""
-    if hasattr(part, "given"):  # a pair's model may not have prefilled all of them yet
+    if hasattr(part, "total_tokens"):  # a pair's model may not have prefilled all of them yet
         return part.total_tokens
     return offset_of(part) if hasattr(part, "offset") else None
 
 
 def cut_to(cache: Cache, tokens: int) -> bool:
-    """Trim every layer's cache that counts tokens to so many. Return False if one could not be trimmed; earlier ones
-    then are."""
+    """Trim every layer's cache that counts tokens to `tokens`. Return False at the first failure.
+
+    Earlier ones stay trimmed.
+    """
     for part in parts(cache):
         count = given_tokens(part)
         last = 0 if count is None else count - tokens  # negative if it has taken too few

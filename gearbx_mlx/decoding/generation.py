@@ -1,111 +1,24 @@
-"""mlx-lm's keywords and responses for the own loop of the modes lossless, kickdown and pair."""
+"""Responses of the own loop for the modes lossless, kickdown and pair, as mlx-lm's with telemetry."""
 
 import contextlib
-import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
-import numpy as np
-from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, GenerationResponse, maybe_quantize_kv_cache, wired_limit
-from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.sample_utils import greedy_sampler
+from mlx_lm.generate import GenerationResponse, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import does_model_support_input_embeddings
 
-from ..compat.classes import generation_stream
-from ..errors import GearbxError
 from ..gears.ladder import Gear
 from ..gears.mapped import mapped_bytes
 from ..kernels.device import recommended_memory
 from ..routing.gates import Monitor, Reading
 from .governor import Governor, MemoryGuard
 from .loop import decode
-from .mode import encoded
-from .plan import UNLIMITED, DecodePlan, DecodeState
-from .response import GearResponse, GeneratedText, GeneratedToken, telemetry_of
-from .sampling import Chooser, Processor, Sampler, has_nan
-
-PREFILL_STEP_SIZE = 2048  # tokens of a prompt per forward pass, as in mlx-lm
-
-
-@dataclass(frozen=True)
-class Keywords:
-    """Keywords of mlx-lm's stream_generate. num_draft_tokens: the most tokens of one draft by a draft model."""
-
-    max_tokens: int = 256
-    sampler: Sampler | None = None
-    logits_processors: Sequence[Processor] | None = None
-    prompt_cache: list[Any] | None = None
-    max_kv_size: int | None = None
-    prefill_step_size: int = PREFILL_STEP_SIZE
-    kv_bits: int | None = None
-    kv_group_size: int = 64
-    quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START
-    prompt_progress_callback: Callable[[int, int], None] | None = None
-    input_embeddings: mx.array | None = None
-    draft_model: nn.Module | None = None
-    num_draft_tokens: int | None = None
-
-    def chooser(self) -> Chooser:
-        return Chooser(self.sampler or greedy_sampler, tuple(self.logits_processors or ()))
-
-    def text(self, model: nn.Module, tokenizer: TokenizerWrapper, prompt: Any) -> GeneratedText:
-        """Return a sequence with its prompt (text or tokens).
-
-        Raises:
-            GearbxError: embeddings that the model does not take, or of a different prompt.
-            ValueError: no prompt, or no room for a token, as in mlx-lm.
-        """
-        if self.input_embeddings is not None and not does_model_support_input_embeddings(model):
-            raise GearbxError(f"{type(model).__name__}: takes no input_embeddings; pass tokens")
-        tokens: list[int] = np.array(encoded(tokenizer, prompt), int).reshape(-1).tolist()
-        if self.max_tokens == 0:
-            raise ValueError("Maximum number of tokens must be non-zero (use -1 for no limit).")
-        if self.input_embeddings is not None and not tokens:
-            tokens = [0] * len(self.input_embeddings)  # placeholders: the model reads the embeddings
-        vectors = len(tokens) if self.input_embeddings is None else len(self.input_embeddings)
-        if vectors != len(tokens):
-            raise GearbxError(
-                f"input_embeddings: must have one vector per token of the prompt, got {vectors} for {len(tokens)} "
-                "tokens; pass the embeddings of this prompt"
-            )
-        if not tokens:
-            raise ValueError("Either input_embeddings or prompt (or both) must be provided.")
-        room = math.inf if self.max_tokens < 0 else self.max_tokens
-        return GeneratedText(tokens, frozenset(tokenizer.eos_token_ids), room)
-
-    def caches(self, model: nn.Module) -> tuple[list[Any], list[Any]]:
-        """Return the entries of the model's KV cache, and a draft model's after them."""
-        own = make_prompt_cache(model, self.max_kv_size)
-        if self.prompt_cache is None:
-            return own, []
-        count = len(own)  # not the number of layers, as some share a cache
-        return self.prompt_cache[:count], self.prompt_cache[count:]
-
-    def of_plan(self) -> dict[str, Any]:
-        """Return the fields of a DecodePlan that these keywords set."""
-        return {
-            "quantize": self._quantize,
-            "quantized_from": UNLIMITED if self.kv_bits is None else self.quantized_kv_start,
-            "keeps_cache": self.prompt_cache is not None,
-            "stream": generation_stream(),
-            "prefill_step": self.prefill_step_size,
-            "progress": self.prompt_progress_callback or (lambda read, tokens: None),
-            "embeddings": self.input_embeddings,
-        }
-
-    def _quantize(self, cache: list[Any]) -> None:
-        """Quantize the entries of a KV cache as mlx-lm does, also in the caller's prompt cache."""
-        if self.kv_bits is None:
-            return
-        maybe_quantize_kv_cache(cache, self.quantized_kv_start, self.kv_group_size, self.kv_bits)
-        if self.prompt_cache is not None:
-            self.prompt_cache[: len(cache)] = cache
+from .plan import DecodePlan, DecodeState
+from .response import GearResponse, GeneratedToken, telemetry_of
+from .sampling import has_nan
 
 
 def tokenizer_for(tokenizer: Any) -> TokenizerWrapper:

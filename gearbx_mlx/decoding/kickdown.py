@@ -19,11 +19,11 @@ from ..ranks.agreement import Agreement, agreement_of
 from ..routing.gates import Monitor
 from ..telemetry.summary import Tally
 from .caches import Cache
-from .generation import Keywords, Telemetry, responses, tokenizer_for
+from .generation import Telemetry, responses, tokenizer_for
 from .governor import Governor
 from .mode import Mode, gear_of_prompt, thresholds_for, vocabulary_of
 from .modes import KickdownSettings
-from .plan import DecodePlan, DecodeState
+from .plan import DecodePlan, DecodeState, Keywords
 from .response import GearResponse, Step
 from .rows import Tokens, Verification, Verifier
 from .sampling import LogitsReader, blame_of, reader_of
@@ -118,7 +118,7 @@ class Kickdown(KickdownSettings, Mode):
         reader, agreement = reader_of(gearbox), agreement_of(model)
         prefill_gear, _ = self.gears_of_text(gearbox)
         verifier = KickdownVerifier(gearbox, self.rule_for(gearbox), prefill_gear, reader, agreement)
-        plan = DecodePlan(verifier, how.chooser(), reader, agreement=agreement, **how.of_plan())
+        plan = DecodePlan(verifier, how, how.chooser(), reader, agreement=agreement)
         telemetry = Telemetry(Monitor(vocabulary_of(gearbox), self.window), blame_of(gearbox), controller)
         cache, _ = how.caches(model)
         return responses(plan, DecodeState(text, cache), tokenizer, telemetry, gearbox.arrays)

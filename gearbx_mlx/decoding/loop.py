@@ -57,15 +57,15 @@ def decode(plan: DecodePlan, state: DecodeState) -> Generator[GeneratedToken, No
     except BaseException:  # drafting may raise after a round's tokens joined the text, before they are yielded
         rewind_to_yielded(state)
         raise
-    if plan.keeps_cache or plan.chooser.draws:
+    if plan.keywords.keeps_cache or plan.chooser.draws:
         finish_cache(plan, state)
 
 
 def generate_tokens(plan: DecodePlan, state: DecodeState) -> Generator[GeneratedToken, None, None]:
     """Yield the first token, then the tokens of rounds."""
     text = state.text
-    tokens = run_round(plan, state, NO_TOKENS, is_first=True, **plan.embedded(text.prompt - 1, text.prompt))
-    plan.progress(text.prompt, text.prompt)
+    tokens = run_round(plan, state, NO_TOKENS, is_first=True, **plan.keywords.embedded(text.prompt - 1, text.prompt))
+    plan.keywords.progress(text.prompt, text.prompt)
     yield from yield_round(plan, state, tokens)
     while text.goes_on:
         proposal = propose(plan, state) if state.proposal is None else state.proposal
@@ -90,16 +90,16 @@ def prefill(plan: DecodePlan, state: DecodeState) -> None:
     tokens, last = text.array(), text.prompt - 1
     if state.kv_gears is not None:
         state.kv_gears.begin_prompt()
-    plan.progress(0, text.prompt)
-    for start in range(0, last, plan.prefill_step):
-        end = min(start + plan.prefill_step, last)
+    plan.keywords.progress(0, text.prompt)
+    for start in range(0, last, plan.keywords.prefill_step_size):
+        end = min(start + plan.keywords.prefill_step_size, last)
         with plan.on_stream():
-            plan.verifier.prefill(tokens[start:end], state.cache, **plan.embedded(start, end))
-            plan.quantize(state.cache)
+            plan.verifier.prefill(tokens[start:end], state.cache, **plan.keywords.embedded(start, end))
+            plan.keywords.quantize(state.cache)
             mx.eval([part.state for part in state.cache])
             for drafter in state.drafters:
                 drafter.prefill(tokens[start:end])
-        plan.progress(end, text.prompt)
+        plan.keywords.progress(end, text.prompt)
         mx.clear_cache()
 
 
@@ -177,7 +177,7 @@ def run_round(
     draft_seconds = state.seconds(plan) if proposal.is_known and proposal.source == DRAFT else None
     with plan.on_stream():
         if not is_first:  # mlx-lm quantizes after a pass, this loop before the next one, so that entries can be cut
-            plan.quantize(state.cache)
+            plan.keywords.quantize(state.cache)
         found = verify(plan, state, proposal, **embedded)
         try:
             tokens, margins = accept(plan, state, proposal, found)
@@ -208,11 +208,11 @@ def finish_cache(plan: DecodePlan, state: DecodeState) -> None:
     with plan.verifier.exclusive(), plan.on_stream():
         if not rewind_to_yielded(state) and not state.is_last_read:
             context = text.array() if plan.chooser.processors else None
-            plan.quantize(state.cache)
+            plan.keywords.quantize(state.cache)
             last = plan.verifier.verify([text.last], state.cache)
             rows = choose_rows(plan.chooser, plan.reader, plan.agreement, last.logits[0], context)
             mx.async_eval(rows.logprobs, *rows.sampled)
-        plan.quantize(state.cache)
+        plan.keywords.quantize(state.cache)
         for drafter in state.drafters:
             drafter.settle(text, None)
 

@@ -20,12 +20,12 @@ from ..routing.gates import BatchPolicy, Monitor, OneGear, highest
 from ..telemetry.summary import Tally, draft_rows, draft_summary
 from .batches import BatchGenerator, SequenceState, SharedMode
 from .drafters import Drafter, DraftTarget, drafters_for
-from .generation import Keywords, Telemetry, responses, tokenizer_for
+from .generation import Telemetry, responses, tokenizer_for
 from .governor import Governor
 from .learned import KeptPolicy, policy_of, speed_rows
 from .mode import vocabulary_of
 from .modes import LosslessSettings
-from .plan import DecodePlan, DecodeState
+from .plan import DecodePlan, DecodeState, Keywords
 from .policy import DEFAULT_LENGTH, MAX_DRAFTED, FixedPolicy
 from .response import GearResponse
 from .rows import Verifier, warn_of_other_paths
@@ -104,7 +104,7 @@ class Lossless(LosslessSettings, SharedMode):
         drafter = next((each for each in drafters if each.reads_weights), None)
         kept = self.policy_for(gearbox, drafter, chooser)
         verifier = Verifier(gearbox, gearbox.ladder.top)
-        plan = DecodePlan(verifier, chooser, reader, kept.policy, agreement, **how.of_plan())
+        plan = DecodePlan(verifier, how, chooser, reader, kept.policy, agreement)
         monitor = Monitor(vocabulary_of(gearbox), self.window)
         telemetry = Telemetry(monitor, blame_of(gearbox), controller)
         state = DecodeState(text, cache, drafters)

@@ -27,11 +27,11 @@ from ..routing.gates import AUTO, Gate, Reading
 from ..routing.pair import EAD_BITS, NAMES, first_model, pair_gate, pair_monitor, scaled
 from ..telemetry.summary import Tally
 from .caches import Snapshot, length, parts
-from .generation import PREFILL_STEP_SIZE, Keywords, Telemetry, responses, tokenizer_for
+from .generation import Telemetry, responses, tokenizer_for
 from .governor import Governor
 from .mode import Mode
 from .modes import PairSettings
-from .plan import DecodePlan, DecodeState
+from .plan import PREFILL_STEP_SIZE, DecodePlan, DecodeState, Keywords
 from .response import GearResponse, Step
 from .sampling import not_finite, reader_of
 
@@ -264,7 +264,7 @@ class Pair(PairSettings, Mode):
 
         # EAD 3.1 uses the entropy before temperature; logits processors, if any, come before it.
         telemetry = Telemetry(pair_monitor(verifier.vocabulary, self.window), blame)
-        plan = DecodePlan(verifier, how.chooser(), reader_of(), **how.of_plan())
+        plan = DecodePlan(verifier, how, how.chooser(), reader_of())
         return responses(plan, DecodeState(text, cache), tokenizer, telemetry, on_reading=on_reading)
 
     def threshold_with(self, large: nn.Module) -> float:

@@ -1,23 +1,118 @@
-"""Settings (`DecodePlan`) and state (`DecodeState`) of a sequence in the decoding loop."""
+"""Keywords (`Keywords`), settings (`DecodePlan`) and state (`DecodeState`) of a sequence in the decoding loop."""
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, maybe_quantize_kv_cache
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import greedy_sampler
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import does_model_support_input_embeddings
 
+from ..compat.classes import generation_stream
+from ..errors import GearbxError
 from ..ranks.agreement import ALONE, Agreement
 from .caches import gears_of, length
 from .drafters import Drafter
+from .mode import encoded
 from .policy import FixedPolicy, LearnedPolicy
 from .response import GeneratedText
 from .rows import Proposal, RunsPasses, VerifiedPass
-from .sampling import MLX_READER, Chooser, LogitsReader
+from .sampling import MLX_READER, Chooser, LogitsReader, Processor, Sampler
 
+PREFILL_STEP_SIZE = 2048  # tokens of a prompt per forward pass, as in mlx-lm
 UNLIMITED = 2**40  # no limit: more than any KV cache or output has
 MAX_PAUSE = 0.2  # share of a round; if the consumer of tokens takes more, the round's time is not used
+
+
+@dataclass(frozen=True)
+class Keywords:
+    """Keywords of mlx-lm's stream_generate. num_draft_tokens: the most tokens of one draft by a draft model."""
+
+    max_tokens: int = 256
+    sampler: Sampler | None = None
+    logits_processors: Sequence[Processor] | None = None
+    prompt_cache: list[Any] | None = None
+    max_kv_size: int | None = None
+    prefill_step_size: int = PREFILL_STEP_SIZE
+    kv_bits: int | None = None
+    kv_group_size: int = 64
+    quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START
+    prompt_progress_callback: Callable[[int, int], None] | None = None
+    input_embeddings: mx.array | None = None
+    draft_model: nn.Module | None = None
+    num_draft_tokens: int | None = None
+
+    def chooser(self) -> Chooser:
+        return Chooser(self.sampler or greedy_sampler, tuple(self.logits_processors or ()))
+
+    def text(self, model: nn.Module, tokenizer: TokenizerWrapper, prompt: Any) -> GeneratedText:
+        """Return a sequence with its prompt (text or tokens).
+
+        Raises:
+            GearbxError: embeddings that the model does not take, or of a different prompt.
+            ValueError: no prompt, or no room for a token, as in mlx-lm.
+        """
+        if self.input_embeddings is not None and not does_model_support_input_embeddings(model):
+            raise GearbxError(f"{type(model).__name__}: takes no input_embeddings; pass tokens")
+        tokens: list[int] = np.array(encoded(tokenizer, prompt), int).reshape(-1).tolist()
+        if self.max_tokens == 0:
+            raise ValueError("Maximum number of tokens must be non-zero (use -1 for no limit).")
+        if self.input_embeddings is not None and not tokens:
+            tokens = [0] * len(self.input_embeddings)  # placeholders: the model reads the embeddings
+        vectors = len(tokens) if self.input_embeddings is None else len(self.input_embeddings)
+        if vectors != len(tokens):
+            raise GearbxError(
+                f"input_embeddings: must have one vector per token of the prompt, got {vectors} for {len(tokens)} "
+                "tokens; pass the embeddings of this prompt"
+            )
+        if not tokens:
+            raise ValueError("Either input_embeddings or prompt (or both) must be provided.")
+        room = math.inf if self.max_tokens < 0 else self.max_tokens
+        return GeneratedText(tokens, frozenset(tokenizer.eos_token_ids), room)
+
+    def caches(self, model: nn.Module) -> tuple[list[Any], list[Any]]:
+        """Return the entries of the model's KV cache, and a draft model's after them."""
+        own = make_prompt_cache(model, self.max_kv_size)
+        if self.prompt_cache is None:
+            return own, []
+        count = len(own)  # not the number of layers, as some share a cache
+        return self.prompt_cache[:count], self.prompt_cache[count:]
+
+    @property
+    def keeps_cache(self) -> bool:
+        """Use of the KV cache by the caller after generation."""
+        return self.prompt_cache is not None
+
+    @property
+    def quantized_from(self) -> int:
+        """Number of entries from which on the KV cache is quantized."""
+        return UNLIMITED if self.kv_bits is None else self.quantized_kv_start
+
+    def quantize(self, cache: list[Any]) -> None:
+        """Quantize the entries of a KV cache as mlx-lm does, also in the caller's prompt cache."""
+        if self.kv_bits is None:
+            return
+        maybe_quantize_kv_cache(cache, self.quantized_kv_start, self.kv_group_size, self.kv_bits)
+        if self.prompt_cache is not None:
+            self.prompt_cache[: len(cache)] = cache
+
+    def embedded(self, start: int, end: int) -> dict[str, mx.array]:
+        """Return the model's keyword for a part of the prompt with embeddings; {} without."""
+        given = self.input_embeddings
+        return {} if given is None else {"input_embeddings": given[None, start:end]}
+
+    def progress(self, read: int, tokens: int) -> None:
+        """Report the number of prefilled tokens, and the prompt's."""
+        if self.prompt_progress_callback is not None:
+            self.prompt_progress_callback(read, tokens)
 
 
 @dataclass(frozen=True)
@@ -26,35 +121,22 @@ class DecodePlan:
 
     Attributes:
         verifier: runs the passes whose logits choose the tokens.
+        keywords: of mlx-lm.
         chooser, reader: choose tokens from logits.
         policy: chooses the number of proposed tokens.
         agreement: of ranks that share the model.
-        quantize: quantizes the KV cache once it has `quantized_from` entries, as mlx-lm does.
-        keeps_cache: True if a caller uses the KV cache afterwards.
         stream: MLX stream of all computations; None: the default stream.
-        prefill_step: tokens of a prompt per forward pass.
-        progress: called with the number of prefilled tokens, and the prompt's.
-        embeddings: of the prompt's tokens (n, D); None: the model's own.
         clock: seconds.
     """
 
     verifier: RunsPasses
+    keywords: Keywords
     chooser: Chooser
     reader: LogitsReader = MLX_READER
     policy: LearnedPolicy = field(default_factory=FixedPolicy)
     agreement: Agreement = ALONE
-    quantize: Callable[[list[Any]], None] = lambda cache: None
-    quantized_from: int = UNLIMITED
-    keeps_cache: bool = False
-    stream: Any = None
-    prefill_step: int = 2048
-    progress: Callable[[int, int], None] = lambda read, tokens: None
-    embeddings: mx.array | None = None
+    stream: Any = field(default_factory=generation_stream)
     clock: Callable[[], float] = time.perf_counter
-
-    def embedded(self, start: int, end: int) -> dict[str, mx.array]:
-        """Return the model's keyword for a part of the prompt with embeddings; {} without."""
-        return {} if self.embeddings is None else {"input_embeddings": self.embeddings[None, start:end]}
 
     def on_stream(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self.stream is None else mx.stream(self.stream)
@@ -101,8 +183,8 @@ class DecodeState:
     def room(self, plan: DecodePlan) -> int:
         """Return the maximum length of a proposal: the verifier adds a token, and no pass crosses `quantized_from`."""
         room = self.text.room - 1
-        if plan.quantized_from < UNLIMITED:
-            until_quantized = plan.quantized_from - length(self.cache) - 1
+        if plan.keywords.quantized_from < UNLIMITED:
+            until_quantized = plan.keywords.quantized_from - length(self.cache) - 1
             room = room if until_quantized < 0 else min(room, until_quantized)
         return int(min(room, UNLIMITED))
 

@@ -146,13 +146,18 @@ INFINITY = {mx.bfloat16: (mx.uint16, 0x7F80), mx.float16: (mx.uint16, 0x7C00), m
 """Type and value of infinity's bits; without the sign, a NaN has larger ones."""
 
 
-def is_finite(array: mx.array) -> bool:
-    """Return True if all numbers are finite. Comparing the largest bits takes a CPU a third of `isfinite`'s time."""
-    if array.dtype not in INFINITY:
-        return not mx.issubdtype(array.dtype, mx.floating) or bool(mx.isfinite(array).all().item())
+def is_finite(*arrays: mx.array) -> bool:
+    """Return True if all numbers are finite; arrays are evaluated together, since each evaluation takes 0.2 ms."""
+    return not arrays or bool(mx.stack([_finite(array) for array in arrays]).all().item())
+
+
+def _finite(array: mx.array) -> mx.array:
+    """Return a bool (), not yet evaluated. Comparing the largest bits takes a CPU a third of `isfinite`'s time."""
+    if array.dtype not in INFINITY or not array.size:
+        return mx.isfinite(array).all() if mx.issubdtype(array.dtype, mx.floating) else mx.array(True)
     bits, infinity = INFINITY[array.dtype]
     sign = 1 << 8 * bits.size - 1
-    return not array.size or bool(((array.view(bits) & (sign - 1)).max() < infinity).item())
+    return (array.view(bits) & (sign - 1)).max() < infinity
 
 
 def is_finite_by_strips(weight: mx.array) -> bool:
@@ -161,15 +166,11 @@ def is_finite_by_strips(weight: mx.array) -> bool:
     return all(is_finite(rows[block]) for block in row_blocks(*rows.shape))
 
 
-def check_quantized(path: str, weight: mx.array, arrays: Iterable[mx.array], shown: bool = False) -> None:
-    """Validate a weight and the `arrays` made from it as finite. Raises GearbxError.
-
-    shown: True if a weight that is not finite shows in `arrays`, so that it need not be read.
-    """
-    made_finite = all(map(is_finite, arrays))
-    if not (shown and made_finite) and not is_finite_by_strips(weight):
+def check_quantized(path: str, weight: mx.array, arrays: Iterable[mx.array]) -> None:
+    """Validate a weight and the `arrays` made from it as finite. Raises GearbxError."""
+    if not is_finite_by_strips(weight):
         raise GearbxError(f"{path}: weights are not finite and cannot be quantized; check the checkpoint")
-    if not made_finite:
+    if not is_finite(*arrays):
         largest = mx.abs(weight).max().item()
         raise GearbxError(f"{path}: has weights up to {largest:.3g}, too large to be quantized; check the checkpoint")
 

@@ -8,6 +8,7 @@ is given for weights that were quantized before and widened again (GEARBX 6.4, 1
 import collections
 import copy
 import dataclasses
+import itertools
 import math
 import statistics
 import warnings
@@ -190,15 +191,21 @@ class FromWeights(Source):
         return msgspec.to_builtins([self.format.name, self.group_size, own])
 
     def read(self, made: Mapping[str, Iterable[nn.Module]], originals: Mapping[str, mx.array]) -> None:
+        shown = dict[str, list[mx.array]]()  # by path, arrays that show whether the weight is finite
         for path, modules in made.items():  # one by one, so that temporary memory is freed before the next
             # All modules at once: an array that is not yet computed keeps the original weight in memory.
             mx.eval([module.parameters() for module in modules])
             names = ("scales", "codebook", "library", "outliers")  # arrays that show weights that are too large
             fitted = [linear_of(module).get(name) for module in modules for name in names]
             fitted = [array for array in fitted if array is not None]
-            shown = all(self.format.shows_damage(linear_of(module)) for module in modules)
-            check_quantized(path, originals[path], fitted, shown and bool(fitted) and path not in self.base)
+            if fitted and path not in self.base and all(map(self.format.shows_damage, map(linear_of, modules))):
+                shown[path] = fitted
+            else:
+                check_quantized(path, originals[path], fitted)
             self._forget(originals[path])
+        if not is_finite(*itertools.chain.from_iterable(shown.values())):
+            for path, fitted in shown.items():
+                check_quantized(path, originals[path], fitted)
 
 
 def packed_arrays(module: nn.Module) -> dict[str, mx.array]:

@@ -45,9 +45,9 @@ class Start:
 def test_policy_is_learned_unless_measuring_is_disabled(file, monkeypatch):
     gearbox = Gearbox(tiny_model(), "4,16")
     drafter = LowGear.of(DraftTarget(gearbox, [], GREEDY))
-    assert isinstance(Lossless().policy_of(gearbox, drafter, GREEDY).policy, LearnedPolicy)
+    assert isinstance(Lossless().policy_for(gearbox, drafter, GREEDY).policy, LearnedPolicy)
     monkeypatch.setenv("GEARBX_TUNE", "0")
-    assert isinstance(Lossless().policy_of(gearbox, drafter, GREEDY).policy, FixedPolicy)
+    assert isinstance(Lossless().policy_for(gearbox, drafter, GREEDY).policy, FixedPolicy)
 
 
 @pytest.mark.parametrize(("drafted", "wins"), [(FAST, True), (SLOW, False)])

@@ -47,6 +47,7 @@ RESCORE_TOP_K = 4  # larger values hardly change a token
 CHUNK = 256  # logits per chunk, whose maxima are compared first: sorting a whole vocabulary takes ten times as long
 ACTIVATION_BITS = 8  # of native drafts: accepted as often as with 16, in 0.76 (AVX2) to 0.9 of the time per token
 FIXED_SHARE = 0.15  # share of a pass that the gear's bits do not change: attention, norms, the host
+AWAITED_BYTES = 128e6  # a gear of at most so many is made in 0.2 s by all cores, or in 0.4 s of slow tokens beside it
 RowsOf = Callable[[mx.array], mx.array]  # row numbers (...) to rows (..., D) of a head
 
 
@@ -96,6 +97,8 @@ class LowGear(Drafter):
         """Return the policy's length of the next draft; the policy chooses it once per draft."""
         if not self.is_ready:
             self._prepare()  # again, since the controller of another sequence may have capped layers
+            if self._target.gearbox.weight_bytes_per_token(self.gear) <= AWAITED_BYTES:
+                self._target.gearbox.make(self.gear)
             if not self.is_ready:
                 return 0
         if not self._next_length:
