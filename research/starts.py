@@ -27,8 +27,7 @@ from .studies import Found, named, spread, study, table_here
 CACHE = "gearbx-mlx"
 DEFAULT = "planes 4,16"  # of gears and formats
 COLUMNS = {NATIVE_CPU: f"speedup, {vector_instructions()} kernels", AVX2: "speedup, AVX2 kernels"}
-TITLES = {"smollm2": ("SmolLM2 135M", "bfloat16, unpacked from Q4_1")}
-TITLES |= {name: (model.title, f"float16, unpacked from {model.source}") for name, model in MODELS.items()}
+TITLES = {"smollm2": ("SmolLM2 135M", "Q4_1")} | {name: (model.title, model.source) for name, model in MODELS.items()}
 WARM = 24  # tokens
 
 
@@ -138,12 +137,10 @@ def lossless_models(
     rows = [
         [*TITLES[named(model)], *map(spread, times.values()), spread(whole[model])] for model, times in found.items()
     ]
-    head = ["model", "weights", *(COLUMNS[cpu] for cpu in kinds_of_kernels())]
-    head.append("speedup of the whole command, second start")
-    about = (
-        f"{sum(num_prompts)} prompts, {max_tokens} tokens each; median (range) of the prompts' speedups; "
-        f"{texts[True]} of {texts.total()} outputs identical to plain decoding"
-    )
+    head = ["model", "unpacked from", *(COLUMNS[cpu] for cpu in kinds_of_kernels())]
+    head.append("speedup, whole command at second start")
+    same = f"{texts[True]} of {texts.total()} outputs identical to plain decoding"
+    about = f"{sum(num_prompts)} prompts, {max_tokens} tokens; median (range); {same}"
     return Found({"lossless_models": f"{table_here(head, rows)}\n{about}\n"}, {"tokens": found, "commands": whole})
 
 
