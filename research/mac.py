@@ -18,17 +18,17 @@ MEASURED = 1.99  # 2 to 16 rows over one, bfloat16, on an M3 Ultra before `gemv_
 FASTER = 1.7  # by `gemv_wide`, 2 and 4 rows of a large matrix on an M3 Ultra: mlx 3888
 BOUND = 1.05  # rows over one row where the weights are read once and nothing else counts: estimated
 FAMILIES = {
-    "M1, M2": ((MEASURED, MEASURED), "no `gemv_wide`: several rows read the weights about twice ([mlx 4265])"),
+    "M1, M2": ((MEASURED, MEASURED), "no `gemv_wide` in MLX: several rows read the weights about twice ([mlx 4265])"),
     "M3, M4": ((BOUND, MEASURED / FASTER), "`gemv_wide` reads the weights once for five rows ([mlx 3888])"),
-    "M5": ((BOUND, MEASURED / FASTER), "has `gemv_wide` too; assumed equal to M3 and M4"),
+    "M5": ((BOUND, MEASURED / FASTER), "`gemv_wide` too; assumed equal to M3 and M4"),
 }
 
 
 @study("docs/mac.md", minutes=0.1)
 def mac_predicted() -> Found:
     """Predicted speedups of mode lossless and of single gears on M1 to M5; nothing is measured."""
-    shares = [f"speedup, acceptance rate {share:.2f}" for share in AGREEMENT]
-    head = ["chip", "time of verification and host, plain tokens", *shares, "reason"]
+    shares = [f"speedup at acceptance rate {share:.2f}" for share in AGREEMENT]
+    head = ["chip", "verification and host time, in plain tokens", *shares, "reason"]
     rows = [
         [chips, span([cost + HOST for cost in costs]), *(cell(costs, share) for share in AGREEMENT), why]
         for chips, (costs, why) in FAMILIES.items()
@@ -47,9 +47,10 @@ def mac_predicted() -> Found:
 
 
 def cell(costs: Sequence[float], share: float) -> str:
-    """Return the best speedups, and the draft lengths in brackets. Below 1, plain decoding is faster."""
+    """Return the best speedups, with the draft lengths in parentheses, and whether drafting is slower."""
     speedups, lengths = zip(*(best(cost, share) for cost in costs))
-    return f"{span(speedups)} ({' to '.join(map(str, sorted({*lengths})))})"
+    text = f"{span(speedups)} ({' to '.join(map(str, sorted({*lengths})))})"
+    return text if min(speedups) > 1 else f"{text}, slower"
 
 
 def span(values: Sequence[float]) -> str:
