@@ -138,7 +138,7 @@ def lossless_models(
         [*TITLES[named(model)], *map(spread, times.values()), spread(whole[model])] for model, times in found.items()
     ]
     head = ["model", "unpacked from", *(COLUMNS[cpu] for cpu in kinds_of_kernels())]
-    head.append("speedup, whole command at second start")
+    head.append("speedup, whole command, second start")
     same = f"{texts[True]} of {texts.total()} outputs identical to plain decoding"
     about = f"{sum(num_prompts)} prompts, {max_tokens} tokens; median (range); {same}"
     return Found({"lossless_models": f"{table_here(head, rows)}\n{about}\n"}, {"tokens": found, "commands": whole})
