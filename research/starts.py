@@ -22,12 +22,12 @@ from gearbx_mlx.kernels.compiler import AVX2, CPU_VARIABLE, NATIVE_CPU, vector_i
 from . import ROOT
 from .lossless import ASSISTANT, encode
 from .real_models import MODELS
-from .studies import Found, spread, study, table_here
+from .studies import Found, named, spread, study, table_here
 
 CACHE = "gearbx-mlx"
 DEFAULT = "planes 4,16"  # of gears and formats
-COLUMNS = {NATIVE_CPU: f"times as fast, {vector_instructions()}", AVX2: "with kernels for AVX2"}
-TITLES = {"smollm2": "SmolLM2 135M, bfloat16, once Q4_1"} | {name: model.title for name, model in MODELS.items()}
+COLUMNS = {NATIVE_CPU: f"speedup, {vector_instructions()} kernels", AVX2: "speedup, AVX2 kernels"}
+TITLES = {"smollm2": ("SmolLM2 135M", "Q4_1")} | {name: (model.title, model.source) for name, model in MODELS.items()}
 WARM = 24  # tokens
 
 
@@ -134,13 +134,13 @@ def lossless_models(
         texts += Counter({True: measured["same"][DEFAULT], False: sum(num_prompts) - measured["same"][DEFAULT]})
         if cpu == NATIVE_CPU:
             whole[model] = whole_commands(model, read_prompts(ASSISTANT)[: sum(num_prompts)], max_tokens)
-    names = {model: Path(model).name for model in found}
     rows = [
-        [names[model], TITLES[names[model]], *map(spread, times.values()), spread(whole[model])]
-        for model, times in found.items()
+        [*TITLES[named(model)], *map(spread, times.values()), spread(whole[model])] for model, times in found.items()
     ]
-    head = ["model", "its weights", *(COLUMNS[cpu] for cpu in kinds_of_kernels()), "whole command, second start"]
-    about = f"{sum(num_prompts)} prompts, {max_tokens} tokens; {texts[True]} of {texts.total()} texts identical"
+    head = ["model", "unpacked from", *(COLUMNS[cpu] for cpu in kinds_of_kernels())]
+    head.append("speedup, whole command, second start")
+    same = f"{texts[True]} of {texts.total()} outputs identical to plain decoding"
+    about = f"{sum(num_prompts)} prompts, {max_tokens} tokens; median (range); {same}"
     return Found({"lossless_models": f"{table_here(head, rows)}\n{about}\n"}, {"tokens": found, "commands": whole})
 
 

@@ -57,11 +57,11 @@ PROMPTS = {
 }
 DRAFT_BITS = 4
 MLX_LM = "mlx-lm"
-BY_DRAFT_MODEL = {tokens: f"mlx-lm, {DRAFT_BITS}-bit drafts of {tokens}" for tokens in (2, 3, 4)}
-FIXED = {tokens: f"ours, drafts of {tokens}" for tokens in (1, 2, 3, 4)}
-AS_TYPED = "ours, as typed"
-ONE_GEAR = {bits: f"one gear of {bits} bits" for bits in (4, 6, 8)}
-ORDER = (MLX_LM, *BY_DRAFT_MODEL.values(), *FIXED.values(), AS_TYPED, *ONE_GEAR.values())
+BY_DRAFT_MODEL = {length: f"mlx-lm, draft length {length}" for length in (2, 3, 4)}
+FIXED = {length: f"gearbx-mlx, draft length {length}" for length in (1, 2, 3, 4)}
+DEFAULT = "gearbx-mlx, default"
+ONE_GEAR = {bits: f"gearbx-mlx, {bits}-bit gear" for bits in (4, 6, 8)}
+ORDER = (MLX_LM, *BY_DRAFT_MODEL.values(), *FIXED.values(), DEFAULT, *ONE_GEAR.values())
 
 WARM_UP = 24  # uncounted tokens of each method, in which kernels are compiled and the policy sees some rounds
 
@@ -184,7 +184,7 @@ def try_own_kernels(report: MacReport, loaded: Loaded) -> None:
 # The model and the methods.
 
 
-def as_typed(model: str | None, gears: Ladder | None = None, **mode: Any) -> JustGears:
+def generate_settings(model: str | None, gears: Ladder | None = None, **mode: Any) -> JustGears:
     """Return the settings of `gearbx_mlx generate --model MODEL`, with these gears and mode flags."""
     return JustGears(ModelSettings(model), LayoutSettings(gears=gears), mode=ModeFlags(**mode))
 
@@ -195,7 +195,7 @@ def load_as_mlx_lm(name: str | None) -> Loaded:
     Raises:
         GearbxError: a model that is quantized, in gears or too large, or as `Loaded.of`.
     """
-    decision = decided(as_typed(name))
+    decision = decided(generate_settings(name))
     check_fits(model_name(name), decision.model.size)
     if not decision.model.original:
         raise GearbxError(f"{model_name(name)}: quantized or in gears; use the original, with 16 bits per weight")
@@ -239,14 +239,14 @@ def make_methods(loaded: Loaded, report: MacReport) -> list[TimedMethod]:
         return over <= 0
 
     add(MLX_LM, partial(by_mlx_lm, base, tokenizer), whole)
-    typed = in_gears(loaded, as_typed(loaded.decision.settings.model.model), twin(base))
-    weights = held_in_gears(typed.gearbox)
-    add(AS_TYPED, partial(ours, typed, None), weights)
+    default = in_gears(loaded, generate_settings(loaded.decision.settings.model.model), twin(base))
+    weights = held_in_gears(default.gearbox)
+    add(DEFAULT, partial(by_gearbx, default, None), weights)
     for tokens, name in FIXED.items():
-        if len(typed.gearbox.ladder) > 1:
-            add(name, partial(ours, typed, Lossless(draft_length=tokens)), weights)
+        if len(default.gearbox.ladder) > 1:
+            add(name, partial(by_gearbx, default, Lossless(draft_length=tokens)), weights)
         else:
-            report.left_out[name] = f"the default has one gear, of {typed.gearbox.ladder} bits"
+            report.left_out[name] = f"the default has one gear, of {default.gearbox.ladder} bits"
     if fits(DRAFT_BITS, *BY_DRAFT_MODEL.values()):
         draft = quantized(twin(base))
         for tokens, name in BY_DRAFT_MODEL.items():
@@ -254,9 +254,9 @@ def make_methods(loaded: Loaded, report: MacReport) -> list[TimedMethod]:
             add(name, partial(by_mlx_lm, base, tokenizer, **how), held([base, draft]))
     for bits, name in reversed(ONE_GEAR.items()):  # the largest first, the most likely choice
         if fits(bits, name):
-            settings = as_typed(loaded.decision.settings.model.model, Ladder((bits,)), mode="static")
+            settings = generate_settings(loaded.decision.settings.model.model, Ladder((bits,)), mode="static")
             geared = in_gears(loaded, settings, twin(base))
-            add(name, partial(ours, geared, None), held_in_gears(geared.gearbox))
+            add(name, partial(by_gearbx, geared, None), held_in_gears(geared.gearbox))
     return sorted(found, key=lambda method: ORDER.index(method.name))
 
 
@@ -299,7 +299,7 @@ def by_mlx_lm(model: nn.Module, tokenizer: Any, typed: str, prompt: list[int], m
     yield from mlx_lm.stream_generate(model, tokenizer, prompt, most, **how)
 
 
-def ours(geared: Geared, mode: Mode | None, typed: str, prompt: list[int], most: int) -> Iterator[Any]:
+def by_gearbx(geared: Geared, mode: Mode | None, typed: str, prompt: list[int], most: int) -> Iterator[Any]:
     """Generate as `gearbx_mlx generate` does. mode: replaces that of the flags."""
     gearbox, tokenizer = geared.gearbox, geared.loaded.tokenizer
     keywords = generation_keywords(SamplingSettings(), CacheSettings(), tokenizer)
@@ -539,18 +539,18 @@ def versions_of(facts: MacFacts) -> str:
 
 def shown_row(row: Mapping[str, Any]) -> dict[str, str]:
     """Return the cells of a method by the heads of the table."""
-    agreed = "" if row["same"] == row["outputs"] else f", else {row['agreed']}+ alike"
+    agreed = "" if row["same"] == row["outputs"] else f", else {row['agreed']}+ tokens"
     return {
         "method": row["method"],
         "tokens/s": f"{row['tokens_per_second']:.3g}",
-        "of mlx-lm": f"{row['ratio']:.2f}",
-        "from, to": "-".join(f"{each:.2f}" for each in row["spread"]),
+        "speedup": f"{row['ratio']:.2f}",
+        "range": "-".join(f"{each:.2f}" for each in row["spread"]),
         "tokens/round": f"{row['tokens_a_round']:.2f}",
         "reads/round": f"{row['reads_a_round']:.2f}",
         "host": f"{row['host_share']:.0%}",
         "first": f"{row['first_seconds']:.2f} s",
         "memory": human_bytes(row["memory_bytes"]),
-        "same text": f"{row['same']} of {row['outputs']}{agreed}",
+        "identical": f"{row['same']} of {row['outputs']}{agreed}",
     }
 
 
@@ -561,21 +561,22 @@ Rows = Mapping[str, Mapping[str, Any]]
 def verdict(report: MacReport, rows: Rows) -> list[str]:
     """Return the conclusions in three sentences, or fewer if methods are missing."""
     found = []
-    if AS_TYPED in rows:
-        row, baseline = rows[AS_TYPED], rows[MLX_LM]
+    if DEFAULT in rows:
+        row, baseline = rows[DEFAULT], rows[MLX_LM]
         ratio, (least, greatest) = row["ratio"], row["spread"]
         word = "faster than" if ratio > 1.05 else "slower than" if ratio < 0.97 else "as fast as"
         found.append(
-            f"As typed, {report.facts.model} is {word} mlx-lm: {ratio:.2f}× ({least:.2f} to {greatest:.2f}) its "
-            f"{baseline['tokens_per_second']:.3g} tokens/s, with mlx-lm's output in {row['same']} of {row['outputs']}."
+            f"By default, gearbx-mlx is {word} mlx-lm on {report.facts.model}: {ratio:.2f}× ({least:.2f} to "
+            f"{greatest:.2f}) mlx-lm's {baseline['tokens_per_second']:.3g} tokens/s, and {row['same']} of "
+            f"{row['outputs']} outputs are identical."
         )
-    drafts = {what: best(rows, names) for what, names in (("ours", FIXED), ("mlx-lm's", BY_DRAFT_MODEL))}
-    fastest = [f"{what} {row['ratio']:.2f}× with {tokens}" for what, (tokens, row) in drafts.items() if row]
+    drafts = {who: best(rows, names) for who, names in (("gearbx-mlx", FIXED), ("mlx-lm", BY_DRAFT_MODEL))}
+    fastest = [f"{length} for {who} ({row['ratio']:.2f}×)" for who, (length, row) in drafts.items() if row]
     if fastest:
-        found.append(f"The fastest drafts of a fixed length are {' and '.join(fastest)} tokens.")
-    gears = [f"{bits} bits {rows[name]['ratio']:.2f}×" for bits, name in ONE_GEAR.items() if name in rows]
+        found.append(f"The fastest fixed draft length is {' and '.join(fastest)}.")
+    gears = [f"{bits}-bit {rows[name]['ratio']:.2f}×" for bits, name in ONE_GEAR.items() if name in rows]
     if gears:
-        found.append(f"One gear, with different output, has {', '.join(gears)} mlx-lm's speed.")
+        found.append(f"Speedups of single gears, whose output differs: {', '.join(gears)}.")
     return found
 
 
@@ -601,11 +602,11 @@ def line(report: MacReport, rows: Rows) -> str:
         versions_of(facts),
         f"{facts.model} {report.dtype}",
         f"mlx-lm {rows[MLX_LM]['tokens_per_second']:.3g} tokens/s" if MLX_LM in rows else "no outputs",
-        ratios_of("as typed", {"": AS_TYPED}),
-        ratios_of("drafts", numbered(FIXED)),
+        ratios_of("default", {"": DEFAULT}),
+        ratios_of("draft length", numbered(FIXED)),
         ratios_of("draft model", numbered(BY_DRAFT_MODEL)),
         ratios_of("bits", numbered(ONE_GEAR)),
-        f"same text {rows.get(AS_TYPED, {}).get('same', 0)}/{rows.get(AS_TYPED, {}).get('outputs', 0)}",
+        f"identical {rows.get(DEFAULT, {}).get('same', 0)}/{rows.get(DEFAULT, {}).get('outputs', 0)}",
         f"{report.state[-1] if report.state else 'state not read'}",
         f"{len(report.failed)} failed, {len(report.left_out)} left out" + ("" if report.complete else ", interrupted"),
     ]

@@ -86,8 +86,8 @@ def report_of(*texts: subject.MacOutput) -> subject.MacReport:
 
 def test_variant_is_compared_within_same_turn():
     texts = [text(subject.MLX_LM, 1.0)]
-    texts += [text(subject.AS_TYPED, 0.5, rounds=4, reads=5, waited=0.1, same=True, agreed=11)]
-    texts += [text(subject.MLX_LM, 4.0, 1), text(subject.AS_TYPED, 2.5, 1, rounds=6, reads=6, waited=0.2, agreed=3)]
+    texts += [text(subject.DEFAULT, 0.5, rounds=4, reads=5, waited=0.1, same=True, agreed=11)]
+    texts += [text(subject.MLX_LM, 4.0, 1), text(subject.DEFAULT, 2.5, 1, rounds=6, reads=6, waited=0.2, agreed=3)]
     alone, row = report_of(*texts).methods
     assert row["spread"] == [1.6, 2.0]
     assert row["ratio"] == pytest.approx(1.8)
@@ -95,7 +95,7 @@ def test_variant_is_compared_within_same_turn():
     assert row["reads_a_round"] == 1.1
     assert row["host_share"] == pytest.approx(0.9)
     assert (row["same"], row["outputs"], row["agreed"]) == (1, 2, 3)
-    assert subject.shown_row(row)["same text"] == "1 of 2, else 3+ alike"
+    assert subject.shown_row(row)["identical"] == "1 of 2, else 3+ tokens"
     assert alone["host_share"] == 0.5
 
 
@@ -108,18 +108,18 @@ def test_expected_seconds_of_a_series():
 def test_the_verdict_follows_from_the_figures(seconds, word):
     report = report_of(
         text(subject.MLX_LM, 1.0),
-        text(subject.AS_TYPED, seconds, same=True),
+        text(subject.DEFAULT, seconds, same=True),
         text(subject.FIXED[1], 0.9),
         text(subject.FIXED[3], 0.7),
         text(subject.BY_DRAFT_MODEL[2], 1.25),
         text(subject.ONE_GEAR[8], 0.625),
     )
     first, second, third = report.verdict
-    assert f"a model is {word} mlx-lm: {1 / seconds:.2f}×" in first
-    assert "with mlx-lm's output in 1 of 1" in first
-    assert second == "The fastest drafts of a fixed length are ours 1.43× with 3 and mlx-lm's 0.80× with 2 tokens."
-    assert third == "One gear, with different output, has 8 bits 1.60× mlx-lm's speed."
-    assert f"as typed {1 / seconds:.2f} | drafts 1:1.11 3:1.43 | draft model 2:0.80 | bits 8:1.60" in report.line
+    assert f"By default, gearbx-mlx is {word} mlx-lm on a model: {1 / seconds:.2f}×" in first
+    assert "1 of 1 outputs are identical" in first
+    assert second == "The fastest fixed draft length is 3 for gearbx-mlx (1.43×) and 2 for mlx-lm (0.80×)."
+    assert third == "Speedups of single gears, whose output differs: 8-bit 1.60×."
+    assert f"default {1 / seconds:.2f} | draft length 1:1.11 3:1.43 | draft model 2:0.80 | bits 8:1.60" in report.line
 
 
 def test_reads_are_counted_once_with_waiting_time():
@@ -205,7 +205,7 @@ def test_variants_beyond_memory_are_skipped(bench, monkeypatch, tiny_directory):
     done = bench()
     assert done.status == 0, done.err
     assert {*written()["left_out"]} == {*subject.BY_DRAFT_MODEL.values(), *subject.ONE_GEAR.values()}
-    assert "left out: one gear of 8 bits: it needs" in done.out
+    assert "left out: gearbx-mlx, 8-bit gear: it needs" in done.out
 
 
 class TestRefused:
