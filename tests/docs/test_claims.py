@@ -68,7 +68,7 @@ DEFAULTS = [
     ("kernels", "| `{}` (default) | on a CPU", lambda: GearFlags().kernels.name),
     ("kernels", "| `{}` (default) | quantizes activations", lambda: ladder.DEFAULT_ACTIVATIONS),
     ("python", "The default is `{}`;", lambda: modes.mode_class(modes.LOSSLESS).__name__),
-    ("routing", "the paper's are used: {} and {} bits", lambda: SPREAD[1]),
+    ("routing", "default thresholds are the GEARBX paper's: {} and {} bits", lambda: SPREAD[1]),
     ("sensitivity", "| `--bits` | widths to measure | `{}` |", lambda: joined(settings_of("sensitivity"), "bits")),
     ("codebook", "weight is an outlier | {:g} |", lambda: DEFAULT_OPTIONS.sigma),
     ("codebook", "largest share of outliers | {:g} of", lambda: DEFAULT_OPTIONS.cap),
