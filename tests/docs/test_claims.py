@@ -25,6 +25,7 @@ from gearbx_mlx.decoding import modes
 from gearbx_mlx.formats import DEFAULT_FORMAT
 from gearbx_mlx.formats.codebook import DEFAULT_OPTIONS
 from gearbx_mlx.gears import ladder
+from gearbx_mlx.generate import setup_arg_parser as generate_parser
 from gearbx_mlx.kernels.dispatch import on_cpu
 from gearbx_mlx.ranks.watch import meeting_timeout
 from gearbx_mlx.routing import gates, pair
@@ -67,7 +68,7 @@ DEFAULTS = [
     ("kernels", "| `{}` (default) | on a CPU", lambda: GearFlags().kernels.name),
     ("kernels", "| `{}` (default) | quantizes activations", lambda: ladder.DEFAULT_ACTIVATIONS),
     ("python", "The default is `{}`;", lambda: modes.mode_class(modes.LOSSLESS).__name__),
-    ("routing", "the paper's are used: {} and {} bits", lambda: SPREAD[1]),
+    ("routing", "default thresholds are the GEARBX paper's: {} and {} bits", lambda: SPREAD[1]),
     ("sensitivity", "| `--bits` | widths to measure | `{}` |", lambda: joined(settings_of("sensitivity"), "bits")),
     ("codebook", "weight is an outlier | {:g} |", lambda: DEFAULT_OPTIONS.sigma),
     ("codebook", "largest share of outliers | {:g} of", lambda: DEFAULT_OPTIONS.cap),
@@ -108,7 +109,6 @@ def test_a_default_is_the_codes(page, sentence, value):
 CLAIM = re.compile(r"\(the default|\(default\)|(?<!, )by default(?=[ )])|, the default\b")
 # What depends on the machine, on other flags or on the model; tests of the command have these.
 DECIDED = (
-    "gears by default |",
     "| `native` (default) |",
     "the default with `--residency",
     "(`as blocks`, the default)",
@@ -193,6 +193,15 @@ def test_flag_value_in_page_is_accepted():
     assert len(checked) >= 5
 
 
+def test_page_names_missing_flags_of_mlx_lm():
+    theirs, ours = (
+        {flag for action in made._actions for flag in action.option_strings if flag.startswith("--")}
+        for made in (import_module("mlx_lm.generate").setup_arg_parser(), generate_parser())
+    )
+    (named,) = re.findall("flags of `mlx_lm.generate`, except (.*?)\\.", text_of("docs/generate.md"))
+    assert theirs - ours == set(re.findall("`(--.*?)`", named))
+
+
 def bfloat16_model():
     return tiny_model(dtype=mx.bfloat16)
 
@@ -226,7 +235,7 @@ BIT_FOR_BIT = {
     ),
     "stores bfloat16 weights bit for bit": EXACT,
     "keeps one copy of bfloat16 weights, bit for bit": EXACT,
-    "`--gears 16` without `--draft-model`: mlx-lm bit for bit": OWN,
+    "mlx-lm's logits, bit for bit, at its speed": OWN,
     "The top gear is mlx-lm's, bit for bit, in the checkpoint's own type": OWN,
     "bit for bit with `--kernels mlx` in the checkpoint's own type": OWN,
     "The 16-bit gear has the original weights**, bit for bit": OWN,

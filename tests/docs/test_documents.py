@@ -26,6 +26,7 @@ REPOSITORY = "https://github.com/gearbx/gearbx-mlx"
 LINKED = {**PAGES, "gearbx_mlx/demo_model/README.md": DEMO_MODEL / "README.md"}
 OTHERS_FLAGS = {"--logits_all", "--modelfile", "--install"}  # of llama.cpp, Ollama, ...
 OTHERS_FLAGS |= {"--force-reinstall", "--no-deps", "--tasks", "--model_args"}  # of pip and lm-eval
+OTHERS_FLAGS |= {"--image", "--use-default-chat-template", "--quantize-activations"}  # of mlx_lm.generate
 
 
 @pytest.mark.docs

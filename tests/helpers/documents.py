@@ -32,6 +32,7 @@ STANDS_FOR_DEMO = (
     "mlx-community/Llama-3.2-1B-Instruct-8bit",
     "--model smollm2",
     "--model Qwen3-0.6B-Q8_0.gguf",
+    "mlx-community/Qwen2.5-14B-Instruct-4bit",
     "mlx-community/Qwen2.5-14B-Instruct-8bit",
     "mlx-community/Qwen2.5-0.5B-Instruct-8bit",
     "--small-model small",
