@@ -15,7 +15,7 @@ from .errors import GearbxError, choose  # noqa: E402
 COMMANDS = {
     "generate": "generate text, and watch its gears",
     "chat": "chat with a model, and watch its gears",
-    "convert": "write a geared checkpoint, which mlx-lm reads too",
+    "convert": "write a geared checkpoint that mlx-lm can also read",
     "calibrate": "find entropy thresholds between the gears",
     "analyze": "record the gears that prompts would use, without shifting",
     "evaluate": "measure KL, perplexity and top-1 agreement of gears and modes",
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def show_commands(name: str) -> None:
-    """Print the commands or the version; another name is an error."""
+    """Print the commands or the version; any other name is an error."""
     if name == "--version":
         print(version_line())
     elif name in ("-h", "--help"):

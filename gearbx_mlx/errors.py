@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 Number = TypeVar("Number", int, float)
 LONGEST_NAME = 60  # characters of a mistyped word that are compared with names
-LARGEST_SHOWN = 2**31  # messages omit upper bounds from here on, which no user reaches
+LARGEST_SHOWN = 2**31  # messages omit upper bounds from here on: no user reaches them
 
 
 class GearbxError(ValueError):
@@ -49,12 +49,12 @@ def one_line(error: BaseException, length: int = 300) -> str:
 
 
 def escaped(text: str) -> str:
-    """Return text on one line without control characters for a terminal, which names may contain."""
+    """Return text on one line with control characters escaped, since names may contain them."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def check_range(name: str, value: float, minimum: float, maximum: float = math.inf) -> None:
-    """Validate that a number is inside its bounds, which are inclusive. name: for the message."""
+    """Validate that a number is inside its inclusive bounds. name: for the message."""
     try:
         inside, above = minimum <= value <= maximum, value > maximum
     except TypeError:  # a program may pass any value

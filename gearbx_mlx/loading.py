@@ -57,7 +57,7 @@ SAMPLES = (  # text on which tokenizers differ: digits, spaces, line ends, capit
     "def f(x):\n    return x  # twice\n\n\n",
     "naïve ÀÉ 漢字 🙂 don't",
 )
-# transformers' name of its warning of text beyond the context length, which it shows once.
+# transformers' name of its warning of text beyond the context length. It shows that warning once.
 TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
 DEMO_MODEL = Path(__file__).parent / "demo_model"
 TOKENIZERS = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*")  # a model has at least one of these files
@@ -89,11 +89,11 @@ def load(
         return_config: whether to return the model's configuration as well.
         group: the ranks that share the model; each gets a part of the layers that mlx-lm's class divides (`shard`).
         shard_sums: for layers with divided inputs. "gather": each rank gets all inputs and has some rows, so that
-            outputs are those of one process. "sum": it has some columns and the products are summed, as in mlx-lm,
-            which sends less and rounds differently.
+            outputs equal one process's. "sum": it has some columns and the products are summed, as in mlx-lm. This
+            sends less and rounds differently.
         pipeline: each rank gets some of the layers (pipeline parallelism), not a part of every layer.
         keep_mapped: keep weights mapped, for gears made of them; otherwise they are copied into large pages.
-        kwargs: further keywords of `mlx_lm.load`. Without `trust_remote_code` no code of the model runs.
+        kwargs: more keywords of `mlx_lm.load`. Without `trust_remote_code` no code of the model runs.
 
     Returns:
         model and tokenizer, and the configuration if asked for.
@@ -140,7 +140,7 @@ def cannot_load(directory: Path, error: Exception) -> GearbxError:
     if not any(any(directory.glob(pattern)) for pattern in TOKENIZERS):
         return GearbxError(f"{directory}: no tokenizer there, such as {TOKENIZERS[0]}; {COMPLETE}")
     other = re.match("Missing|Received|Expected shape", str(error))
-    remedy = "; config.json is not that of these weights, download both again" if other else ""
+    remedy = "; config.json does not belong to these weights, download both again" if other else ""
     return GearbxError(f"{directory}: mlx-lm cannot load this model: {one_line(error)}{remedy}")
 
 
@@ -215,7 +215,7 @@ def read_together(
     trust_remote_code: bool = False,
     keep_mapped: bool = False,
 ) -> tuple[nn.Module, Any, dict]:
-    """Return the result of `mlx_lm.load`, but read the tokenizer, which takes as long, beside the weights."""
+    """Return the result of `mlx_lm.load`, but read tokenizer and weights at once: each takes equally long."""
     how: dict[str, Any] = {"model_config": model_config, "trust_remote_code": trust_remote_code}
     model, config = load_model(directory, lazy=True, **how)
     with ThreadPoolExecutor(1) as pool:
@@ -253,7 +253,7 @@ def checkpoint_gears(path_or_hf_repo: str | Path | None) -> Manifest | None:
 
 
 def load_small(path_or_hf_repo: str | Path, tokenizer: Any, **kwargs: Any) -> nn.Module:
-    """Return the small model of a pair, which must have the tokenizer of the large one.
+    """Return the small model of a pair. Its tokenizer must equal the large model's.
 
     Raises:
         GearbxError: as `load`, or a different tokenizer.
@@ -281,7 +281,7 @@ def check_same_tokenizer(small: Any, large: Any, name: str) -> None:
 def find(path_or_hf_repo: str | Path, revision: str | None = None, also: Sequence[str] = ()) -> Path:
     """Return the local directory of a model, downloaded if necessary.
 
-    also: further files to download.
+    also: more files to download.
     """
     name = str(path_or_hf_repo)
     try:
@@ -337,7 +337,7 @@ def snapshot_of(name: str, revision: str | None, also: tuple[str, ...]) -> Path:
 
 
 def check_no_gguf(directory: Path) -> None:
-    """Validate that a directory is not one of GGUF files, each of which is a model. Raises GearbxError for one."""
+    """Validate that a directory is no mere folder of GGUF files, each of them a model. Raises GearbxError if it is."""
     found = sorted(file.name for file in directory.glob("*.gguf"))
     if found and not os.path.lexists(directory / "config.json"):
         more = f" or one of {len(found) - 1} others" if len(found) > 1 else ""

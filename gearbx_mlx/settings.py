@@ -56,7 +56,7 @@ def setting(
     Args:
         minimum, maximum: bounds of a number, inclusive; NaN is outside.
         choices: allowed values.
-        named: True for a path or the name of a model, which must not be empty.
+        named: True for a path or the name of a model; it must not be empty.
         parse: converts text to the field's value; a program may pass the value itself.
         rules: more metadata.
     """
@@ -81,7 +81,7 @@ def flag(
 
     Args:
         default: a required flag has none.
-        help: a fragment without a period, of 20 words at most with the default, which is added to it.
+        help: a fragment without a period, at most 20 words including the default that is appended.
         name: the flag's name with underscores, if not the field's.
         also: more names of the flag.
         exclusive: a label; at most one flag with this label may be set.

@@ -171,7 +171,7 @@ def model_of(settings: ModelBenchmark) -> nn.Module:
 def llama_bytes(shape: tuple[int, int], ladder: Ladder, copies: int, context: int) -> float:
     """Return the minimum bytes of copies of the random Llama, with one KV cache of `context` tokens.
 
-    Weights have half precision, with those of the largest gear beside them; keys and values are float32.
+    Weights have half precision, with the largest gear's beside them; keys and values are float32.
     """
     width, layers = shape
     weights = layers * (3 + 3 * 11 / 4) * width**2 + 2 * DECODED_TOKENS * width
@@ -180,7 +180,7 @@ def llama_bytes(shape: tuple[int, int], ladder: Ladder, copies: int, context: in
 
 
 def key_heads(width: int) -> int:
-    """Return the number of KV heads of the random Llama, half that of query heads."""
+    """Return the number of KV heads of the random Llama: half as many as query heads."""
     return width // (2 * HEAD_WIDTH)
 
 

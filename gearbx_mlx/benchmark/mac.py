@@ -63,7 +63,7 @@ DEFAULT = "gearbx-mlx, default"
 ONE_GEAR = {bits: f"gearbx-mlx, {bits}-bit gear" for bits in (4, 6, 8)}
 ORDER = (MLX_LM, *BY_DRAFT_MODEL.values(), *FIXED.values(), DEFAULT, *ONE_GEAR.values())
 
-WARM_UP = 24  # uncounted tokens of each method, in which kernels are compiled and the policy sees some rounds
+WARM_UP = 24  # uncounted tokens of each method; meanwhile kernels compile and the policy sees some rounds
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ def load_as_mlx_lm(name: str | None) -> Loaded:
     decision = decided(generate_settings(name))
     check_fits(model_name(name), decision.model.size)
     if not decision.model.original:
-        raise GearbxError(f"{model_name(name)}: quantized or in gears; use the original, with 16 bits per weight")
+        raise GearbxError(f"{model_name(name)}: quantized or in gears; use the original 16-bit model")
     return Loaded.of(decision)
 
 
@@ -300,7 +300,7 @@ def by_mlx_lm(model: nn.Module, tokenizer: Any, typed: str, prompt: list[int], m
 
 
 def by_gearbx(geared: Geared, mode: Mode | None, typed: str, prompt: list[int], most: int) -> Iterator[Any]:
-    """Generate as `gearbx_mlx generate` does. mode: replaces that of the flags."""
+    """Generate as `gearbx_mlx generate` does. mode: replaces the flags' mode."""
     gearbox, tokenizer = geared.gearbox, geared.loaded.tokenizer
     keywords = generation_keywords(SamplingSettings(), CacheSettings(), tokenizer)
     mode = geared.mode(typed, mode).settled(gearbox, tokenizer, prompt)

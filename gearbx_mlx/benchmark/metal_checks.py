@@ -274,7 +274,7 @@ def experts_checks(kernel: MetalProduct, vectors: Sequence[int]) -> Iterator[Che
 
 def as_experts(*same: Any) -> Any:
     """Stack arrays of experts; lists of outliers are padded to the longest."""
-    if not isinstance(same[0], mx.array):  # another field of a record
+    if not isinstance(same[0], mx.array):  # a field without arrays
         return same[0]
     most = max(map(len, same))
     return mx.stack([mx.pad(array, [(0, most - len(array)), *[(0, 0)] * (array.ndim - 1)]) for array in same])
@@ -311,7 +311,7 @@ def batch_error(kernel: MetalProduct, packed: Any, x: mx.array, variant: str) ->
 
 
 def decoding_error(kernel: MetalProduct, packed: Any, columns: int) -> float:
-    """Return the difference of a decoded weight from that of MLX's operations."""
+    """Return the difference between the weights decoded by a kernel and by MLX's operations."""
     assert kernel.decoded is not None
     with mx.stream(mx.cpu):
         expected = kernel.dense(packed, columns)

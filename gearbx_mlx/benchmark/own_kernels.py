@@ -77,7 +77,7 @@ def prove_all(model: nn.Module) -> Iterator[dict[str, Any]]:
 
 
 def layers_of_shapes(model: nn.Module) -> Iterator[Layers]:
-    """Yield layers for each shape of a model's linear layers: original, in 4 bits, and in format exact."""
+    """Yield layers for each shape of a model's linear layers: original, 4-bit, and in format exact."""
     alike: dict[tuple[Any, ...], list[mx.array]] = {}
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding) and module.weight.shape[-1] % DEFAULT_GROUP_SIZE == 0:

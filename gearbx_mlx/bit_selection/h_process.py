@@ -241,7 +241,7 @@ def encoding_spike(layers: Sequence[Layer], format: CodebookFormat, bits: int) -
     made = format.modules(largest, bits, (bits,), 64, largest.weight.dtype)
     needed = max(0, mx.get_peak_memory() - before)
     del made
-    mask = largest.weight.size  # bytes of the mask of outliers, which numpy allocates
+    mask = largest.weight.size  # bytes of the mask of outliers, allocated by numpy
     return needed + largest.weight.nbytes + mask
 
 

@@ -153,9 +153,9 @@ def least_bits(
 ) -> int:
     """Return min_bits of a layer, from KL (nats) and change of perplexity (percent) by its bits.
 
-    It is the lowest width whose perplexity rises by less than the threshold. The 4-bit KL (or that of the first
-    measured width above) gives a floor: 4 bits under 0.02 nats, 6 up to 0.05, else 8. Below 4 bits the KL must also be
-    under 0.02. If no width is good enough, it is the highest measured one.
+    It is the lowest width whose perplexity rises by less than the threshold. The 4-bit KL (or the KL of the first
+    measured width above) gives a floor. It is 4 bits under 0.02 nats, 6 up to 0.05, else 8. Below 4 bits the KL must
+    also be under 0.02. If no width is good enough, it is the highest measured one.
     """
     widths = sorted(kl)
     at_four = kl[next((bits for bits in widths if bits >= 4), widths[-1])]

@@ -130,7 +130,7 @@ class ExactSensitivity:
         self.layers = {layer.path: layer for layer in gearbox.layers}
         once = {id(block): block for block in getattr(gearbox.model, "layers", ())}
         self._blocks: dict[Hashable, nn.Module] = dict(enumerate(once.values()))
-        # A tied embedding is called as an embedding for inputs, which no gear changes.
+        # A tied embedding is called as an embedding for inputs. No gear changes these calls.
         self._heads = [path for path, layer in self.layers.items() if isinstance(layer.module, nn.Embedding)]
         self._linear = {path: layer.module for path, layer in self.layers.items() if path not in self._heads}
         self._sizes = {path: layer.module.weight.size for path, layer in self.layers.items()}
@@ -284,7 +284,7 @@ def calibration_windows(
 ) -> list[list[int]]:
     """Return at most `num_samples` windows of a calibration text, as tokens.
 
-    data: a text or JSON Lines; None: the bundled text. Raises GearbxError for no such text, windows longer than the
+    data: text or JSON Lines; None: the bundled text. Raises GearbxError for no such text, windows longer than the
     model's context, or tokens outside of its vocabulary.
     """
     longest = context_length(config)

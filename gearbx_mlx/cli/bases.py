@@ -2,7 +2,7 @@
 
 A base should agree with the original on the original's own outputs. A chat model therefore answers requests at a
 temperature, and calibration reads these answers beside the bundled problems and prose. For other models it reads
-bundled answers of another model.
+bundled answers of a different model.
 
 A file's name has the fingerprint of the model, the storage of its gears and the hash of the text. The file has the
 planes under mlx-lm's names.
@@ -44,7 +44,7 @@ from .terminal import note, progress_bar
 CHOOSING_TOKENS = 10_240  # maximum number of calibration tokens: twice as many take twice as long, and help little
 PLANE_ARRAYS = ("weight", "scales", "biases")
 SHIPPED = Path(DEMO_MODEL) / "calibration"
-TEXT_TOKENS = 16_384  # maximum number of tokens read from a text
+TEXT_TOKENS = 16_384  # maximum number of tokens read for calibration
 ANSWER_TOKENS = 128  # maximum number of tokens in an answer
 ANSWERS_TOGETHER = 24  # answers in a batch
 PROBE = 1024  # rows and columns of a timed matmul
@@ -181,7 +181,7 @@ class BaseKey:
         """Return the file, in the user's cache or in $GEARBX_BASES.
 
         Raises:
-            CacheUnusable: another user could write to the folder, or the cache cannot be used.
+            CacheUnusable: other users could write to the folder, or the cache cannot be used.
             OSError: the folder cannot be read.
         """
         storage = f"3 {self.format} {self.ladder} {self.manage} {self.group_size}"
@@ -193,7 +193,7 @@ class BaseKey:
     def find(self) -> "Base | None":
         """Return the kept base, the latest one for any text; None if none is kept, or it is damaged.
 
-        A base that another user could have written is ignored with a warning.
+        A base that other users could have written is ignored with a warning.
         """
         try:
             file = self.file()
@@ -228,7 +228,7 @@ class BaseKey:
 
 
 def read_base(file: Path, key: BaseKey) -> Base | None:
-    """Return the base of a file; None if it belongs to another model or is damaged."""
+    """Return the base of a file; None if it belongs to a different model or is damaged."""
     try:
         arrays, metadata = cast(tuple[dict[str, mx.array], dict[str, str]], mx.load(str(file), return_metadata=True))
         mx.eval(arrays)  # fails for a truncated file

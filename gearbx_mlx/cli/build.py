@@ -44,7 +44,7 @@ from .memory import memory_warning
 from .tables import kernels_table
 from .terminal import messages, note, show_compiling, show_encoding, show_keeping, spinner
 
-SLOW_MAKING = 5.0  # seconds to make gears, from which on a geared checkpoint is worth its disk space
+SLOW_MAKING = 5.0  # seconds to make gears; above this, a geared checkpoint is worth its disk space
 
 
 def decided(settings: GearedSettings, several_modes: bool = False) -> Decision:
@@ -124,7 +124,7 @@ class Geared:
     gearbox: Gearbox | Observer
 
     def mode(self, typed: str, mode: Mode | None = None) -> Mode:
-        """Return the mode for a prompt, as typed. mode: replaces that of the flags."""
+        """Return the mode for a prompt, as typed. mode: replaces the flags' mode."""
         return (mode or self.loaded.decision.mode).for_prompt(typed, self.gearbox.ladder)
 
     def why(self) -> str:
@@ -271,7 +271,7 @@ def stored_tables(decision: Decision, precision: PrecisionManifest) -> dict[str,
 
 
 def own_memory(limit: int) -> OwnMemory:
-    """Return the sensor of this process's memory, which is below the limit.
+    """Return the sensor of this process's memory. Raises GearbxError if the memory exceeds the limit.
 
     Args:
         limit: bytes.
@@ -315,7 +315,7 @@ def load_model(settings: ModelSettings, chat_template: str = "", **keywords: Any
 
     Args:
         chat_template: replaces the tokenizer's.
-        keywords: directory (of the model, if known), and those of `load`.
+        keywords: directory (of the model, if known), and keywords of `load`.
 
     Raises:
         GearbxError: as `load`; an end-of-text token that the vocabulary lacks.
@@ -355,7 +355,7 @@ def generation_keywords(
     """Return keywords of mlx-lm's stream_generate.
 
     Raises:
-        GearbxError: numbers beyond the vocabulary, or a draft model that cannot be loaded or has another vocabulary.
+        GearbxError: numbers beyond the vocabulary, or a draft model that cannot be loaded or differs in vocabulary.
     """
     check_sampling(sampling, tokenizer.vocab_size)
     sampler = sampler_for(tokenizer, **{name: value for name, value in vars(sampling).items() if name != "seed"})
@@ -371,7 +371,7 @@ def load_draft_model(path: str | None, tokenizer: Any) -> Any:
     model, own = load(path)
     if own.vocab_size != tokenizer.vocab_size:
         raise GearbxError(
-            f"--draft-model {path}: the vocabulary is not that of the model; use a model with the same tokenizer"
+            f"--draft-model {path}: the vocabulary differs from the model's; use a model with the same tokenizer"
         )
     in_one_gear(model)
     return model
@@ -399,7 +399,7 @@ def load_pair(settings: ModelSettings, small_model: str, chat_template: str = ""
     """Return both models, in the type of --dtype, with the fastest kernels here.
 
     Raises:
-        GearbxError: a model that cannot be loaded, or another tokenizer.
+        GearbxError: a model that cannot be loaded, or a different tokenizer.
     """
     limit = recommended_memory()
     needed = (

@@ -89,7 +89,7 @@ class ChosenMode(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """Input of `gears_of`. layout: that of the flags, with the ladder of a thresholds file."""
+    """Input of `gears_of`. layout: the flags' layout, with the ladder of a thresholds file."""
 
     settings: GearedSettings
     layout: LayoutSettings
@@ -99,28 +99,28 @@ class Case:
 
     @property
     def observes(self) -> bool:
-        """True if no layer may change gear."""
+        """Observation only: no layer may change gear."""
         return self.chosen.name == TELEMETRY_ONLY or self.model.gearless
 
     @property
     def drafting(self) -> bool:
-        """True if the lowest gear drafts, and no draft model does."""
+        """Drafting by the lowest gear, without a draft model."""
         return self.chosen.name == LOSSLESS and self.settings.cache.draft_model is None
 
     @property
     def drafts(self) -> bool:
-        """True if gears and format may be those with the fastest drafts, because no flag sets them."""
+        """Free choice of the gears and the format with the fastest drafts: no flag sets them."""
         by_flags = self.layout.gears or self.layout.format or self.settings.gears.keeps_originals
         return self.drafting and not by_flags and self.model.saved is None and not self.model.gearless
 
     @property
     def by_default(self) -> bool:
-        """True if no flag requests drafts either."""
+        """Drafts by default: no flag requests them either."""
         return self.drafts and self.settings.mode.mode is None and not self.settings.mode.given()
 
     @property
     def caps(self) -> bool:
-        """True if a controller caps the gears: for a speed, or for memory in a mode whose gears can be capped."""
+        """Caps on the gears by a controller: for a speed, or for memory in a mode whose gears can be capped."""
         limited = self.settings.gears.residency.limit is not None and not mode_class(self.chosen.name).no_caps_reason
         return limited or self.settings.controller.target_tps is not None
 
@@ -159,7 +159,7 @@ class Decision(Case):
 
     @property
     def one_gear(self) -> bool:
-        """True if a quantized model has no gears to compare."""
+        """Absence of gears to compare, in a quantized model."""
         return self.model.gearless or (bool(self.codes) and len(self.ladder) == 1)
 
     @property
@@ -193,7 +193,7 @@ def decide(settings: GearedSettings, model: Description, several_modes: bool = F
     """Decide on format, ladder, kernels, base and mode.
 
     Args:
-        several_modes: True if later outputs may have other modes, which may use a prompt gear.
+        several_modes: True if later outputs may have other modes, possibly with a prompt gear.
 
     Raises:
         GearbxError: flags that exclude each other, or do not fit the model or the machine.
@@ -333,7 +333,7 @@ def gears_of_codes(case: Case, codes: Codes) -> StoredGears:
         ladder = ladder_of_codes(codes, layout, given)
     other_modes = case.several_modes and device == CPU
     if case.drafts and case.settings.mode.num_draft_tokens is None and not other_modes:
-        # MLX's kernels would join split codes at each use, which is slow on a GPU.
+        # MLX's kernels would join split codes at each use. This is slow on a GPU.
         by_mlx = device != CPU and flags.kernels.name != NATIVE
         ladder = Ladder([codes.bits]) if by_mlx else codes.drafting()
     return StoredGears(ladder, **filled, why=why)
@@ -346,7 +346,7 @@ def ladder_of_codes(codes: Codes, asked: LayoutSettings, given: Mapping[str, Any
         given: values of flags that need original weights.
 
     Raises:
-        GearbxError: one of these flags, another format or group size, or gears that the codes lack.
+        GearbxError: any of these flags, a different format or group size, or gears that the codes lack.
     """
     refused = {
         "--format": asked.format not in (None, DEFAULT_FORMAT),
@@ -409,10 +409,10 @@ def format_with(flags: GearFlags, format: str, model: Description) -> Format:
 
 
 def widths(stored: StoredGears, saved: Manifest | None) -> tuple[int, ...]:
-    """Return additional bits to which a controller can cap layers: those of the checkpoint, or those to make."""
+    """Return additional bits to which a controller can cap layers: the checkpoint's, or bits to make."""
     if stored.format == EXACT_FORMAT:  # its layers have only the bits of its ladder
         return ()
-    if saved is None and stored.format != DEFAULT_FORMAT:  # planes alone store additional bits in little memory
+    if saved is None and stored.format != DEFAULT_FORMAT:  # only planes store additional bits in little memory
         return ()
     return tuple(bits for bits in (CAP_BITS if saved is None else saved.gears) if bits < stored.ladder.top.bits)
 

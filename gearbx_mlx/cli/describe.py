@@ -52,7 +52,7 @@ class Description:
         name: as typed; None for the bundled model.
         directory: its place.
         files: contents of the headers.
-        precision: the manifest of --manifest, or with a controller that of a geared checkpoint.
+        precision: the manifest of --manifest, or a geared checkpoint's if there is a controller.
     """
 
     name: str | None
@@ -79,7 +79,7 @@ class Description:
 
     @property
     def gearless(self) -> bool:
-        """True if no layer can change gear: ranks divide codes whole."""
+        """Absence of layers that can change gear: ranks divide codes whole."""
         return self.codes is not None and self.machine.ranked
 
     @property
@@ -135,10 +135,10 @@ def machine_for(settings: GearedSettings) -> Machine:
 
 
 def precision_of(settings: GearedSettings, described: Description) -> PrecisionManifest | None:
-    """Return the manifest of --manifest; with a controller, else that of a geared checkpoint.
+    """Return the manifest of --manifest, or else a geared checkpoint's if there is a controller.
 
     Raises:
-        GearbxError: a file that cannot be read, or belongs to another model.
+        GearbxError: a file that cannot be read, or belongs to a different model.
     """
     given, saved = settings.gears.manifest, described.saved
     if saved is None:

@@ -129,16 +129,16 @@ class OutputSettings(Settings):
 
     @property
     def is_verbose(self) -> bool:
-        """True unless only the text is printed."""
+        """Printing of more than the text."""
         return self.verbose != QUIET
 
     @property
     def describes(self) -> bool:
-        """True if layers, kernels and every figure are printed."""
+        """Printing of layers, kernels and every figure."""
         return self.verbose == VERBOSE
 
     def paths(self) -> tuple[Path | None, Path | None]:
-        """Return the files of trace and summary, which are writable and distinct; None: not requested."""
+        """Return the files of trace and summary, validated as writable and distinct; None: not requested."""
         trace, summary = (output_path(file) if file else None for file in (self.trace, self.summary))
         check_distinct({"--trace": self.trace, "--summary": self.summary})
         return trace, summary
@@ -184,7 +184,7 @@ SLOWEST = 0.001  # tokens per second
 
 @dataclass(frozen=True)
 class ControllerSettings(Settings):
-    """The controller's target. A memory limit of --residency is another one, in modes whose gears can be capped."""
+    """The controller's target. A memory limit of --residency is a second target, in modes whose gears can be capped."""
 
     title: ClassVar[str] = "controller"
 
@@ -206,11 +206,11 @@ def device_flag() -> Any:
 
 
 def choose_device(settings: object) -> None:
-    """Use the device that settings, or one of their groups, name. Call this before mlx-lm is imported."""
+    """Use the device of these settings, or of a group in them. Call this before mlx-lm is imported."""
     groups = settings, *vars(settings).values()
     name = next((group.device for group in groups if hasattr(group, "device")), None)
     if name is not None:
-        from ..kernels.device import use_device  # imports mlx, which is slow
+        from ..kernels.device import use_device  # slow: imports mlx
 
         use_device(name)
 
@@ -320,7 +320,7 @@ class LadderSettings(Settings):
 
 @dataclass(frozen=True)
 class FormatSettings(Settings):
-    """Storage of layers; None: that of the checkpoint or manifest, else the default."""
+    """Storage of layers; None: as in the checkpoint or manifest, else the default."""
 
     title: ClassVar[str] = "gears"
 
@@ -338,7 +338,7 @@ class FormatSettings(Settings):
         return self.format or DEFAULT_FORMAT
 
     def filled(self, source: "Manifest | PrecisionManifest | None", why: str) -> dict[str, Any]:
-        """Return format, manage and group size of `source`, which flags may repeat, else the defaults.
+        """Return format, manage and group size of `source`, else the defaults. Flags may repeat the source's.
 
         Args:
             why: the error's problem without its value, such as "the gears of DIR have".
@@ -360,7 +360,7 @@ class FormatSettings(Settings):
 
 @dataclass(frozen=True)
 class StorageSettings(FormatSettings):
-    """Storage with managed layers and group size, which a checkpoint records."""
+    """Storage settings that a checkpoint records, with managed layers and group size."""
 
     manage: str | None = flag(None, "Linear layers that change gear", default_text="all", choices=MANAGE, rare=True)
     q_group_size: int | None = flag(

@@ -119,7 +119,7 @@ class FlagParser(argparse.ArgumentParser):
         return min(found, key=len, default=None)
 
     def flags(self) -> Iterator[str]:
-        """Yield the names of all flags, with those of subcommands."""
+        """Yield the names of all flags, including subcommands' flags."""
         for action in self._actions:
             yield from action.option_strings
             for parser in action.choices.values() if isinstance(action, argparse._SubParsersAction) else ():
@@ -127,7 +127,7 @@ class FlagParser(argparse.ArgumentParser):
 
 
 class HelpAll(argparse.Action):
-    """The flag --help-all, which is not a setting."""
+    """The flag --help-all; it is not a setting."""
 
     def __call__(self, parser: Any, *_: Any) -> None:
         parser.rare = []

@@ -107,7 +107,7 @@ def check_prompt(prompt: str) -> None:
 
 
 def check_unicode(text: str, what: str) -> None:
-    """Validate that text has no lone surrogates, which stand for invalid bytes of a terminal."""
+    """Validate that text has no lone surrogates: Python decodes a terminal's invalid bytes to them."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -166,7 +166,7 @@ def encode_prompt(
 
     Args:
         prefill: the start of the answer.
-        before: replaces the template's text before the message, which a prompt cache may already contain.
+        before: replaces the template's text before the message; a prompt cache may already contain that text.
 
     Raises:
         GearbxError: a prompt without text or tokens, or a configuration that the template refuses.
@@ -197,7 +197,7 @@ def room_for(
     """Return the number of tokens to generate after a prompt. A rotating cache (max_kv_size) has no limit.
 
     Args:
-        prompt_tokens: with those of a prompt cache.
+        prompt_tokens: including a prompt cache's tokens.
         what, remedy: words of the error.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Prompt caches in files: KV caches of processed text, which a later run continues."""
+"""Prompt caches in files: KV caches of processed text, for a later run to continue."""
 
 import warnings
 from dataclasses import asdict, dataclass
@@ -86,7 +86,7 @@ class PromptCache:
         """Return the tokens that the cache lacks, and the caches to continue with them.
 
         Args:
-            max_kv_size: of new caches, which replace recurrent states that cannot be cut.
+            max_kv_size: of new caches; they replace recurrent states that cannot be cut.
             before: the text at the start of the tokens; "" if the tokens follow the cache.
 
         Raises:
@@ -114,17 +114,17 @@ def load_cache(file: str | None, model: str | None) -> PromptCache | None:
     """Return a prompt cache; None without a file.
 
     Raises:
-        GearbxError: not a prompt cache, or the cache of another model.
+        GearbxError: not a prompt cache, or a different model's cache.
     """
     if file is None:
         return None
     try:
         entries, metadata = load_prompt_cache(file, return_metadata=True)
-        mx.eval([part.state for part in entries])  # reads the values, which fails for a truncated file
+        mx.eval([part.state for part in entries])  # reads the values; this fails for a truncated file
         made_with = metadata["model"]
         text = metadata.get(CONVERSATION)
         conversation = None if text is None else typed(parse_json(text), SavedConversation)
-    except Exception as error:  # a file of another kind fails in any way
+    except Exception as error:  # other kinds of files fail in any way
         raise GearbxError(
             f"{file}: not a prompt cache ({one_line(error)}); use a file from mlx_lm.cache_prompt"
         ) from error

@@ -134,7 +134,7 @@ class Signals:
 def end_at_once() -> None:
     """Let ending signals end the process silently from now on, unless a program handles or ignores them.
 
-    This holds during the imports of a command, which leave no files incomplete.
+    This holds during the imports of a command: they leave no files incomplete.
     """
     for number in ENDING:
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):

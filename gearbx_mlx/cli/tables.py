@@ -109,7 +109,7 @@ Row = tuple[str, str | Text]
 
 
 def summary_table(summary: dict[str, Any], mode_rows: Sequence[Row] = (), full: bool = False) -> Table:
-    """Return the summary table of one model: at most twelve rows, and those of `further_rows`.
+    """Return the summary table of one model: at most twelve rows, and then `further_rows`.
 
     Args:
         summary: the object that `--summary` writes.
@@ -220,7 +220,7 @@ def token_shares(summary: dict[str, Any]) -> Text:
 
 
 def bits_shown(gear: Mapping[str, Any]) -> str:
-    """Return the bits of a gear's layers, which a table may set to others than the gear's name."""
+    """Return the bits of a gear's layers; a table may set bits that differ from the gear's name."""
     fewest, most = gear.get("layer_bits", (gear["bits"], gear["bits"]))
     return f"{fewest}" if fewest == most else f"{fewest} to {most}"
 
@@ -272,14 +272,14 @@ def layers_line(summary: dict[str, Any]) -> str:
 
 
 def dtype_line(computed: str, stored: str) -> str:
-    """Return the compute type, if the checkpoint has another one."""
+    """Return the compute type, if it differs from the checkpoint's."""
     why = "faster here, same values" if computed == "float32" else "by --dtype, values are rounded"
     return "" if computed == stored else f"{computed} ({stored} checkpoint), {why}"
 
 
 def layers_table(ladder: "Ladder", layers: "Sequence[LayerPath]") -> Group:
     """Return a table for each kind of kernels with the reason, and one row for equal layers of all blocks."""
-    from ..gears.cost import alike_paths  # imports mlx, which is slow
+    from ..gears.cost import alike_paths  # slow: imports mlx
 
     tables: dict[str, Table] = {}
     for path, layer, count in alike_paths(layers):

@@ -37,7 +37,7 @@ from ..settings import human_bytes
 from ..telemetry.trace import LOOKUP, LOOKUP_COLOR, gear_color
 from .signals import INTERRUPTED, guarded_streams
 
-PROGRAMS = "gearbx_mlx", "gearbx-mlx"  # how the names of modules and scripts begin
+PROGRAMS = "gearbx_mlx", "gearbx-mlx"  # prefixes of the names of modules and scripts
 SHORT_SECONDS = 2.0  # seconds of work before a line of progress
 
 
@@ -206,10 +206,10 @@ def run(command: Callable[[], int | None]) -> NoReturn:
 
 
 def leave(status: int) -> NoReturn:
-    """Exit with a status; in a process of this package without Python's teardown of modules, which takes 0.2 s."""
+    """Exit with a status. A process of this package skips Python's teardown of modules, to save 0.2 s."""
     main: Any = sys.modules["__main__"]
     name = main.__spec__.name if main.__spec__ else Path(getattr(main, "__file__", "")).name
-    if not name.startswith(PROGRAMS):  # a program that called a command goes on
+    if not name.startswith(PROGRAMS):  # a program that called a command continues
         sys.exit(status)
     threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing ends a process: threads first
     atexit._run_exitfuncs()
@@ -255,7 +255,7 @@ def status_of(command: Callable[[], int | None]) -> int:
 
 
 def not_compiled(error: str) -> str:
-    """Return one line for an error of MLX's CPU compiler, which contains all output of g++."""
+    """Return one line for an error of MLX's CPU compiler; the error contains all output of g++."""
     folder = os.environ.get("TMPDIR", "/tmp")  # MLX's choice
     found = re.findall(r"error: (.+)", error)
     reason = found[-1] if found else " ".join(error.split())[-100:]
@@ -272,7 +272,7 @@ def print_unforeseen(error: Exception) -> None:
 
 def show_compiling() -> None:
     """Show compilation of CPU kernels on stderr: start, progress and time."""
-    from ..kernels import cpu  # imports mlx, which is slow
+    from ..kernels import cpu  # slow: imports mlx
 
     cpu.while_compiling = compiling
     cpu.before_waiting = partial(note, WAITING)

@@ -76,7 +76,7 @@ def with_globals(function: FunctionType, named: Mapping[str, Any]) -> Any:
 
 
 def bare(kind: type[nn.Module]) -> nn.Module:
-    """Return a module without arrays. MLX's constructors draw random numbers, which a shift must not."""
+    """Return a module without arrays. MLX's constructors draw random numbers; a shift must draw none."""
     module: nn.Module = kind.__new__(kind)  # type: ignore[call-overload]
     nn.Module.__init__(module)
     return module

@@ -1,6 +1,6 @@
 """Import of transformers without a scan of its source.
 
-On import, transformers reads all of its 3,000 source files to map classes to files, which takes a fifth of a second.
+On import, transformers reads all of its 3,000 source files to map classes to files. This takes a fifth of a second.
 Commands keep the result in the user's cache, by path and time of the installed package. An editable installation is
 scanned at each import, as its files may change.
 """

@@ -1,4 +1,4 @@
-"""Internals of mlx-lm's loops, which have no extension points.
+"""Internals of mlx-lm's loops, since these have no extension points.
 
 Its loops call `mx.logsumexp`, which takes a CPU half a millisecond over a vocabulary of 49,152. Without the copies
 below, SmolLM2's tokens take 1.20 (4-bit) and 1.12 times (16-bit) as long (mode static, two EPYC cores, 2026-11-29). The
@@ -192,7 +192,7 @@ def offset_of(part: Any) -> int:
 
 
 def cut_window(part: RotatingKVCache, entries: int) -> None:
-    """Drop the last entries of a sliding window after a pass over several tokens, which leaves it in order."""
+    """Drop the last entries of a sliding window after a pass over several tokens. Such a pass leaves it in order."""
     part.keys, part.values = part.keys[..., :-entries, :], part.values[..., :-entries, :]
     part.offset -= entries
     part._idx = part.keys.shape[2]

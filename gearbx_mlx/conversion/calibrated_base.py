@@ -107,7 +107,7 @@ def free_layers(
 
 @dataclass(frozen=True)
 class SequenceBatch:
-    """A batch of sequences, padded on the right, which causal attention ignores.
+    """A batch of sequences. Causal attention ignores their padding on the right.
 
     tokens: (sequences, longest). lengths: of the sequences.
     """

@@ -403,7 +403,7 @@ class Converter:
         return self.plan.embeddings == EMBEDDINGS[0]
 
     def _is_of_codes(self, name: str) -> bool:
-        """Return True for scales or biases of split codes, which other arrays replace."""
+        """Return True for scales or biases of split codes: other arrays replace them."""
         path, _, own = name.rpartition(".")
         return self.codes is not None and own in ("scales", "biases") and f"{path}.weight" in self.changing
 

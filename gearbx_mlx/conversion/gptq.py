@@ -223,7 +223,7 @@ def refitted(
     """Return the scales and biases that minimize the cost of these codes, in groups that can still be restored.
 
     A row's error is linear in its scales (times the group's codes) and its biases: the normal equations of 2 G
-    unknowns. Codes are centered, which decorrelates scales and biases.
+    unknowns. Centering the codes decorrelates scales and biases.
 
     Args:
         weight, codes: (G, g, O). wanted: weights that the codes approximate, of the same shape.

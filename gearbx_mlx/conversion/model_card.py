@@ -1,6 +1,6 @@
 """README.md of a checkpoint: its content, in figures of its conversion, and commands to run it.
 
-The module also writes stock checkpoints with one table of bits, which mlx-lm reads as its own quantization.
+The module also writes stock checkpoints with one table of bits. mlx-lm reads them as its own quantization.
 """
 
 import contextlib

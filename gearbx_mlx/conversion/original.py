@@ -123,7 +123,7 @@ def places_in(headers: Mapping[str, Header], directory: Path) -> dict[Key, Array
 
 
 class OriginalFiles:
-    """The files of a model to convert, which are never changed. Raises GearbxError for damaged ones.
+    """The files of a model to convert; they are never changed. Raises GearbxError for damaged ones.
 
     progress: called with the bytes of each hashed tensor.
     """

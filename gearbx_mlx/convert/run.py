@@ -375,7 +375,7 @@ def choose_table(file: Path, layout: LayerSettings) -> tuple[PrecisionManifest, 
         raise GearbxError(f"--format {layout.format}: tables of a manifest are stored as affine; omit --format")
     if layout.q_group_size not in (None, manifest.group_size):
         raise GearbxError(
-            f"--q-group-size: must be that of {file}, {manifest.group_size}, got {layout.q_group_size}; omit it"
+            f"--q-group-size: must be {manifest.group_size} as in {file}, got {layout.q_group_size}; omit it"
         )
     tables = ", ".join(map(str, manifest.gears))
     if not tables:

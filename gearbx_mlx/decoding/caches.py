@@ -311,7 +311,7 @@ class KeptCache:
 
         Args:
             whole: True if all tokens were given and no others. Otherwise states are forgotten, since they do not count.
-            bits: of the lowest gear that computed one of the tokens.
+            bits: of the lowest gear that computed any of the tokens.
         """
         known = [*self.tokens, *read]
         counts = [given_tokens(part) for part in parts(self.entries)]

@@ -162,7 +162,7 @@ class MemoryGuard:
         if not self._has_warned:
             self._has_warned = True
             message = f"memory is near the limit of {limit}, so MLX's cache is freed every {DECIDE_EVERY} tokens"
-            warnings.warn(f"{message}, which slows generation; set a higher limit", GearbxWarning, stacklevel=2)
+            warnings.warn(f"{message} and generation slows; set a higher limit", GearbxWarning, stacklevel=2)
 
 
 def cap_schedule_of(gearbox: Gearbox, sensitivity: Sensitivity | None, bounds: Bounds) -> CapSchedule:

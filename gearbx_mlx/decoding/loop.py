@@ -6,9 +6,9 @@
         found    = verify(proposal)    # one forward pass over the last token and the proposed ones
         tokens   = accept(found)       # the accepted tokens and one more; one read of the device
 
-This is speculative decoding (Leviathan, Kalman, Matias, 2023, 2211.17192), with another rule of acceptance: a proposed
-token is accepted if it equals the token that the verifier samples there, not with probability min(1, p/q). So the
-output equals the verifier's: a rejected proposal costs time only. In mode lossless the
+This is speculative decoding (Leviathan, Kalman, Matias, 2023, 2211.17192), with a different rule of acceptance. A
+proposed token is accepted if it equals the token that the verifier samples there, not with probability min(1, p/q). So
+the output equals the verifier's: a rejected proposal costs time only. In mode lossless the
 verifier is the top gear. In kickdown it is the lowest gear that is certain of the token, in pair one of two models;
 both have no proposals.
 
@@ -118,7 +118,7 @@ def propose(plan: DecodePlan, state: DecodeState) -> Proposal:
             raise
         except Exception as error:  # a failed draft must not end the sequence
             state.drafters.remove(drafter)
-            message = f"drafting by {drafter.name} failed ({one_line(error)}); this sequence goes on without it"
+            message = f"drafting by {drafter.name} failed ({one_line(error)}); this sequence continues without it"
             warnings.warn(message, GearbxWarning, stacklevel=7)
     return state.proposal
 

@@ -126,7 +126,7 @@ class Lossless(LosslessSettings, SharedMode):
         return self.draft_length is not None or not is_tuning() or agreement_of(gearbox.model).group is not None
 
     def policy_for(self, gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> KeptPolicy:
-        """Return the learned policy of a gearbox; one of a fixed length if `is_fixed`."""
+        """Return the learned policy of a gearbox; a fixed length if `is_fixed`."""
         if self.is_fixed(gearbox):
             return KeptPolicy(FixedPolicy(self.draft_length or DEFAULT_LENGTH))
         return policy_of(gearbox, drafter, chooser)

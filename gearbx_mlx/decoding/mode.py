@@ -52,7 +52,7 @@ class Mode:
         """Return the gearbox to use: the given one, else the model's, else a new one.
 
         Raises:
-            GearbxError: a gearbox that the mode cannot use, or another model's gearbox.
+            GearbxError: a gearbox that the mode cannot use, or a different model's gearbox.
         """
         if gearbox is None:
             gearbox = attached(model)
@@ -176,8 +176,8 @@ def gear_of_prompt(gearbox: Gearbox | Observer, wanted: str | int | None, first:
 def best_prefill_gear(gearbox: Gearbox) -> Gear:
     """Return the best prefill gear: the top gear, or on a CPU an 8-bit gear if the ladder has one.
 
-    Native kernels prefill in 8 bits as fast as in 4, and more slowly with the original weights. Outputs after either
-    are equally close to the top gear's (`python -m research prompt-gear`).
+    Native kernels prefill as fast with 8-bit as with 4-bit weights, and more slowly with original weights. After both
+    8-bit and top-gear prefill, outputs are equally close to the top gear's (`python -m research prompt-gear`).
     """
     quantized = [gear for gear in gearbox.ladder if 8 <= gear.bits < DENSE]
     return quantized[-1] if quantized and gearbox.kernels.native and on_cpu() else gearbox.ladder.top

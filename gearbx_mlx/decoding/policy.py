@@ -10,7 +10,7 @@ without proposals, so a uniform slowdown changes nothing.
 
 A round saves g T(k) - C(k), and the best k is the one that saves most (renewal reward):
 
-- **Proposals with probabilities**, such as those of prompt lookup: k of the largest saving; none if it is negative.
+- **Proposals with probabilities**, such as prompt lookup's: k of the largest saving; none if it is negative.
 - **Drafts with margins read one by one**: continue while some of the next tokens save more than they cost. The
   drafter's logits have a normal error, so a token of margin m is accepted with a(m) = Phi(m / error). If all tokens so
   far are accepted with probability P, the next ones are accepted with P p, P p^2, ...
@@ -209,7 +209,7 @@ class LearnedPolicy:
     def lookup_length(self, probabilities: Sequence[float], room: int) -> int:
         """Return how many tokens of a proposal to verify; probabilities: that the first 1, 2, ... are accepted."""
         saved = self._saved(probabilities[: max(0, min(room, MAX_DRAFTED))], self._row)
-        plain = 1 - self._token  # `_saved` counts from a round without proposals, which costs 1
+        plain = 1 - self._token  # `_saved` counts from a round without proposals, at a cost of 1
         return max(range(len(saved) + 1), key=[plain, *saved].__getitem__)
 
     def add_round(

@@ -9,7 +9,7 @@ Verification accepts the first few proposed tokens. The cache then has to be the
   wider than their cache.
 - A recurrent layer has only the state after the last token. The state after an earlier one is computed again, from the
   state before the pass and the outputs of the linear layers. A linear layer treats tokens independently. The outputs of
-  a pass over K tokens thus contain those of a pass over the first n, computed together or one after the other. No
+  a pass over K tokens thus contain the outputs of a pass over the first n, computed together or one by one. No
   weights of linear layers are read.
 """
 
@@ -80,7 +80,7 @@ NO_TOKENS = Proposal()
 
 
 class VerifiedPass(Protocol):
-    """One pass over K tokens, of which the KV cache keeps the first few.
+    """One pass over K tokens; the KV cache keeps the first few.
 
     Attributes:
         logits: (1, K, V), after each of the tokens.

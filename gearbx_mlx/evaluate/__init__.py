@@ -81,7 +81,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     return parser_of(
         EvaluateSettings,
         "evaluate",
-        "Read a text in each gear and mode, and compare the distribution of each token with the top gear's.",
+        "Read text in each gear and mode, and compare the distribution of each token with the top gear's.",
     )
 
 

@@ -1,4 +1,4 @@
-"""Evaluation of each gear and mode on a text, by its distance from the top gear."""
+"""Evaluation of each gear and mode on text, by its distance from the top gear."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -76,7 +76,7 @@ def report_of(settings: EvaluateSettings) -> dict[str, Any]:
     """Return the content of evaluation.json, and write the files.
 
     Raises:
-        GearbxError: a model, a text or thresholds that cannot be used, or a directory that cannot be written.
+        GearbxError: a model, text or thresholds that cannot be used, or a directory that cannot be written.
     """
     out = Path(settings.evaluation.out)
     check_directory(out)

@@ -1,1 +1,1 @@
-"""Evaluation of quality and cost: a text in each gear and mode, compared with the top gear."""
+"""Evaluation of quality and cost: text in each gear and mode, compared with the top gear."""

@@ -1,4 +1,4 @@
-"""Predictions of a model along a text, in one gear or in a mode that shifts, and their distance from the top gear's.
+"""Predictions of a model along text, in one gear or in a mode that shifts, and their distance from the top gear's.
 
 The text is read with a real KV cache, and low gears leave their entries in it. The statistics are llama.cpp's:
 perplexity and its ratio, mean, median and high quantiles of KL, top-1 agreement. KL is in nats, entropy in bits.
@@ -41,7 +41,7 @@ class TextRow(Struct, frozen=True):
 
 
 def read_documents(path: Path) -> list[str]:
-    """Return the documents of a file: a text is one; JSON Lines have `text`, or `question` and `answer` (GSM8K).
+    """Return the documents of a file: plain text is one; JSON Lines have `text`, or `question` and `answer` (GSM8K).
 
     Raises:
         GearbxError: a file that cannot be read, is empty, or has a line without these fields.
@@ -114,23 +114,23 @@ def windows_of(
 
 
 def check_windows(windows: Iterable[Sequence[int]], model: nn.Module, name: str) -> None:
-    """Validate that a model has all tokens of a text. Raises GearbxError if its tokenizer is not the model's."""
+    """Validate that a model has all tokens of windows. Raises GearbxError if its tokenizer is not the model's."""
     check_known(name, [token for window in windows for token in window], vocabulary(model))
 
 
 def encode(tokenizer: Any, document: str) -> list[int]:
-    """Return the tokens of a text; it may exceed the model's context, since it will be cut."""
+    """Return the tokens of a document; it may exceed the model's context, since it will be cut."""
     return list(tokenizer.encode(document, verbose=False))
 
 
 def beginning(tokenizer: Any) -> list[int]:
-    """Return the tokens that the tokenizer adds before a text."""
+    """Return the tokens that the tokenizer adds before text."""
     token = getattr(tokenizer, "bos_token_id", None)
     return [token] if token is not None and encode(tokenizer, "a")[:1] == [token] else []
 
 
 def stretches(tokens: list[int], context: int, prefix: list[int]) -> list[list[int]]:
-    """Return a text cut into windows of at most `context` tokens, each starting with the tokens of `prefix`."""
+    """Return tokens cut into windows of at most `context` tokens, each starting with the tokens of `prefix`."""
     body = tokens[len(prefix) :] if tokens[: len(prefix)] == prefix else tokens
     size = context - len(prefix)
     return [prefix + body[start : start + size] for start in range(0, len(body), size)]
@@ -163,7 +163,6 @@ def read_at_once(
         cache: empty KV caches; without them, new ones.
     """
     passes = [int(each is gear) for each in gearbox.ladder]  # of a token with its own pass
-    passes = [int(each is gear) for each in gearbox.ladder]  # of a token that is read alone
     cache = cache or make_prompt_cache(gearbox.model)
     gearbox.shift(gear)
     for start in range(0, len(window) - 1, PASS_TOKENS):

@@ -27,7 +27,7 @@ from .reading import shown, unreadable
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-MAX_THINGS, MAX_ITEMS = 2**16, 2**22  # tensors or entries; items of all lists, which are in memory
+MAX_THINGS, MAX_ITEMS = 2**16, 2**22  # tensors or entries; items of all lists, all in memory
 
 # Types of values in the metadata, by their number. 8 is a string, 9 an array.
 SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}

@@ -2,7 +2,7 @@
 
 The first use writes a directory of the cache: configuration, tokenizer and the places of the tensors. The weights stay
 in the file. Types with affine codes in groups of 32 (`CODED`) stay quantized; F16 and BF16 are unchanged. All others
-become float16, such as Q6_K, in which 16 weights share a scale.
+become float16, such as Q6_K with 16 weights per scale.
 
 Sources: llama.cpp's gguf-py (names of tensors and keys) and convert_hf_to_gguf.py (changes to weights). Tokenizers are
 byte-level BPE ("gpt2") after a split by a regular expression, and SentencePiece ("llama") with a score for each piece.
@@ -122,7 +122,7 @@ OF_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_posi
 
 
 def is_gguf(file: Path) -> bool:
-    """Return whether the suffix or the first bytes are those of a GGUF. Raises GearbxError for an unreadable file."""
+    """Return whether the suffix or the first bytes identify a GGUF. Raises GearbxError for an unreadable file."""
     if file.suffix == ".gguf":
         return True
     try:

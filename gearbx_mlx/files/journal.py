@@ -49,7 +49,7 @@ class Journal:
         head, _, rest = complete.partition("\n")
         for _, before in json_lines(file, head, dict[str, Any], REMOVE):
             check_inputs(before, inputs, file)
-        remedy = "remove this line, and the same command goes on"
+        remedy = "remove this line, and the same command continues"
         for _, part in json_lines(file, rest, JournalPart[found], remedy, first=2):
             self.parts[part.part] = part.found
         self.end = len(complete.encode())
@@ -89,7 +89,7 @@ class Journal:
                 os.fsync(opened.fileno())
         except OSError as error:
             raise GearbxError(
-                f"{self.file}: cannot be written ({error.strerror}); make room, and the same command goes on"
+                f"{self.file}: cannot be written ({error.strerror}); make room, and the same command continues"
             ) from error
         self.end += len(data)
 
@@ -108,7 +108,7 @@ def place_beside(out: Path, ending: str) -> Path | None:
 
 
 def check_inputs(before: Mapping[str, Any], inputs: Mapping[str, Any], file: Path) -> None:
-    """Validate that inputs are those of a journal. Raises GearbxError with the first different one."""
+    """Validate that inputs equal a journal's. Raises GearbxError with the first different one."""
     now = json.loads(json.dumps(inputs))
     for name in {**before, **now}:
         if before.get(name) != now.get(name):

@@ -90,7 +90,7 @@ def check_quantization(config: Mapping[str, Any], file: Path) -> None:
 
 
 def check_regular(directory: Path) -> None:
-    """Validate that no file of a model is a pipe or a device, which would block. Raises GearbxError for one."""
+    """Validate that no file of a model is a pipe or a device: reading it would block. Raises GearbxError for one."""
     try:
         for place in directory.iterdir():
             is_read = any(fnmatch(place.name, pattern) for pattern in PATTERNS)
@@ -109,7 +109,7 @@ def check_no_file_of_model(path: Path) -> None:
 
 
 def check_json(directory: Path) -> None:
-    """Validate the JSON files of a directory. Raises GearbxError, which names the file, for a malformed one.
+    """Validate the JSON files of a directory. Raises GearbxError with the file's name for a malformed one.
 
     Called only after a library failed, since reading a large tokenizer a second time takes long.
     """

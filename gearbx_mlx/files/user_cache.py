@@ -75,7 +75,7 @@ def chat_history() -> Path:
 
 
 def cache_entry(name: str) -> Path:
-    """Return a place in the cache, which may be missing. Raises CacheUnusable if other users can write to it."""
+    """Return a place in the cache; it may be missing. Raises CacheUnusable if other users can write to it."""
     place = open_cache() / name
     try:
         check_owner(place)

@@ -42,7 +42,7 @@ def lock(handle: int) -> bool | None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[bool | None]:
-    """Lock a file or a directory while the block runs; the value is that of `lock`. Raises OSError if it fails."""
+    """Lock a file or a directory while the block runs; the value is `lock`'s. Raises OSError if it fails."""
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     try:
         yield lock(handle)
@@ -164,7 +164,7 @@ def sync(path: Path) -> None:
 
 
 def drop_unfinished() -> None:
-    """Remove unfinished outputs of this process, which ends without waiting for its other threads."""
+    """Remove unfinished outputs of this process: it ends without waiting for its other threads."""
     for path in list(_unfinished):
         with contextlib.suppress(OSError):
             remove(path)

@@ -51,7 +51,7 @@ def _load_format(name: str) -> "Format":
 
 
 def with_cache(name: str) -> "Format":
-    """Return one of RECONSTRUCTED whose layers keep unpacked weights until their gear is left (GEARBX 7.1)."""
+    """Return a format of RECONSTRUCTED whose layers keep unpacked weights until their gear is left (GEARBX 7.1)."""
     format = copy.copy(get_format(name))
     format.cache = True  # type: ignore[attr-defined]
     return format
@@ -70,7 +70,7 @@ def option(default: float, least: float, most: float, *choices: int) -> Any:
 class CodebookOptions:
     """Options of a codebook format. The defaults are XFP's.
 
-    sigma: distance from the mean, in standard deviations of the matrix, beyond which weights are outliers.
+    sigma: minimum distance of outliers from the mean, in standard deviations of the matrix.
     cap: the largest share of a matrix's weights that can be outliers; 0: no outliers.
     rounds: of Lloyd's iteration.
     library: codebooks of a matrix; group: weights that share one, with a scale and a mid-point. Both are only for
@@ -120,7 +120,7 @@ class CodebookOptions:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Return the name of a format without its options, and the text of the options, which may be empty."""
+    """Return the name of a format without its options, and the options' text, possibly empty."""
     base, _, text = name.partition(":")
     return base, text
 

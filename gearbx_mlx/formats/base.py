@@ -86,7 +86,7 @@ class Format:
     def modules(self, dense: nn.Module, bits: int, ladder: Bits, group_size: int, dtype: mx.Dtype) -> Gears:
         """Quantize one layer: the gear with `bits`, and any other gears that come with it at no cost.
 
-        The weight has the checkpoint's own type. The arrays are lazy, except those of large matrices.
+        The weight has the checkpoint's own type. The arrays are lazy, except for large matrices.
         """
         raise NotImplementedError
 
@@ -197,7 +197,7 @@ def dense_weight(linear: nn.Module) -> mx.array:
 
 
 class Reconstructed(nn.Module):
-    """A frozen layer over packed rows, which shares the dense layer's bias.
+    """A frozen layer over packed rows, with the dense layer's bias.
 
     Args:
         dense: the Linear, SwitchLinear or MultiLinear that this layer replaces; only its shape and bias are used.

@@ -4,7 +4,7 @@ For one token, MLX runs some 27 operations per layer on a CPU, and passing them 
 matmuls. A block with known code runs as one operation instead, over the same modules, with bit-identical arithmetic. So
 do all blocks of a model whose class runs them in sequence. Other blocks run unchanged.
 
-In lossless mode, a forward pass over a few tokens of one sequence is one call, which returns finished logits
+In lossless mode, a forward pass over a few tokens of one sequence is one call that returns finished logits
 (`pass_logits`). In a draft it returns the next token and its entropy, or its logits (`begin_draft`).
 """
 
@@ -305,7 +305,7 @@ def begin_pass(parts: PassParts, cache: Any, count: int) -> Any:
 
 
 def pass_logits(parts: PassParts, tokens: Sequence[int], cache: Any) -> mx.array | None:
-    """Return logits (1, L, V) after each of L tokens, which are added to the cache; None if the model must run."""
+    """Add L tokens to the cache, and return logits (1, L, V) after each token; None if the model must run."""
     passes = begin_pass(parts, cache, len(tokens)) if cache else None
     if passes is None:
         return None
@@ -472,7 +472,7 @@ def known_program(layer: nn.Module, kernels: ModuleType) -> Any:
 
 
 def stock_code(module: Any) -> Code:
-    """Return the code of mlx-lm's class for a module, which may have the native class for this code."""
+    """Return the code of mlx-lm's class for a module, even if it has the native class for this code."""
     return code_of(vars(type(module)).get(ORIGIN, type(module)))
 
 

@@ -4,7 +4,7 @@ Each group has the index of a codebook in the library, a scale and a mid-point: 
 midpoint + scale * entry, and outliers are stored separately.
 
 As in XFP, the library starts with V2's codebooks of the rows. They are normalized to mean 0 and deviation 1, and
-condensed by Lloyd's iteration over vectors. The library is then fitted to the groups that use it, which lowers the
+condensed by Lloyd's iteration over vectors. The library is then fitted to the groups that use it. This lowers the
 4-bit error by a tenth.
 
 Codes are packed as MLX packs them: a group takes 4 * bits words. For 2 and 4 bits that is XFP's Table 3.3. XFP does not

@@ -79,7 +79,7 @@ def encode_block(weight: mx.array, group_size: int, base: Planes | None = None) 
 
 
 def quantize(weight: mx.array, group_size: int) -> Planes:
-    """Return MLX's codes of a matrix (O, I), with the bits of their scales and biases, which are bfloat16."""
+    """Return MLX's codes of a matrix (O, I), with the bits of their bfloat16 scales and biases."""
     codes, scales, biases = mx.quantize(weight, group_size, CODE_BITS)
     return Planes([codes], scales.view(mx.uint16), [biases.view(mx.uint16)], (CODE_BITS,), group_size)
 

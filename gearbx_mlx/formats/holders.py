@@ -101,7 +101,7 @@ def over_gears(module: nn.Module) -> nn.Module:
 
 
 def held_name(module: nn.Module) -> str | None:
-    """Return the name of the layer inside a holder, which is an adapter or a rank's part; None for other modules."""
+    """Return the name of the layer inside a holder (an adapter or a rank's part); None for other modules."""
     return "linear" if isinstance(module, RankPart) else inner_name(module)
 
 

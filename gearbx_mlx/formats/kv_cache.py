@@ -1,7 +1,7 @@
 """A KV cache with gears: the gear determines the bytes of keys and values that a forward pass reads.
 
 With 16 in its ladder the cache keeps the unquantized entries, and planes in addition. The top gear reads the entries;
-lower gears read planes of all positions except the latest, which are packed some at a time. Without 16 there are only
+lower gears read planes of all positions except the latest. These are packed some at a time. Without 16 there are only
 planes, packed at each position; only a prompt's entries stay until the first token after it is read. In prefill, a
 pass reads entries if there are any, in any gear.
 
@@ -201,7 +201,7 @@ class NestedKVCache(KVCache):
         return made
 
     def plain(self) -> KVCache:
-        """Return mlx-lm's cache with the entries of the top gear, which can be written to a file."""
+        """Return mlx-lm's cache with the entries of the top gear, for writing to a file."""
         made = KVCache()
         made.offset = self.offset
         if self.keys is not None:
@@ -215,7 +215,7 @@ class NestedKVCache(KVCache):
 
     @classmethod
     def merge(cls, caches: Sequence[KVCache]) -> BatchKVCache:
-        """Return the entries of several sequences' top gears, in a cache of a batch, which has no gears."""
+        """Return the entries of several sequences' top gears, in a cache of a batch without gears."""
         return BatchKVCache.merge([part.plain() if isinstance(part, cls) else part for part in caches])
 
     @property
@@ -307,7 +307,7 @@ class NestedKVCache(KVCache):
         return [*entries, *(array for arrays in self.planes for array in arrays)]
 
     def _append(self, keys: mx.array, values: mx.array) -> None:
-        """Put new positions into planes, including the entries of a prompt, which are then dropped."""
+        """Put new positions into planes. A prompt's entries are packed too, and then dropped."""
         if self.keys is not None:
             before = super().keys_and_values()
             keys, values = (mx.concatenate([old, new], axis=2) for old, new in zip(before, (keys, values)))

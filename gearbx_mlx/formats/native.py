@@ -132,7 +132,7 @@ class NativeQuantizedLinear(Native, nn.QuantizedLinear):
 
 
 class NativeExperts(Native):
-    """Base of packed experts (E, O, I) with native kernels, which are chosen only on Metal (`Native.kind`)."""
+    """Base of packed experts (E, O, I) with native kernels; they are chosen only on Metal (`Native.kind`)."""
 
     def product(self, x: mx.array) -> mx.array:
         """Return the product (V, n, 1, O) of vectors x (V, I) with the first n experts, as many as a kernel takes."""
@@ -143,7 +143,7 @@ class NativeExperts(Native):
 
 
 def experts_kind(kind: Kind) -> Kind | None:
-    """Return the kind of matmuls with packed experts; None on a CPU, which has only one kernel."""
+    """Return the kind of matmuls with packed experts; None on a CPU with its single kernel."""
     return replace(kind, form=f"experts of {kind.form}") if device() == METAL else None
 
 
@@ -174,7 +174,7 @@ class NativeMultiLinear(MultiLinear):
 
 
 class NativeEmbedding(Native, nn.Embedding):
-    """An Embedding with native kernels, which may also be the output head (`as_linear`).
+    """An Embedding with native kernels; it may also be the output head (`as_linear`).
 
     `dtype`: of the activations and of input rows, as long as the weight has the type `stored`. If the weight's
     type changes, its rows have that type, as in stock embeddings.

@@ -278,7 +278,7 @@ class PlanesMultiLinear(PlanesModule):
 
 
 class JoinedLinear(PlanesLinear):
-    """A linear layer over planes split from affine codes, which are joined again for MLX's kernel."""
+    """A linear layer over planes split from affine codes. MLX's kernel gets the codes joined again."""
 
     def __call__(self, x: mx.array) -> mx.array:
         (codes,), scales, (biases,), (bits,), group_size, _ = self.planes.joined()

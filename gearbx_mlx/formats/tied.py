@@ -54,7 +54,7 @@ class QuantizedTied(TiedEmbedding):
 class ExactTied(TiedEmbedding):
     """A tied embedding whose input tokens read their rows of exact weights; or a table that is not an output head.
 
-    rows: the exact linear layer whose rows are read; it may be the head itself. dtype: of these rows, which follows the
+    rows: the exact linear layer whose rows are read; it may be the head itself. dtype: of these rows; it follows the
     model's type.
     """
 
@@ -71,7 +71,7 @@ class ExactTied(TiedEmbedding):
 
     @property
     def dtype(self) -> mx.Dtype:
-        """The type of an empty array, which `set_dtype` converts; exact weights are integers and do not change."""
+        """The type of an empty array that `set_dtype` converts; exact weights are integers and do not change."""
         return self["typed"].dtype
 
     @dtype.setter

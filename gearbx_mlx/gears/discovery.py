@@ -196,7 +196,7 @@ def in_tower(path: str) -> bool:
 
 
 def stored_widths(layer: Layer, format: Format, gears: Iterable[int]) -> tuple[int, ...]:
-    """Return the bits, ascending, at which a format stores a layer for these gears.
+    """Return the ascending bits at which a format stores a layer for these gears.
 
     Bits below the layer's floor become the fewest bits of gears or format that reach it, or else 16. If the format has
     only certain ladders, other layers have only 16 bits.

@@ -206,7 +206,7 @@ class SavedPart(SavedGears):
         self._kept: list[mx.array] = []  # arrays read before the gearbox exists
 
     def take(self, path: str, name: str, array: mx.array, part: WeightPart) -> mx.array:
-        """Return the rank's part of a parameter of the base. array: the whole one, which stays unread if possible."""
+        """Return the rank's part of a parameter of the base. array: the whole one, unread if possible."""
         full = f"{path}.{name}"
         if full in self._gears:
             return self._array(full)

@@ -217,7 +217,7 @@ class GearThread:
 
 
 class Gearbox:
-    """A model's modules at several precisions, of which one is engaged.
+    """A model's modules at several precisions, one of them engaged.
 
     A gear is made when it is first engaged, and kept. A shift swaps all layers, or none: if it fails, the model stays
     in its current gear. After construction the model is in the top gear. A 16-bit top gear has the original
@@ -227,7 +227,7 @@ class Gearbox:
     model is in the lowest gear; ladder, format, manage and group size come from the checkpoint.
 
     Args:
-        model: an mlx-lm model that is not quantized, or one of a geared checkpoint.
+        model: an mlx-lm model that is not quantized, or a geared checkpoint's model.
         ladder: a Ladder, or text such as "4,8,16", the default ("4,16" for format "exact"). For a geared
             checkpoint, some of its gears.
         format: storage of quantized gears: "planes" (the default), "affine", "rowwise" (per-channel),
@@ -682,7 +682,7 @@ def samples_beside(model: nn.Module, coded: set[str]) -> Samples:
 
 
 def model_fingerprint(model: nn.Module) -> str:
-    """Return the fingerprint of the model as loaded, in any gear; for a rank's part, that of the whole model."""
+    """Return the fingerprint of the model as loaded, in any gear; for a rank's part, the whole model's."""
     gearbox, saved, sharding = attached(model), saved_gears(model), sharding_of(model)
     if gearbox is not None:
         return gearbox.fingerprint

@@ -116,7 +116,7 @@ def summarized(layers: Sequence[CodedLayer]) -> Codes:
 
 @dataclass(frozen=True)
 class OwnCodes(Codes):
-    """The quantized layers of a model, from which a gearbox can make gears.
+    """The quantized layers of a model; a gearbox can make gears from them.
 
     modules: path to the module as loaded, whose arrays are removed when its codes are split.
     """

@@ -163,8 +163,8 @@ def compute_model_in(
     """Put the model into its compute type.
 
     Returns:
-        The compute type; the checkpoint's type of each weight, by path and for "" of most of the model, which defines
-        a gear in any compute type; the type of scales, and of the weight at 16 bits, by path.
+        The compute type. The checkpoint's type of each weight, by path and for "" of most of the model; it defines
+        a gear in any compute type. The type of scales, and of the 16-bit weight, by path.
     """
     native = [module for _, module in model.named_modules() if isinstance(module, Native)]
     drops_originals = (layout.saved or layout.codes) is not None or bool(layout.format.ladders)

@@ -76,7 +76,7 @@ def forget(array: mx.array) -> None:
 
 
 def mapped_bytes() -> int:
-    """Return the bytes of all mapped arrays, which MLX does not count as memory."""
+    """Return the bytes of all mapped arrays; MLX does not count them as memory."""
     return sum(array.nbytes for array in list(_arrays.values()))
 
 
@@ -115,7 +115,7 @@ class Origin:
 
 
 def sample_of(path: Path) -> str:
-    """Return 64 hexadecimal digits of the middle of every array of safetensors; of all bytes of another file."""
+    """Return 64 hexadecimal digits of the middle of every array of safetensors; of all bytes of other files."""
     return header_of(path).hash if path.suffix == ".safetensors" else contents(path)
 
 

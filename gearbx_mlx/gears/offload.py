@@ -149,7 +149,7 @@ class Disk(Residency):
 class SavedDisk(Disk):
     """A residency that reads all gears from the files of a geared checkpoint.
 
-    dtypes: path to the type of a layer's scales, and of its weight at 16 bits.
+    dtypes: path to the type of a layer's scales, and of its 16-bit weight.
     """
 
     def __init__(self, saved: SavedGears, dtypes: Mapping[str, mx.Dtype]):

@@ -81,7 +81,7 @@ class Owned:
         type(self.model).save_weights(self.model, file)
 
     def leaf_modules(self) -> Any:
-        """Return the leaf modules, which mlx-lm saves, quantizes and counts. Raises GearbxError as `save_weights`."""
+        """Return the leaf modules: mlx-lm saves, quantizes and counts them. Raises GearbxError as `save_weights`."""
         self._check_saveable()
         return type(self.model).leaf_modules(self.model)
 

@@ -111,7 +111,7 @@ class SavedGears:
     def module(self, layer: Layer, bits: int, dtype: mx.Dtype, activations: mx.Dtype, panels: bool = True) -> nn.Module:
         """Return the module of a layer in a gear, unread.
 
-        layer: with the dense module from `layers` or `tables`. dtype: of scales, and of the weight at 16 bits.
+        layer: with the dense module from `layers` or `tables`. dtype: of scales, and of the 16-bit weight.
         activations: of embedding rows. panels: True to pack codes in panels if kernels support that.
         """
         saved, group_size = self.manifest.changing[layer.path], self.manifest.group_size

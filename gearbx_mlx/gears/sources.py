@@ -94,7 +94,7 @@ class Source(ABC):
 class FromWeights(Source):
     """A source that makes gears from the original weights.
 
-    storage: path to the type of a layer in the checkpoint, to which scales are rounded. shapes: of the weights, by
+    storage: path to the type of a layer in the checkpoint; scales are rounded to it. shapes: of the weights, by
     path. tables: bits of a gear to path to bits, for layers whose bits differ from the gear's. extra_widths: more bits
     at which every layer is stored. base: path to a calibrated plane of the lowest gear; other layers are rounded. kept:
     gears of earlier starts from these weights; None: none are kept.
@@ -270,7 +270,7 @@ def whole_embedding(made: Mapping[int, nn.Module], is_table: bool, dtype: mx.Dty
 class FromFiles(Source):
     """A source that reads gears from a geared checkpoint.
 
-    dtypes: path to the type of a layer's scales, and of its weight at 16 bits. panels: True if codes may be in panels.
+    dtypes: path to the type of a layer's scales, and of its 16-bit weight. panels: True if codes may be in panels.
     """
 
     saved: SavedGears

@@ -152,7 +152,7 @@ def stream(module: nn.Module, remainder: Remainder, reader: StripReader) -> None
 
 
 class Stream(Residency):
-    """A residency that keeps gears of format `exact` in memory, except for strips, which its `reader` reads and times.
+    """A residency that keeps gears of format `exact` in memory, except for strips that its `reader` reads and times.
 
     Raises GearbxError for a checkpoint of a different format.
     """

@@ -55,7 +55,7 @@ class Strip:
     def __init__(self, first: int, end: int, low: Piece, high: Piece):
         self.first, self.end, self.low, self.high = first, end, low, high
         self.second = -(-low.size // ALIGNED) * ALIGNED
-        """Offset of `high` in the memory of a strip, in which `low` is at 0."""
+        """Offset of `high` in the memory of a strip; `low` is at 0."""
         self.size = self.second + max(1, high.size)
         """Bytes of memory."""
 
@@ -346,7 +346,7 @@ class StripReader:
             os.posix_fadvise(file, begin, size, os.POSIX_FADV_DONTNEED)
 
     def _opened(self, path: Path) -> int:
-        """Return the descriptor of a file, which stays open."""
+        """Return the descriptor of a file; it stays open."""
         with self._files_lock:
             if path not in self._files:
                 self._files[path] = os.open(path, os.O_RDONLY)

@@ -122,7 +122,7 @@ def hash_bytes(data: Any) -> str:
 
 
 def sum_of_bytes(data: np.ndarray) -> int:
-    """Return the sum of the 64-bit words, which a flipped bit changes; it is ten times as fast as a hash."""
+    """Return the sum of the 64-bit words. It takes a tenth of a hash's time, and a flipped bit changes it."""
     flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
     whole = len(flat) // 8 * 8
     words = int(flat[:whole].view("<u8").sum(dtype=np.uint64))

@@ -1,4 +1,4 @@
-"""Weights of a model directory: its safetensors, or the tensors of one GGUF file, which are unpacked at each start.
+"""Weights of a model directory: its safetensors, or one GGUF file's tensors, unpacked at each start.
 
 The directory of a GGUF is an entry of the user's cache with configuration and tokenizer. Its weights stay in the file.
 Where native CPU kernels run, F16 and BF16 are mapped, and quantized tensors are unread until their first use. Elsewhere

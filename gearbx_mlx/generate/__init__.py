@@ -68,7 +68,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
         GenerateSettings,
         "generate",
         "Generate text with a model that changes the precision of its weights meanwhile. "
-        "`generate MODEL PROMPT` stands for --model MODEL --prompt PROMPT.",
+        "`generate MODEL PROMPT` means --model MODEL --prompt PROMPT.",
         "Modes: lossless: the low gear drafts, the top gear verifies, with the output of --mode static. route: the "
         "entropy of past tokens sets the gear. kickdown: an uncertain token is computed again, one gear higher. "
         "static: one gear. pair: two models take turns. telemetry-only: records entropies, and no layer changes gear.",

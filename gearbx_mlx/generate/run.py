@@ -293,7 +293,7 @@ def to_read(
 
 
 def mode_of_prompt(settings: GenerateSettings, geared: Geared, prompt: str, tokens: list[int]) -> Mode:
-    """Return the mode, with measured thresholds for --thresholds auto, which a note shows."""
+    """Return the mode, with measured thresholds for --thresholds auto; a note shows them."""
     mode = geared.mode(prompt).settled(geared.gearbox, geared.loaded.tokenizer, tokens)
     if settings.mode.thresholds == AUTO and settings.output.is_verbose:
         terminal.note(auto_thresholds(geared.gearbox, geared.loaded.tokenizer).about())
@@ -301,7 +301,7 @@ def mode_of_prompt(settings: GenerateSettings, geared: Geared, prompt: str, toke
 
 
 def drafting_always(mode: Mode) -> Mode:
-    """Return mode lossless with fixed drafts, even if drafting is slower; another mode unchanged.
+    """Return mode lossless with fixed drafts, even if drafting is slower; other modes unchanged.
 
     Drafting is slower with the small demo model, but the first command should show drafts as larger models have them.
     """

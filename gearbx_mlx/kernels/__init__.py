@@ -4,7 +4,7 @@ This file has names of devices, kernels and activations for flags and settings, 
 """
 
 DEVICES = ("cpu", "gpu")
-DENSE = 16  # bits that stand for the original weights, in the checkpoint's type
+DENSE = 16  # value of bits for the original weights, in the checkpoint's type
 GROUP_SIZES = (32, 64, 128)  # inputs that share a scale of planes
 MEASURE = "measure"
 KERNELS = ("auto", "native", "mlx", MEASURE)

@@ -16,7 +16,7 @@ CODES_TOGETHER = 32
 IN_PANELS = ((4,), (8,), (4, 4), (4, 2), (4, 1))
 AS_PLANES: dict[tuple[int, ...], tuple[int, ...]] = {(5,): (4, 1), (6,): (4, 2)}  # codes split for panels
 
-# The smallest scale, for groups of equal weights, which have no range.
+# The smallest scale, for groups of equal weights (a range of 0).
 SCALE_FLOOR = {mx.float16: 2.0**-24, mx.bfloat16: 2.0**-100, mx.float32: 2.0**-100}
 
 
@@ -29,7 +29,7 @@ class Planes(NamedTuple):
     scales: (..., O, I / group_size), of the first plane; a power of two smaller for each later plane. biases: of the
     first plane and possibly later ones, same shape; 0 for the other planes. widths: bits of each plane. group_size:
     number of inputs that share a scale. rest: number of lower bits of longer codes that the stack omits. The biases
-    are then those of the longer codes, and a weight is the middle of the range of the omitted bits.
+    then belong to the longer codes, and a weight is the middle of the range of the omitted bits.
     """
 
     weights: Sequence[mx.array]
@@ -111,7 +111,7 @@ class Planes(NamedTuple):
 
 
 class PanelPlanes(Planes):
-    """A weight (O, I) in panels of R rows, which a CPU multiplies together.
+    """A weight (O, I) in panels of R rows; a CPU multiplies the rows of a panel together.
 
     An array (O, K) of the stack becomes (O / R, K, R): the first number of each row of a panel, then the second.
     """

@@ -197,7 +197,7 @@ def vectors_at_once(instructions: str) -> int:
 
 
 def processor_features() -> str:
-    """Return this processor's model and, on Linux, its instruction sets, on which -march=native depends."""
+    """Return this processor's model and, on Linux, its instruction sets: -march=native depends on them."""
     lines = cpuinfo()
     if not lines:
         return f"{platform.machine()} {apple_model() or platform.processor()}"
@@ -206,7 +206,7 @@ def processor_features() -> str:
 
 
 def processor_key() -> str:
-    """Return 8 hexadecimal digits that change with this processor and GEARBX_CPU, to which times belong."""
+    """Return 8 hexadecimal digits that change with this processor and GEARBX_CPU, to label measured times."""
     return hashlib.sha256(f"{instructions()}\n{processor_features()}".encode()).hexdigest()[:8]
 
 
@@ -236,7 +236,7 @@ class Recipe:
 
 
 def find_compiler() -> list[str]:
-    """Return the compiler's command: CXX, or the first installed one of COMPILERS.
+    """Return the compiler's command: CXX, or the first of COMPILERS that is installed.
 
     Raises:
         Unavailable: no compiler, CXX does not name one, or macOS has only a placeholder for it.
@@ -309,7 +309,7 @@ def make_recipe(compiler: list[str], target: CompileTarget | None = None, runtim
     defines = ("-DNB_DOMAIN=mlx", "-DNB_COMPACT_ASSERTIONS")
     flags = [*FLAGS, *target.processor_flags, *threads, *defines, *(f"-I{p}" for p in include)]
     link = [f"-L{target.mlx / 'lib'}", "-lmlx", f"-Wl,-rpath,{runtime or target.mlx / 'lib'}"]
-    if target.is_mac:  # Python's functions are in the process, for which Linux needs no flag
+    if target.is_mac:  # Python's functions are in the process; Linux needs no flag for this
         link += ["-undefined", "dynamic_lookup"]
     processor = processor_features() if target.is_for_one_processor else ""
     sources = sorted(SOURCES.glob("*.cpp"))
@@ -337,7 +337,7 @@ def hash_compiler(recipe: Recipe) -> str:
 
 
 def compile_library(recipe: Recipe, library: Path, compiled: Callable[[], None] = lambda: None) -> None:
-    """Compile the sources into `library`, beside which the object files stay.
+    """Compile the sources into `library`. The object files stay beside it.
 
     Args:
         compiled: called after each run of the compiler: for each kernel, for the bindings, and to link.
@@ -355,7 +355,7 @@ def compile_library(recipe: Recipe, library: Path, compiled: Callable[[], None] 
         try:
             for _ in pool.map(compilers.run, commands):
                 compiled()
-        except KeyboardInterrupt:  # a compiler may run for another minute
+        except KeyboardInterrupt:  # a compiler may run for one more minute
             compilers.end()
             raise
     # The linker keeps the first copy of an inline function; the bindings' slower copy comes last.
@@ -392,7 +392,7 @@ def sets_of_wheel(target: CompileTarget) -> tuple[str, ...]:
 
 
 class Compilers:
-    """Runner of several compiler commands at a time, which an interrupt ends."""
+    """Runner of several compiler commands at a time; an interrupt ends them."""
 
     def __init__(self) -> None:
         self._lock, self._ended = threading.Lock(), False

@@ -7,8 +7,8 @@ are used unless GEARBX_CPU is `native`. Kernels are used only if they compute kn
 
 A library is code: any user who can write it can run code as the user who loads it. So the cache must belong to this
 user or root, and no other user may write to it or to a directory above it. Then no other user can replace a file
-between its check and its loading by name. A SHA-256 beside each library detects truncation, which may crash the process
-that maps it.
+between its check and its loading by name. A SHA-256 beside each library detects truncation. Mapping a truncated
+library may crash the process.
 
 A process compiles in a temporary directory. A later process removes it if this one is killed (`files/writing.py`).
 """

@@ -39,7 +39,7 @@ def device_name(device: mx.Device) -> str:
 
 
 def check_device(name: str) -> None:
-    """Validate that MLX and mlx-lm use the device of a gearbox, for which it chose kernels and types.
+    """Validate that MLX and mlx-lm use the device for which a gearbox chose kernels and types.
 
     Raises:
         GearbxError: MLX or mlx-lm uses a different device.

@@ -1,7 +1,7 @@
 """Matrices of format `exact`: decoding, and matmuls over them.
 
-The 4-bit low gear approximates a weight. Its value v selects 256 neighboring bfloat16 numbers, among which the weight's
-low byte identifies the weight. If v is near zero, neighbors differ too much in size, and the weight's high byte is
+The 4-bit low gear approximates a weight. Its value v selects 256 neighboring bfloat16 numbers. The weight's
+low byte then identifies the weight. If v is near zero, neighbors differ too much in size, and the weight's high byte is
 stored as well. `decode` uses MLX's operations; native kernels are bit-identical.
 """
 

@@ -117,7 +117,7 @@ METAL_DTYPES = tuple(TYPES)
 STAGED_COLUMNS = 6144
 STAGED_BYTES = 24 * 1024
 
-# MLX passes smaller arrays in the "constant" address space, which the kernels do not read.
+# MLX passes smaller arrays in the "constant" address space. The kernels do not read it.
 MIN_ELEMENTS = 8
 
 
@@ -158,9 +158,9 @@ VARIANTS = ("registers", "threadgroup", "device")
 def variant_named(name: str, bits: int, vectors: int) -> Variant:
     """Return the variant with this name.
 
-    `registers` follows MLX's qmv_fast and llama.cpp: 2 SIMD groups of 4 rows, with activations in registers; of 2 rows
-    for three or more vectors, which fill the registers. The others follow GEARBX 8.1 and 8.2: 8 SIMD groups of 2 rows,
-    or 1 row for 2-bit codes, whose unpacking takes most of the time.
+    `registers` follows MLX's qmv_fast and llama.cpp: 2 SIMD groups of 4 rows, with activations in registers. Three or
+    more vectors fill the registers, so it then has 2 rows. The others follow GEARBX 8.1 and 8.2: 8 SIMD groups of
+    2 rows. They have 1 row for 2-bit codes, whose unpacking takes most of the time.
 
     Raises:
         GearbxError: unknown name.
@@ -208,7 +208,7 @@ def choose_variant(bits: int, columns: int, vectors: int, dtype: mx.Dtype, name:
 
 @functools.cache
 def build(spec: MetalKernel) -> Any:
-    """Return MLX's callable for a kernel, which MLX compiles at its first launch."""
+    """Return MLX's callable for a kernel. MLX compiles it at the first launch."""
     return mx.fast.metal_kernel(
         name=spec.name,
         input_names=list(spec.input_names),
@@ -228,7 +228,7 @@ class Prepared:
         spec: the kernel. options: of MLX's call; `output_shapes` has the shape of the result.
         numbers: the last inputs, such as the sizes of the weight. They are arrays, because MLX would make arrays of
             numbers at each launch. As constants of the kernel, they would compile it for each shape of a model.
-        few: indices of inputs with fewer than 8 elements, which are padded.
+        few: indices of inputs to pad, with fewer than 8 elements.
         view: the type of the result, if the kernel writes its bits as integers; None otherwise.
     """
 
@@ -260,7 +260,7 @@ class Prepared:
         return self.result(out)
 
     def completed(self, inputs: Sequence[Any]) -> list[Any]:
-        """Return the kernel's inputs, of which those with fewer than 8 elements are padded; it reads no padding."""
+        """Return the kernel's inputs, padded if they have fewer than 8 elements. The kernel reads no padding."""
         complete = [*inputs, *self.numbers]
         for place in self.few:
             small = complete[place].reshape(-1)
@@ -273,7 +273,7 @@ class Prepared:
 
 
 def empty(output_shapes: Sequence[tuple[int, ...]], output_dtypes: Sequence[mx.Dtype], **_: Any) -> list[mx.array]:
-    """Return a result without elements, for which a kernel would have no threads."""
+    """Return a result without elements: a kernel for it would have no threads."""
     return [mx.zeros(output_shapes[0], output_dtypes[0])]
 
 
@@ -299,7 +299,7 @@ class Launch:
     def attempt(self) -> mx.array | None:
         """Return the result as `run` does; None if the kernel cannot run, so that MLX's operations compute.
 
-        The first launch of each kernel is evaluated, which shows whether Apple's compiler accepts its source.
+        The first launch of each kernel is evaluated, to show whether Apple's compiler accepts its source.
 
         Raises:
             GearbxError: Metal is not available.

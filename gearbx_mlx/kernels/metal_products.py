@@ -130,13 +130,13 @@ def prepare_product(
     """Return the launch for x W^T + bias, with float32 sums and one rounding to the type of x.
 
     Args:
-        x: (..., columns) float16, bfloat16 or float32; 1 to 16 vectors, for which weights are read once. For experts
+        x: (..., columns) float16, bfloat16 or float32; 1 to 16 vectors; weights are read once for all. For experts
             (..., 1, columns): a vector per index, or one for all indices that differ in the last dimension.
         layout: of the weights. arrays: its buffers, with validated shapes.
         rows, columns: of W. row_words: 16-bit words between rows; for planes, words per bit.
         bias: (rows,), or None; None for experts.
         variant: `registers`, `threadgroup` or `device`; None for the default of `choose_variant`.
-        indices: (...) of experts, which must be below their number (not checked). The arrays then have experts as first
+        indices: (...) of experts, below their number (not checked). The arrays then have experts as first
             dimension, and the result (..., 1, rows) is bit-identical to that with the expert's matrix.
         most_outliers: length of an expert's lists of outliers; None for layouts without outliers.
 
@@ -368,7 +368,7 @@ def dense_launch(x: mx.array, weight: mx.array) -> Launch:
     """Return the launch for x W^T, (..., O), with float32 sums and one rounding to the type of x.
 
     Args:
-        x: (..., I) float16, bfloat16 or float32; 1 to 16 vectors, for which the weight is read once.
+        x: (..., I) float16, bfloat16 or float32; 1 to 16 vectors; the weight is read once for all.
         weight: (O, I), of any of these types.
 
     Raises:

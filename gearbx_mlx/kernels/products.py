@@ -316,7 +316,7 @@ def cpu_kernels_for_experts(x: mx.array, indices: mx.array) -> ModuleType | None
 
 
 def uses_order(indices: mx.array, sorted_indices: bool) -> bool:
-    """Return whether to pass MLX the flag of sorted indices, with which Metal multiplies several vectors at a time.
+    """Return whether to pass MLX the flag of sorted indices. With it, Metal multiplies several vectors at a time.
 
     Verification omits it, so that each vector is multiplied separately, as for a single token.
     """

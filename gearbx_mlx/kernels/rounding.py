@@ -88,7 +88,7 @@ def expected_of_planes(x: mx.array, planes: Planes, bias: mx.array | None, x_bit
 
 
 def expected_of_dense(x: mx.array, weight: mx.array, bias: mx.array | None) -> Expected:
-    """Return the reference for x (V, I) and a dense weight (O, I), in float64, which is more exact than MLX's sums."""
+    """Return the reference for x (V, I) and a dense weight (O, I), in float64: more exact than MLX's sums."""
     wide = np.array(x.astype(mx.float32)).astype(np.float64)
     height = max(1, WEIGHTS_AT_ONCE // weight.shape[-1])
     products, squares = [], []

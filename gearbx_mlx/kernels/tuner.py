@@ -161,7 +161,7 @@ class Tuner:
         dtype: of the activations. x_bits: bits to which CPU kernels quantize them.
         ours_alone: use MLX's kernels only for lack of a native one.
         again: measure every candidate again.
-        cache: earlier measurements; None for those of the user's cache.
+        cache: earlier measurements; None: the user's cache.
 
     Attributes:
         measured, used, wrong: this tuner's times, choices and refused candidates, by kind of matmul.
@@ -423,7 +423,7 @@ def timed_in_turn(
     Args:
         trials: 1 or more; every second one reverses the order.
         least: seconds of an evaluation, as in `enough_calls`.
-        give_up: a candidate this many times slower than the fastest one of a trial is not timed again.
+        give_up: a candidate this many times slower than a trial's fastest is not timed again.
 
     Raises:
         RuntimeError: MLX cannot evaluate a candidate.

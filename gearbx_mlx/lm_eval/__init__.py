@@ -13,13 +13,13 @@ from ..kernels import DEVICES
 HELP = """usage: gearbx_mlx lm_eval --model gearbx --model_args model=MODEL[,FLAG=VALUE...] --tasks TASK[,TASK...]
 
 Run lm-eval's tasks on a model in gears. --model_args are flags of gearbx_mlx generate without dashes, with colons for
-commas in their values: model=smollm2,gears=4:16. All other flags are lm-eval's, which shows them if installed:
+commas in their values: model=smollm2,gears=4:16. All other flags are lm-eval's; it shows them if installed:
 pip install 'gearbx-mlx[lm-eval]'
 """
 
 
 def run_lm_eval() -> None:
-    """Run lm-eval's command. Its absence, or that of the device, is an error of one line."""
+    """Run lm-eval's command. A missing command or device is an error of one line."""
     if {"-h", "--help"} & {*sys.argv[1:]} and not find_spec("lm_eval"):
         print(HELP, end="")
         return

@@ -86,7 +86,7 @@ class GearbxLM(MLXLM):
 
 
 def settings_of(flags: Mapping[str, Any]) -> GenerateSettings:
-    """Return the settings in --model_args: flags of generate, with colons for commas, at which lm-eval splits.
+    """Return the settings in --model_args: flags of generate, with colons for commas, since lm-eval splits at commas.
 
     Raises:
         GearbxError: a flag without effect here.

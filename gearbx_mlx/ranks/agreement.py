@@ -24,7 +24,7 @@ class Agreement:
     """Values of rank 0 on all ranks of a group. Every rank must request them in the same order.
 
     Args:
-        group: None for a single process, which keeps its own values.
+        group: None for a single process; it keeps its own values.
     """
 
     def __init__(self, group: mx.distributed.Group | None = None):
@@ -36,8 +36,8 @@ class Agreement:
         if self.group is None:
             return arrays
         flat = mx.concatenate([array.reshape(-1).view(mx.uint32) for array in arrays])
-        # The multiplication keeps every rank's own forward pass in its graph, which fixes one order of communication.
-        # MLX's ring takes one stream: that of the model.
+        # The multiplication keeps every rank's own forward pass in its graph. This fixes one order of communication.
+        # MLX's ring takes one stream: the model's.
         mine = flat * mx.array(int(self._first), mx.uint32)
         shared = mx.distributed.all_sum(mine, group=self.group)
         ends = [sum(array.size for array in arrays[: i + 1]) for i in range(len(arrays))]

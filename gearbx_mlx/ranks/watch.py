@@ -6,7 +6,7 @@ shown once; every rank shows the loss of a rank that died without a report.
 Messages are JSON objects, one per line, over separate TCP connections. A process that dies closes its sockets, even
 during a computation. For a machine that loses power, TCP keepalive probes every two seconds, up to eight.
 
-All ranks meet before MLX connects them, at rank 0's address in the hostfile, which MLX uses right after. MLX's ring
+All ranks meet before MLX connects them, at rank 0's address in the hostfile. MLX uses it right after. MLX's ring
 would block forever, or fail without a rank's name. The connections stay open.
 """
 
@@ -187,7 +187,7 @@ class RankWatch:
     def finish(self, status: int) -> None:
         """Report the end of this rank; on all ranks except 0, wait for rank 0's.
 
-        After success, rank 0 waits for the other ranks' reports, which may be errors.
+        After success, rank 0 waits for the other ranks' reports; they may be errors.
         """
         self._finish(status)
         if self.place.rank == 0:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from ..errors import GearbxError
 from .gates import RUN_AHEAD, Monitor, Reading, ThresholdGate
 
-MIN_LOGPROB = -1e4  # nats: its exponential is 0 in any type, like that of -9999, OpenAI's value for "very unlikely"
+MIN_LOGPROB = -1e4  # nats: its exponential is 0 in any type, as for -9999, OpenAI's value for "very unlikely"
 FLOAT_ERROR = 1e-9  # of sums of probabilities in this module
 SINGLE = 2.0**-14  # nats: error of single precision in the sum of a log-softmax, over any vocabulary
 LARGEST_LOGIT = 32.0  # assumed if the values do not determine the size of logits
@@ -138,7 +138,7 @@ def shared_error(values: Sequence[float], precision: float) -> float:
 
     They are logits minus log(sum(exp)), rounded to half a step of its size. A logit of at least half that
     size has steps at least half as large, and so has the difference. A smaller logit has a difference larger than half
-    that size, which bounds the size. So every value yields a limit.
+    that size; this bounds the size. So every value yields a limit.
 
     Args:
         precision: largest relative rounding error of the type.

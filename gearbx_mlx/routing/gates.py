@@ -1,7 +1,7 @@
 """Monitor of entropies, thresholds and their file, gates, the initial gear, and batch policies.
 
 - The monitor: mean, slope, forecast and catastrophe of the last few entropies (GEARBX 3.2 and 3.5).
-- Thresholds between gears: the paper's defaults, their file, and checks. calibration.py finds them on a text.
+- Thresholds between gears: the paper's defaults, their file, and checks. calibration.py derives them from text.
 - Gates turn a monitor's reading into a gear (GEARBX 3.3, 3.5 and 10.2).
 - The initial gear, chosen from the prompt (GEARBX 11); entropy takes over after a few tokens.
 - Batch policies: the gear of a step, whose weights all sequences share, from their requested gears.
@@ -237,7 +237,7 @@ NotNegative = Annotated[float, Meta(ge=0)]
 
 
 AUTO: Literal["auto"] = "auto"
-MAKE_THRESHOLDS = "use a new one of gearbx_mlx calibrate"
+MAKE_THRESHOLDS = "make a new file with gearbx_mlx calibrate"
 
 
 class ThresholdFile(Struct, frozen=True):

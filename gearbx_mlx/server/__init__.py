@@ -1,4 +1,4 @@
-"""HTTP server of models in gears, and its flags: those of mlx_lm.server and of the gearbox."""
+"""HTTP server of models in gears, and its flags: mlx_lm.server's and the gearbox's."""
 
 import argparse
 import math

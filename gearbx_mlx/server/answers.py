@@ -171,7 +171,7 @@ class ChoiceBuilder:
         self.new_calls += calls
 
     def parsed_calls(self, text: str) -> list[dict[str, Any]]:
-        """Return the tool calls in a text; empty if any part is invalid."""
+        """Return the tool calls in text; empty if any part is invalid."""
         if self.parse is None:
             return []
         try:
@@ -373,9 +373,9 @@ class Block:
 
 
 class BlockDialect(Dialect):
-    """A dialect with an answer of blocks, of which one at a time is open.
+    """A dialect with an answer of blocks; one block at a time is open.
 
-    Subclasses define the whole `answer` and its events: those of the answer (`opening`, `closing`), and those of a
+    Subclasses define the whole `answer`, its own events (`opening`, `closing`), and the events of a
     block (`started`, `grown`, `ended`).
 
     Attributes:

@@ -18,7 +18,7 @@ from ..files.reading import parse_json, shown
 from .web import Refused
 
 PIECE = 2**18  # bytes whose values are counted at once
-MAX_BLANKS = 2**22  # bytes of white space between values, which is slow to skip
+MAX_BLANKS = 2**22  # bytes of white space between values; skipping it is slow
 MAX_LITERAL = 400  # bytes of a number with its brackets; the largest finite number has 309 digits
 MAX_ITEMS = 10_000  # messages, parts or tools in a list
 MAX_FIELDS = 1024  # per object

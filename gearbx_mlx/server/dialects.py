@@ -80,7 +80,7 @@ Kinds = Mapping[str, Mapping[str, Any]]
 
 
 def check_block(block: Any, kinds: Kinds) -> dict[str, Any]:
-    """Return a block with all required fields; a text may replace nested blocks. Raises ValueError."""
+    """Return a block with all required fields; text may replace nested blocks. Raises ValueError."""
     kind = block.get("type") if isinstance(block, dict) else None
     if not isinstance(kind, str) or kind not in kinds:
         raise ValueError(f"unknown block type {shown(kind)}; {choose(kind, kinds)}")
@@ -145,7 +145,7 @@ ROLES = {"user": "user", "assistant": "assistant", "system": "system", "develope
 
 
 class ForeignRequest(GearRequest, frozen=True):
-    """Common fields of both APIs, equal to those of chat completions."""
+    """Common fields of both APIs, as in chat completions."""
 
     model: Name | None = None
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
@@ -331,7 +331,7 @@ ERRORS = {  # by status; all other statuses are api_error
 
 
 def messages_error(refused: Refused) -> dict[str, Any]:
-    """Return Anthropic's error object, which is also the data of a stream's event `error`."""
+    """Return Anthropic's error object, also the data of a stream's event `error`."""
     kind = ERRORS.get(refused.status_code, "api_error")
     return {"type": "error", "error": {"type": kind, "message": refused.message}}
 

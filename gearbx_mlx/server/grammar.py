@@ -141,7 +141,7 @@ def function_name(tool: dict[str, Any]) -> Any:
 
 
 def call_grammar(tokenizer: Any, tools: Sequence[Any]) -> Grammar:
-    """Return the grammar of a call of one of OpenAI's tools in the model's syntax, with arguments by its schema.
+    """Return the grammar of a call of any of OpenAI's tools in the model's syntax, with arguments by its schema.
 
     Raises:
         GearbxError: a tool without a name, or a model without tool calls in JSON.

@@ -47,7 +47,7 @@ class Prompt:
 
     @property
     def key(self) -> list[int]:
-        """Key of the prompt's KV cache: its tokens, with those of images by image content."""
+        """Key of the prompt's KV cache: its tokens, with image tokens by image content."""
         return list(self.tokens) if self.vision is None else list(self.vision.cache_key)
 
 
@@ -58,7 +58,7 @@ class GenerationContext:
     prompt: Prompt
     mode: Mode
     cached: int  # prompt tokens with a KV cache of an earlier request
-    machine: TextStateMachine  # mlx-lm's, which separates text, reasoning and tool calls
+    machine: TextStateMachine  # mlx-lm's; it separates text, reasoning and tool calls
     model: str
 
 
@@ -103,7 +103,7 @@ class PendingRequest:
 
 
 class StopWordFilter:
-    """A filter that holds back the end of a text while it may be the start of a stop word.
+    """A filter that holds back the end of the text while it may be the start of a stop word.
 
     Attributes:
         found: the stop word that ended the text, or None.
@@ -185,7 +185,7 @@ class Job:
     def store(self, tokens: list[int], cache: list[Any], kind: str = "assistant") -> None:
         """Store the KV cache of the sequence's first tokens; `kind` is system, user or assistant.
 
-        The evaluation copies it out of a batch's arrays, which it would otherwise keep in memory.
+        The evaluation copies it out of a batch's arrays; otherwise it would keep them in memory.
         """
         mx.eval([part.state for part in cache])
         gear = self.cached_gear if len(tokens) <= self.cached else self.served.cache_gears(self.mode)[-1]
@@ -203,7 +203,7 @@ class Job:
 
     @property
     def seed(self) -> int:
-        """Seed of the sequence's own random numbers, which other sequences do not advance."""
+        """Seed of the sequence's own random numbers; other sequences do not advance them."""
         seed = self.pending.request.seed
         return secrets.randbits(63) if seed is None else seed
 

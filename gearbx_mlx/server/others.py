@@ -180,7 +180,7 @@ class RemoteServer:
                     yield self.object_in(event.data)
 
     def object_in(self, text: str) -> dict[str, Any]:
-        """Return the JSON object in a text. Raises RemoteError for other content and for error objects."""
+        """Return the JSON object in text. Raises RemoteError for other content and for error objects."""
         try:
             found = typed(parse_python_json(text), dict[str, Any])
         except GearbxError as error:
@@ -208,7 +208,7 @@ class RemoteServer:
         return RemoteError(f"{self.shown}: answers {status} ({reason}); {remedy}", status, reason)
 
     def hidden(self, text: str) -> str:
-        """Return the text without the key, which a server may repeat."""
+        """Return the text without the key: a server may repeat it."""
         return text.replace(self.key, "***") if self.key else text
 
     async def models(self) -> dict[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The served models with their gears, in place of mlx-lm's ModelProvider, and the bytes that each token adds to a text.
+"""The served models with their gears, in place of mlx-lm's ModelProvider, and the bytes that each token adds to text.
 
 `decode([token])` would drop spaces and parts of characters, so `VocabularyBytes` decodes tokens in context.
 """
@@ -36,7 +36,7 @@ MIN_BODY_BYTES = 2**22  # for 128 prompts of 32 kB, or 512 tools with schemas of
 
 
 class VocabularyBytes:
-    """Bytes of each token of mlx-lm's tokenizer, within a text."""
+    """Bytes of each token of mlx-lm's tokenizer, within text."""
 
     def __init__(self, tokenizer: Any):
         self._own = own_tokenizer(tokenizer)
@@ -47,7 +47,7 @@ class VocabularyBytes:
         self.within = functools.lru_cache(2**16)(self._within)
 
     def first(self, token: int) -> bytes:
-        """Return the bytes of a text's first token, without the leading space that mlx-lm trims."""
+        """Return the bytes of a sequence's first token, without the leading space that mlx-lm trims."""
         if self.is_bytewise or self.is_spaced:
             return self.within(token).removeprefix(b" " if self._trims else b"")
         once: str = self._own.decode([token])
@@ -69,7 +69,7 @@ class VocabularyBytes:
 
 
 class SequenceBytes:
-    """Bytes of each token of one text, which join to the text. A character belongs to the token that completes it."""
+    """Bytes of each token of one text; joined they are the text. A character belongs to the token that completes it."""
 
     def __init__(self, vocabulary: VocabularyBytes):
         self._vocabulary = vocabulary
@@ -189,7 +189,7 @@ class ServingSettings:
     quantized_kv_start: int
     kv_gears: tuple[int, ...] | None
     draft_model: str | None
-    pipeline: bool = False  # of ranks, which do not serve
+    pipeline: bool = False  # of ranks; they do not serve
 
 
 class GearedProvider(ModelProvider):

@@ -203,7 +203,7 @@ class ChatRequest(BaseRequest, frozen=True):
 
     @property
     def routing_text(self) -> str:
-        """The user's last message, which selects the initial gear of mode route."""
+        """The user's last message; it selects the initial gear of mode route."""
         last = next((message.content for message in reversed(self.messages) if message.role == "user"), None)
         if isinstance(last, list):
             return " ".join(str(part.get("text", "")) for part in last)
@@ -255,7 +255,7 @@ class TextRequest(BaseRequest, frozen=True):
 
     @property
     def routing_text(self) -> str:
-        """A text prompt, which selects the initial gear of mode route; "" for tokens."""
+        """The prompt, if it is text, to select the initial gear of mode route; "" for tokens."""
         return self.prompt if isinstance(self.prompt, str) else ""
 
     @property

@@ -1,6 +1,6 @@
 """The compute thread, in place of mlx-lm's: it generates several sequences at once, in any mode.
 
-Sequences in one gear share forward passes, and so do those of mode route, with a gear per step by a batch policy.
+Sequences in one gear share forward passes, and so do sequences of mode route, with a gear per step by a batch policy.
 All others take turns, one token each. A request for a different model waits until all present sequences have ended.
 """
 
@@ -26,8 +26,8 @@ from .provider import GearedProvider, ServedModel
 from .requests import AnyRequest, ChatRequest, TextRequest
 from .web import MAX_ROUTING_CHARS, Refused, stopping
 
-LIKELY_CHARS = 3  # characters per token in texts that are likely to fit the context
-CHUNK_CHARS, CHUNK_TOKENS = 2**14, 16  # characters tokenized at once, and tokens that cutting a text there may add
+LIKELY_CHARS = 3  # characters per token in text that is likely to fit the context
+CHUNK_CHARS, CHUNK_TOKENS = 2**14, 16  # characters tokenized at once, and tokens that cutting text there may add
 RESERVED = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() - {"documents"}
 
 
@@ -276,16 +276,16 @@ def too_long(why: str) -> Refused:
 
 
 def check_length(served: ServedModel, content: Any) -> None:
-    """Validate that texts may fit the context, before tokenizing them takes seconds. Raises Refused."""
+    """Validate that text may fit the context, before tokenizing it takes seconds. Raises Refused."""
     length = sum(map(len, strings_in(content)))
     if served.context is not None and length > served.context * served.longest_token:
         raise too_long(f"has {length} characters, and the model's context {served.context} tokens")
 
 
 class BoundedTokenizer:
-    """A tokenizer that refuses texts beyond the context early.
+    """A tokenizer that refuses text beyond the context early.
 
-    A long text would take seconds, and a long word gigabytes. So a text that is probably too long is first counted in
+    Long text would take seconds, and a long word gigabytes. So text that is probably too long is first counted in
     chunks, each with few more tokens than within the text.
     """
 
@@ -305,7 +305,7 @@ class BoundedTokenizer:
         return self.tokenizer.apply_chat_template(*messages, tokenize=tokenize, **keywords)
 
     def check(self, text: str) -> None:
-        """Validate that a text has no more tokens than the context. Raises Refused."""
+        """Validate that text has no more tokens than the context. Raises Refused."""
         if self.context is None or len(text) <= LIKELY_CHARS * self.context:
             return
         count = 0

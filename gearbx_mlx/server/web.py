@@ -42,7 +42,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from ..errors import GearbxError, escaped, one_line
 
 REQUEST_TIMEOUT = 30.0  # seconds for a client to send its request
-DRAIN_TIMEOUT = 1.0  # seconds without a byte of a refused body, after which its connection closes
+DRAIN_TIMEOUT = 1.0  # seconds without a byte of a refused body; then its connection closes
 MAX_BODY_BYTES = 2**24
 SMALL_BODY_BYTES = 2**16  # one such body per connection fits into memory
 MAX_BODIES = 4  # largest bodies in memory at once
@@ -628,7 +628,7 @@ class Server:
             time.sleep(0.005)
 
     def wait(self) -> None:
-        """Wait for the end of the server; a signal's exception passes through, which would break a thread's join.
+        """Wait for the end of the server, not by a join: a signal's exception passes through, and would break a join.
 
         The timeout is for a suspended process, where a different thread may receive the signal.
         """

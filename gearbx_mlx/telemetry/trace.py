@@ -79,7 +79,7 @@ class Token(Protocol):
 
 
 def writer_of(token: Token) -> str:
-    """Return the source of a token: LOOKUP for an accepted one of prompt lookup, else the name of its gear."""
+    """Return the source of a token: LOOKUP for an accepted token of prompt lookup, else the name of its gear."""
     return LOOKUP if token.source == LOOKUP else token.gear
 
 
@@ -162,7 +162,7 @@ class IntervalTally:
         return cls(dict.fromkeys([*gears, UNDECIDED], 0))
 
     def add(self, record: Mapping[str, Any], before: Mapping[str, Any] | None) -> None:
-        """Take a record, and the previous one of the same prompt; None for the first."""
+        """Take a record, and the same prompt's previous record; None for the first."""
         self.tokens += 1
         self.gear_tokens[record["gear"]] += 1
         for i, value in enumerate(interval(record, "entropy")):
@@ -191,7 +191,7 @@ LEGEND_OUTSIDE: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1
 
 
 def get_pyplot() -> Any:
-    """Return matplotlib's pyplot, which draws to files. Raises GearbxError if matplotlib is not installed."""
+    """Return matplotlib's pyplot, set to draw to files. Raises GearbxError if matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError as error:

@@ -181,7 +181,7 @@ class TestConvert:
         [
             (("--format", "planes"), "are stored as affine"),
             (("--gears", "8"), "has no table for gears 8; choose from 4"),
-            (("--q-group-size", 32), "must be that of"),
+            (("--q-group-size", 32), "--q-group-size: must be"),
             (("--manage", "mlp"), "omit --dtype, --manage and --embeddings"),
             (("--target-bpw", 4), "omit the floors and the budget"),
         ],

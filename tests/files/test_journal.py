@@ -97,7 +97,7 @@ class TestFullDisk:
         with files_of_at_most(len(whole) + 10), pytest.raises(GearbxError) as raised:
             journal.add("second", [2.0] * 10)
         assert str(raised.value).startswith(f"{file}: cannot be written (")
-        assert str(raised.value).endswith("; make room, and the same command goes on")
+        assert str(raised.value).endswith("; make room, and the same command continues")
         assert file.read_bytes()[len(whole) :] == b'{"part": "'  # what fitted
         assert Journal(file, {"model": "a"}).parts == {"first": [1.0] * 10}
         journal.add("second", [2.0] * 10)

@@ -55,7 +55,7 @@ LIBRARIES_READ = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
     *("added_tokens.json", "special_tokens_map.json"),
 )
-FEW, OTHER = "56 arrays, too few", "config.json is not that of these weights"
+FEW, OTHER = "56 arrays, too few", "config.json does not belong to these weights"
 
 DAMAGES = [  # a file; its content, what its JSON says instead, how many bytes are left out of it or none; words
     ("model.safetensors", -1000, "damaged or truncated"),

@@ -81,7 +81,7 @@ class Drafter:
 
     @property
     def is_ready(self) -> bool:
-        """False while the draft gear is made in a thread, which slows the passes."""
+        """Readiness: False while a thread makes the draft gear and slows the passes."""
         return True
 
     @classmethod
@@ -108,7 +108,7 @@ class Drafter:
         raise NotImplementedError
 
     def settle(self, text: GeneratedText, found: VerifiedPass | None) -> None:
-        """Take the sequence after a verification, also of another drafter's tokens.
+        """Take the sequence after a verification, also of a different drafter's tokens.
 
         Args:
             found: the verified rows; None at the end of the sequence, when its KV cache holds all tokens.

@@ -96,7 +96,7 @@ class LowGear(Drafter):
     def length(self, text: GeneratedText, room: int, policy: LearnedPolicy) -> int:
         """Return the policy's length of the next draft; the policy chooses it once per draft."""
         if not self.is_ready:
-            self._prepare()  # again, since the controller of another sequence may have capped layers
+            self._prepare()  # again: other sequences' controllers may have capped layers
             if self._target.gearbox.weight_bytes_per_token(self.gear) <= AWAITED_BYTES:
                 self._target.gearbox.make(self.gear)
             if not self.is_ready:
@@ -240,7 +240,7 @@ def rows_of(head: nn.Module) -> RowsOf | None:
 
 
 class Rescored(nn.Module):
-    """A linear layer (..., D) -> (..., V) whose largest outputs come from the rows of another weight (V, D).
+    """A linear layer (..., D) -> (..., V) whose largest outputs come from the rows of a second weight (V, D).
 
     Activations are not rounded here; native draft kernels may round them to bfloat16.
     """

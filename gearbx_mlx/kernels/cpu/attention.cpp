@@ -16,7 +16,7 @@ namespace gearbx {
 namespace {
 
 constexpr int64_t MAX_PIECES = 1 << 15;
-constexpr int64_t WORTH_SHARING = 1 << 17;  // multiplications; waking another thread takes as long as fewer
+constexpr int64_t WORTH_SHARING = 1 << 17;  // multiplications; waking a thread takes as long as fewer
 
 struct Job {
   const gearbx_attention& form;
@@ -104,7 +104,7 @@ Space& space_for(const Block& block) {
   return space;
 }
 
-// Blocks of queries, the last ones first, which see the most keys.
+// Blocks of queries, the last ones first: they see the most keys.
 void attend_blocks(const void* context, int piece) {
   const Job& job = *static_cast<const Job*>(context);
   static thread_local Softmax softmax[BLOCK];

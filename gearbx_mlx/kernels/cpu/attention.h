@@ -8,7 +8,7 @@
 extern "C" {
 #endif
 
-// Keys or values as nested planes of 4 bits each (formats/kv_planes.py), all of them contiguous:
+// Keys or values as nested 4-bit planes (formats/kv_planes.py), all of them contiguous:
 // (batch, heads / shared, capacity, ...).
 typedef struct {
   const uint32_t *coarse, *fine;  // width / 8 words per position; `fine` is NULL if only the coarse plane is read

@@ -72,7 +72,7 @@ mx::array attention(const mx::array& queries, const mx::array& keys, const mx::a
 }
 
 // Attention over keys and values of which the first `packed` are read from planes. `keys` and `values` have all
-// positions, of which packed ones are not read; if all are packed, any arrays (batch, key heads, 1, width).
+// positions; packed ones are not read. If all are packed, they are any arrays (batch, key heads, 1, width).
 mx::array nested_attention(const mx::array& queries, const mx::array& keys, const mx::array& values,
                            const Arrays& key_planes, const Arrays& value_planes, int64_t packed, int64_t group,
                            float scale, bool causal, const std::optional<mx::array>& mask) {

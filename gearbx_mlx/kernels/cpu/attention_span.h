@@ -222,7 +222,7 @@ struct Block {
   }
 };
 
-// Work space of one thread. scores: (BLOCK, SPAN), which become weights.
+// Work space of one thread. scores: (BLOCK, SPAN); they become weights.
 struct Space {
   float *queries, *scores, *padded;
   int64_t seen[BLOCK];  // per query, the number of keys of the span up to the last visible one
@@ -283,7 +283,7 @@ inline void score(const Block& block, int64_t start, int64_t most, Space& space)
     const float* keys = block.keys + (start + key) * stride;
     for (int64_t i = AHEAD; i < AHEAD + PARTS && !packed; i++)
       for (int64_t line = 0; line < width; line += 16) __builtin_prefetch(keys + i * stride + line, 0, 2);
-    int64_t first = 0;  // query that sees one of these keys
+    int64_t first = 0;  // query that sees any of these keys
     while (space.seen[first] <= key) first++;
     if (!whole)
       read_rows(block, block.form.key_planes, block.keys, stride, start + key, std::min(PARTS, most - key),

@@ -1,5 +1,5 @@
 // A transformer block: norm, heads, rotation, attention, sum, norm, gated MLP, sum. One call runs all of it, on the
-// caller's thread and the pool's, which poll for work in between and do not sleep.
+// caller's thread and the pool's. These threads poll for work in between and do not sleep.
 //
 // Every step uses the kernel of its operation, so that a block is bit-identical to its operations.
 

@@ -116,9 +116,9 @@ class OverMemory : public Operation {
   bool causal_;
 };
 
-// Whole blocks in sequence. Inputs: x; for each block the keys and values of the KV cache, with room; the arrays of
-// nested keys and values, if the only block has some; mask and padding. Outputs: y; for each block the keys and values
-// with those of x.
+// Whole blocks in sequence. Inputs: x; for each block the keys and values of the KV cache, with room. Then come
+// nested arrays, if the only block has some; mask and padding. Outputs: y; for each block the keys and values
+// including x's.
 class WholeBlocks : public OverMemory {
  public:
   WholeBlocks(mx::Stream s, std::shared_ptr<const Chain> chain, Kept kept, int64_t offset, bool causal,
@@ -307,7 +307,7 @@ std::optional<mx::array> run_blocks(const nb::capsule& chain_of, const mx::array
   return made[0];
 }
 
-// The output of the first half, and the memory of the second one, which a gearbox may offload in between.
+// The output of the first half, and the second half's memory. A gearbox may offload it in between.
 std::optional<std::pair<mx::array, nb::capsule>> run_heads(const nb::capsule& block_program, const mx::array& x,
                                                            int64_t offset,
                                                            const std::optional<mx::array>& padding) {

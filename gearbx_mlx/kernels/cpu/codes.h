@@ -124,8 +124,8 @@ inline __m128i load16(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cas
 inline __m128i load8_bytes(const uint8_t* p) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)); }
 
 // Unpacks widths that do not divide a byte. The two bytes around each code become a 16-bit value, a multiplication
-// moves the code to its top, and a shift moves it down. Half a block is 2 * W bytes, which one load of 16 or 8 bytes
-// contains; the load for the second half ends at the end of the block. The byte after the last code has no effect.
+// moves the code to its top, and a shift moves it down. Half a block is 2 * W bytes. One load of 16 or 8 bytes
+// contains them; the load for the second half ends at the end of the block. The byte after the last code has no effect.
 template <int W>
 struct Windows {
   static constexpr int LOADED = 2 * W < 8 ? 8 : 16, SECOND = 4 * W - LOADED;

@@ -28,7 +28,7 @@ typedef struct {
 } gearbx_exact;
 
 // y (vectors, rows) = x (vectors, columns) times the transposed matrix. Each row is decoded once for all vectors. The
-// results are bit-identical to those of gearbx_dense_product on the decoded weights. A row is NaN if its offsets do not
+// results are bit-identical to gearbx_dense_product's on the decoded weights. A row is NaN if its offsets do not
 // ascend or exceed `high`, or if it needs more bytes than it has.
 void gearbx_exact_product(const gearbx_exact* matrix, const float* x, int64_t vectors, float* y);
 

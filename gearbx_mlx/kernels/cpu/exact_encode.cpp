@@ -64,7 +64,7 @@ struct Group {
     return true;
   }
 
-  // The bytes that the group stores in `high`, which may be null.
+  // The bytes that the group stores in `high`; it may be null.
   int write(bool kept, uint8_t* high) const {
     int count = 0;
     for (int i = 0; i < m.group; i++) {

@@ -9,7 +9,7 @@ namespace gearbx {
 
 constexpr int WINDOW = 144;  // a weight is between 144 neighbors below its low gear's value and 111 above it
 
-// The part of `high` that belongs to a row. Offsets may be wrong: `at` may exceed the array, which is not read there.
+// The part of `high` that belongs to a row. Offsets may be wrong: if `at` exceeds the array, the array is not read.
 struct HighBytes {
   const uint8_t* bytes;
   int64_t at, end, count;

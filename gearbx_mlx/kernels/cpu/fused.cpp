@@ -48,7 +48,7 @@ inline void sine_and_cosine(F8 angles, F8& sines, F8& cosines) {
 
 namespace {
 
-constexpr int64_t WORTH_SHARING = 1 << 15;  // numbers; waking another thread takes as long as fewer
+constexpr int64_t WORTH_SHARING = 1 << 15;  // numbers; waking a thread takes as long as fewer
 
 // Calls work(first, end) for ranges of 0 to `count`, on several threads if there are enough numbers.
 template <class Work>

@@ -2,7 +2,7 @@
 // Python.
 //
 // On a CPU, MLX makes ten to twenty-five operations of a norm or a rotation; for one token, their number determines
-// their time. It makes one of SwiGLU, with an exponential that takes 20 ns per number.
+// their time. It makes a single one for SwiGLU, with an exponential that takes 20 ns per number.
 
 #pragma once
 

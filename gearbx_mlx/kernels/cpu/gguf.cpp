@@ -1,4 +1,4 @@
-// Eight codes are one word of 64 bits here, with a code in each byte, so that no processor needs instructions of its own.
+// Eight codes are one 64-bit word here, with a code in each byte, so that no processor needs instructions of its own.
 
 #include "gguf.h"
 

@@ -160,7 +160,7 @@ inline gearbx_stack symmetric_of(const mx::array& weight, const mx::array& scale
 struct StackForm {
   std::vector<int> widths;
   int group;
-  int rest;  // lower bits of longer codes that the stack omits; the biases are those of the longer codes
+  int rest;  // lower bits of longer codes that the stack omits; the biases belong to the longer codes
   int x_bits;
   bool in_panels = false;  // arrays are (panels, ..., rows of a panel)
 
@@ -246,7 +246,7 @@ struct StackForm {
     require(x_bits != 0, "panels need activations of 8 or 16 bits");
     const int second = widths.size() > 1 ? widths[1] : 0;
     const bool four = widths[0] == 4 && widths.size() <= 2 && second != 3;
-    require(four || widths == std::vector<int>{8}, "panels must have a plane of 8 bits, or of 4 and one of 4, 2 or 1");
+    require(four || widths == std::vector<int>{8}, "panels must have planes of widths 8, 4, or 4 and then 4, 2 or 1");
   }
 };
 

@@ -5,7 +5,7 @@
 // Both sums are exact, and both use the quantized activations: codes are not centered, so that rounding errors would
 // not cancel if the second sum used the original activations. A result is the sum of its groups, in their order.
 //
-// LANES rows at a time become a panel (panel.h), which is multiplied with all vectors, so that weights are read from
+// LANES rows at a time become a panel (panel.h). It is multiplied with all vectors, so that weights are read from
 // memory once. The rows of a panel are neighbors in memory, and the next panel is prefetched. One vector is multiplied
 // row by row. Rows that are stored in panels (`panel_rows`) need no conversion, for any number of vectors. All variants
 // are bit-identical: sums over a group are integers, and floats are added in one order.
@@ -319,7 +319,7 @@ struct Written {
   }
 };
 
-// Codes of rows in panels: a plane of FIRST bits, and a second one of SECOND bits below it, or none.
+// Codes of rows in panels: a plane of FIRST bits, and a second of SECOND bits below it, or none.
 template <int FIRST, int SECOND, bool FLIP>
 struct Stored {
   static constexpr int LEAST = SECOND ? SECOND : FIRST, AT_ONCE = 8 / LEAST;  // registers per dword of the plane
@@ -652,7 +652,7 @@ extern "C" void gearbx_rows_of_words(const uint16_t* panel, int64_t words, uint1
   for (; i + 8 <= words; i += 8) {
     __m128i a[8], b[8];
     for (int k = 0; k < 8; k++) a[k] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(panel + (i + k) * 8));
-    // Three times, each register alternates with another, which transposes eight by eight words.
+    // Interleaving pairs of registers three times transposes eight by eight words.
     for (int k = 0; k < 4; k++) {
       b[k] = _mm_unpacklo_epi16(a[k], a[k + 4]);
       b[k + 4] = _mm_unpackhi_epi16(a[k], a[k + 4]);

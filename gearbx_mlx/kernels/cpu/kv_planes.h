@@ -12,7 +12,7 @@
 
 namespace gearbx {
 
-constexpr int64_t CODES = 8;  // of 4 bits in a word
+constexpr int64_t CODES = 8;  // 4-bit codes in a word
 
 // LANES codes from number i on, a multiple of LANES, in the lowest bits; the bits above are other codes.
 GEARBX_INLINE Ints words_at(const uint32_t* words, int64_t i) {

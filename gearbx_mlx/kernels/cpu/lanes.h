@@ -58,7 +58,7 @@ inline Floats unless_less(Floats z, float least, Floats a) {
   return _mm256_and_ps(_mm256_cmp_ps(z, all(least), _CMP_NLT_UQ), a);
 }
 #else
-// The larger of each pair; b if one of the two is NaN.
+// The larger of each pair; b if either is NaN.
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 inline Floats unless_less(Floats z, float least, Floats a) { return z < all(least) ? Floats{} : a; }
 #endif

@@ -1,5 +1,5 @@
-// Matrix tiles (Intel's AMX, in servers since 2023): registers of 16 rows of 64 bytes, of which one instruction
-// multiplies two. Its time does not depend on the number of vectors in a tile: 16 cost as much as one.
+// Matrix tiles (Intel's AMX, in servers since 2023): registers of 16 rows of 64 bytes. One instruction
+// multiplies two of them. The time does not depend on the number of vectors in a tile: 16 cost as much as one.
 //
 // A has rows of numbers in their memory layout. B has in row k, for each column, the factors of dword k of A: two bf16,
 // or four bytes. C has float32 or int32: row m, column n is the sum over row m of A and column n of B.
@@ -104,7 +104,7 @@ inline float flushed(float value) {
   return value;
 }
 
-// The products of even columns, and those of odd ones, are added from zero, each with a rounding; then both sums are
+// The products of even and of odd columns are added separately from zero, each with a rounding. Then both sums are
 // added, and the total is added to C.
 template <int C, int A, int B>
 void add_bf16_products() {
@@ -125,7 +125,7 @@ void add_bf16_products() {
     }
 }
 
-// Bytes of A are signed; those of B have the type OfB.
+// Bytes of A are signed; bytes of B have the type OfB.
 template <int C, int A, int B, class OfB>
 void add_byte_products() {
   for (int m = 0; m < tiles.shapes.rows[C]; m++)

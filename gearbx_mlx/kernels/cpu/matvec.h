@@ -17,8 +17,8 @@ enum { GEARBX_MAX_PLANES = 8, GEARBX_MAX_VECTORS = 16 };
 // scale, each has its own biases or none, and plane i is multiplied by 2^-(widths[1] + ... + widths[i]). If a stack has
 // the first bits of longer codes, with their biases, `middle` times the scale is added to the biases.
 //
-// Symmetric codes are one plane without biases. A weight is scale * (code - 2^(width - 1)); for 8-bit codes, which are
-// stored signed, it is scale * code. Rows may be padded, and may end within a group.
+// Symmetric codes are one plane without biases. A weight is scale * (code - 2^(width - 1)); for 8-bit codes (stored
+// signed), it is scale * code. Rows may be padded, and may end within a group.
 enum { GEARBX_AFFINE = 0, GEARBX_SYMMETRIC_GROUPS = 1, GEARBX_SYMMETRIC_ROWS = 2 };
 
 typedef struct {
@@ -34,9 +34,9 @@ typedef struct {
   int kind;
   int64_t inputs, row_bytes;  // symmetric: columns without padding; bytes per row
   int x_bits;  // 0: unquantized activations; 8, 16: quantized, with a scale per vector and group, for integer matmuls
-  // 0, or the rows of a panel, gearbx_panel_rows(), with interleaved data: the first uint32 of each row, then the
-  // second, and so on; scales and biases too. For affine stacks with x_bits, of one plane of 8 bits, or of 4 bits and
-  // possibly a second one of 4, 2 or 1.
+  // 0, or the rows of a panel, gearbx_panel_rows(). Its data are interleaved: the first uint32 of each row, then the
+  // second, and so on; scales and biases too. Only for affine stacks with x_bits, of an 8-bit plane, or of a 4-bit
+  // plane and possibly a second of 4, 2 or 1.
   int panel_rows;
 } gearbx_stack;
 
@@ -44,8 +44,8 @@ typedef struct {
   int64_t rows, columns;
   const void* weights;  // (rows, columns)
   int type;
-  // 0: unquantized activations. Otherwise, for bf16 weights, those of all whole groups of 32 columns are rounded to
-  // bf16, if gearbx_rounds_to_bf16(); subnormal activations, weights and sums then count as 0.
+  // 0: unquantized activations. Otherwise, for bf16 weights, activations of whole groups of 32 columns are rounded to
+  // bf16, if gearbx_rounds_to_bf16(). Subnormal activations, weights and sums then count as 0.
   int x_bits;
 } gearbx_dense;
 
@@ -77,7 +77,7 @@ typedef struct {
 } gearbx_sampling;
 
 // The token with the largest sum of logit over temperature and Gumbel noise, among `count` tokens that the filters
-// keep. margin, if not null: its lead, times the temperature, by which its logit could drop.
+// keep. margin, if not null: its lead times the temperature; its logit could drop by this much.
 int64_t gearbx_sampled(const float* logits, int64_t count, const gearbx_sampling* how, float* margin);
 
 // The sum of 32-bit words, modulo 2^32, on all threads, to measure memory bandwidth.

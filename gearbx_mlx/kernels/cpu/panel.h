@@ -145,7 +145,7 @@ GEARBX_INLINE void unpack_two(const uint8_t* from, bool append, uint8_t* out) {
 
 #endif
 
-// Unpacks `blocks` blocks, of which the row has `left` bytes.
+// Unpacks `blocks` blocks. The row has `left` bytes of them.
 template <int W>
 void unpack_blocks(const uint8_t* from, int64_t left, int blocks, bool append, uint8_t* out) {
   const int whole = left < blocks * 4 * W ? static_cast<int>(left < 0 ? 0 : left / (4 * W)) : blocks;
@@ -298,7 +298,7 @@ void write_scales(const gearbx_stack& m, int64_t row, int height, int64_t first,
 }
 
 // The scales of the lowest plane and the sums of the biases of all planes, `count` of them from index `at`, for rows in
-// panels. The operations are those of write_scales.
+// panels. The operations are as in write_scales.
 template <class T>
 void stored_scales(const gearbx_stack& m, int64_t at, int count, float* scales, float* offsets) {
   float factor = 1.0f;
@@ -365,7 +365,7 @@ inline int64_t whole_blocks(int64_t columns, int group) {
   return (columns + block - 1) / block * block;
 }
 
-// Common properties of the activations of several matrices, which are then prepared only once.
+// Common properties of the activations of several matrices, so that these are prepared only once.
 struct Rounding {
   int64_t inputs, columns;
   int group, bytes, in_byte;
@@ -387,12 +387,12 @@ struct Rounded {
   const float* sums;  // of the quantized activations
 };
 
-// A group's activations in units of their scale, of which the largest is `most`, and their sum. If one is not finite,
+// A group's activations in units of their scale (the largest becomes `most`), and their sum. If one is not finite,
 // the scale is NaN, and so are all results of the vector. The loops have no branches, so that compilers vectorize them.
 template <int G>
 inline float round_group(const float* x, int32_t most, int32_t* out, int32_t* sum) {
   constexpr uint32_t INFINITE = 0x7f800000;
-  uint32_t largest = 0;  // magnitudes as bits, which have the order of the numbers, with NaN above infinity
+  uint32_t largest = 0;  // magnitudes as bits, in the order of the numbers, with NaN above infinity
   for (int i = 0; i < G; i++) {
     const uint32_t size = std::bit_cast<uint32_t>(x[i]) & 0x7fffffff;
     largest = size > largest ? size : largest;

@@ -147,7 +147,7 @@ GEARBX_INLINE Ints fold(Ints a, Ints b) {
   const Floats even = _mm512_shuffle_ps(c, d, 0x88), odd = _mm512_shuffle_ps(c, d, 0xdd);
   return add_ints(_mm512_castps_si512(even), _mm512_castps_si512(odd));
 }
-// Adds the second half of a register to the first one, which is written.
+// Adds the second half of a register to the first, and writes the sum.
 inline void store_sum_of_halves(int32_t* p, Ints a) {
   const __m256i sum = _mm256_add_epi32(_mm512_castsi512_si256(a), _mm512_extracti64x4_epi64(a, 1));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), sum);

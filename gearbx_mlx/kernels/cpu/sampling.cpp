@@ -151,7 +151,7 @@ struct Best {
   }
 };
 
-// The best of the numbers from `begin` to `end`, less `total` each, as in MLX; the magnitude is that of the numbers.
+// The best of the numbers from `begin` to `end`, less `total` each, as in MLX; the magnitude is the numbers'.
 Best best_of(const float* row, int64_t begin, int64_t end, float total) {
   Best best;
   Floats magnitude = all(0);
@@ -314,7 +314,7 @@ constexpr float MAX_NOISE = 16.7f;  // for the largest u
 constexpr float SLACK = 2e-7f;       // u is rounded to a float
 
 // Offers the tokens from `first` on, with logits z, to `best`. Noise above d has a u above exp(-exp(-d)), and therefore
-// 1 - u below exp(-d), which is compared first.
+// 1 - u below exp(-d); this is compared first.
 void take_lanes(Sampled& best, int64_t first, Floats z, Ints bits, float least, float inverse_temp) {
   const Floats scaled = z * all(inverse_temp);
   const Floats most = exponential(-larger(all(best.bar()) - scaled, all(0)));

@@ -1,6 +1,6 @@
 // Eight codes of any width are moved at a time: to the lower bits of eight bytes, and from there to packed form. New
-// codes are bytes from the start. Sums over a group use 16 lanes, which are then added by halves: an order that no
-// compiler changes, in which four additions wait for each other instead of sixteen.
+// codes are bytes from the start. Sums over a group use 16 lanes, then added by halves. No
+// compiler changes this order, and four additions wait for each other instead of sixteen.
 
 #include "split_codes.h"
 

@@ -236,7 +236,7 @@ void one_vector(const Job& job, int64_t row) {
 }
 
 // R rows at a time, one group at a time. Codes become floats once for all vectors, and a vector's activations are read
-// once for all rows. For each row and vector, the sums equal those of one_vector, in the same order.
+// once for all rows. For each row and vector, the sums equal one_vector's, in the same order.
 template <class Row, int R>
 void several_vectors(const Job& job, int64_t first) {
   const gearbx_stack& m = *job.matrix;

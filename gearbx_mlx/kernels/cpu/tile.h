@@ -26,8 +26,8 @@ constexpr int rows_at_once(int) { return 3; }
 #endif
 constexpr int64_t MAX_ROWS = 96;  // per block
 
-// The number of rows of `row_bytes` that are multiplied at a time: for a few vectors few, which stay in the first-level
-// cache; for more vectors as many as stay in the second one, since the activations are read for each block. Every
+// The number of rows of `row_bytes` that are multiplied at a time. For a few vectors it is a tile, in the first-level
+// cache. For more vectors it is as many as stay in the second one, since each block reads the activations. Every
 // thread gets some blocks of whole tiles.
 inline int64_t block_rows(int64_t rows, int64_t row_bytes, int64_t vectors, int64_t tile = TILE_ROWS) {
   constexpr int64_t CACHE = 384 << 10;
@@ -119,8 +119,8 @@ inline void pack(const float* from, float* to) {
 }
 
 #if defined(GEARBX_AVX2) && !defined(GEARBX_AVX512)
-// Float32 activations for bf16 weights: the even ones of sixteen columns, then the odd ones. One operation makes floats
-// of a register's even weights, and one of the odd ones.
+// Float32 activations for bf16 weights: of sixteen columns the even ones, then the odd ones. One operation makes floats
+// of a register's even weights, and a second of its odd weights.
 struct Split {
   float value;
 };
@@ -196,16 +196,16 @@ X* reserve(std::vector<X>& memory, int64_t count) {
 
 // Vectors (vectors, columns), in groups of at most VECTORS whose sizes differ by at most one.
 //
-// Packed, the vectors of a group are neighbors: the first register of the first step of each vector, then that of the
-// next step; after all of these the other registers of each step. Rows a power of two apart would compete for the same
-// cache lines. Columns after the last whole step are not packed.
+// Packed, the vectors of a group are neighbors: the first register of the first step of each vector, then of the
+// next step. After all of these come the other registers of each step. Rows a power of two apart would compete for the
+// same cache lines. Columns after the last whole step are not packed.
 template <class X>
 struct Activations {
   const float* x;
   int64_t vectors, columns;
   const X* packed;
 
-  // Packs vectors into memory of the calling thread, which its next call overwrites. A single unrounded vector is not
+  // Packs vectors into memory of the calling thread; its next call overwrites them. A single unrounded vector is not
   // copied.
   Activations(const float* from, int64_t count, int64_t width) : x(from), vectors(count), columns(width) {
     if constexpr (std::is_same_v<X, float>) packed = x;
@@ -499,7 +499,7 @@ inline void multiply_rows(const Rows<Bf16>& rows, const Activations<Paired>& a, 
 }
 #endif
 
-// Dense and decoded rows share these, which dense.cpp compiles.
+// Dense and decoded rows share these; dense.cpp compiles them.
 extern template void multiply_rows(const Rows<float>&, const Activations<float>&, float*, int64_t);
 extern template void multiply_rows(const Rows<Bf16>&, const Activations<ForBf16>&, float*, int64_t);
 #ifdef GEARBX_PAIRS
