@@ -67,7 +67,7 @@ def stream_generate(
         mode: Route, Kickdown, Lossless, Pair, Static or TelemetryOnly, such as `Lossless(draft=4)`, or a name for
             default settings. None: Lossless; TelemetryOnly for an Observer, Static for a ladder of only 16 bits without
             a draft_model, Route for a controller that caps.
-        gearbox: None: the model's, else a new one with the default ladder; for a quantized model an Observer.
+        gearbox: None: the model's, else a new one with the default ladder; for a model without gears an Observer.
         controller: for route and kickdown a Governor to cap the gears by speed and by the machine's state.
         kv_gears: bits of the KV cache's gears, such as "4,16" (docs/kv_gears.md); changes a `prompt_cache` in place.
         kv_gear: bits of the KV cache gear that all passes read; None: it follows the gear of the weights.
