@@ -227,7 +227,7 @@ class Gearbox:
     model is in the lowest gear; ladder, format, manage and group size come from the checkpoint.
 
     Args:
-        model: an mlx-lm model that is not quantized, or a geared checkpoint's model.
+        model: an mlx-lm model with original or affine weights, or a geared checkpoint's model.
         ladder: a Ladder, or text such as "4,8,16", the default ("4,16" for format "exact"). For a geared
             checkpoint, some of its gears.
         format: storage of quantized gears: "planes" (the default), "affine", "rowwise" (per-channel),
