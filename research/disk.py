@@ -122,8 +122,8 @@ def streaming(
 # Where idle gears are
 
 RESIDENCIES = {  # name: the checkpoint, its format and residency
-    "4 bits alone": ("original", "4", "affine", "resident"),
-    "16 bits alone": ("original", "16", "planes", "resident"),
+    "4-bit gear": ("original", "4", "affine", "resident"),
+    "16-bit gear": ("original", "16", "planes", "resident"),
     "resident": ("original", "4,16", "planes", "resident"),
     "disk": ("original", "4,16", "planes", "disk"),
     "exact": ("exact", "4,16", "exact", "resident"),
@@ -200,6 +200,6 @@ def residencies(
                     f"{name}: its process ended with status {done.returncode}: {done.stderr.strip()[-200:]}"
                 )
             found[name] = json.loads(done.stdout.strip().splitlines()[-1])
-    head = ["residency", "memory in 4 bits, MB", "in 16 bits", "shift to 4 bits, ms", "to 16 bits"]
+    head = ["residency", "memory, 4-bit gear, MB", "16-bit gear", "shift to 4 bits, ms", "to 16 bits"]
     rows = [residency_row(name, each) for name, each in found.items()]
-    return Found({"residencies": table_here([*head, "tokens/s in 4 bits", "in 16 bits"], rows)}, found)
+    return Found({"residencies": table_here([*head, "tokens/s, 4-bit gear", "16-bit gear"], rows)}, found)

@@ -110,7 +110,7 @@ def advice(results: Path) -> str:
         "weights.",
         "- **If a small loss is acceptable:** one 5-, 6- or 8-bit gear, such as `--gears 6`. "
         f"{static_sentence(results)}.",
-        "- **To shift anyway:** `--mode kickdown`, which recomputes uncertain tokens. "
+        "- **To shift anyway:** `--mode kickdown` recomputes uncertain tokens. "
         f"{gain_sentence(results, 'kickdown', 'At the same share of tokens, it')}.",
         "- **`--mode route` helps little:** past tokens choose the gear, as in the paper. "
         f"{gain_sentence(results, 'route', 'It')}.",

@@ -565,7 +565,7 @@ def same_file(
         for name, trials in found.items()
     ]
     title = f"{named(model)}, {len(asked)} prompts, {max_tokens} tokens"
-    head = [title, "ms a token: median (range)", "times as fast", "texts"]
+    head = [title, "ms a token: median (range)", "times as fast", "equal outputs"]
     return Found({by_kernels("same_file"): table_here(head, rows)}, found)
 
 

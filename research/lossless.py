@@ -473,7 +473,7 @@ def beside_mlx_lm(
 
     ways: dict[str, Callable[..., Any]] = {
         "mlx-lm": by_mlx_lm,
-        "one gear of 16 bits (`--mode static`)": writer.alone,
+        "one 16-bit gear (`--mode static`)": writer.alone,
         "`--mode lossless`, the default": writer.lossless,
     }
     for write in (writer.alone, writer.lossless):  # makes the gears
@@ -493,7 +493,7 @@ def beside_mlx_lm(
         "tokens a second",
         "times as fast: median (range)",
     ]
-    return Found({"beside_mlx_lm": table_here([*head, "texts as mlx-lm's"], rows)}, data)
+    return Found({"beside_mlx_lm": table_here([*head, "outputs as mlx-lm's"], rows)}, data)
 
 
 @study("docs/performance.md", minutes=12)

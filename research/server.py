@@ -135,7 +135,7 @@ def rate_rows(found: dict[str, list[Pair]]) -> Rows:
         if others:  # the system counts in hundredths of a second
             rows.append(row(part, "processor time, times mlx_lm.server's", [spent / others], count=len(pairs)))
         same = sum(mine.text == other.text for mine, other in pairs)
-        rows.append(row(part, "texts equal to mlx_lm.server's", [same / len(pairs)], count=len(pairs)))
+        rows.append(row(part, "outputs equal to mlx_lm.server's", [same / len(pairs)], count=len(pairs)))
     return rows
 
 

@@ -234,6 +234,6 @@ def larger_shapes(
         del box
         mx.clear_cache()
     shares = ["a drafted token", "4 rows verified", "8 rows"]
-    head = ["shape", "GB in 16 bits", "16 bits, ms a token", *shares, *(f"times as fast, {name}" for name in known)]
+    head = ["shape", "GB, 16 bits", "16 bits, ms a token", *shares, *(f"times as fast, {name}" for name in known)]
     block = "larger_shapes" if on_cpu() else "larger_shapes_gpu"
     return Found({block: table_here(head, rows)}, figures)

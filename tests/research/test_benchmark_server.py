@@ -24,7 +24,7 @@ def test_one_client_beside_mlx_lms_server():
         assert found["value"] > 0
         assert found["count"] == 1
         assert found["reached"] == ((found["least"] or 0) <= found["value"] <= (found["most"] or 1e9))
-    equal = [row["value"] for row in rows if row["measure"].startswith("texts equal")]
+    equal = [row["value"] for row in rows if row["measure"].startswith("outputs equal")]
     assert equal == [1, 1, 1]  # both compute with MLX's kernels
 
 
