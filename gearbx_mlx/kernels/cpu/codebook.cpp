@@ -26,7 +26,7 @@ constexpr int GROUP = GEARBX_CODEBOOK_GROUP, LIBRARY = GEARBX_CODEBOOK_LIBRARY;
 template <int B>
 struct ByRow {
   static constexpr bool GROUPED = false;
-  static constexpr int K = B == 5 ? 6 : 32 / B;  // codes in 32 bits
+  static constexpr int K = B == 5 ? 6 : 32 / B;  // codes per 32-bit word
   static constexpr int W = B == 5 ? 2 : B == 6 ? 4 : 1;
   static constexpr int N = W * K, COLUMNS = 8 * N;
   static constexpr int SPAN = N >= 16 ? 2 : 4;  // blocks decoded at a time for several vectors
