@@ -39,26 +39,27 @@ def decode_ahead(plan: DecodePlan, state: DecodeState) -> Iterator[GeneratedToke
     """Yield tokens without proposals, one pass ahead, until the sequence ends or a drafter proposes."""
     text, state.proposal = state.text, None
     context = text.array() if plan.chooser.processors else None
+    state.started = plan.clock(), state.away
     coming: QueuedToken | None = queue_token(plan, state, mx.array([text.last], mx.uint32), context)
     while coming is not None:
-        state.started = plan.clock(), state.away
         ahead = None
         if stays_plain(plan, state):
             known = coming.context
             context = None if known is None else mx.concatenate([known, coming.id.astype(known.dtype)])
             ahead = queue_token(plan, state, coming.id, context)
-        tokens, choices, _ = coming.rows.read(ALONE)
+        tokens, choices, _ = coming.rows.read(ALONE)  # rank 0's already, by `queue_token`
         text.add(int(tokens[0]))
         state.found, state.is_last_read = None, ahead is not None
         for drafter in state.drafters:
             drafter.settle(text, coming.found)
         state.time_plain(plan)
+        state.started = plan.clock(), state.away  # the device computes the next token while the consumer takes this one
         yield GeneratedToken(text.last, coming.rows.logprobs[0], float(choices[0, Choice.ENTROPY]), coming.step)
         coming = ahead if text.goes_on else None
 
 
 def stays_plain(plan: DecodePlan, state: DecodeState) -> bool:
-    """Return whether no drafter has a proposal for the text so far, without the token in computation."""
+    """Return whether to queue another pass: a token may follow the one in computation, without a proposal."""
     if state.text.room <= 1:
         return False  # this token is the last one
     room = state.room(plan) - 1
@@ -77,6 +78,6 @@ def queue_token(plan: DecodePlan, state: DecodeState, last: mx.array, context: m
             raise
         rows = replace(rows, choices=plan.agreement.arrays(rows.choices)[0])
         token = rows.sampled[0] if rows.sampled else rows.choices[:, Choice.TOKEN].astype(mx.uint32)
-        mx.async_eval(token, rows.choices, rows.logprobs)  # else the next passes do, and become 10% slower
+        mx.async_eval(token, rows.choices, rows.logprobs)  # else with the next pass, 10% slower
     (step,) = found.steps(NO_TOKENS, 0, **take_kv_reads(state.kv_gears))
     return QueuedToken(found, rows, token, step, context)

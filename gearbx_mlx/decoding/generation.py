@@ -1,4 +1,4 @@
-"""Responses of the own loop for the modes lossless, kickdown and pair, as mlx-lm's with telemetry."""
+"""mlx-lm's responses, with telemetry, from the loop of the modes lossless, kickdown and pair (`loop.py`)."""
 
 import contextlib
 import sys
@@ -57,7 +57,7 @@ class Telemetry:
         """Return the response for a token, and the reading for the gate.
 
         Raises:
-            GearbxError: log-probabilities that are not finite.
+            GearbxError: log-probabilities that are NaN.
         """
         gear, decision = token.step.gear, None
         if self._controller is not None:

@@ -123,10 +123,7 @@ def policy_of(gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> Ke
 
 
 def cache_key(gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> str:
-    """Return a key for the times of drafts: everything that they depend on, except for the machine.
-
-    Drafts are slower without a sampling kernel; only greedy and Gumbel sampling have margins.
-    """
+    """Return a key for measurements: drafter, model, kernels, and what the sampler has: a native kernel, margins."""
     kernels = "native" if gearbox.kernels.native else "mlx"
     if gearbox.base:
         kernels += ", calibrated,"
@@ -134,7 +131,7 @@ def cache_key(gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> st
         kernels += f" with activations of {gearbox.kernels.x_bits} bits"
     how = f"{gearbox.format.name}, {dtype_name(gearbox.compute_dtype)}, {kernels} kernels"
     if not chooser.has_kernel:
-        how += ", another sampler"
+        how += ", another sampler" if chooser.has_margins else ", a sampler without margins"
     by = "prompt lookup" if drafter is None else drafter.name
     return f"drafts by {by} for {gearbox.ladder.top.bits} bits, model {gearbox.fingerprint[:8]}, {how}"
 

@@ -1,4 +1,4 @@
-"""Decoding loop of the modes that inspect a token before sampling: lossless, kickdown and pair.
+"""Decoding loop of the modes lossless, kickdown and pair; the other modes use mlx-lm's loop.
 
     prefill
     while the sequence has not ended:
@@ -12,11 +12,11 @@ the output equals the verifier's: a rejected proposal costs time only. In mode l
 verifier is the top gear. In kickdown it is the lowest gear that is certain of the token, in pair one of two models;
 both have no proposals.
 
-Sampling is exact by common random numbers: a token is drafted with the random numbers of its position, from logits
+Common random numbers raise the acceptance rate: a token is drafted with the random numbers of its position, from logits
 after the same processors (GEARBX 10.1).
 
-A device waits for Python once per round: draft and verification are queued without a read in between, and the next
-draft before the round's tokens are yielded.
+Without logits processors, a device waits for Python once per round: draft and verification are queued without a read in
+between, and the next draft before the round's tokens are yielded.
 """
 
 import warnings
@@ -118,7 +118,9 @@ def propose(plan: DecodePlan, state: DecodeState) -> Proposal:
             raise
         except Exception as error:  # a failed draft must not end the sequence
             state.drafters.remove(drafter)
-            message = f"drafting by {drafter.name} failed ({one_line(error)}); this sequence continues without it"
+            message = (
+                f"drafting failed ({drafter.name}: {one_line(error)}); this sequence continues without this drafter"
+            )
             warnings.warn(message, GearbxWarning, stacklevel=7)
     return state.proposal
 

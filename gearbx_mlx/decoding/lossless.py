@@ -133,10 +133,9 @@ class Lossless(LosslessSettings, SharedMode):
 
     def about(self) -> str:
         lookup = f"up to {self.max_lookup_tokens} tokens" if self.max_lookup_tokens else "none"
-        drafts = "as long as they save time"
-        if self.draft_length is not None:
-            drafts = f"{self.draft_length} token{'s' * (self.draft_length != 1)}"
-        return f"lossless: drafts {drafts}; prompt lookup {lookup}"
+        length = DEFAULT_LENGTH if self.draft_length is None and not is_tuning() else self.draft_length
+        drafts = "draft length learned" if length is None else f"drafts of {length} token{'s' * (length != 1)}"
+        return f"lossless: {drafts}; prompt lookup {lookup}"
 
     def summary(self, tally: Tally) -> dict[str, Any]:
         return draft_summary(tally, verifications=list(tally.passes.values())[-1])  # by the top gear

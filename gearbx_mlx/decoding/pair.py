@@ -1,4 +1,6 @@
-"""Mode pair: a small and a large model of one tokenizer (EAD 3). Rolling entropy chooses the model of the next token.
+"""Mode pair: a small and a large model of one tokenizer (entropy adaptive decoding, EAD, section 3).
+
+Rolling entropy chooses the model of the next token.
 
 A switch affects the very next token, as in EAD's Algorithm 1, while a shift of mode `route` acts two tokens later. The
 entropy is therefore read before the next pass. Pair is the loop of `loop.py` without proposals; its verifier runs the
@@ -279,7 +281,7 @@ class Pair(PairSettings, Mode):
         }
 
     def rows(self, summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-        return [("switches", f"{summary['shifts']}; {summary['caught_up_tokens']} tokens prefilled again")]
+        return [("switches", f"{summary['shifts']}; {summary['caught_up_tokens']} tokens prefilled by the other model")]
 
 
 def check_vocabularies(tokenizer: Any, *models: nn.Module) -> None:

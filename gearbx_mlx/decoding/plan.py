@@ -79,7 +79,7 @@ class Keywords:
         return GeneratedText(tokens, frozenset(tokenizer.eos_token_ids), room)
 
     def caches(self, model: nn.Module) -> tuple[list[Any], list[Any]]:
-        """Return the entries of the model's KV cache, and a draft model's after them."""
+        """Return the entries of the model's KV cache, and the draft model's; [] if the prompt cache has none."""
         own = make_prompt_cache(model, self.max_kv_size)
         if self.prompt_cache is None:
             return own, []
@@ -150,12 +150,12 @@ class DecodeState:
     they are yielded.
 
     Attributes:
-        cache: the verifier's KV cache, one entry per layer.
+        cache: the verifier's KV cache, as its model makes it; pair: one entry per model.
         drafters: in order of priority.
         found: the latest verification.
-        random_states: MLX's, after each token of `found`; empty for greedy decoding.
+        random_states: MLX's, after each token of `found`; empty if the chooser draws no random numbers.
         shown: number of tokens of `found` that were yielded.
-        proposal: the next one if it is already queued; None otherwise.
+        proposal: the next one once chosen, NO_TOKENS if no drafter has one; None: not chosen yet.
         started: start of the proposal's round, and `away` at that time, in seconds.
         away: seconds that consumers of the tokens took.
         is_last_read: True if the KV cache holds the last token too, because the next pass ran ahead.

@@ -14,15 +14,15 @@ A round saves g T(k) - C(k), and the best k is the one that saves most (renewal 
 - **Drafts with margins read one by one**: continue while some of the next tokens save more than they cost. The
   drafter's logits have a normal error, so a token of margin m is accepted with a(m) = Phi(m / error). If all tokens so
   far are accepted with probability P, the next ones are accepted with P p, P p^2, ...
-- **Other drafts**: a_i = p^i, where p is the acceptance rate; this k has the least C / T, and g is that quotient.
+- **Other drafts**: a_i = p^i, where p is the acceptance rate; the best k has the least C / T.
 
 **Rounds or plain decoding.** Rounds run while the measured C / T is below s. A trial compares both: a few plain tokens
 between rounds, or rounds between plain tokens. It is due once its expected cost is a small share of the tokens since
 the previous one. Slow methods are therefore tried rarely, and a method that won the latest trial is tried soon.
 
-**Learned values**: c, for drafts and for lookup, from two neighboring rounds of different lengths; p; the error, raised
-by a rejected token of high a(m); tokens and cost of a round; s. The next start reads these numbers and makes its own
-choices. Only the initial c depends on the drafter.
+**Learned values**: c of drafts, from two neighboring rounds of different lengths; c of lookup, from a round and the
+median unit; p; the error, raised by a rejected token of high a(m); tokens and cost of a round; s. The next start reads
+these numbers and makes its own choices. Only the initial c depends on the drafter.
 
 **Regret**: research/tables.md (`python -m research policy-regret`), on whose recordings the constants were measured.
 """
@@ -57,8 +57,8 @@ TRIAL = {True: 3, False: 4}  # passes, whose median counts; 2 and 6 are equally 
 TRIAL_LENGTH = 1  # drafted tokens of a trial round; the best length is 11% slower if drafts cost twice a plain token
 LATEST = 8  # passes of each method; their medians are compared
 TRUST = 0.5  # weight of the latest trial: single trials are off by 40% on noisy machines
-TRIAL_SHARE = {True: 0.02, False: 0.005}  # of the tokens they may cost; 0.01 for plain ones: 0.5% slower
-TRIAL_WAIT = {True: (16, 192), False: (64, 1024)}  # fewest and most tokens before a trial bound a wrong one's cost
+TRIAL_SHARE = {True: 0.02, False: 0.005}  # maximum cost, of the tokens since the last; 0.01 for plain ones: 0.5% slower
+TRIAL_WAIT = {True: (16, 192), False: (64, 1024)}  # minimum and maximum tokens between trials
 
 
 def expected_tokens(acceptance: float, most: int) -> list[float]:
@@ -189,7 +189,7 @@ class LearnedPolicy:
         return (drafted > 0, rows) not in self._kinds
 
     def length(self, room: int, early: bool = False) -> int:
-        """Return the most tokens of the next draft; 0: plain decoding. Call once per draft.
+        """Return the most tokens of the next draft; 0: plain decoding. Only measurements change it.
 
         Args:
             early: whether `goes_on` may end this draft after each token; otherwise only the length does.
@@ -209,7 +209,7 @@ class LearnedPolicy:
     def lookup_length(self, probabilities: Sequence[float], room: int) -> int:
         """Return how many tokens of a proposal to verify; probabilities: that the first 1, 2, ... are accepted."""
         saved = self._saved(probabilities[: max(0, min(room, MAX_DRAFTED))], self._row)
-        plain = 1 - self._token  # `_saved` counts from a round without proposals, at a cost of 1
+        plain = 1 - self._token  # saved over a round without proposals, which costs 1
         return max(range(len(saved) + 1), key=[plain, *saved].__getitem__)
 
     def add_round(

@@ -6,7 +6,7 @@ t + 2. Mode static stays in one gear, with the kernels and types of the other mo
 mode lossless's. Mode telemetry-only changes no layer, and names the gear that mode route would use.
 
 Automatic thresholds are found once per gearbox, at first use (GEARBX 4.2, the MLX backend): the top gear continues
-three short prompts. If a model is certain of all its tokens there, the entropies of the prompt are used.
+three short prompts. If fewer than five of its tokens have entropy above 0, the entropies of the prompt are used.
 """
 
 from collections import deque

@@ -136,8 +136,10 @@ class Verifier:
         """Lock the gearbox in the context, and restore its gear afterwards."""
         with decode_lock(self.gearbox):
             engaged = self.gearbox.gear
-            yield
-            self.gearbox.shift(engaged)
+            try:
+                yield
+            finally:
+                self.gearbox.shift(engaged)
 
     def is_synchronous(self, cache: Cache) -> bool:
         """Return whether a pass is computed in the call, and not queued for a device."""
@@ -276,7 +278,7 @@ def warn_of_other_paths(gearbox: Gearbox) -> None:
     if others:
         message = (
             f"{min(others)} computes several tokens differently from one, so the output of mode 'lossless' in "
-            f"{dtype_name(gearbox.compute_dtype)} may differ from the top gear's; use mode 'route' to avoid this"
+            f"{dtype_name(gearbox.compute_dtype)} may differ from the top gear's; use mode 'static' for that"
         )
         warnings.warn(message, GearbxWarning, stacklevel=4)
 

@@ -21,7 +21,7 @@ class Certain(FixedPolicy):
 
 
 class Trusting(Lossless):
-    def knowledge(self, gearbox, drafter, chooser):
+    def policy_for(self, gearbox, drafter, chooser):
         return KeptPolicy(Certain(4))
 
 
@@ -91,9 +91,9 @@ class TestLookup:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ((), "drafts as long as they save time; prompt lookup up to 15 tokens"),
-        (("--num-draft-tokens", 4), "lossless: drafts 4 tokens; prompt lookup none"),
-        (("--num-draft-tokens", 1), "lossless: drafts 1 token; prompt lookup none"),
+        ((), "draft length learned; prompt lookup up to 15 tokens"),
+        (("--num-draft-tokens", 4), "lossless: drafts of 4 tokens; prompt lookup none"),
+        (("--num-draft-tokens", 1), "lossless: drafts of 1 token; prompt lookup none"),
     ],
 )
 def test_verbose_names_token_drafters(command, flags, says):

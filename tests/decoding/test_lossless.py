@@ -80,7 +80,7 @@ class InTurn(FixedPolicy):
 class Varying(Lossless):
     """Drafts of all lengths in one text, and tokens alone in between, of which some run ahead."""
 
-    def knowledge(self, gearbox, drafter, chooser):
+    def policy_for(self, gearbox, drafter, chooser):
         return KeptPolicy(InTurn((1, 5, 0, 2, 9, 0, 0, 0, 15, 3)))
 
 
@@ -280,7 +280,7 @@ class TestCache:
         gearbox = Gearbox(tiny, "6,16")
         caches = [[OneAtATime(20) for _ in tiny.layers] for _ in range(2)]
         theirs, _ = written(gearbox, PROMPT[0].tolist(), 30, prompt_cache=caches[0])
-        with pytest.warns(GearbxWarning, match=r"drafting by 6 bits failed \(no drafts here\)") as said:
+        with pytest.warns(GearbxWarning, match=r"drafting failed \(6 bits: no drafts here\)") as said:
             ours, _ = written(gearbox, PROMPT[0].tolist(), 30, Lossless(draft_length=6), prompt_cache=caches[1])
         assert len(said) == 1
         assert [token for token, _ in ours] == [token for token, _ in theirs]

@@ -230,7 +230,7 @@ class TestGenerate:
         read = count["small"] * bytes_read(small) + count["large"] * bytes_read(demo.model)
         assert told["weight_bytes_per_token"] == pytest.approx(read / len(rows))
         assert told["weight_bytes_per_token_top"] == bytes_read(demo.model)
-        assert "tokens prefilled again" in result.err
+        assert "tokens prefilled by the other model" in result.err
 
 
 def parameters(model) -> int:

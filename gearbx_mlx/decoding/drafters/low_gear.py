@@ -6,9 +6,9 @@ first tokens; until it is ready, decoding is plain.
 MLX's kernels queue the passes of a draft one after the other: each takes the previous token as an array in computation.
 Native CPU kernels return each token at once, and its margin may end the draft.
 
-**Rescoring.** The top gear's rows of the output head recompute the logits of the best few draft tokens. Many drafts are
-rejected only because their head is quantized: one token in thirty on SmolLM2. The rows are some kilobytes, a draft's
-pass reads megabytes. Only drafts are rescored; outputs in the low gear are not.
+**Rescoring.** At each drafted position, the top gear's rows of the output head recompute the logits of the best few
+candidates. Many drafts are rejected only because their head is quantized: one token in thirty on SmolLM2. The rows are
+some kilobytes, a draft's pass reads megabytes. Only drafts are rescored; outputs in the low gear are not.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ RESCORE_TOP_K = 4  # larger values hardly change a token
 CHUNK = 256  # logits per chunk, whose maxima are compared first: sorting a whole vocabulary takes ten times as long
 ACTIVATION_BITS = 8  # of native drafts: accepted as often as with 16, in 0.76 (AVX2) to 0.9 of the time per token
 FIXED_SHARE = 0.15  # share of a pass that the gear's bits do not change: attention, norms, the host
-AWAITED_BYTES = 128e6  # a gear of at most so many is made in 0.2 s by all cores, or in 0.4 s of slow tokens beside it
+AWAITED_BYTES = 128e6  # of a gear, up to which decoding waits: 0.2 s on all cores, not 0.4 s of slowed tokens
 RowsOf = Callable[[mx.array], mx.array]  # row numbers (...) to rows (..., D) of a head
 
 
@@ -73,7 +73,9 @@ class LowGear(Drafter):
         ladder = target.gearbox.ladder
         gear = ladder[0] if target.draft is None else ladder.find(target.draft)
         if gear == ladder.top and len(ladder) > 1:
-            raise GearbxError(f"gears {ladder}: the top gear cannot draft for itself; use a ladder with a lower gear")
+            raise GearbxError(
+                f"draft gear: must be below the top gear, got {gear.name}; use a lower gear of {ladder}, or omit it"
+            )
         if gear == ladder.top or target.draft_model is not None:
             return None
         drafter = cls(target, gear)
@@ -182,8 +184,8 @@ def native_step(draft: NativeDraft, chooser: Chooser, text: GeneratedText, reade
 class RescoringHead:
     """Output head of the top gear (a linear layer or an embedding); `holder[name]` is the draft's own head.
 
-    rescored: the head in drafts. All drafts share it, since native programs identify modules by their identity
-    (formats/block.py) and take milliseconds to make.
+    rescored: the head in drafts. All drafts of a sequence share it, since native programs identify modules by their
+    identity (formats/block.py) and take milliseconds to make.
     """
 
     top: nn.Module

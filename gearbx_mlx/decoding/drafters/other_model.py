@@ -8,6 +8,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from ...errors import GearbxError, GearbxWarning
+from ...gears.gearbox import model_fingerprint
 from ..caches import check_draftable
 from ..pair import bytes_read
 from ..policy import MAX_DRAFTED, LearnedPolicy
@@ -22,13 +23,14 @@ class OtherModel(Drafter):
     """Drafter that uses a second model.
 
     Args:
-        cache: of the draft model. It lacks the last token, and after a fully accepted draft the one before.
+        cache: of the draft model. It lacks the last token, and the tokens that the model has not read since its draft.
     """
 
-    name, cost = "another model", COST
+    cost = COST
 
     def __init__(self, target: DraftTarget, model: nn.Module, cache: list[Any]):
         self._target, self._model, self._cache = target, model, cache
+        self.name = f"model {model_fingerprint(model)[:8]}"
         self._weight_bytes = bytes_read(model)
         self._read = 0  # tokens of the sequence in the cache
 
