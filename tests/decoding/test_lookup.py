@@ -91,7 +91,7 @@ class TestLookup:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ((), "draft length learned; prompt lookup up to 15 tokens"),
+        ((), "lossless: drafts of 3 tokens; prompt lookup up to 15 tokens"),  # with GEARBX_TUNE=0
         (("--num-draft-tokens", 4), "lossless: drafts of 4 tokens; prompt lookup none"),
         (("--num-draft-tokens", 1), "lossless: drafts of 1 token; prompt lookup none"),
     ],
@@ -100,3 +100,8 @@ def test_verbose_names_token_drafters(command, flags, says):
     done = command("generate", "-p", "The", "-m", 2, "--mode", "lossless", "--verbose", "all", *flags)
     assert done.status == 0
     assert says in done.err.replace("\n", " ")
+
+
+def test_default_draft_length_is_learned(monkeypatch):
+    monkeypatch.delenv("GEARBX_TUNE", raising=False)
+    assert Lossless().about() == "lossless: draft length learned; prompt lookup up to 15 tokens"

@@ -2,6 +2,7 @@ import copy
 import itertools
 import math
 import sys
+import time
 
 import mlx.core as mx
 import mlx_lm
@@ -75,6 +76,32 @@ class InTurn(FixedPolicy):
     def length(self, room, early=False):
         self._length = next(self.lengths)
         return super().length(room)
+
+
+class PlainTimes(FixedPolicy):
+    """Plain decoding that records the seconds of its tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.seconds = []
+
+    def add_plain(self, seconds):
+        self.seconds.append(seconds)
+
+
+@pytest.mark.parametrize("pause", [0, 0.1])
+def test_plain_time_excludes_slow_consumers(pause):
+    """A pass that ran while the consumer paused would look faster than it is."""
+    policy = PlainTimes()
+
+    class Recording(Lossless):
+        def policy_for(self, gearbox, drafter, chooser):
+            return KeptPolicy(policy)
+
+    gearbox = Gearbox(tiny_model(), "16", kernels="mlx")
+    for _ in stream_generate(gearbox.model, endless(), PROMPT[0].tolist(), 6, gearbox=gearbox, mode=Recording()):
+        time.sleep(pause)
+    assert (len(policy.seconds) > 1) is (pause == 0)
 
 
 class Varying(Lossless):
