@@ -89,6 +89,7 @@ class TestQuestions:
             (lambda: answer(whole([], "bare")), "no log-probabilities for m; start it with log-probabilities"),
             (lambda: refused("logprobs are not supported"), r"for m \(logprobs are not supported\)"),
             (lambda: refused("no such model", 404), r"answers 404 \(no such model\); set --server-model"),
+            (lambda: refused("out of memory", 500), r"answers 500 \(out of memory\); see the server's log"),
             (lambda: answer({"detail": "?"}), "answers without choices"),
             (lambda: answer({"error": "kaput"}), "reports an error: kaput"),
             (lambda: Answer([b"[1]"]), r"is \[1\], not an object"),
