@@ -19,7 +19,7 @@ from gearbx_mlx import Gearbox, GearbxError, convert, load
 from gearbx_mlx.formats.holders import GatheredLinear, RankPart, SummedLinear
 from gearbx_mlx.formats.tied import linear_of
 from gearbx_mlx.gears.adapters import layers_of
-from gearbx_mlx.gears.dividing import Ranks, WholeArray, divide
+from gearbx_mlx.gears.dividing import Ranks, WholeArray, divide, into_stages
 from gearbx_mlx.gears.gearbox import model_fingerprint
 from gearbx_mlx.gears.sharding import WeightPart, ranges_of, sharded_parts, sharding_of
 
@@ -236,3 +236,18 @@ def test_a_part_is_not_saved_as_a_model(tmp_path):
     Gearbox(model)
     with pytest.raises(GearbxError, match="this rank has only a part of the model"):
         model.save_weights(str(tmp_path / "model.safetensors"))
+
+
+def test_pipeline_keeps_layers_of_a_rank():
+    model = tiny_model("deepseek_v3")
+    into_stages(model, rank(0))
+    assert len(model.model.pipeline_layers) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "words"),
+    [("llama", 2, "'llama' has no pipeline; omit pipeline=True"), ("deepseek_v3", 3, "has 2 layers for 3 ranks; use")],
+)
+def test_model_without_stages_is_refused(name, ranks, words):
+    with pytest.raises(GearbxError, match=words):
+        into_stages(tiny_model(name), rank(0, ranks))

@@ -3,6 +3,7 @@
 import math
 import shutil
 import time
+from types import SimpleNamespace
 
 import pytest
 from conftest import save_model, tiny_model
@@ -11,6 +12,8 @@ from http_server import complete, error_of, events, served, text_of
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.loading import DEMO_MODEL
 from gearbx_mlx.server import parse_span
+from gearbx_mlx.server.model import serve_pair
+from gearbx_mlx.server.requests import Options
 
 QUIET = {"log_level": "ERROR"}
 
@@ -28,6 +31,13 @@ def shelf(tmp_path_factory):
 @pytest.fixture(scope="module")
 def small(shelf):
     return str(shelf / "one")
+
+
+def test_request_replaces_thresholds_of_a_pair():
+    pair = SimpleNamespace(large=None, small=None, tokenizer=None, config={}, vocab_size=9, mode=lambda flags: flags)
+    mode = serve_pair(pair, {"thresholds": (4.0,), "window": 2}).mode
+    assert mode(Options(thresholds=[0.5]), "") == {"thresholds": (0.5,), "window": 2}
+    assert mode(Options(), "") == {"thresholds": (4.0,), "window": 2}
 
 
 @pytest.mark.slow
