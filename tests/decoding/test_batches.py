@@ -139,6 +139,11 @@ def test_log_probabilities_match_tokens(written, alone):
         assert logprobs == [each.logprobs[each.token].item() for each in alone(prompt, 5, mode=Static("high"))]
 
 
+def test_batch_without_flags_returns_texts_only(written):
+    batch = written(mode=Static("high"), max_tokens=2)
+    assert (batch.caches, batch.token_ids, batch.logprobs) == (None, None, None)
+
+
 @pytest.mark.parametrize(
     ("architecture", "mode"),
     [
