@@ -167,7 +167,7 @@ def test_ranks_exchange_inputs_or_sums_of_divided_layers(gather, kind):
         assert shape == ((rows // 2, columns) if gather else (rows, columns // 2))
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(5)
 @pytest.mark.parametrize("gather", [True, False])
 @pytest.mark.parametrize("format", SAVED)
 def test_rank_reads_own_part_of_geared_checkpoint(format, gather, tmp_path):
@@ -186,6 +186,15 @@ def test_rank_reads_own_part_of_geared_checkpoint(format, gather, tmp_path):
     others += sum(nbytes(array) for name, array in stored_of(own, set()) if name.endswith("library"))
     assert begun <= half + others
     assert own.saved.bytes_read - begun <= half + others
+
+
+def test_rank_reads_own_matrices_of_geared_checkpoint(tmp_path):
+    source, geared = tmp_path / "original", tmp_path / "geared"
+    save_model(divisible("deepseek_v3", dtype=mx.bfloat16), source)
+    convert(source, geared, gears="4,16", format="exact", q_group_size=32)
+    own = Gearbox(load(geared, group=rank(0))[0], kernels="mlx")
+    assert any(part.matrices for part in sharding_of(own.model).parts.values())
+    check_gears(own, Gearbox(load(geared)[0], kernels="mlx"))
 
 
 def nbytes(array: WholeArray) -> int:

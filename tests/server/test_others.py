@@ -272,6 +272,11 @@ class TestRouting:
         assert token == {"gear": model} | {name: pytest.approx(value, abs=5e-3) for name, value in BOUNDS.items()}
         assert other.requests[-1][1]["messages"] == body["messages"]
 
+    def test_unknown_model_is_named_with_200_characters(self, client):
+        got = client.post(CHAT, json=EASY | {"model": "m" * 300})
+        assert (got.status_code, got.json()["error"]["param"]) == (404, "model")
+        assert f"got '{'m' * 200}'; choose from auto, small" in got.json()["error"]["message"]
+
     def test_stream_events_have_text_entropy_and_gear(self, client):
         got = client.post(CHAT, json=EASY | {"stream": True})
         assert got.headers["content-type"] == "text/event-stream"

@@ -12,6 +12,7 @@ from http_server import complete, error_of, events, served, text_of
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.loading import DEMO_MODEL
 from gearbx_mlx.server import parse_span
+from gearbx_mlx.server.app import model_entries
 from gearbx_mlx.server.model import serve_pair
 from gearbx_mlx.server.requests import Options
 
@@ -31,6 +32,14 @@ def shelf(tmp_path_factory):
 @pytest.fixture(scope="module")
 def small(shelf):
     return str(shelf / "one")
+
+
+def test_only_the_loaded_model_has_gears():
+    served = SimpleNamespace(modes=("route",), gears=("low",), bits=(4,), default_mode="route", context=9, vocabulary=5)
+    provider = SimpleNamespace(catalog=("one", "two"), created=0, name_of=lambda key: key)
+    here = SimpleNamespace(scheduler=SimpleNamespace(provider=provider))
+    for provider.model_key, provider.served, loaded in (("two", served, ["two"]), ("two", None, []), (None, None, [])):
+        assert [entry["id"] for entry in model_entries(here) if "gearbx" in entry] == loaded
 
 
 def test_request_replaces_thresholds_of_a_pair():
