@@ -102,7 +102,7 @@ def test_saved_conversation_names_its_prefill_gear(command, tmp_path):
     assert f"{saved}: computed in 16 bits" in result.err
 
 
-def test_best_prefill_gear_has_8_bits_with_native_kernels(compiled):
+def test_prefill_gear_on_native_kernels_has_8_bits(compiled):
     model = tiny_model()
     assert best_prefill_gear(Gearbox(model, "4,8,16", kernels="native")).bits == 8
     assert best_prefill_gear(Gearbox(model, "4,8,16", kernels="mlx")).bits == 16
