@@ -1,6 +1,7 @@
 """--thresholds auto: found once, on three short prompts or on the first prompt, and used like given thresholds."""
 
 import math
+from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx_lm
@@ -54,6 +55,14 @@ def test_thresholds_are_median_of_three_short_prompts(tokenizer):
     assert found.tokens == len(entropies)
     assert found.thresholds == pytest.approx((median, 2.5 * median), rel=1e-4)
     assert auto_thresholds(new_gearbox(), tokenizer) == found
+
+
+def test_short_prompts_open_an_answer(monkeypatch):
+    prompts = []
+    template = SimpleNamespace(chat_template="own", apply_chat_template=lambda messages, **flags: (messages, flags))
+    monkeypatch.setattr(mlx_lm, "stream_generate", lambda model, tokenizer, prompt, most: prompts.append(prompt) or [])
+    assert list(route.continued_entropies(None, template, "Hi")) == []
+    assert prompts == [([{"role": "user", "content": "Hi"}], {"add_generation_prompt": True})]
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ class TestFlags:
         few, every = (flags_in(each.out) for each in shown)
         assert len(few) <= 28  # 25, and those that print
         assert {"--model", "--prompt", "--max-tokens", "--gears", "--mode"} <= few < every
-        assert {"--xtc-probability", "--num-draft-tokens"} <= every - few
+        assert {"--xtc-probability", "--top-k", "--min-p", "--num-draft-tokens"} <= every - few
 
     def test_default_sampling_matches_mlx_lm(self):
         ours, theirs = vars(SamplingSettings()), vars(mlx_lm_flags().parse_args([]))

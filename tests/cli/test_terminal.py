@@ -19,6 +19,7 @@ from gearbx_mlx.cli.tables import pair_table, summary_table
 from gearbx_mlx.cli.terminal import ProgressLines, PromptBar, TintedText, WrappedText, progress_bar
 from gearbx_mlx.decoding.modes import KICKDOWN, MODES, PAIR, ROUTE, mode_class
 from gearbx_mlx.errors import GearbxError, OutputLost
+from gearbx_mlx.gears import sources
 from gearbx_mlx.routing.pair import NAMES
 from gearbx_mlx.settings import human_bytes
 from gearbx_mlx.telemetry.summary import draft_rows
@@ -53,6 +54,16 @@ class TestProgress:
             clock.now = 3
             progress.advance(task, 1.5e6)
         assert console.file.getvalue() == "converting: 1.5 MB of 4 GB\n"
+
+    def test_encoding_is_counted_in_bytes(self, monkeypatch):
+        console = log()
+        monkeypatch.setattr(progress_module, "messages", console)
+        monkeypatch.setattr(progress_module, "SHORT_SECONDS", 0.0)
+        monkeypatch.setattr(sources, "while_encoding", None)
+        progress_module.show_encoding()
+        with sources.while_encoding(4_000_000) as advance:
+            advance(1_500_000)
+        assert console.file.getvalue() == "encoding: 1.5 MB of 4 MB\n"
 
     def test_terminal_bar_vanishes_and_stdout_keeps_lines(self, capsys):
         console = Console(file=Screen(), force_terminal=True, width=80, _environ={"TERM": "xterm"})

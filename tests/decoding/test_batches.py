@@ -139,6 +139,11 @@ def test_log_probabilities_match_tokens(written, alone):
         assert logprobs == [each.logprobs[each.token].item() for each in alone(prompt, 5, mode=Static("high"))]
 
 
+def test_batch_without_flags_returns_texts_only(written):
+    batch = written(mode=Static("high"), max_tokens=2)
+    assert (batch.caches, batch.token_ids, batch.logprobs) == (None, None, None)
+
+
 @pytest.mark.parametrize(
     ("architecture", "mode"),
     [
@@ -186,7 +191,7 @@ class TestBadInput:
             ({"prefill_step_size": -2}, "prefill_step_size: must be 1 or more, got -2; set"),
             ({"max_kv_size": 0}, "max_kv_size: must be 1 or more, got 0; set"),
             ({"batch_policy": 3}, "batch policy: must be a known name, got 3"),
-            ({"mode": Route(), "batch_policy": lambda w: 7}, "batch policy: must return 0 to 1, got 7; use"),
+            ({"mode": Route(), "batch_policy": lambda w: 2}, "batch policy: must return 0 to 1, got 2; use"),
             ({"seeds": [1, 2, 1.5, None]}, "seeds[2]: must be a whole number from 0, got 1.5; use"),
             (
                 {"logits_processors": [None, 5, None, None]},

@@ -10,7 +10,7 @@ from test_policy import Machine, write
 from gearbx_mlx import Gearbox, Lossless, stream_generate
 from gearbx_mlx.decoding.drafters import DraftTarget
 from gearbx_mlx.decoding.drafters.low_gear import LowGear
-from gearbx_mlx.decoding.learned import MeasuredPolicy, measured_seconds, policy_of
+from gearbx_mlx.decoding.learned import MeasuredPolicy, measured_seconds, policy_of, speed_rows
 from gearbx_mlx.decoding.policy import FixedPolicy, LearnedPolicy
 from gearbx_mlx.decoding.sampling import GREEDY, Chooser
 
@@ -140,3 +140,10 @@ class TestSpeedup:
 
     def test_is_not_claimed_without_rounds(self):
         assert MeasuredPolicy().speedup(0.5) is None
+
+
+def test_speed_compares_rounds_with_plain_decoding():
+    summary = {"seconds_in_rounds": 0.01, "plain_seconds": 0.0201, "drafted": 9}
+    times = "10 ms/token in rounds, 20.1 ms/token in plain decoding"
+    assert speed_rows(summary) == [("speed", f"2.01× with drafts: {times}")]
+    assert speed_rows(summary | {"drafted": 0}) == []

@@ -87,7 +87,7 @@ class TestLookup:
             Lossless(**setting)
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("flags", "says"),
     [

@@ -8,6 +8,7 @@ from conftest import on_disk, tiny_model
 from mlx_lm.models.cache import make_prompt_cache
 
 from gearbx_mlx import Gearbox, GearbxWarning, Kickdown, Route, Static, batch_generate, generate, stream_generate
+from gearbx_mlx.decoding.mode import best_prefill_gear
 
 TALE = "Once upon a time there was a king"
 READ_BY = {None: "high", "same": "low", 3: "low", "high": "high"}  # the gear, by the prompt gear that is asked for
@@ -99,3 +100,10 @@ def test_saved_conversation_names_its_prefill_gear(command, tmp_path):
     result = command(*given, "--prompt-gear", "3")
     assert result.status == 0
     assert f"{saved}: computed in 16 bits" in result.err
+
+
+def test_prefill_gear_on_native_kernels_has_8_bits(compiled):
+    model = tiny_model()
+    assert best_prefill_gear(Gearbox(model, "4,8,16", kernels="native")).bits == 8
+    assert best_prefill_gear(Gearbox(model, "4,8,16", kernels="mlx")).bits == 16
+    assert best_prefill_gear(Gearbox(model, "4,16", kernels="native")).bits == 16

@@ -2,6 +2,7 @@
 
 import ast
 import copy
+import inspect
 import math
 import subprocess
 import sys
@@ -17,7 +18,8 @@ from refusals import assert_refused
 from gearbx_mlx import Gearbox, GearbxError, Observer
 from gearbx_mlx.formats import FORMATS, RECONSTRUCTED, get_format, with_cache
 from gearbx_mlx.formats.base import dense_weight
-from gearbx_mlx.formats.planes import PlanesLinear
+from gearbx_mlx.formats.exact import ExactSwitchLinear
+from gearbx_mlx.formats.planes import NativePlanesSwitchLinear, PlanesLinear, PlanesSwitchLinear
 
 LIBRARY = "codebook-library"
 GEARS = {  # of each format, those that it stores together
@@ -258,3 +260,9 @@ class TestNames:
         program = f"import sys, {names}; print(sorted({{name.split('.')[0] for name in sys.modules}}))"
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
         assert {"mlx", "mlx_lm", "numpy"}.isdisjoint(ast.literal_eval(done.stdout))
+
+
+@pytest.mark.parametrize("kind", [PlanesSwitchLinear, NativePlanesSwitchLinear, ExactSwitchLinear])
+def test_experts_take_arguments_like_mlx_lm(kind):
+    ours, theirs = (inspect.signature(each.__call__).parameters.values() for each in (kind, SwitchLinear))
+    assert [(each.name, each.default) for each in ours] == [(each.name, each.default) for each in theirs]

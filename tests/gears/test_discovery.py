@@ -15,7 +15,7 @@ from gearbx_mlx.decoding.governor import cap_schedule_of
 from gearbx_mlx.errors import GearbxWarning
 from gearbx_mlx.formats import FORMATS
 from gearbx_mlx.gears.cost import chosen_experts, experts_of
-from gearbx_mlx.gears.discovery import is_attention, tied_head, vocabulary
+from gearbx_mlx.gears.discovery import is_attention, own_matrices, tied_head, vocabulary
 
 STEP = [1, 5, 9, 2, 7, 3, 11]
 RG_LRU = "model.layers.0.temporal_block.rg_lru"
@@ -267,3 +267,9 @@ def test_padding_rows_are_excluded_from_vocabulary():
 def test_model_without_token_logits_has_no_vocabulary():
     with pytest.raises(GearbxError, match="Linear has no token embedding; use a language model"):
         vocabulary(nn.Linear(4, 4))
+
+
+def test_matrix_has_several_rows_and_columns():
+    module = nn.Module()
+    module.vector, module.row, module.column, module.matrix = mx.ones(8), mx.ones((1, 8)), mx.ones((8, 1)), mx.eye(2)
+    assert [*own_matrices("mixer", module)] == ["mixer.matrix"]

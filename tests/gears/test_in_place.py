@@ -4,6 +4,7 @@ import itertools
 import json
 
 import mlx.core as mx
+import mlx.nn as nn
 import mlx.optimizers as optim
 import mlx_lm
 import pytest
@@ -351,6 +352,16 @@ def test_it_is_the_low_gear(made, name):
     assert any(response.drafted for response in responses)
     gearbox.shift("high")
     assert [r.token for r in responses] == [r.token for r in mlx_lm.stream_generate(*text)]
+
+
+@pytest.mark.parametrize("kernels", ["mlx", "native"])
+def test_low_gear_with_dense_layers_and_tied_table(kernels, native):
+    original, partly = (tiny_model(tie_word_embeddings=True) for _ in range(2))
+    nn.quantize(partly, bits=4, class_predicate=lambda path, _: path.endswith(("q_proj", "o_proj", "tokens")))
+    alone = run(partly)
+    gearbox = gearbx_mlx.Gearbox(original, "4,16", low_model=partly, kernels=kernels, activations="float")
+    gearbox.shift("low")
+    assert mx.abs(run(original) - alone).max().item() < 1e-4 * mx.abs(alone).max().item()
 
 
 def layer_of(model, path):

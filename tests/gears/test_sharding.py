@@ -19,7 +19,7 @@ from gearbx_mlx import Gearbox, GearbxError, convert, load
 from gearbx_mlx.formats.holders import GatheredLinear, RankPart, SummedLinear
 from gearbx_mlx.formats.tied import linear_of
 from gearbx_mlx.gears.adapters import layers_of
-from gearbx_mlx.gears.dividing import Ranks, WholeArray, divide
+from gearbx_mlx.gears.dividing import Ranks, WholeArray, divide, into_stages
 from gearbx_mlx.gears.gearbox import model_fingerprint
 from gearbx_mlx.gears.sharding import WeightPart, ranges_of, sharded_parts, sharding_of
 
@@ -167,7 +167,7 @@ def test_ranks_exchange_inputs_or_sums_of_divided_layers(gather, kind):
         assert shape == ((rows // 2, columns) if gather else (rows, columns // 2))
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(5)
 @pytest.mark.parametrize("gather", [True, False])
 @pytest.mark.parametrize("format", SAVED)
 def test_rank_reads_own_part_of_geared_checkpoint(format, gather, tmp_path):
@@ -186,6 +186,15 @@ def test_rank_reads_own_part_of_geared_checkpoint(format, gather, tmp_path):
     others += sum(nbytes(array) for name, array in stored_of(own, set()) if name.endswith("library"))
     assert begun <= half + others
     assert own.saved.bytes_read - begun <= half + others
+
+
+def test_rank_reads_own_matrices_of_geared_checkpoint(tmp_path):
+    source, geared = tmp_path / "original", tmp_path / "geared"
+    save_model(divisible("deepseek_v3", dtype=mx.bfloat16), source)
+    convert(source, geared, gears="4,16", format="exact", q_group_size=32)
+    own = Gearbox(load(geared, group=rank(0))[0], kernels="mlx")
+    assert any(part.matrices for part in sharding_of(own.model).parts.values())
+    check_gears(own, Gearbox(load(geared)[0], kernels="mlx"))
 
 
 def nbytes(array: WholeArray) -> int:
@@ -236,3 +245,18 @@ def test_a_part_is_not_saved_as_a_model(tmp_path):
     Gearbox(model)
     with pytest.raises(GearbxError, match="this rank has only a part of the model"):
         model.save_weights(str(tmp_path / "model.safetensors"))
+
+
+def test_pipeline_keeps_layers_of_a_rank():
+    model = tiny_model("deepseek_v3")
+    into_stages(model, rank(0))
+    assert len(model.model.pipeline_layers) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "words"),
+    [("llama", 2, "'llama' has no pipeline; omit pipeline=True"), ("deepseek_v3", 3, "has 2 layers for 3 ranks; use")],
+)
+def test_model_without_stages_is_refused(name, ranks, words):
+    with pytest.raises(GearbxError, match=words):
+        into_stages(tiny_model(name), rank(0, ranks))

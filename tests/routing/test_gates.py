@@ -34,9 +34,9 @@ class TestMonitor:
         monitor = Monitor(VOCABULARY, window=3)
         assert monitor.update(1.0).slope == 0.0
         assert monitor.update(2.0).slope == 1.0
-        reading = monitor.update(5.0)
-        assert reading.slope == pytest.approx((5 - 1) / 2)
-        assert reading.forecast == pytest.approx((1 + 2 + 5) / 3 + 2 * 2)
+        reading = monitor.update(6.0)
+        assert reading.slope == pytest.approx((6 - 1) / 2)
+        assert reading.forecast == pytest.approx((1 + 2 + 6) / 3 + 2 * 2.5)
 
     @pytest.mark.parametrize("window", [1, 3])
     def test_catastrophe_needs_two_values_in_a_row(self, window):
@@ -62,6 +62,10 @@ class TestGate:
         gate = ThresholdGate((1.8, 3.5), hysteresis=0.1, min_gear_duration=1)
         levels = [1.8, 1.85, 1.95, 3.49, 3.5, 3.45, 3.39, 1.81, 1.8]
         assert [gate.update(steady(level)) for level in levels] == [0, 0, 1, 1, 2, 2, 1, 1, 0]
+
+    def test_level_on_a_threshold_keeps_one_gear(self):
+        gate = ThresholdGate((1.8, 3.5), hysteresis=0, min_gear_duration=1)
+        assert [gate.update(steady(level)) for level in (1.8, 1.8, 3.5, 3.5, 3.5, 1.8, 1.8)] == [0, 0, 2, 2, 2, 0, 0]
 
     def test_jumps_over_a_gear(self):
         gate = ThresholdGate((1.8, 3.5), min_gear_duration=1)

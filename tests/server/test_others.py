@@ -89,6 +89,7 @@ class TestQuestions:
             (lambda: answer(whole([], "bare")), "no log-probabilities for m; start it with log-probabilities"),
             (lambda: refused("logprobs are not supported"), r"for m \(logprobs are not supported\)"),
             (lambda: refused("no such model", 404), r"answers 404 \(no such model\); set --server-model"),
+            (lambda: refused("out of memory", 500), r"answers 500 \(out of memory\); see the server's log"),
             (lambda: answer({"detail": "?"}), "answers without choices"),
             (lambda: answer({"error": "kaput"}), "reports an error: kaput"),
             (lambda: Answer([b"[1]"]), r"is \[1\], not an object"),
@@ -270,6 +271,11 @@ class TestRouting:
         (token,) = got["gearbx"]["tokens"]
         assert token == {"gear": model} | {name: pytest.approx(value, abs=5e-3) for name, value in BOUNDS.items()}
         assert other.requests[-1][1]["messages"] == body["messages"]
+
+    def test_unknown_model_is_named_with_200_characters(self, client):
+        got = client.post(CHAT, json=EASY | {"model": "m" * 300})
+        assert (got.status_code, got.json()["error"]["param"]) == (404, "model")
+        assert f"got '{'m' * 200}'; choose from auto, small" in got.json()["error"]["message"]
 
     def test_stream_events_have_text_entropy_and_gear(self, client):
         got = client.post(CHAT, json=EASY | {"stream": True})

@@ -3,6 +3,7 @@
 import math
 import shutil
 import time
+from types import SimpleNamespace
 
 import pytest
 from conftest import save_model, tiny_model
@@ -11,6 +12,9 @@ from http_server import complete, error_of, events, served, text_of
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.loading import DEMO_MODEL
 from gearbx_mlx.server import parse_span
+from gearbx_mlx.server.app import model_entries
+from gearbx_mlx.server.model import serve_pair
+from gearbx_mlx.server.requests import Options
 
 QUIET = {"log_level": "ERROR"}
 
@@ -28,6 +32,21 @@ def shelf(tmp_path_factory):
 @pytest.fixture(scope="module")
 def small(shelf):
     return str(shelf / "one")
+
+
+def test_only_the_loaded_model_has_gears():
+    served = SimpleNamespace(modes=("route",), gears=("low",), bits=(4,), default_mode="route", context=9, vocabulary=5)
+    provider = SimpleNamespace(catalog=("one", "two"), created=0, name_of=lambda key: key)
+    here = SimpleNamespace(scheduler=SimpleNamespace(provider=provider))
+    for provider.model_key, provider.served, loaded in (("two", served, ["two"]), ("two", None, []), (None, None, [])):
+        assert [entry["id"] for entry in model_entries(here) if "gearbx" in entry] == loaded
+
+
+def test_request_replaces_thresholds_of_a_pair():
+    pair = SimpleNamespace(large=None, small=None, tokenizer=None, config={}, vocab_size=9, mode=lambda flags: flags)
+    mode = serve_pair(pair, {"thresholds": (4.0,), "window": 2}).mode
+    assert mode(Options(thresholds=[0.5]), "") == {"thresholds": (0.5,), "window": 2}
+    assert mode(Options(), "") == {"thresholds": (4.0,), "window": 2}
 
 
 @pytest.mark.slow
