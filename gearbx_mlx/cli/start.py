@@ -146,8 +146,8 @@ def end(watch: RankWatch, place: Place, body: Callable[[], int | None]) -> NoRet
     try:
         status = terminal.status_of(connected)
         sys.stdout.flush()
-    except OutputLost as lost:
-        status = terminal.output_lost(lost)
+    except OutputLost as error:
+        status = terminal.output_lost(error)
     except RunEnded:
         status = 0
     with contextlib.suppress(RunEnded):

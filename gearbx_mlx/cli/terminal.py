@@ -200,8 +200,8 @@ def run(command: Callable[[], int | None]) -> NoReturn:
         try:
             status = status_of(command)
             sys.stdout.flush()
-        except OutputLost as lost:
-            status = output_lost(lost)
+        except OutputLost as error:
+            status = output_lost(error)
     leave(status or int(errors.lost))
 
 
@@ -219,11 +219,11 @@ def leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def output_lost(lost: OutputLost) -> int:
+def output_lost(error: OutputLost) -> int:
     """Return the exit status without stdout; print one line on stderr, unless a pipe was closed."""
-    if lost.closed_pipe:
+    if error.closed_pipe:
         return BROKEN_PIPE
-    print_error(str(lost), 1)
+    print_error(str(error), 1)
     return 1
 
 

@@ -1,7 +1,7 @@
 """Client of other servers with OpenAI's API, and a proxy that routes prompts among their models.
 
 `analyze --server` reads whole answers with `RemoteServer`. `routed_application` serves clients: the prompt selects a
-model (GEARBX 11), and each part of the answer gains its entropy and gear (GEARBX 12.3).
+model (GEARBX 11), and each part of the answer gets its entropy and gear (GEARBX 12.3).
 """
 
 import json
