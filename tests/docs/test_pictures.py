@@ -34,7 +34,7 @@ def test_readme_terminal_shows_generate_output():
 @pytest.mark.real
 def test_readme_answer_comes_from_real_model(smollm2_model):
     shown = (IMAGES / "smollm2.txt").read_text(encoding="utf-8")
-    answer = shown.split("\nmodel", 1)[0].splitlines()[-3:]
+    answer = shown.split("\n\ntime", 1)[0].splitlines()[-3:]
     assert len(" ".join(answer).split()) > 20
     assert "\n".join(answer) in pictures.terminal_text(flags_of(shown)).plain
 
