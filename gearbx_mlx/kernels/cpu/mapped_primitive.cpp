@@ -78,16 +78,18 @@ mx::array map_array(int file, int64_t offset, const std::vector<int>& lengths, m
   return mx::array(mx::allocator::Data(mx::allocator::Buffer(data - note), unmap), shape, dtype);
 }
 
-// Let the system drop unwritten pages of a mapped array; the next use reads them again.
-void forget_pages(const mx::array& array) {
+// Let the system drop unwritten pages of mapped bytes; the next use reads them again.
+void forget_bytes(const void* bytes, size_t count) {
   const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-  const auto begin = reinterpret_cast<uintptr_t>(array.data<void>()), end = begin + array.nbytes();
+  const auto begin = reinterpret_cast<uintptr_t>(bytes), end = begin + count;
   const uintptr_t first = (begin + page - 1) / page * page, last = end / page * page;
   if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
 }
 
-// Copies of evaluated arrays, contiguous in one allocation, made by all cores. Its pages are large if available:
-// weights that each token reads are read faster from them.
+void forget_pages(const mx::array& array) { forget_bytes(array.data<void>(), array.nbytes()); }
+
+// Copies of mapped arrays, contiguous in one allocation, made by all cores. Its pages are large if available: weights
+// that each token reads are read faster from them. Mapped pages are released once they are copied.
 std::vector<mx::array> in_large_pages(const std::vector<mx::array>& arrays) {
   constexpr size_t LARGE = size_t{1} << 21, APART = 64, PIECE = size_t{1} << 22;
   const size_t note = before_data();
@@ -118,7 +120,10 @@ std::vector<mx::array> in_large_pages(const std::vector<mx::array>& arrays) {
 #endif
   std::atomic<size_t> next{0};
   const auto copy = [&] {
-    for (size_t i = next++; i < pieces.size(); i = next++) std::memcpy(first + pieces[i].to, pieces[i].from, pieces[i].bytes);
+    for (size_t i = next++; i < pieces.size(); i = next++) {
+      std::memcpy(first + pieces[i].to, pieces[i].from, pieces[i].bytes);
+      forget_bytes(pieces[i].from, pieces[i].bytes);
+    }
   };
   std::vector<std::thread> threads;
   for (unsigned i = 1; i < std::thread::hardware_concurrency(); i++) threads.emplace_back(copy);
