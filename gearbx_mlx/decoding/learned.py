@@ -123,7 +123,7 @@ def policy_of(gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> Ke
 
 
 def cache_key(gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> str:
-    """Return a key for measurements: drafter, model, kernels, and what the sampler has: a native kernel, margins."""
+    """Return a key for measurements: drafter, model, kernels, and the sampler's support of kernels and margins."""
     kernels = "native" if gearbox.kernels.native else "mlx"
     if gearbox.base:
         kernels += ", calibrated,"

@@ -1,4 +1,4 @@
-"""How a command ends as one of several ranks; no rank is started here."""
+"""Exit status of a command on one of several ranks; no rank is started."""
 
 from types import SimpleNamespace
 

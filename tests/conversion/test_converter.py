@@ -1,4 +1,4 @@
-"""How tensors of the original are found again in the model's parameters, by the hashes of their pieces."""
+"""Search for original tensors in the model's parameters, by hashes of their pieces."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What writes a quantized model, as mlx-lm's convert does."""
+"""Writing a quantized model as mlx-lm's convert does."""
 
 import pytest
 from conftest import tiny_model

@@ -1,4 +1,4 @@
-"""What a sequence's state reports to the policy, with a simulated clock; no model runs here."""
+"""Times that a sequence's state reports to the policy, with a simulated clock and no model."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""What ranks agree on, seen from rank 0; no rank is started here."""
+"""Agreement of ranks, seen from rank 0; no rank is started."""
 
 from types import SimpleNamespace
 

@@ -189,7 +189,7 @@ void put(Fp16* numbers, int64_t at, float value) {
 
 // As `scale_and_bias` of kernels/bit_planes.py, and `quantize` of formats/planes.py. The codes of a row, each in a byte.
 //
-// What is found of a group waits for what was found before, so each step takes several groups in turn.
+// Each step of a group waits for its previous step, so every step runs over several groups in turn.
 template <class T, int GROUP>
 void find_row(const gearbx_splitting& m, int64_t row, uint8_t* bytes) {
   const gearbx_grid& grid = *m.grid;
