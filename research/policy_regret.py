@@ -27,7 +27,7 @@ from rich.progress import track
 from gearbx_mlx import Gearbox, load
 from gearbx_mlx.decoding.caches import in_common
 from gearbx_mlx.decoding.drafters import DraftTarget
-from gearbx_mlx.decoding.drafters.lookup import Lookup, LookupAgreement
+from gearbx_mlx.decoding.drafters.lookup import Lookup
 from gearbx_mlx.decoding.drafters.low_gear import LowGear, draft_cost
 from gearbx_mlx.decoding.loop import decode
 from gearbx_mlx.decoding.plan import DecodePlan, DecodeState, Keywords
@@ -37,6 +37,7 @@ from gearbx_mlx.decoding.rows import Verification, Verifier
 from gearbx_mlx.decoding.sampling import GREEDY, reader_of
 from gearbx_mlx.files.writing import write_text
 from gearbx_mlx.kernels.compiler import vectors_at_once
+from gearbx_mlx.routing.ngrams import NgramTable
 
 from .lossless import ASSISTANT, first_prompts
 from .studies import DATA, HELD_OUT, Found, study, table_here
@@ -113,14 +114,14 @@ def recorded_text(machine: Machine, prompt: list[int], count: int) -> dict[str, 
         if tokens[-1] in machine.tokenizer.eos_token_ids:
             break
     found: dict[str, list[Any]] = {"margins": [], "accepted": [], "run": [], "repeated": []}
-    lookup, seen = Lookup(LookupAgreement()), [*prompt]
+    lookup, seen = Lookup(NgramTable()), [*prompt]
     for place, (drafted, margins) in enumerate(drafts):
         following = tokens[len(prompt) + place :]
         lookup.follow(seen, len(prompt))
         found["margins"].append([round(margin, 2) for margin in margins])
         found["accepted"].append(in_common(drafted, following))
-        found["run"].append(lookup.run)
-        found["repeated"].append(in_common(lookup.proposed(MOST), following))
+        found["run"].append(lookup.table.run)
+        found["repeated"].append(in_common(lookup.table.proposed(MOST), following))
         seen.append(following[0])
     return found
 
@@ -152,7 +153,7 @@ class Recorder(FixedPolicy):
     def goes_on(self, margins: Sequence[float]) -> bool:
         return len(margins) < self._length
 
-    def lookup_length(self, probabilities: Sequence[float], room: int) -> int:
+    def lookup_length(self, probabilities: Sequence[float]) -> int:
         return 0
 
     def add_round(self, **found: Any) -> None:

@@ -72,6 +72,8 @@ def kind_in_cache(path: Path) -> str:
         return path.name
     if path.name.startswith(SCAN_NAME):
         return "imports"
+    if path.suffix == ".lookup":
+        return "lookup"
     if path.suffix == ".json":
         return "times"
     is_model = path.is_dir() and (path.name.startswith((".", HASHES)) or (path / "config.json").exists())

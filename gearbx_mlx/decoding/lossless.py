@@ -20,6 +20,7 @@ from ..routing.gates import BatchPolicy, Monitor, OneGear, highest
 from ..telemetry.summary import Tally, draft_rows, draft_summary
 from .batches import BatchGenerator, SequenceState, SharedMode
 from .drafters import Drafter, DraftTarget, drafters_for
+from .drafters.lookup import LookupMemory
 from .generation import Telemetry, responses, tokenizer_for
 from .governor import Governor
 from .learned import KeptPolicy, policy_of, speed_rows
@@ -86,6 +87,7 @@ class Lossless(LosslessSettings, SharedMode):
         text = how.text(model, tokenizer, prompt)
         chooser, reader, agreement = how.chooser(), reader_of(gearbox), agreement_of(gearbox.model)
         cache, draft_cache = how.caches(gearbox.model)
+        memory = self.memory_for(gearbox, tokenizer)
         target = DraftTarget(
             gearbox,
             cache,
@@ -94,6 +96,7 @@ class Lossless(LosslessSettings, SharedMode):
             agreement=agreement,
             draft=self.draft,
             lookup_tokens=self.max_lookup_tokens,
+            table=None if memory is None else memory.table,
             is_fixed=self.is_fixed(gearbox),
             draft_model=how.draft_model,
             draft_cache=draft_cache,
@@ -108,7 +111,13 @@ class Lossless(LosslessSettings, SharedMode):
         monitor = Monitor(vocabulary_of(gearbox), self.window)
         telemetry = Telemetry(monitor, blame_of(gearbox), controller)
         state = DecodeState(text, cache, drafters)
-        return responses(plan, state, tokenizer, telemetry, gearbox.arrays, finish=kept.note)
+
+        def finish(tokens: int) -> None:
+            kept.note(tokens)
+            if memory is not None:
+                memory.save()
+
+        return responses(plan, state, tokenizer, telemetry, gearbox.arrays, finish=finish)
 
     def batch_generator(
         self, model: nn.Module, tokenizer: Any, *, gearbox: Any, policy: BatchPolicy = highest, **kwargs: Any
@@ -124,6 +133,12 @@ class Lossless(LosslessSettings, SharedMode):
     def is_fixed(self, gearbox: Gearbox) -> bool:
         """Return whether draft lengths are fixed: `draft_length` is set, GEARBX_TUNE=0, or several ranks."""
         return self.draft_length is not None or not is_tuning() or agreement_of(gearbox.model).group is not None
+
+    def memory_for(self, gearbox: Gearbox, tokenizer: Any) -> LookupMemory | None:
+        """Return the tokens of earlier sequences for prompt lookup; None if each sequence has its own."""
+        if self.is_fixed(gearbox) or not self.max_lookup_tokens or not (self.share_lookup or self.remember):
+            return None
+        return LookupMemory.of(gearbox, self.remember, tokenizer, vocabulary_of(gearbox))
 
     def policy_for(self, gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> KeptPolicy:
         """Return the learned policy of a gearbox; a fixed length if `is_fixed`."""

@@ -8,6 +8,7 @@ are flags have a line in `SETTINGS`.
 import pkgutil
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import GearbxError, check_choice
@@ -137,6 +138,9 @@ class LosslessSettings(Settings):
         draft_length: a fixed number of tokens per draft; outputs do not depend on it. None: the fastest length,
             learned on this machine.
         lookup_tokens: the most tokens per proposal of prompt lookup; 0: no lookup. None: 15, or 0 with a draft_length.
+        remember: file that keeps the tokens of prompts and outputs for prompt lookup in later starts; True: in the
+            user's cache.
+        share_lookup: whether prompt lookup learns from all sequences of the model, or each has its own.
         window: tokens in the rolling mean that responses show.
     """
 
@@ -152,6 +156,10 @@ class LosslessSettings(Settings):
         rare=True,
     )
     lookup_tokens: int | None = setting(None, minimum=0, maximum=MAX_DRAFTED)
+    remember: bool | str | Path = flag(
+        False, "Keep all prompts and outputs in the user's cache, for prompt lookup in later starts", rare=True
+    )
+    share_lookup: bool = setting(True)
     window: int = setting(DEFAULT_WINDOW, minimum=1)
 
 

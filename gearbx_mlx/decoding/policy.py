@@ -46,6 +46,7 @@ ROW, STEP = 0.07, 0.35  # cost of a row, and of an additional pass over the weig
 ACCEPTANCE, ERROR = 0.85, 0.8  # initial p and error of 4-bit drafts: 0.88 to 0.96, and 0.65, on the recordings
 ACCEPTANCE_KEPT, ACCEPTANCE_PRIOR = 0.995, 20.0  # weight kept per token, tokens of the prior; 0.98, 10: 0.6% slower
 ROUNDS_KEPT, ROUNDS_PRIOR = 0.98, 10.0  # per round; a prior of 20 turns slow drafts off twice as late
+ROWS_PRIOR = 4.0  # rounds of the prior of c of lookup: some kernels multiply a second row in nearly a pass
 ERROR_RATE, SLOPE_RATE = 0.08, 0.01  # steps of the error per token, of c per pair of rounds; 0.03 for c: 0.2% slower
 MIN_COST, MAX_COST = 0.01, 4.0  # of learned numbers: drafts above the maximum are never faster
 MAX_ERROR = 50.0  # a(m) is then 0.5 for all m; with 4, uninformative margins cost 9% instead of 3%
@@ -148,7 +149,9 @@ class LearnedPolicy:
         kept = kept or {}
         self._most, self._tile = 0 if draft_share is None else most, tile
         self._slope = within(kept.get("drafted token", PLAIN * (draft_share or 0.0) + ROW))  # c of drafts
-        self._row = within(kept.get("row", ROW))  # c of proposals that need no draft
+        self._row = RunningMean(
+            ROUNDS_KEPT, within(kept.get("row", ROW)), ROWS_PRIOR
+        )  # c of proposals that need no draft
         acceptance = within(kept.get("acceptance", ACCEPTANCE), maximum=1.0)
         self._acceptance = RunningMean(ACCEPTANCE_KEPT, acceptance, ACCEPTANCE_PRIOR)  # p
         self._error = within(kept.get("error", ERROR), maximum=MAX_ERROR)
@@ -169,7 +172,7 @@ class LearnedPolicy:
         """Costs and rates for the next start, all positive."""
         return {
             "drafted token": self._slope,
-            "row": self._row,
+            "row": self._row.value,
             "acceptance": max(self.acceptance, MIN_COST),
             "error": self._error,
             "tokens of a round": self._tokens.value,
@@ -206,9 +209,9 @@ class LearnedPolicy:
         following = [right * self.acceptance**n for n in range(1, min(AHEAD, self._most - drafted) + 1)]
         return any(saved > 0 for saved in self._saved(following, self._slope, drafted))
 
-    def lookup_length(self, probabilities: Sequence[float], room: int) -> int:
+    def lookup_length(self, probabilities: Sequence[float]) -> int:
         """Return how many tokens of a proposal to verify; probabilities: that the first 1, 2, ... are accepted."""
-        saved = self._saved(probabilities[: max(0, min(room, MAX_DRAFTED))], self._row)
+        saved = self._saved(probabilities, self._row.value)
         plain = 1 - self._token  # saved over a round without proposals, which costs 1
         return max(range(len(saved) + 1), key=[plain, *saved].__getitem__)
 
@@ -234,13 +237,14 @@ class LearnedPolicy:
             draft_seconds: of the draft, for classes that record rounds: c needs only the sum.
             margins: of the drafted tokens, if their sampler has them.
         """
-        cost = self.cost(drafted) if drafted else self.cost(rows - 1, self._row)
+        cost = self.cost(drafted) if drafted else self.cost(rows - 1, self._row.value)
         is_timed = seconds is not None and not self.is_first(drafted, rows)
         unit = (seconds or 0.0) / cost
         self._kinds.add((drafted > 0, rows))
         if not drafted:
             if is_timed and self.trials.unit is not None:
-                self._row = self._learned(self._row, rows - 1, unit, self.trials.unit)
+                surprise = within(unit / self.trials.unit, 1 - MAX_SURPRISE, 1 + MAX_SURPRISE)
+                self._row.add((cost * surprise - 1) / (rows - 1))
             self.trials.add(True, tokens, None)
             return
         self.trials.add(True, tokens, unit if is_timed else None)

@@ -133,6 +133,9 @@ class ConcurrencySettings(Settings):
         named=True,
         rare=True,
     )
+    share_lookup: bool = flag(
+        False, "Draft answers with tokens of other requests; their speed then tells what others asked", rare=True
+    )
     prompt_cache_size: int = flag(
         10, "Maximum number of distinct KV caches to hold in the prompt cache", minimum=1, rare=True
     )
@@ -164,6 +167,8 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         check_pair(self)
+        if "remember" in self.mode.given() and not self.concurrency.share_lookup:
+            raise GearbxError("--remember: keeps all requests for later ones; add --share-lookup, or omit it")
         self.others.check_named()
         if self.others.server is not None:
             self.check_routed()

@@ -12,6 +12,7 @@ from mlx_lm.models.cache import LRUPromptCache
 from ..cli.build import Geared, Loaded, LoadedPair, load_draft_model, load_pair
 from ..cli.decide import Decision, check_in_ladder, decide
 from ..cli.describe import describe, machine_for
+from ..decoding.lossless import Lossless
 from ..decoding.mode import SAME, Mode
 from ..decoding.modes import KICKDOWN, LOSSLESS, PAIR, ROUTE, SHIFTING, TELEMETRY_ONLY, make_mode
 from ..errors import GearbxError, choose, error_context
@@ -60,6 +61,11 @@ def mode_of_request(geared: Geared, modes: tuple[str, ...], default: Mode, optio
             setting = geared.gearbox.ladder.find(value).name if name in GEAR_OPTIONS else tuple(value)
             mode = replace(mode, **{name: setting})
     return geared.mode(prompt, mode).settled(geared.gearbox, geared.loaded.tokenizer, None)
+
+
+def with_lookup(mode: Mode, is_shared: bool) -> Mode:
+    """Return a mode whose prompt lookup learns from all requests, or from each request alone."""
+    return replace(mode, share_lookup=is_shared) if isinstance(mode, Lossless) else mode
 
 
 def mode_of_options(given: Mapping[str, Any], default: Mode) -> str | None:
@@ -143,12 +149,13 @@ def prepared(settings: ServerSettings, path: str | None, adapter: str | None) ->
 
     def load() -> ServedModel:
         free = replace(described, machine=machine_for(settings))  # the previous model's memory is free by now
-        return load_geared(decide(settings, free, several_modes=True), template)
+        decision = decide(settings, free, several_modes=True)
+        return load_geared(decision, template, settings.concurrency.share_lookup)
 
     return load
 
 
-def load_geared(decision: Decision, template: str) -> ServedModel:
+def load_geared(decision: Decision, template: str, share_lookup: bool) -> ServedModel:
     """Load a model with its gears. Raises GearbxError."""
     settings = decision.settings
     with ExitStack() as stack:
@@ -160,12 +167,12 @@ def load_geared(decision: Decision, template: str) -> ServedModel:
         controller = stack.enter_context(geared.governor())
         modes = modes_of(geared, draft_model is not None, controller is not None and controller.caps)
         default = geared.loaded.decision.mode
-        own = geared.mode("").settled(geared.gearbox, loaded.tokenizer, None)
+        own = with_lookup(geared.mode("").settled(geared.gearbox, loaded.tokenizer, None), share_lookup)
 
         def mode(options: Options, prompt: str) -> Mode:
             if options == Options() and not hasattr(own, "initial_gear"):  # the prompt selects an initial gear
                 return own
-            return mode_of_request(geared, modes, default, options, prompt)
+            return with_lookup(mode_of_request(geared, modes, default, options, prompt), share_lookup)
 
         return ServedModel(
             model=loaded.model,

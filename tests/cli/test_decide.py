@@ -180,7 +180,7 @@ def test_flags_select_their_mode(by_flags):
     assert by_flags("bfloat16").mode.name == otherwise
 
 
-@pytest.mark.parametrize(("parser", "most"), [(setup_arg_parser, 45), (server_parser, 55)], ids=["generate", "server"])
+@pytest.mark.parametrize(("parser", "most"), [(setup_arg_parser, 46), (server_parser, 57)], ids=["generate", "server"])
 def test_there_are_so_many_flags_at_most(parser, most):
     made, printing = parser(), {"--help", "-h", "--help-all", "--version"}
     flags = [action for action in made._actions if not printing & {*action.option_strings}]

@@ -3,12 +3,12 @@
 from collections import Counter
 
 import pytest
-from conftest import ARCHITECTURES, assert_same_text, tiny_model
+from conftest import ARCHITECTURES, assert_same_text, loaded_demo, tiny_model
 from conftest import written as told
 from lossless_texts import TWICE, assert_written, written
 from test_lossless import SAMPLERS, both
 
-from gearbx_mlx import Gearbox, GearbxError, Lossless, stream_generate
+from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Lossless, stream_generate
 from gearbx_mlx.decoding.learned import KeptPolicy
 from gearbx_mlx.decoding.policy import FixedPolicy
 
@@ -16,8 +16,8 @@ from gearbx_mlx.decoding.policy import FixedPolicy
 class Certain(FixedPolicy):
     """Takes every proposal from the text."""
 
-    def lookup_length(self, probabilities, room):
-        return min(len(probabilities), room)
+    def lookup_length(self, probabilities):
+        return len(probabilities)
 
 
 class Trusting(Lossless):
@@ -105,3 +105,47 @@ def test_verbose_names_token_drafters(command, flags, says):
 def test_default_draft_length_is_learned(monkeypatch):
     monkeypatch.delenv("GEARBX_TUNE", raising=False)
     assert Lossless().about() == "lossless: draft length learned; prompt lookup up to 15 tokens"
+
+
+class TrustingInMemory(Trusting):
+    def is_fixed(self, gearbox):
+        return False
+
+
+def drafted(mode, prompt=TWICE, count=30):
+    """Return the tokens of a new gearbox, and the number that lookup proposed."""
+    demo = loaded_demo()
+    gearbox = Gearbox(demo.model, "4,16")
+    run = list(stream_generate(demo.model, demo.tokenizer, prompt, count, gearbox=gearbox, mode=mode))
+    return [r.token for r in run], sum(r.source == "lookup" for r in run)
+
+
+class TestRemembered:
+    """Tokens of earlier starts, in a file."""
+
+    def test_later_start_copies_the_earlier_text(self, tmp_path):
+        file = tmp_path / "tokens"
+        (first, accepted), (second, more) = (drafted(TrustingInMemory(remember=file)) for _ in range(2))
+        assert first == second
+        assert more > accepted
+        assert file.stat().st_mode & 0o777 == 0o600
+
+    def test_sequences_of_one_model_share_lookup_unless_told(self, geared_demo, demo):
+        for shared in (True, False):
+            mode = TrustingInMemory(share_lookup=shared)
+            how = {"gearbox": geared_demo, "mode": mode}
+            runs = [list(stream_generate(demo.model, demo.tokenizer, "A dog", 30, **how)) for _ in range(2)]
+            counts = [sum(r.source == "lookup" for r in run) for run in runs]
+            assert (counts[1] > counts[0]) is shared
+
+    @pytest.mark.parametrize(
+        "content", [b"", b"{", b'{"tokenizer": "other", "tokens": "AAAAAA=="}', b'{"tokens": "//"}']
+    )
+    def test_damaged_or_foreign_file_is_made_anew(self, tmp_path, content):
+        file = tmp_path / "tokens"
+        file.write_bytes(content)
+        with pytest.warns(GearbxWarning, match=str(file)) as warned:
+            found, _ = drafted(TrustingInMemory(remember=file))
+        assert len([each for each in warned if str(file) in str(each.message)]) in (1, 2)
+        assert found == drafted(Lossless())[0]
+        assert drafted(TrustingInMemory(remember=file))[1] > 5

@@ -84,10 +84,9 @@ class TestFixed:
         assert [FixedPolicy(3).goes_on([1.0] * drafted) for drafted in (1, 2, 3)] == [True, True, False]
 
     def test_proposal_is_cut_to_fastest_length(self):
-        assert FixedPolicy().lookup_length([0.9, 0.8, 0.7], 9) == 3
-        assert FixedPolicy().lookup_length([0.9, 0.02], 9) == 1
-        assert FixedPolicy().lookup_length([0.9, 0.7], 1) == 1
-        assert FixedPolicy().lookup_length([0.05], 9) == FixedPolicy().lookup_length([0.9], -1) == 0
+        assert FixedPolicy().lookup_length([0.9, 0.8, 0.7]) == 3
+        assert FixedPolicy().lookup_length([0.9, 0.02]) == 1
+        assert FixedPolicy().lookup_length([0.05]) == FixedPolicy().lookup_length([]) == 0
 
 
 class TestLearning:
@@ -251,37 +250,37 @@ class TestLookup:
     def test_takes_fastest_proposal(self):
         policy = LearnedPolicy()
         write(policy, Machine(), 1000)
-        assert policy.lookup_length([0.99**place for place in range(1, 16)], 15) >= 10
-        assert policy.lookup_length([0.2, 0.04], 15) == 0
-        assert policy.lookup_length([0.99] * 15, 4) == 4
-        assert policy.lookup_length([], 15) == policy.lookup_length([0.99], 0) == 0
+        assert policy.lookup_length([0.99**place for place in range(1, 16)]) >= 10
+        assert policy.lookup_length([0.2, 0.04]) == 0
+        assert policy.lookup_length([0.99] * 4) == 4
+        assert policy.lookup_length([]) == 0
 
     def test_expensive_rows_are_not_taken_again(self):
         machine, policy = Machine(), LearnedPolicy()
         write(policy, machine, 1000)
         proposal = [0.8**place for place in range(1, 16)]
-        taken = policy.lookup_length(proposal, 15)
+        taken = policy.lookup_length(proposal)
         for _ in range(30):
             policy.add_round(drafted=0, accepted=1, tokens=2, rows=taken + 1, seconds=10 * machine.plain)
-        assert policy.lookup_length(proposal, 15) < taken
+        assert policy.lookup_length(proposal) < taken
 
     def test_without_drafter_rows_compete_with_plain_tokens(self):
         policy = LearnedPolicy(draft_share=None)
         proposal = [0.8**place for place in range(1, 16)]
-        taken = policy.lookup_length(proposal, 15)
+        taken = policy.lookup_length(proposal)
         for _ in range(30):
             for _ in range(8):
                 policy.add_plain(0.015)
             policy.add_round(drafted=0, accepted=1, tokens=2, rows=taken + 1, seconds=0.15)
-        assert policy.lookup_length(proposal, 15) < taken
+        assert policy.lookup_length(proposal) < taken
 
     def test_lookup_may_draft_without_other_drafters(self):
         policy = LearnedPolicy(draft_share=None)
         for _ in range(20):
             assert policy.length(100) == 0
             policy.add_plain(0.015)
-        assert policy.lookup_length([0.9, 0.8, 0.7], 3) == 3
-        assert policy.lookup_length([0.01], 3) == 0
+        assert policy.lookup_length([0.9, 0.8, 0.7]) == 3
+        assert policy.lookup_length([0.01]) == 0
 
 
 class TestKeptState:

@@ -23,6 +23,7 @@ from ...compat.arrays import same_random_numbers
 from ...gears.gearbox import Gearbox
 from ...gears.ladder import Gear
 from ...ranks.agreement import ALONE, Agreement
+from ...routing.ngrams import NgramTable
 from ..caches import Cache
 from ..policy import MAX_DRAFTED, LearnedPolicy
 from ..response import DRAFT, GeneratedText
@@ -46,6 +47,7 @@ class DraftTarget:
         chooser, reader: choose tokens from logits.
         draft: name or bits of the draft gear; None: the lowest.
         lookup_tokens: the most tokens per proposal of prompt lookup; 0: none.
+        table: n-grams of prompt lookup, also of earlier sequences; None: of this sequence alone.
         is_fixed: True if drafts do not depend on measurements.
         agreement: of ranks that share the model.
         draft_model, draft_cache: a second model that drafts, and its entries of the prompt cache; None and [] without.
@@ -59,6 +61,7 @@ class DraftTarget:
     reader: LogitsReader = MLX_READER
     draft: str | int | None = None
     lookup_tokens: int = 0
+    table: NgramTable | None = None
     is_fixed: bool = True
     agreement: Agreement = ALONE
     draft_model: nn.Module | None = None
