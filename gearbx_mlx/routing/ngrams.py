@@ -4,8 +4,9 @@ Answers quote their prompt, code repeats names, and an edit copies its source. T
 predicts the next ones without reading weights, as llama.cpp's `lookup` and suffix decoding (2411.04975) do. A draft is
 the text that followed the run: each of its tokens makes the run longer by one.
 
-The acceptance rate depends on the length of the run, and on whether the table already predicted that token when it was
-written. Both are known for every token of a draft, and every generated token updates its rate, proposed or not.
+The acceptance rate depends on the length of the run, on whether it is in the same text, and on whether the table
+predicted that token when it was written. All are known for every token of a draft, and every generated token updates
+its rate, proposed or not.
 """
 
 from array import array
@@ -34,9 +35,14 @@ PRIOR = {
     9: (0.7, 0.9),
     16: (0.85, 0.97),
 }
-PRIOR_WEIGHT = 8.0  # number of tokens that the prior counts as
-WEIGHT_KEPT = 0.99  # share of the earlier tokens' weight that each new one leaves
+EARLIER = 0.6  # times as high for runs in earlier texts
+PRIOR_WEIGHT, WEIGHT_KEPT = 16.0, 0.995  # tokens that the prior counts as; share of its weight that each new one leaves
 LEAST = 0.02  # probability of all tokens of a draft, below which it ends
+
+
+def rates_of_class(run: int) -> list[list[RunningMean]]:
+    """Return rates by whether a run is in the same text, and whether the table predicted the token."""
+    return [[RunningMean(WEIGHT_KEPT, share * rate, PRIOR_WEIGHT) for rate in PRIOR[run]] for share in (EARLIER, 1.0)]
 
 
 class NgramTable:
@@ -60,7 +66,7 @@ class NgramTable:
         """Number of last tokens that occurred before, up to `LONGEST_RUN`; 0 if the last one is new."""
         self._place = 0  # of the token after them
         self._slots_of_last = list[int]()  # of the n-grams that end with the last token, the shortest first
-        classes = {run: tuple(RunningMean(WEIGHT_KEPT, rate, PRIOR_WEIGHT) for rate in PRIOR[run]) for run in PRIOR}
+        classes = {run: rates_of_class(run) for run in PRIOR}
         self._rates = [classes[max(run for run in PRIOR if run <= max(length, 1))] for length in range(LONGEST_RUN + 1)]
         self._rebuild()
         self.begin()
@@ -93,7 +99,7 @@ class NgramTable:
         """Read the next token of the text. A generated one updates an acceptance rate."""
         predicted = self.run > 0 and self._read[self._place] >> 1 == token
         if is_generated and self.run:
-            self._rates[self.run][self._read[self._place] & 1].add(predicted)
+            self._rates[self.run][self._place >= self._start][self._read[self._place] & 1].add(predicted)
         for slot in self._slots_of_last:
             self._slots[slot] = len(self._read)
         self._read.append(2 * token + predicted)
@@ -123,11 +129,11 @@ class NgramTable:
         """Return the probabilities that the first 1, 2, ... of `proposed` are all accepted, up to `count` of them."""
         if not self.run:
             return []
-        product, found, length = 1.0, list[float](), self.run
+        product, found, is_own = 1.0, list[float](), self._place >= self._start
         following = self._read[self._place : self._place + count]
         for place in range(count):
             each = following[place % len(following)]
-            product *= self._rates[min(length + place, LONGEST_RUN)][each & 1].value
+            product *= self._rates[min(self.run + place, LONGEST_RUN)][is_own][each & 1].value
             if each == SEPARATOR or product < LEAST:
                 break
             found.append(product)
