@@ -206,6 +206,7 @@ REFUSED = [
     ),
     ("convert --mlx-path unmade --format nested", "--format: unknown, got nested; choose from planes, affine"),
     ("server --server http://127.0.0.1:1", "--server: needs at least two models"),
+    ("server --remember", "--remember: keeps all requests for later ones; add --share-lookup"),
     ("server --server-model a,b", "--server-model: only for a server; pass --server"),
     *(
         (f"server --server http://127.0.0.1:1 --server-model a,b {flags}", words)

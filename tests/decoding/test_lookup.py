@@ -1,5 +1,6 @@
 """Prompt lookup in lossless mode: the text itself proposes what follows, and the text is the top gear's."""
 
+import os
 from collections import Counter
 
 import pytest
@@ -9,6 +10,7 @@ from lossless_texts import TWICE, assert_written, written
 from test_lossless import SAMPLERS, both
 
 from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Lossless, stream_generate
+from gearbx_mlx.decoding.drafters.lookup import LookupMemory
 from gearbx_mlx.decoding.learned import KeptPolicy
 from gearbx_mlx.decoding.policy import FixedPolicy
 
@@ -149,3 +151,28 @@ class TestRemembered:
         assert len([each for each in warned if str(file) in str(each.message)]) in (1, 2)
         assert found == drafted(Lossless())[0]
         assert drafted(TrustingInMemory(remember=file))[1] > 5
+
+    def test_two_processes_keep_the_tokens_of_both(self, tmp_path):
+        file = tmp_path / "tokens"
+        demo = loaded_demo()
+        one, other = (LookupMemory(file, demo.tokenizer, 4096) for _ in range(2))
+        for memory, tokens in ((one, range(100, 110)), (other, range(200, 210)), (one, range(300, 310))):
+            memory.table.begin()
+            for token in tokens:
+                memory.table.read(token)
+            memory.save()
+        table = LookupMemory(file, demo.tokenizer, 4096).table
+        for start in (100, 200, 300):
+            table.begin()
+            for token in range(start, start + 4):
+                table.read(token)
+            assert table.proposed(6) == [*range(start + 4, start + 10)]
+
+    @pytest.mark.skipif(os.name == "nt", reason="files have no such permissions")
+    def test_file_that_others_may_write_to_is_not_used(self, tmp_path):
+        file = tmp_path / "tokens"
+        file.write_text("{}")
+        file.chmod(0o666)
+        with pytest.warns(GearbxWarning, match="others may write to"):
+            drafted(TrustingInMemory(remember=file))
+        assert file.read_text() == "{}"
