@@ -33,7 +33,7 @@ from gearbx_mlx.decoding.loop import decode
 from gearbx_mlx.decoding.plan import DecodePlan, DecodeState, Keywords
 from gearbx_mlx.decoding.policy import FixedPolicy, LearnedPolicy
 from gearbx_mlx.decoding.response import GeneratedText
-from gearbx_mlx.decoding.rows import Verification, Verifier
+from gearbx_mlx.decoding.rows import Proposal, Verification, Verifier
 from gearbx_mlx.decoding.sampling import GREEDY, reader_of
 from gearbx_mlx.files.writing import write_text
 from gearbx_mlx.kernels.compiler import vectors_at_once
@@ -98,7 +98,8 @@ class Machine:
         text = GeneratedText(list(prompt), frozenset(self.tokenizer.eos_token_ids), tokens)
         cache = make_prompt_cache(self.gearbox.model)
         plan = DecodePlan(self.verifier, Keywords(), GREEDY, reader_of(self.gearbox), policy)
-        for _ in decode(plan, DecodeState(text, cache, [self.drafter(cache)])):
+        drafter = TimedLowGear(DraftTarget(self.gearbox, cache, GREEDY, reader_of(self.gearbox)), self.low)
+        for _ in decode(plan, DecodeState(text, cache, [drafter])):
             pass
 
 
@@ -126,6 +127,16 @@ def recorded_text(machine: Machine, prompt: list[int], count: int) -> dict[str, 
     return found
 
 
+class TimedLowGear(LowGear):
+    """A low gear that tells the recorder the seconds of each draft."""
+
+    def propose(self, text: GeneratedText, length: int, policy: Any) -> Proposal:
+        begun = time.perf_counter()
+        found = super().propose(text, length, policy)
+        policy.draft_seconds = time.perf_counter() - begun
+        return found
+
+
 class Recorder(FixedPolicy):
     """A policy that drafts all lengths in turn, with tokens alone in between, and notes what each took.
 
@@ -140,6 +151,7 @@ class Recorder(FixedPolicy):
         self._next = self._in_turn()
         self._length = 0
         self._is_ahead = False
+        self.draft_seconds = 0.0  # of the latest draft
 
     def _in_turn(self) -> Iterator[int]:
         while True:
@@ -157,8 +169,7 @@ class Recorder(FixedPolicy):
         return 0
 
     def add_round(self, **found: Any) -> None:
-        draft = found["draft_seconds"] or 0.0
-        self._note(found["drafted"], draft, found["seconds"] - draft)
+        self._note(found["drafted"], self.draft_seconds, found["seconds"] - self.draft_seconds)
         self._is_ahead = False
 
     def add_plain(self, seconds: float) -> None:
@@ -363,7 +374,6 @@ def written(
                 tokens=accepted + 1,
                 rows=count + 1,
                 seconds=draft + rest,
-                draft_seconds=draft if early else None,
                 margins=known,
             )
             place += 1 + accepted

@@ -173,13 +173,8 @@ class PassSeconds:
                 accepted = next((i for i in range(drafted) if not agrees[place + i]), drafted)
                 seconds, rows = drafted * self.draft + self.rows[drafted], drafted + 1
                 if drafted:
-                    how: dict[str, Any] = {
-                        "draft_seconds": drafted * self.draft,
-                        "margins": margins[place : place + drafted],
-                    }
-                    policy.add_round(
-                        drafted=drafted, accepted=accepted, tokens=accepted + 1, rows=rows, seconds=seconds, **how
-                    )
+                    how: dict[str, Any] = {"seconds": seconds, "margins": margins[place : place + drafted]}
+                    policy.add_round(drafted=drafted, accepted=accepted, tokens=accepted + 1, rows=rows, **how)
                 else:
                     seconds = self.alone
                     policy.add_plain(seconds)

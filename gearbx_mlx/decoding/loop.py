@@ -176,7 +176,6 @@ def run_round(
     Args:
         is_first: whether the pass reads the last token of the prompt.
     """
-    draft_seconds = state.seconds(plan) if proposal.is_known and proposal.source == DRAFT else None
     with plan.on_stream():
         if not is_first:  # mlx-lm quantizes after a pass, this loop before the next one, so that entries can be cut
             plan.keywords.quantize(state.cache)
@@ -197,8 +196,7 @@ def run_round(
             "tokens": len(tokens),
             "rows": found.count,
         }
-        seconds = state.seconds(plan)
-        plan.policy.add_round(**counts, seconds=seconds, draft_seconds=draft_seconds, margins=margins)
+        plan.policy.add_round(**counts, seconds=state.seconds(plan), margins=margins)
     elif not is_first:
         state.time_plain(plan)
     return tokens

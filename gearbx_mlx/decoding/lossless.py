@@ -103,7 +103,7 @@ class Lossless(LosslessSettings, SharedMode):
             most=MAX_DRAFTED if how.draft_model is None else min(how.num_draft_tokens or MAX_DRAFTED, MAX_DRAFTED),
             room=text.prompt + text.room,
         )
-        drafters = drafters_for(target)
+        drafters = drafters_for(target, lambda drafter: self.policy_for(gearbox, drafter, chooser).policy.token_cost)
         drafter = next((each for each in drafters if each.reads_weights), None)
         kept = self.policy_for(gearbox, drafter, chooser)
         verifier = Verifier(gearbox, gearbox.ladder.top)

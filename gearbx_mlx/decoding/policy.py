@@ -16,15 +16,15 @@ A round saves g T(k) - C(k), and the best k is the one that saves most (renewal 
   far are accepted with probability P, the next ones are accepted with P p, P p^2, ...
 - **Other drafts**: a_i = p^i, where p is the acceptance rate; the best k has the least C / T.
 
-**Rounds or plain decoding.** Rounds run while the measured C / T is below s. A trial compares both: a few plain tokens
-between rounds, or rounds between plain tokens. It is due once its expected cost is a small share of the tokens since
-the previous one. Slow methods are therefore tried rarely, and a method that won the latest trial is tried soon.
+**Rounds or plain decoding.** Rounds run while the measured C / T is below s. A trial runs a few passes of the slower
+method. It is due once its expected cost is a small share of the tokens since the previous one: a method that is much
+slower is tried rarely, and one that won the latest trial soon.
 
-**Learned values**: c of drafts, from two neighboring rounds of different lengths; c of lookup, from a round and the
-median unit; p; the error, raised by a rejected token of high a(m); tokens and cost of a round; s. The next start reads
-these numbers and makes its own choices. Only the initial c depends on the drafter.
+**Drafters.** A sequence drafts with the drafter of least C / T / s; a new one has a low C / T until it is measured.
 
-**Regret**: research/tables.md (`python -m research policy-regret`), on whose recordings the constants were measured.
+**Learned values**: c of drafts, from two rounds of different lengths; c of lookup, from a round and the median unit; p;
+the error, raised by a rejected token of high a(m); tokens and cost of a round; s. The next start reads these numbers
+and makes its own choices. Regret is in research/tables.md (`python -m research policy-regret`).
 """
 
 import itertools
@@ -46,7 +46,7 @@ ROW, STEP = 0.07, 0.35  # cost of a row, and of an additional pass over the weig
 ACCEPTANCE, ERROR = 0.85, 0.8  # initial p and error of 4-bit drafts: 0.88 to 0.96, and 0.65, on the recordings
 ACCEPTANCE_KEPT, ACCEPTANCE_PRIOR = 0.995, 20.0  # weight kept per token, tokens of the prior; 0.98, 10: 0.6% slower
 ROUNDS_KEPT, ROUNDS_PRIOR = 0.98, 10.0  # per round; a prior of 20 turns slow drafts off twice as late
-ROWS_PRIOR = 4.0  # rounds of the prior of c of lookup: some kernels multiply a second row in nearly a pass
+ROWS_PRIOR = 4.0  # rounds of the prior of c of lookup, which is low: some kernels need a pass for each row
 ERROR_RATE, SLOPE_RATE = 0.08, 0.01  # steps of the error per token, of c per pair of rounds; 0.03 for c: 0.2% slower
 MIN_COST, MAX_COST = 0.01, 4.0  # of learned numbers: drafts above the maximum are never faster
 MAX_ERROR = 50.0  # a(m) is then 0.5 for all m; with 4, uninformative margins cost 9% instead of 3%
@@ -72,8 +72,13 @@ def within(value: float, minimum: float = MIN_COST, maximum: float = MAX_COST) -
     return min(max(value, minimum), maximum)
 
 
+def surprise(unit: float, other: float) -> float:
+    """Return by how much more a unit took than another one, as a share; a pause counts as `MAX_SURPRISE`."""
+    return within(unit / other - 1, -MAX_SURPRISE, MAX_SURPRISE)
+
+
 class Trials:
-    """Comparison of rounds with plain decoding, and the choice of one. tokens: expected per unit in rounds."""
+    """Choice of rounds or plain decoding. tokens: expected per unit in rounds."""
 
     def __init__(self, kept: Mapping[str, float], tokens: float):
         self.plain = self._latest = within(kept.get("plain token", PLAIN))  # s
@@ -149,9 +154,7 @@ class LearnedPolicy:
         kept = kept or {}
         self._most, self._tile = 0 if draft_share is None else most, tile
         self._slope = within(kept.get("drafted token", PLAIN * (draft_share or 0.0) + ROW))  # c of drafts
-        self._row = RunningMean(
-            ROUNDS_KEPT, within(kept.get("row", ROW)), ROWS_PRIOR
-        )  # c of proposals that need no draft
+        self._row = RunningMean(ROUNDS_KEPT, within(kept.get("row", ROW)), ROWS_PRIOR)  # c of lookup
         acceptance = within(kept.get("acceptance", ACCEPTANCE), maximum=1.0)
         self._acceptance = RunningMean(ACCEPTANCE_KEPT, acceptance, ACCEPTANCE_PRIOR)  # p
         self._error = within(kept.get("error", ERROR), maximum=MAX_ERROR)
@@ -168,11 +171,16 @@ class LearnedPolicy:
         return self._acceptance.value
 
     @property
+    def token_cost(self) -> float:
+        """Time of a token in rounds, in plain tokens; before measurements it is low, so a new drafter is tried."""
+        return self._units.value / self._tokens.value / self.trials.plain if self._most else 1.0
+
+    @property
     def state(self) -> dict[str, float]:
         """Costs and rates for the next start, all positive."""
         return {
             "drafted token": self._slope,
-            "row": self._row.value,
+            "row": within(self._row.value),
             "acceptance": max(self.acceptance, MIN_COST),
             "error": self._error,
             "tokens of a round": self._tokens.value,
@@ -192,15 +200,13 @@ class LearnedPolicy:
         return (drafted > 0, rows) not in self._kinds
 
     def length(self, room: int, early: bool = False) -> int:
-        """Return the most tokens of the next draft; 0: plain decoding. Only measurements change it.
+        """Return the most tokens of the next draft, 0 for plain decoding; early: `goes_on` may end it sooner.
 
-        Args:
-            early: whether `goes_on` may end this draft after each token; otherwise only the length does.
+        Only measurements change it.
         """
-        most = min(room, self._most)
-        if most < 1:
+        if min(room, self._most) < 1:
             return 0
-        most = min(most, self.trials.choose(self._tokens.value, self._units.value))
+        most = min(room, self._most, self.trials.choose(self._tokens.value, self._units.value))
         return most if early else min(most, self.best(self.acceptance)[1])
 
     def goes_on(self, margins: Sequence[float]) -> bool:
@@ -211,9 +217,8 @@ class LearnedPolicy:
 
     def lookup_length(self, probabilities: Sequence[float]) -> int:
         """Return how many tokens of a proposal to verify; probabilities: that the first 1, 2, ... are accepted."""
-        saved = self._saved(probabilities, self._row.value)
-        plain = 1 - self._token  # saved over a round without proposals, which costs 1
-        return max(range(len(saved) + 1), key=[plain, *saved].__getitem__)
+        saved = [1 - self._token, *self._saved(probabilities, self._row.value)]  # first: a round without proposals
+        return saved.index(max(saved))
 
     def add_round(
         self,
@@ -223,7 +228,6 @@ class LearnedPolicy:
         tokens: int,
         rows: int,
         seconds: float | None,
-        draft_seconds: float | None = None,
         margins: Sequence[float] = (),
     ) -> None:
         """Take a round. The time of the first round of a kind does not count.
@@ -234,7 +238,6 @@ class LearnedPolicy:
             tokens: that the round generated, one more unless an accepted one ended the sequence.
             rows: of the verification.
             seconds: of draft and verification, without the time of the tokens' consumer; None if unknown.
-            draft_seconds: of the draft, for classes that record rounds: c needs only the sum.
             margins: of the drafted tokens, if their sampler has them.
         """
         cost = self.cost(drafted) if drafted else self.cost(rows - 1, self._row.value)
@@ -243,8 +246,7 @@ class LearnedPolicy:
         self._kinds.add((drafted > 0, rows))
         if not drafted:
             if is_timed and self.trials.unit is not None:
-                surprise = within(unit / self.trials.unit, 1 - MAX_SURPRISE, 1 + MAX_SURPRISE)
-                self._row.add((cost * surprise - 1) / (rows - 1))
+                self._row.add((cost * (1 + surprise(unit, self.trials.unit)) - 1) / (rows - 1))
             self.trials.add(True, tokens, None)
             return
         self.trials.add(True, tokens, unit if is_timed else None)
@@ -255,11 +257,11 @@ class LearnedPolicy:
         for is_right in outcomes:
             self._acceptance.add(is_right)
         for margin, is_right in zip(margins, outcomes):
-            surprise = self._right(margin) - is_right
-            self._error = within(self._error * math.exp(ERROR_RATE * surprise), maximum=MAX_ERROR)
+            step = ERROR_RATE * (self._right(margin) - is_right)
+            self._error = within(self._error * math.exp(step), maximum=MAX_ERROR)
         if is_timed:
             length, before = self._before or (drafted, unit)
-            self._slope = self._learned(self._slope, drafted - length, unit, before)
+            self._slope = within(self._slope + SLOPE_RATE * (drafted - length) * surprise(unit, before))
             self._before = drafted, unit
 
     def add_plain(self, seconds: float) -> None:
@@ -267,14 +269,9 @@ class LearnedPolicy:
         self.trials.add(False, 1, seconds)
         self._before = None
 
-    @staticmethod
-    def _learned(slope: float, more: int, unit: float, other: float) -> float:
-        """Return c after a round with `more` tokens than the other one, from the seconds of a unit in both."""
-        return within(slope + SLOPE_RATE * more * within(unit / other - 1, -MAX_SURPRISE, MAX_SURPRISE))
-
     @property
     def _token(self) -> float:  # g
-        return min(self._units.value / self._tokens.value, self.trials.plain) if self._most else self.trials.plain
+        return self.trials.plain * min(self.token_cost, 1.0)
 
     def _right(self, margin: float) -> float:  # a(m)
         return 0.5 * math.erfc(-margin / (self._error * math.sqrt(2)))

@@ -19,9 +19,9 @@ from gearbx_mlx.compat.classes import modules_of
 from gearbx_mlx.decoding import drafters, sampling
 from gearbx_mlx.decoding.drafters import DRAFTERS, Drafter, DraftTarget, low_gear, of_draft
 from gearbx_mlx.decoding.drafters.low_gear import LowGear, draft_cost
-from gearbx_mlx.decoding.policy import FixedPolicy
+from gearbx_mlx.decoding.policy import FixedPolicy, LearnedPolicy
 from gearbx_mlx.decoding.response import GeneratedText
-from gearbx_mlx.decoding.sampling import Chooser, reader_of
+from gearbx_mlx.decoding.sampling import GREEDY, Chooser, reader_of
 from gearbx_mlx.formats.native import Native, rounded_to
 from gearbx_mlx.ranks.agreement import Agreement
 
@@ -211,6 +211,23 @@ def test_new_drafter_needs_class_and_registry_line(kernels, gears, monkeypatch):
     settled = [call for call in Parrot.calls if call[0] == "settle"]
     assert settled[0] == ("settle", len(TOKENS) + 1, (1, 1, 128))
     assert len(TOKENS) + 26 < settled[-1][1] <= len(TOKENS) + 30
+
+
+@pytest.mark.parametrize("slow", ["Parrot", "LowGear"])
+def test_sequence_drafts_with_the_faster_drafter(slow, monkeypatch):
+    monkeypatch.setattr(drafters, "DRAFTERS", {"parrot": f"{__name__}:Parrot", **DRAFTERS})
+    gearbox = Gearbox(tiny_model(), "4,16")
+    target = drafters.DraftTarget(gearbox, [], GREEDY, is_fixed=True)
+    used = drafters.drafters_for(target, lambda drafter: 1.0 if type(drafter).__name__ == slow else 0.5)
+    assert [type(drafter).__name__ for drafter in used] == [{"Parrot": "LowGear", "LowGear": "Parrot"}[slow]]
+
+
+def test_measured_policy_of_slow_drafts_costs_more_than_a_new_one():
+    slow, new = LearnedPolicy(draft_share=0.1), LearnedPolicy(draft_share=0.4)
+    assert slow.token_cost < new.token_cost < 1
+    for _ in range(60):
+        slow.add_round(drafted=3, accepted=0, tokens=1, rows=4, seconds=0.02)
+    assert slow.token_cost > 1 > new.token_cost
 
 
 class Device:

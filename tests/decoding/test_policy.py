@@ -48,14 +48,12 @@ def write(policy, machine, tokens, share=0.85, early=False, slow=lambda token: 1
             accepted = sum(itertools.takewhile(bool, right[:length]))
             spent = machine.round(length) * slow(written)
             known = margins[:length] if early else ()
-            drafting = length * machine.drafted * slow(written) if early else None
             policy.add_round(
                 drafted=length,
                 accepted=accepted,
                 tokens=accepted + 1,
                 rows=length + 1,
                 seconds=spent,
-                draft_seconds=drafting,
                 margins=known,
             )
             written += accepted + 1
@@ -273,6 +271,16 @@ class TestLookup:
                 policy.add_plain(0.015)
             policy.add_round(drafted=0, accepted=1, tokens=2, rows=taken + 1, seconds=0.15)
         assert policy.lookup_length(proposal) < taken
+
+    def test_rows_that_cost_a_pass_are_not_proposed_after_ten_rounds(self):
+        policy = LearnedPolicy(draft_share=None)
+        assert policy.lookup_length([0.6]) == 1
+        for _ in range(10):
+            for _ in range(3):
+                policy.add_plain(0.01)
+            policy.add_round(drafted=0, accepted=1, tokens=2, rows=2, seconds=0.019)
+        assert policy.lookup_length([0.6]) == 0
+        assert LearnedPolicy(policy.state, draft_share=None).lookup_length([0.6]) == 0
 
     def test_lookup_may_draft_without_other_drafters(self):
         policy = LearnedPolicy(draft_share=None)

@@ -12,7 +12,7 @@ of its position, to maximize the acceptance rate (GEARBX 10.1).
 import contextlib
 import math
 import pkgutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -30,7 +30,7 @@ from ..response import DRAFT, GeneratedText
 from ..rows import Proposal, VerifiedPass
 from ..sampling import MLX_READER, Chooser, LogitsReader
 
-DRAFTERS = {  # in order of priority; a sequence uses at most one drafter that reads weights
+DRAFTERS = {  # a sequence uses at most one drafter that reads weights: the cheapest, by measurements
     "lookup": "gearbx_mlx.decoding.drafters.lookup:Lookup",
     "other model": "gearbx_mlx.decoding.drafters.other_model:OtherModel",
     "low gear": "gearbx_mlx.decoding.drafters.low_gear:LowGear",
@@ -97,6 +97,9 @@ class Drafter:
         """
         raise NotImplementedError
 
+    def prepare(self) -> None:
+        """Begin what drafts need, such as a gear. It is called once, before `prefill`, if the sequence uses it."""
+
     def prefill(self, tokens: mx.array) -> None:
         """Prefill tokens (n,) of the prompt; its last token is never among them."""
 
@@ -119,17 +122,22 @@ class Drafter:
         """
 
 
-def drafters_for(target: DraftTarget) -> list[Drafter]:
-    """Return the drafters of a sequence by priority. Raises GearbxError as their `of`."""
-    found = list[Drafter]()
-    for place in DRAFTERS.values():
-        kind: type[Drafter] = pkgutil.resolve_name(place)
-        if kind.reads_weights and any(each.reads_weights for each in found):
-            continue
-        drafter = kind.of(target)
-        if drafter is not None:
-            found.append(drafter)
-    return found
+def drafters_for(target: DraftTarget, cost: Callable[[Drafter], float] = lambda drafter: 0.0) -> list[Drafter]:
+    """Return the drafters of a sequence in order of priority: lookup, and one that reads weights.
+
+    Args:
+        cost: time of a token in rounds of a drafter, in plain tokens. The cheapest is used; of equal ones the first.
+
+    Raises:
+        GearbxError: as their `of`.
+    """
+    kinds: list[type[Drafter]] = [pkgutil.resolve_name(place) for place in DRAFTERS.values()]
+    found = [drafter for kind in kinds if (drafter := kind.of(target)) is not None]
+    cheapest = min((each for each in found if each.reads_weights), key=cost, default=None)
+    used = [each for each in found if each is cheapest or not each.reads_weights]
+    for each in used:
+        each.prepare()
+    return used
 
 
 def rewound(chooser: Chooser) -> contextlib.AbstractContextManager[None]:

@@ -78,11 +78,9 @@ class LowGear(Drafter):
             )
         if gear == ladder.top or target.draft_model is not None:
             return None
-        drafter = cls(target, gear)
-        drafter._prepare()
-        return drafter
+        return cls(target, gear)
 
-    def _prepare(self) -> None:
+    def prepare(self) -> None:
         """Make the gear, in a thread unless drafts must not depend on measurements."""
         gearbox = self._target.gearbox
         (gearbox.make if self._target.is_fixed else gearbox.begin)(self.gear)
@@ -98,7 +96,7 @@ class LowGear(Drafter):
     def length(self, text: GeneratedText, room: int, policy: LearnedPolicy) -> int:
         """Return the policy's length of the next draft; the policy chooses it once per draft."""
         if not self.is_ready:
-            self._prepare()  # again: other sequences' controllers may have capped layers
+            self.prepare()  # again: other sequences' controllers may have capped layers
             if self._target.gearbox.weight_bytes_per_token(self.gear) <= AWAITED_BYTES:
                 self._target.gearbox.make(self.gear)
             if not self.is_ready:
