@@ -81,7 +81,7 @@ class Trials:
     """Choice of rounds or plain decoding. tokens: expected per unit in rounds."""
 
     def __init__(self, kept: Mapping[str, float], tokens: float):
-        self.plain = self._latest = within(kept.get("plain token", PLAIN))  # s
+        self.plain = self._latest = within(kept.get("plain token", PLAIN if tokens else 1.0))  # s; 1 without a drafter
         self._is_known = "plain token" in kept  # a trial has measured s
         self._since = kept.get("tokens since a trial", 0.0)
         self._rounds_win = self._runs_rounds = self.plain * tokens > 1

@@ -25,7 +25,8 @@ MULTIPLIER, BITS = 0x9E3779B1, 32  # of a multiplicative hash (Knuth, 6.4)
 SEPARATOR = -1  # between two texts
 
 # Acceptance rates before any observation, by the shortest run of a class: of tokens that the table did not predict
-# when they were written, and of those that it did. Measured on Qwen2.5-Coder-1.5B, which repeats itself rarely.
+# when they were written, and of those that it did. They are below those of Qwen2.5-Coder-1.5B, which repeats itself
+# rarely (0.16 and 0.29 for runs of one token, 0.37 and 0.58, 0.44 and 0.65, 0.68 and 0.90, ...).
 PRIOR = {
     1: (0.08, 0.15),
     2: (0.25, 0.4),
