@@ -21,12 +21,14 @@ from msgspec import Struct
 
 from ..decoding.mode import Mode, check_known
 from ..decoding.response import GearResponse
+from ..decoding.sampling import Choice, LogitsReader
 from ..decoding.stream import stream_generate
 from ..errors import GearbxError
 from ..files.reading import json_lines, read_text
 from ..gears.discovery import vocabulary
 from ..gears.gearbox import Gearbox, costed_in
 from ..gears.ladder import Gear, Ladder
+from ..telemetry.agreement import Choices
 
 GIVE_TEXT = "use UTF-8 text or JSON Lines"
 PROMPT = "Question: {question}\nAnswer:"
@@ -209,6 +211,18 @@ def next_logprobs(model: Any, tokens: Sequence[int], cache: Any) -> np.ndarray:
 def logprobs_of(logits: mx.array) -> np.ndarray:
     """Return log-probabilities (N, V), float32, of logits (1, N, V)."""
     return log_softmax(np.array(logits[0].astype(mx.float32))).astype(np.float32)
+
+
+def choices_along(model: nn.Module, windows: Iterable[Sequence[int]], reader: LogitsReader) -> Choices:
+    """Return the model's greedy choices after each token of windows but the last of each."""
+    rows = []
+    for window in windows:
+        cache = make_prompt_cache(model)
+        for start in range(0, len(window) - 1, PASS_TOKENS):
+            part = window[start : min(start + PASS_TOKENS, len(window) - 1)]
+            rows.append(np.array(reader.choices(model(mx.array([list(part)]), cache=cache)[0])))
+    token, entropy, best, next_best = np.concatenate(rows).astype(np.float64).T[: Choice.MAGNITUDE]
+    return Choices(token.astype(np.int64), entropy, best - next_best, np.exp(best))
 
 
 @dataclass(frozen=True)
