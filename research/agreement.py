@@ -10,8 +10,7 @@ import numpy as np
 from gearbx_mlx import Gearbox, load
 from gearbx_mlx.cli.terminal import progress_bar
 from gearbx_mlx.decoding.sampling import reader_of
-from gearbx_mlx.evaluate.run import context_for
-from gearbx_mlx.evaluation.predictions import check_windows, choices_along, read_documents, windows_of
+from gearbx_mlx.evaluation.predictions import check_windows, choices_along, context_for, read_documents, windows_of
 from gearbx_mlx.files.writing import write_text
 from gearbx_mlx.loading import model_name
 from gearbx_mlx.telemetry.agreement import CURVES, Agreement, Curves, agreement_of, draw_agreement

@@ -15,8 +15,7 @@ from gearbx_mlx.decoding.modes import PairSettings
 from gearbx_mlx.decoding.pair import bytes_read
 from gearbx_mlx.decoding.stream import parameters_of
 from gearbx_mlx.errors import GearbxError, numbers
-from gearbx_mlx.evaluate.run import context_for
-from gearbx_mlx.evaluation.predictions import PROMPT, encode, read_documents, read_rows, windows_of
+from gearbx_mlx.evaluation.predictions import PROMPT, context_for, encode, read_documents, read_rows, windows_of
 from gearbx_mlx.files.journal import Journal, hash_of_tokens
 from gearbx_mlx.files.writing import make_directory
 from gearbx_mlx.gears.activations import model_dtype

@@ -12,8 +12,7 @@ from ..cli.build import load_model
 from ..cli.flags import ModelSettings
 from ..decoding.sampling import reader_of
 from ..errors import GearbxError
-from ..evaluate.run import context_for
-from ..evaluation.predictions import check_windows, choices_along, read_documents, windows_of
+from ..evaluation.predictions import check_windows, choices_along, context_for, read_documents, windows_of
 from ..gears.discovery import is_quantized
 from ..gears.gearbox import in_one_gear
 from ..gears.in_place import own_codes

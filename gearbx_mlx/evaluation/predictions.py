@@ -24,6 +24,7 @@ from ..decoding.response import GearResponse
 from ..decoding.sampling import Choice, LogitsReader
 from ..decoding.stream import stream_generate
 from ..errors import GearbxError
+from ..files.model_directory import context_length
 from ..files.reading import json_lines, read_text
 from ..gears.discovery import vocabulary
 from ..gears.gearbox import Gearbox, costed_in
@@ -115,6 +116,20 @@ def windows_of(
     return windows
 
 
+def context_for(context: int | None, config: dict, default: int = 256) -> int:
+    """Return the tokens in a window: the given number, or the default.
+
+    Raises:
+        GearbxError: more than the model's context.
+    """
+    longest = context_length(config)
+    if context is None:
+        return min(default, longest or default)
+    if longest and context > longest:
+        raise GearbxError(f"--context: must be at most the model's {longest}, got {context}; set a smaller number")
+    return context
+
+
 def check_windows(windows: Iterable[Sequence[int]], model: nn.Module, name: str) -> None:
     """Validate that a model has all tokens of windows. Raises GearbxError if its tokenizer is not the model's."""
     check_known(name, [token for window in windows for token in window], vocabulary(model))
@@ -165,12 +180,16 @@ def read_at_once(
         cache: empty KV caches; without them, new ones.
     """
     passes = [int(each is gear) for each in gearbox.ladder]  # of a token with its own pass
-    cache = cache or make_prompt_cache(gearbox.model)
     gearbox.shift(gear)
+    for target, logprobs in zip(window[1:], logprobs_along(gearbox.model, window, cache)):
+        yield TextPrediction(0, target, logprobs, gear, passes)
+
+
+def logprobs_along(model: nn.Module, window: Sequence[int], cache: Sequence[Any] = ()) -> Iterator[np.ndarray]:
+    """Yield log-probabilities (V,), float32, after each token of a window but the last; cache: as `read_at_once`."""
+    cache = cache or make_prompt_cache(model)
     for start in range(0, len(window) - 1, PASS_TOKENS):
-        part = window[start : min(start + PASS_TOKENS, len(window) - 1)]
-        for target, logprobs in zip(window[start + 1 :], next_logprobs(gearbox.model, part, cache)):
-            yield TextPrediction(0, target, logprobs, gear, passes)
+        yield from next_logprobs(model, window[start : min(start + PASS_TOKENS, len(window) - 1)], cache)
 
 
 def read_in_mode(gearbox: Gearbox, tokenizer: Any, mode: Mode, window: Sequence[int]) -> Iterator[TextPrediction]:
@@ -352,3 +371,8 @@ def spread(name: str, values: np.ndarray) -> dict[str, float]:
     shares = {"median": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
     found = {"mean": values.mean(), **{of: np.quantile(values, share) for of, share in shares.items()}}
     return {f"{name}_{of}": float(value) for of, value in {**found, "max": values.max()}.items()}
+
+
+def three_digits(value: float) -> str:
+    """Return three significant digits; "0" for values below the resolution of float32."""
+    return "0" if value < 1e-9 else f"{value:.3g}"

@@ -140,6 +140,7 @@ def agreement_of(mine: Choices, theirs: np.ndarray, targets: np.ndarray, **about
         about: the other fields of `Agreement`.
     """
     same, right = mine.token == theirs, mine.token == targets
+    bins: dict[str, Any]
     bins = {name: binned(getattr(mine, name), edges, same, right) for name, edges in EDGES.items()}
     return Agreement(tokens=len(targets), **bins, **about)
 

@@ -22,8 +22,14 @@ from gearbx_mlx.decoding.lossless import Lossless
 from gearbx_mlx.decoding.pair import Pair
 from gearbx_mlx.decoding.response import GearResponse
 from gearbx_mlx.decoding.stream import stream_generate
-from gearbx_mlx.evaluate.run import three_digits
-from gearbx_mlx.evaluation.predictions import Recording, entropy_of_logprobs, kl_divergence, log_softmax, quality
+from gearbx_mlx.evaluation.predictions import (
+    Recording,
+    entropy_of_logprobs,
+    kl_divergence,
+    log_softmax,
+    quality,
+    three_digits,
+)
 from gearbx_mlx.files.reading import Count
 from gearbx_mlx.routing.gates import Gate, OneGear, Reading
 from gearbx_mlx.routing.pair import LARGE, NAMES, SMALL, first_model, pair_gate, pair_monitor, parameter_ratio
