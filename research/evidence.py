@@ -225,21 +225,6 @@ def pair(results, folder, *thresholds):
     return table(head, rows)
 
 
-def pair_writing(results, folder):
-    rows = [
-        [
-            row["name"],
-            percent(row["accuracy"], 0),
-            percent(row["same_answer_as_reference"], 0),
-            percent(row["share_top"]),
-            percent(row["parameter_ratio"]),
-            f"{row['caught_up_per_token']:.2f}",
-        ]
-        for row in read(results, folder)["policies"]
-    ]
-    return table(["policy", "right", "same answer as the large", "large", "parameters", "caught up"], rows)
-
-
 def measured(results):
     """When, where and how long all of it was measured."""
     made = read_report(results / "made.json").values()
@@ -250,7 +235,7 @@ def measured(results):
     return f"Measured {when} on {' and '.join(machines)}: {len(made)} commands, {hours:.1f} hours.\n"
 
 
-COLLECTED = (advice, measured, policies, buckets, kickdown, lossless, chi_square, pair, pair_writing)
+COLLECTED = (advice, measured, policies, buckets, kickdown, lossless, chi_square, pair)
 TABLES = {function.__name__: function for function in COLLECTED}
 
 

@@ -34,7 +34,7 @@ def test_page_commands_are_those_writing_reports():
 def test_every_table_of_the_page_has_its_commands():
     page = (ROOT / evidence.PAGE).read_text(encoding="utf-8")
     outputs = {evidence.output_of(line.split()) for line in evidence.page_commands(page)}
-    assert {"demo", "stories260K-report", "babyllama105-report", "pair", "pair-writing", "small", "chi.json"} <= outputs
+    assert {"demo", "stories260K-report", "babyllama105-report", "pair", "small", "chi.json"} <= outputs
     assert "lossless_demo_16.json" in outputs
 
 
