@@ -13,7 +13,7 @@ from gearbx_mlx.decoding.sampling import reader_of
 from gearbx_mlx.evaluation.predictions import check_windows, choices_along, context_for, read_documents, windows_of
 from gearbx_mlx.files.writing import write_text
 from gearbx_mlx.loading import model_name
-from gearbx_mlx.telemetry.agreement import CURVES, Agreement, Curves, agreement_of, draw_agreement
+from gearbx_mlx.telemetry.agreement import CURVES, Curves, TokenAgreement, agreement_of, draw_agreement
 
 from .evaluation.report import Columns, markdown_table
 from .studies import Found, named, study
@@ -60,7 +60,7 @@ def agreement(
     return Found({"agreement": markdown_table(COLUMNS, rows)}, rows, pictures)
 
 
-def agreements(name: str, bits: list[int], text: Path, tokens: int) -> list[Agreement]:
+def agreements(name: str, bits: list[int], text: Path, tokens: int) -> list[TokenAgreement]:
     """Return the agreement of each gear of a model with its 16 bits, on one text."""
     model, tokenizer, config = load(None if name == "demo" else name, return_config=True)
     windows = windows_of(tokenizer, read_documents(text), context_for(None, config), tokens, str(text))

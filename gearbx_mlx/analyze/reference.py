@@ -18,11 +18,11 @@ from ..gears.gearbox import in_one_gear
 from ..gears.in_place import own_codes
 from ..gears.ladder import DENSE
 from ..loading import model_name
-from ..telemetry.agreement import Agreement, Choices, agreement_of
+from ..telemetry.agreement import Choices, TokenAgreement, agreement_of
 from . import ReferenceSettings
 
 
-def measured_agreement(checkpoint: ModelSettings, settings: ReferenceSettings) -> Agreement:
+def measured_agreement(checkpoint: ModelSettings, settings: ReferenceSettings) -> TokenAgreement:
     """Return how often a checkpoint chooses its original's token. One of both models is in memory at a time.
 
     Raises:

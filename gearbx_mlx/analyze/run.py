@@ -32,7 +32,7 @@ from ..gears.ladder import DEFAULT_LADDER, DENSE, Ladder
 from ..routing.bounds import BoundedRouting
 from ..routing.gates import Monitor, ReadThresholds, ThresholdGate, thresholds_in_bits
 from ..server.logprobs import ASSUMED_VOCABULARY, RemoteError
-from ..telemetry.agreement import AGREEMENT_PICTURE, Agreement, borrowed, borrowed_sentence, draw_agreement
+from ..telemetry.agreement import AGREEMENT_PICTURE, TokenAgreement, borrowed, borrowed_sentence, draw_agreement
 from ..telemetry.summary import Tally, as_json
 from ..telemetry.trace import BOUNDS, PICTURES, UNDECIDED, IntervalTally, TraceWriter, draw_report, get_pyplot, record
 from . import AnalyzeSettings
@@ -128,7 +128,7 @@ class AnalyzedRun:
                 self.error = error
 
     def write(
-        self, out: Path, summary: dict[str, Any], thresholds: Sequence[float], agreement: Agreement | None = None
+        self, out: Path, summary: dict[str, Any], thresholds: Sequence[float], agreement: TokenAgreement | None = None
     ) -> None:
         """Write summary and pictures beside the trace; no pictures of a trace without records."""
         self.summary = summary
@@ -186,7 +186,7 @@ def local_run(settings: AnalyzeSettings, texts: Sequence[str], out: Path, draws:
 
 
 def agreement_part(
-    measured: Agreement | None, bits: int | None, records: Sequence[dict[str, Any]]
+    measured: TokenAgreement | None, bits: int | None, records: Sequence[dict[str, Any]]
 ) -> dict[str, Any] | None:
     """Return the summary's part about the original: measured, else of other models with as many bits, if any."""
     entropies = [entry["entropy"] for entry in records]

@@ -58,7 +58,7 @@ class Bin(Struct, frozen=True):
         return wilson(self.same, self.tokens)
 
 
-class Agreement(Struct, frozen=True):
+class TokenAgreement(Struct, frozen=True):
     """The choices of a checkpoint beside its original's on `tokens` tokens of a text; empty bins are omitted.
 
     bits: of the checkpoint's weights and of the original's; None: neither quantized to one width nor original.
@@ -113,7 +113,7 @@ class Curves(Struct, frozen=True):
 
     schema: str
     version: int
-    curves: list[Agreement]
+    curves: list[TokenAgreement]
 
 
 def described(one: Bin) -> dict[str, Any]:
@@ -132,17 +132,17 @@ def wilson(count: int, total: int) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def agreement_of(mine: Choices, theirs: np.ndarray, targets: np.ndarray, **about: Any) -> Agreement:
+def agreement_of(mine: Choices, theirs: np.ndarray, targets: np.ndarray, **about: Any) -> TokenAgreement:
     """Return how a checkpoint's choices agree with its original's.
 
     Args:
         theirs: the original's tokens (n,). targets: the text's (n,).
-        about: the other fields of `Agreement`.
+        about: the other fields of `TokenAgreement`.
     """
     same, right = mine.token == theirs, mine.token == targets
     bins: dict[str, Any]
     bins = {name: binned(getattr(mine, name), edges, same, right) for name, edges in EDGES.items()}
-    return Agreement(tokens=len(targets), **bins, **about)
+    return TokenAgreement(tokens=len(targets), **bins, **about)
 
 
 def binned(values: np.ndarray, edges: Sequence[float], same: np.ndarray, right: np.ndarray) -> list[Bin]:
@@ -158,7 +158,7 @@ def binned(values: np.ndarray, edges: Sequence[float], same: np.ndarray, right: 
 
 
 @functools.cache
-def curves() -> Sequence[Agreement]:
+def curves() -> Sequence[TokenAgreement]:
     """Return the bundled figures of other models, in the order of the file."""
     return read_json(CURVES, Curves, "curves of agreement", "reinstall gearbx-mlx").curves
 
@@ -186,7 +186,7 @@ def borrowed_sentence(found: Mapping[str, Any]) -> str:
     )
 
 
-def draw_agreement(found: Agreement, path: Path) -> None:
+def draw_agreement(found: TokenAgreement, path: Path) -> None:
     """Draw the share of equal choices by entropy, by margin and by probability, the last as a reliability diagram."""
     figure, panels = get_pyplot().subplots(1, 3, figsize=(13, 4.2), layout="constrained", sharey=True)
     for axes, name in zip(panels, EDGES):
