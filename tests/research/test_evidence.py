@@ -81,7 +81,7 @@ def test_advice_has_figures_of_reports(tmp_path):
         (tmp_path / folder / "evaluation.json").write_text(json.dumps({"policies": rows}))
     fixed = {"3": {"identical": 4, "texts": 4, "times_fewer_bytes": 1.75}}
     (tmp_path / "lossless_demo.json").write_text(json.dumps({"best_fixed": 3, "fixed": fixed}))
-    shifts, exact, loss, entropy = evidence.advice(tmp_path).splitlines()
+    shifts, exact, _, entropy = evidence.advice(tmp_path).splitlines()
     assert "No: in 9 of 9 runs" in shifts
     assert "20 to 50 times lower KL" in shifts
     assert "with 1.75 times fewer bytes" in exact
