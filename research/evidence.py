@@ -65,14 +65,14 @@ def policy_rows(results: Path) -> Iterator[tuple[str, dict, dict[str, dict]]]:
         yield from ((model, row, by_name) for row in rows)
 
 
-def gain_sentence(results: Path, policy: str, what: str) -> str:
+def gain(results: Path, policy: str) -> str:
     """By how much the mean KL of every run of a policy is below chance's, at the same share of tokens."""
     compared = [row["against_random_same_share"] for _, row, _ in policy_rows(results) if row["policy"] == policy]
     found = [(-each["kl_mean_change"], each["kl_mean_change_error"]) for each in compared]
-    sure = sum(gain > SIGNIFICANT * error for gain, error in found)
-    worse = sum(gain < -SIGNIFICANT * error for gain, error in found)
-    gained = f"{what} reduced KL by {span((gain for gain, _ in found), '{:.0%}')} against the random baseline"
-    return f"{gained}, significantly in {sure} of {len(found)} runs" + (f", and raised it in {worse}" if worse else "")
+    sure = sum(change > SIGNIFICANT * error for change, error in found)
+    worse = sum(change < -SIGNIFICANT * error for change, error in found)
+    rose = f" (higher in {worse})" if worse else ""
+    return f"{span((change for change, _ in found), '{:.0%}')}{{}}, significantly in {sure} of {len(found)} runs{rose}"
 
 
 def static_sentence(results: Path) -> str:
@@ -80,43 +80,30 @@ def static_sentence(results: Path) -> str:
     mixtures = [(row, rows) for _, row, rows in policy_rows(results) if row["policy"] in MIXTURES]
     beaten = [row["kl_mean"] / rows[row["better_static"]]["kl_mean"] for row, rows in mixtures if row["better_static"]]
     return (
-        f"In {len(beaten)} of {len(mixtures)} runs with mixed gears, a static gear reads no more bytes "
-        f"and has {span(beaten, '{:.0f}')} times lower KL"
+        f"{'No' if len(beaten) == len(mixtures) else 'Rarely'}: in {len(beaten)} of {len(mixtures)} runs with mixed "
+        f"gears, a single gear reads no more bytes and has {span(beaten, '{:.0f}')} times lower KL from the original."
     )
 
 
 def lossless_sentence(results: Path) -> str:
     found = [report["fixed"][str(report["best_fixed"])] for report in reports(results, "lossless_*.json")]
     same, texts = (sum(each[name] for each in found) for name in ("identical", "texts"))
-    outputs = "Outputs" if same == texts else f"{same} of {texts} outputs"
+    outputs = "outputs" if same == texts else f"{same} of {texts} outputs"
     return (
-        f"{outputs} equal the top gear's, token for token, with "
-        f"{span(each['times_fewer_bytes'] for each in found)} times fewer bytes of weights "
-        "([speedup on real models](lossless.md#benchmarks))"
+        f"For the original's output in less time, use `--mode lossless`: {outputs} equal the top gear's, token for "
+        f"token, with {span(each['times_fewer_bytes'] for each in found)} times fewer bytes of weights."
     )
 
 
-def pair_sentence(results: Path) -> str:
-    found = [row for row in read(results, "pair")["policies"] if 0 < row["share_top"] < 1]
-    changes = [row["against_random_same_share"]["kl_mean_change"] for row in found]
-    return f"they changed KL by {span(changes, '{:+.0%}')} against the random baseline, depending on the threshold"
-
-
 def advice(results: Path) -> str:
-    """What a user should do."""
+    """Whether a user should shift, a sentence for each line."""
+    kickdown_gain, route_gain = gain(results, "kickdown"), gain(results, "route")
     lines = [
-        f"- **For the model's exact output in less time:** `--mode lossless`. {lossless_sentence(results)}.",
-        "- **If memory is also limited:** `--mode lossless --format exact`, one [exact](exact.md) copy of bfloat16 "
-        "weights.",
-        "- **If a small loss is acceptable:** one 5-, 6- or 8-bit gear, such as `--gears 6`. "
-        f"{static_sentence(results)}.",
-        "- **To shift anyway:** `--mode kickdown` recomputes uncertain tokens. "
-        f"{gain_sentence(results, 'kickdown', 'At the same share of tokens, it')}.",
-        "- **`--mode route` helps little:** past tokens choose the gear, as in the paper. "
-        f"{gain_sentence(results, 'route', 'It')}.",
-        "- **[Two models](../research/evidence.md#two-models)** that alternate help little too: "
-        f"{pair_sentence(results)}.",
-        "- **For other models:** `gearbx_mlx evaluate --data text.txt` compares gears and modes.",
+        static_sentence(results),
+        lossless_sentence(results),
+        "If a small loss is acceptable, use one 5-, 6- or 8-bit gear, such as `--gears 6`.",
+        "Entropy does find uncertain tokens: at the same share of tokens, kickdown reduced KL by "
+        f"{kickdown_gain.format(' against the random baseline')}, and route by {route_gain.format('')}.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -225,21 +212,6 @@ def pair(results, folder, *thresholds):
     return table(head, rows)
 
 
-def pair_writing(results, folder):
-    rows = [
-        [
-            row["name"],
-            percent(row["accuracy"], 0),
-            percent(row["same_answer_as_reference"], 0),
-            percent(row["share_top"]),
-            percent(row["parameter_ratio"]),
-            f"{row['caught_up_per_token']:.2f}",
-        ]
-        for row in read(results, folder)["policies"]
-    ]
-    return table(["policy", "right", "same answer as the large", "large", "parameters", "caught up"], rows)
-
-
 def measured(results):
     """When, where and how long all of it was measured."""
     made = read_report(results / "made.json").values()
@@ -250,7 +222,7 @@ def measured(results):
     return f"Measured {when} on {' and '.join(machines)}: {len(made)} commands, {hours:.1f} hours.\n"
 
 
-COLLECTED = (advice, measured, policies, buckets, kickdown, lossless, chi_square, pair, pair_writing)
+COLLECTED = (advice, measured, policies, buckets, kickdown, lossless, chi_square, pair)
 TABLES = {function.__name__: function for function in COLLECTED}
 
 

@@ -1,4 +1,4 @@
-"""What a gear for the prompt, and each way to write, are worth on a real model, for docs/evidence.md."""
+"""What a gear for the prompt, and each way to write, are worth on a real model, for research/evidence.md."""
 
 import statistics
 import tempfile
@@ -28,7 +28,7 @@ LADDER = "4,5,6,8,16"
 MIXTURES = ("random", "route", "kickdown")
 
 
-@study("docs/evidence.md", minutes=25)
+@study("research/evidence.md", minutes=25)
 def prompt_gear(
     text: Path,
     model: str = "smollm2",
@@ -136,7 +136,7 @@ TURNS = (
 )
 
 
-@study("docs/evidence.md", minutes=3)
+@study("research/evidence.md", minutes=3)
 def conversation(model: str = "smollm2", low: int = 4, max_tokens: int = 64) -> Found:
     """What a chat gains where an answer in a low gear is read again, in the top gear, with the next question.
 
@@ -183,7 +183,7 @@ def followed(
     return found
 
 
-@study("docs/evidence.md", writes="docs/images/fidelity.png", minutes=30)
+@study("research/evidence.md", writes="docs/images/fidelity.png", minutes=30)
 def fidelity(
     prompts: list[Path] = [HELD_OUT, ASSISTANT],  # noqa: B006 - nothing changes it
     num_prompts: list[int] = [12, 24],  # noqa: B006

@@ -14,8 +14,8 @@ from rich.progress import track
 
 from gearbx_mlx import Gearbox, GearbxError, load
 from gearbx_mlx.decoding.caches import put_in_gears
-from gearbx_mlx.evaluate.run import context_for, over_cache
-from gearbx_mlx.evaluation.predictions import read_at_once, read_documents, recording_of, windows_of
+from gearbx_mlx.evaluate.run import over_cache
+from gearbx_mlx.evaluation.predictions import context_for, read_at_once, read_documents, recording_of, windows_of
 from gearbx_mlx.formats.kv_cache import KVGears, NestedKVCache
 from gearbx_mlx.kernels import dispatch
 from gearbx_mlx.loading import DEMO_MODEL

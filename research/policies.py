@@ -15,8 +15,7 @@ from gearbx_mlx.cli.decide import JustGears
 from gearbx_mlx.cli.flags import GearFlags, LayerSettings, ModelSettings
 from gearbx_mlx.decoding.mode import SAME
 from gearbx_mlx.errors import GearbxError, choose, error_context, numbers
-from gearbx_mlx.evaluate.run import context_for
-from gearbx_mlx.evaluation.predictions import check_windows, read_documents, windows_of
+from gearbx_mlx.evaluation.predictions import check_windows, context_for, read_documents, windows_of
 from gearbx_mlx.gears.ladder import Gear, Ladder
 from gearbx_mlx.loading import model_name
 

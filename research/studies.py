@@ -142,11 +142,12 @@ def listed() -> Iterator[str]:
 def start(name: str, arguments: Sequence[str]) -> None:
     """Run a study with flags. Raises GearbxError as `load`."""
     chosen = load(name)
-    flags = with_real_models(vars(parser_of(chosen).parse_args(arguments)))
+    given = vars(parser_of(chosen).parse_args(arguments))
+    flags = with_real_models(given)
     write, kept = flags.pop("write"), flags.pop("json")
     found = chosen.measure(**flags) or Found()
     model = inspect.signature(chosen.measure).parameters.get("model")
-    if model is not None and isinstance(model.default, str) and flags["model"] != model.default:
+    if model is not None and isinstance(model.default, str) and given["model"] != model.default:
         chosen, found = replace(chosen, pages=(*chosen.pages, OTHER_MODELS)), found.of_model(named(flags["model"]))
     publish(chosen, found, write, kept)
 

@@ -449,10 +449,11 @@ def tokenizer(demo):
 
 @pytest.fixture(scope="session", autouse=True)
 def nearest_codes():
-    """Conversions choose no codes by a text unless a test asks for it: that takes a minute."""
+    """Conversions choose no codes by a text, and measure no KL, unless a test asks for it: that takes a minute."""
     with pytest.MonkeyPatch.context() as patch:
         settings = import_module("gearbx_mlx.convert").ConvertSettings
         patch.setattr(settings, "calibrates", property(lambda self: self.conversion.asks_text))
+        patch.setattr(settings, "measures", False)
         yield patch
 
 

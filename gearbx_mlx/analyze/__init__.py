@@ -10,9 +10,11 @@ from ..cli.parser import command_settings, parser_of
 from ..cli.prompt import PromptSettings, check_untemplated
 from ..cli.start import call, command
 from ..decoding.modes import thresholds_flag
-from ..errors import GearbxError
+from ..errors import LARGEST_SHOWN, GearbxError
 from ..routing.gates import AUTO, Thresholds
 from ..settings import Settings, flag, flag_of, given_names
+
+DEFAULT_TOKENS = 2000  # predictions of a comparison with the original
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,30 @@ class AnalysisSettings(Settings):
 
 
 @dataclass(frozen=True)
+class ReferenceSettings(Settings):
+    """The original of a quantized checkpoint, and the text on which their choices are compared."""
+
+    title: ClassVar[str] = "original"
+
+    reference: str | None = flag(
+        None, "Original of a quantized checkpoint, to measure how often both choose the same token", named=True
+    )
+    data: str | None = flag(
+        None,
+        "Text for --reference, or JSON Lines as for evaluate",
+        default_text="the bundled text",
+        metavar="FILE",
+        named=True,
+    )
+    tokens: int = flag(DEFAULT_TOKENS, "Number of predictions for --reference", minimum=1, maximum=LARGEST_SHOWN)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reference is None and (self.data, self.tokens) != (None, DEFAULT_TOKENS):
+            raise GearbxError("--data, --tokens: are for --reference, got none; set it, or omit them")
+
+
+@dataclass(frozen=True)
 class AnalyzeSettings:
     """Settings of analyze; `mode` has the flags of mode telemetry-only."""
 
@@ -52,6 +78,7 @@ class AnalyzeSettings:
     mode: TelemetrySettings
     ladder: LadderSettings
     analysis: AnalysisSettings
+    reference: ReferenceSettings
     server: OtherServerSettings
 
     def __post_init__(self) -> None:
@@ -61,6 +88,8 @@ class AnalyzeSettings:
             return
         for name in given_names(self.model, ModelSettings()):
             raise GearbxError(f"{flag_of(name)}: is for a local model, got --server; omit one of them")
+        if self.reference.reference is not None:
+            raise GearbxError("--reference: is for a local model, got --server; omit one of them")
         if self.analysis.kernels != parse_kernels("auto"):
             raise GearbxError("--kernels: is for a local model, got --server; omit one of them")
         if self.prompt.max_tokens == -1:

@@ -28,13 +28,15 @@ from ..decoding.route import SHORT_PROMPTS, Route
 from ..decoding.stream import RunSpeed, stream_generate, summary_of
 from ..errors import GearbxError, GearbxWarning
 from ..files.writing import check_directory, make_directory, write_text
-from ..gears.ladder import DEFAULT_LADDER, Ladder
+from ..gears.ladder import DEFAULT_LADDER, DENSE, Ladder
 from ..routing.bounds import BoundedRouting
 from ..routing.gates import Monitor, ReadThresholds, ThresholdGate, thresholds_in_bits
 from ..server.logprobs import ASSUMED_VOCABULARY, RemoteError
+from ..telemetry.agreement import AGREEMENT_PICTURE, TokenAgreement, borrowed, borrowed_sentence, draw_agreement
 from ..telemetry.summary import Tally, as_json
 from ..telemetry.trace import BOUNDS, PICTURES, UNDECIDED, IntervalTally, TraceWriter, draw_report, get_pyplot, record
 from . import AnalyzeSettings
+from .reference import bits_of, measured_agreement
 
 if TYPE_CHECKING:
     from ..server.logprobs import ListedToken
@@ -47,6 +49,8 @@ def run(settings: AnalyzeSettings) -> int:
     analysis = analysis_of(settings)
     terminal.messages.print((server_table if settings.server.server else summary_table)(analysis.summary))
     terminal.messages.print()
+    if analysis.summary.get("agreement"):
+        terminal.note(f"agreement: {analysis.summary['agreement']['sentence']}")
     for path in analysis.files:
         print(path)
     analysis.checked()
@@ -65,7 +69,7 @@ def analysis_of(settings: AnalyzeSettings) -> "AnalyzedRun":
     out = Path(settings.analysis.out)
     check_directory(out)
     if out.is_dir():
-        for name in (TRACE, SUMMARY, *PICTURES):
+        for name in (TRACE, SUMMARY, *PICTURES, AGREEMENT_PICTURE):
             output_path(out / name)
     draws = can_draw()
     return (local_run if settings.server.server is None else remote_run)(settings, texts, out, draws)
@@ -107,7 +111,7 @@ class AnalyzedRun:
         entries: yields the records of the tokens after a prompt, as they come; prompts are numbered from 0.
         """
         make_directory(out)
-        for name in PICTURES:
+        for name in (*PICTURES, AGREEMENT_PICTURE):
             (out / name).unlink(missing_ok=True)
         with (
             contextlib.suppress(KeyboardInterrupt),
@@ -123,12 +127,17 @@ class AnalyzedRun:
             except RemoteError as error:
                 self.error = error
 
-    def write(self, out: Path, summary: dict[str, Any], thresholds: Sequence[float]) -> None:
-        """Write summary and pictures beside the trace; no pictures without records."""
+    def write(
+        self, out: Path, summary: dict[str, Any], thresholds: Sequence[float], agreement: TokenAgreement | None = None
+    ) -> None:
+        """Write summary and pictures beside the trace; no pictures of a trace without records."""
         self.summary = summary
         write_text(out / SUMMARY, as_json(summary))
         gears = [gear.name for gear in self.ladder]
         pictures = draw_report(self.records, gears, thresholds, out) if self.records and self.draws else []
+        if agreement is not None and self.draws:
+            draw_agreement(agreement, out / AGREEMENT_PICTURE)
+            pictures.append(out / AGREEMENT_PICTURE)
         self.files = [out / TRACE, out / SUMMARY, *pictures]
 
     def checked(self) -> dict[str, Any]:
@@ -164,13 +173,28 @@ def local_run(settings: AnalyzeSettings, texts: Sequence[str], out: Path, draws:
             yield record(index, response, {"prompt": number})
         speed.add(responses)
 
+    wants = settings.reference.reference is not None
+    agreement = measured_agreement(settings.model, settings.reference) if wants else None
     found = AnalyzedRun(ladder=ladder, draws=draws)
     mx.reset_peak_memory()
     found.record(out, prompts, entries)
     result = summary_of(loaded.name, observer, mode, tally, speed)
-    count = len({entry["prompt"] for entry in found.records})
-    found.write(out, result | {"prompts": count, "thresholds": list(thresholds)}, thresholds)
+    result |= {"prompts": len({entry["prompt"] for entry in found.records}), "thresholds": list(thresholds)}
+    result["agreement"] = agreement_part(agreement, bits_of(loaded.model), found.records)
+    found.write(out, result, thresholds, agreement)
     return found
+
+
+def agreement_part(
+    measured: TokenAgreement | None, bits: int | None, records: Sequence[dict[str, Any]]
+) -> dict[str, Any] | None:
+    """Return the summary's part about the original: measured, else of other models with as many bits, if any."""
+    entropies = [entry["entropy"] for entry in records]
+    if measured is not None:
+        expected = {"expected_different": measured.differing(entropies)} if entropies else {}
+        return {"source": "measured", "sentence": measured.sentence(), **expected, **measured.as_dict()}
+    other = None if bits in (None, DENSE) else borrowed(bits, entropies)
+    return None if other is None else {"source": "other models", "sentence": borrowed_sentence(other), **other}
 
 
 # Models behind a server.

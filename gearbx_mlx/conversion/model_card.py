@@ -72,6 +72,15 @@ class GearSize:
 
 
 @dataclass(frozen=True)
+class CardQuality:
+    """Distance of the gears from the original on a number of tokens: a head, and a row for each gear."""
+
+    tokens: int
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
 class Provenance:
     """The origin of a checkpoint, and its name.
 
@@ -129,10 +138,12 @@ def geared_card(
     files: Mapping[str, int],
     origin: Provenance,
     original: int | None,
+    quality: CardQuality | None = None,
 ) -> str:
     """Return the model card of a checkpoint with gears.
 
     files: name to bytes of the files with weights, the base first. original: bytes of its weights; None if not stored.
+    quality: as measured; None: not in the card.
     """
     base, others, *_ = files
     rows = [(gear.name, str(gear.bits), f"{gear.bits_per_weight:.2f}", megabytes(gear.bytes)) for gear in gears]
@@ -159,6 +170,7 @@ def geared_card(
         f"arrays if the format allows it. {original_weights}",
         table(("file", "size"), sizes),
         *rows_text(manifest),
+        *([] if quality is None else quality_text(quality)),
         *run_with_gearbx(origin.name, f"`{others}` has the gears that `{base}` does not have."),
         *([] if original is None else lossless_text(origin.name)),
         "## Use with mlx-lm",
@@ -193,6 +205,17 @@ def lossless_text(name: str) -> list[str]:
         shell(f"gearbx_mlx convert --restore {name} --mlx-path original"),
         "This writes every file that mlx-lm reads of the original, byte for byte; `gears.json` has the SHA-256 of each "
         f"tensor. `{ORIGINAL_FILE}` has the parts that no parameter of the model contains, needed only for this.",
+    ]
+
+
+def quality_text(quality: CardQuality) -> list[str]:
+    """Return the distance of the gears from the original, as mlx-kld and llama.cpp show it."""
+    return [
+        "## Distance from the original",
+        table(quality.head, quality.rows),
+        f"Measured on these weights with {quality.tokens:,} tokens of a text that no calibration reads. KL: divergence "
+        "of the original's next-token distribution from the gear's, in nats per token. Same top: tokens with the same "
+        "most probable next token. PPL ratio: perplexity over the original's.",
     ]
 
 

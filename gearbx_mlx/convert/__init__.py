@@ -151,6 +151,7 @@ class ConversionSettings(Settings):
         default_text=EMBEDDINGS[0],
         choices=EMBEDDINGS,
     )
+    no_card_kl: bool = flag(False, "Omit the KL of the gears from the original, measured for the model card")
     upload_repo: str | None = flag(None, "Hugging Face repository to upload the model to", named=True)
     manifest: str | None = flag(
         None,
@@ -226,6 +227,11 @@ class ConvertSettings:
             raise GearbxError("--manifest has the bits of every layer; omit the floors and the budget")
 
     @property
+    def measures(self) -> bool:
+        """Flag for measuring the gears' KL from the original."""
+        return not self.conversion.no_card_kl
+
+    @property
     def writes_table(self) -> bool:
         """Flag for writing a table of a manifest instead of gears."""
         gears = self.layout.gears
@@ -277,7 +283,7 @@ def convert(hf_path: str | Path | None = None, mlx_path: str | Path = "mlx_model
         hf_path: a local directory or a Hub repository, as in `mlx_lm.convert`; None: the demo model.
         mlx_path: the directory to write.
         keywords: the command's other flags by name, with its defaults: gears ("4,16"), format, manage, q_group_size,
-            dtype, device, calibrate (a file of text; "": the bundled text; "none"), embeddings, revision,
+            dtype, device, calibrate (a file of text; "": the bundled text; "none"), embeddings, no_card_kl, revision,
             trust_remote_code, upload_repo, manifest, auto_bits, memory_budget, target_bpw, prompts; restore, a
             checkpoint of format exact whose original is written instead.
 

@@ -27,6 +27,7 @@ from ..cli.terminal import counting, messages, note, progress_bar
 from ..conversion.converter import BASE_FILE, Converter, Plan
 from ..conversion.model_card import (
     CARD,
+    CardQuality,
     Provenance,
     gear_sizes,
     geared_card,
@@ -61,6 +62,7 @@ from ..loading import DEMO_MODEL, checkpoint_gears, find, load, model_name
 from ..settings import human_bytes
 from ..telemetry.summary import as_json
 from . import BudgetSettings, ConvertSettings
+from .quality import card_quality
 
 Loads = Callable[..., tuple[nn.Module, Any]]
 """Loads a copy of the model to convert, and its tokenizer. lazy: as of `load`."""
@@ -106,7 +108,8 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
     write_config(source, work, converter.quantization())
     if precision is not None:
         write_text(work / PRECISION, precision.as_json())
-    write_geared_card(converter, manifest, work, origin, files.size if files else None)
+    quality = card_quality(work, source, manifest, original) if settings.measures else None
+    write_geared_card(converter, manifest, work, origin, files.size if files else None, quality)
 
 
 def codes_to_keep(model: nn.Module, settings: ConvertSettings) -> OwnCodes | None:
@@ -217,14 +220,19 @@ def load_cast(source: Path, dtype: str | None, trusted: bool, lazy: bool) -> tup
 
 
 def write_geared_card(
-    converter: Converter, manifest: Manifest, work: Path, origin: Provenance, original: int | None
+    converter: Converter,
+    manifest: Manifest,
+    work: Path,
+    origin: Provenance,
+    original: int | None,
+    quality: CardQuality | None,
 ) -> None:
     """Write the model card, and print the sizes of the files. original: bytes of its weights; None if not stored."""
     sizes = {name: place.size for file in converter.files.values() for name, place in file.places.items()}
     gears = gear_sizes(manifest, sizes)
     names = [BASE_FILE, GEARS_FILE] if original is None else [BASE_FILE, GEARS_FILE, ORIGINAL_FILE]
     files = {name: (work / name).stat().st_size for name in names}
-    (work / CARD).write_text(geared_card(manifest, gears, files, origin, original), encoding="utf-8")
+    (work / CARD).write_text(geared_card(manifest, gears, files, origin, original, quality), encoding="utf-8")
     base, others, *kept = map(human_bytes, files.values())
     runs = "which mlx-lm runs" if manifest.stock else "which mlx-lm does not run, since it does not have the format"
     note(f"base {base}, {runs}; other gears {others}")

@@ -25,15 +25,16 @@ from ..evaluation.predictions import (
     TextPrediction,
     check_windows,
     compared,
+    context_for,
     joined_recordings,
     quality,
     read_at_once,
     read_documents,
     read_in_mode,
     read_per_token,
+    three_digits,
     windows_of,
 )
-from ..files.model_directory import context_length
 from ..files.writing import check_directory, make_directory, write_text
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import KV_BITS, Gear
@@ -179,20 +180,6 @@ def report_row(reader: TextReader, recording: Recording, reference_nll: np.ndarr
     }
 
 
-def context_for(context: int | None, config: dict, default: int = 256) -> int:
-    """Return the tokens in a window: the given number, or the default.
-
-    Raises:
-        GearbxError: more than the model's context.
-    """
-    longest = context_length(config)
-    if context is None:
-        return min(default, longest or default)
-    if longest and context > longest:
-        raise GearbxError(f"--context: must be at most the model's {longest}, got {context}; set a smaller number")
-    return context
-
-
 AGREEING = 0.98  # top-1 agreement
 
 
@@ -224,11 +211,6 @@ KLD_COLUMNS: Columns = {
     "max": lambda row: three_digits(row["kl_max"]),
     "same top": lambda row: f"{100 * row['top1_agreement']:.2f} ± {100 * row['top1_agreement_error']:.2f} %",
 }
-
-
-def three_digits(value: float) -> str:
-    """Return three significant digits; "0" for values below the resolution of float32."""
-    return "0" if value < 1e-9 else f"{value:.3g}"
 
 
 def table_of(rows: Sequence[Mapping[str, Any]], columns: Columns = DEFAULT_COLUMNS) -> Table:

@@ -21,12 +21,15 @@ from msgspec import Struct
 
 from ..decoding.mode import Mode, check_known
 from ..decoding.response import GearResponse
+from ..decoding.sampling import Choice, LogitsReader
 from ..decoding.stream import stream_generate
 from ..errors import GearbxError
+from ..files.model_directory import context_length
 from ..files.reading import json_lines, read_text
 from ..gears.discovery import vocabulary
 from ..gears.gearbox import Gearbox, costed_in
 from ..gears.ladder import Gear, Ladder
+from ..telemetry.agreement import Choices
 
 GIVE_TEXT = "use UTF-8 text or JSON Lines"
 PROMPT = "Question: {question}\nAnswer:"
@@ -113,6 +116,20 @@ def windows_of(
     return windows
 
 
+def context_for(context: int | None, config: dict, default: int = 256) -> int:
+    """Return the tokens in a window: the given number, or the default.
+
+    Raises:
+        GearbxError: more than the model's context.
+    """
+    longest = context_length(config)
+    if context is None:
+        return min(default, longest or default)
+    if longest and context > longest:
+        raise GearbxError(f"--context: must be at most the model's {longest}, got {context}; set a smaller number")
+    return context
+
+
 def check_windows(windows: Iterable[Sequence[int]], model: nn.Module, name: str) -> None:
     """Validate that a model has all tokens of windows. Raises GearbxError if its tokenizer is not the model's."""
     check_known(name, [token for window in windows for token in window], vocabulary(model))
@@ -163,12 +180,16 @@ def read_at_once(
         cache: empty KV caches; without them, new ones.
     """
     passes = [int(each is gear) for each in gearbox.ladder]  # of a token with its own pass
-    cache = cache or make_prompt_cache(gearbox.model)
     gearbox.shift(gear)
+    for target, logprobs in zip(window[1:], logprobs_along(gearbox.model, window, cache)):
+        yield TextPrediction(0, target, logprobs, gear, passes)
+
+
+def logprobs_along(model: nn.Module, window: Sequence[int], cache: Sequence[Any] = ()) -> Iterator[np.ndarray]:
+    """Yield log-probabilities (V,), float32, after each token of a window but the last; cache: as `read_at_once`."""
+    cache = cache or make_prompt_cache(model)
     for start in range(0, len(window) - 1, PASS_TOKENS):
-        part = window[start : min(start + PASS_TOKENS, len(window) - 1)]
-        for target, logprobs in zip(window[start + 1 :], next_logprobs(gearbox.model, part, cache)):
-            yield TextPrediction(0, target, logprobs, gear, passes)
+        yield from next_logprobs(model, window[start : min(start + PASS_TOKENS, len(window) - 1)], cache)
 
 
 def read_in_mode(gearbox: Gearbox, tokenizer: Any, mode: Mode, window: Sequence[int]) -> Iterator[TextPrediction]:
@@ -209,6 +230,18 @@ def next_logprobs(model: Any, tokens: Sequence[int], cache: Any) -> np.ndarray:
 def logprobs_of(logits: mx.array) -> np.ndarray:
     """Return log-probabilities (N, V), float32, of logits (1, N, V)."""
     return log_softmax(np.array(logits[0].astype(mx.float32))).astype(np.float32)
+
+
+def choices_along(model: nn.Module, windows: Iterable[Sequence[int]], reader: LogitsReader) -> Choices:
+    """Return the model's greedy choices after each token of windows but the last of each."""
+    rows = []
+    for window in windows:
+        cache = make_prompt_cache(model)
+        for start in range(0, len(window) - 1, PASS_TOKENS):
+            part = window[start : min(start + PASS_TOKENS, len(window) - 1)]
+            rows.append(np.array(reader.choices(model(mx.array([list(part)]), cache=cache)[0])))
+    token, entropy, best, next_best = np.concatenate(rows).astype(np.float64).T[: Choice.MAGNITUDE]
+    return Choices(token.astype(np.int64), entropy, best - next_best, np.exp(best))
 
 
 @dataclass(frozen=True)
@@ -338,3 +371,8 @@ def spread(name: str, values: np.ndarray) -> dict[str, float]:
     shares = {"median": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
     found = {"mean": values.mean(), **{of: np.quantile(values, share) for of, share in shares.items()}}
     return {f"{name}_{of}": float(value) for of, value in {**found, "max": values.max()}.items()}
+
+
+def three_digits(value: float) -> str:
+    """Return three significant digits; "0" for values below the resolution of float32."""
+    return "0" if value < 1e-9 else f"{value:.3g}"

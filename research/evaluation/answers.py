@@ -1,9 +1,10 @@
 r"""Problems, free-running: the model writes greedily, and its final answer is right or wrong.
 
-GSM8K: the answer is the number after ####. MATH: the answer in \boxed{...}, in a form in which equal answers are equal
-strings. Hendrycks et al., "Measuring Mathematical Problem Solving With the MATH Dataset" (arXiv:2103.03874): their
-evaluation takes the last box and compares strings after the replacements below. So 0.5 and \frac{1}{2} are the same
-answer, and 0.25 and \frac{1}{4} are not: scores compare with published ones only under the same rule.
+Functions: the answer is Python code, right if it passes the problem's tests. GSM8K: the number after ####. MATH: the
+answer in \boxed{...}, in a form in which equal answers are equal strings. Hendrycks et al., "Measuring Mathematical
+Problem Solving With the MATH Dataset" (arXiv:2103.03874): their evaluation takes the last box and compares strings
+after the replacements below. So 0.5 and \frac{1}{2} are the same answer, and 0.25 and \frac{1}{4} are not: scores
+compare with published ones only under the same rule.
 
 Problems of MATH are read as they are published: JSON Lines, or a folder of files with one problem each. The fields are
 problem, solution (with the answer in \boxed{...}), level and type; of MATH-500, subject instead of type.
@@ -25,7 +26,8 @@ from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.evaluation.predictions import PROMPT, read_rows
 from gearbx_mlx.files.reading import Count, json_lines, read_json, read_text
 
-from .report import Columns, kilobytes, markdown_table, percent
+from .report import markdown_table
+from .sandbox import code_finished, code_in, passes
 from .statistics import mcnemar, paired
 
 NEXT_PROMPT = "\nQuestion:"  # of the next problem, where a model goes on after its answer
@@ -180,6 +182,26 @@ def checked_row(place: str, problem: Problem) -> dict[str, str]:
     return problem.row()
 
 
+GIVE_FUNCTIONS = "give JSON Lines with question, tests (lines of assert) and solution"
+
+
+class Function(Struct, frozen=True):
+    """A function to write. solution: code that passes the tests, for examples."""
+
+    question: str
+    tests: str
+    solution: str
+
+
+def read_functions(path: Path) -> list[dict[str, str]]:
+    """The functions of a file: question, tests as the answer, and a solution. Raises GearbxError for a bad line."""
+    lines = json_lines(path, read_text(path, "functions", GIVE_FUNCTIONS), Function, GIVE_FUNCTIONS)
+    rows = [{"question": each.question, "answer": each.tests, "solution": each.solution} for _, each in lines]
+    if not rows:
+        raise GearbxError(f"{path}: is empty; {GIVE_FUNCTIONS}")
+    return rows
+
+
 Prompt = tuple[Sequence[int], int, str]  # tokens, how many may be written after them, the worked answer
 
 
@@ -188,18 +210,28 @@ class Task:
     """A kind of problems.
 
     read: from a path to rows with question and answer. final: the final answer in a text, or None. finished: whether
-    what follows a text cannot change that. instruction: what a chat model is asked besides the question.
+    what follows a text cannot change that. instruction: what a chat model is asked besides the question. passes:
+    whether a final answer is right, where this is not an equal one of the worked answer.
     """
 
     read: Callable[[Path], list[dict[str, str]]]
     final: Callable[[str], Any]
     finished: Callable[[str], bool]
     instruction: str = ""
+    passes: Callable[[Any, str], bool] | None = None
+
+    def solves(self, found: Any, answer: str) -> bool:
+        """Whether a final answer is right."""
+        if found is None:
+            return False
+        return found == self.final(answer) if self.passes is None else self.passes(found, answer)
 
 
+STEPS = "\nReason step by step, and end with a line of #### and the number."
 TASKS = {
-    "gsm8k": Task(lambda path: read_rows(path, ("question", "answer")), final_number, number_finished),
+    "gsm8k": Task(lambda path: read_rows(path, ("question", "answer")), final_number, number_finished, STEPS),
     "math": Task(read_problems, boxed_answer, box_finished, "\nPut the final answer in \\boxed{}."),
+    "functions": Task(read_functions, code_in, code_finished, "\nAnswer with the code only.", passes),
 }
 
 
@@ -218,8 +250,13 @@ class Attempt:
 
 def prompt_of(row: Mapping[str, str], examples: Sequence[Mapping[str, str]]) -> str:
     """The question, after examples with their answers."""
-    solved = [f"{PROMPT.format(**example)} {example['answer']}\n\n" for example in examples]
+    solved = [f"{PROMPT.format(**example)} {worked(example)}\n\n" for example in examples]
     return "".join(solved) + PROMPT.format(**row)
+
+
+def worked(row: Mapping[str, str]) -> str:
+    """The worked answer of an example."""
+    return row.get("solution", row["answer"])
 
 
 def until_finished(task: Task, responses: Iterable[GearResponse]) -> list[GearResponse]:
@@ -233,17 +270,10 @@ def until_finished(task: Task, responses: Iterable[GearResponse]) -> list[GearRe
     return taken
 
 
-def judged(task: Task, taken: Sequence[GearResponse], answer: str) -> Attempt:
-    """The attempt that some responses are, compared with the worked answer."""
-    text, read = "".join(response.text for response in taken), sum(response.weight_bytes for response in taken)
-    return attempt_of(task, text, answer, len(taken), read)
-
-
 def attempt_of(task: Task, text: str, answer: str, tokens: int, weight_bytes: int) -> Attempt:
     """Return the attempt that a text is, compared with the worked answer."""
     found = task.final(text)
-    right = found is not None and found == task.final(answer)
-    return Attempt(None if found is None else str(found), right, tokens, weight_bytes)
+    return Attempt(None if found is None else str(found), task.solves(found, answer), tokens, weight_bytes)
 
 
 def score(attempts: Mapping[str, Sequence[Attempt]], reference: str) -> list[dict[str, Any]]:
@@ -306,14 +336,3 @@ def group_tables(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 def group_cell(field: str, name: str, row: Mapping[str, Any]) -> str:
     right, count = row[field][name]
     return f"{right} of {count}"
-
-
-COLUMNS: Columns = {
-    "policy": lambda row: row["policy"],
-    "problems": lambda row: str(row["problems"]),
-    "right": lambda row: f"{100 * row['accuracy']:.1f} ± {100 * row['standard_error']:.1f} %",
-    "same answer": lambda row: percent(row["same_answer_as_reference"]),
-    "difference": lambda row: f"{100 * row['against_reference']['difference']:+.1f} %",
-    "McNemar p": lambda row: f"{row['against_reference']['p_value']:.2f}",
-    "kB/token": kilobytes,
-}

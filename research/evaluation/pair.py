@@ -1,14 +1,11 @@
-"""EAD: two models that take turns. Its Table 1 along a text and free-running, and its Figure 1.
+"""EAD: two models that take turns. Its Table 1 and its Figure 1 along a text.
 
 Along a given text neither model sees what the other one would have written, so that their predictions do not depend on
 the gate. Each model reads the text once, and the gate is replayed over the recorded entropies for every threshold.
-Free-running, both write answers to problems, and a coin with the same share of the large model is the control.
 """
 
 import math
-import random
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,19 +15,17 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from gearbx_mlx.decoding.lossless import Lossless
-from gearbx_mlx.decoding.pair import Pair
-from gearbx_mlx.decoding.response import GearResponse
-from gearbx_mlx.decoding.stream import stream_generate
-from gearbx_mlx.evaluate.run import three_digits
-from gearbx_mlx.evaluation.predictions import Recording, entropy_of_logprobs, kl_divergence, log_softmax, quality
-from gearbx_mlx.files.reading import Count
-from gearbx_mlx.routing.gates import Gate, OneGear, Reading
-from gearbx_mlx.routing.pair import LARGE, NAMES, SMALL, first_model, pair_gate, pair_monitor, parameter_ratio
+from gearbx_mlx.evaluation.predictions import (
+    Recording,
+    entropy_of_logprobs,
+    kl_divergence,
+    log_softmax,
+    quality,
+    three_digits,
+)
+from gearbx_mlx.routing.pair import LARGE, SMALL, first_model, pair_gate, pair_monitor, parameter_ratio
 from gearbx_mlx.telemetry.trace import get_pyplot, save
 
-from .answers import COLUMNS as SCORES
-from .answers import Attempt, Prompt, Task, judged, score, until_finished
 from .report import (
     Columns,
     against_chance,
@@ -206,192 +201,30 @@ COLUMNS: Columns = {
 }
 
 
-REFERENCE = f"pair-{0:g}"  # the large model alone
-
-
-@dataclass(frozen=True)
-class PairAttempt(Attempt):
-    """large: how many tokens the large model computed. caught_up: how many tokens a model read to catch up.
-
-    passes: of (small, large), over their weights. seconds: that all this took, without the prompt.
-    """
-
-    large: Count = 0
-    caught_up: Count = 0
-    passes: tuple[Count, Count] = (0, 0)
-    seconds: float = 0.0
-
-
-def solve_in_turns(
-    small: nn.Module,
-    large: nn.Module,
-    tokenizer: Any,
-    task: Task,
-    prompts: Sequence[Prompt],
-    window: int,
-    gate_of: Callable[[int], tuple[Gate, int]],
-    number: int,
-) -> PairAttempt:
-    """The attempt of a gate at the prompt of this number.
-
-    Args:
-        gate_of: from a prompt's number to the gate and the model that begins.
-    """
-    tokens, length, answer = prompts[number]
-    gate, first = gate_of(number)
-    mode = Pair(small, window=window, gate=gate, initial_gear=NAMES[first])
-    taken, seconds = timed(task, stream_generate(large, tokenizer, list(tokens), length, mode=mode))
-    by_large = sum(response.gear == NAMES[LARGE] for response in taken)
-    caught_up = sum(response.caught_up for response in taken)
-    passes = len(taken) - by_large, by_large
-    return PairAttempt(
-        **vars(judged(task, taken, answer)), large=by_large, caught_up=caught_up, passes=passes, seconds=seconds
-    )
-
-
-DRAFT = "draft-model"
-
-
-def solve_with_draft(
-    small: nn.Module, large: nn.Module, tokenizer: Any, task: Task, prompts: Sequence[Prompt], number: int
-) -> PairAttempt:
-    """The attempt of the large model, for which the small one drafts, at the prompt of this number."""
-    tokens, length, answer = prompts[number]
-    responses = stream_generate(large, tokenizer, list(tokens), length, mode=Lossless(), draft_model=small)
-    taken, seconds = timed(task, responses)
-    passes = sum(response.drafted for response in taken), sum(sum(response.passes) for response in taken)
-    return PairAttempt(**vars(judged(task, taken, answer)), large=len(taken), passes=passes, seconds=seconds)
-
-
-def timed(task: Task, responses: Iterable[GearResponse]) -> tuple[list[GearResponse], float]:
-    """The responses up to a final answer, and the seconds after the first one."""
-    begun: list[float] = []
-
-    def noted() -> Iterator[GearResponse]:
-        for response in responses:
-            if not begun:
-                begun.append(time.perf_counter())
-            yield response
-
-    taken = until_finished(task, noted())
-    return taken, time.perf_counter() - begun[0]
-
-
-class Coin(OneGear):
-    """The control: a gate that ignores the text.
-
-    Every `min_duration` tokens a coin decides which model computes the next ones.
-
-    Args:
-        share: of the large model.
-        min_duration: tokens.
-    """
-
-    def __init__(self, share: float, min_duration: int, seed: int = 0):
-        self.share, self.min_duration = share, min_duration
-        self._random = random.Random(seed)
-        self.gear, self.duration = self._toss(), 0
-
-    def _toss(self) -> int:
-        return LARGE if self._random.random() < self.share else SMALL
-
-    def reset(self, gear: int) -> None:
-        self.gear, self.duration = gear, 0
-
-    def update(self, reading: Reading) -> int:
-        self.duration += 1
-        if self.duration >= self.min_duration:
-            self.reset(self._toss())
-        return self.gear
-
-
-def by_entropy(threshold: float, min_duration: int) -> Callable[[int], tuple[Gate, int]]:
-    return lambda number: (pair_gate(threshold, min_duration), first_model(threshold))
-
-
-def by_chance(share: float, min_duration: int, seed: int) -> Callable[[int], tuple[Gate, int]]:
-    """The control: a coin for each prompt, whose tosses do not depend on the prompts before it."""
-
-    def gate_of(number: int) -> tuple[Gate, int]:
-        coin = Coin(share, min_duration, seed=1000 * seed + number)
-        return coin, coin.gear
-
-    return gate_of
-
-
-def share_of(attempts: Sequence[PairAttempt]) -> float:
-    """The share of tokens that the large model computed."""
-    return sum(a.large for a in attempts) / max(sum(a.tokens for a in attempts), 1)
-
-
-def answer_rows(
-    attempts: Mapping[str, Sequence[PairAttempt]], thresholds: Mapping[str, float], parameters: tuple[int, int]
-) -> list[dict[str, Any]]:
-    """The rows of `answers.score`, with the columns of EAD's Table 1."""
-    rows = score(attempts, REFERENCE)
-    for row in rows:
-        tried = attempts[row["policy"]]
-        row |= {
-            "name": row["policy"],
-            "policy": row["policy"].split("-")[0],  # "draft" of the draft model
-            "threshold": thresholds[row["policy"]],
-            "share_top": share_of(tried),
-            "parameter_ratio": float(np.sum([a.passes for a in tried], axis=0) @ parameters)
-            / (max(row["tokens"], 1) * parameters[LARGE]),
-            "seconds_per_token": sum(a.seconds for a in tried) / max(row["tokens"] - len(tried), 1),
-            "caught_up_per_token": float(np.sum([a.caught_up for a in tried]) / max(row["tokens"], 1)),
-        }
-    return rows
-
-
-ANSWER_COLUMNS: Columns = {
-    **SCORES,
-    "policy": lambda row: row["name"],
-    "large": lambda row: percent(row["share_top"]),
-    "parameters": lambda row: percent(row["parameter_ratio"]),
-    "caught up": lambda row: f"{row['caught_up_per_token']:.2f}",
-    "ms/token": lambda row: f"{1000 * row['seconds_per_token']:.0f}",
-}
-
-
 ReportRow = Mapping[str, Any]
-# Along a text, and writing answers: the score of Table 1, and one that tells models apart that get nothing right.
-ALONG_A_TEXT = {"top1_agreement": "same favourite as the large model", "perplexity": "perplexity"}
-WRITING = {"accuracy": "right answers", "same_answer_as_reference": "same answer as the large model"}
+SCORES = {"top1_agreement": "same favourite as the large model", "perplexity": "perplexity"}  # Table 1's first
 
 
 @dataclass(frozen=True)
 class ThresholdPoint:
     """A threshold in bits, the large model's share of the tokens and used parameters over its own, both parts of 1.
 
-    score: as in the report, with its standard error. coin: a coin's share and score; None if it was not tossed.
+    score: as in the report. coin: that of a random choice with the same share.
     """
 
     threshold: float
     share: float
     parameters: float
     score: float
-    error: float
-    coin: tuple[float, float] | None
-
-
-def scores_of(report: ReportRow) -> dict[str, str]:
-    """The fields of a report's rows that are scores, the one of Table 1 first, and what they are called."""
-    return WRITING if "accuracy" in report["policies"][0] else ALONG_A_TEXT
+    coin: float
 
 
 def points(report: ReportRow, score: str) -> list[ThresholdPoint]:
     """A point for each threshold, the highest first, as in Table 1."""
-    rows = {row["name"]: row for row in report["policies"]}
     found = []
-    for row in rows.values():
-        if row["policy"] == "pair":
-            control = row.get("against_random_same_share") or rows.get(row["name"].replace("pair", "random"))
-            coin = (control.get("share_top", row["share_top"]), control[score]) if control else None
-            error = row["standard_error"] if score == "accuracy" else 0.0
-            found.append(
-                ThresholdPoint(row["threshold"], row["share_top"], row["parameter_ratio"], row[score], error, coin)
-            )
+    for row in report["policies"]:
+        coin = row["against_random_same_share"][score]
+        found.append(ThresholdPoint(row["threshold"], row["share_top"], row["parameter_ratio"], row[score], coin))
     return sorted(found, key=lambda point: -point.threshold)
 
 
@@ -402,7 +235,7 @@ def score_text(value: float, score: str) -> str:
 
 def table_1(report: ReportRow) -> str:
     """EAD's Table 1, and what part of the large model's score that is, as in its abstract."""
-    score, name = next(iter(scores_of(report).items()))
+    score, name = next(iter(SCORES.items()))
     found = points(report, score)
     best = found[-1].score if found[-1].share == 1 else 0.0  # the large model alone
     columns: Columns = {
@@ -411,7 +244,7 @@ def table_1(report: ReportRow) -> str:
         name: lambda row: score_text(row["score"], score),
         "of the large model's": lambda row: percent(row["score"] / best) if best else "",
         "parameter ratio": lambda row: percent(row["parameters"]),
-        "a coin's": lambda row: score_text(row["coin"][1], score) if row["coin"] and 0 < row["share"] < 1 else "",
+        "a coin's": lambda row: score_text(row["coin"], score) if 0 < row["share"] < 1 else "",
     }
     return markdown_table(columns, [vars(point) for point in found])
 
@@ -429,9 +262,8 @@ def draw_pair(report: Mapping[str, Any], path: Path) -> None:
         path: a png or svg file, which is replaced.
     """
     pyplot = get_pyplot()
-    scores = scores_of(report)
-    figure, panels = pyplot.subplots(1, len(scores), figsize=(5.4 * len(scores), 4.6), layout="constrained")
-    for axes, (figure_of, name) in zip(panels, scores.items()):
+    figure, panels = pyplot.subplots(1, len(SCORES), figsize=(5.4 * len(SCORES), 4.6), layout="constrained")
+    for axes, (figure_of, name) in zip(panels, SCORES.items()):
         found, falls = points(report, figure_of), figure_of == "perplexity"
         draw_panel(axes, found, pyplot.get_cmap("viridis"), 1 if falls else 100)
         label(axes, found, 1 if falls else 100, (-6, -13) if falls else (-6, 5))
@@ -449,15 +281,14 @@ def draw_panel(axes: Any, found: Sequence[ThresholdPoint], color_of: Callable[[f
         color_of: from 0 (the highest threshold) to 1; ascends in lightness.
         scale: 100 for a part of 1.
     """
-    coins = [point.coin or (point.share, point.score) for point in found if point.coin or point.share in (0, 1)]
+    shares = [100 * point.share for point in found]
     line: dict[str, Any] = {"linestyle": "--", "marker": "D", "markerfacecolor": "white", "label": "a coin"}
-    axes.plot([100 * share for share, _ in coins], [scale * score for _, score in coins], color=COIN, **line)
-    axes.plot([100 * point.share for point in found], [scale * point.score for point in found], color="0.2", zorder=2)
-    style = {"marker": "o", "markersize": 8, "markeredgecolor": "0.2", "capsize": 3, "zorder": 3}
+    axes.plot(shares, [scale * point.coin for point in found], color=COIN, **line)
+    axes.plot(shares, [scale * point.score for point in found], color="0.2", zorder=2)
+    style = {"marker": "o", "markersize": 8, "markeredgecolor": "0.2", "linestyle": "", "zorder": 3}
     for index, point in enumerate(found):
-        place, error = (100 * point.share, scale * point.score), scale * point.error
         color = color_of(0.95 * index / max(len(found) - 1, 1))
-        axes.errorbar(*place, error, color=color, ecolor="0.5", label=None if index else "entropy", **style)
+        axes.plot(shares[index], scale * point.score, color=color, label=None if index else "entropy", **style)
     axes.set(xlabel="tokens by the large model, %", xlim=(-8, 104))
     axes.margins(y=0.12)
     axes.spines["right"].set_visible(False)

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from pages import table
 
-from gearbx_mlx.evaluate.run import Columns, three_digits
-from gearbx_mlx.evaluation.predictions import Recording, quality, read_per_token
+from gearbx_mlx.evaluate.run import Columns
+from gearbx_mlx.evaluation.predictions import Recording, quality, read_per_token, three_digits
 from gearbx_mlx.gears.gearbox import Gearbox
 from gearbx_mlx.gears.ladder import Gear
 from gearbx_mlx.telemetry.trace import BLUE, GREEN, ORANGE, SKY_BLUE, VERMILION, get_pyplot, save

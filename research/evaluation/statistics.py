@@ -4,6 +4,7 @@ By buckets of the reference's top probability, as in exllamav3's quality bench: 
 is undecided dominate mean KL.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Mapping
@@ -68,3 +69,54 @@ def mcnemar(a: np.ndarray, b: np.ndarray) -> dict[str, float]:
     trials = only_a + only_b
     tail = sum(math.comb(trials, k) for k in range(min(only_a, only_b) + 1)) / 2**trials
     return {"only_first": only_a, "only_second": only_b, "p_value": min(1.0, 2 * tail)}
+
+
+LEVEL, POWER = 0.05, 0.8
+MOST_PROBLEMS = 3000
+LOG_FACTORIALS = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, MOST_PROBLEMS + 1)))])
+
+
+def binomial(trials: int, share: float) -> np.ndarray:
+    """Probabilities (trials + 1,) of 0 to `trials` successes."""
+    if share in (0.0, 1.0):
+        return np.eye(trials + 1)[round(share) * trials]
+    k = np.arange(trials + 1)
+    logs = LOG_FACTORIALS[trials] - LOG_FACTORIALS[k] - LOG_FACTORIALS[trials - k]
+    return np.exp(logs + k * math.log(share) + (trials - k) * math.log1p(-share))
+
+
+@functools.cache
+def rejected(trials: int) -> int:
+    """For `trials` problems on which two policies differ: up to how many wins of one McNemar's exact test is sure.
+
+    -1: even none is enough.
+    """
+    return int((2 * np.cumsum(binomial(trials, 0.5)) <= LEVEL).sum()) - 1
+
+
+def power(problems: int, disagreement: float, loss: float) -> float:
+    """The probability that McNemar's exact test finds a loss (two-sided, LEVEL).
+
+    Args:
+        disagreement: share of problems that only one of two policies solves. loss: by how much more often the first
+            one does, in parts of 1, at most the disagreement.
+    """
+    lost = (disagreement + loss) / (2 * disagreement) if disagreement else 0.0
+    found = 0.0
+    for trials, probability in enumerate(binomial(problems, disagreement)):
+        sure = rejected(trials)
+        if probability > 1e-9 and sure >= 0:
+            few = binomial(trials, 1 - lost)  # wins of the second one
+            found += probability * float(few[: sure + 1].sum() + few[trials - sure :].sum())
+    return found
+
+
+def problems_needed(disagreement: float, loss: float, most: int = MOST_PROBLEMS) -> int | None:
+    """How many problems, to the next ten, find a loss with POWER; None: more than `most`."""
+    low, high = 0, most // 10
+    if power(10 * high, disagreement, loss) < POWER:
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if power(10 * middle, disagreement, loss) >= POWER else (middle, high)
+    return 10 * high

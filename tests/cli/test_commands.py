@@ -167,7 +167,8 @@ def test_analyze_writes_trace_summary_and_pictures(command, tmp_path):
     prompts, four_bit = tmp_path / "prompts.txt", tmp_path / "demo-4bit"
     mlx_lm.convert(str(DEMO_MODEL), str(four_bit), quantize=True, q_bits=4, q_group_size=64)
     prompts.write_text("Once upon a time\n\nTom has 3 apples.\n")
-    result = command("analyze", "--model", four_bit, "--prompts", prompts, "--out", tmp_path / "out", "-m", 20)
+    flags = "--reference", DEMO_MODEL, "--tokens", 100
+    result = command("analyze", "--model", four_bit, "--prompts", prompts, "--out", tmp_path / "out", "-m", 20, *flags)
     assert result.status == 0
     out = tmp_path / "out"
     summary, trace = read_json(out / "summary.json"), read_trace(out / "trace.jsonl")
@@ -176,7 +177,11 @@ def test_analyze_writes_trace_summary_and_pictures(command, tmp_path):
     assert summary["unmanaged_layers"] == 43  # as generate counts them, the tied output head among them
     assert {entry["prompt"] for entry in trace} == {0, 1}
     assert len(trace) == summary["tokens"]
-    for name in ("entropy_trace", "entropy_histogram", "gear_shares"):
+    agreement = summary["agreement"]
+    assert (agreement["source"], agreement["bits"], agreement["tokens"]) == ("measured", [4, 16], 100)
+    assert sum(each["tokens"] for each in agreement["entropy"]) == 100
+    assert agreement["sentence"] in " ".join(result.err.split())
+    for name in ("entropy_trace", "entropy_histogram", "gear_shares", "agreement"):
         picture = (out / f"{name}.png").read_bytes()
         assert picture.startswith(b"\x89PNG")
         assert len(picture) > 5000

@@ -63,6 +63,8 @@ REFUSED = [
     ("generate --model folder/none.gguf", "folder/none.gguf: no such file"),
     ("analyze --prompts p.txt --num-prompts 0", "--num-prompts: out of range, got 0"),
     ("analyze --kernels fast", "--kernels: unknown, got fast; choose from auto, native, mlx"),
+    ("analyze --tokens 5", "--data, --tokens: are for --reference, got none"),
+    ("analyze --server http://127.0.0.1:9/v1 --reference demo", "--reference: is for a local model, got --server"),
     ("analyze --server http://127.0.0.1:9/v1 --kernels mlx", "--kernels: is for a local model, got --server"),
     # gears, thresholds, modes
     *((f"{name} --gears 16,8,4", "ascend") for name in ("generate", "calibrate", "benchmark decode")),

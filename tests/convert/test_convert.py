@@ -27,7 +27,8 @@ from gearbx_mlx.formats import get_format
 from gearbx_mlx.gears.ladder import Ladder
 from gearbx_mlx.gears.manifest import GEARS_VERSION
 
-CALIBRATES = ConvertSettings.calibrates  # which conftest.py replaces
+CALIBRATES = ConvertSettings.calibrates  # both are replaced in conftest.py
+MEASURES = ConvertSettings.measures
 FORMATS = {"planes": "4,5,8,16", "affine": "3,8,16", "rowwise": "2,6,16", "groupwise": "4,16"}
 FORMATS |= {"codebook": "3,16", "codebook-library": "2,16"}
 MODELS = {
@@ -192,6 +193,12 @@ def rows_of(card: str) -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in rows}
 
 
+@pytest.fixture
+def measured_cards(monkeypatch):
+    """Model cards with the KL of the gears, as outside of tests."""
+    monkeypatch.setattr(ConvertSettings, "measures", MEASURES)
+
+
 class TestModelCard:
     @pytest.mark.some(2)
     @pytest.mark.parametrize("format", FORMATS)
@@ -210,6 +217,28 @@ class TestModelCard:
         assert (card.data.library_name, card.data.tags) == ("mlx", ["mlx", "gearbx-mlx"])
         assert f"gearbx_mlx generate --model {out.name}" in card.text
         assert f"mlx_lm.generate --model {out.name}" in card.text
+
+    def test_distance_shrinks_with_bits(self, succeeds, measured_cards, tmp_path):
+        succeeds("convert", "--gears", "4,8,16", "--manage", "attention", "--mlx-path", tmp_path / "out")
+        text = (tmp_path / "out" / "README.md").read_text()
+        low, high = ([float(cell.split()[0]) for cell in rows_of(text)[bits]] for bits in ("4", "8"))
+        mean, median, p99, largest, same, ratio = range(6)
+        assert 0 < low[median] < low[p99] < low[largest] < 1
+        assert 0 < high[mean] < low[mean] / 10
+        assert low[same] < high[same] <= 100
+        assert high[ratio] == pytest.approx(1, abs=0.01)
+        assert "1,000 tokens of a text that no calibration reads" in text
+
+    def test_card_has_no_kl_if_omitted(self, succeeds, measured_cards, tmp_path):
+        flags = "--gears", "4,16", "--manage", "attention", "--no-card-kl"
+        succeeds("convert", *flags, "--mlx-path", tmp_path / "out")
+        assert "KL mean" not in (tmp_path / "out" / "README.md").read_text()
+
+    def test_unreadable_text_leaves_card_without_kl(self, succeeds, measured_cards, tmp_path):
+        save_model(tiny_model(dtype=mx.bfloat16), tmp_path / "tiny")  # the tokenizer knows more tokens
+        done = succeeds("convert", "--model", tmp_path / "tiny", "--mlx-path", tmp_path / "out")
+        assert "model card: without KL, since held_out.jsonl: tokens must be" in done.err
+        assert "KL mean" not in (tmp_path / "out" / "README.md").read_text()
 
     @pytest.mark.parametrize("given", ["smollm2", "tales.gguf"])
     def test_absent_metadata_needs_no_hub_request(self, given, tmp_path, monkeypatch):

@@ -8,7 +8,8 @@ from conftest import HELD_OUT
 from refusals import assert_refused
 
 from gearbx_mlx.evaluate import evaluate as run_evaluation
-from gearbx_mlx.evaluate.run import STYLES, enough, three_digits
+from gearbx_mlx.evaluate.run import STYLES, enough
+from gearbx_mlx.evaluation.predictions import three_digits
 
 
 def evaluate(command, out: Path, *more: object, data: Path = HELD_OUT):

@@ -43,6 +43,7 @@ SHORTER = {
     "generate --base": "--max-tokens 6 --base text.txt",
     "chat": "--max-tokens 6",
     "analyze": "--max-tokens 6",
+    "analyze --reference": "--max-tokens 6 --tokens 24",
     "calibrate": "--max-tokens 24 --num-prompts 1",
     "evaluate": "--tokens 24 --context 12",
     "convert --gears": "--calibrate none",

@@ -1,13 +1,15 @@
-"""The study final-answers: answers in boxes, numbers and problems from files, and the study itself."""
+"""The study answers: boxes, numbers and functions, problems from files, the sandbox, power, and the study itself."""
 
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
-from conftest import HELD_OUT
+from conftest import save_model, tiny_model
 from refusals import refuses
 
 from gearbx_mlx.errors import GearbxError
+from research.answers import answers
 from research.evaluation.answers import (
     Attempt,
     box_finished,
@@ -15,12 +17,15 @@ from research.evaluation.answers import (
     final_number,
     normalised,
     number_finished,
+    read_functions,
     read_problems,
     score,
 )
-from research.final_answers import final_answers
+from research.evaluation.sandbox import code_finished, code_in, passes
+from research.evaluation.statistics import mcnemar, power, problems_needed
 
 SAMPLE = Path(__file__).parents[1] / "data" / "math_sample.jsonl"
+DATA = Path(__file__).parents[2] / "research" / "data"
 GOOD = {"problem": "1 + 1?", "solution": r"$\boxed{2}$"}
 
 
@@ -126,33 +131,111 @@ class TestReading:
             read_problems(file)
 
 
-WAYS = ["16", "4", "route"]
-HOW = {"task": "math", "ways": WAYS, "num_problems": 2, "num_shots": 1, "max_tokens": 12}
+METHODS = ["16", "4", "route"]
+HOW = {"model": "demo", "small_model": "none", "methods": METHODS, "num_problems": 2, "max_tokens": 12}
 
 
 @pytest.mark.slow
 class TestStudy:
     def test_resumes_and_rebuilds_table(self, compiled, tmp_path):
         out, copy = tmp_path / "answers", tmp_path / "copy"
-        found = final_answers(SAMPLE, out, **HOW)
-        before = {way: (out / f"{way}.jsonl").read_text() for way in WAYS}
+        found = answers(out=out, **HOW)
+        rows = {row["policy"]: row for row in found.data["policies"]}
+        assert rows["16"]["equal_texts"] == 2
+        assert rows["4"]["weight_bytes_per_token"] < rows["16"]["weight_bytes_per_token"] / 3
+        assert rows["route"]["rival"]["method"] in ("4", "16")
+        before = {name: (out / f"{name}.jsonl").read_text() for name in METHODS}
         copy.mkdir()
-        for way in WAYS:
-            lines = before[way].splitlines(keepends=True)
-            (copy / f"{way}.jsonl").write_text("".join(lines[: 2 if way == "4" else 3]))
-        with pytest.raises(GearbxError, match="no problem that all ways"):
-            final_answers(SAMPLE, copy, **HOW | {"only_table": True, "ways": ["16", "8"]})
-        assert final_answers(SAMPLE, copy, **HOW).tables == found.tables
-        assert {way: (copy / f"{way}.jsonl").read_text() for way in WAYS} == before
-        assert final_answers(SAMPLE, copy, **HOW | {"only_table": True}).tables == found.tables
+        for name in METHODS:
+            lines = before[name].splitlines(keepends=True)
+            (copy / f"{name}.jsonl").write_text("".join(lines[: 2 if name == "4" else 3]))
+        with pytest.raises(GearbxError, match="no problem that all methods"):
+            answers(out=copy, **HOW | {"only_table": True, "methods": ["16", "8"]})
+        again = {row["policy"]: row for row in answers(out=copy, **HOW).data["policies"]}
+        assert again["route"] == rows["route"]  # its times too: nothing was generated again
+        assert (copy / "route.jsonl").read_text() == before["route"]
+        assert [attempt["found"] for attempt in again["4"]["attempts"]] == [
+            attempt["found"] for attempt in rows["4"]["attempts"]
+        ]
 
-    def test_unknown_method_is_named(self, tmp_path):
-        with pytest.raises(GearbxError, match="--ways 7: choose from 16, 8"):
-            final_answers(SAMPLE, tmp_path, ways=["7"])
+    def test_two_models_have_shares_by_threshold(self, compiled, tmp_path):
+        path = tmp_path / "small"
+        save_model(tiny_model(seed=1, vocab_size=4096), path)
+        methods = ["16", "ead-inf", "ead-0", "draft-model"]
+        found = answers(out=tmp_path / "out", **HOW | {"small_model": str(path), "methods": methods})
+        rows = {row["policy"]: row for row in found.data["policies"]}
+        assert [rows[name]["share_top"] for name in ("ead-inf", "ead-0")] == [0, 1]
+        assert rows["ead-0"]["equal_texts"] == rows["draft-model"]["equal_texts"] == 2
+        assert "| inf | 0.0 % |" in found.tables["ead"]
+        found.pictures["answers.png"](tmp_path / "answers.png")
+        assert (tmp_path / "answers.png").read_bytes().startswith(b"\x89PNG")
 
-    def test_calibration_problems_are_not_scored(self, tmp_path):
-        with pytest.raises(GearbxError, match="has 40, of which the last 12 are examples or find"):
-            final_answers(HELD_OUT, tmp_path, ways=["16", "route-5"], num_problems=29)
+    @pytest.mark.parametrize(
+        ("changes", "words"),
+        [
+            ({"methods": ["7"]}, "--methods 7: choose from 16, 8"),
+            ({"num_shots": 40}, "--num-shots: must be less than the 40 problems"),
+            ({"task": "math"}, "--problems: needs a file for task math"),
+        ],
+    )
+    def test_bad_flags_are_refused(self, tmp_path, changes, words):
+        with refuses(words):
+            answers(out=tmp_path, **HOW | changes)
+
+
+class TestFunctions:
+    def test_every_solution_passes_its_tests(self):
+        rows = read_functions(DATA / "functions.jsonl")
+        assert len(rows) == 50
+        assert [row["question"] for row in rows if not passes(row["solution"], row["answer"])] == []
+
+    @pytest.mark.parametrize(
+        "code",
+        [
+            "import sys; sys.exit(0)",
+            "import os; os._exit(0)",
+            "open('file', 'w')",
+            "import socket; socket.socket()",
+            "import subprocess; subprocess.run(['ls'])",
+            "import os; os.system('ls')",
+            "bytearray(2 ** 34)",
+            "def f(:",
+        ],
+    )
+    def test_sandbox_fails_forbidden_code(self, code):
+        assert not passes(code, "assert True")
+
+    def test_endless_code_fails_within_limit(self, monkeypatch):
+        monkeypatch.setattr("research.evaluation.sandbox.SECONDS", 1)
+        assert not passes("while True: pass", "assert True")
+
+    def test_code_is_first_fenced_block(self):
+        text = "Here it is:\n```python\ndef f():\n    return 1\n```\nand ```def g(): ...```"
+        assert code_in(text) == "def f():\n    return 1\n"
+        assert code_finished(text)
+        assert not code_finished(text[:40])
+        assert code_in("def f():\n    return 1\nQuestion: next") == "def f():\n    return 1"
+        assert code_in("no code") is None
+
+
+class TestPower:
+    def test_known_answers_of_mcnemar(self):
+        first, second = np.array([1] * 8 + [0] * 2, bool), np.array([1] * 2 + [0] * 8, bool)
+        assert mcnemar(first, second) == {"only_first": 6, "only_second": 0, "p_value": 2 / 64}
+
+    def test_power_equals_simulation(self):
+        rng = np.random.default_rng(0)
+        found = 0
+        for _ in range(1000):
+            kind = rng.choice(3, 100, p=[0.15, 0.05, 0.8])
+            found += mcnemar(kind == 0, kind == 1)["p_value"] <= 0.05
+        assert power(100, 0.2, 0.1) == pytest.approx(found / 1000, abs=0.04)
+
+    def test_more_disagreement_needs_more_problems(self):
+        needed = [problems_needed(share, 0.05) for share in (0.06, 0.1, 0.2)]
+        assert needed == sorted(needed)
+        assert power(needed[1], 0.1, 0.05) >= 0.8 > power(needed[1] - 10, 0.1, 0.05)
+        assert problems_needed(0.9, 0.03) is None
 
 
 class TestFinalNumbers:

@@ -1,0 +1,543 @@
+"""Answers of a model: how many are right, and how long they take, in one gear, in mixed gears and with two models."""
+
+import gc
+import json
+import math
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import mlx.nn as nn
+import numpy as np
+
+from gearbx_mlx import Gearbox, Kickdown, Ladder, Lossless, Route, Static, calibrate, load, stream_generate
+from gearbx_mlx.cli.build import load_pair
+from gearbx_mlx.cli.flags import ModelSettings
+from gearbx_mlx.cli.prompt import room_for
+from gearbx_mlx.cli.terminal import progress_bar
+from gearbx_mlx.decoding.pair import Pair
+from gearbx_mlx.errors import GearbxError, choose
+from gearbx_mlx.files.journal import Journal, JournalPart, hash_of_tokens
+from gearbx_mlx.files.reading import json_lines, read_text
+from gearbx_mlx.files.writing import make_directory, write_text
+from gearbx_mlx.formats import get_format
+from gearbx_mlx.gears.discovery import vocabulary
+from gearbx_mlx.gears.ladder import DEFAULT_GROUP_SIZE
+from gearbx_mlx.routing.gates import read_thresholds
+from gearbx_mlx.routing.pair import scaled
+from gearbx_mlx.telemetry.agreement import wilson
+from gearbx_mlx.telemetry.trace import BLUE, GREEN, ORANGE, PURPLE, SKY_BLUE, VERMILION, get_pyplot, save
+
+from .evaluation import answers as tasks
+from .evaluation.report import Columns, markdown_table, percent
+from .evaluation.statistics import LEVEL, POWER, mcnemar, power, problems_needed
+from .lossless import shipped_base
+from .studies import DATA, HELD_OUT, Found, named, study, table_here
+
+Problems = list[dict[str, str]]
+RERUN = "run the study without --only-table"
+CHUNK = 10  # problems that all methods solve before the next ones: a model is loaded once in each
+WARM_UP = 2  # tokens that each method generates, untimed, after a model is loaded
+LOSS = 0.05  # of right answers, for which the number of problems is planned
+SWEEP = (math.inf, 1.0, 0.5, 0.25, 0.125, 0.0625, 0.03125, 0.0)  # bits, EAD's Table 1; its 99 exceeds any entropy
+TASK_FILES = {"gsm8k": HELD_OUT, "functions": DATA / "functions.jsonl"}
+
+# How the weights are stored: gears and format of a gearbox.
+NEAREST, SHARED, TWO, CALIBRATED, MLX_LM, PAIR = "nearest", "shared", "two", "calibrated", "mlx-lm", "pair"
+GEARS = {
+    NEAREST: ("4,5,6,8,16", "affine"),
+    SHARED: ("4,8,16", "planes"),
+    TWO: ("4,16", "planes"),
+    CALIBRATED: ("4,16", "planes"),
+}
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to generate: its name in tables, how the weights are stored, and the mode; None: of two models.
+
+    high: share of tokens in the top gear, to which thresholds are calibrated; None: the paper's thresholds. threshold:
+    of two models that alternate, bits; None: the small one drafts.
+    """
+
+    label: str
+    weights: str
+    mode: Static | Route | Kickdown | Lossless | None = None
+    high: float | None = None
+    threshold: float | None = None
+
+
+def one_gear(label: str, bits: int, weights: str = NEAREST) -> Method:
+    return Method(label, weights, Static(str(bits), prompt_gear="same"))
+
+
+REFERENCE, DRAFT = "16", "draft-model"
+METHODS = {
+    REFERENCE: one_gear("16 bits", 16),
+    **{str(bits): one_gear(f"{bits} bits", bits) for bits in (8, 6, 5, 4)},
+    "4-mlx-lm": one_gear("4 bits of mlx-lm", 4, MLX_LM),
+    "4-calibrated": one_gear("4 bits, calibrated", 4, CALIBRATED),
+    "route": Method("route, the paper's thresholds", SHARED, Route()),
+    "route-25": Method("route, 25% in 16 bits", TWO, Route(), 0.25),
+    "route-50": Method("route, 50% in 16 bits", TWO, Route(), 0.5),
+    "kickdown": Method("kickdown, the paper's thresholds", SHARED, Kickdown()),
+    "kickdown-25": Method("kickdown, 25% in 16 bits", TWO, Kickdown(), 0.25),
+    "kickdown-50": Method("kickdown, 50% in 16 bits", TWO, Kickdown(), 0.5),
+    "lossless": Method("lossless", CALIBRATED, Lossless()),
+    **{f"ead-{bits:g}": Method(f"two models, {bits:g} bits", PAIR, threshold=bits) for bits in SWEEP},
+    DRAFT: Method("small model drafts", PAIR),
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A generated answer. seconds: from the prompt on. passes: over the weights, by gear or model. top: its tokens."""
+
+    text: str
+    tokens: int
+    seconds: float
+    passes: list[int]
+    weight_bytes: int
+    top: int
+
+
+@study("research/evidence.md", "docs/evidence.md", writes="images/answers.png", minutes=900)
+def answers(
+    model: str = "qwen-1.5b",
+    small_model: str = "qwen-0.5b",
+    task: Literal["gsm8k", "functions", "math"] = "gsm8k",
+    problems: Path | None = None,
+    out: Path = Path("answers"),
+    methods: list[str] = [*METHODS],  # noqa: B006
+    num_problems: int = 200,
+    num_shots: int = 0,
+    max_tokens: int = 256,
+    only_table: bool = False,
+) -> Found:
+    """Right answers and seconds per answer of gears, route, kickdown, lossless and two models, on the same problems.
+
+    McNemar's exact test compares each method with 16 bits, and with the largest single gear that reads no more bytes.
+    All methods solve ten problems before the next ones, and every answer is kept at once: the same command continues
+    after an interrupt. The tables have the problems that all methods have solved.
+
+    Args:
+        model: A directory, a Hub repository or a name; demo: the model that ships.
+        small_model: Of the same tokenizer, for the methods with two models; none: without these.
+        task: gsm8k: numbers. functions: Python code that passes tests, run in a sandbox. math: boxed answers.
+        problems: JSON Lines; 40 held-out problems of GSM8K's training set, or 50 functions, if not given.
+        out: Directory with a file of answers for each method.
+        methods: Of the table, by their names in METHODS of research/answers.py.
+        num_problems: Problems to solve at most, the first of the file.
+        num_shots: Last problems of the file, to show as examples with their answers.
+        max_tokens: Of an answer.
+        only_table: Generate nothing new: make the tables of what is there.
+    """
+    chosen = chosen_methods(methods, small_model)
+    file, kind = problems or TASK_FILES.get(task), tasks.TASKS[task]
+    if file is None:
+        raise GearbxError(f"--problems: needs a file for task {task}, got none; set it")
+    rows, examples = split(kind.read(file), num_problems, num_shots, file)
+    show_power(len(rows))
+    make_directory(out)
+    if not only_table:
+        name = None if model == "demo" else model
+        Solver(out, name, small_model, kind, rows, examples, max_tokens).solve(chosen)
+    about = (
+        f"{named(model)}{f' with {named(small_model)}' if has_pair(chosen) else ''}, {file.name}, {max_tokens} tokens"
+    )
+    return found_in(out, kind, task, rows, chosen, max_tokens, about)
+
+
+def has_pair(methods: Sequence[str]) -> bool:
+    return any(METHODS[name].weights == PAIR for name in methods)
+
+
+def chosen_methods(names: Sequence[str], small_model: str) -> list[str]:
+    """Return the methods, 16 bits first. Raises GearbxError for an unknown one."""
+    for name in names:
+        if name not in METHODS:
+            raise GearbxError(f"--methods {name}: {choose(name, METHODS)}")
+    wanted = {REFERENCE, *names}
+    return [name for name in METHODS if name in wanted and (small_model != "none" or METHODS[name].weights != PAIR)]
+
+
+def split(rows: Problems, num_problems: int, num_shots: int, file: Path) -> tuple[Problems, Problems]:
+    """Return problems and examples. Raises GearbxError for a file without problems beside the examples."""
+    if num_shots >= len(rows):
+        raise GearbxError(
+            f"--num-shots: must be less than the {len(rows)} problems of {file}, got {num_shots}; set fewer"
+        )
+    kept = len(rows) - num_shots
+    return rows[: min(num_problems, kept)], rows[kept:]
+
+
+def show_power(problems: int) -> None:
+    """Print, before the work, which losses so many problems can show."""
+    print(f"{problems} problems; a loss of {LOSS:.0%} of the answers is found with probability:", flush=True)
+    print(power_table(problems), flush=True)
+
+
+def power_table(problems: int) -> str:
+    """Return a table by the share of problems that only one of two methods solves."""
+    columns: Columns = {
+        "solved by one method only": lambda row: percent(row["share"], 0),
+        f"probability at {problems} problems": lambda row: f"{power(problems, row['share'], LOSS):.2f}",
+        f"problems for {POWER:.0%}": lambda row: needed(row["share"]),
+    }
+    return markdown_table(columns, [{"share": share} for share in (0.06, 0.1, 0.15, 0.2, 0.3)])
+
+
+def needed(disagreement: float) -> str:
+    found = problems_needed(max(disagreement, LOSS), LOSS)
+    return "more than 3000" if found is None else str(found)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A loaded model, with its gearbox or the small model beside it."""
+
+    model: nn.Module
+    tokenizer: Any
+    gearbox: Gearbox | None = None
+    small: nn.Module | None = None
+
+    @property
+    def gears(self) -> list[str]:
+        """The names of gears or models in responses, lowest first."""
+        return ["small", "large"] if self.gearbox is None else [gear.name for gear in self.gearbox.ladder]
+
+
+class Solver:
+    """Generate the answers that are missing in a directory."""
+
+    def __init__(
+        self,
+        out: Path,
+        model: str | None,
+        small: str,
+        task: tasks.Task,
+        rows: Problems,
+        examples: Problems,
+        max_tokens: int,
+    ):
+        self.out, self.model, self.small, self.task, self.rows = out, model, small, task, rows
+        self.max_tokens = max_tokens
+        _, tokenizer, config = load(model, lazy=True, return_config=True)
+        self.prompts = prompts_of(max_tokens, task, tokenizer, config, examples, rows)
+
+    def solve(self, methods: Sequence[str]) -> None:
+        """Solve all problems in all methods, a chunk of problems at a time."""
+        journals = {name: self.journal(name) for name in methods}
+        numbers = range(len(self.prompts))
+        missing = {name: [number for number in numbers if str(number) not in journals[name].parts] for name in methods}
+        with progress_bar() as progress:
+            bar = progress.add_task("answers", total=sum(map(len, missing.values())))
+            for start in range(0, len(numbers), CHUNK):
+                for weights in dict.fromkeys(METHODS[name].weights for name in methods):
+                    work = [
+                        (number, name)
+                        for number in numbers[start : start + CHUNK]
+                        for name in methods
+                        if METHODS[name].weights == weights and number in missing[name]
+                    ]
+                    opened = self.opened(weights) if work else None
+                    for name in dict.fromkeys(name for _, name in work):
+                        self.answer(name, start, opened, WARM_UP)
+                    for number, name in work:
+                        progress.update(bar, description=f"problem {number + 1}, {METHODS[name].label}")
+                        journals[name].add(str(number), self.answer(name, number, opened))
+                        progress.advance(bar)
+                    del opened
+                    gc.collect()
+
+    def journal(self, name: str) -> Journal:
+        inputs = {
+            "model": str(self.model),
+            "prompts": hash_of_tokens([tokens for tokens, _, _ in self.prompts]),
+            "max_tokens": self.max_tokens,
+        }
+        if METHODS[name].weights == PAIR:
+            inputs["small_model"] = self.small
+        return Journal(self.out / f"{name}.jsonl", inputs, Answer)
+
+    def opened(self, weights: str) -> Opened:
+        """Return the model with its weights stored in one way."""
+        if weights == PAIR:
+            pair = load_pair(ModelSettings(self.model), self.small)
+            return Opened(pair.large, pair.tokenizer, small=pair.small)
+        model, tokenizer = load(self.model)
+        if weights == MLX_LM:
+            nn.quantize(model, DEFAULT_GROUP_SIZE, 4)
+            return Opened(model, tokenizer, Gearbox(model, "4"))
+        gears, format = GEARS[weights]
+        base = None
+        if weights == CALIBRATED:
+            bits = [gear.bits for gear in Ladder.parse(gears)]
+            base = shipped_base(model, tokenizer, get_format(format), bits).layers
+            model, _ = load(self.model)  # shipped_base may have put gears on the other one
+        return Opened(model, tokenizer, Gearbox(model, gears, format=format, base=base))
+
+    def answer(self, name: str, number: int, opened: Opened | None, most: int | None = None) -> Answer:
+        """Return the answer of a method to a problem, of `most` tokens at most."""
+        assert opened is not None
+        tokens, room, _ = self.prompts[number]
+        keywords = self.keywords(METHODS[name], opened)
+        started = time.perf_counter()
+        responses = stream_generate(opened.model, opened.tokenizer, list(tokens), most or room, **keywords)
+        taken = tasks.until_finished(self.task, responses)
+        seconds = time.perf_counter() - started
+        gears = opened.gears
+        passes = np.zeros(len(gears), int)
+        for response in taken:
+            passes += np.array(response.passes or [response.gear == gear for gear in gears], int)
+        return Answer(
+            "".join(response.text for response in taken),
+            len(taken),
+            seconds,
+            passes.tolist(),
+            sum(response.weight_bytes for response in taken),
+            sum(response.gear == gears[-1] for response in taken),
+        )
+
+    def keywords(self, method: Method, opened: Opened) -> dict[str, Any]:
+        """Return the method's keywords of stream_generate."""
+        if method.mode is not None:
+            return {"mode": self.with_thresholds(method), "gearbox": opened.gearbox}
+        if method.threshold is None:
+            return {"mode": Lossless(), "draft_model": opened.small}
+        bits = method.threshold
+        threshold = bits if math.isinf(bits) else scaled(bits, vocabulary(opened.model))
+        return {"mode": Pair(opened.small, threshold=threshold)}
+
+    def with_thresholds(self, method: Method) -> Any:
+        """Return the method's mode, with thresholds from the command calibrate if it has a share."""
+        if method.high is None:
+            return method.mode
+        assert isinstance(method.mode, Route | Kickdown)
+        kind = method.mode.name
+        file = self.out / f"thresholds-{kind}-{method.high:g}.json"
+        if not file.exists():
+            prompts, (gears, format) = self.out / "calibration.jsonl", GEARS[method.weights]
+            # Held-out problems; functions and MATH have none, and thresholds need no right answers.
+            rows = tasks.TASKS["gsm8k"].read(HELD_OUT)[-8:] if self.task is tasks.TASKS["gsm8k"] else self.rows[:8]
+            write_text(
+                prompts, "".join(json.dumps({"question": row["question"], "answer": "none"}) + "\n" for row in rows)
+            )
+            shares = f"{1 - method.high:g},{method.high:g}"
+            how = {"prompts": str(prompts), "gears": gears, "format": format, "mode": kind, "shares": shares}
+            calibrate(model=self.model, max_tokens=128, out=str(file), **how)
+        return replace(method.mode, thresholds=read_thresholds(str(file)))
+
+
+def prompts_of(
+    max_tokens: int, task: tasks.Task, tokenizer: Any, config: dict, examples: Problems, problems: Problems
+) -> Sequence[tasks.Prompt]:
+    """The prompt of each problem, after examples; in the model's chat template, if it has one."""
+    if tokenizer.has_chat_template:
+        tokens = [in_turns(tokenizer, [*examples, row], task.instruction) for row in problems]
+    else:
+        tokens = [list(tokenizer.encode(tasks.prompt_of(row, examples))) for row in problems]
+    rooms = [room_for(config, len(each), max_tokens) for each in tokens]
+    return [(each, room, row["answer"]) for each, room, row in zip(tokens, rooms, problems)]
+
+
+def in_turns(tokenizer: Any, rows: Problems, instruction: str) -> list[int]:
+    """The tokens of a chat: each question but the last with its worked answer, without notes for a calculator."""
+    messages = []
+    for row in rows:
+        messages += [{"role": "user", "content": row["question"] + instruction}]
+        messages += [{"role": "assistant", "content": re.sub("<<.*?>>", "", tasks.worked(row))}]
+    return list(tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=False))
+
+
+# Tables and picture.
+
+
+def found_in(
+    out: Path, task: tasks.Task, name: str, rows: Problems, methods: Sequence[str], max_tokens: int, about: str
+) -> Found:
+    """Return tables and picture of the answers in a directory, of the problems that all methods have solved."""
+    kept = {method: kept_answers(out / f"{method}.jsonl") for method in methods}
+    numbers = sorted(set.intersection(*map(set, kept.values())))
+    if not numbers:
+        raise GearbxError(f"{out}: has no problem that all methods have solved; {RERUN}")
+    solved = {method: [found[number] for number in numbers] for method, found in kept.items()}
+    scored = scored_rows(task, [rows[number] for number in numbers], solved, max_tokens)
+    ending = "" if name == "gsm8k" else f"_{name}"
+    told = f"{about}: {len(numbers)} problems\n\n"
+    tables: dict[str, str | Callable[..., str]] = {f"answers{ending}": told + shown(COLUMNS, scored)}
+    if any(row["threshold"] is not None for row in scored):
+        tables[f"ead{ending}"] = told + table_1(scored)
+    if name == "gsm8k":
+        tables |= {"power": power_table(len(numbers)), "answers_sentence": sentence(scored, about.split(",")[0])}
+    tables |= tasks.group_tables(scored)
+    report = {"about": about, "policies": scored}
+    return Found(tables, report, {f"answers{ending}.png": partial(draw, scored, about)})
+
+
+def scored_rows(
+    task: tasks.Task, rows: Problems, solved: Mapping[str, Sequence[Answer]], max_tokens: int
+) -> list[dict[str, Any]]:
+    """Return a row for each method: right answers, tests against 16 bits and a single gear, seconds, bytes."""
+    attempts = {
+        method: [
+            tasks.attempt_of(task, one.text, row["answer"], one.tokens, one.weight_bytes)
+            for one, row in zip(found, rows)
+        ]
+        for method, found in solved.items()
+    }
+    scored = tasks.grouped(rows, tasks.score(attempts, REFERENCE))
+    right = {method: np.array([attempt.right for attempt in tried]) for method, tried in attempts.items()}
+    for row in scored:
+        method, found = METHODS[row["policy"]], solved[row["policy"]]
+        lost, won = (row["against_reference"][side] for side in ("only_first", "only_second"))
+        row |= {
+            "label": method.label,
+            "threshold": method.threshold,
+            "interval": wilson(int(right[row["policy"]].sum()), len(rows)),
+            "disagreement": (lost + won) / len(rows),
+            "seconds_per_answer": float(np.mean([one.seconds for one in found])),
+            "share_top": sum(one.top for one in found) / max(row["tokens"], 1),
+            "passes": np.sum([one.passes for one in found], axis=0).tolist(),
+            "cut_off": sum(one.tokens >= max_tokens for one in found),
+            "equal_texts": sum(a.text == b.text for a, b in zip(found, solved[REFERENCE])),
+        }
+    singles = [row for row in scored if row["policy"].isdigit()]
+    for row in scored:
+        row["rival"] = None if row in singles else against_rival(row, singles, right)
+    return scored
+
+
+def against_rival(
+    row: Mapping[str, Any], singles: Sequence[Mapping[str, Any]], right: Mapping[str, np.ndarray]
+) -> dict[str, Any] | None:
+    """Return McNemar's test against the largest single gear that reads no more bytes per token; None without one."""
+    cheaper = [each for each in singles if each["weight_bytes_per_token"] <= 1.01 * row["weight_bytes_per_token"]]
+    if not cheaper:
+        return None
+    rival = max(cheaper, key=lambda each: each["weight_bytes_per_token"])["policy"]
+    return {"method": rival, **mcnemar(right[rival], right[row["policy"]])}
+
+
+def rival_cell(row: Mapping[str, Any]) -> str:
+    found = row["rival"]
+    return "" if found is None else "{method} bits: {only_first}, {only_second}; {p_value:.2f}".format(**found)
+
+
+COLUMNS: Columns = {
+    "method": lambda row: row["label"],
+    "right": lambda row: f"{round(row['accuracy'] * row['problems'])} of {row['problems']}",
+    "% (95% interval)": lambda row: "{:.1f} ({:.0f} to {:.0f})".format(
+        100 * row["accuracy"], *(100 * end for end in row["interval"])
+    ),
+    "lost, won; p": lambda row: "{only_first}, {only_second}; {p_value:.2f}".format(**row["against_reference"]),
+    "against one gear": rival_cell,
+    "to find 5 points": lambda row: "" if row["policy"] == REFERENCE else needed(row["disagreement"]),
+    "same text": lambda row: str(row["equal_texts"]),
+    "MB/token": lambda row: f"{row['weight_bytes_per_token'] / 1e6:.0f}",
+    "s/answer": lambda row: f"{row['seconds_per_answer']:.2f}",
+    "cut off": lambda row: str(row["cut_off"]),
+}
+LEGEND = (
+    f"lost, won: problems solved only in 16 bits, and only by this method; p: McNemar's exact test, {LEVEL} is "
+    "significant. against one gear: the same against the largest single gear that reads no more bytes. to find 5 "
+    f"points: problems that show such a loss with a probability of {POWER:.0%}, at this disagreement with 16 bits."
+)
+
+
+def sentence(rows: Sequence[Mapping[str, Any]], models: str) -> str:
+    """Return, for the page of advice, whether any method differs from 16 bits, and the picture."""
+    counts = [round(row["accuracy"] * row["problems"]) for row in rows]
+    sure = [row["label"] for row in rows if row["against_reference"]["p_value"] <= LEVEL]
+    decided = f"only {', '.join(sure)} differ significantly from 16 bits" if sure else "none differs significantly"
+    return (
+        f"In right answers, {len(rows)} methods solve {min(counts)} to {max(counts)} of {rows[0]['problems']} problems "
+        f"({models}), and {decided}.\n\n"
+        "![Right answers over seconds per answer, with 95% intervals](images/answers.png)\n"
+    )
+
+
+def shown(columns: Columns, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table with its legend, where and when it was made."""
+    cells = [[show(row) for show in columns.values()] for row in rows]
+    return f"{table_here([*columns], cells)}\n{LEGEND}\n"
+
+
+def table_1(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return EAD's Table 1, and beside it the small model as draft model."""
+    best = next(row["accuracy"] for row in rows if row["policy"] == REFERENCE)
+    columns: Columns = {
+        "entropy threshold, bits": lambda row: (
+            f"{row['threshold']:g}" if row["threshold"] is not None else row["label"]
+        ),
+        "large model usage": lambda row: percent(row["share_top"]) if row["threshold"] is not None else "",
+        "right answers": lambda row: percent(row["accuracy"]),
+        "of 16 bits'": lambda row: percent(row["accuracy"] / best) if best else "",
+        "passes, small and large": lambda row: ", ".join(f"{count / row['tokens']:.2f}" for count in row["passes"]),
+        "s/answer": lambda row: f"{row['seconds_per_answer']:.2f}",
+    }
+    return markdown_table(columns, [row for row in rows if METHODS[row["policy"]].weights == PAIR])
+
+
+def kept_answers(file: Path) -> dict[int, Answer]:
+    """Return the answers in a file, by the number of the problem; {} if there is none."""
+    if not file.exists():
+        return {}
+    _, _, lines = read_text(file, "answers", RERUN).partition("\n")
+    return {int(line.part): line.found for _, line in json_lines(file, lines, JournalPart[Answer], RERUN, first=2)}
+
+
+FAMILIES = {  # of methods in the picture: color, markers, and whether a line joins them
+    "one gear": ("0.1", "o", True),
+    "other 4 bits": (ORANGE, "P*", False),
+    "route": (SKY_BLUE, "sv^", False),
+    "kickdown": (GREEN, "Dp<", False),
+    "lossless": (BLUE, "h", False),
+    "two models": (VERMILION, "X", True),
+    "small model drafts": (PURPLE, ">", False),
+}
+
+
+def family_of(name: str) -> str:
+    """Return the family of a method in the picture."""
+    if name.isdigit() or name.startswith("4-"):
+        return "one gear" if name.isdigit() else "other 4 bits"
+    return {"ead": "two models", "draft": "small model drafts"}.get(name.split("-")[0], name.split("-")[0])
+
+
+def draw(rows: Sequence[Mapping[str, Any]], about: str, path: Path) -> None:
+    """Draw right answers with their intervals over seconds per answer."""
+    figure, axes = get_pyplot().subplots(figsize=(9, 5.5), layout="constrained")
+    for family, (color, markers, joined) in FAMILIES.items():
+        members = sorted((row for row in rows if family_of(row["policy"]) == family), key=seconds_of)
+        if joined and members:
+            axes.plot(*zip(*map(place_of, members)), color=color, linewidth=1, zorder=1)
+        for index, row in enumerate(members):
+            (x, y), (low, high) = place_of(row), row["interval"]
+            errors = [[max(y - 100 * low, 0.0)], [max(100 * high - y, 0.0)]]
+            label = None if joined and index else (family if joined else row["label"])
+            marker = markers[index % len(markers)]
+            axes.errorbar(x, y, errors, color=color, alpha=0.35, linestyle="", zorder=2)
+            axes.plot(x, y, color=color, marker=marker, markersize=8, linestyle="", label=label, zorder=3)
+            if joined:
+                axes.annotate(
+                    row["policy"].removeprefix("ead-"), (x, y), (5, 5), textcoords="offset points", fontsize=8
+                )
+    axes.set(xlabel="seconds per answer", ylabel="right answers, % (95% interval)", title=about)
+    axes.set_xlim(0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    save(figure, path)
+
+
+def seconds_of(row: Mapping[str, Any]) -> float:
+    return row["seconds_per_answer"]
+
+
+def place_of(row: Mapping[str, Any]) -> tuple[float, float]:
+    """Return seconds per answer, and right answers in %."""
+    return row["seconds_per_answer"], 100 * row["accuracy"]
