@@ -78,7 +78,7 @@ class Loaded:
             # Codes that are split while they are read take no memory twice.
             "lazy": bool(decision.codes) and not decision.observes,
             # Original weights that no gear keeps are read once, when gears are made.
-            "keep_mapped": not decision.observes and not decision.ladder.top.dense,
+            "keep_mapped": not decision.observes and (bool(decision.format.ladders) or not decision.ladder.top.dense),
         }
         return cls(decision, *load_model(decision.settings.model, chat_template, **keywords))
 
