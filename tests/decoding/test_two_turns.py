@@ -26,7 +26,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxError, Kickdown, Lossless, Pair, Static, stream_generate
 from gearbx_mlx.compat.loops import streaming_with
-from gearbx_mlx.decoding.caches import total_tokens, length, parts
+from gearbx_mlx.decoding.caches import length, parts, total_tokens
 from gearbx_mlx.decoding.sampling import reader_of
 
 pytestmark = pytest.mark.usefixtures("native")
