@@ -386,11 +386,8 @@ def load_pair(settings: ModelSettings, small_model: str, chat_template: str = ""
         GearbxError: a model that cannot be loaded, or a different tokenizer.
     """
     limit = recommended_memory()
-    needed = (
-        0
-        if limit is None
-        else sum(read_files(find(each or DEMO_MODEL)).total for each in (small_model, settings.model))
-    )
+    models = () if limit is None else (small_model, settings.model)
+    needed = sum(read_files(find(each or DEMO_MODEL)).total for each in models)
     if limit is not None and needed > limit:
         pair = f"the pair of {small_model} and {model_name(settings.model)}"
         warnings.warn(memory_warning(pair, needed, limit, "use quantized models"), GearbxWarning, stacklevel=2)
