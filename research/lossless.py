@@ -25,10 +25,12 @@ from mlx_lm.sample_utils import make_sampler as mlx_lm_sampler
 from rich.progress import track
 
 from gearbx_mlx import Gearbox, Ladder, Lossless, Static, load, make_sampler, stream_generate
-from gearbx_mlx.cli.bases import Base, answered, key_of, make_base, text_of
+from gearbx_mlx.cli.bases import answered, make_base, text_of
 from gearbx_mlx.cli.prompt import read_prompts
 from gearbx_mlx.cli.terminal import progress_bar
 from gearbx_mlx.compat.classes import of_classes
+from gearbx_mlx.conversion.calibrated_base import CalibratedBase
+from gearbx_mlx.conversion.kept_bases import key_of
 from gearbx_mlx.decoding.drafters import low_gear
 from gearbx_mlx.decoding.policy import DEFAULT_LENGTH, MAX_DRAFTED
 from gearbx_mlx.decoding.response import DRAFT
@@ -284,7 +286,7 @@ CALIBRATED = "calibrated"
 ALONE = "plain 16-bit decoding"
 
 
-def shipped_base(model: Any, tokenizer: Any, format: Format, ladder: Sequence[int]) -> Base:
+def shipped_base(model: Any, tokenizer: Any, format: Format, ladder: Sequence[int]) -> CalibratedBase:
     """The base that is calibrated with what ships; an earlier run's base is used if it was kept."""
     text = text_of(tokenizer, None)
     key = key_of(model, format, ladder, "all", DEFAULT_GROUP_SIZE, text)

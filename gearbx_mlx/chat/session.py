@@ -99,11 +99,6 @@ class GearedChat:
         )
 
     @property
-    def of_making(self) -> str:
-        """Note about making gears, from `Geared.of_making`."""
-        return self._geared.of_making()
-
-    @property
     def mode(self) -> str:
         """Name of the next answer's mode."""
         return STATIC if self._held else self._mode.name
@@ -189,7 +184,7 @@ class PairChat:
     def mode(self) -> str:
         return PAIR
 
-    missing = of_making = ""
+    missing = ""
 
     def new_cache(self) -> list[Any]:
         return list(pair_cache(self._pair.small, self._pair.large, self._settings.cache.max_kv_size))
@@ -312,7 +307,7 @@ class Session:
         self.cache = KeptCache(model.new_cache)
         self._out = terminal.WrappedText(model.gears)
         self._bar = terminal.PromptBar()
-        self._noted_cut = self._noted_making = False
+        self._noted_cut = False
 
     def reset(self) -> None:
         """Forget the conversation, except for the system prompt."""
@@ -397,6 +392,3 @@ class Session:
             self._noted_cut = True
             terminal.note(f"the answer was cut at --max-tokens {most}; set more, or -1 for whole answers")
         terminal.messages.print(summary_line(answer.tally, last, self.model.mode, ending), style="dim", soft_wrap=True)
-        if self.model.of_making and not self._noted_making:
-            self._noted_making = True
-            terminal.note(self.model.of_making)

@@ -1,53 +1,37 @@
-"""Calibrated bases, made once for a model and kept: one file each, in the user's cache.
+"""Calibrated bases, made once for a model and kept.
 
 A base should agree with the original on the original's own outputs. A chat model therefore answers requests at a
 temperature, and calibration reads these answers beside the bundled problems and prose. For other models it reads
 bundled answers of a different model.
-
-A file's name has the fingerprint of the model, the storage of its gears and the hash of the text. The file has the
-planes under mlx-lm's names.
 """
 
-import hashlib
 import math
-import os
-import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-import mlx.core as mx
 import mlx.nn as nn
 import msgspec
-import numpy as np
 from mlx_lm.sample_utils import make_sampler
 
-from ..conversion.calibrated_base import MAX_LENGTH, calibrate_base, free_layers, steps
+from ..conversion.calibrated_base import MAX_LENGTH, CalibratedBase, calibrate_base, free_layers, steps
+from ..conversion.kept_bases import BaseKey, key_of
 from ..decoding.stream import batch_generator
 from ..errors import GearbxError, GearbxWarning
 from ..files.reading import json_lines, read_text
-from ..files.user_cache import CacheUnusable, cache_entry, check_owner, warn_of
-from ..files.writing import replacing_arrays
 from ..formats import get_format
-from ..formats.base import Format
-from ..formats.tied import linear_of
-from ..gears.discovery import Layer, discover
-from ..gears.gearbox import Gearbox, model_fingerprint
-from ..kernels.bit_planes import Planes
+from ..gears.gearbox import Gearbox
 from ..loading import DEMO_MODEL
 from .decide import Decision
 from .terminal import note, progress_bar
 
 CHOOSING_TOKENS = 10_240  # maximum number of calibration tokens: twice as many take twice as long, and help little
-PLANE_ARRAYS = ("weight", "scales", "biases")
 SHIPPED = Path(DEMO_MODEL) / "calibration"
 TEXT_TOKENS = 16_384  # maximum number of tokens read for calibration
 ANSWER_TOKENS = 128  # maximum number of tokens in an answer
 ANSWERS_TOGETHER = 24  # answers in a batch
-PROBE = 1024  # rows and columns of a timed matmul
 REINSTALL = "use a new installation of the package"
 
 
@@ -147,152 +131,7 @@ def answered(model: nn.Module, tokenizer: Any, requests: Sequence[list[int]], pr
     return answers
 
 
-@dataclass
-class Base:
-    """A calibrated base.
-
-    Attributes:
-        layers: the lowest gear's plane by path.
-        rounded: reason by path for layers that are rounded to nearest, in all or some of their experts.
-        file: None if it is not kept.
-    """
-
-    layers: dict[str, Planes]
-    rounded: dict[str, str] = field(default_factory=dict)
-    file: Path | None = None
-
-
-@dataclass(frozen=True)
-class BaseKey:
-    """Key of a kept base. ladder: bits of all gears. text: hash of the tokens; "": any text."""
-
-    fingerprint: str
-    format: str
-    ladder: tuple[int, ...]
-    manage: str
-    group_size: int
-    text: str = ""
-
-    def layers(self, model: nn.Module) -> list[Layer]:
-        """Return the managed layers of a model."""
-        return discover(model, self.manage, self.group_size, self.format)[0]
-
-    def file(self) -> Path:
-        """Return the file, in the user's cache or in $GEARBX_BASES.
-
-        Raises:
-            CacheUnusable: other users could write to the folder, or the cache cannot be used.
-            OSError: the folder cannot be read.
-        """
-        storage = f"3 {self.format} {self.ladder} {self.manage} {self.group_size}"
-        digest = hashlib.sha256(storage.encode()).hexdigest()[:8]
-        folder = Path(os.environ.get("GEARBX_BASES") or cache_entry("bases"))
-        check_owner(folder)
-        return folder / f"{self.fingerprint[:16]}-{digest}-{self.text or '*'}.safetensors"
-
-    def find(self) -> "Base | None":
-        """Return the kept base, the latest one for any text; None if none is kept, or it is damaged.
-
-        A base that other users could have written is ignored with a warning.
-        """
-        try:
-            file = self.file()
-            files = sorted(file.parent.glob(file.name), key=lambda file: file.lstat().st_mtime)
-            for latest in files[-1:]:
-                check_owner(latest)
-                return read_base(latest, self)
-        except (CacheUnusable, OSError) as error:
-            warn_of(error)
-        return None
-
-    def keep(self, base: Base) -> None:
-        """Write a base; warn if it cannot be kept."""
-        arrays = {
-            f"{path}.{name}": array
-            for path, planes in base.layers.items()
-            for name, array in zip(PLANE_ARRAYS, planes.arrays)
-        }
-        metadata = {"fingerprint": self.fingerprint, "group_size": str(self.group_size), "bits": str(self.ladder[0])}
-        metadata["rounded"] = msgspec.json.encode(base.rounded).decode()
-        try:
-            file = self.file()
-            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with replacing_arrays(file) as place:
-                mx.save_safetensors(place, arrays, metadata)
-            file.chmod(0o600)  # with any umask: a file that others may write to is ignored
-            base.file = file
-        except (CacheUnusable, OSError) as error:
-            warn_of(error)
-        except GearbxError as error:
-            warnings.warn(f"{error}; the base is made again at the next start", GearbxWarning, stacklevel=2)
-
-
-def read_base(file: Path, key: BaseKey) -> Base | None:
-    """Return the base of a file; None if it belongs to a different model or is damaged."""
-    try:
-        arrays, metadata = cast(tuple[dict[str, mx.array], dict[str, str]], mx.load(str(file), return_metadata=True))
-        mx.eval(arrays)  # fails for a truncated file
-        if metadata["fingerprint"] != key.fingerprint:
-            return None
-        bits, group_size = int(metadata["bits"]), int(metadata["group_size"])
-        layers = {}
-        for path in {name.rpartition(".")[0] for name in arrays}:
-            words, scales, biases = (arrays[f"{path}.{name}"] for name in PLANE_ARRAYS)
-            layers[path] = Planes([words], scales, [biases], (bits,), group_size)
-        return Base(layers, msgspec.json.decode(metadata["rounded"], type=dict[str, str]), file)
-    except (RuntimeError, KeyError, ValueError):
-        return None
-
-
-def key_of(
-    model: nn.Module,
-    format: Format,
-    ladder: Sequence[int],
-    manage: str,
-    group_size: int,
-    text: BaseText | None = None,
-) -> BaseKey:
-    """Return the key of a model's base. text: None for any text."""
-    digest = hashlib.sha256(msgspec.json.encode(text)).hexdigest()[:16] if text else ""
-    return BaseKey(model_fingerprint(model), format.name, tuple(ladder), manage, group_size, digest)
-
-
-def note_calibration(model: nn.Module, key: BaseKey, text: BaseText, alternative: str) -> None:
-    """Print the size and the expected time of a calibration before it starts.
-
-    Raises:
-        GearbxError: a format or a ladder whose lowest codes are not free.
-    """
-    layers, _ = free_layers(key.layers(model), get_format(key.format), key.ladder, key.group_size)
-    tokens = min(CHOOSING_TOKENS, sum(map(len, text.sequences)) + len(text.requests) * ANSWER_TOKENS)
-    minutes = max(1, round(expected_seconds(layers, tokens) / 60))
-    answers = f", {len(text.requests)} answers of the model" if text.requests else ""
-    note(
-        f"base: calibrating {len(layers)} layers on {tokens} tokens{answers}: about {minutes} "
-        f"minute{'s' * (minutes > 1)}, once; {alternative}"
-    )
-
-
-def expected_seconds(layers: Sequence[Layer], tokens: int) -> float:
-    """Return the estimated seconds of a calibration, from the time of a numpy matmul.
-
-    For each layer (O, I) the text is read twice, and its inputs are summed in two matrices (I, I). These are inverted
-    and factored; then each column corrects the following ones, for codes and scales.
-    """
-    work = 0.0
-    for layer in layers:
-        *experts, rows, width = linear_of(layer.module).weight.shape
-        read, solved = 2 * width * (rows + width), 4 * width * width * (rows + width)
-        work += tokens * read + math.prod(experts) * solved
-    square, seconds = np.ones((PROBE, PROBE), np.float32), math.inf
-    for _ in range(3):  # the first one wakes threads
-        start = time.perf_counter()
-        square @ square
-        seconds = min(seconds, time.perf_counter() - start)
-    return work * seconds / PROBE**3
-
-
-def make_base(model: nn.Module, key: BaseKey, sequences: Sequence[list[int]], progress: Any) -> Base:
+def make_base(model: nn.Module, key: BaseKey, sequences: Sequence[list[int]], progress: Any) -> CalibratedBase:
     """Calibrate the base of a model without gears, and keep it if the cache is writable.
 
     Raises:
@@ -301,9 +140,8 @@ def make_base(model: nn.Module, key: BaseKey, sequences: Sequence[list[int]], pr
     advance = partial(progress.advance, progress.add_task("calibrating", total=steps(model)))
     storage = get_format(key.format), key.ladder, key.group_size
     found = calibrate_base(model, key.layers(model), *storage, thinned(sequences), advance)
-    base = Base(found.layers, found.rounded)
-    key.keep(base)
-    return base
+    key.keep(found)
+    return found
 
 
 def thinned(sequences: Sequence[list[int]]) -> list[list[int]]:
@@ -318,14 +156,20 @@ def calibrated(
     text: BaseText,
     open_answering: Callable[[], tuple[nn.Module, Any]],
     alternative: str,
-) -> Base:
+) -> CalibratedBase:
     """Return a new calibrated base of a model without gears, kept for later runs.
 
     Args:
         open_answering: returns the model that answers requests, and its tokenizer.
         alternative: the remedy of a user who does not want to wait.
+
+    Raises:
+        GearbxError: a format or a ladder whose lowest codes are not free.
     """
-    note_calibration(model, key, text, alternative)
+    layers, _ = free_layers(key.layers(model), get_format(key.format), key.ladder, key.group_size)
+    tokens = min(CHOOSING_TOKENS, sum(map(len, text.sequences)) + len(text.requests) * ANSWER_TOKENS)
+    answering = f", {len(text.requests)} answers of the model" if text.requests else ""
+    note(f"base: calibrating {len(layers)} layers on {tokens} tokens{answering}: minutes, once; {alternative}")
     with progress_bar() as progress:
         answers = answered(*open_answering(), text.requests, progress) if text.requests else []
         sequences = text.sequences + answers
@@ -339,7 +183,7 @@ def calibrated(
     return base
 
 
-def find_base(decision: Decision, model: nn.Module, tokenizer: Any) -> Base | None:
+def find_base(decision: Decision, model: nn.Module, tokenizer: Any) -> CalibratedBase | None:
     """Return the kept base of a decision that takes one; else a new one if --base names a text, or None."""
     source, stored = decision.settings.gears.base_text, decision.stored
     text = None if source is None else text_of(tokenizer, source)

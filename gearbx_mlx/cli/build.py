@@ -14,6 +14,7 @@ import mlx.nn as nn
 
 from ..bit_selection.precision import PrecisionManifest, fitted_to
 from ..compat.templates import confine
+from ..conversion.calibrated_base import CalibratedBase
 from ..decoding.caches import check_heads
 from ..decoding.governor import Governor, MemoryGuard
 from ..decoding.mode import Mode
@@ -36,15 +37,13 @@ from ..loading import DEMO_MODEL, find, load, load_small, model_name
 from ..machine.sensors import OwnMemory, Scripted, Sensor, Watch, this_machine
 from ..ranks.place import current
 from ..settings import human_bytes
-from .bases import Base, find_base
+from .bases import find_base
 from .decide import Decision, decide
 from .describe import describe
 from .flags import CacheSettings, GearedSettings, ModelSettings, SamplingSettings, check_sampling
 from .memory import memory_warning
 from .tables import kernels_table
 from .terminal import messages, note, show_compiling, show_encoding, show_keeping, spinner
-
-SLOW_MAKING = 5.0  # seconds to make gears; above this, a geared checkpoint is worth its disk space
 
 
 def decided(settings: GearedSettings, several_modes: bool = False) -> Decision:
@@ -78,7 +77,7 @@ class Loaded:
             # Codes that are split while they are read take no memory twice.
             "lazy": bool(decision.codes) and not decision.observes,
             # Original weights that no gear keeps are read once, when gears are made.
-            "keep_mapped": not decision.observes and not decision.ladder.top.dense,
+            "keep_mapped": not decision.observes and (bool(decision.format.ladders) or not decision.ladder.top.dense),
         }
         return cls(decision, *load_model(decision.settings.model, chat_template, **keywords))
 
@@ -136,21 +135,6 @@ class Geared:
         calibrated = "; the lowest gear's codes are calibrated" if gearbox.base else ""
         return f"gears {gearbox.ladder} in format {gearbox.format.name}, {kernels}: {reasons}{calibrated}"
 
-    def of_making(self) -> str:
-        """Return a hint for faster starts if making the gears took long; else ""."""
-        gearbox, decision = self.gearbox, self.loaded.decision
-        if not isinstance(gearbox, Gearbox) or decision.model.saved or decision.codes:
-            return ""
-        is_kept = getattr(gearbox.source, "kept", None) is not None  # the next start maps the gears
-        if is_kept or gearbox.making_seconds < SLOW_MAKING:
-            return ""
-        model = decision.settings.model.model
-        flags = f"{f'--model {model} ' if model else ''}--mlx-path DIR --gears {gearbox.ladder}"
-        return (
-            f"gears made in {gearbox.making_seconds:.0f} s; use gearbx_mlx convert {flags} --format "
-            f"{gearbox.format.name} once, then --model DIR, to start without that"
-        )
-
     @contextlib.contextmanager
     def governor(self, verbose: bool = True) -> Iterator[Governor | MemoryGuard | None]:
         """Yield a governor of the gears, or a guard of a memory limit; None if no flag requests one.
@@ -191,7 +175,7 @@ def note_cost(model: nn.Module, x_bits: int, group_size: int) -> None:
         )
 
 
-def make_gearbox(decision: Decision, model: nn.Module, base: Base | None = None) -> Gearbox | Observer:
+def make_gearbox(decision: Decision, model: nn.Module, base: CalibratedBase | None = None) -> Gearbox | Observer:
     """Return the gearbox of a decision, or an observer of a model without gears."""
     settings = decision.settings
     dtype, gears = settings.model.dtype, settings.gears
@@ -402,11 +386,8 @@ def load_pair(settings: ModelSettings, small_model: str, chat_template: str = ""
         GearbxError: a model that cannot be loaded, or a different tokenizer.
     """
     limit = recommended_memory()
-    needed = (
-        0
-        if limit is None
-        else sum(read_files(find(each or DEMO_MODEL)).total for each in (small_model, settings.model))
-    )
+    models = () if limit is None else (small_model, settings.model)
+    needed = sum(read_files(find(each or DEMO_MODEL)).total for each in models)
     if limit is not None and needed > limit:
         pair = f"the pair of {small_model} and {model_name(settings.model)}"
         warnings.warn(memory_warning(pair, needed, limit, "use quantized models"), GearbxWarning, stacklevel=2)

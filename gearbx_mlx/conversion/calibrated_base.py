@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -41,11 +42,12 @@ class CalibratedBase:
     """The result of a calibration.
 
     layers: path to the plane of the lowest gear. rounded: path to reason of layers that are rounded to nearest, all
-    or in some of their experts.
+    or in some of their experts. file: None if it is not kept.
     """
 
     layers: dict[str, Planes] = field(default_factory=dict)
     rounded: dict[str, str] = field(default_factory=dict)
+    file: Path | None = None
 
 
 def calibrate_base(

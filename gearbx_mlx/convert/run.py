@@ -19,12 +19,14 @@ from ..bit_selection import Floors
 from ..bit_selection.codebook_selection import select_bits, selection_as_dict, selection_lines
 from ..bit_selection.h_process import Limits, fit_floors, measure_reserve, point_rows, points_table
 from ..bit_selection.precision import PrecisionManifest, fitted_to, read_precision
-from ..cli.bases import Base, calibrated, key_of, text_of
+from ..cli.bases import calibrated, text_of
 from ..cli.decide import ladder_of_codes
 from ..cli.flags import LayerSettings
 from ..cli.prompt import HARD, TRIVIAL, read_prompts
 from ..cli.terminal import counting, messages, note, progress_bar
+from ..conversion.calibrated_base import CalibratedBase
 from ..conversion.converter import BASE_FILE, Converter, Plan
+from ..conversion.kept_bases import key_of
 from ..conversion.model_card import (
     CARD,
     CardQuality,
@@ -129,7 +131,7 @@ def codes_to_keep(model: nn.Module, settings: ConvertSettings) -> OwnCodes | Non
     return codes
 
 
-def calibrated_base(file: str, original: Loads, model: nn.Module, tokenizer: Any, plan: Plan) -> Base:
+def calibrated_base(file: str, original: Loads, model: nn.Module, tokenizer: Any, plan: Plan) -> CalibratedBase:
     """Return the base, kept by an earlier run or new. Raises GearbxError if the layout has no free codes.
 
     file: of the text; "": bundled prompts, with answers that a copy of the model generates.

@@ -57,7 +57,7 @@ def length(cache: Cache) -> int:
     return max((offset_of(part) for part in parts(cache)), default=0)
 
 
-def given_tokens(part: Any) -> int | None:
+def total_tokens(part: Any) -> int | None:
     """Return the number of tokens that the cache of a layer has taken; None for a state without a count."""
     if hasattr(part, "total_tokens"):  # a pair's model may not have prefilled all of them yet
         return part.total_tokens
@@ -70,7 +70,7 @@ def cut_to(cache: Cache, tokens: int) -> bool:
     Earlier ones stay trimmed.
     """
     for part in parts(cache):
-        count = given_tokens(part)
+        count = total_tokens(part)
         last = 0 if count is None else count - tokens  # negative if it has taken too few
         if last and not (last > 0 and part.is_trimmable() and part.trim(last) == last):
             return False
@@ -297,7 +297,7 @@ class KeptCache:
         """
         precise = next((place for place, read in enumerate(self.bits) if read < bits), len(self.bits))
         kept = min(in_common(self.tokens, tokens), precise, len(tokens) - 1)
-        states = any(given_tokens(part) is None for part in parts(self.entries))
+        states = any(total_tokens(part) is None for part in parts(self.entries))
         if not self.entries or (states and kept < len(self.tokens)) or not cut_to(self.entries, kept):
             self.forget()
             kept = 0
@@ -314,7 +314,7 @@ class KeptCache:
             bits: of the lowest gear that computed any of the tokens.
         """
         known = [*self.tokens, *read]
-        counts = [given_tokens(part) for part in parts(self.entries)]
+        counts = [total_tokens(part) for part in parts(self.entries)]
         counted = [count for count in counts if count is not None]
         if None in counts and not (whole and set(counted) <= {len(known)}):
             self.forget()

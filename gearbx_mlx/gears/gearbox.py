@@ -51,7 +51,7 @@ from .layout import (
     managed_layers,
     use_kernels,
 )
-from .mapped import active_memory
+from .mapped import active_memory, forget
 from .offload import Disk, Residency, large_pages
 from .ownership import ATTACHED, own, why_unsaveable
 from .saved import saved_gears
@@ -688,8 +688,11 @@ def model_fingerprint(model: nn.Module) -> str:
         return gearbox.fingerprint
     if sharding is not None:
         return sharding.fingerprint
-    base = fingerprint_of(samples_of(base_arrays(model))) if saved is None else saved.manifest.fingerprint
-    return with_adapters(base, model)
+    samples = Samples()
+    for name, array in base_arrays(model).items() if saved is None else ():
+        samples |= samples_of({name: array})
+        forget(array)  # a few values bring half a megabyte of a mapped file into memory
+    return with_adapters(fingerprint_of(samples) if saved is None else saved.manifest.fingerprint, model)
 
 
 def in_one_gear(

@@ -43,7 +43,7 @@ from .kernel_choices import KernelChoices
 from .ladder import DENSE, Ladder
 from .layout import Bits, Layout
 from .mapped import forget
-from .offload import EMPTY, Residency, return_memory
+from .offload import EMPTY, LARGE_BYTES, Residency, return_memory
 from .saved import SavedGears
 from .sharding import QUANTIZED_AS, dense_shape
 from .tensor_files import Samples, samples_of
@@ -140,11 +140,8 @@ class FromWeights(Source):
         return self._in_place(layer, made)
 
     def _forget(self, original: mx.array) -> None:
-        """Release the pages of an original that belongs to no gear once gears are made from it: its file has them.
-
-        With `kept`, originals are known to equal their files.
-        """
-        if self.kept is not None and (self.format.ladders or not self.ladder.top.dense):
+        """Release the pages of an original that belongs to no gear once gears are made from it: its file has them."""
+        if self.format.ladders or not self.ladder.top.dense:
             forget(original)
 
     def _dense(self, layer: Layer) -> tuple[nn.Module, mx.Dtype]:
@@ -644,6 +641,8 @@ def make_all(layers: Sequence[Layer], source: FromWeights) -> tuple[dict[str, Ge
                     made[layer.path] = gears
                 if len(gears) > 1:
                     layer.module.weight = mx.zeros_like(layer.module.weight)  # never evaluated
+                    if size_of(layer) >= LARGE_BYTES:
+                        return_memory()  # few arrays of the other layers are as large as those that it freed
                 advance(layer.module.weight.nbytes)
         if not any(layer.path in made for layer in layers if not layer.is_table):
             raise none_managed(larger)

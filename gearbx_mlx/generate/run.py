@@ -252,8 +252,6 @@ def run(settings: GenerateSettings) -> int:
         result["mode_chosen_by"] = flag_of(loaded.decision.chosen.by)
     table = summary_table(result, mode.rows(result), settings.output.describes)
     show_summary(result, table, settings.output.is_verbose, summary)
-    if settings.output.is_verbose and geared.of_making():
-        terminal.note(geared.of_making())
     if settings.output.is_verbose:
         note_calibration_speedup(geared, result)
         if isinstance(gearbox, Observer) and on_cpu() and settings.gears.kernels.name == DEFAULT_KERNELS:

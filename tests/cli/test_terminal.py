@@ -121,13 +121,6 @@ class TestPrompts:
             assert command(name, "--prefill-step-size", 4, "-m", 4).status == 0
             assert 0 < shares[1] < shares[-1] == 1
 
-    def test_slow_gears_suggest_checkpoint_once(self, command, monkeypatch):
-        monkeypatch.setattr("gearbx_mlx.cli.build.SLOW_MAKING", 0.0)
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Tom has 3 apples.\nAnd now?\n")))
-        advice = "gearbx_mlx convert --mlx-path DIR --gears 4,16 --format planes once"
-        for name in ("generate", "chat"):
-            assert command(name, "--gears", "4,16", "-m", 4).err.count(advice) == 1
-
 
 class Screen(io.StringIO):
     """A terminal that understands text, line ends, colours, moving back and erasing."""

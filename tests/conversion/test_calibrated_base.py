@@ -9,10 +9,11 @@ import pytest
 from conftest import every_gear, normal, tiny_model, weights_of
 
 from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, convert
-from gearbx_mlx.cli.bases import ANSWER_TOKENS, Base, BaseText, answered, key_of, make_base, text_of
+from gearbx_mlx.cli.bases import ANSWER_TOKENS, BaseText, answered, make_base, text_of
 from gearbx_mlx.cli.terminal import progress_bar
 from gearbx_mlx.conversion.calibrated_base import Inputs, SharedInputs, blocks_of, calibrate_base, steps
 from gearbx_mlx.conversion.gptq import Factored, Grid, factored, gptq_codes, refitted, with_codes
+from gearbx_mlx.conversion.kept_bases import key_of
 from gearbx_mlx.formats import get_format
 from gearbx_mlx.formats.base import dense_weight
 from gearbx_mlx.gears.discovery import discover
@@ -191,7 +192,7 @@ class TestCache:
     @pytest.mark.parametrize("change", [{"format": "planes"}, {"ladder": (3, 16)}, {"group_size": 64}, {"seed": 1}])
     def test_other_keys_find_no_base(self, model, cache, change):
         own = {"format": "exact", "ladder": (4, 16), "group_size": GROUP, "seed": 0}
-        key_of(model, get_format("exact"), (4, 16), "all", GROUP, TEXT).keep(Base(base_of(model).layers))
+        key_of(model, get_format("exact"), (4, 16), "all", GROUP, TEXT).keep(base_of(model))
         other = own | change
         asked = tiny_model(seed=other["seed"], dtype=mx.bfloat16)
         format = get_format(other["format"])
@@ -199,7 +200,7 @@ class TestCache:
 
     def test_truncated_file_is_replaced(self, model, cache):
         key = key_of(model, get_format("exact"), (4, 16), "all", GROUP, TEXT)
-        key.keep(Base(base_of(model).layers))
+        key.keep(base_of(model))
         for size in (key.file().stat().st_size // 2, 0):
             os.truncate(key.file(), size)
             assert key.find() is None
@@ -207,7 +208,7 @@ class TestCache:
     @pytest.mark.parametrize("place", ["file", "folder"])
     def test_file_writable_by_others_is_ignored(self, model, cache, place):
         key = key_of(model, get_format("exact"), (4, 16), "all", GROUP, TEXT)
-        key.keep(Base(base_of(model).layers))
+        key.keep(base_of(model))
         path = key.file() if place == "file" else key.file().parent
         path.chmod(path.stat().st_mode | 0o020)
         with pytest.warns(GearbxWarning, match=f"^others may write to {path}; run chmod go-w on it; until then"):

@@ -26,7 +26,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxError, Kickdown, Lossless, Pair, Static, stream_generate
 from gearbx_mlx.compat.loops import streaming_with
-from gearbx_mlx.decoding.caches import given_tokens, length, parts
+from gearbx_mlx.decoding.caches import length, parts, total_tokens
 from gearbx_mlx.decoding.sampling import reader_of
 
 pytestmark = pytest.mark.usefixtures("native")
@@ -155,7 +155,7 @@ def cases(draw):
 
 def given_to(cache):
     """How many tokens the entries of a KV cache were given, of those that count them."""
-    return {given_tokens(part) for part in parts(cache)} - {None, 0}  # some layers have an entry and no attention
+    return {total_tokens(part) for part in parts(cache)} - {None, 0}  # some layers have an entry and no attention
 
 
 def written(case, stream, cache, **keywords):

@@ -155,13 +155,14 @@ def test_entry_writable_by_others_is_ignored(model, cache, made):
     assert made.layers > 0
 
 
-def test_a_full_disk_costs_a_warning(model, cache, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), OSError(30, "Read-only file system")])
+def test_unwritable_cache_costs_a_warning(model, cache, monkeypatch, error):
+    def refused(*_):
+        raise error
 
-    monkeypatch.setattr(kept.TensorFile, "append_data", full)
+    monkeypatch.setattr(kept.TensorFile, "append_data", refused)
     monkeypatch.setattr(kept, "in_background", lambda write: write())  # its warning belongs to this test
-    with pytest.warns(GearbxWarning, match="No space left on device"):
+    with pytest.warns(GearbxWarning, match=error.strerror):
         found = logits(started(model))
     assert entries(cache) == []
     assert same_arrays(found, logits(Gearbox(load(model)[0], "4,16")))

@@ -1,15 +1,17 @@
 """Arrays where their file is mapped: the same as MLX reads, and a file that changes ends nothing without a word."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
 from conftest import normal, same_weights
 
-from gearbx_mlx import GearbxWarning
+from gearbx_mlx import Gearbox, GearbxWarning
 from gearbx_mlx.files.writing import align_arrays
 from gearbx_mlx.gears.mapped import forget, load_arrays, warn_of_changes
 from gearbx_mlx.loading import DEMO_MODEL, load
@@ -27,6 +29,13 @@ ARRAYS = {
 def file(tmp_path):
     mx.save_safetensors(str(tmp_path / "model.safetensors"), ARRAYS)
     return tmp_path / "model.safetensors"
+
+
+def resident(file: Path) -> int:
+    """Bytes of a mapped file that are in this process's memory."""
+    mappings = re.split(r"\n(?=[\da-f]+-[\da-f]+ )", Path("/proc/self/smaps").read_text())
+    own = [one for one in mappings if one.partition("\n")[0].endswith(str(file))]
+    return sum(int(match[1]) * 1024 for one in own if (match := re.search(r"\nRss: +(\d+)", one)))
 
 
 @pytest.mark.usefixtures("compiled")
@@ -68,6 +77,13 @@ class TestMapped:
             forget(array)
         assert same_weights(found, ARRAYS)
         assert mx.array_equal(mine, mx.ones((2048, 64))).item()
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="the system does not show the pages of a mapping")
+    @pytest.mark.parametrize(("format", "ladder"), [("planes", "4"), ("exact", "4,16")])
+    def test_originals_leave_memory_with_their_gears(self, tmp_path, format, ladder):
+        model, _ = load(shutil.copytree(DEMO_MODEL, tmp_path / "model"), keep_mapped=True)
+        Gearbox(model, ladder, format=format)
+        assert resident(tmp_path / "model" / "model.safetensors") < 2**19
 
     def test_modified_file_is_reported_and_replaced_is_not(self, tmp_path):
         for name in ("written", "replaced"):

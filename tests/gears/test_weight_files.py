@@ -7,7 +7,7 @@ import pytest
 from conftest import weights_of
 from gguf_files import BF16, F16, KINDS, Q4_0, Q8_0, tiny_as, write
 from refusals import refuses
-from test_kept import entries, logits, started
+from test_kept import PROMPT, entries, logits, started
 
 import gearbx_mlx
 from gearbx_mlx import Gearbox
@@ -83,6 +83,16 @@ def test_file_truncated_before_use_is_an_error(tmp_path, own_cache, native):
     os.truncate(file, 3000)
     with pytest.raises(RuntimeError, match="the GGUF file was cut off while it was in use; start again"):
         mx.eval(model.parameters())
+
+
+@pytest.mark.parametrize("kind", [F16, Q8_0])
+def test_file_replaced_after_loading_changes_nothing(tmp_path, own_cache, native, kind):
+    """The weights are mapped, or unread; the open file is still the one that was hashed."""
+    expected = gearbx_mlx.load(write(tmp_path / "same.gguf", tiny_as("llama"), kind))[0](PROMPT)
+    file = write(tmp_path / "model.gguf", tiny_as("llama"), kind)
+    model, _ = gearbx_mlx.load(file, lazy=True)
+    os.replace(write(tmp_path / "other.gguf", tiny_as("llama", seed=1), kind), file)
+    assert mx.array_equal(model(PROMPT), expected)
 
 
 @pytest.mark.parametrize("kind", [F16, Q4_0, Q8_0])

@@ -19,6 +19,11 @@ inline void store(float* p, Floats a) { _mm512_storeu_ps(p, a); }
 inline Floats all(float value) { return _mm512_set1_ps(value); }
 inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 inline Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+// Sixteen numbers in as many vectors as they take, the upper eight added to the lower ones.
+inline F8 in_eight(const Floats* sixteen) {
+  const EvenOdd halves = in_halves(*sixteen);
+  return add8(halves.even, halves.odd);
+}
 // a if z is at least `least` or NaN, otherwise 0.
 inline Floats unless_less(Floats z, float least, Floats a) {
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(z, all(least), _CMP_NLT_UQ), a);
@@ -37,6 +42,7 @@ inline void store(float* p, Floats a) { vst1q_f32(p, a); }
 inline Floats all(float value) { return vdupq_n_f32(value); }
 inline Floats multiply_add(Floats a, Floats b, Floats c) { return vfmaq_f32(c, a, b); }
 inline Floats hold(Floats a) { return a; }
+inline F8 in_eight(const Floats* sixteen) { return {sixteen[0] + sixteen[2], sixteen[1] + sixteen[3]}; }
 
 #else
 
@@ -49,6 +55,7 @@ inline Floats load(const T* p) {
 inline void store(float* p, Floats a) { store8(p, a); }
 inline Floats all(float value) { return all8(value); }
 inline Floats multiply_add(Floats a, Floats b, Floats c) { return multiply_add8(a, b, c); }
+inline F8 in_eight(const Floats* sixteen) { return add8(sixteen[0], sixteen[1]); }
 
 #endif
 

@@ -83,23 +83,12 @@ struct Group {
   Floats at[VECTORS];
 };
 
-float sum_of(const Sums& sums) {
-#ifdef GEARBX_AVX512
-  const EvenOdd halves = in_halves(sums[0]);
-  return sum8(add8(halves.even, halves.odd));
-#elif defined(GEARBX_NEON)
-  return sum8({sums[0] + sums[2], sums[1] + sums[3]});
-#else
-  return sum8(add8(sums[0], sums[1]));
-#endif
-}
+float sum_of(const Sums& sums) { return sum8(in_eight(sums)); }
 
 float largest(const Sums& sums) {
-  float v[SUMS];
-  for (int i = 0; i < PARTS; i++) store(v + i * LANES, sums[i]);
-  const auto of = [](float a, float b) { return a > b ? a : b; };
-  for (int i = 0; i < 8; i++) v[i] = of(v[i], v[i + 8]);
-  return of(of(of(v[0], v[4]), of(v[2], v[6])), of(of(v[1], v[5]), of(v[3], v[7])));
+  Floats found = sums[0];
+  for (int i = 1; i < PARTS; i++) found = larger(found, sums[i]);
+  return gearbx::largest(found);
 }
 
 template <class T>
