@@ -6,6 +6,7 @@ the place of hidden states that are not known yet.
 """
 
 import re
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,13 +21,16 @@ from msgspec import Meta, Struct
 
 from ..compat.arrays import same_random_numbers
 from ..compat.classes import named_modules_of
-from ..errors import GearbxError, one_line
+from ..errors import GearbxError, GearbxWarning, one_line
 from ..files.model_directory import count_arrays, parse_object
 from ..files.reading import read_as, typed
+from ..files.user_cache import CacheUnusable, cache_entry
 from ..formats import get_format
 from ..formats.native import with_kernels
 from ..gears.discovery import vocabulary
+from ..gears.mapped import sampled
 from ..gears.tensor_files import fingerprint_of, samples_of
+from ..gears.weight_files import files_of
 from .hidden import blocks_of
 
 CONFIG, WEIGHTS = "config.json", "*.safetensors"
@@ -36,6 +40,7 @@ EMBEDDINGS = ("embed_tokens", "wte", "tok_embeddings", "embeddings")  # names of
 LAYER = ("midlayer.", "layers.0.")  # prefixes of the layer's tensors: SpecForge and SGLang, vLLM and mlx-vlm
 UNUSED = re.compile(r"t2d$|verifier_|.*rotary_emb|input_norm|fc_norm|norm\.weight$")  # names of tensors that others use
 ATTACHED = "draft_head"  # attribute of a model, outside of its parameters
+FOLDER, KEPT = "draft_head", "heads"  # in the directory of a model, and in the user's cache
 BITS, GROUP_SIZE = 4, 64  # of a head in use: its drafts are accepted as often as with its own weights
 ACTIVATION_BITS = 8  # of native matmuls
 
@@ -239,15 +244,44 @@ def nested(path: str, module: nn.Module) -> Any:
     return found
 
 
-def attached_head(model: nn.Module) -> Head | None:
-    """Return the head that was loaded with a model; None without one."""
-    found: Head | None = vars(model).get(ATTACHED)
-    return found
-
-
-def attach_head(model: nn.Module, head: Head) -> None:
-    """Let mode lossless draft with a head whenever it decodes with the model."""
+def attach_head(model: nn.Module, head: "Head | Path | None") -> None:
+    """Let mode lossless draft with a head whenever it decodes with the model; a directory is read at first use."""
     vars(model)[ATTACHED] = head
+
+
+def attached_head(model: nn.Module) -> Head | None:
+    """Return the head that was attached to a model; None without one, or, with a warning, for one that does not fit."""
+    found: Head | Path | None = vars(model).get(ATTACHED)
+    if not isinstance(found, Path):
+        return found
+    head = None
+    try:
+        head = read_head(found, model)
+    except GearbxError as error:
+        warnings.warn(f"{error}; this model has no draft head", GearbxWarning, stacklevel=7)
+    attach_head(model, head)
+    return head
+
+
+def find_head(directory: Path) -> Path | None:
+    """Return the directory of a model's head: in the model's, else in the user's cache; None without one."""
+    if (directory / FOLDER / CONFIG).is_file():
+        return directory / FOLDER
+    try:
+        kept = kept_head(directory) if cache_entry(KEPT).is_dir() else None
+    except (CacheUnusable, GearbxError, OSError):  # whatever reads the cache or the weights next reports it
+        return None
+    return kept if kept is not None and (kept / CONFIG).is_file() else None
+
+
+def kept_head(directory: Path) -> Path:
+    """Return the place of a model's head in the user's cache, by samples of its weights; it may be missing.
+
+    Raises:
+        CacheUnusable: a cache that other users can write to, or that cannot be read.
+        GearbxError, OSError: weights that cannot be read.
+    """
+    return cache_entry(f"{KEPT}/{sampled(files_of(directory))[:16]}")
 
 
 def is_head(directory: Path) -> bool:

@@ -1,6 +1,7 @@
 """Draft heads: hidden states, drafts that change no output, the released format, and mlx-vlm's class."""
 
 import json
+import shutil
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -11,18 +12,19 @@ from heads import save_head
 from lossless_texts import assert_written, endless, written
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
-from refusals import refuses
+from refusals import assert_refused, refuses
 
 import gearbx_mlx
-from gearbx_mlx import Gearbox, GearbxError, Lossless, stream_generate
+from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Lossless, load, stream_generate
 from gearbx_mlx.decoding.drafters import DraftTarget
 from gearbx_mlx.decoding.drafters.eagle import Eagle
-from gearbx_mlx.decoding.heads import Head, attach_head, read_head
+from gearbx_mlx.decoding.heads import Head, attach_head, attached_head, kept_head, read_head
 from gearbx_mlx.decoding.hidden import recorded
 from gearbx_mlx.decoding.policy import FixedPolicy
 from gearbx_mlx.decoding.response import GeneratedText
 from gearbx_mlx.decoding.rows import Verifier
 from gearbx_mlx.decoding.sampling import Chooser
+from gearbx_mlx.loading import DEMO_MODEL
 
 TOKENS = PROMPT[0].tolist()
 SAMPLED = {"sampler": gearbx_mlx.make_sampler(0.8)}
@@ -253,3 +255,37 @@ class TestReleasedFormat:
                     other, endless(), TOKENS, 4, mode=Lossless(), gearbox=Gearbox(other, "16"), draft_model=head
                 )
             )
+
+
+class TestFound:
+    """A head beside the model, in the user's cache, or of --draft-model."""
+
+    def test_requested_head_drafts_for_the_command(self, generated, tmp_path):
+        save_head(tmp_path, load()[0], rows=None)
+        done = generated("--draft-model", tmp_path, "--num-draft-tokens", 3, "-m", 12)
+        assert {row["drafted"] for row in done.trace[:6]} == {0, 3}
+        assert done.out == generated("-m", 12).out
+
+    def test_head_of_another_model_is_refused_by_the_command(self, command, tmp_path):
+        done = command("generate", "--draft-model", save_head(tmp_path, tiny_model()), "-m", 2)
+        assert_refused(done, str(tmp_path), "hidden size is 64, and the model's is 256")
+
+    @pytest.mark.parametrize("place", ["beside", "kept"])
+    def test_head_of_a_model_is_found(self, place, tmp_path, monkeypatch):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        directory = tmp_path / "model"
+        shutil.copytree(DEMO_MODEL, directory, ignore=shutil.ignore_patterns("draft_head"))
+        assert attached_head(load(directory)[0]) is None
+        head = save_head(directory / "draft_head" if place == "beside" else kept_head(directory), load(directory)[0])
+        head.parent.chmod(0o700)
+        model = load(directory)[0]
+        found = attached_head(model)
+        assert found is attached_head(model)
+        assert found.name == str(head)
+
+    def test_unfit_head_beside_a_model_is_ignored_with_a_warning(self, tmp_path):
+        model = tiny_model()
+        attach_head(model, save_head(tmp_path, model, hidden_size=32))
+        with pytest.warns(GearbxWarning, match="hidden size"):
+            assert attached_head(model) is None
+        assert attached_head(model) is None
