@@ -153,11 +153,11 @@ class Verifier:
 
     def run(self, tokens: Tokens, cache: Cache, **embedded: mx.array) -> tuple[mx.array, Hidden]:
         """Return logits (1, K, V) and hidden states."""
-        if self._parts.fits(cache) and not embedded and not self.taps:
+        if self._parts.fits(cache) and not embedded:
             known: list[int] = np.array(tokens).tolist() if isinstance(tokens, mx.array) else [*tokens]
-            logits = self._parts.use(cache, lambda parts: pass_logits(parts, known, cache))
-            if logits is not None:
-                return logits, {}
+            found = self._parts.use(cache, lambda parts: pass_logits(parts, known, cache, self.taps))
+            if found is not None:
+                return found
         self.gearbox.shift(self.gear)
         inputs = (tokens if isinstance(tokens, mx.array) else mx.array([*tokens], mx.uint32))[None]
         with recorded(self.gearbox.model, self.taps) as hidden:

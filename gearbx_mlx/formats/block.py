@@ -304,16 +304,21 @@ def begin_pass(parts: PassParts, cache: Any, count: int) -> Any:
     return parts.kernels.begin_passes(parts.chain, parts.head, keys, values, parts.second)
 
 
-def pass_logits(parts: PassParts, tokens: Sequence[int], cache: Any) -> mx.array | None:
-    """Add L tokens to the cache, and return logits (1, L, V) after each token; None if the model must run."""
+def pass_logits(
+    parts: PassParts, tokens: Sequence[int], cache: Any, taps: Sequence[int] = ()
+) -> tuple[mx.array, dict[int, mx.array]] | None:
+    """Add L tokens to the cache, and return logits (1, L, V) after each token; None if the model must run.
+
+    Also returns the hidden states (L, D) after each number of blocks in `taps`.
+    """
     passes = begin_pass(parts, cache, len(tokens)) if cache else None
     if passes is None:
         return None
     before = positions_in(cache[0])
-    logits: mx.array = parts.kernels.pass_logits(passes, *parts.rows(tokens), before)
+    logits, hidden = parts.kernels.pass_logits(passes, *parts.rows(tokens), before, taps)
     for part in cache:
         set_entries(part, before + len(tokens))
-    return logits
+    return logits, {tap: hidden[place] for place, tap in enumerate(taps)}
 
 
 @dataclass(frozen=True)

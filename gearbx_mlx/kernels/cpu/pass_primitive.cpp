@@ -6,6 +6,7 @@
 // that no write has to be undone. With draft rescoring, a second head computes the largest few logits again.
 
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -45,6 +46,7 @@ class Passes {
   int64_t inputs() const { return chain_->inputs(); }
   int64_t vocabulary() const { return head_.rows(); }
   int64_t room() const { return entries_.front().room; }
+  int blocks() const { return static_cast<int>(entries_.size()); }
 
   // Memory for the embedding's rows to read next (count, inputs).
   float* rows(int64_t count) {
@@ -52,13 +54,17 @@ class Passes {
     return x_.data();
   }
 
-  // Logits (count, vocabulary) after these rows, the first of which is at `offset`.
-  void run(int64_t count, int64_t offset, float* logits) {
+  // Logits (count, vocabulary) after these rows, the first of which is at `offset`. hidden (taps, count, inputs): the
+  // outputs of the blocks with these numbers, from 1.
+  void run(int64_t count, int64_t offset, float* logits, const std::vector<int>& taps = {}, float* hidden = nullptr) {
     const Positions at = {1, count, offset};
     float *from = x_.data(), *to = y_.data();
     for (size_t i = 0; i < entries_.size(); i++, std::swap(from, to)) {
       const Block& block = chain_->blocks[i]->block();
       run_block(block, at, attention_over(block, at, entries_[i].room, count > 1), entries_[i], from, to);
+      for (size_t tap = 0; tap < taps.size(); tap++)
+        if (taps[tap] == static_cast<int>(i) + 1)
+          std::copy_n(to, count * inputs(), hidden + static_cast<int64_t>(tap) * count * inputs());
     }
     if (chain_->norm.value.weight) norm(chain_->norm.value, from, count, inputs(), from);
     multiply(head_, from, count, logits);
@@ -184,22 +190,31 @@ Following sampled(const nb::capsule& passes_of, mx::array& table, int64_t token,
   });
 }
 
+mx::array floats(const mx::Shape& shape) {
+  size_t size = sizeof(float);
+  for (const int each : shape) size *= static_cast<size_t>(each);
+  return mx::array(mx::allocator::malloc(size), shape, mx::float32);
+}
+
 mx::array draft_logits(const nb::capsule& passes_of, mx::array& table, int64_t token, int64_t offset) {
   Passes& passes = looked_up(passes_of, table, {token}, offset);
-  const int size = static_cast<int>(passes.vocabulary());
-  mx::array made(mx::allocator::malloc(sizeof(float) * size), {1, size}, mx::float32);
+  auto made = floats({1, static_cast<int>(passes.vocabulary())});
   const nb::gil_scoped_release released;
   passes.draft(offset, made.data<float>());
   return made;
 }
 
-mx::array logits(const nb::capsule& passes_of, mx::array& table, const std::vector<int64_t>& tokens, int64_t offset) {
+std::pair<mx::array, mx::array> logits(const nb::capsule& passes_of, mx::array& table,
+                                       const std::vector<int64_t>& tokens, int64_t offset,
+                                       const std::vector<int>& taps) {
   Passes& passes = looked_up(passes_of, table, tokens, offset);
-  const int count = static_cast<int>(tokens.size()), size = static_cast<int>(passes.vocabulary());
-  mx::array made(mx::allocator::malloc(sizeof(float) * count * size), {1, count, size}, mx::float32);
+  for (const int tap : taps) require(tap >= 1 && tap <= passes.blocks(), "no such block");
+  const int count = static_cast<int>(tokens.size()), inputs = static_cast<int>(passes.inputs());
+  auto made = floats({1, count, static_cast<int>(passes.vocabulary())});
+  auto hidden = floats({static_cast<int>(taps.size()), count, inputs});
   const nb::gil_scoped_release released;
-  passes.run(count, offset, made.data<float>());
-  return made;
+  passes.run(count, offset, made.data<float>(), taps, hidden.data<float>());
+  return {made, hidden};
 }
 
 }  // namespace
@@ -210,7 +225,7 @@ void bind_passes(nb::module_& m) {
   m.def("sampled_token", &sampled, "passes"_a, "table"_a, "token"_a, "offset"_a, "temp"_a, "top_p"_a, "min_p"_a,
         "top_k"_a, "first"_a, "second"_a);
   m.def("draft_logits", &draft_logits, "passes"_a, "table"_a, "token"_a, "offset"_a);
-  m.def("pass_logits", &logits, "passes"_a, "table"_a, "tokens"_a, "offset"_a);
+  m.def("pass_logits", &logits, "passes"_a, "table"_a, "tokens"_a, "offset"_a, "taps"_a);
 }
 
 }  // namespace gearbx
