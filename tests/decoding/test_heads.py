@@ -24,7 +24,9 @@ from gearbx_mlx.decoding.policy import FixedPolicy
 from gearbx_mlx.decoding.response import GeneratedText
 from gearbx_mlx.decoding.rows import Verifier
 from gearbx_mlx.decoding.sampling import Chooser
+from gearbx_mlx.formats.draft_head import head_parts
 from gearbx_mlx.loading import DEMO_MODEL
+from gearbx_mlx.ranks.agreement import ALONE, Agreement
 
 TOKENS = PROMPT[0].tolist()
 SAMPLED = {"sampler": gearbx_mlx.make_sampler(0.8)}
@@ -135,10 +137,11 @@ class TestHidden:
 SHAPES = {"llama": {}, "qwen3": {"head_dim": 32, "rms_norm_eps": 1e-6, "rope_theta": 1e6}}
 
 
-def drafts_after(box, head, rounds, length):
+def drafts_after(box, head, rounds, length, processors=(), **settings):
     """Drafts, with their margins, after a prompt and after each round of accepted tokens."""
     cache, verifier = make_prompt_cache(box.model), Verifier(box, box.ladder.top, taps=head.taps)
-    drafter = Eagle(DraftTarget(box, cache, Chooser(greedy_sampler)), head, make_prompt_cache(head))
+    chooser = Chooser(settings.pop("sampler", greedy_sampler), processors)
+    drafter = Eagle(DraftTarget(box, cache, chooser, **settings), head, make_prompt_cache(head))
     prompt, *others = rounds
     text = GeneratedText([*prompt])
     drafter.prefill(mx.array(prompt[:-1]), verifier.prefill(mx.array(prompt[:-1]), cache))
@@ -147,8 +150,33 @@ def drafts_after(box, head, rounds, length):
         for token in accepted:
             text.add(token)
         drafter.settle(text, found)
-        proposal = drafter.propose(text, length, FixedPolicy())
-        yield np.array(proposal.tokens).tolist(), np.array(proposal.margins)
+        proposal = drafter.propose(text, length, FixedPolicy(length))
+        assert proposal.weight_bytes == length * head.nbytes
+        yield np.array(proposal.tokens).tolist(), np.array(proposal.margins), proposal.is_known
+
+
+class TestNative:
+    @pytest.mark.parametrize("rows", [40, None], ids=["some rows", "all rows"])
+    @pytest.mark.parametrize("settings", [{}, SAMPLED, {"processors": KEYWORDS["penalty"]["logits_processors"]}])
+    def test_native_drafts_equal_those_of_the_module(self, compiled, rows, settings, tmp_path):
+        box = boxed(kernels="native")
+        head = read_head(save_head(tmp_path, box.model, rows=rows), box.model)
+        head.put_in(True, mx.float32)
+        rounds, found = [TOKENS, [7], [3, 11, 2], [5, 6], list(range(20, 40)), [9]], []
+        for agreement in (ALONE, Agreement()):  # ranks run the module
+            mx.random.seed(7)
+            found.append([*drafts_after(box, head, rounds, 4, agreement=agreement, **settings)])
+        for (native, its_margins, is_native), (drafted, margins, _) in zip(*found, strict=True):
+            assert is_native
+            assert native == drafted
+            assert its_margins == pytest.approx(margins, abs=1e-3)
+
+    def test_head_of_known_parts_has_native_passes(self, compiled, tmp_path):
+        box = boxed(kernels="native")
+        head = read_head(save_head(tmp_path, box.model), box.model)
+        assert head_parts(head, box.model.model.embed_tokens) is None
+        head.put_in(True, mx.float32)
+        assert head_parts(head, box.model.model.embed_tokens) is not None
 
 
 class TestReleasedFormat:
@@ -181,7 +209,7 @@ class TestReleasedFormat:
         theirs._sample = sampled
         begin = len(TOKENS)
         theirs.prefill_from_target_hidden(mx.array([TOKENS]), states[:, :begin], 7, None, greedy=True)
-        for accepted, (drafted, its_margins) in zip([*rounds[2:], None], ours, strict=True):
+        for accepted, (drafted, its_margins, _) in zip([*rounds[2:], None], ours, strict=True):
             expected = theirs.draft_block(0, None, None, 5, None, greedy=True)
             assert drafted == expected[0].tolist()
             assert its_margins == pytest.approx(margins[-4:], abs=1e-4)

@@ -8,18 +8,24 @@ dropped, since accepted tokens get entries of true hidden states.
 Hidden states are kept unread while other drafters propose, or none does.
 """
 
+import functools
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
+from ...compat.loops import set_entries
+from ...formats.block import FEW_TOKENS, KeptParts, PassParts
+from ...formats.draft_head import begin_head_draft, head_parts
 from ...kernels.dispatch import on_cpu
+from ...ranks.agreement import ALONE
 from ..heads import Head, attached_head, embedding_of
 from ..hidden import Hidden
 from ..policy import LearnedPolicy
 from ..response import GeneratedText
 from ..rows import Proposal, VerifiedPass
 from . import Drafter, DraftTarget, of_draft, rewound
+from .low_gear import draft_natively
 
 FIXED_COST = 0.05  # of a step over a plain token, beside the bytes of its weights
 MAX_UNREAD = 256  # tokens whose hidden states wait for a draft
@@ -40,6 +46,7 @@ class Eagle(Drafter):
         self._before = cache[0].offset  # entries of earlier sequences
         self._read = 0  # entries of this sequence; the cache may have more, of a draft
         self._unread: list[mx.array] = []  # hidden states (K, taps x D) of passes, in order
+        self._next_length = 0  # by the policy; 0: not chosen yet
         self._is_lost = False  # True if a pass had no hidden states
 
     @classmethod
@@ -70,27 +77,54 @@ class Eagle(Drafter):
         self._read_states(tokens[1 - before :])
         mx.eval([part.state for part in self._cache])
 
+    @functools.cached_property
+    def _parts(self) -> KeptParts:
+        def find() -> PassParts | None:
+            return head_parts(self._head, self._embedding) if self._target.agreement is ALONE else None
+
+        return KeptParts(find)
+
     def length(self, text: GeneratedText, room: int, policy: LearnedPolicy) -> int:
-        return 0 if self._is_lost else policy.length(min(room, self._target.most))
+        """Return the policy's length of the next draft, chosen once per draft."""
+        if self._is_lost:
+            return 0
+        if not self._next_length:
+            target = self._target
+            early = target.chooser.has_margins and self._parts.fits(self._cache)
+            self._next_length = policy.length(min(room, target.most), early)
+        return min(self._next_length, room)
 
     def propose(self, text: GeneratedText, length: int, policy: LearnedPolicy) -> Proposal:
+        self._next_length = 0
+        with rewound(self._target.chooser):
+            if self._waiting > FEW_TOKENS:
+                self._read_states(self._tokens_of(text)[:-1])
+            states, following = mx.concatenate(self._unread), text.tokens[-self._waiting :]
+            native = self._parts.use(self._cache, lambda parts: begin_head_draft(parts, self._cache, following, states))
+            if native is None:
+                return of_draft(*self._queue_draft(text, length), self._head.nbytes)
+            drafted = draft_natively(native, self._target, text, length, policy)
+        self._read, self._unread = self._read + len(following), []
+        set_entries(self._cache[0], self._before + self._read)
+        return of_draft(*drafted, self._head.nbytes)
+
+    def _queue_draft(self, text: GeneratedText, length: int) -> tuple[mx.array, mx.array | None]:
+        """Queue the passes of a draft without a read, as `queue_draft`."""
         target, chooser = self._target, self._target.chooser
         context = text.array() if chooser.processors else None
         tokens, margins = list[mx.array](), list[mx.array]()
-        with rewound(chooser):
-            states = self._read_states(self._tokens_of(text))
-            while True:
-                logits = chooser.processed(context, self._head.logits(states[:, -1]))
-                token, margin = chooser.drafted(logits, target.reader)
-                (token,) = target.agreement.arrays(token.reshape(1).astype(mx.uint32))
-                mx.async_eval(token)
-                tokens.append(token)
-                margins += [] if margin is None else [margin.reshape(1)]
-                context = None if context is None else mx.concatenate([context, token])
-                if len(tokens) == length:
-                    break
-                states = self._head(self._embedded(token), states[:, -1:], self._cache)
-        return of_draft(mx.concatenate(tokens), mx.concatenate(margins) if margins else None, self._head.nbytes)
+        states = self._read_states(self._tokens_of(text))
+        while True:
+            logits = chooser.processed(context, self._head.logits(states[:, -1]))
+            token, margin = chooser.drafted(logits, target.reader)
+            (token,) = target.agreement.arrays(token.reshape(1).astype(mx.uint32))
+            mx.async_eval(token)
+            tokens.append(token)
+            margins += [] if margin is None else [margin.reshape(1)]
+            context = None if context is None else mx.concatenate([context, token])
+            if len(tokens) == length:
+                return mx.concatenate(tokens), mx.concatenate(margins) if margins else None
+            states = self._head(self._embedded(token), states[:, -1:], self._cache)
 
     def settle(self, text: GeneratedText, found: VerifiedPass | None) -> None:
         """Keep the hidden states of the accepted rows; at the end of the sequence, read those that are left."""
@@ -126,5 +160,9 @@ class Eagle(Drafter):
 
     def _embedded(self, tokens: mx.array) -> mx.array:
         """Return the embeddings (1, K, D) of tokens: the head's own or the model's, in the engaged gear."""
-        own = self._head.get("embed_tokens")
-        return (embedding_of(self._target.gearbox.model) if own is None else own)(tokens)[None]
+        embedded: mx.array = self._embedding(tokens)
+        return embedded[None]
+
+    @property
+    def _embedding(self) -> Any:
+        return self._head.get("embed_tokens") or embedding_of(self._target.gearbox.model)
