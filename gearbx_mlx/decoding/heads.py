@@ -7,7 +7,8 @@ the place of hidden states that are not known yet.
 
 import re
 import warnings
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,9 +21,9 @@ from mlx_lm.models.base import create_attention_mask
 from msgspec import Meta, Struct
 
 from ..compat.arrays import same_random_numbers
-from ..compat.classes import named_modules_of
+from ..compat.classes import modules_of, named_modules_of
 from ..errors import GearbxError, GearbxWarning, one_line
-from ..files.model_directory import count_arrays, parse_object
+from ..files.model_directory import check_regular, count_arrays, parse_object
 from ..files.reading import read_as, typed
 from ..files.user_cache import CacheUnusable, cache_entry
 from ..formats import get_format
@@ -169,16 +170,19 @@ class Head(nn.Module):
         if config.fc_norm:
             self.fc_norm = [nn.RMSNorm(read, args.rms_norm_eps) for _ in taps]
         self.tokens: np.ndarray | None = None
+        self._checked: weakref.ref[nn.Module] | None = None  # a model whose head it is
         self._form: tuple[bool, mx.Dtype] | None = None
 
     def check(self, model: nn.Module) -> None:
         """Validate that this is a head of the model. Raises GearbxError otherwise."""
+        if self._checked is not None and self._checked() is model:
+            return
         blocks, embedding = len(blocks_of(model)), embedding_of(model)
         if embedding is None or not blocks:
             raise GearbxError(
                 f"{self.name}: {type(model).__module__} has no blocks that a head can read; omit the head"
             )
-        width = embedding(mx.array([0])).shape[-1]
+        width = embedding()(mx.array([0])).shape[-1]
         sizes = ("hidden size", self.width, width), ("vocabulary", self.vocabulary, vocabulary(model))
         for what, own, its in sizes:
             if own != its:
@@ -186,6 +190,7 @@ class Head(nn.Module):
         if not self.taps or not all(1 <= tap <= blocks for tap in self.taps):
             read = ", ".join(map(str, self.taps))
             raise GearbxError(f"{self.name}: reads after blocks {read}, and the model has {blocks}; {OF_THIS_MODEL}")
+        self._checked = weakref.ref(model)
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -305,6 +310,7 @@ def read_head(directory: Path, model: nn.Module) -> Head:
     Raises:
         GearbxError: a damaged head, a form that this package does not run, or a head of a different model.
     """
+    check_regular(directory)
     content, config = config_of(directory)
     layer = content.get("transformer_layer_config")  # speculators; else the fields are the file's own
 
@@ -314,40 +320,46 @@ def read_head(directory: Path, model: nn.Module) -> Head:
     own = read_as(directory / CONFIG, parse, "the configuration of a draft head", COMPLETE)
     if not config.names("eagle3") or own.num_hidden_layers != 1 or own.hidden_act != "silu":
         raise GearbxError(f"{directory}: not an EAGLE-3 head with one layer and silu; use one of these, or omit it")
-    with same_random_numbers():  # MLX's constructors draw some
-        head = Head(own.arguments(), config, config.taps(len(blocks_of(model))), str(directory))
-    head.check(model)
-    load_weights(head, directory, config, embedding_of(model))
+    count_arrays(directory, WEIGHTS)
+    try:
+        with same_random_numbers():  # MLX's constructors draw some
+            head = Head(own.arguments(), config, config.taps(len(blocks_of(model))), str(directory))
+            head.check(model)
+            load_weights(head, directory, config.embed_requires_grad or own.hidden_size != head.width)
+    except GearbxError:
+        raise
+    except (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:  # as MLX and mlx-lm raise them
+        raise GearbxError(f"{directory}: cannot be read as a draft head ({one_line(error)}); {COMPLETE}") from error
     return head
 
 
-def embedding_of(model: nn.Module) -> Any:
-    """Return the embedding of a model's tokens, in the engaged gear; None if mlx-lm's class has no known one."""
-    named = ((path.rpartition(".")[2], module) for path, module in named_modules_of(model))
-    return next((module for name, module in named if name in EMBEDDINGS), None)
-
-
-def load_weights(head: Head, directory: Path, config: HeadConfig, embedding: nn.Module) -> None:
-    """Load a head's tensors. The model's embedding serves instead of a copy of it in the files."""
-    count_arrays(directory, WEIGHTS)
+def load_weights(head: Head, directory: Path, has_embedding: bool) -> None:
+    """Load a head's tensors. has_embedding: its own embedding is no copy of the model's. Raises MLX's errors."""
     arrays: dict[str, mx.array] = {}
-    try:
-        for file in sorted(directory.glob(WEIGHTS)):
-            stored: Any = mx.load(str(file))
-            arrays |= {renamed(name): array for name, array in stored.items()}
-        rows, own = arrays.pop("d2t", None), arrays.pop("embed_tokens.weight", None)
-        wanted = dict(tree_flatten(head.parameters()))
-        arrays = {name: array for name, array in arrays.items() if name in wanted or not UNUSED.match(name)}
-        hidden = head.layer.input_layernorm.weight.size
-        if own is not None and (config.embed_requires_grad or embedding(mx.array([0])).shape[-1] != hidden):
-            head.embed_tokens = nn.Embedding(*own.shape)
-            arrays["embed_tokens.weight"] = own
-        head.load_weights([*arrays.items()])
-        mx.eval(head.parameters())
-    except (ValueError, RuntimeError) as error:
-        raise GearbxError(f"{directory}: cannot be read as a draft head ({one_line(error)}); {COMPLETE}") from error
-    head.tokens = tokens_of(rows, len(head.lm_head.weight), head.vocabulary, directory)
+    for file in sorted(directory.glob(WEIGHTS)):
+        stored: Any = mx.load(str(file))
+        arrays |= {renamed(name): array for name, array in stored.items()}
+    rows, own = arrays.pop("d2t", None), arrays.pop("embed_tokens.weight", None)
+    wanted = dict(tree_flatten(head.parameters()))
+    arrays = {name: array for name, array in arrays.items() if name in wanted or not UNUSED.match(name)}
+    if has_embedding and own is not None:
+        head.embed_tokens = nn.Embedding(head.vocabulary, head.layer.input_layernorm.weight.size)
+        arrays["embed_tokens.weight"] = own
+    elif head.layer.input_layernorm.weight.size != head.width:
+        raise ValueError("no embed_tokens.weight, and the model's embedding has a different width")
+    head.load_weights([*arrays.items()])
+    mx.eval(head.parameters())
+    head.tokens = tokens_of(rows, len(head.lm_head.weight), head.vocabulary)
     head.fingerprint = fingerprint_of(samples_of(dict(tree_flatten(head.parameters()))))
+
+
+def embedding_of(model: nn.Module) -> Callable[[], Any] | None:
+    """Return a function to the embedding of a model's tokens, in the engaged gear; None without a known one."""
+    for module in modules_of(model):
+        name = next((each for each in EMBEDDINGS if each in module), None)
+        if name is not None:
+            return lambda: module[name]
+    return None
 
 
 def renamed(name: str) -> str:
@@ -357,15 +369,16 @@ def renamed(name: str) -> str:
     return name if prefix is None else f"layer.{name.removeprefix(prefix)}"
 
 
-def tokens_of(offsets: mx.array | None, rows: int, vocabulary: int, directory: Path) -> np.ndarray | None:
-    """Return the tokens (R,) of output rows; None for all in order. Raises GearbxError for a row without a token.
+def tokens_of(offsets: mx.array | None, rows: int, vocabulary: int) -> np.ndarray | None:
+    """Return the tokens (R,) of output rows; None for all in order. Raises ValueError for a row without a token.
 
     Args:
         offsets: `d2t` (R,), the token of each row minus the row's number.
     """
     if offsets is None and rows == vocabulary:
         return None
-    tokens = None if offsets is None or offsets.shape != (rows,) else np.array(offsets).astype(int) + np.arange(rows)
-    if tokens is None or len({*tokens.tolist()} & {*range(vocabulary)}) != rows:
-        raise GearbxError(f"{directory}: d2t does not name a token for each of {rows} output rows; {COMPLETE}")
-    return tokens
+    if offsets is not None and offsets.shape == (rows,):
+        tokens = np.array(offsets).astype(int) + np.arange(rows)
+        if len({*tokens.tolist()} & {*range(vocabulary)}) == rows:
+            return tokens
+    raise ValueError(f"d2t does not name a token for each of {rows} output rows")

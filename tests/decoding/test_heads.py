@@ -62,12 +62,14 @@ class TestOutputs:
         for mode in MODES:
             assert_written(written(box, TOKENS * 3, mode=mode, **keywords), theirs)
 
-    @pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text", "mixtral", "phi3"])
-    def test_other_architectures_have_the_same_output(self, kernels, architecture, tmp_path):
+    @pytest.mark.some(3)
+    @pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text", "mixtral", "phi3", "gpt_oss"])
+    def test_other_architectures_have_the_same_tokens(self, kernels, architecture, tmp_path):
         box = boxed(architecture, kernels)
         headed(tmp_path, box)
-        theirs = written(box, TOKENS * 3)
-        assert_written(written(box, TOKENS * 3, mode=MODES[0]), theirs)
+        theirs, _ = written(box, TOKENS * 3)
+        ours, _ = written(box, TOKENS * 3, mode=MODES[0])
+        assert [token for token, _ in ours] == [token for token, _ in theirs]
 
 
 def states_of(box, head, tokens):
@@ -98,6 +100,20 @@ class TestCache:
         box.shift("high")
         for own, expected in zip(entries(cache[-1]), states_of(box, head, tokens)):
             assert mx.allclose(own, expected, atol=2e-2, rtol=0).item()
+
+    def test_cache_that_goes_on_leaves_output_unchanged(self, kernels, tmp_path):
+        box = boxed(kernels=kernels)
+        head, outputs = headed(tmp_path, box), []
+        for parts in ([box.model], [box.model, head]):  # with the head attached only, it sees nothing before a turn
+            for draft_model in (None, head)[: len(parts)]:
+                cache = [entry for part in parts for entry in make_prompt_cache(part)]
+                keywords = {"prompt_cache": cache, "draft_model": draft_model}
+                outputs.append([written(box, prompt, 12, MODES[0], **keywords) for prompt in (TOKENS, [3, 4], [8])])
+        plain = make_prompt_cache(box.model)
+        for prompt, *turns in zip((TOKENS, [3, 4], [8]), *outputs):
+            theirs = written(box, prompt, 12, prompt_cache=plain)
+            for ours in turns:
+                assert_written(ours, theirs)
 
     def test_closed_run_keeps_entries_of_yielded_tokens(self, tmp_path):
         box = boxed()
@@ -239,6 +255,8 @@ class TestReleasedFormat:
             ({"num_hidden_layers": 2}, ["one layer"]),
             ({"hidden_size": "wide"}, ["config.json", "hidden_size"]),
             ({"intermediate_size": 128}, ["cannot be read as a draft head"]),
+            ({"rope_scaling": {"rope_type": "none such"}}, ["cannot be read as a draft head"]),
+            ({"hidden_size": 32, "target_hidden_size": 64}, ["no embed_tokens.weight"]),
             ({"draft_vocab_size": 39}, ["cannot be read as a draft head"]),
         ],
     )
@@ -261,6 +279,18 @@ class TestReleasedFormat:
             mx.save_safetensors(str(weights), arrays | {"d2t": mx.zeros_like(arrays["d2t"]) + model.args.vocab_size})
         with refuses(str(tmp_path)):
             read_head(tmp_path, model)
+
+    @pytest.mark.parametrize("scale", [1, -1])
+    def test_head_with_its_own_embedding_reads_it(self, scale, tmp_path):
+        box, rounds = boxed(), [TOKENS, [7], [3, 11, 2]]
+        head = read_head(save_head(tmp_path, box.model), box.model)
+        directory = save_head(tmp_path / "own", box.model, embed_requires_grad=True)
+        arrays = dict(mx.load(str(directory / "model.safetensors")))
+        own = {"embed_tokens.weight": scale * box.model.model.embed_tokens.weight}
+        mx.save_safetensors(str(directory / "model.safetensors"), arrays | own)
+        other = read_head(directory, box.model)
+        drafts = [[tokens for tokens, _, _ in drafts_after(box, each, rounds, 4)] for each in (head, other)]
+        assert (drafts[0] == drafts[1]) is (scale == 1)
 
     def test_model_without_known_blocks_is_refused(self, tmp_path):
         directory = save_head(tmp_path, tiny_model())

@@ -9,6 +9,7 @@ Hidden states are kept unread while other drafters propose, or none does.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -80,7 +81,7 @@ class Eagle(Drafter):
     @functools.cached_property
     def _parts(self) -> KeptParts:
         def find() -> PassParts | None:
-            return head_parts(self._head, self._embedding) if self._target.agreement is ALONE else None
+            return head_parts(self._head, self._embedding_now()) if self._target.agreement is ALONE else None
 
         return KeptParts(find)
 
@@ -160,9 +161,11 @@ class Eagle(Drafter):
 
     def _embedded(self, tokens: mx.array) -> mx.array:
         """Return the embeddings (1, K, D) of tokens: the head's own or the model's, in the engaged gear."""
-        embedded: mx.array = self._embedding(tokens)
+        embedded: mx.array = self._embedding_now()(tokens)
         return embedded[None]
 
-    @property
-    def _embedding(self) -> Any:
-        return self._head.get("embed_tokens") or embedding_of(self._target.gearbox.model)
+    @functools.cached_property
+    def _embedding_now(self) -> Callable[[], Any]:
+        own, model = self._head.get("embed_tokens"), embedding_of(self._target.gearbox.model)
+        assert model is not None  # else `check` refuses the head
+        return model if own is None else lambda: own
