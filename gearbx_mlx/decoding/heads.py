@@ -8,9 +8,9 @@ the place of hidden states that are not known yet.
 import re
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -85,6 +85,14 @@ class EagleConfig(Struct, frozen=True):
     eagle_aux_hidden_state_layer_ids: Layers | None = None
 
 
+class Quantization(Struct, frozen=True):
+    """Field `quantization`, as mlx-lm writes it."""
+
+    group_size: Literal[32, 64, 128]
+    bits: Literal[2, 3, 4, 5, 6, 8]
+    mode: Literal["affine"] = "affine"
+
+
 class HeadConfig(Struct, frozen=True):
     """Other fields of a head. Layers outside of `eagle_config` are numbers of blocks before the states (vLLM)."""
 
@@ -99,6 +107,7 @@ class HeadConfig(Struct, frozen=True):
     norm_output: bool = True
     embed_requires_grad: bool = False
     eagle_config: EagleConfig | None = None
+    quantization: Quantization | None = None
     eagle_aux_hidden_state_layer_ids: Layers | None = None
 
     def names(self, kind: str) -> bool:
@@ -325,7 +334,7 @@ def read_head(directory: Path, model: nn.Module) -> Head:
         with same_random_numbers():  # MLX's constructors draw some
             head = Head(own.arguments(), config, config.taps(len(blocks_of(model))), str(directory))
             head.check(model)
-            load_weights(head, directory, config.embed_requires_grad or own.hidden_size != head.width)
+            load_weights(head, directory, config, config.embed_requires_grad or own.hidden_size != head.width)
     except GearbxError:
         raise
     except (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:  # as MLX and mlx-lm raise them
@@ -333,12 +342,14 @@ def read_head(directory: Path, model: nn.Module) -> Head:
     return head
 
 
-def load_weights(head: Head, directory: Path, has_embedding: bool) -> None:
+def load_weights(head: Head, directory: Path, config: HeadConfig, has_embedding: bool) -> None:
     """Load a head's tensors. has_embedding: its own embedding is no copy of the model's. Raises MLX's errors."""
     arrays: dict[str, mx.array] = {}
     for file in sorted(directory.glob(WEIGHTS)):
         stored: Any = mx.load(str(file))
         arrays |= {renamed(name): array for name, array in stored.items()}
+    if config.quantization is not None:
+        arrays = dequantized(arrays, config.quantization)
     rows, own = arrays.pop("d2t", None), arrays.pop("embed_tokens.weight", None)
     wanted = dict(tree_flatten(head.parameters()))
     arrays = {name: array for name, array in arrays.items() if name in wanted or not UNUSED.match(name)}
@@ -360,6 +371,16 @@ def embedding_of(model: nn.Module) -> Callable[[], Any] | None:
         if name is not None:
             return lambda: module[name]
     return None
+
+
+def dequantized(arrays: Mapping[str, mx.array], by: Quantization) -> dict[str, mx.array]:
+    """Return arrays with dense matrices in the place of quantized ones."""
+    found = dict(arrays)
+    for stem in [name.removesuffix(".scales") for name in arrays if name.endswith(".scales")]:
+        scales, biases = found.pop(f"{stem}.scales"), found.pop(f"{stem}.biases")
+        weight = found[f"{stem}.weight"]
+        found[f"{stem}.weight"] = mx.dequantize(weight, scales, biases, by.group_size, by.bits)
+    return found
 
 
 def renamed(name: str) -> str:

@@ -280,6 +280,19 @@ class TestReleasedFormat:
         with refuses(str(tmp_path)):
             read_head(tmp_path, model)
 
+    def test_quantized_head_is_read(self, tmp_path):
+        model = tiny_model()
+        directory = save_head(tmp_path, model, quantization={"group_size": 64, "bits": 8})
+        expected = dict(mx.load(str(directory / "model.safetensors")))
+        arrays = dict(expected)
+        for name in ("fc.weight", "midlayer.self_attn.q_proj.weight", "lm_head.weight"):
+            stem = name.removesuffix(".weight")
+            arrays[name], arrays[f"{stem}.scales"], arrays[f"{stem}.biases"] = mx.quantize(arrays[name], 64, 8)
+        mx.save_safetensors(str(directory / "model.safetensors"), arrays)
+        head = read_head(directory, model)
+        for own, name in ((head.fc, "fc"), (head.layer.self_attn.q_proj, "midlayer.self_attn.q_proj")):
+            assert mx.allclose(own.weight, expected[f"{name}.weight"], atol=5e-3).item()
+
     @pytest.mark.parametrize("scale", [1, -1])
     def test_head_with_its_own_embedding_reads_it(self, scale, tmp_path):
         box, rounds = boxed(), [TOKENS, [7], [3, 11, 2]]
