@@ -28,7 +28,7 @@ from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, load_model, load_tokenizer
 
 from .compat.arrays import dtype_name
 from .compat.classes import model_classes
-from .decoding.heads import attach_head, find_head
+from .decoding.head_files import attach_head, find_head
 from .errors import GearbxError, error_context, one_line
 from .files.gguf_model import gguf_weights, is_gguf
 from .files.model_directory import (

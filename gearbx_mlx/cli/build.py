@@ -16,7 +16,7 @@ from ..bit_selection.precision import PrecisionManifest, fitted_to
 from ..compat.templates import confine
 from ..decoding.caches import check_heads
 from ..decoding.governor import Governor, MemoryGuard
-from ..decoding.heads import is_head, read_head
+from ..decoding.head_files import is_head, read_head
 from ..decoding.mode import Mode
 from ..decoding.modes import PAIR, make_mode
 from ..decoding.sampling import sampler_for

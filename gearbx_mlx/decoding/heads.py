@@ -5,11 +5,9 @@ blocks, and the token's embedding. Its output, through the head's own output row
 the place of hidden states that are not known yet.
 """
 
-import re
-import warnings
+import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 import mlx.core as mx
@@ -20,28 +18,15 @@ from mlx_lm.models import llama
 from mlx_lm.models.base import create_attention_mask
 from msgspec import Meta, Struct
 
-from ..compat.arrays import same_random_numbers
 from ..compat.classes import modules_of, named_modules_of
-from ..errors import GearbxError, GearbxWarning, one_line
-from ..files.model_directory import check_regular, count_arrays, parse_object
-from ..files.reading import read_as, typed
-from ..files.user_cache import CacheUnusable, cache_entry
+from ..errors import GearbxError
 from ..formats import get_format
 from ..formats.native import with_kernels
 from ..gears.discovery import vocabulary
-from ..gears.mapped import sampled
-from ..gears.tensor_files import fingerprint_of, samples_of
-from ..gears.weight_files import files_of
 from .hidden import blocks_of
 
-CONFIG, WEIGHTS = "config.json", "*.safetensors"
 OF_THIS_MODEL = "use a head that was trained for this model"
-COMPLETE = "use the directory of a complete EAGLE-3 head in safetensors"
 EMBEDDINGS = ("embed_tokens", "wte", "tok_embeddings", "embeddings")  # names of the embedding in mlx-lm's models
-LAYER = ("midlayer.", "layers.0.")  # prefixes of the layer's tensors: SpecForge and SGLang, vLLM and mlx-vlm
-UNUSED = re.compile(r"t2d$|verifier_|.*rotary_emb|input_norm|fc_norm|norm\.weight$")  # names of tensors that others use
-ATTACHED = "draft_head"  # attribute of a model, outside of its parameters
-FOLDER, KEPT = "draft_head", "heads"  # in the directory of a model, and in the user's cache
 BITS, GROUP_SIZE = 4, 64  # of a head in use: its drafts are accepted as often as with its own weights
 ACTIVATION_BITS = 8  # of native matmuls
 
@@ -156,6 +141,7 @@ class Head(nn.Module):
         name: in errors.
 
     Attributes:
+        width, vocabulary: D of the hidden states, and V of the logits, both the model's.
         tokens: (R,) the token of each of its R output rows; None if it has a row for each token.
         fingerprint: of its weights.
     """
@@ -163,13 +149,7 @@ class Head(nn.Module):
     def __init__(self, args: llama.ModelArgs, config: HeadConfig, taps: Sequence[int], name: str = "draft head"):
         super().__init__()
         size, read = args.hidden_size, config.target_hidden_size or args.hidden_size
-        self.taps, self.width, self.vocabulary, self.name, self.fingerprint = (
-            tuple(taps),
-            read,
-            args.vocab_size,
-            name,
-            "",
-        )
+        self.taps, self.width, self.vocabulary, self.name = tuple(taps), read, args.vocab_size, name
         self.fc = nn.Linear(len(taps) * read, size, bias=False)
         self.layer = HeadLayer(args, config.norm_before_residual)
         self.norm = nn.RMSNorm(size, args.rms_norm_eps) if config.norm_output else nn.Identity()
@@ -179,8 +159,9 @@ class Head(nn.Module):
         if config.fc_norm:
             self.fc_norm = [nn.RMSNorm(read, args.rms_norm_eps) for _ in taps]
         self.tokens: np.ndarray | None = None
+        self.fingerprint = ""
         self._checked: weakref.ref[nn.Module] | None = None  # a model whose head it is
-        self._form: tuple[bool, mx.Dtype] | None = None
+        self._is_quantized = False
 
     def check(self, model: nn.Module) -> None:
         """Validate that this is a head of the model. Raises GearbxError otherwise."""
@@ -223,14 +204,18 @@ class Head(nn.Module):
         if self.tokens is None:
             return rows
         none = mx.full((*rows.shape[:-1], self.vocabulary), -mx.inf, rows.dtype)
-        none[..., mx.array(self.tokens)] = rows
+        none[..., self._columns] = rows
         return none
+
+    @functools.cached_property
+    def _columns(self) -> mx.array:
+        return mx.array(self.tokens)
 
     def put_in(self, native: bool, dtype: mx.Dtype) -> None:
         """Quantize the linear layers to 4 bits, once; for native kernels on a CPU, or MLX's. dtype: of activations."""
-        if self._form is not None:
+        if self._is_quantized:
             return
-        self._form = native, dtype
+        self._is_quantized = True
         quantizer = get_format("affine")
         for path, module in [*named_modules_of(self)]:
             put = with_kernels(module, native)
@@ -258,112 +243,6 @@ def nested(path: str, module: nn.Module) -> Any:
     return found
 
 
-def attach_head(model: nn.Module, head: "Head | Path | None") -> None:
-    """Let mode lossless draft with a head whenever it decodes with the model; a directory is read at first use."""
-    vars(model)[ATTACHED] = head
-
-
-def attached_head(model: nn.Module) -> Head | None:
-    """Return the head that was attached to a model; None without one, or, with a warning, for one that does not fit."""
-    found: Head | Path | None = vars(model).get(ATTACHED)
-    if not isinstance(found, Path):
-        return found
-    head = None
-    try:
-        head = read_head(found, model)
-    except GearbxError as error:
-        warnings.warn(f"{error}; this model has no draft head", GearbxWarning, stacklevel=7)
-    attach_head(model, head)
-    return head
-
-
-def find_head(directory: Path) -> Path | None:
-    """Return the directory of a model's head: in the model's, else in the user's cache; None without one."""
-    if (directory / FOLDER / CONFIG).is_file():
-        return directory / FOLDER
-    try:
-        kept = kept_head(directory) if cache_entry(KEPT).is_dir() else None
-    except (CacheUnusable, GearbxError, OSError):  # whatever reads the cache or the weights next reports it
-        return None
-    return kept if kept is not None and (kept / CONFIG).is_file() else None
-
-
-def kept_head(directory: Path) -> Path:
-    """Return the place of a model's head in the user's cache, by samples of its weights; it may be missing.
-
-    Raises:
-        CacheUnusable: a cache that other users can write to, or that cannot be read.
-        GearbxError, OSError: weights that cannot be read.
-    """
-    return cache_entry(f"{KEPT}/{sampled(files_of(directory))[:16]}")
-
-
-def is_head(directory: Path) -> bool:
-    """Return whether a directory has a draft head. Raises GearbxError for a config.json that cannot be read."""
-    return (directory / CONFIG).is_file() and config_of(directory)[1].names("eagle")
-
-
-def config_of(directory: Path) -> tuple[dict[str, Any], HeadConfig]:
-    """Return config.json, and its fields of a head. Raises GearbxError as `read_as`."""
-
-    def parse(text: str) -> tuple[dict[str, Any], HeadConfig]:
-        content = parse_object(text)
-        return content, typed(content, HeadConfig)
-
-    return read_as(directory / CONFIG, parse, "the configuration of a draft head", COMPLETE)
-
-
-def read_head(directory: Path, model: nn.Module) -> Head:
-    """Return the head in a directory, for a model.
-
-    Raises:
-        GearbxError: a damaged head, a form that this package does not run, or a head of a different model.
-    """
-    check_regular(directory)
-    content, config = config_of(directory)
-    layer = content.get("transformer_layer_config")  # speculators; else the fields are the file's own
-
-    def parse(text: str) -> LayerConfig:
-        return typed(content if layer is None else layer, LayerConfig)
-
-    own = read_as(directory / CONFIG, parse, "the configuration of a draft head", COMPLETE)
-    if not config.names("eagle3") or own.num_hidden_layers != 1 or own.hidden_act != "silu":
-        raise GearbxError(f"{directory}: not an EAGLE-3 head with one layer and silu; use one of these, or omit it")
-    count_arrays(directory, WEIGHTS)
-    try:
-        with same_random_numbers():  # MLX's constructors draw some
-            head = Head(own.arguments(), config, config.taps(len(blocks_of(model))), str(directory))
-            head.check(model)
-            load_weights(head, directory, config, config.embed_requires_grad or own.hidden_size != head.width)
-    except GearbxError:
-        raise
-    except (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:  # as MLX and mlx-lm raise them
-        raise GearbxError(f"{directory}: cannot be read as a draft head ({one_line(error)}); {COMPLETE}") from error
-    return head
-
-
-def load_weights(head: Head, directory: Path, config: HeadConfig, has_embedding: bool) -> None:
-    """Load a head's tensors. has_embedding: its own embedding is no copy of the model's. Raises MLX's errors."""
-    arrays: dict[str, mx.array] = {}
-    for file in sorted(directory.glob(WEIGHTS)):
-        stored: Any = mx.load(str(file))
-        arrays |= {renamed(name): array for name, array in stored.items()}
-    if config.quantization is not None:
-        arrays = dequantized(arrays, config.quantization)
-    rows, own = arrays.pop("d2t", None), arrays.pop("embed_tokens.weight", None)
-    wanted = dict(tree_flatten(head.parameters()))
-    arrays = {name: array for name, array in arrays.items() if name in wanted or not UNUSED.match(name)}
-    if has_embedding and own is not None:
-        head.embed_tokens = nn.Embedding(head.vocabulary, head.layer.input_layernorm.weight.size)
-        arrays["embed_tokens.weight"] = own
-    elif head.layer.input_layernorm.weight.size != head.width:
-        raise ValueError("no embed_tokens.weight, and the model's embedding has a different width")
-    head.load_weights([*arrays.items()])
-    mx.eval(head.parameters())
-    head.tokens = tokens_of(rows, len(head.lm_head.weight), head.vocabulary)
-    head.fingerprint = fingerprint_of(samples_of(dict(tree_flatten(head.parameters()))))
-
-
 def embedding_of(model: nn.Module) -> Callable[[], Any] | None:
     """Return a function to the embedding of a model's tokens, in the engaged gear; None without a known one."""
     for module in modules_of(model):
@@ -371,35 +250,3 @@ def embedding_of(model: nn.Module) -> Callable[[], Any] | None:
         if name is not None:
             return lambda: module[name]
     return None
-
-
-def dequantized(arrays: Mapping[str, mx.array], by: Quantization) -> dict[str, mx.array]:
-    """Return arrays with dense matrices in the place of quantized ones."""
-    found = dict(arrays)
-    for stem in [name.removesuffix(".scales") for name in arrays if name.endswith(".scales")]:
-        scales, biases = found.pop(f"{stem}.scales"), found.pop(f"{stem}.biases")
-        weight = found[f"{stem}.weight"]
-        found[f"{stem}.weight"] = mx.dequantize(weight, scales, biases, by.group_size, by.bits)
-    return found
-
-
-def renamed(name: str) -> str:
-    """Return the name of a tensor of any release in `Head`."""
-    name = name.removeprefix("model.")
-    prefix = next((each for each in LAYER if name.startswith(each)), None)
-    return name if prefix is None else f"layer.{name.removeprefix(prefix)}"
-
-
-def tokens_of(offsets: mx.array | None, rows: int, vocabulary: int) -> np.ndarray | None:
-    """Return the tokens (R,) of output rows; None for all in order. Raises ValueError for a row without a token.
-
-    Args:
-        offsets: `d2t` (R,), the token of each row minus the row's number.
-    """
-    if offsets is None and rows == vocabulary:
-        return None
-    if offsets is not None and offsets.shape == (rows,):
-        tokens = np.array(offsets).astype(int) + np.arange(rows)
-        if len({*tokens.tolist()} & {*range(vocabulary)}) == rows:
-            return tokens
-    raise ValueError(f"d2t does not name a token for each of {rows} output rows")

@@ -18,7 +18,8 @@ import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Lossless, load, stream_generate
 from gearbx_mlx.decoding.drafters import DraftTarget
 from gearbx_mlx.decoding.drafters.eagle import Eagle
-from gearbx_mlx.decoding.heads import Head, attach_head, attached_head, kept_head, read_head
+from gearbx_mlx.decoding.head_files import attach_head, attached_head, kept_head, read_head
+from gearbx_mlx.decoding.heads import Head
 from gearbx_mlx.decoding.hidden import recorded
 from gearbx_mlx.decoding.policy import FixedPolicy
 from gearbx_mlx.decoding.response import GeneratedText

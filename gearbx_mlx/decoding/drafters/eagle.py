@@ -20,7 +20,8 @@ from ...formats.block import FEW_TOKENS, KeptParts, PassParts
 from ...formats.draft_head import begin_head_draft, head_parts
 from ...kernels.dispatch import on_cpu
 from ...ranks.agreement import ALONE
-from ..heads import Head, attached_head, embedding_of
+from ..head_files import attached_head
+from ..heads import Head, embedding_of
 from ..hidden import Hidden
 from ..policy import LearnedPolicy
 from ..response import GeneratedText
