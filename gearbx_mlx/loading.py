@@ -28,6 +28,7 @@ from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, load_model, load_tokenizer
 
 from .compat.arrays import dtype_name
 from .compat.classes import model_classes
+from .decoding.head_files import attach_head, find_head
 from .errors import GearbxError, error_context, one_line
 from .files.gguf_model import gguf_weights, is_gguf
 from .files.model_directory import (
@@ -116,6 +117,8 @@ def load(
         model, tokenizer, config = read(directory, ranks, pipeline, **kwargs)
         if adapter is not None and adapter_path is not None:
             add_adapter(model, adapter, Path(adapter_path), None if saved is None else saved.dense(model))
+        if ranks is None:
+            attach_head(model, find_head(directory))
         check_longest(tokenizer, directory / "tokenizer_config.json")
         getattr(tokenizer, "deprecation_warnings", {})[TOO_LONG] = True  # room_for warns in one line
     except GearbxError:

@@ -12,6 +12,7 @@ CACHE_KINDS = {
     "kernels": "compiled CPU kernels",
     "bases": "codes of calibrated bases",
     "gears": "gears made from weights",
+    "heads": "draft heads",
     "models": "configuration and tokenizer of GGUF files",
     "times": "measured times and acceptance rates",
     "imports": "names defined by transformers",

@@ -20,7 +20,7 @@ from ..kernels.cpu import BUILDING_LOCK, MODULE_NAME
 from ..settings import human_bytes
 from . import CACHE_KINDS, UsersCacheSettings
 
-FOLDERS = ("bases", "gears")  # folders with a file for each entry
+FOLDERS = ("bases", "gears", "heads")  # folders with a file or directory for each entry
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ class GearedChat:
         loaded = Loaded.of(decided(settings, several_modes=True))
         self._settings = settings
         self._model, self.tokenizer, self.config = loaded.model, loaded.tokenizer, loaded.config
-        self._keywords = generation_keywords(settings.sampling, settings.cache, self.tokenizer)
+        self._keywords = generation_keywords(settings.sampling, settings.cache, self.tokenizer, model=self._model)
         self._geared = loaded.in_gears()
         gearbox, decision = self._geared.gearbox, self._geared.loaded.decision
         self._controller = stack.enter_context(self._geared.governor())

@@ -17,6 +17,7 @@ from ..compat.templates import confine
 from ..conversion.calibrated_base import CalibratedBase
 from ..decoding.caches import check_heads
 from ..decoding.governor import Governor, MemoryGuard
+from ..decoding.head_files import is_head, read_head
 from ..decoding.mode import Mode
 from ..decoding.modes import PAIR, make_mode
 from ..decoding.sampling import sampler_for
@@ -334,24 +335,34 @@ def load_original(settings: ModelSettings) -> tuple[nn.Module, Any, dict]:
 
 
 def generation_keywords(
-    sampling: SamplingSettings, cache: CacheSettings, tokenizer: Any, prompt_cache: Any = None
+    sampling: SamplingSettings,
+    cache: CacheSettings,
+    tokenizer: Any,
+    prompt_cache: Any = None,
+    model: nn.Module | None = None,
 ) -> dict[str, Any]:
     """Return keywords of mlx-lm's stream_generate.
 
+    Args:
+        model: that a draft model drafts for.
+
     Raises:
-        GearbxError: numbers beyond the vocabulary, or a draft model that cannot be loaded or differs in vocabulary.
+        GearbxError: numbers beyond the vocabulary, or a draft model that cannot be loaded or does not fit the model.
     """
     check_sampling(sampling, tokenizer.vocab_size)
     sampler = sampler_for(tokenizer, **{name: value for name, value in vars(sampling).items() if name != "seed"})
-    draft_model = load_draft_model(cache.draft_model, tokenizer)
+    draft_model = load_draft_model(cache.draft_model, tokenizer, model)
     return vars(cache) | {"sampler": sampler, "prompt_cache": prompt_cache, "draft_model": draft_model}
 
 
-def load_draft_model(path: str | None, tokenizer: Any) -> Any:
-    """Return the draft model with the fastest kernels here, or None without a path."""
+def load_draft_model(path: str | None, tokenizer: Any, target: nn.Module | None) -> Any:
+    """Return the draft model with the fastest kernels here, or the head of the target; None without a path."""
     if path is None:
         return None
     show_compiling()
+    directory = find(path)
+    if target is not None and is_head(directory):
+        return read_head(directory, target)
     model, own = load(path)
     if own.vocab_size != tokenizer.vocab_size:
         raise GearbxError(

@@ -82,7 +82,7 @@ class CacheSettings(Settings):
         parse=kv_ladder,
     )
     draft_model: str | None = flag(
-        None, "Smaller model that drafts in mode lossless, with the tokenizer of --model", named=True
+        None, "Smaller model with the same tokenizer, or EAGLE-3 head, that drafts in mode lossless", named=True
     )
 
     def __post_init__(self) -> None:

@@ -94,11 +94,11 @@ def prefill(plan: DecodePlan, state: DecodeState) -> None:
     for start in range(0, last, plan.keywords.prefill_step_size):
         end = min(start + plan.keywords.prefill_step_size, last)
         with plan.on_stream():
-            plan.verifier.prefill(tokens[start:end], state.cache, **plan.keywords.embedded(start, end))
+            hidden = plan.verifier.prefill(tokens[start:end], state.cache, **plan.keywords.embedded(start, end))
             plan.keywords.quantize(state.cache)
             mx.eval([part.state for part in state.cache])
             for drafter in state.drafters:
-                drafter.prefill(tokens[start:end])
+                drafter.prefill(tokens[start:end], hidden)
         plan.keywords.progress(end, text.prompt)
         mx.clear_cache()
 

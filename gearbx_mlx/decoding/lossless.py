@@ -106,7 +106,7 @@ class Lossless(LosslessSettings, SharedMode):
         drafters = drafters_for(target, lambda drafter: self.policy_for(gearbox, drafter, chooser).policy.token_cost)
         drafter = next((each for each in drafters if each.reads_weights), None)
         kept = self.policy_for(gearbox, drafter, chooser)
-        verifier = Verifier(gearbox, gearbox.ladder.top)
+        verifier = Verifier(gearbox, gearbox.ladder.top, taps=sorted({tap for each in drafters for tap in each.taps}))
         plan = DecodePlan(verifier, how, chooser, reader, kept.policy, agreement)
         monitor = Monitor(vocabulary_of(gearbox), self.window)
         telemetry = Telemetry(monitor, blame_of(gearbox), controller)

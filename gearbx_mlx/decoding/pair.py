@@ -12,7 +12,7 @@ together with the last token, in passes of at most `prefill_step_size` tokens; u
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -31,6 +31,7 @@ from ..telemetry.summary import Tally
 from .caches import Snapshot, length, parts
 from .generation import Telemetry, responses, tokenizer_for
 from .governor import Governor
+from .hidden import Hidden
 from .mode import Mode
 from .modes import PairSettings
 from .plan import PREFILL_STEP_SIZE, DecodePlan, DecodeState, Keywords
@@ -114,6 +115,7 @@ class PairPass:
         step: passes and bytes of the token.
         undo: restores the caches.
         kept: 1 if the last token is in the KV cache, and 0 after `keep(0)`.
+        hidden: none.
     """
 
     logits: mx.array
@@ -121,6 +123,7 @@ class PairPass:
     undo: Callable[[], None]
     count: int = 1
     kept: int = 1
+    hidden: Hidden = field(default_factory=dict)
 
     def keep(self, rows: int) -> None:
         """Keep the last token in the cache (1), or restore the cache (0)."""
@@ -149,9 +152,10 @@ class PairVerifier:
         self._prefill_step_size = prefill_step_size
         self._weight_bytes = bytes_read(small), bytes_read(large)
 
-    def prefill(self, tokens: mx.array, cache: Any, **embedded: mx.array) -> None:
+    def prefill(self, tokens: mx.array, cache: Any, **embedded: mx.array) -> Hidden:
         """Prefill a part (n,) of the prompt with the engaged model."""
         self._logits(tokens[None], cache)
+        return {}
 
     def verify(self, tokens: Sequence[int], cache: Any, **embedded: mx.array) -> PairPass:
         """Return the engaged model's logits after the last token, the only one."""

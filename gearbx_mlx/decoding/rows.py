@@ -37,6 +37,7 @@ from ..gears.discovery import QUANTIZED
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
 from .caches import APPENDING, Cache, Snapshot, parts
+from .hidden import Hidden, recorded
 from .mode import decode_lock
 from .response import DRAFT, LOOKUP, MODEL, Step, single_pass
 
@@ -86,11 +87,13 @@ class VerifiedPass(Protocol):
         logits: (1, K, V), after each of the tokens.
         count: K.
         kept: number of the tokens that the KV cache holds.
+        hidden: states of the K tokens, as the verifier's `taps` name them.
     """
 
     logits: mx.array
     count: int
     kept: int
+    hidden: Hidden
 
     def keep(self, rows: int) -> None: ...
     def steps(self, proposal: Proposal, accepted: int, **of_cache: Any) -> Iterator[Step]: ...
@@ -99,7 +102,7 @@ class VerifiedPass(Protocol):
 class RunsPasses(Protocol):
     """Passes whose logits choose the tokens of a sequence: `Verifier`, `KickdownVerifier` or `PairVerifier`."""
 
-    def prefill(self, tokens: mx.array, cache: Any, **embedded: mx.array) -> None: ...
+    def prefill(self, tokens: mx.array, cache: Any, **embedded: mx.array) -> Hidden: ...
     def verify(self, tokens: Any, cache: Any, **embedded: mx.array) -> VerifiedPass: ...
     def is_synchronous(self, cache: Any) -> bool: ...
     def exclusive(self) -> contextlib.AbstractContextManager[None]: ...
@@ -111,17 +114,20 @@ class Verifier:
     Args:
         gear: of the passes.
         prefill_gear: None: `gear`.
+        taps: numbers of blocks after which passes return the hidden states.
     """
 
-    def __init__(self, gearbox: Gearbox, gear: Gear, prefill_gear: Gear | None = None):
-        self.gearbox, self.gear, self.prefill_gear = gearbox, gear, prefill_gear or gear
+    def __init__(self, gearbox: Gearbox, gear: Gear, prefill_gear: Gear | None = None, taps: Sequence[int] = ()):
+        self.gearbox, self.gear, self.prefill_gear, self.taps = gearbox, gear, prefill_gear or gear, taps
         self._found: KeptParts | None = None
         self._caps = gearbox.caps  # of the found parts
 
-    def prefill(self, tokens: mx.array, cache: Cache, **embedded: mx.array) -> None:
-        """Prefill a part (n,) of the prompt."""
+    def prefill(self, tokens: mx.array, cache: Cache, **embedded: mx.array) -> Hidden:
+        """Prefill a part (n,) of the prompt, and return its hidden states."""
         self.gearbox.shift(self.prefill_gear)
-        self.gearbox.model(tokens[None], cache=cache, **embedded)
+        with recorded(self.gearbox.model, self.taps) as hidden:
+            self.gearbox.model(tokens[None], cache=cache, **embedded)
+        return hidden
 
     def verify(self, tokens: Tokens, cache: Cache, **embedded: mx.array) -> "Verification":
         """Return the logits after each of the tokens.
@@ -145,19 +151,20 @@ class Verifier:
         """Return whether a pass is computed in the call, and not queued for a device."""
         return self._parts.fits(cache)
 
-    def run(self, tokens: Tokens, cache: Cache, **embedded: mx.array) -> mx.array:
-        """Return logits (1, K, V)."""
+    def run(self, tokens: Tokens, cache: Cache, **embedded: mx.array) -> tuple[mx.array, Hidden]:
+        """Return logits (1, K, V) and hidden states."""
         if self._parts.fits(cache) and not embedded:
             known: list[int] = np.array(tokens).tolist() if isinstance(tokens, mx.array) else [*tokens]
-            logits = self._parts.use(cache, lambda parts: pass_logits(parts, known, cache))
-            if logits is not None:
-                return logits
+            found = self._parts.use(cache, lambda parts: pass_logits(parts, known, cache, self.taps))
+            if found is not None:
+                return found
         self.gearbox.shift(self.gear)
         inputs = (tokens if isinstance(tokens, mx.array) else mx.array([*tokens], mx.uint32))[None]
-        if inputs.shape[1] == 1:
-            return self.gearbox.model(inputs, cache=cache, **embedded)
-        with single_token_masks(cache), of_classes(self._short_path):
-            return self.gearbox.model(inputs, cache=cache, **embedded)
+        with recorded(self.gearbox.model, self.taps) as hidden:
+            if inputs.shape[1] == 1:
+                return self.gearbox.model(inputs, cache=cache, **embedded), hidden
+            with single_token_masks(cache), of_classes(self._short_path):
+                return self.gearbox.model(inputs, cache=cache, **embedded), hidden
 
     @property
     def _parts(self) -> KeptParts:
@@ -194,6 +201,7 @@ class Verification:
     Attributes:
         gear: of the pass.
         logits: (1, K, V), after each of the tokens.
+        hidden: their states (K, D), after the blocks that the verifier taps.
         kept: number of the tokens that the cache holds: all, until `keep` changes it.
     """
 
@@ -209,7 +217,7 @@ class Verification:
             self._outputs = LayerOutputs(verifier.linear_layers, self.count)
         try:
             with contextlib.nullcontext() if self._outputs is None else self._outputs.noted_by(recording):
-                self.logits = verifier.run(tokens, cache, **embedded)
+                self.logits, self.hidden = verifier.run(tokens, cache, **embedded)
         except BaseException:
             self._before.restore()
             raise

@@ -220,8 +220,8 @@ def is_block(layer: nn.Module) -> bool:
 class PassParts(NamedTuple):
     """The parts of a native pass: the embedding, whose dense rows (V, D) are read directly, all blocks, and the head.
 
-    `second`, if any, is a better head for draft rescoring. A gear's parts stay valid while a different gear is engaged,
-    as long as its weights stay in memory.
+    `second`, if any, is a better head for draft rescoring; `draft_head` has the parts of one (draft_head.py). A gear's
+    parts stay valid while a different gear is engaged, as long as its weights stay in memory.
     """
 
     kernels: ModuleType
@@ -231,6 +231,7 @@ class PassParts(NamedTuple):
     embedding: nn.Module
     table: mx.array | None
     second: Any
+    draft_head: Any = None
 
     def rows(self, tokens: Sequence[int]) -> tuple[mx.array, Sequence[int]]:
         """Return an array, and the numbers of the tokens' rows in it."""
@@ -301,19 +302,24 @@ def begin_pass(parts: PassParts, cache: Any, count: int) -> Any:
     if type(cache[0]) is not KVCache or not runs_in_turn(parts.layers, cache, (1, count)):
         return None
     keys, values = [part.keys for part in cache], [part.values for part in cache]
-    return parts.kernels.begin_passes(parts.chain, parts.head, keys, values, parts.second)
+    return parts.kernels.begin_passes(parts.chain, parts.head, keys, values, parts.second, parts.draft_head)
 
 
-def pass_logits(parts: PassParts, tokens: Sequence[int], cache: Any) -> mx.array | None:
-    """Add L tokens to the cache, and return logits (1, L, V) after each token; None if the model must run."""
+def pass_logits(
+    parts: PassParts, tokens: Sequence[int], cache: Any, taps: Sequence[int] = ()
+) -> tuple[mx.array, dict[int, mx.array]] | None:
+    """Add L tokens to the cache, and return logits (1, L, V) after each token; None if the model must run.
+
+    Also returns the hidden states (L, D) after each number of blocks in `taps`.
+    """
     passes = begin_pass(parts, cache, len(tokens)) if cache else None
     if passes is None:
         return None
     before = positions_in(cache[0])
-    logits: mx.array = parts.kernels.pass_logits(passes, *parts.rows(tokens), before)
+    logits, hidden = parts.kernels.pass_logits(passes, *parts.rows(tokens), before, taps)
     for part in cache:
         set_entries(part, before + len(tokens))
-    return logits
+    return logits, {tap: hidden[place] for place, tap in enumerate(taps)}
 
 
 @dataclass(frozen=True)
@@ -330,12 +336,13 @@ class NativeDraft:
     entries: int
     room: int
 
+    def inputs(self, token: int, place: int) -> tuple[mx.array, Sequence[int], int]:
+        """Return an array of embeddings, the rows of the tokens to read, and the entries before them."""
+        return *self.parts.rows([token]), self.entries + place
+
     def best(self, token: int, place: int) -> tuple[int, float, float]:
         """Return the next token with the highest logit at a place of a draft, the entropy (bits), and its margin."""
-        table, (row,) = self.parts.rows([token])
-        following: tuple[int, float, float] = self.parts.kernels.best_token(
-            self.passes, table, row, self.entries + place
-        )
+        following: tuple[int, float, float] = self.parts.kernels.best_token(self.passes, *self.inputs(token, place))
         return following
 
     def sampled(
@@ -345,15 +352,13 @@ class NativeDraft:
 
         The margin includes the noise, times the temperature.
         """
-        table, (row,) = self.parts.rows([token])
         sampled_token, how = self.parts.kernels.sampled_token, (temp, top_p, min_p, top_k, *key.tolist())
-        following: tuple[int, float, float] = sampled_token(self.passes, table, row, self.entries + place, *how)
+        following: tuple[int, float, float] = sampled_token(self.passes, *self.inputs(token, place), *how)
         return following
 
     def logits(self, token: int, place: int) -> mx.array:
         """Return the logits (1, V) after a token."""
-        table, (row,) = self.parts.rows([token])
-        logits: mx.array = self.parts.kernels.draft_logits(self.passes, table, row, self.entries + place)
+        logits: mx.array = self.parts.kernels.draft_logits(self.passes, *self.inputs(token, place))
         return logits
 
 
@@ -436,18 +441,31 @@ def program_of(layer: nn.Module, kernels: ModuleType) -> Program | None:
 
 def known_program(layer: nn.Module, kernels: ModuleType) -> Any:
     """Return as `program_of`. Raises ValueError for arrays that native kernels cannot read in place."""
+    native = next(kind for kind in type(layer).__mro__ if ORIGIN in vars(kind))  # a timer may derive a class
+    return native_block(layer, kernels, *BLOCK_NORMS[code_of(vars(native)[ORIGIN])])
+
+
+def native_block(
+    layer: nn.Module, kernels: ModuleType, before: Sequence[str], after: Sequence[str], of_embedding: str | None = None
+) -> Any:
+    """Return a block as `known_program`.
+
+    Args:
+        before, after: its norms, as in BLOCK_NORMS.
+        of_embedding: name of the norm of the embeddings that a draft head's projections read beside the states.
+    """
     attention, mlp = layer.get("self_attn"), layer.get("mlp")
     known, gates = ATTENTION_PARTS.get(stock_code(attention)), MLP.get(stock_code(mlp))
     if known is None or gates is None:
         return None
-    native = next(kind for kind in type(layer).__mro__ if ORIGIN in vars(kind))  # a timer may derive a class
-    (before, after), (projections, of_heads) = BLOCK_NORMS[code_of(vars(native)[ORIGIN])], known
+    projections, of_heads = known
     linears = [*(attention[name] for name in (*projections, "o_proj")), *(mlp[name] for name in (*gates, "down_proj"))]
     parts = [native_part(module, kernels) for module in linears]
     modules = *(layer[name] for name in (*before, *after)), *(attention[name] for name in of_heads)
     norms = [norm_of(module, kernels) for module in modules]
     rotation = rotation_of(attention["rope"])
-    if None in parts or None in norms or rotation is None:
+    embedding_norm = None if of_embedding is None else norm_of(layer[of_embedding], kernels)
+    if None in parts or None in norms or rotation is None or (of_embedding is not None and embedding_norm is None):
         return None
     count = len(projections)
     behind = norms[2 : 2 + len(after)] or (None, None)
@@ -463,6 +481,7 @@ def known_program(layer: nn.Module, kernels: ModuleType) -> Any:
         after_mlp=behind[1],
         of_queries=queries,
         of_keys=keys,
+        of_embedding=embedding_norm,
         heads=attention.n_heads,
         key_heads=attention.n_kv_heads,
         gelu=stock_code(mlp) == GELU,

@@ -8,7 +8,7 @@ import atexit
 import hashlib
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,8 +102,7 @@ class Origin:
 
     def sampled(self) -> str:
         """Return 64 hexadecimal digits of names, types and shapes, and of the middle of every array."""
-        hashes = [sample_of(path) for path in sorted(self.states)]
-        return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
+        return sampled(self.states)
 
     def whole(self) -> str:
         """Return 64 hexadecimal digits of all bytes. Raises GearbxError for files that changed since they were read."""
@@ -112,6 +111,11 @@ class Origin:
             if found[path][0] != state:
                 raise GearbxError(f"{path}: changed while it was in use; start again")
         return hashlib.sha256(" ".join(whole for _, whole in found.values()).encode()).hexdigest()
+
+
+def sampled(files: Iterable[Path]) -> str:
+    """Return 64 hexadecimal digits of files of weights, as `Origin.sampled`."""
+    return hashlib.sha256(" ".join(map(sample_of, sorted(files))).encode()).hexdigest()
 
 
 def sample_of(path: Path) -> str:

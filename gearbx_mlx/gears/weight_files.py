@@ -209,6 +209,12 @@ def load_mapped(directory: Path, load: Any) -> tuple:
     return model, *others
 
 
+def files_of(directory: Path) -> list[Path]:
+    """Return the files of a model's weights."""
+    weights = gguf_weights(directory)
+    return list(weight_files(directory)) if weights is None else [weights.file]
+
+
 def arrays_in(directory: Path) -> dict[str, mx.array]:
     """Return the weights of a directory by their names in its files; safetensors are unread.
 

@@ -223,7 +223,7 @@ def run(settings: GenerateSettings) -> int:
     max_tokens = room_for(
         loaded.config, length(entries or ()) + len(tokens), settings.prompt.max_tokens, settings.cache.max_kv_size
     )
-    keywords = generation_keywords(settings.sampling, settings.cache, tokenizer, entries)
+    keywords = generation_keywords(settings.sampling, settings.cache, tokenizer, entries, model)
     geared = loaded.in_gears()
     gearbox, mode = geared.gearbox, mode_of_prompt(settings, geared, prompt, tokens)
     first = prompt == DEFAULT_PROMPT

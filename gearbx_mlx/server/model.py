@@ -160,7 +160,7 @@ def load_geared(decision: Decision, template: str, share_lookup: bool) -> Served
     settings = decision.settings
     with ExitStack() as stack:
         loaded = Loaded.of(decision, template)
-        draft_model = load_draft_model(settings.cache.draft_model, loaded.tokenizer)
+        draft_model = load_draft_model(settings.cache.draft_model, loaded.tokenizer, loaded.model)
         geared = loaded.in_gears()
         check_in_ladder(settings.mode, geared.gearbox.ladder)
         check_prompt_gear(settings.mode.prompt_gear, geared.gearbox)

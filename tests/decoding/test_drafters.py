@@ -178,7 +178,7 @@ class Parrot(Drafter):
     def of(cls, target):
         return cls()
 
-    def prefill(self, tokens):
+    def prefill(self, tokens, hidden):
         self.calls.append(("prefill", tokens.tolist()))
 
     def length(self, text, room, policy):

@@ -20,6 +20,7 @@ from gearbx_mlx.decoding.drafters.low_gear import (
     rescoring,
     rescoring_head,
 )
+from gearbx_mlx.decoding.hidden import recorded
 from gearbx_mlx.decoding.response import GeneratedText
 from gearbx_mlx.decoding.sampling import MLX_READER, Chooser, reader_of
 from gearbx_mlx.formats.block import begin_draft, pass_logits, pass_parts
@@ -76,9 +77,11 @@ def test_pass_equals_model_bit_for_bit(architecture, settings):
     for gear in box.ladder:
         for count in (1, 2, 5, 16):
             tokens, own, cache = range(3, 3 + count), begun(box, gear.bits), begun(box, gear.bits)
-            expected = box.model(mx.array([[*tokens]]), cache=own)
-            logits = pass_logits(pass_parts(box.model), tokens, cache)
+            with recorded(box.model, (1, 2)) as states:
+                expected = box.model(mx.array([[*tokens]]), cache=own)
+            logits, hidden = pass_logits(pass_parts(box.model), tokens, cache, (1, 2))
             assert np.array_equal(np.array(logits), np.array(expected))
+            assert all(np.array_equal(np.array(hidden[tap]), np.array(states[tap])) for tap in (1, 2))
             for part, its in zip(cache, own):
                 assert part.offset == its.offset
                 for a, b in zip(part.state, its.state):

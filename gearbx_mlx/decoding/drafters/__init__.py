@@ -25,6 +25,7 @@ from ...gears.ladder import Gear
 from ...ranks.agreement import ALONE, Agreement
 from ...routing.ngrams import NgramTable
 from ..caches import Cache
+from ..hidden import Hidden
 from ..policy import MAX_DRAFTED, LearnedPolicy
 from ..response import DRAFT, GeneratedText
 from ..rows import Proposal, VerifiedPass
@@ -32,6 +33,7 @@ from ..sampling import MLX_READER, Chooser, LogitsReader
 
 DRAFTERS = {  # a sequence uses at most one drafter that reads weights: the cheapest, by measurements
     "lookup": "gearbx_mlx.decoding.drafters.lookup:Lookup",
+    "draft head": "gearbx_mlx.decoding.drafters.eagle:Eagle",
     "other model": "gearbx_mlx.decoding.drafters.other_model:OtherModel",
     "low gear": "gearbx_mlx.decoding.drafters.low_gear:LowGear",
 }
@@ -75,11 +77,13 @@ class Drafter:
 
     Attributes:
         reads_weights: False for tokens without a forward pass.
+        taps: numbers of blocks, from 1, after which it needs the hidden states of all tokens.
         name: key of its times and acceptance rates.
         cost: of a drafted token, as a share of a plain one, before measurements.
     """
 
     reads_weights: ClassVar[bool] = True
+    taps: Sequence[int] = ()
     name: str
     cost: float
 
@@ -100,8 +104,12 @@ class Drafter:
     def prepare(self) -> None:
         """Begin what drafts need, such as a gear. It is called once, before `prefill`, if the sequence uses it."""
 
-    def prefill(self, tokens: mx.array) -> None:
-        """Prefill tokens (n,) of the prompt; its last token is never among them."""
+    def prefill(self, tokens: mx.array, hidden: Hidden) -> None:
+        """Prefill tokens (n,) of the prompt; its last token is never among them.
+
+        Args:
+            hidden: their states after the blocks of `taps`, and maybe others.
+        """
 
     def length(self, text: GeneratedText, room: int, policy: LearnedPolicy) -> int:
         """Return the most tokens that a proposal would have now, at most `room`; 0: no proposal saves time."""
@@ -118,7 +126,8 @@ class Drafter:
         """Take the sequence after a verification, also of a different drafter's tokens.
 
         Args:
-            found: the verified rows; None at the end of the sequence, when its KV cache holds all tokens.
+            found: the verified rows, with their hidden states after `taps`; None at the end of the sequence, when its
+                KV cache holds all tokens.
         """
 
 

@@ -113,7 +113,7 @@ class LowGear(Drafter):
         with rewound(target.chooser):
             native = self._parts.use(target.cache, lambda parts: begin_draft(parts, target.cache))
             if native is not None:
-                tokens, margins = self._draft_natively(native, text, length, policy)
+                tokens, margins = draft_natively(native, target, text, length, policy)
                 return of_draft(tokens, margins, read, self.gear)
             target.gearbox.shift(self.gear)
             with Snapshot(target.cache).borrowed(), rescoring(self.rescoring_head):
@@ -132,21 +132,6 @@ class LowGear(Drafter):
         finally:
             gearbox.shift(engaged)
 
-    def _draft_natively(
-        self, native: NativeDraft, text: GeneratedText, length: int, policy: LearnedPolicy
-    ) -> tuple[list[int], list[float] | None]:
-        """Draft until a token ends the sequence, or one more would not save time."""
-        chooser = self._target.chooser
-        following, early = native_step(native, chooser, text, self._target.reader), chooser.has_margins
-        token, tokens, margins = text.last, list[int](), list[float]()
-        for place in range(min(length, native.room)):
-            token, margin = following(token, place)
-            tokens.append(token)
-            margins.append(margin)
-            if token in text.ends or (early and not policy.goes_on(margins)):
-                break
-        return tokens, margins if early else None
-
     @functools.cached_property
     def rescoring_head(self) -> "RescoringHead | None":
         """Head of the top gear, found once both gears are made; None without."""
@@ -156,6 +141,21 @@ class LowGear(Drafter):
 def draft_cost(draft_bits: float, top_bits: float) -> float:
     """Return the expected cost of a drafted token over a plain one's, before measurements."""
     return FIXED_SHARE + (1 - FIXED_SHARE) * draft_bits / top_bits
+
+
+def draft_natively(
+    native: NativeDraft, target: DraftTarget, text: GeneratedText, length: int, policy: LearnedPolicy
+) -> tuple[list[int], list[float] | None]:
+    """Draft until a token ends the sequence, or one more would not save time; return the tokens and known margins."""
+    following, early = native_step(native, target.chooser, text, target.reader), target.chooser.has_margins
+    token, tokens, margins = text.last, list[int](), list[float]()
+    for place in range(min(length, native.room)):
+        token, margin = following(token, place)
+        tokens.append(token)
+        margins.append(margin)
+        if token in text.ends or (early and not policy.goes_on(margins)):
+            break
+    return tokens, margins if early else None
 
 
 def native_step(draft: NativeDraft, chooser: Chooser, text: GeneratedText, reader: LogitsReader) -> Following:

@@ -10,6 +10,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from ...errors import GearbxError, GearbxWarning
 from ...gears.gearbox import model_fingerprint
 from ..caches import check_draftable
+from ..heads import Head
+from ..hidden import Hidden
 from ..pair import bytes_read
 from ..policy import MAX_DRAFTED, LearnedPolicy
 from ..response import GeneratedText
@@ -36,8 +38,11 @@ class OtherModel(Drafter):
 
     @classmethod
     def of(cls, target: DraftTarget) -> "OtherModel | None":
-        """Return the drafter of the draft model; None without one, or, with a warning, if its cache cannot be cut."""
-        if target.draft_model is None:
+        """Return the drafter of the draft model; None without one, or, with a warning, if its cache cannot be cut.
+
+        A draft head has its own drafter.
+        """
+        if target.draft_model is None or isinstance(target.draft_model, Head):
             return None
         cache = target.draft_cache
         cache[:] = cache or make_prompt_cache(target.draft_model)
@@ -48,7 +53,7 @@ class OtherModel(Drafter):
             return None
         return cls(target, target.draft_model, cache)
 
-    def prefill(self, tokens: mx.array) -> None:
+    def prefill(self, tokens: mx.array, hidden: Hidden) -> None:
         self._model(tokens[None], cache=self._cache)
         mx.eval([part.state for part in self._cache])
         self._read += tokens.size
@@ -71,4 +76,4 @@ class OtherModel(Drafter):
                 part.trim(self._read - right)
             self._read = right
         if found is None and self._read <= right:
-            self.prefill(mx.array(text.tokens[self._read :], mx.uint32))
+            self.prefill(mx.array(text.tokens[self._read :], mx.uint32), {})

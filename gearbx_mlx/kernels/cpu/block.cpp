@@ -203,11 +203,16 @@ int64_t Linear::inputs() const {
   return std::visit([](const auto& m) { return m.columns; }, matrix);
 }
 
-void project(const Block& block, const Positions& at, const float* x, Heads queries, Heads keys, Heads values) {
-  const int64_t n = at.count(), width = block.width, rows = rows_of(block.projections);
-  Scratch scratch(n * (block.inputs() + rows + block.heads * width));
-  float* normed = scratch.take(n * block.inputs());
-  norm(block.before_attention, x, n, block.inputs(), normed);
+void project(const Block& block, const Positions& at, const float* x, Heads queries, Heads keys, Heads values,
+             const float* embedded) {
+  const int64_t n = at.count(), width = block.width, rows = rows_of(block.projections), size = block.inputs();
+  Scratch scratch(n * (block.projected() + rows + block.heads * width));
+  float* normed = scratch.take(n * block.projected());
+  if (!embedded) norm(block.before_attention, x, n, size, normed);
+  for (int64_t i = 0; embedded && i < n; i++) {
+    norm(block.of_embedding, embedded + i * size, 1, size, normed + 2 * i * size);
+    norm(block.before_attention, x + i * size, 1, size, normed + (2 * i + 1) * size);
+  }
   float* y = scratch.take(n * rows);
   multiply(block.projections, normed, n, y);
 
@@ -271,12 +276,12 @@ gearbx_attention attention_over(const Block& block, const Positions& at, int64_t
 }
 
 void run_block(const Block& block, const Positions& at, const gearbx_attention& attention, const Entries& entries,
-               const float* x, float* y) {
+               const float* x, float* y, const float* embedded) {
   static thread_local std::vector<float> queries;
   queries.resize(static_cast<size_t>(at.count() * block.heads * block.width));
   const int64_t head = entries.room * block.width, all = block.key_heads * head, first = at.offset * block.width;
   project(block, at, x, {queries.data(), attention.query_strides[0], attention.query_strides[1]},
-          {entries.keys + first, all, head}, {entries.values + first, all, head});
+          {entries.keys + first, all, head}, {entries.values + first, all, head}, embedded);
   finish(block, attention, x, queries.data(), entries.keys, entries.values, y);
 }
 

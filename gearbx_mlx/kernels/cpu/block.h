@@ -46,6 +46,7 @@ struct Rotation {
 
 struct Block {
   Norm before_attention, after_attention, before_mlp, after_mlp, of_queries, of_keys;
+  Norm of_embedding;  // of a draft head: its projections read the normed embedding of each token, then the normed x
   std::vector<Linear> projections;  // to queries, keys and values: three matrices, or one with the rows of all
   Linear output;
   std::vector<Linear> gates;  // gate and up: two matrices, or one with the rows of both
@@ -56,6 +57,7 @@ struct Block {
   float scale;  // of scores
 
   int64_t inputs() const { return output.rows(); }
+  int64_t projected() const { return inputs() * (of_embedding.weight ? 2 : 1); }  // inputs of the projections
   int64_t hidden() const { return down.inputs(); }
 };
 
@@ -73,8 +75,9 @@ struct Positions {
 };
 
 // Writes the queries (batch, heads, length, width), keys and values (batch, key_heads, length, width) of x. Queries and
-// keys are normed, if the block does so, and rotated.
-void project(const Block& block, const Positions& at, const float* x, Heads queries, Heads keys, Heads values);
+// keys are normed, if the block does so, and rotated. embedded (batch, length, inputs): of a draft head.
+void project(const Block& block, const Positions& at, const float* x, Heads queries, Heads keys, Heads values,
+             const float* embedded = nullptr);
 
 // y (batch, length, inputs) = the block's result for x, when `attention` reads these queries, keys and values.
 void finish(const Block& block, const gearbx_attention& attention, const float* x, const float* queries,
@@ -89,9 +92,10 @@ struct Entries {
 // Attention of x over the entries before it and its own. The callers add mask, padding and planes.
 gearbx_attention attention_over(const Block& block, const Positions& at, int64_t room, bool causal);
 
-// y (batch, length, inputs) = the block's result for x, whose keys and values are written into the entries.
+// y (batch, length, inputs) = the block's result for x, whose keys and values are written into the entries. embedded:
+// as for project.
 void run_block(const Block& block, const Positions& at, const gearbx_attention& attention, const Entries& entries,
-               const float* x, float* y);
+               const float* x, float* y, const float* embedded = nullptr);
 
 // y (vectors, columns) = the norm of each vector of x; y may be x.
 void norm(const Norm& by, const float* x, int64_t vectors, int64_t columns, float* y);

@@ -70,11 +70,11 @@ nb::capsule norm_part(const mx::array& weight, float eps, bool plus_one) {
 nb::capsule make_block(nb::capsule before_attention, std::vector<nb::capsule> projections, nb::capsule output,
                        nb::capsule before_mlp, std::vector<nb::capsule> gates, nb::capsule down,
                        std::optional<nb::capsule> after_attention, std::optional<nb::capsule> after_mlp,
-                       std::optional<nb::capsule> of_queries, std::optional<nb::capsule> of_keys, int heads,
-                       int key_heads, const mx::array& frequencies, bool gelu, bool traditional, float rotation_scale,
-                       float scale) {
-  const BlockParts parts = {before_attention, projections, output,     before_mlp, gates,
-                            down,             after_attention, after_mlp, of_queries, of_keys};
+                       std::optional<nb::capsule> of_queries, std::optional<nb::capsule> of_keys,
+                       std::optional<nb::capsule> of_embedding, int heads, int key_heads,
+                       const mx::array& frequencies, bool gelu, bool traditional, float rotation_scale, float scale) {
+  const BlockParts parts = {before_attention, projections, output,     before_mlp, gates,       down,
+                            after_attention,  after_mlp,   of_queries, of_keys,    of_embedding};
   const Sizes sizes = {heads, key_heads, gelu, traditional, rotation_scale, scale};
   return in_capsule<Program>(BLOCK, std::make_shared<const BlockProgram>(parts, sizes, frequencies));
 }
@@ -251,7 +251,7 @@ class BlockRest : public OverMemory {
 
 void check_vectors(const Block& block, const mx::array& x) {
   require(x.ndim() == 3 && x.size() > 0 && x.dtype() == mx::float32, "x must be float32 (batch, length, inputs)");
-  require(x.shape(2) == block.inputs(), "x and the block differ in width");
+  require(x.shape(2) == block.projected(), "x and the block differ in width");
 }
 
 void check_entries(const Block& block, const mx::array& x, const mx::array& keys, const mx::array& values) {
@@ -480,7 +480,7 @@ void bind_blocks(nb::module_& m) {
   m.def("norm_part", &norm_part, "weight"_a, "eps"_a, "plus_one"_a = false);
   m.def("block", &make_block, nb::kw_only(), "before_attention"_a, "projections"_a, "output"_a, "before_mlp"_a,
         "gates"_a, "down"_a, "after_attention"_a.none(), "after_mlp"_a.none(), "of_queries"_a.none(),
-        "of_keys"_a.none(), "heads"_a, "key_heads"_a, "frequencies"_a, "gelu"_a, "traditional"_a, "rotation_scale"_a,
+        "of_keys"_a.none(), "of_embedding"_a = nb::none(), "heads"_a, "key_heads"_a, "frequencies"_a, "gelu"_a, "traditional"_a, "rotation_scale"_a,
         "scale"_a);
   m.def("chain", &make_chain, "blocks"_a, "norm"_a = nb::none());
   bind_passes(m);

@@ -49,7 +49,7 @@ struct BlockParts {
   nb::capsule output, before_mlp;
   std::vector<nb::capsule> gates;
   nb::capsule down;
-  std::optional<nb::capsule> after_attention, after_mlp, of_queries, of_keys;
+  std::optional<nb::capsule> after_attention, after_mlp, of_queries, of_keys, of_embedding;
 };
 
 struct Sizes {
@@ -69,6 +69,7 @@ class BlockProgram {
     block_.after_mlp = norm(parts.after_mlp);
     block_.of_queries = norm(parts.of_queries);
     block_.of_keys = norm(parts.of_keys);
+    block_.of_embedding = norm(parts.of_embedding);
     for (const auto& part : parts.projections) block_.projections.push_back(linear(part));
     for (const auto& part : parts.gates) block_.gates.push_back(linear(part));
     block_.output = linear(parts.output);
@@ -107,8 +108,8 @@ class BlockProgram {
                 rows_of(b.projections) == b.width * (b.heads + 2 * b.key_heads),
             "projections and heads do not fit");
     require((b.gates.size() == 1 || b.gates.size() == 2) && rows_of(b.gates) == 2 * b.hidden(), "gates do not fit");
-    for (const auto& parts : {b.projections, b.gates})
-      for (const Linear& part : parts) require(part.inputs() == b.inputs(), "a matrix and x differ in width");
+    for (const Linear& part : b.projections) require(part.inputs() == b.projected(), "a matrix and x differ in width");
+    for (const Linear& part : b.gates) require(part.inputs() == b.inputs(), "a matrix and x differ in width");
     require(b.down.rows() == b.inputs(), "the last matrix must have as many rows as x has columns");
   }
 

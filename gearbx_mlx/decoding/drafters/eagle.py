@@ -1,0 +1,172 @@
+"""Drafts by a draft head: one layer that reads the model's hidden states (EAGLE-3; Li et al., 2503.01840).
+
+For each token of the sequence but the first, the head's KV cache has an entry, made of the token and of the hidden
+states before it. After a verification, the head reads the new ones in one pass, whose last output drafts a token. Each
+further token is one more pass, over the drafted token and the head's previous output. Entries of drafted tokens are
+dropped, since accepted tokens get entries of true hidden states.
+
+Hidden states are kept unread while other drafters propose, or none does.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from ...compat.loops import set_entries
+from ...formats.block import FEW_TOKENS, KeptParts, PassParts
+from ...formats.draft_head import begin_head_draft, head_parts
+from ...kernels.dispatch import on_cpu
+from ...ranks.agreement import ALONE
+from ..head_files import attached_head
+from ..heads import Head, embedding_of
+from ..hidden import Hidden
+from ..policy import LearnedPolicy
+from ..response import GeneratedText
+from ..rows import Proposal, VerifiedPass
+from . import Drafter, DraftTarget, of_draft, rewound
+from .low_gear import draft_natively
+
+FIXED_COST = 0.05  # of a step over a plain token, beside the bytes of its weights
+MAX_UNREAD = 256  # tokens whose hidden states wait for a draft
+
+
+class Eagle(Drafter):
+    """Drafter that uses a draft head.
+
+    Args:
+        cache: the head's. Between rounds it has an entry for each read token of the sequence but the first.
+    """
+
+    def __init__(self, target: DraftTarget, head: Head, cache: list[Any]):
+        self._target, self._head, self._cache = target, head, cache
+        self.taps, self.name = head.taps, f"head {head.fingerprint[:8]}"
+        top = target.gearbox.ladder.top
+        self.cost = FIXED_COST + head.nbytes / max(1, target.gearbox.weight_bytes_per_token(top))
+        self._before = cache[0].offset  # entries of earlier sequences
+        self._read = 0  # entries of this sequence; the cache may have more, of a draft
+        self._unread: list[mx.array] = []  # hidden states (K, taps x D) of passes, in order
+        self._next_length = 0  # by the policy; 0: not chosen yet
+        self._is_lost = False  # True if a pass had no hidden states
+
+    @classmethod
+    def of(cls, target: DraftTarget) -> "Eagle | None":
+        """Return the drafter of the head that is the draft model, or is attached to the model; None without one.
+
+        Raises:
+            GearbxError: a head of a different model.
+        """
+        model, given = target.gearbox.model, target.draft_model
+        head = attached_head(model) if given is None else given
+        if not isinstance(head, Head):
+            return None
+        head.check(model)
+        head.put_in(target.gearbox.kernels.native and on_cpu(), target.gearbox.compute_dtype)
+        cache = target.draft_cache
+        cache[:] = cache or make_prompt_cache(head)
+        return cls(target, head, cache)
+
+    @property
+    def _waiting(self) -> int:
+        """Tokens of the sequence whose hidden states are unread."""
+        return sum(map(len, self._unread))
+
+    def prefill(self, tokens: mx.array, hidden: Hidden) -> None:
+        before = self._waiting  # 1 after an earlier part, whose last states belong to this part's first token
+        self._add(hidden, tokens.size)
+        self._read_states(tokens[1 - before :])
+        mx.eval([part.state for part in self._cache])
+
+    @functools.cached_property
+    def _parts(self) -> KeptParts:
+        def find() -> PassParts | None:
+            return head_parts(self._head, self._embedding_now()) if self._target.agreement is ALONE else None
+
+        return KeptParts(find)
+
+    def length(self, text: GeneratedText, room: int, policy: LearnedPolicy) -> int:
+        """Return the policy's length of the next draft, chosen once per draft."""
+        if self._is_lost:
+            return 0
+        if not self._next_length:
+            target = self._target
+            early = target.chooser.has_margins and self._parts.fits(self._cache)
+            self._next_length = policy.length(min(room, target.most), early)
+        return min(self._next_length, room)
+
+    def propose(self, text: GeneratedText, length: int, policy: LearnedPolicy) -> Proposal:
+        self._next_length = 0
+        with rewound(self._target.chooser):
+            if self._waiting > FEW_TOKENS:
+                self._read_states(self._tokens_of(text)[:-1])
+            states, following = mx.concatenate(self._unread), text.tokens[-self._waiting :]
+            native = self._parts.use(self._cache, lambda parts: begin_head_draft(parts, self._cache, following, states))
+            if native is None:
+                return of_draft(*self._queue_draft(text, length), self._head.nbytes)
+            drafted = draft_natively(native, self._target, text, length, policy)
+        self._read, self._unread = self._read + len(following), []
+        set_entries(self._cache[0], self._before + self._read)
+        return of_draft(*drafted, self._head.nbytes)
+
+    def _queue_draft(self, text: GeneratedText, length: int) -> tuple[mx.array, mx.array | None]:
+        """Queue the passes of a draft without a read, as `queue_draft`."""
+        target, chooser = self._target, self._target.chooser
+        context = text.array() if chooser.processors else None
+        tokens, margins = list[mx.array](), list[mx.array]()
+        states = self._read_states(self._tokens_of(text))
+        while True:
+            logits = chooser.processed(context, self._head.logits(states[:, -1]))
+            token, margin = chooser.drafted(logits, target.reader)
+            (token,) = target.agreement.arrays(token.reshape(1).astype(mx.uint32))
+            mx.async_eval(token)
+            tokens.append(token)
+            margins += [] if margin is None else [margin.reshape(1)]
+            context = None if context is None else mx.concatenate([context, token])
+            if len(tokens) == length:
+                return mx.concatenate(tokens), mx.concatenate(margins) if margins else None
+            states = self._head(self._embedded(token), states[:, -1:], self._cache)
+
+    def settle(self, text: GeneratedText, found: VerifiedPass | None) -> None:
+        """Keep the hidden states of the accepted rows; at the end of the sequence, read those that are left."""
+        if found is not None:
+            self._add(found.hidden, found.kept)
+        known = len(text.tokens) - 1  # tokens after hidden states; fewer than before if some were never yielded
+        if self._waiting > known - self._read:
+            self._unread = [mx.concatenate(self._unread)[: max(0, known - self._read)]]
+        self._read = min(self._read, known)
+        drafted = self._cache[0].offset - self._before - self._read
+        for part in self._cache if drafted else ():
+            part.trim(drafted)
+        if self._waiting and (found is None or self._waiting > MAX_UNREAD):
+            self._read_states(self._tokens_of(text))
+            mx.async_eval([part.state for part in self._cache])
+
+    def _add(self, hidden: Hidden, rows: int) -> None:
+        """Take the hidden states of the first rows of a pass."""
+        self._is_lost = self._is_lost or not all(tap in hidden for tap in self.taps)
+        if not self._is_lost:
+            self._unread.append(mx.concatenate([hidden[tap][:rows] for tap in self.taps], axis=-1))
+
+    def _tokens_of(self, text: GeneratedText) -> mx.array:
+        """Return the tokens after the unread hidden states."""
+        return mx.array(text.tokens[self._read + 1 : self._read + 1 + self._waiting], mx.uint32)
+
+    def _read_states(self, tokens: mx.array) -> mx.array:
+        """Return the head's output (1, K, D) for K tokens after unread hidden states."""
+        count = tokens.size
+        rows = mx.concatenate(self._unread) if self._unread else mx.zeros((0, 1))
+        self._read, self._unread = self._read + count, [rows[count:]] if count < len(rows) else []
+        return self._head(self._embedded(tokens), self._head.fuse(rows[None, :count]), self._cache) if count else rows
+
+    def _embedded(self, tokens: mx.array) -> mx.array:
+        """Return the embeddings (1, K, D) of tokens: the head's own or the model's, in the engaged gear."""
+        embedded: mx.array = self._embedding_now()(tokens)
+        return embedded[None]
+
+    @functools.cached_property
+    def _embedding_now(self) -> Callable[[], Any]:
+        own, model = self._head.get("embed_tokens"), embedding_of(self._target.gearbox.model)
+        assert model is not None  # else `check` refuses the head
+        return model if own is None else lambda: own
