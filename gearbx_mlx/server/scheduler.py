@@ -120,7 +120,7 @@ class Scheduler(Computing):
         """Maximum number of sequences; a controller caps the gears of only one."""
         served = self.provider.served
         is_governed = served is not None and served.controller is not None
-        return 1 if is_governed else self.provider.settings.decode_concurrency
+        return 1 if is_governed else self.provider.settings.concurrency.decode_concurrency
 
     def next_request(self) -> PendingRequest | None:
         pending, self.waiting = self.waiting, None
@@ -165,7 +165,7 @@ class Scheduler(Computing):
         request, prompt = pending.request, pending.prompt
         if prompt is None or prompt.served is not served:
             prompt = prompt_of(self, request, served)
-        size, max_tokens = len(prompt.tokens), request.max_answer_tokens or self.provider.settings.max_tokens
+        size, max_tokens = len(prompt.tokens), request.max_answer_tokens or self.provider.settings.answers.max_tokens
         if not size:
             raise Refused(400, "prompt: no token; use a longer one", param="prompt")
         given = request.tokens if isinstance(request, TextRequest) else []
@@ -185,8 +185,9 @@ class Scheduler(Computing):
         decoding in the top gear. With a seed, mode route is a `Single` too: a batch shares its gears.
         """
         served, mode = job.served, job.mode.name
-        cache = self.provider.settings.kv_bits is None and self.provider.settings.kv_gears is None
-        plain = cache and served.controller is None and job.prompt.vision is None and self.provider.is_batchable
+        flags = self.provider.settings.cache
+        cache = flags.kv_bits is None and flags.kv_gears is None and served.is_batchable
+        plain = cache and served.controller is None and job.prompt.vision is None
         if served.gearbox is None or not plain or (mode == "lossless" and not self.running):
             return None
         if mode in ("lossless", "static"):
