@@ -1,7 +1,7 @@
 """Metal launches for matrix-vector products over packed and dense weights.
 
 All packed formats except exact (`metal_exact.py`) share the source `metal/matvec.metal`, which the macros of a
-`PackedLayout` specialize. A launch over codebooks (XFP 3.3, 3.4) copies them into threadgroup memory as float32: those
+`Layout` specialize. A launch over codebooks (XFP 3.3, 3.4) copies them into threadgroup memory as float32: those
 of its rows, or the whole library. Dense weights have a separate source, because the results of MLX's dense matmul
 depend on the number of rows (metal/README.md).
 
@@ -11,29 +11,24 @@ Each launch first validates its arrays: with wrong arrays, a kernel would read o
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import mlx.core as mx
 
 from ..errors import GearbxError
-from . import GROUP_SIZES
+from . import DENSE, GROUP_SIZES
 from .bit_planes import Planes, middle_of, plane_shifts
 from .metal import (
     LANES,
     MAX_VECTORS,
     METAL_DTYPES,
-    TYPES,
-    VARIANTS,
     Launch,
-    PackedLayout,
+    Layout,
     Prepared,
-    TextKernel,
+    Spec,
     Variant,
     choose_variant,
-    definitions,
     options,
     places_of_few,
-    source_text,
     takes,
 )
 
@@ -50,74 +45,9 @@ OUTLIERS = ("outliers", "outlier_columns", "outlier_offsets")
 OF_GROUPS = {"entries": mx.uint8, "scales": mx.float16, "midpoints": mx.float16}
 
 
-@dataclass(frozen=True)
-class Spec:
-    """The properties that a matmul kernel's source depends on.
-
-    dtype: of activations and result. ragged: whether the last step of a row has fewer columns. staged: elements of x in
-    threadgroup memory. experts: whether each vector has its own matrix of several. Rows and columns are not included,
-    because Metal's compiler would compile a kernel for each shape.
-    """
-
-    layout: PackedLayout
-    vectors: int
-    variant: Variant
-    has_bias: bool
-    dtype: mx.Dtype
-    ragged: bool = False
-    staged: int = 0
-    experts: bool = False
-
-    text = "matvec"  # its file in metal/
-
-    @property
-    def name(self) -> str:
-        """The kernel's unique name: MLX finds compiled kernels by name and types."""
-        kind = f"{self.layout.name}_{TYPES[self.dtype]}_v{self.vectors}"
-        variant = f"{self.variant.name}{self.variant.simd_groups}x{self.variant.rows}"
-        flags = f"b{int(self.has_bias)}r{int(self.ragged)}s{self.staged}{'e' if self.experts else ''}"
-        return f"gearbx_{kind}_{variant}_{flags}"
-
-    @property
-    def input_names(self) -> list[str]:
-        return [
-            "x",
-            *self.layout.arrays,
-            *(["bias"] if self.has_bias else []),
-            *(["experts"] if self.experts else []),
-            "sizes",
-        ]
-
-    @property
-    def read_once(self) -> list[str]:
-        """Buffers whose bytes a launch reads once. Codes of outliers are read again, and experts once per pair."""
-        return [] if self.layout.tables or self.experts else self.planes
-
-    @property
-    def planes(self) -> list[str]:
-        return [name for name in self.layout.arrays if name.startswith("w")]
-
-    @property
-    def header(self) -> str:
-        """Macros for metal/matvec.metal, and the functions that it calls."""
-        macros = {
-            "VECTORS": self.vectors,
-            "ROWS": self.variant.rows,
-            "SIMD_GROUPS": self.variant.simd_groups,
-            "HAS_BIAS": int(self.has_bias),
-            "EXPERTS": int(self.experts),
-            "RAGGED": int(self.ragged),
-            "STAGED": self.staged,
-            "CODES": self.layout.codes,
-            "PLANE_COUNT": len(self.planes),
-            "TABLES": self.layout.tables,
-        } | {f"X_{name.upper()}": int(name == self.variant.name) for name in VARIANTS}
-        return definitions(macros | dict(self.layout.macros), self.dtype) + source_text("codes")
-
-
 def prepare_product(
     x: mx.array,
-    layout: PackedLayout,
+    layout: Layout,
     arrays: Sequence[mx.array],
     rows: int,
     columns: int,
@@ -223,14 +153,14 @@ def macros_with(**macros: object) -> tuple[tuple[str, object], ...]:
 
 
 @functools.cache
-def planes_layout(widths: tuple[int, ...], group_size: int, biases: int, rest: int) -> PackedLayout:
+def planes_layout(widths: tuple[int, ...], group_size: int, biases: int, rest: int) -> Layout:
     """Return the layout of bit planes. biases: number of planes that have biases. rest: as in `Planes`."""
     shifts = plane_shifts(widths)
     planes = range(len(widths))
     offsets = [f"float(b{i}[group]) * {2.0 ** -shifts[i]}f" for i in range(biases)]
     if rest:
         offsets.append(f"float(scales[group]) * {middle_of(rest)}f")
-    return PackedLayout(
+    return Layout(
         name=f"planes_{'_'.join(map(str, widths))}_g{group_size}_b{biases}_r{rest}",
         bits=sum(widths),
         arrays=(*(f"w{i}" for i in planes), "scales", *(f"b{i}" for i in range(biases))),
@@ -246,6 +176,7 @@ def planes_layout(widths: tuple[int, ...], group_size: int, biases: int, rest: i
                 f"DO({name}, rows * groups)" for name in ("scales", *(f"b{i}" for i in range(biases)))
             ),
         ),
+        planes=len(widths),
     )
 
 
@@ -295,7 +226,7 @@ def dimensions(indices: mx.array | None) -> int:
 
 
 @functools.cache
-def symmetric_layout(bits: int, grouped: bool) -> PackedLayout:
+def symmetric_layout(bits: int, grouped: bool) -> Layout:
     """Return the layout of symmetric codes with a scale per row, or per group if `grouped`."""
     offset = f"-{SYMMETRIC_OFFSET[bits]}.0f"
     of_scales: dict[str, object] = {
@@ -305,7 +236,7 @@ def symmetric_layout(bits: int, grouped: bool) -> PackedLayout:
         "ROW_SCALE": "1.0f" if grouped else "float(scales[row])",
         "SCALE_ARRAYS": "DO(scales, rows * groups)" if grouped else "DO(scales, rows)",
     }
-    return PackedLayout(
+    return Layout(
         name="groupwise" if grouped else f"rowwise_{bits}",
         bits=bits,
         arrays=("w0", "scales"),
@@ -381,37 +312,26 @@ def dense_launch(x: mx.array, weight: mx.array) -> Launch:
             f"activations: must be 1 to {MAX_VECTORS} vectors, and they and weights float16, bfloat16 or float32, got "
             f"{x.shape} {x.dtype} and {weight.dtype}"
         )
-    inputs = x, weight
-    return Launch(_dense_prepared(x.shape, x.dtype, weight.shape[0], places_of_few(inputs)), inputs)
-
-
-@functools.cache
-def _dense_prepared(shape: tuple[int, ...], dtype: mx.Dtype, rows: int, few: tuple[int, ...]) -> Prepared:
-    """Return the launch without arrays for activations of this shape and type."""
-    columns = shape[-1]
-    vectors = math.prod(shape[:-1])
+    rows, columns = weight.shape
+    vectors = x.size // columns
     holds_x = vectors <= 4  # registers have room for x; then eight rows share one read of x
     rows_each = 8 if holds_x else 4 if vectors <= 8 else 2  # rows per SIMD group, limited by its registers
-    macros = {
-        "VECTORS": vectors,
-        "ROWS": rows_each,
-        "SIMD_GROUPS": DENSE_SIMD_GROUPS,
-        "CHUNK": DENSE_COLUMNS,
-        "HOLDS_X": int(holds_x),
-        "RAGGED": int(columns % DENSE_COLUMNS != 0),
-    }
-    names = ("x", "weight", "sizes")
-    kernel = TextKernel("dense", dtype, names, tuple(macros.items()), read_once=("weight",), libraries=("loads",))
-    threadgroup = DENSE_SIMD_GROUPS * LANES
-    threadgroups = math.ceil(rows / (DENSE_SIMD_GROUPS * rows_each))
-    how = options(threadgroups * threadgroup, threadgroup, (*shape[:-1], rows), dtype)
-    return Prepared(kernel, how, (mx.array([rows, columns], mx.int32),), few)
+    variant = Variant("registers" if holds_x else "device", DENSE_SIMD_GROUPS, rows_each)
+    spec = Spec(dense_layout(holds_x), vectors, variant, False, x.dtype, ragged=columns % DENSE_COLUMNS != 0)
+    return product_launch(spec, [x, weight], [rows, columns])
 
 
 @functools.cache
-def codebook_layout(bits: int) -> PackedLayout:
+def dense_layout(holds_x: bool) -> Layout:
+    """Return the layout of dense weights. holds_x: whether registers hold the activations of all vectors."""
+    macros = macros_with(CHUNK=DENSE_COLUMNS, HOLDS_X=int(holds_x))
+    return Layout("dense", DENSE, ("weight",), macros, text="dense", libraries=("loads",))
+
+
+@functools.cache
+def codebook_layout(bits: int) -> Layout:
     """Return the layout of codes with one codebook per row."""
-    return PackedLayout(
+    return Layout(
         name=f"codebook_{bits}",
         bits=bits,
         arrays=("w0", "codebook", *OUTLIERS),
@@ -439,9 +359,9 @@ def codebook_layout(bits: int) -> PackedLayout:
 
 
 @functools.cache
-def library_layout(bits: int) -> PackedLayout:
+def library_layout(bits: int) -> Layout:
     """Return the layout of codes with a library of 32 codebooks."""
-    return PackedLayout(
+    return Layout(
         name=f"library_{bits}",
         bits=bits,
         arrays=("w0", "codebook", *OUTLIERS, *OF_GROUPS),
