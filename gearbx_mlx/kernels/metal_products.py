@@ -329,61 +329,41 @@ def dense_layout(holds_x: bool) -> Layout:
 
 
 @functools.cache
-def codebook_layout(bits: int) -> Layout:
-    """Return the layout of codes with one codebook per row."""
+def codebook_layout(bits: int, library: bool) -> Layout:
+    """Return the layout of codes with one codebook per row, or with a library of 32 codebooks."""
+    own: dict[str, object] = {
+        "PLANES": "DO(w0, 2, 0)",
+        "STEP_WORDS": 2,
+        "SCALE_ARRAYS": "",
+        "PLACE": "((i) / 3 * 16 + (i) % 3 * 5)" if bits == 5 else f"((i) * {bits})",
+        "ALL_TABLES": "rows",
+        "FIRST_TABLE": "(threadgroup_number * SIMD_GROUPS * ROWS)",
+        "TABLE": "(table + ((row) - FIRST_TABLE) * ENTRIES)",
+        "GROUP_SIZE": "columns",
+        "GROUP_SCALE": "1.0f",
+        "GROUP_OFFSET": "0.0f",
+    }
+    if library:
+        own = {
+            "PLANES": f"DO(w0, {bits}, 0)",
+            "STEP_WORDS": bits,
+            "SCALE_ARRAYS": " ".join(f"DO({name}, rows * groups)" for name in OF_GROUPS),
+            "PLACE": f"((i) * {bits})",
+            "ALL_TABLES": LIBRARY_SIZE,
+            "FIRST_TABLE": 0,
+            "TABLE": f"(table + entries[group] % {LIBRARY_SIZE} * ENTRIES)",
+            "GROUP_SIZE": LIBRARY_GROUP,
+            "GROUP_SCALE": "float(scales[group])",
+            "GROUP_OFFSET": "float(midpoints[group])",
+        }
+    common = {"ROW_WORDS": "row_words", "SIGN_BITS": 0, "BITS": bits, "ENTRIES": 2**bits, "ROW_SCALE": "1.0f"}
     return Layout(
-        name=f"codebook_{bits}",
+        name=f"{'library' if library else 'codebook'}_{bits}",
         bits=bits,
-        arrays=("w0", "codebook", *OUTLIERS),
-        codes=ROW_CODES[bits],
-        tables="(SIMD_GROUPS * ROWS)",
-        macros=macros_with(
-            PLANES="DO(w0, 2, 0)",
-            STEP_WORDS=2,
-            SCALE_ARRAYS="",
-            ROW_WORDS="row_words",
-            SIGN_BITS=0,
-            BITS=bits,
-            PLACE="((i) / 3 * 16 + (i) % 3 * 5)" if bits == 5 else f"((i) * {bits})",
-            ENTRIES=2**bits,
-            ALL_TABLES="rows",
-            FIRST_TABLE="(threadgroup_number * SIMD_GROUPS * ROWS)",
-            TABLE="(table + ((row) - FIRST_TABLE) * ENTRIES)",
-            OWN_CODE=0,
-            GROUP_SIZE="columns",
-            GROUP_SCALE="1.0f",
-            GROUP_OFFSET="0.0f",
-            ROW_SCALE="1.0f",
-        ),
-    )
-
-
-@functools.cache
-def library_layout(bits: int) -> Layout:
-    """Return the layout of codes with a library of 32 codebooks."""
-    return Layout(
-        name=f"library_{bits}",
-        bits=bits,
-        arrays=("w0", "codebook", *OUTLIERS, *OF_GROUPS),
-        tables=LIBRARY_SIZE,
-        macros=macros_with(
-            PLANES=f"DO(w0, {bits}, 0)",
-            STEP_WORDS=bits,
-            SCALE_ARRAYS=" ".join(f"DO({name}, rows * groups)" for name in OF_GROUPS),
-            ROW_WORDS="row_words",
-            SIGN_BITS=0,
-            BITS=bits,
-            PLACE=f"((i) * {bits})",
-            ENTRIES=2**bits,
-            ALL_TABLES=LIBRARY_SIZE,
-            FIRST_TABLE=0,
-            TABLE=f"(table + entries[group] % {LIBRARY_SIZE} * ENTRIES)",
-            OWN_CODE=1,
-            GROUP_SIZE=LIBRARY_GROUP,
-            GROUP_SCALE="float(scales[group])",
-            GROUP_OFFSET="float(midpoints[group])",
-            ROW_SCALE="1.0f",
-        ),
+        arrays=("w0", "codebook", *OUTLIERS, *(OF_GROUPS if library else ())),
+        codes=16 if library else ROW_CODES[bits],
+        tables=LIBRARY_SIZE if library else "(SIMD_GROUPS * ROWS)",
+        macros=macros_with(OWN_CODE=int(library), **common, **own),
     )
 
 
@@ -415,45 +395,33 @@ def codebook_launch(
 
     Source: XFP 3.3, 3.4, 5.
     """
-    experts = () if indices is None else arrays["weight"].shape[:1]
-    if "library" in arrays:
-        sizes, layout_of = _sizes_of_library(x, arrays, bits, experts), library_layout
-    else:
-        sizes, layout_of = _sizes_of_codebook(x, arrays, bits, experts), codebook_layout
+    library = "library" in arrays
+    most = 4 if library else max(ROW_CODES)
+    if not 2 <= bits <= most:
+        raise GearbxError(f"codebook{' library' if library else 's'}: must have 2 to {most} bits, got {bits}")
+    columns, rows = x.shape[-1] if x.ndim else 0, arrays["weight"].shape[-2]
+    row_words, wanted = _codebook_shapes(bits, library, rows, columns)
+    _check(arrays, wanted, rows, () if indices is None else arrays["weight"].shape[:1])
+    layout, inputs = codebook_layout(bits, library), codebook_inputs(arrays)
     most_outliers = arrays["outliers"].shape[-1]
-    return prepare_product(x, layout_of(bits), codebook_inputs(arrays), *sizes, bias, variant, indices, most_outliers)
+    return prepare_product(x, layout, inputs, rows, columns, row_words, bias, variant, indices, most_outliers)
 
 
-def _sizes_of_codebook(
-    x: mx.array, arrays: Mapping[str, mx.array], bits: int, experts: tuple[int, ...]
-) -> tuple[int, int, int]:
-    """Return rows, columns and 16-bit words per row. Raises GearbxError if the arrays do not fit each other."""
-    if bits not in ROW_CODES:
-        raise GearbxError(f"codebooks: must have 2 to 6 bits, got {bits}")
-    width, rows = x.shape[-1] if x.ndim else 0, arrays["weight"].shape[-2]
-    words = -(-width // ROW_CODES[bits]) * 2
-    wanted = {
-        "weight": (mx.uint16, (rows, words)) if bits == 5 else (mx.uint32, (rows, words // 2)),
-        "codebook": (mx.float16, (rows, 2**bits)),
-    }
-    _check(arrays, wanted, rows, experts)
-    return rows, width, words
-
-
-def _sizes_of_library(
-    x: mx.array, arrays: Mapping[str, mx.array], bits: int, experts: tuple[int, ...]
-) -> tuple[int, int, int]:
-    """Return the sizes of `_sizes_of_codebook` for a library."""
-    if bits not in (2, 3, 4):
-        raise GearbxError(f"codebook library: must have 2, 3 or 4 bits, got {bits}")
-    width, rows = x.shape[-1] if x.ndim else 0, arrays["weight"].shape[-2]
-    groups = -(-width // LIBRARY_GROUP)
-    wanted = {
-        "weight": (mx.uint32, (rows, groups * LIBRARY_GROUP // 32 * bits)),
-        "library": (mx.float16, (LIBRARY_SIZE, 2**bits)),
-    } | {name: (dtype, (rows, groups)) for name, dtype in OF_GROUPS.items()}
-    _check(arrays, wanted, rows, experts)
-    return rows, width, groups * LIBRARY_GROUP // 16 * bits
+def _codebook_shapes(
+    bits: int, library: bool, rows: int, columns: int
+) -> tuple[int, dict[str, tuple[mx.Dtype, tuple[int, ...]]]]:
+    """Return 16-bit words per row, and types and shapes of the arrays without outliers."""
+    if library:
+        groups = -(-columns // LIBRARY_GROUP)
+        row_words = groups * LIBRARY_GROUP // 16 * bits
+        of_groups = {name: (dtype, (rows, groups)) for name, dtype in OF_GROUPS.items()}
+        tables = {"library": (mx.float16, (LIBRARY_SIZE, 2**bits)), **of_groups}
+    else:
+        row_words = -(-columns // ROW_CODES[bits]) * 2
+        tables = {"codebook": (mx.float16, (rows, 2**bits))}
+    halves = bits == 5 and not library
+    weight = (mx.uint16, (rows, row_words)) if halves else (mx.uint32, (rows, row_words // 2))
+    return row_words, {"weight": weight, **tables}
 
 
 def _check(

@@ -183,7 +183,7 @@ DO_NOT_FIT = [
     (OF_CODEBOOK, "outlier_columns", mx.zeros((99,), mx.uint16), "outlier_columns: must be"),
     (OF_CODEBOOK, "outlier_offsets", mx.zeros((8,), mx.uint32), "outlier_offsets: must be"),
     (OF_CODEBOOK, "bias", mx.zeros((7,)), "output bias"),
-    (OF_LIBRARY, "bits", 5, "2, 3 or 4 bits, got 5"),
+    (OF_LIBRARY, "bits", 5, "2 to 4 bits, got 5"),
     (OF_LIBRARY, "x", mx.zeros((1, 200)), "weight: must be"),
     (OF_LIBRARY, "library", mx.zeros((31, 16), mx.float16), "library: must be"),
     (OF_LIBRARY, "entries", mx.zeros((8, 1), mx.int8), "entries: must be"),
