@@ -17,6 +17,7 @@ import warnings
 import weakref
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from ..errors import GearbxError, GearbxWarning
@@ -133,3 +134,19 @@ def confine() -> None:
         return
     ConfinedTemplate.environment = compiler("").environment
     setattr(chat_template_utils, COMPILER, confined)
+
+
+def tokenized(tokenizer: Any, request: Any, arguments: dict[str, Any], processor: Any) -> Any:
+    """Return the tokens of a prompt, by the chat template and the private function of mlx-lm's server.
+
+    Args:
+        request: mlx_lm.server.CompletionRequest. arguments: of the template. processor: of images, or None.
+
+    Returns:
+        The tokens, the prompt's parts and their kinds, the initial state of the answer, and images.
+    """
+    from mlx_lm.server import ResponseGenerator  # takes longer than other commands need
+
+    provider = SimpleNamespace(processor=processor, cli_args=SimpleNamespace(chat_template_args=arguments))
+    own = SimpleNamespace(model_provider=provider)
+    return ResponseGenerator._tokenize(own, tokenizer, request, SimpleNamespace(chat_template_kwargs=None))

@@ -111,7 +111,7 @@ def serving_model(settings: ServerSettings, guard: Guard) -> Iterator[Server]:
             server.start(server_application(guard, scheduler))
             yield server
         finally:
-            scheduler.stop()
+            scheduler.stopping = True
             server.stop()
             join_to_the_end(scheduler.thread)
             provider.unload()

@@ -131,6 +131,11 @@ class ServedModel:
         return cache if self.draft_model is None else cache + make_prompt_cache(self.draft_model)
 
     @functools.cached_property
+    def processor(self) -> Any:
+        """mlx-lm's processor of images, or None."""
+        return load_processor(self.model, self.config)
+
+    @functools.cached_property
     def is_batchable(self) -> bool:
         """Possibility to join its KV caches in a batch."""
         return self.draft_model is None and all(hasattr(part, "merge") for part in self.make_cache(None))
@@ -171,13 +176,12 @@ class ServedModel:
 
 
 class GearedProvider:
-    """A provider that loads models on demand and keeps one in memory, in place of mlx-lm's ModelProvider.
+    """A provider that loads models on demand and keeps one in memory.
 
     Args:
         prepare: checks path and adapter of a model and returns its loader. Raises GearbxError.
 
     Attributes:
-        cli_args, processor: as mlx-lm's tokenization reads them.
         name: of the command line's model in answers.
 
     Raises:
@@ -187,14 +191,13 @@ class GearedProvider:
     def __init__(
         self, settings: ServerSettings, prepare: Callable[[str | None, str | None], Callable[[], ServedModel]]
     ):
-        self.settings, self.listen, self.cli_args = settings, settings.listen, settings.answers
+        self.settings, self.listen = settings, settings.listen
         self.own_key = settings.model.model, settings.model.adapter_path
         self.name = settings.model.model or "demo"
         self.created = int(time.time())
         self.prepare = prepare
         self.served: ServedModel | None = None
         self.model_key: tuple[str | None, str | None] | None = None
-        self.processor: Any = None
         if self.has_own:
             self.load_key(self.own_key)
         elif not self.catalog:
@@ -226,7 +229,7 @@ class GearedProvider:
         if served is None or served.context is None or self.listen.allow_models or self.listen.models is not None:
             return RequestLimits()
         text = served.context * served.longest_token
-        body = MAX_BODY_BYTES if self.processor is not None else min(max(text, MIN_BODY_BYTES), MAX_BODY_BYTES)
+        body = MAX_BODY_BYTES if served.processor is not None else min(max(text, MIN_BODY_BYTES), MAX_BODY_BYTES)
         return RequestLimits(body, max(RequestLimits().values, 2 * served.context))
 
     @property
@@ -274,7 +277,7 @@ class GearedProvider:
         """Free the loaded model."""
         if self.served is not None:
             self.served.close()
-        self.model_key, self.served, self.processor = None, None, None
+        self.model_key, self.served = None, None
         collect_and_freeze()
         mx.clear_cache()
 
@@ -287,7 +290,6 @@ class GearedProvider:
                 served.close()
                 raise GearbxError(f"--chat-template: not a template ({one_line(error)}); use a valid one") from error
         self.model_key, self.served = key, served
-        self.processor = load_processor(served.model, served.config)
         collect_and_freeze()
 
 
