@@ -139,7 +139,7 @@ def choose_variant(bits: int, columns: int, vectors: int, dtype: mx.Dtype, name:
 
 
 @dataclass(frozen=True)
-class Layout:
+class WeightLayout:
     """The packing of a matrix, as buffers and macros of a source file.
 
     name: unique. bits: of a code, over all planes. arrays: names of the buffers, of which the first `planes` have the
@@ -168,7 +168,7 @@ class Spec:
     of several. Rows and columns are not included, because Metal's compiler would compile a kernel for each shape.
     """
 
-    layout: Layout
+    layout: WeightLayout
     vectors: int
     variant: Variant
     has_bias: bool

@@ -12,7 +12,7 @@ import mlx.core as mx
 from ..errors import GearbxError
 from . import GROUP_SIZES
 from .exact import CODE_BITS, ExactMatrix
-from .metal import Launch, Layout, Prepared, Spec, Variant, options, places_of_few
+from .metal import Launch, Prepared, Spec, Variant, WeightLayout, options, places_of_few
 from .metal_products import check_product, macros_with, product_launch, threads
 
 TILE_WEIGHTS = 2**22  # weights decoded at a time
@@ -22,9 +22,9 @@ PRODUCT, DECODER = Variant("registers", 2, 2), Variant("registers", 2, 1)
 
 
 @functools.cache
-def exact_layout(group_size: int) -> Layout:
+def exact_layout(group_size: int) -> WeightLayout:
     """Return the layout of exact weights."""
-    return Layout(
+    return WeightLayout(
         name=f"exact_g{group_size}",
         bits=CODE_BITS + 8,
         arrays=("codes", "scales", "biases", "low", "high", "offsets"),
@@ -116,7 +116,7 @@ def _shape(matrix: ExactMatrix) -> tuple[int, int]:
     return rows, columns
 
 
-def _checked_layout(matrix: ExactMatrix) -> Layout:
+def _checked_layout(matrix: ExactMatrix) -> WeightLayout:
     """Return the layout of a matrix. Raises GearbxError for a wrong shape or type, or one without a kernel."""
     scales, high = matrix.scales, matrix.high
     if matrix.group_size not in GROUP_SIZES:

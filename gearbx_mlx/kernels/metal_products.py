@@ -1,7 +1,7 @@
 """Metal launches for matrix-vector products over packed and dense weights.
 
 All packed formats except exact (`metal_exact.py`) share the source `metal/matvec.metal`, which the macros of a
-`Layout` specialize. A launch over codebooks (XFP 3.3, 3.4) copies them into threadgroup memory as float32: those
+`WeightLayout` specialize. A launch over codebooks (XFP 3.3, 3.4) copies them into threadgroup memory as float32: those
 of its rows, or the whole library. Dense weights have a separate source, because the results of MLX's dense matmul
 depend on the number of rows (metal/README.md).
 
@@ -22,10 +22,10 @@ from .metal import (
     MAX_VECTORS,
     METAL_DTYPES,
     Launch,
-    Layout,
     Prepared,
     Spec,
     Variant,
+    WeightLayout,
     choose_variant,
     options,
     places_of_few,
@@ -47,7 +47,7 @@ OF_GROUPS = {"entries": mx.uint8, "scales": mx.float16, "midpoints": mx.float16}
 
 def prepare_product(
     x: mx.array,
-    layout: Layout,
+    layout: WeightLayout,
     arrays: Sequence[mx.array],
     rows: int,
     columns: int,
@@ -153,14 +153,14 @@ def macros_with(**macros: object) -> tuple[tuple[str, object], ...]:
 
 
 @functools.cache
-def planes_layout(widths: tuple[int, ...], group_size: int, biases: int, rest: int) -> Layout:
+def planes_layout(widths: tuple[int, ...], group_size: int, biases: int, rest: int) -> WeightLayout:
     """Return the layout of bit planes. biases: number of planes that have biases. rest: as in `Planes`."""
     shifts = plane_shifts(widths)
     planes = range(len(widths))
     offsets = [f"float(b{i}[group]) * {2.0 ** -shifts[i]}f" for i in range(biases)]
     if rest:
         offsets.append(f"float(scales[group]) * {middle_of(rest)}f")
-    return Layout(
+    return WeightLayout(
         name=f"planes_{'_'.join(map(str, widths))}_g{group_size}_b{biases}_r{rest}",
         bits=sum(widths),
         arrays=(*(f"w{i}" for i in planes), "scales", *(f"b{i}" for i in range(biases))),
@@ -226,7 +226,7 @@ def dimensions(indices: mx.array | None) -> int:
 
 
 @functools.cache
-def symmetric_layout(bits: int, grouped: bool) -> Layout:
+def symmetric_layout(bits: int, grouped: bool) -> WeightLayout:
     """Return the layout of symmetric codes with a scale per row, or per group if `grouped`."""
     offset = f"-{SYMMETRIC_OFFSET[bits]}.0f"
     of_scales: dict[str, object] = {
@@ -236,7 +236,7 @@ def symmetric_layout(bits: int, grouped: bool) -> Layout:
         "ROW_SCALE": "1.0f" if grouped else "float(scales[row])",
         "SCALE_ARRAYS": "DO(scales, rows * groups)" if grouped else "DO(scales, rows)",
     }
-    return Layout(
+    return WeightLayout(
         name="groupwise" if grouped else f"rowwise_{bits}",
         bits=bits,
         arrays=("w0", "scales"),
@@ -322,14 +322,14 @@ def dense_launch(x: mx.array, weight: mx.array) -> Launch:
 
 
 @functools.cache
-def dense_layout(holds_x: bool) -> Layout:
+def dense_layout(holds_x: bool) -> WeightLayout:
     """Return the layout of dense weights. holds_x: whether registers hold the activations of all vectors."""
     macros = macros_with(CHUNK=DENSE_COLUMNS, HOLDS_X=int(holds_x))
-    return Layout("dense", DENSE, ("weight",), macros, text="dense", libraries=("loads",))
+    return WeightLayout("dense", DENSE, ("weight",), macros, text="dense", libraries=("loads",))
 
 
 @functools.cache
-def codebook_layout(bits: int, library: bool) -> Layout:
+def codebook_layout(bits: int, library: bool) -> WeightLayout:
     """Return the layout of codes with one codebook per row, or with a library of 32 codebooks."""
     own: dict[str, object] = {
         "PLANES": "DO(w0, 2, 0)",
@@ -357,7 +357,7 @@ def codebook_layout(bits: int, library: bool) -> Layout:
             "GROUP_OFFSET": "float(midpoints[group])",
         }
     common = {"ROW_WORDS": "row_words", "SIGN_BITS": 0, "BITS": bits, "ENTRIES": 2**bits, "ROW_SCALE": "1.0f"}
-    return Layout(
+    return WeightLayout(
         name=f"{'library' if library else 'codebook'}_{bits}",
         bits=bits,
         arrays=("w0", "codebook", *OUTLIERS, *(OF_GROUPS if library else ())),
