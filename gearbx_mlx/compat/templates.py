@@ -136,17 +136,17 @@ def confine() -> None:
     setattr(chat_template_utils, COMPILER, confined)
 
 
-def tokenized(tokenizer: Any, request: Any, arguments: dict[str, Any], processor: Any) -> Any:
-    """Return the tokens of a prompt, by the chat template and the private function of mlx-lm's server.
+def tokenized(tokenizer: Any, messages: list[Any], tools: Any, arguments: dict[str, Any], processor: Any) -> Any:
+    """Return the tokens of a chat, by its template and the private function of mlx-lm's server.
 
     Args:
-        request: mlx_lm.server.CompletionRequest. arguments: of the template. processor: of images, or None.
+        arguments: of the template. processor: of images, or None.
 
     Returns:
         The tokens, the prompt's parts and their kinds, the initial state of the answer, and images.
     """
-    from mlx_lm.server import ResponseGenerator  # takes longer than other commands need
+    from mlx_lm.server import CompletionRequest, ResponseGenerator  # takes longer than other commands need
 
     provider = SimpleNamespace(processor=processor, cli_args=SimpleNamespace(chat_template_args=arguments))
-    own = SimpleNamespace(model_provider=provider)
-    return ResponseGenerator._tokenize(own, tokenizer, request, SimpleNamespace(chat_template_kwargs=None))
+    own, given = SimpleNamespace(model_provider=provider), SimpleNamespace(chat_template_kwargs=None)
+    return ResponseGenerator._tokenize(own, tokenizer, CompletionRequest("chat", "", messages, tools, None), given)

@@ -15,7 +15,6 @@ from typing import Any
 
 from mlx_lm.generate import make_text_state_machine
 from mlx_lm.models.cache import LRUPromptCache
-from mlx_lm.server import CompletionRequest
 from transformers import PreTrainedTokenizerBase
 
 from ..compat.templates import tokenized
@@ -24,7 +23,7 @@ from ..errors import one_line
 from .grammar import constraint_for
 from .job import Batch, GenerationContext, Job, PendingRequest, Prompt, Single
 from .provider import GearedProvider, ServedModel
-from .requests import AnyRequest, ChatRequest, TextRequest
+from .requests import AnyRequest, TextRequest
 from .web import MAX_ROUTING_CHARS, Refused, stopping
 
 LIKELY_CHARS = 3  # characters per token in text that is likely to fit the context
@@ -262,23 +261,20 @@ def prompt_of(provider: GearedProvider, request: AnyRequest, served: ServedModel
         Refused: messages that the chat template refuses, a prompt far beyond the context, or template arguments that
             would control transformers instead.
     """
-    arguments: dict[str, Any] = {}
-    if isinstance(request, ChatRequest):
-        messages = [turn.model_dump(exclude_unset=True) for turn in request.messages]
-        arguments = request.chat_template_kwargs or {}
-        check_length(served, [messages, request.prompt_tools, arguments])
-        if reserved := arguments.keys() & RESERVED:
-            why = f"chat_template_kwargs: {min(reserved)} is not an argument of templates; omit it"
-            raise Refused(400, why, param="chat_template_kwargs")
-        completion = CompletionRequest("chat", "", messages, request.prompt_tools, None)
-    elif request.tokens:
-        return Prompt(served, request.tokens, [request.tokens], ["assistant"])
-    else:
+    if isinstance(request, TextRequest):
         check_length(served, request.routing_text)
-        completion = CompletionRequest("text", request.routing_text, [], None, None)
-    arguments = provider.settings.answers.chat_template_args | arguments
+        tokens = request.tokens or BoundedTokenizer(served).encode(request.routing_text)
+        return Prompt(served, tokens, [tokens], ["assistant"])
+    messages = [turn.model_dump(exclude_unset=True) for turn in request.messages]
+    own = request.chat_template_kwargs or {}
+    check_length(served, [messages, request.prompt_tools, own])
+    if reserved := own.keys() & RESERVED:
+        why = f"chat_template_kwargs: {min(reserved)} is not an argument of templates; omit it"
+        raise Refused(400, why, param="chat_template_kwargs")
+    arguments = provider.settings.answers.chat_template_args | own
     try:
-        return Prompt(served, *tokenized(BoundedTokenizer(served), completion, arguments, served.processor))
+        parts = tokenized(BoundedTokenizer(served), messages, request.prompt_tools, arguments, served.processor)
+        return Prompt(served, *parts)
     except Refused:
         raise
     except Exception as error:  # a template is a program with errors of any type
