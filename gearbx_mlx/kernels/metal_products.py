@@ -305,14 +305,12 @@ def dense_launch(x: mx.array, weight: mx.array) -> Launch:
     Raises:
         GearbxError: the arguments do not fit each other.
     """
-    if weight.ndim != 2 or x.ndim == 0 or x.shape[-1] != weight.shape[1]:
-        raise GearbxError(f"activations: do not fit the weight, got {x.shape} and {weight.shape}")
-    if not takes_dense(x, weight):
+    if weight.ndim != 2 or weight.dtype not in METAL_DTYPES:
         raise GearbxError(
-            f"activations: must be 1 to {MAX_VECTORS} vectors, and they and weights float16, bfloat16 or float32, got "
-            f"{x.shape} {x.dtype} and {weight.dtype}"
+            f"weights: must be a matrix of float16, bfloat16 or float32, got {weight.shape} {weight.dtype}"
         )
     rows, columns = weight.shape
+    check_product(x, rows, columns, None)
     vectors = x.size // columns
     holds_x = vectors <= 4  # registers have room for x; then eight rows share one read of x
     rows_each = 8 if holds_x else 4 if vectors <= 8 else 2  # rows per SIMD group, limited by its registers
