@@ -23,7 +23,7 @@ from importlib.metadata import PackageNotFoundError, version  # noqa: E402
 
 import lazy_loader  # noqa: E402
 
-from .compat.open_files import import_within_limit  # noqa: E402
+from .compat import import_within_limit  # noqa: E402
 
 import_within_limit()
 

@@ -13,7 +13,7 @@
 //     bytes; bias (rows) if HAS_BIAS; chosen (rows), indices of rows, if VECTORS is 0; sizes: rows, columns, high_bytes,
 //     number of all rows; out (VECTORS, rows) T, or (rows, columns), bits of bf16.
 // Offsets may be wrong: a weight without a byte in its row's part of `high` is NaN, and no other byte is read.
-// Macros, set by kernels/metal_products.py: VECTORS, ROWS, 1 or 2, SIMD_GROUPS, HAS_BIAS, CODES, 8. By
+// Macros, set by kernels/metal.py: VECTORS, ROWS, 1 or 2, SIMD_GROUPS, HAS_BIAS, CODES, 8. By
 //     kernels/metal_exact.py: SIGN_BITS, 0; GROUP_SIZE; CODE_BITS.
 // The grid is whole threadgroups of SIMD_GROUPS * 32 threads.
 

@@ -17,7 +17,7 @@
 //     out (VECTORS, rows) T. With TABLES: codebook (ALL_TABLES, ENTRIES), outliers and outlier_columns, and outlier_offsets
 //     (rows + 1), the start of each row's outliers. With EXPERTS: experts (pairs), x (pairs / pairs_of_a_vector, columns), out
 //     (pairs, rows), VECTORS 1, and in sizes also pairs_of_a_vector and, with TABLES, the length of an expert's outliers.
-// Macros, set by kernels/metal_products.py: VECTORS, ROWS, SIMD_GROUPS, HAS_BIAS, EXPERTS (without a bias), RAGGED (columns is
+// Macros, set by kernels/metal.py: VECTORS, ROWS, SIMD_GROUPS, HAS_BIAS, EXPERTS (without a bias), RAGGED (columns is
 //     no multiple of CODES), CODES, PLANE_COUNT, TABLES (per threadgroup, or 0), one of X_REGISTERS, X_THREADGROUP, X_DEVICE;
 //     STAGED, VECTORS * columns if X_THREADGROUP.
 // Macros, set by kernels/metal_products.py: PLANES(DO): DO(w0, WIDTH, SHIFT) for every plane; ROW_WORDS(WIDTH), words per

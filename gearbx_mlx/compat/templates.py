@@ -17,6 +17,7 @@ import warnings
 import weakref
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from ..errors import GearbxError, GearbxWarning
@@ -133,3 +134,19 @@ def confine() -> None:
         return
     ConfinedTemplate.environment = compiler("").environment
     setattr(chat_template_utils, COMPILER, confined)
+
+
+def tokenized(tokenizer: Any, messages: list[Any], tools: Any, arguments: dict[str, Any], processor: Any) -> Any:
+    """Return the tokens of a chat, by its template and the private function of mlx-lm's server.
+
+    Args:
+        arguments: of the template. processor: of images, or None.
+
+    Returns:
+        The tokens, the prompt's parts and their kinds, the initial state of the answer, and images.
+    """
+    from mlx_lm.server import CompletionRequest, ResponseGenerator  # takes longer than other commands need
+
+    provider = SimpleNamespace(processor=processor, cli_args=SimpleNamespace(chat_template_args=arguments))
+    own, given = SimpleNamespace(model_provider=provider), SimpleNamespace(chat_template_kwargs=None)
+    return ResponseGenerator._tokenize(own, tokenizer, CompletionRequest("chat", "", messages, tools, None), given)

@@ -136,13 +136,6 @@ def open_entry(name: str) -> CachedLibrary:
     return owned(CachedLibrary(open_cache() / name))
 
 
-def find_entries(pattern: str) -> list[CachedLibrary]:
-    """Return the entries of libraries whose names match, newest first. Raises CacheUnusable and OSError as
-    `open_cache`."""
-    libraries = sorted(open_cache().glob(pattern), key=lambda path: path.lstat().st_mtime, reverse=True)
-    return [owned(CachedLibrary(library)) for library in libraries]
-
-
 def owned(entry: CachedLibrary) -> CachedLibrary:
     for file in (entry.library, entry.hash_file, entry.failure_file):
         check_owner(file)
@@ -222,11 +215,6 @@ def _kernels_or_reason() -> tuple[ModuleType | None, str | None]:
         return None, str(reason)
 
 
-def _without_wheel(reason: Unavailable) -> str:
-    """Return the reasons why a wheel's kernels are not used and why kernels cannot be compiled."""
-    return "; ".join(filter(None, (wheel.why_foreign(), str(reason))))
-
-
 def _get_kernels() -> ModuleType:
     """Return the kernels from the wheel or cache, otherwise compiled: into the cache, or for this process only."""
     brought = wheel.library_for(instructions())
@@ -235,7 +223,7 @@ def _get_kernels() -> ModuleType:
     try:
         recipe = make_recipe(find_compiler())
     except Unavailable as reason:
-        return _load_kept(_without_wheel(reason))
+        return _load_kept("; ".join(filter(None, (wheel.why_foreign(), str(reason)))))
     name = library_name(recipe)
     try:
         return _load_cached(recipe, open_entry(name))
@@ -275,8 +263,10 @@ def _load_kept(reason: str) -> ModuleType:
 
 
 def _kept() -> list[CachedLibrary]:
-    """Return cache entries of the same sources, from any compiler. Raises as `find_entries` and `make_recipe`."""
-    return find_entries(f"{MODULE_NAME}-{hash_recipe(make_recipe([]))}-*{LIBRARY_SUFFIX}")
+    """Return cache entries of the same sources, from any compiler, newest first. Raises as `open_cache`."""
+    names = f"{MODULE_NAME}-{hash_recipe(make_recipe([]))}-*{LIBRARY_SUFFIX}"
+    libraries = sorted(open_cache().glob(names), key=lambda path: path.lstat().st_mtime, reverse=True)
+    return [owned(CachedLibrary(library)) for library in libraries]
 
 
 def _load_cached(recipe: Recipe, entry: CachedLibrary) -> ModuleType:

@@ -8,10 +8,10 @@ can be examined anywhere.
 import functools
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 
@@ -39,74 +39,6 @@ def metal_folder() -> Path:
 def without_comments(text: str) -> str:
     """Return the same program in fewer bytes, because MLX copies and hashes a kernel's source at each launch."""
     return "\n".join(line for line in UNREAD.sub("", text).splitlines() if line.strip()) + "\n"
-
-
-def definitions(macros: Mapping[str, object], dtype: mx.Dtype) -> str:
-    """Return the lines that define UNROLL, these macros, and T, the type of activations and result.
-
-    Template arguments could replace them, but MLX writes those again at each launch.
-    """
-    defined = "".join(f"#define {name} {value}\n" for name, value in ({"UNROLL": UNROLL} | dict(macros)).items())
-    return f"{defined}using T = {TYPES[dtype]};\n"
-
-
-class MetalKernel(Protocol):
-    """The properties of a kernel that `metal.build` needs.
-
-    name: unique, because MLX finds compiled kernels by name and types. text: its file in metal/. read_once: buffers
-    whose bytes a launch reads at most once.
-    """
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def text(self) -> str: ...
-    @property
-    def input_names(self) -> Sequence[str]: ...
-    @property
-    def header(self) -> str: ...
-    @property
-    def read_once(self) -> Sequence[str]: ...
-    def __hash__(self) -> int: ...
-
-
-@dataclass(frozen=True)
-class TextKernel:
-    """A kernel from one source file of metal/, its T and its macros; other fields as in `MetalKernel`.
-
-    libraries: source files with the functions that it calls.
-    """
-
-    text: str
-    dtype: mx.Dtype
-    input_names: tuple[str, ...]
-    macros: tuple[tuple[str, int], ...]
-    read_once: tuple[str, ...] = ()
-    libraries: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        return "_".join(["gearbx", self.text, TYPES[self.dtype], *(str(value) for _, value in self.macros)])
-
-    @property
-    def header(self) -> str:
-        return definitions(dict(self.macros), self.dtype) + "".join(map(source_text, self.libraries))
-
-
-@dataclass(frozen=True)
-class PackedLayout:
-    """The packing of a matrix, as buffers and macros of metal/matvec.metal.
-
-    name: unique. bits: of a code, over all planes. arrays: names of the buffers. macros: names and values.
-    codes: number of codes that a lane reads at a time. tables: number of codebooks that a threadgroup reads.
-    """
-
-    name: str
-    bits: int
-    arrays: tuple[str, ...]
-    macros: tuple[tuple[str, object], ...]
-    codes: int = 16
-    tables: object = 0
 
 
 LANES = 32  # per SIMD group
@@ -206,12 +138,97 @@ def choose_variant(bits: int, columns: int, vectors: int, dtype: mx.Dtype, name:
     return chosen
 
 
+@dataclass(frozen=True)
+class WeightLayout:
+    """The packing of a matrix, as buffers and macros of a source file.
+
+    name: unique. bits: of a code, over all planes. arrays: names of the buffers, of which the first `planes` have the
+    codes, or dense weights. macros: names and values. codes: number of codes that a lane reads at a time. tables:
+    number of codebooks that a threadgroup reads. text: the kernel's file in metal/. libraries: files with the functions
+    that it calls.
+    """
+
+    name: str
+    bits: int
+    arrays: tuple[str, ...]
+    macros: tuple[tuple[str, object], ...]
+    planes: int = 1
+    codes: int = 16
+    tables: object = 0
+    text: str = "matvec"
+    libraries: tuple[str, ...] = ("codes",)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """The properties that a kernel's source depends on.
+
+    vectors: 0 for a kernel that decodes weights. dtype: of activations and result. ragged: whether the last step of a
+    row has fewer columns. staged: elements of x in threadgroup memory. experts: whether each vector has its own matrix
+    of several. Rows and columns are not included, because Metal's compiler would compile a kernel for each shape.
+    """
+
+    layout: WeightLayout
+    vectors: int
+    variant: Variant
+    has_bias: bool
+    dtype: mx.Dtype
+    ragged: bool = False
+    staged: int = 0
+    experts: bool = False
+
+    @property
+    def text(self) -> str:
+        """Its file in metal/."""
+        return self.layout.text
+
+    @property
+    def name(self) -> str:
+        """The kernel's unique name: MLX finds compiled kernels by name and types."""
+        kind = f"{self.layout.name}_{TYPES[self.dtype]}_v{self.vectors}"
+        variant = f"{self.variant.name}{self.variant.simd_groups}x{self.variant.rows}"
+        flags = f"b{int(self.has_bias)}r{int(self.ragged)}s{self.staged}{'e' if self.experts else ''}"
+        return f"gearbx_{kind}_{variant}_{flags}"
+
+    @property
+    def input_names(self) -> list[str]:
+        first = ["x", *self.layout.arrays] if self.vectors else [*self.layout.arrays, "chosen"]
+        return [*first, *(["bias"] if self.has_bias else []), *(["experts"] if self.experts else []), "sizes"]
+
+    @property
+    def read_once(self) -> tuple[str, ...]:
+        """Buffers whose bytes a launch reads once. Codes of outliers are read again, and experts once per pair."""
+        return () if self.layout.tables or self.experts else self.layout.arrays[: self.layout.planes]
+
+    @property
+    def header(self) -> str:
+        """Definitions of UNROLL, the macros, and T, the type of activations and result; then the libraries.
+
+        Template arguments could replace the macros, but MLX writes those again at each launch.
+        """
+        macros = {
+            "UNROLL": UNROLL,
+            "VECTORS": self.vectors,
+            "ROWS": self.variant.rows,
+            "SIMD_GROUPS": self.variant.simd_groups,
+            "HAS_BIAS": int(self.has_bias),
+            "EXPERTS": int(self.experts),
+            "RAGGED": int(self.ragged),
+            "STAGED": self.staged,
+            "CODES": self.layout.codes,
+            "PLANE_COUNT": self.layout.planes,
+            "TABLES": self.layout.tables,
+        } | {f"X_{name.upper()}": int(name == self.variant.name) for name in VARIANTS}
+        defined = [f"#define {name} {value}\n" for name, value in (macros | dict(self.layout.macros)).items()]
+        return "".join([*defined, f"using T = {TYPES[self.dtype]};\n", *map(source_text, self.layout.libraries)])
+
+
 @functools.cache
-def build(spec: MetalKernel) -> Any:
+def build(spec: Spec) -> Any:
     """Return MLX's callable for a kernel. MLX compiles it at the first launch."""
     return mx.fast.metal_kernel(
         name=spec.name,
-        input_names=list(spec.input_names),
+        input_names=spec.input_names,
         output_names=["out"],
         source=without_comments(source_text(spec.text)),
         header=without_comments(spec.header),
@@ -232,7 +249,7 @@ class Prepared:
         view: the type of the result, if the kernel writes its bits as integers; None otherwise.
     """
 
-    spec: MetalKernel
+    spec: Spec
     options: dict[str, Any]
     numbers: tuple[mx.array, ...] = ()
     few: tuple[int, ...] = ()
@@ -285,7 +302,7 @@ class Launch:
     inputs: tuple[Any, ...]
 
     @property
-    def spec(self) -> MetalKernel:
+    def spec(self) -> Spec:
         return self.prepared.spec
 
     @property
@@ -321,11 +338,11 @@ class Launch:
         return result
 
 
-ACCEPTED: dict[MetalKernel, bool] = {}
+ACCEPTED: dict[Spec, bool] = {}
 """Kernels that Apple's compiler accepted (True) or refused in this process."""
 
 
-def disable(spec: MetalKernel, error: Exception) -> None:
+def disable(spec: Spec, error: Exception) -> None:
     """Disable a kernel for this process; warn once for its source file."""
     warned = any(kernel.text == spec.text for kernel, accepted in ACCEPTED.items() if not accepted)
     ACCEPTED[spec] = False

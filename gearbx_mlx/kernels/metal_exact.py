@@ -6,15 +6,14 @@ MLX multiplies. Scales and biases are the bits of bf16 numbers, so that no cast 
 
 import functools
 import math
-from dataclasses import dataclass
 
 import mlx.core as mx
 
 from ..errors import GearbxError
 from . import GROUP_SIZES
 from .exact import CODE_BITS, ExactMatrix
-from .metal import Launch, PackedLayout, Prepared, Variant, options, places_of_few, source_text
-from .metal_products import Spec, check_product, macros_with, product_launch, threads
+from .metal import Launch, Prepared, Spec, Variant, WeightLayout, options, places_of_few
+from .metal_products import check_product, macros_with, product_launch, threads
 
 TILE_WEIGHTS = 2**22  # weights decoded at a time
 MAX_HIGH_BYTES = 2**31 - 1  # bytes of `high`; kernels take 32-bit numbers
@@ -23,35 +22,17 @@ PRODUCT, DECODER = Variant("registers", 2, 2), Variant("registers", 2, 1)
 
 
 @functools.cache
-def exact_layout(group_size: int) -> PackedLayout:
+def exact_layout(group_size: int) -> WeightLayout:
     """Return the layout of exact weights."""
-    return PackedLayout(
+    return WeightLayout(
         name=f"exact_g{group_size}",
         bits=CODE_BITS + 8,
         arrays=("codes", "scales", "biases", "low", "high", "offsets"),
         codes=8,  # a word
         macros=macros_with(SIGN_BITS=0, GROUP_SIZE=group_size, CODE_BITS=CODE_BITS),
+        text="exact",
+        libraries=("codes", "loads", "exact_weights"),
     )
-
-
-@dataclass(frozen=True)
-class ExactSpec(Spec):
-    """The properties that the source of a kernel for exact weights depends on; a decoder has 0 vectors."""
-
-    text = "exact"
-
-    @property
-    def input_names(self) -> list[str]:
-        return super().input_names if self.vectors else [*self.layout.arrays, "chosen", "sizes"]
-
-    @property
-    def planes(self) -> list[str]:
-        return ["codes"]
-
-    @property
-    def header(self) -> str:
-        """Macros for metal/exact.metal, and the functions that it calls."""
-        return super().header + source_text("loads") + source_text("exact_weights")
 
 
 def exact_launch(x: mx.array, matrix: ExactMatrix, bias: mx.array | None = None) -> Launch:
@@ -71,7 +52,7 @@ def exact_launch(x: mx.array, matrix: ExactMatrix, bias: mx.array | None = None)
     rows, columns = _shape(matrix)
     check_product(x, rows, columns, bias)
     vectors = x.size // columns
-    spec = ExactSpec(layout, vectors, PRODUCT, bias is not None, x.dtype)
+    spec = Spec(layout, vectors, PRODUCT, bias is not None, x.dtype)
     inputs = [x, *matrix.arrays, *([] if bias is None else [bias])]
     return product_launch(spec, inputs, [rows, columns, matrix.high.size, rows])
 
@@ -92,7 +73,7 @@ def decode_launch(matrix: ExactMatrix, chosen: mx.array | None = None) -> Launch
     total = math.prod(leading)
     rows = mx.arange(total) if chosen is None else chosen
     shape = matrix.shape if chosen is None else (rows.size, columns)
-    spec = ExactSpec(layout, 0, DECODER, False, mx.bfloat16)
+    spec = Spec(layout, 0, DECODER, False, mx.bfloat16)
     how = options(*threads(DECODER, rows.size), shape, mx.uint16)
     sizes = mx.array([rows.size, columns, matrix.high.size, total], mx.int32)
     inputs = (*matrix.arrays, rows.astype(mx.uint32))
@@ -135,7 +116,7 @@ def _shape(matrix: ExactMatrix) -> tuple[int, int]:
     return rows, columns
 
 
-def _checked_layout(matrix: ExactMatrix) -> PackedLayout:
+def _checked_layout(matrix: ExactMatrix) -> WeightLayout:
     """Return the layout of a matrix. Raises GearbxError for a wrong shape or type, or one without a kernel."""
     scales, high = matrix.scales, matrix.high
     if matrix.group_size not in GROUP_SIZES:

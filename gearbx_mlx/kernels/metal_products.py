@@ -1,7 +1,7 @@
 """Metal launches for matrix-vector products over packed and dense weights.
 
 All packed formats except exact (`metal_exact.py`) share the source `metal/matvec.metal`, which the macros of a
-`PackedLayout` specialize. A launch over codebooks (XFP 3.3, 3.4) copies them into threadgroup memory as float32: those
+`WeightLayout` specialize. A launch over codebooks (XFP 3.3, 3.4) copies them into threadgroup memory as float32: those
 of its rows, or the whole library. Dense weights have a separate source, because the results of MLX's dense matmul
 depend on the number of rows (metal/README.md).
 
@@ -11,29 +11,24 @@ Each launch first validates its arrays: with wrong arrays, a kernel would read o
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import mlx.core as mx
 
 from ..errors import GearbxError
-from . import GROUP_SIZES
+from . import DENSE, GROUP_SIZES
 from .bit_planes import Planes, middle_of, plane_shifts
 from .metal import (
     LANES,
     MAX_VECTORS,
     METAL_DTYPES,
-    TYPES,
-    VARIANTS,
     Launch,
-    PackedLayout,
     Prepared,
-    TextKernel,
+    Spec,
     Variant,
+    WeightLayout,
     choose_variant,
-    definitions,
     options,
     places_of_few,
-    source_text,
     takes,
 )
 
@@ -50,74 +45,9 @@ OUTLIERS = ("outliers", "outlier_columns", "outlier_offsets")
 OF_GROUPS = {"entries": mx.uint8, "scales": mx.float16, "midpoints": mx.float16}
 
 
-@dataclass(frozen=True)
-class Spec:
-    """The properties that a matmul kernel's source depends on.
-
-    dtype: of activations and result. ragged: whether the last step of a row has fewer columns. staged: elements of x in
-    threadgroup memory. experts: whether each vector has its own matrix of several. Rows and columns are not included,
-    because Metal's compiler would compile a kernel for each shape.
-    """
-
-    layout: PackedLayout
-    vectors: int
-    variant: Variant
-    has_bias: bool
-    dtype: mx.Dtype
-    ragged: bool = False
-    staged: int = 0
-    experts: bool = False
-
-    text = "matvec"  # its file in metal/
-
-    @property
-    def name(self) -> str:
-        """The kernel's unique name: MLX finds compiled kernels by name and types."""
-        kind = f"{self.layout.name}_{TYPES[self.dtype]}_v{self.vectors}"
-        variant = f"{self.variant.name}{self.variant.simd_groups}x{self.variant.rows}"
-        flags = f"b{int(self.has_bias)}r{int(self.ragged)}s{self.staged}{'e' if self.experts else ''}"
-        return f"gearbx_{kind}_{variant}_{flags}"
-
-    @property
-    def input_names(self) -> list[str]:
-        return [
-            "x",
-            *self.layout.arrays,
-            *(["bias"] if self.has_bias else []),
-            *(["experts"] if self.experts else []),
-            "sizes",
-        ]
-
-    @property
-    def read_once(self) -> list[str]:
-        """Buffers whose bytes a launch reads once. Codes of outliers are read again, and experts once per pair."""
-        return [] if self.layout.tables or self.experts else self.planes
-
-    @property
-    def planes(self) -> list[str]:
-        return [name for name in self.layout.arrays if name.startswith("w")]
-
-    @property
-    def header(self) -> str:
-        """Macros for metal/matvec.metal, and the functions that it calls."""
-        macros = {
-            "VECTORS": self.vectors,
-            "ROWS": self.variant.rows,
-            "SIMD_GROUPS": self.variant.simd_groups,
-            "HAS_BIAS": int(self.has_bias),
-            "EXPERTS": int(self.experts),
-            "RAGGED": int(self.ragged),
-            "STAGED": self.staged,
-            "CODES": self.layout.codes,
-            "PLANE_COUNT": len(self.planes),
-            "TABLES": self.layout.tables,
-        } | {f"X_{name.upper()}": int(name == self.variant.name) for name in VARIANTS}
-        return definitions(macros | dict(self.layout.macros), self.dtype) + source_text("codes")
-
-
 def prepare_product(
     x: mx.array,
-    layout: PackedLayout,
+    layout: WeightLayout,
     arrays: Sequence[mx.array],
     rows: int,
     columns: int,
@@ -223,14 +153,14 @@ def macros_with(**macros: object) -> tuple[tuple[str, object], ...]:
 
 
 @functools.cache
-def planes_layout(widths: tuple[int, ...], group_size: int, biases: int, rest: int) -> PackedLayout:
+def planes_layout(widths: tuple[int, ...], group_size: int, biases: int, rest: int) -> WeightLayout:
     """Return the layout of bit planes. biases: number of planes that have biases. rest: as in `Planes`."""
     shifts = plane_shifts(widths)
     planes = range(len(widths))
     offsets = [f"float(b{i}[group]) * {2.0 ** -shifts[i]}f" for i in range(biases)]
     if rest:
         offsets.append(f"float(scales[group]) * {middle_of(rest)}f")
-    return PackedLayout(
+    return WeightLayout(
         name=f"planes_{'_'.join(map(str, widths))}_g{group_size}_b{biases}_r{rest}",
         bits=sum(widths),
         arrays=(*(f"w{i}" for i in planes), "scales", *(f"b{i}" for i in range(biases))),
@@ -246,6 +176,7 @@ def planes_layout(widths: tuple[int, ...], group_size: int, biases: int, rest: i
                 f"DO({name}, rows * groups)" for name in ("scales", *(f"b{i}" for i in range(biases)))
             ),
         ),
+        planes=len(widths),
     )
 
 
@@ -295,7 +226,7 @@ def dimensions(indices: mx.array | None) -> int:
 
 
 @functools.cache
-def symmetric_layout(bits: int, grouped: bool) -> PackedLayout:
+def symmetric_layout(bits: int, grouped: bool) -> WeightLayout:
     """Return the layout of symmetric codes with a scale per row, or per group if `grouped`."""
     offset = f"-{SYMMETRIC_OFFSET[bits]}.0f"
     of_scales: dict[str, object] = {
@@ -305,7 +236,7 @@ def symmetric_layout(bits: int, grouped: bool) -> PackedLayout:
         "ROW_SCALE": "1.0f" if grouped else "float(scales[row])",
         "SCALE_ARRAYS": "DO(scales, rows * groups)" if grouped else "DO(scales, rows)",
     }
-    return PackedLayout(
+    return WeightLayout(
         name="groupwise" if grouped else f"rowwise_{bits}",
         bits=bits,
         arrays=("w0", "scales"),
@@ -374,96 +305,63 @@ def dense_launch(x: mx.array, weight: mx.array) -> Launch:
     Raises:
         GearbxError: the arguments do not fit each other.
     """
-    if weight.ndim != 2 or x.ndim == 0 or x.shape[-1] != weight.shape[1]:
-        raise GearbxError(f"activations: do not fit the weight, got {x.shape} and {weight.shape}")
-    if not takes_dense(x, weight):
+    if weight.ndim != 2 or weight.dtype not in METAL_DTYPES:
         raise GearbxError(
-            f"activations: must be 1 to {MAX_VECTORS} vectors, and they and weights float16, bfloat16 or float32, got "
-            f"{x.shape} {x.dtype} and {weight.dtype}"
+            f"weights: must be a matrix of float16, bfloat16 or float32, got {weight.shape} {weight.dtype}"
         )
-    inputs = x, weight
-    return Launch(_dense_prepared(x.shape, x.dtype, weight.shape[0], places_of_few(inputs)), inputs)
-
-
-@functools.cache
-def _dense_prepared(shape: tuple[int, ...], dtype: mx.Dtype, rows: int, few: tuple[int, ...]) -> Prepared:
-    """Return the launch without arrays for activations of this shape and type."""
-    columns = shape[-1]
-    vectors = math.prod(shape[:-1])
+    rows, columns = weight.shape
+    check_product(x, rows, columns, None)
+    vectors = x.size // columns
     holds_x = vectors <= 4  # registers have room for x; then eight rows share one read of x
     rows_each = 8 if holds_x else 4 if vectors <= 8 else 2  # rows per SIMD group, limited by its registers
-    macros = {
-        "VECTORS": vectors,
-        "ROWS": rows_each,
-        "SIMD_GROUPS": DENSE_SIMD_GROUPS,
-        "CHUNK": DENSE_COLUMNS,
-        "HOLDS_X": int(holds_x),
-        "RAGGED": int(columns % DENSE_COLUMNS != 0),
+    variant = Variant("registers" if holds_x else "device", DENSE_SIMD_GROUPS, rows_each)
+    spec = Spec(dense_layout(holds_x), vectors, variant, False, x.dtype, ragged=columns % DENSE_COLUMNS != 0)
+    return product_launch(spec, [x, weight], [rows, columns])
+
+
+@functools.cache
+def dense_layout(holds_x: bool) -> WeightLayout:
+    """Return the layout of dense weights. holds_x: whether registers hold the activations of all vectors."""
+    macros = macros_with(CHUNK=DENSE_COLUMNS, HOLDS_X=int(holds_x))
+    return WeightLayout("dense", DENSE, ("weight",), macros, text="dense", libraries=("loads",))
+
+
+@functools.cache
+def codebook_layout(bits: int, library: bool) -> WeightLayout:
+    """Return the layout of codes with one codebook per row, or with a library of 32 codebooks."""
+    own: dict[str, object] = {
+        "PLANES": "DO(w0, 2, 0)",
+        "STEP_WORDS": 2,
+        "SCALE_ARRAYS": "",
+        "PLACE": "((i) / 3 * 16 + (i) % 3 * 5)" if bits == 5 else f"((i) * {bits})",
+        "ALL_TABLES": "rows",
+        "FIRST_TABLE": "(threadgroup_number * SIMD_GROUPS * ROWS)",
+        "TABLE": "(table + ((row) - FIRST_TABLE) * ENTRIES)",
+        "GROUP_SIZE": "columns",
+        "GROUP_SCALE": "1.0f",
+        "GROUP_OFFSET": "0.0f",
     }
-    names = ("x", "weight", "sizes")
-    kernel = TextKernel("dense", dtype, names, tuple(macros.items()), read_once=("weight",), libraries=("loads",))
-    threadgroup = DENSE_SIMD_GROUPS * LANES
-    threadgroups = math.ceil(rows / (DENSE_SIMD_GROUPS * rows_each))
-    how = options(threadgroups * threadgroup, threadgroup, (*shape[:-1], rows), dtype)
-    return Prepared(kernel, how, (mx.array([rows, columns], mx.int32),), few)
-
-
-@functools.cache
-def codebook_layout(bits: int) -> PackedLayout:
-    """Return the layout of codes with one codebook per row."""
-    return PackedLayout(
-        name=f"codebook_{bits}",
+    if library:
+        own = {
+            "PLANES": f"DO(w0, {bits}, 0)",
+            "STEP_WORDS": bits,
+            "SCALE_ARRAYS": " ".join(f"DO({name}, rows * groups)" for name in OF_GROUPS),
+            "PLACE": f"((i) * {bits})",
+            "ALL_TABLES": LIBRARY_SIZE,
+            "FIRST_TABLE": 0,
+            "TABLE": f"(table + entries[group] % {LIBRARY_SIZE} * ENTRIES)",
+            "GROUP_SIZE": LIBRARY_GROUP,
+            "GROUP_SCALE": "float(scales[group])",
+            "GROUP_OFFSET": "float(midpoints[group])",
+        }
+    common = {"ROW_WORDS": "row_words", "SIGN_BITS": 0, "BITS": bits, "ENTRIES": 2**bits, "ROW_SCALE": "1.0f"}
+    return WeightLayout(
+        name=f"{'library' if library else 'codebook'}_{bits}",
         bits=bits,
-        arrays=("w0", "codebook", *OUTLIERS),
-        codes=ROW_CODES[bits],
-        tables="(SIMD_GROUPS * ROWS)",
-        macros=macros_with(
-            PLANES="DO(w0, 2, 0)",
-            STEP_WORDS=2,
-            SCALE_ARRAYS="",
-            ROW_WORDS="row_words",
-            SIGN_BITS=0,
-            BITS=bits,
-            PLACE="((i) / 3 * 16 + (i) % 3 * 5)" if bits == 5 else f"((i) * {bits})",
-            ENTRIES=2**bits,
-            ALL_TABLES="rows",
-            FIRST_TABLE="(threadgroup_number * SIMD_GROUPS * ROWS)",
-            TABLE="(table + ((row) - FIRST_TABLE) * ENTRIES)",
-            OWN_CODE=0,
-            GROUP_SIZE="columns",
-            GROUP_SCALE="1.0f",
-            GROUP_OFFSET="0.0f",
-            ROW_SCALE="1.0f",
-        ),
-    )
-
-
-@functools.cache
-def library_layout(bits: int) -> PackedLayout:
-    """Return the layout of codes with a library of 32 codebooks."""
-    return PackedLayout(
-        name=f"library_{bits}",
-        bits=bits,
-        arrays=("w0", "codebook", *OUTLIERS, *OF_GROUPS),
-        tables=LIBRARY_SIZE,
-        macros=macros_with(
-            PLANES=f"DO(w0, {bits}, 0)",
-            STEP_WORDS=bits,
-            SCALE_ARRAYS=" ".join(f"DO({name}, rows * groups)" for name in OF_GROUPS),
-            ROW_WORDS="row_words",
-            SIGN_BITS=0,
-            BITS=bits,
-            PLACE=f"((i) * {bits})",
-            ENTRIES=2**bits,
-            ALL_TABLES=LIBRARY_SIZE,
-            FIRST_TABLE=0,
-            TABLE=f"(table + entries[group] % {LIBRARY_SIZE} * ENTRIES)",
-            OWN_CODE=1,
-            GROUP_SIZE=LIBRARY_GROUP,
-            GROUP_SCALE="float(scales[group])",
-            GROUP_OFFSET="float(midpoints[group])",
-            ROW_SCALE="1.0f",
-        ),
+        arrays=("w0", "codebook", *OUTLIERS, *(OF_GROUPS if library else ())),
+        codes=16 if library else ROW_CODES[bits],
+        tables=LIBRARY_SIZE if library else "(SIMD_GROUPS * ROWS)",
+        macros=macros_with(OWN_CODE=int(library), **common, **own),
     )
 
 
@@ -495,45 +393,33 @@ def codebook_launch(
 
     Source: XFP 3.3, 3.4, 5.
     """
-    experts = () if indices is None else arrays["weight"].shape[:1]
-    if "library" in arrays:
-        sizes, layout_of = _sizes_of_library(x, arrays, bits, experts), library_layout
-    else:
-        sizes, layout_of = _sizes_of_codebook(x, arrays, bits, experts), codebook_layout
+    library = "library" in arrays
+    most = 4 if library else max(ROW_CODES)
+    if not 2 <= bits <= most:
+        raise GearbxError(f"codebook{' library' if library else 's'}: must have 2 to {most} bits, got {bits}")
+    columns, rows = x.shape[-1] if x.ndim else 0, arrays["weight"].shape[-2]
+    row_words, wanted = _codebook_shapes(bits, library, rows, columns)
+    _check(arrays, wanted, rows, () if indices is None else arrays["weight"].shape[:1])
+    layout, inputs = codebook_layout(bits, library), codebook_inputs(arrays)
     most_outliers = arrays["outliers"].shape[-1]
-    return prepare_product(x, layout_of(bits), codebook_inputs(arrays), *sizes, bias, variant, indices, most_outliers)
+    return prepare_product(x, layout, inputs, rows, columns, row_words, bias, variant, indices, most_outliers)
 
 
-def _sizes_of_codebook(
-    x: mx.array, arrays: Mapping[str, mx.array], bits: int, experts: tuple[int, ...]
-) -> tuple[int, int, int]:
-    """Return rows, columns and 16-bit words per row. Raises GearbxError if the arrays do not fit each other."""
-    if bits not in ROW_CODES:
-        raise GearbxError(f"codebooks: must have 2 to 6 bits, got {bits}")
-    width, rows = x.shape[-1] if x.ndim else 0, arrays["weight"].shape[-2]
-    words = -(-width // ROW_CODES[bits]) * 2
-    wanted = {
-        "weight": (mx.uint16, (rows, words)) if bits == 5 else (mx.uint32, (rows, words // 2)),
-        "codebook": (mx.float16, (rows, 2**bits)),
-    }
-    _check(arrays, wanted, rows, experts)
-    return rows, width, words
-
-
-def _sizes_of_library(
-    x: mx.array, arrays: Mapping[str, mx.array], bits: int, experts: tuple[int, ...]
-) -> tuple[int, int, int]:
-    """Return the sizes of `_sizes_of_codebook` for a library."""
-    if bits not in (2, 3, 4):
-        raise GearbxError(f"codebook library: must have 2, 3 or 4 bits, got {bits}")
-    width, rows = x.shape[-1] if x.ndim else 0, arrays["weight"].shape[-2]
-    groups = -(-width // LIBRARY_GROUP)
-    wanted = {
-        "weight": (mx.uint32, (rows, groups * LIBRARY_GROUP // 32 * bits)),
-        "library": (mx.float16, (LIBRARY_SIZE, 2**bits)),
-    } | {name: (dtype, (rows, groups)) for name, dtype in OF_GROUPS.items()}
-    _check(arrays, wanted, rows, experts)
-    return rows, width, groups * LIBRARY_GROUP // 16 * bits
+def _codebook_shapes(
+    bits: int, library: bool, rows: int, columns: int
+) -> tuple[int, dict[str, tuple[mx.Dtype, tuple[int, ...]]]]:
+    """Return 16-bit words per row, and types and shapes of the arrays without outliers."""
+    if library:
+        groups = -(-columns // LIBRARY_GROUP)
+        row_words = groups * LIBRARY_GROUP // 16 * bits
+        of_groups = {name: (dtype, (rows, groups)) for name, dtype in OF_GROUPS.items()}
+        tables = {"library": (mx.float16, (LIBRARY_SIZE, 2**bits)), **of_groups}
+    else:
+        row_words = -(-columns // ROW_CODES[bits]) * 2
+        tables = {"codebook": (mx.float16, (rows, 2**bits))}
+    halves = bits == 5 and not library
+    weight = (mx.uint16, (rows, row_words)) if halves else (mx.uint32, (rows, row_words // 2))
+    return row_words, {"weight": weight, **tables}
 
 
 def _check(

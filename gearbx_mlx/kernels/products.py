@@ -52,10 +52,7 @@ def stack_product(
         x_bits: bits to which CPU kernels quantize activations, 8 or 16, for integer matmuls; 0: not quantized.
         chosen: as for `kernel_for`.
     """
-    y = again(x, planes.arrays, bias, chosen)
-    if y is not None:
-        return y
-    kernel, y = on_metal(kernel_for(x, chosen), bias, chosen, partial(planes_launch, x, planes, bias))
+    kernel, y = on_metal(x, planes.arrays, bias, chosen, partial(planes_launch, x, planes, bias))
     if y is not None:
         return y
     if kernel in STOCK:  # native kernels do not round the bias of a gear with omitted bits
@@ -78,10 +75,7 @@ def symmetric_product(
 
     The result is None without a native kernel; the caller then reconstructs the weight.
     """
-    y = again(x, codes[:2], bias, chosen)
-    if y is not None:
-        return y
-    kernel, y = on_metal(kernel_for(x, chosen), bias, chosen, partial(symmetric_launch, x, *codes, bias))
+    kernel, y = on_metal(x, codes[:2], bias, chosen, partial(symmetric_launch, x, *codes, bias))
     if kernel in STOCK:
         return y
     return add_bias(native_kernels().symmetric_matvec(x, *codes[:3], x_bits).astype(x.dtype), bias)
@@ -95,11 +89,9 @@ def dense_product(
     bias: mx.array | None = None,
 ) -> mx.array:
     """Return x (..., I) @ weight (O, I)^T + bias, of x's type; a native kernel reads the weight in its own type."""
-    y = again(x, (weight,), None, chosen)
-    if y is not None:
-        return add_bias(y, bias)
-    kernel = kernel_for(x, chosen) if on_cpu() or takes_dense(x, weight) else MLX
-    kernel, y = on_metal(kernel, None, chosen, lambda variant: dense_launch(x, weight))
+    if not (on_cpu() or takes_dense(x, weight)):
+        chosen = None
+    kernel, y = on_metal(x, (weight,), None, chosen, lambda variant: dense_launch(x, weight))
     if y is not None:
         return add_bias(y, bias)
     if kernel in STOCK:
@@ -122,10 +114,7 @@ def codebook_product(
         arrays: by name in the format; with a `library` or a `codebook`.
         dense: returns W (O, I) of x's type, for MLX's kernels.
     """
-    y = again(x, codebook_inputs(arrays), bias, chosen)
-    if y is not None:
-        return y
-    kernel, y = on_metal(kernel_for(x, chosen), bias, chosen, partial(codebook_launch, x, arrays, bits, bias))
+    kernel, y = on_metal(x, codebook_inputs(arrays), bias, chosen, partial(codebook_launch, x, arrays, bits, bias))
     if y is not None:
         return y
     if kernel in STOCK:
@@ -142,10 +131,7 @@ def exact_product(
     x_bits: int = 0,
 ) -> mx.array:
     """Return x (..., I) @ W^T + bias over exact weights, of x's type. chosen, x_bits: as for `dense_product`."""
-    y = again(x, matrix.arrays, bias, chosen)
-    if y is not None:
-        return y
-    kernel, y = on_metal(kernel_for(x, chosen), bias, chosen, lambda variant: exact_launch(x, matrix, bias))
+    kernel, y = on_metal(x, matrix.arrays, bias, chosen, lambda variant: exact_launch(x, matrix, bias))
     if y is not None:
         return y
     if kernel == RECONSTRUCT and metal.available():
@@ -191,11 +177,8 @@ def stack_experts(
     chosen: ChosenKernels | None = None,
 ) -> mx.array:
     """Multiply as `stack_product`, for stacked experts."""
-    y = again(x, planes.arrays, indices, chosen)
-    if y is not None:
-        return y
     launch = partial(planes_launch, x, planes, None, indices=indices)
-    kernel, y = on_metal(kernel_for_experts(x, indices, chosen), indices, chosen, launch)
+    kernel, y = on_metal(x, planes.arrays, indices, chosen, launch, experts=True)
     if y is not None:
         return y
     if kernel in STOCK:
@@ -207,11 +190,8 @@ def symmetric_experts(
     x: mx.array, codes: SymmetricCodes, indices: mx.array, chosen: ChosenKernels | None = None
 ) -> mx.array | None:
     """Multiply as `symmetric_product`, for stacked experts; None without a Metal kernel."""
-    y = again(x, codes[:2], indices, chosen)
-    if y is not None:
-        return y
     launch = partial(symmetric_launch, x, *codes, None, indices=indices)
-    return on_metal(kernel_for_experts(x, indices, chosen), indices, chosen, launch)[1]
+    return on_metal(x, codes[:2], indices, chosen, launch, experts=True)[1]
 
 
 def dense_experts(
@@ -232,11 +212,8 @@ def codebook_experts(
     chosen: ChosenKernels | None = None,
 ) -> mx.array | None:
     """Multiply as `codebook_product`, for stacked experts with their own tables and outliers; None without a kernel."""
-    y = again(x, codebook_inputs(arrays), indices, chosen)
-    if y is not None:
-        return y
     launch = partial(codebook_launch, x, arrays, bits, None, indices=indices)
-    kernel, y = on_metal(kernel_for_experts(x, indices, chosen), indices, chosen, launch)
+    kernel, y = on_metal(x, codebook_inputs(arrays), indices, chosen, launch, experts=True)
     if kernel in STOCK:
         return y
     product = native_kernels().library_experts if "library" in arrays else native_kernels().codebook_experts
@@ -323,41 +300,34 @@ def uses_order(indices: mx.array, sorted_indices: bool) -> bool:
     return sorted_indices and not (metal.available() and indices.size <= MAX_PAIRS)
 
 
-def again(
-    x: mx.array, inputs: Sequence[mx.array], last: mx.array | None, chosen: ChosenKernels | None
-) -> mx.array | None:
-    """Return the result of the Metal launch that `on_metal` prepared for such activations; None without one.
-
-    Every token takes this path on a Mac, so that each microsecond counts.
-
-    Args:
-        last: the bias, or the indices of experts.
-    """
-    if chosen is None or not chosen.prepared:
-        return None
-    prepared = chosen.prepared.get((x.shape, x.dtype, last if last is None else last.shape, mx.default_device().type))
-    if prepared is None:
-        return None
-    return prepared(x, *inputs) if last is None else prepared(x, *inputs, last)
-
-
 def on_metal(
-    kernel: str, last: mx.array | None, chosen: ChosenKernels | None, prepare: Callable[[str | None], metal.Launch]
+    x: mx.array,
+    inputs: Sequence[mx.array],
+    last: mx.array | None,
+    chosen: ChosenKernels | None,
+    prepare: Callable[[str | None], metal.Launch],
+    experts: bool = False,
 ) -> tuple[str, mx.array | None]:
     """Return the fallback candidate, and the Metal kernel's result; None if none is chosen or it cannot run.
 
-    The launch is kept for the layer. If a trial cannot run, MLX's error is raised.
+    The launch is kept for the layer. Every token takes the first path on a Mac, so that each microsecond counts. If a
+    trial cannot run, MLX's error is raised.
 
     Args:
-        kernel: the candidate. last: as for `again`. prepare: returns the launch of a variant; None: the expected one.
+        inputs: of the kernel, after the activations. last: the bias, or the indices of experts.
+        prepare: returns the launch of a variant; None: the expected one.
     """
+    key = x.shape, x.dtype, last if last is None else last.shape
+    prepared = chosen.prepared.get(key) if chosen is not None and metal.available() else None
+    if prepared is not None:
+        return MLX, prepared(x, *inputs) if last is None else prepared(x, *inputs, last)
+    kernel = kernel_for_experts(x, last, chosen) if experts and last is not None else kernel_for(x, chosen)
     if kernel in STOCK or not metal.available():
         return kernel, None
     launch = prepare(None if kernel == NATIVE else kernel)
     y = launch.run() if chosen is not None and chosen.is_trial else launch.attempt()
     if y is not None and chosen is not None:
-        x, shape = launch.inputs[0], last if last is None else last.shape
-        chosen.prepared[x.shape, x.dtype, shape, mx.default_device().type] = launch.prepared
+        chosen.prepared[key] = launch.prepared
     return MLX, y
 
 

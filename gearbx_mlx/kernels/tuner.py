@@ -335,15 +335,10 @@ def wanted_and_allowed(right: mx.array | Expected, x: mx.array) -> tuple[mx.arra
 
 def product_error(product: Product, x: mx.array, wanted: mx.array, allowed: mx.array) -> float:
     """Return the largest difference from `wanted`, in allowed differences; FAILED if it is not a number."""
-    try:
-        y = product(x).astype(mx.float32)
-        mx.eval(y)
-    except RuntimeError as error:
-        if any(word in str(error) for word in REFUSED):
-            return FAILED
-        raise
-    if y.shape != wanted.shape:
+    result = evaluated(product, x)
+    if result is None or result.shape != wanted.shape:
         return FAILED
+    y = result.astype(mx.float32)
     found = float(mx.where(y == wanted, 0, mx.abs(y - wanted) / allowed).max().item())  # type: ignore[arg-type]
     return found if math.isfinite(found) else FAILED
 
@@ -369,14 +364,20 @@ def times_of(products: Mapping[str, Sequence[Product]], x: mx.array) -> Times:
 
 
 def seconds_of_one(product: Product, x: mx.array) -> float:
-    """Return seconds of one matmul, after a first one that may compile its kernel."""
+    """Return seconds of one matmul, after a first one that may compile its kernel; FAILED if it cannot."""
+    return FAILED if evaluated(product, x) is None else seconds_of(lambda: [product(x)])
+
+
+def evaluated(product: Product, x: mx.array) -> mx.array | None:
+    """Return the result of a matmul; None if Metal's compiler refuses its kernel. Raises RuntimeError otherwise."""
     try:
-        mx.eval(product(x))
+        y = product(x)
+        mx.eval(y)
     except RuntimeError as error:
         if any(word in str(error) for word in REFUSED):
-            return FAILED
+            return None
         raise
-    return seconds_of(lambda: [product(x)])
+    return y
 
 
 def built(products: Sequence[Product], x: mx.array) -> list[mx.array]:

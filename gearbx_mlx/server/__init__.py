@@ -38,6 +38,12 @@ def parse_span(text: str) -> float:
     return math.inf if seconds < 0 else seconds
 
 
+def parse_template_args(text: str) -> dict[str, Any]:
+    """Return the object of --chat-template-args. Raises GearbxError for other JSON."""
+    with error_context("--chat-template-args"):
+        return typed(parse_json(text), dict[str, Any])
+
+
 @dataclass(frozen=True)
 class ListenSettings(Settings):
     """Address of the server, and its access rules."""
@@ -98,23 +104,18 @@ class AnswerSettings(Settings):
     top_k: int = flag(0, "Default top-k sampling; 0 disables it", minimum=0, rare=True)
     min_p: float = flag(0.0, "Default min-p sampling; 0 disables it", minimum=0, maximum=1, rare=True)
     chat_template: str = flag("", "Specify a chat template for the tokenizer", rare=True)
-    chat_template_args: str = flag(
+    chat_template_args: dict[str, Any] = flag(
         "{}",
         "JSON of arguments for the tokenizer's apply_chat_template, such as '{\"enable_thinking\":false}'",
+        parse=parse_template_args,
         rare=True,
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.template_arguments()
         if self.chat_template and "{" not in self.chat_template:
             why = f"--chat-template: not a template, got {self.chat_template[:200]!a}"
             raise GearbxError(f'{why}; use a template\'s text, such as "$(cat FILE)"')
-
-    def template_arguments(self) -> dict[str, Any]:
-        """Return the object of --chat-template-args. Raises GearbxError for other JSON."""
-        with error_context("--chat-template-args"):
-            return typed(parse_json(self.chat_template_args), dict[str, Any])
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prom
 from mlx_lm.sample_utils import greedy_sampler, make_logits_processors
 from mlx_lm.server import Vision
 
+from ..cli.flags import CacheSettings
 from ..compat.arrays import OwnRandomState
 from ..decoding.caches import length
 from ..decoding.mode import Mode
@@ -28,8 +29,9 @@ from ..decoding.response import BatchGearResponse, GearResponse
 from ..decoding.sampling import GumbelSampler, sampler_for
 from ..decoding.stream import NO_LOGPROBS, as_single, stream_generate
 from ..routing.gates import policy_named
+from . import AnswerSettings, ServerSettings
 from .grammar import constraint_for
-from .provider import SequenceBytes, ServedModel, ServingSettings
+from .provider import SequenceBytes, ServedModel
 from .requests import AnyRequest
 from .web import Refused
 
@@ -238,7 +240,7 @@ class Job:
         entry = logprob_entry(response.token, float(values[response.token]), added)
         return entry | {"token": text, "top_logprobs": alternatives}
 
-    def sampler(self, defaults: ServingSettings) -> Callable[[mx.array], mx.array]:
+    def sampler(self, defaults: AnswerSettings) -> Callable[[mx.array], mx.array]:
         """Return the request's sampler, with the server's defaults."""
         request = self.pending.request
 
@@ -322,10 +324,10 @@ class Single:
     """
 
     def __init__(
-        self, job: Job, cache: list[Any] | None, settings: ServingSettings, between_chunks: Callable[["Single"], bool]
+        self, job: Job, cache: list[Any] | None, settings: ServerSettings, between_chunks: Callable[["Single"], bool]
     ):
         self.job, self.between_chunks, self.is_over = job, between_chunks, False
-        self.cache = cache or job.served.make_cache(settings.max_kv_size)
+        self.cache = cache or job.served.make_cache(settings.cache.max_kv_size)
         self.random = OwnRandomState(job.seed)
         self.responses: Any = stream_generate(
             job.served.model,
@@ -336,9 +338,9 @@ class Single:
             gearbox=job.served.gearbox,
             prompt_cache=self.cache,
             prompt_progress_callback=self.progress,
-            sampler=job.sampler(settings),
+            sampler=job.sampler(settings.answers),
             logits_processors=job.logits_processors(),
-            **generate_keywords(job, settings),
+            **generate_keywords(job, settings.cache),
         )
 
     def progress(self, done: int, total: int) -> None:
@@ -375,7 +377,7 @@ class Single:
         self.responses.close()
 
 
-def generate_keywords(job: Job, settings: ServingSettings) -> dict[str, Any]:
+def generate_keywords(job: Job, settings: CacheSettings) -> dict[str, Any]:
     """Return arguments of stream_generate from the server's flags and from images."""
     served = job.served
     names = ("prefill_step_size", "kv_bits", "kv_group_size", "quantized_kv_start", "kv_gears")
@@ -400,7 +402,7 @@ class Batch:
         settings: the server's, with the batch policy.
     """
 
-    def __init__(self, served: ServedModel, mode: Mode, settings: ServingSettings):
+    def __init__(self, served: ServedModel, mode: Mode, settings: ServerSettings):
         self.settings = settings
         self.jobs: dict[int, Job] = {}
         self.is_over = False
@@ -408,11 +410,11 @@ class Batch:
             served.model,
             served.tokenizer,
             gearbox=served.gearbox,
-            policy=policy_named(settings.batch_policy),
-            completion_batch_size=settings.decode_concurrency,
-            prefill_batch_size=settings.prompt_concurrency,
-            prefill_step_size=settings.prefill_step_size,
-            max_kv_size=settings.max_kv_size,
+            policy=policy_named(settings.concurrency.batch_policy),
+            completion_batch_size=settings.concurrency.decode_concurrency,
+            prefill_batch_size=settings.concurrency.prompt_concurrency,
+            prefill_step_size=settings.cache.prefill_step_size,
+            max_kv_size=settings.cache.max_kv_size,
         )
 
     @property
@@ -428,7 +430,7 @@ class Batch:
             max_tokens=[job.max_tokens],
             caches=[cache],
             all_tokens=[job.prompt.tokens[: job.cached]],
-            samplers=[job.sampler(self.settings)],
+            samplers=[job.sampler(self.settings.answers)],
             logits_processors=[job.logits_processors()],
             stop_sequences=[make_stop_sequences(job.served.tokenizer)],
             seeds=[job.seed],

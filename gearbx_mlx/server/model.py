@@ -1,6 +1,5 @@
 """Server of a model in gears, or of a pair of models."""
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
@@ -23,7 +22,7 @@ from ..loading import DEMO_MODEL, find
 from ..routing.pair import NAMES
 from . import ServerSettings
 from .app import server_application
-from .provider import GearedProvider, ServedModel, ServingSettings
+from .provider import GearedProvider, ServedModel
 from .requests import Options
 from .scheduler import Scheduler, join_to_the_end
 from .web import Guard, Server
@@ -109,11 +108,7 @@ def serve_pair(pair: LoadedPair, flags: Mapping[str, Any]) -> ServedModel:
 def serving_model(settings: ServerSettings, guard: Guard) -> Iterator[Server]:
     """Yield the server of a model; it answers until the context ends. Raises GearbxError."""
     with Server(settings.listen.host, settings.listen.port, guard.request_timeout) as server:
-        prepare = partial(prepared, settings)
-        listen = settings.listen
-        keep_alive = listen.keep_alive if listen.keep_alive is not None else 300.0 if listen.models else math.inf
-        own = serving_settings(settings), settings.model.model
-        provider = GearedProvider(*own, prepare, listen.allow_models, listen.models, keep_alive)
+        provider = GearedProvider(settings, partial(prepared, settings))
         concurrency = settings.concurrency
         prompt_cache = LRUPromptCache(concurrency.prompt_cache_size, concurrency.prompt_cache_bytes or 1 << 63)
         server.description = description_of(provider)
@@ -122,7 +117,7 @@ def serving_model(settings: ServerSettings, guard: Guard) -> Iterator[Server]:
             server.start(server_application(guard, scheduler))
             yield server
         finally:
-            scheduler.stop()
+            scheduler.stopping = True
             server.stop()
             join_to_the_end(scheduler.thread)
             provider.unload()
@@ -195,12 +190,3 @@ def check_prompt_gear(gear: str | None, gearbox: Gearbox | Observer) -> None:
     """Validate a prefill gear before the first request. Raises GearbxError for a model in one precision."""
     if gear not in (None, SAME) and not isinstance(gearbox, Gearbox):
         raise GearbxError(f"--prompt-gear {gear}: this model has one precision; omit the flag")
-
-
-def serving_settings(settings: ServerSettings) -> ServingSettings:
-    """Return the flags that concern requests."""
-    groups = settings.model, settings.answers, settings.concurrency, settings.cache
-    values = {name: value for group in groups for name, value in vars(group).items()}
-    values["chat_template_args"] = settings.answers.template_arguments()
-    names = {item.name for item in fields(ServingSettings)}
-    return ServingSettings(**{name: value for name, value in values.items() if name in names})

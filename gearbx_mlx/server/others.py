@@ -276,19 +276,15 @@ def certificates() -> Any:
 def parsed_url(url: str) -> httpx.URL:
     """Return a server's URL. Raises GearbxError for an invalid one, without a possible password."""
     url = url.strip()
-    shown = "--server" if set("@?#") & set(url) else f"--server {url[:100]!a}"
     try:
         parts = httpx.URL(url)
-        is_valid = parts.port is None or 0 < parts.port < 2**16
+        has_port = parts.port is None or 0 < parts.port < 2**16
+        if parts.scheme in ("http", "https") and parts.host and has_port and not set("?#\\ ") & set(url):
+            return parts
     except httpx.InvalidURL:
-        is_valid = False
-    if not is_valid:
-        raise GearbxError(f"{shown}: not a URL; {URL_REMEDY}")
-    if parts.scheme not in ("http", "https") or not parts.host:
-        raise GearbxError(f"{shown}: not an http or https URL; {URL_REMEDY}")
-    if set("?#\\ ") & set(url):
-        raise GearbxError(f"{shown}: more than an address and a path; {URL_REMEDY}")
-    return parts
+        pass
+    shown = "" if set("@?#") & set(url) else f", got {url[:100]!a}"
+    raise GearbxError(f"--server: not the http or https URL of an API{shown}; {URL_REMEDY}")
 
 
 def error_message(error: Any) -> str:
@@ -330,7 +326,7 @@ class RoutedModels:
         return self.models[first_gear(routing_text(body)[:MAX_ROUTING_CHARS], len(self.models))]
 
     async def answer(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the objects of a stream, or one whole answer, each with its `gearbx`. Raises RemoteError."""
+        """Yield the objects of a stream, or one whole answer, each with its `gearbx`. Raises Refused."""
         model, own, left = self.choose_model(body), client_logprobs(body), list(self.remote.logprob_requests[path])
         while True:
             request, has_started = own or next(iter(left), LogprobRequest()), False
@@ -341,7 +337,7 @@ class RoutedModels:
                 return
             except RemoteError as error:
                 if has_started or own or not left or not refuses_logprobs(error):
-                    raise
+                    raise refusal_of(error) from error
                 left.remove(request)
 
     async def forwarded(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
@@ -417,11 +413,8 @@ async def forward(request: Request, body: dict[str, Any]) -> Response:
     if not isinstance(body.get("stream"), bool | None):
         raise Refused(400, "stream: neither true nor false; use one of them", param="stream")
     parts = routed.answer(request.url.path.removeprefix("/v1"), body)
-    try:
-        with shutdown.interrupting():
-            first = await anext(parts, None)
-    except RemoteError as error:
-        raise refusal_of(error) from error
+    with shutdown.interrupting():
+        first = await anext(parts, None)
     if body.get("stream"):
         return event_stream(stream_events(first, parts, shutdown))
     return Response(json.dumps(first), media_type="application/json")  # infinities of a server stay
@@ -437,8 +430,7 @@ async def stream_events(
                 yield f"data: {json.dumps(part)}\n\n"
                 with shutdown.interrupting():
                     part = await anext(parts, None)
-        except (RemoteError, Refused) as error:
-            refused = refusal_of(error) if isinstance(error, RemoteError) else error
+        except Refused as refused:
             yield f"data: {json.dumps(refused.body())}\n\n"
             return
         yield f"data: {DONE}\n\n"

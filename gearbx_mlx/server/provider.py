@@ -1,4 +1,4 @@
-"""The served models with their gears, in place of mlx-lm's ModelProvider, and the bytes that each token adds to text.
+"""The served models with their gears, and the bytes that each token adds to text.
 
 `decode([token])` would drop spaces and parts of characters, so `VocabularyBytes` decodes tokens in context.
 """
@@ -17,7 +17,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.processors import load_processor
-from mlx_lm.server import ModelProvider
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, SPMStreamingDetokenizer
 
 from ..compat.classes import own_tokenizer
@@ -28,10 +27,12 @@ from ..decoding.pair import Pair, pair_cache
 from ..errors import GearbxError, one_line
 from ..gears.gearbox import Gearbox, Observer, model_fingerprint
 from ..routing.gates import default_thresholds
+from . import ServerSettings
 from .logprobs import SYMBOLS
 from .requests import DEFAULT_MODEL, Options
 from .web import MAX_BODY_BYTES, Refused, RequestLimits
 
+DEFAULT_KEEP_ALIVE = 300.0  # seconds, with --models
 MIN_BODY_BYTES = 2**22  # for 128 prompts of 32 kB, or 512 tools with schemas of 8 kB
 
 
@@ -129,6 +130,16 @@ class ServedModel:
         cache = make_prompt_cache(self.model, max_kv_size)
         return cache if self.draft_model is None else cache + make_prompt_cache(self.draft_model)
 
+    @functools.cached_property
+    def processor(self) -> Any:
+        """mlx-lm's processor of images, or None."""
+        return load_processor(self.model, self.config)
+
+    @functools.cached_property
+    def is_batchable(self) -> bool:
+        """Possibility to join its KV caches in a batch."""
+        return self.draft_model is None and all(hasattr(part, "merge") for part in self.make_cache(None))
+
     def cache_gears(self, mode: Mode) -> list[str]:
         """Return the gears whose KV caches a mode may continue: from the top gear down to its prefill gear.
 
@@ -164,89 +175,61 @@ class ServedModel:
         return tuple(each for each in found if each is not None and math.isfinite(each))
 
 
-@dataclass(frozen=True)
-class ServingSettings:
-    """Defaults of requests, and limits of concurrency. mlx-lm's server reads these fields too, by its flags' names."""
-
-    model: str | None
-    adapter_path: str | None
-    trust_remote_code: bool
-    chat_template: str
-    chat_template_args: dict[str, Any]
-    max_tokens: int
-    temp: float
-    top_p: float
-    top_k: int
-    min_p: float
-    decode_concurrency: int
-    prompt_concurrency: int
-    batch_policy: str
-    prompt_cache_bytes: int | None
-    max_kv_size: int | None
-    prefill_step_size: int
-    kv_bits: int | None
-    kv_group_size: int
-    quantized_kv_start: int
-    kv_gears: tuple[int, ...] | None
-    draft_model: str | None
-    pipeline: bool = False  # of ranks; they do not serve
-
-
-class GearedProvider(ModelProvider):
+class GearedProvider:
     """A provider that loads models on demand and keeps one in memory.
 
     Args:
-        name: model of the command line; None: the demo model.
         prepare: checks path and adapter of a model and returns its loader. Raises GearbxError.
-        allow_models: requests may name other models and adapters.
-        models: directory of checkpoints that requests may name. No model is loaded at first, unless `name` is set.
-        keep_alive: seconds after the last answer until the model is unloaded.
+
+    Attributes:
+        name: of the command line's model in answers.
 
     Raises:
         GearbxError: a model that cannot be loaded, a directory without checkpoints.
     """
 
     def __init__(
-        self,
-        settings: ServingSettings,
-        name: str | None,
-        prepare: Callable[[str | None, str | None], Callable[[], ServedModel]],
-        allow_models: bool = False,
-        models: str | None = None,
-        keep_alive: float = math.inf,
+        self, settings: ServerSettings, prepare: Callable[[str | None, str | None], Callable[[], ServedModel]]
     ):
-        super().__init__(settings)
-        self.settings = settings
-        self.name = name or "demo"
+        self.settings, self.listen = settings, settings.listen
+        self.own_key = settings.model.model, settings.model.adapter_path
+        self.name = settings.model.model or "demo"
         self.created = int(time.time())
-        self.prepare, self.allow_models = prepare, allow_models
-        self.own_key = (name, settings.adapter_path)
-        self.models, self.keep_alive = models, keep_alive
+        self.prepare = prepare
         self.served: ServedModel | None = None
-        if models is None or name is not None:
+        self.model_key: tuple[str | None, str | None] | None = None
+        if self.has_own:
             self.load_key(self.own_key)
         elif not self.catalog:
-            raise GearbxError(f"--models {models}: no subdirectory has a config.json; use a directory of checkpoints")
+            why = f"--models {self.listen.models}: no subdirectory has a config.json"
+            raise GearbxError(f"{why}; use a directory of checkpoints")
 
     @property
     def catalog(self) -> dict[str, tuple[str | None, str | None]]:
         """Path and adapter of each named model; the directory of checkpoints is listed anew each time."""
-        configs = sorted(Path(self.models).glob("*/config.json")) if self.models is not None else []
+        models = self.listen.models
+        configs = sorted(Path(models).glob("*/config.json")) if models is not None else []
         own = {self.name: self.own_key} if self.has_own else {}
         return own | {config.parent.name: (str(config.parent), None) for config in configs}
 
     @property
     def has_own(self) -> bool:
         """Existence of a default model, for requests without a name."""
-        return self.models is None or self.own_key[0] is not None
+        return self.listen.models is None or self.own_key[0] is not None
+
+    @property
+    def keep_alive(self) -> float:
+        """Seconds after the last answer until the model is unloaded."""
+        default = math.inf if self.listen.models is None else DEFAULT_KEEP_ALIVE
+        return default if self.listen.keep_alive is None else self.listen.keep_alive
 
     def limits(self) -> RequestLimits:
         """Return limits that fit the context, and either many short prompts or images."""
         served = self.served
-        if served is None or served.context is None or self.allow_models or self.models is not None:
+        if served is None or served.context is None or self.listen.allow_models or self.listen.models is not None:
             return RequestLimits()
         text = served.context * served.longest_token
-        body = MAX_BODY_BYTES if self.processor is not None else min(max(text, MIN_BODY_BYTES), MAX_BODY_BYTES)
+        body = MAX_BODY_BYTES if served.processor is not None else min(max(text, MIN_BODY_BYTES), MAX_BODY_BYTES)
         return RequestLimits(body, max(RequestLimits().values, 2 * served.context))
 
     @property
@@ -267,7 +250,7 @@ class GearedProvider(ModelProvider):
             raise Refused(400, f"model: missing; choose from {', '.join(catalog)}", param="model")
         if own and adapters in (None, self.own_key[1]):
             return self.own_key
-        if not self.allow_models:
+        if not self.listen.allow_models:
             field, value = ("adapters", adapters) if own and adapters else ("model", model)
             why = f"{field}: not served here, got {str(value)[:200]!a}; choose from {', '.join(catalog)}"
             raise Refused(404, why, param="model", code="model_not_found")
@@ -294,26 +277,19 @@ class GearedProvider(ModelProvider):
         """Free the loaded model."""
         if self.served is not None:
             self.served.close()
-        self.reset()
-        self.served = None
+        self.model_key, self.served = None, None
         collect_and_freeze()
         mx.clear_cache()
 
     def take(self, key: tuple[str | None, str | None], served: ServedModel) -> None:
         """Make a loaded model the present one. Raises GearbxError for an invalid --chat-template."""
-        if self.settings.chat_template:
+        if self.settings.answers.chat_template:
             try:
                 served.tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
             except TemplateError as error:
                 served.close()
                 raise GearbxError(f"--chat-template: not a template ({one_line(error)}); use a valid one") from error
         self.model_key, self.served = key, served
-        self.model, self.tokenizer = served.model, served.tokenizer
-        self.draft_model = served.draft_model
-        self.processor = load_processor(served.model, served.config)
-        self.is_batchable = served.draft_model is None and all(
-            hasattr(part, "merge") for part in served.make_cache(None)
-        )
         collect_and_freeze()
 
 

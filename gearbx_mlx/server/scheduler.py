@@ -1,29 +1,29 @@
-"""The compute thread, in place of mlx-lm's: it generates several sequences at once, in any mode.
+"""The compute thread: it generates several sequences at once, in any mode.
 
 Sequences in one gear share forward passes, and so do sequences of mode route, with a gear per step by a batch policy.
 All others take turns, one token each. A request for a different model waits until all present sequences have ended.
 """
 
 import inspect
+import logging
 import queue
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+from mlx_lm.generate import make_text_state_machine
 from mlx_lm.models.cache import LRUPromptCache
-from mlx_lm.server import CompletionRequest
 from transformers import PreTrainedTokenizerBase
 
-from ..compat.server import Computing
+from ..compat.templates import tokenized
 from ..decoding.mode import Mode
 from ..errors import one_line
 from .grammar import constraint_for
 from .job import Batch, GenerationContext, Job, PendingRequest, Prompt, Single
 from .provider import GearedProvider, ServedModel
-from .requests import AnyRequest, ChatRequest, TextRequest
+from .requests import AnyRequest, TextRequest
 from .web import MAX_ROUTING_CHARS, Refused, stopping
 
 LIKELY_CHARS = 3  # characters per token in text that is likely to fit the context
@@ -31,21 +31,27 @@ CHUNK_CHARS, CHUNK_TOKENS = 2**14, 16  # characters tokenized at once, and token
 RESERVED = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() - {"documents"}
 
 
-class Scheduler(Computing):
-    """mlx-lm's compute thread, with gears.
+log = logging.getLogger("gearbx_mlx.server")
+
+
+class Scheduler:
+    """The compute thread, and the queue of its requests.
 
     Args:
         prompt_cache: KV caches of finished sequences.
     """
 
     def __init__(self, provider: GearedProvider, prompt_cache: LRUPromptCache):
-        self.provider = provider
+        self.provider, self.prompt_cache = provider, prompt_cache
+        self.requests: queue.Queue[PendingRequest] = queue.Queue()
         self.generators: dict[Any, Single | Batch] = {}  # batches by `batch_key`, singles by job
         self.stepping: list[Single | Batch] = []  # on the call stack
         self.waiting: PendingRequest | None = None  # for a different model
+        self.stopping = False  # set to end the thread
         self.closed = False
         self.last_used = time.monotonic()  # seconds, when the model last computed
-        super().__init__(provider, prompt_cache)
+        self.thread = threading.Thread(target=self.compute)
+        self.thread.start()
 
     def submit(self, pending: PendingRequest) -> None:
         """Queue a request, after tokenizing its prompt if its model is loaded.
@@ -59,9 +65,9 @@ class Scheduler(Computing):
         served = self.provider.current(pending.model_key)
         if served is not None:  # in this thread, while the compute thread generates
             constraint_for(served.tokenizer, request.response_format, calls=request.required_tools)
-            pending.prompt = prompt_of(self, request, served)
+            pending.prompt = prompt_of(self.provider, request, served)
         self.requests.put(pending)
-        if self.closed or not self.generation_available():
+        if not self.is_healthy:
             raise Refused(503, "the compute thread has ended; see the server's log", "server_error")
 
     def count(self, request: AnyRequest) -> int:
@@ -69,12 +75,16 @@ class Scheduler(Computing):
         served = self.provider.current(self.provider.key_of(request.model, request.adapters))
         if served is None:
             raise Refused(503, "model: not loaded; use it for an answer first", "server_error")
-        return len(prompt_of(self, request, served).tokens)
+        return len(prompt_of(self.provider, request, served).tokens)
 
     @property
     def running(self) -> int:
         """Number of sequences in generation."""
         return sum(generator.running for generator in list(self.generators.values()))
+
+    @property
+    def is_healthy(self) -> bool:
+        return self.thread.is_alive() and not self.closed
 
     @property
     def queued(self) -> int:
@@ -88,6 +98,8 @@ class Scheduler(Computing):
                 self.admit()
                 self.step_all()
                 self.unload_idle()
+        except Exception as error:
+            log.exception("the compute thread has ended: %s", type(error).__name__)
         finally:
             self.close()
 
@@ -120,7 +132,7 @@ class Scheduler(Computing):
         """Maximum number of sequences; a controller caps the gears of only one."""
         served = self.provider.served
         is_governed = served is not None and served.controller is not None
-        return 1 if is_governed else self.provider.settings.decode_concurrency
+        return 1 if is_governed else self.provider.settings.concurrency.decode_concurrency
 
     def next_request(self) -> PendingRequest | None:
         pending, self.waiting = self.waiting, None
@@ -152,7 +164,7 @@ class Scheduler(Computing):
             if not isinstance(batch, Batch):
                 batch = self.generators[key] = Batch(served, mode, self.provider.settings)
             batch.add(job, cache)
-        machine, name = self.text_machine(served.tokenizer), self.provider.name_of(pending.model_key)
+        machine, name = make_text_state_machine(served.tokenizer), self.provider.name_of(pending.model_key)
         pending.put(GenerationContext(job.prompt, mode, job.cached, machine, name))
         return True
 
@@ -164,8 +176,8 @@ class Scheduler(Computing):
         """
         request, prompt = pending.request, pending.prompt
         if prompt is None or prompt.served is not served:
-            prompt = prompt_of(self, request, served)
-        size, max_tokens = len(prompt.tokens), request.max_answer_tokens or self.provider.settings.max_tokens
+            prompt = prompt_of(self.provider, request, served)
+        size, max_tokens = len(prompt.tokens), request.max_answer_tokens or self.provider.settings.answers.max_tokens
         if not size:
             raise Refused(400, "prompt: no token; use a longer one", param="prompt")
         given = request.tokens if isinstance(request, TextRequest) else []
@@ -185,8 +197,9 @@ class Scheduler(Computing):
         decoding in the top gear. With a seed, mode route is a `Single` too: a batch shares its gears.
         """
         served, mode = job.served, job.mode.name
-        cache = self.provider.settings.kv_bits is None and self.provider.settings.kv_gears is None
-        plain = cache and served.controller is None and job.prompt.vision is None and self.provider.is_batchable
+        flags = self.provider.settings.cache
+        cache = flags.kv_bits is None and flags.kv_gears is None and served.is_batchable
+        plain = cache and served.controller is None and job.prompt.vision is None
         if served.gearbox is None or not plain or (mode == "lossless" and not self.running):
             return None
         if mode in ("lossless", "static"):
@@ -241,30 +254,27 @@ class Scheduler(Computing):
 # From a request to the tokens of its prompt.
 
 
-def prompt_of(computing: Computing, request: AnyRequest, served: ServedModel) -> Prompt:
+def prompt_of(provider: GearedProvider, request: AnyRequest, served: ServedModel) -> Prompt:
     """Return a tokenized prompt, by mlx-lm's templates.
 
     Raises:
         Refused: messages that the chat template refuses, a prompt far beyond the context, or template arguments that
             would control transformers instead.
     """
-    arguments: dict[str, Any] | None = None
-    if isinstance(request, ChatRequest):
-        messages = [turn.model_dump(exclude_unset=True) for turn in request.messages]
-        arguments = request.chat_template_kwargs
-        check_length(served, [messages, request.prompt_tools, arguments])
-        if reserved := (arguments or {}).keys() & RESERVED:
-            why = f"chat_template_kwargs: {min(reserved)} is not an argument of templates; omit it"
-            raise Refused(400, why, param="chat_template_kwargs")
-        completion = CompletionRequest("chat", "", messages, request.prompt_tools, None)
-    elif request.tokens:
-        return Prompt(served, request.tokens, [request.tokens], ["assistant"])
-    else:
+    if isinstance(request, TextRequest):
         check_length(served, request.routing_text)
-        completion = CompletionRequest("text", request.routing_text, [], None, None)
-    template = SimpleNamespace(chat_template_kwargs=arguments)
+        tokens = request.tokens or BoundedTokenizer(served).encode(request.routing_text)
+        return Prompt(served, tokens, [tokens], ["assistant"])
+    messages = [turn.model_dump(exclude_unset=True) for turn in request.messages]
+    own = request.chat_template_kwargs or {}
+    check_length(served, [messages, request.prompt_tools, own])
+    if reserved := own.keys() & RESERVED:
+        why = f"chat_template_kwargs: {min(reserved)} is not an argument of templates; omit it"
+        raise Refused(400, why, param="chat_template_kwargs")
+    arguments = provider.settings.answers.chat_template_args | own
     try:
-        return Prompt(served, *computing.tokenized(BoundedTokenizer(served), completion, template))
+        parts = tokenized(BoundedTokenizer(served), messages, request.prompt_tools, arguments, served.processor)
+        return Prompt(served, *parts)
     except Refused:
         raise
     except Exception as error:  # a template is a program with errors of any type

@@ -234,7 +234,7 @@ REFUSED = [
             ("--gears 5,4", "gears must ascend"),
         )
     ),
-    ("server --server x --server-model a,b", "--server 'x': not an http or https URL"),
+    ("server --server x --server-model a,b", "--server: not the http or https URL of an API, got 'x'"),
     ("server --gears 4,8,16 --prompt-gear 5", "5"),
     ("server --gears 4,8,16 --mode lossless --prompt-gear turbo", "turbo"),
     ("server --mode telemetry-only --prompt-gear 8", "--prompt-gear"),

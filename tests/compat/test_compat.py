@@ -10,10 +10,8 @@ import inspect
 import io
 import pkgutil
 import re
-import time
 import warnings
 from pathlib import Path
-from threading import Event
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -33,7 +31,6 @@ from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Lossless, Route, Sta
 from gearbx_mlx.compat import arrays, classes, latent_attention, loops, versions
 from gearbx_mlx.compat.classes import COMPILED, CompiledSteps
 from gearbx_mlx.compat.loops import streaming_with as stream_of
-from gearbx_mlx.compat.server import Computing
 from gearbx_mlx.decoding.rows import Verification, Verifier
 from gearbx_mlx.formats import block
 from gearbx_mlx.formats.block import NativeBlock
@@ -304,25 +301,14 @@ class TestNames:
         assert classes.model_classes({"model_type": "llama"})[0] is llama.Model
         assert classes.own_tokenizer(demo.tokenizer) is not demo.tokenizer
 
-    def test_mlx_lm_server_starts_computing_thread(self):
-        computed = Event()
-
-        class Own(Computing):
-            def compute(self):
-                computed.set()
-                while not self.stopping:
-                    time.sleep(0.01)
-
-        own = Own(None, None)
-        assert computed.wait(10)
-        assert own.thread.is_alive()
-        own.stop()
-        own.thread.join(10)
-        assert not own.thread.is_alive()
-
-    def test_the_server_of_mlx_lm_has_its_two(self):
+    def test_mlx_lm_tokenization_reads_known_attributes(self):
         assert [*inspect.signature(ResponseGenerator._tokenize).parameters] == ["self", "tokenizer", "request", "args"]
-        assert len(inspect.signature(ResponseGenerator._make_state_machine).parameters) >= 4
+        text = inspect.getsource(ResponseGenerator._tokenize)
+        assert {*re.findall(r"\b((?:self|args)\.[\w.]*)", text)} == {
+            "self.model_provider.processor",
+            "self.model_provider.cli_args.chat_template_args",
+            "args.chat_template_kwargs",
+        }
 
 
 REACHES = ("exec", "eval", "inspect.getsource", "dis.get_instructions", "FunctionType", "types.FunctionType")

@@ -10,7 +10,7 @@ from conftest import every_gear, normal, tiny_model
 from gearbx_mlx import Gearbox
 from gearbx_mlx.errors import GearbxWarning
 from gearbx_mlx.formats.exact import encode
-from gearbx_mlx.kernels import dispatch, metal, metal_products, products, proven, tuner
+from gearbx_mlx.kernels import dispatch, metal, products, proven, tuner
 from gearbx_mlx.kernels.dispatch import METAL, MLX, NATIVE, RECONSTRUCT, Kind
 from gearbx_mlx.kernels.exact import decode
 from gearbx_mlx.kernels.metal_products import dense_launch
@@ -32,12 +32,9 @@ def on_metal(monkeypatch, own_cache):
     monkeypatch.setattr(metal, "available", lambda: True)
     monkeypatch.setattr(mx.fast, "metal_kernel", refused)
     monkeypatch.setattr(metal, "ACCEPTED", {})
-    of_earlier = metal.build, metal_products._dense_prepared
-    for kept in of_earlier:
-        kept.cache_clear()
+    metal.build.cache_clear()
     yield
-    for kept in of_earlier:
-        kept.cache_clear()
+    metal.build.cache_clear()
 
 
 def prove(kind: Kind, vectors: int, **seconds: tuple[float, float]) -> None:

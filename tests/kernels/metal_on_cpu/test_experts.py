@@ -159,7 +159,7 @@ def of_experts(gearbox: Gearbox, launches: list) -> list[dict]:
     """The launches of experts in one pass over a token."""
     launches.clear()
     gearbox.model(TOKEN)
-    return [dataclasses.asdict(made.spec) for made in launches if getattr(made.spec, "experts", False)]
+    return [dataclasses.asdict(made.spec) for made in launches if made.spec.experts]
 
 
 def stacks_of(gearbox: Gearbox) -> int:
@@ -178,7 +178,7 @@ def test_moe_decode_launches_once_per_expert_stack(format, launches):
     assert {spec["vectors"] for spec in mixtures} == {1}
     launches.clear()
     native.model(mx.array([[1, 5, 9] * 50]))  # of more pairs than a kernel takes
-    assert not any(getattr(made.spec, "experts", False) for made in launches)
+    assert not any(made.spec.experts for made in launches)
 
 
 @pytest.mark.clang

@@ -44,19 +44,19 @@ def test_verifies_every_kernel(short):
     rows = list(subject.check_all())
     assert [row["wrong"] for row in rows if row["wrong"]] == []
     assert all(row["checked"] and 0 < row["largest_error"] <= 1 for row in rows)
-    layouts = {launch.spec.layout.name for launch in short if hasattr(launch.spec, "layout")}
+    layouts = {launch.spec.layout.name for launch in short}
     wanted = {f"planes_{bits}_g64_b1_r0" for bits in (2, 3, 4, 5, 6, 8)}
     wanted |= {"planes_4_4_g64_b2_r0", "planes_4_1_1_2_g64_b4_r0"}
     wanted |= {f"planes_{bits}_g64_b1_r{of - bits}" for bits, of in ((4, 8), (5, 8), (4, 6))}
-    wanted |= {f"rowwise_{bits}" for bits in (8, 6, 4, 2)} | {"groupwise", "exact_g64"}
+    wanted |= {f"rowwise_{bits}" for bits in (8, 6, 4, 2)} | {"groupwise", "exact_g64", "dense"}
     wanted |= {f"codebook_{bits}" for bits in range(2, 7)} | {f"library_{bits}" for bits in (2, 3, 4)}
     assert layouts == wanted
-    ragged = {launch.spec.variant.name for launch in short if getattr(launch.spec, "ragged", False)}
+    ragged = {launch.spec.variant.name for launch in short if launch.spec.ragged}
     assert ragged == {*metal.VARIANTS}
     texts = {launch.spec.text for launch in short}
     assert texts == {"matvec", "exact", "dense"}
-    packed = {launch.spec.layout.name for launch in short if getattr(launch.spec, "experts", False)}
-    assert packed == {name for name in wanted if not name.startswith("exact")}
+    packed = {launch.spec.layout.name for launch in short if launch.spec.experts}
+    assert packed == {name for name in wanted if not name.startswith(("exact", "dense"))}
 
 
 def test_a_wrong_kernel_is_named(short, monkeypatch):
