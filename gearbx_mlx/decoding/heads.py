@@ -209,6 +209,7 @@ class Head(nn.Module):
 
     @functools.cached_property
     def _columns(self) -> mx.array:
+        assert self.tokens is not None
         return mx.array(self.tokens)
 
     def put_in(self, native: bool, dtype: mx.Dtype) -> None:
