@@ -12,6 +12,7 @@ some kilobytes, a draft's pass reads megabytes. Only drafts are rescored; output
 """
 
 import contextlib
+import copy
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx_lm.models.cache import KVCache
 
 from ...errors import GearbxError
 from ...formats.block import KeptParts, NativeDraft, PassParts, begin_draft, pass_parts
@@ -32,15 +34,18 @@ from ...gears.ladder import Gear
 from ...gears.sharding import sharding_of
 from ...kernels.dispatch import on_cpu
 from ...ranks.agreement import ALONE
-from ..caches import Snapshot
-from ..policy import LearnedPolicy
+from ..caches import Cache, Snapshot
+from ..policy import MAX_ON_GPU, LearnedPolicy
 from ..response import GeneratedText
-from ..rows import Proposal
+from ..rows import Proposal, VerifiedPass
 from ..sampling import Chooser, GumbelSampler, LogitsReader
-from . import Drafter, DraftTarget, of_draft, queue_draft, rewound
+from . import Drafted, Drafter, DraftTarget, drafted_token, of_draft, queue_draft, rewound
 
 Following = Callable[[int, int], tuple[int, float]]
 """Function from a token and its position in a draft (from 0) to the next token and its margin."""
+
+Entries = list[tuple[mx.array, mx.array]]
+"""Keys and values of the cache of each layer."""
 
 HEAD = "lm_head"
 RESCORE_TOP_K = 4  # larger values hardly change a token
@@ -48,6 +53,9 @@ CHUNK = 256  # logits per chunk, whose maxima are compared first: sorting a whol
 ACTIVATION_BITS = 8  # of native drafts: accepted as often as with 16, in 0.76 (AVX2) to 0.9 of the time per token
 FIXED_SHARE = 0.15  # share of a pass that the gear's bits do not change: attention, norms, the host
 AWAITED_BYTES = 128e6  # of a gear, up to which decoding waits: 0.2 s on all cores, not 0.4 s of slowed tokens
+# Graphs built in advance: the most rows of the verification, and bytes of the KV cache. Unused graphs keep its buffers,
+# so MLX copies them once instead of writing in place: 1 ms on an M4 Pro, where a graph takes Python 2 ms (estimated).
+MAX_BUILT, MAX_COPIED = MAX_ON_GPU + 1, 128e6
 RowsOf = Callable[[mx.array], mx.array]  # row numbers (...) to rows (..., D) of a head
 
 
@@ -62,6 +70,7 @@ class LowGear(Drafter):
         self._target, self.gear = target, gear
         self.name, self.cost = f"{gear.bits} bits", draft_cost(gear.bits, target.gearbox.ladder.top.bits)
         self._next_length = 0  # by the policy; 0: not chosen yet
+        self._ahead: AheadDrafts | None = None
 
     @classmethod
     def of(cls, target: DraftTarget) -> "LowGear | None":
@@ -111,6 +120,7 @@ class LowGear(Drafter):
 
     def propose(self, text: GeneratedText, length: int, policy: LearnedPolicy) -> Proposal:
         target, self._next_length = self._target, 0
+        ahead, self._ahead = self._ahead, None  # unused graphs go when the draft is queued: that takes milliseconds
         read = target.gearbox.weight_bytes_per_token(self.gear)
         with rewound(target.chooser):
             native = self._parts.use(target.cache, lambda parts: begin_draft(parts, target.cache))
@@ -119,8 +129,23 @@ class LowGear(Drafter):
                 return of_draft(tokens, margins, read, self.gear)
             target.gearbox.shift(self.gear)
             with Snapshot(target.cache).borrowed(), rescoring(self.rescoring_head):
-                drafted = queue_draft(target.gearbox.model, target.cache, text, [text.last], length, target)
+                first = None if ahead is None else ahead.begin(target.cache)
+                drafted = queue_draft(target.gearbox.model, target.cache, text, [text.last], length, target, first)
         return of_draft(*drafted, read, self.gear)
+
+    def build_ahead(self, found: VerifiedPass, tokens: mx.array) -> None:
+        target, self._ahead = self._target, None
+        if len(tokens) > MAX_BUILT or target.chooser.draws or target.agreement.group is not None or not self.is_ready:
+            return
+        appends = all(type(part) is KVCache for part in target.cache)
+        if appends and sum(keys.nbytes + values.nbytes for keys, values in entries_of(target.cache)) <= MAX_COPIED:
+            target.gearbox.shift(self.gear)
+            with rescoring(self.rescoring_head):
+                self._ahead = AheadDrafts(target, found, tokens)
+
+    def settle(self, text: GeneratedText, found: VerifiedPass | None) -> None:
+        if self._ahead is not None and self._ahead.found is not found:
+            self._ahead = None
 
     def _find(self) -> PassParts | None:
         """Return the parts of the gear for native drafts; None if they cannot run. The engaged gear stays."""
@@ -153,6 +178,49 @@ class LowGear(Drafter):
     def rescoring_head(self) -> "RescoringHead | None":
         """Head of the top gear, found once both gears are made; None without."""
         return rescoring_head(self._target.gearbox, self.gear)
+
+
+class AheadDrafts:
+    """Graphs of a draft's first token, one for each number of accepted tokens; nothing is evaluated.
+
+    Python builds them while the device verifies. Otherwise the device would wait for the next draft's graph.
+
+    Args:
+        target: whose KV caches hold all rows of `found`; they stay unchanged.
+        found, tokens: as in `Drafter.build_ahead`.
+    """
+
+    def __init__(self, target: DraftTarget, found: VerifiedPass, tokens: mx.array):
+        self.found, cache = found, target.cache
+        self._built: dict[int, tuple[Drafted, Entries]] = {}  # by the number of entries before the token
+        whole, end = entries_of(cache), cache[0].offset
+        try:
+            for row in range(len(tokens)):
+                kept = end - len(tokens) + row + 1
+                # A write changes the object of an array, so each graph has its own.
+                set_entries(cache, [(copy.copy(keys), copy.copy(values)) for keys, values in whole], kept)
+                drafted = drafted_token(target.gearbox.model, cache, tokens[row : row + 1], None, target)
+                self._built[kept] = drafted, entries_of(cache)
+        finally:
+            set_entries(cache, whole, end)
+
+    def begin(self, cache: Cache) -> Drafted | None:
+        """Return the first token after the entries of the cache, which then has the token's; None if not built."""
+        kept = cache[0].offset
+        if kept not in self._built:
+            return None
+        drafted, entries = self._built[kept]
+        set_entries(cache, entries, kept + 1)
+        return drafted
+
+
+def entries_of(cache: Cache) -> Entries:
+    return [(part.keys, part.values) for part in cache]
+
+
+def set_entries(cache: Cache, entries: Entries, offset: int) -> None:
+    for part, (part.keys, part.values) in zip(cache, entries):
+        part.offset = offset
 
 
 def draft_cost(draft_bits: float, top_bits: float) -> float:
