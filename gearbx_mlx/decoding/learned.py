@@ -125,7 +125,7 @@ def policy_of(gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> Ke
 
 
 def rows_of_pass(gearbox: Gearbox) -> tuple[int, int]:
-    """Return the most tokens of a draft, and the rows that the top gear's kernels multiply in one pass over the weights.
+    """Return the most tokens of a draft, and the rows that the top gear's kernels multiply in one pass over weights.
 
     Metal's figures are those of MLX 0.32 (matmul.cpp, gemv_wide_config; quantized.cpp, qmv_wide), also if a few kernels
     of this package were proven faster: they replace single shapes.

@@ -219,8 +219,8 @@ def entries_of(cache: Cache) -> Entries:
 
 
 def set_entries(cache: Cache, entries: Entries, offset: int) -> None:
-    for part, (part.keys, part.values) in zip(cache, entries):
-        part.offset = offset
+    for part, (keys, values) in zip(cache, entries):
+        part.keys, part.values, part.offset = keys, values, offset
 
 
 def draft_cost(draft_bits: float, top_bits: float) -> float:
