@@ -2,8 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from importlib import import_module
 
 import mlx.core as mx
@@ -105,19 +104,19 @@ def available_memory() -> int:
     return psutil.virtual_memory().available
 
 
-@contextmanager
-def wired_memory() -> Iterator[None]:
-    """Keep the GPU's arrays wired in memory, up to macOS's recommendation; no effect on other devices.
+WIRED_BESIDE = 2 * 10**9  # bytes beside the weights: KV caches and activations
+_wired = 0  # bytes; MLX has one limit per process
 
-    mlx-lm does so during generation, but not for a forward pass that is called directly, as in evaluation.
+
+def wire(needed: int) -> None:
+    """Keep a loaded model of `needed` bytes, and WIRED_BESIDE, wired in a Mac's memory; no effect on other devices.
+
+    The limit never exceeds macOS's recommendation and never shrinks. All recommended bytes, or a model that is still
+    being loaded, would take memory from other programs until a Mac of 16 GB freezes.
     """
+    global _wired
     most = recommended_memory()
-    if most is None:
-        yield
-        return
-    before = mx.set_wired_limit(most)
-    try:
-        yield
-    finally:
+    if most is not None and min(most, needed + WIRED_BESIDE) > _wired:
+        _wired = min(most, needed + WIRED_BESIDE)
         mx.synchronize()  # the limit must not change during a computation
-        mx.set_wired_limit(before)
+        mx.set_wired_limit(_wired)
