@@ -136,7 +136,7 @@ def test_expected_seconds_of_a_series():
     assert subject.expected_seconds(one, 36, 201) == pytest.approx(36 * (0.5 + 40))
 
 
-def test_mlx_lm_at_start_and_end_is_the_baseline():
+def test_baseline_is_mlx_lm_before_and_after():
     default = text(page.DEFAULT, 1.0, same=True)
     rows = {row["method"]: row for row in report_of(text(page.MLX_LM, 1.0), default, text(page.MLX_LM, 2.0)).methods}
     assert rows[page.DEFAULT]["ratio"] == pytest.approx(10 / 7.5)  # it slowed down from 10 to 5 tokens/s
