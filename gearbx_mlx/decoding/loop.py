@@ -36,7 +36,7 @@ from .caches import in_common
 from .plan import DecodePlan, DecodeState
 from .response import DRAFT, MODEL, GeneratedToken
 from .rows import NO_TOKENS, Proposal, VerifiedPass
-from .sampling import Choice, choose_rows, rounding_of, take_kv_reads
+from .sampling import Choice, ChosenRows, choose_rows, rounding_of, take_kv_reads
 
 CLEAR_EVERY = 256  # tokens between calls of mx.clear_cache, as in mlx-lm
 
@@ -151,7 +151,7 @@ def accept(
     context = text.array() if chooser.processors else None
     rows = choose_rows(chooser, plan.reader, plan.agreement, logits, context, proposal.array())
     queued = [each for each in (proposal.tokens, proposal.margins) if isinstance(each, mx.array)]
-    meanwhile = partial(build_ahead, state, found, rows.tokens) if state.is_queued(plan) else None
+    meanwhile = partial(build_ahead, state, found, rows) if state.is_queued(plan) else None
     tokens, choices, read = rows.read(plan.agreement, *queued, meanwhile=meanwhile)
     accepted = in_common(tokens, [*proposal.tokens] if proposal.is_known else read.pop(0))
     rounding = rounding_of(choices[:, Choice.MAGNITUDE].max(), logits.dtype)
@@ -170,11 +170,11 @@ def accept(
     return generated, read[0].tolist() if read else [*(proposal.margins or ())]
 
 
-def build_ahead(state: DecodeState, found: VerifiedPass, tokens: mx.array) -> None:
+def build_ahead(state: DecodeState, found: VerifiedPass, rows: ChosenRows) -> None:
     """Let drafters build graphs while the device verifies. If one fails, so does its proposal, which is reported."""
     for drafter in state.drafters:
         with contextlib.suppress(Exception):
-            drafter.build_ahead(found, tokens)
+            drafter.build_ahead(found, rows)
 
 
 def run_round(

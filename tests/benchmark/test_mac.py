@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from urllib.parse import parse_qs, urlsplit
 
 import mlx.core as mx
+import mlx_lm
 import pytest
 from conftest import save_model, tiny_model
 
@@ -209,6 +210,14 @@ class TestInterrupted:
         assert report["outputs"][:TURN] == first
         assert len(report["outputs"]) == 3 * TURN
 
+    def test_file_of_another_machine_is_ignored(self, interrupted, bench):
+        report = written()
+        report["facts"]["machine"] = "another Mac"
+        Path("mac.json").write_text(json.dumps(report))
+        done = bench()
+        assert "mac.json: measured with machine another Mac, got " in " ".join(done.err.split())
+        assert len(written()["outputs"]) == 3 * TURN
+
     def test_file_of_other_kind_is_ignored(self, bench):
         Path("mac.json").write_text('{"rows": []}')
         done = bench()
@@ -265,6 +274,16 @@ class TestRefused:
         assert re.search(
             "too large for the 1 kB for weights here, got about .* MB; use a smaller", self.refused(bench())
         )
+
+    def test_model_beyond_recommended_memory(self, bench, monkeypatch):
+        monkeypatch.setattr(metal, "available", lambda: True)
+        info = {"max_recommended_working_set_size": 100_000, "memory_size": 8 * 10**9}
+        monkeypatch.setattr(mx, "device_info", lambda: info)
+        assert re.search(r"about .* exceed the 100 kB recommended for this GPU; use ", self.refused(bench()))
+
+    def test_a_4_bit_model(self, command, tmp_path, tiny_directory):
+        mlx_lm.convert(str(tiny_directory), str(tmp_path / "4bit"), quantize=True, q_bits=4)
+        assert "use the original" in self.refused(command("benchmark", "mac", "--model", tmp_path / "4bit"))
 
     def test_a_quantized_model(self, bench, command, succeeds, tmp_path):
         succeeds("convert", "--mlx-path", tmp_path / "geared", "--gears", "4,8")

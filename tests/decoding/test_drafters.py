@@ -245,20 +245,37 @@ def test_device_computes_next_token_during_read():
     assert [after - before for before, after in itertools.pairwise(passes)] == [2, *[1] * 27, 0]
 
 
+@pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("length", [1, 3, 7])  # of 7, no graph is built in advance
-def test_drafts_built_ahead_change_nothing(monkeypatch, length):
-    gearbox, found = Gearbox(tiny_model(), "4,16", kernels="mlx"), []
-    built, begin = [], low_gear.AheadDrafts.begin
+def test_drafts_built_ahead_change_nothing(monkeypatch, length, sampler):
+    gearbox, found, built = Gearbox(tiny_model(), "4,16", kernels="mlx"), [], []
+    begin = low_gear.AheadDrafts.begin
     monkeypatch.setattr(low_gear.AheadDrafts, "begin", lambda *given: built.append(begin(*given)) or built[-1])
+    monkeypatch.setattr(low_gear.AheadPace, "settled", lambda pace: setattr(pace, "graphs", 5))
     for rows in (low_gear.MAX_BUILT, 0):
         monkeypatch.setattr(low_gear, "MAX_BUILT", rows)
+        mx.random.seed(3)
         cache, mode = make_prompt_cache(gearbox.model), Lossless(draft_length=length, lookup_tokens=0)
-        run = stream_generate(gearbox.model, endless(), TOKENS, 40, gearbox=gearbox, mode=mode, prompt_cache=cache)
-        found.append(([(r.token, r.from_draft, r.drafted) for r in run], [part.state for part in cache]))
-    assert found[0][0] == found[1][0]
-    assert all(mx.array_equal(a, b) for one, two in zip(found[0][1], found[1][1]) for a, b in zip(one, two))
+        how = {"prompt_cache": cache, "sampler": SAMPLERS[sampler], "gearbox": gearbox, "mode": mode}
+        run = stream_generate(gearbox.model, endless(), TOKENS, 40, **how)
+        tokens = [(r.token, r.from_draft, r.drafted) for r in run]
+        entries = [np.array(array) for part in cache for array in part.state[:2]]
+        found.append([*tokens, *entries, mx.random.state[0].tolist()])
+    for one, other in zip(*found, strict=True):
+        assert np.array_equal(one, other)
     assert (len(built) > 5) == (length < 5)
-    assert None not in built
+    assert None not in built[1:]
+
+
+def test_as_many_graphs_as_there_is_time_for(monkeypatch):
+    now, found, pace = [0.0], [], low_gear.AheadPace()
+    monkeypatch.setattr(low_gear, "clock", lambda: now[0])
+    for device in [10.0] * 8 + [2.5] * 4:  # seconds of a verification; a graph takes one
+        pace.built(pace.graphs, pace.graphs)
+        now[0] += max(0.0, device - pace.graphs)
+        pace.settled()
+        found.append(pace.graphs)
+    assert found == [2, 3, 4, 5, 5, 5, 5, 5, 4, 3, 2, 2]
 
 
 @pytest.mark.parametrize("taken", [1, 4, 6, 9])

@@ -23,6 +23,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from gearbx_mlx import Gearbox, Lossless, stream_generate
 from gearbx_mlx.decoding import sampling
+from gearbx_mlx.decoding.drafters import low_gear
 from gearbx_mlx.decoding.response import MODEL
 
 LAUNCHES_A_LAYER, LAUNCHES_A_BUFFER, BUFFERS = 17, 40, 10  # 480 launches in 28 layers; MLX's limits on Metal
@@ -86,6 +87,9 @@ class StandIn:
     def now(self) -> float:
         return self._scale * time.thread_time() + self._waited
 
+    def seconds(self) -> float:
+        return self.now() / 1000
+
     @property
     def is_busy(self) -> bool:
         return self._ends > self.now()
@@ -146,7 +150,11 @@ class StandIn:
 
         model.__class__ = type(kind.__name__, (kind,), {"__call__": call})
         try:
-            with mock.patch.object(sampling, "wait_for", waited), mock.patch.object(mx, "async_eval", queued):
+            with (
+                mock.patch.object(sampling, "wait_for", waited),
+                mock.patch.object(mx, "async_eval", queued),
+                mock.patch.object(low_gear, "clock", self.seconds),
+            ):
                 yield self
         finally:
             model.__class__ = kind

@@ -27,7 +27,7 @@ from ..caches import Cache
 from ..policy import MAX_DRAFTED, LearnedPolicy
 from ..response import DRAFT, GeneratedText
 from ..rows import Proposal, VerifiedPass
-from ..sampling import MLX_READER, Chooser, LogitsReader
+from ..sampling import MLX_READER, Chooser, ChosenRows, LogitsReader
 
 DRAFTERS = {  # in order of priority; a sequence uses at most one drafter that reads weights
     "lookup": "gearbx_mlx.decoding.drafters.lookup:Lookup",
@@ -108,12 +108,12 @@ class Drafter:
         """
         raise NotImplementedError
 
-    def build_ahead(self, found: VerifiedPass, tokens: mx.array) -> None:
+    def build_ahead(self, found: VerifiedPass, rows: ChosenRows) -> None:
         """Build the graph of the next draft's first token in advance, while a device computes a verification.
 
         Args:
             found: the verified rows; the KV cache of the sequence holds all of them.
-            tokens: (K,), the token after each row, which the device may still compute.
+            rows: the token after each row, which the device may still compute.
         """
 
     def settle(self, text: GeneratedText, found: VerifiedPass | None) -> None:

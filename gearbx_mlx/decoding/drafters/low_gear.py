@@ -15,14 +15,17 @@ import contextlib
 import copy
 import functools
 import math
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import KVCache
 
+from ...compat.arrays import random_state, set_random_state
 from ...errors import GearbxError
 from ...formats.block import KeptParts, NativeDraft, PassParts, begin_draft, pass_parts
 from ...formats.exact import ExactModule
@@ -38,7 +41,7 @@ from ..caches import Cache, Snapshot
 from ..policy import MAX_ON_GPU, LearnedPolicy
 from ..response import GeneratedText
 from ..rows import Proposal, VerifiedPass
-from ..sampling import Chooser, GumbelSampler, LogitsReader
+from ..sampling import Chooser, ChosenRows, GumbelSampler, LogitsReader
 from . import Drafted, Drafter, DraftTarget, drafted_token, of_draft, queue_draft, rewound
 
 Following = Callable[[int, int], tuple[int, float]]
@@ -56,6 +59,7 @@ AWAITED_BYTES = 128e6  # of a gear, up to which decoding waits: 0.2 s on all cor
 # Graphs built in advance: the most rows of the verification, and bytes of the KV cache. Unused graphs keep its buffers,
 # so MLX copies them once instead of writing in place: 1 ms on an M4 Pro, where a graph takes Python 2 ms (estimated).
 MAX_BUILT, MAX_COPIED = MAX_ON_GPU + 1, 128e6
+clock = time.perf_counter  # seconds
 RowsOf = Callable[[mx.array], mx.array]  # row numbers (...) to rows (..., D) of a head
 
 
@@ -71,6 +75,8 @@ class LowGear(Drafter):
         self.name, self.cost = f"{gear.bits} bits", draft_cost(gear.bits, target.gearbox.ladder.top.bits)
         self._next_length = 0  # by the policy; 0: not chosen yet
         self._ahead: AheadDrafts | None = None
+        self._used: AheadDrafts | None = None  # freed while the device verifies, since that takes milliseconds
+        self._pace = AheadPace()
 
     @classmethod
     def of(cls, target: DraftTarget) -> "LowGear | None":
@@ -120,7 +126,7 @@ class LowGear(Drafter):
 
     def propose(self, text: GeneratedText, length: int, policy: LearnedPolicy) -> Proposal:
         target, self._next_length = self._target, 0
-        ahead, self._ahead = self._ahead, None  # unused graphs go when the draft is queued: that takes milliseconds
+        ahead, self._ahead, self._used = self._ahead, None, self._ahead
         read = target.gearbox.weight_bytes_per_token(self.gear)
         with rewound(target.chooser):
             native = self._parts.use(target.cache, lambda parts: begin_draft(parts, target.cache))
@@ -133,18 +139,25 @@ class LowGear(Drafter):
                 drafted = queue_draft(target.gearbox.model, target.cache, text, [text.last], length, target, first)
         return of_draft(*drafted, read, self.gear)
 
-    def build_ahead(self, found: VerifiedPass, tokens: mx.array) -> None:
-        target, self._ahead = self._target, None
-        if len(tokens) > MAX_BUILT or target.chooser.draws or target.agreement.group is not None or not self.is_ready:
+    def build_ahead(self, found: VerifiedPass, rows: ChosenRows) -> None:
+        target, start = self._target, clock()
+        self._ahead = self._used = None
+        if found.count > MAX_BUILT or target.chooser.processors or target.agreement.group is not None:
+            return  # a processor needs the tokens themselves
+        if target.chooser.random is not None or not self.is_ready:
             return
         appends = all(type(part) is KVCache for part in target.cache)
         if appends and sum(keys.nbytes + values.nbytes for keys, values in entries_of(target.cache)) <= MAX_COPIED:
             target.gearbox.shift(self.gear)
-            with rescoring(self.rescoring_head):
-                self._ahead = AheadDrafts(target, found, tokens)
+            count = min(self._pace.graphs, found.count)
+            with rewound(target.chooser), rescoring(self.rescoring_head):
+                self._ahead = AheadDrafts(target, found, rows, count)
+            self._pace.built(count, clock() - start)
 
     def settle(self, text: GeneratedText, found: VerifiedPass | None) -> None:
-        if self._ahead is not None and self._ahead.found is not found:
+        if self._ahead is not None and self._ahead.found is found:
+            self._pace.settled()
+        elif self._ahead is not None:
             self._ahead = None
 
     def _find(self) -> PassParts | None:
@@ -180,6 +193,41 @@ class LowGear(Drafter):
         return rescoring_head(self._target.gearbox, self.gear)
 
 
+class AheadPace:
+    """Number of graphs that Python can build while a device verifies, found from the time that it then still waits.
+
+    Attributes:
+        graphs: to build during the next verification.
+    """
+
+    def __init__(self) -> None:
+        self.graphs = 1
+        self._cost = 0.0  # seconds per graph, with the freeing of an earlier one
+        self._built_at = 0.0
+
+    def built(self, count: int, seconds: float) -> None:
+        """Take the seconds in which graphs were built."""
+        self._built_at = clock()
+        if count:
+            self._cost = seconds / count
+
+    def settled(self) -> None:
+        """Take the end of the verification: with time left, one graph more; without, one fewer."""
+        left = clock() - self._built_at
+        if left > 2 * self._cost:
+            self.graphs = min(self.graphs + 1, MAX_BUILT)
+        elif left < self._cost / 2:
+            self.graphs = max(self.graphs - 1, 0)
+
+
+class AheadDraft(NamedTuple):
+    """Graph of a drafted token, with the KV cache's entries and MLX's random state after it (None: nothing drawn)."""
+
+    drafted: Drafted
+    entries: Entries
+    state: mx.array | None
+
+
 class AheadDrafts:
     """Graphs of a draft's first token, one for each number of accepted tokens; nothing is evaluated.
 
@@ -187,31 +235,39 @@ class AheadDrafts:
 
     Args:
         target: whose KV caches hold all rows of `found`; they stay unchanged.
-        found, tokens: as in `Drafter.build_ahead`.
+        found, rows: as in `Drafter.build_ahead`.
+        count: graphs; the likeliest first: all tokens accepted, then none, one, ...
     """
 
-    def __init__(self, target: DraftTarget, found: VerifiedPass, tokens: mx.array):
+    def __init__(self, target: DraftTarget, found: VerifiedPass, rows: ChosenRows, count: int):
         self.found, cache = found, target.cache
-        self._built: dict[int, tuple[Drafted, Entries]] = {}  # by the number of entries before the token
+        self._built: dict[int, AheadDraft] = {}  # by the number of entries before the token
         whole, end = entries_of(cache), cache[0].offset
         try:
-            for row in range(len(tokens)):
-                kept = end - len(tokens) + row + 1
+            for row in [found.count - 1, *range(found.count - 1)][:count]:
+                kept = end - found.count + row + 1
                 # A write changes the object of an array, so each graph has its own.
                 set_entries(cache, [(copy.copy(keys), copy.copy(values)) for keys, values in whole], kept)
-                drafted = drafted_token(target.gearbox.model, cache, tokens[row : row + 1], None, target)
-                self._built[kept] = drafted, entries_of(cache)
+                if rows.states:
+                    set_random_state(rows.states[row])
+                drafted = drafted_token(target.gearbox.model, cache, rows.tokens[row : row + 1], None, target)
+                self._built[kept] = AheadDraft(drafted, entries_of(cache), random_state() if rows.states else None)
         finally:
             set_entries(cache, whole, end)
 
     def begin(self, cache: Cache) -> Drafted | None:
-        """Return the first token after the entries of the cache, which then has the token's; None if not built."""
+        """Return the first token after the entries of the cache, which then has the token's; None if not built.
+
+        The random numbers of the token are then drawn.
+        """
         kept = cache[0].offset
-        if kept not in self._built:
+        found = self._built.get(kept)
+        if found is None:
             return None
-        drafted, entries = self._built[kept]
-        set_entries(cache, entries, kept + 1)
-        return drafted
+        set_entries(cache, found.entries, kept + 1)
+        if found.state is not None:
+            set_random_state(found.state)
+        return found.drafted
 
 
 def entries_of(cache: Cache) -> Entries:
