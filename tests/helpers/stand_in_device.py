@@ -23,7 +23,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from gearbx_mlx import Gearbox, Lossless, stream_generate
 from gearbx_mlx.decoding import sampling
-from gearbx_mlx.decoding.drafters import low_gear
+from gearbx_mlx.decoding.drafters import built_ahead
 from gearbx_mlx.decoding.response import MODEL
 
 LAUNCHES_A_LAYER, LAUNCHES_A_BUFFER, BUFFERS = 17, 40, 10  # 480 launches in 28 layers; MLX's limits on Metal
@@ -153,7 +153,7 @@ class StandIn:
             with (
                 mock.patch.object(sampling, "wait_for", waited),
                 mock.patch.object(mx, "async_eval", queued),
-                mock.patch.object(low_gear, "clock", self.seconds),
+                mock.patch.object(built_ahead, "clock", self.seconds),
             ):
                 yield self
         finally:

@@ -12,20 +12,15 @@ some kilobytes, a draft's pass reads megabytes. Only drafts are rescored; output
 """
 
 import contextlib
-import copy
 import functools
 import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import KVCache
 
-from ...compat.arrays import random_state, set_random_state
 from ...errors import GearbxError
 from ...formats.block import KeptParts, NativeDraft, PassParts, begin_draft, pass_parts
 from ...formats.exact import ExactModule
@@ -37,18 +32,16 @@ from ...gears.ladder import Gear
 from ...gears.sharding import sharding_of
 from ...kernels.dispatch import on_cpu
 from ...ranks.agreement import ALONE
-from ..caches import Cache, Snapshot
-from ..policy import MAX_ON_GPU, LearnedPolicy
+from ..caches import Snapshot
+from ..policy import LearnedPolicy
 from ..response import GeneratedText
 from ..rows import Proposal, VerifiedPass
 from ..sampling import Chooser, ChosenRows, GumbelSampler, LogitsReader
-from . import Drafted, Drafter, DraftTarget, drafted_token, of_draft, queue_draft, rewound
+from . import Drafter, DraftTarget, of_draft, queue_draft, rewound
+from .built_ahead import BuiltAhead
 
 Following = Callable[[int, int], tuple[int, float]]
 """Function from a token and its position in a draft (from 0) to the next token and its margin."""
-
-Entries = list[tuple[mx.array, mx.array]]
-"""Keys and values of the cache of each layer."""
 
 HEAD = "lm_head"
 RESCORE_TOP_K = 4  # larger values hardly change a token
@@ -56,10 +49,6 @@ CHUNK = 256  # logits per chunk, whose maxima are compared first: sorting a whol
 ACTIVATION_BITS = 8  # of native drafts: accepted as often as with 16, in 0.76 (AVX2) to 0.9 of the time per token
 FIXED_SHARE = 0.15  # share of a pass that the gear's bits do not change: attention, norms, the host
 AWAITED_BYTES = 128e6  # of a gear, up to which decoding waits: 0.2 s on all cores, not 0.4 s of slowed tokens
-# Graphs built in advance: the most rows of the verification, and bytes of the KV cache. Unused graphs keep its buffers,
-# so MLX copies them once instead of writing in place: 1 ms on an M4 Pro, where a graph takes Python 2 ms (estimated).
-MAX_BUILT, MAX_COPIED = MAX_ON_GPU + 1, 128e6
-clock = time.perf_counter  # seconds
 RowsOf = Callable[[mx.array], mx.array]  # row numbers (...) to rows (..., D) of a head
 
 
@@ -74,9 +63,7 @@ class LowGear(Drafter):
         self._target, self.gear = target, gear
         self.name, self.cost = f"{gear.bits} bits", draft_cost(gear.bits, target.gearbox.ladder.top.bits)
         self._next_length = 0  # by the policy; 0: not chosen yet
-        self._ahead: AheadDrafts | None = None
-        self._used: AheadDrafts | None = None  # freed while the device verifies, since that takes milliseconds
-        self._pace = AheadPace()
+        self._built = BuiltAhead(target)
 
     @classmethod
     def of(cls, target: DraftTarget) -> "LowGear | None":
@@ -126,7 +113,6 @@ class LowGear(Drafter):
 
     def propose(self, text: GeneratedText, length: int, policy: LearnedPolicy) -> Proposal:
         target, self._next_length = self._target, 0
-        ahead, self._ahead, self._used = self._ahead, None, self._ahead
         read = target.gearbox.weight_bytes_per_token(self.gear)
         with rewound(target.chooser):
             native = self._parts.use(target.cache, lambda parts: begin_draft(parts, target.cache))
@@ -135,30 +121,18 @@ class LowGear(Drafter):
                 return of_draft(tokens, margins, read, self.gear)
             target.gearbox.shift(self.gear)
             with Snapshot(target.cache).borrowed(), rescoring(self.rescoring_head):
-                first = None if ahead is None else ahead.begin(target.cache)
+                first = self._built.take()
                 drafted = queue_draft(target.gearbox.model, target.cache, text, [text.last], length, target, first)
         return of_draft(*drafted, read, self.gear)
 
     def build_ahead(self, found: VerifiedPass, rows: ChosenRows) -> None:
-        target, start = self._target, clock()
-        self._ahead = self._used = None
-        if found.count > MAX_BUILT or target.chooser.processors or target.agreement.group is not None:
-            return  # a processor needs the tokens themselves
-        if target.chooser.random is not None or not self.is_ready:
-            return
-        appends = all(type(part) is KVCache for part in target.cache)
-        if appends and sum(keys.nbytes + values.nbytes for keys, values in entries_of(target.cache)) <= MAX_COPIED:
-            target.gearbox.shift(self.gear)
-            count = min(self._pace.graphs, found.count)
-            with rewound(target.chooser), rescoring(self.rescoring_head):
-                self._ahead = AheadDrafts(target, found, rows, count)
-            self._pace.built(count, clock() - start)
+        if self.is_ready and self._built.can_build(found):
+            self._target.gearbox.shift(self.gear)
+            with rewound(self._target.chooser), rescoring(self.rescoring_head):
+                self._built.build(found, rows)
 
     def settle(self, text: GeneratedText, found: VerifiedPass | None) -> None:
-        if self._ahead is not None and self._ahead.found is found:
-            self._pace.settled()
-        elif self._ahead is not None:
-            self._ahead = None
+        self._built.settle(found)
 
     def _find(self) -> PassParts | None:
         """Return the parts of the gear for native drafts; None if they cannot run. The engaged gear stays."""
@@ -191,92 +165,6 @@ class LowGear(Drafter):
     def rescoring_head(self) -> "RescoringHead | None":
         """Head of the top gear, found once both gears are made; None without."""
         return rescoring_head(self._target.gearbox, self.gear)
-
-
-class AheadPace:
-    """Number of graphs that Python can build while a device verifies, found from the time that it then still waits.
-
-    Attributes:
-        graphs: to build during the next verification.
-    """
-
-    def __init__(self) -> None:
-        self.graphs = 1
-        self._cost = 0.0  # seconds per graph, with the freeing of an earlier one
-        self._built_at = 0.0
-
-    def built(self, count: int, seconds: float) -> None:
-        """Take the seconds in which graphs were built."""
-        self._built_at = clock()
-        if count:
-            self._cost = seconds / count
-
-    def settled(self) -> None:
-        """Take the end of the verification: with time left, one graph more; without, one fewer."""
-        left = clock() - self._built_at
-        if left > 2 * self._cost:
-            self.graphs = min(self.graphs + 1, MAX_BUILT)
-        elif left < self._cost / 2:
-            self.graphs = max(self.graphs - 1, 0)
-
-
-class AheadDraft(NamedTuple):
-    """Graph of a drafted token, with the KV cache's entries and MLX's random state after it (None: nothing drawn)."""
-
-    drafted: Drafted
-    entries: Entries
-    state: mx.array | None
-
-
-class AheadDrafts:
-    """Graphs of a draft's first token, one for each number of accepted tokens; nothing is evaluated.
-
-    Python builds them while the device verifies. Otherwise the device would wait for the next draft's graph.
-
-    Args:
-        target: whose KV caches hold all rows of `found`; they stay unchanged.
-        found, rows: as in `Drafter.build_ahead`.
-        count: graphs; the likeliest first: all tokens accepted, then none, one, ...
-    """
-
-    def __init__(self, target: DraftTarget, found: VerifiedPass, rows: ChosenRows, count: int):
-        self.found, cache = found, target.cache
-        self._built: dict[int, AheadDraft] = {}  # by the number of entries before the token
-        whole, end = entries_of(cache), cache[0].offset
-        try:
-            for row in [found.count - 1, *range(found.count - 1)][:count]:
-                kept = end - found.count + row + 1
-                # A write changes the object of an array, so each graph has its own.
-                set_entries(cache, [(copy.copy(keys), copy.copy(values)) for keys, values in whole], kept)
-                if rows.states:
-                    set_random_state(rows.states[row])
-                drafted = drafted_token(target.gearbox.model, cache, rows.tokens[row : row + 1], None, target)
-                self._built[kept] = AheadDraft(drafted, entries_of(cache), random_state() if rows.states else None)
-        finally:
-            set_entries(cache, whole, end)
-
-    def begin(self, cache: Cache) -> Drafted | None:
-        """Return the first token after the entries of the cache, which then has the token's; None if not built.
-
-        The random numbers of the token are then drawn.
-        """
-        kept = cache[0].offset
-        found = self._built.get(kept)
-        if found is None:
-            return None
-        set_entries(cache, found.entries, kept + 1)
-        if found.state is not None:
-            set_random_state(found.state)
-        return found.drafted
-
-
-def entries_of(cache: Cache) -> Entries:
-    return [(part.keys, part.values) for part in cache]
-
-
-def set_entries(cache: Cache, entries: Entries, offset: int) -> None:
-    for part, (keys, values) in zip(cache, entries):
-        part.keys, part.values, part.offset = keys, values, offset
 
 
 def draft_cost(draft_bits: float, top_bits: float) -> float:
