@@ -40,7 +40,7 @@ from ..files.model_directory import context_length
 from ..gears.activations import stored_dtype
 from ..gears.ladder import DEFAULT_GROUP_SIZE, Ladder
 from ..kernels import metal
-from ..kernels.device import available_memory, recommended_memory
+from ..kernels.device import available_memory, recommended_memory, wire
 from ..kernels.dispatch import on_cpu
 from ..loading import model_name
 from ..machine.sensors import Watch
@@ -113,8 +113,10 @@ def run(settings: MacBenchmark) -> int:
         with make_watch([], True, False) as watch:
             if settings.own_kernels:
                 try_own_kernels(report, loaded, settings.full)
+            methods = make_methods(loaded, report, names)
+            wire(mx.get_active_memory())  # all methods, not one model
             with pseudo_terminal():
-                write_series(settings, make_methods(loaded, report, names), loaded, report, watch, out)
+                write_series(settings, methods, loaded, report, watch, out)
         report.complete = True
     finally:
         if report.outputs or report.checks:

@@ -11,7 +11,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..gears.ladder import Gear
 from ..gears.mapped import mapped_bytes
-from ..kernels.device import recommended_memory, wire
+from ..kernels.device import wire
 from ..routing.gates import Monitor, Reading
 from .governor import Governor, MemoryGuard
 from .loop import decode
@@ -75,22 +75,19 @@ def responses(
     state: DecodeState,
     tokenizer: TokenizerWrapper,
     telemetry: Telemetry,
-    arrays: Callable[[], list[mx.array]] = list,
     on_reading: Callable[[Reading], None] = lambda reading: None,
     finish: Callable[[int], None] = lambda tokens: None,
 ) -> Iterator[GearResponse]:
     """Yield the tokens of a sequence as mlx-lm's stream_generate does, with telemetry.
 
     Args:
-        arrays: returns the arrays that a Mac keeps wired in memory.
         on_reading: takes the reading after each token, before the next one is computed.
         finish: takes the number of generated tokens at the end.
     """
     text, detokenizer = state.text, tokenizer.detokenizer
     with contextlib.ExitStack() as generating:
         generating.callback(lambda: finish(len(text.tokens) - text.prompt))
-        if recommended_memory() is not None:
-            wire(sum(array.nbytes for array in arrays()))
+        wire(mx.get_active_memory())
         generating.enter_context(telemetry.governing())  # until closing has run the last pass
         tokens = generating.enter_context(contextlib.closing(decode(plan, state)))
         telemetry.resume()

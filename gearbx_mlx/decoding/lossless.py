@@ -108,7 +108,7 @@ class Lossless(LosslessSettings, SharedMode):
         monitor = Monitor(vocabulary_of(gearbox), self.window)
         telemetry = Telemetry(monitor, blame_of(gearbox), controller)
         state = DecodeState(text, cache, drafters)
-        return responses(plan, state, tokenizer, telemetry, gearbox.arrays, finish=kept.note)
+        return responses(plan, state, tokenizer, telemetry, finish=kept.note)
 
     def batch_generator(
         self, model: nn.Module, tokenizer: Any, *, gearbox: Any, policy: BatchPolicy = highest, **kwargs: Any
