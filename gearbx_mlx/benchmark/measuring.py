@@ -4,6 +4,7 @@ On a GPU, CPU kernels are not compiled, because they would need a C++ compiler.
 """
 
 import contextlib
+import io
 import os
 import platform
 import time
@@ -71,10 +72,11 @@ def timed(work: Callable[[], Any]) -> float:
 
 @dataclass
 class Reads:
-    """Number of arrays read by Python, and seconds of waiting for them."""
+    """Number of arrays read by Python, seconds of waiting for them, and seconds of queueing (`mx.async_eval`)."""
 
     count: int = 0
     seconds: float = 0.0
+    queued: float = 0.0
     nested: bool = False
 
 
@@ -100,12 +102,17 @@ def counting_reads() -> Iterator[Reads]:
 
         return call
 
+    def queue(*arrays: Any, function: Callable[..., Any] = mx.async_eval) -> None:
+        reads.queued += timed(lambda: function(*arrays))
+
     with contextlib.ExitStack() as stack:
         for owner, names in ((np, ("array", "asarray")), (mx.array, READERS), (mx, ("eval", "synchronize"))):
             for name in names:
                 if hasattr(owner, name):
                     stack.callback(setattr, owner, name, getattr(owner, name))
                     setattr(owner, name, counted(getattr(owner, name), owner is mx))
+        stack.callback(setattr, mx, "async_eval", mx.async_eval)
+        mx.async_eval = queue
         yield reads
 
 
@@ -149,10 +156,16 @@ def spread_of(ratios: Sequence[float]) -> list[float]:
 
 def print_table(rows: Rows, columns: Sequence[str]) -> None:
     """Print rows as a Markdown table."""
-    table = Table(*columns, box=box.MARKDOWN)
+    print(markdown_table(rows, columns), end="")
+
+
+def markdown_table(rows: Rows, columns: Sequence[str]) -> str:
+    """Return rows as a Markdown table, with a line end after each."""
+    table, out = Table(*columns, box=box.MARKDOWN), io.StringIO()
     for row in rows:
         table.add_row(*(cell(row[name]) for name in columns))
-    Console(width=160).print(table)
+    Console(file=out, width=200).print(table)
+    return "".join(f"{line.strip()}\n" for line in out.getvalue().splitlines() if line.strip())
 
 
 def cell(value: Any) -> str:

@@ -215,9 +215,9 @@ def random_matrix(rows: int, columns: int, dtype: mx.Dtype) -> mx.array:
     return (mx.random.normal((rows, columns)) * 0.05).astype(dtype)
 
 
-def product_checks(kernel: MetalProduct, vectors: Sequence[int]) -> Iterator[Check]:
+def product_checks(kernel: MetalProduct, vectors: Sequence[int], dtypes: Sequence[mx.Dtype]) -> Iterator[Check]:
     """Yield the checks of a matmul: every shape, type, number of vectors and variant."""
-    for (rows, columns), dtype in itertools.product(CHECKED, METAL_DTYPES):
+    for (rows, columns), dtype in itertools.product(CHECKED, dtypes):
         if columns % kernel.multiple:
             continue
         packed = kernel.pack(random_matrix(rows, columns, dtype))

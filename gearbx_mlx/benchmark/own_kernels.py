@@ -23,6 +23,7 @@ from ..gears.ladder import DEFAULT_GROUP_SIZE, DENSE, EXACT_FORMAT, EXACT_LADDER
 from ..kernels import proven
 from ..kernels.dispatch import MLX, STOCK, Kind
 from ..kernels.exact import decode
+from ..kernels.metal import METAL_DTYPES
 from ..kernels.metal_exact import decode_launch
 from ..kernels.tuner import FAILED, Product, product_errors, timed_in_turn, times_of
 from .metal_checks import all_kernels, examine, mixture_checks, product_checks
@@ -31,6 +32,7 @@ Rows = list[dict[str, Any]]
 
 CHECKED_VECTORS = (1, 2, 4, 8)
 PROVEN_VECTORS = (1, 2, 3, 4, 5, 8, 16)  # rows of verification, with up to four drafted tokens or prompt lookup
+OF_ORIGINALS = ("dense 16", "affine 4", "exact")  # kernels that a model of original weights can use by default
 TEXT_OF = {"original weights": proven.DENSE_TEXT, "4 bits": proven.MATVEC_TEXT, EXACT_FORMAT: proven.EXACT_TEXT}
 
 
@@ -48,11 +50,17 @@ class Layers(NamedTuple):
         return kind
 
 
-def check_all() -> Iterator[dict[str, Any]]:
-    """Yield a row for each kernel: number of comparisons, largest difference, and a sentence for each failure."""
-    kernels = all_kernels(DEFAULT_GROUP_SIZE)
-    checks = {kernel.name: product_checks(kernel, CHECKED_VECTORS) for kernel in kernels}
-    checks |= mixture_checks(kernels, CHECKED_VECTORS)
+def check_all(dtype: mx.Dtype | None = None) -> Iterator[dict[str, Any]]:
+    """Yield a row for each kernel: number of comparisons, largest difference, and a sentence for each failure.
+
+    Args:
+        dtype: of a model: only kernels that it can use, for original, 4-bit and exact weights; None: all.
+    """
+    kernels = [each for each in all_kernels(DEFAULT_GROUP_SIZE) if dtype is None or each.name in OF_ORIGINALS]
+    dtypes = METAL_DTYPES if dtype is None else (dtype,)
+    checks = {kernel.name: product_checks(kernel, CHECKED_VECTORS, dtypes) for kernel in kernels}
+    if dtype is None:
+        checks |= mixture_checks(kernels, CHECKED_VECTORS)
     with progress_bar() as progress:
         for name, some in progress.track([*checks.items()], description="kernels checked"):
             try:

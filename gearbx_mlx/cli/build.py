@@ -32,7 +32,7 @@ from ..gears.ladder import EXACT_FORMAT
 from ..gears.mapped import active_memory
 from ..gears.saved import saved_gears
 from ..kernels import ACTIVATIONS, MEASURE
-from ..kernels.device import recommended_memory
+from ..kernels.device import recommended_memory, wire
 from ..kernels.tuner import FAILED
 from ..loading import DEMO_MODEL, find, load, load_small, model_name
 from ..machine.sensors import OwnMemory, Scripted, Sensor, Watch, this_machine
@@ -42,7 +42,7 @@ from .bases import find_base
 from .decide import Decision, decide
 from .describe import describe
 from .flags import CacheSettings, GearedSettings, ModelSettings, SamplingSettings, check_sampling
-from .memory import memory_warning
+from .memory import memory_problem
 from .tables import kernels_table
 from .terminal import messages, note, show_compiling, show_encoding, show_keeping, spinner
 
@@ -100,7 +100,9 @@ class Loaded:
         if decision.drafts and decision.format.name == EXACT_FORMAT:
             note_cost(self.model, ACTIVATIONS[settings.gears.kernels.activations], decision.stored.group_size)
         base = find_base(decision, self.model, self.tokenizer) if decision.takes_base else None
-        return Geared(self, make_gearbox(decision, self.model, base))
+        geared = Geared(self, make_gearbox(decision, self.model, base))
+        wire(decision.stored.needs(decision.model, settings.gears.residency.name == "resident"))
+        return geared
 
     def check_gears(self) -> None:
         """Validate that the model has gears to compare, unlike a quantized one with one gear."""
@@ -401,7 +403,7 @@ def load_pair(settings: ModelSettings, small_model: str, chat_template: str = ""
     needed = sum(read_files(find(each or DEMO_MODEL)).total for each in models)
     if limit is not None and needed > limit:
         pair = f"the pair of {small_model} and {model_name(settings.model)}"
-        warnings.warn(memory_warning(pair, needed, limit, "use quantized models"), GearbxWarning, stacklevel=2)
+        warnings.warn(f"{memory_problem(pair, needed, limit)}; use quantized models", GearbxWarning, stacklevel=2)
     large, tokenizer, config = load_model(settings, chat_template)
     small = load_small(small_model, tokenizer, trust_remote_code=settings.trust_remote_code)
     for model in (small, large):

@@ -10,6 +10,8 @@ from ..kernels.dispatch import METAL
 from ..settings import human_bytes
 from .describe import Description
 
+ONE_GEAR = (8, 6, 4)  # bits, in the order of quality
+
 
 class StoredGears(NamedTuple):
     """Gears and their storage. why: the reason. note: a line for the user, or ""."""
@@ -44,11 +46,11 @@ def room_warnings(model: Description, stored: StoredGears, residency: str, draft
         drafts: True if the low gear drafts, and no flag requested these gears.
 
     Raises:
-        GearbxError: a Mac has less memory than the model.
+        GearbxError: a Mac has less memory than the model, or recommends less than the largest gear takes.
     """
     if residency == "stream":
         return []
-    machine, found = model.machine, []
+    machine, found = model.machine, list[str]()
     # All of an original or quantized checkpoint is read.
     minimum = model.size if model.saved is None else stored.needs(model, False)
     if minimum > machine.whole:
@@ -60,21 +62,24 @@ def room_warnings(model: Description, stored: StoredGears, residency: str, draft
     if limit is None or (needed := stored.needs(model, resident)) <= limit:
         return found
     choices: dict[str, int] = {}
-    if drafts and model.original:
-        choices = without_draft(model, stored)
+    if model.original and (drafts or len(stored.ladder) == 1):
+        choices = in_one_copy(model, stored)
     elif model.codes is None:
         choices = with_less(model, stored, limit, resident)
     fitting = [f"{name} ({human_bytes(size)})" if size else name for name, size in choices.items() if size <= limit]
+    problem = memory_problem(model.title, needed, limit)
+    if machine.device == METAL and stored.needs(model, False) > limit:
+        raise GearbxError(f"{problem}; use {' or '.join(fitting) or 'a smaller model'}")
     remedy = f"use {' or '.join(fitting)}" if fitting else "expect it to be slow"
-    return [*found, memory_warning(model.title, needed, limit, remedy)]
+    return [*found, f"{problem}; {remedy}"]
 
 
-def without_draft(model: Description, stored: StoredGears) -> dict[str, int]:
-    """Return other settings for a model that is too large with a draft beside it, and the bytes of each."""
-    choices = {"--gears 16": ("planes", "16"), "--mode static --gears 8": ("planes", "8")}
+def in_one_copy(model: Description, stored: StoredGears) -> dict[str, int]:
+    """Return settings with one copy of a model's weights, and the bytes of each."""
+    choices = {"--gears 16": ("planes", "16")}
     if all(entry.dtype == "BF16" for entry in model.files.matrices.values()):
         choices["--format exact"] = (EXACT_FORMAT, EXACT_LADDER)
-    choices["a 4-bit checkpoint"] = ("planes", "4")
+    choices |= {f"--mode static --gears {bits}": ("planes", str(bits)) for bits in ONE_GEAR}
     return {
         name: stored._replace(format=format, ladder=Ladder.parse(gears)).needs(model, True)
         for name, (format, gears) in choices.items()
@@ -97,7 +102,6 @@ def with_less(model: Description, stored: StoredGears, limit: int, resident: boo
     return choices
 
 
-def memory_warning(model: str, needed: int, limit: int, remedy: str) -> str:
-    """Return the warning about a model that needs more bytes than a GPU recommends."""
-    sizes = f"about {human_bytes(needed)} exceed the {human_bytes(limit)} recommended for this GPU"
-    return f"{model}: {sizes}; {remedy}"
+def memory_problem(model: str, needed: int, limit: int) -> str:
+    """Return the problem of a model that needs more bytes than a GPU recommends."""
+    return f"{model}: about {human_bytes(needed)} exceed the {human_bytes(limit)} recommended for this GPU"

@@ -69,8 +69,7 @@ def start(name: str, parse: Callable[[], Any], body_of: Callable[[Any], Callable
         import_module("gearbx_mlx.kernels.compiler").instructions()  # refuses a wrong GEARBX_CPU early
         device = import_module("gearbx_mlx.kernels.device")
         try:
-            with device.wired_memory():
-                return signals.run_to_end(partial(body, settings))
+            return signals.run_to_end(partial(body, settings))
         finally:
             if place_here() is None:  # a pass of a rank may wait for a missing rank
                 device.finish()
@@ -90,8 +89,7 @@ def call(command: str, function: str, settings: Any) -> Any:
     """Return the result of a function of a command's body, for a program's settings."""
     choose_device(settings)
     body = import_module(f"gearbx_mlx.{command}.run")
-    with import_module("gearbx_mlx.kernels.device").wired_memory():
-        return getattr(body, function)(settings)
+    return getattr(body, function)(settings)
 
 
 def together(name: str, body: Callable[[], int | None]) -> int | None:

@@ -1,18 +1,17 @@
 """mlx-lm's responses, with telemetry, from the loop of the modes lossless, kickdown and pair (`loop.py`)."""
 
 import contextlib
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.generate import GenerationResponse, wired_limit
+from mlx_lm.generate import GenerationResponse
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..gears.ladder import Gear
 from ..gears.mapped import mapped_bytes
-from ..kernels.device import recommended_memory
+from ..kernels.device import wire
 from ..routing.gates import Monitor, Reading
 from .governor import Governor, MemoryGuard
 from .loop import decode
@@ -76,23 +75,19 @@ def responses(
     state: DecodeState,
     tokenizer: TokenizerWrapper,
     telemetry: Telemetry,
-    arrays: Callable[[], list[mx.array]] = list,
     on_reading: Callable[[Reading], None] = lambda reading: None,
     finish: Callable[[int], None] = lambda tokens: None,
 ) -> Iterator[GearResponse]:
     """Yield the tokens of a sequence as mlx-lm's stream_generate does, with telemetry.
 
     Args:
-        arrays: returns the arrays that a GPU keeps in memory.
         on_reading: takes the reading after each token, before the next one is computed.
         finish: takes the number of generated tokens at the end.
     """
     text, detokenizer = state.text, tokenizer.detokenizer
     with contextlib.ExitStack() as generating:
         generating.callback(lambda: finish(len(text.tokens) - text.prompt))
-        held = [] if recommended_memory() is None else arrays()
-        with contextlib.redirect_stdout(sys.stderr):  # mlx-lm prints warnings of too large models
-            generating.enter_context(wired_limit(held, [plan.stream]))
+        wire(mx.get_active_memory())
         generating.enter_context(telemetry.governing())  # until closing has run the last pass
         tokens = generating.enter_context(contextlib.closing(decode(plan, state)))
         telemetry.resume()

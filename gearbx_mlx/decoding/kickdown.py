@@ -121,7 +121,7 @@ class Kickdown(KickdownSettings, Mode):
         plan = DecodePlan(verifier, how, how.chooser(), reader, agreement=agreement)
         telemetry = Telemetry(Monitor(vocabulary_of(gearbox), self.window), blame_of(gearbox), controller)
         cache, _ = how.caches(model)
-        return responses(plan, DecodeState(text, cache), tokenizer, telemetry, gearbox.arrays)
+        return responses(plan, DecodeState(text, cache), tokenizer, telemetry)
 
     def summary(self, tally: Tally) -> dict[str, Any]:
         return {"recomputed": tally.recomputed}

@@ -10,16 +10,20 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import mlx.core as mx
+
 from ..compat.arrays import dtype_name
 from ..gears.gearbox import Gearbox, Observer
 from ..kernels.compiler import vectors_at_once
-from ..kernels.dispatch import CPU, device, native_instructions
+from ..kernels.device import gpu_generation
+from ..kernels.dispatch import CPU, METAL, device, native_instructions
 from .drafters import Drafter
 from .policy import MAX_DRAFTED, MAX_ON_GPU, MAX_ROWS, LearnedPolicy
 from .sampling import Chooser
 
 CALIBRATED = 0.4  # share of the rejected drafts that a calibrated base accepts: 0.38 to 0.54 in docs/convert.md
 MIN_TOKENS = 32  # generated tokens between two writes to the cache
+OLD_GPUS = range(1, 15)  # generations before the M3's, for which MLX has no kernel of a few rows
 NEIGHBORS = 8  # passes compared before and after a change between rounds and plain decoding
 MIN_COMPARED = {True: 32, False: 16}  # tokens of a valid comparison, in rounds and in plain decoding
 
@@ -115,11 +119,27 @@ def policy_of(gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> Ke
             cache.keep(name, dict(state))
             cache.save_soon()
 
-        most = MAX_DRAFTED if device() == CPU else MAX_ON_GPU
-        tile = vectors_at_once(native_instructions()) if gearbox.kernels.native else MAX_ROWS
-        policy = MeasuredPolicy(kept, None if drafter is None else drafter.cost, most, tile)
+        policy = MeasuredPolicy(kept, None if drafter is None else drafter.cost, *rows_of_pass(gearbox))
         known[name] = KeptPolicy(policy, keep)
     return known[name]
+
+
+def rows_of_pass(gearbox: Gearbox) -> tuple[int, int]:
+    """Return the most tokens of a draft, and the rows that the top gear's kernels multiply in one pass over weights.
+
+    Metal's figures are those of MLX 0.32 (matmul.cpp, gemv_wide_config; quantized.cpp, qmv_wide), also if a few kernels
+    of this package were proven faster: they replace single shapes.
+    """
+    on, is_dense = device(), gearbox.ladder.top.dense
+    if on == CPU:
+        return MAX_DRAFTED, vectors_at_once(native_instructions()) if gearbox.kernels.native else MAX_ROWS
+    if on != METAL:
+        return MAX_ON_GPU, MAX_ROWS
+    if is_dense and gearbox.compute_dtype == mx.float32:
+        return MAX_ON_GPU, MAX_ROWS  # a GEMM of 16 rows or more
+    if gpu_generation() in OLD_GPUS:  # the same GEMM, but a pass per row for quantized weights
+        return (MAX_DRAFTED, MAX_ROWS) if is_dense else (MAX_ON_GPU, 1)
+    return MAX_ON_GPU, MAX_ON_GPU + 1
 
 
 def cache_key(gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> str:

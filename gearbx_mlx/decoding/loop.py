@@ -16,11 +16,14 @@ Common random numbers raise the acceptance rate: a token is drafted with the ran
 after the same processors (GEARBX 10.1).
 
 Without logits processors, a device waits for Python once per round: draft and verification are queued without a read in
-between, and the next draft before the round's tokens are yielded.
+between, and the next draft before the round's tokens are yielded. The graph of that draft's first token is built before
+the read, for each number of accepted tokens.
 """
 
+import contextlib
 import warnings
 from collections.abc import Generator, Iterator
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -33,7 +36,7 @@ from .caches import in_common
 from .plan import DecodePlan, DecodeState
 from .response import DRAFT, MODEL, GeneratedToken
 from .rows import NO_TOKENS, Proposal, VerifiedPass
-from .sampling import Choice, choose_rows, rounding_of, take_kv_reads
+from .sampling import Choice, ChosenRows, choose_rows, rounding_of, take_kv_reads
 
 CLEAR_EVERY = 256  # tokens between calls of mx.clear_cache, as in mlx-lm
 
@@ -148,7 +151,8 @@ def accept(
     context = text.array() if chooser.processors else None
     rows = choose_rows(chooser, plan.reader, plan.agreement, logits, context, proposal.array())
     queued = [each for each in (proposal.tokens, proposal.margins) if isinstance(each, mx.array)]
-    tokens, choices, read = rows.read(plan.agreement, *queued)
+    meanwhile = partial(build_ahead, state, found, rows) if state.is_queued(plan) else None
+    tokens, choices, read = rows.read(plan.agreement, *queued, meanwhile=meanwhile)
     accepted = in_common(tokens, [*proposal.tokens] if proposal.is_known else read.pop(0))
     rounding = rounding_of(choices[:, Choice.MAGNITUDE].max(), logits.dtype)
     with np.errstate(invalid="ignore"):  # NaN is reported later, by Telemetry.response
@@ -164,6 +168,13 @@ def accept(
     if rows.states:
         set_random_state(rows.states[len(generated) - 1])
     return generated, read[0].tolist() if read else [*(proposal.margins or ())]
+
+
+def build_ahead(state: DecodeState, found: VerifiedPass, rows: ChosenRows) -> None:
+    """Let drafters build graphs while the device verifies. If one fails, so does its proposal, which is reported."""
+    for drafter in state.drafters:
+        with contextlib.suppress(Exception):
+            drafter.build_ahead(found, rows)
 
 
 def run_round(

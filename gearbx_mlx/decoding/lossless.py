@@ -117,7 +117,7 @@ class Lossless(LosslessSettings, SharedMode):
             if memory is not None:
                 memory.save()
 
-        return responses(plan, state, tokenizer, telemetry, gearbox.arrays, finish=finish)
+        return responses(plan, state, tokenizer, telemetry, finish=finish)
 
     def batch_generator(
         self, model: nn.Module, tokenizer: Any, *, gearbox: Any, policy: BatchPolicy = highest, **kwargs: Any

@@ -334,9 +334,24 @@ class ChosenRows:
     sampled: tuple[mx.array, ...] = ()
     states: Sequence[mx.array] = ()
 
-    def read(self, agreement: Agreement, *arrays: mx.array) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-        """Wait for the device once; return token ids (K,), `choices`, and the other arrays, of 32-bit numbers."""
-        choices, *others = read_together(agreement, self.choices, *self.sampled, *arrays)
+    @property
+    def tokens(self) -> mx.array:
+        """Token ids (K,), which the device may still compute."""
+        return self.sampled[0] if self.sampled else self.choices[:, Choice.TOKEN].astype(mx.uint32)
+
+    def read(
+        self, agreement: Agreement, *arrays: mx.array, meanwhile: Callable[[], None] | None = None
+    ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+        """Wait for the device once; return token ids (K,), `choices`, and the other arrays, of 32-bit numbers.
+
+        Args:
+            meanwhile: called once the device computes.
+        """
+        queued = joined(agreement.arrays(self.choices, *self.sampled, *arrays))
+        if meanwhile is not None:
+            mx.async_eval(queued)
+            meanwhile()
+        choices, *others = apart(wait_for(queued), (self.choices, *self.sampled, *arrays))
         if not self.sampled:
             return choices[:, Choice.TOKEN].astype(int), choices, others
         tokens, magnitude, *others = others
@@ -378,17 +393,23 @@ def choose_rows(
     return ChosenRows(found, reader.choices(found), (mx.concatenate(tokens), magnitude), states)
 
 
-def read_together(agreement: Agreement, *arrays: mx.array) -> list[np.ndarray]:
-    """Read arrays of 32-bit numbers in one wait for the device; all ranks get rank 0's."""
-    arrays = agreement.arrays(*arrays)
-    if len(arrays) == 1:
-        return [np.array(arrays[0])]
-    flat = np.array(mx.concatenate([each.reshape(-1).view(mx.uint32) for each in arrays]))
-    numbers, start = list[np.ndarray](), 0
+def joined(arrays: Sequence[mx.array]) -> mx.array:
+    """Return arrays of 32-bit numbers as one array, for one wait."""
+    return arrays[0] if len(arrays) == 1 else mx.concatenate([each.reshape(-1).view(mx.uint32) for each in arrays])
+
+
+def wait_for(array: mx.array) -> np.ndarray:
+    """Wait for the device, and read an array."""
+    return np.array(array)
+
+
+def apart(numbers: np.ndarray, arrays: Sequence[mx.array]) -> list[np.ndarray]:
+    """Return the numbers of `joined` arrays in the shapes and types of these arrays."""
+    found, start = list[np.ndarray](), 0
     for each in arrays:
-        part, start = flat[start : start + each.size].reshape(each.shape), start + each.size
-        numbers.append(part.view(np.float32) if each.dtype == mx.float32 else part)
-    return numbers
+        part, start = numbers.reshape(-1)[start : start + each.size].reshape(each.shape), start + each.size
+        found.append(part.view(np.float32) if each.dtype == mx.float32 else part)
+    return found
 
 
 def sampled_rows(choosers: Sequence[Chooser], logprobs: mx.array) -> mx.array:

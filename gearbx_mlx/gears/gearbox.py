@@ -17,7 +17,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from ..compat.classes import CompiledSteps
 from ..compat.versions import warn_if_untested
@@ -515,12 +514,6 @@ class Gearbox:
             dependent.clear()
 
     # Costs of gears: queries without side effects.
-
-    def arrays(self) -> list[mx.array]:
-        """Return all arrays of the model, including gears that are not engaged; a shared array is listed once."""
-        modules = [self.model, *(module for made in self._modules.made.values() for module in made.values())]
-        found = (array for module in modules for _, array in tree_flatten(module.parameters()))
-        return [*{id(array): array for array in found}.values()]
 
     @property
     def _changing(self) -> list[Layer]:

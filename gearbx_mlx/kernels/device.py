@@ -1,8 +1,8 @@
 """MLX's device: one per process, chosen before mlx-lm is imported."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import re
+from contextlib import suppress
 from importlib import import_module
 
 import mlx.core as mx
@@ -81,6 +81,13 @@ def recommended_memory() -> int | None:
     return None if found is None else int(found)
 
 
+def gpu_generation() -> int:
+    """Return the generation of an Apple GPU, as MLX reads it: 13 for M1, 14 for M2, 15 for M3; 0 for other devices."""
+    name = str(mx.device_info().get("architecture", ""))  # such as applegpu_g15s
+    found = re.fullmatch(r"applegpu_g(\d+)[a-z]", name)
+    return int(found[1]) if found else 0
+
+
 def whole_memory() -> int:
     """Return the device's memory in bytes; the machine's for a CPU or a Mac's GPU."""
     info = mx.device_info()
@@ -97,19 +104,19 @@ def available_memory() -> int:
     return psutil.virtual_memory().available
 
 
-@contextmanager
-def wired_memory() -> Iterator[None]:
-    """Keep the GPU's arrays wired in memory, up to macOS's recommendation; no effect on other devices.
+WIRED_BESIDE = 2 * 10**9  # bytes beside the weights: KV caches and activations
+_wired = 0  # bytes; MLX has one limit per process
 
-    mlx-lm does so during generation, but not for a forward pass that is called directly, as in evaluation.
+
+def wire(needed: int) -> None:
+    """Keep a loaded model of `needed` bytes, and WIRED_BESIDE, wired in a Mac's memory; no effect on other devices.
+
+    The limit never exceeds macOS's recommendation and never shrinks. All recommended bytes, or a model that is still
+    being loaded, would take memory from other programs until a Mac of 16 GB freezes.
     """
+    global _wired
     most = recommended_memory()
-    if most is None:
-        yield
-        return
-    before = mx.set_wired_limit(most)
-    try:
-        yield
-    finally:
+    if most is not None and min(most, needed + WIRED_BESIDE) > _wired:
+        _wired = min(most, needed + WIRED_BESIDE)
         mx.synchronize()  # the limit must not change during a computation
-        mx.set_wired_limit(before)
+        mx.set_wired_limit(_wired)

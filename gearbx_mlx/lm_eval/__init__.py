@@ -26,8 +26,7 @@ def run_lm_eval() -> None:
     choose_device(device_of_command())
     with needing("lm-eval", "lm_eval"):
         body = import_module("gearbx_mlx.lm_eval.run")
-    with import_module("gearbx_mlx.kernels.device").wired_memory():
-        body.main()
+    body.main()
 
 
 def device_of_command() -> argparse.Namespace:

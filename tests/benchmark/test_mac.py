@@ -2,21 +2,25 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
+from urllib.parse import parse_qs, urlsplit
 
 import mlx.core as mx
+import mlx_lm
 import pytest
 from conftest import save_model, tiny_model
 
 from gearbx_mlx.benchmark import mac as subject
+from gearbx_mlx.benchmark import mac_report as page
 from gearbx_mlx.benchmark.measuring import counting_reads
 from gearbx_mlx.kernels import metal
 
 pytestmark = pytest.mark.usefixtures("compiled")
 
-WAYS = list(subject.ORDER)
-SHORT = ["--tokens", 6, "--minutes", 0]
+WAYS = list(page.SHORT)
+TURN = len(WAYS) + 1  # outputs: mlx-lm writes two
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +36,7 @@ def bench(command, monkeypatch, tmp_path, tiny_directory):
     """The command with the tiny model, in a directory of its own, with short texts."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(subject, "WARM_UP", 2)
-    return lambda *flags: command("benchmark", "mac", "--model", tiny_directory, *SHORT, *flags)
+    return lambda *flags: command("benchmark", "mac", "--model", tiny_directory, "--tokens", 6, *flags)
 
 
 def written() -> dict:
@@ -46,48 +50,77 @@ def test_one_page_and_one_file(bench, tiny_directory):
     report = written()
     assert report["complete"]
     assert report["failed"] == report["left_out"] == {}
-    assert [row["method"] for row in report["methods"]] == WAYS
+    assert {row["method"] for row in report["methods"]} == {*WAYS}
     assert {(text["series"], text["prompt"]) for text in report["outputs"]} == {(0, name) for name in subject.PROMPTS}
+    for name in subject.PROMPTS:
+        methods = [text["method"] for text in report["outputs"] if text["prompt"] == name]
+        assert methods[0] == methods[-1] == page.MLX_LM
+        assert len(methods) == TURN
     rows = {row["method"]: row for row in report["methods"]}
-    alone = rows[subject.MLX_LM]
-    assert (alone["ratio"], alone["spread"], alone["tokens_a_round"]) == (1.0, [1.0, 1.0], 1.0)
-    assert alone["reads_a_round"] == 1.0
-    assert (alone["same"], alone["agreed"]) == (3, 6)
+    alone = rows[page.MLX_LM]
+    assert (alone["tokens_a_round"], alone["reads_a_round"]) == (1.0, 1.0)
+    assert (alone["same"], alone["agreed"]) == (6, 6)
     for row in rows.values():
         assert row["tokens_per_second"] > 0
         assert row["spread"][0] <= row["ratio"] <= row["spread"][1]
         assert 0 <= row["host_share"] <= 1
+        assert 0 <= row["queue_share"] <= 1
         assert row["first_seconds"] > 0
     own = sum(array.nbytes for array in mx.load(str(tiny_directory / "model.safetensors")).values())
-    assert own <= alone["memory_bytes"] < rows[subject.BY_DRAFT_MODEL[2]]["memory_bytes"]
-    assert rows[subject.ONE_GEAR[4]]["memory_bytes"] < rows[subject.ONE_GEAR[8]]["memory_bytes"]
+    assert own <= alone["memory_bytes"]
+    assert rows[page.ONE_GEAR[4]]["memory_bytes"] < rows[page.ONE_GEAR[8]]["memory_bytes"]
     lines = done.out.splitlines()
     assert [way for way in WAYS if f"| {way} " not in done.out] == []
     assert report["facts"]["machine"] in lines[0]
-    assert lines[-1] == report["line"]
-    assert len(report["verdict"]) == 3
-    assert " ".join(report["verdict"]) in done.out
+    assert report["line"] in lines
+    assert lines[-1] == report["headline"]
     assert "the figures do not apply to a GPU" in done.err
-    assert f"{3 * len(WAYS) * 6:,} forward passes" in " ".join(done.err.split())
+    assert f"{3 * TURN * 6:,} forward passes" in " ".join(done.err.split())
     assert re.search(r"about \S+ minutes at mlx-lm's speed", " ".join(done.err.split()))
+    address = urlsplit(next(line for line in lines if "/issues/new" in line).split()[-1])
+    issue = parse_qs(address.query)
+    assert report["headline"] in issue["title"][0]
+    assert report["line"] in issue["body"][0]
 
 
-def text(way: str, seconds: float, series: int = 0, **change: object) -> subject.MacOutput:
+def test_text_of_methods_reaches_a_terminal(capsys):
+    with subject.pseudo_terminal():
+        assert sys.stdout.isatty()
+        print("x" * 100_000, flush=True)  # more than a terminal holds unread
+    assert capsys.readouterr().out == ""
+
+
+def test_long_prompt_fits_a_small_context(tiny_directory):
+    loaded = subject.load_as_mlx_lm(str(tiny_directory))
+    tokens = loaded.tokenizer.encode(subject.prompts_for(loaded)["long"])
+    assert 200 < len(tokens) < 300  # half of 512
+
+
+@pytest.mark.slow
+def test_full_adds_fixed_drafts_and_draft_models(bench, tiny_directory):
+    assert bench("--full").status == 0
+    rows = {row["method"]: row for row in written()["methods"]}
+    assert {*rows} == {*page.ORDER}
+    assert rows[page.MLX_LM]["memory_bytes"] < rows[page.BY_DRAFT_MODEL[2]]["memory_bytes"]
+
+
+def text(way: str, seconds: float, series: int = 0, **change: object) -> page.MacOutput:
     plain = {"tokens": 11, "first_seconds": 0.5, "rounds": 10, "reads": 10, "waited": seconds / 2, "memory": 100}
-    return subject.MacOutput(series=series, prompt="prose", method=way, seconds=seconds, **(plain | change))
+    return page.MacOutput(series=series, prompt="prose", method=way, seconds=seconds, **(plain | change))
 
 
-def report_of(*texts: subject.MacOutput) -> subject.MacReport:
-    facts = subject.MacFacts("a Mac", "1", "2", "3", "a model", "00", 11)
-    report = subject.MacReport(facts, "2026-11-28", "bfloat16", 2**34, {}, outputs=list(texts))
-    subject.summarise(report)
+def report_of(*texts: page.MacOutput) -> page.MacReport:
+    facts = page.MacFacts("a Mac", "1", "2", "3", "a model", "00", 11)
+    device = {"device_name": "Apple M4 Pro"}
+    report = page.MacReport(facts, "2026-11-28", "bfloat16", 2**34, device, outputs=list(texts))
+    page.summarise(report)
     return report
 
 
 def test_variant_is_compared_within_same_turn():
-    texts = [text(subject.MLX_LM, 1.0)]
-    texts += [text(subject.DEFAULT, 0.5, rounds=4, reads=5, waited=0.1, same=True, agreed=11)]
-    texts += [text(subject.MLX_LM, 4.0, 1), text(subject.DEFAULT, 2.5, 1, rounds=6, reads=6, waited=0.2, agreed=3)]
+    texts = [text(page.MLX_LM, 1.0)]
+    texts += [text(page.DEFAULT, 0.5, rounds=4, reads=5, waited=0.1, same=True, agreed=11)]
+    texts += [text(page.MLX_LM, 4.0, 1), text(page.DEFAULT, 2.5, 1, rounds=6, reads=6, waited=0.2, agreed=3)]
     alone, row = report_of(*texts).methods
     assert row["spread"] == [1.6, 2.0]
     assert row["ratio"] == pytest.approx(1.8)
@@ -95,31 +128,36 @@ def test_variant_is_compared_within_same_turn():
     assert row["reads_a_round"] == 1.1
     assert row["host_share"] == pytest.approx(0.9)
     assert (row["same"], row["outputs"], row["agreed"]) == (1, 2, 3)
-    assert subject.shown_row(row)["identical"] == "1 of 2, else 3+ tokens"
+    assert page.shown_row(row)["identical"] == "1 of 2, else 3+ tokens"
     assert alone["host_share"] == 0.5
 
 
 def test_expected_seconds_of_a_series():
-    one = text(subject.MLX_LM, 2.0)  # the first token after 0.5 s, 10 more in 2 s
+    one = text(page.MLX_LM, 2.0)  # the first token after 0.5 s, 10 more in 2 s
     assert subject.expected_seconds(one, 36, 201) == pytest.approx(36 * (0.5 + 40))
 
 
-@pytest.mark.parametrize(("seconds", "word"), [(0.8, "faster than"), (1.0, "as fast as"), (1.1, "slower than")])
-def test_the_verdict_follows_from_the_figures(seconds, word):
+def test_baseline_is_mlx_lm_before_and_after():
+    default = text(page.DEFAULT, 1.0, same=True)
+    rows = {row["method"]: row for row in report_of(text(page.MLX_LM, 1.0), default, text(page.MLX_LM, 2.0)).methods}
+    assert rows[page.DEFAULT]["ratio"] == pytest.approx(10 / 7.5)  # it slowed down from 10 to 5 tokens/s
+    assert rows[page.MLX_LM]["spread"] == pytest.approx([5 / 7.5, 10 / 7.5])
+
+
+def test_headline_and_line_follow_from_the_figures():
     report = report_of(
-        text(subject.MLX_LM, 1.0),
-        text(subject.DEFAULT, seconds, same=True),
-        text(subject.FIXED[1], 0.9),
-        text(subject.FIXED[3], 0.7),
-        text(subject.BY_DRAFT_MODEL[2], 1.25),
-        text(subject.ONE_GEAR[8], 0.625),
+        text(page.MLX_LM, 1.0),
+        text(page.DEFAULT, 0.8, same=True),
+        text(page.FIXED[1], 0.9),
+        text(page.FIXED[3], 0.7),
+        text(page.BY_DRAFT_MODEL[2], 1.25),
+        text(page.ONE_GEAR[8], 0.625),
+        text(page.LOOKUP_GEAR, 0.5),
     )
-    first, second, third = report.verdict
-    assert f"By default, gearbx-mlx is {word} mlx-lm on a model: {1 / seconds:.2f}×" in first
-    assert "1 of 1 outputs are identical" in first
-    assert second == "The fastest fixed draft length is 3 for gearbx-mlx (1.43×) and 2 for mlx-lm (0.80×)."
-    assert third == "Speedups of single gears, whose output differs: 8-bit 1.60×."
-    assert f"default {1 / seconds:.2f} | draft length 1:1.11 3:1.43 | draft model 2:0.80 | bits 8:1.60" in report.line
+    assert report.headline == "1.25× mlx-lm's speed on Apple M4 Pro, same text in 1 of 1"
+    line = "default 1.25 | draft length 1:1.11 3:1.43 | draft model 2:0.80 | bits 8:1.60 4 with lookup:2.00"
+    assert line in report.line
+    assert report_of(text(page.MLX_LM, 1.0)).headline == ""
 
 
 def test_reads_are_counted_once_with_waiting_time():
@@ -146,7 +184,7 @@ class TestInterrupted:
 
         def until(*arguments):
             count.append(arguments)
-            if len(count) == len(WAYS) + len(WAYS) + 3:  # warmed up, a turn, and two of the next
+            if len(count) == len(WAYS) + TURN + 3:  # warmed up, a turn, and two of the next
                 raise KeyboardInterrupt
             return timed(*arguments)
 
@@ -158,19 +196,27 @@ class TestInterrupted:
         assert interrupted.status == 130
         report = written()
         assert not report["complete"]
-        assert len(report["outputs"]) == len(WAYS) + 2
-        assert [row["outputs"] for row in report["methods"]] == [2, 2] + [1] * (len(WAYS) - 2)
-        assert f"| {subject.MLX_LM} " in interrupted.out
+        assert len(report["outputs"]) == TURN + 2
+        assert {row["method"]: row["outputs"] for row in report["methods"]}[page.MLX_LM] == 3
+        assert f"| {page.MLX_LM} " in interrupted.out
         assert "interrupted" in report["line"]
 
     def test_resumes_with_whole_turns(self, interrupted, bench):
-        first = written()["outputs"][: len(WAYS)]
+        first = written()["outputs"][:TURN]
         done = bench()
-        assert f"resumes after {len(WAYS) + 2} outputs" in done.err
+        assert f"resumes after {TURN + 2} outputs" in done.err
         report = written()
         assert report["complete"]
-        assert report["outputs"][: len(WAYS)] == first
-        assert len(report["outputs"]) == 3 * len(WAYS)
+        assert report["outputs"][:TURN] == first
+        assert len(report["outputs"]) == 3 * TURN
+
+    def test_file_of_another_machine_is_ignored(self, interrupted, bench):
+        report = written()
+        report["facts"]["machine"] = "another Mac"
+        Path("mac.json").write_text(json.dumps(report))
+        done = bench()
+        assert "mac.json: measured with machine another Mac, got " in " ".join(done.err.split())
+        assert len(written()["outputs"]) == 3 * TURN
 
     def test_file_of_other_kind_is_ignored(self, bench):
         Path("mac.json").write_text('{"rows": []}')
@@ -190,12 +236,14 @@ def test_failed_variant_is_named_and_others_run(bench, monkeypatch):
         yield from whole(*arguments)
 
     monkeypatch.setattr(subject, "by_mlx_lm", broken)
-    done = bench()
+    done = bench("--full")
     assert done.status == 1
-    assert {*written()["failed"]} == {*subject.BY_DRAFT_MODEL.values()}
-    name = subject.BY_DRAFT_MODEL[2]
+    assert {*written()["failed"]} == {*page.BY_DRAFT_MODEL.values()}
+    name = page.BY_DRAFT_MODEL[2]
     assert f"failed: {name}: Speculative decoding requires a trimmable prompt cache" in done.out
-    assert [row["method"] for row in written()["methods"]] == [way for way in WAYS if way not in written()["failed"]]
+    assert [row["method"] for row in written()["methods"]] == [
+        way for way in page.ORDER if way not in written()["failed"]
+    ]
 
 
 @pytest.mark.slow
@@ -204,7 +252,7 @@ def test_variants_beyond_memory_are_skipped(bench, monkeypatch, tiny_directory):
     monkeypatch.setattr(subject, "most_memory", lambda: size)
     done = bench()
     assert done.status == 0, done.err
-    assert {*written()["left_out"]} == {*subject.BY_DRAFT_MODEL.values(), *subject.ONE_GEAR.values()}
+    assert {*written()["left_out"]} == {page.ONE_GEAR[4], page.LOOKUP_GEAR, page.ONE_GEAR[8]}
     assert "left out: gearbx-mlx, 8-bit gear: it needs" in done.out
 
 
@@ -226,6 +274,16 @@ class TestRefused:
         assert re.search(
             "too large for the 1 kB for weights here, got about .* MB; use a smaller", self.refused(bench())
         )
+
+    def test_model_beyond_recommended_memory(self, bench, monkeypatch):
+        monkeypatch.setattr(metal, "available", lambda: True)
+        info = {"max_recommended_working_set_size": 100_000, "memory_size": 8 * 10**9}
+        monkeypatch.setattr(mx, "device_info", lambda: info)
+        assert re.search(r"about .* exceed the 100 kB recommended for this GPU; use ", self.refused(bench()))
+
+    def test_a_4_bit_model(self, command, tmp_path, tiny_directory):
+        mlx_lm.convert(str(tiny_directory), str(tmp_path / "4bit"), quantize=True, q_bits=4)
+        assert "use the original" in self.refused(command("benchmark", "mac", "--model", tmp_path / "4bit"))
 
     def test_a_quantized_model(self, bench, command, succeeds, tmp_path):
         succeeds("convert", "--mlx-path", tmp_path / "geared", "--gears", "4,8")

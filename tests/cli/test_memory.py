@@ -11,6 +11,6 @@ def test_weights_on_disk_are_named_without_size():
     stored = SimpleNamespace(format="planes", ladder=Ladder([4, 8]), needs=needs)
     stored._replace = lambda ladder: stored
     machine = SimpleNamespace(whole=1000, recommended=100, device="cpu")
-    model = SimpleNamespace(machine=machine, size=90, saved=None, codes=None, title="demo")
+    model = SimpleNamespace(machine=machine, size=90, saved=None, codes=None, original=True, title="demo")
     (line,) = room_warnings(model, stored, "resident", drafts=False)
     assert line.endswith("recommended for this GPU; use --residency disk")

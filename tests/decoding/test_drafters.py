@@ -1,8 +1,6 @@
 """Drafters: what they propose, that they leave no trace, and another model in the low gear's place."""
 
 import itertools
-import queue
-import threading
 from typing import ClassVar
 
 import mlx.core as mx
@@ -12,12 +10,13 @@ from conftest import PROMPT, tiny_model
 from lossless_texts import assert_written, endless, written
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler, make_logits_processors, make_sampler
+from stand_in_device import Speeds, StandIn
 
 import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxWarning, Lossless, stream_generate
 from gearbx_mlx.compat.classes import modules_of
-from gearbx_mlx.decoding import drafters, sampling
-from gearbx_mlx.decoding.drafters import DRAFTERS, Drafter, DraftTarget, low_gear, of_draft
+from gearbx_mlx.decoding import drafters
+from gearbx_mlx.decoding.drafters import DRAFTERS, Drafter, DraftTarget, built_ahead, low_gear, of_draft
 from gearbx_mlx.decoding.drafters.low_gear import LowGear, draft_cost
 from gearbx_mlx.decoding.policy import FixedPolicy, LearnedPolicy
 from gearbx_mlx.decoding.response import GeneratedText
@@ -230,70 +229,70 @@ def test_measured_policy_of_slow_drafts_costs_more_than_a_new_one():
     assert slow.token_cost > 1 > new.token_cost
 
 
-class Device:
-    """A device that computes by itself, in a thread: passes are done while somebody waits for it, and never before."""
-
-    def __init__(self):
-        self.passes, self.waited, self.count = queue.Queue(), threading.Event(), 0
-        threading.Thread(target=self.compute, daemon=True).start()
-
-    def compute(self):
-        while True:
-            self.passes.get()
-            self.waited.wait()
-            self.passes.task_done()
-
-    def wait(self):
-        self.waited.set()
-        self.passes.join()
-        self.waited.clear()
-
-    @property
-    def is_busy(self):
-        return self.passes.unfinished_tasks > 0
+SLOW = Speeds(layers=2, plain=1e4, draft=1e4, two=1e4, row=0)  # milliseconds: Python is always ahead
 
 
-@pytest.fixture
-def simulated(monkeypatch):
-    """Makes the passes of a gearbox's model and the reads of tokens those of a device; returns it."""
-
-    def simulate(gearbox):
-        device, kind, read = Device(), type(gearbox.model), sampling.read_together
-
-        def queued(self, *arguments, **keywords):
-            device.passes.put(1)
-            device.count += 1
-            return kind.__call__(self, *arguments, **keywords)
-
-        def waited(*arguments):
-            device.wait()
-            return read(*arguments)
-
-        gearbox.model.__class__ = type(kind.__name__, (kind,), {"__call__": queued})
-        monkeypatch.setattr(sampling, "read_together", waited)
-        return device
-
-    return simulate
+def on_device(gearbox, mode, count=30):
+    """A stand-in device, and each response after it was handed out."""
+    with StandIn(gearbox, SLOW, unit=1.0).running() as device:
+        for response in stream_generate(gearbox.model, endless(), TOKENS, count, gearbox=gearbox, mode=mode):
+            yield device, response
 
 
-def test_device_drafts_while_reader_takes_tokens(simulated):
+def test_device_drafts_while_reader_takes_tokens():
     gearbox = Gearbox(tiny_model(), "4,16", kernels="mlx")
-    device, mode = simulated(gearbox), Lossless(draft_length=3, lookup_tokens=0)
-    run = stream_generate(gearbox.model, endless(), TOKENS, 30, gearbox=gearbox, mode=mode)
-    busy = [(device.is_busy, r.passes[-1]) for r in run]
+    run = on_device(gearbox, Lossless(draft_length=3, lookup_tokens=0))
+    busy = [(device.is_busy, r.passes[-1]) for device, r in run]
     last = max(place for place, (_, passes) in enumerate(busy) if passes)  # nothing follows the last round
     assert all(is_busy for is_busy, _ in busy[:last])
-    device.wait()
 
 
-def test_device_computes_next_token_during_read(simulated):
+def test_device_is_read_once_a_round():
+    gearbox = Gearbox(tiny_model(), "4,16", kernels="mlx")
+    found = list(on_device(gearbox, Lossless(draft_length=3, lookup_tokens=0)))
+    device = found[0][0]
+    assert device.reads == sum(r.passes[-1] for _, r in found)
+    assert device.passes == sum(sum(r.passes) for _, r in found)
+
+
+def test_device_computes_next_token_during_read():
     gearbox = Gearbox(tiny_model(), "16", kernels="mlx")
-    device, mode = simulated(gearbox), Lossless(lookup_tokens=0)
-    run = stream_generate(gearbox.model, endless(), TOKENS, 30, gearbox=gearbox, mode=mode)
-    passes = [device.count for _ in run]
+    passes = [device.passes for device, _ in on_device(gearbox, Lossless(lookup_tokens=0))]
     # After the first token one pass runs ahead, until the last token but one is handed out.
     assert [after - before for before, after in itertools.pairwise(passes)] == [2, *[1] * 27, 0]
-    device.wait()
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("length", [1, 3, 7])  # of 7, no graph is built in advance
+def test_drafts_built_ahead_change_nothing(monkeypatch, length, sampler):
+    gearbox, found, built = Gearbox(tiny_model(), "4,16", kernels="mlx"), [], []
+    take = built_ahead.BuiltAhead.take
+    monkeypatch.setattr(built_ahead.BuiltAhead, "take", lambda graphs: built.append(take(graphs)) or built[-1])
+    monkeypatch.setattr(built_ahead.Pace, "settled", lambda pace: setattr(pace, "graphs", 5))
+    for rows in (built_ahead.MAX_BUILT, 0):
+        monkeypatch.setattr(built_ahead, "MAX_BUILT", rows)
+        mx.random.seed(3)
+        cache, mode = make_prompt_cache(gearbox.model), Lossless(draft_length=length, lookup_tokens=0)
+        how = {"prompt_cache": cache, "sampler": SAMPLERS[sampler], "gearbox": gearbox, "mode": mode}
+        run = stream_generate(gearbox.model, endless(), TOKENS, 40, **how)
+        tokens = [(r.token, r.from_draft, r.drafted) for r in run]
+        entries = [np.array(array) for part in cache for array in part.state[:2]]
+        found.append([*tokens, *entries, mx.random.state[0].tolist()])
+    for one, other in zip(*found, strict=True):
+        assert np.array_equal(one, other)
+    rounds = built[: len(built) // 2]
+    assert (None in rounds) == (length > 4)
+
+
+def test_as_many_graphs_as_there_is_time_for(monkeypatch):
+    now, found, pace = [0.0], [], built_ahead.Pace()
+    monkeypatch.setattr(built_ahead, "clock", lambda: now[0])
+    for device in [10.0] * 8 + [2.5] * 4:  # seconds of a verification; a graph takes one
+        pace.built(pace.graphs, pace.graphs)
+        now[0] += max(0.0, device - pace.graphs)
+        pace.settled()
+        found.append(pace.graphs)
+    assert found == [2, 3, 4, 5, 5, 5, 5, 5, 4, 3, 2, 2]
 
 
 @pytest.mark.parametrize("taken", [1, 4, 6, 9])

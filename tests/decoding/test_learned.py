@@ -2,6 +2,7 @@
 
 import json
 
+import mlx.core as mx
 import pytest
 from conftest import tiny_model
 from lossless_texts import endless
@@ -10,9 +11,10 @@ from test_policy import Machine, write
 from gearbx_mlx import Gearbox, Lossless, stream_generate
 from gearbx_mlx.decoding.drafters import DraftTarget
 from gearbx_mlx.decoding.drafters.low_gear import LowGear
-from gearbx_mlx.decoding.learned import MeasuredPolicy, measured_seconds, policy_of, speed_rows
+from gearbx_mlx.decoding.learned import MeasuredPolicy, measured_seconds, policy_of, rows_of_pass, speed_rows
 from gearbx_mlx.decoding.policy import FixedPolicy, LearnedPolicy
 from gearbx_mlx.decoding.sampling import GREEDY, Chooser
+from gearbx_mlx.kernels import metal
 
 FAST, SLOW = 0.005, 0.03  # seconds of a drafted token
 
@@ -147,3 +149,22 @@ def test_speed_compares_rounds_with_plain_decoding():
     times = "10 ms/token in rounds, 20.1 ms/token in plain decoding"
     assert speed_rows(summary) == [("speed", f"2.01× with drafts: {times}")]
     assert speed_rows(summary | {"drafted": 0}) == []
+
+
+@pytest.mark.parametrize("kernels", ["mlx", "native"])
+@pytest.mark.parametrize(
+    ("chip", "gears", "dtype", "draft", "rows"),
+    [
+        ("applegpu_g13g", "4,16", "bfloat16", 15, 16),  # M1: a GEMM takes 16 rows at the cost of two
+        ("applegpu_g14s", "4,8", "bfloat16", 4, 1),  # M2: quantized weights are read again for each row
+        ("applegpu_g15s", "4,16", "bfloat16", 4, 5),  # M3
+        ("applegpu_g16s", "4,8", "bfloat16", 4, 5),
+        ("applegpu_g17g", "4,16", "float32", 4, 16),  # no kernel of a few rows in float32
+        ("another", "4,16", "bfloat16", 4, 5),
+    ],
+)
+def test_rows_of_a_pass_follow_the_gpu(compiled, monkeypatch, chip, gears, dtype, draft, rows, kernels):
+    gearbox = Gearbox(tiny_model(dtype=mx.bfloat16), gears, kernels=kernels, dtype=dtype)
+    monkeypatch.setattr(metal, "available", lambda: True)
+    monkeypatch.setattr(mx, "device_info", lambda: {"architecture": chip})
+    assert rows_of_pass(gearbox) == (draft, rows)

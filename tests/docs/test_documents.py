@@ -80,6 +80,12 @@ def test_other_programs_are_installers_and_existing_scripts(line):
             words = words[1:]
         if words[0] in ("pip", "curl"):
             continue
+        if words[0] == "uvx":
+            assert words[words.index("--from") + 1] == f"git+{REPOSITORY}"
+            program, name, *flags = words[words.index("--from") + 2 :]
+            assert program == "gearbx_mlx"
+            parser_of_command(name).parse_args(flags)
+            continue
         if words[:3] == ["python", "-m", "research"]:
             if len(words) == 3:  # lists the studies
                 continue

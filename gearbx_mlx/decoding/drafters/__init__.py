@@ -29,7 +29,7 @@ from ..hidden import Hidden
 from ..policy import MAX_DRAFTED, LearnedPolicy
 from ..response import DRAFT, GeneratedText
 from ..rows import Proposal, VerifiedPass
-from ..sampling import MLX_READER, Chooser, LogitsReader
+from ..sampling import MLX_READER, Chooser, ChosenRows, LogitsReader
 
 DRAFTERS = {  # a sequence uses at most one drafter that reads weights: the cheapest, by measurements
     "lookup": "gearbx_mlx.decoding.drafters.lookup:Lookup",
@@ -122,6 +122,14 @@ class Drafter:
         """
         raise NotImplementedError
 
+    def build_ahead(self, found: VerifiedPass, rows: ChosenRows) -> None:
+        """Build the graph of the next draft's first token in advance, while a device computes a verification.
+
+        Args:
+            found: the verified rows; the KV cache of the sequence holds all of them.
+            rows: the token after each row, which the device may still compute.
+        """
+
     def settle(self, text: GeneratedText, found: VerifiedPass | None) -> None:
         """Take the sequence after a verification, also of a different drafter's tokens.
 
@@ -155,25 +163,44 @@ def rewound(chooser: Chooser) -> contextlib.AbstractContextManager[None]:
     return same_random_numbers() if chooser.draws else contextlib.nullcontext()
 
 
+Drafted = tuple[mx.array, mx.array | None]
+"""A drafted token (1,), and its margin (1,) if the chooser knows it."""
+
+
+def drafted_token(
+    model: nn.Module, cache: Cache, inputs: mx.array, context: mx.array | None, target: DraftTarget
+) -> Drafted:
+    """Return the token after inputs (n,), without evaluating it. context: the tokens so far, for processors."""
+    logits = target.chooser.processed(context, model(inputs[None], cache=cache)[:, -1])
+    token, margin = target.chooser.drafted(logits, target.reader)
+    (inputs,) = target.agreement.arrays(token.reshape(1).astype(mx.uint32))
+    return inputs, None if margin is None else margin.reshape(1)
+
+
 def queue_draft(
-    model: nn.Module, cache: Cache, text: GeneratedText, unread: Sequence[int], length: int, target: DraftTarget
-) -> tuple[mx.array, mx.array | None]:
+    model: nn.Module,
+    cache: Cache,
+    text: GeneratedText,
+    unread: Sequence[int],
+    length: int,
+    target: DraftTarget,
+    first: Drafted | None = None,
+) -> Drafted:
     """Queue the passes of a draft without a read: tokens (k,), and margins (k,) if the chooser knows them.
 
     Args:
         unread: tokens that the model reads first, including the sequence's last token.
+        first: the first token, if its graph is built; `cache` holds its entries.
     """
-    chooser = target.chooser
-    context = text.array() if chooser.processors else None
+    context = text.array() if target.chooser.processors else None
     inputs, tokens, margins = mx.array([*unread], mx.uint32), list[mx.array](), list[mx.array]()
     for _ in range(length):
-        logits = chooser.processed(context, model(inputs[None], cache=cache)[:, -1])
-        token, margin = chooser.drafted(logits, target.reader)
-        (inputs,) = target.agreement.arrays(token.reshape(1).astype(mx.uint32))
+        inputs, margin = first or drafted_token(model, cache, inputs, context, target)
         mx.async_eval(inputs)
+        first = None
         tokens.append(inputs)
         if margin is not None:
-            margins.append(margin.reshape(1))
+            margins.append(margin)
         context = None if context is None else mx.concatenate([context, inputs])
     return mx.concatenate(tokens), mx.concatenate(margins) if margins else None
 

@@ -35,9 +35,10 @@ from ...ranks.agreement import ALONE
 from ..caches import Snapshot
 from ..policy import LearnedPolicy
 from ..response import GeneratedText
-from ..rows import Proposal
-from ..sampling import Chooser, GumbelSampler, LogitsReader
+from ..rows import Proposal, VerifiedPass
+from ..sampling import Chooser, ChosenRows, GumbelSampler, LogitsReader
 from . import Drafter, DraftTarget, of_draft, queue_draft, rewound
+from .built_ahead import BuiltAhead
 
 Following = Callable[[int, int], tuple[int, float]]
 """Function from a token and its position in a draft (from 0) to the next token and its margin."""
@@ -62,6 +63,7 @@ class LowGear(Drafter):
         self._target, self.gear = target, gear
         self.name, self.cost = f"{gear.bits} bits", draft_cost(gear.bits, target.gearbox.ladder.top.bits)
         self._next_length = 0  # by the policy; 0: not chosen yet
+        self._built = BuiltAhead(target)
 
     @classmethod
     def of(cls, target: DraftTarget) -> "LowGear | None":
@@ -117,8 +119,18 @@ class LowGear(Drafter):
                 return of_draft(tokens, margins, read, self.gear)
             target.gearbox.shift(self.gear)
             with Snapshot(target.cache).borrowed(), rescoring(self.rescoring_head):
-                drafted = queue_draft(target.gearbox.model, target.cache, text, [text.last], length, target)
+                first = self._built.take()
+                drafted = queue_draft(target.gearbox.model, target.cache, text, [text.last], length, target, first)
         return of_draft(*drafted, read, self.gear)
+
+    def build_ahead(self, found: VerifiedPass, rows: ChosenRows) -> None:
+        if self.is_ready and self._built.can_build(found):
+            self._target.gearbox.shift(self.gear)
+            with rewound(self._target.chooser), rescoring(self.rescoring_head):
+                self._built.build(found, rows)
+
+    def settle(self, text: GeneratedText, found: VerifiedPass | None) -> None:
+        self._built.settle(found)
 
     def _find(self) -> PassParts | None:
         """Return the parts of the gear for native drafts; None if they cannot run. The engaged gear stays."""

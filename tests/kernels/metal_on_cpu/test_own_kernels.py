@@ -16,7 +16,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.clang]
 @pytest.fixture
 def short(launches, monkeypatch):
     """One type to check, one number of vectors; gives the launches."""
-    monkeypatch.setattr(metal_checks, "METAL_DTYPES", (mx.float32,))
+    for module in (metal_checks, subject):
+        monkeypatch.setattr(module, "METAL_DTYPES", (mx.float32,))
     monkeypatch.setattr(subject, "CHECKED_VECTORS", (1,))
     monkeypatch.setattr(subject, "PROVEN_VECTORS", (2,))
     monkeypatch.setattr(tuner, "tolerance", lambda *_: 0.2)  # MLX's products on a CPU add up in bfloat16
@@ -38,6 +39,12 @@ def only(monkeypatch, *which: str) -> None:
         return {name: one for name, one in every_mixture(*arguments).items() if name in which}
 
     monkeypatch.setattr(subject, "mixture_checks", named)
+
+
+def test_only_kernels_of_an_original_model_are_checked(short):
+    rows = list(subject.check_all(mx.bfloat16))
+    assert [row["what"] for row in rows] == ["affine 4", "exact", "dense 16"]
+    assert [row["wrong"] for row in rows if row["wrong"]] == []
 
 
 def test_verifies_every_kernel(short):
