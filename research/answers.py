@@ -40,7 +40,7 @@ from .studies import DATA, HELD_OUT, Found, named, study, table_here
 
 Problems = list[dict[str, str]]
 RERUN = "run the study without --only-table"
-CHUNK = 10  # problems that all methods solve before the next ones: a model is loaded once in each
+CHUNK = 25  # problems that all methods solve before the next ones: a model is loaded once in each
 WARM_UP = 2  # tokens that each method generates, untimed, after a model is loaded
 LOSS = 0.05  # of right answers, for which the number of problems is planned
 SWEEP = (math.inf, 1.0, 0.5, 0.25, 0.125, 0.0625, 0.03125, 0.0)  # bits, EAD's Table 1; its 99 exceeds any entropy
@@ -121,7 +121,7 @@ def answers(
     """Right answers and seconds per answer of gears, route, kickdown, lossless and two models, on the same problems.
 
     McNemar's exact test compares each method with 16 bits, and with the largest single gear that reads no more bytes.
-    All methods solve ten problems before the next ones, and every answer is kept at once: the same command continues
+    All methods solve 25 problems before the next ones, and every answer is kept at once: the same command continues
     after an interrupt. The tables have the problems that all methods have solved.
 
     Args:
@@ -279,7 +279,7 @@ class Solver:
             bits = [gear.bits for gear in Ladder.parse(gears)]
             base = shipped_base(model, tokenizer, get_format(format), bits).layers
             model, _ = load(self.model)  # shipped_base may have put gears on the other one
-        return Opened(model, tokenizer, Gearbox(model, gears, format=format, base=base))
+        return Opened(model, tokenizer, Gearbox(model, gears, format=format, base=base, keep=True))
 
     def answer(self, name: str, number: int, opened: Opened | None, most: int | None = None) -> Answer:
         """Return the answer of a method to a problem, of `most` tokens at most."""

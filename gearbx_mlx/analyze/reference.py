@@ -1,5 +1,6 @@
 """Agreement of a checkpoint with its original on a text, for `analyze --reference`."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +30,8 @@ def measured_agreement(checkpoint: ModelSettings, settings: ReferenceSettings) -
         GearbxError: a text that cannot be used, or a model that cannot be loaded, or models of different tokenizers.
     """
     assert settings.reference is not None
-    text, original = settings.data or str(CALIBRATION), ModelSettings(settings.reference)
+    text = settings.data or str(CALIBRATION)
+    original = replace(checkpoint, model=settings.reference, adapter_path=None)
     documents = read_documents(Path(text))
     read = partial(choices_of, documents=documents, tokens=settings.tokens, text=text)
     mine, windows, bits = read(checkpoint)
@@ -58,7 +60,7 @@ def choices_of(
     windows = windows_of(tokenizer, documents, context_for(None, config), tokens, text)
     check_windows(windows, model, text)
     bits = bits_of(model)
-    gearbox = in_one_gear(model)
+    gearbox = in_one_gear(model, settings.dtype)
     with terminal.progress_bar() as progress:
         tracked = progress.track(windows, description=model_name(settings.model))
         return choices_along(model, tracked, reader_of(gearbox)), windows, bits

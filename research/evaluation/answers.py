@@ -227,7 +227,7 @@ class Task:
         return found == self.final(answer) if self.passes is None else self.passes(found, answer)
 
 
-STEPS = "\nReason step by step, and end with a line of #### and the number."
+STEPS = "\nSolve it in a few short steps, and end with a line of #### and the number."
 TASKS = {
     "gsm8k": Task(lambda path: read_rows(path, ("question", "answer")), final_number, number_finished, STEPS),
     "math": Task(read_problems, boxed_answer, box_finished, "\nPut the final answer in \\boxed{}."),
