@@ -262,6 +262,7 @@ def test_device_computes_next_token_during_read():
     assert [after - before for before, after in itertools.pairwise(passes)] == [2, *[1] * 27, 0]
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("length", [1, 3, 7])  # of 7, no graph is built in advance
 def test_drafts_built_ahead_change_nothing(monkeypatch, length, sampler):
