@@ -11,10 +11,8 @@ are unchanged, and the model prefills the others.
 
 import contextlib
 import copy
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -92,29 +90,10 @@ def copied(value: Any) -> Any:
     return value
 
 
-@dataclass(frozen=True)
-class PartState:
-    """State of the cache of one layer: its attributes, without the entries of a cache that only appends."""
-
-    part: Any
-    kind: Any
-    attributes: dict[str, Any]
-
-    @classmethod
-    def of(cls, part: Any) -> "PartState":
-        apart = ENTRIES if type(part) in APPENDING else ()
-        return cls(part, type(part), {name: copied(value) for name, value in vars(part).items() if name not in apart})
-
-    @functools.cached_property
-    def is_numbers(self) -> bool:
-        """Absence of attributes that need a copy, as in a cache that appends; computed for every layer and token."""
-        return all(isinstance(value, int) for value in self.attributes.values())
-
-    def restore(self) -> None:
-        """Restore the part."""
-        vars(self.part).update(self.attributes if self.is_numbers else copied(self.attributes))
-        if self.kind is NestedKVCache:
-            self.part.drop_later_planes()
+def attributes_of(part: Any) -> dict[str, Any]:
+    """Return the attributes of the cache of a layer, without the entries of a cache that only appends."""
+    apart = ENTRIES if type(part) in APPENDING else ()
+    return {name: copied(value) for name, value in vars(part).items() if name not in apart}
 
 
 class Snapshot:
@@ -129,18 +108,20 @@ class Snapshot:
 
     def __init__(self, cache: Cache):
         self.parts = [*parts(cache)]
-        self._offsets, self._states = list[int](), list[PartState]()
+        self._offsets, self._attributes = list[int](), list[dict[str, Any]]()
         if all(type(part) is KVCache for part in self.parts):  # a fast path, since it runs for every token
             self._offsets = [part.offset for part in self.parts]
         else:
-            self._states = [PartState.of(part) for part in self.parts]
+            self._attributes = [attributes_of(part) for part in self.parts]
 
     def restore(self) -> None:
         """Restore the cache."""
         for part, offset in zip(self.parts, self._offsets):
             part.offset = offset
-        for state in self._states:
-            state.restore()
+        for part, attributes in zip(self.parts, self._attributes):
+            vars(part).update(copied(attributes))
+            if type(part) is NestedKVCache:
+                part.drop_later_planes()
 
     @contextlib.contextmanager
     def borrowed(self) -> Iterator[None]:
