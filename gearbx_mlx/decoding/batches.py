@@ -14,7 +14,7 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from numbers import Integral
 from typing import Any
@@ -47,7 +47,7 @@ class RowTelemetry:
     """One row of a pass, and the gear that its sequence requested then.
 
     Attributes:
-        step: of the pass.
+        step: of the pass; its bytes are the share of one row.
         batch_size: number of sequences in the pass.
         entropies: waits for the pass and returns its entropies, bits.
     """
@@ -128,6 +128,7 @@ class RowSampler:
     def __call__(self, logprobs: mx.array) -> mx.array:
         entropies = self.reader.entropy(logprobs)
         step = single_pass(self.gearbox, self.gearbox.gear, len(logprobs))
+        step = replace(step, weight_bytes=step.weight_bytes // len(logprobs))
         read = cache(lambda: np.array(entropies).reshape(-1))
         for row, each in enumerate(self.sequences):
             each.rows.append(RowTelemetry(step, len(logprobs), read, row, each.requested_gear))
@@ -211,12 +212,12 @@ class BatchGenerator(StagedGenerator):
         ]
         none = [None] * count
         processors = logits_processors or [self.logits_processors] * count
-        for text, sampler, seed, own in zip(joined, samplers or none, seeds or none, processors):
+        for text, sampler, seed, given in zip(joined, samplers or none, seeds or none, processors):
             chooser = text.chooser = Chooser(sampler_beside(self.gearbox, sampler or self._sampler))
             chooser.random = None if seed is None else OwnRandomState(seed)
-            chooser.processors = [guarded_processor(each, chooser) for each in own or ()]
-        own = [text.chooser.processors for text in joined]
-        uids = super().insert_segments(segments, max_tokens, caches, all_tokens, None, own, stop_sequences)
+            chooser.processors = [guarded_processor(each, chooser) for each in given or ()]
+        guarded = [text.chooser.processors for text in joined]
+        uids = super().insert_segments(segments, max_tokens, caches, all_tokens, None, guarded, stop_sequences)
         self.sequences |= zip(uids, joined)
         return uids
 
@@ -286,16 +287,12 @@ class BatchGenerator(StagedGenerator):
     def _response(
         self, token: GenerationBatch.Response, each: SequenceState, row: RowTelemetry, reading: Reading
     ) -> BatchGearResponse:
-        step, batch_size, error = row.step, row.batch_size, None
+        error = None
         if has_nan(token.logprobs, row.entropy):
-            error = each.chooser.error or blame_of(self.gearbox)(step.gear)
-        shown = telemetry_of(step, row.entropy, reading.mean, each.before)
-        shown |= {
-            "weight_bytes": step.weight_bytes // batch_size,
-            "batch_size": batch_size,
-            "requested_gear": row.requested_gear.name,
-        }
-        return BatchGearResponse(**vars(token), **shown, error=error)
+            error = each.chooser.error or blame_of(self.gearbox)(row.step.gear)
+        shown = vars(token) | telemetry_of(row.step, reading, each.before)
+        requested = row.requested_gear.name
+        return BatchGearResponse(**shown, batch_size=row.batch_size, requested_gear=requested, error=error)
 
 
 def check_sequences(

@@ -4,7 +4,6 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import GenerationResponse, wired_limit
@@ -19,10 +18,6 @@ from .loop import decode
 from .plan import DecodePlan, DecodeState
 from .response import GearResponse, GeneratedToken, telemetry_of
 from .sampling import has_nan
-
-
-def tokenizer_for(tokenizer: Any) -> TokenizerWrapper:
-    return tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
 
 
 class Telemetry:
@@ -66,9 +61,9 @@ class Telemetry:
         if has_nan(token.logprobs, token.entropy):
             raise self._blame(gear)
         reading = self._monitor.update(token.entropy)
-        shown = vars(response) | telemetry_of(token.step, token.entropy, reading.mean, self._before, token.near_tie)
+        shown = vars(response) | telemetry_of(token.step, reading, self._before)
         self._before = gear
-        return GearResponse(**shown, decision=decision), reading
+        return GearResponse(**shown, near_tie=token.near_tie, decision=decision), reading
 
 
 def responses(

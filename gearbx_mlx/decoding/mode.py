@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import mlx.nn as nn
+import numpy as np
 
 from ..errors import GearbxError, GearbxWarning, error_context
 from ..gears.discovery import vocabulary
@@ -192,12 +193,13 @@ def is_read_again(mode: Mode, gearbox: Gearbox | Observer | None) -> bool:
     return reads != writes
 
 
-def encoded(tokenizer: Any, prompt: Any) -> Any:
-    """Return the tokens of a prompt, encoded as in mlx-lm's stream_generate."""
-    if not isinstance(prompt, str):
-        return prompt
-    special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
-    return tokenizer.encode(prompt, add_special_tokens=special)
+def encoded(tokenizer: Any, prompt: Any) -> list[int]:
+    """Return the tokens of a prompt, which is tokens or a text; texts are encoded as in mlx-lm's stream_generate."""
+    if isinstance(prompt, str):
+        special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
+        prompt = tokenizer.encode(prompt, add_special_tokens=special)
+    tokens: list[int] = np.array(prompt, int).reshape(-1).tolist()
+    return tokens
 
 
 def check_known(name: str, tokens: Sequence[int], vocabulary: int) -> None:

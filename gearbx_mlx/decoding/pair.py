@@ -30,7 +30,7 @@ from ..routing.gates import AUTO, Gate, Reading
 from ..routing.pair import EAD_BITS, NAMES, first_model, pair_gate, pair_monitor, scaled
 from ..telemetry.summary import Tally
 from .caches import length, parts
-from .generation import Telemetry, responses, tokenizer_for
+from .generation import Telemetry, responses
 from .governor import Governor
 from .mode import Mode
 from .modes import PairSettings
@@ -226,7 +226,7 @@ class Pair(PairSettings, Mode):
         controller: Governor | None,
         **kwargs: Any,
     ) -> Iterator[GearResponse]:
-        how, tokenizer = Keywords(**kwargs), tokenizer_for(tokenizer)
+        how = Keywords(**kwargs)
         if how.input_embeddings is not None:
             raise GearbxError("mode 'pair': takes no input_embeddings; omit them")
         check_vocabularies(tokenizer, self.small_model, model)

@@ -251,7 +251,7 @@ def auto_thresholds(gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any = N
     if gearbox in _found:
         return _found[gearbox]
     model, gears, size, before = gearbox.model, len(gearbox.ladder), vocabulary_of(gearbox), gearbox.gear
-    tokens = [] if prompt is None else [int(token) for token in np.array(encoded(tokenizer, prompt))[:MAX_READ]]
+    tokens = [] if prompt is None else encoded(tokenizer, prompt)[:MAX_READ]
     gearbox.shift(gearbox.ladder.top)
     try:
         entropies = [entropy for text in SHORT_PROMPTS for entropy in continued_entropies(model, tokenizer, text)]
