@@ -237,7 +237,7 @@ def chooser_of(mode: Mode, gearbox: Gearbox, tokenizer: Any, prompt: Sequence[in
     if isinstance(mode, Kickdown):
         chooser = Climbing(gearbox, thresholds_for(mode.thresholds, gearbox))
         return chooser, mode.gears_of_text(gearbox)[0]
-    text = mode.text(gearbox, tokenizer, prompt)
+    text = mode.sequence(gearbox, tokenizer, prompt)
     return Shifting(gearbox, text), text.prompt_gear
 
 

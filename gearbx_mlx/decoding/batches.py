@@ -11,9 +11,11 @@ All arguments for new sequences are validated before any sequence is added.
 """
 
 import inspect
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from numbers import Integral
@@ -88,8 +90,8 @@ class SequenceState:
 class SharedMode(Mode):
     """Base class of modes whose sequences share passes."""
 
-    def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: list[int]) -> SequenceState:
-        """Return the state of a sequence from the tokens of its prompt."""
+    def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> SequenceState:
+        """Return the state of a sequence from its prompt, which is text or tokens."""
         raise NotImplementedError
 
     def batch_generator(
@@ -99,8 +101,7 @@ class SharedMode(Mode):
 
 
 def guarded_processor(processor: Processor, owner: Chooser) -> Processor:
-    """Return a processor that raises no errors: it ends a sequence with NaN logits, and sets the owner's
-    error."""
+    """Return a processor that raises no errors: it sets the owner's error, and NaN logits end the sequence."""
 
     def processed(tokens: mx.array, logits: mx.array) -> mx.array:
         try:
@@ -205,11 +206,11 @@ class BatchGenerator(StagedGenerator):
         check_sequences(self.model, vocabulary_of(self.gearbox), segments, {**lists, "seeds": seeds, "modes": modes})
         count = len(segments)
         read = all_tokens or [[]] * count
-        prompts = [[*before, *(t for part in parts for t in part)] for before, parts in zip(read, segments)]
-        joined = [
-            mode.sequence(self.gearbox, self.tokenizer, prompt)
-            for mode, prompt in zip(modes or [self.mode] * count, prompts)
-        ]
+        prompts = [[*before, *itertools.chain(*segment)] for before, segment in zip(read, segments)]
+        joined = list[SequenceState]()
+        for mode, prompt in zip(modes or [self.mode] * count, prompts):
+            text = mode.sequence(self.gearbox, self.tokenizer, prompt)
+            joined.append(replace(text, gate=deepcopy(text.gate)))  # since sequences of one mode may share its gate
         none = [None] * count
         processors = logits_processors or [self.logits_processors] * count
         for text, sampler, seed, given in zip(joined, samplers or none, seeds or none, processors):
@@ -239,7 +240,7 @@ class BatchGenerator(StagedGenerator):
         return min(alike, 1 - len(reading)) if self._has_states else alike
 
     def seen(self, step: Callable[[], tuple[list[Any], list[Any]]]) -> tuple[list[Any], list[BatchGearResponse]]:
-        """Return mlx-lm's responses with telemetry, while this generator holds the lock."""
+        """Run a step of mlx-lm's generator under the gearbox's lock; return its responses with telemetry."""
         with decode_lock(self.gearbox):
             prompts, tokens = step()
             return prompts, self._seen(tokens)
@@ -313,7 +314,7 @@ def check_sequences(
     layers = len(make_prompt_cache(model)) if lists["caches"] else 0
     for place, prompt in enumerate(segments):
         own = {name: given[place] for name, given in lists.items() if given is not None}
-        tokens = [token for part in prompt for token in part]
+        tokens = [*itertools.chain(*prompt)]
         if not tokens:
             raise GearbxError(f"prompts[{place}]: must have tokens, got none; pass one token or more")
         count = len(own.get("all_tokens", ())) + len(tokens)

@@ -37,7 +37,7 @@ def parts(cache: Cache) -> Iterator[Any]:
 
 
 def room(part: Any) -> float:
-    """Return how many entries the cache of a layer can take now so that mlx-lm can still trim them.
+    """Return how many more entries the cache of a layer can take before mlx-lm can no longer trim it.
 
     Infinite for a cache that grows; the room before a rotating cache overwrites itself; 0 after that, and for a cache
     of states.
@@ -166,7 +166,7 @@ def cache_arrays(cache: Cache) -> list[mx.array]:
 
 
 def as_quantized(needed: Any, entry: Any) -> Any:
-    """Return the model's cache, quantized if the one from the file is."""
+    """Return the model's cache of a layer, quantized in the same way as an entry from a file."""
     if not isinstance(entry, QuantizedKVCache) or not hasattr(needed, "to_quantized"):
         return needed
     try:
@@ -286,12 +286,13 @@ class KeptCache:
         return list(tokens[kept:])
 
     def note(self, read: Sequence[int], whole: bool = True, bits: int = 0) -> None:
-        """Note the tokens that the model was given after `tokens`.
+        """Note the tokens that the model was given after `tokens`, as far as all caches have taken them.
 
-        The caches' counts limit them: mlx-lm runs one token ahead, and a draft model may lack the last tokens.
+        The caches' counts may differ: mlx-lm runs one token ahead, and a draft model may lack the last tokens.
 
         Args:
-            whole: True if all tokens were given and no others. Otherwise states are forgotten, since they do not count.
+            whole: True if the model was given exactly these tokens. Otherwise caches with states are made again, since
+                states do not count tokens.
             bits: of the lowest gear that computed any of the tokens.
         """
         known = [*self.tokens, *read]

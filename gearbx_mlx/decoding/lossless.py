@@ -125,8 +125,7 @@ class Lossless(LosslessSettings, SharedMode):
         """Return a generator, as Mode does. The top gear generates all sequences, without drafts."""
         return BatchGenerator(model, tokenizer, gearbox, self, highest, **kwargs)
 
-    def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: list[int]) -> SequenceState:
-        """Return the state of one sequence of a batch."""
+    def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> SequenceState:
         top = gearbox.ladder.top
         return SequenceState(OneGear(top.index), Monitor(vocabulary_of(gearbox), self.window), top, top)
 

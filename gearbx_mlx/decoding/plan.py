@@ -194,7 +194,7 @@ class DecodeState:
         return whole if away < MAX_PAUSE * whole else None
 
     def time_plain(self, plan: DecodePlan) -> None:
-        """Report the time of a plain token to the policy, unless a thread slows it by making a draft gear."""
+        """Report the time of a plain token to the policy, unless a thread that makes a draft gear slowed it."""
         seconds = self.seconds(plan)
         if seconds is not None and all(drafter.is_ready for drafter in self.drafters):
             plan.policy.add_plain(seconds)

@@ -41,7 +41,7 @@ class GeneratedText:
 
     @property
     def goes_on(self) -> bool:
-        """Continuation: False after an end-of-sequence token, or without room."""
+        """Possible next token: False after an end-of-sequence token, or without room."""
         generated = len(self.tokens) > self.prompt
         return self.room > 0 and not (generated and self.last in self.ends)
 
@@ -86,7 +86,7 @@ class GeneratedToken:
         logprobs: (V,), of the distribution that it was sampled from.
         entropy: of this distribution, bits.
         step: passes and bytes of its logits.
-        near_tie: whether rounding may have decided between the two best logits.
+        near_tie: whether rounding may have decided which of the two best logits is larger.
     """
 
     id: int

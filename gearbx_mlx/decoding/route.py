@@ -11,7 +11,6 @@ three short prompts. If fewer than five of its tokens have entropy above 0, the 
 
 from collections import deque
 from collections.abc import Iterator
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -44,11 +43,7 @@ from .sampling import blame_of, entropy_bits, reader_of, take_kv_reads
 
 @dataclass(frozen=True)
 class InEngagedGear(SharedMode):
-    """Base class of modes that compute each token in the engaged gear. A subclass chooses the gears."""
-
-    def text(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> SequenceState:
-        """Return the state of a sequence: gate, monitor, initial gear and prefill gear."""
-        raise NotImplementedError
+    """Base class of modes that compute each token in the engaged gear. A subclass chooses the gears (`sequence`)."""
 
     def stream(
         self,
@@ -61,7 +56,7 @@ class InEngagedGear(SharedMode):
         **kwargs: Any,
     ) -> Iterator[GearResponse]:
         """Generate with mlx-lm's stream_generate, and shift between its tokens."""
-        text, reader, agreement = self.text(gearbox, tokenizer, prompt), reader_of(gearbox), agreement_of(model)
+        text, reader, agreement = self.sequence(gearbox, tokenizer, prompt), reader_of(gearbox), agreement_of(model)
         gearbox.shift(text.first)  # so that it is made now rather than during generation
         gearbox.shift(text.prompt_gear)
         kv_gears, sampled = gears_of(kwargs.get("prompt_cache")), deque[tuple[mx.array, Step]]()
@@ -115,11 +110,6 @@ class InEngagedGear(SharedMode):
                 gearbox.shift(gear)  # since other sequences may have shifted
                 telemetry.resume()
 
-    def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: list[int]) -> SequenceState:
-        """Return the state of one sequence of a batch; a given gate is copied."""
-        text = self.text(gearbox, tokenizer, prompt)
-        return replace(text, gate=deepcopy(text.gate))
-
 
 @dataclass(frozen=True)
 class Route(RouteSettings, InEngagedGear):
@@ -134,7 +124,7 @@ class Route(RouteSettings, InEngagedGear):
 
     gate: Gate | None = None
 
-    def text(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> SequenceState:
+    def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> SequenceState:
         gate = self.settled(gearbox, tokenizer, prompt).gate_for(gearbox)
         monitor = Monitor(vocabulary_of(gearbox), self.window)
         first = self.first_gear(gearbox, tokenizer, prompt)
@@ -180,7 +170,7 @@ class Static(StaticSettings, InEngagedGear):
     name: ClassVar[str] = "static"
     no_caps_reason: ClassVar[str] = "stays in one gear"
 
-    def text(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> SequenceState:
+    def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> SequenceState:
         gear = self.gear_of(gearbox)
         reads = gear_of_prompt(gearbox, self.prompt_gear, gear)
         return SequenceState(OneGear(gear.index), Monitor(vocabulary_of(gearbox), self.window), gear, reads)

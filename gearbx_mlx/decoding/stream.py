@@ -178,7 +178,7 @@ def cache_keywords(
     fixed: int | None,
     kwargs: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the `prompt_cache` for mlx-lm if the KV cache has gears; {} otherwise.
+    """Validate the keywords of the KV cache, and return `prompt_cache` if the cache has gears; {} otherwise.
 
     Raises:
         GearbxError: gears that do not fit the mode, the other keywords or the model; `kv_bits` for a model whose cache
@@ -351,7 +351,7 @@ def run_batch(generator: Any, sequences: Mapping[int, BatchSequence], with_logpr
 
 
 def per_sequence(processors: Sequence[Any] | None, sequences: int) -> Sequence[Any] | None:
-    """Return a list of logits processors per sequence, from one for all sequences or from one per sequence."""
+    """Return a list of logits processors per sequence, from processors for all or from one or a list per sequence."""
     if not processors:
         return None
     if all(callable(each) for each in processors):
