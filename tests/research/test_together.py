@@ -38,7 +38,7 @@ def together(gearbox, prompts, reads, choosers):
 @pytest.mark.parametrize("mode", [Static("low", prompt_gear="same"), Route(thresholds=THRESHOLDS)])
 def test_outputs_of_gates(loaded, mode):
     gearbox, tokenizer, prompts = loaded
-    states = [mode.text(gearbox, tokenizer, prompt) for prompt in prompts]
+    states = [mode.sequence(gearbox, tokenizer, prompt) for prompt in prompts]
     choosers = [Shifting(gearbox, state) for state in states]
     texts = together(gearbox, prompts, [state.prompt_gear for state in states], choosers)
     for prompt, text in zip(prompts, texts):
