@@ -69,7 +69,7 @@ class RowTelemetry:
 class SequenceState:
     """A sequence of a batch, with its own monitor, gate and chooser.
 
-    first: initial gear. prompt_gear: prefill gear, for all tokens but the last one.
+    first: gear of the prompt's last token and the first generated one. prompt_gear: of the prompt's other tokens.
     """
 
     gate: Gate
@@ -77,9 +77,9 @@ class SequenceState:
     first: Gear
     prompt_gear: Gear
     chooser: Chooser = field(default_factory=Chooser)
-    before: Gear | None = None
+    before: Gear | None = None  # of the previous token
     rows: deque[RowTelemetry] = field(default_factory=deque)
-    """Rows of computed tokens that were not returned yet, since mlx-lm runs one token ahead."""
+    """Rows of tokens that are computed and not yet returned, since mlx-lm runs one token ahead."""
 
     def __post_init__(self) -> None:
         self.requested_gear = self.first

@@ -63,9 +63,9 @@ def given_tokens(part: Any) -> int | None:
 
 
 def cut_to(cache: Cache, tokens: int) -> bool:
-    """Trim every layer's cache that counts tokens to `tokens`. Return False at the first failure.
+    """Trim the caches of all layers that count tokens to `tokens`.
 
-    Earlier ones stay trimmed.
+    Return False at the first one that cannot be trimmed; the caches before it stay trimmed.
     """
     for part in parts(cache):
         count = given_tokens(part)

@@ -88,7 +88,7 @@ def responses(
         held = [] if recommended_memory() is None else arrays()
         with contextlib.redirect_stdout(sys.stderr):  # mlx-lm prints warnings of too large models
             generating.enter_context(wired_limit(held, [plan.stream]))
-        generating.enter_context(telemetry.governing())  # until closing has run the last pass
+        generating.enter_context(telemetry.governing())  # ends after `decode`, whose close may run a pass
         tokens = generating.enter_context(contextlib.closing(decode(plan, state)))
         telemetry.resume()
         start, mapped = time.perf_counter(), mapped_bytes()

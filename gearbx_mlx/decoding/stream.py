@@ -42,6 +42,7 @@ from .response import BatchGearResponse, GearResponse, TokenTelemetry
 from .sampling import Sampler, sampler_beside
 
 NO_LOGPROBS = mx.zeros(0)
+# Fields of a batch's response that a single sequence's response has too.
 SHARED = {item.name for item in fields(TokenTelemetry)} | {"token", "finish_reason", "from_draft"}
 
 
@@ -361,7 +362,7 @@ def per_sequence(processors: Sequence[Any] | None, sequences: int) -> Sequence[A
 
 @dataclass
 class RunSpeed:
-    """Token counts and times of runs: prefill and decoding by mlx-lm's rates, first and last token by a clock.
+    """Token counts and times of one or more runs, summed. Times of prefill and decoding follow from mlx-lm's rates.
 
     first: seconds from the calls to the first tokens. whole: seconds from the calls to the last tokens.
     """
