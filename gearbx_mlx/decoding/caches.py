@@ -360,15 +360,15 @@ def put_in_gears(cache: list[Any], gears: KVGears) -> None:
 
 def check_part(part: Any, gears: KVGears) -> None:
     """Validate that the cache of a layer can have these gears. Raises GearbxError if it cannot."""
-    why = None
-    if type(part) is NestedKVCache and part.gears.ladder != gears.ladder:
-        why = f"must be {bits_text(part.gears.ladder)} as in the prompt cache, {{}}; use these, or omit the cache"
-    elif hasattr(part, "max_size"):
-        why = "a rotating cache (--max-kv-size, or a sliding window) has no gears, {}; omit one of them"
-    elif type(part) not in (KVCache, NestedKVCache):
-        why = f"{type(part).__name__} has no gears, {{}}; {OTHER}"
-    if why is not None:
-        raise GearbxError(f"--kv-gears: {why.format(f'got {bits_text(gears.ladder)}')}")
+    kind, got = type(part), f"got {bits_text(gears.ladder)}"
+    if kind is NestedKVCache and part.gears.ladder != gears.ladder:
+        own = bits_text(part.gears.ladder)
+        raise GearbxError(f"--kv-gears: must be {own} as in the prompt cache, {got}; use these, or omit the cache")
+    if hasattr(part, "max_size"):
+        rotating = "a rotating cache (--max-kv-size, or a sliding window)"
+        raise GearbxError(f"--kv-gears: {rotating} has no gears, {got}; omit one of them")
+    if kind not in (KVCache, NestedKVCache):
+        raise GearbxError(f"--kv-gears: {kind.__name__} has no gears, {got}; {OTHER}")
 
 
 def check_heads(model: nn.Module, ladder: tuple[int, ...]) -> None:

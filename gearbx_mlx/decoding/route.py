@@ -37,7 +37,7 @@ from .generation import Telemetry
 from .governor import Governor
 from .mode import encoded, gear_of_prompt, of_model, thresholds_for, vocabulary_of
 from .modes import RouteSettings, StaticSettings
-from .response import GearResponse, GeneratedToken, Step, single_pass
+from .response import GearResponse, Step, single_pass
 from .sampling import blame_of, entropy_bits, reader_of, take_kv_reads
 
 
@@ -101,8 +101,7 @@ class InEngagedGear(SharedMode):
             telemetry.resume()
             for response in responses:
                 entropy, step = sampled.popleft()
-                token = GeneratedToken(response.token, response.logprobs, float(entropy), step)
-                shown, reading = telemetry.response(response, token)
+                shown, reading = telemetry.response(vars(response), step, float(entropy))
                 gear = gearbox.ladder[text.gate.update(reading)]
                 gearbox.shift(gear)
                 gearbox.prepare(gearbox.ladder[text.gate.peek(reading.forecast)])
