@@ -69,7 +69,7 @@ class RowTelemetry:
 class SequenceState:
     """A sequence of a batch, with its own monitor, gate and chooser.
 
-    first: gear of the prompt's last token and the first generated one. prompt_gear: of the prompt's other tokens.
+    first: gear of the first pass that generates; it reads the prompt's last token. prompt_gear: of the other tokens.
     """
 
     gate: Gate

@@ -153,7 +153,7 @@ class PairVerifier:
         return PairPass(self, tokens, cache)
 
     def run(self, tokens: Sequence[int], cache: Any) -> mx.array:
-        """Return logits (1, 1, V); cache: ends with the pair's."""
+        """Return logits (1, 1, V); cache: that of `PairPass`, whose last two entries are the pair's."""
         return self._logits(mx.array([[*tokens]], mx.uint32), cache[-len(NAMES) :])
 
     def is_synchronous(self, cache: Any) -> bool:
