@@ -59,7 +59,7 @@ def decode_ahead(plan: DecodePlan, state: DecodeState) -> Iterator[GeneratedToke
 
 
 def stays_plain(plan: DecodePlan, state: DecodeState) -> bool:
-    """Return whether to queue another pass: a token may follow the one in computation, without a proposal."""
+    """Return whether to queue one more pass: there is room for one more token, and no drafter would propose it."""
     if state.text.room <= 1:
         return False  # this token is the last one
     room = state.room(plan) - 1

@@ -11,10 +11,12 @@ All arguments for new sequences are validated before any sequence is added.
 """
 
 import inspect
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from numbers import Integral
 from typing import Any
@@ -47,7 +49,7 @@ class RowTelemetry:
     """One row of a pass, and the gear that its sequence requested then.
 
     Attributes:
-        step: of the pass.
+        step: of the pass; its bytes are the share of one row.
         batch_size: number of sequences in the pass.
         entropies: waits for the pass and returns its entropies, bits.
     """
@@ -67,7 +69,7 @@ class RowTelemetry:
 class SequenceState:
     """A sequence of a batch, with its own monitor, gate and chooser.
 
-    first: initial gear. prompt_gear: prefill gear, for all tokens but the last one.
+    first: gear of the first pass that generates; it reads the prompt's last token. prompt_gear: of the other tokens.
     """
 
     gate: Gate
@@ -75,9 +77,9 @@ class SequenceState:
     first: Gear
     prompt_gear: Gear
     chooser: Chooser = field(default_factory=Chooser)
-    before: Gear | None = None
+    before: Gear | None = None  # of the previous token
     rows: deque[RowTelemetry] = field(default_factory=deque)
-    """Rows of computed tokens that were not returned yet, since mlx-lm runs one token ahead."""
+    """Rows of tokens that are computed and not yet returned, since mlx-lm runs one token ahead."""
 
     def __post_init__(self) -> None:
         self.requested_gear = self.first
@@ -88,8 +90,8 @@ class SequenceState:
 class SharedMode(Mode):
     """Base class of modes whose sequences share passes."""
 
-    def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: list[int]) -> SequenceState:
-        """Return the state of a sequence from the tokens of its prompt."""
+    def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> SequenceState:
+        """Return the state of a sequence from its prompt, which is text or tokens."""
         raise NotImplementedError
 
     def batch_generator(
@@ -99,8 +101,7 @@ class SharedMode(Mode):
 
 
 def guarded_processor(processor: Processor, owner: Chooser) -> Processor:
-    """Return a processor that raises no errors: it ends a sequence with NaN logits, and sets the owner's
-    error."""
+    """Return a processor that raises no errors: it sets the owner's error, and NaN logits end the sequence."""
 
     def processed(tokens: mx.array, logits: mx.array) -> mx.array:
         try:
@@ -128,6 +129,7 @@ class RowSampler:
     def __call__(self, logprobs: mx.array) -> mx.array:
         entropies = self.reader.entropy(logprobs)
         step = single_pass(self.gearbox, self.gearbox.gear, len(logprobs))
+        step = replace(step, weight_bytes=step.weight_bytes // len(logprobs))
         read = cache(lambda: np.array(entropies).reshape(-1))
         for row, each in enumerate(self.sequences):
             each.rows.append(RowTelemetry(step, len(logprobs), read, row, each.requested_gear))
@@ -204,19 +206,19 @@ class BatchGenerator(StagedGenerator):
         check_sequences(self.model, vocabulary_of(self.gearbox), segments, {**lists, "seeds": seeds, "modes": modes})
         count = len(segments)
         read = all_tokens or [[]] * count
-        prompts = [[*before, *(t for part in parts for t in part)] for before, parts in zip(read, segments)]
-        joined = [
-            mode.sequence(self.gearbox, self.tokenizer, prompt)
-            for mode, prompt in zip(modes or [self.mode] * count, prompts)
-        ]
+        prompts = [[*before, *itertools.chain(*segment)] for before, segment in zip(read, segments)]
+        joined = list[SequenceState]()
+        for mode, prompt in zip(modes or [self.mode] * count, prompts):
+            text = mode.sequence(self.gearbox, self.tokenizer, prompt)
+            joined.append(replace(text, gate=deepcopy(text.gate)))  # since sequences of one mode may share its gate
         none = [None] * count
         processors = logits_processors or [self.logits_processors] * count
-        for text, sampler, seed, own in zip(joined, samplers or none, seeds or none, processors):
+        for text, sampler, seed, given in zip(joined, samplers or none, seeds or none, processors):
             chooser = text.chooser = Chooser(sampler_beside(self.gearbox, sampler or self._sampler))
             chooser.random = None if seed is None else OwnRandomState(seed)
-            chooser.processors = [guarded_processor(each, chooser) for each in own or ()]
-        own = [text.chooser.processors for text in joined]
-        uids = super().insert_segments(segments, max_tokens, caches, all_tokens, None, own, stop_sequences)
+            chooser.processors = [guarded_processor(each, chooser) for each in given or ()]
+        guarded = [text.chooser.processors for text in joined]
+        uids = super().insert_segments(segments, max_tokens, caches, all_tokens, None, guarded, stop_sequences)
         self.sequences |= zip(uids, joined)
         return uids
 
@@ -238,7 +240,7 @@ class BatchGenerator(StagedGenerator):
         return min(alike, 1 - len(reading)) if self._has_states else alike
 
     def seen(self, step: Callable[[], tuple[list[Any], list[Any]]]) -> tuple[list[Any], list[BatchGearResponse]]:
-        """Return mlx-lm's responses with telemetry, while this generator holds the lock."""
+        """Run a step of mlx-lm's generator under the gearbox's lock; return its responses with telemetry."""
         with decode_lock(self.gearbox):
             prompts, tokens = step()
             return prompts, self._seen(tokens)
@@ -286,16 +288,12 @@ class BatchGenerator(StagedGenerator):
     def _response(
         self, token: GenerationBatch.Response, each: SequenceState, row: RowTelemetry, reading: Reading
     ) -> BatchGearResponse:
-        step, batch_size, error = row.step, row.batch_size, None
+        error = None
         if has_nan(token.logprobs, row.entropy):
-            error = each.chooser.error or blame_of(self.gearbox)(step.gear)
-        shown = telemetry_of(step, row.entropy, reading.mean, each.before)
-        shown |= {
-            "weight_bytes": step.weight_bytes // batch_size,
-            "batch_size": batch_size,
-            "requested_gear": row.requested_gear.name,
-        }
-        return BatchGearResponse(**vars(token), **shown, error=error)
+            error = each.chooser.error or blame_of(self.gearbox)(row.step.gear)
+        shown = vars(token) | telemetry_of(row.step, reading, each.before)
+        requested = row.requested_gear.name
+        return BatchGearResponse(**shown, batch_size=row.batch_size, requested_gear=requested, error=error)
 
 
 def check_sequences(
@@ -316,7 +314,7 @@ def check_sequences(
     layers = len(make_prompt_cache(model)) if lists["caches"] else 0
     for place, prompt in enumerate(segments):
         own = {name: given[place] for name, given in lists.items() if given is not None}
-        tokens = [token for part in prompt for token in part]
+        tokens = [*itertools.chain(*prompt)]
         if not tokens:
             raise GearbxError(f"prompts[{place}]: must have tokens, got none; pass one token or more")
         count = len(own.get("all_tokens", ())) + len(tokens)

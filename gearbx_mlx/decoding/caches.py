@@ -11,10 +11,8 @@ are unchanged, and the model prefills the others.
 
 import contextlib
 import copy
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -39,7 +37,7 @@ def parts(cache: Cache) -> Iterator[Any]:
 
 
 def room(part: Any) -> float:
-    """Return how many entries the cache of a layer can take now so that mlx-lm can still trim them.
+    """Return how many more entries the cache of a layer can take before mlx-lm can no longer trim it.
 
     Infinite for a cache that grows; the room before a rotating cache overwrites itself; 0 after that, and for a cache
     of states.
@@ -65,9 +63,9 @@ def total_tokens(part: Any) -> int | None:
 
 
 def cut_to(cache: Cache, tokens: int) -> bool:
-    """Trim every layer's cache that counts tokens to `tokens`. Return False at the first failure.
+    """Trim the caches of all layers that count tokens to `tokens`.
 
-    Earlier ones stay trimmed.
+    Return False at the first one that cannot be trimmed; the caches before it stay trimmed.
     """
     for part in parts(cache):
         count = total_tokens(part)
@@ -92,29 +90,10 @@ def copied(value: Any) -> Any:
     return value
 
 
-@dataclass(frozen=True)
-class PartState:
-    """State of the cache of one layer: its attributes, without the entries of a cache that only appends."""
-
-    part: Any
-    kind: Any
-    attributes: dict[str, Any]
-
-    @classmethod
-    def of(cls, part: Any) -> "PartState":
-        apart = ENTRIES if type(part) in APPENDING else ()
-        return cls(part, type(part), {name: copied(value) for name, value in vars(part).items() if name not in apart})
-
-    @functools.cached_property
-    def is_numbers(self) -> bool:
-        """Absence of attributes that need a copy, as in a cache that appends; computed for every layer and token."""
-        return all(isinstance(value, int) for value in self.attributes.values())
-
-    def restore(self) -> None:
-        """Restore the part."""
-        vars(self.part).update(self.attributes if self.is_numbers else copied(self.attributes))
-        if self.kind is NestedKVCache:
-            self.part.drop_later_planes()
+def attributes_of(part: Any) -> dict[str, Any]:
+    """Return the attributes of the cache of a layer, without the entries of a cache that only appends."""
+    apart = ENTRIES if type(part) in APPENDING else ()
+    return {name: copied(value) for name, value in vars(part).items() if name not in apart}
 
 
 class Snapshot:
@@ -129,18 +108,20 @@ class Snapshot:
 
     def __init__(self, cache: Cache):
         self.parts = [*parts(cache)]
-        self._offsets, self._states = list[int](), list[PartState]()
+        self._offsets, self._attributes = list[int](), list[dict[str, Any]]()
         if all(type(part) is KVCache for part in self.parts):  # a fast path, since it runs for every token
             self._offsets = [part.offset for part in self.parts]
         else:
-            self._states = [PartState.of(part) for part in self.parts]
+            self._attributes = [attributes_of(part) for part in self.parts]
 
     def restore(self) -> None:
         """Restore the cache."""
         for part, offset in zip(self.parts, self._offsets):
             part.offset = offset
-        for state in self._states:
-            state.restore()
+        for part, attributes in zip(self.parts, self._attributes):
+            vars(part).update(copied(attributes))
+            if type(part) is NestedKVCache:
+                part.drop_later_planes()
 
     @contextlib.contextmanager
     def borrowed(self) -> Iterator[None]:
@@ -185,7 +166,7 @@ def cache_arrays(cache: Cache) -> list[mx.array]:
 
 
 def as_quantized(needed: Any, entry: Any) -> Any:
-    """Return the model's cache, quantized if the one from the file is."""
+    """Return the model's cache of a layer, quantized in the same way as an entry from a file."""
     if not isinstance(entry, QuantizedKVCache) or not hasattr(needed, "to_quantized"):
         return needed
     try:
@@ -305,12 +286,13 @@ class KeptCache:
         return list(tokens[kept:])
 
     def note(self, read: Sequence[int], whole: bool = True, bits: int = 0) -> None:
-        """Note the tokens that the model was given after `tokens`.
+        """Note the tokens that the model was given after `tokens`, as far as all caches have taken them.
 
-        The caches' counts limit them: mlx-lm runs one token ahead, and a draft model may lack the last tokens.
+        The caches' counts may differ: mlx-lm runs one token ahead, and a draft model may lack the last tokens.
 
         Args:
-            whole: True if all tokens were given and no others. Otherwise states are forgotten, since they do not count.
+            whole: True if the model was given exactly these tokens. Otherwise caches with states are made again, since
+                states do not count tokens.
             bits: of the lowest gear that computed any of the tokens.
         """
         known = [*self.tokens, *read]
@@ -378,15 +360,15 @@ def put_in_gears(cache: list[Any], gears: KVGears) -> None:
 
 def check_part(part: Any, gears: KVGears) -> None:
     """Validate that the cache of a layer can have these gears. Raises GearbxError if it cannot."""
-    why = None
-    if type(part) is NestedKVCache and part.gears.ladder != gears.ladder:
-        why = f"must be {bits_text(part.gears.ladder)} as in the prompt cache, {{}}; use these, or omit the cache"
-    elif hasattr(part, "max_size"):
-        why = "a rotating cache (--max-kv-size, or a sliding window) has no gears, {}; omit one of them"
-    elif type(part) not in (KVCache, NestedKVCache):
-        why = f"{type(part).__name__} has no gears, {{}}; {OTHER}"
-    if why is not None:
-        raise GearbxError(f"--kv-gears: {why.format(f'got {bits_text(gears.ladder)}')}")
+    kind, got = type(part), f"got {bits_text(gears.ladder)}"
+    if kind is NestedKVCache and part.gears.ladder != gears.ladder:
+        own = bits_text(part.gears.ladder)
+        raise GearbxError(f"--kv-gears: must be {own} as in the prompt cache, {got}; use these, or omit the cache")
+    if hasattr(part, "max_size"):
+        rotating = "a rotating cache (--max-kv-size, or a sliding window)"
+        raise GearbxError(f"--kv-gears: {rotating} has no gears, {got}; omit one of them")
+    if kind not in (KVCache, NestedKVCache):
+        raise GearbxError(f"--kv-gears: {kind.__name__} has no gears, {got}; {OTHER}")
 
 
 def check_heads(model: nn.Module, ladder: tuple[int, ...]) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.generate import GenerationResponse
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..gears.ladder import Gear
@@ -16,12 +15,8 @@ from ..routing.gates import Monitor, Reading
 from .governor import Governor, MemoryGuard
 from .loop import decode
 from .plan import DecodePlan, DecodeState
-from .response import GearResponse, GeneratedToken, telemetry_of
+from .response import GearResponse, Step, telemetry_of
 from .sampling import has_nan
-
-
-def tokenizer_for(tokenizer: Any) -> TokenizerWrapper:
-    return tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
 
 
 class Telemetry:
@@ -52,22 +47,28 @@ class Telemetry:
         """Start the clock of a token: time that a caller takes between tokens does not count."""
         self._start = self._clock()
 
-    def response(self, response: GenerationResponse, token: GeneratedToken) -> tuple[GearResponse, Reading]:
+    def response(
+        self, fields: dict[str, Any], step: Step, entropy: float, near_tie: bool = False
+    ) -> tuple[GearResponse, Reading]:
         """Return the response for a token, and the reading for the gate.
+
+        Args:
+            fields: of mlx-lm's response, by name.
+            step, entropy, near_tie: as in `GeneratedToken`.
 
         Raises:
             GearbxError: log-probabilities that are NaN.
         """
-        gear, decision = token.step.gear, None
+        decision = None
         if self._controller is not None:
             seconds = None if self._before is None else self._clock() - self._start
-            decision = self._controller.after(token.step, seconds)
-        if has_nan(token.logprobs, token.entropy):
-            raise self._blame(gear)
-        reading = self._monitor.update(token.entropy)
-        shown = vars(response) | telemetry_of(token.step, token.entropy, reading.mean, self._before, token.near_tie)
-        self._before = gear
-        return GearResponse(**shown, decision=decision), reading
+            decision = self._controller.after(step, seconds)
+        if has_nan(fields["logprobs"], entropy):
+            raise self._blame(step.gear)
+        reading = self._monitor.update(entropy)
+        shown = fields | telemetry_of(step, reading, self._before)
+        self._before = step.gear
+        return GearResponse(**shown, near_tie=near_tie, decision=decision), reading
 
 
 def responses(
@@ -88,7 +89,7 @@ def responses(
     with contextlib.ExitStack() as generating:
         generating.callback(lambda: finish(len(text.tokens) - text.prompt))
         wire(mx.get_active_memory())
-        generating.enter_context(telemetry.governing())  # until closing has run the last pass
+        generating.enter_context(telemetry.governing())  # ends after `decode`, whose close may run a pass
         tokens = generating.enter_context(contextlib.closing(decode(plan, state)))
         telemetry.resume()
         start, mapped = time.perf_counter(), mapped_bytes()
@@ -102,19 +103,18 @@ def responses(
             if over:
                 detokenizer.finalize()
                 next(tokens, None)  # lets the loop leave the cache as mlx-lm does
-            response = GenerationResponse(
-                text=detokenizer.last_segment,
-                token=token.id,
-                logprobs=token.logprobs,
-                from_draft=False,
-                prompt_tokens=text.prompt,
-                prompt_tps=prompt_tps,
-                generation_tokens=count,
-                generation_tps=count / (time.perf_counter() - start),
-                peak_memory=(mx.get_peak_memory() + mapped) / 1e9,
-                finish_reason=("stop" if stopped else "length") if over else None,
-            )
-            shown, reading = telemetry.response(response, token)
+            fields = {
+                "text": detokenizer.last_segment,
+                "token": token.id,
+                "logprobs": token.logprobs,
+                "prompt_tokens": text.prompt,
+                "prompt_tps": prompt_tps,
+                "generation_tokens": count,
+                "generation_tps": count / (time.perf_counter() - start),
+                "peak_memory": (mx.get_peak_memory() + mapped) / 1e9,
+                "finish_reason": ("stop" if stopped else "length") if over else None,
+            }
+            response, reading = telemetry.response(fields, token.step, token.entropy, token.near_tie)
             on_reading(reading)
-            yield shown
+            yield response
             telemetry.resume()

@@ -89,7 +89,7 @@ class Governor:
             self.gearbox.cap({})
 
     def after(self, step: Step, seconds: float | None) -> CapDecision | None:
-        """Take a token, decide every few tokens, and apply the caps.
+        """Count a token; after every few tokens, decide the caps and apply them.
 
         Args:
             seconds: of its computation; None if unknown, as for the first token with prefill.

@@ -19,7 +19,7 @@ from ..ranks.agreement import Agreement, agreement_of
 from ..routing.gates import Monitor
 from ..telemetry.summary import Tally
 from .caches import Cache
-from .generation import Telemetry, responses, tokenizer_for
+from .generation import Telemetry, responses
 from .governor import Governor
 from .mode import Mode, gear_of_prompt, thresholds_for, vocabulary_of
 from .modes import KickdownSettings
@@ -113,7 +113,7 @@ class Kickdown(KickdownSettings, Mode):
     def stream(
         self, model: nn.Module, tokenizer: Any, prompt: Any, *, gearbox: Any, controller: Governor | None, **kwargs: Any
     ) -> Iterator[GearResponse]:
-        how, tokenizer = Keywords(**kwargs), tokenizer_for(tokenizer)
+        how = Keywords(**kwargs)
         text = how.text(model, tokenizer, prompt)
         reader, agreement = reader_of(gearbox), agreement_of(model)
         prefill_gear, _ = self.gears_of_text(gearbox)

@@ -21,7 +21,7 @@ from ..telemetry.summary import Tally, draft_rows, draft_summary
 from .batches import BatchGenerator, SequenceState, SharedMode
 from .drafters import Drafter, DraftTarget, drafters_for
 from .drafters.lookup import LookupMemory
-from .generation import Telemetry, responses, tokenizer_for
+from .generation import Telemetry, responses
 from .governor import Governor
 from .learned import KeptPolicy, policy_of, speed_rows
 from .mode import vocabulary_of
@@ -83,7 +83,7 @@ class Lossless(LosslessSettings, SharedMode):
         self, model: nn.Module, tokenizer: Any, prompt: Any, *, gearbox: Any, controller: Governor | None, **kwargs: Any
     ) -> Iterator[GearResponse]:
         warn_of_other_paths(gearbox)
-        how, tokenizer = Keywords(**kwargs), tokenizer_for(tokenizer)
+        how = Keywords(**kwargs)
         text = how.text(model, tokenizer, prompt)
         chooser, reader, agreement = how.chooser(), reader_of(gearbox), agreement_of(gearbox.model)
         cache, draft_cache = how.caches(gearbox.model)
@@ -125,8 +125,7 @@ class Lossless(LosslessSettings, SharedMode):
         """Return a generator, as Mode does. The top gear generates all sequences, without drafts."""
         return BatchGenerator(model, tokenizer, gearbox, self, highest, **kwargs)
 
-    def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: list[int]) -> SequenceState:
-        """Return the state of one sequence of a batch."""
+    def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> SequenceState:
         top = gearbox.ladder.top
         return SequenceState(OneGear(top.index), Monitor(vocabulary_of(gearbox), self.window), top, top)
 

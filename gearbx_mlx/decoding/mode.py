@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import mlx.nn as nn
+import numpy as np
 
 from ..errors import GearbxError, GearbxWarning, error_context
 from ..gears.discovery import vocabulary
@@ -105,9 +106,9 @@ class Mode:
             raise GearbxError("controller: belongs to a different gearbox; pass Governor(gearbox)")
 
     def gears_of_text(self, gearbox: Gearbox) -> tuple[Gear, Gear | None]:
-        """Return the prefill gear and the gear of the generated tokens; None in its place if several gears generate.
+        """Return the prefill gear, and the gear of the generated tokens or None if they have several.
 
-        They describe the contents of a KV cache, and so which later sequences may continue from it.
+        They decide whether a later sequence may continue from the KV cache of an earlier one.
         """
         return gearbox.ladder.top, gearbox.ladder.top
 
@@ -116,7 +117,7 @@ class Mode:
         return self
 
     def for_prompt(self, typed: str, ladder: Ladder) -> "Mode":
-        """Return the mode for a prompt as the user typed it, before a chat template adds words."""
+        """Return the mode for a prompt as typed by the user, without the words of a chat template."""
         return self
 
     def about(self) -> str:
@@ -184,20 +185,20 @@ def best_prefill_gear(gearbox: Gearbox) -> Gear:
 
 
 def is_read_again(mode: Mode, gearbox: Gearbox | Observer | None) -> bool:
-    """Return whether a later prompt prefills generated tokens again, as in a chat: their gear is not the prefill
-    gear."""
+    """Return whether the next turn of a chat prefills generated tokens again, as their gear is not the prefill gear."""
     if gearbox is None or isinstance(gearbox, Observer):
         return False
     reads, writes = mode.gears_of_text(gearbox)
     return reads != writes
 
 
-def encoded(tokenizer: Any, prompt: Any) -> Any:
-    """Return the tokens of a prompt, encoded as in mlx-lm's stream_generate."""
-    if not isinstance(prompt, str):
-        return prompt
-    special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
-    return tokenizer.encode(prompt, add_special_tokens=special)
+def encoded(tokenizer: Any, prompt: Any) -> list[int]:
+    """Return the tokens of a prompt, which is tokens or a text; texts are encoded as in mlx-lm's stream_generate."""
+    if isinstance(prompt, str):
+        special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
+        prompt = tokenizer.encode(prompt, add_special_tokens=special)
+    tokens: list[int] = np.array(prompt, int).reshape(-1).tolist()
+    return tokens
 
 
 def check_known(name: str, tokens: Sequence[int], vocabulary: int) -> None:

@@ -10,9 +10,10 @@ Each model has its own KV cache. When a model is engaged again, it prefills the 
 together with the last token, in passes of at most `prefill_step_size` tokens; usually in one.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -28,14 +29,15 @@ from ..gears.ladder import Gear
 from ..routing.gates import AUTO, Gate, Reading
 from ..routing.pair import EAD_BITS, NAMES, first_model, pair_gate, pair_monitor, scaled
 from ..telemetry.summary import Tally
-from .caches import Snapshot, length, parts
-from .generation import Telemetry, responses, tokenizer_for
+from .caches import length, parts
+from .generation import Telemetry, responses
 from .governor import Governor
 from .hidden import Hidden
 from .mode import Mode
 from .modes import PairSettings
 from .plan import PREFILL_STEP_SIZE, DecodePlan, DecodeState, Keywords
 from .response import GearResponse, Step
+from .rows import Verification
 from .sampling import not_finite, reader_of
 
 GEARS = tuple(Gear(index, name, 0) for index, name in enumerate(NAMES))  # the models, with their names in responses
@@ -106,33 +108,20 @@ def bytes_read(model: nn.Module) -> int:
     return token_bytes(model, {}, {"": stored_dtype(model)}, tied_head(model))
 
 
-@dataclass
-class PairPass:
-    """One pass of one model over the last token and the tokens that it had missed.
+class PairPass(Verification):
+    """A pass of the engaged model over the last token, after the tokens that this model has missed."""
 
-    Attributes:
-        logits: (1, 1, V) after the last token.
-        step: passes and bytes of the token.
-        undo: restores the caches.
-        kept: 1 if the last token is in the KV cache, and 0 after `keep(0)`.
-        hidden: none.
-    """
+    def __init__(self, verifier: Any, tokens: Sequence[int], cache: Sequence[TrailingCache]):
+        engaged = cache[verifier.engaged]
+        self._caught_up, self._pair = engaged.missing, verifier
+        super().__init__(verifier, tokens, [*engaged.entries, *cache])  # all caches that the pass changes
 
-    logits: mx.array
-    step: Step
-    undo: Callable[[], None]
-    count: int = 1
-    kept: int = 1
-    hidden: Hidden = field(default_factory=dict)
-
-    def keep(self, rows: int) -> None:
-        """Keep the last token in the cache (1), or restore the cache (0)."""
-        self.kept = rows
-        if not rows:
-            self.undo()
-
-    def steps(self, proposal: Any, accepted: int, **of_cache: Any) -> Iterator[Step]:
-        yield self.step
+    @property
+    def step(self) -> Step:
+        count, passes = math.ceil((self._caught_up + 1) / self._pair.prefill_step_size), [0, 0]
+        passes[self.gear.index] = count
+        read = count * self._pair.weight_bytes[self.gear.index]
+        return Step(self.gear, tuple(passes), read, caught_up=self._caught_up)
 
 
 class PairVerifier:
@@ -149,8 +138,12 @@ class PairVerifier:
     def __init__(self, small: nn.Module, large: nn.Module, engaged: int, prefill_step_size: int = PREFILL_STEP_SIZE):
         self.models, self.engaged = (small, large), engaged
         self.vocabulary = min(vocabulary(small), vocabulary(large))
-        self._prefill_step_size = prefill_step_size
-        self._weight_bytes = bytes_read(small), bytes_read(large)
+        self.prefill_step_size = prefill_step_size
+        self.weight_bytes = bytes_read(small), bytes_read(large)
+
+    @property
+    def gear(self) -> Gear:
+        return GEARS[self.engaged]
 
     def prefill(self, tokens: mx.array, cache: Any, **embedded: mx.array) -> Hidden:
         """Prefill a part (n,) of the prompt with the engaged model."""
@@ -159,23 +152,11 @@ class PairVerifier:
 
     def verify(self, tokens: Sequence[int], cache: Any, **embedded: mx.array) -> PairPass:
         """Return the engaged model's logits after the last token, the only one."""
-        own = cache[self.engaged]
-        before, missed = Snapshot(own.entries), [list(each.missed) for each in cache]
+        return PairPass(self, tokens, cache)
 
-        def undo() -> None:
-            before.restore()
-            for each, unread in zip(cache, missed):
-                each.missed = unread
-
-        caught_up = own.missing
-        try:
-            logits, count = self._logits(mx.array([[*tokens]], mx.uint32), cache)
-        except BaseException:
-            undo()
-            raise
-        passes = (0, count) if self.engaged else (count, 0)
-        read = sum(n * size for n, size in zip(passes, self._weight_bytes))
-        return PairPass(logits, Step(GEARS[self.engaged], passes, read, caught_up=caught_up), undo)
+    def run(self, tokens: Sequence[int], cache: Any) -> tuple[mx.array, Hidden]:
+        """Return logits (1, 1, V), and no states; cache: that of `PairPass`, whose last two entries are the pair's."""
+        return self._logits(mx.array([[*tokens]], mx.uint32), cache[-len(NAMES) :]), {}
 
     def is_synchronous(self, cache: Any) -> bool:
         return True  # since the entropy of a token is read before the next pass
@@ -183,19 +164,18 @@ class PairVerifier:
     def exclusive(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def _logits(self, tokens: mx.array, cache: Sequence[TrailingCache]) -> tuple[mx.array, int]:
-        """Return logits (1, n, V) of the engaged model after tokens (1, n), and the number of its passes."""
+    def _logits(self, tokens: mx.array, cache: Sequence[TrailingCache]) -> mx.array:
+        """Return logits (1, n, V) of the engaged model after tokens (1, n)."""
         model, own = self.models[self.engaged], cache[self.engaged]
         cache[1 - self.engaged].missed.append(tokens)
-        new = tokens.shape[1]
-        unread, passes = own.unread(tokens), 1
-        while unread.shape[1] > max(new, self._prefill_step_size):
-            step = min(self._prefill_step_size, unread.shape[1] - new)
+        new, unread = tokens.shape[1], own.unread(tokens)
+        while unread.shape[1] > max(new, self.prefill_step_size):
+            step = min(self.prefill_step_size, unread.shape[1] - new)
             model(unread[:, :step], cache=own.entries)
             mx.eval([entry.state for entry in own.entries])
-            unread, passes = unread[:, step:], passes + 1
+            unread = unread[:, step:]
         logits = model(unread, cache=own.entries)[:, -new:]
-        return (logits if logits.shape[-1] == self.vocabulary else logits[..., : self.vocabulary]), passes
+        return logits if logits.shape[-1] == self.vocabulary else logits[..., : self.vocabulary]
 
 
 def pair_cache(small: nn.Module, large: nn.Module, max_kv_size: int | None = None) -> list[TrailingCache]:
@@ -248,7 +228,7 @@ class Pair(PairSettings, Mode):
         controller: Governor | None,
         **kwargs: Any,
     ) -> Iterator[GearResponse]:
-        how, tokenizer = Keywords(**kwargs), tokenizer_for(tokenizer)
+        how = Keywords(**kwargs)
         if how.input_embeddings is not None:
             raise GearbxError("mode 'pair': takes no input_embeddings; omit them")
         check_vocabularies(tokenizer, self.small_model, model)

@@ -9,7 +9,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, maybe_quantize_kv_cache
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
@@ -28,7 +27,7 @@ from .rows import Proposal, RunsPasses, VerifiedPass
 from .sampling import MLX_READER, Chooser, LogitsReader, Processor, Sampler
 
 PREFILL_STEP_SIZE = 2048  # tokens of a prompt per forward pass, as in mlx-lm
-UNLIMITED = 2**40  # no limit: more than any KV cache or output has
+UNLIMITED = 2**40  # tokens: more than any output has
 MAX_PAUSE = 0.2  # share of a round; if the consumer of tokens takes more, the round's time is not used
 
 
@@ -62,7 +61,7 @@ class Keywords:
         """
         if self.input_embeddings is not None and not does_model_support_input_embeddings(model):
             raise GearbxError(f"{type(model).__name__}: takes no input_embeddings; pass tokens")
-        tokens: list[int] = np.array(encoded(tokenizer, prompt), int).reshape(-1).tolist()
+        tokens = encoded(tokenizer, prompt)
         if self.max_tokens == 0:
             raise ValueError("Maximum number of tokens must be non-zero (use -1 for no limit).")
         if self.input_embeddings is not None and not tokens:
@@ -90,11 +89,6 @@ class Keywords:
     def keeps_cache(self) -> bool:
         """Use of the KV cache by the caller after generation."""
         return self.prompt_cache is not None
-
-    @property
-    def quantized_from(self) -> int:
-        """Number of entries from which on the KV cache is quantized."""
-        return UNLIMITED if self.kv_bits is None else self.quantized_kv_start
 
     def quantize(self, cache: list[Any]) -> None:
         """Quantize the entries of a KV cache as mlx-lm does, also in the caller's prompt cache."""
@@ -181,12 +175,15 @@ class DecodeState:
         return not plan.verifier.is_synchronous(self.cache)
 
     def room(self, plan: DecodePlan) -> int:
-        """Return the maximum length of a proposal: the verifier adds a token, and no pass crosses `quantized_from`."""
-        room = self.text.room - 1
-        if plan.keywords.quantized_from < UNLIMITED:
-            until_quantized = plan.keywords.quantized_from - length(self.cache) - 1
+        """Return the maximum length of a proposal.
+
+        The verifier adds a token. A pass must not begin before `quantized_kv_start` and end after it.
+        """
+        room = min(self.text.room - 1, UNLIMITED)
+        if plan.keywords.kv_bits is not None:
+            until_quantized = plan.keywords.quantized_kv_start - length(self.cache) - 1
             room = room if until_quantized < 0 else min(room, until_quantized)
-        return int(min(room, UNLIMITED))
+        return int(room)
 
     def seconds(self, plan: DecodePlan) -> float | None:
         """Return the seconds since the round's start; None if the device may have waited for a consumer."""
@@ -197,7 +194,7 @@ class DecodeState:
         return whole if away < MAX_PAUSE * whole else None
 
     def time_plain(self, plan: DecodePlan) -> None:
-        """Report the time of a plain token to the policy, unless a thread slows it by making a draft gear."""
+        """Report the time of a plain token to the policy, unless a thread that makes a draft gear slowed it."""
         seconds = self.seconds(plan)
         if seconds is not None and all(drafter.is_ready for drafter in self.drafters):
             plan.policy.add_plain(seconds)

@@ -10,6 +10,7 @@ from mlx_lm.generate import GenerationBatch, GenerationResponse
 from ..gears.gearbox import Gearbox, Observer
 from ..gears.ladder import Gear
 from ..machine.controller import CapDecision
+from ..routing.gates import Reading
 from ..telemetry.trace import LOOKUP as LOOKUP
 
 MODEL, DRAFT = "model", "draft"  # source of a token: the model or a drafter; LOOKUP: prompt lookup
@@ -40,7 +41,7 @@ class GeneratedText:
 
     @property
     def goes_on(self) -> bool:
-        """Continuation: False after an end-of-sequence token, or without room."""
+        """Possible next token: False after an end-of-sequence token, or without room."""
         generated = len(self.tokens) > self.prompt
         return self.room > 0 and not (generated and self.last in self.ends)
 
@@ -85,7 +86,7 @@ class GeneratedToken:
         logprobs: (V,), of the distribution that it was sampled from.
         entropy: of this distribution, bits.
         step: passes and bytes of its logits.
-        near_tie: whether rounding may have decided between the two best logits.
+        near_tie: whether rounding may have decided which of the two best logits is larger.
     """
 
     id: int
@@ -164,25 +165,17 @@ class BatchGearResponse(TokenTelemetry, GenerationBatch.Response):
     error: Exception | None = None
 
 
-OF_STEP = ("passes", "weight_bytes", "drafted", "lookup_drafted", "source", "caught_up", "kv_bytes", "kv_caches")
-
-
-def telemetry_of(
-    step: Step, entropy: float, mean: float, before: Gear | None, near_tie: bool = False
-) -> dict[str, Any]:
-    """Return the fields of `TokenTelemetry` that follow from a step, and `from_draft`, by name.
+def telemetry_of(step: Step, reading: Reading, before: Gear | None) -> dict[str, Any]:
+    """Return the fields of `TokenTelemetry` that follow from a token's step and reading, and `from_draft`, by name.
 
     Args:
-        entropy: of this token, bits.
-        mean: the rolling mean, bits.
         before: the gear of the previous token; None for the first one.
     """
     return {
-        **{name: getattr(step, name) for name in OF_STEP},
-        "entropy": entropy,
-        "mean_entropy": mean,
+        **vars(step),
+        "entropy": reading.value,
+        "mean_entropy": reading.mean,
         "gear": step.gear.name,
         "shifted": before is not None and step.gear != before,
         "from_draft": step.source == DRAFT,
-        "near_tie": near_tie,
     }

@@ -11,7 +11,6 @@ three short prompts. If fewer than five of its tokens have entropy above 0, the 
 
 from collections import deque
 from collections.abc import Iterator
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -38,17 +37,13 @@ from .generation import Telemetry
 from .governor import Governor
 from .mode import encoded, gear_of_prompt, of_model, thresholds_for, vocabulary_of
 from .modes import RouteSettings, StaticSettings
-from .response import GearResponse, GeneratedToken, Step, single_pass
+from .response import GearResponse, Step, single_pass
 from .sampling import blame_of, entropy_bits, reader_of, take_kv_reads
 
 
 @dataclass(frozen=True)
 class InEngagedGear(SharedMode):
-    """Base class of modes that compute each token in the engaged gear. A subclass chooses the gears."""
-
-    def text(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> SequenceState:
-        """Return the state of a sequence: gate, monitor, initial gear and prefill gear."""
-        raise NotImplementedError
+    """Base class of modes that compute each token in the engaged gear. A subclass chooses the gears (`sequence`)."""
 
     def stream(
         self,
@@ -61,7 +56,7 @@ class InEngagedGear(SharedMode):
         **kwargs: Any,
     ) -> Iterator[GearResponse]:
         """Generate with mlx-lm's stream_generate, and shift between its tokens."""
-        text, reader, agreement = self.text(gearbox, tokenizer, prompt), reader_of(gearbox), agreement_of(model)
+        text, reader, agreement = self.sequence(gearbox, tokenizer, prompt), reader_of(gearbox), agreement_of(model)
         gearbox.shift(text.first)  # so that it is made now rather than during generation
         gearbox.shift(text.prompt_gear)
         kv_gears, sampled = gears_of(kwargs.get("prompt_cache")), deque[tuple[mx.array, Step]]()
@@ -106,19 +101,13 @@ class InEngagedGear(SharedMode):
             telemetry.resume()
             for response in responses:
                 entropy, step = sampled.popleft()
-                token = GeneratedToken(response.token, response.logprobs, float(entropy), step)
-                shown, reading = telemetry.response(response, token)
+                shown, reading = telemetry.response(vars(response), step, float(entropy))
                 gear = gearbox.ladder[text.gate.update(reading)]
                 gearbox.shift(gear)
                 gearbox.prepare(gearbox.ladder[text.gate.peek(reading.forecast)])
                 yield shown
                 gearbox.shift(gear)  # since other sequences may have shifted
                 telemetry.resume()
-
-    def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: list[int]) -> SequenceState:
-        """Return the state of one sequence of a batch; a given gate is copied."""
-        text = self.text(gearbox, tokenizer, prompt)
-        return replace(text, gate=deepcopy(text.gate))
 
 
 @dataclass(frozen=True)
@@ -134,7 +123,7 @@ class Route(RouteSettings, InEngagedGear):
 
     gate: Gate | None = None
 
-    def text(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> SequenceState:
+    def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> SequenceState:
         gate = self.settled(gearbox, tokenizer, prompt).gate_for(gearbox)
         monitor = Monitor(vocabulary_of(gearbox), self.window)
         first = self.first_gear(gearbox, tokenizer, prompt)
@@ -180,7 +169,7 @@ class Static(StaticSettings, InEngagedGear):
     name: ClassVar[str] = "static"
     no_caps_reason: ClassVar[str] = "stays in one gear"
 
-    def text(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> SequenceState:
+    def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> SequenceState:
         gear = self.gear_of(gearbox)
         reads = gear_of_prompt(gearbox, self.prompt_gear, gear)
         return SequenceState(OneGear(gear.index), Monitor(vocabulary_of(gearbox), self.window), gear, reads)
@@ -251,7 +240,7 @@ def auto_thresholds(gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any = N
     if gearbox in _found:
         return _found[gearbox]
     model, gears, size, before = gearbox.model, len(gearbox.ladder), vocabulary_of(gearbox), gearbox.gear
-    tokens = [] if prompt is None else [int(token) for token in np.array(encoded(tokenizer, prompt))[:MAX_READ]]
+    tokens = [] if prompt is None else encoded(tokenizer, prompt)[:MAX_READ]
     gearbox.shift(gearbox.ladder.top)
     try:
         entropies = [entropy for text in SHORT_PROMPTS for entropy in continued_entropies(model, tokenizer, text)]

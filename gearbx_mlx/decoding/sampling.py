@@ -110,7 +110,7 @@ class LogitsReader:
 def best_two(values: mx.array) -> tuple[mx.array, mx.array, mx.array]:
     """Return the position of the largest of each row (..., V), its value, and the next one: each (..., 1).
 
-    Two maxima are faster than a sort of a dozen launches on a GPU.
+    On a GPU, two maxima are faster than a sort, which takes a dozen launches.
     """
     place = mx.argmax(values, axis=-1, keepdims=True)
     others = mx.put_along_axis(values, place, mx.array(-mx.inf, values.dtype), axis=-1)
@@ -240,7 +240,7 @@ def make_sampler(
 
 
 def sampler_beside(gearbox: Gearbox | Observer, sampler: Sampler | None) -> Sampler:
-    """Return a sequence's sampler (None: greedy), for the gearbox's kernels; without gears, mlx-lm's."""
+    """Return the form of a sampler that fits the gearbox's kernels; an Observer needs mlx-lm's. None: greedy."""
     if not isinstance(sampler, GumbelSampler):
         return sampler or greedy_sampler
     if not isinstance(gearbox, Gearbox):
@@ -268,7 +268,7 @@ class Chooser:
 
     @property
     def draws(self) -> bool:
-        """Possible change of MLX's random state, by the sampler or by a processor."""
+        """Possible use of random numbers, by the sampler or by a processor."""
         return not self.greedy or bool(self.processors)
 
     @property
@@ -288,8 +288,8 @@ class Chooser:
             return self.sampler(logprobs)
 
     def drafted(self, logits: mx.array, reader: LogitsReader) -> tuple[mx.array, mx.array | None]:
-        """Return a token (1,) from logits (1, V), and its margin (1,): how much its logit could drop. None if
-        unknown."""
+        """Return a token (1,) from logits (1, V), and its margin (1,): the largest drop of its logit that would not
+        change the token; None if unknown."""
         if self.greedy:
             return reader.best(logits)
         logprobs = reader.normalized(logits)
@@ -413,8 +413,7 @@ def apart(numbers: np.ndarray, arrays: Sequence[mx.array]) -> list[np.ndarray]:
 
 
 def sampled_rows(choosers: Sequence[Chooser], logprobs: mx.array) -> mx.array:
-    """Return a token of each row (B,): in one call if all sequences share sampler and random numbers, as in
-    mlx-lm."""
+    """Return a token of each row (B,), in one call as in mlx-lm if all rows share sampler and random numbers."""
     first = choosers[0].sampler
     if all(chooser.sampler is first and (chooser.greedy or chooser.random is None) for chooser in choosers):
         return first(logprobs)
@@ -425,7 +424,7 @@ def has_nan(logprobs: mx.array, entropy: float) -> bool:
     """Return whether log-probabilities are NaN.
 
     A NaN or an infinity among the logits leaves only NaN and -inf as log-probabilities, whose entropy is 0 or the
-    maximum. Other tokens need no read of the array.
+    maximum. So the array is read only for these two entropies.
     """
     highest = math.log2(logprobs.shape[-1]) * (1 - 1e-6)
     return not 0.0 < entropy < highest and bool(mx.isnan(logprobs).any())

@@ -12,10 +12,10 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx_lm.generate import BatchResponse, generate_step, speculative_generate_step
 from mlx_lm.generate_utils import BatchStats
 from mlx_lm.sample_utils import make_sampler
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import get_total_parameters
 
 from ..compat.arrays import dtype_name
@@ -36,12 +36,13 @@ from .caches import cache_in_gears, check_kv_mode, check_quantizable
 from .governor import Governor, MemoryGuard
 from .learned import measured_seconds
 from .mode import Mode, check_known, creation_lock, decode_lock, encoded, vocabulary_of
-from .modes import check_draft_model, mode_class
+from .modes import LOSSLESS, ROUTE, STATIC, TELEMETRY_ONLY, check_draft_model, mode_class
 from .pair import Pair, bytes_read
 from .response import BatchGearResponse, GearResponse, TokenTelemetry
 from .sampling import Sampler, sampler_beside
 
 NO_LOGPROBS = mx.zeros(0)
+# Fields of a batch's response that a single sequence's response has too.
 SHARED = {item.name for item in fields(TokenTelemetry)} | {"token", "finish_reason", "from_draft"}
 
 
@@ -88,18 +89,24 @@ def stream_generate(
     with creation_lock:
         box = chosen.gearbox_for(model, gearbox)
     if box is not None and not isinstance(prompt, str):
-        check_known("prompt", np.array(prompt, int).reshape(-1).tolist(), vocabulary_of(box))
+        check_known("prompt", encoded(tokenizer, prompt), vocabulary_of(box))
     kwargs |= cache_keywords(chosen, model, box, kv_gears, kv_gear, kwargs)
     if controller is not None:
         chosen.check_controller(controller, box)
+    if box is not None:
+        check_device(box.device)
+        kwargs["sampler"] = sampler_beside(box, kwargs.get("sampler"))
     keywords = {"gearbox": box, "controller": controller, "max_tokens": max_tokens, **kwargs}
-    if box is None:
-        return Responses(chosen.stream(model, tokenizer, prompt, **keywords), model, chosen, None, started=started)
-    check_device(box.device)
-    keywords["sampler"] = sampler_beside(box, kwargs.get("sampler"))
-    with decode_lock(box):
+    if not isinstance(tokenizer, TokenizerWrapper):
+        tokenizer = TokenizerWrapper(tokenizer)
+    with lock_of(box):
         responses = chosen.stream(model, tokenizer, prompt, **keywords)
     return Responses(responses, model, chosen, box, controller, kwargs.get("draft_model"), started)
+
+
+def lock_of(gearbox: Gearbox | Observer | None) -> contextlib.AbstractContextManager:
+    """Return the lock of a gearbox; a pair, without a gearbox, has none."""
+    return contextlib.nullcontext() if gearbox is None else decode_lock(gearbox)
 
 
 KEYWORDS = {*inspect.signature(generate_step).parameters, *inspect.signature(speculative_generate_step).parameters}
@@ -152,15 +159,15 @@ def mode_or_default(
         return mode
     if mode is None:
         box, saved = gearbox or attached(model), saved_gears(model)
-        observed = isinstance(box, Observer) or (box is None and without_gears(model))
-        ladder = box.ladder if box is not None else None if saved is None else saved.manifest.ladder
-        dense_only = not draft_model and ladder is not None and ladder[0].dense
-        if observed:
-            mode = "telemetry-only"
+        described = box if box is not None or saved is None else saved.manifest
+        if isinstance(box, Observer) or (box is None and without_gears(model)):
+            mode = TELEMETRY_ONLY
         elif governed:
-            mode = "route"
+            mode = ROUTE
+        elif described is not None and described.ladder[0].dense and not draft_model:
+            mode = STATIC
         else:
-            mode = "static" if dense_only else "lossless"
+            mode = LOSSLESS
     return mode_class(mode)()
 
 
@@ -172,7 +179,7 @@ def cache_keywords(
     fixed: int | None,
     kwargs: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the `prompt_cache` for mlx-lm if the KV cache has gears; {} otherwise.
+    """Validate the keywords of the KV cache, and return `prompt_cache` if the cache has gears; {} otherwise.
 
     Raises:
         GearbxError: gears that do not fit the mode, the other keywords or the model; `kv_bits` for a model whose cache
@@ -263,7 +270,7 @@ def batch_generate(
         raise GearbxError("prompts: must be a list, got one string; pass a list of strings")
     if not len(prompts):
         raise GearbxError("prompts: must not be empty; pass one prompt or more")
-    tokens = [np.array(encoded(tokenizer, prompt), int).reshape(-1).tolist() for prompt in prompts]
+    tokens = [encoded(tokenizer, prompt) for prompt in prompts]
     most = list(max_tokens) if isinstance(max_tokens, Sequence) else [max_tokens] * len(tokens)
     own = {"samplers": samplers, "logits_processors": per_sequence(logits_processors, len(tokens)), "seeds": seeds}
     generator = batch_generator(model, tokenizer, **kwargs)
@@ -345,7 +352,7 @@ def run_batch(generator: Any, sequences: Mapping[int, BatchSequence], with_logpr
 
 
 def per_sequence(processors: Sequence[Any] | None, sequences: int) -> Sequence[Any] | None:
-    """Return a list of logits processors per sequence, from one for all sequences or from one per sequence."""
+    """Return a list of logits processors per sequence, from processors for all or from one or a list per sequence."""
     if not processors:
         return None
     if all(callable(each) for each in processors):
@@ -355,7 +362,7 @@ def per_sequence(processors: Sequence[Any] | None, sequences: int) -> Sequence[A
 
 @dataclass
 class RunSpeed:
-    """Token counts and times of runs: prefill and decoding by mlx-lm's rates, first and last token by a clock.
+    """Token counts and times of one or more runs, summed. Times of prefill and decoding follow from mlx-lm's rates.
 
     first: seconds from the calls to the first tokens. whole: seconds from the calls to the last tokens.
     """
@@ -414,7 +421,7 @@ class Responses(Iterator[GearResponse]):
     last: GearResponse | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._lock = contextlib.nullcontext() if self.gearbox is None else decode_lock(self.gearbox)
+        self._lock = lock_of(self.gearbox)
         self.times = (0.0, 0.0)
         """Times of the first token and of the latest one, in seconds of `time.perf_counter`."""
         self.tally = Tally.of(NAMES if self.gearbox is None else [gear.name for gear in self.gearbox.ladder])

@@ -128,7 +128,7 @@ def default_thresholds(gears: int, vocab_size: int) -> tuple[float, ...]:
 
 
 class Gate(Protocol):
-    """A rule that chooses the gear. Gears are numbered from 0, the lowest precision."""
+    """A rule that chooses the gear of the next tokens. Gears are numbered from 0, the lowest precision."""
 
     def update(self, reading: Reading) -> int:
         """Take the reading of a token and return the gear of the next ones."""
@@ -245,7 +245,7 @@ class ThresholdFile(Struct, frozen=True):
 
     `thresholds` are in bits; None: the paper's. `window`, `hysteresis` and `min_gear_duration` are the gate's; None:
     the default. `shares`, if known, are the calibration tokens' shares in each gear. `mode` is the decoding mode of the
-    thresholds. For other modes than route, `gears` and the model's `fingerprint` must match the calibration.
+    thresholds. For kickdown, `gears` and the model's `fingerprint` must match the calibration; route only warns.
     """
 
     thresholds: list[float] | None = None
@@ -273,13 +273,6 @@ class ReadThresholds:
 
     content: ThresholdFile
     place: str
-
-    def bits(self, gears: Sequence[int], vocab_size: int, fingerprint: str) -> tuple[float, ...]:
-        """Return the thresholds in bits. Raises GearbxError as `thresholds_of_file`, with the file's name."""
-        try:
-            return thresholds_of_file(self.content, gears, vocab_size, fingerprint)
-        except GearbxError as error:
-            raise GearbxError(f"{self.place}: {error}; {MAKE_THRESHOLDS}") from error
 
 
 Thresholds = Sequence[float] | Literal["auto"] | ReadThresholds | None
@@ -330,7 +323,10 @@ def thresholds_in_bits(
             "use bits, or a file of gearbx_mlx calibrate"
         )
     if isinstance(thresholds, ReadThresholds):
-        return thresholds.bits(gears, vocab_size, fingerprint())
+        try:
+            return thresholds_of_file(thresholds.content, gears, vocab_size, fingerprint())
+        except GearbxError as error:
+            raise GearbxError(f"{thresholds.place}: {error}; {MAKE_THRESHOLDS}") from error
     bits = default_thresholds(len(gears), vocab_size) if thresholds is None else tuple(thresholds)
     check_thresholds(bits, len(gears))
     return bits
@@ -345,8 +341,8 @@ def thresholds_of_file(
         gears: bits.
 
     Raises:
-        GearbxError: a different vocabulary or number of gears, thresholds out of order, negative or not finite; in
-            other modes than route also other gears or a different model; mode route only warns of them.
+        GearbxError: a different vocabulary or number of gears; thresholds out of order, negative or not finite; for
+            kickdown also different gears or a different model, of which mode route only warns.
     """
     if content.thresholds is None:
         return default_thresholds(len(gears), vocab_size)

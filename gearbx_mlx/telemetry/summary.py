@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .trace import LOOKUP, Token, writer_of
+from .trace import LOOKUP, Token
 
 IMPORTED = time.perf_counter()
 
@@ -44,7 +44,7 @@ class Tally:
 
     def add(self, response: Token) -> None:
         self.tokens += 1
-        if writer_of(response) == LOOKUP:
+        if response.source == LOOKUP:
             self.from_lookup += 1
         else:
             self.gear_tokens[response.gear] += 1
