@@ -27,6 +27,7 @@ COMPLETE = "use the directory of a complete EAGLE-3 head in safetensors"
 LAYER = ("midlayer.", "layers.0.")  # prefixes of the layer's tensors: SpecForge and SGLang, vLLM and mlx-vlm
 UNUSED = re.compile(r"t2d$|verifier_|.*rotary_emb|input_norm|fc_norm|norm\.weight$")  # names of tensors that others use
 ATTACHED = "draft_head"  # attribute of a model, outside of its parameters
+KIND_FIELDS = ("architectures", "model_type", "speculators_model_type")
 FOLDER, KEPT = "draft_head", "heads"  # in the directory of a model, and in the user's cache
 
 
@@ -71,8 +72,12 @@ def kept_head(directory: Path) -> Path:
 
 
 def is_head(directory: Path) -> bool:
-    """Return whether a directory has a draft head. Raises GearbxError for a config.json that cannot be read."""
-    return (directory / CONFIG).is_file() and config_of(directory)[1].names("eagle")
+    """Return whether a directory has a draft head of any kind; False if its config.json cannot be read."""
+    try:
+        content = read_as(directory / CONFIG, parse_object, "a configuration", COMPLETE)
+    except GearbxError:
+        return False
+    return any("eagle" in str(content.get(name)).lower() for name in KIND_FIELDS)
 
 
 def config_of(directory: Path) -> tuple[dict[str, Any], HeadConfig]:
@@ -99,7 +104,7 @@ def read_head(directory: Path, model: nn.Module) -> Head:
         return typed(content if layer is None else layer, LayerConfig)
 
     own = read_as(directory / CONFIG, parse, "the configuration of a draft head", COMPLETE)
-    if not config.names("eagle3") or own.num_hidden_layers != 1 or own.hidden_act != "silu":
+    if not config.is_eagle3 or own.num_hidden_layers != 1 or own.hidden_act != "silu":
         raise GearbxError(f"{directory}: not an EAGLE-3 head with one layer and silu; use one of these, or omit it")
     count_arrays(directory, WEIGHTS)
     try:

@@ -95,9 +95,9 @@ class HeadConfig(Struct, frozen=True):
     quantization: Quantization | None = None
     eagle_aux_hidden_state_layer_ids: Layers | None = None
 
-    def names(self, kind: str) -> bool:
-        """Return whether the fields name this kind: "eagle" for any head, "eagle3" for one that this package runs."""
-        return kind in f"{self.architectures} {self.model_type} {self.speculators_model_type}".lower()
+    @property
+    def is_eagle3(self) -> bool:
+        return "eagle3" in f"{self.architectures} {self.model_type} {self.speculators_model_type}".lower()
 
     def taps(self, blocks: int) -> tuple[int, ...]:
         """Return the numbers of blocks after which the head reads hidden states, for a model of so many blocks."""

@@ -18,7 +18,7 @@ import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Lossless, load, stream_generate
 from gearbx_mlx.decoding.drafters import DraftTarget
 from gearbx_mlx.decoding.drafters.eagle import Eagle
-from gearbx_mlx.decoding.head_files import attach_head, attached_head, kept_head, read_head
+from gearbx_mlx.decoding.head_files import attach_head, attached_head, is_head, kept_head, read_head
 from gearbx_mlx.decoding.heads import Head
 from gearbx_mlx.decoding.hidden import recorded
 from gearbx_mlx.decoding.policy import FixedPolicy
@@ -338,9 +338,16 @@ class TestFound:
         assert {row["drafted"] for row in done.trace[:6]} == {0, 3}
         assert done.out == generated("-m", 12).out
 
-    def test_head_of_another_model_is_refused_by_the_command(self, command, tmp_path):
+    def test_command_refuses_head_of_another_model(self, command, tmp_path):
         done = command("generate", "--draft-model", save_head(tmp_path, tiny_model()), "-m", 2)
         assert_refused(done, str(tmp_path), "hidden size is 64, and the model's is 256")
+
+    def test_other_draft_models_are_no_heads(self, tmp_path):
+        assert not is_head(DEMO_MODEL)
+        assert not is_head(tmp_path)
+        (tmp_path / "config.json").write_text(json.dumps({"architectures": None, "quantization": {"mode": "mxfp4"}}))
+        assert not is_head(tmp_path)
+        assert is_head(save_head(tmp_path / "head", tiny_model(), "layers.0"))
 
     @pytest.mark.parametrize("place", ["beside", "kept"])
     def test_head_of_a_model_is_found(self, place, tmp_path, monkeypatch):
@@ -355,7 +362,7 @@ class TestFound:
         assert found is attached_head(model)
         assert found.name == str(head)
 
-    def test_unfit_head_beside_a_model_is_ignored_with_a_warning(self, tmp_path):
+    def test_unfit_head_beside_model_warns(self, tmp_path):
         model = tiny_model()
         attach_head(model, save_head(tmp_path, model, hidden_size=32))
         with pytest.warns(GearbxWarning, match="hidden size"):

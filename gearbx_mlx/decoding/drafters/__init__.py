@@ -3,7 +3,7 @@
 A drafter may use its `DraftTarget` and the `GeneratedText`: the tokens so far, the sequence's KV cache, and the
 gearbox, whose `module_in(path, ladder.top)` is the top gear's head or embedding. It has its own KV cache if necessary.
 It returns tokens, their margins if known, and the bytes that its passes read. After each verification it gets the
-computed rows (`settle`).
+computed rows (`settle`), with the hidden states after the blocks that it names (`taps`).
 
 Drafting changes neither the KV cache nor the random numbers of the sequence. A token is drafted with the random numbers
 of its position, to maximize the acceptance rate (GEARBX 10.1).
@@ -52,7 +52,8 @@ class DraftTarget:
         table: n-grams of prompt lookup, also of earlier sequences; None: of this sequence alone.
         is_fixed: True if drafts do not depend on measurements.
         agreement: of ranks that share the model.
-        draft_model, draft_cache: a second model that drafts, and its entries of the prompt cache; None and [] without.
+        draft_model, draft_cache: a second model or a head that drafts, and its entries of the prompt cache; None and []
+            without.
         most: tokens per draft.
         room: maximum tokens of prompt and output.
     """
