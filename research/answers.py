@@ -376,7 +376,8 @@ def found_in(
         tables |= {"power": power_table(len(numbers)), "answers_sentence": sentence(scored, about.split(",")[0])}
     tables |= tasks.group_tables(scored)
     report = {"about": about, "policies": scored}
-    return Found(tables, report, {f"answers{ending}.png": partial(draw, scored, about)})
+    pictures = {} if ending else {"answers.png": partial(draw, scored, about)}
+    return Found(tables, report, pictures)
 
 
 def scored_rows(
