@@ -251,7 +251,7 @@ class BlockRest : public OverMemory {
 
 void check_vectors(const Block& block, const mx::array& x) {
   require(x.ndim() == 3 && x.size() > 0 && x.dtype() == mx::float32, "x must be float32 (batch, length, inputs)");
-  require(x.shape(2) == block.projected(), "x and the block differ in width");
+  require(x.shape(2) == block.inputs() && !block.of_embedding.weight, "x and the block differ in width");
 }
 
 void check_entries(const Block& block, const mx::array& x, const mx::array& keys, const mx::array& values) {
@@ -480,8 +480,8 @@ void bind_blocks(nb::module_& m) {
   m.def("norm_part", &norm_part, "weight"_a, "eps"_a, "plus_one"_a = false);
   m.def("block", &make_block, nb::kw_only(), "before_attention"_a, "projections"_a, "output"_a, "before_mlp"_a,
         "gates"_a, "down"_a, "after_attention"_a.none(), "after_mlp"_a.none(), "of_queries"_a.none(),
-        "of_keys"_a.none(), "of_embedding"_a = nb::none(), "heads"_a, "key_heads"_a, "frequencies"_a, "gelu"_a, "traditional"_a, "rotation_scale"_a,
-        "scale"_a);
+        "of_keys"_a.none(), "of_embedding"_a = nb::none(), "heads"_a, "key_heads"_a, "frequencies"_a, "gelu"_a,
+        "traditional"_a, "rotation_scale"_a, "scale"_a);
   m.def("chain", &make_chain, "blocks"_a, "norm"_a = nb::none());
   bind_passes(m);
   m.def("run_blocks", &run_blocks, "chain"_a, "x"_a, "keys"_a, "values"_a, "offset"_a, "causal"_a,

@@ -165,8 +165,8 @@ std::optional<Entries> entries_of(mx::array& keys, mx::array& values) {
 
 nb::capsule make_draft_head(const nb::capsule& fuse, const std::vector<int64_t>& tokens, int64_t vocabulary) {
   for (const int64_t token : tokens) require(token >= 0 && token < vocabulary, "no such token");
-  return in_capsule<std::shared_ptr<const DraftHead>>(
-      DRAFT_HEAD, std::make_shared<const DraftHead>(DraftHead{from_capsule<LinearPart>(LINEAR, fuse), tokens, vocabulary}));
+  const DraftHead made = {from_capsule<LinearPart>(LINEAR, fuse), tokens, vocabulary};
+  return in_capsule<std::shared_ptr<const DraftHead>>(DRAFT_HEAD, std::make_shared<const DraftHead>(made));
 }
 
 // Null if memory was offloaded, or other arrays share the cache's entries. `second_of`: the head for draft rescoring.
@@ -202,7 +202,7 @@ std::optional<nb::capsule> begin(const nb::capsule& chain_of, const nb::capsule&
             "each row of the head needs a token");
   }
   for (const auto& block : chain->blocks)
-    require((block->block().of_embedding.weight != nullptr) == (draft_head != nullptr), "this block is of a draft head");
+    require(!block->block().of_embedding.weight == !draft_head, "only a draft head's block reads embeddings");
   require(head.value.inputs() == chain->inputs(), "the blocks and the head differ in width");
   require(keys.size() == chain->blocks.size() && values.size() == keys.size(), "each block needs keys and values");
   std::vector<Entries> entries;
@@ -216,7 +216,7 @@ std::optional<nb::capsule> begin(const nb::capsule& chain_of, const nb::capsule&
     if (!here) return std::nullopt;
     entries.push_back(*here);
   }
-  return in_capsule(PASSES, Passes(chain, head.value, second, std::move(draft_head), std::move(*kept), std::move(entries)));
+  return in_capsule(PASSES, Passes(chain, head.value, second, draft_head, std::move(*kept), std::move(entries)));
 }
 
 // Passes over the embeddings of these tokens. table: a row per token.
@@ -252,7 +252,8 @@ void fuse(const nb::capsule& passes_of, mx::array& states) {
 Following best(const nb::capsule& passes_of, mx::array& table, const std::vector<int64_t>& tokens, int64_t offset) {
   Passes& passes = looked_up(passes_of, table, tokens, offset);
   const nb::gil_scoped_release released;
-  return passes.next(static_cast<int64_t>(tokens.size()), offset, [](const float* logits, int64_t count, float* margin) {
+  const auto read = static_cast<int64_t>(tokens.size());
+  return passes.next(read, offset, [](const float* logits, int64_t count, float* margin) {
     int64_t best[2];
     gearbx_largest(logits, count, count > 1 ? 2 : 1, best);
     if (count > 1) *margin = logits[best[0]] - logits[best[1]];
@@ -266,7 +267,8 @@ Following sampled(const nb::capsule& passes_of, mx::array& table, const std::vec
   require(temp > 0, "the temperature must be above 0");
   const gearbx_sampling how = {temp, top_p, min_p, top_k, {first, second}};
   const nb::gil_scoped_release released;
-  return passes.next(static_cast<int64_t>(tokens.size()), offset, [&](const float* logits, int64_t count, float* margin) {
+  const auto read = static_cast<int64_t>(tokens.size());
+  return passes.next(read, offset, [&](const float* logits, int64_t count, float* margin) {
     return gearbx_sampled(logits, count, &how, margin);
   });
 }
