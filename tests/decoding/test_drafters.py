@@ -221,7 +221,7 @@ def test_sequence_drafts_with_the_faster_drafter(slow, monkeypatch):
     assert [type(drafter).__name__ for drafter in used] == [{"Parrot": "LowGear", "LowGear": "Parrot"}[slow]]
 
 
-def test_measured_policy_of_slow_drafts_costs_more_than_a_new_one():
+def test_slow_drafts_cost_more_than_new_ones():
     slow, new = LearnedPolicy(draft_share=0.1), LearnedPolicy(draft_share=0.4)
     assert slow.token_cost < new.token_cost < 1
     for _ in range(60):

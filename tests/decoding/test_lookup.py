@@ -169,7 +169,7 @@ class TestRemembered:
             assert table.proposed(6) == [*range(start + 4, start + 10)]
 
     @pytest.mark.skipif(os.name == "nt", reason="files have no such permissions")
-    def test_file_that_others_may_write_to_is_not_used(self, tmp_path):
+    def test_file_writable_by_others_is_not_used(self, tmp_path):
         file = tmp_path / "tokens"
         file.write_text("{}")
         file.chmod(0o666)

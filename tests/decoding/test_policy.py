@@ -272,7 +272,7 @@ class TestLookup:
             policy.add_round(drafted=0, accepted=1, tokens=2, rows=taken + 1, seconds=0.15)
         assert policy.lookup_length(proposal) < taken
 
-    def test_rows_that_cost_a_pass_are_not_proposed_after_ten_rounds(self):
+    def test_rows_that_cost_a_pass_are_not_proposed(self):
         policy = LearnedPolicy(draft_share=None)
         assert policy.lookup_length([0.6]) == 1
         for _ in range(10):
