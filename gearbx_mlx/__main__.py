@@ -21,6 +21,7 @@ COMMANDS = {
     "evaluate": "measure KL, perplexity and top-1 agreement of gears and modes",
     "sensitivity": "measure the cost of each layer's precision",
     "allocate": "find bits for every layer from these measurements",
+    "draft-head": "train a head that drafts for a model in mode lossless",
     "benchmark": "time gears, and on a Mac the speedup over mlx-lm",
     "server": "serve a model in gears with OpenAI's API",
     "list": "list available models with sizes and gears",
@@ -39,7 +40,7 @@ def main() -> None:
         terminal.run(lambda: show_commands(name))
     program = Path(sys.argv[0]).name
     sys.argv[:2] = [f"{'gearbx_mlx' if program == '__main__.py' else program} {name}"]
-    import_module(f".{name}", __package__).main()
+    import_module(f".{name.replace('-', '_')}", __package__).main()
 
 
 def show_commands(name: str) -> None:
