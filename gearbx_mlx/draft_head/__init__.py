@@ -18,7 +18,7 @@ MAX_ROWS = 16_000
 
 
 @dataclass(frozen=True)
-class AnswerSettings(PromptSettings):
+class PromptTextSettings(PromptSettings):
     """Conversion of prompts to tokens, and the length of the answers to learn."""
 
     title: ClassVar[str] = "answers"
@@ -58,7 +58,7 @@ class DraftHeadSettings:
     """All settings of `draft-head`."""
 
     model: ModelSettings
-    answers: AnswerSettings
+    answers: PromptTextSettings
     training: TrainingSettings
 
 

@@ -10,7 +10,7 @@ from ..decoding.stream import batch_generator
 from ..errors import GearbxError
 from ..files.journal import Journal
 from ..gears.gearbox import Observer
-from .target import Target
+from .target import HeadTarget
 
 TOGETHER = 32  # answers in a batch
 TEMPERATURE, MIN_P = 0.8, 0.02  # of every second answer
@@ -29,7 +29,7 @@ class Answer(Struct, frozen=True):
 
 
 def write_answers(
-    target: Target,
+    target: HeadTarget,
     tokenizer: object,
     prompts: Sequence[tuple[list[int], int]],
     journal: Journal,

@@ -6,7 +6,6 @@ place 2 its own output replaces f[u+1], and so on. Training unrolls these places
 """
 
 import math
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..kernels.dispatch import on_cpu
+from .blas import matmul
 
 Weights = Mapping[str, Any]
 """Nested dictionaries of arrays, named as in a released head."""
@@ -60,31 +59,6 @@ class HeadShape:
     def parameters(self) -> int:
         """Number of trained weights."""
         return sum(map(math.prod, self.matrices().values())) + len(self.norms) * self.hidden_size
-
-
-def uses_blas() -> bool:
-    """Return whether numpy multiplies: on x86 MLX's matmul on a CPU is 13 times slower than numpy's OpenBLAS."""
-    return on_cpu() and platform.system() != "Darwin"
-
-
-def numpy_matmul(a: mx.array, b: mx.array) -> mx.array:
-    """Return the matmul of equally many matrices (..., N, K) and (..., K, M), by numpy."""
-    return mx.array(np.matmul(np.asarray(a), np.asarray(b)))
-
-
-blas: Any = mx.custom_function(numpy_matmul)
-
-
-@blas.vjp
-def blas_vjp(primals: Sequence[mx.array], cotangent: mx.array, output: mx.array) -> tuple[mx.array, mx.array]:
-    a, b = map(np.asarray, primals)
-    c = np.asarray(cotangent)
-    return mx.array(np.matmul(c, b.swapaxes(-1, -2))), mx.array(np.matmul(a.swapaxes(-1, -2), c))
-
-
-def matmul(a: mx.array, b: mx.array) -> mx.array:
-    """Return a @ b for float32 arrays with equal leading dimensions."""
-    return blas(a, b) if uses_blas() else a @ b
 
 
 def linear(x: mx.array, weight: mx.array) -> mx.array:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
@@ -26,9 +26,10 @@ from .answers import TOGETHER, Answer, divided, write_answers
 from .layer import PLACES, HeadShape
 from .prompts import bundled_prompts
 from .saving import save_head
-from .target import Target
+from .target import HeadTarget
 from .training import BATCH_TOKENS, Trainer, frequent_tokens, tokens_a_round
 
+CHECKPOINT = "state.safetensors"
 STATE = "training"  # directory in the output with what a next call continues
 FIRST_TOKENS, FIRST_SEEN = 125_000, 1_000_000  # tokens of answers written and trained on, for a first head
 WRITING_SHARE = 1 / 3  # of the time
@@ -38,37 +39,55 @@ TESTS = 20  # in all
 MIN_TEST_SECONDS = 10.0  # between tests
 
 
+class PreparedTraining(NamedTuple):
+    """A trainer with the state of earlier calls. seconds: of the whole training without the answers."""
+
+    trainer: Trainer
+    seconds: float
+    writing: float
+    config: dict[str, Any]
+    texts: list[str]
+
+
 def run(settings: DraftHeadSettings) -> int:
+    out, prepared = Path(settings.training.out), prepare(settings)
+    if prepared.trainer.seconds >= prepared.seconds:
+        minutes = (prepared.trainer.seconds + prepared.writing) / 60
+        raise GearbxError(f"{out}: trained for {minutes:.3g} minutes already; use more --minutes to continue")
+    shares = ", ".join(f"{share:.0%}" for share in trained(settings, prepared))
+    print(f"{out}: {shares} of drafted tokens right at places 1 to {PLACES}")
+    return 0
+
+
+def prepare(settings: DraftHeadSettings) -> PreparedTraining:
+    """Return a trainer with the model's answers, new or from earlier calls, and their checkpoint.
+
+    Raises:
+        GearbxError: prompts, a model or a state that cannot be used, too little memory.
+    """
     out = Path(settings.training.out)
     check_directory(out)
     texts = bundled_prompts() if settings.answers.data is None else read_prompts(Path(settings.answers.data))
     texts = texts[: settings.answers.num_prompts]
     model, tokenizer, config = load_model(settings.model)
     show_compiling()
-    shape = shape_of(settings, config, model)
+    shape = shape_of(settings, config)
     check_room(shape)
-    target = Target(model, model_name(settings.model.model))
+    target = HeadTarget(model, model_name(settings.model.model))
     prompts = encoded_prompts(texts, settings.answers, tokenizer, config)
     make_directory(out / STATE)
     inputs = record_inputs(settings, shape, prompts)
     journal = Journal(out / STATE / f"answers{JOURNAL}", inputs, Answer)
     answers, seconds = answered(settings, target, tokenizer, prompts, journal, shape)
     train, held = divided(answers)
-    tokens = frequent_tokens(train, shape.draft_vocab_size, shape.vocab_size)
-    trainer, checkpoint = Trainer(target, shape, tokens, train, held), out / STATE / "state.safetensors"
-    if checkpoint.exists():
-        trainer.resume(checkpoint)
-    seconds = max(seconds - max(each.seconds for each in answers), seconds / 2)
-    if trainer.seconds >= seconds:
-        minutes = (trainer.seconds + max(each.seconds for each in answers)) / 60
-        raise GearbxError(f"{out}: trained for {minutes:.3g} minutes already; use more --minutes to continue")
-    places = trained(settings, trainer, seconds, checkpoint, config)
-    shares = ", ".join(f"{share:.0%}" for share in places)
-    print(f"{out}: {shares} of drafted tokens right at places 1 to {PLACES}")
-    return 0
+    trainer = Trainer(target, shape, frequent_tokens(train, shape.draft_vocab_size, shape.vocab_size), train, held)
+    if (out / STATE / CHECKPOINT).exists():
+        trainer.resume(out / STATE / CHECKPOINT)
+    writing = max(each.seconds for each in answers)
+    return PreparedTraining(trainer, max(seconds - writing, seconds / 2), writing, config, texts)
 
 
-def shape_of(settings: DraftHeadSettings, config: dict[str, Any], model: Any) -> HeadShape:
+def shape_of(settings: DraftHeadSettings, config: dict[str, Any]) -> HeadShape:
     """Return the sizes of the head: the model's, or the flags'. Raises GearbxError for sizes that do not fit."""
     own, asked = config.get("text_config") or config, settings.training
     size, vocab_size = int(own["hidden_size"]), int(own["vocab_size"])
@@ -121,7 +140,7 @@ def record_inputs(
 
 def answered(
     settings: DraftHeadSettings,
-    target: Target,
+    target: HeadTarget,
     tokenizer: Any,
     prompts: Sequence[tuple[list[int], int]],
     journal: Journal,
@@ -170,7 +189,7 @@ def kept_seconds(file: Path) -> float:
         raise GearbxError(f"{file}: not a number of seconds; {remedy}") from error
 
 
-def estimated(target: Target, shape: HeadShape, answers: Sequence[Answer], rate: float) -> float:
+def estimated(target: HeadTarget, shape: HeadShape, answers: Sequence[Answer], rate: float) -> float:
     """Return seconds for a first head, from the speed of a step of training. rate: tokens written per second."""
     train = [each for each in answers if len(each.tokens) - each.start > 1]
     if not train:
@@ -183,13 +202,12 @@ def estimated(target: Target, shape: HeadShape, answers: Sequence[Answer], rate:
     return FIRST_TOKENS / rate + training
 
 
-def trained(
-    settings: DraftHeadSettings, trainer: Trainer, seconds: float, checkpoint: Path, config: dict[str, Any]
-) -> list[float]:
+def trained(settings: DraftHeadSettings, prepared: PreparedTraining) -> list[float]:
     """Train until the time is over, and return the shares of right tokens of the last test.
 
     Each test writes a checkpoint, and the head if it is the best so far.
     """
+    trainer, seconds, config = prepared.trainer, prepared.seconds, prepared.config
     out, places = Path(settings.training.out), [0.0]
     costs, weights = pass_costs(trainer.target), trainer.shape.parameters + trainer.rows.size
     head_cost = DRAFTED_BYTES * weights / trainer.target.nbytes
@@ -206,7 +224,7 @@ def trained(
                 if tokens_a_round(places) > trainer.best:
                     trainer.best = tokens_a_round(places)
                     save_head(out, trainer, config, settings.training.q_bits, settings.training.embeddings)
-                trainer.save(checkpoint)
+                trainer.save(out / STATE / CHECKPOINT)
             shares = " ".join(f"{share:.2f}" for share in places)
             predicted = predicted_speedup(places, costs, head_cost)
             text = f"training: loss {loss:.2f}, right {shares}, about {predicted:.2f}× plain decoding, seconds"
@@ -225,17 +243,18 @@ def noting_interrupt(out: Path, trainer: Trainer) -> Iterator[None]:
         raise
 
 
-def pass_costs(target: Target) -> list[float]:
+def pass_costs(target: HeadTarget) -> list[float]:
     """Return the time of passes over 1 to PLACES + 1 rows, relative to one row."""
-    cache, best = make_prompt_cache(target.model), []
+    cache = make_prompt_cache(target.model)
+    best = list[float]()
     mx.eval(target.model(mx.zeros((1, 16), mx.int32), cache=cache))
     for rows in range(1, PLACES + 2):
         times = []
-        for _ in range(4):
+        for _ in range(6):
             start = time.perf_counter()
             mx.eval(target.model(mx.zeros((1, rows), mx.int32), cache=cache))
             times.append(time.perf_counter() - start)
-        best.append(min(times))
+        best.append(max([min(times), *best[-1:]]))  # more rows never take less time, except by chance
     return [each / best[0] for each in best]
 
 

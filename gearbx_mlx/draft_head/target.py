@@ -49,7 +49,7 @@ def recorded_layers(layers: int) -> tuple[int, int, int]:
     return usual if len({*usual}) == STATES and min(usual) > 0 else few
 
 
-class Target:
+class HeadTarget:
     """A model that a head drafts for, on its fastest kernels.
 
     Raises:

@@ -15,8 +15,9 @@ import numpy as np
 from ..errors import GearbxError, one_line
 from ..files.writing import replacing_arrays
 from .answers import Answer
-from .layer import PLACES, HeadShape, initial_weights, linear, loss_of, unrolled, uses_blas
-from .target import Target, scale_of
+from .blas import uses_blas
+from .layer import PLACES, HeadShape, initial_weights, linear, loss_of, unrolled
+from .target import HeadTarget, scale_of
 
 LEARNING_RATE = 2e-3
 WARM_UP = 30  # steps
@@ -27,7 +28,7 @@ LONGER = (0.4, 0.65)  # shares of the time after which a second and a third plac
 
 
 @dataclass(frozen=True)
-class Batch:
+class AnswerBatch:
     """Answers as arrays.
 
     Attributes:
@@ -43,7 +44,7 @@ class Batch:
     drafts: np.ndarray
 
     @classmethod
-    def of(cls, answers: Sequence[Answer], compiled: bool = False) -> "Batch":
+    def of(cls, answers: Sequence[Answer], compiled: bool = False) -> "AnswerBatch":
         length = max(len(each.tokens) for each in answers) + PLACES - 1
         length += -length % COMPILED_LENGTH if compiled else 0
         tokens = np.zeros((len(answers), length + PLACES), np.int32)
@@ -110,7 +111,7 @@ class Trainer:
         best: highest number of tokens per round in a test.
     """
 
-    target: Target
+    target: HeadTarget
     shape: HeadShape
     tokens: np.ndarray
     answers: Sequence[Answer]
@@ -126,7 +127,7 @@ class Trainer:
         self.rows = self.target.output.rows(mx.array(self.tokens))
         self.optimizer = optim.AdamW(LEARNING_RATE, betas=[0.9, 0.95], weight_decay=0.0, bias_correction=True)
         self.target.scale = mx.ones_like(self.target.scale)
-        self.target.scale = scale_of(self.target.states(Batch.of(groups(self.answers)[0]).tokens)[0])
+        self.target.scale = scale_of(self.target.states(AnswerBatch.of(groups(self.answers)[0]).tokens)[0])
         last = self.target.scale[-self.shape.hidden_size :]
         norm = self.target.norm * last / mx.sqrt(mx.square(last).mean())  # its inputs are scaled states
         self.weights = initial_weights(self.shape, norm)
@@ -141,7 +142,7 @@ class Trainer:
 
     def train_step(self, progress: float) -> float:
         """Train on the next batch, and return its loss in nats. progress: 0 to 1, for the schedule."""
-        batch = Batch.of(next(self._stream), self.compiled)
+        batch = AnswerBatch.of(next(self._stream), self.compiled)
         states, last = self.target.states(batch.tokens)
         width = batch.tokens.shape[1] - PLACES
         after = last[:, 1 : width + 1].reshape(-1, last.shape[-1])[batch.at]
@@ -172,7 +173,7 @@ class Trainer:
         drafted, right = np.zeros(PLACES), np.zeros(PLACES)
         tokens = mx.array(self.tokens)
         for group in groups(self.held):
-            batch = Batch.of(group)
+            batch = AnswerBatch.of(group)
             width = batch.tokens.shape[1] - PLACES
             states, _ = self.target.states(batch.tokens)
             embedded = self.target.embedding.rows(batch.tokens[:, 1:])

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from conftest import normal
 
-from gearbx_mlx.draft_head import layer
+from gearbx_mlx.draft_head import blas
 from gearbx_mlx.draft_head.layer import PLACES, HeadShape, initial_weights, loss_of, unrolled
 
 SHAPE = HeadShape(32, 48, 4, 2, 8, 64, 20, 1e-5, 10000.0)
@@ -57,11 +57,20 @@ def test_numpy_matmul_gives_mlx_gradients(weights, states, embedded, monkeypatch
 
     found = []
     for numpy in (True, False):
-        monkeypatch.setattr(layer, "uses_blas", lambda numpy=numpy: numpy)
+        monkeypatch.setattr(blas, "uses_blas", lambda numpy=numpy: numpy)
         found.append(mx.value_and_grad(loss)(weights))
     (a, ours), (b, mlx) = found
     assert close(a, b)
     assert all(close(ours[name], mlx[name]) for name in ours)
+
+
+@pytest.mark.parametrize("rows", [2, 3, 600])
+def test_threads_share_rows_of_large_matrices(rows):
+    a, b = (
+        np.random.default_rng(seed).normal(size=size).astype(np.float32)
+        for seed, size in enumerate([(rows, 256), (256, 512)])
+    )
+    np.testing.assert_allclose(blas.shared(a, b), a.astype(float) @ b, atol=1e-4)
 
 
 def test_loss_ignores_positions_without_weight(weights, states, embedded):

@@ -1,7 +1,7 @@
 """Batches, steps, checkpoints and files of a head in training."""
 
 import json
-from itertools import islice
+from itertools import chain, islice
 
 import mlx.core as mx
 import numpy as np
@@ -14,8 +14,8 @@ from gearbx_mlx.draft_head import training
 from gearbx_mlx.draft_head.answers import Answer, divided
 from gearbx_mlx.draft_head.run import predicted_speedup
 from gearbx_mlx.draft_head.saving import save_head
-from gearbx_mlx.draft_head.target import Target, recorded_layers
-from gearbx_mlx.draft_head.training import Batch, frequent_tokens, stream, tokens_a_round
+from gearbx_mlx.draft_head.target import HeadTarget, recorded_layers
+from gearbx_mlx.draft_head.training import AnswerBatch, frequent_tokens, stream, tokens_a_round
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def trainer(tiny, monkeypatch):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_batch_names_the_tokens_to_draft(compiled):
     answers = [Answer(0, [5, 6, 7, 8, 9, 10], 2, 0.0), Answer(1, [1, 2, 3, 4], 1, 0.0)]
-    batch = Batch.of(answers, compiled)
+    batch = AnswerBatch.of(answers, compiled)
     width = batch.tokens.shape[1] - 3
     counted = np.array(batch.weights) > 0
     drafts = [[*batch.drafts[place][counted[place]]] for place in range(3)]
@@ -38,20 +38,20 @@ def test_batch_names_the_tokens_to_draft(compiled):
 
 def test_stream_has_each_answer_once_an_epoch():
     answers = random_answers(30, 50)
-    first, again = (sum(islice(stream(answers), 200), []) for _ in range(2))
+    first, again = ([*chain(*islice(stream(answers), 200))] for _ in range(2))
     assert first == again
     assert sorted(each.number for each in first[:30]) == [*range(30)]
 
 
 def test_steps_reduce_the_loss(trainer):
-    losses = [trainer.train_step(0.0) for _ in range(40)]
-    assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 0.05  # of random answers little can be learned
+    losses = [trainer.train_step(0.0) for _ in range(25)]
+    assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 0.03  # of random answers little can be learned
 
 
 def test_compiled_steps_equal_others(tiny, trainer, monkeypatch):
     expected = [trainer.train_step(0.5) for _ in range(3)]
     monkeypatch.setattr(training, "uses_blas", lambda: False)
-    monkeypatch.setattr("gearbx_mlx.draft_head.layer.uses_blas", lambda: False)
+    monkeypatch.setattr("gearbx_mlx.draft_head.blas.uses_blas", lambda: False)
     compiled = trainer_of(tiny)
     assert compiled.compiled
     assert [compiled.train_step(0.5) for _ in range(3)] == pytest.approx(expected, rel=1e-3)
@@ -111,7 +111,7 @@ def test_test_counts_drafts_after_right_ones(trainer):
     trainer.rows = mx.zeros_like(trainer.rows)
     tokens = [token if index % 3 == 0 else int(trainer.tokens[1]) for index in range(33)]
     trainer.held = [Answer(0, tokens, 4, 0.0)]
-    assert trainer.test() == [pytest.approx(9 / 27), 0.0, 0.0]
+    assert trainer.test() == [pytest.approx(9 / 28), 0.0, 0.0]
 
 
 def test_rows_are_the_most_frequent_tokens_of_answers():
@@ -135,7 +135,7 @@ def test_recorded_layers_follow_the_release(layers, expected):
 
 def test_model_unlike_a_llama_is_one_error():
     with pytest.raises(GearbxError, match="is not like a Llama"):
-        Target(tiny_model("gpt_neox"), "other")
+        HeadTarget(tiny_model("gpt_neox"), "other")
 
 
 def test_speed_is_predicted_from_places_and_costs():

@@ -4,7 +4,7 @@ import numpy as np
 
 from gearbx_mlx.draft_head.answers import Answer
 from gearbx_mlx.draft_head.layer import HeadShape
-from gearbx_mlx.draft_head.target import Target
+from gearbx_mlx.draft_head.target import HeadTarget
 from gearbx_mlx.draft_head.training import Trainer, frequent_tokens
 
 ROWS = 24
@@ -27,4 +27,4 @@ def trainer_of(model) -> Trainer:
     size, heads = args.hidden_size, args.num_attention_heads
     shape = HeadShape(size, 48, heads, args.num_key_value_heads, size // heads, args.vocab_size, ROWS, 1e-5, 10000.0)
     tokens = frequent_tokens(answers, ROWS, args.vocab_size)
-    return Trainer(Target(model, "tiny"), shape, tokens, answers[4:], answers[:4])
+    return Trainer(HeadTarget(model, "tiny"), shape, tokens, answers[4:], answers[:4])
