@@ -5,7 +5,7 @@ from pathlib import Path
 from pages import table
 
 from gearbx_mlx.cli.flags import ModelSettings
-from gearbx_mlx.draft_head import PromptTextSettings, DraftHeadSettings, TrainingSettings
+from gearbx_mlx.draft_head import DraftHeadSettings, PromptTextSettings, TrainingSettings
 from gearbx_mlx.draft_head.answers import MAX_HELD_OUT
 from gearbx_mlx.draft_head.layer import PLACES
 from gearbx_mlx.draft_head.prompts import sources
