@@ -1,4 +1,4 @@
-"""Matmuls by numpy's OpenBLAS, for training on a CPU: on x86 MLX's own take 13 times as long.
+"""Matmuls by numpy's OpenBLAS, for training on a CPU: on x86 MLX's own take ten times as long.
 
 OpenBLAS's threads wait for each other by spinning, so on a machine with other work two take ten times as long as one.
 Here each thread of a pool calls it for some of the rows instead, and OpenBLAS itself has one thread.
@@ -21,6 +21,7 @@ import numpy as np
 from ..kernels.dispatch import on_cpu
 
 SET_THREADS = ("scipy_openblas_set_num_threads64_", "openblas_set_num_threads64_", "openblas_set_num_threads")
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 SHARED_WORK = 2**24  # multiplications from which rows are shared among threads
 
 
@@ -39,17 +40,16 @@ def pool() -> ThreadPoolExecutor:
             for name in SET_THREADS:
                 if hasattr(loaded, name):
                     getattr(loaded, name)(1)
-    return ThreadPoolExecutor(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
+    return ThreadPoolExecutor(CORES)
 
 
 def shared(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Return a @ b for float32 matrices, or equally many of them."""
     threads, rows = pool(), a.shape[-2]
-    if a.ndim > 2 or a.size * b.shape[-1] < SHARED_WORK:
+    if CORES == 1 or a.ndim > 2 or a.size * b.shape[-1] < SHARED_WORK:
         return np.matmul(a, b)
     found = np.empty((rows, b.shape[-1]), np.float32)
-    parts = np.array_split(np.arange(rows + 1), threads._max_workers)
-    cuts = [*(int(part[0]) for part in parts), rows]
+    cuts = [rows * part // CORES for part in range(CORES + 1)]
     list(threads.map(lambda i, j: np.matmul(a[i:j], b, out=found[i:j]), cuts, cuts[1:]))
     return found
 

@@ -83,7 +83,7 @@ SENTENCES = (
 CHAT = (
     "Explain {} to a ten-year-old.",
     "What are three surprising facts about {}?",
-    "Why does {} matter?",
+    "Why should people know about {}?",
     "Give me a short summary of {}.",
     "What is the history of {}?",
     "What are common misconceptions about {}?",
