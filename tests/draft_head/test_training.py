@@ -4,6 +4,7 @@ import json
 from itertools import chain, islice
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from conftest import tiny_model
@@ -131,6 +132,18 @@ def test_held_out_answers_are_never_trained_on():
 @pytest.mark.parametrize(("layers", "expected"), [(30, (2, 15, 27)), (6, (2, 4, 6)), (2, (1, 1, 2)), (8, (2, 4, 5))])
 def test_recorded_layers_follow_the_release(layers, expected):
     assert recorded_layers(layers) == expected
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "mixtral", "gemma3_text"])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_rows_and_steps_of_models_like_llama(architecture, quantized):
+    model = tiny_model(architecture)
+    table = model.lm_head.weight if "lm_head" in model else model.model.embed_tokens.weight
+    if quantized:
+        nn.quantize(model, 32, 8)
+    trainer = trainer_of(model)
+    assert mx.allclose(trainer.rows, table[mx.array(trainer.tokens)], atol=2e-3).item()
+    assert np.isfinite(trainer.train_step(0.5))
 
 
 def test_model_unlike_a_llama_is_one_error():
