@@ -51,8 +51,8 @@ def write_answers(
         generator = batch_generator(
             target.model,
             tokenizer,
-            mode="telemetry-only",
-            gearbox=Observer(target.model, "16"),
+            mode="static" if target.gearbox else "telemetry-only",
+            gearbox=target.gearbox or Observer(target.model, "16"),
             completion_batch_size=TOGETHER,
         )
         try:
