@@ -155,17 +155,20 @@ def answered(
     def written(answers: Sequence[Answer]) -> int:
         return sum(len(each.tokens) - each.start for each in answers)
 
-    def enough(answers: Sequence[Answer]) -> bool:
+    def total(answers: Sequence[Answer]) -> float:
+        """Return the seconds, estimated and kept at the first call."""
         nonlocal seconds
-        if seconds is None and len(answers) >= TOGETHER:
+        if seconds is None:
             rate = written(answers) / max(each.seconds for each in answers)
             seconds = estimated(target, shape, answers, rate)
             write_text(kept, f"{seconds}\n")
-            note(
-                f"about {seconds / 60:.2g} minutes for a first head; Ctrl-C keeps the best, the same command continues"
-            )
+            about = f"about {seconds / 60:.2g} minutes for a first head"
+            note(f"{about}; Ctrl-C keeps the best, the same command continues")
+        return seconds
+
+    def enough(answers: Sequence[Answer]) -> bool:
         used = time.monotonic() - started + before
-        return seconds is not None and used > WRITING_SHARE * seconds and len(answers) >= 2 * TOGETHER
+        return len(answers) >= 2 * TOGETHER and used > WRITING_SHARE * total(answers)
 
     before = max((each.seconds for each in journal.parts.values()), default=0.0)
     started = time.monotonic()
@@ -176,8 +179,7 @@ def answered(
         raise GearbxError("draft-head: no answers; use more --minutes")
     if all(len(each.tokens) - each.start == prompts[each.number][1] for each in answers):
         note(f"no answer ended within {settings.answers.max_tokens} tokens; use a larger --max-tokens if they should")
-    rate = written(answers) / max(each.seconds for each in answers)
-    return answers, seconds or estimated(target, shape, answers, rate)
+    return answers, total(answers)
 
 
 def kept_seconds(file: Path) -> float:
