@@ -21,6 +21,7 @@ COMMANDS = {
     "evaluate": "measure KL, perplexity and top-1 agreement of gears and modes",
     "sensitivity": "measure the cost of each layer's precision",
     "allocate": "find bits for every layer from these measurements",
+    "draft_head": "train a head that drafts for a model in mode lossless",
     "benchmark": "time gears, and on a Mac the speedup over mlx-lm",
     "server": "serve a model in gears with OpenAI's API",
     "list": "list available models with sizes and gears",
@@ -28,17 +29,18 @@ COMMANDS = {
     "lm_eval": "run lm-eval's tasks on a model in gears",
 }
 USAGE = "usage: gearbx_mlx COMMAND [flags]; gearbx_mlx COMMAND --help shows the flags\n\n" + "\n".join(
-    f"  {name:12} {purpose}" for name, purpose in COMMANDS.items()
+    f"  {name if name == 'lm_eval' else name.replace('_', '-'):12} {purpose}" for name, purpose in COMMANDS.items()
 )
 
 
 def main() -> None:
     """Run the command named by the first argument, with the other arguments."""
-    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    typed = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    name = typed.replace("-", "_")  # draft-head is a package
     if name not in COMMANDS:
-        terminal.run(lambda: show_commands(name))
+        terminal.run(lambda: show_commands(typed))
     program = Path(sys.argv[0]).name
-    sys.argv[:2] = [f"{'gearbx_mlx' if program == '__main__.py' else program} {name}"]
+    sys.argv[:2] = [f"{'gearbx_mlx' if program == '__main__.py' else program} {typed}"]
     import_module(f".{name}", __package__).main()
 
 

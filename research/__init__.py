@@ -11,6 +11,6 @@ MODULES = (
     *("figures", "attention", "errors", "exact", "calibrated_base", "codebook", "precision", "kv"),
     *("lossless", "shapes", "decoding_costs", "disk", "products", "processes", "llama_cpp", "pictures"),
     *("evidence", "fidelity", "energy", "kernels", "token", "server", "policies", "policy_regret"),
-    *("agreement", "answers", "pair", "starts", "prompt_lookup", "real_models", "mac", "metal_texts"),
+    *("agreement", "answers", "pair", "starts", "prompt_lookup", "real_models", "mac", "metal_texts", "draft_head"),
 )
 sys.path.append(str(ROOT / "scripts"))  # pages, which the tools of the project use too

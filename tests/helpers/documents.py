@@ -51,6 +51,7 @@ SHORTER = {
     "convert --calibrate": "--manage attention --calibrate text.txt",
     "sensitivity": "--num-samples 1 --sequence-length 12 --manage attention",
     "allocate": "--num-samples 1 --sequence-length 12 --exchanges 0",
+    "draft_head": "--minutes 0.01 --num-prompts 25 --max-tokens 8",
     "benchmark decode": "--shape 256x2 --tokens 2 --trials 1",
 }
 PROBLEMS = (ROOT / "tests" / "data" / "gsm8k_held_out.jsonl").read_text(encoding="utf-8").splitlines()
@@ -146,8 +147,8 @@ def parts(line: Line) -> list[str]:
 
 def command_of(part: str) -> tuple[str, str] | None:
     """A command of this package and its arguments; None for another program."""
-    match = re.match(r"(?:gearbx_mlx |python -m gearbx_mlx[. ])(\w+)\s*(.*)", part)
-    return None if match is None else (match[1], match[2])
+    match = re.match(r"(?:gearbx_mlx |python -m gearbx_mlx[. ])(\w[\w-]*)\s*(.*)", part)
+    return None if match is None else (match[1].replace("-", "_"), match[2])
 
 
 def only_parsed(line: Line) -> bool:

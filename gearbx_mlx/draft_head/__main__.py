@@ -1,0 +1,5 @@
+"""python -m gearbx_mlx.draft_head."""
+
+from . import main
+
+main()

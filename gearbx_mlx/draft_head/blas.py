@@ -1,0 +1,74 @@
+"""Matmuls by numpy's OpenBLAS, for training on a CPU: on x86 MLX's own take ten times as long.
+
+OpenBLAS's threads wait for each other by spinning, so on a machine with other work two take ten times as long as one.
+Here each thread of a pool calls it for some of the rows instead, and OpenBLAS itself has one thread.
+"""
+
+import contextlib
+import ctypes
+import functools
+import os
+import platform
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..kernels.dispatch import on_cpu
+
+SET_THREADS = ("scipy_openblas_set_num_threads64_", "openblas_set_num_threads64_", "openblas_set_num_threads")
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+SHARED_WORK = 2**24  # multiplications from which rows are shared among threads
+
+
+def uses_blas() -> bool:
+    """Return whether numpy multiplies: on a CPU, except a Mac's, where MLX calls Accelerate."""
+    return on_cpu() and platform.system() != "Darwin"
+
+
+@functools.cache
+def pool() -> ThreadPoolExecutor:
+    """Return the threads, one for each core, and let OpenBLAS start none of its own."""
+    with contextlib.suppress(OSError):
+        maps = Path("/proc/self/maps").read_text()
+        for library in {*re.findall(r"/\S*openblas\S*", maps)}:
+            loaded = ctypes.CDLL(library)
+            for name in SET_THREADS:
+                if hasattr(loaded, name):
+                    getattr(loaded, name)(1)
+    return ThreadPoolExecutor(CORES)
+
+
+def shared(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return a @ b for float32 matrices, or equally many of them."""
+    threads, rows = pool(), a.shape[-2]
+    if CORES == 1 or a.ndim > 2 or a.size * b.shape[-1] < SHARED_WORK:
+        return np.matmul(a, b)
+    found = np.empty((rows, b.shape[-1]), np.float32)
+    cuts = [rows * part // CORES for part in range(CORES + 1)]
+    list(threads.map(lambda i, j: np.matmul(a[i:j], b, out=found[i:j]), cuts, cuts[1:]))
+    return found
+
+
+def numpy_matmul(a: mx.array, b: mx.array) -> mx.array:
+    """Return the matmul of equally many matrices (..., N, K) and (..., K, M), by numpy."""
+    return mx.array(shared(np.asarray(a), np.asarray(b)))
+
+
+blas: Any = mx.custom_function(numpy_matmul)
+
+
+@blas.vjp
+def blas_vjp(primals: Sequence[mx.array], cotangent: mx.array, output: mx.array) -> tuple[mx.array, mx.array]:
+    a, b = map(np.asarray, primals)
+    c = np.asarray(cotangent)
+    return mx.array(shared(c, b.swapaxes(-1, -2))), mx.array(shared(a.swapaxes(-1, -2), c))
+
+
+def matmul(a: mx.array, b: mx.array) -> mx.array:
+    """Return a @ b for float32 arrays with equal leading dimensions."""
+    return blas(a, b) if uses_blas() else a @ b

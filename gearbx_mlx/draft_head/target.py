@@ -1,0 +1,121 @@
+"""The frozen model of a draft head: its hidden states, embeddings and output rows."""
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from ..compat.classes import of_classes
+from ..errors import GearbxError
+from ..gears.gearbox import in_one_gear
+
+STATES = 3  # hidden states that a head reads
+NOTE = "states_of_a_training_pass"  # attribute of a block during a pass
+
+
+class Table(NamedTuple):
+    """A matrix of the model that is read row by row; scales and biases: of a quantized one."""
+
+    weight: mx.array
+    scales: mx.array | None = None
+    biases: mx.array | None = None
+    form: tuple[int, int, str] = (64, 4, "affine")  # group size, bits, mode
+
+    @classmethod
+    def of(cls, module: Any) -> "Table":
+        if "scales" not in module:
+            return cls(module.weight)
+        form = module.group_size, module.bits, getattr(module, "mode", "affine")
+        return cls(module.weight, module.scales, module.get("biases"), form)
+
+    def rows(self, tokens: mx.array) -> mx.array:
+        """Return the rows (..., D) of tokens (...), float32."""
+        if self.scales is None:
+            return self.weight[tokens].astype(mx.float32)
+        group_size, bits, mode = self.form
+        biases = None if self.biases is None else self.biases[tokens]
+        packed, scales = self.weight[tokens], self.scales[tokens]
+        return mx.dequantize(packed, scales, biases, group_size, bits, mode).astype(mx.float32)
+
+
+def recorded_layers(layers: int) -> tuple[int, int, int]:
+    """Return the numbers of blocks after which the head reads: EAGLE-3's, or spread over a model of few blocks."""
+    usual = 2, layers // 2, layers - 3
+    few = max(1, layers // 3), max(1, 2 * layers // 3), layers
+    return usual if len({*usual}) == STATES and min(usual) > 0 else few
+
+
+class HeadTarget:
+    """A model that a head drafts for, on its fastest kernels.
+
+    Raises:
+        GearbxError: a model without `model.model.layers` and an embedding.
+    """
+
+    def __init__(self, model: nn.Module, name: str):
+        inner: Any = getattr(model, "model", None)
+        parts: list[Any] = [getattr(inner, part, None) for part in ("layers", "embed_tokens", "norm")]
+        if not isinstance(parts[0], list) or None in parts:
+            raise GearbxError(
+                f"{name}: {type(model).__module__} is not like a Llama, so it has no draft heads; "
+                "use a model with model.layers, model.embed_tokens and model.norm"
+            )
+        self.model, self.inner, self.layers = model, inner, recorded_layers(len(parts[0]))
+        self.embedding = Table.of(parts[1])
+        self.output = Table.of(model.lm_head) if "lm_head" in model else self.embedding
+        width = self.embedding.rows(mx.array([0])).shape[-1]
+        self.norm = parts[2](mx.ones((1, width))).reshape(-1).astype(mx.float32)  # of any class: its weights
+        mx.eval(self.norm)
+        sizes = {name: array.nbytes for name, array in tree_flatten(model.parameters())}
+        apart = 0 if self.output is self.embedding else self.embedding.weight.nbytes
+        self.nbytes = sum(sizes.values()) - apart  # read for a token
+        self.gearbox = in_one_gear(model)
+        self.scale = mx.ones(STATES * width)
+        """Root mean square of each channel of the states; folded into `fc` when a head is saved."""
+
+    @property
+    def width(self) -> int:
+        return self.norm.size
+
+    def states(self, tokens: mx.array) -> tuple[mx.array, mx.array]:
+        """Return scaled hidden states (B, L, 3D) of the recorded blocks and the last, normed one (B, L, D)."""
+        blocks = [self.inner.layers[number - 1] for number in self.layers]
+        with recorded(blocks) as found:
+            last = self.inner(tokens)
+        states = mx.concatenate([state.astype(mx.float32) for state in found], axis=-1)
+        return states / self.scale, last.astype(mx.float32)
+
+
+def scale_of(states: mx.array) -> mx.array:
+    """Return the root mean square of each channel of states (..., C)."""
+    return mx.maximum(mx.sqrt(mx.square(states).reshape(-1, states.shape[-1]).mean(0)), 1e-4)
+
+
+@contextlib.contextmanager
+def recorded(blocks: Sequence[Any]) -> Iterator[list[mx.array]]:
+    """Record the outputs (B, L, D) of blocks, in order, during a pass in the context."""
+    found: list[mx.array] = []
+    for block in blocks:
+        object.__setattr__(block, NOTE, found)  # outside of the module's dictionary of parameters
+    try:
+        with of_classes((block, recording(block.__class__)) for block in blocks):
+            yield found
+    finally:
+        for block in blocks:
+            vars(block).pop(NOTE, None)
+
+
+@functools.cache
+def recording(kind: Any) -> Any:
+    """Return a subclass of a block's class that notes its output."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        y = kind.__call__(self, *args, **kwargs)
+        getattr(self, NOTE).append(y)
+        return y
+
+    return type(kind.__name__, (kind,), {"__call__": call})
