@@ -205,8 +205,8 @@ class TestCommands:
         assert (done.returncode, done.stderr) == (0, "")
         names = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("  ")]
         modules = {file.stem for file in DEMO_MODEL.parent.glob("*.py") if "__main__" in file.read_text()}
-        packages = {file.parent.name for file in DEMO_MODEL.parent.glob("*/__main__.py")}
-        assert set(names) == modules - {"__main__"} | packages
+        packages = {file.parent.name.replace("_", "-") for file in DEMO_MODEL.parent.glob("*/__main__.py")}
+        assert {name.replace("_", "-") for name in names} == modules - {"__main__"} | packages
 
     def test_unknown_command_is_refused(self):
         done = run_python("-m", "gearbx_mlx", "fly")

@@ -267,6 +267,7 @@ def test_device_computes_next_token_during_read():
 @pytest.mark.parametrize("length", [1, 3, 7])  # of 7, no graph is built in advance
 def test_drafts_built_ahead_change_nothing(monkeypatch, length, sampler):
     gearbox, found, built = Gearbox(tiny_model(), "4,16", kernels="mlx"), [], []
+    tokenizer = endless()  # loading one draws random numbers
     take = built_ahead.BuiltAhead.take
     monkeypatch.setattr(built_ahead.BuiltAhead, "take", lambda graphs: built.append(take(graphs)) or built[-1])
     monkeypatch.setattr(built_ahead.Pace, "settled", lambda pace: setattr(pace, "graphs", 5))
@@ -275,7 +276,7 @@ def test_drafts_built_ahead_change_nothing(monkeypatch, length, sampler):
         mx.random.seed(3)
         cache, mode = make_prompt_cache(gearbox.model), Lossless(draft_length=length, lookup_tokens=0)
         how = {"prompt_cache": cache, "sampler": SAMPLERS[sampler], "gearbox": gearbox, "mode": mode}
-        run = stream_generate(gearbox.model, endless(), TOKENS, 40, **how)
+        run = stream_generate(gearbox.model, tokenizer, TOKENS, 40, **how)
         tokens = [(r.token, r.from_draft, r.drafted) for r in run]
         entries = [np.array(array) for part in cache for array in part.state[:2]]
         found.append([*tokens, *entries, mx.random.state[0].tolist()])

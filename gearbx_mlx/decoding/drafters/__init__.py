@@ -33,9 +33,9 @@ from ..sampling import MLX_READER, Chooser, ChosenRows, LogitsReader
 
 DRAFTERS = {  # a sequence uses at most one drafter that reads weights: the cheapest, by measurements
     "lookup": "gearbx_mlx.decoding.drafters.lookup:Lookup",
-    "draft head": "gearbx_mlx.decoding.drafters.eagle:Eagle",
     "other model": "gearbx_mlx.decoding.drafters.other_model:OtherModel",
     "low gear": "gearbx_mlx.decoding.drafters.low_gear:LowGear",
+    "draft head": "gearbx_mlx.decoding.drafters.eagle:Eagle",
 }
 
 
