@@ -15,7 +15,7 @@ from gearbx_mlx.draft_head.training import tokens_a_round
 from .studies import Found, study
 
 
-@study("docs/draft-head.md", writes="a head in --out", minutes=60)
+@study("docs/heads.md", writes="a head in --out", minutes=60)
 def draft_head(model: str = "smollm2", minutes: float = 60.0, out: str = "draft-head-smollm2") -> Found:
     """A head trained on a model's own answers: right drafts by kind of text, on answers that it has not seen."""
     training = TrainingSettings(out=out, minutes=minutes)

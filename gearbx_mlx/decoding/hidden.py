@@ -15,6 +15,8 @@ from ..compat.classes import of_classes
 
 Hidden = Mapping[int, mx.array]
 """Number of blocks to the hidden states (K, D) after so many of them, a row for each of K tokens."""
+Outputs = Mapping[int, mx.array]
+"""Number of blocks to the output (B, K, D) of the last of them, in a pass over B sequences."""
 
 NOTE = "hidden_states_of_a_pass"  # attribute of a block during a pass
 
@@ -27,8 +29,8 @@ def blocks_of(model: nn.Module) -> Sequence[nn.Module]:
 
 
 @contextlib.contextmanager
-def recorded(model: nn.Module, taps: Sequence[int]) -> Iterator[Hidden]:
-    """Record the hidden states of passes over one sequence in the context: the latest pass's.
+def recorded(model: nn.Module, taps: Sequence[int]) -> Iterator[Outputs]:
+    """Record the outputs of blocks in the context, of the latest pass.
 
     Args:
         taps: numbers of blocks, from 1.
@@ -51,13 +53,18 @@ def recorded(model: nn.Module, taps: Sequence[int]) -> Iterator[Hidden]:
 
 @functools.cache
 def recording(kind: Any) -> type[nn.Module]:
-    """Return a subclass of a block's class that notes its output (1, K, D)."""
+    """Return a subclass of a block's class that notes its output (B, K, D)."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         y = kind.__call__(self, *args, **kwargs)
         found, tap = getattr(self, NOTE)
         if isinstance(y, mx.array) and y.ndim == 3:
-            found[tap] = y[0]
+            found[tap] = y
         return y
 
     return type(kind.__name__, (kind,), {"__call__": call})
+
+
+def of_one_sequence(outputs: Outputs) -> Hidden:
+    """Return the hidden states of a pass over one sequence."""
+    return {tap: output[0] for tap, output in outputs.items()}

@@ -37,7 +37,7 @@ from ..gears.discovery import QUANTIZED
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
 from .caches import APPENDING, Cache, Snapshot, parts
-from .hidden import Hidden, recorded
+from .hidden import Hidden, of_one_sequence, recorded
 from .mode import decode_lock
 from .response import DRAFT, LOOKUP, MODEL, Step, single_pass
 
@@ -125,9 +125,9 @@ class Verifier:
     def prefill(self, tokens: mx.array, cache: Cache, **embedded: mx.array) -> Hidden:
         """Prefill a part (n,) of the prompt, and return its hidden states."""
         self.gearbox.shift(self.prefill_gear)
-        with recorded(self.gearbox.model, self.taps) as hidden:
+        with recorded(self.gearbox.model, self.taps) as outputs:
             self.gearbox.model(tokens[None], cache=cache, **embedded)
-        return hidden
+        return of_one_sequence(outputs)
 
     def verify(self, tokens: Tokens, cache: Cache, **embedded: mx.array) -> "Verification":
         """Return the logits after each of the tokens.
@@ -160,11 +160,12 @@ class Verifier:
                 return found
         self.gearbox.shift(self.gear)
         inputs = (tokens if isinstance(tokens, mx.array) else mx.array([*tokens], mx.uint32))[None]
-        with recorded(self.gearbox.model, self.taps) as hidden:
-            if inputs.shape[1] == 1:
-                return self.gearbox.model(inputs, cache=cache, **embedded), hidden
-            with single_token_masks(cache), of_classes(self._short_path):
-                return self.gearbox.model(inputs, cache=cache, **embedded), hidden
+        with contextlib.ExitStack() as passing:
+            outputs = passing.enter_context(recorded(self.gearbox.model, self.taps))
+            if inputs.shape[1] > 1:
+                passing.enter_context(single_token_masks(cache))
+                passing.enter_context(of_classes(self._short_path))
+            return self.gearbox.model(inputs, cache=cache, **embedded), of_one_sequence(outputs)
 
     @property
     def _parts(self) -> KeptParts:

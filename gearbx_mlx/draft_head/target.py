@@ -1,20 +1,16 @@
 """The frozen model of a draft head: its hidden states, embeddings and output rows."""
 
-import contextlib
-import functools
-from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..compat.classes import of_classes
+from ..decoding.hidden import recorded
 from ..errors import GearbxError
 from ..gears.gearbox import in_one_gear
 
 STATES = 3  # hidden states that a head reads
-NOTE = "states_of_a_training_pass"  # attribute of a block during a pass
 
 
 class Table(NamedTuple):
@@ -83,39 +79,12 @@ class HeadTarget:
 
     def states(self, tokens: mx.array) -> tuple[mx.array, mx.array]:
         """Return scaled hidden states (B, L, 3D) of the recorded blocks and the last, normed one (B, L, D)."""
-        blocks = [self.inner.layers[number - 1] for number in self.layers]
-        with recorded(blocks) as found:
+        with recorded(self.inner, self.layers) as outputs:
             last = self.inner(tokens)
-        states = mx.concatenate([state.astype(mx.float32) for state in found], axis=-1)
+        states = mx.concatenate([outputs[layer].astype(mx.float32) for layer in self.layers], axis=-1)
         return states / self.scale, last.astype(mx.float32)
 
 
 def scale_of(states: mx.array) -> mx.array:
     """Return the root mean square of each channel of states (..., C)."""
     return mx.maximum(mx.sqrt(mx.square(states).reshape(-1, states.shape[-1]).mean(0)), 1e-4)
-
-
-@contextlib.contextmanager
-def recorded(blocks: Sequence[Any]) -> Iterator[list[mx.array]]:
-    """Record the outputs (B, L, D) of blocks, in order, during a pass in the context."""
-    found: list[mx.array] = []
-    for block in blocks:
-        object.__setattr__(block, NOTE, found)  # outside of the module's dictionary of parameters
-    try:
-        with of_classes((block, recording(block.__class__)) for block in blocks):
-            yield found
-    finally:
-        for block in blocks:
-            vars(block).pop(NOTE, None)
-
-
-@functools.cache
-def recording(kind: Any) -> Any:
-    """Return a subclass of a block's class that notes its output."""
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        y = kind.__call__(self, *args, **kwargs)
-        getattr(self, NOTE).append(y)
-        return y
-
-    return type(kind.__name__, (kind,), {"__call__": call})

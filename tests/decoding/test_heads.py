@@ -78,7 +78,7 @@ def states_of(box, head, tokens):
     cache = make_prompt_cache(head)
     with recorded(box.model, head.taps) as hidden:
         box.model(mx.array([tokens]), cache=make_prompt_cache(box.model))
-    states = head.fuse(mx.concatenate([hidden[tap] for tap in head.taps], axis=-1)[None, :-1])
+    states = head.fuse(mx.concatenate([hidden[tap] for tap in head.taps], axis=-1)[:, :-1])
     head(box.model.model.embed_tokens(mx.array([tokens[1:]])), states, cache)
     return entries(cache[0])
 
@@ -215,7 +215,7 @@ class TestReleasedFormat:
         tokens = [token for accepted in rounds for token in accepted]
         with recorded(box.model, head.taps) as hidden:
             box.model(mx.array([tokens]))
-        states = mx.concatenate([hidden[tap] for tap in head.taps], axis=-1)[None]
+        states = mx.concatenate([hidden[tap] for tap in head.taps], axis=-1)
         margins = []
 
         def sampled(logits, sampler, dtype, greedy):
