@@ -46,7 +46,7 @@ ROW, STEP = 0.07, 0.35  # cost of a row, and of an additional pass over the weig
 ACCEPTANCE, ERROR = 0.85, 0.8  # initial p and error of 4-bit drafts: 0.88 to 0.96, and 0.65, on the recordings
 ACCEPTANCE_KEPT, ACCEPTANCE_PRIOR = 0.995, 20.0  # weight kept per token, tokens of the prior; 0.98, 10: 0.6% slower
 ROUNDS_KEPT, ROUNDS_PRIOR = 0.98, 10.0  # per round; a prior of 20 turns slow drafts off twice as late
-ROWS_PRIOR = 4.0  # rounds of the prior of c of lookup, which is low: some kernels need a pass for each row
+ROWS_PRIOR = 4.0  # rounds of the prior of c of lookup: some kernels need a pass for each row
 ERROR_RATE, SLOPE_RATE = 0.08, 0.01  # steps of the error per token, of c per pair of rounds; 0.03 for c: 0.2% slower
 MIN_COST, MAX_COST = 0.01, 4.0  # of learned numbers: drafts above the maximum are never faster
 MAX_ERROR = 50.0  # a(m) is then 0.5 for all m; with 4, uninformative margins cost 9% instead of 3%
@@ -200,10 +200,7 @@ class LearnedPolicy:
         return (drafted > 0, rows) not in self._kinds
 
     def length(self, room: int, early: bool = False) -> int:
-        """Return the most tokens of the next draft, 0 for plain decoding; early: `goes_on` may end it sooner.
-
-        Only measurements change it.
-        """
+        """Return the most tokens of the next draft, 0: plain decoding; early: `goes_on` may end it sooner."""
         if min(room, self._most) < 1:
             return 0
         most = min(room, self._most, self.trials.choose(self._tokens.value, self._units.value))

@@ -92,6 +92,13 @@ class TestTexts:
         assert again.run == table.run
         assert again.proposed(8) == table.proposed(8)
 
+    def test_long_text_of_large_vocabulary_is_kept(self):
+        table = NgramTable()
+        read_all(table, [299_999 - 7 * place % 300_000 for place in range(100_000)])
+        read_all(table, [299_999, 299_992])
+        assert table.run == 2
+        assert table.proposed(3) == [299_985, 299_978, 299_971]
+
     def test_oldest_tokens_go_above_the_limit(self):
         table = NgramTable(limit=2000)
         read_all(table, range(5000))
