@@ -81,8 +81,7 @@ def load(
 ) -> tuple:
     """Load a model as `mlx_lm.load`, with the demo model as default and one-line errors.
 
-    A geared checkpoint is validated but not read: `Gearbox(model)` reads gears as they are engaged, mlx-lm's functions
-    read the base.
+    Of a geared checkpoint only the base is read; `Gearbox(model)` reads gears as they are engaged.
 
     Args:
         path_or_hf_repo: a local directory, a GGUF file or a Hub repository; None: the demo model.
@@ -117,8 +116,7 @@ def load(
         model, tokenizer, config = read(directory, ranks, pipeline, **kwargs)
         if adapter is not None and adapter_path is not None:
             add_adapter(model, adapter, Path(adapter_path), None if saved is None else saved.dense(model))
-        if ranks is None:
-            attach_head(model, find_head(directory))
+        attach_head(model, find_head(directory) if ranks is None else None)
         check_longest(tokenizer, directory / "tokenizer_config.json")
         getattr(tokenizer, "deprecation_warnings", {})[TOO_LONG] = True  # room_for warns in one line
     except GearbxError:
