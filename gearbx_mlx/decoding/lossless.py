@@ -103,7 +103,11 @@ class Lossless(LosslessSettings, SharedMode):
             most=MAX_DRAFTED if how.draft_model is None else min(how.num_draft_tokens or MAX_DRAFTED, MAX_DRAFTED),
             room=text.prompt + text.room,
         )
-        drafters = drafters_for(target, lambda drafter: self.policy_for(gearbox, drafter, chooser).policy.token_cost)
+
+        def cost(drafter: Drafter) -> float:
+            return 0.0 if target.is_fixed else policy_of(gearbox, drafter, chooser).policy.token_cost
+
+        drafters = drafters_for(target, cost)
         drafter = next((each for each in drafters if each.reads_weights), None)
         kept = self.policy_for(gearbox, drafter, chooser)
         verifier = Verifier(gearbox, gearbox.ladder.top, taps=sorted({tap for each in drafters for tap in each.taps}))
@@ -142,7 +146,8 @@ class Lossless(LosslessSettings, SharedMode):
     def policy_for(self, gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> KeptPolicy:
         """Return the learned policy of a gearbox; a fixed length if `is_fixed`."""
         if self.is_fixed(gearbox):
-            return KeptPolicy(FixedPolicy(self.draft_length or DEFAULT_LENGTH))
+            share = None if drafter is None else drafter.cost
+            return KeptPolicy(FixedPolicy(self.draft_length or DEFAULT_LENGTH, share))
         return policy_of(gearbox, drafter, chooser)
 
     def about(self) -> str:

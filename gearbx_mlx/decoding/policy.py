@@ -282,10 +282,10 @@ class LearnedPolicy:
 class FixedPolicy(LearnedPolicy):
     """Drafts of a fixed length, without measurements. Raises GearbxError if a verification cannot take them."""
 
-    def __init__(self, length: int = DEFAULT_LENGTH):
+    def __init__(self, length: int = DEFAULT_LENGTH, draft_share: float | None = None):
         if not 1 <= length <= MAX_DRAFTED:
             raise GearbxError(f"draft length: must be 1 to {MAX_DRAFTED} tokens, got {length}; choose a valid one")
-        super().__init__(draft_share=None)  # prompt lookup is compared with plain decoding
+        super().__init__(draft_share=draft_share)
         self._length = length
 
     def length(self, room: int, early: bool = False) -> int:

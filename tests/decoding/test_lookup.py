@@ -46,7 +46,7 @@ class TestLookup:
         assert any(r.lookup_drafted for r in ours)
 
     def test_lookup_tokens_have_source_and_read_no_weights(self, geared_demo, demo):
-        mode = Lossless()
+        mode = Trusting()
         run = list(stream_generate(demo.model, demo.tokenizer, TWICE, 40, gearbox=geared_demo, mode=mode))
         low, high = (geared_demo.weight_bytes_per_token(gear) for gear in geared_demo.ladder)
         sources = Counter(r.source for r in run)
