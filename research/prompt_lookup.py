@@ -1,5 +1,6 @@
 """Drafts of prompt lookup alone, for models of one gear: what most people own."""
 
+import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from .lossless import ASSISTANT, encode
 from .policy_regret import OWN_TEXTS
 from .real_models import MODELS, folder, gguf_of
 from .starts import TITLES, written
-from .studies import HELD_OUT, Found, named, spread, study, table_here
+from .studies import HELD_OUT, Found, named, spread, study, table, table_here
 
 FILE = "file"  # in place of gears: the GGUF file's own bits
 MODES = {"own": Lossless(share_lookup=False), "earlier": Lossless()}
@@ -58,7 +59,7 @@ def loaded(model: str, gears: str) -> tuple[Gearbox, Any]:
     return Gearbox(module, gears), tokenizer
 
 
-@study("docs/performance.md", minutes=40)
+@study("docs/performance.md", "README.md", minutes=12)
 def prompt_lookup(
     models: list[str] = ["smollm2:8", "smollm2:4", "qwen-0.5b:file", "qwen-1.5b:file"],  # noqa: B006
     prompts: int = 8,
@@ -74,7 +75,7 @@ def prompt_lookup(
         prompts: Of each kind: chat, code, math, and edits that copy their source.
         max_tokens: Of each output.
     """
-    rows, data = [], []
+    rows, data = [], list[dict[str, Any]]()
     for each in models:
         model, _, gears = each.rpartition(":")
         gearbox, tokenizer = loaded(model, gears)
@@ -88,10 +89,18 @@ def prompt_lookup(
             places = ", ".join(f"{rate:.2f}" for rate in found["places"])
             rows.append([title, bits, found["kind"], places, *map(spread, ratios), found["identical"]])
         data.append({"model": each, "kinds": of_model})
+    files = [each for each in data if each["model"].endswith(FILE)]
+    short = [[*TITLES[named(each["model"].partition(":")[0])], *medians(each["kinds"])] for each in files]
+    of_files = table(["model", "file as it is", *prompts_by_kind(0)], short)
     head = ["model", "weights", "prompts", "table right at place 1, 2, 3", "speedup, lookup in its own text"]
     head += ["in earlier texts too", "outputs identical to plain decoding"]
     about = f"{prompts} prompts of each kind, up to {max_tokens} tokens; median (range)"
-    return Found({"prompt_lookup": f"{table_here(head, rows)}\n{about}\n"}, data)
+    return Found({"prompt_lookup": f"{table_here(head, rows)}\n{about}\n", "files_as_they_are": of_files}, data)
+
+
+def medians(kinds: list[dict[str, Any]]) -> list[str]:
+    """Return the median speedup of each kind of prompt, with lookup in earlier texts too."""
+    return [f"{statistics.median(found['speedup']['earlier']):.2f}" for found in kinds]
 
 
 def runs(gearbox: Gearbox, tokenizer: Any, kind: str, prompts: list[str], tokens: int) -> dict[str, Any]:
