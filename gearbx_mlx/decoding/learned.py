@@ -18,7 +18,7 @@ from ..kernels.compiler import vectors_at_once
 from ..kernels.device import gpu_generation
 from ..kernels.dispatch import CPU, METAL, device, native_instructions
 from .drafters import Drafter
-from .policy import MAX_DRAFTED, MAX_ON_GPU, MAX_ROWS, LearnedPolicy
+from .policy import ACCEPTANCE, MAX_DRAFTED, MAX_ON_GPU, MAX_ROWS, LearnedPolicy
 from .sampling import Chooser
 
 CALIBRATED = 0.4  # share of the rejected drafts that a calibrated base accepts: 0.38 to 0.54 in docs/convert.md
@@ -119,7 +119,8 @@ def policy_of(gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> Ke
             cache.keep(name, dict(state))
             cache.save_soon()
 
-        policy = MeasuredPolicy(kept, None if drafter is None else drafter.cost, *rows_of_pass(gearbox))
+        share, rate = (None, ACCEPTANCE) if drafter is None else (drafter.cost, drafter.acceptance)
+        policy = MeasuredPolicy(kept, share, *rows_of_pass(gearbox), rate)
         known[name] = KeptPolicy(policy, keep)
     return known[name]
 

@@ -20,7 +20,7 @@ A round saves g T(k) - C(k), and the best k is the one that saves most (renewal 
 method. It is due once its expected cost is a small share of the tokens since the previous one: a method that is much
 slower is tried rarely, and one that won the latest trial soon.
 
-**Drafters.** A sequence drafts with the drafter of least C / T / s; a new one has a low C / T until it is measured.
+**Drafters.** A sequence drafts with the drafter of least C / T / s; before measurements, p depends on the drafter.
 
 **Learned values**: c of drafts, from two rounds of different lengths; c of lookup, from a round and the median unit; p;
 the error, raised by a rejected token of high a(m); tokens and cost of a round; s. The next start reads these numbers
@@ -142,6 +142,7 @@ class LearnedPolicy:
         draft_share: cost of a drafted token over a plain one's, before measurements; None: no drafter.
         most: tokens of a draft.
         tile: rows that kernels multiply in one pass over the weights.
+        acceptance: p before measurements.
     """
 
     def __init__(
@@ -150,15 +151,16 @@ class LearnedPolicy:
         draft_share: float | None = 0.36,
         most: int = MAX_DRAFTED,
         tile: int = MAX_ROWS,
+        acceptance: float = ACCEPTANCE,
     ):
         kept = kept or {}
         self._most, self._tile = 0 if draft_share is None else most, tile
         self._slope = within(kept.get("drafted token", PLAIN * (draft_share or 0.0) + ROW))  # c of drafts
         self._row = RunningMean(ROUNDS_KEPT, within(kept.get("row", ROW)), ROWS_PRIOR)  # c of lookup
-        acceptance = within(kept.get("acceptance", ACCEPTANCE), maximum=1.0)
-        self._acceptance = RunningMean(ACCEPTANCE_KEPT, acceptance, ACCEPTANCE_PRIOR)  # p
+        known = within(kept.get("acceptance", acceptance), maximum=1.0)
+        self._acceptance = RunningMean(ACCEPTANCE_KEPT, known, ACCEPTANCE_PRIOR)  # p
         self._error = within(kept.get("error", ERROR), maximum=MAX_ERROR)
-        tokens, cost = expected_tokens(ACCEPTANCE, DEFAULT_LENGTH)[-1], self.cost(DEFAULT_LENGTH)
+        tokens, cost = expected_tokens(acceptance, DEFAULT_LENGTH)[-1], self.cost(DEFAULT_LENGTH)
         self._tokens = RunningMean(ROUNDS_KEPT, kept.get("tokens of a round", tokens), ROUNDS_PRIOR)
         self._units = RunningMean(ROUNDS_KEPT, kept.get("cost of a round", cost), ROUNDS_PRIOR)
         self.trials = Trials(kept, self._tokens.value / self._units.value if self._most else 0.0)
@@ -172,7 +174,7 @@ class LearnedPolicy:
 
     @property
     def token_cost(self) -> float:
-        """Time of a token in rounds, in plain tokens; before measurements it is low, so a new drafter is tried."""
+        """Time of a token in rounds, in plain tokens."""
         return self._units.value / self._tokens.value / self.trials.plain if self._most else 1.0
 
     @property

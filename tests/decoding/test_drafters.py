@@ -223,7 +223,7 @@ def test_sequence_drafts_with_the_faster_drafter(slow, monkeypatch):
 
 def test_slow_drafts_cost_more_than_new_ones():
     slow, new = LearnedPolicy(draft_share=0.1), LearnedPolicy(draft_share=0.4)
-    assert slow.token_cost < new.token_cost < 1
+    assert slow.token_cost < new.token_cost < LearnedPolicy(draft_share=0.1, acceptance=0.5).token_cost < 1
     for _ in range(60):
         slow.add_round(drafted=3, accepted=0, tokens=1, rows=4, seconds=0.02)
     assert slow.token_cost > 1 > new.token_cost

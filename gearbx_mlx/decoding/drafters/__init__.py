@@ -26,7 +26,7 @@ from ...ranks.agreement import ALONE, Agreement
 from ...routing.ngrams import NgramTable
 from ..caches import Cache
 from ..hidden import Hidden
-from ..policy import MAX_DRAFTED, LearnedPolicy
+from ..policy import ACCEPTANCE, MAX_DRAFTED, LearnedPolicy
 from ..response import DRAFT, GeneratedText
 from ..rows import Proposal, VerifiedPass
 from ..sampling import MLX_READER, Chooser, ChosenRows, LogitsReader
@@ -81,9 +81,11 @@ class Drafter:
         taps: numbers of blocks, from 1, after which it needs the hidden states of all tokens.
         name: key of its times and acceptance rates.
         cost: of a drafted token, as a share of a plain one, before measurements.
+        acceptance: acceptance rate of its tokens before measurements.
     """
 
     reads_weights: ClassVar[bool] = True
+    acceptance: ClassVar[float] = ACCEPTANCE
     taps: Sequence[int] = ()
     name: str
     cost: float

@@ -40,6 +40,8 @@ class Eagle(Drafter):
         cache: the head's. Between rounds it has an entry for each read token of the sequence but the first.
     """
 
+    acceptance = 0.5  # of a head trained for 20 minutes; with more, a head would be tried before a low gear
+
     def __init__(self, target: DraftTarget, head: Head, cache: list[Any]):
         self._target, self._head, self._cache = target, head, cache
         self.taps, self.name = head.taps, f"head {head.fingerprint[:8]}"
