@@ -68,7 +68,6 @@ def test_one_page_and_one_file(bench, tiny_directory):
         assert row["first_seconds"] > 0
     own = sum(array.nbytes for array in mx.load(str(tiny_directory / "model.safetensors")).values())
     assert own <= alone["memory_bytes"]
-    assert rows[page.ONE_GEAR[4]]["memory_bytes"] < rows[page.ONE_GEAR[8]]["memory_bytes"]
     lines = done.out.splitlines()
     assert [way for way in WAYS if f"| {way} " not in done.out] == []
     assert report["facts"]["machine"] in lines[0]
