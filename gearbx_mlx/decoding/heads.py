@@ -28,6 +28,7 @@ from .hidden import blocks_of
 OF_THIS_MODEL = "use a head that was trained for this model"
 EMBEDDINGS = ("embed_tokens", "wte", "tok_embeddings", "embeddings")  # names of the embedding in mlx-lm's models
 BITS, GROUP_SIZE = 4, 64  # of a head in use: its drafts are accepted as often as with its own weights
+BYTES_IN_USE = 4.5 / 8  # per weight, with scales and biases
 ACTIVATION_BITS = 8  # of native matmuls
 
 Size = Annotated[int, Meta(ge=1, le=2**24)]
@@ -229,6 +230,14 @@ class Head(nn.Module):
         if not native:
             self.set_dtype(dtype)
         mx.eval(self.parameters())
+
+    @property
+    def bytes_in_use(self) -> float:
+        """Bytes that a drafted token reads once `put_in` has quantized the head."""
+        if self._is_quantized:
+            return self.nbytes
+        sizes = (array.size for name, array in tree_flatten(self.parameters()) if not name.startswith("embed"))
+        return BYTES_IN_USE * sum(sizes)
 
     @property
     def nbytes(self) -> int:

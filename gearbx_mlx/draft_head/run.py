@@ -3,8 +3,6 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
-from operator import mul
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..cli.build import load_model
 from ..cli.prompt import encoded_prompts, read_prompts
 from ..cli.terminal import note, progress_bar, show_compiling
+from ..decoding.heads import BYTES_IN_USE
 from ..errors import GearbxError
 from ..files.journal import JOURNAL, Journal, hash_of_tokens
 from ..files.reading import read_text
@@ -34,7 +33,6 @@ STATE = "training"  # directory in the output with what a next call continues
 FIRST_TOKENS, FIRST_SEEN = 125_000, 1_000_000  # tokens of answers written and trained on, for a first head
 WRITING_SHARE = 1 / 3  # of the time
 REMOVE = "remove it, or use --minutes"
-DRAFTED_BYTES = 4.5 / 8  # per weight of a head in use: 4 bits, with scales
 TESTS = 20  # in all
 MIN_TEST_SECONDS = 10.0  # between tests
 
@@ -212,7 +210,7 @@ def trained(settings: DraftHeadSettings, prepared: PreparedTraining) -> list[flo
     trainer, seconds, config = prepared.trainer, prepared.seconds, prepared.config
     out, places = Path(settings.training.out), [0.0]
     costs, weights = pass_costs(trainer.target), trainer.shape.parameters + trainer.rows.size
-    head_cost = DRAFTED_BYTES * weights / trainer.target.nbytes
+    head_cost = BYTES_IN_USE * weights / trainer.target.nbytes
     pause = max(MIN_TEST_SECONDS, seconds / TESTS)
     due = trainer.seconds + pause / 4
     with progress_bar() as progress, noting_interrupt(out, trainer):
@@ -268,5 +266,4 @@ def predicted_speedup(places: Sequence[float], costs: Sequence[float], head_cost
         costs: of passes over 1, 2, ... rows.
         head_cost: of a step of the head, by its weights. Unit of costs: a pass over one row.
     """
-    tokens = [1.0, *(1 + gained for gained in accumulate(accumulate(places, mul)))]
-    return max(each / (costs[k] + k * head_cost) for k, each in enumerate(tokens))
+    return max(tokens_a_round(places[:k]) / (costs[k] + k * head_cost) for k in range(len(places) + 1))

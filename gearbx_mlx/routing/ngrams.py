@@ -38,7 +38,7 @@ PRIOR = {
 }
 EARLIER = 0.6  # times as high for runs in earlier texts
 PRIOR_WEIGHT, WEIGHT_KEPT = 16.0, 0.995  # tokens that the prior counts as; share of its weight that each new one leaves
-LEAST = 0.02  # probability of all tokens of a draft, below which it ends
+MIN_PROBABILITY = 0.02  # that all tokens of a draft are right; below it the draft ends
 
 
 def rates_of_class(run: int) -> list[list[RunningMean]]:
@@ -135,7 +135,7 @@ class NgramTable:
         for place in range(count):
             each = following[place % len(following)]
             product *= self._rates[min(self.run + place, LONGEST_RUN)][is_own][each & 1].value
-            if each == SEPARATOR or product < LEAST:
+            if each == SEPARATOR or product < MIN_PROBABILITY:
                 break
             found.append(product)
         return found

@@ -46,7 +46,7 @@ class Eagle(Drafter):
         self._target, self._head, self._cache = target, head, cache
         self.taps, self.name = head.taps, f"head {head.fingerprint[:8]}"
         top = target.gearbox.ladder.top
-        self.cost = FIXED_COST + head.nbytes / max(1, target.gearbox.weight_bytes_per_token(top))
+        self.cost = FIXED_COST + head.bytes_in_use / max(1, target.gearbox.weight_bytes_per_token(top))
         self._before = cache[0].offset  # entries of earlier sequences
         self._read = 0  # entries of this sequence; the cache may have more, of a draft
         self._unread: list[mx.array] = []  # hidden states (K, taps x D) of passes, in order
@@ -65,10 +65,13 @@ class Eagle(Drafter):
         if not isinstance(head, Head):
             return None
         head.check(model)
-        head.put_in(target.gearbox.kernels.native and on_cpu(), target.gearbox.compute_dtype)
         cache = target.draft_cache
         cache[:] = cache or make_prompt_cache(head)
         return cls(target, head, cache)
+
+    def prepare(self) -> None:
+        gearbox = self._target.gearbox
+        self._head.put_in(gearbox.kernels.native and on_cpu(), gearbox.compute_dtype)
 
     @property
     def _waiting(self) -> int:
