@@ -165,7 +165,7 @@ def accept(
         if not text.goes_on:
             break
     state.random_states = rows.states
-    if rows.states:
+    if len(generated) < len(rows.states):
         set_random_state(rows.states[len(generated) - 1])
     return generated, read[0].tolist() if read else [*(proposal.margins or ())]
 

@@ -325,7 +325,8 @@ class ChosenRows:
     Attributes:
         logprobs: (K, V), of the sampled distributions.
         choices: float32 (K, 5), in the columns of `Choice`. They include the token of greedy decoding.
-        sampled: the tokens (K,) and the largest magnitude of the logits (1,); empty for greedy decoding.
+        sampled: the tokens (K,), and the largest magnitude of the logits before processors (1,) if there are any; empty
+            for greedy decoding.
         states: MLX's random state after each token.
     """
 
@@ -354,9 +355,9 @@ class ChosenRows:
         choices, *others = apart(wait_for(queued), (self.choices, *self.sampled, *arrays))
         if not self.sampled:
             return choices[:, Choice.TOKEN].astype(int), choices, others
-        tokens, magnitude, *others = others
-        choices[:, Choice.MAGNITUDE] = magnitude
-        return tokens, choices, others
+        if len(self.sampled) > 1:
+            choices[:, Choice.MAGNITUDE] = others.pop(1)
+        return others[0], choices, others[1:]
 
 
 def choose_rows(
@@ -388,9 +389,11 @@ def choose_rows(
         if np.array(tokens[-1] != following).item():
             break
         context = mx.concatenate([context, following])
-    found = mx.concatenate(logprobs)
-    magnitude = mx.abs(logits).max().reshape(1).astype(mx.float32)
-    return ChosenRows(found, reader.choices(found), (mx.concatenate(tokens), magnitude), states)
+    found, sampled = mx.concatenate(logprobs), mx.concatenate(tokens)
+    if not chooser.processors:
+        return ChosenRows(found, reader.choices(logits), (sampled,), states)
+    magnitude = mx.abs(logits).max().reshape(1).astype(mx.float32)  # a processor may set a logit to -inf
+    return ChosenRows(found, reader.choices(found), (sampled, magnitude), states)
 
 
 def joined(arrays: Sequence[mx.array]) -> mx.array:
