@@ -1,10 +1,14 @@
-"""Training of a draft head: how many tokens it drafts right, by kind of text."""
+"""A draft head: how many tokens it drafts right after training, and how much time it saves, by kind of text."""
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from pages import table
 
+from gearbx_mlx import Lossless, Static
 from gearbx_mlx.cli.flags import ModelSettings
+from gearbx_mlx.decoding.head_files import read_head
 from gearbx_mlx.draft_head import DraftHeadSettings, PromptTextSettings, TrainingSettings
 from gearbx_mlx.draft_head.answers import MAX_HELD_OUT
 from gearbx_mlx.draft_head.layer import PLACES
@@ -12,7 +16,10 @@ from gearbx_mlx.draft_head.prompts import sources
 from gearbx_mlx.draft_head.run import prepare, trained
 from gearbx_mlx.draft_head.training import tokens_a_round
 
-from .studies import Found, study
+from .lossless import encode
+from .prompt_lookup import compared, loaded, prompts_by_kind
+from .starts import written
+from .studies import Found, named, spread, study, table_here
 
 
 @study("docs/heads.md", writes="a head in --out", minutes=60)
@@ -46,3 +53,44 @@ def replaced_test(trainer, answers):
         return trainer.test()
     finally:
         trainer.held = own
+
+
+@study("docs/heads.md", minutes=20)
+def draft_head_speed(
+    head: Path = Path("draft-head-smollm2"),
+    model: str = "smollm2",
+    gears: list[str] = ["4,16", "8", "4"],  # noqa: B006
+    prompts: int = 8,
+    max_tokens: int = 120,
+) -> Found:
+    """How much time a draft head saves over plain decoding, by weights and kind of prompt.
+
+    Plain decoding, mode lossless without a head, and with it, in turn in one process. Both have prompt lookup in the
+    prompt and the output.
+
+    Args:
+        head: Directory of a head.
+        model: Name as of `real-models`.
+        gears: Bits of the weights; `file` for those of the GGUF file.
+        prompts: Of each kind: chat, code, math, and edits that copy their source.
+        max_tokens: Of each output.
+    """
+    rows, data = [], list[dict[str, Any]]()
+    mode = Lossless(share_lookup=False)
+    for each in gears:
+        gearbox, tokenizer = loaded(model, each)
+        way = partial(written, gearbox, tokenizer, tokens=max_tokens)
+        ways = {
+            "plain": partial(way, mode=Static()),
+            "without": partial(way, mode=mode),
+            "with": partial(way, mode=mode, draft_model=read_head(head, gearbox.model)),
+        }
+        for kind, texts in prompts_by_kind(prompts).items():
+            asked = [list(encode(tokenizer, text)) for text in texts]
+            speedup, _, same = compared(ways, asked, max_tokens, kind)
+            rows.append([each, kind, *map(spread, speedup.values()), f"{same} of {len(asked)}"])
+            data.append({"gears": each, "kind": kind, "speedup": speedup, "identical": same})
+    columns = ["bits", "prompts", "speedup, lossless without a head", "with the head"]
+    about = f"{prompts} prompts of each kind, up to {max_tokens} tokens; median (range)"
+    text = f"{table_here([*columns, 'outputs identical to plain decoding'], rows)}\n{about}\n"
+    return Found({f"draft_head_speed_{named(model)}": text}, data)

@@ -1,7 +1,9 @@
 """Drafts of prompt lookup alone, for models of one gear: what most people own."""
 
 import statistics
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,15 @@ from gearbx_mlx import Gearbox, Lossless, Static, load
 from gearbx_mlx.cli.prompt import read_prompts
 from gearbx_mlx.routing.ngrams import NgramTable
 
+from . import ROOT
+from .llama_cpp import rewritten
 from .lossless import ASSISTANT, encode
 from .policy_regret import OWN_TEXTS
 from .real_models import MODELS, folder, gguf_of
 from .starts import TITLES, written
 from .studies import HELD_OUT, Found, named, spread, study, table, table_here
 
-FILE = "file"  # in place of gears: the GGUF file's own bits
+FILE, EIGHT = "file", "q8_0"  # in place of gears: a GGUF file's own bits, of the file as it is or rewritten
 MODES = {"own": Lossless(share_lookup=False), "earlier": Lossless()}
 """Prompt lookup in the prompt and the output, and in earlier texts too."""
 
@@ -50,19 +54,28 @@ def rates_at_places(texts: Sequence[tuple[list[int], list[int]]], places: int = 
     return [found / max(count, 1) for found, count in zip(right, all_places)]
 
 
-def loaded(model: str, gears: str) -> tuple[Gearbox, Any]:
-    """Return a gearbox with one gear, and its tokenizer."""
-    if gears == FILE:
-        module, tokenizer = load(str(gguf_of(model)))
+def loaded(model: str, gears: str, directory: Path = Path()) -> tuple[Gearbox, Any]:
+    """Return a gearbox, and its tokenizer. directory: for rewritten files, until the gearbox is gone."""
+    if gears in (FILE, EIGHT):
+        file = gguf_of(model)
+        if gears == EIGHT:
+            file = rewritten(file, directory / f"{named(model)}-q8_0.gguf", "Q8_0")
+        module, tokenizer = load(str(file))
         return Gearbox(module), tokenizer
     module, tokenizer = load(str(folder() / Path(model).name) if model in MODELS else model)
     return Gearbox(module, gears), tokenizer
 
 
-@study("docs/performance.md", "README.md", minutes=12)
+ALL = [
+    *("smollm2:8", "smollm2:4", "qwen-0.5b:8", "qwen-0.5b:4", "qwen-0.5b:file", "qwen-0.5b:q8_0"),
+    *("qwen-1.5b:8", "qwen-1.5b:4", "qwen-1.5b:file"),
+]
+
+
+@study("docs/performance.md", "README.md", minutes=30)
 def prompt_lookup(
-    models: list[str] = ["smollm2:8", "smollm2:4", "qwen-0.5b:file", "qwen-1.5b:file"],  # noqa: B006
-    prompts: int = 8,
+    models: list[str] = ALL,
+    prompts: int = 6,
     max_tokens: int = 120,
 ) -> Found:
     """How much time prompt lookup saves in models of one gear, by kind of prompt.
@@ -71,19 +84,20 @@ def prompt_lookup(
     follow each other as in a conversation.
 
     Args:
-        models: Names as of `real-models`, with a gear's bits, or `file` for the bits of the GGUF file.
+        models: Names as of `real-models`, with a gear's bits, `file` for the bits of the GGUF file, or `q8_0`.
         prompts: Of each kind: chat, code, math, and edits that copy their source.
         max_tokens: Of each output.
     """
     rows, data = [], list[dict[str, Any]]()
     for each in models:
         model, _, gears = each.rpartition(":")
-        gearbox, tokenizer = loaded(model, gears)
-        of_model = [
-            runs(gearbox, tokenizer, kind, texts, max_tokens) for kind, texts in prompts_by_kind(prompts).items()
-        ]
+        with tempfile.TemporaryDirectory() as directory:
+            gearbox, tokenizer = loaded(model, gears, Path(directory))
+            of_model = [
+                runs(gearbox, tokenizer, kind, texts, max_tokens) for kind, texts in prompts_by_kind(prompts).items()
+            ]
         title, source = TITLES[named(model)]
-        bits = source if gears == FILE else f"{gears} bits"
+        bits = {FILE: source, EIGHT: "Q8_0"}.get(gears, f"{gears} bits")
         for found in of_model:
             ratios = [found["speedup"][mode] for mode in MODES]
             places = ", ".join(f"{rate:.2f}" for rate in found["places"])
@@ -105,24 +119,72 @@ def medians(kinds: list[dict[str, Any]]) -> list[str]:
 
 def runs(gearbox: Gearbox, tokenizer: Any, kind: str, prompts: list[str], tokens: int) -> dict[str, Any]:
     """Return the speedups of the modes for prompts of one kind, and how repetitive the outputs are."""
-    ways: dict[str, Any] = {"plain": Static(), **MODES}
+    modes = {"plain": Static(), **MODES}
+    ways = {name: partial(written, gearbox, tokenizer, mode=mode, tokens=tokens) for name, mode in modes.items()}
     asked = [list(encode(tokenizer, prompt)) for prompt in prompts]
+    speedup, texts, same = compared(ways, asked, tokens, kind)
+    return {
+        "kind": kind,
+        "speedup": speedup,
+        "places": rates_at_places([*zip(asked, texts)]),
+        "identical": f"{same} of {len(asked)}",
+    }
+
+
+def compared(
+    ways: Mapping[str, Callable[..., tuple[list[int], float]]], prompts: Sequence[list[int]], tokens: int, kind: str
+) -> tuple[dict[str, list[float]], list[list[int]], int]:
+    """Generate in each way in turn, after a warm-up.
+
+    Args:
+        ways: plain decoding as "plain", and others: functions from a prompt to output and seconds per token.
+        tokens: of each output.
+        kind: of the prompts, for the progress bar.
+
+    Returns:
+        the speedup of each other way by prompt, the outputs, and the number of prompts with identical outputs.
+    """
     for way in ways.values():
-        written(gearbox, tokenizer, asked[0], way, tokens // 4)
-    speedup: dict[str, list[float]] = {mode: [] for mode in MODES}
-    texts, identical = [], 0
-    for number, prompt in enumerate(track(asked, kind)):
-        done = {name: written(gearbox, tokenizer, prompt, ways[name], tokens) for name in rotated([*ways], number)}
+        way(prompts[0], tokens=tokens // 4)
+    speedup: dict[str, list[float]] = {name: [] for name in ways if name != "plain"}
+    texts, identical = list[list[int]](), 0
+    for number, prompt in enumerate(track(prompts, kind)):
+        done = {name: ways[name](prompt) for name in rotated([*ways], number)}
         text, plain = done["plain"]
-        texts.append((prompt, text))
+        texts.append(text)
         identical += all(output == text for output, _ in done.values())
-        for mode in MODES:
-            speedup[mode].append(plain / done[mode][1])
-    same = f"{identical} of {len(asked)}"
-    return {"kind": kind, "speedup": speedup, "places": rates_at_places(texts), "identical": same}
+        for name, ratios in speedup.items():
+            ratios.append(plain / done[name][1])
+    return speedup, texts, identical
 
 
 def rotated(names: list[str], by: int) -> Iterator[str]:
     """Yield names, first the one at place `by`, so that no way is always the first."""
     for place in range(len(names)):
         yield names[(place + by) % len(names)]
+
+
+@study("docs/performance.md", minutes=15)
+def long_edit(
+    models: list[str] = ["qwen-0.5b:16", "qwen-0.5b:4", "qwen-1.5b:4"],  # noqa: B006
+    max_tokens: int = 2000,
+) -> Found:
+    """How much time prompt lookup saves in an edit that copies 2,000 tokens of code, beside plain decoding.
+
+    Args:
+        models: As in `prompt-lookup`.
+        max_tokens: Of each output.
+    """
+    code = (ROOT / "gearbx_mlx" / "routing" / "ngrams.py").read_text()
+    prompt = f"Rename the class NgramTable to SuccessorTable, and show all of the code again:\n\n```python\n{code}```"
+    rows, data = [], list[dict[str, Any]]()
+    for each in models:
+        model, _, gears = each.rpartition(":")
+        gearbox, tokenizer = loaded(model, gears)
+        way = partial(written, gearbox, tokenizer, tokens=max_tokens)
+        ways = {"plain": partial(way, mode=Static()), "lookup": partial(way, mode=Lossless(share_lookup=False))}
+        speedup, (text,), same = compared(ways, [list(encode(tokenizer, prompt))], max_tokens // 8, model)
+        data.append({"model": each, "speedup": speedup["lookup"], "tokens": len(text), "identical": same})
+        rows.append([TITLES[named(model)][0], f"{gears} bits", len(text), f"{speedup['lookup'][0]:.2f}", same])
+    head = ["model", "weights", "tokens of the output", "speedup", "outputs identical to plain decoding"]
+    return Found({"long_edit": table_here(head, rows)}, data)

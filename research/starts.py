@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from itertools import cycle, islice, product
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 from rich.progress import track
@@ -31,10 +32,12 @@ TITLES = {"smollm2": ("SmolLM2 135M", "Q4_1")} | {name: (model.title, model.sour
 WARM = 24  # tokens
 
 
-def written(gearbox: Gearbox, tokenizer, prompt: list[int], mode: Lossless | Static, tokens: int) -> tuple[list, float]:
+def written(
+    gearbox: Gearbox, tokenizer, prompt: list[int], mode: Lossless | Static, tokens: int, **keywords: Any
+) -> tuple[list, float]:
     """Return a text, and the seconds of a token after its first one."""
     begun, text = 0.0, []
-    for response in stream_generate(gearbox.model, tokenizer, prompt, tokens, gearbox=gearbox, mode=mode):
+    for response in stream_generate(gearbox.model, tokenizer, prompt, tokens, gearbox=gearbox, mode=mode, **keywords):
         begun = begun or time.perf_counter()
         text.append(response.token)
     return text, (time.perf_counter() - begun) / max(len(text) - 1, 1)

@@ -260,7 +260,7 @@ def test_a_converted_base_agrees_more_often_and_restores(cache, tmp_path):
     again = load(tmp_path / "original")[0]
     assert all(mx.array_equal(a, weights_of(again)[name]) for name, a in weights_of(shipped).items())
     _, tokenizer = load(None)
-    texts = [mx.array([text]) for text in text_of(tokenizer, None).sequences]
+    texts = [mx.array([text]) for text in text_of(tokenizer, None).sequences[:8]]
     wanted = [mx.argmax(shipped(text), axis=-1) for text in texts]
     differing = []
     for name in ("nearest", "base"):
