@@ -119,7 +119,7 @@ def medians(kinds: list[dict[str, Any]]) -> list[str]:
 
 def runs(gearbox: Gearbox, tokenizer: Any, kind: str, prompts: list[str], tokens: int) -> dict[str, Any]:
     """Return the speedups of the modes for prompts of one kind, and how repetitive the outputs are."""
-    modes = {"plain": Static(), **MODES}
+    modes: dict[str, Lossless | Static] = {"plain": Static(), **MODES}
     ways = {name: partial(written, gearbox, tokenizer, mode=mode, tokens=tokens) for name, mode in modes.items()}
     asked = [list(encode(tokenizer, prompt)) for prompt in prompts]
     speedup, texts, same = compared(ways, asked, tokens, kind)

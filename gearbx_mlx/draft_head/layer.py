@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .blas import matmul
+from .blas import matmul, soft_cross_entropy
 
 Weights = Mapping[str, Any]
 """Nested dictionaries of arrays, named as in a released head."""
@@ -150,23 +150,17 @@ def unrolled(weights: Weights, shape: HeadShape, states: mx.array, embedded: mx.
     return found
 
 
-def loss_of(
-    outputs: Sequence[mx.array], rows: mx.array, targets: mx.array, at: mx.array, weights: mx.array
-) -> mx.array:
+def loss_of(outputs: Sequence[mx.array], rows: mx.array, after: mx.array, at: mx.array, weights: mx.array) -> mx.array:
     """Return the soft cross-entropy in nats, with later places weighted by `DECAY`.
 
     Args:
         outputs: (B, T, D) of each place.
         rows: (V, D) output rows.
-        targets: (M, V) probabilities of place 1; those of place j are j - 1 rows later.
+        after: (M, D) the model's normed states, whose distribution place 1 learns; place j learns that of j - 1 later.
         at: (M,) indices into B x T.
         weights: (places, M) 1 for draft positions that count, else 0.
     """
-    total = mx.array(0.0)
-    for place, output in enumerate(outputs):
-        logits = linear(output.reshape(-1, output.shape[-1])[at], rows)
-        wanted = mx.concatenate([targets[place:], targets[:place]]) if place else targets
-        lost = mx.logsumexp(logits, axis=-1) - (wanted * logits).sum(-1)
-        counted = weights[place]
-        total = total + DECAY**place * (lost * counted).sum() / mx.maximum(counted.sum(), 1)
-    return total
+    drafted = mx.stack([output.reshape(-1, output.shape[-1])[at] for output in outputs])
+    counted = weights[: len(outputs)]
+    decay = mx.array([DECAY**place for place in range(len(outputs))])[:, None]
+    return soft_cross_entropy(drafted, after, rows, decay * counted / mx.maximum(counted.sum(-1, keepdims=True), 1))

@@ -24,6 +24,10 @@ WARM_UP = 30  # steps
 BATCH_TOKENS = 1200  # tokens of answers in a step
 GRADIENT_NORM = 1.0
 COMPILED_LENGTH, COMPILED_ROWS = 64, 256  # compiled steps have multiples of these, so that few are compiled
+KEPT, USES = (
+    4,
+    2,
+)  # batches whose hidden states are kept, and steps with each of them: the model's pass is half of a step
 LONGER = (0.4, 0.65)  # shares of the time after which a second and a third place are trained
 
 
@@ -133,7 +137,7 @@ class Trainer:
         self.weights = initial_weights(self.shape, norm)
         self.optimizer.init(self.weights)
         mx.eval(self.rows, self.target.scale, self.weights)
-        self._stream = stream(self.answers)
+        self._stream, self._round = stream(self.answers), -1
         update: Any = self._update
         if self.compiled:
             state = [self.weights, self.optimizer.state]
@@ -142,26 +146,36 @@ class Trainer:
 
     def train_step(self, progress: float) -> float:
         """Train on the next batch, and return its loss in nats. progress: 0 to 1, for the schedule."""
-        batch = AnswerBatch.of(next(self._stream), self.compiled)
-        states, last = self.target.states(batch.tokens)
-        width = batch.tokens.shape[1] - PLACES
-        after = last[:, 1 : width + 1].reshape(-1, last.shape[-1])[batch.at]
-        targets = mx.softmax(linear(after, self.rows), axis=-1)
-        embedded = self.target.embedding.rows(batch.tokens[:, 1:])
+        batch, states, embedded, after = self._next_inputs()
         self.optimizer.learning_rate = rate_at(self.step, progress)
-        inputs = states[:, :width], embedded, targets, batch.at, batch.weights
-        mx.eval(inputs)
+        inputs = states, embedded, after, batch.at, batch.weights
         loss = self._compiled_update(*inputs, places_at(progress))
         mx.eval(loss, self.weights, self.optimizer.state)
         self.step, self.seen = self.step + 1, self.seen + int(batch.weights[0].sum())
         return float(loss)
 
+    def _next_inputs(self) -> tuple[AnswerBatch, mx.array, mx.array, mx.array]:
+        """Return a batch with its hidden states (B, T, 3D), embeddings, and the states after its draft positions."""
+        current, place = divmod(self.step, KEPT * USES)
+        if current != self._round:
+            self._round, self._kept = current, dict[int, tuple[AnswerBatch, mx.array, mx.array, mx.array]]()
+            self._groups = [next(self._stream) for _ in range(KEPT)]
+        number = place % KEPT
+        if number not in self._kept:
+            batch = AnswerBatch.of(self._groups[number], self.compiled)
+            states, last = self.target.states(batch.tokens)
+            width = batch.tokens.shape[1] - PLACES
+            after = last[:, 1 : width + 1].reshape(-1, last.shape[-1])[batch.at]
+            self._kept[number] = batch, states[:, :width], self.target.embedding.rows(batch.tokens[:, 1:]), after
+            mx.eval(self._kept[number][1:])
+        return self._kept[number]
+
     def _update(
-        self, states: mx.array, embedded: mx.array, targets: mx.array, at: mx.array, weights: mx.array, places: int
+        self, states: mx.array, embedded: mx.array, after: mx.array, at: mx.array, weights: mx.array, places: int
     ) -> mx.array:
         def loss(own: dict[str, Any]) -> mx.array:
             outputs = unrolled(own, self.shape, states, embedded, places)
-            return loss_of(outputs, self.rows, targets, at, weights)
+            return loss_of(outputs, self.rows, after, at, weights)
 
         found, gradients = mx.value_and_grad(loss)(self.weights)
         gradients, _ = optim.clip_grad_norm(gradients, GRADIENT_NORM)
@@ -219,7 +233,7 @@ class Trainer:
             raise GearbxError(
                 f"{file}: not a checkpoint of this head ({one_line(error)}); remove it to start again"
             ) from error
-        for _ in range(self.step):
+        for _ in range(self.step // (KEPT * USES) * KEPT):
             next(self._stream)
 
 

@@ -48,12 +48,14 @@ def test_first_place_is_the_same_with_more_places(weights, states, embedded):
     assert close(one[0], three[0])
 
 
-def test_numpy_matmul_gives_mlx_gradients(weights, states, embedded, monkeypatch):
-    rows, targets = normal(20, 32, seed=5), mx.softmax(normal(6, 20, seed=6), axis=-1)
-    at, counted = mx.array([0, 1, 2, 9, 10, 11]), mx.ones((PLACES, 6))
+@pytest.mark.parametrize("block", [2, 64])
+def test_numpy_gives_mlx_loss_and_gradients(weights, states, embedded, monkeypatch, block):
+    monkeypatch.setattr(blas, "BLOCK", block)
+    rows, after = normal(20, 32, seed=5), normal(6, 32, seed=6)
+    at, counted = mx.array([0, 1, 2, 9, 10, 11]), mx.array([[1.0] * 6, [1.0] * 5 + [0.0], [1.0] * 4 + [0.0] * 2])
 
     def loss(own):
-        return loss_of(unrolled(own, SHAPE, states, embedded, PLACES), rows, targets, at, counted)
+        return loss_of(unrolled(own, SHAPE, states, embedded, PLACES), rows, after, at, counted)
 
     found = []
     for numpy in (True, False):
@@ -75,9 +77,11 @@ def test_threads_share_rows_of_large_matrices(rows):
 
 def test_loss_ignores_positions_without_weight(weights, states, embedded):
     outputs = unrolled(weights, SHAPE, states, embedded, 1)
-    rows, targets = normal(20, 32, seed=5), mx.softmax(normal(2, 20, seed=6), axis=-1)
-    both = loss_of(outputs, rows, targets, mx.array([3, 5]), mx.array([[1.0, 0.0]]))
-    assert close(both, loss_of(outputs, rows, targets[:1], mx.array([3]), mx.ones((1, 1))))
+    rows, after = normal(20, 32, seed=5), normal(2, 32, seed=6)
+    both = loss_of(outputs, rows, after, mx.array([3, 5]), mx.array([[1.0, 0.0]]))
+    assert close(both, loss_of(outputs, rows, after[:1], mx.array([3]), mx.ones((1, 1))))
+    q, p = mx.softmax(outputs[0].reshape(-1, 32)[3] @ rows.T), mx.softmax(after[0] @ rows.T)
+    assert close(both, -(p * mx.log(q)).sum())
 
 
 def test_saved_head_drafts_as_mlx_vlm_does(tmp_path, tiny):
