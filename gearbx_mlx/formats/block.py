@@ -193,10 +193,13 @@ def runs_in_turn(model: nn.Module, cache: Any, shape: tuple[int, ...]) -> bool:
     if getattr(model, "swa_idx", None) is not None or getattr(model, "pipeline_size", 1) != 1:
         return False
     kind, count = type(first), positions_in(first)
-    return all(
-        type(part) is kind and positions_in(part) == count and has_room(part, shape) and part.keys.dtype == mx.float32
-        for part in cache
-    )
+    for part in cache:
+        if type(part) is not kind or part.keys is None or part.keys.dtype != mx.float32 or positions_in(part) != count:
+            return False
+        sequences, _, room, _ = part.keys.shape
+        if sequences != shape[0] or room < count + shape[1]:
+            return False
+    return True
 
 
 def chain_of(model: nn.Module, kernels: ModuleType) -> Any:
@@ -315,10 +318,10 @@ def pass_logits(
     passes = begin_pass(parts, cache, len(tokens)) if cache else None
     if passes is None:
         return None
-    before = positions_in(cache[0])
+    before = cache[0].offset
     logits, hidden = parts.kernels.pass_logits(passes, *parts.rows(tokens), before, taps)
     for part in cache:
-        set_entries(part, before + len(tokens))
+        part.offset = before + len(tokens)
     return logits, {tap: hidden[place] for place, tap in enumerate(taps)}
 
 

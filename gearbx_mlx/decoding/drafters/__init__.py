@@ -28,7 +28,7 @@ from ..caches import Cache
 from ..hidden import Hidden
 from ..policy import ACCEPTANCE, MAX_DRAFTED, LearnedPolicy
 from ..response import DRAFT, GeneratedText
-from ..rows import Proposal, VerifiedPass
+from ..rows import Proposal, Verification
 from ..sampling import MLX_READER, Chooser, ChosenRows, LogitsReader
 
 DRAFTERS = {  # a sequence uses at most one drafter that reads weights: the cheapest, by measurements
@@ -125,7 +125,7 @@ class Drafter:
         """
         raise NotImplementedError
 
-    def build_ahead(self, found: VerifiedPass, rows: ChosenRows) -> None:
+    def build_ahead(self, found: Verification, rows: ChosenRows) -> None:
         """Build the graph of the next draft's first token in advance, while a device computes a verification.
 
         Args:
@@ -133,7 +133,7 @@ class Drafter:
             rows: the token after each row, which the device may still compute.
         """
 
-    def settle(self, text: GeneratedText, found: VerifiedPass | None) -> None:
+    def settle(self, text: GeneratedText, found: Verification | None) -> None:
         """Take the sequence after a verification, also of a different drafter's tokens.
 
         Args:

@@ -25,7 +25,7 @@ from ..heads import Head, embedding_of
 from ..hidden import Hidden
 from ..policy import LearnedPolicy
 from ..response import GeneratedText
-from ..rows import Proposal, VerifiedPass
+from ..rows import Proposal, Verification
 from . import Drafter, DraftTarget, of_draft, rewound
 from .low_gear import draft_natively
 
@@ -133,7 +133,7 @@ class Eagle(Drafter):
                 return mx.concatenate(tokens), mx.concatenate(margins) if margins else None
             states = self._head(self._embedded(token), states[:, -1:], self._cache)
 
-    def settle(self, text: GeneratedText, found: VerifiedPass | None) -> None:
+    def settle(self, text: GeneratedText, found: Verification | None) -> None:
         """Keep the hidden states of the accepted rows; at the end of the sequence, read those that are left."""
         if found is not None:
             self._add(found.hidden, found.kept)

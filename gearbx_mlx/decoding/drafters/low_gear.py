@@ -35,7 +35,7 @@ from ...ranks.agreement import ALONE
 from ..caches import Snapshot
 from ..policy import LearnedPolicy
 from ..response import GeneratedText
-from ..rows import Proposal, VerifiedPass
+from ..rows import Proposal, Verification
 from ..sampling import Chooser, ChosenRows, GumbelSampler, LogitsReader
 from . import Drafter, DraftTarget, of_draft, queue_draft, rewound
 from .built_ahead import BuiltAhead
@@ -123,13 +123,13 @@ class LowGear(Drafter):
                 drafted = queue_draft(target.gearbox.model, target.cache, text, [text.last], length, target, first)
         return of_draft(*drafted, read, self.gear)
 
-    def build_ahead(self, found: VerifiedPass, rows: ChosenRows) -> None:
+    def build_ahead(self, found: Verification, rows: ChosenRows) -> None:
         if self.is_ready and self._built.can_build(found):
             self._target.gearbox.shift(self.gear)
             with rewound(self._target.chooser), rescoring(self.rescoring_head):
                 self._built.build(found, rows)
 
-    def settle(self, text: GeneratedText, found: VerifiedPass | None) -> None:
+    def settle(self, text: GeneratedText, found: Verification | None) -> None:
         self._built.settle(found)
 
     def _find(self) -> PassParts | None:

@@ -15,7 +15,7 @@ from ..hidden import Hidden
 from ..pair import bytes_read
 from ..policy import MAX_DRAFTED, LearnedPolicy
 from ..response import GeneratedText
-from ..rows import Proposal, VerifiedPass
+from ..rows import Proposal, Verification
 from . import Drafter, DraftTarget, of_draft, queue_draft, rewound
 
 COST = 0.25  # of a plain token: a draft model has at most about a quarter of the weights
@@ -68,7 +68,7 @@ class OtherModel(Drafter):
         self._read = len(text.tokens) + length - 1  # the last drafted token is not in the cache
         return of_draft(tokens, margins, self._weight_bytes)
 
-    def settle(self, text: GeneratedText, found: VerifiedPass | None) -> None:
+    def settle(self, text: GeneratedText, found: Verification | None) -> None:
         """Cut the cache to all tokens but the last; at the end of the sequence, prefill the missing ones."""
         right = len(text.tokens) - 1
         if self._read > right:
