@@ -22,7 +22,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc, greedy_sampler
 from mlx_lm.sample_utils import make_sampler as mlx_lm_sampler
 
-from ..compat.arrays import OwnRandomState, dtype_name, next_key, random_state
+from ..compat.arrays import OwnRandomState, dtype_name, next_key, random_state, same_random_numbers
 from ..compat.loops import LogSumExp
 from ..errors import GearbxError, check_range
 from ..formats.base import is_finite
@@ -306,6 +306,11 @@ class Chooser:
         """Return the random key (2,) of the next token."""
         with self._numbers():
             return np.array(next_key())
+
+    def rewound(self) -> AbstractContextManager[None]:
+        """Return a context whose random numbers are drawn again after it."""
+        # Greedy decoding draws none; restoring the random state would only make MLX's graph longer.
+        return same_random_numbers() if self.draws else nullcontext()
 
     def _numbers(self) -> AbstractContextManager[None]:
         return nullcontext() if self.random is None else self.random.drawn()

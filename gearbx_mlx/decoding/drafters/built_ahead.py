@@ -16,7 +16,7 @@ from ..caches import Cache
 from ..policy import MAX_ON_GPU
 from ..rows import Verification
 from ..sampling import ChosenRows
-from . import Drafted, DraftTarget, drafted_token
+from . import Drafted, DraftTarget, drafted_token, last_logits
 
 # The most rows of a verification, and bytes of a KV cache, for which graphs are built. Unused graphs keep its buffers,
 # so MLX copies them once instead of writing in place: 1 ms on an M4 Pro, where a graph takes Python 2 ms (estimated).
@@ -74,7 +74,8 @@ class BuiltAhead:
                 set_entries(cache, [(copy.copy(keys), copy.copy(values)) for keys, values in whole], kept)
                 if rows.states:
                     set_random_state(rows.states[row])
-                drafted = drafted_token(target.gearbox.model, cache, rows.tokens[row : row + 1], None, target)
+                logits = last_logits(target.gearbox.model, cache, rows.tokens[row : row + 1])
+                drafted = drafted_token(logits, None, target)
                 self._graphs[kept] = FirstToken(drafted, entries_of(cache), random_state() if rows.states else None)
         finally:
             set_entries(cache, whole, end)
