@@ -42,10 +42,6 @@ class GeneratedText:
         """Input token of the next forward pass."""
         return self.tokens[-1]
 
-    def has_ended_after(self, count: int) -> bool:
-        """Return whether the sequence has ended after so many generated tokens."""
-        return not self.goes_on and len(self.tokens) == self.prompt + count
-
     def add(self, token: int) -> None:
         self.tokens.append(token)
         self.room -= 1
