@@ -90,10 +90,14 @@ class GeneratedToken:
     near_tie: bool = False
 
 
-def single_pass(gearbox: Gearbox | Observer, gear: Gear, rows: int = 1) -> Step:
-    """Return the step of a token from one forward pass in one gear, over a number of rows."""
+def single_pass(gearbox: Gearbox | Observer, gear: Gear, rows: int = 1, **of_cache: Any) -> Step:
+    """Return the step of a token from one forward pass in one gear, over a number of rows.
+
+    Args:
+        of_cache: fields of a step about the KV cache.
+    """
     passes = tuple(int(gear == other) for other in gearbox.ladder)
-    return Step(gear, passes, gearbox.weight_bytes_per_token(gear, rows))
+    return Step(gear, passes, gearbox.weight_bytes_per_token(gear, rows), **of_cache)
 
 
 @dataclass
