@@ -194,7 +194,7 @@ def run_round(
     if proposal:
         counts = {
             "drafted": len(proposal) * (proposal.source == DRAFT),
-            "accepted": len(tokens) - (tokens[-1].step.source == MODEL),  # also if an accepted one ends the sequence
+            "accepted": len(tokens) - (tokens[-1].step.source == MODEL),  # unless an accepted one ended the sequence
             "tokens": len(tokens),
             "rows": found.count,
         }
