@@ -54,15 +54,15 @@ class Proposal:
 
     Attributes:
         tokens: k token ids: a list if they are known, an array (k,) that the device may still compute.
-        source: DRAFT or LOOKUP; MODEL for no tokens.
         margins: k differences between a token's logit and the next best one; None if unknown.
+        source: DRAFT or LOOKUP; MODEL for no tokens.
         gear: that drafted them; None without a gear.
-        weight_bytes: read by the drafter's passes, one per token.
+        weight_bytes: read by each pass of the drafter; it has one per token.
     """
 
     tokens: Sequence[int] | mx.array = ()
-    source: str = MODEL
     margins: Sequence[float] | mx.array | None = None
+    source: str = MODEL
     gear: Gear | None = None
     weight_bytes: int = 0
 
@@ -231,7 +231,8 @@ class Verification:
         if proposal.gear is not None:
             passes[proposal.gear.index] += proposed
         found = [Step(proposal.gear or own.gear, none, source=proposal.source)] * accepted + [Step(own.gear, none)]
-        read, fields = own.weight_bytes + proposal.weight_bytes, of_cache | {PROPOSED[proposal.source]: proposed}
+        read = own.weight_bytes + proposed * proposal.weight_bytes
+        fields: dict[str, Any] = of_cache | {PROPOSED[proposal.source]: proposed}
         found[0] = replace(found[0], passes=tuple(passes), weight_bytes=read, **fields)
         return found
 

@@ -19,13 +19,12 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ...gears.gearbox import Gearbox
-from ...gears.ladder import Gear
 from ...ranks.agreement import ALONE, Agreement
 from ...routing.ngrams import NgramTable
 from ..caches import Cache
 from ..hidden import Hidden
 from ..policy import ACCEPTANCE, MAX_DRAFTED, LearnedPolicy
-from ..response import DRAFT, GeneratedText
+from ..response import GeneratedText
 from ..rows import Proposal, Verification
 from ..sampling import MLX_READER, Chooser, ChosenRows, LogitsReader
 
@@ -201,8 +200,3 @@ def queue_draft(
             margins.append(margin)
         context = None if context is None else mx.concatenate([context, inputs])
     return mx.concatenate(tokens), mx.concatenate(margins) if margins else None
-
-
-def of_draft(tokens: Sequence[int] | mx.array, margins: Any, weight_bytes: int, gear: Gear | None = None) -> Proposal:
-    """Return a proposal of drafted tokens. weight_bytes: per pass of the drafter."""
-    return Proposal(tokens, DRAFT, margins, gear, len(tokens) * weight_bytes)

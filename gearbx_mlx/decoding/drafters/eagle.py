@@ -24,9 +24,9 @@ from ..head_files import attached_head
 from ..heads import Head, embedding_of
 from ..hidden import Hidden
 from ..policy import LearnedPolicy
-from ..response import GeneratedText
+from ..response import DRAFT, GeneratedText
 from ..rows import Proposal, Verification
-from . import Drafter, DraftTarget, of_draft, queue_draft
+from . import Drafter, DraftTarget, queue_draft
 from .low_gear import draft_natively
 
 FIXED_COST = 0.05  # of a step over a plain token, beside the bytes of its weights
@@ -104,12 +104,12 @@ class Eagle(Drafter):
             states, following = mx.concatenate(self._unread), text.tokens[-self._waiting :]
             native = self._parts.use(self._cache, lambda parts: begin_head_draft(parts, self._cache, following, states))
             if native is None:
-                drafted = queue_draft(self._passes(), following, text, length, self._target)
-                return of_draft(*drafted, self._head.nbytes)
-            of_native = draft_natively(native, self._target, text, length, policy)
+                queued = queue_draft(self._passes(), following, text, length, self._target)
+                return Proposal(*queued, DRAFT, weight_bytes=self._head.nbytes)
+            drafted = draft_natively(native, self._target, text, length, policy)
         self._read, self._unread = self._read + len(following), []
         set_entries(self._cache[0], self._before + self._read)
-        return of_draft(*of_native, self._head.nbytes)
+        return Proposal(*drafted, DRAFT, weight_bytes=self._head.nbytes)
 
     def _passes(self) -> Callable[[mx.array], mx.array]:
         """Return a function that runs a pass of a draft, and returns the logits (1, V) after its tokens."""

@@ -35,10 +35,10 @@ from ...kernels.dispatch import on_cpu
 from ...ranks.agreement import ALONE
 from ..caches import Snapshot
 from ..policy import LearnedPolicy
-from ..response import GeneratedText
+from ..response import DRAFT, GeneratedText
 from ..rows import Proposal, Verification
 from ..sampling import Chooser, ChosenRows, GumbelSampler, LogitsReader
-from . import Drafter, DraftTarget, last_logits, of_draft, queue_draft
+from . import Drafter, DraftTarget, last_logits, queue_draft
 from .built_ahead import BuiltAhead
 
 Following = Callable[[int, int], tuple[int, float]]
@@ -111,13 +111,12 @@ class LowGear(Drafter):
         with target.chooser.rewound():
             native = self._parts.use(target.cache, lambda parts: begin_draft(parts, target.cache))
             if native is not None:
-                tokens, margins = draft_natively(native, target, text, length, policy)
-                return of_draft(tokens, margins, read, self.gear)
+                return Proposal(*draft_natively(native, target, text, length, policy), DRAFT, self.gear, read)
             target.gearbox.shift(self.gear)
             with Snapshot(target.cache).borrowed(), rescoring(self.rescoring_head):
                 run = partial(last_logits, target.gearbox.model, target.cache)
                 drafted = queue_draft(run, [text.last], text, length, target, self._built.take())
-        return of_draft(*drafted, read, self.gear)
+        return Proposal(*drafted, DRAFT, self.gear, read)
 
     def build_ahead(self, found: Verification, rows: ChosenRows) -> None:
         if self.is_ready and self._built.can_build(found):

@@ -15,9 +15,9 @@ from ..heads import Head
 from ..hidden import Hidden
 from ..pair import bytes_read
 from ..policy import MAX_DRAFTED, LearnedPolicy
-from ..response import GeneratedText
+from ..response import DRAFT, GeneratedText
 from ..rows import Proposal, Verification
-from . import Drafter, DraftTarget, last_logits, of_draft, queue_draft
+from . import Drafter, DraftTarget, last_logits, queue_draft
 
 COST = 0.25  # of a plain token: a draft model has at most about a quarter of the weights
 
@@ -65,9 +65,9 @@ class OtherModel(Drafter):
     def propose(self, text: GeneratedText, length: int, policy: LearnedPolicy) -> Proposal:
         run = partial(last_logits, self._model, self._cache)
         with self._target.chooser.rewound():
-            tokens, margins = queue_draft(run, text.tokens[self._read :], text, length, self._target)
+            drafted = queue_draft(run, text.tokens[self._read :], text, length, self._target)
         self._read = len(text.tokens) + length - 1  # the last drafted token is not in the cache
-        return of_draft(tokens, margins, self._weight_bytes)
+        return Proposal(*drafted, DRAFT, weight_bytes=self._weight_bytes)
 
     def settle(self, text: GeneratedText, found: Verification | None) -> None:
         """Cut the cache to all tokens but the last; at the end of the sequence, prefill the missing ones."""
