@@ -147,8 +147,8 @@ class DecodeState:
         cache: the verifier's KV cache, as its model makes it; pair: one entry per model.
         drafters: in order of priority.
         found: the latest verification.
-        random_states: MLX's, after each token of `found`; empty if the chooser draws no random numbers.
         is_queued: True if a device may still compute the latest pass.
+        random_states: MLX's, after each token of `found`; empty if the chooser draws no random numbers.
         shown: number of tokens of `found` that were yielded.
         proposal: the next one once chosen, NO_TOKENS if no drafter has one; None: not chosen yet.
         started: start of the proposal's round, and `away` at that time, in seconds.
