@@ -9,13 +9,14 @@ the forward passes of its continuous batching.
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator, GenerationBatch, GenerationResponse, PromptProcessingBatch, generate_step
 from mlx_lm.generate import stream_generate as mlx_stream_generate
-from mlx_lm.models.cache import BatchKVCache, RotatingKVCache
+from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache
 
 from ..errors import GearbxError
 from .classes import with_globals
@@ -165,6 +166,10 @@ class StagedGenerator(BatchGenerator):
 
     def _next(self) -> tuple[list[Any], list[Any]]:
         return self.seen(super()._next)
+
+
+POSITIONS: dict[type, Callable[[Any], int]] = {KVCache: attrgetter("offset"), BatchKVCache: attrgetter("_idx")}
+"""Class of a cache to a function like `positions_in`, without a call in Python for each layer."""
 
 
 def positions_in(cache: Any) -> int:

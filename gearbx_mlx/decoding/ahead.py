@@ -12,7 +12,7 @@ import mlx.core as mx
 from ..ranks.agreement import ALONE
 from .plan import DecodePlan, DecodeState
 from .response import GeneratedToken, Step
-from .rows import NO_TOKENS, VerifiedPass
+from .rows import NO_TOKENS, Verification
 from .sampling import Choice, ChosenRows, choose_rows, take_kv_reads
 
 
@@ -28,15 +28,15 @@ class QueuedToken:
         context: the tokens before it (n,), for logits processors.
     """
 
-    found: VerifiedPass
+    found: Verification
     rows: ChosenRows
     id: mx.array
     step: Step
     context: mx.array | None
 
 
-def decode_ahead(plan: DecodePlan, state: DecodeState) -> Iterator[GeneratedToken]:
-    """Yield tokens without proposals, one pass ahead, until the sequence ends or a drafter proposes."""
+def decode_ahead(plan: DecodePlan, state: DecodeState) -> Iterator[list[GeneratedToken]]:
+    """Yield single tokens without proposals, one pass ahead, until the sequence ends or a drafter proposes."""
     text, state.proposal = state.text, None
     context = text.array() if plan.chooser.processors else None
     state.started = plan.clock(), state.away
@@ -48,13 +48,13 @@ def decode_ahead(plan: DecodePlan, state: DecodeState) -> Iterator[GeneratedToke
             context = None if known is None else mx.concatenate([known, coming.id.astype(known.dtype)])
             ahead = queue_token(plan, state, coming.id, context)
         tokens, choices, _ = coming.rows.read(ALONE)  # rank 0's already, by `queue_token`
-        text.add(int(tokens[0]))
+        text.add(tokens[0])
         state.found, state.is_last_read = None, ahead is not None
         for drafter in state.drafters:
             drafter.settle(text, coming.found)
         state.time_plain(plan)
         state.started = plan.clock(), state.away  # the device computes the next token while the consumer takes this one
-        yield GeneratedToken(text.last, coming.rows.logprobs[0], float(choices[0, Choice.ENTROPY]), coming.step)
+        yield [GeneratedToken(text.last, coming.rows.logprobs[0], float(choices[0, Choice.ENTROPY]), coming.step)]
         coming = ahead if text.goes_on else None
 
 

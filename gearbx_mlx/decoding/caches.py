@@ -30,10 +30,9 @@ from ..gears.ladder import bits_text, kv_ladder
 Cache = Sequence[Any]
 
 
-def parts(cache: Cache) -> Iterator[Any]:
-    """Yield the caches of single layers, also of entries with several."""
-    for entry in cache:
-        yield from parts(entry.caches) if hasattr(entry, "caches") else (entry,)
+def parts(cache: Cache) -> list[Any]:
+    """Return the caches of single layers, also of entries with several."""
+    return [part for entry in cache for part in (parts(entry.caches) if hasattr(entry, "caches") else (entry,))]
 
 
 def room(part: Any) -> float:
@@ -104,12 +103,14 @@ class Snapshot:
 
     Attributes:
         parts: the caches of single layers.
+        kinds: their classes.
     """
 
     def __init__(self, cache: Cache):
-        self.parts = [*parts(cache)]
+        self.parts = parts(cache)
+        self.kinds = {*map(type, self.parts)}
         self._offsets, self._attributes = list[int](), list[dict[str, Any]]()
-        if all(type(part) is KVCache for part in self.parts):  # a fast path, since it runs for every token
+        if self.kinds == {KVCache}:  # a fast path, since it runs for every token
             self._offsets = [part.offset for part in self.parts]
         else:
             self._attributes = [attributes_of(part) for part in self.parts]

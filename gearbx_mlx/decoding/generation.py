@@ -97,7 +97,7 @@ def responses(
             if count == 1:
                 prompt_tps = text.prompt / (time.perf_counter() - start)
                 start = time.perf_counter()
-            stopped, over = token.id in text.ends, text.has_ended_after(count)
+            stopped, over = token.id in text.ends, not text.goes_on and count == len(text.tokens) - text.prompt
             if not stopped:
                 detokenizer.add_token(token.id)
             if over:

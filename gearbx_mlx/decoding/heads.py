@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models import llama
 from mlx_lm.models.base import create_attention_mask
 from msgspec import Meta, Struct
@@ -226,7 +226,7 @@ class Head(nn.Module):
                 put = quantizer.modules(put, BITS, (BITS,), GROUP_SIZE, put.weight.dtype)[BITS]
                 put.x_bits = ACTIVATION_BITS
             if put is not module and path:
-                self.update_modules(nested(path, put))
+                self.update_modules(tree_unflatten([(path, put)]))
         if not native:
             self.set_dtype(dtype)
         mx.eval(self.parameters())
@@ -243,14 +243,6 @@ class Head(nn.Module):
     def nbytes(self) -> int:
         """Bytes of the weights that a drafted token reads."""
         return sum(array.nbytes for name, array in tree_flatten(self.parameters()) if not name.startswith("embed"))
-
-
-def nested(path: str, module: nn.Module) -> Any:
-    """Return a module as `update_modules` takes it."""
-    found: Any = module
-    for name in reversed(path.split(".")):
-        found = [{}] * int(name) + [found] if name.isdecimal() else {name: found}
-    return found
 
 
 def embedding_of(model: nn.Module) -> Callable[[], Any] | None:

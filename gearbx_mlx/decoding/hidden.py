@@ -1,11 +1,12 @@
-"""Hidden states after chosen blocks, recorded while an unchanged mlx-lm model runs.
+"""Outputs of modules, recorded while an unchanged mlx-lm model runs; hidden states after chosen blocks.
 
-Draft heads read them (`drafters/eagle.py`). A block has a derived class during a pass, which notes its output.
+A module has a derived class during a pass, which notes its output. Draft heads read hidden states
+(`drafters/eagle.py`); recurrent states are computed again from the outputs of linear layers (`rows.py`).
 """
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -18,7 +19,37 @@ Hidden = Mapping[int, mx.array]
 Outputs = Mapping[int, mx.array]
 """Number of blocks to the output (B, K, D) of the last of them, in a pass over B sequences."""
 
-NOTE = "hidden_states_of_a_pass"  # attribute of a block during a pass
+NOTE = "note_of_a_pass"  # attribute of a module during a pass
+
+
+@contextlib.contextmanager
+def noting(notes: Iterable[tuple[nn.Module, Any]], kind_of: Callable[[Any], type[nn.Module]]) -> Iterator[None]:
+    """Give each module a note and a derived class that uses it in the context.
+
+    Args:
+        kind_of: `recording`, or a function that returns a subclass of a module's class.
+    """
+    noted = [*notes]
+    for module, note in noted:
+        object.__setattr__(module, NOTE, note)  # outside of the module's dictionary of parameters
+    try:
+        with of_classes((module, kind_of(type(module))) for module, _ in noted):
+            yield
+    finally:
+        for module, _ in noted:
+            vars(module).pop(NOTE, None)
+
+
+@functools.cache
+def recording(kind: Any) -> type[nn.Module]:
+    """Return a subclass of a module's class that calls the module's note with each output and its inputs."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        y = kind.__call__(self, *args, **kwargs)
+        getattr(self, NOTE)(y, *args)
+        return y
+
+    return type(kind.__name__, (kind,), {"__call__": call})
 
 
 def blocks_of(model: nn.Module) -> Sequence[nn.Module]:
@@ -36,33 +67,13 @@ def recorded(model: nn.Module, taps: Sequence[int]) -> Iterator[Outputs]:
         taps: numbers of blocks, from 1.
     """
     found: dict[int, mx.array] = {}
-    if not taps:
-        yield found
-        return
-    blocks = [blocks_of(model)[tap - 1] for tap in taps]
-    for tap, block in zip(taps, blocks):
-        object.__setattr__(block, NOTE, (found, tap))  # outside of the module's dictionary of parameters
-    try:
-        kinds: list[Any] = [type(block) for block in blocks]
-        with of_classes((block, recording(kind)) for block, kind in zip(blocks, kinds)):
-            yield found
-    finally:
-        for block in blocks:
-            vars(block).pop(NOTE, None)
 
-
-@functools.cache
-def recording(kind: Any) -> type[nn.Module]:
-    """Return a subclass of a block's class that notes its output (B, K, D)."""
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        y = kind.__call__(self, *args, **kwargs)
-        found, tap = getattr(self, NOTE)
+    def note(tap: int, y: Any, *inputs: Any) -> None:
         if isinstance(y, mx.array) and y.ndim == 3:
             found[tap] = y
-        return y
 
-    return type(kind.__name__, (kind,), {"__call__": call})
+    with noting([(blocks_of(model)[tap - 1], functools.partial(note, tap)) for tap in taps], recording):
+        yield found
 
 
 def of_one_sequence(outputs: Outputs) -> Hidden:

@@ -71,10 +71,8 @@ class KickdownVerifier(Verifier):
                 raise
             found.keep(0)
         self._position += 1
+        found.is_queued = False  # as each gear's entropy is read before the next gear runs
         return found
-
-    def is_synchronous(self, cache: Cache) -> bool:
-        return True  # since each gear's entropy is read before the next gear runs
 
     def _is_unsure(self, found: Verification) -> bool:
         (entropy,) = self._agreement.arrays(self._reader.entropy(found.logits[:, -1]))

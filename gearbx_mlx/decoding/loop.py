@@ -21,22 +21,21 @@ the read, for each number of accepted tokens.
 """
 
 import contextlib
+import itertools
 import warnings
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Sequence
 from functools import partial
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from ..compat.arrays import set_random_state
 from ..errors import GearbxError, GearbxWarning, one_line
 from .ahead import decode_ahead
-from .caches import in_common
 from .plan import DecodePlan, DecodeState
 from .response import DRAFT, MODEL, GeneratedToken
-from .rows import NO_TOKENS, Proposal, VerifiedPass
-from .sampling import Choice, ChosenRows, choose_rows, rounding_of, take_kv_reads
+from .rows import NO_TOKENS, Proposal, Verification
+from .sampling import Choice, ChosenRows, choose_rows, near_ties, take_kv_reads
 
 CLEAR_EVERY = 256  # tokens between calls of mx.clear_cache, as in mlx-lm
 
@@ -47,9 +46,10 @@ def decode(plan: DecodePlan, state: DecodeState) -> Generator[GeneratedToken, No
     At the end, or when closed, the KV cache holds the prompt and exactly the yielded tokens, if a caller keeps it.
     """
     prefill(plan, state)
-    rounds = generate_tokens(plan, state)
+    rounds = generate_rounds(plan, state)
     try:
-        for count, token in enumerate(rounds):
+        for count, token in enumerate(itertools.chain.from_iterable(rounds)):
+            state.shown += 1
             paused_at = plan.clock()
             yield token
             state.away += plan.clock() - paused_at
@@ -64,27 +64,18 @@ def decode(plan: DecodePlan, state: DecodeState) -> Generator[GeneratedToken, No
         finish_cache(plan, state)
 
 
-def generate_tokens(plan: DecodePlan, state: DecodeState) -> Generator[GeneratedToken, None, None]:
-    """Yield the first token, then the tokens of rounds."""
+def generate_rounds(plan: DecodePlan, state: DecodeState) -> Generator[list[GeneratedToken], None, None]:
+    """Yield the first token, then the tokens of each round."""
     text = state.text
     tokens = run_round(plan, state, NO_TOKENS, is_first=True, **plan.keywords.embedded(text.prompt - 1, text.prompt))
     plan.keywords.progress(text.prompt, text.prompt)
-    yield from yield_round(plan, state, tokens)
+    yield tokens
     while text.goes_on:
         proposal = propose(plan, state) if state.proposal is None else state.proposal
-        if not proposal and state.is_queued(plan):
+        if not proposal and state.is_queued:
             yield from decode_ahead(plan, state)
         else:
-            yield from yield_round(plan, state, run_round(plan, state, proposal))
-
-
-def yield_round(plan: DecodePlan, state: DecodeState, tokens: list[GeneratedToken]) -> Iterator[GeneratedToken]:
-    """Yield the tokens of a round. A device drafts the next ones at the same time."""
-    if state.is_queued(plan) and state.text.goes_on:
-        propose(plan, state)
-    for token in tokens:
-        state.shown += 1
-        yield token
+            yield run_round(plan, state, proposal)
 
 
 def prefill(plan: DecodePlan, state: DecodeState) -> None:
@@ -128,19 +119,20 @@ def propose(plan: DecodePlan, state: DecodeState) -> Proposal:
     return state.proposal
 
 
-def verify(plan: DecodePlan, state: DecodeState, proposal: Proposal, **embedded: mx.array) -> VerifiedPass:
+def verify(plan: DecodePlan, state: DecodeState, proposal: Proposal, **embedded: mx.array) -> Verification:
     """Return the verifier's logits after the last token and each proposed one, from one forward pass."""
     last = [state.text.last]
     if proposal.is_known:
         rows: Any = [*last, *proposal.tokens]
     else:
         rows = mx.concatenate([mx.array(last, mx.uint32), proposal.array()])
-    state.found, state.shown = plan.verifier.verify(rows, state.cache, **embedded), 0
-    return state.found
+    found = plan.verifier.verify(rows, state.cache, **embedded)
+    state.found, state.is_queued, state.shown = found, found.is_queued, 0
+    return found
 
 
 def accept(
-    plan: DecodePlan, state: DecodeState, proposal: Proposal, found: VerifiedPass
+    plan: DecodePlan, state: DecodeState, proposal: Proposal, found: Verification
 ) -> tuple[list[GeneratedToken], list[float]]:
     """Choose a token after each row, up to the first rejected proposal, and add the tokens to the text.
 
@@ -148,29 +140,27 @@ def accept(
         the tokens, and the margins of the proposed tokens if they are known.
     """
     text, chooser, logits = state.text, plan.chooser, found.logits[0]
-    context = text.array() if chooser.processors else None
-    rows = choose_rows(chooser, plan.reader, plan.agreement, logits, context, proposal.array())
+    before = (text.array(), proposal.array()) if chooser.processors else ()
+    rows = choose_rows(chooser, plan.reader, plan.agreement, logits, *before)
     queued = [each for each in (proposal.tokens, proposal.margins) if isinstance(each, mx.array)]
-    meanwhile = partial(build_ahead, state, found, rows) if state.is_queued(plan) else None
+    meanwhile = partial(build_ahead, state, found, rows) if state.is_queued else None
     tokens, choices, read = rows.read(plan.agreement, *queued, meanwhile=meanwhile)
-    accepted = in_common(tokens, [*proposal.tokens] if proposal.is_known else read.pop(0))
-    rounding = rounding_of(choices[:, Choice.MAGNITUDE].max(), logits.dtype)
-    with np.errstate(invalid="ignore"):  # NaN is reported later, by Telemetry.response
-        near = (choices[:, Choice.BEST] - choices[:, Choice.NEXT] <= rounding) & (found.count > 1)
-    generated = list[GeneratedToken]()
+    proposed: Sequence[int] = read.pop(0) if isinstance(proposal.tokens, mx.array) else proposal.tokens
+    accepted = next((place for place, each in enumerate(proposed) if each != tokens[place]), len(proposed))
+    near = near_ties(choices, logits.dtype) if found.count > 1 else [False]
+    entropies, generated = choices[:, Choice.ENTROPY].tolist(), list[GeneratedToken]()
     for place, step in enumerate(found.steps(proposal, accepted, **take_kv_reads(state.kv_gears))):
-        token, bits = int(tokens[place]), float(choices[place, Choice.ENTROPY])
-        generated.append(GeneratedToken(token, rows.logprobs[place], bits, step, bool(near[place])))
-        text.add(token)
+        generated.append(GeneratedToken(tokens[place], rows.logprobs[place], entropies[place], step, near[place]))
+        text.add(tokens[place])
         if not text.goes_on:
             break
     state.random_states = rows.states
     if len(generated) < len(rows.states):
         set_random_state(rows.states[len(generated) - 1])
-    return generated, read[0].tolist() if read else [*(proposal.margins or ())]
+    return generated, read[0] if read else [*(proposal.margins or ())]
 
 
-def build_ahead(state: DecodeState, found: VerifiedPass, rows: ChosenRows) -> None:
+def build_ahead(state: DecodeState, found: Verification, rows: ChosenRows) -> None:
     """Let drafters build graphs while the device verifies. If one fails, so does its proposal, which is reported."""
     for drafter in state.drafters:
         with contextlib.suppress(Exception):
@@ -182,7 +172,8 @@ def run_round(
 ) -> list[GeneratedToken]:
     """Verify a proposal and return the next tokens. The KV cache then holds all tokens but the last.
 
-    After an error the cache is unchanged.
+    A device drafts the next proposal while the tokens are yielded. After an error in the verification, the cache is
+    unchanged.
 
     Args:
         is_first: whether the pass reads the last token of the prompt.
@@ -203,13 +194,15 @@ def run_round(
     if proposal:
         counts = {
             "drafted": len(proposal) * (proposal.source == DRAFT),
-            "accepted": sum(token.step.source != MODEL for token in tokens),
+            "accepted": len(tokens) - (tokens[-1].step.source == MODEL),  # unless an accepted one ended the sequence
             "tokens": len(tokens),
             "rows": found.count,
         }
         plan.policy.add_round(**counts, seconds=state.seconds(plan), margins=margins)
     elif not is_first:
         state.time_plain(plan)
+    if state.is_queued and state.text.goes_on:
+        propose(plan, state)
     return tokens
 
 

@@ -154,12 +154,13 @@ class PairVerifier:
         """Return the engaged model's logits after the last token, the only one."""
         return PairPass(self, tokens, cache)
 
-    def run(self, tokens: Sequence[int], cache: Any) -> tuple[mx.array, Hidden]:
-        """Return logits (1, 1, V), and no states; cache: that of `PairPass`, whose last two entries are the pair's."""
-        return self._logits(mx.array([[*tokens]], mx.uint32), cache[-len(NAMES) :]), {}
+    def run(self, tokens: Sequence[int], cache: Any) -> tuple[mx.array, Hidden, bool]:
+        """Return logits (1, 1, V), no states, and False, as a token's entropy is read before the next pass.
 
-    def is_synchronous(self, cache: Any) -> bool:
-        return True  # since the entropy of a token is read before the next pass
+        Args:
+            cache: that of `PairPass`, whose last two entries are the pair's.
+        """
+        return self._logits(mx.array([[*tokens]], mx.uint32), cache[-len(NAMES) :]), {}, False
 
     def exclusive(self) -> AbstractContextManager[None]:
         return nullcontext()

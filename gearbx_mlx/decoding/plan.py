@@ -23,7 +23,7 @@ from .drafters import Drafter
 from .mode import encoded
 from .policy import FixedPolicy, LearnedPolicy
 from .response import GeneratedText
-from .rows import Proposal, RunsPasses, VerifiedPass
+from .rows import Proposal, RunsPasses, Verification
 from .sampling import MLX_READER, Chooser, LogitsReader, Processor, Sampler
 
 PREFILL_STEP_SIZE = 2048  # tokens of a prompt per forward pass, as in mlx-lm
@@ -147,6 +147,7 @@ class DecodeState:
         cache: the verifier's KV cache, as its model makes it; pair: one entry per model.
         drafters: in order of priority.
         found: the latest verification.
+        is_queued: True if a device may still compute the latest pass.
         random_states: MLX's, after each token of `found`; empty if the chooser draws no random numbers.
         shown: number of tokens of `found` that were yielded.
         proposal: the next one once chosen, NO_TOKENS if no drafter has one; None: not chosen yet.
@@ -158,7 +159,8 @@ class DecodeState:
     text: GeneratedText
     cache: list[Any]
     drafters: list[Drafter] = field(default_factory=list)
-    found: VerifiedPass | None = None
+    found: Verification | None = None
+    is_queued: bool = False
     random_states: Sequence[mx.array] = ()
     shown: int = 0
     proposal: Proposal | None = None
@@ -169,10 +171,6 @@ class DecodeState:
     def __post_init__(self) -> None:
         self.kv_gears = gears_of(self.cache)
         """Gears of the KV cache; None without."""
-
-    def is_queued(self, plan: DecodePlan) -> bool:
-        """Return whether passes are queued for a device, rather than computed in the call."""
-        return not plan.verifier.is_synchronous(self.cache)
 
     def room(self, plan: DecodePlan) -> int:
         """Return the maximum length of a proposal.
@@ -189,7 +187,7 @@ class DecodeState:
         """Return the seconds since the round's start; None if the device may have waited for a consumer."""
         start, away = self.started
         whole, away = plan.clock() - start, self.away - away
-        if not self.is_queued(plan):
+        if not self.is_queued:
             return whole - away
         return whole if away < MAX_PAUSE * whole else None
 

@@ -277,8 +277,8 @@ class LearnedPolicy:
 
     def _saved(self, probabilities: Iterable[float], slope: float, proposed: int = 0) -> list[float]:
         """Return the savings of 1, 2, ... tokens after `proposed` ones, from their cumulative acceptance rates."""
-        spent, tokens = self.cost(proposed, slope), itertools.accumulate(probabilities)
-        return [self._token * more - self.cost(proposed + n, slope) + spent for n, more in enumerate(tokens, 1)]
+        token, spent, tokens = self._token, self.cost(proposed, slope), itertools.accumulate(probabilities)
+        return [token * more - self.cost(proposed + n, slope) + spent for n, more in enumerate(tokens, 1)]
 
 
 class FixedPolicy(LearnedPolicy):

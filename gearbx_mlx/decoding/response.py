@@ -24,6 +24,10 @@ class GeneratedText:
         tokens: of the prompt, then generated ones.
         ends: end-of-sequence tokens.
         room: number of tokens that may still be generated; infinite without a limit.
+
+    Attributes:
+        prompt: number of tokens of the prompt.
+        goes_on: False after an end-of-sequence token, or without room.
     """
 
     tokens: list[int]
@@ -31,27 +35,17 @@ class GeneratedText:
     room: float = math.inf
 
     def __post_init__(self) -> None:
-        self.prompt = len(self.tokens)
-        """Number of tokens of the prompt."""
+        self.prompt, self.goes_on = len(self.tokens), self.room > 0
 
     @property
     def last(self) -> int:
         """Input token of the next forward pass."""
         return self.tokens[-1]
 
-    @property
-    def goes_on(self) -> bool:
-        """Possible next token: False after an end-of-sequence token, or without room."""
-        generated = len(self.tokens) > self.prompt
-        return self.room > 0 and not (generated and self.last in self.ends)
-
-    def has_ended_after(self, count: int) -> bool:
-        """Return whether the sequence has ended after so many generated tokens."""
-        return not self.goes_on and len(self.tokens) == self.prompt + count
-
     def add(self, token: int) -> None:
         self.tokens.append(token)
         self.room -= 1
+        self.goes_on = self.room > 0 and token not in self.ends
 
     def array(self) -> mx.array:
         return mx.array(self.tokens, mx.uint32)
@@ -96,10 +90,14 @@ class GeneratedToken:
     near_tie: bool = False
 
 
-def single_pass(gearbox: Gearbox | Observer, gear: Gear, rows: int = 1) -> Step:
-    """Return the step of a token from one forward pass in one gear, over a number of rows."""
+def single_pass(gearbox: Gearbox | Observer, gear: Gear, rows: int = 1, **of_cache: Any) -> Step:
+    """Return the step of a token from one forward pass in one gear, over a number of rows.
+
+    Args:
+        of_cache: fields of a step about the KV cache.
+    """
     passes = tuple(int(gear == other) for other in gearbox.ladder)
-    return Step(gear, passes, gearbox.weight_bytes_per_token(gear, rows))
+    return Step(gear, passes, gearbox.weight_bytes_per_token(gear, rows), **of_cache)
 
 
 @dataclass

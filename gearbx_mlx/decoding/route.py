@@ -75,7 +75,7 @@ class InEngagedGear(SharedMode):
             # queued after this one (GEARBX 3.6).
             token, entropy = agreement.arrays(sampler(logprobs), reader.entropy(logprobs))
             mx.async_eval(entropy)
-            sampled.append((entropy, replace(single_pass(gearbox, gearbox.gear), **take_kv_reads(kv_gears))))
+            sampled.append((entropy, single_pass(gearbox, gearbox.gear, **take_kv_reads(kv_gears))))
             return token
 
         kwargs |= {"sampler": sample, "prompt_progress_callback": progress}

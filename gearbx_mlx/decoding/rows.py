@@ -16,7 +16,8 @@ Verification accepts the first few proposed tokens. The cache then has to be the
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -37,7 +38,7 @@ from ..gears.discovery import QUANTIZED
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
 from .caches import APPENDING, Cache, Snapshot, parts
-from .hidden import Hidden, of_one_sequence, recorded
+from .hidden import NOTE, Hidden, noting, of_one_sequence, recorded, recording
 from .mode import decode_lock
 from .response import DRAFT, LOOKUP, MODEL, Step, single_pass
 
@@ -53,15 +54,15 @@ class Proposal:
 
     Attributes:
         tokens: k token ids: a list if they are known, an array (k,) that the device may still compute.
-        source: DRAFT or LOOKUP; MODEL for no tokens.
         margins: k differences between a token's logit and the next best one; None if unknown.
+        source: DRAFT or LOOKUP; MODEL for no tokens.
         gear: that drafted them; None without a gear.
-        weight_bytes: read by the drafter's passes, one per token.
+        weight_bytes: read by each pass of the drafter; it has one per token.
     """
 
     tokens: Sequence[int] | mx.array = ()
-    source: str = MODEL
     margins: Sequence[float] | mx.array | None = None
+    source: str = MODEL
     gear: Gear | None = None
     weight_bytes: int = 0
 
@@ -80,32 +81,12 @@ class Proposal:
 NO_TOKENS = Proposal()
 
 
-class VerifiedPass(Protocol):
-    """One pass over K tokens; the KV cache keeps the first few.
-
-    Attributes:
-        logits: (1, K, V), after each of the tokens.
-        count: K.
-        kept: number of the tokens that the KV cache holds.
-        hidden: states of the K tokens, as the verifier's `taps` name them.
-    """
-
-    logits: mx.array
-    count: int
-    kept: int
-    hidden: Hidden
-
-    def keep(self, rows: int) -> None: ...
-    def steps(self, proposal: Proposal, accepted: int, **of_cache: Any) -> Iterator[Step]: ...
-
-
 class RunsPasses(Protocol):
     """Passes whose logits choose the tokens of a sequence: `Verifier`, `KickdownVerifier` or `PairVerifier`."""
 
     def prefill(self, tokens: mx.array, cache: Any, **embedded: mx.array) -> Hidden: ...
-    def verify(self, tokens: Any, cache: Any, **embedded: mx.array) -> VerifiedPass: ...
-    def is_synchronous(self, cache: Any) -> bool: ...
-    def exclusive(self) -> contextlib.AbstractContextManager[None]: ...
+    def verify(self, tokens: Any, cache: Any, **embedded: mx.array) -> "Verification": ...
+    def exclusive(self) -> AbstractContextManager[None]: ...
 
 
 class Verifier:
@@ -120,7 +101,8 @@ class Verifier:
     def __init__(self, gearbox: Gearbox, gear: Gear, prefill_gear: Gear | None = None, taps: Sequence[int] = ()):
         self.gearbox, self.gear, self.prefill_gear, self.taps = gearbox, gear, prefill_gear or gear, taps
         self._found: KeptParts | None = None
-        self._caps = gearbox.caps  # of the found parts
+        self._steps: dict[int, Step] = {}
+        self._caps = gearbox.caps  # of the found parts and steps
 
     def prefill(self, tokens: mx.array, cache: Cache, **embedded: mx.array) -> Hidden:
         """Prefill a part (n,) of the prompt, and return its hidden states."""
@@ -147,17 +129,23 @@ class Verifier:
             finally:
                 self.gearbox.shift(engaged)
 
-    def is_synchronous(self, cache: Cache) -> bool:
-        """Return whether a pass is computed in the call, and not queued for a device."""
-        return self._parts.fits(cache)
+    def step(self, rows: int) -> Step:
+        """Return the step of a token that only a pass over a number of rows computed."""
+        if rows not in self._steps:
+            self._steps[rows] = single_pass(self.gearbox, self.gear, rows)
+        return self._steps[rows]
 
-    def run(self, tokens: Tokens, cache: Cache, **embedded: mx.array) -> tuple[mx.array, Hidden]:
-        """Return logits (1, K, V) and hidden states."""
-        if self._parts.fits(cache) and not embedded:
-            known: list[int] = np.array(tokens).tolist() if isinstance(tokens, mx.array) else [*tokens]
-            found = self._parts.use(cache, lambda parts: pass_logits(parts, known, cache, self.taps))
-            if found is not None:
-                return found
+    def run(self, tokens: Tokens, cache: Cache, **embedded: mx.array) -> tuple[mx.array, Hidden, bool]:
+        """Return logits (1, K, V), hidden states, and whether they are queued for a device."""
+        native = self._parts
+
+        def begin(parts: PassParts) -> tuple[mx.array, Hidden] | None:
+            known: Sequence[int] = np.array(tokens).tolist() if isinstance(tokens, mx.array) else tokens
+            return pass_logits(parts, known, cache, self.taps)
+
+        found = None if embedded else native.use(cache, begin)
+        if found is not None:
+            return *found, False
         self.gearbox.shift(self.gear)
         inputs = (tokens if isinstance(tokens, mx.array) else mx.array([*tokens], mx.uint32))[None]
         with contextlib.ExitStack() as passing:
@@ -165,13 +153,14 @@ class Verifier:
             if inputs.shape[1] > 1:
                 passing.enter_context(single_token_masks(cache))
                 passing.enter_context(of_classes(self._short_path))
-            return self.gearbox.model(inputs, cache=cache, **embedded), of_one_sequence(outputs)
+            logits = self.gearbox.model(inputs, cache=cache, **embedded)
+        return logits, of_one_sequence(outputs), not native.fits(cache)
 
     @property
     def _parts(self) -> KeptParts:
         """Native parts of the gear, found again after a controller has capped layers."""
         if self._found is None or self._caps is not self.gearbox.caps:
-            self._found, self._caps = KeptParts(self._find), self.gearbox.caps
+            self._found, self._steps, self._caps = KeptParts(self._find), {}, self.gearbox.caps
         return self._found
 
     def _find(self) -> PassParts | None:
@@ -191,7 +180,7 @@ class Verifier:
 
 
 class Verification:
-    """One pass over K tokens.
+    """One pass over K tokens; the KV cache keeps the first few.
 
     Args:
         verifier: runs the pass, in its gear.
@@ -201,8 +190,10 @@ class Verification:
 
     Attributes:
         gear: of the pass.
+        count: K.
         logits: (1, K, V), after each of the tokens.
         hidden: their states (K, D), after the blocks that the verifier taps.
+        is_queued: True if a device may still compute them; False if they were computed in the call.
         kept: number of the tokens that the cache holds: all, until `keep` changes it.
     """
 
@@ -211,14 +202,13 @@ class Verification:
         self.gear = verifier.gear
         self.kept = self.count = len(tokens)
         self._before = Snapshot(cache)
-        has_states = any(not can_drop_last(kind) for kind in {*map(type, self._before.parts)})
         self._outputs: LayerOutputs | None = None
-        if has_states and self.count > 1:
+        if self.count > 1 and not all(map(can_drop_last, self._before.kinds)):
             verifier.gearbox.shift(verifier.gear)
             self._outputs = LayerOutputs(verifier.linear_layers, self.count)
         try:
-            with contextlib.nullcontext() if self._outputs is None else self._outputs.noted_by(recording):
-                self.logits, self.hidden = verifier.run(tokens, cache, **embedded)
+            with contextlib.nullcontext() if self._outputs is None else self._outputs.recorded():
+                self.logits, self.hidden, self.is_queued = verifier.run(tokens, cache, **embedded)
         except BaseException:
             self._before.restore()
             raise
@@ -226,25 +216,25 @@ class Verification:
     @property
     def step(self) -> Step:
         """Step of a token that only this pass computed."""
-        return single_pass(self._verifier.gearbox, self.gear, self.count)
+        return self._verifier.step(self.count)
 
-    def steps(self, proposal: Proposal, accepted: int, **of_cache: Any) -> Iterator[Step]:
-        """Yield the steps of the accepted tokens and of the next one. The first has the passes of the round.
+    def steps(self, proposal: Proposal, accepted: int, **of_cache: Any) -> list[Step]:
+        """Return the steps of the accepted tokens and of the next one. The first has the passes of the round.
 
         Args:
             of_cache: fields of a step about the KV cache.
         """
-        first = self.step
-        none, passes = Step(first.gear, (0,) * len(first.passes)), list(first.passes)
+        own, proposed = self.step, len(proposal)
+        if not proposed:
+            return [replace(own, **of_cache) if of_cache else own]
+        none, passes = (0,) * len(own.passes), list(own.passes)
         if proposal.gear is not None:
-            passes[proposal.gear.index] += len(proposal)
-        counted: dict[str, Any] = {} if proposal.source == MODEL else {PROPOSED[proposal.source]: len(proposal)}
-        read = first.weight_bytes + proposal.weight_bytes
-        first = replace(first, passes=tuple(passes), weight_bytes=read, **counted, **of_cache)
-        for place in range(accepted + 1):
-            by = proposal.source if place < accepted else MODEL
-            gear = proposal.gear if by == DRAFT and proposal.gear is not None else first.gear
-            yield replace(none if place else first, gear=gear, source=by)
+            passes[proposal.gear.index] += proposed
+        found = [Step(proposal.gear or own.gear, none, source=proposal.source)] * accepted + [Step(own.gear, none)]
+        read = own.weight_bytes + proposed * proposal.weight_bytes
+        fields: dict[str, Any] = of_cache | {PROPOSED[proposal.source]: proposed}
+        found[0] = replace(found[0], passes=tuple(passes), weight_bytes=read, **fields)
+        return found
 
     def keep(self, rows: int) -> None:
         """Set the cache to its state after the first `rows` tokens; rows: at most `kept`."""
@@ -267,7 +257,7 @@ class Verification:
         """Compute the states after the first tokens again, from the outputs of the linear layers."""
         assert self._outputs is not None
         verifier = self._verifier
-        with verifier.gearbox.compiled.aside(), self._outputs.noted_by(recalling):
+        with verifier.gearbox.compiled.aside(), self._outputs.recalled():
             verifier.run(self._tokens[:rows], self._cache)
 
 
@@ -325,7 +315,6 @@ def single_token_masks(cache: Cache) -> Iterator[None]:
 
 
 LINEAR = (nn.Linear, *QUANTIZED)
-NOTES = "outputs_of_a_pass"  # attribute of a layer during a pass
 
 
 def linear_layers(model: nn.Module) -> list[nn.Module]:
@@ -346,6 +335,19 @@ class LayerOutputs:
         self._layers = layers
         self._outputs: list[list[mx.array | None]] = [[] for _ in layers]
 
+    def recorded(self) -> AbstractContextManager[None]:
+        """Return a context in which the layers record the outputs of a pass."""
+        return noting(zip(self._layers, [partial(self._note, outputs) for outputs in self._outputs]), recording)
+
+    def recalled(self) -> AbstractContextManager[None]:
+        """Return a context in which the layers return them, for the first n tokens of the pass."""
+        return noting(zip(self._layers, map(self._usable, self._outputs)), recalling)
+
+    def _note(self, outputs: list[mx.array | None], y: mx.array, x: mx.array, *others: Any) -> None:
+        """Add an output of a layer: None for inputs other than (1, K, I) or (1, I)."""
+        by_position = x.shape[:-1] == y.shape[:-1] and x.shape[:-1] in ((1, self.count), (1,))
+        outputs.append(y if by_position else None)
+
     def _usable(self, outputs: list[mx.array | None]) -> Iterator[mx.array | None]:
         """Yield the outputs of a layer, with None where the token of an output is unknown.
 
@@ -354,40 +356,13 @@ class LayerOutputs:
         one_by_one = len(outputs) == self.count
         return iter([y if y is not None and (y.ndim == 3 or one_by_one) else None for y in outputs])
 
-    @contextlib.contextmanager
-    def noted_by(self, kind_of: Callable[[Any, int], type[nn.Module]]) -> Iterator[None]:
-        """Make layers `recording` in the context, or `recalling` for the first n tokens of the pass."""
-        notes: Iterable[Any] = self._outputs if kind_of is recording else map(self._usable, self._outputs)
-        for layer, its_notes in zip(self._layers, notes):
-            object.__setattr__(layer, NOTES, its_notes)  # outside of the module's dictionary of parameters
-        try:
-            with of_classes((layer, kind_of(type(layer), self.count)) for layer in self._layers):
-                yield
-        finally:
-            for layer in self._layers:
-                vars(layer).pop(NOTES, None)
-
 
 @functools.cache
-def recording(kind: Any, count: int) -> type[nn.Module]:
-    """Return a subclass of a linear layer's class that records its outputs: None for inputs other than (1, K, I) or
-    (1, I)."""
-
-    def call(self: Any, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-        y: mx.array = kind.__call__(self, x, *args, **kwargs)
-        by_position = x.shape[:-1] == y.shape[:-1] and x.shape[:-1] in ((1, count), (1,))
-        getattr(self, NOTES).append(y if by_position else None)
-        return y
-
-    return type(kind.__name__, (kind,), {"__call__": call})
-
-
-@functools.cache
-def recalling(kind: Any, count: int) -> type[nn.Module]:
+def recalling(kind: Any) -> type[nn.Module]:
     """Return a subclass of a linear layer's class that returns recorded outputs, for the tokens of its input."""
 
     def call(self: Any, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-        y: mx.array | None = next(getattr(self, NOTES), None)
+        y: mx.array | None = next(getattr(self, NOTE), None)
         if y is None or x.ndim != y.ndim:
             return kind.__call__(self, x, *args, **kwargs)
         return y if x.ndim == 2 else y[:, : x.shape[1]]

@@ -22,7 +22,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc, greedy_sampler
 from mlx_lm.sample_utils import make_sampler as mlx_lm_sampler
 
-from ..compat.arrays import OwnRandomState, dtype_name, next_key, random_state
+from ..compat.arrays import OwnRandomState, dtype_name, next_key, random_state, same_random_numbers
 from ..compat.loops import LogSumExp
 from ..errors import GearbxError, check_range
 from ..formats.base import is_finite
@@ -123,14 +123,17 @@ class Choice(enum.IntEnum):
     TOKEN, ENTROPY, BEST, NEXT, MAGNITUDE = range(5)
 
 
-def rounding_of(magnitude: float, dtype: mx.Dtype) -> float:
-    """Return how much rounding may change a logit: two logits within this distance are a near-tie.
+def near_ties(choices: np.ndarray, dtype: mx.Dtype) -> list[bool]:
+    """Return whether rounding may have decided the token of each row of a pass.
 
     Args:
-        magnitude: the largest logit of the positions of one pass.
+        choices: (K, 5), in the columns of `Choice`.
         dtype: of the logits.
     """
-    return float(NOISE * mx.finfo(dtype).eps * magnitude)
+    rounding = NOISE * mx.finfo(dtype).eps * choices[:, Choice.MAGNITUDE].max()
+    with np.errstate(invalid="ignore"):  # NaN is reported later, by Telemetry.response
+        near: list[bool] = (choices[:, Choice.BEST] - choices[:, Choice.NEXT] <= rounding).tolist()
+    return near
 
 
 readers = functools.cache(LogitsReader)  # one per kernel module: each has copies of mlx-lm's loops
@@ -304,6 +307,11 @@ class Chooser:
         with self._numbers():
             return np.array(next_key())
 
+    def rewound(self) -> AbstractContextManager[None]:
+        """Return a context whose random numbers are drawn again after it."""
+        # Greedy decoding draws none; restoring the random state would only make MLX's graph longer.
+        return same_random_numbers() if self.draws else nullcontext()
+
     def _numbers(self) -> AbstractContextManager[None]:
         return nullcontext() if self.random is None else self.random.drawn()
 
@@ -342,7 +350,7 @@ class ChosenRows:
 
     def read(
         self, agreement: Agreement, *arrays: mx.array, meanwhile: Callable[[], None] | None = None
-    ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+    ) -> tuple[list[int], np.ndarray, list[list[Any]]]:
         """Wait for the device once; return token ids (K,), `choices`, and the other arrays, of 32-bit numbers.
 
         Args:
@@ -353,11 +361,10 @@ class ChosenRows:
             mx.async_eval(queued)
             meanwhile()
         choices, *others = apart(wait_for(queued), (self.choices, *self.sampled, *arrays))
-        if not self.sampled:
-            return choices[:, Choice.TOKEN].astype(int), choices, others
         if len(self.sampled) > 1:
             choices[:, Choice.MAGNITUDE] = others.pop(1)
-        return others[0], choices, others[1:]
+        chosen = others.pop(0) if self.sampled else choices[:, Choice.TOKEN].astype(int)
+        return chosen.tolist(), choices, [each.tolist() for each in others]
 
 
 def choose_rows(

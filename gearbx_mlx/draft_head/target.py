@@ -1,11 +1,12 @@
 """The frozen model of a draft head: its hidden states, embeddings and output rows."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from ..compat.classes import as_class
 from ..decoding.hidden import recorded
 from ..errors import GearbxError
 from ..gears.gearbox import in_one_gear
@@ -13,29 +14,16 @@ from ..gears.gearbox import in_one_gear
 STATES = 3  # hidden states that a head reads
 
 
-class Table(NamedTuple):
-    """A matrix of the model that is read row by row; scales and biases: of a quantized one."""
+class Table:
+    """The matrix of an embedding or an output head, read row by row."""
 
-    weight: mx.array
-    scales: mx.array | None = None
-    biases: mx.array | None = None
-    form: tuple[int, int, str] = (64, 4, "affine")  # group size, bits, mode
-
-    @classmethod
-    def of(cls, module: Any) -> "Table":
-        if "scales" not in module:
-            return cls(module.weight)
-        form = module.group_size, module.bits, getattr(module, "mode", "affine")
-        return cls(module.weight, module.scales, module.get("biases"), form)
+    def __init__(self, module: nn.Module):
+        self._rows: Any = as_class(module, nn.QuantizedEmbedding if "scales" in module else nn.Embedding)
 
     def rows(self, tokens: mx.array) -> mx.array:
         """Return the rows (..., D) of tokens (...), float32."""
-        if self.scales is None:
-            return self.weight[tokens].astype(mx.float32)
-        group_size, bits, mode = self.form
-        biases = None if self.biases is None else self.biases[tokens]
-        packed, scales = self.weight[tokens], self.scales[tokens]
-        return mx.dequantize(packed, scales, biases, group_size, bits, mode).astype(mx.float32)
+        rows: mx.array = self._rows(tokens).astype(mx.float32)
+        return rows
 
 
 def recorded_layers(layers: int) -> tuple[int, int, int]:
@@ -61,13 +49,13 @@ class HeadTarget:
                 "use a model with model.layers, model.embed_tokens and model.norm"
             )
         self.model, self.inner, self.layers = model, inner, recorded_layers(len(parts[0]))
-        self.embedding = Table.of(parts[1])
-        self.output = Table.of(model.lm_head) if "lm_head" in model else self.embedding
+        self.embedding = Table(parts[1])
+        self.output = Table(model.lm_head) if "lm_head" in model else self.embedding
         width = self.embedding.rows(mx.array([0])).shape[-1]
         self.norm = parts[2](mx.ones((1, width))).reshape(-1).astype(mx.float32)  # of any class: its weights
         mx.eval(self.norm)
         sizes = {name: array.nbytes for name, array in tree_flatten(model.parameters())}
-        apart = 0 if self.output is self.embedding else self.embedding.weight.nbytes
+        apart = 0 if self.output is self.embedding else parts[1].weight.nbytes
         self.nbytes = sum(sizes.values()) - apart  # read for a token
         self.gearbox = in_one_gear(model)
         self.scale = mx.ones(STATES * width)

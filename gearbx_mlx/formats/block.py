@@ -19,10 +19,10 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models import gemma3_text, llama, phi3, qwen2, qwen3
 from mlx_lm.models.base import create_attention_mask
-from mlx_lm.models.cache import BatchKVCache, KVCache
+from mlx_lm.models.cache import KVCache
 
 from ..compat.classes import ORIGIN, Code, code_of, standing_for
-from ..compat.loops import positions_in, set_entries
+from ..compat.loops import POSITIONS, positions_in, set_entries
 from ..kernels.dispatch import NATIVE, WHOLE_BLOCKS, block_kernels
 from .fused import (
     NativeGeGLU,
@@ -188,15 +188,19 @@ def runs_in_turn(model: nn.Module, cache: Any, shape: tuple[int, ...]) -> bool:
     For more than a few tokens this is False, since a caller may need only the keys and values.
     """
     first: Any = cache[0] if cache else None
-    if type(first) not in (KVCache, BatchKVCache) or len(cache) != len(model.layers) or shape[1] > FEW_TOKENS:
+    positions = POSITIONS.get(type(first))
+    if positions is None or len(cache) != len(model.layers) or shape[1] > FEW_TOKENS:
         return False
     if getattr(model, "swa_idx", None) is not None or getattr(model, "pipeline_size", 1) != 1:
         return False
-    kind, count = type(first), positions_in(first)
-    return all(
-        type(part) is kind and positions_in(part) == count and has_room(part, shape) and part.keys.dtype == mx.float32
-        for part in cache
-    )
+    count = positions(first)
+    for part in cache:
+        if type(part) is not type(first) or positions(part) != count or part.keys is None:
+            return False
+        sequences, _, room, _ = part.keys.shape
+        if part.keys.dtype != mx.float32 or sequences != shape[0] or room < count + shape[1]:
+            return False
+    return True
 
 
 def chain_of(model: nn.Module, kernels: ModuleType) -> Any:
@@ -315,10 +319,10 @@ def pass_logits(
     passes = begin_pass(parts, cache, len(tokens)) if cache else None
     if passes is None:
         return None
-    before = positions_in(cache[0])
+    before = cache[0].offset
     logits, hidden = parts.kernels.pass_logits(passes, *parts.rows(tokens), before, taps)
     for part in cache:
-        set_entries(part, before + len(tokens))
+        part.offset = before + len(tokens)
     return logits, {tap: hidden[place] for place, tap in enumerate(taps)}
 
 
@@ -367,7 +371,7 @@ def begin_draft(parts: PassParts, cache: Any) -> NativeDraft | None:
     passes = begin_pass(parts, cache, 1)
     if passes is None:
         return None
-    before = positions_in(cache[0])
+    before = cache[0].offset
     return NativeDraft(parts, passes, cache, before, cache[0].keys.shape[2] - before)
 
 

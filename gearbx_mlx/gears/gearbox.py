@@ -730,7 +730,8 @@ class Observer:
         self.model, self.device = model, device_in_use()
         head = tied_head(model)
         kinds = (*DENSE_LAYERS, *(kind for kind in QUANTIZED if kind is not nn.QuantizedEmbedding))
-        linear = {path: m for path, m in layers_of(model).items() if isinstance(m, kinds) or path == head}
+        found = {path: m for path, m in layers_of(model).items() if isinstance(m, kinds) or path == head}
+        linear = {path: linear_of(module) for path, module in found.items()}
         storage = stored_dtype(model)
         self.storage = {"": storage}
         self.layers: list[str] = []

@@ -55,19 +55,17 @@ class RunningMean:
     Args:
         kept: share of the earlier values' weight that each new value leaves.
         prior: mean before any value; it has the weight of `weight` values.
+
+    Attributes:
+        value: the mean.
     """
 
-    def __init__(self, kept: float, prior: float = 1.0, weight: float = 0.0):
-        self._kept, self._prior = kept, prior
-        self._sum, self.weight = weight * prior, weight
+    def __init__(self, kept: float, prior: float, weight: float = 0.0):
+        self._kept, self._weight, self.value = kept, weight, prior
 
     def add(self, value: float) -> None:
-        self._sum = self._kept * self._sum + value
-        self.weight = self._kept * self.weight + 1
-
-    @property
-    def value(self) -> float:
-        return self._sum / self.weight if self.weight else self._prior
+        self._weight = self._kept * self._weight + 1
+        self.value += (value - self.value) / self._weight
 
 
 class Monitor:

@@ -59,8 +59,9 @@ class Tally:
         self.lookup_drafted += response.lookup_drafted
         self.near_ties += response.near_tie
         self.caught_up += response.caught_up
-        self.kv_bytes.update(response.kv_bytes)
-        self.kv_caches.update(response.kv_caches)
+        if response.kv_bytes:  # updates with nothing would take longer than all other sums
+            self.kv_bytes.update(response.kv_bytes)
+            self.kv_caches.update(response.kv_caches)
 
     def mean(self, total: float) -> float:
         """Return a total per token; 0 without tokens."""

@@ -166,7 +166,7 @@ class TestCaches:
     def test_batch_entries_are_counted_by_idx(self):
         cache = BatchKVCache([1, 0])
         cache.update_and_fetch(mx.zeros((2, 1, 3, 4)), mx.zeros((2, 1, 3, 4)))
-        assert loops.positions_in(cache) == cache._idx == 3
+        assert loops.positions_in(cache) == loops.POSITIONS[BatchKVCache](cache) == cache._idx == 3
         assert loops.counted(cache) == 3
         loops.set_entries(cache, 2)
         assert cache.offset.tolist() == [1, 2]

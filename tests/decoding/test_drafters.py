@@ -16,10 +16,11 @@ import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxWarning, Lossless, stream_generate
 from gearbx_mlx.compat.classes import modules_of
 from gearbx_mlx.decoding import drafters
-from gearbx_mlx.decoding.drafters import DRAFTERS, Drafter, DraftTarget, built_ahead, low_gear, of_draft
+from gearbx_mlx.decoding.drafters import DRAFTERS, Drafter, DraftTarget, built_ahead, low_gear
 from gearbx_mlx.decoding.drafters.low_gear import LowGear, draft_cost
 from gearbx_mlx.decoding.policy import FixedPolicy, LearnedPolicy
-from gearbx_mlx.decoding.response import GeneratedText
+from gearbx_mlx.decoding.response import DRAFT, GeneratedText
+from gearbx_mlx.decoding.rows import Proposal
 from gearbx_mlx.decoding.sampling import GREEDY, Chooser, reader_of
 from gearbx_mlx.formats.native import Native, rounded_to
 from gearbx_mlx.ranks.agreement import Agreement
@@ -76,7 +77,7 @@ class TestLowGear:
         run = stream_generate(gearbox.model, endless(), TOKENS, 6, **how)
         assert np.array(proposal.tokens).tolist() == [r.token for r in run]
         assert len(proposal) == 6
-        assert proposal.weight_bytes == 6 * gearbox.weight_bytes_per_token(gearbox.ladder[0])
+        assert proposal.weight_bytes == gearbox.weight_bytes_per_token(gearbox.ladder[0])
 
     def test_margins_are_the_same_natively_and_by_mlx(self, compiled, monkeypatch):
         monkeypatch.setattr(low_gear, "ACTIVATION_BITS", 16)  # MLX's graph does not quantize them
@@ -188,7 +189,7 @@ class Parrot(Drafter):
         tokens = [following.get(text.last, text.last)]
         while len(tokens) < length:
             tokens.append(following.get(tokens[-1], tokens[-1]))
-        return of_draft(tokens, None, 0)
+        return Proposal(tokens, source=DRAFT)
 
     def settle(self, text, found):
         self.calls.append(("settle", len(text.tokens), None if found is None else found.logits.shape))

@@ -168,7 +168,7 @@ def drafts_after(box, head, rounds, length, processors=(), **settings):
             text.add(token)
         drafter.settle(text, found)
         proposal = drafter.propose(text, length, FixedPolicy(length))
-        assert proposal.weight_bytes == length * head.nbytes
+        assert proposal.weight_bytes == head.nbytes
         yield np.array(proposal.tokens).tolist(), np.array(proposal.margins), proposal.is_known
 
 

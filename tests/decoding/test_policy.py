@@ -164,6 +164,14 @@ class TestLength:
         seconds, _ = write(policy, machine, 3000, share, seed=1)
         assert seconds / 3000 < 1.06 * best_length(machine, share)[1]
 
+    @pytest.mark.parametrize("drafted", [0.003, 0.012, 0.03])
+    def test_length_asked_twice_is_same(self, drafted):
+        twice = LearnedPolicy()
+        ask = twice.length
+        twice.length = lambda *given: (ask(*given), ask(*given))[1]
+        found = [write(policy, Machine(drafted=drafted), 4000) for policy in (twice, LearnedPolicy())]
+        assert found[0] == found[1]
+
     def test_drafts_from_the_first_token_on(self):
         for early in (True, False):
             assert LearnedPolicy().length(100, early) >= 1

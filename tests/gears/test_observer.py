@@ -64,6 +64,17 @@ class TestOneGear:
         assert Observer(model).kernels is gearbox.kernels
 
 
+def test_observer_after_one_gear_counts_quantized_tied_head():
+    models = [tiny_model(dtype=mx.bfloat16, tie_word_embeddings=True) for _ in range(2)]
+    for model in models:
+        nn.quantize(model, group_size=64, bits=4)
+    in_one_gear(models[1])
+    found = [Observer(model) for model in models]
+    assert [each.bits_per_weight(each.gear) for each in found] == [4.5, 4.5]
+    assert found[0].weight_bytes_per_token(found[0].gear) == found[1].weight_bytes_per_token(found[1].gear)
+    assert {layer.bits for each in found for layer in each.layer_paths()} == {(4, 4, 4)}
+
+
 def test_telemetry_output_equals_mlx_lm(demo):
     def quantized_demo():
         model, _ = load()

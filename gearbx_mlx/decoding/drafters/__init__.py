@@ -9,7 +9,6 @@ Drafting changes neither the KV cache nor the random numbers of the sequence. A 
 of its position, to maximize the acceptance rate (GEARBX 10.1).
 """
 
-import contextlib
 import math
 import pkgutil
 from collections.abc import Callable, Sequence
@@ -19,16 +18,14 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import mlx.nn as nn
 
-from ...compat.arrays import same_random_numbers
 from ...gears.gearbox import Gearbox
-from ...gears.ladder import Gear
 from ...ranks.agreement import ALONE, Agreement
 from ...routing.ngrams import NgramTable
 from ..caches import Cache
 from ..hidden import Hidden
 from ..policy import ACCEPTANCE, MAX_DRAFTED, LearnedPolicy
-from ..response import DRAFT, GeneratedText
-from ..rows import Proposal, VerifiedPass
+from ..response import GeneratedText
+from ..rows import Proposal, Verification
 from ..sampling import MLX_READER, Chooser, ChosenRows, LogitsReader
 
 DRAFTERS = {  # a sequence uses at most one drafter that reads weights: the cheapest, by measurements
@@ -125,7 +122,7 @@ class Drafter:
         """
         raise NotImplementedError
 
-    def build_ahead(self, found: VerifiedPass, rows: ChosenRows) -> None:
+    def build_ahead(self, found: Verification, rows: ChosenRows) -> None:
         """Build the graph of the next draft's first token in advance, while a device computes a verification.
 
         Args:
@@ -133,7 +130,7 @@ class Drafter:
             rows: the token after each row, which the device may still compute.
         """
 
-    def settle(self, text: GeneratedText, found: VerifiedPass | None) -> None:
+    def settle(self, text: GeneratedText, found: Verification | None) -> None:
         """Take the sequence after a verification, also of a different drafter's tokens.
 
         Args:
@@ -160,31 +157,27 @@ def drafters_for(target: DraftTarget, cost: Callable[[Drafter], float] = lambda 
     return used
 
 
-def rewound(chooser: Chooser) -> contextlib.AbstractContextManager[None]:
-    """Return a context whose random numbers are drawn again after it."""
-    # Greedy decoding draws none; restoring the random state would only make MLX's graph longer.
-    return same_random_numbers() if chooser.draws else contextlib.nullcontext()
-
-
 Drafted = tuple[mx.array, mx.array | None]
 """A drafted token (1,), and its margin (1,) if the chooser knows it."""
 
 
-def drafted_token(
-    model: nn.Module, cache: Cache, inputs: mx.array, context: mx.array | None, target: DraftTarget
-) -> Drafted:
-    """Return the token after inputs (n,), without evaluating it. context: the tokens so far, for processors."""
-    logits = target.chooser.processed(context, model(inputs[None], cache=cache)[:, -1])
-    token, margin = target.chooser.drafted(logits, target.reader)
-    (inputs,) = target.agreement.arrays(token.reshape(1).astype(mx.uint32))
-    return inputs, None if margin is None else margin.reshape(1)
+def last_logits(model: nn.Module, cache: Cache, tokens: mx.array) -> mx.array:
+    """Return the logits (1, V) after tokens (n,) that follow the entries of a cache, which gets theirs."""
+    logits: mx.array = model(tokens[None], cache=cache)[:, -1]
+    return logits
+
+
+def drafted_token(logits: mx.array, context: mx.array | None, target: DraftTarget) -> Drafted:
+    """Return the token after logits (1, V), without evaluating it. context: the tokens so far, for processors."""
+    token, margin = target.chooser.drafted(target.chooser.processed(context, logits), target.reader)
+    (token,) = target.agreement.arrays(token.reshape(1).astype(mx.uint32))
+    return token, None if margin is None else margin.reshape(1)
 
 
 def queue_draft(
-    model: nn.Module,
-    cache: Cache,
-    text: GeneratedText,
+    logits_after: Callable[[mx.array], mx.array],
     unread: Sequence[int],
+    text: GeneratedText,
     length: int,
     target: DraftTarget,
     first: Drafted | None = None,
@@ -192,13 +185,14 @@ def queue_draft(
     """Queue the passes of a draft without a read: tokens (k,), and margins (k,) if the chooser knows them.
 
     Args:
-        unread: tokens that the model reads first, including the sequence's last token.
-        first: the first token, if its graph is built; `cache` holds its entries.
+        logits_after: runs a pass over tokens (n,), and returns the logits (1, V) after them.
+        unread: tokens of the first pass, which end with the sequence's last token.
+        first: the first token, if its graph is built; the pass over `unread` is then omitted.
     """
     context = text.array() if target.chooser.processors else None
     inputs, tokens, margins = mx.array([*unread], mx.uint32), list[mx.array](), list[mx.array]()
     for _ in range(length):
-        inputs, margin = first or drafted_token(model, cache, inputs, context, target)
+        inputs, margin = first or drafted_token(logits_after(inputs), context, target)
         mx.async_eval(inputs)
         first = None
         tokens.append(inputs)
@@ -206,8 +200,3 @@ def queue_draft(
             margins.append(margin)
         context = None if context is None else mx.concatenate([context, inputs])
     return mx.concatenate(tokens), mx.concatenate(margins) if margins else None
-
-
-def of_draft(tokens: Sequence[int] | mx.array, margins: Any, weight_bytes: int, gear: Gear | None = None) -> Proposal:
-    """Return a proposal of drafted tokens. weight_bytes: per pass of the drafter."""
-    return Proposal(tokens, DRAFT, margins, gear, len(tokens) * weight_bytes)

@@ -14,9 +14,9 @@ from mlx_lm.models.cache import KVCache
 from ...compat.arrays import random_state, set_random_state
 from ..caches import Cache
 from ..policy import MAX_ON_GPU
-from ..rows import VerifiedPass
+from ..rows import Verification
 from ..sampling import ChosenRows
-from . import Drafted, DraftTarget, drafted_token
+from . import Drafted, DraftTarget, drafted_token, last_logits
 
 # The most rows of a verification, and bytes of a KV cache, for which graphs are built. Unused graphs keep its buffers,
 # so MLX copies them once instead of writing in place: 1 ms on an M4 Pro, where a graph takes Python 2 ms (estimated).
@@ -44,10 +44,10 @@ class BuiltAhead:
 
     def __init__(self, target: DraftTarget):
         self._target, self._pace = target, Pace()
-        self._found: VerifiedPass | None = None  # whose rows the graphs follow
+        self._found: Verification | None = None  # whose rows the graphs follow
         self._graphs: dict[int, FirstToken] = {}
 
-    def can_build(self, found: VerifiedPass) -> bool:
+    def can_build(self, found: Verification) -> bool:
         """Return whether graphs can follow a verification of the target."""
         target = self._target
         if target.chooser.processors or target.chooser.random is not None:  # a processor needs the tokens themselves
@@ -57,7 +57,7 @@ class BuiltAhead:
         appends = all(type(part) is KVCache for part in target.cache)
         return appends and sum(k.nbytes + v.nbytes for k, v in entries_of(target.cache)) <= MAX_COPIED
 
-    def build(self, found: VerifiedPass, rows: ChosenRows) -> None:
+    def build(self, found: Verification, rows: ChosenRows) -> None:
         """Build graphs after the rows of a verification, of which the KV cache holds all. The draft gear is engaged.
 
         Args:
@@ -74,13 +74,14 @@ class BuiltAhead:
                 set_entries(cache, [(copy.copy(keys), copy.copy(values)) for keys, values in whole], kept)
                 if rows.states:
                     set_random_state(rows.states[row])
-                drafted = drafted_token(target.gearbox.model, cache, rows.tokens[row : row + 1], None, target)
+                logits = last_logits(target.gearbox.model, cache, rows.tokens[row : row + 1])
+                drafted = drafted_token(logits, None, target)
                 self._graphs[kept] = FirstToken(drafted, entries_of(cache), random_state() if rows.states else None)
         finally:
             set_entries(cache, whole, end)
         self._pace.built(count, clock() - start)
 
-    def settle(self, found: VerifiedPass | None) -> None:
+    def settle(self, found: Verification | None) -> None:
         """Take the end of a verification. Graphs after a different one are dropped."""
         if self._found is not None and self._found is found:
             self._pace.settled()

@@ -24,9 +24,9 @@ from ..head_files import attached_head
 from ..heads import Head, embedding_of
 from ..hidden import Hidden
 from ..policy import LearnedPolicy
-from ..response import GeneratedText
-from ..rows import Proposal, VerifiedPass
-from . import Drafter, DraftTarget, of_draft, rewound
+from ..response import DRAFT, GeneratedText
+from ..rows import Proposal, Verification
+from . import Drafter, DraftTarget, queue_draft
 from .low_gear import draft_natively
 
 FIXED_COST = 0.05  # of a step over a plain token, beside the bytes of its weights
@@ -50,7 +50,6 @@ class Eagle(Drafter):
         self._before = cache[0].offset  # entries of earlier sequences
         self._read = 0  # entries of this sequence; the cache may have more, of a draft
         self._unread: list[mx.array] = []  # hidden states (K, taps x D) of passes, in order
-        self._next_length = 0  # by the policy; 0: not chosen yet
         self._is_lost = False  # True if a pass had no hidden states
 
     @classmethod
@@ -92,48 +91,41 @@ class Eagle(Drafter):
         return KeptParts(find)
 
     def length(self, text: GeneratedText, room: int, policy: LearnedPolicy) -> int:
-        """Return the policy's length of the next draft, chosen once per draft."""
+        """Return the policy's length of the next draft; 0 after a pass without hidden states."""
         if self._is_lost:
             return 0
-        if not self._next_length:
-            target = self._target
-            early = target.chooser.has_margins and self._parts.fits(self._cache)
-            self._next_length = policy.length(min(room, target.most), early)
-        return min(self._next_length, room)
+        target = self._target
+        return policy.length(min(room, target.most), target.chooser.has_margins and self._parts.fits(self._cache))
 
     def propose(self, text: GeneratedText, length: int, policy: LearnedPolicy) -> Proposal:
-        self._next_length = 0
-        with rewound(self._target.chooser):
+        with self._target.chooser.rewound():
             if self._waiting > FEW_TOKENS:
                 self._read_states(self._tokens_of(text)[:-1])
             states, following = mx.concatenate(self._unread), text.tokens[-self._waiting :]
             native = self._parts.use(self._cache, lambda parts: begin_head_draft(parts, self._cache, following, states))
             if native is None:
-                return of_draft(*self._queue_draft(text, length), self._head.nbytes)
+                queued = queue_draft(self._passes(), following, text, length, self._target)
+                return Proposal(*queued, DRAFT, weight_bytes=self._head.nbytes)
             drafted = draft_natively(native, self._target, text, length, policy)
         self._read, self._unread = self._read + len(following), []
         set_entries(self._cache[0], self._before + self._read)
-        return of_draft(*drafted, self._head.nbytes)
+        return Proposal(*drafted, DRAFT, weight_bytes=self._head.nbytes)
 
-    def _queue_draft(self, text: GeneratedText, length: int) -> tuple[mx.array, mx.array | None]:
-        """Queue the passes of a draft without a read, as `queue_draft`."""
-        target, chooser = self._target, self._target.chooser
-        context = text.array() if chooser.processors else None
-        tokens, margins = list[mx.array](), list[mx.array]()
-        states = self._read_states(self._tokens_of(text))
-        while True:
-            logits = chooser.processed(context, self._head.logits(states[:, -1]))
-            token, margin = chooser.drafted(logits, target.reader)
-            (token,) = target.agreement.arrays(token.reshape(1).astype(mx.uint32))
-            mx.async_eval(token)
-            tokens.append(token)
-            margins += [] if margin is None else [margin.reshape(1)]
-            context = None if context is None else mx.concatenate([context, token])
-            if len(tokens) == length:
-                return mx.concatenate(tokens), mx.concatenate(margins) if margins else None
-            states = self._head(self._embedded(token), states[:, -1:], self._cache)
+    def _passes(self) -> Callable[[mx.array], mx.array]:
+        """Return a function that runs a pass of a draft, and returns the logits (1, V) after its tokens."""
+        states: mx.array | None = None  # the output of the latest pass
 
-    def settle(self, text: GeneratedText, found: VerifiedPass | None) -> None:
+        def logits_after(tokens: mx.array) -> mx.array:
+            nonlocal states
+            if states is None:
+                states = self._read_states(tokens)
+            else:
+                states = self._head(self._embedded(tokens), states[:, -1:], self._cache)
+            return self._head.logits(states[:, -1])
+
+        return logits_after
+
+    def settle(self, text: GeneratedText, found: Verification | None) -> None:
         """Keep the hidden states of the accepted rows; at the end of the sequence, read those that are left."""
         if found is not None:
             self._add(found.hidden, found.kept)

@@ -60,7 +60,7 @@ class Lookup(Drafter):
     def propose(self, text: GeneratedText, length: int, policy: LearnedPolicy) -> Proposal:
         tokens = self.table.proposed(length)
         last = next((place for place, token in enumerate(tokens, 1) if token in text.ends), length)
-        return Proposal(tokens[:last], LOOKUP)
+        return Proposal(tokens[:last], source=LOOKUP)
 
     def settle(self, text: GeneratedText, found: Any) -> None:
         self.follow(text.tokens, text.prompt)

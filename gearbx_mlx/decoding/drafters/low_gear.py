@@ -16,6 +16,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -34,10 +35,10 @@ from ...kernels.dispatch import on_cpu
 from ...ranks.agreement import ALONE
 from ..caches import Snapshot
 from ..policy import LearnedPolicy
-from ..response import GeneratedText
-from ..rows import Proposal, VerifiedPass
+from ..response import DRAFT, GeneratedText
+from ..rows import Proposal, Verification
 from ..sampling import Chooser, ChosenRows, GumbelSampler, LogitsReader
-from . import Drafter, DraftTarget, of_draft, queue_draft, rewound
+from . import Drafter, DraftTarget, last_logits, queue_draft
 from .built_ahead import BuiltAhead
 
 Following = Callable[[int, int], tuple[int, float]]
@@ -62,7 +63,6 @@ class LowGear(Drafter):
     def __init__(self, target: DraftTarget, gear: Gear):
         self._target, self.gear = target, gear
         self.name, self.cost = f"{gear.bits} bits", draft_cost(gear.bits, target.gearbox.ladder.top.bits)
-        self._next_length = 0  # by the policy; 0: not chosen yet
         self._built = BuiltAhead(target)
 
     @classmethod
@@ -96,40 +96,35 @@ class LowGear(Drafter):
         return KeptParts(self._find)  # kept beside the verifying gear's
 
     def length(self, text: GeneratedText, room: int, policy: LearnedPolicy) -> int:
-        """Return the policy's length of the next draft; the policy chooses it once per draft."""
+        """Return the policy's length of the next draft; 0 until the gear is made."""
         if not self.is_ready:
             self.prepare()  # again: other sequences' controllers may have capped layers
             if self._target.gearbox.weight_bytes_per_token(self.gear) <= AWAITED_BYTES:
                 self._target.gearbox.make(self.gear)
             if not self.is_ready:
                 return 0
-        if not self._next_length:
-            target = self._target
-            early = target.chooser.has_margins and self._parts.fits(target.cache)
-            self._next_length = policy.length(min(room, target.most), early)
-        return min(self._next_length, room)
+        target = self._target
+        return policy.length(min(room, target.most), target.chooser.has_margins and self._parts.fits(target.cache))
 
     def propose(self, text: GeneratedText, length: int, policy: LearnedPolicy) -> Proposal:
-        target, self._next_length = self._target, 0
-        read = target.gearbox.weight_bytes_per_token(self.gear)
-        with rewound(target.chooser):
+        target, read = self._target, self._target.gearbox.weight_bytes_per_token(self.gear)
+        with target.chooser.rewound():
             native = self._parts.use(target.cache, lambda parts: begin_draft(parts, target.cache))
             if native is not None:
-                tokens, margins = draft_natively(native, target, text, length, policy)
-                return of_draft(tokens, margins, read, self.gear)
+                return Proposal(*draft_natively(native, target, text, length, policy), DRAFT, self.gear, read)
             target.gearbox.shift(self.gear)
             with Snapshot(target.cache).borrowed(), rescoring(self.rescoring_head):
-                first = self._built.take()
-                drafted = queue_draft(target.gearbox.model, target.cache, text, [text.last], length, target, first)
-        return of_draft(*drafted, read, self.gear)
+                run = partial(last_logits, target.gearbox.model, target.cache)
+                drafted = queue_draft(run, [text.last], text, length, target, self._built.take())
+        return Proposal(*drafted, DRAFT, self.gear, read)
 
-    def build_ahead(self, found: VerifiedPass, rows: ChosenRows) -> None:
+    def build_ahead(self, found: Verification, rows: ChosenRows) -> None:
         if self.is_ready and self._built.can_build(found):
             self._target.gearbox.shift(self.gear)
-            with rewound(self._target.chooser), rescoring(self.rescoring_head):
+            with self._target.chooser.rewound(), rescoring(self.rescoring_head):
                 self._built.build(found, rows)
 
-    def settle(self, text: GeneratedText, found: VerifiedPass | None) -> None:
+    def settle(self, text: GeneratedText, found: Verification | None) -> None:
         self._built.settle(found)
 
     def _find(self) -> PassParts | None:

@@ -1,6 +1,7 @@
 """Drafts by a smaller model with the same tokenizer and its own KV cache (Leviathan et al., 2211.17192)."""
 
 import warnings
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -14,9 +15,9 @@ from ..heads import Head
 from ..hidden import Hidden
 from ..pair import bytes_read
 from ..policy import MAX_DRAFTED, LearnedPolicy
-from ..response import GeneratedText
-from ..rows import Proposal, VerifiedPass
-from . import Drafter, DraftTarget, of_draft, queue_draft, rewound
+from ..response import DRAFT, GeneratedText
+from ..rows import Proposal, Verification
+from . import Drafter, DraftTarget, last_logits, queue_draft
 
 COST = 0.25  # of a plain token: a draft model has at most about a quarter of the weights
 
@@ -62,13 +63,13 @@ class OtherModel(Drafter):
         return policy.length(min(room, self._target.most))
 
     def propose(self, text: GeneratedText, length: int, policy: LearnedPolicy) -> Proposal:
-        unread = text.tokens[self._read :]
-        with rewound(self._target.chooser):
-            tokens, margins = queue_draft(self._model, self._cache, text, unread, length, self._target)
+        run = partial(last_logits, self._model, self._cache)
+        with self._target.chooser.rewound():
+            drafted = queue_draft(run, text.tokens[self._read :], text, length, self._target)
         self._read = len(text.tokens) + length - 1  # the last drafted token is not in the cache
-        return of_draft(tokens, margins, self._weight_bytes)
+        return Proposal(*drafted, DRAFT, weight_bytes=self._weight_bytes)
 
-    def settle(self, text: GeneratedText, found: VerifiedPass | None) -> None:
+    def settle(self, text: GeneratedText, found: Verification | None) -> None:
         """Cut the cache to all tokens but the last; at the end of the sequence, prefill the missing ones."""
         right = len(text.tokens) - 1
         if self._read > right:
