@@ -456,7 +456,7 @@ def sentence(rows: Sequence[Mapping[str, Any]], models: str) -> str:
     sure = [row["label"] for row in rows if row["against_reference"]["p_value"] <= LEVEL]
     decided = f"only {', '.join(sure)} differ significantly from 16 bits" if sure else "none differs significantly"
     return (
-        f"In right answers, {len(rows)} methods solve {min(counts)} to {max(counts)} of {rows[0]['problems']} problems "
+        f"{len(rows)} methods solve {min(counts)} to {max(counts)} of {rows[0]['problems']} problems "
         f"({models}), and {decided}.\n\n"
         "![Right answers over seconds per answer, with 95% intervals](images/answers.png)\n"
     )

@@ -85,7 +85,7 @@ def calibrated_base(
     answers = written(original, tokenizer, prompts)
     windows = windows_of(tokenizer, read_documents(data), CONTEXT, tokens, str(data), CONTEXT // 2) if data else []
     rows, figures = [], []
-    bases: dict[str, Any] = {"nearest codes": {}} | {
+    bases: dict[str, Any] = {"RTN": {}} | {
         f"calibrated, {format}": base_of(name, format) for format in formats
     }
     gears: dict[str, dict[str, Any]] = {label: {"base": base} for label, base in bases.items()}

@@ -80,7 +80,7 @@ def static_sentence(results: Path) -> str:
     mixtures = [(row, rows) for _, row, rows in policy_rows(results) if row["policy"] in MIXTURES]
     beaten = [row["kl_mean"] / rows[row["better_static"]]["kl_mean"] for row, rows in mixtures if row["better_static"]]
     return (
-        f"{'No' if len(beaten) == len(mixtures) else 'Rarely'}: in {len(beaten)} of {len(mixtures)} runs with mixed "
+        f"Shifting {'does not help' if len(beaten) == len(mixtures) else 'rarely helps'}: in {len(beaten)} of {len(mixtures)} runs with mixed "
         f"gears, a single gear reads no more bytes and has {span(beaten, '{:.0f}')} times lower KL from the original."
     )
 
@@ -102,7 +102,7 @@ def advice(results: Path) -> str:
         static_sentence(results),
         lossless_sentence(results),
         "If a small loss is acceptable, use one 5-, 6- or 8-bit gear, such as `--gears 6`.",
-        "Entropy does find uncertain tokens: at the same share of tokens, kickdown reduced KL by "
+        "Entropy does find uncertain tokens. At the same share of tokens in the top gear, kickdown reduced KL by "
         f"{kickdown_gain.format(' against the random baseline')}, and route by {route_gain.format('')}.",
     ]
     return "\n".join(lines) + "\n"

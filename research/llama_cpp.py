@@ -337,7 +337,7 @@ def first_token_seconds(model: Any, prompt: list[int]) -> float:
 
 
 LENGTHS = {"decode": "context", "prompt": "prompt_tokens"}  # of a row of each subject
-HEAD = ["bits", "llama.cpp's type", "activations", "ours, tokens/s", "llama.cpp, tokens/s", "ratio", "spread"]
+HEAD = ["bits", "llama.cpp's type", "activations", "gearbx-mlx, tokens/s", "llama.cpp, tokens/s", "ratio", "spread"]
 
 
 def table_of(subject: str, rows: Rows) -> str:
@@ -565,7 +565,7 @@ def same_file(
         for name, trials in found.items()
     ]
     title = f"{named(model)}, {len(asked)} prompts, {max_tokens} tokens"
-    head = [title, "ms a token: median (range)", "times as fast", "equal outputs"]
+    head = [title, "ms/token: median (range)", "speedup", "identical outputs"]
     return Found({by_kernels("same_file"): table_here(head, rows)}, found)
 
 

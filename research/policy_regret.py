@@ -629,7 +629,7 @@ def policy_regret(count: int = 200) -> Found:
             data.append(figures)
     head = ["model, gears, machine", "by", "best fixed way", "time over it: mean", "median", "90th", "99th percentile"]
     head.append("99th, informed")
-    head.append("times as fast as plain decoding: median (1st percentile)")
+    head.append("speedup over plain decoding: median (1st percentile)")
     found, more = cases([each for each in recordings if each.is_real])
     of_case = ["case", *(f"time over the best fixed way, by {how}" for how in ("margins: mean", "margins: worst"))]
     of_case += ["by lengths: mean", "worst"]

@@ -75,7 +75,7 @@ def pass_times(model: str, gear: str, context: int, trials: int, rounding: str) 
     return [*in_turn({count: partial(again, count) for count in ROWS}, trials).values()]
 
 
-@study("docs/performance.md", minutes=3)
+@study("docs/performance.md", "research/tables.md", minutes=3)
 def rows(
     model: str = "smollm2", context: int = 64, trials: int = 40, rounding: Literal["int8", "int16"] = "int8"
 ) -> Found:

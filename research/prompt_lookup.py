@@ -91,9 +91,9 @@ def prompt_lookup(
         data.append({"model": each, "kinds": of_model})
     files = [each for each in data if each["model"].endswith(FILE)]
     short = [[*TITLES[named(each["model"].partition(":")[0])], *medians(each["kinds"])] for each in files]
-    of_files = table(["model", "file as it is", *prompts_by_kind(0)], short)
-    head = ["model", "weights", "prompts", "table right at place 1, 2, 3", "speedup, lookup in its own text"]
-    head += ["in earlier texts too", "outputs identical to plain decoding"]
+    of_files = table(["model", "file", *prompts_by_kind(0)], short)
+    head = ["model", "weights", "prompts", "correct predictions at position 1, 2, 3"]
+    head += ["speedup, lookup in the same sequence", "in earlier sequences too", "outputs identical to plain decoding"]
     about = f"{prompts} prompts of each kind, up to {max_tokens} tokens; median (range)"
     return Found({"prompt_lookup": f"{table_here(head, rows)}\n{about}\n", "files_as_they_are": of_files}, data)
 

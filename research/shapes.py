@@ -211,7 +211,7 @@ def larger_shapes(
     if drafts is not None and drafts.exists():
         known = msgspec.json.decode(drafts.read_bytes(), type=dict[str, Drafts])
     else:
-        for name, calibrated in (("nearest codes", False), ("a calibrated base", True)):
+        for name, calibrated in (("RTN drafts", False), ("GPTQ-calibrated drafts", True)):
             writer = Writer("smollm2", gears, "planes", Lossless(), calibrated)
             known[name] = drafts_of(writer, first_prompts(writer.tokenizer, prompts, num_prompts), max_tokens)
         if drafts is not None:
@@ -228,7 +228,7 @@ def larger_shapes(
         figures.append({"shape": shape, "times": asdict(times), "faster": faster})
         del box
         mx.clear_cache()
-    shares = ["a drafted token", "4 rows verified", "8 rows"]
-    head = ["shape", "GB, 16 bits", "16 bits, ms a token", *shares, *(f"times as fast, {name}" for name in known)]
+    shares = ["drafted token", "4 rows verified", "8 rows"]
+    head = ["shape", "GB, 16 bits", "16 bits, ms/token", *shares, *(f"speedup, {name}" for name in known)]
     block = "larger_shapes" if on_cpu() else "larger_shapes_gpu"
     return Found({block: table_here(head, rows)}, figures)
