@@ -85,9 +85,7 @@ def calibrated_base(
     answers = written(original, tokenizer, prompts)
     windows = windows_of(tokenizer, read_documents(data), CONTEXT, tokens, str(data), CONTEXT // 2) if data else []
     rows, figures = [], []
-    bases: dict[str, Any] = {"RTN": {}} | {
-        f"calibrated, {format}": base_of(name, format) for format in formats
-    }
+    bases: dict[str, Any] = {"RTN": {}} | {f"calibrated, {format}": base_of(name, format) for format in formats}
     gears: dict[str, dict[str, Any]] = {label: {"base": base} for label, base in bases.items()}
     gears |= {"mlx-lm": {"low_model": quantized(name)}} | {path.name: {"low_model": load(path)[0]} for path in others}
     for label, gear in gears.items():

@@ -79,8 +79,9 @@ def static_sentence(results: Path) -> str:
     """How many mixtures of gears a static gear beats, and by how much."""
     mixtures = [(row, rows) for _, row, rows in policy_rows(results) if row["policy"] in MIXTURES]
     beaten = [row["kl_mean"] / rows[row["better_static"]]["kl_mean"] for row, rows in mixtures if row["better_static"]]
+    helps = "does not help" if len(beaten) == len(mixtures) else "rarely helps"
     return (
-        f"Shifting {'does not help' if len(beaten) == len(mixtures) else 'rarely helps'}: in {len(beaten)} of {len(mixtures)} runs with mixed "
+        f"Shifting {helps}: in {len(beaten)} of {len(mixtures)} runs with mixed "
         f"gears, a single gear reads no more bytes and has {span(beaten, '{:.0f}')} times lower KL from the original."
     )
 

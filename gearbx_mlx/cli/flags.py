@@ -435,7 +435,7 @@ class GearFlags(Settings):
     )
     residency: Any = flag(
         "resident",
-        "Location of idle gears; disk:3GB also limits the memory of the process; stream: the top gear also stays on disk",
+        "Location of idle gears; disk:3GB: with a memory limit; stream: the top gear stays on disk too",
         parse=parse_residency,
         metavar="{resident,disk[:SIZE],stream}",
     )

@@ -1,6 +1,6 @@
 """Hidden states after chosen blocks, recorded while an unchanged mlx-lm model runs.
 
-Draft heads read them (`drafters/eagle.py`). A block has a derived class during a pass, which notes its output.
+Draft heads read them (`drafters/eagle.py`). During a pass, a subclass of a block's class records its output.
 """
 
 import contextlib
@@ -14,9 +14,9 @@ import mlx.nn as nn
 from ..compat.classes import of_classes
 
 Hidden = Mapping[int, mx.array]
-"""Number of blocks to the hidden states (K, D) after so many of them, a row for each of K tokens."""
+"""Mapping from a number of blocks to the hidden states (K, D) after them, one row per token."""
 Outputs = Mapping[int, mx.array]
-"""Number of blocks to the output (B, K, D) of the last of them, in a pass over B sequences."""
+"""Mapping from a number of blocks to the output (B, K, D) of the last one, for B sequences."""
 
 NOTE = "hidden_states_of_a_pass"  # attribute of a block during a pass
 
@@ -30,7 +30,7 @@ def blocks_of(model: nn.Module) -> Sequence[nn.Module]:
 
 @contextlib.contextmanager
 def recorded(model: nn.Module, taps: Sequence[int]) -> Iterator[Outputs]:
-    """Record the outputs of blocks in the context, of the latest pass.
+    """Record the outputs of blocks in the latest pass of the context.
 
     Args:
         taps: numbers of blocks, from 1.

@@ -29,7 +29,7 @@ from ..rows import Proposal, VerifiedPass
 from . import Drafter, DraftTarget, of_draft, rewound
 from .low_gear import draft_natively
 
-FIXED_COST = 0.05  # of a step over a plain token, beside the bytes of its weights
+FIXED_COST = 0.05  # of a step, in plain tokens, besides reading its weights
 MAX_UNREAD = 256  # tokens whose hidden states wait for a draft
 
 
