@@ -111,7 +111,7 @@ class GearedChat:
         return [*make_prompt_cache(self._model), *make_prompt_cache(draft)]
 
     def save_cache(self, cache: list[Any], conversation: SavedConversation, path: Path) -> None:
-        """Write caches to a file, with their conversation. Raises GearbxError where they cannot be written."""
+        """Write caches to a file, with their conversation. Raises GearbxError if that fails."""
         own = cache[: len(make_prompt_cache(self._model))]  # a draft model's follow
         save_cache(path, own, self._settings.model.model or str(DEMO_MODEL), self._model, conversation)
 
