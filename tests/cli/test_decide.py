@@ -128,7 +128,7 @@ def stated(flag: str, words: str) -> tuple[str, ...]:
 @pytest.mark.parametrize("mode", [None, *MODES])
 @pytest.mark.parametrize("device", [CPU, GPU])
 @pytest.mark.parametrize("model", ORIGINAL)
-def test_original_weights(by_flags, model, device, mode):
+def test_original_weights_have_stated_defaults(by_flags, model, device, mode):
     others, drafting = stated("gears", r"default: ([\d,]+); lossless, .*?: ([\d,]+);")
     usual, on_gpu = stated("format", r"default: (\w+); lossless: (\w+) \(GPU\)")
     found = by_flags(model, device, mode=mode)
