@@ -1,8 +1,8 @@
-"""The error of attention in a low gear (GEARBX 13.2), for every architecture whose layers attend.
+"""Error of attention in a low gear (GEARBX 13.2), for every architecture with attention layers.
 
-It needs to know nothing of a model's classes. While the model reads a text, `watched` notes each call of attention: the
-innermost module that makes the call, its queries, keys and values, and the linear layers that are called before and
-after it. Then the module is called again with quantized weights, and what its heads attend to is compared.
+No knowledge of the model's classes is needed. While the model reads a text, `watched` records each call of attention:
+the innermost module that calls it, its queries, keys and values, and the linear layers that are called before and after
+it. Then the module is called again with quantized weights, and the attention of its heads is compared.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What a calibrated base gains: drafts that agree, the base alone as a 4-bit model, and what it costs."""
+"""GPTQ-calibrated bases: agreement of drafts, quality as a 4-bit model, and cost."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -70,15 +70,15 @@ def calibrated_base(
     data: Path | None = None,
     tokens: int = 4096,
 ) -> Found:
-    """How often 4-bit drafts choose the original's token, rounded to the nearest codes and calibrated.
+    """Measure how often 4-bit drafts choose the original's token, with RTN and with a GPTQ-calibrated base.
 
     Args:
-        model: of bfloat16; "demo" for the one that ships.
-        prompts: of each kind.
-        formats: whose codes are calibrated; those of exact stay so near that the original comes back.
-        others: 4-bit checkpoints of the model by other quantizers, such as what `gptq` makes, as the lowest gear.
-        data: a text on which the base alone is read, such as WikiText-2's test set.
-        tokens: of that text.
+        model: Bfloat16 model; demo: the bundled one.
+        prompts: Number of prompts of each kind.
+        formats: Formats to calibrate. Calibrated codes of exact stay close enough to restore the original.
+        others: 4-bit checkpoints of the model by other quantizers, such as by `gptq`, as the lowest gear.
+        data: Text for the base as a 4-bit model, such as WikiText-2's test set.
+        tokens: Tokens of that text.
     """
     name = None if model == "demo" else model
     original, tokenizer = load(name)
@@ -124,12 +124,12 @@ class Recorder(mlx_lm_gptq.Catcher):
 
 @study(minutes=15)
 def gptq(folder: Path, model: str = "smollm2", windows: int = 64, length: int = 256) -> None:
-    """A checkpoint of 4 bits by mlx-lm's GPTQ, from the texts that our own calibration reads, for `calibrated-base`.
+    """Make a 4-bit checkpoint by mlx-lm's GPTQ on this package's calibration data, for `calibrated-base`.
 
     Args:
-        folder: for the checkpoint.
-        windows: of the texts, one after the other.
-        length: tokens of a window.
+        folder: Directory for the checkpoint.
+        windows: Number of consecutive windows of the data.
+        length: Tokens of a window.
     """
     geared, tokenizer = load(model)
     text = text_of(tokenizer, None)

@@ -1,4 +1,4 @@
-"""The codebook formats: error, KL, and points of a budget, for docs/codebook.md."""
+"""Codebook formats: error, KL, and results of a budget, for docs/codebook.md."""
 
 import inspect
 import json
@@ -151,18 +151,18 @@ def codebook_formats(
     problems: int = 16,
     target_bpw: float = 6.0,
 ) -> Found:
-    """Error, KL and points of a budget of the codebook formats.
+    """Measure error, KL and results of a budget for the codebook formats.
 
-    Errors are compared with MLX's affine quantization at the same effective bits: with a curve through its widths and
-    group sizes, on which the logarithm of the error is interpolated.
+    Errors are compared with MLX's affine quantization at the same effective bits: the logarithm of its error is
+    interpolated over its widths and group sizes.
 
     Args:
         what: error (4096-wide matrices, Gaussian and Student t), kl (a model on held-out problems of GSM8K), points
-            (the H-Process on the demo model: XFP's table 10); all if not given.
+            (the H-Process on the demo model: XFP's table 10); all if omitted.
         rows: For error: rows of the matrices.
-        model: For kl.
-        problems: For kl.
-        target_bpw: For points.
+        model: Model for kl.
+        problems: Problems for kl.
+        target_bpw: Bits per weight for points.
     """
     measures: dict[str, Callable[[], str]] = {
         "error": lambda: measure_error(rows),
@@ -255,16 +255,16 @@ def h_process(
     lazy: list[float] = [*LAZY_GRID],  # noqa: B006 - nothing changes it
     redraw: Path | None = None,
 ) -> Found:
-    """The H-Process on a mixture of experts, with both of its boundaries: garbage and memory (XFP's table 10).
+    """Run the H-Process on a mixture of experts, up to both of its limits: garbage and memory (XFP's table 10).
 
-    All points are judged; the table ends where the budget does.
+    All points are checked; the table ends at the budget.
 
     Args:
-        model: A mixture of experts, or a Llama, which becomes one by cutting its MLPs into experts.
-        megabytes: The budget; if not given, between what the last two points need.
-        strict: Floor of all layers but the routed experts.
+        model: Mixture of experts, or a Llama whose MLPs are split into experts.
+        megabytes: Budget; if omitted, between the memory of the last two points.
+        strict: Floor of all layers except routed experts.
         lazy: Floors of the experts, ascending.
-        redraw: Measure nothing; take the points of this file, which --json wrote.
+        redraw: Use the points of this file from --json; measure nothing.
     """
     rows = read_report(redraw)["rows"] if redraw else mixture_points(model, strict, lazy)
     budget = 1e6 * megabytes if megabytes else sum(map(needed, rows[-2:])) / len(rows[-2:])

@@ -1,9 +1,9 @@
-"""What writing tokens costs besides the passes: routing, shifts of a mixture, and batches beside mlx-lm's.
+"""Costs of decoding besides forward passes: routing, shifts of mixed gears, and batches, compared with mlx-lm's.
 
-routing: what entropy, monitor, gate and record add to a token. mixture: tokens in all gears beside tokens in the top
-gear, measured, and as GEARBX 9 predicts it: T = S t_shift + sum of n_g t_g, the speedup is N t_top / T; times are those
-of the gears by themselves, in the same run. batch-speed: texts that share passes, in one gear, by our batch generator
-beside mlx-lm's own over the same model with the same kernels.
+routing: overhead of entropy, monitor, gate and record per token. mixture: speed of mixed gears over the top gear, as
+measured and as GEARBX 9 predicts it: T = S t_shift + sum of n_g t_g, the speedup is N t_top / T; times of single gears
+are from the same run. batch-speed: sequences that share passes in one gear, by this package's batch generator and by
+mlx-lm's over the same model with the same kernels.
 """
 
 import random
@@ -88,11 +88,11 @@ class Stay(ThresholdGate):
 def routing(
     model: str | None = None, shape: str = "1024x8", gears: str | None = None, tokens: int = 16, trials: int = 5
 ) -> Found:
-    """What routing adds to a token, in each gear, beside one of mlx-lm's own loop (docs/performance.md).
+    """Time the overhead of routing per token, in each gear, relative to mlx-lm's own loop.
 
     Args:
-        model: If not given, a random Llama.
-        shape: Of the random Llama: WIDTHxLAYERS.
+        model: Model; a random Llama if omitted.
+        shape: WIDTHxLAYERS of the random Llama.
     """
     gearbox, read_bandwidth, tokenizer = engaged(model, shape, gears), BandwidthMeter(), load()[1]
     rows = []
@@ -137,13 +137,13 @@ def mixture(
     run: int = 10,
     trials: int = 5,
 ) -> Found:
-    """A mixture of all gears beside the top gear alone, as measured and as GEARBX 9 predicts.
+    """Time mixed gears against only the top gear, and predict their speed as GEARBX 9 does.
 
     Args:
-        model: If not given, a random Llama.
-        shape: Of the random Llama: WIDTHxLAYERS.
-        shares: Of the tokens in each gear, lowest gear first.
-        run: Tokens in a gear between two shifts, about.
+        model: Model; a random Llama if omitted.
+        shape: WIDTHxLAYERS of the random Llama.
+        shares: Shares of the tokens in each gear, lowest gear first.
+        run: Approximate number of tokens between two shifts.
     """
     asked = parse_shares(shares)
     gearbox, read_bandwidth = engaged(model, shape, gears), BandwidthMeter()
@@ -241,12 +241,12 @@ def batch_speed(
     batch_size: list[int] = [1, 4, 8],  # noqa: B006
     trials: int = 5,
 ) -> Found:
-    """Texts that share passes, in one gear, beside mlx-lm's own batches of the same model.
+    """Time batches in one gear against mlx-lm's own batches of the same model.
 
     Args:
-        model: If not given, a random Llama.
-        shape: Of the random Llama: WIDTHxLAYERS.
-        batch_size: Numbers of texts.
+        model: Model; a random Llama if omitted.
+        shape: WIDTHxLAYERS of the random Llama.
+        batch_size: Numbers of sequences.
     """
     gearbox, read_bandwidth = engaged(model, shape, gears), BandwidthMeter()
     never_ends = EndlessTokenizer(load(model)[1])

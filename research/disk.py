@@ -1,4 +1,4 @@
-"""Weights from files: the top gear streamed, and what residencies take."""
+"""Weights on disk: memory of a streamed top gear, and of each residency."""
 
 import json
 import resource
@@ -89,17 +89,16 @@ def streaming(
     form: Literal["bf16", "resident", "stream"] | None = None,
     limit: int = 0,
 ) -> Found | None:
-    """The least memory that a text needs: from bfloat16, from format exact, and from its top gear on the disk.
+    """Find the least memory for generation: in bfloat16, in format exact, and with the top gear on disk.
 
-    A model of bfloat16 is converted to format exact. The text is written in processes of their own, under limits on
-    memory that close in on the least one: by the bfloat16 model, and by format exact in memory and from the disk. The
-    limit is RLIMIT_DATA: the private memory that a process may write, where the weights go, since MLX maps no file.
-    RLIMIT_AS would count libraries too, and addresses that are never touched.
+    A bfloat16 model is converted to format exact. Separate processes then generate under memory limits that approach
+    the least sufficient one. The limit is RLIMIT_DATA: private writable memory, which contains the weights, since MLX
+    maps no file. RLIMIT_AS would also count libraries and untouched addresses.
 
     Args:
-        directory: For the converted model, which is kept for the next run.
-        form: Write one text under --limit, and nothing else.
-        limit: Bytes.
+        directory: Directory for the converted model, kept for the next run.
+        form: Generate once under --limit, and do nothing else.
+        limit: Memory limit in bytes.
     """
     original, geared = models(model, directory.resolve())
     if form:
@@ -174,15 +173,15 @@ def residencies(
     trials: int = 5,
     form: str | None = None,
 ) -> Found | None:
-    """What each residency takes: memory in the low and in the top gear, time of a shift, speed (Linux).
+    """Measure each residency: memory in the low and in the top gear, time of a shift, speed (Linux).
 
-    Each has a process of its own, which shifts between 4 and 16 bits and writes tokens in both. Memory is what the
-    process has more than before it loaded the model.
+    Each residency has its own process, which shifts between 4 and 16 bits and generates in both. Memory is the increase
+    of the process's memory from before loading the model.
 
     Args:
-        model: A directory or a Hub repository of an original in bfloat16.
-        directory: Keeps the checkpoint of format exact for the next run.
-        form: Measure one residency, and nothing else.
+        model: Directory or Hub repository of a bfloat16 original.
+        directory: Directory for the checkpoint of format exact, kept for the next run.
+        form: Measure one residency, and do nothing else.
     """
     with tempfile.TemporaryDirectory() as temporary:
         place = (directory or Path(temporary)).resolve()

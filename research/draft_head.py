@@ -1,4 +1,4 @@
-"""Training of a draft head: how many tokens it drafts right, by kind of text."""
+"""Training of a draft head: share of correct drafts by kind of prompt."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from .studies import Found, study
 
 @study("docs/heads.md", writes="a head in --out", minutes=60)
 def draft_head(model: str = "smollm2", minutes: float = 60.0, out: str = "draft-head-smollm2") -> Found:
-    """A head trained on a model's own answers: right drafts by kind of text, on answers that it has not seen."""
+    """Train a head on a model's own answers, and measure correct drafts by kind of prompt on held-out answers."""
     training = TrainingSettings(out=out, minutes=minutes)
     settings = DraftHeadSettings(ModelSettings(model=model), PromptTextSettings(), training)
     prepared = prepare(settings)

@@ -1,4 +1,4 @@
-"""Where low gears err (GEARBX 13): weights, attention, keys and values, weights that are quantized twice."""
+"""Errors of low gears (GEARBX 13): weights, attention, keys and values, and weights that are quantized twice."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -308,12 +308,12 @@ def gears_of(report: Report) -> list[str]:
 
 @study("docs/error_analysis.md", writes="images/error_analysis.png", minutes=3)
 def errors(model: str | None = None, texts: int = 1, redraw: Path | None = None) -> Found:
-    """Where low gears err (GEARBX 13): weights, attention, keys and values, weights that are quantized twice.
+    """Measure errors of low gears (GEARBX 13): weights, attention, keys and values, double quantization.
 
     Args:
-        model: A directory or a Hub repository; the model that ships if not given.
-        texts: Of 256 tokens.
-        redraw: Measure nothing; take the figures of this file, which --json wrote.
+        model: Directory or Hub repository; the bundled model if omitted.
+        texts: Number of windows of 256 tokens.
+        redraw: Use the figures of this file from --json; measure nothing.
     """
     report = read_report(redraw) if redraw else measured(model, texts)
     tables = {name: made(report) for name, made in TABLES.items()}

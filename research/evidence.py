@@ -1,4 +1,4 @@
-"""What is measured for docs/evidence.md and research/evidence.md, their tables, and what they advise."""
+"""Measurements for docs/evidence.md and research/evidence.md, their tables, and the advice."""
 
 import errno
 import hashlib
@@ -322,7 +322,7 @@ def make_all(commands: Sequence[str], results: Path, data: Path, keep: bool) -> 
 
 @study(PAGE, "docs/evidence.md", writes="images/pair.png")
 def evidence_tables(results: Path) -> Found:
-    """The tables of both pages, from the reports of the commands; one without a report stays as it is.
+    """Write the tables of both pages from the reports of the commands; a table without a report stays unchanged.
 
     Args:
         results: Directory in which the commands ran.
@@ -339,14 +339,14 @@ def evidence(
 ) -> None:
     """Run every command of research/evidence.md that writes a report, and write its tables and the advice.
 
-    After an interrupt the same command goes on: RESULTS/made.json has what ran, when, where and with which code. What
-    older code measured is measured again. Needs the extras `train` and `plots`.
+    The same command resumes after an interruption: RESULTS/made.json records each command with date, machine and code.
+    Results of older code are measured again. Needs the extras `train` and `plots`.
 
     Args:
-        results: A directory, made if it is missing.
+        results: Directory, made if missing.
         models: Directory of stories260K and babyllama105.
-        data: Directory of GSM8K's texts and of those of train_demo_model.py.
-        keep: Keep what older code measured.
+        data: Directory of the data of GSM8K and of train_demo_model.py.
+        keep: Keep results of older code.
         list: Show the commands, and run none.
     """
     commands = [*page_commands((ROOT / PAGE).read_text(encoding="utf-8"))]
@@ -378,10 +378,9 @@ def sampled_text(
     max_tokens: int = 250,
     seed: int = 0,
 ) -> None:
-    """Sample texts from a model, as JSON Lines, where the text that it was trained on is not at hand.
+    """Sample text from a model, as JSON Lines, as a substitute for unavailable training data.
 
-    The texts are sampled at temperature 1 in full precision. So along them the model is exactly as sure as its own
-    distribution says.
+    It is sampled at temperature 1 in full precision, so the model's certainty equals that of its distribution.
 
     Args:
         model: Directory or Hub repository.

@@ -218,10 +218,10 @@ def draw_bars(axes: Any) -> None:
 
 @study("docs/exact.md", writes="images/exact.png", minutes=3)
 def exact(models: list[str] = []) -> Found:  # noqa: B006 - nothing changes it
-    """Bits per weight and memory of format exact, and a picture of a weight.
+    """Compute bits per weight and memory of format exact, and draw a weight.
 
     Args:
-        models: Directories, beside the demo model and random matrices, such as of stories260K and babyllama105.
+        models: Directories besides the demo model and random matrices, such as of stories260K and babyllama105.
     """
     demo = measured("demo", lambda: bfloat16_model(None), 64)
     tables = {"bits": bits_table(demo, models), "memory": memory_table(demo)}

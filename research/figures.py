@@ -1,7 +1,7 @@
-"""Pictures of GEARBX section 17, each measured, drawn and tabulated; fit for print, readable in grey.
+"""Figures of GEARBX section 17, each measured, drawn and tabulated; suitable for print, and readable in gray.
 
-A picture has three functions: one measures a `Subject` and returns data for JSON, one draws them, one tabulates them.
-Pictures 4 and 6 are not among them: docs/figures.md says where their figures stand.
+A figure has three functions: one measures a `Subject` and returns data for JSON, one draws the data, one tabulates
+them. Figures 4 and 6 are elsewhere: docs/figures.md has the places.
 """
 
 import gc
@@ -630,12 +630,12 @@ def subject_of(name: str | None, max_tokens: int) -> Subject:
 
 @study("docs/figures.md", writes="images/figures/*.svg", minutes=2)
 def figures(only: list[str] = [], model: str | None = None, max_tokens: int = 160) -> Found:  # noqa: B006
-    """The pictures of the paper from runs of a model.
+    """Reproduce the figures of the paper with a model.
 
     Args:
-        only: Names of pictures, such as gear_shares; all of them if not given.
-        model: A directory or a Hub repository of an original model; the model that ships if not given.
-        max_tokens: Of each text, how many are read; from 6 on.
+        only: Names of figures, such as gear_shares; all if omitted.
+        model: Directory or Hub repository of an original model; the bundled one if omitted.
+        max_tokens: Tokens to read of each text, at least 6.
     """
     for name in only:
         if name not in PICTURES:

@@ -1,4 +1,4 @@
-"""Matrix times vector in every format and on each path, against the read bandwidth of the machine."""
+"""Matrix-vector products in every format and on each path, against the machine's read bandwidth."""
 
 import functools
 import statistics
@@ -83,12 +83,12 @@ def kernels(
     trials: int = 5,
     native_only: bool = False,
 ) -> Found:
-    """A matrix times one vector or several, in each format and on each path, as a share of the read bandwidth.
+    """Time a matrix times one or several vectors, in each format and on each path, as a share of the read bandwidth.
 
     Args:
-        megabytes: Of weights, read in a trial: more than the last-level cache.
-        vectors: In one call.
-        native_only: Leave MLX's own kernels out.
+        megabytes: Size of the weights in a trial, above the last-level cache.
+        vectors: Vectors per call.
+        native_only: Omit MLX's own kernels.
     """
     sizes = MatrixSizes(trials, rows, cols, megabytes)
     total, matrix = sizes.megabytes * 2**20, 4 * rows * cols

@@ -1,4 +1,4 @@
-"""The gears of the KV cache: what they lose and save, for docs/kv_gears.md."""
+"""KV cache gears: loss and savings, for docs/kv_gears.md."""
 
 import statistics
 import tempfile
@@ -145,11 +145,11 @@ def times_of(seconds: list[float], of_16: list[float]) -> list[str]:
 
 @study("docs/kv_gears.md", minutes=15)
 def kv_quality(models: list[str] = [], data: Path = TALES, tokens: int = 1000) -> Found:  # noqa: B006
-    """What the gears of the KV cache lose: a text read as by `evaluate --kv-gears`, in windows of several contexts.
+    """Measure the loss of KV cache gears as `evaluate --kv-gears` does, in windows of several lengths.
 
     Args:
-        models: Directories, beside the demo model, such as of babyllama105 and stories260K.
-        data: A text, or JSON Lines.
+        models: Directories besides the demo model, such as of babyllama105 and stories260K.
+        data: Text or JSON Lines.
         tokens: Predictions of each model and context.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -163,10 +163,10 @@ def kv_quality(models: list[str] = [], data: Path = TALES, tokens: int = 1000) -
 
 @study("docs/kv_gears.md", minutes=5)
 def kv_cost(trials: int = 9) -> Found:
-    """What the gears of the KV cache save: bytes that a decode step reads, and its time, in attention and in all.
+    """Measure the savings of KV cache gears: bytes read in a decode step, and time of attention and of the step.
 
-    The demo model is widened, over random keys and values. A step is timed with planes beside entries (4,8,16) and
-    with planes alone (4,8). In each trial every gear takes its turn; a ratio compares processor times within one trial.
+    The demo model is widened, with random keys and values. A step is timed with planes beside entries (4,8,16) and with
+    only planes (4,8). All gears alternate within a trial; a ratio compares processor times of one trial.
     """
     mx.set_default_device(mx.cpu)
     gearbox = Gearbox(widened(load()[0], TIMES), "4,8,16", kernels="native")

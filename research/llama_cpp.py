@@ -1,7 +1,7 @@
-"""Gears beside llama.cpp, in turn within one run.
+"""Comparison of gears with llama.cpp, alternating within one run.
 
-compare-llama-cpp: decoding and prompts of a random Llama in several widths. same-file: milliseconds of a token of
-a real model from one GGUF file, and what drafts save on either side.
+compare-llama-cpp: decoding and prefill of a random Llama in several widths. same-file: ms/token of a real model from
+one GGUF file, and the savings of drafts on both sides.
 """
 
 import json
@@ -378,21 +378,21 @@ def compare_llama_cpp(
     activations: list[Activations] = ["int16", "int8"],  # noqa: B006
     trials: int = 5,
 ) -> Found:
-    """Gears beside llama.cpp (pip install llama-cpp-python), in turn within one run.
+    """Compare gears with llama.cpp (pip install llama-cpp-python), alternating within one run.
 
     decode: tokens of a random Llama after contexts of several lengths. prompt: prompts of several lengths for the same
     Llama, up to the first token of the answer.
 
-    The model becomes GGUF files in f16, q8_0 and q4_0 in a temporary directory, with the rows of queries and keys in
-    the order that llama.cpp rotates. Both sides have as many threads (GEARBX_THREADS, or one per core). llama.cpp keeps
-    keys and values in 16 bits, we in 32. Nothing else may run meanwhile: llama.cpp's threads wait for each other
-    without sleeping.
+    The model is written as GGUF files in f16, q8_0 and q4_0 in a temporary directory, with the rows of queries and keys
+    in the order that llama.cpp rotates. Both sides have the same number of threads (GEARBX_THREADS, or one per core).
+    llama.cpp keeps keys and values in 16 bits, this package in 32. Do not run other programs meanwhile: llama.cpp's
+    threads wait for each other without sleeping.
 
     Args:
         shape: WIDTHxLAYERS.
-        prompts: Their lengths.
-        tokens: Decoded in a trial.
-        activations: Of our gears, each in turn.
+        prompts: Lengths of the prompts.
+        tokens: Tokens decoded in a trial.
+        activations: Activation quantization of this package's gears, alternating.
     """
     installed = versions()
     size = parse_shape(shape)
@@ -523,15 +523,15 @@ def same_file(
     max_tokens: int = 100,
     pairs: int = 3,
 ) -> Found:
-    """A token of a real model in llama.cpp and here, from the same file, in turn.
+    """Compare the time per token of a real model in llama.cpp and here, from the same file, alternating.
 
-    SmolLM2's file is Q4_1, others are Q4_K_M. Both sides also unpack it to 16 bits, and use 4 bits as the draft. The
-    time of the prompt does not count. With GEARBX_CPU=avx2 the kernels here have AVX2 alone, as llama.cpp's have.
+    SmolLM2's file is Q4_1, others are Q4_K_M. Both sides also unpack it to 16 bits, and use 4 bits as the draft.
+    Prefill is not counted. With GEARBX_CPU=avx2, the kernels here use only AVX2, as llama.cpp's do.
 
     Args:
-        prompts: Files: one per line, or JSON Lines as in GSM8K.
-        model: One that real-models has fetched, or smollm2.
-        num_prompts: Of each file.
+        prompts: Files with one prompt per line, or JSON Lines as in GSM8K.
+        model: A model fetched by real-models, or smollm2.
+        num_prompts: Number of prompts of each file.
         pairs: Trials of a prompt.
     """
     file, packed = gguf_of(model), f"llama.cpp, {'Q4_1' if model == smollm2.SMOLLM2 else 'Q4_K_M'}"
@@ -571,11 +571,11 @@ def same_file(
 
 @study(writes="tests/data/llama_cpp_MODEL.json", minutes=2)
 def llama_cpp_reference(model: str = smollm2.SMOLLM2, others: int = 44) -> None:
-    """What llama.cpp makes of texts in a GGUF: tokens, log-probabilities and greedy texts, for a test.
+    """Record llama.cpp's tokens, log-probabilities and greedy outputs for a GGUF file, for a test.
 
     Args:
-        model: One that real-models has fetched, or smollm2.
-        others: Texts beside those that are odd.
+        model: A model fetched by real-models, or smollm2.
+        others: Number of ordinary prompts besides the unusual ones.
     """
     texts = [*ODD_TEXTS, *[*read_prompts(HELD_OUT)[:20], *read_prompts(ASSISTANT)][-others:]]
     child = llama_cpp_in_child(gguf_of(model))

@@ -1,4 +1,4 @@
-"""What a manifest's tables gain, for docs/sensitivity.md."""
+"""Quality of a manifest's tables, for docs/sensitivity.md."""
 
 import json
 from dataclasses import dataclass
@@ -236,19 +236,19 @@ def sensitivity(
     tokens: int = 10**6,
     keep: bool = False,
 ) -> Found:
-    """What a manifest's tables gain on held-out text, beside uniform gears and mlx-lm's dynamic quantization.
+    """Compare a manifest's tables on held-out text with uniform gears and mlx-lm's dynamic quantization.
 
-    First `gearbx_mlx sensitivity` and `allocate` make the manifest. All are compared at the same bits per weight,
-    several pairs of widths for mlx-lm's. For any model but the one that ships, tables alone are compared.
+    First, `gearbx_mlx sensitivity` and `allocate` make the manifest. All are compared at the same bits per weight, with
+    several pairs of widths for mlx-lm. Only the tables are compared for models other than the bundled one.
 
     Args:
-        results: Directory for the manifest and for what is measured.
-        model: A directory or a Hub repository; the model that ships if not given.
-        held_out: A text, or JSON Lines.
+        results: Directory for the manifest and the measurements.
+        model: Directory or Hub repository; the bundled model if omitted.
+        held_out: Text or JSON Lines.
         samples: Windows of the calibration text.
         length: Tokens of a window.
-        tokens: Of the held-out text, at most.
-        keep: Take what an earlier run measured.
+        tokens: Maximum number of tokens of the held-out text.
+        keep: Use the measurements of an earlier run.
     """
     subject = Subject(results, model, held_out, samples, length, tokens)
     measures = {"clamps": measure_clamps, "least": measure_least, "allocation": measure}

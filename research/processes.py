@@ -1,4 +1,4 @@
-"""Ranks: what agreeing on each token costs them."""
+"""Ranks: cost of agreeing on each token."""
 
 import json
 import os
@@ -93,13 +93,13 @@ def written(percentiles: list[float]) -> str:
 
 @study("docs/distributed.md", minutes=3)
 def ranks(sizes: list[int] = [2]) -> Found:  # noqa: B006 - nothing changes it
-    """What agreeing costs ranks on this machine: all sample as rank 0 does (gearbx_mlx/ranks/agreement.py).
+    """Time the agreement of ranks on this machine: all use the tokens of rank 0 (gearbx_mlx/ranks/agreement.py).
 
-    For each number of ranks, mlx.launch starts on_rank.py on all of them, each with its share of the cores. Texts with
-    and without the agreement alternate there; rank 0 says what their tokens took.
+    For each number of ranks, mlx.launch starts on_rank.py, each rank with its share of the cores. Outputs with and
+    without the agreement alternate there; rank 0 reports the times of their tokens.
 
     Args:
-        sizes: Numbers of ranks; as many as key-value heads if not given.
+        sizes: Numbers of ranks; up to the number of KV heads if omitted.
     """
     head = ["ranks", "time per token, shared", "not shared", "ratio", "sharing only"]
     return Found({"ranks": table_here(head, [row(count, on_ranks(count)) for count in sizes])})

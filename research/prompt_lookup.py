@@ -1,4 +1,4 @@
-"""Drafts of prompt lookup alone, for models of one gear: what most people own."""
+"""Prompt lookup as the only drafter, for models with one gear."""
 
 import statistics
 from collections.abc import Iterator, Sequence
@@ -65,15 +65,15 @@ def prompt_lookup(
     prompts: int = 8,
     max_tokens: int = 120,
 ) -> Found:
-    """How much time prompt lookup saves in models of one gear, by kind of prompt.
+    """Time prompt lookup in models with one gear, by kind of prompt.
 
-    Plain decoding, lookup in the own text, and lookup in earlier texts too, in turn in one process. The texts of a kind
-    follow each other as in a conversation.
+    Plain decoding, lookup in the same sequence, and lookup in earlier sequences too alternate in one process. The
+    outputs of a kind follow each other as in a conversation.
 
     Args:
         models: Names as of `real-models`, with a gear's bits, or `file` for the bits of the GGUF file.
-        prompts: Of each kind: chat, code, math, and edits that copy their source.
-        max_tokens: Of each output.
+        prompts: Number of prompts of each kind: chat, code, math, and edits that copy their source.
+        max_tokens: Maximum number of tokens in an output.
     """
     rows, data = [], list[dict[str, Any]]()
     for each in models:

@@ -1,6 +1,6 @@
-"""Our server beside mlx_lm.server: one client alternates between both, for tokens per second and the first token.
+"""Comparison of this package's server with mlx_lm.server: one client alternates between both, for speed and latency.
 
-It needs psutil. With kernels mlx both compute the same, and texts are equal.
+Needs psutil. With kernels mlx, both compute the same, and outputs are equal.
 """
 
 import statistics
@@ -81,11 +81,11 @@ def server(
     tokens: int = 64,
     trials: int = 9,
 ) -> Found:
-    """This package's server in one gear, with each kind of kernels, beside mlx_lm.server.
+    """Compare this package's server in one gear, with each kind of kernels, with mlx_lm.server.
 
     Args:
-        model: If not given, the model that ships.
-        tokens: Of an answer, from 8 on.
+        model: Model; the bundled one if omitted.
+        tokens: Tokens of an answer, at least 8.
     """
     words, rows = " ".join(read_documents(Path(CALIBRATION))).split(), Rows()
     for kind in kernels:

@@ -1,4 +1,4 @@
-"""What mode lossless would save in time on larger models: passes of random weights, drafts of a real model."""
+"""Estimated speedups of mode lossless on larger models: passes of random weights, drafts of a real model."""
 
 import itertools
 import statistics
@@ -194,17 +194,17 @@ def larger_shapes(
     gears: str = "4,16",
     drafts: Path | None = None,
 ) -> Found:
-    """What mode lossless would save in time on larger models, if their drafts agreed as often as SmolLM2's.
+    """Estimate the speedup of mode lossless on larger models, with SmolLM2's acceptance of drafts.
 
-    Passes are timed on random weights of each shape. Rounds are replayed on the margins and the agreement that
-    SmolLM2's drafts show along its own texts, from the nearest 4-bit codes and from a calibrated base.
+    Passes are timed on random weights of each shape. Rounds are replayed with the margins and the acceptance of
+    SmolLM2's drafts along its own outputs, by RTN and by a GPTQ-calibrated base.
 
     Args:
-        prompts: Files: one per line, or JSON Lines as in GSM8K.
-        num_prompts: Of each file.
-        shapes: Those of a CPU's table; on a GPU larger ones too.
+        prompts: Files with one prompt per line, or JSON Lines as in GSM8K.
+        num_prompts: Number of prompts of each file.
+        shapes: Names of shapes; larger ones are for GPUs.
         context: Tokens in the KV cache before a pass.
-        drafts: A file for SmolLM2's drafts: recorded where it is missing, read where it is there.
+        drafts: File of SmolLM2's drafts; recorded if missing, else read.
     """
     known, every = {}, SHAPES | LARGE
     check_choice("shapes", shapes, tuple(every))

@@ -1,7 +1,7 @@
-"""What studies share: how one is declared and started, times taken in turn, and tables that say where and when.
+"""Shared code of studies: declaration and start, alternating measurements, and tables with machine and date.
 
-A study is a function whose parameters are its flags, and which returns what it `Found`. Everything else is the same for
-all: `--write` puts tables and pictures into docs/, `--json FILE` keeps the figures.
+A study is a function whose parameters are its flags, and which returns what it `Found`. All studies share two flags:
+`--write` puts tables and pictures into docs/, `--json FILE` saves the figures.
 """
 
 import argparse

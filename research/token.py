@@ -1,8 +1,8 @@
-"""Where the time of a token goes, in each gear: products, output head, attention, the other fused operations, graph.
+"""Parts of a token's time in each gear: matmuls, output head, attention, the other fused operations, graph.
 
-The parts are those of a token whose operations run one by one; a token whose blocks run as one operation each is timed
-beside it, which shows what blocks save. The rest is the token's time less all parts, and is MLX's evaluation; it can
-be negative on a busy machine.
+The parts are those of a token whose operations run one by one. A token with one operation per block is timed too, to
+show the savings of blocks. The rest is the token's time minus all parts: MLX's evaluation. It can be negative on a busy
+machine.
 """
 
 import functools
@@ -63,11 +63,11 @@ def token(
     trials: int = 5,
     context: int = 0,
 ) -> Found:
-    """Where a token's time goes, in each gear; trials go through all gears in turn.
+    """Time the parts of a token in each gear; all gears alternate within a trial.
 
     Args:
-        model: If not given, a random Llama.
-        shape: Of the random Llama: WIDTHxLAYERS.
+        model: Model; a random Llama if omitted.
+        shape: WIDTHxLAYERS of the random Llama.
         context: Tokens in the KV cache before the first one.
     """
     gearbox, read_bandwidth = engaged(model, shape, gears, context), BandwidthMeter()

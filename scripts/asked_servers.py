@@ -1,4 +1,4 @@
-"""Servers in processes of their own, and clients that ask them; for tools and studies."""
+"""Servers in separate processes, and clients that send them requests; for tools and studies."""
 
 import contextlib
 import socket

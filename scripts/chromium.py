@@ -1,4 +1,4 @@
-"""A headless Chromium, for the tests of the page and for its pictures."""
+"""A headless Chromium, for the tests of the server's page and for its pictures."""
 
 import contextlib
 import importlib.util

@@ -1,7 +1,7 @@
-"""Write the table of docs/models.md: what gears do for each class of mlx_lm.models, found with tiny random instances.
+"""Write the table of docs/models.md: gears of each class of mlx_lm.models, found with tiny random instances.
 
 python scripts/describe_models.py            # all of them, within minutes
-python scripts/describe_models.py --check    # writes nothing; fails where the page says something else
+python scripts/describe_models.py --check    # writes nothing; fails if a row of the page is wrong
 python scripts/describe_models.py --check llama mamba
 """
 

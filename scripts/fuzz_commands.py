@@ -1,10 +1,10 @@
-"""Run the commands with wrong flags and damaged files of every kind, and report what a user should never see.
+"""Run the commands with wrong flags and damaged files of every kind, and report failures that no user should see.
 
     python scripts/fuzz_commands.py --minutes 60 --jobs 4 --keep failures
 
-Flags are those of the parsers, with their own bounds and choices; a file is a whole one with a change. A command may
-succeed, or refuse in one line. Everything else is a failure: a traceback, an error that was not foreseen, a fatal
-signal, a wait without end, half a file left behind. Hypothesis searches for the shortest command that shows it.
+Flags come from the parsers, with their own bounds and choices; a damaged file is a correct one with a change. A command
+may succeed, or refuse in one line. Everything else is a failure: a traceback, an unforeseen error, a fatal signal, an
+endless wait, half a file left behind. Hypothesis searches for the shortest command that fails.
 """
 
 import argparse

@@ -1,14 +1,14 @@
-"""Plant defects in the package and in its C++ core, one at a time, and see which of them the tests find.
+"""Plant defects in the package and in its C++ core, one at a time, and check whether the tests find them.
 
     .venv/bin/python -m pytest -n logical --dist worksteal --cov --cov-context=test
     .venv/bin/python scripts/plant_defects.py defects.jsonl
     .venv/bin/python scripts/plant_defects.py defects.jsonl --survivors
 
-The first command records which test executes which line. A defect is an operator, a constant or a condition that is
-changed. They are drawn at random, with a seed. For each, tests that execute its line run until one fails; the whole
-default suite runs for those that survive. None behind a marker does.
+The first command records which test executes which line. A defect is a changed operator, constant or condition, drawn
+at random with a seed. For each defect, tests that execute its line run until one fails; the whole default suite runs
+for defects that survive. Tests behind markers do not run.
 
-Every result is a line of the file, and a second start goes on from there; `--report` prints a table by folder.
+Every result is a line of the file, and a second start resumes there; `--report` prints a table by folder.
 """
 
 import argparse

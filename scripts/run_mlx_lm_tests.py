@@ -4,9 +4,9 @@
     python scripts/run_mlx_lm_tests.py --only generate --wrapper "low gear"
 
 A wrapper replaces a model, so a test that passes with the model has to pass with the wrapper. The tests are
-those of the installed mlx-lm's source distribution, which pip gets once; the demo model replaces the Hub's.
-Models that are too large to be quantized in a test are left out, for mlx-lm too. Every logit is computed, for mlx-lm
-too: some tests look only at shapes, of products that MLX cannot compute on a CPU.
+those of the installed mlx-lm's source distribution, which pip downloads once; the demo model replaces the Hub's.
+Models that are too large to be quantized in a test are omitted, for mlx-lm too. Every logit is computed, for mlx-lm
+too: some tests check only shapes, of matmuls that MLX cannot compute on a CPU.
 """
 
 import argparse

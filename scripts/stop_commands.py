@@ -1,10 +1,10 @@
-"""Stop commands at random moments, and see whether they end as they should, and the same command to the same result.
+"""Stop commands at random moments, and check how they end, and that the same command then completes the same result.
 
     python scripts/stop_commands.py kill --times 1000      SIGKILL, and then the same command again until it ends
-    python scripts/stop_commands.py signal --times 200     SIGINT and SIGTERM: the exit status, and nothing left behind
+    python scripts/stop_commands.py signal --times 200     SIGINT and SIGTERM: the exit status, and no files left behind
     python scripts/stop_commands.py disk --times 200       a disk that is full, and then has room (mounts: as root)
 
-Every command that writes takes its turn, on tiny models. An uninterrupted run shows what each has to write.
+All commands that write alternate, on tiny models. An uninterrupted run shows the expected files of each.
 """
 
 import argparse

@@ -1,12 +1,12 @@
-r"""Problems, free-running: the model writes greedily, and its final answer is right or wrong.
+r"""Answers to problems: the model generates greedily, and its final answer is correct or wrong.
 
-Functions: the answer is Python code, right if it passes the problem's tests. GSM8K: the number after ####. MATH: the
+Functions: the answer is Python code, correct if it passes the problem's tests. GSM8K: the number after ####. MATH: the
 answer in \boxed{...}, in a form in which equal answers are equal strings. Hendrycks et al., "Measuring Mathematical
 Problem Solving With the MATH Dataset" (arXiv:2103.03874): their evaluation takes the last box and compares strings
-after the replacements below. So 0.5 and \frac{1}{2} are the same answer, and 0.25 and \frac{1}{4} are not: scores
+after the replacements below. So 0.5 and \frac{1}{2} are equal answers, and 0.25 and \frac{1}{4} are not: scores
 compare with published ones only under the same rule.
 
-Problems of MATH are read as they are published: JSON Lines, or a folder of files with one problem each. The fields are
+Problems of MATH are read as published: JSON Lines, or a folder of files with one problem each. The fields are
 problem, solution (with the answer in \boxed{...}), level and type; of MATH-500, subject instead of type.
 """
 

@@ -1,7 +1,7 @@
 """EAD: two models that take turns. Its Table 1 and its Figure 1 along a text.
 
-Along a given text neither model sees what the other one would have written, so that their predictions do not depend on
-the gate. Each model reads the text once, and the gate is replayed over the recorded entropies for every threshold.
+Along a given text, no model reads output of the other, so predictions do not depend on the gate. Each model reads the
+text once, and the gate is replayed over the recorded entropies for every threshold.
 """
 
 import math

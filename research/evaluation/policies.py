@@ -1,8 +1,8 @@
-"""Which gear computes a token: the policies of the comparison, and the controls that they have to beat.
+"""Policies that select the gear of a token, and their controls.
 
-All but the static ones shift between two gears, `low` and `high`. A policy that decides by the token itself computes it
-in `low` first and then, perhaps, again in `high`: both passes are counted. A report has a row for every policy with its
-controls, each with the threshold that gives the share of tokens.
+All except the static ones shift between two gears, `low` and `high`. A policy that decides by the token itself computes
+it in `low` first and then, if necessary, again in `high`: both passes are counted. A report has a row for every policy
+and its controls, each with the threshold that results in the share of tokens.
 """
 
 from collections.abc import Callable, Collection, Sequence

@@ -1,9 +1,9 @@
-"""What policies share with each other along a text: the reference, prompts, and lossless with its passes.
+"""Shared code of policies along a text: the reference, prompts, and lossless with its passes.
 
 Lossless along a text: the low gear reads the text's own tokens and drafts, the top gear verifies the draft in one pass.
-A drafted token is accepted where both gears have the same most likely token, even if the text has another. The first
-token on which they differ ends the draft, and the top gear's prediction stands there. So the passes are those of a
-greedy generation that would have written this text.
+A drafted token is accepted if both gears have the same most likely token, even if the text has a different one. The
+first token on which they differ ends the draft, and the top gear's prediction takes its place. So the passes are those
+of a greedy generation of this text.
 """
 
 import itertools

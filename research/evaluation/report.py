@@ -1,7 +1,7 @@
-"""From recordings to the report of a text: a row for each policy, and how it compares with its controls.
+"""Report of a text from recordings: a row for each policy, and its comparison with controls.
 
-The controls are the static gears, and a gate that chooses at random, at the same share or the same bytes. A report is
-data, a table, and a picture of KL against bytes per token.
+The controls are the static gears, and a gate that chooses at random, with the same share or the same bytes. A report
+has data, a table, and a picture of KL against bytes per token.
 """
 
 import math

@@ -1,6 +1,6 @@
-"""The recordings of one report: policies along a text, made in turn.
+"""Recordings of one report: policies along a text, one after the other.
 
-Among them is the noise floor: how far the reference is from itself where arithmetic is as coarse as bfloat16's.
+They include the noise floor: the distance of the reference from itself with arithmetic as coarse as bfloat16's.
 """
 
 import contextlib
