@@ -528,7 +528,7 @@ def kept_by(way: Any, kept: Mapping[str, float]) -> Any:
 
 
 def lost_in(case: Case, recording: Recording, early: bool) -> float:
-    """Return the share of the time that the policy loses in a case, over the best fixed way."""
+    """Return the share of the time that the policy loses in a case, over the best fixed policy."""
 
     def seconds(early: bool, begin: Begin) -> float:
         return seconds_of_token([each for seed in range(SEEDS) for each in case.passes(recording, seed, early, begin)])
@@ -612,8 +612,8 @@ def policy_regret(count: int = 200) -> Found:
 
     A start generates two outputs. In a series of four starts, each begins with the numbers that the previous one kept.
     At some point, another process also computes for half a second to a minute. Fixed policies are plain decoding, 1 to
-    8 tokens in every draft, and drafts that end once the probability of the whole draft is below 0.3, 0.5 or 0.7. *By
-    length* is the policy's choice if margins arrive too late. *Informed* is a start with the numbers of a long quiet
+    8 tokens in every draft, and drafts that end once the probability of the whole draft is below 0.3, 0.5 or 0.7. By
+    lengths: the policy's choice if margins arrive too late. Informed: a start with the numbers of a long quiet
     start. Special cases on recordings of real models are slow drafts, short starts, and noise.
 
     Args:
@@ -627,11 +627,19 @@ def policy_regret(count: int = 200) -> Found:
             row, figures = regret(recording, starts, early)
             rows.append(row)
             data.append(figures)
-    head = ["model, gears, machine", "by", "best fixed way", "time over it: mean", "median", "90th", "99th percentile"]
+    head = [
+        "model, gears, machine",
+        "by",
+        "best fixed policy",
+        "time over it: mean",
+        "median",
+        "90th",
+        "99th percentile",
+    ]
     head.append("99th, informed")
     head.append("speedup over plain decoding: median (1st percentile)")
     found, more = cases([each for each in recordings if each.is_real])
-    of_case = ["case", *(f"time over the best fixed way, by {how}" for how in ("margins: mean", "margins: worst"))]
+    of_case = ["case", *(f"time over the best fixed policy, by {how}" for how in ("margins: mean", "margins: worst"))]
     of_case += ["by lengths: mean", "worst"]
     tables = {"policy_regret": table_here(head, rows), "policy_cases": table_here(of_case, found)}
     return Found(tables, {"starts": data, "cases": more})
