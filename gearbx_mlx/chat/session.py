@@ -143,7 +143,7 @@ class GearedChat:
     def change(self, mode: str, words: Sequence[str]) -> None:
         """Change the mode and its flags. Raises GearbxError for a mode that these models cannot have."""
         check_mode(mode, MODES)
-        flags = self._settings.mode  # of the chat's command line
+        flags = self._settings.mode  # the flags of the chat's command line
         given = flags.given() if mode == self._first else flags.given_to_others()
         if words:
             flags = parse_mode(mode, words).mode

@@ -27,9 +27,9 @@ from .hidden import blocks_of
 
 OF_THIS_MODEL = "use a head that was trained for this model"
 EMBEDDINGS = ("embed_tokens", "wte", "tok_embeddings", "embeddings")  # names of the embedding in mlx-lm's models
-BITS, GROUP_SIZE = 4, 64  # of a head in use; drafts are accepted as often as with the original weights
+BITS, GROUP_SIZE = 4, 64  # drafts are accepted as often as with the original weights
 BYTES_IN_USE = 4.5 / 8  # per weight, with scales and biases
-ACTIVATION_BITS = 8  # of native matmuls
+ACTIVATION_BITS = 8  # for native matmuls
 
 Size = Annotated[int, Meta(ge=1, le=2**24)]
 Layers = tuple[Annotated[int, Meta(ge=0, le=2**16)], ...]
@@ -222,7 +222,7 @@ class Head(nn.Module):
         for path, module in [*named_modules_of(self)]:
             put = with_kernels(module, native)
             if isinstance(put, nn.Linear) and put.weight.shape[1] % GROUP_SIZE == 0:
-                put.x_bits = ACTIVATION_BITS  # of native kernels; chooses the order of the codes
+                put.x_bits = ACTIVATION_BITS  # for native kernels; chooses the order of the codes
                 put = quantizer.modules(put, BITS, (BITS,), GROUP_SIZE, put.weight.dtype)[BITS]
                 put.x_bits = ACTIVATION_BITS
             if put is not module and path:

@@ -120,7 +120,7 @@ class Verifier:
     def __init__(self, gearbox: Gearbox, gear: Gear, prefill_gear: Gear | None = None, taps: Sequence[int] = ()):
         self.gearbox, self.gear, self.prefill_gear, self.taps = gearbox, gear, prefill_gear or gear, taps
         self._found: KeptParts | None = None
-        self._caps = gearbox.caps  # of the found parts
+        self._caps = gearbox.caps  # caps of the found parts
 
     def prefill(self, tokens: mx.array, cache: Cache, **embedded: mx.array) -> Hidden:
         """Prefill a part (n,) of the prompt, and return its hidden states."""

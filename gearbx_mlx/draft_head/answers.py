@@ -13,7 +13,7 @@ from ..gears.gearbox import Observer
 from .target import HeadTarget
 
 TOGETHER = 32  # answers in a batch
-TEMPERATURE, MIN_P = 0.8, 0.02  # of every second answer
+TEMPERATURE, MIN_P = 0.8, 0.02  # sampling of every second answer
 SHORTEST = 4  # tokens of an answer that has something to draft
 HELD_OUT = 24  # every 24th answer, a greedy one, is not trained on
 MAX_HELD_OUT = 40

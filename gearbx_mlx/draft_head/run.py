@@ -31,7 +31,7 @@ from .training import BATCH_TOKENS, Trainer, frequent_tokens, tokens_a_round
 CHECKPOINT = "state.safetensors"
 STATE = "training"  # directory in the output with what a next call continues
 FIRST_TOKENS, FIRST_SEEN = 125_000, 1_000_000  # tokens of answers written and trained on, for a first head
-WRITING_SHARE = 1 / 3  # of the time
+WRITING_SHARE = 1 / 3  # share of the time for answers
 REMOVE = "remove it, or use --minutes"
 TESTS = 20  # in all
 MIN_TEST_SECONDS = 10.0  # between tests

@@ -10,7 +10,7 @@ import numpy as np
 from ..files.writing import replacing_arrays, write_text
 from .training import PLACES, Trainer
 
-GROUP_SIZE = 64  # of quantized weights
+GROUP_SIZE = 64  # weights per scale, if quantized
 
 
 def head_config(trainer: Trainer, model: dict[str, Any], bits: int | None) -> dict[str, Any]:

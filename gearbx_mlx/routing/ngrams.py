@@ -19,9 +19,9 @@ from .gates import RunningMean
 LONGEST_NGRAM = 4  # tokens of a key of the table
 LONGEST_RUN = 16  # tokens; longer runs count as the longest
 MAX_TOKENS = 2**18  # read tokens; then the older half is dropped
-SLOTS = 8  # of the table per token: four n-grams fill half of them
+SLOTS = 8  # slots per token: four n-grams fill half of them
 FIRST_SIZE = 2**9  # tokens of a new table
-MULTIPLIER, BITS = 0x9E3779B1, 32  # of a multiplicative hash (Knuth, 6.4)
+MULTIPLIER, BITS = 0x9E3779B1, 32  # multiplicative hash (Knuth, 6.4)
 SEPARATOR = -1  # between two sequences
 
 # Acceptance rates before any observation, by the shortest run of a class: of tokens that the table did not predict
@@ -38,7 +38,7 @@ PRIOR = {
 }
 EARLIER = 0.6  # times as high for runs in earlier sequences
 PRIOR_WEIGHT, WEIGHT_KEPT = 16.0, 0.995  # tokens that the prior counts as; share of its weight that each new one leaves
-MIN_PROBABILITY = 0.02  # of a correct draft as a whole; less likely drafts end earlier
+MIN_PROBABILITY = 0.02  # least probability of a whole draft; less likely ones end earlier
 
 
 def rates_of_class(run: int) -> list[list[RunningMean]]:
@@ -65,8 +65,8 @@ class NgramTable:
         """Number of tokens read since a caller set it to 0."""
         self.run = 0
         """Number of last tokens that occurred before, up to `LONGEST_RUN`; 0 if the last one is new."""
-        self._place = 0  # of the token after them
-        self._slots_of_last = list[int]()  # of the n-grams that end with the last token, the shortest first
+        self._place = 0  # place of the token after them
+        self._slots_of_last = list[int]()  # slots of the n-grams that end with the last token, shortest first
         classes = {run: rates_of_class(run) for run in PRIOR}
         self._rates = [classes[max(run for run in PRIOR if run <= max(length, 1))] for length in range(LONGEST_RUN + 1)]
         self._rebuild()

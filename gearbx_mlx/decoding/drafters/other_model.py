@@ -18,7 +18,7 @@ from ..response import GeneratedText
 from ..rows import Proposal, VerifiedPass
 from . import Drafter, DraftTarget, of_draft, queue_draft, rewound
 
-COST = 0.25  # of a plain token: a draft model has at most about a quarter of the weights
+COST = 0.25  # plain tokens per drafted token: a draft model has at most about a quarter of the weights
 
 
 class OtherModel(Drafter):
