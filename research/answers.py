@@ -336,7 +336,7 @@ class Solver:
 def prompts_of(
     max_tokens: int, task: tasks.Task, tokenizer: Any, config: dict, examples: Problems, problems: Problems
 ) -> Sequence[tasks.Prompt]:
-    """The prompt of each problem, after examples; in the model's chat template, if it has one."""
+    """Return the prompt of each problem, after examples; in the model's chat template, if it has one."""
     if tokenizer.has_chat_template:
         tokens = [in_turns(tokenizer, [*examples, row], task.instruction) for row in problems]
     else:
@@ -346,7 +346,7 @@ def prompts_of(
 
 
 def in_turns(tokenizer: Any, rows: Problems, instruction: str) -> list[int]:
-    """The tokens of a chat: each question but the last with its worked answer, without notes for a calculator."""
+    """Return the tokens of a chat with worked answers, without notes for a calculator, before the last question."""
     messages = []
     for row in rows:
         messages += [{"role": "user", "content": row["question"] + instruction}]

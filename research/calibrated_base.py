@@ -104,7 +104,7 @@ def calibrated_base(
 
 
 def quantized(name: str | None) -> Any:
-    """A model in 4 bits by mlx-lm's own quantization, as `mlx_lm.convert -q` has it."""
+    """Return a model in 4 bits by mlx-lm's own quantization, as `mlx_lm.convert -q` has it."""
     model, _ = load(name)
     nn.quantize(model, DEFAULT_GROUP_SIZE, 4)
     return model
@@ -174,7 +174,7 @@ def encoded(tokenizer: Any, text: str) -> list[int]:
 
 
 def agreement(gearbox: Gearbox, answers: Sequence[tuple[str, list[int], list[int]]]) -> dict[str, float]:
-    """The share of the answers' tokens that the lowest gear chooses too, by kind."""
+    """Return the share of the answers' tokens that the lowest gear chooses too, by kind."""
     gearbox.shift(gearbox.ladder[0])
     right: dict[str, list[np.ndarray]] = {}
     for kind, prompt, answer in answers:
@@ -185,7 +185,7 @@ def agreement(gearbox: Gearbox, answers: Sequence[tuple[str, list[int], list[int
 
 
 def against_top(gearbox: Gearbox, windows: Sequence[Sequence[int]]) -> dict[str, float]:
-    """The figures of llama.cpp's --kl-divergence for the lowest gear; {} without windows."""
+    """Return the figures of llama.cpp's --kl-divergence for the lowest gear; {} without windows."""
     if not windows:
         return {}
     ladder = gearbox.ladder

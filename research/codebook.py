@@ -48,7 +48,7 @@ H_PROMPTS = 8  # calibration texts of the H-Process on a mixture
 
 
 def at(curve: dict[float, float], bits: float) -> float:
-    """The value of the curve at these effective bits, the logarithm interpolated."""
+    """Return the value of the curve at these effective bits, the logarithm interpolated."""
     points = sorted(curve)
     return float(np.exp(np.interp(bits, points, np.log([curve[p] for p in points]))))
 
@@ -62,7 +62,7 @@ def number(value: mx.array) -> float:
 
 
 def squared_error(made: mx.array, weight: mx.array) -> float:
-    """The sum of squared errors over the sum of squared weights."""
+    """Return the sum of squared errors over the sum of squared weights."""
     return number(mx.square(made - weight).sum() / mx.square(weight).sum())
 
 
@@ -78,7 +78,7 @@ def affine_curve(weight: mx.array) -> dict[float, float]:
 
 
 def random_matrices(rows: int) -> dict[str, np.ndarray]:
-    """Rows of WIDTH numbers without outliers, and with heavy tails."""
+    """Return rows of WIDTH numbers without outliers, and with heavy tails."""
     random = np.random.default_rng(0)
     return {"Gaussian": random.standard_normal((rows, WIDTH)), "Student t, 4": random.standard_t(4, (rows, WIDTH))}
 
@@ -180,7 +180,7 @@ LAZY_GRID = (0.80, 0.92, 0.96, 0.98, 0.99, 0.995)
 
 
 def as_mixture(model: Any, parts: int = PARTS_OF_AN_MLP) -> Any:
-    """A Llama's weights as a mixture of experts, which computes the same: a part of each MLP is an expert.
+    """Return a Llama's weights as a mixture of experts, which computes the same: a part of each MLP is an expert.
 
     The router has zeros, and every token goes through all experts; each has an equal share, which `down_proj` makes up
     for. So the experts are real weights, and need no training.
@@ -207,12 +207,12 @@ def as_mixture(model: Any, parts: int = PARTS_OF_AN_MLP) -> Any:
 
 
 def needed(row: dict[str, Any]) -> float:
-    """Bytes that a point needs at its peak, as in `OperatingPoint`."""
+    """Return bytes that a point needs at its peak, as in `OperatingPoint`."""
     return max(row["spike"], row["steady"] + row["reserve"])
 
 
 def bounded(rows: list[dict[str, Any]], budget: float) -> list[dict[str, Any]]:
-    """The points that the H-Process tries under a budget: the first that needs more ends it, and is not judged."""
+    """Return the points that the H-Process tries under a budget; the first one beyond it ends the list, unchecked."""
     over = next((i for i, row in enumerate(rows) if needed(row) > budget), None)
     if over is None:
         return rows

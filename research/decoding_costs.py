@@ -38,7 +38,7 @@ from .studies import Found, in_turn, ratios, results_in_turn, study, table_here
 
 
 def engaged(model: str | None, shape: str, gears: str | None, context: int = 0) -> Gearbox:
-    """A gearbox of the model, or of a random Llama. context: tokens of a KV cache that memory has to have room for."""
+    """Return a gearbox of the model or of a random Llama. context: tokens of a KV cache that must fit into memory."""
     ladder = None if gears is None else Ladder.parse(gears)
     settings = ModelBenchmark(model=model, shape=parse_shape(shape), gears=ladder)
     check_gears(settings, context=context)
@@ -50,7 +50,7 @@ def as_table(columns: Sequence[str], rows: Rows) -> str:
 
 
 def ratio_row(gear: Gear, ratios: Sequence[float], figures: dict[str, Any], read_bandwidth: Any) -> dict[str, Any]:
-    """The row of a gear.
+    """Return the row of a gear.
 
     Args:
         ratios: one of each trial.
@@ -116,7 +116,7 @@ def routing(
 
 
 def seconds_per_token(steps: Iterator, tokens: int) -> float:
-    """The time of a loop after its first token."""
+    """Return the time of a loop after its first token."""
     next(steps)
     return timed(lambda: list(steps)) / tokens
 
@@ -156,7 +156,7 @@ def mixture(
 
 
 def plan_of(ladder: Ladder, shares: Sequence[float], tokens: int, run: int) -> list[Gear]:
-    """The gear of each token: runs of one gear, about `run` tokens long, in turn; each gear has its share.
+    """Return the gear of each token: runs of one gear, about `run` tokens long, in turn; each gear has its share.
 
     Raises:
         GearbxError: there are not as many shares as gears.
@@ -174,7 +174,7 @@ def plan_of(ladder: Ladder, shares: Sequence[float], tokens: int, run: int) -> l
 
 
 def seconds_of(gearbox: Gearbox, plan: Sequence[Gear]) -> tuple[float, float]:
-    """Seconds per token of a plan, and seconds of all its shifts, which are in it."""
+    """Return seconds per token of a plan, and seconds of all its shifts, which are in it."""
     cache, shifting = make_prompt_cache(gearbox.model), 0.0
     gearbox.shift(plan[0])
     token = gearbox.model(mx.array([FIRST_TOKENS]), cache=cache)[:, -1].argmax(-1)
@@ -204,7 +204,7 @@ def dynamic_speedup(
 def mixture_row(
     gearbox: Gearbox, plan: Sequence[Gear], measured: Mapping[str, Sequence[tuple[float, float]]]
 ) -> dict[str, Any]:
-    """Medians over the trials. predicted_speedup: GEARBX 9; of_bytes: as if bytes alone took time, and shifts none."""
+    """Return medians over the trials. predicted_speedup: by GEARBX 9; of_bytes: by bytes only, without shifts."""
     top, shifts = gearbox.ladder.top.name, sum(one != other for one, other in pairwise(plan))
     counts = {gear.name: sum(each == gear for each in plan) for gear in gearbox.ladder}
     seconds = {name: [spent for spent, _ in trials] for name, trials in measured.items()}

@@ -27,7 +27,7 @@ FORMS = {"bf16": "bfloat16, mlx-lm", "resident": "exact, resident", "stream": "e
 
 
 def models(model: str, directory: Path) -> tuple[Path, Path]:
-    """The bfloat16 model and its geared checkpoint, which is made if it is not there."""
+    """Return the bfloat16 model and its geared checkpoint, which is made if it is not there."""
     original, geared = find(model), directory / "exact"
     if not geared.exists():
         convert(original, geared, gears="4,16", format="exact")
@@ -35,7 +35,7 @@ def models(model: str, directory: Path) -> tuple[Path, Path]:
 
 
 def memory(field: str) -> int:
-    """Bytes of this process, as Linux counts them: VmRSS, what is really there, or VmHWM, the most so far."""
+    """Return bytes of this process, as Linux counts them: VmRSS, what is really there, or VmHWM, the most so far."""
     status = Path("/proc/self/status").read_text()
     return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith(field))
 
@@ -46,7 +46,7 @@ def study_in_process(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def print_text(form, limit, original, geared, max_tokens, kernels):
-    """What a process under the limit does: print a text in the top gear."""
+    """Generate in the top gear, and print the output: the work of a process under a limit."""
     if limit:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     if form == "bf16":
@@ -65,14 +65,14 @@ def print_text(form, limit, original, geared, max_tokens, kernels):
 
 
 def under_limit(command: Sequence[object], form: str, limit: int) -> tuple[str | None, Any]:
-    """The text of a process under a limit, or the last line of its error, and its largest memory in bytes."""
+    """Return the text of a process under a limit, or the last line of its error, and its largest memory in bytes."""
     done = study_in_process(*command, "--form", form, "--limit", limit)
     last = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit status {done.returncode}"
     return (done.stdout, int(last)) if done.returncode == 0 else (None, last)
 
 
 def least_limit(command: Sequence[object], form: str, text: str | None) -> int:
-    """The least limit in bytes, to LIMIT_STEP, under which a process writes the text."""
+    """Return the least limit in bytes, to LIMIT_STEP, under which a process writes the text."""
     low, high = 0, MAX_LIMIT
     while high - low > LIMIT_STEP:
         middle = (low + high) // 2
@@ -133,7 +133,7 @@ MEGABYTE = 1e6
 
 
 def of_residency(name: str, paths: dict[str, Path], tokens: int, trials: int) -> dict[str, dict[str, list[float]]]:
-    """For each gear in each trial: `shift` into it and a `token`, in seconds, and the `memory` afterwards, in bytes."""
+    """Return, for each gear and trial: seconds of a `shift` into it and of a `token`, and the `memory` in bytes."""
     checkpoint, ladder, format, residency = RESIDENCIES[name]
     empty = memory("VmRSS")
     model, _ = load(paths[checkpoint])

@@ -40,7 +40,7 @@ def draft_head(model: str = "smollm2", minutes: float = 60.0, out: str = "draft-
 
 
 def replaced_test(trainer, answers):
-    """The test of a trainer on other answers."""
+    """Return the test of a trainer on other answers."""
     own, trainer.held = trainer.held, answers
     try:
         return trainer.test()

@@ -119,7 +119,7 @@ class PowerMetrics:
 
 
 def samples(stream: IO[bytes]) -> Iterator[float]:
-    """The joules of each of powermetrics' samples: milliwatts times nanoseconds."""
+    """Yield the joules of each of powermetrics' samples: milliwatts times nanoseconds."""
     waiting = b""
     while part := stream.read1(65536) if hasattr(stream, "read1") else stream.read(65536):
         *whole, waiting = (waiting + part).split(b"\0")
@@ -129,7 +129,7 @@ def samples(stream: IO[bytes]) -> Iterator[float]:
 
 
 def this_meter() -> PowerMetrics | Rapl:
-    """The meter of this machine. Raises GearbxError where there is none that this user may read."""
+    """Return the meter of this machine. Raises GearbxError where there is none that this user may read."""
     return PowerMetrics() if platform.system() == "Darwin" else Rapl()
 
 

@@ -43,7 +43,7 @@ def read(results: Path, name: str) -> dict:
 
 
 def reports(results: Path, pattern: str) -> list[dict]:
-    """The reports whose file names match the pattern, in alphabetical order. Raises FileNotFoundError for none."""
+    """Return the reports with matching file names, in alphabetical order. Raises FileNotFoundError for none."""
     files = sorted(results.glob(pattern))
     if not files:
         raise FileNotFoundError(errno.ENOENT, "no report", str(results / pattern))
@@ -51,14 +51,14 @@ def reports(results: Path, pattern: str) -> list[dict]:
 
 
 def span(values: Iterable[float], form: str = "{:.2f}") -> str:
-    """The smallest and the largest value, or the only one."""
+    """Return the smallest and the largest value, or the only one."""
     ends = sorted(values)
     texts = list(dict.fromkeys(form.format(value) for value in (ends[0], ends[-1])))
     return " to ".join(texts)
 
 
 def policy_rows(results: Path) -> Iterator[tuple[str, dict, dict[str, dict]]]:
-    """Each policy's row with its model and that model's rows by name."""
+    """Yield each policy's row with its model and that model's rows by name."""
     for model, folder in MODELS.items():
         rows = read(results, folder)["policies"]
         by_name = {row["name"]: row for row in rows}
@@ -66,7 +66,7 @@ def policy_rows(results: Path) -> Iterator[tuple[str, dict, dict[str, dict]]]:
 
 
 def gain(results: Path, policy: str) -> str:
-    """By how much the mean KL of every run of a policy is below chance's, at the same share of tokens."""
+    """Return the reduction of the mean KL against the random baseline, at the same share of tokens, over all runs."""
     compared = [row["against_random_same_share"] for _, row, _ in policy_rows(results) if row["policy"] == policy]
     found = [(-each["kl_mean_change"], each["kl_mean_change_error"]) for each in compared]
     sure = sum(change > SIGNIFICANT * error for change, error in found)
@@ -76,7 +76,7 @@ def gain(results: Path, policy: str) -> str:
 
 
 def static_sentence(results: Path) -> str:
-    """How many mixtures of gears a static gear beats, and by how much."""
+    """Return a sentence: the number of mixed-gear runs that a static gear beats, and by how much."""
     mixtures = [(row, rows) for _, row, rows in policy_rows(results) if row["policy"] in MIXTURES]
     beaten = [row["kl_mean"] / rows[row["better_static"]]["kl_mean"] for row, rows in mixtures if row["better_static"]]
     helps = "does not help" if len(beaten) == len(mixtures) else "rarely helps"
@@ -97,7 +97,7 @@ def lossless_sentence(results: Path) -> str:
 
 
 def advice(results: Path) -> str:
-    """Whether a user should shift, a sentence for each line."""
+    """Return whether a user should shift, a sentence for each line."""
     kickdown_gain, route_gain = gain(results, "kickdown"), gain(results, "route")
     lines = [
         static_sentence(results),
@@ -191,7 +191,7 @@ def chi_square(results):
 
 
 def pair(results, folder, *thresholds):
-    """A copy of a model has as many parameters, and fewer bytes."""
+    """Return a copy of a model has as many parameters, and fewer bytes."""
     policies = read(results, folder)["policies"]
     copy = all(row["parameter_ratio"] == 1 for row in policies)
     rows = [
@@ -246,7 +246,7 @@ class Made:
 
 
 def page_commands(page: str) -> Iterator[str]:
-    """The commands of a page that write a report into the directory that they run in, each as one line."""
+    """Yield the commands of a page that write a report into the directory that they run in, each as one line."""
     for match in INDENTED.finditer(page):
         for line in re.sub(r"\\\n\s+", "", match[1]).splitlines():
             words = [word for word in shlex.split(line) if not VARIABLE.fullmatch(word)]
@@ -255,12 +255,12 @@ def page_commands(page: str) -> Iterator[str]:
 
 
 def output_of(words: Sequence[str]) -> str | None:
-    """The file or directory that a command writes."""
+    """Return the file or directory that a command writes."""
     return next((after for word, after in pairwise(words) if word in OUTPUTS), None)
 
 
 def runnable(command: str, data: Path) -> list[str]:
-    """The command for a process in RESULTS: DIR stands for the texts; other files are those of the repository."""
+    """Return the command for a process in RESULTS: DIR is the data; other files are the repository's."""
     words = [str(data) if word == "DIR" else word for word in shlex.split(command)]
     words = [str(ROOT / word) if word.startswith(("scripts/", "research/")) else word for word in words]
     variables = [word for word in words if VARIABLE.fullmatch(word)]
@@ -269,7 +269,7 @@ def runnable(command: str, data: Path) -> list[str]:
 
 
 def code_digest() -> str:
-    """A digest of all sources that a figure depends on."""
+    """Return a digest of all sources that a figure depends on."""
     digest = hashlib.sha256()
     for folder in ("gearbx_mlx", "research", "scripts"):
         for file in sorted((ROOT / folder).rglob("*")):

@@ -111,7 +111,7 @@ def prompt_gear(
 
 
 def first_tokens(model: str, text: Path, prompt_tokens: int, trials: int) -> dict[str, list[list[float]]]:
-    """By static gear: time to the first token with a prompt in 8 and in 16 bits, over the time with one in its own."""
+    """Return, by static gear: time to first token with 8- and 16-bit prefill, relative to the gear's own prefill."""
     loaded, tokenizer = load(model)
     box = Gearbox(loaded, LADDER, format="affine")
     prompt = tokenizer.encode(text.read_text(encoding="utf-8"), verbose=False)[:prompt_tokens]
@@ -241,7 +241,7 @@ Way = tuple[Gearbox, Mode]
 
 
 def ways_of(model: str) -> tuple[dict[str, Way], Any]:
-    """Each way to write, and the tokenizer."""
+    """Return each way to write, and the tokenizer."""
     (loaded, tokenizer), (other, _) = load(model), load(model)
     box, drafting = Gearbox(loaded, LADDER, format="affine"), Gearbox(other, "4,16", format="planes")
     low = default_thresholds(2, vocabulary(loaded))
@@ -254,7 +254,7 @@ def ways_of(model: str) -> tuple[dict[str, Way], Any]:
 
 
 def write(way: Way, tokenizer: Any, prompt: list[int], tokens: int) -> tuple[tuple[list[int], float], float]:
-    """The tokens of a text with the bytes of weights of one, and the seconds of one (after the first)."""
+    """Return the tokens of a text with the bytes of weights of one, and the seconds of one (after the first)."""
     box, mode = way
     responses = stream_generate(box.model, tokenizer, prompt, tokens, gearbox=box, mode=mode)
     text, seconds = generated(responses)
@@ -262,7 +262,7 @@ def write(way: Way, tokenizer: Any, prompt: list[int], tokens: int) -> tuple[tup
 
 
 def regrets(box: Gearbox, prompt: list[int], text: list[int]) -> np.ndarray:
-    """By how many nats each token of a text is less likely than the top gear's best, in one pass over all of it."""
+    """Return by how many nats each token is less likely than the top gear's best one, in one pass over all tokens."""
     box.shift(box.ladder.top)
     logprobs = next_logprobs(box.model, [*prompt, *text[:-1]], None)[len(prompt) - 1 :]
     return logprobs.max(axis=-1) - logprobs[range(len(text)), text]

@@ -34,14 +34,14 @@ WEIGHTS = "4"  # gear of the weights in a timed step, as in a draft
 
 
 def one_text(data: Path, folder: Path) -> Path:
-    """The documents of a file one after the other, so that windows of any context fit."""
+    """Return the documents of a file one after the other, so that windows of any context fit."""
     made = folder / "text.txt"
     made.write_text("\n".join(read_documents(data)), encoding="utf-8")
     return made
 
 
 def of_context(name: str, text: Path, context: int, tokens: int) -> Iterator[list[str]]:
-    """The rows of one context; none where the model was not made for it, or the text does not fill it."""
+    """Yield the rows of one context; none where the model was not made for it, or the text does not fill it."""
     model, tokenizer, config = load(name, return_config=True)
     try:
         context_for(context, config)
@@ -65,7 +65,7 @@ def of_context(name: str, text: Path, context: int, tokens: int) -> Iterator[lis
 
 
 def of_gears(gearbox: Gearbox, context: int, trials: int) -> list[list[str]]:
-    """The rows of a context: bytes, milliseconds of attention in all layers, and of a step."""
+    """Return the rows of a context: bytes, milliseconds of attention in all layers, and of a step."""
     engaged = [16]
     cache, alone = (
         filled(gearbox.model, context, KVGears(ladder, lambda: engaged[0], native=True), gearbox.compute_dtype)
@@ -131,7 +131,7 @@ def attended(layer: NestedKVCache, heads: int) -> mx.array:
 
 
 def bytes_read(layer: NestedKVCache, engaged: list[int], bits: int) -> int:
-    """Bytes that a pass of one token reads of keys and values in the gear with `bits`."""
+    """Return bytes that a pass of one token reads of keys and values in the gear with `bits`."""
     engaged[0] = bits
     before = dict(layer.gears.meter.bytes)
     layer.count(layer.read(0))

@@ -90,7 +90,7 @@ def gguf_name(path: str) -> str:
 
 
 def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
-    """The rows of a projection in llama.cpp's order of rotation.
+    """Return the rows of a projection in llama.cpp's order of rotation.
 
     mlx-lm rotates row i of a head together with row i + half, llama.cpp rows 2 i and 2 i + 1.
     """
@@ -99,7 +99,7 @@ def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
 
 
 def in_their_order(path: str, weight: np.ndarray, args: Any) -> np.ndarray:
-    """A weight as llama.cpp expects it: queries and keys have their rows interleaved."""
+    """Return a weight as llama.cpp expects it: queries and keys have their rows interleaved."""
     if "q_proj" in path:
         return interleaved(weight, args.num_attention_heads)
     if "k_proj" in path:
@@ -149,7 +149,7 @@ BATCH = 512  # llama.cpp's default
 
 
 def open_model(file: Path, context: int, threads: int) -> Any:
-    """A GGUF file in memory, as a `llama_cpp.Llama`, with its flash attention and a KV cache in float16.
+    """Return a GGUF file in memory, as a `llama_cpp.Llama`, with its flash attention and a KV cache in float16.
 
     Args:
         context: tokens that its KV cache has room for.
@@ -169,7 +169,7 @@ def open_model(file: Path, context: int, threads: int) -> Any:
 
 
 def favourite(model: Any) -> int:
-    """The token with the largest of the last logits."""
+    """Return the token with the largest of the last logits."""
     import llama_cpp
 
     logits = llama_cpp.llama_get_logits_ith(model.ctx, -1)
@@ -183,7 +183,7 @@ def read_again(model: Any, tokens: Sequence[int], keep: int = 0) -> None:
 
 
 def follow(model: Any) -> Iterator[int]:
-    """The greedy continuation of what the model has read, computed as it is asked for."""
+    """Yield the greedy continuation of what the model has read, computed as it is asked for."""
     while True:
         token = favourite(model)
         yield token
@@ -197,7 +197,7 @@ Clock = Callable[[], float]  # seconds per token, when called
 
 
 def spent_in_turn(clocks: Mapping[str, Clock], trials: int, read_bandwidth: Clock) -> tuple[dict[str, Any], float]:
-    """Seconds per token of each clock in each trial, all in turn after a warm-up, and the median bandwidth, GB/s."""
+    """Return seconds per token of each clock and trial, alternating after a warm-up, and the median bandwidth, GB/s."""
 
     def after_a_pause(clock: Clock) -> float:
         time.sleep(PAUSE)
@@ -211,7 +211,7 @@ def spent_in_turn(clocks: Mapping[str, Clock], trials: int, read_bandwidth: Cloc
 
 
 def compared(ours: list[float], theirs: list[float]) -> dict[str, Any]:
-    """Tokens per second of both, and our speed over llama.cpp's: the median of the trials, smallest and largest."""
+    """Return tokens per second of both, and the speed over llama.cpp's: median, smallest and largest of the trials."""
     times = ratios(theirs, ours)
     return {
         "tokens_per_second": 1 / statistics.median(ours),
@@ -222,7 +222,7 @@ def compared(ours: list[float], theirs: list[float]) -> dict[str, Any]:
 
 
 def rows_of(spent: Mapping[str, list[float]], shared: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row for each activations of ours, beside llama.cpp's times."""
+    """Return a row for each activations of ours, beside llama.cpp's times."""
     return [
         shared | {"activations": name} | compared(seconds, spent[THEIRS])
         for name, seconds in spent.items()
@@ -304,7 +304,7 @@ def decode_rows(models: RandomModels, contexts: Sequence[int], tokens: int) -> R
 
 
 def decoding_seconds(peer: Any, read: list[int], tokens: int) -> float:
-    """Seconds per token of llama.cpp, after tokens that its KV cache begins with."""
+    """Return seconds per token of llama.cpp, after tokens that its KV cache begins with."""
     read_again(peer, read[-1:], len(read) - 1)
     return timed(lambda: [*islice(follow(peer), tokens + 1)]) / tokens  # the first one is known already
 
@@ -321,7 +321,7 @@ def prompt_rows(models: RandomModels, lengths: Sequence[int]) -> Rows:
 
 
 def reading_seconds(peer: Any, prompt: list[int]) -> float:
-    """Seconds per token of a prompt, until llama.cpp knows the first token after it."""
+    """Return seconds per token of a prompt, until llama.cpp knows the first token after it."""
 
     def first_after() -> int:
         read_again(peer, prompt)
@@ -331,7 +331,7 @@ def reading_seconds(peer: Any, prompt: list[int]) -> float:
 
 
 def first_token_seconds(model: Any, prompt: list[int]) -> float:
-    """Seconds per token of the prompt, until mlx-lm hands out the first token after it."""
+    """Return seconds per token of the prompt, until mlx-lm hands out the first token after it."""
     steps = generate_step(mx.array(prompt), model, max_tokens=1)
     return timed(lambda: next(steps)) / len(prompt)
 
@@ -341,7 +341,7 @@ HEAD = ["bits", "llama.cpp's type", "activations", "gearbx-mlx, tokens/s", "llam
 
 
 def table_of(subject: str, rows: Rows) -> str:
-    """The rows of a subject: decode or prompt."""
+    """Return the rows of a subject: decode or prompt."""
     length = LENGTHS[subject]
     cells = [
         [
@@ -421,7 +421,7 @@ Write = Callable[[list[int], int], tuple[str, float]]
 
 
 def rewritten(file: Path, out: Path, type: Literal["F16", "Q8_0"]) -> Path:
-    """The same model in float16 or Q8_0, and all else as it was."""
+    """Return the same model in float16 or Q8_0, and all else as it was."""
     reader = gguf.GGUFReader(file)
     writer = gguf.GGUFWriter(out, reader.fields["general.architecture"].contents())
     for field in reader.fields.values():
@@ -483,7 +483,7 @@ def begin(file: Path, drafts: Drafts) -> None:
 
 
 def read_there(text: str) -> dict[str, Any]:
-    """The tokens of a text in llama.cpp, and the likeliest tokens after it with their log-probabilities."""
+    """Return the tokens of a text in llama.cpp, and the likeliest tokens after it with their log-probabilities."""
     body = json.dumps({"content": text, "add_special": False, "parse_special": True}).encode()
     request = Request(f"{server.listening_address}/tokenize", body, {"Content-Type": "application/json"})
     with urlopen(request) as answer:

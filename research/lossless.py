@@ -52,7 +52,7 @@ def encode(tokenizer, prompt):
 
 
 def first_prompts(tokenizer, files: list[Path], counts: list[int]) -> list[list[int]]:
-    """Tokens of the first prompts of each file."""
+    """Return tokens of the first prompts of each file."""
     texts = [read_prompts(file)[:count] for file, count in zip(files, counts, strict=True)]
     return [list(encode(tokenizer, text)) for text in itertools.chain(*texts)]
 
@@ -69,7 +69,7 @@ class Texts:
     texts: list[list[int]]
 
     def lossless(self, length: int, label: str) -> dict[str, Any]:
-        """What drafts of a length read, and how many of the texts are the top gear's."""
+        """Return the bytes that drafts of a length read, and the number of outputs identical to the top gear's."""
         gearbox, mode = self.gearbox, Lossless(self.draft.bits, draft_length=length)
         found: Counter[str] = Counter()
         for prompt, text in zip(track(self.prompts, label), self.texts):
@@ -181,7 +181,7 @@ WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_va
 
 
 def widened(model, times):
-    """A Llama with tied embeddings that computes the same logits with `times` copies of every unit.
+    """Return a Llama with tied embeddings that computes the same logits with `times` copies of every unit.
 
     It is larger than a processor's cache, and accepts drafts as the model does (Net2Net; Chen, Goodfellow, Shlens 2016,
     arXiv:1511.05641).
@@ -287,7 +287,7 @@ ALONE = "plain 16-bit decoding"
 
 
 def shipped_base(model: Any, tokenizer: Any, format: Format, ladder: Sequence[int]) -> CalibratedBase:
-    """The base that is calibrated with what ships; an earlier run's base is used if it was kept."""
+    """Return the base that is calibrated with what ships; an earlier run's base is used if it was kept."""
     text = text_of(tokenizer, None)
     key = key_of(model, format, ladder, "all", DEFAULT_GROUP_SIZE, text)
     base = key.find()
@@ -346,7 +346,7 @@ class Writer:
     def sampled(
         self, sampler: Any, mode: Lossless | Static, prompt: list[int], max_tokens: int
     ) -> tuple[tuple[list[int], int, int], float]:
-        """The text, how many of its tokens were drafted, how many drafts were accepted, and the time of a token."""
+        """Return the tokens, the numbers of drafted and of accepted tokens, and the seconds per token."""
         seen: list[Any] = []
 
         def noted() -> Iterator[Any]:
@@ -368,7 +368,7 @@ def written_in_turn(
     tokens: int,
     pairs: int,
 ) -> dict[Name, list[list[tuple[Any, float]]]]:
-    """For each way and each prompt: the texts of so many trials, and the time of their tokens."""
+    """Return, for each mode and prompt: the outputs of so many trials, and the times of their tokens."""
     found: dict[Name, list[list[tuple[Any, float]]]] = {name: [[] for _ in prompts] for name in ways}
     for write in ways.values():  # makes the gears
         write(prompts[0], 32)
@@ -380,7 +380,7 @@ def written_in_turn(
 
 
 def times_faster(first: list[list[tuple[Any, float]]], other: list[list[tuple[Any, float]]]) -> list[float]:
-    """For each prompt: how many times as fast a way was as the first, the median of its trials."""
+    """Return, for each prompt, the speedup of a mode over the first one, the median of the trials."""
     seconds = ([[spent for _, spent in trials] for trials in way] for way in (first, other))
     return [statistics.median(ratios(a, b)) for a, b in zip(*seconds, strict=True)]
 
@@ -391,17 +391,17 @@ def times_faster_once(first: list[list[tuple[Any, float]]], other: list[list[tup
 
 
 def token_ms(way: list[list[tuple[Any, float]]]) -> float:
-    """Milliseconds of a token of a way, the median of all its texts."""
+    """Return milliseconds of a token of a way, the median of all its texts."""
     return 1000 * statistics.median(spent for trials in way for _, spent in trials)
 
 
 def agreeing(first: list[list[tuple[Any, float]]], other: list[list[tuple[Any, float]]]) -> int:
-    """How many prompts have, in all trials of a way, the text that the first way wrote in its first trial."""
+    """Return the number of prompts whose outputs, in all trials, equal the first mode's in its first trial."""
     return sum(all(text == trials[0][0] for text, _ in own) for trials, own in zip(first, other, strict=True))
 
 
 def generated(responses: Iterable[Any]) -> tuple[list[int], float]:
-    """The tokens, and the seconds per token after the first."""
+    """Return the tokens, and the seconds per token after the first."""
     begun, tokens = 0.0, []
     for response in responses:
         begun = begun or time.perf_counter()

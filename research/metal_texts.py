@@ -61,7 +61,7 @@ def extract(commit: str, folder: Path) -> None:
 
 
 def counted(checkout: Path) -> Counted:
-    """Return what the kernels of a checkout take, by this one's count. Raises GearbxError where that fails."""
+    """Return the counts of a checkout's kernels, by this checkout's method. Raises GearbxError if that fails."""
     paths = [checkout, ROOT / "tests" / "helpers", ROOT / "tests" / "kernels"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
     command = [sys.executable, "-m", "metal_on_cpu.costs"]

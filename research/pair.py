@@ -124,7 +124,7 @@ def along_text(
 def answer_windows(
     tokenizer: Any, rows: list[dict[str, str]], context: int, tokens: int
 ) -> list[tuple[list[int], int]]:
-    """For each question and answer a window, and how many of its tokens are before the answer.
+    """Return a window for each question and answer, and the number of its tokens before the answer.
 
     Args:
         rows: with question and answer.

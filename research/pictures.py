@@ -30,7 +30,7 @@ TERMINAL = {"COLUMNS": str(WIDTH), "FORCE_COLOR": "1", "COLORTERM": "truecolor",
 
 
 def run_command(flags: list[str], **environment: str) -> str:
-    """Return what the command writes, in this order on one stream, with the escape sequences of colours."""
+    """Return the command's output, on one stream in its order, with the escape sequences of colors."""
     command = [sys.executable, "-m", "gearbx_mlx.generate", *flags]
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     return subprocess.run(command, text=True, check=True, env=os.environ | TERMINAL | environment, **streams).stdout
@@ -78,7 +78,7 @@ LAST = re.compile(r"^\x1b\[2m(?!the answer was cut).*\n", re.MULTILINE)  # of a 
 
 
 def recorded() -> Text:
-    """The chat with its colours; what is typed follows the prompt, as on a terminal."""
+    """Return the chat with its colours; what is typed follows the prompt, as on a terminal."""
     line = [sys.executable, "-m", "gearbx_mlx", *COMMAND]
     typed = "".join(f"{text}\n" for text in TYPED)
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}

@@ -108,7 +108,7 @@ def policies(
 
 
 def parse_between(text: str | None, ladder: Ladder) -> tuple[Gear, Gear]:
-    """The two gears of --between. Raises GearbxError unless the ladder has them, the lower one first."""
+    """Return the two gears of --between. Raises GearbxError unless the ladder has them, the lower one first."""
     if len(ladder) < 2:
         raise GearbxError(f"--gears {ladder}: one gear has nothing to be compared with; give two or more")
     if text is None:
@@ -121,7 +121,7 @@ def parse_between(text: str | None, ladder: Ladder) -> tuple[Gear, Gear]:
 
 
 def parse_prompt(tokens: int, gear: str | None, context: int, ladder: Ladder) -> Gear | None:
-    """The gear that reads a window's prompt; None: the one that follows.
+    """Return the gear that reads a window's prompt; None: the one that follows.
 
     Raises:
         GearbxError: a prompt that fills the context, a gear without a prompt or outside of the ladder.

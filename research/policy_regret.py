@@ -183,7 +183,7 @@ class Recorder(FixedPolicy):
 
 
 def recorded_times(machine: Machine, prompts: list[list[int]], seconds: float, seed: int) -> dict[str, list[Any]]:
-    """Return what rounds of all lengths and tokens alone took, in turn, while texts were written."""
+    """Return the times of rounds of all lengths and of plain tokens, alternating during generation."""
     recorder, end = Recorder(seed), time.perf_counter() + seconds
     for prompt in itertools.cycle(prompts):
         machine.write(prompt, recorder, TOKENS)
@@ -446,7 +446,7 @@ class Recording:
         return LearnedPolicy(kept, self.share, tile=self.tile)
 
     def state_of_quiet(self, early: bool) -> dict[str, float]:
-        """Return what a long start on the machine without other work keeps."""
+        """Return the numbers that a long start without other work keeps."""
         policy = self.policy({})
         written(policy, self.texts * 4, Machines(self.quiet, self.quiet, 0.0), early)
         return policy.state
@@ -505,7 +505,7 @@ class Case:
 
 
 def dear(length: int, token: int) -> float:
-    """Return how many times as long a round takes whose rows cost half as much again."""
+    """Return the relative time of a round if its rows cost half as much again."""
     return 1.5 if length > 0 else 1.0
 
 

@@ -58,7 +58,7 @@ GEARS = {  # bits, format, ladder
 
 
 def pass_times(model: str, gear: str, context: int, trials: int, rounding: str) -> list[list[float]]:
-    """Seconds of a pass of each number of ROWS behind a context, `trials` of each, in turn."""
+    """Return seconds of a pass of each number of ROWS behind a context, `trials` of each, in turn."""
     bits, format, ladder = GEARS[gear]
     gearbox = Gearbox(load(model)[0], ladder, format=format, activations=rounding)
     gearbox.shift(bits)

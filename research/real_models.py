@@ -72,7 +72,7 @@ MODELS = {
 
 
 def folder() -> Path:
-    """Return where models are kept. Raises GearbxError for a cache that others may write to, or that cannot be made."""
+    """Return the directory of models. Raises GearbxError for a cache that others may write to, or cannot be made."""
     try:
         place = open_cache() / "real-models"
     except (CacheUnusable, OSError) as error:

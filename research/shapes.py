@@ -59,7 +59,7 @@ TRIALS, LOOP = 9, 8  # of passes, after one that does not count; tokens of mlx-l
 
 
 def drafts_of(writer: Writer, asked: list[list[int]], tokens: int) -> Drafts:
-    """What the low gear would draft along the texts of the top gear."""
+    """Return the low gear's drafts along the outputs of the top gear."""
     found = []
     for prompt in track(asked, "drafts"):
         text, _ = writer.alone(prompt, tokens)
@@ -68,7 +68,7 @@ def drafts_of(writer: Writer, asked: list[list[int]], tokens: int) -> Drafts:
 
 
 def drafts_along(box: Gearbox, prompt: list[int], text: list[int]) -> tuple[list[float], list[bool]]:
-    """The low gear's margins along a text that the top gear wrote, on its KV cache, and where both choose alike."""
+    """Return the low gear's margins along the top gear's output and KV cache, and whether both choose one token."""
     low, top, reader = box.ladder[0], box.ladder.top, reader_of(box)
     cache = make_prompt_cache(box.model)
     box.shift(top)
@@ -104,13 +104,13 @@ class TimedPasses:
         self._drafter = LowGear(DraftTarget(gearbox, self.cache, GREEDY, reader_of(gearbox)), draft)
 
     def drafted(self) -> float:
-        """A token of a draft that is chosen greedily."""
+        """Return a token of a draft that is chosen greedily."""
         begun = time.perf_counter()
         self._drafter.propose(GeneratedText([1]), DRAFTED, FixedPolicy(DRAFTED + 1))
         return (time.perf_counter() - begun) / DRAFTED
 
     def verified(self, rows: int) -> float:
-        """A verification."""
+        """Return a verification."""
         begun = time.perf_counter()
         mx.eval(Verification(self._verifier, [row % self._size for row in range(rows)], self.cache).logits)
         return time.perf_counter() - begun
@@ -139,7 +139,7 @@ class PassSeconds:
 
     @classmethod
     def of(cls, box: Gearbox, context: int) -> "PassSeconds":
-        """Medians of trials in turn, after so many tokens."""
+        """Return medians of trials in turn, after so many tokens."""
         passes = TimedPasses(box, box.ladder.top, box.ladder[0], context)
 
         def alone() -> float:
@@ -160,7 +160,7 @@ class PassSeconds:
         return {"drafted token": (self.draft + more) / one, "plain token": self.alone / one}
 
     def replayed(self, drafts: Drafts) -> float:
-        """Seconds of a token of the loop, replayed on recorded drafts; a(m) learns from them."""
+        """Return seconds of a token of the loop, replayed on recorded drafts; a(m) learns from them."""
         policy, spent, written = LearnedPolicy(self.kept()), 0.0, 0
         for margins, agrees in drafts:
             place = 0

@@ -165,7 +165,7 @@ def whole_commands(model: str, prompts: list[str], max_tokens: int) -> list[floa
 
 
 def kinds_of_kernels() -> list[str]:
-    """Return what GEARBX_CPU is to be: as the processor has it, and AVX2 where that is less."""
+    """Return values of GEARBX_CPU: the processor's own, and AVX2 if that is less."""
     return [NATIVE_CPU, AVX2] if vector_instructions() == "AVX-512" else [NATIVE_CPU]
 
 

@@ -47,7 +47,7 @@ def fuzz(args: argparse.Namespace, place: Place) -> Results:
 
 
 def statuses_table(results: Results) -> str:
-    """How often each command ended with each status."""
+    """Return the number of times that each command ended with each status."""
     names = sorted({name for counts in results.statuses.values() for name in counts})
     rows = [
         [command, kind, counts.total(), *(counts[name] or "" for name in names)]
@@ -66,7 +66,7 @@ def keep(failure: Failure, inputs: Path, directory: Path) -> str:
 
 
 def shown(failures: Iterable[tuple[tuple[str, str], Failure]], inputs: Path, kept: Path | None) -> Iterable[str]:
-    """Each failure: what it is, how often it happened, and how to repeat it."""
+    """Yield each failure: what it is, how often it happened, and how to repeat it."""
     for number, ((name, problem), failure) in enumerate(failures, 1):
         line = shlex.join(["python", "-m", f"gearbx_mlx.{name}", *failure.case.arguments])
         yield f"\n{number}. {name}: {problem} ({failure.count} times)"

@@ -68,7 +68,7 @@ class Reference(Sequence[np.ndarray]):
 
 
 def targets_of(windows: Sequence[Sequence[int]]) -> np.ndarray:
-    """The tokens of the text that are predicted."""
+    """Return the tokens of the text that are predicted."""
     return np.array([token for window in windows for token in window[1:]])
 
 
@@ -83,7 +83,7 @@ Recorded = Sequence[tuple[Sequence[float], Sequence[bool]]]
 
 
 def best_length(sequences: Recorded, low_bytes: float, top_bytes: float) -> int:
-    """The fixed draft length with which a token of recorded texts reads the fewest bytes of weights.
+    """Return the fixed draft length with which a token of recorded texts reads the fewest bytes of weights.
 
     Args:
         low_bytes, top_bytes: of a pass in either gear.
@@ -97,7 +97,7 @@ def best_length(sequences: Recorded, low_bytes: float, top_bytes: float) -> int:
 
 
 def replay_drafts(sequences: Recorded, length: int) -> tuple[int, int, int]:
-    """Tokens drafted, verifications and tokens written, by drafts of so many tokens, without a model."""
+    """Return tokens drafted, verifications and tokens written, by drafts of so many tokens, without a model."""
     drafted = verifications = tokens = 0
     for _, agrees in sequences:
         place = 0
@@ -119,7 +119,7 @@ def drafted(
     length: int,
     begun: Begun | None = None,
 ) -> Iterator[TextPrediction]:
-    """The predictions of lossless mode along the windows.
+    """Yield the predictions of lossless mode along the windows.
 
     After every verification the KV cache consists of the top gear's entries alone. The first prediction of a draft
     counts the passes of the draft and of its verification.
