@@ -104,7 +104,7 @@ def advice(results: Path) -> str:
         lossless_sentence(results),
         "If a small loss is acceptable, use one 5-, 6- or 8-bit gear, such as `--gears 6`.",
         "Entropy does find uncertain tokens. At the same share of tokens in the top gear, kickdown reduced KL by "
-        f"{kickdown_gain.format(' against the random baseline')}, and route by {route_gain.format('')}.",
+        f"{kickdown_gain.format(' against the random baseline')}. Route reduced it by {route_gain.format('')}.",
     ]
     return "\n".join(lines) + "\n"
 

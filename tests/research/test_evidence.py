@@ -86,4 +86,4 @@ def test_advice_has_figures_of_reports(tmp_path):
     assert "20 to 50 times lower KL" in shifts
     assert "with 1.75 times fewer bytes" in exact
     assert "50% against the random baseline, significantly in 3 of 3 runs" in entropy
-    assert entropy.endswith("and route by 2%, significantly in 0 of 3 runs.")
+    assert entropy.endswith("Route reduced it by 2%, significantly in 0 of 3 runs.")
