@@ -1,6 +1,6 @@
 """One function decides format, ladder, kernels, base and mode, from flags, files and the model.
 
-Help texts and docs/generate.md say the same of defaults.
+Help texts, docs/generate.md and docs/formats.md have the same defaults.
 """
 
 import json
@@ -30,7 +30,8 @@ from gearbx_mlx.server.requests import Options
 from gearbx_mlx.settings import flag_of, flags_in
 
 LOSSLESS = ModeFlags(mode="lossless")
-PAGE = (Path(__file__).parents[2] / "docs" / "generate.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+MODES_PAGE, FORMATS_PAGE = ((DOCS / name).read_text() for name in ("generate.md", "formats.md"))
 HELP = {action.dest: action.help or "" for action in setup_arg_parser()._actions}
 ORIGINAL = "bfloat16", "float16", "16 bits.gguf"
 CODES = {"8 bits": 8, "6 bits": 6, "4 bits": 4, "8 bits.gguf": 8, "4 bits.gguf": 4}
@@ -152,7 +153,7 @@ def test_formats_without_8_bit_gear(by_flags):
 
 def documented_ladder(bits: int, device: str, drafts: bool) -> str:
     """Return the ladder that the page's table has for a model in so many bits."""
-    rows = re.findall(r"^\| affine, ([\d or]+) bits.*?\|(.*?)\|(.*)\|$", PAGE, re.MULTILINE)
+    rows = re.findall(r"^\| affine, ([\d or]+) bits.*?\|(.*?)\|(.*)\|$", FORMATS_PAGE, re.MULTILINE)
     ((ladders, lossless),) = (row for codes, *row in rows if str(bits) in codes)
     here, _, on_gpu = lossless.partition("on a GPU")
     only_lookup = "lookup" in (on_gpu if on_gpu and device == GPU else here)
@@ -172,7 +173,7 @@ def test_flags_select_their_mode(by_flags):
     otherwise, by_flag = stated("mode", r"default: (\w+); (.*)\]$")
     pairs = re.findall(r"(--.*?): (\w+)", by_flag)
     of_help = {flag: mode for flags, mode in pairs for flag in re.findall("--[a-z-]+", flags)}
-    table = PAGE.partition("Without `--mode`")[2].partition("With `--mode`")[0]
+    table = MODES_PAGE.partition("Without `--mode`")[2].partition("With `--mode`")[0]
     assert of_help == dict(re.findall(r"^\| `(--[a-z-]+).*?\| `([a-z-]+)`", table, re.MULTILINE))
     assert of_help.pop("--small-model") == "pair"  # which runs without a decision
     given = {"thresholds": "1,2", "target_tps": 1.0, "gear": "high", "gears": "16"}
