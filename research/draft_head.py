@@ -34,7 +34,7 @@ def draft_head(model: str = "smollm2", minutes: float = 60.0, out: str = "draft-
     lines = [
         [kind, *(f"{share:.2f}" for share in places), f"{tokens_a_round(places):.2f}"] for kind, places in rows.items()
     ]
-    heads = ["text", *(f"right at place {place}" for place in range(1, PLACES + 1)), "tokens per round"]
+    heads = ["prompts", *(f"correct at position {place}" for place in range(1, PLACES + 1)), "tokens per round"]
     about = f"{trainer.seen:,} tokens seen in {minutes_used:.0f} minutes."
     return Found({f"draft_head_{Path(model).name}": f"{table(heads, lines)}\n\n{about}"}, rows)
 

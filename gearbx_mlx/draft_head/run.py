@@ -227,7 +227,7 @@ def trained(settings: DraftHeadSettings, prepared: PreparedTraining) -> list[flo
                 trainer.save(out / STATE / CHECKPOINT)
             shares = " ".join(f"{share:.2f}" for share in places)
             predicted = predicted_speedup(places, costs, head_cost)
-            text = f"training: loss {loss:.2f}, right {shares}, about {predicted:.2f}× plain decoding, seconds"
+            text = f"training: loss {loss:.2f}, correct {shares}, about {predicted:.2f}× plain decoding, seconds"
             progress.update(task, completed=round(trainer.seconds), description=text)
     return places
 
