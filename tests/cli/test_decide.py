@@ -63,7 +63,7 @@ def decided(place, **groups):
     ("model", "groups", "ladder", "format", "why"),
     [
         ("float16", {}, "4,8,16", "planes", "the defaults"),
-        ("float16", {"layout": LayoutSettings(gears="3,16")}, "3,16", "planes", "the gears that were asked for"),
+        ("float16", {"layout": LayoutSettings(gears="3,16")}, "3,16", "planes", "the requested gears"),
         ("float16", {"layout": LayoutSettings(format="codebook")}, "4,16", "codebook", "the defaults"),
         ("geared", {}, "4,8", "planes", "gears of the checkpoint"),
         ("8 bits", {}, "4,8", "planes", "the checkpoint's own codes"),
