@@ -141,9 +141,8 @@ def conversation(model: str = "smollm2", low: int = 4, max_tokens: int = 64) -> 
     """Measure the effect on a chat if low-gear answers are prefilled again in the top gear with the next question.
 
     The top gear generates the conversation. The low gear then follows its answers, with three KV caches of the earlier
-    turns: all computed by the low gear; questions by the top gear and answers as generated; or all by the top gear, as
-        in
-    `chat` and the server. KL is from the top gear's distributions.
+    turns. They are computed by the low gear; by the top gear for questions, and as generated for answers; or by the
+    top gear, as in `chat` and the server. KL is from the top gear's distributions.
     """
     loaded, tokenizer = load(model)
     box = Gearbox(loaded, f"{low},16", format="affine")
