@@ -1,4 +1,4 @@
-"""How often gears choose the token of 16 bits, by entropy: the figures of `analyze` where no original is at hand."""
+"""Agreement of quantized gears with 16 bits, by entropy: the estimates of `analyze` without an original."""
 
 from functools import partial
 from pathlib import Path
@@ -39,14 +39,14 @@ def agreement(
     tokens: int = 2000,
     out: Path = CURVES,
 ) -> Found:
-    """How often round-to-nearest gears choose the token of 16 bits, by entropy, margin and probability.
+    """Measure how often RTN gears choose the token of the 16-bit gear, by entropy, margin and probability.
 
     Args:
-        models: Directories or names; demo: the model that ships.
-        bits: Of the gears.
-        data: A text; the bundled one if not given.
+        models: Directories or names; demo: the bundled model.
+        bits: Bits of the gears.
+        data: Text file; the bundled text if omitted.
         tokens: Predictions of each model.
-        out: File with the curves, which `analyze` reads.
+        out: File with the curves, for `analyze`.
     """
     text = data or CURVES.parents[1] / "demo_model" / "calibration" / "text.jsonl"
     curves = [each for model in models for each in agreements(model, bits, text, tokens)]

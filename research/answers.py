@@ -1,4 +1,4 @@
-"""Answers of a model: how many are right, and how long they take, in one gear, in mixed gears and with two models."""
+"""Answers to problems: how many are correct, and their time, in one gear, in mixed gears and with two models."""
 
 import gc
 import json
@@ -118,23 +118,23 @@ def answers(
     max_tokens: int = 256,
     only_table: bool = False,
 ) -> Found:
-    """Right answers and seconds per answer of gears, route, kickdown, lossless and two models, on the same problems.
+    """Measure correct answers and seconds per answer of all methods, on the same problems.
 
-    McNemar's exact test compares each method with 16 bits, and with the largest single gear that reads no more bytes.
-    All methods solve 25 problems before the next ones, and every answer is kept at once: the same command continues
-    after an interrupt. The tables have the problems that all methods have solved.
+    McNemar's exact test compares each method with the 16-bit gear, and with the largest single gear that reads no more
+    bytes. All methods solve 25 problems before the next 25. Each answer is saved at once, so the same command resumes
+    after an interruption. The tables contain the problems that all methods have answered.
 
     Args:
-        model: A directory, a Hub repository or a name; demo: the model that ships.
-        small_model: Of the same tokenizer, for the methods with two models; none: without these.
+        model: Directory, Hub repository or name; demo: the bundled model.
+        small_model: Model with the same tokenizer, for methods with two models; none: omits these methods.
         task: gsm8k: numbers. functions: Python code that passes tests, run in a sandbox. math: boxed answers.
-        problems: JSON Lines; 40 held-out problems of GSM8K's training set, or 50 functions, if not given.
+        problems: JSON Lines; 40 held-out problems of GSM8K's training set, or 50 functions, if omitted.
         out: Directory with a file of answers for each method.
-        methods: Of the table, by their names in METHODS of research/answers.py.
-        num_problems: Problems to solve at most, the first of the file.
-        num_shots: Last problems of the file, to show as examples with their answers.
-        max_tokens: Of an answer.
-        only_table: Generate nothing new: make the tables of what is there.
+        methods: Names of methods, from METHODS of research/answers.py.
+        num_problems: Maximum number of problems, from the first of the file.
+        num_shots: Number of problems from the end of the file that serve as examples with answers.
+        max_tokens: Maximum number of tokens in an answer.
+        only_table: Generate no answers; make the tables of the saved ones.
     """
     chosen = chosen_methods(methods, small_model)
     file, kind = problems or TASK_FILES.get(task), tasks.TASKS[task]
@@ -336,7 +336,7 @@ class Solver:
 def prompts_of(
     max_tokens: int, task: tasks.Task, tokenizer: Any, config: dict, examples: Problems, problems: Problems
 ) -> Sequence[tasks.Prompt]:
-    """The prompt of each problem, after examples; in the model's chat template, if it has one."""
+    """Return the prompt of each problem, after examples; in the model's chat template, if it has one."""
     if tokenizer.has_chat_template:
         tokens = [in_turns(tokenizer, [*examples, row], task.instruction) for row in problems]
     else:
@@ -346,7 +346,7 @@ def prompts_of(
 
 
 def in_turns(tokenizer: Any, rows: Problems, instruction: str) -> list[int]:
-    """The tokens of a chat: each question but the last with its worked answer, without notes for a calculator."""
+    """Return the tokens of a chat with worked answers, without notes for a calculator, before the last question."""
     messages = []
     for row in rows:
         messages += [{"role": "user", "content": row["question"] + instruction}]
@@ -456,7 +456,7 @@ def sentence(rows: Sequence[Mapping[str, Any]], models: str) -> str:
     sure = [row["label"] for row in rows if row["against_reference"]["p_value"] <= LEVEL]
     decided = f"only {', '.join(sure)} differ significantly from 16 bits" if sure else "none differs significantly"
     return (
-        f"In right answers, {len(rows)} methods solve {min(counts)} to {max(counts)} of {rows[0]['problems']} problems "
+        f"{len(rows)} methods solve {min(counts)} to {max(counts)} of {rows[0]['problems']} problems "
         f"({models}), and {decided}.\n\n"
         "![Right answers over seconds per answer, with 95% intervals](images/answers.png)\n"
     )

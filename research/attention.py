@@ -1,8 +1,8 @@
-"""The error of attention in a low gear (GEARBX 13.2), for every architecture whose layers attend.
+"""Error of attention in a low gear (GEARBX 13.2), for every architecture with attention layers.
 
-It needs to know nothing of a model's classes. While the model reads a text, `watched` notes each call of attention: the
-innermost module that makes the call, its queries, keys and values, and the linear layers that are called before and
-after it. Then the module is called again with quantized weights, and what its heads attend to is compared.
+No knowledge of the model's classes is needed. While the model reads a text, `watched` records each call of attention:
+the innermost module that calls it, its queries, keys and values, and the linear layers that are called before and after
+it. Then the module is called again with quantized weights, and the attention of its heads is compared.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -140,7 +140,7 @@ def watched(model: nn.Module) -> Iterator[list[Call]]:
 
 
 def calls_of(model: nn.Module, tokens: Sequence[int]) -> list[Call]:
-    """The calls that attend while a model reads a text. Raises GearbxError if there are none."""
+    """Return the calls that attend while a model reads a text. Raises GearbxError if there are none."""
     with watched(model) as noted:
         mx.eval(model(mx.array([list(tokens)])))
     found = [call for call in noted if call.inputs]
@@ -150,7 +150,7 @@ def calls_of(model: nn.Module, tokens: Sequence[int]) -> list[Call]:
 
 
 def changed(call: Call, quantize: Quantizer) -> Attended:
-    """What attention gets from the same inputs where the layers before it are quantized."""
+    """Return the inputs of attention if the layers before it are quantized."""
     layers = list({id(layer): layer for layer in call.inputs}.values())
     weights = [layer.weight for layer in layers]
     try:
@@ -167,14 +167,14 @@ def changed(call: Call, quantize: Quantizer) -> Attended:
 
 
 def by_head(layer: nn.Linear, heads: int, quantize: Quantizer | None = None) -> mx.array:
-    """The weights (H, D, O) that a head's result is multiplied with, of the output layer."""
+    """Return the weights (H, D, O) that a head's result is multiplied with, of the output layer."""
     weight = layer.weight.astype(mx.float32)
     weight = weight if quantize is None else quantize(weight)
     return weight.reshape(weight.shape[0], heads, -1).transpose(1, 2, 0)
 
 
 def relative_entropy(probabilities: mx.array, seen: mx.array) -> mx.array:
-    """The entropy of each row of attention (H, S, T), over that of equal shares of the positions in view.
+    """Return the entropy of each row of attention (H, S, T), over that of equal shares of the positions in view.
 
     Args:
         seen: (H, S) how many positions a query sees.
@@ -188,7 +188,7 @@ def relative_entropy(probabilities: mx.array, seen: mx.array) -> mx.array:
 
 
 def errors_of(call: Call, quantize: Quantizer) -> tuple[mx.array, mx.array, dict[str, mx.array]]:
-    """For each head and position (H, S): relative entropy, squared size of what it adds, squared error by part.
+    """Return, for each head and position (H, S): relative entropy, squared size of its output, squared error by part.
 
     A head adds its part of the output layer's result. Without such a layer it adds its own result, and there is no part
     `output`.
@@ -215,7 +215,7 @@ def errors_of(call: Call, quantize: Quantizer) -> tuple[mx.array, mx.array, dict
 def attention_errors(
     model: nn.Module, texts: Sequence[Sequence[int]], quantizer: Quantizer | None = None, first: int = FIRST
 ) -> list[dict[str, Any]]:
-    """The error of what heads add to the output when one kind of projection is quantized.
+    """Return the error of what heads add to the output when one kind of projection is quantized.
 
     Args:
         texts: tokens. Each head at each position from `first` on is one sample.
@@ -245,7 +245,7 @@ def samples(values: mx.array, first: int) -> np.ndarray:
 
 
 def binned(part: str, entropies: np.ndarray, sizes: np.ndarray, errors: np.ndarray) -> list[dict[str, Any]]:
-    """The rows of `attention_errors` for one part, from samples: entropies, squared sizes and squared errors."""
+    """Return the rows of `attention_errors` for one part, from samples: entropies, squared sizes and squared errors."""
     places = np.clip(np.digitize(entropies, EDGES[1:-1]), 0, len(EDGES) - 2)
     rows = []
     for place, (low, high) in enumerate(pairwise(EDGES)):

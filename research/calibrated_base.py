@@ -1,4 +1,4 @@
-"""What a calibrated base gains: drafts that agree, the base alone as a 4-bit model, and what it costs."""
+"""GPTQ-calibrated bases: agreement of drafts, quality as a 4-bit model, and cost."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -70,24 +70,22 @@ def calibrated_base(
     data: Path | None = None,
     tokens: int = 4096,
 ) -> Found:
-    """How often 4-bit drafts choose the original's token, rounded to the nearest codes and calibrated.
+    """Measure how often 4-bit drafts choose the original's token, with RTN and with a GPTQ-calibrated base.
 
     Args:
-        model: of bfloat16; "demo" for the one that ships.
-        prompts: of each kind.
-        formats: whose codes are calibrated; those of exact stay so near that the original comes back.
-        others: 4-bit checkpoints of the model by other quantizers, such as what `gptq` makes, as the lowest gear.
-        data: a text on which the base alone is read, such as WikiText-2's test set.
-        tokens: of that text.
+        model: Bfloat16 model; demo: the bundled one.
+        prompts: Number of prompts of each kind.
+        formats: Formats to calibrate. Calibrated codes of exact stay close enough to restore the original.
+        others: 4-bit checkpoints of the model by other quantizers, such as by `gptq`, as the lowest gear.
+        data: Text for the base as a 4-bit model, such as WikiText-2's test set.
+        tokens: Tokens of that text.
     """
     name = None if model == "demo" else model
     original, tokenizer = load(name)
     answers = written(original, tokenizer, prompts)
     windows = windows_of(tokenizer, read_documents(data), CONTEXT, tokens, str(data), CONTEXT // 2) if data else []
     rows, figures = [], []
-    bases: dict[str, Any] = {"nearest codes": {}} | {
-        f"calibrated, {format}": base_of(name, format) for format in formats
-    }
+    bases: dict[str, Any] = {"RTN": {}} | {f"calibrated, {format}": base_of(name, format) for format in formats}
     gears: dict[str, dict[str, Any]] = {label: {"base": base} for label, base in bases.items()}
     gears |= {"mlx-lm": {"low_model": quantized(name)}} | {path.name: {"low_model": load(path)[0]} for path in others}
     for label, gear in gears.items():
@@ -106,7 +104,7 @@ def calibrated_base(
 
 
 def quantized(name: str | None) -> Any:
-    """A model in 4 bits by mlx-lm's own quantization, as `mlx_lm.convert -q` has it."""
+    """Return a model in 4 bits by mlx-lm's own quantization, as `mlx_lm.convert -q` has it."""
     model, _ = load(name)
     nn.quantize(model, DEFAULT_GROUP_SIZE, 4)
     return model
@@ -126,12 +124,12 @@ class Recorder(mlx_lm_gptq.Catcher):
 
 @study(minutes=15)
 def gptq(folder: Path, model: str = "smollm2", windows: int = 64, length: int = 256) -> None:
-    """A checkpoint of 4 bits by mlx-lm's GPTQ, from the texts that our own calibration reads, for `calibrated-base`.
+    """Make a 4-bit checkpoint by mlx-lm's GPTQ on this package's calibration data, for `calibrated-base`.
 
     Args:
-        folder: for the checkpoint.
-        windows: of the texts, one after the other.
-        length: tokens of a window.
+        folder: Directory for the checkpoint.
+        windows: Number of consecutive windows of the data.
+        length: Tokens of a window.
     """
     geared, tokenizer = load(model)
     text = text_of(tokenizer, None)
@@ -176,7 +174,7 @@ def encoded(tokenizer: Any, text: str) -> list[int]:
 
 
 def agreement(gearbox: Gearbox, answers: Sequence[tuple[str, list[int], list[int]]]) -> dict[str, float]:
-    """The share of the answers' tokens that the lowest gear chooses too, by kind."""
+    """Return the share of the answers' tokens that the lowest gear chooses too, by kind."""
     gearbox.shift(gearbox.ladder[0])
     right: dict[str, list[np.ndarray]] = {}
     for kind, prompt, answer in answers:
@@ -187,7 +185,7 @@ def agreement(gearbox: Gearbox, answers: Sequence[tuple[str, list[int], list[int
 
 
 def against_top(gearbox: Gearbox, windows: Sequence[Sequence[int]]) -> dict[str, float]:
-    """The figures of llama.cpp's --kl-divergence for the lowest gear; {} without windows."""
+    """Return the figures of llama.cpp's --kl-divergence for the lowest gear; {} without windows."""
     if not windows:
         return {}
     ladder = gearbox.ladder

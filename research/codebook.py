@@ -1,4 +1,4 @@
-"""The codebook formats: error, KL, and points of a budget, for docs/codebook.md."""
+"""Codebook formats: error, KL, and results of a budget, for docs/codebook.md."""
 
 import inspect
 import json
@@ -48,7 +48,7 @@ H_PROMPTS = 8  # calibration texts of the H-Process on a mixture
 
 
 def at(curve: dict[float, float], bits: float) -> float:
-    """The value of the curve at these effective bits, the logarithm interpolated."""
+    """Return the value of the curve at these effective bits, the logarithm interpolated."""
     points = sorted(curve)
     return float(np.exp(np.interp(bits, points, np.log([curve[p] for p in points]))))
 
@@ -62,7 +62,7 @@ def number(value: mx.array) -> float:
 
 
 def squared_error(made: mx.array, weight: mx.array) -> float:
-    """The sum of squared errors over the sum of squared weights."""
+    """Return the sum of squared errors over the sum of squared weights."""
     return number(mx.square(made - weight).sum() / mx.square(weight).sum())
 
 
@@ -78,7 +78,7 @@ def affine_curve(weight: mx.array) -> dict[float, float]:
 
 
 def random_matrices(rows: int) -> dict[str, np.ndarray]:
-    """Rows of WIDTH numbers without outliers, and with heavy tails."""
+    """Return rows of WIDTH numbers without outliers, and with heavy tails."""
     random = np.random.default_rng(0)
     return {"Gaussian": random.standard_normal((rows, WIDTH)), "Student t, 4": random.standard_t(4, (rows, WIDTH))}
 
@@ -151,18 +151,18 @@ def codebook_formats(
     problems: int = 16,
     target_bpw: float = 6.0,
 ) -> Found:
-    """Error, KL and points of a budget of the codebook formats.
+    """Measure error, KL and results of a budget for the codebook formats.
 
-    Errors are compared with MLX's affine quantization at the same effective bits: with a curve through its widths and
-    group sizes, on which the logarithm of the error is interpolated.
+    Errors are compared with MLX's affine quantization at the same effective bits: the logarithm of its error is
+    interpolated over its widths and group sizes.
 
     Args:
         what: error (4096-wide matrices, Gaussian and Student t), kl (a model on held-out problems of GSM8K), points
-            (the H-Process on the demo model: XFP's table 10); all if not given.
+            (the H-Process on the demo model: XFP's table 10); all if omitted.
         rows: For error: rows of the matrices.
-        model: For kl.
-        problems: For kl.
-        target_bpw: For points.
+        model: Model for kl.
+        problems: Problems for kl.
+        target_bpw: Bits per weight for points.
     """
     measures: dict[str, Callable[[], str]] = {
         "error": lambda: measure_error(rows),
@@ -180,7 +180,7 @@ LAZY_GRID = (0.80, 0.92, 0.96, 0.98, 0.99, 0.995)
 
 
 def as_mixture(model: Any, parts: int = PARTS_OF_AN_MLP) -> Any:
-    """A Llama's weights as a mixture of experts, which computes the same: a part of each MLP is an expert.
+    """Return a Llama's weights as a mixture of experts, which computes the same: a part of each MLP is an expert.
 
     The router has zeros, and every token goes through all experts; each has an equal share, which `down_proj` makes up
     for. So the experts are real weights, and need no training.
@@ -207,12 +207,12 @@ def as_mixture(model: Any, parts: int = PARTS_OF_AN_MLP) -> Any:
 
 
 def needed(row: dict[str, Any]) -> float:
-    """Bytes that a point needs at its peak, as in `OperatingPoint`."""
+    """Return bytes that a point needs at its peak, as in `OperatingPoint`."""
     return max(row["spike"], row["steady"] + row["reserve"])
 
 
 def bounded(rows: list[dict[str, Any]], budget: float) -> list[dict[str, Any]]:
-    """The points that the H-Process tries under a budget: the first that needs more ends it, and is not judged."""
+    """Return the points that the H-Process tries under a budget; the first one beyond it ends the list, unchecked."""
     over = next((i for i, row in enumerate(rows) if needed(row) > budget), None)
     if over is None:
         return rows
@@ -255,16 +255,16 @@ def h_process(
     lazy: list[float] = [*LAZY_GRID],  # noqa: B006 - nothing changes it
     redraw: Path | None = None,
 ) -> Found:
-    """The H-Process on a mixture of experts, with both of its boundaries: garbage and memory (XFP's table 10).
+    """Run the H-Process on a mixture of experts, up to both of its limits: garbage and memory (XFP's table 10).
 
-    All points are judged; the table ends where the budget does.
+    All points are checked; the table ends at the budget.
 
     Args:
-        model: A mixture of experts, or a Llama, which becomes one by cutting its MLPs into experts.
-        megabytes: The budget; if not given, between what the last two points need.
-        strict: Floor of all layers but the routed experts.
+        model: Mixture of experts, or a Llama whose MLPs are split into experts.
+        megabytes: Budget; if omitted, between the memory of the last two points.
+        strict: Floor of all layers except routed experts.
         lazy: Floors of the experts, ascending.
-        redraw: Measure nothing; take the points of this file, which --json wrote.
+        redraw: Use the points of this file from --json; measure nothing.
     """
     rows = read_report(redraw)["rows"] if redraw else mixture_points(model, strict, lazy)
     budget = 1e6 * megabytes if megabytes else sum(map(needed, rows[-2:])) / len(rows[-2:])

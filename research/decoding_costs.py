@@ -1,9 +1,9 @@
-"""What writing tokens costs besides the passes: routing, shifts of a mixture, and batches beside mlx-lm's.
+"""Costs of decoding besides forward passes: routing, shifts of mixed gears, and batches, compared with mlx-lm's.
 
-routing: what entropy, monitor, gate and record add to a token. mixture: tokens in all gears beside tokens in the top
-gear, measured, and as GEARBX 9 predicts it: T = S t_shift + sum of n_g t_g, the speedup is N t_top / T; times are those
-of the gears by themselves, in the same run. batch-speed: texts that share passes, in one gear, by our batch generator
-beside mlx-lm's own over the same model with the same kernels.
+routing: overhead of entropy, monitor, gate and record per token. mixture: speed of mixed gears over the top gear, as
+measured and as GEARBX 9 predicts it: T = S t_shift + sum of n_g t_g, the speedup is N t_top / T; times of single gears
+are from the same run. batch-speed: sequences that share passes in one gear, by this package's batch generator and by
+mlx-lm's over the same model with the same kernels.
 """
 
 import random
@@ -38,7 +38,7 @@ from .studies import Found, in_turn, ratios, results_in_turn, study, table_here
 
 
 def engaged(model: str | None, shape: str, gears: str | None, context: int = 0) -> Gearbox:
-    """A gearbox of the model, or of a random Llama. context: tokens of a KV cache that memory has to have room for."""
+    """Return a gearbox of the model or of a random Llama. context: tokens of a KV cache that must fit into memory."""
     ladder = None if gears is None else Ladder.parse(gears)
     settings = ModelBenchmark(model=model, shape=parse_shape(shape), gears=ladder)
     check_gears(settings, context=context)
@@ -50,7 +50,7 @@ def as_table(columns: Sequence[str], rows: Rows) -> str:
 
 
 def ratio_row(gear: Gear, ratios: Sequence[float], figures: dict[str, Any], read_bandwidth: Any) -> dict[str, Any]:
-    """The row of a gear.
+    """Return the row of a gear.
 
     Args:
         ratios: one of each trial.
@@ -88,11 +88,11 @@ class Stay(ThresholdGate):
 def routing(
     model: str | None = None, shape: str = "1024x8", gears: str | None = None, tokens: int = 16, trials: int = 5
 ) -> Found:
-    """What routing adds to a token, in each gear, beside one of mlx-lm's own loop (docs/performance.md).
+    """Time the overhead of routing per token, in each gear, relative to mlx-lm's own loop.
 
     Args:
-        model: If not given, a random Llama.
-        shape: Of the random Llama: WIDTHxLAYERS.
+        model: Model; a random Llama if omitted.
+        shape: WIDTHxLAYERS of the random Llama.
     """
     gearbox, read_bandwidth, tokenizer = engaged(model, shape, gears), BandwidthMeter(), load()[1]
     rows = []
@@ -116,7 +116,7 @@ def routing(
 
 
 def seconds_per_token(steps: Iterator, tokens: int) -> float:
-    """The time of a loop after its first token."""
+    """Return the time of a loop after its first token."""
     next(steps)
     return timed(lambda: list(steps)) / tokens
 
@@ -137,13 +137,13 @@ def mixture(
     run: int = 10,
     trials: int = 5,
 ) -> Found:
-    """A mixture of all gears beside the top gear alone, as measured and as GEARBX 9 predicts.
+    """Time mixed gears against only the top gear, and predict their speed as GEARBX 9 does.
 
     Args:
-        model: If not given, a random Llama.
-        shape: Of the random Llama: WIDTHxLAYERS.
-        shares: Of the tokens in each gear, lowest gear first.
-        run: Tokens in a gear between two shifts, about.
+        model: Model; a random Llama if omitted.
+        shape: WIDTHxLAYERS of the random Llama.
+        shares: Shares of the tokens in each gear, lowest gear first.
+        run: Approximate number of tokens between two shifts.
     """
     asked = parse_shares(shares)
     gearbox, read_bandwidth = engaged(model, shape, gears), BandwidthMeter()
@@ -156,7 +156,7 @@ def mixture(
 
 
 def plan_of(ladder: Ladder, shares: Sequence[float], tokens: int, run: int) -> list[Gear]:
-    """The gear of each token: runs of one gear, about `run` tokens long, in turn; each gear has its share.
+    """Return the gear of each token: runs of one gear, about `run` tokens long, in turn; each gear has its share.
 
     Raises:
         GearbxError: there are not as many shares as gears.
@@ -174,7 +174,7 @@ def plan_of(ladder: Ladder, shares: Sequence[float], tokens: int, run: int) -> l
 
 
 def seconds_of(gearbox: Gearbox, plan: Sequence[Gear]) -> tuple[float, float]:
-    """Seconds per token of a plan, and seconds of all its shifts, which are in it."""
+    """Return seconds per token of a plan, and seconds of all its shifts, which are in it."""
     cache, shifting = make_prompt_cache(gearbox.model), 0.0
     gearbox.shift(plan[0])
     token = gearbox.model(mx.array([FIRST_TOKENS]), cache=cache)[:, -1].argmax(-1)
@@ -204,7 +204,7 @@ def dynamic_speedup(
 def mixture_row(
     gearbox: Gearbox, plan: Sequence[Gear], measured: Mapping[str, Sequence[tuple[float, float]]]
 ) -> dict[str, Any]:
-    """Medians over the trials. predicted_speedup: GEARBX 9; of_bytes: as if bytes alone took time, and shifts none."""
+    """Return medians over the trials. predicted_speedup: by GEARBX 9; of_bytes: by bytes only, without shifts."""
     top, shifts = gearbox.ladder.top.name, sum(one != other for one, other in pairwise(plan))
     counts = {gear.name: sum(each == gear for each in plan) for gear in gearbox.ladder}
     seconds = {name: [spent for spent, _ in trials] for name, trials in measured.items()}
@@ -241,12 +241,12 @@ def batch_speed(
     batch_size: list[int] = [1, 4, 8],  # noqa: B006
     trials: int = 5,
 ) -> Found:
-    """Texts that share passes, in one gear, beside mlx-lm's own batches of the same model.
+    """Time batches in one gear against mlx-lm's own batches of the same model.
 
     Args:
-        model: If not given, a random Llama.
-        shape: Of the random Llama: WIDTHxLAYERS.
-        batch_size: Numbers of texts.
+        model: Model; a random Llama if omitted.
+        shape: WIDTHxLAYERS of the random Llama.
+        batch_size: Numbers of sequences.
     """
     gearbox, read_bandwidth = engaged(model, shape, gears), BandwidthMeter()
     never_ends = EndlessTokenizer(load(model)[1])

@@ -1,4 +1,4 @@
-"""Weights from files: the top gear streamed, and what residencies take."""
+"""Weights on disk: memory of a streamed top gear, and of each residency."""
 
 import json
 import resource
@@ -27,7 +27,7 @@ FORMS = {"bf16": "bfloat16, mlx-lm", "resident": "exact, resident", "stream": "e
 
 
 def models(model: str, directory: Path) -> tuple[Path, Path]:
-    """The bfloat16 model and its geared checkpoint, which is made if it is not there."""
+    """Return the bfloat16 model and its geared checkpoint, which is made if it is not there."""
     original, geared = find(model), directory / "exact"
     if not geared.exists():
         convert(original, geared, gears="4,16", format="exact")
@@ -35,7 +35,7 @@ def models(model: str, directory: Path) -> tuple[Path, Path]:
 
 
 def memory(field: str) -> int:
-    """Bytes of this process, as Linux counts them: VmRSS, what is really there, or VmHWM, the most so far."""
+    """Return bytes of this process, as Linux counts them: VmRSS, what is really there, or VmHWM, the most so far."""
     status = Path("/proc/self/status").read_text()
     return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith(field))
 
@@ -46,7 +46,7 @@ def study_in_process(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def print_text(form, limit, original, geared, max_tokens, kernels):
-    """What a process under the limit does: print a text in the top gear."""
+    """Generate in the top gear, and print the output: the work of a process under a limit."""
     if limit:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     if form == "bf16":
@@ -65,14 +65,14 @@ def print_text(form, limit, original, geared, max_tokens, kernels):
 
 
 def under_limit(command: Sequence[object], form: str, limit: int) -> tuple[str | None, Any]:
-    """The text of a process under a limit, or the last line of its error, and its largest memory in bytes."""
+    """Return the text of a process under a limit, or the last line of its error, and its largest memory in bytes."""
     done = study_in_process(*command, "--form", form, "--limit", limit)
     last = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit status {done.returncode}"
     return (done.stdout, int(last)) if done.returncode == 0 else (None, last)
 
 
 def least_limit(command: Sequence[object], form: str, text: str | None) -> int:
-    """The least limit in bytes, to LIMIT_STEP, under which a process writes the text."""
+    """Return the least limit in bytes, to LIMIT_STEP, under which a process writes the text."""
     low, high = 0, MAX_LIMIT
     while high - low > LIMIT_STEP:
         middle = (low + high) // 2
@@ -89,17 +89,16 @@ def streaming(
     form: Literal["bf16", "resident", "stream"] | None = None,
     limit: int = 0,
 ) -> Found | None:
-    """The least memory that a text needs: from bfloat16, from format exact, and from its top gear on the disk.
+    """Find the least memory for generation: in bfloat16, in format exact, and with the top gear on disk.
 
-    A model of bfloat16 is converted to format exact. The text is written in processes of their own, under limits on
-    memory that close in on the least one: by the bfloat16 model, and by format exact in memory and from the disk. The
-    limit is RLIMIT_DATA: the private memory that a process may write, where the weights go, since MLX maps no file.
-    RLIMIT_AS would count libraries too, and addresses that are never touched.
+    A bfloat16 model is converted to format exact. Separate processes then generate under memory limits that approach
+    the least sufficient one. The limit is RLIMIT_DATA: private writable memory, which contains the weights, since MLX
+    maps no file. RLIMIT_AS would also count libraries and untouched addresses.
 
     Args:
-        directory: For the converted model, which is kept for the next run.
-        form: Write one text under --limit, and nothing else.
-        limit: Bytes.
+        directory: Directory for the converted model, kept for the next run.
+        form: Generate once under --limit, and do nothing else.
+        limit: Memory limit in bytes.
     """
     original, geared = models(model, directory.resolve())
     if form:
@@ -134,7 +133,7 @@ MEGABYTE = 1e6
 
 
 def of_residency(name: str, paths: dict[str, Path], tokens: int, trials: int) -> dict[str, dict[str, list[float]]]:
-    """For each gear in each trial: `shift` into it and a `token`, in seconds, and the `memory` afterwards, in bytes."""
+    """Return, for each gear and trial: seconds of a `shift` into it and of a `token`, and the `memory` in bytes."""
     checkpoint, ladder, format, residency = RESIDENCIES[name]
     empty = memory("VmRSS")
     model, _ = load(paths[checkpoint])
@@ -174,15 +173,15 @@ def residencies(
     trials: int = 5,
     form: str | None = None,
 ) -> Found | None:
-    """What each residency takes: memory in the low and in the top gear, time of a shift, speed (Linux).
+    """Measure each residency: memory in the low and in the top gear, time of a shift, speed (Linux).
 
-    Each has a process of its own, which shifts between 4 and 16 bits and writes tokens in both. Memory is what the
-    process has more than before it loaded the model.
+    Each residency has its own process, which shifts between 4 and 16 bits and generates in both. Memory is the increase
+    of the process's memory from before loading the model.
 
     Args:
-        model: A directory or a Hub repository of an original in bfloat16.
-        directory: Keeps the checkpoint of format exact for the next run.
-        form: Measure one residency, and nothing else.
+        model: Directory or Hub repository of a bfloat16 original.
+        directory: Directory for the checkpoint of format exact, kept for the next run.
+        form: Measure one residency, and do nothing else.
     """
     with tempfile.TemporaryDirectory() as temporary:
         place = (directory or Path(temporary)).resolve()

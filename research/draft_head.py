@@ -1,4 +1,4 @@
-"""A draft head: how many tokens it drafts right after training, and how much time it saves, by kind of text."""
+"""A draft head: share of correct drafts after training, and speedup, by kind of prompt."""
 
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from .studies import Found, named, spread, study, table_here
 
 @study("docs/heads.md", writes="a head in --out", minutes=60)
 def draft_head(model: str = "smollm2", minutes: float = 60.0, out: str = "draft-head-smollm2") -> Found:
-    """A head trained on a model's own answers: right drafts by kind of text, on answers that it has not seen."""
+    """Train a head on a model's own answers, and measure correct drafts by kind of prompt on held-out answers."""
     training = TrainingSettings(out=out, minutes=minutes)
     settings = DraftHeadSettings(ModelSettings(model=model), PromptTextSettings(), training)
     prepared = prepare(settings)
@@ -41,13 +41,13 @@ def draft_head(model: str = "smollm2", minutes: float = 60.0, out: str = "draft-
     lines = [
         [kind, *(f"{share:.2f}" for share in places), f"{tokens_a_round(places):.2f}"] for kind, places in rows.items()
     ]
-    heads = ["text", *(f"right at place {place}" for place in range(1, PLACES + 1)), "tokens per round"]
+    heads = ["prompts", *(f"correct at position {place}" for place in range(1, PLACES + 1)), "tokens per round"]
     about = f"{trainer.seen:,} tokens seen in {minutes_used:.0f} minutes."
     return Found({f"draft_head_{Path(model).name}": f"{table(heads, lines)}\n\n{about}"}, rows)
 
 
 def replaced_test(trainer, answers):
-    """The test of a trainer on other answers."""
+    """Return the test of a trainer on other answers."""
     own, trainer.held = trainer.held, answers
     try:
         return trainer.test()
@@ -63,17 +63,17 @@ def draft_head_speed(
     prompts: int = 8,
     max_tokens: int = 120,
 ) -> Found:
-    """How much time a draft head saves over plain decoding, by weights and kind of prompt.
+    """Measure the speedup of a draft head over plain decoding, by weights and kind of prompt.
 
-    Plain decoding, mode lossless without a head, and with it, in turn in one process. Both have prompt lookup in the
+    Plain decoding, mode lossless without a head, and with it alternate in one process. Both have prompt lookup in the
     prompt and the output.
 
     Args:
         head: Directory of a head.
         model: Name as of `real-models`.
         gears: Bits of the weights; `file` for those of the GGUF file.
-        prompts: Of each kind: chat, code, math, and edits that copy their source.
-        max_tokens: Of each output.
+        prompts: Number of prompts of each kind: chat, code, math, and edits that copy their source.
+        max_tokens: Maximum number of tokens in an output.
     """
     rows, data = [], list[dict[str, Any]]()
     mode = Lossless(share_lookup=False)

@@ -1,7 +1,7 @@
-"""The energy of a token in each gear, as the machine reports it: RAPL on Linux, powermetrics on macOS.
+"""Energy per token in each gear, as reported by the machine: RAPL on Linux, powermetrics on macOS.
 
-Most machines let only root read it: use sudo, or chmod a+r of the files energy_uj. What other programs use is in it.
-The readers were tried only with files and with recorded samples.
+On most machines, only root may read it: use sudo, or chmod a+r of the files energy_uj. It includes the energy of other
+programs. The readers were tested only with files and recorded samples.
 """
 
 import os
@@ -119,7 +119,7 @@ class PowerMetrics:
 
 
 def samples(stream: IO[bytes]) -> Iterator[float]:
-    """The joules of each of powermetrics' samples: milliwatts times nanoseconds."""
+    """Yield the joules of each of powermetrics' samples: milliwatts times nanoseconds."""
     waiting = b""
     while part := stream.read1(65536) if hasattr(stream, "read1") else stream.read(65536):
         *whole, waiting = (waiting + part).split(b"\0")
@@ -129,7 +129,7 @@ def samples(stream: IO[bytes]) -> Iterator[float]:
 
 
 def this_meter() -> PowerMetrics | Rapl:
-    """The meter of this machine. Raises GearbxError where there is none that this user may read."""
+    """Return the meter of this machine. Raises GearbxError where there is none that this user may read."""
     return PowerMetrics() if platform.system() == "Darwin" else Rapl()
 
 
@@ -141,10 +141,10 @@ def energy(
     tokens: int = 64,
     trials: int = 5,
 ) -> Found:
-    """The joules of a token in each gear, in turn, where the machine says what it uses.
+    """Measure the joules per token in each gear, alternating, if the machine reports its energy.
 
     Args:
-        model: If not given, the model that ships.
+        model: Model; the bundled one if omitted.
     """
     loaded, tokenizer = load(model or DEMO_MODEL)
     gearbox = Gearbox(loaded, gears)

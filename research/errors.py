@@ -1,4 +1,4 @@
-"""Where low gears err (GEARBX 13): weights, attention, keys and values, weights that are quantized twice."""
+"""Errors of low gears (GEARBX 13): weights, attention, keys and values, and weights that are quantized twice."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -47,14 +47,14 @@ def by_groups(bits: int) -> Quantizer:
 
 
 def error_of(weight: mx.array, bits: int) -> tuple[float, float]:
-    """The MSE of a matrix (O, I) in per-row symmetric codes, and its estimate, the mean of s^2 / 12 over its rows."""
+    """Return the MSE of a matrix (O, I) in per-row symmetric codes, and its estimate, the row mean of s^2 / 12."""
     codes, scales = rowwise.quantize(weight, bits)
     error = rowwise.dequantize(codes, scales) - weight.astype(mx.float32)
     return mean_square(error), mean_square(scales) / 12
 
 
 def layer_errors(model: nn.Module) -> list[dict[str, Any]]:
-    """The errors of a model's blocks, matrices weighted by their sizes.
+    """Return the errors of a model's blocks, matrices weighted by their sizes.
 
     Returns:
         a row for each block and number of bits: `layer`, `bits`, `mse`, `estimate` (mean s^2 / 12), their `quotient`,
@@ -76,7 +76,7 @@ def layer_errors(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def twice(weight: mx.array, first: Quantizer, second: Quantizer) -> dict[str, float]:
-    """The parts of the error of a matrix (O, I) that is quantized, widened, and quantized again (GEARBX 13.3).
+    """Return the parts of the error of a matrix (O, I) that is quantized, widened, and quantized again (GEARBX 13.3).
 
     Returns:
         mean squares: `total` = `original` (the first error) + `second` (of the widened matrix) + `cross` (twice the
@@ -131,7 +131,7 @@ def runs_of(gears: Sequence[Gear], tokens: int, length: int) -> list[tuple[int, 
 
 
 def written(gearbox: Gearbox, tokens: Sequence[int], runs: Sequence[tuple[int, int, Gear]]) -> tuple[Any, np.ndarray]:
-    """The caches and the log-probabilities (S, V) of a text whose runs are each read in their own gear."""
+    """Return the caches and the log-probabilities (S, V) of a text whose runs are each read in their own gear."""
     cache = make_prompt_cache(gearbox.model)
     found = []
     for begin, end, gear in runs:
@@ -149,12 +149,12 @@ def entries(caches: Any) -> tuple[list[mx.array], list[mx.array]]:
 
 
 def flat(caches: Any) -> list[Any]:
-    """The caches, also those within lists of caches."""
+    """Return the caches, also those within lists of caches."""
     return [each for cache in caches for each in (flat(cache.caches) if hasattr(cache, "caches") else [cache])]
 
 
 def by_position(layers: Sequence[mx.array]) -> np.ndarray:
-    """The sum of squares of each position (S,), over layers (1, H, S, D)."""
+    """Return the sum of squares of each position (S,), over layers (1, H, S, D)."""
     return np.sum([np.array(mx.square(each).sum(axis=(0, 1, 3))) for each in layers], axis=0)
 
 
@@ -204,7 +204,7 @@ Report = dict[str, list[dict[str, Any]]]
 
 
 def measured(path: str | None, count: int) -> Report:
-    """All figures of a model, in float32."""
+    """Return all figures of a model, in float32."""
     model, tokenizer = load(path)
     model.set_dtype(mx.float32)
     tokens = tokenizer.encode(read_documents(OTHER_TALES)[0])
@@ -308,12 +308,12 @@ def gears_of(report: Report) -> list[str]:
 
 @study("docs/error_analysis.md", writes="images/error_analysis.png", minutes=3)
 def errors(model: str | None = None, texts: int = 1, redraw: Path | None = None) -> Found:
-    """Where low gears err (GEARBX 13): weights, attention, keys and values, weights that are quantized twice.
+    """Measure errors of low gears (GEARBX 13): weights, attention, keys and values, double quantization.
 
     Args:
-        model: A directory or a Hub repository; the model that ships if not given.
-        texts: Of 256 tokens.
-        redraw: Measure nothing; take the figures of this file, which --json wrote.
+        model: Directory or Hub repository; the bundled model if omitted.
+        texts: Number of windows of 256 tokens.
+        redraw: Use the figures of this file from --json; measure nothing.
     """
     report = read_report(redraw) if redraw else measured(model, texts)
     tables = {name: made(report) for name, made in TABLES.items()}

@@ -1,4 +1,4 @@
-"""What is measured for docs/evidence.md and research/evidence.md, their tables, and what they advise."""
+"""Measurements for docs/evidence.md and research/evidence.md, their tables, and the advice."""
 
 import errno
 import hashlib
@@ -43,7 +43,7 @@ def read(results: Path, name: str) -> dict:
 
 
 def reports(results: Path, pattern: str) -> list[dict]:
-    """The reports whose file names match the pattern, in alphabetical order. Raises FileNotFoundError for none."""
+    """Return the reports with matching file names, in alphabetical order. Raises FileNotFoundError for none."""
     files = sorted(results.glob(pattern))
     if not files:
         raise FileNotFoundError(errno.ENOENT, "no report", str(results / pattern))
@@ -51,14 +51,14 @@ def reports(results: Path, pattern: str) -> list[dict]:
 
 
 def span(values: Iterable[float], form: str = "{:.2f}") -> str:
-    """The smallest and the largest value, or the only one."""
+    """Return the smallest and the largest value, or the only one."""
     ends = sorted(values)
     texts = list(dict.fromkeys(form.format(value) for value in (ends[0], ends[-1])))
     return " to ".join(texts)
 
 
 def policy_rows(results: Path) -> Iterator[tuple[str, dict, dict[str, dict]]]:
-    """Each policy's row with its model and that model's rows by name."""
+    """Yield each policy's row with its model and that model's rows by name."""
     for model, folder in MODELS.items():
         rows = read(results, folder)["policies"]
         by_name = {row["name"]: row for row in rows}
@@ -66,7 +66,7 @@ def policy_rows(results: Path) -> Iterator[tuple[str, dict, dict[str, dict]]]:
 
 
 def gain(results: Path, policy: str) -> str:
-    """By how much the mean KL of every run of a policy is below chance's, at the same share of tokens."""
+    """Return the reduction of the mean KL against the random baseline, at the same share of tokens, over all runs."""
     compared = [row["against_random_same_share"] for _, row, _ in policy_rows(results) if row["policy"] == policy]
     found = [(-each["kl_mean_change"], each["kl_mean_change_error"]) for each in compared]
     sure = sum(change > SIGNIFICANT * error for change, error in found)
@@ -76,11 +76,12 @@ def gain(results: Path, policy: str) -> str:
 
 
 def static_sentence(results: Path) -> str:
-    """How many mixtures of gears a static gear beats, and by how much."""
+    """Return a sentence: the number of mixed-gear runs that a static gear beats, and by how much."""
     mixtures = [(row, rows) for _, row, rows in policy_rows(results) if row["policy"] in MIXTURES]
     beaten = [row["kl_mean"] / rows[row["better_static"]]["kl_mean"] for row, rows in mixtures if row["better_static"]]
+    helps = "does not help" if len(beaten) == len(mixtures) else "rarely helps"
     return (
-        f"{'No' if len(beaten) == len(mixtures) else 'Rarely'}: in {len(beaten)} of {len(mixtures)} runs with mixed "
+        f"Shifting {helps}: in {len(beaten)} of {len(mixtures)} runs with mixed "
         f"gears, a single gear reads no more bytes and has {span(beaten, '{:.0f}')} times lower KL from the original."
     )
 
@@ -96,14 +97,14 @@ def lossless_sentence(results: Path) -> str:
 
 
 def advice(results: Path) -> str:
-    """Whether a user should shift, a sentence for each line."""
+    """Return whether a user should shift, a sentence for each line."""
     kickdown_gain, route_gain = gain(results, "kickdown"), gain(results, "route")
     lines = [
         static_sentence(results),
         lossless_sentence(results),
         "If a small loss is acceptable, use one 5-, 6- or 8-bit gear, such as `--gears 6`.",
-        "Entropy does find uncertain tokens: at the same share of tokens, kickdown reduced KL by "
-        f"{kickdown_gain.format(' against the random baseline')}, and route by {route_gain.format('')}.",
+        "Entropy does find uncertain tokens. At the same share of tokens in the top gear, kickdown reduced KL by "
+        f"{kickdown_gain.format(' against the random baseline')}. Route reduced it by {route_gain.format('')}.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -190,7 +191,7 @@ def chi_square(results):
 
 
 def pair(results, folder, *thresholds):
-    """A copy of a model has as many parameters, and fewer bytes."""
+    """Return a copy of a model has as many parameters, and fewer bytes."""
     policies = read(results, folder)["policies"]
     copy = all(row["parameter_ratio"] == 1 for row in policies)
     rows = [
@@ -245,7 +246,7 @@ class Made:
 
 
 def page_commands(page: str) -> Iterator[str]:
-    """The commands of a page that write a report into the directory that they run in, each as one line."""
+    """Yield the commands of a page that write a report into the directory that they run in, each as one line."""
     for match in INDENTED.finditer(page):
         for line in re.sub(r"\\\n\s+", "", match[1]).splitlines():
             words = [word for word in shlex.split(line) if not VARIABLE.fullmatch(word)]
@@ -254,12 +255,12 @@ def page_commands(page: str) -> Iterator[str]:
 
 
 def output_of(words: Sequence[str]) -> str | None:
-    """The file or directory that a command writes."""
+    """Return the file or directory that a command writes."""
     return next((after for word, after in pairwise(words) if word in OUTPUTS), None)
 
 
 def runnable(command: str, data: Path) -> list[str]:
-    """The command for a process in RESULTS: DIR stands for the texts; other files are those of the repository."""
+    """Return the command for a process in RESULTS: DIR is the data; other files are the repository's."""
     words = [str(data) if word == "DIR" else word for word in shlex.split(command)]
     words = [str(ROOT / word) if word.startswith(("scripts/", "research/")) else word for word in words]
     variables = [word for word in words if VARIABLE.fullmatch(word)]
@@ -268,7 +269,7 @@ def runnable(command: str, data: Path) -> list[str]:
 
 
 def code_digest() -> str:
-    """A digest of all sources that a figure depends on."""
+    """Return a digest of all sources that a figure depends on."""
     digest = hashlib.sha256()
     for folder in ("gearbx_mlx", "research", "scripts"):
         for file in sorted((ROOT / folder).rglob("*")):
@@ -321,7 +322,7 @@ def make_all(commands: Sequence[str], results: Path, data: Path, keep: bool) -> 
 
 @study(PAGE, "docs/evidence.md", writes="images/pair.png")
 def evidence_tables(results: Path) -> Found:
-    """The tables of both pages, from the reports of the commands; one without a report stays as it is.
+    """Write the tables of both pages from the reports of the commands; a table without a report stays unchanged.
 
     Args:
         results: Directory in which the commands ran.
@@ -338,14 +339,14 @@ def evidence(
 ) -> None:
     """Run every command of research/evidence.md that writes a report, and write its tables and the advice.
 
-    After an interrupt the same command goes on: RESULTS/made.json has what ran, when, where and with which code. What
-    older code measured is measured again. Needs the extras `train` and `plots`.
+    The same command resumes after an interruption: RESULTS/made.json records each command with date, machine and code.
+    Results of older code are measured again. Needs the extras `train` and `plots`.
 
     Args:
-        results: A directory, made if it is missing.
+        results: Directory, made if missing.
         models: Directory of stories260K and babyllama105.
-        data: Directory of GSM8K's texts and of those of train_demo_model.py.
-        keep: Keep what older code measured.
+        data: Directory of the data of GSM8K and of train_demo_model.py.
+        keep: Keep results of older code.
         list: Show the commands, and run none.
     """
     commands = [*page_commands((ROOT / PAGE).read_text(encoding="utf-8"))]
@@ -377,10 +378,9 @@ def sampled_text(
     max_tokens: int = 250,
     seed: int = 0,
 ) -> None:
-    """Sample texts from a model, as JSON Lines, where the text that it was trained on is not at hand.
+    """Sample text from a model, as JSON Lines, as a substitute for unavailable training data.
 
-    The texts are sampled at temperature 1 in full precision. So along them the model is exactly as sure as its own
-    distribution says.
+    It is sampled at temperature 1 in full precision, so the model's certainty equals that of its distribution.
 
     Args:
         model: Directory or Hub repository.

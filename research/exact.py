@@ -79,7 +79,7 @@ def measured(name: str, make: Callable[..., nn.Module], group_size: int) -> Weig
 
 
 def stored(gearbox: Gearbox, gears: Iterable[Gear]) -> int:
-    """The bytes of the arrays of these gears, each array once. The top gear of format exact has all of its arrays."""
+    """Return the bytes of the arrays of these gears, without duplicates. Format exact's top gear has all arrays."""
     arrays: dict[int, mx.array] = {}
     for gear in gears:
         gearbox.shift(gear)
@@ -130,7 +130,7 @@ SHOWN = 5  # the weight's column in the picture
 
 
 def encoded(weight: mx.array) -> tuple[nn.Module, ExactMatrix]:
-    """The low gear of a matrix, and its arrays."""
+    """Return the low gear of a matrix, and its arrays."""
     layer = nn.Linear(1, 1, bias=False)
     layer.weight = weight
     made = get_format("exact").modules(layer, 4, (4, 16), GROUP, mx.bfloat16)
@@ -144,7 +144,7 @@ def draw_boxes(axes: Any, left: float, y: float, texts: list[str], color: str) -
 
 
 def draw_weight(axes: Any) -> None:
-    """A weight's bits, and what is stored of them."""
+    """Draw a weight's bits, and the stored parts of them."""
     weight = load()[0].model.layers[0].mlp.up_proj.weight
     low, matrix = encoded(weight)
     bits = f"{int(weight.view(mx.uint16)[0, SHOWN].item()):016b}"
@@ -218,10 +218,10 @@ def draw_bars(axes: Any) -> None:
 
 @study("docs/exact.md", writes="images/exact.png", minutes=3)
 def exact(models: list[str] = []) -> Found:  # noqa: B006 - nothing changes it
-    """Bits per weight and memory of format exact, and a picture of a weight.
+    """Compute bits per weight and memory of format exact, and draw a weight.
 
     Args:
-        models: Directories, beside the demo model and random matrices, such as of stories260K and babyllama105.
+        models: Directories besides the demo model and random matrices, such as of stories260K and babyllama105.
     """
     demo = measured("demo", lambda: bfloat16_model(None), 64)
     tables = {"bits": bits_table(demo, models), "memory": memory_table(demo)}
@@ -229,7 +229,7 @@ def exact(models: list[str] = []) -> Found:  # noqa: B006 - nothing changes it
 
 
 def draw(path: Path) -> None:
-    """Where the bits of a weight go: those of a real weight of the demo model, and bars of Gaussian rows."""
+    """Draw the storage of the bits of a weight of the demo model, and bars of Gaussian rows."""
     figure, (weight, bars) = get_pyplot().subplots(2, 1, figsize=(10, 6), layout="constrained", height_ratios=(3, 1.6))
     draw_weight(weight)
     draw_bars(bars)

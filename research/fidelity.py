@@ -1,4 +1,4 @@
-"""What a gear for the prompt, and each way to write, are worth on a real model, for research/evidence.md."""
+"""Prefill gears, and fidelity of each mode on a real model, for research/evidence.md."""
 
 import statistics
 import tempfile
@@ -38,16 +38,16 @@ def prompt_gear(
     trials: int = 7,
     out: str = "",
 ) -> Found:
-    """What the gear that reads the prompt is worth: KL of the text after it, bytes, and the time to the first token.
+    """Measure the effect of the prefill gear: KL of the text after the prompt, bytes, and time to the first token.
 
-    Every gear reads the prompt once itself and once in the top gear. Then every mixture of 4 and 16 bits follows a
-    prompt in the top gear.
+    Every gear prefills the prompt once in itself and once in the top gear. Then every mix of 4 and 16 bits follows a
+    prompt that the top gear prefilled.
 
     Args:
-        text: What is read, in windows that follow each other; WikiText-2's test set in the page.
-        text_tokens: After each prompt.
-        trials: Of the time to the first token.
-        out: A directory that keeps the reports; none: nothing is kept.
+        text: Text to read in consecutive windows; the page uses WikiText-2's test set.
+        text_tokens: Tokens after each prompt.
+        trials: Trials of the time to the first token.
+        out: Directory for the reports; none: not kept.
     """
     place = Path(out or tempfile.mkdtemp())
     settings: dict[str, Any] = {
@@ -111,7 +111,7 @@ def prompt_gear(
 
 
 def first_tokens(model: str, text: Path, prompt_tokens: int, trials: int) -> dict[str, list[list[float]]]:
-    """By static gear: time to the first token with a prompt in 8 and in 16 bits, over the time with one in its own."""
+    """Return, by static gear: time to first token with 8- and 16-bit prefill, relative to the gear's own prefill."""
     loaded, tokenizer = load(model)
     box = Gearbox(loaded, LADDER, format="affine")
     prompt = tokenizer.encode(text.read_text(encoding="utf-8"), verbose=False)[:prompt_tokens]
@@ -138,11 +138,11 @@ TURNS = (
 
 @study("research/evidence.md", minutes=3)
 def conversation(model: str = "smollm2", low: int = 4, max_tokens: int = 64) -> Found:
-    """What a chat gains where an answer in a low gear is read again, in the top gear, with the next question.
+    """Measure the effect on a chat if low-gear answers are prefilled again in the top gear with the next question.
 
-    The top gear writes the conversation. The low gear then follows its answers, over a KV cache of what was said before
-    in three ways: all of it by the low gear; questions by the top gear and answers as they were written; or all of it
-    by the top gear, which is what `chat` and the server do. KL is from the top gear's distributions.
+    The top gear generates the conversation. The low gear then follows its answers, with three KV caches of the earlier
+    turns. They are computed by the low gear; by the top gear for questions, and as generated for answers; or by the
+    top gear, as in `chat` and the server. KL is from the top gear's distributions.
     """
     loaded, tokenizer = load(model)
     box = Gearbox(loaded, f"{low},16", format="affine")
@@ -191,15 +191,15 @@ def fidelity(
     max_tokens: int = 100,
     pairs: int = 3,
 ) -> Found:
-    """How far a text strays from the top gear's, for bytes and for time: static gears, mixtures, lossless.
+    """Compare static gears, mixed gears and lossless: distance from the top gear against bytes and time.
 
-    Every way writes greedily after each prompt. The top gear then reads the text: the regret of a token is by how many
-    nats it is less likely than the top gear's best.
+    Every method generates greedily after each prompt. The top gear then reads the output: the regret of a token is by
+    how many nats it is less likely than the top gear's best token.
 
     Args:
-        prompts: Files: one per line, or JSON Lines as in GSM8K.
-        num_prompts: Of each file.
-        pairs: Trials of a prompt, whose median counts.
+        prompts: Files with one prompt per line, or JSON Lines as in GSM8K.
+        num_prompts: Number of prompts of each file.
+        pairs: Trials of a prompt; the median counts.
     """
     ways, tokenizer = ways_of(model)
     asked = first_prompts(tokenizer, prompts, num_prompts)
@@ -240,7 +240,7 @@ Way = tuple[Gearbox, Mode]
 
 
 def ways_of(model: str) -> tuple[dict[str, Way], Any]:
-    """Each way to write, and the tokenizer."""
+    """Return each way to write, and the tokenizer."""
     (loaded, tokenizer), (other, _) = load(model), load(model)
     box, drafting = Gearbox(loaded, LADDER, format="affine"), Gearbox(other, "4,16", format="planes")
     low = default_thresholds(2, vocabulary(loaded))
@@ -253,7 +253,7 @@ def ways_of(model: str) -> tuple[dict[str, Way], Any]:
 
 
 def write(way: Way, tokenizer: Any, prompt: list[int], tokens: int) -> tuple[tuple[list[int], float], float]:
-    """The tokens of a text with the bytes of weights of one, and the seconds of one (after the first)."""
+    """Return the tokens of a text with the bytes of weights of one, and the seconds of one (after the first)."""
     box, mode = way
     responses = stream_generate(box.model, tokenizer, prompt, tokens, gearbox=box, mode=mode)
     text, seconds = generated(responses)
@@ -261,7 +261,7 @@ def write(way: Way, tokenizer: Any, prompt: list[int], tokens: int) -> tuple[tup
 
 
 def regrets(box: Gearbox, prompt: list[int], text: list[int]) -> np.ndarray:
-    """By how many nats each token of a text is less likely than the top gear's best, in one pass over all of it."""
+    """Return by how many nats each token is less likely than the top gear's best one, in one pass over all tokens."""
     box.shift(box.ladder.top)
     logprobs = next_logprobs(box.model, [*prompt, *text[:-1]], None)[len(prompt) - 1 :]
     return logprobs.max(axis=-1) - logprobs[range(len(text)), text]

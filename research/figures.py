@@ -1,7 +1,7 @@
-"""Pictures of GEARBX section 17, each measured, drawn and tabulated; fit for print, readable in grey.
+"""Figures of GEARBX section 17, each measured, drawn and tabulated; suitable for print, and readable in gray.
 
-A picture has three functions: one measures a `Subject` and returns data for JSON, one draws them, one tabulates them.
-Pictures 4 and 6 are not among them: docs/figures.md says where their figures stand.
+A figure has three functions: one measures a `Subject` and returns data for JSON, one draws the data, one tabulates
+them. Figures 4 and 6 are elsewhere: docs/figures.md has the places.
 """
 
 import gc
@@ -147,7 +147,7 @@ CODE = (
 
 
 def halves(text: str) -> list[str]:
-    """The text in two parts, cut at a space."""
+    """Return the text in two parts, cut at a space."""
     middle = text.index(" ", len(text) // 2)
     return [text[:middle], text[middle:]]
 
@@ -202,7 +202,7 @@ def draw_entropy_signal(data: Mapping[str, Any], figure: Any) -> None:
 
 
 def table_entropy_signal(data: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """For each kind of logits: median and deciles in bits, and the share below, between and above the thresholds."""
+    """Return, for each kind of logits: median and deciles in bits, and the shares between the thresholds."""
     head = ["logits", "vocabulary", "samples", "10 %", "median, bits", "90 %", "low", "mid", "high"]
     rows = []
     for part in data.values():
@@ -221,14 +221,14 @@ TRACE_PARTS = ("easy", "hard", "easy again")
 
 
 def routed(subject: Subject, entropies: list[float]) -> tuple[list[float], list[str]]:
-    """The rolling mean (bits) after each entropy and the gear that the gate then chooses, beginning in the lowest."""
+    """Return the rolling mean (bits) after each entropy, and the gear that the gate selects, from the lowest on."""
     monitor, gate = Monitor(subject.vocab_size), ThresholdGate(subject.thresholds)
     readings = [monitor.update(value) for value in entropies]
     return [reading.mean for reading in readings], [NAMES[gate.update(reading)] for reading in readings]
 
 
 def shifts(gears: list[str]) -> list[int]:
-    """Where a gear differs from the one before it."""
+    """Return the positions whose gear differs from the previous one's."""
     return [place for place, (a, b) in enumerate(itertools.pairwise(gears), 1) if a != b]
 
 
@@ -268,7 +268,7 @@ def draw_routing_trace(data: Mapping[str, Any], figure: Any) -> None:
 
 
 def table_routing_trace(data: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """For each part of the text: mean entropy, share of each gear, shifts."""
+    """Return, for each part of the text: mean entropy, share of each gear, shifts."""
     ends = list(itertools.accumulate(data["lengths"]))
     rows = []
     for name, end, length in zip(TRACE_PARTS, ends, data["lengths"]):
@@ -284,7 +284,7 @@ def table_routing_trace(data: Mapping[str, Any]) -> tuple[list[str], list[list[s
 
 
 def measure_gear_shares(subject: Subject) -> dict[str, Any]:
-    """For each workload the gear after each token, teacher-forced."""
+    """Return, for each workload, the gear after each token, teacher-forced."""
     found = {}
     for name, text in WORKLOADS.items():
         entropies = subject.entropies(subject.tokens(text))
@@ -297,7 +297,7 @@ def share(gears: list[str], name: str) -> float:
 
 
 def draw_gear_shares(data: Mapping[str, Any], figure: Any) -> None:
-    """A bar for each workload, divided by gear."""
+    """Draw a bar for each workload, divided by gear."""
     axes, workloads = figure.subplots(), data["workloads"]
     left = [0.0] * len(workloads)
     for place, gear in enumerate(NAMES):
@@ -311,7 +311,7 @@ def draw_gear_shares(data: Mapping[str, Any], figure: Any) -> None:
 
 
 def table_gear_shares(data: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """For each workload: mean entropy, share of each gear, shifts."""
+    """Return, for each workload: mean entropy, share of each gear, shifts."""
     rows = []
     for name, found in data["workloads"].items():
         gears = found["gears"]
@@ -328,14 +328,14 @@ HALF = 2  # bytes of fp16
 
 
 def predicted(shape: tuple[int, ...], format: str, bits: int) -> tuple[float, int]:
-    """Bytes of the codes and of the scales in fp16: one a row, or a scale and a bias for every 64 weights."""
+    """Return bytes of the codes and of the scales in fp16: one a row, or a scale and a bias for every 64 weights."""
     size = math.prod(shape)
     scales = shape[0] if format == "rowwise" else 2 * size // GROUP_SIZE
     return size * bits / 8, scales * HALF
 
 
 def measured(layer: nn.Linear, format: str, bits: int) -> int:
-    """Bytes of the arrays that the format makes of a layer in fp16, padding included."""
+    """Return bytes of the arrays that the format makes of a layer in fp16, padding included."""
     dense = nn.Linear(1, 1, bias=False)
     dense.weight = layer.weight.astype(mx.float16)
     module = get_format(format).modules(dense, bits, (bits,), GROUP_SIZE, mx.float16)[bits]
@@ -343,7 +343,7 @@ def measured(layer: nn.Linear, format: str, bits: int) -> int:
 
 
 def measure_memory_by_format(subject: Subject) -> dict[str, Any]:
-    """Bytes of all linear layers in fp16, and in each format: codes and scales as predicted, and as they are."""
+    """Return bytes of all linear layers in fp16, and in each format: codes and scales as predicted, and as they are."""
     layers = list(matrices(subject).values())
     rows = []
     for format, bits in FORMATS:
@@ -389,7 +389,7 @@ RESIDENCIES = ("resident", "disk")
 
 
 def measure_residency(subject: Subject) -> dict[str, Any]:
-    """Bytes in MLX's pool, in each gear, after all gears have been engaged once."""
+    """Return bytes in MLX's pool, in each gear, after all gears have been engaged once."""
     found = {name: places(subject, name) for name in RESIDENCIES}
     return {"residencies": found, "dense": sum(array.nbytes for array in managed_weights(subject))}
 
@@ -400,7 +400,7 @@ def managed_weights(subject: Subject) -> list[mx.array]:
 
 
 def places(subject: Subject, residency: str) -> dict[str, int]:
-    """Bytes of format rowwise, whose gears are arrays of their own, as in the paper."""
+    """Return bytes of format rowwise, whose gears are arrays of their own, as in the paper."""
     gc.collect()
     before = mx.get_active_memory()
     model = subject.load()
@@ -444,7 +444,7 @@ WAY_COLORS = (ORANGE, BLUE, VERMILION)
 
 
 def pass_seconds(model: nn.Module, passes: int) -> float:
-    """Processor time of a pass over one token, the mean of so many."""
+    """Return processor time of a pass over one token, the mean of so many."""
     start = time.process_time()
     for _ in range(passes):
         mx.eval(model(mx.array([[1]])))
@@ -452,7 +452,7 @@ def pass_seconds(model: nn.Module, passes: int) -> float:
 
 
 def trial_of_passes(cached: Gearbox, packed: Gearbox | None) -> dict[str, dict[str, float]]:
-    """Seconds of each way, by gear; gears and ways take turns. The top gear is dense in all of them."""
+    """Return seconds of each way, by gear; gears and ways take turns. The top gear is dense in all of them."""
     found: dict[str, dict[str, float]] = {}
     for gear in reversed(list(cached.ladder)):
         cached.shift(gear)  # which empties the caches of the gear before
@@ -466,7 +466,7 @@ def trial_of_passes(cached: Gearbox, packed: Gearbox | None) -> dict[str, dict[s
 
 
 def measure_forward_latency(subject: Subject) -> dict[str, Any]:
-    """Processor times of a pass over one token: for each gear and way the trials, in seconds."""
+    """Return processor times of a pass over one token: for each gear and way the trials, in seconds."""
     cached = Gearbox(subject.load(), LADDER, format=Rowwise(cache=True), kernels="mlx")
     native = cpu.why_not() is None
     packed = Gearbox(subject.load(), LADDER, format="rowwise", kernels="native") if native else None
@@ -480,7 +480,7 @@ def measure_forward_latency(subject: Subject) -> dict[str, Any]:
 
 
 def ratios(data: Mapping[str, Any], gear: str, way: str) -> list[float]:
-    """Each trial's time over that of the top gear, dense weights on MLX, in the same trial."""
+    """Return each trial's time over that of the top gear, dense weights on MLX, in the same trial."""
     dense = list(data["gears"].values())[-1]["cached"]
     return [a / b for a, b in zip(data["gears"][gear][way], dense)]
 
@@ -508,7 +508,7 @@ def draw_forward_latency(data: Mapping[str, Any], figure: Any) -> None:
 
 
 def table_forward_latency(data: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Milliseconds (median), and the ratio to dense weights on MLX with its range, for each gear and way."""
+    """Return milliseconds (median), and the ratio to dense weights on MLX with its range, for each gear and way."""
     rows = []
     for gear, ways in data["gears"].items():
         for way, times in ways.items():
@@ -528,7 +528,7 @@ MIXED_TOKENS, RUN, MIXED_TRIALS = 60, 10, 5
 
 
 def measure_bandwidth(subject: Subject) -> dict[str, Any]:
-    """Seconds of a token and of all shifts of each mixture in each trial, on the kernels that run; bytes of gears."""
+    """Return seconds of a token and of all shifts, for each mix and trial, on the kernels in use; bytes of gears."""
     gearbox = engaged(None, subject.shape, LADDER)
     plans = [plan_of(gearbox.ladder, shares, MIXED_TOKENS, RUN) for shares in MIXTURES]
     seconds = results_in_turn(
@@ -543,7 +543,7 @@ def measure_bandwidth(subject: Subject) -> dict[str, Any]:
 
 
 def speedups(data: Mapping[str, Any], place: int) -> dict[str, Any]:
-    """The speedup of a mixture over high gear alone.
+    """Return the speedup of a mixture over high gear alone.
 
     Returns:
         `of_bytes`, and for each trial `predicted` (GEARBX 9, from the times of the gears alone and of the shifts) and
@@ -581,7 +581,7 @@ def mixture_name(shares: tuple[float, ...]) -> str:
 
 
 def table_bandwidth(data: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """For each mixture: shifts, and its speed as a multiple of high gear's, by each account."""
+    """Return, for each mix of gears: shifts, and its speedup over high gear, by each account."""
     rows = []
     for place, (shares, plan) in enumerate(zip(MIXTURES, data["plans"])):
         found = speedups(data, place)
@@ -630,12 +630,12 @@ def subject_of(name: str | None, max_tokens: int) -> Subject:
 
 @study("docs/figures.md", writes="images/figures/*.svg", minutes=2)
 def figures(only: list[str] = [], model: str | None = None, max_tokens: int = 160) -> Found:  # noqa: B006
-    """The pictures of the paper from runs of a model.
+    """Reproduce the figures of the paper with a model.
 
     Args:
-        only: Names of pictures, such as gear_shares; all of them if not given.
-        model: A directory or a Hub repository of an original model; the model that ships if not given.
-        max_tokens: Of each text, how many are read; from 6 on.
+        only: Names of figures, such as gear_shares; all if omitted.
+        model: Directory or Hub repository of an original model; the bundled one if omitted.
+        max_tokens: Tokens to read of each text, at least 6.
     """
     for name in only:
         if name not in PICTURES:

@@ -1,4 +1,4 @@
-"""Matrix times vector in every format and on each path, against the read bandwidth of the machine."""
+"""Matrix-vector products in every format and on each path, against the machine's read bandwidth."""
 
 import functools
 import statistics
@@ -83,12 +83,12 @@ def kernels(
     trials: int = 5,
     native_only: bool = False,
 ) -> Found:
-    """A matrix times one vector or several, in each format and on each path, as a share of the read bandwidth.
+    """Time a matrix times one or several vectors, in each format and on each path, as a share of the read bandwidth.
 
     Args:
-        megabytes: Of weights, read in a trial: more than the last-level cache.
-        vectors: In one call.
-        native_only: Leave MLX's own kernels out.
+        megabytes: Size of the weights in a trial, above the last-level cache.
+        vectors: Vectors per call.
+        native_only: Omit MLX's own kernels.
     """
     sizes = MatrixSizes(trials, rows, cols, megabytes)
     total, matrix = sizes.megabytes * 2**20, 4 * rows * cols
@@ -126,7 +126,7 @@ class ProductCase:
 def cases_of(
     name: str, bits: int, matrix: Any, total: int, products: dict[str, Product], paths: Sequence[str]
 ) -> Iterator[ProductCase]:
-    """A case for each path that there is a product for.
+    """Yield a case for each path that there is a product for.
 
     Args:
         matrix: an array, or a record of arrays.
@@ -147,7 +147,7 @@ def cases_of(
 
 
 def copied(part: Any) -> Any:
-    """An array at another address; sizes of a record as they are."""
+    """Return an array at another address; sizes of a record as they are."""
     return part + 0 if isinstance(part, mx.array) else part
 
 
@@ -171,7 +171,7 @@ def stack_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Iterator[
 def cases_of_stack(
     weight: mx.array, widths: tuple[int, ...], total: int, paths: Sequence[str]
 ) -> Iterator[ProductCase]:
-    """A stack of planes of these widths."""
+    """Yield a stack of planes of these widths."""
     name = "affine" if len(widths) == 1 else "planes " + "+".join(map(str, widths))
     products = rounded(stack_product) | variants_of(stack_product) | {MLX_PATH: planes_matmul}
     yield from cases_of(name, sum(widths), split(weight.astype(mx.bfloat16), widths, GROUP), total, products, paths)
@@ -219,23 +219,23 @@ def exact_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Iterator[
 
 
 def variants_of(product: Product) -> dict[str, Product]:
-    """The paths of a product of x and a matrix: on a CPU, and each variant with Metal."""
+    """Return the paths of a product of x and a matrix: on a CPU, and each variant with Metal."""
     variants = {f"{METAL_PATH} {name}": functools.partial(product, chosen=always(name)) for name in metal.VARIANTS}
     return {NATIVE_PATH: product, **variants}
 
 
 def on_metal(product: Product) -> Product:
-    """The product by our Metal kernel, of which there is one variant."""
+    """Return the product by our Metal kernel, of which there is one variant."""
     return functools.partial(product, chosen=always(OURS))
 
 
 def rounded(product: Product) -> dict[str, Product]:
-    """The paths of a CPU's product whose activations are rounded."""
+    """Return the paths of a CPU's product whose activations are rounded."""
     return {path: functools.partial(product, x_bits=bits) for path, bits in {INT16: 16, INT8: 8}.items()}
 
 
 def time_case(case: ProductCase, x: mx.array, trials: int, read_bandwidth: BandwidthMeter) -> dict[str, Any]:
-    """One row: medians over trials, each beside a measurement of the read bandwidth made just before it."""
+    """Return one row: medians over trials, each beside a measurement of the read bandwidth made just before it."""
     make = functools.partial(case.make, x)
     seconds_of(make)  # a warm-up
     speeds, ratios, bandwidths = [], [], []
@@ -254,7 +254,7 @@ def time_case(case: ProductCase, x: mx.array, trials: int, read_bandwidth: Bandw
 
 
 def product_paths(cols: int, vectors: int, dtype: mx.Dtype, ours_alone: bool) -> list[str]:
-    """The paths of a product here; those of Metal are its variants, and METAL for a kernel that has none.
+    """Return the paths of a product here; those of Metal are its variants, and METAL for a kernel that has none.
 
     Raises:
         GearbxError: ours_alone, and there are no kernels of ours for this many vectors.

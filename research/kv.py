@@ -1,4 +1,4 @@
-"""The gears of the KV cache: what they lose and save, for docs/kv_gears.md."""
+"""KV cache gears: loss and savings, for docs/kv_gears.md."""
 
 import statistics
 import tempfile
@@ -34,14 +34,14 @@ WEIGHTS = "4"  # gear of the weights in a timed step, as in a draft
 
 
 def one_text(data: Path, folder: Path) -> Path:
-    """The documents of a file one after the other, so that windows of any context fit."""
+    """Return the documents of a file one after the other, so that windows of any context fit."""
     made = folder / "text.txt"
     made.write_text("\n".join(read_documents(data)), encoding="utf-8")
     return made
 
 
 def of_context(name: str, text: Path, context: int, tokens: int) -> Iterator[list[str]]:
-    """The rows of one context; none where the model was not made for it, or the text does not fill it."""
+    """Yield the rows of one context; none where the model was not made for it, or the text does not fill it."""
     model, tokenizer, config = load(name, return_config=True)
     try:
         context_for(context, config)
@@ -65,7 +65,7 @@ def of_context(name: str, text: Path, context: int, tokens: int) -> Iterator[lis
 
 
 def of_gears(gearbox: Gearbox, context: int, trials: int) -> list[list[str]]:
-    """The rows of a context: bytes, milliseconds of attention in all layers, and of a step."""
+    """Return the rows of a context: bytes, milliseconds of attention in all layers, and of a step."""
     engaged = [16]
     cache, alone = (
         filled(gearbox.model, context, KVGears(ladder, lambda: engaged[0], native=True), gearbox.compute_dtype)
@@ -131,7 +131,7 @@ def attended(layer: NestedKVCache, heads: int) -> mx.array:
 
 
 def bytes_read(layer: NestedKVCache, engaged: list[int], bits: int) -> int:
-    """Bytes that a pass of one token reads of keys and values in the gear with `bits`."""
+    """Return bytes that a pass of one token reads of keys and values in the gear with `bits`."""
     engaged[0] = bits
     before = dict(layer.gears.meter.bytes)
     layer.count(layer.read(0))
@@ -145,11 +145,11 @@ def times_of(seconds: list[float], of_16: list[float]) -> list[str]:
 
 @study("docs/kv_gears.md", minutes=15)
 def kv_quality(models: list[str] = [], data: Path = TALES, tokens: int = 1000) -> Found:  # noqa: B006
-    """What the gears of the KV cache lose: a text read as by `evaluate --kv-gears`, in windows of several contexts.
+    """Measure the loss of KV cache gears as `evaluate --kv-gears` does, in windows of several lengths.
 
     Args:
-        models: Directories, beside the demo model, such as of babyllama105 and stories260K.
-        data: A text, or JSON Lines.
+        models: Directories besides the demo model, such as of babyllama105 and stories260K.
+        data: Text or JSON Lines.
         tokens: Predictions of each model and context.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -163,10 +163,10 @@ def kv_quality(models: list[str] = [], data: Path = TALES, tokens: int = 1000) -
 
 @study("docs/kv_gears.md", minutes=5)
 def kv_cost(trials: int = 9) -> Found:
-    """What the gears of the KV cache save: bytes that a decode step reads, and its time, in attention and in all.
+    """Measure the savings of KV cache gears: bytes read in a decode step, and time of attention and of the step.
 
-    The demo model is widened, over random keys and values. A step is timed with planes beside entries (4,8,16) and
-    with planes alone (4,8). In each trial every gear takes its turn; a ratio compares processor times within one trial.
+    The demo model is widened, with random keys and values. A step is timed with planes beside entries (4,8,16) and with
+    only planes (4,8). All gears alternate within a trial; a ratio compares processor times of one trial.
     """
     mx.set_default_device(mx.cpu)
     gearbox = Gearbox(widened(load()[0], TIMES), "4,8,16", kernels="native")

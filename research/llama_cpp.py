@@ -1,7 +1,7 @@
-"""Gears beside llama.cpp, in turn within one run.
+"""Comparison of gears with llama.cpp, alternating within one run.
 
-compare-llama-cpp: decoding and prompts of a random Llama in several widths. same-file: milliseconds of a token of
-a real model from one GGUF file, and what drafts save on either side.
+compare-llama-cpp: decoding and prefill of a random Llama in several widths. same-file: ms/token of a real model from
+one GGUF file, and the savings of drafts on both sides.
 """
 
 import json
@@ -90,7 +90,7 @@ def gguf_name(path: str) -> str:
 
 
 def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
-    """The rows of a projection in llama.cpp's order of rotation.
+    """Return the rows of a projection in llama.cpp's order of rotation.
 
     mlx-lm rotates row i of a head together with row i + half, llama.cpp rows 2 i and 2 i + 1.
     """
@@ -99,7 +99,7 @@ def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
 
 
 def in_their_order(path: str, weight: np.ndarray, args: Any) -> np.ndarray:
-    """A weight as llama.cpp expects it: queries and keys have their rows interleaved."""
+    """Return a weight as llama.cpp expects it: queries and keys have their rows interleaved."""
     if "q_proj" in path:
         return interleaved(weight, args.num_attention_heads)
     if "k_proj" in path:
@@ -149,7 +149,7 @@ BATCH = 512  # llama.cpp's default
 
 
 def open_model(file: Path, context: int, threads: int) -> Any:
-    """A GGUF file in memory, as a `llama_cpp.Llama`, with its flash attention and a KV cache in float16.
+    """Return a GGUF file in memory, as a `llama_cpp.Llama`, with its flash attention and a KV cache in float16.
 
     Args:
         context: tokens that its KV cache has room for.
@@ -169,7 +169,7 @@ def open_model(file: Path, context: int, threads: int) -> Any:
 
 
 def favourite(model: Any) -> int:
-    """The token with the largest of the last logits."""
+    """Return the token with the largest of the last logits."""
     import llama_cpp
 
     logits = llama_cpp.llama_get_logits_ith(model.ctx, -1)
@@ -183,7 +183,7 @@ def read_again(model: Any, tokens: Sequence[int], keep: int = 0) -> None:
 
 
 def follow(model: Any) -> Iterator[int]:
-    """The greedy continuation of what the model has read, computed as it is asked for."""
+    """Yield the greedy continuation of what the model has read, computed as it is asked for."""
     while True:
         token = favourite(model)
         yield token
@@ -197,7 +197,7 @@ Clock = Callable[[], float]  # seconds per token, when called
 
 
 def spent_in_turn(clocks: Mapping[str, Clock], trials: int, read_bandwidth: Clock) -> tuple[dict[str, Any], float]:
-    """Seconds per token of each clock in each trial, all in turn after a warm-up, and the median bandwidth, GB/s."""
+    """Return seconds per token of each clock and trial, alternating after a warm-up, and the median bandwidth, GB/s."""
 
     def after_a_pause(clock: Clock) -> float:
         time.sleep(PAUSE)
@@ -211,7 +211,7 @@ def spent_in_turn(clocks: Mapping[str, Clock], trials: int, read_bandwidth: Cloc
 
 
 def compared(ours: list[float], theirs: list[float]) -> dict[str, Any]:
-    """Tokens per second of both, and our speed over llama.cpp's: the median of the trials, smallest and largest."""
+    """Return tokens per second of both, and the speed over llama.cpp's: median, smallest and largest of the trials."""
     times = ratios(theirs, ours)
     return {
         "tokens_per_second": 1 / statistics.median(ours),
@@ -222,7 +222,7 @@ def compared(ours: list[float], theirs: list[float]) -> dict[str, Any]:
 
 
 def rows_of(spent: Mapping[str, list[float]], shared: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row for each activations of ours, beside llama.cpp's times."""
+    """Return a row for each activations of ours, beside llama.cpp's times."""
     return [
         shared | {"activations": name} | compared(seconds, spent[THEIRS])
         for name, seconds in spent.items()
@@ -304,7 +304,7 @@ def decode_rows(models: RandomModels, contexts: Sequence[int], tokens: int) -> R
 
 
 def decoding_seconds(peer: Any, read: list[int], tokens: int) -> float:
-    """Seconds per token of llama.cpp, after tokens that its KV cache begins with."""
+    """Return seconds per token of llama.cpp, after tokens that its KV cache begins with."""
     read_again(peer, read[-1:], len(read) - 1)
     return timed(lambda: [*islice(follow(peer), tokens + 1)]) / tokens  # the first one is known already
 
@@ -321,7 +321,7 @@ def prompt_rows(models: RandomModels, lengths: Sequence[int]) -> Rows:
 
 
 def reading_seconds(peer: Any, prompt: list[int]) -> float:
-    """Seconds per token of a prompt, until llama.cpp knows the first token after it."""
+    """Return seconds per token of a prompt, until llama.cpp knows the first token after it."""
 
     def first_after() -> int:
         read_again(peer, prompt)
@@ -331,17 +331,17 @@ def reading_seconds(peer: Any, prompt: list[int]) -> float:
 
 
 def first_token_seconds(model: Any, prompt: list[int]) -> float:
-    """Seconds per token of the prompt, until mlx-lm hands out the first token after it."""
+    """Return seconds per token of the prompt, until mlx-lm hands out the first token after it."""
     steps = generate_step(mx.array(prompt), model, max_tokens=1)
     return timed(lambda: next(steps)) / len(prompt)
 
 
 LENGTHS = {"decode": "context", "prompt": "prompt_tokens"}  # of a row of each subject
-HEAD = ["bits", "llama.cpp's type", "activations", "ours, tokens/s", "llama.cpp, tokens/s", "ratio", "spread"]
+HEAD = ["bits", "llama.cpp's type", "activations", "gearbx-mlx, tokens/s", "llama.cpp, tokens/s", "ratio", "spread"]
 
 
 def table_of(subject: str, rows: Rows) -> str:
-    """The rows of a subject: decode or prompt."""
+    """Return the rows of a subject: decode or prompt."""
     length = LENGTHS[subject]
     cells = [
         [
@@ -378,21 +378,21 @@ def compare_llama_cpp(
     activations: list[Activations] = ["int16", "int8"],  # noqa: B006
     trials: int = 5,
 ) -> Found:
-    """Gears beside llama.cpp (pip install llama-cpp-python), in turn within one run.
+    """Compare gears with llama.cpp (pip install llama-cpp-python), alternating within one run.
 
     decode: tokens of a random Llama after contexts of several lengths. prompt: prompts of several lengths for the same
     Llama, up to the first token of the answer.
 
-    The model becomes GGUF files in f16, q8_0 and q4_0 in a temporary directory, with the rows of queries and keys in
-    the order that llama.cpp rotates. Both sides have as many threads (GEARBX_THREADS, or one per core). llama.cpp keeps
-    keys and values in 16 bits, we in 32. Nothing else may run meanwhile: llama.cpp's threads wait for each other
-    without sleeping.
+    The model is written as GGUF files in f16, q8_0 and q4_0 in a temporary directory, with the rows of queries and keys
+    in the order that llama.cpp rotates. Both sides have the same number of threads (GEARBX_THREADS, or one per core).
+    llama.cpp keeps keys and values in 16 bits, this package in 32. Do not run other programs meanwhile: llama.cpp's
+    threads wait for each other without sleeping.
 
     Args:
         shape: WIDTHxLAYERS.
-        prompts: Their lengths.
-        tokens: Decoded in a trial.
-        activations: Of our gears, each in turn.
+        prompts: Lengths of the prompts.
+        tokens: Tokens decoded in a trial.
+        activations: Activation quantization of this package's gears, alternating.
     """
     installed = versions()
     size = parse_shape(shape)
@@ -421,7 +421,7 @@ Write = Callable[[list[int], int], tuple[str, float]]
 
 
 def rewritten(file: Path, out: Path, type: Literal["F16", "Q8_0"]) -> Path:
-    """The same model in float16 or Q8_0, and all else as it was."""
+    """Return the same model in float16 or Q8_0, and all else as it was."""
     reader = gguf.GGUFReader(file)
     writer = gguf.GGUFWriter(out, reader.fields["general.architecture"].contents())
     for field in reader.fields.values():
@@ -483,7 +483,7 @@ def begin(file: Path, drafts: Drafts) -> None:
 
 
 def read_there(text: str) -> dict[str, Any]:
-    """The tokens of a text in llama.cpp, and the likeliest tokens after it with their log-probabilities."""
+    """Return the tokens of a text in llama.cpp, and the likeliest tokens after it with their log-probabilities."""
     body = json.dumps({"content": text, "add_special": False, "parse_special": True}).encode()
     request = Request(f"{server.listening_address}/tokenize", body, {"Content-Type": "application/json"})
     with urlopen(request) as answer:
@@ -523,15 +523,15 @@ def same_file(
     max_tokens: int = 100,
     pairs: int = 3,
 ) -> Found:
-    """A token of a real model in llama.cpp and here, from the same file, in turn.
+    """Compare the time per token of a real model in llama.cpp and here, from the same file, alternating.
 
-    SmolLM2's file is Q4_1, others are Q4_K_M. Both sides also unpack it to 16 bits, and use 4 bits as the draft. The
-    time of the prompt does not count. With GEARBX_CPU=avx2 the kernels here have AVX2 alone, as llama.cpp's have.
+    SmolLM2's file is Q4_1, others are Q4_K_M. Both sides also unpack it to 16 bits, and use 4 bits as the draft.
+    Prefill is not counted. With GEARBX_CPU=avx2, the kernels here use only AVX2, as llama.cpp's do.
 
     Args:
-        prompts: Files: one per line, or JSON Lines as in GSM8K.
-        model: One that real-models has fetched, or smollm2.
-        num_prompts: Of each file.
+        prompts: Files with one prompt per line, or JSON Lines as in GSM8K.
+        model: A model fetched by real-models, or smollm2.
+        num_prompts: Number of prompts of each file.
         pairs: Trials of a prompt.
     """
     file, packed = gguf_of(model), f"llama.cpp, {'Q4_1' if model == smollm2.SMOLLM2 else 'Q4_K_M'}"
@@ -565,17 +565,17 @@ def same_file(
         for name, trials in found.items()
     ]
     title = f"{named(model)}, {len(asked)} prompts, {max_tokens} tokens"
-    head = [title, "ms a token: median (range)", "times as fast", "equal outputs"]
+    head = [title, "ms/token: median (range)", "speedup", "identical outputs"]
     return Found({by_kernels("same_file"): table_here(head, rows)}, found)
 
 
 @study(writes="tests/data/llama_cpp_MODEL.json", minutes=2)
 def llama_cpp_reference(model: str = smollm2.SMOLLM2, others: int = 44) -> None:
-    """What llama.cpp makes of texts in a GGUF: tokens, log-probabilities and greedy texts, for a test.
+    """Record llama.cpp's tokens, log-probabilities and greedy outputs for a GGUF file, for a test.
 
     Args:
-        model: One that real-models has fetched, or smollm2.
-        others: Texts beside those that are odd.
+        model: A model fetched by real-models, or smollm2.
+        others: Number of ordinary prompts besides the unusual ones.
     """
     texts = [*ODD_TEXTS, *[*read_prompts(HELD_OUT)[:20], *read_prompts(ASSISTANT)][-others:]]
     child = llama_cpp_in_child(gguf_of(model))

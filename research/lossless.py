@@ -1,4 +1,4 @@
-"""What mode lossless saves in bytes and in time, and that it loses nothing, for docs/evidence.md."""
+"""Mode lossless: savings of bytes and time, and identical outputs, for docs/evidence.md and docs/performance.md."""
 
 import contextlib
 import copy
@@ -52,7 +52,7 @@ def encode(tokenizer, prompt):
 
 
 def first_prompts(tokenizer, files: list[Path], counts: list[int]) -> list[list[int]]:
-    """Tokens of the first prompts of each file."""
+    """Return tokens of the first prompts of each file."""
     texts = [read_prompts(file)[:count] for file, count in zip(files, counts, strict=True)]
     return [list(encode(tokenizer, text)) for text in itertools.chain(*texts)]
 
@@ -69,7 +69,7 @@ class Texts:
     texts: list[list[int]]
 
     def lossless(self, length: int, label: str) -> dict[str, Any]:
-        """What drafts of a length read, and how many of the texts are the top gear's."""
+        """Return the bytes that drafts of a length read, and the number of outputs identical to the top gear's."""
         gearbox, mode = self.gearbox, Lossless(self.draft.bits, draft_length=length)
         found: Counter[str] = Counter()
         for prompt, text in zip(track(self.prompts, label), self.texts):
@@ -181,7 +181,7 @@ WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_va
 
 
 def widened(model, times):
-    """A Llama with tied embeddings that computes the same logits with `times` copies of every unit.
+    """Return a Llama with tied embeddings that computes the same logits with `times` copies of every unit.
 
     It is larger than a processor's cache, and accepts drafts as the model does (Net2Net; Chen, Goodfellow, Shlens 2016,
     arXiv:1511.05641).
@@ -220,18 +220,18 @@ def lossless(
     draws: int = 0,
     temp: float = 0.8,
 ) -> Found:
-    """What mode lossless reads with drafts of fixed lengths, beside the top gear and mlx-lm's speculative decoding.
+    """Measure the bytes that mode lossless reads with fixed draft lengths, against the top gear and mlx-lm's drafting.
 
-    For each prompt, mlx-lm writes a text in the top gear alone, and lossless mode writes it with each draft length.
-    Texts are compared token for token, and the bytes of weights that a token reads are counted. The draft model of
-    mlx-lm's own speculative decoding is a copy of the model in the draft gear.
+    For each prompt, mlx-lm generates in the top gear, and mode lossless with each draft length. Outputs are compared
+    token for token, and the bytes of weights read per token are counted. The draft model of mlx-lm's speculative
+    decoding is a copy of the model in the draft gear.
 
     Args:
-        prompts: One per line, or JSON Lines such as GSM8K's.
-        model: A directory; the model that ships if not given.
-        format: How gears are stored.
-        speculative: Draft lengths of mlx-lm's own speculative decoding.
-        draws: Draw two tokens so many times on each of ten prompts, and compare with the top gear's own probabilities.
+        prompts: File with one prompt per line, or JSON Lines as in GSM8K.
+        model: Directory; the bundled model if omitted.
+        format: Storage of the gears.
+        speculative: Draft lengths of mlx-lm's speculative decoding.
+        draws: Number of times to sample two tokens for each of ten prompts, compared with the top gear's probabilities.
     """
     settings: dict[str, Any] = {
         "kernels": kernels,
@@ -287,7 +287,7 @@ ALONE = "plain 16-bit decoding"
 
 
 def shipped_base(model: Any, tokenizer: Any, format: Format, ladder: Sequence[int]) -> CalibratedBase:
-    """The base that is calibrated with what ships; an earlier run's base is used if it was kept."""
+    """Return the base that is calibrated with what ships; an earlier run's base is used if it was kept."""
     text = text_of(tokenizer, None)
     key = key_of(model, format, ladder, "all", DEFAULT_GROUP_SIZE, text)
     base = key.find()
@@ -346,7 +346,7 @@ class Writer:
     def sampled(
         self, sampler: Any, mode: Lossless | Static, prompt: list[int], max_tokens: int
     ) -> tuple[tuple[list[int], int, int], float]:
-        """The text, how many of its tokens were drafted, how many drafts were accepted, and the time of a token."""
+        """Return the tokens, the numbers of drafted and of accepted tokens, and the seconds per token."""
         seen: list[Any] = []
 
         def noted() -> Iterator[Any]:
@@ -368,7 +368,7 @@ def written_in_turn(
     tokens: int,
     pairs: int,
 ) -> dict[Name, list[list[tuple[Any, float]]]]:
-    """For each way and each prompt: the texts of so many trials, and the time of their tokens."""
+    """Return, for each mode and prompt: the outputs of so many trials, and the times of their tokens."""
     found: dict[Name, list[list[tuple[Any, float]]]] = {name: [[] for _ in prompts] for name in ways}
     for write in ways.values():  # makes the gears
         write(prompts[0], 32)
@@ -380,7 +380,7 @@ def written_in_turn(
 
 
 def times_faster(first: list[list[tuple[Any, float]]], other: list[list[tuple[Any, float]]]) -> list[float]:
-    """For each prompt: how many times as fast a way was as the first, the median of its trials."""
+    """Return, for each prompt, the speedup of a mode over the first one, the median of the trials."""
     seconds = ([[spent for _, spent in trials] for trials in way] for way in (first, other))
     return [statistics.median(ratios(a, b)) for a, b in zip(*seconds, strict=True)]
 
@@ -391,17 +391,17 @@ def times_faster_once(first: list[list[tuple[Any, float]]], other: list[list[tup
 
 
 def token_ms(way: list[list[tuple[Any, float]]]) -> float:
-    """Milliseconds of a token of a way, the median of all its texts."""
+    """Return milliseconds of a token of a way, the median of all its texts."""
     return 1000 * statistics.median(spent for trials in way for _, spent in trials)
 
 
 def agreeing(first: list[list[tuple[Any, float]]], other: list[list[tuple[Any, float]]]) -> int:
-    """How many prompts have, in all trials of a way, the text that the first way wrote in its first trial."""
+    """Return the number of prompts whose outputs, in all trials, equal the first mode's in its first trial."""
     return sum(all(text == trials[0][0] for text, _ in own) for trials, own in zip(first, other, strict=True))
 
 
 def generated(responses: Iterable[Any]) -> tuple[list[int], float]:
-    """The tokens, and the seconds per token after the first."""
+    """Return the tokens, and the seconds per token after the first."""
     begun, tokens = 0.0, []
     for response in responses:
         begun = begun or time.perf_counter()
@@ -409,7 +409,7 @@ def generated(responses: Iterable[Any]) -> tuple[list[int], float]:
     return tokens, (time.perf_counter() - begun) / max(len(tokens) - 1, 1)
 
 
-@study("docs/performance.md", minutes=30)
+@study("docs/performance.md", "research/tables.md", minutes=30)
 def lossless_time(
     prompts: list[Path] = [HELD_OUT, ASSISTANT],  # noqa: B006 - nothing changes it
     num_prompts: list[int] = [12, 24],  # noqa: B006
@@ -419,16 +419,16 @@ def lossless_time(
     pairs: int = 5,
     lookup_tokens: int = MAX_DRAFTED,
 ) -> Found:
-    """Time mode lossless on a real language model, beside its 16 bits alone.
+    """Time mode lossless on a real language model against plain 16-bit decoding.
 
-    For every prompt, the 16 bits alone and lossless mode in each setting write the text in turn. The 16 bits do so
-    twice, which shows how much the machine itself strays. The time of the prompt does not count.
+    For every prompt, plain 16-bit decoding and mode lossless in each setting alternate. Plain decoding runs twice, to
+    show the variation of the machine. Prefill is not counted.
 
     Args:
-        prompts: Files: one per line, or JSON Lines as in GSM8K.
-        num_prompts: Of each file.
-        settings: Formats and gears, as they are named in the table.
-        pairs: Trials of a prompt, whose median counts.
+        prompts: Files with one prompt per line, or JSON Lines as in GSM8K.
+        num_prompts: Number of prompts of each file.
+        settings: Formats and gears, as named in the table.
+        pairs: Trials of a prompt; the median counts.
         lookup_tokens: As of `generate`; 0: no lookup.
     """
     mode = Lossless(lookup_tokens=lookup_tokens)
@@ -460,12 +460,12 @@ def beside_mlx_lm(
     max_tokens: int = 100,
     trials: int = 3,
 ) -> Found:
-    """How many tokens a second one gear and mode lossless write, beside mlx-lm, which writes each text once.
+    """Compare tokens/s of one gear and of mode lossless with mlx-lm's, which generates each output once.
 
     Args:
-        prompts: Files: one per line, or JSON Lines as in GSM8K.
-        num_prompts: Of each file.
-        trials: Texts of one gear and of mode lossless for each prompt, whose median counts.
+        prompts: Files with one prompt per line, or JSON Lines as in GSM8K.
+        num_prompts: Number of prompts of each file.
+        trials: Outputs of one gear and of mode lossless for each prompt; the median counts.
     """
     writer, (plain, tokenizer) = Writer(model, "4,16", "planes", Lossless()), load(model)
     asked = first_prompts(tokenizer, prompts, num_prompts)
@@ -492,10 +492,10 @@ def beside_mlx_lm(
         data[name] = {"tokens_per_second": speed, "faster": faster, "same": same}
     head = [
         f"{named(model)}, {len(asked)} prompts, {max_tokens} tokens",
-        "tokens a second",
-        "times as fast: median (range)",
+        "tokens/s",
+        "speedup: median (range)",
     ]
-    return Found({"beside_mlx_lm": table_here([*head, "outputs as mlx-lm's"], rows)}, data)
+    return Found({"beside_mlx_lm": table_here([*head, "outputs identical to mlx-lm's"], rows)}, data)
 
 
 @study("docs/performance.md", minutes=12)
@@ -507,16 +507,16 @@ def draft_model(
     max_tokens: int = 100,
     pairs: int = 3,
 ) -> Found:
-    """What mlx-lm's `--draft-model` saves in time with a copy in 4 bits, beside mode lossless.
+    """Time mlx-lm's `--draft-model` with a 4-bit copy of the model against mode lossless.
 
-    Both models run with our kernels: with MLX's own, a text takes minutes on a CPU. Mode lossless drafts without
-    lookup, which mlx-lm does not have either.
+    Both models use this package's kernels, because generation with MLX's own takes minutes on a CPU. Mode lossless
+    drafts without prompt lookup, like mlx-lm.
 
     Args:
-        prompts: Files: one per line, or JSON Lines as in GSM8K.
-        num_prompts: Of each file.
-        num_draft_tokens: Lengths of mlx-lm's drafts; its default is 2 in Python and 3 on the command line.
-        pairs: Trials of a prompt, whose median counts.
+        prompts: Files with one prompt per line, or JSON Lines as in GSM8K.
+        num_prompts: Number of prompts of each file.
+        num_draft_tokens: Draft lengths of mlx-lm; its default is 2 in Python and 3 on the command line.
+        pairs: Trials of a prompt; the median counts.
     """
     writer = Writer(model, "4,16", "planes", Lossless(lookup_tokens=0))
     original, copy = (Gearbox(load(model)[0], "4,16", format="planes", kernels="native") for _ in range(2))
@@ -544,13 +544,13 @@ def draft_activations(
     max_tokens: int = 100,
     pairs: int = 3,
 ) -> Found:
-    """Time drafts whose activations are quantized to 16 and to 8 bits, and count how many tokens are accepted.
+    """Time drafts with activations quantized to 16 and to 8 bits, and measure the acceptance rates.
 
     Args:
-        prompts: Files: one per line, or JSON Lines as in GSM8K.
-        num_prompts: Of each file.
+        prompts: Files with one prompt per line, or JSON Lines as in GSM8K.
+        num_prompts: Number of prompts of each file.
         draft_length: Tokens of each draft.
-        pairs: Trials of a prompt, whose median counts.
+        pairs: Trials of a prompt; the median counts.
     """
     writer = Writer(model, "4,16", "planes", Lossless(draft_length=draft_length))
     sampler = make_sampler(0.0)
@@ -585,19 +585,19 @@ def lossless_sampled(
     max_tokens: int = 100,
     pairs: int = 3,
 ) -> Found:
-    """What mode lossless saves in time in sampled texts, with mlx-lm's sampler and with ours.
+    """Time mode lossless with sampling, by mlx-lm's sampler and by this package's.
 
-    Drafts have a calibrated base. Each sampler is timed beside the top gear alone with mlx-lm's sampler;
-    its texts are compared with those of the top gear alone and the same sampler.
+    Drafts have a GPTQ-calibrated base. Each sampler is timed against plain decoding with mlx-lm's sampler; its outputs
+    are compared with those of plain decoding with the same sampler.
 
     Args:
-        prompts: Files: one per line, or JSON Lines as in GSM8K.
-        num_prompts: Of each file.
-        pairs: Trials of a prompt, whose median counts.
+        prompts: Files with one prompt per line, or JSON Lines as in GSM8K.
+        num_prompts: Number of prompts of each file.
+        pairs: Trials of a prompt; the median counts.
     """
     writer = Writer(model, "4,16", "planes", Lossless(), calibrated=True)
     asked = first_prompts(writer.tokenizer, prompts, num_prompts)
-    makers: dict[str, Callable[..., Any]] = {"mlx-lm's": mlx_lm_sampler, "ours": make_sampler}
+    makers: dict[str, Callable[..., Any]] = {"mlx-lm's": mlx_lm_sampler, "gearbx-mlx's": make_sampler}
     rows, data = [], {}
     for name, numbers in SAMPLINGS.items():
         ways = {
@@ -633,15 +633,14 @@ def lossless_contexts(
     max_tokens: int = 100,
     pairs: int = 3,
 ) -> Found:
-    """What mode lossless saves in time where the KV cache is short or long, greedily and in sampled texts.
+    """Time mode lossless after short and long contexts, greedy and sampled.
 
-    Prompts are parts of a text of so many tokens. Both ways draw the same random numbers, so that sampled texts have to
-    be the same, too.
+    Prompts are parts of a text. Both modes draw the same random numbers, so sampled outputs must be identical too.
 
     Args:
-        text: Whose parts are the prompts; WikiText-2's test set in the page.
-        num_prompts: Of each length.
-        pairs: Trials of a prompt, whose median counts.
+        text: Source of the prompts; the page uses WikiText-2's test set.
+        num_prompts: Number of prompts of each length.
+        pairs: Trials of a prompt; the median counts.
     """
     writer = Writer(model, "4,16", "planes", Lossless())
     whole = writer.tokenizer.encode(text.read_text(encoding="utf-8"), verbose=False)
@@ -668,12 +667,12 @@ def pages_of_weights(
     max_tokens: int = 100,
     pairs: int = 3,
 ) -> Found:
-    """A token with weights in pages of 4 KB, as MLX has them, and of 2 MB, as Gearbox asks for them, in turn.
+    """Time a token with weights in pages of 4 KB (MLX's) and of 2 MB (requested by this package), alternating.
 
     Args:
-        prompts: Files: one per line, or JSON Lines as in GSM8K.
-        num_prompts: Of each file.
-        pairs: Trials of a prompt, whose median counts.
+        prompts: Files with one prompt per line, or JSON Lines as in GSM8K.
+        num_prompts: Number of prompts of each file.
+        pairs: Trials of a prompt; the median counts.
     """
     writers = {}
     for size in ("4 KB", "2 MB"):
@@ -692,5 +691,5 @@ def pages_of_weights(
         small, large = (found[way, size] for size in writers)
         both = [f"{token_ms(each):.1f}" for each in (small, large)]
         rows.append([way, *both, spread(times_faster(small, large))])
-    head = [named(model), "pages of 4 KB, ms a token", "of 2 MB", "times as fast: median (range)"]
+    head = [named(model), "pages of 4 KB, ms/token", "of 2 MB", "speedup: median (range)"]
     return Found({"pages_of_weights": table_here(head, rows)}, rows)

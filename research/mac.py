@@ -32,7 +32,7 @@ FAMILIES = {
 
 @study("docs/mac.md", minutes=0.1)
 def mac_predicted() -> Found:
-    """Predicted speedups of mode lossless and of single gears on M1 to M5; nothing is measured."""
+    """Predict speedups of mode lossless and of single gears on M1 to M5, without a measurement."""
     shares = [f"speedup at acceptance rate {share:.2f}" for share in AGREEMENT]
     head = ["chip", "verification and host time, in plain tokens", *shares, "reason"]
     rows = [

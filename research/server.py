@@ -1,6 +1,6 @@
-"""Our server beside mlx_lm.server: one client alternates between both, for tokens per second and the first token.
+"""Comparison of this package's server with mlx_lm.server: one client alternates between both, for speed and latency.
 
-It needs psutil. With kernels mlx both compute the same, and texts are equal.
+Needs psutil. With kernels mlx, both compute the same, and outputs are equal.
 """
 
 import statistics
@@ -42,7 +42,7 @@ def row(
     most: float | None = None,
     count: int | None = None,
 ) -> dict[str, Any]:
-    """The median of some values and their spread; least, most: what is aimed at. count: of what was measured."""
+    """Return the median of some values and their spread; least, most: what is aimed at. count: of what was measured."""
     value = statistics.median(values)
     reached = (least is None or value >= least) and (most is None or value <= most)
     return {
@@ -58,7 +58,7 @@ MIN_TOKENS = 8  # of an answer; one that ends sooner says nothing of the speed
 
 
 def going_on(client: Client, prompt: str, tokens: int) -> ClientAnswer:
-    """A stream whose prompt goes on from an answer, so that its KV cache is used."""
+    """Return a stream whose prompt goes on from an answer, so that its KV cache is used."""
     before = client.ask(ClientRequest(prompt, 4))
     return client.ask(ClientRequest(prompt + before.text + " And then?", tokens, stream=True))
 
@@ -81,11 +81,11 @@ def server(
     tokens: int = 64,
     trials: int = 9,
 ) -> Found:
-    """This package's server in one gear, with each kind of kernels, beside mlx_lm.server.
+    """Compare this package's server in one gear, with each kind of kernels, with mlx_lm.server.
 
     Args:
-        model: If not given, the model that ships.
-        tokens: Of an answer, from 8 on.
+        model: Model; the bundled one if omitted.
+        tokens: Tokens of an answer, at least 8.
     """
     words, rows = " ".join(read_documents(Path(CALIBRATION))).split(), Rows()
     for kind in kernels:
@@ -99,7 +99,7 @@ def server(
 def measured(
     model: tuple[str, str], gears: str, kernels: str, tokens: int, trials: int, words: Sequence[str]
 ) -> dict[str, list[Pair]]:
-    """The answers of both servers by part, a pair for each trial. model: the flag. words: of the prompts."""
+    """Return the answers of both servers by part, a pair for each trial. model: the flag. words: of the prompts."""
     found: dict[str, list[Pair]] = {part: [] for part in PARTS}
     texts = prompts(words, [RATE_WORDS] * (trials + 1) * len(PARTS))
     ours = started(OURS, *model, "--gears", gears, "--mode", "static", "--kernels", kernels)
@@ -140,7 +140,7 @@ def rate_rows(found: dict[str, list[Pair]]) -> Rows:
 
 
 def processor_seconds(process: Any) -> float:
-    """Processor seconds of a process until now."""
+    """Return processor seconds of a process until now."""
     return float(sum(process.cpu_times()[:2]))
 
 

@@ -1,4 +1,4 @@
-"""What mode lossless would save in time on larger models: passes of random weights, drafts of a real model."""
+"""Estimated speedups of mode lossless on larger models: passes of random weights, drafts of a real model."""
 
 import itertools
 import statistics
@@ -59,7 +59,7 @@ TRIALS, LOOP = 9, 8  # of passes, after one that does not count; tokens of mlx-l
 
 
 def drafts_of(writer: Writer, asked: list[list[int]], tokens: int) -> Drafts:
-    """What the low gear would draft along the texts of the top gear."""
+    """Return the low gear's drafts along the outputs of the top gear."""
     found = []
     for prompt in track(asked, "drafts"):
         text, _ = writer.alone(prompt, tokens)
@@ -68,7 +68,7 @@ def drafts_of(writer: Writer, asked: list[list[int]], tokens: int) -> Drafts:
 
 
 def drafts_along(box: Gearbox, prompt: list[int], text: list[int]) -> tuple[list[float], list[bool]]:
-    """The low gear's margins along a text that the top gear wrote, on its KV cache, and where both choose alike."""
+    """Return the low gear's margins along the top gear's output and KV cache, and whether both choose one token."""
     low, top, reader = box.ladder[0], box.ladder.top, reader_of(box)
     cache = make_prompt_cache(box.model)
     box.shift(top)
@@ -104,13 +104,13 @@ class TimedPasses:
         self._drafter = LowGear(DraftTarget(gearbox, self.cache, GREEDY, reader_of(gearbox)), draft)
 
     def drafted(self) -> float:
-        """A token of a draft that is chosen greedily."""
+        """Return a token of a draft that is chosen greedily."""
         begun = time.perf_counter()
         self._drafter.propose(GeneratedText([1]), DRAFTED, FixedPolicy(DRAFTED + 1))
         return (time.perf_counter() - begun) / DRAFTED
 
     def verified(self, rows: int) -> float:
-        """A verification."""
+        """Return a verification."""
         begun = time.perf_counter()
         mx.eval(Verification(self._verifier, [row % self._size for row in range(rows)], self.cache).logits)
         return time.perf_counter() - begun
@@ -139,7 +139,7 @@ class PassSeconds:
 
     @classmethod
     def of(cls, box: Gearbox, context: int) -> "PassSeconds":
-        """Medians of trials in turn, after so many tokens."""
+        """Return medians of trials in turn, after so many tokens."""
         passes = TimedPasses(box, box.ladder.top, box.ladder[0], context)
 
         def alone() -> float:
@@ -160,7 +160,7 @@ class PassSeconds:
         return {"drafted token": (self.draft + more) / one, "plain token": self.alone / one}
 
     def replayed(self, drafts: Drafts) -> float:
-        """Seconds of a token of the loop, replayed on recorded drafts; a(m) learns from them."""
+        """Return seconds of a token of the loop, replayed on recorded drafts; a(m) learns from them."""
         policy, spent, written = LearnedPolicy(self.kept()), 0.0, 0
         for margins, agrees in drafts:
             place = 0
@@ -194,24 +194,24 @@ def larger_shapes(
     gears: str = "4,16",
     drafts: Path | None = None,
 ) -> Found:
-    """What mode lossless would save in time on larger models, if their drafts agreed as often as SmolLM2's.
+    """Estimate the speedup of mode lossless on larger models, with SmolLM2's acceptance of drafts.
 
-    Passes are timed on random weights of each shape. Rounds are replayed on the margins and the agreement that
-    SmolLM2's drafts show along its own texts, from the nearest 4-bit codes and from a calibrated base.
+    Passes are timed on random weights of each shape. Rounds are replayed with the margins and the acceptance of
+    SmolLM2's drafts along its own outputs, by RTN and by a GPTQ-calibrated base.
 
     Args:
-        prompts: Files: one per line, or JSON Lines as in GSM8K.
-        num_prompts: Of each file.
-        shapes: Those of a CPU's table; on a GPU larger ones too.
+        prompts: Files with one prompt per line, or JSON Lines as in GSM8K.
+        num_prompts: Number of prompts of each file.
+        shapes: Names of shapes; larger ones are for GPUs.
         context: Tokens in the KV cache before a pass.
-        drafts: A file for SmolLM2's drafts: recorded where it is missing, read where it is there.
+        drafts: File of SmolLM2's drafts; recorded if missing, else read.
     """
     known, every = {}, SHAPES | LARGE
     check_choice("shapes", shapes, tuple(every))
     if drafts is not None and drafts.exists():
         known = msgspec.json.decode(drafts.read_bytes(), type=dict[str, Drafts])
     else:
-        for name, calibrated in (("nearest codes", False), ("a calibrated base", True)):
+        for name, calibrated in (("RTN drafts", False), ("GPTQ-calibrated drafts", True)):
             writer = Writer("smollm2", gears, "planes", Lossless(), calibrated)
             known[name] = drafts_of(writer, first_prompts(writer.tokenizer, prompts, num_prompts), max_tokens)
         if drafts is not None:
@@ -228,7 +228,7 @@ def larger_shapes(
         figures.append({"shape": shape, "times": asdict(times), "faster": faster})
         del box
         mx.clear_cache()
-    shares = ["a drafted token", "4 rows verified", "8 rows"]
-    head = ["shape", "GB, 16 bits", "16 bits, ms a token", *shares, *(f"times as fast, {name}" for name in known)]
+    shares = ["drafted token", "4 rows verified", "8 rows"]
+    head = ["shape", "GB, 16 bits", "16 bits, ms/token", *shares, *(f"speedup, {name}" for name in known)]
     block = "larger_shapes" if on_cpu() else "larger_shapes_gpu"
     return Found({block: table_here(head, rows)}, figures)

@@ -1,4 +1,4 @@
-"""What a user gets at the first starts on a machine: each start is a process of its own, and each text another one."""
+"""Speed of the first starts on a machine: each start is a new process with a different prompt."""
 
 import json
 import os
@@ -80,11 +80,11 @@ def lossless_starts(
     starts: int = 4,
     max_tokens: int = 100,
 ) -> Found:
-    """How fast the texts of the first starts are: series of starts from a cache without times, each another text.
+    """Time the outputs of first starts: series of starts from an empty cache, each with a different prompt.
 
     Args:
-        prompts: One per line.
-        starts: Of each series.
+        prompts: File with one prompt per line.
+        starts: Starts of each series.
     """
     texts = cycle(read_prompts(prompts))
     found: list[list[dict[str, float]]] = []
@@ -114,14 +114,15 @@ def lossless_models(
     max_tokens: int = 100,
     pairs: int = 1,
 ) -> Found:
-    """How much time the default saves on real models: lossless over the top gear alone, as `lossless-time` measures.
+    """Time the default settings on real models against plain decoding, as `lossless-time` does.
 
-    And whole commands, from Enter to the end, at a second start.
-    On a processor with AVX-512 each model is timed with kernels for AVX2 too, which other PCs have.
+    Also time whole commands at a second start, from Enter to the end. With AVX-512, each model is also timed with the
+    AVX2 kernels that other PCs have.
 
     Args:
         models: Names as `generate` takes them, or of `real-models`.
-        num_prompts: Of the files of `lossless-time`: questions of GSM8K, and requests for chat and code.
+        num_prompts: Number of prompts of the files of `lossless-time`: questions of GSM8K, and requests for chat and
+            code.
     """
     found: dict[str, dict[str, list[float]]] = {}
     whole: dict[str, list[float]] = {}
@@ -167,7 +168,7 @@ def whole_commands(model: str, prompts: list[str], max_tokens: int) -> list[floa
 
 
 def kinds_of_kernels() -> list[str]:
-    """Return what GEARBX_CPU is to be: as the processor has it, and AVX2 where that is less."""
+    """Return values of GEARBX_CPU: the processor's own, and AVX2 if that is less."""
     return [NATIVE_CPU, AVX2] if vector_instructions() == "AVX-512" else [NATIVE_CPU]
 
 

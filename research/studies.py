@@ -1,7 +1,7 @@
-"""What studies share: how one is declared and started, times taken in turn, and tables that say where and when.
+"""Shared code of studies: declaration and start, alternating measurements, and tables with machine and date.
 
-A study is a function whose parameters are its flags, and which returns what it `Found`. Everything else is the same for
-all: `--write` puts tables and pictures into docs/, `--json FILE` keeps the figures.
+A study is a function whose parameters are its flags, and which returns what it `Found`. All studies share two flags:
+`--write` puts tables and pictures into docs/, `--json FILE` saves the figures.
 """
 
 import argparse
@@ -55,7 +55,7 @@ class Found:
     pictures: Mapping[str, Callable[[Path], object]] = field(default_factory=dict)
 
     def of_model(self, name: str) -> "Found":
-        """Return what was found of another model than the study's own: tables with its name, and no pictures."""
+        """Return the results for a different model than the study's own: tables with its name, and no pictures."""
         tables = {each.removesuffix(f"_{name}") + f"_{name}": text for each, text in self.tables.items()}
         return Found(tables, self.data)
 
@@ -90,7 +90,7 @@ def study(*pages: str, writes: str = "", minutes: float = 1) -> Callable[[Callab
 
 @functools.cache
 def modules_of_studies() -> dict[str, str]:
-    """The module that declares each study, by the study's name. None is imported: some need packages of their own."""
+    """Return the module of each study, by the study's name. None is imported: some need packages of their own."""
     found = {}
     for module in MODULES:
         tree = ast.parse((ROOT / "research" / f"{module}.py").read_text("utf-8"))
@@ -127,7 +127,7 @@ def load_all() -> None:
 
 
 def listed() -> Iterator[str]:
-    """A line for each study: its name, how long it takes, what it measures, and what it writes."""
+    """Yield a line for each study: its name, how long it takes, what it measures, and what it writes."""
     for name in modules_of_studies():
         try:
             each = load(name)
@@ -166,7 +166,7 @@ def with_real_models(flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def named(model: str) -> str:
-    """Return what a table calls a model: the name of its directory."""
+    """Return a model's name in tables: that of its directory."""
     return Path(model).name
 
 
@@ -190,7 +190,7 @@ def as_maker(text: str | Callable[..., str]) -> Callable[..., str]:
 
 
 def parser_of(chosen: Study) -> argparse.ArgumentParser:
-    """The flags of a study. The text under Args: in its docstring is their help."""
+    """Return the flags of a study. The text under Args: in its docstring is their help."""
     about = inspect.getdoc(chosen.measure) or ""
     purpose, _, explained = about.partition("\nArgs:\n")
     found = re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", explained, re.MULTILINE)
@@ -227,7 +227,7 @@ def add_flag(parser: argparse.ArgumentParser, parameter: inspect.Parameter, expl
 
 
 def results_in_turn(works: Mapping[Any, Callable[[], Any]], trials: int) -> dict[Any, list[Any]]:
-    """What each work returns in each trial. All take their turn in every trial, so that other load affects them alike.
+    """Return the results of each work in each trial. All alternate within a trial, so other load affects all alike.
 
     Returns:
         lists as long as `trials`; a first round, the warm-up, is left out.
@@ -242,7 +242,7 @@ def in_turn(
     clock: Callable[[], float] = time.perf_counter,
     before: Callable[[], object] = lambda: None,
 ) -> dict[Any, list[float]]:
-    """Seconds of each work in each trial, as of `results_in_turn`.
+    """Return seconds of each work in each trial, as of `results_in_turn`.
 
     Args:
         clock: `time.process_time` counts all threads of this process and no other process.
@@ -270,7 +270,7 @@ def spread(values: Iterable[float], digits: int = 2) -> str:
 
 
 def table_here(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
-    """A table, and where and when its figures were measured."""
+    """Return a table, and where and when its figures were measured."""
     return f"{table(head, rows)}\n{machine_name()}, {time.strftime('%Y-%m-%d')}\n"
 
 
@@ -280,7 +280,7 @@ def by_kernels(name: str) -> str:
 
 
 def native_kernels() -> Any:
-    """The module of the CPU kernels. Raises GearbxError where there are none."""
+    """Return the module of the CPU kernels. Raises GearbxError where there are none."""
     module = cpu.native()
     if module is None:
         raise GearbxError(f"there are no native kernels: {cpu.why_not()}")

@@ -1,8 +1,8 @@
-"""Where the time of a token goes, in each gear: products, output head, attention, the other fused operations, graph.
+"""Parts of a token's time in each gear: matmuls, output head, attention, the other fused operations, graph.
 
-The parts are those of a token whose operations run one by one; a token whose blocks run as one operation each is timed
-beside it, which shows what blocks save. The rest is the token's time less all parts, and is MLX's evaluation; it can
-be negative on a busy machine.
+The parts are those of a token whose operations run one by one. A token with one operation per block is timed too, to
+show the savings of blocks. The rest is the token's time minus all parts: MLX's evaluation. It can be negative on a busy
+machine.
 """
 
 import functools
@@ -63,11 +63,11 @@ def token(
     trials: int = 5,
     context: int = 0,
 ) -> Found:
-    """Where a token's time goes, in each gear; trials go through all gears in turn.
+    """Time the parts of a token in each gear; all gears alternate within a trial.
 
     Args:
-        model: If not given, a random Llama.
-        shape: Of the random Llama: WIDTHxLAYERS.
+        model: Model; a random Llama if omitted.
+        shape: WIDTHxLAYERS of the random Llama.
         context: Tokens in the KV cache before the first one.
     """
     gearbox, read_bandwidth = engaged(model, shape, gears, context), BandwidthMeter()
@@ -100,7 +100,7 @@ def token(
 
 
 def parts_of(found: TokenParts) -> tuple[str, ...]:
-    """The parts that there are here: MLX's own fused operations count as the rest, and blocks are for the CPU."""
+    """Return the parts on this device: the rest includes MLX's fused operations, and blocks are for the CPU."""
     timed_parts = (part for part in TIMED if found.calls[part])
     return (*timed_parts, GRAPH, REST, *(WITH_BLOCKS if dispatch.block_kernels(1) else ()))
 
@@ -111,7 +111,7 @@ def single_operations() -> AbstractContextManager[Any]:
 
 
 def token_parts(gearbox: Gearbox, cache: list[Any]) -> TokenParts:
-    """What is the same in all trials, of the gear that is engaged."""
+    """Return the constants of all trials, for the engaged gear."""
     calls: dict[str, list[Call]] = {part: [] for part in TIMED}
     with single_operations():
         with recording(gearbox, calls):
@@ -121,7 +121,7 @@ def token_parts(gearbox: Gearbox, cache: list[Any]) -> TokenParts:
 
 
 def time_token(model: nn.Module, cache: list[Any], calls: Mapping[str, list[Call]], tokens: int) -> dict[str, float]:
-    """Seconds per token of each part, and of a TOKEN of single operations.
+    """Return seconds per token of each part, and of a TOKEN of single operations.
 
     Each of the tokens is computed by single operations, then the calls of each part by themselves, then with blocks.
     """
@@ -159,7 +159,7 @@ def operations_per_layer(model: nn.Module, cache: list[Any]) -> float:
 
 
 def row_of(part: str, found: TokenParts) -> dict[str, Any]:
-    """Medians over trials; `share` is a part's share of a token of single operations, `spread` that share's."""
+    """Return medians over trials; `share` is a part's share of a token of single operations, `spread` that share's."""
     shares = [trial[part] / trial[TOKEN] for trial in found.trials]
     return {
         "part": part,
@@ -189,7 +189,7 @@ def recording(gearbox: Gearbox, calls: dict[str, list[Call]]) -> Iterator[None]:
 
 
 def noting(function: Callable[..., Any], part: str, calls: dict[str, list[Call]]) -> Callable[..., Any]:
-    """The function, which appends each call that it answers to calls[part]."""
+    """Return the function, which appends each call that it answers to calls[part]."""
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         y = function(*args, **kwargs)
@@ -202,7 +202,7 @@ def noting(function: Callable[..., Any], part: str, calls: dict[str, list[Call]]
 
 
 def draw_token(rows: Rows, path: Path) -> None:
-    """A bar for each gear, of the milliseconds of each part of a token, with a line where it ends with blocks.
+    """Draw a bar for each gear: milliseconds of each part of a token, and a line at the time with blocks.
 
     A part that is negative is shown as 0.
     """
@@ -228,5 +228,5 @@ def draw_token(rows: Rows, path: Path) -> None:
 
 
 def bar_of(row: Mapping[str, Any]) -> str:
-    """The name of a gear's bar."""
+    """Return the name of a gear's bar."""
     return f"{row['gear']}, {row['bits']} bits"

@@ -1,4 +1,4 @@
-"""Servers in processes of their own, and clients that ask them; for tools and studies."""
+"""Servers in separate processes, and clients that send them requests; for tools and studies."""
 
 import contextlib
 import socket
@@ -110,7 +110,7 @@ POLL = 0.05  # seconds
 
 
 def free_port() -> int:
-    """A port of loopback without a listener."""
+    """Return a port of loopback without a listener."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port: int = found.getsockname()[1]
@@ -119,7 +119,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def started(program: tuple[str, ...], *flags: object) -> Iterator[tuple[Client, Any]]:
-    """A client of a server, and psutil's view of its process, while that runs.
+    """Return a context with a client of a running server, and psutil's view of its process.
 
     Raises:
         GearbxError: a server that ends or does not listen; there is no psutil.
@@ -148,7 +148,7 @@ def started(program: tuple[str, ...], *flags: object) -> Iterator[tuple[Client, 
 
 
 def listens(url: str) -> bool:
-    """Whether a server answers; loopback needs no proxy."""
+    """Return whether a server answers; loopback needs no proxy."""
     with contextlib.suppress(httpx.HTTPError):
         return httpx.get(f"{url}/health", trust_env=False, timeout=5).is_success
     return False

@@ -1,4 +1,4 @@
-"""A headless Chromium, for the tests of the page and for its pictures."""
+"""A headless Chromium, for the tests of the server's page and for its pictures."""
 
 import contextlib
 import importlib.util
@@ -21,7 +21,7 @@ FLAGS = (
 
 
 def why_not() -> str | None:
-    """What is missing for a browser; None if nothing is."""
+    """Return the missing parts of a browser; None if it is complete."""
     missing = [name for name in (CHROMIUM, DRIVER) if not shutil.which(name)]
     if importlib.util.find_spec("selenium") is None:
         missing.append("selenium (pip install selenium)")
@@ -30,7 +30,7 @@ def why_not() -> str | None:
 
 @contextlib.contextmanager
 def browser() -> Iterator[Any]:
-    """A driver of Selenium, with a profile of its own and everything that a page's console shows."""
+    """Return a context with a Selenium driver, its own profile, and all output of a page's console."""
     from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
 

@@ -1,4 +1,4 @@
-"""How much of the package the README's test command executes, and how much all tests do: a table by folder.
+"""Coverage of the package by the README's test command, and by all tests: a table by folder.
 
     .venv/bin/python -m pytest -n logical --cov --cov-branch && mv .coverage .coverage_default
     .venv/bin/python -m pytest -m '' -n logical --cov --cov-branch

@@ -1,7 +1,7 @@
-"""Write the table of docs/models.md: what gears do for each class of mlx_lm.models, found with tiny random instances.
+"""Write the table of docs/models.md: gears of each class of mlx_lm.models, found with tiny random instances.
 
 python scripts/describe_models.py            # all of them, within minutes
-python scripts/describe_models.py --check    # writes nothing; fails where the page says something else
+python scripts/describe_models.py --check    # writes nothing; fails if a row of the page is wrong
 python scripts/describe_models.py --check llama mamba
 """
 
@@ -35,7 +35,7 @@ LENGTH = 24
 
 
 def row(name: str, tokenizer: Any) -> list[str]:
-    """The cells of a class."""
+    """Return the cells of a class."""
     reason = why_not(name)
     notes = [note for note in (reason, BYTES.get(name)) if note]
     if name in UNBUILDABLE:
@@ -54,13 +54,13 @@ def row(name: str, tokenizer: Any) -> list[str]:
 
 
 def kinds(gearbox: Gearbox) -> str:
-    """How many layers of an instance change gear, and how many of them are experts."""
+    """Return the number of an instance's layers that change gear, and the number of experts among them."""
     experts = sum(isinstance(layer.module, SwitchLinear) for layer in gearbox.layers)
     return f"{len(gearbox.layers)}, {experts} of them experts" if experts else str(len(gearbox.layers))
 
 
 def by_reason(others: dict[str, str]) -> str:
-    """The names of layers by the reason why they keep their precision."""
+    """Return the names of layers by the reason why they keep their precision."""
     names: dict[str, set[str]] = {}
     for path, reason in others.items():
         words = [word for word in path.split(".") if word and not word.isdigit()]
@@ -69,7 +69,7 @@ def by_reason(others: dict[str, str]) -> str:
 
 
 def lossless(model: nn.Module, gearbox: Gearbox, tokenizer: Any, notes: list[str]) -> str:
-    """What becomes of a text in mode lossless; a warning becomes a note."""
+    """Return the result of mode lossless; a warning becomes a note."""
     top = [r.token for r in stream_generate(model, tokenizer, PROMPT, LENGTH, mode=Static(), gearbox=gearbox)]
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", GearbxWarning)

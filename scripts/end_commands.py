@@ -1,10 +1,10 @@
-"""Let commands of all modes end by themselves, many times, and count how they end.
+"""Run commands of all modes until they end by themselves, many times, and count the exit statuses.
 
     python scripts/end_commands.py --times 20
 
-An abort at the end of a process is rare: threads of MLX and of the native kernels still live then. So each run is
-forked from a process that has imported everything and evaluated nothing, and ends as Python itself does. A run that a
-signal ends leaves what it wrote, faulthandler's traces among it, and a core file where the system writes them there.
+An abort at the end of a process is rare: threads of MLX and of the native kernels are still alive then. Each run is
+forked from a process that has imported everything and evaluated nothing, and exits as Python itself does. If a signal
+ends a run, its files are kept, including faulthandler's traces and a core file if the system writes one there.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""Run the commands with wrong flags and damaged files of every kind, and report what a user should never see.
+"""Run the commands with wrong flags and damaged files of every kind, and report failures that no user should see.
 
     python scripts/fuzz_commands.py --minutes 60 --jobs 4 --keep failures
 
-Flags are those of the parsers, with their own bounds and choices; a file is a whole one with a change. A command may
-succeed, or refuse in one line. Everything else is a failure: a traceback, an error that was not foreseen, a fatal
-signal, a wait without end, half a file left behind. Hypothesis searches for the shortest command that shows it.
+Flags come from the parsers, with their own bounds and choices; a damaged file is a correct one with a change. A command
+may succeed, or refuse in one line. Everything else is a failure: a traceback, an unforeseen error, a fatal signal, an
+endless wait, half a file left behind. Hypothesis searches for the shortest command that fails.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def fuzz(args: argparse.Namespace, place: Place) -> Results:
 
 
 def statuses_table(results: Results) -> str:
-    """How often each command ended with each status."""
+    """Return the number of times that each command ended with each status."""
     names = sorted({name for counts in results.statuses.values() for name in counts})
     rows = [
         [command, kind, counts.total(), *(counts[name] or "" for name in names)]
@@ -66,7 +66,7 @@ def keep(failure: Failure, inputs: Path, directory: Path) -> str:
 
 
 def shown(failures: Iterable[tuple[tuple[str, str], Failure]], inputs: Path, kept: Path | None) -> Iterable[str]:
-    """Each failure: what it is, how often it happened, and how to repeat it."""
+    """Yield each failure: what it is, how often it happened, and how to repeat it."""
     for number, ((name, problem), failure) in enumerate(failures, 1):
         line = shlex.join(["python", "-m", f"gearbx_mlx.{name}", *failure.case.arguments])
         yield f"\n{number}. {name}: {problem} ({failure.count} times)"

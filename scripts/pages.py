@@ -8,7 +8,7 @@ BLOCK = re.compile(r"(<!-- ([\w.-]+)([^>]*) -->\n)(?:(?!<!-- ).)*(<!-- end -->)"
 
 
 def table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     return "\n".join(f"| {' | '.join(map(str, row))} |" for row in [head, ["---"] * len(head), *rows]) + "\n"
 
 

@@ -1,14 +1,14 @@
-"""Plant defects in the package and in its C++ core, one at a time, and see which of them the tests find.
+"""Plant defects in the package and in its C++ core, one at a time, and check whether the tests find them.
 
     .venv/bin/python -m pytest -n logical --dist worksteal --cov --cov-context=test
     .venv/bin/python scripts/plant_defects.py defects.jsonl
     .venv/bin/python scripts/plant_defects.py defects.jsonl --survivors
 
-The first command records which test executes which line. A defect is an operator, a constant or a condition that is
-changed. They are drawn at random, with a seed. For each, tests that execute its line run until one fails; the whole
-default suite runs for those that survive. None behind a marker does.
+The first command records which test executes which line. A defect is a changed operator, constant or condition, drawn
+at random with a seed. For each defect, tests that execute its line run until one fails; the whole default suite runs
+for defects that survive. Tests behind markers do not run.
 
-Every result is a line of the file, and a second start goes on from there; `--report` prints a table by folder.
+Every result is a line of the file, and a second start resumes there; `--report` prints a table by folder.
 """
 
 import argparse
@@ -139,7 +139,7 @@ class Reached:
         self.data.read()
 
     def tests(self, defect: Defect, most: int) -> list[str]:
-        """One case of each test function that executes the line, then their other cases; `most` of them at most.
+        """Return one case of each test function that executes the line, then their other cases; `most` of them at most.
 
         What runs on import counts for all tests of the file, and C++ for those that reach the products which call it.
         """
@@ -238,7 +238,7 @@ def compiled_for(defect: Defect, file: Path, checkout: Path, environment: dict[s
 
 
 def why_no_kernels(checkout: Path, environment: dict[str, str]) -> str:
-    """Return what the kernels' own test reports once they are compiled; empty if nothing.
+    """Return the report of the kernels' own test once they are compiled; empty if it finds no fault.
 
     Raises RuntimeError where they did not compile in time: the machine is too busy to say what the tests find.
     """
@@ -253,7 +253,7 @@ def why_no_kernels(checkout: Path, environment: dict[str, str]) -> str:
 
 
 def report(records: Iterable[dict]) -> str:
-    """A table by folder: defects, and those that were found."""
+    """Return a table by folder: defects, and those that were found."""
     rows: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for record in records:
         if record["outcome"] in UNCOUNTED:
@@ -287,7 +287,7 @@ def main() -> None:
 
 
 def read(results: Path) -> dict[tuple[str, int], dict]:
-    """The last record of each defect, by its place."""
+    """Return the last record of each defect, by its place."""
     lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
     return {(record["file"], record["start"]): record for record in map(json.loads, lines)}
 

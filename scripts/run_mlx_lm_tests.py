@@ -4,9 +4,9 @@
     python scripts/run_mlx_lm_tests.py --only generate --wrapper "low gear"
 
 A wrapper replaces a model, so a test that passes with the model has to pass with the wrapper. The tests are
-those of the installed mlx-lm's source distribution, which pip gets once; the demo model replaces the Hub's.
-Models that are too large to be quantized in a test are left out, for mlx-lm too. Every logit is computed, for mlx-lm
-too: some tests look only at shapes, of products that MLX cannot compute on a CPU.
+those of the installed mlx-lm's source distribution, which pip downloads once; the demo model replaces the Hub's.
+Models that are too large to be quantized in a test are omitted, for mlx-lm too. Every logit is computed, for mlx-lm
+too: some tests check only shapes, of matmuls that MLX cannot compute on a CPU.
 """
 
 import argparse
@@ -47,7 +47,7 @@ class Outcomes:
 
 
 def get_tests(cache: Path, seconds: float = 300) -> Path:
-    """The directory of the tests of the installed mlx-lm, from its source distribution, which is kept in `cache`.
+    """Return the directory of the installed mlx-lm's tests, from its source distribution, which `cache` keeps.
 
     Raises:
         GearbxError: the source distribution is not available.
@@ -66,7 +66,7 @@ def get_tests(cache: Path, seconds: float = 300) -> Path:
 
 
 def download(name: str, directory: Path, seconds: float) -> Path:
-    """The file that pip gets. Raises GearbxError if it gets none."""
+    """Return the file that pip gets. Raises GearbxError if it gets none."""
     options = ["-q", "--no-deps", "--no-binary", ":all:", "-d"]
     command = [sys.executable, "-m", "pip", "download", *options, str(directory), name]
     try:
@@ -142,7 +142,7 @@ def lost(plain: Outcomes, wrapped: Outcomes) -> dict[str, str]:
 
 
 def compare(tests: Path, file: str, names: list[str], args: argparse.Namespace) -> tuple[list[object], Losses]:
-    """A row of the table, and what is lost with each wrapper.
+    """Return a row of the table, and what is lost with each wrapper.
 
     Raises:
         GearbxError: mlx-lm itself passes none of the tests.

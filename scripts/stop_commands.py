@@ -1,10 +1,10 @@
-"""Stop commands at random moments, and see whether they end as they should, and the same command to the same result.
+"""Stop commands at random moments, and check how they end, and that the same command then completes the same result.
 
     python scripts/stop_commands.py kill --times 1000      SIGKILL, and then the same command again until it ends
-    python scripts/stop_commands.py signal --times 200     SIGINT and SIGTERM: the exit status, and nothing left behind
+    python scripts/stop_commands.py signal --times 200     SIGINT and SIGTERM: the exit status, and no files left behind
     python scripts/stop_commands.py disk --times 200       a disk that is full, and then has room (mounts: as root)
 
-Every command that writes takes its turn, on tiny models. An uninterrupted run shows what each has to write.
+All commands that write alternate, on tiny models. An uninterrupted run shows the expected files of each.
 """
 
 import argparse
@@ -59,7 +59,7 @@ class Expected:
 
 
 def line_of(name: str, inputs: Path) -> tuple[str, list[str]]:
-    """The command and its arguments."""
+    """Return the command and its arguments."""
     command, *arguments = COMMANDS[name].format(inputs=inputs).split()
     if "--model" not in arguments and "--restore" not in arguments:
         arguments += ["--model", str(inputs / "llama")]
@@ -67,19 +67,19 @@ def line_of(name: str, inputs: Path) -> tuple[str, list[str]]:
 
 
 def process_of(name: str, inputs: Path, directory: Path) -> Any:
-    """A process that runs the command once it is started."""
+    """Return a process that runs the command once it is started."""
     command, arguments = line_of(name, inputs)
     return running.context.Process(target=running.child, args=(command, arguments, str(directory), None))
 
 
 def shell_of(name: str, inputs: Path) -> list[str]:
-    """The command as a user types it."""
+    """Return the command as a user types it."""
     command, arguments = line_of(name, inputs)
     return [sys.executable, "-m", f"gearbx_mlx.{command}", *arguments]
 
 
 def run_to_end(name: str, inputs: Path, directory: Path) -> int:
-    """The exit status of a command that is not stopped."""
+    """Return the exit status of a command that is not stopped."""
     process = process_of(name, inputs, directory)
     process.start()
     process.join()
@@ -87,14 +87,14 @@ def run_to_end(name: str, inputs: Path, directory: Path) -> int:
 
 
 def written(directory: Path) -> dict[str, str]:
-    """The files of a directory, by name, with their hashes; also those that are not whole."""
+    """Return the files of a directory, by name, with their hashes; also those that are not whole."""
     files = [path for path in directory.rglob("*") if path.is_file()]
     own = [path for path in files if path.name not in (running.OUT, running.ERR, *INCIDENTAL)]
     return {str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() for path in own}
 
 
 def expected_of(name: str, inputs: Path, work: Path) -> Expected:
-    """What a command writes. Raises RuntimeError if it fails, or writes something else when it runs again."""
+    """Return a command's files. Raises RuntimeError if it fails, or if a second run writes different ones."""
     found = []
     for _ in range(2):
         directory = work / name
@@ -113,7 +113,7 @@ def expected_of(name: str, inputs: Path, work: Path) -> Expected:
 
 
 def difference(expected: dict[str, str], found: dict[str, str]) -> str:
-    """The files in which two runs differ."""
+    """Return the files in which two runs differ."""
     return ", ".join(sorted({file for file, _ in expected.items() ^ found.items()}))
 
 
@@ -136,7 +136,7 @@ class Trial:
 
 
 def compared(name: str, stops: int, status: int, expected: Expected, directory: Path) -> Trial:
-    """The trial of a command that has ended: it has to have written what an uninterrupted run writes."""
+    """Return the trial of a command that has ended: it has to have written what an uninterrupted run writes."""
     errors = (directory / running.ERR).read_text()
     if status and DONE not in errors:
         return Trial(name, stops, f"status {status} in the end: {errors[-300:]}")

@@ -90,7 +90,7 @@ def load_corpora(data: Path) -> list[Corpus]:
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer. Every digit is a token, so that the model reads numbers place by place."""
+    """Return a byte-level BPE tokenizer. Every digit is a token, so that the model reads numbers place by place."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -117,13 +117,13 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, documents: list[str]) -> torch.Tensor:
-    """The documents as one stream of tokens; each begins with the end-of-text token of the one before."""
+    """Return the documents as one stream of tokens; each begins with the end-of-text token of the one before."""
     ids = tokenizer(documents, add_special_tokens=True, verbose=False)["input_ids"]
     return torch.tensor([i for document in ids for i in document])
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, width: int, layers: int) -> LlamaForCausalLM:
-    """A random Llama: 5.5 M parameters at width 256 and 6 layers. All input widths are multiples of 64."""
+    """Return a random Llama: 5.5 M parameters at width 256 and 6 layers. All input widths are multiples of 64."""
     end = tokenizer.eos_token_id
     return LlamaForCausalLM(
         LlamaConfig(
@@ -144,7 +144,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, width: int, layers: int) -> L
 
 @torch.no_grad()
 def validation_loss(model: LlamaForCausalLM, stream: torch.Tensor, batch: int = 8) -> tuple[float, int]:
-    """The sum of the negative log-likelihood in nats, and the number of tokens."""
+    """Return the sum of the negative log-likelihood in nats, and the number of tokens."""
     windows = [stream[i : i + CONTEXT + 1] for i in range(0, len(stream) - 1, CONTEXT)]
     total, count = 0.0, 0
     model.eval()
@@ -161,14 +161,14 @@ def validation_loss(model: LlamaForCausalLM, stream: torch.Tensor, batch: int = 
 
 
 def perplexities(model: LlamaForCausalLM, streams: dict[str, torch.Tensor]) -> tuple[float, dict[str, float]]:
-    """The mean loss over all validation tokens, and the perplexity of each kind of text."""
+    """Return the mean loss over all validation tokens, and the perplexity of each kind of text."""
     sums = {name: validation_loss(model, stream) for name, stream in streams.items()}
     mean = sum(total for total, _ in sums.values()) / sum(count for _, count in sums.values())
     return mean, {name: math.exp(total / count) for name, (total, count) in sums.items()}
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
-    """The learning rate: a linear warm-up, then a cosine down to a tenth."""
+    """Return the learning rate: a linear warm-up, then a cosine down to a tenth."""
     if step < args.warmup:
         return args.learning_rate * (step + 1) / args.warmup
     progress = (step - args.warmup) / max(1, args.steps - args.warmup)
@@ -182,7 +182,7 @@ def save_checkpoint(path: Path, state: dict) -> None:
 
 
 def step_loss(model, stream, step: int, generator: torch.Generator, args: argparse.Namespace) -> torch.Tensor:
-    """The loss of one step.
+    """Return the loss of one step.
 
     Three quarters of the steps use half windows, which are faster; the others whole ones, which teach every position.
     """

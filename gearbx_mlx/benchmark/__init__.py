@@ -78,11 +78,13 @@ class MacBenchmark(Settings):
     )
     full: bool = flag(False, "Also time fixed draft lengths, mlx-lm's draft models and a 6-bit gear")
     tokens: int = flag(128, "Maximum number of tokens in an output", minimum=2, maximum=MAX_TRIALS)
-    minutes: float = flag(0, "Time limit for further series in minutes; the first one is always complete", minimum=0)
+    minutes: float = flag(0, "Time limit in minutes for more series; the first one is always complete", minimum=0)
     own_kernels: bool = flag(
         False, "First compile, check and time this package's Metal kernels for this model, and keep the faster ones"
     )
-    json: str = flag("mac.json", "Report as JSON, which an interrupted run continues", metavar="FILE", named=True)
+    json: str = flag(
+        "mac.json", "JSON report to write, or to continue after an interruption", metavar="FILE", named=True
+    )
     device: str | None = device_flag()
 
 

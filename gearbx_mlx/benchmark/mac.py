@@ -2,7 +2,7 @@
 
 Everything is generated as typed: each method writes its text to a pseudo terminal, as its command does. All methods
 alternate on each prompt, so that heat and other programs slow all of them alike; mlx-lm begins and ends each turn,
-because a Mac without a fan slows down. MLX's CPU and other GPUs can run it too.
+because a Mac without a fan slows down. The benchmark also runs on CPUs and other GPUs.
 """
 
 import contextlib
@@ -85,7 +85,7 @@ class TimedMethod:
     """A method of generation.
 
     Attributes:
-        write: from the typed prompt, its tokens and the maximum number of tokens to mlx-lm's responses.
+        write: yields mlx-lm's responses for the typed prompt, its tokens and the maximum number of tokens.
         weights: bytes of its arrays.
     """
 
@@ -127,7 +127,7 @@ def run(settings: MacBenchmark) -> int:
 
 
 def try_own_kernels(report: MacReport, loaded: Loaded, every: bool) -> None:
-    """Check and time own kernels, of this model or all; correct ones are kept for this machine."""
+    """Check and time this package's kernels, for this model or all; keep correct ones for this machine."""
     for row in check_all(None if every else stored_dtype(loaded.model)):
         report.checks.append(row)
     for row in prove_all(loaded.model):

@@ -28,7 +28,7 @@ class TerminalSettings(Settings):
 
     title: ClassVar[str] = "terminal"
 
-    no_history: bool = flag(False, "Neither read nor write the file of typed lines")
+    no_history: bool = flag(False, "Do not load or save the history of typed lines")
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ class ReadlineLines:
             readline.add_history(line)
         readline.set_completer_delims(" ")
         readline.set_completer(self._complete)
-        is_libedit = "libedit" in (readline.__doc__ or "")  # of macOS
+        is_libedit = "libedit" in (readline.__doc__ or "")  # macOS has libedit
         readline.parse_and_bind("bind ^I rl_complete" if is_libedit else "tab: complete")
 
     def read(self) -> str | None:

@@ -111,7 +111,7 @@ class GearedChat:
         return [*make_prompt_cache(self._model), *make_prompt_cache(draft)]
 
     def save_cache(self, cache: list[Any], conversation: SavedConversation, path: Path) -> None:
-        """Write caches to a file, with their conversation. Raises GearbxError where they cannot be written."""
+        """Write caches to a file, with their conversation. Raises GearbxError if that fails."""
         own = cache[: len(make_prompt_cache(self._model))]  # a draft model's follow
         save_cache(path, own, self._settings.model.model or str(DEMO_MODEL), self._model, conversation)
 
@@ -143,7 +143,7 @@ class GearedChat:
     def change(self, mode: str, words: Sequence[str]) -> None:
         """Change the mode and its flags. Raises GearbxError for a mode that these models cannot have."""
         check_mode(mode, MODES)
-        flags = self._settings.mode  # of the chat's command line
+        flags = self._settings.mode  # the flags of the chat's command line
         given = flags.given() if mode == self._first else flags.given_to_others()
         if words:
             flags = parse_mode(mode, words).mode

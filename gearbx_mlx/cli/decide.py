@@ -313,7 +313,7 @@ def gears_of(case: Case) -> StoredGears:
     usual = default_ladder(filled["format"])
     if case.drafting:  # drafts and the top gear do all the work
         usual = Ladder([usual[0].bits, usual.top.bits])
-    why = "the defaults" if layout.gears is None else "the gears that were asked for"
+    why = "the defaults" if layout.gears is None else "the requested gears"
     return StoredGears(layout.gears or usual, **filled, why=why)
 
 

@@ -190,7 +190,7 @@ class ControllerSettings(Settings):
 
     target_tps: float | None = flag(
         None,
-        "Tokens per second that a controller holds by capping layers; 0: react to heat, battery and memory only",
+        "Tokens per second to hold by capping the bits of layers; 0: react to heat, battery and memory only",
         metavar="N",
     )
 
@@ -383,7 +383,7 @@ class LayerSettings(LayoutSettings, StorageSettings):
 
 
 class ResidencyFlag(NamedTuple):
-    """Place of idle gears, and the memory limit of this process in bytes."""
+    """Location of idle gears, and the memory limit of this process in bytes."""
 
     name: str
     limit: int | None = None
@@ -435,7 +435,7 @@ class GearFlags(Settings):
     )
     residency: Any = flag(
         "resident",
-        "Place of idle gears; stream: the top gear is never in memory; disk:3GB: memory limit of the process",
+        "Location of idle gears; disk:3GB: with a memory limit; stream: the top gear stays on disk too",
         parse=parse_residency,
         metavar="{resident,disk[:SIZE],stream}",
     )

@@ -27,7 +27,7 @@ class PromptSettings(Settings):
 
     title: ClassVar[str] = "prompt"
 
-    system_prompt: str | None = flag(None, "System prompt to be used for the chat template")
+    system_prompt: str | None = flag(None, "System prompt for the chat template")
     ignore_chat_template: bool = flag(False, "Use the raw prompt without the chat template", rare=True)
     chat_template_config: str | None = flag(None, "JSON of additional arguments for `apply_chat_template`", rare=True)
     max_tokens: int = flag(

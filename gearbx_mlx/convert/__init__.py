@@ -64,13 +64,11 @@ class BudgetSettings(Settings):
 
     memory_budget: int | None = flag(
         None,
-        "Memory for which to find floors, such as 3GB",
+        "Target for the memory of model and generation, such as 3GB",
         metavar="SIZE",
         parse=partial(parse_bytes, shown="--memory-budget"),
     )
-    target_bpw: float | None = flag(
-        None, "Bits per weight of the managed layers for which to find floors", metavar="BITS"
-    )
+    target_bpw: float | None = flag(None, "Target for the mean bits per weight of the managed layers", metavar="BITS")
     reserve: str | None = flag(
         None,
         "Share of the memory budget for KV cache and activations: 2GB or 20%%",
@@ -161,7 +159,7 @@ class ConversionSettings(Settings):
     )
     verify: str | None = flag(
         None,
-        "Compare the arrays of a geared checkpoint with their hashes, and format exact with the original files",
+        "Compare the arrays of a geared checkpoint with their hashes; format exact: also with the original files",
         metavar="DIR",
         named=True,
     )

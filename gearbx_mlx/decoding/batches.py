@@ -77,7 +77,7 @@ class SequenceState:
     first: Gear
     prompt_gear: Gear
     chooser: Chooser = field(default_factory=Chooser)
-    before: Gear | None = None  # of the previous token
+    before: Gear | None = None  # the previous token's gear
     rows: deque[RowTelemetry] = field(default_factory=deque)
     """Rows of tokens that are computed and not yet returned, since mlx-lm runs one token ahead."""
 

@@ -133,7 +133,7 @@ class Snapshot:
             self.restore()
 
 
-CACHE_SETTINGS = ("max_size", "keep", "chunk_size")  # of a cache, independent of its fill level
+CACHE_SETTINGS = ("max_size", "keep", "chunk_size")  # attributes that do not depend on a cache's fill level
 MAKE_CACHE = "use mlx_lm.cache_prompt with this model"
 
 

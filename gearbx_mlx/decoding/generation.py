@@ -36,7 +36,7 @@ class Telemetry:
     ):
         self._monitor, self._blame, self._controller = monitor, blame, controller
         self._clock = time.perf_counter if controller is None else controller.clock
-        self._before: Gear | None = None  # of the previous token
+        self._before: Gear | None = None  # the previous token's gear
         self.resume()
 
     def governing(self) -> contextlib.AbstractContextManager[None]:

@@ -32,7 +32,7 @@ FOLDER, KEPT = "draft_head", "heads"  # in the directory of a model, and in the 
 
 
 def attach_head(model: nn.Module, head: "Head | Path | None") -> None:
-    """Let mode lossless draft with a head whenever it decodes with the model; a directory is read at first use."""
+    """Attach a head to a model, for drafts in mode lossless. A head in a directory is read at first use."""
     vars(model)[ATTACHED] = head
 
 
@@ -120,7 +120,7 @@ def read_head(directory: Path, model: nn.Module) -> Head:
 
 
 def load_weights(head: Head, directory: Path, config: HeadConfig, has_embedding: bool) -> None:
-    """Load a head's tensors. has_embedding: its own embedding is no copy of the model's. Raises MLX's errors."""
+    """Load a head's tensors. has_embedding: True if its embedding differs from the model's. Raises MLX's errors."""
     arrays: dict[str, mx.array] = {}
     for file in sorted(directory.glob(WEIGHTS)):
         stored: Any = mx.load(str(file))
@@ -152,7 +152,7 @@ def dequantized(arrays: Mapping[str, mx.array], by: Quantization) -> dict[str, m
 
 
 def renamed(name: str) -> str:
-    """Return the name of a tensor of any release in `Head`."""
+    """Return the name in `Head` of a tensor from any release."""
     name = name.removeprefix("model.")
     prefix = next((each for each in LAYER if name.startswith(each)), None)
     return name if prefix is None else f"layer.{name.removeprefix(prefix)}"

@@ -1,8 +1,8 @@
 """Draft heads in the released EAGLE-3 format (Li et al., 2503.01840), as SpecForge, SGLang, vLLM and mlx-vlm read it.
 
-A head is one transformer layer. For each token it reads the model's hidden states before that token, after a few of its
-blocks, and the token's embedding. Its output, through the head's own output rows, predicts the next token, and takes
-the place of hidden states that are not known yet.
+A head is one transformer layer. For each token it reads the token's embedding and the model's hidden states of the
+previous position, after a few of its blocks. The head's own output rows turn its output into logits of the next token.
+In drafts, the output replaces hidden states that the model has not computed yet.
 """
 
 import functools
@@ -27,9 +27,9 @@ from .hidden import blocks_of
 
 OF_THIS_MODEL = "use a head that was trained for this model"
 EMBEDDINGS = ("embed_tokens", "wte", "tok_embeddings", "embeddings")  # names of the embedding in mlx-lm's models
-BITS, GROUP_SIZE = 4, 64  # of a head in use: its drafts are accepted as often as with its own weights
+BITS, GROUP_SIZE = 4, 64  # drafts are accepted as often as with the original weights
 BYTES_IN_USE = 4.5 / 8  # per weight, with scales and biases
-ACTIVATION_BITS = 8  # of native matmuls
+ACTIVATION_BITS = 8  # for native matmuls
 
 Size = Annotated[int, Meta(ge=1, le=2**24)]
 Layers = tuple[Annotated[int, Meta(ge=0, le=2**16)], ...]
@@ -189,7 +189,7 @@ class Head(nn.Module):
         return [self.layer]
 
     def fuse(self, hidden: mx.array) -> mx.array:
-        """Return states (1, K, D) of the model's hidden states (1, K, taps x D), one tap after the other."""
+        """Fuse the model's hidden states (1, K, taps x D), concatenated by tap, into states (1, K, D)."""
         if "fc_norm" in self:
             parts = mx.split(hidden, len(self.fc_norm), axis=-1)
             hidden = mx.concatenate([norm(part) for norm, part in zip(self.fc_norm, parts)], axis=-1)
@@ -214,7 +214,7 @@ class Head(nn.Module):
         return mx.array(self.tokens)
 
     def put_in(self, native: bool, dtype: mx.Dtype) -> None:
-        """Quantize the linear layers to 4 bits, once; for native kernels on a CPU, or MLX's. dtype: of activations."""
+        """Quantize the linear layers to 4 bits, once, for native CPU kernels or MLX's. dtype: of activations."""
         if self._is_quantized:
             return
         self._is_quantized = True
@@ -222,7 +222,7 @@ class Head(nn.Module):
         for path, module in [*named_modules_of(self)]:
             put = with_kernels(module, native)
             if isinstance(put, nn.Linear) and put.weight.shape[1] % GROUP_SIZE == 0:
-                put.x_bits = ACTIVATION_BITS  # of native kernels; chooses the order of the codes
+                put.x_bits = ACTIVATION_BITS  # for native kernels; chooses the order of the codes
                 put = quantizer.modules(put, BITS, (BITS,), GROUP_SIZE, put.weight.dtype)[BITS]
                 put.x_bits = ACTIVATION_BITS
             if put is not module and path:
@@ -246,7 +246,7 @@ class Head(nn.Module):
 
 
 def embedding_of(model: nn.Module) -> Callable[[], Any] | None:
-    """Return a function to the embedding of a model's tokens, in the engaged gear; None without a known one."""
+    """Return a function that returns a model's embedding in the engaged gear; None if its name is unknown."""
     for module in modules_of(model):
         name = next((each for each in EMBEDDINGS if each in module), None)
         if name is not None:

@@ -1,7 +1,7 @@
 """Outputs of modules, recorded while an unchanged mlx-lm model runs; hidden states after chosen blocks.
 
-A module has a derived class during a pass, which notes its output. Draft heads read hidden states
-(`drafters/eagle.py`); recurrent states are computed again from the outputs of linear layers (`rows.py`).
+During a pass, a subclass of a module's class records its output. Draft heads read hidden states (`drafters/eagle.py`);
+recurrent states are computed again from the outputs of linear layers (`rows.py`).
 """
 
 import contextlib
@@ -15,9 +15,9 @@ import mlx.nn as nn
 from ..compat.classes import of_classes
 
 Hidden = Mapping[int, mx.array]
-"""Number of blocks to the hidden states (K, D) after so many of them, a row for each of K tokens."""
+"""Mapping from a number of blocks to the hidden states (K, D) after them, one row per token."""
 Outputs = Mapping[int, mx.array]
-"""Number of blocks to the output (B, K, D) of the last of them, in a pass over B sequences."""
+"""Mapping from a number of blocks to the output (B, K, D) of the last one, for B sequences."""
 
 NOTE = "note_of_a_pass"  # attribute of a module during a pass
 
@@ -61,7 +61,7 @@ def blocks_of(model: nn.Module) -> Sequence[nn.Module]:
 
 @contextlib.contextmanager
 def recorded(model: nn.Module, taps: Sequence[int]) -> Iterator[Outputs]:
-    """Record the outputs of blocks in the context, of the latest pass.
+    """Record the outputs of blocks in the latest pass of the context.
 
     Args:
         taps: numbers of blocks, from 1.

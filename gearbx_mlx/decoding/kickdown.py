@@ -45,7 +45,7 @@ class KickdownPass(Verification):
 
 
 class KickdownVerifier(Verifier):
-    """Verifier that computes a token in the lowest gear, and again in the next one as long as the rule says so.
+    """Verifier that computes a token in the lowest gear, and again in the next one as long as the rule requires it.
 
     Args:
         rule: decides whether a token is computed again.

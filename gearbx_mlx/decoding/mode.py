@@ -193,7 +193,7 @@ def is_read_again(mode: Mode, gearbox: Gearbox | Observer | None) -> bool:
 
 
 def encoded(tokenizer: Any, prompt: Any) -> list[int]:
-    """Return the tokens of a prompt, which is tokens or a text; texts are encoded as in mlx-lm's stream_generate."""
+    """Return the tokens of a prompt (tokens or text); text is encoded as in mlx-lm's stream_generate."""
     if isinstance(prompt, str):
         special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
         prompt = tokenizer.encode(prompt, add_special_tokens=special)

@@ -102,7 +102,7 @@ class Verifier:
         self.gearbox, self.gear, self.prefill_gear, self.taps = gearbox, gear, prefill_gear or gear, taps
         self._found: KeptParts | None = None
         self._steps: dict[int, Step] = {}
-        self._caps = gearbox.caps  # of the found parts and steps
+        self._caps = gearbox.caps  # caps of the found parts and steps
 
     def prefill(self, tokens: mx.array, cache: Cache, **embedded: mx.array) -> Hidden:
         """Prefill a part (n,) of the prompt, and return its hidden states."""

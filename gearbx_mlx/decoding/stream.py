@@ -457,7 +457,7 @@ class Responses(Iterator[GearResponse]):
             return summary_of_pair(name, second_model, self.model, self.mode, self.tally, speed)
         assert self.gearbox is not None
         result = summary_of(name, self.gearbox, self.mode, self.tally, speed, self.controller)
-        if self.draft_model is not None:  # which has one pass per drafted token
+        if self.draft_model is not None:  # it has one pass per drafted token
             passes = self.tally.drafted
             read = {"passes": passes, "weight_bytes": passes * bytes_read(self.draft_model)}
             result["draft_model"] = {"name": second_model or type_of(self.draft_model), **read}

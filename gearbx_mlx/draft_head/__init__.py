@@ -36,9 +36,9 @@ class TrainingSettings(Settings):
 
     title: ClassVar[str] = "head"
 
-    out: str = flag("draft-head", "Directory to write, with the state of the training", named=True)
+    out: str = flag("draft-head", "Directory for the head and the training state", named=True)
     minutes: float | None = flag(
-        None, "Minutes to train in all, with the answers", default_text="estimated", minimum=0.01, maximum=1e6
+        None, "Total minutes, including the answers", default_text="estimated", minimum=0.01, maximum=1e6
     )
     draft_vocab_size: int = flag(MAX_ROWS, "Maximum number of tokens that can be drafted", minimum=16, maximum=2**20)
     q_bits: int | None = flag(

@@ -13,14 +13,14 @@ from ..gears.gearbox import Observer
 from .target import HeadTarget
 
 TOGETHER = 32  # answers in a batch
-TEMPERATURE, MIN_P = 0.8, 0.02  # of every second answer
+TEMPERATURE, MIN_P = 0.8, 0.02  # sampling of every second answer
 SHORTEST = 4  # tokens of an answer that has something to draft
 HELD_OUT = 24  # every 24th answer, a greedy one, is not trained on
 MAX_HELD_OUT = 40
 
 
 class Answer(Struct, frozen=True):
-    """A prompt with its answer. start: index of the answer's first token. seconds: of writing until its end."""
+    """A prompt with its answer. start: index of the answer's first token. seconds: of generation until its end."""
 
     number: int
     tokens: list[int]
@@ -36,7 +36,7 @@ def write_answers(
     enough: Callable[[Sequence[Answer]], bool],
     advance: Callable[[Answer], object],
 ) -> list[Answer]:
-    """Return answers to prompts in their order, as many as there was time for. The journal keeps each one.
+    """Return answers to prompts in their order, as many as time allows. The journal keeps each one.
 
     Args:
         prompts: tokens, and the maximum number of tokens in the answer.

@@ -67,7 +67,7 @@ def linear(x: mx.array, weight: mx.array) -> mx.array:
 
 
 def initial_weights(shape: HeadShape, norm: mx.array, seed: int = 0) -> dict[str, Any]:
-    """Return weights that pass the model's last recorded state on, in whose space the output rows read.
+    """Return initial weights, which pass the last recorded state on: the output rows read the space of that state.
 
     Args:
         norm: (D,) weight of the head's last norm.
@@ -88,7 +88,7 @@ def initial_weights(shape: HeadShape, norm: mx.array, seed: int = 0) -> dict[str
 def attend(
     queries: mx.array, keys: Sequence[mx.array], values: Sequence[mx.array], scale: float, mask: mx.array
 ) -> mx.array:
-    """Return attention (B, H, T, d) of a later place: over the first place's keys up to its own token, and own ones.
+    """Return attention (B, H, T, d) of a later place: over the first place's keys up to the same token, and own ones.
 
     Args:
         queries: (B, H, T, d).

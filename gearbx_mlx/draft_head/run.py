@@ -31,7 +31,7 @@ from .training import BATCH_TOKENS, Trainer, frequent_tokens, tokens_a_round
 CHECKPOINT = "state.safetensors"
 STATE = "training"  # directory in the output with what a next call continues
 FIRST_TOKENS, FIRST_SEEN = 125_000, 1_000_000  # tokens of answers written and trained on, for a first head
-WRITING_SHARE = 1 / 3  # of the time
+WRITING_SHARE = 1 / 3  # share of the time for answers
 REMOVE = "remove it, or use --minutes"
 TESTS = 10  # in all
 MIN_TEST_SECONDS = 10.0  # between tests
@@ -53,7 +53,7 @@ def run(settings: DraftHeadSettings) -> int:
         minutes = (prepared.trainer.seconds + prepared.writing) / 60
         raise GearbxError(f"{out}: trained for {minutes:.3g} minutes already; use more --minutes to continue")
     shares = ", ".join(f"{share:.0%}" for share in trained(settings, prepared))
-    print(f"{out}: {shares} of drafted tokens right at places 1 to {PLACES}")
+    print(f"{out}: drafted tokens correct at positions 1 to {PLACES}: {shares}")
     return 0
 
 
@@ -203,7 +203,7 @@ def estimated(target: HeadTarget, shape: HeadShape, answers: Sequence[Answer], r
 
 
 def trained(settings: DraftHeadSettings, prepared: PreparedTraining) -> list[float]:
-    """Train until the time is over, and return the shares of right tokens of the last test.
+    """Train until the time is over, and return the shares of correct tokens in the last test.
 
     Each test writes a checkpoint, and the head if it is the best so far.
     """
@@ -227,7 +227,7 @@ def trained(settings: DraftHeadSettings, prepared: PreparedTraining) -> list[flo
                 trainer.save(out / STATE / CHECKPOINT)
             shares = " ".join(f"{share:.2f}" for share in places)
             predicted = predicted_speedup(places, costs, head_cost)
-            text = f"training: loss {loss:.2f}, right {shares}, about {predicted:.2f}× plain decoding, seconds"
+            text = f"training: loss {loss:.2f}, correct {shares}, about {predicted:.2f}× plain decoding, seconds"
             progress.update(task, completed=round(trainer.seconds), description=text)
     return places
 
@@ -262,7 +262,7 @@ def predicted_speedup(places: Sequence[float], costs: Sequence[float], head_cost
     """Return the predicted speed over plain decoding, at the best draft length; 1.0 if drafts are slower.
 
     Args:
-        places: shares of right tokens.
+        places: shares of correct tokens.
         costs: of passes over 1, 2, ... rows.
         head_cost: of a step of the head, by its weights. Unit of costs: a pass over one row.
     """

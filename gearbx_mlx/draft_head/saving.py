@@ -10,7 +10,7 @@ import numpy as np
 from ..files.writing import replacing_arrays, write_text
 from .training import PLACES, Trainer
 
-GROUP_SIZE = 64  # of quantized weights
+GROUP_SIZE = 64  # weights per scale, if quantized
 
 
 def head_config(trainer: Trainer, model: dict[str, Any], bits: int | None) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def head_arrays(trainer: Trainer, bits: int | None, embeddings: bool) -> dict[st
     arrays = dict(trainer.weights)
     if embeddings:
         arrays["embed_tokens.weight"] = trainer.target.embedding.rows(mx.arange(trainer.shape.vocab_size))
-    arrays["fc.weight"] = arrays["fc.weight"] / trainer.target.scale  # of states as the model computes them
+    arrays["fc.weight"] = arrays["fc.weight"] / trainer.target.scale  # so that it takes unscaled states
     arrays["lm_head.weight"] = trainer.rows
     found: dict[str, mx.array] = {}
     for name, array in arrays.items():
@@ -71,7 +71,7 @@ def head_arrays(trainer: Trainer, bits: int | None, embeddings: bool) -> dict[st
 def save_head(
     directory: Path, trainer: Trainer, model: dict[str, Any], bits: int | None = None, embeddings: bool = False
 ) -> None:
-    """Write a head; files of an earlier one are replaced, each at once.
+    """Write a head. Each file of an earlier head is replaced as a whole.
 
     Args:
         model: the configuration of the head's model.

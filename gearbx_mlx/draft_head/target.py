@@ -27,14 +27,14 @@ class Table:
 
 
 def recorded_layers(layers: int) -> tuple[int, int, int]:
-    """Return the numbers of blocks after which the head reads: EAGLE-3's, or spread over a model of few blocks."""
+    """Return the numbers of blocks after which the head reads: EAGLE-3's, or evenly spaced ones in a small model."""
     usual = 2, layers // 2, layers - 3
     few = max(1, layers // 3), max(1, 2 * layers // 3), layers
     return usual if len({*usual}) == STATES and min(usual) > 0 else few
 
 
 class HeadTarget:
-    """A model that a head drafts for, on its fastest kernels.
+    """Model that a head drafts for, on its fastest kernels.
 
     Raises:
         GearbxError: a model without `model.model.layers` and an embedding.
@@ -52,11 +52,11 @@ class HeadTarget:
         self.embedding = Table(parts[1])
         self.output = Table(model.lm_head) if "lm_head" in model else self.embedding
         width = self.embedding.rows(mx.array([0])).shape[-1]
-        self.norm = parts[2](mx.ones((1, width))).reshape(-1).astype(mx.float32)  # of any class: its weights
+        self.norm = parts[2](mx.ones((1, width))).reshape(-1).astype(mx.float32)  # its weights, whatever its class
         mx.eval(self.norm)
         sizes = {name: array.nbytes for name, array in tree_flatten(model.parameters())}
         apart = 0 if self.output is self.embedding else parts[1].weight.nbytes
-        self.nbytes = sum(sizes.values()) - apart  # read for a token
+        self.nbytes = sum(sizes.values()) - apart  # bytes read per token
         self.gearbox = in_one_gear(model)
         self.scale = mx.ones(STATES * width)
         """Root mean square of each channel of the states; folded into `fc` when a head is saved."""

@@ -69,7 +69,7 @@ class AnswerBatch:
 
 
 def groups(answers: Sequence[Answer], tokens: int = BATCH_TOKENS) -> list[list[Answer]]:
-    """Return answers in groups of about so many tokens, in their order."""
+    """Divide answers, in order, into groups of about `tokens` tokens."""
     found: list[list[Answer]] = [[]]
     for each in answers:
         longest = max((len(other.tokens) for other in [*found[-1], each]), default=0)
@@ -183,7 +183,7 @@ class Trainer:
         return found
 
     def test(self) -> list[float]:
-        """Return the share of held-out tokens that are right at each place, of drafts that were right before it."""
+        """Return, for each place, the share of correct tokens in held-out answers, if earlier places are correct."""
         drafted, right = np.zeros(PLACES), np.zeros(PLACES)
         tokens = mx.array(self.tokens)
         for group in groups(self.held):
@@ -243,7 +243,7 @@ def tokens_a_round(places: Sequence[float]) -> float:
 
 
 def frequent_tokens(answers: Sequence[Answer], most: int, vocabulary: int) -> np.ndarray:
-    """Return the most frequent tokens of answers, ascending; unseen ones by number, as a tokenizer merged them."""
+    """Return the most frequent tokens of answers, ascending; of equally frequent ones the lowest."""
     counts = np.zeros(vocabulary, int)
     for each in answers:
         np.add.at(counts, each.tokens[each.start :], 1)

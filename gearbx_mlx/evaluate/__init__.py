@@ -53,7 +53,7 @@ class EvaluationSettings(Settings):
     )
     kld: bool = flag(
         False,
-        "Windows of 512 tokens, second half counted, and the figures of llama.cpp's --kl-divergence",
+        "Compute the figures of llama.cpp's --kl-divergence, on the second half of windows of 512 tokens",
     )
     tokens: int = flag(2000, "Number of predictions", minimum=1, maximum=LARGEST_SHOWN)
     kv_gears: tuple[int, ...] | None = flag(

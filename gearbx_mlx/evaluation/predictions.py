@@ -179,7 +179,7 @@ def read_at_once(
     Args:
         cache: empty KV caches; without them, new ones.
     """
-    passes = [int(each is gear) for each in gearbox.ladder]  # of a token with its own pass
+    passes = [int(each is gear) for each in gearbox.ladder]  # passes of a token that has its own
     gearbox.shift(gear)
     for target, logprobs in zip(window[1:], logprobs_along(gearbox.model, window, cache)):
         yield TextPrediction(0, target, logprobs, gear, passes)

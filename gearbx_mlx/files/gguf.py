@@ -288,7 +288,7 @@ def parts_of_32(blocks: np.ndarray, bits: int, with_least: bool) -> tuple[np.nda
 
 def parts_of_k(blocks: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the codes of Q4_K or Q5_K, (blocks, 8, 32) uint8, and a scale and bias of 32 of them, (blocks, 8)."""
-    low, middle, high = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]  # of scales and smallest weights, 6 bits each
+    low, middle, high = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]  # scales and smallest weights, 6 bits each
     scales = np.concatenate([low & 63, (high & 15) | (low >> 6) << 4], axis=1)
     least = np.concatenate([middle & 63, (high >> 4) | (middle >> 6) << 4], axis=1)
     halved = blocks[:, -128:].reshape(-1, 4, 1, 32)

@@ -88,7 +88,7 @@ def fields_of_gemma2(of: Mapping[str, Any], head: int) -> dict[str, Any]:
 
 
 def fields_of_gemma3(of: Mapping[str, Any], head: int) -> dict[str, Any]:
-    scaling = {"rope_type": "linear", "factor": of.get("rope.scaling.factor", 1.0)}  # of layers that see the whole text
+    scaling = {"rope_type": "linear", "factor": of.get("rope.scaling.factor", 1.0)}  # for layers with full attention
     return {
         "query_pre_attn_scalar": scaled_by(of, head, "gemma3_text"),
         "sliding_window": of["attention.sliding_window"],
@@ -389,7 +389,7 @@ def quantization_of(gguf: Gguf, kind: Architecture) -> dict[str, Any]:
 
 BPE, PIECES = "gpt2", "llama"
 UNKNOWN_KIND, SPECIAL, OF_USER = 2, 3, 4  # types of tokens; the last two are never split
-PIECE_SPACE = "▁"  # of SentencePiece
+PIECE_SPACE = "▁"  # SentencePiece's space
 
 # Pre-tokenizers of byte-level BPE by tokenizer.ggml.pre: a regular expression; None: single digits.
 CONTRACTED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"

@@ -155,7 +155,7 @@ def make(directory: Path, source: str, write: Callable[[Path], None]) -> None:
 
 def remove_damaged(directory: Path) -> None:
     if os.path.lexists(directory):
-        message = f"{directory}: is damaged, or not what was written there; it is made again"
+        message = f"{directory}: is damaged or was changed; it is made again"
         warnings.warn(message, GearbxWarning, stacklevel=2)
         remove(directory)
 

@@ -153,7 +153,7 @@ def by_numpy(weights: GgufWeights, tensors: Sequence[ModelTensor]) -> Iterator[t
     """Yield the names of tensors with their arrays, unpacked by numpy on all cores."""
 
     def numbers(each: ModelTensor) -> tuple[np.ndarray, ...]:
-        file = GgufFile(weights.file)  # of this thread
+        file = GgufFile(weights.file)  # this thread's own file
         codes = affine_codes(file, each.tensor) if weights.dtype is None else None
         return codes or (file.weights(each.tensor) - np.float32(each.minus),)
 
@@ -178,7 +178,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def reading(directory: Path) -> Iterator[None]:
-    """In the block, mlx-lm reads the weights of a model: mapped safetensors if possible, or its GGUF file.
+    """Let mlx-lm read the weights of a model in the context: mapped safetensors if possible, or its GGUF file.
 
     Raises:
         GearbxError: a GGUF file that was written to meanwhile.

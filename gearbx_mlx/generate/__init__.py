@@ -42,7 +42,7 @@ class InputSettings(Settings):
         default_text="piped input, or a word problem",
         also=("-p",),
     )
-    prefill_response: str | None = flag(None, "Prefill response to be used for the chat template", rare=True)
+    prefill_response: str | None = flag(None, "Beginning of the answer, for the chat template", rare=True)
     prompt_cache_file: str | None = flag(None, "File with saved KV caches to continue", named=True, rare=True)
 
 
@@ -67,7 +67,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     parser = parser_of(
         GenerateSettings,
         "generate",
-        "Generate text with a model that changes the precision of its weights meanwhile. "
+        "Generate text with a model that changes the precision of its weights during generation. "
         "`generate MODEL PROMPT` means --model MODEL --prompt PROMPT.",
         "Modes: lossless: the low gear drafts, the top gear verifies, with the output of --mode static. route: the "
         "entropy of past tokens sets the gear. kickdown: an uncertain token is computed again, one gear higher. "

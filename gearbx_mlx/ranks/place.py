@@ -26,7 +26,7 @@ class Place:
     rank: int
     size: int
     backend: str
-    addresses: tuple[tuple[Address, ...], ...] = ()  # of each rank; empty except with MLX's ring
+    addresses: tuple[tuple[Address, ...], ...] = ()  # each rank's addresses; empty except with MLX's ring
 
     def name_of(self, rank: int) -> str:
         """Return a rank's name in messages, with its first address."""
@@ -117,7 +117,7 @@ class Run:
     """A connected run."""
 
     place: Place
-    group: Any  # of all ranks
+    group: Any  # all ranks
 
 
 _run: Run | None = None

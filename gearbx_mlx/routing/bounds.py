@@ -19,7 +19,7 @@ from ..errors import GearbxError
 from .gates import RUN_AHEAD, Monitor, Reading, ThresholdGate
 
 MIN_LOGPROB = -1e4  # nats: its exponential is 0 in any type, as for -9999, OpenAI's value for "very unlikely"
-FLOAT_ERROR = 1e-9  # of sums of probabilities in this module
+FLOAT_ERROR = 1e-9  # error of sums of probabilities in this module
 SINGLE = 2.0**-14  # nats: error of single precision in the sum of a log-softmax, over any vocabulary
 LARGEST_LOGIT = 32.0  # assumed if the values do not determine the size of logits
 BFLOAT16, FLOAT16, FLOAT32 = 2.0**-8, 2.0**-11, 2.0**-24  # largest relative rounding error

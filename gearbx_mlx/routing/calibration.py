@@ -22,7 +22,7 @@ from .gates import (
 )
 
 LOW_PERCENTILE, HIGH_PERCENTILE = 0.30, 0.60
-LOW_CAP, HIGH_CAP = 0.06, 0.12  # of log2 V
+LOW_CAP, HIGH_CAP = 0.06, 0.12  # shares of log2 V
 PERCENTILE_BAND, MEDIAN_BAND = 0.2, 0.3  # bits
 FLOOR = 0.01  # bits
 MEDIAN_FACTOR = 2.5

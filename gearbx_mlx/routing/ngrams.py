@@ -1,10 +1,10 @@
-"""N-gram table: the token that latest followed the last 4, 3, 2 or 1 tokens, of all texts that it has read.
+"""N-gram table of all sequences read: the token that most recently followed the last 4, 3, 2 or 1 tokens.
 
 Answers quote their prompt, code repeats names, and an edit copies its source. The longest known run of last tokens
 predicts the next ones without reading weights, as llama.cpp's `lookup` and suffix decoding (2411.04975) do. A draft is
-the text that followed the run: each of its tokens makes the run longer by one.
+the tokens that followed the run: each of these tokens makes the run longer by one.
 
-The acceptance rate depends on the length of the run, on whether it is in the same text, and on whether the table
+The acceptance rate depends on the length of the run, on whether it is in the same sequence, and on whether the table
 predicted that token when it was written. All are known for every token of a draft, and every generated token updates
 its rate, proposed or not.
 """
@@ -19,10 +19,10 @@ from .gates import RunningMean
 LONGEST_NGRAM = 4  # tokens of a key of the table
 LONGEST_RUN = 16  # tokens; longer runs count as the longest
 MAX_TOKENS = 2**18  # read tokens; then the older half is dropped
-SLOTS = 8  # of the table per token: four n-grams fill half of them
+SLOTS = 8  # slots per token: four n-grams fill half of them
 FIRST_SIZE = 2**9  # tokens of a new table
-MULTIPLIER, BITS = 0x9E3779B1, 32  # of a multiplicative hash (Knuth, 6.4)
-SEPARATOR = -1  # between two texts
+MULTIPLIER, BITS = 0x9E3779B1, 32  # multiplicative hash (Knuth, 6.4)
+SEPARATOR = -1  # between two sequences
 
 # Acceptance rates before any observation, by the shortest run of a class: of tokens that the table did not predict
 # when they were written, and of those that it did. They are below those of Qwen2.5-Coder-1.5B, which repeats itself
@@ -36,22 +36,22 @@ PRIOR = {
     9: (0.7, 0.9),
     16: (0.85, 0.97),
 }
-EARLIER = 0.6  # times as high for runs in earlier texts
+EARLIER = 0.6  # times as high for runs in earlier sequences
 PRIOR_WEIGHT, WEIGHT_KEPT = 16.0, 0.995  # tokens that the prior counts as; share of its weight that each new one leaves
-MIN_PROBABILITY = 0.02  # that all tokens of a draft are right; below it the draft ends
+MIN_PROBABILITY = 0.02  # least probability of a whole draft; less likely ones end earlier
 
 
 def rates_of_class(run: int) -> list[list[RunningMean]]:
-    """Return rates by whether a run is in the same text, and whether the table predicted the token."""
+    """Return rates by whether a run is in the same sequence, and whether the table predicted the token."""
     return [[RunningMean(WEIGHT_KEPT, share * rate, PRIOR_WEIGHT) for rate in PRIOR[run]] for share in (EARLIER, 1.0)]
 
 
 class NgramTable:
     """Latest successors of runs of 1 to 4 tokens. Reading a token takes constant time.
 
-    Read tokens are one array: 2 * token, + 1 if the table predicted it, and `SEPARATOR` between texts. `_slots` has, by
-    the hash of an n-gram, the place of its latest successor. A newer n-gram of the same hash takes the slot, so each
-    hit is compared with the read tokens. That takes 4 + 4 * `SLOTS` bytes a token.
+    Read tokens are one array: 2 * token, + 1 if the table predicted it, and `SEPARATOR` between sequences. By the hash
+    of an n-gram, `_slots` has the place of its latest successor. A newer n-gram of the same hash takes the slot, so
+    each hit is compared with the read tokens. That takes 4 + 4 * `SLOTS` bytes per token.
 
     Args:
         tokens: read before, as `tokens` returns them.
@@ -65,8 +65,8 @@ class NgramTable:
         """Number of tokens read since a caller set it to 0."""
         self.run = 0
         """Number of last tokens that occurred before, up to `LONGEST_RUN`; 0 if the last one is new."""
-        self._place = 0  # of the token after them
-        self._slots_of_last = list[int]()  # of the n-grams that end with the last token, the shortest first
+        self._place = 0  # place of the token after them
+        self._slots_of_last = list[int]()  # slots of the n-grams that end with the last token, shortest first
         classes = {run: rates_of_class(run) for run in PRIOR}
         self._rates = [classes[max(run for run in PRIOR if run <= max(length, 1))] for length in range(LONGEST_RUN + 1)]
         self._rebuild()
@@ -78,10 +78,10 @@ class NgramTable:
         return self._read
 
     def begin(self, tokens: Sequence[int] = (), reader: object = None) -> int:
-        """Begin a text, or go on with the latest one if its tokens are the first of `tokens`.
+        """Begin a sequence, or continue the latest one if `tokens` starts with its tokens.
 
         Args:
-            reader: whose text it is.
+            reader: owner of the sequence.
 
         Returns:
             the number of tokens that are read already.
@@ -97,7 +97,7 @@ class NgramTable:
         return 0
 
     def read(self, token: int, is_generated: bool = False) -> None:
-        """Read the next token of the text. A generated one updates an acceptance rate."""
+        """Read the next token of the sequence. A generated one updates an acceptance rate."""
         predicted = self.run > 0 and self._read[self._place] >> 1 == token
         if is_generated and self.run:
             self._rates[self.run][self._place >= self._start][self._read[self._place] & 1].add(predicted)
@@ -108,7 +108,7 @@ class NgramTable:
         if len(self._read) > self._size:
             self._rebuild()
             self._find()
-        elif predicted and self.run >= LONGEST_NGRAM and self._read[self._place + 1] >= 0:  # a copied passage goes on
+        elif predicted and self.run >= LONGEST_NGRAM and self._read[self._place + 1] >= 0:  # a copied passage continues
             self._slots_of_last = self._hashes()
             self.run, self._place = min(self.run + 1, LONGEST_RUN), self._place + 1
         else:
@@ -117,7 +117,7 @@ class NgramTable:
     def proposed(self, count: int) -> list[int]:
         """Return up to `count` tokens that followed the longest known run; none if the last token is new.
 
-        After the end of the text the proposal repeats its own beginning, as LZ77 does: cyclic outputs continue.
+        After the end of the sequence, the proposal repeats its own beginning, as LZ77 does: cyclic outputs continue.
         """
         if not self.run:
             return []

@@ -14,7 +14,7 @@ from ..settings import Settings, flag
 
 DESCRIPTION = (
     "Measure, for every layer and width, the KL from full precision and the change of perplexity when only this layer "
-    "is reduced. To continue an interrupted run, use the same command again."
+    "is reduced. To continue an interrupted run, repeat the command."
 )
 
 

@@ -103,7 +103,7 @@ class AnswerSettings(Settings):
     top_p: float = flag(1.0, "Default nucleus sampling top-p", minimum=0, maximum=1, rare=True)
     top_k: int = flag(0, "Default top-k sampling; 0 disables it", minimum=0, rare=True)
     min_p: float = flag(0.0, "Default min-p sampling; 0 disables it", minimum=0, maximum=1, rare=True)
-    chat_template: str = flag("", "Specify a chat template for the tokenizer", rare=True)
+    chat_template: str = flag("", "Chat template for the tokenizer", rare=True)
     chat_template_args: dict[str, Any] = flag(
         "{}",
         "JSON of arguments for the tokenizer's apply_chat_template, such as '{\"enable_thinking\":false}'",
@@ -130,12 +130,14 @@ class ConcurrencySettings(Settings):
     )
     batch_policy: str = flag(
         DEFAULT_POLICY,
-        "Gear of a batch: highest or most frequent requested gear (most), or quantile:Q of the requested gears",
+        "Gear of a batch, from the requested gears: highest, most (the most frequent) or quantile:Q",
         named=True,
         rare=True,
     )
     share_lookup: bool = flag(
-        False, "Draft answers with tokens of other requests; their speed then tells what others asked", rare=True
+        False,
+        "Draft answers with tokens of other requests; an answer's speed may then reveal other users' text",
+        rare=True,
     )
     prompt_cache_size: int = flag(
         10, "Maximum number of distinct KV caches to hold in the prompt cache", minimum=1, rare=True

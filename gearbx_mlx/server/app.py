@@ -60,7 +60,7 @@ class Metrics:
 
     def __init__(self, scheduler: Scheduler | None = None, clock: Callable[[], float] = time.monotonic):
         self.registry, self.clock = CollectorRegistry(), clock
-        self.times: deque[float] = deque(maxlen=2**18)  # of the latest tokens, more than RATE_SECONDS can have
+        self.times: deque[float] = deque(maxlen=2**18)  # times of the latest tokens, more than RATE_SECONDS can have
         own: dict[str, Any] = {"namespace": "gearbx", "registry": self.registry}
         if scheduler is not None:
             Gauge("requests_running", "Sequences in generation", **own).set_function(lambda: scheduler.running)

@@ -138,7 +138,7 @@ ITEMS: Kinds = {
     "message": {"role": str, "content": CONTENT_PARTS},
     "function_call": {"call_id": str, "name": str, "arguments": str},
     "function_call_output": {"call_id": str, "output": CONTENT_PARTS},
-    "reasoning": {},  # of earlier answers, and omitted
+    "reasoning": {},  # the reasoning of earlier answers is omitted
 }
 ANSWER_FORMATS: Kinds = {"text": {}, "json_object": {}, "json_schema": {"schema": dict}}
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}

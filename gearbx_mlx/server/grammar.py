@@ -30,7 +30,7 @@ from ..files.reading import check_depth
 MAX_SCHEMA_BYTES = 2**16  # bytes, as compact JSON
 WHITESPACE = r"\x20|\x0A{1,2}[\x20\x09]{0,20}"  # llama.cpp's; weak models would repeat unbounded whitespace
 FORMAT, CHOICE = "response_format", "tool_choice"
-BIAS = np.array([-np.inf, 0], np.float32)  # of forbidden and of allowed tokens
+BIAS = np.array([-np.inf, 0], np.float32)  # added to logits of forbidden and allowed tokens
 
 
 def mask_of(tokens: Iterable[int], size: int) -> np.ndarray:
@@ -109,7 +109,7 @@ ResponseFormat = Annotated[Text | JsonObject | JsonSchema, Field(discriminator="
 class Grammar:
     """A grammar's source."""
 
-    field: str  # of the request
+    field: str  # the request's field
     text: str  # a JSON schema, or a Lark grammar of tool calls
 
 

@@ -43,7 +43,7 @@ class Prompt:
     served: ServedModel
     tokens: list[int]
     parts: list[list[int]]  # the tokens in parts, at whose ends other prompts may diverge
-    kinds: list[str]  # of the parts: system, user or assistant
+    kinds: list[str]  # role of each part: system, user or assistant
     state: str = "normal"  # initial state of mlx-lm's state machine
     vision: Vision | None = None  # images
 
@@ -158,7 +158,7 @@ class Job:
         self.served, self.prompt_cache, self.model = prompt.served, prompt_cache, model
         self.cached, self.cached_gear = 0, ""
         self.stop_words = StopWordFilter(pending.request.stop_words)
-        self.tokens: list[int] = []  # of the answer
+        self.tokens: list[int] = []  # the answer's tokens
         self.sequence_bytes = SequenceBytes(self.served.vocabulary_bytes)
         self.detokenizer: Any = None  # in a batch
         self.unread_kinds: list[str] = []  # in a batch: kinds of the prompt parts before prefill, the next one last

@@ -341,7 +341,7 @@ class RoutedModels:
                 left.remove(request)
 
     async def forwarded(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the objects of a stream, or one whole answer, as the request's `stream` says."""
+        """Yield the objects of a stream, or one whole answer, as the request's `stream` sets."""
         if body.get("stream") is not True:
             yield await self.remote.whole(path, body)
             return

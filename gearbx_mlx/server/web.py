@@ -86,7 +86,7 @@ class Guard:
     """Access rules of a server."""
 
     api_key: str | None = None  # None: no key is required
-    allowed_origins: tuple[str, ...] = ()  # of pages besides the server's own; "*": all
+    allowed_origins: tuple[str, ...] = ()  # origins of pages besides the server's own; "*": all
     max_body: int | None = None  # bytes; None: as the server's models require
     request_timeout: float = REQUEST_TIMEOUT
     host: str = "127.0.0.1"  # host name or address that the server listens on

@@ -1,4 +1,4 @@
-"""How often a quantized checkpoint chooses its original's token, by entropy, margin and probability of its choice.
+"""Share of tokens that a quantized checkpoint and its original both choose, by entropy, margin and probability.
 
 `analyze --reference` measures it. Without an original, `curves` has figures of other models with as many bits, written
 by `python -m research agreement`.
@@ -164,7 +164,7 @@ def curves() -> Sequence[TokenAgreement]:
 
 
 def borrowed(bits: int, entropies: Sequence[float]) -> dict[str, Any] | None:
-    """Return what other models with as many bits say about tokens of these entropies; None without such a model.
+    """Return estimates for tokens of these entropies from other models with as many bits; None without such a model.
 
     Returns:
         `models`, and for each the expected share of tokens that its original would choose differently.

@@ -185,7 +185,7 @@ class IntervalTally:
 LONGEST_TRACE = 400  # tokens: single tokens of longer traces are not visible
 MAX_BARS = 40
 NARROWEST = 0.05  # bits: 50 bins need a wider range than rounding errors
-GREY = "0.6"  # of tokens without a gear
+GREY = "0.6"  # color of tokens without a gear
 PICTURES = ("entropy_trace.png", "entropy_histogram.png", "gear_shares.png")
 LEGEND_OUTSIDE: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "frameon": False}
 

@@ -1,1 +1,1 @@
-"""Policies against chance, answers to problems, and the turns of two models: what the studies of these names share."""
+"""Shared code of studies: policies against a random baseline, answers to problems, and alternating models."""

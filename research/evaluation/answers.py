@@ -1,12 +1,12 @@
-r"""Problems, free-running: the model writes greedily, and its final answer is right or wrong.
+r"""Answers to problems: the model generates greedily, and its final answer is correct or wrong.
 
-Functions: the answer is Python code, right if it passes the problem's tests. GSM8K: the number after ####. MATH: the
+Functions: the answer is Python code, correct if it passes the problem's tests. GSM8K: the number after ####. MATH: the
 answer in \boxed{...}, in a form in which equal answers are equal strings. Hendrycks et al., "Measuring Mathematical
 Problem Solving With the MATH Dataset" (arXiv:2103.03874): their evaluation takes the last box and compares strings
-after the replacements below. So 0.5 and \frac{1}{2} are the same answer, and 0.25 and \frac{1}{4} are not: scores
+after the replacements below. So 0.5 and \frac{1}{2} are equal answers, and 0.25 and \frac{1}{4} are not: scores
 compare with published ones only under the same rule.
 
-Problems of MATH are read as they are published: JSON Lines, or a folder of files with one problem each. The fields are
+Problems of MATH are read as published: JSON Lines, or a folder of files with one problem each. The fields are
 problem, solution (with the answer in \boxed{...}), level and type; of MATH-500, subject instead of type.
 """
 
@@ -43,7 +43,7 @@ def final_number(text: str) -> Decimal | None:
 
 
 def number_finished(text: str) -> bool:
-    """Whether nothing that follows can change the final number."""
+    """Return whether nothing that follows can change the final number."""
     return NEXT_PROMPT in text or re.search(r"####[^\n]*\d[^\n]*\n", text) is not None
 
 
@@ -73,7 +73,7 @@ TIGHT = (
 
 
 def boxed_answer(text: str) -> str | None:
-    r"""The content of the last box before the next problem, normalised; None without a box, or if it does not end."""
+    r"""Return the content of the last box before the next problem, normalized; None without a complete box."""
     text = text.split(NEXT_PROMPT)[0]
     boxes = list(BOX.finditer(text))
     content = box_content(text, boxes[-1].end()) if boxes else None
@@ -81,7 +81,7 @@ def boxed_answer(text: str) -> str | None:
 
 
 def box_finished(text: str) -> bool:
-    """Whether the line of an answer has ended: a solution ends with its box."""
+    """Return whether the line of an answer has ended: a solution ends with its box."""
     if NEXT_PROMPT in text:
         return True
     boxes = list(BOX.finditer(text))
@@ -89,7 +89,7 @@ def box_finished(text: str) -> bool:
 
 
 def box_content(text: str, start: int) -> str | None:
-    """What the braces at `start` contain, braces inside them included; without braces, up to $ or the line's end.
+    """Return the content of the braces at `start`, including inner braces; without braces, up to $ or the line end.
 
     None: the braces do not close, or the box is empty.
     """
@@ -104,7 +104,7 @@ def box_content(text: str, start: int) -> str | None:
 
 
 def normalised(answer: str) -> str:
-    """An answer as the public evaluation compares it: without units, spaces and the many ways to write a fraction."""
+    """Return an answer as the public evaluation compares it: without units and spaces, in one form of fractions."""
     for pattern, to in SPACED:
         answer = re.sub(pattern, to, answer)
     answer = re.sub(r"\s", "", answer)
@@ -137,7 +137,7 @@ class Problem(Struct, frozen=True):
 
 
 def problem_files(path: Path) -> list[Path]:
-    """The files of problems, in the order of their folders and numbers: 2.json is before 10.json.
+    """Return the files of problems, in the order of their folders and numbers: 2.json is before 10.json.
 
     Raises:
         GearbxError: a folder without any.
@@ -151,7 +151,7 @@ def problem_files(path: Path) -> list[Path]:
 
 
 def read_problems(path: Path) -> list[dict[str, str]]:
-    """The problems of a file of JSON Lines, of a file with one problem (.json), or of a folder of these.
+    """Return the problems of a file of JSON Lines, of a file with one problem (.json), or of a folder of these.
 
     Returns:
         for each a dictionary with question, answer, level and type, all strings.
@@ -166,7 +166,7 @@ def read_problems(path: Path) -> list[dict[str, str]]:
 
 
 def problems_in(file: Path) -> Iterator[tuple[str, Problem]]:
-    """Where each problem of a file stands, for errors, and the problem."""
+    """Yield the place of each problem of a file, for errors, and the problem."""
     if file.suffix == ".json":
         yield str(file), read_json(file, Problem, "a problem of MATH", GIVE_PROBLEMS)
         return
@@ -194,7 +194,7 @@ class Function(Struct, frozen=True):
 
 
 def read_functions(path: Path) -> list[dict[str, str]]:
-    """The functions of a file: question, tests as the answer, and a solution. Raises GearbxError for a bad line."""
+    """Return the functions of a file: question, tests as the answer, solution. Raises GearbxError for a bad line."""
     lines = json_lines(path, read_text(path, "functions", GIVE_FUNCTIONS), Function, GIVE_FUNCTIONS)
     rows = [{"question": each.question, "answer": each.tests, "solution": each.solution} for _, each in lines]
     if not rows:
@@ -221,7 +221,7 @@ class Task:
     passes: Callable[[Any, str], bool] | None = None
 
     def solves(self, found: Any, answer: str) -> bool:
-        """Whether a final answer is right."""
+        """Return whether a final answer is right."""
         if found is None:
             return False
         return found == self.final(answer) if self.passes is None else self.passes(found, answer)
@@ -249,18 +249,18 @@ class Attempt:
 
 
 def prompt_of(row: Mapping[str, str], examples: Sequence[Mapping[str, str]]) -> str:
-    """The question, after examples with their answers."""
+    """Return the question, after examples with their answers."""
     solved = [f"{PROMPT.format(**example)} {worked(example)}\n\n" for example in examples]
     return "".join(solved) + PROMPT.format(**row)
 
 
 def worked(row: Mapping[str, str]) -> str:
-    """The worked answer of an example."""
+    """Return the worked answer of an example."""
     return row.get("solution", row["answer"])
 
 
 def until_finished(task: Task, responses: Iterable[GearResponse]) -> list[GearResponse]:
-    """The responses up to the one that completes a final answer."""
+    """Return the responses up to the one that completes a final answer."""
     taken, text = [], ""
     for response in responses:
         taken.append(response)
@@ -277,7 +277,7 @@ def attempt_of(task: Task, text: str, answer: str, tokens: int, weight_bytes: in
 
 
 def score(attempts: Mapping[str, Sequence[Attempt]], reference: str) -> list[dict[str, Any]]:
-    """A row for each policy: accuracy with its standard error, bytes per token, and a comparison with the reference on
+    """Return a row for each policy: accuracy with standard error, bytes per token, and comparison with the reference on
     the same problems (difference with standard error, exact McNemar test)."""
     right = {name: np.array([a.right for a in tried]) for name, tried in attempts.items()}
     rows = []
@@ -308,7 +308,7 @@ def score(attempts: Mapping[str, Sequence[Attempt]], reference: str) -> list[dic
 def by_group(
     problems: Sequence[Mapping[str, str]], attempts: Sequence[Mapping[str, Any]], field: str
 ) -> dict[str, list[int]]:
-    """For each value of a field of the problems, such as a level: how many are right, and how many there are."""
+    """Return, for each value of a field of the problems, such as a level: numbers of correct ones and of all."""
     groups: dict[str, list[int]] = {}
     for problem, tried in zip(problems, attempts):
         if problem.get(field):
@@ -318,13 +318,13 @@ def by_group(
 
 
 def grouped(problems: Sequence[Mapping[str, str]], rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of `score` with `by_level` and `by_type`, where the problems have them."""
+    """Return rows of `score` with `by_level` and `by_type`, where the problems have them."""
     fields = [field for field in ("level", "type") if any(problem.get(field) for problem in problems)]
     return [row | {f"by_{field}": by_group(problems, row["attempts"], field) for field in fields} for row in rows]
 
 
 def group_tables(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """A table of right answers for each level, and one for each type of problem, where rows have them."""
+    """Return a table of right answers for each level, and one for each type of problem, where rows have them."""
     tables = {}
     for field in ("by_level", "by_type"):
         if field in rows[0]:

@@ -1,4 +1,4 @@
-"""Texts under policies: rules that choose the gear of each token, that of mode route among them."""
+"""Policies along a text: rules that select the gear of each token, including mode route's."""
 
 import itertools
 from collections import deque

@@ -1,7 +1,7 @@
 """EAD: two models that take turns. Its Table 1 and its Figure 1 along a text.
 
-Along a given text neither model sees what the other one would have written, so that their predictions do not depend on
-the gate. Each model reads the text once, and the gate is replayed over the recorded entropies for every threshold.
+Along a given text, no model reads output of the other, so predictions do not depend on the gate. Each model reads the
+text once, and the gate is replayed over the recorded entropies for every threshold.
 """
 
 import math
@@ -86,13 +86,13 @@ def record_window(
 
 
 def merged(parts: Sequence[PairRecording]) -> PairRecording:
-    """The recordings of windows as one."""
+    """Return the recordings of windows as one."""
     both = {name: np.concatenate([part.both[name] for part in parts], axis=1) for name in parts[0].both}
     return PairRecording(both, np.concatenate([part.top_probability for part in parts]), parts[0].vocab_size)
 
 
 def compared(p: np.ndarray, q: np.ndarray, window: int, targets: np.ndarray, gear: int) -> Recording:
-    """The recording of one window: q against the large model's p, both (n, V)."""
+    """Return the recording of one window: q against the large model's p, both (n, V)."""
     n = len(targets)
     return Recording(
         np.full(n, window),
@@ -107,7 +107,7 @@ def compared(p: np.ndarray, q: np.ndarray, window: int, targets: np.ndarray, gea
 
 
 def turns(recording: PairRecording, threshold: float, window: int, min_duration: int) -> np.ndarray:
-    """Which model computes each token (n,). The gate sees the entropies of the engaged one, as in generation."""
+    """Return the model of each token (n,). The gate sees the entropies of the engaged model, as in generation."""
     windows, entropies = recording.both["window"][SMALL], recording.both["entropy"]
     monitor = pair_monitor(recording.vocab_size, window)
     gears: list[int] = []
@@ -122,12 +122,12 @@ def turns(recording: PairRecording, threshold: float, window: int, min_duration:
 
 
 def mixed(recording: PairRecording, gears: np.ndarray) -> Recording:
-    """The recording of the two models in turns: each token from the model that computes it; gears (n,)."""
+    """Return the recording of the two models in turns: each token from the model that computes it; gears (n,)."""
     return Recording(**{name: both[gears, np.arange(len(gears))] for name, both in recording.both.items()})
 
 
 def by_coin(recording: PairRecording, share: float | np.ndarray, name: str) -> np.ndarray:
-    """What a random choice between both models is expected to give along a text: their weighted mean.
+    """Return the expected result of a random choice between both models along a text: their weighted mean.
 
     Args:
         share: of the large model, one for all tokens, or one for each (n,).
@@ -138,7 +138,7 @@ def by_coin(recording: PairRecording, share: float | np.ndarray, name: str) -> n
 
 
 def share_by_position(gears: np.ndarray, window: np.ndarray) -> np.ndarray:
-    """The large model's share at the position of each token in its window, over all windows; (n,) of (n,) and (n,)."""
+    """Return the large model's share (n,) at the position of each token in its window, over all windows."""
     position = np.concatenate([np.arange(count) for count in np.bincount(window)])
     return (np.bincount(position, gears == LARGE) / np.bincount(position))[position]
 
@@ -151,7 +151,7 @@ def sweep(
     parameters: tuple[int, int],
     weight_bytes: tuple[int, int],
 ) -> list[dict[str, Any]]:
-    """A row for each threshold (bits), as in EAD's Table 1, compared with random choices.
+    """Return a row for each threshold (bits), as in EAD's Table 1, compared with random choices.
 
     One random choice has the same share; the other has the same share at each position, which makes it depend on how
     texts usually go, but not on this text.
@@ -220,7 +220,7 @@ class ThresholdPoint:
 
 
 def points(report: ReportRow, score: str) -> list[ThresholdPoint]:
-    """A point for each threshold, the highest first, as in Table 1."""
+    """Return a point for each threshold, the highest first, as in Table 1."""
     found = []
     for row in report["policies"]:
         coin = row["against_random_same_share"][score]
@@ -229,7 +229,7 @@ def points(report: ReportRow, score: str) -> list[ThresholdPoint]:
 
 
 def score_text(value: float, score: str) -> str:
-    """A score as text: "12.5 %", and a perplexity as it is."""
+    """Return a score as text: "12.5 %", and a perplexity as it is."""
     return f"{value:.3f}" if score == "perplexity" else percent(value)
 
 
@@ -255,7 +255,7 @@ APART = 5  # in per cent of the axis: labels of thresholds that are nearer than 
 
 
 def draw_pair(report: Mapping[str, Any], path: Path) -> None:
-    """A panel for each score of the report, a marker for each threshold with its bits beside it, the coin's dashed.
+    """Draw a panel for each score, with a marker and its bits for each threshold; the random baseline is dashed.
 
     Args:
         report: the content of evaluation.json, of a pair.
@@ -275,7 +275,7 @@ def draw_pair(report: Mapping[str, Any], path: Path) -> None:
 
 
 def draw_panel(axes: Any, found: Sequence[ThresholdPoint], color_of: Callable[[float], Any], scale: float) -> None:
-    """The points of one score, with a second axis for the parameters that are used.
+    """Draw the points of one score, with a second axis for the parameters used.
 
     Args:
         color_of: from 0 (the highest threshold) to 1; ascends in lightness.
@@ -296,7 +296,7 @@ def draw_panel(axes: Any, found: Sequence[ThresholdPoint], color_of: Callable[[f
 
 
 def ratio_of_small(found: Sequence[ThresholdPoint]) -> float:
-    """The small model's parameters over the large one's, P_S / P_L, by any point at which it computes tokens."""
+    """Return the small model's parameters over the large one's, P_S / P_L, by any point at which it computes tokens."""
     point = min(found, key=lambda point: point.share)
     return (point.parameters - point.share) / (1 - point.share) if point.share < 1 else 0.0
 

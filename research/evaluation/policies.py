@@ -1,8 +1,8 @@
-"""Which gear computes a token: the policies of the comparison, and the controls that they have to beat.
+"""Policies that select the gear of a token, and their controls.
 
-All but the static ones shift between two gears, `low` and `high`. A policy that decides by the token itself computes it
-in `low` first and then, perhaps, again in `high`: both passes are counted. A report has a row for every policy with its
-controls, each with the threshold that gives the share of tokens.
+All except the static ones shift between two gears, `low` and `high`. A policy that decides by the token itself computes
+it in `low` first and then, if necessary, again in `high`: both passes are counted. A report has a row for every policy
+and its controls, each with the threshold that results in the share of tokens.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -89,7 +89,7 @@ class Setting:
 
 
 def entries(policies: Collection[str], shares: Sequence[float], ladder: Sequence[Gear]) -> list[PolicyRow]:
-    """The rows of a report, in the order of COUNTED: the policies and the controls."""
+    """Return the rows of a report, in the order of COUNTED: the policies and the controls."""
     rows = []
     for policy in COUNTED:
         if policy not in (*policies, *CONTROLS):
@@ -104,7 +104,7 @@ def entries(policies: Collection[str], shares: Sequence[float], ladder: Sequence
 
 
 def make_policy(entry: PolicyRow, setting: Setting) -> tuple[Policy, float | None]:
-    """A policy that shifts, and its threshold: the quantile of its signal in the low gear that gives the share.
+    """Return a policy that shifts, and its threshold: the quantile of its signal in the low gear that gives the share.
 
     The policies without a threshold have None.
     """
@@ -121,7 +121,7 @@ def make_policy(entry: PolicyRow, setting: Setting) -> tuple[Policy, float | Non
 
 
 def signals(setting: Setting) -> dict[str, tuple[Callable[[int, np.ndarray], float], np.ndarray]]:
-    """The signal that each policy compares with its threshold, and its values in the low gear alone (n,)."""
+    """Return the signal that each policy compares with its threshold, and its values in the low gear alone (n,)."""
     entropy, reference = setting.recorded.entropy, setting.reference
     return {
         "kickdown": (lambda place, q: float(entropy_of_logprobs(log_softmax(q))), entropy),
@@ -134,7 +134,7 @@ def signals(setting: Setting) -> dict[str, tuple[Callable[[int, np.ndarray], flo
 
 
 def route_policy(setting: Setting, share: float) -> tuple[RoutePolicy, float]:
-    """The gate of mode route, with the threshold that `calibrate` would find."""
+    """Return the gate of mode route, with the threshold that `calibrate` would find."""
     recorded, vocabulary = setting.recorded, setting.reference.vocab_size
     sequences = [recorded.entropy[recorded.window == w].tolist() for w in np.unique(recorded.window)]
     thresholds, _ = share_thresholds(sequences, (1 - share, share), vocabulary)

@@ -1,9 +1,9 @@
-"""What policies share with each other along a text: the reference, prompts, and lossless with its passes.
+"""Shared code of policies along a text: the reference, prompts, and lossless with its passes.
 
 Lossless along a text: the low gear reads the text's own tokens and drafts, the top gear verifies the draft in one pass.
-A drafted token is accepted where both gears have the same most likely token, even if the text has another. The first
-token on which they differ ends the draft, and the top gear's prediction stands there. So the passes are those of a
-greedy generation that would have written this text.
+A drafted token is accepted if both gears have the same most likely token, even if the text has a different one. The
+first token on which they differ ends the draft, and the top gear's prediction takes its place. So the passes are those
+of a greedy generation of this text.
 """
 
 import itertools
@@ -68,7 +68,7 @@ class Reference(Sequence[np.ndarray]):
 
 
 def targets_of(windows: Sequence[Sequence[int]]) -> np.ndarray:
-    """The tokens of the text that are predicted."""
+    """Return the tokens of the text that are predicted."""
     return np.array([token for window in windows for token in window[1:]])
 
 
@@ -83,7 +83,7 @@ Recorded = Sequence[tuple[Sequence[float], Sequence[bool]]]
 
 
 def best_length(sequences: Recorded, low_bytes: float, top_bytes: float) -> int:
-    """The fixed draft length with which a token of recorded texts reads the fewest bytes of weights.
+    """Return the fixed draft length with which a token of recorded texts reads the fewest bytes of weights.
 
     Args:
         low_bytes, top_bytes: of a pass in either gear.
@@ -97,7 +97,7 @@ def best_length(sequences: Recorded, low_bytes: float, top_bytes: float) -> int:
 
 
 def replay_drafts(sequences: Recorded, length: int) -> tuple[int, int, int]:
-    """Tokens drafted, verifications and tokens written, by drafts of so many tokens, without a model."""
+    """Return tokens drafted, verifications and tokens written, by drafts of so many tokens, without a model."""
     drafted = verifications = tokens = 0
     for _, agrees in sequences:
         place = 0
@@ -119,7 +119,7 @@ def drafted(
     length: int,
     begun: Begun | None = None,
 ) -> Iterator[TextPrediction]:
-    """The predictions of lossless mode along the windows.
+    """Yield the predictions of lossless mode along the windows.
 
     After every verification the KV cache consists of the top gear's entries alone. The first prediction of a draft
     counts the passes of the draft and of its verification.

@@ -1,7 +1,7 @@
-"""From recordings to the report of a text: a row for each policy, and how it compares with its controls.
+"""Report of a text from recordings: a row for each policy, and its comparison with controls.
 
-The controls are the static gears, and a gate that chooses at random, at the same share or the same bytes. A report is
-data, a table, and a picture of KL against bytes per token.
+The controls are the static gears, and a gate that chooses at random, with the same share or the same bytes. A report
+has data, a table, and a picture of KL against bytes per token.
 """
 
 import math
@@ -40,7 +40,7 @@ def kilobytes(row: Mapping[str, Any]) -> str:
 
 
 def change_of_kl(control: Mapping[str, Any] | None) -> str:
-    """By how much mean KL differs from a control's, such as "-35 ± 2 %"; empty where there is no control."""
+    """Return the difference of the mean KL from a control's, such as "-35 ± 2 %"; empty without a control."""
     if not control or control["kl_mean_change"] is None:
         return ""
     error = control["kl_mean_change_error"]
@@ -49,7 +49,7 @@ def change_of_kl(control: Mapping[str, Any] | None) -> str:
 
 
 def quality_arguments(recording: Recording, reference_nll: np.ndarray) -> dict[str, np.ndarray]:
-    """The arguments of metrics.quality."""
+    """Return the arguments of metrics.quality."""
     fields = {name: getattr(recording, name) for name in ("nll", "kl", "kl_reverse", "agree")}
     return fields | {"reference_nll": reference_nll}
 
@@ -57,7 +57,7 @@ def quality_arguments(recording: Recording, reference_nll: np.ndarray) -> dict[s
 def row_of(
     entry: PolicyRow, recording: Recording, reference: Reference, gearbox: Gearbox, between: tuple[Gear, Gear]
 ) -> dict[str, Any]:
-    """A row of the report.
+    """Return a row of the report.
 
     `share_top` is the share of tokens from the higher of the two gears; of static gears and lossless from the top one.
     """
@@ -98,7 +98,7 @@ class Chance:
         self.runs, self.places = [runs[i] for i in order], np.array(places)[order]
 
     def at(self, place: float, name: str) -> np.ndarray:
-        """A field of the recordings (n,) at a place on the scale of `places`, no further than its ends."""
+        """Return a field of the recordings (n,) at a place on the scale of `places`, no further than its ends."""
         place = float(np.clip(place, self.places[0], self.places[-1]))
         right = int(np.clip(np.searchsorted(self.places, place), 1, len(self.places) - 1))
         low, high = self.places[right - 1 : right + 1]
@@ -188,7 +188,7 @@ STYLES = {
 
 
 def draw(report: Mapping[str, Any], path: Path) -> None:
-    """A marker for each policy and share, a line through the static gears, the noise floor as a dashed line."""
+    """Draw a marker for each policy and share, a line through the static gears, and the noise floor, dashed."""
     pyplot = get_pyplot()
     figure, axes = pyplot.subplots(figsize=(9, 5.5), layout="constrained")
     draw_static(axes, [row for row in report["policies"] if row["policy"] == "static"])
@@ -210,7 +210,7 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
 
 
 def draw_static(axes: Any, rows: list[Mapping[str, Any]]) -> None:
-    """The front of the static gears, each with its bits."""
+    """Draw the front of the static gears, each with its bits."""
     front = sorted(point_of(row) for row in rows)
     axes.plot(*zip(*front), color="0.1", marker="|", markersize=12, linewidth=1.2, label="static gears", zorder=1)
     for row in rows:
@@ -219,7 +219,7 @@ def draw_static(axes: Any, rows: list[Mapping[str, Any]]) -> None:
 
 
 def draw_policy(axes: Any, rows: list[Mapping[str, Any]], policy: str, style: tuple[str, str, int], order: int) -> None:
-    """A marker for each share, slightly transparent and with a white rim, so that markers below stay visible."""
+    """Draw a marker for each share, slightly transparent and with a white rim, so that markers below stay visible."""
     if not rows:
         return
     color, marker, size = style

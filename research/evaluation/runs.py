@@ -1,6 +1,6 @@
-"""The recordings of one report: policies along a text, made in turn.
+"""Recordings of one report: policies along a text, one after the other.
 
-Among them is the noise floor: how far the reference is from itself where arithmetic is as coarse as bfloat16's.
+They include the noise floor: the distance of the reference from itself with arithmetic as coarse as bfloat16's.
 """
 
 import contextlib
@@ -77,7 +77,7 @@ class Runs:
             self.noise = self._recording("noise", self._in_top_gear())
 
     def _steps(self, entry: PolicyRow) -> tuple[Iterator[TextPrediction], float | None]:
-        """The predictions of a row, and the threshold of its policy."""
+        """Return the predictions of a row, and the threshold of its policy."""
         low, high = self.between
         if entry.policy == "static":
             gear = self.gearbox.ladder.find(entry.bits or low)
@@ -90,7 +90,7 @@ class Runs:
         return self._driven(policy, self.prompt_gear or low), threshold
 
     def _driven(self, policy: Policy, gear: Gear) -> Iterator[TextPrediction]:
-        """The predictions of a policy, after prompts that are read in a gear."""
+        """Return the predictions of a policy, after prompts that are read in a gear."""
         return driven(self.gearbox, self.windows, policy, after_prompts(self.gearbox, self.prompts, gear))
 
     def _drafts(self, recorded: Recording) -> tuple[Iterator[TextPrediction], float]:
@@ -109,7 +109,7 @@ class Runs:
         return recording_of(self.track(steps, len(self.targets), name), self.reference)
 
     def report(self, about: Mapping[str, Any]) -> dict[str, Any]:
-        """The report of the recordings so far; it begins with `about`, the caller's own fields."""
+        """Return the report of the recordings so far; it begins with `about`, the caller's own fields."""
         low, high = self.between
         rows = []
         for entry, recording in self.recordings.items():
@@ -136,7 +136,7 @@ class Runs:
         }
 
     def _about_reference(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The report's part about the top gear."""
+        """Return the report's part about the top gear."""
         bits = self.gearbox.ladder.top.bits
         buckets = by_bucket(self.reference.top_probability, {})
         return {
@@ -161,11 +161,11 @@ class Noisy(nn.Module):
         return self.blur(self.layer(*args, **kwargs))
 
     def as_linear(self, x: mx.array) -> mx.array:
-        """The product of an embedding that is the output head as well."""
+        """Return the product of an embedding that is the output head as well."""
         return self.blur(self.layer.as_linear(x))
 
     def dense_weight(self) -> mx.array:
-        """The weight (O, I), whose norms an adapter may need."""
+        """Return the weight (O, I), whose norms an adapter may need."""
         return dense_weight(self.layer)
 
     def blur(self, y: mx.array) -> mx.array:
@@ -175,7 +175,7 @@ class Noisy(nn.Module):
 
 @contextlib.contextmanager
 def noisy(gearbox: Gearbox, seed: int) -> Iterator[None]:
-    """The top gear with noise on the output of every managed layer; do not shift inside the context."""
+    """Return a context with noise on the outputs of the top gear's managed layers; do not shift inside."""
     gearbox.shift(gearbox.ladder.top)
     modules = layers_of(gearbox.model)
     engaged = {layer.path: modules[layer.path] for layer in gearbox.layers}

@@ -1,6 +1,6 @@
-"""Python code that a model wrote, run with its tests in a process of its own, without files, network or children.
+"""Python code that a model generated, run with its tests in a separate process, without files, network or children.
 
-This stops accidents, not attackers: the process has limits of time, memory and files, an empty directory and
+This prevents accidents, not attacks: the process has limits of time, memory and files, an empty directory and
 environment, and an audit hook that refuses to write, connect, or start programs.
 """
 

@@ -35,7 +35,7 @@ def by_bucket(top_probability: np.ndarray, tokens: Mapping[str, np.ndarray]) -> 
 
 
 def blocks_of(window: np.ndarray) -> np.ndarray:
-    """The block of each token: its window, or where there are few windows, stretches of equal length.
+    """Return the block of each token: its window, or where there are few windows, stretches of equal length.
 
     Tokens of a block share a context and so are not independent; standard errors take the blocks to be independent.
     """
@@ -45,7 +45,7 @@ def blocks_of(window: np.ndarray) -> np.ndarray:
 
 
 def standard_error(values: np.ndarray, blocks: np.ndarray) -> float:
-    """The standard error of a mean over tokens (n,), from the spread between blocks (n,); NaN for a single block."""
+    """Return the standard error of a mean over tokens (n,), from the spread of blocks (n,); NaN for a single block."""
     names, place = np.unique(blocks, return_inverse=True)
     if len(names) < 2:
         return math.nan
@@ -54,7 +54,7 @@ def standard_error(values: np.ndarray, blocks: np.ndarray) -> float:
 
 
 def paired(values: np.ndarray, control: np.ndarray, blocks: np.ndarray) -> dict[str, float]:
-    """The mean difference to a control on the same tokens, and its standard error."""
+    """Return the mean difference to a control on the same tokens, and its standard error."""
     difference = values - control
     return {"difference": float(difference.mean()), "standard_error": standard_error(difference, blocks)}
 
@@ -87,7 +87,7 @@ def binomial(trials: int, share: float) -> np.ndarray:
 
 @functools.cache
 def rejected(trials: int) -> int:
-    """For `trials` problems on which two policies differ: up to how many wins of one McNemar's exact test is sure.
+    """Return the largest number of wins of one side that McNemar's exact test finds significant.
 
     -1: even none is enough.
     """
@@ -95,7 +95,7 @@ def rejected(trials: int) -> int:
 
 
 def power(problems: int, disagreement: float, loss: float) -> float:
-    """The probability that McNemar's exact test finds a loss (two-sided, LEVEL).
+    """Return the probability that McNemar's exact test finds a loss (two-sided, LEVEL).
 
     Args:
         disagreement: share of problems that only one of two policies solves. loss: by how much more often the first
@@ -112,7 +112,7 @@ def power(problems: int, disagreement: float, loss: float) -> float:
 
 
 def problems_needed(disagreement: float, loss: float, most: int = MOST_PROBLEMS) -> int | None:
-    """How many problems, to the next ten, find a loss with POWER; None: more than `most`."""
+    """Return the number of problems, in tens, that find a loss with POWER; None: more than `most`."""
     low, high = 0, most // 10
     if power(10 * high, disagreement, loss) < POWER:
         return None

@@ -22,7 +22,7 @@ def small_sums(monkeypatch):
 
 
 @pytest.mark.usefixtures("compiled")
-def test_routing():
+def test_routing_study_compares_every_gear():
     rows = routing(model=DEMO_MODEL, gears="4,8,16", tokens=3, trials=2).data
     assert [(row["gear"], row["bits"]) for row in rows] == [("low", 4), ("mid", 8), ("high", 16)]
     for row in rows:
@@ -41,7 +41,7 @@ def test_mixed_gears_of_paper_shares_have_bound():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiled")
-def test_decode(succeeds, tmp_path):
+def test_decode_rows_cover_paths_and_gears(succeeds, tmp_path):
     sizes = "--tokens", 3, "--trials", 1, "--context", 40
     succeeds("benchmark", "decode", "--model", DEMO_MODEL, "--gears", "4,16", *sizes, "--json", tmp_path / "d")
     rows = json.loads((tmp_path / "d").read_text())["rows"]

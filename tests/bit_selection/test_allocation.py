@@ -228,6 +228,6 @@ class TestCommand:
             (("--out", "a" * 300), "cannot be written (File name too long)"),
         ],
     )
-    def test_bad_input(self, command, manifest, tmp_path, arguments, told):
+    def test_bad_input_is_refused_without_files(self, command, manifest, tmp_path, arguments, told):
         assert_refused(self.run(command, manifest, tmp_path, *arguments), told)
         assert not list(tmp_path.iterdir())

@@ -91,7 +91,7 @@ class TestSelection:
         assert selection.bits["a.q_proj"] == 16
         assert selection.choices[0].effective_bits == 16
 
-    def test_kinds(self):
+    def test_component_kind_follows_path_and_class(self):
         one = nn.Linear(4, 4)
         assert report.component_kind("model.layers.0.self_attn.q_proj", one) == "attention"
         assert report.component_kind("model.layers.0.mlp.up_proj", one) == "mlp"
@@ -106,7 +106,7 @@ class TestSelection:
         with pytest.raises(GearbxError, match="lazy floor: must be between"):
             Floors(lazy=floor)
 
-    def test_the_environment(self, monkeypatch):
+    def test_environment_variables_set_the_floors(self, monkeypatch):
         monkeypatch.delenv("XFP_MIN_COS_STRICT", raising=False)
         monkeypatch.delenv("XFP_MIN_COS_LAZY", raising=False)
         assert Floors.chosen() == Floors(0.98, 0.93)
@@ -212,7 +212,7 @@ class TestHProcess:
 
 
 class TestGarbage:
-    def test_repetition(self):
+    def test_loops_are_found_by_repetition(self):
         assert loops([1, 2, 3] + [7] * 16)
         assert loops([5, 6] * 8)
         assert loops([*range(30), *[1, 2, 3, 4, 5, 6, 7, 8] * 4])
@@ -251,7 +251,7 @@ class TestFitting:
         ("text", "count"),
         [("3GB", 3e9), ("3 gb", 3e9), ("1.5GiB", 1.5 * 2**30), ("500M", 5e8), ("1e9", 1e9), ("12kb", 12e3)],
     )
-    def test_sizes(self, text, count):
+    def test_sizes_are_parsed_to_bytes(self, text, count):
         assert parse_bytes(text, "--size") == count
 
     @pytest.mark.parametrize("text", ["", "much", "-3GB", "0", "3XB", "GB", "1.2.3GB"])
@@ -262,7 +262,7 @@ class TestFitting:
 
 class TestFlags:
     @pytest.mark.parametrize(("text", "count"), [("20%", 600), ("1kB", 1000), ("0", 0), (None, None)])
-    def test_a_reserve(self, text, count):
+    def test_reserve_is_parsed_to_bytes(self, text, count):
         assert BudgetSettings(memory_budget="3kB", reserve=text).reserved() == count
 
     @pytest.mark.parametrize(

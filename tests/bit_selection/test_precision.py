@@ -124,7 +124,7 @@ class TestGenerate:
         file.write_text(json.dumps(content))
         return command("generate", "--manifest", file, "-m", 8, *arguments)
 
-    def test_shifts_tables(self, succeeds, tmp_path, for_demo):
+    def test_shift_engages_bits_of_tables(self, succeeds, tmp_path, for_demo):
         trace, summary = tmp_path / "t.jsonl", tmp_path / "s.json"
         arguments = ("--gears", "4,16", "--gear", "low", "--thresholds", "11", "--summary", summary)
         self.run(succeeds, tmp_path, for_demo, *arguments, "--trace", trace)

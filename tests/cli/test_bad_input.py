@@ -173,7 +173,7 @@ def test_a_prompt_longer_than_the_context(command, tmp_path):
     assert_refused(result, "the prompt: exceeds the model's context of 512, got 6", folder=tmp_path)
 
 
-def test_prompts_files(command, tmp_path):
+def test_bad_prompts_files_are_refused(command, tmp_path):
     empty, broken, strange = tmp_path / "e.txt", tmp_path / "b.jsonl", tmp_path / "s.jsonl"
     empty.write_text("\n \n")
     broken.write_text('{"question": "one"}\n\n{"question"')

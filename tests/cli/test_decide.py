@@ -1,6 +1,6 @@
 """One function decides format, ladder, kernels, base and mode, from flags, files and the model.
 
-Help texts and docs/generate.md say the same of defaults.
+Help texts, docs/generate.md and docs/formats.md have the same defaults.
 """
 
 import json
@@ -30,7 +30,8 @@ from gearbx_mlx.server.requests import Options
 from gearbx_mlx.settings import flag_of, flags_in
 
 LOSSLESS = ModeFlags(mode="lossless")
-PAGE = (Path(__file__).parents[2] / "docs" / "generate.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+MODES_PAGE, FORMATS_PAGE = ((DOCS / name).read_text() for name in ("generate.md", "formats.md"))
 HELP = {action.dest: action.help or "" for action in setup_arg_parser()._actions}
 ORIGINAL = "bfloat16", "float16", "16 bits.gguf"
 CODES = {"8 bits": 8, "6 bits": 6, "4 bits": 4, "8 bits.gguf": 8, "4 bits.gguf": 4}
@@ -62,7 +63,7 @@ def decided(place, **groups):
     ("model", "groups", "ladder", "format", "why"),
     [
         ("float16", {}, "4,8,16", "planes", "the defaults"),
-        ("float16", {"layout": LayoutSettings(gears="3,16")}, "3,16", "planes", "the gears that were asked for"),
+        ("float16", {"layout": LayoutSettings(gears="3,16")}, "3,16", "planes", "the requested gears"),
         ("float16", {"layout": LayoutSettings(format="codebook")}, "4,16", "codebook", "the defaults"),
         ("geared", {}, "4,8", "planes", "gears of the checkpoint"),
         ("8 bits", {}, "4,8", "planes", "the checkpoint's own codes"),
@@ -128,7 +129,7 @@ def stated(flag: str, words: str) -> tuple[str, ...]:
 @pytest.mark.parametrize("mode", [None, *MODES])
 @pytest.mark.parametrize("device", [CPU, GPU])
 @pytest.mark.parametrize("model", ORIGINAL)
-def test_original_weights(by_flags, model, device, mode):
+def test_original_weights_have_stated_defaults(by_flags, model, device, mode):
     others, drafting = stated("gears", r"default: ([\d,]+); lossless, .*?: ([\d,]+);")
     usual, on_gpu = stated("format", r"default: (\w+); lossless: (\w+) \(GPU\)")
     found = by_flags(model, device, mode=mode)
@@ -152,7 +153,7 @@ def test_formats_without_8_bit_gear(by_flags):
 
 def documented_ladder(bits: int, device: str, drafts: bool) -> str:
     """Return the ladder that the page's table has for a model in so many bits."""
-    rows = re.findall(r"^\| affine, ([\d or]+) bits.*?\|(.*?)\|(.*)\|$", PAGE, re.MULTILINE)
+    rows = re.findall(r"^\| affine, ([\d or]+) bits.*?\|(.*?)\|(.*)\|$", FORMATS_PAGE, re.MULTILINE)
     ((ladders, lossless),) = (row for codes, *row in rows if str(bits) in codes)
     here, _, on_gpu = lossless.partition("on a GPU")
     only_lookup = "lookup" in (on_gpu if on_gpu and device == GPU else here)
@@ -172,7 +173,7 @@ def test_flags_select_their_mode(by_flags):
     otherwise, by_flag = stated("mode", r"default: (\w+); (.*)\]$")
     pairs = re.findall(r"(--.*?): (\w+)", by_flag)
     of_help = {flag: mode for flags, mode in pairs for flag in re.findall("--[a-z-]+", flags)}
-    table = PAGE.partition("Without `--mode`")[2].partition("With `--mode`")[0]
+    table = MODES_PAGE.partition("Without `--mode`")[2].partition("With `--mode`")[0]
     assert of_help == dict(re.findall(r"^\| `(--[a-z-]+).*?\| `([a-z-]+)`", table, re.MULTILINE))
     assert of_help.pop("--small-model") == "pair"  # which runs without a decision
     given = {"thresholds": "1,2", "target_tps": 1.0, "gear": "high", "gears": "16"}

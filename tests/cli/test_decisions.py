@@ -217,7 +217,7 @@ def words_of(flags: str, model: Description) -> str:
 
 
 @pytest.mark.parametrize(("name", "flags", "here", "expected"), ROWS, ids=[" ".join(row[:3]) for row in ROWS])
-def test_decisions(name, flags, here, expected):
+def test_decision_matches_its_row(name, flags, here, expected):
     try:
         found = words_of(flags, described(name, here))
     except GearbxError as error:

@@ -293,7 +293,7 @@ def broken(whole, tmp_path):
 
 class TestLoading:
     @pytest.mark.parametrize("part", [0.5, 0.001, 0])
-    def test_truncated_gears(self, broken, part):
+    def test_truncated_gears_are_not_loaded(self, broken, part):
         file = broken / "gears.safetensors"
         os.truncate(file, int(file.stat().st_size * part))
         assert_not_loaded(broken, "gears.safetensors: damaged or truncated")

@@ -84,7 +84,7 @@ def test_layers_of_other_bits_are_unchanged(convert, tmp_path):
     assert mlx_lm.load(str(out))[0](PROMPT).shape == stock(PROMPT).shape
 
 
-def test_a_gguf(convert, tmp_path, own_cache):
+def test_gguf_codes_become_gears(convert, tmp_path, own_cache):
     source = write(tmp_path / "model.gguf", tiny_as("llama"), Q8_0)
     stock, _ = gearbx_mlx.load(source)
     expected = stock(PROMPT)

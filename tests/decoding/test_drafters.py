@@ -266,7 +266,7 @@ def test_device_computes_next_token_during_read():
 @pytest.mark.some(4)
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("length", [1, 3, 7])  # of 7, no graph is built in advance
-def test_drafts_built_ahead_change_nothing(monkeypatch, length, sampler):
+def test_drafts_built_ahead_leave_output_unchanged(monkeypatch, length, sampler):
     gearbox, found, built = Gearbox(tiny_model(), "4,16", kernels="mlx"), [], []
     tokenizer = endless()  # loading one draws random numbers
     take = built_ahead.BuiltAhead.take

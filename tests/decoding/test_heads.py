@@ -102,7 +102,7 @@ class TestCache:
         for own, expected in zip(entries(cache[-1]), states_of(box, head, tokens)):
             assert mx.allclose(own, expected, atol=2e-2, rtol=0).item()
 
-    def test_cache_that_goes_on_leaves_output_unchanged(self, kernels, tmp_path):
+    def test_continued_cache_leaves_output_unchanged(self, kernels, tmp_path):
         box = boxed(kernels=kernels)
         head, outputs = headed(tmp_path, box), []
         for parts in ([box.model], [box.model, head]):  # with the head attached only, it sees nothing before a turn

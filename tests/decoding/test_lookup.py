@@ -132,7 +132,7 @@ class TestRemembered:
         assert more > accepted
         assert file.stat().st_mode & 0o777 == 0o600
 
-    def test_sequences_of_one_model_share_lookup_unless_told(self, geared_demo, demo):
+    def test_sequences_of_model_share_lookup_by_default(self, geared_demo, demo):
         for shared in (True, False):
             mode = TrustingInMemory(share_lookup=shared)
             how = {"gearbox": geared_demo, "mode": mode}

@@ -151,7 +151,7 @@ class TestGate:
         assert scaled(0.25, TOKENS) == pytest.approx(0.25 * 12 / 17)
 
     @pytest.mark.parametrize("threshold", [-0.1, math.nan, -math.inf])
-    def test_no_threshold(self, threshold):
+    def test_invalid_threshold_is_refused(self, threshold):
         with pytest.raises(GearbxError, match="threshold of a pair: must be 0 bits"):
             pair_gate(threshold)
 

@@ -240,7 +240,6 @@ BIT_FOR_BIT = {
     "bit for bit with `--kernels mlx` in the checkpoint's own type": OWN,
     "The 16-bit gear has the original weights**, bit for bit": OWN,
     "each row of a batch with the same row alone, bit for bit": "gearbx_mlx/benchmark/metal_checks.py::batch_error",
-    "were checked bit for bit without such a processor": "tests/kernels/test_native_cores.py::test_under_sanitizers",
     "The top gear's logits are the model's own, bit for bit": (
         "tests/docs/test_documents.py::test_models_page_rows_match_script"
     ),

@@ -43,7 +43,7 @@ def test_more_minutes_continue_the_same_head(command, tmp_path):
     out = tmp_path / "head"
     done = command("draft_head", "--out", out, *FEW, 0.1)
     assert done.status == 0, done.err
-    assert "right at places 1 to 3" in done.out
+    assert "correct at positions 1 to 3" in done.out
     assert json.loads((out / "config.json").read_text())["draft_vocab_size"] == 64
     assert steps_of(out) == 3
 

@@ -51,7 +51,7 @@ class TestReport:
         assert kickdown["weight_bytes_per_token"] > shares["high"] * top["weight_bytes_per_token"]
         assert kickdown["effective_bits"] > 3 * shares["low"] + 8 * shares["mid"] + 16 * shares["high"]
 
-    def test_a_picture(self, report):
+    def test_report_has_a_picture(self, report):
         assert (report["out"] / "evaluation.png").read_bytes().startswith(b"\x89PNG")
         colors, markers = zip(*STYLES.values())
         assert len(set(markers)) == len(set(colors)) == len(STYLES)

@@ -29,7 +29,7 @@ class TestDivergence:
             (log(0.5, 0.5), log(1.0, 0.0), math.inf),
         ],
     )
-    def test_by_hand(self, p, q, nats):
+    def test_divergence_equals_worked_values(self, p, q, nats):
         assert predictions.kl_divergence(p, q) == pytest.approx(nats)
 
     @given(LOGITS, LOGITS)
@@ -51,7 +51,7 @@ def tokens(kl: list[float], agree: list[bool], nll: list[float] | None = None) -
 
 
 class TestQuality:
-    def test_by_hand(self):
+    def test_quality_equals_worked_values(self):
         """Errors are those of llama.cpp."""
         result = predictions.quality(**tokens([0.0, 0.1, 0.2, 0.7], [True, True, False, True], [1.0, 1.0, 2.0, 4.0]))
         assert result["perplexity"] == pytest.approx(math.exp(2))
@@ -66,7 +66,7 @@ class TestQuality:
         assert result["top1_agreement_error"] == pytest.approx(math.sqrt(0.75 * 0.25 / 3))
         assert math.isnan(predictions.quality(**tokens([0.1], [True]))["kl_mean_error"])
 
-    def test_far_quantiles(self):
+    def test_quality_has_far_quantiles(self):
         result = predictions.quality(**tokens([i / 1000 for i in range(1001)], [True] * 1001))
         assert [result[name] for name in ("kl_p90", "kl_p99", "kl_p999")] == pytest.approx([0.9, 0.99, 0.999])
 

@@ -74,7 +74,7 @@ def test_unquantized_numbers_are_unchanged(opened, kind, dtype):
     assert mx.array_equal(mx.array(file.weights(file.tensors["a"])), array.astype(mx.float32))
 
 
-def test_the_metadata(opened):
+def test_metadata_of_all_types_are_read(opened):
     numbers = struct.pack("<IQ3i", 5, 3, 1, -2, 3)
     words = struct.pack("<IQ", 8, 2) + text("a") + text("ü")
     kinds = [("n", 4, struct.pack("<I", 7)), ("x", 6, struct.pack("<f", 0.5)), ("yes", 7, b"\1")]

@@ -168,7 +168,7 @@ def test_a_damaged_one_is_made_again(file, damage):
     directory = find(file)
     whole = contents(directory)
     damage(directory)
-    with pytest.warns(GearbxWarning, match="is damaged, or not what was written there; it is made again"):
+    with pytest.warns(GearbxWarning, match="is damaged or was changed; it is made again"):
         assert find(file) == directory
     assert contents(directory) == whole
 

@@ -215,7 +215,7 @@ class TestCodebooks:
     @pytest.mark.some(13)
     @pytest.mark.parametrize(("name", "bits"), CASES)
     @pytest.mark.parametrize("shape", [(1, 1), (5, 37), (1, 4), (3, 130), (2, 4, 33)])
-    def test_any_shape(self, name, bits, shape):
+    def test_any_shape_is_decoded(self, name, bits, shape):
         weight = heavy(*shape)
         made = codebook.decode(MODULES[name].encode(weight, bits), bits, shape[-1])
         assert made.shape == shape

@@ -63,7 +63,7 @@ class TestRotaryPositions:
         offset=st.integers(0, 5000),
         dtype=st.sampled_from(TYPES),
     )
-    def test_are_mlxs(self, heads, length, half, behind, traditional, scale, offset, dtype):
+    def test_rotary_positions_equal_mlx(self, heads, length, half, behind, traditional, scale, offset, dtype):
         stock = nn.RoPE(2 * half, traditional, base=10000.0, scale=scale)
         x = normal(2, length, heads, 2 * half + behind).astype(dtype).swapaxes(1, 2)
         y = with_kernels(stock, native=True)(x, offset)

@@ -47,7 +47,7 @@ class TestExperts:
         assert mx.array_equal(together, mx.concatenate(alone)).item()
 
     @pytest.mark.parametrize("dtype", TYPES, ids=str)
-    def test_products(self, native, dtype):
+    def test_expert_matmuls_are_close_to_float64(self, native, dtype):
         """Dense, and of stacks of planes, in which scale * code and bias cancel each other."""
         x, chosen = random_pairs(40)
         weight = mx.random.normal((EXPERTS, ROWS, COLUMNS)).astype(dtype)
@@ -111,7 +111,7 @@ class TestExperts:
             Gearbox(tiny_model("mixtral"), "16", dtype="bfloat16")
 
     @pytest.mark.parametrize("quantized", [False, True])
-    def test_biases(self, quantized):
+    def test_expert_biases_are_added(self, quantized):
         layer = SwitchLinear(COLUMNS, ROWS, EXPERTS, bias=True)
         layer.bias = mx.random.normal((EXPERTS, ROWS))
         x, chosen = random_pairs(6)

@@ -38,7 +38,7 @@ def test_a_stack_of_planes(native, shape, widths, x_bits, dtype):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("group_size", [32, 64])
-def test_exact_weights(native, shape, group_size):
+def test_exact_weights_survive_panels(native, shape, group_size):
     matrix = encode(weight(shape), group_size)
     panels = matrix.in_panels(native.panel_rows())
     assert isinstance(panels, PanelExactMatrix)

@@ -258,7 +258,7 @@ class TestRefused:
             ({"num_layers": "two"}, 'num_layers is "two"'),
         ],
     )
-    def test_settings(self, command, source, adapter, change, words):
+    def test_bad_settings_are_refused(self, command, source, adapter, change, words):
         edit(adapter / "adapter_config.json", **change)
         self.refused(command, source, adapter, words, "trained on this model" if "model" in words else "mlx_lm.lora")
 
@@ -278,7 +278,7 @@ class TestRefused:
         ],
         ids=["one missing", "all missing", "one more", "shapes", "integers"],
     )
-    def test_arrays(self, command, source, adapter, change, words):
+    def test_bad_arrays_are_refused(self, command, source, adapter, change, words):
         file = str(adapter / "adapters.safetensors")
         arrays = dict(mx.load(file))
         mx.eval(arrays)

@@ -210,7 +210,7 @@ def test_other_codes_stay_mlx_lms(mode):
     assert mx.array_equal(model(PROMPT), stock)
 
 
-def test_the_command(command, tmp_path):
+def test_command_uses_gears_in_place(command, tmp_path):
     save_model(tiny_model(vocab_size=4096, dtype=mx.bfloat16), tmp_path / "original")
     for bits in (8, 4):
         mlx_lm.convert(str(tmp_path / "original"), str(tmp_path / str(bits)), quantize=True, q_bits=bits)

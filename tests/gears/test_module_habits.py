@@ -57,7 +57,7 @@ def in_the_first_layer(q_proj) -> dict:
 @pytest.mark.parametrize("kind", KINDS)
 class TestEveryGear:
     @pytest.mark.some(2)
-    def test_reading(self, make, kind):
+    def test_model_is_read_in_every_gear(self, make, kind):
         model, gearbox = make(kind)
         for gear in every_gear(gearbox):
             found = dict(tree_flatten(model.parameters()))

@@ -67,7 +67,7 @@ def test_nonfinite_inputs_stay_nonfinite():
 
 
 @pytest.mark.parametrize("shape", [(5, 9), (1, 1, 5, 9), (2, 1, 5, 9), (2, 4, 5, 9), (2, 1, 1, 9)], ids=str)
-def test_masks(shape):
+def test_masked_attention_equals_mlx(shape):
     mask = normal(*shape) > 0
     mask[..., 3] = True  # each query sees at least one key
     queries, keys, values = normal(2, 4, 5, 8), normal(2, 2, 9, 8, seed=1), normal(2, 2, 9, 8, seed=2)

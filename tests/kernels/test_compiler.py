@@ -334,7 +334,7 @@ class TestNames:
             compiler.this_target()
 
     @pytest.mark.parametrize(("system", "name"), [("linux", "aarch64"), ("darwin", "arm64"), ("linux", "riscv64")])
-    def test_elsewhere(self, machine, system, name):
+    def test_other_machines_refuse_x86_instructions(self, machine, system, name):
         for asked in ("native", "portable"):
             machine("", asked, system, name)
             assert compiler.instructions() == asked

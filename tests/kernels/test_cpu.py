@@ -72,7 +72,7 @@ class TestNumbers:
 
     @pytest.mark.parametrize("dtype", TYPES, ids=str)
     @pytest.mark.parametrize("columns", [1, 7, 8, 33, 100, 384])
-    def test_dense_weights(self, native, columns, dtype):
+    def test_dense_products_are_close_to_float64(self, native, columns, dtype):
         for rows in ROWS:
             weight = mx.random.normal((rows, columns)).astype(dtype)
             x = mx.random.normal((5, columns))

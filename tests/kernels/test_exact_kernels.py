@@ -65,7 +65,7 @@ def test_weights_and_products_to_the_last_bit(native, group, rows, groups, count
 
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("shuffled", [False, True])
-def test_all_patterns(native, group, shuffled):
+def test_all_bit_patterns_are_decoded(native, group, shuffled):
     bits = np.arange(65536, dtype=np.uint16)
     if shuffled:
         bits = np.random.default_rng(0).permutation(bits)
@@ -83,7 +83,7 @@ def test_any_number_of_vectors_gives_the_dense_results(native, count):
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 40])
-def test_experts(native, tokens):
+def test_experts_equal_dense_ones(native, tokens):
     bits = gaussian(4, 6, 128)
     arrays = encode(bits, 32)
     assert (bits_of(native.exact_decode(**arrays)) == bits).all()

@@ -94,7 +94,7 @@ def test_on_metal_itself(bits, variant):
     assert mx.allclose(y, planes_matmul(given.pop("x"), Planes(**given)), atol=1e-3)
 
 
-def test_selection():
+def test_variant_is_chosen_by_shape():
     assert choose_variant(4, 4096, 8, mx.float16).name == "registers"
     assert choose_variant(4, 4096, 9, mx.float16).name == "device"
     assert choose_variant(4, 6144, 2, mx.float16, "threadgroup").rows == 2

@@ -14,7 +14,7 @@ every_check = pytest.mark.parametrize("check", CHECKS, ids=[check.stem for check
 
 @every_check
 @pytest.mark.parametrize("flags", programs.SANITIZED)
-def test_under_sanitizers(check, flags):
+def test_native_cores_pass_under_sanitizers(check, flags):
     programs.run_sanitized(check, flags)
 
 

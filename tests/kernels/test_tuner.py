@@ -293,7 +293,7 @@ class TestCandidates:
     def on(self, monkeypatch):
         return lambda device: monkeypatch.setattr(dispatch, "device", lambda: device)
 
-    def test_on_metal(self, on):
+    def test_candidates_on_metal_fit_its_memory(self, on):
         on(METAL)
         ours = ("registers", "threadgroup", "device")
         assert PLANES.candidates(1, mx.float16) == (MLX, *ours)

@@ -133,6 +133,6 @@ def test_a_wheel_has_kernels_for(system, machine, sets):
     assert {*compiler.sets_of_wheel(CompileTarget(system, machine, Path()))} == sets
 
 
-def test_clones_compile(native):
+def test_clones_compile_their_kernels(native):
     assert not wheel.FOLDER.exists()
     assert wheel.library_for(NATIVE_CPU) is None

@@ -70,7 +70,7 @@ def test_mode_scores_equal_its_gears_scores():
         assert abs(mixed - rolling(mode="static", gear=gear)) > 0.1
 
 
-def test_mistakes(capsys):
+def test_mistakes_in_arguments_are_refused(capsys):
     with pytest.raises(GearbxError, match="3 gears need 2 thresholds"):
         GearbxLM(gears="4:8:16", thresholds=1.0, mode="route")
     for name, value in {"temp": 1, "target_tps": 9, "kv_bits": 4}.items():

@@ -82,7 +82,7 @@ class TestReaders:
         ("temperature", "state"),
         [(50_000, "nominal"), (76_000, "fair"), (85_000, "serious"), (94_000, "serious"), (101_000, "critical")],
     )
-    def test_linux_zones(self, tmp_path, temperature, state):
+    def test_linux_zones_set_thermal_state(self, tmp_path, temperature, state):
         zone(tmp_path, 0, temperature, passive=85_000, critical=105_000)
         zone(tmp_path, 1, 30_000, critical=100_000, passive=-274_000)
         assert LinuxThermal(tmp_path).read() == MachineState(thermal=state)
@@ -91,12 +91,12 @@ class TestReaders:
         zone(tmp_path, 0, 91_000, critical=100_000)
         assert LinuxThermal(tmp_path).read().thermal == "serious"
 
-    def test_no_zone(self, tmp_path):
+    def test_missing_trip_points_are_refused(self, tmp_path):
         zone(tmp_path, 0, 40_000)
         with pytest.raises(GearbxError, match="no thermal zone with trip points"):
             LinuxThermal(tmp_path)
 
-    def test_macos(self, monkeypatch):
+    def test_macos_reports_thermal_state(self, monkeypatch):
         monkeypatch.setattr(sensors.platform, "system", lambda: "Darwin")
         info = SimpleNamespace(thermalState=lambda: 2)
         process = SimpleNamespace(processInfo=lambda: info)
@@ -171,7 +171,7 @@ class TestScript:
 
 
 class TestWatch:
-    def test_puts_together_what_sensors_tell(self):
+    def test_readings_of_sensors_are_combined(self):
         with Watch([Told("heat", MachineState("fair")), Told("memory", MachineState(memory=0.5))]) as watch:
             until(lambda: watch.state() == MachineState("fair", memory=0.5))
             assert watch.problems() == []
@@ -190,7 +190,7 @@ class TestWatch:
             watch.state()
             assert watch.problems() == []
 
-    def test_a_sensor_that_blocks_holds_nothing_up(self):
+    def test_blocked_sensor_does_not_delay_others(self):
         released = threading.Event()
 
         def blocks():

@@ -101,7 +101,7 @@ class TestEqualAnswers:
 
 
 class TestReading:
-    def test_the_sample(self):
+    def test_sample_has_boxed_answers(self):
         rows = read_problems(SAMPLE)
         assert [boxed_answer(row["answer"]) for row in rows] == [r"\frac{7}{8}", r"3\sqrt{2}", "5", "12", "(-1,3)"]
         assert [row["level"] for row in rows] == [f"Level {n}" for n in (1, 2, 2, 3, 3)]
@@ -253,7 +253,7 @@ class TestFinalNumbers:
             ("no number", None),
         ],
     )
-    def test_found(self, written, number):
+    def test_final_number_is_found(self, written, number):
         assert final_number(written) == number
 
     def test_writing_ends_with_the_line_of_the_number(self):

@@ -45,7 +45,7 @@ class TestReplay:
 
 
 class TestSweep:
-    def test_between_them(self, small, demo):
+    def test_threshold_between_extremes_mixes_models(self, small, demo):
         rng = np.random.default_rng(0)
         windows = [(rng.integers(1, TOKENS, size).tolist(), 0) for size in (60, 41, 20)]
         recording = record_pair(small, demo.model, windows, TOKENS)

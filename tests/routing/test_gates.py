@@ -45,7 +45,7 @@ class TestMonitor:
         values = (ceiling + 0.1, 1.0, ceiling + 0.1, ceiling + 0.2, ceiling)
         assert [monitor.update(value).catastrophe for value in values] == [False, False, False, True, False]
 
-    def test_reset_forgets(self):
+    def test_reset_monitor_forgets_readings(self):
         monitor = Monitor(VOCABULARY)
         monitor.update(14.9)
         monitor.reset()
@@ -144,10 +144,10 @@ class TestThresholds:
             ([0.5] * 10, VOCABULARY, (0.4, 0.6)),  # widened around its centre
         ],
     )
-    def test_percentiles(self, samples, vocabulary, thresholds):
+    def test_percentiles_set_the_thresholds(self, samples, vocabulary, thresholds):
         assert calibration.percentile_thresholds(samples, 3, vocabulary) == pytest.approx(thresholds)
 
-    def test_median(self):
+    def test_median_sets_the_thresholds(self):
         assert calibration.median_thresholds([0.5, 1.0, 1.0, 1.0, 7.0], 3) == pytest.approx((1.0, 2.5))
         low, high = calibration.median_thresholds([0.1] * 5, 3)
         assert high - low == pytest.approx(0.3)
@@ -184,7 +184,7 @@ class TestThresholds:
 
 
 class TestPrompt:
-    def test_score(self):
+    def test_difficulty_counts_symbols_and_words(self):
         assert difficulty("") == 0.0
         assert difficulty("hello there") == pytest.approx(0.3 * 2 / 50)
         assert difficulty("a + b = c") == pytest.approx(2 * 2 + 0.3 * 5 / 50)
@@ -194,7 +194,7 @@ class TestPrompt:
         assert difficulty("a well-known two-step") < 1  # a hyphen is no minus
         assert difficulty("7 - 5") > 2
 
-    def test_first_gear(self):
+    def test_first_gear_follows_difficulty(self):
         assert [first_gear("hello", n) for n in (1, 2, 3, 4)] == [0, 0, 0, 0]
         assert [first_gear("solve it", n) for n in (1, 2, 3, 4)] == [0, 0, 1, 1]
         assert [first_gear("2 + 2 = 4 and 3 * 3 = 9", n) for n in (1, 2, 3, 4)] == [0, 1, 2, 3]

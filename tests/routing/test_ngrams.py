@@ -27,7 +27,7 @@ def longest(tokens):
 
 class TestProposals:
     @given(SMALL)
-    def test_table_of_one_text_finds_longest_ngram(self, tokens):
+    def test_table_of_one_sequence_finds_longest_ngram(self, tokens):
         table = NgramTable()
         for place in range(len(tokens)):
             table.read(tokens[place])
@@ -49,21 +49,21 @@ class TestProposals:
             # after the end of the text the proposal repeats itself
             assert any(proposed == (continued[place] * count)[:count] for place in starts), (run, proposed)
 
-    def test_copied_passage_goes_on_at_its_source(self):
+    def test_copied_passage_continues_at_its_source(self):
         table = NgramTable()
         source = [*range(100, 130)]
         read_all(table, [*source, 1, 2, *range(110, 114), 9, *source[:12]])
         assert table.run == 12
         assert table.proposed(15) == source[12:27]
 
-    def test_end_of_text_repeats_its_period(self):
+    def test_end_of_sequence_repeats_its_period(self):
         table = NgramTable()
         read_all(table, [1, 2, 3, 1, 2, 3, 1, 2])
         assert table.proposed(7) == [3, 1, 2, 3, 1, 2, 3]
 
 
 class TestTexts:
-    def test_new_text_is_proposed_from_the_earlier_one(self):
+    def test_new_sequence_is_proposed_from_earlier_one(self):
         table = NgramTable()
         table.begin([1, 2, 3, 4, 5])
         read_all(table, [1, 2, 3, 4, 5])
@@ -72,7 +72,7 @@ class TestTexts:
         assert table.run == 2
         assert table.proposed(15) == [4, 5]  # not the next text
 
-    def test_text_that_goes_on_is_read_once(self):
+    def test_continued_sequence_is_read_once(self):
         table = NgramTable()
         read_all(table, [1, 2, 3, 4])
         assert table.begin([1, 2, 3, 4, 5, 6]) == 4
@@ -92,7 +92,7 @@ class TestTexts:
         assert again.run == table.run
         assert again.proposed(8) == table.proposed(8)
 
-    def test_long_text_of_large_vocabulary_is_kept(self):
+    def test_long_sequence_of_large_vocabulary_is_kept(self):
         table = NgramTable()
         read_all(table, [299_999 - 7 * place % 300_000 for place in range(100_000)])
         read_all(table, [299_999, 299_992])
@@ -120,7 +120,7 @@ class TestRates:
         assert found == sorted(found)
 
     @pytest.mark.parametrize("is_generated", [True, False])
-    def test_generated_tokens_alone_change_the_rate(self, is_generated):
+    def test_only_generated_tokens_change_the_rate(self, is_generated):
         table = NgramTable()
         for last in range(1000, 1060):  # what follows 7 is never what followed it before
             read_all(table, [7, last], is_generated)

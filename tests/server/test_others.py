@@ -55,7 +55,7 @@ def known(tokens) -> list[tuple[str, tuple[float, ...]]]:
 
 
 class TestQuestions:
-    def test_a_chat(self):
+    def test_chat_request_asks_for_logprobs(self):
         with fake_server(chatting(lambda body: chat_answer(PAIR, [-0.2, -3.0]))) as fake:
             question = Question("Hello", system="Be brief.", template={"thinking": False})
             tokens, server = ask(fake, question, tokens=7)
@@ -319,7 +319,7 @@ class TestRouting:
             assert client.post(CHAT, json=EASY | {"logit_bias": "logprobs"}).status_code == 400
             assert client.post(CHAT, json=EASY).json()["gearbx"]["tokens"]
 
-    def test_text_completions(self, client):
+    def test_text_completions_are_routed_by_prompt(self, client):
         def answers(path, body):
             return text_answer([body["model"]], [{"a": PAIR[0], "b": PAIR[1]}]) if path == TEXT else None
 

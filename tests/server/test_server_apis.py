@@ -77,7 +77,7 @@ class TestResponses:
         answer = ours.responses.create(model="demo", input=parts, instructions="Count.", max_output_tokens=16)
         assert answer.output_text == chat.choices[0].message.content
 
-    def test_a_stream(self, ours):
+    def test_stream_equals_whole_response(self, ours):
         asked = {"model": "demo", "input": WORD_PROBLEM, "max_output_tokens": 16}
         whole = ours.responses.create(**asked)
         with ours.responses.stream(**asked) as stream:
@@ -94,7 +94,7 @@ class TestResponses:
         assert "".join(event.delta for event in seen if event.type.endswith("delta")) == whole.output_text
         assert read.usage.output_tokens == 16
 
-    def test_calls(self, caller):
+    def test_tool_calls_fit_their_schema(self, caller):
         ours = by_openai(caller)
         tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
         asked = {"model": "demo", "input": WORD_PROBLEM, "tools": tools, "max_output_tokens": 80}

@@ -39,12 +39,12 @@ class BuiltAhead:
     """Graphs of the first token of a sequence's next draft, by the number of entries before it.
 
     Args:
-        target: whose KV caches stay unchanged until a graph is taken.
+        target: its KV caches stay unchanged until a graph is taken.
     """
 
     def __init__(self, target: DraftTarget):
         self._target, self._pace = target, Pace()
-        self._found: Verification | None = None  # whose rows the graphs follow
+        self._found: Verification | None = None  # the graphs follow its rows
         self._graphs: dict[int, FirstToken] = {}
 
     def can_build(self, found: Verification) -> bool:
@@ -82,7 +82,7 @@ class BuiltAhead:
         self._pace.built(count, clock() - start)
 
     def settle(self, found: Verification | None) -> None:
-        """Take the end of a verification. Graphs after a different one are dropped."""
+        """Adjust the pace after a verification; drop graphs that were built for a different one."""
         if self._found is not None and self._found is found:
             self._pace.settled()
         else:
@@ -105,7 +105,7 @@ class BuiltAhead:
 
 
 class Pace:
-    """Number of graphs that Python can build while a device verifies, found from the time that it then still waits.
+    """Number of graphs that Python can build while a device verifies, from the time that was left after earlier ones.
 
     Attributes:
         graphs: to build during the next verification.
@@ -117,13 +117,13 @@ class Pace:
         self._built_at = 0.0
 
     def built(self, count: int, seconds: float) -> None:
-        """Take the seconds in which graphs were built."""
+        """Record the seconds that building `count` graphs took."""
         self._built_at = clock()
         if count:
             self._cost = seconds / count
 
     def settled(self) -> None:
-        """Take the end of the verification: with time left, one graph more; without, one fewer."""
+        """Plan one more graph if time was left until the end of the verification, one fewer if not."""
         left = clock() - self._built_at
         if left > 2 * self._cost:
             self.graphs = min(self.graphs + 1, MAX_BUILT)

@@ -29,7 +29,7 @@ from ..rows import Proposal, Verification
 from . import Drafter, DraftTarget, queue_draft
 from .low_gear import draft_natively
 
-FIXED_COST = 0.05  # of a step over a plain token, beside the bytes of its weights
+FIXED_COST = 0.05  # cost of a step in plain tokens, besides reading its weights
 MAX_UNREAD = 256  # tokens whose hidden states wait for a draft
 
 
@@ -40,7 +40,7 @@ class Eagle(Drafter):
         cache: the head's. Between rounds it has an entry for each read token of the sequence but the first.
     """
 
-    acceptance = 0.5  # of a head trained for 20 minutes; with more, a head would be tried before a low gear
+    acceptance = 0.5  # measured after 20 minutes of training; with more, a head would be tried before a low gear
 
     def __init__(self, target: DraftTarget, head: Head, cache: list[Any]):
         self._target, self._head, self._cache = target, head, cache

@@ -42,7 +42,7 @@ class Lookup(Drafter):
     def __init__(self, table: NgramTable, most: int = MAX_DRAFTED):
         self.table, self._most = table, most
         self._text: Sequence[int] = []
-        self._count = 0  # tokens of the text that the table has read
+        self._count = 0  # tokens of the sequence that the table has read
 
     @classmethod
     def of(cls, target: DraftTarget) -> "Lookup | None":
@@ -99,7 +99,7 @@ class LookupMemory:
 
     def __init__(self, file: Path | str | bool, tokenizer: Any, vocabulary: int):
         self._key, self._vocabulary = hashlib.sha256(str(tokenizer.encode(PROBE)).encode()).hexdigest()[:16], vocabulary
-        about = "tokens of prompt lookup", "it is made anew", "this text is not remembered"
+        about = "tokens of prompt lookup", "it is made anew", "this sequence is not remembered"
         self._file: MeasuredFile[RememberedFile] | None = None
         if file:
             name = f"{self._key}.lookup" if isinstance(file, bool) else own_file(Path(file))

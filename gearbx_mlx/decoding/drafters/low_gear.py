@@ -47,9 +47,9 @@ Following = Callable[[int, int], tuple[int, float]]
 HEAD = "lm_head"
 RESCORE_TOP_K = 4  # larger values hardly change a token
 CHUNK = 256  # logits per chunk, whose maxima are compared first: sorting a whole vocabulary takes ten times as long
-ACTIVATION_BITS = 8  # of native drafts: accepted as often as with 16, in 0.76 (AVX2) to 0.9 of the time per token
+ACTIVATION_BITS = 8  # native drafts: accepted as often as 16-bit ones, in 0.76 (AVX2) to 0.9 of the time per token
 FIXED_SHARE = 0.15  # share of a pass that the gear's bits do not change: attention, norms, the host
-AWAITED_BYTES = 128e6  # of a gear, up to which decoding waits: 0.2 s on all cores, not 0.4 s of slowed tokens
+AWAITED_BYTES = 128e6  # decoding waits for smaller gears: 0.2 s on all cores, instead of 0.4 s of slowed tokens
 RowsOf = Callable[[mx.array], mx.array]  # row numbers (...) to rows (..., D) of a head
 
 
@@ -57,7 +57,7 @@ class LowGear(Drafter):
     """Drafter that uses a low gear of the model.
 
     Args:
-        gear: that drafts; it may stay engaged after a draft.
+        gear: the draft gear; it may stay engaged after a draft.
     """
 
     def __init__(self, target: DraftTarget, gear: Gear):
@@ -215,7 +215,7 @@ def rescoring_head(gearbox: Gearbox, gear: Gear) -> RescoringHead | None:
 
 @contextlib.contextmanager
 def rescoring(rescorer: RescoringHead | None) -> Iterator[None]:
-    """Rescore drafts with rows of the top gear's head in the context, if these are read fast. No gear shifts in it."""
+    """Rescore drafts with rows of the top gear's head in the context, if these are fast. No shift may happen there."""
     rows = None if rescorer is None else rows_of(linear_of(rescorer.top))
     if rescorer is None or rows is None:
         yield

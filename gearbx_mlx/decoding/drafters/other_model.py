@@ -19,7 +19,7 @@ from ..response import DRAFT, GeneratedText
 from ..rows import Proposal, Verification
 from . import Drafter, DraftTarget, last_logits, queue_draft
 
-COST = 0.25  # of a plain token: a draft model has at most about a quarter of the weights
+COST = 0.25  # plain tokens per drafted token: a draft model has at most about a quarter of the weights
 
 
 class OtherModel(Drafter):

@@ -17,7 +17,7 @@ from .configs import GROUP as GROUP
 from .configs import VOCABULARY as VOCABULARY
 
 CONFIGS: dict[str, dict] = DENSE | WINDOWS | MIXTURES | LATENTS | STATES | WRAPPERS
-UNBUILDABLE = {"olmo": "mlx_lm.models.olmo ends the process where the package ai2-olmo is not installed"}
+UNBUILDABLE = {"olmo": "mlx_lm.models.olmo ends the process if the package ai2-olmo is not installed"}
 METAL_ONLY = {
     "bitnet": "its ternary layers have a kernel for Metal only",
     "muse_spark": "its norms have a kernel for Metal only",
