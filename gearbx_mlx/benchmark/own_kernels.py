@@ -71,7 +71,7 @@ def check_all(dtype: mx.Dtype | None = None) -> Iterator[dict[str, Any]]:
 
 def prove_all(model: nn.Module) -> Iterator[dict[str, Any]]:
     """Yield a row for each matmul of the model's shapes, and keep the correct kernels of this machine."""
-    proven.forget(TEXT_OF[EXACT_FORMAT], proven.decoder_key(DEFAULT_GROUP_SIZE))  # MLX's operations then encode
+    proven.keep(TEXT_OF[EXACT_FORMAT], proven.decoder_key(DEFAULT_GROUP_SIZE), None)  # MLX's operations then encode
     decodes = True
     with counting("kernels timed", None) as advance:
         for layers in layers_of_shapes(model):
@@ -173,10 +173,7 @@ def keep_proofs(
 ) -> dict[str, Any]:
     """Keep the result for a kernel on this machine, and return it as a row."""
     text = TEXT_OF[layers.stored]
-    if wrong:
-        proven.forget(text, key)
-    else:
-        proven.keep(text, key, ours, by_mlx)
+    proven.keep(text, key, None if wrong else proven.Proof(ours, by_mlx))
     return {
         "stored": layers.stored,
         "shape": list(layers.kind.shape),

@@ -267,18 +267,13 @@ def rounded(values: mx.array, dtype: mx.Dtype) -> mx.array:
 def pack_mlx_codes(codes: mx.array, bits: int) -> mx.array:
     """Pack unsigned codes (..., n) below 2^bits into (..., n * bits / 32) uint32; n is a multiple of 32."""
     groups = codes.astype(mx.uint32).reshape(*codes.shape[:-1], -1, CODES_TOGETHER)
-    words: list[mx.array | None] = [None] * bits
-
-    def put(index: int, value: mx.array) -> None:
-        word = words[index]
-        words[index] = value if word is None else word | value
-
+    words = [mx.zeros_like(groups[..., 0])] * bits
     for i in range(CODES_TOGETHER):
         index, shift = divmod(i * bits, 32)
-        put(index, groups[..., i] << shift)
+        words[index] = words[index] | (groups[..., i] << shift)
         if shift + bits > 32:  # the code spans two words
-            put(index + 1, groups[..., i] >> (32 - shift))
-    return mx.stack([w for w in words if w is not None], axis=-1).reshape(*codes.shape[:-1], -1)
+            words[index + 1] = words[index + 1] | (groups[..., i] >> (32 - shift))
+    return mx.stack(words, axis=-1).reshape(*codes.shape[:-1], -1)
 
 
 def unpack_mlx_codes(words: mx.array, bits: int) -> mx.array:

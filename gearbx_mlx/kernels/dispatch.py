@@ -103,11 +103,8 @@ def choose(kernels: str, activations: str = "int16") -> KernelChoice:
     reason = cpu.why_not()
     if reason is not None:
         return KernelChoice(False, reason)
-    how_many = (
-        f"{NATIVE_VECTORS} vectors at a time"
-        if MAX_NATIVE_VECTORS is None
-        else f"up to {MAX_NATIVE_VECTORS} vectors, MLX beyond"
-    )
+    limited = MAX_NATIVE_VECTORS is not None
+    how_many = f"up to {NATIVE_VECTORS} vectors, MLX beyond" if limited else f"{NATIVE_VECTORS} vectors at a time"
     compiled = cpu.native()
     tiles = TILES[compiled.tiles()] if compiled is not None else ""
     return KernelChoice(True, how_many + tiles, ACTIVATIONS[activations], **how)
@@ -294,18 +291,13 @@ def rope(
     return None if kernel is None else kernel(x, frequencies, traditional, scale, *where).astype(x.dtype)
 
 
-def swiglu(gate: mx.array, up: mx.array) -> mx.array | None:
-    """Return silu(gate) * up, of gate's type; None without a kernel."""
-    return _gated("swiglu", gate, up)
+def gated(unit: str, gate: mx.array, up: mx.array) -> mx.array | None:
+    """Return silu(gate) * up, or gelu(gate) * up with the tanh approximation, of gate's type; None without a kernel.
 
-
-def geglu(gate: mx.array, up: mx.array) -> mx.array | None:
-    """Return gelu(gate) * up with the tanh approximation, of gate's type; None without a kernel."""
-    return _gated("geglu", gate, up)
-
-
-def _gated(name: str, gate: mx.array, up: mx.array) -> mx.array | None:
-    kernel = fused_kernel(name) if gate.shape == up.shape and gate.size > 0 else None
+    Args:
+        unit: "swiglu" or "geglu".
+    """
+    kernel = fused_kernel(unit) if gate.shape == up.shape and gate.size > 0 else None
     return None if kernel is None else kernel(gate, up).astype(gate.dtype)
 
 

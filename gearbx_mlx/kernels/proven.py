@@ -19,7 +19,7 @@ import mlx.core as mx
 import msgspec
 
 from ..compat.arrays import dtype_name
-from .measured_file import MeasuredFile, become_newest
+from ..files.measured_file import MeasuredFile, become_newest
 from .metal import source_text
 
 LEAD = 1.05  # factor by which a kernel must be faster than MLX's
@@ -80,16 +80,6 @@ def decoder_key(group_size: int) -> str:
     return f"decoding, group {group_size}"
 
 
-def keep(text: str, key: str, ours: float, mlx: float) -> None:
-    """Keep the proof of a kernel that was correct here: its seconds and MLX's."""
-    change(text, key, Proof(ours, mlx))
-
-
-def forget(text: str, key: str) -> None:
-    """Delete the proof of a kernel that does not compile or is wrong."""
-    change(text, key, None)
-
-
 def proof(text: str, key: str) -> Proof | None:
     """Return the proof of a kernel on this machine; None if it is unproven.
 
@@ -139,8 +129,8 @@ def proofs_in(place: Path | None) -> Entries:
     return PROOFS.read().machines.get(metal_machine(), {})
 
 
-def change(text: str, key: str, proof: Proof | None) -> None:
-    """Write or remove a proof."""
+def keep(text: str, key: str, proof: Proof | None) -> None:
+    """Keep the proof of a kernel that was correct here; None: delete it, since it does not compile or is wrong."""
 
     def write(content: ProvenFile) -> None:
         of_text = content.machines.get(metal_machine(), {}).get(text_name(text), {})

@@ -40,44 +40,48 @@ def on_metal(monkeypatch, own_cache):
 def prove(kind: Kind, vectors: int, **seconds: tuple[float, float]) -> None:
     """Seconds of ours and of MLX's, by candidate."""
     for candidate, (ours, mlx) in seconds.items():
-        proven.keep(kind.text, proven.product_key(kind.form, kind.shape, mx.bfloat16, vectors, candidate), ours, mlx)
+        proven.keep(
+            kind.text,
+            proven.product_key(kind.form, kind.shape, mx.bfloat16, vectors, candidate),
+            proven.Proof(ours, mlx),
+        )
 
 
 class TestFile:
     def test_keeps_proven_kernels(self, own_cache):
         assert proven.proof(proven.EXACT_TEXT, KEY) is None
-        proven.keep(proven.EXACT_TEXT, KEY, 1.0, 2.0)
-        proven.keep(proven.EXACT_TEXT, proven.decoder_key(64), 2.0, 1.0)
+        proven.keep(proven.EXACT_TEXT, KEY, proven.Proof(1.0, 2.0))
+        proven.keep(proven.EXACT_TEXT, proven.decoder_key(64), proven.Proof(2.0, 1.0))
         assert proven.proof(proven.EXACT_TEXT, KEY) == proven.Proof(1.0, 2.0)
         assert proven.won(proven.EXACT_TEXT, KEY)
         assert proven.proof(proven.EXACT_TEXT, proven.decoder_key(64)) is not None
         assert not proven.won(proven.EXACT_TEXT, proven.decoder_key(64))
         assert proven.proof(proven.DENSE_TEXT, KEY) is None
-        proven.forget(proven.EXACT_TEXT, KEY)
+        proven.keep(proven.EXACT_TEXT, KEY, None)
         assert proven.proof(proven.EXACT_TEXT, KEY) is None
         assert not proven.any_won()
 
     def test_names_chip_system_mlx_and_source(self, own_cache):
         proven.metal_machine.cache_clear()
-        proven.keep(proven.EXACT_TEXT, KEY, 1.0, 2.0)
+        proven.keep(proven.EXACT_TEXT, KEY, proven.Proof(1.0, 2.0))
         ((machine, texts),) = json.loads((own_cache / "proven.json").read_text())["machines"].items()
         assert machine.startswith(str(mx.device_info()["device_name"]))
         assert ", mlx " in machine
         assert [name.partition(" ")[0] for name in texts] == ["exact"]
 
     def test_entry_of_other_machine_stays_unused(self, own_cache, monkeypatch):
-        proven.keep(proven.EXACT_TEXT, KEY, 1.0, 2.0)
+        proven.keep(proven.EXACT_TEXT, KEY, proven.Proof(1.0, 2.0))
         monkeypatch.setattr(proven, "metal_machine", lambda: "Apple M9, macOS 30.0, mlx 0.32.1")
         proven.proofs_in.cache_clear()
         assert not proven.any_won()
-        proven.keep(proven.DENSE_TEXT, KEY, 1.0, 2.0)
+        proven.keep(proven.DENSE_TEXT, KEY, proven.Proof(1.0, 2.0))
         assert len(json.loads((own_cache / "proven.json").read_text())["machines"]) == 2
         proven.proofs_in.cache_clear()
 
     @pytest.mark.parametrize("changed", ["exact_weights", "codes"])
     def test_entry_of_other_source_is_unused(self, own_cache, monkeypatch, changed):
-        proven.keep(proven.EXACT_TEXT, KEY, 1.0, 2.0)
-        proven.keep(proven.DENSE_TEXT, KEY, 1.0, 2.0)
+        proven.keep(proven.EXACT_TEXT, KEY, proven.Proof(1.0, 2.0))
+        proven.keep(proven.DENSE_TEXT, KEY, proven.Proof(1.0, 2.0))
         read = proven.source_text
         monkeypatch.setattr(proven, "source_text", lambda name: read(name) + "//" * (name == changed))
         proven.text_name.cache_clear()
@@ -91,7 +95,7 @@ class TestFile:
         (own_cache / "proven.json").write_bytes(content)
         with pytest.warns(GearbxWarning, match=r"proven\.json: .*benchmark mac"):
             assert not proven.any_won()
-        proven.keep(proven.EXACT_TEXT, KEY, 1.0, 2.0)
+        proven.keep(proven.EXACT_TEXT, KEY, proven.Proof(1.0, 2.0))
         assert proven.won(proven.EXACT_TEXT, KEY)
 
     def test_every_source_in_folder_has_name(self):
@@ -124,7 +128,7 @@ class TestDefaultKernels:
         assert Tuner(mx.float16).choose(PLANES, 1, lambda candidate: []) == MLX
 
     def test_a_proven_decoder_serves_prompts(self):
-        proven.keep(proven.EXACT_TEXT, EXACT.decoding, 1.0, 9.0)
+        proven.keep(proven.EXACT_TEXT, EXACT.decoding, proven.Proof(1.0, 9.0))
         assert [self.chosen(EXACT, vectors) for vectors in (1, 2, 600)] == [MLX, RECONSTRUCT, RECONSTRUCT]
 
     def test_layers_use_own_kernels_only_after_proof(self):
@@ -159,7 +163,7 @@ class TestUncompilableSource:
 
     @pytest.mark.filterwarnings("ignore::gearbx_mlx.errors.GearbxWarning")
     def test_leaves_the_weights_of_format_exact_to_mlx(self, on_metal):
-        proven.keep(proven.EXACT_TEXT, proven.decoder_key(64), 1.0, 9.0)
+        proven.keep(proven.EXACT_TEXT, proven.decoder_key(64), proven.Proof(1.0, 9.0))
         weight = normal(32, 128).astype(mx.bfloat16)
         matrix = encode(weight, 64)  # which decodes it
         chosen = mx.array([[3, 1]])
