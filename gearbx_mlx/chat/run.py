@@ -19,6 +19,7 @@ from ..cli import terminal
 from ..cli.prompt import check_unicode
 from ..cli.signals import ENDING, Interrupted, caught
 from ..compat.templates import prepare
+from ..decoding.modes import PAIR
 from ..errors import GearbxError, OutputLost, escaped, nearest
 from ..files.user_cache import chat_history
 from ..files.writing import check_writable, write_text
@@ -279,8 +280,8 @@ def run(settings: ChatSettings) -> int:
 def open_model(settings: ChatSettings, stack: ExitStack) -> ChatModel:
     """Open the chat's models. Raises GearbxError as `generate` for the same settings."""
     prepare()
-    if settings.mode.small_model is not None:
-        return PairChat(settings, settings.mode.small_model)
+    if settings.mode.mode == PAIR:
+        return PairChat(settings)
     return GearedChat(settings, stack)
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +149,7 @@ class GearedChat:
             flags = parse_mode(mode, words).mode
             given = flags.given()
             check_flags(mode, given)
-        found = make_mode(mode, given)
+        found = make_mode(mode, given, remember=self._settings.gears.remembers)
         self._check(found, flags)
         self._mode, self._held = found, ""
 
@@ -171,11 +171,12 @@ class GearedChat:
 class PairChat:
     """Chat with a pair of models, with the interface and errors of `GearedChat`."""
 
-    def __init__(self, settings: ChatSettings, small_model: str):
+    def __init__(self, settings: ChatSettings):
         self._settings = settings
-        self._pair = load_pair(settings.model, small_model)
+        self._pair = load_pair(settings.model, settings.cache.draft_model or "")
         self.tokenizer, self.config = self._pair.tokenizer, self._pair.config
-        self._keywords = generation_keywords(settings.sampling, settings.cache, self.tokenizer)
+        cache = replace(settings.cache, draft_model=None)  # the small model is loaded already
+        self._keywords = generation_keywords(settings.sampling, cache, self.tokenizer)
         self.gears: Sequence[str] = NAMES
         self.modes: Sequence[str] = (PAIR,)
         self._held = ""
