@@ -155,7 +155,6 @@ class Kind:
         stock: whether MLX has a kernel for this form.
         variants: names of the Metal kernel's variants.
         most_bits: most bits of an activation in CPU kernels that quantize them; 0: they never do.
-        text: the Metal kernel's name in `proven.TEXTS`.
         decoding: key of the proof of the Metal kernel that decodes the whole weight; "" without such a kernel.
     """
 
@@ -164,7 +163,6 @@ class Kind:
     stock: bool
     variants: tuple[str, ...] = metal.VARIANTS
     most_bits: int = 16
-    text: str = proven.MATVEC_TEXT
     decoding: str = ""
 
     def candidates(self, vectors: int, dtype: mx.Dtype, ours_alone: bool = False) -> tuple[str, ...]:
@@ -191,9 +189,9 @@ class Kind:
     def proven(self, vectors: int, dtype: mx.Dtype) -> str:
         """Return the default candidate on a Mac: native if proven faster there, otherwise MLX's operations."""
         keys = {each: product_key(self.form, self.shape, dtype, vectors, each) for each in self._native(vectors, dtype)}
-        proofs = {each: proven.proof(self.text, key) for each, key in keys.items()}
+        proofs = {each: proven.proof(key) for each, key in keys.items()}
         seconds = {each: proof.ours for each, proof in proofs.items() if proof is not None and proof.won}
-        decodes = vectors > 1 and self.decoding and proven.won(self.text, self.decoding)
+        decodes = vectors > 1 and self.decoding and proven.won(self.decoding)
         return min(seconds, key=lambda each: seconds[each], default=RECONSTRUCT if decodes else MLX)
 
     def _native(self, vectors: int, dtype: mx.Dtype) -> tuple[str, ...]:

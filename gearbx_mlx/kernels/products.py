@@ -159,7 +159,7 @@ def decoded(matrix: ExactMatrix) -> mx.array:
 
 def decoded_on_metal(matrix: ExactMatrix, chosen: mx.array | None = None) -> mx.array | None:
     """Return the result of `decode_launch` if it was proven correct and faster than `decode` here; otherwise None."""
-    if not metal.available() or not proven.won(proven.EXACT_TEXT, proven.decoder_key(matrix.group_size)):
+    if not metal.available() or not proven.won(proven.decoder_key(matrix.group_size)):
         return None
     return decode_launch(matrix, chosen).attempt()
 

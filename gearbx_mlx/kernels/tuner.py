@@ -16,7 +16,6 @@ their overhead raises all times by a similar factor.
 
 import atexit
 import functools
-import hashlib
 import math
 import os
 import platform
@@ -34,7 +33,7 @@ import msgspec
 from ..compat.arrays import dtype_name
 from ..errors import GearbxError
 from ..files.measured_file import MeasuredFile, become_newest
-from .compiler import SOURCES, processor_key
+from .compiler import processor_key
 from .dispatch import (
     BFLOAT16_BITS,
     CPU,
@@ -48,7 +47,8 @@ from .dispatch import (
     is_tuning,
     size_class,
 )
-from .metal import MAX_VECTORS, metal_folder
+from .metal import MAX_VECTORS
+from .proven import kernels_hash
 from .rounding import Expected, tolerance, trial_activations
 
 Key = TypeVar("Key")
@@ -134,17 +134,6 @@ class TuningCache:
         else:
             atexit.unregister(self.save)
             atexit.register(self.save)
-
-
-@functools.cache
-def kernels_hash() -> str:
-    """Return 8 hexadecimal digits that change with the source of the native kernels."""
-    digest = hashlib.sha256()
-    for folder in (SOURCES, metal_folder()):
-        for path in sorted(folder.iterdir()):
-            if path.is_file():
-                digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:8]
 
 
 def machine() -> str:
