@@ -78,10 +78,10 @@ class Planes(NamedTuple):
 
     def dequantize(self) -> mx.array:
         """Return the weights (..., O, I), float32."""
-        shifts, scales = plane_shifts(self.widths), self.scales.astype(mx.float32)
-        bias = sum((b.astype(mx.float32) * 2.0**-shift for b, shift in zip(self.biases, shifts)), mx.zeros(()))
-        bias, step = bias + scales * middle_of(self.rest), scales * 2.0 ** -shifts[-1]
-        codes = joined_codes(self.weights, self.widths)
+        planes, shifts = self.by_row().each_scale(lambda array: array.astype(mx.float32)), plane_shifts(self.widths)
+        bias = sum((bias * 2.0**-shift for bias, shift in zip(planes.biases, shifts)), mx.zeros(()))
+        bias, step = bias + planes.scales * middle_of(self.rest), planes.scales * 2.0 ** -shifts[-1]
+        codes = joined_codes(planes.weights, self.widths)
         return mx.dequantize(codes, step, bias, self.group_size, sum(self.widths))
 
     def joined(self) -> "Planes":
@@ -132,9 +132,6 @@ class PanelPlanes(Planes):
 
     def in_panels(self, rows: int) -> Planes:
         return self
-
-    def dequantize(self) -> mx.array:
-        return self.by_row().dequantize()
 
 
 def side_by_side(array: mx.array, rows: int) -> mx.array:
