@@ -127,7 +127,8 @@ def predict(plane: Planes) -> Prediction:
     scale, bias = (as_floats(array)[..., None] for array in (plane.scales, plane.biases[0]))
     value = scale * codes + bias
     near = ~(mx.abs(value) > mx.abs(scale) * 0.5)  # true for NaN as well
-    return Prediction(upper_bits(value) - FIRST_NEIGHBOR, near)
+    upper = (value.view(mx.uint32) >> 16).astype(mx.uint16)  # bits
+    return Prediction(upper - FIRST_NEIGHBOR, near)
 
 
 def decode(matrix: ExactMatrix) -> mx.array:
@@ -155,23 +156,18 @@ def as_floats(bits: mx.array) -> mx.array:
     return bits.view(mx.bfloat16).astype(mx.float32)
 
 
-def upper_bits(values: mx.array) -> mx.array:
-    """Return the upper 16 bits of float32 numbers, uint16."""
-    return (values.view(mx.uint32) >> 16).astype(mx.uint16)
-
-
-def tile_ends(matrix: ExactMatrix, at_once: int = WEIGHTS_DECODED_AT_ONCE) -> Iterator[tuple[int, int]]:
-    """Yield first row and end of each tile of a matrix (O, I): at most `at_once` weights, or a row."""
+def tile_ends(matrix: ExactMatrix, at_once: int = 0) -> Iterator[tuple[int, int]]:
+    """Yield first row and end of each tile of a matrix (O, I): a row, or at most `at_once` weights; 0: the default."""
     rows, width = matrix.shape
-    height = max(1, at_once // width)
+    height = max(1, (at_once or WEIGHTS_DECODED_AT_ONCE) // width)
     for first in range(0, rows, height):
         yield first, min(first + height, rows)
 
 
-def by_tiles(matrix: ExactMatrix, compute: Callable[[ExactMatrix], mx.array], *at_once: int) -> list[mx.array]:
+def by_tiles(matrix: ExactMatrix, compute: Callable[[ExactMatrix], mx.array], at_once: int = 0) -> list[mx.array]:
     """Return results for each tile of a matrix (O, I); each waits for the previous one, since MLX might decode all."""
     parts: list[mx.array] = []
-    for ends in tile_ends(matrix, *at_once):
+    for ends in tile_ends(matrix, at_once):
         parts.append(compute(matrix.rows(*ends).after(parts[-1:])))
     return parts
 
@@ -182,10 +178,7 @@ def decoded_by_tiles(matrix: ExactMatrix) -> mx.array:
 
 
 def product_by_tiles(
-    x: mx.array,
-    matrix: ExactMatrix,
-    decode: Callable[[ExactMatrix], mx.array] = decode,
-    at_once: int = WEIGHTS_DECODED_AT_ONCE,
+    x: mx.array, matrix: ExactMatrix, decode: Callable[[ExactMatrix], mx.array] = decode, at_once: int = 0
 ) -> mx.array:
     """Return x (..., I) @ W^T of x's type, by MLX's matmul over one decoded tile at a time."""
     parts = by_tiles(matrix.by_row(), lambda tile: (x @ decode(tile).T).astype(x.dtype), at_once)

@@ -173,11 +173,6 @@ class Spec:
         return [*first, *(["bias"] if self.has_bias else []), *(["experts"] if self.experts else []), "sizes"]
 
     @property
-    def read_once(self) -> tuple[str, ...]:
-        """Buffers whose bytes a launch reads once. Codes of outliers are read again, and experts once per pair."""
-        return () if self.layout.tables or self.experts else self.layout.arrays[: self.layout.planes]
-
-    @property
     def header(self) -> str:
         """Definitions of UNROLL, the macros, and T, the type of activations and result; then the libraries.
 

@@ -338,7 +338,10 @@ def times_of(products: Mapping[str, Sequence[Product]], x: mx.array) -> Times:
     """
     if not all(products.values()):
         return {}
-    found = {name: seconds_of_one(each[0], x) for name, each in products.items()}
+    found = dict.fromkeys(products, FAILED)
+    for name, (product, *_) in products.items():
+        if evaluated(product, x) is not None:  # the first matmul may compile its kernel
+            found[name] = seconds_of(partial(lambda multiply: [multiply(x)], product))
     # A candidate that takes three times as long for a single matmul is not timed over many.
     hopeful = [name for name, seconds in found.items() if seconds <= 3.0 * min(found.values())]
     if len(hopeful) > 1:
@@ -346,11 +349,6 @@ def times_of(products: Mapping[str, Sequence[Product]], x: mx.array) -> Times:
         times = timed_in_turn(makes, least=0.002, give_up=1.5)
         found |= {name: statistics.median(each) / len(products[name]) for name, each in times.items()}
     return found
-
-
-def seconds_of_one(product: Product, x: mx.array) -> float:
-    """Return seconds of one matmul, after a first one that may compile its kernel; FAILED if it cannot."""
-    return FAILED if evaluated(product, x) is None else seconds_of(lambda: [product(x)])
 
 
 def evaluated(product: Product, x: mx.array) -> mx.array | None:
