@@ -75,7 +75,6 @@ def flag(
     exclusive: str = "",
     rare: bool = False,
     default_text: str = "",
-    part_of: str = "",
     **rules: Any,
 ) -> Any:
     """Return a `setting` that is a flag.
@@ -88,13 +87,12 @@ def flag(
         exclusive: a label; at most one flag with this label may be set.
         rare: only `--help-all` shows it.
         default_text: the default in words, if it depends on other flags, files or the machine.
-        part_of: the flag whose value has this one after a colon.
         rules: of `setting`; and of `add_argument`: metavar, nargs, const.
     """
     has_text = default not in (MISSING, None, "", ()) and default is not False
     if default_text or has_text:
         help = f"{help} [default: {default_text or as_text(default)}]"
-    return setting(default, help=help, flag=name, also=also, exclusive=exclusive, rare=rare, part_of=part_of, **rules)
+    return setting(default, help=help, flag=name, also=also, exclusive=exclusive, rare=rare, **rules)
 
 
 def flags_in(kind: Any) -> dict[str, Field]:

@@ -35,7 +35,7 @@ RUNS = {
     "route, KV gears": f"{ONE} --mode route --kv-gears 4,16",
     "route, controller": f"{ONE} --mode route --target-tps 50",
     "draft model": f"{ONE} --draft-model {{quantized}}",
-    "pair": "generate -m 12 --mode pair --draft-model {quantized}",
+    "pair": "generate -m 12 --small-model {quantized}",
     "telemetry-only": "generate -m 12 --mode telemetry-only --model {quantized}",
     "16 alone": "generate -m 12 --gears 16",
     "chat": "chat -m 8 --model {quantized} --kernels {kernels}",

@@ -17,7 +17,7 @@ CACHE_KINDS = {
     "times": "measured times and acceptance rates",
     "imports": "names defined by transformers",
     "history": "typed lines of chat",
-    "lookup": "prompts and outputs that --cache all keeps",
+    "lookup": "prompts and outputs that --remember keeps",
     "other": "anything else",
 }
 

@@ -19,7 +19,6 @@ from ..cli import terminal
 from ..cli.prompt import check_unicode
 from ..cli.signals import ENDING, Interrupted, caught
 from ..compat.templates import prepare
-from ..decoding.modes import PAIR
 from ..errors import GearbxError, OutputLost, escaped, nearest
 from ..files.user_cache import chat_history
 from ..files.writing import check_writable, write_text
@@ -280,8 +279,8 @@ def run(settings: ChatSettings) -> int:
 def open_model(settings: ChatSettings, stack: ExitStack) -> ChatModel:
     """Open the chat's models. Raises GearbxError as `generate` for the same settings."""
     prepare()
-    if settings.mode.mode == PAIR:
-        return PairChat(settings)
+    if settings.mode.small_model is not None:
+        return PairChat(settings, settings.mode.small_model)
     return GearedChat(settings, stack)
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +149,7 @@ class GearedChat:
             flags = parse_mode(mode, words).mode
             given = flags.given()
             check_flags(mode, given)
-        found = make_mode(mode, given, remember=self._settings.gears.remembers)
+        found = make_mode(mode, given)
         self._check(found, flags)
         self._mode, self._held = found, ""
 
@@ -171,12 +171,11 @@ class GearedChat:
 class PairChat:
     """Chat with a pair of models, with the interface and errors of `GearedChat`."""
 
-    def __init__(self, settings: ChatSettings):
+    def __init__(self, settings: ChatSettings, small_model: str):
         self._settings = settings
-        self._pair = load_pair(settings.model, settings.cache.draft_model or "")
+        self._pair = load_pair(settings.model, small_model)
         self.tokenizer, self.config = self._pair.tokenizer, self._pair.config
-        cache = replace(settings.cache, draft_model=None)  # the small model is loaded already
-        self._keywords = generation_keywords(settings.sampling, cache, self.tokenizer)
+        self._keywords = generation_keywords(settings.sampling, settings.cache, self.tokenizer)
         self.gears: Sequence[str] = NAMES
         self.modes: Sequence[str] = (PAIR,)
         self._held = ""

@@ -203,7 +203,7 @@ def make_gearbox(decision: Decision, model: nn.Module, base: CalibratedBase | No
         checkpoint=decision.model.directory if residency == "disk" else None,
         dtype=dtype,
         base=None if base is None else base.layers,
-        keep=gears.cache != "none",
+        keep=not gears.no_cache,
         **kernels.of_gearbox,
         **layers,
     )
@@ -389,7 +389,7 @@ class LoadedPair:
 
     def mode(self, flags: Mapping[str, Any]) -> Mode:
         """Return mode pair. flags: values of mode flags by name."""
-        return make_mode(PAIR, flags, small_model=self.small)
+        return make_mode(PAIR, {**flags, "small_model": self.small})
 
 
 def load_pair(settings: ModelSettings, small_model: str, chat_template: str = "") -> LoadedPair:

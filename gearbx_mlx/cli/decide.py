@@ -56,7 +56,6 @@ from .flags import (
     LayoutSettings,
     ModeFlags,
     ModelSettings,
-    mode_flag,
 )
 from .memory import StoredGears, check_limit, room_warnings
 
@@ -222,7 +221,7 @@ def decide(settings: GearedSettings, model: Description, several_modes: bool = F
         format=format_with(settings.gears, stored.format, model),
         cap_bits=cap_bits,
         takes_base=takes_base(case, stored.ladder, bool(cap_bits)),
-        mode=make_mode(chosen.name, settings.mode.given(), remember=settings.gears.remembers),
+        mode=make_mode(chosen.name, settings.mode.given()),
         warnings=tuple(warnings),
     )
 
@@ -262,7 +261,7 @@ def check_flags(mode: str, given: Mapping[str, Any], several_modes: bool = False
     kept = {"prompt_gear"} if several_modes else set()
     for name in given.keys() - flags_of_mode(mode).keys() - kept:
         modes = " or ".join(each for each in SETTINGS if name in flags_of_mode(each) and each != PAIR)
-        raise GearbxError(f"{mode_flag(name)}: only for --mode {modes}, got --mode {mode}; omit it, or use that mode")
+        raise GearbxError(f"{flag_of(name)}: only for --mode {modes}, got --mode {mode}; omit it, or use that mode")
 
 
 def check_governing(settings: GearedSettings, mode: str) -> None:
@@ -284,7 +283,7 @@ def check_in_ladder(flags: Any, ladder: Ladder) -> None:
     for name in ("gear", "prompt_gear"):
         gear = getattr(flags, name)
         if gear not in (None, AUTO, SAME):
-            with error_context(flag_of("gear")):
+            with error_context(flag_of(name)):
                 ladder.find(gear)
 
 
@@ -295,7 +294,7 @@ def gears_of(case: Case) -> StoredGears:
     """Return the gears of the first row of the module's table that applies."""
     model, layout, manifest = case.model, case.layout, case.settings.gears.manifest
     if model.saved is not None:
-        if case.settings.gears.low_base is not None:
+        if case.settings.gears.base is not None:
             raise GearbxError(
                 f"{model.title}: has its codes; omit --base, or use the original with convert --calibrate"
             )
@@ -325,6 +324,7 @@ def gears_of_codes(case: Case, codes: Codes) -> StoredGears:
     if case.observes:
         return StoredGears(layout.gears or codes.watched(default_ladder(filled["format"])), **filled, why=why)
     given = {
+        "--manifest": flags.manifest,
         f"--kernels {DEQUANT_CACHE}": flags.kernels.name == DEQUANT_CACHE,
         "--base": flags.base,
         f"--residency {flags.residency.name}": flags.residency.name != "resident",

@@ -135,7 +135,7 @@ def machine_for(settings: GearedSettings) -> Machine:
 
 
 def precision_of(settings: GearedSettings, described: Description) -> PrecisionManifest | None:
-    """Return the manifest of --base, or else a geared checkpoint's if there is a controller.
+    """Return the manifest of --manifest, or else a geared checkpoint's if there is a controller.
 
     Raises:
         GearbxError: a file that cannot be read, or belongs to a different model.

@@ -82,9 +82,7 @@ class CacheSettings(Settings):
         parse=kv_ladder,
     )
     draft_model: str | None = flag(
-        None,
-        "Smaller model with the same tokenizer, for drafts (also an EAGLE-3 head) or mode pair",
-        named=True,
+        None, "Smaller model with the same tokenizer, or EAGLE-3 head, that drafts in mode lossless", named=True
     )
 
     def __post_init__(self) -> None:
@@ -226,16 +224,19 @@ class ModeName(Settings):
     mode: str | None = flag(
         None,
         "Mode that sets the gear of each token",
-        default_text="lossless; --thresholds, --target-tps: route; --gear, --gears 16: static",
+        default_text="lossless; --thresholds, --target-tps: route; --gear, --gears 16: static; --small-model: pair",
         choices=tuple(MODES),
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        gear, colon, prompt_gear = str(vars(self).get("gear")).partition(":")
-        if colon:
-            object.__setattr__(self, "gear", gear or None)
-            object.__setattr__(self, "prompt_gear", prompt_gear or None)
+        small = vars(self).get("small_model")
+        if small is not None and self.mode not in (None, PAIR):
+            raise GearbxError(
+                f"--small-model: only for --mode pair, got --mode {self.mode}; omit it, or use --mode pair"
+            )
+        if small is None and self.mode == PAIR:
+            raise GearbxError("--mode pair: needs a second model; pass --small-model, with the tokenizer of --model")
 
     def given(self) -> dict[str, Any]:
         """Return the mode flags that are set, by name."""
@@ -244,11 +245,6 @@ class ModeName(Settings):
     def given_to_others(self) -> dict[str, Any]:
         """Return the flags that hold for later modes too, unlike the gear of the first one."""
         return {name: value for name, value in self.given().items() if name != "gear"}
-
-
-def mode_flag(name: str) -> str:
-    """Return the name of a mode flag in messages."""
-    return "--gear :PREFILL" if name == "prompt_gear" else flag_of(name)
 
 
 def flags_of_modes() -> list[tuple[str, Any, Any]]:
@@ -430,6 +426,13 @@ class GearFlags(Settings):
 
     title: ClassVar[str] = "gearbox"
 
+    manifest: str | None = flag(
+        None,
+        "Bits of every layer in each gear, from gearbx_mlx allocate",
+        metavar="FILE",
+        named=True,
+        rare=True,
+    )
     residency: Any = flag(
         "resident",
         "Place of idle gears; stream: the top gear is never in memory; disk:3GB: memory limit of the process",
@@ -446,43 +449,28 @@ class GearFlags(Settings):
     )
     base: str | None = flag(
         None,
-        "Codes of gears: calibration text (by default bundled), quantized MODEL as lowest gear, or FILE from allocate",
+        "Calibration text for the lowest gear (without TEXT: the bundled one), or a quantized MODEL as that gear",
         nargs="?",
         const="",
-        metavar="TEXT|MODEL|FILE.json",
+        metavar="TEXT|MODEL",
     )
-    cache: str = flag(
-        "gears",
-        "Content kept in the user's cache for later starts; all: also prompts and outputs, for prompt lookup",
-        choices=("none", "gears", "all"),
-        rare=True,
-    )
+    no_cache: bool = flag(False, "Make gears again, and keep none in the cache", rare=True)
 
-    @property
-    def remembers(self) -> bool:
-        """Keeping of prompts and outputs for prompt lookup in later starts."""
-        return self.cache == "all"
-
-    @property
-    def manifest(self) -> str | None:
-        """The file with the bits of every layer in each gear, or None."""
-        return self.base if self.base and self.base.endswith(".json") else None
-
-    @property
-    def low_base(self) -> str | None:
-        """The text or the model that chooses the lowest gear's codes; None without one."""
-        return None if self.manifest else self.base
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.base is not None and self.manifest is not None:
+            raise GearbxError("--base: chooses codes, as --manifest does; omit one of them")
 
     @property
     def base_text(self) -> str | None:
         """The calibration text; "": the bundled one; None: without calibration."""
-        return None if self.low_model else self.low_base
+        return None if self.base is None or self.low_model is not None else self.base
 
     @property
     def low_model(self) -> str | None:
         """The quantized model that is the lowest gear, or None."""
-        base = self.low_base or ""
-        return None if os.path.isfile(base) and not base.endswith(".gguf") else base or None
+        is_text = not self.base or (os.path.isfile(self.base) and not self.base.endswith(".gguf"))
+        return None if is_text else self.base
 
     @property
     def keeps_originals(self) -> bool:
@@ -509,7 +497,7 @@ class GearedSettings(Protocol):
 
 
 def check_pair(settings: GearedSettings, further: Mapping[str, object] = MappingProxyType({})) -> None:
-    """Validate the flags of mode pair, if it is requested.
+    """Validate the flags of mode pair, if there is a small model.
 
     Args:
         further: value by field, for flags of the command that a pair does not accept.
@@ -518,12 +506,11 @@ def check_pair(settings: GearedSettings, further: Mapping[str, object] = Mapping
         GearbxError: flags of a single model, or settings that no pair can have.
     """
     given = settings.mode.given()
-    if settings.mode.mode != PAIR:
+    if "small_model" not in given:
         return
-    if settings.cache.draft_model is None:
-        raise GearbxError("--mode pair: needs a second model; pass --draft-model, with the tokenizer of --model")
     others = given.keys() - flags_of_mode(PAIR).keys()
     single = {
+        "draft_model": settings.cache.draft_model,
         "kv_gears": settings.cache.kv_gears,
         "target_tps": settings.controller.target_tps,
         **further,
@@ -532,7 +519,7 @@ def check_pair(settings: GearedSettings, further: Mapping[str, object] = Mapping
     }
     for name, value in single.items():
         if value is not None and value is not False:
-            raise GearbxError(f"{mode_flag(name)}: only for a single model; omit it, or --mode pair")
+            raise GearbxError(f"{flag_of(name)}: only for a single model; omit it, or omit --small-model")
     own = {item.name: given[name] for name, item in flags_of_mode(PAIR).items() if name in given}
     SETTINGS[PAIR](**own)
 

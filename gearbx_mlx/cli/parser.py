@@ -164,8 +164,6 @@ def add_flags(group: Any, kind: type[Settings]) -> list[argparse.Action]:
     types = get_type_hints(kind)
     for name, item in flags_in(kind).items():
         rules = item.metadata
-        if rules["part_of"]:
-            continue
         place, word = group, rules["exclusive"]
         if word:
             if word not in exclusive:

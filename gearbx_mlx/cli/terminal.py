@@ -305,7 +305,7 @@ def show_keeping() -> None:
     from ..gears import kept  # imports mlx
 
     kept.when_keeping = lambda size, folder: note(
-        f"gears: {human_bytes(size)} kept in {folder} for the next start; use --cache none to keep none"
+        f"gears: {human_bytes(size)} kept in {folder} for the next start; use --no-cache to keep none"
     )
 
 

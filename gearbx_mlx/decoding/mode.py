@@ -168,7 +168,7 @@ def gear_of_prompt(gearbox: Gearbox | Observer, wanted: str | int | None, first:
         megabytes = gearbox.weight_bytes_per_token(best) / 1e6
         message = (
             f"prefill runs in gear '{first.name}', since gear '{best.name}' ({megabytes:.0f} MB) is not in memory; "
-            f"use --gear :{best.name} to load it for every prompt, for outputs closer to that gear's"
+            f"use --prompt-gear {best.name} to load it for every prompt, for outputs closer to that gear's"
         )
         warnings.warn(message, GearbxWarning, stacklevel=3)
     return first

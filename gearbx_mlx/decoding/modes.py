@@ -58,16 +58,22 @@ def thresholds_flag() -> Any:
 def gear_flag(default: str | None = None) -> Any:
     return flag(
         default,
-        "Gear of static, initial gear of route, pair; prefill gear after a colon",
+        "Gear of static, initial gear of route and pair: name or bits",
         default_text="top; route: by prompt; pair: small",
-        metavar="GEAR[:PREFILL]",
         name="gear",
         named=True,
     )
 
 
 def prompt_gear_flag() -> Any:
-    return flag(None, part_of="gear", named=True, kw_only=True)
+    return flag(
+        None,
+        "Prefill gear of route, kickdown and static: name, bits, or same (the initial gear)",
+        default_text="top; on a CPU 8",
+        named=True,
+        rare=True,
+        kw_only=True,
+    )
 
 
 @dataclass(frozen=True)
@@ -150,7 +156,9 @@ class LosslessSettings(Settings):
         rare=True,
     )
     lookup_tokens: int | None = setting(None, minimum=0, maximum=MAX_DRAFTED)
-    remember: bool | str | Path = setting(False)
+    remember: bool | str | Path = flag(
+        False, "Keep all prompts and outputs in the user's cache, for prompt lookup in later starts", rare=True
+    )
     share_lookup: bool = setting(True)
     window: int = setting(DEFAULT_WINDOW, minimum=1)
 
@@ -168,7 +176,11 @@ class PairSettings(Settings):
             or the large one if the threshold is 0. The other model prefills when it is first engaged.
     """
 
-    small_model: Any = setting(None)
+    small_model: Any = flag(
+        None,
+        "Smaller model of mode pair, with the tokenizer of --model; --thresholds is then one number of bits",
+        named=True,
+    )
     threshold: float | None = flag(
         None, "One entropy threshold in bits", name="thresholds", parse=read_thresholds, metavar="BITS"
     )
@@ -187,11 +199,11 @@ def one_threshold(given: Any) -> float | None:
     if isinstance(given, ReadThresholds):
         given = given.content.thresholds
     if isinstance(given, str):
-        raise GearbxError(f"--thresholds: --mode pair needs bits, got {given}; use a number such as {ead.EAD_BITS:g}")
+        raise GearbxError(f"--thresholds: --small-model needs bits, got {given}; use a number such as {ead.EAD_BITS:g}")
     if isinstance(given, list | tuple):
         if len(given) != 1:
             shown = ",".join(f"{bits:g}" for bits in given)
-            raise GearbxError(f"--thresholds: --mode pair needs one threshold, got {shown}; use one number of bits")
+            raise GearbxError(f"--thresholds: --small-model needs one threshold, got {shown}; use one number of bits")
         given = given[0]
     if given is not None:
         ead.check_threshold(given)
@@ -225,20 +237,16 @@ def check_draft_model(mode: str, draft_model: object) -> None:
         raise GearbxError(f"mode '{mode}': takes no draft model; omit it, or use mode '{LOSSLESS}'")
 
 
-def make_mode(name: str, given: Mapping[str, Any], **settings: Any) -> "Mode":
+def make_mode(name: str, given: Mapping[str, Any]) -> "Mode":
     """Return a mode with its given flags; a thresholds file may set the gate's window, hysteresis and duration.
-
-    Args:
-        settings: that are no flags of a mode; the mode takes its own.
 
     Raises:
         GearbxError: as the mode's settings.
     """
     kind, flags = mode_class(name), flags_of_mode(name)
     values = {item.name: given[flag] for flag, item in flags.items() if given.get(flag) is not None}
-    own, source = {one.name for one in fields(kind)}, given.get("thresholds")
-    values |= {each: value for each, value in settings.items() if each in own}
+    source = given.get("thresholds")
     if isinstance(source, ReadThresholds):
-        found = {each: getattr(source.content, each) for each in OF_GATE if each in own}
+        found = {each: getattr(source.content, each) for each in OF_GATE if each in {one.name for one in fields(kind)}}
         values |= {each: value for each, value in found.items() if value is not None}
     return kind(**values)

@@ -31,7 +31,6 @@ from ..decoding.caches import length
 from ..decoding.learned import speedup_of_calibration
 from ..decoding.lossless import Lossless
 from ..decoding.mode import Mode
-from ..decoding.modes import PAIR
 from ..decoding.policy import DEFAULT_LENGTH, MAX_DRAFTED
 from ..decoding.response import GearResponse
 from ..decoding.route import auto_thresholds
@@ -53,13 +52,14 @@ from ..telemetry.trace import TraceWriter, record, writer_of
 from . import DEFAULT_PROMPT, GenerateSettings
 
 
-def run_pair(settings: GenerateSettings, prompt: str, trace: Path | None, summary: Path | None) -> int:
-    small_model = settings.cache.draft_model or ""
+def run_pair(
+    settings: GenerateSettings, small_model: str, prompt: str, trace: Path | None, summary: Path | None
+) -> int:
     pair = load_pair(settings.model, small_model)
     tokens = encode_prompt(settings.prompt, pair.tokenizer, prompt, settings.input.prefill_response)
     max_tokens = room_for(pair.config, len(tokens), settings.prompt.max_tokens, settings.cache.max_kv_size)
     mode = pair.mode(settings.mode.given())
-    keywords = generation_keywords(settings.sampling, replace(settings.cache, draft_model=None), pair.tokenizer)
+    keywords = generation_keywords(settings.sampling, settings.cache, pair.tokenizer)
     bar = terminal.PromptBar()
     if settings.output.is_verbose:
         keywords["prompt_progress_callback"] = bar.update
@@ -117,6 +117,7 @@ def show_summary(result: dict[str, Any], table: Table, verbose: bool, file: Path
 UNCOMPARED = ("model", "trace", "summary", "verbose")  # compared by fingerprint, or used by rank 0 only
 TEXT_FLAGS = ("prompt", "prefill_response")  # text even if a file has that name
 ONE_PROCESS = {  # flags that ranks cannot have: the reason, with a remedy
+    "small_model": "ranks run a single model",
     "draft_model": "in mode lossless a low gear drafts without one",
     "adapter_path": "use mlx_lm.fuse first",
     "prompt_cache_file": "pass the prompt instead",
@@ -138,7 +139,7 @@ def on_this_rank(settings: GenerateSettings) -> GenerateSettings:
     computing = {f"version of {name}": version for name, version in program_versions().items()}
     check_equal(run.group, computing | {"kind of machine": platform.machine()} | flag_facts(given))
     for name, why in ONE_PROCESS.items():
-        if ({**given, "base": settings.gears.low_base})[name] not in (None, False):
+        if given.get(name) not in (None, False):
             raise GearbxError(f"{flag_of(name)}: needs one process, got {run.place.size} ranks; omit it ({why})")
     if settings.input.prompt == "-":
         raise GearbxError("--prompt -: mlx.launch never closes standard input; pass the prompt itself")
@@ -211,8 +212,8 @@ def run(settings: GenerateSettings) -> int:
         prepare()
     if settings.sampling.seed is not None:
         mx.random.seed(settings.sampling.seed)
-    if settings.mode.mode == PAIR:
-        return run_pair(settings, prompt, trace, summary)
+    if settings.mode.small_model is not None:
+        return run_pair(settings, settings.mode.small_model, prompt, trace, summary)
     cache = load_cache(settings.input.prompt_cache_file, settings.model.model)
     if cache is not None:  # the cache names the model
         settings = replace(settings, model=replace(settings.model, model=cache.model))

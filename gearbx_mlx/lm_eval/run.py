@@ -17,7 +17,6 @@ from tqdm import tqdm
 from ..cli.build import Loaded, decided
 from ..cli.parser import command_settings
 from ..decoding.lossless import Lossless
-from ..decoding.modes import PAIR
 from ..decoding.route import Static
 from ..decoding.stream import stream_generate
 from ..errors import GearbxError, one_line
@@ -99,8 +98,8 @@ def settings_of(flags: Mapping[str, Any]) -> GenerateSettings:
     for name, group in vars(settings).items():
         for flag in given_names(group, type(group)()) if name in MEANINGLESS else ():
             raise GearbxError(f"--model_args {flag}: no meaning for lm-eval; omit it")
-    if settings.mode.mode == PAIR:
-        raise GearbxError("--model_args mode=pair: lm-eval has one model; use a different mode")
+    if settings.mode.small_model is not None:
+        raise GearbxError("--model_args small_model: lm-eval has one model; omit it")
     return settings
 
 

@@ -168,8 +168,8 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         check_pair(self)
-        if self.gears.remembers and not self.concurrency.share_lookup:
-            raise GearbxError("--cache all: keeps all requests for later ones; add --share-lookup, or omit it")
+        if "remember" in self.mode.given() and not self.concurrency.share_lookup:
+            raise GearbxError("--remember: keeps all requests for later ones; add --share-lookup, or omit it")
         self.others.check_named()
         if self.others.server is not None:
             self.check_routed()

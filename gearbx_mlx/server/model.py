@@ -47,15 +47,12 @@ def mode_of_request(geared: Geared, modes: tuple[str, ...], default: Mode, optio
 
     Raises GearbxError for a mode or gear that is not available here, and for options of a different mode.
     """
-    settings = geared.loaded.decision.settings
+    flags = geared.loaded.decision.settings.mode
     given = {name: value for name, value in options if name != "mode" and value is not None}
     requested = options.mode or mode_of_options(given, default)
     if requested is not None and requested not in modes:
         raise GearbxError(f"mode '{requested}' is not served here; {choose(requested, modes)}")
-    if requested in (None, default.name):
-        mode = default
-    else:
-        mode = make_mode(requested, settings.mode.given_to_others(), remember=settings.gears.remembers)
+    mode = default if requested in (None, default.name) else make_mode(requested, flags.given_to_others())
     own = {item.name for item in fields(mode)}
     for name, value in given.items():
         refuse_unless(name in own, name, mode.name)
@@ -137,8 +134,8 @@ def description_of(provider: GearedProvider) -> str:
 def prepared(settings: ServerSettings, path: str | None, adapter: str | None) -> Callable[[], ServedModel]:
     """Return the loader of a model or pair. Raises GearbxError for a missing model, or unsuitable flags."""
     model, template = replace(settings.model, model=path, adapter_path=adapter), settings.answers.chat_template
-    if settings.mode.mode == PAIR:
-        small = settings.cache.draft_model or ""
+    small = settings.mode.small_model
+    if small is not None:
         find(path or DEMO_MODEL)
         return lambda: serve_pair(load_pair(model, small, template), settings.mode.given())
     settings = replace(settings, model=model)
@@ -192,4 +189,4 @@ def load_geared(decision: Decision, template: str, share_lookup: bool) -> Served
 def check_prompt_gear(gear: str | None, gearbox: Gearbox | Observer) -> None:
     """Validate a prefill gear before the first request. Raises GearbxError for a model in one precision."""
     if gear not in (None, SAME) and not isinstance(gearbox, Gearbox):
-        raise GearbxError(f"--gear :{gear}: this model has one precision; omit the flag")
+        raise GearbxError(f"--prompt-gear {gear}: this model has one precision; omit the flag")

@@ -73,7 +73,7 @@ MODEL_COMMANDS = (
     "benchmark decode --tokens 1 --trials 1 --model {}",
     "sensitivity --bits 4 --num-samples 1 --sequence-length 4 --model {}",
     "generate -m 2 --model llama --draft-model {}",
-    "generate -m 2 --model llama --mode pair --draft-model {}",
+    "generate -m 2 --model llama --small-model {}",
     "generate -m 2 --model llama --base {}",
 )
 MODEL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")
@@ -98,7 +98,7 @@ READERS: dict[str, tuple[str, ...]] = {
     },
     "thresholds.json": (f"{GENERATE} --thresholds thresholds.json",),
     "manifest.json": (
-        f"{GENERATE} --base manifest.json --gears 4,16",
+        f"{GENERATE} --manifest manifest.json --gears 4,16",
         f"allocate --model llama {TEXT} --gears 4 --exchanges 1",
         "convert --model llama --manifest manifest.json --gears 4 --mlx-path out",
     ),

@@ -48,8 +48,8 @@ LADDERS = ("4,8,16", "4,16", "3,8", "16", "8", "2,16", "2,4", "3,4,5,6,8,16")
 OUTPUTS = ("out", "out.json", "llama", "prompts.txt", "a_directory")
 PROMPTS = ("prompts.txt", "prompts.jsonl", "gsm8k.jsonl")
 GOOD: dict[str, Sequence[str]] = {
-    **dict.fromkeys(("model", "draft_model"), ("llama", "geared", *MODELS)),
-    "base": ("", "text.txt", "gsm8k.jsonl", "quantized", "manifest.json"),
+    **dict.fromkeys(("model", "small_model", "draft_model"), ("llama", "geared", *MODELS)),
+    "base": ("", "text.txt", "gsm8k.jsonl", "quantized"),
     "residency": ("resident", "disk", "disk:8GB", "stream"),
     "kernels": ("auto", "mlx", "native:float", "auto:int8", "dequant-cache"),
     "verbose": ("True", "False", "all"),
@@ -121,7 +121,7 @@ def parsers_of(command: str) -> list[Parser]:
 
 def flags_of(group: type) -> Iterator[Flag]:
     types = get_type_hints(group)
-    for item in (each for each in flags_in(group).values() if not each.metadata["part_of"]):
+    for item in flags_in(group).values():
         kind = next(part for part in get_args(types[item.name]) or (types[item.name],) if part is not NoneType)
         yield flag_for(item, kind)
 

@@ -122,7 +122,7 @@ class TestGenerate:
     def run(self, command, tmp_path, content, *arguments):
         file = tmp_path / "m.json"
         file.write_text(json.dumps(content))
-        return command("generate", "--base", file, "-m", 8, *arguments)
+        return command("generate", "--manifest", file, "-m", 8, *arguments)
 
     def test_shifts_tables(self, succeeds, tmp_path, for_demo):
         trace, summary = tmp_path / "t.jsonl", tmp_path / "s.json"
@@ -154,7 +154,7 @@ class TestGenerate:
     def test_conflicting_flags_are_refused(self, command, tmp_path, for_demo):
         result = self.run(command, tmp_path, for_demo, "--format", "planes")
         assert_refused(result, "--format: ", "was measured with affine, got planes; omit --format")
-        assert_refused(command("generate", "--base", tmp_path / "none.json"), "none.json: cannot be read")
+        assert_refused(command("generate", "--manifest", tmp_path / "none.json"), "none.json: cannot be read")
 
 
 class TestConvert:

@@ -236,7 +236,7 @@ class TestCommands:
         assert lines[5] == "mode route"
 
     def test_gear_of_a_pair_holds_one_model(self, capsys):
-        with chat(mode="pair", draft_model=str(DEMO_MODEL), thresholds="1.5", max_tokens=40) as session:
+        with chat(small_model=str(DEMO_MODEL), thresholds="1.5", max_tokens=40) as session:
             type_into(session, "/gear small", ASKED, "/gear large", ASKED, "/gear auto", ASKED)
         _, small, _, large, _, both = said(capsys)
         assert "small 100%" in small

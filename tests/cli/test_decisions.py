@@ -104,9 +104,9 @@ ROWS = [
     ("BF16", "--draft-model D --mode route", "cpu", "takes no draft model"),
     (
         "BF16",
-        "--gear :8 --mode lossless",
+        "--prompt-gear 8 --mode lossless",
         "cpu",
-        "--gear :PREFILL: only for --mode route or kickdown or static or telemetry-only, got --mode lossless",
+        "--prompt-gear: only for --mode route or kickdown or static or telemetry-only, got --mode lossless",
     ),
     (
         "BF16",
@@ -144,15 +144,15 @@ ROWS = [
     ("BF16", "--base --gears 16", "cpu", "--base TEXT: needs an original model in one process"),
     ("BF16", "--base", "ranks", "--base TEXT: needs an original model in one process"),
     ("BF16", "--base other-model", "cpu", "lossless 4,16 planes"),
-    ("measured", "--base F.json", "cpu", "lossless 4,8,16 affine"),
-    ("measured", "--base F.json --gears 4,8", "gpu", "lossless 4,8 affine"),
+    ("measured", "--manifest F", "cpu", "lossless 4,8,16 affine"),
+    ("measured", "--manifest F --gears 4,8", "gpu", "lossless 4,8 affine"),
     (
         "measured",
-        "--base F.json --format planes",
+        "--manifest F --format planes",
         "cpu",
-        "--format: F.json was measured with affine, got planes; omit --format",
+        "--format: F was measured with affine, got planes; omit --format",
     ),
-    ("8 bits", "--base F.json", "cpu", "omit --base"),
+    ("measured", "--manifest F --base", "cpu", "--base: chooses codes, as --manifest does; omit one of them"),
     # a quantized checkpoint
     ("8 bits", "", "cpu", "lossless 4,8 planes"),
     ("6 bits", "", "cpu", "lossless 6 planes"),

@@ -22,7 +22,7 @@ MODES = {
     "kickdown": ("--mode", "kickdown", "--gears", "4,16"),
     "lossless": ("--mode", "lossless"),
     "static": ("--mode", "static", "--gear", "low"),
-    "pair": ("--mode", "pair", "--draft-model", DEMO_MODEL, "--thresholds", 2),
+    "pair": ("--small-model", DEMO_MODEL, "--thresholds", 2),
     "telemetry-only": ("--mode", "telemetry-only"),
     "a draft model": ("--mode", "lossless", "--draft-model", DEMO_MODEL),
 }

@@ -20,14 +20,14 @@ def test_manifest_tables_run_on_their_checkpoint(command, succeeds, tmp_path):
     table |= {"perplexity_change": 1.0, "sum_of_parts": 0.1}
     edit(manifest, gears={"4": table})
     flags = ["--mode", "static", "--gear", "4", "-m", "12", "--ignore-chat-template", "--verbose", "all"]
-    stored = succeeds("generate", "--model", checkpoint, "--gears", "4,8", "--base", manifest, *flags)
-    original = succeeds("generate", "--gears", "4,8", "--base", manifest, *flags)
+    stored = succeeds("generate", "--model", checkpoint, "--gears", "4,8", "--manifest", manifest, *flags)
+    original = succeeds("generate", "--gears", "4,8", "--manifest", manifest, *flags)
     assert stored.out == original.out
     low = command("generate", "--model", checkpoint, "--gears", "4,8", *flags)
     assert low.err != stored.err
     layers["model.layers.0.self_attn.q_proj"] = 3
     edit(manifest, bits=[3, 4, 5, 6, 8], gears={"4": table})
-    given = "generate", "--model", checkpoint, "--base", manifest
+    given = "generate", "--model", checkpoint, "--manifest", manifest
     assert_refused(command(*given, *flags), "tables' bits, got 3;")
     edit(manifest, fingerprint="0" * 32)
     for more in ((), ("--target-tps", "5")):

@@ -35,7 +35,7 @@ class TestRegistry:
     def test_command_and_program_share_defaults(self):
         """What the command takes without a flag is what a program gets."""
         assert modes.make_mode("route", {}) == Route()
-        assert modes.make_mode("pair", {}, small_model="S") == Pair("S")
+        assert modes.make_mode("pair", {"small_model": "S"}) == Pair("S")
 
     def test_thresholds_file_sets_gate(self, tmp_path):
         file = tmp_path / "t.json"

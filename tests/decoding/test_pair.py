@@ -207,13 +207,13 @@ class TestGenerate:
 
     def test_without_a_threshold_it_is_the_papers(self, generated, small_path):
         bits = pytest.approx(scaled(EAD_BITS, 4096))
-        assert generated("--mode", "pair", "--draft-model", small_path, "-m", 4).summary["threshold_bits"] == bits
+        assert generated("--small-model", small_path, "-m", 4).summary["threshold_bits"] == bits
 
     def test_summary_and_trace(self, generated, small_path, small, demo, tmp_path):
         gate = {"thresholds": [5.0], "window": 3, "min_gear_duration": 4}
         (tmp_path / "gate.json").write_text(json.dumps({"schema": "gearbx-mlx thresholds", "version": 1, **gate}))
         flags = "--thresholds", tmp_path / "gate.json", "-m", 40
-        result = generated("--mode", "pair", "--draft-model", small_path, *flags)
+        result = generated("--mode", "pair", "--small-model", small_path, *flags)
         rows, told = result.trace, result.summary
         assert result.out.rstrip("\n") == "".join(row["text"] for row in rows).rstrip("\n")
         assert [row["gear"] for row in rows[:4]] == ["small"] * 4

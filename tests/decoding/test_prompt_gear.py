@@ -49,7 +49,7 @@ class TestPrefillGear:
         model = tiny_model()
         gearbox = Gearbox(model, "4,16", **on_disk(model, tmp_path))
         keywords = {"mode": Static("low"), "gearbox": gearbox, "max_tokens": 3}
-        with pytest.warns(GearbxWarning, match="--gear :high"):
+        with pytest.warns(GearbxWarning, match="prompt-gear high"):
             list(stream_generate(model, demo.tokenizer, [1, 2, 3, 4], **keywords))
         assert "high" not in gearbox.active_memory or gearbox.shifts <= 1
         list(stream_generate(model, demo.tokenizer, [1, 2, 3, 4], **keywords))  # said once
@@ -97,7 +97,7 @@ def test_saved_conversation_names_its_prefill_gear(command, tmp_path):
         session.save_cache(saved)
     given = ["generate", "--gears", "3,16", "--gear", "low", "--prompt-cache-file", saved, "-p", MORE, "-m", 4]
     assert str(saved) not in command(*given).err
-    result = command(*given, "--gear", "low:3")
+    result = command(*given, "--prompt-gear", "3")
     assert result.status == 0
     assert f"{saved}: computed in 16 bits" in result.err
 

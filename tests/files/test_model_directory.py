@@ -45,7 +45,7 @@ def run_of(name: str, model: Path, place: Path) -> tuple:
     return {
         "convert": ("convert", "--model", model, "--mlx-path", place / "out"),
         "analyze": ("analyze", "--model", model, "--prompts", place / "prompts.txt", "--out", place / "out"),
-        "pair": ("generate", "--mode", "pair", "--draft-model", model),
+        "--small-model": ("generate", "--mode", "pair", "--small-model", model),
     }.get(name, ("generate", name, model))
 
 
@@ -196,7 +196,7 @@ class TestCode:
         return mark
 
     @pytest.mark.some(4)
-    @pytest.mark.parametrize("name", ["convert", "analyze", *MODEL_FLAGS, "pair"])
+    @pytest.mark.parametrize("name", ["convert", "analyze", *MODEL_FLAGS, "--small-model"])
     def test_is_not_run(self, command, model, planted, tmp_path, name):
         assert_refused(command(*run_of(name, model, tmp_path)), model, "pass --trust-remote-code")
         assert not planted.exists()

@@ -298,10 +298,10 @@ def test_model_beyond_mac_memory_is_refused_unread(command, monkeypatch):
 def test_a_pair_is_counted_together(command, room):
     both = 2 * read_files(DEMO_MODEL).total
     room(both - 1)
-    done = command("generate", "--mode", "pair", "--draft-model", DEMO_MODEL, "--max-tokens", 1, "--verbose", "False")
+    done = command("generate", "--small-model", DEMO_MODEL, "--max-tokens", 1, "--verbose", "False")
     assert f"the pair of {DEMO_MODEL} and demo: about {both / 1e6:.3g} MB exceed the" in done.err
     room(both)
-    done = command("generate", "--mode", "pair", "--draft-model", DEMO_MODEL, "--max-tokens", 1, "--verbose", "False")
+    done = command("generate", "--small-model", DEMO_MODEL, "--max-tokens", 1, "--verbose", "False")
     assert "exceed the" not in done.err
 
 

@@ -26,7 +26,7 @@ MODES = {  # each in one gear, or with the text of one gear
     "kickdown": {"gears": TOP, "mode": "kickdown", "thresholds": "0"},
     "lossless": {"gears": TOP, "mode": "lossless"},
     "telemetry-only": {"mode": "telemetry-only"},
-    "pair": {"mode": "pair", "draft_model": str(DEMO_MODEL), "thresholds": "0.5"},
+    "pair": {"small_model": str(DEMO_MODEL), "thresholds": "0.5"},
     "draft model": {"gears": TOP, "draft_model": str(DEMO_MODEL)},
 }
 

@@ -35,7 +35,7 @@ STANDS_FOR_DEMO = (
     "mlx-community/Qwen2.5-14B-Instruct-4bit",
     "mlx-community/Qwen2.5-14B-Instruct-8bit",
     "mlx-community/Qwen2.5-0.5B-Instruct-8bit",
-    "--draft-model small",
+    "--small-model small",
 )
 # By the words in a command; if several fit, the longest counts.
 SHORTER = {

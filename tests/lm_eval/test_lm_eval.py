@@ -76,8 +76,8 @@ def test_mistakes(capsys):
     for name, value in {"temp": 1, "target_tps": 9, "kv_bits": 4}.items():
         with pytest.raises(GearbxError, match=f"--model_args {name}: no meaning for lm-eval; omit it"):
             GearbxLM(**{name: value})
-    with pytest.raises(GearbxError, match="mode=pair: lm-eval has one model"):
-        GearbxLM(mode="pair", draft_model="demo")
+    with pytest.raises(GearbxError, match="small_model: lm-eval has one model"):
+        GearbxLM(small_model="demo")
     wrong = {"speed": "--speed=x: not a flag", "mode": "--mode: unknown, got x; choose from route"}
     for name, words in wrong.items():
         with pytest.raises(SystemExit, match="2"):

@@ -14,7 +14,7 @@ PAGE = """Text.
 
     OMP_NUM_THREADS=1 python scripts/train.py --data DIR --out small \\
         --steps 10
-    python -m gearbx_mlx.generate --mode pair --draft-model small
+    python -m gearbx_mlx.generate --small-model small
     gearbx_mlx evaluate --data text.txt --out report
 
 More.

@@ -51,7 +51,7 @@ def test_request_replaces_thresholds_of_a_pair():
 
 @pytest.mark.slow
 def test_a_pair_takes_turns(small):
-    with served(mode="pair", draft_model=small, thresholds="4", **QUIET) as client:
+    with served(small_model=small, thresholds="4", **QUIET) as client:
         seen = complete(client)["gearbx"]
         assert seen["mode"] == "pair"
         assert sum(seen["gear_tokens"].values()) == 24
