@@ -33,11 +33,10 @@ Rows = list[dict[str, Any]]
 CHECKED_VECTORS = (1, 2, 4, 8)
 PROVEN_VECTORS = (1, 2, 3, 4, 5, 8, 16)  # rows of verification, with up to four drafted tokens or prompt lookup
 OF_ORIGINALS = ("dense 16", "affine 4", "exact")  # kernels that a model of original weights can use by default
-TEXT_OF = {"original weights": proven.DENSE_TEXT, "4 bits": proven.MATVEC_TEXT, EXACT_FORMAT: proven.EXACT_TEXT}
 
 
 class Layers(NamedTuple):
-    """Layers of one shape and storage. stored: a key of TEXT_OF. dtype: of the activations."""
+    """Layers of one shape and storage. stored: in words. dtype: of the activations."""
 
     stored: str
     layers: list[Native]
@@ -71,7 +70,7 @@ def check_all(dtype: mx.Dtype | None = None) -> Iterator[dict[str, Any]]:
 
 def prove_all(model: nn.Module) -> Iterator[dict[str, Any]]:
     """Yield a row for each matmul of the model's shapes, and keep the correct kernels of this machine."""
-    proven.forget(TEXT_OF[EXACT_FORMAT], proven.decoder_key(DEFAULT_GROUP_SIZE))  # MLX's operations then encode
+    proven.keep(proven.decoder_key(DEFAULT_GROUP_SIZE), None)  # MLX's operations then encode
     decodes = True
     with counting("kernels timed", None) as advance:
         for layers in layers_of_shapes(model):
@@ -172,11 +171,7 @@ def keep_proofs(
     layers: Layers, key: str, vectors: int, candidate: str, wrong: str, ours: float, by_mlx: float
 ) -> dict[str, Any]:
     """Keep the result for a kernel on this machine, and return it as a row."""
-    text = TEXT_OF[layers.stored]
-    if wrong:
-        proven.forget(text, key)
-    else:
-        proven.keep(text, key, ours, by_mlx)
+    proven.keep(key, None if wrong else proven.Proof(ours, by_mlx))
     return {
         "stored": layers.stored,
         "shape": list(layers.kind.shape),
@@ -184,7 +179,7 @@ def keep_proofs(
         "kernel": candidate,
         "seconds": ours,
         "seconds_of_mlx": by_mlx,
-        "won": not wrong and proven.won(text, key),
+        "won": not wrong and proven.won(key),
         "wrong": wrong,
     }
 

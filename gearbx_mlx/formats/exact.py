@@ -34,7 +34,7 @@ from ..kernels.exact import (
     weight_bits,
 )
 from ..kernels.products import decoded, exact_experts, exact_product, exact_rows, panel_rows
-from ..kernels.proven import EXACT_TEXT, decoder_key
+from ..kernels.proven import decoder_key
 from .base import Arrays, Bits, Format, Gears, PackedExperts, Shape, StoredArray, StoredArrays, row_blocks
 from .native import Native, NativeMultiLinear, native_rounding, stored_planes, takes_panels, with_expert_bias
 from .planes import NestedPlanes, planes_module
@@ -223,7 +223,6 @@ class NativeExactLinear(Native, ExactLinear):
             stock=False,
             variants=(NATIVE,),
             most_bits=bits_beside_bfloat16(),
-            text=EXACT_TEXT,
             decoding=decoder_key(self.group_size),
         )
 

@@ -82,7 +82,7 @@ class NativeGeGLU(nn.Module):
     operation = GATES
 
     def __call__(self, x: mx.array) -> mx.array:
-        y = dispatch.geglu(self.gate_proj(x), self.up_proj(x))
+        y = dispatch.gated("geglu", self.gate_proj(x), self.up_proj(x))
         return super().__call__(x) if y is None else self.down_proj(y)
 
 
@@ -107,7 +107,7 @@ BY_PRIVATE_NAMES = (Llama3RoPE,)
 
 def swiglu(gate: mx.array, up: mx.array) -> mx.array:
     """Return silu(gate) * up, of gate's type."""
-    y = dispatch.swiglu(gate, up)
+    y = dispatch.gated("swiglu", gate, up)
     return activations.swiglu(gate, up) if y is None else y
 
 

@@ -34,7 +34,6 @@ from ..kernels.products import (
     stack_experts,
     stack_product,
 )
-from ..kernels.proven import DENSE_TEXT
 from ..kernels.rounding import Expected, expected_of_dense, expected_of_planes
 from .block import coded_class
 from .fused import BY_PRIVATE_NAMES, FUSED, native_class
@@ -214,7 +213,7 @@ def dense_kind(weight: mx.array) -> Kind:
     """Return the kind of matmuls with a dense weight (O, I)."""
     bits = bits_beside_bfloat16() if weight.dtype == mx.bfloat16 else 0
     form = f"weights of {8 * weight.dtype.size} bits"
-    return Kind(form, weight.shape, stock=True, variants=(OURS,), most_bits=bits, text=DENSE_TEXT)
+    return Kind(form, weight.shape, stock=True, variants=(OURS,), most_bits=bits)
 
 
 def affine_planes(module: nn.Module) -> Planes:

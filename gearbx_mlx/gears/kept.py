@@ -30,7 +30,7 @@ from .. import formats
 from ..errors import GearbxError, GearbxWarning
 from ..files.user_cache import CacheUnusable, check_owner, open_cache, unusable, warn_of
 from ..files.writing import remove_parts, replacing
-from ..kernels.tuner import kernels_hash
+from ..kernels.proven import kernels_hash
 from .mapped import Origin, load_arrays, origin_of
 from .tensor_files import TYPE_NAMES, TensorFile, bits_in, header_of, sum_of_bytes
 

@@ -78,10 +78,10 @@ class Planes(NamedTuple):
 
     def dequantize(self) -> mx.array:
         """Return the weights (..., O, I), float32."""
-        shifts, scales = plane_shifts(self.widths), self.scales.astype(mx.float32)
-        bias = sum((b.astype(mx.float32) * 2.0**-shift for b, shift in zip(self.biases, shifts)), mx.zeros(()))
-        bias, step = bias + scales * middle_of(self.rest), scales * 2.0 ** -shifts[-1]
-        codes = joined_codes(self.weights, self.widths)
+        planes, shifts = self.by_row().each_scale(lambda array: array.astype(mx.float32)), plane_shifts(self.widths)
+        bias = sum((bias * 2.0**-shift for bias, shift in zip(planes.biases, shifts)), mx.zeros(()))
+        bias, step = bias + planes.scales * middle_of(self.rest), planes.scales * 2.0 ** -shifts[-1]
+        codes = joined_codes(planes.weights, self.widths)
         return mx.dequantize(codes, step, bias, self.group_size, sum(self.widths))
 
     def joined(self) -> "Planes":
@@ -132,9 +132,6 @@ class PanelPlanes(Planes):
 
     def in_panels(self, rows: int) -> Planes:
         return self
-
-    def dequantize(self) -> mx.array:
-        return self.by_row().dequantize()
 
 
 def side_by_side(array: mx.array, rows: int) -> mx.array:
@@ -267,18 +264,13 @@ def rounded(values: mx.array, dtype: mx.Dtype) -> mx.array:
 def pack_mlx_codes(codes: mx.array, bits: int) -> mx.array:
     """Pack unsigned codes (..., n) below 2^bits into (..., n * bits / 32) uint32; n is a multiple of 32."""
     groups = codes.astype(mx.uint32).reshape(*codes.shape[:-1], -1, CODES_TOGETHER)
-    words: list[mx.array | None] = [None] * bits
-
-    def put(index: int, value: mx.array) -> None:
-        word = words[index]
-        words[index] = value if word is None else word | value
-
+    words = [mx.zeros_like(groups[..., 0])] * bits
     for i in range(CODES_TOGETHER):
         index, shift = divmod(i * bits, 32)
-        put(index, groups[..., i] << shift)
+        words[index] = words[index] | (groups[..., i] << shift)
         if shift + bits > 32:  # the code spans two words
-            put(index + 1, groups[..., i] >> (32 - shift))
-    return mx.stack([w for w in words if w is not None], axis=-1).reshape(*codes.shape[:-1], -1)
+            words[index + 1] = words[index + 1] | (groups[..., i] >> (32 - shift))
+    return mx.stack(words, axis=-1).reshape(*codes.shape[:-1], -1)
 
 
 def unpack_mlx_codes(words: mx.array, bits: int) -> mx.array:

@@ -136,7 +136,7 @@ def instructions() -> str:
         GearbxError: unknown name, or instructions that this processor lacks.
     """
     requested = os.environ.get(CPU_VARIABLE) or best_brought()
-    works = [NATIVE_CPU, *(name for name in INSTRUCTION_SETS if not lacking(name)), PORTABLE]
+    works = [NATIVE_CPU, *working_sets()]
     if requested in (*works, AMX_TWIN):
         return requested
     known = requested in INSTRUCTION_SETS
@@ -147,44 +147,48 @@ def instructions() -> str:
 def lacking(name: str) -> list[str]:
     """Return the instructions of a set that this processor lacks, or may lack; empty if it has all."""
     wanted = INSTRUCTION_SETS[name]
-    fields = ("flags", "Features")
-    flags = {word for line in cpuinfo() if line.startswith(fields) for word in line.split()}
-    return sorted(wanted.needs - flags) if platform.machine() in wanted.machines else [name]
+    return sorted(wanted.needs - features()) if platform.machine() in wanted.machines else [name]
+
+
+def working_sets() -> list[str]:
+    """Return the instruction sets that this processor has, the best first, and `portable`."""
+    return [*(name for name in INSTRUCTION_SETS if not lacking(name)), PORTABLE]
 
 
 def best_brought() -> str:
     """Return the best instruction set of this processor among those in the wheel; `native` without one."""
-    if not wheel.FOLDER.is_dir():
-        return NATIVE_CPU
-    able = [*(name for name in INSTRUCTION_SETS if not lacking(name)), PORTABLE]
-    return next((name for name in able if wheel.library_for(name)), NATIVE_CPU)
+    brought = (name for name in working_sets() if wheel.library_for(name))
+    return next(brought, NATIVE_CPU) if wheel.FOLDER.is_dir() else NATIVE_CPU
 
 
-def cpuinfo() -> list[str]:
-    """Return Linux's lines about the processor; none on other systems."""
+def cpuinfo(*fields: str) -> list[str]:
+    """Return Linux's lines about the processor that begin with these fields; none on other systems."""
     try:
-        return CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []
+    return [line for line in lines if line.startswith(fields)]
+
+
+def features() -> set[str]:
+    """Return Linux's names of the processor's instructions; none on other systems."""
+    return {word for line in cpuinfo("flags", "Features") for word in line.split()}
 
 
 def processor_model() -> str:
     """Return the name of this processor, such as `Apple M2 Pro`; empty if the system has none."""
-    lines = cpuinfo()
-    if not lines:
-        return apple_model()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    named = cpuinfo("model name")
+    return named[0].partition(":")[2].strip() if named else apple_model()
 
 
 def vector_instructions() -> str:
     """Return the common name of the kernels' vector instructions: AVX-512, AVX2, NEON, or none."""
-    selected = instructions()
+    selected, found = instructions(), features()
     if selected == PORTABLE or platform.machine() in ARM:
         return "no vector instructions" if selected == PORTABLE else "NEON"
-    flags = next((line.split() for line in cpuinfo() if line.startswith("flags")), [])
-    if selected in (NATIVE_CPU, AMX, AVX512, AMX_TWIN) and "avx512f" in flags:
+    if selected in (NATIVE_CPU, AMX, AVX512, AMX_TWIN) and "avx512f" in found:
         return "AVX-512"
-    return "AVX2" if "avx2" in flags else "SSE"
+    return "AVX2" if "avx2" in found else "SSE"
 
 
 def vectors_at_once(instructions: str) -> int:
@@ -198,11 +202,8 @@ def vectors_at_once(instructions: str) -> int:
 
 def processor_features() -> str:
     """Return this processor's model and, on Linux, its instruction sets: -march=native depends on them."""
-    lines = cpuinfo()
-    if not lines:
-        return f"{platform.machine()} {apple_model() or platform.processor()}"
-    fields = ("flags", "Features", "model name", "CPU implementer", "CPU part")
-    return "\n".join(sorted({line for line in lines if line.startswith(fields)}))
+    lines = cpuinfo("flags", "Features", "model name", "CPU implementer", "CPU part")
+    return "\n".join(sorted({*lines})) or f"{platform.machine()} {apple_model() or platform.processor()}"
 
 
 def processor_key() -> str:
@@ -331,11 +332,6 @@ def hash_recipe(recipe: Recipe) -> str:
     return digest.hexdigest()[:24]
 
 
-def hash_compiler(recipe: Recipe) -> str:
-    """Return 8 hexadecimal digits that change with the compiler's command."""
-    return hashlib.sha256(os.fsencode("\0".join(recipe.compiler))).hexdigest()[:8]
-
-
 def compile_library(recipe: Recipe, library: Path, compiled: Callable[[], None] = lambda: None) -> None:
     """Compile the sources into `library`. The object files stay beside it.
 
@@ -398,8 +394,14 @@ class Compilers:
         self._lock, self._ended = threading.Lock(), False
         self._running: set[subprocess.Popen[str]] = set()
 
-    def start(self, command: list[str]) -> "subprocess.Popen[str]":
-        """Start a command in a separate process group. Raises Unavailable if it cannot be run."""
+    def run(self, command: list[str]) -> None:
+        """Run one command, in a process group of its own.
+
+        Raises:
+            Unavailable: it cannot be run, or fails; with the first error that it prints, and with a remedy if it does
+                not know a Mac's processor.
+        """
+        name = Path(command[0]).name
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
         with self._lock:
             if self._ended:
@@ -407,18 +409,9 @@ class Compilers:
             try:
                 process = subprocess.Popen(command, text=True, errors="replace", start_new_session=True, **streams)
             except OSError as error:
-                raise Unavailable(f"{Path(command[0]).name} cannot be run: {error.strerror}") from None
+                raise Unavailable(f"{name} cannot be run: {error.strerror}") from None
             self._running.add(process)
-        return process
-
-    def run(self, command: list[str]) -> None:
-        """Run one command.
-
-        Raises:
-            Unavailable: with the first error that it prints; with a remedy if it does not know a Mac's processor.
-        """
-        name = Path(command[0]).name
-        with self.start(command) as process:
+        with process:
             try:
                 _, output = process.communicate(timeout=MAX_SECONDS_TO_COMPILE)
             except subprocess.TimeoutExpired:

@@ -29,20 +29,21 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import mlx.core as mx
 from filelock import FileLock, Timeout
 
 from ..errors import GearbxWarning
 from ..files.user_cache import CacheUnusable, check_owner, open_cache, why
-from ..files.writing import work_directory
+from ..files.writing import sync, work_directory
 from . import wheel
+from .bit_planes import pack_mlx_codes
 from .compiler import (
     Recipe,
     Unavailable,
     compile_library,
     find_compiler,
-    hash_compiler,
     hash_recipe,
     instructions,
     make_recipe,
@@ -131,12 +132,9 @@ class CachedLibrary:
         replace(written, self.failure_file)
 
 
-def open_entry(name: str) -> CachedLibrary:
-    """Return the entry for a library with this name. Raises CacheUnusable as `open_cache`."""
-    return owned(CachedLibrary(open_cache() / name))
-
-
-def owned(entry: CachedLibrary) -> CachedLibrary:
+def open_entry(library: Path) -> CachedLibrary:
+    """Return the entry for a library of the cache. Raises CacheUnusable if other users can write to it."""
+    entry = CachedLibrary(library)
     for file in (entry.library, entry.hash_file, entry.failure_file):
         check_owner(file)
     return entry
@@ -158,8 +156,7 @@ def hash_file(file: Path) -> bytes:
 def replace(source: Path, target: Path) -> None:
     """Move a file atomically: after a crash, `target` is the whole old file or the whole new one."""
     source.chmod(0o600)  # for any umask, because files that others may write to are never used
-    with source.open("rb") as file:
-        os.fsync(file.fileno())
+    sync(source)
     os.replace(source, target)
 
 
@@ -200,7 +197,7 @@ def is_compiled() -> bool:
         return True
     try:
         try:
-            return open_entry(library_name(make_recipe(find_compiler()))).is_whole()
+            return open_entry(open_cache() / library_name(make_recipe(find_compiler()))).is_whole()
         except Unavailable:
             return any(entry.is_whole() for entry in _kept())
     except (Unavailable, CacheUnusable, OSError):
@@ -226,7 +223,7 @@ def _get_kernels() -> ModuleType:
         return _load_kept("; ".join(filter(None, (wheel.why_foreign(), str(reason)))))
     name = library_name(recipe)
     try:
-        return _load_cached(recipe, open_entry(name))
+        return _load_cached(recipe, open_entry(open_cache() / name))
     except (CacheUnusable, OSError) as error:
         problem = why(error)
     warnings.warn(f"CPU kernels are compiled for this process only: {problem}", GearbxWarning, stacklevel=2)
@@ -239,7 +236,8 @@ def _get_kernels() -> ModuleType:
 
 
 def library_name(recipe: Recipe) -> str:
-    return f"{MODULE_NAME}-{hash_recipe(recipe)}-{hash_compiler(recipe)}{LIBRARY_SUFFIX}"
+    compiler = hashlib.sha256(os.fsencode("\0".join(recipe.compiler))).hexdigest()[:8]
+    return f"{MODULE_NAME}-{hash_recipe(recipe)}-{compiler}{LIBRARY_SUFFIX}"
 
 
 def _load_kept(reason: str) -> ModuleType:
@@ -266,7 +264,7 @@ def _kept() -> list[CachedLibrary]:
     """Return cache entries of the same sources, from any compiler, newest first. Raises as `open_cache`."""
     names = f"{MODULE_NAME}-{hash_recipe(make_recipe([]))}-*{LIBRARY_SUFFIX}"
     libraries = sorted(open_cache().glob(names), key=lambda path: path.lstat().st_mtime, reverse=True)
-    return [owned(CachedLibrary(library)) for library in libraries]
+    return [open_entry(library) for library in libraries]
 
 
 def _load_cached(recipe: Recipe, entry: CachedLibrary) -> ModuleType:
@@ -329,9 +327,9 @@ def check_kernels(module: ModuleType) -> ModuleType:
         Unavailable: a kernel fails, or its result is wrong.
     """
     with mx.stream(mx.cpu):
-        for compute, expected in known_results(module):
+        for compute, arguments, expected in known_results(module):
             try:
-                right = mx.array_equal(compute(), expected).item()  # small integers are not rounded
+                right = mx.array_equal(compute(*arguments), expected).item()  # small integers are not rounded
             except (TypeError, RuntimeError, ValueError) as error:
                 reason = str(error).splitlines()[0]
                 raise Unavailable(
@@ -343,35 +341,28 @@ def check_kernels(module: ModuleType) -> ModuleType:
     return module
 
 
-def known_results(module: ModuleType) -> list[tuple[Callable[[], mx.array], mx.array]]:
-    """Return calls of each kind of kernel with their expected results."""
+def known_results(module: ModuleType) -> list[tuple[Callable[..., mx.array], tuple[Any, ...], mx.array]]:
+    """Return each kind of kernel with arguments and the expected result."""
     x = mx.array([[(i % 7) - 3.0 for i in range(64)]])
-    weight = mx.array([[float((i * j) % 16) for i in range(64)] for j in range(3)])
-    words = mx.array(
-        [[sum((i * j + k) % 16 << 4 * k for k in range(8)) for i in range(8)] for j in range(3)], mx.uint32
-    )
-    scales, biases = mx.full((3, 1), 0.5), mx.full((3, 1), -2.0)
-    codes = mx.dequantize(words, scales, biases, 64, 4)
-    dense = (x[:, None] * weight).sum(-1)
+    codes = mx.arange(64) * mx.arange(3)[:, None] % 16
+    words, weight, narrow = pack_mlx_codes(codes, 4), codes.astype(mx.float32), codes.astype(mx.bfloat16)
+    scales, biases, first = mx.full((3, 1), 0.5), mx.full((3, 1), -2.0), mx.array([0])
+    exact, y = exact_matrix(words, narrow), x @ weight.T
     heads, seen = x[None, None], mx.array([[True]])
-    whole = mx.dequantize(words, mx.ones((3, 1)), mx.zeros((3, 1)), 64, 4)
-    exact = exact_matrix(words, whole.astype(mx.bfloat16))
-    stacked = exact.each(lambda array: array[None])
-    by_whole = (x[:, None] * whole).sum(-1)
     return [
-        (lambda: module.dense_matvec(x, weight), dense),
-        (lambda: module.stack_matvec(x, [words], scales, [biases], [4], 64), (x[:, None] * codes).sum(-1)),
-        (lambda: module.dense_experts(x, weight[None], mx.array([0])), dense[None]),
-        (lambda: module.exact_matvec(x, *exact), by_whole),
-        (lambda: module.dense_matvec(x, whole.astype(mx.bfloat16), 16), by_whole),
-        (lambda: module.exact_matvec(x, *exact, 16), by_whole),
-        (lambda: module.exact_decode(*exact), whole.astype(mx.bfloat16)),
-        (lambda: module.exact_experts(x, *stacked, mx.array([0])), by_whole[None]),
-        (lambda: module.rms_norm(mx.full((1, 64), 2.0), x[0], 0.0), x),
-        (lambda: module.swiglu(mx.zeros_like(x), x), mx.zeros_like(x)),
-        (lambda: module.rope(heads, mx.ones(8), False, 1.0, 0), heads),
-        (lambda: module.attention(heads, heads, heads, 1.0, True), heads),
-        (lambda: module.attention(heads, heads, heads, 1.0, False, seen), heads),
+        (module.dense_matvec, (x, weight), y),
+        (module.dense_matvec, (x, narrow, 16), y),
+        (module.dense_experts, (x, weight[None], first), y[None]),
+        (module.stack_matvec, (x, [words], scales, [biases], [4], 64), x @ (weight * 0.5 - 2).T),
+        (module.exact_matvec, (x, *exact), y),
+        (module.exact_matvec, (x, *exact, 16), y),
+        (module.exact_decode, tuple(exact), narrow),
+        (module.exact_experts, (x, *exact.each(lambda array: array[None]), first), y[None]),
+        (module.rms_norm, (mx.full((1, 64), 2.0), x[0], 0.0), x),
+        (module.swiglu, (mx.zeros_like(x), x), mx.zeros_like(x)),
+        (module.rope, (heads, mx.ones(8), False, 1.0, 0), heads),
+        (module.attention, (heads, heads, heads, 1.0, True), heads),
+        (module.attention, (heads, heads, heads, 1.0, False, seen), heads),
     ]
 
 

@@ -103,11 +103,8 @@ def choose(kernels: str, activations: str = "int16") -> KernelChoice:
     reason = cpu.why_not()
     if reason is not None:
         return KernelChoice(False, reason)
-    how_many = (
-        f"{NATIVE_VECTORS} vectors at a time"
-        if MAX_NATIVE_VECTORS is None
-        else f"up to {MAX_NATIVE_VECTORS} vectors, MLX beyond"
-    )
+    limited = MAX_NATIVE_VECTORS is not None
+    how_many = f"up to {NATIVE_VECTORS} vectors, MLX beyond" if limited else f"{NATIVE_VECTORS} vectors at a time"
     compiled = cpu.native()
     tiles = TILES[compiled.tiles()] if compiled is not None else ""
     return KernelChoice(True, how_many + tiles, ACTIVATIONS[activations], **how)
@@ -158,7 +155,6 @@ class Kind:
         stock: whether MLX has a kernel for this form.
         variants: names of the Metal kernel's variants.
         most_bits: most bits of an activation in CPU kernels that quantize them; 0: they never do.
-        text: the Metal kernel's name in `proven.TEXTS`.
         decoding: key of the proof of the Metal kernel that decodes the whole weight; "" without such a kernel.
     """
 
@@ -167,7 +163,6 @@ class Kind:
     stock: bool
     variants: tuple[str, ...] = metal.VARIANTS
     most_bits: int = 16
-    text: str = proven.MATVEC_TEXT
     decoding: str = ""
 
     def candidates(self, vectors: int, dtype: mx.Dtype, ours_alone: bool = False) -> tuple[str, ...]:
@@ -194,9 +189,9 @@ class Kind:
     def proven(self, vectors: int, dtype: mx.Dtype) -> str:
         """Return the default candidate on a Mac: native if proven faster there, otherwise MLX's operations."""
         keys = {each: product_key(self.form, self.shape, dtype, vectors, each) for each in self._native(vectors, dtype)}
-        proofs = {each: proven.proof(self.text, key) for each, key in keys.items()}
+        proofs = {each: proven.proof(key) for each, key in keys.items()}
         seconds = {each: proof.ours for each, proof in proofs.items() if proof is not None and proof.won}
-        decodes = vectors > 1 and self.decoding and proven.won(self.text, self.decoding)
+        decodes = vectors > 1 and self.decoding and proven.won(self.decoding)
         return min(seconds, key=lambda each: seconds[each], default=RECONSTRUCT if decodes else MLX)
 
     def _native(self, vectors: int, dtype: mx.Dtype) -> tuple[str, ...]:
@@ -294,18 +289,13 @@ def rope(
     return None if kernel is None else kernel(x, frequencies, traditional, scale, *where).astype(x.dtype)
 
 
-def swiglu(gate: mx.array, up: mx.array) -> mx.array | None:
-    """Return silu(gate) * up, of gate's type; None without a kernel."""
-    return _gated("swiglu", gate, up)
+def gated(unit: str, gate: mx.array, up: mx.array) -> mx.array | None:
+    """Return silu(gate) * up, or gelu(gate) * up with the tanh approximation, of gate's type; None without a kernel.
 
-
-def geglu(gate: mx.array, up: mx.array) -> mx.array | None:
-    """Return gelu(gate) * up with the tanh approximation, of gate's type; None without a kernel."""
-    return _gated("geglu", gate, up)
-
-
-def _gated(name: str, gate: mx.array, up: mx.array) -> mx.array | None:
-    kernel = fused_kernel(name) if gate.shape == up.shape and gate.size > 0 else None
+    Args:
+        unit: "swiglu" or "geglu".
+    """
+    kernel = fused_kernel(unit) if gate.shape == up.shape and gate.size > 0 else None
     return None if kernel is None else kernel(gate, up).astype(gate.dtype)
 
 

@@ -127,7 +127,8 @@ def predict(plane: Planes) -> Prediction:
     scale, bias = (as_floats(array)[..., None] for array in (plane.scales, plane.biases[0]))
     value = scale * codes + bias
     near = ~(mx.abs(value) > mx.abs(scale) * 0.5)  # true for NaN as well
-    return Prediction(upper_bits(value) - FIRST_NEIGHBOR, near)
+    upper = (value.view(mx.uint32) >> 16).astype(mx.uint16)  # bits
+    return Prediction(upper - FIRST_NEIGHBOR, near)
 
 
 def decode(matrix: ExactMatrix) -> mx.array:
@@ -155,35 +156,30 @@ def as_floats(bits: mx.array) -> mx.array:
     return bits.view(mx.bfloat16).astype(mx.float32)
 
 
-def upper_bits(values: mx.array) -> mx.array:
-    """Return the upper 16 bits of float32 numbers, uint16."""
-    return (values.view(mx.uint32) >> 16).astype(mx.uint16)
-
-
-def tile_ends(matrix: ExactMatrix) -> Iterator[tuple[int, int]]:
-    """Yield first row and end of each tile of a matrix (O, I): at most WEIGHTS_DECODED_AT_ONCE weights, or a row."""
+def tile_ends(matrix: ExactMatrix, at_once: int = 0) -> Iterator[tuple[int, int]]:
+    """Yield first row and end of each tile of a matrix (O, I): a row, or at most `at_once` weights; 0: the default."""
     rows, width = matrix.shape
-    height = max(1, WEIGHTS_DECODED_AT_ONCE // width)
+    height = max(1, (at_once or WEIGHTS_DECODED_AT_ONCE) // width)
     for first in range(0, rows, height):
         yield first, min(first + height, rows)
 
 
-def tiles(matrix: ExactMatrix) -> Iterator[ExactMatrix]:
-    """Return an iterator over the tiles of a matrix (O, I)."""
-    return (matrix.rows(*ends) for ends in tile_ends(matrix))
+def by_tiles(matrix: ExactMatrix, compute: Callable[[ExactMatrix], mx.array], at_once: int = 0) -> list[mx.array]:
+    """Return results for each tile of a matrix (O, I); each waits for the previous one, since MLX might decode all."""
+    parts: list[mx.array] = []
+    for ends in tile_ends(matrix, at_once):
+        parts.append(compute(matrix.rows(*ends).after(parts[-1:])))
+    return parts
 
 
 def decoded_by_tiles(matrix: ExactMatrix) -> mx.array:
     """Return the weight (..., O, I), bfloat16, decoded tile by tile, since MLX's temporaries take 20 times a tile."""
-    parts: list[mx.array] = []
-    for tile in tiles(matrix.by_row().flat):
-        parts.append(decode(tile.after(parts[-1:])))
-    return mx.concatenate(parts).reshape(matrix.shape)
+    return mx.concatenate(by_tiles(matrix.by_row().flat, decode)).reshape(matrix.shape)
 
 
-def product_by_tiles(x: mx.array, matrix: ExactMatrix) -> mx.array:
+def product_by_tiles(
+    x: mx.array, matrix: ExactMatrix, decode: Callable[[ExactMatrix], mx.array] = decode, at_once: int = 0
+) -> mx.array:
     """Return x (..., I) @ W^T of x's type, by MLX's matmul over one decoded tile at a time."""
-    parts: list[mx.array] = []
-    for tile in tiles(matrix.by_row()):
-        parts.append(x @ decode(tile.after(parts[-1:])).astype(x.dtype).T)
+    parts = by_tiles(matrix.by_row(), lambda tile: (x @ decode(tile).T).astype(x.dtype), at_once)
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)

@@ -6,6 +6,7 @@ can be examined anywhere.
 """
 
 import functools
+import math
 import re
 import warnings
 from collections.abc import Sequence
@@ -87,21 +88,17 @@ class Variant:
 VARIANTS = ("registers", "threadgroup", "device")
 
 
-def variant_named(name: str, bits: int, vectors: int) -> Variant:
-    """Return the variant with this name.
+def choose_variant(bits: int, vectors: int, name: str | None = None) -> Variant:
+    """Return the variant with this name, or the expected one. Results of all variants are bit-identical.
 
     `registers` follows MLX's qmv_fast and llama.cpp: 2 SIMD groups of 4 rows, with activations in registers. Three or
     more vectors fill the registers, so it then has 2 rows. The others follow GEARBX 8.1 and 8.2: 8 SIMD groups of
     2 rows. They have 1 row for 2-bit codes, whose unpacking takes most of the time.
-
-    Raises:
-        GearbxError: unknown name.
     """
+    name = name or expected_variant(vectors)
     if name == "registers":
         return Variant(name, 2, 4 if vectors <= 2 else 2)
-    if name in VARIANTS:
-        return Variant(name, 8, 1 if bits <= 2 else 2)
-    raise GearbxError(f"kernel variant: unknown, got {name!r}; choose from {', '.join(VARIANTS)}")
+    return Variant(name, 8, 1 if bits <= 2 else 2)
 
 
 def expected_variant(vectors: int) -> str:
@@ -112,30 +109,10 @@ def expected_variant(vectors: int) -> str:
     return "registers" if vectors <= 8 else "device"
 
 
-def fits_threadgroup(columns: int, vectors: int, dtype: mx.Dtype) -> bool:
-    """Return whether the `threadgroup` variant can stage this number of vectors, columns and bytes."""
-    return columns <= STAGED_COLUMNS and columns * vectors * dtype.size <= STAGED_BYTES
-
-
 def fitting_variants(names: Sequence[str], columns: int, vectors: int, dtype: mx.Dtype) -> list[str]:
-    """Return the variants that take activations of this size."""
-    fits = fits_threadgroup(columns, vectors, dtype)
+    """Return the variants that take activations of this size: `threadgroup` must have room for all of them."""
+    fits = columns <= STAGED_COLUMNS and columns * vectors * dtype.size <= STAGED_BYTES
     return [name for name in names if name != "threadgroup" or fits]
-
-
-def choose_variant(bits: int, columns: int, vectors: int, dtype: mx.Dtype, name: str | None = None) -> Variant:
-    """Return the variant with this name, or the expected one. Results of all variants are bit-identical.
-
-    Raises:
-        GearbxError: unknown variant, or activations too large for `threadgroup`.
-    """
-    chosen = variant_named(name or expected_variant(vectors), bits, vectors)
-    if chosen.name == "threadgroup" and not fits_threadgroup(columns, vectors, dtype):
-        raise GearbxError(
-            f"kernel variant: threadgroup memory takes {STAGED_COLUMNS} columns and {STAGED_BYTES} bytes, got "
-            f"{vectors} x {columns} activations of {dtype.size} bytes; use 'registers' or 'device'"
-        )
-    return chosen
 
 
 @dataclass(frozen=True)
@@ -196,11 +173,6 @@ class Spec:
         return [*first, *(["bias"] if self.has_bias else []), *(["experts"] if self.experts else []), "sizes"]
 
     @property
-    def read_once(self) -> tuple[str, ...]:
-        """Buffers whose bytes a launch reads once. Codes of outliers are read again, and experts once per pair."""
-        return () if self.layout.tables or self.experts else self.layout.arrays[: self.layout.planes]
-
-    @property
     def header(self) -> str:
         """Definitions of UNROLL, the macros, and T, the type of activations and result; then the libraries.
 
@@ -246,14 +218,12 @@ class Prepared:
         numbers: the last inputs, such as the sizes of the weight. They are arrays, because MLX would make arrays of
             numbers at each launch. As constants of the kernel, they would compile it for each shape of a model.
         few: indices of inputs to pad, with fewer than 8 elements.
-        view: the type of the result, if the kernel writes its bits as integers; None otherwise.
     """
 
     spec: Spec
     options: dict[str, Any]
     numbers: tuple[mx.array, ...] = ()
     few: tuple[int, ...] = ()
-    view: mx.Dtype | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -264,7 +234,9 @@ class Prepared:
     def kernel(self) -> Any:
         """MLX's callable. Raises GearbxError if Metal is not available."""
         check_available()
-        return empty if 0 in self.shape else build(self.spec)
+        if 0 in self.shape:  # a kernel for it would have no threads
+            return lambda **_: [mx.zeros(self.shape, *self.options["output_dtypes"])]
+        return build(self.spec)
 
     def __call__(self, *inputs: Any) -> mx.array:
         """Return the result for inputs of the prepared shapes and types.
@@ -273,8 +245,7 @@ class Prepared:
         Inputs are not checked, because this runs for every matrix and token. Raises GearbxError without Metal.
         """
         complete = self.completed(inputs) if self.few else (*inputs, *self.numbers)
-        out = self.kernel(inputs=complete, **self.options)[0]
-        return self.result(out)
+        return self.result(self.kernel(inputs=complete, **self.options)[0])
 
     def completed(self, inputs: Sequence[Any]) -> list[Any]:
         """Return the kernel's inputs, padded if they have fewer than 8 elements. The kernel reads no padding."""
@@ -285,13 +256,8 @@ class Prepared:
         return complete
 
     def result(self, out: mx.array) -> mx.array:
-        """Return the kernel's output in the type of the result."""
-        return out if self.view is None else out.view(self.view)
-
-
-def empty(output_shapes: Sequence[tuple[int, ...]], output_dtypes: Sequence[mx.Dtype], **_: Any) -> list[mx.array]:
-    """Return a result without elements: a kernel for it would have no threads."""
-    return [mx.zeros(output_shapes[0], output_dtypes[0])]
+        """Return the kernel's output in the type of the result: decoded weights are written as their bits."""
+        return out if self.spec.vectors else out.view(self.spec.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -317,9 +283,6 @@ class Launch:
         """Return the result as `run` does; None if the kernel cannot run, so that MLX's operations compute.
 
         The first launch of each kernel is evaluated, to show whether Apple's compiler accepts its source.
-
-        Raises:
-            GearbxError: Metal is not available.
         """
         accepted = ACCEPTED.get(self.spec)
         if accepted is not None:
@@ -327,8 +290,6 @@ class Launch:
         try:
             result = self.run()
             mx.eval(result)
-        except GearbxError:
-            raise
         except ValueError:  # mx.compile evaluates no array, so that the compiler's answer is unknown
             return None
         except RuntimeError as error:
@@ -351,19 +312,30 @@ def disable(spec: Spec, error: Exception) -> None:
         warnings.warn(message, GearbxWarning, stacklevel=4)
 
 
-def options(threads: int, threadgroup: int, shape: tuple[int, ...], dtype: mx.Dtype) -> dict[str, Any]:
-    """Return the options of a call with these numbers of threads, in all and per threadgroup, and this result."""
-    return {
-        "grid": (threads, 1, 1),
+def launch(spec: Spec, inputs: Sequence[mx.array], sizes: list[int], shape: tuple[int, ...], pairs: int = 1) -> Launch:
+    """Return the launch of a kernel for all rows.
+
+    Args:
+        inputs: of the kernel, before the sizes. sizes: rows first, in the kernel's order. shape: of the result.
+        pairs: of a vector and an expert.
+    """
+    threadgroup = LANES * spec.variant.simd_groups
+    groups = math.ceil(sizes[0] / (spec.variant.simd_groups * spec.variant.rows))
+    options = {
+        "grid": (groups * threadgroup * pairs, 1, 1),
         "threadgroup": (threadgroup, 1, 1),
         "output_shapes": [shape],
-        "output_dtypes": [dtype],
+        "output_dtypes": [spec.dtype if spec.vectors else mx.uint16],
     }
+    few = tuple(place for place, each in enumerate(inputs) if each.size < MIN_ELEMENTS)
+    return Launch(Prepared(spec, options, (mx.array(sizes, mx.int32),), few), tuple(inputs))
 
 
-def places_of_few(inputs: Sequence[mx.array]) -> tuple[int, ...]:
-    """Return the indices of inputs with fewer than 8 elements."""
-    return tuple(place for place, each in enumerate(inputs) if each.size < MIN_ELEMENTS)
+def check_arrays(*wanted: tuple[str, mx.array, mx.Dtype, tuple[int, ...]]) -> None:
+    """Validate arrays by name, type and shape: with others, a kernel would read out of bounds. Raises GearbxError."""
+    for name, array, dtype, shape in wanted:
+        if (array.dtype, array.shape) != (dtype, shape):
+            raise GearbxError(f"{name}: must be {shape} {dtype}, got {array.shape} {array.dtype}")
 
 
 def takes(x: mx.array, columns: int) -> bool:

@@ -1,7 +1,8 @@
 """Metal launches for `exact`: bit-identical bf16 weights from the low gear's codes and additional bits.
 
-Up to 16 vectors are multiplied by the packed form. For more, as in prefill, tiles of rows are decoded in sequence, and
-MLX multiplies. Scales and biases are the bits of bf16 numbers, so that no cast of a model's type changes them.
+Up to 16 vectors are multiplied by the packed form. For more, as in prefill, tiles of rows are decoded, and MLX
+multiplies (`exact.product_by_tiles`). Scales and biases are the bits of bf16 numbers, so that no cast of a model's
+type changes them.
 """
 
 import functools
@@ -12,10 +13,9 @@ import mlx.core as mx
 from ..errors import GearbxError
 from . import GROUP_SIZES
 from .exact import CODE_BITS, ExactMatrix
-from .metal import Launch, Prepared, Spec, Variant, WeightLayout, options, places_of_few
-from .metal_products import check_product, macros_with, product_launch, threads
+from .metal import Launch, Spec, Variant, WeightLayout, check_arrays, launch
+from .metal_products import check_product
 
-TILE_WEIGHTS = 2**22  # weights decoded at a time
 MAX_HIGH_BYTES = 2**31 - 1  # bytes of `high`; kernels take 32-bit numbers
 # Two rows of a SIMD group share activations and a sum over the lanes; four would take twice the registers.
 PRODUCT, DECODER = Variant("registers", 2, 2), Variant("registers", 2, 1)
@@ -29,7 +29,7 @@ def exact_layout(group_size: int) -> WeightLayout:
         bits=CODE_BITS + 8,
         arrays=("codes", "scales", "biases", "low", "high", "offsets"),
         codes=8,  # a word
-        macros=macros_with(SIGN_BITS=0, GROUP_SIZE=group_size, CODE_BITS=CODE_BITS),
+        macros=(("SIGN_BITS", 0), ("GROUP_SIZE", group_size), ("CODE_BITS", CODE_BITS)),
         text="exact",
         libraries=("codes", "loads", "exact_weights"),
     )
@@ -49,12 +49,13 @@ def exact_launch(x: mx.array, matrix: ExactMatrix, bias: mx.array | None = None)
         GearbxError: the arguments do not fit each other.
     """
     layout = _checked_layout(matrix)
-    rows, columns = _shape(matrix)
+    if matrix.scales.ndim != 2 or matrix.scales.size == 0:
+        raise GearbxError(f"scales: must belong to one matrix, got shape {matrix.scales.shape}")
+    rows, columns = matrix.shape
     check_product(x, rows, columns, bias)
-    vectors = x.size // columns
-    spec = Spec(layout, vectors, PRODUCT, bias is not None, x.dtype)
+    spec = Spec(layout, x.size // columns, PRODUCT, bias is not None, x.dtype)
     inputs = [x, *matrix.arrays, *([] if bias is None else [bias])]
-    return product_launch(spec, inputs, [rows, columns, matrix.high.size, rows])
+    return launch(spec, inputs, [rows, columns, matrix.high.size, rows], (*x.shape[:-1], rows))
 
 
 def decode_launch(matrix: ExactMatrix, chosen: mx.array | None = None) -> Launch:
@@ -74,46 +75,8 @@ def decode_launch(matrix: ExactMatrix, chosen: mx.array | None = None) -> Launch
     rows = mx.arange(total) if chosen is None else chosen
     shape = matrix.shape if chosen is None else (rows.size, columns)
     spec = Spec(layout, 0, DECODER, False, mx.bfloat16)
-    how = options(*threads(DECODER, rows.size), shape, mx.uint16)
-    sizes = mx.array([rows.size, columns, matrix.high.size, total], mx.int32)
-    inputs = (*matrix.arrays, rows.astype(mx.uint32))
-    return Launch(Prepared(spec, how, (sizes,), places_of_few(inputs), mx.bfloat16), inputs)
-
-
-def exact_matmul_tiles(x: mx.array, matrix: ExactMatrix, tile: int = TILE_WEIGHTS) -> mx.array | None:
-    """Return x (..., I) @ W^T over exact weights, (..., O) of x's type, for any number of vectors, by MLX's matmul.
-
-    The result is None if the decoding kernel cannot run.
-
-    Args:
-        matrix: as for `exact_launch`.
-        tile: maximum number of decoded weights at a time; at least one row is decoded.
-
-    Raises:
-        GearbxError: the arguments do not fit each other, or Metal is not available.
-    """
-    total, columns = _shape(matrix)
-    if x.ndim == 0 or x.shape[-1] != columns:
-        raise GearbxError(f"activations: weights have {columns} columns, got shape {x.shape}")
-    height = max(1, tile // columns)
-    parts: list[mx.array] = []
-    for first in range(0, total, height):
-        # Each tile depends on the previous result, since MLX might otherwise decode the whole matrix first.
-        after = mx.depends([matrix.offsets], parts[-1:])[0] if parts else matrix.offsets
-        launch = decode_launch(matrix._replace(offsets=after), mx.arange(first, min(first + height, total)))
-        weight = launch.attempt()
-        if weight is None:
-            return None
-        parts.append((x @ weight.T).astype(x.dtype))
-    return mx.concatenate(parts, axis=-1)
-
-
-def _shape(matrix: ExactMatrix) -> tuple[int, int]:
-    """Return rows and columns of one matrix that is not empty."""
-    if matrix.scales.ndim != 2 or matrix.scales.size == 0:
-        raise GearbxError(f"scales: must belong to one matrix, got shape {matrix.scales.shape}")
-    rows, columns = matrix.shape
-    return rows, columns
+    inputs = [*matrix.arrays, rows.astype(mx.uint32)]
+    return launch(spec, inputs, [rows.size, columns, matrix.high.size, total], shape)
 
 
 def _checked_layout(matrix: ExactMatrix) -> WeightLayout:
@@ -133,9 +96,8 @@ def _checked_layout(matrix: ExactMatrix) -> WeightLayout:
         (mx.uint32, (math.prod(leading) + 1,)),
     ]
     layout = exact_layout(matrix.group_size)
-    for name, array, (dtype, shape) in zip(layout.arrays, matrix.arrays, wanted):
-        if (array.dtype, array.shape) != (dtype, shape):
-            raise GearbxError(f"{name} of exact weights: must be {shape} {dtype}, got {array.shape} {array.dtype}")
+    names = (f"{name} of exact weights" for name in layout.arrays)
+    check_arrays(*((name, array, *each) for name, array, each in zip(names, matrix.arrays, wanted)))
     if not 0 < high.size <= MAX_HIGH_BYTES:
         raise GearbxError(f"high of exact weights: must have 1 to {MAX_HIGH_BYTES} bytes, got {high.size}")
     return layout

@@ -9,7 +9,6 @@ Each launch first validates its arrays: with wrong arrays, a kernel would read o
 """
 
 import functools
-import math
 from collections.abc import Mapping, Sequence
 
 import mlx.core as mx
@@ -18,28 +17,26 @@ from ..errors import GearbxError
 from . import DENSE, GROUP_SIZES
 from .bit_planes import Planes, middle_of, plane_shifts
 from .metal import (
-    LANES,
     MAX_VECTORS,
     METAL_DTYPES,
     Launch,
-    Prepared,
     Spec,
     Variant,
     WeightLayout,
+    check_arrays,
     choose_variant,
-    options,
-    places_of_few,
+    launch,
     takes,
 )
 
 DENSE_COLUMNS = 8  # columns of a dense weight that a lane reads at a time
 DENSE_SIMD_GROUPS = 2  # per threadgroup
 
-SYMMETRIC_OFFSET = {8: 128, 6: 32, 4: 8, 2: 2}  # bits to the offset of unsigned codes; 8-bit codes are stored signed
+SYMMETRIC_BITS = 8, 6, 4, 2  # 8-bit codes are stored signed
 GROUPWISE_SIZE = 32
 ROW_ALIGNMENT = 16  # bytes
 
-ROW_CODES = {2: 16, 3: 10, 4: 8, 5: 6, 6: 5}  # bits to codes in two 16-bit words, with one codebook per row
+MAX_ROW_BITS = 6  # of codes with one codebook per row, of which two 16-bit words have 32 // bits
 LIBRARY_SIZE, LIBRARY_GROUP = 32, 128
 OUTLIERS = ("outliers", "outlier_columns", "outlier_offsets")
 OF_GROUPS = {"entries": mx.uint8, "scales": mx.float16, "midpoints": mx.float16}
@@ -83,14 +80,16 @@ def prepare_product(
             f"row of indices, got {x.shape} {x.dtype} and indices {indices.shape}"
         )
     vectors = x.size // columns if indices is None else 1
-    chosen = choose_variant(layout.bits, columns, vectors, x.dtype, variant)
+    chosen = choose_variant(layout.bits, vectors, variant)
     staged = vectors * columns if chosen.name == "threadgroup" else 0
-    ragged, of_experts = columns % layout.codes != 0, indices is not None
-    spec = Spec(layout, vectors, chosen, bias is not None, x.dtype, ragged, staged, of_experts)
-    sizes, last = [rows, columns, row_words], bias if indices is None else indices
-    if indices is not None:
-        sizes += [pairs_of_a_vector(x, indices) or 0, *([] if most_outliers is None else [most_outliers])]
-    return product_launch(spec, [x, *arrays, *([] if last is None else [last])], sizes, indices)
+    spec = Spec(
+        layout, vectors, chosen, bias is not None, x.dtype, columns % layout.codes != 0, staged, indices is not None
+    )
+    inputs, sizes = [x, *arrays], [rows, columns, row_words]
+    if indices is None:
+        return launch(spec, [*inputs, *([] if bias is None else [bias])], sizes, (*x.shape[:-1], rows))
+    sizes += [pairs_of_a_vector(x, indices) or 0, *([] if most_outliers is None else [most_outliers])]
+    return launch(spec, [*inputs, indices], sizes, (*indices.shape, 1, rows), indices.size)
 
 
 def takes_experts(x: mx.array, indices: mx.array) -> bool:
@@ -119,39 +118,6 @@ def check_product(x: mx.array, rows: int, columns: int, bias: mx.array | None) -
         raise GearbxError(f"output bias: must have {rows} rows, got shape {bias.shape}")
 
 
-def threads(variant: Variant, rows: int) -> tuple[int, int]:
-    """Return the number of threads for all rows, in all and per threadgroup."""
-    threadgroup = LANES * variant.simd_groups
-    return math.ceil(rows / (variant.simd_groups * variant.rows)) * threadgroup, threadgroup
-
-
-def product_launch(spec: Spec, inputs: Sequence[mx.array], sizes: list[int], indices: mx.array | None = None) -> Launch:
-    """Return the launch of a matmul's kernel.
-
-    Args:
-        inputs: x, packed arrays, then the bias or the indices. sizes: rows first, in the kernel's order.
-    """
-    rows, leading, pairs = sizes[0], inputs[0].shape[:-1], 1
-    if indices is not None:
-        leading, pairs = (*indices.shape, 1), indices.size
-    all_threads, threadgroup = threads(spec.variant, rows)
-    how = options(all_threads * pairs, threadgroup, (*leading, rows), spec.dtype)
-    return Launch(Prepared(spec, how, (mx.array(sizes, mx.int32),), places_of_few(inputs)), tuple(inputs))
-
-
-def macros_with(**macros: object) -> tuple[tuple[str, object], ...]:
-    """Return names, with parameters, and values of macros of metal/matvec.metal."""
-    parameters = {
-        "PLANES": "(DO)",
-        "ROW_WORDS": "(WIDTH)",
-        "ROW_SCALE": "(row)",
-        "PLACE": "(i)",
-        "TABLE": "(row, group)",
-        "SCALE_ARRAYS": "(DO)",
-    }
-    return tuple((name + parameters.get(name, ""), value) for name, value in macros.items())
-
-
 @functools.cache
 def planes_layout(widths: tuple[int, ...], group_size: int, biases: int, rest: int) -> WeightLayout:
     """Return the layout of bit planes. biases: number of planes that have biases. rest: as in `Planes`."""
@@ -160,21 +126,20 @@ def planes_layout(widths: tuple[int, ...], group_size: int, biases: int, rest: i
     offsets = [f"float(b{i}[group]) * {2.0 ** -shifts[i]}f" for i in range(biases)]
     if rest:
         offsets.append(f"float(scales[group]) * {middle_of(rest)}f")
+    scale_arrays = "scales", *(f"b{i}" for i in range(biases))
     return WeightLayout(
         name=f"planes_{'_'.join(map(str, widths))}_g{group_size}_b{biases}_r{rest}",
         bits=sum(widths),
-        arrays=(*(f"w{i}" for i in planes), "scales", *(f"b{i}" for i in range(biases))),
-        macros=macros_with(
-            PLANES=" ".join(f"DO(w{i}, {widths[i]}, {shifts[i]})" for i in planes),
-            ROW_WORDS="(row_words * WIDTH)",
-            SIGN_BITS=0,
-            GROUP_SIZE=group_size,
-            GROUP_SCALE="float(scales[group])",
-            GROUP_OFFSET=f"({' + '.join(offsets)})",
-            ROW_SCALE="1.0f",
-            SCALE_ARRAYS=" ".join(
-                f"DO({name}, rows * groups)" for name in ("scales", *(f"b{i}" for i in range(biases)))
-            ),
+        arrays=(*(f"w{i}" for i in planes), *scale_arrays),
+        macros=(
+            ("PLANES(DO)", " ".join(f"DO(w{i}, {widths[i]}, {shifts[i]})" for i in planes)),
+            ("ROW_WORDS(WIDTH)", "(row_words * WIDTH)"),
+            ("SIGN_BITS", 0),
+            ("GROUP_SIZE", group_size),
+            ("GROUP_SCALE", "float(scales[group])"),
+            ("GROUP_OFFSET", f"({' + '.join(offsets)})"),
+            ("ROW_SCALE(row)", "1.0f"),
+            ("SCALE_ARRAYS(DO)", " ".join(f"DO({name}, rows * groups)" for name in scale_arrays)),
         ),
         planes=len(widths),
     )
@@ -203,45 +168,39 @@ def planes_launch(
         raise GearbxError(f"group size: must be 32, 64 or 128, got {group_size}")
     if not widths or min(widths) < 1 or sum(widths) > 8:
         raise GearbxError(f"planes: must have 1 to 8 bits in all, got {'+'.join(map(str, widths))} bits")
-    count, ndim = len(widths), dimensions(indices)
+    count, ndim = len(widths), 2 if indices is None else 3
     if scales.ndim != ndim or len(weights) != count or not 1 <= len(biases) <= count:
         raise GearbxError(
             f"planes: must be {count} weights, 1 to {count} biases, and scales of {ndim} dimensions, got "
             f"{len(weights)}, {len(biases)} and {scales.ndim}"
         )
     *experts, rows, columns = planes.shape
-    for i, (weight, width) in enumerate(zip(weights, widths)):
-        if weight.shape != (*experts, rows, columns * width // 32) or weight.dtype != mx.uint32:
-            raise GearbxError(f"plane {i}: must be {rows} rows of {width}-bit codes, got {weight.shape} {weight.dtype}")
-    for i, bias_of_plane in enumerate(biases):
-        if bias_of_plane.shape != scales.shape:
-            raise GearbxError(f"biases of plane {i}: must be {scales.shape} as scales, got {bias_of_plane.shape}")
+    packed = [(*experts, rows, columns * width // 32) for width in widths]
+    check_arrays(
+        *((f"plane {i}", weight, mx.uint32, shape) for i, (weight, shape) in enumerate(zip(weights, packed))),
+        *((f"biases of plane {i}", each, each.dtype, scales.shape) for i, each in enumerate(biases)),
+    )
     layout = planes_layout(tuple(widths), group_size, len(biases), rest)
     return prepare_product(x, layout, planes.arrays, rows, columns, columns // 16, bias, variant, indices)
-
-
-def dimensions(indices: mx.array | None) -> int:
-    """Return the number of dimensions of a weight: 2, or 3 for experts."""
-    return 2 if indices is None else 3
 
 
 @functools.cache
 def symmetric_layout(bits: int, grouped: bool) -> WeightLayout:
     """Return the layout of symmetric codes with a scale per row, or per group if `grouped`."""
-    offset = f"-{SYMMETRIC_OFFSET[bits]}.0f"
-    of_scales: dict[str, object] = {
-        "GROUP_SIZE": GROUPWISE_SIZE if grouped else "columns",
-        "GROUP_SCALE": "float(scales[group])" if grouped else "1.0f",
-        "GROUP_OFFSET": f"({offset} * scale)" if grouped else offset,
-        "ROW_SCALE": "1.0f" if grouped else "float(scales[row])",
-        "SCALE_ARRAYS": "DO(scales, rows * groups)" if grouped else "DO(scales, rows)",
-    }
+    offset = f"-{2 ** (bits - 1)}.0f"
     return WeightLayout(
         name="groupwise" if grouped else f"rowwise_{bits}",
         bits=bits,
         arrays=("w0", "scales"),
-        macros=macros_with(
-            PLANES=f"DO(w0, {bits}, 0)", ROW_WORDS="row_words", SIGN_BITS="0x8080" if bits == 8 else 0, **of_scales
+        macros=(
+            ("PLANES(DO)", f"DO(w0, {bits}, 0)"),
+            ("ROW_WORDS(WIDTH)", "row_words"),
+            ("SIGN_BITS", "0x8080" if bits == 8 else 0),
+            ("GROUP_SIZE", GROUPWISE_SIZE if grouped else "columns"),
+            ("GROUP_SCALE", "float(scales[group])" if grouped else "1.0f"),
+            ("GROUP_OFFSET", f"({offset} * scale)" if grouped else offset),
+            ("ROW_SCALE(row)", "1.0f" if grouped else "float(scales[row])"),
+            ("SCALE_ARRAYS(DO)", "DO(scales, rows * groups)" if grouped else "DO(scales, rows)"),
         ),
     )
 
@@ -271,9 +230,12 @@ def symmetric_launch(
 
     Source: GEARBX 5.2, 8.1, 8.2; AION 3.2 for groups.
     """
-    if bits not in SYMMETRIC_OFFSET:
+    if bits not in SYMMETRIC_BITS:
         raise GearbxError(f"per-channel codes: must have 8, 6, 4 or 2 bits, got {bits}")
-    _check_rows(weight, mx.int8 if bits == 8 else mx.uint8, bits, width, dimensions(indices))
+    stored, ndim = mx.int8 if bits == 8 else mx.uint8, 2 if indices is None else 3
+    fits = weight.ndim == ndim and weight.dtype == stored and weight.shape[-1] % ROW_ALIGNMENT == 0
+    if not (fits and width > 0 and 0 <= weight.shape[-1] * 8 - width * bits < 8 * 2 * ROW_ALIGNMENT):
+        raise GearbxError(f"weights: must be rows of {width} {bits}-bit codes, got {weight.shape} {weight.dtype}")
     (rows, row_bytes), groups = weight.shape[-2:], -(-width // GROUPWISE_SIZE)
     grouped = scales.ndim == weight.ndim
     if scales.shape != (*weight.shape[:-1], *([groups] if grouped else [])):
@@ -281,13 +243,6 @@ def symmetric_launch(
         raise GearbxError(f"scales: must have {rows} rows{of_groups}, got shape {scales.shape}")
     layout = symmetric_layout(bits, grouped)
     return prepare_product(x, layout, [weight, scales], rows, width, row_bytes // 2, bias, variant, indices)
-
-
-def _check_rows(weight: mx.array, dtype: mx.Dtype, bits: int, width: int, ndim: int) -> None:
-    """Validate that rows are aligned and have `width` codes with little padding. Raises GearbxError."""
-    fits = weight.ndim == ndim and weight.dtype == dtype and weight.shape[-1] % ROW_ALIGNMENT == 0
-    if not (fits and width > 0 and 0 <= weight.shape[-1] * 8 - width * bits < 8 * 2 * ROW_ALIGNMENT):
-        raise GearbxError(f"weights: must be rows of {width} {bits}-bit codes, got {weight.shape} {weight.dtype}")
 
 
 def takes_dense(x: mx.array, weight: mx.array) -> bool:
@@ -316,52 +271,54 @@ def dense_launch(x: mx.array, weight: mx.array) -> Launch:
     rows_each = 8 if holds_x else 4 if vectors <= 8 else 2  # rows per SIMD group, limited by its registers
     variant = Variant("registers" if holds_x else "device", DENSE_SIMD_GROUPS, rows_each)
     spec = Spec(dense_layout(holds_x), vectors, variant, False, x.dtype, ragged=columns % DENSE_COLUMNS != 0)
-    return product_launch(spec, [x, weight], [rows, columns])
+    return launch(spec, [x, weight], [rows, columns], (*x.shape[:-1], rows))
 
 
 @functools.cache
 def dense_layout(holds_x: bool) -> WeightLayout:
     """Return the layout of dense weights. holds_x: whether registers hold the activations of all vectors."""
-    macros = macros_with(CHUNK=DENSE_COLUMNS, HOLDS_X=int(holds_x))
+    macros = ("CHUNK", DENSE_COLUMNS), ("HOLDS_X", int(holds_x))
     return WeightLayout("dense", DENSE, ("weight",), macros, text="dense", libraries=("loads",))
 
 
 @functools.cache
 def codebook_layout(bits: int, library: bool) -> WeightLayout:
     """Return the layout of codes with one codebook per row, or with a library of 32 codebooks."""
-    own: dict[str, object] = {
-        "PLANES": "DO(w0, 2, 0)",
-        "STEP_WORDS": 2,
-        "SCALE_ARRAYS": "",
-        "PLACE": "((i) / 3 * 16 + (i) % 3 * 5)" if bits == 5 else f"((i) * {bits})",
-        "ALL_TABLES": "rows",
-        "FIRST_TABLE": "(threadgroup_number * SIMD_GROUPS * ROWS)",
-        "TABLE": "(table + ((row) - FIRST_TABLE) * ENTRIES)",
-        "GROUP_SIZE": "columns",
-        "GROUP_SCALE": "1.0f",
-        "GROUP_OFFSET": "0.0f",
-    }
+    place = f"((i) * {bits})"
     if library:
         own = {
-            "PLANES": f"DO(w0, {bits}, 0)",
+            "PLANES(DO)": f"DO(w0, {bits}, 0)",
             "STEP_WORDS": bits,
-            "SCALE_ARRAYS": " ".join(f"DO({name}, rows * groups)" for name in OF_GROUPS),
-            "PLACE": f"((i) * {bits})",
+            "SCALE_ARRAYS(DO)": " ".join(f"DO({name}, rows * groups)" for name in OF_GROUPS),
+            "PLACE(i)": place,
             "ALL_TABLES": LIBRARY_SIZE,
             "FIRST_TABLE": 0,
-            "TABLE": f"(table + entries[group] % {LIBRARY_SIZE} * ENTRIES)",
+            "TABLE(row, group)": f"(table + entries[group] % {LIBRARY_SIZE} * ENTRIES)",
             "GROUP_SIZE": LIBRARY_GROUP,
             "GROUP_SCALE": "float(scales[group])",
             "GROUP_OFFSET": "float(midpoints[group])",
         }
-    common = {"ROW_WORDS": "row_words", "SIGN_BITS": 0, "BITS": bits, "ENTRIES": 2**bits, "ROW_SCALE": "1.0f"}
+    else:
+        own = {
+            "PLANES(DO)": "DO(w0, 2, 0)",
+            "STEP_WORDS": 2,
+            "SCALE_ARRAYS(DO)": "",
+            "PLACE(i)": "((i) / 3 * 16 + (i) % 3 * 5)" if bits == 5 else place,
+            "ALL_TABLES": "rows",
+            "FIRST_TABLE": "(threadgroup_number * SIMD_GROUPS * ROWS)",
+            "TABLE(row, group)": "(table + ((row) - FIRST_TABLE) * ENTRIES)",
+            "GROUP_SIZE": "columns",
+            "GROUP_SCALE": "1.0f",
+            "GROUP_OFFSET": "0.0f",
+        }
+    own |= {"ROW_WORDS(WIDTH)": "row_words", "SIGN_BITS": 0, "BITS": bits, "ENTRIES": 2**bits, "ROW_SCALE(row)": "1.0f"}
     return WeightLayout(
         name=f"{'library' if library else 'codebook'}_{bits}",
         bits=bits,
         arrays=("w0", "codebook", *OUTLIERS, *(OF_GROUPS if library else ())),
-        codes=16 if library else ROW_CODES[bits],
+        codes=16 if library else 32 // bits,
         tables=LIBRARY_SIZE if library else "(SIMD_GROUPS * ROWS)",
-        macros=macros_with(OWN_CODE=int(library), **common, **own),
+        macros=(("OWN_CODE", int(library)), *own.items()),
     )
 
 
@@ -394,50 +351,25 @@ def codebook_launch(
     Source: XFP 3.3, 3.4, 5.
     """
     library = "library" in arrays
-    most = 4 if library else max(ROW_CODES)
+    most = 4 if library else MAX_ROW_BITS
     if not 2 <= bits <= most:
         raise GearbxError(f"codebook{' library' if library else 's'}: must have 2 to {most} bits, got {bits}")
     columns, rows = x.shape[-1] if x.ndim else 0, arrays["weight"].shape[-2]
-    row_words, wanted = _codebook_shapes(bits, library, rows, columns)
-    _check(arrays, wanted, rows, () if indices is None else arrays["weight"].shape[:1])
-    layout, inputs = codebook_layout(bits, library), codebook_inputs(arrays)
-    most_outliers = arrays["outliers"].shape[-1]
-    return prepare_product(x, layout, inputs, rows, columns, row_words, bias, variant, indices, most_outliers)
-
-
-def _codebook_shapes(
-    bits: int, library: bool, rows: int, columns: int
-) -> tuple[int, dict[str, tuple[mx.Dtype, tuple[int, ...]]]]:
-    """Return 16-bit words per row, and types and shapes of the arrays without outliers."""
-    if library:
-        groups = -(-columns // LIBRARY_GROUP)
-        row_words = groups * LIBRARY_GROUP // 16 * bits
-        of_groups = {name: (dtype, (rows, groups)) for name, dtype in OF_GROUPS.items()}
-        tables = {"library": (mx.float16, (LIBRARY_SIZE, 2**bits)), **of_groups}
-    else:
-        row_words = -(-columns // ROW_CODES[bits]) * 2
-        tables = {"codebook": (mx.float16, (rows, 2**bits))}
-    halves = bits == 5 and not library
-    weight = (mx.uint16, (rows, row_words)) if halves else (mx.uint32, (rows, row_words // 2))
-    return row_words, {"weight": weight, **tables}
-
-
-def _check(
-    arrays: Mapping[str, mx.array],
-    wanted: Mapping[str, tuple[mx.Dtype, tuple[int, ...]]],
-    rows: int,
-    experts: tuple[int, ...],
-) -> None:
-    """Validate types and shapes of arrays, and that the lists of outliers fit each other. Raises GearbxError."""
-    count = arrays["outliers"].shape
+    groups = -(-columns // LIBRARY_GROUP)
+    row_words = groups * LIBRARY_GROUP // 16 * bits if library else -(-columns // (32 // bits)) * 2
+    experts, count = () if indices is None else arrays["weight"].shape[:1], arrays["outliers"].shape
     if len(count) != 1 + len(experts):
         raise GearbxError(f"outliers: must be one list{' per expert' if experts else ''}, got shape {count}")
-    of_outliers = {
+    halves = bits == 5 and not library
+    own = {name: (dtype, (rows, groups)) for name, dtype in OF_GROUPS.items()} if library else {}
+    wanted = {
+        "weight": (mx.uint16, (rows, row_words)) if halves else (mx.uint32, (rows, row_words // 2)),
+        "library" if library else "codebook": (mx.float16, (LIBRARY_SIZE if library else rows, 2**bits)),
+        **own,
         "outliers": (mx.float16, count[-1:]),
         "outlier_columns": (mx.uint16, count[-1:]),
         "outlier_offsets": (mx.uint32, (rows + 1,)),
     }
-    for name, (dtype, shape) in {**wanted, **of_outliers}.items():
-        array = arrays[name]
-        if array.dtype != dtype or array.shape != (*experts, *shape):
-            raise GearbxError(f"{name}: must be {(*experts, *shape)} {dtype}, got {array.shape} {array.dtype}")
+    check_arrays(*((name, arrays[name], dtype, (*experts, *shape)) for name, (dtype, shape) in wanted.items()))
+    layout, inputs = codebook_layout(bits, library), codebook_inputs(arrays)
+    return prepare_product(x, layout, inputs, rows, columns, row_words, bias, variant, indices, count[-1])

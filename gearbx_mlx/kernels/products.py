@@ -15,7 +15,7 @@ from . import cpu, metal, proven
 from .bit_planes import Planes, planes_dense, planes_gather_matmul, planes_matmul
 from .dispatch import MLX, NATIVE, RECONSTRUCT, STOCK, ChosenKernels, block_kernels, cpu_kernels, is_metal, on_cpu
 from .exact import ExactMatrix, decode, decoded_by_tiles, product_by_tiles
-from .metal_exact import decode_launch, exact_launch, exact_matmul_tiles
+from .metal_exact import decode_launch, exact_launch
 from .metal_products import (
     codebook_inputs,
     codebook_launch,
@@ -28,6 +28,7 @@ from .metal_products import (
 
 MAX_EXPERTS = 16  # per token
 MAX_PAIRS = metal.MAX_VECTORS * MAX_EXPERTS  # pairs of a vector and an expert in a Metal launch
+METAL_TILE = 2**22  # weights of format exact that Metal decodes at a time
 
 
 class SymmetricCodes(NamedTuple):
@@ -135,12 +136,16 @@ def exact_product(
     if y is not None:
         return y
     if kernel == RECONSTRUCT and metal.available():
-        y = exact_matmul_tiles(x, matrix)
-        if y is not None:
-            return add_bias(y, bias)
+        return add_bias(product_by_tiles(x, matrix, decoded_tile, METAL_TILE), bias)
     if kernel in STOCK:
         return add_bias(product_by_tiles(x, matrix), bias)
     return add_bias(native_kernels().exact_matvec(x, *matrix, x_bits).astype(x.dtype), bias)
+
+
+def decoded_tile(tile: ExactMatrix) -> mx.array:
+    """Return a weight (O, I), bfloat16, by the Metal kernel, or by `decode` if it cannot run."""
+    weight = decode_launch(tile).attempt()
+    return decode(tile) if weight is None else weight
 
 
 def decoded(matrix: ExactMatrix) -> mx.array:
@@ -154,7 +159,7 @@ def decoded(matrix: ExactMatrix) -> mx.array:
 
 def decoded_on_metal(matrix: ExactMatrix, chosen: mx.array | None = None) -> mx.array | None:
     """Return the result of `decode_launch` if it was proven correct and faster than `decode` here; otherwise None."""
-    if not metal.available() or not proven.won(proven.EXACT_TEXT, proven.decoder_key(matrix.group_size)):
+    if not metal.available() or not proven.won(proven.decoder_key(matrix.group_size)):
         return None
     return decode_launch(matrix, chosen).attempt()
 
@@ -279,8 +284,7 @@ def native_kernels() -> ModuleType:
 
 def panel_rows() -> int:
     """Return the number of rows in a panel of the native CPU kernels."""
-    rows: int = native_kernels().panel_rows()
-    return rows
+    return int(native_kernels().panel_rows())
 
 
 def cpu_kernels_for_experts(x: mx.array, indices: mx.array) -> ModuleType | None:

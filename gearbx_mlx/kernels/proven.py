@@ -2,9 +2,9 @@
 
 Unproven Metal kernels run only on request. `gearbx_mlx benchmark mac --own-kernels` proves kernels for the shapes of a
 model and calls `keep`. Models only read `proof` and `won`, and measure no time. An entry applies to one chip, macOS,
-MLX and source of the kernel: after a change of any of these, MLX's operations run until the kernel is proven again.
+MLX and source of the kernels: after a change of any of these, MLX's operations run until kernels are proven again.
 
-    {"machines": {"Apple M4 Pro, macOS 26.1, mlx 0.32.1": {"exact 1f0c...": {"product exact, group 64, ...": {...}}}}}
+    {"machines": {"Apple M4 Pro, macOS 26.1, mlx 0.32.1, kernels 1f0c...": {"product exact, group 64, ...": {...}}}}
 """
 
 import functools
@@ -19,17 +19,11 @@ import mlx.core as mx
 import msgspec
 
 from ..compat.arrays import dtype_name
-from .measured_file import MeasuredFile, become_newest
-from .metal import source_text
+from ..files.measured_file import MeasuredFile, become_newest
+from .compiler import SOURCES
+from .metal import metal_folder
 
 LEAD = 1.05  # factor by which a kernel must be faster than MLX's
-
-MATVEC_TEXT, EXACT_TEXT, DENSE_TEXT = TEXTS = "matvec", "exact", "dense"
-FILES_OF_TEXT = {  # source files in metal/
-    MATVEC_TEXT: ("matvec", "codes"),
-    EXACT_TEXT: ("exact", "exact_weights", "codes", "loads"),
-    DENSE_TEXT: ("dense", "loads"),
-}
 
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
@@ -45,14 +39,10 @@ class Proof(msgspec.Struct, frozen=True):
         return self.ours * LEAD < self.mlx  # seconds
 
 
-Entries = dict[str, dict[str, Proof]]
-"""Proofs by source and its hash, then by matmul."""
-
-
 class ProvenFile(msgspec.Struct):
-    """The file: proofs by machine."""
+    """The file: proofs by machine and matmul."""
 
-    machines: dict[str, Entries] = {}
+    machines: dict[str, dict[str, Proof]] = {}
 
 
 PROOFS = MeasuredFile(
@@ -80,74 +70,58 @@ def decoder_key(group_size: int) -> str:
     return f"decoding, group {group_size}"
 
 
-def keep(text: str, key: str, ours: float, mlx: float) -> None:
-    """Keep the proof of a kernel that was correct here: its seconds and MLX's."""
-    change(text, key, Proof(ours, mlx))
+def proof(key: str) -> Proof | None:
+    """Return the proof of a kernel on this machine, by `product_key` or `decoder_key`; None if it is unproven."""
+    return proofs_here().get(key)
 
 
-def forget(text: str, key: str) -> None:
-    """Delete the proof of a kernel that does not compile or is wrong."""
-    change(text, key, None)
-
-
-def proof(text: str, key: str) -> Proof | None:
-    """Return the proof of a kernel on this machine; None if it is unproven.
-
-    Args:
-        text: of TEXTS. key: of `product_key` or `decoder_key`.
-    """
-    return proofs_here().get(text_name(text), {}).get(key)
-
-
-def won(text: str, key: str) -> bool:
+def won(key: str) -> bool:
     """Return whether a kernel was correct, and faster than MLX's operations, on this machine."""
-    found = proof(text, key)
+    found = proof(key)
     return found is not None and found.won
 
 
 def any_won() -> bool:
     """Return whether any kernel was proven faster than MLX's on this machine."""
-    return any(each.won for name in map(text_name, TEXTS) for each in proofs_here().get(name, {}).values())
+    return any(each.won for each in proofs_here().values())
 
 
 @functools.cache
 def metal_machine() -> str:
-    """Return a name for chip, macOS and MLX."""
+    """Return a name for chip, macOS, MLX and the source of the kernels."""
     system = f"macOS {platform.mac_ver()[0]}" if platform.system() == "Darwin" else platform.platform(terse=True)
-    return f"{mx.device_info().get('device_name', platform.machine())}, {system}, mlx {version('mlx')}"
+    device = mx.device_info().get("device_name", platform.machine())
+    return f"{device}, {system}, mlx {version('mlx')}, kernels {kernels_hash()}"
 
 
 @functools.cache
-def text_name(text: str) -> str:
-    """Return the name of a source with 12 hexadecimal digits that change with its files and the code of its macros."""
+def kernels_hash() -> str:
+    """Return 8 hexadecimal digits that change with the source of the native kernels, and of their macros on Metal."""
     digest = hashlib.sha256()
-    for part in FILES_OF_TEXT[text]:
-        digest.update(source_text(part).encode() + b"\0")
-    for path in sorted(Path(__file__).parent.glob("metal*.py")):
-        digest.update(path.read_bytes() + b"\0")
-    return f"{text} {digest.hexdigest()[:12]}"
+    macros = Path(__file__).parent.glob("metal*.py")
+    for path in sorted((*SOURCES.iterdir(), *metal_folder().iterdir(), *macros), key=lambda path: path.name):
+        if path.is_file():
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:8]
 
 
-def proofs_here() -> Entries:
+def proofs_here() -> dict[str, Proof]:
     """Return the proofs of this machine."""
     return proofs_in(PROOFS.place())
 
 
 @functools.cache
-def proofs_in(place: Path | None) -> Entries:
+def proofs_in(place: Path | None) -> dict[str, Proof]:
     """Return the proofs of this machine in a file, and read each file once."""
     return PROOFS.read().machines.get(metal_machine(), {})
 
 
-def change(text: str, key: str, proof: Proof | None) -> None:
-    """Write or remove a proof."""
+def keep(key: str, proof: Proof | None) -> None:
+    """Keep the proof of a kernel that was correct here; None: delete it, since it does not compile or is wrong."""
 
     def write(content: ProvenFile) -> None:
-        of_text = content.machines.get(metal_machine(), {}).get(text_name(text), {})
-        of_text.pop(key, None)
-        if proof is not None:
-            of_text[key] = proof
-        become_newest(content.machines, metal_machine(), {text_name(text): of_text})
+        content.machines.get(metal_machine(), {}).pop(key, None)
+        become_newest(content.machines, metal_machine(), {} if proof is None else {key: proof})
 
     PROOFS.change(write)
     proofs_in.cache_clear()

@@ -16,7 +16,6 @@ their overhead raises all times by a similar factor.
 
 import atexit
 import functools
-import hashlib
 import math
 import os
 import platform
@@ -33,7 +32,8 @@ import msgspec
 
 from ..compat.arrays import dtype_name
 from ..errors import GearbxError
-from .compiler import SOURCES, processor_key
+from ..files.measured_file import MeasuredFile, become_newest
+from .compiler import processor_key
 from .dispatch import (
     BFLOAT16_BITS,
     CPU,
@@ -47,8 +47,8 @@ from .dispatch import (
     is_tuning,
     size_class,
 )
-from .measured_file import MeasuredFile, become_newest
-from .metal import MAX_VECTORS, metal_folder
+from .metal import MAX_VECTORS
+from .proven import kernels_hash
 from .rounding import Expected, tolerance, trial_activations
 
 Key = TypeVar("Key")
@@ -91,38 +91,41 @@ class TuningCache:
         remedy, unwritten = "it is written again", "kernels will be measured again at the next start"
         self._file = MeasuredFile(file or "tuning.json", Stored, "measurements of kernels", remedy, unwritten)
         self.machine = machine()
-        self._fresh: dict[str, Times] = {}
-        self._fresh_differences: dict[str, Differences] = {}
+        self._fresh: tuple[dict[str, Times], dict[str, Differences]] = {}, {}
         self._saved = -math.inf
+
+    @functools.cached_property
+    def _stored(self) -> Stored:
+        return self._file.read()
 
     @functools.cached_property
     def times(self) -> dict[str, Times]:
         """Times by kind of matmul."""
-        return self._file.read().machines.get(self.machine, {})
+        return self._stored.machines.get(self.machine, {})
 
     @functools.cached_property
     def differences(self) -> dict[str, Differences]:
         """Differences by kind of matmul, shape and number of vectors."""
-        return self._file.read(quietly=True).differences.get(self.machine, {})
+        return self._stored.differences.get(self.machine, {})
 
     def keep(self, name: str, times: Times) -> None:
         """Keep the times of a kind of matmul until `save` writes them."""
-        self.times[name] = self._fresh[name] = times
+        self.times[name] = self._fresh[0][name] = times
 
     def keep_differences(self, name: str, found: Differences) -> None:
         """Keep the differences of a kind of matmul until `save` writes them."""
-        self.differences[name] = self._fresh_differences[name] = found
+        self.differences[name] = self._fresh[1][name] = found
 
     def save(self) -> None:
         """Write new measurements, and keep those that other processes wrote in the meantime."""
-        if self._fresh or self._fresh_differences:
+        if any(self._fresh):
             self._saved = time.monotonic()
             self._file.change(self._write)
-            self._fresh, self._fresh_differences = {}, {}
+            self._fresh = {}, {}
 
     def _write(self, stored: Stored) -> None:
-        become_newest(stored.machines, self.machine, self._fresh)
-        become_newest(stored.differences, self.machine, self._fresh_differences)
+        for machines, fresh in zip((stored.machines, stored.differences), self._fresh):
+            become_newest(machines, self.machine, fresh)
 
     def save_soon(self) -> None:
         """Save at most once a second, since writing takes as long as some tokens; save the rest at exit."""
@@ -131,17 +134,6 @@ class TuningCache:
         else:
             atexit.unregister(self.save)
             atexit.register(self.save)
-
-
-@functools.cache
-def kernels_hash() -> str:
-    """Return 8 hexadecimal digits that change with the source of the native kernels."""
-    digest = hashlib.sha256()
-    for folder in (SOURCES, metal_folder()):
-        for path in sorted(folder.iterdir()):
-            if path.is_file():
-                digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:8]
 
 
 def machine() -> str:
@@ -199,7 +191,11 @@ class Tuner:
         counted = 1 if on_cpu else size_class(vectors)
         candidates = kind.candidates(counted, self.dtype, self.ours_alone)
         if device() == METAL:
-            candidates = self._right_on_metal(kind, min(vectors, MAX_VECTORS + 1), products, candidates)
+            right = partial(self.right, kind, min(vectors, MAX_VECTORS + 1), products)
+            if is_worth_it(kind):
+                candidates = right(candidates)
+            else:  # untimed: the first correct one
+                candidates = next((alone for each in candidates if right(alone := (each,)) == alone), (MLX,))
         elif on_cpu and len(candidates) > 1 and is_worth_it(kind):
             new = not self.known(self.name(kind, 1), candidates)
             candidates = self.right(kind, 1, products, candidates, compare_now=new)
@@ -207,17 +203,6 @@ class Tuner:
         if on_cpu and chosen in STOCK and chosen != self._fastest(kind, MAX_VECTORS, products, candidates):
             return candidates[0]
         return chosen
-
-    def _right_on_metal(
-        self, kind: Kind, vectors: int, products: Products, candidates: Sequence[str]
-    ) -> tuple[str, ...]:
-        """Return all correct candidates if they are timed, otherwise the first one."""
-        if is_worth_it(kind):
-            return self.right(kind, vectors, products, candidates)
-        for each in candidates:
-            if self.right(kind, vectors, products, (each,)) == (each,):
-                return (each,)
-        return (MLX,)
 
     def right(
         self, kind: Kind, vectors: int, products: Products, candidates: Sequence[str], compare_now: bool = True
@@ -353,19 +338,17 @@ def times_of(products: Mapping[str, Sequence[Product]], x: mx.array) -> Times:
     """
     if not all(products.values()):
         return {}
-    found = {name: seconds_of_one(each[0], x) for name, each in products.items()}
+    found = dict.fromkeys(products, FAILED)
+    for name, (product, *_) in products.items():
+        if evaluated(product, x) is not None:  # the first matmul may compile its kernel
+            found[name] = seconds_of(partial(lambda multiply: [multiply(x)], product))
     # A candidate that takes three times as long for a single matmul is not timed over many.
     hopeful = [name for name, seconds in found.items() if seconds <= 3.0 * min(found.values())]
     if len(hopeful) > 1:
-        makes = {name: partial(built, products[name], x) for name in hopeful}
+        makes = {name: partial(lambda each: [product(x) for product in each], products[name]) for name in hopeful}
         times = timed_in_turn(makes, least=0.002, give_up=1.5)
         found |= {name: statistics.median(each) / len(products[name]) for name, each in times.items()}
     return found
-
-
-def seconds_of_one(product: Product, x: mx.array) -> float:
-    """Return seconds of one matmul, after a first one that may compile its kernel; FAILED if it cannot."""
-    return FAILED if evaluated(product, x) is None else seconds_of(lambda: [product(x)])
 
 
 def evaluated(product: Product, x: mx.array) -> mx.array | None:
@@ -378,11 +361,6 @@ def evaluated(product: Product, x: mx.array) -> mx.array | None:
             return None
         raise
     return y
-
-
-def built(products: Sequence[Product], x: mx.array) -> list[mx.array]:
-    """Return one unevaluated result of each matmul."""
-    return [product(x) for product in products]
 
 
 def fastest(times: Times, candidates: Sequence[str]) -> str:

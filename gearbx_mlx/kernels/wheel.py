@@ -47,14 +47,10 @@ def why_foreign() -> str:
     except (OSError, msgspec.MsgspecError):
         return "the CPU kernels of this wheel are damaged; install gearbx-mlx again"
     now = version("mlx")
-    if linked.mlx == now or (minor(linked.mlx) == minor(now) and linked.headers == hash_headers()):
+    same_minor = linked.mlx.split(".")[:2] == now.split(".")[:2]
+    if linked.mlx == now or (same_minor and linked.headers == hash_headers()):
         return ""
     return f"the CPU kernels of this wheel are for MLX {linked.mlx}, and MLX {now} is installed"
-
-
-def minor(version: str) -> list[str]:
-    """Return the first two numbers of a version."""
-    return version.split(".")[:2]
 
 
 def hash_headers() -> str:

@@ -59,7 +59,7 @@ def test_top_gear_is_mlx_lm_bit_for_bit(models, texts, name, others):
     """Computed in the type of the checkpoint, as a GPU does and a CPU here would not."""
     if others:
         key = proven.product_key("weights of 16 bits", (8, 8), mx.bfloat16, 1, "native")
-        proven.keep(proven.DENSE_TEXT, key, 1.0, 2.0)
+        proven.keep(key, proven.Proof(1.0, 2.0))
     gearbox = loaded(models / name, dtype=name).gearbox()
     assert (str(gearbox.ladder), gearbox.format.name, gearbox.kernels.native) == ("4,16", "affine", others)
     plain, _ = mlx_lm.load(str(models / name))
@@ -142,7 +142,7 @@ def test_refused_kernel_source_ends_no_command(command, models, texts, monkeypat
 
 @pytest.mark.parametrize("format", ["exact", "affine"])
 def test_later_refused_proof_prints_single_line(command, models, texts, monkeypatch, format):
-    monkeypatch.setattr(proven, "proof", lambda text, key: proven.Proof(1e-9, 1.0))
+    monkeypatch.setattr(proven, "proof", lambda key: proven.Proof(1e-9, 1.0))
     monkeypatch.setattr(proven, "any_won", lambda: True)
     common = "generate", "--model", models / "bfloat16", *GENERATE, "--gears", "4,16", "--format", format
     done = command(*common)

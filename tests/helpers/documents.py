@@ -41,6 +41,7 @@ STANDS_FOR_DEMO = (
 SHORTER = {
     "generate": "--max-tokens 6",
     "generate --base": "--max-tokens 6 --base text.txt",
+    "generate --base manifest.json": "--max-tokens 6",
     "chat": "--max-tokens 6",
     "analyze": "--max-tokens 6",
     "analyze --reference": "--max-tokens 6 --tokens 24",

@@ -18,8 +18,8 @@ from gearbx_mlx.formats import CodebookOptions, codebook, codebook_library, grou
 from gearbx_mlx.kernels import metal
 from gearbx_mlx.kernels.bit_planes import Planes, planes_matmul
 from gearbx_mlx.kernels.exact import ExactMatrix
-from gearbx_mlx.kernels.metal import Launch, choose_variant
-from gearbx_mlx.kernels.metal_exact import decode_launch, exact_launch, exact_matmul_tiles
+from gearbx_mlx.kernels.metal import Launch, choose_variant, fitting_variants
+from gearbx_mlx.kernels.metal_exact import decode_launch, exact_launch
 from gearbx_mlx.kernels.metal_products import (
     codebook_launch,
     dense_launch,
@@ -95,15 +95,19 @@ def test_on_metal_itself(bits, variant):
 
 
 def test_variant_is_chosen_by_shape():
-    assert choose_variant(4, 4096, 8, mx.float16).name == "registers"
-    assert choose_variant(4, 4096, 9, mx.float16).name == "device"
-    assert choose_variant(4, 6144, 2, mx.float16, "threadgroup").rows == 2
-    assert choose_variant(2, 6144, 1, mx.float32, "threadgroup").rows == 1
-    for columns, vectors, dtype in ((6176, 1, mx.float16), (4096, 4, mx.float16), (6144, 2, mx.float32)):
-        with pytest.raises(GearbxError, match="threadgroup memory"):
-            choose_variant(4, columns, vectors, dtype, "threadgroup")
-    with pytest.raises(GearbxError, match="got 'shared'; choose from registers"):
-        choose_variant(4, 4096, 1, mx.float16, "shared")
+    assert choose_variant(4, 8).name == "registers"
+    assert choose_variant(4, 9).name == "device"
+    assert choose_variant(4, 2, "threadgroup").rows == 2
+    assert choose_variant(2, 1, "threadgroup").rows == 1
+    for columns, vectors, dtype, fits in (
+        (6144, 2, mx.float16, True),
+        (6144, 1, mx.float32, True),
+        (6176, 1, mx.float16, False),
+        (4096, 4, mx.float16, False),
+        (6144, 2, mx.float32, False),
+    ):
+        names = fitting_variants(metal.VARIANTS, columns, vectors, dtype)
+        assert names == ["registers", *(["threadgroup"] if fits else []), "device"]
 
 
 def launch_codebook(arrays, **given):
@@ -301,9 +305,8 @@ def test_stacked_experts_are_decoded_and_not_multiplied():
     assert decode_exact(**given).shape == (2, 4, 128)
     assert decode_exact(mx.array([4, 1]), **given).shape == (2, 128)
     x = given.pop("x")
-    for product in (exact_launch, exact_matmul_tiles):
-        with pytest.raises(GearbxError, match="must belong to one matrix"):
-            product(x, ExactMatrix(**given))
+    with pytest.raises(GearbxError, match="must belong to one matrix"):
+        exact_launch(x, ExactMatrix(**given))
 
 
 def test_dense_products_take_dtypes_and_16_vectors():

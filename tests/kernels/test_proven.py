@@ -1,6 +1,7 @@
 """Which Metal kernels were proven on this machine, and that nothing else of ours runs unasked."""
 
 import json
+import shutil
 import warnings
 
 import mlx.core as mx
@@ -18,8 +19,7 @@ from gearbx_mlx.kernels.tuner import Tuner
 
 KEY = proven.product_key("exact, group 64", (512, 256), mx.bfloat16, 1, NATIVE)
 PLANES = Kind("planes 4+4, group 64", (512, 256), stock=True)
-OF_EXACT = {"text": proven.EXACT_TEXT, "decoding": proven.decoder_key(64)}
-EXACT = Kind("exact, group 64", (512, 256), stock=False, variants=(NATIVE,), **OF_EXACT)
+EXACT = Kind("exact, group 64", (512, 256), stock=False, variants=(NATIVE,), decoding=proven.decoder_key(64))
 
 
 @pytest.fixture
@@ -40,63 +40,59 @@ def on_metal(monkeypatch, own_cache):
 def prove(kind: Kind, vectors: int, **seconds: tuple[float, float]) -> None:
     """Seconds of ours and of MLX's, by candidate."""
     for candidate, (ours, mlx) in seconds.items():
-        proven.keep(kind.text, proven.product_key(kind.form, kind.shape, mx.bfloat16, vectors, candidate), ours, mlx)
+        key = proven.product_key(kind.form, kind.shape, mx.bfloat16, vectors, candidate)
+        proven.keep(key, proven.Proof(ours, mlx))
 
 
 class TestFile:
     def test_keeps_proven_kernels(self, own_cache):
-        assert proven.proof(proven.EXACT_TEXT, KEY) is None
-        proven.keep(proven.EXACT_TEXT, KEY, 1.0, 2.0)
-        proven.keep(proven.EXACT_TEXT, proven.decoder_key(64), 2.0, 1.0)
-        assert proven.proof(proven.EXACT_TEXT, KEY) == proven.Proof(1.0, 2.0)
-        assert proven.won(proven.EXACT_TEXT, KEY)
-        assert proven.proof(proven.EXACT_TEXT, proven.decoder_key(64)) is not None
-        assert not proven.won(proven.EXACT_TEXT, proven.decoder_key(64))
-        assert proven.proof(proven.DENSE_TEXT, KEY) is None
-        proven.forget(proven.EXACT_TEXT, KEY)
-        assert proven.proof(proven.EXACT_TEXT, KEY) is None
+        assert proven.proof(KEY) is None
+        proven.keep(KEY, proven.Proof(1.0, 2.0))
+        proven.keep(proven.decoder_key(64), proven.Proof(2.0, 1.0))
+        assert proven.proof(KEY) == proven.Proof(1.0, 2.0)
+        assert proven.won(KEY)
+        assert proven.proof(proven.decoder_key(64)) is not None
+        assert not proven.won(proven.decoder_key(64))
+        proven.keep(KEY, None)
+        assert proven.proof(KEY) is None
         assert not proven.any_won()
 
     def test_names_chip_system_mlx_and_source(self, own_cache):
         proven.metal_machine.cache_clear()
-        proven.keep(proven.EXACT_TEXT, KEY, 1.0, 2.0)
-        ((machine, texts),) = json.loads((own_cache / "proven.json").read_text())["machines"].items()
+        proven.keep(KEY, proven.Proof(1.0, 2.0))
+        (machine,) = json.loads((own_cache / "proven.json").read_text())["machines"]
         assert machine.startswith(str(mx.device_info()["device_name"]))
         assert ", mlx " in machine
-        assert [name.partition(" ")[0] for name in texts] == ["exact"]
+        assert machine.endswith(f", kernels {proven.kernels_hash()}")
 
     def test_entry_of_other_machine_stays_unused(self, own_cache, monkeypatch):
-        proven.keep(proven.EXACT_TEXT, KEY, 1.0, 2.0)
+        proven.keep(KEY, proven.Proof(1.0, 2.0))
         monkeypatch.setattr(proven, "metal_machine", lambda: "Apple M9, macOS 30.0, mlx 0.32.1")
         proven.proofs_in.cache_clear()
         assert not proven.any_won()
-        proven.keep(proven.DENSE_TEXT, KEY, 1.0, 2.0)
+        proven.keep(KEY, proven.Proof(1.0, 2.0))
         assert len(json.loads((own_cache / "proven.json").read_text())["machines"]) == 2
         proven.proofs_in.cache_clear()
 
-    @pytest.mark.parametrize("changed", ["exact_weights", "codes"])
-    def test_entry_of_other_source_is_unused(self, own_cache, monkeypatch, changed):
-        proven.keep(proven.EXACT_TEXT, KEY, 1.0, 2.0)
-        proven.keep(proven.DENSE_TEXT, KEY, 1.0, 2.0)
-        read = proven.source_text
-        monkeypatch.setattr(proven, "source_text", lambda name: read(name) + "//" * (name == changed))
-        proven.text_name.cache_clear()
-        assert proven.proof(proven.EXACT_TEXT, KEY) is None
-        assert proven.proof(proven.DENSE_TEXT, KEY) is not None
+    def test_entry_of_other_source_is_unused(self, own_cache, monkeypatch, tmp_path):
+        proven.keep(KEY, proven.Proof(1.0, 2.0))
+        changed = shutil.copytree(metal.metal_folder(), tmp_path / "metal")
+        (changed / "codes.metal").write_text("//")
+        monkeypatch.setattr(proven, "metal_folder", lambda: changed)
+        for cached in (proven.kernels_hash, proven.metal_machine, proven.proofs_in):
+            cached.cache_clear()
+        assert proven.proof(KEY) is None
         monkeypatch.undo()
-        proven.text_name.cache_clear()
+        for cached in (proven.kernels_hash, proven.metal_machine, proven.proofs_in):
+            cached.cache_clear()
 
-    @pytest.mark.parametrize("content", [b"{", b'{"machines": {"a": {"b": {"c": {"ours": 0, "mlx": 1}}}}}'])
+    @pytest.mark.parametrize("content", [b"{", b'{"machines": {"a": {"b": {"ours": 0, "mlx": 1}}}}'])
     def test_corrupt_file_is_reported_and_rewritten(self, own_cache, content):
         (own_cache / "proven.json").write_bytes(content)
         with pytest.warns(GearbxWarning, match=r"proven\.json: .*benchmark mac"):
             assert not proven.any_won()
-        proven.keep(proven.EXACT_TEXT, KEY, 1.0, 2.0)
-        assert proven.won(proven.EXACT_TEXT, KEY)
-
-    def test_every_source_in_folder_has_name(self):
-        parts = {part for parts in proven.FILES_OF_TEXT.values() for part in parts}
-        assert parts == {file.stem for file in metal.metal_folder().glob("*.metal")}
+        proven.keep(KEY, proven.Proof(1.0, 2.0))
+        assert proven.won(KEY)
 
 
 class TestDefaultKernels:
@@ -124,7 +120,7 @@ class TestDefaultKernels:
         assert Tuner(mx.float16).choose(PLANES, 1, lambda candidate: []) == MLX
 
     def test_a_proven_decoder_serves_prompts(self):
-        proven.keep(proven.EXACT_TEXT, EXACT.decoding, 1.0, 9.0)
+        proven.keep(EXACT.decoding, proven.Proof(1.0, 9.0))
         assert [self.chosen(EXACT, vectors) for vectors in (1, 2, 600)] == [MLX, RECONSTRUCT, RECONSTRUCT]
 
     def test_layers_use_own_kernels_only_after_proof(self):
@@ -159,7 +155,7 @@ class TestUncompilableSource:
 
     @pytest.mark.filterwarnings("ignore::gearbx_mlx.errors.GearbxWarning")
     def test_leaves_the_weights_of_format_exact_to_mlx(self, on_metal):
-        proven.keep(proven.EXACT_TEXT, proven.decoder_key(64), 1.0, 9.0)
+        proven.keep(proven.decoder_key(64), proven.Proof(1.0, 9.0))
         weight = normal(32, 128).astype(mx.bfloat16)
         matrix = encode(weight, 64)  # which decodes it
         chosen = mx.array([[3, 1]])
@@ -170,7 +166,7 @@ class TestUncompilableSource:
     @pytest.mark.parametrize("format", ["planes", "affine", "rowwise", "groupwise", "codebook", "codebook-library"])
     def test_leaves_a_model_to_mlx(self, on_metal, format, monkeypatch):
         """As if every kernel had been proven by a compiler that takes none any more."""
-        monkeypatch.setattr(proven, "proof", lambda text, key: proven.Proof(1e-9, 1.0))
+        monkeypatch.setattr(proven, "proof", lambda key: proven.Proof(1e-9, 1.0))
         monkeypatch.setattr(proven, "any_won", lambda: True)
         model, tokens = tiny_model("qwen2"), mx.array([[7, 3, 5]])
         ours = Gearbox(model, "4,16", format=format, kernels="auto")

@@ -12,10 +12,10 @@ from conftest import normal
 
 from gearbx_mlx import Gearbox
 from gearbx_mlx.errors import GearbxWarning
+from gearbx_mlx.files.measured_file import MAX_MACHINES
 from gearbx_mlx.gears.kernel_choices import measure_gears
 from gearbx_mlx.kernels import dispatch, tuner
 from gearbx_mlx.kernels.dispatch import GPU, METAL, MLX, NATIVE, RECONSTRUCT, CannotMeasure, Kind
-from gearbx_mlx.kernels.measured_file import MAX_MACHINES
 from gearbx_mlx.kernels.rounding import expected_of_dense, tolerance
 from gearbx_mlx.kernels.tuner import EXPECTED, Tuner, TuningCache, enough_calls, fastest, timed_in_turn, times_of
 

@@ -16,8 +16,8 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from ...errors import GearbxWarning
+from ...files.measured_file import MeasuredFile
 from ...files.user_cache import CacheUnusable, check_owner, warn_of
-from ...kernels.measured_file import MeasuredFile
 from ...routing.ngrams import MAX_TOKENS, SEPARATOR, NgramTable
 from ..policy import MAX_DRAFTED, LearnedPolicy
 from ..response import LOOKUP, GeneratedText

@@ -10,7 +10,7 @@ import numpy as np
 from gearbx_mlx.formats import CodebookOptions, codebook, codebook_library, groupwise, rowwise
 from gearbx_mlx.formats.planes import split
 from gearbx_mlx.kernels.bit_planes import Planes
-from gearbx_mlx.kernels.metal import Launch, Prepared, build
+from gearbx_mlx.kernels.metal import Launch, Prepared, Spec, build
 from gearbx_mlx.kernels.metal_products import codebook_launch, planes_launch, symmetric_launch
 
 from .launch import Report, run_call
@@ -114,6 +114,11 @@ def launch(case: Case, p: Problem, indices: mx.array | None = None) -> Launch:
 def run_launch(made: Launch, order: int = 0, schedule: int = 0, change: Callable[[str], str] | None = None) -> Report:
     """The result of a launch on a CPU. `change` breaks the kernel's text."""
     return run_prepared(made.prepared, made.inputs, order, schedule, change)
+
+
+def read_once(spec: Spec) -> tuple[str, ...]:
+    """Buffers whose bytes a launch reads once. Codes of outliers are read again, and experts once per pair."""
+    return () if spec.layout.tables or spec.experts else spec.layout.arrays[: spec.layout.planes]
 
 
 def run_prepared(

@@ -6,8 +6,8 @@ import numpy as np
 from gearbx_mlx.formats import codebook, codebook_library, groupwise, rowwise
 from gearbx_mlx.kernels import bit_planes
 from gearbx_mlx.kernels.bit_planes import plane_shifts
-from gearbx_mlx.kernels.metal import variant_named
-from gearbx_mlx.kernels.metal_products import OF_GROUPS, ROW_CODES, SYMMETRIC_OFFSET
+from gearbx_mlx.kernels.metal import choose_variant
+from gearbx_mlx.kernels.metal_products import OF_GROUPS
 
 from .cases import CODEBOOKS, Case, Problem, codebook_arrays
 from .launch import Report
@@ -38,7 +38,7 @@ def weights(case: Case, p: Problem) -> tuple[np.ndarray, np.ndarray]:
             size = size + (np.abs(scales) * codes + np.abs(offset)) * 2.0**-shift
         return weight.reshape(case.rows, -1), size.reshape(case.rows, -1)
     if case.format == "rowwise":
-        width, offset = case.columns, SYMMETRIC_OFFSET[case.bits]
+        width, offset = case.columns, 2 ** (case.bits - 1)
     else:
         width, offset = scales.shape[1] * groupwise.GROUP_INPUTS, rowwise.CODE_OFFSET[4]
     codes = rowwise.unpack_symmetric_codes(p.arrays["w0"], case.bits, width)
@@ -80,7 +80,7 @@ def expected(case: Case, p: Problem) -> tuple[np.ndarray, np.ndarray]:
     terms = np.abs(exact(p.x)) @ size.T
     if p.bias is not None:
         y, terms = y + exact(p.bias), terms + np.abs(exact(p.bias))
-    codes = ROW_CODES[case.bits] if case.format == "codebook" else CODES
+    codes = 32 // case.bits if case.format == "codebook" else CODES
     # Steps of a lane, values of a step, lanes, scales and planes; outliers of a lane.
     roundings = case.columns / (32 * codes) + 16 + 5 + 8
     if case.format in CODEBOOKS:
@@ -125,7 +125,7 @@ def codebook_reads(case: Case, p: Problem) -> dict[str, np.ndarray]:
     threadgroup that needs them; a group's values are read by each lane with columns of it, and for each outlier.
     """
     row_wise, rows = case.format == "codebook", range(case.rows)
-    codes, words = (ROW_CODES[case.bits], 2) if row_wise else (CODES, case.bits)
+    codes, words = (32 // case.bits, 2) if row_wise else (CODES, case.bits)
     offsets = np.array(p.arrays["outlier_offsets"]).astype(int)
     columns = np.array(p.arrays["outlier_columns"]).astype(int)
     steps = -(-case.columns // codes)
@@ -149,7 +149,7 @@ def codebook_reads(case: Case, p: Problem) -> dict[str, np.ndarray]:
             if not row_wise:
                 groups[row, column // codebook_library.KERNEL_GROUP] += 1
     begins = np.bincount(np.concatenate([rows, np.arange(case.rows) + 1]), minlength=case.rows + 1) * 32
-    variant = variant_named(case.variant, case.bits, case.vectors)
+    variant = choose_variant(case.bits, case.vectors, case.variant)
     threadgroups = -(-case.rows // (variant.simd_groups * variant.rows))
     reads = {
         "w0": weight.repeat(2),

@@ -6,7 +6,7 @@ import pytest
 from gearbx_mlx.kernels import metal
 from gearbx_mlx.kernels.metal import Prepared
 
-from .cases import run_prepared
+from .cases import read_once, run_prepared
 from .compiler import find_clang
 
 NOT_CHECKED = "METAL WAS NOT CHECKED: that needs Linux and clang++ 17 or later (apt-get install clang-19)"
@@ -31,7 +31,7 @@ def launches(monkeypatch, own_cache) -> list[Prepared]:
     def run(self: Prepared, *inputs: Any) -> mx.array:
         report = run_prepared(self, inputs)
         assert report.error == ""
-        assert all(report.reads[name].max() == 1 for name in self.spec.read_once)
+        assert all(report.reads[name].max() == 1 for name in read_once(self.spec))
         seen.append(self)
         return self.result(mx.array(report.out[0], self.options["output_dtypes"][0]))
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import pytest
 
-from gearbx_mlx.kernels.metal import Launch, Prepared, options
+from gearbx_mlx.kernels.metal import Launch, Prepared
 
 from .costs import blocks_of, costs, executed, launches, registers
 from .text import generated_text
@@ -25,6 +25,8 @@ CODE = """
   br i1 %5, label %11, label %12
 """
 
+OF_64_THREADS = {"grid": (64, 1, 1), "threadgroup": (64, 1, 1), "output_shapes": [(64,)], "output_dtypes": [mx.float32]}
+
 
 def test_instructions_have_their_cycles():
     """A half of a register, a shift, a comparison that selects, one that counts, fma, another lane, loads, a branch."""
@@ -38,7 +40,7 @@ def test_instructions_have_their_cycles():
 def test_simd_group_costs_same_as_lane():
     source = "const int i = thread_position_in_grid.x; float y = x[i]; if (i == 37) y += x[i - 1]; out[i] = y;"
     kernel = mx.fast.metal_kernel(name="one_lane", input_names=["x"], output_names=["out"], source=source)
-    x, how = mx.zeros((64,)), options(64, 64, (64,), mx.float32)
+    x, how = mx.zeros((64,)), OF_64_THREADS
     prepared = Prepared(SimpleNamespace(input_names=["x"]), how)
     found = executed(generated_text(kernel, [x], how), Launch(prepared, (x,)))
     assert (found.kinds["device load"], found.kinds["device store"], found.kinds["branch"]) == (3, 2, 2)
@@ -55,7 +57,7 @@ def test_numbers_without_a_register_are_counted():
         out[i] = y;"""
     unroll = '#define UNROLL _Pragma("clang loop unroll(full)")\n'
     kernel = mx.fast.metal_kernel(name="many", input_names=["x"], output_names=["out"], source=source, header=unroll)
-    text = generated_text(kernel, [mx.zeros((64 * 512,))], options(64, 64, (64,), mx.float32))
+    text = generated_text(kernel, [mx.zeros((64 * 512,))], OF_64_THREADS)
     used, spilled = registers(text, 64)
     assert used >= 200
     assert spilled > 0

@@ -11,7 +11,9 @@ from exact_reference import as_float
 
 from gearbx_mlx import Gearbox
 from gearbx_mlx.kernels import proven
-from gearbx_mlx.kernels.metal_exact import decode_launch, exact_matmul_tiles
+from gearbx_mlx.kernels.exact import product_by_tiles
+from gearbx_mlx.kernels.metal_exact import decode_launch
+from gearbx_mlx.kernels.products import decoded_tile
 
 from .cases import run_launch
 from .checks import access_fault
@@ -101,7 +103,7 @@ def test_rows_of_a_table_are_a_launch(launches):
     launches.clear()
     assert mx.array_equal(model.model.embed_tokens(chosen), expected).item()  # by MLX's operations, unproven
     assert launches == []
-    proven.keep(proven.EXACT_TEXT, proven.decoder_key(64), 1.0, 2.0)
+    proven.keep(proven.decoder_key(64), proven.Proof(1.0, 2.0))
     rows = model.model.embed_tokens(chosen)
     assert [launch.shape for launch in launches] == [(3, 64)]
     assert mx.array_equal(rows, expected)
@@ -114,7 +116,7 @@ def test_tiles_are_the_product(launches):
     for dtype in DTYPES:
         x = p.x.astype(dtype).reshape(2, 20, 576)
         launches.clear()
-        y = exact_matmul_tiles(x, p.packed.matrix, tile=5 * 576)
+        y = product_by_tiles(x, p.packed.matrix, decoded_tile, 5 * 576)
         assert (y.dtype, y.shape) == (dtype, (2, 20, 13))
         assert [launch.shape for launch in launches] == [(5, 576), (5, 576), (3, 576)]
         wanted = np.array(x.astype(mx.float32)) @ np.array(weight.astype(mx.float32)).T

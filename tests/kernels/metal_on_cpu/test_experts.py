@@ -186,7 +186,7 @@ def test_moe_decode_launches_once_per_expert_stack(format, launches):
 def test_auto_launches_proven_expert_kernels(format, launches, monkeypatch):
     assert of_experts(boxed(format, "auto"), launches) == []
 
-    def proof(text: str, key: str) -> proven.Proof | None:
+    def proof(key: str) -> proven.Proof | None:
         return proven.Proof(1.0, 2.0) if "experts of" in key and key.endswith("1 vector, registers") else None
 
     monkeypatch.setattr(proven, "proof", proof)

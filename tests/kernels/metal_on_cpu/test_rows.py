@@ -11,7 +11,7 @@ from gearbx_mlx.formats.planes import split
 from gearbx_mlx.kernels.metal import Launch
 from gearbx_mlx.kernels.metal_products import dense_launch, planes_launch
 
-from .cases import Case, launch, problem, run_launch
+from .cases import Case, launch, problem, read_once, run_launch
 from .checks import SMALLEST, UNIT, exact
 from .launch import Report
 from .test_mutations import changer
@@ -41,7 +41,7 @@ def ran(made: Launch, order: int = 0, schedule: int = 0) -> tuple[mx.array, Repo
     """The result of a launch without a fault, and its effects."""
     report = run_launch(made, order, schedule)
     assert report.error == ""
-    assert all((report.reads[name] <= 1).all() for name in made.spec.read_once)
+    assert all((report.reads[name] <= 1).all() for name in read_once(made.spec))
     assert (report.writes["out"] == 1).all()
     return made.prepared.result(mx.array(report.out[0], made.prepared.options["output_dtypes"][0])), report
 

@@ -12,9 +12,9 @@ import msgspec
 from filelock import FileLock
 
 from ..errors import GearbxError, GearbxWarning
-from ..files.reading import read_json
-from ..files.user_cache import CacheUnusable, cache_entry, warn_of
-from ..files.writing import write_text
+from .reading import read_json
+from .user_cache import CacheUnusable, cache_entry, warn_of
+from .writing import write_text
 
 MAX_MACHINES = 16  # each version of MLX counts as a machine
 
