@@ -1,5 +1,6 @@
 """A draft head: share of correct drafts after training, and speedup, by kind of prompt."""
 
+import statistics
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from gearbx_mlx.draft_head.training import tokens_a_round
 
 from .lossless import encode
 from .prompt_lookup import compared, loaded, prompts_by_kind
-from .starts import written
+from .starts import TITLES, written
 from .studies import Found, named, spread, study, table_here
 
 
@@ -55,7 +56,7 @@ def replaced_test(trainer, answers):
         trainer.held = own
 
 
-@study("docs/heads.md", minutes=20)
+@study("docs/heads.md", "README.md", minutes=10)
 def draft_head_speed(
     head: Path = Path("draft-head-smollm2"),
     model: str = "smollm2",
@@ -75,8 +76,9 @@ def draft_head_speed(
         prompts: Number of prompts of each kind: chat, code, math, and edits that copy their source.
         max_tokens: Maximum number of tokens in an output.
     """
-    rows, data = [], list[dict[str, Any]]()
+    rows, short, data = [], [], list[dict[str, Any]]()
     mode = Lossless(share_lookup=False)
+    title, _ = TITLES[named(model)]
     for each in gears:
         gearbox, tokenizer = loaded(model, each)
         way = partial(written, gearbox, tokenizer, tokens=max_tokens)
@@ -85,12 +87,16 @@ def draft_head_speed(
             "without": partial(way, mode=mode),
             "with": partial(way, mode=mode, draft_model=read_head(head, gearbox.model)),
         }
+        weights, medians = f"{each.rpartition(',')[2]} bits", []
         for kind, texts in prompts_by_kind(prompts).items():
             asked = [list(encode(tokenizer, text)) for text in texts]
             speedup, _, same = compared(ways, asked, max_tokens, kind)
-            rows.append([each, kind, *map(spread, speedup.values()), f"{same} of {len(asked)}"])
+            rows.append([weights, kind, *map(spread, speedup.values()), f"{same} of {len(asked)}"])
+            medians.append(f"{statistics.median(speedup['with']):.2f}")
             data.append({"gears": each, "kind": kind, "speedup": speedup, "identical": same})
-    columns = ["bits", "prompts", "speedup, lossless without a head", "with the head"]
+        short.append([title, weights, *medians])
+    columns = ["weights", "prompts", "speedup, lossless without a head", "with the head"]
     about = f"{prompts} prompts of each kind, up to {max_tokens} tokens; median (range)"
     text = f"{table_here([*columns, 'outputs identical to plain decoding'], rows)}\n{about}\n"
-    return Found({f"draft_head_speed_{named(model)}": text}, data)
+    of_heads = table(["model", "weights", *prompts_by_kind(0)], short)
+    return Found({f"draft_head_speed_{named(model)}": text, "draft_heads": of_heads}, data)
