@@ -47,11 +47,15 @@ def decode_ahead(plan: DecodePlan, state: DecodeState) -> Iterator[list[Generate
             known = coming.context
             context = None if known is None else mx.concatenate([known, coming.id.astype(known.dtype)])
             ahead = queue_token(plan, state, coming.id, context)
-        tokens, choices, _ = coming.rows.read(ALONE)  # rank 0's already, by `queue_token`
+        try:
+            tokens, choices, _ = coming.rows.read(ALONE)  # rank 0's already, by `queue_token`
+        except BaseException:  # an interrupt: the cache then ends with the last yielded token
+            if ahead is not None:
+                ahead.found.keep(0)
+            raise
         text.add(tokens[0])
         state.found, state.is_last_read = None, ahead is not None
-        for drafter in state.drafters:
-            drafter.settle(text, coming.found)
+        state.settle(coming.found)
         state.time_plain(plan)
         state.started = plan.clock(), state.away  # the device computes the next token while the consumer takes this one
         yield [GeneratedToken(text.last, coming.rows.logprobs[0], float(choices[0, Choice.ENTROPY]), coming.step)]
@@ -59,7 +63,7 @@ def decode_ahead(plan: DecodePlan, state: DecodeState) -> Iterator[list[Generate
 
 
 def stays_plain(plan: DecodePlan, state: DecodeState) -> bool:
-    """Return whether to queue one more pass: there is room for one more token, and no drafter would propose it."""
+    """Return whether to queue one more pass: it has room, and no drafter has a proposal after the known tokens."""
     if state.text.room <= 1:
         return False  # this token is the last one
     room = state.room(plan) - 1
@@ -76,8 +80,9 @@ def queue_token(plan: DecodePlan, state: DecodeState, last: mx.array, context: m
         except BaseException:  # an interrupt, or an error of a sampler or logits processor
             found.keep(0)
             raise
-        rows = replace(rows, choices=plan.agreement.arrays(rows.choices)[0])
+        # The magnitude of logits is for near-ties, which a pass over one token has none of.
+        rows = replace(rows, choices=plan.agreement.arrays(rows.choices)[0], sampled=rows.sampled[:1])
         token = rows.tokens
-        mx.async_eval(token, rows.choices, rows.logprobs)  # else with the next pass, 10% slower
+        mx.async_eval(token, rows.choices, rows.logprobs)  # otherwise they wait for the next pass: 10% slower
     (step,) = found.steps(NO_TOKENS, 0, **take_kv_reads(state.kv_gears))
     return QueuedToken(found, rows, token, step, context)

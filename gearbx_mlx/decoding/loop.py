@@ -22,7 +22,6 @@ the read, for each number of accepted tokens.
 
 import contextlib
 import itertools
-import warnings
 from collections.abc import Generator, Sequence
 from functools import partial
 from typing import Any
@@ -30,7 +29,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..compat.arrays import set_random_state
-from ..errors import GearbxError, GearbxWarning, one_line
+from ..errors import GearbxError
 from .ahead import decode_ahead
 from .plan import DecodePlan, DecodeState
 from .response import DRAFT, MODEL, GeneratedToken
@@ -111,11 +110,7 @@ def propose(plan: DecodePlan, state: DecodeState) -> Proposal:
         except GearbxError:
             raise
         except Exception as error:  # a failed draft must not end the sequence
-            state.drafters.remove(drafter)
-            message = (
-                f"drafting failed ({drafter.name}: {one_line(error)}); this sequence continues without this drafter"
-            )
-            warnings.warn(message, GearbxWarning, stacklevel=7)
+            state.drop(drafter, error)
     return state.proposal
 
 
@@ -140,8 +135,8 @@ def accept(
         the tokens, and the margins of the proposed tokens if they are known.
     """
     text, chooser, logits = state.text, plan.chooser, found.logits[0]
-    before = (text.array(), proposal.array()) if chooser.processors else ()
-    rows = choose_rows(chooser, plan.reader, plan.agreement, logits, *before)
+    for_processors = (text.array(), proposal.array()) if chooser.processors else ()
+    rows = choose_rows(chooser, plan.reader, plan.agreement, logits, *for_processors)
     queued = [each for each in (proposal.tokens, proposal.margins) if isinstance(each, mx.array)]
     meanwhile = partial(build_ahead, state, found, rows) if state.is_queued else None
     tokens, choices, read = rows.read(plan.agreement, *queued, meanwhile=meanwhile)
@@ -161,7 +156,7 @@ def accept(
 
 
 def build_ahead(state: DecodeState, found: Verification, rows: ChosenRows) -> None:
-    """Let drafters build graphs while the device verifies. If one fails, so does its proposal, which is reported."""
+    """Let drafters build graphs while the device verifies. If an error lasts, `propose` meets it again and warns."""
     for drafter in state.drafters:
         with contextlib.suppress(Exception):
             drafter.build_ahead(found, rows)
@@ -173,7 +168,7 @@ def run_round(
     """Verify a proposal and return the next tokens. The KV cache then holds all tokens but the last.
 
     A device drafts the next proposal while the tokens are yielded. After an error in the verification, the cache is
-    unchanged.
+    unchanged; after a later one, `decode` drops the tokens of the round.
 
     Args:
         is_first: whether the pass reads the last token of the prompt.
@@ -188,8 +183,7 @@ def run_round(
             found.keep(0)
             raise
         found.keep(len(tokens))
-        for drafter in state.drafters:
-            drafter.settle(state.text, found)
+        state.settle(found)
     state.proposal, state.is_last_read = None, False
     if proposal:
         counts = {
@@ -217,14 +211,13 @@ def finish_cache(plan: DecodePlan, state: DecodeState) -> None:
             rows = choose_rows(plan.chooser, plan.reader, plan.agreement, last.logits[0], context)
             mx.async_eval(rows.logprobs, *rows.sampled)
         plan.keywords.quantize(state.cache)
-        for drafter in state.drafters:
-            drafter.settle(text, None)
+        state.settle(None)
 
 
 def rewind_to_yielded(state: DecodeState) -> bool:
-    """Rewind text, KV cache and random state to the yielded tokens. Return True if some of the round were not yielded.
+    """Rewind text, KV cache and random state to the yielded tokens. Return True if tokens of the round were dropped.
 
-    As in mlx-lm's loop, the cache holds the last of them, and the random numbers of the next one are drawn.
+    The cache then holds the last yielded token too, and the random numbers of the next one are drawn, as in mlx-lm.
     """
     found, text = state.found, state.text
     if found is None or state.shown >= found.kept:

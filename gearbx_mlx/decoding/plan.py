@@ -3,6 +3,7 @@
 import contextlib
 import math
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import does_model_support_input_embeddings
 
 from ..compat.classes import generation_stream
-from ..errors import GearbxError
+from ..errors import GearbxError, GearbxWarning, one_line
 from ..ranks.agreement import ALONE, Agreement
 from .caches import gears_of, length
 from .drafters import Drafter
@@ -190,6 +191,22 @@ class DecodeState:
         if not self.is_queued:
             return whole - away
         return whole if away < MAX_PAUSE * whole else None
+
+    def settle(self, found: Verification | None) -> None:
+        """Let the drafters take the sequence after a pass, or at its end (None)."""
+        for drafter in [*self.drafters]:
+            try:
+                drafter.settle(self.text, found)
+            except GearbxError:
+                raise
+            except Exception as error:
+                self.drop(drafter, error)
+
+    def drop(self, drafter: Drafter, error: Exception) -> None:
+        """Continue without a drafter that failed: its error must not end the sequence."""
+        self.drafters.remove(drafter)
+        message = f"drafting failed ({drafter.name}: {one_line(error)}); this sequence continues without this drafter"
+        warnings.warn(message, GearbxWarning, stacklevel=8)
 
     def time_plain(self, plan: DecodePlan) -> None:
         """Report the time of a plain token to the policy, unless a thread that makes a draft gear slowed it."""

@@ -58,7 +58,10 @@ TRIAL = {True: 3, False: 4}  # passes, whose median counts; 2 and 6 are equally 
 TRIAL_LENGTH = 1  # drafted tokens of a trial round; the best length is 11% slower if drafts cost twice a plain token
 LATEST = 8  # passes of each method; their medians are compared
 TRUST = 0.5  # weight of the latest trial: single trials are off by 40% on noisy machines
-TRIAL_SHARE = {True: 0.02, False: 0.005}  # maximum cost, of the tokens since the last; 0.01 for plain ones: 0.5% slower
+TRIAL_SHARE = {
+    True: 0.02,
+    False: 0.005,
+}  # maximum cost per token since the last; 0.01 for plain ones: 0.5% slower
 TRIAL_WAIT = {True: (16, 192), False: (64, 1024)}  # minimum and maximum tokens between trials
 
 
@@ -216,7 +219,7 @@ class LearnedPolicy:
 
     def lookup_length(self, probabilities: Sequence[float]) -> int:
         """Return how many tokens of a proposal to verify; probabilities: that the first 1, 2, ... are accepted."""
-        saved = [1 - self._token, *self._saved(probabilities, self._row.value)]  # first: a round without proposals
+        saved = [1 - self._token, *self._saved(probabilities, self._row.value)]  # first: no lookup in this round
         return saved.index(max(saved))
 
     def add_round(

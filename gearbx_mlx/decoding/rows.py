@@ -1,4 +1,4 @@
-"""Verification: one forward pass over several tokens, and the KV cache as it is after any of them.
+"""Verification: one forward pass over several tokens, with a KV cache that can be cut back to any number of them.
 
 Verification accepts the first few proposed tokens. The cache then has to be the same as without the rejected ones.
 
@@ -8,9 +8,9 @@ Verification accepts the first few proposed tokens. The cache then has to be the
   latest tokens. mlx-lm's mask for several tokens slides over the sinks too, and a few models ask for a window that is
   wider than their cache.
 - A recurrent layer has only the state after the last token. The state after an earlier one is computed again, from the
-  state before the pass and the outputs of the linear layers. A linear layer treats tokens independently. The outputs of
-  a pass over K tokens thus contain the outputs of a pass over the first n, computed together or one by one. No
-  weights of linear layers are read.
+  state before the pass and the outputs of the linear layers. A linear layer treats tokens independently, so the outputs
+  of a pass over K tokens contain those of a pass over the first n. A layer may get the K tokens in one call or in K
+  calls; both are recorded. No weights of linear layers are read again.
 """
 
 import contextlib
@@ -130,7 +130,7 @@ class Verifier:
                 self.gearbox.shift(engaged)
 
     def step(self, rows: int) -> Step:
-        """Return the step of a token that only a pass over a number of rows computed."""
+        """Return the step of a token without a draft: one pass over so many rows."""
         if rows not in self._steps:
             self._steps[rows] = single_pass(self.gearbox, self.gear, rows)
         return self._steps[rows]
@@ -215,7 +215,7 @@ class Verification:
 
     @property
     def step(self) -> Step:
-        """Step of a token that only this pass computed."""
+        """Step of a token without a draft."""
         return self._verifier.step(self.count)
 
     def steps(self, proposal: Proposal, accepted: int, **of_cache: Any) -> list[Step]:
@@ -245,7 +245,12 @@ class Verification:
             self._before.restore()
         elif self._outputs is not None:
             self._before.restore()
-            self._again(rows)
+            try:
+                self._again(rows)
+            except BaseException:
+                self._before.restore()
+                self.kept = 0
+                raise
         else:
             for part in self._before.parts:
                 if type(part) is RotatingKVCache:
@@ -257,6 +262,7 @@ class Verification:
         """Compute the states after the first tokens again, from the outputs of the linear layers."""
         assert self._outputs is not None
         verifier = self._verifier
+        verifier.gearbox.shift(verifier.gear)  # a draft gear may be engaged, which has other compiled steps
         with verifier.gearbox.compiled.aside(), self._outputs.recalled():
             verifier.run(self._tokens[:rows], self._cache)
 

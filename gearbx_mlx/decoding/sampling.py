@@ -86,14 +86,14 @@ class LogitsReader:
         total = mx.logsumexp(logits, axis=-1, keepdims=True) if self.logsumexp is None else self.logsumexp(logits)
         return logits - total
 
-    def choices(self, logits: mx.array) -> mx.array:
-        """Return float32 (..., 5) per row of logits (..., V), with the columns of `Choice`.
+    def choices(self, logits: mx.array, logprobs: mx.array | None = None) -> mx.array:
+        """Return float32 (..., 5) per row of logits (..., V), with the columns of `Choice`. logprobs: if known.
 
         The token is the most likely one after rounding to log-probabilities, as in mlx-lm.
         """
         if self._choices is not None and logits.dtype == mx.float32:
             return self._choices(logits)
-        logprobs = self.normalized(logits)
+        logprobs = self.normalized(logits) if logprobs is None else logprobs
         largest, bits = mx.abs(logits).max(axis=-1, keepdims=True), self.entropy(logprobs)[..., None]
         token, best, next_best = best_two(logprobs)
         return mx.concatenate([each.astype(mx.float32) for each in (token, bits, best, next_best, largest)], axis=-1)
@@ -384,11 +384,13 @@ def choose_rows(
         proposed: (K - 1,), the tokens of all rows but the first, for processors.
     """
     if not chooser.draws:
-        return ChosenRows(reader.normalized(logits), reader.choices(logits))
+        found = reader.normalized(logits)
+        return ChosenRows(found, reader.choices(logits, found))
     logprobs, tokens, states = list[mx.array](), list[mx.array](), list[mx.array]()
     for row in range(len(logits)):
         logprobs.append(reader.normalized(chooser.processed(context, logits[row : row + 1])))
-        tokens += agreement.arrays(chooser.sample(logprobs[-1]).reshape(1).astype(mx.uint32))
+        token = chooser.sample(logprobs[-1]).reshape(1).astype(mx.uint32)
+        tokens += agreement.arrays(token) if chooser.processors else (token,)
         states.append(random_state())
         if context is None or proposed is None or row == len(proposed):
             continue
@@ -398,9 +400,9 @@ def choose_rows(
         context = mx.concatenate([context, following])
     found, sampled = mx.concatenate(logprobs), mx.concatenate(tokens)
     if not chooser.processors:
-        return ChosenRows(found, reader.choices(logits), (sampled,), states)
+        return ChosenRows(found, reader.choices(logits, found), agreement.arrays(sampled), states)
     magnitude = mx.abs(logits).max().reshape(1).astype(mx.float32)  # a processor may set a logit to -inf
-    return ChosenRows(found, reader.choices(found), (sampled, magnitude), states)
+    return ChosenRows(found, reader.choices(found, found), (sampled, magnitude), states)
 
 
 def joined(arrays: Sequence[mx.array]) -> mx.array:

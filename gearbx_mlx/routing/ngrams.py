@@ -92,6 +92,7 @@ class NgramTable:
             return len(known)
         if self._read and self._read[-1] != SEPARATOR:
             self._read.append(SEPARATOR)
+            self.unsaved += bool(self.unsaved)  # it is within the unsaved ones
         self._start = len(self._read)
         self._find()
         return 0

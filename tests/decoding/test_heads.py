@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,7 +17,7 @@ from refusals import assert_refused, refuses
 
 import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Lossless, load, stream_generate
-from gearbx_mlx.decoding.drafters import DraftTarget
+from gearbx_mlx.decoding.drafters import DraftTarget, eagle
 from gearbx_mlx.decoding.drafters.eagle import Eagle
 from gearbx_mlx.decoding.head_files import attach_head, attached_head, is_head, kept_head, read_head
 from gearbx_mlx.decoding.heads import Head
@@ -71,6 +72,15 @@ class TestOutputs:
         theirs, _ = written(box, TOKENS * 3)
         ours, _ = written(box, TOKENS * 3, mode=MODES[0])
         assert [token for token, _ in ours] == [token for token, _ in theirs]
+
+    def test_draft_after_many_unread_states_succeeds(self, kernels, tmp_path, monkeypatch):
+        monkeypatch.setattr(eagle, "MAX_UNREAD", 0)
+        box = boxed(kernels=kernels)
+        head = headed(tmp_path, box)
+        theirs = written(box, TOKENS * 3, max_tokens=30)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", GearbxWarning)
+            assert_written(written(box, TOKENS * 3, mode=MODES[1], max_tokens=30, draft_model=head), theirs)
 
 
 def states_of(box, head, tokens):

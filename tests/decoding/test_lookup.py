@@ -7,6 +7,7 @@ import pytest
 from conftest import ARCHITECTURES, assert_same_text, loaded_demo, tiny_model
 from conftest import written as told
 from lossless_texts import TWICE, assert_written, written
+from mlx_lm.models.cache import make_prompt_cache
 from test_lossless import SAMPLERS, both
 
 from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Lossless, stream_generate
@@ -139,6 +140,20 @@ class TestRemembered:
             runs = [list(stream_generate(demo.model, demo.tokenizer, "A dog", 30, **how)) for _ in range(2)]
             counts = [sum(r.source == "lookup" for r in run) for run in runs]
             assert (counts[1] > counts[0]) is shared
+
+    def test_sequence_closed_in_a_round_is_kept_once(self, tmp_path):
+        file, demo = tmp_path / "tokens", loaded_demo()
+        gearbox, cache = Gearbox(demo.model, "4,16"), make_prompt_cache(demo.model)
+        how = {"gearbox": gearbox, "mode": TrustingInMemory(remember=file), "prompt_cache": cache}
+        run, count = stream_generate(demo.model, demo.tokenizer, TWICE, 60, **how), 0
+        for response in run:
+            count += 1
+            if response.source == "lookup":  # the first of several tokens of a round
+                run.close()
+        kept = [each >> 1 for each in LookupMemory(file, demo.tokenizer, 10**6).table.tokens if each >= 0]
+        prompt = demo.tokenizer.encode(TWICE)
+        assert kept[: len(prompt)] == prompt
+        assert len(prompt) + count <= len(kept) <= len(prompt) + count + 16
 
     @pytest.mark.parametrize(
         "content", [b"", b"{", b'{"tokenizer": "other", "tokens": "AAAAAA=="}', b'{"tokens": "//"}']

@@ -17,7 +17,9 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxWarning, Lossless, load, stream_generate
 from gearbx_mlx.benchmark.measuring import counting_reads
+from gearbx_mlx.decoding import sampling
 from gearbx_mlx.decoding.caches import Snapshot
+from gearbx_mlx.decoding.drafters.lookup import Lookup
 from gearbx_mlx.decoding.learned import KeptPolicy
 from gearbx_mlx.decoding.policy import FixedPolicy
 
@@ -311,6 +313,35 @@ class TestCache:
             ours, _ = written(gearbox, PROMPT[0].tolist(), 30, Lossless(draft_length=6), prompt_cache=caches[1])
         assert len(said) == 1
         assert [token for token, _ in ours] == [token for token, _ in theirs]
+
+    def test_drafter_that_fails_after_a_pass_is_dropped(self, tiny, monkeypatch):
+        def settle(self, text, found):
+            raise ValueError("no room")
+
+        monkeypatch.setattr(Lookup, "settle", settle)
+        gearbox = Gearbox(tiny, "6,16")
+        with pytest.warns(GearbxWarning, match=r"drafting failed \(prompt lookup: no room\)") as said:
+            ours, _ = written(gearbox, PROMPT[0].tolist(), 30, Lossless())
+        assert len(said) == 1
+        assert [token for token, _ in ours] == [token for token, _ in written(gearbox, PROMPT[0].tolist(), 30)[0]]
+
+    def test_interrupt_while_waiting_keeps_yielded_tokens(self, tiny, monkeypatch):
+        """Plain decoding one token ahead: the pass that was queued is dropped."""
+        calls, own = [], sampling.wait_for
+
+        def interrupted(array):
+            calls.append(array)
+            if len(calls) == 6:
+                raise KeyboardInterrupt
+            return own(array)
+
+        monkeypatch.setattr(sampling, "wait_for", interrupted)
+        gearbox, prompt = Gearbox(tiny, "16", kernels="mlx"), PROMPT[0].tolist()
+        cache, made = make_prompt_cache(tiny), []
+        run = run_of(gearbox, endless(), prompt, 30, Lossless(lookup_tokens=0), prompt_cache=cache)
+        with pytest.raises(KeyboardInterrupt):
+            made.extend(r.token for r in run)
+        assert {part.offset for part in cache} == {len(prompt) + len(made)}
 
     def test_interrupt_within_round_keeps_output(self, geared_demo, demo):
         """A processor that is interrupted in the middle of a verification: the cache goes on as if it had not been."""

@@ -94,7 +94,7 @@ class Drafter:
 
     @classmethod
     def of(cls, target: DraftTarget) -> "Drafter | None":
-        """Return the drafter for a sequence; None if it cannot have this one.
+        """Return the drafter for a sequence; None if this class does not fit it.
 
         Raises:
             GearbxError: settings that do not fit the target.

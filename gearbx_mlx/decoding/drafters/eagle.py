@@ -137,7 +137,8 @@ class Eagle(Drafter):
         for part in self._cache if drafted else ():
             part.trim(drafted)
         if self._waiting and (found is None or self._waiting > MAX_UNREAD):
-            self._read_states(self._tokens_of(text))
+            tokens = self._tokens_of(text)
+            self._read_states(tokens if found is None else tokens[:-1])  # a draft begins with unread states
             mx.async_eval([part.state for part in self._cache])
 
     def _add(self, hidden: Hidden, rows: int) -> None:

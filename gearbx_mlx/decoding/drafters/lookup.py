@@ -24,7 +24,7 @@ from ..response import LOOKUP, GeneratedText
 from ..rows import Proposal
 from . import Drafter, DraftTarget
 
-CONTEXT = 16  # tokens of a sequence that are read again after a different one
+CONTEXT = 16  # last tokens of a sequence that are read again after another sequence has used the table
 PROBE = "0123 Größe 漢字 naïve\n\tdef f(x):  return x + 1;"  # text whose tokens tell tokenizers apart
 
 
@@ -66,13 +66,14 @@ class Lookup(Drafter):
         self.follow(text.tokens, text.prompt)
 
     def follow(self, tokens: Sequence[int], prompt: int) -> None:
-        """Read the new tokens of a sequence: the same list with more tokens, or a different one.
+        """Read the new tokens of a sequence: the same list, longer than before, or a different one.
 
         Args:
             prompt: number of its tokens; they do not count for acceptance rates.
         """
-        if tokens is not self._text or len(tokens) < self._count:
+        if tokens is not self._text:
             self._text, self._count = tokens, self.table.begin(tokens, self)
+        self._count = min(self._count, len(tokens))  # the last tokens of a sequence may never be yielded
         first_new = max(prompt, self._count)
         if self.table.reader is not self:  # another sequence was read meanwhile
             self.table.begin((), self)

@@ -1,7 +1,7 @@
 """Drafts by the model's low gear: self-speculative decoding with two precisions of the same weights.
 
-It borrows the sequence's KV cache, so it has nothing to prefill or settle. Its gear may be made during prefill and the
-first tokens; until it is ready, decoding is plain.
+It borrows the sequence's KV cache, so it has no cache of its own to prefill or trim. Its gear may be made during
+prefill and the first tokens; until it is ready, decoding is plain.
 
 MLX's kernels queue the passes of a draft one after the other: each takes the previous token as an array in computation.
 Native CPU kernels return each token at once, and its margin may end the draft.
@@ -83,7 +83,7 @@ class LowGear(Drafter):
         return cls(target, gear)
 
     def prepare(self) -> None:
-        """Make the gear, in a thread unless drafts must not depend on measurements."""
+        """Make the gear: now if draft lengths are fixed, else in a thread."""
         gearbox = self._target.gearbox
         (gearbox.make if self._target.is_fixed else gearbox.begin)(self.gear)
 
