@@ -58,10 +58,7 @@ TRIAL = {True: 3, False: 4}  # passes, whose median counts; 2 and 6 are equally 
 TRIAL_LENGTH = 1  # drafted tokens of a trial round; the best length is 11% slower if drafts cost twice a plain token
 LATEST = 8  # passes of each method; their medians are compared
 TRUST = 0.5  # weight of the latest trial: single trials are off by 40% on noisy machines
-TRIAL_SHARE = {
-    True: 0.02,
-    False: 0.005,
-}  # maximum cost per token since the last; 0.01 for plain ones: 0.5% slower
+TRIAL_SHARE = {True: 0.02, False: 0.005}  # maximum cost per token since the last; 0.01 for plain ones: 0.5% slower
 TRIAL_WAIT = {True: (16, 192), False: (64, 1024)}  # minimum and maximum tokens between trials
 
 
