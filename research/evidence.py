@@ -89,10 +89,10 @@ def static_sentence(results: Path) -> str:
 def lossless_sentence(results: Path) -> str:
     found = [report["fixed"][str(report["best_fixed"])] for report in reports(results, "lossless_*.json")]
     same, texts = (sum(each[name] for each in found) for name in ("identical", "texts"))
-    outputs = "all outputs" if same == texts else f"{same} of {texts} outputs"
+    outputs = "All measured outputs" if same == texts else f"{same} of {texts} outputs"
     return (
-        f"For the top gear's output in less time, use `--mode lossless`. In these runs, {outputs} equaled the top "
-        f"gear's, with {span(each['times_fewer_bytes'] for each in found)} times fewer bytes of weights per token."
+        f"For the top gear's output in less time, use `--mode lossless`. {outputs} equaled the top gear's, "
+        f"with {span(each['times_fewer_bytes'] for each in found)} times fewer bytes of weights per token."
     )
 
 
