@@ -452,12 +452,12 @@ LEGEND = (
 
 def sentence(rows: Sequence[Mapping[str, Any]], models: str) -> str:
     """Return, for the page of advice, whether any method differs from 16 bits, and the picture."""
-    counts = [round(row["accuracy"] * row["problems"]) for row in rows]
+    counts, problems = [round(row["accuracy"] * row["problems"]) for row in rows], rows[0]["problems"]
     sure = [row["label"] for row in rows if row["against_reference"]["p_value"] <= LEVEL]
-    decided = f"only {', '.join(sure)} differ significantly from 16 bits" if sure else "none differs significantly"
+    decided = f"Only {', '.join(sure)} differ" if sure else f"None of the {len(rows) - 1} other settings differs"
     return (
-        f"{len(rows)} methods solve {min(counts)} to {max(counts)} of {rows[0]['problems']} problems "
-        f"({models}), and {decided}.\n\n"
+        f"{models} solves {min(counts)} to {max(counts)} of {problems} math problems, depending on gears and mode. "
+        f"{decided} significantly from 16 bits.\n\n"
         "![Right answers over seconds per answer, with 95% intervals](images/answers.png)\n"
     )
 

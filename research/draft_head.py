@@ -43,7 +43,8 @@ def draft_head(model: str = "smollm2", minutes: float = 60.0, out: str = "draft-
         [kind, *(f"{share:.2f}" for share in places), f"{tokens_a_round(places):.2f}"] for kind, places in rows.items()
     ]
     heads = ["prompts", *(f"correct at position {place}" for place in range(1, PLACES + 1)), "tokens per round"]
-    about = f"{trainer.seen:,} tokens seen in {minutes_used:.0f} minutes."
+    spent = f"{minutes_used:.0f} minutes, {prepared.writing / 60:.0f} of them for generating the answers"
+    about = f"Trained on {trainer.seen:,} tokens, counting repeats, in {spent}."
     return Found({f"draft_head_{Path(model).name}": f"{table(heads, lines)}\n\n{about}"}, rows)
 
 

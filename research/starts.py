@@ -116,8 +116,8 @@ def lossless_models(
 ) -> Found:
     """Time the default settings on real models against plain decoding, as `lossless-time` does.
 
-    Also time whole commands at a second start, from Enter to the end. With AVX-512, each model is also timed with the
-    AVX2 kernels that other PCs have.
+    Also time whole commands with a copy in the cache, from Enter to the end. With AVX-512, each model is also timed
+    with the AVX2 kernels that other PCs have.
 
     Args:
         models: Names as `generate` takes them, or of `real-models`.
@@ -142,9 +142,10 @@ def lossless_models(
         [*TITLES[named(model)], *map(spread, times.values()), spread(whole[model])] for model, times in found.items()
     ]
     head = ["model", "unpacked from", *(COLUMNS[cpu] for cpu in kinds_of_kernels())]
-    head.append("speedup, whole command, second start")
+    head.append(f"speedup, whole command, {vector_instructions()} kernels, copy already cached")
     same = f"{texts[True]} of {texts.total()} outputs identical to plain decoding"
-    about = f"{sum(num_prompts)} prompts, {max_tokens} tokens; median (range); {same}"
+    sizes = f"{sum(num_prompts)} prompts per model and instruction set, {max_tokens} tokens"
+    about = f"{sizes}; median (range); {same}"
     return Found({"lossless_models": f"{table_here(head, rows)}\n{about}\n"}, {"tokens": found, "commands": whole})
 
 

@@ -82,8 +82,8 @@ def test_advice_has_figures_of_reports(tmp_path):
     fixed = {"3": {"identical": 4, "texts": 4, "times_fewer_bytes": 1.75}}
     (tmp_path / "lossless_demo.json").write_text(json.dumps({"best_fixed": 3, "fixed": fixed}))
     shifts, exact, _, entropy = evidence.advice(tmp_path).splitlines()
-    assert "does not help: in 9 of 9 runs" in shifts
+    assert "does not help. In 9 of 9 runs" in shifts
     assert "20 to 50 times lower KL" in shifts
     assert "with 1.75 times fewer bytes" in exact
-    assert "50% against the random baseline, significantly in 3 of 3 runs" in entropy
+    assert "Against the random baseline, kickdown reduced KL by 50%, significantly in 3 of 3 runs" in entropy
     assert entropy.endswith("Route reduced it by 2%, significantly in 0 of 3 runs.")
