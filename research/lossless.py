@@ -577,7 +577,7 @@ SAMPLINGS: dict[str, dict[str, float]] = {
 }
 
 
-@study("docs/performance.md", minutes=8)
+@study("research/tables.md", minutes=8)
 def lossless_sampled(
     prompts: list[Path] = [HELD_OUT, ASSISTANT],  # noqa: B006 - nothing changes it
     num_prompts: list[int] = [3, 6],  # noqa: B006

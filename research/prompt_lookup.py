@@ -166,7 +166,7 @@ def rotated(names: list[str], by: int) -> Iterator[str]:
 
 @study("docs/performance.md", minutes=15)
 def long_edit(
-    models: list[str] = ["qwen-0.5b:16", "qwen-0.5b:4", "qwen-1.5b:4"],  # noqa: B006
+    models: list[str] = ["qwen-0.5b:4,16", "qwen-0.5b:4", "qwen-1.5b:4"],  # noqa: B006
     max_tokens: int = 2000,
 ) -> Found:
     """Measure the speedup of prompt lookup in an edit that copies 2,000 tokens of code.
@@ -185,6 +185,6 @@ def long_edit(
         ways = {"plain": partial(way, mode=Static()), "lookup": partial(way, mode=Lossless(share_lookup=False))}
         speedup, (text,), same = compared(ways, [list(encode(tokenizer, prompt))], max_tokens // 8, model)
         data.append({"model": each, "speedup": speedup["lookup"], "tokens": len(text), "identical": same})
-        rows.append([TITLES[named(model)][0], f"{gears} bits", len(text), f"{speedup['lookup'][0]:.2f}", same])
+        rows.append([TITLES[named(model)][0], f"{gears.rpartition(',')[2]} bits", len(text), f"{speedup['lookup'][0]:.2f}", same])
     head = ["model", "weights", "tokens of the output", "speedup", "outputs identical to plain decoding"]
     return Found({"long_edit": table_here(head, rows)}, data)

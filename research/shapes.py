@@ -184,7 +184,7 @@ class PassSeconds:
         return spent / written
 
 
-@study("docs/performance.md", "docs/kernels.md", minutes=10)
+@study("research/tables.md", "docs/kernels.md", minutes=10)
 def larger_shapes(
     prompts: list[Path] = [HELD_OUT, ASSISTANT],  # noqa: B006 - nothing changes it
     num_prompts: list[int] = [12, 24],  # noqa: B006
