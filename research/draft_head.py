@@ -91,7 +91,7 @@ def draft_head_speed(
         weights, medians = f"{each.rpartition(',')[2]} bits", []
         for kind, texts in prompts_by_kind(prompts).items():
             asked = [list(encode(tokenizer, text)) for text in texts]
-            speedup, _, same = compared(ways, asked, max_tokens, kind)
+            speedup, _, same = compared(ways, asked, max_tokens // 4, kind)
             rows.append([weights, kind, *map(spread, speedup.values()), f"{same} of {len(asked)}"])
             medians.append(f"{statistics.median(speedup['with']):.2f}")
             data.append({"gears": each, "kind": kind, "speedup": speedup, "identical": same})

@@ -122,7 +122,7 @@ def runs(gearbox: Gearbox, tokenizer: Any, kind: str, prompts: list[str], tokens
     modes: dict[str, Lossless | Static] = {"plain": Static(), **MODES}
     ways = {name: partial(written, gearbox, tokenizer, mode=mode, tokens=tokens) for name, mode in modes.items()}
     asked = [list(encode(tokenizer, prompt)) for prompt in prompts]
-    speedup, texts, same = compared(ways, asked, tokens, kind)
+    speedup, texts, same = compared(ways, asked, tokens // 4, kind)
     return {
         "kind": kind,
         "speedup": speedup,
@@ -132,20 +132,20 @@ def runs(gearbox: Gearbox, tokenizer: Any, kind: str, prompts: list[str], tokens
 
 
 def compared(
-    ways: Mapping[str, Callable[..., tuple[list[int], float]]], prompts: Sequence[list[int]], tokens: int, kind: str
+    ways: Mapping[str, Callable[..., tuple[list[int], float]]], prompts: Sequence[list[int]], warm_up: int, kind: str
 ) -> tuple[dict[str, list[float]], list[list[int]], int]:
     """Generate in each way in turn, after a warm-up.
 
     Args:
         ways: plain decoding as "plain", and others: functions from a prompt to output and seconds per token.
-        tokens: of each output.
+        warm_up: tokens that each way generates first, untimed.
         kind: of the prompts, for the progress bar.
 
     Returns:
         the speedup of each other way by prompt, the outputs, and the number of prompts with identical outputs.
     """
     for way in ways.values():
-        way(prompts[0], tokens=tokens // 4)
+        way(prompts[0], tokens=warm_up)
     speedup: dict[str, list[float]] = {name: [] for name in ways if name != "plain"}
     texts, identical = list[list[int]](), 0
     for number, prompt in enumerate(track(prompts, kind)):
@@ -183,8 +183,9 @@ def long_edit(
         gearbox, tokenizer = loaded(model, gears)
         way = partial(written, gearbox, tokenizer, tokens=max_tokens)
         ways = {"plain": partial(way, mode=Static()), "lookup": partial(way, mode=Lossless(share_lookup=False))}
-        speedup, (text,), same = compared(ways, [list(encode(tokenizer, prompt))], max_tokens // 8, model)
+        speedup, (text,), same = compared(ways, [list(encode(tokenizer, prompt))], max_tokens // 32, model)
         data.append({"model": each, "speedup": speedup["lookup"], "tokens": len(text), "identical": same})
-        rows.append([TITLES[named(model)][0], f"{gears.rpartition(',')[2]} bits", len(text), f"{speedup['lookup'][0]:.2f}", same])
+        weights, (ratio,) = f"{gears.rpartition(',')[2]} bits", speedup["lookup"]
+        rows.append([TITLES[named(model)][0], weights, len(text), f"{ratio:.2f}", same])
     head = ["model", "weights", "tokens of the output", "speedup", "outputs identical to plain decoding"]
     return Found({"long_edit": table_here(head, rows)}, data)
