@@ -168,14 +168,14 @@ class StagedGenerator(BatchGenerator):
         return self.seen(super()._next)
 
 
-POSITIONS: dict[type, Callable[[Any], int]] = {KVCache: attrgetter("offset"), BatchKVCache: attrgetter("_idx")}
+OFFSET: Callable[[Any], int] = attrgetter("offset")
+POSITIONS: dict[type, Callable[[Any], int]] = {KVCache: OFFSET, BatchKVCache: attrgetter("_idx")}
 """Class of a cache to a function like `positions_in`, without a call in Python for each layer."""
 
 
 def positions_in(cache: Any) -> int:
     """Return how many tokens have passed through a cache, including padding."""
-    count: int = 0 if cache is None else cache._idx if type(cache) is BatchKVCache else cache.offset
-    return count
+    return 0 if cache is None else POSITIONS.get(type(cache), OFFSET)(cache)
 
 
 def set_entries(cache: Any, count: int) -> None:

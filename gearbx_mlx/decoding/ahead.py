@@ -5,6 +5,7 @@ kernels return when a pass is done, so there each token is a round of one row.
 """
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -47,12 +48,8 @@ def decode_ahead(plan: DecodePlan, state: DecodeState) -> Iterator[list[Generate
             known = coming.context
             context = None if known is None else mx.concatenate([known, coming.id.astype(known.dtype)])
             ahead = queue_token(plan, state, coming.id, context)
-        try:
+        with nullcontext() if ahead is None else ahead.found.undone_by_errors():
             tokens, choices, _ = coming.rows.read(ALONE)  # rank 0's already, by `queue_token`
-        except BaseException:  # an interrupt: the cache then ends with the last yielded token
-            if ahead is not None:
-                ahead.found.keep(0)
-            raise
         text.add(tokens[0])
         state.found, state.is_last_read = None, ahead is not None
         state.settle(coming.found)
@@ -75,11 +72,8 @@ def queue_token(plan: DecodePlan, state: DecodeState, last: mx.array, context: m
     with plan.on_stream():
         plan.keywords.quantize(state.cache)
         found = plan.verifier.verify(last, state.cache)
-        try:
+        with found.undone_by_errors():
             rows = choose_rows(plan.chooser, plan.reader, plan.agreement, found.logits[0], context)
-        except BaseException:  # an interrupt, or an error of a sampler or logits processor
-            found.keep(0)
-            raise
         # The magnitude of logits is for near-ties, which a pass over one token has none of.
         rows = replace(rows, choices=plan.agreement.arrays(rows.choices)[0], sampled=rows.sampled[:1])
         token = rows.tokens

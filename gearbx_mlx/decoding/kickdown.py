@@ -63,12 +63,9 @@ class KickdownVerifier(Verifier):
     def verify(self, tokens: Tokens, cache: Cache, **embedded: mx.array) -> Verification:
         for verifier in self._in_gear:
             found = KickdownPass(verifier, tokens, cache, **embedded)
-            try:
+            with found.undone_by_errors():  # also of the rule
                 if verifier is self._in_gear[-1] or not self._is_unsure(found):
                     break
-            except BaseException:  # an error of the rule, or an interrupt
-                found.keep(0)
-                raise
             found.keep(0)
         self._position += 1
         found.is_queued = False  # as each gear's entropy is read before the next gear runs

@@ -177,11 +177,8 @@ def run_round(
         if not is_first:  # mlx-lm quantizes after a pass, this loop before the next one, so that entries can be cut
             plan.keywords.quantize(state.cache)
         found = verify(plan, state, proposal, **embedded)
-        try:
+        with found.undone_by_errors():
             tokens, margins = accept(plan, state, proposal, found)
-        except BaseException:  # an interrupt, or an error of a sampler or logits processor
-            found.keep(0)
-            raise
         found.keep(len(tokens))
         state.settle(found)
     state.proposal, state.is_last_read = None, False

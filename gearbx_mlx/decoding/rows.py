@@ -258,6 +258,15 @@ class Verification:
                 else:
                     part.trim(dropped)
 
+    @contextlib.contextmanager
+    def undone_by_errors(self) -> Iterator[None]:
+        """Undo the pass after an error in the context: an interrupt, or an error of a sampler or logits processor."""
+        try:
+            yield
+        except BaseException:
+            self.keep(0)
+            raise
+
     def _again(self, rows: int) -> None:
         """Compute the states after the first tokens again, from the outputs of the linear layers."""
         assert self._outputs is not None
