@@ -118,6 +118,9 @@ class Signals:
 
     received: int | None = None
 
+    def __init__(self) -> None:
+        self.hook = sys.unraisablehook
+
     def end(self, number: int, frame: FrameType | None) -> NoReturn:
         self.received = number
         raise KeyboardInterrupt
@@ -128,7 +131,7 @@ class Signals:
         if issubclass(unraisable.exc_type, KeyboardInterrupt) and number is not None:
             threading.Timer(SOON, os.kill, (os.getpid(), number)).start()
         else:
-            sys.__unraisablehook__(unraisable)
+            self.hook(unraisable)
 
 
 def end_at_once() -> None:
@@ -183,14 +186,14 @@ def handled() -> Iterator[Signals]:
         yield signals
         return
     before = {number: signal.getsignal(number) for number in ENDING}
-    hook, sys.unraisablehook = sys.unraisablehook, signals.raise_again
+    sys.unraisablehook = signals.raise_again
     set_handlers(signals.end)
     outer, _running = _running, signals
     try:
         yield signals
     finally:
         _running = outer
-        sys.unraisablehook = hook
+        sys.unraisablehook = signals.hook
         for number, handler in before.items():
             signal.signal(number, signal.SIG_IGN if handler is exit_at_once else handler)
 

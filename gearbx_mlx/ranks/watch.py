@@ -16,6 +16,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Set
@@ -117,6 +118,7 @@ def connect(address: Address, seconds: float) -> Channel | None:
 DIED = 1  # exit status
 LOST = "[ring] connection to a peer was lost"
 ANSWER_SECONDS = 3.0  # seconds for an ended run to stop by itself
+SOON = 0.01  # seconds
 SAME_ERROR = 0.5  # seconds for rank 0 to find a different rank's error by itself
 
 
@@ -165,6 +167,7 @@ class RankWatch:
         self._wakeup.setblocking(False)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGUSR1, self._leave)
+            self._hook, sys.unraisablehook = sys.unraisablehook, self._leave_again
             signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._run, name="ranks", daemon=True).start()
 
@@ -297,6 +300,13 @@ class RankWatch:
 
     def _leave(self, number: int, frame: FrameType | None) -> None:
         raise RunEnded
+
+    def _leave_again(self, unraisable: Any) -> None:
+        """Send the signal again if it arrived in a callback, where Python drops exceptions."""
+        if issubclass(unraisable.exc_type, RunEnded):
+            threading.Timer(SOON, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        else:
+            self._hook(unraisable)
 
 
 WAIT = "GEARBX_RANKS_WAIT"

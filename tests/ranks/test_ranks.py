@@ -118,6 +118,22 @@ STUCK = WAITING.replace(
     "    while True", "    while os.environ['MLX_RANK'] == '1': time.sleep(1)\n    while True"
 ).replace("import os", "import os, time")
 
+# Rank 1 fails while rank 0 is in a finalizer, where Python drops exceptions.
+FINALIZED = WAITING.replace(
+    "    while True",
+    """
+    class Slow:
+        def __del__(self):
+            time.sleep(0.5)
+    if os.environ["MLX_RANK"] == "0":
+        for _ in range(10):
+            Slow()
+        time.sleep(60)
+    time.sleep(0.7)
+    raise GearbxError("no")
+    while True""",
+).replace("import os", "import os, time\nfrom gearbx_mlx.errors import GearbxError", 1)
+
 
 class TestEnds:
     @pytest.mark.parametrize("dies", [0, 2])
@@ -135,6 +151,14 @@ class TestEnds:
             assert line.startswith(f"error: rank {dies} (127.0.0.1:")
             assert line.endswith("is gone, and the run has ended; start all ranks again")
             assert each.stderr.count("\n") <= 2  # with "begun"
+
+    def test_error_during_finalizer_ends_run_cleanly(self):
+        with Ranks(2, ["-c", FINALIZED]) as ranks:
+            ranks.until_all_begin()
+            ended = ranks.wait()
+        assert [each.status for each in ended] == [2, 2]
+        assert errors(ended) == [["begun", "error: rank 1: no"], []]
+        assert ended[0].seconds < ended[1].seconds + 2  # not after ANSWER_SECONDS
 
     @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
     @pytest.mark.parametrize("gets", [[0], [1], [0, 1]])
