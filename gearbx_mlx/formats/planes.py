@@ -23,6 +23,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 from ..compat.classes import bare
 from ..errors import GearbxError
 from ..kernels.bit_planes import (
+    AS_PLANES,
     SCALE_FLOOR,
     PanelPlanes,
     Planes,
@@ -331,8 +332,11 @@ class Affine(Format):
         return (bits,)
 
     def module(self, dense: nn.Module, bits: int, arrays: Arrays, ladder: Bits, group_size: int) -> nn.Module:
-        planes = Planes([arrays["weight"]], arrays["scales"], [arrays["biases"]], (bits,), group_size)
-        return quantized_module(dense, stored_planes(dense, planes))
+        if "weight" in arrays:
+            planes = Planes([arrays["weight"]], arrays["scales"], [arrays["biases"]], (bits,), group_size)
+        else:
+            planes = stored_codes(arrays, AS_PLANES[(bits,)], group_size)  # as `for_kernels` splits them
+        return planes_module(dense, stored_planes(dense, planes))
 
     def stored_arrays(self, shape: Shape, bits: int, ladder: Bits, group_size: int, dtype: mx.Dtype) -> StoredArrays:
         return affine_arrays(shape, bits, group_size, dtype)
@@ -410,8 +414,7 @@ class SplitCodes(NestedPlanes):
         if bits == ladder[0]:
             return super().module(dense, bits, arrays, ladder, group_size)
         widths = plane_widths(ladder[: ladder.index(bits) + 1])
-        weights, biases = [arrays[f"weights.{i}"] for i in range(len(widths))], [arrays["plane_biases.0"]]
-        planes = Planes(weights, arrays["scales"], biases, widths, group_size, ladder[-1] - bits)
+        planes = stored_codes(arrays, widths, group_size, ladder[-1] - bits)
         joined = bits == ladder[-1] and not isinstance(dense, Native)
         return planes_module(dense, stored_planes(dense, planes), joined)
 
@@ -424,6 +427,12 @@ class SplitCodes(NestedPlanes):
 
     def bytes_read(self, shape: Shape, bits: int, ladder: Bits, group_size: int, scale_size: int) -> int:
         return math.prod(shape) * bits // 8 + 2 * math.prod(shape) // group_size * scale_size
+
+
+def stored_codes(arrays: Arrays, widths: Bits, group_size: int, rest: int = 0) -> Planes:
+    """Return the planes of affine codes over their stored arrays: all planes share a bias."""
+    weights = [arrays[f"weights.{i}"] for i in range(len(widths))]
+    return Planes(weights, arrays["scales"], [arrays["plane_biases.0"]], widths, group_size, rest)
 
 
 def planes_module(dense: nn.Module, planes: Planes, joined: bool = False) -> nn.Module:
