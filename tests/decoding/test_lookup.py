@@ -156,9 +156,10 @@ class TestRemembered:
         assert len(prompt) + count <= len(kept) <= len(prompt) + count + 16
 
     @pytest.mark.parametrize(
-        "content", [b"", b"{", b'{"tokenizer": "other", "tokens": "AAAAAA=="}', b'{"tokens": "//"}']
+        "content",
+        [b"", b"{", b'{"tokenizer": "other", "tokens": "AAAAAA=="}', b'{"tokens": "//"}', b'{"tokens": "AAAAAA=="}'],
     )
-    def test_damaged_or_foreign_file_is_made_anew(self, tmp_path, content):
+    def test_damaged_or_foreign_file_is_replaced(self, tmp_path, content):
         file = tmp_path / "tokens"
         file.write_bytes(content)
         with pytest.warns(GearbxWarning, match=str(file)) as warned:
@@ -191,3 +192,8 @@ class TestRemembered:
         with pytest.warns(GearbxWarning, match="others may write to"):
             drafted(TrustingInMemory(remember=file))
         assert file.read_text() == "{}"
+
+    def test_path_below_file_is_named(self, tmp_path):
+        (tmp_path / "tokens").write_text("{}")
+        with pytest.warns(GearbxWarning, match="tokens/below: cannot be used"):
+            drafted(TrustingInMemory(remember=tmp_path / "tokens" / "below"))

@@ -83,6 +83,9 @@ class Lookup(Drafter):
         self._count = len(tokens)
 
 
+DAMAGED = "is damaged"
+
+
 class RememberedFile(msgspec.Struct):
     """File of a table's tokens. tokens: little-endian int32 numbers, the table's own."""
 
@@ -100,12 +103,12 @@ class LookupMemory:
 
     def __init__(self, file: Path | str | bool, tokenizer: Any, vocabulary: int):
         self._key, self._vocabulary = hashlib.sha256(str(tokenizer.encode(PROBE)).encode()).hexdigest()[:16], vocabulary
-        about = "tokens of prompt lookup", "it is made anew", "this sequence is not remembered"
+        about = "tokens of prompt lookup", "it will be replaced", "this sequence is not remembered"
         self._file: MeasuredFile[RememberedFile] | None = None
         if file:
             name = f"{self._key}.lookup" if isinstance(file, bool) else own_file(Path(file))
             self._file = None if name is None else MeasuredFile(name, RememberedFile, *about)
-        self.table = NgramTable(self._read(self._file.read()) if self._file else ())
+        self.table = NgramTable(self._remembered(self._file) if self._file else ())
 
     @classmethod
     def of(cls, gearbox: Any, file: Path | str | bool, tokenizer: Any, vocabulary: int) -> "LookupMemory":
@@ -122,37 +125,43 @@ class LookupMemory:
             return
 
         def add(content: RememberedFile) -> None:
-            tokens = self._read(content) + array("i", [SEPARATOR]) + self.table.tokens[-unsaved:]
+            tokens = self._read(content)[0] + array("i", [SEPARATOR]) + self.table.tokens[-unsaved:]
             content.tokenizer, content.tokens = self._key, tokens[-MAX_TOKENS // 2 :].tobytes()
 
         self._file.change(add)
 
-    def _read(self, content: RememberedFile) -> "array[int]":
-        """Return the tokens in a file; none, with a warning, if they are damaged or of another tokenizer."""
-        found, problem = array("i"), ""
-        if content.tokenizer not in ("", self._key):
-            problem = "is of another tokenizer"
-        elif len(content.tokens) % found.itemsize:
-            problem = "is damaged"
-        else:
-            found.frombytes(content.tokens)
-            if found and not (min(found) >= SEPARATOR and max(found) >> 1 < self._vocabulary):
-                problem = "is damaged"
-        if not problem:
-            return found
-        assert self._file is not None
-        warnings.warn(f"{self._file.place()}: {problem}; it is made anew", GearbxWarning, stacklevel=5)
-        return array("i")
+    def _remembered(self, file: "MeasuredFile[RememberedFile]") -> "array[int]":
+        """Return the tokens in the file; none, with a warning, if they cannot be used."""
+        found, problem = self._read(file.read())
+        if problem:
+            warnings.warn(f"{file.place()}: {problem}; it will be replaced", GearbxWarning, stacklevel=5)
+        return found
+
+    def _read(self, content: RememberedFile) -> tuple["array[int]", str]:
+        """Return the tokens, or none and the reason."""
+        found = array("i")
+        if content.tokens and content.tokenizer != self._key:
+            return found, "has tokens of a different tokenizer"
+        if len(content.tokens) % found.itemsize:
+            return found, DAMAGED
+        found.frombytes(content.tokens)
+        if found and not (min(found) >= SEPARATOR and max(found) >> 1 < self._vocabulary):
+            return array("i"), DAMAGED
+        return found, ""
 
 
 def own_file(path: Path) -> Path | None:
-    """Return a path; None, with a warning, if other users can write to the file."""
+    """Return a path; None, with a warning, if it cannot be used."""
     try:
         check_owner(path)
     except CacheUnusable as error:
-        warn_of(error)
-        return None
-    return path
+        unusable = error
+    except OSError as error:
+        unusable = CacheUnusable(f"{path}: cannot be used ({error.strerror}); choose another place")
+    else:
+        return path
+    warn_of(unusable)
+    return None
 
 
 _memories: WeakKeyDictionary[Any, dict[Path | str | bool, LookupMemory]] = WeakKeyDictionary()
