@@ -258,8 +258,9 @@ def test_invalid_value_of_each_flag_is_refused(name, capsys):
 
 
 @pytest.mark.parametrize(("line", "words"), REFUSED, ids=[ascii(line) for line, _ in REFUSED])
-def test_a_line_is_refused_in_one(line, words, command, tmp_path, monkeypatch):
+def test_a_line_is_refused_in_one(line, words, command, tmp_path, tmp_path_factory, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GEARBX_BASES", str(tmp_path_factory.mktemp("bases")))  # no base of another test
     result = command(*(NAMES.get(word, word) for word in shlex.split(line)))
     assert_refused(result, *words.replace("LONG", "x" * 100).split(" … "))
     assert not list(tmp_path.iterdir())
