@@ -118,20 +118,33 @@ class Signals:
 
     received: int | None = None
 
-    def __init__(self) -> None:
-        self.hook = sys.unraisablehook
-
     def end(self, number: int, frame: FrameType | None) -> NoReturn:
         self.received = number
         raise KeyboardInterrupt
 
-    def raise_again(self, unraisable: Any) -> None:
-        """Send a signal again that arrived in a callback, where Python drops exceptions."""
-        number = signal.SIGINT if issubclass(unraisable.exc_type, Interrupted) else self.received
-        if issubclass(unraisable.exc_type, KeyboardInterrupt) and number is not None:
-            threading.Timer(SOON, os.kill, (os.getpid(), number)).start()
+    def number_of(self, raised: type[BaseException]) -> int | None:
+        """Return the signal whose handler raised an exception, or None."""
+        if issubclass(raised, Interrupted):
+            return signal.SIGINT
+        return self.received if issubclass(raised, KeyboardInterrupt) else None
+
+
+def send_dropped_again(number_of: Callable[[type[BaseException]], int | None]) -> Callable[[Any], Any]:
+    """Send signals again whose exceptions arise in callbacks, where Python drops them. Return the hook before.
+
+    number_of: from a dropped exception to the signal whose handler raised it, or to None.
+    """
+    before = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        number = number_of(unraisable.exc_type)
+        if number is None:
+            before(unraisable)
         else:
-            self.hook(unraisable)
+            threading.Timer(SOON, os.kill, (os.getpid(), number)).start()
+
+    sys.unraisablehook = hook
+    return before
 
 
 def end_at_once() -> None:
@@ -186,14 +199,14 @@ def handled() -> Iterator[Signals]:
         yield signals
         return
     before = {number: signal.getsignal(number) for number in ENDING}
-    sys.unraisablehook = signals.raise_again
+    hook = send_dropped_again(signals.number_of)
     set_handlers(signals.end)
     outer, _running = _running, signals
     try:
         yield signals
     finally:
         _running = outer
-        sys.unraisablehook = signals.hook
+        sys.unraisablehook = hook
         for number, handler in before.items():
             signal.signal(number, signal.SIG_IGN if handler is exit_at_once else handler)
 

@@ -113,6 +113,7 @@ def together(name: str, body: Callable[[], int | None]) -> int | None:
     show = partial(terminal.show_error, stderr)
     watch = RankWatch(place, channels, show, signals.interrupt, {*signals.ENDING})
     terminal.on_error = watch.fail
+    signals.send_dropped_again(watch.number_of)
     if place.rank == 0 or not channels:
         signals.set_handlers(watch.end_at_once)  # until the body has its own handlers
     else:

@@ -16,7 +16,6 @@ import json
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Set
@@ -118,7 +117,6 @@ def connect(address: Address, seconds: float) -> Channel | None:
 DIED = 1  # exit status
 LOST = "[ring] connection to a peer was lost"
 ANSWER_SECONDS = 3.0  # seconds for an ended run to stop by itself
-SOON = 0.01  # seconds
 SAME_ERROR = 0.5  # seconds for rank 0 to find a different rank's error by itself
 
 
@@ -167,7 +165,6 @@ class RankWatch:
         self._wakeup.setblocking(False)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGUSR1, self._leave)
-            self._hook, sys.unraisablehook = sys.unraisablehook, self._leave_again
             signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._run, name="ranks", daemon=True).start()
 
@@ -301,12 +298,10 @@ class RankWatch:
     def _leave(self, number: int, frame: FrameType | None) -> None:
         raise RunEnded
 
-    def _leave_again(self, unraisable: Any) -> None:
-        """Send the signal again if it arrived in a callback, where Python drops exceptions."""
-        if issubclass(unraisable.exc_type, RunEnded):
-            threading.Timer(SOON, os.kill, (os.getpid(), signal.SIGUSR1)).start()
-        else:
-            self._hook(unraisable)
+    @staticmethod
+    def number_of(raised: type[BaseException]) -> int | None:
+        """Return the signal whose handler raised an exception, or None."""
+        return signal.SIGUSR1 if issubclass(raised, RunEnded) else None
 
 
 WAIT = "GEARBX_RANKS_WAIT"

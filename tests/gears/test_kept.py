@@ -18,8 +18,13 @@ from gearbx_mlx.loading import DEMO_MODEL, load
 
 PROMPT = mx.array([[1, 5, 9, 2, 7]])
 CASES = [
-    *(("planes", "4,16"), ("planes", "4,8,16"), ("affine", "4,16"), ("rowwise", "8,16"), ("exact", "4,16")),
-    *(("affine", "5,6,16"), ("planes", "6,16")),  # codes of 5 and 6 bits, which some processors read as two planes
+    ("planes", "4,16"),
+    ("planes", "4,8,16"),
+    ("planes", "6,16"),
+    ("affine", "4,16"),
+    ("affine", "5,6,16"),  # codes of 5 and 6 bits, which some processors read as two planes
+    ("rowwise", "8,16"),
+    ("exact", "4,16"),
 ]
 
 

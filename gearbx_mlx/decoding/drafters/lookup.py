@@ -130,11 +130,11 @@ class LookupMemory:
 
         self._file.change(add)
 
-    def _remembered(self, file: "MeasuredFile[RememberedFile]") -> "array[int]":
+    def _remembered(self, file: MeasuredFile[RememberedFile]) -> "array[int]":
         """Return the tokens in the file; none, with a warning, if they cannot be used."""
         found, problem = self._read(file.read())
         if problem:
-            warnings.warn(f"{file.place()}: {problem}; it will be replaced", GearbxWarning, stacklevel=5)
+            warnings.warn(f"{file.place()}: {problem}; {file.remedy}", GearbxWarning, stacklevel=5)
         return found
 
     def _read(self, content: RememberedFile) -> tuple["array[int]", str]:
@@ -154,13 +154,11 @@ def own_file(path: Path) -> Path | None:
     """Return a path; None, with a warning, if it cannot be used."""
     try:
         check_owner(path)
-    except CacheUnusable as error:
-        unusable = error
-    except OSError as error:
-        unusable = CacheUnusable(f"{path}: cannot be used ({error.strerror}); choose another place")
-    else:
         return path
-    warn_of(unusable)
+    except CacheUnusable as error:
+        warn_of(error)
+    except OSError as error:
+        warn_of(CacheUnusable(f"{path}: cannot be used ({error.strerror}); choose another place"))
     return None
 
 
