@@ -141,8 +141,8 @@ def lossless_models(
     rows = [
         [*TITLES[named(model)], *map(spread, times.values()), spread(whole[model])] for model, times in found.items()
     ]
-    head = ["model", "unpacked from", *(COLUMNS[cpu] for cpu in kinds_of_kernels())]
-    head.append(f"speedup, whole command, {vector_instructions()} kernels, copy already cached")
+    head = ["model", "unpacked file", *(COLUMNS[cpu] for cpu in kinds_of_kernels())]
+    head.append(f"speedup with startup, {vector_instructions()} kernels, copy already cached")
     same = f"{texts[True]} of {texts.total()} outputs identical to plain decoding"
     sizes = f"{sum(num_prompts)} prompts per model and instruction set, {max_tokens} tokens"
     about = f"{sizes}; median (range); {same}"
