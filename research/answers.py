@@ -310,10 +310,10 @@ class Solver:
         generator = batch_generator(opened.model, opened.tokenizer, completion_batch_size=BATCH, **keywords)
         prompts = [self.prompts[number] for number in numbers]
         uids = generator.insert([list(tokens) for tokens, _, _ in prompts], [room for _, room, _ in prompts])
-        partial_answers = {uid: PartialAnswer(number, opened.tokenizer.detokenizer) for uid, number in zip(uids, numbers)}
+        parts = {uid: PartialAnswer(number, opened.tokenizer.detokenizer) for uid, number in zip(uids, numbers)}
         while responses := generator.next_generated():
             for response in responses:
-                one = partial_answers[response.uid]
+                one = parts[response.uid]
                 one.add(response)
                 if response.finish_reason is None:
                     if not self.task.finished(one.text):

@@ -1,8 +1,8 @@
 """mlx-lm's continuous batching in gears: all sequences of a step share the weights, and therefore the gear.
 
-The prompt of a new sequence and its first token are computed in its own gears. Its KV cache thus does not depend on
-other sequences. Prompts with the same gears share a pass. Models with recurrent layers prefill one prompt at a time,
-since some of mlx-lm's classes include the padding of shorter prompts in their state.
+The prompt of a new sequence and its first token are computed in its own gears. So the KV cache of the prompt does not
+depend on other sequences. Prompts with the same gears share a pass. Models with recurrent layers prefill one prompt at
+a time, since some of mlx-lm's classes include the padding of shorter prompts in their state.
 
 Afterwards a policy chooses the gear of each step from all requested gears. mlx-lm runs one token ahead, so a request
 affects the second token after it.
@@ -193,8 +193,8 @@ class BatchGenerator(StagedGenerator):
 
         Args:
             segments: the prompts of N sequences, each in parts.
-            seeds: of sequences with their own random numbers. Their outputs are bit-identical to single sequences
-                after `mx.random.seed(seed)`.
+            seeds: of sequences with their own random numbers: those of single sequences after
+                `mx.random.seed(seed)`.
             modes: with the settings of each sequence, such as its thresholds.
 
         Raises:
@@ -233,7 +233,7 @@ class BatchGenerator(StagedGenerator):
         return caches
 
     def readable(self, waiting: Sequence[int], reading: Sequence[int], most: int) -> int:
-        """Return how many prompts share a pass: those with the same gears, or one if padding changes states."""
+        """Return how many waiting prompts may join: those with the same gears, or one if padding changes states."""
         batch = [self.sequences[uid] for uid in (*reading[:1], *waiting)]
         gears = [(text.prompt_gear, text.first) for text in batch]
         alike = next((place for place, gear in enumerate(gears[-len(waiting) :]) if gear != gears[0]), most)

@@ -16,8 +16,8 @@ Common random numbers raise the acceptance rate: a token is drafted with the ran
 after the same processors (GEARBX 10.1).
 
 Without logits processors, a device waits for Python once per round: draft and verification are queued without a read in
-between, and the next draft before the round's tokens are yielded. The graph of that draft's first token is built before
-the read, for each number of accepted tokens.
+between. The next draft is queued before the round's tokens are yielded. Before the read, one graph of that draft's
+first token is built for each possible number of accepted tokens.
 """
 
 import contextlib
@@ -129,7 +129,7 @@ def verify(plan: DecodePlan, state: DecodeState, proposal: Proposal, **embedded:
 def accept(
     plan: DecodePlan, state: DecodeState, proposal: Proposal, found: Verification
 ) -> tuple[list[GeneratedToken], list[float]]:
-    """Choose a token after each row, up to the first rejected proposal, and add the tokens to the text.
+    """Choose a token after each row. Add the accepted tokens and the one after them to the text.
 
     Returns:
         the tokens, and the margins of the proposed tokens if they are known.
@@ -156,7 +156,7 @@ def accept(
 
 
 def build_ahead(state: DecodeState, found: Verification, rows: ChosenRows) -> None:
-    """Let drafters build graphs while the device verifies. If an error lasts, `propose` meets it again and warns."""
+    """Let drafters build graphs while the device verifies. `propose` repeats what failed here, and warns."""
     for drafter in state.drafters:
         with contextlib.suppress(Exception):
             drafter.build_ahead(found, rows)
@@ -185,7 +185,8 @@ def run_round(
     if proposal:
         counts = {
             "drafted": len(proposal) * (proposal.source == DRAFT),
-            "accepted": len(tokens) - (tokens[-1].step.source == MODEL),  # unless an accepted one ended the sequence
+            # the verifier chose the last token, unless an accepted one ended the sequence
+            "accepted": len(tokens) - (tokens[-1].step.source == MODEL),
             "tokens": len(tokens),
             "rows": found.count,
         }

@@ -42,7 +42,7 @@ class Lossless(LosslessSettings, SharedMode):
     have 3 tokens.
 
     Args:
-        settings: of `LosslessSettings`.
+        settings: the fields of `LosslessSettings`.
 
     Raises:
         GearbxError: a number outside its bounds.

@@ -88,7 +88,7 @@ class Keywords:
 
     @property
     def keeps_cache(self) -> bool:
-        """Use of the KV cache by the caller after generation."""
+        """Whether the caller may use the KV cache after generation, since it passed one."""
         return self.prompt_cache is not None
 
     def quantize(self, cache: list[Any]) -> None:
@@ -119,7 +119,7 @@ class DecodePlan:
         keywords: of mlx-lm.
         chooser, reader: choose tokens from logits.
         policy: chooses the number of proposed tokens.
-        agreement: of ranks that share the model.
+        agreement: gives ranks that share the model the same tokens.
         stream: MLX stream of all computations; None: the default stream.
         clock: seconds.
     """
@@ -193,7 +193,7 @@ class DecodeState:
         return whole if away < MAX_PAUSE * whole else None
 
     def settle(self, found: Verification | None) -> None:
-        """Let the drafters take the sequence after a pass, or at its end (None)."""
+        """Tell the drafters the new tokens after a pass; found: None at the end of the sequence."""
         for drafter in [*self.drafters]:
             try:
                 drafter.settle(self.text, found)

@@ -1,30 +1,30 @@
 """Choice of the number of tokens to propose: the number that saves most time.
 
-A round proposes k tokens, and verifies them and the token before them in one forward pass. The unit of time is a round
-without proposals, so a uniform slowdown changes nothing.
+A round proposes k tokens, and verifies them and the token before them in one forward pass. The unit of time is C(0), a
+round's time extrapolated to no proposed tokens, so a uniform slowdown changes nothing.
 
     C(k) = 1 + c k                 cost of a round; each additional pass over the weights adds a step
-    T(k) = 1 + a_1 + ... + a_k     expected tokens of a round; the first i proposals are accepted with probability a_i
+    T(k) = 1 + a_1 + ... + a_k     expected tokens of a round; the first i proposed tokens are accepted with prob. a_i
     s                              cost of a token in plain decoding
     g = min(s, C / T)              cost of a token now, in rounds or in plain decoding
 
 A round saves g T(k) - C(k), and the best k is the one that saves most (renewal reward):
 
 - **Proposals with probabilities**, such as prompt lookup's: k of the largest saving; none if it is negative.
-- **Drafts with margins read one by one**: continue while some of the next tokens save more than they cost. The
+- **Drafts whose margins are known token by token**: continue while any number of further tokens saves time. The
   drafter's logits have a normal error, so a token of margin m is accepted with a(m) = Phi(m / error). If all tokens so
   far are accepted with probability P, the next ones are accepted with P p, P p^2, ...
 - **Other drafts**: a_i = p^i, where p is the acceptance rate; the best k has the least C / T.
 
 **Rounds or plain decoding.** Rounds run while the measured C / T is below s. A trial runs a few passes of the slower
-method. It is due once its expected cost is a small share of the tokens since the previous one: a method that is much
-slower is tried rarely, and one that won the latest trial soon.
+method. It is due once its expected loss is a small share of the time since the previous one: a method that is much
+slower is tried rarely, and one that was faster in the latest trial is tried soon.
 
 **Drafters.** A sequence drafts with the drafter of least C / T / s; before measurements, p depends on the drafter.
 
-**Learned values**: c of drafts, from two rounds of different lengths; c of lookup, from a round and the median unit; p;
-the error, raised by a rejected token of high a(m); tokens and cost of a round; s. The next start reads these numbers
-and makes its own choices. Regret is in research/tables.md (`python -m research policy-regret`).
+**Learned values**: c of drafts, from two rounds of different lengths; c of lookup, from a round and the median unit of
+the latest ones; p; the error, from how far a(m) was off; tokens and cost of a round; s. The next start reads these
+numbers and makes its own choices. Regret is in research/tables.md (`python -m research policy-regret`).
 """
 
 import itertools
@@ -39,6 +39,7 @@ from ..routing.gates import RunningMean
 MAX_DRAFTED = 15  # with the previous token 16 vectors: native kernels take them in one pass over the weights
 MAX_ROWS = MAX_DRAFTED + 1
 MAX_ON_GPU = 4  # with the previous token 5 rows: MLX multiplies them in one tile on an M3 and later (qmv_wide)
+# Comments below name recordings: times and margins of real runs, which `research policy-regret` replays.
 DEFAULT_LENGTH = 3  # without measurements: the best fixed length of 4 of 6 recordings, near the best of the others
 
 PLAIN = 0.95  # s before it is measured: 0.81 to 0.96 on the recordings; a high value tries drafts first
@@ -46,11 +47,11 @@ ROW, STEP = 0.07, 0.35  # cost of a row, and of an additional pass over the weig
 ACCEPTANCE, ERROR = 0.85, 0.8  # initial p and error of 4-bit drafts: 0.88 to 0.96, and 0.65, on the recordings
 ACCEPTANCE_KEPT, ACCEPTANCE_PRIOR = 0.995, 20.0  # weight kept per token, tokens of the prior; 0.98, 10: 0.6% slower
 ROUNDS_KEPT, ROUNDS_PRIOR = 0.98, 10.0  # per round; a prior of 20 turns slow drafts off twice as late
-ROWS_PRIOR = 4.0  # rounds of the prior of c of lookup: some kernels need a pass for each row
+ROWS_PRIOR = 4.0  # weight of lookup's initial c, in rounds; small, as some kernels need a pass for each row
 ERROR_RATE, SLOPE_RATE = 0.08, 0.01  # steps of the error per token, of c per pair of rounds; 0.03 for c: 0.2% slower
 MIN_COST, MAX_COST = 0.01, 4.0  # limits of learned numbers: drafts above the maximum are never faster
 MAX_ERROR = 50.0  # a(m) is then 0.5 for all m; with 4, uninformative margins cost 9% instead of 3%
-MAX_SURPRISE = 0.5  # a pass that is slower than expected by more includes a pause of the machine
+MAX_SURPRISE = 0.5  # more than 50% slower than expected: the pass includes a pause of the machine
 AHEAD = 4  # tokens: a token that saves nothing may lead to tokens that do
 
 # Trials. Keys: is_round, True for rounds between plain tokens, False for plain tokens between rounds.
@@ -174,7 +175,7 @@ class LearnedPolicy:
 
     @property
     def token_cost(self) -> float:
-        """Time of a token in rounds, in plain tokens."""
+        """Time per token of rounds, divided by the time of a plain token."""
         return self._units.value / self._tokens.value / self.trials.plain if self._most else 1.0
 
     @property
@@ -194,7 +195,7 @@ class LearnedPolicy:
         return 1 + (self._slope if slope is None else slope) * proposed + STEP * (proposed // self._tile)
 
     def best(self, acceptance: float) -> tuple[float, int]:
-        """Return the least cost of a token in drafts of one length, and this length."""
+        """Return the least C(k) / T(k) if all drafts have the same length k, and this k."""
         return min((self.cost(k) / tokens, k) for k, tokens in enumerate(expected_tokens(acceptance, self._most)) if k)
 
     def is_first(self, drafted: int, rows: int) -> bool:
@@ -209,14 +210,14 @@ class LearnedPolicy:
         return most if early else min(most, self.best(self.acceptance)[1])
 
     def goes_on(self, margins: Sequence[float]) -> bool:
-        """Return whether one more token saves time after drafted tokens with these margins."""
+        """Return whether one or a few more tokens save time after drafted tokens with these margins."""
         drafted, right = len(margins), math.prod(map(self._right, margins))
         following = [right * self.acceptance**n for n in range(1, min(AHEAD, self._most - drafted) + 1)]
         return any(saved > 0 for saved in self._saved(following, self._slope, drafted))
 
     def lookup_length(self, probabilities: Sequence[float]) -> int:
         """Return how many tokens of a proposal to verify; probabilities: that the first 1, 2, ... are accepted."""
-        saved = [1 - self._token, *self._saved(probabilities, self._row.value)]  # first: no lookup in this round
+        saved = [1 - self._token, *self._saved(probabilities, self._row.value)]  # first: a plain token
         return saved.index(max(saved))
 
     def add_round(
@@ -234,7 +235,7 @@ class LearnedPolicy:
         Args:
             drafted: tokens of the drafter; 0 for prompt lookup.
             accepted: tokens of the proposal.
-            tokens: that the round generated, one more unless an accepted one ended the sequence.
+            tokens: that the round generated: the accepted ones and one more, unless these ended the sequence.
             rows: of the verification.
             seconds: of draft and verification, without the time of the tokens' consumer; None if unknown.
             margins: of the drafted tokens, if their sampler has them.

@@ -116,12 +116,12 @@ class TokenTelemetry:
         drafted: tokens drafted since the previous token.
         lookup_drafted: lossless: tokens that prompt lookup proposed since the previous token.
         source: lossless: `draft` or `lookup` for an accepted proposal, else `model`. Other modes: `model`.
-        near_tie: lossless: the two best logits are so close that a pass over this token only may have chosen the
-            other one. With batch-invariant kernels (docs/architecture.md) it would choose the same.
-        caught_up: pair: tokens of prompt and other model that the model prefilled before this one.
-        kv_bytes: with `kv_gears`: bytes of keys and values read since the previous token, by the bits of the KV
-            cache's gear, without prefill.
-        kv_caches: with `kv_gears`: number of layer caches that these passes read, by the same bits.
+        near_tie: lossless: the two best logits are so close that a pass over one token might choose the other one;
+            with batch-invariant kernels (docs/architecture.md) it cannot.
+        caught_up: pair: tokens of the prompt or of the other model that this model prefilled before the token.
+        kv_bytes: with `kv_gears`: for each number of bits, the bytes of keys and values read since the previous token,
+            without prefill.
+        kv_caches: with `kv_gears`: for each number of bits, the layer caches that these passes read.
         decision: of the controller after this token; None without one.
         requested_gear: batches: name of the gear that this sequence requested; "" elsewhere.
         batch_size: sequences that shared the pass; `weight_bytes` is the share of one sequence.
@@ -155,7 +155,7 @@ class BatchGearResponse(TokenTelemetry, GenerationBatch.Response):
     """mlx-lm's response for a sequence of a batch, with telemetry.
 
     Attributes:
-        from_draft: lossless: whether the token was drafted and accepted.
+        from_draft: False, as batches do not draft.
         error: why the sequence ended without a valid token, such as logits that are NaN; None if it did not.
     """
 

@@ -3,14 +3,14 @@
 Verification accepts the first few proposed tokens. The cache then has to be the same as without the rejected ones.
 
 - A cache that only appends is cut.
-- A sliding window loses its last entries. The pass has kept all entries that its first token attends to. The mask lets
-  each token attend to the same entries as in a pass of its own: the cache, attention sinks (`--max-kv-size`), and the
-  latest tokens. mlx-lm's mask for several tokens slides over the sinks too, and a few models ask for a window that is
-  wider than their cache.
+- From a sliding window, the entries of rejected tokens are cut. The pass has kept all entries that its first token
+  attends to. The mask lets each token attend to the same entries as in a pass of its own: attention sinks
+  (`--max-kv-size`), and the latest tokens. mlx-lm's mask for several tokens is not used: it slides over the sinks too,
+  and a few models ask for a window that is wider than their cache.
 - A recurrent layer has only the state after the last token. The state after an earlier one is computed again, from the
   state before the pass and the outputs of the linear layers. A linear layer treats tokens independently, so the outputs
   of a pass over K tokens contain those of a pass over the first n. A layer may get the K tokens in one call or in K
-  calls; both are recorded. No weights of linear layers are read again.
+  calls; both are recorded. So most linear layers do not read their weights again.
 """
 
 import contextlib
@@ -102,7 +102,7 @@ class Verifier:
         self.gearbox, self.gear, self.prefill_gear, self.taps = gearbox, gear, prefill_gear or gear, taps
         self._found: KeptParts | None = None
         self._steps: dict[int, Step] = {}
-        self._caps = gearbox.caps  # caps of the found parts and steps
+        self._caps = gearbox.caps  # a controller's maximum bits of layers, when parts and steps were made
 
     def prefill(self, tokens: mx.array, cache: Cache, **embedded: mx.array) -> Hidden:
         """Prefill a part (n,) of the prompt, and return its hidden states."""
@@ -158,7 +158,7 @@ class Verifier:
 
     @property
     def _parts(self) -> KeptParts:
-        """Native parts of the gear, found again after a controller has capped layers."""
+        """Native parts of the gear, found again after a controller has changed the maximum bits of layers."""
         if self._found is None or self._caps is not self.gearbox.caps:
             self._found, self._steps, self._caps = KeptParts(self._find), {}, self.gearbox.caps
         return self._found
@@ -174,7 +174,7 @@ class Verifier:
 
     @functools.cached_property
     def _short_path(self) -> list[tuple[nn.Module, type]]:
-        """Modules with latent attention, each with a class that computes several tokens as its own computes one."""
+        """Modules with latent attention, each with a class that computes several tokens by the code for one token."""
         found = [(module, one_token_class(type(module))) for module in latent_attention(self.gearbox.model)]
         return [(module, kind) for module, kind in found if kind is not None]
 
@@ -192,7 +192,7 @@ class Verification:
         gear: of the pass.
         count: K.
         logits: (1, K, V), after each of the tokens.
-        hidden: their states (K, D), after the blocks that the verifier taps.
+        hidden: the hidden states (K, D) after each block that the verifier taps, by its number.
         is_queued: True if a device may still compute them; False if they were computed in the call.
         kept: number of the tokens that the cache holds: all, until `keep` changes it.
     """

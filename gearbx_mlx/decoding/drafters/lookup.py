@@ -52,7 +52,7 @@ class Lookup(Drafter):
         return cls(target.table or NgramTable(), target.lookup_tokens)
 
     def length(self, text: GeneratedText, room: int, policy: LearnedPolicy) -> int:
-        """Return how many of the run's next tokens save time if they are verified."""
+        """Return how many of the tokens after the longest match save time if they are verified."""
         self.follow(text.tokens, text.prompt)
         room = min(room, self._most)
         return policy.lookup_length(self.table.probabilities(room)) if room > 0 else 0
@@ -66,7 +66,7 @@ class Lookup(Drafter):
         self.follow(text.tokens, text.prompt)
 
     def follow(self, tokens: Sequence[int], prompt: int) -> None:
-        """Read the new tokens of a sequence: the same list, longer than before, or a different one.
+        """Read the new tokens of a sequence: the same list, now longer or cut at its end, or a different one.
 
         Args:
             prompt: number of its tokens; they do not count for acceptance rates.
@@ -87,7 +87,7 @@ DAMAGED = "is damaged"
 
 
 class RememberedFile(msgspec.Struct):
-    """File of a table's tokens. tokens: little-endian int32 numbers, the table's own."""
+    """File of a table's tokens. tokens: little-endian int32 numbers, encoded as in `NgramTable`."""
 
     tokenizer: str = ""
     tokens: bytes = b""
@@ -97,7 +97,7 @@ class LookupMemory:
     """Table of n-grams of all sequences of a gearbox, and its file if it has one.
 
     Args:
-        file: path for all processes that remember; True: in the user's cache; False: no file.
+        file: a path, which processes may share; True: in the user's cache; False: no file.
         tokenizer: of the model, with `vocabulary` tokens.
     """
 

@@ -1,7 +1,8 @@
 """Drafts by the model's low gear: self-speculative decoding with two precisions of the same weights.
 
 It borrows the sequence's KV cache, so it has no cache of its own to prefill or trim. Its gear may be made during
-prefill and the first tokens; until it is ready, decoding is plain.
+prefill and the first tokens. Decoding waits for a small gear (`AWAITED_BYTES`), and is plain until a large one is
+ready.
 
 MLX's kernels queue the passes of a draft one after the other: each takes the previous token as an array in computation.
 Native CPU kernels return each token at once, and its margin may end the draft.
@@ -98,7 +99,7 @@ class LowGear(Drafter):
     def length(self, text: GeneratedText, room: int, policy: LearnedPolicy) -> int:
         """Return the policy's length of the next draft; 0 until the gear is made."""
         if not self.is_ready:
-            self.prepare()  # again: other sequences' controllers may have capped layers
+            self.prepare()  # again: other sequences' controllers may have lowered the bits of layers
             if self._target.gearbox.weight_bytes_per_token(self.gear) <= AWAITED_BYTES:
                 self._target.gearbox.make(self.gear)
             if not self.is_ready:
@@ -189,8 +190,8 @@ def native_step(draft: NativeDraft, chooser: Chooser, text: GeneratedText, reade
 class RescoringHead:
     """Output head of the top gear (a linear layer or an embedding); `holder[name]` is the draft's own head.
 
-    rescored: the head in drafts. All drafts of a sequence share it, since native programs identify modules by their
-    identity (formats/block.py) and take milliseconds to make.
+    rescored: the head in drafts. All drafts of a sequence share it: native programs are kept by module
+    (formats/block.py), and another module would need a new program (milliseconds).
     """
 
     top: nn.Module
@@ -236,7 +237,7 @@ def rescoring(rescorer: RescoringHead | None) -> Iterator[None]:
 
 
 def rows_of(head: nn.Module) -> RowsOf | None:
-    """Return a function from row numbers to dense rows, on a GPU also of exact ones; None otherwise.
+    """Return a function from row numbers to rows of a dense head, on a GPU also of format exact; None otherwise.
 
     On a CPU, decoding exact rows with MLX's operations takes a third of a draft's pass. Native kernels do it at no cost
     (formats/block.py).
@@ -249,7 +250,7 @@ def rows_of(head: nn.Module) -> RowsOf | None:
 class Rescored(nn.Module):
     """A linear layer (..., D) -> (..., V) whose largest outputs come from the rows of a second weight (V, D).
 
-    Activations are not rounded here; native draft kernels may round them to bfloat16.
+    The rescored rows' inputs are not rounded here; native kernels may round them to bfloat16.
     """
 
     def __init__(self, head: nn.Module, rows: RowsOf):
