@@ -22,7 +22,3 @@ def test_native_cores_pass_under_sanitizers(check, flags):
 @pytest.mark.parametrize(("compiler", "flag", "processor"), programs.ARM)
 def test_on_an_emulated_arm_processor(check, compiler, flag, processor):
     programs.run_on_arm(check, compiler, flag, processor)
-
-
-def test_unsigned_byte_products_on_emulated_arm_processor():
-    programs.run_on_arm(FOLDER / "check_core.c", *programs.UNSIGNED_BYTES)
