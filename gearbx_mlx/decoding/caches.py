@@ -2,10 +2,11 @@
 
 A snapshot restores a cache after a draft, or after a pass in too low a gear. For most caches, which only append, it
 keeps their length. A sliding window overwrites its oldest entries, and a recurrent layer replaces its state, so the
-snapshot keeps their arrays. It copies no data: MLX's arrays are values, and a write makes a new array.
+snapshot keeps their arrays. It copies array objects, not data: a later write to the cache's array leaves the copied
+object unchanged.
 
 A chat keeps its cache with the tokens that it holds. A chat template may change earlier turns: it drops the reasoning,
-or a date changes. Every turn therefore has all tokens of the conversation. The cache is cut to the first tokens that
+or a date changes. Every turn therefore encodes the whole conversation. The cache is cut to the first tokens that
 are unchanged, and the model prefills the others.
 """
 
@@ -75,7 +76,8 @@ def cut_to(cache: Cache, tokens: int) -> bool:
 
 
 APPENDING = (KVCache, QuantizedKVCache, BatchKVCache, NestedKVCache)
-ENTRIES = ("keys", "values", "planes", "beside", "gears")  # attributes of appending caches that a state need not copy
+# Attributes of appending caches that a snapshot need not copy.
+ENTRIES = ("keys", "values", "planes", "beside", "gears")
 
 
 def copied(value: Any) -> Any:
@@ -197,7 +199,7 @@ def array_form(array: mx.array, grows: bool) -> str:
 
 
 def is_complete(part: Any) -> bool:
-    """Return whether a cache that counts tokens has as many entries."""
+    """Return whether a cache has entries for all tokens that it counts; True for recurrent states."""
     if not hasattr(part, "keys"):
         return True
     entries = {array.shape[-2] for array in cache_arrays([part])} or {0}
@@ -336,8 +338,8 @@ def engaged_bits(
 ) -> Callable[[], int]:
     """Return a function that returns the bits of the KV cache gear of a pass.
 
-    Without a fixed gear, cache gears follow weight gears: top to top, lowest to lowest, the others by position. The top
-    weight gear always reads the top cache gear.
+    Without a fixed gear, cache gears follow weight gears: top to top, lowest to lowest, the others by position. A
+    gearbox with one gear reads the top cache gear.
     """
     if fixed is not None or gearbox is None or len(gearbox.ladder) == 1:
         bits = ladder[-1] if fixed is None else fixed
@@ -347,7 +349,7 @@ def engaged_bits(
 
 
 def put_in_gears(cache: list[Any], gears: KVGears) -> None:
-    """Give the caches of a model's layers gears, in place; caches with the same ladder get `gears` too.
+    """Give the caches of a model's layers gears, in place; those of caches with the same ladder are replaced.
 
     Raises:
         GearbxError: a cache without keys and values of all positions, or with a different ladder.
@@ -395,10 +397,10 @@ def cache_in_gears(
     Args:
         bits: the ladder of the caches.
         fixed: bits of the gear that all passes read; None: the gear follows the weights' gear.
-        max_kv_size: as in mlx-lm; the caches then rotate.
+        max_kv_size: as in mlx-lm.
 
     Raises:
-        GearbxError: as `kv_ladder` and `check_heads`.
+        GearbxError: as `kv_ladder`, `check_heads` and `put_in_gears`, such as for caches that rotate.
     """
     ladder = kv_ladder(bits)
     native = isinstance(gearbox, Gearbox) and gearbox.kernels.native

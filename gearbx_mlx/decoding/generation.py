@@ -82,7 +82,7 @@ def responses(
     """Yield the tokens of a sequence as mlx-lm's stream_generate does, with telemetry.
 
     Args:
-        on_reading: takes the reading after each token, before the next one is computed.
+        on_reading: takes the reading after each token; without drafts before the next one is computed.
         finish: takes the number of generated tokens at the end.
     """
     text, detokenizer = state.text, tokenizer.detokenizer
@@ -102,7 +102,7 @@ def responses(
                 detokenizer.add_token(token.id)
             if over:
                 detokenizer.finalize()
-                next(tokens, None)  # lets the loop leave the cache as mlx-lm does
+                next(tokens, None)  # the loop adds the last token to the cache, as mlx-lm does
             fields = {
                 "text": detokenizer.last_segment,
                 "token": token.id,

@@ -1,7 +1,8 @@
 """Draft heads in the released EAGLE-3 format (Li et al., 2503.01840), as SpecForge, SGLang, vLLM and mlx-vlm read it.
 
 A head is one transformer layer. For each token it reads the token's embedding and the model's hidden states of the
-previous position, after a few of its blocks. The head's own output rows turn its output into logits of the next token.
+previous position, after several of the model's blocks. The head's own output rows turn its output into logits of the
+next token.
 In drafts, the output replaces hidden states that the model has not computed yet.
 """
 
@@ -80,7 +81,7 @@ class Quantization(Struct, frozen=True):
 
 
 class HeadConfig(Struct, frozen=True):
-    """Other fields of a head. Layers outside of `eagle_config` are numbers of blocks before the states (vLLM)."""
+    """Other fields of a head. Here (vLLM), a layer counts the blocks before a state: one more than in eagle_config."""
 
     architectures: tuple[str, ...] = ()
     model_type: str | None = None
@@ -189,7 +190,7 @@ class Head(nn.Module):
         return [self.layer]
 
     def fuse(self, hidden: mx.array) -> mx.array:
-        """Fuse the model's hidden states (1, K, taps x D), concatenated by tap, into states (1, K, D)."""
+        """Fuse the model's hidden states (1, K, taps x D), concatenated by tap, into states of the head's width."""
         if "fc_norm" in self:
             parts = mx.split(hidden, len(self.fc_norm), axis=-1)
             hidden = mx.concatenate([norm(part) for norm, part in zip(self.fc_norm, parts)], axis=-1)
@@ -222,7 +223,7 @@ class Head(nn.Module):
         for path, module in [*named_modules_of(self)]:
             put = with_kernels(module, native)
             if isinstance(put, nn.Linear) and put.weight.shape[1] % GROUP_SIZE == 0:
-                put.x_bits = ACTIVATION_BITS  # for native kernels; chooses the order of the codes
+                put.x_bits = ACTIVATION_BITS  # for the quantizer, which chooses the order of the codes
                 put = quantizer.modules(put, BITS, (BITS,), GROUP_SIZE, put.weight.dtype)[BITS]
                 put.x_bits = ACTIVATION_BITS
             if put is not module and path:

@@ -37,7 +37,7 @@ creation_lock = threading.RLock()  # a model gets one gearbox, even if several t
 
 @dataclass(frozen=True)
 class Mode:
-    """A decoding mode with its settings. A subclass has its own file and an entry in `modes.MODES`.
+    """A decoding mode with its settings. Each one has an entry in `modes.MODES`.
 
     Attributes:
         name: in flags and files.
@@ -175,10 +175,10 @@ def gear_of_prompt(gearbox: Gearbox | Observer, wanted: str | int | None, first:
 
 
 def best_prefill_gear(gearbox: Gearbox) -> Gear:
-    """Return the best prefill gear: the top gear, or on a CPU an 8-bit gear if the ladder has one.
+    """Return the best prefill gear: the top gear, or with native CPU kernels an 8-bit gear if the ladder has one.
 
-    Native kernels prefill as fast with 8-bit as with 4-bit weights, and more slowly with original weights. After both
-    8-bit and top-gear prefill, outputs are equally close to the top gear's (`python -m research prompt-gear`).
+    Native kernels prefill as fast with 8-bit as with 4-bit weights, and more slowly with original weights. Outputs
+    after 8-bit prefill are as close to the top gear's as after top-gear prefill (`python -m research prompt-gear`).
     """
     quantized = [gear for gear in gearbox.ladder if 8 <= gear.bits < DENSE]
     return quantized[-1] if quantized and gearbox.kernels.native and on_cpu() else gearbox.ladder.top

@@ -214,7 +214,7 @@ LOGITS = 1 << 24  # logits per pass: 64 MiB in float32
 
 @dataclass(frozen=True)
 class AutoThresholds:
-    """thresholds: bits, ascending. tokens: number of their entropies. source: of these tokens, in words."""
+    """thresholds: bits, ascending. tokens: number of tokens that gave them. source: of these tokens, in words."""
 
     thresholds: tuple[float, ...]
     tokens: int

@@ -99,7 +99,7 @@ class LogitsReader:
         return mx.concatenate([each.astype(mx.float32) for each in (token, bits, best, next_best, largest)], axis=-1)
 
     def best(self, logits: mx.array) -> tuple[mx.array, mx.array]:
-        """Return the largest of each row of logits (..., V), uint32 (...), and its margin, float32 (...)."""
+        """Return the position of each row's largest logit (..., V), uint32 (...), and its margin, float32 (...)."""
         if self._choices is not None and logits.dtype == mx.float32:
             found = self._choices(logits)
             return found[..., Choice.TOKEN].astype(mx.uint32), found[..., Choice.BEST] - found[..., Choice.NEXT]
@@ -118,7 +118,7 @@ def best_two(values: mx.array) -> tuple[mx.array, mx.array, mx.array]:
 
 
 class Choice(enum.IntEnum):
-    """Columns of `LogitsReader.choices`: the token; the entropy in bits; two log-probabilities; the largest logit."""
+    """Columns of `LogitsReader.choices`: token; entropy in bits; two log-probabilities; largest magnitude."""
 
     TOKEN, ENTROPY, BEST, NEXT, MAGNITUDE = range(5)
 
@@ -136,7 +136,7 @@ def near_ties(choices: np.ndarray, dtype: mx.Dtype) -> list[bool]:
     return near
 
 
-readers = functools.cache(LogitsReader)  # one per kernel module: each has copies of mlx-lm's loops
+readers = functools.cache(LogitsReader)  # one per kernel module: compat/loops.py copies mlx-lm's loops for each
 MLX_READER = readers(None)
 
 
@@ -333,8 +333,8 @@ class ChosenRows:
     Attributes:
         logprobs: (K, V), of the sampled distributions.
         choices: float32 (K, 5), in the columns of `Choice`. They include the token of greedy decoding.
-        sampled: the tokens (K,), and the largest magnitude of the logits before processors (1,) if there are any; empty
-            for greedy decoding.
+        sampled: the tokens (K,), and with processors the largest magnitude of the logits before them (1,). Empty for
+            greedy decoding without processors.
         states: MLX's random state after each token.
     """
 
@@ -435,8 +435,8 @@ def sampled_rows(choosers: Sequence[Chooser], logprobs: mx.array) -> mx.array:
 def has_nan(logprobs: mx.array, entropy: float) -> bool:
     """Return whether log-probabilities are NaN.
 
-    A NaN or an infinity among the logits leaves only NaN and -inf as log-probabilities, whose entropy is 0 or the
-    maximum. So the array is read only for these two entropies.
+    A NaN or +inf among the logits leaves only NaN and -inf as log-probabilities. Their entropy is 0 or the maximum, so
+    the array is read only for these two. (With MLX's kernels, several +inf have other entropies, and are not found.)
     """
     highest = math.log2(logprobs.shape[-1]) * (1 - 1e-6)
     return not 0.0 < entropy < highest and bool(mx.isnan(logprobs).any())

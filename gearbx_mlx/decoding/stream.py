@@ -61,15 +61,16 @@ def stream_generate(
 ) -> "Responses":
     """Generate a sequence while the gearbox changes the precision of the weights.
 
-    Several sequences may use one gearbox at the same time, also in several threads: each keeps its own gears.
+    Several sequences, also in several threads, may share a gearbox: they take turns, and each returns to its gear.
 
     Args:
         model, tokenizer, prompt, max_tokens: as in `mlx_lm.stream_generate`, as are all other keywords.
         mode: Route, Kickdown, Lossless, Pair, Static or TelemetryOnly, such as `Lossless(draft=4)`, or a name for
             default settings. None: Lossless; TelemetryOnly for an Observer, Static for a ladder of only 16 bits without
             a draft_model, Route for a controller that caps.
-        gearbox: None: the model's, else a new one with the default ladder; for a model without gears an Observer.
-        controller: for route and kickdown a Governor to cap the gears by speed and by the machine's state.
+        gearbox: None: the model's, else a new one with the default ladder; an Observer for telemetry-only.
+        controller: for route and kickdown a Governor, which caps the gears by speed and by the machine's state; for
+            other modes a MemoryGuard.
         kv_gears: bits of the KV cache's gears, such as "4,16" (docs/kv_gears.md); changes a `prompt_cache` in place.
         kv_gear: bits of the KV cache gear that all passes read; None: it follows the gear of the weights.
 
@@ -113,7 +114,7 @@ KEYWORDS = {*inspect.signature(generate_step).parameters, *inspect.signature(spe
 
 
 def check_keywords(given: Mapping[str, Any]) -> None:
-    """Validate keywords of mlx-lm. Raises GearbxError for unknown ones; make_sampler has the keywords of sampling."""
+    """Validate keywords of mlx-lm. Raises GearbxError for unknown ones; for those of sampling it names make_sampler."""
     for name in given.keys() - KEYWORDS:
         if name in inspect.signature(make_sampler).parameters:
             hint = f"use sampler=mlx_lm.sample_utils.make_sampler({name}={given[name]!r})"
@@ -352,7 +353,7 @@ def run_batch(generator: Any, sequences: Mapping[int, BatchSequence], with_logpr
 
 
 def per_sequence(processors: Sequence[Any] | None, sequences: int) -> Sequence[Any] | None:
-    """Return a list of logits processors per sequence, from processors for all or from one or a list per sequence."""
+    """Return the logits processors of each sequence. A list of only functions is shared by all sequences."""
     if not processors:
         return None
     if all(callable(each) for each in processors):
@@ -477,7 +478,7 @@ def summary_of(
     speed: RunSpeed,
     controller: Governor | MemoryGuard | None = None,
 ) -> dict[str, Any]:
-    """Return the summary of one run. A controller lowers the bits of gears at times."""
+    """Return the summary of one run. A Governor lowers bits of gears, so there are effective bits."""
     further: dict[str, Any] = {}
     if isinstance(controller, Governor):
         further = {"effective_bits_per_weight": tally.mean(controller.bits_read), "controller": controller.summary()}

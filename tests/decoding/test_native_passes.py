@@ -22,7 +22,7 @@ from gearbx_mlx.decoding.drafters.low_gear import (
 )
 from gearbx_mlx.decoding.hidden import recorded
 from gearbx_mlx.decoding.response import GeneratedText
-from gearbx_mlx.decoding.sampling import MLX_READER, Chooser, reader_of
+from gearbx_mlx.decoding.sampling import MLX_READER, Choice, Chooser, has_nan, reader_of
 from gearbx_mlx.formats.block import begin_draft, pass_logits, pass_parts
 from gearbx_mlx.formats.tied import IN_DRAFTS, QuantizedTied, linear_of
 
@@ -236,6 +236,11 @@ def test_native_logits_reader_handles_masked_and_nonfinite():
     rows[3] = -np.inf
     found, expected = np.array(reader.logsumexp(mx.array(rows))), np.array(mx.logsumexp(mx.array(rows), -1, True))
     assert np.allclose(found, expected, atol=1e-5, equal_nan=True)
+    rows[4, [3, 8]] = np.inf
+    logits = mx.array(rows)
+    entropies = np.array(reader.choices(logits))[:, Choice.ENTROPY]
+    found = [has_nan(row, float(bits)) for row, bits in zip(reader.normalized(logits), entropies)]
+    assert found == [False, True, True, True, True]
 
 
 UNTIED, TIED = {}, {"tie_word_embeddings": True}

@@ -162,7 +162,7 @@ Drafted = tuple[mx.array, mx.array | None]
 
 
 def last_logits(model: nn.Module, cache: Cache, tokens: mx.array) -> mx.array:
-    """Return the logits (1, V) after tokens (n,) that follow the entries of a cache, which gets theirs."""
+    """Run a pass over tokens (n,), add their entries to the cache, and return the logits (1, V) after the last one."""
     logits: mx.array = model(tokens[None], cache=cache)[:, -1]
     return logits
 
@@ -182,7 +182,7 @@ def queue_draft(
     target: DraftTarget,
     first: Drafted | None = None,
 ) -> Drafted:
-    """Queue the passes of a draft without a read: tokens (k,), and margins (k,) if the chooser knows them.
+    """Queue the passes of a draft. Return tokens (k,), and margins (k,) if the chooser knows them, not evaluated.
 
     Args:
         logits_after: runs a pass over tokens (n,), and returns the logits (1, V) after them.

@@ -1,11 +1,11 @@
 """Drafts by a draft head: one layer that reads the model's hidden states (EAGLE-3; Li et al., 2503.01840).
 
 For each token of the sequence but the first, the head's KV cache has an entry, made of the token and of the hidden
-states before it. After a verification, the head reads the new ones in one pass, whose last output drafts a token. Each
+states before it. A draft begins with a pass over the unread hidden states, whose last output drafts a token. Each
 further token is one more pass, over the drafted token and the head's previous output. Entries of drafted tokens are
 dropped, since accepted tokens get entries of true hidden states.
 
-Hidden states are kept unread while other drafters propose, or none does.
+Hidden states wait unread while other drafters propose, or none does; if more than MAX_UNREAD wait, the head reads them.
 """
 
 import functools
@@ -30,7 +30,7 @@ from . import Drafter, DraftTarget, queue_draft
 from .low_gear import draft_natively
 
 FIXED_COST = 0.05  # cost of a step in plain tokens, besides reading its weights
-MAX_UNREAD = 256  # tokens whose hidden states wait for a draft
+MAX_UNREAD = 256  # hidden states that wait for a draft, at most
 
 
 class Eagle(Drafter):
@@ -40,7 +40,7 @@ class Eagle(Drafter):
         cache: the head's. Between rounds it has an entry for each read token of the sequence but the first.
     """
 
-    acceptance = 0.5  # measured after 20 minutes of training; with more, a head would be tried before a low gear
+    acceptance = 0.5  # after 20 minutes of training; if it were higher, a head would be tried before a low gear
 
     def __init__(self, target: DraftTarget, head: Head, cache: list[Any]):
         self._target, self._head, self._cache = target, head, cache
@@ -129,7 +129,7 @@ class Eagle(Drafter):
         """Keep the hidden states of the accepted rows; at the end of the sequence, read those that are left."""
         if found is not None:
             self._add(found.hidden, found.kept)
-        known = len(text.tokens) - 1  # tokens after hidden states; fewer than before if some were never yielded
+        known = len(text.tokens) - 1  # tokens that follow a hidden state; fewer than before if some were dropped
         if self._waiting > known - self._read:
             self._unread = [mx.concatenate(self._unread)[: max(0, known - self._read)]]
         self._read = min(self._read, known)
@@ -148,7 +148,7 @@ class Eagle(Drafter):
             self._unread.append(mx.concatenate([hidden[tap][:rows] for tap in self.taps], axis=-1))
 
     def _tokens_of(self, text: GeneratedText) -> mx.array:
-        """Return the tokens after the unread hidden states."""
+        """Return the token that follows each unread hidden state."""
         return mx.array(text.tokens[self._read + 1 : self._read + 1 + self._waiting], mx.uint32)
 
     def _read_states(self, tokens: mx.array) -> mx.array:

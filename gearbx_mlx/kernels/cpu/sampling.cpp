@@ -187,8 +187,8 @@ extern "C" void gearbx_logsumexp(const float* logits, int64_t rows, int64_t coun
 extern "C" void gearbx_choices(const float* logits, int64_t rows, int64_t count, float* y) {
   using namespace gearbx;
   read_rows(logits, rows, count, [&](int64_t row, const Moments& m) {
-    y[5 * row] = logsumexp_of(logits + row * count, count, m);
-    y[5 * row + 1] = entropy_of(m, count);
+    const float total = y[5 * row] = logsumexp_of(logits + row * count, count, m);
+    y[5 * row + 1] = std::isfinite(total) ? entropy_of(m, count) : 0;  // Python searches for NaN at 0
   });
   const int64_t each = (count + PIECE - 1) / PIECE;
   static thread_local std::vector<Best> memory;
