@@ -60,7 +60,7 @@ def decode_ahead(plan: DecodePlan, state: DecodeState) -> Iterator[list[Generate
 
 
 def stays_plain(plan: DecodePlan, state: DecodeState) -> bool:
-    """Return whether to queue one more pass: it has room, and no drafter has a proposal after the known tokens."""
+    """Return whether to queue one more pass: its token has room, and no drafter can propose after the known tokens."""
     if state.text.room <= 1:
         return False  # this token is the last one
     room = state.room(plan) - 1
@@ -74,7 +74,7 @@ def queue_token(plan: DecodePlan, state: DecodeState, last: mx.array, context: m
         found = plan.verifier.verify(last, state.cache)
         with found.undone_by_errors():
             rows = choose_rows(plan.chooser, plan.reader, plan.agreement, found.logits[0], context)
-        # The magnitude of logits is for near-ties, which a pass over one token has none of.
+        # Without the magnitude of logits, which finds near-ties: a pass over one token has none.
         rows = replace(rows, choices=plan.agreement.arrays(rows.choices)[0], sampled=rows.sampled[:1])
         token = rows.tokens
         mx.async_eval(token, rows.choices, rows.logprobs)  # otherwise they wait for the next pass: 10% slower

@@ -1,4 +1,4 @@
-"""Measurements of drafting that outlive a sequence, a process and a start; and reports of speed.
+"""Measurements of drafting, kept for later sequences and processes; and reports of speed.
 
 A gearbox has one `KeptPolicy` per drafter and kind of sampler. The tuner's cache keeps its numbers for the next start
 on this machine.
@@ -21,7 +21,7 @@ from .drafters import Drafter
 from .policy import ACCEPTANCE, MAX_DRAFTED, MAX_ON_GPU, MAX_ROWS, LearnedPolicy
 from .sampling import Chooser
 
-CALIBRATED = 0.4  # share of the rejected drafts that a calibrated base accepts: 0.38 to 0.54 in docs/convert.md
+CALIBRATED = 0.4  # share of rejected drafts that are right with a calibrated base: 0.38 to 0.54 in docs/convert.md
 MIN_TOKENS = 32  # generated tokens between two writes to the cache
 OLD_GPUS = range(1, 15)  # generations before the M3's, for which MLX has no kernel of a few rows
 NEIGHBORS = 8  # passes compared before and after a change between rounds and plain decoding
@@ -76,7 +76,7 @@ class MeasuredPolicy(LearnedPolicy):
         return seconds[True] / tokens[True], seconds[False] / tokens[False]
 
     def speedup(self, accepted: float) -> float | None:
-        """Return the speedup if this share of the rejected drafts were accepted; None before the first draft."""
+        """Return the speedup if this share of rejected drafts were accepted; None before the first draft."""
         if not self._has_drafted:
             return None
         better = self.acceptance + accepted * (1 - self.acceptance)
@@ -128,8 +128,8 @@ def policy_of(gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> Ke
 def rows_of_pass(gearbox: Gearbox) -> tuple[int, int]:
     """Return the most tokens of a draft, and the rows that the top gear's kernels multiply in one pass over weights.
 
-    Metal's figures are those of MLX 0.32 (matmul.cpp, gemv_wide_config; quantized.cpp, qmv_wide), also if a few kernels
-    of this package were proven faster: they replace single shapes.
+    Metal's figures are those of MLX 0.32 (matmul.cpp, gemv_wide_config; quantized.cpp, qmv_wide), even if kernels of this
+    package were proven faster for a few shapes.
     """
     on, is_dense = device(), gearbox.ladder.top.dense
     if on == CPU:
@@ -137,8 +137,8 @@ def rows_of_pass(gearbox: Gearbox) -> tuple[int, int]:
     if on != METAL:
         return MAX_ON_GPU, MAX_ROWS
     if is_dense and gearbox.compute_dtype == mx.float32:
-        return MAX_ON_GPU, MAX_ROWS  # a GEMM of 16 rows or more
-    if gpu_generation() in OLD_GPUS:  # the same GEMM, but a pass per row for quantized weights
+        return MAX_ON_GPU, MAX_ROWS  # a GEMM with tiles of 16 rows
+    if gpu_generation() in OLD_GPUS:  # dense weights: that GEMM; quantized ones: a pass per row
         return (MAX_DRAFTED, MAX_ROWS) if is_dense else (MAX_ON_GPU, 1)
     return MAX_ON_GPU, MAX_ON_GPU + 1
 

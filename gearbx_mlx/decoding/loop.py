@@ -215,7 +215,7 @@ def finish_cache(plan: DecodePlan, state: DecodeState) -> None:
 def rewind_to_yielded(state: DecodeState) -> bool:
     """Rewind text, KV cache and random state to the yielded tokens. Return True if tokens of the round were dropped.
 
-    The cache then holds the last yielded token too, and the random numbers of the next one are drawn, as in mlx-lm.
+    If so, the cache also holds the last yielded token, and the next one's random numbers are drawn, as in mlx-lm.
     """
     found, text = state.found, state.text
     if found is None or state.shown >= found.kept:

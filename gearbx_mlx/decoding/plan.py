@@ -29,7 +29,7 @@ from .sampling import MLX_READER, Chooser, LogitsReader, Processor, Sampler
 
 PREFILL_STEP_SIZE = 2048  # tokens of a prompt per forward pass, as in mlx-lm
 UNLIMITED = 2**40  # tokens: more than any output has
-MAX_PAUSE = 0.2  # share of a round; if the consumer of tokens takes more, the round's time is not used
+MAX_PAUSE = 0.2  # share of a queued round; if the consumer of tokens takes more, the round's time is not used
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class DecodeState:
     Attributes:
         cache: the verifier's KV cache, as its model makes it; pair: one entry per model.
         drafters: in order of priority.
-        found: the latest verification.
+        found: the latest round's verification; None before the first, and in `decode_ahead`.
         is_queued: True if a device may still compute the latest pass.
         random_states: MLX's, after each token of `found`; empty if the chooser draws no random numbers.
         shown: number of tokens of `found` that were yielded.

@@ -23,7 +23,7 @@ slower is tried rarely, and one that was faster in the latest trial is tried soo
 **Drafters.** A sequence drafts with the drafter of least C / T / s; before measurements, p depends on the drafter.
 
 **Learned values**: c of drafts, from two rounds of different lengths; c of lookup, from a round and the median unit of
-the latest ones; p; the error, from how far a(m) was off; tokens and cost of a round; s. The next start reads these
+the latest passes; p; the error, from how far a(m) was off; tokens and cost of a round; s. The next start reads these
 numbers and makes its own choices. Regret is in research/tables.md (`python -m research policy-regret`).
 """
 
@@ -56,10 +56,10 @@ AHEAD = 4  # tokens: a token that saves nothing may lead to tokens that do
 
 # Trials. Keys: is_round, True for rounds between plain tokens, False for plain tokens between rounds.
 TRIAL = {True: 3, False: 4}  # passes, whose median counts; 2 and 6 are equally good
-TRIAL_LENGTH = 1  # drafted tokens of a trial round; the best length is 11% slower if drafts cost twice a plain token
+TRIAL_LENGTH = 1  # drafted tokens of a trial round; more are 11% slower if drafts cost twice a plain token
 LATEST = 8  # passes of each method; their medians are compared
 TRUST = 0.5  # weight of the latest trial: single trials are off by 40% on noisy machines
-TRIAL_SHARE = {True: 0.02, False: 0.005}  # maximum cost per token since the last; 0.01 for plain ones: 0.5% slower
+TRIAL_SHARE = {True: 0.02, False: 0.005}  # maximum cost per token since the last trial; 0.01 for False: 0.5% slower
 TRIAL_WAIT = {True: (16, 192), False: (64, 1024)}  # minimum and maximum tokens between trials
 
 
@@ -217,7 +217,7 @@ class LearnedPolicy:
 
     def lookup_length(self, probabilities: Sequence[float]) -> int:
         """Return how many tokens of a proposal to verify; probabilities: that the first 1, 2, ... are accepted."""
-        saved = [1 - self._token, *self._saved(probabilities, self._row.value)]  # first: a plain token
+        saved = [1 - self._token, *self._saved(probabilities, self._row.value)]  # first: no proposal
         return saved.index(max(saved))
 
     def add_round(

@@ -271,7 +271,7 @@ class Verification:
         """Compute the states after the first tokens again, from the outputs of the linear layers."""
         assert self._outputs is not None
         verifier = self._verifier
-        verifier.gearbox.shift(verifier.gear)  # a draft gear may be engaged, which has other compiled steps
+        verifier.gearbox.shift(verifier.gear)  # before `aside`, since a shift installs a gear's compiled functions
         with verifier.gearbox.compiled.aside(), self._outputs.recalled():
             verifier.run(self._tokens[:rows], self._cache)
 
@@ -355,7 +355,7 @@ class LayerOutputs:
         return noting(zip(self._layers, [partial(self._note, outputs) for outputs in self._outputs]), recording)
 
     def recalled(self) -> AbstractContextManager[None]:
-        """Return a context in which the layers return them, for the first n tokens of the pass."""
+        """Return a context in which the layers return the recorded outputs, for the first n tokens of the pass."""
         return noting(zip(self._layers, map(self._usable, self._outputs)), recalling)
 
     def _note(self, outputs: list[mx.array | None], y: mx.array, x: mx.array, *others: Any) -> None:
