@@ -128,8 +128,8 @@ def policy_of(gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> Ke
 def rows_of_pass(gearbox: Gearbox) -> tuple[int, int]:
     """Return the most tokens of a draft, and the rows that the top gear's kernels multiply in one pass over weights.
 
-    Metal's figures are those of MLX 0.32 (matmul.cpp, gemv_wide_config; quantized.cpp, qmv_wide), even if kernels of this
-    package were proven faster for a few shapes.
+    Metal's figures are those of MLX 0.32 (matmul.cpp, gemv_wide_config; quantized.cpp, qmv_wide), even if kernels of
+    this package were proven faster for a few shapes.
     """
     on, is_dense = device(), gearbox.ladder.top.dense
     if on == CPU:
