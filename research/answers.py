@@ -236,7 +236,6 @@ class PartialAnswer:
     detokenizer: Any
     text: str = ""
     tokens: int = 0
-    weight_bytes: int = 0
 
     def add(self, response: BatchGearResponse) -> None:
         if response.finish_reason != "stop":
@@ -245,7 +244,6 @@ class PartialAnswer:
             self.detokenizer.finalize()
         self.text += self.detokenizer.last_segment
         self.tokens += 1
-        self.weight_bytes += response.weight_bytes * response.batch_size
 
 
 class Solver:
@@ -307,6 +305,7 @@ class Solver:
     def batch(self, name: str, numbers: Sequence[int], opened: Opened) -> Iterator[tuple[int, Answer]]:
         """Yield the answers of one gear to these problems, as `answer` generates them, but several at a time."""
         keywords = self.keywords(METHODS[name], opened)
+        gearbox = keywords["gearbox"]
         generator = batch_generator(opened.model, opened.tokenizer, completion_batch_size=BATCH, **keywords)
         prompts = [self.prompts[number] for number in numbers]
         uids = generator.insert([list(tokens) for tokens, _, _ in prompts], [room for _, room, _ in prompts])
@@ -320,7 +319,8 @@ class Solver:
                         continue
                     generator.remove([response.uid])
                 passes = [one.tokens if gear == response.gear else 0 for gear in opened.gears]
-                yield one.number, Answer(one.text, one.tokens, None, passes, one.weight_bytes, passes[-1])
+                read = one.tokens * gearbox.weight_bytes_per_token(gearbox.ladder.find(response.gear))
+                yield one.number, Answer(one.text, one.tokens, None, passes, read, passes[-1])
 
     def journal(self, name: str) -> Journal:
         inputs = {

@@ -1,6 +1,7 @@
 """The study answers: boxes, numbers and functions, problems from files, the sandbox, power, and the study itself."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ from conftest import save_model, tiny_model
 from refusals import refuses
 
 from gearbx_mlx.errors import GearbxError
-from research.answers import answers
+from research.answers import answers, kept_answers
 from research.evaluation.answers import (
     Attempt,
     box_finished,
@@ -157,6 +158,19 @@ class TestStudy:
         assert [attempt["found"] for attempt in again["4"]["attempts"]] == [
             attempt["found"] for attempt in rows["4"]["attempts"]
         ]
+
+    def test_answers_of_batches_equal_single_ones(self, compiled, tmp_path, monkeypatch):
+        how = HOW | {"methods": ["16", "4"], "num_problems": 4}
+        monkeypatch.setattr("research.answers.BATCH", 3)
+        for timed in (4, 1):
+            monkeypatch.setattr("research.answers.TIMED", timed)
+            answers(out=tmp_path / str(timed), **how)
+        single, batched = (kept_answers(tmp_path / str(timed) / "4.jsonl") for timed in (4, 1))
+        assert batched.keys() == {0, 1, 2, 3}
+        assert [batched[number].seconds is None for number in range(4)] == [False, True, True, True]
+        assert {number: replace(made, seconds=None) for number, made in batched.items()} == {
+            number: replace(made, seconds=None) for number, made in single.items()
+        }
 
     def test_two_models_have_shares_by_threshold(self, compiled, tmp_path):
         path = tmp_path / "small"
