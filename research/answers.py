@@ -513,7 +513,8 @@ COLUMNS: Columns = {
 LEGEND = (
     f"lost, won: problems solved only in 16 bits, and only by this method; p: McNemar's exact test, {LEVEL} is "
     "significant. against one gear: the same against the largest single gear that reads no more bytes. to find 5 "
-    f"points: problems that show such a loss with a probability of {POWER:.0%}, at this disagreement with 16 bits."
+    f"points: problems that show such a loss with a probability of {POWER:.0%}, at this disagreement with 16 bits. "
+    f"s/answer: of the first {TIMED} problems, which every method answered one at a time."
 )
 
 
