@@ -205,6 +205,17 @@ class TestCodebooks:
         made = {name: error(codebook.decode(m.encode(weight, bits), bits, 1024), weight) for name, m in MODULES.items()}
         assert made["codebook-library"] < made["codebook"]
 
+    def test_groups_get_codebook_of_least_error(self):
+        chosen, few = np.random.default_rng(3), np.array([[-1.0, 1.0], [-3.0, 0.5], [0.25, 2.0]])
+        z = few[np.arange(60) % 3, :][np.arange(60)[:, None], chosen.integers(0, 2, (60, 128))]
+        z = mx.array(z + chosen.normal(0, 0.1, z.shape), mx.float32)
+        outlying = mx.array(chosen.random(z.shape) < 0.02)
+        library = mx.array(few, mx.float16)
+        off = mx.abs(z[:, :, None, None] - library.astype(mx.float32)).min(axis=-1)
+        errors = mx.where(outlying[:, :, None], 0, mx.square(off)).sum(axis=1)
+        found = codebook_library.choose_entries(z, outlying, library)
+        assert found.tolist() == errors.argmin(axis=-1).tolist() == [0, 1, 2] * 20
+
     def test_library_group_costs_0_31_bits_per_weight(self):
         arrays = codebook_library.encode(matrix(64, 1024), 4)
         assert arrays["library"].shape == (KERNEL_LIBRARY, 16)
