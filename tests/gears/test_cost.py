@@ -237,6 +237,14 @@ def test_gear_sizes_are_known_from_files(directory, format, gears):
     assert needed == pytest.approx(bytes_in(gearbox), rel=0.02)
 
 
+def test_matrices_beside_groups_are_counted_whole(tmp_path):
+    path = tmp_path / "model"
+    save_model(tiny_model(intermediate_size=96), path)
+    gearbox = Gearbox(load(path)[0], "4,8", kernels="mlx")
+    needed = needed_memory(read_files(path), [4, 8], get_format("planes"), 64, resident=True)
+    assert needed == pytest.approx(bytes_in(gearbox), rel=0.02)
+
+
 def test_checkpoint_gears_are_counted_in_its_files(directory, tmp_path):
     out = convert(directory, tmp_path / "geared", gears="4,8,16")
     for gears in ("4", "4,8", "4,8,16"):

@@ -38,6 +38,8 @@ def test_stream_equals_answer_with_gears_and_entropies(client, path, gearbx):
     choices = [chunk["choices"][0] for chunk in chunks]
     texts = [choice.get("text", choice.get("delta", {}).get("content") or "") for choice in choices]
     assert "".join(texts) == whole
+    if path == "/v1/chat/completions":
+        assert [choice["delta"].get("role") for choice in choices] == ["assistant"] + [None] * (len(choices) - 1)
     tokens = [token for chunk in chunks for token in chunk["gearbx"]["tokens"]]
     assert len(tokens) == 24
     assert all(token["gear"] in ("low", "mid", "high") and token["entropy"] >= 0 for token in tokens)
@@ -45,6 +47,16 @@ def test_stream_equals_answer_with_gears_and_entropies(client, path, gearbx):
     counted = chunks[-1]["gearbx"]["gear_tokens"]
     chosen = [token["gear"] for token in tokens if token["source"] != "lookup"]
     assert {gear: chosen.count(gear) for gear in counted} == counted
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "kind"),
+    [({"model": "claude"}, 404, "not_found_error"), ({"max_tokens": 0}, 400, "invalid_request_error")],
+)
+def test_errors_of_messages_have_anthropics_types(client, changes, status, kind):
+    asked = {"model": "default_model", "max_tokens": 3, "messages": [{"role": "user", "content": "Hi"}]}
+    answer = client.post("/v1/messages", json=asked | changes)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (status, kind)
 
 
 def test_lossless_equals_top_gear_and_counts_drafts(client):
