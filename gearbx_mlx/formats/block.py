@@ -23,7 +23,7 @@ from mlx_lm.models.cache import KVCache
 
 from ..compat.classes import ORIGIN, Code, code_of, standing_for
 from ..compat.loops import POSITIONS, positions_in, set_entries
-from ..kernels.dispatch import NATIVE, WHOLE_BLOCKS, block_kernels
+from ..kernels.dispatch import NATIVE, cpu_kernels
 from .fused import (
     NativeGeGLU,
     NativeLlama3RoPE,
@@ -99,8 +99,6 @@ class Programs:
 class NativeBlock(nn.Module):
     """A mixin that makes mlx-lm's class of a block native; mlx-lm's code computes unsupported inputs."""
 
-    operation = WHOLE_BLOCKS
-
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         y = run_block(self, x, mask, cache)
         return super().__call__(x, mask, cache) if y is None else y
@@ -109,11 +107,9 @@ class NativeBlock(nn.Module):
 class NativeLayers(nn.Module):
     """A mixin that runs all blocks of mlx-lm's class of a model without its head in one native operation."""
 
-    operation = WHOLE_BLOCKS
-
     def __call__(self, inputs: mx.array, cache: Any = None, input_embeddings: mx.array | None = None) -> mx.array:
         tokens = inputs if input_embeddings is None else input_embeddings
-        kernels = block_kernels(tokens.shape[0] * tokens.shape[1])
+        kernels = cpu_kernels(tokens.shape[0] * tokens.shape[1])
         if kernels is not None and runs_in_turn(self, cache, tokens.shape[:2]):
             x = self.embed_tokens(inputs) if input_embeddings is None else input_embeddings
             y = run_layers(self, x, cache, kernels)
@@ -144,7 +140,7 @@ def run_block(layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array 
     plain = causal or mask is None or (isinstance(mask, mx.array) and mask.dtype == mx.bool_)
     if x.dtype != mx.float32 or x.ndim != 3 or not plain:
         return None
-    kernels = block_kernels(x.shape[0] * x.shape[1])
+    kernels = cpu_kernels(x.shape[0] * x.shape[1])
     if kernels is None or not takes_cache(cache):
         return None
     program = programs_of(layer).find(layer, kernels)
@@ -246,7 +242,7 @@ class PassParts(NamedTuple):
 
 def pass_parts(model: nn.Module, second: nn.Module | None = None) -> PassParts | None:
     """Return the parts of passes in the engaged gear; None if one is not native. second: the head of a better gear."""
-    kernels = block_kernels(1)
+    kernels = cpu_kernels(1)
     layers = model.get("model") if stock_code(model) in WHOLE_MODELS else None
     if kernels is None or not isinstance(layers, NativeLayers):
         return None

@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..compat.loops import positions_in
-from ..kernels.dispatch import block_kernels
+from ..kernels.dispatch import cpu_kernels
 from .block import (
     FEW_TOKENS,
     NativeDraft,
@@ -26,7 +26,7 @@ NORMS = ("hidden_norm", "post_attention_layernorm")
 
 def head_parts(head: Any, embedding: nn.Module) -> PassParts | None:
     """Return the parts of a `Head`'s passes; None if one is not native. embedding: of the tokens."""
-    kernels = block_kernels(1)
+    kernels = cpu_kernels(1)
     if kernels is None or "fc_norm" in head or "input_norm" in head or head.layer.norm_before_residual:
         return None
     try:
