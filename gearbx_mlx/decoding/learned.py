@@ -113,14 +113,13 @@ def policy_of(gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> Ke
     known, name = POLICIES.setdefault(gearbox, {}), cache_key(gearbox, drafter, chooser)
     if name not in known:
         cache = gearbox.kernel_choices.tuner.cache
-        kept = {} if gearbox.kernels.again else cache.times.get(name, {})
 
         def keep(state: Mapping[str, float]) -> None:
             cache.keep(name, dict(state))
             cache.save_soon()
 
         share, rate = (None, ACCEPTANCE) if drafter is None else (drafter.cost, drafter.acceptance)
-        policy = MeasuredPolicy(kept, share, *rows_of_pass(gearbox), rate)
+        policy = MeasuredPolicy(cache.times.get(name, {}), share, *rows_of_pass(gearbox), rate)
         known[name] = KeptPolicy(policy, keep)
     return known[name]
 
