@@ -246,11 +246,7 @@ def joined_codes(weights: Sequence[mx.array], widths: Sequence[int]) -> mx.array
 
 
 def scale_and_bias(low: mx.array, high: mx.array, widths: Sequence[int], dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
-    """Return scale and bias of the first plane for groups with these extremes, (..., groups) float32.
-
-    Returns:
-        Two arrays (..., groups) float32, rounded to `dtype`.
-    """
+    """Return scale and bias (..., groups) of the first plane for groups with these extremes, float32 after rounding."""
     bits, rest = sum(widths), sum(widths[1:])
     scale = rounded(mx.maximum((high - low) / (2**bits - 1) * 2**rest, SCALE_FLOOR[dtype]), dtype)
     return scale, rounded(low + scale * 2.0**-rest * (2**rest - 1) / 2, dtype)
