@@ -14,16 +14,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ..compat.classes import as_class, modules_of, stock_class
 from ..compat.versions import is_tested
-from ..kernels.bit_planes import (
-    AS_PLANES,
-    IN_PANELS,
-    PanelPlanes,
-    Planes,
-    planes_dense,
-    scaled_for,
-    side_by_side,
-    split_affine,
-)
+from ..kernels.bit_planes import PanelPlanes, Planes, planes_dense, scaled_for, side_by_side, split_affine
 from ..kernels.dispatch import METAL, ChosenKernels, Kind, bits_beside_bfloat16, cpu_kernels, device
 from ..kernels.dispatch import NATIVE as OURS
 from ..kernels.products import (
@@ -206,6 +197,9 @@ MATMULS: dict[type[nn.Module], type[nn.Module]] = {  # MLX's layer to its native
 }
 STOCK_OF = {native: stock for stock, native in (MATMULS | FUSED).items()}
 FLOATING = (mx.float32, mx.bfloat16, mx.float16)
+# Widths of stacks whose rows native CPU kernels read as panels.
+IN_PANELS = ((4,), (8,), (4, 4), (4, 2), (4, 1))
+AS_PLANES: dict[tuple[int, ...], tuple[int, ...]] = {(5,): (4, 1), (6,): (4, 2)}  # codes split for panels
 
 
 def dense_kind(weight: mx.array) -> Kind:

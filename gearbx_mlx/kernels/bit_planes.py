@@ -12,9 +12,6 @@ from typing import NamedTuple
 import mlx.core as mx
 
 CODES_TOGETHER = 32
-# Widths of stacks whose rows native CPU kernels read as panels.
-IN_PANELS = ((4,), (8,), (4, 4), (4, 2), (4, 1))
-AS_PLANES: dict[tuple[int, ...], tuple[int, ...]] = {(5,): (4, 1), (6,): (4, 2)}  # codes split for panels
 
 # The smallest scale, for groups of equal weights (a range of 0).
 SCALE_FLOOR = {mx.float16: 2.0**-24, mx.bfloat16: 2.0**-100, mx.float32: 2.0**-100}

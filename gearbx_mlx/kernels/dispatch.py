@@ -174,10 +174,6 @@ class Kind:
             return (*native, *stock) or reconstructed
         return (*stock, *native, *reconstructed)
 
-    def rounding(self, x_bits: int) -> int:
-        """Return the bits to which kernels here quantize activations if `x_bits` are requested; 0: not at all."""
-        return min(x_bits, self.most_bits) if device() == CPU else 0
-
     def proven(self, vectors: int, dtype: mx.Dtype) -> str:
         """Return the default candidate on a Mac: native if proven faster there, otherwise MLX's operations."""
         keys = {each: product_key(self.form, self.shape, dtype, vectors, each) for each in self._native(vectors, dtype)}
@@ -193,11 +189,6 @@ class Kind:
             return ()
         possible = metal.fitting_variants(self.variants, self.shape[-1], vectors, dtype)
         return tuple(sorted(possible, key=lambda name: name != metal.expected_variant(vectors)))
-
-
-def size_class(count: int) -> int:
-    """Return the power of two at or above `count`: sizes between two powers share their measurements."""
-    return 1 << max(0, count - 1).bit_length()
 
 
 class ChosenKernels:
@@ -217,13 +208,12 @@ class ChosenKernels:
         self.prepared: dict[Hashable, metal.Prepared] = {}
 
     def __call__(self, vectors: int) -> str:
-        found = self._by_vectors.get(vectors)
-        if found is None:
+        if vectors not in self._by_vectors:
             try:
-                found = self._by_vectors[vectors] = self._choose(vectors)
+                self._by_vectors[vectors] = self._choose(vectors)
             except CannotMeasure as now:
-                found = now.instead
-        return found
+                return now.instead
+        return self._by_vectors[vectors]
 
     def __deepcopy__(self, memo: object) -> "ChosenKernels":
         return self

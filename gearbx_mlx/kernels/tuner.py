@@ -46,7 +46,6 @@ from .dispatch import (
     Kind,
     device,
     is_tuning,
-    size_class,
 )
 from .metal import MAX_VECTORS
 from .proven import kernels_hash
@@ -255,7 +254,7 @@ class Tuner:
         except GearbxError:
             raise
         except (ValueError, RuntimeError):  # inside mx.compile, or out of memory
-            raise CannotMeasure(candidates[0]) from None
+            found = {}
         if not found:
             raise CannotMeasure(candidates[0])
         self.seconds += time.perf_counter() - started
@@ -266,12 +265,17 @@ class Tuner:
         """Return the name of a kind of matmul in the cache; unless `exactly`, sizes between powers of two share one."""
         # Streaming takes the same time per weight from 2^13 rows or columns.
         sizes = kind.shape if exactly else [min(size_class(size), 2**13) for size in kind.shape]
-        bits = kind.rounding(self.choice.x_bits)
+        bits = min(self.choice.x_bits, kind.most_bits) if device() == CPU else 0  # to which activations are quantized
         precision = "bfloat16" if kind.most_bits == BFLOAT16_BITS else f"{bits} bits"
         rounded = f", activations of {precision}" if bits else ""
         number = vectors if exactly else size_class(vectors)
         shape, dtype, many = " x ".join(map(str, sizes)), dtype_name(self.dtype), "s" * (number > 1)
         return f"{kind.form}, {shape}, {dtype}{rounded}, {number} vector{many}"
+
+
+def size_class(count: int) -> int:
+    """Return the power of two at or above `count`: sizes between two powers share their measurements."""
+    return 1 << max(0, count - 1).bit_length()
 
 
 def is_worth_it(kind: Kind) -> bool:
@@ -357,12 +361,8 @@ def evaluated(product: Product, x: mx.array) -> mx.array | None:
 
 def fastest(times: Times, candidates: Sequence[str]) -> str:
     """Return the candidate to use: the first, unless a later one is more than 5% faster."""
-    known = {name: times[name] for name in candidates if name in times}
-    if not known:
-        return candidates[0]
-    best = min(known, key=lambda name: known[name])
-    first = known.get(candidates[0])
-    return candidates[0] if first is not None and first <= 1.05 * known[best] else best
+    first, best = candidates[0], min(candidates, key=lambda name: times[name])
+    return first if times[first] <= 1.05 * times[best] else best
 
 
 def seconds_of(make: Make, calls: int = 1) -> float:

@@ -327,8 +327,6 @@ class TestCandidates:
     def test_first_stays_unless_other_is_faster_by_margin(self):
         assert fastest({"a": 1.04, "b": 1.0}, ["a", "b"]) == "a"
         assert fastest({"a": 1.06, "b": 1.0}, ["a", "b"]) == "b"
-        assert fastest({"b": 1.0}, ["a", "b"]) == "b"
-        assert fastest({}, ["a", "b"]) == "a"
 
     def test_sizes_between_powers_of_two_share_measurements(self, cache):
         made = tuner_for(mx.float16)
