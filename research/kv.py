@@ -16,7 +16,7 @@ from gearbx_mlx import Gearbox, GearbxError, load
 from gearbx_mlx.decoding.caches import put_in_gears
 from gearbx_mlx.evaluate.run import over_cache
 from gearbx_mlx.evaluation.predictions import context_for, read_at_once, read_documents, recording_of, windows_of
-from gearbx_mlx.formats.kv_cache import KVGears, NestedKVCache
+from gearbx_mlx.formats.kv_cache import KVGears, NestedKVCache, block_planes
 from gearbx_mlx.kernels import dispatch
 from gearbx_mlx.loading import DEMO_MODEL
 
@@ -125,7 +125,7 @@ def attended(layer: NestedKVCache, heads: int) -> mx.array:
         keys, values = layer.keys_and_values()
         found = dispatch.attention(queries, keys, values, 1.0, None)
     else:
-        found = dispatch.nested_attention(queries, nested, 1.0, None)
+        found = dispatch.nested_attention(queries, nested.entries, block_planes(nested), 1.0, None)
     assert found is not None, "there is no kernel"
     return found
 

@@ -102,12 +102,12 @@ def token(
 def parts_of(found: TokenParts) -> tuple[str, ...]:
     """Return the parts on this device: the rest includes MLX's fused operations, and blocks are for the CPU."""
     timed_parts = (part for part in TIMED if found.calls[part])
-    return (*timed_parts, GRAPH, REST, *(WITH_BLOCKS if dispatch.block_kernels(1) else ()))
+    return (*timed_parts, GRAPH, REST, *(WITH_BLOCKS if dispatch.cpu_kernels(1) else ()))
 
 
 def single_operations() -> AbstractContextManager[Any]:
     """In the block, no transformer block runs as one operation."""
-    return patch.object(block, "block_kernels", lambda vectors: None)
+    return patch.object(block, "cpu_kernels", lambda vectors: None)
 
 
 def token_parts(gearbox: Gearbox, cache: list[Any]) -> TokenParts:

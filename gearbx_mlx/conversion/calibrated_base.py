@@ -23,13 +23,12 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from ..compat.classes import of_classes
 from ..errors import GearbxError, one_line
 from ..formats.base import Format, stored_bits
-from ..formats.fused import native_class
+from ..formats.fused import ATTENTION, native_class
 from ..formats.native import NativeDense, NativeSwitchLinear, with_expert_bias
 from ..formats.tied import linear_of
 from ..gears.adapters import layers_of
 from ..gears.discovery import Layer, block_number, stored_widths
 from ..kernels.bit_planes import Planes
-from ..kernels.dispatch import FUSED_ATTENTION
 from .gptq import Factored, factored, with_codes
 
 MAX_LENGTH = 512  # tokens that are read of a sequence
@@ -432,7 +431,7 @@ class CalibrationRun:
         if mx.default_device() == mx.cpu and number < len(self.blocks):  # MLX's attention takes most of the time there
             for module in self.blocks[number].modules():
                 stock: Any = type(module)
-                native = native_class(stock, (FUSED_ATTENTION,))
+                native = native_class(stock, (ATTENTION,))
                 changes += [] if native is None else [(module, native)]
         for place, block in enumerate(self.blocks[: number + 1]):
             call = current if place == number else before if place == number - 1 else past

@@ -4,6 +4,7 @@ A gearbox has one `KeptPolicy` per drafter and kind of sampler. The tuner's cach
 on this machine.
 """
 
+import re
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ import mlx.core as mx
 from ..compat.arrays import dtype_name
 from ..gears.gearbox import Gearbox, Observer
 from ..kernels.compiler import vectors_at_once
-from ..kernels.device import gpu_generation
 from ..kernels.dispatch import CPU, METAL, device, native_instructions
 from .drafters import Drafter
 from .policy import ACCEPTANCE, MAX_DRAFTED, MAX_ON_GPU, MAX_ROWS, LearnedPolicy
@@ -113,14 +113,13 @@ def policy_of(gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> Ke
     known, name = POLICIES.setdefault(gearbox, {}), cache_key(gearbox, drafter, chooser)
     if name not in known:
         cache = gearbox.kernel_choices.tuner.cache
-        kept = {} if gearbox.kernels.again else cache.times.get(name, {})
 
         def keep(state: Mapping[str, float]) -> None:
             cache.keep(name, dict(state))
             cache.save_soon()
 
         share, rate = (None, ACCEPTANCE) if drafter is None else (drafter.cost, drafter.acceptance)
-        policy = MeasuredPolicy(kept, share, *rows_of_pass(gearbox), rate)
+        policy = MeasuredPolicy(cache.times.get(name, {}), share, *rows_of_pass(gearbox), rate)
         known[name] = KeptPolicy(policy, keep)
     return known[name]
 
@@ -141,6 +140,13 @@ def rows_of_pass(gearbox: Gearbox) -> tuple[int, int]:
     if gpu_generation() in OLD_GPUS:  # dense weights: that GEMM; quantized ones: a pass per row
         return (MAX_DRAFTED, MAX_ROWS) if is_dense else (MAX_ON_GPU, 1)
     return MAX_ON_GPU, MAX_ON_GPU + 1
+
+
+def gpu_generation() -> int:
+    """Return the generation of an Apple GPU, as MLX reads it: 13 for M1, 14 for M2, 15 for M3; 0 for other devices."""
+    name = str(mx.device_info().get("architecture", ""))  # such as applegpu_g15s
+    found = re.fullmatch(r"applegpu_g(\d+)[a-z]", name)
+    return int(found[1]) if found else 0
 
 
 def cache_key(gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> str:

@@ -24,9 +24,8 @@ from . import DraftHeadSettings
 from .answers import TOGETHER, Answer, divided, write_answers
 from .layer import PLACES, HeadShape
 from .prompts import bundled_prompts
-from .saving import save_head
 from .target import HeadTarget
-from .training import BATCH_TOKENS, Trainer, frequent_tokens, tokens_a_round
+from .training import BATCH_TOKENS, Trainer, frequent_tokens, save_head, tokens_a_round
 
 CHECKPOINT = "state.safetensors"
 STATE = "training"  # directory in the output with what a next call continues

@@ -5,7 +5,8 @@ matmuls. A block with known code runs as one operation instead, over the same mo
 do all blocks of a model whose class runs them in sequence. Other blocks run unchanged.
 
 In lossless mode, a forward pass over a few tokens of one sequence is one call that returns finished logits
-(`pass_logits`). In a draft it returns the next token and its entropy, or its logits (`begin_draft`).
+(`pass_logits`). In a draft it returns the next token and its entropy, or its logits (`begin_draft`). A pass of a draft
+head is one call too (`begin_head_draft`; decoding/heads.py).
 """
 
 import functools
@@ -23,7 +24,7 @@ from mlx_lm.models.cache import KVCache
 
 from ..compat.classes import ORIGIN, Code, code_of, standing_for
 from ..compat.loops import POSITIONS, positions_in, set_entries
-from ..kernels.dispatch import NATIVE, WHOLE_BLOCKS, block_kernels
+from ..kernels.dispatch import NATIVE, cpu_kernels
 from .fused import (
     NativeGeGLU,
     NativeLlama3RoPE,
@@ -47,6 +48,7 @@ BLOCK_NORMS: dict[Code, tuple[Sequence[str], Sequence[str]]] = {
     ),
 }
 PROJECTIONS, HEAD_NORMS = ("q_proj", "k_proj", "v_proj"), ("q_norm", "k_norm")
+DRAFT_HEAD_NORMS = ("hidden_norm", "post_attention_layernorm")
 ATTENTION_PARTS: dict[Code, tuple[Sequence[str], Sequence[str]]] = {  # projections, and norms of heads
     code_of(llama.Attention): (PROJECTIONS, ()),
     code_of(qwen3.Attention): (PROJECTIONS, HEAD_NORMS),
@@ -99,8 +101,6 @@ class Programs:
 class NativeBlock(nn.Module):
     """A mixin that makes mlx-lm's class of a block native; mlx-lm's code computes unsupported inputs."""
 
-    operation = WHOLE_BLOCKS
-
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         y = run_block(self, x, mask, cache)
         return super().__call__(x, mask, cache) if y is None else y
@@ -109,11 +109,9 @@ class NativeBlock(nn.Module):
 class NativeLayers(nn.Module):
     """A mixin that runs all blocks of mlx-lm's class of a model without its head in one native operation."""
 
-    operation = WHOLE_BLOCKS
-
     def __call__(self, inputs: mx.array, cache: Any = None, input_embeddings: mx.array | None = None) -> mx.array:
         tokens = inputs if input_embeddings is None else input_embeddings
-        kernels = block_kernels(tokens.shape[0] * tokens.shape[1])
+        kernels = cpu_kernels(tokens.shape[0] * tokens.shape[1])
         if kernels is not None and runs_in_turn(self, cache, tokens.shape[:2]):
             x = self.embed_tokens(inputs) if input_embeddings is None else input_embeddings
             y = run_layers(self, x, cache, kernels)
@@ -144,7 +142,7 @@ def run_block(layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array 
     plain = causal or mask is None or (isinstance(mask, mx.array) and mask.dtype == mx.bool_)
     if x.dtype != mx.float32 or x.ndim != 3 or not plain:
         return None
-    kernels = block_kernels(x.shape[0] * x.shape[1])
+    kernels = cpu_kernels(x.shape[0] * x.shape[1])
     if kernels is None or not takes_cache(cache):
         return None
     program = programs_of(layer).find(layer, kernels)
@@ -224,7 +222,7 @@ def is_block(layer: nn.Module) -> bool:
 class PassParts(NamedTuple):
     """The parts of a native pass: the embedding, whose dense rows (V, D) are read directly, all blocks, and the head.
 
-    `second`, if any, is a better head for draft rescoring; `draft_head` has the parts of one (draft_head.py). A gear's
+    `second`, if any, is a better head for draft rescoring; `draft_head` has the parts of one (`head_parts`). A gear's
     parts stay valid while a different gear is engaged, as long as its weights stay in memory.
     """
 
@@ -246,7 +244,7 @@ class PassParts(NamedTuple):
 
 def pass_parts(model: nn.Module, second: nn.Module | None = None) -> PassParts | None:
     """Return the parts of passes in the engaged gear; None if one is not native. second: the head of a better gear."""
-    kernels = block_kernels(1)
+    kernels = cpu_kernels(1)
     layers = model.get("model") if stock_code(model) in WHOLE_MODELS else None
     if kernels is None or not isinstance(layers, NativeLayers):
         return None
@@ -524,3 +522,46 @@ def rotation_of(rope: nn.Module) -> dict[str, Any] | None:
     else:
         return None
     return {"frequencies": frequencies, "traditional": bool(rope.traditional), "rotation_scale": scale}
+
+
+def head_parts(head: Any, embedding: nn.Module) -> PassParts | None:
+    """Return the parts of a `Head`'s passes; None if one is not native. embedding: of the tokens."""
+    kernels = cpu_kernels(1)
+    if kernels is None or "fc_norm" in head or "input_norm" in head or head.layer.norm_before_residual:
+        return None
+    try:
+        block = native_block(head.layer, kernels, DRAFT_HEAD_NORMS, (), "input_layernorm")
+        norm, fuse = norm_of(head.norm, kernels), native_part(head.fc, kernels)
+        rows = part_of_head(head.lm_head, kernels)
+        if None in (block, norm, rows, fuse):
+            return None
+        draft_head = kernels.draft_head(fuse, [] if head.tokens is None else head.tokens.tolist(), head.vocabulary)
+        chain = kernels.chain([block], norm)
+    except ValueError:  # arrays that are not contiguous
+        return None
+    table = embedding.weight if is_plain_table(embedding) else None
+    return PassParts(kernels, head, chain, rows, embedding, table, None, draft_head)
+
+
+@dataclass(frozen=True)
+class HeadDraft(NativeDraft):
+    """A draft of a head. Its first pass reads the tokens of hidden states that the head has not read yet."""
+
+    tokens: Sequence[int]
+
+    def inputs(self, token: int, place: int) -> tuple[mx.array, Sequence[int], int]:
+        first = self.tokens if place == 0 else [token]
+        return *self.parts.rows(first), self.entries + (place and place + len(self.tokens) - 1)
+
+
+def begin_head_draft(parts: PassParts, cache: Any, tokens: Sequence[int], states: mx.array) -> HeadDraft | None:
+    """Return a draft after hidden states (K, taps x D) and the K tokens after them; None if the head's module must run.
+
+    The cache counts no entry of the draft, also none of these tokens.
+    """
+    passes = begin_pass(parts, cache, len(tokens)) if len(tokens) <= FEW_TOKENS else None
+    if passes is None:
+        return None
+    parts.kernels.fuse_states(passes, mx.contiguous(states.astype(mx.float32)))
+    before = positions_in(cache[0])
+    return HeadDraft(parts, passes, cache, before, cache[0].keys.shape[2] - before - len(tokens) + 1, tokens)

@@ -16,14 +16,11 @@ from mlx_lm.models.switch_layers import SwiGLU
 
 from ..compat.classes import calling, frequencies_of
 from ..kernels import dispatch
-from ..kernels.dispatch import FUSED_ATTENTION, GATES, NORMS, OPERATIONS, POSITIONS
-from .kv_cache import NestedKVCache
+from .kv_cache import NestedKVCache, block_planes
 
 
 class NativeRMSNorm(nn.RMSNorm):
     """An RMSNorm that one native operation computes."""
-
-    operation = NORMS
 
     def __call__(self, x: mx.array) -> mx.array:
         return dispatch.rms_norm(x, self["weight"], self.eps)
@@ -32,8 +29,6 @@ class NativeRMSNorm(nn.RMSNorm):
 class NativeRoPE(nn.RoPE):
     """A RoPE that one native operation computes."""
 
-    operation = POSITIONS
-
     def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
         y = dispatch.rope(x, inverse_frequencies(self.dims, self.base), offset, self.traditional, self.scale)
         return super().__call__(x, offset) if y is None else y
@@ -41,8 +36,6 @@ class NativeRoPE(nn.RoPE):
 
 class NativeLlama3RoPE(Llama3RoPE):
     """Llama 3's RoPE, with scaled frequencies, that one native operation computes."""
-
-    operation = POSITIONS
 
     @property
     def frequencies(self) -> mx.array:
@@ -70,16 +63,12 @@ def inverse_frequencies(dims: int, base: float) -> mx.array:
 class NativeShiftedNorm(nn.Module):
     """A mixin that makes mlx-lm's norm of Gemma native, whose weight is one less than its factor."""
 
-    operation = NORMS
-
     def __call__(self, x: mx.array) -> mx.array:
         return dispatch.rms_norm(x, 1.0 + self["weight"], self.eps)
 
 
 class NativeGeGLU(nn.Module):
     """A mixin that fuses the gate of mlx-lm's class of an MLP with an approximate GELU."""
-
-    operation = GATES
 
     def __call__(self, x: mx.array) -> mx.array:
         y = dispatch.gated("geglu", self.gate_proj(x), self.up_proj(x))
@@ -88,8 +77,6 @@ class NativeGeGLU(nn.Module):
 
 class NativeSwiGLU(SwiGLU):
     """The SwiGLU of a mixture's experts that one native operation computes."""
-
-    operation = GATES
 
     def __call__(self, x: mx.array, gate: mx.array) -> mx.array:
         return swiglu(gate, x)
@@ -143,18 +130,18 @@ def attended(
     nested = cache.read(queries.shape[2]) if isinstance(cache, NestedKVCache) else None
     if nested is None:
         return dispatch.attention(queries, keys, values, scale, mask, left_padding(cache))
-    return dispatch.nested_attention(queries, nested, scale, mask)
+    return dispatch.nested_attention(queries, nested.entries, block_planes(nested), scale, mask)
 
 
-# Names by which mlx-lm's models call a function: the operation, mlx-lm's function, and its native replacement.
+ATTENTION = "scaled_dot_product_attention"
+# Names by which mlx-lm's models call a function: mlx-lm's function, and its native replacement.
 FUNCTIONS = {
-    "swiglu": (GATES, activations.swiglu, swiglu),
-    "scaled_dot_product_attention": (FUSED_ATTENTION, base.scaled_dot_product_attention, attention),
+    "swiglu": (activations.swiglu, swiglu),
+    ATTENTION: (base.scaled_dot_product_attention, attention),
 }
 
 
 @functools.cache
-def native_class(kind: Any, operations: tuple[str, ...] = OPERATIONS) -> type[nn.Module] | None:
-    """Return a subclass of mlx-lm's class that calls native FUNCTIONS of these operations; None if it calls none."""
-    wanted = {name: (theirs, own) for name, (operation, theirs, own) in FUNCTIONS.items() if operation in operations}
-    return calling(kind, wanted)
+def native_class(kind: Any, names: tuple[str, ...] = tuple(FUNCTIONS)) -> type[nn.Module] | None:
+    """Return a subclass of mlx-lm's class that calls native FUNCTIONS with these names; None if it calls none."""
+    return calling(kind, {name: FUNCTIONS[name] for name in names})

@@ -35,7 +35,6 @@ from ..compat.loops import positions_in
 from ..errors import GearbxError
 from ..kernels import dispatch
 from ..kernels.bit_planes import scale_and_bias
-from ..kernels.dispatch import NestedEntries
 
 BITS_OF_WORD = 32
 
@@ -152,8 +151,23 @@ class KVGears:
 
 
 @dataclass(frozen=True)
-class Nested(NestedEntries):
-    """The entries that a pass reads in a low gear: the first `packed` positions as planes, the others unquantized."""
+class Nested:
+    """The entries that a pass reads in a low gear: the first `packed` positions as planes, the others unquantized.
+
+    Attributes:
+        entries: keys and values (B, H, S, D) of all positions; with any S if all positions are packed.
+        planes: arrays that a gear reads of keys and of values: one plane or two, scales, offsets.
+        packed: number of positions in planes.
+    """
+
+    entries: tuple[mx.array, mx.array]
+    planes: tuple[list[mx.array], list[mx.array]]
+    packed: int
+
+    @property
+    def group_size(self) -> int:
+        """The numbers of a key or value that share a scale."""
+        return self.entries[0].shape[-1] // self.planes[0][-1].shape[-1]
 
     def unpacked(self) -> tuple[mx.array, mx.array]:
         """Return keys and values (B, H, positions, D)."""

@@ -14,17 +14,8 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ..compat.classes import as_class, modules_of, stock_class
 from ..compat.versions import is_tested
-from ..kernels.bit_planes import (
-    AS_PLANES,
-    IN_PANELS,
-    PanelPlanes,
-    Planes,
-    planes_dense,
-    scaled_for,
-    side_by_side,
-    split_affine,
-)
-from ..kernels.dispatch import METAL, OPERATIONS, ChosenKernels, Kind, bits_beside_bfloat16, cpu_kernels, device
+from ..kernels.bit_planes import PanelPlanes, Planes, planes_dense, scaled_for, side_by_side, split_affine
+from ..kernels.dispatch import METAL, ChosenKernels, Kind, bits_beside_bfloat16, cpu_kernels, device
 from ..kernels.dispatch import NATIVE as OURS
 from ..kernels.products import (
     MAX_PAIRS,
@@ -198,15 +189,17 @@ class NativeEmbedding(Native, nn.Embedding):
         return expected_of_dense(x, self["weight"], None)
 
 
-NATIVE_OF: dict[type[nn.Module], type[nn.Module]] = {
+MATMULS: dict[type[nn.Module], type[nn.Module]] = {  # MLX's layer to its native form
     nn.Linear: NativeDense,
     SwitchLinear: NativeSwitchLinear,
     MultiLinear: NativeMultiLinear,
     nn.Embedding: NativeEmbedding,
-    **FUSED,
 }
-STOCK_OF = {native: stock for stock, native in NATIVE_OF.items()}
+STOCK_OF = {native: stock for stock, native in (MATMULS | FUSED).items()}
 FLOATING = (mx.float32, mx.bfloat16, mx.float16)
+# Widths of stacks whose rows native CPU kernels read as panels.
+IN_PANELS = ((4,), (8,), (4, 4), (4, 2), (4, 1))
+AS_PLANES: dict[tuple[int, ...], tuple[int, ...]] = {(5,): (4, 1), (6,): (4, 2)}  # codes split for panels
 
 
 def dense_kind(weight: mx.array) -> Kind:
@@ -281,31 +274,28 @@ def with_expert_bias(module: nn.Module, y: mx.array, indices: mx.array) -> mx.ar
     return y + mx.expand_dims(module["bias"][indices].astype(y.dtype), -2) if "bias" in module else y
 
 
-def with_kernels(module: nn.Module, native: bool, operations: tuple[str, ...] = OPERATIONS) -> nn.Module:
+def with_kernels(module: nn.Module, native: bool, fused: bool = True) -> nn.Module:
     """Return the native form of a layer or fused operation, or MLX's form, over the same arrays.
 
-    operations: those with a native form, besides matmuls (`kernels.operations.native_operations`). Returns the
-    module itself if it has that form already. The same holds for unknown classes, which may compute something else, and
-    for types of weights that native kernels do not read.
+    fused: True if operations besides matmuls have a native form, as on a CPU. Returns the module itself if it has that
+    form already. The same holds for unknown classes, which may compute something else, and for types of weights that
+    native kernels do not read.
     """
     own: Any = type(module)
     stock = STOCK_OF.get(own) or stock_class(own) or own
-    kind = native_form(stock, operations) if native else stock
+    kind = native_form(stock, fused) if native else stock
     if kind is own or ("weight" in module and module["weight"].dtype not in FLOATING):
         return module
     return as_class(module, kind)
 
 
-def native_form(stock: Any, operations: tuple[str, ...]) -> Any:
-    """Return the native class for mlx-lm's class; that class itself if there is none, or none of these operations.
+def native_form(stock: Any, fused: bool) -> Any:
+    """Return the native class for mlx-lm's class; that class itself if there is none. fused: as for `with_kernels`.
 
     With untested versions of mlx-lm, classes that are known by their code or by private names are not replaced.
     """
-    trusted = is_tested()
-    kind = NATIVE_OF.get(stock) or (coded_class(stock) if trusted else None)
-    if kind is None:
-        return (native_class(stock, operations) if trusted else None) or stock
-    if stock in BY_PRIVATE_NAMES and not trusted:
-        return stock
-    operation = getattr(kind, "operation", None)  # None for matmuls
-    return kind if operation is None or operation in operations else stock
+    if stock in MATMULS or not fused:
+        return MATMULS.get(stock, stock)
+    if is_tested():
+        return FUSED.get(stock) or coded_class(stock) or native_class(stock) or stock
+    return stock if stock in BY_PRIVATE_NAMES else FUSED.get(stock, stock)

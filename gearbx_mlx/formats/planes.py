@@ -23,7 +23,6 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 from ..compat.classes import bare
 from ..errors import GearbxError
 from ..kernels.bit_planes import (
-    AS_PLANES,
     SCALE_FLOOR,
     PanelPlanes,
     Planes,
@@ -41,6 +40,7 @@ from ..kernels.rounding import Expected, expected_of_planes
 from . import SPLIT_CODES
 from .base import Arrays, Bits, Format, Gears, PackedExperts, Shape, StoredArray, StoredArrays, kind_for
 from .native import (
+    AS_PLANES,
     Native,
     NativeExperts,
     NativeQuantizedLinear,

@@ -73,7 +73,7 @@ class KernelChoices:
 
     def __init__(self, model: nn.Module, choice: KernelChoice, dtype: mx.Dtype):
         self.choice = choice
-        self.tuner = Tuner(dtype, choice.x_bits, choice.ours_alone, choice.again)
+        self.tuner = Tuner(dtype, choice)
         forget_programs(model)  # and all other choices of an earlier gearbox
         for layer in natives(model.modules()):
             layer.chosen = None

@@ -14,7 +14,7 @@ from ..formats.base import Format, check_supported
 from ..formats.holders import over_gears
 from ..formats.native import Native, NativeEmbedding, with_kernels
 from ..kernels import GROUP_SIZES
-from ..kernels.dispatch import KernelChoice, native_operations
+from ..kernels.dispatch import CPU, KernelChoice, device
 from .activations import compute_in, stored_dtype
 from .adapters import adapters_of, layers_of, places_of, put_layers
 from .discovery import Layer, Predicate, discover, is_quantized, tables_to_pack
@@ -145,9 +145,8 @@ def has_quantized(layout: Layout, tables: Mapping[int, Bits], widths: Sequence[i
 
 def use_kernels(model: nn.Module, choice: KernelChoice, *layers: Sequence[Layer]) -> list[list[Layer]]:
     """Put the whole model on the chosen kernels, and return the layers with their current modules."""
-    operations = native_operations()
     for path, module in list(model.named_modules()):
-        made = with_kernels(module, choice.native, operations)
+        made = with_kernels(module, choice.native, fused=device() == CPU)
         if made is not module:  # one by one, since modules are nested
             nn.Module.update_modules(model, tree_unflatten([(path, made)]))
     for module in model.modules():

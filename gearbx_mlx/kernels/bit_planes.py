@@ -12,9 +12,6 @@ from typing import NamedTuple
 import mlx.core as mx
 
 CODES_TOGETHER = 32
-# Widths of stacks whose rows native CPU kernels read as panels.
-IN_PANELS = ((4,), (8,), (4, 4), (4, 2), (4, 1))
-AS_PLANES: dict[tuple[int, ...], tuple[int, ...]] = {(5,): (4, 1), (6,): (4, 2)}  # codes split for panels
 
 # The smallest scale, for groups of equal weights (a range of 0).
 SCALE_FLOOR = {mx.float16: 2.0**-24, mx.bfloat16: 2.0**-100, mx.float32: 2.0**-100}
@@ -246,11 +243,7 @@ def joined_codes(weights: Sequence[mx.array], widths: Sequence[int]) -> mx.array
 
 
 def scale_and_bias(low: mx.array, high: mx.array, widths: Sequence[int], dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
-    """Return scale and bias of the first plane for groups with these extremes, (..., groups) float32.
-
-    Returns:
-        Two arrays (..., groups) float32, rounded to `dtype`.
-    """
+    """Return scale and bias (..., groups) of the first plane for groups with these extremes, float32 after rounding."""
     bits, rest = sum(widths), sum(widths[1:])
     scale = rounded(mx.maximum((high - low) / (2**bits - 1) * 2**rest, SCALE_FLOOR[dtype]), dtype)
     return scale, rounded(low + scale * 2.0**-rest * (2**rest - 1) / 2, dtype)

@@ -135,30 +135,20 @@ def instructions() -> str:
     Raises:
         GearbxError: unknown name, or instructions that this processor lacks.
     """
-    requested = os.environ.get(CPU_VARIABLE) or best_brought()
-    works = [NATIVE_CPU, *working_sets()]
-    if requested in (*works, AMX_TWIN):
+    here = [*(name for name in INSTRUCTION_SETS if not lacking(name)), PORTABLE]  # the best first
+    brought = (name for name in here if wheel.library_for(name))
+    requested = os.environ.get(CPU_VARIABLE) or next(brought, NATIVE_CPU)
+    if requested in (NATIVE_CPU, *here, AMX_TWIN):
         return requested
     known = requested in INSTRUCTION_SETS
     why = f"this processor has no {', '.join(lacking(requested))}" if known else "unknown name"
-    raise GearbxError(f"{CPU_VARIABLE}: {why}, got {requested!r}; choose from {', '.join(works)}")
+    raise GearbxError(f"{CPU_VARIABLE}: {why}, got {requested!r}; choose from {', '.join((NATIVE_CPU, *here))}")
 
 
 def lacking(name: str) -> list[str]:
     """Return the instructions of a set that this processor lacks, or may lack; empty if it has all."""
     wanted = INSTRUCTION_SETS[name]
     return sorted(wanted.needs - features()) if platform.machine() in wanted.machines else [name]
-
-
-def working_sets() -> list[str]:
-    """Return the instruction sets that this processor has, the best first, and `portable`."""
-    return [*(name for name in INSTRUCTION_SETS if not lacking(name)), PORTABLE]
-
-
-def best_brought() -> str:
-    """Return the best instruction set of this processor among those in the wheel; `native` without one."""
-    brought = (name for name in working_sets() if wheel.library_for(name))
-    return next(brought, NATIVE_CPU) if wheel.FOLDER.is_dir() else NATIVE_CPU
 
 
 def cpuinfo(*fields: str) -> list[str]:
@@ -177,8 +167,13 @@ def features() -> set[str]:
 
 def processor_model() -> str:
     """Return the name of this processor, such as `Apple M2 Pro`; empty if the system has none."""
-    named = cpuinfo("model name")
-    return named[0].partition(":")[2].strip() if named else apple_model()
+    if named := cpuinfo("model name"):
+        return named[0].partition(":")[2].strip()
+    command = ["sysctl", "-n", "machdep.cpu.brand_string"]  # of macOS
+    try:
+        return subprocess.run(command, capture_output=True, text=True, errors="replace").stdout.strip()
+    except OSError:
+        return ""
 
 
 def vector_instructions() -> str:
@@ -203,21 +198,12 @@ def vectors_at_once(instructions: str) -> int:
 def processor_features() -> str:
     """Return this processor's model and, on Linux, its instruction sets: -march=native depends on them."""
     lines = cpuinfo("flags", "Features", "model name", "CPU implementer", "CPU part")
-    return "\n".join(sorted({*lines})) or f"{platform.machine()} {apple_model() or platform.processor()}"
+    return "\n".join(sorted({*lines})) or f"{platform.machine()} {processor_model() or platform.processor()}"
 
 
 def processor_key() -> str:
     """Return 8 hexadecimal digits that change with this processor and GEARBX_CPU, to label measured times."""
     return hashlib.sha256(f"{instructions()}\n{processor_features()}".encode()).hexdigest()[:8]
-
-
-def apple_model() -> str:
-    """Return the name of a Mac's processor, such as `Apple M2 Pro`; empty elsewhere."""
-    command = ["sysctl", "-n", "machdep.cpu.brand_string"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, errors="replace").stdout.strip()
-    except OSError:
-        return ""
 
 
 @dataclass(frozen=True)
@@ -243,12 +229,9 @@ def find_compiler() -> list[str]:
         Unavailable: no compiler, CXX does not name one, or macOS has only a placeholder for it.
     """
     named = os.environ.get("CXX")
-    if named:
-        command = split_command(named)
-    else:
-        command = [path for path in map(shutil.which, COMPILERS) if path][:1]
-        if not command:
-            raise Unavailable(f"no C++ compiler was found; {REMEDY}")
+    command = split_command(named) if named else [path for path in map(shutil.which, COMPILERS) if path][:1]
+    if not command:
+        raise Unavailable(f"no C++ compiler was found; {REMEDY}")
     if this_target().is_mac:
         ask_for_developer_tools(command)
     elif any(Path(word).stem in ZIG for word in command):

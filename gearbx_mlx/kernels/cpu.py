@@ -39,15 +39,7 @@ from ..files.user_cache import CacheUnusable, check_owner, open_cache, why
 from ..files.writing import sync, work_directory
 from . import wheel
 from .bit_planes import pack_mlx_codes
-from .compiler import (
-    Recipe,
-    Unavailable,
-    compile_library,
-    find_compiler,
-    hash_recipe,
-    instructions,
-    make_recipe,
-)
+from .compiler import Recipe, Unavailable, compile_library, find_compiler, hash_recipe, instructions, make_recipe
 from .exact import ExactMatrix
 
 BUILDING_LOCK = ".lock"

@@ -1,7 +1,6 @@
 """MLX's device: one per process, chosen before mlx-lm is imported."""
 
 import os
-import re
 from contextlib import suppress
 from importlib import import_module
 
@@ -79,13 +78,6 @@ def recommended_memory() -> int | None:
     """Return macOS's recommended maximum of bytes for a program on this GPU; None for other devices."""
     found = mx.device_info().get("max_recommended_working_set_size")
     return None if found is None else int(found)
-
-
-def gpu_generation() -> int:
-    """Return the generation of an Apple GPU, as MLX reads it: 13 for M1, 14 for M2, 15 for M3; 0 for other devices."""
-    name = str(mx.device_info().get("architecture", ""))  # such as applegpu_g15s
-    found = re.fullmatch(r"applegpu_g(\d+)[a-z]", name)
-    return int(found[1]) if found else 0
 
 
 def whole_memory() -> int:

@@ -24,7 +24,7 @@ decides at each call (experts: `products.py`). Experts are measured on Metal onl
 
 import os
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -40,14 +40,6 @@ STOCK = (MLX, RECONSTRUCT)  # computed by MLX's kernels
 MIN_WEIGHTS = 2**18  # weights; with fewer, a launch takes longer than the matmul
 
 CPU, METAL, GPU = "cpu", "metal", "gpu"  # GPU: not Apple's
-
-OPERATIONS = NORMS, GATES, POSITIONS, FUSED_ATTENTION, WHOLE_BLOCKS = (
-    "norms",
-    "gates",
-    "positions",
-    "attention",
-    "whole blocks",
-)
 
 NATIVE_VECTORS = 16  # vectors for which native CPU kernels read the weights once
 MAX_NATIVE_VECTORS = NATIVE_VECTORS if sys.platform == "darwin" else None
@@ -130,7 +122,7 @@ def is_metal(x: mx.array) -> bool:
 def cpu_kernels(vectors: int) -> ModuleType | None:
     """Return the native CPU kernels; None if they do not take this number of vectors."""
     fits = vectors > 0 and (MAX_NATIVE_VECTORS is None or vectors <= MAX_NATIVE_VECTORS)
-    return cpu.native() if fits and on_cpu() else None
+    return cpu.native() if fits and device() == CPU else None
 
 
 def native_instructions() -> str:
@@ -182,10 +174,6 @@ class Kind:
             return (*native, *stock) or reconstructed
         return (*stock, *native, *reconstructed)
 
-    def rounding(self, x_bits: int) -> int:
-        """Return the bits to which kernels here quantize activations if `x_bits` are requested; 0: not at all."""
-        return min(x_bits, self.most_bits) if device() == CPU else 0
-
     def proven(self, vectors: int, dtype: mx.Dtype) -> str:
         """Return the default candidate on a Mac: native if proven faster there, otherwise MLX's operations."""
         keys = {each: product_key(self.form, self.shape, dtype, vectors, each) for each in self._native(vectors, dtype)}
@@ -201,11 +189,6 @@ class Kind:
             return ()
         possible = metal.fitting_variants(self.variants, self.shape[-1], vectors, dtype)
         return tuple(sorted(possible, key=lambda name: name != metal.expected_variant(vectors)))
-
-
-def size_class(count: int) -> int:
-    """Return the power of two at or above `count`: sizes between two powers share their measurements."""
-    return 1 << max(0, count - 1).bit_length()
 
 
 class ChosenKernels:
@@ -225,13 +208,12 @@ class ChosenKernels:
         self.prepared: dict[Hashable, metal.Prepared] = {}
 
     def __call__(self, vectors: int) -> str:
-        found = self._by_vectors.get(vectors)
-        if found is None:
+        if vectors not in self._by_vectors:
             try:
-                found = self._by_vectors[vectors] = self._choose(vectors)
+                self._by_vectors[vectors] = self._choose(vectors)
             except CannotMeasure as now:
-                found = now.instead
-        return found
+                return now.instead
+        return self._by_vectors[vectors]
 
     def __deepcopy__(self, memo: object) -> "ChosenKernels":
         return self
@@ -256,11 +238,6 @@ def always(candidate: str) -> ChosenKernels:
 def is_tuning() -> bool:
     """Return whether candidates are measured; with GEARBX_TUNE=0, the expected fastest is used instead."""
     return os.environ.get("GEARBX_TUNE", "1") != "0"
-
-
-def native_operations() -> tuple[str, ...]:
-    """Return the operations whose modules native kernels replace: all on a CPU, none on a GPU."""
-    return OPERATIONS if device() == CPU else ()
 
 
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
@@ -299,31 +276,6 @@ def gated(unit: str, gate: mx.array, up: mx.array) -> mx.array | None:
     return None if kernel is None else kernel(gate, up).astype(gate.dtype)
 
 
-@dataclass(frozen=True)
-class NestedEntries:
-    """Keys and values whose first `packed` positions are read from nested planes (formats/kv_cache.py).
-
-    Attributes:
-        entries: keys and values (B, H, S, D) of all positions; with any S if all positions are packed.
-        planes: arrays that a gear reads of keys and of values: one plane or two, scales, offsets.
-        packed: number of positions in planes.
-    """
-
-    entries: tuple[mx.array, mx.array]
-    planes: tuple[list[mx.array], list[mx.array]]
-    packed: int
-
-    @property
-    def positions(self) -> int:
-        """The number of positions."""
-        return max(self.packed, self.entries[0].shape[2])
-
-    @property
-    def group_size(self) -> int:
-        """The numbers of a key or value that share a scale."""
-        return self.entries[0].shape[-1] // self.planes[0][-1].shape[-1]
-
-
 def attention(
     queries: mx.array,
     keys: mx.array,
@@ -349,15 +301,24 @@ def attention(
 
 
 def nested_attention(
-    queries: mx.array, nested: NestedEntries, scale: float, mask: mx.array | str | None
+    queries: mx.array,
+    entries: tuple[mx.array, mx.array],
+    planes: tuple[Sequence[mx.array], Sequence[mx.array], int, int],
+    scale: float,
+    mask: mx.array | str | None,
 ) -> mx.array | None:
-    """Return `attention` with the first keys and values read from planes; None without a kernel."""
-    keys, values = nested.entries
-    fits = queries.dtype == mx.float32 and takes_attention(queries, keys, values, mask, nested.positions)
+    """Return `attention` over keys and values whose first positions are read from planes; None without a kernel.
+
+    Args:
+        entries: keys and values (B, H, S, D) of all positions; with any S if all positions are packed.
+        planes: arrays of keys and of values, number of positions in them, numbers that share a scale
+            (`formats.kv_cache.block_planes`).
+    """
+    packed, length = planes[2], entries[0].shape[2]
+    fits = queries.dtype == mx.float32 and takes_attention(queries, *entries, mask, max(packed, length))
     kernel = fused_kernel("nested_attention") if fits else None
     how = (False, mask) if isinstance(mask, mx.array) else (mask == "causal",)
-    where = *nested.planes, nested.packed, nested.group_size
-    return None if kernel is None else kernel(queries, keys, values, *where, scale, *how)
+    return None if kernel is None else kernel(queries, *entries, *planes, scale, *how)
 
 
 def takes_attention(
@@ -384,12 +345,7 @@ def pack_kv(vectors: mx.array, planes: int, group_size: int) -> list[mx.array] |
     return None if kernel is None else kernel(vectors, planes, group_size)
 
 
-def block_kernels(vectors: int) -> ModuleType | None:
-    """Return the native CPU kernels that compute a transformer block of this many vectors; None without."""
-    return None if metal.available() else cpu_kernels(vectors)
-
-
 def fused_kernel(name: str) -> Callable[..., mx.array] | None:
     """Return the native CPU kernel of an operation (cpu/fused.h, attention.h, matvec.h); None without one."""
-    module = cpu.native() if on_cpu() else None
+    module = cpu_kernels(1)
     return None if module is None else getattr(module, name)

@@ -155,11 +155,6 @@ class Spec:
     experts: bool = False
 
     @property
-    def text(self) -> str:
-        """Its file in metal/."""
-        return self.layout.text
-
-    @property
     def name(self) -> str:
         """The kernel's unique name: MLX finds compiled kernels by name and types."""
         kind = f"{self.layout.name}_{TYPES[self.dtype]}_v{self.vectors}"
@@ -202,7 +197,7 @@ def build(spec: Spec) -> Any:
         name=spec.name,
         input_names=spec.input_names,
         output_names=["out"],
-        source=without_comments(source_text(spec.text)),
+        source=without_comments(source_text(spec.layout.text)),
         header=without_comments(spec.header),
     )
 
@@ -267,14 +262,6 @@ class Launch:
     prepared: Prepared
     inputs: tuple[Any, ...]
 
-    @property
-    def spec(self) -> Spec:
-        return self.prepared.spec
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.prepared.shape
-
     def run(self) -> mx.array:
         """Return the result; a matmul's has the activations' type. Raises GearbxError if Metal is not available."""
         return self.prepared(*self.inputs)
@@ -284,7 +271,8 @@ class Launch:
 
         The first launch of each kernel is evaluated, to show whether Apple's compiler accepts its source.
         """
-        accepted = ACCEPTED.get(self.spec)
+        spec = self.prepared.spec
+        accepted = ACCEPTED.get(spec)
         if accepted is not None:
             return self.run() if accepted else None
         try:
@@ -293,9 +281,9 @@ class Launch:
         except ValueError:  # mx.compile evaluates no array, so that the compiler's answer is unknown
             return None
         except RuntimeError as error:
-            disable(self.spec, error)
+            disable(spec, error)
             return None
-        ACCEPTED[self.spec] = True
+        ACCEPTED[spec] = True
         return result
 
 
@@ -305,10 +293,11 @@ ACCEPTED: dict[Spec, bool] = {}
 
 def disable(spec: Spec, error: Exception) -> None:
     """Disable a kernel for this process; warn once for its source file."""
-    warned = any(kernel.text == spec.text for kernel, accepted in ACCEPTED.items() if not accepted)
+    text = spec.layout.text
+    warned = any(kernel.layout.text == text for kernel, accepted in ACCEPTED.items() if not accepted)
     ACCEPTED[spec] = False
     if not warned:
-        message = f"metal/{spec.text}.metal does not run here ({one_line(error)}): MLX's operations compute instead"
+        message = f"metal/{text}.metal does not run here ({one_line(error)}): MLX's operations compute instead"
         warnings.warn(message, GearbxWarning, stacklevel=4)
 
 

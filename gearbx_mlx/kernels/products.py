@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from . import cpu, metal, proven
 from .bit_planes import Planes, planes_dense, planes_gather_matmul, planes_matmul
-from .dispatch import MLX, NATIVE, RECONSTRUCT, STOCK, ChosenKernels, block_kernels, cpu_kernels, is_metal, on_cpu
+from .dispatch import MLX, NATIVE, RECONSTRUCT, STOCK, ChosenKernels, cpu_kernels, is_metal, on_cpu
 from .exact import ExactMatrix, decode, decoded_by_tiles, product_by_tiles
 from .metal_exact import decode_launch, exact_launch
 from .metal_products import (
@@ -153,7 +153,7 @@ def decoded(matrix: ExactMatrix) -> mx.array:
     weight = decoded_on_metal(matrix)
     if weight is not None:
         return weight
-    module = block_kernels(1)
+    module = cpu_kernels(1)
     return decoded_by_tiles(matrix) if module is None else module.exact_decode(*matrix)
 
 

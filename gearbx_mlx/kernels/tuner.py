@@ -42,10 +42,10 @@ from .dispatch import (
     MLX,
     STOCK,
     CannotMeasure,
+    KernelChoice,
     Kind,
     device,
     is_tuning,
-    size_class,
 )
 from .metal import MAX_VECTORS
 from .proven import kernels_hash
@@ -85,18 +85,23 @@ class Stored(msgspec.Struct):
 
 
 class TuningCache:
-    """Measurements of this machine. file: path; None for the user's cache."""
+    """Measurements of this machine.
 
-    def __init__(self, file: Path | None = None):
+    Args:
+        file: path; None for the user's cache.
+        again: whether measurements of earlier starts are ignored.
+    """
+
+    def __init__(self, file: Path | None = None, again: bool = False):
         remedy, unwritten = "it is written again", "kernels will be measured again at the next start"
         self._file = MeasuredFile(file or "tuning.json", Stored, "measurements of kernels", remedy, unwritten)
-        self.machine = machine()
+        self.machine, self._again = machine(), again
         self._fresh: tuple[dict[str, Times], dict[str, Differences]] = {}, {}
         self._saved = -math.inf
 
     @functools.cached_property
     def _stored(self) -> Stored:
-        return self._file.read()
+        return Stored() if self._again else self._file.read()
 
     @functools.cached_property
     def times(self) -> dict[str, Times]:
@@ -150,31 +155,20 @@ class Tuner:
     """Chooser of candidates for the matmuls of a model.
 
     Args:
-        dtype: of the activations. x_bits: bits to which CPU kernels quantize them.
-        ours_alone: use MLX's kernels only for lack of a native one.
-        again: measure every candidate again.
+        dtype: of the activations. choice: of the model's kernels.
         cache: earlier measurements; None: the user's cache.
 
     Attributes:
-        measured, used, wrong: this tuner's times, choices and refused candidates, by kind of matmul.
+        used, wrong: this tuner's choices and refused candidates, by kind of matmul.
         seconds: duration of its measurements.
     """
 
-    def __init__(
-        self,
-        dtype: mx.Dtype,
-        x_bits: int = 0,
-        ours_alone: bool = False,
-        again: bool = False,
-        cache: TuningCache | None = None,
-    ):
-        self.dtype, self.x_bits, self.ours_alone, self.again = dtype, x_bits, ours_alone, again
-        self.cache = TuningCache() if cache is None else cache
-        self.measured: dict[str, Times] = {}
+    def __init__(self, dtype: mx.Dtype, choice: KernelChoice, cache: TuningCache | None = None):
+        self.dtype, self.choice = dtype, choice
+        self.cache = TuningCache(again=choice.again) if cache is None else cache
         self.seconds = 0.0
         self.used: dict[str, tuple[str, Times]] = {}
         self.wrong: dict[str, Differences] = {}
-        self._compared: set[tuple[str, str]] = set()  # kinds and candidates
 
     def choose(self, kind: Kind, vectors: int, products: Products) -> str:
         """Return the candidate for a matmul of this number of vectors; measure if not done yet.
@@ -186,10 +180,10 @@ class Tuner:
             CannotMeasure: MLX cannot evaluate now, or no weights are in memory.
         """
         on_cpu = device() == CPU
-        if device() == METAL and not (self.ours_alone or self.again):
+        if device() == METAL and not (self.choice.ours_alone or self.choice.again):
             return kind.proven(vectors, self.dtype)
         counted = 1 if on_cpu else size_class(vectors)
-        candidates = kind.candidates(counted, self.dtype, self.ours_alone)
+        candidates = kind.candidates(counted, self.dtype, self.choice.ours_alone)
         if device() == METAL:
             right = partial(self.right, kind, min(vectors, MAX_VECTORS + 1), products)
             if is_worth_it(kind):
@@ -217,8 +211,7 @@ class Tuner:
         """
         name = self.name(kind, vectors, exactly=True)
         known = self.cache.differences.get(name, {})
-        settled = {each for each in known if not self.again or (name, each) in self._compared}
-        missing = [each for each in candidates if each not in {MLX, *settled}]
+        missing = [each for each in candidates if each not in {MLX, *known}]
         if missing and compare_now:
             x = trial_activations(vectors, kind.shape[-1], self.dtype)
             reference, layers = (EXPECTED, 1) if device() == CPU else (MLX, None)
@@ -226,7 +219,6 @@ class Tuner:
             if not found:
                 raise CannotMeasure(candidates[0] if device() == CPU else MLX)
             known = known | found
-            self._compared |= {(name, each) for each in found}
             self.cache.keep_differences(name, known)
         wrong = {each: known[each] for each in candidates if known.get(each, 0) > 1}
         if wrong:
@@ -244,7 +236,7 @@ class Tuner:
 
     def known(self, name: str, candidates: Sequence[str]) -> Times | None:
         """Return earlier times of these candidates, in seconds; None if any is missing."""
-        times = (self.measured if self.again else self.cache.times).get(name, {})
+        times = self.cache.times.get(name, {})
         return times if times.keys() >= {*candidates} else None
 
     def times(self, name: str, kind: Kind, vectors: int, products: Products, candidates: Sequence[str]) -> Times:
@@ -262,11 +254,10 @@ class Tuner:
         except GearbxError:
             raise
         except (ValueError, RuntimeError):  # inside mx.compile, or out of memory
-            raise CannotMeasure(candidates[0]) from None
+            found = {}
         if not found:
             raise CannotMeasure(candidates[0])
         self.seconds += time.perf_counter() - started
-        self.measured[name] = found
         self.cache.keep(name, found)
         return found
 
@@ -274,12 +265,17 @@ class Tuner:
         """Return the name of a kind of matmul in the cache; unless `exactly`, sizes between powers of two share one."""
         # Streaming takes the same time per weight from 2^13 rows or columns.
         sizes = kind.shape if exactly else [min(size_class(size), 2**13) for size in kind.shape]
-        bits = kind.rounding(self.x_bits)
+        bits = min(self.choice.x_bits, kind.most_bits) if device() == CPU else 0  # to which activations are quantized
         precision = "bfloat16" if kind.most_bits == BFLOAT16_BITS else f"{bits} bits"
         rounded = f", activations of {precision}" if bits else ""
         number = vectors if exactly else size_class(vectors)
         shape, dtype, many = " x ".join(map(str, sizes)), dtype_name(self.dtype), "s" * (number > 1)
         return f"{kind.form}, {shape}, {dtype}{rounded}, {number} vector{many}"
+
+
+def size_class(count: int) -> int:
+    """Return the power of two at or above `count`: sizes between two powers share their measurements."""
+    return 1 << max(0, count - 1).bit_length()
 
 
 def is_worth_it(kind: Kind) -> bool:
@@ -365,12 +361,8 @@ def evaluated(product: Product, x: mx.array) -> mx.array | None:
 
 def fastest(times: Times, candidates: Sequence[str]) -> str:
     """Return the candidate to use: the first, unless a later one is more than 5% faster."""
-    known = {name: times[name] for name in candidates if name in times}
-    if not known:
-        return candidates[0]
-    best = min(known, key=lambda name: known[name])
-    first = known.get(candidates[0])
-    return candidates[0] if first is not None and first <= 1.05 * known[best] else best
+    first, best = candidates[0], min(candidates, key=lambda name: times[name])
+    return first if times[first] <= 1.05 * times[best] else best
 
 
 def seconds_of(make: Make, calls: int = 1) -> float:

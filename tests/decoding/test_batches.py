@@ -305,7 +305,7 @@ def test_joining_and_leaving_outputs_equal_single_sequences(how, lengths, at_fir
 @MANY_VECTORS
 def test_blocks_of_a_batch_run_as_one_operation(monkeypatch):
     box, whole = boxed(), []
-    native = block.block_kernels(1)
+    native = block.cpu_kernels(1)
     cache = [BatchKVCache.merge([KVCache(), KVCache()]) for _ in box.model.layers]
     run = native.run_blocks
     monkeypatch.setattr(native, "run_blocks", lambda *args: whole.append(args[1].shape) or run(*args))

@@ -89,7 +89,7 @@ def test_saved_head_drafts_as_mlx_vlm_does(tmp_path, tiny):
     vlm = pytest.importorskip("mlx_vlm.speculative.drafters", reason="MLX-VLM WAS NOT COMPARED: pip install '.[vlm]'")
     from draft_heads import trainer_of
 
-    from gearbx_mlx.draft_head.saving import save_head
+    from gearbx_mlx.draft_head.training import save_head
 
     trainer = trainer_of(tiny)
     trainer.weights = {name: each + normal(*each.shape, seed=7, scale=0.05) for name, each in trainer.weights.items()}

@@ -14,9 +14,8 @@ from gearbx_mlx import GearbxError
 from gearbx_mlx.draft_head import training
 from gearbx_mlx.draft_head.answers import Answer, divided
 from gearbx_mlx.draft_head.run import predicted_speedup
-from gearbx_mlx.draft_head.saving import save_head
 from gearbx_mlx.draft_head.target import HeadTarget, recorded_layers
-from gearbx_mlx.draft_head.training import AnswerBatch, frequent_tokens, stream, tokens_a_round
+from gearbx_mlx.draft_head.training import AnswerBatch, frequent_tokens, save_head, stream, tokens_a_round
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from refusals import refuses
 from gearbx_mlx import Gearbox, GearbxError, Kickdown, Lossless, Route, Static, stream_generate
 from gearbx_mlx.decoding.caches import Snapshot, cache_in_gears, plain_cache, put_in_gears
 from gearbx_mlx.formats import block
-from gearbx_mlx.formats.kv_cache import PACKED_AT_ONCE, KVGears, NestedKVCache, group_for, pack, unpack
+from gearbx_mlx.formats.kv_cache import PACKED_AT_ONCE, KVGears, NestedKVCache, block_planes, group_for, pack, unpack
 from gearbx_mlx.kernels import cpu, dispatch
 from gearbx_mlx.telemetry.summary import Tally, kv_rows, kv_summary
 
@@ -244,7 +244,7 @@ def test_native_plane_attention_matches_unpacked_keys(compiled, dims, queries, k
     nested = nested_of(dims, keys, packed, bits)
     x = normal(2, 4, queries, dims, seed=3)
     mask = {"none": None, "causal": "causal", "some": normal(queries, keys, seed=4) > -0.5}[masked]
-    y = dispatch.nested_attention(x, nested, 0.2, mask)
+    y = dispatch.nested_attention(x, nested.entries, block_planes(nested), 0.2, mask)
     expected = mx.fast.scaled_dot_product_attention(x, *nested.unpacked(), scale=0.2, mask=mask)
     assert mx.allclose(y, expected, atol=1e-5)
 
@@ -263,7 +263,7 @@ def test_query_is_batch_invariant(compiled):
     x = normal(2, 4, 16, 64, seed=3)
 
     def attend(queries, mask):
-        return dispatch.nested_attention(queries, nested, 0.2, mask)
+        return dispatch.nested_attention(queries, nested.entries, block_planes(nested), 0.2, mask)
 
     together = attend(x, "causal")
     assert mx.array_equal(together[:, :, 15:], attend(x[:, :, 15:], None))
@@ -287,7 +287,7 @@ def test_block_over_planes_matches_separate_operations_bitwise(demo, compiled, l
                 for first, count in ((3, 1), (7, 5), (2, 1), (60, 16), (9, 16), (4, 1))
             ] + [mx.array(list(gears.meter.take()[0].values()))]
 
-    single = logits(partial(patch.object, block, "block_kernels", lambda vectors: None))
+    single = logits(partial(patch.object, block, "cpu_kernels", lambda vectors: None))
     assert same_arrays(logits(contextlib.nullcontext), single)
 
 

@@ -237,7 +237,8 @@ def test_names_are_unique():
         for vectors in (1, 2, 16)
         for bias in (None, mx.zeros((8,)))
     ]
-    texts = {(launch.spec.header, *launch.spec.input_names): launch.spec.name for launch in launches}
+    specs = [launch.prepared.spec for launch in launches]
+    texts = {(spec.header, *spec.input_names): spec.name for spec in specs}
     assert len(texts) == len(set(texts.values())) == (27 + 9) + 24 + 2 + 11 + 3 + 18  # 9: staged, of other widths
 
 
@@ -302,8 +303,8 @@ def test_stacked_experts_are_decoded_and_not_multiplied():
     given = exact_arguments()
     for name in ("codes", "scales", "biases", "low"):
         given[name] = given[name].reshape(2, 4, -1)
-    assert decode_exact(**given).shape == (2, 4, 128)
-    assert decode_exact(mx.array([4, 1]), **given).shape == (2, 128)
+    assert decode_exact(**given).prepared.shape == (2, 4, 128)
+    assert decode_exact(mx.array([4, 1]), **given).prepared.shape == (2, 128)
     x = given.pop("x")
     with pytest.raises(GearbxError, match="must belong to one matrix"):
         exact_launch(x, ExactMatrix(**given))
@@ -312,7 +313,7 @@ def test_stacked_experts_are_decoded_and_not_multiplied():
 def test_dense_products_take_dtypes_and_16_vectors():
     weight = mx.zeros((3, 8), mx.bfloat16)
     assert all(takes_dense(mx.zeros((4, 4, 8), dtype), weight) for dtype in (mx.float16, mx.bfloat16, mx.float32))
-    assert dense_launch(mx.zeros((4, 4, 8)), weight).shape == (4, 4, 3)
+    assert dense_launch(mx.zeros((4, 4, 8)), weight).prepared.shape == (4, 4, 3)
     assert not takes_dense(mx.zeros((4, 5, 8)), weight)
 
 

@@ -12,7 +12,7 @@ from gearbx_mlx import Gearbox
 from gearbx_mlx.errors import GearbxWarning
 from gearbx_mlx.formats.exact import encode
 from gearbx_mlx.kernels import dispatch, metal, products, proven, tuner
-from gearbx_mlx.kernels.dispatch import METAL, MLX, NATIVE, RECONSTRUCT, Kind
+from gearbx_mlx.kernels.dispatch import METAL, MLX, NATIVE, RECONSTRUCT, KernelChoice, Kind
 from gearbx_mlx.kernels.exact import decode
 from gearbx_mlx.kernels.metal_products import dense_launch
 from gearbx_mlx.kernels.tuner import Tuner
@@ -106,7 +106,7 @@ class TestDefaultKernels:
         def unmeasured(candidate: str):
             raise AssertionError(f"{candidate} was measured")
 
-        return Tuner(mx.bfloat16).choose(kind, vectors, unmeasured)
+        return Tuner(mx.bfloat16, KernelChoice(True, "for a test")).choose(kind, vectors, unmeasured)
 
     def test_mlx_computes_without_proven_kernels(self):
         assert [self.chosen(PLANES, vectors) for vectors in (1, 5, 600)] == [MLX] * 3
@@ -117,7 +117,7 @@ class TestDefaultKernels:
         prove(PLANES, 4, registers=(2.0, 2.0))
         assert [self.chosen(PLANES, vectors) for vectors in (1, 2, 4)] == ["device", MLX, MLX]
         assert self.chosen(Kind(PLANES.form, (512, 512), stock=True), 1) == MLX
-        assert Tuner(mx.float16).choose(PLANES, 1, lambda candidate: []) == MLX
+        assert Tuner(mx.float16, KernelChoice(True, "for a test")).choose(PLANES, 1, lambda candidate: []) == MLX
 
     def test_a_proven_decoder_serves_prompts(self):
         proven.keep(EXACT.decoding, proven.Proof(1.0, 9.0))
@@ -161,7 +161,7 @@ class TestUncompilableSource:
         chosen = mx.array([[3, 1]])
         assert mx.array_equal(products.exact_rows(matrix, chosen), weight[chosen]).item()
         assert mx.array_equal(decode(matrix), weight).item()
-        assert [spec.text for spec in metal.ACCEPTED] == ["exact"]
+        assert [spec.layout.text for spec in metal.ACCEPTED] == ["exact"]
 
     @pytest.mark.parametrize("format", ["planes", "affine", "rowwise", "groupwise", "codebook", "codebook-library"])
     def test_leaves_a_model_to_mlx(self, on_metal, format, monkeypatch):

@@ -16,8 +16,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from ...compat.loops import set_entries
-from ...formats.block import FEW_TOKENS, KeptParts, PassParts
-from ...formats.draft_head import begin_head_draft, head_parts
+from ...formats.block import FEW_TOKENS, KeptParts, PassParts, begin_head_draft, head_parts
 from ...kernels.dispatch import on_cpu
 from ...ranks.agreement import ALONE
 from ..head_files import attached_head

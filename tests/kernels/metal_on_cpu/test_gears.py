@@ -46,8 +46,8 @@ def test_a_model_decodes_in_every_gear(format, launches):
         launches.clear()
         wanted = exact(stock.model(TOKEN))
         np.testing.assert_allclose(exact(native.model(TOKEN)), wanted, atol=1e-4 * np.abs(wanted).max())
-        products = [launch for launch in launches if launch.spec.text in ("matvec", "dense")]
-        assert {launch.spec.text for launch in products} == {"dense" if gear.dense else "matvec"}
+        products = [launch for launch in launches if launch.spec.layout.text in ("matvec", "dense")]
+        assert {launch.spec.layout.text for launch in products} == {"dense" if gear.dense else "matvec"}
         assert len(products) == len(native.layers)
         assert gear.dense or any(launch.spec.has_bias for launch in products)
         launches.clear()
@@ -64,7 +64,7 @@ def test_auto_launches_only_kernels_proven_here(format, launches, monkeypatch):
         launches.clear()
         for _ in every_gear(gearbox):
             gearbox.model(TOKEN)
-        return [launch.spec.text for launch in launches]
+        return [launch.spec.layout.text for launch in launches]
 
     assert texts(Gearbox(tiny_model(), GEARS[format], format=format, kernels="auto")) == []
     faster = proven.Proof(1.0, 2.0)
@@ -113,7 +113,7 @@ def test_top_gear_equals_dense_model_on_own_kernels(launches):
     for tokens in (LONG_PROMPT[:, :1], LONG_PROMPT[:, :16], LONG_PROMPT):
         launches.clear()
         y, wanted = exact(native.model(tokens)), exact(model()(tokens))
-        assert any(launch.spec.text == "exact" for launch in launches)
+        assert any(launch.spec.layout.text == "exact" for launch in launches)
         np.testing.assert_allclose(y, wanted, atol=3e-2 * np.abs(wanted).max())  # both round activations to bfloat16
 
 
@@ -123,7 +123,7 @@ def test_wrong_kernel_is_found_and_not_used(launches, monkeypatch):
     broken = changer("WINDOW = 144", "WINDOW = 16")
 
     def run(self: Prepared, *inputs: mx.array) -> mx.array:
-        report = run_prepared(self, inputs, change=broken if self.spec.text == "exact" else None)
+        report = run_prepared(self, inputs, change=broken if self.spec.layout.text == "exact" else None)
         return self.result(mx.array(report.out[0], self.options["output_dtypes"][0]))
 
     monkeypatch.setattr(Prepared, "__call__", run)

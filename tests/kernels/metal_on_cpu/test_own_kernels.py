@@ -60,7 +60,7 @@ def test_verifies_every_kernel(short):
     assert layouts == wanted
     ragged = {launch.spec.variant.name for launch in short if launch.spec.ragged}
     assert ragged == {*metal.VARIANTS}
-    texts = {launch.spec.text for launch in short}
+    texts = {launch.spec.layout.text for launch in short}
     assert texts == {"matvec", "exact", "dense"}
     packed = {launch.spec.layout.name for launch in short if launch.spec.experts}
     assert packed == {name for name in wanted if not name.startswith(("exact", "dense"))}

@@ -41,7 +41,7 @@ def ran(made: Launch, order: int = 0, schedule: int = 0) -> tuple[mx.array, Repo
     """The result of a launch without a fault, and its effects."""
     report = run_launch(made, order, schedule)
     assert report.error == ""
-    assert all((report.reads[name] <= 1).all() for name in read_once(made.spec))
+    assert all((report.reads[name] <= 1).all() for name in read_once(made.prepared.spec))
     assert (report.writes["out"] == 1).all()
     return made.prepared.result(mx.array(report.out[0], made.prepared.options["output_dtypes"][0])), report
 
