@@ -10,12 +10,11 @@ import uuid
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from mlx_lm.generate import TextStateMachine
 from mlx_lm.server import get_system_fingerprint
 from pydantic import BaseModel, BeforeValidator, Field, Json
-from typing_extensions import NotRequired, TypedDict
 
 from ..telemetry.summary import Tally
 from .job import GenerationContext, PrefillProgress, TokenEvent
@@ -23,80 +22,6 @@ from .requests import AnyRequest, ChatRequest
 from .web import Refused
 
 log = logging.getLogger("gearbx_mlx.server")
-
-
-# Response objects.
-
-
-class PromptTokens(TypedDict):
-    cached_tokens: int
-
-
-class Usage(TypedDict):
-    """Tokens of prompt and answer; `cached_tokens` are prompt tokens with a KV cache."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokens
-
-
-class GearsReport(TypedDict):
-    """The `gearbx` of a response; modes add fields. `ignored` are unknown fields of the request."""
-
-    mode: str
-    gear_tokens: dict[str, int]
-    passes: dict[str, int]
-    shifts: int
-    mean_entropy_bits: float
-    weight_bytes_per_token: float
-    ignored: NotRequired[list[str]]
-
-
-class ChatMessage(TypedDict):
-    role: Literal["assistant"]
-    content: str | None
-    reasoning: NotRequired[str]
-    tool_calls: NotRequired[list[dict[str, Any]]]
-
-
-class AnyChoice(TypedDict):
-    """A choice; `stop_reason` is its stop word, as in vLLM."""
-
-    index: int
-    finish_reason: Literal["stop", "length", "tool_calls"]
-    logprobs: dict[str, Any] | None
-    stop_reason: NotRequired[str]
-
-
-class ChatChoice(AnyChoice):
-    message: ChatMessage
-
-
-class TextChoice(AnyChoice):
-    text: str
-
-
-class AnyCompletion(TypedDict):
-    id: str
-    created: int
-    model: str
-    system_fingerprint: str
-    usage: Usage
-    gearbx: GearsReport
-
-
-class ChatCompletion(AnyCompletion):
-    object: Literal["chat.completion"]
-    choices: list[ChatChoice]
-
-
-class TextCompletion(AnyCompletion):
-    object: Literal["text_completion"]
-    choices: list[TextChoice]
-
-
-# Builders.
 
 
 class ParsedCall(BaseModel):
@@ -207,7 +132,7 @@ class ChoiceBuilder:
         return reasoning | ({"tool_calls": self.new_calls} if self.new_calls else {})
 
     def choice(self) -> dict[str, Any]:
-        """Return the common fields of whole choices and deltas."""
+        """Return the common fields of whole choices and deltas; `stop_reason` is the stop word, as in vLLM."""
         logprobs = None
         if self.request.num_logprobs is not None:
             entries = [one.logprob for one in self.tokens if one.logprob is not None]
@@ -257,7 +182,7 @@ class CompletionBuilder:
         return self.choices[index]
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> dict[str, Any]:
         """Tokens of all choices; a prompt of several choices counts once."""
         prompts = [one.context for one in self.choices.values() if one.index % self.request.choices == 0]
         prompt, answer = sum(len(context.prompt.tokens) for context in prompts), self.tally.tokens

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import mlx.core as mx
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
@@ -20,12 +20,11 @@ from fastapi.security import APIKeyHeader, HTTPBearer
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel
-from typing_extensions import TypedDict
 
 from ..telemetry.summary import Tally
 from ..telemetry.trace import LOOKUP, Token, writer_of
 from . import dialects
-from .answers import ChatCompletion, CompletionBuilder, Dialect, TextCompletion, event_text
+from .answers import CompletionBuilder, Dialect, event_text
 from .bodies import BodyRoute, in_thread
 from .job import GenerationContext, PendingRequest, PrefillProgress, TokenEvent
 from .requests import AnyRequest, ChatRequest, TextRequest
@@ -34,7 +33,6 @@ from .web import (
     LOG_FIELDS,
     Guard,
     Refused,
-    RequestLimits,
     Shutdown,
     application,
     event_stream,
@@ -148,39 +146,7 @@ Here = Annotated[Service, Depends(service_of)]
 # OpenAPI descriptions.
 
 
-class ErrorObject(TypedDict):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class Error(TypedDict):
-    """OpenAI's error object."""
-
-    error: ErrorObject
-
-
-class Model(TypedDict):
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-
-
-class Models(TypedDict):
-    object: Literal["list"]
-    data: list[Model]
-
-
-class Health(TypedDict):
-    status: Literal["ok", "unavailable"]
-
-
-def error_responses(error: Any) -> dict[int | str, dict[str, Any]]:
-    return {status: {"model": error, "description": "Error"} for status in ("4XX", "5XX")}
-
-
+ERRORS: dict[int | str, dict[str, Any]] = {status: {"description": "Error"} for status in ("4XX", "5XX")}
 STREAM_SCHEMA = response_schema(
     "text/event-stream",
     {  # an event; its data is JSON, or [DONE]
@@ -194,51 +160,45 @@ keyed = APIRouter(
     route_class=BodyRoute,
     dependencies=[Depends(HTTPBearer(auto_error=False)), Depends(APIKeyHeader(name="x-api-key", auto_error=False))],
 )
-anthropic = APIRouter(route_class=BodyRoute, responses=error_responses(dict[str, Any]), dependencies=keyed.dependencies)
 
 
 # Routes.
 
 
-@keyed.post("/chat/completions", response_model=ChatCompletion, responses=STREAM_SCHEMA, summary="As with /v1")
-@keyed.post("/v1/chat/completions", response_model=ChatCompletion, responses=STREAM_SCHEMA)
+@keyed.post("/chat/completions", responses=STREAM_SCHEMA, summary="As with /v1")
+@keyed.post("/v1/chat/completions", responses=STREAM_SCHEMA)
 async def chat_completion(body: ChatRequest, here: Here) -> Response:
     return await complete(here, body, body, Dialect())
 
 
-@keyed.post("/v1/completions", response_model=TextCompletion, responses=STREAM_SCHEMA)
+@keyed.post("/v1/completions", responses=STREAM_SCHEMA)
 async def text_completion(body: TextRequest, here: Here) -> Response:
     return await complete(here, body, body, Dialect())
 
 
-@keyed.post("/v1/responses", response_model=dict[str, Any], responses=STREAM_SCHEMA)
+@keyed.post("/v1/responses", responses=STREAM_SCHEMA)
 async def response(body: dialects.ResponsesRequest, here: Here) -> Response:
     chat, dialect = await here.in_thread(lambda: (dialects.chat_of_response(body), dialects.ResponseDialect(body)))
     return await complete(here, body, chat, dialect)
 
 
-@keyed.post("/v1/embeddings", response_model=Error, include_in_schema=False)
-async def refuse_embeddings() -> Response:
-    raise Refused(404, "embeddings: not served, these models generate text; use a server of an embedding model")
-
-
-@anthropic.post(MESSAGES_PATH, response_model=dict[str, Any], responses=STREAM_SCHEMA)
+@keyed.post(MESSAGES_PATH, responses=STREAM_SCHEMA)
 async def message(body: dialects.MessagesRequest, here: Here) -> Response:
     return await complete(here, body, await here.in_thread(dialects.chat_of_messages, body), dialects.Messages())
 
 
-@anthropic.post(f"{MESSAGES_PATH}/count_tokens", response_model=dict[str, int])
+@keyed.post(f"{MESSAGES_PATH}/count_tokens")
 async def count_tokens(body: dialects.CountTokensRequest, here: Here) -> Response:
     count = await here.in_thread(lambda: here.scheduler.count(dialects.chat_of_messages(body)))
     return JSONResponse({"input_tokens": count})
 
 
-@keyed.get(MODELS_PATH, response_model=Models)
+@keyed.get(MODELS_PATH)
 async def list_models(here: Here) -> Response:
     return JSONResponse({"object": "list", "data": model_entries(here)})
 
 
-@keyed.get(f"{MODELS_PATH}/{{model:path}}", response_model=Model)
+@keyed.get(f"{MODELS_PATH}/{{model:path}}")
 async def describe_model(model: str, here: Here) -> Response:
     provider = here.scheduler.provider
     name = provider.name if model in provider.names else model
@@ -249,7 +209,7 @@ async def describe_model(model: str, here: Here) -> Response:
     return JSONResponse(found)
 
 
-@router.get("/health", response_model=Health)
+@router.get("/health")
 async def health(here: Here) -> Response:
     healthy = here.scheduler.is_healthy
     return JSONResponse({"status": "ok" if healthy else "unavailable"}, 200 if healthy else 503)
@@ -260,14 +220,14 @@ async def metrics(here: Here) -> Response:
     return Response(here.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
-ROUTERS = page_router, router, keyed, anthropic
+ROUTERS = page_router, router, keyed
 
 
 def server_application(guard: Guard, scheduler: Scheduler | None = None) -> FastAPI:
     """Return the application of a model's server; without a scheduler, only its OpenAPI description works."""
     routes = APIRouter()
     for part in ROUTERS:
-        routes.include_router(part, responses=error_responses(Error))
+        routes.include_router(part, responses=ERRORS)
     metrics = Metrics(scheduler)
     app = application(
         routes,
@@ -275,7 +235,6 @@ def server_application(guard: Guard, scheduler: Scheduler | None = None) -> Fast
         ("/", "/health", "/openapi.json"),
         lambda path, refused: dialects.messages_error(refused) if path.startswith(MESSAGES_PATH) else refused.body(),
         lambda path, status: metrics.answered(route_of(path), status),
-        RequestLimits if scheduler is None else scheduler.provider.limits,
         title="gearbx_mlx.server",
         version="1",
         description="A model in gears, behind the APIs of OpenAI and Anthropic.",

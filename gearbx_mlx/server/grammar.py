@@ -71,20 +71,6 @@ class Thinking:
 
 
 @dataclass(frozen=True)
-class Text:
-    """Unconstrained text."""
-
-    type: Literal["text"] = "text"
-
-
-@dataclass(frozen=True)
-class JsonObject:
-    """Any JSON object."""
-
-    type: Literal["json_object"] = "json_object"
-
-
-@dataclass(frozen=True)
 class Schema:
     """A JSON schema and its name. `strict` has no effect: every schema is enforced."""
 
@@ -95,14 +81,11 @@ class Schema:
 
 
 @dataclass(frozen=True)
-class JsonSchema:
-    """JSON that conforms to a schema."""
+class ResponseFormat:
+    """Unconstrained text, any JSON object, or JSON that conforms to a schema."""
 
-    json_schema: Schema
-    type: Literal["json_schema"] = "json_schema"
-
-
-ResponseFormat = Annotated[Text | JsonObject | JsonSchema, Field(discriminator="type")]
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Schema | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,10 +98,12 @@ class Grammar:
 
 def schema_grammar(response_format: ResponseFormat | None) -> Grammar | None:
     """Return the grammar of a response format; None for text. Raises GearbxError."""
-    if response_format is None or isinstance(response_format, Text):
+    if response_format is None or response_format.type == "text":
         return None
-    if isinstance(response_format, JsonObject):
+    if response_format.type == "json_object":
         return Grammar(FORMAT, '{"type":"object"}')
+    if response_format.json_schema is None:
+        raise GearbxError(f"{FORMAT}: no json_schema; set it, or use the type json_object")
     return Grammar(FORMAT, checked_schema(FORMAT, response_format.json_schema.schema))
 
 

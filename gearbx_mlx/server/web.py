@@ -23,7 +23,7 @@ from collections.abc import AsyncIterable, Awaitable, Callable, Collection, Iter
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
 import anyio
@@ -48,7 +48,6 @@ SMALL_BODY_BYTES = 2**16  # one such body per connection fits into memory
 MAX_BODIES = 4  # largest bodies in memory at once
 MAX_THREADS = 2  # threads that validate and tokenize requests
 MAX_ROUTING_CHARS = 2**16  # characters of a prompt that select its gear or model
-MAX_HEADERS, MAX_PATH_BYTES = 100, 2**16
 LOG_FIELDS = "gearbx.log_fields"  # key in a request's scope: fields that a route adds to the log line
 PLAIN = re.compile(r"[\w.,:-]+", re.ASCII)
 INLINE = re.compile(rb"<(script|style)>(.*?)</\1>", re.DOTALL)
@@ -87,7 +86,7 @@ class Guard:
 
     api_key: str | None = None  # None: no key is required
     allowed_origins: tuple[str, ...] = ()  # origins of pages besides the server's own; "*": all
-    max_body: int | None = None  # bytes; None: as the server's models require
+    max_body: int = MAX_BODY_BYTES  # bytes
     request_timeout: float = REQUEST_TIMEOUT
     host: str = "127.0.0.1"  # host name or address that the server listens on
     allowed_hosts: tuple[str, ...] = ()  # additional names of the server in requests
@@ -158,13 +157,6 @@ def refusal(error: BaseException) -> Refused:
 # From the socket to the routes.
 
 
-class RequestLimits(NamedTuple):
-    """Maximum bytes of a body, and maximum values in it."""
-
-    body: int = MAX_BODY_BYTES
-    values: int = 2**18
-
-
 @dataclass
 class Gatekeeper:
     """ASGI middleware that applies a guard."""
@@ -174,7 +166,6 @@ class Gatekeeper:
     public: Collection[str]  # paths that need no key
     error_object: Callable[[str, Refused], Mapping[str, Any]]  # body of an error response, by the request's path
     answered: Callable[[str, int], None]  # called with path and status of every response
-    limits: Callable[[], RequestLimits] = RequestLimits
     held: int = 0  # bytes of all bodies above SMALL_BODY_BYTES whose requests have no response yet
 
     def __post_init__(self) -> None:
@@ -229,10 +220,6 @@ class Gatekeeper:
     def checked_length(self, scope: Scope) -> int:
         """Return the body's length in bytes. Raises Refused for requests that the headers disqualify."""
         headers = Headers(scope=scope)
-        if len(headers) > MAX_HEADERS:
-            raise Refused(431, f"headers: more than {MAX_HEADERS}; omit some")
-        if len(scope["raw_path"]) > MAX_PATH_BYTES:
-            raise Refused(414, f"path: more than {MAX_PATH_BYTES} bytes; use a shorter one")
         scope["query_string"] = b""  # no route reads it
         if scope["path"] not in self.public:
             self.check_key(headers)
@@ -243,22 +230,16 @@ class Gatekeeper:
             raise Refused(411, "Content-Length: missing, or beside a Transfer-Encoding; use it without the latter")
         if headers.get("content-encoding", "identity").lower() != "identity":
             raise Refused(415, "Content-Encoding: the body is compressed; omit the encoding")
-        if len(length) > 18:
-            raise Refused(400, "Content-Length: not a number of bytes; use one")
-        if int(length) > (max_body := self.max_body):
-            raise Refused(413, f"body: at most {max_body} bytes, got {int(length)}; use a shorter one")
+        if int(length) > self.guard.max_body:
+            raise Refused(413, f"body: at most {self.guard.max_body} bytes, got {int(length)}; use a shorter one")
         MutableHeaders(scope=scope)["content-type"] = "application/json"  # regardless of the client's type
         return int(length)
-
-    @property
-    def max_body(self) -> int:
-        return self.guard.max_body or self.limits().body
 
     @contextmanager
     def holding(self, size: int) -> Iterator[None]:
         """Count a body as held. Raises Refused if held bodies exceed the memory for them; small ones never do."""
         size = size if size > SMALL_BODY_BYTES else 0
-        if size and self.held + size > MAX_BODIES * self.max_body:
+        if size and self.held + size > MAX_BODIES * self.guard.max_body:
             why = f"the server holds {self.held} bytes of pending requests; use it again later"
             raise Refused(503, why, "server_error", code="overloaded")
         self.held += size
@@ -396,17 +377,15 @@ def application(
     public: Collection[str] = ("/", "/health"),
     error_object: Callable[[str, Refused], Mapping[str, Any]] = lambda path, refused: refused.body(),
     answered: Callable[[str, int], None] = lambda path, status: None,
-    limits: Callable[[], RequestLimits] = RequestLimits,
     **metadata: Any,
 ) -> FastAPI:
     """Return the application of a router, with the arguments of `Gatekeeper`, and `metadata` for FastAPI."""
     app = FastAPI(docs_url=None, redoc_url=None, redirect_slashes=False, **metadata)
-    app.state.shutdown, app.state.limits, app.state.threads = Shutdown(), limits, anyio.CapacityLimiter(MAX_THREADS)
+    app.state.shutdown, app.state.threads = Shutdown(), anyio.CapacityLimiter(MAX_THREADS)
     app.include_router(router)
     for kind in (HTTPException, RequestValidationError):
         app.add_exception_handler(kind, raise_error)
-    gate: dict[str, Any] = {"error_object": error_object, "answered": answered, "limits": limits}
-    app.add_middleware(Gatekeeper, guard=guard, public=public, **gate)
+    app.add_middleware(Gatekeeper, guard=guard, public=public, error_object=error_object, answered=answered)
     return app
 
 
@@ -454,8 +433,7 @@ def policy(text: bytes) -> str:
 # The server.
 
 MAX_CONNECTIONS = 256
-MAX_TIMER_DELAY = 0.5  # seconds; a timer that is later means that the process was suspended
-LAST_READ = 0.02  # seconds for the event loop to read data that arrived during a suspension
+WAKING_INTERVAL = 0.5  # seconds between looks whether the server has ended
 SWITCH_INTERVAL = 0.001  # seconds between switches of Python threads
 SHUTDOWN_TIMEOUT = 2  # seconds for pending answers to end
 TOO_SLOW = Refused(408, "the request arrived too slowly", "timeout")
@@ -470,10 +448,6 @@ class PatientProtocol(H11Protocol):
         self.timers: dict[Any, asyncio.TimerHandle] = {}  # by their callbacks
         super().connection_made(transport)
         self.set_timer(True, self.close_slow)
-        self.idle_since = self.loop.time()
-        if len(self.connections) > MAX_CONNECTIONS - 16:  # idle connections make room for new ones
-            idle = [each for each in self.connections if isinstance(each, PatientProtocol) and each.is_idle]
-            min(idle, key=lambda each: each.idle_since).transport.close()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -481,7 +455,6 @@ class PatientProtocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self.idle_since = self.loop.time()
         self.set_timer(self.is_incomplete, self.close_slow)
 
     def pause_writing(self) -> None:
@@ -497,16 +470,6 @@ class PatientProtocol(H11Protocol):
             timer.cancel()
         super().connection_lost(exc)
 
-    def eof_received(self) -> bool:  # type: ignore[override]
-        """Close the connection of a client that sends no more, after an immediate response."""
-        self.loop.call_later(0.2, self.transport.close)  # seconds
-        return True
-
-    @property
-    def is_idle(self) -> bool:
-        """Absence of any request, even a partial one."""
-        return self.conn.their_state is h11.IDLE and self.conn.our_state is h11.IDLE and not self.transport.is_closing()
-
     @property
     def is_incomplete(self) -> bool:
         """Presence of a partial request."""
@@ -518,19 +481,7 @@ class PatientProtocol(H11Protocol):
         if not is_waiting and callback in self.timers:
             self.timers.pop(callback).cancel()
         elif is_waiting and callback not in self.timers:
-            due = self.loop.time() + self.timeout
-            self.timers[callback] = self.loop.call_at(due, self.time_out, callback, due)
-
-    def time_out(self, callback: Callable[[], None], due: float) -> None:
-        """Call `callback` after a last read; a process that was suspended (Ctrl-Z) starts the timer again.
-
-        After a suspension, the loop may call a timer before it reads.
-        """
-        if self.loop.time() < due + MAX_TIMER_DELAY:
-            self.timers[callback] = self.loop.call_later(LAST_READ, callback)
-        else:
-            del self.timers[callback]
-            self.set_timer(True, callback)
+            self.timers[callback] = self.loop.call_later(self.timeout, callback)
 
     def close_slow(self) -> None:
         """Close the connection, with status 408 if no response has started."""
@@ -541,10 +492,7 @@ class PatientProtocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Refuse a request that h11 cannot parse."""
         error = sys.exc_info()[1]
-        status = getattr(error, "error_status_hint", 400)
-        if status == 431 and b"\n" not in self.conn.trailing_data[0]:
-            status = 414
-        self.refuse(Refused(status, escaped(str(error))))
+        self.refuse(Refused(getattr(error, "error_status_hint", 400), escaped(str(error))))
         self.transport.close()
 
     def refuse(self, refused: Refused) -> None:
@@ -632,7 +580,7 @@ class Server:
 
         The timeout is for a suspended process, where a different thread may receive the signal.
         """
-        while not self.ended.wait(MAX_TIMER_DELAY):
+        while not self.ended.wait(WAKING_INTERVAL):
             pass
 
     def stop(self) -> None:

@@ -1,6 +1,6 @@
 """Schemas of answers, and a prompt for them."""
 
-from gearbx_mlx.server.grammar import JsonSchema, Schema
+from gearbx_mlx.server.grammar import ResponseFormat, Schema
 
 PROMPT = "Question: Tom is 8 years old and likes milk. Who is Tom?\nAnswer:"
 PERSON = {
@@ -18,4 +18,4 @@ TOO_MUCH = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i i
 
 
 def format_of(schema):
-    return JsonSchema(Schema(schema, "it"))
+    return ResponseFormat("json_schema", Schema(schema, "it"))

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from gearbx_mlx import GearbxError, Lossless, stream_generate
 from gearbx_mlx.loading import DEMO_MODEL
-from gearbx_mlx.server.grammar import MAX_SCHEMA_BYTES, JsonObject, allow, constraint_for, mask_of
+from gearbx_mlx.server.grammar import MAX_SCHEMA_BYTES, ResponseFormat, allow, constraint_for, mask_of
 
 END = 0  # the demo model's end of text
 
@@ -77,7 +77,7 @@ def test_outputs_of_batch_have_separate_schemas(demo):
 
 
 def test_any_json_object(demo):
-    constraint = constraint_for(demo.tokenizer, JsonObject())
+    constraint = constraint_for(demo.tokenizer, ResponseFormat("json_object"))
     assert allowed(demo, constraint, "") == {"{"}
     assert "}" in allowed(demo, constraint, '{"a": [1, true]')
 
