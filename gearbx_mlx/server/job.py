@@ -260,8 +260,9 @@ class Job:
     def logits_processors(self) -> list[Callable[[mx.array, mx.array], mx.array]]:
         """Return the request's logits processors, the grammar last."""
         request = self.pending.request
+        bias = {int(token): float(value) for token, value in (request.logit_bias or {}).items()}
         processors = make_logits_processors(
-            request.logit_bias or None,
+            bias or None,
             request.repetition_penalty,
             request.repetition_context_size,
             request.presence_penalty,

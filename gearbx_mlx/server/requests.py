@@ -3,10 +3,10 @@
 import re
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, StrictBool, ValidationInfo
+from pydantic import AfterValidator, BeforeValidator, Field, StrictBool, ValidationInfo, model_validator
 from typing_extensions import Self
 
-from ..errors import GearbxError
+from ..errors import GearbxError, choose
 from ..files.reading import shown
 from .bodies import AnyObject, ListOf, Part
 from .grammar import ResponseFormat, function_name
@@ -41,14 +41,15 @@ def refuse_field(value: Any, field: ValidationInfo) -> Any:
 def check_biases(content: Any) -> Any:
     """Return a valid logit_bias. Raises ValueError for its first error only: it may have an entry per token."""
     for token, bias in content.items() if isinstance(content, dict) else ():
-        if not re.fullmatch("[0-9]{1,20}", token):
+        if not re.fullmatch(DIGITS, token):
             raise ValueError(f"logit_bias: key is not a token's number, got {shown(token)}; use numbers")
         if type(bias) not in (int, float) or not -100 <= bias <= 100:
             raise ValueError(f"logit_bias.{token}: out of range, got {shown(bias)}; use a number from -100 to 100")
     return content
 
 
-Biases = Annotated[dict[int, float] | None, BeforeValidator(check_biases)]
+DIGITS = "[0-9]{1,20}"
+Biases = Annotated[dict[Annotated[str, Field(pattern=f"^{DIGITS}$")], Penalty] | None, BeforeValidator(check_biases)]
 NotServed = Annotated[Any, AfterValidator(refuse_field)]
 TokenList = Annotated[list[Count], Field(min_length=1, fail_fast=True)]
 Prompts = Annotated[list[str | TokenList], Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True)]
@@ -58,13 +59,21 @@ ToolName = Annotated[str, Field(min_length=1, max_length=128)]
 Tools = Annotated[list[AnyObject], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
-class Options(Part, frozen=True, extra="forbid"):
+class Options(Part, frozen=True):
     """The `gearbx` of a request: mode, gear of mode static, thresholds in bits, and draft gear."""
 
     mode: str | None = None
     gear: str | Whole | None = None
     thresholds: Annotated[list[Bits], Field(max_length=64, fail_fast=True)] | None = None
     draft: str | Whole | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def has_known_fields(cls, content: Any) -> Any:
+        for name in content if isinstance(content, dict) else ():
+            if name not in cls.model_fields:
+                raise ValueError(f"{shown(name)} is not known; {choose(name, cls.model_fields)}")
+        return content
 
 
 class GearRequest(Part, frozen=True, extra="allow"):

@@ -180,7 +180,7 @@ class Scheduler:
         if not size:
             raise Refused(400, "prompt: no token; use a longer one", param="prompt")
         given = request.tokens if isinstance(request, TextRequest) else []
-        for token in (*given, *(request.logit_bias or {})):
+        for token in (*given, *map(int, request.logit_bias or {})):
             if token >= served.vocabulary:
                 raise Refused(400, f"token: not in the vocabulary, got {token}; use one below {served.vocabulary}")
         if served.context is not None:

@@ -48,6 +48,7 @@ SMALL_BODY_BYTES = 2**16  # one such body per connection fits into memory
 MAX_BODIES = 4  # largest bodies in memory at once
 MAX_THREADS = 2  # threads that validate and tokenize requests
 MAX_ROUTING_CHARS = 2**16  # characters of a prompt that select its gear or model
+MAX_HEADERS, MAX_PATH_BYTES = 100, 2**16
 LOG_FIELDS = "gearbx.log_fields"  # key in a request's scope: fields that a route adds to the log line
 PLAIN = re.compile(r"[\w.,:-]+", re.ASCII)
 INLINE = re.compile(rb"<(script|style)>(.*?)</\1>", re.DOTALL)
@@ -220,6 +221,10 @@ class Gatekeeper:
     def checked_length(self, scope: Scope) -> int:
         """Return the body's length in bytes. Raises Refused for requests that the headers disqualify."""
         headers = Headers(scope=scope)
+        if len(headers) > MAX_HEADERS:
+            raise Refused(431, f"headers: more than {MAX_HEADERS}; omit some")
+        if len(scope["raw_path"]) > MAX_PATH_BYTES:
+            raise Refused(414, f"path: more than {MAX_PATH_BYTES} bytes; use a shorter one")
         scope["query_string"] = b""  # no route reads it
         if scope["path"] not in self.public:
             self.check_key(headers)
@@ -230,6 +235,8 @@ class Gatekeeper:
             raise Refused(411, "Content-Length: missing, or beside a Transfer-Encoding; use it without the latter")
         if headers.get("content-encoding", "identity").lower() != "identity":
             raise Refused(415, "Content-Encoding: the body is compressed; omit the encoding")
+        if len(length) > 18:
+            raise Refused(400, "Content-Length: not a number of bytes; use one")
         if int(length) > self.guard.max_body:
             raise Refused(413, f"body: at most {self.guard.max_body} bytes, got {int(length)}; use a shorter one")
         MutableHeaders(scope=scope)["content-type"] = "application/json"  # regardless of the client's type
@@ -433,7 +440,8 @@ def policy(text: bytes) -> str:
 # The server.
 
 MAX_CONNECTIONS = 256
-WAKING_INTERVAL = 0.5  # seconds between looks whether the server has ended
+MAX_TIMER_DELAY = 0.5  # seconds; a timer that is later means that the process was suspended
+LAST_READ = 0.02  # seconds for the event loop to read data that arrived during a suspension
 SWITCH_INTERVAL = 0.001  # seconds between switches of Python threads
 SHUTDOWN_TIMEOUT = 2  # seconds for pending answers to end
 TOO_SLOW = Refused(408, "the request arrived too slowly", "timeout")
@@ -448,6 +456,10 @@ class PatientProtocol(H11Protocol):
         self.timers: dict[Any, asyncio.TimerHandle] = {}  # by their callbacks
         super().connection_made(transport)
         self.set_timer(True, self.close_slow)
+        self.idle_since = self.loop.time()
+        if len(self.connections) > MAX_CONNECTIONS - 16:  # idle connections make room for new ones
+            idle = [each for each in self.connections if isinstance(each, PatientProtocol) and each.is_idle]
+            min(idle, key=lambda each: each.idle_since).transport.close()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -455,6 +467,7 @@ class PatientProtocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self.idle_since = self.loop.time()
         self.set_timer(self.is_incomplete, self.close_slow)
 
     def pause_writing(self) -> None:
@@ -470,6 +483,16 @@ class PatientProtocol(H11Protocol):
             timer.cancel()
         super().connection_lost(exc)
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Close the connection of a client that sends no more, after an immediate response."""
+        self.loop.call_later(0.2, self.transport.close)  # seconds
+        return True
+
+    @property
+    def is_idle(self) -> bool:
+        """Absence of any request, even a partial one."""
+        return self.conn.their_state is h11.IDLE and self.conn.our_state is h11.IDLE and not self.transport.is_closing()
+
     @property
     def is_incomplete(self) -> bool:
         """Presence of a partial request."""
@@ -481,7 +504,19 @@ class PatientProtocol(H11Protocol):
         if not is_waiting and callback in self.timers:
             self.timers.pop(callback).cancel()
         elif is_waiting and callback not in self.timers:
-            self.timers[callback] = self.loop.call_later(self.timeout, callback)
+            due = self.loop.time() + self.timeout
+            self.timers[callback] = self.loop.call_at(due, self.time_out, callback, due)
+
+    def time_out(self, callback: Callable[[], None], due: float) -> None:
+        """Call `callback` after a last read; a process that was suspended (Ctrl-Z) starts the timer again.
+
+        After a suspension, the loop may call a timer before it reads.
+        """
+        if self.loop.time() < due + MAX_TIMER_DELAY:
+            self.timers[callback] = self.loop.call_later(LAST_READ, callback)
+        else:
+            del self.timers[callback]
+            self.set_timer(True, callback)
 
     def close_slow(self) -> None:
         """Close the connection, with status 408 if no response has started."""
@@ -492,7 +527,10 @@ class PatientProtocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Refuse a request that h11 cannot parse."""
         error = sys.exc_info()[1]
-        self.refuse(Refused(getattr(error, "error_status_hint", 400), escaped(str(error))))
+        status = getattr(error, "error_status_hint", 400)
+        if status == 431 and b"\n" not in self.conn.trailing_data[0]:
+            status = 414
+        self.refuse(Refused(status, escaped(str(error))))
         self.transport.close()
 
     def refuse(self, refused: Refused) -> None:
@@ -580,7 +618,7 @@ class Server:
 
         The timeout is for a suspended process, where a different thread may receive the signal.
         """
-        while not self.ended.wait(WAKING_INTERVAL):
+        while not self.ended.wait(MAX_TIMER_DELAY):
             pass
 
     def stop(self) -> None:

@@ -125,6 +125,14 @@ def raw(client, *parts, pause=0.0):
         return found
 
 
+def test_idle_connections_block_no_client(client):
+    with contextlib.ExitStack() as stack:
+        for _ in range(300):
+            stack.enter_context(socket.create_connection(client.server.socket.getsockname(), timeout=10))
+        answer = raw(client, b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+    assert answer.split()[1] == b"200"
+
+
 @pytest.mark.slow
 def test_slow_sender_is_disconnected(client):
     drops = [b"POST /v1/completions HTTP/1.1\r\n", *[b"x" for _ in range(3)]]
@@ -139,12 +147,13 @@ HEAD, LAST = b" HTTP/1.1\r\nHost: localhost\r\n", b"Connection: close\r\n"
 POST = b"POST /v1/completions" + HEAD
 IMPROPER = [
     (b"411", POST + LAST),
-    *((b"400", POST + b"Content-Length: " + length) for length in (b"-5\r\n", b"1e3\r\n")),
-    (b"413", POST + b"Content-Length: " + b"9" * 20 + b"\r\n"),
+    *((b"400", POST + b"Content-Length: " + length) for length in (b"-5\r\n", b"1e3\r\n", b"9" * 20 + b"\r\n")),
     (b"400", POST + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}"),
     (b"411", POST + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}"),
     (b"400", b"nonsense\r\n"),
     (b"405", b"DELETE /v1/models" + HEAD + LAST),
+    (b"414", b"GET /" + b"x" * 70_000 + HEAD + LAST),
+    (b"431", b"GET /" + HEAD + LAST + b"a: b\r\n" * 200),
 ]
 
 

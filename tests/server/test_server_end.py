@@ -1,6 +1,7 @@
 """How the server ends: at once, in order, after all its computing threads, with a word for every client."""
 
 import signal
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -69,9 +70,21 @@ def test_every_client_hears_of_a_signal(number, stream):
     assert stream or {status for status, _ in ended} == {503}
 
 
-def test_suspended_server_ends_by_signal():
-    """With Ctrl-Z; the signal that ends the server comes while it is suspended."""
-    with our_process("--gears", "16", "--kernels", "mlx") as server:
+@pytest.mark.parametrize("stopped", [1.9, 3.5], ids=["until its patience has just ended", "for longer"])
+def test_stopped_server_continues_with_fresh_timeouts(stopped):
+    """With Ctrl-Z; the rest of a request comes meanwhile. A signal that ends the server comes while it is stopped."""
+    body = b'{"prompt": "Tom has", "max_tokens": 2}'
+    with our_process("--gears", "16", "--kernels", "mlx", "--request-timeout", "2") as server:
+        address = "127.0.0.1", int(server.url.rpartition(":")[2])
+        with socket.create_connection(address, timeout=30) as client:
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: "
+            client.sendall(head + b"%d\r\n\r\n" % len(body) + body[:9])
+            time.sleep(0.3)
+            server.process.send_signal(signal.SIGTSTP)
+            time.sleep(stopped)
+            client.sendall(body[9:])
+            server.process.send_signal(signal.SIGCONT)
+            assert client.recv(65536).split()[1] == b"200"
         server.process.send_signal(signal.SIGTSTP)
         time.sleep(0.3)
         server.process.send_signal(signal.SIGTERM)
