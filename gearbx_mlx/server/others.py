@@ -26,6 +26,7 @@ from .bodies import BodyRoute
 from .logprobs import ListedToken, RemoteError, choice_text, listed_tokens
 from .web import MAX_ROUTING_CHARS, Guard, Refused, Shutdown, application, event_stream, is_loopback, page_router
 
+MAX_ANSWER_BYTES = 2**28
 CHAT_PATH, TEXT_PATH = "/chat/completions", "/completions"
 EVENTS, DONE = "text/event-stream", "[DONE]"
 URL_REMEDY = "use one such as http://127.0.0.1:8080/v1"
@@ -124,7 +125,7 @@ class RemoteServer:
         Raises:
             RemoteError: no answer, an incomplete one (also while the caller reads it), or a status of 300 or more.
         """
-        headers = {"User-Agent": "gearbx-mlx", "Content-Type": "application/json"}
+        headers = {"Accept-Encoding": "identity", "User-Agent": "gearbx-mlx", "Content-Type": "application/json"}
         headers |= {"Authorization": f"Bearer {self.key}"} if self.key else {}
         method, content = ("GET", None) if body is None else ("POST", json.dumps(body))  # ASCII: half surrogates pass
         try:
@@ -145,7 +146,16 @@ class RemoteServer:
     async def text(self, response: httpx.Response) -> str:
         """Return a whole answer within the time limit."""
         with anyio.fail_after(self.timeout):
-            return (await response.aread()).decode("utf-8", "replace")
+            return b"".join([part async for part in self.parts(response)]).decode("utf-8", "replace")
+
+    async def parts(self, response: httpx.Response) -> AsyncIterator[bytes]:
+        """Yield the parts of an answer. Raises RemoteError for too many bytes."""
+        size = 0
+        async for part in response.aiter_raw():  # still compressed: a few bytes could expand without limit
+            size += len(part)
+            if size > MAX_ANSWER_BYTES:
+                raise self.failed(f"sent more than {MAX_ANSWER_BYTES} bytes")
+            yield part
 
     async def whole(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the JSON object that answers a request. Raises RemoteError for any other answer."""
@@ -158,7 +168,8 @@ class RemoteServer:
             if EVENTS not in response.headers.get("content-type", ""):
                 self.object_in(await self.text(response))  # may be an error object
                 raise self.failed("the answer is not a stream", "use another server")
-            async with aclosing(EventSource(response).aiter_sse()) as events:
+            stream = httpx.Response(200, headers={"Content-Type": EVENTS}, content=self.parts(response))
+            async with aclosing(EventSource(stream).aiter_sse()) as events:
                 while True:
                     with anyio.fail_after(self.timeout):
                         event = await anext(events, None)

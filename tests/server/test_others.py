@@ -101,6 +101,15 @@ class TestQuestions:
         assert fake.url in str(failed.value)
         assert "\n" not in str(failed.value)
 
+    def test_endless_answer_is_limited_in_bytes(self, monkeypatch):
+        monkeypatch.setattr(others, "MAX_ANSWER_BYTES", 1000)
+        endless = Answer(itertools.repeat(b"x" * 100))
+        with (
+            fake_server(chatting(lambda body: endless)) as fake,
+            pytest.raises(RemoteError, match="more than 1000 byt"),
+        ):
+            ask(fake)
+
     def test_a_key_is_sent_and_never_shown(self):
         reply = refused("the key sk-secret is wrong", 401)
         with fake_server(chatting(lambda body: reply)) as fake, pytest.raises(RemoteError) as failed:
