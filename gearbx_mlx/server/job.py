@@ -17,7 +17,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import TextStateMachine, make_stop_sequences
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
-from mlx_lm.sample_utils import make_logits_processors
+from mlx_lm.sample_utils import greedy_sampler, make_logits_processors
 from mlx_lm.server import Vision
 
 from ..cli.flags import CacheSettings
@@ -26,7 +26,7 @@ from ..decoding.caches import length
 from ..decoding.mode import Mode
 from ..decoding.modes import COLDEST
 from ..decoding.response import BatchGearResponse, GearResponse
-from ..decoding.sampling import sampler_for
+from ..decoding.sampling import GumbelSampler, sampler_for
 from ..decoding.stream import NO_LOGPROBS, as_single, stream_generate
 from ..routing.gates import policy_named
 from . import AnswerSettings, ServerSettings
@@ -162,6 +162,7 @@ class Job:
         self.sequence_bytes = SequenceBytes(self.served.vocabulary_bytes)
         self.detokenizer: Any = None  # in a batch
         self.unread_kinds: list[str] = []  # in a batch: kinds of the prompt parts before prefill, the next one last
+        self.error: Exception | None = None
         thinking, request = prompt.state == "reasoning", pending.request
         tokenizer, tools = self.served.tokenizer, request.required_tools
         self.constraint = constraint_for(tokenizer, request.response_format, thinking, tools)
@@ -209,7 +210,9 @@ class Job:
         return secrets.randbits(63) if seed is None else seed
 
     def emit(self, response: GearResponse, text: str, finish_reason: str | None) -> bool:
-        """Send a token that adds `text`; return whether it is the last."""
+        """Send a token that adds `text`; return whether it is the last. Raises the error of its sampling."""
+        if self.error is not None:
+            raise self.error
         self.tokens.append(response.token)
         count = self.pending.request.num_logprobs
         logprob = None if count is None else self.logprobs(response, count, finish_reason)
@@ -247,7 +250,7 @@ class Job:
 
         temp = defaults.temp if request.temperature is None else request.temperature
         top_k = value("top_k")
-        return sampler_for(
+        sampler = sampler_for(
             self.served.tokenizer,
             temp=temp if temp >= COLDEST else 0.0,
             top_p=value("top_p"),
@@ -256,6 +259,9 @@ class Job:
             xtc_probability=request.xtc_probability,
             xtc_threshold=request.xtc_threshold,
         )
+        if sampler is greedy_sampler or isinstance(sampler, GumbelSampler):  # drafting needs their types
+            return sampler
+        return self.guarded(sampler, greedy_sampler)
 
     def logits_processors(self) -> list[Callable[[mx.array, mx.array], mx.array]]:
         """Return the request's logits processors, the grammar last."""
@@ -272,7 +278,20 @@ class Job:
         )
         if self.constraint is not None:
             processors.append(self.constraint)
-        return processors
+        return [self.guarded(processor, lambda tokens, logits: logits) for processor in processors]
+
+    def guarded(self, function: Callable[..., mx.array], fallback: Callable[..., mx.array]) -> Callable[..., mx.array]:
+        """Return the function with errors that end only this sequence; a shared pass continues with `fallback`."""
+
+        def call(*arguments: mx.array) -> mx.array:
+            try:
+                return function(*arguments)
+            except Exception as error:
+                self.error = error
+                mx.random.seed(secrets.randbits(63))  # an error during compilation leaves a random state of tracers
+                return fallback(*arguments)
+
+        return call
 
     @property
     def refusal(self) -> Refused | None:

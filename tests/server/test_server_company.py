@@ -4,10 +4,13 @@ import gc
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from conftest import save_model, tiny_model
-from http_server import WORD_PROBLEM, complete, error_of, served
+from http_server import WORD_PROBLEM, complete, error_of, in_the_making, served, text_of
+
+from gearbx_mlx.server import job
 
 QUIET = {"log_level": "ERROR"}
 LONG = "Tom has 5 apples and buys 7 more. " * 30
@@ -17,6 +20,37 @@ LONG = "Tom has 5 apples and buys 7 more. " * 30
 def client():
     with served(gears="4,16", prefill_step_size=16, **QUIET) as client:
         yield client
+
+
+def beside(client, others, **body):
+    """The text of an answer, while a function makes other requests."""
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(text_of, client, max_tokens=120, **body)
+        while not in_the_making(client) and not found.done():
+            pass
+        others()
+        return found.result()
+
+
+@pytest.mark.slow
+def test_failing_sampler_ends_only_its_answer(client, monkeypatch):
+    def broken(tokenizer, **settings):
+        def sample(logprobs):
+            raise ZeroDivisionError("a bug")
+
+        return sample if settings["temp"] == 0.5 else real(tokenizer, **settings)
+
+    real = job.sampler_for
+    alone = text_of(client, max_tokens=120, gearbx={"gear": "high"})
+    monkeypatch.setattr(job, "sampler_for", broken)
+
+    def others():
+        for _ in range(3):
+            body = {"prompt": "x", "temperature": 0.5, "gearbx": {"gear": "high"}}
+            error_of(client.post("/v1/completions", json=body), 500)
+
+    assert beside(client, others, gearbx={"gear": "high"}) == alone
+    assert len({text_of(client, temperature=1.0, gearbx={"gear": "high"}) for _ in range(3)}) > 1
 
 
 @pytest.mark.slow
