@@ -207,9 +207,9 @@ class TestCodebooks:
 
     def test_groups_get_codebook_of_least_error(self):
         chosen, few = np.random.default_rng(3), np.array([[-1.0, 1.0], [-3.0, 0.5], [0.25, 2.0]])
-        z = few[np.arange(60) % 3, :][np.arange(60)[:, None], chosen.integers(0, 2, (60, 128))]
-        z = mx.array(z + chosen.normal(0, 0.1, z.shape), mx.float32)
-        outlying = mx.array(chosen.random(z.shape) < 0.02)
+        groups, entries, out = np.arange(60)[:, None], chosen.integers(0, 2, (60, 128)), chosen.random((60, 128)) < 0.6
+        z = few[(groups + out) % 3, entries] + chosen.normal(0, 0.1, out.shape)  # outliers are of another codebook
+        z, outlying = mx.array(z, mx.float32), mx.array(out)
         library = mx.array(few, mx.float16)
         off = mx.abs(z[:, :, None, None] - library.astype(mx.float32)).min(axis=-1)
         errors = mx.where(outlying[:, :, None], 0, mx.square(off)).sum(axis=1)
