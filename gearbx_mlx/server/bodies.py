@@ -18,7 +18,7 @@ from ..files.reading import parse_json, shown
 from .web import Refused
 
 PIECE = 2**18  # bytes whose values are counted at once
-MAX_VALUES = 2**18  # per body
+MAX_VALUES = 2**19  # per body
 MAX_SHOWN_FIELD = 400  # characters of a field in a message
 MAX_ITEMS = 10_000  # messages, parts or tools in a list
 MAX_FIELDS = 1024  # per object
