@@ -65,7 +65,14 @@ class ListenSettings(Settings):
         rare=True,
     )
     api_key: str | None = flag(None, "Key that requests must send", default_text="$GEARBX_API_KEY, or none", named=True)
-    max_body_bytes: int = flag(2**24, "Maximum size of a request in bytes", minimum=1, maximum=2**31, rare=True)
+    max_body_bytes: int | None = flag(
+        None,
+        "Maximum size of a request in bytes",
+        default_text="by the model's context",
+        minimum=1,
+        maximum=2**31,
+        rare=True,
+    )
     request_timeout: float = flag(
         30.0, "Seconds for a client to send its request", minimum=0.1, maximum=3600, rare=True
     )

@@ -18,8 +18,8 @@ from ..files.reading import parse_json, shown
 from .web import Refused
 
 PIECE = 2**18  # bytes whose values are counted at once
-MAX_VALUES = 2**19  # per body
-MAX_SHOWN_FIELD = 400  # characters of a field in a message
+MAX_BLANKS = 2**22  # bytes of white space between values; skipping it is slow
+MAX_LITERAL = 400  # bytes of a number with its brackets; the largest finite number has 309 digits
 MAX_ITEMS = 10_000  # messages, parts or tools in a list
 MAX_FIELDS = 1024  # per object
 
@@ -53,26 +53,40 @@ class Part(BaseModel, frozen=True):
 # JSON.
 
 
-def decoded(body: bytes) -> Any:
+def decoded(body: bytes, max_values: int) -> Any:
     """Return the value of a JSON text. Raises Refused for other text, and for too many values."""
-    check_values(body, MAX_VALUES)
+    check_size(body, max_values)
     try:
         return parse_json(body)  # refuses NaN, half surrogate pairs and deep nesting
     except GearbxError as error:
         raise Refused(400, f"body: {one_line(error)}") from error
 
 
-def check_values(body: bytes, maximum: int) -> None:
-    """Validate the number of values in a JSON text. Raises Refused for more than `maximum`."""
-    values, inside = 1, 0  # inside: 1 if the next piece starts within a string
+def check_size(body: bytes, max_values: int) -> None:
+    """Validate that a JSON text is cheap to decode.
+
+    Raises:
+        Refused: more values than `max_values`, a number with too many digits, or too much white space.
+    """
+    values, strings, inside, literal, blanks = 1, 0, 0, 0, 0  # literal: bytes outside strings since the last comma
     for piece in pieces(body):
         bare = piece.replace(rb"\\", b"").replace(rb"\"", b"")  # every other quote delimits a string
         parts = bare.split(b'"')
-        outside = b"".join(parts[inside::2])
+        spaced = b"".join(parts[inside::2])
+        outside = spaced.translate(None, b" \t\r\n")
+        blanks += len(spaced) - len(outside)
         inside ^= (len(parts) - 1) & 1
+        strings += len(parts) // 2
         values += sum(map(outside.count, (b",", b"[", b"{")))  # one of them precedes each value except the first
-        if values > maximum:
-            raise Refused(400, f"body: more than {maximum} values; use fewer")
+        first, *others = map(len, outside.split(b","))
+        longest, literal = max(literal + first, *others, 0), others[-1] if others else literal + first
+        if values > max_values or strings > 2 * max_values:  # a key and a value each
+            raise Refused(400, f"body: more than {max_values} values; use fewer")
+        if blanks > MAX_BLANKS:
+            raise Refused(400, f"body: more than {MAX_BLANKS} bytes of white space between values; omit it")
+        if longest > MAX_LITERAL:
+            why = f"body: not JSON, or a number or nested lists of more than {MAX_LITERAL} bytes; use shorter ones"
+            raise Refused(400, why)
 
 
 def pieces(body: bytes) -> Iterator[bytes]:
@@ -123,17 +137,16 @@ def field_of(error: Any, body: Any) -> tuple[str, Any]:
         if isinstance(value, list) and isinstance(part, int):
             field, value = f"{field}[{part}]", value[part]
         elif isinstance(value, dict) and (part in value or (error["type"] == "missing" and part == error["loc"][-1])):
-            field = f"{field}.{part}"[-MAX_SHOWN_FIELD:] if field else str(part)[:MAX_SHOWN_FIELD]
-            value = value.get(part)
+            field, value = f"{field}.{part}"[-MAX_LITERAL:] if field else str(part)[:MAX_LITERAL], value.get(part)
     return field, value
 
 
 # Routes.
 
 
-def read_body(kind: Any, body: bytes) -> Any:
+def read_body(kind: Any, max_values: int, body: bytes) -> Any:
     """Return a body as the route's parameter: a pydantic model, or any JSON object. Raises Refused."""
-    content = decoded(body)
+    content = decoded(body, max_values)
     if not isinstance(content, dict):
         raise Refused(400, "body: not a JSON object; use one")
     return parse(kind, content) if issubclass(kind, BaseModel) else content
@@ -150,7 +163,7 @@ class BodyRequest(Request):
     kind: Any = dict
 
     async def json(self) -> Any:
-        return await in_thread(self.app, read_body, self.kind, await self.body())
+        return await in_thread(self.app, read_body, self.kind, self.app.state.limits().values, await self.body())
 
 
 class BodyRoute(APIRoute):

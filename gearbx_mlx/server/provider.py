@@ -30,9 +30,10 @@ from ..routing.gates import default_thresholds
 from . import ServerSettings
 from .logprobs import SYMBOLS
 from .requests import DEFAULT_MODEL, Options
-from .web import Refused
+from .web import MAX_BODY_BYTES, Refused, RequestLimits
 
 DEFAULT_KEEP_ALIVE = 300.0  # seconds, with --models
+MIN_BODY_BYTES = 2**22  # for 128 prompts of 32 kB, or 512 tools with schemas of 8 kB
 
 
 class VocabularyBytes:
@@ -111,6 +112,11 @@ class ServedModel:
     def fingerprint(self) -> str:
         """Hash of weights and adapters, as a key of KV caches: the files behind a name may change."""
         return " ".join(model_fingerprint(model) for model in (self.model, self.small_model) if model is not None)
+
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token of the vocabulary."""
+        return max(map(len, self.tokenizer.get_vocab()), default=1)
 
     @functools.cached_property
     def vocabulary_bytes(self) -> VocabularyBytes:
@@ -216,6 +222,15 @@ class GearedProvider:
         """Seconds after the last answer until the model is unloaded."""
         default = math.inf if self.listen.models is None else DEFAULT_KEEP_ALIVE
         return default if self.listen.keep_alive is None else self.listen.keep_alive
+
+    def limits(self) -> RequestLimits:
+        """Return limits that fit the context, and either many short prompts or images."""
+        served = self.served
+        if served is None or served.context is None or self.listen.allow_models or self.listen.models is not None:
+            return RequestLimits()
+        text = served.context * served.longest_token
+        body = MAX_BODY_BYTES if served.processor is not None else min(max(text, MIN_BODY_BYTES), MAX_BODY_BYTES)
+        return RequestLimits(body, max(RequestLimits().values, 2 * served.context))
 
     @property
     def names(self) -> set[str]:

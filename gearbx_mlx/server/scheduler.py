@@ -9,6 +9,7 @@ import logging
 import queue
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -261,10 +262,12 @@ def prompt_of(provider: GearedProvider, request: AnyRequest, served: ServedModel
             would control transformers instead.
     """
     if isinstance(request, TextRequest):
+        check_length(served, request.routing_text)
         tokens = request.tokens or BoundedTokenizer(served).encode(request.routing_text)
         return Prompt(served, tokens, [tokens], ["assistant"])
     messages = [turn.model_dump(exclude_unset=True) for turn in request.messages]
     own = request.chat_template_kwargs or {}
+    check_length(served, [messages, request.prompt_tools, own])
     if reserved := own.keys() & RESERVED:
         why = f"chat_template_kwargs: {min(reserved)} is not an argument of templates; omit it"
         raise Refused(400, why, param="chat_template_kwargs")
@@ -280,6 +283,13 @@ def prompt_of(provider: GearedProvider, request: AnyRequest, served: ServedModel
 
 def too_long(why: str) -> Refused:
     return Refused(400, f"the prompt {why}; use a shorter one", code="context_length_exceeded")
+
+
+def check_length(served: ServedModel, content: Any) -> None:
+    """Validate that text may fit the context, before tokenizing it takes seconds. Raises Refused."""
+    length = sum(map(len, strings_in(content)))
+    if served.context is not None and length > served.context * served.longest_token:
+        raise too_long(f"has {length} characters, and the model's context {served.context} tokens")
 
 
 class BoundedTokenizer:
@@ -314,6 +324,16 @@ class BoundedTokenizer:
             count += max(0, len(self.tokenizer.encode(chunk, add_special_tokens=False)) - CHUNK_TOKENS)
             if count > self.context:
                 raise too_long(f"has more than {count} tokens, and the model's context {self.context}")
+
+
+def strings_in(value: Any) -> Iterator[str]:
+    """Yield all strings in a JSON value, except the URLs of images."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for name, part in value.items() if isinstance(value, dict) else enumerate(value):
+            if name != "image_url":
+                yield from strings_in(part)
 
 
 def join_to_the_end(thread: threading.Thread) -> None:

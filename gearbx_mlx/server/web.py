@@ -23,7 +23,7 @@ from collections.abc import AsyncIterable, Awaitable, Callable, Collection, Iter
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import anyio
@@ -87,7 +87,7 @@ class Guard:
 
     api_key: str | None = None  # None: no key is required
     allowed_origins: tuple[str, ...] = ()  # origins of pages besides the server's own; "*": all
-    max_body: int = MAX_BODY_BYTES  # bytes
+    max_body: int | None = None  # bytes; None: as the server's models require
     request_timeout: float = REQUEST_TIMEOUT
     host: str = "127.0.0.1"  # host name or address that the server listens on
     allowed_hosts: tuple[str, ...] = ()  # additional names of the server in requests
@@ -158,6 +158,13 @@ def refusal(error: BaseException) -> Refused:
 # From the socket to the routes.
 
 
+class RequestLimits(NamedTuple):
+    """Maximum bytes of a body, and maximum values in it."""
+
+    body: int = MAX_BODY_BYTES
+    values: int = 2**18
+
+
 @dataclass
 class Gatekeeper:
     """ASGI middleware that applies a guard."""
@@ -167,6 +174,7 @@ class Gatekeeper:
     public: Collection[str]  # paths that need no key
     error_object: Callable[[str, Refused], Mapping[str, Any]]  # body of an error response, by the request's path
     answered: Callable[[str, int], None]  # called with path and status of every response
+    limits: Callable[[], RequestLimits] = RequestLimits
     held: int = 0  # bytes of all bodies above SMALL_BODY_BYTES whose requests have no response yet
 
     def __post_init__(self) -> None:
@@ -237,16 +245,20 @@ class Gatekeeper:
             raise Refused(415, "Content-Encoding: the body is compressed; omit the encoding")
         if len(length) > 18:
             raise Refused(400, "Content-Length: not a number of bytes; use one")
-        if int(length) > self.guard.max_body:
-            raise Refused(413, f"body: at most {self.guard.max_body} bytes, got {int(length)}; use a shorter one")
+        if int(length) > (max_body := self.max_body):
+            raise Refused(413, f"body: at most {max_body} bytes, got {int(length)}; use a shorter one")
         MutableHeaders(scope=scope)["content-type"] = "application/json"  # regardless of the client's type
         return int(length)
+
+    @property
+    def max_body(self) -> int:
+        return self.guard.max_body or self.limits().body
 
     @contextmanager
     def holding(self, size: int) -> Iterator[None]:
         """Count a body as held. Raises Refused if held bodies exceed the memory for them; small ones never do."""
         size = size if size > SMALL_BODY_BYTES else 0
-        if size and self.held + size > MAX_BODIES * self.guard.max_body:
+        if size and self.held + size > MAX_BODIES * self.max_body:
             why = f"the server holds {self.held} bytes of pending requests; use it again later"
             raise Refused(503, why, "server_error", code="overloaded")
         self.held += size
@@ -384,15 +396,17 @@ def application(
     public: Collection[str] = ("/", "/health"),
     error_object: Callable[[str, Refused], Mapping[str, Any]] = lambda path, refused: refused.body(),
     answered: Callable[[str, int], None] = lambda path, status: None,
+    limits: Callable[[], RequestLimits] = RequestLimits,
     **metadata: Any,
 ) -> FastAPI:
     """Return the application of a router, with the arguments of `Gatekeeper`, and `metadata` for FastAPI."""
     app = FastAPI(docs_url=None, redoc_url=None, redirect_slashes=False, **metadata)
-    app.state.shutdown, app.state.threads = Shutdown(), anyio.CapacityLimiter(MAX_THREADS)
+    app.state.shutdown, app.state.limits, app.state.threads = Shutdown(), limits, anyio.CapacityLimiter(MAX_THREADS)
     app.include_router(router)
     for kind in (HTTPException, RequestValidationError):
         app.add_exception_handler(kind, raise_error)
-    app.add_middleware(Gatekeeper, guard=guard, public=public, error_object=error_object, answered=answered)
+    gate: dict[str, Any] = {"error_object": error_object, "answered": answered, "limits": limits}
+    app.add_middleware(Gatekeeper, guard=guard, public=public, **gate)
     return app
 
 

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from servers import our_process
 
 from gearbx_mlx.server import bodies
-from gearbx_mlx.server.bodies import MAX_FIELDS, MAX_ITEMS, MAX_VALUES, check_values
+from gearbx_mlx.server.bodies import MAX_BLANKS, MAX_FIELDS, MAX_ITEMS, check_size
 from gearbx_mlx.server.requests import MAX_TEXTS, MAX_TOOLS
-from gearbx_mlx.server.web import MAX_BODIES, MAX_BODY_BYTES, Refused
+from gearbx_mlx.server.web import MAX_BODIES, MAX_BODY_BYTES, Refused, RequestLimits
 
 TEXT, CHAT, MESSAGES, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"
 HELLO = b'"messages":[{"role":"user","content":"Hi"}],"max_tokens":1'
@@ -71,6 +71,7 @@ HOSTILE = {
     "nested objects": (TEXT, b"", b'{"a":', b""),
     "many nested lists": (TEXT, b'{"prompt":[', b"[" * 60 + b"]" * 60 + b",", b"0]}"),
     "a long number": (TEXT, b'{"prompt":"x","max_tokens":', b"9", b"}"),
+    "a long fraction": (TEXT, b'{"prompt":"x","temperature":0.', b"9", b"}"),
     "long numbers": (TEXT, b'{"prompt":[', b"9" * 4000 + b",", b"0]}"),
     "a long exponent": (TEXT, b'{"prompt":"x","temperature":1e', b"9", b"}"),
     "a long name": (TEXT, b'{"prompt":"x","model":"', b"m", b'"}'),
@@ -98,12 +99,12 @@ def values_in(content) -> int:
 
 @pytest.fixture(scope="module")
 def client():
-    with served(gears="4,16", log_level="ERROR") as client:
+    with served(gears="4,16", log_level="ERROR", max_body_bytes=MAX_BODY_BYTES) as client:
         yield client
 
 
 @pytest.mark.some(6)
-@pytest.mark.parametrize("times", [MAX_VALUES // 2 - 4, MAX_BODY_BYTES], ids=["half the values", "the largest body"])
+@pytest.mark.parametrize("times", [2**17 - 4, MAX_BODY_BYTES], ids=["as many values as are read", "the largest body"])
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_body_is_refused_and_server_continues(client, name, times):
     answer = client.post(HOSTILE[name][0], content=hostile(name, times))
@@ -123,10 +124,10 @@ def test_values_are_counted_during_decoding(content, as_ascii, indent, piece):
     text, values = json.dumps(content, ensure_ascii=as_ascii, indent=indent).encode(), values_in(content)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bodies, "PIECE", piece)
-        check_values(text, 2 * values)  # a list or an object without a value may count for two
+        check_size(text, 2 * values)  # a list or an object without a value may count for two
         if values > 1:
             with pytest.raises(Refused):
-                check_values(text, values - 1)
+                check_size(text, values - 1)
 
 
 AT_MOST = {
@@ -154,6 +155,14 @@ def test_answer_waits_for_no_acknowledgement_of_its_headers(client):
         client.get("/health")
         seconds.append(time.perf_counter() - since)
     assert min(seconds) < 0.03
+
+
+def test_white_space_between_values_has_a_limit(client):
+    answer = client.post(TEXT, content=b'{"prompt":' + b" " * (MAX_BLANKS + 1) + b'"x","max_tokens":1}')
+    assert answer.status_code == 400
+    assert f"{MAX_BLANKS} bytes of white space" in answer.json()["error"]["message"]
+    in_text = b'{"prompt":"' + b" " * (MAX_BLANKS + 1) + b'","max_tokens":1}'
+    assert "white space" not in client.post(TEXT, content=in_text).json()["error"]["message"]
 
 
 def test_a_compressed_body_is_refused(client):
@@ -209,9 +218,13 @@ def test_total_size_of_held_bodies_is_limited(client):
         assert complete(client, max_tokens=1)["usage"]["completion_tokens"] == 1
 
 
-def test_the_largest_body_has_16_mib(client):
-    assert client.post(TEXT, content=b" " * (2**24 + 1)).status_code == 413
-    assert client.post(TEXT, content=b" " * 2**24).status_code == 400
+def test_the_largest_body_follows_from_the_model(client):
+    limits = client.scheduler.provider.limits()
+    assert limits.body < MAX_BODY_BYTES  # a context of 512 tokens
+    assert limits.values == RequestLimits().values
+    with served(gears="16", log_level="ERROR") as other:
+        assert other.post(TEXT, content=b" " * (limits.body + 1)).status_code == 413
+        assert other.post(TEXT, content=b" " * limits.body).status_code == 400
 
 
 # In a process of its own, with the clock and the memory.
@@ -239,7 +252,7 @@ def watch_health(url: str, ended, longest) -> None:
 def test_hostile_body_costs_little_and_delays_no_client():
     spawn = multiprocessing.get_context("spawn")
     with (
-        our_process("--log-level", "WARNING") as server,
+        our_process("--max-body-bytes", MAX_BODY_BYTES, "--log-level", "WARNING") as server,
         httpx.Client(base_url=server.url, timeout=60, trust_env=False) as client,
     ):
         process = server.process
@@ -251,7 +264,7 @@ def test_hostile_body_costs_little_and_delays_no_client():
         watcher.start()
         seconds = {}
         for name in HOSTILE:
-            for times in (MAX_VALUES // 2 - 4, MAX_BODY_BYTES):
+            for times in (2**17 - 4, MAX_BODY_BYTES):
                 body, since = hostile(name, times), time.perf_counter()
                 assert client.post(HOSTILE[name][0], content=body).status_code == 400
                 seconds[name] = max(seconds.get(name, 0), time.perf_counter() - since)
