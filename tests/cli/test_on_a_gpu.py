@@ -149,7 +149,7 @@ def test_later_refused_proof_prints_single_line(command, models, texts, monkeypa
     assert done.status == 0, done.err
     assert texts != []
     said = [line for line in done.err.splitlines() if "does not run here" in line]
-    assert len(said) == len({spec.text for spec in metal.ACCEPTED}) > 0
+    assert len(said) == len({spec.layout.text for spec in metal.ACCEPTED}) > 0
     monkeypatch.setattr(metal, "available", lambda: False)
     assert done.out == command(*common, "--kernels", "mlx").out
 

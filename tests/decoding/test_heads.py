@@ -26,7 +26,7 @@ from gearbx_mlx.decoding.policy import FixedPolicy
 from gearbx_mlx.decoding.response import GeneratedText
 from gearbx_mlx.decoding.rows import Verifier
 from gearbx_mlx.decoding.sampling import Chooser
-from gearbx_mlx.formats.draft_head import head_parts
+from gearbx_mlx.formats.block import head_parts
 from gearbx_mlx.loading import DEMO_MODEL
 from gearbx_mlx.ranks.agreement import ALONE, Agreement
 

@@ -93,7 +93,7 @@ def test_right_products_of_activations_of_any_type(form, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", [AS_IT_IS, *FORMS])
-@pytest.mark.parametrize(("model", "x_bits"), zip(SHAPES, [16, 8, 0]))
+@pytest.mark.parametrize(("model", "x_bits"), [*zip(SHAPES, [16, 8, 0])])
 def test_right_products_in_the_shapes_of_models(model, form, x_bits):
     hidden, mlp, keys, vocabulary = SHAPES[model]
     most = 2**25 // hidden  # rows of the vocabulary
