@@ -141,7 +141,7 @@ def lossless_models(
     rows = [
         [*TITLES[named(model)], *map(spread, times.values()), spread(whole[model])] for model, times in found.items()
     ]
-    head = ["model", "unpacked file", *(COLUMNS[cpu] for cpu in kinds_of_kernels())]
+    head = ["model", "file, unpacked to 16 bits", *(COLUMNS[cpu] for cpu in kinds_of_kernels())]
     head.append(f"speedup with startup, {vector_instructions()} kernels, copy already cached")
     same = f"{texts[True]} of {texts.total()} outputs identical to plain decoding"
     sizes = f"{sum(num_prompts)} prompts per model and instruction set, {max_tokens} tokens"
