@@ -172,14 +172,14 @@ def run_round(
 ) -> list[GeneratedToken]:
     """Verify a proposal and return the next tokens. The KV cache then holds all tokens but the last.
 
-    A device drafts the next proposal while the tokens are yielded. After an error in the verification, the cache is
-    unchanged; after a later one, `decode` drops the tokens of the round.
+    A device drafts the next proposal while the tokens are yielded. After an error in `verify` or `accept`, the cache is
+    as before the round; after one in later drafting, `decode` drops the tokens of the round.
 
     Args:
         is_first: whether the pass reads the last token of the prompt.
     """
     with plan.on_stream():
-        if not is_first:  # mlx-lm quantizes after a pass, this loop before the next one, so that entries can be cut
+        if not is_first:  # not after the pass, as in mlx-lm, since `found` may cut its caches until now
             plan.keywords.quantize(state.cache)
         found = verify(plan, state, proposal, **embedded)
         with found.undone_by_errors():
@@ -235,7 +235,7 @@ def decode_ahead(plan: DecodePlan, state: DecodeState) -> Iterator[list[Generate
             context = None if known is None else mx.concatenate([known, coming.id.astype(known.dtype)])
             ahead = queue_token(plan, state, coming.id, context)
         with contextlib.nullcontext() if ahead is None else ahead.found.undone_by_errors():
-            tokens, choices, _ = coming.rows.read(ALONE)  # rank 0's already, by `queue_token`
+            tokens, choices, _ = coming.rows.read(ALONE)  # `queue_token` has exchanged them among ranks
         text.add(tokens[0])
         state.found, state.is_last_read = None, ahead is not None
         state.settle(coming.found)
@@ -260,7 +260,7 @@ def queue_token(plan: DecodePlan, state: DecodeState, last: mx.array, context: m
         found = plan.verifier.verify(last, state.cache)
         with found.undone_by_errors():
             rows = choose_rows(plan.chooser, plan.reader, plan.agreement, found.logits[0], context)
-        # Without the magnitude of logits, which finds near-ties: a pass over one token has none.
+        # Without the logits' magnitude, which only near-ties need: passes over one token report none.
         rows = replace(rows, choices=plan.agreement.arrays(rows.choices)[0], sampled=rows.sampled[:1])
         token = rows.tokens
         mx.async_eval(token, rows.choices, rows.logprobs)  # otherwise they wait for the next pass: 10% slower

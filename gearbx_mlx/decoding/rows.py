@@ -5,8 +5,8 @@ Verification accepts the first few proposed tokens. The cache then has to be the
 - A cache that only appends is cut.
 - From a sliding window, the entries of rejected tokens are cut. The pass has kept all entries that its first token
   attends to. The mask lets each token attend to the same entries as in a pass of its own: attention sinks
-  (`--max-kv-size`), and the latest tokens. mlx-lm's mask for several tokens is not used: it slides over the sinks too,
-  and a few models ask for a window that is wider than their cache.
+  (`--max-kv-size`), and the latest tokens. mlx-lm's mask for several tokens is replaced where it slides over the
+  sinks too, or where a model asks for a window that is wider than its cache.
 - A recurrent layer has only the state after the last token. The state after an earlier one is computed again, from the
   state before the pass and the outputs of the linear layers. A linear layer treats tokens independently, so the outputs
   of a pass over K tokens contain those of a pass over the first n. A layer may get the K tokens in one call or in K
@@ -57,7 +57,7 @@ class Proposal:
         margins: k differences between a token's logit and the next best one; None if unknown.
         source: DRAFT or LOOKUP; MODEL for no tokens.
         gear: that drafted them; None without a gear.
-        weight_bytes: read by each pass of the drafter; it has one per token.
+        weight_bytes: that the drafter reads for each token; 0 for prompt lookup.
     """
 
     tokens: Sequence[int] | mx.array = ()
@@ -74,7 +74,7 @@ class Proposal:
 
     @property
     def is_known(self) -> bool:
-        """Readiness of the tokens: False while a device may still compute them."""
+        """Whether the tokens are numbers, not an array that a device may still compute."""
         return not isinstance(self.tokens, mx.array)
 
 
@@ -90,7 +90,7 @@ class RunsPasses(Protocol):
 
 
 class Verifier:
-    """Passes in one gear of a gearbox. A pass over several tokens computes each as in a pass of its own.
+    """Passes in one gear of a gearbox. `verify` computes each of several tokens as in a pass of its own.
 
     Args:
         gear: of the passes.
@@ -130,7 +130,7 @@ class Verifier:
                 self.gearbox.shift(engaged)
 
     def step(self, rows: int) -> Step:
-        """Return the step of a token without a draft: one pass over so many rows."""
+        """Return the record of a pass over so many rows, without a draft."""
         if rows not in self._steps:
             self._steps[rows] = single_pass(self.gearbox, self.gear, rows)
         return self._steps[rows]
@@ -193,7 +193,7 @@ class Verification:
         count: K.
         logits: (1, K, V), after each of the tokens.
         hidden: the hidden states (K, D) after each block that the verifier taps, by its number.
-        is_queued: True if a device may still compute them; False if they were computed in the call.
+        is_queued: True if a device may still compute them; False if they are read at once.
         kept: number of the tokens that the cache holds: all, until `keep` changes it.
     """
 
@@ -215,7 +215,7 @@ class Verification:
 
     @property
     def step(self) -> Step:
-        """Step of a token without a draft."""
+        """Record of this pass, without a draft."""
         return self._verifier.step(self.count)
 
     def steps(self, proposal: Proposal, accepted: int, **of_cache: Any) -> list[Step]:
