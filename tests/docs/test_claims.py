@@ -64,7 +64,7 @@ DEFAULTS = [
     ("formats", "`{}` (the default: all linear layers", lambda: ladder.MANAGE[0]),
     ("formats", "| `{}` (default) | all gears", lambda: GearFlags().residency.name),
     ("generate", "| `{}` (default) |", lambda: modes.LOSSLESS),
-    ("generate", "The default is {}, scaled by log2 V / 17", lambda: pair.EAD_BITS),
+    ("generate", "The default is {} (log2 V) / 17", lambda: pair.EAD_BITS),
     ("kernels", "| `{}` (default) | on a CPU", lambda: GearFlags().kernels.name),
     ("kernels", "| `{}` (default) | quantizes activations", lambda: ladder.DEFAULT_ACTIVATIONS),
     ("python", "The default is `{}`;", lambda: modes.mode_class(modes.LOSSLESS).__name__),
