@@ -312,6 +312,8 @@ class Solver:
         parts = {uid: PartialAnswer(number, opened.tokenizer.detokenizer) for uid, number in zip(uids, numbers)}
         while responses := generator.next_generated():
             for response in responses:
+                if response.error is not None:
+                    raise response.error
                 one = parts[response.uid]
                 one.add(response)
                 if response.finish_reason is None:

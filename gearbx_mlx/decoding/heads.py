@@ -2,8 +2,7 @@
 
 A head is one transformer layer. For each token it reads the token's embedding and the model's hidden states of the
 previous position, after several of the model's blocks. The head's own output rows turn its output into logits of the
-next token.
-In drafts, the output replaces hidden states that the model has not computed yet.
+next token. In drafts, the output replaces hidden states that the model has not computed yet.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """Mode kickdown: the lowest gear computes each token, and uncertain tokens are computed again in higher gears.
 
-The entropy of the token's own distribution, before sampling, measures uncertainty. Before a higher gear
-computes it, the lower gear's KV cache entry is removed, so each pass leaves the entry of its last gear.
+The entropy of the token's own distribution, before sampling, measures uncertainty. Before a higher gear computes it,
+the lower gear's KV cache entry is removed, so each pass leaves the entry of its last gear.
 
 Kickdown is the loop of `loop.py` without proposals, with a verifier that climbs the ladder.
 """

@@ -88,7 +88,7 @@ class Keywords:
 
     @property
     def keeps_cache(self) -> bool:
-        """Whether the caller may use the KV cache after generation, since it passed one."""
+        """True if the caller passed a KV cache, which it may use after generation."""
         return self.prompt_cache is not None
 
     def quantize(self, cache: list[Any]) -> None:

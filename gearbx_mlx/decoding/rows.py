@@ -74,7 +74,7 @@ class Proposal:
 
     @property
     def is_known(self) -> bool:
-        """Whether the tokens are numbers, not an array that a device may still compute."""
+        """True if the tokens are numbers; False for an array that a device may still compute."""
         return not isinstance(self.tokens, mx.array)
 
 

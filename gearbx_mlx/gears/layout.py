@@ -145,8 +145,9 @@ def has_quantized(layout: Layout, tables: Mapping[int, Bits], widths: Sequence[i
 
 def use_kernels(model: nn.Module, choice: KernelChoice, *layers: Sequence[Layer]) -> list[list[Layer]]:
     """Put the whole model on the chosen kernels, and return the layers with their current modules."""
+    fused = device() == CPU
     for path, module in list(model.named_modules()):
-        made = with_kernels(module, choice.native, fused=device() == CPU)
+        made = with_kernels(module, choice.native, fused)
         if made is not module:  # one by one, since modules are nested
             nn.Module.update_modules(model, tree_unflatten([(path, made)]))
     for module in model.modules():
