@@ -20,6 +20,7 @@ from ..cli.build import Loaded, decided
 from ..cli.decide import JustGears, check_in_ladder
 from ..cli.flags import GearFlags, LayoutSettings, ModeFlags, output_path
 from ..cli.prompt import check_prompt, encoded_prompts, read_prompts
+from ..cli.signals import in_whole
 from ..cli.start import needing
 from ..cli.tables import server_table, summary_table
 from ..decoding.mode import thresholds_for
@@ -168,7 +169,7 @@ def local_run(settings: AnalyzeSettings, texts: Sequence[str], out: Path, draws:
     def entries(number: int, prompt: tuple[list[int], int]) -> Iterator[dict[str, Any]]:
         own = mode.for_prompt(texts[number], ladder)
         responses = stream_generate(loaded.model, tokenizer, *prompt, mode=own, gearbox=observer)
-        for index, response in enumerate(responses):
+        for index, response in enumerate(in_whole(responses)):
             tally.add(response)
             yield record(index, response, {"prompt": number})
         speed.add(responses)

@@ -10,11 +10,13 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
-from typing import Any, NoReturn, TextIO, cast
+from typing import Any, TextIO, TypeVar, cast
 
 from ..errors import OutputLost
+
+T = TypeVar("T")
 
 
 class Stdout:
@@ -114,13 +116,20 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Signals:
-    """Handlers of ending signals. received: the signal that ended the run, or None."""
+    """Handlers of ending signals.
+
+    received: the latest signal, or None.
+    holding: True while the first signal waits for an item (`in_whole`).
+    """
 
     received: int | None = None
+    holding = False
 
-    def end(self, number: int, frame: FrameType | None) -> NoReturn:
+    def end(self, number: int, frame: FrameType | None) -> None:
+        waits = self.holding and self.received is None
         self.received = number
-        raise KeyboardInterrupt
+        if not waits:
+            raise KeyboardInterrupt
 
     def number_of(self, raised: type[BaseException]) -> int | None:
         """Return the signal whose handler raised an exception, or None."""
@@ -209,6 +218,24 @@ def handled() -> Iterator[Signals]:
         sys.unraisablehook = hook
         for number, handler in before.items():
             signal.signal(number, signal.SIG_IGN if handler is exit_at_once else handler)
+
+
+def in_whole(items: Iterable[T]) -> Iterator[T]:
+    """Yield items so that an ending signal leaves none half-used, such as counted but not written.
+
+    From the first item on, the first signal waits until the loop's body has used its item; a second one does not wait.
+    """
+    signals = _running or Signals()
+    try:
+        for item in items:
+            signals.holding = True
+            yield item
+            if signals.received:
+                raise KeyboardInterrupt
+    finally:
+        signals.holding = False
+    if signals.received:
+        raise KeyboardInterrupt
 
 
 class CtrlC:

@@ -23,6 +23,7 @@ from ..cli.build import (
 from ..cli.flags import QUIET, OutputSettings
 from ..cli.prompt import encode_prompt, piped_prompt, read_prompt, room_for
 from ..cli.prompt_cache import PromptCache, load_cache
+from ..cli.signals import in_whole
 from ..cli.start import entered
 from ..cli.tables import colors_line, layers_table, pair_table, summary_table
 from ..compat.templates import prepare
@@ -92,7 +93,7 @@ def write_out(
     mx.reset_peak_memory()
     try:
         with TraceWriter(trace) as writer, out.whole():
-            for number, response in enumerate(responses):
+            for number, response in enumerate(in_whole(responses)):
                 writer.write(record(number, response, fields=fields))
                 text += response.text
                 if output.is_verbose:

@@ -13,8 +13,10 @@ from conftest import read_trace
 from mlx_lm.models import llama
 from scripted_model import save_endless
 
+from gearbx_mlx.cli.signals import in_whole, run_to_end
 from gearbx_mlx.gears.discovery import only_shapes
 from gearbx_mlx.loading import DEMO_MODEL
+from gearbx_mlx.telemetry.trace import TraceWriter
 
 GENERATE = [sys.executable, "-m", "gearbx_mlx.generate", "-m", "8"]
 MODES = {
@@ -157,6 +159,39 @@ class TestSignals:
         summary = json.loads((tmp_path / "s.json").read_text())
         assert (summary["tokens"], summary["weight_bytes_per_token"]) == (0, 0)
         assert read_trace(tmp_path / "t.jsonl") == []
+
+    @pytest.mark.parametrize("name", ["generate", "analyze"])
+    def test_a_signal_between_count_and_trace(self, name, command, monkeypatch, tmp_path):
+        """The token that is being written is in the trace, as it is in the summary."""
+        write = TraceWriter.write
+
+        def stop(writer, entry):
+            if entry["index"] == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            write(writer, entry)
+
+        monkeypatch.setattr(TraceWriter, "write", stop)
+        if name == "generate":
+            done = command(name, "-m", 20, "--trace", tmp_path / "t.jsonl", "--summary", tmp_path / "s.json")
+            trace, summary = tmp_path / "t.jsonl", tmp_path / "s.json"
+        else:
+            done = command(name, "-m", 20, "--out", tmp_path)
+            trace, summary = tmp_path / "trace.jsonl", tmp_path / "summary.json"
+        assert done.status == 128 + signal.SIGTERM
+        assert json.loads(summary.read_text())["tokens"] == len(read_trace(trace)) == 4
+
+    def test_a_second_signal_does_not_wait(self):
+        used = []
+
+        def body():
+            for item in in_whole(range(5)):
+                os.kill(os.getpid(), signal.SIGTERM)
+                used.append(item)
+                os.kill(os.getpid(), signal.SIGTERM)
+                used.append(item)
+
+        assert run_to_end(body) == 128 + signal.SIGTERM
+        assert used == [0]
 
     def test_signal_in_callback_is_not_lost(self):
         code = """
