@@ -5,6 +5,7 @@ them. A loaded model knows its files (`Origin`), so that its kept gears can be f
 """
 
 import atexit
+import copy
 import hashlib
 import warnings
 import weakref
@@ -28,7 +29,37 @@ from .tensor_files import TYPE_NAMES, header_of
 TYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
 ORIGIN = "origin"  # attribute of a model that has the weights of files
 _mapped: dict[Path, Sequence[Any]] = {}  # files to their states when they were mapped
-_arrays = weakref.WeakValueDictionary[int, mx.array]()  # mapped arrays, by their id()
+
+
+@dataclass(frozen=True)
+class Known:
+    """An array of a file. An edit in place keeps the Python object and gives it other memory.
+
+    before: shares the memory of the file's array, so that MLX does not reuse that memory for an edit's result.
+    """
+
+    array: "weakref.ref[mx.array]"
+    before: mx.array
+    is_mapped: bool
+
+
+_known: dict[int, Known] = {}  # by id()
+
+
+def note_array(array: mx.array, is_mapped: bool) -> None:
+    """Remember an array as it is now, until its Python object ends."""
+    key = id(array)
+    _known[key] = Known(weakref.ref(array, lambda _: _known.pop(key, None)), copy.copy(array), is_mapped)
+
+
+def is_unedited(array: mx.array) -> bool:
+    """Return whether an array of `note_array` was not edited in place since then."""
+    known, kernels = _known.get(id(array)), mapping_kernels()
+    return known is not None and (kernels is None or kernels.is_same(array, known.before))
+
+
+def is_mapped(array: mx.array) -> bool:
+    return is_unedited(array) and _known[id(array)].is_mapped
 
 
 def mapping_kernels() -> ModuleType | None:
@@ -61,23 +92,20 @@ def mapped(kernels: ModuleType, path: Path) -> Iterator[tuple[str, mx.array]]:
 def map_array(kernels: ModuleType, file: int, offset: int, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
     """Return an array of an open file, mapped. Raises ValueError for a place that is not on the bounds of its type."""
     array: mx.array = kernels.map_array(file, offset, shape, dtype)
-    _arrays[id(array)] = array
+    note_array(array, is_mapped=True)
     return array
 
 
 def forget(array: mx.array) -> None:
-    """Release the pages of a mapped array that is unchanged since it was mapped; its next use reads them again.
-
-    Other arrays are not affected.
-    """
+    """Release the pages of a mapped array; its next use reads them again. Other and edited arrays are not affected."""
     kernels = mapping_kernels()
-    if kernels is not None and _arrays.get(id(array)) is array:
+    if kernels is not None and is_mapped(array):
         kernels.forget_pages(array)
 
 
 def mapped_bytes() -> int:
     """Return the bytes of all mapped arrays; MLX does not count them as memory."""
-    return sum(array.nbytes for array in list(_arrays.values()))
+    return sum(known.before.nbytes for known in list(_known.values()) if known.is_mapped)
 
 
 def active_memory() -> int:
@@ -138,7 +166,7 @@ def into_memory(model: nn.Module) -> None:
         (module, name, value)
         for module in model.modules()
         for name, value in module.items()
-        if isinstance(value, mx.array) and _arrays.get(id(value)) is value
+        if isinstance(value, mx.array) and is_mapped(value)
     ]
     kernels, mapped_arrays = mapping_kernels(), [*{id(value): value for _, _, value in places}.values()]
     if kernels is None or not places:
@@ -165,15 +193,21 @@ def warn_of_changes() -> None:
 
 def set_origin(model: nn.Module, states: Mapping[Path, Sequence[Any]]) -> None:
     """Record that the current weights of a model come from files in these states."""
-    arrays = {name: weakref.ref(array) for name, array in base_arrays(model).items()}
+    arrays = {}
+    for name, array in base_arrays(model).items():
+        if not is_unedited(array):
+            note_array(array, is_mapped=False)
+        arrays[name] = weakref.ref(array)
     setattr(model, ORIGIN, Origin(states, arrays))
 
 
 def origin_of(model: nn.Module) -> Origin | None:
-    """Return the files of a model's weights; None if a weight changed since it was loaded."""
+    """Return the files of a model's weights; None if a weight was replaced or edited since it was loaded."""
     origin: Origin | None = getattr(model, ORIGIN, None)
     if origin is None:
         return None
     now = base_arrays(model)
-    same = now.keys() == origin.arrays.keys() and all(origin.arrays[name]() is array for name, array in now.items())
+    same = now.keys() == origin.arrays.keys() and all(
+        origin.arrays[name]() is array and is_unedited(array) for name, array in now.items()
+    )
     return origin if same else None

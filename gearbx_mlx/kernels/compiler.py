@@ -325,7 +325,7 @@ def compile_library(recipe: Recipe, library: Path, compiled: Callable[[], None] 
         Unavailable: the compiler cannot be run, fails, takes too long, or writes no library.
     """
     command, bindings = [*recipe.compiler, *recipe.flags], library.with_name("bindings.cpp")
-    bindings.write_text("".join(f'#include "{source}"\n' for source in recipe.bindings))
+    bindings.write_bytes(os.fsencode("".join(f'#include "{source}"\n' for source in recipe.bindings)))
     units = {bindings: [*COLD, f"-I{SOURCES}"]} | {kernel: [] for kernel in recipe.kernels}  # longest time first
     objects = {source: str(library.with_name(f"{source.stem}.o")) for source in units}
     compilers = Compilers()

@@ -48,7 +48,7 @@ UNUSED = 30 * 86400  # seconds without a use until a library is removed
 
 @dataclass(frozen=True)
 class CachedLibrary:
-    """One library of the cache, beside its hash, or beside the reason why it does not work."""
+    """One library of the cache, beside its hash."""
 
     library: Path
 
@@ -56,24 +56,12 @@ class CachedLibrary:
     def hash_file(self) -> Path:
         return self.library.with_name(f"{self.library.name}.sha256")
 
-    @property
-    def failure_file(self) -> Path:
-        return self.library.with_name(f"{self.library.name}.why-not")
-
     def is_whole(self) -> bool:
         """Return whether the library exists and matches its hash."""
         try:
             return self.hash_file.read_bytes().strip() == hash_file(self.library)
         except OSError:
             return False
-
-    def read_failure(self) -> str | None:
-        """Return the reason from `store_failure` why this library does not work; None if absent or unreadable."""
-        try:
-            reason = self.failure_file.read_bytes().decode()
-        except (OSError, UnicodeDecodeError):
-            return None
-        return reason if reason and reason.isprintable() else None
 
     @contextmanager
     def building(self, waiting: Callable[[], None]) -> Iterator[Path]:
@@ -105,8 +93,8 @@ class CachedLibrary:
         """Remove libraries that no process has loaded for 30 days, such as earlier versions."""
         oldest = time.time() - UNUSED
         for file in self.library.parent.glob(f"{self.library.name.partition('-')[0]}-*"):
-            entry = CachedLibrary(file.with_name(file.name.removesuffix(".sha256").removesuffix(".why-not")))
-            times = [each.stat().st_mtime for each in (entry.hash_file, entry.failure_file, file) if each.exists()]
+            entry = CachedLibrary(file.with_name(file.name.removesuffix(".sha256")))
+            times = [each.stat().st_mtime for each in (entry.hash_file, file) if each.exists()]
             if times and max(times) < oldest:
                 file.unlink(missing_ok=True)
 
@@ -117,17 +105,11 @@ class CachedLibrary:
         replace(unfinished, self.library)
         replace(hashed, self.hash_file)
 
-    def store_failure(self, unfinished: Path, reason: str) -> None:
-        """Keep the reason why a library from `building` does not work."""
-        written = unfinished.with_name(self.failure_file.name)
-        written.write_text(reason, encoding="utf-8", errors="backslashreplace")
-        replace(written, self.failure_file)
-
 
 def open_entry(library: Path) -> CachedLibrary:
     """Return the entry for a library of the cache. Raises CacheUnusable if other users can write to it."""
     entry = CachedLibrary(library)
-    for file in (entry.library, entry.hash_file, entry.failure_file):
+    for file in (entry.library, entry.hash_file):
         check_owner(file)
     return entry
 
@@ -267,27 +249,19 @@ def _load_cached(recipe: Recipe, entry: CachedLibrary) -> ModuleType:
         if kept := _load_whole(entry):  # a different process compiled it in the meantime
             return kept
         _compile(recipe, unfinished, kept=True)
-        try:
-            check_kernels(_load(unfinished))
-        except Unavailable as reason:  # stored, so that kernels that do not work are compiled only once
-            entry.store_failure(unfinished, str(reason))
-            raise
-        entry.store(unfinished)
+        entry.store(unfinished)  # even if the kernels do not work: they are not compiled again
         with suppress(OSError):
             entry.remove_unused()
-    return _load(entry.library)
+    return check_kernels(_load(entry.library))
 
 
 def _load_whole(entry: CachedLibrary) -> ModuleType | None:
     """Return the kernels of a cache entry; None if they must be compiled. Raises Unavailable if they do not work."""
-    if entry.is_whole():
-        with suppress(Unavailable):
-            kernels = check_kernels(_load(entry.library))
-            entry.note_use()
-            return kernels
-    elif reason := entry.read_failure():
-        raise Unavailable(reason)
-    return None
+    if not entry.is_whole():
+        return None
+    kernels = check_kernels(_load(entry.library))
+    entry.note_use()
+    return kernels
 
 
 def _compile(recipe: Recipe, library: Path, kept: bool) -> None:

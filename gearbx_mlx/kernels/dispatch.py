@@ -3,15 +3,15 @@
 | operation                                       | kernel, if `choose` allows native ones                      |
 | ---                                             | ---                                                         |
 | matmul of 1 to 16 vectors                       | native                                                      |
-| matmul of more vectors (prefill, batch), Linux  | native, 16 vectors at a time, or 512 quantized ones         |
+| matmul of more vectors (prefill, batch), Linux  | native                                                      |
 | matmul of more vectors, macOS                   | MLX's (Accelerate, or the GPU's matrix units)               |
 | mixture of experts, CPU                         | same as a matmul of that many vectors                       |
 | mixture of experts, packed but not exact, Metal | native, for up to 256 pairs of a vector and an expert       |
 | attention, rotary positions, norm, gate, CPU    | native                                                      |
 | transformer block of a known form, CPU          | native                                                      |
 
-MLX computes everything else. A native matmul reads packed or two-byte dense weights once for 16 vectors (512 if
-activations are quantized), with float32 sums. It is batch-invariant: other vectors or queries in the call change no bit
+MLX computes everything else. A native matmul reads weights once for 512 vectors (packed ones with unquantized
+activations: for 16), with float32 sums. It is batch-invariant: other vectors or queries in the call change no bit
 of a result. On Metal, MLX's norm, SwiGLU and experts are batch-invariant too (metal/README.md). MLX's Linux wheels have
 the reference BLAS and scalar quantized matmuls, 25 to 40 times slower for many vectors (docs/performance.md).
 

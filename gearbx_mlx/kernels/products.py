@@ -115,13 +115,13 @@ def codebook_product(
         arrays: by name in the format; with a `library` or a `codebook`.
         dense: returns W (O, I) of x's type, for MLX's kernels.
     """
-    kernel, y = on_metal(x, codebook_inputs(arrays), bias, chosen, partial(codebook_launch, x, arrays, bits, bias))
+    inputs = codebook_inputs(arrays)
+    kernel, y = on_metal(x, inputs, bias, chosen, partial(codebook_launch, x, arrays, bits, bias))
     if y is not None:
         return y
     if kernel in STOCK:
         return add_bias(x @ dense().T, bias)
-    product = native_kernels().library_matvec if "library" in arrays else native_kernels().codebook_matvec
-    return add_bias(product(x, **arrays, bits=bits).astype(x.dtype), bias)
+    return add_bias(native_kernels().codebook_matvec(x, inputs, bits).astype(x.dtype), bias)
 
 
 def exact_product(
@@ -217,12 +217,11 @@ def codebook_experts(
     chosen: ChosenKernels | None = None,
 ) -> mx.array | None:
     """Multiply as `codebook_product`, for stacked experts with their own tables and outliers; None without a kernel."""
-    launch = partial(codebook_launch, x, arrays, bits, None, indices=indices)
-    kernel, y = on_metal(x, codebook_inputs(arrays), indices, chosen, launch, experts=True)
+    launch, inputs = partial(codebook_launch, x, arrays, bits, None, indices=indices), codebook_inputs(arrays)
+    kernel, y = on_metal(x, inputs, indices, chosen, launch, experts=True)
     if kernel in STOCK:
         return y
-    product = native_kernels().library_experts if "library" in arrays else native_kernels().codebook_experts
-    return product(x, **arrays, indices=indices, bits=bits).astype(x.dtype)
+    return native_kernels().codebook_experts(x, inputs, bits, indices).astype(x.dtype)
 
 
 def exact_experts(

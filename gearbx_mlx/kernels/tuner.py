@@ -44,6 +44,7 @@ from .dispatch import (
     CannotMeasure,
     KernelChoice,
     Kind,
+    cpu_kernels,
     device,
     is_tuning,
 )
@@ -146,7 +147,8 @@ def machine() -> str:
     on = device()
     name = f"{mx.device_info().get('device_name', '')} ({on})"
     if on == CPU:
-        threads = os.environ.get("GEARBX_THREADS") or os.cpu_count()
+        kernels = cpu_kernels(1)
+        threads = os.cpu_count() if kernels is None else kernels.threads()
         name = f"{name} {processor_key()}, {threads} threads"
     return f"{name}, {platform.system()} {platform.release()}, mlx {version('mlx')}, kernels {kernels_hash()}"
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from conftest import normal, same_weights
 
@@ -77,6 +78,27 @@ class TestMapped:
             forget(array)
         assert same_weights(found, ARRAYS)
         assert mx.array_equal(mine, mx.ones((2048, 64))).item()
+
+    @pytest.mark.parametrize("again", [False, True])
+    def test_edited_arrays_keep_their_pages(self, file, again):
+        align_arrays(file)
+        found = load_arrays(file)["c"]
+        for place in (3, 900)[: 1 + again]:
+            found[place] = 7.0
+            mx.eval(found)
+        expected = np.array(found)
+        forget(found)
+        assert (np.array(found) == expected).all()
+
+    def test_edit_before_gears_is_in_them(self, tmp_path):
+        def high(**how: bool) -> mx.array:
+            model, _ = load(shutil.copytree(DEMO_MODEL, tmp_path / str(how)), **how)
+            model.layers[0].mlp.up_proj.weight[0] = 0.0
+            gearbox = Gearbox(model, "4,16")
+            gearbox.shift("high")
+            return model(mx.array([[1, 2, 3]]))
+
+        assert mx.array_equal(high(lazy=True), high()).item()
 
     @pytest.mark.skipif(sys.platform != "linux", reason="the system does not show the pages of a mapping")
     @pytest.mark.parametrize(("format", "ladder"), [("planes", "4"), ("exact", "4,16")])

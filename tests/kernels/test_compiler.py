@@ -271,6 +271,37 @@ def test_threads_are_for_performance_cores(tmp_path):
     assert threads() == [cores, cores, cores - 1]
 
 
+REFUSING = r"""
+#include <dlfcn.h>
+#include <errno.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <vector>
+#include "matvec.h"
+extern "C" int pthread_create(pthread_t* thread, const pthread_attr_t* how, void* (*run)(void*), void* context) {
+  static int made = 0;
+  using Create = int (*)(pthread_t*, const pthread_attr_t*, void* (*)(void*), void*);
+  return made++ < 2 ? reinterpret_cast<Create>(dlsym(RTLD_NEXT, "pthread_create"))(thread, how, run, context) : EAGAIN;
+}
+int main() {
+  const std::vector<uint32_t> words(5 << 20, 3);
+  for (int i = 0; i < 20; i++) printf("%u ", gearbx_read_sum(words.data(), words.size()));
+}
+"""
+
+
+@pytest.mark.processes
+def test_fewer_threads_than_wanted_compute_everything(tmp_path):
+    """As in a container that limits its processes."""
+    (tmp_path / "main.cpp").write_text(REFUSING)
+    sources = [str(tmp_path / "main.cpp"), *(str(compiler.SOURCES / name) for name in ("pool.cpp", "cores.cpp"))]
+    flags, made = ["-std=c++20", "-pthread", f"-I{compiler.SOURCES}"], str(tmp_path / "main")
+    subprocess.run([*compiler.find_compiler(), *flags, *sources, "-o", made, "-ldl"], check=True)
+    environment = os.environ | {"GEARBX_THREADS": "8"}
+    done = subprocess.run([made], env=environment, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == [str(3 * (5 << 20))] * 20
+
+
 ZEN_3 = "fpu sse4_2 movbe popcnt fma avx f16c abm bmi1 avx2 bmi2 sha_ni"
 ZEN_4 = (
     f"{ZEN_3} avx512f avx512dq avx512cd avx512bw avx512vl avx512_bf16 avx512vbmi avx512_vbmi2 avx512_vnni avx512_bitalg"

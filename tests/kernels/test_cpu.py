@@ -32,6 +32,7 @@ from gearbx_mlx.formats.planes import split
 from gearbx_mlx.kernels import cpu, products
 from gearbx_mlx.kernels.bit_planes import Planes
 from gearbx_mlx.kernels.compiler import SOURCES, find_compiler
+from gearbx_mlx.kernels.metal_products import codebook_inputs
 from gearbx_mlx.kernels.products import SymmetricCodes, symmetric_product
 
 TYPES = [mx.float32, mx.bfloat16, mx.float16]
@@ -350,12 +351,7 @@ class TestSymmetricCodes:
                 native.symmetric_matvec(*arguments)
 
 
-NAMES = {codebook: "codebook", codebook_library: "library"}
 CASES = [(codebook, bits) for bits in range(2, 7)] + [(codebook_library, bits) for bits in (2, 3, 4)]
-
-
-def kernel(native, module, kind="matvec"):
-    return getattr(native, f"{NAMES[module]}_{kind}")
 
 
 @pytest.mark.some(2)
@@ -368,7 +364,7 @@ def test_experts_use_their_own_tables_and_outliers(native, module, bits):
     weight = np.array(codebook.decode(arrays, bits, 300)).astype(np.float64)
     x = mx.random.normal((40, 1, 300))
     chosen = mx.random.randint(0, 4, (40, 2)).astype(mx.uint32)
-    y = kernel(native, module, "experts")(x[:, None], **arrays, indices=chosen, bits=bits)
+    y = native.codebook_experts(x[:, None], codebook_inputs(arrays), bits, chosen)
     assert y.shape == (40, 2, 1, 9)
     for token in range(40):
         for k in range(2):
@@ -376,20 +372,20 @@ def test_experts_use_their_own_tables_and_outliers(native, module, bits):
             bound = np.abs(matrix) @ np.abs(vector)
             assert (np.abs(np.array(y[token, k, 0]) - matrix @ vector) <= 1e-5 * bound + 1e-6).all()
             one = {name: array[chosen[token, k].item()] for name, array in arrays.items()}
-            assert mx.array_equal(y[token, k], kernel(native, module)(x[token], **one, bits=bits)).item()
+            assert mx.array_equal(y[token, k], native.codebook_matvec(x[token], codebook_inputs(one), bits)).item()
 
 
 def test_missing_expert_gives_nan_and_mismatched_arrays_fail(native):
     arrays = codebook.encode(heavy(2, 4, 100), 3)
-    y = native.codebook_experts(mx.ones((1, 1, 100)), **arrays, indices=mx.array([[1, 2]]), bits=3)
+    y = native.codebook_experts(mx.ones((1, 1, 100)), codebook_inputs(arrays), 3, mx.array([[1, 2]]))
     assert mx.isfinite(y[0, 0]).all().item()
     assert mx.isnan(y[0, 1]).all().item()
     short = arrays | {"outlier_offsets": arrays["outlier_offsets"][:1]}
     with pytest.raises(ValueError, match="an outlier offset for each row"):
-        native.codebook_experts(mx.ones((1, 1, 100)), **short, indices=mx.array([[1]]), bits=3)
+        native.codebook_experts(mx.ones((1, 1, 100)), codebook_inputs(short), 3, mx.array([[1]]))
     one = codebook.encode(heavy(4, 100), 3)
     with pytest.raises(ValueError, match="a matrix for each expert"):
-        native.codebook_experts(mx.ones((1, 1, 100)), **one, indices=mx.array([[0]]), bits=3)
+        native.codebook_experts(mx.ones((1, 1, 100)), codebook_inputs(one), 3, mx.array([[0]]))
 
 
 @pytest.mark.parametrize(("module", "bits"), CASES)
@@ -401,7 +397,7 @@ def test_many_outliers_at_their_places(native, module, bits):
         x = mx.zeros((1, 1000))
         x[0, column] = 1.0
         expected = codebook.decode(arrays, bits, 1000)[:, column]
-        assert mx.allclose(kernel(native, module)(x, **arrays, bits=bits)[0], expected, atol=1e-6).item()
+        assert mx.allclose(native.codebook_matvec(x, codebook_inputs(arrays), bits)[0], expected, atol=1e-6).item()
 
 
 def test_incompatible_arguments_are_refused(native):
@@ -413,7 +409,7 @@ def test_incompatible_arguments_are_refused(native):
         (100, 7, {}, "codes of 2 to 6 bits"),
     ):
         with pytest.raises(ValueError, match=said):
-            native.codebook_matvec(mx.ones((1, width)), **arrays | change, bits=bits)
+            native.codebook_matvec(mx.ones((1, width)), codebook_inputs(arrays | change), bits)
 
 
 def test_without_native_kernels_the_weight_is_reconstructed(monkeypatch):

@@ -107,8 +107,10 @@ class TestCompiledOnce:
         def refuse(module: object) -> None:
             raise compiler.Unavailable("incompatible function arguments")
 
-        afresh.setattr(cpu, "check_kernels", refuse)
-        assert [cache.why_not() for _ in range(2)] == ["incompatible function arguments"] * 2
+        with afresh.context() as changed:
+            changed.setattr(cpu, "check_kernels", refuse)
+            assert [cache.why_not() for _ in range(2)] == ["incompatible function arguments"] * 2
+        assert cache.load() in cache.kept()  # the reason has gone
         assert cache.compilations() == 1
 
     def test_unless_a_dependency_changes(self, afresh):

@@ -88,9 +88,9 @@ void write(const Block& block, const Sums& total, float* all_y) {
 template <class SumsOf>
 void attend_block(const Job& job, const Block& block, SumsOf sums_of) {
   static thread_local Softmax softmax[BLOCK];
-  static thread_local Memory memory;
+  static thread_local Buffer<float> memory;
   const int64_t wide = round_up(job.form.width);
-  const Sums total = {softmax, memory.of(BLOCK * wide)};
+  const Sums total = {softmax, memory.room_for(BLOCK * wide)};
   std::fill_n(total.softmax, block.count, Softmax());
   std::fill_n(total.values, block.count * wide, 0.0f);
   for (int64_t span = 0; span < job.spans; span++) merge(sums_of(span), block.count, wide, total);
@@ -108,8 +108,8 @@ Space& space_for(const Block& block) {
 void attend_blocks(const void* context, int piece) {
   const Job& job = *static_cast<const Job*>(context);
   static thread_local Softmax softmax[BLOCK];
-  static thread_local Memory memory;
-  const Sums part = {softmax, memory.of(BLOCK * round_up(job.form.width))};
+  static thread_local Buffer<float> memory;
+  const Sums part = {softmax, memory.room_for(BLOCK * round_up(job.form.width))};
   const int64_t all = job.key_heads * job.blocks;
   for (int64_t i = piece * all / job.pieces; i < (piece + 1) * all / job.pieces; i++) {
     const Block block = block_of(job, i % job.key_heads, job.blocks - 1 - i / job.key_heads);
@@ -143,10 +143,10 @@ void merge_spans(const void* context, int key_head) {
 void attend_few(Job& job) {
   static thread_local std::unique_ptr<Softmax[]> softmax;
   static thread_local int64_t held = 0;
-  static thread_local Memory memory;
+  static thread_local Buffer<float> memory;
   const int64_t count = job.key_heads * job.spans * job.form.shared * job.form.length;
   if (count > held) softmax = std::make_unique<Softmax[]>(static_cast<size_t>(held = count));
-  job.parts = {softmax.get(), memory.of(count * round_up(job.form.width))};
+  job.parts = {softmax.get(), memory.room_for(count * round_up(job.form.width))};
   share_out(static_cast<int>(job.key_heads * job.spans), attend_spans, &job);
   share_out(static_cast<int>(job.key_heads), merge_spans, &job);
 }

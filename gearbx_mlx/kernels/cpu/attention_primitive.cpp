@@ -92,14 +92,13 @@ void pack_all(const KVRows& rows, const PackedKV& to) {
   const struct Job {
     const KVRows& rows;
     const PackedKV& to;
-    int64_t pieces;
-  } job = {rows, to, std::min<int64_t>((rows.count + VECTORS - 1) / VECTORS, 1 << 15)};
+  } job = {rows, to};
   const auto work = [](const void* context, int piece) {
     const Job& j = *static_cast<const Job*>(context);
-    const int64_t count = j.rows.count;
-    pack_vectors(j.rows, piece * count / j.pieces, (piece + 1) * count / j.pieces, j.to);
+    const int64_t first = piece * VECTORS;
+    pack_vectors(j.rows, first, std::min(first + VECTORS, j.rows.count), j.to);
   };
-  share_out(static_cast<int>(job.pieces), work, &job);
+  share_out(static_cast<int>((rows.count + VECTORS - 1) / VECTORS), work, &job);
 }
 
 // Inputs: vectors. Outputs: one plane or two, scales, offsets.

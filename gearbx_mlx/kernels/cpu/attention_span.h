@@ -4,11 +4,10 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <cstring>
-#include <memory>
 
 #include "attention.h"
+#include "buffer.h"
 #include "kv_planes.h"
 #include "lanes.h"
 
@@ -183,26 +182,6 @@ struct Sums {
   float* values;
 };
 
-// Growing memory for floats, aligned to cache lines.
-class Memory {
- public:
-  float* of(int64_t count) {
-    if (count > count_) {
-      held_.reset(static_cast<float*>(std::aligned_alloc(64, static_cast<size_t>(round_up(count)) * sizeof(float))));
-      if (!held_) std::abort();
-      count_ = count;
-    }
-    return held_.get();
-  }
-
- private:
-  struct Free {
-    void operator()(float* p) const { std::free(p); }
-  };
-  std::unique_ptr<float, Free> held_;
-  int64_t count_ = 0;
-};
-
 // At most BLOCK queries of heads that share their keys and values. Query i has position i / shared. Keys and values are
 // those behind the padding, `count_keys` of them.
 struct Block {
@@ -226,10 +205,10 @@ struct Block {
 struct Space {
   float *queries, *scores, *padded;
   int64_t seen[BLOCK];  // per query, the number of keys of the span up to the last visible one
-  Memory memory;
+  Buffer<float> memory;
 
   void prepare(int64_t wide) {
-    queries = memory.of(BLOCK * wide + BLOCK * SPAN + SPAN * wide);
+    queries = memory.room_for(BLOCK * wide + BLOCK * SPAN + SPAN * wide);
     scores = queries + BLOCK * wide;
     padded = scores + BLOCK * SPAN;
   }

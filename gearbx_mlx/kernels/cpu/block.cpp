@@ -4,6 +4,7 @@
 #include <memory>
 
 #include "simd.h"
+#include "split.h"
 
 namespace gearbx {
 namespace {
@@ -146,44 +147,9 @@ int64_t rows_of(const std::vector<Linear>& linears) {
   return rows;
 }
 
-namespace {
-
-template <class T>
-void advance(T*& pointer, int64_t bytes) {
-  if (pointer) pointer = reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(pointer) + static_cast<uintptr_t>(bytes));
-}
-
-int64_t size_of(int type) { return type == GEARBX_FLOAT32 ? 4 : 2; }
-
-struct From {
-  int64_t first;
-
-  void operator()(gearbx_dense& m) const { advance(m.weights, first * m.columns * size_of(m.type)); }
-
-  void operator()(gearbx_stack& m) const {
-    const int64_t groups = m.kind == GEARBX_SYMMETRIC_ROWS ? 1 : m.columns / m.group;
-    for (int p = 0; p < m.planes; p++) {
-      advance(m.weights[p], first * (m.kind == GEARBX_AFFINE ? m.columns * m.widths[p] / 8 : m.row_bytes));
-      advance(m.biases[p], first * groups * size_of(m.scale_type));
-    }
-    advance(m.scales, first * groups * size_of(m.scale_type));
-  }
-
-  void operator()(gearbx_exact& m) const {
-    const int64_t groups = m.columns / m.group;
-    advance(m.codes, first * (m.columns / 2));
-    advance(m.scales, first * groups * 2);
-    advance(m.biases, first * groups * 2);
-    advance(m.low, first * m.columns);
-    advance(m.offsets, first * 4);
-  }
-};
-
-}  // namespace
-
 Linear some_rows(const Linear& linear, int64_t first, int64_t count) {
   Linear some = linear;
-  std::visit([&](auto& m) { From{first}(m), m.rows = count; }, some.matrix);
+  std::visit([&](auto& m) { SkipRows{first}(m), m.rows = count; }, some.matrix);
   advance(some.bias, first * size_of(some.bias_type));
   return some;
 }

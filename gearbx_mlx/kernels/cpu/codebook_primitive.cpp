@@ -82,7 +82,8 @@ void require_array(const mx::array& a, mx::Dtype dtype, mx::Shape shape, const m
 // Validates the arrays of a matrix or of experts, and makes their rows contiguous. Returns the inputs after x.
 std::vector<mx::array> checked(const mx::array& x, const std::vector<mx::array>& arrays, int bits, int dimensions,
                                mx::Stream s) {
-  const bool library = arrays.size() >= MIDPOINTS;
+  require(arrays.size() == OFFSETS || arrays.size() == MIDPOINTS, "there must be 5 arrays, or 8 of a library");
+  const bool library = arrays.size() == MIDPOINTS;
   const mx::array &weight = arrays[WEIGHT - 1], &outliers = arrays[OUTLIERS - 1], &columns = arrays[COLUMNS - 1];
   require(bits >= 2 && bits <= (library ? 4 : 6),
           library ? "libraries have codes of 2 to 4 bits" : "codebooks have codes of 2 to 6 bits");
@@ -131,42 +132,11 @@ mx::array experts(const mx::array& x, const std::vector<mx::array>& arrays, int 
                 std::make_shared<CodebookExperts>(s, vectors_of_pairs(x, pairs), library, bits), std::move(inputs));
 }
 
-mx::array codebook_matvec(const mx::array& x, const mx::array& weight, const mx::array& codebook,
-                          const mx::array& outliers, const mx::array& columns, const mx::array& offsets, int bits) {
-  return matvec(x, {weight, codebook, outliers, columns, offsets}, bits);
-}
-
-mx::array library_matvec(const mx::array& x, const mx::array& weight, const mx::array& library,
-                         const mx::array& outliers, const mx::array& columns, const mx::array& offsets,
-                         const mx::array& entries, const mx::array& scales, const mx::array& midpoints, int bits) {
-  return matvec(x, {weight, library, outliers, columns, offsets, entries, scales, midpoints}, bits);
-}
-
-mx::array codebook_experts(const mx::array& x, const mx::array& weight, const mx::array& codebook,
-                           const mx::array& outliers, const mx::array& columns, const mx::array& offsets,
-                           mx::array indices, int bits) {
-  return experts(x, {weight, codebook, outliers, columns, offsets}, bits, std::move(indices));
-}
-
-mx::array library_experts(const mx::array& x, const mx::array& weight, const mx::array& library,
-                          const mx::array& outliers, const mx::array& columns, const mx::array& offsets,
-                          const mx::array& entries, const mx::array& scales, const mx::array& midpoints,
-                          mx::array indices, int bits) {
-  return experts(x, {weight, library, outliers, columns, offsets, entries, scales, midpoints}, bits,
-                 std::move(indices));
-}
-
 }  // namespace
 
 void bind_codebooks(nb::module_& m) {
-  m.def("codebook_matvec", &codebook_matvec, "x"_a, "weight"_a, "codebook"_a, "outliers"_a, "outlier_columns"_a,
-        "outlier_offsets"_a, "bits"_a);
-  m.def("library_matvec", &library_matvec, "x"_a, "weight"_a, "library"_a, "outliers"_a, "outlier_columns"_a,
-        "outlier_offsets"_a, "entries"_a, "scales"_a, "midpoints"_a, "bits"_a);
-  m.def("codebook_experts", &codebook_experts, "x"_a, "weight"_a, "codebook"_a, "outliers"_a, "outlier_columns"_a,
-        "outlier_offsets"_a, "indices"_a, "bits"_a);
-  m.def("library_experts", &library_experts, "x"_a, "weight"_a, "library"_a, "outliers"_a, "outlier_columns"_a,
-        "outlier_offsets"_a, "entries"_a, "scales"_a, "midpoints"_a, "indices"_a, "bits"_a);
+  m.def("codebook_matvec", &matvec, "x"_a, "arrays"_a, "bits"_a);
+  m.def("codebook_experts", &experts, "x"_a, "arrays"_a, "bits"_a, "indices"_a);
 }
 
 }  // namespace gearbx

@@ -54,8 +54,8 @@ __attribute__((noinline)) void decode_rows(const ByRow& m, int64_t first, int64_
 
 // The memory of a thread for decoded rows.
 Decoded* decoded_rows(int64_t rows, int64_t columns) {
-  static thread_local std::vector<Decoded> memory;
-  return reserve(memory, rows * columns);
+  static thread_local Buffer<Decoded> memory;
+  return memory.room_for(rows * columns);
 }
 
 // Only one matrix tile at a time, whose decoded weights stay in the first-level cache.

@@ -25,12 +25,12 @@ class UnpackGguf : public mx::Primitive {
       : Primitive(s), file_(std::move(file)), type_(type), place_(place) {}
 
   void eval_cpu(const std::vector<mx::array>&, std::vector<mx::array>& outputs) override {
-    constexpr int64_t MIN_PIECE_BYTES = 1 << 17, MAX_PIECES = 65535;
+    constexpr int64_t PIECE_BYTES = 1 << 17;
     for (auto& out : outputs) out.set_data(mx::allocator::malloc(out.nbytes()));
     const bool in_codes = outputs.size() == 3;
     const auto weights = static_cast<int64_t>(in_codes ? outputs[1].size() * 32 : outputs[0].size());
     const int64_t blocks = weights / type_->weights;
-    Job job{*this, outputs, blocks, std::max(MIN_PIECE_BYTES / type_->bytes, blocks / MAX_PIECES + 1)};
+    Job job{*this, outputs, blocks, PIECE_BYTES / type_->bytes};
     const auto work = [](const void* context, int piece) {
       const auto* job = static_cast<const Job*>(context);
       const int64_t first = piece * job->step;

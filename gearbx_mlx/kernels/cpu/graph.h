@@ -208,7 +208,7 @@ struct StackForm {
             "there must be 1 to 8 planes, each with weights, and biases of the first ones");
     require(rest >= 0 && rest <= 7, "0 to 7 bits may be left out");
     biases_ = static_cast<int>(biases.size());
-    require(x_bits == 0 || x_bits == 8 || x_bits == 16, "x_bits must be 8 or 16, or 0 for unquantized activations");
+    check_x_bits(x_bits);
     require(group == 32 || group == 64 || group == 128, "the group size must be 32, 64 or 128");
     if (in_panels) check_panels(scales);
     else
@@ -292,14 +292,15 @@ void bind_watched(nanobind::module_& m);
 // Common parts of operations over mixtures of experts: the vector and expert of each pair.
 
 // The number of the vector in each pair, after x (..., 1, I) and the indices are broadcast against each other.
-inline std::vector<int32_t> vectors_of_pairs(const mx::Shape& x, const mx::Shape& pairs) {
+inline std::vector<int32_t> vectors_of_pairs(const mx::array& x, const mx::Shape& pairs) {
   int count = 1;
   for (int length : pairs) count *= length;
   std::vector<int32_t> vectors(static_cast<size_t>(count));
   for (int p = 0; p < count; p++) {
     int rest = p, vector = 0, stride = 1;
-    for (size_t i = 0; i < pairs.size(); i++) {  // the last dimension first
-      const int length = pairs[pairs.size() - 1 - i], own = i < x.size() ? x[x.size() - 1 - i] : 1;
+    for (int i = 0; i < static_cast<int>(pairs.size()); i++) {  // the last dimension first
+      const int length = pairs[pairs.size() - 1 - static_cast<size_t>(i)];
+      const int own = i + 2 < static_cast<int>(x.ndim()) ? x.shape(-3 - i) : 1;
       vector += (own == 1 ? 0 : rest % length) * stride;
       rest /= length;
       stride *= own;
@@ -344,10 +345,6 @@ inline mx::array finish(const mx::array& x, mx::Shape pairs, int rows, std::shar
   pairs.push_back(1);
   pairs.push_back(x.shape(-1));
   return output(std::move(pairs), rows, std::move(primitive), std::move(inputs));
-}
-
-inline std::vector<int32_t> vectors_of_pairs(const mx::array& x, const mx::Shape& pairs) {
-  return vectors_of_pairs(mx::Shape(x.shape().begin(), x.shape().end() - 2), pairs);
 }
 
 }  // namespace gearbx

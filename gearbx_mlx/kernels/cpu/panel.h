@@ -9,9 +9,9 @@
 
 #include <bit>
 #include <cmath>
-#include <memory>
 #include <type_traits>
 
+#include "buffer.h"
 #include "codes.h"
 #include "matrix_tiles.h"
 #include "matvec.h"
@@ -341,23 +341,6 @@ inline void write_panel(const gearbx_stack& m, const Unpacking& how, int64_t row
 // 16-bit number for matmuls of words (products_of_bytes.h).
 
 constexpr int BASE = 254;
-
-// Memory that grows without keeping its content. Unlike a vector, it is not filled with zeros.
-template <class T>
-class Buffer {
- public:
-  T* room_for(int64_t size) {
-    if (size > size_) {
-      values_.reset(new T[static_cast<size_t>(size)]);
-      size_ = size;
-    }
-    return values_.get();
-  }
-
- private:
-  std::unique_ptr<T[]> values_;
-  int64_t size_ = 0;
-};
 
 // Columns, up to a whole register of groups.
 inline int64_t whole_blocks(int64_t columns, int group) {

@@ -12,6 +12,7 @@
 #include <cstring>
 #include <memory>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 #include "matvec.h"
@@ -56,7 +57,10 @@ void prefer_fast_cores() {
 class Pool {
  public:
   explicit Pool(int threads) : threads_(threads), tickets_(new Ticket[static_cast<size_t>(threads)]) {
-    for (int i = 1; i < threads; i++) std::thread(&Pool::serve, this, i).detach();
+    try {
+      for (int i = 1; i < threads; i++) std::thread(&Pool::serve, this, i).detach();
+    } catch (const std::system_error&) {  // the system refuses more threads; the others take their pieces
+    }
   }
 
   void run(int pieces, void (*work)(const void*, int), const void* context) {

@@ -10,8 +10,7 @@ namespace gearbx {
 // per fast core, and with "all" one per core.
 int thread_count();
 
-// Calls work(context, i) once for each i below `pieces` (at most 65535), on several threads, and returns after all
-// calls. Each thread takes a range of consecutive pieces, since memory is read fastest in order. Then it helps the
+// Calls work(context, i) once for each i below `pieces`, on several threads, and returns after all calls. Each thread takes a range of consecutive pieces, since memory is read fastest in order. Then it helps the
 // others, so that a thread that the system suspends delays only its own piece. If two threads call at once, the second
 // call runs on its own thread only.
 void share_out(int pieces, void (*work)(const void* context, int piece), const void* context);

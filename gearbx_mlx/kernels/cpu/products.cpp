@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "codebook.h"
-#include "exact.h"
 #include "split.h"
 
 namespace gearbx {
@@ -30,36 +29,10 @@ constexpr int64_t most_vectors(const gearbx_dense&) { return MAX_AT_ONCE; }
 constexpr int64_t most_vectors(const gearbx_exact&) { return MAX_AT_ONCE; }
 constexpr int64_t most_vectors(const gearbx_stack& m) { return m.x_bits ? MAX_AT_ONCE : GEARBX_MAX_VECTORS; }
 
-// The address after the first `count` of `values`.
-const void* after(const void* values, int type, int64_t count) {
-  return static_cast<const char*>(values) + count * (type == GEARBX_FLOAT32 ? 4 : 2);
-}
-
-gearbx_stack expert(const gearbx_stack& first, int64_t number) {
-  gearbx_stack m = first;
-  const int64_t groups = number * m.rows * (m.columns / m.group);
-  m.scales = after(m.scales, m.scale_type, groups);
-  for (int p = 0; p < m.planes; p++) {
-    m.weights[p] = static_cast<const char*>(m.weights[p]) + number * m.rows * (m.columns / 8 * m.widths[p]);
-    if (m.biases[p]) m.biases[p] = after(m.biases[p], m.scale_type, groups);
-  }
-  return m;
-}
-
-gearbx_dense expert(const gearbx_dense& first, int64_t number) {
-  gearbx_dense m = first;
-  m.weights = after(m.weights, m.type, number * m.rows * m.columns);
-  return m;
-}
-
-gearbx_exact expert(const gearbx_exact& first, int64_t number) {
-  gearbx_exact m = first;
-  const int64_t rows = number * m.rows, groups = rows * (m.columns / m.group);
-  m.codes += rows * (m.columns / 2);
-  m.scales += groups;
-  m.biases += groups;
-  m.low += rows * m.columns;
-  m.offsets += rows;
+template <class Matrix>
+Matrix expert(const Matrix& first, int64_t number) {
+  Matrix m = first;
+  SkipRows{number * m.rows}(m);
   return m;
 }
 

@@ -68,20 +68,8 @@ Moments joined(const Moments* pieces, int64_t count) {
 // Calls work(0) to work(count - 1) on several threads.
 template <class Work>
 void in_pieces(int64_t count, const Work& work) {
-  constexpr int64_t MOST = 65535;
-  for (int64_t first = 0; first < count; first += MOST) {
-    struct Part {
-      const Work* work;
-      int64_t first;
-    } const part = {&work, first};
-    share_out(
-        static_cast<int>(std::min(MOST, count - first)),
-        [](const void* context, int piece) {
-          const auto& [work, first] = *static_cast<const Part*>(context);
-          (*work)(first + piece);
-        },
-        &part);
-  }
+  const auto one = [](const void* context, int piece) { (*static_cast<const Work*>(context))(piece); };
+  share_out(static_cast<int>(count), one, &work);
 }
 
 // Calls done(row, its moments) for each row (rows, count).

@@ -1,9 +1,10 @@
-// Divides the rows of a matrix into pieces of work, and many vectors into a kernel's chunks.
+// Divides the rows of a matrix into pieces of work, and many vectors into a kernel's chunks; finds later rows.
 
 #pragma once
 
 #include <cstdint>
 
+#include "exact.h"
 #include "matvec.h"
 
 namespace gearbx {
@@ -39,5 +40,37 @@ void in_chunks(int64_t vectors, Run run, int64_t most = GEARBX_MAX_VECTORS) {
     run(first, static_cast<int>(end - first));
   }
 }
+
+template <class T>
+void advance(T*& pointer, int64_t bytes) {
+  if (pointer) pointer = reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(pointer) + static_cast<uintptr_t>(bytes));
+}
+
+inline int64_t size_of(int type) { return type == GEARBX_FLOAT32 ? 4 : 2; }
+
+// Lets a matrix begin `rows` later in memory: some rows of one, or a later expert of a stack.
+struct SkipRows {
+  int64_t rows;
+
+  void operator()(gearbx_dense& m) const { advance(m.weights, rows * m.columns * size_of(m.type)); }
+
+  void operator()(gearbx_stack& m) const {
+    const int64_t groups = m.kind == GEARBX_SYMMETRIC_ROWS ? 1 : m.columns / m.group;
+    for (int p = 0; p < m.planes; p++) {
+      advance(m.weights[p], rows * bytes_of_row(m, p));
+      advance(m.biases[p], rows * groups * size_of(m.scale_type));
+    }
+    advance(m.scales, rows * groups * size_of(m.scale_type));
+  }
+
+  void operator()(gearbx_exact& m) const {
+    const int64_t groups = m.columns / m.group;
+    advance(m.codes, rows * (m.columns / 2));
+    advance(m.scales, rows * groups * 2);
+    advance(m.biases, rows * groups * 2);
+    advance(m.low, rows * m.columns);
+    advance(m.offsets, rows * 4);
+  }
+};
 
 }  // namespace gearbx

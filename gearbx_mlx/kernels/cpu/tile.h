@@ -4,8 +4,8 @@
 #pragma once
 
 #include <type_traits>
-#include <vector>
 
+#include "buffer.h"
 #include "matrix_tiles.h"
 #include "matvec.h"
 #include "pool.h"
@@ -185,15 +185,6 @@ int64_t whole_steps(int64_t columns) {
   return columns / STEP<X> * STEP<X>;
 }
 
-// Space for `count` numbers in `memory`, aligned to a cache line, so that no load needs two lines.
-template <class X>
-X* reserve(std::vector<X>& memory, int64_t count) {
-  constexpr size_t LINE = 64;
-  const size_t needed = static_cast<size_t>(count) + LINE / sizeof(X);
-  if (memory.size() < needed) memory.resize(needed);
-  return memory.data() + (LINE - reinterpret_cast<uintptr_t>(memory.data()) % LINE) % LINE / sizeof(X);
-}
-
 // Vectors (vectors, columns), in groups of at most VECTORS whose sizes differ by at most one.
 //
 // Packed, the vectors of a group are neighbors: the first register of the first step of each vector, then of the
@@ -210,8 +201,8 @@ struct Activations {
   Activations(const float* from, int64_t count, int64_t width) : x(from), vectors(count), columns(width) {
     if constexpr (std::is_same_v<X, float>) packed = x;
     if (vectors == 1 && std::is_same_v<X, float>) return;
-    static thread_local std::vector<X> memory;
-    packed = room_ = reserve(memory, vectors * whole_steps<X>(columns));
+    static thread_local Buffer<X> memory;
+    packed = room_ = memory.room_for(vectors * whole_steps<X>(columns));
     share_out(static_cast<int>(groups()), pack_group, this);
   }
 
