@@ -132,6 +132,9 @@ class Settings:
             value, rules = getattr(self, item.name), item.metadata
             if value is None:
                 continue
+            is_read = rules.get("parse") and isinstance(value, str)
+            if item.type in (int, int | None) and type(value) is not int and not is_read:
+                raise GearbxError(f"{shown_name(item)}: must be a whole number, got {value!r}; use an int")
             if "bounds" in rules:
                 check_range(shown_name(item), value, *rules["bounds"])
             if rules.get("choices"):
@@ -139,7 +142,7 @@ class Settings:
                     check_choice(flag_of(item.name), one, rules["choices"])
             if rules.get("named") and isinstance(value, str) and not value.strip():
                 raise GearbxError(f"{shown_name(item)}: empty; use a name, or omit it")
-            if rules.get("parse") and isinstance(value, str):
+            if is_read:
                 object.__setattr__(self, item.name, rules["parse"](value))
 
 

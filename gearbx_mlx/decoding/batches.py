@@ -40,7 +40,7 @@ from .mode import Mode, check_known, decode_lock, vocabulary_of
 from .response import BatchGearResponse, Step, single_pass, telemetry_of
 from .sampling import Chooser, Processor, Sampler, blame_of, has_nan, reader_of, sampled_rows, sampler_beside
 
-BATCH_SIZES = ("max_tokens", "completion_batch_size", "prefill_batch_size", "prefill_step_size", "max_kv_size")
+BATCH_SIZES = ("max_tokens", "completion_batch_size", "prefill_batch_size", "prefill_step_size")
 BATCH_SETTINGS = frozenset(inspect.signature(MlxBatchGenerator.__init__).parameters) - {"self", "model"}
 
 
@@ -350,11 +350,11 @@ def check_shared_cache(name: str, cache: Sequence[Any], layers: int) -> None:
 def check_batch_settings(settings: Mapping[str, Any]) -> None:
     """Validate keywords of mlx-lm's BatchGenerator. Raises GearbxError for unknown ones, and for sizes below 1."""
     for name, value in settings.items():
-        if name.startswith("kv_"):
+        if name.startswith("kv_") or (name == "max_kv_size" and value is not None):
             raise GearbxError(f"{name}: is not available in batches; omit it, or use stream_generate for each prompt")
         if name not in BATCH_SETTINGS:
             raise GearbxError(f"batch: has no {name}; {choose(name, sorted(BATCH_SETTINGS))}")
-        if name in BATCH_SIZES and not is_whole_number(value, 1) and not (name == "max_kv_size" and value is None):
+        if name in BATCH_SIZES and not is_whole_number(value, 1):
             raise GearbxError(f"{name}: must be 1 or more, got {value!r}; set a larger number")
 
 

@@ -37,14 +37,16 @@ class Telemetry:
         self._monitor, self._blame, self._controller = monitor, blame, controller
         self._clock = time.perf_counter if controller is None else controller.clock
         self._before: Gear | None = None  # the previous token's gear
-        self.resume()
+        self._start = self._clock()
 
     def governing(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the controller acts."""
         return contextlib.nullcontext() if self._controller is None else self._controller.governing()
 
     def resume(self) -> None:
-        """Start the clock of a token: time that a caller takes between tokens does not count."""
+        """Start the clock of a token: time that a caller takes between tokens does not count. The controller acts."""
+        if self._controller is not None:
+            self._controller.resume()
         self._start = self._clock()
 
     def response(

@@ -38,7 +38,7 @@ Bounds = Mapping[str, tuple[int, int]]
 class Governor:
     """Caps a gearbox during generation: `stream_generate(..., controller=Governor(gearbox, target_tps=15))`.
 
-    It keeps its measurements between sequences, and removes its caps at the end of each.
+    It keeps its measurements between sequences, and removes its caps when no sequence is left.
 
     Args:
         gearbox: of the model.
@@ -76,17 +76,25 @@ class Governor:
         """Bits per weight, summed over all passes."""
         self._warned = False
         self._began: float | None = None
+        self._sequences = 0
 
     @contextmanager
     def governing(self) -> Iterator[None]:
         """Give the gearbox the governor's caps in the context."""
         if self._began is None:
             self._began = self.clock()
-        self.gearbox.cap(self.controller.caps)
+        self._sequences += 1
+        self.resume()
         try:
             yield
         finally:
-            self.gearbox.cap({})
+            self._sequences -= 1
+            if not self._sequences:
+                self.gearbox.cap({})
+
+    def resume(self) -> None:
+        """Apply the caps, which a different sequence may have changed."""
+        self.gearbox.cap(self.controller.caps)
 
     def after(self, step: Step, seconds: float | None) -> CapDecision | None:
         """Count a token; after every few tokens, decide the caps and apply them.
@@ -146,6 +154,9 @@ class MemoryGuard:
 
     def governing(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def resume(self) -> None:
+        """Do nothing: memory needs no preparation for a token."""
 
     def after(self, step: Step, seconds: float | None) -> None:
         """Take a token. Raises GearbxError if memory exceeds the limit after MLX has freed its cache."""

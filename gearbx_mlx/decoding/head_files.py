@@ -18,7 +18,7 @@ from ..files.reading import read_as, typed
 from ..files.user_cache import CacheUnusable, cache_entry
 from ..gears.mapped import sampled
 from ..gears.tensor_files import fingerprint_of, samples_of
-from ..gears.weight_files import files_of
+from ..gears.weight_files import weight_files
 from .heads import Head, HeadConfig, LayerConfig, Quantization
 from .hidden import blocks_of
 
@@ -68,7 +68,7 @@ def kept_head(directory: Path) -> Path:
         CacheUnusable: a cache that other users can write to, or that cannot be read.
         GearbxError, OSError: weights that cannot be read.
     """
-    return cache_entry(f"{KEPT}/{sampled(files_of(directory))[:16]}")
+    return cache_entry(f"{KEPT}/{sampled(weight_files(directory))[:16]}")
 
 
 def is_head(directory: Path) -> bool:

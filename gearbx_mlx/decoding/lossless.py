@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import mlx.nn as nn
 
-from ..errors import GearbxError
 from ..gears.gearbox import Gearbox, Observer, attached
 from ..gears.in_place import own_codes, without_gears
 from ..gears.ladder import DRAFT_FORMAT, EXACT_LADDER, Ladder
@@ -58,13 +57,6 @@ class Lossless(LosslessSettings, SharedMode):
         "source",
     )
     no_caps_reason: ClassVar[str] = "generates the top gear's output, which a cap would change"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("draft_length", "lookup_tokens"):
-            tokens = getattr(self, name)
-            if tokens is not None and type(tokens) is not int:
-                raise GearbxError(f"{name}: must be a whole number of tokens, got {tokens!r}; use an int")
 
     @property
     def max_lookup_tokens(self) -> int:

@@ -13,6 +13,7 @@ together with the last token, in passes of at most `prefill_step_size` tokens; u
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -33,7 +34,7 @@ from .caches import length, parts
 from .generation import Telemetry, responses
 from .governor import Governor
 from .hidden import Hidden
-from .mode import Mode
+from .mode import Mode, check_known
 from .modes import PairSettings
 from .plan import PREFILL_STEP_SIZE, DecodePlan, DecodeState, Keywords
 from .response import GearResponse, Step
@@ -234,10 +235,11 @@ class Pair(PairSettings, Mode):
             raise GearbxError("mode 'pair': takes no input_embeddings; omit them")
         check_vocabularies(tokenizer, self.small_model, model)
         text = how.text(model, tokenizer, prompt)
+        check_known("prompt", text.tokens, min(vocabulary(self.small_model), vocabulary(model)))
         cache = self.make_cache(model, how.max_kv_size) if how.prompt_cache is None else how.prompt_cache
         check_pair_cache(cache)
         threshold = self.threshold_with(model)
-        gate = pair_gate(threshold, self.min_gear_duration) if self.gate is None else self.gate
+        gate = pair_gate(threshold, self.min_gear_duration) if self.gate is None else deepcopy(self.gate)
         first = first_model(threshold) if self.initial_gear == AUTO else NAMES.index(self.initial_gear)
         gate.reset(first)
         verifier = PairVerifier(self.small_model, model, first, how.prefill_step_size)

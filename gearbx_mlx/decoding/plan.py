@@ -34,7 +34,8 @@ MAX_PAUSE = 0.2  # share of a queued round; if the consumer of tokens takes more
 
 @dataclass(frozen=True)
 class Keywords:
-    """Keywords of mlx-lm's stream_generate. num_draft_tokens: the most tokens of one draft by a draft model."""
+    """Keywords of mlx-lm's stream_generate. num_draft_tokens: the most tokens of one draft by a draft model.
+    stream: of all computations; None: mlx-lm's own."""
 
     max_tokens: int = 256
     sampler: Sampler | None = None
@@ -49,6 +50,7 @@ class Keywords:
     input_embeddings: mx.array | None = None
     draft_model: nn.Module | None = None
     num_draft_tokens: int | None = None
+    stream: mx.Stream | None = None
 
     def chooser(self) -> Chooser:
         return Chooser(self.sampler or greedy_sampler, tuple(self.logits_processors or ()))
@@ -120,7 +122,6 @@ class DecodePlan:
         chooser, reader: choose tokens from logits.
         policy: chooses the number of proposed tokens.
         agreement: gives ranks that share the model the same tokens.
-        stream: MLX stream of all computations; None: the default stream.
         clock: seconds.
     """
 
@@ -130,11 +131,11 @@ class DecodePlan:
     reader: LogitsReader = MLX_READER
     policy: LearnedPolicy = field(default_factory=FixedPolicy)
     agreement: Agreement = ALONE
-    stream: Any = field(default_factory=generation_stream)
     clock: Callable[[], float] = time.perf_counter
 
     def on_stream(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if self.stream is None else mx.stream(self.stream)
+        """Return a context in which MLX computes on the sequence's stream."""
+        return mx.stream(self.keywords.stream or generation_stream())
 
 
 @dataclass

@@ -11,6 +11,8 @@ three short prompts. If fewer than five of its tokens have entropy above 0, the 
 
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -144,7 +146,7 @@ class Route(RouteSettings, InEngagedGear):
     def gate_for(self, gearbox: Gearbox | Observer) -> Gate:
         """Return the given gate, or a gate from thresholds. Raises GearbxError if they do not fit the ladder."""
         if self.gate is not None:
-            return self.gate
+            return deepcopy(self.gate)  # sequences of one mode may take turns
         return ThresholdGate(thresholds_for(self.thresholds, gearbox), self.hysteresis, self.min_gear_duration)
 
     def gears_of_text(self, gearbox: Gearbox) -> tuple[Gear, Gear | None]:
@@ -170,11 +172,10 @@ class Static(StaticSettings, InEngagedGear):
     no_caps_reason: ClassVar[str] = "stays in one gear"
 
     def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> SequenceState:
-        gear = self.gear_of(gearbox)
-        reads = gear_of_prompt(gearbox, self.prompt_gear, gear)
+        reads, gear = self.gears_of_text(gearbox)
         return SequenceState(OneGear(gear.index), Monitor(vocabulary_of(gearbox), self.window), gear, reads)
 
-    def gears_of_text(self, gearbox: Gearbox) -> tuple[Gear, Gear | None]:
+    def gears_of_text(self, gearbox: Gearbox | Observer) -> tuple[Gear, Gear]:
         gear = self.gear_of(gearbox)
         return gear_of_prompt(gearbox, self.prompt_gear, gear), gear
 
@@ -269,6 +270,7 @@ def continued_entropies(model: nn.Module, tokenizer: Any, text: str) -> Iterator
     """Yield the entropy in bits of the tokens that a model generates greedily after a prompt."""
     prompt: Any = text
     if getattr(tokenizer, "chat_template", None):
-        prompt = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
+        with suppress(Exception):  # of a template's own code, which the user may have excluded
+            prompt = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
     for response in mlx_lm.stream_generate(model, tokenizer, prompt, CONTINUED):
         yield float(np.array(entropy_bits(response.logprobs)))

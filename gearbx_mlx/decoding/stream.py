@@ -32,6 +32,7 @@ from ..ranks.agreement import agreement_of
 from ..routing.gates import DEFAULT_POLICY, BatchPolicy, policy_named
 from ..routing.pair import NAMES, parameter_ratio
 from ..telemetry.summary import Tally, kv_summary, summarize, whole_command
+from .batches import is_whole_number
 from .caches import cache_in_gears, check_kv_mode, check_quantizable
 from .governor import Governor, MemoryGuard
 from .learned import measured_seconds
@@ -82,19 +83,18 @@ def stream_generate(
     """
     started = time.perf_counter()
     check_keywords(kwargs)
+    drafted, governed = kwargs.get("draft_model") is not None, controller is not None and controller.caps
     if controller is not None and gearbox is None:
         gearbox = controller.gearbox
-    drafted = kwargs.get("draft_model") is not None
-    chosen = mode_or_default(model, gearbox, mode, controller is not None and controller.caps, drafted)
+    chosen = mode_or_default(model, gearbox, mode, governed, drafted)
+    if controller is not None:
+        chosen.check_controller(controller, gearbox)
     check_draft_model(chosen.name, kwargs.get("draft_model"))
     with creation_lock:
         box = chosen.gearbox_for(model, gearbox)
-    if box is not None and not isinstance(prompt, str):
-        check_known("prompt", encoded(tokenizer, prompt), vocabulary_of(box))
     kwargs |= cache_keywords(chosen, model, box, kv_gears, kv_gear, kwargs)
-    if controller is not None:
-        chosen.check_controller(controller, box)
     if box is not None:
+        check_known("prompt", encoded(tokenizer, prompt), vocabulary_of(box))
         check_device(box.device)
         kwargs["sampler"] = sampler_beside(box, kwargs.get("sampler"))
     keywords = {"gearbox": box, "controller": controller, "max_tokens": max_tokens, **kwargs}
@@ -110,11 +110,15 @@ def lock_of(gearbox: Gearbox | Observer | None) -> contextlib.AbstractContextMan
     return contextlib.nullcontext() if gearbox is None else decode_lock(gearbox)
 
 
+LEAST = {"prefill_step_size": 1, "num_draft_tokens": 1, "max_kv_size": 5}  # a rotating cache keeps the first 4 tokens
 KEYWORDS = {*inspect.signature(generate_step).parameters, *inspect.signature(speculative_generate_step).parameters}
 
 
 def check_keywords(given: Mapping[str, Any]) -> None:
     """Validate keywords of mlx-lm. Raises GearbxError for unknown ones; for those of sampling it names make_sampler."""
+    for name, least in LEAST.items():
+        if given.get(name) is not None and not is_whole_number(given[name], least):
+            raise GearbxError(f"{name}: must be {least} or more, got {given[name]!r}; set a larger number")
     for name in given.keys() - KEYWORDS:
         if name in inspect.signature(make_sampler).parameters:
             hint = f"use sampler=mlx_lm.sample_utils.make_sampler({name}={given[name]!r})"
@@ -384,7 +388,7 @@ class RunSpeed:
             self.first += run.times[0] - run.started
             self.whole += run.times[1] - run.started
             self.prompt_tokens += last.prompt_tokens
-            self.prompt_seconds += last.prompt_tokens / last.prompt_tps
+            self.prompt_seconds += last.prompt_tokens / last.prompt_tps if last.prompt_tps else 0.0
             self.tokens += last.generation_tokens
             self.seconds += last.generation_tokens / last.generation_tps
 
@@ -397,6 +401,21 @@ class RunSpeed:
             "seconds_to_first_token": self.first / self.runs if self.runs else 0.0,
             "seconds": self.whole,
         }
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What a gearbox has counted over all runs: seconds of shifts, and bytes that its layers read from the disk."""
+
+    shift_seconds: float = 0.0
+    disk_bytes: int = 0
+
+    @classmethod
+    def of(cls, gearbox: Gearbox | Observer | None) -> "Spent":
+        if gearbox is None:
+            return cls()
+        stream = getattr(gearbox, "residency", None)
+        return cls(gearbox.shift_seconds, stream.reader.bytes_read if isinstance(stream, Stream) else 0)
 
 
 @dataclass(eq=False)
@@ -423,6 +442,7 @@ class Responses(Iterator[GearResponse]):
 
     def __post_init__(self) -> None:
         self._lock = lock_of(self.gearbox)
+        self._before = Spent.of(self.gearbox)
         self.times = (0.0, 0.0)
         """Times of the first token and of the latest one, in seconds of `time.perf_counter`."""
         self.tally = Tally.of(NAMES if self.gearbox is None else [gear.name for gear in self.gearbox.ladder])
@@ -439,7 +459,8 @@ class Responses(Iterator[GearResponse]):
     def close(self) -> None:
         """End the sequence."""
         if hasattr(self.responses, "close"):
-            self.responses.close()
+            with self._lock:
+                self.responses.close()
 
     def since(self, entered: float) -> dict[str, float]:
         """Return the times of a whole command; entered: its start, in seconds of `time.perf_counter`."""
@@ -457,7 +478,7 @@ class Responses(Iterator[GearResponse]):
         if isinstance(self.mode, Pair):
             return summary_of_pair(name, second_model, self.model, self.mode, self.tally, speed)
         assert self.gearbox is not None
-        result = summary_of(name, self.gearbox, self.mode, self.tally, speed, self.controller)
+        result = summary_of(name, self.gearbox, self.mode, self.tally, speed, self.controller, self._before)
         if self.draft_model is not None:  # it has one pass per drafted token
             passes = self.tally.drafted
             read = {"passes": passes, "weight_bytes": passes * bytes_read(self.draft_model)}
@@ -477,14 +498,16 @@ def summary_of(
     tally: Tally,
     speed: RunSpeed,
     controller: Governor | MemoryGuard | None = None,
+    before: Spent = Spent(),
 ) -> dict[str, Any]:
-    """Return the summary of one run. A Governor lowers bits of gears, so there are effective bits."""
+    """Return the summary of the run since `before`. A Governor lowers bits of gears, so there are effective bits."""
+    spent = Spent.of(gearbox)
     further: dict[str, Any] = {}
     if isinstance(controller, Governor):
         further = {"effective_bits_per_weight": tally.mean(controller.bits_read), "controller": controller.summary()}
     stream = getattr(gearbox, "residency", None)
     if isinstance(stream, Stream):
-        further["streaming"] = stream.summary(tally.tokens)
+        further["streaming"] = stream.summary(spent.disk_bytes - before.disk_bytes, tally.tokens)
     further |= kv_summary(tally, len(gearbox.model.layers)) | measured_seconds(gearbox)
     return summarize(
         tally,
@@ -496,7 +519,7 @@ def summary_of(
         weight_bytes={gear.name: gearbox.weight_bytes_per_token(gear) for gear in gearbox.ladder},
         original_bytes=gearbox.original_bytes_per_token(),
         **speed.summary(),
-        shift_seconds=gearbox.shift_seconds,
+        shift_seconds=spent.shift_seconds - before.shift_seconds,
         making_seconds=gearbox.making_seconds,
         peak_memory_bytes=mx.get_peak_memory() + mapped_bytes(),
         active_memory_bytes=gearbox.active_memory,

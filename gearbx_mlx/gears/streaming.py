@@ -167,10 +167,10 @@ class Stream(Residency):
             )
         self.reader = StripReader(saved.hashes, keeps_cache=fits_in_memory(saved))
 
-    def summary(self, tokens: int) -> dict[str, float]:
-        """Return the disk bytes per token of a run, and the read speed (bytes per second)."""
+    def summary(self, bytes_read: int, tokens: int) -> dict[str, float]:
+        """Return the disk bytes per token of a run that read so many bytes, and the read speed (bytes per second)."""
         return {
-            "disk_bytes_per_token": self.reader.bytes_read / max(1, tokens),
+            "disk_bytes_per_token": bytes_read / max(1, tokens),
             "disk_bytes_per_second": self.reader.speed.bytes_per_second or 0.0,
         }
 

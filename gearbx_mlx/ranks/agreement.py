@@ -44,16 +44,6 @@ class Agreement:
         parts = mx.split(shared, ends[:-1])
         return tuple(part.view(array.dtype).reshape(array.shape) for part, array in zip(parts, arrays))
 
-    def numbers(self, values: Sequence[int]) -> list[int]:
-        """Return rank 0's integers, below 2^63."""
-        if self.group is None:
-            return list(values)
-        halves = [half for value in values for half in (value >> 32, value & 0xFFFFFFFF)]
-        with in_turn():
-            (shared,) = self.arrays(mx.array(halves, mx.uint32))
-            found = [int(half) for half in np.array(shared)]
-        return [high << 32 | low for high, low in zip(found[::2], found[1::2])]
-
 
 ALONE = Agreement()
 

@@ -55,7 +55,7 @@ def place_here(environment: Mapping[str, str] = os.environ) -> Place | None:
             )
         return Place(rank, len(addresses), "ring", addresses)
     if RANK in environment and environment.get(JACCL_DEVICES):
-        devices = parsed(Path(environment[JACCL_DEVICES]), "use a list of devices per rank")
+        devices = parsed(JACCL_DEVICES, Path(environment[JACCL_DEVICES]), "use a list of devices per rank")
         return Place(rank_number(environment, RANK), len(devices), "jaccl")
     for rank_name, size_name in MPI:
         if size_name in environment and rank_number(environment, size_name) > 1:
@@ -77,7 +77,7 @@ def read_hostfile(file: Path) -> tuple[tuple[Address, ...], ...]:
     Raises:
         GearbxError: a missing file, or one without a JSON list of addresses.
     """
-    content = parsed(file, HOSTFILE_LAYOUT)
+    content = parsed(HOSTFILE, file, HOSTFILE_LAYOUT)
     ranks = [entry if isinstance(entry, list) else [None] for entry in content]
     addresses = tuple(tuple(parsed_address(file, text) for text in entry) for entry in ranks)
     for rank, several in enumerate(addresses):
@@ -90,13 +90,13 @@ def read_hostfile(file: Path) -> tuple[tuple[Address, ...], ...]:
     return addresses
 
 
-def parsed(file: Path, layout: str) -> list:
-    """Return the list in a JSON file, empty for an empty file. Raises GearbxError for any other file."""
+def parsed(variable: str, file: Path, layout: str) -> list:
+    """Return the list in a variable's JSON file, empty for an empty file. Raises GearbxError for any other file."""
     try:
         text = file.read_text(encoding="utf-8").strip()
         content = json.loads(text) if text else []
     except OSError as error:
-        raise GearbxError(f"{file}: cannot be read ({error.strerror}); set {HOSTFILE} to a hostfile") from error
+        raise GearbxError(f"{file}: cannot be read ({error.strerror}); set {variable} to a readable file") from error
     except (ValueError, RecursionError) as error:
         raise GearbxError(f"{file}: not JSON; {layout}") from error
     if not isinstance(content, list):

@@ -325,6 +325,8 @@ def thresholds_in_bits(
             return thresholds_of_file(thresholds.content, gears, vocab_size, fingerprint())
         except GearbxError as error:
             raise GearbxError(f"{thresholds.place}: {error}; {MAKE_THRESHOLDS}") from error
+    if isinstance(thresholds, int | float):
+        raise GearbxError(f"thresholds: must be a list of bits, got {thresholds}; use [{thresholds}]")
     bits = default_thresholds(len(gears), vocab_size) if thresholds is None else tuple(thresholds)
     check_thresholds(bits, len(gears))
     return bits

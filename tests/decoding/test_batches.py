@@ -189,7 +189,7 @@ class TestBadInput:
                 for of in ("prefill", "completion")
             ),
             ({"prefill_step_size": -2}, "prefill_step_size: must be 1 or more, got -2; set"),
-            ({"max_kv_size": 0}, "max_kv_size: must be 1 or more, got 0; set"),
+            ({"max_kv_size": 8}, "max_kv_size: is not available in batches; omit it"),
             ({"batch_policy": 3}, "batch policy: must be a known name, got 3"),
             ({"mode": Route(), "batch_policy": lambda w: 2}, "batch policy: must return 0 to 1, got 2; use"),
             ({"seeds": [1, 2, 1.5, None]}, "seeds[2]: must be a whole number from 0, got 1.5; use"),

@@ -67,6 +67,19 @@ class TestGoverned:
         first = next(iter(stream_generate(gearbox.model, tokenizer, PROMPT, 5, **options)))
         assert first.weight_bytes == gearbox.weight_bytes_per_token(gearbox.ladder[0])
 
+    def test_caps_stay_until_the_last_sequence_ends(self, geared):
+        gearbox, tokenizer = geared
+        governor = Governor(gearbox, watch=Watch([Scripted([Point(0, MachineState("critical"))])]))
+        options = {"gearbox": gearbox, "controller": governor, "mode": Route()}
+        first, second = (stream_generate(gearbox.model, tokenizer, PROMPT, 60, **options) for _ in range(2))
+        for _ in range(12):
+            next(first), next(second)
+        first.close()
+        next(second)
+        assert {*bits_in(gearbox).values()} == {4}
+        second.close()
+        assert not gearbox.caps
+
     @pytest.mark.parametrize(
         ("options", "message"),
         [

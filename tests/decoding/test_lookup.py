@@ -80,9 +80,9 @@ class TestLookup:
         ("setting", "says"),
         [
             ({"lookup_tokens": 16}, "lookup_tokens: out of range, got 16; use 0 to 15"),
-            ({"lookup_tokens": True}, "lookup_tokens: must be a whole number of tokens, got True"),
-            ({"lookup_tokens": 3.0}, "lookup_tokens: must be a whole number of tokens, got 3.0"),
-            ({"lookup_tokens": "3"}, "lookup_tokens: out of range, got 3; use 0 to 15"),
+            ({"lookup_tokens": True}, "lookup_tokens: must be a whole number, got True"),
+            ({"lookup_tokens": 3.0}, "lookup_tokens: must be a whole number, got 3.0"),
+            ({"lookup_tokens": "3"}, "lookup_tokens: must be a whole number, got '3'"),
         ],
     )
     def test_unknown_values_are_refused(self, setting, says):

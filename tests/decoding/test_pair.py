@@ -11,7 +11,7 @@ import pytest
 from conftest import KEYWORDS, Script, assert_same_text, save_model, stream_pair, tiny_model, weights_of, written
 from mlx_lm.models.cache import make_prompt_cache
 
-from gearbx_mlx import Gearbox, GearbxError, Pair, stream_generate
+from gearbx_mlx import Gearbox, GearbxError, Governor, Pair, stream_generate
 from gearbx_mlx.compat.loops import streaming_with
 from gearbx_mlx.decoding.pair import PairVerifier, TrailingCache, bytes_read, pair_cache
 from gearbx_mlx.decoding.sampling import entropy_bits, reader_of
@@ -173,6 +173,16 @@ class TestPairRefusals:
         given = make_prompt_cache(large) if name == "prompt_cache" else small
         with pytest.raises(GearbxError, match=complaint):
             stream_pair(small, large, demo.tokenizer, TALE, **{name: given})
+
+    @pytest.mark.parametrize("token", [-1, TOKENS, 100000])
+    def test_unknown_token_is_refused(self, demo, small, large, token):
+        with pytest.raises(GearbxError, match=f"prompt: tokens must be 0 to {TOKENS - 1}, got {token}"):
+            stream_pair(small, large, demo.tokenizer, [5, token])
+
+    def test_controller_is_refused(self, fresh_demo, small):
+        controller = Governor(Gearbox(fresh_demo.model, "4,16"))
+        with pytest.raises(GearbxError, match="mode 'pair': changes no gear that could be capped"):
+            stream_generate(fresh_demo.model, fresh_demo.tokenizer, TALE, mode=Pair(small), controller=controller)
 
     def test_other_tokenizer_is_refused(self, demo):
         class Other:

@@ -12,7 +12,7 @@ from gearbx_mlx.decoding.plan import DecodePlan, DecodeState
 )
 def test_round_with_long_pause_has_no_time(is_queued, away, seconds):
     clock = Clock()
-    plan = DecodePlan(None, keywords=None, chooser=None, stream=None, clock=clock)
+    plan = DecodePlan(None, keywords=None, chooser=None, clock=clock)
     state = DecodeState(text=None, cache=[], is_queued=is_queued, started=(100.0, 5.0), away=5.0 + away)
     clock.now = 110.0
     assert state.seconds(plan) == (None if seconds is None else pytest.approx(seconds))

@@ -140,6 +140,54 @@ class TestArguments:
         with refuses(f"stream_generate: has no keyword '{next(iter(given))}'", remedy):
             gearbx_mlx.stream_generate(demo.model, demo.tokenizer, TALE, mode=mode, **given)
 
+    @pytest.mark.parametrize("mode", ["static", "lossless"])
+    @pytest.mark.parametrize(("name", "value"), [("prefill_step_size", 0), ("num_draft_tokens", 0), ("max_kv_size", 4)])
+    def test_too_small_number_is_refused_at_once(self, demo, mode, name, value):
+        with pytest.raises(GearbxError, match=f"{name}: must be [15] or more, got {value}"):
+            gearbx_mlx.stream_generate(demo.model, demo.tokenizer, TALE, mode=mode, **{name: value})
+
+    @pytest.mark.parametrize("mode", ["static", "lossless"])
+    def test_token_of_text_beyond_vocabulary_is_refused(self, demo, mode):
+        class Larger(type(demo.tokenizer)):
+            def encode(self, *_, **__):
+                return [5, 4100]
+
+        tokenizer = Larger(demo.tokenizer._tokenizer)
+        with pytest.raises(GearbxError, match="prompt: tokens must be 0 to 4095, got 4100"):
+            gearbx_mlx.stream_generate(demo.model, tokenizer, TALE, mode=mode)
+
+    @pytest.mark.parametrize("mode", ["static", "lossless", "kickdown"])
+    def test_stream_of_the_caller(self, demo, mode):
+        own = mx.new_stream(mx.default_device())
+        plain, streamed = (
+            [one.token for one in stream_generate(demo.model, demo.tokenizer, TALE, 8, mode=mode, **how)]
+            for how in ({}, {"stream": own})
+        )
+        assert plain == streamed
+
+    def test_sequences_with_one_gate_take_turns(self, fresh_demo):
+        mode = Route(gate=ThresholdGate([1.0, 2.5]))
+        gearbox = Gearbox(fresh_demo.model, "4,8,16")
+        alone = [one.gear for one in told(fresh_demo, gearbox, 20, mode)]
+        how = {"gearbox": gearbox, "mode": mode}
+        first, second = (stream_generate(fresh_demo.model, fresh_demo.tokenizer, TALE, 20, **how) for _ in range(2))
+        assert [one.gear for pair in zip(first, second) for one in pair] == [gear for gear in alone for _ in range(2)]
+
+    def test_summary_counts_shifts_of_its_run(self, fresh_demo):
+        gearbox = Gearbox(fresh_demo.model, "4,16")
+        gearbox.shift_seconds = 100.0
+        responses = stream_generate(fresh_demo.model, fresh_demo.tokenizer, TALE, 5, gearbox=gearbox, mode="route")
+        list(responses)
+        assert responses.summary()["shift_seconds"] < 50
+
+    def test_embeddings_without_tokens_have_a_summary(self, tiny, demo):
+        embedded = tiny.model.embed_tokens(mx.array([1, 5, 9]))
+        how = {"input_embeddings": embedded, "mode": "static", "gearbox": Gearbox(tiny, "4,16")}
+        responses = stream_generate(tiny, demo.tokenizer, mx.array([], mx.int32), 4, **how)
+        assert responses.summary()["tokens"] == 0
+        list(responses)
+        assert responses.summary()["tokens"] == 4
+
     def test_load_keeps_argument_order_of_mlx_lm(self):
         arguments = (gearbx_mlx.loading.DEMO_MODEL, {"padding_side": "left"}, {"rope_theta": 5000.0}, None, True, True)
         model, tokenizer, config = gearbx_mlx.load(*arguments)
@@ -155,6 +203,8 @@ class TestArguments:
             (Route((3.0,)), "3 gears need 2 thresholds"),
             (Route(initial_gear="reverse"), "no gear 'reverse'"),
             (partial(Route, window=0), "window: out of range, got 0"),
+            (partial(Route, window=2.5), "window: must be a whole number, got 2.5"),
+            (Route(3.0), "thresholds: must be a list of bits, got 3.0"),
             (partial(Route, hysteresis=float("nan")), "hysteresis"),
             (partial(Route, min_gear_duration=0), "duration"),
             (Static("reverse"), "no gear 'reverse'"),

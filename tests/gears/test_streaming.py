@@ -124,6 +124,17 @@ class TestResidentEquality:
         assert text(path, gearbox_of(path), mode) == text(path, gearbox_of(path, "resident"), mode)
 
 
+def test_summary_counts_bytes_of_its_run(checkpoint):
+    path = checkpoint()
+    gearbox, tokenizer = gearbox_of(path), gearbx_mlx.load(path)[1]
+    read = []
+    for _ in range(2):
+        responses = stream_generate(gearbox.model, tokenizer, [1, 5, 9, 2], 12, gearbox=gearbox, mode="static")
+        list(responses)
+        read.append(responses.summary()["streaming"]["disk_bytes_per_token"])
+    assert read[1] == pytest.approx(read[0], rel=0.2)
+
+
 class TestMemory:
     def test_the_remainder_is_not_in_memory(self, checkpoint):
         path = checkpoint()

@@ -191,7 +191,8 @@ def facts(model, group=None, sums="gather", keywords=None):
     for name, mode in MODES.items():
         texts[name] = [r.token for r in stream_generate(found, tokenizer, PROMPT, 10, mode=mode(), gearbox=gearbox)]
         # mlx-lm still computes a token behind the text, which must not disturb what the ranks agree on next.
-        numbers.append(agreement_of(found).numbers([7, 1 << 40, *range(20)]))
+        (shared,) = agreement_of(found).arrays(mx.array([7, 1 << 30, *range(20)], mx.uint32))
+        numbers.append(shared.tolist())
     bytes_read = {gear.name: gearbox.weight_bytes_per_token(gear) for gear in gearbox.ladder}
     shared = {gear.name: undivided_bytes_per_token(gearbox, gear) for gear in gearbox.ladder}
     said = gearbox.describe().splitlines()

@@ -40,6 +40,11 @@ class TestPlace:
     def test_single_rank_runs_without_peers(self, tmp_path, content):
         assert place_here(hostfile(tmp_path, content)) is None
 
+    def test_unreadable_devices_are_named(self, tmp_path):
+        variables = {"MLX_RANK": "0", "MLX_IBV_DEVICES": str(tmp_path / "none")}
+        with refuses("none: cannot be read (No such file", "set MLX_IBV_DEVICES to a readable file"):
+            place_here(variables)
+
     def test_hostfile_gives_rank_addresses(self, tmp_path):
         place = place_here(hostfile(tmp_path, [["a:1", "a:2"], ["[::1]:3"]]))
         assert (place.rank, place.size, place.backend) == (0, 2, "ring")
