@@ -352,7 +352,7 @@ def unfit(layer: Layer, format: Format, stored: Sequence[int], group_size: int) 
     """Return why a layer, stored at these bits, cannot be calibrated; None if it can."""
     module = layer.module
     known = type(module) in (nn.Linear, NativeDense) or isinstance(module, nn.Embedding) or has_experts(layer)
-    if layer.is_table or not known:
+    if not known:
         return "heads and tables are rounded"
     if not stored or (format.ladders and tuple(stored) not in format.ladders):
         return "has no low gear"

@@ -5,6 +5,7 @@ The module also writes stock checkpoints with one table of bits. mlx-lm reads th
 
 import contextlib
 import math
+import shlex
 import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -177,7 +178,11 @@ def geared_card(
         mlx_lm_text(manifest, gears),
     ]
     if manifest.stock:
-        text.append(shell("pip install mlx-lm", f"mlx_lm.generate --model {origin.name} --prompt 'Once upon a time'"))
+        text.append(
+            shell(
+                "pip install mlx-lm", f"mlx_lm.generate --model {shlex.quote(origin.name)} --prompt 'Once upon a time'"
+            )
+        )
     return card_text(text, origin)
 
 
@@ -200,9 +205,9 @@ def lossless_text(name: str) -> list[str]:
     """Return how to generate the original's output with fewer bytes read, and how to restore its files."""
     return [
         "The original's output, with drafts of the lowest gear:",
-        shell(f"gearbx_mlx generate --model {name} --mode lossless --prompt 'Once upon a time'"),
+        shell(f"gearbx_mlx generate --model {shlex.quote(name)} --mode lossless --prompt 'Once upon a time'"),
         "## The original",
-        shell(f"gearbx_mlx convert --restore {name} --mlx-path original"),
+        shell(f"gearbx_mlx convert --restore {shlex.quote(name)} --mlx-path original"),
         "This writes every file that mlx-lm reads of the original, byte for byte; `gears.json` has the SHA-256 of each "
         f"tensor. `{ORIGINAL_FILE}` has the parts that no parameter of the model contains, needed only for this.",
     ]
@@ -254,14 +259,18 @@ def table_card(bits: Mapping[str, int], size: int, weights: int, files: Mapping[
         table(("file", "size"), [(f"`{name}`", megabytes(count)) for name, count in files.items()]),
         "## Use with mlx-lm",
         "This is a stock model of mlx-lm:",
-        shell("pip install mlx-lm", f"mlx_lm.generate --model {origin.name} --prompt 'Once upon a time'"),
+        use_of_mlx_lm(origin.name),
         *run_with_gearbx(origin.name, "gearbx-mlx only records the gears that this model would use; it has no others."),
     ]
     return card_text(text, origin)
 
 
+def use_of_mlx_lm(name: str) -> str:
+    return shell("pip install mlx-lm", f"mlx_lm.generate --model {shlex.quote(name)} --prompt 'Once upon a time'")
+
+
 def run_with_gearbx(name: str, note: str) -> list[str]:
-    command = f"gearbx_mlx generate --model {name} --prompt 'Once upon a time'"
+    command = f"gearbx_mlx generate --model {shlex.quote(name)} --prompt 'Once upon a time'"
     return ["## Use with gearbx-mlx", shell(command), note]
 
 

@@ -49,6 +49,7 @@ from ..gears.tensor_files import (
     hash_places,
     header_of,
 )
+from ..gears.weight_files import weight_files
 from ..kernels.exact import ExactMatrix
 from ..kernels.products import decoded
 from ..loading import read_config
@@ -130,7 +131,7 @@ class OriginalFiles:
 
     def __init__(self, directory: Path, progress: Callable[[int], None] = lambda size: None):
         self.directory = directory
-        self.shards = {file.name: read_header(file) for file in weights_in(directory)}
+        self.shards = {file.name: read_header(file) for file in weight_files(directory)}
         self.places = places_in(self.shards, directory)
         self.hashes: dict[Key, str] = {}
         for key, hash in hash_places(self.places):
@@ -200,14 +201,9 @@ class OriginalFiles:
         return tensor
 
 
-def weights_in(directory: Path) -> list[Path]:
-    """Return the files of weights that mlx-lm reads."""
-    return sorted(directory.glob("model*.safetensors"))
-
-
 def check_names(directory: Path) -> None:
     """Validate the names of the files of weights, before these are hashed. Raises GearbxError."""
-    for file in weights_in(directory):
+    for file in weight_files(directory):
         if not is_plain(file.name):
             raise GearbxError(
                 f"{file}: format exact keeps the names of weight files, and this one has a backslash, a control "

@@ -15,8 +15,9 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,11 @@ class GgufWeights:
     state: State
     dtype: str | None
     tensors: Sequence[ModelTensor]
+
+    @cached_property
+    def usual_type(self) -> str:
+        """Name of the type of weights that have no 16-bit type in the file."""
+        return usual_type(each.tensor for each in self.tensors)
 
 
 _weights: dict[Path, GgufWeights] = {}  # directories of the cache to their weights
@@ -313,6 +319,11 @@ def heads_of(gguf: Gguf) -> tuple[int, int]:
     return both
 
 
+def usual_type(tensors: Iterable[GgufTensor]) -> str:
+    """Return the type of the weights that have no 16-bit type in a GGUF file: that of its other weights."""
+    return "bfloat16" if {tensor.kind.name for tensor in tensors} <= {"BF16", "F32"} else "float16"
+
+
 def config_of(gguf: Gguf, dtype: str | None) -> dict[str, Any]:
     """Return config.json of a model in a GGUF."""
     of, kind = own_metadata(gguf), ARCHITECTURES[gguf.metadata["general.architecture"]]
@@ -337,7 +348,7 @@ def config_of(gguf: Gguf, dtype: str | None) -> dict[str, Any]:
         "attention_bias": has_biases,
         "mlp_bias": False,
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
-        "torch_dtype": dtype or "float16",
+        "torch_dtype": dtype or usual_type(gguf.tensors.values()),
         "bos_token_id": of.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": ends_of(gguf.metadata),
         **kind.fields(of, width // heads),

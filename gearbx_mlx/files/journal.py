@@ -44,7 +44,7 @@ class Journal:
         self.parts: dict[str, Any] = {}
         if file is None:
             return
-        text = read_text(file, "a journal", REMOVE) if os.path.exists(file) else ""
+        text = read_text(file, "a journal", REMOVE, newline="") if os.path.exists(file) else ""
         complete = text[: text.rfind("\n") + 1]
         head, _, rest = complete.partition("\n")
         for _, before in json_lines(file, head, dict[str, Any], REMOVE):

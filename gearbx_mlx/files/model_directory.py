@@ -80,13 +80,14 @@ def check_layers(config: dict[str, Any], arrays: int, file: Path) -> None:
 
 
 def check_quantization(config: Mapping[str, Any], file: Path) -> None:
-    """Validate group sizes and bits, divisors in MLX. Raises GearbxError for numbers below 1."""
+    """Validate group sizes and bits, divisors in MLX. Raises GearbxError for anything but whole numbers from 1."""
     for part in (config.get("quantization"), config.get("quantization_config")):
         levels = (part, *part.values()) if isinstance(part, dict) else ()
         for name in ("group_size", "bits"):
-            for value in (level.get(name) for level in levels if isinstance(level, dict)):
-                if isinstance(value, int | float) and value < 1:
-                    raise GearbxError(f"{file}: {name} of its quantization is {shown(value)}, below 1; {REFETCH}")
+            for value in (level[name] for level in levels if isinstance(level, dict) and name in level):
+                if value is not None and (type(value) is not int or value < 1):
+                    problem = f"{name} of its quantization must be 1 or more, got {shown(value)}"
+                    raise GearbxError(f"{file}: {problem}; {REFETCH}")
 
 
 def check_regular(directory: Path) -> None:

@@ -154,14 +154,15 @@ LARGEST_JSON = 2**26  # characters
 DEEPEST = 64  # levels of objects and lists inside each other
 
 
-def read_text(path: Path, what: str, remedy: str, largest: int = 2**30) -> str:
+def read_text(path: Path, what: str, remedy: str, largest: int = 2**30, newline: str | None = None) -> str:
     """Return the text of a UTF-8 file of at most `largest` characters.
 
     what: the expected kind with its article, such as "a precision manifest". remedy: for a file of a different kind.
+    newline: as of `open`.
     Raises GearbxError for a file that cannot be opened, is not UTF-8 text, or is too large.
     """
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig", newline=newline) as file:
             text = file.read(largest + 1)
     except OSError as error:
         reason = error.strerror or type(error).__name__

@@ -23,9 +23,9 @@ from filelock import FileLock
 from ..errors import GearbxError, GearbxWarning
 from .reading import unreadable
 from .user_cache import CacheUnusable, cache_entry, check_owner, open_cache
-from .writing import FULL, new_directory, remove, write_text
+from .writing import FULL, new_directory, remove, shortened, write_text
 
-FORM = 5  # version of the entries, part of their names
+FORM = 6  # version of the entries, part of their names
 RECORD = "unpacked.json"
 HASHES = "hashes"  # directory of the cache
 PART_BYTES = 2**22  # hashed by one thread at a time
@@ -122,7 +122,7 @@ def unpacked(stem: str, source: str, write: Callable[[Path], None]) -> Path:
     stem: start of its name. source: hash of its source. write: fills an empty directory; its errors pass.
     Raises GearbxError for a cache that cannot be written, or that other users can write to.
     """
-    name = f"{stem[:100]}-{hashlib.sha256(f'{FORM} {source}'.encode()).hexdigest()[:16]}"
+    name = f"{shortened(stem)}-{hashlib.sha256(f'{FORM} {source}'.encode()).hexdigest()[:16]}"
     try:
         directory = open_cache() / name
         if is_as_written(directory, source):

@@ -81,7 +81,10 @@ def replacing(path: Path) -> Iterator[Path]:
             yield path
             return
         remove_parts(target.parent, re.escape(part_name(target)))
-        handle, beside = open_part(target)
+        try:
+            handle, beside = open_part(target)
+        except OSError as error:  # which names the unfinished file
+            raise unwritable(path, error) from error
         _unfinished.add(beside)
         try:
             yield beside
@@ -101,7 +104,7 @@ def replacing(path: Path) -> Iterator[Path]:
 def replacing_arrays(path: Path) -> Iterator[str]:
     """Like `replacing`, for functions of MLX: they need the suffix .safetensors and raise RuntimeError."""
     with replacing(path) as place:
-        beside = place.with_name(f"{place.name}.safetensors")
+        beside = arrays_beside(place)
         try:
             yield str(beside)
             beside.replace(place)
@@ -137,7 +140,8 @@ def new_directory(path: Path, mode: int | None = None) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def work_directory(path: Path) -> Iterator[Path]:
-    """Make a directory beside `path` that is locked, and removed when the block ends."""
+    """Make a directory beside `path` that is locked, and removed when the block ends; those of killed processes too."""
+    remove_parts(path.parent, re.escape(part_name(path)))
     while True:
         beside = Path(tempfile.mkdtemp(prefix=f".{part_name(path)}.", suffix=PART, dir=path.parent))
         with contextlib.suppress(FileNotFoundError):  # removed as stale by a different process before it was locked
@@ -171,8 +175,14 @@ def drop_unfinished() -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, or a directory with everything in it."""
+    """Remove an unfinished file with the arrays beside it, or a directory with everything in it."""
+    arrays_beside(path).unlink(missing_ok=True)
     shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def arrays_beside(part: Path) -> Path:
+    """Return the file that MLX writes for an unfinished one (`replacing_arrays`)."""
+    return part.with_name(f"{part.name}.safetensors")
 
 
 def is_about(error: OSError, *paths: Path | None) -> bool:
@@ -208,7 +218,12 @@ def remove_parts(directory: Path, names: str = ".*") -> list[Path]:
 
 def part_name(target: Path) -> str:
     """Return the stem of an unfinished output's name, short enough for every file system."""
-    return target.name[:100]
+    return shortened(target.name)
+
+
+def shortened(name: str) -> str:
+    """Return the start of a file's name, of at most 100 bytes."""
+    return name.encode(errors="surrogateescape")[:100].decode(errors="ignore")
 
 
 def unwritable(path: Path, error: OSError) -> GearbxError:

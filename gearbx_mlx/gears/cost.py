@@ -150,7 +150,8 @@ def read_files(directory: Path) -> ModelFiles:
 
 def needed_memory(files: ModelFiles, gears: Sequence[int], format: Format, group_size: int, resident: bool) -> int:
     """Estimate the bytes of a model in gears, without KV cache; only of the largest gear unless `resident`."""
-    if not resident:
+    in_one_copy = any(DENSE in ladder for ladder in format.ladders)  # of both gears
+    if not resident and not in_one_copy:
         return max(needed_memory(files, [bits], format, group_size, True) for bits in gears)
     if files.is_quantized:
         return files.total

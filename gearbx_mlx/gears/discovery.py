@@ -230,7 +230,7 @@ def tables_to_pack(
     if lowest == DENSE or (DENSE in widths and format.name not in LIKE_MLX):
         return []
     predicate, own, head, found = get_predicate(manage), own_predicate(model), tied_head(model), []
-    for path, module in model.named_modules():
+    for path, module in layers_of(model).items():
         if type(module) not in TABLES or path == head or not predicate(path, module):
             continue
         floor = own(path, module)

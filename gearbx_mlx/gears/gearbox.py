@@ -27,7 +27,7 @@ from ..kernels.bit_planes import Planes
 from ..kernels.device import check_device, device_in_use
 from ..kernels.dispatch import KernelChoice, on_cpu
 from .activations import CurrentType, compute_in, layer_bytes, model_dtype, stored_dtype
-from .adapters import base_arrays, layers_of, places_of, tree_of
+from .adapters import base_arrays, layers_of, places_of, put_layers, tree_of
 from .cost import (
     LayerPath,
     experts_of,
@@ -284,7 +284,12 @@ class Gearbox:
         layout = layout_of(model, ladder, format, manage, group_size)
         how: dict[str, Any] = {"manage": manage, "residency": residency, "checkpoint": checkpoint, "dtype": dtype}
         how |= {"kernels": kernels, "activations": activations, "tables": tables or {}, "widths": widths}
-        parts = parts_of(model, layout, **how, low_model=low_model, base=base or {}, kept=kept)
+        before = {path: module for path, module in layers_of(model).items() if "weight" in module}
+        try:
+            parts = parts_of(model, layout, **how, low_model=low_model, base=base or {}, kept=kept)
+        except BaseException:
+            put_layers(model, before)
+            raise
         self.model, self.saved, self.device = model, layout.saved, device_in_use()
         self.ladder, self.format, self.group_size = layout.ladder, layout.format, layout.group_size
         self.in_place, self.of_codes = layout.codes is not None, layout.of_codes

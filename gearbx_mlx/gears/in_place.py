@@ -157,12 +157,12 @@ def codes_in(config: Mapping[str, Any], arrays: Mapping[str, TensorEntry]) -> Co
         weight = arrays.get(f"{path}.weight")
         if kind != "scales" or weight is None or weight.dtype != "U32":
             continue
-        own = usual.get(path, usual)
+        own = usual[path] if isinstance(usual.get(path), dict) else usual
         words, groups = weight.shape[-1], scales.shape[-1]
-        group_size = own.get("group_size", DEFAULT_GROUP_SIZE)
+        group_size = own.get("group_size") or DEFAULT_GROUP_SIZE
         bits = words * 32 // (groups * group_size)  # mlx-lm prefers the arrays to config.json
         if path in usual or bits not in QUANTIZED_BITS:
-            bits = own.get("bits", bits)
+            bits = own.get("bits") or bits
         layers.append(CodedLayer(bits, group_size, scales.dtype != "U8", math.prod(weight.shape) * 32 // bits))
     if layers:
         return summarized(layers)
@@ -188,7 +188,7 @@ def stated_codes(config: Mapping[str, Any]) -> dict[str, Any] | None:
     if isinstance(own, dict):
         return own
     other = config.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else None)
-    if not isinstance(other, dict) or other.get("quant_method") not in OF_OTHERS:
+    if not isinstance(other, dict) or other.get("quant_method") not in [*OF_OTHERS]:  # it may be unhashable
         return None
     size = other.get("group_size")
     return OF_OTHERS[other["quant_method"]] | ({"group_size": size} if isinstance(size, int) else {})

@@ -97,8 +97,11 @@ class KeptGears:
             remove_parts(place.parent)
             fits = make_room(place.parent, size)
         except (CacheUnusable, OSError) as error:
-            fits = False
             warn_of(error)
+            return
+        except GearbxError as error:
+            warnings.warn(f"{error}; the gears are made again at the next start", GearbxWarning, stacklevel=2)
+            return
         if not fits:
             return
         when_keeping(size, place.parent)

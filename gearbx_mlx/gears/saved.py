@@ -267,8 +267,9 @@ def open_header(file: Path, missing: str) -> FileHeader:
 
 def check_files(manifest: Manifest, gears: Mapping[str, TensorEntry], base: Mapping[str, TensorEntry]) -> None:
     """Validate a manifest against the entries of gears.safetensors and of the base. Raises GearbxError."""
-    entries = {**base, **gears}
-    used = set()
+    if twice := gears.keys() & base.keys():
+        raise GearbxError(f"{GEARS_FILE}: has {shown(min(twice))}, as the base")
+    entries, used = {**base, **gears}, set[str]()
     for path, layer in manifest.changing.items():
         for bits, names in layer.gears.items():
             place = f"{manifest.place_of(path)}.gears[{shown(str(bits))}]"

@@ -196,7 +196,7 @@ def hash_places(places: Mapping[K, ArrayPlace], remedy: str = "restore it") -> I
         try:
             yield from zip(places, pool.map(hash_place, places.values()))
         except OSError as error:
-            files = ", ".join(sorted({str(place.file) for place in places.values()}))
+            files = error.filename or ", ".join(sorted({str(place.file) for place in places.values()}))
             raise GearbxError(f"{files}: cannot be read ({error.strerror}); {remedy}") from error
         finally:
             pool.shutdown(cancel_futures=True)

@@ -28,7 +28,7 @@ from ..files.unpacked import is_in_state, state_of
 from ..files.writing import align_arrays, work_directory
 from .mapped import load_arrays, map_array, mapping_kernels, note_mapped, set_origin
 
-STORED = {"F16": mx.float16, "BF16": mx.bfloat16}  # F32 is for norms and biases, and becomes the type of the others
+STORED = {"F16": mx.float16, "BF16": mx.bfloat16}
 NATIVE = (*CODED, "Q6_K")  # types that native kernels unpack
 PARTS = ("weight", "scales", "biases")
 
@@ -70,13 +70,13 @@ def check_weights(directory: Path, weights: GgufWeights) -> None:
         check_state(weights)
 
 
-def array_kinds(each: ModelTensor, dtype: str | None) -> dict[str, tuple[mx.Dtype, tuple[int, ...]]]:
+def array_kinds(weights: GgufWeights, each: ModelTensor) -> dict[str, tuple[mx.Dtype, tuple[int, ...]]]:
     """Return type and shape of each array that a tensor becomes, by name."""
     kind, shape = each.tensor.kind.name, each.tensor.shape
-    if dtype is not None:
-        return {each.name: (dtype_named(dtype), shape)}
-    if kind not in CODED:
-        return {each.name: (STORED.get(kind, mx.float16), shape)}
+    if weights.dtype is not None:
+        return {each.name: (dtype_named(weights.dtype), shape)}
+    if kind not in CODED:  # norms and biases in F32 become the type of the others
+        return {each.name: (STORED.get(kind) or dtype_named(weights.usual_type), shape)}
     words, groups = (*shape[:-1], shape[-1] * CODED[kind] // 32), (*shape[:-1], shape[-1] // GGUF_GROUP)
     stem = each.name.rpartition(".")[0]
     kinds = ((mx.uint32, words), (mx.float16, groups), (mx.float16, groups))
@@ -85,7 +85,7 @@ def array_kinds(each: ModelTensor, dtype: str | None) -> dict[str, tuple[mx.Dtyp
 
 def kinds_of(weights: GgufWeights) -> dict[str, tuple[mx.Dtype, tuple[int, ...]]]:
     """Return type and shape of all arrays of a model, by name."""
-    return {name: kind for each in weights.tensors for name, kind in array_kinds(each, weights.dtype).items()}
+    return {name: kind for each in weights.tensors for name, kind in array_kinds(weights, each).items()}
 
 
 def weights_size(directory: Path) -> int:
@@ -129,7 +129,7 @@ def unpacked_arrays(weights: GgufWeights, tensors: Sequence[ModelTensor], mappin
     for each in tensors:
         own = found[each.name]
         stored = [heads_in_halves(array, each.heads) for array in own] if each.heads else own
-        arrays |= zip(array_kinds(each, weights.dtype), stored)
+        arrays |= zip(array_kinds(weights, each), stored)
     return arrays
 
 
@@ -159,7 +159,7 @@ def by_numpy(weights: GgufWeights, tensors: Sequence[ModelTensor]) -> Iterator[t
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for each, own in zip(tensors, pool.map(numbers, tensors)):
-            kinds = array_kinds(each, weights.dtype).values()
+            kinds = array_kinds(weights, each).values()
             arrays = [mx.array(array).astype(dtype) for array, (dtype, _) in zip(own, kinds)]
             mx.eval(arrays)  # else the arrays that these were made of stay in memory
             yield each.name, arrays
@@ -207,12 +207,6 @@ def load_mapped(directory: Path, load: Any) -> tuple:
         model, *others = load()
     set_origin(model, states)
     return model, *others
-
-
-def files_of(directory: Path) -> list[Path]:
-    """Return the files of a model's weights."""
-    weights = gguf_weights(directory)
-    return list(weight_files(directory)) if weights is None else [weights.file]
 
 
 def arrays_in(directory: Path) -> dict[str, mx.array]:

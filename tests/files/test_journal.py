@@ -88,6 +88,14 @@ def test_other_prompts_or_lengths_do_not_resume(command, flags, tmp_path, monkey
     assert (tmp_path / "t.json.journal").read_bytes() == kept
 
 
+def test_journal_edited_with_other_line_ends_continues(tmp_path):
+    file = tmp_path / "journal"
+    file.write_bytes(b'{"model": "a"}\r\n{"part": "1", "found": 1}\r\n')
+    journal = Journal(file, {"model": "a"}, int)
+    journal.add("2", 2)
+    assert Journal(file, {"model": "a"}, int).parts == {"1": 1, "2": 2}
+
+
 class TestFullDisk:
     def test_unwritable_journal_is_refused_and_parts_kept(self, tmp_path):
         file = tmp_path / "journal"

@@ -83,8 +83,12 @@ DAMAGES = [  # a file; its content, what its JSON says instead, how many bytes a
         ("config.json", {"model_type": kind}, f"{json.dumps(kind)}, which mlx-lm cannot load … update mlx-lm")
         for kind in ("steam-engine", "base", "../llama", 3, None)
     ),
-    ("config.json", {"quantization": {"group_size": 0, "bits": 4}}, "group_size of its quantization is 0, below 1"),
-    ("config.json", {"quantization_config": {"group_size": 64, "bits": 4, UP: {"bits": -1}}}, "bits … is -1, below 1"),
+    ("config.json", {"quantization": {"group_size": 0, "bits": 4}}, "group_size … must be 1 or more, got 0"),
+    (
+        "config.json",
+        {"quantization_config": {"group_size": 64, "bits": 4, UP: {"bits": -1}}},
+        "bits … must be 1 or more, got -1",
+    ),
     ("tokenizer_config.json", {"model_max_length": ""}, 'model_max_length is "", not a number'),
     ("tokenizer_config.json", {"model_max_length": [512]}, "model_max_length is [512], not a number"),
 ]

@@ -185,6 +185,11 @@ LINES = {
 SEARCH = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
+def test_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "prompts.txt").write_bytes(b"\xef\xbb\xbfHello\nWorld\n")
+    assert read_prompts(tmp_path / "prompts.txt") == ["Hello", "World"]
+
+
 def loads_or_is_refused(file: Path, text: str, read) -> bool:
     """Whether a file with this text can be read. If not, the error is one line and names the file."""
     file.parent.mkdir(exist_ok=True)

@@ -10,7 +10,7 @@ from conftest import save_model, tiny_model
 
 import gearbx_mlx
 from gearbx_mlx import GearbxError
-from gearbx_mlx.files.writing import new_directory, replacing, write_text
+from gearbx_mlx.files.writing import new_directory, replacing, replacing_arrays, work_directory, write_text
 
 
 def names(directory: Path) -> set[str]:
@@ -49,6 +49,30 @@ class TestReplacing:
         with pytest.raises(GearbxError, match=f"{file}: cannot be written .*{remedy}"), replacing(file):
             raise OSError(number, os.strerror(number))
         assert not names(tmp_path)
+
+    def test_missing_directory_is_blamed_on_the_file(self, tmp_path):
+        with pytest.raises(GearbxError, match=f"{tmp_path / 'gone' / 'a'}: cannot be written"):
+            write_text(tmp_path / "gone" / "a", "text")
+
+    def test_long_name_of_wide_characters(self, tmp_path):
+        write_text(tmp_path / ("語" * 83), "text")
+        assert names(tmp_path) == {"語" * 83}
+
+    def test_arrays_of_killed_process_are_removed(self, tmp_path):
+        with replacing(tmp_path / "a.safetensors") as part:
+            left = tmp_path / f"{part.name}.safetensors"
+        for file in (left, left.with_suffix("")):
+            file.touch()
+        with replacing_arrays(tmp_path / "a.safetensors") as place:
+            Path(place).touch()
+        assert names(tmp_path) == {"a.safetensors"}
+
+    def test_work_directory_of_killed_process_is_removed(self, tmp_path):
+        with work_directory(tmp_path / "a") as directory:
+            left = directory.name
+        (tmp_path / left / "within").mkdir(parents=True)
+        with work_directory(tmp_path / "a") as directory:
+            assert names(tmp_path) == {directory.name}
 
     def test_files_of_other_programs_stay(self, tmp_path):
         (tmp_path / ".a.tar.gz.part").touch()

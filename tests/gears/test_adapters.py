@@ -96,6 +96,18 @@ def test_every_gear_applies_adapter_like_mlx_lm(adapted, kind, format, kernels):
         assert far(model(PROMPT), over_weights_of(gearbox, reference)) < 5e-6
 
 
+def test_adapter_of_embedding_is_over_exact_gears(tmp_path):
+    save_model(tiny_model(dtype=mx.bfloat16), tmp_path / "model")
+    keys = ["self_attn.q_proj", "model.embed_tokens"]
+    adapter = save_adapter(tiny_model(dtype=mx.bfloat16), tmp_path / "adapter", "lora", keys)
+    found = []
+    for format in ("exact", "planes"):
+        model = loaded(tmp_path / "model", adapter)
+        Gearbox(model, "4,16", format=format, kernels="mlx").shift("high")
+        found.append(model(PROMPT))
+    assert far(*found) < 5e-6
+
+
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_adapter_is_on_top_of_other_low_gear(adapted, kind):
     source, adapter = adapted(kind)

@@ -253,6 +253,12 @@ def test_checkpoint_gears_are_counted_in_its_files(directory, tmp_path):
         assert needed == pytest.approx(bytes_in(Gearbox(load(out)[0], gears, kernels="mlx")), rel=0.02)
 
 
+def test_gears_of_one_copy_need_all_of_it():
+    files, exact = read_files(DEMO_MODEL), get_format("exact")
+    both = needed_memory(files, [4, 16], exact, 64, resident=True)
+    assert needed_memory(files, [4, 16], exact, 64, resident=False) == both
+
+
 def test_model_beyond_memory_is_named_with_fitting_gears(succeeds, room):
     files, planes = read_files(DEMO_MODEL), get_format("planes")
     all_gears, low = (needed_memory(files, bits, planes, 64, resident=True) for bits in ([4, 8, 16], [4, 8]))

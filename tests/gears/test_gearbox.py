@@ -8,6 +8,7 @@ import mlx_lm
 import pytest
 from conftest import PROMPT, every_gear, on_disk, same_weights, tiny_model, weights_of
 from mlx.utils import tree_flatten
+from mlx_lm.utils import quantize_model
 from refusals import refuses
 
 from gearbx_mlx import Gearbox, GearbxError, Ladder
@@ -195,6 +196,16 @@ class TestShift:
     def test_unknown_arguments_are_refused(self, tiny, arguments, complaint):
         with pytest.raises(GearbxError, match=complaint):
             Gearbox(tiny, **arguments)
+
+    @pytest.mark.parametrize("arguments", [{"residency": "disk"}, {"kernels": "fast"}, {"dtype": "int8"}])
+    def test_refusal_leaves_quantized_model_unchanged(self, arguments):
+        model = quantize_model(tiny_model(), {}, 64, 8)[0]
+        before = model(PROMPT)
+        with pytest.raises(GearbxError):
+            Gearbox(model, "4,8", **arguments)
+        assert mx.allclose(model(PROMPT), before, atol=1e-5)  # perhaps by native kernels now
+        Gearbox(model, "4,8", kernels="mlx").shift(8)
+        assert mx.allclose(model(PROMPT), before, atol=1e-5)
 
     def test_failure_releasing_idle_gears_changes_no_layer(self, tiny, monkeypatch, tmp_path):
         gearbox = Gearbox(tiny, "4,8,16", **on_disk(tiny, tmp_path))

@@ -19,6 +19,8 @@ from gearbx_mlx import Gearbox, GearbxError, Lossless, Static
 from gearbx_mlx.formats.base import dense_weight
 from gearbx_mlx.formats.tied import linear_of
 from gearbx_mlx.gears.activations import compute_in
+from gearbx_mlx.gears.in_place import codes_in
+from gearbx_mlx.gears.tensor_files import TensorEntry
 from gearbx_mlx.kernels.bit_planes import Planes, split_affine
 from gearbx_mlx.loading import DEMO_MODEL
 
@@ -50,6 +52,17 @@ def test_planes_represent_same_numbers(widths, dtype):
     assert mx.array_equal(own_biases, biases)
     wide = scales.astype(mx.float32), biases.astype(mx.float32)
     assert mx.array_equal(planes.dequantize(), mx.dequantize(codes, *wide, 64, bits))
+
+
+@pytest.mark.parametrize("own", [True, {"group_size": None, "bits": None}, {"group_size": 64}], ids=str)
+def test_layer_with_usual_codes_is_described(own):
+    config = {"quantization": {"group_size": 64, "bits": 8, "model.up": own}}
+    weight, scales = TensorEntry("U32", (4, 32), (0, 512)), TensorEntry("F16", (4, 2), (512, 528))
+    assert codes_in(config, {"model.up.weight": weight, "model.up.scales": scales}).widths == (8,)
+
+
+def test_unhashable_method_of_codes_is_none():
+    assert codes_in({"quantization_config": {"quant_method": ["awq"]}}, {}) is None
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from conftest import same_arrays
 from mutations import flip
@@ -119,16 +120,22 @@ def test_the_same_weights_elsewhere_have_the_same_gears(model, cache, made, tmp_
     assert made.layers == 0
 
 
-def test_array_replaced_after_loading_is_not_reused(model, cache):
+@pytest.mark.parametrize("in_place", [True, False])
+def test_array_changed_after_loading_is_not_reused(model, cache, in_place):
+    def changed() -> nn.Module:
+        found = load(model)[0]
+        layer = found.layers[0].mlp.up_proj
+        if in_place:
+            layer.weight[0] = 0.0
+        else:
+            layer.weight = layer.weight * 2
+        return found
+
     started(model)
-    changed = load(model)[0]
-    changed.layers[0].mlp.up_proj.weight = changed.layers[0].mlp.up_proj.weight * 2
-    gearbox = Gearbox(changed, "4,16", keep=True)
+    gearbox = Gearbox(changed(), "4,16", keep=True)
     gearbox.shift(4)
     written()
-    plain = load(model)[0]
-    plain.layers[0].mlp.up_proj.weight = plain.layers[0].mlp.up_proj.weight * 2
-    assert same_arrays(logits(gearbox), logits(Gearbox(plain, "4,16")))
+    assert same_arrays(logits(gearbox), logits(Gearbox(changed(), "4,16")))
     assert len(entries(cache)) == 1
 
 
@@ -186,6 +193,18 @@ def test_weights_changed_before_writing_keep_no_gears(model, cache, monkeypatch)
     with pytest.warns(GearbxWarning, match="changed while it was in use"):
         gearbox.shift(4)
     assert entries(cache) == []
+
+
+def test_weights_damaged_after_loading_keep_no_gears(model, cache):
+    loaded = load(model)[0]
+    file = model / "model.safetensors"
+    (model / "new").write_bytes(file.read_bytes()[:100])
+    (model / "new").replace(file)
+    gearbox = Gearbox(loaded, "4,16", keep=True)
+    with pytest.warns(GearbxWarning, match="model.safetensors: .*the gears are made again"):
+        gearbox.shift("low")
+    written()
+    assert gearbox.gear.name == "low"
 
 
 def test_two_starts_at_once_leave_one_whole_entry(model, cache, made):

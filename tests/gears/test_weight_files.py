@@ -38,6 +38,13 @@ def test_arrays_of_native_kernels_are_those_of_numpy(tmp_path, own_cache, native
         assert mx.array_equal(array, found[name]), name
 
 
+@pytest.mark.parametrize(("kind", "dtype"), [(F16, mx.float16), (BF16, mx.bfloat16)])
+def test_half_precision_file_has_one_type(tmp_path, own_cache, kind, dtype):
+    model, _ = gearbx_mlx.load(write(tmp_path / "model.gguf", tiny_as("llama", **WIDE), kind))
+    assert {array.dtype for array in weights_of(model).values()} == {dtype}
+    assert model(mx.array([[1, 2]])).dtype == dtype
+
+
 @pytest.mark.parametrize("kind", [F16, BF16])
 def test_half_precision_weights_are_mapped(tmp_path, own_cache, native, kind):
     before = mx.get_active_memory()
