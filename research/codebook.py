@@ -27,7 +27,6 @@ from gearbx_mlx.bit_selection.h_process import (
     fit_floors,
     measure_reserve,
     point_cells,
-    point_rows,
 )
 from gearbx_mlx.cli.prompt import HARD, TRIVIAL
 from gearbx_mlx.cli.terminal import progress_bar
@@ -134,7 +133,7 @@ def measure_points(target_bpw: float) -> str:
     with progress_bar() as progress:
         prompts, limits = SHORT_PROMPTS + TRIVIAL + HARD, Limits(target_bpw=target_bpw)
         found = fit_floors(model, tokenizer, "codebook", "all", prompts, limits, progress)
-    return points_table(point_rows(found))
+    return points_table([point.row for point in found.tried])
 
 
 def points_table(rows: list[dict[str, Any]]) -> str:
@@ -242,9 +241,8 @@ def mixture_points(name: str, strict: float, grid: Iterable[float]) -> list[dict
             progress.advance(task)
 
         floors = [(strict, lazy) for lazy in grid]
-        return point_rows(
-            fit_budget(mixture, texts, Codebook(), "all", limits, ends, KL_BOUND, advance, advance, floors)
-        )
+        found = fit_budget(mixture, texts, Codebook(), "all", limits, ends, KL_BOUND, advance, advance, floors)
+        return [point.row for point in found.tried]
 
 
 @study("research/tables.md", minutes=10)

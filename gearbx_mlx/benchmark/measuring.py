@@ -40,18 +40,13 @@ BY_MLX = ((MLX_PATH, "mlx", "float"),)
 class BandwidthMeter:
     """A function that measures the GB/s of a sum over a large buffer, by native kernels on all threads or by MLX.
 
-    Args:
-        size: bytes of the buffer; READ_BYTES if None.
-
     Attributes:
         row: fields of every row: read_by (`native`, `mlx cpu` or `mlx gpu`) and threads (None with MLX).
     """
 
-    def __init__(self, size: int | None = None):
+    def __init__(self) -> None:
         module = self._module = cpu_module()
-        self._words = mx.ones(
-            ((READ_BYTES if size is None else size) // 4,), mx.float32 if module is None else mx.uint32
-        )
+        self._words = mx.ones((READ_BYTES // 4,), mx.float32 if module is None else mx.uint32)
         mx.eval(self._words)
         source = "native" if module is not None else "mlx cpu" if on_cpu() else "mlx gpu"
         self.row: dict[str, Any] = {"read_by": source, "threads": None if module is None else module.threads()}

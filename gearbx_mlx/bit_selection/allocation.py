@@ -9,7 +9,7 @@ import bisect
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import GearbxError
@@ -116,8 +116,8 @@ def least_bytes(points: Sequence[PathPoint], measured: Callable[[Bits], float], 
     return points[found] if found < len(points) else None
 
 
-def moves(options: Mapping[str, Sequence[Option]], table: Mapping[str, int], room: float) -> list[Bits]:
-    """Return tables with one layer a width up and one a width down, at most `room` bytes larger; the best sum first."""
+def moves(options: Mapping[str, Sequence[Option]], table: Mapping[str, int], room: float) -> Iterator[Bits]:
+    """Yield tables with one layer a width up and one a width down, at most `room` bytes larger; the best sum first."""
     now = chosen(options, table)
 
     def neighbor(path: str, step: int) -> Option | None:
@@ -132,8 +132,9 @@ def moves(options: Mapping[str, Sequence[Option]], table: Mapping[str, int], roo
             continue
         if more.bytes - now[up].bytes + less.bytes - now[down].bytes <= room:
             change = more.kl - now[up].kl + less.kl - now[down].kl
-            found.append((change, {**table, up: more.bits, down: less.bits}))
-    return [made for _, made in sorted(found, key=lambda item: item[0])]
+            found.append((change, {up: more.bits, down: less.bits}))
+    for _, changed in sorted(found, key=lambda item: item[0]):
+        yield {**table, **changed}
 
 
 @dataclass

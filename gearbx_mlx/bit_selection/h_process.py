@@ -409,11 +409,6 @@ def points_table(found: FloorSearch) -> Table:
     return table
 
 
-def point_rows(found: FloorSearch) -> list[dict[str, Any]]:
-    """Return the rows of `points_table` as numbers."""
-    return [point.row for point in found.tried]
-
-
 def point_cells(row: dict[str, Any]) -> list[str]:
     return [
         f"{row['strict']:g}",

@@ -66,7 +66,7 @@ class SamplingSettings(Settings):
 class CacheSettings(Settings):
     title: ClassVar[str] = "KV cache and drafts"
 
-    max_kv_size: int | None = flag(None, "Maximum size of the KV cache, in tokens", minimum=1, rare=True)
+    max_kv_size: int | None = flag(None, "Maximum size of the KV cache, in tokens", minimum=5, rare=True)
     prefill_step_size: int = flag(2048, "Prompt tokens processed at a time", minimum=1, rare=True)
     kv_bits: int | None = flag(
         None, "Bits for KV cache quantization", default_text="none", choices=(2, 3, 4, 5, 6, 8), rare=True
@@ -514,12 +514,12 @@ def check_pair(settings: GearedSettings, further: Mapping[str, object] = Mapping
         "kv_gears": settings.cache.kv_gears,
         "target_tps": settings.controller.target_tps,
         **further,
-        "gears": settings.layout.gears,
         **{name: given[name] for name in others},
     }
-    for name, value in single.items():
-        if value is not None and value is not False:
-            raise GearbxError(f"{flag_of(name)}: only for a single model; omit it, or omit --small-model")
+    refused = [name for group in (settings.layout, settings.gears) for name in given_names(group, type(group)())]
+    refused += [name for name, value in single.items() if value is not None and value is not False]
+    for name in refused:
+        raise GearbxError(f"{flag_of(name)}: only for a single model; omit it, or omit --small-model")
     own = {item.name: given[name] for name, item in flags_of_mode(PAIR).items() if name in given}
     SETTINGS[PAIR](**own)
 

@@ -72,7 +72,8 @@ class FlagParser(argparse.ArgumentParser):
             if prefix.startswith("--") and " " not in word and not any(name.startswith(prefix) for name in known):
                 self.refuse(word)  # before argparse reports a missing flag
         parsed, unknown = self.parse_known_args(args, namespace)
-        words = [word for word in unknown if not word.startswith("-")]
+        unknown = [word for word in unknown if word != "--"]
+        words = [word for word in unknown if " " in word or not word.startswith("-")]
         if unknown == words and len(words) == len(self.words) and not any(hasattr(parsed, name) for name in self.words):
             for name, word in zip(self.words, words):
                 setattr(parsed, name, word)

@@ -86,6 +86,8 @@ class BudgetSettings(Settings):
         super().__post_init__()
         if self.target_bpw is not None and not 0 < self.target_bpw < 16:
             raise GearbxError(f"--target-bpw: must be between 0 and 16, got {self.target_bpw:g}; use 4.5 for example")
+        if self.prompts is not None and not self.wanted:
+            raise GearbxError("--prompts: is for a budget; add --memory-budget or --target-bpw, or omit it")
         self.reserved()
 
     @property

@@ -17,7 +17,7 @@ from mlx.utils import tree_map_with_path
 
 from ..bit_selection import Floors
 from ..bit_selection.codebook_selection import select_bits, selection_as_dict, selection_lines
-from ..bit_selection.h_process import Limits, fit_floors, measure_reserve, point_rows, points_table
+from ..bit_selection.h_process import Limits, fit_floors, measure_reserve, points_table
 from ..bit_selection.precision import PrecisionManifest, fitted_to, read_precision
 from ..cli.bases import calibrated, text_of
 from ..cli.decide import ladder_of_codes
@@ -44,7 +44,6 @@ from ..conversion.original import (
     Restorer,
     check_names,
     copy_companions,
-    weights_in,
     write_config,
     write_original,
 )
@@ -59,7 +58,7 @@ from ..gears.ladder import EMBEDDINGS
 from ..gears.manifest import GEARS_FILE, ORIGINAL_FILE, PRECISION, RESTORE, Manifest
 from ..gears.saved import SavedGears, open_gears
 from ..gears.tensor_files import header_of
-from ..gears.weight_files import in_safetensors
+from ..gears.weight_files import in_safetensors, weight_files
 from ..loading import DEMO_MODEL, checkpoint_gears, find, load, model_name
 from ..settings import human_bytes
 from ..telemetry.summary import as_json
@@ -144,7 +143,7 @@ def calibrated_base(file: str, original: Loads, model: nn.Module, tokenizer: Any
 
 def open_original(source: Path) -> OriginalFiles:
     """Return the files to restore later, hashed. Raises GearbxError if one cannot be read."""
-    with counting("hashing", sum(file.stat().st_size for file in weights_in(source)), in_bytes=True) as advance:
+    with counting("hashing", sum(file.stat().st_size for file in weight_files(source)), in_bytes=True) as advance:
         files = OriginalFiles(source, progress=advance)
     _, omitted = files.others
     if omitted and source != DEMO_MODEL:  # the demo model's files are bundled
@@ -184,7 +183,7 @@ def bits_for(quality: Floors | BudgetSettings, original: Loads, plan: Plan, work
             prompts = SHORT_PROMPTS + TRIVIAL + HARD if quality.prompts is None else read_prompts(Path(quality.prompts))
             limits = Limits(quality.memory_budget, quality.target_bpw, reserve_for(quality, model))
             found = fit_floors(model, tokenizer, plan.format, plan.manage, prompts, limits, progress)
-            selection, report["points"] = found.best.selection, point_rows(found)
+            selection, report["points"] = found.best.selection, [point.row for point in found.tried]
             messages.print(points_table(found))
         else:
             selection = select_bits(model, plan.format, plan.manage, quality, progress, give_up=True)

@@ -89,7 +89,6 @@ def divided(answers: Sequence[Answer]) -> tuple[list[Answer], list[Answer]]:
     long = [[each for each in kind if len(each.tokens) - each.start >= SHORTEST] for kind in kinds]
     if not all(long):
         counts = f"{len(long[0])} to train on and {len(long[1])} to test on"
-        raise GearbxError(
-            f"draft-head: too few answers of {SHORTEST} tokens or more, got {counts}; use more prompts or minutes"
-        )
+        remedy = "use more prompts or minutes, or a larger --max-tokens"
+        raise GearbxError(f"draft-head: too few answers of {SHORTEST} tokens or more, got {counts}; {remedy}")
     return long[0], long[1]

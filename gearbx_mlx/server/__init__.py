@@ -180,7 +180,8 @@ class ServerSettings:
         """Validate the flags of --server. Raises GearbxError for flags of a local model, or fewer than two models."""
         groups = [getattr(self, item.name) for item in fields(self) if item.name not in ("listen", "others")]
         refused = [name for group in groups for name in given_names(group, type(group)())]
-        refused += [name for name in ("allow_models", "models", "keep_alive") if getattr(self.listen, name)]
+        listen = given_names(self.listen, type(self.listen)())
+        refused += [name for name in ("allow_models", "models", "keep_alive") if name in listen]
         for name in refused:
             raise GearbxError(f"{flag_of(name)} is for local models; omit it with --server")
         if len(self.others.models) < 2:

@@ -54,7 +54,8 @@ def as_chat(
     Raises:
         Refused: an invalid chat completion.
     """
-    body = request.model_dump(include=COMMON_FIELDS, exclude_none=True, exclude_unset=True) | {"messages": messages}
+    own = COMMON_FIELDS & type(request).model_fields.keys()  # and no ignored ones
+    body = request.model_dump(include=own, exclude_none=True, exclude_unset=True) | {"messages": messages}
     if body.get("stream"):
         body["stream_options"] = {"include_usage": True}
     if functions:
@@ -190,7 +191,7 @@ class CountTokensRequest(ForeignRequest, frozen=True):
     tools: Annotated[ListOf[ClientTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Annotated[AnyObject, of_kind(CHOICES)] | None = None
     thinking: Annotated[AnyObject, of_kind(THINKING)] | None = None
-    output_config: TextConfig = TextConfig()
+    output_config: TextConfig | None = None
     stop_sequences: StopWords | None = None
 
     @field_validator("messages")
@@ -223,7 +224,7 @@ def chat_of_messages(request: CountTokensRequest) -> ChatRequest:
         None if request.thinking is None else request.thinking["type"] != "disabled",
         tool_choice="none" if choice["type"] == "none" else chosen.get(choice["type"]),
         stop=request.stop_sequences or None,
-        response_format=request.output_config.response_format,
+        response_format=(request.output_config or TextConfig()).response_format,
     )
 
 
@@ -275,7 +276,7 @@ class ResponsesRequest(ForeignRequest, frozen=True):
     max_output_tokens: Tokens | None = None
     tools: Annotated[ListOf[Function], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | Function | None = None
-    text: TextConfig = TextConfig()
+    text: TextConfig | None = None
     reasoning: AnyObject | None = None  # every effort except "none" enables thinking
     previous_response_id: NotServed = None
     conversation: NotServed = None
@@ -299,7 +300,7 @@ def chat_of_response(request: ResponsesRequest) -> ChatRequest:
         None if effort is None else effort != "none",
         max_tokens=request.max_output_tokens,
         tool_choice=named_tool(choice["name"]) if isinstance(choice, dict) else choice,
-        response_format=request.text.response_format,
+        response_format=(request.text or TextConfig()).response_format,
     )
 
 

@@ -327,6 +327,8 @@ class Single:
         self, job: Job, cache: list[Any] | None, settings: ServerSettings, between_chunks: Callable[["Single"], bool]
     ):
         self.job, self.between_chunks, self.is_over = job, between_chunks, False
+        self.has_chunks = len(job.prompt.tokens) - job.cached > settings.cache.prefill_step_size
+        """True until a prompt of several chunks has been read."""
         self.cache = cache or job.served.make_cache(settings.cache.max_kv_size)
         self.random = OwnRandomState(job.seed)
         self.responses: Any = stream_generate(
@@ -346,7 +348,7 @@ class Single:
     def progress(self, done: int, total: int) -> None:
         """Report prefill progress, and let other sequences proceed. Raises Disconnected."""
         self.job.pending.put(PrefillProgress(done, total))
-        if (done < total and self.between_chunks(self)) or self.job.pending.cancelled.is_set():
+        if (0 < done < total and self.between_chunks(self)) or self.job.pending.cancelled.is_set():
             raise Disconnected
 
     @property
@@ -359,6 +361,7 @@ class Single:
         response = None
         with suppress(Disconnected), self.random.drawn():
             response = None if self.job.pending.cancelled.is_set() else next(self.responses, None)
+        self.has_chunks = False
         if response is not None and not self.job.emit(response, response.text, response.finish_reason):
             return
         self.close()
@@ -414,7 +417,6 @@ class Batch:
             completion_batch_size=settings.concurrency.decode_concurrency,
             prefill_batch_size=settings.concurrency.prompt_concurrency,
             prefill_step_size=settings.cache.prefill_step_size,
-            max_kv_size=settings.cache.max_kv_size,
         )
 
     @property

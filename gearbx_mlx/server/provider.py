@@ -192,8 +192,11 @@ class GearedProvider:
         self, settings: ServerSettings, prepare: Callable[[str | None, str | None], Callable[[], ServedModel]]
     ):
         self.settings, self.listen = settings, settings.listen
-        self.own_key = settings.model.model, settings.model.adapter_path
-        self.name = settings.model.model or "demo"
+        model = settings.model.model
+        if model is not None and Path(model).exists():
+            model = str(Path(model))  # without a slash at its end, as in the catalog
+        self.own_key = model, settings.model.adapter_path
+        self.name = model or "demo"
         self.created = int(time.time())
         self.prepare = prepare
         self.served: ServedModel | None = None

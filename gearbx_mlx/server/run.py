@@ -4,15 +4,19 @@ import logging
 import os
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+
+import anyio
 
 from ..cli import terminal
 from ..cli.flags import OtherServerSettings
 from ..errors import GearbxError
 from . import ServerSettings
-from .logprobs import ASSUMED_VOCABULARY
+from .logprobs import ASSUMED_VOCABULARY, RemoteError
 from .others import RemoteServer, RoutedModels, routed_application
 from .web import EscapingFormatter, Guard, Server, host_name, is_loopback
+
+LIST_TIMEOUT = 5.0  # seconds to wait for another server's list of models
 
 
 def run(settings: ServerSettings) -> int:
@@ -49,11 +53,19 @@ def serving(settings: ServerSettings) -> AbstractContextManager[Server]:
 def serving_others(settings: OtherServerSettings, guard: Guard, address: tuple[str, int]) -> Iterator[Server]:
     """Yield a proxy of another server's models; it answers until the context ends. Raises GearbxError."""
     remote = RemoteServer(settings.server or "", settings.key, settings.server_timeout)
-    routed = RoutedModels(remote, settings.models, settings.vocab_size or ASSUMED_VOCABULARY)
+    routed = RoutedModels(remote, settings.models, settings.vocab_size or reported_vocabulary(settings))
     with Server(*address, guard.request_timeout) as server:
         server.description = f"{', '.join(routed.models)} of {remote.shown}"
         server.start(routed_application(guard, routed))
         yield server
+
+
+def reported_vocabulary(settings: OtherServerSettings) -> int:
+    """Return V as the other server lists it for its first model; a large one if it lists none, or does not respond."""
+    remote = RemoteServer(settings.server or "", settings.key, min(settings.server_timeout, LIST_TIMEOUT))
+    with suppress(RemoteError):
+        return anyio.run(remote.model, settings.models[0])[1] or ASSUMED_VOCABULARY
+    return ASSUMED_VOCABULARY
 
 
 def guard_of(settings: ServerSettings) -> Guard:

@@ -198,8 +198,8 @@ class Scheduler:
         """
         served, mode = job.served, job.mode.name
         flags = self.provider.settings.cache
-        cache = flags.kv_bits is None and flags.kv_gears is None and served.is_batchable
-        plain = cache and served.controller is None and job.prompt.vision is None
+        cache = flags.kv_bits is None and flags.kv_gears is None and flags.max_kv_size is None
+        plain = cache and served.is_batchable and served.controller is None and job.prompt.vision is None
         if served.gearbox is None or not plain or (mode == "lossless" and not self.running):
             return None
         if mode in ("lossless", "static"):
@@ -208,10 +208,14 @@ class Scheduler:
         has_seed = job.pending.request.seed is not None
         return (mode, "") if mode == "telemetry-only" or (mode == "route" and not has_seed) else None
 
-    def step_all(self) -> None:
-        """Generate one token of every sequence, except those that are already on the call stack."""
+    def step_all(self, while_reading: bool = False) -> None:
+        """Generate one token of every sequence, except those that are already on the call stack.
+
+        while_reading: a long prompt is being read, so that others wait; nested, the first one would be read last.
+        """
         for key, generator in list(self.generators.items()):
-            if generator.is_over or generator in self.stepping:  # it may have ended during a different one's prefill
+            waits = while_reading and isinstance(generator, Single) and generator.has_chunks
+            if waits or generator.is_over or generator in self.stepping:  # it may have ended during another's prefill
                 continue
             self.stepping.append(generator)
             try:
@@ -228,7 +232,7 @@ class Scheduler:
         gearbox = prefilling.job.served.gearbox
         gear = gearbox.gear if gearbox is not None else None
         self.admit()
-        self.step_all()
+        self.step_all(while_reading=True)
         if gearbox is not None and gear is not None:
             gearbox.shift(gear)  # back to the prefill gear
         return self.stopping

@@ -472,8 +472,10 @@ class PatientProtocol(H11Protocol):
         self.set_timer(True, self.close_slow)
         self.idle_since = self.loop.time()
         if len(self.connections) > MAX_CONNECTIONS - 16:  # idle connections make room for new ones
-            idle = [each for each in self.connections if isinstance(each, PatientProtocol) and each.is_idle]
-            min(idle, key=lambda each: each.idle_since).transport.close()
+            others = (each for each in self.connections if isinstance(each, PatientProtocol) and each is not self)
+            idle = min((each for each in others if each.is_idle), key=lambda each: each.idle_since, default=None)
+            if idle is not None:
+                idle.transport.close()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -504,7 +506,7 @@ class PatientProtocol(H11Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Absence of any request, even a partial one."""
+        """Absence of a request whose headers are complete."""
         return self.conn.their_state is h11.IDLE and self.conn.our_state is h11.IDLE and not self.transport.is_closing()
 
     @property

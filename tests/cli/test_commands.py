@@ -141,6 +141,10 @@ class TestGenerate:
         assert command("generate", DEMO_MODEL, "Once upon a time", "-m", 8).out == expected
         assert command("generate", "-m", 8, DEMO_MODEL, "Once upon a time").out == expected
 
+    @pytest.mark.parametrize("words", [[DEMO_MODEL, "-5 + 3 is"], ["--", DEMO_MODEL, "Once"]], ids=str)
+    def test_words_may_start_with_a_dash(self, command, words):
+        assert command("generate", "-m", 2, *words).status == 0
+
     def test_minus_one_ends_at_the_context(self, generated):
         sampled = "--temp", 1, "--seed", 0, "--ignore-chat-template"
         summary = generated("-p", "KING:\n" * 120, "-m", -1, *sampled).summary

@@ -44,7 +44,7 @@ REFUSED = [
         "--min-tokens-to-keep: too many for a vocabulary of 4096, got 4097",
     ),
     ("generate --xtc-probability 2", "--xtc-probability: out of range, got 2.0"),
-    ("generate --max-kv-size 0", "--max-kv-size: out of range, got 0; use 1 or more"),
+    ("generate --max-kv-size 0", "--max-kv-size: out of range, got 0; use 5 or more"),
     ("generate --prefill-step-size 0", "--prefill-step-size: out of range, got 0"),
     ("generate --kv-bits 7", "--kv-bits: unsupported, got 7; choose from"),
     ("generate --kv-group-size 5", "--kv-group-size: unsupported, got 5; choose from"),
@@ -115,6 +115,9 @@ REFUSED = [
         "--small-model: only for --mode pair, got --mode route; omit it, or use --mode pair",
     ),
     ("generate --small-model S --gears 4,8", "--gears: only for a single model"),
+    ("generate --small-model S --format exact", "--format: only for a single model"),
+    ("chat --small-model S --residency disk:1MB", "--residency: only for a single model"),
+    ("server --small-model S --kernels mlx", "--kernels: only for a single model"),
     ("generate --small-model S --draft-model D", "--draft-model: only for a single model"),
     ("generate --small-model S --thresholds 1,2", "--small-model needs one threshold, got 1,2"),
     (
@@ -239,6 +242,8 @@ REFUSED = [
     ("server --gears 4,8,16 --mode lossless --prompt-gear turbo", "turbo"),
     ("server --mode telemetry-only --prompt-gear 8", "--prompt-gear"),
     ("server --small-model DEMO --prompt-gear 8", "--prompt-gear"),
+    ("server --server http://127.0.0.1:1 --server-model a,b --keep-alive 0", "--keep-alive is for local models"),
+    ("convert --prompts none", "--prompts: is for a budget; add --memory-budget or --target-bpw"),
     ("server --keep-alive soon", "--keep-alive: not a time, got 'soon'; use seconds, 5m or 1h"),
     ("server --prompt-cache-bytes much", "--prompt-cache-bytes: not a size, got 'much'"),
 ]

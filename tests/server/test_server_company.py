@@ -54,6 +54,25 @@ def test_failing_sampler_ends_only_its_answer(client, monkeypatch):
 
 
 @pytest.mark.slow
+def test_long_prompts_are_read_in_order(client):
+    """The first of many begins its answer first, since none is read within another's reading."""
+    started, lock = [], threading.Lock()
+
+    def ask(number):
+        time.sleep(0.05 * number)
+        body = {"prompt": f"{number} {LONG}", "max_tokens": 2, "stream": True, "gearbx": {"mode": "kickdown"}}
+        with client.stream("POST", "/v1/completions", json=body) as response:
+            for place, _ in enumerate(response.iter_lines()):
+                if place == 0:
+                    with lock:
+                        started.append(number)
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(ask, range(6)))
+    assert started == sorted(started)
+
+
+@pytest.mark.slow
 def test_tokens_come_while_a_long_prompt_is_read(client):
     times = {"first": [], "second": []}
 

@@ -32,6 +32,12 @@ def test_request_becomes_chat_request():
     assert chat_of(system="Be brief.", stop_sequences=["\n"], **same) == expected | {"messages": messages}
 
 
+def test_ignored_fields_of_a_response_have_no_effect():
+    asked = parse(ResponsesRequest, {"input": "Hello", "max_tokens": 3, "top_k": 1, "temperature": 0.5, "text": None})
+    found = dialects.chat_of_response(asked).model_dump(exclude_unset=True)
+    assert found == {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0.5}
+
+
 def test_blocks_become_messages():
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "eA=="}}
     linked = {"type": "image", "source": {"type": "url", "url": "data:,x"}}
