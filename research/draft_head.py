@@ -45,7 +45,7 @@ def draft_head(model: str = "smollm2", minutes: float = 60.0, out: str = "draft-
     heads = ["prompts", *(f"correct at position {place}" for place in range(1, PLACES + 1)), "tokens per round"]
     spent = f"{minutes_used:.0f} minutes, {prepared.writing / 60:.0f} of them for generating the answers"
     about = f"Trained on {trainer.seen:,} tokens, counting repeats, in {spent}."
-    return Found({f"draft_head_{Path(model).name}": f"{table(heads, lines)}\n\n{about}"}, rows)
+    return Found({f"draft_head_{Path(model).name}": f"{table(heads, lines)}\n{about}\n"}, rows)
 
 
 def replaced_test(trainer, answers):
@@ -79,7 +79,7 @@ def draft_head_speed(
     """
     rows, short, data = [], [], list[dict[str, Any]]()
     mode = Lossless(share_lookup=False)
-    title, _ = TITLES[named(model)]
+    title, file_type = TITLES[named(model)]
     for each in gears:
         gearbox, tokenizer = loaded(model, each)
         way = partial(written, gearbox, tokenizer, tokens=max_tokens)
@@ -88,7 +88,7 @@ def draft_head_speed(
             "without": partial(way, mode=mode),
             "with": partial(way, mode=mode, draft_model=read_head(head, gearbox.model)),
         }
-        weights, medians = f"{each.rpartition(',')[2]} bits", []
+        weights, medians = file_type if each == "file" else f"{each.rpartition(',')[2]} bits", []
         for kind, texts in prompts_by_kind(prompts).items():
             asked = [list(encode(tokenizer, text)) for text in texts]
             speedup, _, same = compared(ways, asked, max_tokens // 4, kind)
