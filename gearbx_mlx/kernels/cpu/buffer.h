@@ -13,8 +13,8 @@ class Buffer {
  public:
   T* room_for(int64_t size) {
     constexpr size_t LINE = 64;  // bytes
-    if (size > size_) {
-      const size_t lines = (static_cast<size_t>(size) * sizeof(T) + LINE - 1) / LINE;
+    if (!values_ || size > size_) {
+      const size_t lines = static_cast<size_t>(size) * sizeof(T) / LINE + 1;
       values_.reset(static_cast<T*>(std::aligned_alloc(LINE, lines * LINE)));
       if (!values_) std::abort();
       size_ = size;
