@@ -326,12 +326,12 @@ class Solver:
 
     def journal(self, name: str) -> Journal:
         inputs = {
-            "model": str(self.model),
+            "model": named(str(self.model)),
             "prompts": hash_of_tokens([tokens for tokens, _, _ in self.prompts]),
             "max_tokens": self.max_tokens,
         }
         if METHODS[name].weights == PAIR:
-            inputs["small_model"] = self.small
+            inputs["small_model"] = named(self.small)
         return Journal(self.out / f"{name}.jsonl", inputs, Answer)
 
     def opened(self, weights: str) -> Opened:
