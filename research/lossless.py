@@ -283,7 +283,7 @@ SETTINGS = {
     "planes 4,8": ("4,8", "planes"),
 }
 CALIBRATED = "calibrated"
-ALONE = "plain 16-bit decoding"
+PLAIN = "plain 16-bit decoding"
 
 
 def shipped_base(model: Any, tokenizer: Any, format: Format, ladder: Sequence[int]) -> CalibratedBase:
@@ -434,7 +434,7 @@ def lossless_time(
     mode = Lossless(lookup_tokens=lookup_tokens)
     plain = Writer(model, "4,16", "planes", mode)
     writers = {name: Writer(model, *SETTINGS[name], mode, name.endswith(CALIBRATED)) for name in settings}
-    ways = {"first": plain.alone, ALONE: plain.alone} | {name: writer.lossless for name, writer in writers.items()}
+    ways = {"first": plain.alone, PLAIN: plain.alone} | {name: writer.lossless for name, writer in writers.items()}
     asked = first_prompts(plain.tokenizer, prompts, num_prompts)
     found = written_in_turn(ways, asked, max_tokens, pairs)
     faster = {name: times_faster(found["first"], each) for name, each in found.items()}
@@ -526,7 +526,7 @@ def draft_model(
         how = {"draft_model": copy.model, "num_draft_tokens": count}
         return generated(mlx_lm.stream_generate(original.model, writer.tokenizer, prompt, most, **how))
 
-    ways: dict[str, Callable[..., Any]] = {ALONE: writer.alone, "mode lossless": writer.lossless}
+    ways: dict[str, Callable[..., Any]] = {PLAIN: writer.alone, "mode lossless": writer.lossless}
     ways |= {f"--draft-model, {count} tokens": partial(speculative, count) for count in num_draft_tokens}
     found = written_in_turn(ways, first_prompts(writer.tokenizer, prompts, num_prompts), max_tokens, pairs)
     first = next(iter(found.values()))

@@ -14,7 +14,7 @@ import numpy as np
 
 from gearbx_mlx import Gearbox, Static, load, stream_generate
 from gearbx_mlx.decoding import route
-from gearbx_mlx.ranks.agreement import ALONE, Agreement
+from gearbx_mlx.ranks.agreement import SINGLE_PROCESS, Agreement
 from gearbx_mlx.ranks.place import begin, current
 from gearbx_mlx.ranks.watch import meet
 
@@ -41,7 +41,7 @@ def timed_here(place):
         route.agreement_of = lambda model: chosen
         return token_seconds(model, tokenizer, gearbox)
 
-    kinds = {"agreed": agreement, "not agreed": ALONE}
+    kinds = {"agreed": agreement, "not agreed": SINGLE_PROCESS}
     found = results_in_turn({name: partial(with_agreement, kind) for name, kind in kinds.items()}, TEXTS)
     seconds = {name: [*chain(*each)] for name, each in found.items()}
     seconds["shared"] = sum_seconds(agreement)

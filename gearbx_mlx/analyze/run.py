@@ -162,7 +162,7 @@ def local_run(settings: AnalyzeSettings, texts: Sequence[str], out: Path, draws:
     prompts = encoded_prompts(texts, settings.prompt, tokenizer, loaded.config)
     observer, routing = loaded.in_gears().gearbox, loaded.decision.mode
     assert isinstance(routing, Route)
-    mode = routing.settled(observer, tokenizer, prompts[0][0])
+    mode = routing.resolved(observer, tokenizer, prompts[0][0])
     thresholds = thresholds_for(mode.thresholds, observer)
     tally, speed = Tally.of([gear.name for gear in ladder]), RunSpeed()
 

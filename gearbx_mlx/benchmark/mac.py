@@ -260,7 +260,7 @@ def by_gearbx(geared: Geared, mode: Mode | None, typed: str, prompt: list[int], 
     """Generate as `gearbx_mlx generate` does. mode: replaces the flags' mode."""
     gearbox, tokenizer = geared.gearbox, geared.loaded.tokenizer
     keywords = generation_keywords(SamplingSettings(), CacheSettings(), tokenizer)
-    mode = geared.mode(typed, mode).settled(gearbox, tokenizer, prompt)
+    mode = geared.mode(typed, mode).resolved(gearbox, tokenizer, prompt)
     out = TintedText([gear.name for gear in gearbox.ladder])
     for response in stream_generate(gearbox.model, tokenizer, prompt, most, mode=mode, gearbox=gearbox, **keywords):
         out.write(response.text, writer_of(response))

@@ -21,7 +21,7 @@ from ..formats.native import Native, with_kernels
 from ..gears.kernel_choices import products
 from ..gears.ladder import DEFAULT_GROUP_SIZE, DENSE, EXACT_FORMAT, EXACT_LADDER, Ladder
 from ..kernels import proven
-from ..kernels.dispatch import MLX, STOCK, Kind
+from ..kernels.dispatch import MLX, STOCK, MatmulKind
 from ..kernels.exact import decode
 from ..kernels.metal import METAL_DTYPES
 from ..kernels.metal_exact import decode_launch
@@ -43,7 +43,7 @@ class Layers(NamedTuple):
     dtype: mx.Dtype
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> MatmulKind:
         kind = self.layers[0].kind()
         assert kind is not None
         return kind

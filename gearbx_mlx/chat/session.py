@@ -165,7 +165,7 @@ class GearedChat:
         check_draft_model(mode.name, self._keywords["draft_model"])
         check_in_ladder(flags, self._geared.gearbox.ladder)
         if mode.name == KICKDOWN or getattr(mode, "thresholds", AUTO) != AUTO:
-            mode.settled(self._geared.gearbox, self.tokenizer, None)
+            mode.resolved(self._geared.gearbox, self.tokenizer, None)
 
 
 class PairChat:

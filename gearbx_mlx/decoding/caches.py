@@ -139,7 +139,7 @@ CACHE_SETTINGS = ("max_size", "keep", "chunk_size")  # attributes that do not de
 MAKE_CACHE = "use mlx_lm.cache_prompt with this model"
 
 
-def begun_cache(model: nn.Module, max_kv_size: int | None = None) -> list[Any]:
+def cache_of_a_token(model: nn.Module, max_kv_size: int | None = None) -> list[Any]:
     """Return a model's caches with one token, for their shapes and types; nothing is evaluated."""
     cache = make_prompt_cache(model, max_kv_size)
     model(mx.array([[0]]), cache=cache)
@@ -149,7 +149,7 @@ def begun_cache(model: nn.Module, max_kv_size: int | None = None) -> list[Any]:
 def check_prompt_cache(cache: Cache, model: nn.Module) -> None:
     """Validate that a cache is this model's, complete and finite. Raises GearbxError if it is not."""
     sizes = (part.max_size for part in parts(cache) if hasattr(part, "max_size"))
-    own = begun_cache(model, next(sizes, None))
+    own = cache_of_a_token(model, next(sizes, None))
     if len(cache) != len(own):
         raise GearbxError(f"must have {len(own)} caches for this model, got {len(cache)}; {MAKE_CACHE}")
     for number, (entry, needed) in enumerate(zip(cache, own)):
@@ -208,7 +208,7 @@ def is_complete(part: Any) -> bool:
 
 def check_quantizable(model: nn.Module, bits: int, group_size: int = 64, max_kv_size: int | None = None) -> None:
     """Validate that a model runs with caches of so many bits. Raises GearbxError if it does not."""
-    cache = begun_cache(model, max_kv_size)
+    cache = cache_of_a_token(model, max_kv_size)
     able = [entry for entry in cache if hasattr(entry, "to_quantized")]
     why = None if able else f"{type(cache[0]).__name__} cannot be quantized, got {bits}; omit it"
     if any(hasattr(entry, "max_size") for entry in able):
@@ -376,7 +376,7 @@ def check_part(part: Any, gears: KVGears) -> None:
 
 def check_heads(model: nn.Module, ladder: tuple[int, ...]) -> None:
     """Validate that caches and heads of a model can have gears. Raises GearbxError if they cannot."""
-    cache = begun_cache(model)
+    cache = cache_of_a_token(model)
     for part in cache:
         check_part(part, KVGears(ladder))
     for dims in sorted({vectors.shape[-1] for part in cache for vectors in (part.keys, part.values)}):

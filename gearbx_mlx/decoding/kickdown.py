@@ -90,7 +90,7 @@ class Kickdown(KickdownSettings, Mode):
 
     rule: RecomputeRule | None = None
 
-    def settled(self, gearbox: Any, tokenizer: Any, prompt: Any) -> "Kickdown":
+    def resolved(self, gearbox: Any, tokenizer: Any, prompt: Any) -> "Kickdown":
         if self.rule is not None or self.thresholds is None:
             return self
         return replace(self, thresholds=thresholds_for(self.thresholds, gearbox))

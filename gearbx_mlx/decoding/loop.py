@@ -35,7 +35,7 @@ import mlx.core as mx
 
 from ..compat.arrays import set_random_state
 from ..errors import GearbxError
-from ..ranks.agreement import ALONE
+from ..ranks.agreement import SINGLE_PROCESS
 from .plan import DecodePlan, DecodeState
 from .response import DRAFT, MODEL, GeneratedToken, Step
 from .rows import NO_TOKENS, Proposal, Verification
@@ -185,7 +185,7 @@ def run_round(
         with found.undone_by_errors():
             tokens, margins = accept(plan, state, proposal, found)
         found.keep(len(tokens))
-        state.settle(found)
+        state.update_drafters(found)
     state.proposal, state.is_last_read = None, False
     if proposal:
         counts = {
@@ -235,10 +235,10 @@ def decode_ahead(plan: DecodePlan, state: DecodeState) -> Iterator[list[Generate
             context = None if known is None else mx.concatenate([known, coming.id.astype(known.dtype)])
             ahead = queue_token(plan, state, coming.id, context)
         with contextlib.nullcontext() if ahead is None else ahead.found.undone_by_errors():
-            tokens, choices, _ = coming.rows.read(ALONE)  # `queue_token` has exchanged them among ranks
+            tokens, choices, _ = coming.rows.read(SINGLE_PROCESS)  # `queue_token` has exchanged them among ranks
         text.add(tokens[0])
         state.found, state.is_last_read = None, ahead is not None
-        state.settle(coming.found)
+        state.update_drafters(coming.found)
         state.time_plain(plan)
         state.started = plan.clock(), state.away  # the device computes the next token while the consumer takes this one
         yield [GeneratedToken(text.last, coming.rows.logprobs[0], float(choices[0, Choice.ENTROPY]), coming.step)]
@@ -279,7 +279,7 @@ def finish_cache(plan: DecodePlan, state: DecodeState) -> None:
             rows = choose_rows(plan.chooser, plan.reader, plan.agreement, last.logits[0], context)
             mx.async_eval(rows.logprobs, *rows.sampled)
         plan.keywords.quantize(state.cache)
-        state.settle(None)
+        state.update_drafters(None)
 
 
 def rewind_to_yielded(state: DecodeState) -> bool:

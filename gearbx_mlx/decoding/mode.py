@@ -112,7 +112,7 @@ class Mode:
         """
         return gearbox.ladder.top, gearbox.ladder.top
 
-    def settled(self, gearbox: Any, tokenizer: Any, prompt: Any) -> "Mode":
+    def resolved(self, gearbox: Any, tokenizer: Any, prompt: Any) -> "Mode":
         """Return the mode with automatic settings resolved, if necessary by a first prompt (text or tokens)."""
         return self
 

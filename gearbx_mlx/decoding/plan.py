@@ -18,7 +18,7 @@ from mlx_lm.utils import does_model_support_input_embeddings
 
 from ..compat.classes import generation_stream
 from ..errors import GearbxError, GearbxWarning, one_line
-from ..ranks.agreement import ALONE, Agreement
+from ..ranks.agreement import SINGLE_PROCESS, Agreement
 from .caches import gears_of, length
 from .drafters import Drafter
 from .mode import encoded
@@ -130,7 +130,7 @@ class DecodePlan:
     chooser: Chooser
     reader: LogitsReader = MLX_READER
     policy: LearnedPolicy = field(default_factory=FixedPolicy)
-    agreement: Agreement = ALONE
+    agreement: Agreement = SINGLE_PROCESS
     clock: Callable[[], float] = time.perf_counter
 
     def on_stream(self) -> contextlib.AbstractContextManager[Any]:
@@ -193,11 +193,11 @@ class DecodeState:
             return whole - away
         return whole if away < MAX_PAUSE * whole else None
 
-    def settle(self, found: Verification | None) -> None:
+    def update_drafters(self, found: Verification | None) -> None:
         """Tell the drafters the new tokens after a pass; found: None at the end of the sequence."""
         for drafter in [*self.drafters]:
             try:
-                drafter.settle(self.text, found)
+                drafter.update(self.text, found)
             except GearbxError:
                 raise
             except Exception as error:

@@ -126,12 +126,12 @@ class Route(RouteSettings, InEngagedGear):
     gate: Gate | None = None
 
     def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> SequenceState:
-        gate = self.settled(gearbox, tokenizer, prompt).gate_for(gearbox)
+        gate = self.resolved(gearbox, tokenizer, prompt).gate_for(gearbox)
         monitor = Monitor(vocabulary_of(gearbox), self.window)
         first = self.first_gear(gearbox, tokenizer, prompt)
         return SequenceState(gate, monitor, first, gear_of_prompt(gearbox, self.prompt_gear, first))
 
-    def settled(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> "Route":
+    def resolved(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> "Route":
         if self.gate is not None or self.thresholds is None:
             return self
         if self.thresholds == AUTO:

@@ -149,7 +149,7 @@ def readers_of(settings: EvaluateSettings, gearbox: Gearbox, tokenizer: Any) -> 
     for name in wanted.modes if len(ladder) > 1 else ():
         if name != NONE:
             thresholds_for(wanted.thresholds, gearbox)  # refuses "auto", as it needs a prompt
-            mode = make_mode(name, given).settled(gearbox, tokenizer, None)
+            mode = make_mode(name, given).resolved(gearbox, tokenizer, None)
             found.append(TextReader(name, name, ladder, partial(read_in_mode, gearbox, tokenizer, mode)))
     if wanted.kv_gears:
         check_heads(gearbox.model, wanted.kv_gears)

@@ -127,9 +127,9 @@ def parse_object(text: str) -> dict[str, Any]:
 ARRAYS, ADAPTER_FILE = "adapters.safetensors", "adapter_config.json"
 USE_ADAPTER = "use a directory that mlx_lm.lora wrote"
 if TYPE_CHECKING:
-    Kind = str
+    AdapterKind = str
 else:
-    Kind = Literal["lora", "dora", "full"]
+    AdapterKind = Literal["lora", "dora", "full"]
 
 
 class Lora(Struct, frozen=True):
@@ -144,7 +144,7 @@ class Lora(Struct, frozen=True):
 class Adapter(Struct, frozen=True):
     """Settings of an adapter. num_layers: number of adapted blocks, from the last one; -1 and 0: all."""
 
-    fine_tune_type: Kind = "lora"
+    fine_tune_type: AdapterKind = "lora"
     num_layers: Annotated[int, Meta(ge=-1, le=2**16)] = -1
     lora_parameters: Lora | None = None
 

@@ -40,7 +40,7 @@ import numpy as np
 
 from ..errors import GearbxError
 from ..kernels.bit_planes import unpack_mlx_codes
-from ..kernels.dispatch import Kind
+from ..kernels.dispatch import MatmulKind
 from ..kernels.products import codebook_experts, codebook_product
 from . import CodebookOptions, name_with
 from .base import (
@@ -355,10 +355,10 @@ def nbytes(arrays: Arrays) -> int:
     return others + OUTLIER_SIZE * Outliers.of(arrays).count()
 
 
-def codebook_kind(module: Reconstructed) -> Kind:
+def codebook_kind(module: Reconstructed) -> MatmulKind:
     """Return the kind of matmuls with a layer over codebooks."""
     form = "codebook library" if "library" in module else "codebook"
-    return Kind(f"{form} {module.bits}", module.weight_shape, stock=False, most_bits=0)
+    return MatmulKind(f"{form} {module.bits}", module.weight_shape, stock=False, most_bits=0)
 
 
 class NativeCodebookLinear(Native, ReconstructedLinear):
@@ -368,7 +368,7 @@ class NativeCodebookLinear(Native, ReconstructedLinear):
         packed = self.packed(), self.bits, lambda: self.dense_weight(x.dtype)
         return codebook_product(x, *packed, self.get("bias"), self.chosen)
 
-    def kind(self) -> Kind:
+    def kind(self) -> MatmulKind:
         return codebook_kind(self)
 
 
@@ -379,7 +379,7 @@ class NativeCodebookSwitchLinear(NativeExperts, ReconstructedSwitchLinear):
         y = codebook_experts(x, self.packed(), self.bits, indices, self.chosen)
         return super().__call__(x, indices, sorted_indices) if y is None else with_expert_bias(self, y, indices)
 
-    def kind(self) -> Kind | None:
+    def kind(self) -> MatmulKind | None:
         return experts_kind(codebook_kind(self))
 
 

@@ -21,7 +21,7 @@ from mlx_lm.models.mla import MultiLinear
 from ..errors import GearbxError
 from ..kernels import DENSE
 from ..kernels.bit_planes import PanelPlanes, Planes
-from ..kernels.dispatch import NATIVE, Kind, bits_beside_bfloat16, cpu_kernels
+from ..kernels.dispatch import NATIVE, MatmulKind, bits_beside_bfloat16, cpu_kernels
 from ..kernels.exact import (
     CODE_BITS,
     FIRST_NEIGHBOR,
@@ -216,8 +216,8 @@ class NativeExactLinear(Native, ExactLinear):
     def __call__(self, x: mx.array) -> mx.array:
         return exact_product(x, self.matrix, self.get("bias"), self.chosen, self.x_bits)
 
-    def kind(self) -> Kind | None:
-        return Kind(
+    def kind(self) -> MatmulKind | None:
+        return MatmulKind(
             f"exact, group {self.group_size}",
             self.weight_shape,
             stock=False,

@@ -15,7 +15,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from ..compat.classes import as_class, modules_of, stock_class
 from ..compat.versions import is_tested
 from ..kernels.bit_planes import PanelPlanes, Planes, planes_dense, scaled_for, side_by_side, split_affine
-from ..kernels.dispatch import METAL, ChosenKernels, Kind, bits_beside_bfloat16, cpu_kernels, device
+from ..kernels.dispatch import METAL, ChosenKernels, MatmulKind, bits_beside_bfloat16, cpu_kernels, device
 from ..kernels.dispatch import NATIVE as OURS
 from ..kernels.products import (
     MAX_PAIRS,
@@ -41,7 +41,7 @@ class Native:
     x_bits = 0
     chosen: ChosenKernels | None = None
 
-    def kind(self) -> Kind | None:
+    def kind(self) -> MatmulKind | None:
         """Return the properties that determine the speed of its matmuls; None if there is no choice of kernels."""
         return None
 
@@ -86,7 +86,7 @@ class NativeDense(Native, nn.Linear):
     def __call__(self, x: mx.array) -> mx.array:
         return dense_product(x, self["weight"], self.chosen, self.x_bits, self.get("bias"))
 
-    def kind(self) -> Kind:
+    def kind(self) -> MatmulKind:
         return dense_kind(self["weight"])
 
     def expected(self, x: mx.array) -> Expected:
@@ -111,7 +111,7 @@ class NativeQuantizedLinear(Native, nn.QuantizedLinear):
         """Return the dequantized weight (O, I), of the scales' type."""
         return planes_dense(affine_planes(self).by_row())
 
-    def kind(self) -> Kind:
+    def kind(self) -> MatmulKind:
         return planes_kind(affine_planes(self))
 
     def expected(self, x: mx.array) -> Expected:
@@ -132,7 +132,7 @@ class NativeExperts(Native):
         return y
 
 
-def experts_kind(kind: Kind) -> Kind | None:
+def experts_kind(kind: MatmulKind) -> MatmulKind | None:
     """Return the kind of matmuls with packed experts; None on a CPU with its single kernel."""
     return replace(kind, form=f"experts of {kind.form}") if device() == METAL else None
 
@@ -151,7 +151,7 @@ class NativeQuantizedSwitchLinear(NativeExperts, QuantizedSwitchLinear):
         y = stack_experts(x, affine_planes(self), indices, sorted_indices, self.x_bits, self.chosen)
         return with_expert_bias(self, y, indices)
 
-    def kind(self) -> Kind | None:
+    def kind(self) -> MatmulKind | None:
         return experts_kind(planes_kind(affine_planes(self)))
 
     def dense_weight(self) -> mx.array:
@@ -179,7 +179,7 @@ class NativeEmbedding(Native, nn.Embedding):
     def as_linear(self, x: mx.array) -> mx.array:
         return dense_product(x, self["weight"], self.chosen, self.x_bits)
 
-    def kind(self) -> Kind:
+    def kind(self) -> MatmulKind:
         return dense_kind(self["weight"])
 
     def product(self, x: mx.array) -> mx.array:
@@ -202,11 +202,11 @@ IN_PANELS = ((4,), (8,), (4, 4), (4, 2), (4, 1))
 AS_PLANES: dict[tuple[int, ...], tuple[int, ...]] = {(5,): (4, 1), (6,): (4, 2)}  # codes split for panels
 
 
-def dense_kind(weight: mx.array) -> Kind:
+def dense_kind(weight: mx.array) -> MatmulKind:
     """Return the kind of matmuls with a dense weight (O, I)."""
     bits = bits_beside_bfloat16() if weight.dtype == mx.bfloat16 else 0
     form = f"weights of {8 * weight.dtype.size} bits"
-    return Kind(form, weight.shape, stock=True, variants=(OURS,), most_bits=bits)
+    return MatmulKind(form, weight.shape, stock=True, variants=(OURS,), most_bits=bits)
 
 
 def affine_planes(module: nn.Module) -> Planes:
@@ -262,11 +262,11 @@ def stored_planes(dense: nn.Module, planes: Planes) -> Planes:
     return PanelPlanes(*planes) if planes.scales.ndim > dense.weight.ndim else planes
 
 
-def planes_kind(planes: Planes) -> Kind:
+def planes_kind(planes: Planes) -> MatmulKind:
     """Return the kind of matmuls with bit planes, or with a single one (MLX's affine weight)."""
     form = "affine" if len(planes.widths) == 1 else "planes"
     bits = "+".join(map(str, planes.widths))
-    return Kind(f"{form} {bits}, group {planes.group_size}", planes.shape, stock=True)
+    return MatmulKind(f"{form} {bits}, group {planes.group_size}", planes.shape, stock=True)
 
 
 def with_expert_bias(module: nn.Module, y: mx.array, indices: mx.array) -> mx.array:

@@ -34,7 +34,7 @@ from ..kernels.bit_planes import (
     scale_and_bias,
     split_affine,
 )
-from ..kernels.dispatch import Kind, cpu_kernels
+from ..kernels.dispatch import MatmulKind, cpu_kernels
 from ..kernels.products import stack_experts, stack_product
 from ..kernels.rounding import Expected, expected_of_planes
 from . import SPLIT_CODES
@@ -243,7 +243,7 @@ class NativePlanesLinear(Native, PlanesLinear):
     def __call__(self, x: mx.array) -> mx.array:
         return stack_product(x, self.planes, self.get("bias"), self.x_bits, self.chosen)
 
-    def kind(self) -> Kind:
+    def kind(self) -> MatmulKind:
         return planes_kind(self.planes)
 
     def expected(self, x: mx.array) -> Expected:
@@ -267,7 +267,7 @@ class NativePlanesSwitchLinear(NativeExperts, PlanesSwitchLinear):
         y = stack_experts(x, self.planes, indices, sorted_indices, self.x_bits, self.chosen)
         return with_expert_bias(self, y, indices)
 
-    def kind(self) -> Kind | None:
+    def kind(self) -> MatmulKind | None:
         return experts_kind(planes_kind(self.planes))
 
 

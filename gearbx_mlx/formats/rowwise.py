@@ -14,7 +14,7 @@ import mlx.nn as nn
 
 from ..errors import GearbxError
 from ..kernels.bit_planes import CODES_TOGETHER, pack_mlx_codes
-from ..kernels.dispatch import Kind
+from ..kernels.dispatch import MatmulKind
 from ..kernels.products import SymmetricCodes, symmetric_experts, symmetric_product
 from .base import (
     Arrays,
@@ -97,8 +97,8 @@ class NativeSymmetric(Native, Reconstructed):
         """The layer's current arrays."""
         return SymmetricCodes(self["weight"], self["scales"], self.bits, self.input_dims)
 
-    def kind(self) -> Kind | None:
-        return Kind(f"{self.format.name} {self.bits}", self.weight_shape, stock=False)
+    def kind(self) -> MatmulKind | None:
+        return MatmulKind(f"{self.format.name} {self.bits}", self.weight_shape, stock=False)
 
 
 class NativeSymmetricLinear(NativeSymmetric, ReconstructedLinear):
@@ -120,7 +120,7 @@ class NativeSymmetricExperts(NativeExperts, NativeSymmetric, ReconstructedSwitch
         y = symmetric_experts(x, self.codes, indices, self.chosen)
         return super().__call__(x, indices, sorted_indices) if y is None else with_expert_bias(self, y, indices)
 
-    def kind(self) -> Kind | None:
+    def kind(self) -> MatmulKind | None:
         kind = super().kind()
         return kind and experts_kind(kind)
 

@@ -28,7 +28,7 @@ from ..kernels.dispatch import (
     STOCK,
     ChosenKernels,
     KernelChoice,
-    Kind,
+    MatmulKind,
     always,
     choose,
     device,
@@ -86,7 +86,7 @@ class KernelChoices:
         """
         if not self.choice.native:
             return
-        alike: dict[Kind, list[Native]] = {}
+        alike: dict[MatmulKind, list[Native]] = {}
         for layer in natives(modules):
             if layer.chosen is None:
                 layer.x_bits = self.choice.x_bits
@@ -107,7 +107,12 @@ class KernelChoices:
                 chosen[kind](count)
 
     def _choose(
-        self, layer: "weakref.ref[Native]", taken: Kind, members: Sequence[weakref.ref], share: float, vectors: int
+        self,
+        layer: "weakref.ref[Native]",
+        taken: MatmulKind,
+        members: Sequence[weakref.ref],
+        share: float,
+        vectors: int,
     ) -> str:
         """Choose for a layer that had the kind `taken`; its weights may have a different type by now."""
         now, refused = layer(), {*self.tuner.wrong}
@@ -119,7 +124,7 @@ class KernelChoices:
                 self._warn_of_refused(product, kind, members, share)
         return name
 
-    def _warn_of_refused(self, product: str, kind: Kind, members: Sequence[weakref.ref], share: float) -> None:
+    def _warn_of_refused(self, product: str, kind: MatmulKind, members: Sequence[weakref.ref], share: float) -> None:
         """Warn that native kernels are not used, with the cost."""
         ((native, difference), *_) = sorted(self.tuner.wrong[product].items(), key=lambda each: each[1])
         found = {name: products(kind, members, name)[:1] for name in (native, MLX)}
@@ -141,7 +146,7 @@ def natives(modules: Iterable[nn.Module]) -> list[Native]:
     return [layer for layer in layers if isinstance(layer, Native)]
 
 
-def products(kind: Kind, members: Sequence[weakref.ref], candidate: str) -> list[Callable[[mx.array], Any]]:
+def products(kind: MatmulKind, members: Sequence[weakref.ref], candidate: str) -> list[Callable[[mx.array], Any]]:
     """Return a candidate's matmuls with the layers of a kind that are in memory, or the EXPECTED results."""
     found: list[Callable[[mx.array], Any]] = []
     size = 0

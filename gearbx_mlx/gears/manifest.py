@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     GroupSize = int
     Axis = int
     DtypeName = str
-    Kind = str
+    LayerKind = str
 else:
     Width, GroupSize, DtypeName, Axis = Literal[WIDTHS], Literal[GROUP_SIZES], Literal[DTYPE_NAMES], Literal[-1, -2]
-    Kind = Literal["linear", "switch", "multi", "embedding", "table"]
+    LayerKind = Literal["linear", "switch", "multi", "embedding", "table"]
 
 
 ORIGINAL_FILE = "original.safetensors"  # parts of the original that the model's parameters do not contain
@@ -111,7 +111,7 @@ class SavedLayer(Struct, frozen=True):
     rows of the highest gear (the original ones, or all codes of a quantized checkpoint). 16: no gear has its own rows.
     """
 
-    kind: Kind
+    kind: LayerKind
     shape: Shape
     dtype: DtypeName
     lowest_bits: Annotated[int, Meta(ge=0, le=DENSE)]

@@ -293,7 +293,7 @@ def to_read(
 
 def mode_of_prompt(settings: GenerateSettings, geared: Geared, prompt: str, tokens: list[int]) -> Mode:
     """Return the mode, with measured thresholds for --thresholds auto; a note shows them."""
-    mode = geared.mode(prompt).settled(geared.gearbox, geared.loaded.tokenizer, tokens)
+    mode = geared.mode(prompt).resolved(geared.gearbox, geared.loaded.tokenizer, tokens)
     if settings.mode.thresholds == AUTO and settings.output.is_verbose:
         terminal.note(auto_thresholds(geared.gearbox, geared.loaded.tokenizer).about())
     return mode

@@ -16,10 +16,11 @@ of a result. On Metal, MLX's norm, SwiGLU and experts are batch-invariant too (m
 the reference BLAS and scalar quantized matmuls, 25 to 40 times slower for many vectors (docs/performance.md).
 
 `choose` decides once for a model whether it uses native kernels: by default on a CPU, and on Metal if some were proven
-on that machine (`proven.py`). Measured times select among a layer's candidates (`Kind.candidates`, `tuner.py`), for
-each kind of layer and number of vectors; by default on Metal, proofs do. All native candidates are bit-identical. MLX's
-matmul, and a matmul with reconstructed weights, differ in the last bits. For other operations, the number of vectors
-decides at each call (experts: `products.py`). Experts are measured on Metal only, once for any number of vectors.
+on that machine (`proven.py`). Measured times select among a layer's candidates (`MatmulKind.candidates`, `tuner.py`),
+for each kind of layer and number of vectors; by default on Metal, proofs do. All native candidates are bit-identical.
+MLX's matmul, and a matmul with reconstructed weights, differ in the last bits. For other operations, the number of
+vectors decides at each call (experts: `products.py`). Experts are measured on Metal only, once for any number of
+vectors.
 """
 
 import os
@@ -138,7 +139,7 @@ def bits_beside_bfloat16() -> int:
 
 
 @dataclass(frozen=True)
-class Kind:
+class MatmulKind:
     """The properties of a layer's matmul that its speed depends on.
 
     Attributes:

@@ -58,8 +58,8 @@ def product_key(form: str, shape: Sequence[int], dtype: mx.Dtype, vectors: int, 
     """Return the name of a matmul in the file.
 
     Args:
-        form: of `Kind`, such as "planes 4+4, group 64". shape: (O, I), or (E, O, I) of experts. dtype: of activations.
-        vectors: number of vectors. candidate: of `Kind.candidates`.
+        form: of `MatmulKind`, such as "planes 4+4, group 64". shape: (O, I), or (E, O, I) of experts.
+        dtype: of activations. vectors: number of vectors. candidate: of `MatmulKind.candidates`.
     """
     sizes, many = " x ".join(map(str, shape)), "s" * (vectors > 1)
     return f"product {form}, {sizes}, {dtype_name(dtype)}, {vectors} vector{many}, {candidate}"

@@ -43,7 +43,7 @@ from .dispatch import (
     STOCK,
     CannotMeasure,
     KernelChoice,
-    Kind,
+    MatmulKind,
     cpu_kernels,
     device,
     is_tuning,
@@ -172,7 +172,7 @@ class Tuner:
         self.used: dict[str, tuple[str, Times]] = {}
         self.wrong: dict[str, Differences] = {}
 
-    def choose(self, kind: Kind, vectors: int, products: Products) -> str:
+    def choose(self, kind: MatmulKind, vectors: int, products: Products) -> str:
         """Return the candidate for a matmul of this number of vectors; measure if not done yet.
 
         On a CPU, one candidate computes any number of vectors, because native kernels are batch-invariant. MLX's kernel
@@ -201,7 +201,7 @@ class Tuner:
         return chosen
 
     def right(
-        self, kind: Kind, vectors: int, products: Products, candidates: Sequence[str], compare_now: bool = True
+        self, kind: MatmulKind, vectors: int, products: Products, candidates: Sequence[str], compare_now: bool = True
     ) -> tuple[str, ...]:
         """Return the candidates whose results agree with the reference within rounding; MLX if none does.
 
@@ -227,7 +227,7 @@ class Tuner:
             self.wrong[name] = self.wrong.get(name, {}) | wrong
         return tuple(each for each in candidates if each not in wrong) or (MLX,)
 
-    def _fastest(self, kind: Kind, vectors: int, products: Products, candidates: Sequence[str]) -> str:
+    def _fastest(self, kind: MatmulKind, vectors: int, products: Products, candidates: Sequence[str]) -> str:
         if len(candidates) == 1 or vectors > MAX_VECTORS or not is_worth_it(kind):
             return candidates[0]
         name = self.name(kind, vectors)
@@ -241,7 +241,7 @@ class Tuner:
         times = self.cache.times.get(name, {})
         return times if times.keys() >= {*candidates} else None
 
-    def times(self, name: str, kind: Kind, vectors: int, products: Products, candidates: Sequence[str]) -> Times:
+    def times(self, name: str, kind: MatmulKind, vectors: int, products: Products, candidates: Sequence[str]) -> Times:
         """Return the times of a matmul, from the cache or measured now.
 
         Raises:
@@ -263,7 +263,7 @@ class Tuner:
         self.cache.keep(name, found)
         return found
 
-    def name(self, kind: Kind, vectors: int, exactly: bool = False) -> str:
+    def name(self, kind: MatmulKind, vectors: int, exactly: bool = False) -> str:
         """Return the name of a kind of matmul in the cache; unless `exactly`, sizes between powers of two share one."""
         # Streaming takes the same time per weight from 2^13 rows or columns.
         sizes = kind.shape if exactly else [min(size_class(size), 2**13) for size in kind.shape]
@@ -280,7 +280,7 @@ def size_class(count: int) -> int:
     return 1 << max(0, count - 1).bit_length()
 
 
-def is_worth_it(kind: Kind) -> bool:
+def is_worth_it(kind: MatmulKind) -> bool:
     """Return whether to time the candidates of a kind: not if it is small, nor with GEARBX_TUNE=0."""
     return is_tuning() and math.prod(kind.shape) >= MIN_WEIGHTS
 

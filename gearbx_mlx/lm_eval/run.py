@@ -42,7 +42,7 @@ class GearbxLM(MLXLM):
         settings = settings_of(flags)
         geared = Loaded.of(decided(settings)).in_gears()
         self._model, self.tokenizer = geared.loaded.model, geared.loaded.tokenizer
-        mode = geared.mode("").settled(geared.gearbox, self.tokenizer, None)
+        mode = geared.mode("").resolved(geared.gearbox, self.tokenizer, None)
         mode = Static() if isinstance(mode, Lossless) else mode  # with the same outputs and scores
         self._max_tokens = settings.prompt.max_tokens if "max_tokens" in flags else None
         self.use_chat_template = self.tokenizer.has_chat_template and not settings.prompt.ignore_chat_template

@@ -258,7 +258,7 @@ class Controller:
         self.top = np.eye(schedule.gears)[-1]  # one pass in the top gear
         self.out_of_reach: str | None = None
         """Reason why the target cannot be met; None while it may be."""
-        self._settled = False
+        self._is_steady = False
         self._skip = 0
         self._seen: deque[tuple[float, tuple[float, ...]]] = deque(maxlen=REMEMBERED)
         self._new = 0  # number of these since the last decision
@@ -325,9 +325,9 @@ class Controller:
         if abs(error) <= self._tolerated(measured):
             self._rest()
             near = abs(error) <= DEAD_BAND
-            self._settled |= near and measured.chance <= DEAD_BAND
+            self._is_steady |= near and measured.chance <= DEAD_BAND
             return self.position, f"{speed}: near enough" if near else f"{speed}: may be chance"
-        self._settled = False
+        self._is_steady = False
         read = np.log(self.schedule.read(self._passes()))
         self.pid.track(read[self.position])  # since the gate may have shifted
         bytes_asked = self.pid.update(error)  # logarithm
@@ -353,7 +353,7 @@ class Controller:
 
         Near the target, the speed thus has to change more before caps move, and caps do not follow noise.
         """
-        if self._settled:
+        if self._is_steady:
             return DEAD_BAND + measured.chance
         return max(DEAD_BAND, measured.chance)
 

@@ -45,7 +45,7 @@ class Agreement:
         return tuple(part.view(array.dtype).reshape(array.shape) for part, array in zip(parts, arrays))
 
 
-ALONE = Agreement()
+SINGLE_PROCESS = Agreement()
 
 
 def in_turn() -> AbstractContextManager[Any]:
@@ -59,13 +59,13 @@ def in_turn() -> AbstractContextManager[Any]:
 
 
 def agreement_of(model: nn.Module) -> Agreement:
-    """Return the agreement of the ranks that share a model; `ALONE` for a model of one process."""
+    """Return the agreement of the ranks that share a model; `SINGLE_PROCESS` for a model of one process."""
     for module in modules_of(model):
         if isinstance(getattr(module, "group", None), mx.distributed.Group):  # it sends outputs to other ranks
             return Agreement(module.group)
         if getattr(module, "pipeline_size", 1) > 1:
             return Agreement(mx.distributed.init())
-    return ALONE
+    return SINGLE_PROCESS
 
 
 SHOWN_CHARACTERS = 60  # characters of a value in a message

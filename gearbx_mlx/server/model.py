@@ -59,7 +59,7 @@ def mode_of_request(geared: Geared, modes: tuple[str, ...], default: Mode, optio
         with error_context(name):
             setting = geared.gearbox.ladder.find(value).name if name in GEAR_OPTIONS else tuple(value)
             mode = replace(mode, **{name: setting})
-    return geared.mode(prompt, mode).settled(geared.gearbox, geared.loaded.tokenizer, None)
+    return geared.mode(prompt, mode).resolved(geared.gearbox, geared.loaded.tokenizer, None)
 
 
 def with_lookup(mode: Mode, is_shared: bool) -> Mode:
@@ -162,7 +162,7 @@ def load_geared(decision: Decision, template: str, share_lookup: bool) -> Served
         controller = stack.enter_context(geared.governor())
         modes = modes_of(geared, draft_model is not None, controller is not None and controller.caps)
         default = geared.loaded.decision.mode
-        own = with_lookup(geared.mode("").settled(geared.gearbox, loaded.tokenizer, None), share_lookup)
+        own = with_lookup(geared.mode("").resolved(geared.gearbox, loaded.tokenizer, None), share_lookup)
 
         def mode(options: Options, prompt: str) -> Mode:
             if options == Options() and not hasattr(own, "initial_gear"):  # the prompt selects an initial gear

@@ -191,8 +191,8 @@ class Parrot(Drafter):
             tokens.append(following.get(tokens[-1], tokens[-1]))
         return Proposal(tokens, source=DRAFT)
 
-    def settle(self, text, found):
-        self.calls.append(("settle", len(text.tokens), None if found is None else found.logits.shape))
+    def update(self, text, found):
+        self.calls.append(("update", len(text.tokens), None if found is None else found.logits.shape))
 
 
 @pytest.mark.parametrize("gears", ["16", "4,16"])
@@ -208,9 +208,9 @@ def test_new_drafter_needs_class_and_registry_line(kernels, gears, monkeypatch):
     assert max(r.drafted for r in responses) == 3
     assert any(r.from_draft for r in responses)
     assert Parrot.calls[0] == ("prefill", TOKENS[:-1])
-    settled = [call for call in Parrot.calls if call[0] == "settle"]
-    assert settled[0] == ("settle", len(TOKENS) + 1, (1, 1, 128))
-    assert len(TOKENS) + 26 < settled[-1][1] <= len(TOKENS) + 30
+    updates = [call for call in Parrot.calls if call[0] == "update"]
+    assert updates[0] == ("update", len(TOKENS) + 1, (1, 1, 128))
+    assert len(TOKENS) + 26 < updates[-1][1] <= len(TOKENS) + 30
 
 
 @pytest.mark.parametrize("slow", ["Parrot", "LowGear"])
@@ -271,7 +271,7 @@ def test_drafts_built_ahead_leave_output_unchanged(monkeypatch, length, sampler)
     tokenizer = endless()  # loading one draws random numbers
     take = built_ahead.BuiltAhead.take
     monkeypatch.setattr(built_ahead.BuiltAhead, "take", lambda graphs: built.append(take(graphs)) or built[-1])
-    monkeypatch.setattr(built_ahead.Pace, "settled", lambda pace: setattr(pace, "graphs", 5))
+    monkeypatch.setattr(built_ahead.Pace, "verified", lambda pace: setattr(pace, "graphs", 5))
     for rows in (built_ahead.MAX_BUILT, 0):
         monkeypatch.setattr(built_ahead, "MAX_BUILT", rows)
         mx.random.seed(3)
@@ -293,7 +293,7 @@ def test_as_many_graphs_as_there_is_time_for(monkeypatch):
     for device in [10.0] * 8 + [2.5] * 4:  # seconds of a verification; a graph takes one
         pace.built(pace.graphs, pace.graphs)
         now[0] += max(0.0, device - pace.graphs)
-        pace.settled()
+        pace.verified()
         found.append(pace.graphs)
     assert found == [2, 3, 4, 5, 5, 5, 5, 5, 4, 3, 2, 2]
 

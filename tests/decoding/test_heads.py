@@ -28,7 +28,7 @@ from gearbx_mlx.decoding.rows import Verifier
 from gearbx_mlx.decoding.sampling import Chooser
 from gearbx_mlx.formats.block import head_parts
 from gearbx_mlx.loading import DEMO_MODEL
-from gearbx_mlx.ranks.agreement import ALONE, Agreement
+from gearbx_mlx.ranks.agreement import SINGLE_PROCESS, Agreement
 
 TOKENS = PROMPT[0].tolist()
 SAMPLED = {"sampler": gearbx_mlx.make_sampler(0.8)}
@@ -176,7 +176,7 @@ def drafts_after(box, head, rounds, length, processors=(), **settings):
         found = verifier.verify([text.last, *accepted[:-1]], cache)
         for token in accepted:
             text.add(token)
-        drafter.settle(text, found)
+        drafter.update(text, found)
         proposal = drafter.propose(text, length, FixedPolicy(length))
         assert proposal.weight_bytes == head.nbytes
         yield np.array(proposal.tokens).tolist(), np.array(proposal.margins), proposal.is_known
@@ -190,7 +190,7 @@ class TestNative:
         head = read_head(save_head(tmp_path, box.model, rows=rows), box.model)
         head.put_in(True, mx.float32)
         rounds, found = [TOKENS, [7], [3, 11, 2], [5, 6], list(range(20, 40)), [9]], []
-        for agreement in (ALONE, Agreement()):  # ranks run the module
+        for agreement in (SINGLE_PROCESS, Agreement()):  # ranks run the module
             mx.random.seed(7)
             found.append([*drafts_after(box, head, rounds, 4, agreement=agreement, **settings)])
         for (native, its_margins, is_native), (drafted, margins, _) in zip(*found, strict=True):

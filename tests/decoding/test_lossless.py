@@ -315,10 +315,10 @@ class TestCache:
         assert [token for token, _ in ours] == [token for token, _ in theirs]
 
     def test_drafter_that_fails_after_a_pass_is_dropped(self, tiny, monkeypatch):
-        def settle(self, text, found):
+        def update(self, text, found):
             raise ValueError("no room")
 
-        monkeypatch.setattr(Lookup, "settle", settle)
+        monkeypatch.setattr(Lookup, "update", update)
         gearbox = Gearbox(tiny, "6,16")
         with pytest.warns(GearbxWarning, match=r"drafting failed \(prompt lookup: no room\)") as said:
             ours, _ = written(gearbox, PROMPT[0].tolist(), 30, Lossless())

@@ -12,14 +12,14 @@ from gearbx_mlx import Gearbox
 from gearbx_mlx.errors import GearbxWarning
 from gearbx_mlx.formats.exact import encode
 from gearbx_mlx.kernels import dispatch, metal, products, proven, tuner
-from gearbx_mlx.kernels.dispatch import METAL, MLX, NATIVE, RECONSTRUCT, KernelChoice, Kind
+from gearbx_mlx.kernels.dispatch import METAL, MLX, NATIVE, RECONSTRUCT, KernelChoice, MatmulKind
 from gearbx_mlx.kernels.exact import decode
 from gearbx_mlx.kernels.metal_products import dense_launch
 from gearbx_mlx.kernels.tuner import Tuner
 
 KEY = proven.product_key("exact, group 64", (512, 256), mx.bfloat16, 1, NATIVE)
-PLANES = Kind("planes 4+4, group 64", (512, 256), stock=True)
-EXACT = Kind("exact, group 64", (512, 256), stock=False, variants=(NATIVE,), decoding=proven.decoder_key(64))
+PLANES = MatmulKind("planes 4+4, group 64", (512, 256), stock=True)
+EXACT = MatmulKind("exact, group 64", (512, 256), stock=False, variants=(NATIVE,), decoding=proven.decoder_key(64))
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def on_metal(monkeypatch, own_cache):
     metal.build.cache_clear()
 
 
-def prove(kind: Kind, vectors: int, **seconds: tuple[float, float]) -> None:
+def prove(kind: MatmulKind, vectors: int, **seconds: tuple[float, float]) -> None:
     """Seconds of ours and of MLX's, by candidate."""
     for candidate, (ours, mlx) in seconds.items():
         key = proven.product_key(kind.form, kind.shape, mx.bfloat16, vectors, candidate)
@@ -102,7 +102,7 @@ class TestDefaultKernels:
         monkeypatch.setattr(tuner, "device", lambda: METAL)
 
     @staticmethod
-    def chosen(kind: Kind, vectors: int) -> str:
+    def chosen(kind: MatmulKind, vectors: int) -> str:
         def unmeasured(candidate: str):
             raise AssertionError(f"{candidate} was measured")
 
@@ -116,7 +116,7 @@ class TestDefaultKernels:
         prove(PLANES, 1, registers=(1.0, 2.0), device=(0.5, 2.0))
         prove(PLANES, 4, registers=(2.0, 2.0))
         assert [self.chosen(PLANES, vectors) for vectors in (1, 2, 4)] == ["device", MLX, MLX]
-        assert self.chosen(Kind(PLANES.form, (512, 512), stock=True), 1) == MLX
+        assert self.chosen(MatmulKind(PLANES.form, (512, 512), stock=True), 1) == MLX
         assert Tuner(mx.float16, KernelChoice(True, "for a test")).choose(PLANES, 1, lambda candidate: []) == MLX
 
     def test_a_proven_decoder_serves_prompts(self):

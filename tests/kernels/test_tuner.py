@@ -15,15 +15,15 @@ from gearbx_mlx.errors import GearbxWarning
 from gearbx_mlx.files.measured_file import MAX_MACHINES
 from gearbx_mlx.gears.kernel_choices import measure_gears
 from gearbx_mlx.kernels import dispatch, tuner
-from gearbx_mlx.kernels.dispatch import GPU, METAL, MLX, NATIVE, RECONSTRUCT, CannotMeasure, KernelChoice, Kind
+from gearbx_mlx.kernels.dispatch import GPU, METAL, MLX, NATIVE, RECONSTRUCT, CannotMeasure, KernelChoice, MatmulKind
 from gearbx_mlx.kernels.rounding import expected_of_dense, tolerance
 from gearbx_mlx.kernels.tuner import EXPECTED, Tuner, TuningCache, enough_calls, fastest, timed_in_turn, times_of
 
 WIDTH = 512  # so that a layer is worth measuring
 AFFINE = "affine 4, group 64, 512 x 512, float32, activations of 16 bits, 1 vector"
 DENSE = "weights of 32 bits, 512 x 512, float32, 1 vector"
-PLANES = Kind("planes 4+4, group 64", (4096, 4096), stock=True)
-ROWWISE = Kind("rowwise 4", (4096, 4096), stock=False)
+PLANES = MatmulKind("planes 4+4, group 64", (4096, 4096), stock=True)
+ROWWISE = MatmulKind("rowwise 4", (4096, 4096), stock=False)
 
 
 @pytest.fixture
@@ -118,8 +118,8 @@ def wrong_where(name: str, change=lambda y: 1.25 * y):
 
 
 class TestVerifiedKernels:
-    STOCK_KIND = Kind("planes 4+4, group 64", (256, 384), stock=True)
-    OUR_KIND = Kind("exact, group 64", (256, 384), stock=False, variants=(NATIVE,), most_bits=0)
+    STOCK_KIND = MatmulKind("planes 4+4, group 64", (256, 384), stock=True)
+    OUR_KIND = MatmulKind("exact, group 64", (256, 384), stock=False, variants=(NATIVE,), most_bits=0)
 
     @pytest.fixture
     def on_metal(self, monkeypatch, cache):
@@ -201,7 +201,7 @@ class TestVerifiedKernels:
 
     @pytest.mark.usefixtures("native")
     def test_on_a_cpu_when_a_kind_is_measured(self, cache, monkeypatch):
-        kind = Kind("weights of 32 bits", (256, 384), stock=True, variants=(NATIVE,), most_bits=0)
+        kind = MatmulKind("weights of 32 bits", (256, 384), stock=True, variants=(NATIVE,), most_bits=0)
         monkeypatch.setattr(tuner, "MIN_WEIGHTS", 0)
         first = tuner_for(mx.float32)
         assert first.choose(kind, 1, wrong_where(NATIVE)) == MLX
@@ -330,9 +330,9 @@ class TestCandidates:
 
     def test_sizes_between_powers_of_two_share_measurements(self, cache):
         made = tuner_for(mx.float16)
-        name = made.name(Kind("rowwise 4", (1025, 3000), stock=False), 5)
+        name = made.name(MatmulKind("rowwise 4", (1025, 3000), stock=False), 5)
         assert name == "rowwise 4, 2048 x 4096, float16, 8 vectors"
-        assert name == made.name(Kind("rowwise 4", (2048, 4096), stock=False), 8)
+        assert name == made.name(MatmulKind("rowwise 4", (2048, 4096), stock=False), 8)
 
     def test_uncompilable_candidate_is_never_chosen(self):
         def refused(x: mx.array) -> mx.array:
@@ -355,7 +355,7 @@ class TestCandidates:
 
     def test_mlx_on_cpu_must_win_for_many_vectors(self, cache, native):
         made = tuner_for(mx.float32)
-        kind = Kind("weights of 32 bits", (512, 512), stock=True, most_bits=0)
+        kind = MatmulKind("weights of 32 bits", (512, 512), stock=True, most_bits=0)
         for one, many, chosen in ((2.0, 2.0, MLX), (2.0, 0.5, NATIVE), (0.5, 2.0, NATIVE)):
             made.cache.keep(made.name(kind, 1), {NATIVE: one, MLX: 1.0})
             made.cache.keep(made.name(kind, 16), {NATIVE: many, MLX: 1.0})

@@ -3,7 +3,7 @@
 A drafter may use its `DraftTarget` and the `GeneratedText`: the tokens so far, the sequence's KV cache, and the
 gearbox, whose `module_in(path, ladder.top)` is the top gear's head or embedding. It has its own KV cache if necessary.
 It returns tokens, their margins if known, and the bytes that its passes read. After each verification it gets the
-computed rows (`settle`), with the hidden states after the blocks that it names (`taps`).
+computed rows (`update`), with the hidden states after the blocks that it names (`taps`).
 
 Drafting changes neither the KV cache nor the random numbers of the sequence. A token is drafted with the random numbers
 of its position, to maximize the acceptance rate (GEARBX 10.1).
@@ -19,7 +19,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ...gears.gearbox import Gearbox
-from ...ranks.agreement import ALONE, Agreement
+from ...ranks.agreement import SINGLE_PROCESS, Agreement
 from ...routing.ngrams import NgramTable
 from ..caches import Cache
 from ..hidden import Hidden
@@ -63,7 +63,7 @@ class DraftTarget:
     lookup_tokens: int = 0
     table: NgramTable | None = None
     is_fixed: bool = True
-    agreement: Agreement = ALONE
+    agreement: Agreement = SINGLE_PROCESS
     draft_model: nn.Module | None = None
     draft_cache: list[Any] = field(default_factory=list)
     most: int = MAX_DRAFTED
@@ -130,7 +130,7 @@ class Drafter:
             rows: the token after each row, which the device may still compute.
         """
 
-    def settle(self, text: GeneratedText, found: Verification | None) -> None:
+    def update(self, text: GeneratedText, found: Verification | None) -> None:
         """Take the sequence after a verification, also of a different drafter's tokens.
 
         Args:

@@ -82,10 +82,10 @@ class BuiltAhead:
             set_entries(cache, whole, end)
         self._pace.built(count, clock() - start)
 
-    def settle(self, found: Verification | None) -> None:
+    def update(self, found: Verification | None) -> None:
         """Adjust the pace after a verification; drop graphs that were built for a different one."""
         if self._found is not None and self._found is found:
-            self._pace.settled()
+            self._pace.verified()
         else:
             self._found, self._graphs = None, {}
 
@@ -123,7 +123,7 @@ class Pace:
         if count:
             self._cost = seconds / count
 
-    def settled(self) -> None:
+    def verified(self) -> None:
         """Plan one more graph if time was left until the end of the verification, one fewer if not."""
         left = clock() - self._built_at
         if left > 2 * self._cost:

@@ -18,7 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from ...compat.loops import set_entries
 from ...formats.block import FEW_TOKENS, KeptParts, PassParts, begin_head_draft, head_parts
 from ...kernels.dispatch import on_cpu
-from ...ranks.agreement import ALONE
+from ...ranks.agreement import SINGLE_PROCESS
 from ..head_files import attached_head
 from ..heads import Head, embedding_of
 from ..hidden import Hidden
@@ -85,7 +85,7 @@ class Eagle(Drafter):
     @functools.cached_property
     def _parts(self) -> KeptParts:
         def find() -> PassParts | None:
-            return head_parts(self._head, self._embedding_now()) if self._target.agreement is ALONE else None
+            return head_parts(self._head, self._embedding_now()) if self._target.agreement is SINGLE_PROCESS else None
 
         return KeptParts(find)
 
@@ -124,7 +124,7 @@ class Eagle(Drafter):
 
         return logits_after
 
-    def settle(self, text: GeneratedText, found: Verification | None) -> None:
+    def update(self, text: GeneratedText, found: Verification | None) -> None:
         """Keep the hidden states of the accepted rows; at the end of the sequence, read those that are left."""
         if found is not None:
             self._add(found.hidden, found.kept)

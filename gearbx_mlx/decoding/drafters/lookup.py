@@ -62,7 +62,7 @@ class Lookup(Drafter):
         last = next((place for place, token in enumerate(tokens, 1) if token in text.ends), length)
         return Proposal(tokens[:last], source=LOOKUP)
 
-    def settle(self, text: GeneratedText, found: Any) -> None:
+    def update(self, text: GeneratedText, found: Any) -> None:
         self.follow(text.tokens, text.prompt)
 
     def follow(self, tokens: Sequence[int], prompt: int) -> None:

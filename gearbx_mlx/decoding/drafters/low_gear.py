@@ -33,7 +33,7 @@ from ...gears.gearbox import Gearbox
 from ...gears.ladder import Gear
 from ...gears.sharding import sharding_of
 from ...kernels.dispatch import on_cpu
-from ...ranks.agreement import ALONE
+from ...ranks.agreement import SINGLE_PROCESS
 from ..caches import Snapshot
 from ..policy import LearnedPolicy
 from ..response import DRAFT, GeneratedText
@@ -125,13 +125,13 @@ class LowGear(Drafter):
             with self._target.chooser.rewound(), rescoring(self.rescoring_head):
                 self._built.build(found, rows)
 
-    def settle(self, text: GeneratedText, found: Verification | None) -> None:
-        self._built.settle(found)
+    def update(self, text: GeneratedText, found: Verification | None) -> None:
+        self._built.update(found)
 
     def _find(self) -> PassParts | None:
         """Return the parts of the gear for native drafts; None if they cannot run. The engaged gear stays."""
         gearbox, engaged = self._target.gearbox, self._target.gearbox.gear
-        if self._target.agreement is not ALONE:
+        if self._target.agreement is not SINGLE_PROCESS:
             return None
         gearbox.shift(self.gear)
         try:

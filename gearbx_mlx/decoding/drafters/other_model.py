@@ -69,7 +69,7 @@ class OtherModel(Drafter):
         self._read = len(text.tokens) + length - 1  # the last drafted token is not in the cache
         return Proposal(*drafted, DRAFT, weight_bytes=self._weight_bytes)
 
-    def settle(self, text: GeneratedText, found: Verification | None) -> None:
+    def update(self, text: GeneratedText, found: Verification | None) -> None:
         """Cut the cache to all tokens but the last; at the end of the sequence, prefill the missing ones."""
         right = len(text.tokens) - 1
         if self._read > right:
