@@ -284,7 +284,8 @@ class Gearbox:
         layout = layout_of(model, ladder, format, manage, group_size)
         how: dict[str, Any] = {"manage": manage, "residency": residency, "checkpoint": checkpoint, "dtype": dtype}
         how |= {"kernels": kernels, "activations": activations, "tables": tables or {}, "widths": widths}
-        before = {path: module for path, module in layers_of(model).items() if "weight" in module}
+        stored = layout.saved or layout.codes  # whose layers are blank until their gears are made
+        before = {path: module for path, module in layers_of(model).items() if stored and "weight" in module}
         try:
             parts = parts_of(model, layout, **how, low_model=low_model, base=base or {}, kept=kept)
         except BaseException:
