@@ -178,11 +178,7 @@ def geared_card(
         mlx_lm_text(manifest, gears),
     ]
     if manifest.stock:
-        text.append(
-            shell(
-                "pip install mlx-lm", f"mlx_lm.generate --model {shlex.quote(origin.name)} --prompt 'Once upon a time'"
-            )
-        )
+        text.append(use_of_mlx_lm(origin.name))
     return card_text(text, origin)
 
 

@@ -15,7 +15,6 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from numbers import Integral
@@ -207,10 +206,8 @@ class BatchGenerator(StagedGenerator):
         count = len(segments)
         read = all_tokens or [[]] * count
         prompts = [[*before, *itertools.chain(*segment)] for before, segment in zip(read, segments)]
-        joined = list[SequenceState]()
-        for mode, prompt in zip(modes or [self.mode] * count, prompts):
-            text = mode.sequence(self.gearbox, self.tokenizer, prompt)
-            joined.append(replace(text, gate=deepcopy(text.gate)))  # since sequences of one mode may share its gate
+        chosen = zip(modes or [self.mode] * count, prompts)
+        joined = [mode.sequence(self.gearbox, self.tokenizer, prompt) for mode, prompt in chosen]
         none = [None] * count
         processors = logits_processors or [self.logits_processors] * count
         for text, sampler, seed, given in zip(joined, samplers or none, seeds or none, processors):

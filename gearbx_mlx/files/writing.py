@@ -171,12 +171,17 @@ def drop_unfinished() -> None:
     """Remove unfinished outputs of this process: it ends without waiting for its other threads."""
     for path in list(_unfinished):
         with contextlib.suppress(OSError):
-            remove(path)
+            remove_part(path)
+
+
+def remove_part(part: Path) -> None:
+    """Remove an unfinished output, with the arrays beside it."""
+    arrays_beside(part).unlink(missing_ok=True)
+    remove(part)
 
 
 def remove(path: Path) -> None:
-    """Remove an unfinished file with the arrays beside it, or a directory with everything in it."""
-    arrays_beside(path).unlink(missing_ok=True)
+    """Remove a file, or a directory with everything in it."""
     shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
@@ -210,7 +215,7 @@ def remove_parts(directory: Path, names: str = ".*") -> list[Path]:
     for path in found:
         with contextlib.suppress(OSError), locked(path) as is_stale:
             if is_stale:
-                remove(path)
+                remove_part(path)
             elif is_stale is False:
                 in_work.append(path)
     return in_work
