@@ -30,8 +30,9 @@ from gearbx_mlx.cli.build import load_pair
 from gearbx_mlx.cli.flags import ModelSettings
 from gearbx_mlx.cli.prompt import room_for
 from gearbx_mlx.cli.terminal import progress_bar
-from gearbx_mlx.decoding.pair import Pair
-from gearbx_mlx.decoding.response import BatchGearResponse
+from gearbx_mlx.decoding.mode import vocabulary_of
+from gearbx_mlx.decoding.pair import Pair, bytes_read
+from gearbx_mlx.decoding.sampling import reader_of
 from gearbx_mlx.errors import GearbxError, choose
 from gearbx_mlx.files.journal import Journal, JournalPart, hash_of_tokens
 from gearbx_mlx.files.reading import json_lines, read_text
@@ -47,6 +48,7 @@ from gearbx_mlx.telemetry.trace import BLUE, GREEN, ORANGE, PURPLE, SKY_BLUE, VE
 from .evaluation import answers as tasks
 from .evaluation.report import Columns, markdown_table, percent
 from .evaluation.statistics import LEVEL, POWER, mcnemar, power, problems_needed
+from .evaluation.together import Passes, Text, Units, alternating, kicked_down, routed, together
 from .lossless import shipped_base
 from .studies import DATA, HELD_OUT, Found, named, study, table_here
 
@@ -55,6 +57,7 @@ RERUN = "run the study without --only-table"
 CHUNK = 25  # problems that all methods solve before the next ones: a model is loaded once in each
 TIMED = 10  # problems that every method answers one at a time, in turn; "s/answer" is theirs
 BATCH = 8  # later answers of one gear that are generated together, with the same outputs
+SEQUENCES = 24  # later answers in several gears, or with two models, that share passes
 WARM_UP = 2  # tokens that each method generates, untimed, after a model is loaded
 LOSS = 0.05  # of right answers, for which the number of problems is planned
 SWEEP = (math.inf, 1.0, 0.5, 0.25, 0.125, 0.0625, 0.03125, 0.0)  # bits, EAD's Table 1; its 99 exceeds any entropy
@@ -236,12 +239,15 @@ class PartialAnswer:
     detokenizer: Any
     text: str = ""
     tokens: int = 0
+    is_complete: bool = False
 
-    def add(self, response: BatchGearResponse) -> None:
-        if response.finish_reason != "stop":
-            self.detokenizer.add_token(response.token)
-        if response.finish_reason is not None:
+    def add(self, token: int, finish_reason: str | None) -> None:
+        """Add the next token. finish_reason: as in mlx-lm's responses."""
+        if finish_reason != "stop":
+            self.detokenizer.add_token(token)
+        if finish_reason is not None:
             self.detokenizer.finalize()
+            self.is_complete = True
         self.text += self.detokenizer.last_segment
         self.tokens += 1
 
@@ -292,15 +298,20 @@ class Solver:
 
     def answered(self, work: Sequence[tuple[int, str]], opened: Opened) -> Iterator[tuple[int, str, Answer]]:
         """Yield the answers to these problems by these methods: one at a time in turn, then in batches."""
-        together: dict[str, list[int]] = {}
+        of_one_gear: dict[str, list[int]] = {}
+        mixed = []
         for number, name in work:
-            if number >= TIMED and isinstance(METHODS[name].mode, Static):
-                together.setdefault(name, []).append(number)
+            method = METHODS[name]
+            if number >= TIMED and isinstance(method.mode, Static):
+                of_one_gear.setdefault(name, []).append(number)
+            elif number >= TIMED and (isinstance(method.mode, Route | Kickdown) or method.threshold is not None):
+                mixed.append((number, name))
             else:
                 yield number, name, self.answer(name, number, opened)
-        for name, numbers in together.items():
+        for name, numbers in of_one_gear.items():
             for number, made in self.batch(name, numbers, opened):
                 yield number, name, made
+        yield from self.mixed(mixed, opened)
 
     def batch(self, name: str, numbers: Sequence[int], opened: Opened) -> Iterator[tuple[int, Answer]]:
         """Yield the answers of one gear to these problems, as `answer` generates them, but several at a time."""
@@ -315,7 +326,7 @@ class Solver:
                 if response.error is not None:
                     raise response.error
                 one = parts[response.uid]
-                one.add(response)
+                one.add(response.token, response.finish_reason)
                 if response.finish_reason is None:
                     if not self.task.finished(one.text):
                         continue
@@ -323,6 +334,56 @@ class Solver:
                 passes = [one.tokens if gear == response.gear else 0 for gear in opened.gears]
                 read = one.tokens * gearbox.weight_bytes_per_token(gearbox.ladder.find(response.gear))
                 yield one.number, Answer(one.text, one.tokens, None, passes, read, passes[-1])
+
+    def mixed(self, work: Sequence[tuple[int, str]], opened: Opened) -> Iterator[tuple[int, str, Answer]]:
+        """Yield the answers of methods with several gears or models, as `answer` generates them, many at a time."""
+        if not work:
+            return
+        prompts = [self.prompts[number] for number, _ in work]
+        texts = [Text(tokens) for tokens, _, _ in prompts]
+        parts = [PartialAnswer(number, opened.tokenizer.detokenizer) for number, _ in work]
+
+        def is_finished(place: int, text: Text) -> bool:
+            token, (_, room, _), part = text.tokens[-1], prompts[place], parts[place]
+            reason = "length" if len(text.units) == room else None
+            part.add(token, "stop" if token in opened.tokenizer.eos_token_ids else reason)
+            return part.is_complete or self.task.finished(part.text)
+
+        length = max(len(tokens) + room for tokens, room, _ in prompts)
+        units, read = self.units(opened, min(SEQUENCES, len(work)), length)
+        passes = [self.passes(text, METHODS[name], opened, units) for text, (_, name) in zip(texts, work)]
+        for place, text, made in together(units, [*zip(texts, passes)], is_finished):
+            number, name = work[place]
+            weight_bytes = sum(count * each for count, each in zip(made, read))
+            top = text.units.count(len(read) - 1)
+            yield number, name, Answer(parts[place].text, parts[place].tokens, None, made, weight_bytes, top)
+
+    def units(self, opened: Opened, sequences: int, length: int) -> tuple[Units, list[int]]:
+        """Return the gears or models of an opened model, and the bytes of weights that a pass in each reads."""
+        gearbox = opened.gearbox
+        if gearbox is None:
+            assert opened.small is not None
+            models = [opened.small, opened.model]
+            size = min(map(vocabulary, models))
+            return Units(models, lambda unit: None, reader_of(), size, sequences, length), [*map(bytes_read, models)]
+        ladder = gearbox.ladder
+        units = Units(
+            [opened.model] * len(ladder),
+            lambda unit: gearbox.shift(ladder[unit]),
+            reader_of(gearbox),
+            vocabulary_of(gearbox),
+            sequences,
+            length,
+        )
+        return units, [gearbox.weight_bytes_per_token(gear) for gear in ladder]
+
+    def passes(self, text: Text, method: Method, opened: Opened, units: Units) -> Passes:
+        """Return the passes of a sequence by a method with several gears or models."""
+        mode = self.keywords(method, opened)["mode"]
+        if isinstance(mode, Pair):
+            return alternating(text, mode, opened.model, units.vocab_size)
+        assert opened.gearbox is not None
+        return (routed if isinstance(mode, Route) else kicked_down)(text, mode, opened.gearbox, opened.tokenizer)
 
     def journal(self, name: str) -> Journal:
         inputs = {

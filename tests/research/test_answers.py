@@ -10,7 +10,8 @@ from conftest import save_model, tiny_model
 from refusals import refuses
 
 from gearbx_mlx.errors import GearbxError
-from research.answers import answers, kept_answers
+from research.answers import METHODS as METHODS_OF_STUDY
+from research.answers import Method, answers, kept_answers
 from research.evaluation.answers import (
     Attempt,
     box_finished,
@@ -171,6 +172,23 @@ class TestStudy:
         assert {number: replace(made, seconds=None) for number, made in batched.items()} == {
             number: replace(made, seconds=None) for number, made in single.items()
         }
+
+    def test_sequences_that_share_passes_have_the_same_answers(self, compiled, tmp_path, monkeypatch):
+        small = tmp_path / "small"
+        save_model(tiny_model(seed=1, vocab_size=4096), small)
+        methods = ["route", "kickdown", "ead-2"]
+        monkeypatch.setitem(METHODS_OF_STUDY, "ead-2", Method("", "pair", threshold=2.0))
+        monkeypatch.setattr("research.answers.SEQUENCES", 3)
+        how = HOW | {"small_model": str(small), "methods": methods, "num_problems": 6, "max_tokens": 40}
+        for timed in (6, 1):
+            monkeypatch.setattr("research.answers.TIMED", timed)
+            answers(out=tmp_path / str(timed), **how)
+        for name in methods:
+            single, shared = (kept_answers(tmp_path / str(timed) / f"{name}.jsonl") for timed in (6, 1))
+            assert all(0 < each.top < each.tokens for each in single.values())
+            assert [shared[number].seconds is None for number in range(6)] == [False, *[True] * 5]
+            for number in range(6):
+                assert replace(shared[number], seconds=None) == replace(single[number], seconds=None)
 
     def test_two_models_have_shares_by_threshold(self, compiled, tmp_path):
         path = tmp_path / "small"
