@@ -63,8 +63,8 @@ echo "== end"
 """
 
 
-def run(*command: str | Path, **keywords: str | Path) -> None:
-    subprocess.run([*map(str, command)], check=True, **keywords)
+def run(*command: str | Path, cwd: Path | None = None) -> None:
+    subprocess.run([*map(str, command)], check=True, cwd=cwd)
 
 
 def built(folder: Path, flags: Sequence[str], checks: Sequence[Path]) -> None:

@@ -110,14 +110,14 @@ class Slots:
     """KV cache of one layer for several sequences. A row of a pass is one token of one sequence.
 
     Attributes:
-        keys, values: (S, H, T, D), of S sequences with T positions; None before the first tokens.
+        keys, values: (S, H, T, D), of S sequences with T positions, after the first tokens.
         sequences, positions: (R,), of the rows of the pass.
     """
 
     def __init__(self, sequences: int, length: int):
         self._count, self._length = sequences, length
-        self.keys: mx.array | None = None
-        self.values: mx.array | None = None
+        self.keys: mx.array
+        self.values: mx.array
 
     def set_rows(self, sequences: mx.array, positions: mx.array, reach: int) -> None:
         """Set the rows of the next pass. reach: positions below it are in use."""
@@ -133,7 +133,7 @@ class Slots:
     def set_entry(self, sequence: int, cache: KVCache) -> None:
         """Copy a sequence's cache from mlx-lm's."""
         keys, values = (part[..., : cache.offset, :] for part in (cache.keys, cache.values))
-        if self.keys is None:
+        if not hasattr(self, "keys"):
             self.keys, self.values = (
                 mx.zeros((self._count, part.shape[1], self._length, part.shape[3]), part.dtype)
                 for part in (keys, values)
