@@ -133,7 +133,7 @@ def steps_table(output: str) -> str:
             steps.setdefault(layout, {})[int(vectors)] = int(count)
         rows += [[layout, name, *(f"{of[n] / 1000:.0f}" for n in SHOWN)] for layout, of in steps.items()]
     rows.sort(key=lambda row: row[0])  # keeps the order of the runs
-    return table(["weights", "by", *(f"{n} vectors" for n in SHOWN)], rows)
+    return table(["weights", "by", *SHOWN], rows)
 
 
 def main() -> None:
