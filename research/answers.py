@@ -239,7 +239,6 @@ class PartialAnswer:
     detokenizer: Any
     text: str = ""
     tokens: int = 0
-    is_complete: bool = False
 
     def add(self, token: int, finish_reason: str | None) -> None:
         """Add the next token. finish_reason: as in mlx-lm's responses."""
@@ -247,7 +246,6 @@ class PartialAnswer:
             self.detokenizer.add_token(token)
         if finish_reason is not None:
             self.detokenizer.finalize()
-            self.is_complete = True
         self.text += self.detokenizer.last_segment
         self.tokens += 1
 
@@ -346,8 +344,10 @@ class Solver:
         def is_finished(place: int, text: Text) -> bool:
             token, (_, room, _), part = text.tokens[-1], prompts[place], parts[place]
             reason = "length" if len(text.units) == room else None
-            part.add(token, "stop" if token in opened.tokenizer.eos_token_ids else reason)
-            return part.is_complete or self.task.finished(part.text)
+            if token in opened.tokenizer.eos_token_ids:
+                reason = "stop"
+            part.add(token, reason)
+            return reason is not None or self.task.finished(part.text)
 
         length = max(len(tokens) + room for tokens, room, _ in prompts)
         units, read = self.units(opened, min(SEQUENCES, len(work)), length)

@@ -52,7 +52,7 @@ class Pass(NamedTuple):
 
     @property
     def is_alone(self) -> bool:
-        """Whether it is computed without other sequences."""
+        """True for a pass that no other sequence shares."""
         return self.start == 0 or self.end - self.start > ALONE
 
 

@@ -59,7 +59,7 @@ def build(
     language = ["-O2", *(["-x", "c", "-std=c11"] if check.suffix == ".c" else ["-std=c++20"])]
     said = subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout
     version = [line for line in said.splitlines() if not line.startswith("InstalledDir")]  # differs from clone to clone
-    made_of = [*version, processor_features(), common, *sorted(SOURCES.glob("*.h"))]
+    made_of = [*version, processor_features(), common, *sorted(SOURCES.glob("*.h")), *sorted(check.parent.glob("*.h"))]
 
     def compiled(source: Path, own: Sequence[str]) -> Path:
         def make(folder: Path) -> None:

@@ -24,6 +24,7 @@
 #include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <x86intrin.h>
+#define HAS_FILTERS  // of system calls
 #define STEPS __rdtsc()
 #else
 #define STEPS 0
@@ -31,16 +32,8 @@
 
 #include "exact.h"
 #include "matvec.h"
+#include "no_fork.h"
 #include "products.h"
-
-#if defined(__has_feature)
-#if __has_feature(thread_sanitizer)
-#define NO_FORK
-#endif
-#endif
-#if defined(__SANITIZE_THREAD__) || defined(EMULATED)
-#define NO_FORK  // the sanitizer and QEMU do not let a child have threads
-#endif
 
 namespace {
 
@@ -173,15 +166,15 @@ Results multiplied(const Weights& weights, bool shows_steps = false) {
   return found;
 }
 
-// Whether a forked child gets the right results. refuse: the child's system refuses matrix tiles, so only the equality
-// of vectors is right.
+// Whether a forked child gets the right results. refuse: the child's system refuses matrix tiles, so it may use none but
+// the twin's, and its hash is another one.
 bool right_in_child(const Weights& weights, uint64_t hash, bool refuse) {
 #ifdef NO_FORK
   return true;
 #else
   const pid_t child = fork();
   if (child == 0) {
-#ifdef __x86_64__
+#ifdef HAS_FILTERS
     constexpr uint32_t NUMBER = 0, FIRST_ARGUMENT = 16, REQUEST = 0x1023;  // of tiles, to arch_prctl
     sock_filter rules[] = {
         BPF_STMT(BPF_LD | BPF_W | BPF_ABS, NUMBER),         BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_arch_prctl, 0, 3),
@@ -192,6 +185,9 @@ bool right_in_child(const Weights& weights, uint64_t hash, bool refuse) {
       _exit(0);  // a sandbox without filters
 #endif
     const Results found = multiplied(weights);
+#if defined(HAS_FILTERS) && !defined(GEARBX_TILE_TWIN)
+    if (refuse && gearbx_tiles() > 0) _exit(1);
+#endif
     _exit(found.wrong != 0 || (!refuse && found.hash != hash));
   }
   int status = 1;
