@@ -47,16 +47,16 @@ from gearbx_mlx.telemetry.trace import BLUE, GREEN, ORANGE, PURPLE, SKY_BLUE, VE
 
 from .evaluation import answers as tasks
 from .evaluation.report import Columns, markdown_table, percent
-from .evaluation.statistics import LEVEL, POWER, mcnemar, power, problems_needed
+from .evaluation.statistics import LEVEL, POWER, holm, mcnemar, power, problems_needed
 from .evaluation.together import Passes, Text, Units, alternating, kicked_down, routed, together
 from .lossless import shipped_base
 from .studies import DATA, HELD_OUT, Found, named, study, table_here
 
 Problems = list[dict[str, str]]
 RERUN = "run the study without --only-table"
-CHUNK = 25  # problems that all methods solve before the next ones: a model is loaded once in each
-TIMED = 10  # problems that every method answers one at a time, in turn; "s/answer" is theirs
-BATCH = 8  # later answers of one gear that are generated together, with the same outputs
+CHUNK = 50  # problems that all methods solve before the next ones: a model is loaded once in each
+TIMED = 5  # problems that every method answers one at a time, in turn: seconds per token are theirs
+BATCH = 16  # later answers of one gear that are generated together, with the same outputs
 SEQUENCES = 24  # later answers in several gears, or with two models, that share passes
 WARM_UP = 2  # tokens that each method generates, untimed, after a model is loaded
 LOSS = 0.05  # of right answers, for which the number of problems is planned
@@ -92,7 +92,7 @@ def one_gear(label: str, bits: int, weights: str = NEAREST) -> Method:
     return Method(label, weights, Static(str(bits), prompt_gear="same"))
 
 
-REFERENCE, DRAFT = "16", "draft-model"
+REFERENCE, LOSSLESS, DRAFT = "16", "lossless", "draft-model"
 METHODS = {
     REFERENCE: one_gear("16 bits", 16),
     **{str(bits): one_gear(f"{bits} bits", bits) for bits in (8, 6, 5, 4)},
@@ -104,7 +104,7 @@ METHODS = {
     "kickdown": Method("kickdown, the paper's thresholds", SHARED, Kickdown()),
     "kickdown-25": Method("kickdown, 25% in 16 bits", TWO, Kickdown(), 0.25),
     "kickdown-50": Method("kickdown, 50% in 16 bits", TWO, Kickdown(), 0.5),
-    "lossless": Method("lossless", CALIBRATED, Lossless()),
+    LOSSLESS: Method("lossless", CALIBRATED, Lossless()),
     **{f"ead-{bits:g}": Method(f"two models, {bits:g} bits", PAIR, threshold=bits) for bits in SWEEP},
     DRAFT: Method("small model drafts", PAIR),
 }
@@ -141,7 +141,7 @@ def answers(
     """Measure correct answers and seconds per answer of all methods, on the same problems.
 
     McNemar's exact test compares each method with the 16-bit gear, and with the largest single gear that reads no more
-    bytes. All methods solve 25 problems before the next 25. Each answer is saved at once, so the same command resumes
+    bytes. All methods solve 50 problems before the next 50. Each answer is saved at once, so the same command resumes
     after an interruption. The tables contain the problems that all methods have answered.
 
     Args:
@@ -263,7 +263,7 @@ class Solver:
         examples: Problems,
         max_tokens: int,
     ):
-        self.out, self.model, self.small, self.task, self.rows = out, model, small, task, rows
+        self.out, self.model, self.small, self.task = out, model, small, task
         self.max_tokens = max_tokens
         _, tokenizer, config = load(model, lazy=True, return_config=True)
         self.prompts = prompts_of(max_tokens, task, tokenizer, config, examples, rows)
@@ -452,11 +452,8 @@ class Solver:
         file = self.out / f"thresholds-{kind}-{method.high:g}.json"
         if not file.exists():
             prompts, (gears, format) = self.out / "calibration.jsonl", GEARS[method.weights]
-            # Held-out problems; functions and MATH have none, and thresholds need no right answers.
-            rows = tasks.TASKS["gsm8k"].read(HELD_OUT)[-8:] if self.task is tasks.TASKS["gsm8k"] else self.rows[:8]
-            write_text(
-                prompts, "".join(json.dumps({"question": row["question"], "answer": "none"}) + "\n" for row in rows)
-            )
+            rows = tasks.TASKS["gsm8k"].read(HELD_OUT)[-8:]
+            write_text(prompts, "".join(json.dumps(row) + "\n" for row in rows))
             shares = f"{1 - method.high:g},{method.high:g}"
             how = {"prompts": str(prompts), "gears": gears, "format": format, "mode": kind, "shares": shares}
             calibrate(model=self.model, max_tokens=128, out=str(file), **how)
@@ -490,24 +487,44 @@ def in_turns(tokenizer: Any, rows: Problems, instruction: str) -> list[int]:
 def found_in(
     out: Path, task: tasks.Task, name: str, rows: Problems, methods: Sequence[str], max_tokens: int, about: str
 ) -> Found:
-    """Return tables and picture of the answers in a directory, of the problems that all methods have solved."""
+    """Return tables and picture of the answers in a directory: each table of the problems that its methods all solved.
+
+    Mode lossless and draft models take the longest, and have the text of 16 bits: their table may have fewer problems.
+    """
     kept = {method: kept_answers(out / f"{method}.jsonl") for method in methods}
-    numbers = sorted(set.intersection(*map(set, kept.values())))
-    if not numbers:
-        raise GearbxError(f"{out}: has no problem that all methods have solved; {RERUN}")
-    solved = {method: [found[number] for number in numbers] for method, found in kept.items()}
-    scored = scored_rows(task, [rows[number] for number in numbers], solved, max_tokens)
-    ending = "" if name == "gsm8k" else f"_{name}"
-    told = f"{about}: {len(numbers)} problems\n\n"
-    tables: dict[str, str | Callable[..., str]] = {f"answers{ending}": told + shown(COLUMNS, scored)}
-    if any(row["threshold"] is not None for row in scored):
-        tables[f"ead{ending}"] = told + table_1(scored)
+    tables: dict[str, str | Callable[..., str]] = {}
+    scored: dict[str, list[dict[str, Any]]] = {}
+    for place, members in grouped_methods(methods).items():
+        numbers = sorted(set.intersection(*(set(kept[method]) for method in members)))
+        if not numbers:
+            raise GearbxError(f"{out}: has no problem that all of {', '.join(members)} have solved; {RERUN}")
+        solved = {method: [kept[method][number] for number in numbers] for method in members}
+        scored[place] = scored_rows(task, [rows[number] for number in numbers], solved, max_tokens)
+        columns = PAIR_COLUMNS if place == "ead" else COLUMNS
+        tables[place if name == "gsm8k" else f"{place}_{name}"] = shown(about, columns, scored[place])
+    first = scored["answers"]
+    pictures = {}
     if name == "gsm8k":
-        tables |= {"power": power_table(len(numbers)), "answers_sentence": sentence(scored, about.split(",")[0])}
-    tables |= tasks.group_tables(scored)
-    report = {"about": about, "policies": scored}
-    pictures = {} if ending else {"answers.png": partial(draw, scored, about)}
-    return Found(tables, report, pictures)
+        tables["answers_legend"] = f"{LEGEND}\n"
+        tables["power"] = power_table(first[0]["problems"])
+        tables["answers_sentence"] = sentence(scored, about.split(",")[0])
+        drawn = {row["policy"]: row for part in reversed(scored.values()) for row in part}
+        pictures = {"answers.png": partial(draw, [*drawn.values()], about)}
+    tables |= tasks.group_tables(first)
+    return Found(tables, {"about": about, **scored}, pictures)
+
+
+def grouped_methods(methods: Sequence[str]) -> dict[str, list[str]]:
+    """Return the methods of each table; single gears are in all, to compare with."""
+    singles = [name for name in methods if name.isdigit()]
+    drafting = [name for name in methods if name in (LOSSLESS, DRAFT)]
+    alternating = [name for name in methods if METHODS[name].threshold is not None]
+    groups = {"answers": [name for name in methods if name not in (*drafting, *alternating)]}
+    if drafting:
+        groups["answers_lossless"] = [*singles, *drafting]
+    if alternating:
+        groups["ead"] = [*singles, *alternating]
+    return groups
 
 
 def scored_rows(
@@ -531,7 +548,7 @@ def scored_rows(
             "threshold": method.threshold,
             "interval": wilson(int(right[row["policy"]].sum()), len(rows)),
             "disagreement": (lost + won) / len(rows),
-            "seconds_per_answer": float(np.mean([one.seconds for one in found[:TIMED]])),
+            "seconds_per_answer": seconds_per_answer(found),
             "share_top": sum(one.top for one in found) / max(row["tokens"], 1),
             "passes": np.sum([one.passes for one in found], axis=0).tolist(),
             "cut_off": sum(one.tokens >= max_tokens for one in found),
@@ -541,6 +558,13 @@ def scored_rows(
     for row in scored:
         row["rival"] = None if row in singles else against_rival(row, singles, right)
     return scored
+
+
+def seconds_per_answer(found: Sequence[Answer]) -> float:
+    """Return the seconds of an answer of average length, at the speed of the timed ones."""
+    timed = found[:TIMED]
+    seconds_per_token = sum(one.seconds or 0.0 for one in timed) / max(sum(one.tokens for one in timed), 1)
+    return seconds_per_token * float(np.mean([one.tokens for one in found]))
 
 
 def against_rival(
@@ -577,42 +601,49 @@ LEGEND = (
     f"lost, won: problems solved only in 16 bits, and only by this method; p: McNemar's exact test, {LEVEL} is "
     "significant. against one gear: the same against the largest single gear that reads no more bytes. to find 5 "
     f"points: problems that show such a loss with a probability of {POWER:.0%}, at this disagreement with 16 bits. "
-    f"s/answer: of the first {TIMED} problems, which every method answered one at a time."
+    f"s/answer: at the method's mean length, and the speed of its first {TIMED} answers, generated one at a time."
 )
 
 
-def sentence(rows: Sequence[Mapping[str, Any]], models: str) -> str:
+def sentence(scored: Mapping[str, Sequence[Mapping[str, Any]]], models: str) -> str:
     """Return, for the page of advice, whether any method differs from 16 bits, and the picture."""
-    counts, problems = [round(row["accuracy"] * row["problems"]) for row in rows], rows[0]["problems"]
-    sure = [row["label"] for row in rows if row["against_reference"]["p_value"] <= LEVEL]
-    decided = f"Only {', '.join(sure)} differ" if sure else f"None of the {len(rows) - 1} other settings differs"
-    return (
-        f"{models} solves {min(counts)} to {max(counts)} of {problems} math problems, depending on gears and mode. "
-        f"{decided} significantly from 16 bits.\n\n"
-        "![Right answers over seconds per answer, with 95% intervals](images/answers.png)\n"
-    )
+    first = scored["answers"]
+    told = f"{models} solves {range_of(first)} math problems, depending on gears and mode. {decided(first)}"
+    if "ead" in scored:
+        two = [row for row in scored["ead"] if row["threshold"] is not None]
+        told += f" Two models that alternate solve {range_of(two)}. {decided(two)}"
+    return f"{told}\n\n![Right answers over seconds per answer, with 95% intervals](images/answers.png)\n"
 
 
-def shown(columns: Columns, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table with its legend, where and when it was made."""
+def range_of(rows: Sequence[Mapping[str, Any]]) -> str:
+    counts = [round(row["accuracy"] * row["problems"]) for row in rows]
+    return f"{min(counts)} to {max(counts)} of {rows[0]['problems']}"
+
+
+def decided(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return which methods differ from 16 bits, by Holm's correction for the number of methods."""
+    others = [row for row in rows if row["policy"] != REFERENCE]
+    differs = holm([row["against_reference"]["p_value"] for row in others])
+    sure = [row["label"] for row, sure in zip(others, differs) if sure]
+    if sure:
+        return f"Of {len(others)} settings, only {', '.join(sure)} differ significantly from 16 bits."
+    return f"None of the {len(others)} other settings differs significantly from 16 bits."
+
+
+PAIR_COLUMNS: Columns = {
+    "entropy threshold, bits": lambda row: row["label"] if row["threshold"] is None else f"{row['threshold']:g}",
+    "large model": lambda row: "" if row["threshold"] is None else percent(row["share_top"]),
+    "passes, small and large": lambda row: (
+        ", ".join(f"{count / row['tokens']:.2f}" for count in row["passes"]) if not row["policy"].isdigit() else ""
+    ),
+    **{name: COLUMNS[name] for name in COLUMNS if name not in ("method", "to find 5 points")},
+}
+
+
+def shown(about: str, columns: Columns, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table, where and when it was made."""
     cells = [[show(row) for show in columns.values()] for row in rows]
-    return f"{table_here([*columns], cells)}\n{LEGEND}\n"
-
-
-def table_1(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return EAD's Table 1, and beside it the small model as draft model."""
-    best = next(row["accuracy"] for row in rows if row["policy"] == REFERENCE)
-    columns: Columns = {
-        "entropy threshold, bits": lambda row: (
-            f"{row['threshold']:g}" if row["threshold"] is not None else row["label"]
-        ),
-        "large model usage": lambda row: percent(row["share_top"]) if row["threshold"] is not None else "",
-        "right answers": lambda row: percent(row["accuracy"]),
-        "of 16 bits'": lambda row: percent(row["accuracy"] / best) if best else "",
-        "passes, small and large": lambda row: ", ".join(f"{count / row['tokens']:.2f}" for count in row["passes"]),
-        "s/answer": lambda row: f"{row['seconds_per_answer']:.2f}",
-    }
-    return markdown_table(columns, [row for row in rows if METHODS[row["policy"]].weights == PAIR])
+    return f"{about}: {rows[0]['problems']} problems\n\n{table_here([*columns], cells)}\n"
 
 
 def kept_answers(file: Path) -> dict[int, Answer]:

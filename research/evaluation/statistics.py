@@ -7,7 +7,7 @@ is undecided dominate mean KL.
 import functools
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -72,6 +72,19 @@ def mcnemar(a: np.ndarray, b: np.ndarray) -> dict[str, float]:
 
 
 LEVEL, POWER = 0.05, 0.8
+
+
+def holm(p_values: Sequence[float]) -> list[bool]:
+    """Return which of several tests are significant: the wrong finding of even one has a probability of at most LEVEL.
+
+    Holm, "A simple sequentially rejective multiple test procedure" (Scandinavian Journal of Statistics 6, 1979).
+    """
+    order = np.argsort(p_values, kind="stable")
+    allowed = LEVEL / np.arange(len(p_values), 0, -1)  # for the smallest p value first
+    is_found = np.cumprod(np.array(p_values)[order] <= allowed).astype(bool)
+    return is_found[np.argsort(order)].tolist()
+
+
 MOST_PROBLEMS = 3000
 LOG_FACTORIALS = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, MOST_PROBLEMS + 1)))])
 

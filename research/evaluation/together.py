@@ -51,9 +51,14 @@ class Pass(NamedTuple):
     end: int
 
     @property
+    def is_prompt(self) -> bool:
+        """True for the first pass in a model, of which only keys and values are wanted."""
+        return self.start == 0
+
+    @property
     def is_alone(self) -> bool:
         """True for a pass that no other sequence shares."""
-        return self.start == 0 or self.end - self.start > ALONE
+        return self.end - self.start > ALONE
 
 
 class Seen(NamedTuple):
@@ -97,9 +102,10 @@ def alternating(text: Text, mode: Pair, large: nn.Module, vocab_size: int) -> Pa
     gate, monitor = pair_gate(threshold, mode.min_gear_duration), pair_monitor(vocab_size, mode.window)
     model, read = first_model(threshold), [0, 0]
     gate.reset(model)
-    yield Pass(model, 0, text.last)
-    read[model] = text.last
     while True:
+        if not read[model]:
+            read[model] = text.prompt - 1
+            yield Pass(model, 0, read[model])
         seen = yield Pass(model, read[model], text.last + 1)
         read[model] = text.last + 1
         text.add(seen.token, model)
@@ -183,6 +189,7 @@ class Units:
         self.sequences = sequences
         slots = {id(model): [Slots(sequences, length) for _ in make_prompt_cache(model)] for model in models}
         self._slots = [slots[id(model)] for model in models]
+        self._prompts: dict[tuple[int, ...], list[KVCache]] = {}  # of a unit and its tokens
 
     def compute(self, unit: int, wanted: Sequence[tuple[int, Text, Pass]]) -> list[Seen]:
         """Compute passes of sequences, by their numbers, in one unit: one pass alone, or several others."""
@@ -198,6 +205,18 @@ class Units:
         logits = self.models[unit](tokens[:, None], cache=self._slots[unit])[:, 0]
         mx.eval(logits, [[slots.keys, slots.values] for slots in self._slots[unit]])
         return self._seen(logits if len(wanted) == len(rows) else logits[last])
+
+    def read_prompt(self, unit: int, number: int, tokens: Sequence[int]) -> None:
+        """Put the keys and values of a sequence's first tokens in its cache; the same tokens are computed only once."""
+        known = (unit, *tokens)
+        if known not in self._prompts:
+            self._shift(unit)
+            cache = [slots.entry(number, 0) for slots in self._slots[unit]]
+            self.models[unit](mx.array([tokens]), cache=cache)
+            mx.eval([[each.keys, each.values] for each in cache])
+            self._prompts[known] = cache
+        for slots, entry in zip(self._slots[unit], self._prompts[known]):
+            slots.set_entry(number, entry)
 
     def _alone(self, unit: int, number: int, text: Text, wanted: Pass) -> mx.array:
         """Return the logits (1, V) after a long pass of one sequence."""
@@ -240,9 +259,12 @@ def together(
     while waiting or running:
         while waiting and free:
             number, (text, passes) = waiting.popleft()
-            one = running[free[0]] = Running(number, text, passes, next(passes), [0] * len(units.models))
-            units.compute(one.next.unit, [(free.popleft(), text, one.next)])
-            one.next = passes.send(Seen(0, 0.0))
+            slot = free.popleft()
+            running[slot] = Running(number, text, passes, next(passes), [0] * len(units.models))
+        for slot, one in running.items():
+            while one.next.is_prompt:
+                units.read_prompt(one.next.unit, slot, one.text.tokens[: one.next.end])
+                one.next = one.passes.send(Seen(0, 0.0))
         needs = [each.next.unit for each in running.values()]
         unit = max(set(needs), key=needs.count)
         chosen = [slot for slot, each in running.items() if each.next.unit == unit]

@@ -24,7 +24,7 @@ from research.evaluation.answers import (
     score,
 )
 from research.evaluation.sandbox import code_finished, code_in, passes
-from research.evaluation.statistics import mcnemar, power, problems_needed
+from research.evaluation.statistics import holm, mcnemar, power, problems_needed
 
 SAMPLE = Path(__file__).parents[1] / "data" / "math_sample.jsonl"
 DATA = Path(__file__).parents[2] / "research" / "data"
@@ -142,7 +142,7 @@ class TestStudy:
     def test_resumes_and_rebuilds_table(self, compiled, tmp_path):
         out, copy = tmp_path / "answers", tmp_path / "copy"
         found = answers(out=out, **HOW)
-        rows = {row["policy"]: row for row in found.data["policies"]}
+        rows = {row["policy"]: row for row in found.data["answers"]}
         assert rows["16"]["equal_texts"] == 2
         assert rows["4"]["weight_bytes_per_token"] < rows["16"]["weight_bytes_per_token"] / 3
         assert rows["route"]["rival"]["method"] in ("4", "16")
@@ -151,9 +151,9 @@ class TestStudy:
         for name in METHODS:
             lines = before[name].splitlines(keepends=True)
             (copy / f"{name}.jsonl").write_text("".join(lines[: 2 if name == "4" else 3]))
-        with pytest.raises(GearbxError, match="no problem that all methods"):
+        with pytest.raises(GearbxError, match="no problem that all of 16, 8 have"):
             answers(out=copy, **HOW | {"only_table": True, "methods": ["16", "8"]})
-        again = {row["policy"]: row for row in answers(out=copy, **HOW).data["policies"]}
+        again = {row["policy"]: row for row in answers(out=copy, **HOW).data["answers"]}
         assert again["route"] == rows["route"]  # its times too: nothing was generated again
         assert (copy / "route.jsonl").read_text() == before["route"]
         assert [attempt["found"] for attempt in again["4"]["attempts"]] == [
@@ -195,9 +195,10 @@ class TestStudy:
         save_model(tiny_model(seed=1, vocab_size=4096), path)
         methods = ["16", "ead-inf", "ead-0", "draft-model"]
         found = answers(out=tmp_path / "out", **HOW | {"small_model": str(path), "methods": methods})
-        rows = {row["policy"]: row for row in found.data["policies"]}
+        rows = {row["policy"]: row for row in found.data["ead"]}
         assert [rows[name]["share_top"] for name in ("ead-inf", "ead-0")] == [0, 1]
-        assert rows["ead-0"]["equal_texts"] == rows["draft-model"]["equal_texts"] == 2
+        assert rows["ead-0"]["equal_texts"] == 2
+        assert {row["policy"]: row for row in found.data["answers_lossless"]}["draft-model"]["equal_texts"] == 2
         assert "| inf | 0.0 % |" in found.tables["ead"]
         found.pictures["answers.png"](tmp_path / "answers.png")
         assert (tmp_path / "answers.png").read_bytes().startswith(b"\x89PNG")
@@ -254,6 +255,19 @@ class TestPower:
     def test_known_answers_of_mcnemar(self):
         first, second = np.array([1] * 8 + [0] * 2, bool), np.array([1] * 2 + [0] * 8, bool)
         assert mcnemar(first, second) == {"only_first": 6, "only_second": 0, "p_value": 2 / 64}
+
+    @pytest.mark.parametrize(
+        ("p_values", "significant"),
+        [
+            ([0.04], [True]),
+            ([0.04, 0.04], [False, False]),
+            ([0.04, 0.02], [True, True]),
+            ([0.03, 0.2, 0.01, 0.9], [False, False, True, False]),
+            ([], []),
+        ],
+    )
+    def test_smaller_p_values_are_asked_of_more_tests(self, p_values, significant):
+        assert holm(p_values) == significant
 
     def test_power_equals_simulation(self):
         rng = np.random.default_rng(0)
