@@ -96,6 +96,8 @@ REFERENCE, LOSSLESS, DRAFT = "16", "lossless", "draft-model"
 METHODS = {
     REFERENCE: one_gear("16 bits", 16),
     **{str(bits): one_gear(f"{bits} bits", bits) for bits in (8, 6, 5, 4)},
+    "4-prompt-16": Method("4 bits, prompt in 16 bits", NEAREST, Static("4")),
+    "4-planes-prompt-16": Method("4 bits in planes, prompt in 16 bits", SHARED, Static("4")),
     "4-mlx-lm": one_gear("4 bits of mlx-lm", 4, MLX_LM),
     "4-calibrated": one_gear("4 bits, calibrated", 4, CALIBRATED),
     "route": Method("route, the paper's thresholds", SHARED, Route()),
@@ -555,8 +557,10 @@ def scored_rows(
             "equal_texts": sum(a.text == b.text for a, b in zip(found, solved[REFERENCE])),
         }
     singles = [row for row in scored if row["policy"].isdigit()]
+    if "4-planes-prompt-16" in solved:  # as in mixed gears, which have these planes and read the prompt in 16 bits
+        singles = [row for row in scored if row["policy"] in ("16", "8", "6", "5", "4-planes-prompt-16")]
     for row in scored:
-        row["rival"] = None if row in singles else against_rival(row, singles, right)
+        row["rival"] = None if row["policy"].isdigit() else against_rival(row, singles, right)
     return scored
 
 
@@ -571,16 +575,17 @@ def against_rival(
     row: Mapping[str, Any], singles: Sequence[Mapping[str, Any]], right: Mapping[str, np.ndarray]
 ) -> dict[str, Any] | None:
     """Return McNemar's test against the largest single gear that reads no more bytes per token; None without one."""
-    cheaper = [each for each in singles if each["weight_bytes_per_token"] <= 1.01 * row["weight_bytes_per_token"]]
+    most = 1.01 * row["weight_bytes_per_token"]
+    cheaper = [each for each in singles if each is not row and each["weight_bytes_per_token"] <= most]
     if not cheaper:
         return None
-    rival = max(cheaper, key=lambda each: each["weight_bytes_per_token"])["policy"]
-    return {"method": rival, **mcnemar(right[rival], right[row["policy"]])}
+    rival = max(cheaper, key=lambda each: each["weight_bytes_per_token"])
+    return {"method": rival["label"], **mcnemar(right[rival["policy"]], right[row["policy"]])}
 
 
 def rival_cell(row: Mapping[str, Any]) -> str:
     found = row["rival"]
-    return "" if found is None else "{method} bits: {only_first}, {only_second}; {p_value:.2f}".format(**found)
+    return "" if found is None else "{method}: {only_first}, {only_second}; {p_value:.2f}".format(**found)
 
 
 COLUMNS: Columns = {

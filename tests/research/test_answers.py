@@ -145,7 +145,7 @@ class TestStudy:
         rows = {row["policy"]: row for row in found.data["answers"]}
         assert rows["16"]["equal_texts"] == 2
         assert rows["4"]["weight_bytes_per_token"] < rows["16"]["weight_bytes_per_token"] / 3
-        assert rows["route"]["rival"]["method"] in ("4", "16")
+        assert rows["route"]["rival"]["method"] in ("4 bits", "16 bits")
         before = {name: (out / f"{name}.jsonl").read_text() for name in METHODS}
         copy.mkdir()
         for name in METHODS:
