@@ -585,7 +585,7 @@ def against_rival(
 
 def rival_cell(row: Mapping[str, Any]) -> str:
     found = row["rival"]
-    return "" if found is None else "{method}: {only_first}, {only_second}; {p_value:.2f}".format(**found)
+    return "" if found is None else "{method}: {only_first}, {only_second}; {p_value:.3f}".format(**found)
 
 
 COLUMNS: Columns = {
@@ -594,7 +594,7 @@ COLUMNS: Columns = {
     "% (95% interval)": lambda row: "{:.1f} ({:.0f} to {:.0f})".format(
         100 * row["accuracy"], *(100 * end for end in row["interval"])
     ),
-    "lost, won; p": lambda row: "{only_first}, {only_second}; {p_value:.2f}".format(**row["against_reference"]),
+    "lost, won; p": lambda row: "{only_first}, {only_second}; {p_value:.3f}".format(**row["against_reference"]),
     "against one gear": rival_cell,
     "to find 5 points": lambda row: "" if row["policy"] == REFERENCE else needed(row["disagreement"]),
     "same text": lambda row: str(row["equal_texts"]),
@@ -613,11 +613,18 @@ LEGEND = (
 def sentence(scored: Mapping[str, Sequence[Mapping[str, Any]]], models: str) -> str:
     """Return, for the page of advice, whether any method differs from 16 bits, and the picture."""
     first = scored["answers"]
-    told = f"{models} solves {range_of(first)} math problems, depending on gears and mode. {decided(first)}"
+    told = f"{models} solves {range_of(first)} math problems, depending on gears and mode. {decided(first)}\n"
+    right = {row["policy"]: round(row["accuracy"] * row["problems"]) for row in first}
+    if {"4", "4-prompt-16", "4-planes-prompt-16", "route"} <= right.keys():
+        told += (
+            f"Mode `route` reads the prompt in 16 bits, and most tokens in 4 bits of format `planes`. It solves "
+            f"{right['route']}; that gear alone solves {right['4-planes-prompt-16']} with the prompt in 16 bits. MLX's "
+            f"4 bits solve {right['4-prompt-16']} so, and {right['4']} with the prompt in 4 bits.\n"
+        )
     if "ead" in scored:
         two = [row for row in scored["ead"] if row["threshold"] is not None]
-        told += f" Two models that alternate solve {range_of(two)}. {decided(two)}"
-    return f"{told}\n\n![Right answers over seconds per answer, with 95% intervals](images/answers.png)\n"
+        told += f"Two models that alternate solve {range_of(two)}. {decided(two)}\n"
+    return f"{told}\n![Right answers over seconds per answer, with 95% intervals](images/answers.png)\n"
 
 
 def range_of(rows: Sequence[Mapping[str, Any]]) -> str:
