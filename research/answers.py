@@ -50,6 +50,7 @@ from .evaluation.report import Columns, markdown_table, percent
 from .evaluation.statistics import LEVEL, POWER, holm, mcnemar, power, problems_needed
 from .evaluation.together import Passes, Text, Units, alternating, kicked_down, routed, together
 from .lossless import shipped_base
+from .real_models import MODELS as REAL_MODELS
 from .studies import DATA, HELD_OUT, Found, named, study, table_here
 
 Problems = list[dict[str, str]]
@@ -168,14 +169,13 @@ def answers(
     if not only_table:
         name = None if model == "demo" else model
         Solver(out, name, small_model, kind, rows, examples, max_tokens).solve(chosen)
-    about = (
-        f"{named(model)}{f' with {named(small_model)}' if has_pair(chosen) else ''}, {file.name}, {max_tokens} tokens"
-    )
-    return found_in(out, kind, task, rows, chosen, max_tokens, about)
+    return found_in(out, kind, task, rows, chosen, max_tokens, (titled(model), titled(small_model)), file.name)
 
 
-def has_pair(methods: Sequence[str]) -> bool:
-    return any(METHODS[name].weights == PAIR for name in methods)
+def titled(model: str) -> str:
+    """Return the full name of a model of `real-models`, or the name of another."""
+    name = named(model)
+    return REAL_MODELS[name].title if name in REAL_MODELS else name
 
 
 def chosen_methods(names: Sequence[str], small_model: str) -> list[str]:
@@ -487,13 +487,21 @@ def in_turns(tokenizer: Any, rows: Problems, instruction: str) -> list[int]:
 
 
 def found_in(
-    out: Path, task: tasks.Task, name: str, rows: Problems, methods: Sequence[str], max_tokens: int, about: str
+    out: Path,
+    task: tasks.Task,
+    name: str,
+    rows: Problems,
+    methods: Sequence[str],
+    max_tokens: int,
+    models: tuple[str, str],
+    file: str,
 ) -> Found:
     """Return tables and picture of the answers in a directory: each table of the problems that its methods all solved.
 
     Mode lossless and draft models take the longest, and have the text of 16 bits: their table may have fewer problems.
     """
     kept = {method: kept_answers(out / f"{method}.jsonl") for method in methods}
+    (large, small), source = models, f"{file}, {max_tokens} tokens"
     tables: dict[str, str | Callable[..., str]] = {}
     scored: dict[str, list[dict[str, Any]]] = {}
     for place, members in grouped_methods(methods).items():
@@ -502,18 +510,20 @@ def found_in(
             raise GearbxError(f"{out}: has no problem that all of {', '.join(members)} have solved; {RERUN}")
         solved = {method: [kept[method][number] for number in numbers] for method in members}
         scored[place] = scored_rows(task, [rows[number] for number in numbers], solved, max_tokens)
+        about = f"{large} and {small}" if any(METHODS[member].weights == PAIR for member in members) else large
         columns = PAIR_COLUMNS if place == "ead" else COLUMNS
-        tables[place if name == "gsm8k" else f"{place}_{name}"] = shown(about, columns, scored[place])
+        shown_here = shown(f"{about}, {source}", columns, scored[place])
+        tables[place if name == "gsm8k" else f"{place}_{name}"] = shown_here
     first = scored["answers"]
     pictures = {}
     if name == "gsm8k":
         tables["answers_legend"] = f"{LEGEND}\n"
         tables["power"] = power_table(first[0]["problems"])
-        tables["answers_sentence"] = sentence(scored, about.split(",")[0])
+        tables["answers_sentence"] = sentence(scored, large)
         drawn = {row["policy"]: row for part in reversed(scored.values()) for row in part}
-        pictures = {"answers.png": partial(draw, [*drawn.values()], about)}
+        pictures = {"answers.png": partial(draw, [*drawn.values()], f"{large}, {source}")}
     tables |= tasks.group_tables(first)
-    return Found(tables, {"about": about, **scored}, pictures)
+    return Found(tables, {"about": f"{large}, {source}", **scored}, pictures)
 
 
 def grouped_methods(methods: Sequence[str]) -> dict[str, list[str]]:
@@ -617,14 +627,13 @@ def sentence(scored: Mapping[str, Sequence[Mapping[str, Any]]], models: str) -> 
     right = {row["policy"]: round(row["accuracy"] * row["problems"]) for row in first}
     if {"4", "4-prompt-16", "4-planes-prompt-16", "route"} <= right.keys():
         told += (
-            f"Mode `route` reads the prompt in 16 bits, and most tokens in 4 bits of format `planes`. It solves "
-            f"{right['route']}; that gear alone solves {right['4-planes-prompt-16']} with the prompt in 16 bits. MLX's "
-            f"4 bits solve {right['4-prompt-16']} so, and {right['4']} with the prompt in 4 bits.\n"
+            f"MLX's 4 bits solve {right['4']}; with the prompt in 16 bits, {right['4-prompt-16']}; so also 4 bits of "
+            f"format `planes`, {right['4-planes-prompt-16']}; mode `route`, which shifts these, {right['route']}.\n"
         )
     if "ead" in scored:
         two = [row for row in scored["ead"] if row["threshold"] is not None]
         told += f"Two models that alternate solve {range_of(two)}. {decided(two)}\n"
-    return f"{told}\n![Right answers over seconds per answer, with 95% intervals](images/answers.png)\n"
+    return f"{told}\n![Right answers over seconds per answer](images/answers.png)\n"
 
 
 def range_of(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -668,7 +677,7 @@ def kept_answers(file: Path) -> dict[int, Answer]:
 
 FAMILIES = {  # of methods in the picture: color, markers, and whether a line joins them
     "one gear": ("0.1", "o", True),
-    "other 4 bits": (ORANGE, "P*", False),
+    "other 4 bits": (ORANGE, "P*dH", False),
     "route": (SKY_BLUE, "sv^", False),
     "kickdown": (GREEN, "Dp<", False),
     "lossless": (BLUE, "h", False),

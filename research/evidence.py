@@ -102,7 +102,7 @@ def advice(results: Path) -> str:
         static_sentence(results),
         lossless_sentence(results),
         "If a small loss is acceptable, use one 5-, 6- or 8-bit gear, such as `--gears 6`.",
-        "Entropy does find uncertain tokens, but not well enough to beat a single gear. Against the random baseline, "
+        "Entropy does find uncertain tokens. Against the random baseline, "
         f"kickdown reduced KL by {gain(results, 'kickdown')}. Route reduced it by {gain(results, 'route')}.",
     ]
     return "\n".join(lines) + "\n"
