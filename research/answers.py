@@ -145,7 +145,7 @@ def answers(
 
     McNemar's exact test compares each method with the 16-bit gear, and with the largest single gear that reads no more
     bytes. All methods solve 50 problems before the next 50. Each answer is saved at once, so the same command resumes
-    after an interruption. The tables contain the problems that all methods have answered.
+    after an interruption. A table contains the problems that all of its methods have answered.
 
     Args:
         model: Directory, Hub repository or name; demo: the bundled model.
@@ -512,8 +512,8 @@ def found_in(
         scored[place] = scored_rows(task, [rows[number] for number in numbers], solved, max_tokens)
         about = f"{large} and {small}" if any(METHODS[member].weights == PAIR for member in members) else large
         columns = PAIR_COLUMNS if place == "ead" else COLUMNS
-        shown_here = shown(f"{about}, {source}", columns, scored[place])
-        tables[place if name == "gsm8k" else f"{place}_{name}"] = shown_here
+        block = place if name == "gsm8k" else f"{place}_{name}"
+        tables[block] = shown(f"{about}, {source}", columns, scored[place])
     first = scored["answers"]
     pictures = {}
     if name == "gsm8k":
