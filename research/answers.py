@@ -646,9 +646,8 @@ def decided(rows: Sequence[Mapping[str, Any]]) -> str:
     others = [row for row in rows if row["policy"] != REFERENCE]
     differs = holm([row["against_reference"]["p_value"] for row in others])
     sure = [row["label"] for row, sure in zip(others, differs) if sure]
-    if sure:
-        return f"Of {len(others)} settings, only {', '.join(sure)} differ significantly from 16 bits."
-    return f"None of the {len(others)} other settings differs significantly from 16 bits."
+    names = f" ({', '.join(sure)})" if 0 < len(sure) <= 2 else ""
+    return f"{len(sure) or 'None'} of {len(others)} settings{names} differ significantly from 16 bits."
 
 
 PAIR_COLUMNS: Columns = {
@@ -697,7 +696,7 @@ def draw(rows: Sequence[Mapping[str, Any]], about: str, path: Path) -> None:
     """Draw right answers with their intervals over seconds per answer."""
     figure, axes = get_pyplot().subplots(figsize=(9, 5.5), layout="constrained")
     for family, (color, markers, joined) in FAMILIES.items():
-        members = sorted((row for row in rows if family_of(row["policy"]) == family), key=seconds_of)
+        members = [row for row in rows if family_of(row["policy"]) == family]
         if joined and members:
             axes.plot(*zip(*map(place_of, members)), color=color, linewidth=1, zorder=1)
         for index, row in enumerate(members):
@@ -716,10 +715,6 @@ def draw(rows: Sequence[Mapping[str, Any]], about: str, path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     save(figure, path)
-
-
-def seconds_of(row: Mapping[str, Any]) -> float:
-    return row["seconds_per_answer"]
 
 
 def place_of(row: Mapping[str, Any]) -> tuple[float, float]:
