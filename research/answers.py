@@ -498,7 +498,7 @@ def found_in(
 ) -> Found:
     """Return tables and picture of the answers in a directory: each table of the problems that its methods all solved.
 
-    Mode lossless and draft models take the longest, and have the text of 16 bits: their table may have fewer problems.
+    Methods that take long have tables of their own, which may have fewer problems.
     """
     kept = {method: kept_answers(out / f"{method}.jsonl") for method in methods}
     (large, small), source = models, f"{file}, {max_tokens} tokens"
@@ -531,7 +531,10 @@ def grouped_methods(methods: Sequence[str]) -> dict[str, list[str]]:
     singles = [name for name in methods if name.isdigit()]
     drafting = [name for name in methods if name in (LOSSLESS, DRAFT)]
     alternating = [name for name in methods if METHODS[name].threshold is not None]
-    groups = {"answers": [name for name in methods if name not in (*drafting, *alternating)]}
+    shares = [name for name in methods if METHODS[name].high is not None]
+    groups = {"answers": [name for name in methods if name not in (*drafting, *alternating, *shares)]}
+    if shares:
+        groups["answers_shares"] = [*singles, *shares]
     if drafting:
         groups["answers_lossless"] = [*singles, *drafting]
     if alternating:
