@@ -561,6 +561,7 @@ def scored_rows(
         row |= {
             "label": method.label,
             "threshold": method.threshold,
+            "right": int(right[row["policy"]].sum()),
             "interval": wilson(int(right[row["policy"]].sum()), len(rows)),
             "disagreement": (lost + won) / len(rows),
             "seconds_per_answer": seconds_per_answer(found),
@@ -603,7 +604,7 @@ def rival_cell(row: Mapping[str, Any]) -> str:
 
 COLUMNS: Columns = {
     "method": lambda row: row["label"],
-    "right": lambda row: f"{round(row['accuracy'] * row['problems'])} of {row['problems']}",
+    "right": lambda row: f"{row['right']} of {row['problems']}",
     "% (95% interval)": lambda row: "{:.1f} ({:.0f} to {:.0f})".format(
         100 * row["accuracy"], *(100 * end for end in row["interval"])
     ),
@@ -627,11 +628,11 @@ def sentence(scored: Mapping[str, Sequence[Mapping[str, Any]]], models: str) -> 
     """Return, for the page of advice, whether any method differs from 16 bits, and the picture."""
     first = scored["answers"]
     told = f"{models} solves {range_of(first)} math problems, depending on gears and mode. {decided(first)}\n"
-    right = {row["policy"]: round(row["accuracy"] * row["problems"]) for row in first}
+    right = {row["policy"]: row["right"] for row in first}
     if {"4", "4-prompt-16", "4-planes-prompt-16", "route"} <= right.keys():
         told += (
-            f"MLX's 4 bits solve {right['4']}; with the prompt in 16 bits, {right['4-prompt-16']}; so also 4 bits of "
-            f"format `planes`, {right['4-planes-prompt-16']}; mode `route`, which shifts these, {right['route']}.\n"
+            f"MLX's 4 bits solve {right['4']}, and {right['4-prompt-16']} if 16 bits read the prompt. Then 4 bits of "
+            f"format `planes` solve {right['4-planes-prompt-16']}, and mode `route` with these {right['route']}.\n"
         )
     if "ead" in scored:
         two = [row for row in scored["ead"] if row["threshold"] is not None]
@@ -640,7 +641,7 @@ def sentence(scored: Mapping[str, Sequence[Mapping[str, Any]]], models: str) -> 
 
 
 def range_of(rows: Sequence[Mapping[str, Any]]) -> str:
-    counts = [round(row["accuracy"] * row["problems"]) for row in rows]
+    counts = [row["right"] for row in rows]
     return f"{min(counts)} to {max(counts)} of {rows[0]['problems']}"
 
 
@@ -649,8 +650,10 @@ def decided(rows: Sequence[Mapping[str, Any]]) -> str:
     others = [row for row in rows if row["policy"] != REFERENCE]
     differs = holm([row["against_reference"]["p_value"] for row in others])
     sure = [row["label"] for row, sure in zip(others, differs) if sure]
-    names = f" ({', '.join(sure)})" if 0 < len(sure) <= 2 else ""
-    return f"{len(sure) or 'None'} of {len(others)} settings{names} differ significantly from 16 bits."
+    if not sure:
+        return f"None of the {len(others)} other settings differs significantly from 16 bits."
+    names = f" ({', '.join(sure)})" if len(sure) <= 2 else ""
+    return f"{len(sure)} of {len(others)} settings{names} differ significantly from 16 bits."
 
 
 PAIR_COLUMNS: Columns = {

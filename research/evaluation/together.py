@@ -211,7 +211,7 @@ class Units:
         known = (unit, *tokens)
         if known not in self._prompts:
             self._shift(unit)
-            cache = [slots.entry(number, 0) for slots in self._slots[unit]]
+            cache = make_prompt_cache(self.models[unit])
             self.models[unit](mx.array([tokens]), cache=cache)
             mx.eval([[each.keys, each.values] for each in cache])
             self._prompts[known] = cache
