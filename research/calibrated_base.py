@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -112,15 +113,56 @@ def quantized(name: str | None) -> Any:
     return model
 
 
+def product(a: mx.array, b: mx.array) -> mx.array:
+    """Return a @ b in float32 by NumPy: MLX's own products take up to fifty times as long on a CPU."""
+    made: mx.array = multiply(a, b)
+    return made
+
+
+def numpy_product(a: mx.array, b: mx.array) -> mx.array:
+    return mx.array(np.array(a.astype(mx.float32)) @ np.array(b.astype(mx.float32)))
+
+
+def gradients(factors: tuple[mx.array, mx.array], gradient: mx.array, _made: mx.array) -> tuple[mx.array, mx.array]:
+    a, b = factors
+    return product(gradient, b.swapaxes(-1, -2)), product(a.swapaxes(-1, -2), gradient)
+
+
+multiply: Any = mx.custom_function(numpy_product)
+multiply.vjp(gradients)
+
+
+def quantized_product(
+    x: mx.array, weight: mx.array, scales: mx.array, biases: mx.array, transpose: bool, **quantization: Any
+) -> mx.array:
+    """Return mx.quantized_matmul's product (transposed, as layers have it), by `product`."""
+    dense = mx.dequantize(weight, scales, biases, **quantization)
+    return product(x.flatten(0, -2), dense.T).reshape(*x.shape[:-1], -1)
+
+
+def causal_attention(
+    queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, mask: str | None, sinks: None = None
+) -> mx.array:
+    """Return mx.fast.scaled_dot_product_attention of whole sequences, by `product`.
+
+    Args:
+        queries: (batch, heads, tokens, head size); keys and values may have fewer heads.
+    """
+    keys, values = (mx.repeat(each, queries.shape[1] // each.shape[1], 1) for each in (keys, values))
+    scores = product(scale * queries, keys.swapaxes(-1, -2))
+    visible = mx.tri(queries.shape[-2], dtype=mx.bool_)
+    return product(mx.softmax(mx.where(visible, scores, -mx.inf), -1), values).astype(queries.dtype)
+
+
 class Recorder(mlx_lm_gptq.Catcher):
-    """mlx-lm's record of a layer's inputs. NumPy multiplies: MLX's own products take fifty times as long on a CPU."""
+    """mlx-lm's record of a layer's inputs."""
 
     H: mx.array
 
     def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-        rows, weight = np.array(x.flatten(0, -2)), np.array(self.module.weight)
-        self.H = self.H + mx.array(rows.T @ rows)
-        made = mx.array(rows @ weight.T).reshape(*x.shape[:-1], -1)
+        rows = x.flatten(0, -2)
+        self.H = self.H + product(rows.T, rows)
+        made = product(rows, self.module.weight.T).reshape(*x.shape[:-1], -1)
         return made + self.module.bias if "bias" in self.module else made
 
 
@@ -168,16 +210,25 @@ def dwq(
     validation, training = read[::8], [pair for place, pair in enumerate(read) if place % 8]
     original, tokenizer, config = load(model, return_config=True)
     made, config = quantize_model(load(model)[0], config, DEFAULT_GROUP_SIZE, 4)
-    mlx_lm_dwq.dwq_quantize(
-        made,
-        lambda batch, number, split: original(batch),
-        Adam(learning_rate=learning_rate, bias_correction=True),
-        training * rounds,
-        validation,
-        batch_size=4,
-        max_seq_length=length + 1,
-        seed=0,
-    )
+    made.set_dtype(mx.float32)  # which NumPy has
+    teacher = Gearbox(original, "4,16", kernels="native")
+    teacher.shift(teacher.ladder.top)
+    with (
+        patch.object(mx, "quantized_matmul", quantized_product),
+        patch.object(mx.fast, "scaled_dot_product_attention", causal_attention),
+    ):
+        mlx_lm_dwq.dwq_quantize(
+            made,
+            lambda batch, number, split: original(batch),
+            Adam(learning_rate=learning_rate, bias_correction=True),
+            training * rounds,
+            validation,
+            batch_size=4,
+            max_seq_length=length + 1,
+            seed=0,
+            dtype=mx.float32,
+        )
+    made.set_dtype(mx.bfloat16)
     save(folder, find(model), made, tokenizer, config)
 
 
