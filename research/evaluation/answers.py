@@ -113,6 +113,15 @@ def normalised(answer: str) -> str:
     return answer
 
 
+def read_numeric(path: Path) -> list[dict[str, str]]:
+    """Return problems with a number as the answer, as in GSM8K. Raises GearbxError for a bad line."""
+    rows = read_rows(path, ("question", "answer"))
+    for place, row in enumerate(rows, 1):
+        if final_number(row["answer"]) is None:
+            raise GearbxError(f"{path}, problem {place}: its answer has no number; add it after ####")
+    return rows
+
+
 GIVE_PROBLEMS = "give problems of MATH: JSON Lines, or a folder of JSON files, with problem and solution"
 
 
@@ -231,7 +240,7 @@ class Task:
 # 13. It began to write code in answer to others, and was cut off.
 STEPS = "\nThink step by step in a few short sentences, without code or lists. Then write #### and the number."
 TASKS = {
-    "gsm8k": Task(lambda path: read_rows(path, ("question", "answer")), final_number, number_finished, STEPS),
+    "gsm8k": Task(read_numeric, final_number, number_finished, STEPS),
     "math": Task(read_problems, boxed_answer, box_finished, "\nPut the final answer in \\boxed{}."),
     "functions": Task(read_functions, code_in, code_finished, "\nAnswer with the code only.", passes),
 }

@@ -20,6 +20,7 @@ from research.evaluation.answers import (
     normalised,
     number_finished,
     read_functions,
+    read_numeric,
     read_problems,
     score,
 )
@@ -131,6 +132,13 @@ class TestReading:
         file.write_text(json.dumps(GOOD) + "\n" + line + "\n")
         with refuses(f"{file}, line 2: ", words):
             read_problems(file)
+
+    def test_an_answer_without_a_number_is_named(self, tmp_path):
+        rows = [{"question": "1 + 1?", "answer": answer} for answer in ("#### 2", "#### two")]
+        file = tmp_path / "gsm8k.jsonl"
+        file.write_text("\n".join(map(json.dumps, rows)))
+        with refuses(f"{file}, problem 2: its answer has no number"):
+            read_numeric(file)
 
 
 METHODS = ["16", "4", "route"]
