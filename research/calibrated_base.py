@@ -1,6 +1,6 @@
 """GPTQ-calibrated bases: agreement of drafts, quality as a 4-bit model, and cost."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,24 +63,28 @@ Write a Python decorator that prints how long a function takes."""
 LENGTH = 48  # tokens of an answer
 CONTEXT = 512  # tokens of a window of text, of which the second half counts: as llama.cpp measures KL
 
+Gears = dict[str, tuple[int, Callable[[], dict[str, Any]]]]  # label to bits, and what makes keywords of Gearbox
+
 
 @study("docs/convert.md", "docs/evaluate.md", minutes=20)
 def calibrated_base(
     model: str = "smollm2",
+    bits: list[int] = [4, 6, 8],  # noqa: B006 - nothing changes it
     prompts: int = 12,
-    formats: list[str] = ["planes", "exact"],  # noqa: B006 - nothing changes it
+    formats: list[str] = ["planes", "exact"],  # noqa: B006
     others: list[Path] = [],  # noqa: B006
     data: Path | None = None,
     tokens: int = 4096,
 ) -> Found:
-    """Measure how often 4-bit drafts choose the original's token, with RTN and with a GPTQ-calibrated base.
+    """Measure how often a low gear chooses the original's token, with RTN and with a GPTQ-calibrated 4-bit base.
 
     Args:
         model: Bfloat16 model; demo: the bundled one.
+        bits: Bits of the lowest gear, with RTN and by mlx-lm's own quantization.
         prompts: Number of prompts of each kind.
         formats: Formats to calibrate. Calibrated codes of exact stay close enough to restore the original.
         others: 4-bit checkpoints of the model by other quantizers, such as by `gptq`, as the lowest gear.
-        data: Text for the base as a 4-bit model, such as WikiText-2's test set.
+        data: Text for the lowest gear as a model of its own, such as WikiText-2's test set.
         tokens: Tokens of that text.
     """
     name = None if model == "demo" else model
@@ -88,29 +92,39 @@ def calibrated_base(
     answers = written(original, tokenizer, prompts)
     windows = windows_of(tokenizer, read_documents(data), CONTEXT, tokens, str(data), CONTEXT // 2) if data else []
     rows, figures = [], []
-    bases: dict[str, Any] = {"RTN": {}} | {f"calibrated, {format}": base_of(name, format) for format in formats}
-    gears: dict[str, dict[str, Any]] = {label: {"base": base} for label, base in bases.items()}
-    gears |= {"mlx-lm": {"low_model": quantized(name)}} | {path.name: {"low_model": load(path)[0]} for path in others}
-    for label, gear in gears.items():
+    for label, (lowest, gear) in lowest_gears(name, bits, formats, others).items():
         own, _ = load(name)
         # In planes, which compute the same codes as format exact does, and are made faster.
-        gearbox = Gearbox(own, "4,16", kernels="native", **gear)
+        gearbox = Gearbox(own, f"{lowest},16", kernels="native", **gear())
         found, alone = agreement(gearbox, answers), against_top(gearbox, windows)
         figures.append({"name": label, "agreement": found} | alone)
         shown = [f"{found[kind]:.3f}" for kind in ("mathematics", "chat", "code", "all")]
         rows.append([label, *shown, *(f"{alone[name]:.3f}" for name in ("perplexity_ratio", "kl_mean") if alone)])
-    head = ["4-bit base", "mathematics", "chat", "code", "all", *(["perplexity", "KL"] if windows else [])]
+    head = ["lowest gear", "mathematics", "chat", "code", "all", *(["perplexity", "KL"] if windows else [])]
     tables = {f"calibrated_base_{named(model)}": table(head, rows)}
     if windows:
         tables[f"kld_{named(model)}"] = markdown_table(KLD_COLUMNS, figures)
     return Found(tables, figures)
 
 
-def quantized(name: str | None) -> Any:
-    """Return a model in 4 bits by mlx-lm's own quantization, as `mlx_lm.convert -q` has it."""
+def lowest_gears(name: str | None, bits: Sequence[int], formats: Sequence[str], others: Sequence[Path]) -> Gears:
+    """Return, by its label, the bits of each lowest gear and what makes it."""
+    rtn: Gears = {f"RTN, {each} bits": (each, lambda: {"base": {}}) for each in bits}
+    calibrated = {f"calibrated, {format}": (4, partial(base_of, name, format)) for format in formats}
+    by_mlx_lm = {f"mlx-lm, {each} bits": (each, partial(quantized, name, each)) for each in bits}
+    checkpoints = {path.name: (4, partial(loaded, path)) for path in others}
+    return rtn | calibrated | by_mlx_lm | checkpoints
+
+
+def quantized(name: str | None, bits: int) -> dict[str, Any]:
+    """Return a lowest gear by mlx-lm's own quantization, as `mlx_lm.convert -q` has it."""
     model, _ = load(name)
-    nn.quantize(model, DEFAULT_GROUP_SIZE, 4)
-    return model
+    nn.quantize(model, DEFAULT_GROUP_SIZE, bits)
+    return {"low_model": model}
+
+
+def loaded(path: Path) -> dict[str, Any]:
+    return {"low_model": load(path)[0]}
 
 
 def product(a: mx.array, b: mx.array) -> mx.array:
@@ -243,9 +257,9 @@ def calibration_tokens(model: str, windows: int, length: int) -> mx.array:
 
 
 def base_of(name: str | None, format: str) -> dict[str, Any]:
-    """Path to plane, calibrated with what ships."""
+    """Return a lowest gear that is calibrated with what ships."""
     model, tokenizer = load(name)
-    return shipped_base(model, tokenizer, get_format(format), (4, 16)).layers
+    return {"base": shipped_base(model, tokenizer, get_format(format), (4, 16)).layers}
 
 
 def written(model: Any, tokenizer: Any, prompts: int) -> list[tuple[str, list[int], list[int]]]:
