@@ -629,10 +629,11 @@ def sentence(scored: Mapping[str, Sequence[Mapping[str, Any]]], models: str) -> 
     first = scored["answers"]
     told = f"{models} solves {range_of(first)} math problems, depending on gears and mode. {decided(first)}\n"
     right = {row["policy"]: row["right"] for row in first}
-    if {"4", "4-prompt-16", "4-planes-prompt-16", "route"} <= right.keys():
+    if {"4", "4-calibrated", "4-prompt-16", "4-planes-prompt-16", "route"} <= right.keys():
         told += (
-            f"MLX's 4 bits solve {right['4']}, and {right['4-prompt-16']} if 16 bits read the prompt. Then 4 bits of "
-            f"format `planes` solve {right['4-planes-prompt-16']}, and mode `route` with these {right['route']}.\n"
+            f"MLX's 4 bits solve {right['4']}, and calibrated ones {right['4-calibrated']}. If 16 bits read the prompt, "
+            f"MLX's solve {right['4-prompt-16']}, those of format `planes` {right['4-planes-prompt-16']}, and mode "
+            f"`route` with these {right['route']}.\n"
         )
     if "ead" in scored:
         two = [row for row in scored["ead"] if row["threshold"] is not None]
