@@ -631,8 +631,8 @@ def sentence(scored: Mapping[str, Sequence[Mapping[str, Any]]], models: str) -> 
     right = {row["policy"]: row["right"] for row in first}
     if {"4", "4-calibrated", "4-prompt-16", "4-planes-prompt-16", "route"} <= right.keys():
         told += (
-            f"MLX's 4 bits solve {right['4']}, and calibrated ones {right['4-calibrated']}. If 16 bits read the prompt, "
-            f"MLX's solve {right['4-prompt-16']}, those of format `planes` {right['4-planes-prompt-16']}, and mode "
+            f"MLX's 4 bits solve {right['4']}, and calibrated ones {right['4-calibrated']}. If 16 bits read the "
+            f"prompt, MLX's solve {right['4-prompt-16']}, those of format `planes` {right['4-planes-prompt-16']}, and mode "
             f"`route` with these {right['route']}.\n"
         )
     if "ead" in scored:
