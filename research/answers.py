@@ -425,7 +425,10 @@ class Solver:
         gears = opened.gears
         passes = np.zeros(len(gears), int)
         for response in taken:
-            passes += np.array(response.passes or [response.gear == gear for gear in gears], int)
+            if name == DRAFT:
+                passes += np.array([response.drafted, response.passes[-1]])
+            else:
+                passes += np.array(response.passes or [response.gear == gear for gear in gears], int)
         return Answer(
             "".join(response.text for response in taken),
             len(taken),
@@ -510,8 +513,7 @@ def found_in(
             raise GearbxError(f"{out}: has no problem that all of {', '.join(members)} have solved; {RERUN}")
         solved = {method: [kept[method][number] for number in numbers] for method in members}
         scored[place] = scored_rows(task, [rows[number] for number in numbers], solved, max_tokens)
-        about = f"{large} and {small}" if any(METHODS[member].weights == PAIR for member in members) else large
-        columns = PAIR_COLUMNS if place == "ead" else COLUMNS
+        about, columns = (f"{large} and {small}", PAIR_COLUMNS) if place == "ead" else (large, COLUMNS)
         block = place if name == "gsm8k" else f"{place}_{name}"
         tables[block] = shown(f"{about}, {source}", columns, scored[place])
     first = scored["answers"]
@@ -529,16 +531,13 @@ def found_in(
 def grouped_methods(methods: Sequence[str]) -> dict[str, list[str]]:
     """Return the methods of each table; single gears are in all, to compare with."""
     singles = [name for name in methods if name.isdigit()]
-    drafting = [name for name in methods if name in (LOSSLESS, DRAFT)]
-    alternating = [name for name in methods if METHODS[name].threshold is not None]
+    pairs = [name for name in methods if METHODS[name].weights == PAIR]
     shares = [name for name in methods if METHODS[name].high is not None]
-    groups = {"answers": [name for name in methods if name not in (*drafting, *alternating, *shares)]}
+    groups = {"answers": [name for name in methods if name not in (*pairs, *shares)]}
     if shares:
         groups["answers_shares"] = [*singles, *shares]
-    if drafting:
-        groups["answers_lossless"] = [*singles, *drafting]
-    if alternating:
-        groups["ead"] = [*singles, *alternating]
+    if pairs:
+        groups["ead"] = [*singles, *pairs]
     return groups
 
 
@@ -628,19 +627,19 @@ def sentence(scored: Mapping[str, Sequence[Mapping[str, Any]]], models: str) -> 
     """Return, for the page of advice, whether any method differs from 16 bits, and the picture."""
     first = scored["answers"]
     told = f"{models} solves {range_of(first)} math problems, depending on gears and mode. {decided(first)}\n"
-    right = {row["policy"]: row["right"] for row in first}
+    named = {row["policy"]: row for row in first}
+    right = {name: row["right"] for name, row in named.items()}
     if {"4", "4-calibrated", "4-prompt-16", "4-planes-prompt-16", "route"} <= right.keys():
         told += (
             f"MLX's 4 bits solve {right['4']}, and calibrated ones {right['4-calibrated']}. If 16 bits read the "
-            f"prompt, MLX's solve {right['4-prompt-16']}, those of format `planes` {right['4-planes-prompt-16']}, and mode "
-            f"`route` with these {right['route']}.\n"
+            f"prompt, MLX's solve {right['4-prompt-16']}, those of format `planes` {right['4-planes-prompt-16']}, and "
+            f"mode `route` with these {right['route']}.\n"
         )
     if "ead" in scored:
         two = [row for row in scored["ead"] if row["threshold"] is not None]
         told += f"Two models that alternate solve {range_of(two)}. {decided(two)}\n"
-    drafted = {row["policy"]: row for row in scored.get("answers_lossless", ())}
-    if LOSSLESS in drafted:
-        row, seconds = drafted[LOSSLESS], [drafted[name]["seconds_per_answer"] for name in (LOSSLESS, REFERENCE)]
+    if LOSSLESS in named:
+        row, seconds = named[LOSSLESS], [named[name]["seconds_per_answer"] for name in (LOSSLESS, REFERENCE)]
         told += (
             f"Mode `lossless` gave 16 bits' answer, word for word, in {row['equal_texts']} of {row['problems']}, and "
             "took {:.1f} seconds instead of {:.1f}.\n".format(*seconds)
