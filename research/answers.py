@@ -641,8 +641,8 @@ def sentence(scored: Mapping[str, Sequence[Mapping[str, Any]]], models: str) -> 
     if LOSSLESS in named:
         row, seconds = named[LOSSLESS], [named[name]["seconds_per_answer"] for name in (LOSSLESS, REFERENCE)]
         told += (
-            f"Mode `lossless` gave 16 bits' answer, word for word, in {row['equal_texts']} of {row['problems']}, and "
-            "took {:.1f} seconds instead of {:.1f}.\n".format(*seconds)
+            f"Mode `lossless` gave 16 bits' text in {row['equal_texts']} of {row['problems']}, "
+            "in {:.1f} seconds instead of {:.1f}.\n".format(*seconds)
         )
     return f"{told}\n![Right answers over seconds per answer](images/answers.png)\n"
 
