@@ -631,9 +631,9 @@ def sentence(scored: Mapping[str, Sequence[Mapping[str, Any]]], models: str) -> 
     right = {name: row["right"] for name, row in named.items()}
     if {"4", "4-calibrated", "4-prompt-16", "4-planes-prompt-16", "route"} <= right.keys():
         told += (
-            f"MLX's 4 bits solve {right['4']}, and calibrated ones {right['4-calibrated']}. If 16 bits read the "
-            f"prompt, MLX's solve {right['4-prompt-16']}, those of format `planes` {right['4-planes-prompt-16']}, and "
-            f"mode `route` with these {right['route']}.\n"
+            f"MLX's 4 bits solve {right['4']}, and those calibrated on such problems {right['4-calibrated']}. If 16 "
+            f"bits read the prompt, MLX's solve {right['4-prompt-16']}, format `planes` "
+            f"{right['4-planes-prompt-16']}, and `route` with these {right['route']}.\n"
         )
     if "ead" in scored:
         two = [row for row in scored["ead"] if row["threshold"] is not None]
