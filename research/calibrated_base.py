@@ -1,7 +1,8 @@
 """GPTQ-calibrated bases: agreement of drafts, quality as a 4-bit model, and cost."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,16 +21,17 @@ from gearbx_mlx.cli.bases import answered, text_of
 from gearbx_mlx.cli.terminal import progress_bar
 from gearbx_mlx.evaluate.run import KLD_COLUMNS
 from gearbx_mlx.evaluation.predictions import (
-    compared,
+    TextPrediction,
     joined_recordings,
     quality,
     read_at_once,
     read_documents,
     read_rows,
+    recording_of,
     windows_of,
 )
 from gearbx_mlx.formats import get_format
-from gearbx_mlx.gears.ladder import DEFAULT_GROUP_SIZE
+from gearbx_mlx.gears.ladder import DEFAULT_GROUP_SIZE, Gear
 from gearbx_mlx.loading import find
 
 from .evaluation.report import markdown_table
@@ -91,12 +93,14 @@ def calibrated_base(
     original, tokenizer = load(name)
     answers = written(original, tokenizer, prompts)
     windows = windows_of(tokenizer, read_documents(data), CONTEXT, tokens, str(data), CONTEXT // 2) if data else []
+    gearbox = Gearbox(original, "4,16", kernels="native")
+    top = [list(predicted(gearbox, window, gearbox.ladder.top)) for window in windows]
     rows, figures = [], []
     for label, (lowest, gear) in lowest_gears(name, bits, formats, others).items():
         own, _ = load(name)
         # In planes, which compute the same codes as format exact does, and are made faster.
         gearbox = Gearbox(own, f"{lowest},16", kernels="native", **gear())
-        found, alone = agreement(gearbox, answers), against_top(gearbox, windows)
+        found, alone = agreement(gearbox, answers), against_top(gearbox, windows, top)
         figures.append({"name": label, "agreement": found} | alone)
         shown = [f"{found[kind]:.3f}" for kind in ("mathematics", "chat", "code", "all")]
         rows.append([label, *shown, *(f"{alone[name]:.3f}" for name in ("perplexity_ratio", "kl_mean") if alone)])
@@ -293,11 +297,21 @@ def agreement(gearbox: Gearbox, answers: Sequence[tuple[str, list[int], list[int
     return shares | {"all": float(np.concatenate([agrees for each in right.values() for agrees in each]).mean())}
 
 
-def against_top(gearbox: Gearbox, windows: Sequence[Sequence[int]]) -> dict[str, float]:
+def predicted(gearbox: Gearbox, window: Sequence[int], gear: Gear) -> Iterable[TextPrediction]:
+    """Return a gear's predictions of a window's second half."""
+    return islice(read_at_once(gearbox, window, gear), CONTEXT // 2, None)
+
+
+def against_top(
+    gearbox: Gearbox, windows: Sequence[Sequence[int]], top: Sequence[Sequence[TextPrediction]]
+) -> dict[str, float]:
     """Return the figures of llama.cpp's --kl-divergence for the lowest gear; {} without windows."""
     if not windows:
         return {}
-    ladder = gearbox.ladder
-    reads = [partial(read_at_once, gearbox, gear=gear) for gear in (ladder[0], ladder.top)]
-    low, top = map(joined_recordings, zip(*(compared(gearbox, window, reads, CONTEXT // 2) for window in windows)))
-    return quality(low.nll, low.kl, low.kl_reverse, low.agree, top.nll)
+    parts = [
+        recording_of(predicted(gearbox, window, gearbox.ladder[0]), [each.logprobs for each in reference])
+        for window, reference in zip(windows, top)
+    ]
+    low = joined_recordings(parts)
+    top_nll = np.array([-each.logprobs[each.target] for reference in top for each in reference])
+    return quality(low.nll, low.kl, low.kl_reverse, low.agree, top_nll)
