@@ -649,7 +649,8 @@ def sentence(scored: Mapping[str, Sequence[Mapping[str, Any]]], models: str) -> 
 
 def range_of(rows: Sequence[Mapping[str, Any]]) -> str:
     counts = [row["right"] for row in rows]
-    return f"{min(counts)} to {max(counts)} of {rows[0]['problems']}"
+    low, high = min(counts), max(counts)
+    return f"{low if low == high else f'{low} to {high}'} of {rows[0]['problems']}"
 
 
 def decided(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -657,10 +658,8 @@ def decided(rows: Sequence[Mapping[str, Any]]) -> str:
     others = [row for row in rows if row["policy"] != REFERENCE]
     differs = holm([row["against_reference"]["p_value"] for row in others])
     sure = [row["label"] for row, sure in zip(others, differs) if sure]
-    if not sure:
-        return f"None of the {len(others)} other settings differs significantly from 16 bits."
-    names = f" ({', '.join(sure)})" if len(sure) <= 2 else ""
-    return f"{len(sure)} of {len(others)} settings{names} differ significantly from 16 bits."
+    names = f" ({', '.join(sure)})" if 1 <= len(sure) <= 2 else ""
+    return f"{len(sure) or 'None'} of {len(others)} other settings{names} differ significantly from 16 bits."
 
 
 PAIR_COLUMNS: Columns = {
