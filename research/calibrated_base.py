@@ -96,6 +96,7 @@ def calibrated_base(
     gearbox = Gearbox(original, "4,16", kernels="native")
     top = [list(predicted(gearbox, window, gearbox.ladder.top)) for window in windows]
     rows, figures = [], []
+    del original, gearbox  # of several models, the memory would not suffice
     for label, (lowest, gear) in lowest_gears(name, bits, formats, others).items():
         own, _ = load(name)
         # In planes, which compute the same codes as format exact does, and are made faster.
@@ -104,6 +105,7 @@ def calibrated_base(
         figures.append({"name": label, "agreement": found} | alone)
         shown = [f"{found[kind]:.3f}" for kind in ("mathematics", "chat", "code", "all")]
         rows.append([label, *shown, *(f"{alone[name]:.3f}" for name in ("perplexity_ratio", "kl_mean") if alone)])
+        del own, gearbox
     head = ["lowest gear", "mathematics", "chat", "code", "all", *(["perplexity", "KL"] if windows else [])]
     tables = {f"calibrated_base_{named(model)}": table(head, rows)}
     if windows:

@@ -30,7 +30,7 @@ from ..formats.base import Format, check_quantized, dense_weight, is_finite, sto
 from ..formats.exact import too_large
 from ..formats.fused import FUSED
 from ..formats.native import Native, affine_planes, for_kernels, split_for_kernels, takes_panels, with_kernels
-from ..formats.planes import plane_widths, planes_module, quantized_module
+from ..formats.planes import PlanesModule, plane_widths, planes_module
 from ..formats.tied import ExactTied, QuantizedTied, in_place_of, linear_of, quantized_table
 from ..kernels.bit_planes import Planes
 from ..kernels.products import panel_rows
@@ -363,8 +363,8 @@ class FromCodes(Source):
         linears[top] = planes_module(dense, split, joined=not native)
         if not isinstance(layer.module, nn.Embedding):
             return linears
-        if not low and len(split.widths) == 1:
-            return {top: QuantizedTied(linears[top], self.compute_dtype)}
+        if not low:
+            return {top: tied_to(linears[top], self.compute_dtype)}
         return {bits: ExactTied(linear, linears[top], self.compute_dtype) for bits, linear in linears.items()}
 
 
@@ -433,17 +433,23 @@ def in_gear(module: nn.Module, layer: Layer, dtype: mx.Dtype) -> nn.Module:
     """Return a layer of the quantized model for this gearbox: with native kernels, or converted to `dtype`."""
     affine = getattr(module, "mode", None) == "affine"
     if affine and any(isinstance(module, kind) for kind in QUANTIZED_AS.values()):
-        made = quantized_module(layer.module, for_kernels(layer.module, affine_planes(module)))
+        made = planes_module(layer.module, for_kernels(layer.module, affine_planes(module)))
         if "bias" in module:
             made.bias = module.bias
     elif affine and isinstance(module, nn.QuantizedEmbedding) and isinstance(layer.module, Native):
         head = linear_of(layer.module)
-        return QuantizedTied(quantized_module(head, for_kernels(head, affine_planes(module))), dtype)
+        linear = planes_module(head, for_kernels(head, affine_planes(module)))
+        return tied_to(linear, dtype)
     else:
         made = with_kernels(module, isinstance(layer.module, Native))
     if not isinstance(made, Native):
         cast(made, dtype)
     return made
+
+
+def tied_to(linear: nn.Module, dtype: mx.Dtype) -> nn.Module:
+    """Return a tied embedding over affine codes in one plane or several. dtype: of the rows of input tokens."""
+    return ExactTied(linear, linear, dtype) if isinstance(linear, PlanesModule) else QuantizedTied(linear, dtype)
 
 
 def cast(module: nn.Module, dtype: mx.Dtype) -> None:

@@ -392,6 +392,17 @@ def test_the_low_gear_runs_natively(made, name, native):
     assert {type(layer_of(original, layer.path)).__name__ for layer in gearbox.layers} >= {"NativeQuantizedLinear"}
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("bits", [5, 6, 8])
+def test_low_gear_of_more_bits_runs_as_in_place(bits, tied, native):
+    original, alone, below = (tiny_model(hidden_size=256, tie_word_embeddings=tied) for _ in range(3))
+    for model in (alone, below):
+        nn.quantize(model, bits=bits)
+    Gearbox(alone, str(bits), kernels="native")
+    Gearbox(original, f"{bits},16", low_model=below, kernels="native").shift("low")
+    assert mx.array_equal(run(original), run(alone))
+
+
 @pytest.mark.parametrize(
     ("gears", "low_model", "words"),
     [
