@@ -659,7 +659,7 @@ def decided(rows: Sequence[Mapping[str, Any]]) -> str:
     differs = holm([row["against_reference"]["p_value"] for row in others])
     sure = [row["label"] for row, sure in zip(others, differs) if sure]
     names = f" ({', '.join(sure)})" if 1 <= len(sure) <= 2 else ""
-    return f"{len(sure) or 'None'} of {len(others)} other settings{names} differ significantly from 16 bits."
+    return f"{len(sure) or 'None'} of {len(others)} settings{names} differ significantly from 16 bits."
 
 
 PAIR_COLUMNS: Columns = {
