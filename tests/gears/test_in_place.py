@@ -394,7 +394,7 @@ def test_the_low_gear_runs_natively(made, name, native):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("bits", [5, 6, 8])
-def test_low_gear_of_more_bits_runs_as_in_place(bits, tied, native):
+def test_low_gear_of_more_bits_runs_natively(bits, tied, native):
     original, alone, below = (tiny_model(hidden_size=256, tie_word_embeddings=tied) for _ in range(3))
     for model in (alone, below):
         nn.quantize(model, bits=bits)
