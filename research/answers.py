@@ -705,7 +705,8 @@ def family_of(name: str) -> str:
 
 
 def draw(rows: Sequence[Mapping[str, Any]], about: str, path: Path) -> None:
-    """Draw right answers with their intervals over seconds per answer."""
+    """Draw right answers with their intervals over seconds per answer; a method on fewer problems is marked."""
+    most = max(row["problems"] for row in rows)
     figure, axes = get_pyplot().subplots(figsize=(9, 5.5), layout="constrained")
     for family, (color, markers, joined) in FAMILIES.items():
         members = [row for row in rows if family_of(row["policy"]) == family]
@@ -714,7 +715,8 @@ def draw(rows: Sequence[Mapping[str, Any]], about: str, path: Path) -> None:
         for index, row in enumerate(members):
             (x, y), (low, high) = place_of(row), row["interval"]
             errors = [[max(y - 100 * low, 0.0)], [max(100 * high - y, 0.0)]]
-            label = None if joined and index else (family if joined else row["label"])
+            fewer = f" ({row['problems']} problems)" if row["problems"] < most else ""
+            label = None if joined and index else (family if joined else row["label"]) + fewer
             marker = markers[index % len(markers)]
             axes.errorbar(x, y, errors, color=color, alpha=0.35, linestyle="", zorder=2)
             axes.plot(x, y, color=color, marker=marker, markersize=8, linestyle="", label=label, zorder=3)
