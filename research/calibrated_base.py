@@ -91,9 +91,9 @@ def calibrated_base(
     """
     name = None if model == "demo" else model
     original, tokenizer = load(name)
-    answers = written(original, tokenizer, prompts)
-    windows = windows_of(tokenizer, read_documents(data), CONTEXT, tokens, str(data), CONTEXT // 2) if data else []
     gearbox = Gearbox(original, "4,16", kernels="native")
+    answers = written(gearbox, tokenizer, prompts)
+    windows = windows_of(tokenizer, read_documents(data), CONTEXT, tokens, str(data), CONTEXT // 2) if data else []
     top = [list(predicted(gearbox, window, gearbox.ladder.top)) for window in windows]
     rows, figures = [], []
     del original, gearbox  # of several models, the memory would not suffice
@@ -268,15 +268,15 @@ def base_of(name: str | None, format: str) -> dict[str, Any]:
     return {"base": shipped_base(model, tokenizer, get_format(format), (4, 16)).layers}
 
 
-def written(model: Any, tokenizer: Any, prompts: int) -> list[tuple[str, list[int], list[int]]]:
+def written(gearbox: Gearbox, tokenizer: Any, prompts: int) -> list[tuple[str, list[int], list[int]]]:
     """Kind, prompt and the original's greedy answer, as tokens."""
     questions = [row["question"] for row in read_rows(HELD_OUT, ("question",))]
     kinds = {"mathematics": questions, "chat": CHAT.splitlines(), "code": CODE.splitlines()}
-    gearbox, made = Gearbox(model, "4,16"), []
+    made = []
     for kind, texts in kinds.items():
         for text in texts[:prompts]:
             prompt = encoded(tokenizer, text)
-            responses = stream_generate(model, tokenizer, prompt, LENGTH, mode="static", gearbox=gearbox)
+            responses = stream_generate(gearbox.model, tokenizer, prompt, LENGTH, mode="static", gearbox=gearbox)
             made.append((kind, prompt, [response.token for response in responses]))
     return made
 
